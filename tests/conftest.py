@@ -1,0 +1,46 @@
+"""What every test runs under: two host devices, float32 products, checked annotations."""
+
+import os
+import pathlib
+from typing import Any
+
+# Before JAX starts: the sharding laws need two devices, and a CPU has one unless told otherwise.
+_TWO_DEVICES = "--xla_force_host_platform_device_count=2"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_TWO_DEVICES}".strip()
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Every jaxtyping annotation of the library is checked at run time, from its first import on.
+install_import_hook(["kvjax", "models", "pallas_kernels"], "beartype.beartype")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+_REPO = pathlib.Path(__file__).resolve().parent.parent
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  jax.config.update("jax_compilation_cache_dir", str(_REPO / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# The same examples on every machine and in every run; no deadline, since a first call compiles.
+hypothesis.settings.register_profile(
+  "kvjax",
+  derandomize=True,
+  deadline=None,
+  database=None,
+  max_examples=25,
+  suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("kvjax")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> pathlib.Path:
+  """The converted SmolLM2-135M-Instruct checkpoint, fetched and converted once per machine."""
+  from models import convert
+
+  checkpoint: Any = convert.default_checkpoint()
+  return pathlib.Path(checkpoint)

@@ -1,0 +1,59 @@
+# Everything a checkout needs besides Python (3.11 or newer) and make is installed into .venv.
+#   make demo ARGS="--methods all"     arguments go to the demo
+#   make demo EXTRAS=eval,cuda13       on an NVIDIA GPU
+#   make test PYTHON=python3.12        another interpreter (a fresh VENV=... beside it)
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= eval
+WORKERS ?= auto
+ARGS ?=
+
+BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/.demo-installed
+TEST_READY := $(VENV)/.test-installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint types wheel
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(DEMO_READY)  ## a chat answer and a needle question under every cache, on a real model
+	@$(BIN)/python -m scripts.demo $(ARGS)
+
+test: lint types  ## lint, types and the fast CPU tests
+	$(BIN)/pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: lint types  ## the same with the slow tests: real checkpoint, wheel
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+lint: $(TEST_READY)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(TEST_READY)  ## mypy over the three packages
+	$(BIN)/mypy
+
+wheel: $(TEST_READY)  ## dist/kvjax-<version>-py3-none-any.whl
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  f"kvjax: $(PYTHON) is Python {v[0]}.{v[1]}, expected 3.11 or newer (make PYTHON=...)")'
+	@echo "kvjax: making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# pip leaves what is already there, so that the second of the two stamps adds only its own.
+$(DEMO_READY): pyproject.toml | $(BIN)/python
+	@echo "kvjax: installing the library with [$(EXTRAS)], a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(TEST_READY): pyproject.toml | $(BIN)/python
+	@echo "kvjax: installing the library with [test,$(EXTRAS)], a minute or two the first time"
+	@$(BIN)/python -m pip install --quiet --editable '.[test,$(EXTRAS)]'
+	@touch $@ $(DEMO_READY)

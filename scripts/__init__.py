@@ -1,0 +1,1 @@
+"""Command-line programs of kvjax, each run as `python -m scripts.<name>`."""

@@ -1,0 +1,52 @@
+"""kvjax: KV-cache methods for long-context decoding, as jittable steps over an explicit cache."""
+
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.methods.random import Random
+from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.registry import METHODS
+from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.shared_prefill import SharedPrefill
+from kvjax.softmax_state import State
+from kvjax.types import (
+  At,
+  Attended,
+  Cache,
+  CacheSpec,
+  Carry,
+  Env,
+  Plan,
+  Prompt,
+  Span,
+  View,
+  Window,
+)
+from kvjax.wrapper import Wrapper
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "METHODS",
+  "At",
+  "Attended",
+  "Cache",
+  "CacheSpec",
+  "Carry",
+  "Env",
+  "Full",
+  "Linear",
+  "Llama3",
+  "Method",
+  "Plan",
+  "Prompt",
+  "Random",
+  "Rope",
+  "SharedPrefill",
+  "Span",
+  "State",
+  "StreamingLLM",
+  "View",
+  "Window",
+  "Wrapper",
+  "Yarn",
+]

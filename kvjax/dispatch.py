@@ -1,0 +1,68 @@
+"""Which implementation an operation runs as; the only place that imports kernels, and lazily.
+
+An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
+asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
+Pallas kernel on a GPU where there is one and the method does not need what it does not return,
+the reference otherwise.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array
+
+from kvjax.ops import attention
+from kvjax.types import At, Attended, Cache, Plan
+
+# operation -> implementation -> (module, function) of a kernel
+KERNELS = {
+  "attend_span": {
+    "pallas": ("pallas_kernels.decode", "decode_attention"),
+    "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_attention"),
+  },
+}
+
+
+def kernel(operation: str, impl: str) -> Callable:
+  """The kernel of an operation; NotImplementedError names both if there is none."""
+  try:
+    module, function = KERNELS[operation][impl]
+  except KeyError:
+    have = ", ".join(["reference", *KERNELS.get(operation, {})])
+    raise NotImplementedError(
+      f"{operation}: no {impl!r} implementation (there is: {have})"
+    ) from None
+  return getattr(importlib.import_module(module), function)
+
+
+def choose(operation: str, impl: str) -> str:
+  """Resolves "auto" for the default backend; other names are returned as they are."""
+  if impl != "auto":
+    return impl
+  on_gpu = jax.default_backend() == "gpu"
+  return "pallas" if on_gpu and "pallas" in KERNELS.get(operation, {}) else "reference"
+
+
+def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+  """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
+  operation = "attend_span" if plan.table is None else "attend_table"
+  impl = choose(operation, at.env.impl)
+  if at.top.wants_logits and at.env.impl == "auto":
+    impl = "reference"
+  if impl == "reference":
+    return attention.attend(at, cache, plan, q)
+  if at.top.wants_logits:
+    raise NotImplementedError(
+      f"{operation}: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
+    )
+  run = kernel(operation, impl)
+  qpos = (cache.seen - 1)[:, None]
+  window = at.top.window(at, qpos)
+  q_sinks = None
+  if window is not None and window.view is not None:
+    q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
+  span = plan.span
+  k, v = cache.slots["k"], cache.slots["v"]
+  state = run(q, k, v, span.start, span.stop, sinks=span.sinks, q_sinks=q_sinks)
+  return Attended(state, None, None, span.length())

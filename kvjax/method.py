@@ -1,0 +1,387 @@
+"""The protocol: what a KV-cache method is.
+
+A decode step is four moves over an explicit cache:
+
+    insert    the new key and value go into the cache (and, when it is full, something leaves)
+    plan      which slots this query will see, in which order
+    attend    walk the plan with online softmax
+    observe   update whatever statistics the method keeps
+
+and a prompt is three: `stage` the slots that its queries see, attend, `keep` what stays cached.
+A method is a frozen dataclass of its hyperparameters that overrides some of these moves.
+
+*Drivers* (`prefill`, `decode_step`) run only on the outermost method. *Moves* reach their siblings
+through `at.top`, the outermost method, so a wrapper's override is seen by the method it wraps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import dispatch
+from kvjax.ops import attention, slots
+from kvjax.types import (
+  At,
+  Attended,
+  Cache,
+  CacheSpec,
+  Carry,
+  Env,
+  Plan,
+  Prompt,
+  Span,
+  View,
+  Window,
+)
+
+Aux = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """The full cache, move by move; every method is a subclass that overrides some of them."""
+
+  # ---- what a method declares
+
+  @property
+  def positional(self) -> bool:
+    """Whether slot = position: tokens are appended and none ever leaves or moves."""
+    return True
+
+  @property
+  def wants_logits(self) -> bool:
+    """Whether `observe` reads the logits of a decode step."""
+    return False
+
+  @property
+  def dense_prefill(self) -> bool:
+    """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
+    return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
+
+  def overrides(self, move: str) -> bool:
+    """Whether this method has its own form of a move."""
+    return getattr(type(self), move) is not getattr(Method, move)
+
+  @classmethod
+  def example(cls, budget: int) -> Self:
+    """An instance that keeps or reads about `budget` tokens: for demos, laws and benchmarks."""
+    raise NotImplementedError(f"{cls.__name__}.example")
+
+  @classmethod
+  def neutral(cls, length: int) -> Self:
+    """The setting under which the method equals Full on sequences of up to `length` tokens."""
+    raise NotImplementedError(f"{cls.__name__}.neutral")
+
+  # ---- shapes (host, static)
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """S, the slots of a layer's cache."""
+    return spec.capacity
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    """Further arrays of the cache's three shelves (slots, heads, rows)."""
+    return {}, {}, {}
+
+  def init(self, spec: CacheSpec, layer: int) -> Cache:
+    """An empty cache of one layer."""
+    batch, heads, size = spec.batch, spec.kv_heads, self.capacity(spec, layer)
+    in_slots, in_heads, in_rows = self.extra(spec, layer)
+    kv = (batch, heads, size, spec.head_dim)
+    return Cache(
+      slots={
+        "k": jnp.zeros(kv, spec.dtype),
+        "v": jnp.zeros(kv, spec.dtype),
+        "pos": jnp.full(kv[:3], -1, jnp.int32),
+        **in_slots,
+      },
+      heads=in_heads,
+      rows={"seen": jnp.zeros(batch, jnp.int32), "used": jnp.zeros(batch, jnp.int32), **in_rows},
+    )
+
+  def init_caches(self, spec: CacheSpec) -> tuple[Cache, ...]:
+    """Empty caches, one per layer."""
+    return tuple(self.init(spec, layer) for layer in range(spec.layers))
+
+  def init_carry(self, spec: CacheSpec) -> Carry:
+    """The empty cross-layer carry of one forward pass over spec.batch × spec.capacity tokens."""
+    return Carry({}, {})
+
+  # ---- moves: what a query may see
+
+  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
+    """The part of the past that queries may see, in prefill and decode; None = everything."""
+    return None
+
+  def span(self, at: At, cache: Cache, window: Window | None) -> Span:
+    """The slots that the newest token's window covers."""
+    heads = cache.pos.shape[:2]
+    stop = jnp.broadcast_to(cache.used[:, None], heads)
+    if window is None:
+      return Span(jnp.zeros_like(stop), stop)
+    if not at.top.positional:
+      raise NotImplementedError(
+        f"{type(at.top).__name__}: a window over slots that are not in order of position needs "
+        "its own span()"
+      )
+    return Span(jnp.broadcast_to(window.first, heads), stop, window.sinks)
+
+  # ---- moves: decode
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    """The slot that a full cache gives up for the new token; S (none) drops the new token."""
+    return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
+
+  def fresh(self, name: str, like: Array) -> Array:
+    """A per-slot statistic's value for new tokens, of `like`'s shape and dtype."""
+    return jnp.zeros_like(like)
+
+  def insert(
+    self,
+    at: At,
+    cache: Cache,
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    live: Bool[Array, " B"],
+  ) -> Cache:
+    """Writes the new token: into the first empty slot, or over the victim when none is empty."""
+    room = cache.used < cache.size
+    slot = jnp.where(room[:, None], cache.used[:, None], at.top.victim(at, cache))
+    slot = jnp.where(live[:, None], slot, cache.size)[:, :, None]
+    pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
+    new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
+    for name, x in cache.slots.items():
+      if name not in new:
+        new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype))
+    step = live.astype(jnp.int32)
+    return dataclasses.replace(
+      cache,
+      slots={name: slots.put(x, slot, new[name]) for name, x in cache.slots.items()},
+      rows={**cache.rows, "seen": cache.seen + step, "used": cache.used + step * room},
+    )
+
+  def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
+    """Importance of every tile to this query; None = attend to everything."""
+    return None
+
+  def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
+    """The plan of the best tiles; `ratio` widens the budget (speculation asks for more)."""
+    raise NotImplementedError(f"{type(self).__name__} scores tiles but does not select them")
+
+  def everything(self, at: At, cache: Cache) -> Plan:
+    """The plan of all visible slots."""
+    window = at.top.window(at, (cache.seen - 1)[:, None])
+    return Plan(at.top.span(at, cache, window), unit=at.env.tile)
+
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+  ) -> tuple[Plan, Carry]:
+    """What this query sees, in which order. Never writes the cache (use Plan.memo)."""
+    scores = at.top.score(at, cache, q)
+    plan = at.top.everything(at, cache) if scores is None else at.top.select(at, cache, scores)
+    return plan, carry
+
+  def order(self, at: At, cache: Cache) -> Float[Array, "B K P"] | None:
+    """Priority of tiles for a walk that may stop early; None: newest first is slot order."""
+    return None
+
+  def read(self, at: At, cache: Cache, plan: Plan) -> View:
+    """Fetches the slots that a plan names (offloading methods override this)."""
+    if plan.table is None:
+      slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+      return View(cache.slots["k"], cache.slots["v"], cache.pos, slot)
+    assert plan.count is not None  # a table comes with its count
+    batch, heads, width = plan.table.shape
+    within = jnp.arange(plan.unit, dtype=jnp.int32)
+    listed = (jnp.arange(width) < plan.count[..., None]) & (plan.table >= 0)
+    slot = (plan.table[..., None] * plan.unit + within).reshape(batch, heads, -1)
+    ok = jnp.repeat(listed, plan.unit, -1) & (slot < cache.size)
+    pos = jnp.where(ok, slots.take(cache.pos, slot), -1)
+    k, v = (slots.take(cache.slots[name], slot) for name in ("k", "v"))
+    return View(k, v, pos, jnp.where(ok, slot, cache.size))
+
+  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Walks the plan with online softmax."""
+    return dispatch.attend(at, cache, plan, q)
+
+  def observe(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Updates statistics (never k, v or pos). The second result is for diagnostics only."""
+    return cache, {}
+
+  # ---- moves: prompt
+
+  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
+    """Indices of the tokens that this layer computes (`tokens` = padding); None = all.
+
+    The decoder asks before its projections: the others cost nothing and keep their hidden state.
+    """
+    return None
+
+  def fill(
+    self,
+    at: At,
+    k: Float[Array, "B K A H"],
+    v: Float[Array, "B K A H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"], Carry]:
+    """Keys and values (not rotated) of all tokens of the chunk, from those of the computed ones."""
+    return k, v, carry
+
+  def stage(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[slots.Slots, Cache, Carry]:
+    """The slots that the chunk's queries see: what is cached, and the chunk itself."""
+    if prompt.past == 0:
+      return new, cache, carry
+    if not at.top.positional:
+      return slots.join(cache.slots, new), cache, carry
+    staged = slots.append(cache.slots, new, cache.seen, prompt.past)
+    if prompt.past is not None:
+      staged = {name: x[:, :, : prompt.past + prompt.tokens] for name, x in staged.items()}
+    return staged, cache, carry
+
+  def rank(
+    self,
+    at: At,
+    staged: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    """Which of [cached ‖ new] stay, best first, and their statistics (methods that evict)."""
+    raise NotImplementedError(f"{type(self).__name__} evicts tokens but does not rank a prompt's")
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    """The cache after the chunk: appended to (positional methods), or the best S of old and new."""
+    if at.top.positional:
+      kept = slots.append(cache.slots, new, cache.seen, prompt.past)
+    else:
+      staged = new if prompt.past == 0 else slots.join(cache.slots, new)
+      priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
+      kept = slots.keep_best(staged, priority, cache.size)
+    used = jnp.minimum(cache.used + prompt.valid, cache.size)
+    rows = {**cache.rows, "seen": cache.seen + prompt.valid, "used": used}
+    return at.top.settle(at, dataclasses.replace(cache, slots=kept, rows=rows), prompt)
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """Rebuilds summaries (of tiles, say) after a chunk."""
+    return cache
+
+  # ---- drivers: run on the outermost method only
+
+  def decode_step(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    live: Bool[Array, " B"],
+    carry: Carry,
+  ) -> tuple[Float[Array, "B K G H"], Cache, Carry, Aux]:
+    """One token per row: insert, plan, attend, observe.
+
+    Args:
+      at: layer, environment and self.
+      cache: this layer's cache; donate it.
+      q, k, v: projections of the new token, not rotated.
+      live: rows that take part; the others' caches stay as they are, their output means nothing.
+      carry: cross-layer carry.
+
+    Returns:
+      Attention output in q's dtype, the cache, the carry, diagnostics.
+    """
+    old, rope = cache, at.env.rope
+    q = rope.rotate(q, cache.seen[:, None, None])
+    k = rope.rotate(k, cache.seen[:, None])
+    cache = self.insert(at, cache, k, v, live)
+    plan, carry = self.plan(at, cache, q, carry)
+    attended = self.attend(at, cache, plan, q)
+    cache, aux = self.observe(at, cache, q, plan, attended)
+    cache = _idle_rows(live, cache, old)
+    return attended.state.o.astype(q.dtype), cache, carry, {"visited": attended.visited, **aux}
+
+  def prefill(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G A H"],
+    k: Float[Array, "B K A H"],
+    v: Float[Array, "B K A H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[Float[Array, "B K G A H"], Cache, Carry, Aux]:
+    """A prompt, a chunk of one, or a later turn; arguments and results as in `decode_step`."""
+    q, qpos, new, carry = self.enter(at, cache, q, k, v, prompt, carry)
+    staged, staged_cache, carry = self.stage(at, cache, new, q, prompt, carry)
+    attended = self.attend_prompt(at, staged, q, qpos, prompt)
+    kept = self.keep(at, staged_cache, new, q, qpos, attended, prompt)
+    kept = slots.choose_rows(prompt.valid > 0, kept, cache)
+    return attended.state.o.astype(q.dtype), kept, carry, {}
+
+  def enter(
+    self, at: At, cache: Cache, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
+  ) -> tuple[Array, Int[Array, "B A"], slots.Slots, Carry]:
+    """Rotates a chunk: queries, their positions (−1 = padding), and the new slots."""
+    index, rope = prompt.query_index(), at.env.rope
+    qpos = cache.seen[:, None] + index
+    q = rope.rotate(q, qpos[:, None, None])
+    k, v, carry = self.fill(at, k, v, prompt, carry)
+    every = jnp.arange(prompt.tokens, dtype=jnp.int32)
+    kpos = cache.seen[:, None] + every
+    k = rope.rotate(k, kpos[:, None])
+    pos = jnp.where(every < prompt.valid[:, None], kpos, -1)
+    new = {"k": k, "v": v, "pos": jnp.broadcast_to(pos[:, None], k.shape[:3])}
+    for name, x in cache.slots.items():
+      if name not in new:
+        new[name] = at.top.fresh(name, jnp.zeros(k.shape[:3] + x.shape[3:], x.dtype))
+    return q, jnp.where(index < prompt.valid[:, None], qpos, -1), new, carry
+
+  def attend_prompt(
+    self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
+  ) -> Attended:
+    """Causal attention of the chunk's queries over the staged slots."""
+    before = prompt.past  # slots that can stand before the chunk's own
+    if not at.top.positional:
+      before = staged["pos"].shape[2] - prompt.tokens
+    reach = None if before is None else before + 1 + prompt.query_index().max(0)
+    window = self.window(at, qpos)
+    state = attention.attend_prompt(at, q, qpos, staged, window, reach)
+    return Attended(state, None, None, (staged["pos"] >= 0).sum(-1, dtype=jnp.int32))
+
+  def at(self, env: Env, layer: int) -> At:
+    """Where this method's drivers run in a layer."""
+    return At(layer, env, self)
+
+
+def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:
+  """Statistics of idle rows as they were; insert already left their k, v and pos alone."""
+  kept = {name: new.slots[name] for name in ("k", "v", "pos")}
+  stats = [{n: x for n, x in c.slots.items() if n not in kept} for c in (new, old)]
+  return Cache(
+    slots={**kept, **slots.choose_rows(live, *stats)},
+    heads=slots.choose_rows(live, new.heads, old.heads),
+    rows=slots.choose_rows(live, new.rows, old.rows),
+  )

@@ -1,0 +1,1 @@
+"""One paper, one file. `kvjax.registry` lists them."""

@@ -1,0 +1,93 @@
+"""Random eviction: the control that every informed policy must beat."""
+
+import dataclasses
+from typing import Self
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.method import Method
+from kvjax.ops import slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Method):
+  """Keeps the newest `recent` tokens and a uniformly random sample of the older ones.
+
+  Every (position, head, layer, seed) has a fixed pseudo-random priority; the older tokens of
+  highest priority stay. So the sample is uniform at every length, differs between heads and
+  layers, and needs no random key in the cache. Prefill attention is dense.
+
+  Attributes:
+    budget: tokens kept per KV head, the recent ones included.
+    recent: newest tokens that are not drawn; None: an eighth of the budget, at least one.
+    seed: chooses the sample.
+  """
+
+  budget: int = 2048
+  recent: int | None = None
+  seed: int = 0
+
+  def __post_init__(self):
+    if self.recent is not None and self.recent < 1:
+      raise ValueError(f"Random.recent: found {self.recent}, expected 1 or more")
+    if self.budget <= self.window_size:
+      raise ValueError(
+        f"Random.budget: found {self.budget}, expected more than recent = {self.window_size}"
+      )
+
+  @property
+  def window_size(self) -> int:
+    return max(1, self.budget // 8) if self.recent is None else self.recent
+
+  @property
+  def positional(self) -> bool:
+    return False
+
+  @classmethod
+  def example(cls, budget: int) -> Self:
+    return cls(budget=budget)
+
+  @classmethod
+  def neutral(cls, length: int) -> Self:
+    return cls(budget=length + 1)
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    return self.budget
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    """The lowest priority once the new token, position `seen`, is in the recent window."""
+    priority = self.priority(at, cache.pos, cache.seen + 1)
+    return jnp.argmin(priority, -1).astype(jnp.int32)
+
+  def rank(
+    self,
+    at: At,
+    staged: slots.Slots,
+    q: Array,
+    qpos: Array,
+    attended: Attended,
+    prompt: Prompt,
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    end = staged["pos"][:, 0].max(-1) + 1
+    return self.priority(at, staged["pos"], end), staged
+
+  def priority(
+    self, at: At, pos: Int[Array, "B K S"], end: Int[Array, " B"]
+  ) -> Float[Array, "B K S"]:
+    """Uniform in [0, 1) for older tokens, infinite for the newest ones before `end`."""
+    head = at.head_index(pos.shape[1])[:, None]
+    stream = _mix(
+      jnp.uint32(self.seed) ^ _mix(jnp.uint32(at.layer) ^ _mix(head.astype(jnp.uint32)))
+    )
+    draw = _mix(pos.astype(jnp.uint32) ^ stream) >> 8  # 24 bits: exact in float32
+    recent = pos >= (end - self.window_size)[:, None, None]
+    return jnp.where(recent, jnp.inf, draw.astype(jnp.float32) * 2.0**-24)
+
+
+def _mix(x: Array) -> Array:
+  """A bijection of uint32 that scatters neighbours (multiply, xor-shift)."""
+  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+  return x ^ (x >> 16)

@@ -1,0 +1,122 @@
+"""Reference attention: one query over a plan, and a prompt's queries over the slots they see.
+
+Both accumulate in float32 and return the softmax state. The Pallas kernels are checked against
+these; `kvjax.dispatch` chooses between them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import softmax_state
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Cache, Plan, Window
+
+QUERY_BLOCK = 512
+KEY_BLOCK = 1024
+
+
+def logits_of(
+  q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]
+) -> Float[Array, "B K G T S"]:
+  """q·k/√H in float32."""
+  x = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
+  return x * (q.shape[-1] ** -0.5)
+
+
+def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+  """Attention of the newest token's queries over a plan (q rotated at its own position)."""
+  view = at.top.read(at, cache, plan)
+  qpos = (cache.seen - 1)[:, None]
+  window = at.top.window(at, qpos)
+  ok = view.pos >= 0
+  if window is not None:
+    ok &= window.sees(view.pos)[:, :, 0]
+  logits = windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]
+  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
+  state = softmax_state.of_logits(logits, v)
+  return Attended(state, logits, view.slot, ok.sum(-1, dtype=jnp.int32))
+
+
+def windowed_logits(
+  at: At,
+  q: Float[Array, "B K G T H"],
+  qpos: Int[Array, "B T"],
+  k: Float[Array, "B K S H"],
+  kpos: Int[Array, "B K S"],
+  window: Window | None,
+) -> Float[Array, "B K G T S"]:
+  """Scaled logits; keys before window.sinks are scored by the query moved to window.view."""
+  logits = logits_of(q, k)
+  if window is None or window.view is None:
+    return logits
+  moved = at.env.rope.shift(q, (window.view - qpos)[:, None, None])
+  return jnp.where((kpos < window.sinks)[:, :, None, None], logits_of(moved, k), logits)
+
+
+def attend_prompt(
+  at: At,
+  q: Float[Array, "B K G A H"],
+  qpos: Int[Array, "B A"],
+  slots: dict[str, Array],
+  window: Window | None,
+  reach: Int[Array, " A"] | None,
+) -> State:
+  """Causal attention of many queries over slots, in blocks: no map of A × S is ever held.
+
+  Args:
+    at: where this runs (layer, rope).
+    q: queries, rotated at their positions.
+    qpos: positions; −1 = padding (its state is empty).
+    slots: "k", "v" [B, K, S, H] and "pos" [B, K, S] in any order.
+    window: what queries may see of the past; None = everything.
+    reach: for each query, how many leading slots can hold keys that it sees (a bound that saves
+      work, never a mask); None = all.
+  """
+  batch, heads, groups, count, head_dim = q.shape
+  size = slots["pos"].shape[2]
+  qb, kb = min(QUERY_BLOCK, count), min(KEY_BLOCK, size)
+  queries, blocks = -(-count // qb), -(-size // kb)
+  reach = jnp.full((count,), size, jnp.int32) if reach is None else reach
+
+  def pad(x: Array, axis: int, to: int, fill: float) -> Array:
+    width = [(0, 0)] * x.ndim
+    width[axis] = (0, to - x.shape[axis])
+    return x if to == x.shape[axis] else jnp.pad(x, width, constant_values=fill)
+
+  k, v = (pad(slots[name], 2, blocks * kb, 0) for name in ("k", "v"))
+  kpos = pad(slots["pos"], 2, blocks * kb, -1)
+  q, qpos = pad(q, 3, queries * qb, 0), pad(qpos, 1, queries * qb, -1)
+  reach = pad(reach, 0, queries * qb, 0)
+  window = window and jax.tree.map(lambda x: pad(x, 1, queries * qb, 0), window)
+
+  def of_queries(start: Array) -> State:
+    def cut(x: Array, axis: int) -> Array:
+      return jax.lax.dynamic_slice_in_dim(x, start, qb, axis)
+
+    q_, qpos_ = cut(q, 3), cut(qpos, 1)
+    window_ = window and jax.tree.map(lambda x: cut(x, 1), window)
+
+    def add_keys(i: Array, state: State) -> State:
+      k_, v_, kpos_ = (jax.lax.dynamic_slice_in_dim(x, i * kb, kb, 2) for x in (k, v, kpos))
+      ok = (kpos_ >= 0)[:, :, None] & (kpos_[:, :, None] <= qpos_[:, None, :, None])
+      if window_ is not None:
+        ok &= window_.sees(kpos_)
+      logits = windowed_logits(at, q_, qpos_, k_, kpos_, window_)
+      logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+      v_ = jnp.where((kpos_ >= 0)[..., None], v_, 0)  # empty slots may hold NaN
+      return softmax_state.merge(state, softmax_state.of_logits(logits, v_))
+
+    trips = (cut(reach, 0).max() + kb - 1) // kb
+    start_state = softmax_state.empty((batch, heads, groups, qb), head_dim)
+    return jax.lax.fori_loop(0, jnp.minimum(trips, blocks), add_keys, start_state)
+
+  def join(x: Array) -> Array:
+    x = jnp.moveaxis(x, 0, 3)
+    return x.reshape(*x.shape[:3], queries * qb, *x.shape[5:])[:, :, :, :count]
+
+  if queries == 1:
+    return jax.tree.map(lambda x: x[:, :, :, :count], of_queries(jnp.int32(0)))
+  starts = jnp.arange(queries, dtype=jnp.int32) * qb
+  return jax.tree.map(join, jax.lax.map(of_queries, starts))

@@ -1,0 +1,84 @@
+"""Reading, writing and compacting cache slots; slot arrays are [B, K, S, ...]."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+Slots = dict[str, Array]
+Tree = TypeVar("Tree")
+
+
+def take(
+  x: Shaped[Array, "B K S *rest"], slot: Int[Array, "B K W"]
+) -> Shaped[Array, "B K W *rest"]:
+  """x at `slot`; out-of-range indices clip (mask them with their position)."""
+  index = slot.reshape(slot.shape + (1,) * (x.ndim - 3))
+  return jnp.take_along_axis(x, index, 2, mode="clip")
+
+
+def put(
+  x: Shaped[Array, "B K S *rest"],
+  slot: Int[Array, "B K W"],
+  value: Shaped[Array, "B K W *rest"],
+) -> Shaped[Array, "B K S *rest"]:
+  """x with `value` written at `slot`; slots ≥ S are dropped. In place when x is donated."""
+  b = jnp.arange(x.shape[0])[:, None, None]
+  h = jnp.arange(x.shape[1])[None, :, None]
+  return x.at[b, h, slot].set(value.astype(x.dtype), mode="drop")
+
+
+def append(slots: Slots, new: Slots, seen: Int[Array, " B"], past: int | None) -> Slots:
+  """Writes tokens into the slots that carry their positions (slot = position).
+
+  `new` holds T right-padded tokens (position −1 = padding); they follow `seen`. `past` = 0 says
+  that every row is empty, which makes the write one static slice.
+  """
+  size, tokens = slots["pos"].shape[2], new["pos"].shape[2]
+  if past == 0:
+    n = min(size, tokens)
+    fresh = new["pos"][:, :, :n] >= 0
+
+    def write(old: Array, x: Array) -> Array:
+      ok = fresh.reshape(fresh.shape + (1,) * (old.ndim - 3))
+      return old.at[:, :, :n].set(jnp.where(ok, x[:, :, :n].astype(old.dtype), old[:, :, :n]))
+
+    return {name: write(old, new[name]) for name, old in slots.items()}
+  at = seen[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)
+  at = jnp.where(new["pos"] >= 0, at, size)
+  return {name: put(old, at, new[name]) for name, old in slots.items()}
+
+
+def join(a: Slots, b: Slots) -> Slots:
+  """Two sets of slots side by side, [a ‖ b]; statistics keep a's dtype."""
+  return {name: jnp.concatenate([x, b[name].astype(x.dtype)], 2) for name, x in a.items()}
+
+
+def keep_best(slots: Slots, priority: Float[Array, "B K S"], size: int) -> Slots:
+  """The `size` occupied slots of highest priority, in order of position; ties to the lowest one.
+
+  The result's first min(occupied, size) slots are filled; the rest have position −1.
+  """
+  pos = slots["pos"]
+  last = jnp.iinfo(jnp.int32).max
+  rank = jnp.where(pos >= 0, -priority, jnp.inf)
+  order = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32), pos.shape)
+  by_time = jnp.where(pos >= 0, pos, last)
+  _, by_time, order = jax.lax.sort((rank, by_time, order), num_keys=2)
+  if by_time.shape[2] < size:
+    pad = ((0, 0), (0, 0), (0, size - by_time.shape[2]))
+    by_time = jnp.pad(by_time, pad, constant_values=last)
+    order = jnp.pad(order, pad, constant_values=0)
+  by_time, order = jax.lax.sort((by_time[..., :size], order[..., :size]), num_keys=1)
+  kept = {name: take(x, order) for name, x in slots.items()}
+  return {**kept, "pos": jnp.where(by_time < last, by_time, -1)}
+
+
+def choose_rows(ok: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
+  """Leaf by leaf: `new` where the row is ok, else `old`; every leaf leads with B."""
+
+  def pick(a: Array, b: Array) -> Array:
+    return a if a is b else jnp.where(ok.reshape(ok.shape + (1,) * (a.ndim - 1)), a, b)
+
+  return jax.tree.map(pick, new, old)

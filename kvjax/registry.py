@@ -1,0 +1,12 @@
+"""Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
+
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.methods.random import Random
+from kvjax.methods.streaming_llm import StreamingLLM
+
+METHODS: dict[str, type[Method]] = {
+  "full": Full,
+  "streaming_llm": StreamingLLM,
+  "random": Random,
+}

@@ -1,0 +1,116 @@
+"""Rotary position embedding (Su et al., 2021), half-split, and its long-context variants."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+  """Position interpolation (Chen et al., 2023): every frequency divided by `factor`."""
+
+  factor: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3:
+  """Llama 3.1's scaling: low frequencies divided by `factor`, high ones kept, a ramp between."""
+
+  factor: float = 8.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_context: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+  """YaRN (Peng et al., 2023, §3): ramped interpolation, and attention scaled by `attention_factor`.
+
+  Attributes:
+    factor: context extension s.
+    original_context: training length in tokens.
+    beta_fast, beta_slow: rotations over the training length that bound the ramp.
+    attention_factor: factor on rotated q and k; None: 0.1·ln(s) + 1 (Eq. 22).
+  """
+
+  factor: float
+  original_context: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Rotates queries and keys by position: dimension pair (i, i + H/2) turns by pos · θ^(−2i/H).
+
+  Attributes:
+    theta: base of the frequencies.
+    scaling: None (default), Linear, Llama3 or Yarn.
+  """
+
+  theta: float = 10000.0
+  scaling: Linear | Llama3 | Yarn | None = None
+
+  def frequencies(self, head_dim: int) -> np.ndarray:
+    """Angle per position of each dimension pair, float64 [H/2]; computed on the host."""
+    if head_dim % 2:
+      raise ValueError(f"head_dim: found {head_dim}, expected an even number")
+    freq = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    match self.scaling:
+      case None:
+        return freq
+      case Linear(factor):
+        return freq / factor
+      case Llama3() as s:
+        turns = s.original_context * freq / (2 * math.pi)
+        ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        ramp = np.clip(ramp, 0, 1)
+        return (1 - ramp) * freq / s.factor + ramp * freq
+      case Yarn() as s:
+
+        def pair_with(
+          turns: float,
+        ) -> float:  # the pair that turns so often over the training length
+          return (
+            head_dim
+            * math.log(s.original_context / (turns * 2 * math.pi))
+            / (2 * math.log(self.theta))
+          )
+
+        low = max(math.floor(pair_with(s.beta_fast)), 0)
+        high = min(math.ceil(pair_with(s.beta_slow)), head_dim - 1)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        return freq / s.factor * ramp + freq * (1 - ramp)
+    raise TypeError(f"scaling: found {self.scaling!r}, expected None, Linear, Llama3 or Yarn")
+
+  @property
+  def magnitude(self) -> float:
+    """Factor that `rotate` puts on its result (YaRN's attention factor; 1 otherwise)."""
+    if not isinstance(self.scaling, Yarn):
+      return 1.0
+    if self.scaling.attention_factor is not None:
+      return self.scaling.attention_factor
+    return 0.1 * math.log(self.scaling.factor) + 1 if self.scaling.factor > 1 else 1.0
+
+  def rotate(
+    self, x: Float[Array, "*batch H"], pos: Int[Array, "*#batch"]
+  ) -> Float[Array, "*batch H"]:
+    """x as seen at position `pos`; float32 inside, x's dtype kept."""
+    return self._turn(x, pos, self.magnitude)
+
+  def shift(
+    self, x: Float[Array, "*batch H"], by: Int[Array, "*#batch"]
+  ) -> Float[Array, "*batch H"]:
+    """An already rotated x moved by `by` positions (may be negative)."""
+    return self._turn(x, by, 1.0)
+
+  def _turn(self, x: Array, pos: Array, magnitude: float) -> Array:
+    freq = jnp.asarray(self.frequencies(x.shape[-1]), jnp.float32)
+    angle = pos[..., None].astype(jnp.float32) * freq
+    cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

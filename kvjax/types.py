@@ -1,0 +1,293 @@
+"""What flows through a method: static descriptions, the cache, and the plan of one decode step.
+
+One dimension key everywhere: B batch, T query tokens, S cache slots, N query heads, K key/value
+heads, G = N/K query heads per key/value head, H head size, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.rope import Rope
+from kvjax.softmax_state import State
+
+if TYPE_CHECKING:
+  from kvjax.method import Method
+
+T = TypeVar("T")
+
+IMPLEMENTATIONS = ("auto", "reference", "pallas", "jax-triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+  """Global sizes of a model's cache; read by `init` only (moves read sizes from arrays).
+
+  Attributes:
+    batch: rows B.
+    capacity: longest sequence, prompt and generation together, in tokens.
+    kv_heads: K.
+    groups: G, query heads per key/value head.
+    head_dim: H.
+    layers: L.
+    dtype: dtype of stored keys and values; statistics are float32.
+  """
+
+  batch: int
+  capacity: int
+  kv_heads: int
+  groups: int
+  head_dim: int
+  layers: int
+  dtype: Any = jnp.bfloat16
+
+  def __post_init__(self):
+    for name in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"CacheSpec.{name}: found {getattr(self, name)}, expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Env:
+  """What every move may know statically, beside the shapes of its arrays.
+
+  Attributes:
+    layers: L.
+    rope: the model's rotary embedding.
+    impl: "auto" (the Pallas kernel where one exists and the device runs it, else the reference),
+      "reference", "pallas" or "jax-triton" (a missing implementation raises).
+    tile: slots per tile of a plan that covers the whole cache.
+    head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
+  """
+
+  layers: int
+  rope: Rope = dataclasses.field(default_factory=Rope)
+  impl: str = "auto"
+  tile: int = 64
+  head_axis: str | None = None
+
+  def __post_init__(self):
+    if self.impl not in IMPLEMENTATIONS:
+      raise ValueError(f"Env.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+  """Where a move runs: the layer, the environment, and the outermost method.
+
+  A move reaches its siblings through `at.top`, so that a wrapper's override is seen from inside
+  the method that it wraps.
+  """
+
+  layer: int
+  env: Env
+  top: Method
+
+  def sum_heads(self, x: Array) -> Array:
+    """Sum over the shards of the key/value heads; x is already reduced over the local ones."""
+    return jax.lax.psum(x, self.env.head_axis) if self.env.head_axis else x
+
+  def head_index(self, kv_heads: int) -> Int[Array, " K"]:
+    """Global indices of the `kv_heads` key/value heads that this shard holds."""
+    shard = jax.lax.axis_index(self.env.head_axis) if self.env.head_axis else 0
+    return shard * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)
+
+
+def _pytree(*static: str) -> Callable[[type[T]], type[T]]:
+  """Registers a frozen dataclass as a pytree; `static` names the fields that are not arrays."""
+
+  def register(cls: type[T]) -> type[T]:
+    fields = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    data = [name for name in fields if name not in static]
+    return jax.tree_util.register_dataclass(cls, data, list(static))
+
+  return register
+
+
+@_pytree("tokens", "past")
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """One chunk of a prompt, right-padded.
+
+  Attributes:
+    valid: int32 [B], real tokens of each row in this chunk; 0 leaves the row untouched.
+    total: int32 [B], length of the whole prompt of this turn.
+    index: int32 [B, A], the tokens of this chunk that this layer computes (`tokens` = padding);
+      None: all.
+    tokens: T, the padded length of the chunk (static).
+    past: static upper bound on the tokens that any row has already cached; 0 says that the cache
+      is empty, None that nothing is known.
+  """
+
+  valid: Array
+  total: Array
+  index: Array | None
+  tokens: int
+  past: int | None = None
+
+  def query_index(self) -> Int[Array, "B A"]:
+    """Index within the chunk of every computed token."""
+    if self.index is not None:
+      return self.index
+    every = jnp.arange(self.tokens, dtype=jnp.int32)
+    return jnp.broadcast_to(every, (self.valid.shape[0], self.tokens))
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """One layer's cache: three shelves of arrays, every leaf leading with B.
+
+  Occupied slots are always the prefix [0, used) of a row.
+
+  Attributes:
+    slots: [B, K, S, ...], moved together by compaction: "k", "v" [B, K, S, H] (post-RoPE), "pos"
+      int32 [B, K, S] (−1 = empty), and per-slot statistics.
+    heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors.
+    rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
+      [B], occupied slots; calibrated values.
+  """
+
+  slots: dict[str, Any]
+  heads: dict[str, Any]
+  rows: dict[str, Any]
+
+  @property
+  def size(self) -> int:
+    """S, the slots that the arrays hold."""
+    return self.slots["pos"].shape[2]
+
+  @property
+  def seen(self) -> Array:
+    return self.rows["seen"]
+
+  @property
+  def used(self) -> Array:
+    return self.rows["used"]
+
+  @property
+  def pos(self) -> Array:
+    return self.slots["pos"]
+
+  def put(self, **shelves: dict[str, Any]) -> Cache:
+    """A copy with some entries of some shelves replaced: cache.put(heads={"victim": x})."""
+    return dataclasses.replace(
+      self, **{s: {**getattr(self, s), **new} for s, new in shelves.items()}
+    )
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class Carry:
+  """What one forward pass hands from layer to layer; shelves as in `Cache`."""
+
+  heads: dict[str, Any]
+  rows: dict[str, Any]
+
+
+@_pytree("sinks")
+@dataclasses.dataclass(frozen=True)
+class Window:
+  """The part of the past that queries may see: positions < sinks, and positions ≥ first.
+
+  Attributes:
+    sinks: number of first tokens that stay visible (static).
+    first: int32 [B, T], oldest visible position of each query beside the sinks.
+    view: int32 [B, T], the position from which a query looks at the sinks; None: its own.
+  """
+
+  sinks: int
+  first: Array
+  view: Array | None = None
+
+  def sees(self, kpos: Int[Array, "B K S"]) -> Bool[Array, "B K T S"]:
+    k = kpos[:, :, None]
+    return (k < self.sinks) | (k >= self.first[:, None, :, None])
+
+
+@_pytree("sinks")
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """The slots of a plan without a table: [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
+
+  Attributes:
+    start, stop: int32 [B, K].
+    sinks: leading slots that are always included (static).
+  """
+
+  start: Array
+  stop: Array
+  sinks: int = 0
+
+  def holds(self, slot: Int[Array, "*#BKS"]) -> Bool[Array, "B K S"]:
+    start, stop = self.start[..., None], self.stop[..., None]
+    return (slot < stop) & ((slot < self.sinks) | (slot >= start))
+
+  def length(self) -> Int[Array, "B K"]:
+    """Number of slots in the span."""
+    sinks = jnp.minimum(self.sinks, self.stop)
+    return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)
+
+
+@_pytree("unit", "pinned")
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What one query sees, and in which order it is visited.
+
+  Attributes:
+    span: the slots that may be touched at all.
+    table: int32 [B, K, W], indices of tiles of `unit` slots in visiting order, no duplicates;
+      None: every tile of the span, pinned tiles first, then newest first.
+    count: int32 [B, K], valid entries of the table; None without a table.
+    scores: float32 [B, K, W], the selection's score of each entry, where it has one.
+    memo: what `plan` computed and `attend` or `observe` need again (plans do not write caches).
+    unit: slots per tile (static; 1 = single tokens).
+    pinned: first entries that an early stop may not skip (static).
+  """
+
+  span: Span
+  table: Array | None = None
+  count: Array | None = None
+  scores: Array | None = None
+  memo: Any = None
+  unit: int = 64
+  pinned: int = 0
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class View:
+  """What a plan names, fetched: k, v [B, K, W, H], their positions and slots int32 [B, K, W].
+
+  Entries outside the plan have position −1 and slot S.
+  """
+
+  k: Array
+  v: Array
+  pos: Array
+  slot: Array
+
+
+@_pytree()
+@dataclasses.dataclass(frozen=True)
+class Attended:
+  """The result of walking a plan.
+
+  Attributes:
+    state: softmax state, o [B, K, G, H].
+    logits: float32 [B, K, G, W] at the slots of `slot` (−inf = not attended), or None where the
+      implementation does not return them.
+    slot: int32 [B, K, W], or None.
+    visited: int32 [B, K], slots attended.
+  """
+
+  state: State
+  logits: Array | None
+  slot: Array | None
+  visited: Array

@@ -50,10 +50,10 @@ $(BIN)/python:
 # pip leaves what is already there, so that the second of the two stamps adds only its own.
 $(DEMO_READY): pyproject.toml | $(BIN)/python
 	@echo "kvjax: installing the library with [$(EXTRAS)], a minute or two the first time"
-	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(TEST_READY): pyproject.toml | $(BIN)/python
 	@echo "kvjax: installing the library with [test,$(EXTRAS)], a minute or two the first time"
-	@$(BIN)/python -m pip install --quiet --editable '.[test,$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --editable '.[test,$(EXTRAS)]'
 	@touch $@ $(DEMO_READY)

@@ -27,6 +27,7 @@ ANSWER_PREFIX = " The special magic number for {key} mentioned in the provided t
 
 # RULER draws the needle's depth from 40 evenly spaced points between the text's start and end.
 DEPTHS = tuple(i / 39 for i in range(40))
+_CONTINUATION_WORDS = 1000
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 
@@ -42,7 +43,8 @@ class Row:
     answers: strings that a right answer contains.
     task: the task's name.
     max_new_tokens: tokens reserved for the answer.
-    source: where the haystack's text begins, for people to read.
+    source: the speech with which the haystack begins.
+    continuation: the words that follow the haystack in its source.
     depth: where the needle stands, from 0 (start of the text) to 1 (its end).
   """
 
@@ -53,6 +55,7 @@ class Row:
   task: str
   max_new_tokens: int
   source: str
+  continuation: str
   depth: float
 
 
@@ -166,6 +169,7 @@ def build(
     task="niah_single_2",
     max_new_tokens=max_new_tokens,
     source=source,
+    continuation=" ".join(words[n : n + _CONTINUATION_WORDS]),
     depth=depth,
   )
 

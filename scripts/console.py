@@ -1,0 +1,143 @@
+"""What the programs print while they work: steps with their seconds, text as it comes, tables."""
+
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TextIO
+
+_START = time.perf_counter()
+_TICK_SECONDS = 0.25
+_WIDTH = 88
+
+
+class Step:
+  """One line `[ 12.3 s] what is done ....... 4.5 s`, whose seconds run on a terminal.
+
+  On anything else the line appears when the step begins and is completed when it ends, so that a
+  log shows where a program is, without control characters.
+  """
+
+  def __init__(self, text: str, out: TextIO):
+    self._text = text
+    self._note = ""
+    self._out = out
+    self._live = out.isatty()
+    self._begin = time.perf_counter()
+    self._stamp = f"[{self._begin - _START:6.1f} s] "
+    self._done = threading.Event()
+    self._ticker = threading.Thread(target=self._tick, daemon=True)
+
+  def note(self, text: str) -> None:
+    """Shows how far the step is, or what came of it, behind its text."""
+    self._note = text
+
+  @property
+  def seconds(self) -> float:
+    """Seconds since the step began."""
+    return time.perf_counter() - self._begin
+
+  def __enter__(self) -> Self:
+    if self._live:
+      self._ticker.start()
+    else:
+      self._out.write(f"{self._stamp}{self._text} ")
+      self._out.flush()
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None:
+    self._done.set()
+    tail = self._tail(f"{self.seconds:.1f} s" if error is None else "stopped")
+    if self._live:
+      self._ticker.join()
+      tail = f"\r\x1b[K{self._stamp}{self._text} {tail}"
+    self._out.write(f"{tail}\n")
+    self._out.flush()
+
+  def _tail(self, end: str) -> str:
+    """Dots that bring `end` to the same column on every line."""
+    note = f" {self._note}" if self._note else ""
+    width = min(_WIDTH, shutil.get_terminal_size().columns - 1) if self._live else _WIDTH
+    dots = width - len(self._stamp) - len(self._text) - len(note) - len(end) - 2
+    return f"{'.' * max(3, dots)}{note} {end}"
+
+  def _tick(self) -> None:
+    while not self._done.wait(_TICK_SECONDS):
+      tail = self._tail(f"{self.seconds:.0f} s")
+      self._out.write(f"\r\x1b[K{self._stamp}{self._text} {tail}")
+      self._out.flush()
+
+
+def step(text: str, out: TextIO | None = None) -> Step:
+  """A step to be entered with `with`; printed to standard output unless `out` is given."""
+  return Step(text, out or sys.stdout)
+
+
+def heading(text: str, out: TextIO | None = None) -> None:
+  """A blank line and a title, bold on a terminal."""
+  out = out or sys.stdout
+  bold, plain = ("\x1b[1m", "\x1b[0m") if out.isatty() else ("", "")
+  print(f"\n{bold}{text}{plain}", file=out, flush=True)
+
+
+class Streamer:
+  """Prints text that grows, wrapped at words and indented.
+
+  A word appears once something follows it, since only then is it known to fit its line.
+  """
+
+  def __init__(self, out: TextIO | None = None, *, width: int = 88, indent: str = "  "):
+    self._out = out or sys.stdout
+    self._width = width
+    self._indent = indent
+    self._shown = 0
+    self._column = 0
+
+  def show(self, text: str, *, final: bool = False) -> None:
+    """Prints what `text` has beyond the part already printed; `final` prints the last word too."""
+    end = len(text) if final else max(text.rfind(" "), text.rfind("\n")) + 1
+    for word in re.findall(r"\n|\S+", text[self._shown : end]):
+      self._word(word)
+    self._shown = max(self._shown, end)
+    if final:
+      self._end_line()
+    self._out.flush()
+
+  def _word(self, word: str) -> None:
+    if word == "\n":
+      self._out.write("\n")
+      self._column = 0
+      return
+    if self._column + 1 + len(word) > self._width:
+      self._end_line()
+    lead = " " if self._column else self._indent
+    self._out.write(lead + word)
+    self._column += len(lead) + len(word)
+
+  def _end_line(self) -> None:
+    if self._column:
+      self._out.write("\n")
+      self._column = 0
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+  """Columns as wide as their content; numbers to the right, the columns of `left` to the left."""
+  widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+
+  def line(cells: Sequence[str]) -> str:
+    padded = (
+      cell.ljust(width) if i in left else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(padded).rstrip()
+
+  rule = "  ".join("-" * width for width in widths)
+  return "\n".join([line(head), rule, *map(line, rows)])

@@ -17,7 +17,7 @@ through `at.top`, the outermost method, so a wrapper's override is seen by the m
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -67,12 +67,12 @@ class Method:
     return getattr(type(self), move) is not getattr(Method, move)
 
   @classmethod
-  def example(cls, budget: int) -> Self:
+  def example(cls, budget: int) -> Method:
     """An instance that keeps or reads about `budget` tokens: for demos, laws and benchmarks."""
     raise NotImplementedError(f"{cls.__name__}.example")
 
   @classmethod
-  def neutral(cls, length: int) -> Self:
+  def neutral(cls, length: int) -> Method:
     """The setting under which the method equals Full on sequences of up to `length` tokens."""
     raise NotImplementedError(f"{cls.__name__}.neutral")
 

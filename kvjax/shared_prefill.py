@@ -46,7 +46,9 @@ class SharedPrefill(Method):
     if prompt.past != 0:
       raise ValueError(f"SharedPrefill: found past = {prompt.past}, expected 0 (empty caches)")
     sites = [method.at(at.env, at.layer) for method in self.members]
-    entered = [s.top.enter(s, own, q, k, v, prompt, carry) for s, own in zip(sites, cache)]
+    entered = [
+      s.top.enter(s, own, q, k, v, prompt, carry) for s, own in zip(sites, cache, strict=True)
+    ]
     q, qpos, new, _ = entered[0]
     attended = self.members[0].attend_prompt(sites[0], new, q, qpos, prompt)
     kept = []

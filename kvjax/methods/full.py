@@ -1,7 +1,6 @@
 """The full cache: nothing leaves, everything is attended to. The yardstick of all others."""
 
 import dataclasses
-from typing import Self
 
 from kvjax.method import Method
 
@@ -11,9 +10,9 @@ class Full(Method):
   """Keeps every token and attends to all of them (exact attention)."""
 
   @classmethod
-  def example(cls, budget: int) -> Self:
+  def example(cls, budget: int) -> Method:
     return cls()
 
   @classmethod
-  def neutral(cls, length: int) -> Self:
+  def neutral(cls, length: int) -> Method:
     return cls()

@@ -1,7 +1,6 @@
 """Random eviction: the control that every informed policy must beat."""
 
 import dataclasses
-from typing import Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -46,11 +45,11 @@ class Random(Method):
     return False
 
   @classmethod
-  def example(cls, budget: int) -> Self:
+  def example(cls, budget: int) -> Method:
     return cls(budget=budget)
 
   @classmethod
-  def neutral(cls, length: int) -> Self:
+  def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:

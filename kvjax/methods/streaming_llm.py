@@ -1,7 +1,7 @@
 """StreamingLLM: attention sinks and a window of recent tokens (Xiao et al., ICLR 2024)."""
 
 import dataclasses
-from typing import Literal, Self
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -45,11 +45,11 @@ class StreamingLLM(Method):
     return False
 
   @classmethod
-  def example(cls, budget: int) -> Self:
+  def example(cls, budget: int) -> Method:
     return cls(budget=budget, sinks=min(4, budget // 2))
 
   @classmethod
-  def neutral(cls, length: int) -> Self:
+  def neutral(cls, length: int) -> Method:
     return cls(budget=length)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:

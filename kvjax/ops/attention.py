@@ -80,16 +80,16 @@ def attend_prompt(
   queries, blocks = -(-count // qb), -(-size // kb)
   reach = jnp.full((count,), size, jnp.int32) if reach is None else reach
 
-  def pad(x: Array, axis: int, to: int, fill: float) -> Array:
+  def pad(x: Array, axis: int, to: int, fill: int = 0) -> Array:
     width = [(0, 0)] * x.ndim
     width[axis] = (0, to - x.shape[axis])
     return x if to == x.shape[axis] else jnp.pad(x, width, constant_values=fill)
 
-  k, v = (pad(slots[name], 2, blocks * kb, 0) for name in ("k", "v"))
+  k, v = (pad(slots[name], 2, blocks * kb) for name in ("k", "v"))
   kpos = pad(slots["pos"], 2, blocks * kb, -1)
-  q, qpos = pad(q, 3, queries * qb, 0), pad(qpos, 1, queries * qb, -1)
-  reach = pad(reach, 0, queries * qb, 0)
-  window = window and jax.tree.map(lambda x: pad(x, 1, queries * qb, 0), window)
+  q, qpos = pad(q, 3, queries * qb), pad(qpos, 1, queries * qb, -1)
+  reach = pad(reach, 0, queries * qb)
+  window = window and jax.tree.map(lambda x: pad(x, 1, queries * qb), window)
 
   def of_queries(start: Array) -> State:
     def cut(x: Array, axis: int) -> Array:

@@ -1,0 +1,88 @@
+"""One attention layer under a method, fed with random or given q, k, v: what method tests run on."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import CacheSpec, Env, Method, Prompt, Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+  """Projections of whole sequences, not rotated: q [B, K, G, T, H], k and v [B, K, T, H]."""
+
+  q: np.ndarray
+  k: np.ndarray
+  v: np.ndarray
+
+  @classmethod
+  def random(cls, seed, batch=2, kv_heads=3, groups=3, tokens=40, head_dim=16):
+    rng = np.random.default_rng(seed)
+    kv = (batch, kv_heads, tokens, head_dim)
+    q = rng.normal(size=(batch, kv_heads, groups, tokens, head_dim))
+    arrays = (q * 1.5, rng.normal(size=kv), rng.normal(size=kv))
+    return cls(*(x.astype(np.float32) for x in arrays))
+
+  def spec(self, capacity, layers=4, dtype=jnp.float32):
+    batch, kv_heads, groups, _, head_dim = self.q.shape
+    return CacheSpec(batch, capacity, kv_heads, groups, head_dim, layers, dtype)
+
+
+class Layer:
+  """Runs one layer of a method, jitted, row by row at its own positions."""
+
+  def __init__(self, method: Method, stream: Stream, capacity=64, layer=1, env=None):
+    self.method, self.stream = method, stream
+    self.spec = stream.spec(capacity)
+    env = env or Env(self.spec.layers, Rope(), impl="reference", tile=4)
+    self.at = method.at(env, layer)
+    self.cache = method.init(self.spec, layer)
+    self._decode = jax.jit(functools.partial(method.decode_step, self.at))
+    self._prefill = jax.jit(functools.partial(method.prefill, self.at))
+
+  def prefill(self, valid, start=None, tokens=None, past=0):
+    """A chunk of each row: stream tokens start … start + valid. Returns out [B, K, G, T, H]."""
+    valid = np.asarray(valid, np.int32)
+    start = np.zeros_like(valid) if start is None else np.asarray(start, np.int32)
+    tokens = int(valid.max()) if tokens is None else tokens
+    index = np.minimum(start[:, None] + np.arange(tokens), self.stream.k.shape[2] - 1)
+    cut = [
+      np.take_along_axis(x, index.reshape(len(valid), *(1,) * (x.ndim - 3), tokens, 1), -2)
+      for x in (self.stream.q, self.stream.k, self.stream.v)
+    ]
+    prompt = Prompt(jnp.asarray(valid), jnp.asarray(start + valid), None, tokens, past)
+    carry = self.method.init_carry(dataclasses.replace(self.spec, capacity=tokens))
+    out, self.cache, _, _ = self._prefill(self.cache, *cut, prompt, carry)
+    return np.asarray(out)
+
+  def decode(self, at, live=None):
+    """Stream token at[b] of each row. Returns out [B, K, G, H] and the diagnostics."""
+    rows = range(len(at))
+    q, k, v = (
+      np.stack([x[b][..., at[b], :] for b in rows])
+      for x in (self.stream.q, self.stream.k, self.stream.v)
+    )
+    live = jnp.ones(len(at), bool) if live is None else jnp.asarray(live)
+    carry = self.method.init_carry(dataclasses.replace(self.spec, capacity=1))
+    out, self.cache, _, aux = self._decode(self.cache, q, k, v, live, carry)
+    return np.asarray(out), aux
+
+
+def rotate(x, pos, theta=10000.0):
+  """NumPy float64 RoPE of one vector (half-split), for oracles."""
+  x = np.asarray(x, np.float64)
+  half = x.shape[-1] // 2
+  angle = pos * theta ** (-np.arange(half) / half)
+  a, b = x[..., :half], x[..., half:]
+  return np.concatenate(
+    [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
+  )
+
+
+def softmax_average(logits, values):
+  """NumPy float64 Σ softmax(logits)·values."""
+  w = np.exp(logits - np.max(logits))
+  return (w[:, None] * values).sum(0) / w.sum()

@@ -1,0 +1,56 @@
+"""Full: exact attention, against a NumPy float64 oracle that keeps no cache at all."""
+
+import numpy as np
+import pytest
+
+from kvjax import Full
+from kvjax.ops import attention
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+def oracle(stream, b, h, g, t):
+  """Attention of query t over keys 0 … t, by loops."""
+  q = rotate(stream.q[b, h, g, t], t)
+  logits = [q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)) for j in range(t + 1)]
+  return softmax_average(np.array(logits), np.float64(stream.v[b, h, : t + 1]))
+
+
+def test_worked_example():
+  """Keys 0 and 0 weigh alike: the output is the mean of the values."""
+  stream = Stream(np.ones((1, 1, 1, 2, 2)), np.zeros((1, 1, 2, 2)), np.array([[[[0, 2], [4, 0]]]]))
+  stream = Stream(*(np.float32(x) for x in (stream.q, stream.k, stream.v)))
+  out = Layer(Full(), stream, capacity=4).prefill([2])
+  np.testing.assert_allclose(out[0, 0, 0], [[0, 2], [2, 1]], atol=1e-6)
+
+
+def test_prompt_and_decode_against_oracle():
+  stream = Stream.random(0)
+  layer, lengths = Layer(Full(), stream), [30, 11]
+  out = layer.prefill(lengths)
+  for b, n in enumerate(lengths):
+    for t in (0, 1, n // 2, n - 1):
+      np.testing.assert_allclose(out[b, 2, 1, :, :][t], oracle(stream, b, 2, 1, t), atol=2e-6)
+  for step in range(4):
+    at = [n + step for n in lengths]
+    out, aux = layer.decode(at)
+    np.testing.assert_array_equal(aux["visited"], np.array(at)[:, None] + np.ones((2, 3)))
+    for b, t in enumerate(at):
+      for h in range(3):
+        np.testing.assert_allclose(out[b, h, 0], oracle(stream, b, h, 0, t), atol=2e-6)
+
+
+@pytest.mark.parametrize("blocks", [(7, 5), (64, 3), (3, 64)])
+def test_prompt_attention_in_any_blocks(monkeypatch, blocks):
+  """Query and key blocks that divide nothing, ragged rows, a later chunk with and without `past`."""
+  stream, lengths = Stream.random(1), [26, 9]
+  whole = Layer(Full(), stream).prefill(lengths)
+  monkeypatch.setattr(attention, "QUERY_BLOCK", blocks[0])
+  monkeypatch.setattr(attention, "KEY_BLOCK", blocks[1])
+  np.testing.assert_allclose(Layer(Full(), stream).prefill(lengths), whole, atol=2e-6)
+  for past in (16, None):
+    layer = Layer(Full(), stream)
+    first = layer.prefill([16, 4])
+    second = layer.prefill([10, 5], start=[16, 4], past=past)
+    np.testing.assert_allclose(first[0], whole[0][:, :, :16], atol=2e-6)
+    np.testing.assert_allclose(second[0], whole[0][:, :, 16:], atol=2e-6)
+    np.testing.assert_allclose(second[1][:, :, :5], whole[1][:, :, 4:9], atol=2e-6)

@@ -1,0 +1,66 @@
+"""Random: the kept set against sampling by hand, and the sample's uniformity."""
+
+import numpy as np
+import pytest
+
+from kvjax import Random
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+MASK = 0xFFFFFFFF
+
+
+def mix(x):
+  x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+  x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+  return x ^ (x >> 16)
+
+
+def kept_by_hand(t, budget, recent, seed, layer, head):
+  """Positions held once token t is in: the recent ones and the best draws among the older."""
+  older = [j for j in range(t + 1) if j <= t - recent]
+  stream = mix(seed ^ mix(layer ^ mix(head)))
+  older.sort(key=lambda j: (-(mix(j ^ stream) >> 8), j))
+  newest = [j for j in range(t + 1) if j > t - recent]
+  return sorted(older[: budget - len(newest)] + newest)
+
+
+def test_kept_positions_and_outputs():
+  budget, recent, seed = 11, 3, 7
+  stream = Stream.random(0, tokens=110)
+  layer = Layer(Random(budget, recent, seed), stream, capacity=110)
+  lengths = [20, 5]
+  layer.prefill(lengths)
+  for step in range(85):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    pos = np.asarray(layer.cache.pos)
+    for b, t in enumerate(at):
+      for h in range(3):
+        kept = kept_by_hand(t, budget, recent, seed, layer.at.layer, h)
+        assert sorted(p for p in pos[b, h] if p >= 0) == kept, (b, h, t)
+      q = rotate(stream.q[b, 2, 1, t], t)
+      logits = [q @ rotate(stream.k[b, 2, j], j) / np.sqrt(len(q)) for j in kept]
+      want = softmax_average(np.array(logits), np.float64(stream.v[b, 2, kept]))
+      np.testing.assert_allclose(out[b, 2, 1], want, atol=3e-6)
+
+
+def test_sample_is_uniform_and_differs_between_heads():
+  """2,000 older positions, half of them kept: each quarter of the text gets its share."""
+  kept = [set(kept_by_hand(2000, 1001, 1, 0, layer, h)) for layer in range(3) for h in range(3)]
+  for sample in kept:
+    quarters, _ = np.histogram([j for j in sample if j < 2000], bins=4, range=(0, 2000))
+    assert np.abs(quarters - 250).max() < 60  # 5 standard deviations of the hypergeometric draw
+  overlap = [len(a & b) for i, a in enumerate(kept) for b in kept[:i]]
+  assert np.abs(np.mean(overlap) - 500) < 30 and max(overlap) < 620
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"budget": 8, "recent": 8}, "budget: found 8, expected more than recent = 8"),
+    ({"recent": 0}, "recent: found 0"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    Random(**kwargs)

@@ -1,0 +1,77 @@
+"""Rotation against complex arithmetic, distances, shifts, and the published scalings."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.rope import Linear, Llama3, Rope, Yarn
+
+
+def complex_oracle(x, pos, freq):
+  """Pairs (i, i + H/2) as complex numbers, turned by e^(i·pos·freq)."""
+  half = x.shape[-1] // 2
+  z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.asarray(pos)[..., None] * freq)
+  return np.concatenate([z.real, z.imag], -1)
+
+
+def test_rotate_against_complex_numbers():
+  rng = np.random.default_rng(0)
+  x, pos = rng.normal(size=(2, 5, 8)), rng.integers(0, 4000, (2, 5))
+  freq = 10000.0 ** (-np.arange(4) / 4)
+  out = Rope().rotate(jnp.asarray(x, jnp.float32), jnp.asarray(pos))
+  np.testing.assert_allclose(out, complex_oracle(x, pos, freq), atol=2e-3)
+  small = Rope().rotate(jnp.asarray(x, jnp.float32), jnp.asarray(pos % 16))
+  np.testing.assert_allclose(small, complex_oracle(x, pos % 16, freq), atol=1e-5)
+
+
+def test_logits_depend_on_distance_only():
+  rng = np.random.default_rng(1)
+  q, k = (jnp.asarray(rng.normal(size=(1, 16)), jnp.float32) for _ in range(2))
+  rope = Rope(theta=1e5)
+
+  def logit(i, j):
+    return float((rope.rotate(q, jnp.array([i])) * rope.rotate(k, jnp.array([j]))).sum())
+
+  assert logit(9, 4) == pytest.approx(logit(109, 104), abs=1e-4)
+  assert logit(9, 4) != pytest.approx(logit(9, 5), abs=1e-3)
+
+
+@pytest.mark.parametrize("scaling", [None, Linear(4.0), Llama3(), Yarn(4.0, 2048)])
+def test_shift_continues_a_rotation(scaling):
+  x = jnp.asarray(np.random.default_rng(2).normal(size=(3, 32)), jnp.float32)
+  rope, pos = Rope(scaling=scaling), jnp.array([3, 50, 200])
+  there = rope.shift(rope.rotate(x, pos), jnp.array([4, -20, 0]))
+  np.testing.assert_allclose(there, rope.rotate(x, pos + jnp.array([4, -20, 0])), atol=1e-4)
+
+
+def test_linear_divides_positions():
+  x = jnp.ones((1, 8))
+  a = Rope(scaling=Linear(2.0)).rotate(x, jnp.array([10]))
+  np.testing.assert_allclose(a, Rope().rotate(x, jnp.array([5])), atol=1e-6)
+
+
+def test_llama3_keeps_high_and_divides_low_frequencies():
+  plain, scaled = Rope(5e5).frequencies(128), Rope(5e5, Llama3()).frequencies(128)
+  wavelength = 2 * np.pi / plain
+  high, low = wavelength < 8192 / 4, wavelength > 8192 / 1
+  np.testing.assert_array_equal(scaled[high], plain[high])
+  np.testing.assert_allclose(scaled[low], plain[low] / 8)
+  between = ~(high | low)
+  assert between.any() and ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+def test_yarn_interpolates_slow_pairs_and_scales_attention():
+  rope = Rope(1e4, Yarn(8.0, 4096))
+  plain, scaled = Rope(1e4).frequencies(128), rope.frequencies(128)
+  np.testing.assert_allclose(scaled[0], plain[0])
+  np.testing.assert_allclose(scaled[-1], plain[-1] / 8)
+  assert rope.magnitude == pytest.approx(0.1 * np.log(8) + 1)
+  x = jnp.ones((1, 128))
+  norm = jnp.linalg.norm(rope.rotate(x, jnp.array([7])))
+  assert float(norm) == pytest.approx(rope.magnitude * np.sqrt(128), rel=1e-5)
+
+
+def test_dtype_is_kept_and_odd_heads_refused():
+  assert Rope().rotate(jnp.ones((1, 8), jnp.bfloat16), jnp.array([3])).dtype == jnp.bfloat16
+  with pytest.raises(ValueError, match="head_dim: found 7"):
+    Rope().frequencies(7)

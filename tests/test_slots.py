@@ -1,0 +1,59 @@
+"""Writing, compacting and choosing slots."""
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax.ops import slots
+
+
+def test_put_drops_out_of_range():
+  x = jnp.zeros((1, 2, 3))
+  out = slots.put(x, jnp.array([[[1], [3]]]), jnp.array([[[5.0], [7.0]]]))
+  np.testing.assert_array_equal(out, [[[0, 5, 0], [0, 0, 0]]])
+
+
+def test_append_static_and_scattered_agree():
+  rng = np.random.default_rng(0)
+  old = {
+    "k": jnp.asarray(rng.normal(size=(2, 3, 8, 4)), jnp.float32),
+    "pos": jnp.full((2, 3, 8), -1, jnp.int32),
+  }
+  pos = np.where(np.arange(5) < np.array([[5], [2]]), np.arange(5), -1)
+  new = {
+    "k": jnp.asarray(rng.normal(size=(2, 3, 5, 4)), jnp.float32),
+    "pos": jnp.broadcast_to(jnp.asarray(pos, jnp.int32)[:, None], (2, 3, 5)),
+  }
+  a = slots.append(old, new, jnp.zeros(2, jnp.int32), 0)
+  b = slots.append(old, new, jnp.zeros(2, jnp.int32), None)
+  for name in old:
+    np.testing.assert_array_equal(a[name], b[name])
+  np.testing.assert_array_equal(a["k"][1, :, 2:], old["k"][1, :, 2:])  # padding writes nothing
+
+
+@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 14))
+def test_keep_best(seed, n, size):
+  """Against sorting by hand; equal priorities go to the lowest position, empty slots never win."""
+  rng = np.random.default_rng(seed)
+  pos = rng.permutation(n) * 2
+  pos[rng.random(n) < 0.3] = -1
+  priority = rng.integers(0, 3, n).astype(np.float32)
+  priority[rng.random(n) < 0.2] = np.inf
+  payload = np.where(pos >= 0, pos * 10.0, np.nan)
+  arrays = {"pos": pos.astype(np.int32), "x": payload.astype(np.float32)}
+  out = slots.keep_best(
+    {name: jnp.asarray(x)[None, None] for name, x in arrays.items()},
+    jnp.asarray(priority)[None, None],
+    size,
+  )
+  best = sorted((-priority[i], pos[i]) for i in range(n) if pos[i] >= 0)[:size]
+  kept = sorted(p for _, p in best)
+  np.testing.assert_array_equal(out["pos"][0, 0], kept + [-1] * (size - len(kept)))
+  np.testing.assert_array_equal(out["x"][0, 0, : len(kept)], np.array(kept) * 10.0)
+
+
+def test_choose_rows():
+  new, old = {"a": jnp.ones((2, 3))}, {"a": jnp.zeros((2, 3))}
+  out = slots.choose_rows(jnp.array([True, False]), new, old)
+  np.testing.assert_array_equal(out["a"], [[1, 1, 1], [0, 0, 0]])

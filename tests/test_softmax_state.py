@@ -1,0 +1,71 @@
+"""The softmax state is a commutative monoid, and merging disjoint sets is attention over both."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax import softmax_state
+from kvjax.softmax_state import State
+
+
+def test_worked_example():
+  """Logits ln 1 and ln 3 over values 0 and 4: weights ¼ and ¾, output 3."""
+  state = softmax_state.of_logits(jnp.log(jnp.array([[[1.0, 3.0]]])), jnp.array([[[[0.0], [4.0]]]]))
+  np.testing.assert_allclose(state.o, [[[3.0]]], rtol=1e-6)
+  np.testing.assert_allclose(state.m, [[np.log(3)]], rtol=1e-6)
+  np.testing.assert_allclose(state.l, [[4 / 3]], rtol=1e-6)
+  np.testing.assert_allclose(state.lse, [[np.log(4)]], rtol=1e-6)
+
+
+def _state(rng, keys, scale=3.0):
+  logits = rng.normal(size=(2, 1, 3, keys)) * scale
+  logits = np.where(rng.random(logits.shape) < 0.2, -np.inf, logits)
+  v = rng.normal(size=(2, 1, keys, 4))
+  return jnp.asarray(logits, jnp.float32), jnp.asarray(v, jnp.float32)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 9), st.sampled_from([1.0, 40.0]))
+def test_merge_of_parts_is_the_whole(seed, keys, cut, scale):
+  logits, v = _state(np.random.default_rng(seed), keys, scale)
+  cut = min(cut, keys - 1)
+  parts = [(logits[..., :cut], v[:, :, :cut]), (logits[..., cut:], v[:, :, cut:])]
+  empty = softmax_state.empty((2, 1, 3), 4)
+  states = [softmax_state.of_logits(*p) if p[0].shape[-1] else empty for p in parts]
+  whole = softmax_state.of_logits(logits, v)
+  for a, b in (states, states[::-1]):
+    merged = softmax_state.merge(a, b)
+    np.testing.assert_array_equal(merged.m, whole.m)
+    np.testing.assert_allclose(merged.l, whole.l, rtol=2e-6)
+    np.testing.assert_allclose(merged.o, whole.o, atol=5e-6)
+
+
+def test_identity_and_no_nan():
+  logits, v = _state(np.random.default_rng(0), 5)
+  state, empty = softmax_state.of_logits(logits, v), softmax_state.empty((2, 1, 3), 4)
+  chex.assert_trees_all_close(softmax_state.merge(state, empty), state, rtol=1e-6)
+  chex.assert_trees_all_equal(softmax_state.merge(empty, empty), empty)
+  masked = softmax_state.of_logits(jnp.full((2, 1, 3, 5), -jnp.inf), v)
+  chex.assert_trees_all_equal(masked, empty)
+
+
+def test_associative():
+  rng = np.random.default_rng(1)
+  a, b, c = (softmax_state.of_logits(*_state(rng, n)) for n in (3, 1, 7))
+  left = softmax_state.merge(softmax_state.merge(a, b), c)
+  right = softmax_state.merge(a, softmax_state.merge(b, c))
+  chex.assert_trees_all_close(left, right, atol=2e-6)
+
+
+def test_probabilities_sum_to_one():
+  logits, v = _state(np.random.default_rng(2), 6)
+  p = softmax_state.probabilities(softmax_state.of_logits(logits, v), logits)
+  seen = jnp.isfinite(logits).any(-1)
+  np.testing.assert_allclose(p.sum(-1), seen.astype(jnp.float32), rtol=1e-6)
+
+
+def test_is_a_pytree():
+  state = State(jnp.zeros((2, 4)), jnp.zeros(2), jnp.ones(2))
+  chex.assert_trees_all_equal(jax.jit(lambda s: s)(state), state)

@@ -1,0 +1,68 @@
+"""StreamingLLM against a NumPy oracle: kept positions, slot positions, outputs over long runs."""
+
+import numpy as np
+import pytest
+
+from kvjax import StreamingLLM
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+def oracle(stream, b, h, g, t, budget, sinks, rope):
+  """The cache as a list: positions kept when token t attends, re-rotated by place in the list."""
+  kept = [j for j in range(t + 1) if j < sinks or j > t - (budget - sinks)]
+  place = {j: i for i, j in enumerate(kept)} if rope == "slot" else {j: j for j in kept}
+  q = rotate(stream.q[b, h, g, t], place[t])
+  logits = [q @ rotate(stream.k[b, h, j], place[j]) / np.sqrt(len(q)) for j in kept]
+  return kept, softmax_average(np.array(logits), np.float64(stream.v[b, h, kept]))
+
+
+def test_worked_example():
+  """Budget 3 with one sink: token 3 sees 0, 2 and 3."""
+  stream = Stream.random(0, tokens=4)
+  kept, _ = oracle(stream, 0, 0, 0, 3, budget=3, sinks=1, rope="slot")
+  assert kept == [0, 2, 3]
+
+
+@pytest.mark.parametrize("rope", ["slot", "original"])
+@pytest.mark.parametrize(("sinks", "budget"), [(2, 9), (0, 5), (4, 24)])
+def test_prompt_then_long_decode(rope, sinks, budget):
+  stream = Stream.random(1, tokens=90)
+  layer, lengths = Layer(StreamingLLM(budget, sinks, rope), stream, capacity=90), [23, 6]
+  out = layer.prefill(lengths)
+  for b, n in enumerate(lengths):
+    for t in range(n):
+      _, want = oracle(stream, b, 1, 2, t, budget, sinks, rope)
+      np.testing.assert_allclose(out[b, 1, 2, t], want, atol=3e-6)
+  for step in range(60):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    pos = np.asarray(layer.cache.pos)
+    for b, t in enumerate(at):
+      kept, want = oracle(stream, b, 2, 0, t, budget, sinks, rope)
+      for h in range(3):
+        assert sorted(p for p in pos[b, h] if p >= 0) == kept
+      np.testing.assert_allclose(out[b, 2, 0], want, atol=3e-6)
+
+
+def test_slot_rope_differs_from_original_once_full():
+  stream = Stream.random(2, tokens=40)
+  runs = {}
+  for rope in ("slot", "original"):
+    layer = Layer(StreamingLLM(8, 2, rope), stream)
+    layer.prefill([30, 5])
+    runs[rope], _ = layer.decode([30, 5])
+  assert np.abs(runs["slot"][0] - runs["original"][0]).max() > 1e-3
+  np.testing.assert_allclose(runs["slot"][1], runs["original"][1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"budget": 4, "sinks": 4}, "budget: found 4, expected more than sinks = 4"),
+    ({"sinks": -1}, "sinks: found -1"),
+    ({"rope": "none"}, "rope: found 'none'"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    StreamingLLM(**kwargs)

@@ -1,7 +1,6 @@
 """StreamingLLM: attention sinks and a window of recent tokens (Xiao et al., ICLR 2024)."""
 
 import dataclasses
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -28,7 +27,7 @@ class StreamingLLM(Method):
 
   budget: int = 2048
   sinks: int = 4
-  rope: Literal["slot", "original"] = "slot"
+  rope: str = "slot"
 
   def __post_init__(self):
     if self.sinks < 0:

@@ -1,0 +1,199 @@
+"""The decoder: a Llama-architecture transformer that runs any KV-cache method.
+
+It knows no method by name and no rotary embedding: per layer it hands un-rotated queries, keys and
+values to the method's drivers and takes back attention outputs. Layers are unrolled, and each owns
+its weight and cache arrays: stacking them for a scan would copy every slice before its product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.method import Method
+from kvjax.types import At, Cache, CacheSpec, Carry, Env, Prompt
+from models.config import ModelConfig
+from models.layers import GatedMLP, Projections, RMSNorm
+
+Caches = tuple[Cache, ...]
+Aux = list[dict[str, Any]]
+
+
+class Layer(nnx.Module):
+  """One decoder layer: attention and gated MLP, each behind a norm and around a residual."""
+
+  def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
+    self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+    self.attention = Projections(config, dtype=dtype, rngs=rngs)
+    self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+    self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+
+  def prefill(
+    self,
+    at: At,
+    x: Float[Array, "B T D"],
+    cache: Cache,
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[Float[Array, "B T D"], Cache, Carry, dict[str, Any]]:
+    """The layer over a chunk of prompt; x of tokens that it does not compute stays as it is."""
+    rows = jnp.arange(x.shape[0])[:, None]
+    # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
+    y = x if prompt.index is None else x.at[rows, prompt.index].get(mode="clip")
+    qkv = jnp.moveaxis(self.attention.qkv(self.attention_norm(y)), 1, 3)  # [B, K, G + 2, A, H]
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
+    y = self._finish(at, y, jnp.moveaxis(o, 3, 1))
+    if prompt.index is not None:
+      y = x.at[rows, prompt.index].set(y, mode="drop")
+    return y, cache, carry, aux
+
+  def decode(
+    self, at: At, x: Float[Array, "B D"], cache: Cache, live: Bool[Array, " B"], carry: Carry
+  ) -> tuple[Float[Array, "B D"], Cache, Carry, dict[str, Any]]:
+    """The layer over one new token per row."""
+    qkv = self.attention.qkv(self.attention_norm(x))  # [B, K, G + 2, H]
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    o, cache, carry, aux = at.top.decode_step(at, cache, q, k, v, live, carry)
+    return self._finish(at, x, o), cache, carry, aux
+
+  def _finish(
+    self, at: At, x: Float[Array, "*batch D"], o: Float[Array, "*batch K G H"]
+  ) -> Float[Array, "*batch D"]:
+    x = x + at.sum_heads(self.attention.out(o.astype(x.dtype)))
+    return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nnx.Module):
+  """A Llama decoder with random weights; `models.convert.load` fills them from a checkpoint.
+
+  Args:
+    config: sizes and flags.
+    dtype: dtype of weights and activations (norms, attention and logits are float32).
+    impl: implementation of the methods' operations, see `kvjax.Env`.
+    rngs: random keys of the initial weights.
+  """
+
+  def __init__(
+    self, config: ModelConfig, *, dtype: Any = jnp.bfloat16, impl: str = "auto", rngs: nnx.Rngs
+  ):
+    self.config = config
+    self.dtype = jnp.dtype(dtype)
+    self.env = Env(layers=config.layers, rope=config.rope, impl=impl)
+    shape = (config.vocab, config.dim)
+    self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, self.dtype))
+    self.layers = nnx.List(
+      [Layer(config, dtype=self.dtype, rngs=rngs) for _ in range(config.layers)]
+    )
+    self.norm = RMSNorm(config.dim, config.norm_eps)
+    if not config.tie_embeddings:
+      scale = jnp.asarray(config.dim**-0.5, self.dtype)
+      self.head = nnx.Param(jax.random.normal(rngs.params(), shape, self.dtype) * scale)
+
+  def spec(self, batch: int, capacity: int, dtype: Any = None) -> CacheSpec:
+    """Sizes of this model's caches for `batch` rows of up to `capacity` tokens.
+
+    Keys and values are stored in the model's dtype unless `dtype` says otherwise.
+    """
+    c = self.config
+    return CacheSpec(
+      batch=batch,
+      capacity=capacity,
+      kv_heads=c.kv_heads,
+      groups=c.groups,
+      head_dim=c.head_dim,
+      layers=c.layers,
+      dtype=self.dtype if dtype is None else jnp.dtype(dtype),
+    )
+
+  def prefill(
+    self,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    caches: Caches,
+    method: Method,
+    *,
+    total: Int[Array, " B"] | None = None,
+    past: int | None = 0,
+    all_logits: bool = False,
+    with_aux: bool = False,
+  ) -> Any:
+    """Reads a prompt, or a chunk of one, into the caches.
+
+    Pure and unchecked, to be called under `jax.jit`; `models.generate.prefill` is the jitted form
+    that checks its arguments.
+
+    Args:
+      tokens: int32 [B, T], right-padded.
+      lengths: int32 [B], valid tokens of each row; 0 leaves the row's cache untouched.
+      caches: one per layer, of `method.init_caches(model.spec(...))` or an earlier call.
+      method: the KV-cache method.
+      total: int32 [B], length of the whole prompt of this turn, when `tokens` is a chunk of it.
+      past: static upper bound on the tokens already cached in any row (None: unknown).
+      all_logits: logits of every position instead of each row's last (a float32 [B, T, V]).
+      with_aux: also return what the method reports, one dict per layer.
+
+    Returns:
+      logits float32 [B, V] at each row's last valid token ([B, T, V] with `all_logits`), caches,
+      and with `with_aux` the list of dicts.
+    """
+    B, T = tokens.shape
+    total = lengths if total is None else total
+    carry = method.init_carry(self.spec(B, T))
+    x = self.embedding[...][tokens]
+    new, reports = [], []
+    for i, layer in enumerate(self.layers):
+      at = At(i, self.env, method)
+      prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
+      x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
+      new.append(cache)
+      reports.append(aux)
+    if not all_logits:
+      x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
+    result = self.logits(x), tuple(new)
+    return (*result, reports) if with_aux else result
+
+  def decode(
+    self,
+    tokens: Int[Array, " B"],
+    caches: Caches,
+    method: Method,
+    live: Bool[Array, " B"] | None = None,
+    *,
+    with_aux: bool = False,
+  ) -> Any:
+    """One decode step: inserts one token per row and predicts the next.
+
+    Pure, to be called under `jax.jit` with donated caches.
+
+    Args:
+      tokens: int32 [B].
+      caches: one per layer.
+      method: the KV-cache method.
+      live: bool [B]; rows that are not live keep their caches (None: all live).
+      with_aux: also return what the method reports, one dict per layer.
+
+    Returns:
+      logits float32 [B, V], caches, and with `with_aux` the list of dicts.
+    """
+    live = jnp.ones(tokens.shape, bool) if live is None else live
+    carry = method.init_carry(self.spec(tokens.shape[0], 1))
+    x = self.embedding[...][tokens]
+    new, reports = [], []
+    for i, layer in enumerate(self.layers):
+      at = At(i, self.env, method)
+      x, cache, carry, aux = layer.decode(at, x, caches[i], live, carry)
+      new.append(cache)
+      reports.append(aux)
+    result = self.logits(x), tuple(new)
+    return (*result, reports) if with_aux else result
+
+  def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """Output head on hidden states, float32."""
+    head = self.embedding[...] if self.config.tie_embeddings else self.head[...]
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(self.norm(x), head, dims, preferred_element_type=jnp.float32)

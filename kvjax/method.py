@@ -58,6 +58,16 @@ class Method:
     return False
 
   @property
+  def chunkable(self) -> bool:
+    """Whether a prompt read in chunks gives what the prompt read at once gives."""
+    return self.positional
+
+  @property
+  def order_independent(self) -> bool:
+    """Whether decoding a token gives what a prompt that includes it gives."""
+    return False
+
+  @property
   def dense_prefill(self) -> bool:
     """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
     return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
@@ -102,7 +112,7 @@ class Method:
       rows={"seen": jnp.zeros(batch, jnp.int32), "used": jnp.zeros(batch, jnp.int32), **in_rows},
     )
 
-  def init_caches(self, spec: CacheSpec) -> tuple[Cache, ...]:
+  def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     """Empty caches, one per layer."""
     return tuple(self.init(spec, layer) for layer in range(spec.layers))
 

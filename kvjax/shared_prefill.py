@@ -9,15 +9,34 @@ from jaxtyping import Array
 
 from kvjax.method import Aux, Method
 from kvjax.ops import slots
-from kvjax.types import At, CacheSpec, Carry, Prompt
+from kvjax.types import At, CacheSpec, Carry, Prompt, pytree
+
+
+@pytree("positional")
+@dataclasses.dataclass(frozen=True)
+class Members:
+  """One layer's caches of all members; `positional` says which of them are."""
+
+  caches: tuple[Any, ...]
+  positional: tuple[bool, ...]
+
+  @property
+  def seen(self) -> Array:
+    return self.caches[0].seen
+
+  @property
+  def size(self) -> int:
+    """Tokens that every member has room for."""
+    sizes = [c.size for c, bounded in zip(self.caches, self.positional, strict=True) if bounded]
+    return min(sizes, default=self.caches[0].size)
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrefill(Method):
   """Computes a prompt once, as under the full cache, and fills every member's cache from it.
 
-  Its caches hold, per layer, a tuple with one cache per member; `take` picks one member's out for
-  decoding. It serves a first turn in one chunk (`past=0`) and does not decode.
+  Its caches hold, per layer, one cache per member; `take` picks one member's out for decoding. It
+  serves a first turn in one chunk (`past=0`) and does not decode.
 
   Attributes:
     members: methods with `dense_prefill`; others raise ValueError.
@@ -38,7 +57,8 @@ class SharedPrefill(Method):
     return any(m.positional for m in self.members)
 
   def init(self, spec: CacheSpec, layer: int) -> Any:
-    return tuple(m.init(spec, layer) for m in self.members)
+    caches = tuple(m.init(spec, layer) for m in self.members)
+    return Members(caches, tuple(m.positional for m in self.members))
 
   def prefill(
     self, at: At, cache: Any, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
@@ -46,16 +66,16 @@ class SharedPrefill(Method):
     if prompt.past != 0:
       raise ValueError(f"SharedPrefill: found past = {prompt.past}, expected 0 (empty caches)")
     sites = [method.at(at.env, at.layer) for method in self.members]
-    entered = [
-      s.top.enter(s, own, q, k, v, prompt, carry) for s, own in zip(sites, cache, strict=True)
-    ]
+    pairs = list(zip(sites, cache.caches, strict=True))
+    entered = [site.top.enter(site, own, q, k, v, prompt, carry) for site, own in pairs]
     q, qpos, new, _ = entered[0]
     attended = self.members[0].attend_prompt(sites[0], new, q, qpos, prompt)
     kept = []
-    for s, own, (q_, qpos_, new_, _) in zip(sites, cache, entered, strict=True):
-      after = s.top.keep(s, own, new_, q_, qpos_, attended, prompt)
+    for (site, own), (_, _, own_new, _) in zip(pairs, entered, strict=True):
+      after = site.top.keep(site, own, own_new, q, qpos, attended, prompt)
       kept.append(slots.choose_rows(prompt.valid > 0, after, own))
-    return attended.state.o.astype(q.dtype), tuple(kept), carry, {}
+    cache = dataclasses.replace(cache, caches=tuple(kept))
+    return attended.state.o.astype(q.dtype), cache, carry, {}
 
   def decode_step(self, *args, **kwargs):
     raise ValueError("SharedPrefill fills caches; decode with a member and take(caches, member)")
@@ -63,4 +83,4 @@ class SharedPrefill(Method):
 
 def take(caches: tuple, member: int) -> tuple:
   """The caches of one member, as its own `init_caches` would lay them out."""
-  return tuple(layer[member] for layer in caches)
+  return tuple(layer.caches[member] for layer in caches)

@@ -99,7 +99,7 @@ class At:
     return shard * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)
 
 
-def _pytree(*static: str) -> Callable[[type[T]], type[T]]:
+def pytree(*static: str) -> Callable[[type[T]], type[T]]:
   """Registers a frozen dataclass as a pytree; `static` names the fields that are not arrays."""
 
   def register(cls: type[T]) -> type[T]:
@@ -110,7 +110,7 @@ def _pytree(*static: str) -> Callable[[type[T]], type[T]]:
   return register
 
 
-@_pytree("tokens", "past")
+@pytree("tokens", "past")
 @dataclasses.dataclass(frozen=True)
 class Prompt:
   """One chunk of a prompt, right-padded.
@@ -139,7 +139,7 @@ class Prompt:
     return jnp.broadcast_to(every, (self.valid.shape[0], self.tokens))
 
 
-@_pytree()
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class Cache:
   """One layer's cache: three shelves of arrays, every leaf leading with B.
@@ -182,7 +182,7 @@ class Cache:
     )
 
 
-@_pytree()
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class Carry:
   """What one forward pass hands from layer to layer; shelves as in `Cache`."""
@@ -191,7 +191,7 @@ class Carry:
   rows: dict[str, Any]
 
 
-@_pytree("sinks")
+@pytree("sinks")
 @dataclasses.dataclass(frozen=True)
 class Window:
   """The part of the past that queries may see: positions < sinks, and positions ≥ first.
@@ -211,7 +211,7 @@ class Window:
     return (k < self.sinks) | (k >= self.first[:, None, :, None])
 
 
-@_pytree("sinks")
+@pytree("sinks")
 @dataclasses.dataclass(frozen=True)
 class Span:
   """The slots of a plan without a table: [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
@@ -235,7 +235,7 @@ class Span:
     return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)
 
 
-@_pytree("unit", "pinned")
+@pytree("unit", "pinned")
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What one query sees, and in which order it is visited.
@@ -260,7 +260,7 @@ class Plan:
   pinned: int = 0
 
 
-@_pytree()
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class View:
   """What a plan names, fetched: k, v [B, K, W, H], their positions and slots int32 [B, K, W].
@@ -274,7 +274,7 @@ class View:
   slot: Array
 
 
-@_pytree()
+@pytree()
 @dataclasses.dataclass(frozen=True)
 class Attended:
   """The result of walking a plan.

@@ -46,6 +46,14 @@ class Wrapper(Method):
   def wants_logits(self) -> bool:
     return self.base.wants_logits
 
+  @property
+  def chunkable(self) -> bool:
+    return self.base.chunkable
+
+  @property
+  def order_independent(self) -> bool:
+    return self.base.order_independent
+
   def overrides(self, move: str) -> bool:
     own = getattr(type(self), move) is not getattr(Wrapper, move)
     return own or self.base.overrides(move)

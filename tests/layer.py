@@ -1,4 +1,4 @@
-"""One attention layer under a method, fed with random or given q, k, v: what method tests run on."""
+"""One attention layer under a method, fed with given q, k, v: what method tests run on."""
 
 import dataclasses
 import functools

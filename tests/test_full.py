@@ -41,7 +41,7 @@ def test_prompt_and_decode_against_oracle():
 
 @pytest.mark.parametrize("blocks", [(7, 5), (64, 3), (3, 64)])
 def test_prompt_attention_in_any_blocks(monkeypatch, blocks):
-  """Query and key blocks that divide nothing, ragged rows, a later chunk with and without `past`."""
+  """Query and key blocks that divide nothing, ragged rows, a later chunk, `past` known or not."""
   stream, lengths = Stream.random(1), [26, 9]
   whole = Layer(Full(), stream).prefill(lengths)
   monkeypatch.setattr(attention, "QUERY_BLOCK", blocks[0])

@@ -9,6 +9,10 @@ from kvjax.method import Method
 class Full(Method):
   """Keeps every token and attends to all of them (exact attention)."""
 
+  @property
+  def order_independent(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls()

@@ -43,6 +43,14 @@ class StreamingLLM(Method):
   def positional(self) -> bool:
     return False
 
+  @property
+  def chunkable(self) -> bool:
+    return True
+
+  @property
+  def order_independent(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls(budget=budget, sinks=min(4, budget // 2))

@@ -1,0 +1,260 @@
+"""What every registered method must obey, whatever it computes: one table, all methods."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kvjax import METHODS, Cache, Env, Full, Prompt, SharedPrefill, Wrapper
+from kvjax.shared_prefill import take
+from models.generate import join
+from tests.layer import Stream
+from tests.tiny import CAPACITY, CONFIG, LENGTHS, TOKENS, Run, model
+
+BUDGET = 12
+STEPS = 6
+CLOSE = 2e-4  # float32 logits of four layers, sums in another order
+
+every = pytest.mark.parametrize("name", METHODS)
+
+
+def tight(name):
+  """A setting under which the method has something to drop at these lengths."""
+  return METHODS[name].example(BUDGET)
+
+
+@functools.cache
+def full_logits():
+  return Run(Full()).generate(STEPS)
+
+
+@every
+def test_neutral_setting_equals_full(name):
+  out = Run(METHODS[name].neutral(CAPACITY)).generate(STEPS)
+  np.testing.assert_allclose(out, full_logits(), atol=CLOSE)
+
+
+@every
+def test_tight_setting_has_an_effect(name):
+  """The partner of the law above: it must not hold because nothing happens."""
+  if name == "full":
+    return
+  out = Run(tight(name)).generate(STEPS)
+  assert np.abs(out - full_logits())[:, 1:].max() > 0.05
+
+
+@every
+def test_chunked_prefill(name):
+  """Reading the prompt in chunks of 8 equals reading it at once, where the method says so."""
+  method = tight(name)
+  run = Run(method)
+  for start in range(0, int(LENGTHS.max()), 8):
+    part = np.clip(LENGTHS - start, 0, 8).astype(np.int32)
+    before = np.minimum(LENGTHS, start).astype(np.int32)
+    run.prefill(part, before, width=8, past=start)
+  chunked = np.stack([run.decode(LENGTHS + i) for i in range(STEPS)], 1)
+  whole = Run(method).generate(STEPS)[:, 1:]
+  if method.chunkable:
+    np.testing.assert_allclose(chunked, whole, atol=CLOSE)
+  assert np.isfinite(chunked).all()
+
+
+@every
+def test_decode_equals_prefill(name):
+  """prefill(n + i) equals prefill(n) then i decode steps, where the method says so."""
+  method = tight(name)
+  if not method.order_independent:
+    pytest.skip("the method decides by what it saw in which order")
+  steps = Run(method).generate(STEPS)
+  for i in (1, STEPS):
+    whole = Run(method).prefill((LENGTHS + i).astype(np.int32))
+    np.testing.assert_allclose(steps[:, i], whole, atol=CLOSE)
+
+
+@every
+def test_kept_positions(name):
+  """Occupied slots are the prefix [0, used), hold distinct tokens that were seen, newest included."""
+  run = Run(tight(name))
+  for step in range(STEPS + 1):
+    seen = LENGTHS + step
+    run.prefill() if step == 0 else run.decode(seen - 1)
+    for cache in run.caches:
+      pos, used = np.asarray(cache.pos), np.asarray(cache.used)
+      np.testing.assert_array_equal(cache.seen, seen)
+      for b in range(len(seen)):
+        for row in pos[b]:
+          kept = row[: used[b]]
+          assert (kept >= 0).all() and (row[used[b] :] == -1).all()
+          assert len(set(kept.tolist())) == used[b] and kept.max() == seen[b] - 1
+
+
+@every
+def test_nan_in_empty_slots_never_leaks(name):
+  run = Run(tight(name))
+  run.prefill()
+  clean = dataclasses.replace if False else run.caches
+  want = run.decode(LENGTHS)
+
+  def poison(cache):
+    empty = (cache.pos < 0)[..., None]
+    return cache.put(slots={n: jnp.where(empty, jnp.nan, cache.slots[n]) for n in ("k", "v")})
+
+  run.caches = tuple(poison(cache) for cache in clean)
+  np.testing.assert_array_equal(run.decode(LENGTHS), want)
+  second = LENGTHS * 0 + 3
+  run.caches = tuple(poison(cache) for cache in clean)
+  assert np.isfinite(run.prefill(second, LENGTHS, past=None)).all()
+
+
+@every
+def test_rows_are_isolated(name):
+  """Row 0 does not notice another text or another length in row 1."""
+  method = tight(name)
+  want = Run(method).generate(STEPS)[0]
+  other = TOKENS.copy()
+  other[1] = (other[1] + 7) % CONFIG.vocab
+  np.testing.assert_allclose(Run(method).generate(STEPS, tokens=other)[0], want, atol=CLOSE)
+  short = LENGTHS.copy()
+  short[1] = 3
+  np.testing.assert_allclose(Run(method).generate(STEPS, short)[0], want, atol=CLOSE)
+
+
+@every
+def test_idle_rows_stay_untouched(name):
+  """A row without tokens in a second turn, and a finished row in decode, keep every bit."""
+  run = Run(tight(name))
+  run.prefill()
+
+  def row(caches, b):
+    return jax.tree.map(lambda x: np.asarray(x[b]), caches)
+
+  before = row(run.caches, 1)
+  run.prefill(np.array([4, 0], np.int32), LENGTHS, width=4, past=None)
+  chex.assert_trees_all_equal(row(run.caches, 1), before)
+  before, other = row(run.caches, 0), row(run.caches, 1)
+  run.decode(LENGTHS, live=np.array([False, True]))
+  chex.assert_trees_all_equal(row(run.caches, 0), before)
+  assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (row(run.caches, 1), other))))
+
+
+@every
+def test_second_call_does_not_retrace(name):
+  method = tight(name)
+  chex.clear_trace_counter()
+  base = model()
+
+  @chex.assert_max_traces(n=1)
+  def step(caches, token):
+    return base.decode(token, caches, method)
+
+  step = jax.jit(step)
+  caches = method.init_caches(base.spec(2, CAPACITY))
+  for token in TOKENS.T[:3]:
+    _, caches = step(caches, token)
+
+
+@every
+def test_decode_loop_is_in_place(name):
+  """Sixteen jitted steps alias all cache bytes and need less memory than one layer's cache."""
+  run = Run(METHODS[name].example(512), capacity=1024)
+
+  def loop(leaves, caches, tokens):
+    decoder = join(run.graph, leaves)
+    body = lambda caches, token: decoder.decode(token, caches, run.method)[::-1]
+    return jax.lax.scan(body, caches, tokens)
+
+  tokens = jnp.asarray(TOKENS.T[:16])
+  compiled = jax.jit(loop, donate_argnums=1).lower(run.leaves, run.caches, tokens).compile()
+  memory = compiled.memory_analysis()
+  cache_bytes = sum(x.nbytes for x in jax.tree.leaves(run.caches))
+  assert memory.alias_size_in_bytes >= cache_bytes
+  per_layer = sum(x.nbytes for x in jax.tree.leaves(run.caches[0]))
+  logits = 16 * 2 * CONFIG.vocab * 4
+  assert memory.temp_size_in_bytes - logits < per_layer
+
+
+@every
+def test_pallas_equals_reference(name):
+  """The kernels (interpreted on a CPU) against the reference, prompt and decode."""
+  method = tight(name)
+  want = Run(method).generate(STEPS)
+  out = Run(method, impl="pallas").generate(STEPS)
+  np.testing.assert_allclose(out, want, atol=CLOSE)
+
+
+@every
+def test_heads_sharded_over_two_devices(name):
+  """One layer under shard_map, KV heads split in two, equals the layer on one device."""
+  method, stream = tight(name), Stream.random(3, kv_heads=4, tokens=32)
+  spec = stream.spec(CAPACITY)
+  q, k, v = stream.q, stream.k, stream.v
+
+  def layer(env, q, k, v, cache):
+    at, valid = method.at(env, 1), jnp.asarray(LENGTHS)
+    prompt = Prompt(valid, valid, None, 24, 0)
+    local = dataclasses.replace(spec, capacity=24, kv_heads=k.shape[1])
+    carry = method.init_carry(local)
+    cut = [x[..., :24, :] for x in (q, k, v)]
+    out, cache, carry, _ = method.prefill(at, cache, *cut, prompt, carry)
+    outs = [out[:, :, :, 0]]
+    for t in range(24, 28):
+      carry = method.init_carry(dataclasses.replace(local, capacity=1))
+      new = [x[..., t, :] for x in (q, k, v)]
+      out, cache, _, _ = method.decode_step(at, cache, *new, jnp.ones(2, bool), carry)
+      outs.append(out)
+    return jnp.stack(outs)
+
+  env = Env(4, impl="reference", tile=4)
+  cache = method.init(spec, 1)
+  want = jax.jit(functools.partial(layer, env))(q, k, v, cache)
+  mesh = Mesh(np.array(jax.devices()[:2]), ("heads",))
+  heads = P(None, "heads")
+  specs = Cache(
+    dict.fromkeys(cache.slots, heads),
+    dict.fromkeys(cache.heads, heads),
+    {n: P() for n in cache.rows},
+  )
+  sharded = jax.shard_map(
+    functools.partial(layer, dataclasses.replace(env, head_axis="heads")),
+    mesh=mesh,
+    in_specs=(heads, heads, heads, specs),
+    out_specs=P(None, None, "heads"),
+    check_vma=False,
+  )
+  np.testing.assert_allclose(jax.jit(sharded)(q, k, v, cache), want, atol=2e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Through(Wrapper):
+  """A wrapper that changes nothing."""
+
+
+@every
+def test_empty_wrapper_is_transparent(name):
+  method = tight(name)
+  np.testing.assert_array_equal(Run(Through(method)).generate(2), Run(method).generate(2))
+
+
+@every
+def test_shared_prefill(name):
+  """One pass that fills several caches equals the method's own prefill, bit for bit."""
+  method = tight(name)
+  if not method.dense_prefill:
+    with pytest.raises(ValueError, match="leave prefill attention dense"):
+      SharedPrefill((method,))
+    return
+  shared, own = Run(SharedPrefill((Full(), method))), Run(method)
+  shared.prefill()
+  own.prefill()
+  chex.assert_trees_all_close(take(shared.caches, 1), own.caches, atol=1e-5)
+
+
+@every
+def test_is_hashable_and_equal_by_value(name):
+  assert tight(name) == tight(name) and hash(tight(name)) == hash(tight(name))

@@ -1,0 +1,83 @@
+"""A tiny random decoder under any method, and two jitted calls to drive it: what laws run on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvjax import Method, Rope
+from models.config import ModelConfig
+from models.generate import join, split
+from models.transformer import Transformer
+
+CONFIG = ModelConfig(
+  vocab=61,
+  dim=48,
+  layers=4,
+  heads=6,
+  kv_heads=2,
+  head_dim=16,
+  ffn=64,
+  rope=Rope(),
+  norm_eps=1e-6,
+  tie_embeddings=True,
+  max_context=512,
+)
+CAPACITY = 64
+LENGTHS = np.array([23, 14], np.int32)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)
+
+
+@functools.cache
+def model(impl="reference", tile=4):
+  """Weights scaled so that attention is peaked: dropping tokens must change the logits."""
+  built = Transformer(CONFIG, dtype=jnp.float32, impl=impl, rngs=nnx.Rngs(0))
+  built.env = type(built.env)(CONFIG.layers, CONFIG.rope, impl, tile)
+  for layer in built.layers:
+    layer.attention.wqkv[...] = layer.attention.wqkv[...] * 2.5
+  return built
+
+
+class Run:
+  """One sequence of calls: prefill chunks and decode steps of given tokens, row by row."""
+
+  def __init__(self, method: Method, capacity=CAPACITY, impl="reference"):
+    self.method, self.model = method, model(impl)
+    self.caches = method.init_caches(self.model.spec(len(LENGTHS), capacity))
+    self.graph, self.leaves = split(self.model)
+
+  def prefill(self, lengths=LENGTHS, start=None, tokens=TOKENS, width=None, past=0):
+    """Rows' tokens start … start + lengths, padded to `width`; logits [B, V]."""
+    start = np.zeros_like(lengths) if start is None else start
+    width = int(np.max(lengths)) if width is None else width
+    index = np.minimum(start[:, None] + np.arange(width), tokens.shape[1] - 1)
+    chunk = np.take_along_axis(tokens, index, 1)
+    logits, self.caches = _prefill(
+      self.graph, self.method, past, self.leaves, self.caches, chunk, lengths
+    )
+    return np.asarray(logits)
+
+  def decode(self, at, live=None, tokens=TOKENS):
+    """Inserts each row's token `at`; logits [B, V]."""
+    live = np.ones(len(at), bool) if live is None else live
+    chosen = np.take_along_axis(tokens, np.asarray(at)[:, None], 1)[:, 0]
+    logits, self.caches = _decode(self.graph, self.method, self.leaves, self.caches, chosen, live)
+    return np.asarray(logits)
+
+  def generate(self, steps, lengths=LENGTHS, **kwargs):
+    """Prompt and `steps` teacher-forced tokens; logits [B, steps + 1, V]."""
+    out = [self.prefill(lengths, **kwargs)]
+    out += [self.decode(lengths + i, tokens=kwargs.get("tokens", TOKENS)) for i in range(steps)]
+    return np.stack(out, 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _prefill(graph, method, past, leaves, caches, tokens, lengths):
+  return join(graph, leaves).prefill(tokens, lengths, caches, method, past=past)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode(graph, method, leaves, caches, tokens, live):
+  return join(graph, leaves).decode(tokens, caches, method, live)

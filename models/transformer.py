@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.method import Method
-from kvjax.types import At, Cache, CacheSpec, Carry, Env, Prompt
+from kvjax.types import At, CacheSpec, Carry, Env, Prompt
 from models.config import ModelConfig
 from models.layers import GatedMLP, Projections, RMSNorm
 
-Caches = tuple[Cache, ...]
+Caches = tuple[Any, ...]  # of kvjax.Cache, or what the method keeps per layer
 Aux = list[dict[str, Any]]
 
 
@@ -36,10 +36,10 @@ class Layer(nnx.Module):
     self,
     at: At,
     x: Float[Array, "B T D"],
-    cache: Cache,
+    cache: Any,
     prompt: Prompt,
     carry: Carry,
-  ) -> tuple[Float[Array, "B T D"], Cache, Carry, dict[str, Any]]:
+  ) -> tuple[Float[Array, "B T D"], Any, Carry, dict[str, Any]]:
     """The layer over a chunk of prompt; x of tokens that it does not compute stays as it is."""
     rows = jnp.arange(x.shape[0])[:, None]
     # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
@@ -53,8 +53,8 @@ class Layer(nnx.Module):
     return y, cache, carry, aux
 
   def decode(
-    self, at: At, x: Float[Array, "B D"], cache: Cache, live: Bool[Array, " B"], carry: Carry
-  ) -> tuple[Float[Array, "B D"], Cache, Carry, dict[str, Any]]:
+    self, at: At, x: Float[Array, "B D"], cache: Any, live: Bool[Array, " B"], carry: Carry
+  ) -> tuple[Float[Array, "B D"], Any, Carry, dict[str, Any]]:
     """The layer over one new token per row."""
     qkv = self.attention.qkv(self.attention_norm(x))  # [B, K, G + 2, H]
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]

@@ -79,7 +79,7 @@ def test_decode_equals_prefill(name):
 
 @every
 def test_kept_positions(name):
-  """Occupied slots are the prefix [0, used), hold distinct tokens that were seen, newest included."""
+  """Occupied slots are the prefix [0, used); they hold distinct seen tokens, the newest too."""
   run = Run(tight(name))
   for step in range(STEPS + 1):
     seen = LENGTHS + step
@@ -140,7 +140,8 @@ def test_idle_rows_stay_untouched(name):
   before, other = row(run.caches, 0), row(run.caches, 1)
   run.decode(LENGTHS, live=np.array([False, True]))
   chex.assert_trees_all_equal(row(run.caches, 0), before)
-  assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (row(run.caches, 1), other))))
+  changed = jax.tree.map(lambda a, b: (a != b).any(), row(run.caches, 1), other)
+  assert any(jax.tree.leaves(changed))
 
 
 @every
@@ -166,8 +167,7 @@ def test_decode_loop_is_in_place(name):
 
   def loop(leaves, caches, tokens):
     decoder = join(run.graph, leaves)
-    body = lambda caches, token: decoder.decode(token, caches, run.method)[::-1]
-    return jax.lax.scan(body, caches, tokens)
+    return jax.lax.scan(lambda c, token: decoder.decode(token, c, run.method)[::-1], caches, tokens)
 
   tokens = jnp.asarray(TOKENS.T[:16])
   compiled = jax.jit(loop, donate_argnums=1).lower(run.leaves, run.caches, tokens).compile()

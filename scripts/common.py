@@ -1,0 +1,74 @@
+"""What the programs share: the model that they load, and files that are whole or not there."""
+
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TextIO
+
+import jax
+import numpy as np
+import tyro
+
+from models import convert
+from models.tokenizer import Tokenizer
+from models.transformer import Transformer
+from scripts import console
+
+# How every program takes a model: a converted checkpoint, or None for the default one.
+Checkpoint = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER")]
+
+
+def run(main: Callable[[Any], None], args: type, name: str) -> None:
+  """Runs a program: mistakes in its arguments and files end in one line, Ctrl-C quietly."""
+  try:
+    main(tyro.cli(args, prog=f"python -m scripts.{name}"))
+  except KeyboardInterrupt:
+    raise SystemExit("\nstopped") from None
+  except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
+    if os.environ.get("KVJAX_TRACEBACK"):
+      raise
+    raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error
+
+
+def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) -> np.ndarray:
+  """One row of tokens int32 [1, T], padded to `size` or to a multiple: few sizes, few compilations.
+
+  Raises:
+    ValueError: there are no tokens, or more than `size`.
+  """
+  size = -(-len(ids) // multiple) * multiple if size is None else size
+  if not 0 < len(ids) <= size:
+    raise ValueError(f"prompt: found {len(ids)} tokens, expected 1 to {size}")
+  return np.pad(np.asarray([ids], np.int32), ((0, 0), (0, size - len(ids))))
+
+
+def load_model(
+  checkpoint: pathlib.Path | None, impl: str = "auto", *, out: TextIO | None = None
+) -> tuple[Transformer, Tokenizer]:
+  """A converted checkpoint; by default SmolLM2-135M-Instruct, fetched and converted once.
+
+  Compiled programs are kept between runs, in the same cache folder as the checkpoint unless
+  JAX_COMPILATION_CACHE_DIR says otherwise.
+  """
+  if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
+  if checkpoint is None:
+    with console.step("SmolLM2-135M-Instruct: fetched and converted the first time", out):
+      checkpoint = convert.default_checkpoint(progress=False)
+  with console.step(f"loading {checkpoint.name}", out) as step:
+    model, tokenizer = convert.load(checkpoint, impl=impl)
+    step.note(model.dtype.name)
+  return model, tokenizer
+
+
+@contextmanager
+def written_aside(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A path beside `path` to write to; it takes the name `path` when the block ends well."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  aside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
+  try:
+    yield aside
+    aside.replace(path)
+  finally:
+    aside.unlink(missing_ok=True)

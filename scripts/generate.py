@@ -1,0 +1,90 @@
+"""Text from a model under any registered KV-cache method, streamed to the terminal."""
+
+import dataclasses
+import sys
+import time
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+import kvjax
+from models.generate import generate, prefill
+from scripts import common, console
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Continues a text or answers a chat question under one KV-cache method.
+
+  The text goes to standard output, everything else to standard error: the output can be piped.
+  """
+
+  prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+  """The question, or with --raw the text to continue; "-" reads it from standard input."""
+  method: str = "full"
+  """A registered method: see the README's table."""
+  budget: int = 1024
+  """Tokens that the method keeps or reads per step, where it has such a setting."""
+  steps: int = 256
+  """Tokens to generate at most."""
+  temperature: float = 0.0
+  """0 takes the likeliest token; higher values draw more freely."""
+  seed: int = 0
+  """Random seed of the draws."""
+  raw: bool = False
+  """Continue the prompt as it is, without the chat template."""
+  system: str | None = None
+  """System message of the chat."""
+  impl: str = "auto"
+  """Implementation of the method's operations: auto, reference, pallas or jax-triton."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+def main(args: Args) -> None:
+  if args.method not in kvjax.METHODS:
+    known = ", ".join(kvjax.METHODS)
+    raise ValueError(f"--method: found {args.method!r}, expected one of: {known}")
+  method = kvjax.METHODS[args.method].example(args.budget)
+  prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  if args.raw:
+    ids = tokenizer.encode(prompt)
+  else:
+    messages = [{"role": "user", "content": prompt}]
+    if args.system is not None:
+      messages.insert(0, {"role": "system", "content": args.system})
+    ids = tokenizer.chat(messages)
+
+  tokens = common.right_padded(ids, multiple=64)
+  with console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr):
+    caches = method.init_caches(model.spec(1, tokens.shape[1] + args.steps))
+    logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
+    logits.block_until_ready()
+  stream = tokenizer.stream()
+
+  def show(chunk: np.ndarray) -> None:
+    sys.stdout.write("".join(stream.feed(token) for token in chunk[0] if token >= 0))
+    sys.stdout.flush()
+
+  begin = time.perf_counter()
+  generation, _ = generate(
+    model,
+    logits,
+    caches,
+    method,
+    steps=args.steps,
+    temperature=args.temperature,
+    seed=args.seed,
+    stop=() if tokenizer.eos is None else (tokenizer.eos,),
+    chunk=8,
+    on_chunk=show,
+  )
+  print(stream.flush(), flush=True)
+  seconds, n = time.perf_counter() - begin, int(generation.lengths[0])
+  print(f"({n} tokens in {seconds:.1f} s, compilation included)", file=sys.stderr)
+
+
+if __name__ == "__main__":
+  common.run(main, Args, "generate")

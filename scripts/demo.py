@@ -126,7 +126,7 @@ def chat(
 
   def show(chunk: np.ndarray) -> None:
     nonlocal text
-    text += "".join(stream.feed(token) for token in chunk[0] if token >= 0)
+    text += "".join(stream.feed(token) for token in chunk[0].tolist() if token >= 0)
     streamer.show(text)
     times.append(time.perf_counter())
 
@@ -200,7 +200,7 @@ class Contest:
     with console.step(f"{name}: answering") as step:
       keep = jax.tree.map(jnp.copy, caches)
       generation, _ = self._decode(method, logits, keep, ANSWER_TOKENS, None)
-      said = [int(t) for t in generation.tokens[0] if t >= 0 and t != eos]
+      said = [t for t in generation.tokens[0].tolist() if t >= 0 and t != eos]
       answer = " ".join(self.tokenizer.decode(said).split())
       right = needle.is_right(answer, self.row.answers)
       step.note("right" if right else "wrong")

@@ -65,7 +65,7 @@ def main(args: Args) -> None:
   stream = tokenizer.stream()
 
   def show(chunk: np.ndarray) -> None:
-    sys.stdout.write("".join(stream.feed(token) for token in chunk[0] if token >= 0))
+    sys.stdout.write("".join(stream.feed(token) for token in chunk[0].tolist() if token >= 0))
     sys.stdout.flush()
 
   begin = time.perf_counter()

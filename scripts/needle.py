@@ -108,7 +108,7 @@ def draw_key(rng: random.Random) -> str:
 
 def hide(words: Sequence[str], needle: str, depth: float) -> str:
   """The text of `words` with `needle` as a sentence of its own at `depth` of its sentences."""
-  sentences = _SENTENCE_END.split(" ".join(words))
+  sentences = _SENTENCE_END.split(" ".join(words)) if words else []
   at = round(depth * len(sentences))
   return " ".join([*sentences[:at], needle, *sentences[at:]])
 

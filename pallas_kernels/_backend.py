@@ -1,0 +1,76 @@
+"""The GPU lowering that every kernel uses, and the switch to the interpreter.
+
+The only module that imports `jax.experimental.pallas.triton`: the lowering has been deprecated
+since jax 0.11 (still there in 0.12), so what has to change if it goes is here.
+`decode_jax_triton.py` is the proof that a kernel can leave it.
+
+Kernels take whole arrays as refs and index them with integer vectors: one form that lowers to
+plain pointer arithmetic on the GPU and needs no special case at the edges under the interpreter.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+with warnings.catch_warnings():
+  warnings.filterwarnings("ignore", category=DeprecationWarning)
+  from jax.experimental.pallas import triton as plgpu
+
+# jax emits it at every lowering, after this module's import is long over.
+warnings.filterwarnings(
+  "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
+
+
+def interpreted(interpret: bool | None) -> bool:
+  """Whether to run under the interpreter: as asked, else wherever the default backend is no GPU."""
+  return jax.default_backend() != "gpu" if interpret is None else interpret
+
+
+def call(
+  kernel: Callable[..., None],
+  *operands: Array,
+  grid: tuple[int, ...],
+  out: Sequence[jax.ShapeDtypeStruct],
+  warps: int,
+  stages: int,
+  name: str,
+  interpret: bool | None = None,
+  aliases: dict[int, int] | None = None,
+) -> Sequence[Array]:
+  """Runs `kernel(*operand refs, *result refs)` on whole arrays.
+
+  Compiler parameters are always passed: with none, jax picks another lowering.
+  """
+  return pl.pallas_call(
+    kernel,
+    out_shape=tuple(out),
+    grid=grid,
+    input_output_aliases=aliases or {},
+    compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+    interpret=interpreted(interpret),
+    name=name,
+  )(*operands)
+
+
+def load(ref: Any, *index: Any, mask: Any, other: Any = 0.0, evict: str | None = None) -> Array:
+  """ref[index] where mask holds, else `other`. The index holds integers and integer vectors.
+
+  `evict="evict_first"` marks bytes that nothing reads again before they leave the L2 cache.
+  """
+  return plgpu.load(ref.at[index], mask=mask, other=other, eviction_policy=evict)
+
+
+def store(ref: Any, *index: Any, value: Array, mask: Any) -> None:
+  """ref[index] = value where mask holds."""
+  plgpu.store(ref.at[index], value, mask=mask)
+
+
+def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
+  """a @ b (or a @ bᵀ) with float32 accumulation; float32 operands are not rounded to TF32."""
+  return plgpu.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST)

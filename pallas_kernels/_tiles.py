@@ -1,0 +1,86 @@
+"""The online-softmax loop over tiles of keys, shared by every attention kernel.
+
+A kernel says how tile i is fetched; the loop does the rest:
+
+    carry = start(rows, columns)
+    carry = walk(carry, q, fetch, 0, tiles, scale=scale)
+    o, m, l = finish(carry)
+
+`walk` may be called again on its own result, with another query or another fetch: sinks before a
+window, or chunks of tiles between two tests for an early stop. Inside, logits are in base 2
+(exp2 is one instruction); `finish` returns the natural-log state of `kvjax.softmax_state`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels._backend import dot
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+class Carry(NamedTuple):
+  """Unfinished softmax over the keys seen so far, for R query rows of C lanes, all float32.
+
+  acc [R, C] is Σ 2^(x − m) v, m [R] the largest base-2 logit (−inf: none yet), l [R] Σ 2^(x − m).
+  """
+
+  acc: Array
+  m: Array
+  l: Array
+
+
+class Tile(NamedTuple):
+  """One tile of T keys: k [T, C], v [T, C], keep [T] bool. k and v must be finite everywhere."""
+
+  k: Array
+  v: Array
+  keep: Array
+
+
+def start(rows: int, columns: int) -> Carry:
+  """The carry before any key."""
+  return Carry(
+    jnp.zeros((rows, columns), jnp.float32),
+    jnp.full((rows,), -jnp.inf, jnp.float32),
+    jnp.zeros((rows,), jnp.float32),
+  )
+
+
+def step(carry: Carry, q: Array, tile: Tile, *, scale: float) -> Carry:
+  """Adds one tile: q [R, C] in the dtype of k."""
+  x = dot(q, tile.k, trans_b=True) * (scale * LOG2E)  # [R, T]
+  x = jnp.where(tile.keep[None, :], x, -jnp.inf)
+  m = jnp.maximum(carry.m, x.max(axis=1))
+  base = finite(m)
+  alpha = jnp.exp2(carry.m - base)
+  p = jnp.exp2(x - base[:, None])
+  acc = carry.acc * alpha[:, None] + dot(p.astype(tile.v.dtype), tile.v)
+  return Carry(acc, m, carry.l * alpha + p.sum(axis=1))
+
+
+def walk(
+  carry: Carry, q: Array, fetch: Callable[[Any], Tile], first: Any, last: Any, *, scale: float
+) -> Carry:
+  """Adds tiles [first, last), each given by `fetch(i)`; the bounds may be traced scalars."""
+  return lax.fori_loop(first, last, lambda i, c: step(c, q, fetch(i), scale=scale), carry)
+
+
+def finish(carry: Carry) -> tuple[Array, Array, Array]:
+  """The state (o [R, C] normalised, m [R] natural log, l [R]); (0, −inf, 0) if no key was seen."""
+  return carry.acc / nonzero(carry.l)[:, None], carry.m * LN2, carry.l
+
+
+def finite(m: Array) -> Array:
+  """m with 0 for −inf, so that x − m is −inf and never NaN where no key was seen."""
+  return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def nonzero(l: Array) -> Array:
+  """l with 1 for 0, for divisions."""
+  return jnp.where(l == 0, 1.0, l)

@@ -1,0 +1,306 @@
+"""Dense decode: one query token per row against the slots [0, sinks) ∪ [start, stop) of its cache.
+
+Bytes: keys and values of every visible slot once; the rest (queries, partial states) is under 1 %.
+At decode that is the whole cost, so the kernel is a stream over contiguous slots with two small
+matrix products on the side, and the work is cut so that all multiprocessors read all the time.
+
+Grid of the first kernel: one program per piece, a contiguous run of tiles of one (batch row, KV
+head). Every program derives the cut from all ranges: about `Config.programs` pieces of equal size
+whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
+piece are finished there; the others leave partial softmax states, which the second kernel, one
+program per query head, joins in a fixed order. No atomics: a second run is equal to the bit.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvjax.softmax_state import State
+from pallas_kernels import _backend, _tiles
+from pallas_kernels.config import Config, choose
+
+MAX_HEAD_DIM = 256
+MAX_GROUPS = 128
+DTYPES = ("bfloat16", "float16", "float32")
+# Partial states joined per step of the second kernel: more than most rows have.
+JOINED = 64
+
+
+def _spans(start: Any, stop: Any, *, slots: int, sinks: int, joined: bool) -> tuple[Any, Any, Any]:
+  """(head, first, stop): the slots of a row are [0, head) ∪ [first, stop).
+
+  Ranges are clipped to the array. `joined`: both parts have one query, so that sinks which touch
+  the window are a part of it and the first is empty.
+  """
+  stop = jnp.clip(stop, 0, slots)
+  first = jnp.maximum(start, sinks)
+  head = jnp.minimum(sinks, stop)
+  if joined:
+    touching = start <= sinks
+    first, head = jnp.where(touching, 0, first), jnp.where(touching, 0, head)
+  return head, first, stop
+
+
+def _piece(
+  start_ref: Any, stop_ref: Any, *, rows: int, programs: int, tile: int, spans: Any
+) -> tuple[Array, Array, Array]:
+  """(row, piece of that row, pieces of that row) of this program; row = `rows`: nothing to do.
+
+  A row of t tiles out of all rows' n gets ⌊programs · t / n⌋ pieces, and at least one: rounded
+  down, since a few programs more than run at once would cost as much as a whole wave of them.
+  """
+  pid = pl.program_id(0)
+  lanes = jnp.arange(pl.next_power_of_2(rows))
+  real = lanes < rows
+  start = _backend.load(start_ref, lanes, mask=real, other=0)
+  stop = _backend.load(stop_ref, lanes, mask=real, other=0)
+  _, first, stop = spans(start, stop)
+  tiles = jnp.maximum(pl.cdiv(stop - first, tile), 0)
+  tiles = jnp.where(real, tiles, 0)
+  total = jnp.maximum(tiles.sum(), 1)
+  pieces = jnp.minimum(programs * tiles // total, tiles)
+  pieces = jnp.where(real, jnp.maximum(pieces, 1), 0)
+  row = (jnp.cumsum(pieces) <= pid).astype(jnp.int32).sum()
+  row = jnp.minimum(row, rows)
+  before = jnp.where(lanes < row, pieces, 0).sum()
+  return row, pid - before, jnp.where(lanes == row, pieces, 0).sum()
+
+
+def _attend_kernel(*refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool):
+  """q [R, G, H], (q_sinks [R, G, H],) k, v [R, S, H], start, stop [R] ->
+  o [R, G, H], m, l [R, G], partial acc [P, G, H], m, l [P, G], (first program, pieces) [R, 2].
+  """
+  q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs[:-7]
+  o_ref, m_ref, l_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs[-7:]
+  rows, slots, head_dim = k_ref.shape
+  spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
+  pid = pl.program_id(0)
+  row, piece, pieces = _piece(
+    start_ref, stop_ref, rows=rows, programs=config.programs, tile=config.tile, spans=spans
+  )
+  active = row < rows
+  row = jnp.minimum(row, rows - 1)
+  head, first, stop = spans(start_ref[row], stop_ref[row])
+
+  lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
+  inside = columns < head_dim
+  of_query = row, lanes[:, None], columns[None, :]
+  real = (lanes < groups)[:, None] & inside[None, :]
+
+  def fetch(base: Any, end: Any, i: Any) -> _tiles.Tile:
+    slot = base + i * config.tile + jnp.arange(config.tile)
+    keep = slot < end
+    index = row, slot[:, None], columns[None, :]
+    mask = keep[:, None] & inside[None, :]
+    k = _backend.load(k_ref, *index, mask=mask, evict="evict_first")
+    v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")
+    return _tiles.Tile(k, v, keep)
+
+  carry = _tiles.start(lanes.size, columns.size)
+  if sinks:
+    query = _backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
+    tiles = jnp.where(active & (piece == 0), pl.cdiv(head, config.tile), 0)
+    fetch_sinks = functools.partial(fetch, 0, head)
+    carry = _tiles.walk(carry, query, fetch_sinks, 0, tiles, scale=scale)
+  q = _backend.load(q_ref, *of_query, mask=real)
+  tiles = jnp.where(active, jnp.maximum(pl.cdiv(stop - first, config.tile), 0), 0)
+  low, high = piece * tiles // jnp.maximum(pieces, 1), (piece + 1) * tiles // jnp.maximum(pieces, 1)
+  carry = _tiles.walk(carry, q, functools.partial(fetch, first, stop), low, high, scale=scale)
+
+  @pl.when(active & (pieces == 1))
+  def _():
+    o, m, l = _tiles.finish(carry)
+    _backend.store(o_ref, *of_query, value=o, mask=real)
+    _backend.store(m_ref, row, lanes, value=m, mask=lanes < groups)
+    _backend.store(l_ref, row, lanes, value=l, mask=lanes < groups)
+
+  @pl.when(active & (pieces > 1))
+  def _():
+    _backend.store(part_acc_ref, pid, *of_query[1:], value=carry.acc, mask=real)
+    _backend.store(part_m_ref, pid, lanes, value=carry.m, mask=lanes < groups)
+    _backend.store(part_l_ref, pid, lanes, value=carry.l, mask=lanes < groups)
+
+  @pl.when(active & (piece == 0))
+  def _():
+    cut_ref[row, 0] = pid
+    cut_ref[row, 1] = pieces
+
+
+def _join_kernel(*refs: Any):
+  """Partial acc [P, G, H], m, l [P, G], cut [R, 2], o, m, l as they are -> o [R, G, H], m, l [R, G].
+
+  Rows of one piece are left alone.
+  """
+  acc_ref, part_m_ref, part_l_ref, cut_ref = refs[:4]
+  o_ref, m_ref, l_ref = refs[-3:]
+  row, group = pl.program_id(0), pl.program_id(1)
+  first, pieces = cut_ref[row, 0], cut_ref[row, 1]
+  head_dim = acc_ref.shape[2]
+  columns = jnp.arange(columns_of(head_dim))
+  inside = columns < head_dim
+
+  @pl.when(pieces > 1)
+  def _():
+    def body(i, carry):
+      acc, m, l = carry
+      part = i * JOINED + jnp.arange(JOINED)
+      keep = part < pieces
+      part = first + part
+      new_m = _backend.load(part_m_ref, part, group, mask=keep, other=-jnp.inf)
+      new_l = _backend.load(part_l_ref, part, group, mask=keep, other=0.0)
+      mask = keep[:, None] & inside[None, :]
+      new = _backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
+      top = jnp.maximum(m, new_m.max())
+      base = _tiles.finite(top)
+      old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
+      acc = acc * old + (new * weight[:, None]).sum(axis=0)
+      return acc, top, l * old + (new_l * weight).sum()
+
+    zero = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
+    acc, m, l = lax.fori_loop(0, pl.cdiv(pieces, JOINED), body, zero)
+    value = acc / _tiles.nonzero(l)
+    _backend.store(o_ref, row, group, columns, value=value, mask=inside)
+    m_ref[row, group] = m * _tiles.LN2
+    l_ref[row, group] = l
+
+
+def decode_attention(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  start: Int[Array, "B K"],
+  stop: Int[Array, "B K"],
+  *,
+  sinks: int = 0,
+  q_sinks: Float[Array, "B K G H"] | None = None,
+  scale: float | None = None,
+  config: Config | None = None,
+  interpret: bool | None = None,
+) -> State:
+  """Attention over the slots [0, min(sinks, stop)) ∪ [max(start, sinks), stop) of every row.
+
+  Slots outside are never read: they may hold NaN.
+
+  Args:
+    q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
+    k: keys in the dtype of q.
+    v: values in the dtype of q.
+    start: first slot of the window, int32.
+    stop: one past the last slot, int32; 0 gives the empty state. Ranges are clipped to S.
+    sinks: number of leading slots that are attended whatever `start` is.
+    q_sinks: queries for slots below `sinks`, where those are rotated otherwise; q if None.
+    scale: factor of the logits; H^−½ if None.
+    config: how the work is cut; by device and shape if None.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    The softmax state, float32: o [B, K, G, H], m and l [B, K, G].
+
+  Raises:
+    TypeError: an operand's dtype is not one of the above, or operands differ in dtype.
+    ValueError: shapes do not agree, or sinks < 0.
+    NotImplementedError: H or G is larger than the kernel takes.
+  """
+  check(q, k, v, start, stop, sinks, q_sinks)
+  batch, heads, groups, head_dim = q.shape
+  rows, slots = batch * heads, k.shape[2]
+  config = config or pick(q, k, interpret=_backend.interpreted(interpret))
+  # Every row has one piece more than its share at most.
+  pieces = config.programs + rows
+  f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+  joined = q_sinks is None or not sinks
+  queries = [q] if joined else [q, q_sinks]
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v, start, stop)]
+  state = [f32((rows, groups, head_dim)), f32((rows, groups)), f32((rows, groups))]
+  partial = [f32((pieces, groups, head_dim)), f32((pieces, groups)), f32((pieces, groups))]
+  attend = functools.partial(
+    _attend_kernel,
+    groups=groups,
+    config=config,
+    scale=head_dim**-0.5 if scale is None else scale,
+    sinks=sinks,
+    joined=joined,
+  )
+  *state, acc, m, l, cut = _backend.call(
+    attend,
+    *flat,
+    grid=(pieces,),
+    out=[*state, *partial, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
+    warps=config.warps,
+    stages=config.stages,
+    name="decode_attend",
+    interpret=interpret,
+  )
+  if slots > config.tile:
+    state = _backend.call(
+      _join_kernel,
+      *(acc, m, l, cut, *state),
+      grid=(rows, groups),
+      out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state],
+      warps=4,
+      stages=1,
+      name="decode_join",
+      interpret=interpret,
+      aliases={4: 0, 5: 1, 6: 2},
+    )
+  o, m, l = (x.reshape(batch, heads, *x.shape[1:]) for x in state)
+  return State(o, m, l)
+
+
+def lanes_of(groups: int) -> int:
+  """Query rows of a program: the groups, padded to what the matrix units take."""
+  return max(16, pl.next_power_of_2(groups))
+
+
+def columns_of(head_dim: int) -> int:
+  """Lanes that hold one head: values have power-of-two sizes."""
+  return max(16, pl.next_power_of_2(head_dim))
+
+
+def pick(q: Array, k: Array, *, interpret: bool) -> Config:
+  """The configuration of these operands on the default device."""
+  batch, heads, groups, head_dim = q.shape
+  return choose(
+    "decode",
+    rows=batch * heads,
+    groups=groups,
+    slots=k.shape[2],
+    head_dim=head_dim,
+    itemsize=q.dtype.itemsize,
+    interpret=interpret,
+  )
+
+
+def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: Any) -> None:
+  """Raises on operands that the kernel does not take; the message names the argument."""
+  if q.ndim != 4 or 0 in q.shape:
+    raise ValueError(f"q: found shape {q.shape}, expected [B, K, G, H] without empty axes")
+  batch, heads, groups, head_dim = q.shape
+  if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, heads, head_dim):
+    raise ValueError(f"k: found shape {k.shape}, expected [{batch}, {heads}, S ≥ 1, {head_dim}]")
+  expected = {"v": (v, k.shape), "start": (start, (batch, heads)), "stop": (stop, (batch, heads))}
+  if q_sinks is not None:
+    expected["q_sinks"] = (q_sinks, q.shape)
+  for name, (x, shape) in expected.items():
+    if x.shape != shape:
+      raise ValueError(f"{name}: found shape {x.shape}, expected {list(shape)}")
+  if q.dtype.name not in DTYPES:
+    raise TypeError(f"q: found dtype {q.dtype.name}, expected one of {', '.join(DTYPES)}")
+  dtypes = {"k": (k, q.dtype), "v": (v, q.dtype), "start": (start, "int32"), "stop": (stop, "int32")}
+  if q_sinks is not None:
+    dtypes["q_sinks"] = (q_sinks, q.dtype)
+  for name, (x, dtype) in dtypes.items():
+    if x.dtype != dtype:
+      raise TypeError(f"{name}: found dtype {x.dtype.name}, expected {jnp.dtype(dtype).name}")
+  if sinks < 0:
+    raise ValueError(f"sinks: found {sinks}, expected at least 0")
+  if head_dim > MAX_HEAD_DIM:
+    raise NotImplementedError(f"q: found head size {head_dim}, expected at most {MAX_HEAD_DIM}")
+  if groups > MAX_GROUPS:
+    raise NotImplementedError(f"q: found {groups} query heads per key/value head, "
+                              f"expected at most {MAX_GROUPS}")

@@ -1,0 +1,166 @@
+"""Times a suite of kernels: checks every output first, then prints times, bytes and their floor.
+
+    python -m scripts.bench decode                      on a GPU, with the peers that are installed
+    python -m scripts.bench decode --quick              tiny shapes, also on a CPU
+
+A contender whose output misses the float32 reference gets no time. The floor is the bytes that
+must move over the bandwidth that a plain streaming read reached in the same run.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pathlib
+import platform
+import shlex
+import statistics
+import sys
+from importlib import metadata
+from typing import Any
+
+# torch, where it runs beside JAX, needs memory too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+
+from scripts.benches import Case
+
+SUITES = ("decode",)
+PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
+
+
+def suite(name: str) -> Any:
+  """The module of a suite."""
+  return importlib.import_module(f"scripts.benches.{name}")
+
+
+def environment() -> dict[str, str]:
+  """Device, versions and command line of this run."""
+  versions = {}
+  for package in PACKAGES:
+    try:
+      versions[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+      continue
+  return {
+    "device": jax.devices()[0].device_kind,
+    "python": platform.python_version(),
+    **versions,
+    "command": shlex.join(["python", "-m", f"scripts.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+  }
+
+
+def check(case: Case) -> dict[str, float]:
+  """Relative error of every contender that has an output, by name."""
+  want = case.reference().astype(np.float64)
+  errors = {}
+  for contender in case.contenders:
+    if contender.output is not None:
+      got = contender.output().astype(np.float64)
+      errors[contender.name] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+  return errors
+
+
+def measure(case: Case, repetitions: int) -> dict[str, Any]:
+  """Checks, then times the contenders in turn, `repetitions` times each."""
+  errors = check(case)
+  wrong = {name for name, error in errors.items() if not error <= case.tolerance}
+  timed = [contender for contender in case.contenders if contender.name not in wrong]
+  times: dict[str, list[float]] = {contender.name: [] for contender in timed}
+  for contender in timed:
+    contender.seconds()
+  for _ in range(repetitions):
+    for contender in timed:
+      times[contender.name].append(contender.seconds())
+  results = []
+  for contender in case.contenders:
+    row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}
+    if contender.name in times:
+      low, median, high = _quartiles(times[contender.name])
+      row |= {"us": median * 1e6, "us_quartiles": [low * 1e6, high * 1e6],
+              "us_all": [round(t * 1e6, 2) for t in times[contender.name]]}
+    results.append(row)
+  read = statistics.median(times["read"]) if "read" in times else None
+  return {
+    "case": case.name,
+    "shapes": case.shapes,
+    "bytes": case.bytes,
+    "read_bandwidth": case.bytes / read if read else None,
+    "floor_us": read * 1e6 if read else None,
+    "tolerance": case.tolerance,
+    "repetitions": repetitions,
+    "results": results,
+  }
+
+
+def _quartiles(times: list[float]) -> tuple[float, float, float]:
+  if len(times) < 2:
+    return times[0], times[0], times[0]
+  low, median, high = statistics.quantiles(times, n=4)
+  return low, median, high
+
+
+def show(report: dict[str, Any], subject: str) -> None:
+  """The table of one case."""
+  print(f"\n{report['case']}: {report['shapes']}")
+  bandwidth = report["read_bandwidth"]
+  print(f"  {report['bytes'] / 2**20:.1f} MiB to move", end="")
+  if bandwidth:
+    print(f"; a streaming read ran at {bandwidth / 1e12:.2f} TB/s: floor {report['floor_us']:.1f} µs")
+  mine = next((row.get("us") for row in report["results"] if row["name"] == subject), None)
+  print(f"  {'':24} {'µs':>8} {'quartiles':>17} {'of floor':>9} {subject + ' /':>9} {'error':>9}")
+  for row in report["results"]:
+    error = "" if row["error"] is None else f"{row['error']:.1e}"
+    if "us" not in row:
+      print(f"  {row['name']:24} wrong: error {error}, tolerance {report['tolerance']:.0e}")
+      continue
+    low, high = row["us_quartiles"]
+    share = f"{report['floor_us'] / row['us']:.3f}" if report["floor_us"] else ""
+    ratio = f"{mine / row['us']:.3f}" if mine else ""
+    spread = f"{low:.1f}-{high:.1f}"
+    print(f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}",
+          flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="python -m scripts.bench", description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    epilog="suites:\n" + "\n".join(f"  {name:10} {suite(name).__doc__}" for name in SUITES),
+  )
+  parser.add_argument("suite", choices=SUITES, help="what to time")
+  parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions, any device")
+  parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains it")
+  parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+  parser.add_argument("--repetitions", type=int, metavar="N",
+                      help="interleaved repetitions of every contender (20; with --quick 3)")
+  parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER",
+                      help="write <device>/bench_<suite>.json there, scripts/results say")
+  options = parser.parse_args(argv)
+  repetitions = options.repetitions or (3 if options.quick else 20)
+  facts = environment()
+  for key, value in facts.items():
+    print(f"{key:18} {value}")
+  reports = []
+  module = suite(options.suite)
+  for case in module.cases(options.quick, not options.no_peers, options.only):
+    reports.append(measure(case, repetitions))
+    show(reports[-1], case.subject)
+    if options.out:
+      write(options.out, options.suite, facts, reports)
+  if not reports:
+    parser.error(f"--only {options.only}: no case of suite {options.suite} has that in its name")
+  return int(any("us" not in row for report in reports for row in report["results"]))
+
+
+def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[dict]) -> None:
+  """<folder>/<device>/bench_<name>.json, complete after every case."""
+  path = folder / "-".join(facts["device"].lower().split()) / f"bench_{name}.json"
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps({**facts, "cases": reports}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  sys.exit(main())

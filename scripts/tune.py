@@ -1,0 +1,159 @@
+"""Measures how a kernel's work is best cut on this device and writes pallas_kernels/tuned/.
+
+    python -m scripts.tune decode                       on a GPU; minutes
+    python -m scripts.tune decode --only "B8 T32K" --dry-run
+
+Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
+programs for the best of them. Every configuration is checked against the float32 reference.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import os
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+
+from pallas_kernels import config
+from pallas_kernels.config import Config
+from pallas_kernels.decode import columns_of, decode_attention
+from scripts.bench import environment
+from scripts.benches import Contender, jax_contender
+from scripts.benches.decode import ROTATION_BYTES, reference
+from tests.decode_cases import TUNED, Shape
+
+KERNELS = ("decode",)
+# Bytes of keys and values in one pipeline stage, with the warps and stages that go with them.
+STAGES = (
+  (64 << 10, 4, 3),
+  (64 << 10, 8, 2),
+  (32 << 10, 4, 3),
+  (32 << 10, 4, 4),
+  (32 << 10, 8, 4),
+  (16 << 10, 4, 4),
+  (16 << 10, 4, 6),
+)
+# Programs per multiprocessor, in quarters.
+PROGRAMS = (1, 2, 4, 8, 12, 16)
+
+
+def candidates(shape: Shape, device: config.Device) -> list[Config]:
+  """The first sweep: configurations that fit the device's shared memory."""
+  per_slot = 2 * columns_of(shape.head_dim) * jax.numpy.dtype(shape.dtype).itemsize
+  made = []
+  for size, warps, stages in STAGES:
+    tile = size // per_slot
+    if tile >= 16 and size * (stages - 1) < 0.9 * device.shared:
+      made.append(Config(tile=tile, programs=2 * device.cores, warps=warps, stages=stages))
+  return made
+
+
+def sweep(
+  configs: list[Config], inputs: list[tuple], calls: int, want: np.ndarray, repetitions: int
+) -> dict[Config, float]:
+  """Median seconds per call of every configuration that compiles and is right."""
+
+  def build(choice: Config) -> Contender | None:
+    try:
+      run = functools.partial(decode_attention, config=choice)
+      return jax_contender(str(choice), run, inputs, output=lambda s: s.o, calls=calls)
+    except Exception as error:
+      print(f"    {choice}: not run ({str(error).splitlines()[0][:100]})", flush=True)
+      return None
+
+  # Compiling is most of the time, and not Python's.
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    built = dict(zip(configs, pool.map(build, configs), strict=True))
+  times: dict[Config, list[float]] = {}
+  for choice, contender in built.items():
+    if contender is None or contender.output is None:
+      continue
+    error = np.linalg.norm(contender.output() - want) / np.linalg.norm(want)
+    if error <= 1e-2:
+      times[choice] = []
+      contender.seconds()
+    else:
+      print(f"    {choice}: wrong, error {error:.1e}", flush=True)
+  for _ in range(repetitions):
+    for choice, seconds in times.items():
+      contender = built[choice]
+      assert contender is not None
+      seconds.append(contender.seconds())
+  return {choice: statistics.median(seconds) for choice, seconds in times.items()}
+
+
+def tune(shape: Shape, device: config.Device, repetitions: int) -> dict[str, Any]:
+  """The entry of one shape."""
+  copies = max(2, -(-ROTATION_BYTES // shape.kv_bytes()))
+  inputs = [shape.arrays(seed) for seed in range(copies)]
+  want = reference(*inputs[0])
+  run = functools.partial(
+    sweep, inputs=inputs, calls=max(8, copies), want=want, repetitions=repetitions
+  )
+  times = run(candidates(shape, device))
+  for choice in sorted(times, key=times.__getitem__)[:2]:
+    cuts = [max(1, device.cores * quarters // 4) for quarters in PROGRAMS]
+    more = [Config(choice.tile, cut, choice.warps, choice.stages) for cut in cuts]
+    times |= run([choice for choice in more if choice not in times])
+  ranking = sorted(times, key=times.__getitem__)
+  print(f"  {shape.name}: {shape.kv_bytes() / 2**20:.0f} MiB")
+  for choice in ranking[:6]:
+    rate = shape.kv_bytes() / times[choice] / 1e12
+    print(f"    {times[choice] * 1e6:8.1f} µs {rate:5.2f} TB/s  {choice}", flush=True)
+  best = ranking[0]
+  return {
+    "shape": shape.name,
+    "us": round(times[best] * 1e6, 2),
+    "bucket": config.bucket(
+      rows=shape.batch * shape.kv_heads,
+      groups=shape.groups,
+      slots=shape.slots,
+      head_dim=shape.head_dim,
+      itemsize=jax.numpy.dtype(shape.dtype).itemsize,
+    ),
+    "config": {
+      "tile": best.tile, "programs": best.programs, "warps": best.warps, "stages": best.stages
+    },
+  }
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="python -m scripts.tune", description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("kernel", choices=KERNELS, help="what to tune")
+  parser.add_argument("--only", default="", metavar="TEXT", help="only shapes whose name contains it")
+  parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="per configuration (5)")
+  parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER",
+                      default=pathlib.Path(config.__file__).parent / "tuned",
+                      help="write <device>/<kernel>.json there (pallas_kernels/tuned)")
+  parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
+  options = parser.parse_args(argv)
+  if jax.default_backend() != "gpu":
+    parser.error(f"found backend {jax.default_backend()}, expected a GPU: there is nothing to tune")
+  device = config.device(jax.devices()[0].device_kind)
+  shapes = [shape for shape in TUNED if options.only in shape.name]
+  if not shapes:
+    parser.error(f"--only {options.only}: found no such shape, expected a part of one of "
+                 f"{', '.join(shape.name for shape in TUNED)}")
+  entries = []
+  for shape in shapes:
+    entries.append(tune(shape, device, options.repetitions))
+    if not options.dry_run:
+      path = options.out / device.name / f"{options.kernel}.json"
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(json.dumps({**environment(), "entries": entries}, indent=1) + "\n")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

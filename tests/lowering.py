@@ -1,0 +1,115 @@
+"""Lowers a jitted function for a GPU on a machine without one, down to machine code.
+
+jax gives the Triton IR of every kernel; the stand-alone `triton` package compiles it for a compute
+capability with the ptxas that it carries, and cuobjdump reports what the machine code needs.
+Touches private jax modules, which is why it lives with the tests.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src.lib.mlir import ir
+from jax._src.pallas.triton import lowering as triton_lowering
+
+# Shared memory that one program may use, in bytes: A100; H100 and H200.
+SHARED = {80: 163 << 10, 90: 227 << 10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """Triton IR of one kernel call, with its launch parameters."""
+
+  name: str
+  text: str
+  warps: int
+  stages: int
+  grid: tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+  """Machine code of a kernel: PTX, bytes of shared memory and of stack (spills), registers."""
+
+  ptx: str
+  shared: int
+  stack: int
+  registers: int
+
+
+def lower(function: Callable, *shapes: Any) -> list[Kernel]:
+  """The Triton kernels that `function` calls, lowered for an H200 from abstract arguments."""
+  context: Any = contextlib.nullcontext()
+  if hasattr(jax.sharding, "AbstractDevice"):
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    here = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    context = use_abstract_mesh(AbstractMesh((), (), abstract_device=here))
+  with context:
+    lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+  return list(_kernels(lowered.compiler_ir().operation))
+
+
+def _kernels(operation: Any) -> Iterator[Kernel]:
+  operation = getattr(operation, "operation", operation)
+  if operation.name == "stablehlo.custom_call":
+    target = ir.StringAttr(operation.attributes["call_target_name"]).value
+    if target == "__gpu$xla.gpu.triton":
+      yield _kernel(operation)
+  for region in operation.regions:
+    for block in region.blocks:
+      for inner in block.operations:
+        yield from _kernels(inner)
+
+
+def _kernel(operation: Any) -> Kernel:
+  attributes = operation.attributes
+  key = next(key for key in ("mhlo.backend_config", "backend_config") if key in attributes)
+  config = ir.DictAttr(attributes[key])
+
+  def integer(name):
+    return ir.IntegerAttr(config[name]).value
+
+  with triton_lowering._new_ir_context(), ir.Location.unknown():
+    module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
+    module.operation.verify()
+    text = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
+  return Kernel(
+    ir.StringAttr(config["name"]).value,
+    text,
+    integer("num_warps"),
+    integer("num_stages"),
+    (integer("grid_x"), integer("grid_y"), integer("grid_z")),
+  )
+
+
+def compile_kernel(kernel: Kernel, capability: int) -> Binary:
+  """Compiles a kernel for a compute capability, 80 or 90."""
+  import triton
+  from triton.backends import nvidia
+  from triton.backends.compiler import GPUTarget
+
+  with tempfile.TemporaryDirectory() as folder:
+    source = pathlib.Path(folder) / "kernel.ttir"
+    source.write_text(kernel.text)
+    built = triton.compile(
+      str(source),
+      target=GPUTarget("cuda", capability, 32),
+      options={"num_warps": kernel.warps, "num_stages": kernel.stages},
+    )
+    cubin = pathlib.Path(folder) / "kernel.cubin"
+    cubin.write_bytes(built.asm["cubin"])
+    tool = pathlib.Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+    report = subprocess.run(
+      [str(tool), "--dump-resource-usage", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+  usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+  return Binary(
+    built.asm["ptx"], built.metadata.shared, usage["STACK"] + usage["LOCAL"], usage["REG"]
+  )

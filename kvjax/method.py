@@ -116,10 +116,6 @@ class Method:
     """Empty caches, one per layer."""
     return tuple(self.init(spec, layer) for layer in range(spec.layers))
 
-  def init_carry(self, spec: CacheSpec) -> Carry:
-    """The empty cross-layer carry of one forward pass over spec.batch × spec.capacity tokens."""
-    return Carry({}, {})
-
   # ---- moves: what a query may see
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:

@@ -185,10 +185,13 @@ class Cache:
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class Carry:
-  """What one forward pass hands from layer to layer; shelves as in `Cache`."""
+  """What one forward pass hands from layer to layer; shelves as in `Cache`.
 
-  heads: dict[str, Any]
-  rows: dict[str, Any]
+  It starts empty; the first layer that has something to hand on adds it.
+  """
+
+  heads: dict[str, Any] = dataclasses.field(default_factory=dict)
+  rows: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @pytree("sinks")

@@ -9,7 +9,7 @@ from kvjax.method import Method
 from kvjax.methods.full import Full
 
 MOVES = (
-  *("capacity", "extra", "init", "init_carry", "window", "span"),
+  *("capacity", "extra", "window", "span"),
   *("victim", "fresh", "insert", "score", "select", "everything", "plan", "order", "read"),
   *("attend", "observe", "active", "fill", "stage", "attend_prompt", "rank", "keep", "settle"),
 )

@@ -143,7 +143,7 @@ class Transformer(nnx.Module):
     """
     B, T = tokens.shape
     total = lengths if total is None else total
-    carry = method.init_carry(self.spec(B, T))
+    carry = Carry()
     x = self.embedding[...][tokens]
     new, reports = [], []
     for i, layer in enumerate(self.layers):
@@ -181,7 +181,7 @@ class Transformer(nnx.Module):
       logits float32 [B, V], caches, and with `with_aux` the list of dicts.
     """
     live = jnp.ones(tokens.shape, bool) if live is None else live
-    carry = method.init_carry(self.spec(tokens.shape[0], 1))
+    carry = Carry()
     x = self.embedding[...][tokens]
     new, reports = [], []
     for i, layer in enumerate(self.layers):

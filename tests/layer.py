@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import CacheSpec, Env, Method, Prompt, Rope
+from kvjax import CacheSpec, Carry, Env, Method, Prompt, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,7 @@ class Layer:
       for x in (self.stream.q, self.stream.k, self.stream.v)
     ]
     prompt = Prompt(jnp.asarray(valid), jnp.asarray(start + valid), None, tokens, past)
-    carry = self.method.init_carry(dataclasses.replace(self.spec, capacity=tokens))
-    out, self.cache, _, _ = self._prefill(self.cache, *cut, prompt, carry)
+    out, self.cache, _, _ = self._prefill(self.cache, *cut, prompt, Carry())
     return np.asarray(out)
 
   def decode(self, at, live=None):
@@ -66,8 +65,7 @@ class Layer:
       for x in (self.stream.q, self.stream.k, self.stream.v)
     )
     live = jnp.ones(len(at), bool) if live is None else jnp.asarray(live)
-    carry = self.method.init_carry(dataclasses.replace(self.spec, capacity=1))
-    out, self.cache, _, aux = self._decode(self.cache, q, k, v, live, carry)
+    out, self.cache, _, aux = self._decode(self.cache, q, k, v, live, Carry())
     return np.asarray(out), aux
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax import METHODS, Cache, Env, Full, Prompt, SharedPrefill, Wrapper
+from kvjax import METHODS, Cache, Carry, Env, Full, Prompt, SharedPrefill, Wrapper
 from kvjax.shared_prefill import take
 from models.generate import join
 from tests.layer import Stream
@@ -198,15 +198,12 @@ def test_heads_sharded_over_two_devices(name):
   def layer(env, q, k, v, cache):
     at, valid = method.at(env, 1), jnp.asarray(LENGTHS)
     prompt = Prompt(valid, valid, None, 24, 0)
-    local = dataclasses.replace(spec, capacity=24, kv_heads=k.shape[1])
-    carry = method.init_carry(local)
     cut = [x[..., :24, :] for x in (q, k, v)]
-    out, cache, carry, _ = method.prefill(at, cache, *cut, prompt, carry)
+    out, cache, _, _ = method.prefill(at, cache, *cut, prompt, Carry())
     outs = [out[:, :, :, 0]]
     for t in range(24, 28):
-      carry = method.init_carry(dataclasses.replace(local, capacity=1))
       new = [x[..., t, :] for x in (q, k, v)]
-      out, cache, _, _ = method.decode_step(at, cache, *new, jnp.ones(2, bool), carry)
+      out, cache, _, _ = method.decode_step(at, cache, *new, jnp.ones(2, bool), Carry())
       outs.append(out)
     return jnp.stack(outs)
 

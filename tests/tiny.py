@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax import Method, Rope
+from kvjax import Env, Method, Rope
 from models.config import ModelConfig
 from models.generate import join, split
 from models.transformer import Transformer
@@ -33,10 +33,21 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)
 @functools.cache
 def model(impl="reference", tile=4):
   """Weights scaled so that attention is peaked: dropping tokens must change the logits."""
-  built = Transformer(CONFIG, dtype=jnp.float32, impl=impl, rngs=nnx.Rngs(0))
-  built.env = type(built.env)(CONFIG.layers, CONFIG.rope, impl, tile)
-  for layer in built.layers:
-    layer.attention.wqkv[...] = layer.attention.wqkv[...] * 2.5
+  graph, shapes = nnx.split(
+    nnx.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.float32, impl=impl, rngs=nnx.Rngs(0)))
+  )
+  rng = np.random.default_rng(0)
+
+  def draw(path, x):
+    name = jax.tree_util.keystr(path)
+    if "norm" in name:
+      return jnp.ones(x.shape, x.dtype)
+    scale = 2.5 * x.shape[0] ** -0.5 if "wqkv" in name else CONFIG.dim**-0.5
+    scale = 1.0 if "embedding" in name else scale
+    return jnp.asarray(rng.normal(size=x.shape) * scale, x.dtype)
+
+  built = nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, shapes))
+  built.env = Env(CONFIG.layers, CONFIG.rope, impl, tile)
   return built
 
 

@@ -176,11 +176,23 @@ class GGUF:
         f"{path}: not readable as GGUF ({type(error).__name__}: {error}), "
         "expected a complete GGUF file"
       ) from error
-    self.config = self._read_config()
+    try:
+      self.config = self._read_config()
+    except (TypeError, ZeroDivisionError) as error:
+      raise ValueError(
+        f"{path}: metadata: found entries of the wrong type ({error}), expected numbers"
+      ) from error
     self._check_tensors()
 
   def tokenizer(self) -> Tokenizer:
-    return Tokenizer.from_gguf(self.metadata, str(self.path))
+    """The tokenizer of the file's metadata; raises as `Tokenizer.from_gguf` does."""
+    try:
+      return Tokenizer.from_gguf(self.metadata, str(self.path))
+    except (AttributeError, TypeError) as error:
+      raise ValueError(
+        f"{self.path}: tokenizer metadata: found entries of the wrong type ({error}), expected "
+        "lists of tokens, kinds and merges, and integer ids"
+      ) from error
 
   def item(self, name: str) -> Item:
     """The arrays of one checkpoint item, dequantised and in the decoder's layout."""
@@ -279,6 +291,12 @@ class GGUF:
       "ffn_up": (c.ffn, c.dim),
       "ffn_down": (c.dim, c.ffn),
     }
+    blocks = {name.split(".")[1] for name in self._tensors if name.startswith("blk.")}
+    if len(blocks) != c.layers:
+      raise ValueError(
+        f"{self.path}: metadata 'block_count': found {c.layers}, but tensors of {len(blocks)} "
+        "blocks; expected the same number"
+      )
     expected = {"token_embd.weight": (c.vocab, c.dim), "output_norm.weight": (c.dim,)}
     if not c.tie_embeddings:
       expected["output.weight"] = (c.vocab, c.dim)
@@ -326,7 +344,7 @@ class GGUF:
 class _BoundedReader(gguf.GGUFReader):
   """Raises where the file ends too early; the plain reader returns what is left."""
 
-  def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+  def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
     end = int(offset) + int(np.dtype(dtype).itemsize) * int(count)
     if end > len(self.data):
       raise ValueError(f"the file ends at byte {len(self.data)}, expected at least {end}")
@@ -363,9 +381,12 @@ def _restore(checkpointer: ocp.StandardCheckpointer, path: pathlib.Path, abstrac
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract
   )
   try:
-    found = _shapes(checkpointer.metadata(path).item_metadata)
+    metadata = checkpointer.metadata(path).item_metadata
   except Exception as error:  # Orbax and TensorStore raise many kinds
     raise ValueError(f"{path}: damaged ({error}), expected an Orbax item") from error
+  if metadata is None:
+    raise ValueError(f"{path}: damaged (no metadata), expected an Orbax item")
+  found = _shapes(metadata)
   if found != _shapes(target):
     raise ValueError(f"{path}: found arrays {found}, expected {_shapes(target)}")
   try:

@@ -248,13 +248,16 @@ class Tokenizer:
       if kind in (_CONTROL, _USER_DEFINED)
     ]
     backend.add_tokens(added)
-    return cls(
-      backend,
-      bos=metadata.get("tokenizer.ggml.bos_token_id"),
-      eos=metadata.get("tokenizer.ggml.eos_token_id"),
-      add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
-      chat_template=metadata.get("tokenizer.chat_template"),
-    )
+    try:
+      return cls(
+        backend,
+        bos=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos=metadata.get("tokenizer.ggml.eos_token_id"),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        chat_template=metadata.get("tokenizer.chat_template"),
+      )
+    except ValueError as error:
+      raise ValueError(f"{name}: {error}") from error
 
 
 class TextStream:

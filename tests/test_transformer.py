@@ -1,0 +1,234 @@
+"""The decoder: one pass, many passes, ragged rows and idle rows agree; config and shapes."""
+
+import dataclasses
+import functools
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.rope import Linear, Llama3, Yarn
+from models.config import ModelConfig
+from models.generate import join, split
+from models.transformer import Transformer
+from tests.tiny import CAPACITY, LENGTHS, TOKENS, Run, model
+
+SMALL = ModelConfig(
+  vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False
+)
+
+
+@functools.cache
+def small(dtype=jnp.float32, config=SMALL):
+  return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
+
+
+FLAGS = ("all_logits", "with_aux")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=FLAGS)
+def _read(graph, method, leaves, caches, tokens, lengths, **flags):
+  return join(graph, leaves).prefill(tokens, lengths, caches, method, **flags)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=FLAGS)
+def _step(graph, method, leaves, caches, tokens, live, **flags):
+  return join(graph, leaves).decode(tokens, caches, method, live, **flags)
+
+
+def read(decoder, tokens, lengths, method=None, capacity=16, **flags):
+  """Prompt into new caches."""
+  method = kvjax.Full() if method is None else method
+  caches = method.init_caches(decoder.spec(len(lengths), capacity))
+  graph, leaves = split(decoder)
+  return _read(graph, method, leaves, caches, np.asarray(tokens), np.asarray(lengths), **flags)
+
+
+def step(decoder, tokens, caches, live=None, **flags):
+  """One decode step of the full cache."""
+  graph, leaves = split(decoder)
+  return _step(graph, kvjax.Full(), leaves, caches, np.asarray(tokens), live, **flags)
+
+
+# ---- config
+
+
+def test_config_goes_through_json():
+  for scaling in (None, Linear(2.0), Llama3(factor=32.0), Yarn(4.0, 4096)):
+    config = dataclasses.replace(SMALL, rope=kvjax.Rope(1e5, scaling))
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"kv_heads": 4}, r"heads: found 6, expected a multiple of kv_heads = 4"),
+    ({"head_dim": 7}, r"head_dim: found 7, expected an even number"),
+    ({"layers": 0}, r"layers: found 0, expected an integer of at least 1"),
+    ({"norm_eps": 0.0}, r"norm_eps: found 0\.0"),
+  ],
+)
+def test_config_says_what_is_wrong(change, message):
+  values = {**SMALL.to_json(), **change}
+  with pytest.raises(ValueError, match=message):
+    ModelConfig.from_json(values)
+
+
+def test_config_from_json_names_fields():
+  with pytest.raises(ValueError, match=r"missing \['vocab'\], unknown \['size'\]"):
+    values = SMALL.to_json()
+    values["size"] = values.pop("vocab")
+    ModelConfig.from_json(values)
+  with pytest.raises(ValueError, match=r"rope: found .*'cubic'"):
+    rope = {"theta": 1e4, "scaling": {"kind": "cubic"}}
+    ModelConfig.from_json({**SMALL.to_json(), "rope": rope})
+
+
+# ---- the decoder
+
+
+def test_decoding_token_by_token_equals_prefill():
+  """All positions in one pass, against one token of prompt and then decode steps."""
+  tokens = TOKENS[:, :20]
+  want, caches = read(model(), tokens, [20, 20], capacity=CAPACITY, all_logits=True)
+  one = Run(kvjax.Full())
+  got = [one.prefill(np.ones(2, np.int32))]
+  got += [one.decode(np.full(2, i)) for i in range(1, 20)]
+  chex.assert_trees_all_close(np.stack(got, 1), np.asarray(want), rtol=2e-5, atol=2e-5)
+  chex.assert_trees_all_close(one.caches, caches, rtol=2e-5, atol=2e-5)
+
+
+def test_ragged_rows_equal_one_by_one():
+  both = Run(kvjax.Full()).generate(4)
+  for row, length in enumerate(LENGTHS):
+    tokens = TOKENS[row : row + 1]
+    logits, caches = read(model(), tokens[:, :length], [length], capacity=CAPACITY)
+    alone = [logits]
+    for i in range(4):
+      logits, caches = step(model(), tokens[:, length + i], caches)
+      alone.append(logits)
+    chex.assert_trees_all_close(
+      np.concatenate(alone), both[row], rtol=2e-5, atol=2e-5, custom_message=f"row {row}"
+    )
+
+
+def test_padding_tokens_mean_nothing():
+  decoder = small()
+  tokens = np.arange(10).reshape(2, 5)
+  other = tokens.copy()
+  other[0, 3:] = 30
+  a, caches_a = read(decoder, tokens, [3, 5])
+  b, caches_b = read(decoder, other, [3, 5])
+  chex.assert_trees_all_close((a, caches_a), (b, caches_b), rtol=1e-6, atol=1e-6)
+
+
+def test_all_logits_hold_the_last_ones():
+  decoder = small()
+  tokens, lengths = np.arange(10).reshape(2, 5), [3, 5]
+  last, _ = read(decoder, tokens, lengths)
+  every, _ = read(decoder, tokens, lengths, all_logits=True)
+  assert every.shape == (2, 5, SMALL.vocab)
+  chex.assert_trees_all_close(last, jnp.stack([every[0, 2], every[1, 4]]), rtol=1e-5, atol=1e-5)
+
+
+def test_idle_rows_keep_their_caches():
+  decoder, method = small(), kvjax.Full()
+  tokens = np.arange(10).reshape(2, 5)
+  _, caches = read(decoder, tokens, [0, 5])
+  empty = method.init_caches(decoder.spec(2, 16))
+  first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+  chex.assert_trees_all_equal(first(caches), first(empty))
+  _, after = step(decoder, [1, 2], caches, np.array([True, False]))
+  second = lambda tree: jax.tree.map(lambda x: x[1], tree)  # noqa: E731
+  chex.assert_trees_all_equal(second(after), second(caches))
+  assert after[0].seen.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtypes(dtype):
+  decoder = small(dtype)
+  assert decoder.layers[0].attention.wqkv[...].dtype == dtype
+  assert decoder.layers[0].attention_norm.scale[...].dtype == jnp.float32
+  assert decoder.spec(1, 8).dtype == dtype
+  assert decoder.spec(1, 8, jnp.float16).dtype == jnp.float16
+  logits, caches = read(decoder, np.ones((1, 4), int), [4])
+  assert logits.dtype == jnp.float32
+  assert caches[0].slots["k"].dtype == dtype
+  again, _ = step(decoder, [3], caches)
+  assert again.dtype == jnp.float32
+
+
+def test_weights_are_one_array_per_product_and_layer():
+  shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(small())))
+  layer = {
+    "attention": {"wo": (3, 2, 8, 24), "wqkv": (24, 3, 4, 8)},
+    "attention_norm": {"scale": (24,)},
+    "mlp": {"down": (40, 24), "gate_up": (24, 2, 40)},
+    "mlp_norm": {"scale": (24,)},
+  }
+  assert shapes == {
+    "embedding": (31, 24),
+    "head": (31, 24),
+    "layers": {0: layer, 1: layer},
+    "norm": {"scale": (24,)},
+  }
+
+
+def test_aux_is_reported_per_layer():
+  decoder, method = small(), kvjax.Full()
+  *_, aux = read(decoder, np.ones((1, 4), int), [4], with_aux=True)
+  assert len(aux) == SMALL.layers
+  caches = method.init_caches(decoder.spec(1, 8))
+  *_, aux = step(decoder, [1], caches, with_aux=True)
+  assert [layer["visited"].tolist() for layer in aux] == [[[1, 1, 1]]] * SMALL.layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(kvjax.Full):
+  """Layer 1 computes only the chunk's last two tokens; the others' keys and values are zero."""
+
+  def active(self, at, tokens, total):
+    if at.layer == 0:
+      return None
+    last = jnp.arange(tokens - 2, tokens + 1)  # the third entry is padding
+    return jnp.broadcast_to(last, (total.shape[0], 3))
+
+  def fill(self, at, k, v, prompt, carry):
+    if prompt.index is None:
+      return k, v, carry
+    wide = lambda x: jnp.zeros((*x.shape[:2], prompt.tokens, x.shape[3]), x.dtype)  # noqa: E731
+    put = lambda x: wide(x).at[:, :, -2:].set(x[:, :, :2])  # noqa: E731
+    return put(k), put(v), carry
+
+
+def test_tokens_that_a_layer_skips_keep_their_hidden_state_and_cost_nothing():
+  decoder, tokens = small(), np.arange(6)[None]
+  logits, _ = read(decoder, tokens, [6], Frozen(), all_logits=True)
+  shallow = Transformer(SMALL, dtype=jnp.float32, rngs=nnx.Rngs(1))
+  shallow.layers = nnx.List([decoder.layers[0]])
+  shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
+  before, _ = read(shallow, tokens, [6], all_logits=True)
+  deep, _ = read(decoder, tokens, [6], all_logits=True)
+  chex.assert_trees_all_close(logits[:, :4], before[:, :4], rtol=1e-6, atol=1e-6)
+  assert not np.allclose(logits[:, 4:], before[:, 4:], atol=1e-3)
+  assert not np.allclose(logits[:, 4:], deep[:, 4:], atol=1e-3)
+
+  def products(method):
+    """Rows of every product with gate_up, in order of layers."""
+    caches = method.init_caches(decoder.spec(1, 16))
+    args = jnp.asarray(tokens), jnp.array([6]), caches
+    jaxpr = jax.make_jaxpr(lambda t, n, c: decoder.prefill(t, n, c, method))(*args)
+    width = 2 * SMALL.ffn
+    return [
+      equation.outvars[0].aval.shape[1]
+      for equation in jaxpr.jaxpr.eqns
+      if equation.primitive.name == "dot_general" and equation.outvars[0].aval.shape[-1] == width
+    ]
+
+  assert products(kvjax.Full()) == [6, 6]
+  assert products(Frozen()) == [6, 3]

@@ -5,9 +5,13 @@ import pathlib
 from typing import Any
 
 # Before JAX starts: the sharding laws need two devices, and a CPU has one unless told otherwise.
-_TWO_DEVICES = "--xla_force_host_platform_device_count=2"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_TWO_DEVICES}".strip()
+# Tests compile much and compute little: unoptimised code halves their time.
+for _flag, _value in (
+  ("--xla_force_host_platform_device_count", 2),
+  ("--xla_backend_optimization_level", 0),
+):
+  if _flag not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
 from jaxtyping import install_import_hook  # noqa: E402
 

@@ -80,7 +80,8 @@ class Run:
   def generate(self, steps, lengths=LENGTHS, **kwargs):
     """Prompt and `steps` teacher-forced tokens; logits [B, steps + 1, V]."""
     out = [self.prefill(lengths, **kwargs)]
-    out += [self.decode(lengths + i, tokens=kwargs.get("tokens", TOKENS)) for i in range(steps)]
+    tokens = kwargs.get("tokens", TOKENS)
+    out += [self.decode(lengths + i, tokens=tokens) for i in range(steps)]
     return np.stack(out, 1)
 
 

@@ -51,8 +51,9 @@ def _piece(
 ) -> tuple[Array, Array, Array]:
   """(row, piece of that row, pieces of that row) of this program; row = `rows`: nothing to do.
 
-  A row of t tiles out of all rows' n gets ⌊programs · t / n⌋ pieces, and at least one: rounded
-  down, since a few programs more than run at once would cost as much as a whole wave of them.
+  A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
+  one length are rounded down, since a few programs more than run at once would cost as much as a
+  whole wave of them; ragged rows are rounded up, so that no piece is longer than its share.
   """
   pid = pl.program_id(0)
   lanes = jnp.arange(pl.next_power_of_2(rows))
@@ -63,15 +64,18 @@ def _piece(
   tiles = jnp.maximum(pl.cdiv(stop - first, tile), 0)
   tiles = jnp.where(real, tiles, 0)
   total = jnp.maximum(tiles.sum(), 1)
-  pieces = jnp.minimum(programs * tiles // total, tiles)
-  pieces = jnp.where(real, jnp.maximum(pieces, 1), 0)
+  ragged = tiles.max() * rows > total + total // 8
+  pieces = (programs * tiles + jnp.where(ragged, total - 1, 0)) // total
+  pieces = jnp.where(real, jnp.clip(pieces, 1, jnp.maximum(tiles, 1)), 0)
   row = (jnp.cumsum(pieces) <= pid).astype(jnp.int32).sum()
   row = jnp.minimum(row, rows)
   before = jnp.where(lanes < row, pieces, 0).sum()
   return row, pid - before, jnp.where(lanes == row, pieces, 0).sum()
 
 
-def _attend_kernel(*refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool):
+def _attend_kernel(
+  *refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool
+) -> None:
   """q [R, G, H], (q_sinks [R, G, H],) k, v [R, S, H], start, stop [R] ->
   o [R, G, H], m, l [R, G], partial acc [P, G, H], m, l [P, G], (first program, pieces) [R, 2].
   """
@@ -131,8 +135,8 @@ def _attend_kernel(*refs: Any, groups: int, config: Config, scale: float, sinks:
     cut_ref[row, 1] = pieces
 
 
-def _join_kernel(*refs: Any):
-  """Partial acc [P, G, H], m, l [P, G], cut [R, 2], o, m, l as they are -> o [R, G, H], m, l [R, G].
+def _join_kernel(*refs: Any) -> None:
+  """acc [P, G, H], m, l [P, G], cut [R, 2], (o, m, l) -> o [R, G, H], m, l [R, G] in place.
 
   Rows of one piece are left alone.
   """
@@ -212,12 +216,9 @@ def decode_attention(
   config = config or pick(q, k, interpret=_backend.interpreted(interpret))
   # Every row has one piece more than its share at most.
   pieces = config.programs + rows
-  f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   joined = q_sinks is None or not sinks
-  queries = [q] if joined else [q, q_sinks]
+  queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v, start, stop)]
-  state = [f32((rows, groups, head_dim)), f32((rows, groups)), f32((rows, groups))]
-  partial = [f32((pieces, groups, head_dim)), f32((pieces, groups)), f32((pieces, groups))]
   attend = functools.partial(
     _attend_kernel,
     groups=groups,
@@ -226,22 +227,28 @@ def decode_attention(
     sinks=sinks,
     joined=joined,
   )
-  *state, acc, m, l, cut = _backend.call(
+  results = _backend.call(
     attend,
     *flat,
     grid=(pieces,),
-    out=[*state, *partial, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
+    out=[
+      *state_shapes(rows, groups, head_dim),
+      *state_shapes(pieces, groups, head_dim),
+      jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+    ],
     warps=config.warps,
     stages=config.stages,
     name="decode_attend",
     interpret=interpret,
   )
+  state, partial = results[:3], results[3:]
   if slots > config.tile:
     state = _backend.call(
       _join_kernel,
-      *(acc, m, l, cut, *state),
+      *partial,
+      *state,
       grid=(rows, groups),
-      out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state],
+      out=state_shapes(rows, groups, head_dim),
       warps=4,
       stages=1,
       name="decode_join",
@@ -250,6 +257,12 @@ def decode_attention(
     )
   o, m, l = (x.reshape(batch, heads, *x.shape[1:]) for x in state)
   return State(o, m, l)
+
+
+def state_shapes(rows: int, groups: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:
+  """(o or acc, m, l) of that many rows."""
+  sizes = (rows, groups, head_dim), (rows, groups), (rows, groups)
+  return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
 
 
 def lanes_of(groups: int) -> int:
@@ -291,7 +304,12 @@ def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: An
       raise ValueError(f"{name}: found shape {x.shape}, expected {list(shape)}")
   if q.dtype.name not in DTYPES:
     raise TypeError(f"q: found dtype {q.dtype.name}, expected one of {', '.join(DTYPES)}")
-  dtypes = {"k": (k, q.dtype), "v": (v, q.dtype), "start": (start, "int32"), "stop": (stop, "int32")}
+  dtypes = {
+    "k": (k, q.dtype),
+    "v": (v, q.dtype),
+    "start": (start, "int32"),
+    "stop": (stop, "int32"),
+  }
   if q_sinks is not None:
     dtypes["q_sinks"] = (q_sinks, q.dtype)
   for name, (x, dtype) in dtypes.items():
@@ -302,5 +320,6 @@ def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: An
   if head_dim > MAX_HEAD_DIM:
     raise NotImplementedError(f"q: found head size {head_dim}, expected at most {MAX_HEAD_DIM}")
   if groups > MAX_GROUPS:
-    raise NotImplementedError(f"q: found {groups} query heads per key/value head, "
-                              f"expected at most {MAX_GROUPS}")
+    raise NotImplementedError(
+      f"q: found {groups} query heads per key/value head, expected at most {MAX_GROUPS}"
+    )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.softmax_state import State
 from pallas_kernels.config import Config
-from pallas_kernels.decode import JOINED, check, columns_of, lanes_of, pick
+from pallas_kernels.decode import JOINED, check, columns_of, lanes_of, pick, state_shapes
 
 _EXTRA = "expected the extra jax-triton (pip install 'kvjax[jax-triton]') and a GPU build of jax"
 
@@ -48,7 +48,7 @@ def _walk(
   for i in range(low, high):
     slot = base + i * TILE + tl.arange(0, TILE)
     keep = slot < end
-    at = slot[:, None].to(tl.int64) * HEAD + column[None, :]
+    at = slot[:, None] * HEAD + column[None, :]
     mask = keep[:, None] & (column < HEAD)[None, :]
     k = tl.load(k_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
     v = tl.load(v_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -83,8 +83,9 @@ def attend_kernel(
   _, firsts, stops = _spans(starts, stops, SLOTS, SINKS, JOINED_RANGES)
   tiles = tl.where(real_row, tl.maximum(stops - firsts + TILE - 1, 0) // TILE, 0)
   total = tl.maximum(tl.sum(tiles, 0), 1)
-  cuts = tl.minimum(PROGRAMS * tiles // total, tiles)
-  cuts = tl.where(real_row, tl.maximum(cuts, 1), 0)
+  ragged = tl.max(tiles, 0) * ROWS > total + total // 8
+  cuts = (PROGRAMS * tiles + tl.where(ragged, total - 1, 0)) // total
+  cuts = tl.where(real_row, tl.maximum(tl.minimum(cuts, tiles), 1), 0)
   row = tl.sum((tl.cumsum(cuts, 0) <= pid).to(tl.int32), 0)
   piece = pid - tl.sum(tl.where(rows < row, cuts, 0), 0)
   pieces = tl.sum(tl.where(rows == row, cuts, 0), 0)
@@ -148,7 +149,7 @@ def join_kernel(
     acc = tl.zeros([COLUMNS], tl.float32)
     m = float("-inf")
     l = 0.0
-    for i in range(0, (pieces + JOINED - 1) // JOINED):
+    for i in range((pieces + JOINED - 1) // JOINED):
       part = i * JOINED + tl.arange(0, JOINED)
       keep = part < pieces
       at = (first + part) * GROUPS + group
@@ -190,21 +191,21 @@ def decode_attention(
   check(q, k, v, start, stop, sinks, q_sinks)
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
+  if slots * head_dim >= 1 << 31:
+    raise NotImplementedError(
+      f"k: found {slots} slots of {head_dim}, expected fewer than 2³¹ elements per KV head"
+    )
   config = config or pick(q, k, interpret=False)
   joined = q_sinks is None or not sinks
-  queries = (q, q if joined else q_sinks)
+  queries = (q, q if q_sinks is None else q_sinks)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v, start, stop)]
-
-  def shapes(n):
-    sizes = (n, groups, head_dim), (n, groups), (n, groups)
-    return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
 
   *state, acc, m, l, cut = jax_triton.triton_call(
     *flat,
     kernel=attend_kernel,
     out_shape=[
-      *shapes(rows),
-      *shapes(config.programs + rows),
+      *state_shapes(rows, groups, head_dim),
+      *state_shapes(config.programs + rows, groups, head_dim),
       jax.ShapeDtypeStruct((rows, 2), jnp.int32),
     ],
     grid=(config.programs + rows,),
@@ -216,7 +217,7 @@ def decode_attention(
     state = jax_triton.triton_call(
       *(acc, m, l, cut, *state),
       kernel=join_kernel,
-      out_shape=shapes(rows),
+      out_shape=state_shapes(rows, groups, head_dim),
       grid=(rows, groups),
       num_warps=4,
       num_stages=1,

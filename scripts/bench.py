@@ -48,7 +48,9 @@ def environment() -> dict[str, str]:
     "device": jax.devices()[0].device_kind,
     "python": platform.python_version(),
     **versions,
-    "command": shlex.join(["python", "-m", f"scripts.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+    "command": shlex.join(
+      ["python", "-m", f"scripts.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]
+    ),
   }
 
 
@@ -79,8 +81,11 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
     row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}
     if contender.name in times:
       low, median, high = _quartiles(times[contender.name])
-      row |= {"us": median * 1e6, "us_quartiles": [low * 1e6, high * 1e6],
-              "us_all": [round(t * 1e6, 2) for t in times[contender.name]]}
+      row |= {
+        "us": median * 1e6,
+        "us_quartiles": [low * 1e6, high * 1e6],
+        "us_all": [round(t * 1e6, 2) for t in times[contender.name]],
+      }
     results.append(row)
   read = statistics.median(times["read"]) if "read" in times else None
   return {
@@ -108,7 +113,9 @@ def show(report: dict[str, Any], subject: str) -> None:
   bandwidth = report["read_bandwidth"]
   print(f"  {report['bytes'] / 2**20:.1f} MiB to move", end="")
   if bandwidth:
-    print(f"; a streaming read ran at {bandwidth / 1e12:.2f} TB/s: floor {report['floor_us']:.1f} µs")
+    print(
+      f"; a streaming read ran at {bandwidth / 1e12:.2f} TB/s: floor {report['floor_us']:.1f} µs"
+    )
   mine = next((row.get("us") for row in report["results"] if row["name"] == subject), None)
   print(f"  {'':24} {'µs':>8} {'quartiles':>17} {'of floor':>9} {subject + ' /':>9} {'error':>9}")
   for row in report["results"]:
@@ -120,24 +127,39 @@ def show(report: dict[str, Any], subject: str) -> None:
     share = f"{report['floor_us'] / row['us']:.3f}" if report["floor_us"] else ""
     ratio = f"{mine / row['us']:.3f}" if mine else ""
     spread = f"{low:.1f}-{high:.1f}"
-    print(f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}",
-          flush=True)
+    print(
+      f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}",
+      flush=True,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m scripts.bench", description=__doc__,
+    prog="python -m scripts.bench",
+    description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="suites:\n" + "\n".join(f"  {name:10} {suite(name).__doc__}" for name in SUITES),
   )
   parser.add_argument("suite", choices=SUITES, help="what to time")
-  parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions, any device")
-  parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains it")
+  parser.add_argument(
+    "--quick", action="store_true", help="tiny shapes, few repetitions, any device"
+  )
+  parser.add_argument(
+    "--only", default="", metavar="TEXT", help="only cases whose name contains it"
+  )
   parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
-  parser.add_argument("--repetitions", type=int, metavar="N",
-                      help="interleaved repetitions of every contender (20; with --quick 3)")
-  parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER",
-                      help="write <device>/bench_<suite>.json there, scripts/results say")
+  parser.add_argument(
+    "--repetitions",
+    type=int,
+    metavar="N",
+    help="interleaved repetitions of every contender (20; with --quick 3)",
+  )
+  parser.add_argument(
+    "--out",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="write <device>/bench_<suite>.json there, scripts/results say",
+  )
   options = parser.parse_args(argv)
   repetitions = options.repetitions or (3 if options.quick else 20)
   facts = environment()

@@ -7,6 +7,7 @@ Touches private jax modules, which is why it lives with the tests.
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 import subprocess
@@ -17,6 +18,9 @@ from typing import Any
 import jax
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton import lowering as triton_lowering
+
+# What XLA does too; triton warns when nobody says.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # Shared memory that one program may use, in bytes: A100; H100 and H200.
 SHARED = {80: 163 << 10, 90: 227 << 10}

@@ -39,9 +39,8 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 def case(shape: Shape, quick: bool, peers: bool) -> Case:
   """One shape with everything that is timed on it."""
-  copies = 1 if quick else max(2, -(-ROTATION_BYTES // shape.kv_bytes()))
-  inputs = [shape.arrays(seed) for seed in range(copies)]
-  calls = 2 if quick else max(8, copies)
+  copies, calls = (1, 2) if quick else rotation(shape)
+  inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
   contenders = [
     jax_contender("kvjax", decode_attention, inputs, output=lambda s: s.o, calls=calls),
     _read(inputs, shape, calls),
@@ -64,6 +63,12 @@ def case(shape: Shape, quick: bool, peers: bool) -> Case:
   )
 
 
+def rotation(shape: Shape) -> tuple[int, int]:
+  """(distinct inputs, calls per program): past the L2 cache, and milliseconds of work."""
+  copies = min(max(2, -(-ROTATION_BYTES // shape.kv_bytes())), 16)
+  return copies, min(max(8, (4 << 30) // shape.kv_bytes()), 64)
+
+
 def _optional(name: str, make: Callable[[], Contender]) -> list[Contender]:
   """A peer where it is installed and takes the shape; the reason on the terminal otherwise."""
   try:
@@ -77,11 +82,12 @@ def _optional(name: str, make: Callable[[], Contender]) -> list[Contender]:
 def _read(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
   """Reads the same bytes and does next to nothing with them: what the memory can give."""
   slots = max(int(shape.lengths().sum()) // shape.batch, 1)
-  heads = [(jnp.float32(1 + i), k[:, :, :slots], v[:, :, :slots])
-           for i, (_, k, v, *_) in enumerate(inputs)]
+  heads = [
+    (jnp.float32(1 + i), k[:, :, :slots], v[:, :, :slots]) for i, (_, k, v, *_) in enumerate(inputs)
+  ]
 
   def read(factor, k, v):
-    return [(x.astype(jnp.float32) * factor).sum() for x in (k, v)]
+    return sum((x.astype(jnp.float32) * factor).sum() for x in (k, v))
 
   return jax_contender("read", read, heads, calls=calls)
 
@@ -126,7 +132,7 @@ def _torch(inputs: list[tuple], calls: int) -> list[Contender]:
       if as_heads:
         q = q.reshape(batch, kv_heads * groups, 1, head_dim)
       with sdpa_kernel(backend):
-        return sdpa(q, k, v, enable_gqa=as_heads and groups > 1).view(
+        return sdpa(q, k, v, enable_gqa=as_heads and groups > 1).reshape(
           batch, kv_heads, groups, head_dim
         )
 

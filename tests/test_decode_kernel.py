@@ -1,0 +1,270 @@
+"""Decode attention: a worked example, then a float64 oracle that shares no code with it.
+
+On a GPU the same tests run the compiled kernel.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import config
+from pallas_kernels.config import Config
+from pallas_kernels.decode import decode_attention
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+# Where the plain reference happens to be exact, rounding of a different order is still allowed.
+FLOOR = 2e-6
+
+
+def test_worked_example():
+  # Logits ln 1, ln 3 and ln 4 at scale 1. Slots 0 and 1: weights 1 : 3, values 4 and 8, so
+  # o = (4 + 3·8) / 4 = 7, m = ln 3, l = 1/3 + 1. Slot 2 lies outside.
+  q = jnp.asarray([[[[1.0, 0.0]]]])
+  k = jnp.asarray([[[[0.0, 5.0], [math.log(3), 5.0], [math.log(4), 5.0]]]])
+  v = jnp.asarray([[[[4.0, -1.0], [8.0, -1.0], [100.0, -1.0]]]])
+  start, stop = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 2, jnp.int32)
+  state = decode_attention(q, k, v, start, stop, scale=1.0)
+  np.testing.assert_allclose(state.o, [[[[7.0, -1.0]]]], rtol=1e-6)
+  np.testing.assert_allclose(state.m, [[[math.log(3)]]], rtol=1e-6)
+  np.testing.assert_allclose(state.l, [[[4 / 3]]], rtol=1e-6)
+  # Sink 0 and window [2, 3): weights 1 : 4, o = (4 + 4·100) / 5.
+  state = decode_attention(q, k, v, start + 2, stop + 1, sinks=1, scale=1.0)
+  np.testing.assert_allclose(state.o, [[[[80.8, -1.0]]]], rtol=1e-6)
+  # The sink seen by a query of its own, with logit ln 3 · 0 + 5 · 0.2 = 1.
+  own = jnp.asarray([[[[0.0, 0.2]]]])
+  state = decode_attention(q, k, v, start + 2, stop + 1, sinks=1, q_sinks=own, scale=1.0)
+  np.testing.assert_allclose(
+    state.o, [[[[(math.e * 4 + 4 * 100) / (math.e + 4), -1.0]]]], rtol=1e-6
+  )
+
+
+def visible(start, stop, sinks, slots):
+  """The slots of one row."""
+  return [s for s in range(slots) if s < stop and (s < sinks or s >= start)]
+
+
+def oracle(q, k, v, start, stop, sinks, q_sinks):
+  """(o, m, l) in float64, one query head at a time."""
+  q, k, v, q_sinks = (np.asarray(x, np.float64) for x in (q, k, v, q_sinks))
+  start, stop = np.asarray(start), np.asarray(stop)
+  o, m, l = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), np.zeros(q.shape[:3])
+  for b, h, g in np.ndindex(*q.shape[:3]):
+    slots = visible(start[b, h], stop[b, h], sinks, k.shape[2])
+    if slots:
+      logits = np.array([(q_sinks if s < sinks else q)[b, h, g] @ k[b, h, s] for s in slots])
+      logits /= math.sqrt(q.shape[3])
+      m[b, h, g] = logits.max()
+      p = np.exp(logits - m[b, h, g])
+      l[b, h, g] = p.sum()
+      o[b, h, g] = p @ v[b, h, slots] / l[b, h, g]
+  return o, m, l
+
+
+def plain(q, k, v, start, stop, sinks, q_sinks):
+  """(o, m, l) as a plain low-precision implementation has them: products of the operands' dtype
+  summed in float32, probabilities rounded to the dtype before they meet the values.
+  """
+  seen = np.zeros(k.shape[:3], bool)
+  start, stop = np.asarray(start), np.asarray(stop)
+  for b, h in np.ndindex(*start.shape):
+    seen[b, h, visible(start[b, h], stop[b, h], sinks, k.shape[2])] = True
+  return _plain(q, k, v, seen, sinks, q_sinks)
+
+
+@functools.partial(jax.jit, static_argnames="sinks")
+def _plain(q, k, v, seen, sinks, q_sinks):
+  k, v = (jnp.where(seen[..., None], x, 0) for x in (k, v))
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  of_sink = np.arange(k.shape[2]) < sinks
+  x = jnp.where(of_sink, product("bkgh,bksh->bkgs", q_sinks, k), product("bkgh,bksh->bkgs", q, k))
+  x = jnp.where(seen[:, :, None], x * q.shape[3] ** -0.5, -jnp.inf)
+  m = x.max(-1)
+  p = jnp.exp(x - jnp.where(m == -jnp.inf, 0, m)[..., None])
+  l = p.sum(-1)
+  o = product("bkgs,bksh->bkgh", p.astype(v.dtype), v) / jnp.where(l == 0, 1, l)[..., None]
+  return o, m, l
+
+
+def make(groups, heads, head_dim, slots, dtype, seed=0):
+  """Operands with one row of every kind; slots that no row of them may read hold NaN."""
+  rng = np.random.default_rng(seed)
+  ranges = [(0, slots), (0, 1), (0, 0), (7, 7), (slots - 2, 5), (slots // 3, slots - 1)]
+  start, stop = (
+    np.broadcast_to(np.array(x, np.int32)[:, None], (len(ranges), heads)).copy()
+    for x in zip(*ranges, strict=True)
+  )
+  # Heads of one row differ too.
+  stop[0] = np.maximum(stop[0] - 3 * np.arange(heads), 1)
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=(len(ranges), heads, *shape)), dtype)
+
+  q, q_sinks = normal(groups, head_dim), normal(groups, head_dim)
+  k, v = normal(slots, head_dim), normal(slots, head_dim)
+  return q, k, v, jnp.asarray(start), jnp.asarray(stop), q_sinks
+
+
+def poison(x, start, stop, sinks):
+  """x with NaN in every slot outside the ranges."""
+  x, start, stop = np.asarray(x).copy(), np.asarray(start), np.asarray(stop)
+  for b, h in np.ndindex(*start.shape):
+    outside = np.ones(x.shape[2], bool)
+    outside[visible(start[b, h], stop[b, h], sinks, x.shape[2])] = False
+    x[b, h, outside] = np.nan
+  return jnp.asarray(x)
+
+
+def pairwise(*levels):
+  """A small set of combinations that holds every pair of levels of any two factors, greedily."""
+  product = list(itertools.product(*(range(len(level)) for level in levels)))
+  factors = list(itertools.combinations(range(len(levels)), 2))
+
+  def pairs(row):
+    return {(a, b, row[a], row[b]) for a, b in factors}
+
+  left = set().union(*map(pairs, product))
+  while left:
+    row = max(product, key=lambda row: len(pairs(row) & left))
+    left -= pairs(row)
+    yield tuple(level[i] for level, i in zip(levels, row, strict=True))
+
+
+SWEEP = list(
+  pairwise(
+    (1, 3, 4, 8, 16),  # G
+    (1, 3, 8),  # K
+    (64, 96, 128, 256),  # H
+    (37, 130, 333),  # S
+    ("float32", "bfloat16", "float16"),
+    ("none", "shared", "own"),  # sinks: none, seen by q, seen by a query of their own
+  )
+)
+
+
+@pytest.mark.parametrize(
+  ("groups", "heads", "head_dim", "slots", "dtype", "sinks"),
+  SWEEP,
+  ids=["G{}-K{}-H{}-S{}-{}-{}".format(*row) for row in SWEEP],
+)
+def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks):
+  q, k, v, start, stop, own = make(groups, heads, head_dim, slots, dtype)
+  count = 0 if sinks == "none" else 5
+  q_sinks = own if sinks == "own" else None
+  k, v = (poison(x, start, stop, count) for x in (k, v))
+  run = jax.jit(functools.partial(decode_attention, sinks=count))
+  state = run(q, k, v, start, stop, q_sinks=q_sinks)
+  operands = q, k, v, start, stop, count, q if q_sinks is None else q_sinks
+  for name, got, exact, rough in zip(
+    "oml", (state.o, state.m, state.l), oracle(*operands), plain(*operands), strict=True
+  ):
+    got, rough = (np.asarray(x, np.float64) for x in (got, rough))
+    empty = np.isneginf(exact)
+    np.testing.assert_array_equal(np.isneginf(got), empty, err_msg=name)
+    error, allowed = (
+      np.abs(np.where(empty, 0, x) - np.where(empty, 0, exact)) for x in (got, rough)
+    )
+    size = np.abs(exact[~empty]).max(initial=1)
+    assert error.max() <= 2 * allowed.max() + FLOOR * size, name
+  again = run(q, k, v, start, stop, q_sinks=q_sinks)
+  for first, second in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 100])
+@pytest.mark.parametrize("tile", [16, 128])
+def test_any_cut_gives_the_same(programs, tile):
+  q, k, v, start, stop, own = make(3, 2, 64, 333, "float32")
+  k, v = (poison(x, start, stop, 5) for x in (k, v))
+  cut = Config(tile=tile, programs=programs, warps=4, stages=2)
+  state = decode_attention(q, k, v, start, stop, sinks=5, q_sinks=own, config=cut)
+  o, m, l = oracle(q, k, v, start, stop, 5, own)
+  np.testing.assert_allclose(state.o, o, atol=5e-6)
+  np.testing.assert_allclose(state.m, m, atol=5e-6)
+  np.testing.assert_allclose(state.l, l, rtol=5e-6)
+
+
+def test_ranges_are_clipped_to_the_cache():
+  q, k, v, start, stop, _ = make(4, 2, 64, 70, "float32")
+  inside = decode_attention(q, k, v, 0 * start, 0 * stop + 70)
+  beyond = decode_attention(q, k, v, 0 * start - 9, 0 * stop + 1000)
+  for first, second in zip(jax.tree.leaves(inside), jax.tree.leaves(beyond), strict=True):
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="jax-triton has no CPU lowering")
+@pytest.mark.parametrize(
+  ("groups", "heads", "head_dim", "dtype", "own_query"),
+  [(4, 8, 128, "bfloat16", False), (3, 3, 64, "bfloat16", True), (1, 2, 96, "float32", True)],
+)
+def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
+  pytest.importorskip("jax_triton")
+  from pallas_kernels import decode_jax_triton
+
+  q, k, v, start, stop, own = make(groups, heads, head_dim, 1000, dtype)
+  k, v = (poison(x, start, stop, 5) for x in (k, v))
+  cut = Config(tile=32, programs=40, warps=4, stages=3)
+  states = [
+    jax.jit(functools.partial(run, sinks=5, config=cut))(
+      q, k, v, start, stop, q_sinks=own if own_query else None
+    )
+    for run in (decode_attention, decode_jax_triton.decode_attention)
+  ]
+  for first, second in zip(*map(jax.tree.leaves, states), strict=True):
+    np.testing.assert_allclose(first, second, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  ("change", "error", "message"),
+  [
+    ({"q": jnp.zeros((2, 3, 64))}, ValueError, r"q: found shape \(2, 3, 64\)"),
+    ({"k": jnp.zeros((2, 2, 9, 64))}, ValueError, r"k: found shape .* expected \[2, 3, S"),
+    ({"v": jnp.zeros((2, 3, 8, 64))}, ValueError, r"v: found shape .* expected \[2, 3, 9, 64\]"),
+    ({"start": jnp.zeros((2,), jnp.int32)}, ValueError, r"start: found shape \(2,\)"),
+    ({"q_sinks": jnp.zeros((2, 3, 1, 64))}, ValueError, "q_sinks: found shape"),
+    ({"q": jnp.zeros((2, 3, 4, 64), jnp.int8)}, TypeError, "q: found dtype int8"),
+    ({"k": jnp.zeros((2, 3, 9, 64), jnp.bfloat16)}, TypeError, "k: found dtype bfloat16"),
+    ({"stop": jnp.zeros((2, 3))}, TypeError, "stop: found dtype float32, expected int32"),
+    ({"sinks": -1}, ValueError, "sinks: found -1"),
+    ({"head_dim": 512}, NotImplementedError, "head size 512, expected at most 256"),
+    ({"groups": 256}, NotImplementedError, "256 query heads per key/value head"),
+  ],
+)
+def test_bad_operands_raise(change, error, message):
+  from pallas_kernels.decode import check
+
+  groups, head_dim = change.pop("groups", 4), change.pop("head_dim", 64)
+  operands = {
+    "q": jnp.zeros((2, 3, groups, head_dim)),
+    "k": jnp.zeros((2, 3, 9, head_dim)),
+    "v": jnp.zeros((2, 3, 9, head_dim)),
+    "start": jnp.zeros((2, 3), jnp.int32),
+    "stop": jnp.zeros((2, 3), jnp.int32),
+    "sinks": 0,
+    "q_sinks": None,
+  }
+  with pytest.raises(error, match=message):
+    check(**operands | change)
+
+
+def test_configurations():
+  shape = {"rows": 64, "groups": 4, "slots": 32 << 10, "head_dim": 128, "itemsize": 2}
+  # A device without measurements: the heuristic, two programs on each of its multiprocessors.
+  assert config.choose("decode", kind="NVIDIA A100-SXM4-80GB", **shape).programs == 216
+  assert config.choose("decode", kind="Imaginary 1", **shape).tile >= 16
+  # Measured: the nearest bucket, until it is too far.
+  entries = config.tuned("decode", "nvidia-h200")
+  assert {entry for _, entry in entries} >= {config.choose("decode", kind="NVIDIA H200", **shape)}
+  far = config.choose("decode", kind="NVIDIA H200", **shape | {"head_dim": 48})
+  assert far == config.heuristic(
+    config.device("NVIDIA H200"), rows=64, slots=32 << 10, head_dim=48, itemsize=2
+  )
+  with pytest.raises(ValueError, match=r"Config\.tile: found 48, expected a power of two"):
+    Config(tile=48, programs=1, warps=4, stages=2)

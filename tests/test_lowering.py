@@ -1,0 +1,134 @@
+"""Every kernel compiles for the GPUs it is meant for, on a machine without one.
+
+Shared memory within what a program may have, and no register spills, for every configuration that
+the heuristics or the measurements pick. A new kernel adds one line to KERNELS.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import config, decode
+from pallas_kernels.config import Config
+from tests.decode_cases import Shape
+from tests.lowering import SHARED, compile_kernel, lower
+
+pytest.importorskip("triton")
+
+# JAX device kind -> compute capability.
+DEVICES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": 90, "NVIDIA H200": 90}
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+
+def decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Dense decode: every distinct configuration once for each head size, dtype and capability."""
+  seen = set()
+  for kind, capability in DEVICES.items():
+    for head_dim in (64, 96, 128, 256):
+      for dtype in ("bfloat16", "float32"):
+        for batch, slots in ((1, 4 << 10), (1, 128 << 10), (8, 32 << 10), (32, 8 << 10)):
+          shape = Shape(batch, 8, 4, slots, head_dim, dtype)
+          cut = config.choose(
+            "decode",
+            rows=batch * 8,
+            groups=4,
+            slots=slots,
+            head_dim=head_dim,
+            itemsize=jnp.dtype(dtype).itemsize,
+            kind=kind,
+          )
+          # How many programs there are changes no code.
+          key = capability, head_dim, dtype, cut.tile, cut.warps, cut.stages
+          if key not in seen:
+            seen.add(key)
+            name = f"H{head_dim}-{dtype}-tile{cut.tile}-warps{cut.warps}-stages{cut.stages}"
+            yield name, capability, *decode_call(shape, cut)
+  # float16, many groups, and sinks with a query of their own.
+  small = Config(tile=64, programs=264, warps=4, stages=3)
+  for capability in SHARED:
+    yield "float16-sinks", capability, *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
+    yield "G32", capability, *decode_call(Shape(1, 1, 32, 999), small)
+
+
+def decode_call(shape: Shape, cut: Config, sinks: int = 0) -> tuple[Callable, list[Any]]:
+  """The function and its abstract arguments."""
+  q, k, v, start, stop = jax.eval_shape(shape.arrays)
+
+  def run(q, k, v, start, stop):
+    own = q if sinks else None
+    return decode.decode_attention(
+      q, k, v, start, stop, sinks=sinks, q_sinks=own, config=cut, interpret=False
+    )
+
+  return run, [q, k, v, start, stop]
+
+
+# Kernel -> its calls, as (name, capability, function, abstract arguments).
+KERNELS: dict[str, Callable] = {
+  "decode": decode_calls,
+}
+
+CALLS = {
+  f"{kernel}-{name}-sm{capability}": (capability, function, arguments)
+  for kernel, calls in KERNELS.items()
+  for name, capability, function, arguments in calls()
+}
+
+
+@functools.cache
+def compiled(call: str) -> tuple:
+  capability, function, arguments = CALLS[call]
+  return tuple((k, compile_kernel(k, capability)) for k in lower(function, *arguments))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_compiles_within_limits(call):
+  capability = CALLS[call][0]
+  kernels = compiled(call)
+  assert kernels
+  for kernel, binary in kernels:
+    assert binary.shared <= SHARED[capability], kernel.name
+    assert binary.stack == 0, kernel.name
+
+
+def test_streams_through_shared_memory():
+  # Without asynchronous copies the loop waits for every tile: a third of the bandwidth is lost.
+  call = next(call for call in CALLS if "H128-bfloat16" in call and call.endswith("sm90"))
+  attend = next(b for k, b in compiled(call) if k.name == "decode_attend")
+  assert "cp.async" in attend.ptx
+  assert "mma.sync" in attend.ptx
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_triton_source_compiles(capability):
+  import triton
+  from triton.backends.compiler import GPUTarget
+  from triton.compiler import ASTSource
+
+  from pallas_kernels import decode_jax_triton as twin
+
+  cut = Config(tile=64, programs=264, warps=4, stages=3)
+  attend = twin.attend_constants(8, 4096, 4, 128, 4, False, None, cut, "bfloat16")
+  pointers = {f"{name}_ptr": "*bf16" for name in ("q", "q_sinks", "k", "v")}
+  pointers |= {f"{name}_ptr": "*i32" for name in ("start", "stop", "cut")}
+  for kernel, constants in (
+    (twin.attend_kernel, attend),
+    (twin.join_kernel, twin.join_constants(4, 128)),
+  ):
+    signature = {
+      name: "constexpr" if name in constants else pointers.get(name, "*fp32")
+      for name in kernel.arg_names
+    }
+    built = triton.compile(
+      ASTSource(kernel, signature, constants),
+      target=GPUTarget("cuda", capability, 32),
+      options={"num_warps": cut.warps, "num_stages": cut.stages},
+    )
+    assert built.metadata.shared <= SHARED[capability]

@@ -27,7 +27,7 @@ from scripts import common, console, needle
 BASELINES = ("streaming_llm", "random")
 SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
 CHUNK = 8  # tokens that appear at once in the chat
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 24
 CONTINUATION_TOKENS = 64
 
 
@@ -44,11 +44,11 @@ class Args:
   """Tokens that a method keeps or reads per step; a quarter of the length by default."""
   depth: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
   """Where the needle stands, from 0 (start of the text) to 1 (its end); drawn by default."""
-  seed: int = 0
+  seed: int = 3
   """Draws the text, the needle and its depth."""
-  question: str = "What is a cache, and why does it make a computer faster?"
+  question: str = "Give me three tips for writing clear code."
   """What the chat asks."""
-  chat_tokens: int = 120
+  chat_tokens: int = 96
   """Longest chat answer; 0 skips the chat."""
   checkpoint: common.Checkpoint = None
   """A converted checkpoint; SmolLM2-135M-Instruct by default."""
@@ -266,7 +266,8 @@ def contest(
   game = Contest(model, tokenizer, row, length)
   dense = [name for name, method in methods.items() if method.dense_prefill]
   tokens = int(game.prompt()[1][0])
-  with console.step(f"reading {tokens:,} tokens once for {', '.join(dense)}") as step:
+  served = ", ".join(dense) if len(dense) <= 3 else f"{len(dense)} methods"
+  with console.step(f"reading {tokens:,} tokens once for {served}") as step:
     together = kvjax.SharedPrefill(tuple(methods[name] for name in dense))
     logits, shared = game.read(together)
     step.note(f"{tokens / step.seconds:.0f} tokens/s")

@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import pathlib
 import random
 import re
@@ -77,11 +78,8 @@ def speeches() -> dict[str, str]:
   return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.txt"))}
 
 
-def words_from(start: str) -> list[str]:
-  """All words of the speeches from the one named `start` on, then from the oldest again.
-
-  Args:
-    start: name of a speech.
+def words_from(start: str, count: int) -> list[str]:
+  """`count` words of the speeches from the one named `start` on, in a circle.
 
   Raises:
     ValueError: there is no speech of that name.
@@ -90,8 +88,11 @@ def words_from(start: str) -> list[str]:
   names = list(texts)
   if start not in texts:
     raise ValueError(f"start: no speech is named {start!r}; names look like {names[0]!r}")
-  first = names.index(start)
-  return " ".join(texts[name] for name in names[first:] + names[:first]).split()
+  circle = itertools.islice(itertools.cycle(names), names.index(start), None)
+  words: list[str] = []
+  while len(words) < count:
+    words += texts[next(circle)].split()
+  return words[:count]
 
 
 def draw_key(rng: random.Random) -> str:
@@ -144,7 +145,8 @@ def build(
   key = draw_key(rng)
   value = str(rng.randrange(1_000_000, 10_000_000))
   depth = rng.choice(DEPTHS) if depth is None else depth
-  words = words_from(source)
+  # A word is at least one token, so `length` words never fit.
+  words = words_from(source, length + _CONTINUATION_WORDS)
   question, prefix = QUESTION.format(key=key), ANSWER_PREFIX.format(key=key)
 
   def context(n: int) -> str:
@@ -157,8 +159,7 @@ def build(
     raise ValueError(
       f"length: found {length} tokens, expected at least {tokens(0)} for question and answer"
     )
-  # A word is at least one token, so `length` words never fit.
-  n = bisect.bisect_right(range(min(length, len(words))), length, key=tokens) - 1
+  n = bisect.bisect_right(range(length), length, key=tokens) - 1
   while n > 0 and tokens(n) > length:
     n -= 1
   return Row(

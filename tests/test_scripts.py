@@ -104,7 +104,13 @@ def test_needle_refuses_bad_input():
   with pytest.raises(ValueError, match="length: found 20 tokens"):
     needle.build(count, length=20)
   with pytest.raises(ValueError, match="no speech is named 'Nobody'"):
-    needle.words_from("Nobody")
+    needle.words_from("Nobody", 1)
+
+
+def test_words_go_on_in_a_circle():
+  last, first = list(needle.speeches())[-1], next(iter(needle.speeches().values())).split()
+  own = len(needle.speeches()[last].split())
+  assert needle.words_from(last, own + 5)[own:] == first[:5]
 
 
 def test_right_answers_contain_every_reference():

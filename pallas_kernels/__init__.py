@@ -1,0 +1,1 @@
+"""Pallas GPU kernels, one file per operation; `kvjax.dispatch` imports them lazily."""

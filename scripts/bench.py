@@ -91,6 +91,7 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
   return {
     "case": case.name,
     "shapes": case.shapes,
+    "subject": case.subject,
     "bytes": case.bytes,
     "read_bandwidth": case.bytes / read if read else None,
     "floor_us": read * 1e6 if read else None,
@@ -107,30 +108,32 @@ def _quartiles(times: list[float]) -> tuple[float, float, float]:
   return low, median, high
 
 
-def show(report: dict[str, Any], subject: str) -> None:
-  """The table of one case."""
-  print(f"\n{report['case']}: {report['shapes']}")
-  bandwidth = report["read_bandwidth"]
-  print(f"  {report['bytes'] / 2**20:.1f} MiB to move", end="")
-  if bandwidth:
-    print(
-      f"; a streaming read ran at {bandwidth / 1e12:.2f} TB/s: floor {report['floor_us']:.1f} µs"
-    )
-  mine = next((row.get("us") for row in report["results"] if row["name"] == subject), None)
-  print(f"  {'':24} {'µs':>8} {'quartiles':>17} {'of floor':>9} {subject + ' /':>9} {'error':>9}")
-  for row in report["results"]:
+def table(report: dict[str, Any]) -> str:
+  """The table of one case, for the terminal and for the file beside the JSON."""
+  rows = report["results"]
+  subject = report["subject"]
+  lines = [f"{report['case']}: {report['shapes']}"]
+  read = ""
+  if report["read_bandwidth"]:
+    rate = report["read_bandwidth"] / 1e12
+    read = f"; a streaming read ran at {rate:.3g} TB/s: floor {report['floor_us']:.1f} µs"
+  lines.append(f"  {report['bytes'] / 2**20:.1f} MiB to move{read}")
+  mine = next((row.get("us") for row in rows if row["name"] == subject), None)
+  lines.append(
+    f"  {'':24} {'µs':>8} {'quartiles':>17} {'of floor':>9} {subject + ' /':>9} {'error':>9}"
+  )
+  for row in rows:
     error = "" if row["error"] is None else f"{row['error']:.1e}"
     if "us" not in row:
-      print(f"  {row['name']:24} wrong: error {error}, tolerance {report['tolerance']:.0e}")
+      lines.append(f"  {row['name']:24} wrong: error {error}, expected {report['tolerance']:.0e}")
       continue
-    low, high = row["us_quartiles"]
+    spread = "{:.1f}-{:.1f}".format(*row["us_quartiles"])
     share = f"{report['floor_us'] / row['us']:.3f}" if report["floor_us"] else ""
     ratio = f"{mine / row['us']:.3f}" if mine else ""
-    spread = f"{low:.1f}-{high:.1f}"
-    print(
-      f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}",
-      flush=True,
+    lines.append(
+      f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}".rstrip()
     )
+  return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     "--out",
     type=pathlib.Path,
     metavar="FOLDER",
-    help="write <device>/bench_<suite>.json there, scripts/results say",
+    help="write <device>/bench_<suite>.json and .txt there, scripts/results say",
   )
   options = parser.parse_args(argv)
   repetitions = options.repetitions or (3 if options.quick else 20)
@@ -169,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
   module = suite(options.suite)
   for case in module.cases(options.quick, not options.no_peers, options.only):
     reports.append(measure(case, repetitions))
-    show(reports[-1], case.subject)
+    print("\n" + table(reports[-1]), flush=True)
     if options.out:
       write(options.out, options.suite, facts, reports)
   if not reports:
@@ -178,10 +181,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[dict]) -> None:
-  """<folder>/<device>/bench_<name>.json, complete after every case."""
+  """<folder>/<device>/bench_<name>.json and .txt, complete after every case."""
   path = folder / "-".join(facts["device"].lower().split()) / f"bench_{name}.json"
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps({**facts, "cases": reports}, indent=1) + "\n")
+  head = "\n".join(f"{key:18} {value}" for key, value in facts.items())
+  path.with_suffix(".txt").write_text("\n\n".join([head, *map(table, reports)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -82,14 +82,17 @@ def plain(q, k, v, start, stop, sinks, q_sinks):
 @functools.partial(jax.jit, static_argnames="sinks")
 def _plain(q, k, v, seen, sinks, q_sinks):
   k, v = (jnp.where(seen[..., None], x, 0) for x in (k, v))
-  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision="highest")
   of_sink = np.arange(k.shape[2]) < sinks
   x = jnp.where(of_sink, product("bkgh,bksh->bkgs", q_sinks, k), product("bkgh,bksh->bkgs", q, k))
   x = jnp.where(seen[:, :, None], x * q.shape[3] ** -0.5, -jnp.inf)
   m = x.max(-1)
   p = jnp.exp(x - jnp.where(m == -jnp.inf, 0, m)[..., None])
   l = p.sum(-1)
-  o = product("bkgs,bksh->bkgh", p.astype(v.dtype), v) / jnp.where(l == 0, 1, l)[..., None]
+  # Not astype: XLA may leave a rounding out when its result is widened again.
+  kind = jnp.finfo(v.dtype)
+  p = jax.lax.reduce_precision(p, kind.nexp, kind.nmant)
+  o = product("bkgs,bksh->bkgh", p, v.astype(jnp.float32)) / jnp.where(l == 0, 1, l)[..., None]
   return o, m, l
 
 

@@ -57,13 +57,14 @@ _KNOWN = {
 _OTHER = (108, 99 << 10)
 
 
-def device(kind: str) -> Device:
-  """The device of a JAX device kind, "NVIDIA H200" say; unknown ones are taken to be modest."""
+def device(kind: str, cores: int | None = None) -> Device:
+  """The device of a JAX device kind, "NVIDIA H200" say; unknown ones are taken to be modest.
+
+  `cores`: its multiprocessors, where the runtime says so (a slice of a GPU has fewer).
+  """
   name = "-".join(kind.lower().split())
-  for part, (cores, shared) in _KNOWN.items():
-    if part in name:
-      return Device(name, cores, shared)
-  return Device(name, *_OTHER)
+  usual, shared = next((known for part, known in _KNOWN.items() if part in name), _OTHER)
+  return Device(name, cores or usual, shared)
 
 
 @functools.cache
@@ -114,7 +115,11 @@ def choose(
   """
   if interpret:
     return Config(tile=64, programs=2 * rows + 3, warps=4, stages=1)
-  here = device(jax.devices()[0].device_kind if kind is None else kind)
+  if kind is None:
+    first = jax.devices()[0]
+    here = device(first.device_kind, getattr(first, "core_count", None))
+  else:
+    here = device(kind)
   wanted = bucket(rows=rows, groups=groups, slots=slots, head_dim=head_dim, itemsize=itemsize)
   near = [
     (abs(have["rows"] - wanted["rows"]) + abs(have["slots"] - wanted["slots"]), i, config)

@@ -9,10 +9,19 @@ from kvjax.rope import Linear, Llama3, Rope, Yarn
 
 _SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, Yarn)}
 
+# Precision by name: the dtype of weights and activations, and how float32 products are computed.
+# "float32" is float32 throughout (TF32 off); "float32-tf32" lets a GPU round the factors of every
+# product to TF32 (10 bits of mantissa) and sum in float32. On a CPU the two are the same.
+PRECISIONS: dict[str, tuple[str, str | None]] = {
+  "bf16": ("bfloat16", None),
+  "float32": ("float32", "highest"),
+  "float32-tf32": ("float32", "tensorfloat32"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Shape of a Llama-architecture decoder.
+  """Shape of a decoder of the Llama, Mistral or Qwen families; `models.presets` names some.
 
   Attributes:
     vocab: vocabulary size V.
@@ -26,6 +35,8 @@ class ModelConfig:
     norm_eps: epsilon inside the RMS norms.
     tie_embeddings: the output head is the transposed embedding.
     max_context: tokens that the model was trained for.
+    qkv_bias: query, key and value projections add a bias (Qwen2, Qwen2.5).
+    qk_norm: an RMS norm over each query and key head, before the rotation (Qwen3).
   """
 
   vocab: int
@@ -39,6 +50,8 @@ class ModelConfig:
   norm_eps: float = 1e-5
   tie_embeddings: bool = False
   max_context: int = 8192
+  qkv_bias: bool = False
+  qk_norm: bool = False
 
   def __post_init__(self):
     for name in (
@@ -54,6 +67,9 @@ class ModelConfig:
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"ModelConfig.{name}: found {value!r}, expected an integer of at least 1")
+    for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
+      if not isinstance(getattr(self, name), bool):
+        raise TypeError(f"ModelConfig.{name}: found {getattr(self, name)!r}, expected a bool")
     if self.heads % self.kv_heads:
       raise ValueError(
         f"ModelConfig.heads: found {self.heads}, expected a multiple of kv_heads = {self.kv_heads}"
@@ -80,15 +96,16 @@ class ModelConfig:
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> ModelConfig:
-    """Rebuilds a config.
+    """Rebuilds a config; flags of families that are newer than the checkpoint may be missing.
 
     Raises:
       ValueError: fields are missing or unknown, or a value is out of range.
     """
     names = {field.name for field in dataclasses.fields(cls)}
-    if set(values) != names:
+    missing = names - set(values) - {"qkv_bias", "qk_norm"}
+    if missing or set(values) - names:
       raise ValueError(
-        f"model config: missing {sorted(names - set(values))}, "
+        f"model config: missing {sorted(missing)}, "
         f"unknown {sorted(set(values) - names)}, expected the fields {sorted(names)}"
       )
     return cls(**{**values, "rope": _rope_from_json(values["rope"])})

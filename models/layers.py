@@ -39,17 +39,31 @@ class Projections(nnx.Module):
   """Attention's products.
 
   `wqkv` [D, K, G + 2, H] holds per KV head its G queries, key and value; `wo` is [K, G, H, D].
+  Some families add a bias `bqkv` [K, G + 2, H], or norm each query and key head.
   """
 
   def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
     D, K, G, H = config.dim, config.kv_heads, config.groups, config.head_dim
     self.wqkv = _init(rngs, (D, K, G + 2, H), D, dtype)
     self.wo = _init(rngs, (K, G, H, D), K * G * H, dtype)
+    if config.qkv_bias:
+      self.bqkv = nnx.Param(jnp.zeros((K, G + 2, H), dtype))
+    if config.qk_norm:
+      self.q_norm = RMSNorm(H, config.norm_eps)
+      self.k_norm = RMSNorm(H, config.norm_eps)
 
-  def qkv(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch K G2 H"]:
-    """Queries, key and value of each KV head, along the last axis but one."""
+  def qkv(
+    self, x: Float[Array, "*batch D"]
+  ) -> tuple[Float[Array, "*batch K G H"], Float[Array, "*batch K H"], Float[Array, "*batch K H"]]:
+    """Queries, key and value of each KV head, not yet rotated."""
     w = self.wqkv[...]
-    return (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
+    y = (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
+    if hasattr(self, "bqkv"):
+      y = y + self.bqkv[...]
+    q, k, v = y[..., :-2, :], y[..., -2, :], y[..., -1, :]
+    if hasattr(self, "q_norm"):
+      q, k = self.q_norm(q), self.k_norm(k)
+    return q, k, v
 
   def out(self, o: Float[Array, "*batch K G H"]) -> Float[Array, "*batch D"]:
     w = self.wo[...]

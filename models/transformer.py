@@ -1,4 +1,4 @@
-"""The decoder: a Llama-architecture transformer that runs any KV-cache method.
+"""The decoder: one transformer for the Llama and Qwen families that runs any KV-cache method.
 
 It knows no method by name and no rotary embedding: per layer it hands un-rotated queries, keys and
 values to the method's drivers and takes back attention outputs. Layers are unrolled, and each owns
@@ -7,6 +7,7 @@ its weight and cache arrays: stacking them for a scan would copy every slice bef
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.method import Method
 from kvjax.types import At, CacheSpec, Carry, Env, Prompt
-from models.config import ModelConfig
+from models.config import PRECISIONS, ModelConfig
 from models.layers import GatedMLP, Projections, RMSNorm
 
 Caches = tuple[Any, ...]  # of kvjax.Cache, or what the method keeps per layer
@@ -44,8 +45,9 @@ class Layer(nnx.Module):
     rows = jnp.arange(x.shape[0])[:, None]
     # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
     y = x if prompt.index is None else x.at[rows, prompt.index].get(mode="clip")
-    qkv = jnp.moveaxis(self.attention.qkv(self.attention_norm(y)), 1, 3)  # [B, K, G + 2, A, H]
-    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    q, k, v = self.attention.qkv(self.attention_norm(y))
+    q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
+    k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A, H]
     o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
     y = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     if prompt.index is not None:
@@ -56,8 +58,7 @@ class Layer(nnx.Module):
     self, at: At, x: Float[Array, "B D"], cache: Any, live: Bool[Array, " B"], carry: Carry
   ) -> tuple[Float[Array, "B D"], Any, Carry, dict[str, Any]]:
     """The layer over one new token per row."""
-    qkv = self.attention.qkv(self.attention_norm(x))  # [B, K, G + 2, H]
-    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    q, k, v = self.attention.qkv(self.attention_norm(x))
     o, cache, carry, aux = at.top.decode_step(at, cache, q, k, v, live, carry)
     return self._finish(at, x, o), cache, carry, aux
 
@@ -69,20 +70,29 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """A Llama decoder with random weights; `models.convert.load` fills them from a checkpoint.
+  """A decoder with random weights; `models.convert.load` fills them from a checkpoint.
 
   Args:
     config: sizes and flags.
-    dtype: dtype of weights and activations (norms, attention and logits are float32).
+    dtype: dtype of weights and activations (norms, attention and logits are float32); None: what
+      `precision` says, or bfloat16.
     impl: implementation of the methods' operations, see `kvjax.Env`.
+    precision: a name of `models.config.PRECISIONS`: sets the dtype, and how float32 products are
+      computed. None leaves products to `jax_default_matmul_precision`.
     rngs: random keys of the initial weights.
   """
 
   def __init__(
-    self, config: ModelConfig, *, dtype: Any = jnp.bfloat16, impl: str = "auto", rngs: nnx.Rngs
+    self,
+    config: ModelConfig,
+    *,
+    dtype: Any = None,
+    impl: str = "auto",
+    precision: str | None = None,
+    rngs: nnx.Rngs,
   ):
     self.config = config
-    self.dtype = jnp.dtype(dtype)
+    self.dtype, self.products = _precision(precision, dtype)
     self.env = Env(layers=config.layers, rope=config.rope, impl=impl)
     shape = (config.vocab, config.dim)
     self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, self.dtype))
@@ -144,17 +154,18 @@ class Transformer(nnx.Module):
     B, T = tokens.shape
     total = lengths if total is None else total
     carry = Carry()
-    x = self.embedding[...][tokens]
     new, reports = [], []
-    for i, layer in enumerate(self.layers):
-      at = At(i, self.env, method)
-      prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
-      x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
-      new.append(cache)
-      reports.append(aux)
-    if not all_logits:
-      x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
-    result = self.logits(x), tuple(new)
+    with self._products():
+      x = self.embedding[...][tokens]
+      for i, layer in enumerate(self.layers):
+        at = At(i, self.env, method)
+        prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
+        x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
+        new.append(cache)
+        reports.append(aux)
+      if not all_logits:
+        x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
+      result = self.logits(x), tuple(new)
     return (*result, reports) if with_aux else result
 
   def decode(
@@ -182,14 +193,15 @@ class Transformer(nnx.Module):
     """
     live = jnp.ones(tokens.shape, bool) if live is None else live
     carry = Carry()
-    x = self.embedding[...][tokens]
     new, reports = [], []
-    for i, layer in enumerate(self.layers):
-      at = At(i, self.env, method)
-      x, cache, carry, aux = layer.decode(at, x, caches[i], live, carry)
-      new.append(cache)
-      reports.append(aux)
-    result = self.logits(x), tuple(new)
+    with self._products():
+      x = self.embedding[...][tokens]
+      for i, layer in enumerate(self.layers):
+        at = At(i, self.env, method)
+        x, cache, carry, aux = layer.decode(at, x, caches[i], live, carry)
+        new.append(cache)
+        reports.append(aux)
+      result = self.logits(x), tuple(new)
     return (*result, reports) if with_aux else result
 
   def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
@@ -197,3 +209,24 @@ class Transformer(nnx.Module):
     head = self.embedding[...] if self.config.tie_embeddings else self.head[...]
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(self.norm(x), head, dims, preferred_element_type=jnp.float32)
+
+  def _products(self) -> contextlib.AbstractContextManager[Any]:
+    """Under which products are traced: the model's and the method's."""
+    if self.products is None:
+      return contextlib.nullcontext()
+    return jax.default_matmul_precision(self.products)
+
+
+def _precision(precision: str | None, dtype: Any) -> tuple[Any, str | None]:
+  """The dtype and the product precision that the two arguments ask for together."""
+  if precision is None:
+    return jnp.dtype(jnp.bfloat16 if dtype is None else dtype), None
+  if precision not in PRECISIONS:
+    raise ValueError(f"precision: found {precision!r}, expected one of {sorted(PRECISIONS)}")
+  name, products = PRECISIONS[precision]
+  if dtype is not None and jnp.dtype(dtype) != jnp.dtype(name):
+    raise ValueError(
+      f"dtype: found {jnp.dtype(dtype).name}, expected {name}, or no dtype, with "
+      f"precision {precision!r}"
+    )
+  return jnp.dtype(name), products

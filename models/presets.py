@@ -1,0 +1,120 @@
+"""Full-size shapes by name, as their publishers' config.json states them.
+
+For throughput and memory studies with random weights, and to check that the decoder builds them:
+the weights themselves come from `models.convert`.
+"""
+
+from kvjax.rope import Llama3, Rope
+from models.config import ModelConfig
+
+_LLAMA3_1 = Rope(500000.0, Llama3(factor=8.0))
+_LLAMA3_2 = Rope(500000.0, Llama3(factor=32.0))
+_QWEN = Rope(1000000.0)
+
+
+def _llama3(
+  dim: int,
+  layers: int,
+  heads: int,
+  ffn: int,
+  *,
+  head_dim: int = 128,
+  rope: Rope = _LLAMA3_1,
+  tied: bool = False,
+) -> ModelConfig:
+  return ModelConfig(
+    vocab=128256,
+    dim=dim,
+    layers=layers,
+    heads=heads,
+    kv_heads=8,
+    head_dim=head_dim,
+    ffn=ffn,
+    rope=rope,
+    tie_embeddings=tied,
+    max_context=131072,
+  )
+
+
+def _qwen3(dim: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> ModelConfig:
+  return ModelConfig(
+    vocab=151936,
+    dim=dim,
+    layers=layers,
+    heads=heads,
+    kv_heads=8,
+    head_dim=128,
+    ffn=ffn,
+    rope=_QWEN,
+    norm_eps=1e-6,
+    tie_embeddings=tied,
+    max_context=40960,
+    qk_norm=True,
+  )
+
+
+def _qwen2_7b(rope: Rope, max_context: int) -> ModelConfig:
+  return ModelConfig(
+    vocab=152064,
+    dim=3584,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18944,
+    rope=rope,
+    norm_eps=1e-6,
+    max_context=max_context,
+    qkv_bias=True,
+  )
+
+
+PRESETS: dict[str, ModelConfig] = {
+  "Llama-2-7B": ModelConfig(
+    vocab=32000,
+    dim=4096,
+    layers=32,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    ffn=11008,
+    max_context=4096,
+  ),
+  "Llama-3.1-8B": _llama3(4096, 32, 32, 14336),
+  "Llama-3.1-70B": _llama3(8192, 80, 64, 28672),
+  "Llama-3.2-1B": _llama3(2048, 16, 32, 8192, head_dim=64, rope=_LLAMA3_2, tied=True),
+  "Llama-3.2-3B": _llama3(3072, 28, 24, 8192, rope=_LLAMA3_2, tied=True),
+  # v0.3: v0.1 has a sliding window, which this decoder does not do.
+  "Mistral-7B": ModelConfig(
+    vocab=32768,
+    dim=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    rope=Rope(1000000.0),
+    max_context=32768,
+  ),
+  "Qwen2.5-7B": _qwen2_7b(_QWEN, 32768),
+  "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+  "Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+  "Qwen3-4B": _qwen3(2560, 36, 32, 9728, tied=True),
+  "Qwen3-8B": _qwen3(4096, 36, 32, 12288),
+  "Qwen3-14B": _qwen3(5120, 40, 40, 17408),
+  "Qwen3-32B": _qwen3(5120, 64, 64, 25600),
+  "DeepSeek-R1-Distill-Llama-8B": _llama3(4096, 32, 32, 14336),
+  "DeepSeek-R1-Distill-Qwen-7B": _qwen2_7b(Rope(), 131072),
+  # The shape alone: GLM-4 itself rotates half of each head, in interleaved pairs.
+  "GLM-4-9B-like": ModelConfig(
+    vocab=151552,
+    dim=4096,
+    layers=40,
+    heads=32,
+    kv_heads=2,
+    head_dim=128,
+    ffn=13696,
+    max_context=131072,
+    qkv_bias=True,
+  ),
+}

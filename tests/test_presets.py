@@ -1,0 +1,80 @@
+"""Full-size shapes: built without their weights, counted, and stepped once."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import kvjax
+from models.presets import PRESETS
+from models.transformer import Transformer
+
+# Parameters as the publishers' checkpoints hold them, a tied embedding counted once.
+PUBLISHED = {
+  "Llama-2-7B": 6_738_415_616,
+  "Llama-3.1-8B": 8_030_261_248,
+  "Llama-3.1-70B": 70_553_706_496,
+  "Llama-3.2-1B": 1_235_814_400,
+  "Llama-3.2-3B": 3_212_749_824,
+  "Mistral-7B": 7_248_023_552,
+  "Qwen2.5-7B": 7_615_616_512,
+  "Qwen3-0.6B": 596_049_920,
+  "Qwen3-1.7B": 1_720_574_976,
+  "Qwen3-4B": 4_022_468_096,
+  "Qwen3-8B": 8_190_735_360,
+  "Qwen3-14B": 14_768_307_200,
+  "Qwen3-32B": 32_762_123_264,
+  "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+  "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+  "GLM-4-9B-like": 9_399_951_360,
+}
+
+
+def abstract(config):
+  return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
+def test_every_preset_has_a_published_count():
+  assert set(PUBLISHED) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_builds_with_the_published_parameters(name):
+  """Layers are alike: one is built, and counted as often as there are layers."""
+  config = PRESETS[name]
+  model = abstract(dataclasses.replace(config, layers=1))
+  count = lambda part: sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(part)))  # noqa: E731
+  total = count(model) + (config.layers - 1) * count(model.layers[0])
+  assert total == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_decode_step(name):
+  """Shapes of one step with the caches of a full context, over the first two layers."""
+  config = dataclasses.replace(PRESETS[name], layers=2)
+  graph, state = nnx.split(abstract(config))
+  method, capacity = kvjax.Full(), config.max_context
+  spec = Transformer.spec(nnx.merge(graph, state), 2, capacity)
+
+  def step(state, tokens, caches):
+    return nnx.merge(graph, state).decode(tokens, caches, method)
+
+  caches = jax.eval_shape(lambda: method.init_caches(spec))
+  tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
+  logits, after = jax.eval_shape(step, state, tokens, caches)
+  assert (logits.shape, logits.dtype) == ((2, config.vocab), jnp.float32)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), caches
+  )
+  assert after[0].slots["k"].shape[:2] == (2, config.kv_heads)
+  assert after[0].slots["k"].shape[-1] == config.head_dim
+
+
+def test_the_whole_depth_builds():
+  """Llama-3.1-70B, all of its layers."""
+  config = PRESETS["Llama-3.1-70B"]
+  leaves = jax.tree.leaves(nnx.state(abstract(config)))
+  assert sum(math.prod(x.shape) for x in leaves) == PUBLISHED["Llama-3.1-70B"]

@@ -10,13 +10,15 @@ import importlib
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.ops import attention
 from kvjax.types import At, Attended, Cache, Plan
 
 # operation -> implementation -> (module, function) of a kernel
-KERNELS = {
+KERNELS: dict[str, dict[str, tuple[str, str]]] = {
+  "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
   "attend_span": {
     "pallas": ("pallas_kernels.decode", "decode_attention"),
     "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_attention"),
@@ -44,6 +46,29 @@ def choose(operation: str, impl: str) -> str:
   return "pallas" if on_gpu and "pallas" in KERNELS.get(operation, {}) else "reference"
 
 
+def enter_token(
+  at: At, cache: Cache, q: Array, k: Array, v: Array, live: Array
+) -> tuple[Array, Cache]:
+  """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
+
+  The kernel does both at once for methods that leave `insert` as it is and keep no statistics per
+  slot; for the others `insert` is what they say it is.
+  """
+  plain = not at.top.overrides("insert") and set(cache.slots) == {"k", "v", "pos"}
+  if not plain or choose("enter_token", at.env.impl) != "pallas":
+    rope = at.env.rope
+    q = rope.rotate(q, cache.seen[:, None, None])
+    k = rope.rotate(k, cache.seen[:, None])
+    return q, at.top.insert(at, cache, k, v, live)
+  victim = at.top.victim(at, cache) if at.top.overrides("victim") else None
+  names = ("k", "v", "pos")
+  held = [*(cache.slots[name] for name in names), cache.seen, cache.used]
+  run = kernel("enter_token", "pallas")
+  q, *held, seen, used = run(q, k, v, live.astype(jnp.int32), victim, *held, rope=at.env.rope)
+  slots = dict(zip(names, held, strict=True))
+  return q, cache.put(slots=slots, rows={"seen": seen, "used": used})
+
+
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
   operation = "attend_span" if plan.table is None else "attend_table"
@@ -65,4 +90,5 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   span = plan.span
   k, v = cache.slots["k"], cache.slots["v"]
   state = run(q, k, v, span.start, span.stop, sinks=span.sinks, q_sinks=q_sinks)
-  return Attended(state, None, None, span.length())
+  visited = jnp.broadcast_to(span.length(), q.shape[:2])
+  return Attended(state, None, None, visited)

@@ -124,8 +124,7 @@ class Method:
 
   def span(self, at: At, cache: Cache, window: Window | None) -> Span:
     """The slots that the newest token's window covers."""
-    heads = cache.pos.shape[:2]
-    stop = jnp.broadcast_to(cache.used[:, None], heads)
+    stop = cache.used[:, None]
     if window is None:
       return Span(jnp.zeros_like(stop), stop)
     if not at.top.positional:
@@ -133,7 +132,7 @@ class Method:
         f"{type(at.top).__name__}: a window over slots that are not in order of position needs "
         "its own span()"
       )
-    return Span(jnp.broadcast_to(window.first, heads), stop, window.sinks)
+    return Span(window.first, stop, window.sinks)
 
   # ---- moves: decode
 
@@ -319,10 +318,8 @@ class Method:
     Returns:
       Attention output in q's dtype, the cache, the carry, diagnostics.
     """
-    old, rope = cache, at.env.rope
-    q = rope.rotate(q, cache.seen[:, None, None])
-    k = rope.rotate(k, cache.seen[:, None])
-    cache = self.insert(at, cache, k, v, live)
+    old = cache
+    q, cache = dispatch.enter_token(at, cache, q, k, v, live)
     plan, carry = self.plan(at, cache, q, carry)
     attended = self.attend(at, cache, plan, q)
     cache, aux = self.observe(at, cache, q, plan, attended)
@@ -383,11 +380,14 @@ class Method:
 
 
 def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:
-  """Statistics of idle rows as they were; insert already left their k, v and pos alone."""
-  kept = {name: new.slots[name] for name in ("k", "v", "pos")}
-  stats = [{n: x for n, x in c.slots.items() if n not in kept} for c in (new, old)]
+  """Statistics of idle rows as they were; `insert` already left the rest of them alone."""
+
+  def pick(new: dict, old: dict, inserted: tuple[str, ...] = ()) -> dict:
+    stats = [{n: x for n, x in shelf.items() if n not in inserted} for shelf in (new, old)]
+    return {**new, **slots.choose_rows(live, *stats)}
+
   return Cache(
-    slots={**kept, **slots.choose_rows(live, *stats)},
-    heads=slots.choose_rows(live, new.heads, old.heads),
-    rows=slots.choose_rows(live, new.rows, old.rows),
+    slots=pick(new.slots, old.slots, ("k", "v", "pos")),
+    heads=pick(new.heads, old.heads),
+    rows=pick(new.rows, old.rows, ("seen", "used")),
   )

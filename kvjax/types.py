@@ -220,7 +220,7 @@ class Span:
   """The slots of a plan without a table: [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
 
   Attributes:
-    start, stop: int32 [B, K].
+    start, stop: int32 [B, K], or [B, 1] where all heads are alike.
     sinks: leading slots that are always included (static).
   """
 
@@ -232,7 +232,14 @@ class Span:
     start, stop = self.start[..., None], self.stop[..., None]
     return (slot < stop) & ((slot < self.sinks) | (slot >= start))
 
-  def length(self) -> Int[Array, "B K"]:
+  def length(
+    self,
+  ) -> Int[
+    Array,
+    (
+      B  # K
+    ),
+  ]:
     """Number of slots in the span."""
     sinks = jnp.minimum(self.sinks, self.stop)
     return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)

@@ -74,3 +74,8 @@ def store(ref: Any, *index: Any, value: Array, mask: Any) -> None:
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
   """a @ b (or a @ bᵀ) with float32 accumulation; float32 operands are not rounded to TF32."""
   return plgpu.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST)
+
+
+def barrier() -> None:
+  """All warps of a program wait here for each other. Not for the interpreter, which has one."""
+  plgpu.debug_barrier()

@@ -58,8 +58,9 @@ def _piece(
   pid = pl.program_id(0)
   lanes = jnp.arange(pl.next_power_of_2(rows))
   real = lanes < rows
-  start = _backend.load(start_ref, lanes, mask=real, other=0)
-  stop = _backend.load(stop_ref, lanes, mask=real, other=0)
+  shared = rows // start_ref.shape[0]
+  start = _backend.load(start_ref, lanes // shared, mask=real, other=0)
+  stop = _backend.load(stop_ref, lanes // shared, mask=real, other=0)
   _, first, stop = spans(start, stop)
   tiles = jnp.maximum(pl.cdiv(stop - first, tile), 0)
   tiles = jnp.where(real, tiles, 0)
@@ -89,7 +90,8 @@ def _attend_kernel(
   )
   active = row < rows
   row = jnp.minimum(row, rows - 1)
-  head, first, stop = spans(start_ref[row], stop_ref[row])
+  shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
+  head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
 
   lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
   inside = columns < head_dim
@@ -177,8 +179,8 @@ def decode_attention(
   q: Float[Array, "B K G H"],
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
-  start: Int[Array, "B K"],
-  stop: Int[Array, "B K"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
   *,
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
@@ -194,8 +196,9 @@ def decode_attention(
     q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
     k: keys in the dtype of q.
     v: values in the dtype of q.
-    start: first slot of the window, int32.
-    stop: one past the last slot, int32; 0 gives the empty state. Ranges are clipped to S.
+    start: first slot of the window, int32, for each KV head or [B, 1] for all alike.
+    stop: one past the last slot, int32, shaped as start; 0 gives the empty state. Ranges are
+      clipped to S.
     sinks: number of leading slots that are attended whatever `start` is.
     q_sinks: queries for slots below `sinks`, where those are rotated otherwise; q if None.
     scale: factor of the logits; H^−½ if None.
@@ -218,7 +221,8 @@ def decode_attention(
   pieces = config.programs + rows
   joined = q_sinks is None or not sinks
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v, start, stop)]
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v)]
+  flat += [x.reshape(-1) for x in (start, stop)]
   attend = functools.partial(
     _attend_kernel,
     groups=groups,
@@ -296,7 +300,11 @@ def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: An
   batch, heads, groups, head_dim = q.shape
   if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, heads, head_dim):
     raise ValueError(f"k: found shape {k.shape}, expected [{batch}, {heads}, S ≥ 1, {head_dim}]")
-  expected = {"v": (v, k.shape), "start": (start, (batch, heads)), "stop": (stop, (batch, heads))}
+  if start.shape not in ((batch, heads), (batch, 1)):
+    raise ValueError(
+      f"start: found shape {start.shape}, expected [{batch}, {heads}] or [{batch}, 1]"
+    )
+  expected = {"v": (v, k.shape), "stop": (stop, start.shape)}
   if q_sinks is not None:
     expected["q_sinks"] = (q_sinks, q.shape)
   for name, (x, shape) in expected.items():

@@ -174,8 +174,8 @@ def decode_attention(
   q: Float[Array, "B K G H"],
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
-  start: Int[Array, "B K"],
-  stop: Int[Array, "B K"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
   *,
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
@@ -198,6 +198,7 @@ def decode_attention(
   config = config or pick(q, k, interpret=False)
   joined = q_sinks is None or not sinks
   queries = (q, q if q_sinks is None else q_sinks)
+  start, stop = (jnp.broadcast_to(x, q.shape[:2]) for x in (start, stop))
   flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v, start, stop)]
 
   *state, acc, m, l, cut = jax_triton.triton_call(

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax import Rope
 from pallas_kernels import config, decode
 from pallas_kernels.config import Config
+from pallas_kernels.enter_token import enter_token
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -70,9 +72,37 @@ def decode_call(shape: Shape, cut: Config, sinks: int = 0) -> tuple[Callable, li
   return run, [q, k, v, start, stop]
 
 
+def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Entering a token: few and many heads, an odd head size, with and without victims."""
+  for capability in SHARED:
+    for name, heads, groups, head_dim, dtype, evicts in (
+      ("GQA", 8, 4, 128, jnp.bfloat16, False),
+      ("MHA-evicts", 32, 1, 128, jnp.bfloat16, True),
+      ("odd-float32", 3, 3, 96, jnp.float32, True),
+    ):
+      shapes = enter_token_shapes(2, heads, groups, 999, head_dim, dtype, evicts)
+      call = functools.partial(enter_token, rope=Rope(), interpret=False)
+      yield name, capability, call, shapes
+
+
+def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
+  """Abstract operands of `enter_token`."""
+  of, per_head = jax.ShapeDtypeStruct, (batch, heads)
+  i32 = jnp.int32
+  token, cache = (*per_head, head_dim), (*per_head, slots, head_dim)
+  return [
+    of((*per_head, groups, head_dim), dtype),
+    *(of(token, dtype), of(token, dtype), of((batch,), i32)),
+    of(per_head, i32) if evicts else None,
+    *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
+    *(of((batch,), i32), of((batch,), i32)),
+  ]
+
+
 # Kernel -> its calls, as (name, capability, function, abstract arguments).
 KERNELS: dict[str, Callable] = {
   "decode": decode_calls,
+  "enter_token": enter_token_calls,
 }
 
 CALLS = {

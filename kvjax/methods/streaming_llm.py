@@ -70,7 +70,7 @@ class StreamingLLM(Method):
 
   def span(self, at: At, cache: Cache, window: Window | None) -> Span:
     """All occupied slots: what left the window has been overwritten."""
-    stop = jnp.broadcast_to(cache.used[:, None], cache.pos.shape[:2])
+    stop = cache.used[:, None]
     return Span(jnp.zeros_like(stop), stop, self.sinks)
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:

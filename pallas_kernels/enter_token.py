@@ -1,0 +1,125 @@
+"""One decode step's way into the cache: rotate q and k, write k, v and pos, advance the counters.
+
+Bytes: the new token's projections once in, q and one slot per KV head once out; launches are the
+cost here, and this is one where separate operations are seven.
+
+Grid: one program per batch row, which handles all of its heads. Caches are updated in place
+through input/output aliases; nothing else of them is touched.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvjax.rope import Rope
+from pallas_kernels import _backend
+
+WARPS = 4
+
+
+def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None:
+  """q [B, N, H], k, v [B, K, H], live [B], freq [H/2], (victim [B, K],) and the cache as it is ->
+  rotated q [B, N, H], cache k, v [B, K, S, H], pos [B, K, S], seen, used [B].
+  """
+  q_ref, k_ref, v_ref, live_ref, freq_ref, *victim_ref = refs[: 6 if evicts else 5]
+  out_q_ref, cache_k_ref, cache_v_ref, pos_ref, seen_ref, used_ref = refs[-6:]
+  _, heads, slots, head_dim = cache_k_ref.shape
+  half = head_dim // 2
+  b = pl.program_id(0)
+  live, seen, used = live_ref[b], seen_ref[b], used_ref[b]
+
+  column = jnp.arange(pl.next_power_of_2(half))
+  inside = (column < half)[None, :]
+  low, high = column[None, :], column[None, :] + half
+  angle = seen.astype(jnp.float32) * _backend.load(freq_ref, column, mask=column < half)
+  cos, sin = jnp.cos(angle)[None, :] * magnitude, jnp.sin(angle)[None, :] * magnitude
+
+  def rotated(ref: Any, row: Array, mask: Array) -> tuple[Array, Array]:
+    x, y = (_backend.load(ref, b, row, c, mask=mask).astype(jnp.float32) for c in (low, high))
+    return x * cos - y * sin, y * cos + x * sin
+
+  query = jnp.arange(pl.next_power_of_2(q_ref.shape[1]))[:, None]
+  mask = (query < q_ref.shape[1]) & inside
+  for c, x in zip((low, high), rotated(q_ref, query, mask), strict=True):
+    _backend.store(out_q_ref, b, query, c, value=x.astype(out_q_ref.dtype), mask=mask)
+
+  head = jnp.arange(pl.next_power_of_2(heads))
+  slot = jnp.full(head.shape, used)
+  if evicts:
+    victim = _backend.load(victim_ref[0], b, head, mask=head < heads, other=0)
+    slot = jnp.where(used < slots, slot, victim)
+  writes = (head < heads) & (live > 0) & (slot < slots)
+  mask = writes[:, None] & inside
+  row = head[:, None]
+  read = (head < heads)[:, None] & inside
+  for c, x in zip((low, high), rotated(k_ref, row, read), strict=True):
+    value = x.astype(k_ref.dtype).astype(cache_k_ref.dtype)
+    _backend.store(cache_k_ref, b, row, slot[:, None], c, value=value, mask=mask)
+    x = _backend.load(v_ref, b, row, c, mask=read).astype(cache_v_ref.dtype)
+    _backend.store(cache_v_ref, b, row, slot[:, None], c, value=x, mask=mask)
+  _backend.store(pos_ref, b, head, slot, value=jnp.full(head.shape, seen), mask=writes)
+
+  if not interpret:
+    _backend.barrier()  # every warp has read the counters
+  seen_ref[b] = seen + live
+  used_ref[b] = used + jnp.where(used < slots, live, 0)
+
+
+def enter_token(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K H"],
+  v: Float[Array, "B K H"],
+  live: Int[Array, " B"],
+  victim: Int[Array, "B K"] | None,
+  cache_k: Float[Array, "B K S H"],
+  cache_v: Float[Array, "B K S H"],
+  pos: Int[Array, "B K S"],
+  seen: Int[Array, " B"],
+  used: Int[Array, " B"],
+  *,
+  rope: Rope,
+  interpret: bool | None = None,
+) -> tuple[Array, ...]:
+  """Rotates a new token per row at position `seen` and writes it into the cache.
+
+  The slot is `used` while it is below S, else the head's victim (without victims: none).
+
+  Args:
+    q, k, v: projections of the new token, not rotated.
+    live: int32, 1 for rows that take part; of the others only q is rotated.
+    victim: int32, the slot that a full cache gives up; None: full caches drop the token.
+    cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
+    rope: rotary embedding.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    q rotated, in its own dtype, and the cache arrays: k, v, pos, seen, used.
+  """
+  batch, head_dim = q.shape[0], q.shape[-1]
+  freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
+  victims = [] if victim is None else [victim]
+  cache = [cache_k, cache_v, pos, seen, used]
+  operands = [q.reshape(batch, -1, head_dim), k, v, live, freq, *victims, *cache]
+  first = len(operands) - len(cache)
+  out = _backend.call(
+    functools.partial(
+      _kernel,
+      magnitude=rope.magnitude,
+      evicts=victim is not None,
+      interpret=_backend.interpreted(interpret),
+    ),
+    *operands,
+    grid=(batch,),
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[0], *cache)],
+    warps=WARPS,
+    stages=1,
+    name="enter_token",
+    interpret=interpret,
+    aliases={first + i: 1 + i for i in range(len(cache))},
+  )
+  rotated, *cache = out
+  return rotated.reshape(q.shape), *cache

@@ -1,0 +1,96 @@
+"""enter_token against a loop in NumPy float64, over head counts, full caches and idle rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Linear, Rope, Yarn
+from pallas_kernels.enter_token import enter_token
+from tests.layer import rotate
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+SLOTS = 7
+
+
+def operands(seed, heads, groups, head_dim, dtype=jnp.float32):
+  """Four rows: empty, half full, full, and idle."""
+  rng = np.random.default_rng(seed)
+  sizes = [(4, heads, groups, head_dim), *[(4, heads, head_dim)] * 2]
+  q, k, v = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
+  cache = [jnp.asarray(rng.normal(size=(4, heads, SLOTS, head_dim)), dtype) for _ in range(2)]
+  used = np.array([0, 3, SLOTS, 4], np.int32)
+  seen = np.array([0, 3, 900, 4], np.int32)
+  pos = np.where(np.arange(SLOTS) < used[:, None], np.arange(SLOTS), -1)
+  pos = np.broadcast_to(pos[:, None], (4, heads, SLOTS)).astype(np.int32)
+  victim = rng.integers(0, SLOTS, (4, heads)).astype(np.int32)
+  live = np.array([1, 1, 1, 0], np.int32)
+  return q, k, v, live, victim, *cache, pos, seen, used
+
+
+def oracle(q, k, v, live, victim, cache_k, cache_v, pos, seen, used):
+  """The same, head by head."""
+  q, k, v, cache_k, cache_v = (np.array(x, np.float64) for x in (q, k, v, cache_k, cache_v))
+  pos, seen, used = (np.array(x) for x in (pos, seen, used))
+  for b in range(len(seen)):
+    q[b] = rotate(q[b], seen[b])
+    for h in range(k.shape[1]):
+      slot = used[b] if used[b] < SLOTS else (SLOTS if victim is None else victim[b, h])
+      if live[b] and slot < SLOTS:
+        cache_k[b, h, slot], cache_v[b, h, slot] = rotate(k[b, h], seen[b]), v[b, h]
+        pos[b, h, slot] = seen[b]
+    if live[b]:
+      used[b] += used[b] < SLOTS
+      seen[b] += 1
+  return q, cache_k, cache_v, pos, seen, used
+
+
+def test_worked_example():
+  """Position 0 turns nothing; the token lands in slot 0 and both counters go to 1."""
+  q, k, v, _, _, *cache = operands(0, 1, 1, 4)
+  live = jnp.ones(4, jnp.int32)
+  out = jax.jit(functools.partial(enter_token, rope=Rope()))(q, k, v, live, None, *cache)
+  np.testing.assert_array_equal(out[0][0], q[0])
+  np.testing.assert_array_equal(out[1][0, 0, 0], k[0, 0])
+  np.testing.assert_array_equal(out[2][0, 0, 0], v[0, 0])
+  assert (int(out[3][0, 0, 0]), int(out[4][0]), int(out[5][0])) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim"), [(1, 1, 64), (3, 3, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]
+)
+def test_against_oracle(heads, groups, head_dim, evicts):
+  arrays = list(operands(1, heads, groups, head_dim))
+  if not evicts:
+    arrays[4] = None
+  run = jax.jit(functools.partial(enter_token, rope=Rope()))
+  out, want = run(*arrays), oracle(*arrays)
+  for got, right in zip(out[:3], want[:3], strict=True):
+    np.testing.assert_allclose(got, right, atol=2e-4)  # float32 angles of up to 900 radians
+  for got, right in zip(out[3:], want[3:], strict=True):
+    np.testing.assert_array_equal(got, right)
+
+
+@pytest.mark.parametrize("rope", [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(1e4, Yarn(8.0, 4096))])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rotates_as_the_reference_does(rope, dtype):
+  arrays = operands(2, 3, 3, 64, dtype)
+  q, cache_k, *_ = jax.jit(functools.partial(enter_token, rope=rope))(*arrays)
+  seen = jnp.asarray(arrays[-2])
+  want = rope.rotate(arrays[0], seen[:, None, None])
+  close = 1e-3 if dtype == jnp.float32 else 2e-2  # one unit of bfloat16 at the largest values
+  np.testing.assert_allclose(np.float32(q), np.float32(want), atol=close)
+  want = rope.rotate(arrays[1], seen[:, None])
+  np.testing.assert_allclose(np.float32(cache_k[1, :, 3]), np.float32(want[1]), atol=close)
+
+
+def test_second_run_is_bit_equal():
+  arrays = operands(3, 8, 4, 128, jnp.bfloat16)
+  run = jax.jit(functools.partial(enter_token, rope=Rope()))
+  for a, b in zip(run(*arrays), run(*arrays), strict=True):
+    assert (a == b).all()

@@ -2,6 +2,7 @@
 
 Dispatching a module of a few hundred arrays costs tens of milliseconds through `nnx.jit`, so both
 entry points split it into its leaves first, and decoding runs a chunk of steps per dispatch.
+What a host has to see (stop strings, streaming) happens between chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from kvjax.method import Method
+from models.sampling import Knobs, Sampling, draw
+from models.stopping import RowText
+from models.tokenizer import Tokenizer
 from models.transformer import Caches, Transformer
+
+GREEDY = Sampling()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +33,42 @@ class Generation:
   """What `generate` produced.
 
   Attributes:
-    tokens: int32 [B, steps], −1 after a row has stopped (the stop token itself is included).
+    tokens: int32 [B, steps], −1 after a row has stopped (the stop token, or the token that
+      completes a stop string, is the last one).
     lengths: int32 [B], tokens of each row.
     last: float32 [B, V], the logits after each row's last token: pass them on to continue.
     logits: float32 [B, steps, V], the logits that each token was chosen from, where asked for.
+    logprobs: float32 [B, steps], log-probability in nats of each token under the model (before
+      temperature and filters), where asked for; 0 where there is no token.
+    texts: each row's text, without stop tokens and stop strings, where a tokenizer was given.
   """
 
   tokens: np.ndarray
   lengths: np.ndarray
   last: Array
   logits: Array | None = None
+  logprobs: np.ndarray | None = None
+  texts: list[str] | None = None
+
+
+def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+  """Token ids of several rows as `prefill` takes them.
+
+  Args:
+    prompts: each row's ids; an empty one leaves its row idle.
+    multiple: T is rounded up to a multiple of it: few sizes, few compilations.
+
+  Returns:
+    int32 [B, T], right-padded, and the lengths int32 [B].
+  """
+  if multiple < 1:
+    raise ValueError(f"multiple: found {multiple}, expected at least 1")
+  lengths = np.array([len(ids) for ids in prompts], np.int32)
+  size = -(-lengths.max(initial=1) // multiple) * multiple
+  tokens = np.zeros((len(prompts), size), np.int32)
+  for row, ids in zip(tokens, prompts, strict=True):
+    row[: len(ids)] = ids
+  return tokens, lengths
 
 
 def prefill(
@@ -48,12 +80,17 @@ def prefill(
   *,
   total: ArrayLike | None = None,
   past: int | None = None,
+  chunk: int | None = None,
   all_logits: bool = False,
   with_aux: bool = False,
+  on_chunk: Callable[[int, int], Any] | None = None,
 ) -> Any:
   """`Transformer.prefill`, jitted, with checked arguments and donated caches.
 
-  Compiles once per shape of `tokens`: callers round T up to a few sizes.
+  On live caches it reads a further turn; rows of length 0 stay as they are.
+
+  Compiles once per shape of `tokens`: callers round T up to a few sizes. With `chunk`, it compiles
+  once for the first chunk and then once for every doubling of what is cached, whatever T is.
 
   Args:
     model: the decoder.
@@ -61,36 +98,64 @@ def prefill(
     lengths: int32 [B], valid tokens of each row; 0 leaves a row idle.
     caches: donated; the result replaces them.
     method: the KV-cache method.
-    total: int32 [B], length of the whole prompt of this turn, when `tokens` is a chunk of it.
+    total: int32 [B], length of the whole prompt of this turn, when `tokens` is a part of it.
     past: static upper bound on the tokens already cached in any row. None: 0 if the caches are
-      empty, else unknown (one compilation serves every later chunk).
+      empty, else unknown (one compilation serves every later call).
+    chunk: tokens per row to read at a time, which bounds the memory that a prompt takes; None:
+      all at once.
     all_logits: logits of every position.
     with_aux: also return what the method reports.
+    on_chunk: called with (tokens read, tokens to read) of the longest row after every chunk.
 
   Returns:
     As `Transformer.prefill`: logits float32 [B, V] ([B, T, V]), caches, and the reports if asked.
 
   Raises:
     ValueError: shapes, lengths or token ids are out of range, every row is empty, or a prompt does
-      not fit in the capacity of a method that keeps every token.
+      not fit in the capacity of a method that keeps every token. Nothing has run then.
+    NotImplementedError: `chunk` is given and the method has to see a prompt at once.
   """
   tokens, lengths = np.asarray(tokens), np.asarray(lengths)
   seen = _check_prompt(model, tokens, lengths, caches, method)
-  if total is not None:
-    total = np.asarray(total)
-    if total.shape != lengths.shape or (total < lengths).any():
-      raise ValueError(
-        f"total: found {total.tolist()}, expected one per row, at least lengths {lengths.tolist()}"
-      )
+  total = lengths if total is None else np.asarray(total)
+  if total.shape != lengths.shape or (total < lengths).any():
+    raise ValueError(
+      f"total: found {total.tolist()}, expected one per row, at least lengths {lengths.tolist()}"
+    )
   longest = int(seen.max())
-  if past is None:
-    past = 0 if longest == 0 else None
-  elif longest > past:
+  if past is not None and longest > past:
     raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
+  if chunk is None:
+    bounds = {0: 0 if past is None and longest == 0 else past}
+    chunk = tokens.shape[1]
+  else:
+    _check_chunk(method, chunk, past, with_aux)
+    starts = range(0, int(lengths.max()), chunk)
+    bounds = {start: _bound(caches, method, longest + start, chunk) for start in starts}
   graph, leaves = split(model)
-  total = lengths if total is None else total
-  arrays = [jnp.asarray(x, jnp.int32) for x in (tokens, lengths, total)]
-  return _prefill(graph, method, past, all_logits, with_aux, leaves, caches, *arrays)
+  whole = jnp.asarray(total, jnp.int32)
+  logits, rest = [], ()
+  for start, bound in bounds.items():
+    piece = tokens[:, start : start + chunk]
+    piece = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+    valid = np.clip(lengths - start, 0, chunk)
+    arrays = jnp.asarray(piece, jnp.int32), jnp.asarray(valid, jnp.int32), whole
+    new, caches, *rest = _prefill(
+      graph, method, bound, all_logits, with_aux, leaves, caches, *arrays
+    )
+    if all_logits:
+      logits.append(new)
+    elif start == 0:
+      logits = [new]
+    else:  # rows that had ended before keep their logits
+      logits = [jnp.where((valid > 0)[:, None], new, logits[0])]
+    if on_chunk is not None:
+      jax.block_until_ready(new)
+      on_chunk(min(start + chunk, int(lengths.max())), int(lengths.max()))
+  joined = logits[0] if len(logits) == 1 else jnp.concatenate(logits, 1)
+  if all_logits and joined.shape[1] > tokens.shape[1]:
+    joined = joined[:, : tokens.shape[1]]
+  return (joined, caches, *rest)
 
 
 def generate(
@@ -100,14 +165,19 @@ def generate(
   method: Method,
   *,
   steps: int,
-  temperature: float = 0.0,
+  sampling: Sampling = GREEDY,
   seed: int = 0,
+  rows: ArrayLike | None = None,
   stop: Sequence[int] = (),
+  stop_strings: Sequence[str] = (),
+  tokenizer: Tokenizer | None = None,
   live: ArrayLike | None = None,
   forced: ArrayLike | None = None,
   return_logits: bool = False,
+  return_logprobs: bool = False,
   chunk: int = 16,
   on_chunk: Callable[[np.ndarray], Any] | None = None,
+  on_text: Callable[[list[str]], Any] | None = None,
 ) -> tuple[Generation, Caches]:
   """Decodes up to `steps` tokens per row.
 
@@ -115,20 +185,33 @@ def generate(
   next; every token that is returned is therefore cached, and a row that stopped is idle from then
   on. Decoding ends early when all rows have stopped.
 
+  Stop strings are found by the host between chunks: until the chunk's end, up to chunk − 1 tokens
+  that are not returned enter the row's cache and its `last`. Where that matters (a conversation
+  that goes on from there), `chunk=1` leaves nothing behind.
+
   Args:
     model: the decoder.
     logits: float32 [B, V] of `prefill`, or `Generation.last` of an earlier call.
     caches: donated; the result replaces them.
     method: the KV-cache method.
     steps: tokens to generate.
-    temperature: 0 takes the likeliest token; otherwise softmax(logits / temperature) is sampled.
-    seed: random seed. A row's draws depend on (seed, row, step) only, not on its neighbours.
+    sampling: temperature and filters; the likeliest token by default. Changing the numbers does
+      not compile anything again.
+    seed: random seed, below 2³². A draw depends on (seed, the row's number, the token's position
+      in the row) only: not on the row's neighbours, nor on where an earlier call ended.
+    rows: int32 [B], the rows' numbers in all that is generated, so that a row draws the same text
+      in any batch; None: 0, 1, …
     stop: token ids that end a row (unless forced).
+    stop_strings: strings that end a row; its text ends before them.
+    tokenizer: turns tokens into text: for `stop_strings`, `on_text` and `Generation.texts`.
     live: bool [B], rows that take part (None: all).
     forced: int32 [B, steps], tokens to insert instead of the chosen ones; −1 = free.
     return_logits: keep the logits of every step, float32 [B, steps, V].
+    return_logprobs: keep the log-probability of every token, float32 [B, steps].
     chunk: steps per dispatch.
     on_chunk: called with the tokens int32 [B, n] of every chunk as they come (−1 = no token).
+    on_text: called with the new text of every row after every chunk; all calls together give
+      `Generation.texts`.
 
   Returns:
     The generation and the caches.
@@ -138,18 +221,25 @@ def generate(
       method that keeps every token. Nothing has run then and the caches are intact.
   """
   batch, vocab = logits.shape
-  if steps < 1:
-    raise ValueError(f"steps: found {steps}, expected at least 1")
-  if chunk < 1:
-    raise ValueError(f"chunk: found {chunk}, expected at least 1")
-  if not 0 <= temperature < float("inf"):
-    raise ValueError(f"temperature: found {temperature}, expected a finite number of at least 0")
+  for name, value in (("steps", steps), ("chunk", chunk)):
+    if value < 1:
+      raise ValueError(f"{name}: found {value}, expected at least 1")
+  if not 0 <= seed < 2**32:
+    raise ValueError(f"seed: found {seed}, expected an integer in [0, 2**32)")
   for token in stop:
     if not 0 <= token < vocab:
       raise ValueError(f"stop: found token {token}, expected ids in [0, {vocab})")
+  if isinstance(stop_strings, str) or "" in stop_strings:
+    raise ValueError(f"stop_strings: found {stop_strings!r}, expected a list of non-empty strings")
+  if tokenizer is None and (stop_strings or on_text is not None):
+    raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
   live = np.ones(batch, bool) if live is None else np.asarray(live)
-  if live.shape != (batch,):
-    raise ValueError(f"live: found shape {live.shape}, expected ({batch},)")
+  rows = np.arange(batch, dtype=np.int32) if rows is None else np.asarray(rows)
+  for name, array in (("live", live), ("rows", rows)):
+    if array.shape != (batch,):
+      raise ValueError(f"{name}: found shape {array.shape}, expected ({batch},)")
+  if not np.issubdtype(rows.dtype, np.integer) or rows.min() < 0 or rows.max() >= 2**31:
+    raise ValueError(f"rows: found {rows.tolist()}, expected integers in [0, 2**31)")
   if forced is None:
     forced = np.full((batch, steps), -1, np.int32)
   forced = np.asarray(forced)
@@ -162,34 +252,58 @@ def generate(
   _check_room(caches, method, steps * live, f"steps = {steps}")
 
   graph, leaves = split(model)
-  run = functools.partial(_decode_chunk, graph, method, temperature == 0, return_logits)
+  run = functools.partial(
+    _decode_chunk, graph, method, sampling.greedy, return_logits, return_logprobs
+  )
   ends = jnp.asarray(sorted(set(stop)), jnp.int32)
+  constants = jnp.asarray(rows, jnp.int32), sampling.knobs(vocab), jnp.uint32(seed)
   padded = np.full((batch, -(-steps // chunk) * chunk), -1, np.int32)
   padded[:, :steps] = forced
   on = jnp.asarray(live)
-  tokens: list[Any] = []
-  kept: list[Any] = []
+  texts = None
+  if tokenizer is not None:
+    texts = [RowText(tokenizer.stream(), stop_strings) for _ in range(batch)]
+  pieces: list[tuple[Any, ...]] = []
   last = jnp.asarray(logits, jnp.float32)
   for start in range(0, steps, chunk):
     count = min(chunk, steps - start)
-    wanted = jnp.asarray(padded[:, start : start + chunk])
-    scalars = jnp.int32(start), jnp.int32(count), jnp.float32(temperature), jnp.uint32(seed)
-    last, caches, on, out, used = run(leaves, caches, last, on, ends, wanted, *scalars)
-    tokens.append(out[:, :count])
-    if return_logits:
-      kept.append(used[:, :count])
+    wanted = padded[:, start : start + chunk]
+    last, caches, on, *kept = run(
+      leaves, caches, last, on, ends, jnp.asarray(wanted), jnp.int32(count), *constants
+    )
+    tokens, *kept = [None if x is None else x[:, :count] for x in kept]
+    if texts is not None:
+      tokens = np.array(tokens)
+      new = _read(texts, tokens, np.isin(tokens, stop) & (wanted[:, :count] < 0))
+      on &= ~np.array([text.ended for text in texts])
+      if on_text is not None:
+        on_text(new)
+    pieces.append((tokens, *kept))
     if on_chunk is not None:
-      on_chunk(np.asarray(tokens[-1]))
-    if stop and not np.asarray(on).any():
+      on_chunk(np.asarray(tokens))
+    if (stop or stop_strings) and not np.asarray(on).any():
       break
-  result = np.full((batch, steps), -1, np.int32)
-  done = np.concatenate([np.asarray(x) for x in tokens], 1)
-  result[:, : done.shape[1]] = done
-  chosen_from = None
-  if return_logits:
-    missing = jnp.zeros((batch, steps - done.shape[1], vocab), jnp.float32)
-    chosen_from = jnp.concatenate([*kept, missing], 1)
-  return Generation(result, (result >= 0).sum(1, dtype=np.int32), last, chosen_from), caches
+  if texts is not None:
+    rest = [text.flush() for text in texts]
+    if on_text is not None and any(rest):
+      on_text(rest)
+
+  parts = zip(*pieces, strict=True)
+  tokens = np.concatenate([np.asarray(x) for x in next(parts)], 1)
+  missing = steps - tokens.shape[1]
+  tokens = np.pad(tokens, ((0, 0), (0, missing)), constant_values=-1)
+  chosen_from, logprobs = next(parts), next(parts)
+  return (
+    Generation(
+      tokens,
+      (tokens >= 0).sum(1, dtype=np.int32),
+      last,
+      _joined(chosen_from, missing) if return_logits else None,
+      np.where(tokens >= 0, _joined(logprobs, missing), 0) if return_logprobs else None,
+      None if texts is None else [text.text for text in texts],
+    ),
+    caches,
+  )
 
 
 def split(model: nnx.Module) -> tuple[Any, list[Array]]:
@@ -232,59 +346,109 @@ def _prefill(
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5,))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
 def _decode_chunk(
   graph: Any,
   method: Method,
   greedy: bool,
   keep_logits: bool,
+  keep_logprobs: bool,
   leaves: list[Array],
   caches: Caches,
   logits: Float[Array, "B V"],
   live: Bool[Array, " B"],
   stop: Int[Array, " E"],
   forced: Int[Array, "B C"],
-  start: Array,
   count: Array,
-  temperature: Array,
+  rows: Int[Array, " B"],
+  knobs: Knobs,
   seed: Array,
-) -> tuple[Float[Array, "B V"], Caches, Bool[Array, " B"], Int[Array, "B C"], Array | None]:
-  """`count` ≤ C steps from step `start` on, fewer if every row stops.
+) -> tuple[
+  Float[Array, "B V"], Caches, Bool[Array, " B"], Int[Array, "B C"], Array | None, Array | None
+]:
+  """`count` ≤ C steps, fewer if every row stops; tokens, and what is kept of each step.
 
   The count is traced, so that a shorter last chunk needs no second compilation.
   """
   model = join(graph, leaves)
   B, C = forced.shape
-  rows = jnp.arange(B)
-
-  def draw(row: Array, step: Array, row_logits: Array) -> Array:
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
-    return jax.random.categorical(key, row_logits / temperature)
 
   def step(carry: Any) -> Any:
-    i, logits, caches, live, out, used = carry
+    i, logits, caches, live, out, used, logprobs = carry
+    if greedy:
+      token = jnp.argmax(logits, -1).astype(jnp.int32)
+    else:
+      token = draw(logits, knobs, seed, rows, caches[0].seen)
+    want = forced[:, i]
+    token = jnp.where(want >= 0, want, token)
+    out = out.at[:, i].set(jnp.where(live, token, -1))
     if keep_logits:
       used = used.at[:, i].set(logits)
-    if greedy:
-      token = jnp.argmax(logits, -1)
-    else:
-      token = jax.vmap(draw, (0, None, 0))(rows, start + i, logits)
-    want = forced[:, i]
-    token = jnp.where(want >= 0, want, token.astype(jnp.int32))
-    out = out.at[:, i].set(jnp.where(live, token, -1))
+    if keep_logprobs:
+      chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
+      logprobs = logprobs.at[:, i].set(chosen - jax.nn.logsumexp(logits, -1))
     new, caches = model.decode(token, caches, method, live)
     logits = jnp.where(live[:, None], new, logits)
     live = live & ((want >= 0) | ~jnp.isin(token, stop))
-    return i + 1, logits, caches, live, out, used
+    return i + 1, logits, caches, live, out, used, logprobs
 
   def going(carry: Any) -> Array:
     return (carry[0] < count) & carry[3].any()
 
   out = jnp.full((B, C), -1, jnp.int32)
   used = jnp.zeros((B, C, logits.shape[1]), jnp.float32) if keep_logits else None
-  first = jnp.int32(0), logits, caches, live, out, used
-  _, logits, caches, live, out, used = jax.lax.while_loop(going, step, first)
-  return logits, caches, live, out, used
+  logprobs = jnp.zeros((B, C), jnp.float32) if keep_logprobs else None
+  first = jnp.int32(0), logits, caches, live, out, used, logprobs
+  return jax.lax.while_loop(going, step, first)[1:]
+
+
+def _read(texts: list[RowText], tokens: np.ndarray, ends: np.ndarray) -> list[str]:
+  """Feeds each row its tokens [B, n]; returns the new texts, and drops what follows a stop string.
+
+  Tokens at `ends` (bool [B, n]) stop their row and are not text.
+  """
+  new = []
+  for text, ids, last in zip(texts, tokens, ends, strict=True):
+    released = ""
+    for i in range(int((ids >= 0).sum())):
+      released += text.flush() if last[i] else text.feed(int(ids[i]))
+      if text.ended:
+        ids[i + 1 :] = -1
+        break
+    new.append(released)
+  return new
+
+
+def _joined(pieces: Sequence[Array], missing: int) -> Array:
+  """[B, n, ...] pieces side by side, with zeros for the steps that were not run."""
+  whole = jnp.concatenate(pieces, 1)
+  return jnp.pad(whole, ((0, 0), (0, missing), *[(0, 0)] * (whole.ndim - 2)))
+
+
+def _check_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -> None:
+  """Raises where a prompt cannot be read in chunks."""
+  if chunk < 1:
+    raise ValueError(f"chunk: found {chunk}, expected at least 1, or None")
+  if past is not None or with_aux:
+    name, value = ("past", past) if past is not None else ("with_aux", with_aux)
+    raise ValueError(f"{name}: found {value} and chunk = {chunk}, expected only one of the two")
+  if not method.chunkable:
+    raise NotImplementedError(
+      f"chunk: found {chunk}, expected None for {type(method).__name__}, which has to see a whole "
+      "prompt before it chooses what stays"
+    )
+
+
+def _bound(caches: Caches, method: Method, cached: int, chunk: int) -> int | None:
+  """A static bound on the cached tokens that takes few values; what needs none gets one value."""
+  if cached == 0:
+    return 0
+  if not method.positional:
+    return None
+  bound = chunk
+  while bound < cached:
+    bound *= 2
+  return min(bound, *(cache.size for cache in caches))
 
 
 def _check_prompt(

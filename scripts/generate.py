@@ -10,6 +10,7 @@ import tyro
 
 import kvjax
 from models.generate import generate, prefill
+from models.sampling import Sampling
 from scripts import common, console
 
 
@@ -30,8 +31,18 @@ class Args:
   """Tokens to generate at most."""
   temperature: float = 0.0
   """0 takes the likeliest token; higher values draw more freely."""
+  top_k: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+  """Draw from this many of the likeliest tokens only; all by default."""
+  top_p: float = 1.0
+  """Draw from the fewest likeliest tokens whose probabilities sum to this."""
+  min_p: float = 0.0
+  """Draw from tokens at least this many times as probable as the likeliest one."""
   seed: int = 0
   """Random seed of the draws."""
+  stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
+  """Strings that end the text; they are not part of it."""
+  prefill_chunk: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+  """Read a long prompt this many tokens at a time, which takes less memory; at once by default."""
   raw: bool = False
   """Continue the prompt as it is, without the chat template."""
   system: str | None = None
@@ -47,6 +58,7 @@ def main(args: Args) -> None:
     known = ", ".join(kvjax.METHODS)
     raise ValueError(f"--method: found {args.method!r}, expected one of: {known}")
   method = kvjax.METHODS[args.method].example(args.budget)
+  sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   if args.raw:
@@ -60,12 +72,13 @@ def main(args: Args) -> None:
   tokens = common.right_padded(ids, multiple=64)
   with console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr):
     caches = method.init_caches(model.spec(1, tokens.shape[1] + args.steps))
-    logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
+    logits, caches = prefill(
+      model, tokens, np.array([len(ids)]), caches, method, chunk=args.prefill_chunk
+    )
     logits.block_until_ready()
-  stream = tokenizer.stream()
 
-  def show(chunk: np.ndarray) -> None:
-    sys.stdout.write("".join(stream.feed(token) for token in chunk[0].tolist() if token >= 0))
+  def show(texts: list[str]) -> None:
+    sys.stdout.write(texts[0])
     sys.stdout.flush()
 
   begin = time.perf_counter()
@@ -75,13 +88,15 @@ def main(args: Args) -> None:
     caches,
     method,
     steps=args.steps,
-    temperature=args.temperature,
+    sampling=sampling,
     seed=args.seed,
     stop=() if tokenizer.eos is None else (tokenizer.eos,),
+    stop_strings=args.stop,
+    tokenizer=tokenizer,
     chunk=8,
-    on_chunk=show,
+    on_text=show,
   )
-  print(stream.flush(), flush=True)
+  print(flush=True)
   seconds, n = time.perf_counter() - begin, int(generation.lengths[0])
   print(f"({n} tokens in {seconds:.1f} s, compilation included)", file=sys.stderr)
 

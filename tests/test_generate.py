@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import kvjax
 from models import generate as loop
-from models.generate import generate, join, prefill, split
+from models.generate import generate, join, pad, prefill, split
+from models.sampling import Sampling
+from models.tokenizer import Tokenizer
 from tests.tiny import CONFIG, LENGTHS, TOKENS, model
 
 FULL = kvjax.Full()
@@ -140,10 +143,19 @@ def test_rows_that_are_not_live_stay_as_they_are():
 # ---- sampling
 
 
-def sample(rows=slice(None), seed=0, temperature=1.0, steps=12):
-  logits, caches = start(rows=rows)
+def sample(rows=slice(None), seed=0, steps=12, method=FULL, numbers=None, **sampling):
+  sampling = Sampling(**{"temperature": 1.0, **sampling})
+  logits, caches = start(rows=rows, method=method)
   out, _ = generate(
-    model(), logits, caches, FULL, steps=steps, temperature=temperature, seed=seed, chunk=4
+    model(),
+    logits,
+    caches,
+    method,
+    steps=steps,
+    sampling=sampling,
+    seed=seed,
+    rows=numbers,
+    chunk=4,
   )
   return out.tokens
 
@@ -153,32 +165,148 @@ def test_same_seed_same_text_other_seed_other_text():
   assert (sample(seed=3) != sample(seed=4)).any(1).all()
 
 
-def test_a_rows_draws_do_not_depend_on_its_neighbours():
-  np.testing.assert_array_equal(sample()[:1], sample(rows=slice(1)))
+@pytest.mark.parametrize("name", kvjax.METHODS)
+def test_same_seed_same_text_alone_or_in_a_batch(name):
+  """Rows that keep their numbers draw the same text alone, and in a batch of another order."""
+  method = kvjax.METHODS[name].example(16)
+  both = sample(method=method, numbers=[5, 3], top_p=0.95)
+  assert (both[0] != both[1]).any()
+  for row, number in enumerate((5, 3)):
+    alone = sample(slice(row, row + 1), method=method, numbers=[number], top_p=0.95)
+    np.testing.assert_array_equal(alone, both[row : row + 1])
+  turned = sample([1, 0], method=method, numbers=[3, 5], top_p=0.95)
+  np.testing.assert_array_equal(turned[::-1], both)
+
+
+def test_a_row_by_another_number_draws_another_text():
+  assert (sample(numbers=[0, 1]) != sample(numbers=[7, 8])).any()
+
+
+def test_drawing_on_equals_one_call():
+  """A draw depends on the token's position, not on where an earlier call ended."""
+  whole = sample(steps=9)
+  logits, caches = start()
+  settings = {"sampling": Sampling(1.0), "chunk": 4}
+  first, caches = generate(model(), logits, caches, FULL, steps=5, **settings)
+  second, _ = generate(model(), first.last, caches, FULL, steps=4, **settings)
+  np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], 1), whole)
 
 
 def test_rows_draw_on_their_own():
   """Two equal rows see equal logits at first; their draws differ."""
   logits = jnp.zeros((2, CONFIG.vocab))
   _, caches = start()
-  out, _ = generate(model(), logits, caches, FULL, steps=1, temperature=1.0, chunk=4)
+  out, _ = generate(model(), logits, caches, FULL, steps=1, sampling=Sampling(1.0), chunk=4)
   assert out.tokens[0, 0] != out.tokens[1, 0]
 
 
-def test_low_temperature_is_greedy():
-  np.testing.assert_array_equal(sample(temperature=1e-4, steps=6), plain(6)[0])
+@pytest.mark.parametrize("setting", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}])
+def test_narrow_sampling_is_greedy(setting):
+  np.testing.assert_array_equal(sample(steps=6, **setting), plain(6)[0])
 
 
-def test_draws_follow_the_distribution():
-  """First tokens over many rows: frequencies within 5 standard errors of softmax(logits / T)."""
-  rows, temperature = 512, 0.7
-  logits = jnp.tile(jnp.array([[0.0, 1.0, 2.0, *[-jnp.inf] * (CONFIG.vocab - 3)]]), (rows, 1))
-  caches = FULL.init_caches(model().spec(rows, 4))
-  out, _ = generate(model(), logits, caches, FULL, steps=1, temperature=temperature, chunk=1)
-  p = np.exp(np.arange(3) / temperature)
-  p /= p.sum()
-  found = np.bincount(out.tokens[:, 0], minlength=3)[:3] / rows
-  assert (np.abs(found - p) <= 5 * np.sqrt(p * (1 - p) / rows)).all()
+def test_logprobs_are_the_models():
+  """Of the chosen tokens, before temperature and filters; 0 once a row has stopped."""
+  logits, caches = start()
+  out, _ = generate(
+    model(),
+    logits,
+    caches,
+    FULL,
+    steps=7,
+    sampling=Sampling(0.8, top_k=20),
+    stop=[int(sample(steps=7, temperature=0.8, top_k=20)[0, 2])],
+    return_logits=True,
+    return_logprobs=True,
+    chunk=4,
+  )
+  assert out.lengths.min() < 7
+  every = np.asarray(jax.nn.log_softmax(out.logits, -1))
+  chosen = np.take_along_axis(every, np.maximum(out.tokens, 0)[..., None], 2)[..., 0]
+  want = np.where(out.tokens >= 0, chosen, 0)
+  np.testing.assert_allclose(out.logprobs, want, rtol=1e-5, atol=1e-5)
+
+
+# ---- text, and strings that end it
+
+
+@functools.cache
+def letters(vocab=CONFIG.vocab):
+  """A tokenizer whose tokens are single printable characters."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:vocab]
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+  )
+  return Tokenizer(backend)
+
+
+def say(stop_strings=(), stop=(), chunk=4, steps=10, **kwargs):
+  heard = ["", ""]
+
+  def hear(new):
+    for row, text in enumerate(new):
+      heard[row] += text
+
+  logits, caches = start()
+  out, caches = generate(
+    model(),
+    logits,
+    caches,
+    FULL,
+    steps=steps,
+    stop=stop,
+    stop_strings=stop_strings,
+    tokenizer=letters(),
+    chunk=chunk,
+    on_text=hear,
+    **kwargs,
+  )
+  assert heard == out.texts
+  return out, caches
+
+
+def test_texts_are_the_tokens_text():
+  out, _ = say()
+  assert out.texts == [letters().decode(row.tolist()) for row in out.tokens]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 16])
+def test_rows_stop_at_strings(chunk):
+  """The text ends before the string, the tokens with the one that completes it; the other row goes
+  on. With chunk = 1 nothing else is in the cache."""
+  whole, _ = say()
+  assert len(set(whole.texts[0])) > 3
+  mark = whole.texts[0][2:5]  # spans chunks of 3 and of 4
+  assert mark not in whole.texts[1] and whole.texts[0].index(mark) == 2
+  out, caches = say(["never", mark], chunk=chunk)
+  assert out.texts == [whole.texts[0][:2], whole.texts[1]]
+  assert out.lengths.tolist() == [5, 10]
+  np.testing.assert_array_equal(out.tokens[0, :5], whole.tokens[0, :5])
+  np.testing.assert_array_equal(out.tokens[1], whole.tokens[1])
+  behind = int(caches[0].seen[0]) - LENGTHS[0] - 5
+  assert 0 <= behind < chunk
+
+
+def test_all_rows_stopped_by_strings_end_early():
+  whole, _ = say()
+  seen = []
+  stops = [text[1:3] for text in whole.texts]
+  out, _ = say(stops, steps=40, on_chunk=seen.append)
+  assert len(seen) == 1
+  np.testing.assert_array_equal(seen[0], out.tokens[:, :4])
+  assert out.lengths.max() <= 3
+
+
+def test_stop_tokens_are_not_text_unless_forced():
+  whole, _ = say()
+  stop = int(whole.tokens[0, 3])
+  at = whole.tokens[0].tolist().index(stop)
+  out, _ = say(stop=[stop])
+  assert out.texts[0] == whole.texts[0][:at]
+  forced = np.full((2, 10), -1)
+  forced[:, 0] = stop
+  out, _ = say(stop=[stop], forced=forced)
+  assert out.texts[0].startswith(letters().decode([stop]))
 
 
 # ---- compilation and memory
@@ -187,9 +315,12 @@ def test_draws_follow_the_distribution():
 def test_does_not_retrace():
   loop._decode_chunk.clear_cache()
   loop._prefill.clear_cache()
-  for steps, temperature in ((8, 0.5), (5, 0.9), (11, 0.1)):
+  settings = (Sampling(0.5), Sampling(0.9, top_k=5), Sampling(0.1, top_p=0.5, min_p=0.1))
+  for seed, sampling in enumerate(settings):
     logits, caches = start()
-    generate(model(), logits, caches, FULL, steps=steps, temperature=temperature, chunk=4)
+    generate(
+      model(), logits, caches, FULL, steps=5 + 3 * seed, sampling=sampling, seed=seed, chunk=4
+    )
   assert loop._prefill._cache_size() == 1
   assert loop._decode_chunk._cache_size() == 1
 
@@ -218,12 +349,12 @@ def test_a_chunk_aliases_all_cache_bytes():
     jnp.ones(rows, bool),
     jnp.zeros(0, jnp.int32),
     jnp.full((rows, 16), -1),
-    jnp.int32(0),
     jnp.int32(16),
-    jnp.float32(0),
+    jnp.arange(rows),
+    Sampling().knobs(CONFIG.vocab),
     jnp.uint32(0),
   )
-  compiled = loop._decode_chunk.lower(graph, FULL, True, False, leaves, caches, *arguments)
+  compiled = loop._decode_chunk.lower(graph, FULL, True, False, False, leaves, caches, *arguments)
   memory = compiled.compile().memory_analysis()
   size = sum(x.nbytes for x in jax.tree.leaves(caches))
   assert memory.alias_size_in_bytes >= size
@@ -237,8 +368,13 @@ def test_a_chunk_aliases_all_cache_bytes():
   [
     ({"steps": 0}, "steps: found 0"),
     ({"steps": 4, "chunk": 0}, "chunk: found 0"),
-    ({"steps": 4, "temperature": -1.0}, "temperature: found -1.0"),
-    ({"steps": 4, "temperature": float("nan")}, "temperature: found nan"),
+    ({"steps": 4, "seed": -1}, "seed: found -1"),
+    ({"steps": 4, "rows": [1]}, r"rows: found shape \(1,\), expected \(2,\)"),
+    ({"steps": 4, "rows": [1, -1]}, r"rows: found \[1, -1\]"),
+    ({"steps": 4, "stop_strings": ["x"]}, "tokenizer: found None"),
+    ({"steps": 4, "on_text": print}, "tokenizer: found None"),
+    ({"steps": 4, "stop_strings": "x"}, "stop_strings: found 'x', expected a list"),
+    ({"steps": 4, "stop_strings": [""]}, r"stop_strings: found \[''\]"),
     ({"steps": 4, "stop": [CONFIG.vocab]}, f"stop: found token {CONFIG.vocab}"),
     ({"steps": 4, "live": [True]}, r"live: found shape \(1,\), expected \(2,\)"),
     ({"steps": 4, "forced": np.zeros((2, 3), int)}, r"forced: found shape \(2, 3\)"),
@@ -299,3 +435,98 @@ def test_caches_of_another_model():
   caches = FULL.init_caches(model().spec(2, 16))
   with pytest.raises(ValueError, match="caches: found 3, expected one per layer, 4"):
     prefill(model(), TOKENS[:, :8], [4, 4], caches[:3], FULL)
+
+
+# ---- prompts in chunks
+
+
+CHUNKABLE = [name for name, cls in kvjax.METHODS.items() if cls.example(16).chunkable]
+
+
+@pytest.mark.parametrize("name", CHUNKABLE)
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_chunks_give_what_one_call_gives(name, chunk):
+  method, seen = kvjax.METHODS[name].example(16), []
+  spec = model().spec(2, 48)
+  whole, wanted = prefill(
+    model(), TOKENS[:, :30], [30, 13], method.init_caches(spec), method, past=0
+  )
+  logits, caches = prefill(
+    model(),
+    TOKENS[:, :30],
+    [30, 13],
+    method.init_caches(spec),
+    method,
+    chunk=chunk,
+    on_chunk=lambda *x: seen.append(x),
+  )
+  chex.assert_trees_all_close(logits, whole, rtol=1e-4, atol=1e-4)
+  for mine, other in zip(caches, wanted, strict=True):
+    np.testing.assert_array_equal(mine.seen, other.seen)
+    np.testing.assert_array_equal(np.sort(mine.pos), np.sort(other.pos))
+  assert seen == ([(30, 30)] if chunk == 32 else [(8, 30), (16, 30), (24, 30), (30, 30)])
+  # A further turn in chunks, onto rows of different lengths; one row is idle.
+  before = jax.tree.map(lambda x: np.asarray(x[1]), caches)
+  one, _ = prefill(model(), TOKENS[:, 30:], [10, 0], wanted, method)
+  two, caches = prefill(model(), TOKENS[:, 30:], [10, 0], caches, method, chunk=4)
+  chex.assert_trees_all_close(two[0], one[0], rtol=1e-4, atol=1e-4)
+  chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[1]), caches), before)
+
+
+def test_chunks_keep_the_logits_of_every_position():
+  spec = model().spec(2, 48)
+  lengths = [30, 13]
+  whole, _ = prefill(
+    model(), TOKENS[:, :30], lengths, FULL.init_caches(spec), FULL, all_logits=True
+  )
+  parts, _ = prefill(
+    model(), TOKENS[:, :30], lengths, FULL.init_caches(spec), FULL, all_logits=True, chunk=8
+  )
+  assert parts.shape == whole.shape
+  for row, n in enumerate(lengths):
+    chex.assert_trees_all_close(parts[row, :n], whole[row, :n], rtol=1e-4, atol=1e-4)
+
+
+def test_chunks_compile_once_per_doubling():
+  loop._prefill.clear_cache()
+  for length in (33, 40, 25):
+    prefill(
+      model(), TOKENS[:, :length], [length, 3], FULL.init_caches(model().spec(2, 64)), FULL, chunk=4
+    )
+  assert loop._prefill._cache_size() == 6  # an empty cache, and bounds of 4, 8, 16, 32 and 64
+
+
+def test_chunks_tell_the_method_the_whole_length():
+  seen = []
+
+  class Spy(kvjax.Full):
+    def active(self, at, tokens, total):
+      jax.debug.callback(lambda x: seen.append(x.tolist()), total)
+
+  prefill(model(), TOKENS[:, :12], [12, 7], Spy().init_caches(model().spec(2, 16)), Spy(), chunk=8)
+  jax.effects_barrier()
+  assert seen == [[12, 7]] * 2 * CONFIG.layers
+
+
+def test_chunks_are_refused():
+  caches = FULL.init_caches(model().spec(2, 16))
+  tokens, lengths = TOKENS[:, :8], [8, 4]
+  for kwargs, message in (
+    ({"chunk": 0}, "chunk: found 0"),
+    ({"chunk": 4, "past": 0}, "past: found 0 and chunk = 4"),
+    ({"chunk": 4, "with_aux": True}, "with_aux: found True and chunk = 4"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      prefill(model(), tokens, lengths, caches, FULL, **kwargs)
+  method = kvjax.Random(8)
+  with pytest.raises(NotImplementedError, match="chunk: found 4, expected None for Random"):
+    prefill(model(), tokens, lengths, method.init_caches(model().spec(2, 16)), method, chunk=4)
+
+
+def test_prompts_are_padded():
+  tokens, lengths = pad([[1, 2, 3], [], [4]], multiple=4)
+  assert tokens.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [4, 0, 0, 0]]
+  assert lengths.tolist() == [3, 0, 1]
+  assert pad([[1, 2, 3]])[0].shape == (1, 3)
+  with pytest.raises(ValueError, match="multiple: found 0"):
+    pad([[1]], multiple=0)

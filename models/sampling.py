@@ -1,0 +1,115 @@
+"""How a token is drawn from logits: temperature, top-k, top-p, min-p, one key per row and token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Knobs = tuple[Array, Array, Array, Array]  # temperature, top_k, top_p, min_p: scalars
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """What a token is drawn from; the default takes the likeliest one.
+
+  The order is that of Hugging Face transformers. Logits are divided by the temperature, then each
+  filter acts on what the one before it left, renormalised: top-k, top-p, min-p. A token that ties
+  with the last one kept is kept, and the likeliest token always stays.
+
+  Attributes:
+    temperature: 0 takes the likeliest token (the first of equals); otherwise the logits' divisor.
+    top_k: the k likeliest tokens stay; None: all.
+    top_p: the fewest likeliest tokens whose probabilities sum to at least p stay (Holtzman et al.,
+      ICLR 2020, "nucleus"); 1: all.
+    min_p: tokens at least p times as probable as the likeliest one stay (Nguyen et al., ICLR
+      2025); 0: all.
+
+  Raises:
+    ValueError: a value is out of range.
+  """
+
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+  def __post_init__(self):
+    def check(name: str, ok: bool, expected: str) -> None:
+      if not ok:
+        raise ValueError(f"Sampling.{name}: found {getattr(self, name)!r}, expected {expected}")
+
+    whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
+    finite = math.isfinite(self.temperature)
+    check("temperature", finite and self.temperature >= 0, "a finite number of at least 0")
+    check("top_k", self.top_k is None or (whole and self.top_k >= 1), "an integer ≥ 1, or None")
+    check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
+    check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
+
+  @property
+  def greedy(self) -> bool:
+    return self.temperature == 0
+
+  def knobs(self, vocab: int) -> Knobs:
+    """The settings as arrays: traced, so that changing them does not compile anything again."""
+    top_k = vocab if self.top_k is None else min(self.top_k, vocab)
+    return (
+      jnp.float32(self.temperature),
+      jnp.int32(top_k),
+      jnp.float32(self.top_p),
+      jnp.float32(self.min_p),
+    )
+
+
+def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
+  """Logits over the temperature; −inf where a filter drops the token.
+
+  Every filter keeps a prefix of the tokens in order of likelihood, so that all three together are
+  one threshold per row.
+  """
+  temperature, top_k, top_p, min_p = knobs
+  x = logits.astype(jnp.float32) / temperature
+
+  def ranked(x: Array) -> Array:
+    order = -jnp.sort(-x, -1)  # likeliest first
+    kth = jax.lax.dynamic_index_in_dim(order, top_k - 1, -1)
+    first = order >= kth
+    p = jax.nn.softmax(jnp.where(first, order, -jnp.inf), -1)
+    before = jnp.cumsum(p, -1) - p  # probability of all likelier tokens
+    # Rounded sums can reach 1 before the last token: 1 means all.
+    stays = first & ((before < top_p) | (top_p >= 1))
+    return jnp.where(stays, order, jnp.inf).min(-1, keepdims=True)
+
+  # Sorting a vocabulary is most of the work: nothing is sorted while both filters are off.
+  sorts = (top_k < x.shape[-1]) | (top_p < 1)
+  least = jax.lax.cond(sorts, ranked, lambda x: jnp.full_like(x[:, :1], -jnp.inf), x)
+  # p ≥ min_p · max p, on logits; renormalising changes neither side's ratio.
+  least = jnp.maximum(least, x.max(-1, keepdims=True) + jnp.log(min_p))
+  return jnp.where(x >= least, x, -jnp.inf)
+
+
+def draw(
+  logits: Float[Array, "B V"],
+  knobs: Knobs,
+  seed: Array,
+  rows: Int[Array, " B"],
+  at: Int[Array, " B"],
+) -> Int[Array, " B"]:
+  """One token per row; its random key is made of (seed, row, position) and nothing else.
+
+  Args:
+    logits: [B, V].
+    knobs: of `Sampling.knobs`, with a temperature above 0.
+    seed: uint32.
+    rows: int32 [B], the rows' numbers.
+    at: int32 [B], position of the token to draw in its row's text.
+  """
+
+  def one(row: Array, position: Array, x: Array) -> Array:
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
+    return jax.random.categorical(key, x)
+
+  return jax.vmap(one)(rows, at, filtered(logits, knobs)).astype(jnp.int32)

@@ -1,0 +1,163 @@
+"""Drawing tokens against a NumPy oracle, and texts that end at stop strings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.sampling import Sampling, draw, filtered
+from models.stopping import RowText
+from models.tokenizer import TextStream
+
+FILTER = jax.jit(filtered)
+
+
+def oracle(logits, sampling):
+  """Probabilities [V] in float64, filter by filter."""
+  x = logits.astype(np.float64) / sampling.temperature
+  p = np.exp(x - x.max())
+  p /= p.sum()
+  if sampling.top_k is not None:
+    kth = np.sort(p)[::-1][min(sampling.top_k, len(p)) - 1]
+    p = np.where(p >= kth, p, 0)
+    p /= p.sum()
+  if sampling.top_p < 1:
+    order = np.sort(p)[::-1]
+    count = np.searchsorted(np.cumsum(order), sampling.top_p) + 1  # the fewest that reach p
+    p = np.where(p >= order[min(count, len(p)) - 1], p, 0)
+    p /= p.sum()
+  p = np.where(p >= sampling.min_p * p.max(), p, 0)
+  return p / p.sum()
+
+
+def probabilities(logits, sampling):
+  return np.asarray(jax.nn.softmax(FILTER(logits, sampling.knobs(logits.shape[1])), -1))
+
+
+def test_worked_example():
+  """p = (1/2, 1/4, 1/8, 1/16, 1/16): each filter alone, and all in order."""
+  logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.0625, 0.0625]]))
+
+  def kept(**settings):
+    return (probabilities(logits, Sampling(1.0, **settings)) > 0).sum()
+
+  assert kept() == 5
+  assert kept(top_k=2) == 2
+  assert kept(top_k=4) == 5  # the fifth ties with the fourth
+  assert kept(top_p=0.5) == 1
+  assert kept(top_p=0.51) == 2
+  assert kept(min_p=0.25) == 3
+  # Of the first three, renormalised to (4/7, 2/7, 1/7), two sum to 6/7.
+  assert kept(top_k=3, top_p=0.85) == 2
+  assert kept(top_p=0.87) == 3
+  np.testing.assert_allclose(
+    probabilities(logits, Sampling(1.0, top_k=2))[0], [2 / 3, 1 / 3, 0, 0, 0], rtol=1e-6
+  )
+
+
+@given(
+  seed=st.integers(0, 1000),
+  temperature=st.floats(0.1, 3.0),
+  top_k=st.none() | st.integers(1, 40),
+  top_p=st.just(1.0) | st.floats(0.05, 0.99),
+  min_p=st.just(0.0) | st.floats(0.01, 0.9),
+)
+def test_filters_equal_the_oracle(seed, temperature, top_k, top_p, min_p):
+  """Rows at once, some tokens forbidden (−inf); at float32 no token is near a threshold."""
+  rng = np.random.default_rng(seed)
+  logits = rng.standard_normal((3, 33)).astype(np.float32) * 3
+  logits[1, ::4] = -np.inf
+  sampling = Sampling(temperature, top_k, top_p, min_p)
+  want = np.stack([oracle(row, sampling) for row in logits])
+  np.testing.assert_allclose(probabilities(logits, sampling), want, rtol=1e-4, atol=1e-6)
+
+
+def test_draws_follow_the_distribution():
+  """Frequencies over many rows lie within 5 standard errors of the oracle's probabilities."""
+  n, sampling = 4096, Sampling(0.7, top_k=4, top_p=0.95)
+  logits = np.array([0.0, 1.0, 2.0, 1.5, -1.0, 0.5], np.float32)
+  tokens = draw(
+    jnp.tile(logits, (n, 1)), sampling.knobs(6), jnp.uint32(0), jnp.arange(n), jnp.zeros(n, int)
+  )
+  p = oracle(logits, sampling)
+  found = np.bincount(tokens, minlength=6) / n
+  assert (p == 0).any() and (np.abs(found - p) <= 5 * np.sqrt(p * (1 - p) / n)).all()
+
+
+def test_a_draw_depends_on_seed_row_and_position():
+  logits = jnp.zeros((1, 1000))
+
+  def token(seed, row, at):
+    knobs = Sampling(1.0).knobs(1000)
+    return int(draw(logits, knobs, jnp.uint32(seed), jnp.array([row]), jnp.array([at]))[0])
+
+  tokens = [token(*x) for x in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 1, 0))]
+  assert len(set(tokens)) == len(tokens)
+  assert token(0, 1, 1) == tokens[4]
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"temperature": -1.0}, "Sampling.temperature: found -1.0"),
+    ({"temperature": float("nan")}, "Sampling.temperature: found nan"),
+    ({"temperature": float("inf")}, "Sampling.temperature: found inf"),
+    ({"top_k": 0}, "Sampling.top_k: found 0, expected an integer ≥ 1, or None"),
+    ({"top_p": 0.0}, r"Sampling.top_p: found 0.0, expected a number in \(0, 1\]"),
+    ({"top_p": 1.1}, "Sampling.top_p: found 1.1"),
+    ({"min_p": -0.1}, "Sampling.min_p: found -0.1"),
+    ({"min_p": float("nan")}, "Sampling.min_p: found nan"),
+  ],
+)
+def test_bad_settings_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    Sampling(**settings)
+
+
+# ---- stop strings
+
+
+class Characters(TextStream):
+  """A stream whose tokens are code points."""
+
+  def __init__(self):
+    pass
+
+  def feed(self, token):
+    return chr(token)
+
+  def flush(self):
+    return ""
+
+
+def released(text, stop):
+  row = RowText(Characters(), stop)
+  return [row.feed(ord(c)) for c in text] + [row.flush()], row
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+  parts, row = released("xab.abc!", ["abc"])
+  assert parts == ["x", "", "", "ab.", "", "", "", "", ""]
+  assert row.text == "xab." and row.ended
+  parts, row = released("xab", ["abc"])
+  assert parts == ["x", "", "", "ab"] and not row.ended
+
+
+def test_the_string_that_is_complete_first_wins():
+  assert released("abcd", ["abcd", "bc"])[1].text == "a"
+  assert released("aaab", ["aab"])[1].text == "a"
+
+
+@given(text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=3)))
+def test_text_ends_where_a_plain_search_finds_the_first_string(text, stop):
+  parts, row = released(text, stop)
+  ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(s) for s in stop)]
+  if ends:
+    head = text[: ends[0]]
+    want = head[: len(head) - max(len(s) for s in stop if head.endswith(s))]
+  else:
+    want = text
+  assert "".join(parts) == row.text == want
+  assert row.ended == bool(ends)

@@ -1,4 +1,9 @@
-"""A checkpoint's tokenizer: text to token ids and back, and the chat template."""
+"""A checkpoint's tokenizer: text to token ids and back, and the chat template.
+
+Two kinds of byte-pair encoding are known: over bytes spelled as printable characters (GPT-2's way:
+Llama 3, Qwen, SmolLM2), and over text with spaces spelled ▁ and rare bytes as <0x..> tokens
+(SentencePiece's way: Llama 2, Mistral).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,35 @@ import codecs
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 # GGUF's tokenizer.ggml.token_type
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _cut(numerals: str) -> Any:
+  """GPT-4's pattern, by how numerals are cut, then bytes as printable characters."""
+  pattern = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    + numerals
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+  )
+  return pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+
 
 # GGUF's tokenizer.ggml.pre: how text is cut before byte-pair encoding. Every entry maps bytes to
 # printable characters (GPT-2's table); they differ in where they cut.
@@ -26,11 +50,15 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ]
   ),
+  "llama-bpe": lambda: _cut(r"\p{N}{1,3}"),
+  "qwen2": lambda: _cut(r"\p{N}"),
+  "deepseek-r1-qwen": lambda: _cut(r"\p{N}"),
 }
+_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC, before anything else
 
 
 class Tokenizer:
-  """Byte-level BPE tokenizer with its special tokens and chat template.
+  """A byte-pair encoding with its special tokens and chat template.
 
   Args:
     backend: a `tokenizers.Tokenizer`.
@@ -38,6 +66,15 @@ class Tokenizer:
     eos: id of the token that ends an answer, or None.
     add_bos: whether `encode` begins with `bos` unless told otherwise.
     chat_template: Jinja source, or None.
+    rows: rows of the model's embedding, where it is padded: ids from `size` to there mean nothing
+      and decode to nothing.
+
+  Attributes:
+    size: number of token ids.
+
+  Raises:
+    ValueError: an id is out of range, or `add_bos` without `bos`.
+    NotImplementedError: the backend decodes neither as GPT-2 nor as SentencePiece does.
   """
 
   def __init__(
@@ -48,13 +85,22 @@ class Tokenizer:
     eos: int | None = None,
     add_bos: bool = False,
     chat_template: str | None = None,
+    rows: int | None = None,
   ):
     self.backend = backend
     self.bos = bos
     self.eos = eos
     self.add_bos = add_bos
     self.chat_template = chat_template
-    size = backend.get_vocab_size()
+    self.rows = rows
+    self.size = size = max(backend.get_vocab().values(), default=-1) + 1
+    kinds = _decoder_kinds(backend)
+    self._sentencepiece = bool({"ByteFallback", "Metaspace"} & kinds)
+    self.drops_first_space = bool({"Strip", "Metaspace"} & kinds)
+    if kinds and not self._sentencepiece and "ByteLevel" not in kinds:
+      raise NotImplementedError(
+        f"tokenizer: decoder: found {sorted(kinds)}, expected ByteLevel or ByteFallback"
+      )
     for name, token in (("bos", bos), ("eos", eos)):
       if token is not None and not 0 <= token < size:
         raise ValueError(f"tokenizer: {name}: found id {token}, expected one in [0, {size})")
@@ -63,11 +109,6 @@ class Tokenizer:
     added = backend.get_added_tokens_decoder()
     self._added = {i: token.content for i, token in added.items()}
     self._special = {i for i, token in added.items() if token.special}
-
-  @property
-  def size(self) -> int:
-    """Number of token ids."""
-    return self.backend.get_vocab_size()
 
   def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
     """Token ids of a text; special tokens written out in it are recognised."""
@@ -101,7 +142,12 @@ class Tokenizer:
       return self._added[token].encode()
     piece = self.backend.id_to_token(token) if token >= 0 else None
     if piece is None:
+      if 0 <= token < max(self.size, self.rows or 0):
+        return b""
       raise ValueError(f"token: found id {token}, expected one in [0, {self.size})")
+    if self._sentencepiece:
+      byte = _BYTE.fullmatch(piece)
+      return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
     table = _byte_of_character()
     return bytes(table[c] for c in piece)
 
@@ -141,7 +187,9 @@ class Tokenizer:
       raise TemplateError(reason)
 
     # The template comes with the checkpoint: it runs sandboxed, and cannot change its arguments.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = refuse
     text = {
       name: "" if token is None else self.backend.id_to_token(token)
@@ -165,6 +213,7 @@ class Tokenizer:
       "eos": self.eos,
       "add_bos": self.add_bos,
       "chat_template": self.chat_template,
+      "rows": self.rows,
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -178,23 +227,20 @@ class Tokenizer:
     """
     folder = pathlib.Path(folder)
     path = folder / "tokenizer.json"
+    settings_path = folder / "tokenizer_config.json"
+    backend = _read_backend(path, "the tokenizer of a converted checkpoint")
     try:
-      source = path.read_text(encoding="utf-8")
-      settings_path = folder / "tokenizer_config.json"
       settings_text = settings_path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
       raise FileNotFoundError(
-        f"{error.filename}: not found, expected the tokenizer of a converted checkpoint"
+        f"{settings_path}: not found, expected the tokenizer of a converted checkpoint"
       ) from error
-    try:
-      backend = tokenizers.Tokenizer.from_str(source)
-    except Exception as error:  # the Rust library raises plain Exception
-      raise ValueError(f"{path}: not a tokenizer: {error}") from error
     try:
       return cls(backend, **json.loads(settings_text))
     except (TypeError, json.JSONDecodeError) as error:
       raise ValueError(
-        f"{settings_path}: found {error}, expected an object of bos, eos, add_bos, chat_template"
+        f"{settings_path}: found {error}, expected an object of bos, eos, add_bos, chat_template, "
+        "rows"
       ) from error
 
   @classmethod
@@ -216,17 +262,7 @@ class Tokenizer:
       except KeyError:
         raise ValueError(f"{name}: tokenizer.ggml.{key}: not found, expected an entry") from None
 
-    kind = entry("model")
-    if kind != "gpt2":
-      raise NotImplementedError(
-        f"{name}: tokenizer.ggml.model: found {kind!r}, expected 'gpt2' (byte-level BPE)"
-      )
-    pre = entry("pre")
-    if pre not in _PRE_TOKENIZERS:
-      raise NotImplementedError(
-        f"{name}: tokenizer.ggml.pre: found {pre!r}, expected one of {sorted(_PRE_TOKENIZERS)}"
-      )
-    tokens, merges = entry("tokens"), entry("merges")
+    kind, tokens = entry("model"), entry("tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if len(kinds) != len(tokens):
       raise ValueError(
@@ -235,29 +271,101 @@ class Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
       raise ValueError(f"{name}: tokenizer.ggml.tokens: found duplicates, expected none")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    begins = False  # with bos, where the file does not say
     try:
-      backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=pairs))
+      match kind:
+        case "gpt2":
+          pre = entry("pre")
+          if pre not in _PRE_TOKENIZERS:
+            raise NotImplementedError(
+              f"{name}: tokenizer.ggml.pre: found {pre!r}, expected one of "
+              f"{sorted(_PRE_TOKENIZERS)}"
+            )
+          backend = _byte_level(vocabulary, entry("merges"), pre)
+          begins = pre == "llama-bpe"
+        case "llama":
+          unknown = next((t for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN), None)
+          prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+          backend = _sentencepiece(vocabulary, entry("scores"), unknown, prefix)
+          begins = True
+        case _:
+          raise NotImplementedError(
+            f"{name}: tokenizer.ggml.model: found {kind!r}, expected 'gpt2' (byte-level BPE) or "
+            "'llama' (SentencePiece)"
+          )
+    except (NotImplementedError, TypeError):
+      raise
     except Exception as error:  # the Rust library raises plain Exception
       raise ValueError(f"{name}: tokenizer.ggml.merges: {error}") from error
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    backend.decoder = decoders.ByteLevel()
     added = [
       tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
       for token, kind in zip(tokens, kinds, strict=True)
       if kind in (_CONTROL, _USER_DEFINED)
     ]
     backend.add_tokens(added)
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
     try:
       return cls(
         backend,
-        bos=metadata.get("tokenizer.ggml.bos_token_id"),
+        bos=bos,
         eos=metadata.get("tokenizer.ggml.eos_token_id"),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", begins and bos is not None)),
         chat_template=metadata.get("tokenizer.chat_template"),
       )
     except ValueError as error:
       raise ValueError(f"{name}: {error}") from error
+
+  @classmethod
+  def from_huggingface(cls, folder: str | pathlib.Path) -> Tokenizer:
+    """Reads the tokenizer of a Hugging Face folder.
+
+    Files: tokenizer.json; tokenizer_config.json for bos, eos and the chat template, which may also
+    lie in chat_template.jinja. A text begins with bos where add_bos_token says so or, without that
+    entry, where tokenizer.json itself puts it there.
+
+    Raises:
+      FileNotFoundError: there is no tokenizer.json.
+      ValueError: a file is damaged, or a special token is not in the vocabulary.
+      NotImplementedError: the tokenizer's kind is not supported.
+    """
+    folder = pathlib.Path(folder)
+    path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    backend = _read_backend(path, "a Hugging Face folder with a fast tokenizer")
+    settings: Any = {}
+    if settings_path.is_file():
+      try:
+        settings = json.loads(settings_path.read_text(encoding="utf-8"))
+      except ValueError as error:
+        raise ValueError(f"{settings_path}: not JSON ({error}), expected an object") from error
+    if not isinstance(settings, dict):
+      raise ValueError(f"{settings_path}: found {type(settings).__name__}, expected an object")
+
+    def special(key: str) -> int | None:
+      token = settings.get(key)
+      token = token.get("content") if isinstance(token, dict) else token
+      if token is None:
+        return None
+      found = backend.token_to_id(str(token))
+      if found is None:
+        raise ValueError(
+          f"{settings_path}: {key}: found {token!r}, expected a token of {path.name}"
+        )
+      return found
+
+    bos, eos = special("bos_token"), special("eos_token")
+    add_bos = settings.get("add_bos_token")
+    if add_bos is None:
+      add_bos = bos is not None and backend.encode("").ids[:1] == [bos]
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+      named = {entry.get("name"): entry.get("template") for entry in template}
+      template = named.get("default")
+    if (folder / "chat_template.jinja").is_file():
+      template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    try:
+      return cls(backend, bos=bos, eos=eos, add_bos=bool(add_bos), chat_template=template)
+    except (ValueError, NotImplementedError) as error:
+      raise type(error)(f"{path}: {error}") from error
 
 
 class TextStream:
@@ -270,16 +378,77 @@ class TextStream:
     self._tokenizer = tokenizer
     self._skip_special = skip_special
     self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    self._drop_space = tokenizer.drops_first_space
 
   def feed(self, token: int) -> str:
     """Text that is complete after this token; may be empty."""
     if self._skip_special and self._tokenizer.is_special(int(token)):
       return ""
-    return self._utf8.decode(self._tokenizer.token_bytes(int(token)))
+    data = self._tokenizer.token_bytes(int(token))
+    if self._drop_space and data:  # the space that SentencePiece puts before every text
+      data, self._drop_space = data.removeprefix(b" "), False
+    return self._utf8.decode(data)
 
   def flush(self) -> str:
     """What is left of an incomplete character, as U+FFFD."""
     return self._utf8.decode(b"", final=True)
+
+
+def _read_backend(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
+  try:
+    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+  except FileNotFoundError as error:
+    raise FileNotFoundError(f"{path}: not found, expected {expected}") from error
+  except Exception as error:  # the Rust library raises plain Exception
+    raise ValueError(f"{path}: not a tokenizer: {error}") from error
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+  """The steps of the backend's decoder."""
+  if backend.decoder is None:
+    return set()
+  state = json.loads(backend.decoder.__getstate__())
+  return {step["type"] for step in state.get("decoders", [state])}
+
+
+def _byte_level(vocabulary: dict[str, int], merges: list[str], pre: str) -> tokenizers.Tokenizer:
+  pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
+  # Llama 3 takes a word that is a token as it is, whatever its merges would make of it.
+  model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
+  backend = tokenizers.Tokenizer(model)
+  if pre in _NORMALISED:
+    backend.normalizer = normalizers.NFC()
+  backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+  backend.decoder = decoders.ByteLevel()
+  return backend
+
+
+def _sentencepiece(
+  vocabulary: dict[str, int], scores: list[float], unknown: str | None, prefix: bool
+) -> tokenizers.Tokenizer:
+  """SentencePiece joins the neighbours that make the token of the highest score: merges, ranked."""
+  merges = []
+  for token, i in vocabulary.items():
+    for cut in range(1, len(token)):
+      left, right = token[:cut], token[cut:]
+      if left in vocabulary and right in vocabulary:
+        merges.append((-scores[i], i, left, right))
+  model = tokenizers.models.BPE(
+    vocab=vocabulary,
+    merges=[(left, right) for _, _, left, right in sorted(merges)],
+    unk_token=unknown,
+    fuse_unk=True,
+    byte_fallback=True,
+  )
+  backend = tokenizers.Tokenizer(model)
+  spaces = normalizers.Replace(" ", "▁")
+  before = [normalizers.Prepend("▁"), spaces] if prefix else [spaces]
+  backend.normalizer = normalizers.Sequence(before)
+  after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+  if prefix:
+    after.append(decoders.Strip(" ", 1, 0))
+  backend.decoder = decoders.Sequence(after)
+  return backend
 
 
 @functools.cache

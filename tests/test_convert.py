@@ -22,6 +22,7 @@ import kvjax
 from kvjax.rope import Linear
 from models import convert
 from models.config import ModelConfig
+from models.gguf_file import half_split
 from tests import tiny_gguf
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)
@@ -80,13 +81,13 @@ def test_half_split_rotation_of_permuted_rows_scores_like_the_interleaved_one():
     turned = (y[..., 0] + 1j * y[..., 1]) * np.exp(1j * angle)[:, None]
     return np.stack([turned.real, turned.imag], -1).reshape(7, heads, size)
 
-  def half_split(w):
-    y = (x @ convert._half_split(w, heads).T).reshape(7, heads, size)
+  def ours(w):
+    y = (x @ half_split(w, heads).T).reshape(7, heads, size)
     position = jnp.arange(7)[:, None]
     return np.asarray(kvjax.Rope(theta).rotate(jnp.asarray(y, jnp.float32), position))
 
   want = np.einsum("inh,jnh->nij", interleaved(wq), interleaved(wk))
-  got = np.einsum("inh,jnh->nij", half_split(wq), half_split(wk))
+  got = np.einsum("inh,jnh->nij", ours(wq), ours(wk))
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -167,11 +168,16 @@ def broken(path, *, drop=None, reshape=None, architecture="llama", rename=None, 
       ValueError,
       r"found shape \(32, 64\), expected \(96, 64\)",
     ),
-    ({"architecture": "mamba"}, NotImplementedError, r"found 'mamba', expected 'llama'"),
+    ({"architecture": "mamba"}, NotImplementedError, r"found 'mamba', expected one of"),
+    (
+      {"rename": ("blk.0.attn_norm.weight", "blk.0.attn_sinks.weight")},
+      NotImplementedError,
+      r"does not use: blk\.0\.attn_sinks\.weight",
+    ),
     (
       {"rename": ("blk.0.attn_norm.weight", "rope_freqs.weight")},
       NotImplementedError,
-      r"does not use: rope_freqs\.weight",
+      r"rope_freqs\.weight.*found divisors .*expected those of Llama3",
     ),
     ({"llama__block_count": 4}, ValueError, r"block_count.*found 4.*3 blocks"),
     ({"llama__block_count": None}, ValueError, r"block_count.*not found"),
@@ -179,10 +185,17 @@ def broken(path, *, drop=None, reshape=None, architecture="llama", rename=None, 
     ({"llama__attention__head_count": 0}, ValueError, r"metadata"),
     ({"llama__attention__head_count_kv": 3}, ValueError, r"found 4, expected a multiple"),
     ({"llama__rope__dimension_count": 8}, NotImplementedError, r"found 8.*head size 16"),
-    ({"llama__rope__scaling__type": "yarn"}, NotImplementedError, r"found 'yarn', expected 'none'"),
+    ({"llama__rope__scaling__type": "yarn"}, ValueError, r"rope\.scaling\.factor.*not found"),
+    ({"llama__rope__scaling__type": "longrope"}, NotImplementedError, r"found 'longrope'"),
+    (
+      {"llama__attention__sliding_window": 64},
+      NotImplementedError,
+      r"sliding window of 64 tokens in a context of 128.*max_context=64",
+    ),
     ({"llama__expert_count": 8}, NotImplementedError, r"expert_count.*found 8"),
     ({"tokenizer__ggml__pre": "other"}, NotImplementedError, r"found 'other', expected one of"),
-    ({"tokenizer__ggml__model": "llama"}, NotImplementedError, r"found 'llama', expected 'gpt2'"),
+    ({"tokenizer__ggml__model": "bert"}, NotImplementedError, r"found 'bert', expected 'gpt2'"),
+    ({"tokenizer__ggml__model": "llama"}, ValueError, r"scores: not found"),
     ({"tokenizer__ggml__tokens": tiny_gguf.TOKENS[:-1]}, ValueError, r"token_type: found"),
     ({"tokenizer__ggml__merges": None}, ValueError, r"merges: not found"),
     ({"tokenizer__ggml__merges": ["x yy zz"]}, ValueError, r"merges"),

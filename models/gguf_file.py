@@ -1,0 +1,262 @@
+"""GGUF files of the Llama, Qwen2 and Qwen3 architectures, with any block type that `gguf` reads."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pathlib
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+
+from kvjax.rope import Linear, Llama3, Rope, Yarn
+from models.config import ModelConfig
+from models.source import Source
+from models.tokenizer import Tokenizer
+
+_NAMES = {
+  "embedding": "token_embd.weight",
+  "norm": "output_norm.weight",
+  "head": "output.weight",
+  **{
+    part: f"blk.{{i}}.{name}"
+    for part, name in {
+      "attention_norm": "attn_norm.weight",
+      "q": "attn_q.weight",
+      "k": "attn_k.weight",
+      "v": "attn_v.weight",
+      "o": "attn_output.weight",
+      "q_bias": "attn_q.bias",
+      "k_bias": "attn_k.bias",
+      "v_bias": "attn_v.bias",
+      "q_norm": "attn_q_norm.weight",
+      "k_norm": "attn_k_norm.weight",
+      "mlp_norm": "ffn_norm.weight",
+      "gate": "ffn_gate.weight",
+      "up": "ffn_up.weight",
+      "down": "ffn_down.weight",
+    }.items()
+  },
+}
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+class GGUF(Source):
+  """A GGUF file.
+
+  Args:
+    path: the .gguf file.
+    max_context: use the model up to so many tokens (None: as many as it states).
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is truncated or damaged, or tensors are missing or of the wrong shape.
+    NotImplementedError: the architecture, a quantisation or a tensor is not supported.
+  """
+
+  names = _NAMES
+
+  def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
+    self.path = pathlib.Path(path)
+    if not self.path.is_file():
+      raise FileNotFoundError(f"{path}: no such file, expected a .gguf file")
+    try:
+      reader = _BoundedReader(self.path)
+      self.metadata = {key: field.contents() for key, field in reader.fields.items()}
+      self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+      self._mapping = reader.data.base
+    except Exception as error:  # a damaged file can trip the reader anywhere
+      raise ValueError(
+        f"{path}: not readable as GGUF ({type(error).__name__}: {error}), "
+        "expected a complete GGUF file"
+      ) from error
+    try:
+      self.config = self._read_config(max_context)
+    except (TypeError, ZeroDivisionError) as error:
+      raise ValueError(
+        f"{path}: metadata: found entries of the wrong type ({error}), expected numbers"
+      ) from error
+    self._check_blocks()
+    found = {
+      name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
+    }
+    self.check_tensors(found, [_ROPE_FREQS])
+    samples = {tensor.tensor_type: tensor for tensor in self._tensors.values()}
+    for tensor in samples.values():
+      self._dequantize(tensor.name, tensor.data[:1])
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer of the file's metadata; raises as `Tokenizer.from_gguf` does."""
+    try:
+      return Tokenizer.from_gguf(self.metadata, str(self.path))
+    except (AttributeError, TypeError) as error:
+      raise ValueError(
+        f"{self.path}: tokenizer metadata: found entries of the wrong type ({error}), expected "
+        "lists of tokens, kinds and merges, and integer ids"
+      ) from error
+
+  def read(self, part: str, layer: int = 0) -> np.ndarray:
+    tensor = self._tensors[self.name(part, layer)]
+    kind = tensor.tensor_type
+    x = self._dequantize(tensor.name, tensor.data)
+    if kind == gguf.GGMLQuantizationType.BF16:
+      x = x.astype(ml_dtypes.bfloat16)
+    else:
+      x = np.array(x, np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
+    if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+      self._mapping.madvise(mmap.MADV_DONTNEED)  # what was read need not stay in memory
+    if part in ("q", "k") and self.metadata["general.architecture"] == "llama":
+      x = half_split(x, self.config.heads if part == "q" else self.config.kv_heads)
+    return x
+
+  def _entry(self, key: str, default: Any = None) -> Any:
+    value = self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
+    if value is None:
+      raise ValueError(f"{self.path}: metadata {key!r}: not found, expected an entry")
+    return value
+
+  def _read_config(self, max_context: int | None) -> ModelConfig:
+    architecture = self.metadata.get("general.architecture")
+    if architecture not in _ARCHITECTURES:
+      raise NotImplementedError(
+        f"{self.path}: general.architecture: found {architecture!r}, expected one of "
+        f"{_ARCHITECTURES}"
+      )
+    heads, dim = self._entry("attention.head_count"), self._entry("embedding_length")
+    head_dim = self._entry("attention.key_length", dim // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+      if self._entry(key, head_dim) != head_dim:
+        raise NotImplementedError(
+          f"{self.path}: metadata {key!r}: found {self._entry(key)}, expected the head size "
+          f"{head_dim}"
+        )
+    if self._entry("expert_count", 0):
+      raise NotImplementedError(
+        f"{self.path}: metadata 'expert_count': found {self._entry('expert_count')}, expected none"
+      )
+    embedding = self._tensors.get("token_embd.weight")
+    if embedding is None:
+      raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
+    rope = self._rope(head_dim)
+    context = self._entry("context_length")
+    if isinstance(rope.scaling, Yarn):
+      context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
+    window = self._entry("attention.sliding_window", 0) or None
+    try:
+      return ModelConfig(
+        vocab=int(embedding.shape[-1]),
+        dim=dim,
+        layers=self._entry("block_count"),
+        heads=heads,
+        kv_heads=self._entry("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        ffn=self._entry("feed_forward_length"),
+        rope=rope,
+        norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
+        tie_embeddings="output.weight" not in self._tensors,
+        max_context=self.context(context, window, max_context),
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+      )
+    except ValueError as error:
+      raise ValueError(f"{self.path}: {error}") from error
+
+  def _rope(self, head_dim: int) -> Rope:
+    theta = self._entry("rope.freq_base", 10000.0)
+    kind = self._entry("rope.scaling.type", "none")
+    if _ROPE_FREQS in self._tensors:
+      if kind != "none":
+        raise NotImplementedError(
+          f"{self.path}: metadata 'rope.scaling.type': found {kind!r} beside the tensor "
+          f"{_ROPE_FREQS}, expected 'none'"
+        )
+      return Rope(theta, self._llama3(theta, head_dim))
+    match kind:
+      case "none":
+        return Rope(theta)
+      case "linear":
+        return Rope(theta, Linear(self._entry("rope.scaling.factor")))
+      case "yarn":
+        if self._entry("rope.scaling.yarn_log_multiplier", 0.0):
+          raise NotImplementedError(
+            f"{self.path}: metadata 'rope.scaling.yarn_log_multiplier': found "
+            f"{self._entry('rope.scaling.yarn_log_multiplier')}, expected none"
+          )
+        yarn = Yarn(
+          factor=self._entry("rope.scaling.factor"),
+          original_context=self._entry(
+            "rope.scaling.original_context_length", self._entry("context_length")
+          ),
+          beta_fast=self._entry("rope.scaling.yarn_beta_fast", 32.0),
+          beta_slow=self._entry("rope.scaling.yarn_beta_slow", 1.0),
+        )
+        # llama.cpp puts this factor on top of YaRN's own.
+        extra = self._entry("rope.scaling.attn_factor", 1.0)
+        if extra != 1.0:
+          factor = extra * Rope(theta, yarn).magnitude
+          yarn = Yarn(yarn.factor, yarn.original_context, yarn.beta_fast, yarn.beta_slow, factor)
+        return Rope(theta, yarn)
+    raise NotImplementedError(
+      f"{self.path}: metadata 'rope.scaling.type': found {kind!r}, expected 'none', 'linear' or "
+      "'yarn'"
+    )
+
+  def _llama3(self, theta: float, head_dim: int) -> Llama3 | None:
+    """Llama 3.1's scaling, which GGUF stores as a divisor of each frequency.
+
+    The divisors fix the factor; that the rest is what every Llama 3.1 to 3.3 was trained with is
+    checked against them.
+    """
+    tensor = self._tensors[_ROPE_FREQS]
+    divisors = np.asarray(self._dequantize(_ROPE_FREQS, tensor.data), np.float64).reshape(-1)
+    if divisors.shape == (head_dim // 2,) and np.allclose(divisors, 1.0, rtol=1e-5):
+      return None
+    factor = float(divisors.max(initial=0.0))
+    scaling = Llama3(factor=factor)
+    want = Rope(theta).frequencies(head_dim) / Rope(theta, scaling).frequencies(head_dim)
+    if divisors.shape != want.shape or not np.allclose(divisors, want, rtol=1e-4):
+      raise NotImplementedError(
+        f"{self.path}: tensor {_ROPE_FREQS!r}: found divisors {divisors[:4]} …, expected those of "
+        f"{scaling}"
+      )
+    return scaling
+
+  def _check_blocks(self) -> None:
+    blocks = {name.split(".")[1] for name in self._tensors if name.startswith("blk.")}
+    if len(blocks) != self.config.layers:
+      raise ValueError(
+        f"{self.path}: metadata 'block_count': found {self.config.layers}, but tensors of "
+        f"{len(blocks)} blocks; expected the same number"
+      )
+
+  def _dequantize(self, name: str, data: np.ndarray) -> np.ndarray:
+    kind = self._tensors[name].tensor_type
+    try:
+      return gguf.dequantize(data, kind)
+    except NotImplementedError as error:
+      raise NotImplementedError(
+        f"{self.path}: tensor {name!r}: found quantisation {kind.name}, "
+        "expected one that the gguf package dequantises"
+      ) from error
+
+
+class _BoundedReader(gguf.GGUFReader):
+  """Raises where the file ends too early; the plain reader returns what is left."""
+
+  def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+    end = int(offset) + int(np.dtype(dtype).itemsize) * int(count)
+    if end > len(self.data):
+      raise ValueError(f"the file ends at byte {len(self.data)}, expected at least {end}")
+    return super()._get(offset, dtype, count, override_order)
+
+
+def half_split(w: np.ndarray, heads: int) -> np.ndarray:
+  """Rows of a Q or K projection [heads · H, D] from interleaved to half-split rotary order.
+
+  Llama GGUF files keep the pair (2i, 2i + 1) together; this library rotates (i, i + H/2).
+  """
+  rows = w.reshape(heads, -1, 2, w.shape[-1])
+  return rows.swapaxes(1, 2).reshape(w.shape)

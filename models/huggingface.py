@@ -1,0 +1,291 @@
+"""Hugging Face folders: config.json, safetensors in one file or in shards, tokenizer.json.
+
+Tensors are read one at a time. Pickled weights (.bin, .pt) are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (safetensors hands out bfloat16 through it)
+import numpy as np
+import safetensors
+
+from kvjax.rope import Linear, Llama3, Rope, Yarn
+from models.config import ModelConfig
+from models.source import Source
+from models.tokenizer import Tokenizer
+
+_NAMES = {
+  "embedding": "model.embed_tokens.weight",
+  "norm": "model.norm.weight",
+  "head": "lm_head.weight",
+  **{
+    part: f"model.layers.{{i}}.{name}"
+    for part, name in {
+      "attention_norm": "input_layernorm.weight",
+      "q": "self_attn.q_proj.weight",
+      "k": "self_attn.k_proj.weight",
+      "v": "self_attn.v_proj.weight",
+      "o": "self_attn.o_proj.weight",
+      "q_bias": "self_attn.q_proj.bias",
+      "k_bias": "self_attn.k_proj.bias",
+      "v_bias": "self_attn.v_proj.bias",
+      "q_norm": "self_attn.q_norm.weight",
+      "k_norm": "self_attn.k_norm.weight",
+      "mlp_norm": "post_attention_layernorm.weight",
+      "gate": "mlp.gate_proj.weight",
+      "up": "mlp.up_proj.weight",
+      "down": "mlp.down_proj.weight",
+    }.items()
+  },
+}
+_FAMILIES = {
+  "llama": "LlamaForCausalLM",
+  "mistral": "MistralForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ROPES = ("default", "linear", "llama3", "yarn")
+# What this decoder does not do, by the entry that would ask for it.
+_FIXED = {
+  "hidden_act": "silu",
+  "attention_bias": False,
+  "mlp_bias": False,
+  "partial_rotary_factor": 1.0,
+  "quantization_config": None,
+}
+
+
+class HuggingFace(Source):
+  """A folder in the layout of the Hugging Face hub; the families are Llama, Mistral and Qwen2/3.
+
+  Args:
+    path: the folder.
+    max_context: use the model up to so many tokens (None: as many as it states).
+
+  Raises:
+    FileNotFoundError: the folder, its config, its weights or a shard is missing.
+    ValueError: an entry is missing or wrong, a tensor is missing or of another shape, or there are
+      only pickled weights.
+    NotImplementedError: the architecture or a feature of it is not supported.
+  """
+
+  names = _NAMES
+
+  def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
+    self.path = pathlib.Path(path)
+    self._file = self.path / "config.json"
+    self._entries = _read_json(self._file)
+    if self._entries.get("format") == "kvjax-checkpoint":
+      raise ValueError(f"{self.path}: found a converted checkpoint, expected a Hugging Face folder")
+    try:
+      self.config = self._read_config(max_context)
+    except (TypeError, ZeroDivisionError) as error:
+      raise ValueError(
+        f"{self._file}: found entries of the wrong type ({error}), expected numbers"
+      ) from error
+    self._shard_of = self._find_shards()
+    self._check_shards()
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer of the folder; raises as `Tokenizer.from_huggingface` does."""
+    return Tokenizer.from_huggingface(self.path)
+
+  def read(self, part: str, layer: int = 0) -> np.ndarray:
+    name = self.name(part, layer)
+    # Opened anew for every tensor: a mapping that stays open keeps all that was read in memory.
+    with _open(self._shard_of[name]) as shard:
+      return shard.get_tensor(name)
+
+  def _entry(self, key: str, default: Any = None) -> Any:
+    value = self._entries.get(key)
+    value = default if value is None else value
+    if value is None:
+      raise ValueError(f"{self._file}: {key!r}: not found, expected an entry")
+    return value
+
+  def _read_config(self, max_context: int | None) -> ModelConfig:
+    family = str(self._entries.get("model_type"))
+    architectures = self._entries.get("architectures") or [_FAMILIES.get(family)]
+    if family not in _FAMILIES or architectures != [_FAMILIES[family]]:
+      raise NotImplementedError(
+        f"{self._file}: found model_type {family!r}, architectures {architectures}, expected one "
+        f"of {_FAMILIES}"
+      )
+    for key, value in _FIXED.items():
+      if self._entries.get(key) not in (None, value):
+        raise NotImplementedError(
+          f"{self._file}: {key!r}: found {self._entries[key]!r}, expected {value!r} or no entry"
+        )
+    heads, dim, layers = (
+      self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    rope = self._rope()
+    context = self._entry("max_position_embeddings")
+    if isinstance(rope.scaling, Yarn):
+      context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
+    try:
+      return ModelConfig(
+        vocab=self._entry("vocab_size"),
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=self._entry("num_key_value_heads", heads),
+        head_dim=self._entry("head_dim", 128 if family == "qwen3" else dim // heads),
+        ffn=self._entry("intermediate_size"),
+        rope=rope,
+        norm_eps=self._entry("rms_norm_eps"),
+        tie_embeddings=self._entry("tie_word_embeddings", False),
+        max_context=self.context(context, self._window(family, layers), max_context),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+      )
+    except ValueError as error:
+      raise ValueError(f"{self._file}: {error}") from error
+
+  def _window(self, family: str, layers: int) -> int | None:
+    """The sliding window that some layer uses."""
+    default = 4096 if family == "mistral" else None  # what transformers takes without an entry
+    window = self._entries.get("sliding_window", default)
+    if family == "llama" or window is None:
+      return None
+    kinds = self._entries.get("layer_types")
+    if kinds is not None:
+      return window if "sliding_attention" in kinds else None
+    if family == "mistral":
+      return window
+    slides = self._entry("use_sliding_window", False)
+    return window if slides and self._entry("max_window_layers", 28) < layers else None
+
+  def _rope(self) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
+    given = self._entries.get(key) or {}
+    theta = float(given.get("rope_theta", self._entry("rope_theta", 10000.0)))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("partial_rotary_factor", 1.0) != 1.0 or not given.get("truncate", True):
+      raise NotImplementedError(
+        f"{self._file}: {key!r}: found {given}, expected no partial_rotary_factor and no truncate"
+      )
+
+    def entry(name: str) -> float:
+      if given.get(name) is None:
+        raise ValueError(f"{self._file}: {key!r}: found {given}, expected an entry {name!r}")
+      return float(given[name])
+
+    original = self._entries.get("original_max_position_embeddings")
+    original = original or given.get("original_max_position_embeddings")
+    original = original or self._entry("max_position_embeddings")
+    match kind:
+      case "default":
+        return Rope(theta)
+      case "linear":
+        return Rope(theta, Linear(entry("factor")))
+      case "llama3":
+        low, high = entry("low_freq_factor"), entry("high_freq_factor")
+        return Rope(theta, Llama3(entry("factor"), low, high, original))
+      case "yarn":
+        if given.get("factor") is None:
+          factor = self._entry("max_position_embeddings") / original
+        else:
+          factor = entry("factor")
+        return Rope(
+          theta,
+          Yarn(
+            factor=factor,
+            original_context=original,
+            beta_fast=float(given.get("beta_fast") or 32),
+            beta_slow=float(given.get("beta_slow") or 1),
+            attention_factor=_attention_factor(given, factor),
+          ),
+        )
+    raise NotImplementedError(
+      f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
+    )
+
+  def _find_shards(self) -> dict[str, pathlib.Path]:
+    """The file of each tensor."""
+    single, index = (
+      self.path / name for name in ("model.safetensors", "model.safetensors.index.json")
+    )
+    if single.is_file():
+      with _open(single) as shard:
+        return dict.fromkeys(shard.keys(), single)
+    if not index.is_file():
+      pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in _PICKLES)
+      if pickles:
+        raise ValueError(
+          f"{self.path}: found only pickled weights ({', '.join(pickles[:3])}), expected "
+          "model.safetensors or model.safetensors.index.json: a pickle can run any code when it "
+          "is loaded, so none is; transformers' save_pretrained writes safetensors"
+        )
+      raise FileNotFoundError(
+        f"{self.path}: found no model.safetensors and no model.safetensors.index.json, expected one"
+      )
+    places = _read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(
+      isinstance(file, str) and pathlib.PurePath(file).name == file for file in places.values()
+    ):
+      raise ValueError(f"{index}: expected a 'weight_map' from tensors to files of the folder")
+    for file in sorted(set(places.values())):
+      if not (self.path / file).is_file():
+        raise FileNotFoundError(
+          f"{self.path / file}: not found, expected this shard of {len(set(places.values()))}, "
+          f"as {index.name} says"
+        )
+    return {name: self.path / file for name, file in places.items()}
+
+  def _check_shards(self) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in dict.fromkeys(self._shard_of.values()):
+      with _open(file) as shard:
+        held = set(shard.keys())
+        for name in (name for name, place in self._shard_of.items() if place == file):
+          if name not in held:
+            raise ValueError(f"{file}: tensor {name!r}: not found, expected as the index says")
+          tensor = shard.get_slice(name)
+          shapes[name] = tuple(tensor.get_shape())
+          if tensor.get_dtype() not in ("F32", "F16", "BF16"):
+            raise NotImplementedError(
+              f"{file}: tensor {name!r}: found dtype {tensor.get_dtype()}, expected F32, F16 or "
+              "BF16"
+            )
+    unused = {name for name in shapes if name.endswith(".rotary_emb.inv_freq")}
+    if self.config.tie_embeddings:
+      unused.add(_NAMES["head"])
+    self.check_tensors(shapes, unused)
+
+
+def _attention_factor(given: dict[str, Any], factor: float) -> float | None:
+  """YaRN's factor on rotated queries and keys, as transformers infers it; None: kvjax's default."""
+  if given.get("attention_factor") is not None:
+    return float(given["attention_factor"])
+  mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+  if not mscale or not all_dim or factor <= 1:
+    return None
+  return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+  try:
+    entries = json.loads(file.read_text(encoding="utf-8"))
+  except (FileNotFoundError, NotADirectoryError) as error:
+    raise FileNotFoundError(f"{file}: not found, expected a Hugging Face folder") from error
+  except ValueError as error:
+    raise ValueError(f"{file}: not JSON ({error}), expected an object") from error
+  if not isinstance(entries, dict):
+    raise ValueError(f"{file}: found a {type(entries).__name__}, expected an object")
+  return entries
+
+
+def _open(file: pathlib.Path) -> Any:
+  try:
+    return safetensors.safe_open(file, framework="numpy")
+  except safetensors.SafetensorError as error:
+    raise ValueError(f"{file}: damaged ({error}), expected a safetensors file") from error

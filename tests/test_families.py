@@ -1,0 +1,255 @@
+"""Every family and rope type against Hugging Face transformers, on tiny models.
+
+The goldens come from scripts/make_family_goldens.py; where torch and transformers import, the same
+comparison runs live.
+"""
+
+import pathlib
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.rope import Linear, Llama3, Rope, Yarn
+from models import convert
+from models.generate import prefill
+from models.gguf_file import GGUF
+from models.huggingface import HuggingFace
+from tests import tiny_gguf, tiny_hf
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens" / "families.npz"
+PARITY = 1e-4  # float32 on both sides: only the order of sums differs
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  root = tmp_path_factory.mktemp("families")
+  return {name: tiny_hf.write(root / name, config) for name, config in tiny_hf.CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def models(folders, tmp_path_factory):
+  """Each case converted and loaded once, by name."""
+  root, made = tmp_path_factory.mktemp("checkpoints"), {}
+
+  def model(name):
+    if name not in made:
+      dest = convert.convert(folders[name], root / name, progress=False)
+      made[name] = convert.load(dest, precision="float32", impl="reference")[0]
+    return made[name]
+
+  return model
+
+
+def logits_of(model):
+  """Logits of `tiny_hf.tokens()`, float32 [B, T, V]: ragged rows, right-padded."""
+  method, tokens = kvjax.Full(), tiny_hf.tokens()
+  caches = method.init_caches(model.spec(*tokens.shape))
+  lengths = np.array(tiny_hf.LENGTHS, np.int32)
+  out, _ = prefill(model, tokens, lengths, caches, method, all_logits=True)
+  return np.asarray(out)
+
+
+@pytest.mark.parametrize("name", tiny_hf.CASES)
+def test_logits_equal_the_goldens(models, name):
+  config = tiny_hf.CASES[name]
+  with np.load(GOLDENS) as stored:
+    want, digest = stored[f"{name}/logits"], str(stored[f"{name}/digest"])
+  assert digest == tiny_hf.digest(config), "the golden is of other weights: make it again"
+  row, at = tiny_hf.positions().T
+  np.testing.assert_allclose(logits_of(models(name))[row, at], want, rtol=0, atol=PARITY)
+
+
+@pytest.mark.parametrize("name", tiny_hf.CASES)
+def test_logits_equal_transformers(folders, models, name):
+  pytest.importorskip("torch", reason="live parity needs torch; the goldens cover it otherwise")
+  pytest.importorskip("transformers", reason="live parity needs transformers")
+  from scripts.make_family_goldens import reference
+
+  got, want = logits_of(models(name)), reference(folders[name])
+  for row, size in enumerate(tiny_hf.LENGTHS):
+    np.testing.assert_allclose(got[row, :size], want[row, :size], rtol=0, atol=PARITY)
+
+
+def test_goldens_tell_ropes_apart():
+  """The Llama cases share weights: another rope moves their logits a thousand tolerances."""
+  with np.load(GOLDENS) as stored:
+    want = {name: stored[f"{name}/logits"] for name in tiny_hf.CASES}
+  plain, same = want["llama3"], want["llama3.1"]
+  np.testing.assert_array_equal(same, want["llama-parameters"])
+  for name in ("llama3.1", "llama-linear", "yarn-factor", "yarn-mscale"):
+    assert np.abs(want[name] - plain).max() > 1000 * PARITY
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3.1"])
+def test_decoding_equals_prefill(models, name):
+  """Bias, head norms and scaled rope on the decode path, beyond the original context."""
+  model, method, tokens = models(name), kvjax.Full(), tiny_hf.tokens()[:1, :40]
+  caches = method.init_caches(model.spec(1, 40))
+  whole, _ = prefill(model, tokens, np.array([40]), caches, method, all_logits=True)
+  caches = method.init_caches(model.spec(1, 40))
+  _, caches = prefill(model, tokens[:, :33], np.array([33]), caches, method)
+  step = jax.jit(lambda token, caches: model.decode(token, caches, method))
+  for at in range(33, 40):
+    logits, caches = step(tokens[:, at], caches)
+    np.testing.assert_allclose(logits, whole[:, at], atol=2e-4)
+
+
+def test_flags_cost_nothing_when_off(models):
+  names = lambda name: set(nnx.to_pure_dict(nnx.state(models(name).layers[0].attention)))  # noqa: E731
+  assert names("llama3") == {"wqkv", "wo"}
+  assert names("qwen2") == {"wqkv", "wo", "bqkv"}
+  assert names("qwen3") == {"wqkv", "wo", "q_norm", "k_norm"}
+
+
+@pytest.mark.parametrize(
+  ("name", "scaling"),
+  [
+    ("llama3", None),
+    ("llama3.1", Llama3(8.0, 1.0, 4.0, 32)),
+    ("llama-parameters", Llama3(8.0, 1.0, 4.0, 32)),
+    ("llama-linear", Linear(4.0)),
+    ("qwen2.5-yarn", Yarn(4.0, 32)),
+    ("qwen3-tied-yarn", Yarn(4.0, 32, beta_fast=8.0)),
+    ("yarn-factor", Yarn(4.0, 32, attention_factor=1.3)),
+  ],
+)
+def test_rope_is_read(folders, name, scaling):
+  assert HuggingFace(folders[name]).config.rope.scaling == scaling
+
+
+def test_yarn_extends_the_stated_context(tmp_path):
+  entries = {"max_position_embeddings": tiny_hf.ORIGINAL}
+  folder = tiny_hf.write(tmp_path, {**tiny_hf.CASES["qwen2.5-yarn"], **entries})
+  assert HuggingFace(folder).config.max_context == 4 * tiny_hf.ORIGINAL
+
+
+# ---- the same weights through GGUF
+
+
+def as_gguf(path, config, more=None, *, tensors=None):
+  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, Qwen's kept."""
+  weights = tiny_hf.weights(config)
+  family = "llama" if config["model_type"] == "mistral" else config["model_type"]
+  names = dict(zip(HuggingFace.names.values(), GGUF.names.values(), strict=True))
+  out = {}
+  for name, x in weights.items():
+    layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+    pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
+    if family == "llama" and pattern.endswith(("q_proj.weight", "k_proj.weight")):
+      heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+      x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+    out[names[pattern].format(i=layer)] = np.ascontiguousarray(x)
+  heads = config["num_attention_heads"]
+  head_dim = config.get("head_dim", config["hidden_size"] // heads)
+  entries = {
+    "block_count": config["num_hidden_layers"],
+    "context_length": config["max_position_embeddings"],
+    "embedding_length": config["hidden_size"],
+    "feed_forward_length": config["intermediate_size"],
+    "attention.head_count": heads,
+    "attention.head_count_kv": config["num_key_value_heads"],
+    "attention.key_length": head_dim,
+    "attention.value_length": head_dim,
+    "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+    "rope.freq_base": config["rope_theta"],
+    **(more or {}),
+  }
+  tokenizer = {
+    key: value for key, value in tiny_gguf.metadata().items() if key.startswith("tokenizer.")
+  }
+  entries = {f"{family}.{key}": value for key, value in entries.items()}
+  tiny_gguf.write(path, {**out, **(tensors or {})}, {**entries, **tokenizer}, architecture=family)
+  return path
+
+
+_GGUF_YARN = {
+  "rope.scaling.type": "yarn",
+  "rope.scaling.factor": 4.0,
+  "rope.scaling.original_context_length": 32,
+}
+
+
+@pytest.mark.parametrize(
+  ("name", "more"),
+  [
+    ("llama2", {}),
+    ("llama3.2", "rope_freqs"),
+    ("smollm2", {}),
+    ("llama-linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen2.5-yarn", _GGUF_YARN),
+    ("qwen3", {}),
+    ("qwen3-tied-yarn", {**_GGUF_YARN, "rope.scaling.yarn_beta_fast": 8.0}),
+  ],
+)
+def test_gguf_holds_the_same_items(tmp_path, name, more):
+  config, tensors = tiny_hf.CASES[name], {}
+  if more == "rope_freqs":
+    more = {}
+    config = {**config, "rope_scaling": {**config["rope_scaling"]}}
+    config["rope_scaling"]["original_max_position_embeddings"] = 8192
+    scaled = Rope(config["rope_theta"], Llama3(32.0)).frequencies(config["head_dim"])
+    plain = Rope(config["rope_theta"]).frequencies(config["head_dim"])
+    tensors["rope_freqs.weight"] = (plain / scaled).astype(np.float32)
+  want = HuggingFace(tiny_hf.write(tmp_path / "folder", config))
+  got = GGUF(as_gguf(tmp_path / "x.gguf", config, more, tensors=tensors))
+  same = {**want.config.to_json(), "norm_eps": pytest.approx(want.config.norm_eps)}
+  assert got.config.to_json() == same
+  for item in convert.item_names(want.config):
+    jax.tree.map(np.testing.assert_array_equal, got.item(item), want.item(item))
+
+
+def test_gguf_attention_factor(tmp_path):
+  more = {**_GGUF_YARN, "rope.scaling.attn_factor": 0.5}
+  path = as_gguf(tmp_path / "x.gguf", tiny_hf.CASES["qwen2"], more)
+  rope = GGUF(path).config.rope
+  assert rope.magnitude == pytest.approx(0.5 * Rope(1.0, Yarn(4.0, 32)).magnitude)
+
+
+def test_every_type_that_gguf_dequantises(tmp_path):
+  """Blocks of small random bytes: all types are read, and as the package reads them."""
+  rng, read = np.random.default_rng(0), []
+  config = {**tiny_hf.CASES["llama3"], "intermediate_size": 256, "num_hidden_layers": 1}
+  as_gguf(tmp_path / "plain.gguf", config)
+  reader = gguf.GGUFReader(tmp_path / "plain.gguf")
+  plain = {t.name: np.array(t.data) for t in reader.tensors}
+  for kind in gguf.GGMLQuantizationType:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = rng.integers(0, 0x30, (32, 256 // block * size), np.uint8)
+    try:
+      want = gguf.dequantize(data.view(np.float32) if kind == 0 else data, kind)
+    except NotImplementedError:
+      continue
+    if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
+      continue  # in tests/test_convert.py, with real numbers
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    for key, value in gguf_entries(config).items():
+      writer.add_key_value(key, *value)
+    for name, x in plain.items():
+      if name == "blk.0.ffn_down.weight":
+        writer.add_tensor(name, data, raw_dtype=kind)
+      else:
+        writer.add_tensor(name, x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = GGUF(tmp_path / "x.gguf").item("layer_000")["mlp"]["down"]
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want.T)
+    read.append(kind.name)
+  assert {"BF16", "Q4_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ2_XXS", "IQ4_XS", "TQ1_0"} <= set(read)
+
+
+def gguf_entries(config):
+  kind = gguf.GGUFValueType
+  number = {"num_hidden_layers": "block_count", "max_position_embeddings": "context_length"}
+  number |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
+  number |= {"num_attention_heads": "attention.head_count"}
+  number |= {"num_key_value_heads": "attention.head_count_kv"}
+  out = {f"llama.{name}": (config[key], kind.UINT32) for key, name in number.items()}
+  return {**out, "llama.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], kind.FLOAT32)}

@@ -20,8 +20,8 @@ from kvjax.types import At, Attended, Cache, Plan
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
   "attend_span": {
-    "pallas": ("pallas_kernels.decode", "decode_attention"),
-    "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_attention"),
+    "pallas": ("pallas_kernels.decode", "decode_with_output"),
+    "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
   },
 }
 
@@ -63,8 +63,10 @@ def enter_token(
   victim = at.top.victim(at, cache) if at.top.overrides("victim") else None
   names = ("k", "v", "pos")
   held = [*(cache.slots[name] for name in names), cache.seen, cache.used]
+  # A model cuts q, k and v out of one product: put together again they need no copies.
+  qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   run = kernel("enter_token", "pallas")
-  q, *held, seen, used = run(q, k, v, live.astype(jnp.int32), victim, *held, rope=at.env.rope)
+  q, *held, seen, used = run(qkv, live.astype(jnp.int32), victim, *held, rope=at.env.rope)
   slots = dict(zip(names, held, strict=True))
   return q, cache.put(slots=slots, rows={"seen": seen, "used": used})
 
@@ -89,6 +91,6 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
   span = plan.span
   k, v = cache.slots["k"], cache.slots["v"]
-  state = run(q, k, v, span.start, span.stop, sinks=span.sinks, q_sinks=q_sinks)
+  state, out = run(q, k, v, span.start, span.stop, sinks=span.sinks, q_sinks=q_sinks)
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
-  return Attended(state, None, None, visited)
+  return Attended(state, None, None, visited, out)

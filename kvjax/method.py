@@ -324,7 +324,8 @@ class Method:
     attended = self.attend(at, cache, plan, q)
     cache, aux = self.observe(at, cache, q, plan, attended)
     cache = _idle_rows(live, cache, old)
-    return attended.state.o.astype(q.dtype), cache, carry, {"visited": attended.visited, **aux}
+    out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
+    return out, cache, carry, {"visited": attended.visited, **aux}
 
   def prefill(
     self,

@@ -295,9 +295,11 @@ class Attended:
       implementation does not return them.
     slot: int32 [B, K, W], or None.
     visited: int32 [B, K], slots attended.
+    out: state.o in the dtype of q, where the implementation returns it too.
   """
 
   state: State
   logits: Array | None
   slot: Array | None
   visited: Array
+  out: Array | None = None

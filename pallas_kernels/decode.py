@@ -78,10 +78,11 @@ def _attend_kernel(
   *refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool
 ) -> None:
   """q [R, G, H], (q_sinks [R, G, H],) k, v [R, S, H], start, stop [R] ->
-  o [R, G, H], m, l [R, G], partial acc [P, G, H], m, l [P, G], (first program, pieces) [R, 2].
+  o [R, G, H], m, l [R, G], o in the dtype of q, partial acc [P, G, H], m, l [P, G],
+  (first program, pieces) [R, 2].
   """
-  q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs[:-7]
-  o_ref, m_ref, l_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs[-7:]
+  q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs[:-8]
+  o_ref, m_ref, l_ref, rounded_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs[-8:]
   rows, slots, head_dim = k_ref.shape
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
   pid = pl.program_id(0)
@@ -122,6 +123,7 @@ def _attend_kernel(
   def _():
     o, m, l = _tiles.finish(carry)
     _backend.store(o_ref, *of_query, value=o, mask=real)
+    _backend.store(rounded_ref, *of_query, value=o.astype(rounded_ref.dtype), mask=real)
     _backend.store(m_ref, row, lanes, value=m, mask=lanes < groups)
     _backend.store(l_ref, row, lanes, value=l, mask=lanes < groups)
 
@@ -138,12 +140,12 @@ def _attend_kernel(
 
 
 def _join_kernel(*refs: Any) -> None:
-  """acc [P, G, H], m, l [P, G], cut [R, 2], (o, m, l) -> o [R, G, H], m, l [R, G] in place.
+  """acc [P, G, H], m, l [P, G], cut [R, 2], and in place o [R, G, H], m, l [R, G], o rounded.
 
   Rows of one piece are left alone.
   """
   acc_ref, part_m_ref, part_l_ref, cut_ref = refs[:4]
-  o_ref, m_ref, l_ref = refs[-3:]
+  o_ref, m_ref, l_ref, rounded_ref = refs[-4:]
   row, group = pl.program_id(0), pl.program_id(1)
   first, pieces = cut_ref[row, 0], cut_ref[row, 1]
   head_dim = acc_ref.shape[2]
@@ -171,6 +173,8 @@ def _join_kernel(*refs: Any) -> None:
     acc, m, l = lax.fori_loop(0, pl.cdiv(pieces, JOINED), body, zero)
     value = acc / _tiles.nonzero(l)
     _backend.store(o_ref, row, group, columns, value=value, mask=inside)
+    value = value.astype(rounded_ref.dtype)
+    _backend.store(rounded_ref, row, group, columns, value=value, mask=inside)
     m_ref[row, group] = m * _tiles.LN2
     l_ref[row, group] = l
 
@@ -213,6 +217,24 @@ def decode_attention(
     ValueError: shapes do not agree, or sinks < 0.
     NotImplementedError: H or G is larger than the kernel takes.
   """
+  options: dict[str, Any] = {"sinks": sinks, "q_sinks": q_sinks, "scale": scale}
+  return decode_with_output(q, k, v, start, stop, **options, config=config, interpret=interpret)[0]
+
+
+def decode_with_output(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  *,
+  sinks: int = 0,
+  q_sinks: Float[Array, "B K G H"] | None = None,
+  scale: float | None = None,
+  config: Config | None = None,
+  interpret: bool | None = None,
+) -> tuple[State, Float[Array, "B K G H"]]:
+  """`decode_attention`, and o once more in the dtype of q: rounding it costs no launch here."""
   check(q, k, v, start, stop, sinks, q_sinks)
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
@@ -231,36 +253,35 @@ def decode_attention(
     sinks=sinks,
     joined=joined,
   )
+  whole = [*state_shapes(rows, groups, head_dim), jax.ShapeDtypeStruct(flat[0].shape, q.dtype)]
+  partial = state_shapes(pieces, groups, head_dim)
+  cut = jax.ShapeDtypeStruct((rows, 2), jnp.int32)
   results = _backend.call(
     attend,
     *flat,
     grid=(pieces,),
-    out=[
-      *state_shapes(rows, groups, head_dim),
-      *state_shapes(pieces, groups, head_dim),
-      jax.ShapeDtypeStruct((rows, 2), jnp.int32),
-    ],
+    out=[*whole, *partial, cut],
     warps=config.warps,
     stages=config.stages,
     name="decode_attend",
     interpret=interpret,
   )
-  state, partial = results[:3], results[3:]
+  done, parts = results[: len(whole)], results[len(whole) :]
   if slots > config.tile:
-    state = _backend.call(
+    done = _backend.call(
       _join_kernel,
-      *partial,
-      *state,
+      *parts,
+      *done,
       grid=(rows, groups),
-      out=state_shapes(rows, groups, head_dim),
+      out=whole,
       warps=4,
       stages=1,
       name="decode_join",
       interpret=interpret,
-      aliases={4: 0, 5: 1, 6: 2},
+      aliases={len(parts) + i: i for i in range(len(done))},
     )
-  o, m, l = (x.reshape(batch, heads, *x.shape[1:]) for x in state)
-  return State(o, m, l)
+  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in done)
+  return State(o, m, l), rounded
 
 
 def state_shapes(rows: int, groups: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:

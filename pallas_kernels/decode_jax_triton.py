@@ -4,7 +4,7 @@ The same two kernels as `pallas_kernels.decode`, cut by the same rule, without t
 is to go. It needs the extra `jax-triton` and a GPU: there is no interpreter and no CPU lowering.
 """
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,12 @@ def decode_attention(
     )
   o, m, l = (x.reshape(batch, heads, *x.shape[1:]) for x in state)
   return State(o, m, l)
+
+
+def decode_with_output(q: Array, *operands: Array, **options: Any) -> tuple[State, Array]:
+  """As `pallas_kernels.decode.decode_with_output`."""
+  state = decode_attention(q, *operands, **options)
+  return state, state.o.astype(q.dtype)
 
 
 def attend_constants(

@@ -22,12 +22,13 @@ WARPS = 4
 
 
 def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None:
-  """q [B, N, H], k, v [B, K, H], live [B], freq [H/2], (victim [B, K],) and the cache as it is ->
-  rotated q [B, N, H], cache k, v [B, K, S, H], pos [B, K, S], seen, used [B].
+  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K],) and the cache as it is ->
+  rotated q [B, K, G, H], cache k, v [B, K, S, H], pos [B, K, S], seen, used [B].
   """
-  q_ref, k_ref, v_ref, live_ref, freq_ref, *victim_ref = refs[: 6 if evicts else 5]
+  qkv_ref, live_ref, freq_ref, *victim_ref = refs[: 4 if evicts else 3]
   out_q_ref, cache_k_ref, cache_v_ref, pos_ref, seen_ref, used_ref = refs[-6:]
   _, heads, slots, head_dim = cache_k_ref.shape
+  groups = out_q_ref.shape[2]
   half = head_dim // 2
   b = pl.program_id(0)
   live, seen, used = live_ref[b], seen_ref[b], used_ref[b]
@@ -38,14 +39,18 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None
   angle = seen.astype(jnp.float32) * _backend.load(freq_ref, column, mask=column < half)
   cos, sin = jnp.cos(angle)[None, :] * magnitude, jnp.sin(angle)[None, :] * magnitude
 
-  def rotated(ref: Any, row: Array, mask: Array) -> tuple[Array, Array]:
-    x, y = (_backend.load(ref, b, row, c, mask=mask).astype(jnp.float32) for c in (low, high))
+  def halves(head: Array, row: Any, mask: Array) -> tuple[Array, Array]:
+    x, y = (_backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high))
+    return x.astype(jnp.float32), y.astype(jnp.float32)
+
+  def rotated(x: Array, y: Array) -> tuple[Array, Array]:
     return x * cos - y * sin, y * cos + x * sin
 
-  query = jnp.arange(pl.next_power_of_2(q_ref.shape[1]))[:, None]
-  mask = (query < q_ref.shape[1]) & inside
-  for c, x in zip((low, high), rotated(q_ref, query, mask), strict=True):
-    _backend.store(out_q_ref, b, query, c, value=x.astype(out_q_ref.dtype), mask=mask)
+  query = jnp.arange(pl.next_power_of_2(heads * groups))[:, None]
+  mask = (query < heads * groups) & inside
+  owner, group = query // groups, query % groups
+  for c, x in zip((low, high), rotated(*halves(owner, group, mask)), strict=True):
+    _backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=mask)
 
   head = jnp.arange(pl.next_power_of_2(heads))
   slot = jnp.full(head.shape, used)
@@ -56,11 +61,13 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None
   mask = writes[:, None] & inside
   row = head[:, None]
   read = (head < heads)[:, None] & inside
-  for c, x in zip((low, high), rotated(k_ref, row, read), strict=True):
-    value = x.astype(k_ref.dtype).astype(cache_k_ref.dtype)
-    _backend.store(cache_k_ref, b, row, slot[:, None], c, value=value, mask=mask)
-    x = _backend.load(v_ref, b, row, c, mask=read).astype(cache_v_ref.dtype)
-    _backend.store(cache_v_ref, b, row, slot[:, None], c, value=x, mask=mask)
+  k, v = rotated(*halves(row, groups, read)), halves(row, groups + 1, read)
+  for c, x, y in zip((low, high), k, v, strict=True):
+    x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
+    _backend.store(cache_k_ref, b, row, slot[:, None], c, value=x, mask=mask)
+    _backend.store(
+      cache_v_ref, b, row, slot[:, None], c, value=y.astype(cache_v_ref.dtype), mask=mask
+    )
   _backend.store(pos_ref, b, head, slot, value=jnp.full(head.shape, seen), mask=writes)
 
   if not interpret:
@@ -70,9 +77,7 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None
 
 
 def enter_token(
-  q: Float[Array, "B K G H"],
-  k: Float[Array, "B K H"],
-  v: Float[Array, "B K H"],
+  qkv: Float[Array, "B K G2 H"],
   live: Int[Array, " B"],
   victim: Int[Array, "B K"] | None,
   cache_k: Float[Array, "B K S H"],
@@ -89,7 +94,7 @@ def enter_token(
   The slot is `used` while it is below S, else the head's victim (without victims: none).
 
   Args:
-    q, k, v: projections of the new token, not rotated.
+    qkv: projections of the new token, not rotated: per KV head its G queries, key and value.
     live: int32, 1 for rows that take part; of the others only q is rotated.
     victim: int32, the slot that a full cache gives up; None: full caches drop the token.
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
@@ -99,11 +104,11 @@ def enter_token(
   Returns:
     q rotated, in its own dtype, and the cache arrays: k, v, pos, seen, used.
   """
-  batch, head_dim = q.shape[0], q.shape[-1]
+  batch, kv_heads, parts, head_dim = qkv.shape
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
   victims = [] if victim is None else [victim]
   cache = [cache_k, cache_v, pos, seen, used]
-  operands = [q.reshape(batch, -1, head_dim), k, v, live, freq, *victims, *cache]
+  operands = [qkv, live, freq, *victims, *cache]
   first = len(operands) - len(cache)
   out = _backend.call(
     functools.partial(
@@ -114,12 +119,14 @@ def enter_token(
     ),
     *operands,
     grid=(batch,),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands[0], *cache)],
+    out=[
+      jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
+      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
+    ],
     warps=WARPS,
     stages=1,
     name="enter_token",
     interpret=interpret,
     aliases={first + i: 1 + i for i in range(len(cache))},
   )
-  rotated, *cache = out
-  return rotated.reshape(q.shape), *cache
+  return tuple(out)

@@ -89,10 +89,10 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   """Abstract operands of `enter_token`."""
   of, per_head = jax.ShapeDtypeStruct, (batch, heads)
   i32 = jnp.int32
-  token, cache = (*per_head, head_dim), (*per_head, slots, head_dim)
+  cache = (*per_head, slots, head_dim)
   return [
-    of((*per_head, groups, head_dim), dtype),
-    *(of(token, dtype), of(token, dtype), of((batch,), i32)),
+    of((*per_head, groups + 2, head_dim), dtype),
+    of((batch,), i32),
     of(per_head, i32) if evicts else None,
     *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
     *(of((batch,), i32), of((batch,), i32)),

@@ -18,9 +18,7 @@ from tests.fit_methods import (
   PredictRepair,
   Pyramid,
 )
-from tests.tiny import CONFIG, LENGTHS, TOKENS, Run
-
-CLOSE = 2e-4
+from tests.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 CASES = {
   "select": (Pages(pages=99), Pages(pages=1)),

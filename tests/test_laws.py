@@ -15,11 +15,10 @@ from kvjax import METHODS, Cache, Carry, Env, Full, Prompt, SharedPrefill, Wrapp
 from kvjax.shared_prefill import take
 from models.generate import join
 from tests.layer import Stream
-from tests.tiny import CAPACITY, CONFIG, LENGTHS, TOKENS, Run, model
+from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run, model
 
 BUDGET = 12
 STEPS = 6
-CLOSE = 2e-4  # float32 logits of four layers, sums in another order
 
 every = pytest.mark.parametrize("name", METHODS)
 

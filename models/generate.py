@@ -87,7 +87,8 @@ def prefill(
 ) -> Any:
   """`Transformer.prefill`, jitted, with checked arguments and donated caches.
 
-  On live caches it reads a further turn; rows of length 0 stay as they are.
+  On live caches it reads a further turn; rows of length 0 stay as they are (their logits mean
+  nothing).
 
   Compiles once per shape of `tokens`: callers round T up to a few sizes. With `chunk`, it compiles
   once for the first chunk and then once for every doubling of what is cached, whatever T is.

@@ -1,0 +1,219 @@
+"""Live caches: kept in a file, forked into several rows, taken on by a further turn of a chat."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import zipfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
+
+from kvjax.method import Method
+from kvjax.types import CacheSpec
+from models.tokenizer import Tokenizer
+from models.transformer import Caches
+
+FORMAT = "kvjax-caches"
+VERSION = 1
+_HEADER = "header.json"
+
+
+def save(
+  path: str | os.PathLike[str],
+  logits: Float[Array, "B V"],
+  caches: Caches,
+  method: Method,
+  spec: CacheSpec,
+) -> pathlib.Path:
+  """Writes caches, and the logits to go on from, into one file.
+
+  The file is a zip of .npy arrays (`numpy.load` opens it) and a JSON header that names method,
+  sizes, and every array. It is written aside and renamed: a file of that name is whole. Arrays
+  pass through the host's memory one at a time.
+
+  Args:
+    path: the file; one that exists is replaced.
+    logits: float32 [B, V] of `prefill`, or `Generation.last`.
+    caches: of `method.init_caches(spec)`, live.
+    method: the KV-cache method.
+    spec: sizes of the caches, as `Transformer.spec` gives them.
+
+  Raises:
+    ValueError: the caches are not laid out as `method` lays them out for `spec`.
+  """
+  path = pathlib.Path(path)
+  named = _named((logits, caches))
+  _check_layout("caches", {name: _kind(x) for name, x in named.items()}, method, spec, logits)
+  header = {
+    **_identity(method, spec),
+    "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},
+  }
+  path.parent.mkdir(parents=True, exist_ok=True)
+  aside = path.with_name(f".{path.name}.{os.getpid()}")
+  try:
+    with zipfile.ZipFile(aside, "w") as file:
+      file.writestr(_HEADER, json.dumps(header, indent=2))
+      for name, x in named.items():
+        with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+          np.lib.format.write_array(entry, _plain(np.asarray(x)), allow_pickle=False)
+    aside.replace(path)
+  finally:
+    aside.unlink(missing_ok=True)
+  return path
+
+
+def restore(
+  path: str | os.PathLike[str], method: Method, spec: CacheSpec
+) -> tuple[Float[Array, "B V"], Caches]:
+  """Reads what `save` wrote: logits and caches, as `prefill` returns them.
+
+  The file knows the method and the sizes, not the weights: that the model is the one that filled
+  the caches is the caller's to know.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file is damaged, or of another method or other sizes.
+  """
+  path = pathlib.Path(path)
+  try:
+    with zipfile.ZipFile(path) as file:
+      header = json.loads(file.read(_HEADER))
+      _check_identity(path, header, method, spec)
+      arrays = {name: _read(file, name, dtype) for name, (dtype, _) in header["arrays"].items()}
+  except (zipfile.BadZipFile, KeyError, TypeError, AttributeError, EOFError) as error:
+    raise ValueError(f"{path}: found {error}, expected a whole file of saved caches") from error
+  logits = arrays.get("logits")
+  if logits is None or logits.ndim != 2:
+    raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
+  _check_layout(str(path), {name: _kind(x) for name, x in arrays.items()}, method, spec, logits)
+  like = jax.eval_shape(lambda: method.init_caches(spec))
+  names = _named((logits, like))
+  _, tree = jax.tree.flatten(like)
+  leaves = [arrays[name] for name in names if name != "logits"]
+  return logits, jax.tree.unflatten(tree, leaves)
+
+
+def fork(
+  logits: Float[Array, "B V"], caches: Caches, times: int, *, row: int | None = None
+) -> tuple[Float[Array, "rows V"], Caches]:
+  """Every row `times` times side by side, to sample several continuations of each.
+
+  Args:
+    logits: float32 [B, V].
+    caches: left as they are; the result holds copies.
+    times: n.
+    row: repeat this row only.
+
+  Returns:
+    logits and caches of B·n rows (0, 0, …, 1, 1, …), or of n.
+
+  Raises:
+    ValueError: `times` or `row` is out of range.
+  """
+  batch = logits.shape[0]
+  if times < 1:
+    raise ValueError(f"times: found {times}, expected at least 1")
+  if row is not None and not 0 <= row < batch:
+    raise ValueError(f"row: found {row}, expected one of the {batch} rows, from 0")
+  rows = jnp.repeat(jnp.arange(batch) if row is None else jnp.array([row]), times)
+  return jax.tree.map(lambda x: x[rows], (logits, caches))
+
+
+def next_turn(tokenizer: Tokenizer, message: str, answer: ArrayLike = ()) -> list[int]:
+  """Token ids that take a live conversation from the end of an answer to the next answer's begin.
+
+  They are what the chat template puts after an assistant's message: its end, the user's next
+  message, and the opening of the next answer. Read them with `prefill` on the live caches.
+
+  Args:
+    tokenizer: with a chat template.
+    message: what the user says next.
+    answer: int32 [n], the tokens of the last answer, as they were cached: where they already end
+      with the token that closes a message, it is not repeated. Tokens < 0, as they end a row of
+      `Generation.tokens`, are ignored.
+
+  Raises:
+    ValueError: the template does not render an assistant's message as it is.
+  """
+  mark = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
+  text = tokenizer.render(
+    [
+      {"role": "user", "content": "?"},
+      {"role": "assistant", "content": mark},
+      {"role": "user", "content": message},
+    ]
+  )
+  _, found, rest = text.partition(mark)
+  if not found:
+    raise ValueError("chat_template: found no trace of an assistant's message, expected its text")
+  ids = tokenizer.encode(rest, bos=False)
+  said = [token for token in np.asarray(answer).tolist() if token >= 0]
+  return ids[1:] if said and ids and ids[0] == said[-1] else ids
+
+
+def _named(tree: tuple[Any, Any]) -> dict[str, Any]:
+  """Leaves of (logits, caches) by a name that says where they belong."""
+  logits, caches = tree
+  leaves, _ = jax.tree_util.tree_flatten_with_path(caches)
+  paths = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+  return {"logits": logits, **{f"layer{name}": x for name, x in paths.items()}}
+
+
+def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
+  return str(x.dtype), tuple(x.shape)
+
+
+def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
+  sizes = {**dataclasses.asdict(spec), "dtype": jnp.dtype(spec.dtype).name}
+  return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
+
+
+def _check_identity(
+  path: pathlib.Path, header: dict[str, Any], method: Method, spec: CacheSpec
+) -> None:
+  """Raises unless the header is that of the method's caches for the spec."""
+  if header.get("format") != FORMAT or header.get("version") != VERSION:
+    raise ValueError(
+      f"{path}: found format {header.get('format')!r} version {header.get('version')!r}, "
+      f"expected {FORMAT!r} version {VERSION}"
+    )
+  if header["method"] != repr(method):
+    raise ValueError(f"{path}: found caches of {header['method']}, expected {method!r}")
+  for name, value in _identity(method, spec)["spec"].items():
+    if header["spec"][name] != value:
+      raise ValueError(f"{path}: spec.{name}: found {header['spec'][name]!r}, expected {value!r}")
+
+
+def _check_layout(
+  what: str, found: dict[str, tuple], method: Method, spec: CacheSpec, logits: Any
+) -> None:
+  """Raises unless the arrays' names, shapes and dtypes are those of the method for the spec."""
+  like = jax.ShapeDtypeStruct((spec.batch, logits.shape[1]), jnp.float32)
+  wanted = _named((like, jax.eval_shape(lambda: method.init_caches(spec))))
+  expected = {name: _kind(x) for name, x in wanted.items()}
+  for name in {**expected, **found}:
+    if found.get(name) != expected.get(name):
+      raise ValueError(
+        f"{what}: {name}: found {found.get(name, 'nothing')}, "
+        f"expected {expected.get(name, 'nothing')} as {method!r} lays it out"
+      )
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+  """Bits that the .npy format has a name for (it knows no bfloat16)."""
+  return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
+
+
+def _read(file: zipfile.ZipFile, name: str, dtype: str) -> Array:
+  with file.open(f"{name}.npy") as entry:
+    x = np.lib.format.read_array(entry, allow_pickle=False)
+  kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+  return jnp.asarray(x if x.dtype == kind else x.view(kind))

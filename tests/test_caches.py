@@ -1,0 +1,183 @@
+"""Caches kept in a file, forked, and taken on by a further turn."""
+
+import dataclasses
+import json
+import zipfile
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from models.caches import fork, next_turn, restore, save
+from models.generate import generate, pad, prefill
+from models.sampling import Sampling
+from scripts.examples.tiny import byte_tokenizer
+from tests.tiny import LENGTHS, TOKENS, model
+
+BUDGET, CAPACITY = 16, 64
+METHODS = [pytest.param(cls.example(BUDGET), id=name) for name, cls in kvjax.METHODS.items()]
+
+
+def start(method, dtype=None):
+  """Two rows of different lengths, and their spec."""
+  spec = model().spec(2, CAPACITY, dtype)
+  logits, caches = prefill(model(), TOKENS[:, :23], LENGTHS, method.init_caches(spec), method)
+  return logits, caches, spec
+
+
+def go_on(logits, caches, method, steps=5, **kwargs):
+  return generate(model(), logits, caches, method, steps=steps, chunk=4, **kwargs)[0].tokens
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_restored_caches_go_on_as_the_saved_ones(method, tmp_path):
+  logits, caches, spec = start(method)
+  path = save(tmp_path / "new" / "x.npz", logits, caches, method, spec)
+  again, restored = restore(path, method, spec)
+  chex.assert_trees_all_equal((again, restored), (logits, caches))
+  assert jax.tree.structure(restored) == jax.tree.structure(caches)
+  np.testing.assert_array_equal(go_on(again, restored, method), go_on(logits, caches, method))
+  assert [p.name for p in path.parent.iterdir()] == ["x.npz"]
+
+
+def test_bfloat16_is_kept_bit_by_bit(tmp_path):
+  method = kvjax.Full()
+  logits, caches, spec = start(method, jnp.bfloat16)
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  _, restored = restore(path, method, spec)
+  assert restored[0].slots["k"].dtype == jnp.bfloat16
+  chex.assert_trees_all_equal(restored, caches)
+  assert np.load(path)["layer0.slots.k"].shape == caches[0].slots["k"].shape
+
+
+def test_files_of_other_caches_are_refused(tmp_path):
+  method = kvjax.StreamingLLM(16)
+  logits, caches, spec = start(method)
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  with pytest.raises(ValueError, match=r"found caches of StreamingLLM.*expected Full\(\)"):
+    restore(path, kvjax.Full(), spec)
+  with pytest.raises(ValueError, match=r"budget=16.*expected StreamingLLM\(budget=32"):
+    restore(path, kvjax.StreamingLLM(32), spec)
+  for name, value in (("batch", 3), ("capacity", 32), ("layers", 5), ("dtype", jnp.bfloat16)):
+    other = dataclasses.replace(spec, **{name: value})
+    with pytest.raises(ValueError, match=rf"x\.npz: spec\.{name}: found .* expected"):
+      restore(path, method, other)
+  with pytest.raises(ValueError, match=r"caches: layer0\.slots\.k: found .* expected .* Full"):
+    save(path, logits, caches, kvjax.Full(), spec)
+
+
+def test_damaged_files_are_refused(tmp_path):
+  method = kvjax.Full()
+  logits, caches, spec = start(method)
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  whole = path.read_bytes()
+  for data in (whole[:-100], whole[: len(whole) // 2], b"", b"text"):
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"x\.npz: found .*expected a whole file of saved caches"):
+      restore(path, method, spec)
+  with pytest.raises(FileNotFoundError):
+    restore(tmp_path / "y.npz", method, spec)
+
+  def rewrite(change):
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path) as file:
+      entries = {name: file.read(name) for name in file.namelist()}
+    change(entries)
+    with zipfile.ZipFile(path, "w") as file:
+      for name, data in entries.items():
+        file.writestr(name, data)
+
+  rewrite(lambda entries: entries.pop("layer3.rows.seen.npy"))
+  with pytest.raises(ValueError, match=r"layer3\.rows\.seen"):
+    restore(path, method, spec)
+  rewrite(lambda entries: entries.update({"header.json": json.dumps({"format": "x"}).encode()}))
+  with pytest.raises(ValueError, match="found format 'x' version None"):
+    restore(path, method, spec)
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+  method = kvjax.Full()
+  logits, caches, spec = start(method)
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  before = path.read_bytes()
+
+  def stop(*_, **__):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(np.lib.format, "write_array", stop)
+  with pytest.raises(KeyboardInterrupt):
+    save(path, logits, caches, method, spec)
+  assert path.read_bytes() == before
+  assert list(tmp_path.iterdir()) == [path]
+
+
+# ---- forks
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_forked_rows_are_the_row_again(method):
+  logits, caches, _ = start(method)
+  forked = fork(logits, caches, 2)
+  assert forked[0].shape[0] == forked[1][0].seen.shape[0] == 4
+  row = fork(logits, caches, 3, row=1)
+  drawn = go_on(*row, method, sampling=Sampling(5.0))
+  assert len({tuple(x) for x in drawn.tolist()}) == 3  # by their numbers, rows draw on their own
+  greedy = go_on(logits, caches, method)  # the forks are copies: the rows are still alive
+  np.testing.assert_array_equal(go_on(*forked, method), np.repeat(greedy, 2, 0))
+
+
+def test_forks_are_refused():
+  logits, caches, _ = start(kvjax.Full())
+  with pytest.raises(ValueError, match="times: found 0"):
+    fork(logits, caches, 0)
+  with pytest.raises(ValueError, match="row: found 2, expected one of the 2 rows"):
+    fork(logits, caches, 2, row=2)
+
+
+# ---- further turns
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_turn_onto_live_caches(method):
+  """Each row alone gives what the batch gives; a row that says nothing stays as it is."""
+  logits, caches, _ = start(method)
+  out, caches = generate(model(), logits, caches, method, steps=4, chunk=4)
+  idle = jax.tree.map(lambda x: np.asarray(x[1]), caches)
+  turn, lengths = pad([TOKENS[0, 25:34].tolist(), []])
+  after, caches = prefill(model(), turn, lengths, caches, method)
+  chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[1]), caches), idle)
+  assert caches[0].seen.tolist() == [LENGTHS[0] + 4 + 9, LENGTHS[1] + 4]
+
+  first, alone = prefill(
+    model(), TOKENS[:1, :23], LENGTHS[:1], method.init_caches(model().spec(1, CAPACITY)), method
+  )
+  own, alone = generate(model(), first, alone, method, steps=4, chunk=4)
+  np.testing.assert_array_equal(own.tokens, out.tokens[:1])
+  second, _ = prefill(model(), turn[:1], lengths[:1], alone, method)
+  chex.assert_trees_all_close(second, after[:1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_turn_is_what_the_whole_conversation_has_more():
+  tokenizer = byte_tokenizer()
+  one = {"role": "user", "content": "Who?"}
+  prompt, answer = tokenizer.chat([one]), [*tokenizer.encode("Me."), tokenizer.eos]
+  conversation = [one, {"role": "assistant", "content": "Me."}, {"role": "user", "content": "Why?"}]
+  whole = tokenizer.chat(conversation)
+  assert prompt + answer + next_turn(tokenizer, "Why?", answer) == whole
+  # An answer that was cut off is closed first.
+  assert prompt + answer[:-1] + next_turn(tokenizer, "Why?", answer[:-1]) == whole
+  padded = [*answer, -1, -1]
+  assert next_turn(tokenizer, "Why?", padded) == next_turn(tokenizer, "Why?", answer)
+
+
+def test_a_template_that_drops_answers_is_refused():
+  tokenizer = byte_tokenizer()
+  tokenizer.chat_template = "{{ messages[-1].content }}"
+  with pytest.raises(ValueError, match="chat_template: found no trace of an assistant's message"):
+    next_turn(tokenizer, "Why?")

@@ -1,0 +1,62 @@
+"""The short programs run and print what they promise; so do the README's snippets."""
+
+import pathlib
+import re
+import runpy
+import sys
+
+import pytest
+
+from models import convert
+from scripts import examples
+from scripts.examples import tiny
+
+FOLDER = pathlib.Path(examples.__file__).parent
+README = FOLDER.parent.parent / "README.md"
+PRINTED = {
+  "batch": r"(Name a river\. .*, log p = -\d+\.\d\n){2}(Which .*, log p = -\d+\.\d\n){2}$",
+  "compose": r"Full\(\)\): mean age 1\d\d tokens\n.*StreamingLLM.*mean age \d\d tokens\n.*Random",
+  "convert_folder": r"^2 layers, 4 query and 2 key/value heads, 258 tokens\n",
+  "decode_loop": r"\n65 tokens seen, 64 kept per layer and head\n$",
+  "flax_layer": r"\de-0[678] apart; \[6 5\] tokens kept\n$",
+  "own_method": r"^a window over all changes nothing; one of 4 tokens .* by \d\.\d\d\n$",
+}
+
+
+def run(name, monkeypatch, *arguments):
+  monkeypatch.setattr(sys, "argv", [name, *arguments])
+  runpy.run_module(f"scripts.examples.{name}", run_name="__main__")
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_example(name, monkeypatch, capsys):
+  run(name, monkeypatch)
+  assert re.search(PRINTED[name], capsys.readouterr().out)
+
+
+def test_every_example_is_short_and_run():
+  lines = {path.stem: len(path.read_text("utf-8").splitlines()) for path in FOLDER.glob("*.py")}
+  assert set(lines) == {*PRINTED, "tiny", "__init__"}
+  assert max(lines[name] for name in PRINTED) <= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batch", "compose", "decode_loop", "own_method"])
+def test_example_on_a_checkpoint(name, monkeypatch, smollm2):
+  run(name, monkeypatch, "--checkpoint", str(smollm2))
+
+
+def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
+  """In order and in one namespace; the default model and that of /models are tiny ones."""
+  monkeypatch.chdir(tmp_path)
+  tiny.huggingface_folder(tmp_path / "Llama-3.2-1B")
+  monkeypatch.setattr(convert, "default_checkpoint", lambda: None)
+  own = convert.load
+  monkeypatch.setattr(convert, "load", lambda path, **kw: own(path, **kw) if path else tiny.load())
+  snippets = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+  assert len(snippets) == 4
+  space = {"__name__": "readme"}
+  for i, snippet in enumerate(snippets):
+    snippet = snippet.replace("/models/", f"{tmp_path}/")
+    exec(compile(snippet, f"README.md, snippet {i + 1}", "exec"), space)
+  assert capsys.readouterr().out

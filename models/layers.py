@@ -22,6 +22,15 @@ def _init(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: Any) -> nn
   )
 
 
+def product(x: Float[Array, "*batch D"], w: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
+  """x @ w. A single row is doubled: XLA turns the product of a lone vector and a mid-sized matrix
+  into elementwise multiplication and a sum, at half the speed on a GPU.
+  """
+  if x.size != x.shape[-1]:
+    return x @ w
+  return (jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) @ w)[0].reshape(*x.shape[:-1], -1)
+
+
 class RMSNorm(nnx.Module):
   """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32; scale float32 [D]."""
 
@@ -57,7 +66,7 @@ class Projections(nnx.Module):
   ) -> tuple[Float[Array, "*batch K G H"], Float[Array, "*batch K H"], Float[Array, "*batch K H"]]:
     """Queries, key and value of each KV head, not yet rotated."""
     w = self.wqkv[...]
-    y = (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
+    y = product(x, w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
     if hasattr(self, "bqkv"):
       y = y + self.bqkv[...]
     q, k, v = y[..., :-2, :], y[..., -2, :], y[..., -1, :]
@@ -67,7 +76,7 @@ class Projections(nnx.Module):
 
   def out(self, o: Float[Array, "*batch K G H"]) -> Float[Array, "*batch D"]:
     w = self.wo[...]
-    return o.reshape(*o.shape[:-3], -1) @ w.reshape(-1, w.shape[-1])
+    return product(o.reshape(*o.shape[:-3], -1), w.reshape(-1, w.shape[-1]))
 
 
 class GatedMLP(nnx.Module):
@@ -80,6 +89,6 @@ class GatedMLP(nnx.Module):
 
   def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     w = self.gate_up[...]
-    y = x @ w.reshape(w.shape[0], -1)
+    y = product(x, w.reshape(w.shape[0], -1))
     gate, up = y[..., : w.shape[2]], y[..., w.shape[2] :]
-    return (jax.nn.silu(gate) * up) @ self.down[...]
+    return product(jax.nn.silu(gate) * up, self.down[...])

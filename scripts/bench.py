@@ -27,7 +27,7 @@ import numpy as np
 
 from scripts.benches import Case
 
-SUITES = ("decode",)
+SUITES = ("decode", "e2e")
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
 
 
@@ -87,7 +87,8 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
         "us_all": [round(t * 1e6, 2) for t in times[contender.name]],
       }
     results.append(row)
-  read = statistics.median(times["read"]) if "read" in times else None
+  medians = {name: statistics.median(values) for name, values in times.items()}
+  read = medians.get("read")
   return {
     "case": case.name,
     "shapes": case.shapes,
@@ -98,6 +99,7 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
     "tolerance": case.tolerance,
     "repetitions": repetitions,
     "results": results,
+    "remarks": case.remarks(medians) if case.subject in medians else [],
   }
 
 
@@ -133,6 +135,7 @@ def table(report: dict[str, Any]) -> str:
     lines.append(
       f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}".rstrip()
     )
+  lines += [f"  {remark}" for remark in report["remarks"]]
   return "\n".join(lines)
 
 

@@ -43,6 +43,7 @@ class Case:
     tolerance: largest ‖output − reference‖ / ‖reference‖.
     contenders: everything that is timed; one named "read" gives the bandwidth of the floor.
     subject: name of the contender that the table is about.
+    remarks: lines below the table, made from the median seconds of every contender.
   """
 
   name: str
@@ -52,6 +53,17 @@ class Case:
   tolerance: float
   contenders: tuple[Contender, ...]
   subject: str
+  remarks: Callable[[dict[str, float]], list[str]] = lambda seconds: []
+
+
+def optional(name: str, make: Callable[[], Contender]) -> list[Contender]:
+  """A peer where it is installed and takes the shape; the reason on the terminal otherwise."""
+  try:
+    return [make()]
+  except Exception as error:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    print(f"  {name}: not run ({type(error).__name__}: {reason[0][:120]})", flush=True)
+    return []
 
 
 def jax_contender(

@@ -1,6 +1,6 @@
 """dense decode attention over a whole cache, against a streaming read and other libraries"""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.decode import decode_attention
-from scripts.benches import Case, Contender, jax_contender, torch_contender
+from scripts.benches import Case, Contender, jax_contender, optional, torch_contender
 from tests.decode_cases import MARKS, OTHERS, QUICK, Shape
 
 # Enough distinct buffers that a 60 MB L2 cache holds nothing of the next call's.
@@ -46,9 +46,9 @@ def case(shape: Shape, quick: bool, peers: bool) -> Case:
     _read(inputs, shape, calls),
   ]
   if not quick:
-    contenders += _optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
+    contenders += optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
   if peers and not quick and not shape.ragged:
-    contenders += _optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
+    contenders += optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
     contenders += _torch(inputs, calls)
   batch, kv_heads, groups, head_dim = inputs[0][0].shape
   return Case(
@@ -67,16 +67,6 @@ def rotation(shape: Shape) -> tuple[int, int]:
   """(distinct inputs, calls per program): past the L2 cache, and milliseconds of work."""
   copies = min(max(2, -(-ROTATION_BYTES // shape.kv_bytes())), 16)
   return copies, min(max(8, (4 << 30) // shape.kv_bytes()), 64)
-
-
-def _optional(name: str, make: Callable[[], Contender]) -> list[Contender]:
-  """A peer where it is installed and takes the shape; the reason on the terminal otherwise."""
-  try:
-    return [make()]
-  except Exception as error:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    print(f"  {name}: not run ({type(error).__name__}: {reason[0][:120]})", flush=True)
-    return []
 
 
 def _read(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
@@ -146,9 +136,9 @@ def _torch(inputs: list[tuple], calls: int) -> list[Contender]:
     # With one query per KV head both layouts are the same.
     for as_heads in (False, True) if groups > 1 else (False,):
       label = f"{name} (heads)" if as_heads else name
-      made += _optional(label, lambda: contender(label, backend, as_heads))  # noqa: B023
+      made += optional(label, lambda: contender(label, backend, as_heads))  # noqa: B023
   if batch == 1:
-    made += _optional("FlashInfer", lambda: _flashinfer(tensors, calls))
+    made += optional("FlashInfer", lambda: _flashinfer(tensors, calls))
   return made
 
 

@@ -1,0 +1,246 @@
+"""whole decode steps of full-size shapes with random weights, against their products alone"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+import kvjax
+from models.config import ModelConfig
+from models.generate import join, split
+from models.presets import PRESETS
+from models.transformer import Transformer
+from scripts.benches import Case, Contender, optional
+
+BANDWIDTH = 4.45e12  # bytes a second of an H200, read only
+STEPS = 16  # decode steps per dispatch
+MARKS = [
+  (name, batch, tokens)
+  for name in ("Llama-3.1-8B", "Qwen3-1.7B")
+  for batch, tokens in ((1, 4096), (8, 4096), (1, 32768), (8, 32768), (1, 131072))
+]
+PEERS = (1, 4096), (8, 4096)  # shapes on which Hugging Face's loop is compiled and timed
+TINY = ModelConfig(
+  vocab=61, dim=48, layers=2, heads=6, kv_heads=2, head_dim=16, ffn=64, max_context=512
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(kvjax.Full):
+  """No attention and no cache: what the matrix products, norms and residuals of a step cost."""
+
+  def decode_step(self, at: Any, cache: Any, q: Any, k: Any, v: Any, live: Any, carry: Any) -> Any:
+    return q + k[:, :, None] + v[:, :, None], cache, carry, {}
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The shapes of this suite, built one after another; weights are made once per model."""
+  for name, batch, tokens in [("tiny", 2, 64)] if quick else MARKS:
+    label = f"{name} B{batch} T{tokens}"
+    if only in label:
+      yield case(label, weights(name), batch, tokens, peers and (batch, tokens) in PEERS)
+
+
+@functools.lru_cache(maxsize=1)
+def weights(name: str) -> Transformer:
+  """A decoder of this shape; random weights, norm scales 1."""
+  config, dtype = (TINY, jnp.float32) if name == "tiny" else (PRESETS[name], jnp.bfloat16)
+  made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  graph, shapes = nnx.split(made)
+  leaves, tree = jax.tree.flatten(shapes)
+  draw = jax.jit(_normal, static_argnums=(1, 2))
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  arrays = [
+    jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else draw(key, x.shape, x.dtype)
+    for key, x in zip(keys, leaves, strict=True)
+  ]
+  return nnx.merge(graph, jax.tree.unflatten(tree, arrays))
+
+
+def _normal(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+  return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+
+
+def filled(model: Transformer, batch: int, tokens: int) -> tuple[kvjax.Cache, ...]:
+  """Full caches that hold `tokens` random tokens, with room for the steps of a dispatch."""
+  spec = model.spec(batch, tokens + STEPS)
+  empty = kvjax.Full().init_caches(spec)
+  pos = jnp.where(jnp.arange(spec.capacity) < tokens, jnp.arange(spec.capacity), -1)
+
+  @jax.jit
+  def fill(key):
+    k, v = (jax.random.normal(x, empty[0].slots["k"].shape, spec.dtype) for x in key)
+    return {"k": k, "v": v, "pos": jnp.broadcast_to(pos, empty[0].pos.shape).astype(jnp.int32)}
+
+  keys = jax.random.split(jax.random.key(1), (spec.layers, 2))
+  counted = [{n: jnp.full(batch, tokens, jnp.int32) for n in ("seen", "used")} for _ in empty]
+  layers = zip(empty, keys, counted, strict=True)
+  return tuple(cache.put(slots=fill(key), rows=rows) for cache, key, rows in layers)
+
+
+def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -> Case:
+  """One shape: our step, its products alone, a streaming read of the same bytes."""
+  c = model.config
+  leaves = split(model)[1]
+  # Without tied embeddings a step reads single rows of the embedding.
+  unread = 0 if c.tie_embeddings else c.vocab * c.dim * model.dtype.itemsize
+  weight_bytes = sum(x.nbytes for x in leaves) - unread
+  kv_bytes = 2 * batch * tokens * c.kv_heads * c.head_dim * model.dtype.itemsize * c.layers
+  held = [filled(model, batch, tokens)]
+  ours = _loop("kvjax", model, kvjax.Full(), held, checked=True)
+  alone = _loop("products", model, Products(), held)
+  contenders = [ours, alone, _read(weight_bytes + kv_bytes)]
+  if peers:
+    contenders += optional("transformers", lambda: _transformers(c, batch, tokens))
+  floor = (weight_bytes + kv_bytes) / BANDWIDTH
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    bar = seconds["products"] + kv_bytes / BANDWIDTH
+    return [
+      f"{seconds['kvjax'] / bar:.3f} × (products + KV bytes / 4.45 TB/s), "
+      f"{seconds['kvjax'] / floor:.3f} × (weights + KV bytes) / 4.45 TB/s; {ours.note}"
+    ]
+
+  return Case(
+    name=label,
+    shapes=f"{c.layers} layers, {weight_bytes / 1e9:.2f} GB of weights, "
+    f"{kv_bytes / 1e9:.2f} GB of keys and values, {model.dtype.name}",
+    bytes=weight_bytes + kv_bytes,
+    reference=lambda: _reference(model, batch, tokens),
+    # bfloat16 through all layers: the same step with the reference's attention differs by rounding.
+    tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def _reference(model: Transformer, batch: int, tokens: int) -> np.ndarray:
+  """Logits of one step with the reference implementation, on caches of the same content."""
+  graph, leaves = split(model)
+
+  @jax.jit
+  def step(leaves, caches, token):
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl="reference")
+    return decoder.decode(token, caches, kvjax.Full())[0]
+
+  return np.asarray(step(leaves, filled(model, batch, tokens), jnp.arange(batch, dtype=jnp.int32)))
+
+
+def _loop(
+  name: str, model: Transformer, method: Any, held: list[Any], *, checked: bool = False
+) -> Contender:
+  """Decodes STEPS tokens per dispatch, always from the same state.
+
+  `held` is one place for the caches, which contenders donate and put back in turn.
+  """
+  graph, leaves = split(model)
+  caches = held[0]
+  token = jnp.arange(caches[0].seen.shape[0], dtype=jnp.int32)
+  start = {name: jnp.copy(caches[0].rows[name]) for name in ("seen", "used")}
+
+  def run(leaves, caches, token, start):
+    decoder = join(graph, leaves)
+
+    def step(i, carry):
+      caches, token, first = carry
+      logits, caches = decoder.decode(token, caches, method)
+      first = jnp.where(i == 0, logits, first)
+      return caches, jnp.argmax(logits, -1).astype(jnp.int32), first
+
+    first = jnp.zeros((token.shape[0], model.config.vocab), jnp.float32)
+    caches, _, first = lax.fori_loop(0, STEPS, step, (caches, token, first))
+    return tuple(c.put(rows=start) for c in caches), first
+
+  began = time.perf_counter()
+  jitted = jax.jit(run, donate_argnums=1)
+  compiled = jitted.lower(leaves, caches, token, start).compile()
+  memory = compiled.memory_analysis()
+  layer = sum(x.nbytes for x in jax.tree.leaves(caches[0]))
+  note = (
+    f"compiled in {time.perf_counter() - began:.1f} s, temporary memory "
+    f"{memory.temp_size_in_bytes / 1e6:.1f} MB of {layer / 1e6:.1f} MB for a layer's cache"
+  )
+  del caches
+  held[0], first = compiled(leaves, held[0], token, start)
+  output = np.asarray(first)
+
+  def seconds() -> float:
+    began = time.perf_counter()
+    held[0], done = compiled(leaves, held[0], token, start)
+    jax.block_until_ready(done)
+    return (time.perf_counter() - began) / STEPS
+
+  return Contender(name, seconds, (lambda: output) if checked else None, note)
+
+
+def _read(count: int) -> Contender:
+  """The time to read so many bytes, from a large array: what the memory can give."""
+  buffer = jnp.ones((min(count, 4 << 30) // 8192 + 1, 4096), jnp.bfloat16)
+
+  @jax.jit
+  def read(x, factor):
+    return (x.astype(jnp.float32) * factor).sum()
+
+  read(buffer, jnp.float32(1)).block_until_ready()
+
+  def seconds() -> float:
+    began = time.perf_counter()
+    done = [read(buffer, jnp.float32(i)) for i in range(4)]
+    jax.block_until_ready(done)
+    return (time.perf_counter() - began) / 4 * count / buffer.nbytes
+
+  return Contender("read", seconds, None)
+
+
+def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:
+  """Hugging Face's decoder of the same shape: static cache, compiled with CUDA graphs."""
+  import torch
+  import transformers
+
+  qwen = "qwen3" if config.qk_norm else "llama"
+  kind = transformers.Qwen3Config if qwen == "qwen3" else transformers.LlamaConfig
+  shape = kind(
+    vocab_size=config.vocab,
+    hidden_size=config.dim,
+    num_hidden_layers=config.layers,
+    num_attention_heads=config.heads,
+    num_key_value_heads=config.kv_heads,
+    head_dim=config.head_dim,
+    intermediate_size=config.ffn,
+    max_position_embeddings=config.max_context,
+    tie_word_embeddings=config.tie_embeddings,
+  )
+  with torch.device("cuda"):
+    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+    cache = transformers.StaticCache(config=shape, max_cache_len=tokens + STEPS)
+    ids = torch.zeros((batch, 1), dtype=torch.long)
+    here = torch.tensor([tokens])
+  forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+
+  def step() -> Any:
+    with torch.no_grad():
+      return forward(
+        input_ids=ids, past_key_values=cache, cache_position=here, use_cache=True
+      ).logits
+
+  for _ in range(3):
+    step()
+
+  def seconds() -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+      step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / STEPS
+
+  return Contender("transformers", seconds, None)

@@ -196,8 +196,8 @@ def generate(
     caches: donated; the result replaces them.
     method: the KV-cache method.
     steps: tokens to generate.
-    sampling: temperature and filters; the likeliest token by default. Changing the numbers does
-      not compile anything again.
+    sampling: temperature and filters; the likeliest token by default. Other numbers compile
+      nothing again, unless the temperature comes from or goes to 0.
     seed: random seed, below 2³². A draw depends on (seed, the row's number, the token's position
       in the row) only: not on the row's neighbours, nor on where an earlier call ended.
     rows: int32 [B], the rows' numbers in all that is generated, so that a row draws the same text

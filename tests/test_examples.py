@@ -1,5 +1,6 @@
 """The short programs run and print what they promise; so do the README's snippets."""
 
+import dataclasses
 import pathlib
 import re
 import runpy
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from models import convert
-from scripts import examples
+from scripts import common, examples, generate
 from scripts.examples import tiny
 
 FOLDER = pathlib.Path(examples.__file__).parent
@@ -44,6 +45,20 @@ def test_every_example_is_short_and_run():
 @pytest.mark.parametrize("name", ["batch", "compose", "decode_loop", "own_method"])
 def test_example_on_a_checkpoint(name, monkeypatch, smollm2):
   run(name, monkeypatch, "--checkpoint", str(smollm2))
+
+
+def test_generate_streams_its_text(monkeypatch, capsys):
+  """On standard output the text alone, cut at the stop string; chunks and draws as asked."""
+  monkeypatch.setattr(common, "load_model", lambda *_, **__: tiny.load())
+  args = generate.Args("Who?", steps=24, temperature=1.5, top_k=40, seed=1, prefill_chunk=8)
+  generate.main(args)
+  whole = capsys.readouterr()
+  assert "24 tokens in" in whole.err
+  mark = whole.out[5:7]
+  generate.main(dataclasses.replace(args, stop=("never", mark)))
+  assert capsys.readouterr().out == whole.out[: whole.out.index(mark)] + "\n"
+  with pytest.raises(ValueError, match="--method: found 'none', expected one of: full"):
+    generate.main(dataclasses.replace(args, method="none"))
 
 
 def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):

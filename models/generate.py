@@ -126,37 +126,31 @@ def prefill(
   longest = int(seen.max())
   if past is not None and longest > past:
     raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
-  if chunk is None:
-    bounds = {0: 0 if past is None and longest == 0 else past}
-    chunk = tokens.shape[1]
-  else:
-    _check_chunk(method, chunk, past, with_aux)
-    starts = range(0, int(lengths.max()), chunk)
-    bounds = {start: _bound(caches, method, longest + start, chunk) for start in starts}
   graph, leaves = split(model)
   whole = jnp.asarray(total, jnp.int32)
-  logits, rest = [], ()
-  for start, bound in bounds.items():
+
+  def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
+    arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32), whole
+    return _prefill(graph, method, bound, all_logits, with_aux, leaves, caches, *arrays)
+
+  if chunk is None:
+    return read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
+  _check_chunk(method, chunk, past, with_aux)
+  size, end = tokens.shape[1], int(lengths.max())
+  parts: list[Array] = []
+  for start in range(0, end, chunk):
     piece = tokens[:, start : start + chunk]
     piece = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
     valid = np.clip(lengths - start, 0, chunk)
-    arrays = jnp.asarray(piece, jnp.int32), jnp.asarray(valid, jnp.int32), whole
-    new, caches, *rest = _prefill(
-      graph, method, bound, all_logits, with_aux, leaves, caches, *arrays
-    )
-    if all_logits:
-      logits.append(new)
-    elif start == 0:
-      logits = [new]
-    else:  # rows that had ended before keep their logits
-      logits = [jnp.where((valid > 0)[:, None], new, logits[0])]
+    bound = _bound(caches, method, longest + start, chunk)
+    logits, caches = read(caches, piece, valid, bound)
+    if parts and not all_logits:  # rows that have ended before keep their logits
+      logits = jnp.where((valid > 0)[:, None], logits, parts.pop())
+    parts.append(logits)
     if on_chunk is not None:
-      jax.block_until_ready(new)
-      on_chunk(min(start + chunk, int(lengths.max())), int(lengths.max()))
-  joined = logits[0] if len(logits) == 1 else jnp.concatenate(logits, 1)
-  if all_logits and joined.shape[1] > tokens.shape[1]:
-    joined = joined[:, : tokens.shape[1]]
-  return (joined, caches, *rest)
+      jax.block_until_ready(logits)
+      on_chunk(min(start + chunk, end), end)
+  return (_joined(parts, size)[:, :size] if all_logits else parts[0]), caches
 
 
 def generate(
@@ -222,16 +216,7 @@ def generate(
       method that keeps every token. Nothing has run then and the caches are intact.
   """
   batch, vocab = logits.shape
-  for name, value in (("steps", steps), ("chunk", chunk)):
-    if value < 1:
-      raise ValueError(f"{name}: found {value}, expected at least 1")
-  if not 0 <= seed < 2**32:
-    raise ValueError(f"seed: found {seed}, expected an integer in [0, 2**32)")
-  for token in stop:
-    if not 0 <= token < vocab:
-      raise ValueError(f"stop: found token {token}, expected ids in [0, {vocab})")
-  if isinstance(stop_strings, str) or "" in stop_strings:
-    raise ValueError(f"stop_strings: found {stop_strings!r}, expected a list of non-empty strings")
+  _check_settings(vocab, steps, chunk, seed, stop, stop_strings)
   if tokenizer is None and (stop_strings or on_text is not None):
     raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
   live = np.ones(batch, bool) if live is None else np.asarray(live)
@@ -275,7 +260,7 @@ def generate(
     tokens, *kept = [None if x is None else x[:, :count] for x in kept]
     if texts is not None:
       tokens = np.array(tokens)
-      new = _read(texts, tokens, np.isin(tokens, stop) & (wanted[:, :count] < 0))
+      new = _read(texts, tokens, np.isin(tokens, ends) & (wanted[:, :count] < 0))
       on &= ~np.array([text.ended for text in texts])
       if on_text is not None:
         on_text(new)
@@ -289,22 +274,18 @@ def generate(
     if on_text is not None and any(rest):
       on_text(rest)
 
-  parts = zip(*pieces, strict=True)
-  tokens = np.concatenate([np.asarray(x) for x in next(parts)], 1)
-  missing = steps - tokens.shape[1]
-  tokens = np.pad(tokens, ((0, 0), (0, missing)), constant_values=-1)
-  chosen_from, logprobs = next(parts), next(parts)
-  return (
-    Generation(
-      tokens,
-      (tokens >= 0).sum(1, dtype=np.int32),
-      last,
-      _joined(chosen_from, missing) if return_logits else None,
-      np.where(tokens >= 0, _joined(logprobs, missing), 0) if return_logprobs else None,
-      None if texts is None else [text.text for text in texts],
-    ),
-    caches,
+  emitted, used, logprobs = zip(*pieces, strict=True)
+  tokens = np.concatenate([np.asarray(x) for x in emitted], 1)
+  tokens = np.pad(tokens, ((0, 0), (0, steps - tokens.shape[1])), constant_values=-1)
+  generation = Generation(
+    tokens=tokens,
+    lengths=(tokens >= 0).sum(1, dtype=np.int32),
+    last=last,
+    logits=_joined(used, steps) if return_logits else None,
+    logprobs=np.where(tokens >= 0, _joined(logprobs, steps), 0) if return_logprobs else None,
+    texts=None if texts is None else [text.text for text in texts],
   )
+  return generation, caches
 
 
 def split(model: nnx.Module) -> tuple[Any, list[Array]]:
@@ -420,10 +401,27 @@ def _read(texts: list[RowText], tokens: np.ndarray, ends: np.ndarray) -> list[st
   return new
 
 
-def _joined(pieces: Sequence[Array], missing: int) -> Array:
-  """[B, n, ...] pieces side by side, with zeros for the steps that were not run."""
+def _joined(pieces: Sequence[Array], size: int) -> Array:
+  """[B, n, ...] pieces side by side, padded with zeros to [B, size, ...] or more."""
   whole = jnp.concatenate(pieces, 1)
+  missing = max(0, size - whole.shape[1])
   return jnp.pad(whole, ((0, 0), (0, missing), *[(0, 0)] * (whole.ndim - 2)))
+
+
+def _check_settings(
+  vocab: int, steps: int, chunk: int, seed: int, stop: Sequence[int], stop_strings: Sequence[str]
+) -> None:
+  """Raises for settings of `generate` that are out of range."""
+  for name, value in (("steps", steps), ("chunk", chunk)):
+    if value < 1:
+      raise ValueError(f"{name}: found {value}, expected at least 1")
+  if not 0 <= seed < 2**32:
+    raise ValueError(f"seed: found {seed}, expected an integer in [0, 2**32)")
+  for token in stop:
+    if not 0 <= token < vocab:
+      raise ValueError(f"stop: found token {token}, expected ids in [0, {vocab})")
+  if isinstance(stop_strings, str) or "" in stop_strings:
+    raise ValueError(f"stop_strings: found {stop_strings!r}, expected a list of non-empty strings")
 
 
 def _check_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -> None:

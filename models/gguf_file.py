@@ -79,7 +79,6 @@ class GGUF(Source):
       raise ValueError(
         f"{path}: metadata: found entries of the wrong type ({error}), expected numbers"
       ) from error
-    self._check_blocks()
     found = {
       name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
     }
@@ -223,14 +222,6 @@ class GGUF(Source):
         f"{scaling}"
       )
     return scaling
-
-  def _check_blocks(self) -> None:
-    blocks = {name.split(".")[1] for name in self._tensors if name.startswith("blk.")}
-    if len(blocks) != self.config.layers:
-      raise ValueError(
-        f"{self.path}: metadata 'block_count': found {self.config.layers}, but tensors of "
-        f"{len(blocks)} blocks; expected the same number"
-      )
 
   def _dequantize(self, name: str, data: np.ndarray) -> np.ndarray:
     kind = self._tensors[name].tensor_type

@@ -86,7 +86,7 @@ class HuggingFace(Source):
       raise ValueError(f"{self.path}: found a converted checkpoint, expected a Hugging Face folder")
     try:
       self.config = self._read_config(max_context)
-    except (TypeError, ZeroDivisionError) as error:
+    except (AttributeError, TypeError, ZeroDivisionError) as error:
       raise ValueError(
         f"{self._file}: found entries of the wrong type ({error}), expected numbers"
       ) from error
@@ -167,21 +167,24 @@ class HuggingFace(Source):
     """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
     given = self._entries.get(key) or {}
-    theta = float(given.get("rope_theta", self._entry("rope_theta", 10000.0)))
     kind = given.get("rope_type", given.get("type", "default"))
     if given.get("partial_rotary_factor", 1.0) != 1.0 or not given.get("truncate", True):
       raise NotImplementedError(
         f"{self._file}: {key!r}: found {given}, expected no partial_rotary_factor and no truncate"
       )
 
-    def entry(name: str) -> float:
-      if given.get(name) is None:
-        raise ValueError(f"{self._file}: {key!r}: found {given}, expected an entry {name!r}")
-      return float(given[name])
+    def entry(name: str, default: Any = None) -> float:
+      value = default if given.get(name) is None else given[name]
+      if not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(
+          f"{self._file}: {key!r}: {name!r}: found {value!r}, expected a number above 0"
+        )
+      return float(value)
 
+    theta = entry("rope_theta", self._entry("rope_theta", 10000.0))
+    stated = self._entry("max_position_embeddings")
     original = self._entries.get("original_max_position_embeddings")
-    original = original or given.get("original_max_position_embeddings")
-    original = original or self._entry("max_position_embeddings")
+    original = int(original or entry("original_max_position_embeddings", stated))
     match kind:
       case "default":
         return Rope(theta)
@@ -191,20 +194,10 @@ class HuggingFace(Source):
         low, high = entry("low_freq_factor"), entry("high_freq_factor")
         return Rope(theta, Llama3(entry("factor"), low, high, original))
       case "yarn":
-        if given.get("factor") is None:
-          factor = self._entry("max_position_embeddings") / original
-        else:
-          factor = entry("factor")
-        return Rope(
-          theta,
-          Yarn(
-            factor=factor,
-            original_context=original,
-            beta_fast=float(given.get("beta_fast") or 32),
-            beta_slow=float(given.get("beta_slow") or 1),
-            attention_factor=_attention_factor(given, factor),
-          ),
-        )
+        factor = entry("factor", stated / original)
+        fast, slow = entry("beta_fast", 32.0), entry("beta_slow", 1.0)
+        attention = _attention_factor(given, factor)
+        return Rope(theta, Yarn(factor, original, fast, slow, attention))
     raise NotImplementedError(
       f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
     )

@@ -122,6 +122,13 @@ class Source(abc.ABC):
       found: shapes by name.
       ignored: names that may be there as well.
     """
+    before = self.names["q"].partition("{i}")[0]
+    layers = {name[len(before) :].split(".")[0] for name in found if name.startswith(before)}
+    if len(layers) != self.config.layers:
+      raise ValueError(
+        f"{self.path}: found tensors of {len(layers)} layers, expected {self.config.layers}, as "
+        "its config says"
+      )
     expected = {self.name(part, layer): shape for part, layer, shape in tensor_shapes(self.config)}
     missing = [name for name in expected if name not in found]
     if missing:

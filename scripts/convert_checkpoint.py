@@ -1,4 +1,4 @@
-"""A GGUF file becomes a checkpoint folder that `models.convert.load` reads."""
+"""A published model becomes a checkpoint folder that `models.convert.load` reads."""
 
 import dataclasses
 import pathlib
@@ -12,20 +12,23 @@ from scripts import common
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Converts a GGUF file of the Llama architecture into a checkpoint folder.
+  """Converts a model of the Llama, Mistral or Qwen families into a checkpoint folder.
 
-  Quantised tensors are dequantised to float32; float16 and bfloat16 stay as they are. The folder
-  is written aside and renamed last, so that an interrupted conversion leaves no checkpoint.
+  Quantised tensors are dequantised to float32; float16 and bfloat16 stay as they are. One layer is
+  in memory at a time. The folder is written aside and renamed last, so that an interrupted
+  conversion leaves no checkpoint. Pickled weights (.bin, .pt) are refused.
   """
 
-  source: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-  """The .gguf file."""
+  source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+  """A Hugging Face folder, a .gguf file, or hf:owner/name to download from the Hugging Face hub."""
   dest: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]
   """The checkpoint folder to make; it must not exist yet."""
+  max_context: int | None = None
+  """Use the model up to so many tokens only; needed where it has a sliding window of that size."""
 
 
 def main(args: Args) -> None:
-  folder = convert.convert(args.source, args.dest)
+  folder = convert.convert(args.source, args.dest, max_context=args.max_context)
   config = convert.read_config(folder)
   size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
   print(

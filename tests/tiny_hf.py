@@ -26,9 +26,10 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
-def _config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> dict[str, Any]:
+def config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> dict[str, Any]:
+  """A config.json; entries of `...` are left out."""
   name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-  config = {
+  out = {
     "architectures": [f"{name}ForCausalLM"],
     "model_type": family,
     "hidden_act": "silu",
@@ -46,44 +47,44 @@ def _config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> d
     "eos_token_id": None,
     **entries,
   }
-  return {key: value for key, value in config.items() if value is not ...}
+  return {key: value for key, value in out.items() if value is not ...}
 
 
 # config.json by name, each as that family's publisher writes it.
 CASES: dict[str, dict[str, Any]] = {
-  "llama2": _config("llama", kv_heads=4),
-  "llama3": _config("llama", rope_theta=500000.0),
-  "llama3.1": _config("llama", rope_theta=500000.0, rope_scaling=_LLAMA3),
-  "llama3.2": _config(
+  "llama2": config("llama", kv_heads=4),
+  "llama3": config("llama", rope_theta=500000.0),
+  "llama3.1": config("llama", rope_theta=500000.0, rope_scaling=_LLAMA3),
+  "llama3.2": config(
     "llama",
     rope_theta=500000.0,
     rope_scaling={**_LLAMA3, "factor": 32.0},
     tie_word_embeddings=True,
     head_dim=8,
   ),
-  "smollm2": _config("llama", heads=3, kv_heads=1, hidden_size=48, tie_word_embeddings=True),
-  "llama-linear": _config("llama", rope_scaling={"type": "linear", "factor": 4.0}),
-  "llama-parameters": _config(
+  "smollm2": config("llama", heads=3, kv_heads=1, hidden_size=48, tie_word_embeddings=True),
+  "llama-linear": config("llama", rope_scaling={"type": "linear", "factor": 4.0}),
+  "llama-parameters": config(
     "llama", rope_theta=..., rope_parameters={**_LLAMA3, "rope_theta": 500000.0}
   ),
-  "mistral": _config("mistral", rope_theta=1000000.0, sliding_window=None),
-  "mistral-window": _config("mistral", sliding_window=128),
-  "qwen2": _config(
+  "mistral": config("mistral", rope_theta=1000000.0, sliding_window=None),
+  "mistral-window": config("mistral", sliding_window=128),
+  "qwen2": config(
     "qwen2", sliding_window=64, use_sliding_window=False, max_window_layers=2, rms_norm_eps=1e-6
   ),
-  "qwen2.5-yarn": _config(
+  "qwen2.5-yarn": config(
     "qwen2",
     rope_theta=1000000.0,
     tie_word_embeddings=True,
     rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
   ),
-  "r1-distill-qwen": _config("qwen2", heads=6, kv_heads=2, hidden_size=48),
-  "qwen3": _config("qwen3", head_dim=16, rope_theta=1000000.0, attention_bias=False),
-  "qwen3-tied-yarn": _config(
+  "r1-distill-qwen": config("qwen2", heads=6, kv_heads=2, hidden_size=48),
+  "qwen3": config("qwen3", head_dim=16, rope_theta=1000000.0, attention_bias=False),
+  "qwen3-tied-yarn": config(
     "qwen3", head_dim=16, tie_word_embeddings=True, rope_scaling={**_YARN, "beta_fast": 8.0}
   ),
-  "yarn-factor": _config("llama", rope_scaling={**_YARN, "attention_factor": 1.3}),
-  "yarn-mscale": _config("llama", rope_scaling={**_YARN, "mscale": 0.8, "mscale_all_dim": 0.3}),
+  "yarn-factor": config("llama", rope_scaling={**_YARN, "attention_factor": 1.3}),
+  "yarn-mscale": config("llama", rope_scaling={**_YARN, "mscale": 0.8, "mscale_all_dim": 0.3}),
 }
 
 

@@ -1,0 +1,428 @@
+"""Hugging Face folders: sharded, tied and bfloat16 ones arrive; bad ones leave a clear error."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import convert, fetch
+from models.huggingface import HuggingFace
+from tests import tiny_hf
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+CONFIG = tiny_hf.CASES["llama3"]
+
+
+def items(folder):
+  reader = HuggingFace(folder)
+  return {name: reader.item(name) for name in convert.item_names(reader.config)}
+
+
+def leaves(checkpoint, **kwargs):
+  model, _ = convert.load(checkpoint, **kwargs)
+  return jax.tree.leaves(nnx.state(model))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tiny_hf.write(tmp_path_factory.mktemp("hf") / "model", CONFIG)
+
+
+def test_layout(folder):
+  """Rows of the file's matrices: query head n is group n % G of KV head n // G."""
+  weights, layer = tiny_hf.weights(CONFIG), items(folder)["layer_001"]
+  part = lambda name: weights[f"model.layers.1.{name}.weight"]  # noqa: E731
+  wqkv = layer["attention"]["wqkv"]
+  assert wqkv.shape == (32, 2, 4, 8)
+  np.testing.assert_array_equal(wqkv[:, 1, 0], part("self_attn.q_proj")[2 * 8 : 3 * 8].T)
+  np.testing.assert_array_equal(wqkv[:, 0, 1], part("self_attn.q_proj")[1 * 8 : 2 * 8].T)
+  np.testing.assert_array_equal(wqkv[:, 1, 2], part("self_attn.k_proj")[8:].T)
+  np.testing.assert_array_equal(wqkv[:, 1, 3], part("self_attn.v_proj")[8:].T)
+  np.testing.assert_array_equal(layer["mlp"]["gate_up"][:, 1], part("mlp.up_proj").T)
+
+
+def test_shards_and_one_file_are_the_same(folder, tmp_path):
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    items(folder),
+    items(tiny_hf.write(tmp_path / "sharded", CONFIG, shards=3)),
+  )
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_arrays_are_written_as_read_and_restored_to_any_dtype(tmp_path, dtype):
+  weights = {name: x.astype(dtype) for name, x in tiny_hf.weights(CONFIG).items()}
+  source = tiny_hf.write(tmp_path / "source", CONFIG, weights)
+  assert {x.dtype for x in jax.tree.leaves(items(source))} == {np.dtype(dtype)}
+  made = convert.convert(source, tmp_path / "made", progress=False)
+  wide = leaves(made, dtype=jnp.float32)
+  assert {x.dtype for x in wide} == {np.dtype(np.float32)}
+  narrow = leaves(made, precision="bf16")
+  for x, y in zip(wide, narrow, strict=True):
+    np.testing.assert_array_equal(x.astype(y.dtype), y)
+
+
+def test_tied_head_and_buffers_in_the_file_are_left_out(tmp_path):
+  config = {**CONFIG, "tie_word_embeddings": True}
+  weights = {
+    **tiny_hf.weights(CONFIG),
+    "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+  }
+  final = items(tiny_hf.write(tmp_path, config, weights))["final"]
+  assert set(final) == {"norm"}
+
+
+def test_padded_embedding(tmp_path):
+  """Rows beyond the tokenizer's: ids of none decode to nothing."""
+  source = tiny_hf.write(tmp_path / "source", CONFIG, size=62)
+  _, tokenizer = convert.load(convert.convert(source, tmp_path / "made", progress=False))
+  assert tokenizer.size == 62
+  assert tokenizer.decode([63, 1, 62]) == tokenizer.decode([1])
+  with pytest.raises(ValueError, match="found id 64"):
+    tokenizer.decode([64])
+
+
+# ---- sliding windows
+
+
+@pytest.mark.parametrize(
+  ("family", "entries", "window"),
+  [
+    ("mistral", {"sliding_window": 64}, 64),
+    ("mistral", {"max_position_embeddings": 8192}, 4096),
+    ("mistral", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 64),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+    ("qwen3", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+    ("mistral", {"sliding_window": None}, None),
+    ("mistral", {"sliding_window": 128}, None),
+    ("mistral", {"sliding_window": 64, "layer_types": ["full_attention"] * 2}, None),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, None),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, None),
+    ("qwen3", {"sliding_window": 64}, None),
+    ("llama", {"sliding_window": 64}, None),
+  ],
+)
+def test_sliding_window(tmp_path, family, entries, window):
+  """Refused where a layer would use it; up to the window the model is the same without."""
+  source = tiny_hf.write(tmp_path, tiny_hf.config(family, head_dim=8, **entries))
+  if window is None:
+    assert HuggingFace(source).config.max_context == 128
+    return
+  with pytest.raises(NotImplementedError, match=rf"window of {window} .*max_context={window}"):
+    HuggingFace(source)
+  assert HuggingFace(source, max_context=window).config.max_context == window
+
+
+def test_max_context_out_of_range(folder):
+  for limit in (0, 129):
+    with pytest.raises(ValueError, match=rf"max_context: found {limit}, expected 1 to 128"):
+      HuggingFace(folder, max_context=limit)
+
+
+# ---- bad folders
+
+_YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+  ("entries", "error", "message"),
+  [
+    ({"model_type": "gpt_neox"}, NotImplementedError, r"model_type 'gpt_neox'.*'llama'"),
+    ({"model_type": None}, NotImplementedError, r"model_type 'None'"),
+    (
+      {"architectures": ["LlamaForSequenceClassification"]},
+      NotImplementedError,
+      r"LlamaForSequenceClassification.*expected one of .*LlamaForCausalLM",
+    ),
+    ({"hidden_act": "gelu"}, NotImplementedError, r"hidden_act.*found 'gelu', expected 'silu'"),
+    ({"attention_bias": True}, NotImplementedError, r"attention_bias.*found True"),
+    ({"mlp_bias": True}, NotImplementedError, r"mlp_bias.*found True"),
+    ({"quantization_config": {"bits": 4}}, NotImplementedError, r"quantization_config.*bits"),
+    ({"partial_rotary_factor": 0.5}, NotImplementedError, r"partial_rotary_factor.*found 0\.5"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NotImplementedError, r"'dynamic'"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, NotImplementedError, r"'longrope', expected one"),
+    ({"rope_scaling": {**_YARN, "truncate": False}}, NotImplementedError, r"truncate"),
+    ({"rope_scaling": {"type": "linear"}}, ValueError, r"'factor': found None, expected a number"),
+    ({"rope_scaling": {**_YARN, "factor": "4"}}, ValueError, r"'factor': found '4'"),
+    ({"rope_scaling": 3}, ValueError, r"wrong type"),
+    ({"rope_theta": -1.0}, ValueError, r"rope_theta.*found -1\.0"),
+    ({"hidden_size": None}, ValueError, r"'hidden_size': not found"),
+    ({"hidden_size": "32"}, ValueError, r"wrong type"),
+    ({"num_attention_heads": 0}, ValueError, r"wrong type"),
+    ({"num_key_value_heads": 3}, ValueError, r"found 4, expected a multiple of kv_heads = 3"),
+    ({"num_hidden_layers": 3}, ValueError, r"found tensors of 2 layers, expected 3"),
+    ({"num_hidden_layers": 10**9}, ValueError, r"found tensors of 2 layers, expected 1000000000"),
+    ({"intermediate_size": 40}, ValueError, r"gate_proj.*found shape \(48, 32\), expected \(40"),
+    ({"vocab_size": 65}, ValueError, r"embed_tokens.*found shape \(64, 32\), expected \(65, 32\)"),
+  ],
+)
+def test_bad_config(tmp_path, entries, error, message):
+  source = tiny_hf.write(tmp_path / "bad", {**CONFIG, **entries}, tiny_hf.weights(CONFIG))
+  with pytest.raises(error, match=rf"(?s)bad.*{message}"):
+    convert.convert(source, tmp_path / "made", progress=False)
+  assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+JUNK = st.sampled_from([None, "x", -1, 0, 1.5, True, [], {}, ["x"], {"x": 1}, 10**12])
+
+
+@given(st.sampled_from(sorted({**CONFIG, "head_dim": 8, "rope_scaling": {}})), JUNK)
+def test_junk_in_the_config_is_refused_or_harmless(folder, key, value):
+  text = (folder / "config.json").read_text()
+  try:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    HuggingFace(folder).config.to_json()
+  except (ValueError, NotImplementedError) as error:
+    assert str(folder) in str(error)
+  finally:
+    (folder / "config.json").write_text(text)
+
+
+def drop(name):
+  return lambda weights: weights.pop(name)
+
+
+def put(name, x):
+  return lambda weights: weights.update({name: x})
+
+
+@pytest.mark.parametrize(
+  ("change", "error", "message"),
+  [
+    (
+      drop("model.layers.1.mlp.up_proj.weight"),
+      ValueError,
+      r"1 of 21 tensors not found.*layers\.1\.mlp\.up_proj\.weight",
+    ),
+    (drop("lm_head.weight"), ValueError, r"tensors not found, expected lm_head\.weight"),
+    (
+      put("model.norm.weight", np.ones(31, np.float32)),
+      ValueError,
+      r"model\.norm\.weight.*found shape \(31,\), expected \(32,\)",
+    ),
+    (
+      put("model.norm.weight", np.ones(32, np.int32)),
+      NotImplementedError,
+      r"model\.norm\.weight.*found dtype I32, expected F32",
+    ),
+    (
+      put("model.layers.0.self_attn.q_norm.weight", np.ones(8, np.float32)),
+      NotImplementedError,
+      r"does not use: model\.layers\.0\.self_attn\.q_norm",
+    ),
+    (
+      put("model.norm.weight", np.full(32, np.nan, np.float32)),
+      ValueError,
+      r"model\.norm\.weight.*found NaN",
+    ),
+  ],
+)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_bad_tensors(tmp_path, change, error, message, shards):
+  weights = tiny_hf.weights(CONFIG)
+  change(weights)
+  source = tiny_hf.write(tmp_path / "bad", CONFIG, weights, shards=shards)
+  with pytest.raises(error, match=rf"(?s)bad.*{message}"):
+    convert.convert(source, tmp_path / "made", progress=False)
+  assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+def test_missing_shard(tmp_path):
+  source = tiny_hf.write(tmp_path, CONFIG, shards=3)
+  (source / "model-00002-of-00003.safetensors").unlink()
+  with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003.*expected this shard of 3"):
+    HuggingFace(source)
+
+
+def test_index_that_does_not_match(tmp_path):
+  source = tiny_hf.write(tmp_path, CONFIG, shards=2)
+  file = source / "model.safetensors.index.json"
+  index = json.loads(file.read_text())
+  places = index["weight_map"]
+  one, other = sorted(set(places.values()))
+  places["model.norm.weight"] = other if places["model.norm.weight"] == one else one
+  file.write_text(json.dumps(index))
+  with pytest.raises(ValueError, match=r"safetensors: tensor 'model\.norm\.weight': not found"):
+    HuggingFace(source)
+  for bad in ({}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": "../x.safetensors"}}):
+    file.write_text(json.dumps(bad))
+    with pytest.raises(ValueError, match=r"index\.json: expected a 'weight_map'"):
+      HuggingFace(source)
+
+
+def test_truncated_weights(folder, tmp_path):
+  whole = (folder / "model.safetensors").read_bytes()
+  source = tiny_hf.write(tmp_path, CONFIG)
+  for cut in (0, 4, 100, len(whole) // 2, len(whole) - 1):
+    (source / "model.safetensors").write_bytes(whole[:cut])
+    with pytest.raises(ValueError, match=r"model\.safetensors: damaged"):
+      HuggingFace(source)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused(tmp_path, name):
+  source = tiny_hf.write(tmp_path, CONFIG)
+  (source / "model.safetensors").rename(source / name)
+  with pytest.raises(ValueError, match=rf"only pickled weights \({name}\), expected model\.safe"):
+    convert.convert(source, tmp_path / "made")
+  with pytest.raises(ValueError, match="found a single file of weights, expected its folder"):
+    convert.convert(source / name, tmp_path / "made")
+
+
+def test_no_weights_no_config_no_folder(tmp_path):
+  source = tiny_hf.write(tmp_path / "x", CONFIG)
+  (source / "model.safetensors").unlink()
+  with pytest.raises(FileNotFoundError, match=r"no model\.safetensors and no"):
+    HuggingFace(source)
+  for text in ("{", "[]"):
+    (source / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: .*expected an object"):
+      HuggingFace(source)
+  (source / "config.json").unlink()
+  with pytest.raises(FileNotFoundError, match=r"config\.json: not found"):
+    HuggingFace(source)
+  with pytest.raises(FileNotFoundError, match=r"no such file or folder.*hf:owner/name"):
+    convert.convert("owner/name", tmp_path / "made")
+
+
+def test_converted_checkpoint_is_not_a_source(folder, tmp_path):
+  made = convert.convert(folder, tmp_path / "made", progress=False)
+  with pytest.raises(ValueError, match="found a converted checkpoint"):
+    convert.convert(made, tmp_path / "again")
+
+
+@pytest.mark.parametrize("size", [80, 32])
+def test_tokenizer_of_another_model(tmp_path, size):
+  source = tiny_hf.write(tmp_path, CONFIG, size=size)
+  with pytest.raises(
+    ValueError, match=rf"found {size} tokens .*expected the 64 rows of model\.emb"
+  ):
+    convert.convert(source, tmp_path / "made")
+
+
+# ---- download
+
+
+def test_download_takes_no_pickles(folder, tmp_path, monkeypatch):
+  asked = {}
+
+  def snapshot(repo, **kwargs):
+    asked.update(repo=repo, **kwargs)
+    return str(folder)
+
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+  convert.convert("hf:owner/name", tmp_path / "made", progress=False)
+  assert asked["repo"] == "owner/name"
+  files = ["config.json", "tokenizer.json", "chat_template.jinja", "pytorch_model.bin", "model.pt"]
+  files += ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "original/x.json"]
+  files += ["pytorch_model.bin.index.json", "consolidated.safetensors"]
+  patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+  taken = huggingface_hub.utils.filter_repo_objects(files, **patterns)
+  assert sorted(taken) == sorted([*files[:3], *files[5:7]])
+
+
+def test_download_that_fails(monkeypatch):
+  def snapshot(repo, **kwargs):
+    raise RuntimeError("401 gated")
+
+  with pytest.raises(ValueError, match=r"repo: found 'a/b/c'.*expected 'owner/name'"):
+    fetch.fetch_huggingface("a/b/c")
+  monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+  with pytest.raises(OSError, match=r"owner/name: download failed.*401 gated"):
+    fetch.fetch_huggingface("owner/name")
+
+
+# ---- killed, and measured, in a process of its own
+
+
+def run(script, *args):
+  return subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+    cwd=REPO,
+    capture_output=True,
+    text=True,
+  )
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_and_run_again(folder, tmp_path):
+  done = run(
+    """
+    import os, signal, sys
+    from models import convert
+    from models.source import Source
+    read = Source.item
+    def item(self, name):
+      if name == "layer_001":
+        os.kill(os.getpid(), signal.SIGKILL)
+      return read(self, name)
+    Source.item = item
+    convert.convert(sys.argv[1], sys.argv[2], progress=False)
+    """,
+    folder,
+    tmp_path / "made",
+  )
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  assert not (tmp_path / "made").exists()
+  assert list(tmp_path.glob(".made.*/made/items/layer_000"))  # it was in the middle
+  again = convert.convert(folder, tmp_path / "made", progress=False)
+  whole = convert.convert(folder, tmp_path / "whole", progress=False)
+  for x, y in zip(leaves(again), leaves(whole), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
+  """A checkpoint of 24 layers of 17 MB: the peak is two layers, the embedding, and some slack."""
+  done = run(
+    """
+    import pathlib, sys
+    import numpy as np
+    from models import convert
+    from models.source import tensor_shapes
+    from tests import tiny_gguf, tiny_hf
+    from tests.test_families import as_gguf
+
+    def status(key):
+      for line in open("/proc/self/status"):
+        if line.startswith(key):
+          return int(line.split()[1]) << 10
+
+    small, root, kind = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
+    convert.convert(small, root / "small", progress=False)  # what the libraries take once
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 24}
+    config = {**tiny_hf.CASES["llama3"], **sizes}
+    if kind == "gguf":
+      source = as_gguf(root / "x.gguf", config)
+    else:
+      source = tiny_hf.write(root / "x", config, shards=3)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = status("VmRSS")
+    made = convert.convert(source, root / "made", progress=False)
+    peak = status("VmHWM") - before
+    shapes = tensor_shapes(convert.read_config(made))
+    total = 4 * sum(int(np.prod(shape)) for _, _, shape in shapes)
+    print(peak, total, total // 24)
+    """,
+    folder,
+    tmp_path,
+    kind,
+  )
+  assert done.returncode == 0, done.stderr
+  peak, total, layer = map(int, done.stdout.split())
+  assert total > 5e8
+  assert peak < 2 * layer + (96 << 20) < total / 2, f"found a peak of {peak >> 20} MB"

@@ -23,10 +23,11 @@ def _init(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: Any) -> nn
 
 
 def product(x: Float[Array, "*batch D"], w: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
-  """x @ w. A single row is doubled: XLA turns the product of a lone vector and a mid-sized matrix
-  into elementwise multiplication and a sum, at half the speed on a GPU.
+  """x @ w. A lone row is doubled where XLA would turn its product with a small matrix into an
+  elementwise one and a sum: on an H200 it did so at 8.4 M elements, at half the speed, and not at
+  12.6 M.
   """
-  if x.size != x.shape[-1]:
+  if x.size != x.shape[-1] or w.size > 10_000_000:
     return x @ w
   return (jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) @ w)[0].reshape(*x.shape[:-1], -1)
 

@@ -86,7 +86,7 @@ def filled(model: Transformer, batch: int, tokens: int) -> tuple[kvjax.Cache, ..
 
 
 def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -> Case:
-  """One shape: our step, its products alone, a streaming read of the same bytes."""
+  """One shape: our step, its products alone, and Hugging Face's where asked for."""
   c = model.config
   leaves = split(model)[1]
   # Without tied embeddings a step reads single rows of the embedding.
@@ -96,7 +96,7 @@ def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -
   held = [filled(model, batch, tokens)]
   ours = _loop("kvjax", model, kvjax.Full(), held, checked=True)
   alone = _loop("products", model, Products(), held)
-  contenders = [ours, alone, _read(weight_bytes + kv_bytes)]
+  contenders = [ours, alone]
   if peers:
     contenders += optional("transformers", lambda: _transformers(c, batch, tokens))
   floor = (weight_bytes + kv_bytes) / BANDWIDTH
@@ -180,25 +180,6 @@ def _loop(
     return (time.perf_counter() - began) / STEPS
 
   return Contender(name, seconds, (lambda: output) if checked else None, note)
-
-
-def _read(count: int) -> Contender:
-  """The time to read so many bytes, from a large array: what the memory can give."""
-  buffer = jnp.ones((min(count, 4 << 30) // 8192 + 1, 4096), jnp.bfloat16)
-
-  @jax.jit
-  def read(x, factor):
-    return (x.astype(jnp.float32) * factor).sum()
-
-  read(buffer, jnp.float32(1)).block_until_ready()
-
-  def seconds() -> float:
-    began = time.perf_counter()
-    done = [read(buffer, jnp.float32(i)) for i in range(4)]
-    jax.block_until_ready(done)
-    return (time.perf_counter() - began) / 4 * count / buffer.nbytes
-
-  return Contender("read", seconds, None)
 
 
 def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:

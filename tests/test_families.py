@@ -159,7 +159,10 @@ def as_gguf(path, config, more=None, *, tensors=None):
     **(more or {}),
   }
   tokenizer = {
-    key: value for key, value in tiny_gguf.metadata().items() if key.startswith("tokenizer.")
+    **{key: value for key, value in tiny_gguf.metadata().items() if key.startswith("tokenizer.")},
+    "tokenizer.ggml.tokens": [*tiny_gguf.TOKENS[: tiny_hf.V - 1], "AB"],
+    "tokenizer.ggml.token_type": [1] * tiny_hf.V,
+    "tokenizer.ggml.merges": ["A B"],
   }
   entries = {f"{family}.{key}": value for key, value in entries.items()}
   tiny_gguf.write(path, {**out, **(tensors or {})}, {**entries, **tokenizer}, architecture=family)

@@ -425,4 +425,4 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
   assert done.returncode == 0, done.stderr
   peak, total, layer = map(int, done.stdout.split())
   assert total > 5e8
-  assert peak < 2 * layer + (96 << 20) < total / 2, f"found a peak of {peak >> 20} MB"
+  assert peak < 2 * layer + (160 << 20) < total / 2, f"found a peak of {peak >> 20} MB"

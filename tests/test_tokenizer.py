@@ -1,6 +1,10 @@
 """The tokenizer of GGUF metadata: ids, bytes, streams, chat; the real one is in test_golden."""
 
+import itertools
+import json
+
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,3 +117,174 @@ def test_ids_out_of_range(tokenizer):
   for token in (-1, len(TOKENS)):
     with pytest.raises(ValueError, match=f"found id {token}"):
       tokenizer.decode([token])
+
+
+# ---- SentencePiece's way
+
+
+SCORED = {
+  "<unk>": (0.0, 2),
+  "<s>": (0.0, 3),
+  "</s>": (0.0, 3),
+  **{f"<0x{byte:02X}>": (0.0, 6) for byte in range(256)},
+  "▁he": (-1.0, 1),
+  "he": (-2.0, 1),
+  "ll": (-3.0, 1),
+  "llo": (-4.0, 1),
+  "▁hello": (-5.0, 1),
+  "el": (-6.0, 1),
+  **{c: (-10.0 - i, 1) for i, c in enumerate("▁helotw")},
+}
+
+
+def scored(**more):
+  """Metadata as GGUF files of Llama 2 hold it."""
+  tokens = list(SCORED)
+  return {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": tokens,
+    "tokenizer.ggml.scores": [score for score, _ in SCORED.values()],
+    "tokenizer.ggml.token_type": [kind for _, kind in SCORED.values()],
+    "tokenizer.ggml.bos_token_id": tokens.index("<s>"),
+    "tokenizer.ggml.eos_token_id": tokens.index("</s>"),
+    **more,
+  }
+
+
+def by_score(text):
+  """The algorithm itself: join the neighbours that make the token of the highest score, repeat."""
+  pieces = list("▁" + text.replace(" ", "▁"))
+  while True:
+    joined = [a + b for a, b in itertools.pairwise(pieces)]
+    known = [(-SCORED[p][0], i) for i, p in enumerate(joined) if p in SCORED]
+    if not known:
+      break
+    i = min(known)[1]
+    pieces[i : i + 2] = [joined[i]]
+  out = []
+  for piece in pieces:
+    out += [piece] if piece in SCORED else [f"<0x{byte:02X}>" for byte in piece.encode()]
+  return out
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+  return Tokenizer.from_gguf(scored())
+
+
+def test_sentencepiece_worked_example(sentencepiece):
+  assert sentencepiece.add_bos
+  ids = sentencepiece.encode("hello wé")
+  assert [list(SCORED)[i] for i in ids] == ["<s>", *by_score("hello wé")]
+  assert by_score("hello wé") == ["▁hello", "▁", "w", "<0xC3>", "<0xA9>"]
+  assert sentencepiece.decode(ids) == "hello wé"
+  assert sentencepiece.decode(ids, skip_special=False) == "<s> hello wé"
+
+
+@given(st.text("helo twé🎉", max_size=12))
+def test_sentencepiece_equals_the_algorithm_and_its_own_decoder(sentencepiece, text):
+  ids = sentencepiece.encode(text, bos=False)
+  if text:
+    assert [list(SCORED)[i] for i in ids] == by_score(text)
+  assert sentencepiece.decode(ids) == sentencepiece.backend.decode(ids) == text
+
+
+def test_sentencepiece_without_a_space_before(sentencepiece):
+  plain = Tokenizer.from_gguf(scored(**{"tokenizer.ggml.add_space_prefix": False}))
+  ids = plain.encode(" hello", bos=False)
+  assert ids == sentencepiece.encode("hello", bos=False)
+  assert plain.decode(ids) == " hello"
+
+
+# ---- the cuts of other families
+
+
+@pytest.mark.parametrize(
+  ("pre", "text", "cuts"),
+  [
+    ("llama-bpe", "a 12345", ["a", "Ġ", "123", "45"]),
+    ("qwen2", "a 123", ["a", "Ġ", "1", "2", "3"]),
+    ("deepseek-r1-qwen", "x's\n\n y", ["x", "'s", "ĊĊ", "Ġy"]),
+  ],
+)
+def test_cuts(pre, text, cuts):
+  entries = {**metadata(), "tokenizer.ggml.pre": pre}
+  del entries["tokenizer.ggml.add_bos_token"]
+  made = Tokenizer.from_gguf(entries)
+  found = made.backend.pre_tokenizer.pre_tokenize_str(text)
+  assert [piece for piece, _ in found] == cuts
+  assert made.add_bos == (pre == "llama-bpe")
+
+
+def test_qwen_normalises():
+  made = Tokenizer.from_gguf({**metadata(), "tokenizer.ggml.pre": "qwen2"})
+  assert made.decode(made.encode("e\u0301")) == "\u00e9"
+
+
+# ---- Hugging Face folders
+
+
+def published(tokenizer, folder, **settings):
+  """What a publisher's folder holds of a tokenizer."""
+  tokenizer.backend.save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  return folder
+
+
+def test_huggingface_folder(tokenizer, tmp_path):
+  folder = published(
+    tokenizer,
+    tmp_path,
+    bos_token={"content": "<|im_start|>", "lstrip": False},
+    eos_token="<|im_end|>",
+    chat_template="{{ bos_token }}{{ messages[0]['content'] }}",
+    add_bos_token=True,
+    model_max_length=128,
+  )
+  made = Tokenizer.from_huggingface(folder)
+  assert (made.bos, made.eos, made.add_bos) == (1, 2, True)
+  assert made.encode("hello", bos=False) == tokenizer.encode("hello")
+  assert made.render([{"role": "user", "content": "x"}]) == "<|im_start|>x"
+  (folder / "chat_template.jinja").write_text("{% for m in messages %}{% break %}{% endfor %}y")
+  assert Tokenizer.from_huggingface(folder).render([{"role": "user", "content": "x"}]) == "y"
+
+
+def test_huggingface_folder_whose_post_processor_begins_with_bos(tokenizer, tmp_path):
+  """Llama 3 says add_bos nowhere else."""
+  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  single = "<|im_start|> $A"
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single=single, special_tokens=[("<|im_start|>", 1)]
+  )
+  folder = published(Tokenizer(backend), tmp_path, bos_token="<|im_start|>")
+  made = Tokenizer.from_huggingface(folder)
+  assert made.add_bos
+  assert made.encode("hello") == [1, *tokenizer.encode("hello")]
+  (folder / "tokenizer_config.json").unlink()
+  bare = Tokenizer.from_huggingface(folder)
+  assert (bare.bos, bare.eos, bare.add_bos, bare.chat_template) == (None, None, False, None)
+
+
+def test_named_chat_templates(tokenizer, tmp_path):
+  templates = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+  folder = published(tokenizer, tmp_path, chat_template=templates)
+  assert Tokenizer.from_huggingface(folder).chat_template == "d"
+
+
+def test_bad_huggingface_folder(tokenizer, tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: not found, expected a Hugging"):
+    Tokenizer.from_huggingface(tmp_path)
+  folder = published(tokenizer, tmp_path, bos_token="<s>")
+  with pytest.raises(ValueError, match=r"tokenizer_config\.json: bos_token: found '<s>'"):
+    Tokenizer.from_huggingface(folder)
+  for text in ("{", "[]"):
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*expected an object"):
+      Tokenizer.from_huggingface(folder)
+  tokenizer.backend.save(str(folder / "tokenizer.json"))
+  published(tokenizer, folder)
+  state = json.loads((folder / "tokenizer.json").read_text())
+  state["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+  (folder / "tokenizer.json").write_text(json.dumps(state))
+  with pytest.raises(NotImplementedError, match=r"tokenizer\.json: .*found \['WordPiece'\]"):
+    Tokenizer.from_huggingface(folder)

@@ -14,11 +14,15 @@ import kvjax
 from models.caches import fork, next_turn, restore, save
 from models.generate import generate, pad, prefill
 from models.sampling import Sampling
+from models.tokenizer import Tokenizer
 from scripts.examples.tiny import byte_tokenizer
 from tests.tiny import LENGTHS, TOKENS, model
 
 BUDGET, CAPACITY = 16, 64
-METHODS = [pytest.param(cls.example(BUDGET), id=name) for name, cls in kvjax.METHODS.items()]
+METHODS = [
+  pytest.param(kvjax.METHODS[name].example(BUDGET), id=name)
+  for name in ("full", "streaming_llm", "random")
+]
 
 
 def start(method, dtype=None):
@@ -161,10 +165,23 @@ def test_a_turn_onto_live_caches(method):
   np.testing.assert_array_equal(own.tokens, out.tokens[:1])
   second, _ = prefill(model(), turn[:1], lengths[:1], alone, method)
   chex.assert_trees_all_close(second, after[:1], rtol=1e-4, atol=1e-4)
+  if method.order_independent:  # the conversation read at once
+    spoken = np.concatenate([TOKENS[:1, :23], own.tokens, turn[:1]], 1)
+    fresh = method.init_caches(model().spec(1, CAPACITY))
+    whole, _ = prefill(model(), spoken, [spoken.shape[1]], fresh, method)
+    chex.assert_trees_all_close(second, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_a_turn_is_what_the_whole_conversation_has_more():
-  tokenizer = byte_tokenizer()
+  check_turns(byte_tokenizer())
+
+
+@pytest.mark.slow
+def test_a_turn_under_a_published_template(smollm2):
+  check_turns(Tokenizer.load(smollm2))
+
+
+def check_turns(tokenizer):
   one = {"role": "user", "content": "Who?"}
   prompt, answer = tokenizer.chat([one]), [*tokenizer.encode("Me."), tokenizer.eos]
   conversation = [one, {"role": "assistant", "content": "Me."}, {"role": "user", "content": "Why?"}]

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 import kvjax
+from models import convert
 from models import generate as loop
 from models.generate import generate, join, pad, prefill, split
 from models.sampling import Sampling
@@ -177,6 +178,34 @@ def test_same_seed_same_text_alone_or_in_a_batch(name):
     np.testing.assert_array_equal(alone, both[row : row + 1])
   turned = sample([1, 0], method=method, numbers=[3, 5], top_p=0.95)
   np.testing.assert_array_equal(turned[::-1], both)
+
+
+@pytest.mark.slow
+def test_same_seed_same_text_on_a_checkpoint(smollm2):
+  decoder, tokenizer = convert.load(smollm2)
+  questions = ("Name a river.", "Which animal is the largest, and where does it live?")
+  prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in questions]
+
+  def answer(rows):
+    tokens, lengths = pad([prompts[row] for row in rows], multiple=64)
+    caches = FULL.init_caches(decoder.spec(len(rows), 128))
+    logits, caches = prefill(decoder, tokens, lengths, caches, FULL)
+    sampling = Sampling(0.8, top_p=0.95)
+    return generate(
+      decoder,
+      logits,
+      caches,
+      FULL,
+      steps=32,
+      sampling=sampling,
+      seed=5,
+      rows=rows,
+      tokenizer=tokenizer,
+    )[0].texts
+
+  together = answer([0, 1])
+  assert together == [*answer([0]), *answer([1])]
+  assert all(len(text.split()) > 10 for text in together)
 
 
 def test_a_row_by_another_number_draws_another_text():

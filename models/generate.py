@@ -433,7 +433,7 @@ def _check_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -
     raise ValueError(f"{name}: found {value} and chunk = {chunk}, expected only one of the two")
   if not method.chunkable:
     raise NotImplementedError(
-      f"chunk: found {chunk}, expected None for {type(method).__name__}, which has to see a whole "
+      f"chunk: found {chunk}, expected None for {method!r}, which has to see a whole "
       "prompt before it chooses what stays"
     )
 

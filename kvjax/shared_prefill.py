@@ -56,6 +56,10 @@ class SharedPrefill(Method):
   def positional(self) -> bool:
     return any(m.positional for m in self.members)
 
+  @property
+  def chunkable(self) -> bool:
+    return False
+
   def init(self, spec: CacheSpec, layer: int) -> Any:
     caches = tuple(m.init(spec, layer) for m in self.members)
     return Members(caches, tuple(m.positional for m in self.members))

@@ -53,6 +53,13 @@ class Source(abc.ABC):
         item["head"] = self._finite("head")
       return item
     c, layer = self.config, int(name.removeprefix("layer_"))
+    # The largest first: a transposed copy is made of it while little else is in memory.
+    gate_up = np.stack([self._finite("gate", layer), self._finite("up", layer)])
+    mlp = {
+      "gate_up": np.ascontiguousarray(gate_up.transpose(2, 0, 1)),
+      "down": np.ascontiguousarray(self._finite("down", layer).T),
+    }
+    del gate_up
     wo = self._finite("o", layer).T.reshape(c.kv_heads, c.groups, c.head_dim, c.dim)
     attention: Item = {
       "wqkv": np.ascontiguousarray(self._per_kv_head("{}", layer).transpose(3, 0, 1, 2)),
@@ -63,15 +70,11 @@ class Source(abc.ABC):
     if c.qk_norm:
       for part in ("q_norm", "k_norm"):
         attention[part] = {"scale": self._finite(part, layer)}
-    gate_up = np.stack([self._finite("gate", layer), self._finite("up", layer)])
     return {
       "attention_norm": {"scale": self._finite("attention_norm", layer)},
       "attention": attention,
       "mlp_norm": {"scale": self._finite("mlp_norm", layer)},
-      "mlp": {
-        "gate_up": np.ascontiguousarray(gate_up.transpose(2, 0, 1)),
-        "down": np.ascontiguousarray(self._finite("down", layer).T),
-      },
+      "mlp": mlp,
     }
 
   def _per_kv_head(self, part: str, layer: int) -> np.ndarray:

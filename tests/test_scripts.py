@@ -24,7 +24,7 @@ from models.transformer import Transformer
 from scripts import common, console, demo, needle, record
 
 # Its oracle is PyTorch's transformers, which no extra of this project installs.
-OUTSIDE = {"make_golden"}
+OUTSIDE = {"make_family_goldens", "make_golden"}
 PROGRAMS = sorted(
   path.stem
   for path in pathlib.Path(demo.__file__).parent.glob("*.py")

@@ -91,6 +91,9 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
   span = plan.span
   k, v = cache.slots["k"], cache.slots["v"]
-  state, out = run(q, k, v, span.start, span.stop, sinks=span.sinks, q_sinks=q_sinks)
+  # Kernels take operands of one dtype: queries are rounded to that of the cache.
+  q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
+  ranges = span.start, span.stop
+  state, out = run(q.astype(k.dtype), k, v, *ranges, sinks=span.sinks, q_sinks=q_sinks)
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
-  return Attended(state, None, None, visited, out)
+  return Attended(state, None, None, visited, out.astype(q.dtype))

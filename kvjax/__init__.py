@@ -2,6 +2,7 @@
 
 from kvjax.method import Method
 from kvjax.methods.full import Full
+from kvjax.methods.h2o import H2O
 from kvjax.methods.random import Random
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.registry import METHODS
@@ -26,6 +27,7 @@ from kvjax.wrapper import Wrapper
 __version__ = "0.1.0"
 
 __all__ = [
+  "H2O",
   "METHODS",
   "At",
   "Attended",

@@ -2,6 +2,7 @@
 
 from kvjax.method import Method
 from kvjax.methods.full import Full
+from kvjax.methods.h2o import H2O
 from kvjax.methods.random import Random
 from kvjax.methods.streaming_llm import StreamingLLM
 
@@ -9,4 +10,5 @@ METHODS: dict[str, type[Method]] = {
   "full": Full,
   "streaming_llm": StreamingLLM,
   "random": Random,
+  "h2o": H2O,
 }

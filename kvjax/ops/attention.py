@@ -80,16 +80,11 @@ def attend_prompt(
   queries, blocks = -(-count // qb), -(-size // kb)
   reach = jnp.full((count,), size, jnp.int32) if reach is None else reach
 
-  def pad(x: Array, axis: int, to: int, fill: int = 0) -> Array:
-    width = [(0, 0)] * x.ndim
-    width[axis] = (0, to - x.shape[axis])
-    return x if to == x.shape[axis] else jnp.pad(x, width, constant_values=fill)
-
-  k, v = (pad(slots[name], 2, blocks * kb) for name in ("k", "v"))
-  kpos = pad(slots["pos"], 2, blocks * kb, -1)
-  q, qpos = pad(q, 3, queries * qb), pad(qpos, 1, queries * qb, -1)
-  reach = pad(reach, 0, queries * qb)
-  window = window and jax.tree.map(lambda x: pad(x, 1, queries * qb), window)
+  k, v = (_pad(slots[name], 2, blocks * kb) for name in ("k", "v"))
+  kpos = _pad(slots["pos"], 2, blocks * kb, -1)
+  q, qpos = _pad(q, 3, queries * qb), _pad(qpos, 1, queries * qb, -1)
+  reach = _pad(reach, 0, queries * qb)
+  window = window and jax.tree.map(lambda x: _pad(x, 1, queries * qb), window)
 
   def of_queries(start: Array) -> State:
     def cut(x: Array, axis: int) -> Array:
@@ -120,3 +115,56 @@ def attend_prompt(
     return jax.tree.map(lambda x: x[:, :, :, :count], of_queries(jnp.int32(0)))
   starts = jnp.arange(queries, dtype=jnp.int32) * qb
   return jax.tree.map(join, jax.lax.map(of_queries, starts))
+
+
+def column_mass(
+  at: At,
+  q: Float[Array, "B K G A H"],
+  qpos: Int[Array, "B A"],
+  slots: dict[str, Array],
+  window: Window | None,
+  state: State,
+) -> Float[Array, "B K S"]:
+  """Probability that the queries give to every slot: summed over queries, mean over the group.
+
+  In blocks of queries: no map of A × S is held.
+
+  Args:
+    at: where this runs.
+    q: queries, rotated at their positions.
+    qpos: their positions; −1 = does not count.
+    slots: what they attended to, "k" [B, K, S, H] and "pos" [B, K, S].
+    window: what they may see.
+    state: their softmax states [B, K, G, A], whose m and l normalise.
+  """
+  count, pos = q.shape[3], slots["pos"]
+  block = min(QUERY_BLOCK, count)
+  blocks = -(-count // block)
+  size = blocks * block
+  q, qpos = _pad(q, 3, size), _pad(qpos, 1, size, -1)
+  m, l = _pad(state.m, 3, size), _pad(state.l, 3, size)
+  window = jax.tree.map(lambda x: _pad(x, 1, size), window)
+
+  def add(i: Array, mass: Array) -> Array:
+    def cut(x: Array, axis: int) -> Array:
+      return jax.lax.dynamic_slice_in_dim(x, i * block, block, axis)
+
+    q_, qpos_ = cut(q, 3), cut(qpos, 1)
+    window_ = jax.tree.map(lambda x: cut(x, 1), window)
+    ok = (pos >= 0)[:, :, None] & (pos[:, :, None] <= qpos_[:, None, :, None])
+    if window_ is not None:
+      ok &= window_.sees(pos)
+    logits = windowed_logits(at, q_, qpos_, slots["k"], pos, window_)
+    logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+    p = softmax_state.probabilities(State(q_, cut(m, 3), cut(l, 3)), logits)
+    return mass + p.sum(3).mean(2)
+
+  return jax.lax.fori_loop(0, blocks, add, jnp.zeros(pos.shape, jnp.float32))
+
+
+def _pad(x: Array, axis: int, to: int, fill: int = 0) -> Array:
+  """x lengthened to `to` along an axis."""
+  if to == x.shape[axis]:
+    return x
+  width = [(0, to - n if a == axis else 0) for a, n in enumerate(x.shape)]
+  return jnp.pad(x, width, constant_values=fill)

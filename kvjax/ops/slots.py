@@ -75,6 +75,12 @@ def keep_best(slots: Slots, priority: Float[Array, "B K S"], size: int) -> Slots
   return {**kept, "pos": jnp.where(by_time < last, by_time, -1)}
 
 
+def lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
+  """The slot of smallest score; ties to the lowest position."""
+  least = score == score.min(-1, keepdims=True)
+  return jnp.argmin(jnp.where(least, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
+
+
 def choose_rows(ok: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
   """Leaf by leaf: `new` where the row is ok, else `old`; every leaf leads with B."""
 

@@ -3,7 +3,9 @@
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
+from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.registry import METHODS
 from kvjax.rope import Linear, Llama3, Rope, Yarn
@@ -41,9 +43,11 @@ __all__ = [
   "Method",
   "Plan",
   "Prompt",
+  "PyramidKV",
   "Random",
   "Rope",
   "SharedPrefill",
+  "SnapKV",
   "Span",
   "State",
   "StreamingLLM",

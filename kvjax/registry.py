@@ -3,7 +3,9 @@
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
+from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 
 METHODS: dict[str, type[Method]] = {
@@ -11,4 +13,6 @@ METHODS: dict[str, type[Method]] = {
   "streaming_llm": StreamingLLM,
   "random": Random,
   "h2o": H2O,
+  "snapkv": SnapKV,
+  "pyramidkv": PyramidKV,
 }

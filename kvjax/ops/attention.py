@@ -162,6 +162,21 @@ def column_mass(
   return jax.lax.fori_loop(0, blocks, add, jnp.zeros(pos.shape, jnp.float32))
 
 
+def last_queries(
+  q: Float[Array, "B K G A H"], qpos: Int[Array, "B A"], state: State, count: int
+) -> tuple[Float[Array, "B K G W H"], Int[Array, "B W"], State]:
+  """The newest `count` queries of every row, their positions (−1 = there are fewer), and states."""
+  real = (qpos >= 0).sum(1, dtype=jnp.int32)  # padding stands behind them
+  index = real[:, None] - count + jnp.arange(count, dtype=jnp.int32)
+  where = jnp.maximum(index, 0)[:, None, None]
+
+  def take(x: Array) -> Array:
+    return jnp.take_along_axis(x, where.reshape(where.shape + (1,) * (x.ndim - 4)), 3)
+
+  pos = jnp.where(index >= 0, jnp.take_along_axis(qpos, where[:, 0, 0], 1), -1)
+  return take(q), pos, State(take(state.o), take(state.m), take(state.l))
+
+
 def _pad(x: Array, axis: int, to: int, fill: int = 0) -> Array:
   """x lengthened to `to` along an axis."""
   if to == x.shape[axis]:

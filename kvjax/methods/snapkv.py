@@ -1,0 +1,108 @@
+"""SnapKV: what the end of a prompt attends to is what its answer needs (Li et al., 2024)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.method import Method
+from kvjax.ops import attention, slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Method):
+  """Cuts a prompt to its last `window` tokens and those that they attend to (§4.2, Listing 1).
+
+  The window's softmax probabilities are summed over its queries, averaged over the query heads of
+  a KV head (the authors' repository caches per query head, at G times the memory), pooled over
+  neighbouring positions, and the budget − window best tokens stay with the window. The prompt of a
+  layer is staged whole and cut once; a later turn ranks what is cached together with what is new.
+
+  The paper lets the cache grow from there. Here the budget holds: the selected tokens stay, and
+  once the cache is full the oldest of the others, the window's and the generated ones, leaves.
+
+  Attributes:
+    budget: tokens kept per KV head, the window included.
+    window_size: last tokens of the prompt, whose queries observe (32).
+    pool: width of the pooling over positions, odd (5; for LongBench the authors take 7).
+    reduce: "avg" or "max" pooling.
+  """
+
+  budget: int = 2048
+  window_size: int = 32
+  pool: int = 5
+  reduce: str = "avg"
+
+  def __post_init__(self):
+    name = type(self).__name__
+    if self.window_size < 1:
+      raise ValueError(f"{name}.window_size: found {self.window_size}, expected 1 or more")
+    if self.budget <= self.window_size:
+      raise ValueError(
+        f"{name}.budget: found {self.budget}, expected more than window_size = {self.window_size}"
+      )
+    if self.pool < 1 or self.pool % 2 == 0:
+      raise ValueError(f"{name}.pool: found {self.pool}, expected an odd number")
+    if self.reduce not in ("avg", "max"):
+      raise ValueError(f"{name}.reduce: found {self.reduce!r}, expected 'avg' or 'max'")
+
+  @property
+  def positional(self) -> bool:
+    return False
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length + 1, window_size=min(32, length))
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    return self.budget
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
+    return {"score": jnp.full(shape, jnp.inf, jnp.float32)}, {}, {}
+
+  def fresh(self, name: str, like: Array) -> Array:
+    """Tokens that no window has ranked yet score ∞."""
+    return jnp.full_like(like, jnp.inf)
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    """The oldest token that was not selected."""
+    unranked = jnp.isinf(cache.slots["score"])
+    age = jnp.where(unranked, cache.pos.astype(jnp.float32), jnp.inf)
+    return slots.lowest(age, cache.pos)
+
+  def rank(
+    self,
+    at: At,
+    staged: slots.Slots,
+    q: Array,
+    qpos: Array,
+    attended: Attended,
+    prompt: Prompt,
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    last, last_pos, state = attention.last_queries(q, qpos, attended.state, self.window_size)
+    seen = at.top.window(at, last_pos)
+    mass = attention.column_mass(at, last, last_pos, staged, seen, state)
+    pos = staged["pos"]
+    first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
+    past = (pos >= 0) & (pos < first[:, None, None])
+    score = jnp.where(past, self.pooled(mass, pos, past), jnp.inf)
+    return score, {**staged, "score": score}
+
+  def pooled(
+    self, mass: Float[Array, "B K S"], pos: Int[Array, "B K S"], past: Array
+  ) -> Float[Array, "B K S"]:
+    """Pooling over neighbours in order of position; what is not past counts as padding."""
+    order = jnp.argsort(jnp.where(past, pos, jnp.iinfo(jnp.int32).max), -1)
+    pad = 0.0 if self.reduce == "avg" else -jnp.inf
+    x = jnp.take_along_axis(jnp.where(past, mass, pad), order, -1)
+    add = jax.lax.add if self.reduce == "avg" else jax.lax.max
+    x = jax.lax.reduce_window(x, pad, add, (1, 1, self.pool), (1, 1, 1), "SAME")
+    x = x / self.pool if self.reduce == "avg" else x
+    return jnp.take_along_axis(x, jnp.argsort(order, -1), -1)

@@ -3,10 +3,13 @@
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.methods.tova import TOVA
+from kvjax.methods.vatp import VATP
 from kvjax.registry import METHODS
 from kvjax.rope import Linear, Llama3, Rope, Yarn
 from kvjax.shared_prefill import SharedPrefill
@@ -31,6 +34,8 @@ __version__ = "0.1.0"
 __all__ = [
   "H2O",
   "METHODS",
+  "TOVA",
+  "VATP",
   "At",
   "Attended",
   "Cache",
@@ -38,6 +43,7 @@ __all__ = [
   "Carry",
   "Env",
   "Full",
+  "LMInfinite",
   "Linear",
   "Llama3",
   "Method",

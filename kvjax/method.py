@@ -140,8 +140,8 @@ class Method:
     """The slot that a full cache gives up for the new token; S (none) drops the new token."""
     return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
 
-  def fresh(self, name: str, like: Array) -> Array:
-    """A per-slot statistic's value for new tokens, of `like`'s shape and dtype."""
+  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
+    """A per-slot statistic of new tokens, of `like`'s shape and dtype; `new` has their k and v."""
     return jnp.zeros_like(like)
 
   def insert(
@@ -160,7 +160,7 @@ class Method:
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
     for name, x in cache.slots.items():
       if name not in new:
-        new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype))
+        new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype), new)
     step = live.astype(jnp.int32)
     return dataclasses.replace(
       cache,
@@ -360,7 +360,7 @@ class Method:
     new = {"k": k, "v": v, "pos": jnp.broadcast_to(pos[:, None], k.shape[:3])}
     for name, x in cache.slots.items():
       if name not in new:
-        new[name] = at.top.fresh(name, jnp.zeros(k.shape[:3] + x.shape[3:], x.dtype))
+        new[name] = at.top.fresh(name, jnp.zeros(k.shape[:3] + x.shape[3:], x.dtype), new)
     return q, jnp.where(index < prompt.valid[:, None], qpos, -1), new, carry
 
   def attend_prompt(

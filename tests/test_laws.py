@@ -20,6 +20,9 @@ from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run, model
 BUDGET = 12
 STEPS = 6
 
+# Which methods may drop the newest token, and why.
+DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"}
+
 every = pytest.mark.parametrize("name", METHODS)
 
 
@@ -88,7 +91,8 @@ def test_kept_positions(name):
         for row in pos[b]:
           kept = row[: used[b]]
           assert (kept >= 0).all() and (row[used[b] :] == -1).all()
-          assert len(set(kept.tolist())) == used[b] and kept.max() == seen[b] - 1
+          assert len(set(kept.tolist())) == used[b]
+          assert kept.max() == seen[b] - 1 or name in DROPS_NEWEST
 
 
 @every

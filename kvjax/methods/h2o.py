@@ -13,7 +13,7 @@ from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Method):
-  """Keeps the newest tokens and those that have gathered most attention (§4.1, Alg. 1).
+  """Keeps the newest tokens and those that have gathered most attention (Alg. 1).
 
   Every token accumulates the probability that queries give it, from the prompt on, per KV head as
   the mean over its query heads. Each step of a full cache evicts the token of least accumulated
@@ -65,8 +65,7 @@ class H2O(Method):
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The least attended token that is not recent once the new one, position `seen`, is in."""
-    score = self.priority(cache.slots["mass"], cache.pos, cache.seen + 1)
-    return slots.lowest(score, cache.pos)
+    return slots.lowest(self.priority(cache.slots, cache.seen + 1), cache.pos)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -85,12 +84,15 @@ class H2O(Method):
     prompt: Prompt,
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     window = at.top.window(at, qpos)
-    mass = staged["mass"] + attention.column_mass(at, q, qpos, staged, window, attended.state)
-    end = staged["pos"][:, 0].max(-1) + 1
-    return self.priority(mass, staged["pos"], end), {**staged, "mass": mass}
+    mass = attention.column_mass(at, q, qpos, staged, window, attended.state)
+    staged = {**staged, "mass": staged["mass"] + mass}
+    return self.priority(staged, staged["pos"][:, 0].max(-1) + 1), staged
 
-  def priority(
-    self, mass: Float[Array, "B K S"], pos: Int[Array, "B K S"], end: Int[Array, " B"]
-  ) -> Float[Array, "B K S"]:
-    """Accumulated probability; infinite for the newest tokens before `end`."""
-    return jnp.where(pos >= (end - self.window_size)[:, None, None], jnp.inf, mass)
+  def priority(self, held: slots.Slots, end: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    """Importance of the older tokens; infinite for the newest ones before `end`."""
+    recent = held["pos"] >= (end - self.window_size)[:, None, None]
+    return jnp.where(recent, jnp.inf, self.importance(held))
+
+  def importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
+    """What a token is kept for: the probability that it has gathered."""
+    return held["mass"]

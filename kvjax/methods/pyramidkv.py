@@ -9,7 +9,7 @@ from kvjax.types import CacheSpec
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(SnapKV):
-  """Budgets fall linearly from the lowest layer to the highest, their mean is `budget` (§3.3).
+  """Budgets fall linearly from the lowest layer to the highest, their mean is `budget`.
 
   With C the budget and w the window, the top layer selects ⌊(C − w) / β⌋ tokens, the lowest
   2(C − w) − ⌊(C − w) / β⌋, each on top of its window; caches really have these sizes. Everything

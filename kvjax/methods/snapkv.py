@@ -13,7 +13,7 @@ from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Method):
-  """Cuts a prompt to its last `window` tokens and those that they attend to (§4.2, Listing 1).
+  """Cuts a prompt to its last `window` tokens and those that they attend to (Listing 1).
 
   The window's softmax probabilities are summed over its queries, averaged over the query heads of
   a KV head (the authors' repository caches per query head, at G times the memory), pooled over
@@ -67,7 +67,7 @@ class SnapKV(Method):
     shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
     return {"score": jnp.full(shape, jnp.inf, jnp.float32)}, {}, {}
 
-  def fresh(self, name: str, like: Array) -> Array:
+  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
     """Tokens that no window has ranked yet score ∞."""
     return jnp.full_like(like, jnp.inf)
 

@@ -1,0 +1,51 @@
+"""LM-Infinite: a Λ-shaped window and bounded distances (Han et al., NAACL 2024)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.method import Method
+from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.types import At, Window
+
+
+@dataclasses.dataclass(frozen=True)
+class LMInfinite(StreamingLLM):
+  """Sees the first tokens and the newest ones, and no distance beyond the training length.
+
+  The mask is StreamingLLM's. Distances within the window are true; the first tokens are scored as
+  from `limit` at most, so that they never look farther away than the model has learnt.
+
+  Attributes:
+    budget: tokens kept per KV head, the first ones included.
+    sinks: first tokens that never leave (10).
+    limit: largest position from which the first tokens are looked at, the training length (4096
+      for Llama 2); None: their true distance.
+  """
+
+  budget: int = 4096
+  sinks: int = 10
+  rope: str = dataclasses.field(default="original", init=False)
+  limit: int | None = 4096
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.limit is not None and self.limit < self.budget:
+      raise ValueError(
+        f"LMInfinite.limit: found {self.limit}, expected at least budget = {self.budget}"
+      )
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, sinks=min(10, budget // 4), limit=budget)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length, limit=length)
+
+  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window:
+    seen = super().window(at, qpos)
+    if self.limit is None:
+      return seen
+    return dataclasses.replace(seen, view=jnp.minimum(qpos, self.limit))

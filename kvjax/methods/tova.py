@@ -1,0 +1,84 @@
+"""TOVA: evict what the newest query attends to least (Oren et al., 2024)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import softmax_state
+from kvjax.method import Aux, Method
+from kvjax.ops import attention, slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class TOVA(Method):
+  """Each step of a full cache evicts the token of lowest probability under the newest query.
+
+  The probability is the mean over all heads of the layer, so all heads keep the same tokens;
+  no token is protected. A prompt is cut to the tokens that its last query attends to most. The
+  token that leaves is named after attention and overwritten by the next one: `budget` tokens are
+  attended to in every step.
+
+  Attributes:
+    budget: tokens kept per layer.
+  """
+
+  budget: int = 2048
+
+  def __post_init__(self):
+    if self.budget < 2:
+      raise ValueError(f"TOVA.budget: found {self.budget}, expected 2 or more")
+
+  @property
+  def positional(self) -> bool:
+    return False
+
+  @property
+  def wants_logits(self) -> bool:
+    return True
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=max(length, 2))
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    return self.budget
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    score = jnp.zeros((spec.batch, spec.kv_heads, self.capacity(spec, layer)), jnp.float32)
+    return {"score": score}, {}, {}
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    return slots.lowest(cache.slots["score"], cache.pos)
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    assert attended.logits is not None  # asked for by wants_logits
+    p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
+    return cache.put(slots={"score": self.over_heads(at, p)}), {}
+
+  def rank(
+    self,
+    at: At,
+    staged: slots.Slots,
+    q: Array,
+    qpos: Array,
+    attended: Attended,
+    prompt: Prompt,
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    last, last_pos, state = attention.last_queries(q, qpos, attended.state, 1)
+    window = at.top.window(at, last_pos)
+    p = attention.column_mass(at, last, last_pos, staged, window, state)
+    score = self.over_heads(at, p)
+    return score, {**staged, "score": score}
+
+  def over_heads(self, at: At, p: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+    """Mean over all heads of the layer, those of other shards included."""
+    heads = at.sum_heads(jnp.float32(p.shape[1]))
+    return jnp.broadcast_to(at.sum_heads(p.sum(1, keepdims=True)) / heads, p.shape)

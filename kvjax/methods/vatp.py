@@ -1,0 +1,56 @@
+"""VATP: a token matters by its attention and its value (Guo et al., EMNLP 2024)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.method import Method
+from kvjax.methods.h2o import H2O
+from kvjax.ops import slots
+from kvjax.types import CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class VATP(H2O):
+  """H2O whose importance is the accumulated probability times the value's L1 norm.
+
+  The first tokens draw much attention with small values; they are kept whatever their score.
+
+  Attributes:
+    budget: tokens kept per KV head.
+    recent: newest tokens that are safe; None: half of the budget.
+    sinks: first tokens that never leave (20).
+  """
+
+  sinks: int = 20
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.sinks < 0:
+      raise ValueError(f"VATP.sinks: found {self.sinks}, expected 0 or more")
+    if self.budget <= self.window_size + self.sinks:
+      raise ValueError(
+        f"VATP.budget: found {self.budget}, expected more than recent + sinks = "
+        f"{self.window_size} + {self.sinks}"
+      )
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, sinks=min(20, budget // 8))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=max(length, 2), recent=1, sinks=0)
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    in_slots, in_heads, in_rows = super().extra(spec, layer)
+    return {**in_slots, "norm": jnp.zeros_like(in_slots["mass"])}, in_heads, in_rows
+
+  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
+    if name == "norm":
+      return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)  # ‖v‖₁
+    return super().fresh(name, like, new)
+
+  def importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
+    return jnp.where(held["pos"] < self.sinks, jnp.inf, held["mass"] * held["norm"])

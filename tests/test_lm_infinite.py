@@ -1,0 +1,47 @@
+"""LM-Infinite against a NumPy float64 oracle: the Λ-shaped mask and the bounded distance."""
+
+import numpy as np
+import pytest
+
+from kvjax import LMInfinite
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+def oracle(stream, b, h, g, t, method):
+  kept = [j for j in range(t + 1) if j < method.sinks or j > t - (method.budget - method.sinks)]
+  limit = t if method.limit is None else method.limit
+  logits = []
+  for j in kept:
+    q = rotate(stream.q[b, h, g, t], min(t, limit) if j < method.sinks else t)
+    logits.append(q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)))
+  return softmax_average(np.array(logits), np.float64(stream.v[b, h, kept]))
+
+
+def test_worked_example():
+  """Up to its limit LM-Infinite looks at the first token as it is; beyond, as from the limit."""
+  stream, method = Stream.random(0, batch=1, tokens=30), LMInfinite(8, sinks=2, limit=10)
+  near = LMInfinite(8, sinks=2, limit=None)
+  assert np.allclose(oracle(stream, 0, 0, 0, 10, method), oracle(stream, 0, 0, 0, 10, near))
+  assert not np.allclose(oracle(stream, 0, 0, 0, 20, method), oracle(stream, 0, 0, 0, 20, near))
+
+
+@pytest.mark.parametrize("limit", [None, 12, 30])
+def test_prompt_then_decode(limit):
+  method = LMInfinite(12, sinks=3, limit=limit)
+  stream, lengths = Stream.random(1, tokens=80), [23, 6]
+  layer = Layer(method, stream, capacity=80)
+  out = layer.prefill(lengths)
+  for b, n in enumerate(lengths):
+    for t in range(n):
+      want = oracle(stream, b, 1, 2, t, method)
+      np.testing.assert_allclose(out[b, 1, 2, t], want, atol=3e-6)
+  for step in range(50):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    for b, t in enumerate(at):
+      np.testing.assert_allclose(out[b, 2, 0], oracle(stream, b, 2, 0, t, method), atol=3e-6)
+
+
+def test_bad_limit():
+  with pytest.raises(ValueError, match="limit: found 8, expected at least budget = 16"):
+    LMInfinite(16, limit=8)

@@ -1,0 +1,60 @@
+"""VATP against a NumPy float64 oracle: probability times value norm, first tokens kept."""
+
+import numpy as np
+import pytest
+
+from kvjax import VATP
+from tests.layer import Layer, Stream
+from tests.test_h2o import Oracle
+
+
+class Weighted(Oracle):
+  """H2O's lists, evicting by mass × ‖v‖₁ and sparing the first tokens."""
+
+  sinks = 2
+
+  def cut(self, newest):
+    norm = np.abs(np.float64(self.stream.v[self.b, self.h])).sum(-1)
+    while len(self.mass) > self.budget:
+      old = [j for j in self.mass if self.sinks <= j <= newest - self.recent]
+      del self.mass[min(old, key=lambda j: (self.mass[j] * norm[j], j))]
+
+
+def test_worked_example():
+  """Equal keys, one tiny value: its token leaves although it gathered more than the next."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=6)
+  stream.k[:], stream.v[:] = 0, 1
+  stream.v[0, 0, 1] = 0.01
+  layer = Layer(VATP(budget=4, recent=2, sinks=1), stream)
+  layer.prefill([6])
+  assert layer.cache.pos[0, 0].tolist() == [0, 2, 4, 5]
+
+
+def test_kept_sets_over_a_generation():
+  budget, recent, lengths = 12, 4, [21, 6]
+  stream = Stream.random(1, kv_heads=2, tokens=90)
+  layer = Layer(VATP(budget, recent, sinks=2), stream, capacity=90)
+  oracles = {(b, h): Weighted(stream, b, h, budget, recent) for b in range(2) for h in range(2)}
+  layer.prefill(lengths)
+  for (b, _), oracle in oracles.items():
+    oracle.prompt(lengths[b])
+  for step in range(60):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    for (b, h), oracle in oracles.items():
+      want = oracle.step(at[b])
+      pos = np.asarray(layer.cache.pos)[b, h]
+      assert sorted(pos[pos >= 0].tolist()) == sorted(oracle.mass), (b, h, step)
+      np.testing.assert_allclose(out[b, h], want, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"sinks": -1}, "VATP.sinks: found -1"),
+    ({"budget": 40}, "VATP.budget: found 40, expected more than recent [+] sinks = 20 [+] 20"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    VATP(**kwargs)

@@ -4,6 +4,7 @@ from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
+from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
@@ -46,6 +47,7 @@ __all__ = [
   "LMInfinite",
   "Linear",
   "Llama3",
+  "LongFlow",
   "Method",
   "Plan",
   "Prompt",

@@ -93,6 +93,10 @@ class At:
     """Sum over the shards of the key/value heads; x is already reduced over the local ones."""
     return jax.lax.psum(x, self.env.head_axis) if self.env.head_axis else x
 
+  def max_heads(self, x: Array) -> Array:
+    """Maximum over the shards of the key/value heads; x is already reduced over the local ones."""
+    return jax.lax.pmax(x, self.env.head_axis) if self.env.head_axis else x
+
   def head_index(self, kv_heads: int) -> Int[Array, " K"]:
     """Global indices of the `kv_heads` key/value heads that this shard holds."""
     shard = jax.lax.axis_index(self.env.head_axis) if self.env.head_axis else 0

@@ -1,0 +1,123 @@
+"""LongFlow: eviction by what a token contributes to the newest output (LongFlow, §3, Alg. 1)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.method import Aux, Method
+from kvjax.methods.snapkv import SnapKV
+from kvjax.ops import slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class LongFlow(SnapKV):
+  """A fixed budget whose next victim is named by each step's own attention (§3.2, Alg. 1).
+
+  One pass over the slots gives the output and every token's score α·‖v‖₁, the size of its
+  contribution to it; the token of least score is overwritten by the next one. A prompt beyond the
+  budget is first cut by SnapKV; the token that its ranking puts last leaves first.
+
+  Scores are kept as logarithms, log Σ_g exp(s_g − lse_g) + log‖v‖₁ over the query heads of a KV
+  head: the paper's sums without a running maximum overflow from logits of 88 on. The newest token
+  is never the victim.
+
+  Attributes:
+    budget: slots per KV head (the paper measures 3,200).
+    window_size, pool, reduce: of the prompt's cut, see SnapKV.
+    per: "kv_head", each KV head has a victim of its own, or "layer", all heads of a layer share
+      one, named by the sum of their scores (the authors' repository).
+    sinks: first tokens that never leave (the paper protects none).
+    recent: newest tokens that are not evicted, the newest itself among them.
+  """
+
+  budget: int = 3200
+  per: str = "kv_head"
+  sinks: int = 0
+  recent: int = 1
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.per not in ("kv_head", "layer"):
+      raise ValueError(f"LongFlow.per: found {self.per!r}, expected 'kv_head' or 'layer'")
+    if self.sinks < 0:
+      raise ValueError(f"LongFlow.sinks: found {self.sinks}, expected 0 or more")
+    if self.recent < 1:
+      raise ValueError(f"LongFlow.recent: found {self.recent}, expected 1 or more")
+    if self.sinks + self.recent >= self.budget:
+      raise ValueError(
+        f"LongFlow.budget: found {self.budget}, expected more than sinks + recent = "
+        f"{self.sinks} + {self.recent}"
+      )
+
+  @property
+  def wants_logits(self) -> bool:
+    return True
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    in_slots, _, _ = super().extra(spec, layer)
+    norm = jnp.zeros_like(in_slots["score"])
+    victim = jnp.zeros((spec.batch, spec.kv_heads), jnp.int32)
+    return {**in_slots, "norm": norm}, {"victim": victim}, {}
+
+  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
+    if name == "norm":
+      return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)  # ‖v‖₁
+    return super().fresh(name, like, new)
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    return cache.heads["victim"]
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
+    assert attended.logits is not None  # asked for by wants_logits
+    share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
+    score = jax.nn.logsumexp(share, 2) + jnp.log(cache.slots["norm"])
+    return self.name_victim(at, cache, self.over_heads(at, score)), {}
+
+  def rank(
+    self,
+    at: At,
+    staged: slots.Slots,
+    q: Array,
+    qpos: Array,
+    attended: Attended,
+    prompt: Prompt,
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    score, staged = super().rank(at, staged, q, qpos, attended, prompt)
+    if self.per == "layer":  # all heads keep the same tokens
+      total = at.sum_heads(score.sum(1, keepdims=True))
+      score = jnp.broadcast_to(total, score.shape)
+    end = staged["pos"][:, 0].max(-1) + 1
+    score = jnp.where(self.safe(staged["pos"], end), jnp.inf, score)
+    return score, {**staged, "score": score}
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """After a prompt the token that was ranked last is the first to leave."""
+    return self.name_victim(at, cache, cache.slots["score"])
+
+  def name_victim(self, at: At, cache: Cache, score: Float[Array, "B K S"]) -> Cache:
+    """The slot of least score among those that may leave."""
+    score = jnp.where(self.safe(cache.pos, cache.seen), jnp.inf, score)
+    return cache.put(heads={"victim": slots.lowest(score, cache.pos)})
+
+  def safe(self, pos: Int[Array, "B K S"], end: Int[Array, " B"]) -> Bool[Array, "B K S"]:
+    """Tokens that may not leave: the first ones, and the newest before `end`."""
+    return (pos < self.sinks) | (pos >= (end - self.recent)[:, None, None])
+
+  def over_heads(self, at: At, score: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+    """With per="layer", log of the sum over all heads, those of other shards included."""
+    if self.per == "kv_head":
+      return score
+    top = at.max_heads(score.max(1, keepdims=True))
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    total = at.sum_heads(jnp.exp(score - top).sum(1, keepdims=True))
+    return jnp.broadcast_to(jnp.log(total) + top, score.shape)
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))

@@ -1,0 +1,119 @@
+"""LongFlow against a NumPy float64 oracle: victims and outputs over a long run, huge logits."""
+
+import numpy as np
+import pytest
+
+from kvjax import LongFlow
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+def logits_of(stream, b, h, g, t, kept):
+  q = rotate(stream.q[b, h, g, t], t)
+  return np.array([q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)) for j in kept])
+
+
+def contribution(stream, b, h, t, kept):
+  """Σ_g α_g·‖v‖₁ of every kept token, in logarithms."""
+  total = np.full(len(kept), -np.inf)
+  for g in range(stream.q.shape[2]):
+    x = logits_of(stream, b, h, g, t, kept)
+    lse = x.max() + np.log(np.exp(x - x.max()).sum())
+    total = np.logaddexp(total, x - lse)
+  return total + np.log(np.abs(np.float64(stream.v[b, h, kept])).sum(-1))
+
+
+def test_worked_example():
+  """Equal keys: the victim is the token of the smallest value, not the newest one."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=5, head_dim=2)
+  stream.k[:] = 0
+  stream.v[0, 0] = [[4, 4], [1, 0], [3, 3], [0.1, 0], [9, 9]]
+  layer = Layer(LongFlow(budget=4, window_size=1), stream)
+  layer.prefill([3])
+  layer.decode([3])
+  assert int(layer.cache.heads["victim"][0, 0]) == 1  # 3 is smaller, and the newest
+  layer.decode([4])
+  assert layer.cache.pos[0, 0].tolist() == [0, 4, 2, 3]
+
+
+@pytest.mark.parametrize("per", ["kv_head", "layer"])
+def test_victims_and_outputs_over_a_run(per):
+  budget, lengths = 12, [9, 4]
+  stream = Stream.random(1, kv_heads=2, tokens=330)
+  layer = Layer(LongFlow(budget, window_size=2, per=per), stream, capacity=330)
+  layer.prefill(lengths)
+  kept = {(b, h): list(range(n)) for b, n in enumerate(lengths) for h in range(2)}
+  least = {}
+  for step in range(310):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    pos = np.asarray(layer.cache.pos)
+    scores = {}
+    for (b, h), held in kept.items():
+      if len(held) == budget:
+        held.remove(least[b, h])
+      held.append(at[b])
+      held.sort()
+      assert sorted(pos[b, h][pos[b, h] >= 0].tolist()) == held, (b, h, step)
+      x = logits_of(stream, b, h, 2, at[b], held)
+      want = softmax_average(x, np.float64(stream.v[b, h, held]))
+      np.testing.assert_allclose(out[b, h, 2], want, atol=2e-5)  # float32 angles of 320 radians
+      scores[b, h] = contribution(stream, b, h, at[b], held)
+    for (b, h), held in kept.items():
+      score = scores[b, h]
+      if per == "layer":
+        score = np.logaddexp(scores[b, 0], scores[b, 1])
+      least[b, h] = held[int(np.argmin(score[:-1]))]  # the newest stands last
+
+
+def test_a_long_prompt_is_cut_as_snapkv_does():
+  """To budget − 1 tokens in effect: the one that was ranked last makes room for the first."""
+  stream, lengths = Stream.random(2, tokens=60), [40, 22]
+  layer = Layer(LongFlow(10, window_size=3), stream)
+  layer.prefill(lengths)
+  before, score = (np.asarray(x) for x in (layer.cache.pos, layer.cache.slots["score"]))
+  layer.decode(lengths)
+  after = np.asarray(layer.cache.pos)
+  for b in range(2):
+    for h in range(3):
+      gone = set(before[b, h].tolist()) - set(after[b, h].tolist())
+      assert gone == {int(before[b, h, np.argmin(score[b, h])])}
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+def test_huge_logits_stay_finite(scale):
+  stream = Stream.random(3, tokens=60)
+  stream.q[:] *= scale
+  layer = Layer(LongFlow(8, window_size=2), stream)
+  layer.prefill([20, 7])
+  for step in range(30):
+    out, _ = layer.decode([20 + step, 7 + step])
+    assert np.isfinite(out).all()
+    victim = np.asarray(layer.cache.heads["victim"])
+    newest = np.asarray(layer.cache.pos).max(-1)
+    named = np.take_along_axis(np.asarray(layer.cache.pos), victim[..., None], 2)[..., 0]
+    assert (named >= 0).all() and (named < newest).all()
+
+
+def test_protected_tokens_stay():
+  stream = Stream.random(4, tokens=70)
+  layer = Layer(LongFlow(10, window_size=2, sinks=2, recent=4), stream)
+  layer.prefill([25, 6])
+  for step in range(40):
+    layer.decode([25 + step, 6 + step])
+    for b, n in enumerate((25, 6)):
+      for row in np.asarray(layer.cache.pos)[b]:
+        t = n + step
+        assert {0, 1} | set(range(max(0, t - 3), t + 1)) <= set(row.tolist())
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"per": "head"}, "per: found 'head', expected 'kv_head' or 'layer'"),
+    ({"recent": 0}, "recent: found 0, expected 1 or more"),
+    ({"budget": 40, "sinks": 39}, "budget: found 40, expected more than sinks [+] recent"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    LongFlow(**kwargs)

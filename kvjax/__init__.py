@@ -1,5 +1,6 @@
 """kvjax: KV-cache methods for long-context decoding, as jittable steps over an explicit cache."""
 
+from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
@@ -39,6 +40,7 @@ __all__ = [
   "VATP",
   "At",
   "Attended",
+  "Bounded",
   "Cache",
   "CacheSpec",
   "Carry",

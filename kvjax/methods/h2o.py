@@ -6,13 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
+from kvjax.bounded import Bounded
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(Method):
+class H2O(Bounded):
   """Keeps the newest tokens and those that have gathered most attention (Alg. 1).
 
   Every token accumulates the probability that queries give it, from the prompt on, per KV head as
@@ -25,7 +26,6 @@ class H2O(Method):
     recent: newest tokens that are safe; None: half of the budget (the paper's split).
   """
 
-  budget: int = 2048
   recent: int | None = None
 
   def __post_init__(self):
@@ -41,23 +41,12 @@ class H2O(Method):
     return self.budget - self.budget // 2 if self.recent is None else self.recent
 
   @property
-  def positional(self) -> bool:
-    return False
-
-  @property
   def wants_logits(self) -> bool:
     return True
 
   @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
-  @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2))
-
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    return self.budget
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     mass = jnp.zeros((spec.batch, spec.kv_heads, self.capacity(spec, layer)), jnp.float32)

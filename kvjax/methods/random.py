@@ -5,13 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+from kvjax.types import At, Attended, Cache, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Method):
+class Random(Bounded):
   """Keeps the newest `recent` tokens and a uniformly random sample of the older ones.
 
   Every (position, head, layer, seed) has a fixed pseudo-random priority; the older tokens of
@@ -24,7 +25,6 @@ class Random(Method):
     seed: chooses the sample.
   """
 
-  budget: int = 2048
   recent: int | None = None
   seed: int = 0
 
@@ -40,20 +40,9 @@ class Random(Method):
   def window_size(self) -> int:
     return max(1, self.budget // 8) if self.recent is None else self.recent
 
-  @property
-  def positional(self) -> bool:
-    return False
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1)
-
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    return self.budget
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The lowest priority once the new token, position `seen`, is in the recent window."""

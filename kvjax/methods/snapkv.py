@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(Method):
+class SnapKV(Bounded):
   """Cuts a prompt to its last `window` tokens and those that they attend to (Listing 1).
 
   The window's softmax probabilities are summed over its queries, averaged over the query heads of
@@ -30,7 +31,6 @@ class SnapKV(Method):
     reduce: "avg" or "max" pooling.
   """
 
-  budget: int = 2048
   window_size: int = 32
   pool: int = 5
   reduce: str = "avg"
@@ -48,10 +48,6 @@ class SnapKV(Method):
     if self.reduce not in ("avg", "max"):
       raise ValueError(f"{name}.reduce: found {self.reduce!r}, expected 'avg' or 'max'")
 
-  @property
-  def positional(self) -> bool:
-    return False
-
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
@@ -59,9 +55,6 @@ class SnapKV(Method):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1, window_size=min(32, length))
-
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    return self.budget
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)

@@ -5,13 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Prompt, Span, Window
+from kvjax.types import At, Attended, Cache, Prompt, Span, Window
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(Method):
+class StreamingLLM(Bounded):
   """Keeps the first `sinks` tokens and the newest budget − sinks (§3.2), in prefill and decode.
 
   Positions are those within the cache (§3.2): with rope="slot" the sinks move along with the
@@ -25,7 +26,6 @@ class StreamingLLM(Method):
     rope: "slot" (the paper's) or "original".
   """
 
-  budget: int = 2048
   sinks: int = 4
   rope: str = "slot"
 
@@ -38,10 +38,6 @@ class StreamingLLM(Method):
       )
     if self.rope not in ("slot", "original"):
       raise ValueError(f"StreamingLLM.rope: found {self.rope!r}, expected 'slot' or 'original'")
-
-  @property
-  def positional(self) -> bool:
-    return False
 
   @property
   def chunkable(self) -> bool:
@@ -58,9 +54,6 @@ class StreamingLLM(Method):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length)
-
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    return self.budget
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window:
     """The newest budget − sinks tokens, the query's own among them."""

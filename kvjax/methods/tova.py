@@ -6,13 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
+from kvjax.bounded import Bounded
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class TOVA(Method):
+class TOVA(Bounded):
   """Each step of a full cache evicts the token of lowest probability under the newest query.
 
   The probability is the mean over all heads of the layer, so all heads keep the same tokens;
@@ -24,30 +25,17 @@ class TOVA(Method):
     budget: tokens kept per layer.
   """
 
-  budget: int = 2048
-
   def __post_init__(self):
     if self.budget < 2:
       raise ValueError(f"TOVA.budget: found {self.budget}, expected 2 or more")
-
-  @property
-  def positional(self) -> bool:
-    return False
 
   @property
   def wants_logits(self) -> bool:
     return True
 
   @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
-  @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2))
-
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    return self.budget
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     score = jnp.zeros((spec.batch, spec.kv_heads, self.capacity(spec, layer)), jnp.float32)

@@ -2,8 +2,8 @@
 
 An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
 asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
-Pallas kernel on a GPU where there is one and the method does not need what it does not return,
-the reference otherwise.
+Pallas kernel on a GPU where there is one that does all that the method needs, the reference
+otherwise.
 """
 
 import importlib
@@ -75,14 +75,13 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
   operation = "attend_span" if plan.table is None else "attend_table"
   impl = choose(operation, at.env.impl)
-  if at.top.wants_logits and at.env.impl == "auto":
+  beyond = _beyond_kernels(at)
+  if beyond and at.env.impl == "auto":
     impl = "reference"
   if impl == "reference":
     return attention.attend(at, cache, plan, q)
-  if at.top.wants_logits:
-    raise NotImplementedError(
-      f"{operation}: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
-    )
+  if beyond:
+    raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond.format(impl=impl)}")
   run = kernel(operation, impl)
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
@@ -97,3 +96,12 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   state, out = run(q.astype(k.dtype), k, v, *ranges, sinks=span.sinks, q_sinks=q_sinks)
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def _beyond_kernels(at: At) -> str:
+  """What the method needs of attention that no kernel does, in words; empty if nothing."""
+  if at.top.wants_logits:
+    return "reads logits; the {impl!r} kernel returns none"
+  if at.top.overrides("read"):
+    return "fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
+  return ""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import Env, Full, Rope, dispatch
-from tests.fit_methods import Evict
+from tests.fit_methods import Evict, Offload
 from tests.layer import Layer, Stream
 
 
@@ -34,6 +34,13 @@ def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():
   layer = Layer(Evict(budget=12), Stream.random(0), env=env("pallas"))
   layer.prefill([5, 3])
   with pytest.raises(NotImplementedError, match="Evict reads logits; the 'pallas' kernel"):
+    layer.decode([5, 3])
+
+
+def test_a_kernel_never_walks_past_a_method_that_reads_its_own_way():
+  layer = Layer(Offload(), Stream.random(0), env=env("pallas"))
+  layer.prefill([5, 3])
+  with pytest.raises(NotImplementedError, match="Offload fetches slots its own way; the 'pallas'"):
     layer.decode([5, 3])
 
 

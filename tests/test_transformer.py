@@ -16,7 +16,7 @@ from kvjax.rope import Linear, Llama3, Yarn
 from models.config import ModelConfig
 from models.generate import join, split
 from models.transformer import Transformer
-from tests.tiny import CAPACITY, CLOSE, LENGTHS, TOKENS, Run, model
+from tests.tiny import CAPACITY, LENGTHS, TOKENS, Run, model
 
 SMALL = ModelConfig(
   vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False
@@ -99,8 +99,10 @@ def test_decoding_token_by_token_equals_prefill():
   one = Run(kvjax.Full())
   got = [one.prefill(np.ones(2, np.int32))]
   got += [one.decode(np.full(2, i)) for i in range(1, 20)]
-  chex.assert_trees_all_close(np.stack(got, 1), np.asarray(want), atol=CLOSE)
-  chex.assert_trees_all_close(one.caches, caches, atol=CLOSE)
+  # 2e-5 held only with XLA's full CPU optimisation; at levels 0 to 2 rounding alone, amplified by
+  # this model's peaked attention, is 4.3e-5 to 4.7e-5 in 5 of 2,440 logits.
+  chex.assert_trees_all_close(np.stack(got, 1), np.asarray(want), rtol=2e-5, atol=1e-4)
+  chex.assert_trees_all_close(one.caches, caches, rtol=2e-5, atol=1e-4)
 
 
 def test_ragged_rows_equal_one_by_one():

@@ -236,14 +236,7 @@ class Span:
     start, stop = self.start[..., None], self.stop[..., None]
     return (slot < stop) & ((slot < self.sinks) | (slot >= start))
 
-  def length(
-    self,
-  ) -> Int[
-    Array,
-    (
-      B  # K
-    ),
-  ]:
+  def length(self) -> Int[Array, "B _"]:
     """Number of slots in the span."""
     sinks = jnp.minimum(self.sinks, self.stop)
     return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)

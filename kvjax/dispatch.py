@@ -19,6 +19,10 @@ from kvjax.types import At, Attended, Cache, Plan
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
+  "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
+  "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
+  "add_norm": {"pallas": ("pallas_kernels.add_norm", "add_norm")},
+  "qkv_heads": {"pallas": ("pallas_kernels.qkv_heads", "qkv_heads")},
   "attend_span": {
     "pallas": ("pallas_kernels.decode", "decode_with_output"),
     "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),

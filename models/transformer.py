@@ -45,28 +45,40 @@ class Layer(nnx.Module):
     rows = jnp.arange(x.shape[0])[:, None]
     # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
     y = x if prompt.index is None else x.at[rows, prompt.index].get(mode="clip")
-    q, k, v = self.attention.qkv(self.attention_norm(y))
+    q, k, v = self.attention.qkv(self.attention_norm(y), at.env.impl)
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A, H]
     o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
-    y = self._finish(at, y, jnp.moveaxis(o, 3, 1))
+    y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
+    y = y + parts.sum(0).astype(y.dtype)
     if prompt.index is not None:
       y = x.at[rows, prompt.index].set(y, mode="drop")
     return y, cache, carry, aux
 
   def decode(
-    self, at: At, x: Float[Array, "B D"], cache: Any, live: Bool[Array, " B"], carry: Carry
-  ) -> tuple[Float[Array, "B D"], Any, Carry, dict[str, Any]]:
-    """The layer over one new token per row."""
-    q, k, v = self.attention.qkv(self.attention_norm(x))
+    self,
+    at: At,
+    x: Float[Array, "B D"],
+    parts: Float[Array, "S B D"] | None,
+    cache: Any,
+    live: Bool[Array, " B"],
+    carry: Carry,
+  ) -> tuple[Float[Array, "B D"], Float[Array, "S B D"], Any, Carry, dict[str, Any]]:
+    """The layer over one new token per row. The residual stream is x + Σ parts, before and after:
+    the sum is left to the norm that comes next.
+    """
+    x, y = self.attention_norm.after(x, parts, at.env.impl)
+    q, k, v = self.attention.qkv(y, at.env.impl)
     o, cache, carry, aux = at.top.decode_step(at, cache, q, k, v, live, carry)
-    return self._finish(at, x, o), cache, carry, aux
+    return *self._finish(at, x, o), cache, carry, aux
 
   def _finish(
     self, at: At, x: Float[Array, "*batch D"], o: Float[Array, "*batch K G H"]
-  ) -> Float[Array, "*batch D"]:
-    x = x + at.sum_heads(self.attention.out(o.astype(x.dtype)))
-    return x + self.mlp(self.mlp_norm(x))
+  ) -> tuple[Float[Array, "*batch D"], Float[Array, "S *batch D"]]:
+    """From attention's output to the layer's: the residual stream as x and summands."""
+    parts = at.sum_heads(self.attention.out(o.astype(x.dtype), at.env.impl))
+    x, y = self.mlp_norm.after(x, parts, at.env.impl)
+    return x, self.mlp(y, at.env.impl)
 
 
 class Transformer(nnx.Module):
@@ -165,7 +177,7 @@ class Transformer(nnx.Module):
         reports.append(aux)
       if not all_logits:
         x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
-      result = self.logits(x), tuple(new)
+      result = self._head(self.norm(x)), tuple(new)
     return (*result, reports) if with_aux else result
 
   def decode(
@@ -195,20 +207,21 @@ class Transformer(nnx.Module):
     carry = Carry()
     new, reports = [], []
     with self._products():
-      x = self.embedding[...][tokens]
+      x, parts = self.embedding[...][tokens], None
       for i, layer in enumerate(self.layers):
         at = At(i, self.env, method)
-        x, cache, carry, aux = layer.decode(at, x, caches[i], live, carry)
+        x, parts, cache, carry, aux = layer.decode(at, x, parts, caches[i], live, carry)
         new.append(cache)
         reports.append(aux)
-      result = self.logits(x), tuple(new)
+      _, y = self.norm.after(x, parts, self.env.impl)
+      result = self._head(y), tuple(new)
     return (*result, reports) if with_aux else result
 
-  def logits(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-    """Output head on hidden states, float32."""
+  def _head(self, y: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
+    """Output head on normed hidden states, float32."""
     head = self.embedding[...] if self.config.tie_embeddings else self.head[...]
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(self.norm(x), head, dims, preferred_element_type=jnp.float32)
+    dims = (((y.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(y, head, dims, preferred_element_type=jnp.float32)
 
   def _products(self) -> contextlib.AbstractContextManager[Any]:
     """Under which products are traced: the model's and the method's."""

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from pallas_kernels import config, decode
+from pallas_kernels import config, decode, product
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
+from pallas_kernels.qkv_heads import qkv_heads
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -99,10 +101,36 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   ]
 
 
+def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """A step's products and what stands between them: an 8B decoder's and an odd one's shapes."""
+  of = jax.ShapeDtypeStruct
+  for capability in SHARED:
+    for name, rows, dim, ffn, dtype in (
+      ("8B-B1", 1, 4096, 14336, jnp.bfloat16),
+      ("B16", 16, 2048, 6144, jnp.bfloat16),
+      ("odd-float32", 3, 576, 1000, jnp.float32),
+    ):
+      x, h = of((rows, dim), dtype), of((rows, ffn), dtype)
+      up, down = of((dim, 2, ffn), dtype), of((ffn, dim), dtype)
+      parts = of((4, rows, dim), jnp.float32)
+      for function, arguments in (
+        (product.partial_products, [h, down]),
+        (product.gated_product, [x, up]),
+        (functools.partial(add_norm, eps=1e-6), [x, parts, of((dim,), jnp.float32)]),
+      ):
+        called = getattr(function, "func", function)
+        function = functools.partial(function, interpret=False)
+        yield f"{called.__name__}-{name}", capability, function, arguments
+    heads, scale = of((4, 2, 8, 4, 128), jnp.float32), of((128,), jnp.float32)
+    call = functools.partial(qkv_heads, dtype=jnp.bfloat16, interpret=False)
+    yield "qkv_heads", capability, call, [heads, of(heads.shape[2:], jnp.bfloat16), scale, scale]
+
+
 # Kernel -> its calls, as (name, capability, function, abstract arguments).
 KERNELS: dict[str, Callable] = {
   "decode": decode_calls,
   "enter_token": enter_token_calls,
+  "products": product_calls,
 }
 
 CALLS = {

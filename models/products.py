@@ -1,0 +1,92 @@
+"""The decoder's matrix products and what stands between them, by rows and device.
+
+A prompt's products are XLA's. A decode step has few rows: on a GPU its products are kernels that
+read a weight once and leave their result where the next one wants it. `partial_products` leaves
+the sum over its splits to `add_norm` or `qkv_heads`, which follow it anyway; here it has one.
+
+`impl` is as in `kvjax.Env`; "auto" takes the kernels for 16-bit dtypes, "pallas" for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax import dispatch
+
+# More rows than this are XLA's even in a decode step.
+ROWS = 16
+
+
+def kernel(operation: str, batch: tuple[int, ...], dtype: Any, impl: str) -> Any:
+  """The kernel of an operation on activations of these leading sizes, or None: XLA's."""
+  if len(batch) != 1 or batch[0] > ROWS or dispatch.choose(operation, impl) != "pallas":
+    return None
+  if impl == "auto" and jnp.dtype(dtype).itemsize != 2:
+    return None
+  return dispatch.kernel(operation, "pallas")
+
+
+def partial_products(
+  x: Float[Array, "*batch D"], w: Float[Array, "D F"], impl: str
+) -> Float[Array, "S *batch F"]:
+  """Arrays whose sum over S is x @ w."""
+  run = kernel("partial_products", x.shape[:-1], x.dtype, impl)
+  return run(x, w) if run else (x @ w)[None]
+
+
+def gated_product(
+  x: Float[Array, "*batch D"], w: Float[Array, "D 2 F"], impl: str
+) -> Float[Array, "*batch F"]:
+  """silu(x @ w[:, 0]) · (x @ w[:, 1])."""
+  if run := kernel("gated_product", x.shape[:-1], x.dtype, impl):
+    return run(x, w)
+  y = x @ w.reshape(w.shape[0], -1)
+  gate, up = y[..., : w.shape[2]], y[..., w.shape[2] :]
+  return jax.nn.silu(gate) * up
+
+
+def rms_norm(
+  x: Float[Array, "*batch D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*batch D"]:
+  """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32."""
+  y = x.astype(jnp.float32)
+  y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
+  return (y * scale).astype(x.dtype)
+
+
+def add_norm(
+  x: Float[Array, "*batch D"],
+  parts: Float[Array, "S *batch D"],
+  scale: Float[Array, " D"],
+  eps: float,
+  impl: str,
+) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
+  """x + Σ parts, and its RMS norm."""
+  if run := kernel("add_norm", x.shape[:-1], x.dtype, impl):
+    return run(x, parts, scale, eps)
+  x = x + parts.sum(0).astype(x.dtype)
+  return x, rms_norm(x, scale, eps)
+
+
+def qkv_heads(
+  parts: Float[Array, "S *batch K G2 H"],
+  bias: Float[Array, "K G2 H"] | None,
+  scales: tuple[Float[Array, " H"], Float[Array, " H"]] | None,
+  eps: float,
+  dtype: Any,
+  impl: str,
+) -> Float[Array, "*batch K G2 H"]:
+  """Σ parts + bias; with scales an RMS norm over every query and key head (not over values)."""
+  if run := kernel("qkv_heads", parts.shape[1:-3], dtype, impl):
+    return run(parts, bias, *(scales or (None, None)), eps=eps, dtype=dtype)
+  y = parts.sum(0).astype(dtype)
+  y = y if bias is None else y + bias
+  if scales is None:
+    return y
+  q, k, v = y[..., :-2, :], y[..., -2:-1, :], y[..., -1:, :]
+  q_scale, k_scale = scales
+  return jnp.concatenate([rms_norm(q, q_scale, eps), rms_norm(k, k_scale, eps), v], -2)

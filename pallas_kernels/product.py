@@ -1,0 +1,139 @@
+"""Matrix products of a decode step: few rows of activations against a weight read once.
+
+Bytes: the weight; everything else is under 1 %. A step's products are streams of tens of
+microseconds at most, so what is left to gain is at their edges: the work is cut so that all
+multiprocessors read from the first moment on, and what follows a product rides along with it.
+
+Grid: blocks of columns × splits of the contraction. Every program keeps its columns' sums in
+registers while tiles of the weight stream by, and writes them as they are (`partial_products`:
+whoever reads them next adds the splits up) or through SwiGLU (`gated_product`, whose programs read
+two blocks of columns side by side and do not split).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels import _backend
+from pallas_kernels.config import device
+
+MAX_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+  """How a product is cut.
+
+  Attributes:
+    columns: columns of a program, a power of two, at least 16.
+    depth: rows of the weight per step of its loop, a power of two, at least 16.
+    splits: programs that share the contraction of one block of columns.
+    warps, stages: warps per program; tiles in flight, and the one in use.
+  """
+
+  columns: int = 64
+  depth: int = 64
+  splits: int = 1
+  warps: int = 4
+  stages: int = 4
+
+
+def blocking(columns: int, *, gated: bool, interpret: bool = False) -> Blocking:
+  """Two programs per multiprocessor or more, by splitting the contraction unless gated.
+
+  Measured on an H200 at 1 and 8 rows, the four products of an 8B and of a 1.7B decoder: tiles of
+  64 × 64 (gated: two of 32 × 64) were first or within 4 % of it everywhere.
+  """
+  if interpret:
+    return Blocking(splits=1 if gated else 2, stages=1)
+  if gated:
+    return Blocking(depth=32, stages=6)
+  cores = device(jax.devices()[0].device_kind).cores
+  blocks = pl.cdiv(columns, Blocking.columns)
+  return Blocking(splits=min(8, max(1, round(2 * cores / blocks))))
+
+
+def _kernel(x_ref: Any, w_ref: Any, y_ref: Any, *, blocking: Blocking) -> None:
+  """x [B, D], w [D, N] -> y [S, B, N]; w [D, 2, N] -> y [B, N] through SwiGLU."""
+  rows, depth = x_ref.shape
+  gated = len(w_ref.shape) == 3
+  block, split = pl.program_id(0), pl.program_id(1)
+  row = jnp.arange(max(16, pl.next_power_of_2(rows)))[:, None]
+  column = (block * blocking.columns + jnp.arange(blocking.columns))[None, :]
+  real, inside = row < rows, column < w_ref.shape[-1]
+  tiles = pl.cdiv(depth, blocking.depth)
+  first, last = (s * tiles // blocking.splits for s in (split, split + 1))
+
+  def step(i: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    k = i * blocking.depth + jnp.arange(blocking.depth)
+    x = _backend.load(x_ref, row, k[None, :], mask=real & (k < depth)[None, :])
+    mask = (k < depth)[:, None] & inside
+    added = []
+    for half, y in enumerate(sums):
+      index = (k[:, None], half, column) if gated else (k[:, None], column)
+      w = _backend.load(w_ref, *index, mask=mask, evict="evict_first")
+      added.append(y + _backend.dot(x, w))
+    return tuple(added)
+
+  zero = jnp.zeros((row.shape[0], blocking.columns), jnp.float32)
+  sums = lax.fori_loop(first, last, step, (zero, zero) if gated else (zero,))
+  y = sums[0]
+  if gated:
+    gate, up = sums
+    y = gate / (1 + jnp.exp(-gate)) * up  # silu(x·gate) · (x·up)
+  index = (row, column) if gated else (split, row, column)
+  _backend.store(y_ref, *index, value=y.astype(y_ref.dtype), mask=real & inside)
+
+
+def _run(x: Any, w: Any, cut: Blocking, out: jax.ShapeDtypeStruct, interpret: Any) -> Array:
+  check(x, w)
+  return _backend.call(
+    functools.partial(_kernel, blocking=cut),
+    x,
+    w,
+    grid=(pl.cdiv(w.shape[-1], cut.columns), cut.splits),
+    out=[out],
+    warps=cut.warps,
+    stages=cut.stages,
+    name="product",
+    interpret=interpret,
+  )[0]
+
+
+def partial_products(
+  x: Float[Array, "B D"], w: Float[Array, "D N"], *, interpret: bool | None = None
+) -> Float[Array, "S B N"]:
+  """Float32 arrays whose sum over S is x @ w.
+
+  Args:
+    x: up to 64 rows.
+    w: weight in the dtype of x.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+  """
+  cut = blocking(w.shape[1], gated=False, interpret=_backend.interpreted(interpret))
+  shape = cut.splits, x.shape[0], w.shape[1]
+  return _run(x, w, cut, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
+
+
+def gated_product(
+  x: Float[Array, "B D"], w: Float[Array, "D 2 F"], *, interpret: bool | None = None
+) -> Float[Array, "B F"]:
+  """silu(x @ w[:, 0]) · (x @ w[:, 1]) in the dtype of x; arguments as in `partial_products`."""
+  cut = blocking(w.shape[2], gated=True, interpret=_backend.interpreted(interpret))
+  return _run(x, w, cut, jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), x.dtype), interpret)
+
+
+def check(x: Any, w: Any) -> None:
+  """Raises on operands that the kernel does not take; the message names the argument."""
+  if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
+    raise ValueError(f"x: found shape {x.shape}, expected [1 … {MAX_ROWS}, D]")
+  if w.shape[0] != x.shape[1]:
+    raise ValueError(f"w: found shape {w.shape}, expected {x.shape[1]} rows, as x has columns")
+  if w.dtype != x.dtype:
+    raise TypeError(f"w: found dtype {w.dtype.name}, expected {x.dtype.name}, as x")

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.ops import attention
+from kvjax.ops.slots import put
 from kvjax.types import At, Attended, Cache, Plan
 
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
+  "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
   "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
   "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
   "add_norm": {"pallas": ("pallas_kernels.add_norm", "add_norm")},
@@ -55,37 +57,52 @@ def enter_token(
 ) -> tuple[Array, Cache]:
   """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
 
-  The kernel does both at once for methods that leave `insert` as it is and keep no statistics per
-  slot; for the others `insert` is what they say it is.
+  The kernel does both at once, and ‖v‖₁ where the cache keeps it, for methods that leave `insert`
+  as it is; for the others `insert` is what they say it is.
   """
-  plain = not at.top.overrides("insert") and set(cache.slots) == {"k", "v", "pos"}
-  if not plain or choose("enter_token", at.env.impl) != "pallas":
+  if at.top.overrides("insert") or choose("enter_token", at.env.impl) != "pallas":
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
     return q, at.top.insert(at, cache, k, v, live)
   victim = at.top.victim(at, cache) if at.top.overrides("victim") else None
-  names = ("k", "v", "pos")
-  held = [*(cache.slots[name] for name in names), cache.seen, cache.used]
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+  held = {**cache.slots, "seen": cache.seen, "used": cache.used}
+  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
   run = kernel("enter_token", "pallas")
-  q, *held, seen, used = run(qkv, live.astype(jnp.int32), victim, *held, rope=at.env.rope)
-  slots = dict(zip(names, held, strict=True))
-  return q, cache.put(slots=slots, rows={"seen": seen, "used": used})
+  q, *entered, seen, used = run(qkv, live.astype(jnp.int32), victim, *operands, rope=at.env.rope)
+  names = [name for name in ("k", "v", "pos", "norm") if name in held]
+  stored = dict(zip(names, entered, strict=True))
+  stored |= _statistics(at, cache, set(cache.slots) - set(names), k, v, live)
+  return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
+
+
+def _statistics(
+  at: At, cache: Cache, names: set[str], k: Array, v: Array, live: Array
+) -> dict[str, Array]:
+  """These statistics of the slots with the new token's in its slot."""
+  if not names:
+    return {}
+  slot = at.top.landing(at, cache, live)[:, :, None]
+  pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
+  k = at.env.rope.rotate(k, cache.seen[:, None])
+  new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
+  like = {name: jnp.zeros_like(cache.slots[name][:, :, :1]) for name in names}
+  return {n: put(cache.slots[n], slot, at.top.fresh(n, like[n], new)) for n in names}
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
   operation = "attend_span" if plan.table is None else "attend_table"
   impl = choose(operation, at.env.impl)
-  beyond = _beyond_kernels(at)
+  beyond = _beyond_kernel(at, impl)
   if beyond and at.env.impl == "auto":
     impl = "reference"
   if impl == "reference":
     return attention.attend(at, cache, plan, q)
   if beyond:
-    raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond.format(impl=impl)}")
+    raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
   run = kernel(operation, impl)
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
@@ -97,15 +114,24 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
   ranges = span.start, span.stop
-  state, out = run(q.astype(k.dtype), k, v, *ranges, sinks=span.sinks, q_sinks=q_sinks)
+  state, out, logits = run(
+    q.astype(k.dtype),
+    k,
+    v,
+    *ranges,
+    sinks=span.sinks,
+    q_sinks=q_sinks,
+    logits=at.top.wants_logits,
+  )
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
-  return Attended(state, None, None, visited, out.astype(q.dtype))
+  slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
+  return Attended(state, logits, slot, visited, out.astype(q.dtype))
 
 
-def _beyond_kernels(at: At) -> str:
-  """What the method needs of attention that no kernel does, in words; empty if nothing."""
-  if at.top.wants_logits:
-    return "reads logits; the {impl!r} kernel returns none"
+def _beyond_kernel(at: At, impl: str) -> str:
+  """What the method needs of attention that the kernel does not do, in words; empty if nothing."""
+  if at.top.wants_logits and impl == "jax-triton":
+    return "reads logits; the 'jax-triton' kernel returns none"
   if at.top.overrides("read"):
-    return "fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
+    return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
   return ""

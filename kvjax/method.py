@@ -142,7 +142,15 @@ class Method:
 
   def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
     """A per-slot statistic of new tokens, of `like`'s shape and dtype; `new` has their k and v."""
+    if name == "norm":
+      return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)  # ‖v‖₁
     return jnp.zeros_like(like)
+
+  def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
+    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows."""
+    room = (cache.used < cache.size)[:, None]
+    slot = jnp.where(room, cache.used[:, None], at.top.victim(at, cache))
+    return jnp.where(live[:, None], slot, cache.size)
 
   def insert(
     self,
@@ -153,15 +161,14 @@ class Method:
     live: Bool[Array, " B"],
   ) -> Cache:
     """Writes the new token: into the first empty slot, or over the victim when none is empty."""
-    room = cache.used < cache.size
-    slot = jnp.where(room[:, None], cache.used[:, None], at.top.victim(at, cache))
-    slot = jnp.where(live[:, None], slot, cache.size)[:, :, None]
+    slot = at.top.landing(at, cache, live)[:, :, None]
     pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
     for name, x in cache.slots.items():
       if name not in new:
         new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype), new)
     step = live.astype(jnp.int32)
+    room = cache.used < cache.size
     return dataclasses.replace(
       cache,
       slots={name: slots.put(x, slot, new[name]) for name, x in cache.slots.items()},
@@ -381,14 +388,14 @@ class Method:
 
 
 def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:
-  """Statistics of idle rows as they were; `insert` already left the rest of them alone."""
+  """Statistics of idle rows as they were; entering already left the rest of them alone."""
 
   def pick(new: dict, old: dict, inserted: tuple[str, ...] = ()) -> dict:
     stats = [{n: x for n, x in shelf.items() if n not in inserted} for shelf in (new, old)]
     return {**new, **slots.choose_rows(live, *stats)}
 
   return Cache(
-    slots=pick(new.slots, old.slots, ("k", "v", "pos")),
+    slots=pick(new.slots, old.slots, ("k", "v", "pos", "norm")),
     heads=pick(new.heads, old.heads),
     rows=pick(new.rows, old.rows, ("seen", "used")),
   )

@@ -11,6 +11,7 @@ window, or chunks of tiles between two tests for an early stop. Inside, logits a
 (exp2 is one instruction); `finish` returns the natural-log state of `kvjax.softmax_state`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,10 +53,14 @@ def start(rows: int, columns: int) -> Carry:
   )
 
 
-def step(carry: Carry, q: Array, tile: Tile, *, scale: float) -> Carry:
-  """Adds one tile: q [R, C] in the dtype of k."""
-  x = dot(q, tile.k, trans_b=True) * (scale * LOG2E)  # [R, T]
+def step(
+  carry: Carry, q: Array, tile: Tile, *, scale: float, see: Callable[[Array], None] | None = None
+) -> Carry:
+  """Adds one tile: q [R, C] in the dtype of k. `see` is shown its base-2 logits [R, T]."""
+  x = dot(q, tile.k, trans_b=True) * (scale * LOG2E)
   x = jnp.where(tile.keep[None, :], x, -jnp.inf)
+  if see is not None:
+    see(x)
   m = jnp.maximum(carry.m, x.max(axis=1))
   base = finite(m)
   alpha = jnp.exp2(carry.m - base)
@@ -65,10 +70,25 @@ def step(carry: Carry, q: Array, tile: Tile, *, scale: float) -> Carry:
 
 
 def walk(
-  carry: Carry, q: Array, fetch: Callable[[Any], Tile], first: Any, last: Any, *, scale: float
+  carry: Carry,
+  q: Array,
+  fetch: Callable[[Any], Tile],
+  first: Any,
+  last: Any,
+  *,
+  scale: float,
+  see: Callable[[Any, Array], None] | None = None,
 ) -> Carry:
-  """Adds tiles [first, last), each given by `fetch(i)`; the bounds may be traced scalars."""
-  return lax.fori_loop(first, last, lambda i, c: step(c, q, fetch(i), scale=scale), carry)
+  """Adds tiles [first, last), each given by `fetch(i)`; the bounds may be traced scalars.
+
+  `see(i, logits)` is shown the base-2 logits [R, T] of every tile.
+  """
+
+  def body(i: Any, carry: Carry) -> Carry:
+    shown = None if see is None else functools.partial(see, i)
+    return step(carry, q, fetch(i), scale=scale, see=shown)
+
+  return lax.fori_loop(first, last, body, carry)
 
 
 def finish(carry: Carry) -> tuple[Array, Array, Array]:

@@ -75,14 +75,15 @@ def _piece(
 
 
 def _attend_kernel(
-  *refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool
+  *refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool, logits: bool
 ) -> None:
   """q [R, G, H], (q_sinks [R, G, H],) k, v [R, S, H], start, stop [R] ->
-  o [R, G, H], m, l [R, G], o in the dtype of q, partial acc [P, G, H], m, l [P, G],
-  (first program, pieces) [R, 2].
+  (logits [R, G, S],) o [R, G, H], m, l [R, G], o in the dtype of q, partial acc [P, G, H],
+  m, l [P, G], (first program, pieces) [R, 2].
   """
-  q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs[:-8]
   o_ref, m_ref, l_ref, rounded_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs[-8:]
+  refs, logits_ref = (refs[:-9], refs[-9]) if logits else (refs[:-8], None)
+  q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs
   rows, slots, head_dim = k_ref.shape
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
   pid = pl.program_id(0)
@@ -108,16 +109,31 @@ def _attend_kernel(
     v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")
     return _tiles.Tile(k, v, keep)
 
+  def write(base: Any, end: Any, i: Any, x: Array) -> None:
+    slot = base + i * config.tile + jnp.arange(config.tile)
+    mask = (lanes < groups)[:, None] & (slot < end)[None, :]
+    _backend.store(logits_ref, row, lanes[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
+
+  def walk(carry: Any, q: Array, base: Any, end: Any, low: Any, high: Any) -> Any:
+    fetched = functools.partial(fetch, base, end)
+    see = functools.partial(write, base, end) if logits else None
+    return _tiles.walk(carry, q, fetched, low, high, scale=scale, see=see)
+
   carry = _tiles.start(lanes.size, columns.size)
   if sinks:
     query = _backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
     tiles = jnp.where(active & (piece == 0), pl.cdiv(head, config.tile), 0)
-    fetch_sinks = functools.partial(fetch, 0, head)
-    carry = _tiles.walk(carry, query, fetch_sinks, 0, tiles, scale=scale)
+    carry = walk(carry, query, 0, head, 0, tiles)
   q = _backend.load(q_ref, *of_query, mask=real)
   tiles = jnp.where(active, jnp.maximum(pl.cdiv(stop - first, config.tile), 0), 0)
   low, high = piece * tiles // jnp.maximum(pieces, 1), (piece + 1) * tiles // jnp.maximum(pieces, 1)
-  carry = _tiles.walk(carry, q, functools.partial(fetch, first, stop), low, high, scale=scale)
+  carry = walk(carry, q, first, stop, low, high)
+  if logits:
+    nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
+    # What the span leaves out: between its two parts, and behind it.
+    for low, high in ((head, jnp.minimum(first, stop)), (stop, slots)):
+      tiles = jnp.where(active & (piece == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0)
+      lax.fori_loop(0, tiles, lambda i, _, low=low, high=high: write(low, high, i, nothing), None)
 
   @pl.when(active & (pieces == 1))
   def _():
@@ -217,8 +233,18 @@ def decode_attention(
     ValueError: shapes do not agree, or sinks < 0.
     NotImplementedError: H or G is larger than the kernel takes.
   """
-  options: dict[str, Any] = {"sinks": sinks, "q_sinks": q_sinks, "scale": scale}
-  return decode_with_output(q, k, v, start, stop, **options, config=config, interpret=interpret)[0]
+  return decode_with_output(
+    q,
+    k,
+    v,
+    start,
+    stop,
+    sinks=sinks,
+    q_sinks=q_sinks,
+    scale=scale,
+    config=config,
+    interpret=interpret,
+  )[0]
 
 
 def decode_with_output(
@@ -231,10 +257,14 @@ def decode_with_output(
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
   scale: float | None = None,
+  logits: bool = False,
   config: Config | None = None,
   interpret: bool | None = None,
-) -> tuple[State, Float[Array, "B K G H"]]:
-  """`decode_attention`, and o once more in the dtype of q: rounding it costs no launch here."""
+) -> tuple[State, Float[Array, "B K G H"], Float[Array, "B K G S"] | None]:
+  """`decode_attention`, and o once more in the dtype of q: rounding it costs no launch here.
+
+  With `logits` also the scaled logits in float32, −inf outside the span; else None.
+  """
   check(q, k, v, start, stop, sinks, q_sinks)
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
@@ -252,7 +282,9 @@ def decode_with_output(
     scale=head_dim**-0.5 if scale is None else scale,
     sinks=sinks,
     joined=joined,
+    logits=logits,
   )
+  raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
   whole = [*state_shapes(rows, groups, head_dim), jax.ShapeDtypeStruct(flat[0].shape, q.dtype)]
   partial = state_shapes(pieces, groups, head_dim)
   cut = jax.ShapeDtypeStruct((rows, 2), jnp.int32)
@@ -260,12 +292,13 @@ def decode_with_output(
     attend,
     *flat,
     grid=(pieces,),
-    out=[*whole, *partial, cut],
+    out=[*raw, *whole, *partial, cut],
     warps=config.warps,
     stages=config.stages,
     name="decode_attend",
     interpret=interpret,
   )
+  seen, results = results[: len(raw)], results[len(raw) :]
   done, parts = results[: len(whole)], results[len(whole) :]
   if slots > config.tile:
     done = _backend.call(
@@ -281,7 +314,7 @@ def decode_with_output(
       aliases={len(parts) + i: i for i in range(len(done))},
     )
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in done)
-  return State(o, m, l), rounded
+  return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None
 
 
 def state_shapes(rows: int, groups: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:

@@ -229,10 +229,14 @@ def decode_attention(
   return State(o, m, l)
 
 
-def decode_with_output(q: Array, *operands: Array, **options: Any) -> tuple[State, Array]:
-  """As `pallas_kernels.decode.decode_with_output`."""
+def decode_with_output(
+  q: Array, *operands: Array, logits: bool = False, **options: Any
+) -> tuple[State, Array, None]:
+  """As `pallas_kernels.decode.decode_with_output`, without logits."""
+  if logits:
+    raise NotImplementedError("logits: found True, expected False; this kernel returns none")
   state = decode_attention(q, *operands, **options)
-  return state, state.o.astype(q.dtype)
+  return state, state.o.astype(q.dtype), None
 
 
 def attend_constants(

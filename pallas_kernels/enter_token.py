@@ -21,12 +21,13 @@ from pallas_kernels import _backend
 WARPS = 4
 
 
-def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None:
+def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret: bool) -> None:
   """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K],) and the cache as it is ->
-  rotated q [B, K, G, H], cache k, v [B, K, S, H], pos [B, K, S], seen, used [B].
+  rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S], seen, used [B].
   """
   qkv_ref, live_ref, freq_ref, *victim_ref = refs[: 4 if evicts else 3]
-  out_q_ref, cache_k_ref, cache_v_ref, pos_ref, seen_ref, used_ref = refs[-6:]
+  results = refs[-7:] if weighs else refs[-6:]
+  out_q_ref, cache_k_ref, cache_v_ref, pos_ref, *norm_ref, seen_ref, used_ref = results
   _, heads, slots, head_dim = cache_k_ref.shape
   groups = out_q_ref.shape[2]
   half = head_dim // 2
@@ -69,6 +70,9 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, interpret: bool) -> None
       cache_v_ref, b, row, slot[:, None], c, value=y.astype(cache_v_ref.dtype), mask=mask
     )
   _backend.store(pos_ref, b, head, slot, value=jnp.full(head.shape, seen), mask=writes)
+  if weighs:
+    norm = (jnp.abs(v[0]) + jnp.abs(v[1])).sum(axis=1)  # ‖v‖₁
+    _backend.store(norm_ref[0], b, head, slot, value=norm, mask=writes)
 
   if not interpret:
     _backend.barrier()  # every warp has read the counters
@@ -85,6 +89,7 @@ def enter_token(
   pos: Int[Array, "B K S"],
   seen: Int[Array, " B"],
   used: Int[Array, " B"],
+  norm: Float[Array, "B K S"] | None = None,
   *,
   rope: Rope,
   interpret: bool | None = None,
@@ -98,16 +103,17 @@ def enter_token(
     live: int32, 1 for rows that take part; of the others only q is rotated.
     victim: int32, the slot that a full cache gives up; None: full caches drop the token.
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
+    norm: float32 ‖v‖₁ of every slot, updated too.
     rope: rotary embedding.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    q rotated, in its own dtype, and the cache arrays: k, v, pos, seen, used.
+    q rotated, in its own dtype, and the cache arrays: k, v, pos (, norm), seen, used.
   """
   batch, kv_heads, parts, head_dim = qkv.shape
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
   victims = [] if victim is None else [victim]
-  cache = [cache_k, cache_v, pos, seen, used]
+  cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
   operands = [qkv, live, freq, *victims, *cache]
   first = len(operands) - len(cache)
   out = _backend.call(
@@ -115,6 +121,7 @@ def enter_token(
       _kernel,
       magnitude=rope.magnitude,
       evicts=victim is not None,
+      weighs=norm is not None,
       interpret=_backend.interpreted(interpret),
     ),
     *operands,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import config
+from pallas_kernels import config, decode
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode_attention
 
@@ -271,3 +271,21 @@ def test_configurations():
   )
   with pytest.raises(ValueError, match=r"Config\.tile: found 48, expected a power of two"):
     Config(tile=48, programs=1, warps=4, stages=2)
+
+
+@pytest.mark.parametrize("programs", [1, 40])
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_logits(sinks, programs):
+  """Every logit of the span, −inf elsewhere; empty and clipped spans too."""
+  rng = np.random.default_rng(7)
+  sizes = (3, 2, 3, 24), (3, 2, 150, 24), (3, 2, 150, 24)
+  q, k, v = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
+  start = jnp.array([[0, 40], [70, 3], [9, 9]], jnp.int32)
+  stop = jnp.array([[150, 130], [71, 90], [0, 999]], jnp.int32)
+  cut = Config(tile=16, programs=programs, warps=4, stages=1)
+  *_, logits = decode.decode_with_output(q, k, v, start, stop, sinks=sinks, logits=True, config=cut)
+  want = np.full(logits.shape, -np.inf)
+  for b, h in np.ndindex(3, 2):
+    slots = visible(int(start[b, h]), int(stop[b, h]), sinks, 150)
+    want[b, h][:, slots] = np.float64(q[b, h]) @ np.float64(k[b, h])[slots].T / math.sqrt(24)
+  np.testing.assert_allclose(logits, want, atol=1e-5)

@@ -31,9 +31,9 @@ def test_auto_is_the_reference_without_a_gpu():
 
 
 def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():
-  layer = Layer(Evict(budget=12), Stream.random(0), env=env("pallas"))
+  layer = Layer(Evict(budget=12), Stream.random(0), env=env("jax-triton"))
   layer.prefill([5, 3])
-  with pytest.raises(NotImplementedError, match="Evict reads logits; the 'pallas' kernel"):
+  with pytest.raises(NotImplementedError, match="Evict reads logits; the 'jax-triton' kernel"):
     layer.decode([5, 3])
 
 

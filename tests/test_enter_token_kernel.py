@@ -84,6 +84,17 @@ def test_against_oracle(heads, groups, head_dim, evicts):
     np.testing.assert_array_equal(got, right)
 
 
+def test_keeps_the_norms_of_values():
+  """The new slot's ‖v‖₁, and every other slot's as it was; idle rows as they were."""
+  arrays = operands(4, 3, 2, 24)
+  before = np.random.default_rng(5).uniform(size=(4, 3, SLOTS)).astype(np.float32)
+  *_, pos, norm, _, _ = enter(Rope())(*arrays, before)
+  fresh = np.array(pos) != arrays[7]
+  want = np.where(fresh, np.abs(np.float64(arrays[2])).sum(-1)[..., None], before)
+  assert fresh.sum() == 9
+  np.testing.assert_allclose(norm, want, rtol=1e-6)
+
+
 @pytest.mark.parametrize("rope", [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(1e4, Yarn(8.0, 4096))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotates_as_the_reference_does(rope, dtype):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import LongFlow
+from kvjax import LongFlow, SnapKV
 from tests.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -68,9 +68,12 @@ def test_victims_and_outputs_over_a_run(per):
 def test_a_long_prompt_is_cut_as_snapkv_does():
   """To budget − 1 tokens in effect: the one that was ranked last makes room for the first."""
   stream, lengths = Stream.random(2, tokens=60), [40, 22]
-  layer = Layer(LongFlow(10, window_size=3), stream)
+  layer, cut = (Layer(m(10, window_size=3), stream) for m in (LongFlow, SnapKV))
   layer.prefill(lengths)
-  before, score = (np.asarray(x) for x in (layer.cache.pos, layer.cache.slots["score"]))
+  cut.prefill(lengths)
+  score = np.asarray(cut.cache.slots["score"])
+  before = np.asarray(layer.cache.pos)
+  np.testing.assert_array_equal(before, cut.cache.pos)
   layer.decode(lengths)
   after = np.asarray(layer.cache.pos)
   for b in range(2):

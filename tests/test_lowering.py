@@ -17,6 +17,7 @@ from pallas_kernels import config, decode, product
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
+from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
@@ -59,16 +60,20 @@ def decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   for capability in SHARED:
     yield "float16-sinks", capability, *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
     yield "G32", capability, *decode_call(Shape(1, 1, 32, 999), small)
+    shown, arguments = decode_call(Shape(4, 8, 4, 3200), small, logits=True)
+    yield "logits", capability, shown, arguments
 
 
-def decode_call(shape: Shape, cut: Config, sinks: int = 0) -> tuple[Callable, list[Any]]:
+def decode_call(
+  shape: Shape, cut: Config, sinks: int = 0, logits: bool = False
+) -> tuple[Callable, list[Any]]:
   """The function and its abstract arguments."""
   q, k, v, start, stop = jax.eval_shape(shape.arrays)
 
   def run(q, k, v, start, stop):
     own = q if sinks else None
-    return decode.decode_attention(
-      q, k, v, start, stop, sinks=sinks, q_sinks=own, config=cut, interpret=False
+    return decode.decode_with_output(
+      q, k, v, start, stop, sinks=sinks, q_sinks=own, logits=logits, config=cut, interpret=False
     )
 
   return run, [q, k, v, start, stop]
@@ -83,6 +88,8 @@ def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       ("odd-float32", 3, 3, 96, jnp.float32, True),
     ):
       shapes = enter_token_shapes(2, heads, groups, 999, head_dim, dtype, evicts)
+      if evicts:
+        shapes.append(jax.ShapeDtypeStruct((2, heads, 999), jnp.float32))
       call = functools.partial(enter_token, rope=Rope(), interpret=False)
       yield name, capability, call, shapes
 
@@ -99,6 +106,19 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
     *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
     *(of((batch,), i32), of((batch,), i32)),
   ]
+
+
+def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Naming a victim, for one KV head and for a layer."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  for capability in SHARED:
+    for kv_heads, groups, per_layer in ((8, 4, False), (32, 1, False), (3, 3, True), (8, 4, True)):
+      head = of((2, kv_heads, groups), jnp.float32)
+      slots = 2, kv_heads, 3200
+      shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
+      shapes += [of(slots, i32), of((2,), i32), of((2,), i32)]
+      call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
+      yield f"{kv_heads}x{groups}{'-layer' * per_layer}", capability, call, shapes
 
 
 def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -130,6 +150,7 @@ def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
 KERNELS: dict[str, Callable] = {
   "decode": decode_calls,
   "enter_token": enter_token_calls,
+  "longflow": longflow_calls,
   "products": product_calls,
 }
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import slots
@@ -57,15 +58,9 @@ class LongFlow(SnapKV):
     return True
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    in_slots, _, _ = super().extra(spec, layer)
-    norm = jnp.zeros_like(in_slots["score"])
-    victim = jnp.zeros((spec.batch, spec.kv_heads), jnp.int32)
-    return {**in_slots, "norm": norm}, {"victim": victim}, {}
-
-  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
-    if name == "norm":
-      return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)  # ‖v‖₁
-    return super().fresh(name, like, new)
+    per_head = spec.batch, spec.kv_heads
+    norm = jnp.zeros((*per_head, self.capacity(spec, layer)), jnp.float32)
+    return {"norm": norm}, {"victim": jnp.zeros(per_head, jnp.int32)}, {}
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return cache.heads["victim"]
@@ -75,6 +70,15 @@ class LongFlow(SnapKV):
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
     assert attended.logits is not None  # asked for by wants_logits
+    # Sharded heads have one victim in common: naming it takes a sum over the shards.
+    local = self.per == "kv_head" or at.env.head_axis is None
+    if local and dispatch.choose("longflow_victim", at.env.impl) == "pallas":
+      name_victim = dispatch.kernel("longflow_victim", "pallas")
+      state, (norm, pos) = attended.state, (cache.slots["norm"], cache.pos)
+      held = cache.used, cache.seen
+      options = {"sinks": self.sinks, "recent": self.recent, "per_layer": self.per == "layer"}
+      victim = name_victim(attended.logits, state.m, state.l, norm, pos, *held, **options)
+      return cache.put(heads={"victim": victim}), {}
     share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
     score = jax.nn.logsumexp(share, 2) + jnp.log(cache.slots["norm"])
     return self.name_victim(at, cache, self.over_heads(at, score)), {}
@@ -98,11 +102,13 @@ class LongFlow(SnapKV):
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """After a prompt the token that was ranked last is the first to leave."""
-    return self.name_victim(at, cache, cache.slots["score"])
+    held = {name: x for name, x in cache.slots.items() if name != "score"}
+    return self.name_victim(at, dataclasses.replace(cache, slots=held), cache.slots["score"])
 
   def name_victim(self, at: At, cache: Cache, score: Float[Array, "B K S"]) -> Cache:
     """The slot of least score among those that may leave."""
-    score = jnp.where(self.safe(cache.pos, cache.seen), jnp.inf, score)
+    stays = self.safe(cache.pos, cache.seen) | (cache.pos < 0)
+    score = jnp.where(stays, jnp.inf, score)
     return cache.put(heads={"victim": slots.lowest(score, cache.pos)})
 
   def safe(self, pos: Int[Array, "B K S"], end: Int[Array, " B"]) -> Bool[Array, "B K S"]:

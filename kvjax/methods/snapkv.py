@@ -62,7 +62,7 @@ class SnapKV(Bounded):
 
   def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
     """Tokens that no window has ranked yet score ∞."""
-    return jnp.full_like(like, jnp.inf)
+    return jnp.full_like(like, jnp.inf) if name == "score" else super().fresh(name, like, new)
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The oldest token that was not selected."""

@@ -47,10 +47,5 @@ class VATP(H2O):
     in_slots, in_heads, in_rows = super().extra(spec, layer)
     return {**in_slots, "norm": jnp.zeros_like(in_slots["mass"])}, in_heads, in_rows
 
-  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
-    if name == "norm":
-      return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)  # ‖v‖₁
-    return super().fresh(name, like, new)
-
   def importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     return jnp.where(held["pos"] < self.sinks, jnp.inf, held["mass"] * held["norm"])

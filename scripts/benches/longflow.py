@@ -1,0 +1,377 @@
+"""LongFlow: its step against dense decode on the same slots, and long answers at full memory"""
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from models.generate import join, split
+from models.transformer import Transformer
+from pallas_kernels.decode import decode_attention
+from scripts.benches import Case, Contender, optional
+from scripts.benches.e2e import BANDWIDTH, weights
+
+STEPS = 8  # decode steps per dispatch
+MEMORY = 0.93  # share of the device's memory that weights and caches take
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """A long answer to a short prompt: the paper's setting is 512 in, 16,000 out, 3,200 kept."""
+
+  model: str = "Qwen3-1.7B"
+  prompt: int = 512
+  tokens: int = 16_000
+  budget: int = 3200
+
+  @property
+  def name(self) -> str:
+    return f"{self.model} {self.prompt} in {self.tokens} out"
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The cases of this suite, built one after another."""
+  shapes = [(2, 48, 3, 3, 16)] if quick else [(128, 3200, 8, 4, 128), (16, 3200, 8, 4, 128)]
+  for batch, slots, kv_heads, groups, head_dim in shapes:
+    name = f"step B{batch} S{slots} {kv_heads}x{groups}"
+    if only in name:
+      dtype = jnp.float32 if quick else jnp.bfloat16
+      spec = kvjax.CacheSpec(batch, slots, kv_heads, groups, head_dim, 1, dtype)
+      yield step_case(name, spec, "pallas" if quick else "auto")
+  answer = Answer("tiny", 8, 40, 16) if quick else Answer()
+  if only in answer.name:
+    yield answer_case(answer)
+  name = f"{answer.model} transformers"
+  if peers and not quick and only in name:
+    yield peer_case(name, answer)
+
+
+def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
+  """One layer: enter a token, attend, name the victim; beside it dense decode, and H2O in XLA."""
+  ours = kvjax.LongFlow(spec.capacity, window_size=max(1, min(32, spec.capacity // 4)))
+  h2o = kvjax.H2O(spec.capacity)
+  head = spec.batch, spec.kv_heads
+  shapes = (*head, spec.groups, spec.head_dim), (*head, spec.head_dim), (*head, spec.head_dim)
+  keys = jax.random.split(jax.random.key(0), 3)
+  q, k, v = (jax.random.normal(key, s, spec.dtype) for key, s in zip(keys, shapes, strict=True))
+  kv_bytes = 2 * spec.capacity * k.nbytes
+
+  def step(method: kvjax.Method, impl: str) -> Callable:
+    at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
+    live = jnp.ones(spec.batch, bool)
+
+    def run(cache: Any, turn: Any) -> tuple[Any, Any]:
+      out, cache, _, _ = method.decode_step(at, cache, q + turn, k + turn, v, live, kvjax.Carry())
+      return cache, out
+
+    return run
+
+  def dense(cache: Any, turn: Any) -> tuple[Any, Any]:
+    bounds = jnp.zeros((spec.batch, 1), jnp.int32), cache.used[:, None]
+    return cache, decode_attention(q + turn, cache.slots["k"], cache.slots["v"], *bounds).o
+
+  def read(cache: Any, turn: Any) -> tuple[Any, Any]:
+    factor = 1 + turn.astype(jnp.float32)
+    return cache, sum((cache.slots[n].astype(jnp.float32) * factor).sum() for n in ("k", "v"))
+
+  full = functools.partial(holding, ours, spec, spec.capacity)
+  contenders = [
+    _looped("kvjax", step(ours, impl), full, checked=True),
+    _looped("dense decode", dense, full),
+    _looped("read", read, full),
+    _looped(
+      "H2O in XLA", step(h2o, "reference"), functools.partial(holding, h2o, spec, spec.capacity)
+    ),
+  ]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    return [
+      f"{seconds['kvjax'] / seconds['dense decode']:.3f} × dense decode; keys and values at "
+      f"{seconds['read'] / seconds['kvjax']:.3f} of the bandwidth of a read"
+    ]
+
+  return Case(
+    name=name,
+    shapes=f"{spec.batch} rows, {spec.kv_heads} KV heads × {spec.groups}, {spec.capacity} slots "
+    f"of {spec.head_dim} {jnp.dtype(spec.dtype).name}; a step enters a token and names a victim",
+    bytes=kv_bytes,
+    reference=lambda: _first(step(ours, "reference"), full),
+    tolerance=1e-5 if spec.dtype == jnp.float32 else 1e-2,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def holding(
+  method: kvjax.Method, spec: kvjax.CacheSpec, tokens: int, layer: int = 0
+) -> kvjax.Cache:
+  """A layer's cache whose rows hold `tokens` random tokens, alike; statistics are 1."""
+
+  def draw(key: Any) -> kvjax.Cache:
+    cache = method.init(spec, layer)
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
+    for name, own in zip(("k", "v"), jax.random.split(key), strict=True):
+      shape = cache.slots[name].shape
+      slots[name] = jnp.broadcast_to(jax.random.normal(own, shape[1:], spec.dtype), shape)
+    slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
+    rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
+    return cache.put(slots=slots, rows=rows)
+
+  return jax.jit(draw)(jax.random.key(layer))
+
+
+def _looped(
+  name: str, step: Callable, make: Callable[[], Any], *, checked: bool = False
+) -> Contender:
+  """STEPS steps per program over one donated cache."""
+
+  def run(cache: Any, total: Any) -> tuple[Any, Any]:
+    def body(i: Any, carry: Any) -> Any:
+      cache, total = carry
+      cache, out = step(cache, (i % 2 * 0.125).astype(jnp.bfloat16))
+      return cache, total + out.astype(jnp.float32).sum()
+
+    return lax.fori_loop(0, STEPS, body, (cache, total))
+
+  zero = jnp.zeros(())
+  compiled = jax.jit(run, donate_argnums=0).lower(jax.eval_shape(make), zero).compile()
+
+  def enqueue(cache: Any, programs: int) -> tuple[Any, float]:
+    began = time.perf_counter()
+    for _ in range(programs):
+      cache, total = compiled(cache, zero)
+    jax.block_until_ready(total)
+    return cache, time.perf_counter() - began
+
+  def seconds() -> float:
+    cache, _ = enqueue(make(), 1)
+    cache, few = enqueue(cache, 1)
+    cache, many = enqueue(cache, 7)
+    return (many - few) / (6 * STEPS)
+
+  return Contender(name, seconds, (lambda: _first(step, make)) if checked else None)
+
+
+def _first(step: Callable, make: Callable[[], Any]) -> np.ndarray:
+  """The output of one step."""
+  zero = jnp.zeros((), jnp.bfloat16)
+  return np.asarray(jax.jit(lambda cache: step(cache, zero)[1])(make()), np.float32)
+
+
+def answer_case(answer: Answer) -> Case:
+  """Tokens a second over a whole answer, each method at the batch that fills the memory.
+
+  Steps are timed at a few lengths and summed over the answer by the trapezoidal rule. Full's cache
+  has room for everything from the start, and its step reads what is there.
+  """
+  model = weights(answer.model)
+  total = answer.prompt + answer.tokens
+  marks = {
+    "LongFlow": (kvjax.LongFlow(answer.budget, window_size=4), (answer.prompt, answer.budget)),
+    "Full": (kvjax.Full(), tuple(np.linspace(answer.prompt, total - STEPS, 4).astype(int))),
+  }
+  contenders, batches = [], {}
+  for name, (method, lengths) in marks.items():
+    batches[name] = _batch(model, method, total)
+    step = functools.cache(functools.partial(_answer_step, model, method, batches[name], total))
+    contenders += [
+      Contender(
+        f"{name} at {length}",
+        functools.partial(_answer_seconds, model, method, batches[name], total, step, int(length)),
+        functools.partial(_answer_logits, model, method, answer, "auto")
+        if (name, length) == ("LongFlow", answer.budget)
+        else None,
+      )
+      for length in lengths
+    ]
+  weight_bytes = sum(x.nbytes for x in split(model)[1])
+  slot_bytes = (
+    sum(x.nbytes for x in jax.tree.leaves(_slots(model, kvjax.Full(), 1, total))) // total
+  )
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    rates, limits, lines = {}, {}, []
+    for name, (_, lengths) in marks.items():
+      live = np.minimum(np.arange(answer.prompt, total), lengths[-1])
+      step = np.interp(live, lengths, [seconds[f"{name} at {n}"] for n in lengths])
+      bound = (weight_bytes + batches[name] * live * float(slot_bytes)) / BANDWIDTH
+      rates[name] = batches[name] * answer.tokens / step.sum()
+      limits[name] = batches[name] * answer.tokens / bound.sum()
+      lines.append(
+        f"{name}: batch {batches[name]}, {rates[name]:,.0f} tokens a second, "
+        f"{rates[name] / limits[name]:.3f} of its byte limit"
+      )
+    held = [_row_bytes(model, method, total) for method, _ in marks.values()]
+    lines.append(
+      f"LongFlow over Full {rates['LongFlow'] / rates['Full']:.2f} ×; by the bytes "
+      f"{limits['LongFlow'] / limits['Full']:.2f} ×. Cache of a row {held[0] / 2**20:.1f} MiB "
+      f"against {held[1] / 2**20:.1f}: {1 - held[0] / held[1]:.1%} less"
+    )
+    return lines
+
+  return Case(
+    name=answer.name,
+    shapes=f"{model.config.layers} layers, {weight_bytes / 1e9:.2f} GB of weights, "
+    f"{slot_bytes} bytes a token, budget {answer.budget}, {model.dtype.name}; µs are of a step",
+    bytes=weight_bytes,
+    reference=lambda: _answer_logits(model, marks["LongFlow"][0], answer, "reference"),
+    tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
+    contenders=tuple(contenders),
+    subject=f"LongFlow at {answer.budget}",
+    remarks=remarks,
+  )
+
+
+def _caches(model: Transformer, method: kvjax.Method, batch: int, capacity: int) -> Any:
+  """Abstract caches."""
+  return jax.eval_shape(lambda: method.init_caches(model.spec(batch, capacity)))
+
+
+def _row_bytes(model: Transformer, method: kvjax.Method, capacity: int) -> int:
+  """Bytes of one row of the caches."""
+  leaves = jax.tree.leaves(_caches(model, method, 1, capacity))
+  return sum(x.size * x.dtype.itemsize for x in leaves)
+
+
+def _batch(model: Transformer, method: kvjax.Method, capacity: int) -> int:
+  """Rows that fill the device's memory; 2 where it does not tell its size."""
+  limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+  if limit is None:
+    return 2
+  # Beside its caches a row takes logits, and what comes of them.
+  row = _row_bytes(model, method, capacity) + 12 * model.config.vocab
+  return int((MEMORY * limit - sum(x.nbytes for x in split(model)[1])) / row)
+
+
+def _answer_step(model: Transformer, method: kvjax.Method, batch: int, capacity: int) -> Any:
+  """The compiled program of STEPS greedy steps."""
+  graph, leaves = split(model)
+
+  def run(leaves: Any, caches: Any, token: Any) -> Any:
+    decoder = join(graph, leaves)
+
+    def step(_: Any, carry: Any) -> Any:
+      caches, token = carry
+      logits, caches = decoder.decode(token, caches, method)
+      return caches, jnp.argmax(logits, -1).astype(jnp.int32)
+
+    return lax.fori_loop(0, STEPS, step, (caches, token))
+
+  token = jax.ShapeDtypeStruct((batch,), jnp.int32)
+  shapes = _caches(model, method, batch, capacity)
+  return jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
+
+
+def _answer_seconds(
+  model: Transformer,
+  method: kvjax.Method,
+  batch: int,
+  capacity: int,
+  step: Callable,
+  length: int,
+) -> float:
+  """Seconds of a step at this length."""
+  compiled, leaves, spec = step(), split(model)[1], model.spec(batch, capacity)
+  caches = tuple(holding(method, spec, length, layer) for layer in range(spec.layers))
+  token = jnp.zeros(batch, jnp.int32)
+  caches, token = jax.block_until_ready(compiled(leaves, caches, token))
+  began = time.perf_counter()
+  caches, token = jax.block_until_ready(compiled(leaves, caches, token))
+  taken = time.perf_counter() - began
+  del caches
+  gc.collect()
+  return taken / STEPS
+
+
+def _answer_logits(
+  model: Transformer, method: kvjax.Method, answer: Answer, impl: str
+) -> np.ndarray:
+  """Logits of one step of two rows whose budget is full."""
+  graph, leaves = split(model)
+  spec = model.spec(2, answer.prompt + answer.tokens)
+  caches = tuple(holding(method, spec, answer.budget, layer) for layer in range(spec.layers))
+
+  @jax.jit
+  def step(leaves: Any, caches: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    return decoder.decode(jnp.arange(2, dtype=jnp.int32), caches, method)[0]
+
+  return np.asarray(step(leaves, caches))
+
+
+def peer_case(name: str, answer: Answer, batch: int = 32) -> Case:
+  """Hugging Face's dynamic cache with a decoder of the same shape, at the same lengths."""
+  config = weights(answer.model).config
+  weights.cache_clear()
+  total = answer.prompt + answer.tokens
+  lengths = [int(n) for n in np.linspace(answer.prompt, total, 3)]
+  contenders = [
+    c for n in lengths for c in optional(str(n), lambda n=n: _dynamic(config, batch, n))
+  ]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    have = [n for n in lengths if f"at {n}" in seconds]
+    steps = np.interp(np.arange(answer.prompt, total), have, [seconds[f"at {n}"] for n in have])
+    rate = batch * answer.tokens / steps.sum()
+    return [f"batch {batch}, {rate:,.0f} tokens a second over the answer"]
+
+  return Case(
+    name=name,
+    shapes=f"batch {batch}, dynamic cache, bfloat16, not compiled; µs are of a step",
+    bytes=0,
+    reference=lambda: np.zeros(1),
+    tolerance=0.0,
+    contenders=tuple(contenders),
+    subject=f"at {lengths[-1]}",
+    remarks=remarks,
+  )
+
+
+def _dynamic(config: Any, batch: int, length: int) -> Contender:
+  import torch
+  import transformers
+
+  shape = transformers.Qwen3Config(
+    vocab_size=config.vocab,
+    hidden_size=config.dim,
+    num_hidden_layers=config.layers,
+    num_attention_heads=config.heads,
+    num_key_value_heads=config.kv_heads,
+    head_dim=config.head_dim,
+    intermediate_size=config.ffn,
+    max_position_embeddings=config.max_context,
+    tie_word_embeddings=config.tie_embeddings,
+  )
+  with torch.device("cuda"):
+    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+
+  def seconds() -> float:
+    torch.cuda.empty_cache()
+    cache = transformers.DynamicCache()
+    kv = batch, config.kv_heads, length, config.head_dim
+    for layer in range(config.layers):
+      k, v = (torch.randn(kv, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+      cache.update(k, v, layer)
+    ids = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
+    times = []
+    with torch.no_grad():
+      for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+  return Contender(f"at {length}", seconds, None)

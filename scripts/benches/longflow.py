@@ -195,9 +195,7 @@ def answer_case(answer: Answer) -> Case:
       for length in lengths
     ]
   weight_bytes = sum(x.nbytes for x in split(model)[1])
-  slot_bytes = (
-    sum(x.nbytes for x in jax.tree.leaves(_slots(model, kvjax.Full(), 1, total))) // total
-  )
+  slot_bytes = _row_bytes(model, kvjax.Full(), total) // total
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     rates, limits, lines = {}, {}, []

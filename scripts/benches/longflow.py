@@ -111,23 +111,18 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
   )
 
 
-def holding(
-  method: kvjax.Method, spec: kvjax.CacheSpec, tokens: int, layer: int = 0
-) -> kvjax.Cache:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def holding(method: kvjax.Method, spec: kvjax.CacheSpec, tokens: Any) -> kvjax.Cache:
   """A layer's cache whose rows hold `tokens` random tokens, alike; statistics are 1."""
-
-  def draw(key: Any) -> kvjax.Cache:
-    cache = method.init(spec, layer)
-    slot = jnp.arange(cache.size, dtype=jnp.int32)
-    slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
-    for name, own in zip(("k", "v"), jax.random.split(key), strict=True):
-      shape = cache.slots[name].shape
-      slots[name] = jnp.broadcast_to(jax.random.normal(own, shape[1:], spec.dtype), shape)
-    slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
-    rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
-    return cache.put(slots=slots, rows=rows)
-
-  return jax.jit(draw)(jax.random.key(layer))
+  cache = method.init(spec, 0)
+  slot = jnp.arange(cache.size, dtype=jnp.int32)
+  slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
+  for name, key in zip(("k", "v"), jax.random.split(jax.random.key(0)), strict=True):
+    shape = cache.slots[name].shape
+    slots[name] = jnp.broadcast_to(jax.random.normal(key, shape[1:], spec.dtype), shape)
+  slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
+  rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
+  return cache.put(slots=slots, rows=rows)
 
 
 def _looped(
@@ -280,7 +275,7 @@ def _answer_seconds(
 ) -> float:
   """Seconds of a step at this length."""
   compiled, leaves, spec = step(), split(model)[1], model.spec(batch, capacity)
-  caches = tuple(holding(method, spec, length, layer) for layer in range(spec.layers))
+  caches = tuple(holding(method, spec, length) for _ in range(spec.layers))
   token = jnp.zeros(batch, jnp.int32)
   caches, token = jax.block_until_ready(compiled(leaves, caches, token))
   began = time.perf_counter()
@@ -297,7 +292,7 @@ def _answer_logits(
   """Logits of one step of two rows whose budget is full."""
   graph, leaves = split(model)
   spec = model.spec(2, answer.prompt + answer.tokens)
-  caches = tuple(holding(method, spec, answer.budget, layer) for layer in range(spec.layers))
+  caches = tuple(holding(method, spec, answer.budget) for _ in range(spec.layers))
 
   @jax.jit
   def step(leaves: Any, caches: Any) -> Any:

@@ -293,6 +293,7 @@ class Attended:
     slot: int32 [B, K, W], or None.
     visited: int32 [B, K], slots attended.
     out: state.o in the dtype of q, where the implementation returns it too.
+    memo: what `attend` found that `observe` needs, where a method has such.
   """
 
   state: State
@@ -300,3 +301,4 @@ class Attended:
   slot: Array | None
   visited: Array
   out: Array | None = None
+  memo: Any = None

@@ -139,7 +139,8 @@ def _reference(model: Transformer, batch: int, tokens: int, dtype: Any) -> np.nd
   def step(leaves, caches, token):
     decoder = join(graph, leaves)
     decoder.env = dataclasses.replace(decoder.env, impl="reference")
-    decoder.embedding[...] = decoder.embedding[...].astype(dtype)  # what follows is promoted
+    # What follows is promoted to the dtype of the first activations.
+    decoder.embedding = nnx.Param(decoder.embedding[...].astype(dtype))
     return decoder.decode(token, caches, kvjax.Full())[0]
 
   return np.asarray(step(leaves, filled(model, batch, tokens), jnp.arange(batch, dtype=jnp.int32)))

@@ -14,6 +14,7 @@ from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
 from kvjax.registry import METHODS
 from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.selective import Selective
 from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
 from kvjax.types import (
@@ -56,6 +57,7 @@ __all__ = [
   "PyramidKV",
   "Random",
   "Rope",
+  "Selective",
   "SharedPrefill",
   "SnapKV",
   "Span",

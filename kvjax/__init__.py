@@ -10,6 +10,7 @@ from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
 from kvjax.registry import METHODS
@@ -63,6 +64,7 @@ __all__ = [
   "Span",
   "State",
   "StreamingLLM",
+  "TopKOracle",
   "View",
   "Window",
   "Wrapper",

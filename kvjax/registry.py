@@ -9,6 +9,7 @@ from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
 
@@ -23,4 +24,5 @@ METHODS: dict[str, type[Method]] = {
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
   "longflow": LongFlow,
+  "topk_oracle": TopKOracle,
 }

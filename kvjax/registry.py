@@ -6,6 +6,7 @@ from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -25,4 +26,5 @@ METHODS: dict[str, type[Method]] = {
   "pyramidkv": PyramidKV,
   "longflow": LongFlow,
   "topk_oracle": TopKOracle,
+  "quest": Quest,
 }

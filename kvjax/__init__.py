@@ -4,6 +4,7 @@ from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
@@ -49,6 +50,7 @@ __all__ = [
   "Carry",
   "Env",
   "Full",
+  "InfLLMv2",
   "LMInfinite",
   "Linear",
   "Llama3",

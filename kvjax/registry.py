@@ -3,6 +3,7 @@
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
@@ -27,4 +28,5 @@ METHODS: dict[str, type[Method]] = {
   "longflow": LongFlow,
   "topk_oracle": TopKOracle,
   "quest": Quest,
+  "infllm_v2": InfLLMv2,
 }

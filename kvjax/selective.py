@@ -112,4 +112,5 @@ def token_probabilities(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Flo
     ok &= window.sees(cache.pos)[:, :, 0]
   k = cache.slots["k"]
   logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
-  return jax.nn.softmax(logits, -1, where=ok[:, :, None]).mean(2)
+  p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).mean(2)
+  return jnp.where(ok, p, 0.0)  # not NaN where nothing is visible

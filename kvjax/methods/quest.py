@@ -25,9 +25,9 @@ class Quest(Selective):
 
   Attributes:
     budget: tokens read per KV head and step, the newest page's included.
-    page: tokens per page (§4.1: 16).
+    page: tokens per page.
     group: "mean", the group's mean query bounds a page, or "max", the head whose bound is largest.
-    dense_layers: first layers that attend to everything (§3.3: 2).
+    dense_layers: first layers that attend to everything (§4.1: 2).
   """
 
   budget: int = 1024
@@ -89,7 +89,7 @@ class Quest(Selective):
     return jnp.stack([self.bound(cache, q[:, :, g]) for g in range(q.shape[2])]).max(0)
 
   def bound(self, cache: Cache, q: Float[Array, "B K H"]) -> Float[Array, "B K P"]:
-    """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (§3.2), scaled as logits are."""
+    """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1), scaled as logits are."""
     q = q[:, :, None] * q.shape[-1] ** -0.5
     low, high = cache.heads["key_min"], cache.heads["key_max"]
     return jnp.maximum(q * low, q * high).sum(-1)

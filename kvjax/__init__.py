@@ -2,6 +2,7 @@
 
 from kvjax.bounded import Bounded
 from kvjax.method import Method
+from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.infllm_v2 import InfLLMv2
@@ -48,6 +49,7 @@ __all__ = [
   "Cache",
   "CacheSpec",
   "Carry",
+  "DoubleSparsity",
   "Env",
   "Full",
   "InfLLMv2",

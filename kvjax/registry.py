@@ -1,6 +1,7 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
 from kvjax.method import Method
+from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.infllm_v2 import InfLLMv2
@@ -29,4 +30,5 @@ METHODS: dict[str, type[Method]] = {
   "topk_oracle": TopKOracle,
   "quest": Quest,
   "infllm_v2": InfLLMv2,
+  "double_sparsity": DoubleSparsity,
 }

@@ -100,10 +100,11 @@ class Selective(Method):
     return self.summarise(cache, cache.seen - 1, 1), {}
 
 
-def token_probabilities(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-  """Exact softmax probability of every slot under the newest token's queries, mean over the group.
+def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+  """ln of every slot's exact softmax probability under the newest token's queries.
 
-  Slots that the query may not see get 0.
+  The probability is the mean over the group. Logarithms keep the order of small ones that float32
+  would round to 0. Slots that the query may not see get −∞.
   """
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
@@ -112,5 +113,6 @@ def token_probabilities(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Flo
     ok &= window.sees(cache.pos)[:, :, 0]
   k = cache.slots["k"]
   logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
-  p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).mean(2)
-  return jnp.where(ok, p, 0.0)  # not NaN where nothing is visible
+  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  weights = jax.nn.logsumexp(jax.nn.log_softmax(logits, -1), 2) - math.log(q.shape[2])
+  return jnp.where(ok, weights, -jnp.inf)

@@ -79,6 +79,11 @@ def test_a_second_turn_and_idle_rows():
         assert slots[slots >= 0].tolist() == read(b, h, t)
 
 
+def test_repo_preset():
+  assert Quest.repo(1024) == Quest(1024, group="max")
+  assert Quest.repo(16).best == 2  # three pages, one of them the newest
+
+
 def test_bounds_are_stored_as_keys_are():
   """Extremes of bfloat16 keys are bfloat16 numbers: nothing is lost by storing them so."""
   spec = Stream.random(0).spec(40, dtype=jnp.bfloat16)

@@ -24,7 +24,7 @@ class InfLLMv2(Selective):
   Contexts below `dense_below` tokens are attended to as a whole, and so are prompts (the model that
   the paper trains reads prompts by blocks too).
 
-  The authors' kernel takes one local block more: local=33 * 64.
+  The authors' kernel takes one local block more (`repo`).
 
   Attributes:
     top: blocks chosen by score, beside the first and the local ones.
@@ -68,6 +68,12 @@ class InfLLMv2(Selective):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(dense_below=length + 1)
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' kernel, whose local window has one block more, over `budget` tokens in all."""
+    local = 33
+    return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
 
   @property
   def unit(self) -> int:

@@ -21,7 +21,7 @@ class Quest(Selective):
   Pages are chosen per KV head. The paper has one query head per KV head; under GQA the group's mean
   query stands for it (PRR, App. A.1). The authors' accuracy code chooses per query head, which a
   cache read per KV head cannot do; group="max" comes nearest: a page counts as much as it can to
-  any head of the group. (That code does not force the newest page; their kernels do.)
+  any head of the group (`repo`). (That code does not force the newest page; their kernels do.)
 
   Attributes:
     budget: tokens read per KV head and step, the newest page's included.
@@ -52,6 +52,11 @@ class Quest(Selective):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 16)
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
+    return cls(budget=max(budget, 3 * 16), group="max")
 
   @property
   def unit(self) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from kvjax.method import Method
-from kvjax.selective import Selective, token_probabilities
+from kvjax.selective import Selective, token_weights
 from kvjax.types import At, Cache
 
 
@@ -58,4 +58,4 @@ class TopKOracle(Selective):
     return self.budget - self.sinks - self.local
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-    return token_probabilities(at, cache, q)
+    return token_weights(at, cache, q)

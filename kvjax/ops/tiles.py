@@ -18,6 +18,61 @@ def visible(span: Span, start: Int[Array, "*#BKP"], width: int) -> Bool[Array, "
   return (start < stop) & ((start < span.sinks) | (start + width > first))
 
 
+def others(
+  scores: Float[Array, "B K P"], span: Span, *, unit: int, sinks: int, local: int, k: int
+) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
+  """The best tiles that are neither among the first nor among the newest, and their scores.
+
+  Exact; equal scores go to the lowest index; −∞ and −1 where there are no more. Arguments as in
+  `best`.
+  """
+  tiles = scores.shape[-1]
+  tile = jnp.arange(tiles, dtype=jnp.int32)
+  newest = (span.stop - 1)[..., None] // unit  # [B, K, 1]
+  rest = visible(span, tile * unit, unit) & (tile >= sinks) & (tile <= newest - local)
+  # A tile that may be chosen stays apart from one that may not, however low its score.
+  lowest = jnp.finfo(scores.dtype).min
+  candidates = jnp.where(rest, jnp.maximum(scores, lowest), -jnp.inf)
+  top, index = jax.lax.top_k(candidates, min(k, tiles))
+  return top, jnp.where(jnp.isneginf(top), -1, index)  # NaN is chosen, and heard of
+
+
+def listed(
+  span: Span, chosen: Int[Array, "B K k"], *, unit: int, sinks: int, local: int, tiles: int
+) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K W"]]:
+  """The table of a plan: first tiles, newest tiles from the newest on, then the chosen ones.
+
+  Args:
+    span: the slots that may be touched; tiles outside it are left out.
+    chosen: other tiles, in visiting order, none of them twice (−1 = none).
+    unit: slots per tile.
+    sinks, local: numbers of first and of newest tiles.
+    tiles: P, tiles of the cache.
+
+  Returns:
+    table (−1 behind the end), the count of its entries, and where each comes from: an index into
+    [first ‖ newest ‖ chosen].
+  """
+  sinks, local = min(sinks, tiles), min(local, tiles)
+  newest = (span.stop - 1)[..., None] // unit
+  first = jnp.arange(sinks, dtype=jnp.int32)
+  last = newest - jnp.arange(local, dtype=jnp.int32)
+
+  def joined(*parts: Array) -> Array:
+    shape = chosen.shape[:2]
+    return jnp.concatenate([jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in parts], -1)
+
+  ok = joined(
+    visible(span, first * unit, unit),
+    visible(span, last * unit, unit) & (last >= sinks),
+    visible(span, chosen * unit, unit) & (chosen >= 0),
+  )
+  # Rows that are short, or see little of the past, leave gaps: close them in the same order.
+  order = jnp.argsort(~ok, -1, stable=True)[..., :tiles].astype(jnp.int32)
+  table, ok = (jnp.take_along_axis(x, order, -1) for x in (joined(first, last, chosen), ok))
+  return jnp.where(ok, table, -1).astype(jnp.int32), ok.sum(-1, dtype=jnp.int32), order
+
+
 def best(
   scores: Float[Array, "B K P"],
   span: Span,
@@ -30,8 +85,7 @@ def best(
 ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]:
   """The table of a plan: first tiles, newest tiles from the newest on, then the best of the rest.
 
-  Exact; equal scores go to the lowest index. Tiles outside the span are left out. A row with no
-  more than `k` tiles beside the forced ones gets all of them.
+  A row with no more than `k` tiles beside the forced ones gets all of them.
 
   Args:
     scores: of every tile; those of forced tiles do not count.
@@ -45,39 +99,14 @@ def best(
     table (−1 behind the end), count of its entries, and their scores (∞ for forced ones, −∞ behind
     the end).
   """
-  batch, heads, tiles = scores.shape
-  sinks, local, k = min(sinks, tiles), min(local, tiles), min(k, tiles)
-  newest = (span.stop - 1)[..., None] // unit  # [B, K, 1]
-  tile = jnp.arange(tiles, dtype=jnp.int32)
-  rest = visible(span, tile * unit, unit) & (tile >= sinks) & (tile <= newest - local)
-  # A tile that may be listed stays apart from one that may not, however low its score.
-  lowest = jnp.finfo(scores.dtype).min
-  top, index = jax.lax.top_k(jnp.where(rest, jnp.maximum(scores, lowest), -jnp.inf), k)
-  chosen = top > -jnp.inf
+  tiles = scores.shape[-1]
+  top, chosen = others(scores, span, unit=unit, sinks=sinks, local=local, k=k)
   if limit is not None:
-    chosen &= jnp.arange(k) < limit[:, None, None]
-
-  first = tile[:sinks]
-  last = newest - jnp.arange(local, dtype=jnp.int32)
-  entries = [first, last, index]
-  listed = [
-    visible(span, first * unit, unit),
-    visible(span, last * unit, unit) & (last >= sinks),
-    chosen,
-  ]
-  ranked = [jnp.full(sinks + local, jnp.inf, scores.dtype), top]
-
-  def joined(parts: list[Array]) -> Array:
-    whole = [jnp.broadcast_to(x, (batch, heads, x.shape[-1])) for x in parts]
-    return jnp.concatenate(whole, -1)
-
-  # Rows that are short, or see little of the past, leave gaps: close them in the same order.
-  order = jnp.argsort(~joined(listed), -1, stable=True)[..., :tiles]
-  table, ok, value = (
-    jnp.take_along_axis(joined(parts), order, -1) for parts in (entries, listed, ranked)
-  )
-  table = jnp.where(ok, table, -1).astype(jnp.int32)
-  return table, ok.sum(-1, dtype=jnp.int32), jnp.where(ok, value, -jnp.inf)
+    chosen = jnp.where(jnp.arange(chosen.shape[-1]) < limit[:, None, None], chosen, -1)
+  table, count, order = listed(span, chosen, unit=unit, sinks=sinks, local=local, tiles=tiles)
+  forced = jnp.full((*top.shape[:2], min(sinks, tiles) + min(local, tiles)), jnp.inf, top.dtype)
+  ranked = jnp.take_along_axis(jnp.concatenate([forced, top], -1), order, -1)
+  return table, count, jnp.where(table >= 0, ranked, -jnp.inf)
 
 
 def touched(start: Int[Array, " B"], tokens: int, *, width: int, stride: int) -> Int[Array, "B M"]:

@@ -5,6 +5,7 @@ from kvjax.method import Method
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
@@ -52,6 +53,7 @@ __all__ = [
   "DoubleSparsity",
   "Env",
   "Full",
+  "HShare",
   "InfLLMv2",
   "LMInfinite",
   "Linear",

@@ -4,6 +4,7 @@ from kvjax.method import Method
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
@@ -31,4 +32,5 @@ METHODS: dict[str, type[Method]] = {
   "quest": Quest,
   "infllm_v2": InfLLMv2,
   "double_sparsity": DoubleSparsity,
+  "hshare": HShare,
 }

@@ -246,7 +246,7 @@ def test_layers_decide_alike_on_all_shards():
     check_vma=False,
   )
   assert [cache.rows["from_layer"].tolist() for cache in jax.jit(sharded)(caches)] == want
-  assert want[4] != [4, 4] or want[3] != [3, 3]
+  assert want != [[i, i] for i in range(5)]
 
 
 def test_without_sharing_it_is_the_oracle():

@@ -2,18 +2,24 @@
 
 from kvjax.bounded import Bounded
 from kvjax.method import Method
+from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.hshare import HShare
+from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
 from kvjax.registry import METHODS
 from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.selective import Selective
 from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
 from kvjax.types import (
@@ -44,8 +50,11 @@ __all__ = [
   "Cache",
   "CacheSpec",
   "Carry",
+  "DoubleSparsity",
   "Env",
   "Full",
+  "HShare",
+  "InfLLMv2",
   "LMInfinite",
   "Linear",
   "Llama3",
@@ -54,13 +63,16 @@ __all__ = [
   "Plan",
   "Prompt",
   "PyramidKV",
+  "Quest",
   "Random",
   "Rope",
+  "Selective",
   "SharedPrefill",
   "SnapKV",
   "Span",
   "State",
   "StreamingLLM",
+  "TopKOracle",
   "View",
   "Window",
   "Wrapper",

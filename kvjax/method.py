@@ -301,6 +301,14 @@ class Method:
     """Rebuilds summaries (of tiles, say) after a chunk."""
     return cache
 
+  def conclude(self, env: Env, caches: tuple[Any, ...], valid: Int[Array, " B"]) -> tuple[Any, ...]:
+    """What can only be settled once a chunk has passed through all layers.
+
+    The decoder calls it on the outermost method after the last layer; `valid` as in `Prompt`: rows
+    without tokens stay as they are.
+    """
+    return caches
+
   # ---- drivers: run on the outermost method only
 
   def decode_step(

@@ -1,14 +1,19 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
 from kvjax.method import Method
+from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
+from kvjax.methods.hshare import HShare
+from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
 
@@ -23,4 +28,9 @@ METHODS: dict[str, type[Method]] = {
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
   "longflow": LongFlow,
+  "topk_oracle": TopKOracle,
+  "quest": Quest,
+  "infllm_v2": InfLLMv2,
+  "double_sparsity": DoubleSparsity,
+  "hshare": HShare,
 }

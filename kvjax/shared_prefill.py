@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from kvjax.method import Aux, Method
 from kvjax.ops import slots
-from kvjax.types import At, CacheSpec, Carry, Prompt, pytree
+from kvjax.types import At, CacheSpec, Carry, Env, Prompt, pytree
 
 
 @pytree("positional")
@@ -80,6 +80,11 @@ class SharedPrefill(Method):
       kept.append(slots.choose_rows(prompt.valid > 0, after, own))
     cache = dataclasses.replace(cache, caches=tuple(kept))
     return attended.state.o.astype(q.dtype), cache, carry, {}
+
+  def conclude(self, env: Env, caches: tuple[Any, ...], valid: Array) -> tuple[Any, ...]:
+    own = [m.conclude(env, take(caches, i), valid) for i, m in enumerate(self.members)]
+    layers = zip(caches, zip(*own, strict=True), strict=True)
+    return tuple(dataclasses.replace(layer, caches=members) for layer, members in layers)
 
   def decode_step(self, *args, **kwargs):
     raise ValueError("SharedPrefill fills caches; decode with a member and take(caches, member)")

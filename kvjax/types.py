@@ -97,6 +97,11 @@ class At:
     """Maximum over the shards of the key/value heads; x is already reduced over the local ones."""
     return jax.lax.pmax(x, self.env.head_axis) if self.env.head_axis else x
 
+  def all_heads(self, x: Array) -> Array:
+    """x [B, K, ...] of the key/value heads of all shards."""
+    axis = self.env.head_axis
+    return jax.lax.all_gather(x, axis, axis=1, tiled=True) if axis else x
+
   def head_index(self, kv_heads: int) -> Int[Array, " K"]:
     """Global indices of the `kv_heads` key/value heads that this shard holds."""
     shard = jax.lax.axis_index(self.env.head_axis) if self.env.head_axis else 0

@@ -12,6 +12,7 @@ MOVES = (
   *("capacity", "extra", "window", "span"),
   *("victim", "fresh", "insert", "score", "select", "everything", "plan", "order", "read"),
   *("attend", "observe", "active", "fill", "stage", "attend_prompt", "rank", "keep", "settle"),
+  "conclude",
 )
 
 

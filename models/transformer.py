@@ -177,7 +177,7 @@ class Transformer(nnx.Module):
         reports.append(aux)
       if not all_logits:
         x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
-      result = self._head(self.norm(x)), tuple(new)
+      result = self._head(self.norm(x)), method.conclude(self.env, tuple(new), lengths)
     return (*result, reports) if with_aux else result
 
   def decode(

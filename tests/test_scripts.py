@@ -34,6 +34,7 @@ ARGUMENTS = {
   "demo": ("--methods", "--length", "--budget", "--seed", "--json"),
   "generate": ("PROMPT", "--method", "--budget", "--temperature"),
   "convert_checkpoint": ("SOURCE", "DEST"),
+  "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "record": ("OUT", "--layers", "--stride"),
 }
 LENGTH, BUDGET = 600, 64

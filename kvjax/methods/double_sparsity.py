@@ -1,0 +1,232 @@
+"""Double Sparsity: heavy tokens, found by a few channels of every key (Yang et al., 2024)."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
+
+from kvjax.method import Method
+from kvjax.ops import attention, slots, tiles
+from kvjax.selective import Selective
+from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class DoubleSparsity(Selective):
+  """Reads the tokens that score highest over the label channels (§3).
+
+  A copy of every key's label channels, H / compression of them, is stored compactly: scoring reads
+  that instead of the keys. Approximate logits (q·k over the label channels alone) become
+  probabilities per query head and are averaged over the group; the newest token, whose label is
+  not stored yet, is always read and does not take part.
+
+  Label channels are those with the largest mean |q_d·k_d| (§3.2), per layer and KV head. They come
+  from a calibration over text (`scripts/calibrate_channels.py`) through `calibrated`, or, without
+  one, from the prompt: the same statistic is kept over the tokens of all prompts so far, and the
+  best channels are chosen, and the labels of all tokens written, anew after each chunk. That needs
+  no file, follows the text at hand, and does not depend on how a prompt is cut into chunks; fixed
+  channels save the rewriting. An empty cache starts with evenly spaced channels.
+
+  The paper stores labels in 4 bits; here they have the dtype of the keys.
+
+  Attributes:
+    budget: tokens read per KV head and step, those of `sinks` and `local` included.
+    compression: channels per label channel (§4: 16; 4 and 8 are more accurate).
+    sinks: first tokens, always read (the paper has none).
+    local: newest tokens, always read, the newest itself among them.
+  """
+
+  budget: int = 2048
+  compression: int = 16
+  sinks: int = 0
+  local: int = 1
+
+  def __post_init__(self):
+    for name, least in (("compression", 1), ("sinks", 0), ("local", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(
+          f"DoubleSparsity.{name}: found {getattr(self, name)}, expected {least} or more"
+        )
+    if self.budget < self.sinks + self.local:
+      raise ValueError(
+        f"DoubleSparsity.budget: found {self.budget}, expected at least sinks + local = "
+        f"{self.sinks} + {self.local}"
+      )
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length)
+
+  @property
+  def unit(self) -> int:
+    return 1
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    return self.sinks, self.local
+
+  @property
+  def best(self) -> int:
+    return self.budget - self.sinks - self.local
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    _, in_heads, _ = super().extra(spec, layer)
+    return {}, in_heads, {"fixed": jnp.zeros(spec.batch, bool)} if in_heads else {}
+
+  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+    heads = spec.batch, spec.kv_heads
+    count = max(spec.head_dim // self.compression, 1)
+    even = jnp.arange(count, dtype=jnp.int32) * (spec.head_dim // count)
+    return {
+      "labels": jnp.zeros((*heads, spec.capacity, count), spec.dtype),
+      "channels": jnp.broadcast_to(even, (*heads, count)),
+      "importance": jnp.zeros((*heads, spec.head_dim), jnp.float32),
+    }
+
+  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+    labels = cache.heads["labels"]
+    slot = jnp.arange(labels.shape[2], dtype=jnp.int32)
+    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
+    known = slot < (cache.seen - 1)[:, None, None]  # the newest token has no label yet
+    ok = known & tiles.visible(span, slot, 1)
+    part = label(q, cache.heads["channels"])
+    # logits_of divides by √(label channels); what is approximated is q·k/√H.
+    scale = (part.shape[-1] / q.shape[-1]) ** 0.5
+    logits = attention.logits_of(part[:, :, :, None], labels)[:, :, :, 0] * scale
+    p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).mean(2)
+    return jnp.where(ok, p, 0.0)
+
+  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+    """Labels of the slots [start, start + tokens)."""
+    slot = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    held = (slot >= 0) & (slot < cache.used[:, None])
+    at = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], tokens))
+    new = label(slots.take(cache.slots["k"], at), cache.heads["channels"])
+    return cache.put(heads={"labels": tiles.write(cache.heads["labels"], slot, held, new)})
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    if "importance" in cache.heads:
+      index = jnp.broadcast_to(prompt.query_index()[:, None], (*q.shape[:2], q.shape[3]))
+      found = channel_importance(q, slots.take(new["k"], index), qpos >= 0)
+      cache = cache.put(heads={"importance": cache.heads["importance"] + found})
+    return super().keep(at, cache, new, q, qpos, attended, prompt)
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """Chooses the channels, unless they are given, and labels all tokens by them."""
+    if "importance" not in cache.heads:
+      return cache
+    held = cache.heads["channels"]
+    _, best = jax.lax.top_k(cache.heads["importance"], held.shape[-1])
+    fixed = cache.rows["fixed"][:, None, None]
+    cache = cache.put(heads={"channels": jnp.where(fixed, held, best)})
+    return cache.put(heads={"labels": label(cache.slots["k"], cache.heads["channels"])})
+
+
+def label(x: Float[Array, "B K N H"], channels: Int[Array, "B K C"]) -> Float[Array, "B K N C"]:
+  """The label channels of vectors."""
+  return jnp.take_along_axis(x, channels[:, :, None], -1)
+
+
+def channel_importance(
+  q: Float[Array, "B K G T H"], k: Float[Array, "B K T H"], ok: Bool[Array, "B T"]
+) -> Float[Array, "B K H"]:
+  """Σ over tokens of |q_d·k_d|, each token's query with its own key, mean over the group (§3.2).
+
+  Args:
+    q, k: of the same tokens, as attention uses them (after RoPE).
+    ok: tokens that count.
+  """
+  product = jnp.abs(q.astype(jnp.float32) * k[:, :, None].astype(jnp.float32)).mean(2)
+  return jnp.where(ok[:, None, :, None], product, 0.0).sum(2)
+
+
+def importance(caches: Sequence[Cache]) -> np.ndarray:
+  """What the rows of a model's caches say of its channels, summed over rows: float64 [L, K, H].
+
+  Raises:
+    ValueError: some layer's cache keeps no such statistic (dense layers do not).
+  """
+  without = [i for i, cache in enumerate(caches) if "importance" not in cache.heads]
+  if without:
+    raise ValueError(
+      f"caches: found no importance of channels in layers {without}, expected caches of a "
+      "DoubleSparsity without dense layers"
+    )
+  return np.stack([np.asarray(cache.heads["importance"], np.float64).sum(0) for cache in caches])
+
+
+def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...]:
+  """The caches with their label channels fixed; tokens that they hold are labelled by them.
+
+  Args:
+    caches: of a DoubleSparsity method, one per layer.
+    channels: int32 [L, K, ≥ label channels], most important first, as `load_channels` gives them.
+
+  Raises:
+    ValueError: the shape does not fit, or a number is not a channel.
+  """
+  channels = np.asarray(channels)
+  sparse = [cache for cache in caches if "labels" in cache.heads]
+  if not sparse:
+    raise ValueError("caches: found no labels, expected caches of a DoubleSparsity method")
+  _, heads, count = sparse[0].heads["channels"].shape
+  if channels.ndim != 3 or channels.shape[:2] != (len(caches), heads) or channels.shape[2] < count:
+    raise ValueError(
+      f"channels: found shape {channels.shape}, expected ({len(caches)}, {heads}, {count} or more)"
+    )
+  size = sparse[0].slots["k"].shape[-1]
+  if channels.min() < 0 or channels.max() >= size:
+    raise ValueError(
+      f"channels: found {channels.min()} to {channels.max()}, expected 0 to {size - 1}"
+    )
+
+  def fix(cache: Cache, own: np.ndarray) -> Cache:
+    if "labels" not in cache.heads:
+      return cache
+    held = cache.heads["channels"]
+    chosen = jnp.broadcast_to(jnp.asarray(own[:, :count], jnp.int32), held.shape)
+    labels = label(cache.slots["k"], chosen)
+    fixed = jnp.ones_like(cache.rows["fixed"])
+    return cache.put(heads={"channels": chosen, "labels": labels}, rows={"fixed": fixed})
+
+  return tuple(fix(cache, own) for cache, own in zip(caches, channels, strict=True))
+
+
+def load_channels(path: str | os.PathLike[str]) -> np.ndarray:
+  """Channels by importance, int32 [L, K, H], from a file of `scripts/calibrate_channels.py`.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file holds no such array.
+  """
+  path = pathlib.Path(path)
+  with np.load(path, allow_pickle=False) as file:
+    if "channels" not in file.files:
+      raise ValueError(f"{path}: found arrays {file.files}, expected channels [L, K, H]")
+    channels = file["channels"]
+  ordered = np.sort(channels, -1) == np.arange(channels.shape[-1]) if channels.ndim == 3 else False
+  if not np.all(ordered):
+    raise ValueError(
+      f"{path}: found {channels.dtype} {channels.shape}, expected every channel once per layer and "
+      "head"
+    )
+  return channels.astype(np.int32)

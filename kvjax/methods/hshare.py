@@ -1,0 +1,227 @@
+"""HShare: critical tokens shared between steps, heads and layers (Wu et al., ICLR 2025)."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.method import Aux, Method
+from kvjax.ops import attention, slots, tiles
+from kvjax.selective import Selective, token_weights
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, Span
+
+
+@dataclasses.dataclass(frozen=True)
+class HShare(Selective):
+  """Reads first, newest and heavy tokens; the heavy ones are mostly another's.
+
+  Heavy tokens are the ones of largest probability between the first and the newest. On three levels
+  a set of them is used as it is, instead of being retrieved:
+
+  - steps: a row retrieves when its length is a multiple of `steps`, and uses the same set until the
+    next time; the prompt's last query gives the first set;
+  - heads: of a layer's KV heads ⌈heads·K⌉ retrieve, each other one uses the set of one of them;
+  - layers: of L layers ⌈layers·L⌉ retrieve, each other one uses the sets of one below it, head by
+    head.
+
+  Who shares with whom is decided for every prompt by a greedy algorithm (Alg. 1) over the overlap
+  of the sets that the prompt's last query would retrieve: the pair that overlaps most is joined
+  first, the higher one using the set of the lower, until enough of them share. Pairs without a
+  common token are not joined.
+
+  A retrieval then happens for a share `layers`·`heads`/`steps` of all (layer, head, step): 1/8 by
+  default, which PrHS calls HShare(1/2-1/2-1/2); its other setting is 3/4-3/4-1/2, ρ̂ = 0.281.
+
+  The authors retrieve by the approximate scores of Double Sparsity and average overlaps over all
+  of the prompt's queries; here scores are exact and the last query speaks for the prompt. Rows that
+  are no longer than the budget read everything. Caches whose prompt did not pass through
+  `conclude`, as those of single layers, share between steps and heads only.
+
+  Attributes:
+    budget: tokens read per KV head and step, those of `sinks` and `local` included.
+    sinks: first tokens, always read.
+    local: newest tokens, always read.
+    layers: share of the layers that retrieve.
+    heads: share of a layer's KV heads that retrieve.
+    steps: tokens between two retrievals of a row; 1 retrieves every time.
+  """
+
+  budget: int = 128
+  sinks: int = 8
+  local: int = 32
+  layers: float = 0.5
+  heads: float = 0.5
+  steps: int = 2
+
+  def __post_init__(self):
+    for name, least in (("sinks", 0), ("local", 1), ("steps", 1)):
+      if getattr(self, name) < least:
+        raise ValueError(f"HShare.{name}: found {getattr(self, name)}, expected {least} or more")
+    for name in ("layers", "heads"):
+      if not 0 < getattr(self, name) <= 1:
+        raise ValueError(f"HShare.{name}: found {getattr(self, name)}, expected a share in (0, 1]")
+    if self.budget <= self.sinks + self.local:
+      raise ValueError(
+        f"HShare.budget: found {self.budget}, expected more than sinks + local = "
+        f"{self.sinks} + {self.local}"
+      )
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length + 40)
+
+  @property
+  def unit(self) -> int:
+    return 1
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    return self.sinks, self.local
+
+  @property
+  def best(self) -> int:
+    return self.budget - self.sinks - self.local
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    _, in_heads, _ = super().extra(spec, layer)
+    own = jnp.full(spec.batch, layer - self.dense_layers, jnp.int32)
+    return {}, in_heads, {"from_layer": own} if in_heads else {}
+
+  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+    """The set in use (heaviest first when it was retrieved, −1 = none), and whose retrieval."""
+    heads = spec.batch, spec.kv_heads
+    own = jnp.arange(spec.kv_heads, dtype=jnp.int32)
+    return {
+      "heavy": jnp.full((*heads, min(self.best, spec.capacity)), -1, jnp.int32),
+      "from_head": jnp.broadcast_to(own, heads),
+    }
+
+  # ---- decode
+
+  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+    return token_weights(at, cache, q)
+
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+  ) -> tuple[Plan, Carry]:
+    """The table of `select`; its memo says what was shared. The carry holds all layers' sets."""
+    scores = at.top.score(at, cache, q)
+    if scores is None:
+      return at.top.everything(at, cache), carry
+    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
+    retrieved = self.heaviest(scores, span)
+    of_heads = jnp.take_along_axis(at.all_heads(retrieved), cache.heads["from_head"][..., None], 1)
+    below = carry.heads.get("heavy")  # [B, K, layers below, k]
+    every = of_heads[:, :, None]
+    every = every if below is None else jnp.concatenate([below, every], 2)
+    whose = jnp.minimum(cache.rows["from_layer"], every.shape[2] - 1)
+    new = jnp.take_along_axis(every, whose[:, None, None, None], 2)[:, :, 0]
+    due = (cache.seen % self.steps == 0) | (cache.seen <= self.budget)
+    heavy = jnp.where(due[:, None, None], new, cache.heads["heavy"])
+
+    in_use = jnp.concatenate([every[:, :, :-1], heavy[:, :, None]], 2)
+    carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": in_use})
+    sinks, local = self.forced
+    forced = {"unit": 1, "sinks": sinks, "local": local}
+    table, count, _ = tiles.listed(span, heavy, **forced, tiles=scores.shape[-1])
+    memo = {"heavy": heavy, "retrieves": due[:, None] & self.retrieves(at, cache)}
+    return Plan(span, table, count, memo=memo, unit=1, pinned=sinks), carry
+
+  def heaviest(self, scores: Float[Array, "B K S"], span: Span) -> Int[Array, "B K k"]:
+    """What a retrieval gives: the best tokens that are neither first nor newest."""
+    sinks, local = self.forced
+    return tiles.others(scores, span, unit=1, sinks=sinks, local=local, k=self.best)[1]
+
+  def retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
+    """Heads that use their own retrieval, in layers that do."""
+    own = cache.heads["from_head"] == at.head_index(cache.pos.shape[1])
+    return own & (cache.rows["from_layer"] == at.layer - self.dense_layers)[:, None]
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Keeps the set for the next steps. Reports `retrieved`, bool [B, K]."""
+    if plan.memo is None:
+      return cache, {"retrieved": jnp.zeros(cache.pos.shape[:2], bool)}
+    return cache.put(heads={"heavy": plan.memo["heavy"]}), {"retrieved": plan.memo["retrieves"]}
+
+  # ---- prompt
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    """Retrieves for the prompt's last query, and decides which heads share."""
+    kept = super().keep(at, cache, new, q, qpos, attended, prompt)
+    last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
+    scores = at.top.score(at, kept, last[:, :, :, 0])
+    if scores is None:
+      return kept
+    span = at.top.span(at, kept, at.top.window(at, (kept.seen - 1)[:, None]))
+    heavy = self.heaviest(scores, span)
+    every = at.all_heads(heavy)
+    sources = shared_sources(overlaps(every), self.heads)
+    own = at.head_index(heavy.shape[1])
+    return kept.put(heads={"heavy": heavy, "from_head": sources[:, own]})
+
+  def conclude(self, env: Env, caches: tuple[Any, ...], valid: Int[Array, " B"]) -> tuple[Any, ...]:
+    """Decides which layers share, by the sets of all heads together."""
+    dense, sparse = caches[: self.dense_layers], caches[self.dense_layers :]
+    if not sparse:
+      return caches
+    heavy = jnp.stack([cache.heads["heavy"] for cache in sparse], 2)  # [B, K, L, k]
+    alike = self.at(env, 0).sum_heads(jax.vmap(overlaps, 1, 1)(heavy).sum(1))
+    sources = shared_sources(alike, self.layers)
+    return dense + tuple(
+      slots.choose_rows(valid > 0, cache.put(rows={"from_layer": sources[:, i]}), cache)
+      for i, cache in enumerate(sparse)
+    )
+
+
+def overlaps(sets: Int[Array, "B N k"]) -> Int[Array, "B N N"]:
+  """How many elements every two sets have in common; −1 is none, no other one stands twice."""
+
+  def with_all(one: Int[Array, "B k"]) -> Int[Array, "B N"]:
+    pair = jnp.concatenate([sets, jnp.broadcast_to(one[:, None], sets.shape)], -1)
+    pair = jnp.sort(pair, -1)
+    return ((pair[..., 1:] == pair[..., :-1]) & (pair[..., 1:] >= 0)).sum(-1, dtype=jnp.int32)
+
+  return jnp.moveaxis(jax.lax.map(with_all, jnp.moveaxis(sets, 1, 0)), 0, 1)
+
+
+def shared_sources(alike: Int[Array, "B N N"], share: float) -> Int[Array, "B N"]:
+  """Whose set each of N members uses, when ⌈share·N⌉ of them keep their own (Alg. 1).
+
+  The two that are most alike are joined first (ties: the lowest one that gives up its own, then the
+  lowest other one): the higher uses what the lower does, and so do those that used the higher's. A
+  member that gave up its own is joined to no more.
+  """
+  count = alike.shape[-1]
+  joins = count - math.ceil(share * count - 1e-9)
+  below = jnp.tril(jnp.ones((count, count), bool), -1)
+
+  def of_row(alike: Int[Array, "N N"]) -> Int[Array, " N"]:
+    def join(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+      source, alike = state
+      high, low = jnp.divmod(jnp.argmax(alike), count)
+      joined = alike[high, low] > 0
+      source = jnp.where(joined & (source == high), low, source)
+      return source, jnp.where(joined, alike.at[high].set(0).at[:, high].set(0), alike)
+
+    start = jnp.arange(count, dtype=jnp.int32), jnp.where(below, alike, 0)
+    return jax.lax.fori_loop(0, joins, join, start)[0].astype(jnp.int32)
+
+  return jax.vmap(of_row)(alike)

@@ -1,0 +1,119 @@
+"""InfLLM-v2: blocks by the attention that their compressed keys get (Zhao et al., 2025)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.method import Method
+from kvjax.ops import attention, tiles
+from kvjax.selective import Selective
+from kvjax.types import At, Cache, CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class InfLLMv2(Selective):
+  """Reads the first block, a local window, and the blocks whose compressed keys score best.
+
+  A compressed key is the mean of `kernel` keys, one every `stride` tokens. Query heads attend to
+  the compressed keys; their probabilities are summed over the group, so that a KV head reads one
+  set of blocks, and a block scores as its best compressed key. A compressed key takes part from the
+  step after its last token on: until then that token is in the local window anyway.
+
+  Contexts below `dense_below` tokens are attended to as a whole, and so are prompts (the model that
+  the paper trains reads prompts by blocks too).
+
+  The authors' kernel takes one local block more (`repo`).
+
+  Attributes:
+    top: blocks chosen by score, beside the first and the local ones.
+    block: tokens per block.
+    sinks: first blocks, always read.
+    local: newest tokens, always read, in whole blocks with the newest one among them.
+    kernel, stride: tokens in a compressed key, and between the starts of two.
+    dense_below: rows of fewer tokens attend to everything.
+  """
+
+  top: int = 64
+  block: int = 64
+  sinks: int = 1
+  local: int = 2048
+  kernel: int = 32
+  stride: int = 16
+  dense_below: int = 8192
+
+  def __post_init__(self):
+    for name, least in (("top", 0), ("sinks", 0), ("local", 1), ("stride", 1), ("dense_below", 0)):
+      if getattr(self, name) < least:
+        raise ValueError(f"InfLLMv2.{name}: found {getattr(self, name)}, expected {least} or more")
+    for name in ("block", "kernel"):
+      if getattr(self, name) < 1 or getattr(self, name) % self.stride:
+        raise ValueError(
+          f"InfLLMv2.{name}: found {getattr(self, name)}, expected a multiple of stride = "
+          f"{self.stride}"
+        )
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    """About `budget` tokens in blocks of up to 64: the first, a third of the others local."""
+    block = 64
+    while block > 4 and budget < 3 * block:
+      block //= 2
+    others = max(2, budget // block - 1)
+    local = max(1, others // 3)
+    compressed = {"kernel": block // 2, "stride": block // 4}
+    return cls(others - local, block, 1, local * block, **compressed, dense_below=0)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(dense_below=length + 1)
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' kernel, whose local window has one block more, over `budget` tokens in all."""
+    local = 33
+    return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
+
+  @property
+  def unit(self) -> int:
+    return self.block
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    return self.sinks, -(-self.local // self.block)
+
+  @property
+  def best(self) -> int:
+    return self.top
+
+  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+    count = max((spec.capacity - self.kernel) // self.stride + 1, 1)
+    shape = spec.batch, spec.kv_heads, count, spec.head_dim
+    return {"compressed": jnp.zeros(shape, spec.dtype)}
+
+  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+    over = {"width": self.kernel, "stride": self.stride}
+    window = tiles.touched(start, tokens, **over)
+    k, _ = tiles.keys(cache, window, **over)
+    mean = k.astype(jnp.float32).mean(3)
+    complete = window * self.stride + self.kernel <= cache.used[:, None]
+    compressed = tiles.write(cache.heads["compressed"], window, complete, mean)
+    return cache.put(heads={"compressed": compressed})
+
+  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+    compressed = cache.heads["compressed"]
+    start = jnp.arange(compressed.shape[2], dtype=jnp.int32) * self.stride
+    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
+    known = start + self.kernel <= (cache.seen - 1)[:, None, None]  # before the newest token
+    ok = known & tiles.visible(span, start, self.kernel)
+    logits = attention.logits_of(q[:, :, :, None], compressed)[:, :, :, 0]
+    p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).sum(2)  # over the group
+    return self.pooled(jnp.where(ok, p, 0.0), -(-cache.size // self.block))
+
+  def pooled(self, p: Float[Array, "B K M"], blocks: int) -> Float[Array, "B K P"]:
+    """The largest of all compressed keys that share a token with the block; 0 where none does."""
+    ahead, each = self.kernel // self.stride - 1, self.block // self.stride
+    padding = ((0, 0), (0, 0), (ahead, blocks * each - p.shape[2]))
+    window = (1, 1, ahead + each)
+    return jax.lax.reduce_window(p, 0.0, jax.lax.max, window, (1, 1, each), padding)

@@ -1,0 +1,100 @@
+"""Quest: pages whose keys could score high for this query (Tang et al., ICML 2024)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.method import Method
+from kvjax.ops import tiles
+from kvjax.selective import Selective
+from kvjax.types import At, Cache, CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(Selective):
+  """Query-aware page selection (§3.2, Alg. 1).
+
+  Each page keeps the minimum and maximum of its keys, channel by channel. They bound q·k from
+  above for every key of the page; the pages of largest bound are read, the newest page always.
+
+  Pages are chosen per KV head. The paper has one query head per KV head; under GQA the group's mean
+  query stands for it (PRR, App. A.1). The authors' accuracy code chooses per query head, which a
+  cache read per KV head cannot do; group="max" comes nearest: a page counts as much as it can to
+  any head of the group (`repo`). (That code does not force the newest page; their kernels do.)
+
+  Attributes:
+    budget: tokens read per KV head and step, the newest page's included.
+    page: tokens per page.
+    group: "mean", the group's mean query bounds a page, or "max", the head whose bound is largest.
+    dense_layers: first layers that attend to everything (§4.1: 2).
+  """
+
+  budget: int = 1024
+  page: int = 16
+  group: str = "mean"
+  dense_layers: int = dataclasses.field(default=2, kw_only=True)
+
+  def __post_init__(self):
+    if self.page < 1:
+      raise ValueError(f"Quest.page: found {self.page}, expected 1 or more")
+    if self.budget < self.page:
+      raise ValueError(
+        f"Quest.budget: found {self.budget}, expected at least one page of {self.page} tokens"
+      )
+    if self.group not in ("mean", "max"):
+      raise ValueError(f"Quest.group: found {self.group!r}, expected 'mean' or 'max'")
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, page=max(1, min(16, budget // 3)))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length + 16)
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
+    return cls(budget=max(budget, 3 * 16), group="max")
+
+  @property
+  def unit(self) -> int:
+    return self.page
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    return 0, 1
+
+  @property
+  def best(self) -> int:
+    return self.budget // self.page - 1
+
+  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+    pages = -(-spec.capacity // self.page)
+    shape = spec.batch, spec.kv_heads, pages, spec.head_dim
+    return {"key_min": jnp.zeros(shape, spec.dtype), "key_max": jnp.zeros(shape, spec.dtype)}
+
+  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+    page = tiles.touched(start, tokens, width=self.page, stride=self.page)
+    k, filled = tiles.keys(cache, page, width=self.page, stride=self.page)
+    begun = page * self.page < cache.used[:, None]
+    extremes = {
+      "key_min": jnp.where(filled, k, jnp.inf).min(3),
+      "key_max": jnp.where(filled, k, -jnp.inf).max(3),
+    }
+    return cache.put(
+      heads={name: tiles.write(cache.heads[name], page, begun, x) for name, x in extremes.items()}
+    )
+
+  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+    q = q.astype(jnp.float32)
+    if self.group == "mean":
+      return self.bound(cache, q.mean(2))
+    return jnp.stack([self.bound(cache, q[:, :, g]) for g in range(q.shape[2])]).max(0)
+
+  def bound(self, cache: Cache, q: Float[Array, "B K H"]) -> Float[Array, "B K P"]:
+    """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1), scaled as logits are."""
+    q = q[:, :, None] * q.shape[-1] ** -0.5
+    low, high = cache.heads["key_min"], cache.heads["key_max"]
+    return jnp.maximum(q * low, q * high).sum(-1)

@@ -1,0 +1,61 @@
+"""Top-k oracle: the tokens that really matter to each query, whatever finding them costs."""
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from kvjax.method import Method
+from kvjax.selective import Selective, token_weights
+from kvjax.types import At, Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class TopKOracle(Selective):
+  """Reads the tokens of largest softmax probability, exactly: what other selections aim at.
+
+  Per KV head, by the mean over its query heads. All keys are read to find them: it saves nothing,
+  and bounds from above what a selection of its size can do (PrHS, §II-C, Eq. 5).
+
+  Attributes:
+    budget: tokens read per KV head and step, those of `sinks` and `local` included.
+    sinks: first tokens, always read.
+    local: newest tokens, always read (PrHS, §V-B: 8 and 32 of 128).
+  """
+
+  budget: int = 2048
+  sinks: int = 0
+  local: int = 0
+
+  def __post_init__(self):
+    for name in ("sinks", "local"):
+      if getattr(self, name) < 0:
+        raise ValueError(f"TopKOracle.{name}: found {getattr(self, name)}, expected 0 or more")
+    least = max(self.sinks + self.local, 1)
+    if self.budget < least:
+      raise ValueError(
+        f"TopKOracle.budget: found {self.budget}, expected at least {least} "
+        f"(sinks = {self.sinks}, local = {self.local})"
+      )
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length)
+
+  @property
+  def unit(self) -> int:
+    return 1
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    return self.sinks, self.local
+
+  @property
+  def best(self) -> int:
+    return self.budget - self.sinks - self.local
+
+  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+    return token_weights(at, cache, q)

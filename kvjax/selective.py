@@ -1,0 +1,118 @@
+"""What methods that keep the whole cache and read a part of it have in common."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.method import Aux, Method
+from kvjax.ops import attention, tiles
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Selective(Method):
+  """Keeps every token; each step reads, per KV head, the tiles that matter most to its query.
+
+  A plan lists the first `forced[0]` tiles and the newest `forced[1]`, whatever their scores, and
+  the `best` of the others. A subclass says what a tile is (`unit`), how many are read, and how
+  they are scored (`tile_scores`) from summaries (`summaries`, `summarise`) that it keeps on the
+  cache's heads shelf. Summaries follow the cache: they are built after a prompt and renewed after
+  each step where the new token belongs, so that a step scores with summaries that do not know its
+  own token yet. Its tile is therefore one of the forced ones wherever scores come from summaries.
+
+  Prompts are attended to densely.
+
+  Attributes:
+    dense_layers: first layers that attend to everything.
+  """
+
+  dense_layers: int = dataclasses.field(default=0, kw_only=True)
+
+  # ---- what a subclass says
+
+  @property
+  def unit(self) -> int:
+    """Slots per tile."""
+    raise NotImplementedError
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    """Numbers of first and of newest tiles that every plan lists."""
+    raise NotImplementedError
+
+  @property
+  def best(self) -> int:
+    """k, tiles chosen by score beside the forced ones."""
+    raise NotImplementedError
+
+  @property
+  def dense_below(self) -> int:
+    """Rows of fewer tokens attend to everything."""
+    return 0
+
+  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+    """Empty summaries [B, K, ...], by name."""
+    return {}
+
+  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+    """The cache with the summaries of all windows that slots [start, start + tokens) belong to."""
+    return cache
+
+  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+    """Importance of every tile to the newest token's queries; whatever where there is no tile."""
+    raise NotImplementedError
+
+  # ---- what follows from it
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    return {}, {} if layer < self.dense_layers else self.summaries(spec), {}
+
+  def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
+    return None if at.layer < self.dense_layers else self.tile_scores(at, cache, q)
+
+  def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
+    """Sinks (pinned), newest tiles from the newest on, then the ⌊ratio·k⌋ best by score."""
+    window = at.top.window(at, (cache.seen - 1)[:, None])
+    span = at.top.span(at, cache, window)
+    sinks, local = self.forced
+    k, limit = math.floor(ratio * self.best + 1e-9), None  # 1.15 · 20 is 22.999… in floats
+    if self.dense_below:
+      most = max(k, -(-self.dense_below // self.unit) - sinks - local)
+      limit, k = jnp.where(cache.seen < self.dense_below, most, k), most
+    table, count, ranked = tiles.best(
+      scores, span, unit=self.unit, sinks=sinks, local=local, k=k, limit=limit
+    )
+    return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    if at.layer < self.dense_layers:
+      return cache
+    return self.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    if at.layer < self.dense_layers:
+      return cache, {}
+    return self.summarise(cache, cache.seen - 1, 1), {}
+
+
+def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+  """ln of every slot's exact softmax probability under the newest token's queries.
+
+  The probability is the mean over the group. Logarithms keep the order of small ones that float32
+  would round to 0. Slots that the query may not see get −∞.
+  """
+  qpos = (cache.seen - 1)[:, None]
+  window = at.top.window(at, qpos)
+  ok = cache.pos >= 0
+  if window is not None:
+    ok &= window.sees(cache.pos)[:, :, 0]
+  k = cache.slots["k"]
+  logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
+  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  weights = jax.nn.logsumexp(jax.nn.log_softmax(logits, -1), 2) - math.log(q.shape[2])
+  return jnp.where(ok, weights, -jnp.inf)

@@ -1,0 +1,205 @@
+"""Double Sparsity against a NumPy float64 oracle: channels, tokens and outputs; its calibration."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax import DoubleSparsity
+from kvjax.methods import double_sparsity
+from models.generate import prefill
+from models.transformer import Transformer
+from scripts import calibrate_channels, common
+from scripts.examples.tiny import byte_tokenizer
+from tests.layer import Layer, Stream
+from tests.selection import Watched, check, choose, keys, queries, softmax
+from tests.tiny import CONFIG, LENGTHS, TOKENS, model
+
+
+def label_channels(stream, b, h, tokens, count):
+  """Those with the largest Σ_t mean over the group of |q_d·k_d|, over a prompt's tokens."""
+  total = np.zeros(stream.k.shape[-1])
+  for t in range(tokens):
+    k = keys(stream, b, h, [t])[0]
+    for q in queries(stream, b, h, t):
+      total += np.abs(q * k)
+  return sorted(range(len(total)), key=lambda d: (-total[d], d))[:count]
+
+
+def oracle(stream, m, channels):
+  """Tokens by approximate probability over `channels[b, h]`; the newest one is always read."""
+
+  def read(b, h, t):
+    use = channels[b, h]
+    k = keys(stream, b, h, range(t))[:, use]
+    heads = queries(stream, b, h, t)
+    p = np.mean([softmax(k @ q[use] / np.sqrt(len(q))) for q in heads], 0)
+    return choose([*p, 0.0], m.sinks, m.local, m.budget - m.sinks - m.local)
+
+  return read
+
+
+def test_worked_example():
+  """|q·k| by channel of two tokens and two query heads: (2 + 0)/2 + 3, (4 + 2)/2 + 0, padding."""
+  q = jnp.array([[[[[1.0, 2.0], [-1.0, 5.0], [9, 9]], [[0.0, -1.0], [1.0, 7.0], [9, 9]]]]])
+  k = jnp.array([[[[2.0, -2.0], [3.0, 0.0], [9, 9]]]])
+  found = double_sparsity.channel_importance(q, k, jnp.array([[True, True, False]]))
+  np.testing.assert_allclose(found, [[[4.0, 3.0]]])
+
+
+@pytest.mark.parametrize(
+  ("budget", "compression", "sinks", "local"), [(9, 4, 0, 1), (12, 2, 2, 4), (7, 16, 0, 3)]
+)
+def test_a_generation(budget, compression, sinks, local):
+  """Channels from the prompt, per row and head; one row shorter than the budget."""
+  m = DoubleSparsity(budget, compression, sinks, local)
+  stream, lengths = Stream.random(1, tokens=60), [21, 4]
+  channels = {
+    (b, h): label_channels(stream, b, h, n, 16 // compression)
+    for b, n in enumerate(lengths)
+    for h in range(3)
+  }
+  run = check(m, stream, lengths, 38, oracle(stream, m, channels))
+  for (b, h), want in channels.items():
+    assert run.cache.heads["channels"][b, h].tolist() == want
+
+
+def test_a_generation_with_given_channels():
+  """The prompt changes nothing then; of four given channels the first two are used."""
+  m, stream = DoubleSparsity(8, 8), Stream.random(2, tokens=50)
+  given = np.random.default_rng(0).permuted(np.tile(np.arange(16), (1, 3, 1)), axis=-1)[..., :4]
+  channels = {(b, h): given[0, h, :2] for b in range(2) for h in range(3)}
+
+  def prepare(cache):
+    return double_sparsity.calibrated([cache], given)[0]
+
+  check(m, stream, [17, 5], 20, oracle(stream, m, channels), prepare=prepare)
+
+
+def test_every_channel_is_the_exact_selection():
+  """With compression 1 the scores are the exact ones of all tokens but the newest."""
+  m, stream = DoubleSparsity(8, 1), Stream.random(3, tokens=40)
+  channels = dict.fromkeys(((b, h) for b in range(2) for h in range(3)), range(16))
+  check(m, stream, [12, 3], 12, oracle(stream, m, channels))
+
+
+def test_labels_follow_the_cache():
+  """After a prompt, a second turn (which may change the channels), and steps of one row."""
+  stream = Stream.random(4, tokens=60)
+  layer = Layer(Watched(DoubleSparsity(8, 4)), stream, capacity=60)
+
+  def check_labels(read, seen):
+    for b, n in enumerate(seen):
+      for h in range(3):
+        use = label_channels(stream, b, h, read[b], 4)
+        assert layer.cache.heads["channels"][b, h].tolist() == use
+        want = keys(stream, b, h, range(n))[:, use]
+        np.testing.assert_allclose(layer.cache.heads["labels"][b, h, :n], want, atol=1e-5)
+
+  layer.prefill([3, 9])
+  check_labels([3, 9], [3, 9])
+  first = np.asarray(layer.cache.heads["channels"])
+  layer.prefill([20, 0], start=[3, 9], past=None)
+  check_labels([23, 9], [23, 9])
+  assert (np.asarray(layer.cache.heads["channels"])[0] != first[0]).any()
+  for step in range(3):
+    layer.decode([23 + step, 9], live=[True, False])
+    check_labels([23, 9], [24 + step, 9])
+
+
+def test_live_caches_are_labelled_anew():
+  """Channels that come late give what channels that were there from the start give."""
+  m = DoubleSparsity(budget=12, compression=4)
+  given = np.random.default_rng(1).permuted(np.tile(np.arange(16), (4, 2, 1)), axis=-1)
+
+  def start():
+    return m.init_caches(model().spec(2, 64))
+
+  early = double_sparsity.calibrated(start(), given)
+  _, early = prefill(model(), TOKENS[:, :23], LENGTHS, early, m)
+  _, late = prefill(model(), TOKENS[:, :23], LENGTHS, start(), m)
+  late = double_sparsity.calibrated(late, given)
+  for a, b in zip(early, late, strict=True):
+    used = (np.asarray(a.pos) >= 0)[..., None]
+    np.testing.assert_array_equal(a.heads["channels"], b.heads["channels"])
+    np.testing.assert_array_equal(a.heads["labels"] * used, b.heads["labels"] * used)
+
+
+# ---- calibration over text
+
+
+def test_calibration_sums_over_pieces():
+  """Two pieces in one batch, then one alone, against the caches of the three prompts."""
+  args = calibrate_channels.Args(pathlib.Path("x.npz"), samples=3, length=10, batch=2)
+  ids = TOKENS.reshape(-1)[:30].tolist()
+  total = 0.0
+  for piece in np.reshape(ids, (3, 10)):
+    m = DoubleSparsity()
+    caches = m.init_caches(model().spec(1, 10))
+    _, caches = prefill(model(), piece[None], [10], caches, m)
+    total = total + double_sparsity.importance(caches)
+  assert total.shape == (4, 2, 16)
+  found = calibrate_channels.calibrate(model(), ids, args)
+  np.testing.assert_array_equal(found, np.argsort(-total, -1))
+
+
+def test_script_writes_what_caches_take(tmp_path, monkeypatch, capsys):
+  text = tmp_path / "text.txt"
+  text.write_text("A river runs to the sea. " * 10, "utf-8")
+  config = CONFIG.__class__(**{**vars(CONFIG), "vocab": 256})
+  tiny = Transformer(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  monkeypatch.setattr(common, "load_model", lambda checkpoint: (tiny, byte_tokenizer()))
+  out = tmp_path / "channels.npz"
+  args = calibrate_channels.Args(out, text=text, samples=2, length=64, batch=2)
+  calibrate_channels.main(args)
+  assert "16 channels of 2 heads in 4 layers" in capsys.readouterr().out
+  with np.load(out, allow_pickle=False) as file:
+    assert json.loads(str(file["about"]))["text"] == "text.txt"
+  channels = double_sparsity.load_channels(out)
+  assert channels.shape == (4, 2, 16) and channels.dtype == np.int32
+  m = DoubleSparsity(compression=4)
+  caches = double_sparsity.calibrated(m.init_caches(tiny.spec(3, 20)), channels)
+  for cache, want in zip(caches, channels, strict=True):
+    np.testing.assert_array_equal(cache.heads["channels"], [want[:, :4]] * 3)
+  with pytest.raises(ValueError, match="--text: found 250 tokens, expected 640"):
+    calibrate_channels.main(calibrate_channels.Args(out, text=text, samples=10, length=64))
+  with pytest.raises(ValueError, match="expected a name that ends in"):
+    calibrate_channels.main(calibrate_channels.Args(tmp_path / "x"))
+
+
+def test_refuses_what_does_not_fit(tmp_path):
+  m = DoubleSparsity(compression=4)
+  caches = m.init_caches(Stream.random(0).spec(20, layers=2))
+  fits = np.tile(np.arange(16), (2, 3, 1))
+  with pytest.raises(ValueError, match=r"found shape \(1, 3, 16\), expected \(2, 3, 4 or more\)"):
+    double_sparsity.calibrated(caches, fits[:1])
+  with pytest.raises(ValueError, match="found 1 to 16, expected 0 to 15"):
+    double_sparsity.calibrated(caches, fits + 1)
+  bare = Stream.random(0).spec(20, layers=2)
+  with pytest.raises(ValueError, match="found no labels"):
+    double_sparsity.calibrated(DoubleSparsity(dense_layers=2).init_caches(bare), fits)
+  with pytest.raises(ValueError, match=r"no importance of channels in layers \[0\]"):
+    double_sparsity.importance(DoubleSparsity(dense_layers=1).init_caches(bare))
+  np.savez(tmp_path / "other.npz", x=fits)
+  with pytest.raises(ValueError, match=r"found arrays \['x'\]"):
+    double_sparsity.load_channels(tmp_path / "other.npz")
+  np.savez(tmp_path / "part.npz", channels=fits[..., :4] + 1)
+  with pytest.raises(ValueError, match="expected every channel once"):
+    double_sparsity.load_channels(tmp_path / "part.npz")
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"compression": 0}, "compression: found 0, expected 1 or more"),
+    ({"local": 0}, "local: found 0, expected 1 or more"),
+    ({"sinks": -1}, "sinks: found -1"),
+    ({"budget": 4, "sinks": 4}, r"budget: found 4, expected at least sinks \+ local = 4 \+ 1"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    DoubleSparsity(**kwargs)

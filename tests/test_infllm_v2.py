@@ -1,0 +1,116 @@
+"""InfLLM-v2 against a NumPy float64 oracle: the same blocks every step, and attention over them."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import InfLLMv2
+from tests.layer import Layer, Stream
+from tests.selection import check, choose, keys, queries, softmax, tokens_of
+
+SMALL = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)
+
+
+def oracle(stream, m):
+  """Blocks by the best of the compressed keys that overlap them; those before token t are known."""
+
+  def read(b, h, t):
+    count = -(-(t + 1) // m.block)
+    if t + 1 < m.dense_below:
+      count_read = count
+    else:
+      count_read = m.top
+    windows = [range(s, s + m.kernel) for s in range(0, t - m.kernel + 1, m.stride)]
+    scores = [0.0] * count
+    if windows:
+      compressed = np.array([keys(stream, b, h, w).mean(0) for w in windows])
+      heads = queries(stream, b, h, t)
+      p = sum(softmax(compressed @ q / np.sqrt(len(q))) for q in heads)
+      for j in range(count):
+        block = set(range(j * m.block, (j + 1) * m.block))
+        scores[j] = max((x for x, w in zip(p, windows, strict=True) if block & set(w)), default=0)
+    order = choose(scores, m.sinks, -(-m.local // m.block), count_read)
+    return tokens_of(order, m.block, t + 1)
+
+  return read
+
+
+def test_worked_example():
+  """Keys 1, 3 | 5, 7 with kernel 2, stride 1: means 2, 4, 6; the middle one counts for both."""
+  m = InfLLMv2(top=1, block=2, local=2, kernel=2, stride=1, dense_below=0)
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=5, head_dim=2)
+  layer = Layer(m, stream, capacity=4)
+  layer.cache = layer.cache.put(
+    slots={"k": jnp.array([[[[1.0, 0], [3, 0], [5, 0], [7, 0]]]])},
+    rows={"seen": jnp.array([4]), "used": jnp.array([4])},
+  )
+  means = m.summarise(layer.cache, jnp.array([0]), 4).heads["compressed"]
+  np.testing.assert_allclose(means[0, 0, :, 0], [2, 4, 6])
+  pooled = m.pooled(jnp.array([[[0.2, 0.5, 0.3]]]), 2)
+  np.testing.assert_allclose(pooled[0, 0], [0.5, 0.5])
+
+
+def test_paper_preset():
+  m = InfLLMv2()
+  assert (m.sinks, *m.forced, m.best, m.unit) == (1, 1, 32, 64, 64)
+  repo = InfLLMv2.repo(98 * 64)
+  assert (*repo.forced, repo.best) == (1, 33, 64)
+  spec = Stream.random(0, head_dim=8).spec(16384, dtype=jnp.bfloat16)
+  compressed = m.init(spec, 0).heads["compressed"]
+  assert compressed.shape == (2, 3, 1023, 8) and compressed.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"top": 1, "sinks": 0, "local": 11},
+    {"kernel": 8, "stride": 2, "block": 4},
+    {"kernel": 4, "stride": 4},
+    {"kernel": 2, "stride": 1, "block": 3, "top": 3},
+    {"dense_below": 40},
+  ],
+)
+def test_a_generation(changes):
+  """Across block boundaries at every offset; one row starts below everything that is forced."""
+  m = dataclasses.replace(SMALL, **changes)
+  stream = Stream.random(1, tokens=66)
+  check(m, stream, [25, 2], 41, oracle(stream, m))
+
+
+def test_compressed_keys_follow_the_cache():
+  """After a prompt, a second turn and every step: the means of all complete windows."""
+  stream = Stream.random(2, tokens=60)
+  layer = Layer(SMALL, stream, capacity=60)
+
+  def check_means(seen):
+    found = np.asarray(layer.cache.heads["compressed"])
+    for b, n in enumerate(seen):
+      complete = max((n - 4) // 2 + 1, 0)
+      for j in range(found.shape[2]):
+        want = keys(stream, b, 1, range(2 * j, 2 * j + 4)).mean(0) if j < complete else 0
+        np.testing.assert_allclose(found[b, 1, j], want, atol=1e-5)
+
+  layer.prefill([17, 3])
+  check_means([17, 3])
+  layer.prefill([4, 9], start=[17, 3], past=None)
+  check_means([21, 12])
+  for step in range(1, 6):
+    layer.decode([20 + step, 12], live=[True, False])
+    check_means([21 + step, 12])
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"top": -1}, "top: found -1, expected 0 or more"),
+    ({"local": 0}, "local: found 0, expected 1 or more"),
+    ({"block": 40}, "block: found 40, expected a multiple of stride = 16"),
+    ({"kernel": 8}, "kernel: found 8, expected a multiple of stride = 16"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    InfLLMv2(**kwargs)

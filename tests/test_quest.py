@@ -1,0 +1,106 @@
+"""Quest against a NumPy float64 oracle: the same pages every step, and attention over them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Quest
+from tests.layer import Layer, Stream
+from tests.selection import Watched, check, choose, keys, queries, tokens_of
+
+
+def oracle(stream, budget, page, group):
+  """Pages by their bound; the newest key is in the bounds of its page, which is always read."""
+
+  def bound(q, k):
+    return sum(max(q[d] * k[:, d].min(), q[d] * k[:, d].max()) for d in range(len(q)))
+
+  def read(b, h, t):
+    heads = queries(stream, b, h, t)
+    heads = [heads.mean(0)] if group == "mean" else heads
+    pages = [
+      keys(stream, b, h, range(start, min(start + page, t + 1))) for start in range(0, t + 1, page)
+    ]
+    scores = [max(bound(q, k) for q in heads) for k in pages]
+    return tokens_of(choose(scores, 0, 1, budget // page - 1), page, t + 1)
+
+  return read
+
+
+def test_worked_example():
+  """Two pages of two keys, q = (2, −1), two channels."""
+  page = np.array([[[1.0, -2.0], [0.5, 4.0]], [[-3.0, 1.0], [1.0, 1.0]]])
+  low, high = (jnp.asarray(x[None, None], jnp.float32) for x in (page.min(1), page.max(1)))
+  cache = Quest(page=2).init(Stream.random(0, 1, 1, 1, 4, 2).spec(4), 2)
+  cache = cache.put(heads={"key_min": low, "key_max": high})
+  found = Quest(page=2).bound(cache, jnp.array([[[2.0, -1.0]]]))
+  # Page 0: max(2·0.5, 2·1) + max(−1·−2, −1·4) = 4; page 1: max(−6, 2) + max(−1, −1) = 1.
+  np.testing.assert_allclose(found[0, 0] * np.sqrt(2), [4, 1], rtol=1e-6)
+
+
+def test_the_bound_holds():
+  """No key of a page scores higher than its bound, for any query head (group = "max")."""
+  stream = Stream.random(1, tokens=40)
+  method = Quest(page=4, group="max")
+  layer = Layer(method, stream, layer=2)
+  layer.prefill([33, 21])
+  newest = [32, 20]
+  q = np.array([[queries(stream, b, h, t) for h in range(3)] for b, t in enumerate(newest)])
+  bounds = method.tile_scores(layer.at, layer.cache, jnp.asarray(q, jnp.float32))
+  for b, t in enumerate(newest):
+    for h in range(3):
+      exact = (keys(stream, b, h, range(t + 1)) @ q[b, h].T / 4).max(1)
+      for j, score in enumerate(exact):
+        assert score <= bounds[b, h, j // 4] + 1e-5
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize(("budget", "page"), [(12, 4), (16, 5), (3, 3), (8, 1)])
+def test_a_generation(group, budget, page):
+  """Across page boundaries at every offset, rows apart in length, one shorter than the budget."""
+  stream = Stream.random(2, tokens=60)
+  check(Quest(budget, page, group), stream, [19, 4], 36, oracle(stream, budget, page, group))
+
+
+def test_a_second_turn_and_idle_rows():
+  """Bounds stay true over a turn that starts inside a page, and over steps of one row only."""
+  stream = Stream.random(3, tokens=60)
+  layer = Layer(Watched(Quest(12, 4)), stream, layer=2)
+  read = oracle(stream, 12, 4, "mean")
+  layer.prefill([18, 7])
+  for step in range(3):
+    layer.decode([18, 7 + step], live=[False, True])
+  layer.prefill([7, 0], start=[18, 10], past=None)
+  for step in range(6):
+    _, aux = layer.decode([25 + step, 10 + step])
+    for b, t in enumerate((25 + step, 10 + step)):
+      for h in range(3):
+        slots = np.asarray(aux["slots"][b, h])
+        assert slots[slots >= 0].tolist() == read(b, h, t)
+
+
+def test_repo_preset():
+  assert Quest.repo(1024) == Quest(1024, group="max")
+  assert Quest.repo(16).best == 2  # three pages, one of them the newest
+
+
+def test_bounds_are_stored_as_keys_are():
+  """Extremes of bfloat16 keys are bfloat16 numbers: nothing is lost by storing them so."""
+  spec = Stream.random(0).spec(40, dtype=jnp.bfloat16)
+  heads = Quest().init(spec, 2).heads
+  assert {x.dtype for x in heads.values()} == {jnp.dtype(jnp.bfloat16)}
+  assert heads["key_min"].shape == (2, 3, 3, 16)
+  assert not Quest().init(spec, 1).heads
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"page": 0}, "page: found 0, expected 1 or more"),
+    ({"budget": 8}, "budget: found 8, expected at least one page of 16 tokens"),
+    ({"group": "sum"}, "group: found 'sum'"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    Quest(**kwargs)

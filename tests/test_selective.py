@@ -1,0 +1,183 @@
+"""The choice of tiles that selection methods share, against a loop, and the summaries' upkeep."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Span, Window
+from kvjax.ops import tiles
+from kvjax.selective import Selective
+from tests.layer import Layer, Stream
+from tests.selection import Watched, choose
+
+
+def listed(scores, stops, unit=1, start=None, span_sinks=0, **kwargs):
+  """`tiles.best` of scores [K, P] on rows with spans of these stops: entries up to the count."""
+  stops = np.asarray(stops, np.int32)
+  scores = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (len(stops), *np.shape(scores)))
+  start = np.zeros_like(stops) if start is None else np.asarray(start, np.int32)
+  span = Span(jnp.asarray(start)[:, None], jnp.asarray(stops)[:, None], span_sinks)
+  chosen = jax.jit(functools.partial(tiles.best, unit=unit, **kwargs))(scores, span)
+  table, count, ranked = map(np.asarray, chosen)
+  for row, n, value in zip(table.reshape(-1, table.shape[-1]), count.flat, ranked, strict=False):
+    assert (row[n:] == -1).all() and len(set(row[:n].tolist())) == n
+    assert value.shape == table.shape[1:]
+  assert ((ranked == -np.inf) == (table == -1)).all()
+  return [
+    [table[b, h, : count[b, h]].tolist() for h in range(table.shape[1])] for b in range(len(stops))
+  ]
+
+
+def test_worked_example():
+  """Eight tiles of which seven hold tokens: a sink, the two newest, and the two best others."""
+  scores = [[9, 1, 5, 5, 2, 9, 9, 9]]
+  assert listed(scores, [7], sinks=1, local=2, k=2) == [[[0, 6, 5, 2, 3]]]
+  assert listed(scores, [7], sinks=0, local=0, k=3) == [[[0, 5, 6]]]
+  assert listed(scores, [7], unit=4, sinks=1, local=1, k=5) == [[[0, 1]]]
+
+
+@pytest.mark.parametrize("unit", [1, 3, 4])
+@pytest.mark.parametrize(
+  ("sinks", "local", "k"), [(0, 1, 3), (2, 3, 4), (1, 0, 2), (3, 2, 0), (0, 0, 99)]
+)
+def test_every_length_against_a_loop(unit, sinks, local, k):
+  """Ties are common (scores are small integers), rows may be empty, short, or full."""
+  rng = np.random.default_rng(unit)
+  count = 11
+  scores = rng.integers(0, 4, (2, count))
+  stops = range(count * unit + 1)
+  found = listed(scores, stops, unit, sinks=sinks, local=local, k=k)
+  for stop, heads in zip(stops, found, strict=True):
+    for h, entries in enumerate(heads):
+      held = -(-stop // unit)
+      assert entries == choose(scores[h, :held].tolist(), sinks, local, k), (stop, h)
+
+
+def test_scores_below_every_float_are_chosen_when_there_is_room():
+  scores = [[-np.inf, 3.0, -np.inf, 1.0]]
+  assert listed(scores, [4, 3], sinks=0, local=1, k=3) == [[[3, 1, 0, 2]], [[2, 1, 0]]]
+
+
+def test_limits_per_row():
+  scores = [[1, 2, 3, 4, 5]]
+  found = listed(scores, [5, 5], sinks=0, local=1, k=4, limit=jnp.array([4, 1]))
+  assert found == [[[4, 3, 2, 1, 0]], [[4, 3]]]
+
+
+def test_tiles_outside_the_window_are_left_out():
+  """Slots 0, 1 and 9 … 12 are visible, in tiles of two; tile 4 holds slot 9."""
+  scores = [[7, 9, 9, 9, 1, 2, 3]]
+  found = listed(scores, [13], 2, start=[9], span_sinks=2, sinks=0, local=1, k=6)
+  assert found == [[[6, 0, 5, 4]]]
+  found = listed(scores, [13], 2, start=[9], span_sinks=2, sinks=2, local=4, k=6)
+  assert found == [[[0, 6, 5, 4]]]
+
+
+def test_windows_that_new_slots_touch():
+  """Every window that holds one of them, for windows that abut and windows that overlap."""
+  for width, stride in ((4, 4), (1, 1), (6, 3), (8, 2)):
+    for start in range(20):
+      for tokens in (1, 2, 5):
+        found = np.asarray(tiles.touched(jnp.array([start]), tokens, width=width, stride=stride))[0]
+        slots = set(range(start, start + tokens))
+        want = [j for j in range(40) if slots & set(range(j * stride, j * stride + width))]
+        assert set(want) <= set(found.tolist()) and len(found) <= len(want) + 1 + width // stride
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstChannel(Selective):
+  """Scores a tile by the sum of the first channel of its keys, whatever the query."""
+
+  size: int = 4
+  most: int = 2
+  sinks: int = 1
+  below: int = 0
+  hides: int = 0
+
+  unit = property(lambda self: self.size)
+  best = property(lambda self: self.most)
+  forced = property(lambda self: (self.sinks, 1))
+  dense_below = property(lambda self: self.below)
+
+  def window(self, at, qpos):
+    return Window(0, jnp.full_like(qpos, self.hides)) if self.hides else None
+
+  def summaries(self, spec):
+    tiles = -(-spec.capacity // self.size)
+    return {"sum": jnp.zeros((spec.batch, spec.kv_heads, tiles), jnp.float32)}
+
+  def summarise(self, cache, start, tokens):
+    near = {"width": self.size, "stride": self.size}
+    at = tiles.touched(start, tokens, **near)
+    k, filled = tiles.keys(cache, at, **near)
+    new = jnp.where(filled, k, 0)[..., 0].sum(-1)
+    ok = at * self.size < cache.used[:, None]
+    return cache.put(heads={"sum": tiles.write(cache.heads["sum"], at, ok, new)})
+
+  def tile_scores(self, at, cache, q):
+    return cache.heads["sum"]
+
+
+def test_summaries_follow_the_cache():
+  """After a prompt, a second turn and every step they are those of the keys that are there."""
+  stream = Stream.random(0, tokens=60)
+  layer = Layer(FirstChannel(), stream, capacity=50)
+
+  def check():
+    k, used = np.asarray(layer.cache.slots["k"]), np.asarray(layer.cache.used)
+    kept = np.where(
+      np.arange(52) < used[:, None], np.pad(k[..., 0], [(0, 0)] * 2 + [(0, 2)]).swapaxes(0, 1), 0
+    )
+    want = kept.swapaxes(0, 1).reshape(2, 3, 13, 4).sum(-1)
+    np.testing.assert_allclose(layer.cache.heads["sum"], want, atol=1e-5)
+
+  layer.prefill([18, 5])
+  check()
+  layer.prefill([3, 9], start=[18, 5], past=None)
+  check()
+  for step in range(9):
+    layer.decode([21 + step, 14 + step], live=[True, step != 4])
+    check()
+
+
+def test_dense_layers_and_short_rows_read_everything():
+  stream = Stream.random(1, tokens=40)
+  for method, everything in (
+    (FirstChannel(dense_layers=2), [True, True]),
+    (FirstChannel(most=1, below=15), [False, True]),
+    (FirstChannel(most=1, below=14), [False, False]),
+    (FirstChannel(most=2), [False, True]),
+  ):
+    layer = Layer(Watched(method), stream, capacity=40)
+    assert ("sum" in layer.cache.heads) == (method.dense_layers == 0)
+    layer.prefill([30, 13])
+    _, aux = layer.decode([30, 13])
+    full = np.asarray(aux["visited"]) == [[31], [14]]
+    assert (full.all(1) == everything).all(), method
+
+
+def test_ratio_widens_what_is_scored():
+  stream = Stream.random(2, tokens=60)
+  method = FirstChannel(most=2)
+  layer = Layer(method, stream, capacity=60)
+  layer.prefill([50, 13])
+  scores = layer.cache.heads["sum"]
+  plans = [method.select(layer.at, layer.cache, scores, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
+  counts = [np.asarray(plan.count)[:, 0].tolist() for plan in plans]
+  assert counts == [[4, 4], [4, 4], [5, 4], [6, 4]]
+  narrow, wide = (np.asarray(plan.table) for plan in (plans[0], plans[-1]))
+  np.testing.assert_array_equal(wide[0, :, :4], narrow[0])
+  assert plans[0].pinned == 1 and np.isinf(plans[0].scores[..., :2]).all()
+
+
+def test_a_window_bounds_the_choice():
+  stream = Stream.random(3, tokens=40)
+  layer = Layer(Watched(FirstChannel(hides=18, most=3)), stream, capacity=40)
+  layer.prefill([36, 30])
+  _, aux = layer.decode([36, 30])
+  slots = np.asarray(aux["slots"])
+  assert (slots[slots >= 0] >= 18).all() and (slots == 18).any()

@@ -378,7 +378,7 @@ class Method:
     if not at.top.positional:
       before = staged["pos"].shape[2] - prompt.tokens
     reach = None if before is None else before + 1 + prompt.query_index().max(0)
-    window = self.window(at, qpos)
+    window = at.top.window(at, qpos)
     state = attention.attend_prompt(at, q, qpos, staged, window, reach)
     return Attended(state, None, None, (staged["pos"] >= 0).sum(-1, dtype=jnp.int32))
 

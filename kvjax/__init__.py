@@ -6,6 +6,7 @@ from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
   "H2O",
   "METHODS",
+  "PSAW",
   "TOVA",
   "VATP",
   "At",

@@ -5,6 +5,7 @@ from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
@@ -23,4 +24,5 @@ METHODS: dict[str, type[Method]] = {
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
   "longflow": LongFlow,
+  "psaw": PSAW,
 }

@@ -2,6 +2,7 @@
 
 from kvjax.bounded import Bounded
 from kvjax.method import Method
+from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
@@ -35,6 +36,7 @@ from kvjax.wrapper import Wrapper
 __version__ = "0.1.0"
 
 __all__ = [
+  "ETF",
   "H2O",
   "METHODS",
   "PSAW",

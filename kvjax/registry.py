@@ -1,6 +1,7 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
 from kvjax.method import Method
+from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
@@ -25,4 +26,5 @@ METHODS: dict[str, type[Method]] = {
   "pyramidkv": PyramidKV,
   "longflow": LongFlow,
   "psaw": PSAW,
+  "etf": ETF,
 }

@@ -152,7 +152,7 @@ class Newest(Full):
 @pytest.mark.parametrize(
   ("args", "kwargs", "message"),
   [
-    ((Random(8),), {}, "base: found Random.*expected a method whose slots are positions"),
+    ((Random(8),), {}, r"base: found Random.*expected a method whose slots are positions"),
     ((Newest(),), {}, "PSAW replaces window, and so does its base"),
     ((PSAW(),), {}, "PSAW replaces window, and so does its base"),
     ((), {"sinks": -1}, "sinks: found -1, expected 0 or more"),

@@ -2,6 +2,7 @@
 
 from kvjax.bounded import Bounded
 from kvjax.method import Method
+from kvjax.methods.cis import CIS
 from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
@@ -36,6 +37,7 @@ from kvjax.wrapper import Wrapper
 __version__ = "0.1.0"
 
 __all__ = [
+  "CIS",
   "ETF",
   "H2O",
   "METHODS",

@@ -1,6 +1,7 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
 from kvjax.method import Method
+from kvjax.methods.cis import CIS
 from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
   "longflow": LongFlow,
+  "cis": CIS,
   "psaw": PSAW,
   "etf": ETF,
 }

@@ -3,6 +3,7 @@
 from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.methods.cis import CIS
+from kvjax.methods.cpe import CPE
 from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
   "CIS",
+  "CPE",
   "ETF",
   "H2O",
   "METHODS",

@@ -2,6 +2,7 @@
 
 from kvjax.method import Method
 from kvjax.methods.cis import CIS
+from kvjax.methods.cpe import CPE
 from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
@@ -29,4 +30,5 @@ METHODS: dict[str, type[Method]] = {
   "cis": CIS,
   "psaw": PSAW,
   "etf": ETF,
+  "cpe": CPE,
 }

@@ -93,10 +93,14 @@ class Planned(Layer):
     return tuple(np.asarray(x) for x in self._plan(self.cache, *new))
 
 
-def follow(method, stream, lengths, steps, scale=1.0):
-  """Runs layer and oracles side by side; returns retrieved [steps, B, K] (or [.., G])."""
+def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, layer=1):
+  """Runs layer and oracles side by side; returns retrieved [steps, B, K] (or [.., G]).
+
+  `over` is the method that stands over CIS, if any; visible(t) are the positions that it lets
+  query t see.
+  """
   stream.q[:] *= scale
-  layer = Planned(method, stream, capacity=stream.k.shape[2])
+  layer = Planned(over or method, stream, capacity=stream.k.shape[2], layer=layer)
   layer.prefill(lengths)
   batch, heads, groups = stream.q.shape[:3]
   oracles = {(b, h): Oracle(method, groups) for b in range(batch) for h in range(heads)}
@@ -111,7 +115,7 @@ def follow(method, stream, lengths, steps, scale=1.0):
       t = at[b]
       q = rotate(stream.q[b, h, :, t], t)
       keys = np.array([rotate(stream.k[b, h, j], j) for j in range(t + 1)])
-      want = oracle.attended(q, keys)
+      want = oracle.attended(q, keys, visible and visible(t))
       got = table[b, h, : count[b, h]].tolist()
       assert len(got) == len(set(got)) and set(got) == want, (b, h, step)
       assert (table[b, h, count[b, h] :] == -1).all()
@@ -263,7 +267,7 @@ def test_presets():
   assert large == CIS() and large.k + large.sinks + large.local == 512
   assert (large.tau, large.radius, large.dilated) == (0.8, 1, 144)
   assert CIS.preset(128, matched=True).k == 72 and CIS.preset(512, matched=True).k == 388
-  with pytest.raises(ValueError, match=r"preset: found 100, expected one of \[128, 512\]"):
+  with pytest.raises(ValueError, match=r"budget: found 100, expected one of \[128, 512\]"):
     CIS.preset(100)
 
 

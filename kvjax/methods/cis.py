@@ -68,27 +68,23 @@ class CIS(Method):
       raise ValueError(f"CIS.per: found {self.per!r}, expected 'kv_head' or 'query_head'")
 
   @classmethod
-  def preset(cls, budget: int, matched: bool = False, **changes: Any) -> Method:
+  def preset(cls, budget: int, matched: bool = False, **changes: Any) -> "CIS":
     """The paper's split of 128 or 512 tokens; matched=True is CIS*, whose average is the budget.
 
     Retrieving steps attend to `budget` tokens and sharing ones to a few more; CIS* retrieves less,
     so that both together come to `budget`.
     """
-    if budget not in BUDGETS:
-      raise ValueError(f"{cls.__name__}.preset: found {budget}, expected one of {list(BUDGETS)}")
-    sinks, local, k, k_matched = BUDGETS[budget]
-    split = {"k": k_matched if matched else k, "sinks": sinks, "local": local}
-    return cls(**{**split, **changes})
+    return cls(**{**split(budget, matched), **changes})
 
   @classmethod
-  def example(cls, budget: int) -> Method:
+  def example(cls, budget: int) -> "CIS":
     if budget in BUDGETS:
       return cls.preset(budget)
     sinks, local = max(1, budget // 32), max(1, budget // 8)
     return cls(k=max(1, budget - sinks - local), sinks=sinks, local=local)
 
   @classmethod
-  def neutral(cls, length: int) -> Method:
+  def neutral(cls, length: int) -> "CIS":
     return cls(k=1, sinks=0, local=length)
 
   @property
@@ -227,6 +223,14 @@ class CIS(Method):
     retrieved = memo["anchor"] == step[:, None, None]
     retrieved = retrieved[..., 0] if self.per == "kv_head" else retrieved
     return cache, {"retrieved": retrieved}
+
+
+def split(budget: int, matched: bool = False) -> dict[str, int]:
+  """The paper's k, sinks and local for 128 or 512 tokens."""
+  if budget not in BUDGETS:
+    raise ValueError(f"budget: found {budget}, expected one of {list(BUDGETS)}")
+  sinks, local, k, k_matched = BUDGETS[budget]
+  return {"k": k_matched if matched else k, "sinks": sinks, "local": local}
 
 
 def _unit(q: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:

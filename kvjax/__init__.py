@@ -1,6 +1,7 @@
 """kvjax: KV-cache methods for long-context decoding, as jittable steps over an explicit cache."""
 
 from kvjax.bounded import Bounded
+from kvjax.measured import Measured
 from kvjax.method import Method
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
@@ -58,6 +59,7 @@ __all__ = [
   "Linear",
   "Llama3",
   "LongFlow",
+  "Measured",
   "Method",
   "Plan",
   "Prompt",

@@ -1,14 +1,19 @@
 """kvjax: KV-cache methods for long-context decoding, as jittable steps over an explicit cache."""
 
 from kvjax.bounded import Bounded
+from kvjax.measured import Measured
 from kvjax.method import Method
+from kvjax.methods.cis import CIS
+from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
+from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
@@ -40,8 +45,12 @@ from kvjax.wrapper import Wrapper
 __version__ = "0.1.0"
 
 __all__ = [
+  "CIS",
+  "CPE",
+  "ETF",
   "H2O",
   "METHODS",
+  "PSAW",
   "TOVA",
   "VATP",
   "At",
@@ -59,6 +68,7 @@ __all__ = [
   "Linear",
   "Llama3",
   "LongFlow",
+  "Measured",
   "Method",
   "Plan",
   "Prompt",

@@ -72,6 +72,14 @@ class Method:
     """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
     return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
 
+  @property
+  def projects_all(self) -> bool:
+    """Whether tokens that a layer does not compute (`active`) still get its keys and values.
+
+    The decoder then projects those of all tokens of a chunk, and `fill` is handed all of them.
+    """
+    return False
+
   def overrides(self, move: str) -> bool:
     """Whether this method has its own form of a move."""
     return getattr(type(self), move) is not getattr(Method, move)
@@ -237,12 +245,15 @@ class Method:
   def fill(
     self,
     at: At,
-    k: Float[Array, "B K A H"],
-    v: Float[Array, "B K A H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"], Carry]:
-    """Keys and values (not rotated) of all tokens of the chunk, from those of the computed ones."""
+    """Keys and values (not rotated) of all tokens of the chunk, from those of the computed ones.
+
+    C = A, or all T where the method `projects_all`.
+    """
     return k, v, carry
 
   def stage(
@@ -347,12 +358,15 @@ class Method:
     at: At,
     cache: Cache,
     q: Float[Array, "B K G A H"],
-    k: Float[Array, "B K A H"],
-    v: Float[Array, "B K A H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[Float[Array, "B K G A H"], Cache, Carry, Aux]:
-    """A prompt, a chunk of one, or a later turn; arguments and results as in `decode_step`."""
+    """A prompt, a chunk of one, or a later turn; arguments and results as in `decode_step`.
+
+    q is that of the A computed tokens; k and v are too, or of all T if the method `projects_all`.
+    """
     q, qpos, new, carry = self.enter(at, cache, q, k, v, prompt, carry)
     staged, staged_cache, carry = self.stage(at, cache, new, q, prompt, carry)
     attended = self.attend_prompt(at, staged, q, qpos, prompt)
@@ -386,7 +400,7 @@ class Method:
     if not at.top.positional:
       before = staged["pos"].shape[2] - prompt.tokens
     reach = None if before is None else before + 1 + prompt.query_index().max(0)
-    window = self.window(at, qpos)
+    window = at.top.window(at, qpos)
     state = attention.attend_prompt(at, q, qpos, staged, window, reach)
     return Attended(state, None, None, (staged["pos"] >= 0).sum(-1, dtype=jnp.int32))
 

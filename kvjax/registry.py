@@ -1,13 +1,17 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
 from kvjax.method import Method
+from kvjax.methods.cis import CIS
+from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
+from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
@@ -33,4 +37,8 @@ METHODS: dict[str, type[Method]] = {
   "infllm_v2": InfLLMv2,
   "double_sparsity": DoubleSparsity,
   "hshare": HShare,
+  "cis": CIS,
+  "psaw": PSAW,
+  "etf": ETF,
+  "cpe": CPE,
 }

@@ -55,6 +55,10 @@ class Wrapper(Method):
   def order_independent(self) -> bool:
     return self.base.order_independent
 
+  @property
+  def projects_all(self) -> bool:
+    return self.base.projects_all
+
   def overrides(self, move: str) -> bool:
     own = getattr(type(self), move) is not getattr(Wrapper, move)
     return own or self.base.overrides(move)

@@ -73,6 +73,22 @@ class Projections(nnx.Module):
     y = products.qkv_heads(parts, bias, scales, eps, x.dtype, impl)
     return y[..., :-2, :], y[..., -2, :], y[..., -1, :]
 
+  def qkv_apart(
+    self, x: Float[Array, "*batch D"], every: Float[Array, "*other D"]
+  ) -> tuple[Float[Array, "*batch K G H"], Float[Array, "*other K H"], Float[Array, "*other K H"]]:
+    """Queries of some tokens of a prompt, keys and values of others."""
+    q, kv = self._part(x, slice(-2)), self._part(every, slice(-2, None))
+    k, v = kv[..., 0, :], kv[..., 1, :]
+    if hasattr(self, "q_norm"):
+      q, k = self.q_norm(q), self.k_norm(k)
+    return q, k, v
+
+  def _part(self, x: Float[Array, "*batch D"], part: slice) -> Float[Array, "*batch K P H"]:
+    """x times a part of each KV head's G queries, key and value."""
+    w = self.wqkv[...][:, :, part]
+    y = (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
+    return y + self.bqkv[...][:, part] if hasattr(self, "bqkv") else y
+
   def out(self, o: Float[Array, "*batch K G H"], impl: str) -> Float[Array, "S *batch D"]:
     """What attention adds to the residual stream, as summands."""
     w = self.wo[...]

@@ -45,9 +45,12 @@ class Layer(nnx.Module):
     rows = jnp.arange(x.shape[0])[:, None]
     # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
     y = x if prompt.index is None else x.at[rows, prompt.index].get(mode="clip")
-    q, k, v = self.attention.qkv(self.attention_norm(y), at.env.impl)
+    if prompt.index is not None and at.top.projects_all:
+      q, k, v = self.attention.qkv_apart(self.attention_norm(y), self.attention_norm(x))
+    else:
+      q, k, v = self.attention.qkv(self.attention_norm(y), at.env.impl)
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
-    k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A, H]
+    k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A or T, H]
     o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)

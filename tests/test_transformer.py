@@ -234,3 +234,15 @@ def test_tokens_that_a_layer_skips_keep_their_hidden_state_and_cost_nothing():
 
   assert products(kvjax.Full()) == [6, 6]
   assert products(Frozen()) == [6, 3]
+
+
+def test_queries_and_keys_of_different_tokens():
+  """Apart they are what they are together, with biases and norms per head too."""
+  config = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True)
+  attention = small(config=config).layers[0].attention
+  bias = attention.bqkv
+  bias[...] = jax.random.normal(jax.random.key(0), bias[...].shape)
+  x = jax.random.normal(jax.random.key(1), (2, 5, config.dim))
+  q, k, v = attention.qkv(x, "reference")
+  some, *every = attention.qkv_apart(x[:, 3:], x)
+  chex.assert_trees_all_close((some, *every), (q[:, 3:], k, v), rtol=1e-5, atol=1e-6)

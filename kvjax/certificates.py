@@ -1,0 +1,269 @@
+"""What a selection of keys costs, and the bounds on it that PrHS proves (§II-C, §VII, App. A-D).
+
+Pure functions on the host, in float64, so that no rounding comes between a quantity and its bound.
+Arrays are NumPy's or JAX's; leading axes are arbitrary. Keys count from 0, and logarithms are
+natural. Where the paper's statement needs an assumption that models do not meet (unit queries,
+constants that are given), what stands here is the form that holds for any input.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+Numbers = np.ndarray | jax.Array
+
+RATES = np.geomspace(1e-6, 30.0, 400)  # λ that `fit_recency` tries, per token
+ROUNDING = 1e-12
+
+
+class Certificate(NamedTuple):
+  """A quantity and the bound on it, float64, of one shape."""
+
+  actual: np.ndarray
+  bound: np.ndarray
+
+  @property
+  def holds(self) -> bool:
+    """Whether the bound holds everywhere, up to the rounding of float64."""
+    return bool((self.actual <= self.bound + ROUNDING).all())
+
+
+class Recency(NamedTuple):
+  """Eq. 44: A_i ≤ κ·(1 − ρ)·ρ^(t − i) with ρ = e^−λ, for all i behind the first tokens."""
+
+  log_kappa: np.ndarray  # ln κ: κ itself can exceed float64
+  rate: np.ndarray  # λ, per token
+
+
+# ---- what was read
+
+
+def retrieval_ratio(
+  retrieved: Bool[Numbers, "steps L B *heads"], live: Bool[Numbers, "steps B"] | None = None
+) -> float:
+  """ρ̂: retrievals / (heads · layers · steps) (§V-A).
+
+  Args:
+    retrieved: which heads retrieved, as CIS reports it in every step and layer.
+    live: rows that took part in each step; None: all.
+  """
+  return _mean_of_live(retrieved, live)
+
+
+def tokens_per_head(
+  visited: Int[Numbers, "steps L B K"], live: Bool[Numbers, "steps B"] | None = None
+) -> float:
+  """Average number of tokens that a KV head attended to (Tab. VI), of `visited` of every step."""
+  return _mean_of_live(visited, live)
+
+
+def _mean_of_live(x: Numbers, live: Numbers | None) -> float:
+  x = np.asarray(x, np.float64)
+  if live is None:
+    return float(x.mean())
+  rows = np.asarray(live)[:, None].reshape(len(x), 1, -1, *(1,) * (x.ndim - 3))
+  return float(x.mean(where=np.broadcast_to(rows, x.shape)))
+
+
+# ---- what was missed
+
+
+def attention(
+  q: Float[Numbers, "*#batch H"],
+  k: Float[Numbers, "*#batch S H"],
+  visible: Bool[Numbers, "*#batch S"] | None = None,
+) -> Float[np.ndarray, "*out S"]:
+  """A_i = softmax_i(q·k_i/√H) (Eq. 2) over the visible keys; 0 for the others."""
+  q, k = _wide(q), _wide(k)
+  logits = (k @ q[..., None])[..., 0] / np.sqrt(q.shape[-1])
+  if visible is not None:
+    logits = np.where(np.asarray(visible), logits, -np.inf)
+  weight = np.exp(logits - logits.max(-1, keepdims=True))
+  return weight / weight.sum(-1, keepdims=True)
+
+
+def heaviest(weight: Float[Numbers, "*batch S"], count: int) -> Bool[np.ndarray, "*batch S"]:
+  """The oracle's set: the `count` keys of largest weight (Eq. 5), ties to the lowest position."""
+  order = np.argsort(-_wide(weight), -1, kind="stable")
+  return np.argsort(order, -1) < count
+
+
+def overlap(
+  chosen: Bool[Numbers, "*#batch S"], oracle: Bool[Numbers, "*#batch S"]
+) -> Float[np.ndarray, "*out"]:
+  """Share of the oracle's keys that were chosen (Fig. 4, 7); 1 where the oracle has none."""
+  chosen, oracle = np.asarray(chosen), np.asarray(oracle)
+  hits, size = (chosen & oracle).sum(-1), oracle.sum(-1)
+  return np.where(size > 0, hits / np.maximum(size, 1), 1.0)
+
+
+def dropped_mass(
+  weight: Float[Numbers, "*#batch S"], chosen: Bool[Numbers, "*#batch S"]
+) -> Float[np.ndarray, "*out"]:
+  """δ = Σ A_i over the keys that were not chosen (Eqs. 3 and 18), without 1 − τ's cancellation."""
+  return np.asarray(np.where(np.asarray(chosen), 0.0, _wide(weight)).sum(-1))
+
+
+# ---- bounds
+
+
+def information_bound(
+  delta: Float[Numbers, "*batch"] | float, keys: int
+) -> Float[np.ndarray, "*batch"]:
+  """g(δ) = 2·[h_b(δ) + δ·ln n] nats, n = `keys` eligible ones (Eq. 4; the paper's L).
+
+  For any law of contexts X: |I(X; T) − I(X; T_S)| ≤ g(δ), where T is the key that attention draws,
+  T_S the one that it draws from the chosen keys, and δ the largest dropped mass of a context. This
+  is the index channel of Remark 1; its information may rise as well as fall.
+  """
+  delta = np.clip(_wide(delta), 0.0, 1.0)
+  inner = np.clip(delta, 1e-300, 1 - 1e-16)  # h_b(0) = h_b(1) = 0
+  entropy = -inner * np.log(inner) - (1 - inner) * np.log1p(-inner)
+  entropy = np.where((delta > 0) & (delta < 1), entropy, 0.0)
+  return np.asarray(2 * (entropy + delta * np.log(keys)))
+
+
+def query_drift(
+  q: Float[Numbers, "*#batch H"],
+  anchor: Float[Numbers, "*#batch H"],
+  k: Float[Numbers, "*#batch S H"],
+  visible: Bool[Numbers, "*#batch S"] | None = None,
+) -> Certificate:
+  """Δ_att = ‖A(q′) − A(q)‖₁ ≤ 2·‖q′ − q‖·max_i ‖k_i‖ / √H, over the same keys.
+
+  Lemmas 5 and 6. Eq. 14 puts √(2 − 2τ) for ‖q′ − q‖, which is right for queries of norm 1 only.
+  """
+  shift = attention(q, k, visible) - attention(anchor, k, visible)
+  length = np.linalg.norm(_wide(k), axis=-1)
+  if visible is not None:
+    length = np.where(np.asarray(visible), length, 0.0)
+  apart = np.linalg.norm(_wide(q) - _wide(anchor), axis=-1)
+  bound = 2 * apart * length.max(-1) / np.sqrt(q.shape[-1])
+  return Certificate(np.abs(shift).sum(-1), bound)
+
+
+def sharing_loss(
+  q: Float[Numbers, "*#batch H"],
+  anchor: Float[Numbers, "*#batch H"],
+  k: Float[Numbers, "*#batch S H"],
+  count: int,
+  also: Bool[Numbers, "*#batch S"] | None = None,
+  visible: Bool[Numbers, "*#batch S"] | None = None,
+) -> Certificate:
+  """β = τ*(q′) − τ(q′) ≤ 2·Δ_att: what q′ loses by sharing the anchor's keys (Eqs. 14 and 42).
+
+  τ* is the mass of its own `count` heaviest keys, τ that of the anchor's and of `also`, the
+  neighbours, say. The keys are the same for both, and no radius is assumed; `query_drift` bounds
+  Δ_att.
+  """
+  own, other = attention(q, k, visible), attention(anchor, k, visible)
+  shared = heaviest(other, count)
+  if also is not None:
+    shared = shared | np.asarray(also)
+  lost = dropped_mass(own, shared) - dropped_mass(own, heaviest(own, count))
+  return Certificate(lost, 2 * np.abs(own - other).sum(-1))
+
+
+def fit_recency(
+  weight: Float[Numbers, "*batch T S"],
+  position: Int[Numbers, " T"],
+  sinks: int,
+  distance: Int[Numbers, " T"],
+) -> Recency:
+  """κ and λ of a head for which Eq. 44 holds at every query and key given.
+
+  For any λ the least such κ is max A_i·e^(λ(t − i)) / (1 − ρ). Of these pairs it returns the one
+  whose bound κ·e^(−λD) is least on (geometric) average over the queries.
+
+  Args:
+    weight: attention of T queries over keys 0 … S − 1.
+    position: of each query.
+    sinks: first tokens that the decay says nothing about.
+    distance: D, of each query.
+
+  Returns:
+    ln κ and λ, float64 of the leading axes.
+  """
+  with np.errstate(divide="ignore"):
+    log_weight = np.log(_wide(weight)[..., sinks:])
+  behind = np.asarray(position)[:, None] - np.arange(sinks, weight.shape[-1])  # t − i
+  # Of all keys at one distance Eq. 44 asks most of the heaviest.
+  far = max(int(behind.max(initial=0)), 0) + 1
+  peak = np.full((*weight.shape[:-2], far), -np.inf)
+  for t, away in enumerate(behind):
+    real = away >= 0
+    at = away[real]
+    peak[..., at] = np.maximum(peak[..., at], log_weight[..., t, real])
+  reach = np.mean(np.asarray(distance, np.float64))
+  best: Recency | None = None
+  for rate in RATES:
+    log_kappa = (peak + rate * np.arange(far)).max(-1) - np.log(-np.expm1(-rate))
+    trial = Recency(log_kappa, np.full(log_kappa.shape, rate))
+    if best is None:
+      best = trial
+      continue
+    better = log_kappa - rate * reach < best.log_kappa - best.rate * reach
+    best = Recency(*(np.where(better, new, old) for new, old in zip(trial, best, strict=True)))
+  assert best is not None
+  return best
+
+
+def window_loss(
+  weight: Float[Numbers, "*batch T S"],
+  position: Int[Numbers, " T"],
+  sinks: int,
+  first: Int[Numbers, " T"],
+  recency: Recency | None = None,
+) -> Certificate:
+  """PSAW's dropped mass δ ≤ κ·e^(−λD), D = t − P + 1 (Th. 7), per query.
+
+  The paper takes κ ≤ 1 and λ as given. Here they are fitted (`fit_recency`) so that Eq. 44 holds
+  at every key, whatever κ that takes; those of other queries can be passed, and then the bound
+  holds where Eq. 44 does.
+
+  Args:
+    weight: attention of T queries over keys 0 … S − 1, nothing hidden.
+    position: t, of each query.
+    sinks: C_sink.
+    first: P, oldest position that each query sees beside the sinks, as in `kvjax.Window`.
+    recency: κ and λ of the leading axes.
+  """
+  position, first = np.asarray(position), np.asarray(first)
+  key = np.arange(weight.shape[-1])
+  seen = (key < sinks) | (key >= first[:, None])
+  distance = position - np.maximum(first, 0) + 1
+  if recency is None:
+    recency = fit_recency(weight, position, sinks, distance)
+  log_bound = recency.log_kappa[..., None] - recency.rate[..., None] * distance
+  return Certificate(dropped_mass(weight, seen), np.exp(np.minimum(log_bound, 700.0)))
+
+
+def freezing_loss(
+  q: Float[Numbers, "*#batch H"],
+  k: Float[Numbers, "*#batch S H"],
+  frozen: Float[Numbers, "*#batch S H"],
+  visible: Bool[Numbers, "*#batch S"] | None = None,
+) -> Certificate:
+  """β_ETF = ½·‖Ã − A‖₁ ≤ ‖q‖·max_i ‖k̃_i − k_i‖ / √H: what freezing changes in one layer (Th. 8).
+
+  The largest change of a key stands for B·e^(−μ(ℓ − ℓ_s)), the least that Eq. 45 allows. It is the
+  change of one layer for one query; that of the layers above, which read changed states, adds up.
+
+  Args:
+    q: query.
+    k: keys as the layer computes them.
+    frozen: keys with those of frozen tokens taken from the layer below; rotated alike.
+    visible: keys that the query sees; None: all.
+  """
+  shift = attention(q, frozen, visible) - attention(q, k, visible)
+  change = np.linalg.norm(_wide(frozen) - _wide(k), axis=-1)
+  if visible is not None:
+    change = np.where(np.asarray(visible), change, 0.0)
+  bound = np.linalg.norm(_wide(q), axis=-1) * change.max(-1) / np.sqrt(q.shape[-1])
+  return Certificate(np.abs(shift).sum(-1) / 2, bound)
+
+
+def _wide(x: Numbers | float) -> np.ndarray:
+  return np.asarray(x, np.float64)

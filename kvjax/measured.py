@@ -1,0 +1,60 @@
+"""A wrapper that reports what each decode step leaves out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from kvjax.method import Aux
+from kvjax.ops import attention, slots
+from kvjax.types import At, Attended, Cache, Plan
+from kvjax.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured(Wrapper):
+  """Adds to a method's diagnostics how its attention compares with that over all keys.
+
+  Every decode step reports, beside what the base does,
+
+      dropped   float32 [B, K, G]   δ, the full cache's attention to keys that were not attended
+      overlap   float32 [B, K, G]   share of the oracle's keys that were attended, the oracle taking
+                                    each query head's heaviest keys, as many as were attended
+
+  (`kvjax.certificates` has the bounds that δ enters). It reads all keys to do so: for evaluations.
+
+  Attributes:
+    base: a method whose cache holds every token (`positional`).
+  """
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not self.base.positional:
+      raise ValueError(
+        f"Measured.base: found {self.base!r}, expected a method whose cache holds every token"
+      )
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    cached = (cache.pos >= 0)[:, :, None]
+    logits = attention.logits_of(q[:, :, :, None], cache.slots["k"])[:, :, :, 0]
+    weight = jax.nn.softmax(logits, -1, where=cached)
+    chosen = self.chosen(at, cache, plan)[:, :, None]
+    dropped = jnp.where(chosen, 0.0, weight).sum(-1)
+    rank = jnp.argsort(jnp.argsort(jnp.where(cached, -weight, jnp.inf), -1), -1)
+    size = chosen.sum(-1, keepdims=True)
+    overlap = (chosen & (rank < size)).sum(-1) / size[..., 0]
+    cache, aux = self.base.observe(at, cache, q, plan, attended)
+    return cache, {**aux, "dropped": dropped, "overlap": overlap}
+
+  def chosen(self, at: At, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
+    """Slots that the step attended to."""
+    view = at.top.read(at, cache, plan)
+    ok = view.pos >= 0
+    window = at.top.window(at, (cache.seen - 1)[:, None])
+    if window is not None:
+      ok &= window.sees(view.pos)[:, :, 0]
+    slot = jnp.where(ok, view.slot, cache.size)
+    return slots.put(jnp.zeros(cache.pos.shape, bool), slot, jnp.ones_like(slot, bool))

@@ -1,0 +1,65 @@
+"""CPE: CIS, PSAW and ETF together (PrHS, §IV)."""
+
+import dataclasses
+from typing import Any
+
+from kvjax.method import Method
+from kvjax.methods.cis import CIS, split
+from kvjax.methods.etf import ETF
+from kvjax.methods.psaw import PSAW
+from kvjax.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class CPE(Wrapper):
+  """Shared retrieval along time, a narrowing window along depth, frozen tokens in prefill.
+
+  The same as PSAW(ETF(CIS())) with one number of first tokens and one first layer for all three,
+  and the same in any order of the two wrappers. In layers that the window narrows, heads that
+  retrieve rank visible tokens only, and shared tokens that have left the window are not attended
+  to.
+
+  Attributes:
+    base: PSAW(ETF(CIS())) of the values below.
+    k, sinks, local, block, tau, radius, m, per: of CIS; `sinks` is that of PSAW and ETF too.
+    phi, alpha: of PSAW.
+    psi, gamma, kv: of ETF.
+    start: of PSAW and ETF.
+  """
+
+  base: Method = dataclasses.field(init=False, repr=False)
+  k: int = 432
+  sinks: int = 16
+  local: int = 64
+  block: int = 16
+  tau: float = 0.8
+  radius: int = 1
+  m: int | None = None
+  per: str = "kv_head"
+  phi: float = 0.7
+  alpha: float = 1.0
+  psi: float = 0.5
+  gamma: float = 1.0
+  kv: str = "previous"
+  start: float = 0.75
+
+  def __post_init__(self):
+    cis = CIS(self.k, self.sinks, self.local, self.block, self.tau, self.radius, self.m, self.per)
+    etf = ETF(cis, self.sinks, self.psi, self.gamma, self.start, self.kv)
+    object.__setattr__(self, "base", PSAW(etf, self.sinks, self.phi, self.alpha, self.start))
+    super().__post_init__()
+
+  @classmethod
+  def preset(cls, budget: int, matched: bool = False, **changes: Any) -> Method:
+    """The paper's split of 128 or 512 tokens, see CIS.preset."""
+    return cls(**{**split(budget, matched), **changes})
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    cis = CIS.example(budget)
+    return cls(k=cis.k, sinks=cis.sinks, local=cis.local)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    cis = CIS.neutral(length)
+    return cls(k=cis.k, sinks=cis.sinks, local=cis.local, phi=1.0, psi=1.0)

@@ -1,0 +1,124 @@
+"""ETF: early tokens of a prompt stop being updated in deep layers (PrHS, §IV-C)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.ops import depth, slots
+from kvjax.types import At, Carry, Prompt
+from kvjax.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class ETF(Wrapper):
+  """Deep layers of prefill compute the first tokens and the end of a prompt only (early freezing).
+
+  Of a prompt of T tokens layer ℓ freezes C_sink < i ≤ E_ℓ(T) with (Eq. 16)
+
+      E_ℓ(T) = ⌊(1 − ψ^(γ·(ℓ − ℓ_s)/(L − ℓ_s)))·T⌋ for ℓ ≥ ℓ_s, and 0 below,
+
+  where layers and positions count from 1 (one range for all queries, Fig. 5). A frozen token keeps
+  the state that the layer below gave it: no projection, attention or MLP is computed for it. The
+  other tokens still attend to it; decoding is the base's.
+
+  E depends on the length of the whole prompt, so a prompt is read at once. A further turn is a
+  prompt of its own: T, i and the first tokens are counted within it.
+
+  Attributes:
+    base: the method that caches what was read.
+    sinks: C_sink, first tokens that every layer computes.
+    psi: ψ, share of the prompt that the top layer computes where γ = 1, in (0, 1]; 1 freezes none.
+    gamma: γ, how fast the frozen part grows, 0 or more; 0 freezes none.
+    start: ℓ_s = ⌊start·L⌋.
+    kv: a frozen token's key and value: "previous", those of the layer below (App. D), or
+      "project", projected from the state that it keeps (§IV-C), at the price of the projection.
+  """
+
+  replaces: ClassVar[tuple[str, ...]] = ("active", "fill")
+  sinks: int = 16
+  psi: float = 0.5
+  gamma: float = 1.0
+  start: float = 0.75
+  kv: str = "previous"
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.sinks < 0:
+      raise ValueError(f"ETF.sinks: found {self.sinks}, expected 0 or more")
+    if not 0 < self.psi <= 1:
+      raise ValueError(f"ETF.psi: found {self.psi}, expected more than 0 and at most 1")
+    if not 0 <= self.gamma < float("inf"):
+      raise ValueError(f"ETF.gamma: found {self.gamma}, expected 0 or more")
+    if not 0 <= self.start <= 1:
+      raise ValueError(f"ETF.start: found {self.start}, expected 0 to 1")
+    if self.kv not in ("previous", "project"):
+      raise ValueError(f"ETF.kv: found {self.kv!r}, expected 'previous' or 'project'")
+
+  @property
+  def projects_all(self) -> bool:
+    return self.kv == "project"
+
+  @property
+  def freezes(self) -> bool:
+    """Whether there can be a layer that freezes something."""
+    return self.psi < 1 and self.gamma > 0 and self.start < 1
+
+  @property
+  def chunkable(self) -> bool:
+    return self.base.chunkable and not self.freezes
+
+  @property
+  def order_independent(self) -> bool:
+    return self.base.order_independent and not self.freezes
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    """The paper's freezing, and a 32nd of the budget as sinks."""
+    return cls(Full(), sinks=max(1, budget // 32))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(Full(), psi=1.0)
+
+  def share(self, layer: int, layers: int) -> int:
+    """E_ℓ(T)/T in units of `depth`; the first layer has none below to take from."""
+    if layer == 0:
+      return 0
+    return depth.share(self.psi, self.gamma, self.start, layer, layers)
+
+  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
+    share = self.share(at.layer, at.env.layers)
+    # A longer prompt computes no fewer tokens than a shorter one: the padded chunk bounds them.
+    longest = depth.floor_of(share, tokens)
+    if longest <= self.sinks:
+      return None
+    count = tokens - (longest - self.sinks)
+    total = jnp.minimum(total, tokens)[:, None]
+    frozen = jnp.maximum(depth.floor_of_each(share, total), self.sinks)  # the first E_ℓ(T)
+    i = jnp.arange(count, dtype=jnp.int32)
+    index = jnp.where(i < self.sinks, i, frozen + i - self.sinks)
+    return jnp.where(index < total, index, tokens)
+
+  def fill(
+    self,
+    at: At,
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"], Carry]:
+    """Those of the computed tokens over those of the layer below; kept for the layer above."""
+    if self.kv == "project":
+      return k, v, carry
+    heads = dict(carry.heads)
+    below = [heads.pop(name, None) for name in ("below_k", "below_v")]
+    if prompt.index is not None:
+      to = jnp.broadcast_to(prompt.index[:, None], k.shape[:3])
+      k, v = (slots.put(old, to, new) for old, new in zip(below, (k, v), strict=True))
+    if at.layer + 1 < at.env.layers and self.share(at.layer + 1, at.env.layers) > 0:
+      heads |= {"below_k": k, "below_v": v}
+    return k, v, dataclasses.replace(carry, heads=heads)

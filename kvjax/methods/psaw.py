@@ -1,0 +1,71 @@
+"""PSAW: a window that narrows with depth (PrHS, §IV-B)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.ops import depth
+from kvjax.types import At, Window
+from kvjax.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class PSAW(Wrapper):
+  """Hides the older tokens from deep layers, in prefill and decode (progressive sliding window).
+
+  Query t of layer ℓ sees {1, …, C_sink} ∪ {P_ℓ(t), …, t} with (Eq. 15)
+
+      P_ℓ(t) = ⌊(1 − φ^(α·(ℓ − ℓ_s)/(L − ℓ_s)))·t⌋ for ℓ ≥ ℓ_s, and 0 below,
+
+  where layers and positions count from 1: ℓ_s itself hides nothing, and the top layer keeps the
+  newest φ^α. What is hidden depends on positions only, so it also bounds the slots that attention
+  reads. Nothing leaves the cache.
+
+  Attributes:
+    base: a method whose slots are positions (`positional`) and that has no window of its own.
+    sinks: C_sink, first tokens that every layer sees (the paper's 8 or 16, as in CIS).
+    phi: φ, share of the past that the top layer sees where α = 1, in (0, 1]; 1 hides nothing.
+    alpha: α, how fast the window narrows, 0 or more; 0 hides nothing.
+    start: ℓ_s = ⌊start·L⌋.
+  """
+
+  replaces: ClassVar[tuple[str, ...]] = ("window",)
+  sinks: int = 16
+  phi: float = 0.7
+  alpha: float = 1.0
+  start: float = 0.75
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not self.base.positional:
+      raise ValueError(
+        f"PSAW.base: found {self.base!r}, expected a method whose slots are positions"
+      )
+    if self.sinks < 0:
+      raise ValueError(f"PSAW.sinks: found {self.sinks}, expected 0 or more")
+    if not 0 < self.phi <= 1:
+      raise ValueError(f"PSAW.phi: found {self.phi}, expected more than 0 and at most 1")
+    if not 0 <= self.alpha < float("inf"):
+      raise ValueError(f"PSAW.alpha: found {self.alpha}, expected 0 or more")
+    if not 0 <= self.start <= 1:
+      raise ValueError(f"PSAW.start: found {self.start}, expected 0 to 1")
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    """The paper's window, whose size follows the context, and a 32nd of the budget as sinks."""
+    return cls(Full(), sinks=max(1, budget // 32))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(Full(), phi=1.0)
+
+  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
+    hidden = depth.share(self.phi, self.alpha, self.start, at.layer, at.env.layers)
+    if hidden == 0:
+      return None
+    t = jnp.maximum(qpos + 1, 0)  # of padding: 0
+    return Window(self.sinks, depth.floor_of_each(hidden, t) - 1)  # P_ℓ(t), counted from 0

@@ -1,0 +1,67 @@
+"""The tiny decoder again, in NumPy float64 and loops: what whole generations are checked against.
+
+Layers and positions count from 1, as in the papers.
+"""
+
+import numpy as np
+
+from tests.layer import rotate, softmax_average
+from tests.tiny import model
+
+
+def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous"):
+  """Logits [n, V] behind every token of one row: `prompt` tokens are read, the rest decoded.
+
+  Args:
+    tokens: n token ids.
+    prompt: how many of them are the prompt.
+    sees: (layer, head, t, q [G, H], k [t, H]) -> positions that query t of a layer attends to;
+      None: all up to t.
+    frozen: (layer, i) -> whether token i of the prompt keeps its state in that layer.
+    kv: where the key and value of a frozen token come from: "previous" layer or "project"ion.
+  """
+  decoder = model()
+  tokens = np.asarray(tokens)
+  x = _array(decoder.embedding)[tokens]
+  k = v = None
+  for number, layer in enumerate(decoder.layers, 1):
+    still = [
+      frozen is not None and i <= prompt and frozen(number, i) for i in range(1, len(tokens) + 1)
+    ]
+    x, k, v = _layer(layer, number, x, k, v, still, sees, kv)
+  return _norm(decoder.norm, x) @ _array(decoder.embedding).T
+
+
+def _layer(layer, number, x, old_k, old_v, still, sees, kv):
+  w = _array(layer.attention.wqkv)  # [D, K, G + 2, H]
+  heads, groups = w.shape[1], w.shape[2] - 2
+  y = np.einsum("td,dkgh->tkgh", _norm(layer.attention_norm, x), w)
+  q, k, v = y[:, :, :groups], y[:, :, groups], y[:, :, groups + 1]
+  if kv == "previous" and any(still):
+    k, v = k.copy(), v.copy()
+    k[still], v[still] = old_k[still], old_v[still]
+  placed = np.array([rotate(k[i], i) for i in range(len(x))])
+  out = x.copy()
+  for t in range(1, len(x) + 1):
+    if still[t - 1]:
+      continue
+    attended = np.zeros((heads, groups, w.shape[3]))
+    for h in range(heads):
+      query, keys = rotate(q[t - 1, h], t - 1), placed[:t, h]
+      seen = range(1, t + 1) if sees is None else sees(number, h, t, query, keys)
+      at = np.array(sorted(seen)) - 1
+      for g in range(groups):
+        score = keys[at] @ query[g] / np.sqrt(len(query[g]))
+        attended[h, g] = softmax_average(score, v[at, h])
+    z = x[t - 1] + np.einsum("kgh,kghd->d", attended, _array(layer.attention.wo))
+    a = np.einsum("d,dcf->cf", _norm(layer.mlp_norm, z), _array(layer.mlp.gate_up))
+    out[t - 1] = z + (a[0] / (1 + np.exp(-a[0])) * a[1]) @ _array(layer.mlp.down)
+  return out, k, v
+
+
+def _norm(norm, x):
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + norm.eps) * _array(norm.scale)
+
+
+def _array(param):
+  return np.asarray(param[...], np.float64)

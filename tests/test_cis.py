@@ -1,0 +1,289 @@
+"""CIS against a NumPy float64 oracle: decisions, sets and outputs of every step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import CIS, Carry
+from kvjax.methods.cis import _distinct
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+class Oracle:
+  """One KV head of one row, step by step; positions count from 0."""
+
+  def __init__(self, method, groups):
+    self.method, self.step = method, 0
+    self.shared = [range(groups)] if method.per == "kv_head" else [[g] for g in range(groups)]
+    self.used = [[] for _ in self.shared]  # of the block: (queries, their retrieval)
+    self.retrieved = []
+
+  def attended(self, q, keys, visible=None):
+    """Positions that the newest query [G, H] attends to, of keys [n, H]."""
+    c, n = self.method, len(keys)
+    seen = set(range(n)) if visible is None else visible
+    middle = [i for i in range(c.sinks, n - c.local) if i in seen]
+    chosen, self.retrieved = set(), []
+    for heads, used in zip(self.shared, self.used, strict=True):
+      if self.step % c.block == 0:
+        used.clear()
+      own = [q[g] for g in heads]
+      heaviest = self.shared_with(own, used)
+      self.retrieved.append(heaviest is None)
+      if heaviest is None:
+        weight = sum(self.weights(x, keys, seen) for x in own)
+        heaviest = sorted(middle, key=lambda i: (-weight[i], i))[: c.k]
+        chosen |= set(heaviest)
+      else:
+        m = c.k // 3 if c.m is None else c.m
+        near = {i + d for i in heaviest[:m] for d in range(-c.radius, c.radius + 1)}
+        chosen |= (set(heaviest) | near) & set(middle)
+      used.append((own, heaviest))
+    self.step += 1
+    always = set(range(min(c.sinks, n))) | set(range(max(0, n - c.local), n))
+    return (always & seen) | chosen
+
+  def shared_with(self, own, used):
+    for others, heaviest in reversed(used):
+      pairs = zip(own, others, strict=True)
+      if all(a @ b / np.linalg.norm(a) / np.linalg.norm(b) > self.method.tau for a, b in pairs):
+        return heaviest
+    return None
+
+  def weights(self, query, keys, seen):
+    x = keys @ query / np.sqrt(len(query))
+    x[[i for i in range(len(keys)) if i not in seen]] = -np.inf
+    return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+
+
+def wandering(seed, tokens, kv_heads=2, groups=3, stay=0.8):
+  """Queries that mostly resemble the one before, with a jump now and then in each head."""
+  stream = Stream.random(seed, kv_heads=kv_heads, groups=groups, tokens=tokens)
+  rng = np.random.default_rng(seed)
+  slow = np.where(np.arange(16) % 8 < 3, 0.3, 1.0)  # pairs that turn fast count less
+  q = stream.q * slow
+  for t in range(1, tokens):
+    keep = rng.random(q.shape[:2])[:, :, None, None] < stay
+    q[:, :, :, t] = np.where(keep, q[:, :, :, t - 1] + 0.25 * q[:, :, :, t], q[:, :, :, t])
+  stream.q[:] = q
+  return stream
+
+
+class Planned(Layer):
+  """A layer whose plan of the step that comes next can be looked at."""
+
+  def __init__(self, *args, **kwargs):
+    super().__init__(*args, **kwargs)
+
+    @jax.jit
+    def plan(cache, q, k, v):
+      rope, place = self.at.env.rope, cache.seen[:, None]
+      q, k = rope.rotate(q, place[..., None]), rope.rotate(k, place)
+      cache = self.method.insert(self.at, cache, k, v, jnp.ones(len(q), bool))
+      plan, _ = self.method.plan(self.at, cache, q, Carry())
+      return plan.table, plan.count, plan.memo["retrieve"]
+
+    self._plan = plan
+
+  def plan(self, at):
+    """Table, count, and which KV heads look at all keys, for stream token at[b] of each row."""
+    rows, s = range(len(at)), self.stream
+    new = (np.stack([x[b][..., at[b], :] for b in rows]) for x in (s.q, s.k, s.v))
+    return tuple(np.asarray(x) for x in self._plan(self.cache, *new))
+
+
+def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, layer=1):
+  """Runs layer and oracles side by side; returns retrieved [steps, B, K] (or [.., G]).
+
+  `over` is the method that stands over CIS, if any; visible(t) are the positions that it lets
+  query t see.
+  """
+  stream.q[:] *= scale
+  layer = Planned(over or method, stream, capacity=stream.k.shape[2], layer=layer)
+  layer.prefill(lengths)
+  batch, heads, groups = stream.q.shape[:3]
+  oracles = {(b, h): Oracle(method, groups) for b in range(batch) for h in range(heads)}
+  reports = []
+  for step in range(steps):
+    at = [n + step for n in lengths]
+    table, count, looks = layer.plan(at)
+    out, aux = layer.decode(at)
+    reports.append(np.asarray(aux["retrieved"]))
+    np.testing.assert_array_equal(looks, reports[-1].reshape(batch, heads, -1).any(-1))
+    for (b, h), oracle in oracles.items():
+      t = at[b]
+      q = rotate(stream.q[b, h, :, t], t)
+      keys = np.array([rotate(stream.k[b, h, j], j) for j in range(t + 1)])
+      want = oracle.attended(q, keys, visible and visible(t))
+      got = table[b, h, : count[b, h]].tolist()
+      assert len(got) == len(set(got)) and set(got) == want, (b, h, step)
+      assert (table[b, h, count[b, h] :] == -1).all()
+      assert reports[-1][b, h].tolist() == (
+        oracle.retrieved if method.per == "query_head" else oracle.retrieved[0]
+      )
+      assert int(aux["visited"][b, h]) == len(want)
+      kept = np.array(sorted(want))
+      for g in range(groups):
+        x = keys[kept] @ q[g] / np.sqrt(len(q[g]))
+        value = softmax_average(x, np.float64(stream.v[b, h, kept]))
+        np.testing.assert_allclose(out[b, h, g], value, atol=2e-5 * max(1.0, scale))
+  return np.stack(reports)
+
+
+def test_worked_example():
+  """k = 3, one sink, two newest, blocks of 4. The same query shares, another one retrieves."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=16, head_dim=4)
+  stream.k[:], stream.q[:] = 0, 0
+  stream.q[..., 3] = 1  # a pair that hardly turns
+  stream.q[:, :, :, 13] = [0, 0, 0, -1]
+  stream.k[0, 0, 3, 3], stream.k[0, 0, 6, 3], stream.k[0, 0, 8, 3] = 3, 2, 1
+  layer = Planned(CIS(k=3, sinks=1, local=2, block=4), stream)
+  layer.prefill([11])
+  seen = []
+  for t in range(11, 16):
+    table, count, _ = layer.plan([t])
+    _, aux = layer.decode([t])
+    seen.append((bool(aux["retrieved"][0, 0]), table[0, 0, : count[0, 0]].tolist()))
+  assert seen == [
+    (True, [0, 11, 10, 3, 6, 8]),  # the heaviest first
+    (False, [0, 12, 11, 3, 6, 8, 2, 4]),  # m = ⌊3/3⌋: the neighbours of 3
+    (True, [0, 13, 12, 1, 2, 4]),  # the other way round: 3, 6 and 8 are the lightest
+    (False, [0, 14, 13, 3, 6, 8, 2, 4]),  # as the query at 11, not as the one before
+    (True, [0, 15, 14, 3, 6, 8]),  # a new block
+  ]
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    CIS(k=9, sinks=2, local=4, block=5),
+    CIS(k=9, sinks=2, local=4, block=5, per="query_head"),
+    CIS(k=7, sinks=0, local=1, block=16, tau=0.6, radius=3, m=7),
+    CIS(k=4, sinks=3, local=6, block=8, tau=0.9, radius=0),
+    CIS(k=30, sinks=1, local=2, block=3, m=0),
+  ],
+)
+def test_sets_and_outputs_over_a_generation(method):
+  """Ragged rows, groups of three; some steps share and some retrieve, in every head."""
+  retrieved = follow(method, wandering(1, tokens=70), [29, 8], 40)
+  ratio = retrieved.reshape(40, -1).mean(0)
+  assert (ratio > 1 / method.block).all() and (ratio < 1).all()
+  assert retrieved[:: method.block].all()  # the first of every block
+  assert len(np.unique(retrieved.reshape(40, -1), axis=1).T) > 2  # heads decide on their own
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+def test_flat_and_peaked_weights(scale):
+  """At 30 most weights are 0 in float32; their order still counts."""
+  follow(CIS(k=9, sinks=2, local=4, block=5), wandering(2, tokens=60), [25, 3], 30, scale)
+
+
+@pytest.mark.parametrize(
+  "never", [{"tau": 1.0}, {"tau": 2.0}, {"block": 1}, {"tau": 1.0, "per": "query_head"}]
+)
+def test_that_never_shares_is_exact_top_k(never):
+  """The same query again and again, and every step takes the heaviest tokens of the middle."""
+  stream = Stream.random(3, kv_heads=2, groups=1, tokens=50)
+  stream.q[:] = stream.q[:, :, :, :1]
+  method, lengths = CIS(k=5, sinks=2, local=3, **{"block": 8, **never}), [20, 6]
+  layer = Planned(method, stream)
+  layer.prefill(lengths)
+  for step in range(20):
+    at = [n + step for n in lengths]
+    table, count, _ = layer.plan(at)
+    _, aux = layer.decode(at)
+    assert aux["retrieved"].all()
+    for b, t in enumerate(at):
+      for h in range(2):
+        q = rotate(stream.q[b, h, 0, t], t)
+        x = np.array([q @ rotate(stream.k[b, h, j], j) for j in range(t + 1)])
+        middle = np.arange(2, max(2, t + 1 - 3))
+        best = middle[np.argsort(-x[middle], kind="stable")][:5]
+        want = {0, 1} | set(range(t - 2, t + 1)) | set(best.tolist())
+        assert set(table[b, h, : count[b, h]].tolist()) == want
+
+
+def test_equal_weights_go_to_the_lowest_position():
+  stream = Stream.random(4, batch=1, kv_heads=2, tokens=20)
+  stream.k[:] = 0
+  layer = Planned(CIS(k=4, sinks=1, local=2, block=1), stream)
+  layer.prefill([15])
+  table, count, _ = layer.plan([15])
+  assert table[0, :, : count[0, 0]].tolist() == [[0, 15, 14, 1, 2, 3, 4]] * 2
+
+
+def test_a_short_cache_is_attended_whole():
+  """From the first token on: sinks, newest and middle overlap nowhere and miss nothing."""
+  method = CIS(k=5, sinks=3, local=4, block=4)
+  stream = Stream.random(5, batch=1, kv_heads=1, tokens=12)
+  layer = Planned(method, stream)
+  layer.prefill([1])
+  for t in range(1, 12):
+    table, count, _ = layer.plan([t])
+    layer.decode([t])
+    assert sorted(table[0, 0, : count[0, 0]].tolist()) == list(range(t + 1))
+
+
+def test_rows_count_their_own_steps():
+  """A row that was idle goes on where it stood: a block is s steps of its own."""
+  stream = Stream.random(6, kv_heads=1, groups=1, tokens=40)
+  stream.q[:] = np.where(np.arange(16) % 8 > 4, 1.0, 0.0)
+  layer = Planned(CIS(k=4, sinks=1, local=2, block=3), stream)
+  layer.prefill([10, 12])
+  at, retrieved = np.array([10, 12]), ([], [])
+  for step in range(18):
+    live = np.array([True, step % 3 == 0])
+    _, aux = layer.decode(at, live)
+    for b in range(2):
+      if live[b]:
+        retrieved[b].append(bool(aux["retrieved"][b, 0]))
+    at += live
+  assert retrieved == ([True, False, False] * 6, [True, False, False] * 2)
+
+
+def test_a_further_turn_begins_a_block():
+  stream = Stream.random(7, kv_heads=1, groups=1, tokens=40)
+  stream.q[:] = np.where(np.arange(16) % 8 > 4, 1.0, 0.0)
+  layer = Planned(CIS(k=4, sinks=1, local=2, block=8), stream)
+  layer.prefill([10, 12])
+  assert layer.decode([10, 12])[1]["retrieved"].all()
+  layer.prefill([5, 0], [11, 13], past=None)
+  _, aux = layer.decode([16, 13])
+  assert aux["retrieved"][:, 0].tolist() == [True, False]
+
+
+def test_distinct():
+  table = jnp.array([[[5, 3, -1, 5, 0, 3, 7, -1]]])
+  out, count = _distinct(table)
+  assert out[0, 0].tolist() == [5, 3, 0, 7, -1, -1, -1, -1] and int(count[0, 0]) == 4
+
+
+def test_presets():
+  """§V-B and §V-C; CIS* retrieves less."""
+  small, large = CIS.preset(128, block=8), CIS.preset(512)
+  assert (small.k, small.sinks, small.local, small.block) == (88, 8, 32, 8)
+  assert small.k + small.sinks + small.local == 128
+  assert large == CIS() and large.k + large.sinks + large.local == 512
+  assert (large.tau, large.radius, large.dilated) == (0.8, 1, 144)
+  assert CIS.preset(128, matched=True).k == 72 and CIS.preset(512, matched=True).k == 388
+  with pytest.raises(ValueError, match=r"budget: found 100, expected one of \[128, 512\]"):
+    CIS.preset(100)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"k": 0}, "k: found 0, expected 1 or more"),
+    ({"sinks": -1}, "sinks: found -1, expected 0 or more"),
+    ({"local": 0}, "local: found 0, expected 1 or more"),
+    ({"block": 0}, "block: found 0, expected 1 or more"),
+    ({"radius": -1}, "radius: found -1, expected 0 or more"),
+    ({"k": 4, "m": 5}, "m: found 5, expected 0 to k = 4"),
+    ({"tau": float("nan")}, "tau: found nan, expected a number"),
+    ({"per": "layer"}, "per: found 'layer', expected 'kv_head' or 'query_head'"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    CIS(**kwargs)

@@ -62,6 +62,15 @@ def load_model(
   return model, tokenizer
 
 
+def device_bytes(caches: Any) -> int:
+  """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
+  return sum(
+    x.nbytes
+    for x in jax.tree.leaves(caches)
+    if all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
+  )
+
+
 @contextmanager
 def written_aside(path: pathlib.Path) -> Iterator[pathlib.Path]:
   """A path beside `path` to write to; it takes the name `path` when the block ends well."""

@@ -1,7 +1,9 @@
 """The evaluation tasks: budgets kept and filled, needles as asked, the same seed the same bytes."""
 
+import collections
 import dataclasses
 import functools
+import json
 import random
 import re
 
@@ -11,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.evals import divergence, haystack, needle
+from scripts.evals import divergence, haystack, local, needle, ruler
 from scripts.evals.registry import TASKS, choose
 from scripts.evals.task import FILLED, fill
+from tests import eval_data
 
 LENGTH = 2000
 
@@ -23,7 +26,17 @@ def count(*texts: str) -> int:
   return len(re.findall(r"\w+|[^\w\s]", "".join(texts)))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def local_files(tmp_path_factory):
+  """Tiny data sets in place of the published ones."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("KVJAX_DATA", str(eval_data.write(tmp_path_factory.mktemp("data"))))
+    yield
+
+
 def make(task, length=LENGTH, seed=0, index=0):
+  if task == "gsm_symbolic":
+    pytest.importorskip("reasoning_gym")
   return TASKS[task].build(count, length=length, seed=seed, index=index)
 
 
@@ -35,7 +48,7 @@ def used(row) -> int:
 
 
 @pytest.mark.parametrize("name", TASKS)
-@given(length=st.integers(1500, 6000), seed=st.integers(0, 1000), index=st.integers(0, 1000))
+@given(length=st.integers(2000, 6000), seed=st.integers(0, 1000), index=st.integers(0, 9))
 def test_budget_is_kept_and_filled(name, length, seed, index):
   row = make(name, length, seed, index)
   assert row.task == name
@@ -58,7 +71,8 @@ def test_answers_follow_from_the_text(name):
     row = make(name, seed=3, index=index)
     DERIVED[name](row)
     if not TASKS[name].forced:
-      assert TASKS[name].score(" ".join(row.answers), row) == 1.0
+      perfect = PERFECT.get(name, "{}").format(" ".join(row.answers))
+      assert TASKS[name].score(perfect, row) == 1.0
       assert TASKS[name].score("", row) == 0.0
 
 
@@ -110,6 +124,123 @@ def text_that_goes_on(row):
   assert row.context + row.continuation in every_word()
 
 
+def chain_in_the_text(row):
+  """Follows the assignments from the value on, wherever they stand."""
+  text = row.context[row.context.rindex("Memorize and track") :]
+  value = re.search(r"the value (\d{5}) in", row.question)[1]
+  found = re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", text, re.MULTILINE)
+  chain, places = [value], []
+  while named := [(i, name) for i, (name, end) in enumerate(found) if end == chain[-1]]:
+    ((place, name),) = named
+    places.append(place)
+    chain.append(name)
+  assert tuple(chain[1:]) == row.answers and len(row.answers) == 5
+  assert places == [0, 1, 2, 3, 4] == list(range(len(found)))
+  assert f" 5 variables are assigned the value {value}, they are: " in row.answer_prefix
+  example = row.context[: row.context.rindex("Memorize and track")]
+  assert len(re.findall(r"^VAR (\w{3}) =", example, re.MULTILINE)) == 5
+  names = re.search(r"they are: (.+)\n", example)[1].split()
+  assert names == re.findall(r"^VAR (\w+) =", example, re.MULTILINE)
+
+
+def counts(text):
+  return collections.Counter(re.findall(r"\d+\. (\S+)", text))
+
+
+def common_in_the_text(row, often=6, seldom=1, example=(20, 3, 1)):
+  first, second = row.context.split("Below is a numbered list")[1:]
+  listed = counts(second.split("\n")[1])
+  assert {word for word, n in listed.items() if n == often} == set(row.answers)
+  assert set(listed.values()) == {often, seldom} and len(row.answers) == 10
+  shown, answer = first.split("\n")[1], first.split("in the list are:")[1]
+  assert len(counts(shown)) == example[0]
+  assert {w for w, n in counts(shown).items() if n == example[1]} == set(counts(answer))
+  assert set(counts(shown).values()) == set(example[1:])
+
+
+def frequent_in_the_text(row):
+  text = row.context.split("coded words. ")[1]
+  (first, dots), *ranks = collections.Counter(text.split()).most_common()
+  assert first == "..." and tuple(word for word, _ in ranks[:3]) == row.answers
+  assert all(re.fullmatch("[a-z]{6}", word) for word, _ in ranks)
+  # zeta with α = 2: rank k is k² times rarer than rank 1
+  assert [round(dots / n) for _, n in ranks[:2]] == [4, 9]
+
+
+def fact_in_the_text(row, steps):
+  person = re.search(r"(?:was|where) (\w+ \w+) (?:was )?born", row.question)[1]
+  (town,) = re.findall(rf"{person} was born in the town of (\w+)", row.context)
+  found = (
+    [town] if steps == 1 else re.findall(rf"{town} is a town in the country of (\w+)", row.context)
+  )
+  assert tuple(found) == row.answers
+  numbers = [int(i) for i in re.findall(r"^Document (\d+):$", row.context, re.MULTILINE)]
+  assert numbers == [*range(1, len(numbers) + 1)] and len(numbers) > 10
+
+
+def answer_in_a_document(row):
+  assert any(answer in row.context for answer in row.answers)
+  assert row.context.count("Document ") > 10
+
+
+def key_told_twice(row):
+  (line,) = [line for line in row.context.split("\n") if "Remember it." in line]
+  assert line.count(row.answers[0]) == 2 == row.context.count(row.answers[0])
+  assert re.fullmatch(r"\d{5}" if row.task == "passkey" else r"\d{10}", row.answers[0])
+
+
+def value_of_the_key(row):
+  pairs = json.loads(row.context[row.context.index("{") :])
+  (key,) = json.loads("[" + row.question.split("Key: ")[1] + "]")
+  assert (pairs[key],) == row.answers
+  assert len({*pairs, *pairs.values()}) == 2 * len(pairs)
+
+
+def number_of_a_rank(row):
+  numbers = json.loads(row.context[row.context.index("[") :])
+  what = re.search(r"Find the (.+) number from", row.context)[1]
+  ordered = sorted(numbers)
+  places = {"smallest": 0, "second smallest": 1, "third smallest": 2, "largest": -1}
+  places |= {"second largest": -2, "third largest": -3, "median": len(numbers) // 2}
+  assert len(numbers) % 2 == 1 and row.answers == (str(ordered[places[what]]),)
+  assert (
+    len(set(ordered[:3])) == len(set(ordered[-3:])) == 3 and 0 <= ordered[0] < ordered[-1] < 100
+  )
+  assert ordered[2] < ordered[3] and ordered[-4] < ordered[-3]
+
+
+def listed_passages(row):
+  return re.findall(r"^Paragraph \d+: (.+)$", row.context, re.MULTILINE)
+
+
+def quoted_once(row):
+  quotation = row.question.split("\n\n")[2]
+  holding = [i for i, text in enumerate(listed_passages(row), 1) if quotation in text]
+  assert (f"Paragraph {holding[0]}",) == row.answers and len(holding) == 1
+  assert len(quotation.split()) == 12 and len(listed_passages(row)) == 30
+
+
+def counted_passages(row):
+  listed = listed_passages(row)
+  assert len(listed) == 20 and (str(len(set(listed))),) == row.answers
+
+
+def worked_problem(row):
+  shown = re.findall(r"^#### (.+)$", row.context, re.MULTILINE)
+  assert len(shown) == row.about["examples"] == row.context.count("Question:") > 0
+  assert row.question.count("Question:") == 1 and row.question.endswith("\nAnswer:")
+  if row.task == "gsm8k":
+    a, b = map(int, re.findall(r"\d+", row.question))
+    assert row.answers == (f"{a + b:,}",)
+
+
+def boxed_problem(row):
+  number = int(re.search(r"\d+", row.question)[0])
+  right = rf"\frac{{{number}}}{{2}}" if row.task == "math500" else str(number + 1)
+  assert row.answers == (right,)
+  assert row.question.endswith(r"put your final answer within \boxed{}.")
+
+
 DERIVED = {
   "kl": text_that_goes_on,
   "needle": lambda row: values_in_the_text(row, needle.Shape()),
@@ -117,6 +248,30 @@ DERIVED = {
     name: lambda row, shape=shape: values_in_the_text(row, shape)
     for name, shape in needle.SHAPES.items()
   },
+  "vt": chain_in_the_text,
+  "cwe": common_in_the_text,
+  "fwe": frequent_in_the_text,
+  "qa_1": answer_in_a_document,
+  "qa_2": answer_in_a_document,
+  "facts_1": lambda row: fact_in_the_text(row, 1),
+  "facts_2": lambda row: fact_in_the_text(row, 2),
+  "passkey": key_told_twice,
+  "number_string": key_told_twice,
+  "kv_retrieval": value_of_the_key,
+  "math_find": number_of_a_rank,
+  "passage_retrieval": quoted_once,
+  "passage_count": counted_passages,
+  "gsm_symbolic": worked_problem,
+  "gsm8k": worked_problem,
+  "math500": boxed_problem,
+  "aime": boxed_problem,
+}
+# What a perfect answer looks like, where it is not the answers themselves.
+PERFECT = {
+  "gsm_symbolic": "So: #### {}",
+  "gsm8k": "#### {}",
+  "math500": "\\boxed{{{}}}",
+  "aime": "\\boxed{{{}}}",
 }
 
 
@@ -163,6 +318,62 @@ def test_questions_speak_of_one_or_of_many():
     r"\nWhat are all the special magic numbers for \S+, \S+, \S+, and \S+ mentioned", many.question
   )
   assert many.answer_prefix.endswith(" mentioned in the provided text are")
+
+
+def test_long_lists_repeat_more():
+  """From 4,096 tokens on RULER repeats words 30 and 3 times, and shows a longer example."""
+  common_in_the_text(make("cwe", length=4096), 30, 3, (40, 10, 3))
+  examples = [make("vt", length=n).context.split("Memorize")[1] for n in (4095, 4096)]
+  assert [text.count(haystack.NOISE) for text in examples] == [5, 10]
+
+
+def test_question_answering_says_what_it_needs(tmp_path, monkeypatch):
+  """Without the files a family takes what stands in for them; by name they are asked for."""
+  assert {"qa_1", "qa_2"} <= {task.name for task in choose(["ruler"])}
+  assert "gsm8k" in {task.name for task in choose(["maths"])}
+  monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
+  names = {task.name for task in choose(["ruler"])}
+  assert {"facts_1", "facts_2"} <= names and len(names) == 13
+  assert {task.name for task in choose(["maths"])} == {"gsm_symbolic"}
+  for name in ("qa_1", "qa_2", "gsm8k", "math500", "aime"):
+    (task,) = choose([name])
+    with pytest.raises(FileNotFoundError, match=f"Get it from .* put it at {tmp_path}"):
+      make(name)
+    assert task.needs
+
+
+def test_damaged_files_are_named(tmp_path, monkeypatch):
+  monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
+  file = tmp_path / "aime" / "test.jsonl"
+  file.parent.mkdir()
+  file.write_text('{"problem": "1", "answer": 1}\n{"problem"\n')
+  with pytest.raises(ValueError, match=r"aime/test.jsonl: line 2: not JSON"):
+    make("aime")
+  file.write_text("\n")
+  with pytest.raises(ValueError, match="found no lines"):
+    make("aime")
+  file.write_text('{"problem": "1", "answer": 1}\n')
+  with pytest.raises(ValueError, match="aime: found index 1, expected less than 1"):
+    make("aime", index=1)
+
+
+def test_every_question_is_asked_once():
+  """Indices of a local set go through all of it, in an order that the seed decides."""
+  asked = [[make("aime", seed=seed, index=i).question for i in range(10)] for seed in (0, 1)]
+  assert len(set(asked[0])) == 10 and set(asked[0]) == set(asked[1]) and asked[0] != asked[1]
+
+
+def test_made_up_documents_come_to_their_end():
+  """The last distractor is cut between words, and holds no answer."""
+  row = make("qa_1")
+  collection = ruler.squad(local.folder() / ruler.SQUAD)
+  texts = row.context.split("Document ")[1:]
+  bodies = [text.split(":\n", 1)[1].strip() for text in texts]
+  whole = [body for body in bodies if body in collection.texts]
+  (cut,) = [body for body in bodies if body not in collection.texts]
+  assert len(whole) == len(bodies) - 1
+  assert any(text.startswith(cut) for text in collection.texts)
+  assert any(row.answers[0] in body for body in whole)
 
 
 def test_refusals():

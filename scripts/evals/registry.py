@@ -2,16 +2,27 @@
 
 from collections.abc import Sequence
 
-from scripts.evals import divergence, needle
+from scripts.evals import (
+  divergence,
+  documents,
+  infinitebench,
+  local,
+  maths,
+  needle,
+  passages,
+  ruler,
+)
 from scripts.evals.task import Task
 
-TASKS: dict[str, Task] = {
-  task.name: task for family in (divergence, needle) for task in family.TASKS
-}
+_FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
+TASKS: dict[str, Task] = {task.name: task for file in _FILES for task in file.TASKS}
 
 
 def choose(names: Sequence[str]) -> list[Task]:
   """The tasks of the given names and families, each once, in the order of the names.
+
+  A family leaves out tasks whose files are not on this machine, or puts what stands in for them; a
+  task that is named itself is there in any case, and says what is missing when it is built.
 
   Raises:
     ValueError: a name is neither.
@@ -23,7 +34,16 @@ def choose(names: Sequence[str]) -> list[Task]:
       f"--tasks: found {', '.join(unknown)}, expected families ({', '.join(sorted(families))}) "
       f"or tasks ({', '.join(TASKS)})"
     )
-  chosen = {
-    task.name: task for name in names for task in TASKS.values() if name in (task.name, task.family)
-  }
+  chosen: dict[str, Task] = {}
+  for name in names:
+    if name in TASKS:
+      chosen[name] = TASKS[name]
+    if name in families:
+      members = (task for task in TASKS.values() if task.family == name)
+      for task in members:
+        if not all(map(local.there, task.needs)):
+          if not task.stand_in:
+            continue
+          task = TASKS[task.stand_in]
+        chosen[task.name] = task
   return list(chosen.values())

@@ -56,6 +56,9 @@ class Task:
     filled: whether a row fills at least 95 % of its tokens.
     forced: the row's continuation is read token by token instead of an answer; there is no score.
     stop: strings that end an answer.
+    also: further scores by name, which results keep beside the task's own.
+    needs: files below the folder of data sets that the task reads.
+    stand_in: task that takes its place in its family where these files are not there.
   """
 
   name: str
@@ -67,6 +70,9 @@ class Task:
   filled: bool = True
   forced: bool = False
   stop: tuple[str, ...] = ()
+  also: Mapping[str, Callable[[str, Row], float]] = dataclasses.field(default_factory=dict)
+  needs: tuple[str, ...] = ()
+  stand_in: str = ""
 
 
 def rng(task: str, seed: int, index: int) -> random.Random:

@@ -20,9 +20,16 @@ Checkpoint = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER")]
 
 
 def run(main: Callable[[Any], None], args: type, name: str) -> None:
-  """Runs a program: mistakes in its arguments and files end in one line, Ctrl-C quietly."""
-  try:
+  """Runs a program whose arguments are a dataclass."""
+  with one_line_errors():
     main(tyro.cli(args, prog=f"python -m scripts.{name}"))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+  """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C."""
+  try:
+    yield
   except KeyboardInterrupt:
     raise SystemExit("\nstopped") from None
   except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
@@ -64,11 +71,16 @@ def load_model(
 
 def device_bytes(caches: Any) -> int:
   """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
-  return sum(
-    x.nbytes
-    for x in jax.tree.leaves(caches)
-    if all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
-  )
+  return sum(x.nbytes for x in jax.tree.leaves(caches) if _on_device(x))
+
+
+def host_bytes(caches: Any) -> int:
+  """Bytes of all arrays that are offloaded to the host's memory."""
+  return sum(x.nbytes for x in jax.tree.leaves(caches) if not _on_device(x))
+
+
+def _on_device(x: jax.Array) -> bool:
+  return all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from models.fetch import cache_dir
-from scripts.evals.task import rng
+from scripts.evals.task import NoMoreRows, rng
 
 
 def folder() -> pathlib.Path:
@@ -78,12 +78,10 @@ def pick(entries: Sequence[Any], task: str, seed: int, index: int) -> Any:
   """Entry `index` of the entries in an order that the seed shuffles.
 
   Raises:
-    ValueError: there are fewer.
+    NoMoreRows: there are fewer.
   """
   if index >= len(entries):
-    raise ValueError(
-      f"{task}: found index {index}, expected less than {len(entries)}: there are no more"
-    )
+    raise NoMoreRows(f"{task}: found index {index}, expected less than {len(entries)}")
   order = list(range(len(entries)))
   rng(task, seed, -1).shuffle(order)
   return entries[order[index]]

@@ -64,6 +64,19 @@ class Reader:
     """Token ids of a row."""
     return self.encode(row.context, row.question, row.answer_prefix)
 
+  def continuation(self, row: Row) -> list[int]:
+    """Token ids of what follows the row in its source, as many as the row reserves.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    ids = self._tokenizer.encode(row.continuation, bos=False)
+    if len(ids) < row.max_new_tokens:
+      raise ValueError(
+        f"{row.task}: found {len(ids)} tokens to follow, expected {row.max_new_tokens}"
+      )
+    return ids[: row.max_new_tokens]
+
   @property
   def count(self) -> Count:
     """How tasks count tokens."""

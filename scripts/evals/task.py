@@ -12,6 +12,10 @@ Count = Callable[[str, str, str], int]
 FILLED = 0.95
 
 
+class NoMoreRows(ValueError):
+  """A data set has fewer rows than that."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
   """One question, in the schema that every task shares.
@@ -49,7 +53,8 @@ class Task:
     summary: one line for lists.
     build: (count, length=, seed=, index=) to row number `index` of the task. The row with its
       answer takes at most `length` tokens; seed and index decide everything else. Raises
-      ValueError where that cannot be, FileNotFoundError where its data is not on this machine.
+      ValueError where that cannot be, NoMoreRows where a data set has no row of that index,
+      FileNotFoundError where its data is not on this machine.
     score: (answer, row) to a number in [0, 1].
     chat: whether the row is put to a chat model as a user's turn; few-shot and code tasks are
       read as plain text.

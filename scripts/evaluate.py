@@ -28,13 +28,14 @@ from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from scripts import common, console
 from scripts.evals import local, plan, registry, store, summary
+from scripts.evals import trace as tracing
 from scripts.evals.plan import MODES, Cell, Entry
 from scripts.evals.prompt import Reader
 from scripts.evals.run import Runner
 from scripts.evals.task import NoMoreRows, Task
 
-# Values that the numbers depend on: a folder of results has one of each.
-VERSION = 1
+VERSION = 1  # of the rows and what they mean
+TRACES = "traces.json"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -116,6 +117,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     type=pathlib.Path,
     metavar="FOLDER",
     help=f"where local data sets lie ($KVJAX_DATA, or {local.folder()})",
+  )
+  how.add_argument(
+    "--trace",
+    type=_positive,
+    metavar="STEPS",
+    help="also record what every method visits, by layer and step, while it decodes so many "
+    "tokens after the first row of the first task at the greatest length",
   )
   how.add_argument(
     "--out",
@@ -244,6 +252,9 @@ def evaluate(
       if _applies(cell, mode, notes)
     ]
     notes += _run(Runner(model, tokenizer, batch), work, results)
+    if args.trace and cells:
+      last = max(cells, key=lambda cell: cell.length)
+      trace(args.out, last, chosen[last.length], model, args.trace)
     for note in dict.fromkeys(notes):
       print(f"not run: {note}", file=sys.stderr)
     return list(results.rows.values())
@@ -302,6 +313,27 @@ def _run(runner: Runner, work: Sequence[Any], results: store.Store) -> list[str]
 
 def _key(cell: Cell, mode: str, entry: Entry, index: int) -> tuple[Any, ...]:
   return cell.task.name, cell.length, mode, entry.label, entry.budget, index
+
+
+def trace(
+  folder: pathlib.Path, cell: Cell, entries: Sequence[Entry], model: Transformer, steps: int
+) -> None:
+  """Adds to <folder>/traces.json what methods report while they decode; one that has it is kept."""
+  path = folder / TRACES
+  made = json.loads(path.read_text("utf-8")) if path.is_file() else []
+  for entry in entries:
+    named = {"method": entry.label, "budget": entry.budget, "length": cell.length, "steps": steps}
+    if any(named.items() <= other.items() for other in made):
+      continue
+    with console.step(f"tracing {entry.label} over {steps} steps", sys.stderr):
+      try:
+        reports = tracing.trace(model, entry.method, cell.prompts[0].ids, steps)
+      except (ValueError, NotImplementedError) as error:
+        print(f"not traced: {entry.label}: {error}", file=sys.stderr)
+        continue
+    made.append({**named, "task": cell.task.name, "reports": tracing.plain(reports)})
+    with common.written_aside(path) as aside:
+      aside.write_text(json.dumps(made) + "\n", "utf-8")
 
 
 def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:

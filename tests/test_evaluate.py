@@ -413,6 +413,21 @@ def test_a_report_is_kept(finished, loaded):
   assert "perplexity" in text and "Wilson" in text and "bootstrap" in text
 
 
+def test_what_was_visited_is_recorded(loaded, tmp_path, monkeypatch):
+  """The full cache sees all that came before, a bounded one its budget; made once."""
+  more = ("--trace", "3")
+  run(loaded, tmp_path, *more, tasks=("needle",), methods=("snapkv",), samples=1)
+  full, snapkv = made = json.loads((tmp_path / evaluate.TRACES).read_text())
+  assert np.shape(full["reports"]["visited"]) == (3, loaded[0].config.layers)
+  np.testing.assert_allclose(full["reports"]["visited"], 1)
+  tokens = store.read(tmp_path)[0]["prompt_tokens"]
+  expected = 64 / (tokens + np.arange(1, 4))[:, None]
+  np.testing.assert_allclose(snapkv["reports"]["visited"], np.tile(expected, 2), atol=1e-5)
+  monkeypatch.setattr(evaluate.tracing, "trace", None)
+  run(loaded, tmp_path, *more, tasks=("needle",), methods=("snapkv",), samples=1)
+  assert json.loads((tmp_path / evaluate.TRACES).read_text()) == made
+
+
 def test_the_program_lists_what_there_is(capsys):
   assert evaluate.main(["--list"]) == 0
   said = capsys.readouterr().out

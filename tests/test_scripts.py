@@ -37,6 +37,7 @@ ARGUMENTS = {
   "generate": ("PROMPT", "--method", "--budget", "--temperature"),
   "convert_checkpoint": ("SOURCE", "DEST"),
   "record": ("OUT", "--layers", "--stride"),
+  "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),
 }
 LENGTH, BUDGET = 600, 64

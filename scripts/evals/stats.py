@@ -21,10 +21,15 @@ class Estimate:
   interval: str
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float], *, shares: bool = True) -> Estimate:
   """Wilson's interval where every value is 0 or 1, else the bootstrap's percentiles.
 
   The bootstrap draws 2,000 resamples from a fixed seed: the same values give the same interval.
+
+  Args:
+    values: one per row.
+    shares: whether values of 0 and 1 mean wrong and right; numbers of another kind never get
+      Wilson's interval.
 
   Raises:
     ValueError: there are no values.
@@ -32,7 +37,7 @@ def estimate(values: Sequence[float]) -> Estimate:
   x = np.asarray(values, np.float64)
   if not x.size:
     raise ValueError("values: found none, expected at least one")
-  if np.isin(x, (0, 1)).all():
+  if shares and np.isin(x, (0, 1)).all():
     return Estimate(x.size, float(x.mean()), *wilson(int(x.sum()), x.size), "Wilson")
   rng = np.random.default_rng(0)
   means = x[rng.integers(0, x.size, (_RESAMPLES, x.size))].mean(1)

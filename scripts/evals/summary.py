@@ -70,8 +70,11 @@ def summarise(rows: Iterable[dict[str, Any]]) -> list[Summary]:
         mode=mode,
         method=method,
         budget=budget,
-        score=estimate([row["score"] for row in mine]),
-        also={name: estimate([row["also"][name] for row in mine]) for name in mine[0]["also"]},
+        score=estimate([row["score"] for row in mine], shares=not followed),
+        also={
+          name: estimate([row["also"][name] for row in mine], shares=not followed)
+          for name in mine[0]["also"]
+        },
         relative=None if not whole or followed else sum(by_index[i]["score"] for i in both) / whole,
         cache_bytes=statistics.fmean(row["cache_bytes"] for row in mine),
         host_bytes=statistics.fmean(row["host_bytes"] for row in mine),

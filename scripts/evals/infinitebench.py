@@ -14,8 +14,8 @@ from scripts.evals.task import Count, Row, Task, fill, rng
 
 _HIDDEN = {
   "passkey": (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there.\n\n",
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about the important information.\n\n",
     "The pass key is {key}. Remember it. {key} is the pass key.",
     "\n\nWhat is the pass key?",
     "\n\nThe pass key is",
@@ -114,7 +114,7 @@ def math_find(count: Count, *, length: int, seed: int, index: int) -> Row:
     listed = haystack.hide([str(x) for x in inner[: n | 1]], [str(x) for x in ends], depths)
     return [int(x) for x in listed]
 
-  before = f"Find the {what} number from the list below:\n\n"
+  before = f"What is the {what} number in the following list?\n\n"
   question = "\n\nYou should answer with only one number, no other words."
   prefix = f" The {what} number of the list is: "
 

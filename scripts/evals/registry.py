@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from scripts.evals import (
+  coqa,
   divergence,
   documents,
   infinitebench,
+  infinitebench_files,
   local,
+  longbench,
   maths,
   needle,
   passages,
@@ -15,7 +18,8 @@ from scripts.evals import (
 from scripts.evals.task import Task
 
 _FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
-TASKS: dict[str, Task] = {task.name: task for file in _FILES for task in file.TASKS}
+_LOCAL = (longbench, infinitebench_files, coqa)
+TASKS: dict[str, Task] = {task.name: task for file in _FILES + _LOCAL for task in file.TASKS}
 
 
 def choose(names: Sequence[str]) -> list[Task]:
@@ -26,6 +30,7 @@ def choose(names: Sequence[str]) -> list[Task]:
 
   Raises:
     ValueError: a name is neither.
+    FileNotFoundError: no file of a family is there.
   """
   families = {task.family for task in TASKS.values()}
   unknown = [name for name in names if name not in TASKS and name not in families]
@@ -39,11 +44,23 @@ def choose(names: Sequence[str]) -> list[Task]:
     if name in TASKS:
       chosen[name] = TASKS[name]
     if name in families:
-      members = (task for task in TASKS.values() if task.family == name)
-      for task in members:
-        if not all(map(local.there, task.needs)):
-          if not task.stand_in:
-            continue
-          task = TASKS[task.stand_in]
-        chosen[task.name] = task
+      chosen |= {task.name: task for task in _family(name)}
   return list(chosen.values())
+
+
+def _family(name: str) -> list[Task]:
+  """The tasks of a family whose files are there, and what stands in for the others."""
+  members = [task for task in TASKS.values() if task.family == name]
+  there = []
+  for task in members:
+    if all(map(local.there, task.needs)):
+      there.append(task)
+    elif task.stand_in:
+      there.append(TASKS[task.stand_in])
+  if not there:
+    missing = local.folder() / members[0].needs[0]
+    raise FileNotFoundError(
+      f"--tasks {name}: found none of its files, expected {missing} and others like it: a task's "
+      f"name ({members[0].name}) in place of the family's says where they come from"
+    )
+  return there

@@ -48,9 +48,9 @@ def first_number(answer: str, row: Row) -> float:
 
 def share_of_numbers(answer: str, row: Row) -> float:
   """LongBench's retrieval and count scores: the share of the answer's numbers that are right."""
-  wanted = re.findall(r"\d+", row.answers[0])[0]
   numbers = re.findall(r"\d+", answer)
-  return numbers.count(wanted) / len(numbers) if numbers else 0.0
+  wanted = [re.findall(r"\d+", reference)[0] for reference in row.answers]
+  return max(map(numbers.count, wanted)) / len(numbers) if numbers else 0.0
 
 
 def strict_number(answer: str, row: Row) -> float:
@@ -128,3 +128,67 @@ def _same_value(reference: str, said: str) -> bool:
 
   sides = (math_verify.parse(f"${formula}$") for formula in (reference, said))
   return bool(math_verify.verify(*sides))
+
+
+# ---- InfiniteBench's and LongBench v2's own
+
+
+def name_found(answer: str, row: Row) -> float:
+  """InfiniteBench's dialogue score: the reference, in capitals, is a word of the answer."""
+  words = re.sub(r"""[\n:"'.,?!{}]""", " ", answer.strip()).upper().split()
+  return float(row.answers[0] in words)
+
+
+def last_word_number(answer: str, row: Row) -> float:
+  """InfiniteBench's code-run score: the answer's last word is the number."""
+  words = re.sub(r"""[\n.`'":]""", " ", answer).split()
+  return float(words[-1:] == [row.answers[0]])
+
+
+def leading_numbers(answer: str, row: Row) -> float:
+  """InfiniteBench's math-calc score: the share of values that are right before the first wrong."""
+  said = [int(x) for x in re.findall(r"[0-9]+", answer)]
+  right = 0
+  for found, wanted in zip(said, map(int, row.answers), strict=False):
+    if found != wanted:
+      break
+    right += 1
+  return right / len(row.answers)
+
+
+def first_choice(answer: str, row: Row) -> float:
+  """InfiniteBench's multiple-choice score: the letter with which the answer begins, or names."""
+  answer = answer.strip()
+  if not answer:
+    return 0.0
+  if answer[0] in "ABCD":
+    return float(answer[0] in row.answers)
+  if answer in row.answers:
+    return 1.0
+  plain = re.sub(" +", " ", re.sub(r"""[\n"'.,?!{}]""", " ", answer))
+  for mark in ("answer is:", "answer:", "answer is", "option is"):
+    if mark in plain:
+      rest = plain.split(mark, 1)[1][1:]
+      return float(any(map(rest.startswith, row.answers)))
+  return float(next((word for word in plain.split() if word in "ABCD"), None) in row.answers)
+
+
+def named_option(answer: str, row: Row) -> float:
+  """InfiniteBench's code-debug score: the right letter at the start, or behind "answer is:"."""
+  name, letter = row.answers[:2]
+  answer = answer.strip()
+  if answer[:2] in (f"{letter}.", f"{letter}:"):
+    return 1.0
+  plain = re.sub(" +", " ", re.sub(r"""[\n`'"*-]|[Oo]ption""", " ", answer))
+  for mark in ("answer is:", "is:", "answer:", "correct option is:"):
+    if mark in plain:
+      return float(plain.split(mark, 1)[1][1:].startswith((letter, name)))
+  return 0.0
+
+
+def stated_choice(answer: str, row: Row) -> float:
+  """LongBench v2's score: the letter behind "The correct answer is"."""
+  said = answer.replace("*", "")
+  found = re.search(r"The correct answer is \(([A-D])\)", said)
+  found = found or re.search(r"The correct answer is ([A-D])", said)
+  return float(found is not None and found[1] == row.answers[0])

@@ -31,6 +31,7 @@ class Row:
     continuation: what follows the context in its source, where a task compares predictions of
       given text.
     about: further facts that results keep: a needle's depth, a document's length.
+    scoring: further facts that the scorer needs.
   """
 
   context: str
@@ -41,6 +42,7 @@ class Row:
   max_new_tokens: int
   continuation: str = ""
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  scoring: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +87,8 @@ def rng(task: str, seed: int, index: int) -> random.Random:
   return random.Random(f"{task} {seed} {index}")
 
 
-def fill(tokens: Callable[[int], int], length: int, most: int, unit: str) -> int:
-  """The number of units of text with which a row takes at most `length` tokens, and nearly all.
+def fit(tokens: Callable[[int], int], length: int, most: int) -> tuple[int, int]:
+  """The number of units of text with which a row takes at most `length` tokens, and these tokens.
 
   Token counts are nearly linear in the units, so that interpolation finds the number in a few
   counts; every third is a bisection, which bounds them where it does not.
@@ -95,11 +97,9 @@ def fill(tokens: Callable[[int], int], length: int, most: int, unit: str) -> int
     tokens: the row's tokens by number of units, its answer included.
     length: tokens that the row may take.
     most: units that there are.
-    unit: what a unit is called in messages.
 
   Raises:
-    ValueError: a row without any unit is too long, there is too little text, or units are so
-      coarse that 95 % cannot be reached.
+    ValueError: a row without any unit is too long.
   """
   least = below = tokens(0)
   if least > length:
@@ -122,10 +122,48 @@ def fill(tokens: Callable[[int], int], length: int, most: int, unit: str) -> int
       probe = low + int((high - low) * (length - below) / (above - below))
     else:
       probe = low + max(1, int((length - below) * low / max(1, below - least)))
-  if below < FILLED * length:
-    why = f"there are only {most}" if low == most else f"one more {unit} is too long"
+  return low, below
+
+
+def fill(tokens: Callable[[int], int], length: int, most: int, unit: str) -> int:
+  """`fit` that insists on 95 % of the tokens.
+
+  Args:
+    tokens, length, most: as `fit` takes them.
+    unit: what a unit is called in messages.
+
+  Raises:
+    ValueError: a row without any unit is too long, there is too little text, or units are so
+      coarse that 95 % cannot be reached.
+  """
+  n, used = fit(tokens, length, most)
+  if used < FILLED * length:
+    why = f"there are only {most}" if n == most else f"one more {unit} is too long"
     raise ValueError(
-      f"length: found {length} tokens, of which {low} × {unit} with question and answer fill "
-      f"{below} ({below / length:.0%}), expected at least {FILLED:.0%}: {why}"
+      f"length: found {length} tokens, of which {n} × {unit} with question and answer fill "
+      f"{used} ({used / length:.0%}), expected at least {FILLED:.0%}: {why}"
     )
-  return low
+  return n
+
+
+def cut_middle(
+  count: Count, before: str, text: str, ask: tuple[str, str], *, length: int, reserved: int
+) -> str:
+  """`before` and `text`, whose middle is left out as far as `length` tokens ask for.
+
+  LongBench's way with texts that are too long: the first and the last half of what fits stay.
+
+  Args:
+    count: tokens of context, question and answer prefix.
+    before: instruction in front of the text; it is never cut.
+    text: the text to shorten.
+    ask: question and answer prefix.
+    length: tokens that the row may take.
+    reserved: how many of them are for the answer.
+  """
+
+  def shortened(n: int) -> str:
+    return before + (text if n >= len(text) else text[: (n + 1) // 2] + text[len(text) - n // 2 :])
+
+  n, _ = fit(lambda n: count(shortened(n), *ask) + reserved, length, len(text))
+  return shortened(n)

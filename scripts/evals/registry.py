@@ -43,7 +43,7 @@ def choose(names: Sequence[str]) -> list[Task]:
   for name in names:
     if name in TASKS:
       chosen[name] = TASKS[name]
-    if name in families:
+    else:
       chosen |= {task.name: task for task in _family(name)}
   return list(chosen.values())
 

@@ -10,10 +10,14 @@ import jax
 import numpy as np
 import tyro
 
+import kvjax
 from models import convert
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from scripts import console
+
+_BASELINES = ("streaming_llm", "random")
+_SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
 
 # How every program takes a model: a converted checkpoint, or None for the default one.
 Checkpoint = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER")]
@@ -36,6 +40,11 @@ def one_line_errors() -> Iterator[None]:
     if os.environ.get("KVJAX_TRACEBACK"):
       raise
     raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error
+
+
+def usual_methods() -> tuple[str, ...]:
+  """What is compared unless methods are named: baselines, and the systems that are registered."""
+  return tuple(name for name in _BASELINES + _SYSTEMS if name in kvjax.METHODS)
 
 
 def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) -> np.ndarray:

@@ -29,8 +29,6 @@ from scripts.evals.divergence import compare
 from scripts.evals.prompt import Reader
 from scripts.evals.task import Row
 
-BASELINES = ("streaming_llm", "random")
-SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
 CHUNK = 8  # tokens that appear at once in the chat
 ANSWER_TOKENS = 24
 CONTINUATION_TOKENS = 64
@@ -97,7 +95,7 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
   if names == ("all",):
     names = tuple(kvjax.METHODS)
   elif not names:
-    names = tuple(name for name in BASELINES + SYSTEMS if name in kvjax.METHODS)
+    names = common.usual_methods()
   unknown = [name for name in names if name not in kvjax.METHODS]
   if unknown:
     known = ", ".join(kvjax.METHODS)

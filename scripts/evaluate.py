@@ -9,6 +9,10 @@ Every sample becomes a line of <out>/rows.jsonl: prompt hash, answer, score, the
 cache really takes, timings. A run that was stopped in whatever way goes on where it ended when it
 is started again; with more tasks, methods, budgets, lengths or samples it adds what is missing.
 The table at the end is kept as <out>/summary.txt and .json.
+
+The same seed gives the same rows of results. On a GPU that takes the same compiled programs (they
+are kept in the cache folder): compiled anew, sums may be ordered otherwise, and a close call may
+end differently.
 """
 
 import argparse
@@ -55,10 +59,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   what.add_argument(
     "--methods",
     nargs="+",
-    default=["all"],
+    default=common.usual_methods(),
     metavar="NAME",
-    help='registered methods, or "all" (default); name:field=value,… sets further fields. '
-    "The full cache always runs: it is what the others are compared with",
+    help='registered methods, or "all" (the baselines and the systems that are registered); '
+    "name:field=value,… sets further fields. The full cache always runs: it is what the others are "
+    "compared with",
   )
   what.add_argument(
     "--budgets",
@@ -141,6 +146,11 @@ def _positive(text: str) -> int:
   if value < 1:
     raise argparse.ArgumentTypeError(f"found {value}, expected at least 1")
   return value
+
+
+def labels(args: argparse.Namespace) -> list[str]:
+  """The methods that are asked for."""
+  return list(kvjax.METHODS) if list(args.methods) == ["all"] else list(args.methods)
 
 
 def listing() -> str:
@@ -229,8 +239,7 @@ def evaluate(
   batch = args.batch or (25 if gpu else 5)
   limit = args.memory * 1e9 if args.memory else _memory()
   tasks = registry.choose(args.tasks)
-  labels = list(kvjax.METHODS) if args.methods == ["all"] else args.methods
-  chosen = {length: plan.entries(labels, args.budgets, length) for length in args.lengths}
+  chosen = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
   results = store.Store(args.out, settings(args, model, batch))
   try:
     reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
@@ -356,9 +365,8 @@ def main(argv: list[str] | None = None) -> int:
     print(listing())
     return 0
   registry.choose(args.tasks)  # before a model is loaded
-  labels = list(kvjax.METHODS) if args.methods == ["all"] else args.methods
   for length in args.lengths:
-    plan.entries(labels, args.budgets, length)
+    plan.entries(labels(args), args.budgets, length)
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   rows = evaluate(args, model, tokenizer)
   if not rows:

@@ -10,25 +10,41 @@ import jax
 import numpy as np
 import tyro
 
+import kvjax
 from models import convert
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
 from scripts import console
+
+_BASELINES = ("streaming_llm", "random")
+_SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
 
 # How every program takes a model: a converted checkpoint, or None for the default one.
 Checkpoint = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER")]
 
 
 def run(main: Callable[[Any], None], args: type, name: str) -> None:
-  """Runs a program: mistakes in its arguments and files end in one line, Ctrl-C quietly."""
-  try:
+  """Runs a program whose arguments are a dataclass."""
+  with one_line_errors():
     main(tyro.cli(args, prog=f"python -m scripts.{name}"))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+  """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C."""
+  try:
+    yield
   except KeyboardInterrupt:
     raise SystemExit("\nstopped") from None
   except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
     if os.environ.get("KVJAX_TRACEBACK"):
       raise
     raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error
+
+
+def usual_methods() -> tuple[str, ...]:
+  """What is compared unless methods are named: baselines, and the systems that are registered."""
+  return tuple(name for name in _BASELINES + _SYSTEMS if name in kvjax.METHODS)
 
 
 def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) -> np.ndarray:
@@ -60,6 +76,20 @@ def load_model(
     model, tokenizer = convert.load(checkpoint, impl=impl)
     step.note(model.dtype.name)
   return model, tokenizer
+
+
+def device_bytes(caches: Any) -> int:
+  """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
+  return sum(x.nbytes for x in jax.tree.leaves(caches) if _on_device(x))
+
+
+def host_bytes(caches: Any) -> int:
+  """Bytes of all arrays that are offloaded to the host's memory."""
+  return sum(x.nbytes for x in jax.tree.leaves(caches) if not _on_device(x))
+
+
+def _on_device(x: jax.Array) -> bool:
+  return all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the programs print while they work: steps with their seconds, text as it comes, tables."""
+"""What programs print while they work: steps with their seconds, bars, text as it comes, tables."""
 
 import re
 import shutil
@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TextIO
+
+from tqdm import tqdm
 
 _START = time.perf_counter()
 _TICK_SECONDS = 0.25
@@ -126,6 +128,12 @@ class Streamer:
     if self._column:
       self._out.write("\n")
       self._column = 0
+
+
+def bar(total: int, text: str, unit: str) -> tqdm:
+  """A progress bar with the time left, on standard error; in a log a line now and then."""
+  often = 0.1 if sys.stderr.isatty() else 20.0
+  return tqdm(total=total, desc=text, unit=unit, mininterval=often, smoothing=0.1)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:

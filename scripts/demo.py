@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import time
 from typing import Annotated, Any
 
@@ -22,10 +23,12 @@ from kvjax.shared_prefill import take
 from models.generate import generate, prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Caches, Transformer
-from scripts import common, console, needle
+from scripts import common, console
+from scripts.evals import needle, scores
+from scripts.evals.divergence import compare
+from scripts.evals.prompt import Reader
+from scripts.evals.task import Row
 
-BASELINES = ("streaming_llm", "random")
-SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
 CHUNK = 8  # tokens that appear at once in the chat
 ANSWER_TOKENS = 24
 CONTINUATION_TOKENS = 64
@@ -92,21 +95,12 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
   if names == ("all",):
     names = tuple(kvjax.METHODS)
   elif not names:
-    names = tuple(name for name in BASELINES + SYSTEMS if name in kvjax.METHODS)
+    names = common.usual_methods()
   unknown = [name for name in names if name not in kvjax.METHODS]
   if unknown:
     known = ", ".join(kvjax.METHODS)
     raise ValueError(f"--methods: found {', '.join(unknown)}, expected all or some of: {known}")
   return ("full", *dict.fromkeys(name for name in names if name != "full"))
-
-
-def device_bytes(caches: Any) -> int:
-  """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
-  return sum(
-    x.nbytes
-    for x in jax.tree.leaves(caches)
-    if all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
-  )
 
 
 def chat(
@@ -168,7 +162,7 @@ class Contest:
 
   model: Transformer
   tokenizer: Tokenizer
-  row: needle.Row
+  row: Row
   length: int
   forced: np.ndarray | None = None
   full_logits: jax.Array | None = None
@@ -181,7 +175,7 @@ class Contest:
 
   def prompt(self) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, padded to a size that does not depend on the text, and their number."""
-    ids = encode(self.tokenizer, self.row.context + self.row.question, self.row.answer_prefix)
+    ids = Reader(self.tokenizer).row(self.row).ids
     return common.right_padded(ids, size=self.length - ANSWER_TOKENS), np.array([len(ids)])
 
   def read(self, method: kvjax.Method) -> tuple[jax.Array, Any]:
@@ -202,14 +196,14 @@ class Contest:
       generation, _ = self._decode(method, logits, keep, ANSWER_TOKENS, None)
       said = [t for t in generation.tokens[0].tolist() if t >= 0 and t != eos]
       answer = " ".join(self.tokenizer.decode(said).split())
-      right = needle.is_right(answer, self.row.answers)
+      right = scores.all_found(answer, self.row) == 1
       step.note("right" if right else "wrong")
     if self.forced is None:
       follow = said + self.tokenizer.encode(" " + self.row.continuation, bos=False)
       self.forced = np.asarray([follow[: ANSWER_TOKENS + CONTINUATION_TOKENS]], np.int32)
     steps = self.forced.shape[1]
     with console.step(f"{name}: following {steps} given tokens") as step:
-      used = device_bytes(caches)
+      used = common.device_bytes(caches)
       begin = time.perf_counter()
       generation, _ = self._decode(method, logits, caches, steps, self.forced)
       jax.block_until_ready(generation.last)
@@ -218,7 +212,7 @@ class Contest:
       mine = jnp.concatenate([generation.logits[0, 1:], generation.last])
       if self.full_logits is None:
         self.full_logits, self.full_bytes = mine, used
-      top1, kl = compare(self.full_logits, mine)
+      kl, top1 = (float(x.mean()) for x in compare(self.full_logits, mine))
       step.note(f"{speed:.1f} tokens/s")
     return Result(name, repr(method), answer, right, top1, kl, speed, used, used / self.full_bytes)
 
@@ -233,23 +227,10 @@ class Contest:
     return decode(self.model, self.tokenizer, logits, caches, method, steps=steps, forced=forced)
 
 
-def encode(tokenizer: Tokenizer, user: str, answer_prefix: str) -> list[int]:
-  """Tokens of a chat whose answer has begun."""
-  text = tokenizer.render([{"role": "user", "content": user}])
-  return tokenizer.encode(text + answer_prefix.lstrip(), bos=False)
-
-
-def compare(full: jax.Array, other: jax.Array) -> tuple[float, float]:
-  """Top-1 agreement and mean KL(full ‖ other) in nats of logits [T, V]."""
-  p, q = jax.nn.log_softmax(full), jax.nn.log_softmax(other)
-  kl = (jnp.exp(p) * (p - q)).sum(-1).mean()
-  return float((full.argmax(-1) == other.argmax(-1)).mean()), float(kl)
-
-
 def contest(
   model: Transformer,
   tokenizer: Tokenizer,
-  row: needle.Row,
+  row: Row,
   names: tuple[str, ...],
   *,
   length: int,
@@ -312,9 +293,9 @@ def main(args: Args) -> None:
   console.heading(f"kvjax {kvjax.__version__} · jax {jax.__version__} · {device}")
   model, tokenizer = common.load_model(args.checkpoint)
   row = needle.build(
-    lambda user, prefix: len(encode(tokenizer, user, prefix)),
+    Reader(tokenizer).count,
     length=length,
-    seed=args.seed,
+    draw=random.Random(args.seed),
     depth=args.depth,
     max_new_tokens=ANSWER_TOKENS,
   )
@@ -323,8 +304,10 @@ def main(args: Args) -> None:
     capacity = length + CONTINUATION_TOKENS
     chat(model, tokenizer, args.question, steps=args.chat_tokens, capacity=capacity)
 
-  console.heading(f"A needle in {length:,} tokens of presidential addresses, from {row.source}")
-  print(f"  at {row.depth:.0%} of the text: {needle.NEEDLE.format(key='…', value=row.answers[0])}")
+  source, at = row.about["source"], row.about["depth"]
+  console.heading(f"A needle in {length:,} tokens of presidential addresses, from {source}")
+  hidden = needle.NEEDLE.format(kind="number", key="…", value=row.answers[0])
+  print(f"  at {at:.0%} of the text: {hidden}")
   print(f"  the question: {row.question.strip()}\n", flush=True)
   results = contest(model, tokenizer, row, names, length=length, budget=budget)
 
@@ -341,7 +324,7 @@ def main(args: Args) -> None:
       "jax": jax.__version__,
       "length": length,
       "budget": budget,
-      "row": {"source": row.source, "depth": row.depth, "answers": row.answers},
+      "row": {**row.about, "answers": row.answers},
       "results": [dataclasses.asdict(r) for r in results],
     }
     with common.written_aside(args.json) as path:

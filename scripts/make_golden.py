@@ -80,6 +80,7 @@ def main() -> None:
   with torch.no_grad():
     logits = model(tokens).logits
   best = logits.topk(TOP, -1)
+  nll = torch.nn.functional.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
   args.out.mkdir(parents=True, exist_ok=True)
   np.savez_compressed(
     args.out / "smollm2.npz",
@@ -87,6 +88,7 @@ def main() -> None:
     top_ids=best.indices.numpy().astype(np.int32),
     top_logits=best.values.numpy(),
     lse=logits.logsumexp(-1).numpy(),
+    nll=nll.numpy(),
     last=logits[:, -1].numpy().astype(np.float16),
   )
   made_by = f"transformers {transformers.__version__}, torch {torch.__version__}, {args.gguf.name}"

@@ -22,7 +22,8 @@ import kvjax
 from models.generate import prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
-from scripts import common, console, needle
+from scripts import common, console
+from scripts.evals import haystack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ def main(args: Args) -> None:
   model, tokenizer = common.load_model(args.checkpoint)
   with console.step(f"reading {args.length:,} tokens from {args.start}"):
     # A word is at least one token.
-    text = " ".join(needle.words_from(args.start, args.length))
+    text = " ".join(haystack.words_from(args.start, args.length))
     arrays = record(model, tokenizer, text, args)
   about = {
     "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",

@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from models import convert
 from models.generate import generate, prefill
+from scripts.evals.divergence import surprise
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 
@@ -54,6 +55,13 @@ def test_logits_are_close(golden, logits):
   np.testing.assert_allclose(chosen, golden["top_logits"], atol=5e-3)
   np.testing.assert_allclose(jax.nn.logsumexp(logits, -1), golden["lse"], atol=5e-3)
   np.testing.assert_allclose(logits[:, -1], golden["last"], atol=2e-2)  # stored in float16
+
+
+def test_perplexity_is_the_one_of_the_other_loader(golden, logits):
+  """As evaluations compute it; a difference of 1 % would be a wrong model, not another order."""
+  ours = np.asarray(surprise(logits[:, :-1], golden["tokens"][:, 1:]))
+  ratio = np.exp(ours.mean(1) - golden["nll"].mean(1))
+  np.testing.assert_allclose(ratio, 1, atol=0.01)
 
 
 def test_decoding_predicts_what_prefill_predicts(golden, logits, loaded):

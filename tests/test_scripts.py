@@ -1,8 +1,9 @@
-"""The programs: their help, the needle task, and the demo's comparison on a tiny model."""
+"""The programs: their help, the demo's comparison on a tiny model, and what they share."""
 
 import dataclasses
 import json
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -13,15 +14,16 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 import kvjax
 from models.config import ModelConfig
 from models.generate import prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
-from scripts import common, console, demo, needle, record
+from scripts import common, console, demo, record
+from scripts.evals import needle
+from scripts.evals.prompt import Reader
+from scripts.evals.task import Row
 
 # Its oracle is PyTorch's transformers, which no extra of this project installs.
 OUTSIDE = {"make_family_goldens", "make_golden"}
@@ -36,6 +38,8 @@ ARGUMENTS = {
   "convert_checkpoint": ("SOURCE", "DEST"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "record": ("OUT", "--layers", "--stride"),
+  "plot": ("RESULTS", "--out", "--pictures"),
+  "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),
 }
 LENGTH, BUDGET = 600, 64
 CHAT_TEMPLATE = (
@@ -56,69 +60,6 @@ def test_help_names_the_arguments(name):
     assert argument in run.stdout
 
 
-# ---- the needle task
-
-
-def count(user: str, prefix: str) -> int:
-  """Tokens of a stand-in tokenizer: words, and every punctuation mark beside them."""
-  return len(re.findall(r"\w+|[^\w\s]", user + prefix))
-
-
-def test_needle_by_hand():
-  """Five sentences; at depth 0.4 the needle is the third."""
-  words = "A b. C d. E f. G h. I j.".split()
-  assert needle.hide(words, "Here.", 0.4) == "A b. C d. Here. E f. G h. I j."
-  assert needle.hide(words, "Here.", 0.0).startswith("Here. A")
-  assert needle.hide(words, "Here.", 1.0).endswith("j. Here.")
-  assert needle.hide([], "Here.", 0.5) == "Here."
-
-
-@given(length=st.integers(200, 6000), seed=st.integers(0, 10_000))
-def test_needle_fills_its_budget(length, seed):
-  row = needle.build(count, length=length, seed=seed, max_new_tokens=32)
-  used = count(row.context + row.question, row.answer_prefix) + row.max_new_tokens
-  assert 0.95 * length <= used <= length
-  (value,) = row.answers
-  assert re.fullmatch(r"\d{7}", value)
-  key = re.search(r"number for (\S+) mentioned", row.question).group(1)
-  assert row.context.count(needle.NEEDLE.format(key=key, value=value)) == 1
-  assert row.context.count(value) == 1
-  assert row.continuation
-  assert row.depth in needle.DEPTHS
-
-
-def test_needle_is_the_same_for_the_same_seed():
-  rows = [needle.build(count, length=500, seed=seed) for seed in (7, 7, 8)]
-  assert dataclasses.astuple(rows[0]) == dataclasses.astuple(rows[1])
-  assert rows[0].context != rows[2].context
-
-
-def test_needle_keeps_its_place_when_the_method_changes_nothing():
-  early, late = (needle.build(count, length=800, seed=1, depth=d) for d in (0.1, 0.9))
-  where = [row.context.index(row.answers[0]) / len(row.context) for row in (early, late)]
-  assert where[0] < 0.3 < 0.7 < where[1]
-
-
-def test_needle_refuses_bad_input():
-  with pytest.raises(ValueError, match=r"depth: found 1\.5"):
-    needle.build(count, length=500, depth=1.5)
-  with pytest.raises(ValueError, match="length: found 20 tokens"):
-    needle.build(count, length=20)
-  with pytest.raises(ValueError, match="no speech is named 'Nobody'"):
-    needle.words_from("Nobody", 1)
-
-
-def test_words_go_on_in_a_circle():
-  last, first = list(needle.speeches())[-1], next(iter(needle.speeches().values())).split()
-  own = len(needle.speeches()[last].split())
-  assert needle.words_from(last, own + 5)[own:] == first[:5]
-
-
-def test_right_answers_contain_every_reference():
-  assert needle.is_right("It is AB-12.", ("ab-12",))
-  assert not needle.is_right("It is ab", ("ab", "cd"))
-
-
 # ---- the demo's comparison
 
 
@@ -137,10 +78,11 @@ def tiny():
   return Transformer(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), tokenizer
 
 
-def tiny_row(tokenizer: Tokenizer, length: int) -> needle.Row:
+def tiny_row(tokenizer: Tokenizer, length: int) -> Row:
   return needle.build(
-    lambda user, prefix: len(demo.encode(tokenizer, user, prefix)),
+    Reader(tokenizer).count,
     length=length,
+    draw=random.Random(0),
     max_new_tokens=demo.ANSWER_TOKENS,
   )
 
@@ -188,15 +130,6 @@ def test_demo_chooses_methods():
 def test_chat_streams_an_answer(tiny, capsys):
   demo.chat(*tiny, "Who are you?", steps=12, capacity=128)
   assert "(12 tokens" in capsys.readouterr().out
-
-
-def test_divergence_by_hand():
-  """p = (1/2, 1/2), q = (1/4, 3/4): KL = ln 2 − (ln 3)/2; the likeliest token differs."""
-  p = jnp.log(jnp.array([[0.5, 0.5], [0.9, 0.1]]))
-  q = jnp.log(jnp.array([[0.25, 0.75], [0.9, 0.1]]))
-  top1, kl = demo.compare(p, q)
-  assert top1 == 0.5
-  np.testing.assert_allclose(kl, (np.log(2) - np.log(3) / 2) / 2, rtol=1e-5)
 
 
 # ---- record, and what the programs share

@@ -1,0 +1,1 @@
+"""Evaluation tasks, one family per file: what builds their rows, and what scores an answer."""

@@ -1,0 +1,236 @@
+"""Any method as a model of lm-evaluation-harness (`pip install kvjax[benchmarks]`).
+
+    import lm_eval
+    from scripts.evals.harness import KVCacheLM
+
+    model, tokenizer = convert.load(folder)
+    lm = KVCacheLM(model, tokenizer, kvjax.SnapKV(budget=512))
+    print(lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])["results"])
+
+Contexts are read into the method's cache, and what is scored is then decoded token by token: every
+log-likelihood is one that the method gives while it generates.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from models.generate import generate, pad, prefill
+from models.sampling import Sampling
+from models.tokenizer import Tokenizer
+from models.transformer import Transformer
+from scripts import console
+from scripts.evals.divergence import surprise
+
+try:
+  from lm_eval import utils
+  from lm_eval.api.model import TemplateLM
+except ModuleNotFoundError as error:
+  raise ModuleNotFoundError(
+    "the package lm-eval is not installed: pip install 'kvjax[benchmarks]'"
+  ) from error
+
+_PIECE = 32  # tokens that are scored per call: their logits are held at once
+
+
+class KVCacheLM(TemplateLM):
+  """A decoder under one KV-cache method.
+
+  Args:
+    model, tokenizer: of a checkpoint.
+    method: the KV-cache method.
+    batch: rows that are read and decoded together.
+    max_length: tokens of context and continuation at most; what is longer loses its beginning.
+      None: what the model was made for.
+    max_new_tokens: tokens of an answer where a task does not say.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    method: kvjax.Method,
+    *,
+    batch: int = 8,
+    max_length: int | None = None,
+    max_new_tokens: int = 256,
+  ):
+    super().__init__()
+    self.model, self.tokenizer, self.method = model, tokenizer, method
+    self.batch = batch
+    self.max_length = max_length or model.config.max_context
+    self.max_new_tokens = max_new_tokens
+
+  @property
+  def eot_token_id(self) -> int:
+    """The token that ends an answer; 0 where the tokenizer has none."""
+    return self.tokenizer.eos or 0
+
+  @property
+  def prefix_token_id(self) -> int:
+    """What an empty context is read as."""
+    return self.eot_token_id if self.tokenizer.bos is None else self.tokenizer.bos
+
+  @property
+  def tokenizer_name(self) -> str:
+    """Tells requests of one vocabulary from those of another."""
+    return f"kvjax-{self.tokenizer.size}"
+
+  def chat_template(self, chat_template: bool | str = False) -> str | None:
+    """The checkpoint's own template."""
+    return self.tokenizer.chat_template if chat_template else None
+
+  def apply_chat_template(
+    self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+  ) -> str:
+    """A conversation as text."""
+    return self.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+  ) -> list[int]:
+    """Token ids, with the token that begins a text unless the string has it or it is not wanted."""
+    ids = self.tokenizer.encode(string, bos=False)
+    wanted = self.tokenizer.add_bos if add_special_tokens is None else add_special_tokens
+    bos = self.tokenizer.bos
+    return [bos, *ids] if wanted and bos is not None and ids[:1] != [bos] else ids
+
+  def _loglikelihood_tokens(
+    self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
+  ) -> list[tuple[float, bool]]:
+    """Log-probability in nats of each continuation, and whether greedy decoding would say it."""
+    pairs = [self._cut(context, continuation) for _, context, continuation in requests]
+    found: dict[int, tuple[float, bool]] = {}
+    with console.bar(len(pairs), "log-likelihoods", "request") as bar:
+      for indices in self._batches(pairs):
+        scores = self._score([pairs[i] for i in indices])
+        for i, score in zip(indices, scores, strict=True):
+          found[i] = score
+          self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
+        bar.update(len(indices))
+    return [found[i] for i in range(len(pairs))]
+
+  def loglikelihood_rolling(
+    self, requests: Sequence[Any], disable_tqdm: bool = False
+  ) -> list[float]:
+    """Log-probability in nats of whole texts, in windows of `max_length` tokens."""
+    totals = []
+    for (text,) in (request.args for request in requests):
+      windows = utils.get_rolling_token_windows(
+        self.tok_encode(text, add_special_tokens=False),
+        prefix_token=self.prefix_token_id,
+        max_seq_len=self.max_length - 1,
+        context_len=1,
+      )
+      parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
+      totals.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
+    for request, total in zip(requests, totals, strict=True):
+      self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+    return totals
+
+  def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    """Answers, up to the strings that end them."""
+    texts: dict[int, str] = {}
+    settings = [_settings(request.args[1], self.max_new_tokens) for request in requests]
+    with console.bar(len(requests), "answers", "request") as bar:
+      for setting in dict.fromkeys(settings):
+        mine = [i for i, other in enumerate(settings) if other == setting]
+        prompts = {i: self.tok_encode(requests[i].args[0]) for i in mine}
+        room = self.max_length - setting[1]
+        pairs = {i: (ids[-room:], [0] * setting[1]) for i, ids in prompts.items()}
+        for indices in self._batches([pairs[i] for i in mine]):
+          chosen = [mine[i] for i in indices]
+          for i, text in zip(
+            chosen, self._answer([pairs[i] for i in chosen], setting), strict=True
+          ):
+            texts[i] = text
+            self.cache_hook.add_partial("generate_until", requests[i].args, text)
+          bar.update(len(chosen))
+    return [texts[i] for i in range(len(requests))]
+
+  def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+    """The pair without the beginning that does not fit; one token of context stays."""
+    continuation = continuation[-(self.max_length - 1) :]
+    room = self.max_length - len(continuation)
+    return context[-room:], continuation
+
+  def _batches(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterable[list[int]]:
+    """Indices of the pairs, those of one shape together."""
+    shapes = [(_bucket(len(context)), _bucket(len(rest))) for context, rest in pairs]
+    order = sorted(range(len(pairs)), key=lambda i: shapes[i], reverse=True)
+    for _, alike in itertools.groupby(order, key=lambda i: shapes[i]):
+      listed = list(alike)
+      yield from (listed[i : i + self.batch] for i in range(0, len(listed), self.batch))
+
+  def _read(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Any, Any]:
+    """Logits and caches after the contexts; rows beyond the pairs are idle."""
+    contexts = [context for context, _ in pairs]
+    size = _bucket(max(map(len, contexts)))
+    idle: list[list[int]] = [[]] * (self.batch - len(contexts))
+    tokens, lengths = pad([*contexts, *idle], multiple=size)
+    capacity = size + _bucket(max(len(rest) for _, rest in pairs))
+    caches = self.method.init_caches(self.model.spec(self.batch, capacity))
+    return prefill(self.model, tokens, lengths, caches, self.method, past=0)
+
+  def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    logits, caches = self._read(pairs)
+    longest = max(len(rest) for _, rest in pairs)
+    forced = np.full((self.batch, -(-longest // _PIECE) * _PIECE), -1, np.int32)
+    for row, (_, rest) in zip(forced, pairs, strict=False):
+      row[: len(rest)] = rest
+    total, greedy = np.zeros(self.batch), np.ones(self.batch, bool)
+    for start in range(0, longest, _PIECE):
+      wanted = forced[:, start : start + _PIECE]
+      generation, caches = generate(
+        self.model,
+        logits,
+        caches,
+        self.method,
+        steps=_PIECE,
+        live=wanted[:, 0] >= 0,
+        forced=wanted,
+        return_logits=True,
+        chunk=_PIECE,
+      )
+      logits = generation.last
+      nll = np.asarray(surprise(generation.logits, jnp.asarray(np.maximum(wanted, 0))))
+      likeliest = np.asarray(generation.logits.argmax(-1))
+      total -= np.where(wanted >= 0, nll, 0).sum(1, dtype=np.float64)
+      greedy &= ((likeliest == wanted) | (wanted < 0)).all(1)
+    return [(float(total[i]), bool(greedy[i])) for i in range(len(pairs))]
+
+  def _answer(self, pairs: Sequence[tuple[list[int], list[int]]], setting: Any) -> list[str]:
+    until, steps, temperature, top_p = setting
+    logits, caches = self._read(pairs)
+    generation, _ = generate(
+      self.model,
+      logits,
+      caches,
+      self.method,
+      steps=steps,
+      sampling=Sampling(temperature=temperature, top_p=top_p),
+      stop=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
+      stop_strings=until,
+      tokenizer=self.tokenizer,
+      live=np.arange(self.batch) < len(pairs),
+    )
+    assert generation.texts is not None  # a tokenizer was given
+    return generation.texts[: len(pairs)]
+
+
+def _settings(given: dict[str, Any], steps: int) -> tuple[tuple[str, ...], int, float, float]:
+  """Stop strings, tokens, temperature and top-p of a request."""
+  until = given.get("until") or ()
+  until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
+  steps = int(given.get("max_gen_toks") or given.get("max_new_tokens") or steps)
+  temperature = float(given.get("temperature") or 0.0) if given.get("do_sample") else 0.0
+  return until, steps, temperature, float(given.get("top_p") or 1.0)
+
+
+def _bucket(tokens: int) -> int:
+  """The next of 32, 64, 128, …: few sizes, few compilations."""
+  return max(32, 1 << (max(1, tokens) - 1).bit_length())

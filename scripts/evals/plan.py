@@ -1,0 +1,131 @@
+"""What a run consists of: methods with their settings, cells of rows, batches of one shape."""
+
+import ast
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+
+import kvjax
+from models.transformer import Transformer
+from scripts.evals.prompt import Prompt
+from scripts.evals.task import Row, Task
+
+MODES = ("aware", "agnostic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A method as it runs at one length.
+
+  Attributes:
+    label: as the command line names it: a registered name, with keyword arguments if any.
+    budget: tokens that it keeps or reads, as asked for; None where it has no such setting.
+    method: the instance.
+  """
+
+  label: str
+  budget: int | None
+  method: kvjax.Method
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """Rows of one task at one length, as token ids.
+
+  Attributes:
+    task, length: whose rows; tokens that prompt and answer take at most.
+    rows, prompts: by index.
+    forced: token ids of each row's continuation, for tasks that read one.
+  """
+
+  task: Task
+  length: int
+  rows: Sequence[Row]
+  prompts: Sequence[Prompt]
+  forced: Sequence[list[int]] = ()
+
+
+def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[Entry]:
+  """Every method with every budget, those without one once; the full cache first.
+
+  Args:
+    labels: "name", or "name:field=value,field=value" for other settings than `example` has.
+    budgets: tokens ("512"), or shares of the length ("0.25").
+    length: tokens of prompt and answer.
+
+  Raises:
+    ValueError: a name, a field or a budget is not one, or a method refuses it.
+  """
+  made: dict[kvjax.Method, Entry] = {}
+  tokens = [_tokens(budget, length) for budget in budgets]
+  for label in dict.fromkeys(["full", *labels]):
+    for budget in tokens:
+      method = instance(label, budget)
+      free = instance(label, 2 * budget) == method
+      made.setdefault(method, Entry(label, None if free else budget, method))
+  return list(made.values())
+
+
+def _tokens(budget: str, length: int) -> int:
+  try:
+    value = float(budget)
+    share = value < 1
+    tokens = math.floor(value * length) if share else int(budget)
+  except ValueError:
+    tokens = 0
+  if tokens < 1:
+    raise ValueError(f"--budgets: found {budget!r}, expected tokens (512) or a share (0.25)")
+  return tokens
+
+
+def instance(label: str, budget: int) -> kvjax.Method:
+  """The method that a label means, with a budget."""
+  name, _, rest = label.partition(":")
+  if name not in kvjax.METHODS:
+    raise ValueError(
+      f"--methods: found {name!r}, expected all or some of: {', '.join(kvjax.METHODS)}"
+    )
+  method = kvjax.METHODS[name].example(budget)
+  fields = {}
+  for part in filter(None, rest.split(",")):
+    field, equals, value = part.partition("=")
+    if not equals:
+      raise ValueError(f"--methods: found {label!r}, expected name:field=value,field=value")
+    try:
+      fields[field] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      fields[field] = value
+  unknown = set(fields) - {field.name for field in dataclasses.fields(method)}
+  if unknown:
+    known = ", ".join(field.name for field in dataclasses.fields(method))
+    raise ValueError(f"--methods: {name} has no {', '.join(sorted(unknown))}, it has: {known}")
+  return dataclasses.replace(method, **fields)
+
+
+def cache_bytes(method: kvjax.Method, model: Transformer, batch: int, length: int) -> int:
+  """Bytes of a method's empty caches."""
+  made = jax.eval_shape(lambda: method.init_caches(model.spec(batch, length)))
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+
+
+def groups(
+  chosen: Sequence[Entry], model: Transformer, batch: int, length: int, limit: float
+) -> list[list[Entry]]:
+  """Methods that one prompt pass fills together, as many as `limit` bytes of caches hold.
+
+  Methods that read a prompt their own way are alone.
+  """
+  made: list[list[Entry]] = []
+  room = 0.0
+  for entry in chosen:
+    size = cache_bytes(entry.method, model, batch, length)
+    if not entry.method.dense_prefill:
+      continue
+    if not made or size > room:
+      made.append([])
+      room = limit
+    made[-1].append(entry)
+    room -= size
+  return made + [[entry] for entry in chosen if not entry.method.dense_prefill]

@@ -1,0 +1,66 @@
+"""Name -> task, and the names that a command line may give for several."""
+
+from collections.abc import Sequence
+
+from scripts.evals import (
+  coqa,
+  divergence,
+  documents,
+  infinitebench,
+  infinitebench_files,
+  local,
+  longbench,
+  maths,
+  needle,
+  passages,
+  ruler,
+)
+from scripts.evals.task import Task
+
+_FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
+_LOCAL = (longbench, infinitebench_files, coqa)
+TASKS: dict[str, Task] = {task.name: task for file in _FILES + _LOCAL for task in file.TASKS}
+
+
+def choose(names: Sequence[str]) -> list[Task]:
+  """The tasks of the given names and families, each once, in the order of the names.
+
+  A family leaves out tasks whose files are not on this machine, or puts what stands in for them; a
+  task that is named itself is there in any case, and says what is missing when it is built.
+
+  Raises:
+    ValueError: a name is neither.
+    FileNotFoundError: no file of a family is there.
+  """
+  families = {task.family for task in TASKS.values()}
+  unknown = [name for name in names if name not in TASKS and name not in families]
+  if unknown:
+    raise ValueError(
+      f"--tasks: found {', '.join(unknown)}, expected families ({', '.join(sorted(families))}) "
+      f"or tasks ({', '.join(TASKS)})"
+    )
+  chosen: dict[str, Task] = {}
+  for name in names:
+    if name in TASKS:
+      chosen[name] = TASKS[name]
+    else:
+      chosen |= {task.name: task for task in _family(name)}
+  return list(chosen.values())
+
+
+def _family(name: str) -> list[Task]:
+  """The tasks of a family whose files are there, and what stands in for the others."""
+  members = [task for task in TASKS.values() if task.family == name]
+  there = []
+  for task in members:
+    if all(map(local.there, task.needs)):
+      there.append(task)
+    elif task.stand_in:
+      there.append(TASKS[task.stand_in])
+  if not there:
+    missing = local.folder() / members[0].needs[0]
+    raise FileNotFoundError(
+      f"--tasks {name}: found none of its files, expected {missing} and others like it: a task's "
+      f"name ({members[0].name}) in place of the family's says where they come from"
+    )
+  return there

@@ -1,0 +1,234 @@
+"""Runs a cell: reads its prompts once for many methods, decodes under each, scores the answers."""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.shared_prefill import take
+from models.generate import Generation, generate, pad, prefill
+from models.tokenizer import Tokenizer
+from models.transformer import Caches, Transformer
+from scripts import common
+from scripts.evals.divergence import compare, surprise
+from scripts.evals.plan import Cell, Entry
+
+CHUNK = 16  # decode steps per dispatch
+_TAIL = 64  # questions that are read apart are padded to this many tokens times a power of two
+
+
+@dataclasses.dataclass
+class Runner:
+  """A model that answers batches of rows, `batch` rows at a time.
+
+  Shapes are few: prompts are padded to the length of their cell, caches hold as many tokens, and
+  the last batch of a cell has idle rows, so that a program compiles once per length and method.
+
+  Attributes:
+    model, tokenizer: of the checkpoint.
+    batch: rows of a batch.
+  """
+
+  model: Transformer
+  tokenizer: Tokenizer
+  batch: int
+
+  def __post_init__(self):
+    self._compiled: set[Any] = set()
+
+  def run(
+    self, cell: Cell, mode: str, first: int, groups: Sequence[Sequence[Entry]], done: set[Any]
+  ) -> Iterator[tuple[Entry, list[dict[str, Any]] | Exception]]:
+    """The rows from number `first` on, one batch of them, under every method that is not done.
+
+    Args:
+      cell: the task's rows.
+      mode: "aware", or "agnostic": caches are filled before the question is read.
+      first: index of the batch's first row.
+      groups: methods whose caches one pass fills, the full cache first of all.
+      done: (label, budget) of methods to leave out.
+
+    Yields:
+      An entry, and its rows of results, or the error with which it refused.
+    """
+    indices = range(first, min(first + self.batch, len(cell.rows)))
+    reference: Any = None  # the full cache's logits of a given text
+    for group in groups:
+      wanted = [entry for entry in group if (entry.label, entry.budget) not in done]
+      compared = cell.task.forced and group is groups[0] and _any_left(groups, done)
+      if compared and group[0] not in wanted:
+        wanted.insert(0, group[0])
+      if not wanted:
+        continue
+      try:
+        logits, filled, reading = self._read(cell, mode, indices, [e.method for e in group])
+      except (ValueError, NotImplementedError) as error:
+        yield from ((entry, error) for entry in wanted)
+        continue
+      for entry in wanted:
+        mine, caches = logits, take(filled, group.index(entry)) if len(group) > 1 else filled
+        try:
+          result, reference = self._decode(
+            cell, mode, indices, entry, mine, caches, reading, reference
+          )
+        except (ValueError, NotImplementedError) as error:
+          yield entry, error
+          continue
+        if (entry.label, entry.budget) not in done:
+          yield entry, result
+
+  def _read(
+    self, cell: Cell, mode: str, indices: range, methods: list[kvjax.Method]
+  ) -> tuple[jax.Array, Caches, dict[str, Any]]:
+    """Fills the caches of one method, or of several at once, with the batch's prompts."""
+    method = methods[0] if len(methods) == 1 else kvjax.SharedPrefill(tuple(methods))
+    prompts = [cell.prompts[i] for i in indices]
+    texts = [prompt.head if mode == "agnostic" else prompt.ids for prompt in prompts]
+    tokens, lengths = self._padded(texts, cell.length)
+    caches = method.init_caches(self.model.spec(self.batch, cell.length))
+    cold = self._cold("prefill", method, cell.length)
+    began = time.perf_counter()
+    logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
+    jax.block_until_ready((logits, caches))
+    seconds = time.perf_counter() - began
+    return logits, caches, {"prefill": seconds, "shared": len(methods), "cold": cold}
+
+  def _decode(
+    self,
+    cell: Cell,
+    mode: str,
+    indices: range,
+    entry: Entry,
+    logits: jax.Array,
+    caches: Caches,
+    reading: dict[str, Any],
+    reference: Any,
+  ) -> tuple[list[dict[str, Any]], Any]:
+    """Answers, or follows the given text; the rows of results, and the logits to compare with."""
+    timing = {**reading, "cold": [*reading["cold"]]}
+    used, host = common.device_bytes(caches), common.host_bytes(caches)
+    if mode == "agnostic":
+      tails = [cell.prompts[i].tail for i in indices]
+      size = _TAIL
+      while size < max(map(len, (prompt.tail for prompt in cell.prompts))):
+        size *= 2
+      tokens, lengths = self._padded(tails, size)
+      timing["cold"] += self._cold("question", entry.method, cell.length, size)
+      began = time.perf_counter()
+      logits, caches = prefill(self.model, tokens, lengths, caches, entry.method)
+      jax.block_until_ready((logits, caches))
+      timing["question"] = time.perf_counter() - began
+    steps = max(cell.rows[i].max_new_tokens for i in indices)
+    forced = None
+    if cell.task.forced:
+      forced = np.full((self.batch, steps), -1, np.int32)
+      for row, i in enumerate(indices):
+        forced[row] = cell.forced[i][:steps]
+    timing["cold"] += self._cold("decode", entry.method, cell.length, cell.task.forced)
+    began = time.perf_counter()
+    generation, caches = generate(
+      self.model,
+      logits,
+      caches,
+      entry.method,
+      steps=steps,
+      stop=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
+      stop_strings=cell.task.stop,
+      tokenizer=self.tokenizer,
+      live=np.arange(self.batch) < len(indices),
+      forced=forced,
+      return_logits=cell.task.forced,
+      chunk=CHUNK,
+    )
+    jax.block_until_ready(generation.last)
+    timing |= {
+      "decode": time.perf_counter() - began,
+      "steps": int(generation.lengths.max()),
+      "rows": len(indices),
+    }
+    if cell.task.forced:
+      reference = generation.logits if reference is None else reference
+      scores = self._follow(cell, indices, generation, reference)
+    else:
+      scores = self._score(cell, indices, generation)
+    rows = []
+    for row, i in enumerate(indices):
+      prompt = cell.prompts[i].ids
+      rows.append(
+        {
+          "task": cell.task.name,
+          "length": cell.length,
+          "mode": mode,
+          "method": entry.label,
+          "budget": entry.budget,
+          "index": i,
+          "settings": repr(entry.method),
+          "prompt": hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:16],
+          "prompt_tokens": len(prompt),
+          **scores[row],
+          "cache_bytes": used // self.batch,
+          "host_bytes": host // self.batch,
+          "about": dict(cell.rows[i].about),
+          "seconds": {
+            name: round(value, 5) if isinstance(value, float) else value
+            for name, value in timing.items()
+          },
+        }
+      )
+    return rows, reference
+
+  def _score(self, cell: Cell, indices: range, generation: Generation) -> list[dict[str, Any]]:
+    """Each row's answer and what it is worth."""
+    assert generation.texts is not None  # a tokenizer was given
+    out = []
+    for text, i, tokens in zip(generation.texts, indices, generation.lengths, strict=False):
+      row = cell.rows[i]
+      also = {name: scorer(text, row) for name, scorer in cell.task.also.items()}
+      score = cell.task.score(text, row)
+      out.append({"answer": text, "answer_tokens": int(tokens), "score": score, "also": also})
+    return out
+
+  def _follow(
+    self, cell: Cell, indices: range, generation: Generation, reference: jax.Array
+  ) -> list[dict[str, Any]]:
+    """Each row's divergence from the full cache, position by position.
+
+    The first logits are the prompt's; every later row shows the cache at work. The score is the
+    share of positions with the full cache's likeliest token.
+    """
+    steps = reference.shape[1]
+    given = np.stack([cell.forced[i][:steps] for i in indices])
+    mine, full = (x[: len(indices), 1:] for x in (generation.logits, reference))
+    kl, top1 = compare(full, mine)
+    nll = surprise(mine, given[:, 1:])
+    out = []
+    for row in range(len(indices)):
+      curves = {"kl": kl, "top1": top1, "nll": nll}
+      positions = {
+        name: [round(float(value), 5) for value in np.asarray(x[row], np.float64)]
+        for name, x in curves.items()
+      }
+      means = {name: float(np.mean(values)) for name, values in positions.items()}
+      out.append({"score": means["top1"], "also": means, "positions": positions})
+    return out
+
+  def _padded(self, texts: Sequence[list[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [batch, size] and lengths; rows beyond the texts are empty."""
+    idle: list[list[int]] = [[]] * (self.batch - len(texts))
+    tokens, lengths = pad([*texts, *idle])
+    return np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
+
+  def _cold(self, phase: str, *program: Any) -> list[str]:
+    """The phase, if its program runs for the first time: its seconds include its compilation."""
+    fresh = (phase, *program) not in self._compiled
+    self._compiled.add((phase, *program))
+    return [phase] if fresh else []
+
+
+def _any_left(groups: Sequence[Sequence[Entry]], done: set[Any]) -> bool:
+  return any((entry.label, entry.budget) not in done for group in groups for entry in group)

@@ -1,0 +1,54 @@
+"""Means with 95 % confidence intervals: Wilson's for shares, bootstrap for everything else."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """A mean of n values, with its 95 % confidence interval and how that was found."""
+
+  n: int
+  mean: float
+  low: float
+  high: float
+  interval: str
+
+
+def estimate(values: Sequence[float], *, shares: bool = True) -> Estimate:
+  """Wilson's interval where every value is 0 or 1, else the bootstrap's percentiles.
+
+  The bootstrap draws 2,000 resamples from a fixed seed: the same values give the same interval.
+
+  Args:
+    values: one per row.
+    shares: whether values of 0 and 1 mean wrong and right; numbers of another kind never get
+      Wilson's interval.
+
+  Raises:
+    ValueError: there are no values.
+  """
+  x = np.asarray(values, np.float64)
+  if not x.size:
+    raise ValueError("values: found none, expected at least one")
+  if shares and np.isin(x, (0, 1)).all():
+    return Estimate(x.size, float(x.mean()), *wilson(int(x.sum()), x.size), "Wilson")
+  rng = np.random.default_rng(0)
+  means = x[rng.integers(0, x.size, (_RESAMPLES, x.size))].mean(1)
+  low, high = np.quantile(means, (0.025, 0.975))
+  return Estimate(x.size, float(x.mean()), float(low), float(high), "bootstrap")
+
+
+def wilson(hits: int, n: int) -> tuple[float, float]:
+  """Wilson's score interval of a share (Wilson, 1927)."""
+  share = hits / n
+  middle = share + _Z**2 / (2 * n)
+  spread = _Z * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+  scale = 1 + _Z**2 / n
+  return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)

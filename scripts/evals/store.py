@@ -1,0 +1,107 @@
+"""A folder of results that a killed run leaves whole: settings, and one line per sample.
+
+Lines are appended and synced to disk as they come; a line that was cut off is dropped when the
+folder is opened again. What decides the numbers (model, seed, device, …) is written first, and a
+run with other settings is refused.
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+SETTINGS = "settings.json"
+ROWS = "rows.jsonl"
+KEY = ("task", "length", "mode", "method", "budget", "index")
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+  """What names a row: no two of a folder share it."""
+  return tuple(row[name] for name in KEY)
+
+
+class Store:
+  """The results of one folder, open for one process at a time.
+
+  Args:
+    folder: made if it is not there.
+    settings: must equal those that the folder has, if it has any.
+
+  Attributes:
+    rows: by key, in the order in which they were written.
+
+  Raises:
+    ValueError: the settings differ, or a line is damaged.
+    OSError: another process has the folder open.
+  """
+
+  def __init__(self, folder: pathlib.Path, settings: dict[str, Any]):
+    folder.mkdir(parents=True, exist_ok=True)
+    self.folder = folder
+    self._file = open(folder / ROWS, "ab")  # noqa: SIM115 (closed by `close`)
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      self._file.close()
+      raise OSError(f"{folder}: another run is writing there") from error
+    try:
+      self._check(settings)
+      self.rows = {key(row): row for row in read(folder, repair=True)}
+    except BaseException:
+      self._file.close()
+      raise
+
+  def _check(self, settings: dict[str, Any]) -> None:
+    path = self.folder / SETTINGS
+    if not path.is_file():
+      if self._file.tell():
+        raise ValueError(f"{self.folder}: found {ROWS} without {SETTINGS}, expected both or none")
+      aside = path.with_name(f".{SETTINGS}")
+      aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+      aside.replace(path)
+      return
+    before = json.loads(path.read_text("utf-8"))
+    for name in {**before, **settings}:
+      if before.get(name) != settings.get(name):
+        raise ValueError(
+          f"{self.folder}: found results with {name} = {before.get(name)!r}, and now it is "
+          f"{settings.get(name)!r}: expected the same, or another --out"
+        )
+
+  def append(self, rows: Iterable[dict[str, Any]]) -> None:
+    """Adds rows, all of them or, if the machine dies meanwhile, the first few."""
+    rows = list(rows)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    self._file.write(lines.encode())
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    self.rows |= {key(row): row for row in rows}
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
+  """The rows of a folder; a last line that was cut off is left out (`repair`: and removed).
+
+  Raises:
+    FileNotFoundError: there are no results.
+    ValueError: a line before the last is damaged.
+  """
+  path = folder / ROWS
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
+  data = path.read_bytes()
+  whole = data[: data.rfind(b"\n") + 1]
+  if repair and len(whole) < len(data):
+    os.truncate(path, len(whole))
+  return [_parse(path, number, line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+
+
+def _parse(path: pathlib.Path, number: int, line: bytes) -> dict[str, Any]:
+  try:
+    return json.loads(line)
+  except ValueError as error:
+    raise ValueError(f"{path}: line {number}: found {error}, expected a row of results") from error

@@ -1,0 +1,148 @@
+"""Results by cell: means with confidence intervals, relative to the full cache, as a table."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from scripts import console
+from scripts.evals.stats import Estimate, estimate
+
+GROUP = ("task", "length", "mode", "method", "budget")
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+  """One method with one budget on one task at one length.
+
+  Attributes:
+    task, length, mode, method, budget: whose rows.
+    score: mean score; for tasks that follow a given text, agreement with the full cache.
+    also: further means by name: "kl" and "nll" in nats, another scorer's score.
+    relative: score over the full cache's, None where that is 0 or not there.
+    cache_bytes, host_bytes: bytes of the caches per row, on the device and offloaded.
+    share: cache_bytes over the full cache's.
+    step_seconds: median seconds of a decode step of the whole batch, compilation excluded; None
+      where every batch compiled.
+    prefill_seconds: median seconds in which a batch's prompts were read, for all methods that
+      shared that pass.
+    batch: rows of those batches.
+  """
+
+  task: str
+  length: int
+  mode: str
+  method: str
+  budget: int | None
+  score: Estimate
+  also: dict[str, Estimate]
+  relative: float | None
+  cache_bytes: float
+  host_bytes: float
+  share: float | None
+  step_seconds: float | None
+  prefill_seconds: float | None
+  batch: int
+
+
+def summarise(rows: Iterable[dict[str, Any]]) -> list[Summary]:
+  """One summary per cell, in the order in which cells first come; full caches first within a cell.
+
+  Relative values compare the rows that both have: a run that was stopped compares like with like.
+  """
+  cells: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+  for row in rows:
+    cells.setdefault(tuple(row[name] for name in GROUP), {})[row["index"]] = row
+  out = []
+  for named, by_index in cells.items():
+    task, length, mode, method, budget = named
+    full = cells.get((task, length, mode, "full", None), {})
+    both = sorted(by_index.keys() & full.keys())
+    mine = list(by_index.values())
+    whole = sum(full[i]["score"] for i in both)
+    full_bytes = sum(full[i]["cache_bytes"] for i in both)
+    followed = "positions" in mine[0]
+    out.append(
+      Summary(
+        task=task,
+        length=length,
+        mode=mode,
+        method=method,
+        budget=budget,
+        score=estimate([row["score"] for row in mine], shares=not followed),
+        also={
+          name: estimate([row["also"][name] for row in mine], shares=not followed)
+          for name in mine[0]["also"]
+        },
+        relative=None if not whole or followed else sum(by_index[i]["score"] for i in both) / whole,
+        cache_bytes=statistics.fmean(row["cache_bytes"] for row in mine),
+        host_bytes=statistics.fmean(row["host_bytes"] for row in mine),
+        share=sum(by_index[i]["cache_bytes"] for i in both) / full_bytes if full_bytes else None,
+        step_seconds=_median(
+          row["seconds"]["decode"] / row["seconds"]["steps"]
+          for row in mine
+          if "decode" not in row["seconds"]["cold"] and row["seconds"]["steps"]
+        ),
+        prefill_seconds=_median(
+          row["seconds"]["prefill"] for row in mine if "prefill" not in row["seconds"]["cold"]
+        ),
+        batch=max(row["seconds"]["rows"] for row in mine),
+      )
+    )
+  first = {named[:3]: i for i, named in reversed(list(enumerate(cells)))}
+  return sorted(out, key=lambda s: (first[s.task, s.length, s.mode], s.method != "full"))
+
+
+def _median(values: Iterable[float]) -> float | None:
+  listed = list(values)
+  return statistics.median(listed) if listed else None
+
+
+def table(summaries: Sequence[Summary]) -> str:
+  """The summaries as a table, one block of columns for scores and one for divergences."""
+  answered = [s for s in summaries if "kl" not in s.also]
+  followed = [s for s in summaries if "kl" in s.also]
+  parts = []
+  if answered:
+    head = ("task", "length", "mode", "method", "budget", "n", "score", "95 % interval")
+    head += ("of full", "cache", "of full", "ms/step")
+    parts.append(console.table(head, [_cells(s, _score) for s in answered], left=(0, 2, 3)))
+  if followed:
+    head = ("task", "length", "mode", "method", "budget", "n", "KL", "95 % interval", "top-1")
+    head += ("perplexity", "cache", "of full", "ms/step")
+    parts.append(console.table(head, [_cells(s, _divergence) for s in followed], left=(0, 2, 3)))
+  kinds = sorted({s.score.interval for s in answered} | {"bootstrap" for _ in followed})
+  meaning = {
+    "Wilson": "Wilson's, where every score is 0 or 1",
+    "bootstrap": "the bootstrap's percentiles (2,000 resamples of the rows), elsewhere",
+  }
+  parts.append("  95 % interval: " + "; ".join(meaning[kind] for kind in kinds))
+  return "\n\n".join(parts)
+
+
+def _cells(s: Summary, middle: Any) -> list[str]:
+  return [
+    s.task,
+    f"{s.length:,}",
+    s.mode,
+    s.method,
+    "–" if s.budget is None else f"{s.budget:,}",
+    str(s.score.n),
+    *middle(s),
+    f"{(s.cache_bytes + s.host_bytes) / 1e6:.1f} MB" + " (host)" * bool(s.host_bytes),
+    "" if s.share is None else f"{s.share:.0%}",
+    "" if s.step_seconds is None else f"{s.step_seconds * 1e3:.1f}",
+  ]
+
+
+def _score(s: Summary) -> list[str]:
+  interval = f"{s.score.low:.1%} – {s.score.high:.1%}"
+  return [f"{s.score.mean:.1%}", interval, "" if s.relative is None else f"{s.relative:.0%}"]
+
+
+def _divergence(s: Summary) -> list[str]:
+  kl = s.also["kl"]
+  interval = f"{kl.low:.4f} – {kl.high:.4f}"
+  perplexity = f"{math.exp(s.also['nll'].mean):.3f}"
+  return [f"{kl.mean:.4f}", interval, f"{s.score.mean:.1%}", perplexity]

@@ -1,0 +1,381 @@
+"""Evaluates KV-cache methods on a converted checkpoint: tasks × methods × budgets × lengths.
+
+    python -m scripts.evaluate --list
+    python -m scripts.evaluate --tasks needle kl --methods streaming_llm snapkv --out results
+    python -m scripts.evaluate --tasks ruler --methods all --budgets 256 0.25 --lengths 1024 4096 \\
+        --samples 50 --modes aware agnostic --out results
+
+Every sample becomes a line of <out>/rows.jsonl: prompt hash, answer, score, the bytes that its
+cache really takes, timings. A run that was stopped in whatever way goes on where it ended when it
+is started again; with more tasks, methods, budgets, lengths or samples it adds what is missing.
+The table at the end is kept as <out>/summary.txt and .json.
+
+The same seed gives the same rows of results. On a GPU that takes the same compiled programs (they
+are kept in the cache folder): compiled anew, sums may be ordered otherwise, and a close call may
+end differently.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+import kvjax
+from models.tokenizer import Tokenizer
+from models.transformer import Transformer
+from scripts import common, console
+from scripts.evals import local, plan, registry, store, summary
+from scripts.evals import trace as tracing
+from scripts.evals.plan import MODES, Cell, Entry
+from scripts.evals.prompt import Reader
+from scripts.evals.run import Runner
+from scripts.evals.task import NoMoreRows, Task
+
+VERSION = 1  # of the rows and what they mean
+TRACES = "traces.json"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m scripts.evaluate",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  what = parser.add_argument_group("what is run")
+  what.add_argument(
+    "--tasks",
+    nargs="+",
+    default=["needle", "kl"],
+    metavar="NAME",
+    help="tasks or families of tasks, see --list (needle kl)",
+  )
+  what.add_argument(
+    "--methods",
+    nargs="+",
+    default=common.usual_methods(),
+    metavar="NAME",
+    help='registered methods, or "all" (the baselines and the systems that are registered); '
+    "name:field=value,… sets further fields. The full cache always runs: it is what the others are "
+    "compared with",
+  )
+  what.add_argument(
+    "--budgets",
+    nargs="+",
+    default=["0.25"],
+    metavar="TOKENS",
+    help="tokens that a method keeps or reads: a number, or a share of the length (0.25)",
+  )
+  what.add_argument(
+    "--lengths",
+    nargs="+",
+    type=_positive,
+    default=[2048],
+    metavar="TOKENS",
+    help="tokens of prompt and answer together (2048)",
+  )
+  what.add_argument(
+    "--samples", type=_positive, default=50, metavar="N", help="rows of every task (50)"
+  )
+  what.add_argument(
+    "--modes",
+    nargs="+",
+    choices=MODES,
+    default=["aware"],
+    help="aware: prompts are read at once; agnostic: the context is compressed before the "
+    "question is seen (aware)",
+  )
+  what.add_argument("--seed", type=int, default=0, help="draws every row (0)")
+  how = parser.add_argument_group("how it runs")
+  how.add_argument(
+    "--checkpoint",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="a converted checkpoint; SmolLM2-135M-Instruct by default",
+  )
+  how.add_argument(
+    "--batch", type=_positive, metavar="ROWS", help="rows at a time (25 on a GPU, else 5)"
+  )
+  how.add_argument(
+    "--memory",
+    type=float,
+    metavar="GB",
+    help="caches that one reading of a prompt may fill (a third of the GPU's memory, else 4)",
+  )
+  how.add_argument(
+    "--impl",
+    default="auto",
+    choices=("auto", "reference", "pallas", "jax-triton"),
+    help="implementation of the methods' operations (auto)",
+  )
+  how.add_argument(
+    "--no-chat", action="store_true", help="put questions as plain text, without a chat template"
+  )
+  how.add_argument(
+    "--data",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help=f"where local data sets lie ($KVJAX_DATA, or {local.folder()})",
+  )
+  how.add_argument(
+    "--trace",
+    type=_positive,
+    metavar="STEPS",
+    help="also record what every method visits, by layer and step, while it decodes so many "
+    "tokens after the first row of the first task at the greatest length",
+  )
+  how.add_argument(
+    "--out",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    default=pathlib.Path("evaluation"),
+    help="results; a folder that has some is added to (evaluation)",
+  )
+  parser.add_argument("--list", action="store_true", help="list tasks and methods, and stop")
+  return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+  value = int(text)
+  if value < 1:
+    raise argparse.ArgumentTypeError(f"found {value}, expected at least 1")
+  return value
+
+
+def labels(args: argparse.Namespace) -> list[str]:
+  """The methods that are asked for."""
+  return list(kvjax.METHODS) if list(args.methods) == ["all"] else list(args.methods)
+
+
+def listing() -> str:
+  """Tasks and methods."""
+  tasks = [
+    (task.family, task.name, task.summary + ("" if _there(task) else ": not on this machine"))
+    for task in registry.TASKS.values()
+  ]
+  methods = [(name, (cls.__doc__ or "").split("\n")[0]) for name, cls in kvjax.METHODS.items()]
+  return "\n\n".join(
+    [
+      console.table(("family", "task", ""), tasks, left=(0, 1, 2)),
+      console.table(("method", ""), methods, left=(0, 1)),
+    ]
+  )
+
+
+def _there(task: Task) -> bool:
+  return all(map(local.there, task.needs))
+
+
+def settings(args: argparse.Namespace, model: Transformer, batch: int) -> dict[str, Any]:
+  """What the numbers of a folder depend on."""
+  return {
+    "version": VERSION,
+    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "config": model.config.to_json(),
+    "dtype": model.dtype.name,
+    "impl": args.impl,
+    "chat": not args.no_chat,
+    "seed": args.seed,
+    "batch": batch,
+    "device": jax.devices()[0].device_kind,
+    "jax": jax.__version__,
+    "kvjax": kvjax.__version__,
+  }
+
+
+def build(
+  tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int, reader: dict[bool, Reader]
+) -> Iterator[Cell | str]:
+  """Cells in the order of lengths and tasks; in place of one that cannot be, the reason.
+
+  Rows are made by several threads at once, in an order that nothing depends on.
+  """
+  jobs = [(task, length) for length in lengths for task in tasks]
+
+  def one(task: Task, length: int, index: int) -> Any:
+    row = task.build(reader[task.chat].count, length=length, seed=seed, index=index)
+    return row, reader[task.chat].row(row)
+
+  with (
+    concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+    console.bar(len(jobs) * samples, "making rows", "row") as bar,
+  ):
+    made = [
+      [pool.submit(one, task, length, index) for index in range(samples)] for task, length in jobs
+    ]
+    for (task, length), futures in zip(jobs, made, strict=True):
+      rows, prompts, refusal = [], [], None
+      for future in futures:
+        bar.update()
+        try:
+          row, prompt = future.result()
+        except NoMoreRows:
+          continue
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+          refusal = refusal or error
+          continue
+        rows.append(row)
+        prompts.append(prompt)
+      if refusal is not None or not rows:
+        yield f"{task.name} at {length:,} tokens: {refusal}"
+        continue
+      forced = []
+      if task.forced:
+        forced = [reader[task.chat].continuation(row) for row in rows]
+      yield Cell(task, length, rows, prompts, forced)
+
+
+def evaluate(
+  args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+  """Runs what the folder does not have yet; all rows of the folder."""
+  gpu = jax.default_backend() == "gpu"
+  batch = args.batch or (25 if gpu else 5)
+  limit = args.memory * 1e9 if args.memory else _memory()
+  tasks = registry.choose(args.tasks)
+  chosen = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
+  results = store.Store(args.out, settings(args, model, batch))
+  try:
+    reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
+    cells, notes = [], []
+    for cell in build(tasks, args.lengths, args.samples, args.seed, reader):
+      if isinstance(cell, str):
+        notes.append(cell)
+      else:
+        cells.append(cell)
+    groups = {
+      length: plan.groups(entries, model, batch, length, limit)
+      for length, entries in chosen.items()
+    }
+    work = [
+      (cell, mode, first, groups[cell.length])
+      for cell in cells
+      for mode in args.modes
+      for first in range(0, len(cell.rows), batch)
+      if _applies(cell, mode, notes)
+    ]
+    notes += _run(Runner(model, tokenizer, batch), work, results)
+    if args.trace and cells:
+      last = max(cells, key=lambda cell: cell.length)
+      trace(args.out, last, chosen[last.length], model, args.trace)
+    for note in dict.fromkeys(notes):
+      print(f"not run: {note}", file=sys.stderr)
+    return list(results.rows.values())
+  finally:
+    results.close()
+
+
+def _memory() -> float:
+  """A third of the device's memory, or 4 GB where it does not say."""
+  stats = jax.devices()[0].memory_stats() or {}
+  return stats.get("bytes_limit", 12e9) / 3
+
+
+def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
+  """Whether a cell has a context to compress before its question."""
+  if mode == "aware" or (not cell.task.forced and all(prompt.head for prompt in cell.prompts)):
+    return True
+  notes.append(f"{cell.task.name}, agnostic: there is no question apart from a context")
+  return False
+
+
+def _run(runner: Runner, work: Sequence[Any], results: store.Store) -> list[str]:
+  """Runs batches in order; what methods refused to do."""
+
+  def missing(cell: Cell, mode: str, first: int, entry: Entry) -> list[int]:
+    indices = range(first, min(first + runner.batch, len(cell.rows)))
+    return [i for i in indices if _key(cell, mode, entry, i) not in results.rows]
+
+  total = sum(
+    len(missing(cell, mode, first, entry))
+    for cell, mode, first, groups in work
+    for group in groups
+    for entry in group
+  )
+  refused: dict[Any, str] = {}
+  with console.bar(total, "evaluating", "row") as bar:
+    for cell, mode, first, groups in work:
+      done = {
+        (entry.label, entry.budget)
+        for group in groups
+        for entry in group
+        if not missing(cell, mode, first, entry)
+        or (cell.length, mode, entry.label, entry.budget) in refused
+      }
+      for entry, rows in runner.run(cell, mode, first, groups, done):
+        left = missing(cell, mode, first, entry)
+        if isinstance(rows, Exception):
+          what = f"{entry.label}, {mode}, {cell.length:,} tokens"
+          refused[cell.length, mode, entry.label, entry.budget] = f"{what}: {rows}"
+        else:
+          results.append(row for row in rows if row["index"] in left)
+        bar.set_postfix_str(f"{cell.task.name} {cell.length} {mode} {entry.label}", refresh=False)
+        bar.update(len(left))
+  return list(refused.values())
+
+
+def _key(cell: Cell, mode: str, entry: Entry, index: int) -> tuple[Any, ...]:
+  return cell.task.name, cell.length, mode, entry.label, entry.budget, index
+
+
+def trace(
+  folder: pathlib.Path, cell: Cell, entries: Sequence[Entry], model: Transformer, steps: int
+) -> None:
+  """Adds to <folder>/traces.json what methods report while they decode; one that has it is kept."""
+  path = folder / TRACES
+  made = json.loads(path.read_text("utf-8")) if path.is_file() else []
+  for entry in entries:
+    named = {"method": entry.label, "budget": entry.budget, "length": cell.length, "steps": steps}
+    if any(named.items() <= other.items() for other in made):
+      continue
+    with console.step(f"tracing {entry.label} over {steps} steps", sys.stderr):
+      try:
+        reports = tracing.trace(model, entry.method, cell.prompts[0].ids, steps)
+      except (ValueError, NotImplementedError) as error:
+        print(f"not traced: {entry.label}: {error}", file=sys.stderr)
+        continue
+    made.append({**named, "task": cell.task.name, "reports": tracing.plain(reports)})
+    with common.written_aside(path) as aside:
+      aside.write_text(json.dumps(made) + "\n", "utf-8")
+
+
+def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:
+  """The table of a folder, which also writes it there."""
+  summaries = summary.summarise(rows)
+  text = summary.table(summaries)
+  with common.written_aside(folder / "summary.txt") as path:
+    path.write_text(text + "\n", "utf-8")
+  with common.written_aside(folder / "summary.json") as path:
+    listed = [dataclasses.asdict(s) for s in summaries]
+    path.write_text(json.dumps(listed, indent=1) + "\n", "utf-8")
+  return text
+
+
+def main(argv: list[str] | None = None) -> int:
+  args = parse(argv)
+  if args.data:
+    os.environ["KVJAX_DATA"] = str(args.data.absolute())
+  if args.list:
+    print(listing())
+    return 0
+  registry.choose(args.tasks)  # before a model is loaded
+  for length in args.lengths:
+    plan.entries(labels(args), args.budgets, length)
+  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  rows = evaluate(args, model, tokenizer)
+  if not rows:
+    raise ValueError("nothing was run: every cell was refused")
+  print(report(args.out, rows))
+  print(f"\n  {len(rows):,} rows in {args.out / store.ROWS}")
+  return 0
+
+
+if __name__ == "__main__":
+  with common.one_line_errors():
+    sys.exit(main())

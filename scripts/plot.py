@@ -1,0 +1,209 @@
+"""Pictures and a report from results of scripts.evaluate and scripts.bench.
+
+    python -m scripts.plot evaluation --out report.html
+    python -m scripts.plot scripts/results/nvidia-h200/* --out report.html --pictures pictures
+
+Takes folders that `evaluate` wrote and JSON files that `bench` wrote, several of each if wanted.
+The report is one HTML file without anything beside it. Pictures: needle by length and depth, score
+against measured bytes, speed and memory against length, tasks with intervals relative to the full
+cache, divergence by position, and what was visited by layer and step; those without data are left
+out.
+"""
+
+import argparse
+import base64
+import html
+import io
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from scripts import common
+from scripts.evals import needle, pictures, store
+from scripts.evals.summary import Summary, summarise
+
+RULER = (*needle.SHAPES, "vt", "cwe", "fwe", "qa_1", "qa_2", "facts_1", "facts_2")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 78rem; margin: 2rem auto; padding: 0 1rem;
+  color: #222; }
+h1, h2 { font-weight: 600; line-height: 1.2; }
+h2 { margin-top: 2.5rem; }
+img { max-width: 100%; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th { position: sticky; top: 0; background: #fff; }
+.left { text-align: left; }
+.scroll { overflow-x: auto; max-height: 40rem; overflow-y: auto; }
+pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; font-size: 13px; }
+"""
+
+
+class Results:
+  """What the given paths hold.
+
+  Attributes:
+    runs: (name, settings) of every evaluation.
+    rows: all their rows; a run's rows follow those of the run before.
+    traces: what methods visited.
+    benches: contents of bench files.
+
+  Raises:
+    FileNotFoundError, ValueError: a path is neither.
+  """
+
+  def __init__(self, paths: Iterable[pathlib.Path]):
+    self.runs: list[tuple[str, dict[str, Any]]] = []
+    self.rows: list[dict[str, Any]] = []
+    self.traces: list[Any] = []
+    self.benches: list[Any] = []
+    for path in paths:
+      if path.is_dir():
+        self._add_run(path)
+      elif path.suffix == ".json":
+        found = json.loads(path.read_text("utf-8"))
+        if not isinstance(found, dict) or "cases" not in found:
+          raise ValueError(f"{path}: found no cases, expected a file of python -m scripts.bench")
+        self.benches.append(found)
+      elif not path.exists():
+        raise FileNotFoundError(f"{path}: not found, expected results of evaluate or bench")
+
+  def _add_run(self, path: pathlib.Path) -> None:
+    rows = store.read(path)
+    known = {store.key(row) for row in self.rows}
+    twice = next((store.key(row) for row in rows if store.key(row) in known), None)
+    if twice:
+      raise ValueError(f"{path}: found row {twice} of an earlier folder again, expected other rows")
+    self.rows += rows
+    self.runs.append((path.name, json.loads((path / store.SETTINGS).read_text("utf-8"))))
+    traces = path / "traces.json"
+    if traces.is_file():
+      self.traces += json.loads(traces.read_text("utf-8"))
+
+
+def draw(results: Results) -> dict[str, tuple[str, Figure]]:
+  """Title and figure of every picture that there is data for, by file name."""
+  summaries = summarise(results.rows)
+  styles = pictures.Styles(s.method for s in summaries)
+  made: dict[str, tuple[str, Figure | None]] = {}
+  for mode, figure in pictures.needle_maps(results.rows).items():
+    made[f"needle_{mode}"] = f"Needle in a haystack, {mode}", figure
+  figure = pictures.score_by_bytes(summaries, styles)
+  made["score_by_bytes"] = "Score against bytes", figure
+  made["speed"] = "Speed and memory", pictures.speed(summaries, results.benches, styles)
+  for place, figure in pictures.task_tables(summaries, RULER).items():
+    made[f"ruler_{place}"] = "RULER, {}, {} tokens".format(*place.split("_")), figure
+  made["divergence"] = "Divergence by position", pictures.divergence(results.rows, styles)
+  made["visits"] = "What was visited", pictures.visits(results.traces)
+  return {name: (title, figure) for name, (title, figure) in made.items() if figure is not None}
+
+
+def page(results: Results, drawn: dict[str, tuple[str, bytes]], command: str) -> str:
+  """The report as HTML, of titles and PNG files."""
+  parts = ["<h1>KV-cache methods, evaluated</h1>"]
+  for name, settings in results.runs:
+    shown = ("model", "dtype", "device", "jax", "kvjax", "seed", "batch", "impl")
+    facts = ", ".join(f"{key} {settings[key]}" for key in shown if key in settings)
+    parts.append(f"<p><b>{html.escape(name)}</b>: {html.escape(facts)}</p>")
+  for bench in results.benches:
+    facts = ", ".join(f"{key} {value}" for key, value in bench.items() if isinstance(value, str))
+    parts.append(f"<p><b>bench</b>: {html.escape(facts)}</p>")
+  for title, picture in drawn.values():
+    image = base64.b64encode(picture).decode()
+    parts.append(f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">')
+  if results.rows:
+    parts.append("<h2>All numbers</h2>\n" + _table(summarise(results.rows)))
+    parts.append(
+      "<p>95 % intervals: Wilson's where every score is 0 or 1, else the bootstrap's percentiles "
+      "(2,000 resamples of the rows). Bytes are those of the cache's arrays per row. Times are "
+      "medians over batches that compiled nothing.</p>"
+    )
+  parts.append(f"<h2>Made with</h2>\n<pre>{html.escape(command)}</pre>")
+  head = f'<meta charset="utf-8"><title>KV-cache methods</title><style>{_STYLE}</style>'
+  return f"<!doctype html>\n<html lang=en><head>{head}</head><body>\n" + "\n".join(parts) + "\n"
+
+
+def png(figure: Figure) -> bytes:
+  """A figure as a PNG file, the same bytes every time."""
+  out = io.BytesIO()
+  figure.savefig(out, format="png", dpi=120, metadata={"Software": None})
+  return out.getvalue()
+
+
+def _table(summaries: Sequence[Summary]) -> str:
+  head = ("task", "length", "mode", "method", "budget", "n", "score", "95 % interval", "of full")
+  head += ("KL, nats", "95 % interval", "MB per row", "of full", "ms per step")
+  left = {0, 2, 3}
+  lines = []
+  for s in summaries:
+    kl = s.also.get("kl")
+    cells = (
+      s.task,
+      f"{s.length:,}",
+      s.mode,
+      s.method,
+      "" if s.budget is None else f"{s.budget:,}",
+      str(s.score.n),
+      f"{s.score.mean:.1%}",
+      f"{s.score.low:.1%} – {s.score.high:.1%}",
+      "" if s.relative is None else f"{s.relative:.0%}",
+      "" if kl is None else f"{kl.mean:.4f}",
+      "" if kl is None else f"{kl.low:.4f} – {kl.high:.4f}",
+      f"{s.cache_bytes / 1e6:.2f}",
+      "" if s.share is None else f"{s.share:.0%}",
+      "" if s.step_seconds is None else f"{s.step_seconds * 1e3:.2f}",
+    )
+    lines.append(_line("td", cells, left))
+  return f'<div class="scroll"><table>{_line("th", head, left)}{"".join(lines)}</table></div>'
+
+
+def _line(tag: str, cells: Sequence[str], left: set[int]) -> str:
+  made = (
+    f"<{tag}{' class=left' if i in left else ''}>{html.escape(cell)}</{tag}>"
+    for i, cell in enumerate(cells)
+  )
+  return f"<tr>{''.join(made)}</tr>\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="python -m scripts.plot",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument(
+    "results", nargs="+", type=pathlib.Path, metavar="RESULTS", help="folders and files"
+  )
+  parser.add_argument(
+    "--out",
+    type=pathlib.Path,
+    metavar="FILE",
+    default=pathlib.Path("report.html"),
+    help="the report",
+  )
+  parser.add_argument(
+    "--pictures", type=pathlib.Path, metavar="FOLDER", help="also write every picture as PNG there"
+  )
+  args = parser.parse_args(argv)
+  results = Results(args.results)
+  drawn = {name: (title, png(figure)) for name, (title, figure) in draw(results).items()}
+  if not drawn:
+    raise ValueError("results: found nothing to draw")
+  words = ["python -m scripts.plot", *(str(path) for path in args.results), f"--out {args.out}"]
+  with common.written_aside(args.out) as path:
+    path.write_text(page(results, drawn, " ".join(words)), "utf-8")
+  print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {len(drawn)} pictures")
+  if args.pictures:
+    for name, (_, picture) in drawn.items():
+      with common.written_aside(args.pictures / f"{name}.png") as path:
+        path.write_bytes(picture)
+      print(f"{args.pictures / name}.png")
+  return 0
+
+
+if __name__ == "__main__":
+  with common.one_line_errors():
+    sys.exit(main())

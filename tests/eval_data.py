@@ -1,0 +1,157 @@
+"""Tiny data sets in the published formats, written where the tasks look for local files.
+
+The texts are made up here, or public-domain speeches: nothing of the data sets themselves.
+"""
+
+import json
+import pathlib
+import random
+
+from scripts.evals import haystack, infinitebench_files, longbench
+
+
+def paragraphs(number: int, size: int = 60) -> list[str]:
+  return [" ".join(words) for words in haystack.passages(random.Random(0), number, size)]
+
+
+def write(folder: pathlib.Path) -> pathlib.Path:
+  """Writes every data set into `folder`."""
+  texts = iter(paragraphs(600))
+
+  def put(name: str, entries) -> None:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [entries] if file.suffix == ".json" else entries
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n", "utf-8")
+
+  squad = []
+  for article in range(20):
+    listed = []
+    for i in range(5):
+      name = f"Person {article}-{i}"
+      context = f"{next(texts)} {name} was born in 18{article:02}{i}."
+      answers = [{"text": f"18{article:02}{i}", "answer_start": 0}] * 2
+      listed.append(
+        {
+          "context": context,
+          "qas": [
+            {"question": f"When was {name} born?", "is_impossible": False, "answers": answers},
+            {"question": "Why not?", "is_impossible": True, "answers": []},
+          ],
+        }
+      )
+    squad.append({"title": f"Article {article}", "paragraphs": listed})
+  put("squad/dev-v2.0.json", {"data": squad})
+
+  hotpot = []
+  for i in range(20):
+    own = [[f"Title {i}-{j}", [next(texts)[:200], " More."]] for j in range(10)]
+    own[3][1].append(f" Answer {i} is {i}{i}.")
+    entry = {"question": f"What is answer {i}?", "answer": f"{i}{i}", "context": own}
+    hotpot.append(entry)
+  put("hotpotqa/hotpot_dev_distractor_v1.json", hotpot)
+
+  problems = [
+    {"question": f"What is {i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i:,}"}
+    for i in range(1990, 2010)
+  ]
+  put("gsm8k/train.jsonl", problems[:10])
+  put("gsm8k/test.jsonl", problems[10:])
+  formulas = [(f"Halve {2 * i + 1}.", rf"\frac{{{2 * i + 1}}}{{2}}") for i in range(10)]
+  put(
+    "math500/test.jsonl",
+    [{"problem": q, "answer": a, "subject": "Algebra", "level": 1} for q, a in formulas],
+  )
+  put("aime/test.jsonl", [{"Problem": f"Add {i} and 1.", "Answer": i + 1} for i in range(10)])
+  _longbench(put)
+  _infinitebench(put)
+  stories = [
+    {
+      "id": f"story {i}",
+      "story": f"{next(texts)} Number {i} was found.",
+      "questions": [{"input_text": f"Question {j}?", "turn_id": j + 1} for j in range(3)],
+      "answers": [{"input_text": f"answer {j} of {i}", "turn_id": j + 1} for j in range(3)],
+      "additional_answers": {
+        "0": [{"input_text": f"Answer {j} of {i}"} for j in range(3)],
+        "1": [{"input_text": f"it is {j} of {i}"} for j in range(3)],
+      },
+    }
+    for i in range(10)
+  ]
+  put("coqa/coqa-dev-v1.0.json", {"version": "1.0", "data": stories})
+  return folder
+
+
+CLASSES = ["Number", "Number of something", "Date", "Place"]
+
+
+def _longbench(put) -> None:
+  """Ten rows of every data set, and of LongBench-E ten per bucket; context 7 is too long."""
+  long = " ".join(paragraphs(200))
+
+  def rows(name, lengths):
+    answers = {"trec": ["Date"], "lsht": ["Place"], "passage_count": ["7"]}
+    answers |= {"passage_retrieval_en": ["Paragraph 7"], "passage_retrieval_zh": ["段落7"]}
+    for i, length in enumerate(lengths):
+      yield {
+        "input": f"What about {i}?",
+        "context": f"Beginning {i}. {long if i % 10 == 7 else 'Short.'} End {i}.",
+        "answers": answers.get(name, [f"answer {i}", "清华大学"]),
+        "length": length,
+        "dataset": name,
+        "language": "zh" if name in ("lsht", "dureader") else "en",
+        "all_classes": CLASSES if name in ("trec", "lsht") else None,
+        "_id": f"{name}-{i}",
+      }
+
+  for name in longbench.PROMPTS:
+    put(f"longbench/{name}.jsonl", rows(name, range(10)))
+  for name in longbench.E:
+    put(f"longbench/{name}_e.jsonl", rows(name, [2000, 6000, 9000] * 10))
+  entries = [
+    {
+      **{f"choice_{letter}": f"choice {letter} of {i} " for letter in "ABCD"},
+      "_id": str(i),
+      "question": f" What about {i}? ",
+      "answer": "ABCD"[i % 4],
+      "domain": "d",
+      "sub_domain": "s",
+      "difficulty": "easy",
+      "length": "short",
+      "context": f"Beginning {i}. {long} End {i}.",
+    }
+    for i in range(10)
+  ]
+  put("longbench_v2/data.json", entries)
+
+
+def _infinitebench(put) -> None:
+  """Ten rows of every task."""
+  long = " ".join(paragraphs(200))
+  options = ["the first", "the second", "the third", "the fourth"]
+  special = {
+    "passkey": ("What is the pass key?", ["12345"]),
+    "number_string": ("What is the sequence of digits?", ["1122334455"]),
+    "kv_retrieval": ('Key: "a-b"\nThe value associated with the specified key is: ', ["c-d"]),
+    "longbook_choice_eng": ("Which one?", ["the third"]),
+    "longbook_qa_chn": ("谁？", ["清华大学"]),
+    "longdialogue_qa_eng": ("", ["ALICE"]),
+    "math_find": ("Only one number. The second largest number of the list is: ", [41]),
+    "math_calc": ("", [[1, 3, 6]]),
+    "code_run": ("Please give me the exact number of the return value of func_7(-3).", [-12]),
+    "code_debug": ("Which one?", ["the second"]),
+  }
+  for name in infinitebench_files._TASKS:
+    asked, answer = special.get(name, ("Who?", ["Alice and Bob"]))
+    text = "1 + 2 + 3" if name == "math_calc" else f"Beginning. {long} {{braces}} End."
+    entries = [
+      {
+        "id": i,
+        "context": text,
+        "input": asked,
+        "answer": answer,
+        "options": options if name in ("longbook_choice_eng", "code_debug") else [],
+      }
+      for i in range(10)
+    ]
+    put(f"infinitebench/{name}.jsonl", entries)

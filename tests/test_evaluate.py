@@ -1,0 +1,434 @@
+"""The evaluation program on a tiny model: what it measures, and that nothing stops it for good."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from models import convert
+from models.generate import prefill
+from scripts import evaluate
+from scripts.evals import plan, stats, store, summary
+from scripts.evals.prompt import Reader
+from scripts.evals.registry import TASKS
+from scripts.examples import tiny
+
+LENGTH = 720  # tokens are bytes
+METHODS = ("streaming_llm", "snapkv")
+
+
+@pytest.fixture(scope="module")
+def loaded():
+  return tiny.load()
+
+
+def arguments(out, *more, tasks=("needle", "kl"), methods=METHODS, samples=5, batch=2):
+  return [
+    *("--tasks", *tasks, "--methods", *methods, "--out", str(out), "--lengths", str(LENGTH)),
+    *("--samples", str(samples), "--batch", str(batch), "--budgets", "64", *more),
+  ]
+
+
+def run(loaded, out, *more, **kwargs):
+  """Rows of a run."""
+  return evaluate.evaluate(evaluate.parse(arguments(out, *more, **kwargs)), *loaded)
+
+
+def without_seconds(rows):
+  return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def by_key(rows):
+  return {store.key(row): row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def finished(loaded, tmp_path_factory):
+  """An uninterrupted run with both modes: its folder and rows."""
+  out = tmp_path_factory.mktemp("finished")
+  return out, run(loaded, out, "--modes", "aware", "agnostic")
+
+
+# ---- what is measured
+
+
+def test_a_row_says_all_there_is_to_know(loaded, finished):
+  _, tokenizer = loaded
+  rows = by_key(finished[1])
+  assert len(rows) == len(finished[1]) == 5 * 3 * (2 + 1)  # samples × methods × (modes, and kl)
+  row = rows["needle", LENGTH, "aware", "snapkv", 64, 3]
+  made = TASKS["needle"].build(Reader(tokenizer).count, length=LENGTH, seed=0, index=3)
+  prompt = Reader(tokenizer).row(made)
+  assert row["prompt_tokens"] == len(prompt.ids) <= LENGTH - made.max_new_tokens
+  assert row["about"]["depth"] == pytest.approx(3 / 9)
+  assert row["settings"] == repr(kvjax.METHODS["snapkv"].example(64))
+  assert row["score"] == TASKS["needle"].score(row["answer"], made)
+  assert row["answer_tokens"] <= made.max_new_tokens
+  assert row["seconds"]["decode"] > 0 and row["seconds"]["rows"] == 2
+  assert rows["needle", LENGTH, "aware", "full", None, 4]["seconds"]["rows"] == 1
+  prompts = {row["prompt"] for row in rows.values() if row["task"] == "needle"}
+  assert len(prompts) == 5 and all(len(text) == 16 for text in prompts)
+
+
+def test_measured_bytes_are_those_of_the_arrays(loaded, finished):
+  """Keys and values in float32 and an int32 position per slot, and two counters per layer."""
+  model = loaded[0]
+  c = model.config
+  slot = c.kv_heads * (2 * c.head_dim * 4 + 4)
+  for row in finished[1]:
+    method = plan.instance(row["method"], 64)
+    claimed = plan.cache_bytes(method, model, 1, LENGTH)
+    assert row["cache_bytes"] == claimed and row["host_bytes"] == 0
+    slots = LENGTH if row["method"] == "full" else 64
+    assert slot * slots * c.layers <= claimed <= (slot + c.kv_heads * 8) * slots * c.layers + 99
+
+
+def test_answers_do_not_depend_on_the_batch(loaded, finished, tmp_path):
+  """The full cache, in batches of two and one by one: the same texts, the same scores."""
+  alone = by_key(run(loaded, tmp_path, methods=("full",), batch=1))
+  together = by_key(finished[1])
+  for named, row in alone.items():
+    other = together[named]
+    if row["task"] == "kl":
+      np.testing.assert_allclose(row["positions"]["nll"], other["positions"]["nll"], atol=1e-3)
+    else:
+      assert (row["answer"], row["score"]) == (other["answer"], other["score"])
+
+
+def test_the_full_cache_does_not_care_when_the_question_comes(finished):
+  """Aware and agnostic read the same tokens; a compressed cache has lost what it did not expect."""
+  rows = by_key(finished[1])
+  same = {"full": 0, "snapkv": 0}
+  for method in same:
+    for index in range(5):
+      budget = None if method == "full" else 64
+      both = [rows["needle", LENGTH, mode, method, budget, index] for mode in plan.MODES]
+      assert both[0]["prompt"] == both[1]["prompt"]
+      same[method] += both[0]["answer"] == both[1]["answer"]
+      assert "question" in both[1]["seconds"] and "question" not in both[0]["seconds"]
+  assert same["full"] == 5 > same["snapkv"]
+
+
+def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):
+  """−log p of the given tokens under the full cache, from one prefill of text and continuation."""
+  model, tokenizer = loaded
+  rows = by_key(finished[1])
+  reader = Reader(tokenizer, chat=False)
+  row = TASKS["kl"].build(reader.count, length=LENGTH, seed=0, index=2)
+  ids = reader.row(row).ids + reader.continuation(row)
+  caches = kvjax.Full().init_caches(model.spec(1, len(ids)))
+  logits, _ = prefill(
+    model, np.array([ids]), np.array([len(ids)]), caches, kvjax.Full(), all_logits=True
+  )
+  steps = row.max_new_tokens - 1
+  logp = np.asarray(jax.nn.log_softmax(logits))[0, -steps - 1 : -1]
+  expected = -logp[np.arange(steps), ids[-steps:]]
+  full = rows["kl", LENGTH, "aware", "full", None, 2]
+  np.testing.assert_allclose(full["positions"]["nll"], expected, atol=1e-4)
+  assert full["score"] == 1 and full["also"]["kl"] == 0
+  other = rows["kl", LENGTH, "aware", "streaming_llm", 64, 2]
+  assert len(other["positions"]["kl"]) == steps
+  assert other["also"]["kl"] > 0 and 0 < other["score"] <= 1
+
+
+def test_a_method_that_refuses_is_left_out(loaded, tmp_path, monkeypatch, capsys):
+  """Its reason is told once, and the other methods run."""
+
+  class Fussy(kvjax.Full):
+    @classmethod
+    def example(cls, budget):
+      return cls()
+
+    def stage(self, at, cache, new, q, prompt, carry):
+      if prompt.past != 0:
+        raise NotImplementedError("no second turns")
+      return super().stage(at, cache, new, q, prompt, carry)
+
+  monkeypatch.setitem(kvjax.METHODS, "fussy", Fussy)
+  rows = run(
+    loaded, tmp_path, "--modes", "aware", "agnostic", tasks=("needle",), methods=("fussy",)
+  )
+  assert {(row["method"], row["mode"]) for row in rows} == {
+    ("full", "aware"),
+    ("full", "agnostic"),
+    ("fussy", "aware"),
+  }
+  assert capsys.readouterr().err.count("not run: fussy, agnostic, 720 tokens: no second turns") == 1
+
+
+def test_cells_that_cannot_be_are_left_out(loaded, tmp_path, capsys):
+  more = ("--lengths", "100", str(LENGTH), "--modes", "agnostic", "--data", str(tmp_path))
+  rows = run(loaded, tmp_path, *more, tasks=("needle", "kl", "gsm8k"), methods=("full",))
+  assert {(row["task"], row["length"]) for row in rows} == {("needle", LENGTH)}
+  said = capsys.readouterr().err
+  assert "not run: needle at 100 tokens: length: found 100 tokens, expected at least" in said
+  assert "not run: kl, agnostic: there is no question apart from a context" in said
+  assert "not run: gsm8k at 720 tokens: GSM8K" in said
+
+
+# ---- stopping and going on
+
+
+class Stopped(BaseException):
+  """What a test throws where a process would have died."""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_interrupted_run_goes_on(loaded, finished, tmp_path, monkeypatch, seed):
+  """Dies after some rows, in the middle of a line, again and again: the same rows come out."""
+  rng = random.Random(seed)
+  append = store.Store.append
+  for _ in range(20):
+    left = rng.randrange(1, 20)
+
+    def dying(self, rows):
+      nonlocal left
+      rows = list(rows)
+      if left > len(rows):
+        left -= len(rows)
+        return append(self, rows)
+      append(self, rows[:left])
+      text = json.dumps(rows[min(left, len(rows) - 1)])
+      self._file.write(text[: rng.randrange(1, len(text))].encode())
+      self._file.flush()
+      raise Stopped
+
+    monkeypatch.setattr(store.Store, "append", dying)
+    try:
+      rows = run(loaded, tmp_path, "--modes", "aware", "agnostic")
+      break
+    except Stopped:
+      continue
+    finally:
+      monkeypatch.setattr(store.Store, "append", append)
+  else:
+    rows = run(loaded, tmp_path, "--modes", "aware", "agnostic")
+  assert without_seconds(rows) == without_seconds(finished[1])
+  assert without_seconds(store.read(tmp_path)) == without_seconds(store.read(finished[0]))
+
+
+def test_a_finished_run_has_nothing_to_do(loaded, finished, monkeypatch):
+  monkeypatch.setattr(evaluate.Runner, "_read", None)
+  again = run(loaded, finished[0], "--modes", "aware", "agnostic")
+  assert again == finished[1]
+
+
+def test_a_run_can_be_added_to(loaded, finished, tmp_path):
+  """More samples, methods and modes: only what is missing is run, and all is as if run at once."""
+  few = run(loaded, tmp_path, samples=2, methods=("snapkv",))
+  more = run(loaded, tmp_path, "--modes", "aware", "agnostic")
+  assert more[: len(few)] == few
+  assert by_key(without_seconds(more)) == by_key(without_seconds(finished[1]))
+
+
+def test_other_settings_are_refused(loaded, finished):
+  with pytest.raises(ValueError, match="found results with seed = 0, and now it is 1"):
+    run(loaded, finished[0], "--seed", "1")
+  with pytest.raises(ValueError, match="with batch = 2, and now it is 3: expected"):
+    run(loaded, finished[0], batch=3)
+  other = dataclasses.replace(loaded[0].config, max_context=4096)
+  model = type("Model", (), {"config": other, "dtype": loaded[0].dtype})
+  with pytest.raises(ValueError, match="found results with config = "):
+    evaluate.evaluate(evaluate.parse(arguments(finished[0])), model, loaded[1])
+
+
+def test_two_runs_do_not_write_into_one_folder(finished):
+  settings = json.loads((finished[0] / store.SETTINGS).read_text())
+  first = store.Store(finished[0], settings)
+  with pytest.raises(OSError, match="another run is writing there"):
+    store.Store(finished[0], settings)
+  first.close()
+  store.Store(finished[0], settings).close()
+
+
+def test_damaged_results_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match="expected results of"):
+    store.read(tmp_path)
+  (tmp_path / store.ROWS).write_text('{"a": 1}\n{"b"\n{"c": 3}\n')
+  with pytest.raises(ValueError, match=r"rows\.jsonl: line 2: found"):
+    store.read(tmp_path)
+  with pytest.raises(ValueError, match="expected both or none"):
+    store.Store(tmp_path, {})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("checkpoint")
+  source = tiny.huggingface_folder(folder / "source")
+  return convert.convert(source, folder / "tiny", progress=False)
+
+
+def start(checkpoint, out) -> subprocess.Popen:
+  command = [sys.executable, "-m", "scripts.evaluate", "--checkpoint", str(checkpoint)]
+  environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+  return subprocess.Popen(
+    [*command, *arguments(out, methods=("snapkv",), samples=12, tasks=("needle",), batch=1)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=environment,
+  )
+
+
+def kill_until_done(checkpoint, out, kills: int, seed: int = 0) -> str:
+  """Kills the program at random moments after new rows have come; what the last one printed."""
+  rng = random.Random(seed)
+  rows = out / store.ROWS
+  for _ in range(kills):
+    before = rows.stat().st_size if rows.exists() else 0
+    process = start(checkpoint, out)
+    while process.poll() is None and (not rows.exists() or rows.stat().st_size == before):
+      time.sleep(0.002)
+    time.sleep(rng.random() * 0.1)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+  process = start(checkpoint, out)
+  said, errors = process.communicate(timeout=300)
+  assert process.returncode == 0, errors
+  return said
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(checkpoint, tmp_path):
+  """kill -9, twice; then every row is there once, as an uninterrupted run has it."""
+  said = kill_until_done(checkpoint, tmp_path / "killed", kills=2)
+  rows = store.read(tmp_path / "killed")
+  assert len({store.key(row) for row in rows}) == len(rows) == 24
+  assert f"24 rows in {tmp_path / 'killed' / store.ROWS}" in said
+  kill_until_done(checkpoint, tmp_path / "whole", kills=0)
+  assert without_seconds(rows) == without_seconds(store.read(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_often_goes_on(checkpoint, tmp_path):
+  kill_until_done(checkpoint, tmp_path / "killed", kills=10, seed=1)
+  kill_until_done(checkpoint, tmp_path / "whole", kills=0)
+  killed, whole = (store.read(tmp_path / name) for name in ("killed", "whole"))
+  assert without_seconds(killed) == without_seconds(whole)
+
+
+# ---- methods and budgets
+
+
+def test_methods_with_every_budget():
+  made = plan.entries(["streaming_llm", "snapkv:pool=7", "full"], ["64", "0.25"], 1000)
+  assert [(entry.label, entry.budget) for entry in made] == [
+    ("full", None),
+    ("streaming_llm", 64),
+    ("streaming_llm", 250),
+    ("snapkv:pool=7", 64),
+    ("snapkv:pool=7", 250),
+  ]
+  assert made[3].method.pool == 7 and made[3].method.budget == 64
+
+
+@pytest.mark.parametrize(
+  ("labels", "budgets", "message"),
+  [
+    (["nonsense"], ["64"], "--methods: found 'nonsense', expected all or some of: full"),
+    (["snapkv:pond=7"], ["64"], "--methods: snapkv has no pond, it has: budget, window_size"),
+    (["snapkv:pool"], ["64"], "expected name:field=value,field=value"),
+    (["snapkv:pool=4"], ["64"], "SnapKV.pool: found 4, expected an odd number"),
+    (["snapkv"], ["lots"], "--budgets: found 'lots', expected tokens"),
+    (["snapkv"], ["0"], "--budgets: found '0'"),
+  ],
+)
+def test_bad_methods_and_budgets(labels, budgets, message):
+  with pytest.raises(ValueError, match=message):
+    plan.entries(labels, budgets, 1000)
+
+
+def test_groups_hold_what_fits(loaded):
+  """Dense methods share passes within the limit; the others read alone, behind them."""
+  model = loaded[0]
+  made = plan.entries(["streaming_llm", "snapkv", "random", "h2o"], ["64"], LENGTH)
+  full = plan.cache_bytes(kvjax.Full(), model, 2, LENGTH)
+
+  def names(limit):
+    return [[e.label for e in group] for group in plan.groups(made, model, 2, LENGTH, limit)]
+
+  assert names(1e12) == [["full", "snapkv", "random", "h2o"], ["streaming_llm"]]
+  assert names(1.15 * full) == [["full", "snapkv"], ["random", "h2o"], ["streaming_llm"]]
+  assert names(0) == [["full"], ["snapkv"], ["random"], ["h2o"], ["streaming_llm"]]
+
+
+# ---- summaries
+
+
+def test_intervals_by_hand():
+  """Wilson's for 8 of 10 is 0.490 to 0.943 (a textbook's example); 0 of n still has a width."""
+  assert stats.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+  assert stats.wilson(0, 50) == pytest.approx((0, 0.0713), abs=1e-4)
+  shares = stats.estimate([1, 0, 1, 1])
+  assert (shares.n, shares.mean, shares.interval) == (4, 0.75, "Wilson")
+  values = np.random.default_rng(0).normal(3, 1, 400)
+  means = stats.estimate(values)
+  assert means.interval == "bootstrap" and means == stats.estimate(values)
+  # the normal approximation of the mean's interval
+  assert means.low == pytest.approx(values.mean() - 1.96 * values.std() / 20, abs=0.02)
+  assert means.high == pytest.approx(values.mean() + 1.96 * values.std() / 20, abs=0.02)
+  with pytest.raises(ValueError, match="values: found none"):
+    stats.estimate([])
+
+
+def result(method, index, score, *, budget=None, cold=(), size=100, **more):
+  named = {"task": "t", "length": 8, "mode": "aware", "method": method, "budget": budget}
+  seconds = {"decode": 0.5, "steps": 5, "prefill": 2.0, "rows": 2, "cold": [*cold]}
+  numbers = {"score": score, "cache_bytes": size, "host_bytes": 0, "seconds": seconds, "also": {}}
+  return {**named, "index": index, **numbers, **more}
+
+
+def test_a_summary_by_hand():
+  """Relative values compare rows that both have; batches that compiled have no times."""
+  rows = [
+    result("x", 0, 1.0, budget=4, size=25, cold=["decode"]),
+    result("x", 1, 0.0, budget=4, size=25),
+    *(result("full", index, score) for index, score in enumerate((1.0, 1.0, 0.0, 0.0))),
+  ]
+  full, x = summary.summarise(rows)
+  assert (full.method, full.score.n, full.score.mean, full.relative) == ("full", 4, 0.5, 1.0)
+  assert (x.score.n, x.relative, x.share, x.cache_bytes) == (2, 0.5, 0.25, 25)
+  assert x.step_seconds == pytest.approx(0.1) and x.prefill_seconds == 2.0
+  lines = summary.table([full, x]).splitlines()
+  assert lines[2].split() == "t 8 aware full – 4 50.0% 15.0% – 85.0% 100% 0.0 MB 100% 100.0".split()
+  assert "Wilson" in lines[-1] and "bootstrap" not in lines[-1]
+
+
+def test_a_report_is_kept(finished, loaded):
+  out, rows = finished
+  text = evaluate.report(out, rows)
+  assert (out / "summary.txt").read_text() == text + "\n"
+  listed = json.loads((out / "summary.json").read_text())
+  assert len(listed) == 9 and {entry["score"]["n"] for entry in listed} == {5}
+  assert "perplexity" in text and "Wilson" in text and "bootstrap" in text
+
+
+def test_what_was_visited_is_recorded(loaded, tmp_path, monkeypatch):
+  """The full cache sees all that came before, a bounded one its budget; made once."""
+  more = ("--trace", "3")
+  run(loaded, tmp_path, *more, tasks=("needle",), methods=("snapkv",), samples=1)
+  full, snapkv = made = json.loads((tmp_path / evaluate.TRACES).read_text())
+  assert np.shape(full["reports"]["visited"]) == (3, loaded[0].config.layers)
+  np.testing.assert_allclose(full["reports"]["visited"], 1)
+  tokens = store.read(tmp_path)[0]["prompt_tokens"]
+  expected = 64 / (tokens + np.arange(1, 4))[:, None]
+  np.testing.assert_allclose(snapkv["reports"]["visited"], np.tile(expected, 2), atol=1e-5)
+  monkeypatch.setattr(evaluate.tracing, "trace", None)
+  run(loaded, tmp_path, *more, tasks=("needle",), methods=("snapkv",), samples=1)
+  assert json.loads((tmp_path / evaluate.TRACES).read_text()) == made
+
+
+def test_the_program_lists_what_there_is(capsys):
+  assert evaluate.main(["--list"]) == 0
+  said = capsys.readouterr().out
+  assert all(name in said for name in (*TASKS, *kvjax.METHODS))

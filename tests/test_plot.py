@@ -1,0 +1,171 @@
+"""Pictures and the report, from results small enough to know every number of."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from scripts import plot
+from scripts.evals import pictures, store, summary
+
+SECONDS = {"decode": 0.4, "steps": 4, "prefill": 1.0, "rows": 2, "cold": []}
+
+
+def row(task, method, budget, index, score, length=1024, mode="aware", **more):
+  return {
+    "task": task,
+    "length": length,
+    "mode": mode,
+    "method": method,
+    "budget": budget,
+    "index": index,
+    "score": score,
+    "also": {},
+    "about": {},
+    "seconds": SECONDS,
+    "cache_bytes": 1000 * (budget or length),
+    "host_bytes": 0,
+    **more,
+  }
+
+
+def results():
+  rows = []
+  for length in (1024, 2048):
+    for method, budget in (("full", None), ("random", length // 4), ("x", length // 4)):
+      for index in range(4):
+        depth = {"depth": index % 2}
+        score = {"full": 1.0, "random": 0.0, "x": float(index == 3)}[method]
+        rows.append(row("needle", method, budget, index, score, length, about=depth))
+        rows.append(row("vt", method, budget, index, score / 2, length))
+        kl = [0.0 if method == "full" else 0.25] * 32
+        curves = {"kl": kl, "top1": [1.0] * 32, "nll": [np.log(8.0)] * 32}
+        means = {name: float(np.mean(values)) for name, values in curves.items()}
+        rows.append(row("kl", method, budget, index, 1.0, length, also=means, positions=curves))
+  return rows
+
+
+TRACES = [
+  {
+    "method": "x",
+    "budget": 256,
+    "length": 1024,
+    "steps": 3,
+    "reports": {"visited": [[0.5, 0.25]] * 3, "hits": [[None, 1.0]] * 3},
+  }
+]
+BENCH = {
+  "device": "some GPU",
+  "cases": [
+    {
+      "case": f"tiny B2 T{tokens}",
+      "results": [{"name": "kvjax", "us": 100.0}, {"name": "products", "us": 50.0}, {"name": "x"}],
+    }
+    for tokens in (1024, 4096)
+  ],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+  run = tmp_path / "run"
+  run.mkdir()
+  (run / store.ROWS).write_text("".join(json.dumps(row) + "\n" for row in results()))
+  (run / store.SETTINGS).write_text(json.dumps({"model": "tiny <1>", "device": "CPU"}))
+  (run / "traces.json").write_text(json.dumps(TRACES))
+  (tmp_path / "bench_e2e.json").write_text(json.dumps(BENCH))
+  return tmp_path
+
+
+def test_the_report_stands_alone(folder, capsys):
+  """One file, every picture in it, the same bytes again; pictures as files where asked for."""
+  paths = [str(folder / "run"), str(folder / "bench_e2e.json")]
+  out = folder / "report.html"
+  assert plot.main([*paths, "--out", str(out), "--pictures", str(folder / "pictures")]) == 0
+  text = out.read_text()
+  names = {"needle_aware", "score_by_bytes", "speed", "divergence", "visits"}
+  names |= {"ruler_aware_1024", "ruler_aware_2048"}
+  assert {path.stem for path in (folder / "pictures").iterdir()} == names
+  assert text.count('src="data:image/png;base64,') == len(names)
+  assert not re.search(r'(src|href)="(?!data:)|<script|@import|url\(', text)
+  assert "tiny &lt;1&gt;" in text and "some GPU" in text and "python -m scripts.plot" in text
+  assert "7 pictures" in capsys.readouterr().out
+  assert plot.main([*paths, "--out", str(out)]) == 0
+  assert out.read_text() == text
+
+
+def test_needle_by_hand():
+  """Depth 0 has rows 0 and 2, depth 1 has rows 1 and 3; only row 3 of x is right."""
+  (figure,) = pictures.needle_maps(results()).values()
+  grids = {axis.get_title(): axis.images[0] for axis in figure.axes if axis.images}
+  assert next(iter(grids)) == "full" and set(grids) == {"full", "random 0.25", "x 0.25"}
+  np.testing.assert_array_equal(grids["full"].get_array(), np.ones((2, 2)))
+  np.testing.assert_array_equal(grids["x 0.25"].get_array(), [[0, 0], [0.5, 0.5]])
+  assert all(image.get_clim() == (0, 1) for image in grids.values())
+
+
+def test_score_by_bytes_by_hand():
+  """The mean over both tasks, at the bytes of one row: x has (1/4 + 1/8)/2."""
+  summaries = summary.summarise(results())
+  figure = pictures.score_by_bytes(summaries, pictures.Styles(["full", "random", "x"]))
+  first = figure.axes[0]
+  lines = {line.get_label(): line for line in first.lines}
+  np.testing.assert_allclose(lines["x"].get_xydata(), [[0.256, 0.1875]])
+  np.testing.assert_allclose(lines["full"].get_xydata(), [[1.024, 0.75]])
+  assert first.get_xscale() == "log"
+
+
+def test_the_table_of_tasks_by_hand():
+  tables = pictures.task_tables(summary.summarise(results()), plot.RULER)
+  assert list(tables) == ["aware_1024", "aware_2048"]
+  (axis, _) = tables["aware_1024"].axes
+  assert [label.get_text() for label in axis.get_yticklabels()] == ["full", "random 256", "x 256"]
+  np.testing.assert_allclose(axis.images[0].get_array(), [[1, 1], [0, 0], [0.25, 0.25]])
+  texts = [text.get_text() for text in axis.texts]
+  assert texts[0].startswith("50\n") and texts[-1] == "12.5"
+
+
+def test_divergence_by_hand():
+  figure = pictures.divergence(results(), pictures.Styles(["full", "random", "x"]))
+  kl, perplexity = figure.axes[:2]
+  lines = {line.get_label(): line.get_xydata() for line in kl.lines}
+  assert set(lines) == {"random", "x"}
+  np.testing.assert_allclose(lines["x"][:, 0], np.arange(1024 - 32, 1024))
+  np.testing.assert_allclose(lines["x"][:, 1], 0.25)
+  np.testing.assert_allclose([line.get_ydata() for line in perplexity.lines], 8.0)
+
+
+def test_speed_by_hand():
+  """0.1 s a step of two rows are 20 tokens a second; a bench's 100 µs for two are 20,000."""
+  summaries = summary.summarise(results())
+  figure = pictures.speed(summaries, [BENCH], pictures.Styles(["full", "random", "x"]))
+  drawn = {axis.get_title(): axis for axis in figure.axes}
+  ours = drawn["tokens per second\nevaluate, batch 2"].lines
+  assert {line.get_label() for line in ours} == {"full", "random", "x"}
+  np.testing.assert_allclose([line.get_ydata() for line in ours], 20)
+  (line,) = drawn["tokens per second\ntiny, batch 2"].lines
+  np.testing.assert_allclose(line.get_xydata(), [[1024, 20_000], [4096, 20_000]])
+
+
+def test_what_cannot_be_drawn_is_left_out(tmp_path):
+  nothing = plot.draw(plot.Results([]))
+  assert nothing == {}
+  with pytest.raises(FileNotFoundError, match="expected results of evaluate or bench"):
+    plot.Results([tmp_path / "none"])
+  (tmp_path / "x.json").write_text("[]")
+  with pytest.raises(ValueError, match=r"x\.json: found no cases"):
+    plot.Results([tmp_path / "x.json"])
+
+
+def test_a_folder_is_not_counted_twice(folder):
+  with pytest.raises(ValueError, match="of an earlier folder again"):
+    plot.Results([folder / "run", folder / "run"])
+
+
+def test_budgets_have_the_name_that_fits_all_lengths():
+  names = [
+    pictures._budget_name({"budget": budget, "length": 1000})
+    for budget in (None, 500, 125, 62, 100, 333, 64)
+  ]
+  assert names == ["", " 0.5", " 0.125", " 0.0625", " 0.1", " 333", " 64"]

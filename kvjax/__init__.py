@@ -7,6 +7,7 @@ from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
   "H2O",
   "METHODS",
+  "RKV",
   "TOVA",
   "VATP",
   "At",

@@ -6,6 +6,7 @@ from kvjax.methods.h2o import H2O
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -22,5 +23,6 @@ METHODS: dict[str, type[Method]] = {
   "vatp": VATP,
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
+  "r_kv": RKV,
   "longflow": LongFlow,
 }

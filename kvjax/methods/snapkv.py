@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -85,17 +84,5 @@ class SnapKV(Bounded):
     pos = staged["pos"]
     first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
     past = (pos >= 0) & (pos < first[:, None, None])
-    score = jnp.where(past, self.pooled(mass, pos, past), jnp.inf)
+    score = jnp.where(past, slots.pool(mass, pos, past, self.pool, self.reduce), jnp.inf)
     return score, {**staged, "score": score}
-
-  def pooled(
-    self, mass: Float[Array, "B K S"], pos: Int[Array, "B K S"], past: Array
-  ) -> Float[Array, "B K S"]:
-    """Pooling over neighbours in order of position; what is not past counts as padding."""
-    order = jnp.argsort(jnp.where(past, pos, jnp.iinfo(jnp.int32).max), -1)
-    pad = 0.0 if self.reduce == "avg" else -jnp.inf
-    x = jnp.take_along_axis(jnp.where(past, mass, pad), order, -1)
-    add = jax.lax.add if self.reduce == "avg" else jax.lax.max
-    x = jax.lax.reduce_window(x, pad, add, (1, 1, self.pool), (1, 1, 1), "SAME")
-    x = x / self.pool if self.reduce == "avg" else x
-    return jnp.take_along_axis(x, jnp.argsort(order, -1), -1)

@@ -86,6 +86,15 @@ class Method:
     """The setting under which the method equals Full on sequences of up to `length` tokens."""
     raise NotImplementedError(f"{cls.__name__}.neutral")
 
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The setting of the authors' repository, where it computes something else than the paper.
+
+    Raises:
+      NotImplementedError: no such difference is known; the defaults are the paper's.
+    """
+    raise NotImplementedError(f"{cls.__name__}.repo: no setting that differs from the paper's")
+
   # ---- shapes (host, static)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:

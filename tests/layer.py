@@ -43,8 +43,11 @@ class Layer:
     self._decode = jax.jit(functools.partial(method.decode_step, self.at))
     self._prefill = jax.jit(functools.partial(method.prefill, self.at))
 
-  def prefill(self, valid, start=None, tokens=None, past=0):
-    """A chunk of each row: stream tokens start … start + valid. Returns out [B, K, G, T, H]."""
+  def prefill(self, valid, start=None, tokens=None, past=0, total=None):
+    """A chunk of each row: stream tokens start … start + valid. Returns out [B, K, G, T, H].
+
+    `total` is the length of each row's turn; None: the chunk is the end of the first one.
+    """
     valid = np.asarray(valid, np.int32)
     start = np.zeros_like(valid) if start is None else np.asarray(start, np.int32)
     tokens = int(valid.max()) if tokens is None else tokens
@@ -53,7 +56,8 @@ class Layer:
       np.take_along_axis(x, index.reshape(len(valid), *(1,) * (x.ndim - 3), tokens, 1), -2)
       for x in (self.stream.q, self.stream.k, self.stream.v)
     ]
-    prompt = Prompt(jnp.asarray(valid), jnp.asarray(start + valid), None, tokens, past)
+    total = np.asarray(start + valid if total is None else total, np.int32)
+    prompt = Prompt(jnp.asarray(valid), jnp.asarray(total), None, tokens, past)
     out, self.cache, _, _ = self._prefill(self.cache, *cut, prompt, Carry())
     return np.asarray(out)
 

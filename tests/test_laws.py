@@ -23,6 +23,9 @@ STEPS = 6
 # Which methods may drop the newest token, and why.
 DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"}
 
+# Methods whose authors' repository computes something else than their paper.
+HAVE_REPO = {"streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow"}
+
 every = pytest.mark.parametrize("name", METHODS)
 
 
@@ -251,6 +254,22 @@ def test_shared_prefill(name):
   shared.prefill()
   own.prefill()
   chex.assert_trees_all_close(take(shared.caches, 1), own.caches, atol=1e-5)
+
+
+@every
+def test_the_repository_setting(name):
+  """Where the authors' code differs from their paper, `repo` is that setting, and it runs."""
+  method = METHODS[name]
+  if name not in HAVE_REPO:
+    with pytest.raises(NotImplementedError, match=rf"{method.__name__}\.repo: no setting"):
+      method.repo(40)
+    return
+  preset = method.repo(40)
+  assert isinstance(preset, method) and preset != method(budget=40)
+  run = Run(preset)
+  assert np.isfinite(run.generate(2)).all()
+  sizes = [cache.size for cache in run.caches]
+  assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
 
 
 @every

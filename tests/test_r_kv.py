@@ -137,6 +137,10 @@ def test_kept_sets_and_outputs_over_a_generation(method):
       np.testing.assert_allclose(out[b, h, g], oracle.output(g, at[b]), atol=2e-5)
 
 
+def test_repository_setting():
+  assert RKV.repo(100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
+
+
 def test_turns_are_ranked_with_the_newest_queries():
   """A turn of two tokens after decoding: the window's other queries come from the cache."""
   method = RKV(12, buffer=5, window_size=4, pool=3)

@@ -38,8 +38,8 @@ class RKV(Bounded):
     weight: λ, the share of importance (the authors' runs: 0.1; their class's default: 0.07).
     threshold: cosine from which on two keys are similar (0.5).
     group: how the query heads of a KV head are joined: "mean" of their probabilities, or "max" of
-      their logits before the softmax (the authors' repository).
-    spare_oldest: a token that has no similar one spares the oldest (the authors' repository).
+      their logits before the softmax (`repo`).
+    spare_oldest: whether a token that has no similar one spares the oldest (`repo`).
   """
 
   buffer: int = 128
@@ -75,6 +75,15 @@ class RKV(Bounded):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1, buffer=1, window_size=min(8, length))
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' repository, with the λ of their runs.
+
+    The query heads of a KV head are joined before the softmax, and a token that has no similar
+    one spares the oldest (an index left at zero).
+    """
+    return cls(budget=budget, group="max", spare_oldest=True)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return self.budget + self.buffer

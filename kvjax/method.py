@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
@@ -324,6 +325,9 @@ class Method:
   ) -> tuple[Float[Array, "B K G H"], Cache, Carry, Aux]:
     """One token per row: insert, plan, attend, observe.
 
+    A row whose attention comes out as NaN or infinity says so in its output; its statistics stay
+    as they were. With `env.check_nan` its whole cache does, and an error is raised.
+
     Args:
       at: layer, environment and self.
       cache: this layer's cache; donate it.
@@ -339,7 +343,11 @@ class Method:
     plan, carry = self.plan(at, cache, q, carry)
     attended = self.attend(at, cache, plan, q)
     cache, aux = self.observe(at, cache, q, plan, attended)
-    cache = _idle_rows(live, cache, old)
+    if at.env.check_nan:
+      cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
+    else:
+      counted = live & _finite_rows(at, attended) if self.overrides("observe") else live
+      cache = _idle_rows(counted, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
 
@@ -358,7 +366,10 @@ class Method:
     staged, staged_cache, carry = self.stage(at, cache, new, q, prompt, carry)
     attended = self.attend_prompt(at, staged, q, qpos, prompt)
     kept = self.keep(at, staged_cache, new, q, qpos, attended, prompt)
-    kept = slots.choose_rows(prompt.valid > 0, kept, cache)
+    rows = prompt.valid > 0
+    if at.env.check_nan:
+      rows = checked_rows(at, attended, cache, rows)
+    kept = slots.choose_rows(rows, kept, cache)
     return attended.state.o.astype(q.dtype), kept, carry, {}
 
   def enter(
@@ -394,6 +405,28 @@ class Method:
   def at(self, env: Env, layer: int) -> At:
     """Where this method's drivers run in a layer."""
     return At(layer, env, self)
+
+
+def checked_rows(
+  at: At, attended: Attended, cache: Cache, rows: Bool[Array, " B"]
+) -> Bool[Array, " B"]:
+  """Those of `rows` whose attention is finite; the others raise (checkify)."""
+  bad = rows & ~_finite_rows(at, attended)
+  checkify.check(
+    ~bad.any(),
+    f"{type(at.top).__name__}, layer {at.layer}: found NaN or infinity in the attention of row "
+    "{row}, which has cached {seen} tokens, expected finite numbers; its cache stays as it was",
+    row=jnp.argmax(bad),
+    seen=cache.seen[jnp.argmax(bad)],
+  )
+  return rows & ~bad
+
+
+def _finite_rows(at: At, attended: Attended) -> Bool[Array, " B"]:
+  """Rows whose attention is finite on every head, those of other shards included."""
+  o = attended.state.o
+  bad = ~jnp.isfinite(o).all(tuple(range(1, o.ndim)))
+  return at.sum_heads(bad.astype(jnp.int32)) == 0
 
 
 def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:

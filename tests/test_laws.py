@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kvjax import METHODS, Cache, Carry, Env, Full, Prompt, SharedPrefill, Wrapper
 from kvjax.shared_prefill import take
 from models.generate import join
-from tests.layer import Stream
+from tests.layer import Layer, Stream
 from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run, model
 
 BUDGET = 12
@@ -114,6 +115,67 @@ def test_nan_in_empty_slots_never_leaks(name):
   second = LENGTHS * 0 + 3
   run.caches = tuple(poison(cache) for cache in clean)
   assert np.isfinite(run.prefill(second, LENGTHS, past=None)).all()
+
+
+@every
+def test_nan_is_loud_and_leaves_no_trace(name):
+  """A query of NaN: its output is NaN, statistics are not, and the other row notices nothing."""
+  clean = Stream.random(5, tokens=40)
+  ill = clean.poisoned("q", row=0, token=24)
+  layers = Layer(tight(name), clean), Layer(tight(name), ill)
+  for layer in layers:
+    layer.prefill([22, 9])
+  for step in range(STEPS):
+    (want, _), (out, _) = (layer.decode([22 + step, 9 + step]) for layer in layers)
+    np.testing.assert_array_equal(out[1], want[1])
+    assert np.isnan(out[0]).all() if step == 2 else np.isfinite(out[0]).all()
+  cache = layers[1].cache
+  assert not any(np.isnan(x).any() for x in jax.tree.leaves(cache))
+  for row in np.asarray(cache.pos)[0]:
+    kept = row[: int(cache.used[0])]
+    assert (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
+
+
+@every
+def test_nan_raises_when_asked(name):
+  """The switch names method, layer and row; the row goes on later as if nothing had happened."""
+  clean, live = Stream.random(6, tokens=40), [True, False]
+  plain, checked = (
+    Layer(tight(name), clean, env=Env(4, impl="reference", tile=4, check_nan=check))
+    for check in (False, True)
+  )
+  plain.prefill([22, 9])
+  message = (
+    rf"{METHODS[name].__name__}, layer 1: found NaN .* of row 0, which has cached {{}} tokens"
+  )
+  checked.stream = clean.poisoned("k", row=0, token=5)
+  with pytest.raises(checkify.JaxRuntimeError, match=message.format(0)):
+    checked.prefill([22, 9])
+  checked.stream = clean
+  checked.prefill([22, 0], tokens=22)
+  for step, which in enumerate("qkv"):
+    at = [22 + step, 9 + step]
+    want, _ = plain.decode(at)
+    before = jax.tree.map(lambda x: np.asarray(x[0]), checked.cache)
+    checked.stream = clean.poisoned(which, row=0, token=at[0])
+    with pytest.raises(checkify.JaxRuntimeError, match=message.format(at[0])):
+      checked.decode(at)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[0]), checked.cache), before)
+    checked.stream = clean
+    out, _ = checked.decode(at, live=live)
+    np.testing.assert_allclose(out[0], want[0], atol=1e-6)
+  chex.assert_trees_all_close(checked.cache, plain.cache, atol=1e-6)
+
+
+def test_nobody_looks_for_nan_unasked():
+  """A decode step without statistics has no such operation; with the switch it has."""
+  stream = Stream.random(0)
+  new = [x[..., 0, :] for x in (stream.q, stream.k, stream.v)]
+  for check in (False, True):
+    layer = Layer(Full(), stream, env=Env(4, impl="reference", check_nan=check))
+    step = functools.partial(layer.run, functools.partial(Full().decode_step, layer.at))
+    jaxpr = jax.make_jaxpr(step)(layer.cache, *new, jnp.ones(2, bool), Carry())
+    assert ("is_finite" in str(jaxpr)) == check
 
 
 @every

@@ -135,9 +135,12 @@ class RKV(Bounded):
   def remember(
     self, cache: Cache, q: Float[Array, "B K T G H"], qpos: Int[Array, "B T"]
   ) -> Float[Array, "B K W G H"]:
-    """A ring of the newest queries: that of position p stands at p mod W; −1 = padding."""
-    place = jnp.where(qpos >= 0, qpos % self.window_size, self.window_size)
-    place = jnp.broadcast_to(place[:, None], q.shape[:3])
+    """A ring of the newest queries: that of position p stands at p mod W; −1 = padding.
+
+    One that is not finite leaves its predecessor in place.
+    """
+    real = (qpos >= 0)[:, None] & jnp.isfinite(q).all((3, 4))
+    place = jnp.where(real, (qpos % self.window_size)[:, None], self.window_size)
     return slots.put(cache.heads["queries"], place, q)
 
   def keep(
@@ -165,13 +168,17 @@ class RKV(Bounded):
   def priority(
     self, held: slots.Slots, queries: Float[Array, "B K W G H"], end: Int[Array, " B"]
   ) -> Float[Array, "B K S"]:
-    """What older tokens are kept for; infinite for the window, the newest tokens before `end`."""
-    pos = held["pos"]
+    """What older tokens are kept for; infinite for the window, the newest tokens before `end`.
+
+    Tokens whose keys are not finite count as absent, and for nothing.
+    """
+    sound = jnp.isfinite(held["k"]).all(-1)
+    pos = jnp.where(sound, held["pos"], -1)
     k = jnp.where((pos >= 0)[..., None], held["k"], 0)  # empty slots may hold NaN
     past = (pos >= 0) & (pos < (end - self.window_size)[:, None, None])
     importance = self.importance(queries, k, pos, past)
     score = self.weight * importance - (1 - self.weight) * self.redundancy(k, pos)
-    return jnp.where(past, score, jnp.inf)
+    return jnp.where(past, score, jnp.where(sound, jnp.inf, -jnp.inf))
 
   def importance(
     self,

@@ -60,10 +60,11 @@ def best(
 ) -> tuple[Int[Array, "B K N"], Int[Array, "B K N"]]:
   """The `size` occupied slots of highest priority, in order of position; ties to the lowest one.
 
-  Returns their indices and their positions; where fewer are occupied, position −1 comes last.
+  A priority of NaN is the lowest. Returns their indices and their positions; where fewer are
+  occupied, position −1 comes last.
   """
   last = jnp.iinfo(jnp.int32).max
-  rank = jnp.where(pos >= 0, -priority, jnp.inf)
+  rank = jnp.where((pos >= 0) & ~jnp.isnan(priority), -priority, jnp.inf)
   order = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32), pos.shape)
   by_time = jnp.where(pos >= 0, pos, last)
   _, by_time, order = jax.lax.sort((rank, by_time, order), num_keys=2)
@@ -95,8 +96,8 @@ def resize(slots: Slots, size: int) -> Slots:
 
 
 def lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
-  """The slot of smallest score; ties to the lowest position."""
-  least = score == score.min(-1, keepdims=True)
+  """The slot of smallest score; ties to the lowest position. A score of NaN is the smallest."""
+  least = (score == score.min(-1, keepdims=True)) | jnp.isnan(score)
   return jnp.argmin(jnp.where(least, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
 
 

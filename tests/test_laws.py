@@ -88,15 +88,66 @@ def test_kept_positions(name):
   for step in range(STEPS + 1):
     seen = LENGTHS + step
     run.prefill() if step == 0 else run.decode(seen - 1)
-    for cache in run.caches:
-      pos, used = np.asarray(cache.pos), np.asarray(cache.used)
-      np.testing.assert_array_equal(cache.seen, seen)
-      for b in range(len(seen)):
-        for row in pos[b]:
-          kept = row[: used[b]]
-          assert (kept >= 0).all() and (row[used[b] :] == -1).all()
-          assert len(set(kept.tolist())) == used[b]
-          assert kept.max() == seen[b] - 1 or name in DROPS_NEWEST
+    check_kept(run.caches, seen, name)
+
+
+def check_kept(caches, seen, name):
+  for cache in caches:
+    pos, used = np.asarray(cache.pos), np.asarray(cache.used)
+    np.testing.assert_array_equal(cache.seen, seen)
+    for b in range(len(seen)):
+      for row in pos[b]:
+        kept = row[: used[b]]
+        assert (kept >= 0).all() and (row[used[b] :] == -1).all()
+        assert len(set(kept.tolist())) == used[b]
+        assert kept.max() == seen[b] - 1 or name in DROPS_NEWEST
+
+
+TURN = np.array([5, 8], np.int32)
+
+
+@every
+def test_further_turns_of_the_neutral_setting_equal_full(name):
+  """A prompt, two tokens of answer, a turn onto the live cache, two tokens more."""
+
+  def conversation(method):
+    run, seen = Run(method), LENGTHS.copy()
+    out = [run.prefill()]
+    for _ in range(2):
+      out += [run.decode(seen + i) for i in range(2)]
+      seen += 2
+      out.append(run.prefill(TURN, seen, width=8, past=None))
+      seen += TURN
+    return np.stack(out)
+
+  want = conversation(Full())
+  np.testing.assert_allclose(conversation(METHODS[name].neutral(CAPACITY)), want, atol=CLOSE)
+
+
+@every
+def test_a_second_question_on_the_same_cache(name):
+  """Two questions to one document, each in its row: who asks what in the other row is all one."""
+  method = tight(name)
+  document = np.array([23, 23], np.int32)
+  texts = [TOKENS[0, 23:40], TOKENS[1, 10:27]]
+
+  def ask(first, second):
+    tokens = np.stack([np.concatenate([TOKENS[0, :23], texts[i]]) for i in (first, second)])
+    lengths = TURN[[first, second]]
+    run = Run(method)
+    run.prefill(document, tokens=tokens)
+    out = [run.prefill(lengths, document, tokens, width=8, past=None)]
+    check_kept(run.caches, document + lengths, name)
+    for i in range(3):
+      out.append(run.decode(document + lengths + i, tokens=tokens))
+      check_kept(run.caches, document + lengths + i + 1, name)
+    return np.stack(out, 1)
+
+  both, swapped, alike = ask(0, 1), ask(1, 0), ask(0, 0)
+  assert np.isfinite(both).all()
+  np.testing.assert_allclose(swapped[::-1], both, atol=CLOSE)
+  np.testing.assert_allclose(alike, both[[0, 0]], atol=CLOSE)
+  assert np.abs(both[0] - both[1]).max() > 0.05
 
 
 @every

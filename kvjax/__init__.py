@@ -16,6 +16,7 @@ from kvjax.methods.longflow import LongFlow
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
+from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -51,6 +52,7 @@ __all__ = [
   "H2O",
   "METHODS",
   "PSAW",
+  "RKV",
   "TOVA",
   "VATP",
   "At",

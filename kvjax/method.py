@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
@@ -93,6 +94,15 @@ class Method:
   def neutral(cls, length: int) -> Method:
     """The setting under which the method equals Full on sequences of up to `length` tokens."""
     raise NotImplementedError(f"{cls.__name__}.neutral")
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The setting of the authors' repository, where it computes something else than the paper.
+
+    Raises:
+      NotImplementedError: no such difference is known; the defaults are the paper's.
+    """
+    raise NotImplementedError(f"{cls.__name__}.repo: no setting that differs from the paper's")
 
   # ---- shapes (host, static)
 
@@ -334,6 +344,9 @@ class Method:
   ) -> tuple[Float[Array, "B K G H"], Cache, Carry, Aux]:
     """One token per row: insert, plan, attend, observe.
 
+    A row whose attention comes out as NaN or infinity says so in its output; its statistics stay
+    as they were. With `env.check_nan` its whole cache does, and an error is raised.
+
     Args:
       at: layer, environment and self.
       cache: this layer's cache; donate it.
@@ -349,7 +362,12 @@ class Method:
     plan, carry = self.plan(at, cache, q, carry)
     attended = self.attend(at, cache, plan, q)
     cache, aux = self.observe(at, cache, q, plan, attended)
-    cache = _idle_rows(live, cache, old)
+    if at.env.check_nan:
+      cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
+    else:  # statistics come of logits, and so does the denominator, which is the smallest to look at
+      clean = self.overrides("observe")
+      counted = live & _finite_rows(at, attended.state.l) if clean else live
+      cache = _idle_rows(counted, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
 
@@ -371,7 +389,10 @@ class Method:
     staged, staged_cache, carry = self.stage(at, cache, new, q, prompt, carry)
     attended = self.attend_prompt(at, staged, q, qpos, prompt)
     kept = self.keep(at, staged_cache, new, q, qpos, attended, prompt)
-    kept = slots.choose_rows(prompt.valid > 0, kept, cache)
+    rows = prompt.valid > 0
+    if at.env.check_nan:
+      rows = checked_rows(at, attended, cache, rows)
+    kept = slots.choose_rows(rows, kept, cache)
     return attended.state.o.astype(q.dtype), kept, carry, {}
 
   def enter(
@@ -407,6 +428,27 @@ class Method:
   def at(self, env: Env, layer: int) -> At:
     """Where this method's drivers run in a layer."""
     return At(layer, env, self)
+
+
+def checked_rows(
+  at: At, attended: Attended, cache: Cache, rows: Bool[Array, " B"]
+) -> Bool[Array, " B"]:
+  """Those of `rows` whose attention is finite; the others raise (checkify)."""
+  bad = rows & ~_finite_rows(at, attended.state.o)
+  checkify.check(
+    ~bad.any(),
+    f"{type(at.top).__name__}, layer {at.layer}: found NaN or infinity in the attention of row "
+    "{row}, which has cached {seen} tokens, expected finite numbers; its cache stays as it was",
+    row=jnp.argmax(bad),
+    seen=cache.seen[jnp.argmax(bad)],
+  )
+  return rows & ~bad
+
+
+def _finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
+  """Rows of x that are finite on every head, those of other shards included."""
+  bad = ~jnp.isfinite(x).all(tuple(range(1, x.ndim)))
+  return at.sum_heads(bad.astype(jnp.int32)) == 0
 
 
 def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:

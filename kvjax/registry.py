@@ -14,6 +14,7 @@ from kvjax.methods.longflow import LongFlow
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
+from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -31,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
   "vatp": VATP,
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
+  "r_kv": RKV,
   "longflow": LongFlow,
   "topk_oracle": TopKOracle,
   "quest": Quest,

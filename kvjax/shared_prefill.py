@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from kvjax.method import Aux, Method
+from kvjax.method import Aux, Method, checked_rows
 from kvjax.ops import slots
 from kvjax.types import At, CacheSpec, Carry, Env, Prompt, pytree
 
@@ -74,10 +74,13 @@ class SharedPrefill(Method):
     entered = [site.top.enter(site, own, q, k, v, prompt, carry) for site, own in pairs]
     q, qpos, new, _ = entered[0]
     attended = self.members[0].attend_prompt(sites[0], new, q, qpos, prompt)
+    rows = prompt.valid > 0
+    if at.env.check_nan:
+      rows = checked_rows(at, attended, cache, rows)
     kept = []
     for (site, own), (_, _, own_new, _) in zip(pairs, entered, strict=True):
       after = site.top.keep(site, own, own_new, q, qpos, attended, prompt)
-      kept.append(slots.choose_rows(prompt.valid > 0, after, own))
+      kept.append(slots.choose_rows(rows, after, own))
     cache = dataclasses.replace(cache, caches=tuple(kept))
     return attended.state.o.astype(q.dtype), cache, carry, {}
 

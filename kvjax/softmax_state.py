@@ -70,8 +70,12 @@ def merge(a: State, b: State) -> State:
 
 
 def probabilities(state: State, logits: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
-  """Softmax probabilities of logits whose denominator is the state's; −inf logits give 0."""
-  return jnp.exp(logits - _finite(state.m)[..., None]) / _nonzero(state.l)[..., None]
+  """Softmax probabilities of logits whose denominator is the state's; −inf logits give 0.
+
+  So does a state of NaN: what it says of its keys is not known.
+  """
+  p = jnp.exp(logits - _finite(state.m)[..., None]) / _nonzero(state.l)[..., None]
+  return jnp.where(jnp.isnan(state.l)[..., None], 0, p)
 
 
 def _finite(m: Array) -> Array:

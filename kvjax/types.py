@@ -64,6 +64,8 @@ class Env:
       "reference", "pallas" or "jax-triton" (a missing implementation raises).
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
+    check_nan: whether attention that is not finite raises, through `jax.experimental.checkify`:
+      wrap what you jit in `checkify.checkify`, and `throw` its error. Slow: for debugging.
   """
 
   layers: int
@@ -71,6 +73,7 @@ class Env:
   impl: str = "auto"
   tile: int = 64
   head_axis: str | None = None
+  check_nan: bool = False
 
   def __post_init__(self):
     if self.impl not in IMPLEMENTATIONS:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
@@ -115,6 +116,8 @@ def prefill(
     ValueError: shapes, lengths or token ids are out of range, every row is empty, or a prompt does
       not fit in the capacity of a method that keeps every token. Nothing has run then.
     NotImplementedError: `chunk` is given and the method has to see a prompt at once.
+    JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
+      came out as NaN or infinity. The caches that were passed are gone.
   """
   tokens, lengths = np.asarray(tokens), np.asarray(lengths)
   seen = _check_prompt(model, tokens, lengths, caches, method)
@@ -131,7 +134,9 @@ def prefill(
 
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32), whole
-    return _prefill(graph, method, bound, all_logits, with_aux, leaves, caches, *arrays)
+    error, result = _prefill(graph, method, bound, all_logits, with_aux, leaves, caches, *arrays)
+    _throw(error)
+    return result
 
   if chunk is None:
     return read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
@@ -214,6 +219,7 @@ def generate(
   Raises:
     ValueError: an argument is out of range, or the longest row would outgrow the capacity of a
       method that keeps every token. Nothing has run then and the caches are intact.
+    JaxRuntimeError: as in `prefill`.
   """
   batch, vocab = logits.shape
   _check_settings(vocab, steps, chunk, seed, stop, stop_strings)
@@ -254,9 +260,10 @@ def generate(
   for start in range(0, steps, chunk):
     count = min(chunk, steps - start)
     wanted = padded[:, start : start + chunk]
-    last, caches, on, *kept = run(
+    error, (last, caches, on, *kept) = run(
       leaves, caches, last, on, ends, jnp.asarray(wanted), jnp.int32(count), *constants
     )
+    _throw(error)
     tokens, *kept = [None if x is None else x[:, :count] for x in kept]
     if texts is not None:
       tokens = np.array(tokens)
@@ -316,16 +323,14 @@ def _prefill(
   lengths: Int[Array, " B"],
   total: Int[Array, " B"],
 ) -> Any:
-  return join(graph, leaves).prefill(
-    tokens,
-    lengths,
-    caches,
-    method,
-    total=total,
-    past=past,
-    all_logits=all_logits,
-    with_aux=with_aux,
-  )
+  """The result of `Transformer.prefill`, behind an error if the model checks for NaN."""
+  model = join(graph, leaves)
+
+  def run(caches: Caches) -> Any:
+    options = {"past": past, "all_logits": all_logits, "with_aux": with_aux}
+    return model.prefill(tokens, lengths, caches, method, total=total, **options)
+
+  return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
@@ -345,12 +350,14 @@ def _decode_chunk(
   rows: Int[Array, " B"],
   knobs: Knobs,
   seed: Array,
-) -> tuple[
-  Float[Array, "B V"], Caches, Bool[Array, " B"], Int[Array, "B C"], Array | None, Array | None
-]:
-  """`count` ≤ C steps, fewer if every row stops; tokens, and what is kept of each step.
+) -> Any:
+  """`count` ≤ C steps, fewer if every row stops, behind an error if the model checks for NaN.
 
   The count is traced, so that a shorter last chunk needs no second compilation.
+
+  Returns:
+    The error or None, and: logits [B, V], caches, live rows [B], tokens int32 [B, C], and the
+    logits and log-probabilities of each step or None.
   """
   model = join(graph, leaves)
   B, C = forced.shape
@@ -381,7 +388,17 @@ def _decode_chunk(
   used = jnp.zeros((B, C, logits.shape[1]), jnp.float32) if keep_logits else None
   logprobs = jnp.zeros((B, C), jnp.float32) if keep_logprobs else None
   first = jnp.int32(0), logits, caches, live, out, used, logprobs
-  return jax.lax.while_loop(going, step, first)[1:]
+
+  def run(first: Any) -> Any:
+    return jax.lax.while_loop(going, step, first)[1:]
+
+  return checkify.checkify(run)(first) if model.env.check_nan else (None, run(first))
+
+
+def _throw(error: Any) -> None:
+  """Raises what a jitted function found, if it looked."""
+  if error is not None:
+    error.throw()
 
 
 def _read(texts: list[RowText], tokens: np.ndarray, ends: np.ndarray) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import checkify
 
 from kvjax import CacheSpec, Carry, Env, Method, Prompt, Rope
 
@@ -26,6 +27,12 @@ class Stream:
     arrays = (q * 1.5, rng.normal(size=kv), rng.normal(size=kv))
     return cls(*(x.astype(np.float32) for x in arrays))
 
+  def poisoned(self, which, row, token):
+    """A copy in which one token's q, k or v is NaN."""
+    x = getattr(self, which).copy()
+    x[row, ..., token, :] = np.nan
+    return dataclasses.replace(self, **{which: x})
+
   def spec(self, capacity, layers=4, dtype=jnp.float32):
     batch, kv_heads, groups, _, head_dim = self.q.shape
     return CacheSpec(batch, capacity, kv_heads, groups, head_dim, layers, dtype)
@@ -40,11 +47,22 @@ class Layer:
     env = env or Env(self.spec.layers, Rope(), impl="reference", tile=4)
     self.at = method.at(env, layer)
     self.cache = method.init(self.spec, layer)
-    self._decode = jax.jit(functools.partial(method.decode_step, self.at))
-    self._prefill = jax.jit(functools.partial(method.prefill, self.at))
+    self._decode, self._prefill = (
+      jax.jit(functools.partial(self.run, functools.partial(driver, self.at)))
+      for driver in (method.decode_step, method.prefill)
+    )
 
-  def prefill(self, valid, start=None, tokens=None, past=0):
-    """A chunk of each row: stream tokens start … start + valid. Returns out [B, K, G, T, H]."""
+  def run(self, driver, *args):
+    """A driver's error, if there can be one, and its result."""
+    if self.at.env.check_nan:
+      return checkify.checkify(driver)(*args)
+    return None, driver(*args)
+
+  def prefill(self, valid, start=None, tokens=None, past=0, total=None):
+    """A chunk of each row: stream tokens start … start + valid. Returns out [B, K, G, T, H].
+
+    `total` is the length of each row's turn; None: the chunk is the end of the first one.
+    """
     valid = np.asarray(valid, np.int32)
     start = np.zeros_like(valid) if start is None else np.asarray(start, np.int32)
     tokens = int(valid.max()) if tokens is None else tokens
@@ -53,8 +71,11 @@ class Layer:
       np.take_along_axis(x, index.reshape(len(valid), *(1,) * (x.ndim - 3), tokens, 1), -2)
       for x in (self.stream.q, self.stream.k, self.stream.v)
     ]
-    prompt = Prompt(jnp.asarray(valid), jnp.asarray(start + valid), None, tokens, past)
-    out, self.cache, _, _ = self._prefill(self.cache, *cut, prompt, Carry())
+    total = np.asarray(start + valid if total is None else total, np.int32)
+    prompt = Prompt(jnp.asarray(valid), jnp.asarray(total), None, tokens, past)
+    error, (out, self.cache, _, _) = self._prefill(self.cache, *cut, prompt, Carry())
+    if error is not None:
+      error.throw()
     return np.asarray(out)
 
   def decode(self, at, live=None):
@@ -65,7 +86,9 @@ class Layer:
       for x in (self.stream.q, self.stream.k, self.stream.v)
     )
     live = jnp.ones(len(at), bool) if live is None else jnp.asarray(live)
-    out, self.cache, _, aux = self._decode(self.cache, q, k, v, live, Carry())
+    error, (out, self.cache, _, aux) = self._decode(self.cache, q, k, v, live, Carry())
+    if error is not None:
+      error.throw()
     return np.asarray(out), aux
 
 

@@ -1,5 +1,6 @@
 """The decode loop: what it emits and leaves in the caches, what it refuses, what it compiles."""
 
+import dataclasses
 import functools
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
 from models import convert
@@ -59,6 +61,30 @@ def test_greedy_equals_the_plain_loop(chunk):
   chex.assert_trees_all_close(np.asarray(out.logits), kept, rtol=2e-5, atol=2e-5)
   chex.assert_trees_all_close(np.asarray(out.last), last, rtol=2e-5, atol=2e-5)
   chex.assert_trees_all_close(mine, caches, rtol=2e-5, atol=2e-5)
+
+
+def test_nan_raises_when_asked():
+  """A token whose embedding is NaN, in a prompt and while decoding; another one does no harm."""
+  ill = min(set(range(CONFIG.vocab)) - set(TOKENS.ravel().tolist()))
+  graph, leaves = split(model())
+  sick, method = join(graph, leaves), kvjax.H2O(12)
+  sick.embedding[...] = sick.embedding[...].at[ill].set(jnp.nan)
+  forced, tokens = TOKENS[:, 23:29].copy(), TOKENS[:, :9].copy()
+  forced[1, 4] = tokens[0, 4] = ill
+  for check in (False, True):
+    sick.env = dataclasses.replace(model().env, check_nan=check)
+    caches, fresh = (m.init_caches(sick.spec(2, 64)) for m in (method, FULL))
+    logits, caches = prefill(sick, TOKENS[:, :23], LENGTHS, caches, method)
+    if not check:
+      out, _ = generate(sick, logits, caches, method, steps=6, forced=forced, chunk=2)
+      read, _ = prefill(sick, tokens, [9, 9], fresh, FULL)
+      assert np.isnan(out.last).all(1).tolist() == [False, True]
+      assert np.isnan(read).all(1).tolist() == [True, False]
+      continue
+    with pytest.raises(JaxRuntimeError, match=r"H2O, layer 0: .* row 1, which has cached 18 "):
+      generate(sick, logits, caches, method, steps=6, forced=forced, chunk=2)
+    with pytest.raises(JaxRuntimeError, match=r"Full, layer 0: .* row 0, which has cached 0 "):
+      prefill(sick, tokens, [9, 9], fresh, FULL)
 
 
 def test_continuing_equals_one_call():

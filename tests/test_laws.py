@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kvjax import METHODS, Cache, Carry, Env, Full, Prompt, SharedPrefill, Wrapper, dispatch
 from kvjax.shared_prefill import take
 from models.generate import join
-from tests.layer import Stream
+from tests.layer import Layer, Stream
 from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run, model
 
 BUDGET = 12
@@ -22,6 +23,12 @@ STEPS = 6
 
 # Which methods may drop the newest token, and why.
 DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"}
+
+# Methods whose authors' repository computes something else than their paper.
+HAVE_REPO = {
+  *("streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow"),
+  *("quest", "infllm_v2"),
+}
 
 every = pytest.mark.parametrize("name", METHODS)
 
@@ -84,15 +91,66 @@ def test_kept_positions(name):
   for step in range(STEPS + 1):
     seen = LENGTHS + step
     run.prefill() if step == 0 else run.decode(seen - 1)
-    for cache in run.caches:
-      pos, used = np.asarray(cache.pos), np.asarray(cache.used)
-      np.testing.assert_array_equal(cache.seen, seen)
-      for b in range(len(seen)):
-        for row in pos[b]:
-          kept = row[: used[b]]
-          assert (kept >= 0).all() and (row[used[b] :] == -1).all()
-          assert len(set(kept.tolist())) == used[b]
-          assert kept.max() == seen[b] - 1 or name in DROPS_NEWEST
+    check_kept(run.caches, seen, name)
+
+
+def check_kept(caches, seen, name):
+  for cache in caches:
+    pos, used = np.asarray(cache.pos), np.asarray(cache.used)
+    np.testing.assert_array_equal(cache.seen, seen)
+    for b in range(len(seen)):
+      for row in pos[b]:
+        kept = row[: used[b]]
+        assert (kept >= 0).all() and (row[used[b] :] == -1).all()
+        assert len(set(kept.tolist())) == used[b]
+        assert kept.max() == seen[b] - 1 or name in DROPS_NEWEST
+
+
+TURN = np.array([5, 8], np.int32)
+
+
+@every
+def test_further_turns_of_the_neutral_setting_equal_full(name):
+  """A prompt, two tokens of answer, a turn onto the live cache, two tokens more."""
+
+  def conversation(method):
+    run, seen = Run(method), LENGTHS.copy()
+    out = [run.prefill()]
+    for _ in range(2):
+      out += [run.decode(seen + i) for i in range(2)]
+      seen += 2
+      out.append(run.prefill(TURN, seen, width=8, past=None))
+      seen += TURN
+    return np.stack(out)
+
+  want = conversation(Full())
+  np.testing.assert_allclose(conversation(METHODS[name].neutral(CAPACITY)), want, atol=CLOSE)
+
+
+@every
+def test_a_second_question_on_the_same_cache(name):
+  """Two questions to one document, each in its row: who asks what in the other row is all one."""
+  method = tight(name)
+  document = np.array([23, 23], np.int32)
+  texts = [TOKENS[0, 23:40], TOKENS[1, 10:27]]
+
+  def ask(first, second):
+    tokens = np.stack([np.concatenate([TOKENS[0, :23], texts[i]]) for i in (first, second)])
+    lengths = TURN[[first, second]]
+    run = Run(method)
+    run.prefill(document, tokens=tokens)
+    out = [run.prefill(lengths, document, tokens, width=8, past=None)]
+    check_kept(run.caches, document + lengths, name)
+    for i in range(3):
+      out.append(run.decode(document + lengths + i, tokens=tokens))
+      check_kept(run.caches, document + lengths + i + 1, name)
+    return np.stack(out, 1)
+
+  both, swapped, alike = ask(0, 1), ask(1, 0), ask(0, 0)
+  assert np.isfinite(both).all()
+  np.testing.assert_allclose(swapped[::-1], both, atol=CLOSE)
+  np.testing.assert_allclose(alike, both[[0, 0]], atol=CLOSE)
+  assert np.abs(both[0] - both[1]).max() > 0.05
 
 
 @every
@@ -111,6 +169,67 @@ def test_nan_in_empty_slots_never_leaks(name):
   second = LENGTHS * 0 + 3
   run.caches = tuple(poison(cache) for cache in clean)
   assert np.isfinite(run.prefill(second, LENGTHS, past=None)).all()
+
+
+@every
+def test_nan_is_loud_and_leaves_no_trace(name):
+  """A query of NaN: its output is NaN, statistics are not, and the other row notices nothing."""
+  clean = Stream.random(5, tokens=40)
+  ill = clean.poisoned("q", row=0, token=24)
+  layers = Layer(tight(name), clean), Layer(tight(name), ill)
+  for layer in layers:
+    layer.prefill([22, 9])
+  for step in range(STEPS):
+    (want, _), (out, _) = (layer.decode([22 + step, 9 + step]) for layer in layers)
+    np.testing.assert_array_equal(out[1], want[1])
+    assert np.isnan(out[0]).all() if step == 2 else np.isfinite(out[0]).all()
+  cache = layers[1].cache
+  assert not any(np.isnan(x).any() for x in jax.tree.leaves(cache))
+  for row in np.asarray(cache.pos)[0]:
+    kept = row[: int(cache.used[0])]
+    assert (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
+
+
+@every
+def test_nan_raises_when_asked(name):
+  """The switch names method, layer and row; the row goes on later as if nothing had happened."""
+  clean, live = Stream.random(6, tokens=40), [True, False]
+  plain, checked = (
+    Layer(tight(name), clean, env=Env(4, impl="reference", tile=4, check_nan=check))
+    for check in (False, True)
+  )
+  plain.prefill([22, 9])
+  message = (
+    rf"{METHODS[name].__name__}, layer 1: found NaN .* of row 0, which has cached {{}} tokens"
+  )
+  checked.stream = clean.poisoned("k", row=0, token=5)
+  with pytest.raises(checkify.JaxRuntimeError, match=message.format(0)):
+    checked.prefill([22, 9])
+  checked.stream = clean
+  checked.prefill([22, 0], tokens=22)
+  for step, which in enumerate("qkv"):
+    at = [22 + step, 9 + step]
+    want, _ = plain.decode(at)
+    before = jax.tree.map(lambda x: np.asarray(x[0]), checked.cache)
+    checked.stream = clean.poisoned(which, row=0, token=at[0])
+    with pytest.raises(checkify.JaxRuntimeError, match=message.format(at[0])):
+      checked.decode(at)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[0]), checked.cache), before)
+    checked.stream = clean
+    out, _ = checked.decode(at, live=live)
+    np.testing.assert_allclose(out[0], want[0], atol=1e-6)
+  chex.assert_trees_all_close(checked.cache, plain.cache, atol=1e-6)
+
+
+def test_nobody_looks_for_nan_unasked():
+  """A decode step without statistics has no such operation; with the switch it has."""
+  stream = Stream.random(0)
+  new = [x[..., 0, :] for x in (stream.q, stream.k, stream.v)]
+  for check in (False, True):
+    layer = Layer(Full(), stream, env=Env(4, impl="reference", check_nan=check))
+    step = functools.partial(layer.run, functools.partial(Full().decode_step, layer.at))
+    jaxpr = jax.make_jaxpr(step)(layer.cache, *new, jnp.ones(2, bool), Carry())
+    assert ("is_finite" in str(jaxpr)) == check
 
 
 @every
@@ -259,6 +378,22 @@ def test_shared_prefill(name):
   shared.prefill()
   own.prefill()
   chex.assert_trees_all_close(take(shared.caches, 1), own.caches, atol=1e-5)
+
+
+@every
+def test_the_repository_setting(name):
+  """Where the authors' code differs from their paper, `repo` is that setting, and it runs."""
+  method = METHODS[name]
+  if name not in HAVE_REPO:
+    with pytest.raises(NotImplementedError, match=rf"{method.__name__}\.repo: no setting"):
+      method.repo(40)
+    return
+  preset = method.repo(40)
+  assert isinstance(preset, method) and preset != method(budget=40)
+  run = Run(preset)
+  assert np.isfinite(run.generate(2)).all()
+  sizes = [cache.size for cache in run.caches]
+  assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
 
 
 @every

@@ -97,6 +97,10 @@ def test_huge_logits_stay_finite(scale):
     assert (named >= 0).all() and (named < newest).all()
 
 
+def test_repository_setting():
+  assert LongFlow.repo(100) == LongFlow(100, window_size=32, pool=5, reduce="avg", per="layer")
+
+
 def test_protected_tokens_stay():
   stream = Stream.random(4, tokens=70)
   layer = Layer(LongFlow(10, window_size=2, sinks=2, recent=4), stream)

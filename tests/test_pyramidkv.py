@@ -32,6 +32,10 @@ def test_a_layer_keeps_what_snapkv_would():
   np.testing.assert_array_equal(layers[0].cache.pos, layers[1].cache.pos)
 
 
+def test_repository_setting():
+  assert PyramidKV.repo(100) == PyramidKV(100, window_size=8, pool=7, reduce="max")
+
+
 def test_bad_beta():
   with pytest.raises(ValueError, match=r"PyramidKV.beta: found 0, expected 1 or more"):
     PyramidKV(beta=0)

@@ -85,6 +85,10 @@ def test_a_second_turn_selects_anew():
     assert np.asarray(layer.cache.pos)[0, h].tolist() == sorted(heavy + others)
 
 
+def test_repository_setting():
+  assert SnapKV.repo(100) == SnapKV(100, window_size=32, pool=7, reduce="max")
+
+
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [

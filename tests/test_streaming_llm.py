@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import StreamingLLM
+from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from tests.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -55,6 +56,45 @@ def test_slot_rope_differs_from_original_once_full():
   np.testing.assert_allclose(runs["slot"][1], runs["original"][1], atol=1e-6)
 
 
+@pytest.mark.parametrize("rope", ["slot", "original"])
+def test_the_repository_evicts_between_turns(rope):
+  """Lists again: room is made before a turn, and within it everything cached is seen."""
+  method = StreamingLLMByTurn(20, sinks=2, rope=rope, reserve=4)
+  stream = Stream.random(4, tokens=60)
+  layer = Layer(method, stream, capacity=60)
+  kept, at, more = [[], []], [0, 0], [0, 0]
+
+  def expect(out, t, b, g=1):
+    """Token t of row b attended to what is kept up to it."""
+    for h in range(3):
+      seen = [j for j in kept[b] if j <= t]
+      place = {j: i if rope == "slot" else j for i, j in enumerate(seen)}
+      q = rotate(stream.q[b, h, g, t], place[t])
+      logits = [q @ rotate(stream.k[b, h, j], place[j]) / np.sqrt(len(q)) for j in seen]
+      want = softmax_average(np.array(logits), np.float64(stream.v[b, h, seen]))
+      np.testing.assert_allclose(out[h, g], want, atol=3e-6)
+
+  for turn in ([13, 3], [5, 6], [4, 0], [7, 12]):
+    out = layer.prefill(turn, start=at, tokens=14, past=None, total=turn)
+    for b, n in enumerate(turn):
+      if n and len(kept[b]) + n + 4 > 20:
+        kept[b] = kept[b][:2] + kept[b][2:][max(0, len(kept[b]) - 2 - (20 - 2 - n - 4)) :]
+      kept[b] += range(at[b], at[b] + n)
+      for i in range(n):
+        expect(out[b, :, :, i], at[b] + i, b)
+      at[b] += n
+    for _ in range(3):
+      out, _ = layer.decode(at)
+      for b in range(2):
+        kept[b].append(at[b])
+        pos = np.asarray(layer.cache.pos)[b]
+        assert all(sorted(row[row >= 0].tolist()) == kept[b] for row in pos)
+        expect(out[b], at[b], b)
+        at[b] += 1
+    more = [max(a, len(row)) for a, row in zip(more, kept, strict=True)]
+  assert min(more) >= 16 and at[1] > 20  # there was something to evict
+
+
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
@@ -66,3 +106,8 @@ def test_slot_rope_differs_from_original_once_full():
 def test_bad_settings(kwargs, message):
   with pytest.raises(ValueError, match=message):
     StreamingLLM(**kwargs)
+
+
+def test_bad_reserve():
+  with pytest.raises(ValueError, match=r"reserve: found 9, expected 0 to budget - sinks = 8"):
+    StreamingLLMByTurn(10, sinks=2, reserve=9)

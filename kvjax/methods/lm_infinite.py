@@ -44,8 +44,8 @@ class LMInfinite(StreamingLLM):
   def neutral(cls, length: int) -> Method:
     return cls(budget=length, limit=length)
 
-  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window:
+  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     seen = super().window(at, qpos)
-    if self.limit is None:
+    if seen is None or self.limit is None:
       return seen
     return dataclasses.replace(seen, view=jnp.minimum(qpos, self.limit))

@@ -29,7 +29,7 @@ class LongFlow(SnapKV):
     budget: slots per KV head (the paper measures 3,200).
     window_size, pool, reduce: of the prompt's cut, see SnapKV.
     per: "kv_head", each KV head has a victim of its own, or "layer", all heads of a layer share
-      one, named by the sum of their scores (the authors' repository).
+      one, named by the sum of their scores (`repo`).
     sinks: first tokens that never leave (the paper protects none).
     recent: newest tokens that are not evicted, the newest itself among them.
   """
@@ -132,6 +132,11 @@ class LongFlow(SnapKV):
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     total = at.sum_heads(jnp.exp(score - top).sum(1, keepdims=True))
     return jnp.broadcast_to(jnp.log(total) + top, score.shape)
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' repository: one victim per layer, named by the scores of all its heads."""
+    return cls(budget=budget, per="layer")
 
   @classmethod
   def example(cls, budget: int) -> Method:

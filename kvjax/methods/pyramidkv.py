@@ -17,6 +17,7 @@ class PyramidKV(SnapKV):
   have the budget (the repository's clamp).
 
   Attributes:
+    window_size: last tokens of the prompt, whose queries observe (8; ART measures with 128).
     beta: how steep the pyramid is (20).
   """
 
@@ -35,6 +36,11 @@ class PyramidKV(SnapKV):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1, window_size=min(8, length))
+
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' LongBench runs: a window of 8, the largest of 7 neighbours."""
+    return cls(budget=budget, window_size=8, pool=7, reduce="max")
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     select = self.budget - self.window_size

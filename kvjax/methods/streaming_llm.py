@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, Prompt, Span, Window
+from kvjax.types import At, Attended, Cache, Carry, Prompt, Span, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,17 @@ class StreamingLLM(Bounded):
   def neutral(cls, length: int) -> Method:
     return cls(budget=length)
 
-  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window:
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' repository: evicts between turns, with room for answers of 1,000 tokens.
+
+    Where the budget is small, half of it is for the answer.
+    """
+    if cls is not StreamingLLM:  # other papers'
+      return super().repo(budget)
+    return StreamingLLMByTurn(budget, reserve=min(1000, budget // 2))
+
+  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     """The newest budget − sinks tokens, the query's own among them."""
     first = qpos - (self.budget - self.sinks) + 1
     view = jnp.minimum(qpos, self.budget - 1) if self.rope == "slot" else None
@@ -85,3 +95,61 @@ class StreamingLLM(Bounded):
     """Sinks first, then the newest."""
     pos = staged["pos"]
     return jnp.where(pos < self.sinks, jnp.inf, pos.astype(jnp.float32)), staged
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLLMByTurn(StreamingLLM):
+  """StreamingLLM as its authors' repository runs it: nothing leaves while a turn lasts.
+
+  Before a further turn is read, the oldest tokens behind the sinks make room for all of it and
+  for `reserve` tokens of answer. Within the turn every query sees all that is cached. Positions
+  within the cache change between turns only: the sinks' keys are turned on by as many positions
+  as have left. A turn or an answer beyond the room drops the oldest as it comes, at its true
+  distance; the repository does not go so far.
+
+  Attributes:
+    budget, sinks, rope: as above.
+    reserve: tokens of answer that room is made for.
+  """
+
+  reserve: int = 1000
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not 0 <= self.reserve <= self.budget - self.sinks:
+      raise ValueError(
+        f"StreamingLLMByTurn.reserve: found {self.reserve}, expected 0 to budget - sinks = "
+        f"{self.budget - self.sinks}"
+      )
+
+  @property
+  def chunkable(self) -> bool:
+    return False
+
+  @property
+  def order_independent(self) -> bool:
+    return False
+
+  def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
+    return None
+
+  def stage(
+    self, at: At, cache: Cache, new: slots.Slots, q: Array, prompt: Prompt, carry: Carry
+  ) -> tuple[slots.Slots, Cache, Carry]:
+    """Evicts for the whole turn, then shows it all that is left."""
+    if prompt.past == 0:
+      return new, cache, carry
+    coming = prompt.total + self.reserve
+    room = jnp.maximum(self.budget - self.sinks - coming, 0)
+    first = jnp.where(cache.used + coming > self.budget, cache.seen - room, 0)
+    pos = cache.pos
+    stays = (pos >= 0) & ((pos < self.sinks) | (pos >= first[:, None, None]))
+    left = slots.keep_best(
+      {**cache.slots, "pos": jnp.where(stays, pos, -1)}, pos.astype(jnp.float32), cache.size
+    )
+    gone = cache.used - stays[:, 0].sum(-1, dtype=jnp.int32)
+    if self.rope == "slot":
+      sinks = at.env.rope.shift(left["k"][:, :, : self.sinks], gone[:, None, None])
+      left = {**left, "k": left["k"].at[:, :, : self.sinks].set(sinks)}
+    cache = dataclasses.replace(cache, slots=left).put(rows={"used": cache.used - gone})
+    return slots.join(left, new), cache, carry

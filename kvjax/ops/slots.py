@@ -55,14 +55,16 @@ def join(a: Slots, b: Slots) -> Slots:
   return {name: jnp.concatenate([x, b[name].astype(x.dtype)], 2) for name, x in a.items()}
 
 
-def keep_best(slots: Slots, priority: Float[Array, "B K S"], size: int) -> Slots:
+def best(
+  pos: Int[Array, "B K S"], priority: Float[Array, "B K S"], size: int
+) -> tuple[Int[Array, "B K N"], Int[Array, "B K N"]]:
   """The `size` occupied slots of highest priority, in order of position; ties to the lowest one.
 
-  The result's first min(occupied, size) slots are filled; the rest have position −1.
+  A priority of NaN is the lowest. Returns their indices and their positions; where fewer are
+  occupied, position −1 comes last.
   """
-  pos = slots["pos"]
   last = jnp.iinfo(jnp.int32).max
-  rank = jnp.where(pos >= 0, -priority, jnp.inf)
+  rank = jnp.where((pos >= 0) & ~jnp.isnan(priority), -priority, jnp.inf)
   order = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32), pos.shape)
   by_time = jnp.where(pos >= 0, pos, last)
   _, by_time, order = jax.lax.sort((rank, by_time, order), num_keys=2)
@@ -71,14 +73,47 @@ def keep_best(slots: Slots, priority: Float[Array, "B K S"], size: int) -> Slots
     by_time = jnp.pad(by_time, pad, constant_values=last)
     order = jnp.pad(order, pad, constant_values=0)
   by_time, order = jax.lax.sort((by_time[..., :size], order[..., :size]), num_keys=1)
-  kept = {name: take(x, order) for name, x in slots.items()}
-  return {**kept, "pos": jnp.where(by_time < last, by_time, -1)}
+  return order, jnp.where(by_time < last, by_time, -1)
+
+
+def keep_best(slots: Slots, priority: Float[Array, "B K S"], size: int) -> Slots:
+  """The `size` occupied slots of highest priority, as `best` orders them.
+
+  The result's first min(occupied, size) slots are filled; the rest have position −1.
+  """
+  order, pos = best(slots["pos"], priority, size)
+  return {**{name: take(x, order) for name, x in slots.items()}, "pos": pos}
+
+
+def resize(slots: Slots, size: int) -> Slots:
+  """Cut to `size` slots, or lengthened by empty ones."""
+
+  def fit(x: Array, fill: int) -> Array:
+    width = [(0, max(0, size - x.shape[2]) if axis == 2 else 0) for axis in range(x.ndim)]
+    return jnp.pad(x[:, :, :size], width, constant_values=fill)
+
+  return {name: fit(x, -1 if name == "pos" else 0) for name, x in slots.items()}
 
 
 def lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
-  """The slot of smallest score; ties to the lowest position."""
-  least = score == score.min(-1, keepdims=True)
+  """The slot of smallest score; ties to the lowest position. A score of NaN is the smallest."""
+  least = (score == score.min(-1, keepdims=True)) | jnp.isnan(score)
   return jnp.argmin(jnp.where(least, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
+
+
+def pool(
+  x: Float[Array, "B K S"], pos: Int[Array, "B K S"], ok: Bool[Array, "B K S"], width: int, how: str
+) -> Float[Array, "B K S"]:
+  """Each slot's "avg" or "max" over `width` neighbours in order of position, its own in the middle.
+
+  Slots that are not ok count as padding (0 of an average); what stands there means nothing.
+  """
+  order = jnp.argsort(jnp.where(ok, pos, jnp.iinfo(jnp.int32).max), -1)
+  empty, add = (0.0, jax.lax.add) if how == "avg" else (-jnp.inf, jax.lax.max)
+  y = jnp.take_along_axis(jnp.where(ok, x, empty), order, -1)
+  y = jax.lax.reduce_window(y, empty, add, (1, 1, width), (1, 1, 1), "SAME")
+  y = y / width if how == "avg" else y
+  return jnp.take_along_axis(y, jnp.argsort(order, -1), -1)
 
 
 def choose_rows(ok: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:

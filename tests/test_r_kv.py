@@ -1,0 +1,222 @@
+"""R-KV against a NumPy float64 oracle that keeps lists: scores, compressions, outputs, turns."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import RKV
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+class Oracle:
+  """One KV head of one row: the list of positions that are cached."""
+
+  def __init__(self, stream, b, h, method):
+    self.q, self.k, self.v = stream.q[b, h], stream.k[b, h], stream.v[b, h]
+    self.method, self.held = method, []
+
+  def key(self, j):
+    return rotate(self.k[j], j)
+
+  def logits(self, g, t, kept):
+    q = rotate(self.q[g, t], t)
+    return np.array([q @ self.key(j) / np.sqrt(len(q)) for j in kept])
+
+  def importance(self, past, window):
+    """Of every older token, before pooling: the mean over the observing queries."""
+    total, groups = np.zeros(len(past)), range(len(self.q))
+    for t in window:
+      rows = [self.logits(g, t, past) for g in groups]
+      if self.method.group == "max":
+        rows = [np.max(rows, 0)]
+      for x in rows:
+        p = np.exp(x - x.max())
+        total += p / p.sum() / len(rows) / len(window)
+    return total
+
+  def redundancy(self):
+    keys = [self.key(j) for j in self.held]
+    n = len(keys)
+    mean = np.zeros(n)
+    for i in range(n):
+      cos = np.zeros(n)
+      for j in range(n):
+        if i != j:
+          cos[j] = keys[i] @ keys[j] / np.linalg.norm(keys[i]) / np.linalg.norm(keys[j])
+      similar = [j for j in range(n) if cos[j] > self.method.threshold]
+      if similar:
+        cos[similar[-1]] = 0
+      elif self.method.spare_oldest:
+        cos[0] = 0
+      mean += cos / n
+    return np.exp(mean) / np.exp(mean).sum()
+
+  def compress(self):
+    m, n = self.method, len(self.held)
+    if n <= m.budget:
+      return
+    past, window = self.held[: n - m.window_size], self.held[n - m.window_size :]
+    assert window == list(range(window[0], window[-1] + 1))
+    raw, twice = self.importance(past, window), self.redundancy()
+    score = {}
+    for i, j in enumerate(past):
+      near = raw[max(0, i - m.pool // 2) : i + m.pool // 2 + 1]
+      score[j] = m.weight * near.max() - (1 - m.weight) * twice[i]
+    best = sorted(past, key=lambda j: (-score[j], j))[: m.budget - m.window_size]
+    self.held = sorted(best) + window
+
+  def step(self, t):
+    if len(self.held) == self.method.budget + self.method.buffer:
+      self.compress()
+    self.held.append(t)
+
+  def output(self, g, t):
+    return softmax_average(self.logits(g, t, self.held), np.float64(self.v[self.held]))
+
+
+def repetitive(seed, **kwargs):
+  """Keys that are few prototypes with noise, before rotation."""
+  stream = Stream.random(seed, **kwargs)
+  rng = np.random.default_rng(seed)
+  few = rng.normal(size=(5, stream.k.shape[-1])) * 2
+  stream.k[:] = stream.k * 0.5 + few[rng.integers(0, 5, stream.k.shape[:3])]
+  return stream
+
+
+def held(layer, b, h):
+  pos = np.asarray(layer.cache.pos)[b, h]
+  assert (pos >= 0).sum() == int(layer.cache.used[b])
+  return pos[pos >= 0].tolist()
+
+
+def test_worked_example():
+  """No importance: of three like keys the two older ones go, and what resembles nothing stays."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=7, head_dim=4)
+  a, b, c = [2, 0, 0, 0], [0, 3, 0, 0], [0, 0, 1, 0]
+  stream.k[0, 0] = [rotate(x, -j) for j, x in enumerate([a, b, a, a, c, c, a])]  # once rotated
+  layer = Layer(RKV(4, buffer=2, window_size=1, weight=0.0), stream)
+  layer.prefill([3])
+  for t in (3, 4):
+    layer.decode([t])
+  # Mean similarity of 0, 1, 2, 3: the other two of a's kind less what is spared, over five.
+  k = jnp.asarray(layer.cache.slots["k"][:, :, :5])
+  twice = layer.method.redundancy(k, layer.cache.pos[:, :, :5])[0, 0]
+  want = np.exp([2 / 5, 0, 1 / 5, 0, 0])  # 0 and 2 spare 3, and 3 spares 2
+  np.testing.assert_allclose(twice, want / want.sum(), rtol=1e-5)
+  layer.decode([5])
+  assert held(layer, 0, 0) == [0, 1, 2, 3, 4, 5]
+  layer.decode([6])  # finds the buffer full
+  assert held(layer, 0, 0) == [1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    RKV(14, buffer=6, window_size=4, pool=3),
+    RKV(14, buffer=6, window_size=4, pool=5, weight=0.6, group="max", spare_oldest=True),
+  ],
+)
+def test_kept_sets_and_outputs_over_a_generation(method):
+  lengths, steps = [33, 9], 260
+  stream = repetitive(1, kv_heads=2, tokens=300)
+  layer = Layer(method, stream, capacity=300)
+  oracles = {(b, h): Oracle(stream, b, h, method) for b in range(2) for h in range(2)}
+  layer.prefill(lengths)
+  for (b, _), oracle in oracles.items():
+    oracle.held = list(range(lengths[b]))
+    oracle.compress()
+  for step in range(steps):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    for (b, h), oracle in oracles.items():
+      oracle.step(at[b])
+      assert held(layer, b, h) == oracle.held, (b, h, step)
+      g = step % 3
+      np.testing.assert_allclose(out[b, h, g], oracle.output(g, at[b]), atol=2e-5)
+
+
+def test_repository_setting():
+  assert RKV.repo(100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
+
+
+def test_turns_are_ranked_with_the_newest_queries():
+  """A turn of two tokens after decoding: the window's other queries come from the cache."""
+  method = RKV(12, buffer=5, window_size=4, pool=3)
+  stream = repetitive(2, tokens=60)
+  layer = Layer(method, stream, capacity=60)
+  oracles = [[Oracle(stream, b, h, method) for h in range(3)] for b in range(2)]
+  layer.prefill([20, 7])
+  at = [20, 7]
+  for b, row in enumerate(oracles):
+    for oracle in row:
+      oracle.held = list(range(at[b]))
+      oracle.compress()
+  for turn in ([2, 9], [0, 3], [6, 1]):
+    for _ in range(3):
+      layer.decode(at)
+      for b, row in enumerate(oracles):
+        for oracle in row:
+          oracle.step(at[b])
+      at = [n + 1 for n in at]
+    layer.prefill(turn, start=at, tokens=9, past=None)
+    for b, row in enumerate(oracles):
+      for h, oracle in enumerate(row):
+        oracle.held += range(at[b], at[b] + turn[b])
+        if turn[b]:
+          oracle.compress()
+        assert held(layer, b, h) == oracle.held
+    at = [n + more for n, more in zip(at, turn, strict=True)]
+
+
+def test_a_row_is_compressed_without_its_neighbours():
+  """One row's buffer is full, the other's is not: that one only gains its token."""
+  layer = Layer(RKV(10, buffer=4, window_size=2), repetitive(3, tokens=40))
+  layer.prefill([10, 5])
+  for step in range(4):
+    layer.decode([10 + step, 5 + step])
+  before = [held(layer, 1, h) for h in range(3)]
+  layer.decode([14, 9])
+  assert np.asarray(layer.cache.used).tolist() == [11, 10]
+  assert [held(layer, 1, h) for h in range(3)] == [[*row, 9] for row in before]
+
+
+def test_a_full_row_that_is_idle_is_left_alone():
+  layer = Layer(RKV(10, buffer=4, window_size=2), repetitive(4, tokens=40))
+  layer.prefill([10, 10])
+  for step in range(4):
+    layer.decode([10 + step, 10 + step])
+  before = jax.tree.map(lambda x: np.asarray(x[1]), layer.cache)
+  layer.decode([14, 14], live=[True, False])
+  assert np.asarray(layer.cache.used).tolist() == [11, 14]
+  chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[1]), layer.cache), before)
+
+
+def test_long_prompts_hold_no_square_map():
+  """Temporary memory of ranking T keys grows with T, not with T²."""
+  method = RKV(64)
+
+  def temporary(tokens):
+    k = jax.ShapeDtypeStruct((1, 2, tokens, 16), jnp.float32)
+    pos = jax.ShapeDtypeStruct((1, 2, tokens), jnp.int32)
+    compiled = jax.jit(method.redundancy).lower(k, pos).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporary(4096) < 2.2 * temporary(2048) < 2048 * 2048 * 4
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"budget": 8}, "RKV.budget: found 8, expected more than window_size = 8"),
+    ({"buffer": 0}, "RKV.buffer: found 0, expected 1 or more"),
+    ({"window_size": 0}, "RKV.window_size: found 0, expected 1 or more"),
+    ({"pool": 6}, "RKV.pool: found 6, expected an odd number"),
+    ({"weight": 1.5}, r"RKV.weight: found 1.5, expected a number in \[0, 1\]"),
+    ({"group": "sum"}, "RKV.group: found 'sum', expected 'mean' or 'max'"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    RKV(**kwargs)

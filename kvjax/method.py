@@ -364,7 +364,7 @@ class Method:
     cache, aux = self.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
       cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
-    else:  # statistics come of logits, and so does the denominator, which is the smallest to look at
+    else:  # statistics are made of logits; so is the denominator, the smallest thing to look at
       clean = self.overrides("observe")
       counted = live & _finite_rows(at, attended.state.l) if clean else live
       cache = _idle_rows(counted, cache, old)

@@ -64,6 +64,7 @@ def _least(
     top = y.max(axis=0)
     base = jnp.where(top == -jnp.inf, 0.0, top)
     score = base + jnp.log(jnp.exp(y - base[None, :]).sum(axis=0))
+    score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
     pos = _backend.load(pos_ref, b, head.min(), slot, mask=held, other=LAST)
     score = jnp.where(held & (pos >= sinks) & (pos < end), score, jnp.inf)
     better = (score < best.score) | ((score == best.score) & (pos < best.pos))

@@ -25,10 +25,7 @@ STEPS = 6
 DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"}
 
 # Methods whose authors' repository computes something else than their paper.
-HAVE_REPO = {
-  *("streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow"),
-  *("quest", "infllm_v2"),
-}
+HAVE_REPO = {"streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"}
 
 every = pytest.mark.parametrize("name", METHODS)
 
@@ -389,11 +386,12 @@ def test_the_repository_setting(name):
       method.repo(40)
     return
   preset = method.repo(40)
-  assert isinstance(preset, method) and preset != method(budget=40)
+  assert isinstance(preset, method) and preset != method.example(40)
   run = Run(preset)
   assert np.isfinite(run.generate(2)).all()
-  sizes = [cache.size for cache in run.caches]
-  assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
+  if not preset.positional:
+    sizes = [cache.size for cache in run.caches]
+    assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
 
 
 @every

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -93,13 +94,24 @@ def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -
   unread = 0 if c.tie_embeddings else c.vocab * c.dim * model.dtype.itemsize
   weight_bytes = sum(x.nbytes for x in leaves) - unread
   kv_bytes = 2 * batch * tokens * c.kv_heads * c.head_dim * model.dtype.itemsize * c.layers
-  exact = _reference(model, batch, tokens, jnp.float32)
-  plain = _reference(model, batch, tokens, model.dtype)
-  rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
   held = [filled(model, batch, tokens)]
-  ours = _loop("kvjax", model, kvjax.Full(), held, checked=True)
-  alone = _loop("products", model, Products(), held)
-  by_xla = _loop("products (XLA)", model, Products(), held, impl="reference")
+  methods = {
+    "kvjax": (kvjax.Full(), "auto"),
+    "products": (Products(), "auto"),
+    "products (XLA)": (Products(), "reference"),
+  }
+  with ThreadPoolExecutor() as pool:  # compiling is most of this suite's time
+    loops = {
+      name: pool.submit(_program, model, method, impl, held[0])
+      for name, (method, impl) in methods.items()
+    }
+    steps = [pool.submit(_step, model, dtype, held[0]) for dtype in (jnp.float32, model.dtype)]
+  exact, plain = (_logits(step.result(), leaves, held) for step in steps)
+  rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
+  ours, alone, by_xla = (
+    _loop(name, *loop.result(), leaves, held, checked=name == "kvjax")
+    for name, loop in loops.items()
+  )
   contenders = [ours, alone, by_xla]
   if peers:
     contenders += optional("transformers", lambda: _transformers(c, batch, tokens))
@@ -131,38 +143,33 @@ def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -
   )
 
 
-def _reference(model: Transformer, batch: int, tokens: int, dtype: Any) -> np.ndarray:
-  """Logits of one step with the reference implementation and activations of this dtype."""
+def _step(model: Transformer, dtype: Any, caches: Any) -> Any:
+  """One compiled step of the reference with activations of this dtype; caches come back."""
   graph, leaves = split(model)
+  start = caches[0].rows
 
-  @jax.jit
-  def step(leaves, caches, token):
+  def step(leaves: Any, caches: Any, start: Any) -> Any:
     decoder = join(graph, leaves)
     decoder.env = dataclasses.replace(decoder.env, impl="reference")
     # What follows is promoted to the dtype of the first activations.
     decoder.embedding = nnx.Param(decoder.embedding[...].astype(dtype))
-    return decoder.decode(token, caches, kvjax.Full())[0]
+    token = jnp.arange(caches[0].seen.shape[0], dtype=jnp.int32)
+    logits, caches = decoder.decode(token, caches, kvjax.Full())
+    return logits, tuple(c.put(rows=start) for c in caches)
 
-  return np.asarray(step(leaves, filled(model, batch, tokens), jnp.arange(batch, dtype=jnp.int32)))
+  return jax.jit(step, donate_argnums=1).lower(leaves, caches, start).compile()
 
 
-def _loop(
-  name: str,
-  model: Transformer,
-  method: Any,
-  held: list[Any],
-  *,
-  checked: bool = False,
-  impl: str = "auto",
-) -> Contender:
-  """Decodes STEPS tokens per dispatch, always from the same state.
+def _logits(step: Any, leaves: Any, held: list[Any]) -> np.ndarray:
+  start = jax.tree.map(jnp.copy, held[0][0].rows)
+  logits, held[0] = step(leaves, held[0], start)
+  return np.asarray(logits)
 
-  `held` is one place for the caches, which contenders donate and put back in turn.
-  """
+
+def _program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[Any, str]:
+  """STEPS decode steps in one compiled program, always from the same state, and what it took."""
   graph, leaves = split(model)
-  caches = held[0]
   token = jnp.arange(caches[0].seen.shape[0], dtype=jnp.int32)
-  start = {name: jnp.copy(caches[0].rows[name]) for name in ("seen", "used")}
 
   def run(leaves, caches, token, start):
     decoder = join(graph, leaves)
@@ -180,14 +187,24 @@ def _loop(
 
   began = time.perf_counter()
   jitted = jax.jit(run, donate_argnums=1)
-  compiled = jitted.lower(leaves, caches, token, start).compile()
+  compiled = jitted.lower(leaves, caches, token, caches[0].rows).compile()
   memory = compiled.memory_analysis()
   layer = sum(x.nbytes for x in jax.tree.leaves(caches[0]))
   note = (
-    f"compiled in {time.perf_counter() - began:.1f} s, temporary memory "
+    f"compiled in {time.perf_counter() - began:.1f} s, four others beside it; temporary memory "
     f"{memory.temp_size_in_bytes / 1e6:.1f} MB of {layer / 1e6:.1f} MB for a layer's cache"
   )
-  del caches
+  return compiled, note
+
+
+def _loop(
+  name: str, compiled: Any, note: str, leaves: Any, held: list[Any], *, checked: bool
+) -> Contender:
+  """A compiled loop as a contender. `held` is one place for the caches, which contenders donate
+  and put back in turn.
+  """
+  start = jax.tree.map(jnp.copy, held[0][0].rows)
+  token = jnp.arange(start["seen"].shape[0], dtype=jnp.int32)
   held[0], first = compiled(leaves, held[0], token, start)
   output = np.asarray(first)
 

@@ -84,10 +84,21 @@ class Results:
       self.traces += json.loads(traces.read_text("utf-8"))
 
 
-def draw(results: Results) -> dict[str, tuple[str, Figure]]:
-  """Title and figure of every picture that there is data for, by file name."""
-  summaries = summarise(results.rows)
-  styles = pictures.Styles(s.method for s in summaries)
+def solved(summaries: Sequence[Summary], least: float) -> tuple[list[Summary], list[str]]:
+  """The cells in which the full cache scores at least `least`, and what the others are called."""
+  full = {(s.task, s.length, s.mode): s for s in summaries if s.method == pictures.FULL}
+  weak = {place for place, s in full.items() if "kl" not in s.also and s.score.mean < least}
+  kept = [s for s in summaries if (s.task, s.length, s.mode) not in weak]
+  return kept, [f"{task} at {length:,} tokens, {mode}" for task, length, mode in sorted(weak)]
+
+
+def draw(results: Results, least: float = 0.0) -> dict[str, tuple[str, Figure]]:
+  """Title and figure of every picture that there is data for, by file name.
+
+  Scores are shown where the full cache has at least `least`; the needle's map shows them all.
+  """
+  summaries, _ = solved(summarise(results.rows), least)
+  styles = pictures.Styles(row["method"] for row in results.rows)
   made: dict[str, tuple[str, Figure | None]] = {}
   for mode, figure in pictures.needle_maps(results.rows).items():
     made[f"needle_{mode}"] = f"Needle in a haystack, {mode}", figure
@@ -101,7 +112,9 @@ def draw(results: Results) -> dict[str, tuple[str, Figure]]:
   return {name: (title, figure) for name, (title, figure) in made.items() if figure is not None}
 
 
-def page(results: Results, drawn: dict[str, tuple[str, bytes]], command: str) -> str:
+def page(
+  results: Results, drawn: dict[str, tuple[str, bytes]], command: str, least: float = 0.0
+) -> str:
   """The report as HTML, of titles and PNG files."""
   parts = ["<h1>KV-cache methods, evaluated</h1>"]
   for name, settings in results.runs:
@@ -114,6 +127,10 @@ def page(results: Results, drawn: dict[str, tuple[str, bytes]], command: str) ->
   for title, picture in drawn.values():
     image = base64.b64encode(picture).decode()
     parts.append(f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">')
+  _, weak = solved(summarise(results.rows), least)
+  if weak:
+    listed = html.escape("; ".join(weak))
+    parts.append(f"<p>Left out, since the full cache scores below {least:.0%}: {listed}.</p>")
   if results.rows:
     parts.append("<h2>All numbers</h2>\n" + _table(summarise(results.rows)))
     parts.append(
@@ -187,14 +204,24 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--pictures", type=pathlib.Path, metavar="FOLDER", help="also write every picture as PNG there"
   )
+  parser.add_argument(
+    "--least",
+    type=float,
+    default=0.0,
+    metavar="SHARE",
+    help="leave tasks out of pictures of scores where the full cache has less, 0.5 say (0)",
+  )
   args = parser.parse_args(argv)
   results = Results(args.results)
-  drawn = {name: (title, png(figure)) for name, (title, figure) in draw(results).items()}
+  drawn = {
+    name: (title, png(figure)) for name, (title, figure) in draw(results, args.least).items()
+  }
   if not drawn:
     raise ValueError("results: found nothing to draw")
   words = ["python -m scripts.plot", *(str(path) for path in args.results), f"--out {args.out}"]
+  words += [f"--least {args.least:g}"] if args.least else []
   with common.written_aside(args.out) as path:
-    path.write_text(page(results, drawn, " ".join(words)), "utf-8")
+    path.write_text(page(results, drawn, " ".join(words), args.least), "utf-8")
   print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {len(drawn)} pictures")
   if args.pictures:
     for name, (_, picture) in drawn.items():

@@ -126,6 +126,19 @@ def test_the_table_of_tasks_by_hand():
   assert texts[0].startswith("50\n") and texts[-1] == "12.5"
 
 
+def test_tasks_that_the_full_cache_does_not_solve_are_left_out(folder):
+  """It has 1 on the needle and 1/2 on vt."""
+  found = plot.Results([folder / "run"])
+  kept, weak = plot.solved(summary.summarise(found.rows), 0.6)
+  assert {s.task for s in kept} == {"needle", "kl"}
+  assert weak == ["vt at 1,024 tokens, aware", "vt at 2,048 tokens, aware"]
+  drawn = plot.draw(found, 0.6)
+  assert "needle_aware" in drawn and not any(name.startswith("ruler") for name in drawn)
+  text = plot.page(found, {}, "", 0.6)
+  assert "below 60%: vt at 1,024 tokens, aware; vt at 2,048 tokens, aware." in text
+  assert plot.solved(summary.summarise(found.rows), 0.5)[1] == []
+
+
 def test_divergence_by_hand():
   figure = pictures.divergence(results(), pictures.Styles(["full", "random", "x"]))
   kl, perplexity = figure.axes[:2]

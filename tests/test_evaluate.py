@@ -400,7 +400,9 @@ def test_a_summary_by_hand():
   assert (x.score.n, x.relative, x.share, x.cache_bytes) == (2, 0.5, 0.25, 25)
   assert x.step_seconds == pytest.approx(0.1) and x.prefill_seconds == 2.0
   lines = summary.table([full, x]).splitlines()
-  assert lines[2].split() == "t 8 aware full – 4 50.0% 15.0% – 85.0% 100% 0.0 MB 100% 100.0".split()
+  assert (
+    lines[2].split() == "t 8 aware full – 4 50.0% 15.0% – 85.0% 100% 0.000 MB 100% 100.0".split()
+  )
   assert "Wilson" in lines[-1] and "bootstrap" not in lines[-1]
 
 

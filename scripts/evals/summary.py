@@ -122,6 +122,7 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 def _cells(s: Summary, middle: Any) -> list[str]:
+  size = (s.cache_bytes + s.host_bytes) / 1e6
   return [
     s.task,
     f"{s.length:,}",
@@ -130,7 +131,7 @@ def _cells(s: Summary, middle: Any) -> list[str]:
     "–" if s.budget is None else f"{s.budget:,}",
     str(s.score.n),
     *middle(s),
-    f"{(s.cache_bytes + s.host_bytes) / 1e6:.1f} MB" + " (host)" * bool(s.host_bytes),
+    (f"{size:,.1f} MB" if size >= 1 else f"{size:.3f} MB") + " (host)" * bool(s.host_bytes),
     "" if s.share is None else f"{s.share:.0%}",
     "" if s.step_seconds is None else f"{s.step_seconds * 1e3:.1f}",
   ]

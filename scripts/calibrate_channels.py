@@ -22,7 +22,8 @@ import kvjax
 from kvjax.methods import double_sparsity
 from models.generate import prefill
 from models.transformer import Transformer
-from scripts import common, console, needle
+from scripts import common, console
+from scripts.evals import haystack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ def main(args: Args) -> None:
   model, tokenizer = common.load_model(args.checkpoint)
   if args.text is None:
     # A word is at least one token.
-    text = " ".join(needle.words_from("1862-Lincoln-1", args.samples * args.length))
+    text = " ".join(haystack.words_from("1862-Lincoln-1", args.samples * args.length))
   else:
     text = args.text.read_text("utf-8")
   with console.step(f"reading {args.samples} pieces of {args.length} tokens"):

@@ -161,6 +161,16 @@ def test_speed_by_hand():
   np.testing.assert_allclose(line.get_xydata(), [[1024, 20_000], [4096, 20_000]])
 
 
+def test_reports_by_hand():
+  """Layers are rows; what is alike everywhere is a line of text, and only that is no picture."""
+  figure = pictures.visits(TRACES)
+  np.testing.assert_array_equal(figure.axes[0].images[0].get_array(), [[0.5] * 3, [0.25] * 3])
+  assert figure.axes[0].get_title() == "x 256: visited"
+  assert figure.get_supxlabel() == "the same everywhere: x 256: hits 1"
+  alike = [{**TRACES[0], "reports": {"visited": [[0.5, 0.5]]}}]
+  assert pictures.visits(alike) is None
+
+
 def test_what_cannot_be_drawn_is_left_out(tmp_path):
   nothing = plot.draw(plot.Results([]))
   assert nothing == {}

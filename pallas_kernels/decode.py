@@ -11,6 +11,7 @@ piece are finished there; the others leave partial softmax states, which the sec
 program per query head, joins in a fixed order. No atomics: a second run is equal to the bit.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -268,7 +269,7 @@ def decode_with_output(
   check(q, k, v, start, stop, sinks, q_sinks)
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
-  config = config or pick(q, k, interpret=_backend.interpreted(interpret))
+  config = config or pick(q, k, logits=logits, interpret=_backend.interpreted(interpret))
   # Every row has one piece more than its share at most.
   pieces = config.programs + rows
   joined = q_sinks is None or not sinks
@@ -333,11 +334,15 @@ def columns_of(head_dim: int) -> int:
   return max(16, pl.next_power_of_2(head_dim))
 
 
-def pick(q: Array, k: Array, *, interpret: bool) -> Config:
-  """The configuration of these operands on the default device."""
+def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config:
+  """The configuration of these operands on the default device.
+
+  Writing logits makes a tile wait in the middle: a program alone on its multiprocessor, as the
+  measurements without logits like it, would leave the memory idle meanwhile.
+  """
   batch, heads, groups, head_dim = q.shape
-  return choose(
-    "decode",
+  cut = choose(
+    "decode_logits" if logits else "decode",
     rows=batch * heads,
     groups=groups,
     slots=k.shape[2],
@@ -345,6 +350,8 @@ def pick(q: Array, k: Array, *, interpret: bool) -> Config:
     itemsize=q.dtype.itemsize,
     interpret=interpret,
   )
+  # float32 tiles and their logits do not fit the registers of four warps.
+  return dataclasses.replace(cut, warps=8) if logits and q.dtype.itemsize == 4 else cut
 
 
 def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: Any) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, Carry, Env, LongFlow, Rope
-from pallas_kernels import longflow
 from pallas_kernels.decode import decode_with_output
 from pallas_kernels.longflow import attend, victim
 
@@ -119,10 +118,10 @@ def test_same_victims_as_the_reference_over_a_run(per):
     assert np.asarray(same).all()
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attend(dtype, fused):
-  """One launch and two give the attention of decode_with_output, and the oracle's victims."""
+def test_attend(dtype, per_layer):
+  """The attention of decode_attention, and the oracle's victims."""
   kv_heads, groups, slots, head_dim = 3, 3, 150, 24
   *_, norm, pos, used, seen = operands(2, kv_heads, groups, slots)
   rng = np.random.default_rng(3)
@@ -130,14 +129,10 @@ def test_attend(dtype, fused):
   q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
   stop = jnp.asarray(used)[:, None]
   want, _, logits = decode_with_output(q, k, v, jnp.zeros_like(stop), stop, logits=True)
-  operations = [jnp.asarray(x) for x in (norm, pos, used, seen)]
-  if fused:
-    state, rounded, named = longflow._fused(q, k, v, *operations, 2, 3, None)
-  else:
-    state, rounded, named = attend(q, k, v, *operations, sinks=2, recent=3, per_layer=True)
+  options = {"sinks": 2, "recent": 3, "per_layer": per_layer}
+  state, rounded, named = attend(q, k, v, *map(jnp.asarray, (norm, pos, used, seen)), **options)
   for got, right in ((state.o, want.o), (state.m, want.m), (state.l, want.l)):
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5 if dtype == "float32" else 1e-2)
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
-  options = {"sinks": 2, "recent": 3, "per_layer": not fused}
   slot, gap = oracle(*map(np.asarray, (logits, state.m, state.l, norm, pos, used, seen)), **options)
   assert (np.asarray(named) == slot)[gap > 1e-4].all() and (gap > 1e-4).all()

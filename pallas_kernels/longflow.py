@@ -27,7 +27,7 @@ from pallas_kernels import _backend, _tiles
 from pallas_kernels.decode import decode_with_output
 
 WARPS = 4
-ELEMENTS = 4096  # logits per step of a program
+ELEMENTS, LANES = 4096, 1024  # logits and slots per step of a program, at most
 LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -49,7 +49,7 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
   b, first = pl.program_id(0), pl.program_id(1) * heads
   used, end = jnp.minimum(used_ref[b], slots), seen_ref[b] - recent
   row = jnp.arange(pl.next_power_of_2(heads * groups))
-  tile = min(max(64, ELEMENTS // row.shape[0]), pl.next_power_of_2(slots))
+  tile = min(max(64, ELEMENTS // row.shape[0]), LANES, pl.next_power_of_2(slots))
 
   real = row < heads * groups
   head, group = first + jnp.where(real, row // groups, 0), row % groups

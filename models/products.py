@@ -35,7 +35,7 @@ def partial_products(
 ) -> Float[Array, "S *batch F"]:
   """Arrays whose sum over S is x @ w."""
   run = kernel("partial_products", x.shape[:-1], x.dtype, impl)
-  return run(x, w) if run else (x @ w)[None]
+  return run(x, w) if run else _product(x, w)[None]
 
 
 def gated_product(
@@ -44,9 +44,18 @@ def gated_product(
   """silu(x @ w[:, 0]) · (x @ w[:, 1])."""
   if run := kernel("gated_product", x.shape[:-1], x.dtype, impl):
     return run(x, w)
-  y = x @ w.reshape(w.shape[0], -1)
+  y = _product(x, w.reshape(w.shape[0], -1))
   gate, up = y[..., : w.shape[2]], y[..., w.shape[2] :]
   return jax.nn.silu(gate) * up
+
+
+def _product(x: Float[Array, "*batch D"], w: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
+  """x @ w by XLA. A lone row is doubled where it would make an elementwise product and a sum of it,
+  which on an H200 happened at 8.4 M elements, at half the speed, and not at 12.6 M.
+  """
+  if x.size != x.shape[-1] or w.size > 10_000_000:
+    return x @ w
+  return (jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0))) @ w)[0].reshape(*x.shape[:-1], -1)
 
 
 def rms_norm(

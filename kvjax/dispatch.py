@@ -29,6 +29,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "pallas": ("pallas_kernels.decode", "decode_with_output"),
     "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
   },
+  "attend_table": {"pallas": ("pallas_kernels.sparse_decode", "sparse_decode")},
 }
 
 
@@ -96,14 +97,19 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
   operation = "attend_span" if plan.table is None else "attend_table"
   impl = choose(operation, at.env.impl)
-  beyond = _beyond_kernel(at, impl)
+  beyond = _beyond_kernel(at, cache, plan, impl)
   if beyond and at.env.impl == "auto":
     impl = "reference"
   if impl == "reference":
     return attention.attend(at, cache, plan, q)
   if beyond:
     raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
-  run = kernel(operation, impl)
+  attend = _attend_span if plan.table is None else _attend_table
+  return attend(at, cache, plan, q, kernel(operation, impl))
+
+
+def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
+  """A kernel over all slots of the span."""
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
   q_sinks = None
@@ -113,12 +119,12 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   k, v = cache.slots["k"], cache.slots["v"]
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
-  ranges = span.start, span.stop
   state, out, logits = run(
     q.astype(k.dtype),
     k,
     v,
-    *ranges,
+    span.start,
+    span.stop,
     sinks=span.sinks,
     q_sinks=q_sinks,
     logits=at.top.wants_logits,
@@ -128,10 +134,31 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   return Attended(state, logits, slot, visited, out.astype(q.dtype))
 
 
-def _beyond_kernel(at: At, impl: str) -> str:
+def _attend_table(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
+  """A kernel over the listed slots of the span."""
+  k, v = cache.slots["k"], cache.slots["v"]
+  span = plan.span
+  state, out = run(
+    q.astype(k.dtype),
+    k,
+    v,
+    plan.table,
+    plan.count,
+    span.start,
+    span.stop,
+    unit=plan.unit,
+    sinks=span.sinks,
+  )
+  return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
+
+
+def _beyond_kernel(at: At, cache: Cache, plan: Plan, impl: str) -> str:
   """What the method needs of attention that the kernel does not do, in words; empty if nothing."""
-  if at.top.wants_logits and impl == "jax-triton":
-    return "reads logits; the 'jax-triton' kernel returns none"
+  if at.top.wants_logits and (impl == "jax-triton" or plan.table is not None):
+    return f"reads logits; the {impl!r} kernel returns none"
   if at.top.overrides("read"):
     return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
+  window = at.top.window(at, (cache.seen - 1)[:, None])
+  if plan.table is not None and window is not None and window.view is not None:
+    return f"turns the query for its sinks; the {impl!r} kernel has one query"
   return ""

@@ -8,7 +8,7 @@ Grid of the first kernel: one program per piece, a contiguous run of tiles of on
 head). Every program derives the cut from all ranges: about `Config.programs` pieces of equal size
 whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
 piece are finished there; the others leave partial softmax states, which the second kernel, one
-program per query head, joins in a fixed order. No atomics: a second run is equal to the bit.
+program per query head, joins in a fixed order (`_split`).
 """
 
 import dataclasses
@@ -22,14 +22,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.softmax_state import State
-from pallas_kernels import _backend, _tiles
+from pallas_kernels import _backend, _split, _tiles
 from pallas_kernels.config import Config, choose
 
 MAX_HEAD_DIM = 256
 MAX_GROUPS = 128
 DTYPES = ("bfloat16", "float16", "float32")
-# Partial states joined per step of the second kernel: more than most rows have.
-JOINED = 64
 
 
 def _spans(start: Any, stop: Any, *, slots: int, sinks: int, joined: bool) -> tuple[Any, Any, Any]:
@@ -47,34 +45,6 @@ def _spans(start: Any, stop: Any, *, slots: int, sinks: int, joined: bool) -> tu
   return head, first, stop
 
 
-def _piece(
-  start_ref: Any, stop_ref: Any, *, rows: int, programs: int, tile: int, spans: Any
-) -> tuple[Array, Array, Array]:
-  """(row, piece of that row, pieces of that row) of this program; row = `rows`: nothing to do.
-
-  A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
-  one length are rounded down, since a few programs more than run at once would cost as much as a
-  whole wave of them; ragged rows are rounded up, so that no piece is longer than its share.
-  """
-  pid = pl.program_id(0)
-  lanes = jnp.arange(pl.next_power_of_2(rows))
-  real = lanes < rows
-  shared = rows // start_ref.shape[0]
-  start = _backend.load(start_ref, lanes // shared, mask=real, other=0)
-  stop = _backend.load(stop_ref, lanes // shared, mask=real, other=0)
-  _, first, stop = spans(start, stop)
-  tiles = jnp.maximum(pl.cdiv(stop - first, tile), 0)
-  tiles = jnp.where(real, tiles, 0)
-  total = jnp.maximum(tiles.sum(), 1)
-  ragged = tiles.max() * rows > total + total // 8
-  pieces = (programs * tiles + jnp.where(ragged, total - 1, 0)) // total
-  pieces = jnp.where(real, jnp.clip(pieces, 1, jnp.maximum(tiles, 1)), 0)
-  row = (jnp.cumsum(pieces) <= pid).astype(jnp.int32).sum()
-  row = jnp.minimum(row, rows)
-  before = jnp.where(lanes < row, pieces, 0).sum()
-  return row, pid - before, jnp.where(lanes == row, pieces, 0).sum()
-
-
 def _attend_kernel(
   *refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool, logits: bool
 ) -> None:
@@ -82,21 +52,24 @@ def _attend_kernel(
   (logits [R, G, S],) o [R, G, H], m, l [R, G], o in the dtype of q, partial acc [P, G, H],
   m, l [P, G], (first program, pieces) [R, 2].
   """
-  o_ref, m_ref, l_ref, rounded_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs[-8:]
+  refs_out = refs[-8:]
   refs, logits_ref = (refs[:-9], refs[-9]) if logits else (refs[:-8], None)
   q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs
   rows, slots, head_dim = k_ref.shape
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
-  pid = pl.program_id(0)
-  row, piece, pieces = _piece(
-    start_ref, stop_ref, rows=rows, programs=config.programs, tile=config.tile, spans=spans
-  )
-  active = row < rows
-  row = jnp.minimum(row, rows - 1)
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
+
+  def tiles_of(row: Array, real: Array) -> Array:
+    at = row // shared
+    start, stop = (_backend.load(ref, at, mask=real, other=0) for ref in (start_ref, stop_ref))
+    _, first, stop = spans(start, stop)
+    return pl.cdiv(stop - first, config.tile)
+
+  piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
+  row, active = piece.row, piece.active
   head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
 
-  lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
+  lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = columns < head_dim
   of_query = row, lanes[:, None], columns[None, :]
   real = (lanes < groups)[:, None] & inside[None, :]
@@ -123,77 +96,20 @@ def _attend_kernel(
   carry = _tiles.start(lanes.size, columns.size)
   if sinks:
     query = _backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
-    tiles = jnp.where(active & (piece == 0), pl.cdiv(head, config.tile), 0)
+    tiles = jnp.where(active & (piece.part == 0), pl.cdiv(head, config.tile), 0)
     carry = walk(carry, query, 0, head, 0, tiles)
   q = _backend.load(q_ref, *of_query, mask=real)
-  tiles = jnp.where(active, jnp.maximum(pl.cdiv(stop - first, config.tile), 0), 0)
-  low, high = piece * tiles // jnp.maximum(pieces, 1), (piece + 1) * tiles // jnp.maximum(pieces, 1)
-  carry = walk(carry, q, first, stop, low, high)
+  carry = walk(carry, q, first, stop, *piece.share(pl.cdiv(stop - first, config.tile)))
   if logits:
     nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
     # What the span leaves out: between its two parts, and behind it.
     for low, high in ((head, jnp.minimum(first, stop)), (stop, slots)):
-      tiles = jnp.where(active & (piece == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0)
+      tiles = jnp.where(
+        active & (piece.part == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0
+      )
       lax.fori_loop(0, tiles, lambda i, _, low=low, high=high: write(low, high, i, nothing), None)
 
-  @pl.when(active & (pieces == 1))
-  def _():
-    o, m, l = _tiles.finish(carry)
-    _backend.store(o_ref, *of_query, value=o, mask=real)
-    _backend.store(rounded_ref, *of_query, value=o.astype(rounded_ref.dtype), mask=real)
-    _backend.store(m_ref, row, lanes, value=m, mask=lanes < groups)
-    _backend.store(l_ref, row, lanes, value=l, mask=lanes < groups)
-
-  @pl.when(active & (pieces > 1))
-  def _():
-    _backend.store(part_acc_ref, pid, *of_query[1:], value=carry.acc, mask=real)
-    _backend.store(part_m_ref, pid, lanes, value=carry.m, mask=lanes < groups)
-    _backend.store(part_l_ref, pid, lanes, value=carry.l, mask=lanes < groups)
-
-  @pl.when(active & (piece == 0))
-  def _():
-    cut_ref[row, 0] = pid
-    cut_ref[row, 1] = pieces
-
-
-def _join_kernel(*refs: Any) -> None:
-  """acc [P, G, H], m, l [P, G], cut [R, 2], and in place o [R, G, H], m, l [R, G], o rounded.
-
-  Rows of one piece are left alone.
-  """
-  acc_ref, part_m_ref, part_l_ref, cut_ref = refs[:4]
-  o_ref, m_ref, l_ref, rounded_ref = refs[-4:]
-  row, group = pl.program_id(0), pl.program_id(1)
-  first, pieces = cut_ref[row, 0], cut_ref[row, 1]
-  head_dim = acc_ref.shape[2]
-  columns = jnp.arange(columns_of(head_dim))
-  inside = columns < head_dim
-
-  @pl.when(pieces > 1)
-  def _():
-    def body(i, carry):
-      acc, m, l = carry
-      part = i * JOINED + jnp.arange(JOINED)
-      keep = part < pieces
-      part = first + part
-      new_m = _backend.load(part_m_ref, part, group, mask=keep, other=-jnp.inf)
-      new_l = _backend.load(part_l_ref, part, group, mask=keep, other=0.0)
-      mask = keep[:, None] & inside[None, :]
-      new = _backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
-      top = jnp.maximum(m, new_m.max())
-      base = _tiles.finite(top)
-      old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
-      acc = acc * old + (new * weight[:, None]).sum(axis=0)
-      return acc, top, l * old + (new_l * weight).sum()
-
-    zero = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
-    acc, m, l = lax.fori_loop(0, pl.cdiv(pieces, JOINED), body, zero)
-    value = acc / _tiles.nonzero(l)
-    _backend.store(o_ref, row, group, columns, value=value, mask=inside)
-    value = value.astype(rounded_ref.dtype)
-    _backend.store(rounded_ref, row, group, columns, value=value, mask=inside)
-    m_ref[row, group] = m * _tiles.LN2
-    l_ref[row, group] = l
+  _split.store(piece, carry, refs_out, groups=groups, head_dim=head_dim)
 
 
 def decode_attention(
@@ -270,8 +186,6 @@ def decode_with_output(
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
   config = config or pick(q, k, logits=logits, interpret=_backend.interpreted(interpret))
-  # Every row has one piece more than its share at most.
-  pieces = config.programs + rows
   joined = q_sinks is None or not sinks
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v)]
@@ -286,52 +200,20 @@ def decode_with_output(
     logits=logits,
   )
   raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
-  whole = [*state_shapes(rows, groups, head_dim), jax.ShapeDtypeStruct(flat[0].shape, q.dtype)]
-  partial = state_shapes(pieces, groups, head_dim)
-  cut = jax.ShapeDtypeStruct((rows, 2), jnp.int32)
   results = _backend.call(
     attend,
     *flat,
-    grid=(pieces,),
-    out=[*raw, *whole, *partial, cut],
+    grid=(_split.most_pieces(rows, config.programs),),
+    out=[*raw, *_split.results(rows, groups, head_dim, config.programs, q.dtype)],
     warps=config.warps,
     stages=config.stages,
     name="decode_attend",
     interpret=interpret,
   )
   seen, results = results[: len(raw)], results[len(raw) :]
-  done, parts = results[: len(whole)], results[len(whole) :]
-  if slots > config.tile:
-    done = _backend.call(
-      _join_kernel,
-      *parts,
-      *done,
-      grid=(rows, groups),
-      out=whole,
-      warps=4,
-      stages=1,
-      name="decode_join",
-      interpret=interpret,
-      aliases={len(parts) + i: i for i in range(len(done))},
-    )
-  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in done)
+  o, m, l, rounded = _split.join(results, split=slots > config.tile, interpret=interpret)
+  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
   return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None
-
-
-def state_shapes(rows: int, groups: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:
-  """(o or acc, m, l) of that many rows."""
-  sizes = (rows, groups, head_dim), (rows, groups), (rows, groups)
-  return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
-
-
-def lanes_of(groups: int) -> int:
-  """Query rows of a program: the groups, padded to what the matrix units take."""
-  return max(16, pl.next_power_of_2(groups))
-
-
-def columns_of(head_dim: int) -> int:
-  """Lanes that hold one head: values have power-of-two sizes."""
-  return max(16, pl.next_power_of_2(head_dim))
 
 
 def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config:

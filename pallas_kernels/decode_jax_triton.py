@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.softmax_state import State
+from pallas_kernels._split import JOINED, columns_of, lanes_of, state_shapes
 from pallas_kernels.config import Config
-from pallas_kernels.decode import JOINED, check, columns_of, lanes_of, pick, state_shapes
+from pallas_kernels.decode import check, pick
 
 _EXTRA = "expected the extra jax-triton (pip install 'kvjax[jax-triton]') and a GPU build of jax"
 

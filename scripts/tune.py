@@ -23,8 +23,9 @@ import jax
 import numpy as np
 
 from pallas_kernels import config
+from pallas_kernels._split import columns_of
 from pallas_kernels.config import Config
-from pallas_kernels.decode import columns_of, decode_attention
+from pallas_kernels.decode import decode_attention
 from scripts.bench import environment
 from scripts.benches import Contender, jax_contender
 from scripts.benches.decode import reference, rotation

@@ -16,8 +16,8 @@ def env(impl):
 
 
 def test_missing_kernel_names_what_there_is():
-  with pytest.raises(NotImplementedError, match=r"attend_table: no 'pallas' .*reference"):
-    dispatch.kernel("attend_table", "pallas")
+  with pytest.raises(NotImplementedError, match=r"attend_table: no 'jax-triton' .*pallas"):
+    dispatch.kernel("attend_table", "jax-triton")
 
 
 def test_unknown_implementation():

@@ -19,6 +19,7 @@ from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
 from pallas_kernels.longflow import attend, victim
 from pallas_kernels.qkv_heads import qkv_heads
+from pallas_kernels.sparse_decode import sparse_decode
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -77,6 +78,36 @@ def decode_call(
     )
 
   return run, [q, k, v, start, stop]
+
+
+def sparse_decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Sparse decode at every unit of a plan that matters, as the heuristics of each device cut it."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  seen = set()
+  for kind, capability in DEVICES.items():
+    for unit, dtype, head_dim in (
+      *((unit, jnp.bfloat16, 128) for unit in (1, 16, 64, 128)),
+      *((16, jnp.float32, 128), (16, jnp.float16, 64), (16, jnp.bfloat16, 256)),
+    ):
+      width, itemsize = max(8192 // unit, 1), jnp.dtype(dtype).itemsize
+      cut = config.choose(
+        "sparse_decode",
+        rows=8,
+        groups=4,
+        slots=8192,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        kind=kind,
+      )
+      key = unit, jnp.dtype(dtype).name, head_dim, capability
+      if key in seen:
+        continue
+      seen.add(key)
+      cache = of((1, 8, 131072, head_dim), dtype)
+      shapes = [of((1, 8, 4, head_dim), dtype), cache, cache]
+      shapes += [of((1, 8, width), i32), of((1, 8), i32), *[of((1, 1), i32)] * 2]
+      call = functools.partial(sparse_decode, unit=unit, config=cut, interpret=False)
+      yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}", capability, call, shapes
 
 
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -157,6 +188,7 @@ KERNELS: dict[str, Callable] = {
   "decode": decode_calls,
   "enter_token": enter_token_calls,
   "longflow": longflow_calls,
+  "sparse_decode": sparse_decode_calls,
   "products": product_calls,
 }
 
@@ -183,12 +215,21 @@ def test_compiles_within_limits(call):
     assert binary.stack == 0, kernel.name
 
 
-def test_streams_through_shared_memory():
+@pytest.mark.parametrize(
+  ("call", "name"),
+  [
+    ("decode-H128-bfloat16", "decode_attend"),
+    ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
+    ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
+    ("products-partial_products-8B", "product"),
+  ],
+)
+def test_streams_through_shared_memory(call, name):
   # Without asynchronous copies the loop waits for every tile: a third of the bandwidth is lost.
-  call = next(call for call in CALLS if "H128-bfloat16" in call and call.endswith("sm90"))
-  attend = next(b for k, b in compiled(call) if k.name == "decode_attend")
-  assert "cp.async" in attend.ptx
-  assert "mma.sync" in attend.ptx
+  call = next(x for x in CALLS if x.startswith(call) and x.endswith("sm90"))
+  binary = next(b for k, b in compiled(call) if k.name == name)
+  assert "cp.async" in binary.ptx
+  assert "mma.sync" in binary.ptx
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -1,0 +1,182 @@
+"""Rows of unequal length cut over the programs of one launch, and their parts joined in another.
+
+An attention kernel asks `piece` which part of which row it has, walks its `share` of the row's
+tiles, and gives its carry to `store`. Rows of one piece are finished there; the others leave
+partial softmax states, which `join` puts together, one program per query head, in a fixed order.
+No atomics: a second run is equal to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_kernels import _backend, _tiles
+
+# Partial states joined per step of the second kernel: more than most rows have.
+JOINED = 64
+
+
+class Piece(NamedTuple):
+  """Part `part` of `parts` of a row. Not `active`: nothing to do, and `row` is any."""
+
+  row: Array
+  part: Array
+  parts: Array
+  active: Array
+
+  def share(self, tiles: Array) -> tuple[Array, Array]:
+    """First tile of this piece and the one behind its last, of a row's `tiles`."""
+    tiles = jnp.where(self.active, jnp.maximum(tiles, 0), 0)
+    parts = jnp.maximum(self.parts, 1)
+    return self.part * tiles // parts, (self.part + 1) * tiles // parts
+
+
+def most_pieces(rows: int, programs: int) -> int:
+  """Pieces of all rows together, at most: every row has one more than its share."""
+  return programs + rows
+
+
+def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int) -> Piece:
+  """What this program has; `tiles_of(rows, mask)` gives the number of tiles of rows.
+
+  A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
+  one length are rounded down, since a few programs more than run at once would cost as much as a
+  whole wave of them; ragged rows are rounded up, so that no piece is longer than its share.
+  """
+  pid = pl.program_id(0)
+  lanes = jnp.arange(pl.next_power_of_2(rows))
+  real = lanes < rows
+  tiles = jnp.where(real, jnp.maximum(tiles_of(lanes, real), 0), 0)
+  total = jnp.maximum(tiles.sum(), 1)
+  ragged = tiles.max() * rows > total + total // 8
+  pieces = (programs * tiles + jnp.where(ragged, total - 1, 0)) // total
+  pieces = jnp.where(real, jnp.clip(pieces, 1, jnp.maximum(tiles, 1)), 0)
+  row = jnp.minimum((jnp.cumsum(pieces) <= pid).astype(jnp.int32).sum(), rows)
+  before = jnp.where(lanes < row, pieces, 0).sum()
+  parts = jnp.where(lanes == row, pieces, 0).sum()
+  return Piece(jnp.minimum(row, rows - 1), pid - before, parts, row < rows)
+
+
+def results(
+  rows: int, groups: int, head_dim: int, programs: int, dtype: Any
+) -> list[jax.ShapeDtypeStruct]:
+  """What an attention kernel writes: o [R, G, H], m, l [R, G], o in `dtype`, and for the join
+  acc [P, G, H], m, l [P, G] and (first program, pieces) [R, 2].
+  """
+  return [
+    *state_shapes(rows, groups, head_dim),
+    jax.ShapeDtypeStruct((rows, groups, head_dim), dtype),
+    *state_shapes(most_pieces(rows, programs), groups, head_dim),
+    jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+  ]
+
+
+def store(
+  piece: Piece, carry: _tiles.Carry, refs: Sequence[Any], *, groups: int, head_dim: int
+) -> None:
+  """Writes a walked piece to the refs of `results`."""
+  o_ref, m_ref, l_ref, rounded_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs
+  pid, row = pl.program_id(0), piece.row
+  lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
+  of_query = lanes[:, None], columns[None, :]
+  real = (lanes < groups)[:, None] & (columns < head_dim)[None, :]
+
+  @pl.when(piece.active & (piece.parts == 1))
+  def _():
+    o, m, l = _tiles.finish(carry)
+    _backend.store(o_ref, row, *of_query, value=o, mask=real)
+    _backend.store(rounded_ref, row, *of_query, value=o.astype(rounded_ref.dtype), mask=real)
+    _backend.store(m_ref, row, lanes, value=m, mask=lanes < groups)
+    _backend.store(l_ref, row, lanes, value=l, mask=lanes < groups)
+
+  @pl.when(piece.active & (piece.parts > 1))
+  def _():
+    _backend.store(part_acc_ref, pid, *of_query, value=carry.acc, mask=real)
+    _backend.store(part_m_ref, pid, lanes, value=carry.m, mask=lanes < groups)
+    _backend.store(part_l_ref, pid, lanes, value=carry.l, mask=lanes < groups)
+
+  @pl.when(piece.active & (piece.part == 0))
+  def _():
+    cut_ref[row, 0] = pid
+    cut_ref[row, 1] = piece.parts
+
+
+def join(written: Sequence[Array], *, split: bool, interpret: bool | None) -> Sequence[Array]:
+  """o, m, l and rounded o of all rows, from what the kernel wrote; `split`: rows may have parts."""
+  done, parts = written[:4], written[4:]
+  if not split:
+    return done
+  rows, groups, _ = done[0].shape
+  return _backend.call(
+    _join_kernel,
+    *parts,
+    *done,
+    grid=(rows, groups),
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in done],
+    warps=4,
+    stages=1,
+    name="decode_join",
+    interpret=interpret,
+    aliases={len(parts) + i: i for i in range(len(done))},
+  )
+
+
+def _join_kernel(*refs: Any) -> None:
+  """acc [P, G, H], m, l [P, G], cut [R, 2], and in place o [R, G, H], m, l [R, G], o rounded.
+
+  Rows of one piece are left alone.
+  """
+  acc_ref, part_m_ref, part_l_ref, cut_ref = refs[:4]
+  o_ref, m_ref, l_ref, rounded_ref = refs[-4:]
+  row, group = pl.program_id(0), pl.program_id(1)
+  first, pieces = cut_ref[row, 0], cut_ref[row, 1]
+  head_dim = acc_ref.shape[2]
+  columns = jnp.arange(columns_of(head_dim))
+  inside = columns < head_dim
+
+  @pl.when(pieces > 1)
+  def _():
+    def body(i, carry):
+      acc, m, l = carry
+      part = i * JOINED + jnp.arange(JOINED)
+      keep = part < pieces
+      part = first + part
+      new_m = _backend.load(part_m_ref, part, group, mask=keep, other=-jnp.inf)
+      new_l = _backend.load(part_l_ref, part, group, mask=keep, other=0.0)
+      mask = keep[:, None] & inside[None, :]
+      new = _backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
+      top = jnp.maximum(m, new_m.max())
+      base = _tiles.finite(top)
+      old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
+      acc = acc * old + (new * weight[:, None]).sum(axis=0)
+      return acc, top, l * old + (new_l * weight).sum()
+
+    zero = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
+    acc, m, l = lax.fori_loop(0, pl.cdiv(pieces, JOINED), body, zero)
+    value = acc / _tiles.nonzero(l)
+    _backend.store(o_ref, row, group, columns, value=value, mask=inside)
+    value = value.astype(rounded_ref.dtype)
+    _backend.store(rounded_ref, row, group, columns, value=value, mask=inside)
+    m_ref[row, group] = m * _tiles.LN2
+    l_ref[row, group] = l
+
+
+def state_shapes(rows: int, groups: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:
+  """(o or acc, m, l) of that many rows."""
+  sizes = (rows, groups, head_dim), (rows, groups), (rows, groups)
+  return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+
+def lanes_of(groups: int) -> int:
+  """Query rows of a program: the groups, padded to what the matrix units take."""
+  return max(16, pl.next_power_of_2(groups))
+
+
+def columns_of(head_dim: int) -> int:
+  """Lanes that hold one head: values have power-of-two sizes."""
+  return max(16, pl.next_power_of_2(head_dim))

@@ -1,0 +1,150 @@
+"""Sparse decode: one query token per row against the slots that a plan's table names.
+
+Bytes: keys and values of the listed slots once, and the table. Tiles of the walk hold a fixed
+number of keys whatever the plan's unit is: a tile takes part of one listed block, or many of them,
+down to single tokens, by pointer.
+
+Grid: as in dense decode, pieces of about equal size of all rows' lists (`_split`): a short list of
+one row still fills the device, and ragged counts do not leave a long row to one program.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvjax.softmax_state import State
+from pallas_kernels import _backend, _split, _tiles
+from pallas_kernels.config import Config, choose
+from pallas_kernels.decode import check
+
+
+def _attend_kernel(
+  *refs: Any, groups: int, unit: int, config: Config, scale: float, sinks: int
+) -> None:
+  """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
+  what `_split.results` lists.
+  """
+  q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref = refs[:7]
+  rows, slots, head_dim = k_ref.shape
+  width = table_ref.shape[1]
+
+  def tiles_of(row: Array, real: Array) -> Array:
+    count = _backend.load(count_ref, row, mask=real, other=0)
+    return pl.cdiv(jnp.minimum(count, width) * unit, config.tile)
+
+  piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
+  row = piece.row
+  keys = jnp.minimum(count_ref[row], width) * unit
+  shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
+  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
+
+  lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
+  inside = (columns < head_dim)[None, :]
+
+  def fetch(i: Any) -> _tiles.Tile:
+    key = i * config.tile + jnp.arange(config.tile)
+    entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
+    slot = entry * unit + key % unit
+    keep = (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
+    slot = jnp.where(keep, slot, 0)
+    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
+    k, v = (_backend.load(ref, *index, mask=mask) for ref in (k_ref, v_ref))
+    return _tiles.Tile(k, v, keep)
+
+  real = (lanes < groups)[:, None] & inside
+  q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
+  carry = _tiles.start(lanes.size, columns.size)
+  share = piece.share(pl.cdiv(keys, config.tile))
+  carry = _tiles.walk(carry, q, fetch, *share, scale=scale)
+  _split.store(piece, carry, refs[7:], groups=groups, head_dim=head_dim)
+
+
+def sparse_decode(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  table: Int[Array, "B K W"],
+  count: Int[Array, "B K"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  *,
+  unit: int,
+  sinks: int = 0,
+  scale: float | None = None,
+  config: Config | None = None,
+  interpret: bool | None = None,
+) -> tuple[State, Float[Array, "B K G H"]]:
+  """Attention over the listed slots of [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
+
+  Slots that are not listed, or lie outside, are never read: they may hold NaN.
+
+  Args:
+    q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
+    k, v: cached keys and values in the dtype of q.
+    table: int32 indices of tiles of `unit` slots, no duplicates; negative ones are holes.
+    count: int32, how many entries of a list are valid, holes included.
+    start, stop: int32, the range of slots that may be read at all, see `decode_attention`.
+    unit: slots per tile of the plan, 1 to 256.
+    sinks: leading slots that may be read whatever `start` is.
+    scale: factor of the logits; H^−½ if None.
+    config: how the work is cut; by device and shape if None.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    The softmax state, float32: o [B, K, G, H], m and l [B, K, G]; and o in the dtype of q.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as `decode_attention`, or a bad table or unit.
+  """
+  check(q, k, v, start, stop, sinks, None)
+  check_table(table, count, unit, q.shape[:2])
+  batch, heads, groups, head_dim = q.shape
+  rows = batch * heads
+  config = config or choose(
+    "sparse_decode",
+    rows=rows,
+    groups=groups,
+    slots=table.shape[2] * unit,
+    head_dim=head_dim,
+    itemsize=q.dtype.itemsize,
+    interpret=_backend.interpreted(interpret),
+  )
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
+  written = _backend.call(
+    functools.partial(
+      _attend_kernel,
+      groups=groups,
+      unit=unit,
+      config=config,
+      scale=head_dim**-0.5 if scale is None else scale,
+      sinks=sinks,
+    ),
+    *flat,
+    *(start.reshape(-1), stop.reshape(-1)),
+    grid=(_split.most_pieces(rows, config.programs),),
+    out=_split.results(rows, groups, head_dim, config.programs, q.dtype),
+    warps=config.warps,
+    stages=config.stages,
+    name="sparse_attend",
+    interpret=interpret,
+  )
+  split = table.shape[2] * unit > config.tile
+  o, m, l, rounded = _split.join(written, split=split, interpret=interpret)
+  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
+  return State(o, m, l), rounded
+
+
+def check_table(table: Any, count: Any, unit: int, heads: tuple[int, ...]) -> None:
+  """Raises on a plan that the kernel does not take; the message names the argument."""
+  if table.ndim != 3 or table.shape[:2] != heads or table.shape[2] == 0:
+    raise ValueError(f"table: found shape {table.shape}, expected [{heads[0]}, {heads[1]}, W ≥ 1]")
+  if count.shape != heads:
+    raise ValueError(f"count: found shape {count.shape}, expected {list(heads)}")
+  for name, x in (("table", table), ("count", count)):
+    if x.dtype != "int32":
+      raise TypeError(f"{name}: found dtype {x.dtype.name}, expected int32")
+  if not 1 <= unit <= 256:
+    raise ValueError(f"unit: found {unit}, expected 1 to 256")

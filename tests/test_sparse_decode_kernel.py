@@ -1,0 +1,104 @@
+"""Sparse decode against a NumPy float64 loop: units, ragged counts, holes, ranges, NaN poison.
+
+On a GPU the same tests run the compiled kernel.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.config import Config
+from pallas_kernels.sparse_decode import check_table, sparse_decode
+from tests.layer import softmax_average
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def plan(seed, batch, heads, slots, unit, width):
+  """Tables in random order with holes, ragged counts (none at all for the first), and ranges."""
+  rng = np.random.default_rng(seed)
+  tiles = -(-slots // unit)
+  table = np.stack([rng.permutation(max(tiles, width))[:width] for _ in range(batch * heads)])
+  table = np.where((table < tiles) & (rng.random(table.shape) > 0.15), table, -1)
+  count = rng.integers(0, width + 1, batch * heads)
+  count[0], count[-1] = 0, width
+  stop = rng.integers(slots // 2, slots + 1, (batch, 1))
+  start = rng.integers(0, slots // 3, (batch, 1))
+  table, count = table.reshape(batch, heads, width), count.reshape(batch, heads)
+  return tuple(x.astype(np.int32) for x in (table, count, start, stop))
+
+
+def slots_of(table, count, start, stop, unit, sinks, b, h):
+  """The slots of one row, in the order of the table."""
+  listed = [
+    int(entry) * unit + i for entry in table[b, h, : count[b, h]] if entry >= 0 for i in range(unit)
+  ]
+  return [s for s in listed if s < stop[b, 0] and (s < sinks or s >= start[b, 0])]
+
+
+@pytest.mark.parametrize("programs", [1, 7, 64])
+@pytest.mark.parametrize("unit", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim", "dtype"),
+  [(3, 3, 24, "float32"), (2, 4, 64, "bfloat16"), (1, 7, 64, "float16")],
+)
+def test_against_oracle(heads, groups, head_dim, dtype, unit, programs):
+  batch, slots, sinks = 2, 700, 5
+  width = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}[unit]
+  table, count, start, stop = plan(unit, batch, heads, slots, unit, width)
+  rng = np.random.default_rng(1)
+  shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
+  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+  wide_q, wide_k, wide_v = (np.array(x, np.float64) for x in (q, k, v))
+  o, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+  seen = np.zeros((batch, heads, slots), bool)
+  for b, h, g in np.ndindex(batch, heads, groups):
+    held = slots_of(table, count, start, stop, unit, sinks, b, h)
+    seen[b, h, held] = True
+    if held:
+      x = wide_k[b, h, held] @ wide_q[b, h, g] / math.sqrt(head_dim)
+      o[b, h, g] = softmax_average(x, wide_v[b, h, held])
+      lse[b, h, g] = x.max() + np.log(np.exp(x - x.max()).sum())
+  unread = jnp.asarray(~seen)[..., None]
+  k, v = (jnp.where(unread, jnp.nan, x).astype(dtype) for x in (k, v))
+  config = Config(tile=16, programs=programs, warps=4, stages=2)
+  run = jax.jit(functools.partial(sparse_decode, unit=unit, sinks=sinks, config=config))
+  state, rounded = run(q, k, v, *map(jnp.asarray, (table, count, start, stop)))
+  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
+  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
+  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
+
+
+def test_second_run_is_bit_equal():
+  table, count, start, stop = map(jnp.asarray, plan(0, 3, 2, 500, 16, 20))
+  q, k, v = (
+    jax.random.normal(key, shape, jnp.bfloat16)
+    for key, shape in zip(
+      jax.random.split(jax.random.key(0), 3),
+      ((3, 2, 4, 64), (3, 2, 500, 64), (3, 2, 500, 64)),
+      strict=True,
+    )
+  )
+  run = jax.jit(functools.partial(sparse_decode, unit=16))
+  first, second = (run(q, k, v, table, count, start, stop) for _ in range(2))
+  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+    np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_bad_tables():
+  table, count = np.zeros((1, 2, 3), np.int32), np.zeros((1, 2), np.int32)
+  with pytest.raises(ValueError, match=r"table: found shape \(1, 2\), expected \[1, 2, W ≥ 1\]"):
+    check_table(count, count, 16, (1, 2))
+  with pytest.raises(ValueError, match=r"count: found shape \(2,\), expected \[1, 2\]"):
+    check_table(table, count[0], 16, (1, 2))
+  with pytest.raises(TypeError, match="count: found dtype int64, expected int32"):
+    check_table(table, count.astype(np.int64), 16, (1, 2))
+  with pytest.raises(ValueError, match="unit: found 512, expected 1 to 256"):
+    check_table(table, count, 512, (1, 2))

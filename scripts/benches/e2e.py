@@ -217,14 +217,12 @@ def _loop(
   return Contender(name, seconds, (lambda: output) if checked else None, note)
 
 
-def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:
-  """Hugging Face's decoder of the same shape: static cache, compiled with CUDA graphs."""
-  import torch
+def hugging_face(config: ModelConfig) -> Any:
+  """transformers' configuration of this shape."""
   import transformers
 
-  qwen = "qwen3" if config.qk_norm else "llama"
-  kind = transformers.Qwen3Config if qwen == "qwen3" else transformers.LlamaConfig
-  shape = kind(
+  kind = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
+  return kind(
     vocab_size=config.vocab,
     hidden_size=config.dim,
     num_hidden_layers=config.layers,
@@ -235,6 +233,14 @@ def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:
     max_position_embeddings=config.max_context,
     tie_word_embeddings=config.tie_embeddings,
   )
+
+
+def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:
+  """Hugging Face's decoder of the same shape: static cache, compiled with CUDA graphs."""
+  import torch
+  import transformers
+
+  shape = hugging_face(config)
   with torch.device("cuda"):
     model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
     cache = transformers.StaticCache(config=shape, max_cache_len=tokens + STEPS)

@@ -17,7 +17,7 @@ from models.generate import join, split
 from models.transformer import Transformer
 from pallas_kernels.decode import decode_attention
 from scripts.benches import Case, Contender, optional
-from scripts.benches.e2e import BANDWIDTH, weights
+from scripts.benches.e2e import BANDWIDTH, hugging_face, weights
 
 STEPS = 8  # decode steps per dispatch
 MEMORY = 0.93  # share of the device's memory that weights and caches take
@@ -335,19 +335,10 @@ def _dynamic(config: Any, batch: int, length: int) -> Contender:
   import torch
   import transformers
 
-  shape = transformers.Qwen3Config(
-    vocab_size=config.vocab,
-    hidden_size=config.dim,
-    num_hidden_layers=config.layers,
-    num_attention_heads=config.heads,
-    num_key_value_heads=config.kv_heads,
-    head_dim=config.head_dim,
-    intermediate_size=config.ffn,
-    max_position_embeddings=config.max_context,
-    tie_word_embeddings=config.tie_embeddings,
-  )
   with torch.device("cuda"):
-    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+      hugging_face(config), dtype=torch.bfloat16
+    ).eval()
 
   def seconds() -> float:
     torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from kvjax.types import At, Attended, Cache, Plan
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
-  "longflow": {"pallas": ("pallas_kernels.longflow", "attend")},
+  "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
   "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
   "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
   "add_norm": {"pallas": ("pallas_kernels.add_norm", "add_norm")},

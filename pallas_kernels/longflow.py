@@ -1,16 +1,17 @@
-"""LongFlow: attention and the token that contributes least to it (§3.2, Alg. 1).
+"""LongFlow: which token contributes least to a step's output (§3.2, Alg. 1).
 
     score_i = log Σ_r exp(x_ri − lse_r) · ‖v_i‖₁
 
 over the queries r of a KV head, or of a layer; in logarithms nothing overflows, whatever the
-logits. Each query's denominator is known only at the end, so the one pass over K and V leaves the
-logits of the G real queries of every KV head, and a second over these finds the least score.
-Bytes per slot of a KV head: 4 H for K and V in bfloat16, 4 G for logits, 8 for ‖v‖₁ and position.
+logits. Each query's denominator is known only at the end of a pass over K and V, so that pass
+(`decode`, with logits) leaves the logits of the G real queries of every KV head, and this one finds
+the least score. Bytes per slot of a KV head: 4 G for logits and 8 for ‖v‖₁ and position, beside
+4 H for K and V in bfloat16.
 
 Both passes in one launch, a program per row and KV head that reads its own logits again, took 4 %
 longer on an H200 at 128 rows of 3,200 slots: nothing hides the second pass there.
 
-Grid of the second pass: one program per batch row and KV head, or per batch row.
+Grid: one program per batch row and KV head, or per batch row.
 """
 
 import functools
@@ -22,9 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.softmax_state import State
 from pallas_kernels import _backend, _tiles
-from pallas_kernels.decode import decode_with_output
 
 WARPS = 4
 ELEMENTS, LANES = 4096, 1024  # logits and slots per step of a program, at most
@@ -83,48 +82,6 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
   named = first + jnp.arange(pl.next_power_of_2(heads))
   value = jnp.full(named.shape, victim)
   _backend.store(victim_ref, b, named, value=value, mask=named < first + heads)
-
-
-def attend(
-  q: Float[Array, "B K G H"],
-  k: Float[Array, "B K S H"],
-  v: Float[Array, "B K S H"],
-  norm: Float[Array, "B K S"],
-  pos: Int[Array, "B K S"],
-  used: Int[Array, " B"],
-  seen: Int[Array, " B"],
-  *,
-  sinks: int,
-  recent: int,
-  per_layer: bool = False,
-  interpret: bool | None = None,
-) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K"]]:
-  """Attention over the slots [0, used), and the slot whose token contributes least to it.
-
-  Args:
-    q: queries, rotated, in the dtype of k; H ≤ 256, G ≤ 128.
-    k, v: cached keys and values, bfloat16, float16 or float32.
-    norm, pos, used, seen, sinks, recent, per_layer, interpret: as in `victim`.
-
-  Returns:
-    The softmax state, o once more in the dtype of q, and slots as `victim` names them.
-  """
-  stop = used[:, None]
-  logits: Any
-  state, rounded, logits = decode_with_output(
-    q, k, v, jnp.zeros_like(stop), stop, logits=True, interpret=interpret
-  )
-  named = victim(
-    logits,
-    state.m,
-    state.l,
-    *(norm, pos, used, seen),
-    sinks=sinks,
-    recent=recent,
-    per_layer=per_layer,
-    interpret=interpret,
-  )
-  return state, rounded, named
 
 
 def victim(

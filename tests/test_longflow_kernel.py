@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, Carry, Env, LongFlow, Rope
-from pallas_kernels.decode import decode_with_output
-from pallas_kernels.longflow import attend, victim
+from pallas_kernels.longflow import victim
 
 pytestmark = pytest.mark.filterwarnings(
   "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
@@ -116,23 +115,3 @@ def test_same_victims_as_the_reference_over_a_run(per):
   assert (~np.asarray(same)).mean() <= 1e-3  # scores that differ by rounding alone
   if not ON_GPU:
     assert np.asarray(same).all()
-
-
-@pytest.mark.parametrize("per_layer", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attend(dtype, per_layer):
-  """The attention of decode_attention, and the oracle's victims."""
-  kv_heads, groups, slots, head_dim = 3, 3, 150, 24
-  *_, norm, pos, used, seen = operands(2, kv_heads, groups, slots)
-  rng = np.random.default_rng(3)
-  shapes = (2, kv_heads, groups, head_dim), *[(2, kv_heads, slots, head_dim)] * 2
-  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-  stop = jnp.asarray(used)[:, None]
-  want, _, logits = decode_with_output(q, k, v, jnp.zeros_like(stop), stop, logits=True)
-  options = {"sinks": 2, "recent": 3, "per_layer": per_layer}
-  state, rounded, named = attend(q, k, v, *map(jnp.asarray, (norm, pos, used, seen)), **options)
-  for got, right in ((state.o, want.o), (state.m, want.m), (state.l, want.l)):
-    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5 if dtype == "float32" else 1e-2)
-  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
-  slot, gap = oracle(*map(np.asarray, (logits, state.m, state.l, norm, pos, used, seen)), **options)
-  assert (np.asarray(named) == slot)[gap > 1e-4].all() and (gap > 1e-4).all()

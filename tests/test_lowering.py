@@ -17,7 +17,7 @@ from pallas_kernels import config, decode, product
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
-from pallas_kernels.longflow import attend, victim
+from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.sparse_decode import sparse_decode
 from tests.decode_cases import Shape
@@ -61,8 +61,9 @@ def decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   for capability in SHARED:
     yield "float16-sinks", capability, *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
     yield "G32", capability, *decode_call(Shape(1, 1, 32, 999), small)
-    shown, arguments = decode_call(Shape(4, 8, 4, 3200), small, logits=True)
-    yield "logits", capability, shown, arguments
+    for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
+      shape, cut = Shape(4, 8, 4, 3200, 128, dtype), Config(64 // (warps // 4), 264, warps, 3)
+      yield f"logits-{dtype}", capability, *decode_call(shape, cut, logits=True)
 
 
 def decode_call(
@@ -140,7 +141,7 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
 
 
 def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
-  """Naming a victim, for one KV head and for a layer, alone and fused with attention."""
+  """Naming a victim, for one KV head and for a layer."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
   for capability in SHARED:
     for kv_heads, groups, per_layer in ((8, 4, False), (32, 1, False), (3, 3, True), (8, 4, True)):
@@ -150,12 +151,6 @@ def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       shapes += [of(slots, i32), of((2,), i32), of((2,), i32)]
       call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
       yield f"{kv_heads}x{groups}{'-layer' * per_layer}", capability, call, shapes
-    for groups, dtype in ((4, jnp.bfloat16), (1, jnp.float16), (3, jnp.float32)):
-      cache = of((64, 8, 3200, 128), dtype)
-      slots = [of(cache.shape[:3], jnp.float32), of(cache.shape[:3], i32)]
-      shapes = [of((64, 8, groups, 128), dtype), cache, cache, *slots, *[of((64,), i32)] * 2]
-      call = functools.partial(attend, sinks=0, recent=1, interpret=False)
-      yield f"attend-G{groups}", capability, call, shapes
 
 
 def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:

@@ -65,29 +65,22 @@ class LongFlow(SnapKV):
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return cache.heads["victim"]
 
-  def attend(self, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
-    """The kernel names the victim as it attends; heads of other shards it does not see."""
-    alone = self.per == "kv_head" or at.env.head_axis is None
-    if not alone or dispatch.choose("longflow", at.env.impl) != "pallas":
-      return super().attend(at, cache, plan, q)
-    held = cache.slots
-    state, out, victim = dispatch.kernel("longflow", "pallas")(
-      q.astype(held["k"].dtype),
-      *(held["k"], held["v"], held["norm"], cache.pos, cache.used, cache.seen),
-      sinks=self.sinks,
-      recent=self.recent,
-      per_layer=self.per == "layer",
-    )
-    visited = jnp.broadcast_to(cache.used[:, None], victim.shape)
-    return Attended(state, None, None, visited, out.astype(q.dtype), victim)
-
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
-    if attended.memo is not None:
-      return cache.put(heads={"victim": attended.memo}), {}
     assert attended.logits is not None  # asked for by wants_logits
+    # A kernel does not see the heads of other shards.
+    alone = self.per == "kv_head" or at.env.head_axis is None
+    if alone and dispatch.choose("longflow_victim", at.env.impl) == "pallas":
+      victim = dispatch.kernel("longflow_victim", "pallas")(
+        *(attended.logits, attended.state.m, attended.state.l),
+        *(cache.slots["norm"], cache.pos, cache.used, cache.seen),
+        sinks=self.sinks,
+        recent=self.recent,
+        per_layer=self.per == "layer",
+      )
+      return cache.put(heads={"victim": victim}), {}
     share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
     score = jax.nn.logsumexp(share, 2) + jnp.log(cache.slots["norm"])
     return self.name_victim(at, cache, self.over_heads(at, score)), {}

@@ -3,6 +3,7 @@
 from kvjax.bounded import Bounded
 from kvjax.measured import Measured
 from kvjax.method import Method
+from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
@@ -46,6 +47,7 @@ from kvjax.wrapper import Wrapper
 __version__ = "0.1.0"
 
 __all__ = [
+  "ART",
   "CIS",
   "CPE",
   "ETF",

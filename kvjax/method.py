@@ -214,8 +214,8 @@ class Method:
     plan = at.top.everything(at, cache) if scores is None else at.top.select(at, cache, scores)
     return plan, carry
 
-  def order(self, at: At, cache: Cache) -> Float[Array, "B K P"] | None:
-    """Priority of tiles for a walk that may stop early; None: newest first is slot order."""
+  def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
+    """Priority of slots for a walk that may stop early, highest first; None: newest first."""
     return None
 
   def read(self, at: At, cache: Cache, plan: Plan) -> View:

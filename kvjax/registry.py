@@ -1,6 +1,7 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
 from kvjax.method import Method
+from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
@@ -43,4 +44,5 @@ METHODS: dict[str, type[Method]] = {
   "psaw": PSAW,
   "etf": ETF,
   "cpe": CPE,
+  "art": ART,
 }

@@ -56,6 +56,13 @@ class H2O(Bounded):
     """The least attended token that is not recent once the new one, position `seen`, is in."""
     return slots.lowest(self.priority(cache.slots, cache.seen + 1), cache.pos)
 
+  def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
+    """Recent tokens, newest first, then the others by what they are kept for."""
+    kept = self.importance(cache.slots)
+    recent = cache.pos >= (cache.seen - self.window_size)[:, None, None]
+    kept = jnp.where(jnp.isinf(kept), 1.0, kept / (1 + kept))  # at most 1
+    return jnp.where(recent, 1.0 + cache.pos, kept)
+
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:

@@ -65,6 +65,9 @@ class LongFlow(SnapKV):
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return cache.heads["victim"]
 
+  def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
+    return None  # no scores are kept
+
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:

@@ -77,6 +77,12 @@ class SnapKV(Bounded):
     age = jnp.where(unranked, cache.pos.astype(jnp.float32), jnp.inf)
     return slots.lowest(age, cache.pos)
 
+  def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
+    """Tokens that were not ranked, newest first, then the selected ones by score."""
+    score = cache.slots["score"]
+    ranked = score / (1 + score)  # below 1
+    return jnp.where(jnp.isinf(score), 1.0 + cache.pos, ranked)
+
   def rank(
     self,
     at: At,

@@ -1,0 +1,230 @@
+"""ART: stop walking the cache when the output has stopped moving (ART, §3, Alg. 1)."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import dispatch, softmax_state
+from kvjax.method import Aux, Method
+from kvjax.methods.full import Full
+from kvjax.ops import attention, slots
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Cache, Carry, Plan
+from kvjax.wrapper import Wrapper
+
+PROBES = 32  # dimensions of the output that a strided probe looks at
+
+
+@dataclasses.dataclass(frozen=True)
+class ART(Wrapper):
+  """Walks what the base method would read tile by tile, and stops once the output is stable.
+
+  After tile t the probe x(t), a fixed part of the normalised output so far, is compared with the
+  last one. Stable means that it moved by less than τ and turned by less than φ; after p stable
+  tiles in a row the walk ends (Eq. 3). A tile in which the query sees no key is no step.
+
+  The base's selection and cache are left as they are; only the order matters. A plan with a table
+  is walked as it is listed: first tokens, newest ones, then by score. Without one, slots that carry
+  a priority (`order`) are walked by it, and others newest first (§3.3); first tokens that the base
+  always attends to come before both, and the walk does not end before they are read.
+
+  The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
+
+  Attributes:
+    base: the method whose plan is walked.
+    tau: τ, largest movement of the probe that counts as stable.
+    phi: φ, largest 1 − cosine of two probes that counts as stable.
+    patience: p, stable tiles in a row that end the walk; infinity never ends it.
+    tile: keys per step of the walk (128).
+    probe: "strided32", every H/32-th dimension of the output, or "full", all of them.
+    stop: "group", the query heads of a KV head go on until all of them are stable at once, as they
+      share what is loaded; or "head", each stops by itself, as in the paper.
+  """
+
+  replaces: ClassVar[tuple[str, ...]] = ("attend",)
+
+  base: Method = dataclasses.field(default_factory=Full)
+  tau: float | int = 1e-5
+  phi: float | int = 1e-3
+  patience: float | int = 5
+  tile: int = 128
+  probe: str = "strided32"
+  stop: str = "group"
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("tau", "phi"):
+      if not getattr(self, name) >= 0:
+        raise ValueError(f"ART.{name}: found {getattr(self, name)}, expected 0 or more")
+    if not self.patience >= 1:
+      raise ValueError(f"ART.patience: found {self.patience}, expected 1 or more")
+    if self.tile < 1:
+      raise ValueError(f"ART.tile: found {self.tile}, expected 1 or more")
+    if self.probe not in ("strided32", "full"):
+      raise ValueError(f"ART.probe: found {self.probe!r}, expected 'strided32' or 'full'")
+    if self.stop not in ("group", "head"):
+      raise ValueError(f"ART.stop: found {self.stop!r}, expected 'group' or 'head'")
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(patience=math.inf)
+
+  @property
+  def order_independent(self) -> bool:
+    """A decoded token may stop early; a prompt's never does."""
+    return False
+
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+  ) -> tuple[Plan, Carry]:
+    """The base's plan, with a table in visiting order where it has none."""
+    plan, carry = self.base.plan(at, cache, q, carry)
+    if plan.table is None:
+      plan = self.listed(at, cache, plan)
+    return plan, carry
+
+  def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
+    """A plan of everything as a table: of tiles, newest first, or of single slots by priority."""
+    span, priority = plan.span, at.top.order(at, cache)
+    tiled = at.top.positional and priority is None
+    unit = self.tile if tiled else 1
+    first = jnp.arange(-(-cache.size // unit), dtype=jnp.int32) * unit  # slot of every tile
+    pinned = -(-span.sinks // unit)
+    if tiled:
+      priority = jnp.broadcast_to(first, (*cache.pos.shape[:2], first.shape[0]))
+    elif priority is None:
+      priority = cache.pos
+    seen = (first < span.stop[..., None]) & (
+      (first < span.sinks) | (first + unit > span.start[..., None])
+    )
+    rank = jnp.where(first < pinned * unit, jnp.inf, priority.astype(jnp.float32))
+    rank = jnp.where(seen, rank, -jnp.inf)
+    table = jnp.argsort(-rank, -1, stable=True).astype(jnp.int32)
+    count = jnp.broadcast_to(seen, rank.shape).sum(-1, dtype=jnp.int32)
+    listed = jnp.arange(table.shape[-1]) < count[..., None]
+    return dataclasses.replace(
+      plan, table=jnp.where(listed, table, -1), count=count, unit=unit, pinned=pinned
+    )
+
+  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Algorithm 1 for all heads at once; those that have stopped keep their state."""
+    impl = dispatch.choose("art", at.env.impl)
+    if impl != "reference":
+      dispatch.kernel("art", impl)  # raises: there is none
+    assert plan.table is not None  # every plan of `plan` has one
+    heads, size = q.shape[:3], plan.table.shape[-1] * plan.unit
+    kept = -(-plan.pinned * plan.unit // self.tile)  # steps that are never skipped
+
+    def step(walk: "Walk", t: Array) -> tuple["Walk", None]:
+      logits, v, slot, ok = self.load(at, cache, plan, q, t)
+      new = softmax_state.merge(walk.state, softmax_state.of_logits(logits, v))
+      stable = self.is_stable(self.look(new.o), self.look(walk.state.o))
+      counts = ok.any(-1)[..., None] & walk.going
+      calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)
+      done = calm >= self.patience
+      if self.stop == "group":
+        done = done.all(-1, keepdims=True)
+      seen = walk.logits
+      if seen is not None:
+        shown = jnp.where(counts[..., None], logits, -jnp.inf)
+        seen = slots.put(seen, slot, jnp.moveaxis(shown, 2, 3))
+      return Walk(
+        state=jax.tree.map(lambda a, b: _where(counts, a, b), new, walk.state),
+        calm=calm,
+        going=walk.going & ~(done & (t + 1 >= kept)),
+        tiles=walk.tiles + counts,
+        keys=walk.keys + jnp.where(counts, ok.sum(-1, dtype=jnp.int32)[..., None], 0),
+        logits=seen,
+      ), None
+
+    zero = jnp.zeros(heads, jnp.int32)
+    start = Walk(
+      state=softmax_state.empty(heads, q.shape[-1]),
+      calm=zero,
+      going=zero == 0,
+      tiles=zero,
+      keys=zero,
+      logits=jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf) if at.top.wants_logits else None,
+    )
+    walk, _ = jax.lax.scan(step, start, jnp.arange(-(-size // self.tile)))
+    visited = walk.keys.max(-1)
+    if walk.logits is None:
+      return Attended(walk.state, None, None, visited, memo=walk.tiles)
+    every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    return Attended(walk.state, jnp.moveaxis(walk.logits, 3, 2), every, visited, memo=walk.tiles)
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Reports `tiles` [B, K, G], the steps that every query head took."""
+    tiles = attended.memo
+    cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
+    return cache, {**aux, "tiles": tiles}
+
+  def load(
+    self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], t: Int[Array, ""]
+  ) -> tuple[Float[Array, "B K G T"], Array, Int[Array, "B K T"], Bool[Array, "B K T"]]:
+    """Logits, values and slots of the keys of tile t, and which of them the query sees."""
+    assert plan.table is not None and plan.count is not None
+    key = t * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
+    entry = jnp.take(plan.table, key // plan.unit, 2, mode="clip")
+    listed = (key // plan.unit < plan.count[..., None]) & (entry >= 0)
+    slot = jnp.where(listed, entry * plan.unit + key % plan.unit, -1)
+    full = jnp.full_like(plan.count, self.tile)
+    view = at.top.read(at, cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
+    qpos = (cache.seen - 1)[:, None]
+    window = at.top.window(at, qpos)
+    ok = view.pos >= 0
+    if window is not None:
+      ok &= window.sees(view.pos)[:, :, 0]
+    x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]
+    x = jnp.where(ok[:, :, None], x, -jnp.inf)
+    v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
+    return x, v, view.slot, ok
+
+  def look(self, o: Float[Array, "B K G H"]) -> Float[Array, "B K G P"]:
+    """x = Probe(o): the dimensions ⌊i·H/32⌋, i < 32; all where there are no more."""
+    size = o.shape[-1]
+    if self.probe == "full" or size <= PROBES:
+      return o
+    return o[..., [i * size // PROBES for i in range(PROBES)]]
+
+  def is_stable(self, new: Float[Array, "B K G P"], old: Array) -> Bool[Array, "B K G"]:
+    """d_scale < τ and d_direction < φ; a probe of norm 0, the first one too, is not (§3.2)."""
+    scale = jnp.linalg.norm(new - old, axis=-1)  # ‖x(t) − x(t−1)‖₂
+    norms = jnp.linalg.norm(new, axis=-1) * jnp.linalg.norm(old, axis=-1)
+    cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, 1.0)
+    return (norms > 0) & (scale < self.tau) & (1 - cosine < self.phi)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Walk:
+  """A walk between two tiles, per query head [B, K, G].
+
+  Attributes:
+    state: softmax state of the tiles read.
+    calm: c, stable tiles in a row.
+    going: whether it goes on.
+    tiles, keys: steps taken, and keys read in them.
+    logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where nobody asks.
+  """
+
+  state: State
+  calm: Array
+  going: Array
+  tiles: Array
+  keys: Array
+  logits: Array | None
+
+
+def _where(ok: Bool[Array, "B K G"], new: Array, old: Array) -> Array:
+  return jnp.where(ok.reshape(ok.shape + (1,) * (new.ndim - 3)), new, old)

@@ -1,0 +1,234 @@
+"""ART against Algorithm 1 in plain NumPy float64: same stops, same outputs, in every order."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import ART, H2O, Full, LongFlow, Quest, SnapKV, StreamingLLM
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+def walk(q, keys, values, sizes, method, pinned=0):
+  """Algorithm 1 for the G queries of one KV head over keys in visiting order, in tiles of `sizes`.
+
+  Returns outputs [G, H], steps of every query, and how near a test was to its threshold.
+  """
+  groups, head_dim = q.shape
+  strided = head_dim > 32 and method.probe == "strided32"
+  probe = [i * head_dim // 32 for i in range(32)] if strided else list(range(head_dim))
+  last, calm = np.zeros(q.shape), np.zeros(groups, int)
+  going, steps, margin = np.ones(groups, bool), np.zeros(groups, int), np.inf
+  out = np.zeros(q.shape)
+  for end in np.cumsum(sizes):
+    done = np.zeros(groups, bool)
+    for g in range(groups):
+      if not going[g]:
+        continue
+      steps[g] += 1
+      x = keys[:end] @ q[g] / math.sqrt(head_dim)
+      out[g] = softmax_average(x, values[:end])
+      new, old = out[g][probe], last[g][probe]
+      scale = np.sqrt(((new - old) ** 2).sum())
+      norms = np.sqrt((new**2).sum()) * np.sqrt((old**2).sum())
+      turn = 1 - (new @ old) / norms if norms > 0 else np.inf
+      calm[g] = calm[g] + 1 if norms > 0 and scale < method.tau and turn < method.phi else 0
+      done[g] = calm[g] >= method.patience
+      margin = min(margin, abs(scale - method.tau), abs(turn - method.phi))
+      last[g] = out[g]
+    if method.stop == "group":
+      done[:] = done[going].all() and going.any()
+    if end >= pinned:
+      going &= ~done
+  return out, steps, margin
+
+
+def check(method, stream, lengths, steps, order, budget=64):
+  """Decodes and compares every row, KV head and step; `order(cache, b, h)` gives tiles of slots."""
+  layer = Layer(method, stream, capacity=budget)
+  layer.prefill(lengths)
+  stopped = close = 0
+  for i in range(steps):
+    at = [n + i for n in lengths]
+    out, aux = layer.decode(at)
+    pos, tiles = np.asarray(layer.cache.pos), np.asarray(aux["tiles"])
+    for b, h in np.ndindex(*pos.shape[:2]):
+      steps_of, pinned = order(layer.cache, b, h)
+      held = pos[b, h, [s for tile in steps_of for s in tile]]
+      keys = np.array([rotate(stream.k[b, h, p], p) for p in held])
+      q = rotate(stream.q[b, h, :, at[b]], at[b])
+      sizes = [len(tile) for tile in steps_of]
+      want, taken, margin = walk(q, keys, np.float64(stream.v[b, h, held]), sizes, method, pinned)
+      if margin < 1e-5:
+        close += 1  # a threshold hit within rounding
+        continue
+      assert tiles[b, h].tolist() == taken.tolist()
+      np.testing.assert_allclose(out[b, h], want, atol=2e-5)
+      stopped += int(taken.min() < len(sizes))
+  assert close <= 2
+  return stopped
+
+
+def newest_tiles(tile):
+  """A full cache: tiles of `tile` slots from a multiple on, newest first, ascending within."""
+
+  def order(cache, b, h):
+    used = int(cache.used[b])
+    starts = range((used - 1) // tile * tile, -1, -tile)
+    return [list(range(start, min(start + tile, used))) for start in starts], 0
+
+  return order
+
+
+SETTINGS = [
+  {"tau": 0.3, "phi": 0.1, "patience": 1},
+  {"tau": 0.5, "phi": 0.3, "patience": 2},
+  {"tau": 0.4, "phi": 0.2, "patience": 1, "stop": "head"},
+  {"tau": 0.6, "phi": 0.2, "patience": 1, "probe": "full", "stop": "head"},
+]
+
+
+@pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
+def test_full_cache_newest_first(kwargs):
+  method = ART(Full(), tile=4, **kwargs)
+  stream = Stream.random(0, tokens=60, head_dim=48)
+  assert check(method, stream, [37, 22], 12, newest_tiles(4)) >= 3
+
+
+def cut(slots, tile):
+  return [slots[i : i + tile] for i in range(0, len(slots), tile)]
+
+
+def by_priority(priority):
+  """Slots of a bounded cache by a priority over its statistics, four at a time."""
+
+  def order(cache, b, h):
+    used = int(cache.used[b])
+    held = {n: np.asarray(x)[b, h, :used] for n, x in cache.slots.items()}
+    return cut(sorted(range(used), key=lambda s: priority(held, s)), 4), 0
+
+  return order
+
+
+def test_snapkv_by_score():
+  """Window and generated tokens first, newest first; then by score."""
+  method = ART(SnapKV(24, window_size=4), tau=0.4, phi=0.2, patience=1, tile=4)
+
+  def priority(held, s):
+    unranked = math.isinf(held["score"][s])
+    return (0, -held["pos"][s]) if unranked else (1, -held["score"][s])
+
+  stream = Stream.random(1, tokens=60)
+  assert check(method, stream, [40, 31], 12, by_priority(priority)) > 5
+
+
+def test_h2o_reads_its_logits_of_the_tiles_read():
+  """Mass grows only where the walk has been."""
+  stream, lengths = Stream.random(2, tokens=60), [30, 26]
+  layer = Layer(ART(H2O(20), tau=0.8, phi=0.5, patience=1, tile=4, stop="head"), stream)
+  layer.prefill(lengths)
+  stopped = 0
+  for i in range(6):
+    before = np.asarray(layer.cache.slots["mass"]), np.asarray(layer.cache.pos)
+    _, aux = layer.decode([n + i for n in lengths])
+    grown = np.asarray(layer.cache.slots["mass"]) > np.where(
+      np.asarray(layer.cache.pos) == before[1], before[0], 0
+    )
+    tiles = np.asarray(aux["tiles"]).max(-1)
+    assert (grown.sum(-1) <= np.asarray(aux["visited"])).all()
+    assert (np.asarray(aux["visited"]) <= tiles * 4).all()
+    stopped += (tiles < 5).sum()
+  assert stopped > 0
+
+
+def test_streaming_llm_reads_its_sinks_first():
+  method = ART(StreamingLLM(20, sinks=4, rope="original"), tau=9, phi=9, patience=1, tile=3)
+  stream = Stream.random(3, tokens=60)
+
+  def order(cache, b, h):
+    pos = np.asarray(cache.pos)[b, h, : int(cache.used[b])]
+    window = [s for s in range(len(pos)) if pos[s] >= 4]
+    return cut([*range(4), *sorted(window, key=lambda s: -pos[s])], 3), 4
+
+  assert check(method, stream, [33, 28], 8, order) > 10
+
+
+@pytest.mark.parametrize(
+  "base",
+  [Full(), SnapKV(24, window_size=4), StreamingLLM(20), LongFlow(24, window_size=4), Quest(24, 4)],
+  ids=lambda base: type(base).__name__,
+)
+def test_infinite_patience_equals_the_base(base):
+  stream, lengths = Stream.random(4, tokens=60), [33, 28]
+  ours, plain = Layer(ART(base, patience=math.inf, tile=5), stream), Layer(base, stream)
+  for layer in (ours, plain):
+    layer.prefill(lengths)
+  for i in range(8):
+    at = [n + i for n in lengths]
+    (out, aux), (want, other) = ours.decode(at), plain.decode(at)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    np.testing.assert_array_equal(aux["visited"], other["visited"])
+    np.testing.assert_array_equal(ours.cache.pos, plain.cache.pos)
+
+
+def needle(position, tokens=48):
+  """Constant values and keys, but for one token that every query wants."""
+  stream = Stream.random(5, batch=1, kv_heads=1, groups=2, tokens=tokens, head_dim=16)
+  stream.q[:], stream.k[:], stream.v[:] = 0, 0, 1
+  stream.q[..., 7] = 8  # a channel that positions hardly turn
+  stream.k[:, :, position, 7] = 8
+  stream.v[:, :, position] = -1
+  return stream
+
+
+def test_a_dominant_late_tile_is_missed_by_recency_and_found_by_score():
+  """That is the method: where the walk begins decides what it can miss."""
+  stream = needle(2)
+  outputs = {}
+  for name, base in {"full": Full(), "snapkv": SnapKV(40, window_size=2, pool=1)}.items():
+    layer = Layer(ART(base, tau=1e-3, phi=1e-3, patience=2, tile=4), stream)
+    layer.prefill([44])
+    dense = Layer(base, stream)
+    dense.prefill([44])
+    outputs[name] = layer.decode([44])[0].mean(), dense.decode([44])[0].mean()
+  assert outputs["full"][1] < 0.5 < 0.99 < outputs["full"][0]
+  assert abs(outputs["snapkv"][0] - outputs["snapkv"][1]) < 0.05
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+  st.integers(0, 3),
+  st.sampled_from([0.0, 1.0]),
+  st.integers(1, 4),
+  st.sampled_from(["group", "head"]),
+)
+def test_constant_values(seed, value, patience, stop):
+  """Constant values are stable from the second tile on; zero values have no direction."""
+  stream = Stream.random(seed, tokens=40)
+  stream.v[:] = value
+  layer = Layer(ART(tau=1e-4, phi=1e-4, patience=patience, tile=4, stop=stop), stream)
+  layer.prefill([30, 23])
+  out, aux = layer.decode([30, 23])
+  np.testing.assert_allclose(out, value, atol=1e-5)
+  every = np.array([-(-31 // 4), -(-24 // 4)])
+  want = every if value == 0 else np.minimum(patience + 1, every)
+  np.testing.assert_array_equal(np.asarray(aux["tiles"]).min((1, 2)), want)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"tau": -1.0}, r"ART\.tau: found -1\.0, expected 0 or more"),
+    ({"phi": float("nan")}, r"ART\.phi: found nan, expected 0 or more"),
+    ({"patience": 0}, r"ART\.patience: found 0, expected 1 or more"),
+    ({"tile": 0}, r"ART\.tile: found 0, expected 1 or more"),
+    ({"probe": "half"}, r"ART\.probe: found 'half', expected 'strided32' or 'full'"),
+    ({"stop": "all"}, r"ART\.stop: found 'all', expected 'group' or 'head'"),
+    ({"base": ART()}, "ART replaces attend, and so does its base"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    ART(**kwargs)

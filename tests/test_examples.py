@@ -16,7 +16,7 @@ FOLDER = pathlib.Path(examples.__file__).parent
 README = FOLDER.parent.parent / "README.md"
 PRINTED = {
   "batch": r"(Name a river\. .*, log p = -\d+\.\d\n){2}(Which .*, log p = -\d+\.\d\n){2}$",
-  "compose": r"Full\(\)\): mean age 1\d\d tokens\n.*StreamingLLM.*mean age \d\d tokens\n.*Random",
+  "compose": r"Full\(\)\): mean age 1\d\d tokens\n.*LLM.*mean age \d\d tokens\n.*ART\(base=SnapKV",
   "convert_folder": r"^2 layers, 4 query and 2 key/value heads, 258 tokens\n",
   "decode_loop": r"\n65 tokens seen, 64 kept per layer and head\n$",
   "flax_layer": r"\de-0[678] apart; \[6 5\] tokens kept\n$",

@@ -1,4 +1,4 @@
-"""A method over another: a wrapper changes one move and leaves the rest to its base."""
+"""Methods over others: a wrapper changes some moves and leaves the rest to its base."""
 
 import dataclasses
 import pathlib
@@ -26,7 +26,8 @@ def main(checkpoint: pathlib.Path | None = None) -> None:
   model, tokenizer = load(checkpoint)
   graph, leaves = split(model)
   tokens, lengths = pad([tokenizer.encode("A cache forgets what it has no room for. " * 9)])
-  for base in (kvjax.Full(), kvjax.StreamingLLM(budget=32), kvjax.Random(budget=32)):
+  early = kvjax.ART(kvjax.SnapKV(budget=32, window_size=8))  # a wrapper in a wrapper
+  for base in (kvjax.Full(), kvjax.StreamingLLM(budget=32), early):
     method = Watched(base)
     caches = method.init_caches(model.spec(batch=1, capacity=tokens.shape[1] + 1))
     logits, caches = prefill(model, tokens, lengths, caches, method)

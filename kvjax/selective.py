@@ -113,6 +113,9 @@ def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Arr
     ok &= window.sees(cache.pos)[:, :, 0]
   k = cache.slots["k"]
   logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
-  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  # A NaN stays where it is, to be chosen and heard of: in the denominator it would be everywhere.
+  bad = jnp.isnan(logits)
+  logits = jnp.where(ok[:, :, None] & ~bad, logits, -jnp.inf)
   weights = jax.nn.logsumexp(jax.nn.log_softmax(logits, -1), 2) - math.log(q.shape[2])
+  weights = jnp.where(bad.any(2), jnp.nan, weights)
   return jnp.where(ok, weights, -jnp.inf)

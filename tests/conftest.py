@@ -1,5 +1,6 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
+import gc
 import os
 import pathlib
 from typing import Any
@@ -39,6 +40,20 @@ hypothesis.settings.register_profile(
   suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("kvjax")
+
+
+# Every compiled program takes memory maps, of which Linux gives a process 65,530: past that, a
+# write to the compilation cache ends in a segmentation fault.
+_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 20_000
+
+
+@pytest.fixture(autouse=True)
+def _few_programs():
+  """Drops compiled programs, which the cache on disk has, before they are too many."""
+  yield
+  if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

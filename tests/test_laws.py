@@ -27,6 +27,9 @@ DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {"streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"}
 
+# Which methods may leave out the newest token, whose value then is not heard of, and why.
+MAY_SKIP_NEWEST = {"topk_oracle": "reads what weighs most and nothing else"}
+
 # Methods that replace attention and have no kernel yet.
 NO_KERNEL = {"art"}
 
@@ -207,7 +210,7 @@ def test_nan_raises_when_asked(name):
     checked.prefill([22, 9])
   checked.stream = clean
   checked.prefill([22, 0], tokens=22)
-  for step, which in enumerate("qkv"):
+  for step, which in enumerate("qk" if name in MAY_SKIP_NEWEST else "qkv"):
     at = [22 + step, 9 + step]
     want, _ = plain.decode(at)
     before = jax.tree.map(lambda x: np.asarray(x[0]), checked.cache)

@@ -32,9 +32,11 @@ def others(
   rest = visible(span, tile * unit, unit) & (tile >= sinks) & (tile <= newest - local)
   # A tile that may be chosen stays apart from one that may not, however low its score.
   lowest = jnp.finfo(scores.dtype).min
+  # NaN is chosen first, and heard of: sorted where a platform likes, it might choose nothing.
+  scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
   candidates = jnp.where(rest, jnp.maximum(scores, lowest), -jnp.inf)
   top, index = jax.lax.top_k(candidates, min(k, tiles))
-  return top, jnp.where(jnp.isneginf(top), -1, index)  # NaN is chosen, and heard of
+  return top, jnp.where(jnp.isneginf(top), -1, index)
 
 
 def listed(

@@ -82,6 +82,7 @@ def write(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
+NAMES = tuple(longbench.SCORERS)
 CLASSES = ["Number", "Number of something", "Date", "Place"]
 
 
@@ -104,7 +105,10 @@ def _longbench(put) -> None:
         "_id": f"{name}-{i}",
       }
 
-  for name in longbench.PROMPTS:
+  prompts = {name: f"Read {name}:\n\n{{context}}\n\nAnswer {{input}}\n\nAnswer:" for name in NAMES}
+  put(longbench.PROMPTS, prompts)
+  put(longbench.ANSWERS, {name: 16 + i for i, name in enumerate(NAMES)})
+  for name in NAMES:
     put(f"longbench/{name}.jsonl", rows(name, range(10)))
   for name in longbench.E:
     put(f"longbench/{name}_e.jsonl", rows(name, [2000, 6000, 9000] * 10))

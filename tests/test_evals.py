@@ -267,11 +267,14 @@ def text_cut_in_the_middle(row):
     assert row.answers[0] in "ABCD" and f"(C) choice C of {number}\n" in whole
   else:
     name = re.sub(r"^longbench_(e_)?|_(0-4k|4-8k|8k\+)$", "", row.task)
-    prompt, text = longbench.PROMPTS[name]["prompt"], whole[whole.index("Beginning") :]
+    prompt, tokens = (
+      local.read(local.folder() / config)[name] for config in (longbench.PROMPTS, longbench.ANSWERS)
+    )
+    text = whole[whole.index("Beginning") :]
     before, behind = prompt.split("{context}")
     assert whole.startswith(before)
     assert text.endswith(behind.replace("{input}", f"What about {number}?"))
-    assert row.max_new_tokens == longbench.PROMPTS[name]["max_new_tokens"]
+    assert row.max_new_tokens == tokens
 
 
 def published_text(row):

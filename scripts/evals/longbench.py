@@ -1,13 +1,12 @@
 """LongBench (v1, E and v2) from local files, with its prompts, its truncation and its scores.
 
-Bai et al., 2024 (arXiv 2308.14508) and 2025 (arXiv 2412.15204). Texts that are too long lose their
-middle. Few-shot and code tasks are read without a chat template. LongBench-E's rows form three
+Bai et al., 2024 (arXiv 2308.14508) and 2025 (arXiv 2412.15204). Prompts and answer lengths are read
+from the files that its repository publishes. Texts that are too long lose their middle. Few-shot
+and code tasks are read without a chat template. LongBench-E's rows form three
 tasks per data set, by the length that its authors counted.
 """
 
 import functools
-import json
-import pathlib
 from collections.abc import Callable
 
 from scripts.evals import local, overlap, scores
@@ -15,8 +14,9 @@ from scripts.evals.task import Count, Row, Task, cut_middle
 
 _SOURCE = "hf: THUDM/LongBench (data.zip)"
 
-# By data set, "prompt" and "max_new_tokens", as the repository publishes them (MIT licence).
-PROMPTS = json.loads(pathlib.Path(__file__).with_name("longbench_prompts.json").read_text("utf-8"))
+# By data set: the prompt, and the tokens of an answer.
+PROMPTS, ANSWERS = "longbench/dataset2prompt.json", "longbench/dataset2maxlen.json"
+_CONFIG = "github.com/THUDM/LongBench (LongBench/config)"
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 E = (
   "qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum "
@@ -49,8 +49,11 @@ def _build(
     low, high = BUCKETS[bucket]
     entries = [entry for entry in entries if low <= entry["length"] < high]
   entry = local.pick(entries, task, seed, index)
-  tokens = PROMPTS[name]["max_new_tokens"]
-  before, behind = PROMPTS[name]["prompt"].split("{context}")
+  prompt, tokens = (
+    local.read(local.path(config, "LongBench, its configuration", _CONFIG))[name]
+    for config in (PROMPTS, ANSWERS)
+  )
+  before, behind = prompt.split("{context}")
   # What follows the text is the question, up to where the answer begins.
   question, prefix = behind.replace("{input}", entry["input"]), ""
   ask = question, prefix
@@ -77,7 +80,7 @@ def _task(name: str, bucket: str = "") -> Task:
     SCORERS[name],
     chat=name not in PLAIN,
     filled=False,
-    needs=(f"longbench/{name}_e.jsonl" if bucket else f"longbench/{name}.jsonl",),
+    needs=(f"longbench/{name}_e.jsonl" if bucket else f"longbench/{name}.jsonl", PROMPTS, ANSWERS),
   )
 
 
@@ -111,7 +114,7 @@ def _build_v2(count: Count, *, length: int, seed: int, index: int) -> Row:
 
 
 TASKS = (
-  *(_task(name) for name in PROMPTS),
+  *(_task(name) for name in SCORERS),
   *(_task(name, bucket) for name in E for bucket in BUCKETS),
   Task(
     "longbench_v2",

@@ -100,6 +100,29 @@ class Selective(Method):
     return self.summarise(cache, cache.seen - 1, 1), {}
 
 
+class SelectiveTokens(Selective):
+  """Selects single tokens: `budget` of them, the first `sinks` and the newest `local` included.
+
+  These are fields of the subclasses, in whose own order they are given.
+  """
+
+  budget: int
+  sinks: int
+  local: int
+
+  @property
+  def unit(self) -> int:
+    return 1
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    return self.sinks, self.local
+
+  @property
+  def best(self) -> int:
+    return self.budget - self.sinks - self.local
+
+
 def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
   """ln of every slot's exact softmax probability under the newest token's queries.
 

@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike
 
 from kvjax.method import Method
 from kvjax.ops import attention, slots, tiles
-from kvjax.selective import Selective
+from kvjax.selective import SelectiveTokens
 from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class DoubleSparsity(Selective):
+class DoubleSparsity(SelectiveTokens):
   """Reads the tokens that score highest over the label channels (§3).
 
   A copy of every key's label channels, H / compression of them, is stored compactly: scoring reads
@@ -66,18 +66,6 @@ class DoubleSparsity(Selective):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length)
-
-  @property
-  def unit(self) -> int:
-    return 1
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return self.sinks, self.local
-
-  @property
-  def best(self) -> int:
-    return self.budget - self.sinks - self.local
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     _, in_heads, _ = super().extra(spec, layer)

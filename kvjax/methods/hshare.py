@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
-from kvjax.selective import Selective, token_weights
+from kvjax.selective import SelectiveTokens, token_weights
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, Span
 
 
 @dataclasses.dataclass(frozen=True)
-class HShare(Selective):
+class HShare(SelectiveTokens):
   """Reads first, newest and heavy tokens; the heavy ones are mostly another's.
 
   Heavy tokens are the ones of largest probability between the first and the newest. On three levels
@@ -76,18 +76,6 @@ class HShare(Selective):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 40)
-
-  @property
-  def unit(self) -> int:
-    return 1
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return self.sinks, self.local
-
-  @property
-  def best(self) -> int:
-    return self.budget - self.sinks - self.local
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     _, in_heads, _ = super().extra(spec, layer)

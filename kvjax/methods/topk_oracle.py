@@ -5,12 +5,12 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from kvjax.method import Method
-from kvjax.selective import Selective, token_weights
+from kvjax.selective import SelectiveTokens, token_weights
 from kvjax.types import At, Cache
 
 
 @dataclasses.dataclass(frozen=True)
-class TopKOracle(Selective):
+class TopKOracle(SelectiveTokens):
   """Reads the tokens of largest softmax probability, exactly: what other selections aim at.
 
   Per KV head, by the mean over its query heads. All keys are read to find them: it saves nothing,
@@ -44,18 +44,6 @@ class TopKOracle(Selective):
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length)
-
-  @property
-  def unit(self) -> int:
-    return 1
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return self.sinks, self.local
-
-  @property
-  def best(self) -> int:
-    return self.budget - self.sinks - self.local
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
     return token_weights(at, cache, q)

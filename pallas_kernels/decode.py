@@ -211,7 +211,8 @@ def decode_with_output(
     interpret=interpret,
   )
   seen, results = results[: len(raw)], results[len(raw) :]
-  o, m, l, rounded = _split.join(results, split=slots > config.tile, interpret=interpret)
+  cut = slots > config.tile and config.programs > 1
+  o, m, l, rounded = _split.join(results, split=cut, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
   return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _backend, _tiles
 
-WARPS = 4
+WARPS = 8
 ELEMENTS, LANES = 4096, 1024  # logits and slots per step of a program, at most
 LAST = jnp.iinfo(jnp.int32).max
 
@@ -44,8 +44,9 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
   A program has `heads` KV heads, which hold the same tokens in the same slots.
   """
   logits_ref, m_ref, l_ref, norm_ref, pos_ref, used_ref, seen_ref, victim_ref = refs
-  groups, slots = logits_ref.shape[2:]
-  b, first = pl.program_id(0), pl.program_id(1) * heads
+  rows, _, groups, slots = logits_ref.shape
+  # The last rows' logits were written last: they may still be in the L2 cache.
+  b, first = rows - 1 - pl.program_id(0), pl.program_id(1) * heads
   used, end = jnp.minimum(used_ref[b], slots), seen_ref[b] - recent
   row = jnp.arange(pl.next_power_of_2(heads * groups))
   tile = min(max(64, ELEMENTS // row.shape[0]), LANES, pl.next_power_of_2(slots))
@@ -61,11 +62,15 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
     held = slot < used
     mask, lane = real[:, None] & held[None, :], slot[None, :]
     x = _backend.load(logits_ref, b, head[:, None], group[:, None], lane, mask=mask, other=-jnp.inf)
-    norm = _backend.load(norm_ref, b, head[:, None], lane, mask=mask, other=1.0)
-    y = x - lse[:, None] + jnp.log(norm)
+    y = x - lse[:, None]
+    if heads > 1:
+      norm = _backend.load(norm_ref, b, head[:, None], lane, mask=mask, other=1.0)
+      y += jnp.log(norm)
     top = y.max(axis=0)
     base = _tiles.finite(top)
     score = base + jnp.log(jnp.exp(y - base[None, :]).sum(axis=0))
+    if heads == 1:  # one norm for all rows: one logarithm a slot
+      score += jnp.log(_backend.load(norm_ref, b, first, slot, mask=held, other=1.0))
     score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
     pos = _backend.load(pos_ref, b, first, slot, mask=held, other=LAST)
     score = jnp.where(held & (pos >= sinks) & (pos < end), score, jnp.inf)

@@ -83,4 +83,10 @@ TUNED = (
   Shape(1, 3, 3, 8 << 10, head_dim=64),
   Shape(8, 8, 4, 16 << 10, head_dim=256),
 )
+# Caches that evict: many rows of a few thousand slots.
+BOUNDED = (
+  Shape(16, 8, 4, 3200),
+  Shape(128, 8, 4, 3200),
+  Shape(344, 8, 2, 3200),
+)
 QUICK = (Shape(2, 2, 3, 300, head_dim=64, dtype="float32"), Shape(2, 1, 4, 200, ragged=True))

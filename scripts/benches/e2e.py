@@ -1,7 +1,9 @@
 """whole decode steps of full-size shapes with random weights, against their products alone"""
 
+import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +48,9 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   for name, batch, tokens in [("tiny", 2, 64)] if quick else MARKS:
     label = f"{name} B{batch} T{tokens}"
     if only in label:
-      yield case(label, weights(name), batch, tokens, peers and (batch, tokens) in PEERS)
+      with contextlib.ExitStack() as stack:
+        asked = stack if peers and (batch, tokens) in PEERS else None
+        yield case(label, weights(name), batch, tokens, asked)
 
 
 @functools.lru_cache(maxsize=1)
@@ -86,8 +90,10 @@ def filled(model: Transformer, batch: int, tokens: int) -> tuple[kvjax.Cache, ..
   return tuple(cache.put(slots=fill(key), rows=rows) for cache, key, rows in layers)
 
 
-def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -> Case:
-  """One shape: our step, its products alone, and Hugging Face's where asked for."""
+def case(
+  label: str, model: Transformer, batch: int, tokens: int, peers: contextlib.ExitStack | None
+) -> Case:
+  """One shape: our step, its products alone, and Hugging Face's until `peers` closes."""
   c = model.config
   leaves = split(model)[1]
   # Without tied embeddings a step reads single rows of the embedding.
@@ -114,7 +120,7 @@ def case(label: str, model: Transformer, batch: int, tokens: int, peers: bool) -
   )
   contenders = [ours, alone, by_xla]
   if peers:
-    contenders += optional("transformers", lambda: _transformers(c, batch, tokens))
+    contenders += optional("transformers", lambda: _transformers(c, batch, tokens, peers))
   floor = (weight_bytes + kv_bytes) / BANDWIDTH
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -235,8 +241,31 @@ def hugging_face(config: ModelConfig) -> Any:
   )
 
 
-def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:
-  """Hugging Face's decoder of the same shape: static cache, compiled with CUDA graphs."""
+def _transformers(
+  config: ModelConfig, batch: int, tokens: int, stack: contextlib.ExitStack
+) -> Contender:
+  """Hugging Face's decoder of the same shape, in a process of its own, which ends with `stack`."""
+  context = multiprocessing.get_context("spawn")
+  ours, theirs = context.Pipe()
+  process = context.Process(target=_serve, args=(theirs, config, batch, tokens), daemon=True)
+  process.start()
+  stack.callback(process.terminate)
+  theirs.close()
+  _ask(ours)  # a peer that cannot run is left out here
+  return Contender("transformers", lambda: _ask(ours), None)
+
+
+def _ask(pipe: Any) -> float:
+  """One timing of the other process."""
+  pipe.send(None)
+  try:
+    return pipe.recv()
+  except EOFError as error:
+    raise RuntimeError("the process of transformers ended; its message is above") from error
+
+
+def _serve(pipe: Any, config: ModelConfig, batch: int, tokens: int) -> None:
+  """Answers every message with the seconds of a decode step: static cache, CUDA graphs."""
   import torch
   import transformers
 
@@ -256,13 +285,11 @@ def _transformers(config: ModelConfig, batch: int, tokens: int) -> Contender:
 
   for _ in range(3):
     step()
-
-  def seconds() -> float:
+  while True:
+    pipe.recv()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(STEPS):
       step()
     torch.cuda.synchronize()
-    return (time.perf_counter() - began) / STEPS
-
-  return Contender("transformers", seconds, None)
+    pipe.send((time.perf_counter() - began) / STEPS)

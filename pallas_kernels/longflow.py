@@ -25,8 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _backend, _tiles
 
-WARPS = 8
-ELEMENTS, LANES = 4096, 1024  # logits and slots per step of a program, at most
+WARPS, TILE = 8, 1024  # slots per step of a program, at most
 LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -48,29 +47,29 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
   # The last rows' logits were written last: they may still be in the L2 cache.
   b, first = rows - 1 - pl.program_id(0), pl.program_id(1) * heads
   used, end = jnp.minimum(used_ref[b], slots), seen_ref[b] - recent
-  row = jnp.arange(pl.next_power_of_2(heads * groups))
-  tile = min(max(64, ELEMENTS // row.shape[0]), LANES, pl.next_power_of_2(slots))
+  tile = min(TILE, max(64, pl.next_power_of_2(slots)))
 
-  real = row < heads * groups
-  head, group = first + jnp.where(real, row // groups, 0), row % groups
-  m = _backend.load(m_ref, b, head, group, mask=real)
-  l = _backend.load(l_ref, b, head, group, mask=real, other=1.0)
-  lse = jnp.where(l > 0, m + jnp.log(l), 0.0)
+  def of_head(head: Any, slot: Array, held: Array) -> Array:
+    """log Σ α · ‖v‖₁ over the queries of a KV head, per slot."""
+    rows = []
+    for group in range(groups):  # slot by slot: no thread waits for another's
+      m, l = m_ref[b, head, group], l_ref[b, head, group]
+      lse = jnp.where(l > 0, m + jnp.log(jnp.where(l > 0, l, 1.0)), 0.0)
+      x = _backend.load(logits_ref, b, head, group, slot, mask=held, other=-jnp.inf)
+      rows.append(x - lse)
+    base = _tiles.finite(functools.reduce(jnp.maximum, rows))
+    total = functools.reduce(jnp.add, [jnp.exp(y - base) for y in rows])
+    norm = _backend.load(norm_ref, b, head, slot, mask=held, other=1.0)
+    return base + jnp.log(total) + jnp.log(norm)
 
   def step(i: Any, best: Best) -> Best:
     slot = i * tile + jnp.arange(tile)
     held = slot < used
-    mask, lane = real[:, None] & held[None, :], slot[None, :]
-    x = _backend.load(logits_ref, b, head[:, None], group[:, None], lane, mask=mask, other=-jnp.inf)
-    y = x - lse[:, None]
+    score = of_head(first, slot, held)
     if heads > 1:
-      norm = _backend.load(norm_ref, b, head[:, None], lane, mask=mask, other=1.0)
-      y += jnp.log(norm)
-    top = y.max(axis=0)
-    base = _tiles.finite(top)
-    score = base + jnp.log(jnp.exp(y - base[None, :]).sum(axis=0))
-    if heads == 1:  # one norm for all rows: one logarithm a slot
-      score += jnp.log(_backend.load(norm_ref, b, first, slot, mask=held, other=1.0))
+      score = lax.fori_loop(
+        first + 1, first + heads, lambda h, s: _log_add(s, of_head(h, slot, held)), score
+      )
     score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
     pos = _backend.load(pos_ref, b, first, slot, mask=held, other=LAST)
     score = jnp.where(held & (pos >= sinks) & (pos < end), score, jnp.inf)
@@ -87,6 +86,12 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
   named = first + jnp.arange(pl.next_power_of_2(heads))
   value = jnp.full(named.shape, victim)
   _backend.store(victim_ref, b, named, value=value, mask=named < first + heads)
+
+
+def _log_add(a: Array, b: Array) -> Array:
+  """log(eᵃ + eᵇ); −∞ of two −∞."""
+  base = _tiles.finite(jnp.maximum(a, b))
+  return base + jnp.log(jnp.exp(a - base) + jnp.exp(b - base))
 
 
 def victim(

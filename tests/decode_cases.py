@@ -87,6 +87,5 @@ TUNED = (
 BOUNDED = (
   Shape(16, 8, 4, 3200),
   Shape(128, 8, 4, 3200),
-  Shape(344, 8, 2, 3200),
 )
 QUICK = (Shape(2, 2, 3, 300, head_dim=64, dtype="float32"), Shape(2, 1, 4, 200, ragged=True))

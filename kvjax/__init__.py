@@ -14,6 +14,7 @@ from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.prr import PRR
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
@@ -53,6 +54,7 @@ __all__ = [
   "ETF",
   "H2O",
   "METHODS",
+  "PRR",
   "PSAW",
   "RKV",
   "TOVA",

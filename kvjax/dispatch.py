@@ -108,6 +108,13 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   return attend(at, cache, plan, q, kernel(operation, impl))
 
 
+def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+  """As `attend` over a plan with a table, with a state [B, K, G, W] for every entry of it."""
+  if choose("attend_tiles", at.env.impl) != "reference":
+    kernel("attend_tiles", at.env.impl)
+  return attention.attend_tiles(at, cache, plan, q)
+
+
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
   """A kernel over all slots of the span."""
   qpos = (cache.seen - 1)[:, None]

@@ -12,6 +12,7 @@ from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.prr import PRR
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
@@ -45,4 +46,5 @@ METHODS: dict[str, type[Method]] = {
   "etf": ETF,
   "cpe": CPE,
   "art": ART,
+  "prr": PRR,
 }

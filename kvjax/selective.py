@@ -53,6 +53,11 @@ class Selective(Method):
     """Rows of fewer tokens attend to everything."""
     return 0
 
+  @property
+  def positive(self) -> bool:
+    """Whether scores are never negative (probabilities, say)."""
+    return False
+
   def summaries(self, spec: CacheSpec) -> dict[str, Array]:
     """Empty summaries [B, K, ...], by name."""
     return {}
@@ -73,14 +78,27 @@ class Selective(Method):
   def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
     return None if at.layer < self.dense_layers else self.tile_scores(at, cache, q)
 
+  def widened(self, ratio: float) -> int:
+    """⌊ratio·k⌋."""
+    return math.floor(ratio * self.best + 1e-9)  # 1.15 · 20 is 22.999… in floats
+
+  def most(self, ratio: float) -> int:
+    """The most tiles that a row gets beside the forced ones: short rows get all."""
+    return max(self.widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
+
+  def width(self, count: int, ratio: float = 1.0) -> int:
+    """W, entries of a plan's table where the cache has `count` tiles."""
+    sinks, local = (min(n, count) for n in self.forced)
+    return min(sinks + local + min(self.most(ratio), count), count)
+
   def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
     """Sinks (pinned), newest tiles from the newest on, then the ⌊ratio·k⌋ best by score."""
     window = at.top.window(at, (cache.seen - 1)[:, None])
     span = at.top.span(at, cache, window)
     sinks, local = self.forced
-    k, limit = math.floor(ratio * self.best + 1e-9), None  # 1.15 · 20 is 22.999… in floats
+    k, limit = self.widened(ratio), None
     if self.dense_below:
-      most = max(k, -(-self.dense_below // self.unit) - sinks - local)
+      most = self.most(ratio)
       limit, k = jnp.where(cache.seen < self.dense_below, most, k), most
     table, count, ranked = tiles.best(
       scores, span, unit=self.unit, sinks=sinks, local=local, k=k, limit=limit

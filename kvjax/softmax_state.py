@@ -69,6 +69,14 @@ def merge(a: State, b: State) -> State:
   return State((a.o * wa[..., None] + b.o * wb[..., None]) / _nonzero(l)[..., None], m, l)
 
 
+def merge_all(states: State) -> State:
+  """State over the union of disjoint sets of keys, those of the last axis of m and l."""
+  m = states.m.max(-1)
+  w = states.l * jnp.exp(states.m - _finite(m)[..., None])
+  l = w.sum(-1)
+  return State((states.o * w[..., None]).sum(-2) / _nonzero(l)[..., None], m, l)
+
+
 def probabilities(state: State, logits: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
   """Softmax probabilities of logits whose denominator is the state's; −inf logits give 0.
 

@@ -87,6 +87,10 @@ class InfLLMv2(Selective):
   def best(self) -> int:
     return self.top
 
+  @property
+  def positive(self) -> bool:
+    return True
+
   def summaries(self, spec: CacheSpec) -> dict[str, Array]:
     count = max((spec.capacity - self.kernel) // self.stride + 1, 1)
     shape = spec.batch, spec.kv_heads, count, spec.head_dim

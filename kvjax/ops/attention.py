@@ -39,6 +39,22 @@ def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Atte
   return Attended(state, logits, view.slot, ok.sum(-1, dtype=jnp.int32))
 
 
+def attend_tiles(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+  """As `attend` over a plan with a table, but with a state of its own for every entry.
+
+  The state's arrays are o [B, K, G, W, H], m and l [B, K, G, W]; visited is int32 [B, K, W].
+  """
+  assert plan.table is not None
+  every = attend(at, cache, plan, q)
+  assert every.logits is not None
+  v = at.top.read(at, cache, plan).v
+  logits = every.logits.reshape(*q.shape[:3], -1, plan.unit)
+  v = v.reshape(*q.shape[:2], -1, plan.unit, v.shape[-1])
+  seen = logits[:, :, 0] > -jnp.inf
+  state = jax.vmap(softmax_state.of_logits, (3, 2), 3)(logits, jnp.where(seen[..., None], v, 0))
+  return Attended(state, every.logits, every.slot, seen.sum(-1, dtype=jnp.int32))
+
+
 def windowed_logits(
   at: At,
   q: Float[Array, "B K G T H"],

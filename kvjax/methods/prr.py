@@ -1,0 +1,459 @@
+"""PRR: attend to a predicted selection while the true one is made, then repair (PRR, §4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import dispatch, softmax_state
+from kvjax.method import Aux, Method
+from kvjax.methods.quest import Quest
+from kvjax.ops import attention, slots, smoothing, tiles
+from kvjax.ops.smoothing import Smoothed
+from kvjax.selective import Selective
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
+from kvjax.wrapper import Wrapper
+
+# Prompt tokens below which a chunk leaves the factors as they were.
+LEAST = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class PRR(Wrapper):
+  """Takes selection off the way to attention: predict, speculate, select, repair, update.
+
+  Before the scores s of a step are known, every tile j has a forecast ŝ_j. Attention over
+  Ŝ = the top ⌊ρ·k⌋ of ŝ runs while the base selects S, the top k of s; then the missed tiles S∖Ŝ
+  are folded into its softmax state (Eqs. 6–8). First and newest tiles that the base always reads
+  are in both sets and outside k. Nothing that follows S comes before attention over Ŝ; the next Ŝ
+  is formed once s is known, behind this step's attention.
+
+  The output covers S, and Ŝ∖S besides: what was read in vain stays as additional context. With
+  `strict` it is left out. Since nothing can be taken out of a merged state, one state per tile of
+  Ŝ is kept, and those of Ŝ∩S and S∖Ŝ are merged: the base's own output, to rounding.
+
+  The formulae of Eqs. 2 and 3 are lost in our text of the paper. They are reconstructed from its
+  words as Holt's linear smoothing, per KV head and tile, ′ being the value of the last step:
+
+      a tile's first score       a = s, b = 0
+      forecast                   ŝ = a′ + γ·b′
+      level                      a = α·s + (1 − α)·(a′ + b′)     predictor="holt"
+                                 a = α·s + (1 − α)·a′            predictor="ema"
+      trend                      b = β·(a − a′) + (1 − β)·b′
+
+  A tile has its first score once it is full; until it has been scored it is predicted to be
+  chosen. After a prompt the state is that of its last `history` tokens, which are also what the
+  factors are calibrated on, per row and layer (§4.2): of all (α, β, γ) of `smoothing.grid()`, ties
+  to the first, those of the highest score-weighted hit rate, the mean over tokens and KV heads of
+  Σ_{j∈Ŝ∩S} w_j / Σ_{j∈S} w_j without the tiles that are read anyway; w is the score, or
+  exp(s − max s) where scores may be negative. Tokens count that have more than k tiles to choose
+  from. A chunk with fewer than 16 of them leaves the factors as they were.
+
+  The stages of the paper's ablation (A.8) are variants: "S1" speculates on the last step's
+  selection and attends to S anew where a tile is missed, "S2" repairs instead, "S3" predicts. The
+  last step's scores are the forecast of α = 1, β = γ = 0.
+
+  Attributes:
+    base: a method that scores tiles and selects the best: Quest or InfLLMv2 (§5.1).
+    budget: ρ, how many times k are speculated on, 1 or more; 0: never speculate; "auto": what was
+      measured to be best on this device for such a cache (`pallas_kernels/tuned`), else 1.
+    predictor: "holt" or "ema".
+    variant: "S1", "S2" or "S3".
+    strict: leave out what was read in vain.
+    alpha, beta, gamma: α, β, γ where they are not, or not yet, calibrated.
+    calibrate: whether prompts do so.
+    history: last tokens of a prompt (of a chunk of one) that the predictor follows.
+  """
+
+  replaces: ClassVar[tuple[str, ...]] = ("plan", "attend")
+  base: Method = dataclasses.field(default_factory=Quest)
+  budget: int | float | str = "auto"
+  predictor: str = "holt"
+  variant: str = "S3"
+  strict: bool = False
+  alpha: float = 0.5
+  beta: float = 0.3
+  gamma: float = 0.5
+  calibrate: bool = True
+  history: int = 512
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not isinstance(self.base, Selective):
+      raise ValueError(f"PRR.base: found {self.base!r}, expected a method that selects tiles")
+    if isinstance(self.budget, str):
+      if self.budget != "auto":
+        raise ValueError(f"PRR.budget: found {self.budget!r}, expected 'auto' or a number")
+    elif self.budget != 0 and not 1 <= self.budget < float("inf"):
+      raise ValueError(f"PRR.budget: found {self.budget}, expected 0, or 1 or more")
+    for name, known in (("predictor", smoothing.PREDICTORS), ("variant", ("S1", "S2", "S3"))):
+      if getattr(self, name) not in known:
+        raise ValueError(f"PRR.{name}: found {getattr(self, name)!r}, expected one of {known}")
+    for name, most in (("alpha", 1.0), ("beta", 1.0), ("gamma", float("inf"))):
+      if not 0 <= getattr(self, name) <= most:
+        raise ValueError(f"PRR.{name}: found {getattr(self, name)}, expected 0 to {most}")
+    if self.history < 1:
+      raise ValueError(f"PRR.history: found {self.history}, expected 1 or more")
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(Quest.example(budget), budget=1.5)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(Quest.neutral(length))
+
+  @property
+  def chunkable(self) -> bool:
+    """What is predicted depends on how the prompt was cut, and so does what is read in vain."""
+    return self.strict and self.base.chunkable
+
+  @property
+  def selector(self) -> Selective:
+    """The base, as what it is known to be."""
+    assert isinstance(self.base, Selective)
+    return self.base
+
+  @property
+  def forced(self) -> dict[str, int]:
+    """Which tiles are read whatever their scores."""
+    sinks, local = self.selector.forced
+    return {"unit": self.selector.unit, "sinks": sinks, "local": local}
+
+  # ---- shapes
+
+  def ratio(self, batch: int, capacity: int) -> float:
+    """ρ for caches of this shape; 0: no speculation."""
+    if self.variant != "S3":
+      return float(self.budget != 0)
+    if isinstance(self.budget, str):
+      return 1.0
+    return float(self.budget)
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    """The predictor's state, the sets Ŝ of the next step and S of the last, and the factors."""
+    in_slots, in_heads, in_rows = self.base.extra(spec, layer)
+    ratio = self.ratio(spec.batch, spec.capacity)
+    if layer < self.selector.dense_layers or ratio == 0:
+      return in_slots, in_heads, in_rows
+    count = -(-spec.capacity // self.selector.unit)
+    per_head = spec.batch, spec.kv_heads
+
+    def table(ratio: float) -> Array:
+      return jnp.full((*per_head, self.selector.width(count, ratio)), -1, jnp.int32)
+
+    in_heads |= {
+      "level": jnp.zeros((*per_head, count), jnp.float32),
+      "trend": jnp.zeros((*per_head, count), jnp.float32),
+      "foreseen": table(ratio).at[..., 0].set(0),  # the first token's tile
+      "selected": table(1.0),
+    }
+    factors = (self.alpha, self.beta, self.gamma) if self.variant == "S3" else (1.0, 0.0, 0.0)
+    rows = jnp.broadcast_to(jnp.array(factors, jnp.float32), (spec.batch, 3))
+    return in_slots, in_heads, {**in_rows, "factors": rows}
+
+  # ---- decode
+
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+  ) -> tuple[Plan, Carry]:
+    """The true selection; its memo holds the foreseen one, all scores, and who is in both."""
+    if "foreseen" not in cache.heads:
+      return self.base.plan(at, cache, q, carry)
+    scores = at.top.score(at, cache, q)
+    assert scores is not None  # dense layers foresee nothing
+    true = at.top.select(at, cache, scores)
+    assert true.table is not None
+    foreseen = cache.heads["foreseen"]
+    count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
+    guess = dataclasses.replace(true, table=foreseen, count=count, scores=None)
+    memo = {"guess": guess, "scores": scores, "hit": _among(true.table, foreseen)}
+    return dataclasses.replace(true, memo=memo), carry
+
+  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    if plan.memo is None:
+      return self.base.attend(at, cache, plan, q)
+    assert plan.table is not None
+    guess, hit = plan.memo["guess"], plan.memo["hit"]
+    early = self.speculate(at, cache, guess, q)
+    if self.strict:
+      early = _without_wasted(early, _among(guess.table, plan.table), guess.unit)
+    if self.variant == "S1":
+      return self.attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
+    missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
+    late = self.base.attend(at, cache, missed, q)  # S∖Ŝ
+    logits, slot = _joined(early, late)
+    state = softmax_state.merge(early.state, late.state)  # Eqs. 6–8
+    return Attended(state, logits, slot, early.visited + late.visited)
+
+  def speculate(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Attention over Ŝ; with `strict`, one state [B, K, G, W] for each of its tiles."""
+    if self.strict:
+      return dispatch.attend_tiles(at, cache, guess, q)
+    return self.base.attend(at, cache, guess, q)
+
+  def attend_anew(
+    self,
+    at: At,
+    cache: Cache,
+    plan: Plan,
+    q: Float[Array, "B K G H"],
+    early: Attended,
+    anew: Bool[Array, "B K"],
+  ) -> Attended:
+    """What was speculated, or, in the KV heads that missed a tile, attention over all of S."""
+    assert plan.count is not None
+    count = jnp.where(anew, plan.count, 0)
+    late = self.base.attend(at, cache, dataclasses.replace(plan, count=count, memo=None), q)
+
+    def pick(late: Array, early: Array) -> Array:
+      return jnp.where(anew.reshape(anew.shape + (1,) * (late.ndim - 2)), late, early)
+
+    logits, slot = early.logits, early.slot
+    if logits is not None:
+      early = dataclasses.replace(early, logits=pick(jnp.full_like(logits, -jnp.inf), logits))
+    logits, slot = _joined(early, late)
+    state = jax.tree.map(pick, late.state, early.state)
+    return Attended(state, logits, slot, pick(late.visited, early.visited))
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Updates the predictor and foresees the next step. Reports on this one what `_report` says."""
+    before = cache
+    cache, aux = self.base.observe(at, cache, q, plan, attended)
+    if plan.memo is None:
+      return cache, aux
+    assert plan.table is not None
+    aux |= _report(plan, before.heads["selected"], self.selector.positive)
+    t = before.seen - 1
+    old = Smoothed(before.heads["level"], before.heads["trend"])
+    alpha, beta, _ = self.factors(before)
+    new = self.updated(old, plan.memo["scores"], alpha, beta, t - 1, t)
+    return self.foresee(at, cache, new, plan.table), aux
+
+  # ---- the predictor
+
+  def factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
+    """α, β, γ of every row."""
+    return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
+
+  def scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
+    """Tiles that have had a score once token t has attended: the full ones before its own."""
+    tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
+    return tile < (t // self.selector.unit)[:, None, None]
+
+  def updated(
+    self,
+    state: Smoothed,
+    scores: Float[Array, "B K P"],
+    alpha: Float[Array, "#B 1 1"],
+    beta: Float[Array, "#B 1 1"],
+    last: Int[Array, " B"],
+    t: Int[Array, " B"],
+  ) -> Smoothed:
+    """The state after token t, given that after token `last` (−1: there was none)."""
+    begun, there = self.scored(state, last), self.scored(state, t)
+    return state.updated(scores, alpha, beta, begun, there, self.predictor)
+
+  def forecast(
+    self, state: Smoothed, gamma: Float[Array, "#B 1 1"], last: Int[Array, " B"]
+  ) -> Float[Array, "B K P"]:
+    """ŝ of the step behind token `last`; ∞ for tiles that have no score yet."""
+    return jnp.where(self.scored(state, last), state.forecast(gamma), jnp.inf)
+
+  def foresee(self, at: At, cache: Cache, state: Smoothed, selected: Int[Array, "B K W"]) -> Cache:
+    """The cache with the predictor's state, and with Ŝ of the next step."""
+    gamma = self.factors(cache)[2]
+    ahead = cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
+    ratio = self.ratio(cache.pos.shape[0], cache.size)
+    guess = at.top.select(at, ahead, self.forecast(state, gamma, cache.seen - 1), ratio)
+    new = {"level": state.level, "trend": state.trend}
+    return cache.put(heads={**new, "foreseen": guess.table, "selected": selected})
+
+  # ---- prompt
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    kept = self.base.keep(at, cache, new, q, qpos, attended, prompt)
+    if "foreseen" not in kept.heads:
+      return kept
+    count = min(self.history, q.shape[3])
+    q, qpos, _ = attention.last_queries(q, qpos, attended.state, count)
+    state, factors = self.follow(at, kept, cache.seen - 1, q, qpos)
+    kept = kept.put(rows={"factors": factors})
+    scores = at.top.score(at, kept, q[:, :, :, -1])
+    assert scores is not None
+    selected = at.top.select(at, kept, scores).table
+    assert selected is not None
+    return self.foresee(at, kept, state, selected)
+
+  def follow(
+    self,
+    at: At,
+    cache: Cache,
+    last: Int[Array, " B"],
+    q: Float[Array, "B K G T H"],
+    qpos: Int[Array, "B T"],
+  ) -> tuple[Smoothed, Float[Array, "B 3"]]:
+    """The predictor after a prompt's last tokens, and its factors, calibrated on them.
+
+    All (α, β) are followed side by side, and with them the row's factors of before; γ only enters
+    forecasts.
+    """
+    own, old = cache.rows["factors"], Smoothed(cache.heads["level"], cache.heads["trend"])
+    tried, searches = own[None, :, :2], self.calibrate and self.variant == "S3"
+    candidates = smoothing.grid()
+    if searches:
+      pairs = candidates[:: len(smoothing.GAMMAS), None, :2]
+      pairs = jnp.broadcast_to(pairs, (pairs.shape[0], *own[:, :2].shape))
+      tried = jnp.concatenate([pairs, tried])
+    alpha, beta = (tried[..., i, None, None] for i in range(2))
+    update = jax.vmap(self.updated, (0, None, 0, 0, None, None))
+
+    def step(carry: tuple, token: tuple[Array, Array]) -> tuple[tuple, None]:
+      state, last, rates, tokens = carry
+      q, t = token
+      now = _as_of(cache, t)
+      scores = at.top.score(at, now, q)
+      assert scores is not None
+      if searches:
+        others = jax.tree.map(lambda x: x[:-1], state)
+        found, counts = self.hit_rates(at, now, scores, others, last)
+        rates, tokens = rates + jnp.where(counts, found, 0), tokens + counts
+      real, new = t >= 0, update(state, scores, alpha, beta, last, t)
+      state = jax.tree.map(lambda n, o: jnp.where(real[:, None, None], n, o), new, state)
+      return (state, jnp.where(real, t, last), rates, tokens), None
+
+    shape = tried.shape[0], *old.level.shape
+    start = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), old)
+    rates = jnp.zeros((candidates.shape[0], own.shape[0]), jnp.float32)
+    carry = start, last, rates, jnp.zeros_like(last)
+    (state, _, rates, tokens), _ = jax.lax.scan(step, carry, (jnp.moveaxis(q, 3, 0), qpos.T))
+    best, enough = jnp.argmax(at.sum_heads(rates), 0), tokens >= LEAST
+    row = jnp.arange(own.shape[0])
+    pair = jnp.where(enough, best // len(smoothing.GAMMAS), -1)
+    factors = jnp.where(enough[:, None], candidates[best], own)
+    return jax.tree.map(lambda x: x[pair, row], state), factors
+
+  def hit_rates(
+    self,
+    at: At,
+    cache: Cache,
+    scores: Float[Array, "B K P"],
+    state: Smoothed,
+    last: Int[Array, " B"],
+  ) -> tuple[Float[Array, "C B"], Bool[Array, " B"]]:
+    """Score-weighted hit rate of every candidate of the grid (Eq. 4), summed over KV heads.
+
+    `state` holds those of all (α, β) [N, B, K, P] after token `last`. The second result says which
+    rows have had a score before, and more than k tiles to choose from.
+    """
+    k = self.selector.best
+    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
+    top, index = tiles.others(scores, span, **self.forced, k=k + 1)
+    counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
+    counts &= cache.seen >= self.selector.dense_below
+    top, index = top[..., :k], index[..., :k]
+    weight = _weights(top, index >= 0, self.selector.positive)
+    missing = scores.shape[-1]
+    worth = slots.put(
+      jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight
+    )  # w_j of S, 0 elsewhere
+    total = weight.sum(-1)
+    wide = self.selector.widened(self.ratio(scores.shape[0], cache.size))
+
+    def rate(state: Smoothed, gamma: Array) -> Array:
+      ahead = self.forecast(state, gamma, last)
+      _, guess = tiles.others(ahead, span, **self.forced, k=wide)
+      found = jnp.where(guess >= 0, slots.take(worth, guess), 0).sum(-1)
+      return jnp.where(total > 0, found / jnp.where(total > 0, total, 1), 1.0).sum(-1)
+
+    gammas = jnp.array(smoothing.GAMMAS, jnp.float32)[:, None, None, None]
+    rates = jax.vmap(jax.vmap(rate, (None, 0)), (0, None))(state, gammas)
+    return rates.reshape(-1, rates.shape[-1]), counts
+
+
+def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
+  """The cache as token t found it, but for summaries of tiles that were not full then."""
+  pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
+  return cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})
+
+
+def _among(a: Int[Array, "B K V"], b: Int[Array, "B K W"]) -> Bool[Array, "B K V"]:
+  """Which tiles of one table are in another (−1 = none, in neither)."""
+  return ((a[..., :, None] == b[..., None, :]) & (a >= 0)[..., None]).any(-1)
+
+
+def _weights(
+  scores: Float[Array, "B K k"], ok: Bool[Array, "B K k"], positive: bool
+) -> Float[Array, "B K k"]:
+  """w: what chosen tiles count; 0 where there is none."""
+  if positive:
+    return jnp.where(ok, scores, 0.0)
+  top = jnp.where(ok, scores, -jnp.inf).max(-1, keepdims=True)
+  return jnp.where(ok, jnp.exp(scores - jnp.where(ok, top, 0)), 0.0)
+
+
+def _without_wasted(early: Attended, wanted: Bool[Array, "B K W"], unit: int) -> Attended:
+  """The states of the wanted tiles, merged."""
+  state, logits = early.state, early.logits
+  ok = wanted[:, :, None]
+  l, m = jnp.where(ok, state.l, 0), jnp.where(ok, state.m, -jnp.inf)
+  state = softmax_state.merge_all(State(jnp.where(ok[..., None], state.o, 0), m, l))
+  if logits is not None:
+    logits = jnp.where(jnp.repeat(wanted, unit, -1)[:, :, None], logits, -jnp.inf)
+  visited = jnp.where(wanted, early.visited, 0).sum(-1, dtype=jnp.int32)
+  return Attended(state, logits, early.slot, visited)
+
+
+def _joined(a: Attended, b: Attended) -> tuple[Array | None, Array | None]:
+  """Logits and slots of two walks, where both have them."""
+  if a.logits is None or b.logits is None:
+    return None, None
+  assert a.slot is not None and b.slot is not None
+  return jnp.concatenate([a.logits, b.logits], -1), jnp.concatenate([a.slot, b.slot], -1)
+
+
+def _report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str, Any]:
+  """How good the forecast was, per KV head [B, K].
+
+      missed, wasted      |S∖Ŝ| and |Ŝ∖S|, int32
+      hit_rate            |Ŝ∩S| / |S|, of the tiles chosen by score alone, float32
+      hit_rate_forced     the same with the tiles that are always read
+      weighted_hit_rate   Σ_{Ŝ∩S} w / Σ_S w, of those chosen by score
+      reuse               |S∩S′| / |S|, of those chosen by score, S′ being the last step's S
+
+  Rates are 1 where there was nothing to choose.
+  """
+  assert plan.table is not None and plan.scores is not None
+  listed, hit = plan.table >= 0, plan.memo["hit"]
+  chosen = listed & (plan.scores < jnp.inf)
+  weight = _weights(plan.scores, chosen, positive)
+
+  def rate(found: Array, of: Array) -> Array:
+    total = of.sum(-1)
+    share = jnp.where(found, of, 0).sum(-1) / jnp.where(total > 0, total, 1)
+    return jnp.where(total > 0, share, 1.0).astype(jnp.float32)
+
+  return {
+    "missed": (listed & ~hit).sum(-1, dtype=jnp.int32),
+    "wasted": plan.memo["guess"].count - hit.sum(-1, dtype=jnp.int32),
+    "hit_rate": rate(hit, chosen),
+    "hit_rate_forced": rate(hit, listed),
+    "weighted_hit_rate": rate(hit, weight),
+    "reuse": rate(_among(plan.table, before), chosen),
+  }

@@ -1,0 +1,395 @@
+"""PRR against a NumPy float64 oracle: forecasts, calibration, sets and outputs of generations."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax import ART, PRR, HShare, InfLLMv2, Plan, Quest, SnapKV, Span, TopKOracle
+from kvjax.methods import prr
+from kvjax.ops import smoothing
+from kvjax.ops.smoothing import Smoothed
+from tests.layer import Layer, Stream
+from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
+
+QUEST = Quest(16, 4)
+INFLLM = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)
+GRID = list(
+  itertools.product(
+    [i / 10 for i in range(1, 10)], [i / 10 for i in range(10)], [0, 0.25, 0.5, 0.75, 1]
+  )
+)
+
+
+def scores_of(base, stream, b, h, t):
+  """A score for every tile that holds one of the tokens 0 … t."""
+  count = t // base.unit + 1
+  heads = queries(stream, b, h, t)
+  if isinstance(base, TopKOracle):
+    x = keys(stream, b, h, range(t + 1)) @ heads.T / np.sqrt(heads.shape[1])
+    return list(np.log(sum(softmax(row) for row in x.T)))
+  if isinstance(base, Quest):
+    q, found = heads.mean(0) / np.sqrt(heads.shape[1]), []
+    for j in range(count):
+      k = keys(stream, b, h, range(j * base.page, min((j + 1) * base.page, t + 1)))
+      found.append(sum(max(q[d] * k[:, d].min(), q[d] * k[:, d].max()) for d in range(len(q))))
+    return found
+  found = [0.0] * count
+  windows = [range(s, s + base.kernel) for s in range(0, t - base.kernel + 1, base.stride)]
+  if windows:
+    compressed = np.array([keys(stream, b, h, w).mean(0) for w in windows])
+    p = sum(softmax(compressed @ q / np.sqrt(len(q))) for q in heads)
+    for x, w in zip(p, windows, strict=True):
+      for j in {w[0] // base.block, w[-1] // base.block}:
+        found[j] = max(found[j], x)
+  return found
+
+
+class Predictor:
+  """Level and trend of the tiles of one KV head, by the formulae of the docstring."""
+
+  def __init__(self, alpha, beta, gamma, kind):
+    self.alpha, self.beta, self.gamma, self.kind = alpha, beta, gamma, kind
+    self.level, self.trend = {}, {}
+
+  def forecast(self, count):
+    return [
+      self.level[j] + self.gamma * self.trend[j] if j in self.level else np.inf
+      for j in range(count)
+    ]
+
+  def update(self, scores, full):
+    for j in range(full):
+      if j not in self.level:
+        self.level[j], self.trend[j] = scores[j], 0.0
+        continue
+      a, b = self.level[j], self.trend[j]
+      before = a + b if self.kind == "holt" else a
+      self.level[j] = self.alpha * scores[j] + (1 - self.alpha) * before
+      self.trend[j] = self.beta * (self.level[j] - a) + (1 - self.beta) * b
+
+
+class Row:
+  """One row of a batch: scores of all KV heads as they come, predictions, sets."""
+
+  def __init__(self, method, stream, b):
+    self.method, self.base, self.stream, self.b = method, method.base, stream, b
+    self.heads = stream.k.shape[1]
+    self.wide = int(method.budget * self.base.best + 1e-9) if method.variant == "S3" else None
+    self.wide = self.base.best if self.wide is None else self.wide
+    factors = (method.alpha, method.beta, method.gamma)
+    self.factors = factors if method.variant == "S3" else (1.0, 0.0, 0.0)
+    self.past = []  # (t, scores of every head)
+    self.selected = None
+
+  def scores(self, t):
+    return [scores_of(self.base, self.stream, self.b, h, t) for h in range(self.heads)]
+
+  def choose(self, scores, k):
+    sinks, local = self.base.forced
+    return choose(scores, sinks, local, k)
+
+  def fixed(self, count):
+    return set(self.choose([0.0] * count, 0))
+
+  def predictors(self, factors):
+    """The heads' predictors after all that has passed."""
+    made = [Predictor(*factors, self.method.predictor) for _ in range(self.heads)]
+    for t, scores in self.past:
+      for p, s in zip(made, scores, strict=True):
+        p.update(s, t // self.base.unit)
+    return made
+
+  def prompt(self, start, stop):
+    """Returns the hit rate of every candidate, None if there are too few tokens to tell."""
+    first = max(start, stop - self.method.history)
+    new = [(t, self.scores(t)) for t in range(first, stop)]
+    searches = self.method.calibrate and self.method.variant == "S3"
+    rates = self.calibration(new) if searches else None
+    self.past += new
+    self.selected = [set(self.choose(s, self.base.best)) for s in new[-1][1]]
+    return rates
+
+  def calibration(self, new):
+    rates, tokens = {}, 0
+    for factors in GRID:
+      made, total, tokens = self.predictors(factors), 0.0, 0
+      begun = bool(self.past)
+      for t, scores in new:
+        count = t // self.base.unit + 1
+        fixed = self.fixed(count)
+        if begun and count - len(fixed) > self.base.best:
+          tokens += 1
+          for p, s in zip(made, scores, strict=True):
+            true = set(self.choose(s, self.base.best)) - fixed
+            guess = set(self.choose(p.forecast(count), self.wide))
+            total += self.rate(s, true, guess)
+        for p, s in zip(made, scores, strict=True):
+          p.update(s, t // self.base.unit)
+        begun = True
+      rates[factors] = total / max(tokens, 1) / self.heads
+    return rates if tokens >= prr.LEAST else None
+
+  def rate(self, s, true, guess):
+    """Score-weighted hit rate of a guess, of tiles chosen by score."""
+    top = 0 if self.base.positive else max(s[j] for j in true)
+    w = {j: s[j] if self.base.positive else np.exp(s[j] - top) for j in true}
+    total = sum(w.values())
+    return sum(w[j] for j in true & guess) / total if total > 0 else 1.0
+
+  def step(self, t):
+    """For every head: what is foreseen and what is selected, in order, and the report."""
+    scores, count = self.scores(t), t // self.base.unit + 1
+    made, fixed, found = self.predictors(self.factors), self.fixed(t // self.base.unit + 1), []
+    for h, (p, s) in enumerate(zip(made, scores, strict=True)):
+      guess, true = self.choose(p.forecast(count), self.wide), self.choose(s, self.base.best)
+      chosen = set(true) - fixed
+      share = len(chosen & set(guess)) / len(chosen) if chosen else 1.0
+      again = self.selected[h] if self.selected else set()
+      report = {
+        "missed": len(set(true) - set(guess)),
+        "wasted": len(set(guess) - set(true)),
+        "hit_rate": share,
+        "hit_rate_forced": len(set(true) & set(guess)) / len(true),
+        "weighted_hit_rate": self.rate(s, chosen, set(guess)) if chosen else 1.0,
+        "reuse": len(chosen & again) / len(chosen) if chosen else 1.0,
+      }
+      found.append((guess, true, report))
+    self.selected = [set(true) for _, true, _ in found]
+    self.past.append((t, scores))
+    return found
+
+
+def check_steps(run, rows, at, steps):
+  """Decodes from `at` on; every row, head and step against the oracle."""
+  method = rows[0].method
+  totals = {}
+  for step in range(steps):
+    now = [t + step for t in at]
+    out, aux = run.decode(now)
+    for b, row in enumerate(rows):
+      for h, (guess, true, report) in enumerate(row.step(now[b])):
+        unit = row.base.unit
+        missed = [j for j in true if j not in guess]
+        if method.variant == "S1" and missed:
+          read = true
+        elif method.strict:
+          read = [j for j in guess if j in true] + missed
+        else:
+          read = guess + missed
+        want = tokens_of(read, unit, now[b] + 1)
+        slots = np.asarray(aux["slots"][b, h])
+        assert slots[slots >= 0].tolist() == want, (b, h, now[b])
+        assert aux["visited"][b, h] == len(want)
+        np.testing.assert_allclose(out[b, h], attend(row.stream, b, h, now[b], want), atol=1e-5)
+        for name, value in report.items():
+          np.testing.assert_allclose(aux[name][b, h], value, atol=1e-5, err_msg=name)
+          totals[name] = totals.get(name, 0) + value
+  return totals
+
+
+def generation(method, lengths=(45, 6), steps=24, seed=1):
+  stream = Stream.random(seed, tokens=max(lengths) + steps)
+  run = Layer(Watched(method), stream, capacity=max(lengths) + steps, layer=2)
+  rows = [Row(method, stream, b) for b in range(len(lengths))]
+  run.prefill(list(lengths))
+  factors = np.asarray(run.cache.rows["factors"])
+  for row, n, found in zip(rows, lengths, factors, strict=True):
+    rates = row.prompt(0, n)
+    if rates is not None:
+      found = min(GRID, key=lambda c: np.abs(np.subtract(c, found)).sum())
+      assert rates[found] >= max(rates.values()) - 1e-6
+      row.factors = found
+    np.testing.assert_allclose(found, row.factors, atol=1e-6)
+  return check_steps(run, rows, list(lengths), steps)
+
+
+def test_worked_example():
+  """Two scores of one tile, 1 then 2: a = 1.5, b = 0.2·0.5 = 0.1; next 1.5 + 0.5·0.1."""
+  x, yes, no = jnp.ones(1), jnp.array([True]), jnp.array([False])
+  state = Smoothed(0 * x, 0 * x).updated(x, 0.5 * x, 0.2 * x, no, yes)
+  assert (state.level, state.trend) == (1, 0)
+  state = state.updated(2 * x, 0.5 * x, 0.2 * x, yes, yes)
+  np.testing.assert_allclose([state.level[0], state.trend[0]], [1.5, 0.1], rtol=1e-6)
+  np.testing.assert_allclose(state.forecast(0.5 * x), 1.55, rtol=1e-6)
+  # Then 3. holt: 0.5·3 + 0.5·1.6 = 2.3, b = 0.2·0.8 + 0.8·0.1; ema: 0.5·3 + 0.5·1.5 = 2.25.
+  for kind, level, trend in (("holt", 2.3, 0.24), ("ema", 2.25, 0.23)):
+    new = state.updated(3 * x, 0.5 * x, 0.2 * x, yes, yes, kind)
+    np.testing.assert_allclose([new.level[0], new.trend[0]], [level, trend], rtol=1e-6)
+
+
+def test_the_grid():
+  np.testing.assert_allclose(smoothing.grid(), GRID, atol=1e-7)
+
+
+@pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
+@pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
+@pytest.mark.parametrize(
+  "kwargs",
+  [
+    {"budget": 1.5, "calibrate": False},
+    {"budget": 1.0, "calibrate": False, "predictor": "ema", "history": 3, "gamma": 1.0},
+    {"budget": 2.0, "variant": "S1"},
+    {"budget": 2.0, "variant": "S2"},
+  ],
+  ids=["holt", "ema", "S1", "S2"],
+)
+def test_a_generation(base, kwargs, strict):
+  """Across tile boundaries at every offset; rows apart in length, one with nothing to predict."""
+  totals = generation(PRR(base, strict=strict, **kwargs))
+  assert totals["missed"] > 0 and totals["wasted"] > 0
+
+
+@pytest.mark.parametrize(
+  ("base", "predictor"), [(QUEST, "holt"), (INFLLM, "ema")], ids=["quest-holt", "infllm-ema"]
+)
+def test_calibration(base, predictor):
+  """Each row's factors are those of its highest hit rate; the short row keeps the given ones."""
+  generation(PRR(base, budget=1.5, predictor=predictor, history=18), steps=4)
+
+
+def test_single_tokens():
+  generation(PRR(TopKOracle(6), budget=1.5, calibrate=False), steps=6)
+
+
+def test_a_second_turn_and_idle_rows():
+  """The predictor follows a further turn's last tokens; rows that have none stay as they were."""
+  method = PRR(QUEST, budget=1.5, calibrate=False, history=5)
+  stream = Stream.random(3, tokens=70)
+  run = Layer(Watched(method), stream, capacity=70, layer=2)
+  rows = [Row(method, stream, b) for b in range(2)]
+  run.prefill([30, 19])
+  for row, n in zip(rows, (30, 19), strict=True):
+    row.prompt(0, n)
+  for step in range(3):
+    run.decode([30, 19 + step], live=[False, True])
+    rows[1].step(19 + step)
+  run.prefill([9, 0], start=[30, 22], past=None)
+  rows[0].prompt(30, 39)
+  check_steps(run, rows, [39, 22], 12)
+
+
+def test_from_an_empty_cache():
+  """Nothing is known of any tile: all are predicted, the lowest first."""
+  method = PRR(QUEST, budget=1.0, calibrate=False)
+  stream = Stream.random(4, tokens=30)
+  run = Layer(Watched(method), stream, capacity=30, layer=2)
+  check_steps(run, [Row(method, stream, b) for b in range(2)], [0, 0], 30)
+
+
+@pytest.mark.parametrize("variant", ["S1", "S2", "S3"])
+@pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
+def test_strict_equals_serial_selection(base, variant):
+  stream = Stream.random(5, tokens=70)
+  serial = Layer(base, stream, capacity=70, layer=2)
+  run = Layer(PRR(base, budget=1.5, variant=variant, strict=True), stream, capacity=70, layer=2)
+  for layer in (serial, run):
+    layer.prefill([45, 33])
+  for step in range(20):
+    at = [45 + step, 33 + step]
+    (want, there), (out, aux) = serial.decode(at), run.decode(at)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    np.testing.assert_array_equal(aux["visited"], there["visited"])
+
+
+def test_without_speculation_it_is_the_base():
+  stream = Stream.random(6, tokens=40)
+  layers = [Layer(m, stream, layer=2) for m in (QUEST, PRR(QUEST, budget=0))]
+  caches = [layer.cache.heads.keys() for layer in layers]
+  assert caches[0] == caches[1]
+  for layer in layers:
+    layer.prefill([30, 12])
+  (want, _), (out, _) = (layer.decode([30, 12]) for layer in layers)
+  np.testing.assert_array_equal(out, want)
+  assert "level" not in PRR(QUEST, budget=2).init(stream.spec(40), 1).heads  # a dense layer
+
+
+@functools.cache
+def repair(strict, variant):
+  """`attend` over given sets, jitted: tables [1, 1, 8] of tiles of 4 in a cache of 64 slots."""
+  stream = Stream.random(7, batch=1, kv_heads=1, tokens=64)
+  method = PRR(QUEST, budget=2, strict=strict, variant=variant)
+  layer = Layer(method, stream, layer=2)
+  layer.prefill([61])
+
+  @jax.jit
+  def run(k, v, q, true, guess):
+    cache = layer.cache.put(slots={"k": k, "v": v})
+    span = Span(jnp.zeros((1, 1), jnp.int32), cache.used[:, None])
+    plans = [
+      Plan(span, table, (table >= 0).sum(-1, dtype=jnp.int32), unit=4) for table in (true, guess)
+    ]
+    plan = Plan(
+      span,
+      true,
+      plans[0].count,
+      memo={"guess": plans[1], "hit": prr._among(true, guess)},
+      unit=4,
+    )
+    return method.attend(layer.at, cache, plan, q).state
+
+  return stream, layer.cache, run
+
+
+@given(
+  order=st.permutations(range(16)),
+  sizes=st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 8)),
+  strict=st.booleans(),
+  variant=st.sampled_from(["S1", "S2", "S3"]),
+)
+def test_repair_of_any_split(order, sizes, strict, variant):
+  """|S|, hits among them and waste as they come: the states are those of S, or of S ∪ Ŝ.
+
+  What is read in neither holds NaN; with `strict`, so does what is read in vain.
+  """
+  size, hits = sizes[0], min(sizes[:2])
+  wasted = min(sizes[2], 8 - hits)
+  true, other = list(order[:size]), list(order[size : size + wasted])
+  guess = true[size - hits :] + other
+  stream, cache, run = repair(strict, variant)
+  read = set(true)
+  if not strict and not (variant == "S1" and hits < size):
+    read |= set(guess)
+  held = [s for j in sorted(read) for s in range(4 * j, min(4 * j + 4, 61))]
+  touched = held if strict else [s for j in read | set(guess) for s in range(4 * j, 4 * j + 4)]
+  poison = np.ones(64, bool)
+  poison[touched] = False
+  k, v = (jnp.where(poison[:, None], jnp.nan, cache.slots[n]) for n in ("k", "v"))
+  tables = [np.full((1, 1, 8), -1, np.int32) for _ in range(2)]
+  tables[0][0, 0, :size], tables[1][0, 0, : len(guess)] = true, guess
+  q = queries(stream, 0, 0, 60)
+  state = run(k, v, jnp.asarray(q, jnp.float32)[None, None], *tables)
+  want = np.zeros(q.shape)
+  if held:
+    want = attend(stream, 0, 0, 60, held)
+    x = keys(stream, 0, 0, held) @ q.T / 4
+    np.testing.assert_allclose(state.lse[0, 0], np.log(np.exp(x).sum(0)), atol=1e-5)
+  np.testing.assert_allclose(state.o[0, 0], want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"base": SnapKV(64)}, "PRR.base: found SnapKV"),
+    ({"budget": "much"}, "PRR.budget: found 'much', expected 'auto' or a number"),
+    ({"budget": 0.5}, "PRR.budget: found 0.5, expected 0, or 1 or more"),
+    ({"variant": "S4"}, "PRR.variant: found 'S4', expected one of"),
+    ({"predictor": "oracle"}, "PRR.predictor: found 'oracle', expected one of"),
+    ({"alpha": 1.5}, "PRR.alpha: found 1.5, expected 0 to 1"),
+    ({"history": 0}, "PRR.history: found 0, expected 1 or more"),
+    ({"base": HShare()}, "PRR replaces plan, and so does its base"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    PRR(**kwargs)
+
+
+def test_art_may_not_walk_what_is_repaired():
+  with pytest.raises(ValueError, match="ART replaces"):
+    ART(PRR())

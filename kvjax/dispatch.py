@@ -3,7 +3,7 @@
 An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
 asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
 Pallas kernel on a GPU where there is one that does all that the method needs, the reference
-otherwise.
+otherwise; for a prompt, cuDNN's attention before either, where it does.
 """
 
 import importlib
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.ops import attention
-from kvjax.ops.slots import put
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.ops.slots import Slots, put
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Cache, Plan, Prompt, Window
 
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
@@ -30,6 +31,11 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
   },
   "attend_table": {"pallas": ("pallas_kernels.sparse_decode", "sparse_decode")},
+  "attend_prompt": {
+    "cudnn": ("kvjax.ops.cudnn", "attend_causal"),
+    "pallas": ("pallas_kernels.prefill", "prefill_attention"),
+  },
+  "column_mass": {"pallas": ("pallas_kernels.prefill", "column_mass")},
 }
 
 
@@ -106,6 +112,93 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
   attend = _attend_span if plan.table is None else _attend_table
   return attend(at, cache, plan, q, kernel(operation, impl))
+
+
+def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) -> Attended:
+  """Causal attention of a chunk's queries over the staged slots, as `at.env.impl` says.
+
+  Implementations that do not attend to prompts at all stand for the reference here.
+  """
+  window = at.top.window(at, qpos)
+  visited = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
+  impl = _prompt_implementation(at, staged, window, prompt)
+  before = prompt.past  # slots that can stand before the chunk's own
+  if not at.top.positional:
+    before = staged["pos"].shape[2] - prompt.tokens
+  reach = None if before is None else before + 1 + prompt.query_index().max(0)
+  if impl == "reference":
+    state = attention.attend_prompt(at, q, qpos, staged, window, reach)
+    return Attended(state, None, None, visited)
+  k, v = staged["k"], staged["v"]
+  run = kernel("attend_prompt", impl)
+  if impl == "cudnn":
+    state, out = run(q.astype(k.dtype), k, v, prompt.valid)
+    return Attended(state, None, None, visited, out.astype(q.dtype))
+  q_sinks = None
+  if window is not None and window.view is not None:
+    q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None, None]).astype(k.dtype)
+  in_order = _slots_are_positions(at, prompt)
+  state, out = run(
+    q.astype(k.dtype),
+    k,
+    v,
+    qpos,
+    None if window is None else window.first,
+    sinks=0 if window is None else window.sinks,
+    q_sinks=q_sinks,
+    pos=None if in_order else staged["pos"],
+    reach=None if in_order else reach,
+  )
+  return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def _prompt_implementation(at: At, staged: Slots, window: Window | None, prompt: Prompt) -> str:
+  """Which implementation attends to a prompt; raises where the one that is asked for cannot."""
+  named = at.env.impl
+  if named == "auto":
+    kernels = KERNELS["attend_prompt"] if jax.default_backend() == "gpu" else ()
+    able = (x for x in kernels if not _beyond_prompt(at, staged, window, prompt, x))
+    # Float32 products of the kernels would leave the matrix units unused.
+    return next(able, "reference") if staged["k"].dtype.itemsize == 2 else "reference"
+  if named not in KERNELS["attend_prompt"]:
+    return "reference"
+  if beyond := _beyond_prompt(at, staged, window, prompt, named):
+    raise NotImplementedError(f"attend_prompt: {type(at.top).__name__} {beyond}")
+  return named
+
+
+def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt, impl: str) -> str:
+  """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
+  dtype, head_dim = staged["k"].dtype.name, staged["k"].shape[3]
+  if impl == "cudnn":
+    if dtype == "float32" or head_dim % 8 or head_dim > 128:
+      return f"has heads of {head_dim} {dtype}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
+    if window is not None:
+      return "has a window in this layer; 'cudnn' attends to all that came before"
+    if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):
+      return "attends to more or less than a whole prompt in order, which is what 'cudnn' takes"
+  elif head_dim > 256:
+    return f"has heads of {head_dim}; {impl!r} takes up to 256"
+  return ""
+
+
+def _slots_are_positions(at: At, prompt: Prompt) -> bool:
+  """Whether the staged slots of a chunk carry their positions, from 0 on."""
+  return (prompt.past == 0 or at.top.positional) and not at.top.overrides("stage")
+
+
+def column_mass(
+  at: At, q: Array, qpos: Array, staged: Slots, window: Window | None, state: State
+) -> Array:
+  """Probability that queries give to every slot; see `kvjax.ops.attention.column_mass`."""
+  turned = window is not None and window.view is not None
+  narrow = at.env.impl == "auto" and staged["k"].dtype.itemsize != 2
+  if turned or narrow or choose("column_mass", at.env.impl) != "pallas":
+    return attention.column_mass(at, q, qpos, staged, window, state)
+  k, pos = staged["k"], staged["pos"]
+  first, sinks = (None, 0) if window is None else (window.first, window.sinks)
+  run = kernel("column_mass", "pallas")
+  return run(q.astype(k.dtype), k, pos, qpos, state.m, state.l, first, sinks=sinks)
 
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:

@@ -6,11 +6,14 @@ Pallas kernel on a GPU where there is one that does all that the method needs, t
 otherwise; for a prompt, cuDNN's attention before either, where it does.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from kvjax.ops import attention
@@ -35,6 +38,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "cudnn": ("kvjax.ops.cudnn", "attend_causal"),
     "pallas": ("pallas_kernels.prefill", "prefill_attention"),
   },
+  "attend_prompt_pieces": {"cudnn": ("pallas_kernels.prefill_pieces", "attend_in_pieces")},
   "column_mass": {"pallas": ("pallas_kernels.prefill", "column_mass")},
 }
 
@@ -121,7 +125,7 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
   """
   window = at.top.window(at, qpos)
   visited = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
-  impl = _prompt_implementation(at, staged, window, prompt)
+  impl, run = _prompt_implementation(at, staged, q, window, prompt)
   before = prompt.past  # slots that can stand before the chunk's own
   if not at.top.positional:
     before = staged["pos"].shape[2] - prompt.tokens
@@ -130,56 +134,95 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
     state = attention.attend_prompt(at, q, qpos, staged, window, reach)
     return Attended(state, None, None, visited)
   k, v = staged["k"], staged["v"]
-  run = kernel("attend_prompt", impl)
   if impl == "cudnn":
     state, out = run(q.astype(k.dtype), k, v, prompt.valid)
     return Attended(state, None, None, visited, out.astype(q.dtype))
-  q_sinks = None
-  if window is not None and window.view is not None:
-    q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None, None]).astype(k.dtype)
-  in_order = _slots_are_positions(at, prompt)
-  state, out = run(
-    q.astype(k.dtype),
-    k,
-    v,
-    qpos,
-    None if window is None else window.first,
-    sinks=0 if window is None else window.sinks,
-    q_sinks=q_sinks,
-    pos=None if in_order else staged["pos"],
-    reach=None if in_order else reach,
-  )
+  first, sinks = (None, 0) if window is None else (window.first, window.sinks)
+  options: dict[str, Any] = {"sinks": sinks}
+  if impl == "pallas":
+    if window is not None and window.view is not None:
+      turned = at.env.rope.shift(q, (window.view - qpos)[:, None, None])
+      options["q_sinks"] = turned.astype(k.dtype)
+    if not _slots_are_positions(at, prompt):
+      options |= {"pos": staged["pos"], "reach": reach}
+  state, out = run(q.astype(k.dtype), k, v, qpos, first, **options)
   return Attended(state, None, None, visited, out.astype(q.dtype))
 
 
-def _prompt_implementation(at: At, staged: Slots, window: Window | None, prompt: Prompt) -> str:
-  """Which implementation attends to a prompt; raises where the one that is asked for cannot."""
-  named = at.env.impl
+def _prompt_implementation(
+  at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
+) -> tuple[str, Callable]:
+  """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
+
+  "cudnn" is cuDNN alone, or "pieces": cuDNN where it can and the kernel for what is left.
+  """
+  named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
+  able: tuple[str, ...]
   if named == "auto":
-    kernels = KERNELS["attend_prompt"] if jax.default_backend() == "gpu" else ()
-    able = (x for x in kernels if not _beyond_prompt(at, staged, window, prompt, x))
     # Float32 products of the kernels would leave the matrix units unused.
-    return next(able, "reference") if staged["k"].dtype.itemsize == 2 else "reference"
-  if named not in KERNELS["attend_prompt"]:
-    return "reference"
-  if beyond := _beyond_prompt(at, staged, window, prompt, named):
+    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+  else:
+    asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
+    able = asked.get(named, ())
+  beyond = ""
+  for impl in able:
+    if impl == "pieces":
+      blocks, beyond = _pieces(at, staged, q, window, prompt)
+      if blocks:
+        run = kernel("attend_prompt_pieces", "cudnn")
+        return impl, functools.partial(run, blocks=blocks)
+    elif not (beyond := _beyond_prompt(at, staged, window, prompt, impl)):
+      return impl, kernel("attend_prompt", impl)
+  if beyond and named != "auto":
     raise NotImplementedError(f"attend_prompt: {type(at.top).__name__} {beyond}")
-  return named
+  return "reference", attention.attend_prompt
 
 
 def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt, impl: str) -> str:
   """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
-  dtype, head_dim = staged["k"].dtype.name, staged["k"].shape[3]
-  if impl == "cudnn":
-    if dtype == "float32" or head_dim % 8 or head_dim > 128:
-      return f"has heads of {head_dim} {dtype}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
-    if window is not None:
-      return "has a window in this layer; 'cudnn' attends to all that came before"
-    if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):
-      return "attends to more or less than a whole prompt in order, which is what 'cudnn' takes"
-  elif head_dim > 256:
-    return f"has heads of {head_dim}; {impl!r} takes up to 256"
+  head_dim = staged["k"].shape[3]
+  if impl == "pallas":
+    return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
+  if beyond := _beyond_cudnn(staged):
+    return beyond
+  if window is not None:
+    return "has a window in this layer; 'cudnn' attends to all that came before"
+  if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):
+    return "attends to more or less than a whole prompt in order, which is what 'cudnn' takes"
   return ""
+
+
+def _beyond_cudnn(staged: Slots) -> str:
+  dtype, head_dim = staged["k"].dtype, staged["k"].shape[3]
+  if dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
+    return ""
+  return (
+    f"has heads of {head_dim} {dtype.name}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
+  )
+
+
+def _pieces(
+  at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
+) -> tuple[tuple, str]:
+  """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
+  if beyond := _beyond_cudnn(staged):
+    return (), beyond
+  apart, past = at.top.apart(at), prompt.past
+  if apart is None or past is None or not _slots_are_positions(at, prompt):
+    return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
+  if window is not None and (past or window.view is not None):
+    return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
+  queries = q.shape[3]
+  before = past + prompt.tokens - queries + (apart if prompt.index is not None else 0)
+  apart = apart if prompt.index is not None else 0
+  first = None
+  if window is not None:
+    with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known
+      every = at.top.window(at, jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
+      first = None if every is None else np.asarray(every.first)[0]
+  plan = importlib.import_module("pallas_kernels.prefill_pieces").plan
+  blocks = plan(queries, apart, before, first, 0 if window is None else window.sinks)
+  return blocks, "" if blocks else "has too few queries in a window's reach for 'cudnn'"
 
 
 def _slots_are_positions(at: At, prompt: Prompt) -> bool:

@@ -252,6 +252,13 @@ class Method:
     """
     return None
 
+  def apart(self, at: At) -> int | None:
+    """How many of the first computed tokens (`active`) may stand apart; the others are neighbours.
+
+    None: more of them, or nobody knows. It only decides how attention is computed.
+    """
+    return None if at.top.overrides("active") else 0
+
   def fill(
     self,
     at: At,

@@ -1,16 +1,14 @@
 """Which implementation runs: names are honoured, missing ones raise, auto is stated."""
 
 import dataclasses
-import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ETF, H2O, PSAW, Env, Full, Prompt, Rope, SnapKV, StreamingLLM, dispatch
+from kvjax import CPE, ETF, H2O, PSAW, Env, Full, Prompt, Rope, SnapKV, StreamingLLM, dispatch
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
-from kvjax.ops import cudnn
 from tests.fit_methods import Evict, Offload
 from tests.layer import Layer, Stream
 
@@ -91,14 +89,18 @@ def test_prompt_kernels_agree_with_the_reference(name):
 
 
 def implementation(
-  method, layer=0, past=0, index=None, dtype=jnp.bfloat16, head_dim=128, impl="auto"
+  method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto"
 ):
-  """What attends to a prompt of eight tokens."""
+  """What attends to a prompt."""
   at = method.at(env(impl), layer)
-  staged = {"k": jnp.zeros((1, 1, 8, head_dim), dtype)}
-  qpos = jnp.arange(8, dtype=jnp.int32)[None]
-  prompt = Prompt(jnp.array([8]), jnp.array([8]), index, 8, past)
-  return dispatch._prompt_implementation(at, staged, method.window(at, qpos), prompt)
+  size = tokens + (past or 0)
+  staged = {"k": jax.ShapeDtypeStruct((1, 1, size, head_dim), jnp.dtype(dtype))}
+  valid = jnp.array([tokens], jnp.int32)
+  index = method.active(at, tokens, valid)
+  prompt = Prompt(valid, valid, index, tokens, past)
+  qpos = prompt.query_index()
+  q = jax.ShapeDtypeStruct((1, 1, 1, qpos.shape[1], head_dim), jnp.dtype(dtype))
+  return dispatch._prompt_implementation(at, staged, q, method.window(at, qpos), prompt)[0]
 
 
 def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
@@ -107,9 +109,15 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
   assert implementation(Full()) == "cudnn"
   assert implementation(SnapKV(budget=64)) == "cudnn"
   assert implementation(PSAW()) == "cudnn"  # a layer without a window
-  assert implementation(PSAW(), layer=3) == "pallas"
+  assert implementation(PSAW(), layer=3) == "pieces"
+  assert implementation(PSAW(), layer=3, tokens=1000) == "pallas"
+  assert implementation(StreamingLLM(budget=512, rope="original")) == "pallas"
+  assert implementation(StreamingLLM(budget=512)) == "pallas"  # turns its queries
+  assert implementation(ETF(), layer=3) == "pieces"
+  assert implementation(CPE(), layer=3) == "pieces"
+  assert implementation(Full(), past=4096) == "pieces"
+  assert implementation(PSAW(), layer=3, past=4096) == "pallas"
   assert implementation(Full(), past=None) == "pallas"
-  assert implementation(ETF(), index=jnp.zeros((1, 4), jnp.int32)) == "pallas"
   assert implementation(Full(), head_dim=256) == "pallas"
   assert implementation(Full(), head_dim=512) == "reference"
   assert implementation(Full(), dtype=jnp.float32) == "reference"
@@ -118,22 +126,14 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
 @pytest.mark.parametrize(
   ("found", "options"),
   [
-    ("PSAW has a window in this layer; 'cudnn' attends", {"method": PSAW(), "layer": 3}),
-    ("Full attends to more or less than a whole prompt", {"method": Full(), "past": 8}),
-    ("Full has heads of 128 float32; 'cudnn' takes", {"method": Full(), "dtype": jnp.float32}),
-    ("Full has heads of 36 bfloat16; 'cudnn' takes", {"method": Full(), "head_dim": 36}),
+    ("PSAW has too few queries in a window's reach", {"method": PSAW(), "layer": 3, "tokens": 99}),
+    ("Full attends to slots in no order that is known", {"past": None}),
+    ("SnapKV attends to slots in no order", {"method": SnapKV(budget=64), "past": 4096}),
+    ("Full has heads of 128 float32; 'cudnn' takes", {"dtype": jnp.float32}),
+    ("Full has heads of 36 bfloat16; 'cudnn' takes", {"head_dim": 36}),
     ("Full has heads of 512; 'pallas' takes up to 256", {"head_dim": 512, "impl": "pallas"}),
   ],
 )
 def test_a_named_implementation_never_gives_way(found, options):
   with pytest.raises(NotImplementedError, match=f"attend_prompt: {found}"):
     implementation(**{"method": Full(), "impl": "cudnn", **options})
-
-
-def test_cudnn_takes_the_arguments_that_are_passed():
-  """The function is private to jax: it may change with any release."""
-  parameters = inspect.signature(cudnn.dot_product_attention).parameters
-  assert list(parameters)[:3] == ["query", "key", "value"]
-  used = "q_seqlen", "kv_seqlen", "scale", "mask_type", "qkv_layout", "return_residual"
-  assert set(used) <= set(parameters)
-  assert cudnn.MaskType.PADDING_CAUSAL.name == "PADDING_CAUSAL"

@@ -24,7 +24,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
-from kvjax.ops import attention, slots
+from kvjax.ops import slots
 from kvjax.types import (
   At,
   Attended,
@@ -252,6 +252,13 @@ class Method:
     """
     return None
 
+  def apart(self, at: At) -> int | None:
+    """How many of the first computed tokens (`active`) may stand apart; the others are neighbours.
+
+    None: more of them, or nobody knows. It only decides how attention is computed.
+    """
+    return None if at.top.overrides("active") else 0
+
   def fill(
     self,
     at: At,
@@ -393,7 +400,8 @@ class Method:
     if at.env.check_nan:
       rows = checked_rows(at, attended, cache, rows)
     kept = slots.choose_rows(rows, kept, cache)
-    return attended.state.o.astype(q.dtype), kept, carry, {}
+    out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
+    return out, kept, carry, {}
 
   def enter(
     self, at: At, cache: Cache, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
@@ -417,13 +425,7 @@ class Method:
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
     """Causal attention of the chunk's queries over the staged slots."""
-    before = prompt.past  # slots that can stand before the chunk's own
-    if not at.top.positional:
-      before = staged["pos"].shape[2] - prompt.tokens
-    reach = None if before is None else before + 1 + prompt.query_index().max(0)
-    window = at.top.window(at, qpos)
-    state = attention.attend_prompt(at, q, qpos, staged, window, reach)
-    return Attended(state, None, None, (staged["pos"] >= 0).sum(-1, dtype=jnp.int32))
+    return dispatch.attend_prompt(at, staged, q, qpos, prompt)
 
   def at(self, env: Env, layer: int) -> At:
     """Where this method's drivers run in a layer."""

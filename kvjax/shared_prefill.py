@@ -82,7 +82,8 @@ class SharedPrefill(Method):
       after = site.top.keep(site, own, own_new, q, qpos, attended, prompt)
       kept.append(slots.choose_rows(rows, after, own))
     cache = dataclasses.replace(cache, caches=tuple(kept))
-    return attended.state.o.astype(q.dtype), cache, carry, {}
+    out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
+    return out, cache, carry, {}
 
   def conclude(self, env: Env, caches: tuple[Any, ...], valid: Array) -> tuple[Any, ...]:
     own = [m.conclude(env, take(caches, i), valid) for i, m in enumerate(self.members)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-IMPLEMENTATIONS = ("auto", "reference", "pallas", "jax-triton")
+IMPLEMENTATIONS = ("auto", "reference", "pallas", "jax-triton", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,9 @@ class Env:
   Attributes:
     layers: L.
     rope: the model's rotary embedding.
-    impl: "auto" (the Pallas kernel where one exists and the device runs it, else the reference),
-      "reference", "pallas" or "jax-triton" (a missing implementation raises).
+    impl: "auto" (the fastest that exists, does what the method needs and runs on the device),
+      "reference", "pallas", "jax-triton" (decode only) or "cudnn" (prompts only); one that is
+      missing, or cannot do it, raises.
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
     check_nan: whether attention that is not finite raises, through `jax.experimental.checkify`:

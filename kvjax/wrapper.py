@@ -11,7 +11,18 @@ from kvjax.methods.full import Full
 MOVES = (
   *("capacity", "extra", "window", "span"),
   *("victim", "fresh", "insert", "score", "select", "everything", "plan", "order", "read"),
-  *("attend", "observe", "active", "fill", "stage", "attend_prompt", "rank", "keep", "settle"),
+  *(
+    "attend",
+    "observe",
+    "active",
+    "apart",
+    "fill",
+    "stage",
+    "attend_prompt",
+    "rank",
+    "keep",
+    "settle",
+  ),
   "conclude",
 )
 

@@ -61,8 +61,11 @@ def call(
 def load(ref: Any, *index: Any, mask: Any, other: Any = 0.0, evict: str | None = None) -> Array:
   """ref[index] where mask holds, else `other`. The index holds integers and integer vectors.
 
+  Without a mask (None) the whole index must lie inside.
+
   `evict="evict_first"` marks bytes that nothing reads again before they leave the L2 cache.
   """
+  other = None if mask is None else other
   return plgpu.load(ref.at[index], mask=mask, other=other, eviction_policy=evict)
 
 

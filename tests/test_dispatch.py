@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Env, Full, Rope, dispatch
+from kvjax import CPE, ETF, H2O, PSAW, Env, Full, Prompt, Rope, SnapKV, StreamingLLM, dispatch
+from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from tests.fit_methods import Evict, Offload
 from tests.layer import Layer, Stream
 
@@ -55,3 +57,83 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
     outputs.append(out)
   assert outputs[0].dtype == np.float32
   np.testing.assert_allclose(*outputs, atol=2e-2)
+
+
+PROMPTS = {
+  "full": Full(),
+  "narrowing": PSAW(sinks=2, phi=0.5),
+  "turned": StreamingLLM(budget=9, sinks=2),
+  "by turn": StreamingLLMByTurn(budget=40, sinks=2, reserve=2),
+  "weighed": SnapKV(budget=12, window_size=4),
+  "gathered": H2O(budget=12),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompt_kernels_agree_with_the_reference(name):
+  """A ragged prompt and a further turn: outputs, and what stays in the cache."""
+  outputs, caches = [], []
+  for impl in ("pallas", "reference"):
+    layer = Layer(PROMPTS[name], Stream.random(2), env=env(impl), layer=3)
+    first = layer.prefill([20, 7])
+    second = layer.prefill([9, 13], start=[20, 7], past=None, total=[9, 13])
+    real = [
+      x[b, :, :, :n] for x, ns in ((first, (20, 7)), (second, (9, 13))) for b, n in enumerate(ns)
+    ]
+    outputs.append(real)
+    caches.append(layer.cache)
+  for a, b in zip(*outputs, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  for a, b in zip(*map(jax.tree.leaves, caches), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def implementation(
+  method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto"
+):
+  """What attends to a prompt."""
+  at = method.at(env(impl), layer)
+  size = tokens + (past or 0)
+  staged = {"k": jnp.zeros((1, 1, size, head_dim), dtype)}
+  valid = jnp.array([tokens], jnp.int32)
+  index = method.active(at, tokens, valid)
+  prompt = Prompt(valid, valid, index, tokens, past)
+  qpos = prompt.query_index()
+  q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
+  return dispatch._prompt_implementation(at, staged, q, method.window(at, qpos), prompt)[0]
+
+
+def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
+  assert implementation(Full()) == "reference"
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert implementation(Full()) == "cudnn"
+  assert implementation(SnapKV(budget=64)) == "cudnn"
+  assert implementation(PSAW()) == "cudnn"  # a layer without a window
+  assert implementation(PSAW(), layer=3) == "pieces"
+  assert implementation(PSAW(), layer=3, tokens=1000) == "pallas"
+  assert implementation(StreamingLLM(budget=512, rope="original")) == "pallas"
+  assert implementation(StreamingLLM(budget=512)) == "pallas"  # turns its queries
+  assert implementation(ETF(), layer=3) == "pieces"
+  assert implementation(CPE(), layer=3) == "pieces"
+  assert implementation(Full(), past=4096) == "pieces"
+  assert implementation(PSAW(), layer=3, past=4096) == "pallas"
+  assert implementation(Full(), past=None) == "pallas"
+  assert implementation(Full(), head_dim=256) == "pallas"
+  assert implementation(Full(), head_dim=512) == "reference"
+  assert implementation(Full(), dtype=jnp.float32) == "reference"
+
+
+@pytest.mark.parametrize(
+  ("found", "options"),
+  [
+    ("PSAW has too few queries in a window's reach", {"method": PSAW(), "layer": 3, "tokens": 99}),
+    ("Full attends to slots in no order that is known", {"past": None}),
+    ("SnapKV attends to slots in no order", {"method": SnapKV(budget=64), "past": 4096}),
+    ("Full has heads of 128 float32; 'cudnn' takes", {"dtype": jnp.float32}),
+    ("Full has heads of 36 bfloat16; 'cudnn' takes", {"head_dim": 36}),
+    ("Full has heads of 512; 'pallas' takes up to 256", {"head_dim": 512, "impl": "pallas"}),
+  ],
+)
+def test_a_named_implementation_never_gives_way(found, options):
+  with pytest.raises(NotImplementedError, match=f"attend_prompt: {found}"):
+    implementation(**{"method": Full(), "impl": "cudnn", **options})

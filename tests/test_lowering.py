@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from pallas_kernels import config, decode, product
+from pallas_kernels import config, decode, prefill, product
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
@@ -178,11 +178,47 @@ def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     yield "qkv_heads", capability, call, [heads, of(heads.shape[2:], jnp.bfloat16), scale, scale]
 
 
+def prefill_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Prompt attention, plain and with everything it can do, and its second pass."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  seen = set()
+  for kind, capability in DEVICES.items():
+    for queries, head_dim, dtype in (
+      *((8192, 128, jnp.bfloat16), (32, 64, jnp.float16)),
+      *((8192, 256, jnp.bfloat16), (8192, 128, jnp.float32)),
+    ):
+      name = f"{queries}-H{head_dim}-{jnp.dtype(dtype).name}"
+      if (name, capability) in seen:
+        continue
+      seen.add((name, capability))
+      cuts = [
+        prefill.blocking(queries, head_dim, jnp.dtype(dtype).itemsize, mass=mass, kind=kind)
+        for mass in (False, True)
+      ]
+      q, k = of((1, 8, 4, queries, head_dim), dtype), of((1, 8, 32768, head_dim), dtype)
+      pos, qpos, state = of((1, 8, 32768), i32), of((1, queries), i32), of(q.shape[:4], jnp.float32)
+      options = {"cut": cuts[0], "interpret": False}
+      run = functools.partial(prefill.prefill_attention, sinks=16, **options)
+      yield f"window-{name}", capability, run, [q, k, k, qpos, qpos]
+      if head_dim == 128 and queries == 8192:
+        run = functools.partial(prefill.prefill_attention, **options)
+        yield f"plain-{name}", capability, run, [q, k, k, qpos]
+
+      def any_order(q, k, v, qpos, first, pos, options=options):
+        options = {**options, "q_sinks": q, "pos": pos}
+        return prefill.prefill_attention(q, k, v, qpos, first, sinks=16, **options)
+
+      yield f"any-order-{name}", capability, any_order, [q, k, k, qpos, qpos, pos]
+      run = functools.partial(prefill.column_mass, sinks=16, cut=cuts[1], interpret=False)
+      yield f"mass-{name}", capability, run, [q, k, pos, qpos, state, state, qpos]
+
+
 # Kernel -> its calls, as (name, capability, function, abstract arguments).
 KERNELS: dict[str, Callable] = {
   "decode": decode_calls,
   "enter_token": enter_token_calls,
   "longflow": longflow_calls,
+  "prefill": prefill_calls,
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
 }
@@ -225,6 +261,11 @@ def test_streams_through_shared_memory(call, name):
   binary = next(b for k, b in compiled(call) if k.name == name)
   assert "cp.async" in binary.ptx
   assert "mma.sync" in binary.ptx
+
+
+def test_prompts_use_the_matrix_units_of_a_group_of_warps():
+  ((_, binary),) = compiled("prefill-plain-8192-H128-bfloat16-sm90")
+  assert "wgmma.mma_async" in binary.ptx
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -38,7 +38,7 @@ class ETF(Wrapper):
       "project", projected from the state that it keeps (§IV-C), at the price of the projection.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("active", "fill")
+  replaces: ClassVar[tuple[str, ...]] = ("active", "apart", "fill")
   sinks: int = 16
   psi: float = 0.5
   gamma: float = 1.0
@@ -102,6 +102,10 @@ class ETF(Wrapper):
     i = jnp.arange(count, dtype=jnp.int32)
     index = jnp.where(i < self.sinks, i, frozen + i - self.sinks)
     return jnp.where(index < total, index, tokens)
+
+  def apart(self, at: At) -> int | None:
+    """The first tokens; behind the frozen ones, the end of the prompt is in one piece."""
+    return self.sinks
 
   def fill(
     self,

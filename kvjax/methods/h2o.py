@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import softmax_state
+from kvjax import dispatch, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.method import Aux, Method
-from kvjax.ops import attention, slots
+from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
@@ -80,7 +80,7 @@ class H2O(Bounded):
     prompt: Prompt,
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     window = at.top.window(at, qpos)
-    mass = attention.column_mass(at, q, qpos, staged, window, attended.state)
+    mass = dispatch.column_mass(at, q, qpos, staged, window, attended.state)
     staged = {**staged, "mass": staged["mass"] + mass}
     return self.priority(staged, staged["pos"][:, 0].max(-1) + 1), staged
 

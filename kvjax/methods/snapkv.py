@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import dispatch
 from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import attention, slots
@@ -94,7 +95,7 @@ class SnapKV(Bounded):
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, self.window_size)
     seen = at.top.window(at, last_pos)
-    mass = attention.column_mass(at, last, last_pos, staged, seen, state)
+    mass = dispatch.column_mass(at, last, last_pos, staged, seen, state)
     pos = staged["pos"]
     first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
     past = (pos >= 0) & (pos < first[:, None, None])

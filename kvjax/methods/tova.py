@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import softmax_state
+from kvjax import dispatch, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
@@ -62,7 +62,7 @@ class TOVA(Bounded):
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, 1)
     window = at.top.window(at, last_pos)
-    p = attention.column_mass(at, last, last_pos, staged, window, state)
+    p = dispatch.column_mass(at, last, last_pos, staged, window, state)
     score = self.over_heads(at, p)
     return score, {**staged, "score": score}
 

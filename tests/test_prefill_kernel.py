@@ -1,0 +1,182 @@
+"""Prompt attention against a NumPy float64 loop: windows, chunks, ragged rows, queries apart.
+
+On a GPU the same tests run the compiled kernels, and cuDNN's at its own shapes.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.prefill import Blocking, check, column_mass, prefill_attention
+from tests.layer import softmax_average
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+SMALL = Blocking(rows=16, tile=16, warps=4, stages=2)
+
+
+def arrays(seed, heads, groups, head_dim, dtype, queries, slots, batch=2):
+  rng = np.random.default_rng(seed)
+  kv = batch, heads, slots, head_dim
+  shapes = (batch, heads, groups, queries, head_dim), kv, kv
+  return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def oracle(q, k, v, qpos, pos, first=None, sinks=0, q_sinks=None):
+  """o and log-sum-exp of every query, the probabilities' column sums, and the slots seen."""
+  wide = [None if x is None else np.array(x, np.float64) for x in (q, k, v, q_sinks)]
+  q, k, v, q_sinks = wide
+  batch, heads, groups, queries, head_dim = q.shape
+  o, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+  mass, seen = np.zeros(pos.shape), np.zeros(pos.shape, bool)
+  for b, h, t in np.ndindex(batch, heads, queries):
+    held = [
+      s
+      for s, p in enumerate(pos[b, h])
+      if 0 <= p <= qpos[b, t] and (first is None or p < sinks or p >= first[b, t])
+    ]
+    seen[b, h, held] = True
+    for g in range(groups) if held else ():
+      x = k[b, h, held] @ q[b, h, g, t] / math.sqrt(head_dim)
+      if q_sinks is not None:
+        turned = k[b, h, held] @ q_sinks[b, h, g, t] / math.sqrt(head_dim)
+        x = np.where(pos[b, h, held] < sinks, turned, x)
+      o[b, h, g, t] = softmax_average(x, v[b, h, held])
+      lse[b, h, g, t] = x.max() + np.log(np.exp(x - x.max()).sum())
+      mass[b, h, held] += np.exp(x - lse[b, h, g, t]) / groups
+  return o, lse, mass, seen
+
+
+def positions(seed, case, batch, queries, slots):
+  """Positions of queries, and of slots (None: a slot is its position), for a case's name."""
+  rng = np.random.default_rng(seed)
+  if case == "prompt":  # ragged, right-padded
+    valid = np.array([queries, queries // 3][:batch])
+    t = np.arange(queries)
+    return np.where(t < valid[:, None], t, -1), None
+  if case == "chunk":  # behind different numbers of cached tokens
+    past, valid = np.array([[slots - queries], [7]]), np.array([[queries], [queries // 2]])
+    t = np.arange(queries)
+    return np.where(t < valid, past + t, -1), None
+  if case == "apart":  # the first ones and the end of a prompt
+    total = np.array([[slots], [slots - 9]])
+    t = np.arange(queries)
+    index = np.where(t < 5, t, slots // 2 + t - 5)
+    return np.where(index < total, index, -1), None
+  order = np.stack([rng.permutation(slots) for _ in range(batch)])[:, None]
+  pos = np.where(order < slots - 11, order, -1)  # any order, with holes
+  return np.sort(rng.integers(0, slots, (batch, queries)), 1), pos
+
+
+@pytest.mark.parametrize("window", ["none", "narrowing", "sliding", "turned"])
+@pytest.mark.parametrize("case", ["prompt", "chunk", "apart", "any order"])
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim", "dtype"),
+  [(3, 3, 24, "float32"), (2, 4, 64, "bfloat16"), (1, 7, 64, "float16")],
+)
+def test_against_oracle(heads, groups, head_dim, dtype, case, window):
+  queries, slots, batch = 70, (70 if case == "prompt" else 150), 2
+  qpos, pos = positions(3, case, batch, queries, slots)
+  q, k, v = arrays(1, heads, groups, head_dim, dtype, queries, slots)
+  first, sinks, q_sinks = None, 0, None
+  if window != "none":
+    sinks = 20 if window == "sliding" else 3
+    first = np.where(qpos < 0, 0, qpos * 3 // 8 if window == "narrowing" else qpos - 21)
+  if window == "turned":
+    q_sinks = arrays(2, heads, groups, head_dim, dtype, queries, slots)[0]
+  every = np.arange(slots) if pos is None else pos
+  every = np.broadcast_to(every, (batch, heads, slots))
+  o, lse, mass, seen = oracle(q, k, v, qpos, every, first, sinks, q_sinks)
+  # NaN in what no query sees. Where slots are positions, a window's edges share tiles with it.
+  unseen = ~seen if window == "none" else every > qpos.max(1)[:, None, None]
+  k, v = (jnp.where(jnp.asarray(unseen)[..., None], jnp.nan, x).astype(dtype) for x in (k, v))
+  q = jnp.where(jnp.asarray(qpos < 0)[:, None, None, :, None], jnp.nan, q).astype(dtype)
+  of = functools.partial(jnp.asarray, dtype=jnp.int32)
+  options = {"sinks": sinks, "cut": SMALL}
+  run = jax.jit(functools.partial(prefill_attention, **options))
+  state, rounded = run(
+    q,
+    k,
+    v,
+    of(qpos),
+    None if first is None else of(first),
+    q_sinks=q_sinks,
+    pos=None if pos is None else of(every),
+  )
+  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
+  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
+  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o))
+  if window == "turned":
+    return
+  sums = jax.jit(functools.partial(column_mass, **options))(
+    jnp.where(jnp.isnan(q), 0, q),
+    k,
+    of(np.where(unseen, -1, every)),
+    of(qpos),
+    state.m,
+    state.l,
+    None if first is None else of(first),
+  )
+  np.testing.assert_allclose(sums, mass, atol=queries * CLOSE[dtype] / 4)
+
+
+def test_second_run_is_bit_equal():
+  q, k, v = arrays(0, 2, 4, 64, "bfloat16", 90, 90)
+  qpos = jnp.asarray(positions(0, "prompt", 2, 90, 90)[0], jnp.int32)
+  first, second = (prefill_attention(q, k, v, qpos)[0] for _ in range(2))
+  for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_query_of_nan_gives_no_mass():
+  q, k, v = arrays(0, 1, 1, 16, "float32", 40, 40, batch=1)
+  qpos = jnp.arange(40, dtype=jnp.int32)[None]
+  state = prefill_attention(q.at[0, 0, 0, 7].set(jnp.nan), k, v, qpos)[0]
+  got = column_mass(q, k, qpos[None], qpos, state.m, state.l)
+  want = oracle(q, k, v, np.where(np.arange(40) == 7, -1, np.asarray(qpos)), np.asarray(qpos[None]))
+  np.testing.assert_allclose(got, want[2], atol=1e-5)
+
+
+def test_bad_operands():
+  q, k, v = (np.zeros(shape, np.float32) for shape in ((1, 2, 3, 8, 16), *[(1, 2, 9, 16)] * 2))
+  qpos = np.zeros((1, 8), np.int32)
+  with pytest.raises(ValueError, match=r"v: found shape \(1, 2, 9, 15\), expected \[1, 2, 9, 16\]"):
+    check(q, k, v[..., 1:], qpos, 0)
+  with pytest.raises(ValueError, match=r"qpos: found shape \(1, 7\), expected \[1, 8\]"):
+    check(q, k, v, qpos[:, 1:], 0)
+  with pytest.raises(TypeError, match="k: found dtype float64, expected float32"):
+    check(q, k.astype(np.float64), v, qpos, 0)
+  with pytest.raises(NotImplementedError, match="head size 512, expected at most 256"):
+    check(*(np.zeros((*x.shape[:-1], 512), np.float32) for x in (q, k, v)), qpos, 0)
+  with pytest.raises(ValueError, match=r"Blocking\.rows: found 24, expected a power of two"):
+    Blocking(rows=24)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on a GPU only")
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim", "dtype"),
+  [(2, 4, 128, "bfloat16"), (3, 3, 64, "float16"), (1, 7, 96, "bfloat16"), (2, 1, 40, "float16")],
+)
+@pytest.mark.parametrize("tokens", [64, 77, 600])
+def test_cudnn_against_oracle(heads, groups, head_dim, dtype, tokens):
+  """Ragged rows, one of them idle; NaN in what stands behind them."""
+  from kvjax.ops.cudnn import attend_causal
+
+  q, k, v = arrays(1, heads, groups, head_dim, dtype, tokens, tokens, batch=3)
+  valid = np.array([tokens, tokens // 3, 0], np.int32)
+  t = np.arange(tokens)
+  qpos = np.where(t < valid[:, None], t, -1)
+  o, lse, _, _ = oracle(q, k, v, qpos, np.broadcast_to(t, k.shape[:3]))
+  behind = jnp.asarray(qpos < 0)[:, None, :, None]
+  k, v = (jnp.where(behind, jnp.nan, x).astype(dtype) for x in (k, v))
+  q = jnp.where(behind[:, :, None], jnp.nan, q).astype(dtype)
+  state, rounded = jax.jit(attend_causal)(q, k, v, jnp.asarray(valid))
+  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
+  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
+  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o))

@@ -37,23 +37,14 @@ NEVER = 1 << 30  # a patience that no walk exhausts
 
 @dataclasses.dataclass(frozen=True)
 class Detector:
-  """When a walk ends: as the fields of `kvjax.ART`.
+  """When a walk ends; fields as the arguments of `walk`."""
 
-  Attributes:
-    tau: largest movement of the probe that counts as stable.
-    phi: largest 1 − cosine of two probes that counts as stable.
-    patience: stable tiles in a row that end the walk; infinity never ends it.
-    full: whether the probe is the whole output; else 32 of its dimensions.
-    per_head: whether query heads stop one by one; else all of a KV head's at once.
-    kept: first tiles of the visiting order before whose end no walk stops.
-  """
-
-  tau: float
-  phi: float
-  patience: float
-  full: bool = False
-  per_head: bool = False
-  kept: int = 0
+  tau: float | int
+  phi: float | int
+  patience: float | int
+  full: bool
+  per_head: bool
+  kept: int
 
 
 class _Walk(NamedTuple):
@@ -238,7 +229,12 @@ def walk(
   unit: int = 1,
   sinks: int = 0,
   tile: int = 128,
-  detector: Detector | None,
+  tau: float | int = 1e-5,
+  phi: float | int = 1e-3,
+  patience: float | int | None,
+  full: bool = False,
+  per_head: bool = False,
+  kept: int = 0,
   splits: int | None = None,
   chunk: int = CHUNK,
   scale: float | None = None,
@@ -256,13 +252,18 @@ def walk(
     q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
     k, v: cached keys and values in the dtype of q.
     table: int32 indices of tiles of `unit` slots in visiting order, no duplicates; negative ones
-      are holes. None: tiles of `tile` slots, those of the sinks first, then the newest one and down.
+      are holes. None: tiles of `tile` slots, those of the sinks first, then from the newest down.
     count: int32, how many entries of a list are valid, holes included; None without a table.
     start, stop: int32, the range of slots that may be read at all, see `decode_attention`.
     unit: slots per entry of the table, 1 to 256.
     sinks: leading slots that may be read whatever `start` is.
     tile: keys between two looks at the output, up to 256.
-    detector: when a walk ends; None: it never does, and nothing is looked at.
+    tau, phi: largest movement of the probe, and largest 1 − cosine of two probes, that are stable.
+    patience: stable tiles in a row that end a walk; infinity never ends it; None: nothing is looked
+      at, and the result is that of infinity to the bit.
+    full: whether the probe is the whole output; else 32 of its dimensions.
+    per_head: whether query heads stop one by one; else all of a KV head's at once.
+    kept: first tiles of the order before whose end no walk stops.
     splits: P; None: as many as fill the device, by the shapes alone.
     chunk: tiles between two tests for the end; those behind the end are loaded for nothing.
     scale: factor of the logits; H^−½ if None.
@@ -289,7 +290,10 @@ def walk(
     splits = choose_splits(rows, length, tile, interpret=interpreted)
   if splits < 1:
     raise ValueError(f"splits: found {splits}, expected 1 or more")
-  splits = min(splits, pl.cdiv(length, tile) + -(-sinks // tile))
+  splits = min(splits, pl.cdiv(length, tile))
+  detector = None
+  if patience is not None:
+    detector = Detector(tau, phi, patience, full, per_head, kept)
   cut = cut or choose_cut(tile, head_dim, q.dtype.itemsize, interpret=interpreted)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
   if table is not None and count is not None:

@@ -1,7 +1,9 @@
 """ART: stop walking the cache when the output has stopped moving (ART, §3, Alg. 1)."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -13,7 +15,7 @@ from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
 from kvjax.ops import attention, slots
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Carry, Plan
+from kvjax.types import At, Attended, Cache, Plan
 from kvjax.wrapper import Wrapper
 
 PROBES = 32  # dimensions of the output that a strided probe looks at
@@ -34,6 +36,11 @@ class ART(Wrapper):
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
+  One walk per KV head leaves most of a GPU idle where there are few of them. With P splits, split s
+  walks tiles s, s + P, … of the order and stops by itself, by the output of its own tiles; what
+  all of them have read is joined. Each needs its own p stable tiles, so that together they read
+  more than one walk would; and none of them knows how little its part weighs in the whole.
+
   Attributes:
     base: the method whose plan is walked.
     tau: τ, largest movement of the probe that counts as stable.
@@ -43,6 +50,8 @@ class ART(Wrapper):
     probe: "strided32", every H/32-th dimension of the output, or "full", all of them.
     stop: "group", the query heads of a KV head go on until all of them are stable at once, as they
       share what is loaded; or "head", each stops by itself, as in the paper.
+    splits: P; 1 is the paper's walk. "auto": on a GPU as many as fill it, by the cache's shape;
+      elsewhere 1.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
@@ -54,6 +63,7 @@ class ART(Wrapper):
   tile: int = 128
   probe: str = "strided32"
   stop: str = "group"
+  splits: int | str = "auto"
 
   def __post_init__(self):
     super().__post_init__()
@@ -68,6 +78,8 @@ class ART(Wrapper):
       raise ValueError(f"ART.probe: found {self.probe!r}, expected 'strided32' or 'full'")
     if self.stop not in ("group", "head"):
       raise ValueError(f"ART.stop: found {self.stop!r}, expected 'group' or 'head'")
+    if self.splits != "auto" and not (isinstance(self.splits, int) and self.splits >= 1):
+      raise ValueError(f"ART.splits: found {self.splits!r}, expected 1 or more, or 'auto'")
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -82,46 +94,127 @@ class ART(Wrapper):
     """A decoded token may stop early; a prompt's never does."""
     return False
 
-  def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
-  ) -> tuple[Plan, Carry]:
-    """The base's plan, with a table in visiting order where it has none."""
-    plan, carry = self.base.plan(at, cache, q, carry)
-    if plan.table is None:
-      plan = self.listed(at, cache, plan)
-    return plan, carry
-
-  def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
-    """A plan of everything as a table: of tiles, newest first, or of single slots by priority."""
-    span, priority = plan.span, at.top.order(at, cache)
-    tiled = at.top.positional and priority is None
-    unit = self.tile if tiled else 1
-    first = jnp.arange(-(-cache.size // unit), dtype=jnp.int32) * unit  # slot of every tile
-    pinned = -(-span.sinks // unit)
-    if tiled:
-      priority = jnp.broadcast_to(first, (*cache.pos.shape[:2], first.shape[0]))
-    elif priority is None:
-      priority = cache.pos
-    seen = (first < span.stop[..., None]) & (
-      (first < span.sinks) | (first + unit > span.start[..., None])
-    )
-    rank = jnp.where(first < pinned * unit, jnp.inf, priority.astype(jnp.float32))
-    rank = jnp.where(seen, rank, -jnp.inf)
-    table = jnp.argsort(-rank, -1, stable=True).astype(jnp.int32)
-    count = jnp.broadcast_to(seen, rank.shape).sum(-1, dtype=jnp.int32)
-    listed = jnp.arange(table.shape[-1]) < count[..., None]
-    return dataclasses.replace(
-      plan, table=jnp.where(listed, table, -1), count=count, unit=unit, pinned=pinned
-    )
-
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
     impl = dispatch.choose("art", at.env.impl)
-    if impl != "reference":
-      dispatch.kernel("art", impl)  # raises: there is none
-    assert plan.table is not None  # every plan of `plan` has one
-    heads, size = q.shape[:3], plan.table.shape[-1] * plan.unit
-    kept = -(-plan.pinned * plan.unit // self.tile)  # steps that are never skipped
+    beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
+    if impl == "reference" or (beyond and at.env.impl == "auto"):
+      return self.walk(at, cache, plan, q)
+    run = dispatch.kernel("art", impl)
+    if beyond:
+      raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
+    return self.walk_by(run, at, cache, plan, q)
+
+  def arithmetic(self, at: At, cache: Cache, plan: Plan) -> bool:
+    """Whether the order is one of whole tiles that needs no table: newest first after the first."""
+    return plan.table is None and at.top.positional and at.top.order(at, cache) is None
+
+  def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
+    """A plan with a table: of tiles, newest first, or of single slots by priority."""
+    if plan.table is not None:
+      return plan
+    span, shape = plan.span, cache.pos.shape[:2]
+    if self.arithmetic(at, cache, plan):
+      pinned = -(-span.sinks // self.tile)
+      newest = (span.stop + self.tile - 1) // self.tile - 1
+      oldest = jnp.maximum(span.start // self.tile, pinned)
+      first = jnp.minimum(pinned, newest + 1)
+      count = jnp.broadcast_to(first + jnp.maximum(newest - oldest + 1, 0), shape)
+      t = jnp.arange(-(-cache.size // self.tile), dtype=jnp.int32)
+      table = jnp.where(t < pinned, t, (newest + pinned)[..., None] - t)
+      table = jnp.where(t < count[..., None], table, -1)
+      return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
+    priority = at.top.order(at, cache)
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    seen = span.holds(slot)
+    rank = (cache.pos if priority is None else priority).astype(jnp.float32)
+    rank = jnp.where(slot < span.sinks, jnp.inf, rank)
+    table = jnp.argsort(jnp.where(seen, -rank, jnp.inf), -1, stable=True).astype(jnp.int32)
+    count = jnp.broadcast_to(span.length(), shape)
+    table = jnp.where(slot < count[..., None], table, -1)
+    return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
+
+  def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+    """The same by a kernel."""
+    listed, direct = self.listed(at, cache, plan), self.arithmetic(at, cache, plan)
+    assert listed.table is not None and listed.count is not None  # it is listed
+    k, v, span = cache.slots["k"], cache.slots["v"], plan.span
+    state, out, walked = run(
+      q.astype(k.dtype),
+      k,
+      v,
+      None if direct else listed.table,
+      None if direct else listed.count,
+      span.start,
+      span.stop,
+      unit=listed.unit,
+      sinks=span.sinks,
+      tile=self.tile,
+      tau=self.tau,
+      phi=self.phi,
+      patience=self.patience,
+      full=self.probe == "full",
+      per_head=self.stop == "head",
+      kept=-(-listed.pinned * listed.unit // self.tile),
+      splits=None if self.splits == "auto" else self.splits,
+    )
+    tiles, visited = self.read_by(listed, cache.size, walked)
+    return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
+
+  def read_by(
+    self, plan: Plan, size: int, walked: Int[Array, "B K P G"]
+  ) -> tuple[Int[Array, "B K G"], Int[Array, "B K"]]:
+    """Tiles with a key that each query head took, and slots that any of a KV head's read.
+
+    Split s of P has walked its first `walked` tiles s, s + P, … of the plan's table.
+    """
+    assert plan.table is not None and plan.count is not None
+    tiles, splits = -(-plan.table.shape[-1] * plan.unit // self.tile), walked.shape[2]
+    key = jnp.arange(tiles * self.tile, dtype=jnp.int32)
+    entry = jnp.take(plan.table, key // plan.unit, 2, mode="fill", fill_value=-1)
+    slot = entry * plan.unit + key % plan.unit
+    real = (key // plan.unit < plan.count[..., None]) & (entry >= 0) & (slot < size)
+    held = (real & plan.span.holds(slot)).reshape(*slot.shape[:2], tiles, self.tile)
+    held = held.sum(-1, dtype=jnp.int32)[:, :, None]  # keys of every tile
+    t = jnp.arange(tiles, dtype=jnp.int32)
+    read = t // splits < jnp.moveaxis(walked, 2, 3)[..., t % splits]
+    return (read & (held > 0)).sum(-1, dtype=jnp.int32), jnp.where(read, held, 0).sum(-1).max(-1)
+
+  def walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """The reference: Algorithm 1, line by line, split by split."""
+    plan = self.listed(at, cache, plan)
+    assert plan.table is not None  # it is listed
+    tiles = -(-plan.table.shape[-1] * plan.unit // self.tile)
+    splits = 1 if self.splits == "auto" else min(int(self.splits), tiles)
+    logits = None
+    if at.top.wants_logits:
+      logits = jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf)
+    walks: list[Walk] = []
+    for first in range(splits):
+      steps = jnp.arange(first, tiles, splits, dtype=jnp.int32)
+      walks.append(self.walk_tiles(at, cache, plan, q, steps, splits, logits))
+      logits = walks[-1].logits
+    state = functools.reduce(softmax_state.merge, (w.state for w in walks))
+    taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
+    visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
+    if logits is None:
+      return Attended(state, None, None, visited, memo=taken)
+    every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
+
+  def walk_tiles(
+    self,
+    at: At,
+    cache: Cache,
+    plan: Plan,
+    q: Float[Array, "B K G H"],
+    tiles: Int[Array, " T"],
+    stride: int,
+    logits: Float[Array, "B K S G"] | None,
+  ) -> "Walk":
+    """One walk over some tiles of the order, `stride` apart; `logits` are those read so far."""
+    heads = q.shape[:3]
+    kept = -(-plan.pinned * plan.unit // self.tile)  # tiles that are never skipped
 
     def step(walk: "Walk", t: Array) -> tuple["Walk", None]:
       logits, v, slot, ok = self.load(at, cache, plan, q, t)
@@ -139,27 +232,16 @@ class ART(Wrapper):
       return Walk(
         state=jax.tree.map(lambda a, b: _where(counts, a, b), new, walk.state),
         calm=calm,
-        going=walk.going & ~(done & (t + 1 >= kept)),
+        going=walk.going & ~(done & (t + stride >= kept)),
         tiles=walk.tiles + counts,
         keys=walk.keys + jnp.where(counts, ok.sum(-1, dtype=jnp.int32)[..., None], 0),
         logits=seen,
       ), None
 
     zero = jnp.zeros(heads, jnp.int32)
-    start = Walk(
-      state=softmax_state.empty(heads, q.shape[-1]),
-      calm=zero,
-      going=zero == 0,
-      tiles=zero,
-      keys=zero,
-      logits=jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf) if at.top.wants_logits else None,
-    )
-    walk, _ = jax.lax.scan(step, start, jnp.arange(-(-size // self.tile)))
-    visited = walk.keys.max(-1)
-    if walk.logits is None:
-      return Attended(walk.state, None, None, visited, memo=walk.tiles)
-    every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-    return Attended(walk.state, jnp.moveaxis(walk.logits, 3, 2), every, visited, memo=walk.tiles)
+    empty = softmax_state.empty(heads, q.shape[-1])
+    start = Walk(empty, calm=zero, going=zero == 0, tiles=zero, keys=zero, logits=logits)
+    return jax.lax.scan(step, start, tiles)[0]
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -214,7 +296,7 @@ class Walk:
     state: softmax state of the tiles read.
     calm: c, stable tiles in a row.
     going: whether it goes on.
-    tiles, keys: steps taken, and keys read in them.
+    tiles, keys: steps taken (tiles with a key in them), and keys read.
     logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where nobody asks.
   """
 

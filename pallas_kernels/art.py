@@ -14,7 +14,6 @@ tiles behind the stop, which leaves the softmax state as it is, to the bit.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,19 +58,23 @@ class _Walk(NamedTuple):
   walked: Array
 
 
-def _probe(columns: Array, head_dim: int, full: bool) -> Array:
-  """1 where the output is looked at, 0 elsewhere: columns ⌊i·H/32⌋, i < 32, or all."""
+def _probed(columns: Array, head_dim: int, full: bool) -> Array:
+  """Whether the output is looked at in each column: those of ⌊i·H/32⌋, i < 32, or all."""
   if full or head_dim <= PROBES:
-    return (columns < head_dim).astype(jnp.float32)
+    return columns < head_dim
+  apart = head_dim // PROBES
+  if head_dim == apart * PROBES and apart & (apart - 1) == 0:
+    # In this form the compiler sees which registers are never looked at, and drops them.
+    return (columns & (apart - 1) == 0) & (columns < head_dim)
   i = (columns * PROBES + head_dim - 1) // head_dim  # the first i with i·H/32 ≥ column
-  return ((i < PROBES) & (i * head_dim // PROBES == columns)).astype(jnp.float32)
+  return (i < PROBES) & (i * head_dim // PROBES == columns)
 
 
 def _stepper(
   advance: Callable[[Any, _tiles.Carry, Array], tuple[_tiles.Carry, Array]],
   detector: Detector,
   *,
-  probe: Array,
+  probed: Array,
   lanes: Array,
   groups: int,
   part: Array,
@@ -84,7 +87,7 @@ def _stepper(
   patience = int(min(detector.patience, NEVER))
 
   def look(carry: _tiles.Carry) -> Array:
-    return carry.acc * (probe[None, :] * (1 / _tiles.nonzero(carry.l))[:, None])
+    return jnp.where(probed[None, :], carry.acc * (1 / _tiles.nonzero(carry.l))[:, None], 0.0)
 
   def step(i: Any, walk: _Walk) -> _Walk:
     carry, seen = advance(i, walk.carry, walk.going)
@@ -155,7 +158,8 @@ def _walk_kernel(
 
   def fetch(t: Any, lane: Array) -> _tiles.Tile:
     slot, keep = slots_of(t, lane)
-    slot = jnp.where(keep, slot, 0)
+    if table_refs:  # without one, addresses stay a run, which saves registers
+      slot = jnp.where(keep, slot, 0)
     index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
     k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in (k_ref, v_ref))
     return _tiles.Tile(k, v, keep)
@@ -167,16 +171,23 @@ def _walk_kernel(
   def advance(
     i: Any, carry: _tiles.Carry, going: Array | None = None
   ) -> tuple[_tiles.Carry, Array]:
-    """Adds tile i of this program, in as many parts as the registers and shared memory ask for."""
-    top = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
-    for j in range(parts):
+    """Adds tile i of this program, and says which rows saw a key of it."""
+
+    def add(j: Any, carried: tuple[_tiles.Carry, Array]) -> tuple[_tiles.Carry, Array]:
+      carry, top = carried
       loaded = fetch(part + i * splits, j * cut.tile + jnp.arange(cut.tile))
       keep = loaded.keep
       if going is not None:
         keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
       logits: list[Array] = []
       carry = _tiles.step(carry, q, loaded._replace(keep=keep), scale=scale, see=logits.append)
-      top = jnp.maximum(top, logits[0].max(axis=1))
+      return carry, jnp.maximum(top, logits[0].max(axis=1))
+
+    carried = carry, jnp.full(lanes.shape, -jnp.inf, jnp.float32)
+    if parts == 1:
+      carry, top = add(0, carried)
+    else:  # a tile that the shared memory does not hold twice
+      carry, top = lax.fori_loop(0, parts, add, carried)
     return carry, ~(top == -jnp.inf)
 
   mine = jnp.maximum(tiles - part + splits - 1, 0) // splits
@@ -191,7 +202,7 @@ def _walk_kernel(
     step = _stepper(
       advance,
       detector,
-      probe=_probe(columns, head_dim, detector.full),
+      probed=_probed(columns, head_dim, detector.full),
       lanes=lanes,
       groups=groups,
       part=part,
@@ -330,24 +341,23 @@ def walk(
   return State(o, m, l), rounded, walked.reshape(batch, heads, splits, groups)
 
 
-def choose_splits(rows: int, length: int, tile: int, *, interpret: bool = False) -> int:
+def choose_splits(
+  rows: int, length: int, tile: int, *, interpret: bool = False, kind: str | None = None
+) -> int:
   """Splits that give every multiprocessor two programs; one where the rows already do."""
   if interpret:
     return 1
-  first = jax.devices()[0]
-  here = config.device(first.device_kind, getattr(first, "core_count", None))
-  return max(1, min(2 * here.cores // rows, -(-length // tile)))
+  return max(1, min(2 * config.this_device(kind).cores // rows, -(-length // tile)))
 
 
 def choose_cut(
   tile: int, head_dim: int, itemsize: int, *, interpret: bool = False, kind: str | None = None
 ) -> config.Config:
   """Keys per matrix product, at most a tile of the walk, and stages that fit two programs."""
-  whole = max(16, 1 << math.ceil(math.log2(tile)))
+  whole = max(16, pl.next_power_of_2(tile))
   if interpret:
     return config.Config(tile=whole, programs=1, warps=4, stages=1)
-  here = config.device(kind or jax.devices()[0].device_kind)
   columns = _split.columns_of(head_dim)
   part = max(16, min(whole, (64 << 10) // (2 * columns * itemsize)))
-  stages = max(2, min(4, (here.shared // 2) // (2 * part * columns * itemsize)))
-  return config.Config(tile=part, programs=1, warps=4, stages=stages)
+  # float32 tiles want the registers of eight warps.
+  return config.Config(tile=part, programs=1, warps=4 if itemsize < 4 else 8, stages=2)

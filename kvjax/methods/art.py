@@ -83,7 +83,7 @@ class ART(Wrapper):
 
   @classmethod
   def example(cls, budget: int) -> Method:
-    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6))
+    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
 
   @classmethod
   def neutral(cls, length: int) -> Method:

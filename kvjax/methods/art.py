@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, mass_bound, softmax_state
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
+from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
 PROBES = 32  # dimensions of the output that a strided probe looks at
@@ -41,6 +42,12 @@ class ART(Wrapper):
   all of them have read is joined. Each needs its own p stable tiles, so that together they read
   more than one walk would; and none of them knows how little its part weighs in the whole.
 
+  With certify = ε nothing is left to the detector. Tiles keep the least and the largest of their
+  keys, channel by channel, as Quest's pages do. The newest tile and those of the first tokens come
+  first, the others by the share of the mass that their bounds allow them; and the walk ends only
+  once what it has not read cannot move the output by more than ε·max‖v‖ (`kvjax.mass_bound`). That
+  is ours, not the paper's, and asks for a base that reads everything that it keeps in place.
+
   Attributes:
     base: the method whose plan is walked.
     tau: τ, largest movement of the probe that counts as stable.
@@ -52,6 +59,7 @@ class ART(Wrapper):
       share what is loaded; or "head", each stops by itself, as in the paper.
     splits: P; 1 is the paper's walk. "auto": on a GPU as many as fill it, by the cache's shape;
       elsewhere 1.
+    certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
@@ -64,6 +72,7 @@ class ART(Wrapper):
   probe: str = "strided32"
   stop: str = "group"
   splits: int | str = "auto"
+  certify: float | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -80,6 +89,20 @@ class ART(Wrapper):
       raise ValueError(f"ART.stop: found {self.stop!r}, expected 'group' or 'head'")
     if self.splits != "auto" and not (isinstance(self.splits, int) and self.splits >= 1):
       raise ValueError(f"ART.splits: found {self.splits!r}, expected 1 or more, or 'auto'")
+    if self.certify is not None:
+      self._check_certificate(self.certify)
+
+  def _check_certificate(self, eps: float) -> None:
+    if not 0 <= eps < 2:
+      raise ValueError(f"ART.certify: found {eps}, expected 0 or more, below 2")
+    if self.splits not in ("auto", 1):
+      raise ValueError(f"ART.splits: found {self.splits}, expected 1 with certify")
+    chooses = any(map(self.base.overrides, ("score", "select", "plan", "everything", "order")))
+    if chooses or not self.base.positional:
+      raise ValueError(
+        f"ART.certify: found base {self.base!r}, expected one that keeps every token in place and "
+        "selects none"
+      )
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -94,10 +117,28 @@ class ART(Wrapper):
     """A decoded token may stop early; a prompt's never does."""
     return False
 
+  @property
+  def pages(self) -> Quest:
+    """Keeps the bounds of every tile's keys for the certificate."""
+    return Quest(budget=self.tile, page=self.tile)
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    in_slots, in_heads, in_rows = self.base.extra(spec, layer)
+    bounds = {} if self.certify is None else self.pages.summaries(spec)
+    return in_slots, {**in_heads, **bounds}, in_rows
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    cache = self.base.settle(at, cache, prompt)
+    if self.certify is None:
+      return cache
+    return self.pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
+
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
     impl = dispatch.choose("art", at.env.impl)
     beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
+    if self.certify is not None:
+      beyond = f"certifies its output; the {impl!r} kernel has no bounds"
     if impl == "reference" or (beyond and at.env.impl == "auto"):
       return self.walk(at, cache, plan, q)
     run = dispatch.kernel("art", impl)
@@ -133,6 +174,39 @@ class ART(Wrapper):
     count = jnp.broadcast_to(span.length(), shape)
     table = jnp.where(slot < count[..., None], table, -1)
     return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
+
+  def by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
+    """A table of all tiles, by what they may weigh; its memo is the `unread_mass` behind each.
+
+    The newest tile's bounds do not know the new token yet: it is one of those that are read first.
+    """
+    window = at.top.window(at, (cache.seen - 1)[:, None])
+    if window is not None and window.view is not None:
+      raise NotImplementedError(
+        f"ART.certify: {type(at.top).__name__} turns its query for its sinks"
+      )
+    span, size = plan.span, -(-cache.size // self.tile)
+    slot = jnp.arange(size * self.tile, dtype=jnp.int32)
+    held = jnp.broadcast_to(span.holds(slot), (*cache.pos.shape[:2], slot.shape[0]))
+    keys = held.reshape(*cache.pos.shape[:2], size, self.tile).sum(-1, dtype=jnp.int32)
+    bounds, errors = mass_bound.logit_bounds(q, cache.heads["key_min"], cache.heads["key_max"])
+    # The most that any head of the group may give a tile.
+    share = jax.nn.softmax(mass_bound.tile_mass(bounds, keys), -1).max(2)
+    t, pinned = jnp.arange(size, dtype=jnp.int32), -(-span.sinks // self.tile)
+    newest = (span.stop - 1)[..., None] // self.tile
+    rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, 2.0, share))
+    rank = jnp.where(keys > 0, rank, -1.0)
+    table = jnp.argsort(-rank, -1, stable=True).astype(jnp.int32)
+
+    def ordered(x: Array) -> Array:
+      return jnp.take_along_axis(x, table if x.ndim == 3 else table[:, :, None], -1)
+
+    unread = mass_bound.unread_mass(*map(ordered, (bounds, errors, keys)))
+    count = (keys > 0).sum(-1, dtype=jnp.int32)
+    table = jnp.where(t < count[..., None], table, -1)
+    return dataclasses.replace(
+      plan, table=table, count=count, unit=self.tile, pinned=pinned + 1, memo=unread
+    )
 
   def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     """The same by a kernel."""
@@ -182,7 +256,8 @@ class ART(Wrapper):
 
   def walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """The reference: Algorithm 1, line by line, split by split."""
-    plan = self.listed(at, cache, plan)
+    certified = self.certify is not None
+    plan = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
     assert plan.table is not None  # it is listed
     tiles = -(-plan.table.shape[-1] * plan.unit // self.tile)
     splits = 1 if self.splits == "auto" else min(int(self.splits), tiles)
@@ -223,6 +298,8 @@ class ART(Wrapper):
       counts = ok.any(-1)[..., None] & walk.going
       calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)
       done = calm >= self.patience
+      if self.certify is not None:
+        done = mass_bound.proven(plan.memo[..., t + 1], new.lse, self.certify)
       if self.stop == "group":
         done = done.all(-1, keepdims=True)
       seen = walk.logits
@@ -249,6 +326,8 @@ class ART(Wrapper):
     """Reports `tiles` [B, K, G], the steps that every query head took."""
     tiles = attended.memo
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
+    if self.certify is not None:
+      cache = self.pages.summarise(cache, cache.seen - 1, 1)
     return cache, {**aux, "tiles": tiles}
 
   def load(

@@ -40,6 +40,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   },
   "attend_prompt_pieces": {"cudnn": ("pallas_kernels.prefill_pieces", "attend_in_pieces")},
   "column_mass": {"pallas": ("pallas_kernels.prefill", "column_mass")},
+  "art": {"pallas": ("pallas_kernels.art", "walk")},
 }
 
 
@@ -107,7 +108,8 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
   operation = "attend_span" if plan.table is None else "attend_table"
   impl = choose(operation, at.env.impl)
-  beyond = _beyond_kernel(at, cache, plan, impl)
+  spans = plan.table is None
+  beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
   if beyond and at.env.impl == "auto":
     impl = "reference"
   if impl == "reference":
@@ -295,13 +297,16 @@ def _attend_table(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> 
   return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
 
 
-def _beyond_kernel(at: At, cache: Cache, plan: Plan, impl: str) -> str:
-  """What the method needs of attention that the kernel does not do, in words; empty if nothing."""
-  if at.top.wants_logits and (impl == "jax-triton" or plan.table is not None):
+def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool) -> str:
+  """What the method needs of attention that a kernel does not do, in words; empty if nothing.
+
+  `logits`: whether the kernel returns them; `turned`: whether it has another query for sinks.
+  """
+  if at.top.wants_logits and not logits:
     return f"reads logits; the {impl!r} kernel returns none"
   if at.top.overrides("read"):
     return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
   window = at.top.window(at, (cache.seen - 1)[:, None])
-  if plan.table is not None and window is not None and window.view is not None:
+  if window is not None and window.view is not None and not turned:
     return f"turns the query for its sinks; the {impl!r} kernel has one query"
   return ""

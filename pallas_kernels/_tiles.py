@@ -37,7 +37,10 @@ class Carry(NamedTuple):
 
 
 class Tile(NamedTuple):
-  """One tile of T keys: k [T, C], v [T, C], keep [T] bool. k and v must be finite everywhere."""
+  """One tile of T keys: k [T, C], v [T, C], keep bool [T], or [R, T] by query row.
+
+  k and v must be finite everywhere.
+  """
 
   k: Array
   v: Array
@@ -58,7 +61,7 @@ def step(
 ) -> Carry:
   """Adds one tile: q [R, C] in the dtype of k. `see` is shown its base-2 logits [R, T]."""
   x = dot(q, tile.k, trans_b=True) * (scale * LOG2E)
-  x = jnp.where(tile.keep[None, :], x, -jnp.inf)
+  x = jnp.where(tile.keep if tile.keep.ndim == 2 else tile.keep[None, :], x, -jnp.inf)
   if see is not None:
     see(x)
   m = jnp.maximum(carry.m, x.max(axis=1))

@@ -67,6 +67,14 @@ def device(kind: str, cores: int | None = None) -> Device:
   return Device(name, cores or usual, shared)
 
 
+def this_device(kind: str | None = None) -> Device:
+  """The device of a JAX device kind; the default one if None."""
+  if kind is not None:
+    return device(kind)
+  first = jax.devices()[0]
+  return device(first.device_kind, getattr(first, "core_count", None))
+
+
 @functools.cache
 def tuned(kernel: str, name: str) -> tuple[tuple[dict, Config], ...]:
   """Measured (bucket, configuration) pairs of a kernel on a device; empty if there are none."""
@@ -115,11 +123,7 @@ def choose(
   """
   if interpret:
     return Config(tile=64, programs=2 * rows + 3, warps=4, stages=1)
-  if kind is None:
-    first = jax.devices()[0]
-    here = device(first.device_kind, getattr(first, "core_count", None))
-  else:
-    here = device(kind)
+  here = this_device(kind)
   wanted = bucket(rows=rows, groups=groups, slots=slots, head_dim=head_dim, itemsize=itemsize)
   near = [
     (abs(have["rows"] - wanted["rows"]) + abs(have["slots"] - wanted["slots"]), i, config)

@@ -1,19 +1,22 @@
 """ART: stop walking the cache when the output has stopped moving (ART, §3, Alg. 1)."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, mass_bound, softmax_state
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
+from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Carry, Plan
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
 PROBES = 32  # dimensions of the output that a strided probe looks at
@@ -34,6 +37,17 @@ class ART(Wrapper):
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
+  One walk per KV head leaves most of a GPU idle where there are few of them. With P splits, split s
+  walks tiles s, s + P, … of the order and stops by itself, by the output of its own tiles; what
+  all of them have read is joined. Each needs its own p stable tiles, so that together they read
+  more than one walk would; and none of them knows how little its part weighs in the whole.
+
+  With certify = ε nothing is left to the detector. Tiles keep the least and the largest of their
+  keys, channel by channel, as Quest's pages do. The newest tile and those of the first tokens come
+  first, the others by the share of the mass that their bounds allow them; and the walk ends only
+  once what it has not read cannot move the output by more than ε·max‖v‖ (`kvjax.mass_bound`). That
+  is ours, not the paper's, and asks for a base that reads everything that it keeps in place.
+
   Attributes:
     base: the method whose plan is walked.
     tau: τ, largest movement of the probe that counts as stable.
@@ -43,6 +57,9 @@ class ART(Wrapper):
     probe: "strided32", every H/32-th dimension of the output, or "full", all of them.
     stop: "group", the query heads of a KV head go on until all of them are stable at once, as they
       share what is loaded; or "head", each stops by itself, as in the paper.
+    splits: P; 1 is the paper's walk. "auto": on a GPU as many as fill it, by the cache's shape;
+      elsewhere 1.
+    certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
@@ -54,6 +71,8 @@ class ART(Wrapper):
   tile: int = 128
   probe: str = "strided32"
   stop: str = "group"
+  splits: int | str = "auto"
+  certify: float | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -68,10 +87,26 @@ class ART(Wrapper):
       raise ValueError(f"ART.probe: found {self.probe!r}, expected 'strided32' or 'full'")
     if self.stop not in ("group", "head"):
       raise ValueError(f"ART.stop: found {self.stop!r}, expected 'group' or 'head'")
+    if self.splits != "auto" and not (isinstance(self.splits, int) and self.splits >= 1):
+      raise ValueError(f"ART.splits: found {self.splits!r}, expected 1 or more, or 'auto'")
+    if self.certify is not None:
+      self._check_certificate(self.certify)
+
+  def _check_certificate(self, eps: float) -> None:
+    if not 0 <= eps < 2:
+      raise ValueError(f"ART.certify: found {eps}, expected 0 or more, below 2")
+    if self.splits not in ("auto", 1):
+      raise ValueError(f"ART.splits: found {self.splits}, expected 1 with certify")
+    chooses = any(map(self.base.overrides, ("score", "select", "plan", "everything", "order")))
+    if chooses or not self.base.positional:
+      raise ValueError(
+        f"ART.certify: found base {self.base!r}, expected one that keeps every token in place and "
+        "selects none"
+      )
 
   @classmethod
   def example(cls, budget: int) -> Method:
-    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6))
+    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
 
   @classmethod
   def neutral(cls, length: int) -> Method:
@@ -82,46 +117,179 @@ class ART(Wrapper):
     """A decoded token may stop early; a prompt's never does."""
     return False
 
-  def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
-  ) -> tuple[Plan, Carry]:
-    """The base's plan, with a table in visiting order where it has none."""
-    plan, carry = self.base.plan(at, cache, q, carry)
-    if plan.table is None:
-      plan = self.listed(at, cache, plan)
-    return plan, carry
+  @property
+  def pages(self) -> Quest:
+    """Keeps the bounds of every tile's keys for the certificate."""
+    return Quest(budget=self.tile, page=self.tile)
 
-  def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
-    """A plan of everything as a table: of tiles, newest first, or of single slots by priority."""
-    span, priority = plan.span, at.top.order(at, cache)
-    tiled = at.top.positional and priority is None
-    unit = self.tile if tiled else 1
-    first = jnp.arange(-(-cache.size // unit), dtype=jnp.int32) * unit  # slot of every tile
-    pinned = -(-span.sinks // unit)
-    if tiled:
-      priority = jnp.broadcast_to(first, (*cache.pos.shape[:2], first.shape[0]))
-    elif priority is None:
-      priority = cache.pos
-    seen = (first < span.stop[..., None]) & (
-      (first < span.sinks) | (first + unit > span.start[..., None])
-    )
-    rank = jnp.where(first < pinned * unit, jnp.inf, priority.astype(jnp.float32))
-    rank = jnp.where(seen, rank, -jnp.inf)
-    table = jnp.argsort(-rank, -1, stable=True).astype(jnp.int32)
-    count = jnp.broadcast_to(seen, rank.shape).sum(-1, dtype=jnp.int32)
-    listed = jnp.arange(table.shape[-1]) < count[..., None]
-    return dataclasses.replace(
-      plan, table=jnp.where(listed, table, -1), count=count, unit=unit, pinned=pinned
-    )
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    in_slots, in_heads, in_rows = self.base.extra(spec, layer)
+    bounds = {} if self.certify is None else self.pages.summaries(spec)
+    return in_slots, {**in_heads, **bounds}, in_rows
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    cache = self.base.settle(at, cache, prompt)
+    if self.certify is None:
+      return cache
+    return self.pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
     impl = dispatch.choose("art", at.env.impl)
-    if impl != "reference":
-      dispatch.kernel("art", impl)  # raises: there is none
-    assert plan.table is not None  # every plan of `plan` has one
-    heads, size = q.shape[:3], plan.table.shape[-1] * plan.unit
-    kept = -(-plan.pinned * plan.unit // self.tile)  # steps that are never skipped
+    beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
+    if self.certify is not None:
+      beyond = f"certifies its output; the {impl!r} kernel has no bounds"
+    if impl == "reference" or (beyond and at.env.impl == "auto"):
+      return self.walk(at, cache, plan, q)
+    run = dispatch.kernel("art", impl)
+    if beyond:
+      raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
+    return self.walk_by(run, at, cache, plan, q)
+
+  def arithmetic(self, at: At, cache: Cache, plan: Plan) -> bool:
+    """Whether the order is one of whole tiles that needs no table: newest first after the first."""
+    return plan.table is None and at.top.positional and at.top.order(at, cache) is None
+
+  def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
+    """A plan with a table: of tiles, newest first, or of single slots by priority."""
+    if plan.table is not None:
+      return plan
+    span, shape = plan.span, cache.pos.shape[:2]
+    if self.arithmetic(at, cache, plan):
+      pinned = -(-span.sinks // self.tile)
+      newest = (span.stop + self.tile - 1) // self.tile - 1
+      oldest = jnp.maximum(span.start // self.tile, pinned)
+      first = jnp.minimum(pinned, newest + 1)
+      count = jnp.broadcast_to(first + jnp.maximum(newest - oldest + 1, 0), shape)
+      t = jnp.arange(-(-cache.size // self.tile), dtype=jnp.int32)
+      table = jnp.where(t < pinned, t, (newest + pinned)[..., None] - t)
+      table = jnp.where(t < count[..., None], table, -1)
+      return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
+    priority = at.top.order(at, cache)
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    seen = span.holds(slot)
+    rank = (cache.pos if priority is None else priority).astype(jnp.float32)
+    rank = jnp.where(slot < span.sinks, jnp.inf, rank)
+    table = jnp.argsort(jnp.where(seen, -rank, jnp.inf), -1, stable=True).astype(jnp.int32)
+    count = jnp.broadcast_to(span.length(), shape)
+    table = jnp.where(slot < count[..., None], table, -1)
+    return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
+
+  def by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
+    """A table of all tiles, by what they may weigh; its memo is the `unread_mass` behind each.
+
+    The newest tile's bounds do not know the new token yet: it is one of those that are read first.
+    """
+    window = at.top.window(at, (cache.seen - 1)[:, None])
+    if window is not None and window.view is not None:
+      raise NotImplementedError(
+        f"ART.certify: {type(at.top).__name__} turns its query for its sinks"
+      )
+    span, size = plan.span, -(-cache.size // self.tile)
+    slot = jnp.arange(size * self.tile, dtype=jnp.int32)
+    held = jnp.broadcast_to(span.holds(slot), (*cache.pos.shape[:2], slot.shape[0]))
+    keys = held.reshape(*cache.pos.shape[:2], size, self.tile).sum(-1, dtype=jnp.int32)
+    bounds, errors = mass_bound.logit_bounds(q, cache.heads["key_min"], cache.heads["key_max"])
+    # The most that any head of the group may give a tile.
+    share = jax.nn.softmax(mass_bound.tile_mass(bounds, keys), -1).max(2)
+    t, pinned = jnp.arange(size, dtype=jnp.int32), -(-span.sinks // self.tile)
+    newest = (span.stop - 1)[..., None] // self.tile
+    rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, 2.0, share))
+    rank = jnp.where(keys > 0, rank, -1.0)
+    table = jnp.argsort(-rank, -1, stable=True).astype(jnp.int32)
+
+    def ordered(x: Array) -> Array:
+      return jnp.take_along_axis(x, table if x.ndim == 3 else table[:, :, None], -1)
+
+    unread = mass_bound.unread_mass(*map(ordered, (bounds, errors, keys)))
+    count = (keys > 0).sum(-1, dtype=jnp.int32)
+    table = jnp.where(t < count[..., None], table, -1)
+    return dataclasses.replace(
+      plan, table=table, count=count, unit=self.tile, pinned=pinned + 1, memo=unread
+    )
+
+  def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+    """The same by a kernel."""
+    listed, direct = self.listed(at, cache, plan), self.arithmetic(at, cache, plan)
+    assert listed.table is not None and listed.count is not None  # it is listed
+    k, v, span = cache.slots["k"], cache.slots["v"], plan.span
+    state, out, walked = run(
+      q.astype(k.dtype),
+      k,
+      v,
+      None if direct else listed.table,
+      None if direct else listed.count,
+      span.start,
+      span.stop,
+      unit=listed.unit,
+      sinks=span.sinks,
+      tile=self.tile,
+      tau=self.tau,
+      phi=self.phi,
+      patience=self.patience,
+      full=self.probe == "full",
+      per_head=self.stop == "head",
+      kept=-(-listed.pinned * listed.unit // self.tile),
+      splits=None if self.splits == "auto" else self.splits,
+    )
+    tiles, visited = self.read_by(listed, cache.size, walked)
+    return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
+
+  def read_by(
+    self, plan: Plan, size: int, walked: Int[Array, "B K P G"]
+  ) -> tuple[Int[Array, "B K G"], Int[Array, "B K"]]:
+    """Tiles with a key that each query head took, and slots that any of a KV head's read.
+
+    Split s of P has walked its first `walked` tiles s, s + P, … of the plan's table.
+    """
+    assert plan.table is not None and plan.count is not None
+    tiles, splits = -(-plan.table.shape[-1] * plan.unit // self.tile), walked.shape[2]
+    key = jnp.arange(tiles * self.tile, dtype=jnp.int32)
+    entry = jnp.take(plan.table, key // plan.unit, 2, mode="fill", fill_value=-1)
+    slot = entry * plan.unit + key % plan.unit
+    real = (key // plan.unit < plan.count[..., None]) & (entry >= 0) & (slot < size)
+    held = (real & plan.span.holds(slot)).reshape(*slot.shape[:2], tiles, self.tile)
+    held = held.sum(-1, dtype=jnp.int32)[:, :, None]  # keys of every tile
+    t = jnp.arange(tiles, dtype=jnp.int32)
+    read = t // splits < jnp.moveaxis(walked, 2, 3)[..., t % splits]
+    return (read & (held > 0)).sum(-1, dtype=jnp.int32), jnp.where(read, held, 0).sum(-1).max(-1)
+
+  def walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """The reference: Algorithm 1, line by line, split by split."""
+    certified = self.certify is not None
+    plan = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
+    assert plan.table is not None  # it is listed
+    tiles = -(-plan.table.shape[-1] * plan.unit // self.tile)
+    splits = 1 if self.splits == "auto" else min(int(self.splits), tiles)
+    logits = None
+    if at.top.wants_logits:
+      logits = jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf)
+    walks: list[Walk] = []
+    for first in range(splits):
+      steps = jnp.arange(first, tiles, splits, dtype=jnp.int32)
+      walks.append(self.walk_tiles(at, cache, plan, q, steps, splits, logits))
+      logits = walks[-1].logits
+    state = functools.reduce(softmax_state.merge, (w.state for w in walks))
+    taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
+    visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
+    if logits is None:
+      return Attended(state, None, None, visited, memo=taken)
+    every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
+
+  def walk_tiles(
+    self,
+    at: At,
+    cache: Cache,
+    plan: Plan,
+    q: Float[Array, "B K G H"],
+    tiles: Int[Array, " T"],
+    stride: int,
+    logits: Float[Array, "B K S G"] | None,
+  ) -> "Walk":
+    """One walk over some tiles of the order, `stride` apart; `logits` are those read so far."""
+    heads = q.shape[:3]
+    kept = -(-plan.pinned * plan.unit // self.tile)  # tiles that are never skipped
 
     def step(walk: "Walk", t: Array) -> tuple["Walk", None]:
       logits, v, slot, ok = self.load(at, cache, plan, q, t)
@@ -130,6 +298,8 @@ class ART(Wrapper):
       counts = ok.any(-1)[..., None] & walk.going
       calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)
       done = calm >= self.patience
+      if self.certify is not None:
+        done = mass_bound.proven(plan.memo[..., t + 1], new.lse, self.certify)
       if self.stop == "group":
         done = done.all(-1, keepdims=True)
       seen = walk.logits
@@ -139,27 +309,16 @@ class ART(Wrapper):
       return Walk(
         state=jax.tree.map(lambda a, b: _where(counts, a, b), new, walk.state),
         calm=calm,
-        going=walk.going & ~(done & (t + 1 >= kept)),
+        going=walk.going & ~(done & (t + stride >= kept)),
         tiles=walk.tiles + counts,
         keys=walk.keys + jnp.where(counts, ok.sum(-1, dtype=jnp.int32)[..., None], 0),
         logits=seen,
       ), None
 
     zero = jnp.zeros(heads, jnp.int32)
-    start = Walk(
-      state=softmax_state.empty(heads, q.shape[-1]),
-      calm=zero,
-      going=zero == 0,
-      tiles=zero,
-      keys=zero,
-      logits=jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf) if at.top.wants_logits else None,
-    )
-    walk, _ = jax.lax.scan(step, start, jnp.arange(-(-size // self.tile)))
-    visited = walk.keys.max(-1)
-    if walk.logits is None:
-      return Attended(walk.state, None, None, visited, memo=walk.tiles)
-    every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-    return Attended(walk.state, jnp.moveaxis(walk.logits, 3, 2), every, visited, memo=walk.tiles)
+    empty = softmax_state.empty(heads, q.shape[-1])
+    start = Walk(empty, calm=zero, going=zero == 0, tiles=zero, keys=zero, logits=logits)
+    return jax.lax.scan(step, start, tiles)[0]
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -167,6 +326,8 @@ class ART(Wrapper):
     """Reports `tiles` [B, K, G], the steps that every query head took."""
     tiles = attended.memo
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
+    if self.certify is not None:
+      cache = self.pages.summarise(cache, cache.seen - 1, 1)
     return cache, {**aux, "tiles": tiles}
 
   def load(
@@ -214,7 +375,7 @@ class Walk:
     state: softmax state of the tiles read.
     calm: c, stable tiles in a row.
     going: whether it goes on.
-    tiles, keys: steps taken, and keys read in them.
+    tiles, keys: steps taken (tiles with a key in them), and keys read.
     logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where nobody asks.
   """
 

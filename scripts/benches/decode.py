@@ -43,7 +43,7 @@ def case(shape: Shape, quick: bool, peers: bool) -> Case:
   inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
   contenders = [
     jax_contender("kvjax", decode_attention, inputs, output=lambda s: s.o, calls=calls),
-    _read(inputs, shape, calls),
+    read_contender(inputs, shape, calls),
   ]
   if not quick:
     contenders += optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
@@ -69,7 +69,7 @@ def rotation(shape: Shape) -> tuple[int, int]:
   return copies, min(max(8, (4 << 30) // shape.kv_bytes()), 64)
 
 
-def _read(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
+def read_contender(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
   """Reads the same bytes and does next to nothing with them: what the memory can give."""
   slots = max(int(shape.lengths().sum()) // shape.batch, 1)
   heads = [

@@ -1,0 +1,224 @@
+"""What stopping a walk early costs, and how well a probe tells when to (ART, §3.2, App. A and B).
+
+Pure functions on the host, in float64. Arrays are NumPy's or JAX's; leading axes are arbitrary, one
+query each. Keys and values stand in visiting order, tiles of them are walked whole, and tiles count
+from 1 as in the paper: T of them, and a stop at t means that t were read.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+Numbers = np.ndarray | jax.Array
+NEVER = 0  # the stop of a walk that read everything
+
+
+class Walk(NamedTuple):
+  """A walk to its end, tile by tile.
+
+  Attributes:
+    o: [..., T, H], the normalised output after each tile.
+    u: [..., T, H], the output of each tile by itself.
+    mass: [..., T], ℓ_t over the largest term of the walk: Σ exp(logit − max).
+    longest: [...], C_v, the largest ‖v‖.
+  """
+
+  o: np.ndarray
+  u: np.ndarray
+  mass: np.ndarray
+  longest: np.ndarray
+
+
+class Truncation(NamedTuple):
+  """The error of a stop and the bound on it, of one shape; 0 where the walk did not stop.
+
+  Attributes:
+    actual: ‖o(T) − o(t)‖.
+    bound: min{(τ·b + μ·Δ) / ν, 2·μ·C_v}·ln(T/t), b = t − p + 1 (Remark 2).
+    decays: whether ℓ_j/A_j ≤ μ/j from b on (Lemma 1), all that the proof uses: there the bound
+      holds.
+    assumption: whether Assumption 1 does, from which the paper derives it.
+  """
+
+  actual: np.ndarray
+  bound: np.ndarray
+  decays: np.ndarray
+  assumption: np.ndarray
+
+
+class Agreement(NamedTuple):
+  """How two detectors' stops compare (Tab. 4); shares of all walks.
+
+  Attributes:
+    walks: how many there are.
+    agree: stop at the same tile, or both at none.
+    early: the probe alone stops, or before the oracle (false positives, the risk).
+    late: the oracle alone stops, or before the probe (false negatives).
+    offset: mean and standard deviation of the tiles between two different stops; NaN without any.
+  """
+
+  walks: int
+  agree: float
+  early: float
+  late: float
+  offset: tuple[float, float]
+
+
+def walk(
+  q: Float[Numbers, "*#batch H"],
+  k: Float[Numbers, "*#batch S H"],
+  v: Float[Numbers, "*#batch S H"],
+  tile: int,
+) -> Walk:
+  """Outputs and masses of a walk over all keys; the last tile may be shorter."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  logits = (k @ q[..., None])[..., 0] / np.sqrt(q.shape[-1])
+  weight = np.exp(logits - logits.max(-1, keepdims=True))
+  starts = np.arange(0, k.shape[-2], tile)
+  mass = np.add.reduceat(weight, starts, -1)
+  part = np.add.reduceat(weight[..., None] * v, starts, -2)
+  # A tile whose terms all round to 0 adds nothing, wherever it points.
+  u = part / np.where(mass > 0, mass, 1.0)[..., None]
+  total = mass.cumsum(-1)
+  o = part.cumsum(-2) / np.where(total > 0, total, 1.0)[..., None]
+  return Walk(o, u, mass, np.linalg.norm(v, axis=-1).max(-1))
+
+
+def probe(o: Float[Numbers, "*batch H"], dims: int = 32) -> Float[np.ndarray, "*batch P"]:
+  """x = the dimensions ⌊i·H/32⌋ of the output; all where there are no more."""
+  o = np.asarray(o, np.float64)
+  size = o.shape[-1]
+  return o if size <= dims else o[..., [i * size // dims for i in range(dims)]]
+
+
+def movements(
+  x: Float[Numbers, "*batch T P"],
+) -> tuple[Float[np.ndarray, "*batch T"], Float[np.ndarray, "*batch T"]]:
+  """d_scale and d_direction of every tile (Eq. 2); ∞ at the first and where a probe is 0."""
+  x = np.asarray(x, np.float64)
+  new, old = x[..., 1:, :], x[..., :-1, :]
+  scale = np.linalg.norm(new - old, axis=-1)
+  norms = np.linalg.norm(new, axis=-1) * np.linalg.norm(old, axis=-1)
+  turn = 1 - (new * old).sum(-1) / np.where(norms > 0, norms, 1.0)
+  first = np.full((*x.shape[:-2], 1), np.inf)
+  scale, turn = (np.where(norms > 0, d, np.inf) for d in (scale, turn))
+  return np.concatenate([first, scale], -1), np.concatenate([first, turn], -1)
+
+
+def stops(
+  x: Float[Numbers, "*batch T P"], tau: float | int, phi: float | int, patience: float | int
+) -> Int[np.ndarray, "*batch"]:
+  """Tile at which a detector that sees x ends the walk (Alg. 1); 0 where it never does.
+
+  τ or φ = ∞ leaves that test out, which is how the paper ablates them (Tab. 3).
+  """
+  scale, turn = movements(x)
+  # A test that is left out leaves out its probes of norm 0 too; the first tile has nothing to be
+  # compared with.
+  stable = ((scale < tau) | (tau == math.inf)) & ((turn < phi) | (phi == math.inf))
+  stable[..., 0] = False
+  calm, ended = np.zeros(stable.shape[:-1], int), np.zeros(stable.shape[:-1], int)
+  for t in range(stable.shape[-1]):
+    calm = np.where(stable[..., t], calm + 1, 0)
+    ended = np.where((ended == NEVER) & (calm >= patience), t + 1, ended)
+  return ended
+
+
+def read(stop: Int[Numbers, "*batch"], tiles: int) -> Int[np.ndarray, "*batch"]:
+  """Tiles read by walks with these stops."""
+  return np.where(np.asarray(stop) == NEVER, tiles, stop)
+
+
+def error(walked: Walk, stop: Int[Numbers, "*batch"]) -> Float[np.ndarray, "*batch"]:
+  """‖o(T) − o(t)‖ / ‖o(T)‖, 0 where the walk did not stop (Fig. 4's error)."""
+  last = walked.o[..., -1, :]
+  return np.linalg.norm(last - _at(walked.o, read(stop, walked.o.shape[-2])), axis=-1) / np.maximum(
+    np.linalg.norm(last, axis=-1), 1e-300
+  )
+
+
+def truncation(
+  walked: Walk, stop: Int[Numbers, "*batch"], tau: float | int, patience: int, dims: int = 32
+) -> Truncation:
+  """The error of stopping, and Theorems 1 and 2 put together, on these inputs.
+
+  Assumption 1 asks for constants ℓ̂ ≥ ℓ_j and h ≤ A_j/j with ℓ̂/h = μ = b·ℓ_b/A_b, for all j ≥ b;
+  since j = b is among them, that is ℓ_j ≤ ℓ_b and A_j/j ≥ A_b/b. Where mass falls off as it should
+  the second fails: a mean of falling terms falls. What the proof takes from it is Lemma 1 alone.
+  ν is the least of ‖P(o_j − o_{j−1})‖ / ‖o_j − o_{j−1}‖ over the steps behind the stop.
+
+  Args:
+    walked: the whole walk.
+    stop: where it was ended, by a detector of this τ and patience.
+    tau, patience: τ and p.
+    dims: dimensions of the probe.
+  """
+  tiles = walked.o.shape[-2]
+  count = np.arange(1, tiles + 1)
+  t = np.asarray(stop)[..., None]
+  b = np.maximum(t - patience + 1, 1)
+  total = walked.mass.cumsum(-1)
+
+  def at_b(x: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(x, b - 1, -1)
+
+  mu = b * at_b(walked.mass) / at_b(total)
+  behind = count >= b
+  share = walked.mass / total
+  slack = 1 + 1e-12
+  decays = (~behind | (share * count <= mu * slack)).all(-1)
+  assumption = ~behind | (
+    (walked.mass <= at_b(walked.mass) * slack) & (total / count * slack >= at_b(total) / b)
+  )
+  steps = np.diff(walked.o, axis=-2, prepend=0)
+  size = np.linalg.norm(steps, axis=-1)
+  seen = np.linalg.norm(probe(steps, dims), axis=-1)
+  later = (count > t) & (size > 0)
+  nu = np.where(later, seen / np.where(size > 0, size, 1.0), np.inf).min(-1)
+  before = np.concatenate([np.zeros_like(walked.o[..., :1, :]), walked.o[..., :-1, :]], -2)
+  pull = np.linalg.norm(probe(walked.u - before, dims), axis=-1)
+  dominance = np.where(behind, pull - at_b(pull), 0).max(-1)  # Δ, Def. 1
+  mu, b = mu[..., 0], b[..., 0]
+  with np.errstate(divide="ignore"):
+    first = np.where(np.isinf(nu), 0.0, (tau * b + mu * dominance) / nu)
+  bound = np.minimum(first, 2 * mu * walked.longest) * np.log(tiles / np.maximum(t[..., 0], 1))
+  stopped = t[..., 0] != NEVER
+  gap = walked.o[..., -1, :] - _at(walked.o, read(stop, tiles))
+  return Truncation(
+    np.where(stopped, np.linalg.norm(gap, axis=-1), 0.0),
+    np.where(stopped, bound, 0.0),
+    decays | ~stopped,
+    assumption.all(-1) | ~stopped,
+  )
+
+
+def agreement(probed: Int[Numbers, "*batch"], oracle: Int[Numbers, "*batch"]) -> Agreement:
+  """The stops of a probe against those of an oracle that sees the whole output (App. B)."""
+  probed, oracle = np.asarray(probed), np.asarray(oracle)
+  a, b = (np.where(x == NEVER, np.iinfo(np.int64).max, x) for x in (probed, oracle))
+  both = (probed != NEVER) & (oracle != NEVER) & (probed != oracle)
+  apart = abs(probed - oracle)[both]
+  offset = (float(apart.mean()), float(apart.std())) if apart.size else (math.nan, math.nan)
+  agree, early, late = (float(x.mean()) for x in (a == b, a < b, a > b))
+  return Agreement(probed.size, agree, early, late, offset)
+
+
+def visited_share(
+  tiles: Int[Numbers, "steps L B K G"], whole: Int[Numbers, "steps B"]
+) -> Float[np.ndarray, "L K G"]:
+  """Share of the tiles that each query head of each layer read, of all rows and steps.
+
+  Args:
+    tiles: `tiles` of every step's and layer's diagnostics, as ART reports them.
+    whole: tiles that there were to be read.
+  """
+  tiles, whole = np.asarray(tiles, np.float64), np.asarray(whole, np.float64)
+  return np.asarray((tiles / whole[:, None, :, None, None]).mean((0, 2)))
+
+
+def _at(x: np.ndarray, tile: np.ndarray) -> np.ndarray:
+  """x [..., T, H] behind `tile` tiles, [..., H]."""
+  return np.take_along_axis(x, tile[..., None, None] - 1, -2)[..., 0, :]

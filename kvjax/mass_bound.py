@@ -1,0 +1,72 @@
+"""How much softmax mass tiles of keys that were not read can hold, from their keys' bounds.
+
+A walk that has read mass A and leaves at most M unread is off by (M / (A + M))·(u − o), where u is
+the average of the values it has not seen. Averages of values are no longer than the longest value:
+
+    ‖o(T) − o(t)‖ ≤ 2·M / (A + M)·max‖v‖ ≤ ε·max‖v‖    where    M ≤ A·ε / (2 − ε)
+
+Nothing is assumed of the input. Bounds hold for logits in float32 arithmetic: to each is added what
+rounding can take away, on either side.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+HALF_ULP = 2.0**-24
+
+
+def logit_bounds(
+  q: Float[Array, "B K G H"], low: Float[Array, "B K P H"], high: Float[Array, "B K P H"]
+) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
+  """At least q·k/√H for every key of a tile, low ≤ k ≤ high by channel, and its rounding error.
+
+  The error bounds that of the bound and that of the logits of the tile's keys; both are float32.
+  """
+  size = q.shape[-1]
+  q = q.astype(jnp.float32) * size**-0.5
+  low, high = (x.astype(jnp.float32) for x in (low, high))
+
+  def of_head(q: Float[Array, "B K H"]) -> tuple[Array, Array]:
+    a, b = q[:, :, None] * low, q[:, :, None] * high
+    return jnp.maximum(a, b).sum(-1), jnp.maximum(abs(a), abs(b)).sum(-1)
+
+  bound, length = (jnp.stack(x, 2) for x in zip(*map(of_head, jnp.moveaxis(q, 2, 0)), strict=True))
+  error = 4 * (size + 4) * HALF_ULP * length
+  return bound + error, error
+
+
+def tile_mass(
+  bounds: Float[Array, "B K G W"], keys: Int[Array, "B K W"]
+) -> Float[Array, "B K G W"]:
+  """ln of the most mass that `keys` keys of a tile can have; −∞ for none."""
+  return jnp.where(
+    (keys > 0)[:, :, None], bounds + jnp.log(jnp.maximum(keys, 1))[:, :, None], -jnp.inf
+  )
+
+
+def unread_mass(
+  bounds: Float[Array, "B K G W"], errors: Float[Array, "B K G W"], keys: Int[Array, "B K W"]
+) -> Float[Array, "B K G W+1"]:
+  """ln of the most mass of tiles t … W − 1, for t = 0 … W, tiles in visiting order.
+
+  Rounding of the mass that is read, which this is compared with, is added too.
+
+  Args:
+    bounds, errors: of `logit_bounds`.
+    keys: how many keys of each tile count; tiles of 0 hold no mass.
+  """
+  some = (keys > 0)[:, :, None]
+  mass = jax.lax.cumlogsumexp(tile_mass(bounds, keys), axis=3, reverse=True)
+  most = jnp.where(some, errors, 0).max(-1, keepdims=True)
+  sums = jnp.log1p(2 * keys.sum(-1) * HALF_ULP)[:, :, None, None]
+  mass = mass + most + sums + 1e-5 + 8 * HALF_ULP * abs(jnp.where(some, mass, 0))
+  return jnp.concatenate([mass, jnp.full_like(mass[..., :1], -jnp.inf)], -1)
+
+
+def proven(unread: Float[Array, "B K G"], lse: Float[Array, "B K G"], eps: float) -> Array:
+  """Whether the output is within eps·max‖v‖ of what all keys give: M ≤ A·ε / (2 − ε)."""
+  ratio = math.log(eps / (2 - eps)) if eps > 0 else -math.inf
+  return unread <= lse + ratio

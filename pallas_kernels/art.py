@@ -1,0 +1,363 @@
+"""ART: a walk over a plan's tiles that ends once the output has stopped moving (ART, Alg. 1).
+
+Bytes: keys and values of the tiles walked, and of the rest of the chunk in which a walk ends.
+
+Grid: `splits` programs for each (batch row, KV head). Program s walks tiles s, s + splits, … of the
+visiting order with a detector of its own and stops by itself; the parts are joined as those of
+dense decode are (`_split`). One split is the paper's walk.
+
+A loop that tests for its end after every tile is not pipelined: it waits for the memory each time.
+So tiles are walked in chunks by an inner loop of known length, which is pipelined; an outer loop
+ends after the chunk in which the walk has stopped. Until then the detector hides the keys of the
+tiles behind the stop, which leaves the softmax state as it is, to the bit.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvjax.softmax_state import State
+from pallas_kernels import _backend, _split, _tiles, config
+from pallas_kernels.decode import check
+from pallas_kernels.sparse_decode import check_table
+
+CHUNK = 8  # tiles between two tests for the end of a walk
+PROBES = 32  # dimensions of the output that a strided probe looks at
+MAX_TILE = 256
+NEVER = 1 << 30  # a patience that no walk exhausts
+
+
+@dataclasses.dataclass(frozen=True)
+class Detector:
+  """When a walk ends; fields as the arguments of `walk`."""
+
+  tau: float | int
+  phi: float | int
+  patience: float | int
+  full: bool
+  per_head: bool
+  kept: int
+
+
+class _Walk(NamedTuple):
+  """A walk between two tiles: softmax state, ‖x‖ of the last probe, stable tiles in a row, whether
+  it goes on (1 or 0) and tiles walked; [R], the last two scalars where query heads stop together.
+  """
+
+  carry: _tiles.Carry
+  norm: Array
+  calm: Array
+  going: Array
+  walked: Array
+
+
+def _probed(columns: Array, head_dim: int, full: bool) -> Array:
+  """Whether the output is looked at in each column: those of ⌊i·H/32⌋, i < 32, or all."""
+  if full or head_dim <= PROBES:
+    return columns < head_dim
+  apart = head_dim // PROBES
+  if head_dim == apart * PROBES and apart & (apart - 1) == 0:
+    # In this form the compiler sees which registers are never looked at, and drops them.
+    return (columns & (apart - 1) == 0) & (columns < head_dim)
+  i = (columns * PROBES + head_dim - 1) // head_dim  # the first i with i·H/32 ≥ column
+  return (i < PROBES) & (i * head_dim // PROBES == columns)
+
+
+def _stepper(
+  advance: Callable[[Any, _tiles.Carry, Array], tuple[_tiles.Carry, Array]],
+  detector: Detector,
+  *,
+  probed: Array,
+  lanes: Array,
+  groups: int,
+  part: Array,
+  splits: int,
+) -> Callable[[Any, _Walk], _Walk]:
+  """The body of the loop: one tile, and the detector behind it.
+
+  `advance(i, carry, going)` adds the i-th tile of this program and says which rows saw a key of it.
+  """
+  patience = int(min(detector.patience, NEVER))
+
+  def look(carry: _tiles.Carry) -> Array:
+    return jnp.where(probed[None, :], carry.acc * (1 / _tiles.nonzero(carry.l))[:, None], 0.0)
+
+  def step(i: Any, walk: _Walk) -> _Walk:
+    carry, seen = advance(i, walk.carry, walk.going)
+    new, old = look(carry), look(walk.carry)
+    norm = jnp.sqrt((new * new).sum(axis=1))
+    moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=1))  # d_scale
+    both = norm * walk.norm
+    # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
+    apart = moved * moved - (norm - walk.norm) * (norm - walk.norm)
+    turn = apart / (2 * jnp.where(both > 0, both, 1.0))
+    stable = (both > 0) & (moved < detector.tau) & (turn < detector.phi)
+    calm = jnp.where(seen, jnp.where(stable, walk.calm + 1, 0), walk.calm)
+    enough = (part + (i + 1) * splits >= detector.kept).astype(jnp.int32)
+    done = (calm >= patience).astype(jnp.int32)
+    if not detector.per_head:
+      done = jnp.where(lanes < groups, done, 1).min()
+    return _Walk(carry, norm, calm, walk.going * (1 - done * enough), walk.walked + walk.going)
+
+  return step
+
+
+def _walk_kernel(
+  *refs: Any,
+  groups: int,
+  unit: int,
+  tile: int,
+  splits: int,
+  chunk: int,
+  pinned: int,
+  sinks: int,
+  scale: float,
+  cut: config.Config,
+  detector: Detector | None,
+) -> None:
+  """q [R, G, H], k, v [R, S, H], (table [R, W], count [R],) start, stop [R] or one per batch row
+  -> what `_split.results` lists, and tiles walked [R · splits, G].
+  """
+  inputs, outputs, walked_ref = refs[:-9], refs[-9:-1], refs[-1]
+  q_ref, k_ref, v_ref, *table_refs, start_ref, stop_ref = inputs
+  rows, slots, head_dim = k_ref.shape
+  pid = pl.program_id(0)
+  row, part = pid // splits, pid % splits
+  shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
+  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
+
+  lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
+  inside = (columns < head_dim)[None, :]
+  if table_refs:
+    table_ref, count_ref = table_refs
+    keys = jnp.minimum(count_ref[row], table_ref.shape[1]) * unit
+    tiles = pl.cdiv(keys, tile)
+  else:  # first tiles, then from the newest one down
+    newest = (stop + tile - 1) // tile - 1
+    oldest = jnp.maximum(start // tile, pinned)
+    tiles = jnp.minimum(pinned, newest + 1) + jnp.maximum(newest - oldest + 1, 0)
+
+  def slots_of(t: Any, lane: Array) -> tuple[Array, Array]:
+    """Slots of keys `lane` of tile t of the visiting order, and which of them are visible."""
+    if table_refs:
+      key = t * tile + lane
+      listed = (key < keys) & (lane < tile)
+      entry = _backend.load(table_ref, row, key // unit, mask=listed, other=-1)
+      slot, real = entry * unit + key % unit, entry >= 0
+    else:
+      slot = jnp.where(t < pinned, t, newest - (t - pinned)) * tile + lane
+      real = lane < tile
+    return slot, real & (slot < stop) & ((slot < sinks) | (slot >= start))
+
+  def fetch(t: Any, lane: Array) -> _tiles.Tile:
+    slot, keep = slots_of(t, lane)
+    if table_refs:  # without one, addresses stay a run, which saves registers
+      slot = jnp.where(keep, slot, 0)
+    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
+    k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in (k_ref, v_ref))
+    return _tiles.Tile(k, v, keep)
+
+  real = (lanes < groups)[:, None] & inside
+  q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
+  parts = pl.cdiv(tile, cut.tile)
+
+  def advance(
+    i: Any, carry: _tiles.Carry, going: Array | None = None
+  ) -> tuple[_tiles.Carry, Array]:
+    """Adds tile i of this program, and says which rows saw a key of it."""
+
+    def add(j: Any, carried: tuple[_tiles.Carry, Array]) -> tuple[_tiles.Carry, Array]:
+      carry, top = carried
+      loaded = fetch(part + i * splits, j * cut.tile + jnp.arange(cut.tile))
+      keep = loaded.keep
+      if going is not None:
+        keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
+      logits: list[Array] = []
+      carry = _tiles.step(carry, q, loaded._replace(keep=keep), scale=scale, see=logits.append)
+      return carry, jnp.maximum(top, logits[0].max(axis=1))
+
+    carried = carry, jnp.full(lanes.shape, -jnp.inf, jnp.float32)
+    if parts == 1:
+      carry, top = add(0, carried)
+    else:  # a tile that the shared memory does not hold twice
+      carry, top = lax.fori_loop(0, parts, add, carried)
+    return carry, ~(top == -jnp.inf)
+
+  mine = jnp.maximum(tiles - part + splits - 1, 0) // splits
+  carry = _tiles.start(lanes.size, columns.size)
+  if detector is None:
+    carry = lax.fori_loop(0, mine, lambda i, carry: advance(i, carry)[0], carry)
+    walked = mine
+  else:
+    zero = jnp.zeros(lanes.shape, jnp.int32)
+    many = zero if detector.per_head else jnp.int32(0)
+    walk = _Walk(carry, jnp.zeros(lanes.shape, jnp.float32), zero, many + 1, many)
+    step = _stepper(
+      advance,
+      detector,
+      probed=_probed(columns, head_dim, detector.full),
+      lanes=lanes,
+      groups=groups,
+      part=part,
+      splits=splits,
+    )
+
+    def unfinished(state: tuple[Array, _Walk]) -> Array:
+      first, walk = state
+      going = walk.going.max() if detector.per_head else walk.going
+      return (first < mine) & (going > 0)
+
+    def walk_chunk(state: tuple[Array, _Walk]) -> tuple[Array, _Walk]:
+      first, walk = state
+      last = jnp.minimum(first + chunk, mine)
+      return last, lax.fori_loop(first, last, step, walk)
+
+    _, walk = lax.while_loop(unfinished, walk_chunk, (jnp.int32(0), walk))
+    carry, walked = walk.carry, walk.walked
+
+  piece = _split.Piece(row, part, jnp.int32(splits), jnp.bool_(True))
+  _split.store(piece, carry, outputs, groups=groups, head_dim=head_dim)
+  walked = jnp.broadcast_to(walked, lanes.shape)
+  _backend.store(walked_ref, pid, lanes, value=walked, mask=lanes < groups)
+
+
+def walk(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  table: Int[Array, "B K W"] | None,
+  count: Int[Array, "B K"] | None,
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  *,
+  unit: int = 1,
+  sinks: int = 0,
+  tile: int = 128,
+  tau: float | int = 1e-5,
+  phi: float | int = 1e-3,
+  patience: float | int | None,
+  full: bool = False,
+  per_head: bool = False,
+  kept: int = 0,
+  splits: int | None = None,
+  chunk: int = CHUNK,
+  scale: float | None = None,
+  cut: config.Config | None = None,
+  interpret: bool | None = None,
+) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K P G"]]:
+  """Attention over the listed slots of [0, min(sinks, stop)) ∪ [max(start, sinks), stop), in order.
+
+  Tile t holds keys t·tile to (t + 1)·tile − 1 of the list. Split s of P walks tiles s, s + P, …
+  and ends when the detector says so, of its own output: what the others have read it does not
+  know. With one split this is Algorithm 1. A tile without a visible key is walked over and is no
+  step for the detector.
+
+  Args:
+    q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
+    k, v: cached keys and values in the dtype of q.
+    table: int32 indices of tiles of `unit` slots in visiting order, no duplicates; negative ones
+      are holes. None: tiles of `tile` slots, those of the sinks first, then from the newest down.
+    count: int32, how many entries of a list are valid, holes included; None without a table.
+    start, stop: int32, the range of slots that may be read at all, see `decode_attention`.
+    unit: slots per entry of the table, 1 to 256.
+    sinks: leading slots that may be read whatever `start` is.
+    tile: keys between two looks at the output, up to 256.
+    tau, phi: largest movement of the probe, and largest 1 − cosine of two probes, that are stable.
+    patience: stable tiles in a row that end a walk; infinity never ends it; None: nothing is looked
+      at, and the result is that of infinity to the bit.
+    full: whether the probe is the whole output; else 32 of its dimensions.
+    per_head: whether query heads stop one by one; else all of a KV head's at once.
+    kept: first tiles of the order before whose end no walk stops.
+    splits: P; None: as many as fill the device, by the shapes alone.
+    chunk: tiles between two tests for the end; those behind the end are loaded for nothing.
+    scale: factor of the logits; H^−½ if None.
+    cut: keys per matrix product, warps and stages; by device and shape if None.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    The softmax state, float32: o [B, K, G, H], m and l [B, K, G]; o in the dtype of q; and how many
+    tiles every split walked for every query head.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as `sparse_decode`, or a bad tile or splits.
+  """
+  check(q, k, v, start, stop, sinks, None)
+  if table is not None:
+    check_table(table, count, unit, q.shape[:2])
+  if not 1 <= tile <= MAX_TILE:
+    raise NotImplementedError(f"tile: found {tile}, expected 1 to {MAX_TILE}")
+  batch, heads, groups, head_dim = q.shape
+  rows = batch * heads
+  interpreted = _backend.interpreted(interpret)
+  length = k.shape[2] if table is None else table.shape[2] * unit
+  if splits is None:
+    splits = choose_splits(rows, length, tile, interpret=interpreted)
+  if splits < 1:
+    raise ValueError(f"splits: found {splits}, expected 1 or more")
+  splits = min(splits, pl.cdiv(length, tile))
+  detector = None
+  if patience is not None:
+    detector = Detector(tau, phi, patience, full, per_head, kept)
+  cut = cut or choose_cut(tile, head_dim, q.dtype.itemsize, interpret=interpreted)
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
+  if table is not None and count is not None:
+    flat += [table.reshape(rows, -1), count.reshape(rows)]
+  programs = rows * splits
+  *written, walked = _backend.call(
+    functools.partial(
+      _walk_kernel,
+      groups=groups,
+      unit=unit,
+      tile=tile,
+      splits=splits,
+      chunk=chunk,
+      pinned=-(-sinks // tile),
+      sinks=sinks,
+      scale=head_dim**-0.5 if scale is None else scale,
+      cut=cut,
+      detector=detector,
+    ),
+    *flat,
+    *(start.reshape(-1), stop.reshape(-1)),
+    grid=(programs,),
+    out=[
+      *_split.results(rows, groups, head_dim, programs - rows, q.dtype),
+      jax.ShapeDtypeStruct((programs, groups), jnp.int32),
+    ],
+    warps=cut.warps,
+    stages=cut.stages,
+    name="art_walk",
+    interpret=interpret,
+  )
+  o, m, l, rounded = _split.join(written, split=splits > 1, interpret=interpret)
+  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
+  return State(o, m, l), rounded, walked.reshape(batch, heads, splits, groups)
+
+
+def choose_splits(
+  rows: int, length: int, tile: int, *, interpret: bool = False, kind: str | None = None
+) -> int:
+  """Splits that give every multiprocessor two programs; one where the rows already do."""
+  if interpret:
+    return 1
+  return max(1, min(2 * config.this_device(kind).cores // rows, -(-length // tile)))
+
+
+def choose_cut(
+  tile: int, head_dim: int, itemsize: int, *, interpret: bool = False, kind: str | None = None
+) -> config.Config:
+  """Keys per matrix product, at most a tile of the walk, and stages that fit two programs."""
+  whole = max(16, pl.next_power_of_2(tile))
+  if interpret:
+    return config.Config(tile=whole, programs=1, warps=4, stages=1)
+  columns = _split.columns_of(head_dim)
+  part = max(16, min(whole, (64 << 10) // (2 * columns * itemsize)))
+  # float32 tiles want the registers of eight warps.
+  return config.Config(tile=part, programs=1, warps=4 if itemsize < 4 else 8, stages=2)

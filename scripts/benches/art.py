@@ -1,0 +1,279 @@
+"""ART: what looking at the output costs, and what stopping early saves"""
+
+import dataclasses
+import functools
+import math
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from pallas_kernels import art
+from pallas_kernels.decode import decode_attention
+from pallas_kernels.sparse_decode import sparse_decode
+from scripts.benches import Case, Contender, jax_contender
+from scripts.benches.decode import read_contender, reference, rotation
+from tests.decode_cases import Shape
+
+TILE = 128
+# What the paper says of its own kernel (Tab. 6): the detector at p = ∞ costs 1.3 %.
+DENSE = (Shape(32, 8, 4, 8 << 10), Shape(8, 8, 4, 32 << 10))
+DECAYS = (Shape(32, 8, 4, 32 << 10), Shape(8, 8, 4, 128 << 10), Shape(1, 8, 4, 128 << 10))
+QUICK = Shape(2, 2, 3, 300, head_dim=64, dtype="float32")
+RECORDED = pathlib.Path("recorded.npz")  # of scripts.record, where it lies in the working folder
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The cases of this suite, built one after another."""
+  for shape in (QUICK,) if quick else DENSE:
+    if only in f"p=inf {shape.name}":
+      yield dense_case(shape, quick)
+  for shape, unit, budget in (
+    [(QUICK, 16, 128)]
+    if quick
+    else [
+      (Shape(8, 8, 4, 32 << 10), 16, 8192),
+      (Shape(8, 8, 4, 32 << 10), 128, 8192),
+    ]
+  ):
+    if only in f"p=inf {shape.name} unit {unit}":
+      yield sparse_case(shape, unit, budget, quick)
+  for shape in (QUICK,) if quick else DECAYS:
+    if only in f"decay {shape.name}":
+      yield stopping_case(f"decay {shape.name}", shape, functools.partial(decaying, shape), quick)
+  if RECORDED.exists() and only in "recorded":
+    with np.load(RECORDED) as file:
+      arrays = {name: file[name] for name in file.files}
+    yield stopping_case("recorded", *recorded(arrays, 2 if quick else 32), quick)
+
+
+# ---- what the detector costs
+
+
+@dataclasses.dataclass
+class Paired:
+  """A contender that remembers its times, for ratios of interleaved runs."""
+
+  contender: Contender
+  times: list[float] = dataclasses.field(default_factory=list)
+
+  def recording(self) -> Contender:
+    def seconds() -> float:
+      self.times.append(self.contender.seconds())
+      return self.times[-1]
+
+    return dataclasses.replace(self.contender, seconds=seconds)
+
+
+def overhead(ours: Paired, theirs: Paired) -> str:
+  """Median of the paired ratios less 1, with a bootstrap interval of 95 %; warm-ups left out."""
+  pairs = np.asarray(ours.times[1:]) / np.asarray(theirs.times[1:]) - 1
+  draws = np.random.default_rng(0).choice(pairs, (2000, len(pairs)))
+  low, high = np.percentile(np.median(draws, 1), [2.5, 97.5])
+  median = statistics.median(pairs)
+  return (
+    f"{theirs.contender.name} + {median:+.2%} [{low:+.2%}, {high:+.2%}], {len(pairs)} pairs; "
+    "at most +1.30 %"
+  )
+
+
+def dense_case(shape: Shape, quick: bool) -> Case:
+  """The whole cache, newest first, without an end, against our dense decode."""
+  copies, calls = (1, 2) if quick else rotation(shape)
+  inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
+
+  def walk(patience: float | None) -> Callable:
+    def run(q: Any, k: Any, v: Any, start: Any, stop: Any) -> Any:
+      return art.walk(q, k, v, None, None, start, stop, tile=TILE, patience=patience)
+
+    return run
+
+  made = {
+    "dense decode": (decode_attention, lambda state: state.o),
+    "ART, p = inf": (walk(math.inf), lambda result: result[0].o),
+    "ART, not looking": (walk(None), lambda result: result[0].o),
+  }
+  return _overhead_case(
+    f"p=inf {shape.name}", shape, inputs, calls, made, lambda: reference(*inputs[0]), quick
+  )
+
+
+def sparse_case(shape: Shape, unit: int, budget: int, quick: bool) -> Case:
+  """A table of `budget` slots of every KV head, without an end, against our sparse decode."""
+  copies, calls = (1, 2) if quick else rotation(shape)
+  arrays = [shape.arrays(seed) for seed in range(copies)]
+  rows, width = (shape.batch, shape.kv_heads), budget // unit
+  rng = np.random.default_rng(0)
+  inputs = []
+  for q, k, v, start, stop in arrays:
+    drawn = [rng.permutation(shape.slots // unit)[:width] for _ in range(rows[0] * rows[1])]
+    table = jnp.asarray(np.reshape(drawn, (*rows, width)), jnp.int32)
+    inputs.append((q, k, v, table, jnp.full(rows, width, jnp.int32), start, stop))
+
+  def walk(patience: float | None) -> Callable:
+    return functools.partial(art.walk, unit=unit, tile=TILE, patience=patience)
+
+  made = {
+    "sparse decode": (functools.partial(sparse_decode, unit=unit), lambda result: result[0].o),
+    "ART, p = inf": (walk(math.inf), lambda result: result[0].o),
+    "ART, not looking": (walk(None), lambda result: result[0].o),
+  }
+
+  def want() -> np.ndarray:
+    q, k, v, table, *_ = inputs[0]
+    slot = (table[..., None] * unit + jnp.arange(unit)).reshape(*rows, -1, 1)
+    k, v = (jnp.take_along_axis(x, slot, 2) for x in (k, v))
+    bounds = jnp.zeros(rows, jnp.int32), jnp.full(rows, k.shape[2], jnp.int32)
+    return reference(q, k, v, *bounds)
+
+  listed = dataclasses.replace(shape, slots=budget)
+  name = f"p=inf {shape.name} unit {unit}"
+  return _overhead_case(name, listed, inputs, calls, made, want, quick)
+
+
+def _overhead_case(
+  name: str,
+  shape: Shape,
+  inputs: list[tuple],
+  calls: int,
+  made: dict[str, tuple[Callable, Callable]],
+  want: Callable[[], np.ndarray],
+  quick: bool,
+) -> Case:
+  paired = {
+    label: Paired(jax_contender(label, run, inputs, output=output, calls=calls))
+    for label, (run, output) in made.items()
+  }
+  peer, ours, plain = paired.values()
+  return Case(
+    name=name,
+    shapes=f"{shape.name} {shape.dtype}: every tile of {TILE} keys is read and looked at",
+    bytes=shape.kv_bytes(),
+    reference=want,
+    tolerance=1e-5 if quick else 1e-2,
+    contenders=(*(p.recording() for p in paired.values()), read_contender(inputs, shape, calls)),
+    subject="ART, p = inf",
+    remarks=lambda _: [overhead(ours, peer), overhead(ours, plain)],
+  )
+
+
+# ---- what stopping saves
+
+
+def decaying(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+  """q, k, v in which a tile's mass falls by a factor e every r tiles, counted from the newest.
+
+  r is drawn log-uniformly for each KV head, so that walks end after 5 % to 60 % of the tiles. The
+  decay sits in one channel; the others and the values are random.
+  """
+  q, k, v, *_ = shape.arrays(seed)
+  tiles = shape.slots / TILE
+  rates = jax.random.uniform(jax.random.key(seed), k.shape[:2], minval=math.log(0.05), maxval=-0.5)
+  per_tile = tiles * jnp.exp(rates) / 14  # after 14 factors e a probe moves by 1e-6 of its size
+  behind = jnp.arange(shape.slots - 1, -1, -1) / TILE
+  logit = -behind / per_tile[..., None]
+  size = shape.head_dim**0.5
+  return (
+    (0.1 * q).at[..., 0].set(size),
+    k.at[..., 0].set(logit.astype(k.dtype)),
+    v,
+  )
+
+
+def recorded(arrays: dict[str, np.ndarray], batch: int) -> tuple[Shape, Callable[[int], Any]]:
+  """q, k, v of a model's layers, each row of the batch another layer and query position.
+
+  Keys behind the query's position do not exist for it: it is the last of as many slots as it sees.
+  """
+  layers = sorted({name.split("/")[0] for name in arrays if "/" in name})
+  heads, groups, _, head_dim = arrays[f"{layers[0]}/q"].shape
+  slots = arrays[f"{layers[0]}/k"].shape[1]
+  shape = Shape(batch, heads, groups, slots, head_dim)
+
+  def make(seed: int) -> tuple[jax.Array, ...]:
+    rows = []
+    for row in range(batch):
+      layer = layers[(row + seed) % len(layers)]
+      q, k, v = (arrays[f"{layer}/{name}"] for name in "qkv")
+      rows.append((q[:, :, -1], k, v))
+    return tuple(jnp.asarray(np.stack(x), jnp.bfloat16) for x in zip(*rows, strict=True))
+
+  return shape, make
+
+
+def stopping_case(
+  name: str, shape: Shape, make: Callable[[int], tuple[jax.Array, ...]], quick: bool
+) -> Case:
+  """τ = 1e-5, φ = 1e-3, p = 5 over the whole cache, newest first, in as many splits as fill it."""
+  copies = 1 if quick else min(rotation(shape)[0], 4)
+  start = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
+  stop = jnp.broadcast_to(jnp.asarray(shape.lengths())[:, None], start.shape)
+  inputs = jax.block_until_ready([(*make(seed), start, stop) for seed in range(copies)])
+
+  def walk(q: Any, k: Any, v: Any, start: Any, stop: Any, **options: Any) -> Any:
+    return art.walk(q, k, v, None, None, start, stop, tile=TILE, **options)
+
+  stopping = functools.partial(walk, patience=5)
+  looked = jax.jit(stopping)
+  walked = [np.asarray(looked(*turn)[2]).max(-1) for turn in inputs]  # [B, K, P] tiles
+  splits = walked[0].shape[-1]
+  tiles = -(-shape.lengths()[:, None, None] // TILE)
+  mine = np.maximum(tiles - np.arange(splits) + splits - 1, 0) // splits
+  loaded = [np.minimum(-(-w // art.CHUNK) * art.CHUNK, mine) for w in walked]
+  tile_bytes = 2 * TILE * shape.head_dim * jnp.dtype(shape.dtype).itemsize
+  bytes_loaded = float(np.mean([x.sum() for x in loaded])) * tile_bytes
+  longest = float(np.mean([x.max() for x in loaded]))
+
+  one = [(q[:1, :1], k[:1, :1], v[:1, :1], a[:1, :1], b[:1, :1]) for q, k, v, a, b in inputs]
+  alone = functools.partial(walk, patience=math.inf, splits=1)
+  # Each input once a program: further turns have another query, with which a walk ends elsewhere.
+  contenders = (
+    jax_contender("ART", stopping, inputs, output=lambda result: result[0].o, calls=copies),
+    jax_contender("dense decode", decode_attention, inputs, calls=copies),
+    jax_contender("one head alone", alone, one, calls=copies),
+    read_contender(inputs, shape, copies),
+  )
+
+  def want() -> np.ndarray:
+    """What the reference of the method gives, its splits and all."""
+    q, k, v, *_ = inputs[0]
+    method = kvjax.ART(tile=TILE, splits=splits)
+    pos = jnp.broadcast_to(jnp.arange(shape.slots, dtype=jnp.int32), k.shape[:3])
+    pos = jnp.where(pos < stop[..., None], pos, -1)
+    rows = dict.fromkeys(("seen", "used"), stop[:, 0])
+    cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
+    at = method.at(kvjax.Env(1, impl="reference"), 0)
+    run = jax.jit(lambda cache, q: method.walk(at, cache, method.everything(at, cache), q).state.o)
+    return np.asarray(run(cache, q))
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    rate = shape.kv_bytes() / seconds["read"]
+    per_tile = seconds["one head alone"] / int(tiles[0, 0, 0])
+    bound = max(bytes_loaded / rate, longest * per_tile)
+    ours, share = seconds["ART"], bytes_loaded / shape.kv_bytes()
+    dense_rate = shape.kv_bytes() / seconds["dense decode"]
+    visited = np.mean([w.sum() for w in walked]) * tile_bytes
+    return [
+      f"{splits} splits a head; {visited / shape.kv_bytes():.3f} of the tiles visited, "
+      f"{share:.3f} loaded with the rest of the chunks",
+      f"bound max(loaded bytes, longest walk of {longest:.0f} tiles at {per_tile * 1e6:.2f} µs) "
+      f"= {bound * 1e6:.1f} µs; 1.10 × + 5 µs = {bound * 1.1e6 + 5:.1f}, took {ours * 1e6:.1f}",
+      f"{bytes_loaded / ours / dense_rate:.3f} of dense decode's bandwidth on the tiles loaded, "
+      f"{visited / ours / dense_rate:.3f} on those visited",
+    ]
+
+  return Case(
+    name=name,
+    shapes=f"{shape.name} {shape.dtype}, tiles of {TILE}, τ = 1e-5, φ = 1e-3, p = 5",
+    bytes=round(bytes_loaded),
+    reference=want,
+    tolerance=1e-3 if quick else 1e-2,
+    contenders=contenders,
+    subject="ART",
+    remarks=remarks,
+  )

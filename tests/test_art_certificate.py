@@ -1,0 +1,192 @@
+"""ART with certify: what is left unread never moves the output by more than ε·max‖v‖."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
+
+
+@functools.cache
+def runner(method):
+  """Attention of one query per row over a full cache whose bounds are the method's own."""
+  at = method.at(Env(1, impl="reference"), 0)
+  spec = Stream.random(0, 1, K, G, S, H).spec(S)
+
+  @jax.jit
+  def run(q, k, v, length):
+    slot = jnp.arange(S, dtype=jnp.int32)
+    pos = jnp.broadcast_to(jnp.where(slot < length[:, None, None], slot, -1), k.shape[:3])
+    heads = {
+      n: jnp.broadcast_to(x, (B, *x.shape[1:])) for n, x in method.pages.summaries(spec).items()
+    }
+    cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
+    cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
+    attended = method.walk(at, cache, method.everything(at, cache), q)
+    return attended.state.o, attended.memo
+
+  return run
+
+
+def exact(q, k, v, length):
+  """Attention in float64, and the largest ‖v‖ of every KV head."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  seen = np.arange(S) < length[:, None, None]
+  x = np.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(H)
+  x = np.where(seen[:, :, None], x, -np.inf)
+  p = np.exp(x - x.max(-1, keepdims=True))
+  o = np.einsum("bkgs,bksh->bkgh", p / p.sum(-1, keepdims=True), v)
+  return o, np.where(seen, np.linalg.norm(v, axis=-1), 0).max(-1)
+
+
+def adversary(kind, seed):
+  """q, k, v, lengths of B rows, made to get past the bound."""
+  rng = np.random.default_rng(seed)
+  q, k = rng.normal(size=(B, K, G, H)), rng.normal(size=(B, K, S, H))
+  v, length = rng.normal(size=(B, K, S, H)), rng.integers(1, S + 1, B)
+  scale = 10.0 ** rng.uniform(-2, 2.5, (B, 1, 1, 1))
+  if kind == "any scale":
+    k = k * scale
+  else:
+    # Keys of a tile are alike, so that the bound is what is there; one channel carries all.
+    k = np.repeat(k[:, :, ::TILE], TILE, 2)
+  if kind == "tight":
+    # Everything heavy has one value, everything light its opposite: the largest error there is.
+    x = np.sort(rng.exponential(rng.uniform(0.5, 4, (B, K, 1)), (B, K, S // TILE)), -1)
+    k[..., 0], q[..., 0] = np.repeat(x, TILE, -1), 2 * abs(q[..., :1])[..., 0]
+    k[..., 1:] = 0
+    heavy = np.arange(S) >= rng.integers(0, S, (B, 1, 1))
+    v = np.where(heavy, 1.0, -1.0)[..., None] * np.array([3.0, 0, 0, 0]) + 0 * v
+  if kind == "hidden":
+    # A tile whose keys are opposite: its bounds are wide, its keys score low, or one scores high.
+    k[:, :, ::2] = -k[:, :, 1::2] * rng.choice([1, 8], (B, K, S // 2, 1))
+    v[:, :, ::2] = 50 * v[:, :, ::2] * rng.choice([0, 1], (B, K, S // 2, 1))
+  if kind == "huge":
+    q, k = q * 1e2, k * 1e2  # logits of thousands, whose rounding alone is a factor
+  return *(x.astype(np.float32) for x in (q, k, v)), length.astype(np.int32)
+
+
+@pytest.mark.parametrize("stop", ["group", "head"])
+@pytest.mark.parametrize("kind", ["any scale", "tight", "hidden", "huge"])
+def test_no_violation_in_many_adversarial_cases(kind, stop):
+  """10,240 query heads each, 81,920 in all."""
+  stopped = 0
+  for seed, eps in enumerate((1e-4, 0.02, 0.3, 1.0, 1.9)):
+    q, k, v, length = adversary(kind, seed)
+    o, tiles = runner(ART(tile=TILE, certify=eps, stop=stop))(q, k, v, length)
+    want, most = exact(q, k, v, length)
+    error, most = np.linalg.norm(np.asarray(o, np.float64) - want, axis=-1), most[..., None]
+    # Beside the bound: rounding of the output, and of logits in the output.
+    logits = 1e-6 * np.abs(np.einsum("bkgh,bksh->bkgs", q, k)).max(-1) / np.sqrt(H)
+    assert (error <= (eps + 4e-6 + 4 * logits) * most).all(), (error - eps * most).max()
+    stopped += (np.asarray(tiles) < -(-length // TILE)[:, None, None]).sum()
+  assert stopped > 500
+
+
+def test_the_bound_is_nearly_reached():
+  """Where bounds say what is there and values are opposite, the error comes near to ε."""
+  q, k, v, length = adversary("tight", 0)
+  nearest = 0.0
+  for eps in (0.05, 0.2, 0.6):
+    o, _ = runner(ART(tile=TILE, certify=eps, stop="head"))(q, k, v, length)
+    want, most = exact(q, k, v, length)
+    error = np.linalg.norm(o - want, axis=-1) / most[..., None]
+    nearest = max(nearest, (error / eps).max())
+  assert 0.8 < nearest <= 1 + 1e-4
+
+
+@settings(max_examples=8)
+@given(
+  st.integers(0, 1000),
+  st.sampled_from([0.0, 0.01, 0.5, 1.5]),
+  st.floats(0.1, 4.0),
+)
+def test_whole_generations(seed, eps, heat):
+  """Chunked prompts, ragged rows, tokens as they come: within ε of attention to everything."""
+  stream = Stream.random(seed, tokens=40)
+  stream.k[:] *= heat
+  layer = Layer(ART(tile=4, certify=eps), stream)
+  layer.prefill([9, 4], tokens=9)
+  layer.prefill([8, 3], start=[9, 4], tokens=8, past=9)
+  for i in range(5):
+    at = [17 + i, 7 + i]
+    out, aux = layer.decode(at)
+    for b, h, g in np.ndindex(2, 3, 3):
+      n = at[b] + 1
+      keys = np.array([rotate(stream.k[b, h, p], p) for p in range(n)])
+      values = np.float64(stream.v[b, h, :n])
+      x = keys @ rotate(stream.q[b, h, g, n - 1], n - 1) / np.sqrt(stream.q.shape[-1])
+      error = np.linalg.norm(out[b, h, g] - softmax_average(x, values))
+      assert error <= eps * np.linalg.norm(values, axis=-1).max() + 1e-4
+    if eps == 0:
+      np.testing.assert_array_equal(aux["tiles"][:, 0, 0], [-(-(n + 1) // 4) for n in at])
+
+
+def test_over_a_window():
+  """What the base hides is neither read nor missed."""
+  stream, base = Stream.random(3, tokens=40), PSAW(sinks=3, phi=0.5, start=0.0)
+  outputs = {}
+  for name, method in {
+    "base": base,
+    "all": ART(base, tile=4, certify=0.0),
+    "some": ART(base, tile=2, certify=1.5),
+  }.items():
+    layer = Layer(method, stream, layer=3)
+    layer.prefill([30, 21])
+    outputs[name] = layer.decode([30, 21])
+  np.testing.assert_allclose(outputs["all"][0], outputs["base"][0], atol=1e-5)
+  np.testing.assert_array_equal(outputs["all"][1]["visited"], outputs["base"][1]["visited"])
+  most = np.linalg.norm(stream.v[:, :, :31], axis=-1).max()
+  assert np.linalg.norm(outputs["some"][0] - outputs["base"][0], axis=-1).max() <= 1.5 * most
+  assert (outputs["some"][1]["visited"] < outputs["base"][1]["visited"]).any()
+
+
+def test_a_needle_is_found_wherever_it_lies():
+  """What the detector misses from the end of the cache, bounds point at."""
+  stream = Stream.random(5, batch=1, kv_heads=1, groups=2, tokens=48, head_dim=16)
+  stream.q[:], stream.k[:], stream.v[:] = 0, 0, 1
+  stream.q[..., 7] = 8  # a channel that positions hardly turn
+  stream.k[:, :, 2, 7], stream.v[:, :, 2] = 8, -1
+  found = {}
+  for name, method in {
+    "detected": ART(tau=1e-3, phi=1e-3, patience=2, tile=4),
+    "certified": ART(tile=4, certify=0.05),
+    "dense": Full(),
+  }.items():
+    layer = Layer(method, stream)
+    layer.prefill([44])
+    out, aux = layer.decode([44])
+    found[name] = out.mean()
+    if name == "certified":
+      assert np.asarray(aux["tiles"]).max() < 6
+  assert found["detected"] > 0.99 and abs(found["certified"] - found["dense"]) < 0.05
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"certify": 2.0}, r"ART\.certify: found 2\.0, expected 0 or more, below 2"),
+    ({"certify": 0.1, "splits": 4}, r"ART\.splits: found 4, expected 1 with certify"),
+    ({"certify": 0.1, "base": SnapKV(24, window_size=4)}, r"ART\.certify: found base SnapKV"),
+    ({"certify": 0.1, "base": Quest(24, page=4)}, r"ART\.certify: found base Quest"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    ART(**kwargs)
+
+
+def test_there_is_no_kernel_yet():
+  stream = Stream.random(0, tokens=30)
+  layer = Layer(ART(tile=4, certify=0.1), stream, env=Env(4, impl="pallas"))
+  layer.prefill([9, 5])
+  with pytest.raises(NotImplementedError, match="certifies its output; the 'pallas' kernel has no"):
+    layer.decode([9, 5])

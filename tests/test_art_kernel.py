@@ -1,0 +1,256 @@
+"""ART's kernel against Algorithm 1 in plain NumPy float64, and against the reference in a layer.
+
+On a GPU the same tests run the compiled kernel.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import ART, H2O, Env, Full, Quest, Rope, SnapKV, StreamingLLM
+from pallas_kernels.art import choose_splits, walk
+from pallas_kernels.config import Config
+from tests.layer import Layer, Stream, softmax_average
+from tests.test_sparse_decode_kernel import plan
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+LOOSE = {"tau": 0.7, "phi": 0.4, "patience": 1}
+
+
+def algorithm(q, keys, values, visible, tau, phi, patience, full, per_head, kept, splits):
+  """One KV head over its keys in visiting order [tiles, T, H], of which some are visible.
+
+  Returns the tiles that every query head read, in all splits together, tiles walked [splits, G],
+  and how near a test came to its threshold.
+  """
+  groups, head_dim = q.shape
+  dims = list(range(head_dim))
+  if not full and head_dim > 32:
+    dims = [i * head_dim // 32 for i in range(32)]
+  walked, margin = np.zeros((splits, groups), int), np.inf
+  states = []
+  for split in range(splits):
+    going, calm, last = np.ones(groups, bool), np.zeros(groups, int), np.zeros(q.shape)
+    read = [[] for _ in range(groups)]
+    for t in range(split, len(keys), splits):
+      done = calm >= patience
+      for g in np.flatnonzero(going):
+        walked[split, g] += 1
+        if not visible[t].any():
+          continue
+        read[g].append(t)
+        k, v = (np.concatenate([x[i][visible[i]] for i in read[g]]) for x in (keys, values))
+        new = softmax_average(k @ q[g] / math.sqrt(head_dim), v)
+        a, b = new[dims], last[g][dims]
+        moved, norms = np.linalg.norm(a - b), np.linalg.norm(a) * np.linalg.norm(b)
+        turn = 1 - a @ b / norms if norms > 0 else np.inf
+        if norms > 0:
+          margin = min(margin, abs(moved - tau), abs(turn - phi))
+        calm[g] = calm[g] + 1 if norms > 0 and moved < tau and turn < phi else 0
+        done[g] = calm[g] >= patience
+        last[g] = new
+      if not per_head:
+        done[:] = done.all()
+      if t + splits >= kept:
+        going &= ~done
+    states.append(read)
+  read = [sorted(t for read in states for t in read[g]) for g in range(groups)]
+  return read, walked, margin
+
+
+def cut_into(slots, seen, tile):
+  """Slots in visiting order as [tiles, tile], and which count; padded by some that do not."""
+  short = -len(slots) % tile
+  slots, seen = np.array(slots + [0] * short, int), np.array(seen + [False] * short, bool)
+  return slots.reshape(-1, tile), seen.reshape(-1, tile)
+
+
+def compare(run, arrays, orders, tile, splits, detector):
+  """The kernel's outputs and walks against `algorithm`, head by head; counts early stops."""
+  q, k, v = arrays[:3]
+  state, rounded, walked = run(*map(jnp.asarray, arrays))
+  batch, heads, groups, head_dim = q.shape
+  stopped = close = 0
+  for b, h in np.ndindex(batch, heads):
+    slots, seen = orders[b][h]
+    keys, values = np.float64(k[b, h][slots]), np.float64(v[b, h][slots])
+    used = min(splits, walked.shape[2])
+    read, want, margin = algorithm(np.float64(q[b, h]), keys, values, seen, splits=used, **detector)
+    if margin < 1e-5:
+      close += 1
+      continue
+    np.testing.assert_array_equal(walked[b, h], want)
+    for g in range(groups):
+      if not read[g]:
+        assert (np.asarray(state.o[b, h, g]) == 0).all()
+        assert state.lse[b, h, g] == -np.inf
+        continue
+      kept = [np.concatenate([x[t][seen[t]] for t in read[g]]) for x in (keys, values)]
+      x = kept[0] @ np.float64(q[b, h, g]) / math.sqrt(head_dim)
+      np.testing.assert_allclose(state.o[b, h, g], softmax_average(x, kept[1]), atol=2e-5)
+      lse = x.max() + np.log(np.exp(x - x.max()).sum())
+      np.testing.assert_allclose(state.lse[b, h, g], lse, atol=2e-5)
+    stopped += want.min(1).sum() < len(slots)
+  assert close <= 1
+  np.testing.assert_array_equal(rounded, state.o.astype(q.dtype))
+  return stopped
+
+
+def inputs(seed, batch, heads, groups, slots, head_dim):
+  rng = np.random.default_rng(seed)
+  shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
+  return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("unit", [1, 3, 16, 256])
+@pytest.mark.parametrize("kwargs", [{}, {"per_head": True, "full": True, "kept": 4}], ids=str)
+def test_a_table_against_algorithm_1(unit, splits, kwargs):
+  batch, heads, groups, slots, sinks, tile = 2, 3, 3, 700, 5, 20
+  width = {1: 190, 3: 90, 16: 20, 256: 3}[unit]
+  q, k, v = inputs(unit, batch, heads, groups, slots, 48)
+  table, count, start, stop = plan(unit, batch, heads, slots, unit, width)
+  detector = {**LOOSE, "full": False, "per_head": False, "kept": 0, **kwargs}
+  orders, read = [[None] * heads for _ in range(batch)], np.zeros((batch, heads, slots), bool)
+  for b, h in np.ndindex(batch, heads):
+    listed = [int(e) * unit + i for e in table[b, h, : count[b, h]] for i in range(unit)]
+    holes = [e < 0 for e in table[b, h, : count[b, h]] for i in range(unit)]
+    seen = [
+      not hole and s < stop[b, 0] and (s < sinks or s >= start[b, 0])
+      for s, hole in zip(listed, holes, strict=True)
+    ]
+    listed = [s if ok else 0 for s, ok in zip(listed, seen, strict=True)]
+    read[b, h, [s for s, ok in zip(listed, seen, strict=True) if ok]] = True
+    orders[b][h] = cut_into(listed, seen, tile)
+  poisoned = [np.where(read[..., None], x, np.nan) for x in (k, v)]
+  run = jax.jit(
+    functools.partial(walk, unit=unit, sinks=sinks, tile=tile, splits=splits, chunk=3, **detector)
+  )
+  out = run(*map(jnp.asarray, (q, *poisoned, table, count, start, stop)))
+  stopped = compare(lambda *_: out, [q, k, v], orders, tile, splits, detector)
+  assert stopped > 0 or splits > 1
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
+def test_newest_first_needs_no_table(sinks, first, splits):
+  """First tiles, then from the newest down: the arithmetic order, over ragged rows."""
+  batch, heads, groups, slots, tile = 4, 1, 2, 400, 16
+  q, k, v = inputs(sinks + first, batch, heads, groups, slots, 24)
+  start = np.array([first, 0, first, 0], np.int32)[:, None]
+  stop = np.array([390, 177, 16, 0], np.int32)[:, None]
+  pinned = -(-sinks // tile)
+  orders = [[None] for _ in range(batch)]
+  for b in range(batch):
+
+    def seen(s, b=b):
+      return s < stop[b, 0] and (s < sinks or s >= start[b, 0])
+
+    whole = [list(range(t * tile, (t + 1) * tile)) for t in range(-(-slots // tile))]
+    begun = [t for t in whole if any(map(seen, t)) or t[0] < min(pinned * tile, stop[b, 0])]
+    order = [t for t in begun if t[0] < pinned * tile]
+    order += [t for t in begun[::-1] if t[0] >= pinned * tile]
+    flat = [s for t in order for s in t]
+    orders[b][0] = cut_into([min(s, slots - 1) for s in flat], [seen(s) for s in flat], tile)
+  detector = {**LOOSE, "full": False, "per_head": False, "kept": pinned}
+  held = np.array([[s < stop[b, 0] for s in range(slots)] for b in range(batch)])[:, None]
+  poisoned = [np.where(held[..., None], x, np.nan) for x in (k, v)]
+  run = jax.jit(
+    functools.partial(
+      walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, chunk=3, **detector
+    )
+  )
+  out = run(*map(jnp.asarray, (q, *poisoned)), start=jnp.asarray(start), stop=jnp.asarray(stop))
+  assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_infinite_patience_changes_no_bit(splits, dtype):
+  """Looking at the output leaves it alone; a second run is equal to the bit."""
+  q, k, v = (jnp.asarray(x, dtype) for x in inputs(7, 2, 2, 3, 300, 64))
+  bounds = jnp.zeros((2, 1), jnp.int32), jnp.asarray([[290], [77]], jnp.int32)
+  run = functools.partial(walk, q, k, v, None, None, *bounds, tile=32, splits=splits)
+  plain, unending, again = (run(patience=p) for p in (None, math.inf, math.inf))
+  for other in (unending, again):
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+      np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_a_tile_may_be_read_in_parts():
+  """Where a tile does not fit the shared memory; the detector looks at whole tiles all the same."""
+  q, k, v = map(jnp.asarray, inputs(8, 2, 2, 3, 400, 64))
+  bounds = jnp.zeros((2, 1), jnp.int32), jnp.asarray([[390], [277]], jnp.int32)
+  run = functools.partial(walk, q, k, v, None, None, *bounds, tile=48, splits=1, **LOOSE)
+  whole, parts = (run(cut=Config(tile, 1, 4, 1)) for tile in (64, 16))
+  np.testing.assert_array_equal(whole[2], parts[2])
+  np.testing.assert_allclose(whole[0].o, parts[0].o, atol=1e-5)
+  assert whole[2].min() < 277 // 48
+
+
+BASES = [
+  Full(),
+  SnapKV(24, window_size=4),
+  StreamingLLM(20, rope="original"),
+  Quest(32, page=4, dense_layers=0),
+]
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
+@pytest.mark.parametrize(
+  "kwargs", [{"splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
+)
+def test_a_layer_equals_the_reference(base, kwargs):
+  """Same outputs, same steps, same keys read, at every token, ragged rows, three heads a group."""
+  method = ART(base, tau=1.2, phi=0.8, patience=1, tile=4, **kwargs)
+  stream, lengths = Stream.random(9, tokens=60, head_dim=48), [37, 22]
+  layers = [
+    Layer(method, stream, env=Env(4, Rope(), impl=impl, tile=4)) for impl in ("reference", "pallas")
+  ]
+  stopped = 0
+  for layer in layers:
+    layer.prefill(lengths)
+  for i in range(4):
+    (want, aux), (out, other) = (layer.decode([n + i for n in lengths]) for layer in layers)
+    np.testing.assert_array_equal(other["tiles"], aux["tiles"])
+    np.testing.assert_array_equal(other["visited"], aux["visited"])
+    np.testing.assert_allclose(out, want, atol=2e-5)
+    stopped += int((aux["tiles"] < aux["tiles"].max((1, 2), keepdims=True)).sum())
+  assert stopped > 0
+
+
+@pytest.mark.parametrize(
+  ("base", "message"),
+  [
+    (H2O(20), "art: ART reads logits; the 'pallas' kernel returns none"),
+    (StreamingLLM(20), "art: ART turns the query for its sinks; the 'pallas' kernel has one query"),
+  ],
+)
+def test_what_the_kernel_does_not_do_is_said(base, message):
+  stream = Stream.random(0, tokens=30)
+  layer = Layer(ART(base), stream, env=Env(4, Rope(), impl="pallas"))
+  layer.prefill([9, 5])
+  with pytest.raises(NotImplementedError, match=message):
+    layer.decode([9, 5])
+
+
+def test_splits_follow_the_shape():
+  assert choose_splits(8, 1 << 17, 128, kind="NVIDIA H200") == 33
+  assert choose_splits(64, 1 << 15, 128, kind="NVIDIA H200") == 4
+  assert choose_splits(256, 1 << 13, 128, kind="NVIDIA H200") == 1
+  assert choose_splits(8, 512, 128, kind="NVIDIA H200") == 4
+
+
+def test_bad_arguments():
+  q, k, v = map(jnp.asarray, inputs(0, 1, 1, 1, 20, 16))
+  bounds = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
+  with pytest.raises(NotImplementedError, match="tile: found 512, expected 1 to 256"):
+    walk(q, k, v, None, None, *bounds, tile=512, patience=1)
+  with pytest.raises(ValueError, match="splits: found 0, expected 1 or more"):
+    walk(q, k, v, None, None, *bounds, splits=0, patience=1)

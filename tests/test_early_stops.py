@@ -1,0 +1,157 @@
+"""What ART's theory says of a stop: against loops, and on real activations where they lie."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import ART, early_stops
+from tests.layer import Layer, Stream, rotate, softmax_average
+
+
+def random_walk(seed, batch=20, keys=96, head_dim=48, decay=0.0):
+  rng = np.random.default_rng(seed)
+  q, k, v = (rng.normal(size=s) for s in ((batch, head_dim), *[(batch, keys, head_dim)] * 2))
+  q[:, 0], k[..., 0] = head_dim**0.5, -decay * np.arange(keys)
+  return q, k, v
+
+
+def test_a_walk_by_hand():
+  """Two keys of equal weight a tile: means of means."""
+  q, k = np.zeros(2), np.zeros((5, 2))
+  v = np.array([[1.0, 0], [3, 0], [2, 6], [2, 0], [7, 4]])
+  walk = early_stops.walk(q, k, v, 2)
+  np.testing.assert_allclose(walk.u, [[2, 0], [2, 3], [7, 4]])
+  np.testing.assert_allclose(walk.o, [[2, 0], [2, 1.5], [3, 2]])
+  np.testing.assert_allclose(walk.mass, [2, 2, 1])
+  scale, turn = early_stops.movements(walk.o)
+  np.testing.assert_allclose(scale, [math.inf, 1.5, math.sqrt(1.25)])
+  np.testing.assert_allclose(turn[1], 1 - 2 / 2.5)
+  assert early_stops.stops(walk.o, 2, 1, 1) == 2
+  assert early_stops.stops(walk.o, 1.2, 1, 1) == 3
+  assert early_stops.stops(walk.o, 1.2, 1, 2) == early_stops.NEVER
+  assert early_stops.stops(walk.o, math.inf, math.inf, 1) == 2
+
+
+def test_outputs_against_a_loop():
+  q, k, v = random_walk(0, batch=3)
+  walk = early_stops.walk(q, k, v, 10)
+  for b in range(3):
+    x = k[b] @ q[b] / math.sqrt(48)
+    for t, end in enumerate([*range(10, 96, 10), 96]):
+      np.testing.assert_allclose(walk.o[b, t], softmax_average(x[:end], v[b, :end]), atol=1e-12)
+      start = t * 10
+      np.testing.assert_allclose(
+        walk.u[b, t], softmax_average(x[start:end], v[b, start:end]), atol=1e-12
+      )
+
+
+def test_stops_are_those_of_the_method():
+  """The same tile as ART's own walk, head by head."""
+  method = ART(tau=0.4, phi=0.2, patience=1, tile=4, stop="head", splits=1)
+  stream = Stream.random(0, tokens=60, head_dim=48)
+  layer = Layer(method, stream)
+  layer.prefill([37, 22])
+  _, aux = layer.decode([37, 22])
+  early = 0
+  for b, h, g in np.ndindex(2, 3, 3):
+    n = [38, 23][b]
+    # Tiles from a multiple of four on, the newest first: the first may be short.
+    order = [p for s in range((n - 1) // 4 * 4, -1, -4) for p in range(s, min(s + 4, n))]
+    keys = np.array([rotate(stream.k[b, h, p], p) for p in order])
+    q, v = rotate(stream.q[b, h, g, n - 1], n - 1), np.float64(stream.v[b, h, order])
+    short = -n % 4
+    # Filled up to whole tiles with keys of no weight.
+    x = keys @ q
+    keys = np.insert(keys, n % 4 or 4, np.repeat(keys[:1], short, 0), 0)
+    v = np.insert(v, n % 4 or 4, np.zeros((short, 48)), 0)
+    keys[n % 4 or 4 : (n % 4 or 4) + short] = -1e4 * q
+    assert len(keys) % 4 == 0 and np.isfinite(x).all()
+    walk = early_stops.walk(q, keys, v, 4)
+    stop = early_stops.stops(early_stops.probe(walk.o), method.tau, method.phi, 1)
+    tiles = early_stops.read(stop, walk.o.shape[0])
+    assert aux["tiles"][b, h, g] == tiles
+    early += int(stop != early_stops.NEVER)
+  assert early > 3
+
+
+@settings(max_examples=40)
+@given(
+  st.integers(0, 10_000),
+  st.sampled_from([0.0, 0.01, 0.05, 0.2]),
+  st.sampled_from([0.02, 0.1, 0.4]),
+  st.integers(1, 4),
+)
+def test_the_bound_holds_where_mass_decays(seed, decay, tau, patience):
+  """Theorems 1 and 2, wherever what their proof takes from Assumption 1 is so."""
+  walk = early_stops.walk(*random_walk(seed, decay=decay), 4)
+  stop = early_stops.stops(early_stops.probe(walk.o), tau, 1.0, patience)
+  found = early_stops.truncation(walk, stop, tau, patience)
+  ok = found.decays
+  assert (found.actual[ok] <= found.bound[ok] * (1 + 1e-9) + 1e-12).all()
+  assert (~found.assumption | found.decays).all()  # Lemma 1
+
+
+def test_the_bound_has_something_to_say():
+  """It holds where it should on many walks that stop, and Assumption 1 fails on falling masses."""
+  stopped = decays = assumed = broken = 0
+  for decay in (0.0, 0.02, 0.1):
+    walk = early_stops.walk(*random_walk(1, batch=300, decay=decay), 4)
+    stop = early_stops.stops(early_stops.probe(walk.o), 0.1, 1.0, 1)
+    found = early_stops.truncation(walk, stop, 0.1, 1)
+    ended = stop != early_stops.NEVER
+    stopped += ended.sum()
+    decays += (found.decays & ended).sum()
+    assumed += (found.assumption & ended).sum()
+    broken += (found.actual > found.bound).sum()
+  assert stopped > 300 and decays > 50 and assumed < decays
+  equal = early_stops.walk(np.zeros((1, 8)), np.ones((1, 40, 8)), np.ones((1, 40, 8)), 4)
+  found = early_stops.truncation(equal, np.array([5]), 0.1, 2)
+  assert found.assumption.all() and found.actual.max() < 1e-12
+
+
+def test_a_needle_behind_the_stop_breaks_the_assumption_not_the_check():
+  """One heavy tile at the end: the error is large, and `decays` says that nothing was promised."""
+  q, k, v = np.zeros((1, 4)), np.zeros((1, 40, 4)), np.ones((1, 40, 4))
+  q[..., 0], k[:, -1, 0], v[:, -1] = 2, 10, -1
+  walk = early_stops.walk(q, k, v, 4)
+  stop = early_stops.stops(walk.o, 1e-3, 1e-3, 3)
+  found = early_stops.truncation(walk, stop, 1e-3, 3)
+  assert stop == 4 and found.actual > found.bound > 1
+  assert not found.decays and not found.assumption
+
+
+def test_agreement():
+  """Same, both never, too early, probe alone, too late, oracle alone."""
+  probed = np.array([5, 0, 3, 4, 9, 0])
+  oracle = np.array([5, 0, 5, 0, 6, 7])
+  found = early_stops.agreement(probed, oracle)
+  assert found.walks == 6
+  np.testing.assert_allclose(found[1:4], [1 / 3] * 3)
+  assert found.offset == (2.5, 0.5)
+  assert math.isnan(early_stops.agreement(probed, probed).offset[0])
+
+
+def test_visited_share():
+  tiles = np.array([[[[[2, 4]]]], [[[[4, 8]]]]])  # [steps, L, B, K, G]
+  np.testing.assert_allclose(early_stops.visited_share(tiles, np.array([[4], [8]])), [[[0.5, 1.0]]])
+
+
+def test_error_of_a_stop():
+  walk = early_stops.walk(
+    np.zeros((1, 2)), np.zeros((1, 4, 2)), np.array([[[1.0, 0]] * 2 + [[3, 0]] * 2]), 2
+  )
+  np.testing.assert_allclose(early_stops.error(walk, np.array([1])), [0.5])
+  np.testing.assert_allclose(early_stops.error(walk, np.array([early_stops.NEVER])), [0.0])
+
+
+def test_probe_takes_spread_dimensions():
+  o = np.arange(64.0)
+  np.testing.assert_array_equal(early_stops.probe(o), o[::2])
+  np.testing.assert_array_equal(early_stops.probe(o[:20]), o[:20])
+  assert early_stops.probe(np.zeros(80)).shape == (32,)
+
+
+pytestmark = pytest.mark.filterwarnings("error")

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.ops import attention
+from kvjax.ops import attention, tiles
 from kvjax.ops.slots import Slots, put
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, Prompt, Window
+from kvjax.types import At, Attended, Cache, Plan, Prompt, Span, Window
 
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
@@ -41,6 +41,13 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "attend_prompt_pieces": {"cudnn": ("pallas_kernels.prefill_pieces", "attend_in_pieces")},
   "column_mass": {"pallas": ("pallas_kernels.prefill", "column_mass")},
   "art": {"pallas": ("pallas_kernels.art", "walk")},
+  "page_bounds": {"pallas": ("pallas_kernels.quest", "page_bounds")},
+  "key_logits": {"pallas": ("pallas_kernels.key_weights", "key_logits")},
+  "key_weights": {"pallas": ("pallas_kernels.key_weights", "key_weights")},
+  "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
+  "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
+  "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
+  "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
 }
 
 
@@ -102,6 +109,40 @@ def _statistics(
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
   like = {name: jnp.zeros_like(cache.slots[name][:, :, :1]) for name in names}
   return {n: put(cache.slots[n], slot, at.top.fresh(n, like[n], new)) for n in names}
+
+
+def best_tiles(
+  at: At, scores: Array, span: Span, *, limit: Array | None = None, **chosen: int
+) -> tuple[Array, Array, Array]:
+  """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway."""
+  if choose("best_tiles", at.env.impl) != "pallas":
+    return tiles.best(scores, span, limit=limit, **chosen)
+  ordered = at.top.overrides("attend")
+  run = kernel("best_tiles", "pallas")
+  where = scores.astype(jnp.float32), span.start, span.stop
+  try:
+    return run(*where, span_sinks=span.sinks, limit=limit, ordered=ordered, **chosen)
+  except NotImplementedError:  # more than the kernel can hold
+    if at.env.impl != "auto":
+      raise
+    return tiles.best(scores, span, limit=limit, **chosen)
+
+
+def other_tiles(
+  at: At, scores: Array, span: Span, *, active: Array | None = None, **chosen: int
+) -> tuple[Array, Array]:
+  """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything."""
+  if choose("other_tiles", at.env.impl) != "pallas":
+    return tiles.others(scores, span, **chosen)
+  run = kernel("other_tiles", "pallas")
+  active = None if active is None else active.astype(jnp.int32)
+  where = scores.astype(jnp.float32), span.start, span.stop
+  try:
+    return run(*where, span_sinks=span.sinks, active=active, **chosen)
+  except NotImplementedError:
+    if at.env.impl != "auto":
+      raise
+    return tiles.others(scores, span, **chosen)
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:

@@ -74,6 +74,15 @@ class Method:
     return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
 
   @property
+  def in_place(self) -> tuple[str, ...]:
+    """Large arrays of the heads shelf that `observe` itself leaves alone in rows that do not count.
+
+    It writes what it would find there anyway, or minds `Attended.counted`. All other statistics are
+    chosen row by row after each step, which moves the whole of them.
+    """
+    return ()
+
+  @property
   def projects_all(self) -> bool:
     """Whether tokens that a layer does not compute (`active`) still get its keys and values.
 
@@ -368,13 +377,15 @@ class Method:
     q, cache = dispatch.enter_token(at, cache, q, k, v, live)
     plan, carry = self.plan(at, cache, q, carry)
     attended = self.attend(at, cache, plan, q)
+    # Statistics are made of logits; so is the denominator, the smallest thing to look at.
+    clean = self.overrides("observe")
+    counted = live & _finite_rows(at, attended.state.l) if clean else live
+    attended = dataclasses.replace(attended, counted=counted)
     cache, aux = self.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
       cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
-    else:  # statistics are made of logits; so is the denominator, the smallest thing to look at
-      clean = self.overrides("observe")
-      counted = live & _finite_rows(at, attended.state.l) if clean else live
-      cache = _idle_rows(counted, cache, old)
+    else:
+      cache = _idle_rows(counted, cache, old, self.in_place)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
 
@@ -453,7 +464,7 @@ def _finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
   return at.sum_heads(bad.astype(jnp.int32)) == 0
 
 
-def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:
+def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache, in_place: tuple[str, ...]) -> Cache:
   """Statistics of idle rows as they were; entering already left the rest of them alone."""
 
   def pick(new: dict, old: dict, inserted: tuple[str, ...] = ()) -> dict:
@@ -462,6 +473,6 @@ def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache) -> Cache:
 
   return Cache(
     slots=pick(new.slots, old.slots, ("k", "v", "pos", "norm")),
-    heads=pick(new.heads, old.heads),
+    heads=pick(new.heads, old.heads, in_place),
     rows=pick(new.rows, old.rows, ("seen", "used")),
   )

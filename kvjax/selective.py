@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import dispatch
 from kvjax.method import Aux, Method
-from kvjax.ops import attention, tiles
+from kvjax.ops import attention
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
@@ -100,8 +101,8 @@ class Selective(Method):
     if self.dense_below:
       most = self.most(ratio)
       limit, k = jnp.where(cache.seen < self.dense_below, most, k), most
-    table, count, ranked = tiles.best(
-      scores, span, unit=self.unit, sinks=sinks, local=local, k=k, limit=limit
+    table, count, ranked = dispatch.best_tiles(
+      at, scores, span, unit=self.unit, sinks=sinks, local=local, k=k, limit=limit
     )
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
 
@@ -149,10 +150,17 @@ def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Arr
   """
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
+  k = cache.slots["k"]
+  # The kernel has one query for all keys.
+  one = window is None or window.view is None
+  if one and dispatch.choose("key_weights", at.env.impl) == "pallas":
+    span = at.top.span(at, cache, window)
+    seen = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
+    where = span.start, span.stop, span.stop
+    return dispatch.kernel("key_weights", "pallas")(q.astype(k.dtype), k, *where, **seen)
   ok = cache.pos >= 0
   if window is not None:
     ok &= window.sees(cache.pos)[:, :, 0]
-  k = cache.slots["k"]
   logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
   # A NaN stays where it is, to be chosen and heard of: in the denominator it would be everywhere.
   bad = jnp.isnan(logits)

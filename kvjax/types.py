@@ -315,6 +315,8 @@ class Attended:
     visited: int32 [B, K], slots attended.
     out: state.o in the dtype of q, where the implementation returns it too.
     memo: what `attend` found that `observe` needs, where a method has such.
+    counted: bool [B], rows whose statistics `observe` may change: live ones without NaN. Filled in
+      between the two.
   """
 
   state: State
@@ -323,3 +325,4 @@ class Attended:
   visited: Array
   out: Array | None = None
   memo: Any = None
+  counted: Array | None = None

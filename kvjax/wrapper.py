@@ -67,6 +67,10 @@ class Wrapper(Method):
     return self.base.order_independent
 
   @property
+  def in_place(self) -> tuple[str, ...]:
+    return self.base.in_place
+
+  @property
   def projects_all(self) -> bool:
     return self.base.projects_all
 

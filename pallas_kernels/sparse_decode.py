@@ -45,9 +45,14 @@ def _attend_kernel(
   inside = (columns < head_dim)[None, :]
 
   def fetch(i: Any) -> _tiles.Tile:
-    key = i * config.tile + jnp.arange(config.tile)
-    entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
-    slot = entry * unit + key % unit
+    if unit % config.tile:
+      key = i * config.tile + jnp.arange(config.tile)
+      entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
+      slot = entry * unit + key % unit
+    else:  # one entry for the whole tile
+      key = i * config.tile
+      entry = table_ref[row, key // unit]
+      slot = entry * unit + key % unit + jnp.arange(config.tile)
     keep = (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
     slot = jnp.where(keep, slot, 0)
     index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside

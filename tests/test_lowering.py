@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from pallas_kernels import art, config, decode, prefill, product
+from pallas_kernels import art, config, decode, prefill, product, top_k
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
+from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
+from pallas_kernels.quest import page_bounds
 from pallas_kernels.sparse_decode import sparse_decode
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
@@ -150,6 +152,42 @@ def art_call(q, k, v, *rest, unit, **options):
   )
 
 
+def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Scoring and choosing tiles: pages, compressed keys and tokens of long contexts."""
+  of, i32, bf16 = jax.ShapeDtypeStruct, jnp.int32, jnp.bfloat16
+  where = [of((1, 1), i32)] * 2
+  for capability in SHARED:
+    for name, heads, tiles, k, ordered in (
+      ("pages", 8, 8192, 63, True),
+      ("blocks", 8, 2048, 64, False),
+      ("tokens", 8, 131072, 432, True),
+      ("MHA", 32, 4096, 432, True),
+    ):
+      choose = functools.partial(
+        top_k.best, unit=16, sinks=1, local=4, k=k, ordered=ordered, interpret=False
+      )
+      yield f"top_k-{name}", capability, choose, [of((1, heads, tiles), jnp.float32), *where]
+    for group, dtype, head_dim in (
+      ("mean", bf16, 128),
+      ("max", bf16, 128),
+      ("mean", "float32", 96),
+    ):
+      run = functools.partial(page_bounds, unit=16, group=group, interpret=False)
+      pages = of((1, 8, 8192, head_dim), dtype)
+      shapes = [of((1, 8, 4, head_dim), dtype), pages, pages, *where]
+      yield f"page_bounds-{group}-{head_dim}", capability, run, shapes
+    blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
+    for name, count, groups, dtype, options in (
+      ("blocks", 8191, 4, bf16, blocks),
+      ("tokens", 131072, 4, bf16, {"blocks": 131072, "log": True}),
+      ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
+    ):
+      run = functools.partial(key_weights, **options, interpret=False)
+      keys = of((1, 8, count, 128), dtype)
+      shapes = [of((1, 8, groups, 128), dtype), keys, *where, where[0]]
+      yield f"key_weights-{name}", capability, run, shapes
+
+
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """Entering a token: few and many heads, an odd head size, with and without victims."""
   for capability in SHARED:
@@ -259,6 +297,7 @@ KERNELS: dict[str, Callable] = {
   "enter_token": enter_token_calls,
   "longflow": longflow_calls,
   "prefill": prefill_calls,
+  "select": select_calls,
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
 }

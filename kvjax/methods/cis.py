@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.ops import attention
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Window
@@ -92,6 +93,10 @@ class CIS(Method):
     """m, how many tokens of a shared retrieval gain neighbours."""
     return self.k // 3 if self.m is None else self.m
 
+  @property
+  def in_place(self) -> tuple[str, ...]:
+    return ("queries", "anchor", "retrieved")
+
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     """What the queries of the current block were, whose retrieval each used, and the retrievals.
 
@@ -119,27 +124,25 @@ class CIS(Method):
     look at all keys.
     """
     window = at.top.window(at, (cache.seen - 1)[:, None])
-    query = _unit(q)
-    anchor, shares = self.find_anchor(cache, query)
-    retrieve = ~shares.all(-1)
-    fresh = jnp.where(shares[..., None], -1, self.retrieve(at, cache, q, window, retrieve))
-    old = _of_step(cache.heads["retrieved"], anchor[..., None])
-    chosen = jnp.where(shares[..., None], old, fresh)
-    near = jnp.where(shares[..., None], self.neighbours(old), -1)
-    chosen = self.in_middle(cache, jnp.concatenate([chosen, near], -1))
-    table = jnp.concatenate([self.always(cache), chosen.reshape(*chosen.shape[:2], -1)], -1)
-    if window is not None:
-      table = jnp.where(_sees(window, table), table, -1)
-    table, count = _distinct(table)
-    memo = {"retrieve": retrieve, "query": query, "anchor": anchor, "fresh": fresh}
+    query, anchor, shares = self.find_anchor(at, cache, q)
+    found = self.retrieve(at, cache, q, window, ~shares)
+    table, count, fresh = self.listed(at, cache, window, found, anchor, shares)
+    memo = {"retrieve": ~shares.all(-1), "query": query, "anchor": anchor, "fresh": fresh}
     span = at.top.span(at, cache, window)
     return Plan(span, table, count, memo=memo, unit=1, pinned=self.sinks), carry
 
   def find_anchor(
-    self, cache: Cache, query: Float[Array, "B K G H"]
-  ) -> tuple[Int[Array, "B K U"], Bool[Array, "B K U"]]:
-    """The step of the block whose retrieval is used, this one's if it is shared with none."""
-    step = cache.rows["step"][:, None, None]
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"]
+  ) -> tuple[Float[Array, "B K G H"], Int[Array, "B K U"], Bool[Array, "B K U"]]:
+    """q at norm 1, the step of the block whose retrieval is used, and whether that is shared.
+
+    What shares with none uses this step's.
+    """
+    if dispatch.choose("cis_anchors", at.env.impl) == "pallas":
+      block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"]
+      query, anchor, shares = dispatch.kernel("cis_anchors", "pallas")(q, *block, tau=self.tau)
+      return query, anchor, shares > 0
+    query, step = _unit(q), cache.rows["step"][:, None, None]
     cosine = (query[:, :, None] * cache.heads["queries"]).sum(-1)  # Eq. 12, [B, K, s, G]
     alike = jnp.minimum(cosine, 1.0) > self.tau  # rounding must not let 1 exceed τ = 1
     if self.per == "kv_head":
@@ -148,7 +151,7 @@ class CIS(Method):
     latest = jnp.where(alike & (earlier < step[..., None]), earlier, -1).max(2)  # j
     shares = latest >= 0
     anchor = _of_step(cache.heads["anchor"], latest)
-    return jnp.where(shares, anchor, step), shares
+    return query, jnp.where(shares, anchor, step), shares
 
   def retrieve(
     self,
@@ -156,12 +159,15 @@ class CIS(Method):
     cache: Cache,
     q: Float[Array, "B K G H"],
     window: Window | None,
-    heads: Bool[Array, "B K"],
+    needed: Bool[Array, "B K U"],
   ) -> Int[Array, "B K U k"]:
     """The k heaviest tokens of the middle (ties: the lowest), heaviest first, −1 behind them.
 
-    What it gives for KV heads that are not in `heads` is not used: a kernel skips them.
+    What it gives where it is not `needed` is not used: the kernels skip it.
     """
+    one = window is None or window.view is None  # the kernels have one query for all keys
+    if one and dispatch.choose("key_weights", at.env.impl) == "pallas":
+      return self.retrieve_by_kernels(at, cache, q, window, needed)
     now = (cache.seen - 1)[:, None]
     logits = attention.windowed_logits(
       at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window
@@ -178,9 +184,78 @@ class CIS(Method):
     place = self.in_middle(cache, jnp.where(visible, place, -1)[:, :, None])
     weight = jnp.where(place >= 0, weight, -jnp.inf)
     best, index = jax.lax.top_k(weight, min(self.k, cache.size))
-    index = jnp.where(best > -jnp.inf, index, -1)
+    return self.padded(jnp.where(best > -jnp.inf, index, -1))
+
+  def retrieve_by_kernels(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G H"],
+    window: Window | None,
+    needed: Bool[Array, "B K U"],
+  ) -> Int[Array, "B K U k"]:
+    """`retrieve`; what is not needed reads no key, and holds anything."""
+    k, span = cache.slots["k"], at.top.span(at, cache, window)
+    batch, heads, units = needed.shape
+    where = span.start, span.stop, span.stop
+    some = {"span_sinks": span.sinks, "active": needed.any(-1).astype(jnp.int32)}
+    if units == q.shape[2]:  # one softmax each: logits have the order of its weights
+      weigh = dispatch.kernel("key_logits", "pallas")
+      weight = weigh(q.astype(k.dtype), k, *where, **some)[0]
+    else:
+      weigh = dispatch.kernel("key_weights", "pallas")
+      weight = weigh(q.astype(k.dtype), k, *where, blocks=cache.size, log=True, **some)
+    _, index = dispatch.other_tiles(
+      at,
+      weight.reshape(batch, heads * units, -1),
+      span,
+      unit=1,
+      sinks=self.sinks,
+      local=self.local,
+      k=min(self.k, cache.size),
+      active=needed.reshape(batch, heads * units),
+    )
+    return self.padded(index.reshape(*needed.shape, -1))
+
+  def padded(self, index: Int[Array, "B K U X"]) -> Int[Array, "B K U k"]:
+    """Up to k tokens with −1 behind them."""
     missing = self.k - index.shape[-1]
     return jnp.pad(index, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
+
+  def listed(
+    self,
+    at: At,
+    cache: Cache,
+    window: Window | None,
+    found: Int[Array, "B K U k"],
+    anchor: Int[Array, "B K U"],
+    shares: Bool[Array, "B K U"],
+  ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K U k"]]:
+    """Table and count of the plan, and what was found where it was asked for, −1 elsewhere."""
+    one = window is None or window.view is None
+    if one and shares.shape[2] == 1 and dispatch.choose("cis_listed", at.env.impl) == "pallas":
+      span = at.top.span(at, cache, window)
+      table, count, fresh = dispatch.kernel("cis_listed", "pallas")(
+        cache.heads["retrieved"][:, :, :, 0],
+        *(found[:, :, 0], anchor[..., 0], shares[..., 0].astype(jnp.int32)),
+        *(cache.seen, span.start),
+        slots=cache.size,
+        sinks=self.sinks,
+        local=self.local,
+        heaviest=self.dilated,
+        radius=self.radius,
+        span_sinks=span.sinks,
+      )
+      return table, count, fresh[:, :, None]
+    fresh = jnp.where(shares[..., None], -1, found)
+    old = _of_step(cache.heads["retrieved"], anchor[..., None])
+    chosen = jnp.where(shares[..., None], old, fresh)
+    near = jnp.where(shares[..., None], self.neighbours(old), -1)
+    chosen = self.in_middle(cache, jnp.concatenate([chosen, near], -1))
+    table = jnp.concatenate([self.always(cache), chosen.reshape(*chosen.shape[:2], -1)], -1)
+    if window is not None:
+      table = jnp.where(_sees(window, table), table, -1)
+    return *_distinct(table), fresh
 
   def neighbours(self, retrieved: Int[Array, "B K U k"]) -> Int[Array, "B K U X"]:
     """Tokens up to r away from the m heaviest (Eq. 13), the nearest first."""
@@ -211,11 +286,11 @@ class CIS(Method):
     With per="query_head" it is [B, K, G].
     """
     memo, step = plan.memo, cache.rows["step"]
-    now = (jnp.arange(self.block) == step[:, None])[:, None]  # [B, 1, s]
+    row = jnp.arange(step.shape[0])
+    place = step if attended.counted is None else jnp.where(attended.counted, step, self.block)
 
     def note(name: str, new: Array) -> Array:
-      old = cache.heads[name]
-      return jnp.where(now.reshape(now.shape + (1,) * (old.ndim - 3)), new[:, :, None], old)
+      return cache.heads[name].at[row, :, place].set(new, mode="drop")
 
     notes = {"queries": memo["query"], "anchor": memo["anchor"], "retrieved": memo["fresh"]}
     heads = {name: note(name, new) for name, new in notes.items()}

@@ -71,6 +71,10 @@ class DoubleSparsity(SelectiveTokens):
     _, in_heads, _ = super().extra(spec, layer)
     return {}, in_heads, {"fixed": jnp.zeros(spec.batch, bool)} if in_heads else {}
 
+  @property
+  def in_place(self) -> tuple[str, ...]:
+    return ("labels",)  # a function of the keys
+
   def summaries(self, spec: CacheSpec) -> dict[str, Array]:
     heads = spec.batch, spec.kv_heads
     count = max(spec.head_dim // self.compression, 1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import dispatch
 from kvjax.method import Method
 from kvjax.ops import attention, tiles
 from kvjax.selective import Selective
@@ -76,6 +77,10 @@ class InfLLMv2(Selective):
     return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
 
   @property
+  def in_place(self) -> tuple[str, ...]:
+    return ("compressed",)  # a function of the keys
+
+  @property
   def unit(self) -> int:
     return self.block
 
@@ -107,13 +112,24 @@ class InfLLMv2(Selective):
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     compressed = cache.heads["compressed"]
-    start = jnp.arange(compressed.shape[2], dtype=jnp.int32) * self.stride
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    known = start + self.kernel <= (cache.seen - 1)[:, None, None]  # before the newest token
-    ok = known & tiles.visible(span, start, self.kernel)
+    blocks = -(-cache.size // self.block)
+    before = (cache.seen - 1)[:, None]  # the newest token
+    if dispatch.choose("key_weights", at.env.impl) == "pallas":
+      return dispatch.kernel("key_weights", "pallas")(
+        *(q.astype(compressed.dtype), compressed),
+        *(span.start, span.stop, jnp.broadcast_to(before, span.stop.shape)),
+        blocks=blocks,
+        stride=self.stride,
+        width=self.kernel,
+        block=self.block,
+        span_sinks=span.sinks,
+      )
+    start = jnp.arange(compressed.shape[2], dtype=jnp.int32) * self.stride
+    ok = (start + self.kernel <= before[..., None]) & tiles.visible(span, start, self.kernel)
     logits = attention.logits_of(q[:, :, :, None], compressed)[:, :, :, 0]
     p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).sum(2)  # over the group
-    return self.pooled(jnp.where(ok, p, 0.0), -(-cache.size // self.block))
+    return self.pooled(jnp.where(ok, p, 0.0), blocks)
 
   def pooled(self, p: Float[Array, "B K M"], blocks: int) -> Float[Array, "B K P"]:
     """The largest of all compressed keys that share a token with the block; 0 where none does."""

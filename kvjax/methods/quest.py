@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import dispatch
 from kvjax.method import Method
 from kvjax.ops import tiles
 from kvjax.selective import Selective
@@ -59,6 +60,10 @@ class Quest(Selective):
     return cls(budget=max(budget, 3 * 16), group="max")
 
   @property
+  def in_place(self) -> tuple[str, ...]:
+    return ("key_min", "key_max")  # a function of the keys
+
+  @property
   def unit(self) -> int:
     return self.page
 
@@ -88,6 +93,13 @@ class Quest(Selective):
     )
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+    if dispatch.choose("page_bounds", at.env.impl) == "pallas":
+      span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
+      pages = cache.heads["key_min"], cache.heads["key_max"]
+      seen = {"unit": self.page, "span_sinks": span.sinks}
+      return dispatch.kernel("page_bounds", "pallas")(
+        q, *pages, span.start, span.stop, group=self.group, **seen
+      )
     q = q.astype(jnp.float32)
     if self.group == "mean":
       return self.bound(cache, q.mean(2))

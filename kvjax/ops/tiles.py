@@ -34,6 +34,7 @@ def others(
   lowest = jnp.finfo(scores.dtype).min
   # NaN is chosen first, and heard of: sorted where a platform likes, it might choose nothing.
   scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
+  scores = jnp.where(scores == 0, 0.0, scores)  # top_k would put −0 below 0
   candidates = jnp.where(rest, jnp.maximum(scores, lowest), -jnp.inf)
   top, index = jax.lax.top_k(candidates, min(k, tiles))
   return top, jnp.where(jnp.isneginf(top), -1, index)

@@ -1,0 +1,257 @@
+"""What share of the newest token's attention every key would get, for methods that select by it.
+
+A key may be a token's, or stand for several tokens (InfLLM-v2's compressed keys). Each query head
+has its own softmax over all keys that the query may see; what a KV head selects by is their sum.
+
+Two launches, since a weight needs its head's whole denominator. The first streams the keys once and
+leaves logits (base 2) with one partial denominator per program; the second joins the partials,
+weighs, sums over the group and takes the largest of the keys that overlap a block. Bytes: keys
+once; logits, 4 G per key, out and in, which the L2 cache holds.
+
+Grids: rows × pieces of `keys` keys; rows × `BLOCKS` blocks or tokens.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import _backend, _tiles
+from pallas_kernels._split import columns_of, lanes_of
+
+TILE, WARPS, STAGES = 64, 4, 3
+BLOCKS = 256
+PROGRAMS = 512  # about as many as run at once
+
+
+def _logits_kernel(
+  *refs: Any,
+  tile: int,
+  steps: int,
+  stride: int,
+  width: int,
+  span_sinks: int,
+  scale: float,
+  skips: bool,
+) -> None:
+  """q [R, G, H], keys [R, M, H], start, stop, known [R] or one per batch row, (active [R]) ->
+  logits [R, G, M], m, l [R, G, C].
+  """
+  q_ref, k_ref, start_ref, stop_ref, known_ref = refs[:5]
+  logits_ref, m_ref, l_ref = refs[-3:]
+  rows, keys, head_dim = k_ref.shape
+  groups = q_ref.shape[1]
+  row, piece = pl.program_id(0), pl.program_id(1)
+
+  def score() -> None:
+    shared = rows // start_ref.shape[0]
+    start, stop, known = (ref[row // shared] for ref in (start_ref, stop_ref, known_ref))
+    lane, column = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
+    real, inside = lane < groups, column < head_dim
+    mask = real[:, None] & inside[None, :]
+    q = _backend.load(q_ref, row, lane[:, None], column[None, :], mask=mask)
+
+    def step(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+      m, l = carry
+      key = (piece * steps + i) * tile + jnp.arange(tile)
+      first = key * stride
+      ok = (key < keys) & (first + width <= known) & (first < stop)
+      ok &= (first < span_sinks) | (first + width > start)
+      mask = ok[:, None] & inside[None, :]
+      k = _backend.load(k_ref, row, key[:, None], column[None, :], mask=mask, evict="evict_first")
+      x = _backend.dot(q, k, trans_b=True) * (scale * _tiles.LOG2E)
+      x = jnp.where(ok[None, :], x, -jnp.inf)
+      mask = real[:, None] & (key < keys)[None, :]
+      _backend.store(logits_ref, row, lane[:, None], key[None, :], value=x, mask=mask)
+      x = jnp.where(x == x, x, -jnp.inf)  # NaN stays where it is, out of the denominator
+      top = jnp.maximum(m, x.max(axis=1))
+      base = _tiles.finite(top)
+      return top, l * jnp.exp2(m - base) + jnp.exp2(x - base[:, None]).sum(axis=1)
+
+    m, l = jnp.full(lane.shape, -jnp.inf, jnp.float32), jnp.zeros(lane.shape, jnp.float32)
+    left = pl.cdiv(keys, tile) - piece * steps
+    m, l = lax.fori_loop(0, jnp.minimum(left, steps), step, (m, l))
+    _backend.store(m_ref, row, lane, piece, value=m, mask=real)
+    _backend.store(l_ref, row, lane, piece, value=l, mask=real)
+
+  if skips:
+    pl.when(refs[5][row] > 0)(score)
+  else:
+    score()
+
+
+def _weights_kernel(*refs: Any, ahead: int, each: int, log: bool, skips: bool) -> None:
+  """logits [R, G, M], m, l [R, G, C], (active [R]) -> weights [R, P]."""
+  logits_ref, m_ref, l_ref = refs[:3]
+  weights_ref = refs[-1]
+  _, groups, keys = logits_ref.shape
+  pieces = m_ref.shape[2]
+  blocks = weights_ref.shape[1]
+  row, first = pl.program_id(0), pl.program_id(1) * BLOCKS
+
+  def weigh() -> None:
+    block = first + jnp.arange(BLOCKS)
+    lane, piece = jnp.arange(pl.next_power_of_2(groups)), jnp.arange(pl.next_power_of_2(pieces))
+    real = lane < groups
+    mask = real[:, None] & (piece < pieces)[None, :]
+    index = row, lane[:, None], piece[None, :]
+    m = _backend.load(m_ref, *index, mask=mask, other=-jnp.inf)
+    l = _backend.load(l_ref, *index, mask=mask, other=0.0)
+    top = m.max(axis=1)
+    total = (l * jnp.exp2(m - _tiles.finite(top)[:, None])).sum(axis=1)
+    lse = jnp.where(total > 0, _tiles.finite(top) + jnp.log2(_tiles.nonzero(total)), 0.0)
+
+    best = jnp.full((BLOCKS,), -jnp.inf if log else 0.0, jnp.float32)
+    for offset in range(-ahead, each):
+      key = block * each + offset
+      mask = real[:, None] & ((key >= 0) & (key < keys) & (block < blocks))[None, :]
+      x = _backend.load(logits_ref, row, lane[:, None], key[None, :], mask=mask, other=-jnp.inf)
+      x -= lse[:, None]
+      if log:
+        top = x.max(axis=0)
+        base = _tiles.finite(jnp.where(top == top, top, 0.0))
+        weight = base + jnp.log2(jnp.exp2(x - base[None, :]).sum(axis=0))
+        weight = weight * _tiles.LN2 - math.log(groups)
+      else:
+        weight = jnp.exp2(x).sum(axis=0)
+      # NaN passes whatever else overlaps the block.
+      best = jnp.where((weight > best) | (weight != weight), weight, best)
+    _backend.store(weights_ref, row, block, value=best, mask=block < blocks)
+
+  if skips:
+    pl.when(refs[3][row] > 0)(weigh)
+  else:
+    weigh()
+
+
+def key_logits(
+  q: Float[Array, "B K G H"],
+  keys: Float[Array, "B K M H"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  known: Int[Array, "B #K"],
+  *,
+  stride: int = 1,
+  width: int = 1,
+  span_sinks: int = 0,
+  active: Int[Array, "B K"] | None = None,
+  tile: int | None = None,
+  programs: int = PROGRAMS,
+  interpret: bool | None = None,
+) -> tuple[Float[Array, "B K G M"], Float[Array, "B K G C"], Float[Array, "B K G C"]]:
+  """Scaled logits of all keys, times log₂ e, −∞ for keys that take no part; m, l of C pieces.
+
+  Key j stands for the slots [j·stride, j·stride + width). Those take part of which no slot lies
+  behind `known` and any in the range.
+
+  Args:
+    q: queries of the newest token, rotated, in the dtype of the keys.
+    keys: what they attend to.
+    start, stop, span_sinks: the slots that may be seen, as in `sparse_decode`.
+    known: shaped as start, one past the last slot that a key may stand for.
+    stride, width: see above; width is a multiple of stride.
+    active: KV heads that are computed; the others read nothing, and hold anything.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+  """
+  batch, heads, count, head_dim = keys.shape
+  groups, rows = q.shape[2], batch * heads
+  tile, steps = cut(rows, count, tile, programs)
+  pieces = pl.cdiv(count, tile * steps)
+  results = _backend.call(
+    functools.partial(
+      _logits_kernel,
+      tile=tile,
+      steps=steps,
+      stride=stride,
+      width=width,
+      span_sinks=span_sinks,
+      scale=head_dim**-0.5,
+      skips=active is not None,
+    ),
+    *(x.reshape(rows, *x.shape[2:]) for x in (q, keys)),
+    *(x.reshape(-1) for x in (start, stop, known)),
+    *([] if active is None else [active.reshape(-1)]),
+    grid=(rows, pieces),
+    out=[
+      jax.ShapeDtypeStruct((rows, groups, count), jnp.float32),
+      jax.ShapeDtypeStruct((rows, groups, pieces), jnp.float32),
+      jax.ShapeDtypeStruct((rows, groups, pieces), jnp.float32),
+    ],
+    warps=WARPS,
+    stages=STAGES,
+    name="key_logits",
+    interpret=interpret,
+  )
+  logits, m, l = (x.reshape(batch, heads, *x.shape[1:]) for x in results)
+  return logits, m, l
+
+
+def key_weights(
+  q: Float[Array, "B K G H"],
+  keys: Float[Array, "B K M H"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  known: Int[Array, "B #K"],
+  *,
+  blocks: int,
+  stride: int = 1,
+  width: int = 1,
+  block: int = 1,
+  span_sinks: int = 0,
+  log: bool = False,
+  active: Int[Array, "B K"] | None = None,
+  tile: int | None = None,
+  programs: int = PROGRAMS,
+  interpret: bool | None = None,
+) -> Float[Array, "B K P"]:
+  """The largest attention weight among the keys that share a slot with each block.
+
+  Args as in `key_logits`, and:
+    blocks: P.
+    block: slots per block, a multiple of stride.
+    log: return ln of the mean probability over the group (−∞: none), which keeps the order of what
+      float32 would round to 0; else the sum over the group.
+
+  Returns:
+    float32; NaN where a key that takes part gives NaN.
+  """
+  batch, heads = keys.shape[:2]
+  rows = batch * heads
+  partial = key_logits(
+    *(q, keys, start, stop, known),
+    stride=stride,
+    width=width,
+    span_sinks=span_sinks,
+    active=active,
+    tile=tile,
+    programs=programs,
+    interpret=interpret,
+  )
+  return _backend.call(
+    functools.partial(
+      _weights_kernel,
+      ahead=width // stride - 1,
+      each=block // stride,
+      log=log,
+      skips=active is not None,
+    ),
+    *(x.reshape(rows, *x.shape[2:]) for x in partial),
+    *([] if active is None else [active.reshape(-1)]),
+    grid=(rows, pl.cdiv(blocks, BLOCKS)),
+    out=[jax.ShapeDtypeStruct((rows, blocks), jnp.float32)],
+    warps=WARPS,
+    stages=1,
+    name="key_weights",
+    interpret=interpret,
+  )[0].reshape(batch, heads, blocks)
+
+
+def cut(rows: int, keys: int, tile: int | None, programs: int) -> tuple[int, int]:
+  """Keys per step, and steps per program."""
+  tile = tile or min(TILE, max(16, pl.next_power_of_2(keys)))
+  return tile, max(1, keys * rows // (programs * tile))

@@ -1,0 +1,93 @@
+"""Scores of pages and keys from the kernels, against the references of the methods.
+
+On a GPU the same tests run the compiled kernels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle
+from kvjax.selective import token_weights
+from pallas_kernels.key_weights import key_logits, key_weights
+from pallas_kernels.quest import page_bounds
+from scripts.benches.longflow import holding
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+SHAPES = [
+  (2, 3, 3, 300, 24, "float32"),
+  (1, 2, 4, 1000, 64, "bfloat16"),
+  (1, 2, 1, 90, 64, "float32"),
+]
+CLOSE = {"float32": 1e-4, "bfloat16": 1e-2}
+
+
+def setting(method, shape, seen):
+  """Where a method's reference runs, its cache of `seen` tokens, and queries."""
+  batch, heads, groups, slots, head_dim, dtype = shape
+  spec = CacheSpec(batch, slots, heads, groups, head_dim, 4, jnp.dtype(dtype))
+  q = 2 * jax.random.normal(jax.random.key(1), (batch, heads, groups, head_dim), dtype)
+  cache = jax.tree.map(jnp.copy, holding(method, spec, seen))
+  return method.at(Env(4, Rope(), impl="reference"), 3), cache, q
+
+
+def bounds(cache):
+  """start, stop [B, 1] of a cache."""
+  return jnp.zeros_like(cache.used)[:, None], cache.used[:, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_page_bounds(shape, group):
+  seen = shape[3] // 2
+  at, cache, q = setting(Quest(64, group=group, dense_layers=0), shape, seen)
+  a, b = (jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(cache.heads.values()))
+  low, high = (f(a, b).astype(shape[-1]) for f in (jnp.minimum, jnp.maximum))
+  want = at.top.tile_scores(at, cache.put(heads={"key_min": low, "key_max": high}), q)
+  held = jnp.arange(low.shape[2]) * 16 < seen
+  low, high = (jnp.where(held[:, None], x, jnp.nan).astype(x.dtype) for x in (low, high))
+  run = jax.jit(functools.partial(page_bounds, unit=16, group=group))
+  got = run(q, low, high, *bounds(cache))
+  np.testing.assert_allclose(got[..., held], want[..., held], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compressed_keys(shape):
+  method = InfLLMv2(top=4, block=16, local=32, kernel=8, stride=4, dense_below=0)
+  for seen in (shape[3], shape[3] // 2, 3):
+    at, cache, q = setting(method, shape, seen)
+    keys = jax.random.normal(jax.random.key(2), cache.heads["compressed"].shape, shape[-1])
+    want = method.tile_scores(at, cache.put(heads={"compressed": keys}), q)
+    start, stop = bounds(cache)
+    run = functools.partial(key_weights, blocks=want.shape[2], stride=4, width=8, block=16)
+    got = jax.jit(run)(q, keys, start, stop, stop - 1)
+    np.testing.assert_allclose(got, want, atol=1e-6, rtol=CLOSE[shape[-1]])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_token_weights(shape):
+  """ln of probabilities; a NaN stays where it is; heads that are not active cost nothing."""
+  at, cache, q = setting(TopKOracle(32), shape, shape[3] - 7)
+  k = cache.slots["k"].at[0, 0, 5].set(jnp.nan)
+  cache = cache.put(slots={"k": k})
+  want = token_weights(at, cache, q)
+  run = functools.partial(key_weights, blocks=k.shape[2], log=True)
+  start, stop = bounds(cache)
+  active = jnp.ones(k.shape[:2], jnp.int32).at[0, 1].set(0)
+  got = jax.jit(run)(q, k, start, stop, stop, active=active)
+  np.testing.assert_allclose(got[active > 0], want[active > 0], atol=CLOSE[shape[-1]])
+
+
+def test_logits_alone():
+  _, cache, q = setting(TopKOracle(32), SHAPES[0], 200)
+  start, stop = bounds(cache)
+  k = cache.slots["k"]
+  got = jax.jit(key_logits)(q, k, start, stop, stop)[0]
+  want = jnp.einsum("bkgh,bksh->bkgs", q, k, precision="highest") * 24**-0.5 / np.log(2)
+  np.testing.assert_allclose(got[..., :200], want[..., :200], atol=1e-4)
+  assert np.isneginf(got[..., 200:]).all()

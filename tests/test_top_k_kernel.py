@@ -1,0 +1,98 @@
+"""The best tiles of the kernel against the reference's, which has a loop of its own to agree with.
+
+On a GPU the same tests run the compiled kernel, on rows as long as those of long contexts.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Span
+from kvjax.ops import tiles
+from pallas_kernels import top_k
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+ON_GPU = jax.default_backend() == "gpu"
+
+
+def scores_of(rng, batch, heads, count, kind):
+  """Scores with −∞ and NaN among them; "ties": few values, both zeros; "wide": all magnitudes."""
+  x = rng.normal(size=(batch, heads, count))
+  if kind == "ties":
+    x = np.round(x * 2) / 2
+  if kind == "wide":
+    x = np.sign(x) * 10.0 ** rng.uniform(-38, 38, x.shape)
+  x[0, 0, ::5] = -np.inf
+  x[-1, -1, 3::7] = np.nan
+  return x.astype(np.float32)
+
+
+def both(scores, stop, start, span_sinks, limit=None, ordered=True, **chosen):
+  """table, count and scores of reference and kernel; entries sorted where they have no order."""
+  span = Span(jnp.asarray(start), jnp.asarray(stop), span_sinks)
+  want = jax.jit(functools.partial(tiles.best, **chosen))(scores, span, limit=limit)
+  run = functools.partial(top_k.best, span_sinks=span_sinks, ordered=ordered, **chosen)
+  got = jax.jit(run)(scores, start, stop, limit=limit)
+  if not ordered:
+    want, got = (tuple(jnp.sort(x) for x in result) for result in (want, got))
+  return want, got
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
+@pytest.mark.parametrize(
+  ("count", "unit", "sinks", "local", "k"),
+  [(50, 4, 1, 2, 5), (33, 16, 0, 1, 0), (7, 1, 9, 9, 3), (300, 1, 4, 5, 64), (64, 3, 0, 0, 64)],
+)
+def test_equals_reference(count, unit, sinks, local, k, kind):
+  rng = np.random.default_rng(count)
+  scores = scores_of(rng, 3, 2, count, kind)
+  stop = np.array([[count * unit], [count * unit // 2], [0]], np.int32)
+  start, limit = stop // 3, np.array([k, k // 2, 1], np.int32)
+  for options in ({}, {"limit": limit}, {"ordered": False}):
+    chosen = {"unit": unit, "sinks": sinks, "local": local, "k": k}
+    want, got = both(scores, stop, start, 2 * unit, **options, **chosen)
+    for a, b in zip(want, got, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("k", [9, 40])
+def test_long_rows_are_cut(monkeypatch, k):
+  if not ON_GPU:
+    monkeypatch.setattr(top_k, "LANES", 64)
+    monkeypatch.setattr(top_k, "PART", 32)
+  count = 70_000 if ON_GPU else 300
+  scores = scores_of(np.random.default_rng(k), 1, 2, count, "ties")
+  stop = np.array([[count - 3]], np.int32)
+  want, got = both(scores, stop, stop // 4, 7, unit=1, sinks=4, local=5, k=k)
+  for a, b in zip(want, got, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_more_than_a_program_holds():
+  scores, where = jnp.zeros((1, 1, 70_000)), jnp.zeros((1, 1), jnp.int32)
+  with pytest.raises(NotImplementedError, match=r"k: found 9000 of 70000 tiles, expected at most"):
+    top_k.best(scores, where, where, unit=1, sinks=0, local=0, k=9000)
+
+
+def test_inactive_rows_are_left_alone():
+  scores = jax.random.normal(jax.random.key(0), (2, 3, 100))
+  stop, start = jnp.full((2, 1), 100, jnp.int32), jnp.zeros((2, 1), jnp.int32)
+  active = jnp.array([[1, 0, 1], [0, 0, 1]], jnp.int32)
+  chosen = {"unit": 1, "sinks": 2, "local": 3, "k": 12}
+  value, index = jax.jit(functools.partial(top_k.others, **chosen))(
+    scores, start, stop, active=active
+  )
+  want_value, want = tiles.others(scores, Span(start, stop), **chosen)
+  np.testing.assert_array_equal(index[active > 0], want[active > 0])
+  np.testing.assert_array_equal(value[active > 0], want_value[active > 0])
+
+
+def test_bad_scores():
+  scores, where = jnp.zeros((1, 1, 8), jnp.bfloat16), jnp.zeros((1, 1), jnp.int32)
+  with pytest.raises(TypeError, match="scores: found dtype bfloat16, expected float32"):
+    top_k.best(scores, where, where, unit=1, sinks=0, local=0, k=1)

@@ -93,13 +93,13 @@ class FirstChannel(Selective):
   """Scores a tile by the sum of the first channel of its keys, whatever the query."""
 
   size: int = 4
-  most: int = 2
+  picks: int = 2
   sinks: int = 1
   below: int = 0
   hides: int = 0
 
   unit = property(lambda self: self.size)
-  best = property(lambda self: self.most)
+  best = property(lambda self: self.picks)
   forced = property(lambda self: (self.sinks, 1))
   dense_below = property(lambda self: self.below)
 
@@ -148,9 +148,9 @@ def test_dense_layers_and_short_rows_read_everything():
   stream = Stream.random(1, tokens=40)
   for method, everything in (
     (FirstChannel(dense_layers=2), [True, True]),
-    (FirstChannel(most=1, below=15), [False, True]),
-    (FirstChannel(most=1, below=14), [False, False]),
-    (FirstChannel(most=2), [False, True]),
+    (FirstChannel(picks=1, below=15), [False, True]),
+    (FirstChannel(picks=1, below=14), [False, False]),
+    (FirstChannel(picks=2), [False, True]),
   ):
     layer = Layer(Watched(method), stream, capacity=40)
     assert ("sum" in layer.cache.heads) == (method.dense_layers == 0)
@@ -162,7 +162,7 @@ def test_dense_layers_and_short_rows_read_everything():
 
 def test_ratio_widens_what_is_scored():
   stream = Stream.random(2, tokens=60)
-  method = FirstChannel(most=2)
+  method = FirstChannel(picks=2)
   layer = Layer(method, stream, capacity=60)
   layer.prefill([50, 13])
   scores = layer.cache.heads["sum"]
@@ -176,7 +176,7 @@ def test_ratio_widens_what_is_scored():
 
 def test_a_window_bounds_the_choice():
   stream = Stream.random(3, tokens=40)
-  layer = Layer(Watched(FirstChannel(hides=18, most=3)), stream, capacity=40)
+  layer = Layer(Watched(FirstChannel(hides=18, picks=3)), stream, capacity=40)
   layer.prefill([36, 30])
   _, aux = layer.decode([36, 30])
   slots = np.asarray(aux["slots"])

@@ -163,13 +163,14 @@ def _prompt_implementation(
 ) -> tuple[str, Callable]:
   """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
 
-  "cudnn" is cuDNN alone, or "pieces": cuDNN where it can and the kernel for what is left.
+  Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
+  is left. "auto" leaves the pieces alone as long as nobody has measured them.
   """
   named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
   able: tuple[str, ...]
   if named == "auto":
     # Float32 products of the kernels would leave the matrix units unused.
-    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = ("cudnn", "pallas") if narrow and jax.default_backend() == "gpu" else ()
   else:
     asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
     able = asked.get(named, ())

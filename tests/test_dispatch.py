@@ -1,6 +1,7 @@
 """Which implementation runs: names are honoured, missing ones raise, auto is stated."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -109,23 +110,31 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
   assert implementation(Full()) == "cudnn"
   assert implementation(SnapKV(budget=64)) == "cudnn"
   assert implementation(PSAW()) == "cudnn"  # a layer without a window
-  assert implementation(PSAW(), layer=3) == "pieces"
-  assert implementation(PSAW(), layer=3, tokens=1000) == "pallas"
-  assert implementation(StreamingLLM(budget=512, rope="original")) == "pallas"
-  assert implementation(StreamingLLM(budget=512)) == "pallas"  # turns its queries
-  assert implementation(ETF(), layer=3) == "pieces"
-  assert implementation(CPE(), layer=3) == "pieces"
-  assert implementation(Full(), past=4096) == "pieces"
-  assert implementation(PSAW(), layer=3, past=4096) == "pallas"
+  assert implementation(PSAW(), layer=3) == "pallas"
+  assert implementation(StreamingLLM(budget=512)) == "pallas"
+  assert implementation(ETF(), layer=3) == "pallas"
+  assert implementation(Full(), past=4096) == "pallas"
   assert implementation(Full(), past=None) == "pallas"
   assert implementation(Full(), head_dim=256) == "pallas"
   assert implementation(Full(), head_dim=512) == "reference"
   assert implementation(Full(), dtype=jnp.float32) == "reference"
 
 
+def test_cudnn_by_name_takes_a_prompt_in_pieces():
+  cudnn = functools.partial(implementation, impl="cudnn")
+  assert cudnn(Full()) == "cudnn"
+  assert cudnn(Full(), past=4096) == "pieces"
+  assert cudnn(PSAW()) == "cudnn"
+  assert cudnn(PSAW(), layer=3) == "pieces"
+  assert cudnn(ETF(), layer=3) == "pieces"
+  assert cudnn(CPE(), layer=3) == "pieces"
+
+
 @pytest.mark.parametrize(
   ("found", "options"),
   [
+    ("StreamingLLM has a window in this layer that", {"method": StreamingLLM(budget=512)}),
+    ("PSAW has a window in this layer that", {"method": PSAW(), "layer": 3, "past": 4096}),
     ("PSAW has too few queries in a window's reach", {"method": PSAW(), "layer": 3, "tokens": 99}),
     ("Full attends to slots in no order that is known", {"past": None}),
     ("SnapKV attends to slots in no order", {"method": SnapKV(budget=64), "past": 4096}),

@@ -171,6 +171,7 @@ def _prompt_implementation(
   if named == "auto":
     # Float32 products of the kernels would leave the matrix units unused.
     able = ("cudnn", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = able if _has_cudnn() else able[1:]
   else:
     asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
     able = asked.get(named, ())
@@ -186,6 +187,12 @@ def _prompt_implementation(
   if beyond and named != "auto":
     raise NotImplementedError(f"attend_prompt: {type(at.top).__name__} {beyond}")
   return "reference", attention.attend_prompt
+
+
+def _has_cudnn() -> bool:
+  """Whether the device is one for cuDNN's flash attention: NVIDIA's, from Ampere on."""
+  capability = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
+  return capability[0].isdigit() and float(capability) >= 8
 
 
 def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt, impl: str) -> str:

@@ -204,13 +204,15 @@ def _prompt_implementation(
 ) -> tuple[str, Callable]:
   """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
 
-  "cudnn" is cuDNN alone, or "pieces": cuDNN where it can and the kernel for what is left.
+  Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
+  is left. "auto" leaves the pieces alone as long as nobody has measured them.
   """
   named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
   able: tuple[str, ...]
   if named == "auto":
     # Float32 products of the kernels would leave the matrix units unused.
-    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = ("cudnn", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = able if _has_cudnn() else able[1:]
   else:
     asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
     able = asked.get(named, ())
@@ -226,6 +228,12 @@ def _prompt_implementation(
   if beyond and named != "auto":
     raise NotImplementedError(f"attend_prompt: {type(at.top).__name__} {beyond}")
   return "reference", attention.attend_prompt
+
+
+def _has_cudnn() -> bool:
+  """Whether the device is one for cuDNN's flash attention: NVIDIA's, from Ampere on."""
+  capability = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
+  return capability[0].isdigit() and float(capability) >= 8
 
 
 def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt, impl: str) -> str:

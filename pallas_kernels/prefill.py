@@ -7,7 +7,8 @@ program walks the tiles between the bounds of its block of queries and masks tho
 
 Grid: one program per query head and block of queries, the last blocks, which see most, first.
 Heads are neighbours, so that those of one KV head find its tiles in the L2 cache. Compute bound:
-2 · 2 · H operations per query, head and visible slot.
+4 · H operations per query, head and visible slot. On an H200, 32 heads of 128 over 32K tokens ran
+at 344 TFLOP/s, as torch's flash attention does (360); cuDNN's in jax reached 594.
 
 `column_mass` is a second pass for who ranks slots by the probability that queries gave them: one
 program per tile of slots and KV head, over the queries that can see it; each slot's sum is written
@@ -68,8 +69,8 @@ def blocking(
 ) -> Blocking:
   """Blocks that fit the registers and the shared memory of a device, of `column_mass` if `mass`.
 
-  Measured on an H200 at 8K and 32K tokens with heads of 128: 128 × 64 in a pipeline of four was
-  first or within 6 % of it; the second pass over 32 queries of 128K slots liked 32 × 128 best.
+  Measured on an H200 with heads of 128: at 32K tokens 128 × 64 in a pipeline of four was first, at
+  8K 3 % behind the first; the second pass, of 32 queries and 128K slots, took 186 µs at 32 × 128.
   """
   if interpret:
     return Blocking(rows=32, tile=32, warps=4, stages=1)

@@ -1,6 +1,8 @@
 """Which implementation runs: names are honoured, missing ones raise, auto is stated."""
 
 import dataclasses
+import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -92,15 +94,18 @@ def implementation(
   method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto"
 ):
   """What attends to a prompt."""
-  at = method.at(env(impl), layer)
-  size = tokens + (past or 0)
-  staged = {"k": jnp.zeros((1, 1, size, head_dim), dtype)}
-  valid = jnp.array([tokens], jnp.int32)
-  index = method.active(at, tokens, valid)
-  prompt = Prompt(valid, valid, index, tokens, past)
-  qpos = prompt.query_index()
-  q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
-  return dispatch._prompt_implementation(at, staged, q, method.window(at, qpos), prompt)[0]
+  at, names = method.at(env(impl), layer), []
+
+  def trace(k, valid):
+    prompt = Prompt(valid, valid, method.active(at, tokens, valid), tokens, past)
+    qpos = prompt.query_index()
+    q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
+    window = method.window(at, qpos)
+    names.append(dispatch._prompt_implementation(at, {"k": k}, q, window, prompt)[0])
+
+  k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
+  jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))
+  return names[0]
 
 
 def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
@@ -109,23 +114,38 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
   assert implementation(Full()) == "cudnn"
   assert implementation(SnapKV(budget=64)) == "cudnn"
   assert implementation(PSAW()) == "cudnn"  # a layer without a window
-  assert implementation(PSAW(), layer=3) == "pieces"
-  assert implementation(PSAW(), layer=3, tokens=1000) == "pallas"
-  assert implementation(StreamingLLM(budget=512, rope="original")) == "pallas"
-  assert implementation(StreamingLLM(budget=512)) == "pallas"  # turns its queries
-  assert implementation(ETF(), layer=3) == "pieces"
-  assert implementation(CPE(), layer=3) == "pieces"
-  assert implementation(Full(), past=4096) == "pieces"
-  assert implementation(PSAW(), layer=3, past=4096) == "pallas"
+  assert implementation(PSAW(), layer=3) == "pallas"
+  assert implementation(StreamingLLM(budget=512)) == "pallas"
+  assert implementation(ETF(), layer=3) == "pallas"
+  assert implementation(Full(), past=4096) == "pallas"
   assert implementation(Full(), past=None) == "pallas"
   assert implementation(Full(), head_dim=256) == "pallas"
   assert implementation(Full(), head_dim=512) == "reference"
   assert implementation(Full(), dtype=jnp.float32) == "reference"
 
 
+@pytest.mark.parametrize(("capability", "has"), [("7.5", False), ("gfx90a", False), ("12.1", True)])
+def test_cudnn_is_for_ampere_and_what_came_after(monkeypatch, capability, has):
+  device = types.SimpleNamespace(compute_capability=capability)
+  monkeypatch.setattr(jax, "devices", lambda: [device])
+  assert dispatch._has_cudnn() == has
+
+
+def test_cudnn_by_name_takes_a_prompt_in_pieces():
+  cudnn = functools.partial(implementation, impl="cudnn")
+  assert cudnn(Full()) == "cudnn"
+  assert cudnn(Full(), past=4096) == "pieces"
+  assert cudnn(PSAW()) == "cudnn"
+  assert cudnn(PSAW(), layer=3) == "pieces"
+  assert cudnn(ETF(), layer=3) == "pieces"
+  assert cudnn(CPE(), layer=3) == "pieces"
+
+
 @pytest.mark.parametrize(
   ("found", "options"),
   [
+    ("StreamingLLM has a window in this layer that", {"method": StreamingLLM(budget=512)}),
+    ("PSAW has a window in this layer that", {"method": PSAW(), "layer": 3, "past": 4096}),
     ("PSAW has too few queries in a window's reach", {"method": PSAW(), "layer": 3, "tokens": 99}),
     ("Full attends to slots in no order that is known", {"past": None}),
     ("SnapKV attends to slots in no order", {"method": SnapKV(budget=64), "past": 4096}),

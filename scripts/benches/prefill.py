@@ -1,0 +1,367 @@
+"""reading a prompt: attention against cuDNN, windows by what they see, whole 8B-shaped prompts"""
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import kvjax
+from kvjax.ops import attention
+from models.config import ModelConfig
+from models.generate import join, split
+from models.transformer import Transformer
+from pallas_kernels.prefill import prefill_attention
+from scripts.benches import Case, Contender, jax_contender, optional, torch_contender
+from scripts.benches.e2e import weights
+
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAST = 64  # queries whose outputs are compared
+MODEL = "Llama-3.1-8B"
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The cases of this suite, built one after another."""
+  for tokens in (96,) if quick else (8 << 10, 32 << 10, 128 << 10):
+    if only in (name := f"dense {_thousands(tokens)}"):
+      yield dense_case(name, tokens, peers, quick)
+  tokens = 96 if quick else 32 << 10
+  for method in (kvjax.PSAW(), kvjax.PSAW(kvjax.ETF())):
+    if only in (name := f"top layer of {_words(method)} {_thousands(tokens)}"):
+      yield layer_case(name, method, tokens, quick)
+  if only in (name := f"model {_thousands(tokens)}"):
+    yield model_case(name, tokens, quick)
+  tokens = 96 if quick else 128 << 10
+  if only in (name := f"model {_thousands(tokens)} in one piece"):
+    yield long_case(name, tokens, quick)
+
+
+def _thousands(tokens: int) -> str:
+  return f"{tokens >> 10}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def _words(method: kvjax.Method) -> str:
+  return "ETF + PSAW" if method.overrides("active") else "PSAW"
+
+
+# ---- attention alone
+
+
+def operands(tokens: int, quick: bool) -> tuple[jax.Array, ...]:
+  """q [1, K, G, T, H], k and v [1, K, T, H] of an 8B shape."""
+  heads, groups, size = (2, 3, 16) if quick else (KV_HEADS, Q_HEADS // KV_HEADS, HEAD_DIM)
+  dtype = jnp.float32 if quick else jnp.bfloat16
+  kv = 1, heads, tokens, size
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (1, heads, groups, tokens, size), kv, kv
+  return tuple(jax.random.normal(x, s, dtype) for x, s in zip(keys, shapes, strict=True))
+
+
+def _attend(method: kvjax.Method, impl: str, layer: int, layers: int, tokens: int) -> Callable:
+  """A layer's prompt attention by the method and the implementation; output in q's dtype."""
+  at = method.at(kvjax.Env(layers, impl=impl), layer)
+  valid = jnp.array([tokens], jnp.int32)
+  prompt = kvjax.Prompt(valid, valid, method.active(at, tokens, valid), tokens, 0)
+  every = jnp.arange(tokens, dtype=jnp.int32)
+
+  def run(q: Any, k: Any, v: Any) -> Any:
+    staged = {"k": k, "v": v, "pos": jnp.broadcast_to(every, k.shape[:3])}
+    attended = method.attend_prompt(at, staged, q, prompt.query_index(), prompt)
+    return attended.state.o.astype(q.dtype) if attended.out is None else attended.out
+
+  return run
+
+
+def _reference(q: Any, k: Any, v: Any, window: Any, qpos: Any) -> np.ndarray:
+  """The last queries' outputs in float32."""
+  at = kvjax.Full().at(kvjax.Env(1, impl="reference"), 0)
+  staged = {"k": k, "v": v, "pos": jnp.broadcast_to(jnp.arange(k.shape[2]), k.shape[:3])}
+  state = attention.attend_prompt(at, q[:, :, :, -LAST:], qpos[:, -LAST:], staged, window, None)
+  return np.asarray(state.o)
+
+
+def _last(out: Any) -> Any:
+  return out[:, :, :, -LAST:]
+
+
+def dense_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
+  """Causal attention over a whole prompt: what "auto" takes, our kernel, and the libraries."""
+  q, k, v = operands(tokens, quick)
+  operations = 2 * tokens * tokens * q.shape[1] * q.shape[2] * q.shape[4]
+  few = {"calls": 2 if tokens < 1 << 17 else 1, "dispatches": max(1, (1 << 15) // tokens)}
+  qpos = jnp.arange(tokens, dtype=jnp.int32)[None]
+  auto = _attend(kvjax.Full(), "auto", 0, 1, tokens)
+  contenders = [
+    jax_contender("kvjax", auto, [(q, k, v)], output=_last, **few),
+    jax_contender(
+      "our kernel",
+      lambda q, k, v: prefill_attention(q, k, v, qpos)[1],
+      [(q, k, v)],
+      output=_last,
+      **few,
+    ),
+  ]
+  if peers:
+    contenders += optional("jax.nn cuDNN", lambda: _jax_nn(q, k, v, few))
+    contenders += optional("torch flash", lambda: _torch("FLASH_ATTENTION", q.shape))
+    contenders += optional("torch cuDNN", lambda: _torch("CUDNN_ATTENTION", q.shape))
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    rates = {n: operations / s / 1e12 for n, s in seconds.items()}
+    best = max(rates.get("jax.nn cuDNN", 0), rates["kvjax"])
+    return [f"{n}: {r:.0f} TFLOP/s, {r / best:.3f} of cuDNN's in jax" for n, r in rates.items()]
+
+  return Case(
+    name=name,
+    shapes=_shapes(q, k),
+    bytes=sum(x.nbytes for x in (q, q, k, v)),
+    reference=lambda: _reference(q, k, v, None, qpos),
+    tolerance=1e-5 if quick else 1e-2,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def _shapes(q: Any, k: Any) -> str:
+  return (
+    f"{q.shape[3]} queries of {q.shape[1]} KV heads × {q.shape[2]}, {k.shape[2]} slots of "
+    f"{q.shape[4]} {q.dtype.name}"
+  )
+
+
+def _jax_nn(q: Any, k: Any, v: Any, few: dict[str, int]) -> Contender:
+  """jax.nn's cuDNN on operands that lie as it wants them."""
+  q = jnp.moveaxis(q.reshape(1, -1, *q.shape[3:]), 1, 2)
+  k, v = (jnp.moveaxis(x, 1, 2) for x in (k, v))
+  attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+  return jax_contender(
+    "jax.nn cuDNN",
+    attend,
+    [(q, k, v)],
+    output=lambda o: jnp.moveaxis(o[:, -LAST:], 1, 2).reshape(1, k.shape[2], -1, LAST, k.shape[3]),
+    **few,
+  )
+
+
+def _torch(backend: str, shape: tuple[int, ...]) -> Contender:
+  """torch's scaled_dot_product_attention by one of its backends; timed only."""
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+
+  _, heads, groups, tokens, size = shape
+  of = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+  q, (k, v) = of(1, heads * groups, tokens, size), of(2, 1, heads, tokens, size)
+
+  def attend(q: Any, k: Any, v: Any) -> Any:
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+      return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+      )
+
+  name = {"FLASH_ATTENTION": "torch flash", "CUDNN_ATTENTION": "torch cuDNN"}[backend]
+  made = torch_contender(name, attend, [(q, k, v)], calls=1)
+  return Contender(name, made.seconds, None)
+
+
+def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Case:
+  """Attention of the top layer, which hides and freezes most, against dense attention."""
+  layers = 4 if quick else 32
+  at = method.at(kvjax.Env(layers), layers - 1)
+  q, k, v = operands(tokens, quick)
+  index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
+  qpos = jnp.arange(tokens, dtype=jnp.int32)[None] if index is None else index
+  part = q[:, :, :, np.asarray(qpos)[0]]
+  few = {"calls": 2, "dispatches": 2}
+  options = {"layer": layers - 1, "layers": layers, "tokens": tokens}
+
+  def contender(name: str, impl: str) -> Contender:
+    return jax_contender(
+      name, _attend(method, impl, **options), [(part, k, v)], output=_last, **few
+    )
+
+  contenders = [
+    contender("kvjax", "auto"),
+    *optional("in pieces", lambda: contender("in pieces", "cudnn")),
+    jax_contender("dense", _attend(kvjax.Full(), "auto", **options), [(q, k, v)], **few),
+  ]
+  seen = visible(method, at, tokens) / (tokens * (tokens + 1) / 2)
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    share = {n: s / seconds["dense"] for n, s in seconds.items() if n != "dense"}
+    taken = (f"{n} takes {x:.3f} of its time, {x / seen:.2f} × that" for n, x in share.items())
+    return [f"queries see {seen:.3f} of what they see in a dense layer; {'; '.join(taken)}"]
+
+  return Case(
+    name=name,
+    shapes=f"{_shapes(part, k)}, layer {layers} of {layers}",
+    bytes=sum(x.nbytes for x in (part, part, k, v)),
+    reference=lambda: _reference(part, k, v, method.window(at, qpos[:, -LAST:]), qpos),
+    tolerance=1e-5 if quick else 1e-2,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def visible(method: kvjax.Method, at: kvjax.At, tokens: int) -> float:
+  """Pairs of a computed query and a slot that it sees, in a layer of a whole prompt."""
+  index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
+  qpos = np.arange(tokens)[None] if index is None else np.asarray(index)
+  pairs = (qpos + 1.0).sum()
+  window = method.window(at, jnp.asarray(qpos, jnp.int32))
+  if window is not None:
+    pairs -= np.maximum(np.asarray(window.first, np.float64) - window.sinks, 0).sum()
+  return float(pairs)
+
+
+# ---- whole prompts
+
+
+def operations(config: ModelConfig, method: kvjax.Method, tokens: int) -> float:
+  """Floating-point operations of a prompt's products and attention, the head's left out."""
+  heads = config.kv_heads * config.groups * config.head_dim
+  qkv = config.dim * (heads + 2 * config.kv_heads * config.head_dim)
+  weights = qkv + heads * config.dim + 3 * config.dim * config.ffn
+  total = 0.0
+  for layer in range(config.layers):
+    at = method.at(kvjax.Env(config.layers), layer)
+    index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
+    computed = tokens if index is None else index.shape[1]
+    total += 2.0 * computed * weights + 4.0 * heads * visible(method, at, tokens)
+  return total
+
+
+def program(model: Transformer, method: kvjax.Method, tokens: int, impl: str) -> Any:
+  """A compiled prefill of one row of so many tokens; caches are donated."""
+  graph, leaves = split(model)
+
+  def run(leaves: Any, caches: Any, ids: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = kvjax.Env(decoder.env.layers, decoder.env.rope, impl)
+    return decoder.prefill(ids, jnp.array([tokens], jnp.int32), caches, method)
+
+  caches = jax.eval_shape(lambda: method.init_caches(model.spec(1, tokens)))
+  ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+  return jax.jit(run, donate_argnums=1).lower(shapes, caches, ids).compile()
+
+
+def timed(model: Transformer, method: kvjax.Method, tokens: int, compiled: Any) -> Any:
+  """Seconds of one prefill, and its logits."""
+  leaves = split(model)[1]
+  caches = jax.jit(lambda: method.init_caches(model.spec(1, tokens)))()
+  ids = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab)
+  jax.block_until_ready((caches, ids, leaves))
+  began = time.perf_counter()
+  logits, caches = jax.block_until_ready(compiled(leaves, caches, ids))
+  taken = time.perf_counter() - began
+  del caches
+  return taken, np.asarray(logits)
+
+
+def model_case(name: str, tokens: int, quick: bool) -> Case:
+  """A whole prompt under ETF + PSAW against Full; checked against our kernel for everything."""
+  model = weights("tiny" if quick else MODEL)
+  full, ours = kvjax.Full(), kvjax.PSAW(kvjax.ETF())
+  ways = {"kvjax": (ours, "auto"), "Full": (full, "auto")}
+  ways["check"] = ours, "reference" if quick else "pallas"
+  if not quick:  # what is dense by cuDNN, which has no CPU
+    ways["in pieces"] = ours, "cudnn"
+  with ThreadPoolExecutor() as pool:  # compiling is most of this case's time
+    made = {n: pool.submit(program, model, m, tokens, impl) for n, (m, impl) in ways.items()}
+  run = {n: functools.partial(timed, model, ways[n][0], tokens, made[n].result()) for n in ways}
+
+  def contender(name: str) -> Contender:
+    checked = None if name == "Full" else lambda: run[name]()[1]
+    return Contender(name, lambda: run[name]()[0], checked)
+
+  work = {m: operations(model.config, m, tokens) for m in (full, ours)}
+  saved = 1 - work[ours] / work[full]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    lines = []
+    for name, taken in seconds.items():
+      fall = 1 - taken / seconds["Full"]
+      words = "" if name == "Full" else f", time falls by {fall:.4f}, {fall / saved:.2f} of that"
+      lines.append(f"{name}: {work[ways[name][0]] / taken / 1e12:.0f} TFLOP/s{words}")
+    return [f"ETF + PSAW saves {saved:.4f} of the operations", *lines]
+
+  return Case(
+    name=name,
+    shapes=_model_shapes(model, tokens) + "; kvjax is ETF + PSAW",
+    bytes=sum(x.nbytes for x in split(model)[1]),
+    reference=lambda: run["check"]()[1],
+    tolerance=1e-4 if quick else 5e-2,
+    contenders=tuple(contender(name) for name in ways if name != "check"),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def _model_shapes(model: Transformer, tokens: int) -> str:
+  size = sum(x.nbytes for x in split(model)[1]) / 1e9
+  return f"{model.config.layers} layers, {size:.2f} GB of weights, {tokens} tokens"
+
+
+def long_case(name: str, tokens: int, quick: bool) -> Case:
+  """Full, SnapKV and PyramidKV over a whole prompt: seconds of one run each, and memory."""
+  model = weights("tiny" if quick else MODEL)
+  budget = 32 if quick else 2048
+  methods = {
+    "SnapKV": kvjax.SnapKV(budget=budget, window_size=16),
+    "PyramidKV": kvjax.PyramidKV(budget=budget),
+    "Full": kvjax.Full(),
+  }
+  layer = 2 * tokens * model.config.kv_heads * model.config.head_dim * model.dtype.itemsize
+  memory: dict[str, str] = {}
+
+  @functools.cache
+  def once(method: str) -> float:
+    compiled = program(model, methods[method], tokens, "auto")
+    short = program(shallow(model.config, model.dtype), methods[method], tokens, "auto")
+    held = compiled.memory_analysis()
+    more = held.temp_size_in_bytes - short.memory_analysis().temp_size_in_bytes
+    taken, logits = timed(model, methods[method], tokens, compiled)
+    assert np.isfinite(logits).all()
+    gc.collect()
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    rate = operations(model.config, methods[method], tokens) / taken / 1e12
+    memory[method] = (
+      f"{method}: {taken:.2f} s, {rate:.0f} TFLOP/s; caches {held.output_size_in_bytes / 1e9:.2f} "
+      f"GB, temporary {held.temp_size_in_bytes / 1e9:.2f} GB, of which {more / 1e9:+.3f} GB come "
+      f"with {model.config.layers - 2} of the layers; peak of the process {peak / 1e9:.1f} GB"
+    )
+    return taken
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    queries = model.config.kv_heads * model.config.groups
+    return [
+      *memory.values(),
+      f"a layer's keys and values are {layer / 1e9:.3f} GB; a map of all queries × slots of one "
+      f"head would be {2 * tokens * tokens / 1e9:.1f} GB, of a layer {queries} times that",
+    ]
+
+  return Case(
+    name=name,
+    shapes=_model_shapes(model, tokens) + f", budget {budget}; one run each",
+    bytes=sum(x.nbytes for x in split(model)[1]),
+    reference=lambda: np.zeros(1),
+    tolerance=0.0,
+    contenders=tuple(Contender(n, functools.partial(once, n), None) for n in methods),
+    subject="Full",
+    remarks=remarks,
+  )
+
+
+def shallow(config: ModelConfig, dtype: Any) -> Any:
+  """The same decoder with two layers, without weights: only its memory is asked for."""
+  small = dataclasses.replace(config, layers=2)
+  return nnx.eval_shape(lambda: Transformer(small, dtype=dtype, rngs=nnx.Rngs(0)))

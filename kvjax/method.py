@@ -73,6 +73,18 @@ class Method:
     """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
     return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
 
+  def pieces(self, length: int) -> list[int] | None:
+    """How many tokens at a time a turn of `length` tokens has to be read; None: as one likes.
+
+    For methods that stream: each piece is one call of the model, and what it retrieves depends on
+    the pieces before it.
+    """
+    return None
+
+  def room(self, cache: Any) -> int | None:
+    """How many tokens a row of this cache can take in all; None: any number, something leaves."""
+    return cache.size if self.positional else None
+
   @property
   def projects_all(self) -> bool:
     """Whether tokens that a layer does not compute (`active`) still get its keys and values.
@@ -373,7 +385,7 @@ class Method:
       cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
     else:  # statistics are made of logits; so is the denominator, the smallest thing to look at
       clean = self.overrides("observe")
-      counted = live & _finite_rows(at, attended.state.l) if clean else live
+      counted = live & finite_rows(at, attended.state.l) if clean else live
       cache = _idle_rows(counted, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
@@ -436,7 +448,7 @@ def checked_rows(
   at: At, attended: Attended, cache: Cache, rows: Bool[Array, " B"]
 ) -> Bool[Array, " B"]:
   """Those of `rows` whose attention is finite; the others raise (checkify)."""
-  bad = rows & ~_finite_rows(at, attended.state.o)
+  bad = rows & ~finite_rows(at, attended.state.o)
   checkify.check(
     ~bad.any(),
     f"{type(at.top).__name__}, layer {at.layer}: found NaN or infinity in the attention of row "
@@ -447,7 +459,7 @@ def checked_rows(
   return rows & ~bad
 
 
-def _finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
+def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
   """Rows of x that are finite on every head, those of other shards included."""
   bad = ~jnp.isfinite(x).all(tuple(range(1, x.ndim)))
   return at.sum_heads(bad.astype(jnp.int32)) == 0

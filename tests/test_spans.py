@@ -90,7 +90,7 @@ def test_worked_example():
 @pytest.mark.parametrize("size", [1, 2, 7, 12])
 def test_scores_candidates_and_suppression(size):
   maps = random_maps(size, 6, size)
-  theta = spans.threshold(jnp.asarray(maps), 0.8)
+  theta = spans.threshold(jnp.asarray(maps), 0.8, jnp.full(6, size))
   scores = spans.triangle_scores(jnp.asarray(maps), theta)
   found = spans.candidates(scores)
   assert found[0].shape == (6, 2 * size - 1)
@@ -111,6 +111,16 @@ def test_whole_division_against_loops():
   start, stop = spans.divide(jnp.asarray(maps), 0.85, 0.1, 4)
   for i, a in enumerate(maps):
     wanted = slow_divide(a, 0.85, 0.1, 4)
+    assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
+
+
+def test_a_block_that_is_not_full():
+  """Rows and columns behind the end count for nothing, whatever they hold."""
+  maps = random_maps(4, 12, 16)
+  length = jnp.asarray([0, 1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16])
+  start, stop = spans.divide(jnp.asarray(maps), 0.8, 0.1, 4, length)
+  for i, n in enumerate(length.tolist()):
+    wanted = slow_divide(maps[i, :n, :n], 0.8, 0.1, 4) if n else [(0, 0)] * 4
     assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
 
 
@@ -137,7 +147,9 @@ def test_ratios_and_counts(mode):
 def test_more_vectors_for_lower_rates():
   """λ → 0 keeps every token that it may, λ → ∞ one vector a span."""
   ratio, length = jnp.linspace(0.1, 0.9, 5), jnp.full(5, 40)
-  totals = [int(spans.vector_counts(length, ratio, rate, 12).sum()) for rate in (0.0, 1.0, 3.0, 10.0, 99.0)]
+  totals = [
+    int(spans.vector_counts(length, ratio, rate, 12).sum()) for rate in (0.0, 1.0, 3.0, 10.0, 99.0)
+  ]
   assert totals == sorted(totals, reverse=True) and totals[0] == 60 and totals[-1] == 5
 
 

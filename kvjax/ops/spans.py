@@ -1,9 +1,9 @@
 """Semantic spans of a block, read from its attention map, and the vectors that stand for them.
 
-Ltri-LLM's pieces as functions of arrays (Tang et al., 2025, §3.2, §3.3, App. E). A map A [U, U] holds
-what the U queries of a block (rows) give to its U keys (columns), summed over heads; it is lower
-triangular. A span is a run of tokens [start, stop) of the block; where there are fewer than asked
-for, start = stop = 0. Leading axes are arbitrary.
+Ltri-LLM's pieces as functions of arrays (Tang et al., 2025, §3.2, §3.3, App. E). A map A [U, U]
+holds what the U queries of a block (rows) give to its U keys (columns), summed over heads; it is
+lower triangular. A span is a run of tokens [start, stop) of the block; where there are fewer than
+asked for, start = stop = 0. Leading axes are arbitrary.
 """
 
 import functools
@@ -16,10 +16,21 @@ from jaxtyping import Array, Bool, Float, Int
 MODES = ("row", "col", "rowcol")
 
 
-def threshold(maps: Float[Array, "*batch U U"], quantile: float) -> Float[Array, " *batch"]:
-  """θ: a quantile of each map's lower triangle, its diagonal included."""
+def threshold(
+  maps: Float[Array, "*batch U U"], quantile: float, length: Int[Array, " *batch"]
+) -> Float[Array, " *batch"]:
+  """θ: a quantile of the lower triangle (diagonal included) of each map's first `length` tokens.
+
+  Between two values it is interpolated.
+  """
   rows, columns = np.tril_indices(maps.shape[-1])
-  return jnp.quantile(maps[..., rows, columns], quantile, axis=-1)
+  values = jnp.where(rows < length[..., None], maps[..., rows, columns], jnp.inf)
+  values = jnp.sort(values, -1)
+  place = quantile * jnp.maximum(length * (length + 1) // 2 - 1, 0)
+  below = jnp.floor(place).astype(jnp.int32)
+  low = jnp.take_along_axis(values, below[..., None], -1)[..., 0]
+  high = jnp.take_along_axis(values, jnp.ceil(place).astype(jnp.int32)[..., None], -1)[..., 0]
+  return jnp.where(length > 0, low + (high - low) * (place - below), 0)
 
 
 def triangle_scores(
@@ -87,10 +98,20 @@ def suppress(
 
 
 def divide(
-  maps: Float[Array, "*batch U U"], quantile: float, overlap: float, count: int
+  maps: Float[Array, "*batch U U"],
+  quantile: float,
+  overlap: float,
+  count: int,
+  length: Int[Array, " *batch"] | None = None,
 ) -> tuple[Int[Array, "*batch C"], Int[Array, "*batch C"]]:
-  """The `count` best spans of each map: starts and stops, best first (§3.2)."""
-  scores = triangle_scores(maps, threshold(maps, quantile))
+  """The `count` best spans of each map: starts and stops, best first (§3.2).
+
+  `length` says how many tokens of the block are real; None: all.
+  """
+  size = maps.shape[-1]
+  length = jnp.full(maps.shape[:-2], size, jnp.int32) if length is None else length
+  scores = triangle_scores(maps, threshold(maps, quantile, length))
+  scores = jnp.where(jnp.arange(size) < length[..., None, None], scores, -jnp.inf)
   return suppress(*candidates(scores), overlap, count)
 
 
@@ -123,12 +144,11 @@ def ratios(
   def total(queries: Array, keys: Array) -> Array:
     return jnp.einsum("...ci,...ij,...cj->...c", queries, maps, keys)
 
-  own, others = total(held, held), 0.0
+  own = every = total(held, held)
   if mode in ("row", "rowcol"):
-    others += total(held, earlier)
+    every = every + total(held, earlier)
   if mode in ("col", "rowcol"):
-    others += total(later, held)
-  every = own + others
+    every = every + total(later, held)
   return jnp.where(every > 0, own / jnp.where(every > 0, every, 1), 1.0)
 
 

@@ -33,6 +33,8 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "pallas": ("pallas_kernels.decode", "decode_with_output"),
     "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
   },
+  "append_blocks": {"pallas": ("pallas_kernels.host_blocks", "append")},
+  "fetch_blocks": {"pallas": ("pallas_kernels.host_blocks", "fetch")},
   "attend_table": {"pallas": ("pallas_kernels.sparse_decode", "sparse_decode")},
   "attend_prompt": {
     "cudnn": ("kvjax.ops.cudnn", "attend_causal"),

@@ -83,7 +83,7 @@ def append(
   first: Int[Array, " B"],
   count: Int[Array, " B"],
   impl: str,
-  after: Array,
+  after: Any,
 ) -> OwnRows:
   """Writes `count` new blocks of each row behind its first `first`; what has no room is dropped.
 
@@ -93,16 +93,17 @@ def append(
     first: int32, blocks that the row has stored.
     count: int32, 0 leaves a row alone.
     impl: as `Env.impl`.
-    after: any array that is computed from what was read of the store: a write in place has to
-      come after the reading, and only a dependence says so.
+    after: arrays that are computed from what was read of the store, the first of them a small one:
+      a write in place has to come after the reading, and only a dependence says so.
   """
   each = jnp.arange(new["k"].shape[2], dtype=jnp.int32)
   block = jnp.where(each < count[:, None], first[:, None] + each, blocks_of(store))
   if dispatch.choose("append_blocks", _impl(impl)) != "reference":
     run = dispatch.kernel("append_blocks", "pallas")
-    return OwnRows(run(store.of, new, block, after))
+    return OwnRows(run(store.of, new, block, jax.tree.leaves(after)[0]))
   kept: dict[str, tuple[Array, ...]] = {}
-  for name, segments in store.of.items():
+  of, _ = jax.lax.optimization_barrier((store.of, after))
+  for name, segments in of.items():
     index = jnp.broadcast_to(block[:, None], new[name].shape[:3])
     written, start = [], 0
     for segment in segments:

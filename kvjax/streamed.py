@@ -392,7 +392,8 @@ class Streamed(Method):
 
     k = at.env.rope.shift(cut("k"), -pos[:, None])
     new = {"k": k, "v": cut("v")}
-    store = offload.append(cache.heads["store"], new, gone, count, at.env.impl, after)
+    read = (after, cache.heads["held_k"], cache.heads["held_v"])
+    store = offload.append(cache.heads["store"], new, gone, count, at.env.impl, read)
     cache = self.summarise(
       at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
     )

@@ -27,7 +27,7 @@ import numpy as np
 
 from scripts.benches import Case
 
-SUITES = ("art", "decode", "e2e", "longflow")
+SUITES = ("art", "decode", "e2e", "longflow", "offload")
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import Ltri
+from kvjax.methods.ltri import calibrated_rate, measured_spans
 from kvjax.streamed import injected
 from tests.layer import Stream, rotate
 from tests.streams import Oracle, Stack
@@ -155,9 +156,11 @@ def test_a_generation(name):
   for b in range(2):
     for layer, oracle in enumerate(oracles[b]):
       if oracle.indexes:
-        counts = run.caches[layer].rows["counts"].of["count"][b]
+        counts = run.caches[layer].rows["found"].of["count"][b]
         want = [[len(span) for span in spans] for spans in oracle.gone]
         assert [[n for n in row if n] for row in counts[: len(want)].tolist()] == want
+        length, ratio = measured_spans(run.caches[layer], b)
+        assert ((length > 0) == (counts[: len(want)] > 0)).all() and (ratio <= 1).all()
   assert len(retrieved) > 4
   if m.heads and m.heads[0][0] > 0:
     assert not any(layer == 0 for layer, _ in retrieved)
@@ -183,6 +186,26 @@ def test_injected_blocks_are_retrieved():
       assert {x for x in blocks if x >= 0} <= set(run.retrieved(0, b))
   with pytest.raises(ValueError, match=r"blocks: found shape \(2, 1\), expected \(2, 2\)"):
     injected(run.caches, jnp.zeros((2, 1), jnp.int32))
+
+
+def test_rate_from_a_target():
+  """The smallest λ of the table that reaches the target; beyond one vector a span there is none."""
+  rng = np.random.default_rng(0)
+  samples = [(rng.integers(0, 40, (30, 4)), rng.uniform(0.2, 1, (30, 4))) for _ in range(2)]
+
+  def vectors(rate):
+    return sum(
+      min(max(math.ceil(n * math.exp(-rate * (1 - r))), 1), 3) if n else 0
+      for length, ratio in samples
+      for n, r in zip(length.flat, ratio.flat, strict=True)
+    )
+
+  for target in (12.0, 16.0, 20.0):
+    rate = calibrated_rate(samples, target)
+    assert 60 * 128 / vectors(rate) >= target
+    assert rate == 0 or 60 * 128 / vectors(rate - 0.25) < target
+  with pytest.raises(ValueError, match="tokens_per_vector: found 99, expected at most"):
+    calibrated_rate(samples, 99)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import offload, softmax_state
@@ -18,6 +19,9 @@ LLAMA_3_8B_HEADS = (
   *((16, 1, 0.50), (17, 29, 0.12), (19, 3, 0.30), (20, 14, 0.44), (22, 14, 0.33), (24, 27, 0.46)),
   *((26, 15, 0.14), (27, 7, 0.30)),
 )
+
+
+_SPAN = ("span_start", "span_stop", "span_count", "span_ratio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,26 +116,32 @@ class Ltri(Streamed):
     """
     if not self.indexes(layer):
       return {}, {}
-    count = {"count": jnp.zeros((spec.batch, self.stored_blocks(spec), self.spans), jnp.int32)}
+    blocks = (spec.batch, self.stored_blocks(spec), self.spans)
+    found = {
+      "count": jnp.zeros(blocks, jnp.int32),
+      "length": jnp.zeros(blocks, jnp.int32),
+      "ratio": jnp.zeros(blocks, jnp.float32),
+    }
     sizes = (self.stored_blocks(spec), self.spans, spec.head_dim)
     ring = (spec.batch, (self.capacity(spec, layer) - self.init_tokens) // self.block, self.spans)
     rows = {
       "map": jnp.zeros((spec.batch, self.block, self.block), jnp.float32),
-      **{name: jnp.zeros(ring, jnp.int32) for name in ("span_start", "span_stop", "span_count")},
+      **{name: jnp.zeros(ring, jnp.int32) for name in _SPAN[:3]},
+      "span_ratio": jnp.zeros(ring, jnp.float32),
     }
     if self.heads is None:
       every = jnp.zeros((spec.batch, spec.kv_heads, *sizes), jnp.float32)
-      return {"index": OwnRows({"sum": every})}, {**rows, "counts": OwnRows(count)}
-    found = self.head(layer)
-    assert found is not None
-    if found[0] >= spec.kv_heads * spec.groups or layer >= spec.layers:
+      return {"index": OwnRows({"sum": every})}, {**rows, "found": OwnRows(found)}
+    head = self.head(layer)
+    assert head is not None
+    if head[0] >= spec.kv_heads * spec.groups:
       raise ValueError(
-        f"Ltri.heads: found query head {found[0]} of layer {layer}, expected one of "
-        f"{spec.kv_heads * spec.groups} heads in {spec.layers} layers"
+        f"Ltri.heads: found query head {head[0]} of layer {layer}, expected one of "
+        f"{spec.kv_heads * spec.groups} heads"
       )
-    rows["kv_head"] = jnp.full(spec.batch, found[0] // spec.groups, jnp.int32)
+    rows["kv_head"] = jnp.full(spec.batch, head[0] // spec.groups, jnp.int32)
     one = jnp.zeros((spec.batch, *sizes), jnp.float32)
-    return {}, {**rows, "index": OwnRows({"sum": one}), "counts": OwnRows(count)}
+    return {}, {**rows, "index": OwnRows({"sum": one}), "found": OwnRows(found)}
 
   # ---- blocks: their maps, their spans, their vectors
 
@@ -166,7 +176,7 @@ class Ltri(Streamed):
     maps = maps.at[:, 0].set(jnp.where(old, cache.rows["map"], maps[:, 0]))
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
-    def divided(maps: Array) -> tuple[Array, Array, Array]:
+    def divided(maps: Array) -> tuple[Array, ...]:
       return self.divide(at.layer, maps, None)
 
     if tokens > 1:
@@ -178,10 +188,9 @@ class Ltri(Streamed):
     ring = cache.rows["span_start"].shape[1]
     place = jnp.where(whole, block % ring, ring)
     b = jnp.arange(place.shape[0])[:, None]
-    names = ("span_start", "span_stop", "span_count")
     rows = {
       name: cache.rows[name].at[b, place].set(x, mode="drop")
-      for name, x in zip(names, found, strict=True)
+      for name, x in zip(_SPAN, found, strict=True)
     }
     newest = jnp.clip((end - self.init_tokens) // self.block - first, 0, blocks - 1)
     rows["map"] = jnp.take_along_axis(maps, newest[:, None, None, None], 1)[:, 0]
@@ -189,14 +198,15 @@ class Ltri(Streamed):
 
   def divide(
     self, layer: int, maps: Float[Array, "B E U U"], length: Int[Array, "B E"] | None
-  ) -> tuple[Int[Array, "B E C"], Int[Array, "B E C"], Int[Array, "B E C"]]:
-    """Starts, stops and numbers of vectors of the spans of each map."""
+  ) -> tuple[Int[Array, "B E C"], Int[Array, "B E C"], Int[Array, "B E C"], Float[Array, "B E C"]]:
+    """Starts, stops, numbers of vectors, and r_a of the spans of each map."""
     start, stop = spans.divide(
       maps, _of(self.quantile, layer), _of(self.overlap, layer), self.spans, length
     )
     ratio = spans.ratios(maps, start, stop, self.ratio)
     most = self.vectors // self.spans
-    return start, stop, spans.vector_counts(stop - start, ratio, _of(self.rate, layer), most)
+    count = spans.vector_counts(stop - start, ratio, _of(self.rate, layer), most)
+    return start, stop, count, ratio
 
   def _maps(
     self, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
@@ -224,16 +234,16 @@ class Ltri(Streamed):
       return cache
     rows = cache.rows
     place = (block % rows["span_start"].shape[1])[..., None]
-    start, stop, count = (
-      jnp.take_along_axis(rows[name], place, 1)
-      for name in ("span_start", "span_stop", "span_count")
-    )
+    start, stop, count, ratio = (jnp.take_along_axis(rows[name], place, 1) for name in _SPAN)
     every = at.sum_heads(votes.sum(1))  # Eq. 6; the mean over a group ranks as its sum does
     chosen = spans.elect(every, spans.inside(start, stop, self.block), count)
     weight = chosen.astype(jnp.float32)
     b = jnp.arange(block.shape[0])[:, None]
-    counts = rows["counts"].of["count"].at[b, block].set(count, mode="drop")
-    cache = cache.put(rows={"counts": OwnRows({"count": counts})})
+    new_found = {"count": count, "length": stop - start, "ratio": ratio}
+    found = {
+      name: x.at[b, block].set(new_found[name], mode="drop") for name, x in rows["found"].of.items()
+    }
+    cache = cache.put(rows={"found": OwnRows(found)})
     if self.heads is None:
       index = cache.heads["index"].of["sum"]
       into = jnp.broadcast_to(block[:, None], k.shape[:3])
@@ -284,7 +294,7 @@ class Ltri(Streamed):
       pairs = at.sum_heads(pairs)
     else:
       pairs = jnp.einsum("bjh,bnch->bjnc", vectors, cache.rows["index"].of["sum"])
-    real = some[:, :, None, None] & (cache.rows["counts"].of["count"] > 0)[:, None]
+    real = some[:, :, None, None] & (cache.rows["found"].of["count"] > 0)[:, None]
     return jnp.where(real, pairs, -jnp.inf).max((1, 3))
 
   def _chosen_queries(
@@ -314,7 +324,7 @@ class Ltri(Streamed):
     maps, votes = jax.lax.map(of_block, starts)
     votes = votes.sum(0).reshape(batch, blocks, self.block)
     length = (pos >= 0).reshape(batch, blocks, -1).sum(-1, dtype=jnp.int32)
-    start, stop, count = self.divide(at.layer, jnp.moveaxis(maps, 0, 1), length)
+    start, stop, count, _ = self.divide(at.layer, jnp.moveaxis(maps, 0, 1), length)
     return spans.elect(votes, spans.inside(start, stop, self.block), count)
 
   def choose(
@@ -331,6 +341,59 @@ class Ltri(Streamed):
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
     return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
+
+
+def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
+  """Lengths and r_a of the spans of all blocks that have left the window of a row, block by block.
+
+  int [blocks, C] and float [blocks, C]; a length of 0 is no span.
+  """
+  gone, found = int(cache.rows["gone"][row]), cache.rows["found"].of
+  return np.asarray(found["length"][row, :gone]), np.asarray(found["ratio"][row, :gone])
+
+
+def vectors_at(length: np.ndarray, ratio: np.ndarray, rate: float, most: int) -> np.ndarray:
+  """Index vectors that each span would have at another λ (Eq. 7), from `measured_spans`."""
+  count = np.clip(np.ceil(length * np.exp(-rate * (1 - np.float64(ratio)))), 1, most)
+  return np.where(length > 0, count, 0).astype(int)
+
+
+def calibrated_rate(
+  samples: list[tuple[np.ndarray, np.ndarray]],
+  tokens_per_vector: float,
+  *,
+  block: int = 128,
+  most: int = 3,
+) -> float:
+  """The smallest λ of one layer at which blocks are compressed as far as is asked for (§3.3.2).
+
+  More vectors help recall, so the smallest λ is the best one that keeps to the ratio.
+
+  Args:
+    samples: `measured_spans` of the layer, one pair for each context.
+    tokens_per_vector: target compression ratio.
+    block: tokens per block.
+    most: vectors per span at most, vectors // spans.
+
+  Raises:
+    ValueError: no λ gets there: every span keeps one vector.
+  """
+  length = np.concatenate([a.reshape(-1) for a, _ in samples])
+  ratio = np.concatenate([b.reshape(-1) for _, b in samples])
+  tokens = block * sum(len(a) for a, _ in samples)
+
+  def reaches(rate: float) -> bool:
+    return tokens >= tokens_per_vector * vectors_at(length, ratio, rate, most).sum()
+
+  table = np.arange(0, 100.25, 0.25)
+  for rate in table:
+    if reaches(rate):
+      return float(rate)
+  fewest = vectors_at(length, ratio, table[-1], most).sum()
+  raise ValueError(
+    f"tokens_per_vector: found {tokens_per_vector}, expected at most "
+    f"{tokens / max(fewest, 1):.1f}, where every span has one vector"
+  )
 
 
 def _queries(x: Array, index: Int[Array, "B N"]) -> Array:

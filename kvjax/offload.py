@@ -135,7 +135,7 @@ def fetch(store: OwnRows, block: Int[Array, "B R"], impl: str) -> dict[str, Arra
 
 def _impl(impl: str) -> str:
   """What lies in the host's memory can only be reached by kernels."""
-  return "pallas" if on_host() else "reference" if impl == "jax-triton" else impl
+  return "pallas" if on_host() or impl == "pallas" else "reference"
 
 
 def settled(tree: Any) -> Any:

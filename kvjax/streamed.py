@@ -311,10 +311,10 @@ class Streamed(Method):
   ) -> Attended:
     """Softmax over what is near and what is far together."""
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
-    turned = self.turned(at, q, qpos)
+    near = {name: staged[name] for name in ("k", "v", "pos")}
     state = softmax_state.merge(
-      attention.attend_prompt(at, q, qpos, staged, None, None),
-      attention.attend_prompt(at, turned, qpos, far, None, None),
+      dispatch.attend_anywhere(at, near, q, qpos),
+      dispatch.attend_anywhere(at, far, self.turned(at, q, qpos), qpos),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -331,7 +331,7 @@ class Streamed(Method):
   ) -> Cache:
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
     near = self.near(cache, new)
-    votes = attention.column_mass(at, q, qpos, near, None, attended.state)
+    votes = dispatch.column_mass(at, q, qpos, near, None, attended.state)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok = prompt.valid > 0
@@ -423,6 +423,10 @@ class Streamed(Method):
     cache = cache if plan.memo is None else plan.memo
     turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
     impl = dispatch.choose("attend_span", at.env.impl)
+    if impl == "jax-triton":
+      raise NotImplementedError(
+        f"attend_span: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
+      )
     walk = self._walk_slots if impl == "reference" else self._walk_kernels
     near, far, logits = walk(at, cache, q, turned, impl)
     visited = (self.visible(cache, cache.pos) >= 0).sum(-1, dtype=jnp.int32)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
 from kvjax.ops import slots
@@ -83,7 +83,7 @@ def append(
   first: Int[Array, " B"],
   count: Int[Array, " B"],
   impl: str,
-  after: Any,
+  after: Float[Array, "*any"],
 ) -> OwnRows:
   """Writes `count` new blocks of each row behind its first `first`; what has no room is dropped.
 
@@ -93,17 +93,18 @@ def append(
     first: int32, blocks that the row has stored.
     count: int32, 0 leaves a row alone.
     impl: as `Env.impl`.
-    after: arrays that are computed from what was read of the store, the first of them a small one:
-      a write in place has to come after the reading, and only a dependence says so.
+    after: an array that is computed from all that was read of the store: a write in place has to
+      come after the reading, and only a dependence says so.
   """
   each = jnp.arange(new["k"].shape[2], dtype=jnp.int32)
   block = jnp.where(each < count[:, None], first[:, None] + each, blocks_of(store))
   if dispatch.choose("append_blocks", _impl(impl)) != "reference":
     run = dispatch.kernel("append_blocks", "pallas")
-    return OwnRows(run(store.of, new, block, jax.tree.leaves(after)[0]))
+    return OwnRows(run(store.of, new, block, after))
   kept: dict[str, tuple[Array, ...]] = {}
-  of, _ = jax.lax.optimization_barrier((store.of, after))
-  for name, segments in of.items():
+  # XLA does not see that this is `block`, and would copy a store of which it knows no order.
+  block = jnp.minimum(block, block + jnp.isnan(after).any())
+  for name, segments in store.of.items():
     index = jnp.broadcast_to(block[:, None], new[name].shape[:3])
     written, start = [], 0
     for segment in segments:

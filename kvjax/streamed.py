@@ -338,7 +338,7 @@ class Streamed(Method):
     if at.env.check_nan:
       ok &= finite_rows(at, attended.state.o)
     end = cache.seen + prompt.valid
-    cache = self.evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.l)
+    cache = self.evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
     size, pos = cache.size, new["pos"]
     ring = size - self.init_tokens
     stays = (pos >= 0) & ((pos < self.init_tokens) | (pos >= (end - ring)[:, None, None]))
@@ -392,8 +392,7 @@ class Streamed(Method):
 
     k = at.env.rope.shift(cut("k"), -pos[:, None])
     new = {"k": k, "v": cut("v")}
-    read = (after, cache.heads["held_k"], cache.heads["held_v"])
-    store = offload.append(cache.heads["store"], new, gone, count, at.env.impl, read)
+    store = offload.append(cache.heads["store"], new, gone, count, at.env.impl, after)
     cache = self.summarise(
       at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
     )
@@ -494,7 +493,7 @@ class Streamed(Method):
       at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
     )
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
-    cache = self.evict(at, cache, near, cache.seen, ok, 1, attended.state.l)
+    cache = self.evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
     kept = cache.rows["kept"]
     blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1)
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}

@@ -11,9 +11,11 @@ from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
+from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.ltri import Ltri
 from kvjax.methods.prr import PRR
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
@@ -37,6 +39,7 @@ from kvjax.types import (
   CacheSpec,
   Carry,
   Env,
+  OwnRows,
   Plan,
   Prompt,
   Span,
@@ -69,13 +72,16 @@ __all__ = [
   "Env",
   "Full",
   "HShare",
+  "InfLLM",
   "InfLLMv2",
   "LMInfinite",
   "Linear",
   "Llama3",
   "LongFlow",
+  "Ltri",
   "Measured",
   "Method",
+  "OwnRows",
   "Plan",
   "Prompt",
   "PyramidKV",

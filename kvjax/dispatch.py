@@ -33,6 +33,8 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "pallas": ("pallas_kernels.decode", "decode_with_output"),
     "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
   },
+  "append_blocks": {"pallas": ("pallas_kernels.host_blocks", "append")},
+  "fetch_blocks": {"pallas": ("pallas_kernels.host_blocks", "fetch")},
   "attend_table": {"pallas": ("pallas_kernels.sparse_decode", "sparse_decode")},
   "attend_prompt": {
     "cudnn": ("kvjax.ops.cudnn", "attend_causal"),
@@ -197,6 +199,17 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
       options |= {"pos": staged["pos"], "reach": reach}
   state, out = run(q.astype(k.dtype), k, v, qpos, first, **options)
   return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
+  """Attention of many queries over slots in any order, each up to its own position."""
+  impl = choose("attend_prompt", at.env.impl)
+  # Float32 products of the kernel would leave the matrix units unused.
+  narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
+  if narrow or impl != "pallas":
+    return attention.attend_prompt(at, q, qpos, held, None, None)
+  k, v = held["k"], held["v"]
+  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, pos=held["pos"])[0]
 
 
 def _prompt_implementation(

@@ -73,6 +73,18 @@ class Method:
     """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
     return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
 
+  def pieces(self, length: int) -> list[int] | None:
+    """How many tokens at a time a turn of `length` tokens has to be read; None: as one likes.
+
+    For methods that stream: each piece is one call of the model, and what it retrieves depends on
+    the pieces before it.
+    """
+    return None
+
+  def room(self, cache: Any) -> int | None:
+    """How many tokens a row of this cache can take in all; None: any number, something leaves."""
+    return cache.size if self.positional else None
+
   @property
   def in_place(self) -> tuple[str, ...]:
     """Large arrays of the heads shelf that `observe` itself leaves alone in rows that do not count.
@@ -379,7 +391,7 @@ class Method:
     attended = self.attend(at, cache, plan, q)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
     clean = self.overrides("observe")
-    counted = live & _finite_rows(at, attended.state.l) if clean else live
+    counted = live & finite_rows(at, attended.state.l) if clean else live
     attended = dataclasses.replace(attended, counted=counted)
     cache, aux = self.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
@@ -447,7 +459,7 @@ def checked_rows(
   at: At, attended: Attended, cache: Cache, rows: Bool[Array, " B"]
 ) -> Bool[Array, " B"]:
   """Those of `rows` whose attention is finite; the others raise (checkify)."""
-  bad = rows & ~_finite_rows(at, attended.state.o)
+  bad = rows & ~finite_rows(at, attended.state.o)
   checkify.check(
     ~bad.any(),
     f"{type(at.top).__name__}, layer {at.layer}: found NaN or infinity in the attention of row "
@@ -458,7 +470,7 @@ def checked_rows(
   return rows & ~bad
 
 
-def _finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
+def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
   """Rows of x that are finite on every head, those of other shards included."""
   bad = ~jnp.isfinite(x).all(tuple(range(1, x.ndim)))
   return at.sum_heads(bad.astype(jnp.int32)) == 0

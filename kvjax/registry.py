@@ -9,9 +9,11 @@ from kvjax.methods.etf import ETF
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
+from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
+from kvjax.methods.ltri import Ltri
 from kvjax.methods.prr import PRR
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
@@ -42,6 +44,8 @@ METHODS: dict[str, type[Method]] = {
   "double_sparsity": DoubleSparsity,
   "hshare": HShare,
   "cis": CIS,
+  "infllm": InfLLM,
+  "ltri": Ltri,
   "psaw": PSAW,
   "etf": ETF,
   "cpe": CPE,

@@ -198,6 +198,21 @@ class Cache:
 
 @pytree()
 @dataclasses.dataclass(frozen=True)
+class OwnRows:
+  """Entries of a shelf that no driver chooses between row by row, which would copy them.
+
+  Whoever writes them leaves the rows alone that take no part: those without new tokens, and those
+  whose attention is not finite. What lies in host memory has to be kept this way.
+
+  Attributes:
+    of: arrays by name.
+  """
+
+  of: dict[str, Any]
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
 class Carry:
   """What one forward pass hands from layer to layer; shelves as in `Cache`.
 

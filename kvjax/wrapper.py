@@ -9,7 +9,7 @@ from kvjax.method import Method
 from kvjax.methods.full import Full
 
 MOVES = (
-  *("capacity", "extra", "window", "span"),
+  *("pieces", "room", "capacity", "extra", "window", "span"),
   *("victim", "fresh", "insert", "score", "select", "everything", "plan", "order", "read"),
   *(
     "attend",

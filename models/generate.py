@@ -20,6 +20,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
+from kvjax import offload
 from kvjax.method import Method
 from models.sampling import Knobs, Sampling, draw
 from models.stopping import RowText
@@ -93,6 +94,8 @@ def prefill(
 
   Compiles once per shape of `tokens`: callers round T up to a few sizes. With `chunk`, it compiles
   once for the first chunk and then once for every doubling of what is cached, whatever T is.
+  Methods that stream read a prompt in pieces of their own (`Method.pieces`), row by row; that
+  compiles once or twice, however long the prompt is.
 
   Args:
     model: the decoder.
@@ -104,9 +107,9 @@ def prefill(
     past: static upper bound on the tokens already cached in any row. None: 0 if the caches are
       empty, else unknown (one compilation serves every later call).
     chunk: tokens per row to read at a time, which bounds the memory that a prompt takes; None:
-      all at once.
+      all at once, or as the method streams.
     all_logits: logits of every position.
-    with_aux: also return what the method reports.
+    with_aux: also return what the method reports (of a prompt in pieces, on the last one).
     on_chunk: called with (tokens read, tokens to read) of the longest row after every chunk.
 
   Returns:
@@ -115,7 +118,8 @@ def prefill(
   Raises:
     ValueError: shapes, lengths or token ids are out of range, every row is empty, or a prompt does
       not fit in the capacity of a method that keeps every token. Nothing has run then.
-    NotImplementedError: `chunk` is given and the method has to see a prompt at once.
+    NotImplementedError: `chunk` is given and the method has to see a prompt at once, or streams in
+      pieces of its own.
     JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
       came out as NaN or infinity. The caches that were passed are gone.
   """
@@ -138,6 +142,8 @@ def prefill(
     _throw(error)
     return result
 
+  if chunk is None and method.pieces(int(lengths.max())) is not None:
+    return _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
   if chunk is None:
     return read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
   _check_chunk(method, chunk, past, with_aux)
@@ -156,6 +162,44 @@ def prefill(
       jax.block_until_ready(logits)
       on_chunk(min(start + chunk, end), end)
   return (_joined(parts, size)[:, :size] if all_logits else parts[0]), caches
+
+
+def _read_pieces(
+  read: Callable[..., Any],
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  caches: Caches,
+  method: Method,
+  all_logits: bool,
+  with_aux: bool,
+  on_chunk: Callable[[int, int], Any] | None,
+) -> Any:
+  """A prompt in the pieces of a method that streams, each row in its own; result as `prefill`'s."""
+  parts = [method.pieces(int(n)) or [] for n in lengths]
+  calls, end = max(map(len, parts)), int(lengths.max())
+  # Two widths: that of the longest piece, and that of the rows' last ones, which may be short.
+  small = max(part[-1] for part in parts if part)
+  large = max(map(max, filter(None, parts)))
+  starts = np.zeros(len(lengths), np.int64)
+  kept, rest = None, ()
+  for i in range(calls):
+    valid = np.array([part[i] if i < len(part) else 0 for part in parts])
+    width = small if valid.max() <= small else large
+    index = np.minimum(starts[:, None] + np.arange(width), tokens.shape[1] - 1)
+    piece = np.take_along_axis(tokens, index, 1)
+    logits, caches, *rest = read(caches, piece, valid, None)
+    if all_logits:
+      place = np.where(np.arange(width) < valid[:, None], index, tokens.shape[1])
+      empty = (*tokens.shape, logits.shape[-1])
+      kept = jnp.zeros(empty, logits.dtype) if kept is None else kept
+      kept = kept.at[np.arange(len(valid))[:, None], place].set(logits, mode="drop")
+    else:  # rows that have ended before keep their logits
+      kept = logits if kept is None else jnp.where((valid > 0)[:, None], logits, kept)
+    starts += valid
+    if on_chunk is not None:
+      jax.block_until_ready(logits)
+      on_chunk(int(starts.max()), end)
+  return (kept, caches, *rest) if with_aux else (kept, caches)
 
 
 def generate(
@@ -328,7 +372,7 @@ def _prefill(
 
   def run(caches: Caches) -> Any:
     options = {"past": past, "all_logits": all_logits, "with_aux": with_aux}
-    return model.prefill(tokens, lengths, caches, method, total=total, **options)
+    return offload.settled(model.prefill(tokens, lengths, caches, method, total=total, **options))
 
   return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
 
@@ -390,7 +434,7 @@ def _decode_chunk(
   first = jnp.int32(0), logits, caches, live, out, used, logprobs
 
   def run(first: Any) -> Any:
-    return jax.lax.while_loop(going, step, first)[1:]
+    return offload.settled(jax.lax.while_loop(going, step, first)[1:])
 
   return checkify.checkify(run)(first) if model.env.check_nan else (None, run(first))
 
@@ -448,6 +492,10 @@ def _check_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -
   if past is not None or with_aux:
     name, value = ("past", past) if past is not None else ("with_aux", with_aux)
     raise ValueError(f"{name}: found {value} and chunk = {chunk}, expected only one of the two")
+  if method.pieces(chunk) is not None:
+    raise NotImplementedError(
+      f"chunk: found {chunk}, expected None for {method!r}, which reads a prompt in its own pieces"
+    )
   if not method.chunkable:
     raise NotImplementedError(
       f"chunk: found {chunk}, expected None for {method!r}, which has to see a whole "
@@ -497,11 +545,12 @@ def _check_prompt(
 
 
 def _check_room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarray:
-  """Raises if a row would outgrow a method that keeps every token; returns tokens seen per row."""
+  """Raises if a row would outgrow what the method has room for; returns tokens seen per row."""
   seen = np.asarray(caches[0].seen)
   need = np.where(new > 0, seen + new, 0)
-  capacity = min(cache.size for cache in caches)
-  if method.positional and need.max() > capacity:
+  rooms = [room for room in map(method.room, caches) if room is not None]
+  capacity = min(rooms, default=None)
+  if capacity is not None and need.max() > capacity:
     row = int(need.argmax())
     raise ValueError(
       f"{what} after {seen[row]} cached tokens (row {row}) needs {need[row]} slots, "

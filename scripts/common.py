@@ -36,7 +36,7 @@ def one_line_errors() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     raise SystemExit("\nstopped") from None
-  except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
+  except (ValueError, NotImplementedError, OSError, MemoryError, ModuleNotFoundError) as error:
     if os.environ.get("KVJAX_TRACEBACK"):
       raise
     raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error

@@ -1,17 +1,19 @@
 """Text from a model under any registered KV-cache method, streamed to the terminal."""
 
 import dataclasses
+import pathlib
 import sys
 import time
 from typing import Annotated
 
+import jax
 import numpy as np
 import tyro
 
 import kvjax
 from models.generate import generate, prefill
 from models.sampling import Sampling
-from scripts import common, console
+from scripts import common, console, context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Args:
   """A registered method: see the README's table."""
   budget: int = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
+  context_file: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
+  """A text in UTF-8 of any length that stands before the prompt."""
   steps: int = 256
   """Tokens to generate at most."""
   temperature: float = 0.0
@@ -61,7 +65,9 @@ def main(args: Args) -> None:
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
-  if args.raw:
+  if args.context_file is not None:
+    ids = context.encode(tokenizer, args.context_file, prompt, system=args.system, raw=args.raw)
+  elif args.raw:
     ids = tokenizer.encode(prompt)
   else:
     messages = [{"role": "user", "content": prompt}]
@@ -70,32 +76,60 @@ def main(args: Args) -> None:
     ids = tokenizer.chat(messages)
 
   tokens = common.right_padded(ids, multiple=64)
-  with console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr):
-    caches = method.init_caches(model.spec(1, tokens.shape[1] + args.steps))
-    logits, caches = prefill(
-      model, tokens, np.array([len(ids)]), caches, method, chunk=args.prefill_chunk
+  spec = model.spec(1, tokens.shape[1] + args.steps)
+  context.check_room(method, spec)
+  print(f"reading {len(ids):,} tokens under {method}", file=sys.stderr)
+  done = [0, 0]  # tokens that have been read, and generated
+  try:
+    caches = method.init_caches(spec)
+    with console.bar(len(ids), "reading", "token") as bar:
+
+      def read(count: int, _: int) -> None:
+        bar.update(count - done[0])
+        done[0] = count
+
+      logits, caches = prefill(
+        model,
+        tokens,
+        np.array([len(ids)]),
+        caches,
+        method,
+        chunk=args.prefill_chunk,
+        on_chunk=read,
+      )
+      logits.block_until_ready()
+      read(len(ids), len(ids))
+
+    def show(texts: list[str]) -> None:
+      sys.stdout.write(texts[0])
+      sys.stdout.flush()
+
+    def count(tokens: np.ndarray) -> None:
+      done[1] += int((tokens >= 0).sum())
+
+    begin = time.perf_counter()
+    generation, _ = generate(
+      model,
+      logits,
+      caches,
+      method,
+      steps=args.steps,
+      sampling=sampling,
+      seed=args.seed,
+      stop=() if tokenizer.eos is None else (tokenizer.eos,),
+      stop_strings=args.stop,
+      tokenizer=tokenizer,
+      chunk=8,
+      on_text=show,
+      on_chunk=count,
     )
-    logits.block_until_ready()
-
-  def show(texts: list[str]) -> None:
-    sys.stdout.write(texts[0])
-    sys.stdout.flush()
-
-  begin = time.perf_counter()
-  generation, _ = generate(
-    model,
-    logits,
-    caches,
-    method,
-    steps=args.steps,
-    sampling=sampling,
-    seed=args.seed,
-    stop=() if tokenizer.eos is None else (tokenizer.eos,),
-    stop_strings=args.stop,
-    tokenizer=tokenizer,
-    chunk=8,
-    on_text=show,
-  )
+  except jax.errors.JaxRuntimeError as error:
+    print(flush=True)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise SystemExit(
+      f"error: the device failed after {done[0]:,} of {len(ids):,} tokens had been read and "
+      f"{done[1]:,} generated, whose text stands above: {reason}"
+    ) from error
   print(flush=True)
   seconds, n = time.perf_counter() - begin, int(generation.lengths[0])
   print(f"({n} tokens in {seconds:.1f} s, compilation included)", file=sys.stderr)

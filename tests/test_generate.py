@@ -583,3 +583,57 @@ def test_prompts_are_padded():
   assert pad([[1, 2, 3]])[0].shape == (1, 3)
   with pytest.raises(ValueError, match="multiple: found 0"):
     pad([[1]], multiple=0)
+
+
+# ---- methods that read prompts in pieces of their own
+
+
+def test_pieces_are_calls_of_the_model():
+  """Each row in its own pieces: as one call after another by hand, row by row."""
+  method = kvjax.Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=3)
+  lengths, seen = [30, 13], []
+  assert [method.pieces(n) for n in lengths] == [[8, 8, 8, 3, 3], [8, 2, 3]]
+  spec = model().spec(2, 40)
+  logits, caches = prefill(
+    model(),
+    TOKENS[:, :30],
+    lengths,
+    method.init_caches(spec),
+    method,
+    on_chunk=lambda *x: seen.append(x),
+  )
+  assert seen == [(8, 30), (16, 30), (24, 30), (27, 30), (30, 30)]
+  every, _ = prefill(
+    model(), TOKENS[:, :30], lengths, method.init_caches(spec), method, all_logits=True
+  )
+  assert every.shape == (2, 30, CONFIG.vocab)
+  for row, n in enumerate(lengths):
+    alone, start = method.init_caches(model().spec(1, 40)), 0
+    for count in method.pieces(n):
+      last, alone = model().prefill(
+        jnp.asarray(TOKENS[row : row + 1, start : start + count]),
+        jnp.array([count]),
+        alone,
+        method,
+        past=None,
+      )
+      start += count
+      chex.assert_trees_all_close(every[row, start - 1], last[0], rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(logits[row], last[0], rtol=1e-4, atol=1e-4)
+    for mine, other in zip(caches, alone, strict=True):
+      for name in ("seen", "gone", "kept", "held"):
+        np.testing.assert_array_equal(mine.rows[name][row], other.rows[name][0])
+  with pytest.raises(NotImplementedError, match="chunk: found 8, expected None for Ltri"):
+    prefill(model(), TOKENS[:, :30], lengths, method.init_caches(spec), method, chunk=8)
+
+
+def test_a_store_that_is_full():
+  method = kvjax.InfLLM(2, 6, 4, 2, chunk=8, held=2)
+  caches = method.init_caches(model().spec(2, 24))
+  room = method.room(caches[0])
+  assert 24 <= room < 36
+  with pytest.raises(ValueError, match=rf"a prompt of 40 tokens.*found a capacity of {room}"):
+    prefill(model(), TOKENS, [40, 3], caches, method)
+  logits, caches = prefill(model(), TOKENS[:, :20], [20, 3], caches, method)
+  with pytest.raises(ValueError, match=r"steps = 20 after 20 cached tokens"):
+    generate(model(), logits, caches, method, steps=20)

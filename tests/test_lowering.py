@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from pallas_kernels import art, config, decode, prefill, product, top_k
+from pallas_kernels import art, config, decode, host_blocks, prefill, product, top_k
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
@@ -290,11 +290,28 @@ def prefill_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       yield f"mass-{name}", capability, run, [q, k, pos, qpos, state, state, qpos]
 
 
+def host_blocks_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Blocks over the link: one segment and three, a head size that is no power of two."""
+  of = jax.ShapeDtypeStruct
+  for capability in SHARED:
+    for segments, head_dim, dtype in ((1, 128, jnp.bfloat16), (3, 96, jnp.float32)):
+      part = of((1, 8, 512, 128, head_dim), dtype)
+      store = {"k": (part,) * segments, "v": (part,) * segments}
+      block, name = of((1, 16), jnp.int32), f"{segments}-H{head_dim}"
+      fetch = functools.partial(host_blocks.fetch, interpret=False)
+      yield f"fetch-{name}", capability, fetch, [store, block]
+      new = of((1, 8, 16, 128, head_dim), dtype)
+      append = functools.partial(host_blocks.append, interpret=False)
+      arguments = [store, {"k": new, "v": new}, block, of((8,), jnp.float32)]
+      yield f"append-{name}", capability, append, arguments
+
+
 # Kernel -> its calls, as (name, capability, function, abstract arguments).
 KERNELS: dict[str, Callable] = {
   "art": art_calls,
   "decode": decode_calls,
   "enter_token": enter_token_calls,
+  "host_blocks": host_blocks_calls,
   "longflow": longflow_calls,
   "prefill": prefill_calls,
   "select": select_calls,

@@ -1,10 +1,12 @@
 """Reading, writing and compacting cache slots; slot arrays are [B, K, S, ...]."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kvjax.types import OwnRows
 
 Slots = dict[str, Array]
 Tree = TypeVar("Tree")
@@ -117,9 +119,14 @@ def pool(
 
 
 def choose_rows(ok: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
-  """Leaf by leaf: `new` where the row is ok, else `old`; every leaf leads with B."""
+  """Leaf by leaf: `new` where the row is ok, else `old`; every leaf leads with B.
 
-  def pick(a: Array, b: Array) -> Array:
-    return a if a is b else jnp.where(ok.reshape(ok.shape + (1,) * (a.ndim - 1)), a, b)
+  `OwnRows` are new: they have been written row by row.
+  """
 
-  return jax.tree.map(pick, new, old)
+  def pick(a: Any, b: Any) -> Any:
+    if a is b or isinstance(a, OwnRows):
+      return a
+    return jnp.where(ok.reshape(ok.shape + (1,) * (a.ndim - 1)), a, b)
+
+  return jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, OwnRows))

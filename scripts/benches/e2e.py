@@ -56,7 +56,11 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 @functools.lru_cache(maxsize=1)
 def weights(name: str) -> Transformer:
   """A decoder of this shape; random weights, norm scales 1."""
-  config, dtype = (TINY, jnp.float32) if name == "tiny" else (PRESETS[name], jnp.bfloat16)
+  return drawn(*((TINY, jnp.float32) if name == "tiny" else (PRESETS[name], jnp.bfloat16)))
+
+
+def drawn(config: ModelConfig, dtype: Any) -> Transformer:
+  """A decoder of a configuration with random weights."""
   made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
   graph, shapes = nnx.split(made)
   leaves, tree = jax.tree.flatten(shapes)

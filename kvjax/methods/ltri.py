@@ -1,0 +1,420 @@
+"""Ltri-LLM: spans of triangular attention, retrieved from host memory (Tang et al., 2025)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import offload, softmax_state
+from kvjax.ops import attention, slots, spans
+from kvjax.softmax_state import State
+from kvjax.streamed import Streamed
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, OwnRows
+
+# Retrieval heads of Llama-3-8B-Instruct-262K: layer, query head, score (App. C).
+LLAMA_3_8B_HEADS = (
+  *((5, 8, 0.21), (8, 1, 0.49), (10, 14, 0.45), (13, 6, 0.15), (14, 18, 0.15), (15, 30, 0.90)),
+  *((16, 1, 0.50), (17, 29, 0.12), (19, 3, 0.30), (20, 14, 0.44), (22, 14, 0.33), (24, 27, 0.46)),
+  *((26, 15, 0.14), (27, 7, 0.30)),
+)
+
+
+_SPAN = ("span_start", "span_stop", "span_count", "span_ratio")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ltri(Streamed):
+  """Divides the context into spans by its own attention, and retrieves blocks by their spans.
+
+  The map of a block is what its queries give to its keys, as probabilities over everything they
+  attend to, summed over heads. Its spans are the triangles of largest sum above a threshold,
+  thinned out by non-maximum suppression (§3.2). Each has index vectors, the more the less the rest
+  of the block knows of it: the keys of its tokens that gathered most votes from the window (§3.3).
+  A chunk's queries are divided into spans by the chunk's attention to itself, and the similarity of
+  two spans is Σ_m Σ_n q[m]·k[n] over their vectors (Eq. 8), of two blocks that of their best spans
+  (Eq. 9). As this is (Σ_m q[m])·(Σ_n k[n]), a span is kept as the sum of its vectors, in float32.
+
+  In a layer with a retrieval head that head's similarities choose; every layer's choice is a vote
+  for its blocks with the head's score as weight, handed on to the layers above, and a layer
+  retrieves the blocks of most votes, its own among them (§3.5). Layers below the first retrieval
+  head retrieve nothing.
+
+  Differs from the paper, or completes it: r_a is read from a figure (`kvjax.ops.spans.ratios`); the
+  "score decay" among its settings is that of InfLLM's replacement of device copies and has no part
+  in votes; the spans of a chunk's queries come from probabilities over the chunk alone, since what
+  is retrieved is not yet known; `quantile` and `overlap` are the typical values, those found by the
+  authors' search for one model are in their Tabs. 6 and 7.
+
+  Attributes:
+    init_tokens, local, block, retrieved, chunk, held, inject: as in `Streamed`.
+    spans: C, spans per block (4; RULER 6).
+    vectors: M, index vectors per block at most (12; RULER 24).
+    rate: λ of Eq. 7, one for every layer, the last for all further ones.
+    ratio: neighbours that r_a is taken over: "row", "col" or "rowcol".
+    quantile: of the map's lower triangle that is θ, one for every layer as `rate`.
+    overlap: φ, largest intersection over union of two spans, one for every layer as `rate`.
+    last: Q, last tokens of a turn, which are read as a chunk of their own; 0: none.
+    heads: retrieval heads as (layer, query head, score), at most one per layer; None: in every
+      layer all heads together, score 1.
+    persistent: whether decoding goes on with the blocks of the last chunk; else every token
+      retrieves as a span of one vector.
+    voting: whether the layers below have a say.
+  """
+
+  spans: int = 4
+  vectors: int = 12
+  rate: tuple[float, ...] = (20.0, 20.0, 20.0, 20.0, 3.0)
+  ratio: str = "row"
+  quantile: tuple[float, ...] = (0.9,)
+  overlap: tuple[float, ...] = (0.1,)
+  last: int = 32
+  heads: tuple[tuple[int, int, float], ...] | None = None
+  persistent: bool = True
+  voting: bool = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name, bound in (("spans", 1), ("vectors", self.spans), ("last", 0)):
+      if getattr(self, name) < bound:
+        raise ValueError(f"Ltri.{name}: found {getattr(self, name)}, expected {bound} or more")
+    if self.ratio not in spans.MODES:
+      raise ValueError(f"Ltri.ratio: found {self.ratio!r}, expected one of {spans.MODES}")
+    for name, most in (("rate", float("inf")), ("quantile", 1), ("overlap", 1)):
+      values = getattr(self, name)
+      if not values or not all(0 <= x <= most for x in values):
+        raise ValueError(f"Ltri.{name}: found {values}, expected numbers in [0, {most}]")
+    if self.heads is not None:
+      layers = [layer for layer, _, _ in self.heads]
+      if not layers or len(set(layers)) < len(layers) or min(min(h[:2]) for h in self.heads) < 0:
+        raise ValueError(f"Ltri.heads: found {self.heads}, expected one or more, one per layer")
+
+  @property
+  def persistent_blocks(self) -> bool:
+    return self.persistent
+
+  def pieces(self, length: int) -> list[int]:
+    """Chunks of `chunk` tokens, and the last `last` tokens on their own."""
+    end = min(self.last, length)
+    return super().pieces(length - end) + [end] * (end > 0)
+
+  def head(self, layer: int) -> tuple[int, float] | None:
+    """The retrieval head of a layer and its score; None: the layer has none."""
+    found = [(head, score) for at, head, score in self.heads or () if at == layer]
+    return found[0] if found else None
+
+  def indexes(self, layer: int) -> bool:
+    """Whether a layer keeps vectors of its blocks."""
+    return self.heads is None or self.head(layer) is not None
+
+  def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
+    """Sums of the spans' vectors, of the retrieval head or of every head, and their numbers.
+
+    Beside them, what is known of blocks in the window: the map of the newest, and the spans of
+    the whole ones, in a ring.
+    """
+    if not self.indexes(layer):
+      return {}, {}
+    blocks = (spec.batch, self.stored_blocks(spec), self.spans)
+    found = {
+      "count": jnp.zeros(blocks, jnp.int32),
+      "length": jnp.zeros(blocks, jnp.int32),
+      "ratio": jnp.zeros(blocks, jnp.float32),
+    }
+    sizes = (self.stored_blocks(spec), self.spans, spec.head_dim)
+    ring = (spec.batch, (self.capacity(spec, layer) - self.init_tokens) // self.block, self.spans)
+    rows = {
+      "map": jnp.zeros((spec.batch, self.block, self.block), jnp.float32),
+      **{name: jnp.zeros(ring, jnp.int32) for name in _SPAN[:3]},
+      "span_ratio": jnp.zeros(ring, jnp.float32),
+    }
+    if self.heads is None:
+      every = jnp.zeros((spec.batch, spec.kv_heads, *sizes), jnp.float32)
+      return {"index": OwnRows({"sum": every})}, {**rows, "found": OwnRows(found)}
+    head = self.head(layer)
+    assert head is not None
+    if head[0] >= spec.kv_heads * spec.groups:
+      raise ValueError(
+        f"Ltri.heads: found query head {head[0]} of layer {layer}, expected one of "
+        f"{spec.kv_heads * spec.groups} heads"
+      )
+    rows["kv_head"] = jnp.full(spec.batch, head[0] // spec.groups, jnp.int32)
+    one = jnp.zeros((spec.batch, *sizes), jnp.float32)
+    return {}, {**rows, "index": OwnRows({"sum": one}), "found": OwnRows(found)}
+
+  # ---- blocks: their maps, their spans, their vectors
+
+  def learn(
+    self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
+  ) -> Cache:
+    """Adds the new queries' rows to the maps of their blocks, and divides those that are whole."""
+    if not self.indexes(at.layer):
+      return cache
+    size, tokens = cache.size, qpos.shape[1]
+    start = jnp.maximum(qpos[:, 0], 0)  # the first new token; padding stands behind
+    end = jnp.maximum(qpos.max(1) + 1, start)
+    first = jnp.maximum(start - self.init_tokens, 0) // self.block
+    blocks = -(-tokens // self.block) + (tokens > 1)
+    block = first[:, None] + jnp.arange(blocks, dtype=jnp.int32)
+    token = jnp.arange(self.block, dtype=jnp.int32)
+    pos = self.init_tokens + block[..., None] * self.block + token  # [B, E, U]
+    flat = pos.reshape(pos.shape[0], -1)
+    behind = near["pos"].shape[2] > size  # whether the new tokens stand behind the slots
+    slot = self.slot_of(flat, size)
+    if behind:
+      slot = jnp.where(flat < start[:, None], slot, size + flat - start[:, None])
+    slot = jnp.broadcast_to(slot[:, None], (*near["pos"].shape[:2], flat.shape[1]))
+    index = flat - start[:, None]
+    asks = (index >= 0) & (flat < end[:, None])
+    q, m, l = (_cut(_queries(x, index), 3, blocks) for x in (q, attended.state.m, attended.state.l))
+    k = _cut(slots.take(near["k"], slot), 2, blocks)
+    maps = self._maps(k, State(q, m, l), asks.reshape(pos.shape))
+    maps = at.sum_heads(maps.sum(1))  # [B, E, U, U]
+    # The rows of the first block's tokens that came before.
+    old = (token < (start - self.init_tokens - first * self.block)[:, None])[..., None]
+    maps = maps.at[:, 0].set(jnp.where(old, cache.rows["map"], maps[:, 0]))
+    whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
+
+    def divided(maps: Array) -> tuple[Array, ...]:
+      return self.divide(at.layer, maps, None)
+
+    if tokens > 1:
+      found = divided(maps)
+    else:  # a block becomes whole once in many steps
+      shape = jax.eval_shape(divided, maps)
+      nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+      found = jax.lax.cond(whole.any(), divided, lambda _: nothing, maps)
+    ring = cache.rows["span_start"].shape[1]
+    place = jnp.where(whole, block % ring, ring)
+    b = jnp.arange(place.shape[0])[:, None]
+    rows = {
+      name: cache.rows[name].at[b, place].set(x, mode="drop")
+      for name, x in zip(_SPAN, found, strict=True)
+    }
+    newest = jnp.clip((end - self.init_tokens) // self.block - first, 0, blocks - 1)
+    rows["map"] = jnp.take_along_axis(maps, newest[:, None, None, None], 1)[:, 0]
+    return cache.put(rows=rows)
+
+  def divide(
+    self, layer: int, maps: Float[Array, "B E U U"], length: Int[Array, "B E"] | None
+  ) -> tuple[Int[Array, "B E C"], Int[Array, "B E C"], Int[Array, "B E C"], Float[Array, "B E C"]]:
+    """Starts, stops, numbers of vectors, and r_a of the spans of each map."""
+    start, stop = spans.divide(
+      maps, _of(self.quantile, layer), _of(self.overlap, layer), self.spans, length
+    )
+    ratio = spans.ratios(maps, start, stop, self.ratio)
+    most = self.vectors // self.spans
+    count = spans.vector_counts(stop - start, ratio, _of(self.rate, layer), most)
+    return start, stop, count, ratio
+
+  def _maps(
+    self, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
+  ) -> Float[Array, "B K E U U"]:
+    """Probability that each query of a block gives to each of its keys, summed over the group.
+
+    `asked` holds the queries [B, K, G, E, U, H] in the place of o, and their m and l.
+    """
+    logits = jnp.einsum("bkgeuh,bkevh->bkgeuv", asked.o, k, preferred_element_type=jnp.float32)
+    logits *= k.shape[-1] ** -0.5
+    token = jnp.arange(asks.shape[-1])
+    ok = asks[..., None] & (token <= token[:, None])
+    logits = jnp.where(ok[:, None, None], logits, -jnp.inf)
+    return softmax_state.probabilities(asked, logits).sum(2)
+
+  def summarise(
+    self,
+    at: At,
+    cache: Cache,
+    k: Float[Array, "B K E U H"],
+    votes: Float[Array, "B K E U"],
+    block: Int[Array, "B E"],
+  ) -> Cache:
+    if not self.indexes(at.layer):
+      return cache
+    rows = cache.rows
+    place = (block % rows["span_start"].shape[1])[..., None]
+    start, stop, count, ratio = (jnp.take_along_axis(rows[name], place, 1) for name in _SPAN)
+    every = at.sum_heads(votes.sum(1))  # Eq. 6; the mean over a group ranks as its sum does
+    chosen = spans.elect(every, spans.inside(start, stop, self.block), count)
+    weight = chosen.astype(jnp.float32)
+    b = jnp.arange(block.shape[0])[:, None]
+    new_found = {"count": count, "length": stop - start, "ratio": ratio}
+    found = {
+      name: x.at[b, block].set(new_found[name], mode="drop") for name, x in rows["found"].of.items()
+    }
+    cache = cache.put(rows={"found": OwnRows(found)})
+    if self.heads is None:
+      index = cache.heads["index"].of["sum"]
+      into = jnp.broadcast_to(block[:, None], k.shape[:3])
+      new = jnp.einsum("becu,bkeuh->bkech", weight, k)
+      return cache.put(heads={"index": OwnRows({"sum": slots.put(index, into, new)})})
+    new = jnp.einsum("becu,beuh->bech", weight, self._of_head(at, cache, k))
+    index = rows["index"].of["sum"].at[b, block].set(new, mode="drop")
+    return cache.put(rows={"index": OwnRows({"sum": index})})
+
+  def _of_head(self, at: At, cache: Cache, x: Float[Array, "B K *rest"]) -> Array:
+    """x of the retrieval head's KV head, whichever shard holds it."""
+    own = at.head_index(x.shape[1]) == cache.rows["kv_head"][:, None]
+    own = own.reshape(*own.shape, *(1,) * (x.ndim - 2))
+    return at.sum_heads(jnp.where(own, x, 0).astype(jnp.float32).sum(1))
+
+  # ---- queries
+
+  def similarity(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"] | None,
+    qpos: Int[Array, "B T"],
+  ) -> Float[Array, "B N"]:
+    """Of the best pair of a query's and a block's span (Eqs. 8, 9); −∞ where there is none."""
+    if not self.indexes(at.layer):
+      blocks = offload.blocks_of(cache.heads["store"])
+      return jnp.full((q.shape[0], blocks), -jnp.inf)
+    turned = self.turned(at, q, qpos)
+    if self.heads is None:
+      turned = turned.astype(jnp.float32).sum(2)  # [B, K, T, H]
+    else:
+      found = self.head(at.layer)
+      assert found is not None
+      turned = self._of_head(at, cache, turned[:, :, found[0] % q.shape[2]])  # [B, T, H]
+    if k is None:  # one token: a span of one vector
+      vectors, some = turned, jnp.ones(qpos.shape, bool)
+    else:
+      chosen = self._chosen_queries(at, q, k, qpos)  # [B, E, C, U]
+      blocks = chosen.shape[1]
+      turned = _cut(_padded(turned, -2, blocks * self.block), -2, blocks)
+      vectors = jnp.einsum("becu,b...euh->b...ech", chosen.astype(jnp.float32), turned)
+      vectors = vectors.reshape(*vectors.shape[:-3], -1, vectors.shape[-1])  # spans in one row
+      some = chosen.any(-1).reshape(chosen.shape[0], -1)
+    if self.heads is None:
+      pairs = jnp.einsum("bkjh,bknch->bjnc", vectors, cache.heads["index"].of["sum"])
+      pairs = at.sum_heads(pairs)
+    else:
+      pairs = jnp.einsum("bjh,bnch->bjnc", vectors, cache.rows["index"].of["sum"])
+    real = some[:, :, None, None] & (cache.rows["found"].of["count"] > 0)[:, None]
+    return jnp.where(real, pairs, -jnp.inf).max((1, 3))
+
+  def _chosen_queries(
+    self,
+    at: At,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"],
+    qpos: Int[Array, "B T"],
+  ) -> Bool[Array, "B E C U"]:
+    """Which queries of a chunk stand for which of its spans, by blocks from the chunk's start."""
+    batch, tokens = qpos.shape
+    blocks = -(-tokens // self.block)
+    size = blocks * self.block
+    q, k, pos = _padded(q, 3, size), _padded(k, 2, size), _padded(qpos, 1, size, -1)
+
+    def of_block(start: Array) -> tuple[Array, Array]:
+      """Attention of one block's queries to the chunk: their map, and their votes for all keys."""
+      mine = jax.lax.dynamic_slice_in_dim(q, start, self.block, 3)
+      asked = jax.lax.dynamic_slice_in_dim(pos, start, self.block, 1)[..., None]
+      ok = (asked >= 0) & (pos[:, None] >= 0) & (pos[:, None] <= asked)
+      x = jnp.where(ok[:, None, None], attention.logits_of(mine, k), -jnp.inf)
+      p = jax.nn.softmax(x, -1, where=ok[:, None, None]).sum((1, 2))
+      p = at.sum_heads(jnp.where(ok, p, 0))
+      return jax.lax.dynamic_slice_in_dim(p, start, self.block, 2), p.sum(1)
+
+    starts = jnp.arange(blocks, dtype=jnp.int32) * self.block
+    maps, votes = jax.lax.map(of_block, starts)
+    votes = votes.sum(0).reshape(batch, blocks, self.block)
+    length = (pos >= 0).reshape(batch, blocks, -1).sum(-1, dtype=jnp.int32)
+    start, stop, count, _ = self.divide(at.layer, jnp.moveaxis(maps, 0, 1), length)
+    return spans.elect(votes, spans.inside(start, stop, self.block), count)
+
+  def choose(
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
+  ) -> tuple[Int[Array, "B R"], Carry]:
+    """The blocks of most votes; ties to the layer's own similarity, then to the oldest."""
+    if not self.voting:
+      return self.best(cache, [similarity]), carry
+    votes = carry.rows.get("votes", jnp.zeros_like(similarity))
+    if self.indexes(at.layer):
+      found = self.head(at.layer)
+      own = self.best(cache, [similarity], forces=False)
+      mine = (own[..., None] == jnp.arange(similarity.shape[1])).any(1)
+      votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
+      carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
+    return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
+
+
+def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
+  """Lengths and r_a of the spans of all blocks that have left the window of a row, block by block.
+
+  int [blocks, C] and float [blocks, C]; a length of 0 is no span.
+  """
+  gone, found = int(cache.rows["gone"][row]), cache.rows["found"].of
+  return np.asarray(found["length"][row, :gone]), np.asarray(found["ratio"][row, :gone])
+
+
+def vectors_at(length: np.ndarray, ratio: np.ndarray, rate: float, most: int) -> np.ndarray:
+  """Index vectors that each span would have at another λ (Eq. 7), from `measured_spans`."""
+  count = np.clip(np.ceil(length * np.exp(-rate * (1 - np.float64(ratio)))), 1, most)
+  return np.where(length > 0, count, 0).astype(int)
+
+
+def calibrated_rate(
+  samples: list[tuple[np.ndarray, np.ndarray]],
+  tokens_per_vector: float,
+  *,
+  block: int = 128,
+  most: int = 3,
+) -> float:
+  """The smallest λ of one layer at which blocks are compressed as far as is asked for (§3.3.2).
+
+  More vectors help recall, so the smallest λ is the best one that keeps to the ratio.
+
+  Args:
+    samples: `measured_spans` of the layer, one pair for each context.
+    tokens_per_vector: target compression ratio.
+    block: tokens per block.
+    most: vectors per span at most, vectors // spans.
+
+  Raises:
+    ValueError: no λ gets there: every span keeps one vector.
+  """
+  length = np.concatenate([a.reshape(-1) for a, _ in samples])
+  ratio = np.concatenate([b.reshape(-1) for _, b in samples])
+  tokens = block * sum(len(a) for a, _ in samples)
+
+  def reaches(rate: float) -> bool:
+    return tokens >= tokens_per_vector * vectors_at(length, ratio, rate, most).sum()
+
+  table = np.arange(0, 100.25, 0.25)
+  for rate in table:
+    if reaches(rate):
+      return float(rate)
+  fewest = vectors_at(length, ratio, table[-1], most).sum()
+  raise ValueError(
+    f"tokens_per_vector: found {tokens_per_vector}, expected at most "
+    f"{tokens / max(fewest, 1):.1f}, where every span has one vector"
+  )
+
+
+def _queries(x: Array, index: Int[Array, "B N"]) -> Array:
+  """Entries of x [B, K, G, T, …] by their index within the chunk; out of range: any."""
+  index = index.reshape(index.shape[0], 1, 1, -1, *(1,) * (x.ndim - 4))
+  return jnp.take_along_axis(x, index, 3, mode="clip")
+
+
+def _cut(x: Array, axis: int, blocks: int) -> Array:
+  """An axis of tokens as blocks and tokens."""
+  axis %= x.ndim
+  return x.reshape(*x.shape[:axis], blocks, -1, *x.shape[axis + 1 :])
+
+
+def _padded(x: Array, axis: int, size: int, fill: int = 0) -> Array:
+  """x lengthened along an axis."""
+  width = [(0, 0)] * x.ndim
+  width[axis] = (0, size - x.shape[axis])
+  return jnp.pad(x, width, constant_values=fill)
+
+
+def _of(values: tuple[float, ...], layer: int) -> float:
+  """A layer's value; the last one holds for all further layers."""
+  return values[min(layer, len(values) - 1)]

@@ -1,0 +1,525 @@
+"""What methods with a cache in host memory have in common: window, blocks, retrieval, persistence.
+
+The context is the first tokens, evicted blocks, and a window of newest tokens, in this order:
+
+    [ init ‖ block 0 ‖ block 1 ‖ … ‖ window ]
+
+Blocks leave the window whole, as soon as `local` newer tokens have come, and go to a store in host
+memory; on the device remain vectors that stand for them. A chunk of a prompt, or a decoded token,
+attends to the first tokens, the blocks that its queries retrieve, the window and itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import dispatch, offload, softmax_state
+from kvjax.method import Aux, Method, finite_rows
+from kvjax.ops import attention, slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed(Method):
+  """A window on the device, blocks in host memory, retrieval of some of them.
+
+  A subclass says which vectors stand for a block (`summaries`, `summarise`), how much the queries
+  of a chunk or of a step want a block (`similarity`), and, if it is more than the largest
+  similarity, what is chosen (`choose`).
+
+  Positions: within the window and the chunk distances are true. Once a block has left, the first
+  tokens and all retrieved ones are seen at the distance `local`, whatever their position: their
+  keys are not rotated, and the query is taken at the angle `local`.
+
+  Reading a prompt by one call of the model's `prefill` is reading one chunk of it;
+  `models.generate.prefill` cuts prompts into the method's chunks.
+
+  Attributes:
+    init_tokens: first tokens, which always stay.
+    local: newest tokens that have surely not left, and the distance of what is far.
+    block: tokens per block.
+    retrieved: blocks that are attended to beside the window.
+    chunk: tokens of a prompt that are read at a time.
+    held: retrieved blocks of which the device keeps copies; the least recently used leave.
+    inject: how many blocks a caller can force into what is retrieved, see `injected`.
+  """
+
+  init_tokens: int = 128
+  local: int = 4096
+  block: int = 128
+  retrieved: int = 16
+  chunk: int = 512
+  held: int = 32
+  inject: int = 0
+
+  def __post_init__(self):
+    least = {"init_tokens": 0, "local": 1, "block": 1, "retrieved": 1, "chunk": 1, "inject": 0}
+    for name, bound in least.items():
+      if getattr(self, name) < bound:
+        raise ValueError(
+          f"{type(self).__name__}.{name}: found {getattr(self, name)}, expected {bound} or more"
+        )
+    if self.held < self.retrieved:
+      raise ValueError(
+        f"{type(self).__name__}.held: found {self.held}, expected at least retrieved = "
+        f"{self.retrieved}"
+      )
+    if self.inject > self.retrieved:
+      raise ValueError(
+        f"{type(self).__name__}.inject: found {self.inject}, expected at most retrieved = "
+        f"{self.retrieved}"
+      )
+
+  @property
+  def positional(self) -> bool:
+    return False
+
+  @property
+  def wants_logits(self) -> bool:
+    return True
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
+    block = 1
+    while block * 12 <= budget and block < 128:
+      block *= 2
+    retrieved = max(1, budget // (4 * block))
+    local = max(1, budget - (retrieved + 1) * block)
+    return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
+
+  def pieces(self, length: int) -> list[int]:
+    """Chunks of `chunk` tokens, the last one shorter."""
+    return [min(self.chunk, length - start) for start in range(0, length, self.chunk)]
+
+  def room(self, cache: Cache) -> int | None:
+    """First tokens, window and all that the store has room for."""
+    return cache.size + self.block * (offload.blocks_of(cache.heads["store"]) - 2)
+
+  # ---- shapes
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """First tokens, and a ring of the window with room for two blocks that are about to leave."""
+    reach = min(self.local, max(spec.capacity - self.init_tokens, 1))
+    return self.init_tokens + (-(-reach // self.block) + 2) * self.block
+
+  def stored_blocks(self, spec: CacheSpec) -> int:
+    """Blocks that can leave the window within the capacity, at least 1."""
+    return max(1, -(-(spec.capacity - self.init_tokens - self.local) // self.block))
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
+    batch, kv_heads, blocks = spec.batch, spec.kv_heads, self.stored_blocks(spec)
+    size = self.capacity(spec, layer)
+    held = (batch, kv_heads, self.held * self.block, spec.head_dim)
+    sizes = batch, kv_heads, blocks, self.block, spec.head_dim
+    in_heads, in_rows = self.summaries(spec, layer)
+    return (
+      {"votes": jnp.zeros((batch, kv_heads, size), jnp.float32)},
+      {
+        "held_k": jnp.zeros(held, spec.dtype),
+        "held_v": jnp.zeros(held, spec.dtype),
+        "store": offload.empty(*sizes, spec.dtype),
+        **in_heads,
+      },
+      {
+        "gone": jnp.zeros(batch, jnp.int32),
+        "held": jnp.full((batch, self.held), -1, jnp.int32),
+        "used_at": jnp.full((batch, self.held), -1, jnp.int32),
+        "kept": jnp.full((batch, self.retrieved), -1, jnp.int32),
+        "inject": jnp.full((batch, self.inject), -1, jnp.int32),
+        **in_rows,
+      },
+    )
+
+  # ---- what a subclass says
+
+  def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
+    """Arrays of the heads' and the rows' shelves that hold what stands for blocks."""
+    raise NotImplementedError(f"{type(self).__name__}.summaries")
+
+  def summarise(
+    self,
+    at: At,
+    cache: Cache,
+    k: Float[Array, "B K E U H"],
+    votes: Float[Array, "B K E U"],
+    block: Int[Array, "B E"],
+  ) -> Cache:
+    """Stores what stands for blocks that leave, keys not rotated; numbers past the end: nothing."""
+    raise NotImplementedError(f"{type(self).__name__}.summarise")
+
+  def similarity(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"] | None,
+    qpos: Int[Array, "B T"],
+  ) -> Float[Array, "B N"]:
+    """How much a chunk's queries want each block; k: the chunk's keys, None in a decode step."""
+    raise NotImplementedError(f"{type(self).__name__}.similarity")
+
+  def choose(
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
+  ) -> tuple[Int[Array, "B R"], Carry]:
+    """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar."""
+    return self.best(cache, [similarity]), carry
+
+  def learn(
+    self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
+  ) -> Cache:
+    """What else is remembered of a chunk's attention to window and chunk, before it is kept."""
+    return cache
+
+  @property
+  def persistent_blocks(self) -> bool:
+    """Whether decoding goes on with the blocks of the prompt's last chunk."""
+    return False
+
+  # ---- geometry
+
+  def first(self, cache: Cache) -> Int[Array, " B"]:
+    """Position of the oldest token that has not left, first tokens aside."""
+    return self.init_tokens + cache.rows["gone"] * self.block
+
+  def slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
+    """Slot of a position: the first tokens in their place, the others in a ring behind them."""
+    ring = size - self.init_tokens
+    return jnp.where(
+      pos < self.init_tokens, pos, self.init_tokens + (pos - self.init_tokens) % ring
+    )
+
+  def visible(self, cache: Cache, pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
+    """Positions of what is near, −1 where a token has left or, being among the first, is far."""
+    start = jnp.where(cache.rows["gone"] > 0, self.first(cache), 0)
+    return jnp.where(pos >= start[:, None, None], pos, -1)
+
+  def near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
+    """Window and chunk side by side."""
+    joined = slots.join(cache.slots, new)
+    return {**joined, "pos": self.visible(cache, joined["pos"])}
+
+  def turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
+    """Queries [B, K, G, T, H] at the angle `local`, from which they see what is far."""
+    return at.env.rope.shift(q, (self.local - qpos)[:, None, None])
+
+  # ---- retrieval
+
+  def best(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B R"]:
+    """The best stored blocks by `keys` [B, N] in turn, forced ones first; ties to the oldest.
+
+    A block whose first key is −∞ is not retrieved, unless it is forced; without `forces` none is.
+    """
+    block = jnp.arange(keys[0].shape[1], dtype=jnp.int32)
+    stored = block < cache.rows["gone"][:, None]
+    forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored & forces
+    able = stored & (forced | (keys[0] > -jnp.inf))
+    order = [jnp.where(able, jnp.where(forced, 0, 1), 2), *(jnp.where(forced, 0, -k) for k in keys)]
+    index = jnp.broadcast_to(block, stored.shape)
+    *_, ranked = jax.lax.sort((*order, index), num_keys=len(order) + 1)
+    ranked = ranked[:, : self.retrieved]
+    count = able.sum(-1, keepdims=True, dtype=jnp.int32)
+    found = jnp.where(jnp.arange(ranked.shape[1]) < count, ranked, -1)
+    missing = self.retrieved - found.shape[1]
+    return jnp.pad(found, ((0, 0), (0, max(missing, 0))), constant_values=-1)
+
+  def hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
+    """The cache once the wanted blocks have copies on the device: "kept" says in which places.
+
+    Blocks that have one are not read again; the others take the places of the least recently used.
+    """
+    held, used_at = cache.rows["held"], cache.rows["used_at"]
+    match = (held[:, None] == wanted[..., None]) & (wanted >= 0)[..., None]  # [B, R, D]
+    hit = match.any(-1)
+    used = match.any(1)
+    oldest = jnp.argsort(jnp.where(used, jnp.iinfo(jnp.int32).max, used_at), -1, stable=True)
+    missing = ~hit & (wanted >= 0)
+    turn = jnp.cumsum(missing, -1) - 1
+    place = jnp.take_along_axis(oldest, jnp.maximum(turn, 0), -1)
+    place = jnp.where(hit, match.argmax(-1), place).astype(jnp.int32)
+    into = jnp.where(missing, place, held.shape[1])
+    b = jnp.arange(held.shape[0])[:, None]
+    listed = jnp.where(wanted >= 0, place, held.shape[1])
+    stamp = jnp.broadcast_to(cache.seen[:, None], wanted.shape)
+    rows = {
+      "held": held.at[b, into].set(wanted, mode="drop"),
+      "used_at": used_at.at[b, listed].set(stamp, mode="drop"),
+      "kept": jnp.where(wanted >= 0, place, -1),
+    }
+    found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env.impl)
+    heads = {}
+    for name in ("k", "v"):
+      copies, token = cache.heads[f"held_{name}"], jnp.arange(self.block, dtype=jnp.int32)
+      slot = (into[..., None] * self.block + token).reshape(into.shape[0], 1, -1)
+      slot = jnp.broadcast_to(slot, (*copies.shape[:2], slot.shape[2]))  # past the end: dropped
+      new = found[name].reshape(*copies.shape[:2], -1, copies.shape[-1])
+      heads[f"held_{name}"] = slots.put(copies, slot, new)
+    return cache.put(heads=heads, rows=rows)
+
+  def first_tokens(self, at: At, cache: Cache) -> slots.Slots:
+    """The first tokens where they are far, not rotated; position 0, which every query may see."""
+    first = {name: cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v", "pos")}
+    gone = (cache.rows["gone"] > 0)[:, None, None]
+    k = at.env.rope.shift(first["k"], -first["pos"])
+    return {**first, "k": k, "pos": jnp.where(gone, 0, jnp.full_like(first["pos"], -1))}
+
+  def far(self, at: At, cache: Cache) -> slots.Slots:
+    """First tokens and retrieved blocks; position 0, which every query may see, or −1."""
+    kept, token = cache.rows["kept"], jnp.arange(self.block, dtype=jnp.int32)
+    slot = (kept[..., None] * self.block + token).reshape(kept.shape[0], 1, -1)
+    slot = jnp.broadcast_to(slot, (*cache.pos.shape[:2], slot.shape[2]))
+    blocks = {name: slots.take(cache.heads[f"held_{name}"], slot) for name in ("k", "v")}
+    blocks["pos"] = jnp.where(slot >= 0, 0, -1)
+    return slots.join(self.first_tokens(at, cache), blocks)
+
+  # ---- moves: prompt
+
+  def stage(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[slots.Slots, Cache, Carry]:
+    """Retrieves, and shows window and chunk beside what is far."""
+    if prompt.index is not None:
+      raise NotImplementedError(
+        f"{type(at.top).__name__}: found layers that compute a part of a prompt, expected none: "
+        "blocks are made of what all their queries attend to"
+      )
+    index = prompt.query_index()
+    qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
+    wanted, carry = self.choose(at, cache, self.similarity(at, cache, q, new["k"], qpos), carry)
+    cache = self.hold(at, cache, jnp.where(prompt.valid[:, None] > 0, wanted, -1))
+    far = {f"far_{name}": x for name, x in self.far(at, cache).items()}
+    return {**self.near(cache, new), **far}, cache, carry
+
+  def attend_prompt(
+    self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
+  ) -> Attended:
+    """Softmax over what is near and what is far together."""
+    far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
+    near = {name: staged[name] for name in ("k", "v", "pos")}
+    state = softmax_state.merge(
+      dispatch.attend_anywhere(at, near, q, qpos),
+      dispatch.attend_anywhere(at, far, self.turned(at, q, qpos), qpos),
+    )
+    count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
+    return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
+    near = self.near(cache, new)
+    votes = dispatch.column_mass(at, q, qpos, near, None, attended.state)
+    near = {**near, "votes": near["votes"] + votes}
+    cache = self.learn(at, cache, near, q, qpos, attended)
+    ok = prompt.valid > 0
+    if at.env.check_nan:
+      ok &= finite_rows(at, attended.state.o)
+    end = cache.seen + prompt.valid
+    cache = self.evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
+    size, pos = cache.size, new["pos"]
+    ring = size - self.init_tokens
+    stays = (pos >= 0) & ((pos < self.init_tokens) | (pos >= (end - ring)[:, None, None]))
+    slot = jnp.where(stays, self.slot_of(pos, size), size)
+    held = {
+      name: slots.put(near[name][:, :, :size], slot, near[name][:, :, size:])
+      for name in cache.slots
+      if name != "pos"
+    }
+    held["pos"] = slots.put(cache.pos, slot, pos)
+    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
+
+  def evict(
+    self,
+    at: At,
+    cache: Cache,
+    near: slots.Slots,
+    end: Int[Array, " B"],
+    ok: Bool[Array, " B"],
+    most: int,
+    after: Array,
+  ) -> Cache:
+    """Stores and summarises the blocks behind which `local` tokens have come by position `end`.
+
+    Args:
+      at: where this runs.
+      cache: as it was before the new tokens.
+      near: [slots ‖ new], whose votes are up to date.
+      end: tokens seen, the new ones included.
+      ok: rows that take part.
+      most: blocks that can leave at once.
+      after: see `offload.append`.
+    """
+    gone = cache.rows["gone"]
+    target = (end - self.local - self.init_tokens) // self.block
+    count = jnp.where(ok, jnp.clip(target - gone, 0, most), 0)
+    each = jnp.arange(most, dtype=jnp.int32)
+    leaves = each < count[:, None]
+    block = gone[:, None] + each
+    pos = self.init_tokens + block[..., None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
+    flat = pos.reshape(pos.shape[0], 1, -1)
+    size, seen = cache.size, cache.seen[:, None, None]
+    slot = jnp.where(flat < seen, self.slot_of(flat, size), size + flat - seen)
+    slot = jnp.broadcast_to(slot, (*near["pos"].shape[:2], flat.shape[2]))
+
+    def cut(name: str) -> Array:
+      x = slots.take(near[name], slot)
+      x = x.reshape(*x.shape[:2], most, self.block, *x.shape[3:])
+      mask = leaves[:, None, :, None]
+      return jnp.where(mask[..., None] if x.ndim > mask.ndim else mask, x, 0)
+
+    k = at.env.rope.shift(cut("k"), -pos[:, None])
+    new = {"k": k, "v": cut("v")}
+    store = offload.append(cache.heads["store"], new, gone, count, at.env.impl, after)
+    cache = self.summarise(
+      at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
+    )
+    return cache.put(heads={"store": store}, rows={"gone": gone + count})
+
+  # ---- moves: decode
+
+  def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
+    slot = jnp.where(live, self.slot_of(cache.seen, cache.size), cache.size)
+    return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
+
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+  ) -> tuple[Plan, Carry]:
+    """Everything near and far; the memo is the cache with the blocks that the step retrieves."""
+    stop = cache.used[:, None]
+    plan = Plan(Span(jnp.zeros_like(stop), stop), unit=at.env.tile)
+    if self.persistent_blocks:
+      return plan, carry
+    qpos = (cache.seen - 1)[:, None]
+    similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
+    wanted, carry = self.choose(at, cache, similarity, carry)
+    return dataclasses.replace(plan, memo=self.hold(at, cache, wanted)), carry
+
+  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Softmax over what is near and what is far; the logits are those of the slots."""
+    cache = cache if plan.memo is None else plan.memo
+    turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
+    impl = dispatch.choose("attend_span", at.env.impl)
+    if impl == "jax-triton":
+      raise NotImplementedError(
+        f"attend_span: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
+      )
+    walk = self._walk_slots if impl == "reference" else self._walk_kernels
+    near, far, logits = walk(at, cache, q, turned, impl)
+    visited = (self.visible(cache, cache.pos) >= 0).sum(-1, dtype=jnp.int32)
+    blocks = (cache.rows["kept"] >= 0).sum(-1, dtype=jnp.int32)
+    firsts = jnp.where(cache.rows["gone"] > 0, self.init_tokens, 0)
+    visited += (firsts + self.block * blocks)[:, None]
+    slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    return Attended(softmax_state.merge(near, far), logits, slot, visited)
+
+  def _walk_slots(self, at: At, cache: Cache, q: Array, turned: Array, impl: str) -> tuple:
+    """States of what is near and far, and logits of the slots, in plain JAX."""
+    window = {**cache.slots, "pos": self.visible(cache, cache.pos)}
+    near, logits = _attend(q, window)
+    return near, _attend(turned, self.far(at, cache))[0], logits
+
+  def _walk_kernels(self, at: At, cache: Cache, q: Array, turned: Array, impl: str) -> tuple:
+    """The same by kernels: the ring is two ranges of slots, the blocks' copies a table of tiles."""
+    k, v, size = cache.slots["k"], cache.slots["v"], cache.size
+    near = dispatch.kernel("attend_span", impl)
+    first = jnp.where(cache.rows["gone"] > 0, self.first(cache), 0)
+    start = self.slot_of(first, size)
+    stop = start + cache.seen - first
+    ranges = (
+      (start, jnp.minimum(stop, size)),
+      (
+        jnp.full_like(start, self.init_tokens),
+        stop - (size - self.init_tokens),
+      ),
+    )
+    states, logits = [], []
+    for low, high in ranges:
+      state, _, seen = near(q.astype(k.dtype), k, v, low[:, None], high[:, None], logits=True)
+      states.append(state)
+      logits.append(seen)
+    table = cache.rows["kept"][:, None]
+    table = jnp.broadcast_to(table, (*k.shape[:2], self.retrieved))
+    held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
+    every = jnp.full_like(first[:, None], held_k.shape[2])
+    far, _ = dispatch.kernel("attend_table", impl)(
+      turned.astype(k.dtype),
+      held_k,
+      held_v,
+      table,
+      jnp.full(k.shape[:2], self.retrieved, jnp.int32),
+      jnp.zeros_like(every),
+      every,
+      unit=self.block,
+    )
+    if self.init_tokens:
+      far = softmax_state.merge(far, _attend(turned, self.first_tokens(at, cache))[0])
+    return softmax_state.merge(*states), far, jnp.maximum(*logits)
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Counts votes and sends off the block that leaves. Reports `retrieved`, int32 [B, R]."""
+    cache = cache if plan.memo is None else plan.memo
+    assert attended.logits is not None
+    p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
+    near = {**cache.slots, "votes": cache.slots["votes"] + p}
+    cache = cache.put(slots={"votes": near["votes"]})
+    last = (cache.seen - 1)[:, None]
+    one = jax.tree.map(lambda x: x[:, :, :, None], attended.state)
+    cache = self.learn(
+      at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
+    )
+    ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
+    cache = self.evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
+    kept = cache.rows["kept"]
+    blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1)
+    return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
+
+
+def _attend(q: Float[Array, "B K G H"], held: slots.Slots) -> tuple[Any, Float[Array, "B K G S"]]:
+  """State and logits of one query per head over all slots with a position."""
+  ok = held["pos"] >= 0
+  logits = attention.logits_of(q[:, :, :, None], held["k"])[:, :, :, 0]
+  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  return softmax_state.of_logits(logits, jnp.where(ok[..., None], held["v"], 0)), logits
+
+
+def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
+  """Caches of all layers that retrieve these blocks whatever else they would (−1 = none).
+
+  Mandatory evidence injection (Tang et al., 2025, Tab. 1). I is the method's `inject`; token t,
+  behind the first ones, is in block (t − init_tokens) // block.
+  """
+
+  def force(cache: Cache) -> Cache:
+    if cache.rows["inject"].shape != blocks.shape:
+      raise ValueError(
+        f"blocks: found shape {blocks.shape}, expected {cache.rows['inject'].shape} as the "
+        "method's inject says"
+      )
+    return cache.put(rows={"inject": jnp.asarray(blocks, jnp.int32)})
+
+  return tuple(force(cache) for cache in caches)

@@ -1,0 +1,312 @@
+"""endless context: a stream with its blocks in host memory, the link, the division into spans"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from kvjax import offload
+from kvjax.methods.ltri import LLAMA_3_8B_HEADS
+from kvjax.types import OwnRows
+from models.generate import join, split
+from models.presets import PRESETS
+from scripts.benches import Case, Contender, jax_contender
+from scripts.benches.e2e import TINY, drawn
+
+STEPS = 16  # decode steps per dispatch
+LAYERS = 32  # of the model that the shape is taken from
+PART = 4  # of them that are run: what all of them take is that many times as much
+TOKENS = 800 << 10
+LENGTHS = (100 << 10, 200 << 10, 400 << 10, TOKENS - 8192)
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The link first, then the division of maps, then a stream at several lengths."""
+  makers = {"link": link, "spans": division, "stream": stream}
+  for name, make in makers.items():
+    if only in name:
+      yield make(quick)
+
+
+def link(quick: bool) -> Case:
+  """Sixteen blocks of keys and values out of a store of a gigabyte, and four into it."""
+  heads, blocks, tokens, head_dim = (2, 8, 8, 16) if quick else (8, 4096, 128, 128)
+  dtype, count = jnp.bfloat16, 4 if quick else 16
+  held = [offload.empty(1, heads, blocks, tokens, head_dim, dtype)]
+  shape = (1, heads, count, tokens, head_dim)
+  new = {n: jax.random.normal(jax.random.key(i), shape, dtype) for i, n in enumerate(("k", "v"))}
+  of_block = 2 * heads * tokens * head_dim * jnp.dtype(dtype).itemsize
+
+  def append(store, new, first):
+    after = first.astype(jnp.float32)
+    whole = jnp.full_like(first, count)
+    return offload.settled(offload.append(store, new, first, whole, "auto", after))
+
+  write = jax.jit(append, donate_argnums=0)
+  where = jnp.zeros(1, jnp.int32)
+  held[0] = write(held[0], new, where)
+  ids = jnp.arange(count, dtype=jnp.int32)[None]
+
+  @jax.jit
+  def read(store, ids):
+    def again(i, total):
+      found = offload.fetch(store, (ids + i * count) % blocks, "auto")
+      return total + found["k"][0, 0, 0, 0, 0] + found["v"][0, 0, 0, 0, 0]
+
+    return lax.fori_loop(0, 16, again, jnp.zeros((), dtype))
+
+  def fetching() -> float:
+    jax.block_until_ready(read(held[0], ids))
+    began = time.perf_counter()
+    jax.block_until_ready(read(held[0], ids))
+    return (time.perf_counter() - began) / 16
+
+  def appending() -> float:
+    began = time.perf_counter()
+    for _ in range(8):
+      held[0] = write(held[0], new, where)
+    jax.block_until_ready(held[0])
+    return (time.perf_counter() - began) / 8
+
+  def copying() -> float:
+    """What `device_put` of the same bytes takes: the runtime's own copy over the link."""
+    pieces = [x[:, :, :count] for x in jax.tree.leaves(new)]
+    kind = "pinned_host" if offload.on_host() else None
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    here = [jax.device_put(x, place) for x in pieces]
+    back = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    jax.block_until_ready([jax.device_put(x, back) for x in here])
+    began = time.perf_counter()
+    jax.block_until_ready([jax.device_put(x, back) for x in here])
+    return time.perf_counter() - began
+
+  fetch = jax.jit(lambda store, ids: offload.fetch(store, ids, "auto"))
+  want = np.asarray(new["k"], np.float32)
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    rates = {n: count * of_block / s / 1e9 for n, s in seconds.items()}
+    return [", ".join(f"{n}: {rate:.1f} GB/s" for n, rate in rates.items())]
+
+  return Case(
+    name="link",
+    shapes=f"{count} blocks of {of_block / 1024:.0f} KiB, {heads} heads, {dtype.__name__}",
+    bytes=count * of_block,
+    reference=lambda: want,
+    tolerance=0.0,
+    contenders=(
+      Contender("fetch", fetching, lambda: np.asarray(fetch(held[0], ids)["k"], np.float32)),
+      Contender("append", appending, None),
+      Contender("device_put", copying, None),
+    ),
+    subject="fetch",
+    remarks=remarks,
+  )
+
+
+def division(quick: bool) -> Case:
+  """The maps of a block, of one layer and of all layers, into spans."""
+  size, layers = (16, 2) if quick else (128, LAYERS)
+  maps = jnp.tril(jax.random.uniform(jax.random.key(0), (layers, 1, 1, size, size)))
+  method = kvjax.Ltri()
+
+  def every(maps):
+    return jnp.stack([jnp.stack(method.divide(i, maps[i], None)[:3]) for i in range(layers)])
+
+  reference = jax.jit(every)
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    return [f"{seconds['divide'] / layers * 1e6:.1f} us a layer and block"]
+
+  return Case(
+    name="spans",
+    shapes=f"a map of {size} x {size} in each of {layers} layers, float32",
+    bytes=maps.nbytes,
+    reference=lambda: np.asarray(reference(maps), np.float32),
+    tolerance=0.0,
+    contenders=(jax_contender("divide", every, [(maps,)], calls=2, output=lambda x: x),),
+    subject="divide",
+    remarks=remarks,
+  )
+
+
+def stream(quick: bool) -> Case:
+  """Chunks of a prompt and decode steps at several lengths of the context before them."""
+  part = 2 if quick else PART
+  model, method = _model(quick, part)
+  config = model.config
+  lengths = (200, 400) if quick else LENGTHS
+  spec = model.spec(1, 512 if quick else TOKENS)
+  caches = method.init_caches(spec)
+  bytes_of = _bytes(caches)
+  held = [caches]
+  graph, leaves = split(model)
+  tokens = jax.random.randint(jax.random.key(0), (1, method.chunk), 0, config.vocab, jnp.int32)
+  valid = jnp.full(1, method.chunk, jnp.int32)
+
+  def decoder_of(leaves, impl):
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    return decoder
+
+  def chunk(impl, leaves, caches, tokens, valid):
+    decoder = decoder_of(leaves, impl)
+    logits, caches = decoder.prefill(tokens, valid, caches, method, past=None)
+    return logits, offload.settled(caches)
+
+  def decode(impl, leaves, caches, token, count):
+    decoder = decoder_of(leaves, impl)
+
+    def step(_, carry):
+      caches, token, _ = carry
+      logits, caches = decoder.decode(token, caches, method)
+      return caches, jnp.argmax(logits, -1).astype(jnp.int32), logits
+
+    first = jnp.zeros((1, config.vocab), jnp.float32)
+    caches, _, logits = lax.fori_loop(0, count, step, (caches, token, first))
+    return logits, offload.settled(caches)
+
+  token, count = jnp.zeros(1, jnp.int32), jnp.int32(STEPS)
+
+  def program(function: Any, impl: str, *arguments: Any) -> Any:
+    jitted = jax.jit(functools.partial(function, impl), donate_argnums=1)
+    return jitted.lower(leaves, caches, *arguments).compile()
+
+  with ThreadPoolExecutor() as pool:  # compiling is most of this case's time
+    chunks, tokens_ = (
+      [pool.submit(program, function, impl, *arguments) for impl in ("auto", "reference")]
+      for function, arguments in ((chunk, (tokens, valid)), (decode, (token, count)))
+    )
+    read, read_plainly = (x.result() for x in chunks)
+    say, say_plainly = (x.result() for x in tokens_)
+  temporary: list[int] = [x.memory_analysis().temp_size_in_bytes for x in (read, say)]
+
+  # A short stream in earnest, which fills the window, the copies and the first blocks.
+  began, memory = time.perf_counter(), []
+  start = 4 if quick else 24
+  for _ in range(start):
+    logits, held[0] = read(leaves, held[0], tokens, valid)
+  jax.block_until_ready(logits)
+  rate = start * method.chunk / (time.perf_counter() - began)
+
+  def at(length: int) -> None:
+    """Counters as if `length` tokens had been read; what stands in blocks is whatever it is."""
+    held[0] = tuple(_moved(method, cache, length) for cache in held[0])
+
+  def timed(program: Any, length: int, *arguments: Any, per: int) -> float:
+    at(length)
+    began = time.perf_counter()
+    logits, held[0] = program(leaves, held[0], *arguments)
+    jax.block_until_ready(logits)
+    taken = (time.perf_counter() - began) / per
+    memory.append(_in_use())
+    return taken
+
+  def logits_of(which: tuple[Any, Any]) -> np.ndarray:
+    """Of a chunk and of a token behind it, from the same counters."""
+    found = []
+    arguments: tuple[Any, ...]
+    for run, arguments in zip(which, ((tokens, valid), (token, jnp.int32(1))), strict=True):
+      at(lengths[0])
+      logits, held[0] = run(leaves, held[0], *arguments)
+      found.append(np.asarray(logits, np.float32))
+    return np.concatenate(found)
+
+  def name(kind: str, n: int) -> str:
+    return f"{kind} at {n >> 10}K" if n > 1024 else f"{kind} at {n}"
+
+  # The first one stands for all: the same two programs run at every length.
+  output = functools.partial(logits_of, (read, say))
+  contenders = [
+    Contender(
+      name("chunk", n),
+      functools.partial(timed, read, n, tokens, valid, per=1),
+      output if n == lengths[0] else None,
+    )
+    for n in lengths
+  ] + [
+    Contender(name("token", n), functools.partial(timed, say, n, token, count, per=STEPS), None)
+    for n in (lengths[0], lengths[-1])
+  ]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    chunks = [s for n, s in seconds.items() if n.startswith("chunk")]
+    first, last = (s for n, s in seconds.items() if n.startswith("token"))
+    whole = 1 if quick else LAYERS / part
+    used = [x for x in memory if x]
+    vectors = len(method.heads if quick else LLAMA_3_8B_HEADS)
+    return [
+      f"{method.chunk / chunks[0]:,.0f} to {method.chunk / chunks[-1]:,.0f} tokens a second in "
+      f"{part} layers, longest over shortest {chunks[-1] / chunks[0]:.3f}; "
+      f"{method.chunk / (chunks[-1] * whole):,.0f} a second if all {LAYERS} layers take as much",
+      f"a token: {first * 1e3:.2f} ms and {last * 1e3:.2f} ms, ratio {last / first:.3f}",
+      f"the first {start * method.chunk:,} tokens in earnest: {rate:,.0f} a second",
+      f"device memory for what left the window, allocated for {spec.capacity:,} tokens: "
+      f"{bytes_of['index'] / len(method.heads) * vectors / 2**30:.3f} GiB of vectors in {vectors} "
+      f"layers with a retrieval head, "
+      f"{bytes_of['held'] * whole / 2**30:.3f} GiB of copies, in {LAYERS} layers; "
+      f"host memory {bytes_of['store'] * whole / 2**30:.1f} GiB",
+      f"device memory in use after each call: {min(used, default=0) / 2**30:.3f} to "
+      f"{max(used, default=0) / 2**30:.3f} GiB; temporary memory of a chunk "
+      f"{temporary[0] / 2**20:.0f} MiB, of decoding {temporary[1] / 2**20:.0f} MiB",
+    ]
+
+  return Case(
+    name="stream",
+    shapes=f"{part} layers of Llama-3-8B's shape, chunks of {method.chunk}, capacity "
+    f"{spec.capacity:,} tokens, {model.dtype.name}, {method}",
+    bytes=sum(x.nbytes for x in leaves),
+    reference=lambda: logits_of((read_plainly, say_plainly)),
+    # Two ways to round to bfloat16 in every layer.
+    tolerance=1e-3 if quick else 0.05,
+    contenders=tuple(contenders),
+    subject=contenders[0].name,
+    remarks=remarks,
+  )
+
+
+def _model(quick: bool, part: int) -> tuple[Any, Any]:
+  """The decoder with a part of its layers, and the method with retrieval heads in their share."""
+  if quick:
+    small = kvjax.Ltri(8, 64, 8, 4, chunk=32, held=8, last=8, heads=((0, 1, 0.5), (1, 2, 0.4)))
+    return drawn(TINY, jnp.float32), small
+  share = round(len(LLAMA_3_8B_HEADS) * part / LAYERS)
+  heads = tuple((part - 1 - i, head, score) for i, (_, head, score) in enumerate(LLAMA_3_8B_HEADS))
+  config = dataclasses.replace(PRESETS["Llama-3.1-8B"], layers=part)
+  return drawn(config, jnp.bfloat16), kvjax.Ltri(heads=heads[:share], rate=(3.0,))
+
+
+def _moved(method: Any, cache: kvjax.Cache, length: int) -> kvjax.Cache:
+  """Counters and positions as they are behind `length` tokens."""
+  init, slot = method.init_tokens, jnp.arange(cache.size, dtype=jnp.int32)
+  ring = cache.size - init
+  pos = jnp.where(slot < init, slot, slot + (length - 1 - slot) // ring * ring)
+  gone = (length - method.local - init) // method.block
+  rows = {"seen": jnp.full(1, length, jnp.int32), "gone": jnp.full(1, gone, jnp.int32)}
+  return cache.put(slots={"pos": jnp.broadcast_to(pos, cache.pos.shape)}, rows=rows)
+
+
+def _bytes(caches: tuple[kvjax.Cache, ...]) -> dict[str, int]:
+  """Bytes that stand for tokens which have left the window, by what they are."""
+
+  def of(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+  found = {"store": 0, "held": 0, "index": 0}
+  for cache in caches:
+    found["store"] += of(cache.heads["store"])
+    found["held"] += cache.heads["held_k"].nbytes + cache.heads["held_v"].nbytes
+    found["index"] += of([x for x in cache.rows.values() if isinstance(x, OwnRows)])
+  return found
+
+
+def _in_use() -> int:
+  stats = jax.devices()[0].memory_stats() or {}
+  return int(stats.get("bytes_in_use", 0))

@@ -1,0 +1,100 @@
+"""A long text as a part of a prompt: read from its file and tokenised piece by piece."""
+
+import codecs
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from kvjax import offload
+from kvjax.method import Method
+from kvjax.types import CacheSpec, OwnRows
+from models.tokenizer import Tokenizer
+from scripts import console
+
+PIECE = 1 << 20  # bytes that are read at a time
+_MARK = "\N{REPLACEMENT CHARACTER}context\N{REPLACEMENT CHARACTER}"
+
+
+def read(path: pathlib.Path) -> Iterator[tuple[str, int]]:
+  """The text of a file in pieces that end at the end of a line, or else of a word, and their bytes.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is empty, or no text in UTF-8.
+  """
+  if not path.is_file():
+    raise FileNotFoundError(f"--context-file: found no file {path}, expected a text in UTF-8")
+  decoder, text, size = codecs.getincrementaldecoder("utf-8")(), "", 0
+  with path.open("rb") as file:
+    last = False
+    while not last:
+      data = file.read(PIECE)
+      last = len(data) < PIECE
+      try:
+        text += decoder.decode(data, final=last)
+      except UnicodeDecodeError as error:
+        raise ValueError(
+          f"--context-file: {path}: found bytes near {size + error.start:,} that are no UTF-8, "
+          "expected a text"
+        ) from error
+      if "\0" in text:
+        raise ValueError(f"--context-file: {path}: found binary data, expected a text in UTF-8")
+      size += len(data)
+      end = len(text) if last else max(text.rfind("\n"), text.rfind(" ")) + 1
+      if end:
+        yield text[:end], len(data)
+        text = text[end:]
+  if not size:
+    raise ValueError(f"--context-file: {path}: found an empty file, expected a text in UTF-8")
+
+
+def encode(
+  tokenizer: Tokenizer, path: pathlib.Path, prompt: str, *, system: str | None, raw: bool
+) -> list[int]:
+  """Token ids of a prompt that a file's text stands before; of a chat unless `raw`.
+
+  Raises:
+    FileNotFoundError, ValueError: as `read`.
+  """
+  if raw:
+    tail, ids = prompt, tokenizer.encode("")
+  else:
+    messages = [{"role": "user", "content": f"{_MARK}\n\n{prompt}"}]
+    if system is not None:
+      messages.insert(0, {"role": "system", "content": system})
+    head, found, tail = tokenizer.render(messages).partition(_MARK)
+    if not found:
+      raise ValueError("chat_template: found no trace of the user's message, expected its text")
+    ids = tokenizer.encode(head, bos=False)
+  size = path.stat().st_size if path.is_file() else 0
+  with console.bar(size, "tokenising", "B") as bar:
+    for text, count in read(path):
+      ids += tokenizer.encode(text, bos=False)
+      bar.update(count)
+  return ids + tokenizer.encode(tail, bos=False)
+
+
+def check_room(method: Method, spec: CacheSpec) -> None:
+  """Raises if the caches of so long a context can not fit in this machine's memory.
+
+  Raises:
+    MemoryError: the message says what they take and what there is.
+  """
+  caches = jax.eval_shape(lambda: method.init_caches(spec))
+
+  def size(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+  if offload.on_host():
+    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, OwnRows))
+    offload.check_room(sum(size(x) for x in nodes if isinstance(x, OwnRows) and "k" in x.of))
+    return
+  there = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  if size(caches) > there:
+    raise MemoryError(
+      f"--context-file: found {spec.capacity:,} tokens, whose caches take "
+      f"{size(caches) / 2**30:.1f} GiB, expected at most the {there / 2**30:.1f} GiB that are free"
+    )

@@ -1,0 +1,148 @@
+"""Layers of streaming methods, run side by side, and their oracle: NumPy float64 and loops."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import Carry, Env, Prompt
+from tests.layer import rotate
+
+
+class Stack:
+  """Layers of one model, each fed with a stream of its own; the carry goes up through them."""
+
+  def __init__(self, method, streams, capacity=96, impl="reference"):
+    self.streams, self.method = streams, method
+    self.spec = streams[0].spec(capacity, layers=len(streams))
+    self.env = Env(len(streams), impl=impl, tile=4)
+    self.caches = method.init_caches(self.spec)
+    sites = [method.at(self.env, layer) for layer in range(len(streams))]
+    self._prefill = [jax.jit(functools.partial(method.prefill, at)) for at in sites]
+    self._decode = [jax.jit(functools.partial(method.decode_step, at)) for at in sites]
+
+  def prefill(self, count, start, width):
+    """The next `count` tokens of every row, from its `start` on; outputs of all layers."""
+    valid = jnp.asarray(count, jnp.int32)
+    prompt = Prompt(valid, valid, None, width, None)
+    carry, caches, outs = Carry(), [], []
+    for run, stream, cache in zip(self._prefill, self.streams, self.caches, strict=True):
+      cut = columns(stream, [range(n, n + width) for n in start])
+      out, cache, carry, _ = run(cache, *cut, prompt, carry)
+      caches.append(cache)
+      outs.append(np.asarray(out))
+    self.caches = tuple(caches)
+    return outs
+
+  def decode(self, at):
+    """Outputs and reports of all layers."""
+    carry, caches, found, live = Carry(), [], [], jnp.ones(len(at), bool)
+    for run, stream, cache in zip(self._decode, self.streams, self.caches, strict=True):
+      out, cache, carry, aux = run(cache, *columns(stream, at), live, carry)
+      caches.append(cache)
+      found.append((np.asarray(out), jax.tree.map(np.asarray, aux)))
+    self.caches = tuple(caches)
+    return found
+
+  def retrieved(self, layer, row):
+    """Blocks that a row has retrieved, best first."""
+    rows = jax.tree.map(np.asarray, self.caches[layer].rows)
+    kept = rows["kept"][row]
+    return rows["held"][row][kept[kept >= 0]].tolist()
+
+
+def columns(stream, tokens):
+  """q, k and v of each row's tokens; behind the end of the stream the last one."""
+  return [
+    np.stack([np.take(x[b], t, -2, mode="clip") for b, t in enumerate(tokens)])
+    for x in (stream.q, stream.k, stream.v)
+  ]
+
+
+class Oracle:
+  """One row of one layer: everything that was ever attended to is kept in dictionaries.
+
+  Subclasses say what stands for a block (`vectors`) and how a chunk ranks blocks (`wants`).
+  """
+
+  def __init__(self, stream, b, m):
+    self.m, self.n = m, 0
+    self.q, self.k, self.v = (np.float64(x[b]) for x in (stream.q, stream.k, stream.v))
+    self.heads, self.groups = self.q.shape[:2]
+    self.gone: list = []  # what stands for each evicted block
+    self.given: dict = {}  # (KV head, query, key) -> probability, summed over the group
+    self.held: list = [(None, -1)] * m.held  # block, when it was last used
+    self.kept: list = []
+
+  def head_key(self, h, j):
+    return self.k[h, j]
+
+  def tokens(self, block):
+    start = self.m.init_tokens + block * self.m.block
+    return range(start, start + self.m.block)
+
+  def first(self):
+    return self.tokens(len(self.gone))[0] if self.gone else 0
+
+  def attend(self, t, near, far):
+    """Outputs [K, G, H] of the query at t; what it gives to near keys is remembered."""
+    out = np.zeros(self.q.shape[:2] + self.q.shape[3:])
+    for h in range(self.heads):
+      for g in range(self.groups):
+        q = self.q[h, g, t]
+        x = [rotate(q, t) @ rotate(self.k[h, j], j) for j in near]
+        x += [rotate(q, self.m.local) @ self.k[h, j] for j in far]
+        p = np.exp(np.array(x) / np.sqrt(len(q)))
+        p /= p.sum()
+        out[h, g] = p @ self.v[h, [*near, *far]]
+        for j, share in zip(near, p, strict=False):
+          self.given[h, t, j] = self.given.get((h, t, j), 0.0) + share
+    return out
+
+  def far(self):
+    if not self.gone:
+      return []
+    return [*range(self.m.init_tokens), *(j for b in self.kept for j in self.tokens(b))]
+
+  def read(self, count, votes=None):
+    """A chunk; returns outputs [T, K, G, H]."""
+    chunk = range(self.n, self.n + count)
+    self.retrieve(chunk, votes, prompt=True)
+    first, far = self.first(), self.far()
+    outs = [self.attend(t, range(first, t + 1), far) for t in chunk]
+    self.n += count
+    self.leave()
+    return np.array(outs)
+
+  def step(self, votes=None):
+    t = self.n
+    self.retrieve([t], votes, prompt=False)
+    out = self.attend(t, range(self.first(), t + 1), self.far())
+    self.n += 1
+    self.leave()
+    return out
+
+  def retrieve(self, chunk, votes, prompt):
+    wanted = self.wants(chunk, votes, prompt)
+    if wanted is None:
+      return
+    self.kept = wanted
+    stamp = self.n + (not prompt)
+    hits = {i for i, (block, _) in enumerate(self.held) if block in wanted}
+    free = sorted(
+      (i for i in range(len(self.held)) if i not in hits), key=lambda i: self.held[i][1]
+    )
+    for block in wanted:
+      place = next((i for i in hits if self.held[i][0] == block), None)
+      place = free.pop(0) if place is None else place
+      self.held[place] = (block, stamp)
+
+  def leave(self):
+    while self.n - self.m.local - self.m.init_tokens >= (len(self.gone) + 1) * self.m.block:
+      self.gone.append(self.vectors(len(self.gone)))
+
+  def votes(self, h, j):
+    """What all queries so far gave to a key (of one KV head, or of all)."""
+    heads = range(self.heads) if h is None else [h]
+    return sum(self.given.get((i, t, j), 0.0) for i in heads for t in range(self.n))

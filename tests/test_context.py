@@ -1,0 +1,96 @@
+"""Prompts with a long text before them: pieces of a file, clear errors, nothing lost on a fault."""
+
+import io
+import sys
+
+import jax
+import pytest
+
+from kvjax import CacheSpec, InfLLM
+from scripts import common, context
+from scripts import generate as program
+from tests.test_generate import letters
+from tests.tiny import model
+
+
+def write(folder, data):
+  path = folder / "text.txt"
+  path.write_bytes(data)
+  return path
+
+
+def test_pieces_put_together_are_the_file(tmp_path, monkeypatch):
+  monkeypatch.setattr(context, "PIECE", 10)
+  text = "one line\nand a länger line of wörds\nwithout" + "x" * 40 + " an end"
+  pieces = list(context.read(write(tmp_path, text.encode())))
+  assert "".join(piece for piece, _ in pieces) == text
+  assert sum(size for _, size in pieces) <= len(text.encode())
+  assert all(piece[-1] in "\n " for piece, _ in pieces[:-1])
+
+
+@pytest.mark.parametrize(
+  ("data", "message"),
+  [
+    (b"", "found an empty file"),
+    (b"fine \xff\xfe not", r"found bytes near 5 that are no UTF-8"),
+    (b"PK\x03\x04\x00\x00", "found binary data"),
+    (b"cut in a character \xc3", "found bytes near 19"),
+  ],
+)
+def test_files_that_are_no_text(tmp_path, data, message):
+  with pytest.raises(ValueError, match=rf"--context-file: .*{message}"):
+    list(context.read(write(tmp_path, data)))
+
+
+def test_no_file(tmp_path):
+  with pytest.raises(FileNotFoundError, match="--context-file: found no file"):
+    list(context.read(tmp_path / "nothing"))
+
+
+def test_a_context_that_does_not_fit():
+  huge = CacheSpec(1, 1 << 34, kv_heads=8, groups=4, head_dim=128, layers=32)
+  with pytest.raises(MemoryError, match="found 17,179,869,184 tokens, whose caches take"):
+    context.check_room(InfLLM(), huge)
+  context.check_room(InfLLM(4, 8, 4, 2), model().spec(1, 100))
+
+
+def run(monkeypatch, tmp_path, *, fault_after=None):
+  """The program on a tiny model; returns what it wrote."""
+  monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: (model(), letters()))
+  if fault_after is not None:
+    real = program.generate
+
+    def fails(*args, on_text, on_chunk, **kwargs):
+      seen = []
+
+      def count(tokens):
+        on_chunk(tokens)
+        seen.append(tokens.shape[1])
+        if sum(seen) >= fault_after:
+          raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+
+      return real(*args, on_text=on_text, on_chunk=count, **kwargs)
+
+    monkeypatch.setattr(program, "generate", fails)
+  path = write(tmp_path, b"ABCDEFGH IJKLMNOP\n" * 12)
+  out = io.StringIO()
+  monkeypatch.setattr(sys, "stdout", out)
+  args = program.Args("WHO?", method="ltri", budget=24, context_file=path, steps=24, raw=True)
+  try:
+    program.main(args)
+  finally:
+    monkeypatch.undo()
+  return out.getvalue()
+
+
+def test_a_text_before_the_prompt(monkeypatch, tmp_path):
+  assert len(run(monkeypatch, tmp_path)) > 12
+
+
+def test_what_was_generated_is_not_lost(monkeypatch, tmp_path):
+  out = io.StringIO()
+  whole = run(monkeypatch, tmp_path)
+  monkeypatch.setattr(sys, "stdout", out)
+  with pytest.raises(SystemExit, match=r"after 2\d\d of 2\d\d tokens had been read and 16 gener"):
+    run(monkeypatch, tmp_path, fault_after=16)
+  assert whole.startswith(whole[:16])

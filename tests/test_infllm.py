@@ -1,0 +1,101 @@
+"""InfLLM against a NumPy float64 oracle: blocks retrieved, device copies, outputs."""
+
+import numpy as np
+import pytest
+
+from kvjax import InfLLM
+from tests.layer import Stream, rotate
+from tests.streams import Oracle, Stack
+
+
+class InfOracle(Oracle):
+  def vectors(self, block):
+    """Per KV head the keys that most was given to."""
+    return [
+      [self.k[h, j] for j in sorted(self.tokens(block), key=lambda j: (-self.votes(h, j), j))][
+        : self.m.representatives
+      ]
+      for h in range(self.heads)
+    ]
+
+  def wants(self, chunk, votes, prompt):
+    def score(block):
+      return sum(
+        rotate(self.q[h, g, t], self.m.local) @ key
+        for h in range(self.heads)
+        for g in range(self.groups)
+        for t in chunk
+        for key in self.gone[block][h]
+      )
+
+    return sorted(range(len(self.gone)), key=lambda b: (-score(b), b))[: self.m.retrieved]
+
+
+@pytest.mark.parametrize(
+  ("m", "lengths"),
+  [
+    (InfLLM(3, 6, 4, 2, chunk=8, held=3, representatives=2), [30, 13]),
+    (InfLLM(0, 5, 2, 3, chunk=5, held=3, representatives=1), [21, 17]),
+  ],
+)
+def test_a_generation(m, lengths):
+  """Prompts in chunks, then steps beyond several evictions; ragged rows, three query heads each."""
+  stream = Stream.random(1, tokens=60, head_dim=8)
+  run = Stack(m, [stream])
+  oracles = [InfOracle(stream, b, m) for b in range(2)]
+  pieces = [m.pieces(n) for n in lengths]
+  for i in range(max(map(len, pieces))):
+    count = [p[i] if i < len(p) else 0 for p in pieces]
+    out = run.prefill(count, [o.n for o in oracles], m.chunk)[0]
+    for b, oracle in enumerate(oracles):
+      if count[b]:
+        want = oracle.read(count[b])
+        np.testing.assert_allclose(np.moveaxis(out[b], 2, 0)[: count[b]], want, atol=1e-5)
+        assert run.retrieved(0, b) == oracle.kept
+        held = run.caches[0].rows["held"][b].tolist()
+        assert held == [-1 if block is None else block for block, _ in oracle.held]
+  for _ in range(12):
+    out, aux = run.decode([o.n for o in oracles])[0]
+    for b, oracle in enumerate(oracles):
+      np.testing.assert_allclose(out[b], oracle.step(), atol=1e-5)
+      blocks = aux["retrieved"][b]
+      assert blocks[blocks >= 0].tolist() == oracle.kept
+  assert all(len(o.gone) > m.retrieved for o in oracles)
+
+
+def test_stored_blocks_are_the_keys_as_they_came():
+  """Not rotated, in order, bit for bit where nothing was rotated at all (values)."""
+  m = InfLLM(2, 4, 2, 2, chunk=6, held=2)
+  stream = Stream.random(2, tokens=30)
+  run = Stack(m, [stream], capacity=30)
+  for start in range(0, 30, 6):
+    run.prefill([6, 6], [start, start], 6)
+  of = run.caches[0].heads["store"].of
+  stored = {name: np.concatenate([np.asarray(x) for x in of[name]], 2) for name in of}
+  gone = int(run.caches[0].rows["gone"][0])
+  assert gone == (30 - 4 - 2) // 2
+  flat = {
+    name: x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, : 2 * gone] for name, x in stored.items()
+  }
+  np.testing.assert_array_equal(flat["v"], stream.v[:, :, 2 : 2 + 2 * gone])
+  np.testing.assert_allclose(flat["k"], stream.k[:, :, 2 : 2 + 2 * gone], atol=1e-6)
+  held, kept = (np.asarray(run.caches[0].rows[n]) for n in ("held", "kept"))
+  copies = np.asarray(run.caches[0].heads["held_v"]).reshape(2, 3, 2, 2, -1)
+  for b in range(2):
+    for place in kept[b]:
+      block = stored["v"][b, :, held[b, place]]
+      np.testing.assert_array_equal(copies[b, :, place], block)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"representatives": 0}, "InfLLM.representatives: found 0"),
+    ({"local": 0}, "InfLLM.local: found 0, expected 1 or more"),
+    ({"held": 3, "retrieved": 4}, "InfLLM.held: found 3, expected at least retrieved = 4"),
+    ({"inject": 17}, "InfLLM.inject: found 17, expected at most retrieved = 16"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    InfLLM(**kwargs)

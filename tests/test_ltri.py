@@ -1,0 +1,229 @@
+"""Ltri-LLM against a NumPy float64 oracle: spans, vectors, votes of layers, blocks, outputs."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Ltri
+from kvjax.methods.ltri import calibrated_rate, measured_spans
+from kvjax.streamed import injected
+from tests.layer import Stream, rotate
+from tests.streams import Oracle, Stack
+from tests.test_spans import slow_divide, slow_elect, slow_ratio
+
+
+class LtriOracle(Oracle):
+  def __init__(self, stream, b, m, layer):
+    super().__init__(stream, b, m)
+    self.layer = layer
+    found = [(h, s) for at, h, s in m.heads or () if at == layer]
+    self.head = found[0] if found else None
+    self.inject: list = []
+
+  @property
+  def indexes(self):
+    return self.m.heads is None or self.head is not None
+
+  def of(self, values):
+    return values[min(self.layer, len(values) - 1)]
+
+  def spans(self, a, votes):
+    """Lists of tokens that stand for the spans of a map."""
+    found = []
+    for x, y in slow_divide(a, self.of(self.m.quantile), self.of(self.m.overlap), self.m.spans):
+      if y > x:
+        ratio = slow_ratio(a, x, y, self.m.ratio)
+        n = math.ceil((y - x) * math.exp(-self.of(self.m.rate) * (1 - ratio)))
+        n = min(max(n, 1), self.m.vectors // self.m.spans)
+        found.append(slow_elect(votes, x, y, n))
+    return found
+
+  def keys_of(self, j):
+    """Per query head that counts the key of a token."""
+    if self.head:
+      return [self.k[self.head[0] // self.groups, j]]
+    return [self.k[h, j] for h in range(self.heads) for _ in range(self.groups)]
+
+  def queries_of(self, t):
+    flat = [(h, g) for h in range(self.heads) for g in range(self.groups)]
+    chosen = [flat[self.head[0]]] if self.head else flat
+    return [rotate(self.q[h, g, t], self.m.local) for h, g in chosen]
+
+  def vectors(self, block):
+    """For every span the tokens that stand for it."""
+    if not self.indexes:
+      return []
+    tokens = list(self.tokens(block))
+    a = np.zeros((len(tokens), len(tokens)))
+    for i, t in enumerate(tokens):
+      for j, u in enumerate(tokens[: i + 1]):
+        a[i, j] = sum(self.given[h, t, u] for h in range(self.heads))
+    votes = [self.votes(None, j) for j in tokens]
+    return [[tokens[i] for i in span] for span in self.spans(a, votes)]
+
+  def asking(self, chunk):
+    """The spans of a chunk's queries, each as the tokens that stand for it."""
+    chunk, size, found = list(chunk), self.m.block, []
+    p = np.zeros((len(chunk), len(chunk)))
+    for h in range(self.heads):
+      for g in range(self.groups):
+        for i, t in enumerate(chunk):
+          x = [rotate(self.q[h, g, t], t) @ rotate(self.k[h, u], u) for u in chunk[: i + 1]]
+          w = np.exp(np.array(x) / np.sqrt(self.q.shape[-1]))
+          p[i, : i + 1] += w / w.sum()
+    for start in range(0, len(chunk), size):
+      part = slice(start, start + size)
+      spans = self.spans(p[part, part], p.sum(0)[part])
+      found += [[chunk[start + i] for i in span] for span in spans]
+    return found
+
+  def wants(self, chunk, votes, prompt):
+    if not prompt and self.m.persistent:
+      return None
+    stored = range(len(self.gone))
+    asking = (self.asking(chunk) if prompt else [list(chunk)]) if self.indexes else []
+
+    def similarity(block):
+      pairs = [
+        sum(
+          q @ k
+          for t in ask
+          for j in span
+          for q, k in zip(self.queries_of(t), self.keys_of(j), strict=True)
+        )
+        for span in self.gone[block]
+        for ask in asking
+      ]
+      return max(pairs, default=-np.inf)
+
+    score = {b: similarity(b) for b in stored}
+    able = [b for b in stored if score[b] > -np.inf]
+    own = sorted(able, key=lambda b: (-score[b], b))[: self.m.retrieved]
+    forced = [b for b in self.inject if b in stored]
+    if not self.m.voting:
+      chosen = own
+    else:
+      for b in own:
+        votes[b] = votes.get(b, 0.0) + (self.head[1] if self.head else 1.0)
+      chosen = sorted(votes, key=lambda b: (-votes[b], -score[b], b))
+    return (sorted(forced) + [b for b in chosen if b not in forced])[: self.m.retrieved]
+
+
+SMALL = {"init_tokens": 3, "local": 8, "block": 6, "retrieved": 2, "chunk": 12, "held": 3}
+PIECES = {"spans": 2, "vectors": 6, "last": 5, "rate": (6.0, 2.0), "quantile": (0.7, 0.6)}
+CASES = {
+  "all heads": Ltri(**SMALL, **PIECES),
+  "retrieval heads": Ltri(**SMALL, **PIECES, heads=((1, 4, 0.6), (2, 7, 0.3))),
+  "no votes": Ltri(**SMALL, **PIECES, voting=False, ratio="col"),
+  "not persistent": Ltri(**SMALL, **PIECES, persistent=False, ratio="rowcol"),
+  "retrieval heads, not persistent": Ltri(
+    **SMALL, **PIECES, persistent=False, heads=((0, 3, 0.5), (1, 8, 0.4))
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_generation(name):
+  """Three layers; at every chunk and step the blocks of every layer and row, and outputs."""
+  m, lengths = CASES[name], [50, 29]
+  streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(3)]
+  run = Stack(m, streams, capacity=80)
+  oracles = [[LtriOracle(s, b, m, i) for i, s in enumerate(streams)] for b in range(2)]
+  pieces = [m.pieces(n) for n in lengths]
+  assert pieces[0] == [12, 12, 12, 9, 5]
+  retrieved = set()
+  for i in range(max(map(len, pieces))):
+    count = [p[i] if i < len(p) else 0 for p in pieces]
+    outs = run.prefill(count, [layers[0].n for layers in oracles], m.chunk)
+    for b in range(2):
+      votes: dict = {}
+      for layer, oracle in enumerate(oracles[b]):
+        if count[b]:
+          want = oracle.read(count[b], votes)
+          np.testing.assert_allclose(np.moveaxis(outs[layer][b], 2, 0)[: count[b]], want, atol=2e-5)
+          assert run.retrieved(layer, b) == oracle.kept, (name, b, layer, i)
+          retrieved |= {(layer, block) for block in oracle.kept}
+  for step in range(10):
+    found = run.decode([layers[0].n for layers in oracles])
+    for b in range(2):
+      votes = {}
+      for layer, oracle in enumerate(oracles[b]):
+        np.testing.assert_allclose(found[layer][0][b], oracle.step(votes), atol=2e-5)
+        blocks = found[layer][1]["retrieved"][b]
+        assert blocks[blocks >= 0].tolist() == oracle.kept, (name, b, layer, step)
+  for b in range(2):
+    for layer, oracle in enumerate(oracles[b]):
+      if oracle.indexes:
+        counts = run.caches[layer].rows["found"].of["count"][b]
+        want = [[len(span) for span in spans] for spans in oracle.gone]
+        assert [[n for n in row if n] for row in counts[: len(want)].tolist()] == want
+        length, ratio = measured_spans(run.caches[layer], b)
+        assert ((length > 0) == (counts[: len(want)] > 0)).all() and (ratio <= 1).all()
+  assert len(retrieved) > 4
+  if m.heads and m.heads[0][0] > 0:
+    assert not any(layer == 0 for layer, _ in retrieved)
+
+
+def test_injected_blocks_are_retrieved():
+  """Forced blocks come first, whatever their similarity, once they have left the window."""
+  m = Ltri(**SMALL, **PIECES, inject=2)
+  stream = Stream.random(10, tokens=60, head_dim=8)
+  for forced in ([[-1, -1], [-1, -1]], [[0, 3], [2, -1]]):
+    run = Stack(m, [stream], capacity=60)
+    run.caches = injected(run.caches, jnp.array(forced))
+    oracles = [LtriOracle(stream, b, m, 0) for b in range(2)]
+    for oracle, blocks in zip(oracles, forced, strict=True):
+      oracle.inject = [b for b in blocks if b >= 0]
+    for start in range(0, 48, 12):
+      out = run.prefill([12, 12], [start, start], 12)[0]
+      for b, oracle in enumerate(oracles):
+        want = oracle.read(12, {})
+        assert run.retrieved(0, b) == oracle.kept
+        np.testing.assert_allclose(np.moveaxis(out[b], 2, 0), want, atol=2e-5)
+    for b, blocks in enumerate(forced):
+      assert {x for x in blocks if x >= 0} <= set(run.retrieved(0, b))
+  with pytest.raises(ValueError, match=r"blocks: found shape \(2, 1\), expected \(2, 2\)"):
+    injected(run.caches, jnp.zeros((2, 1), jnp.int32))
+
+
+def test_rate_from_a_target():
+  """The smallest λ of the table that reaches the target; beyond one vector a span there is none."""
+  rng = np.random.default_rng(0)
+  samples = [(rng.integers(0, 40, (30, 4)), rng.uniform(0.2, 1, (30, 4))) for _ in range(2)]
+
+  def vectors(rate):
+    return sum(
+      min(max(math.ceil(n * math.exp(-rate * (1 - r))), 1), 3) if n else 0
+      for length, ratio in samples
+      for n, r in zip(length.flat, ratio.flat, strict=True)
+    )
+
+  for target in (12.0, 16.0, 20.0):
+    rate = calibrated_rate(samples, target)
+    assert 60 * 128 / vectors(rate) >= target
+    assert rate == 0 or 60 * 128 / vectors(rate - 0.25) < target
+  with pytest.raises(ValueError, match="tokens_per_vector: found 99, expected at most"):
+    calibrated_rate(samples, 99)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"ratio": "diagonal"}, "Ltri.ratio: found 'diagonal'"),
+    ({"vectors": 3}, "Ltri.vectors: found 3, expected 4 or more"),
+    ({"quantile": (1.5,)}, r"Ltri.quantile: found \(1.5,\)"),
+    ({"heads": ((1, 2, 0.5), (1, 3, 0.4))}, "Ltri.heads: found"),
+    ({"heads": ()}, "Ltri.heads: found"),
+    ({"last": -1}, "Ltri.last: found -1"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    Ltri(**kwargs)
+
+
+def test_a_head_that_the_model_does_not_have():
+  with pytest.raises(ValueError, match="found query head 9 of layer 1, expected one of 9 heads"):
+    Ltri(heads=((1, 9, 0.5),)).init_caches(Stream.random(0).spec(64))

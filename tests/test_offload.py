@@ -1,0 +1,140 @@
+"""Blocks outside of the device: reference and kernels against NumPy, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import offload
+from kvjax.types import OwnRows
+from pallas_kernels import host_blocks
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+KERNELS = "pallas"
+
+
+def filled(seed, shape, sizes, dtype):
+  """A store of several segments with random content, and the same as one array per name."""
+  rng = np.random.default_rng(seed)
+  batch, heads, tokens, head_dim = shape
+  whole = {
+    name: rng.normal(size=(batch, heads, sum(sizes), tokens, head_dim)).astype(dtype)
+    for name in ("k", "v")
+  }
+  cuts = np.cumsum(sizes)[:-1]
+  parts = {n: tuple(map(jnp.asarray, np.split(x, cuts, 2))) for n, x in whole.items()}
+  return OwnRows(parts), whole
+
+
+def joined(store):
+  return {name: np.concatenate([np.asarray(x) for x in store.of[name]], 2) for name in store.of}
+
+
+@pytest.mark.parametrize("impl", ["reference", KERNELS])
+@pytest.mark.parametrize(
+  ("shape", "sizes", "dtype"),
+  [
+    ((1, 1, 128, 128), [5], "bfloat16"),
+    ((2, 3, 5, 24), [3, 3, 2], "float32"),
+    ((3, 2, 40, 64), [4, 1], "float16"),
+  ],
+)
+def test_fetch_and_append(impl, shape, sizes, dtype):
+  dtype = jnp.dtype(dtype)
+  store, whole = filled(0, shape, sizes, dtype)
+  batch, blocks = shape[0], sum(sizes)
+  rng = np.random.default_rng(1)
+  block = rng.integers(-1, blocks, (batch, 6)).astype(np.int32)
+  block[0, :2] = [-1, blocks - 1]
+  found = jax.jit(lambda s, b: offload.fetch(s, b, impl))(store, block)
+  for name, x in whole.items():
+    want = np.stack([x[b][:, block[b]] for b in range(batch)])
+    want = np.where((block >= 0)[:, None, :, None, None], want, 0)
+    np.testing.assert_array_equal(np.asarray(found[name]), want)
+
+  new = {n: rng.normal(size=(*shape[:2], 3, *shape[2:])).astype(dtype) for n in ("k", "v")}
+  first = rng.integers(0, blocks, batch).astype(np.int32)
+  first[-1] = blocks - 1  # beyond the end: dropped
+  count = rng.integers(0, 4, batch).astype(np.int32)
+  count[0], count[-1] = 0, 3
+
+  def append(store, new, first, count):
+    return offload.append(store, new, first, count, impl, jnp.zeros(3))
+
+  got = joined(jax.jit(append)(store, new, first, count))
+  for name, x in whole.items():
+    want = x.copy()
+    for b in range(batch):
+      for e in range(count[b]):
+        if first[b] + e < blocks:
+          want[b, :, first[b] + e] = new[name][b, :, e]
+    np.testing.assert_array_equal(got[name], want)
+
+
+def test_segments(monkeypatch):
+  """No array beyond the limit, the last one shorter, and none for nothing."""
+  monkeypatch.setattr(offload, "SEGMENT_BYTES", 3 * 2 * 4 * 8 * 2)
+  store = offload.empty(1, 2, 8, 4, 8, jnp.bfloat16)
+  assert [x.shape[2] for x in store.of["k"]] == [3, 3, 2]
+  assert offload.blocks_of(store) == 8
+  monkeypatch.setattr(offload, "SEGMENT_BYTES", 1)
+  assert len(offload.empty(1, 2, 3, 4, 8, jnp.bfloat16).of["v"]) == 3
+
+
+def test_shapes_only():
+  """Laying out caches abstractly allocates nothing."""
+  made = jax.eval_shape(lambda: offload.empty(1, 8, 1 << 20, 128, 128, jnp.bfloat16))
+  assert sum(x.shape[2] for x in made.of["k"]) == 1 << 20
+  assert max(x.size * 2 for x in made.of["k"]) <= offload.SEGMENT_BYTES
+
+
+def test_a_pool_that_is_too_small(monkeypatch):
+  monkeypatch.setattr(offload, "on_host", lambda: True)
+  monkeypatch.delenv(offload.LIMIT, raising=False)
+  offload.check_room(63 << 30)
+  message = f"found a store of 98.0 GiB.*holds 64 GB: set {offload.LIMIT} before jax is imported"
+  with pytest.raises(MemoryError, match=message):
+    offload.check_room(98 << 30)
+  monkeypatch.setenv(offload.LIMIT, "110")
+  offload.check_room(98 << 30)
+
+
+def test_kernels_refuse():
+  store, _ = filled(0, (2, 1, 4, 8), [3], np.float32)
+  with pytest.raises(TypeError, match="block: found dtype float32"):
+    host_blocks.check(store.of, jnp.zeros((2, 1)))
+  with pytest.raises(ValueError, match=r"block: found shape \(1, 1\), expected \[2, R\]"):
+    host_blocks.fetch(store.of, jnp.zeros((1, 1), jnp.int32))
+  huge = jax.ShapeDtypeStruct((2, 8, 1 << 17, 16, 128), jnp.bfloat16)
+  with pytest.raises(ValueError, match="expected less than 2\\*\\*31 elements"):
+    host_blocks.check({"k": (huge,), "v": (huge,)}, jnp.zeros((2, 1), jnp.int32))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_over_the_link():
+  """Pinned host memory: written and read back bit for bit, in place, within one program."""
+  store = offload.empty(1, 8, 64, 128, 128, jnp.bfloat16)
+  assert {x.sharding.memory_kind for x in jax.tree.leaves(store)} == {"pinned_host"}
+  new = {
+    name: jax.random.normal(jax.random.key(i), (1, 8, 16, 128, 128), jnp.bfloat16)
+    for i, name in enumerate(("k", "v"))
+  }
+
+  def both(store, new):
+    before = offload.fetch(store, jnp.array([[3, -1]], jnp.int32), "auto")
+    after = before["k"].sum()
+    count = jnp.array([16], jnp.int32)
+    store = offload.append(store, new, jnp.array([2], jnp.int32), count, "auto", after)
+    return offload.settled(store), before
+
+  run = jax.jit(both, donate_argnums=0)
+  place = store.of["k"][0].unsafe_buffer_pointer()
+  store, before = run(store, new)
+  assert store.of["k"][0].unsafe_buffer_pointer() == place
+  assert not np.asarray(before["k"]).any()
+  ids = jnp.arange(2, 18, dtype=jnp.int32)[None]
+  back = jax.jit(lambda s, b: offload.fetch(s, b, "auto"))(store, ids)
+  for name in ("k", "v"):
+    np.testing.assert_array_equal(np.asarray(back[name]), np.asarray(new[name]))

@@ -1,0 +1,202 @@
+"""Spans of attention maps against loops in float64, and planted structure found again."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.ops import spans
+
+
+def random_maps(seed, count, size):
+  """Causal softmax maps with some structure, float32 [count, U, U]."""
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(count, size, size)) * 2
+  x = np.where(np.tril(np.ones((size, size), bool)), x, -np.inf)
+  p = np.exp(x - x.max(-1, keepdims=True))
+  return (p / p.sum(-1, keepdims=True)).astype(np.float32)
+
+
+def slow_scores(a, theta):
+  """Brute-force sums over every triangle."""
+  size = len(a)
+  out = np.full((size, size), -np.inf)
+  for x in range(size):
+    for y in range(x, size):
+      out[x, y] = sum(float(a[i, j]) - theta for i in range(x, y + 1) for j in range(x, i + 1))
+  return out
+
+
+def slow_candidates(scores):
+  """For every x + y the best (x, y + 1, score)."""
+  size, best = len(scores), []
+  for middle in range(2 * size - 1):
+    spans_ = [(x, middle - x) for x in range(size) if x <= middle - x < size]
+    x, y = max(spans_, key=lambda s: (scores[s], -s[0]))
+    best.append((x, y + 1, scores[x, y]))
+  return best
+
+
+def slow_nms(boxes, overlap, count):
+  """The textbook's: sort, take the first, drop what overlaps it, and again."""
+  left = sorted((box for box in boxes if box[2] > 0), key=lambda box: -box[2])
+  kept = []
+  while left:
+    a, b, _ = left.pop(0)
+    kept.append((a, b))
+
+    def iou(box, a=a, b=b):
+      common = max(0, min(b, box[1]) - max(a, box[0])) ** 2
+      return common / ((b - a) ** 2 + (box[1] - box[0]) ** 2 - common)
+
+    left = [box for box in left if iou(box) <= overlap]
+  return (kept + [(0, 0)] * count)[:count]
+
+
+def slow_divide(a, quantile, overlap, count):
+  triangle = [a[i, j] for i in range(len(a)) for j in range(i + 1)]
+  theta = float(np.quantile(np.float64(triangle), quantile))
+  return slow_nms(slow_candidates(slow_scores(np.float64(a), theta)), overlap, count)
+
+
+def slow_ratio(a, start, stop, mode):
+  size = len(a)
+  own = sum(a[i, j] for i in range(start, stop) for j in range(start, stop))
+  row = sum(a[i, j] for i in range(start, stop) for j in range(start))
+  col = sum(a[i, j] for i in range(stop, size) for j in range(start, stop))
+  every = own + row * ("row" in mode) + col * ("col" in mode)
+  return own / every if every > 0 else 1.0
+
+
+def slow_elect(votes, start, stop, n):
+  return sorted(range(start, stop), key=lambda t: (-votes[t], t))[:n]
+
+
+def test_worked_example():
+  """Two runs that attend to themselves: exactly these are found, the larger first."""
+  a = np.zeros((6, 6), np.float32)
+  a[0:2, 0:2] = a[2:5, 2:5] = 1
+  a[5, 5] = 0.1
+  scores = spans.triangle_scores(jnp.tril(a), jnp.float32(0.5))
+  assert float(scores[2, 4]) == 6 * 0.5
+  assert float(scores[0, 4]) == 9 - 15 * 0.5
+  assert float(scores[4, 2]) == -np.inf
+  start, stop = spans.suppress(*spans.candidates(scores), 0.1, 3)
+  assert (start.tolist(), stop.tolist()) == ([2, 0, 0], [5, 2, 0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 12])
+def test_scores_candidates_and_suppression(size):
+  maps = random_maps(size, 6, size)
+  theta = spans.threshold(jnp.asarray(maps), 0.8, jnp.full(6, size))
+  scores = spans.triangle_scores(jnp.asarray(maps), theta)
+  found = spans.candidates(scores)
+  assert found[0].shape == (6, 2 * size - 1)
+  for i, a in enumerate(maps):
+    want = slow_scores(np.float64(a), float(theta[i]))
+    np.testing.assert_allclose(scores[i], want, atol=1e-5)
+    boxes = slow_candidates(np.asarray(scores[i]))
+    for mine, wanted in zip(found, zip(*boxes, strict=True), strict=True):
+      np.testing.assert_array_equal(mine[i], wanted)
+    for overlap in (0.0, 0.1, 0.6):
+      start, stop = spans.suppress(*(x[i] for x in found), overlap, 4)
+      wanted = slow_nms(boxes, overlap, 4)
+      assert list(zip(start.tolist(), stop.tolist(), strict=True)) == wanted
+
+
+def test_whole_division_against_loops():
+  maps = random_maps(3, 40, 16)
+  start, stop = spans.divide(jnp.asarray(maps), 0.85, 0.1, 4)
+  for i, a in enumerate(maps):
+    wanted = slow_divide(a, 0.85, 0.1, 4)
+    assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
+
+
+def test_a_block_that_is_not_full():
+  """Rows and columns behind the end count for nothing, whatever they hold."""
+  maps = random_maps(4, 12, 16)
+  length = jnp.asarray([0, 1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16])
+  start, stop = spans.divide(jnp.asarray(maps), 0.8, 0.1, 4, length)
+  for i, n in enumerate(length.tolist()):
+    wanted = slow_divide(maps[i, :n, :n], 0.8, 0.1, 4) if n else [(0, 0)] * 4
+    assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
+
+
+@pytest.mark.parametrize("mode", spans.MODES)
+def test_ratios_and_counts(mode):
+  maps = random_maps(5, 10, 16)
+  start, stop = spans.divide(jnp.asarray(maps), 0.9, 0.1, 4)
+  ratio = spans.ratios(jnp.asarray(maps), start, stop, mode)
+  counts = spans.vector_counts(stop - start, ratio, 3.0, 3)
+  seen = set()
+  for i, a in enumerate(maps):
+    for c in range(4):
+      x, y = int(start[i, c]), int(stop[i, c])
+      want = slow_ratio(np.float64(a), x, y, mode)
+      np.testing.assert_allclose(ratio[i, c], want, rtol=1e-5)
+      n = min(max(math.ceil((y - x) * math.exp(-3 * (1 - want))), 1), 3) if y > x else 0
+      assert int(counts[i, c]) == n
+      seen.add(n)
+  assert len(seen) > 1
+  assert float(spans.ratios(jnp.eye(4), jnp.array([0]), jnp.array([4]), mode)[0]) == 1
+  assert float(spans.ratios(jnp.zeros((4, 4)), jnp.array([1]), jnp.array([2]), mode)[0]) == 1
+
+
+def test_more_vectors_for_lower_rates():
+  """λ → 0 keeps every token that it may, λ → ∞ one vector a span."""
+  ratio, length = jnp.linspace(0.1, 0.9, 5), jnp.full(5, 40)
+  totals = [
+    int(spans.vector_counts(length, ratio, rate, 12).sum()) for rate in (0.0, 1.0, 3.0, 10.0, 99.0)
+  ]
+  assert totals == sorted(totals, reverse=True) and totals[0] == 60 and totals[-1] == 5
+
+
+def test_elected_tokens():
+  rng = np.random.default_rng(0)
+  votes = rng.integers(0, 5, (8, 20)).astype(np.float32)  # with ties
+  start = jnp.asarray(rng.integers(0, 10, (8, 3)))
+  stop = start + jnp.asarray(rng.integers(0, 10, (8, 3)))
+  counts = jnp.asarray(rng.integers(0, 6, (8, 3)))
+  chosen = spans.elect(jnp.asarray(votes), spans.inside(start, stop, 20), counts)
+  for i in range(8):
+    for c in range(3):
+      want = slow_elect(votes[i], int(start[i, c]), int(stop[i, c]), int(counts[i, c]))
+      assert sorted(want) == np.flatnonzero(chosen[i, c]).tolist()
+
+
+def planted(rng, size=128, count=4):
+  """A block of `count` spans with other tokens between them, and its map of attention.
+
+  The spans cover about an eighth of the triangle, so that a 90th percentile lies within their
+  values, as it is meant to.
+  """
+  lengths = rng.integers(20, 27, count)
+  spare = size - lengths.sum() - 2 * (count - 1)
+  cuts = np.diff(np.sort(np.concatenate([[0, spare], rng.integers(0, spare + 1, count)])))
+  owner, where, stop = np.full(size, -1), [], -2
+  for c, length in enumerate(lengths):
+    start = stop + 2 + cuts[c]
+    stop = start + length
+    owner[start:stop] = c
+    where.append((int(start), int(stop)))
+  x = rng.normal(size=(size, size)) * 0.5 + 3.0 * ((owner[:, None] == owner) & (owner >= 0))
+  p = np.where(np.tril(np.ones((size, size), bool)), np.exp(x), 0)
+  # Most of the probability goes out of the block, as in a window of thousands of tokens.
+  return (p / (p.sum(-1, keepdims=True) + 1000)).astype(np.float32), where
+
+
+def test_planted_spans_are_found_again():
+  """Boundaries within one token in at least 95 % of 1,000 maps."""
+  rng = np.random.default_rng(0)
+  maps, wanted = zip(*(planted(rng) for _ in range(1000)), strict=True)
+  divide = jax.jit(lambda a: spans.divide(a, 0.9, 0.1, 4))
+  good = 0
+  for i in range(0, 1000, 100):
+    start, stop = divide(jnp.asarray(np.stack(maps[i : i + 100])))
+    for a, b, truth in zip(np.asarray(start), np.asarray(stop), wanted[i : i + 100], strict=True):
+      found = [(x, y) for x, y in zip(a, b, strict=True) if y > x]
+      near = [any(abs(x - s) <= 1 and abs(y - e) <= 1 for x, y in found) for s, e in truth]
+      good += all(near)
+  assert good >= 950, good

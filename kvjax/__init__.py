@@ -30,6 +30,7 @@ from kvjax.methods.vatp import VATP
 from kvjax.registry import METHODS
 from kvjax.rope import Linear, Llama3, Rope, Yarn
 from kvjax.selective import Selective
+from kvjax.sharding import make_mesh
 from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
 from kvjax.types import (
@@ -99,4 +100,5 @@ __all__ = [
   "Window",
   "Wrapper",
   "Yarn",
+  "make_mesh",
 ]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.ops import attention, tiles
+from kvjax.ops import attention, context, tiles
 from kvjax.ops.slots import Slots, put
 from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, Plan, Prompt, Span, Window
@@ -73,15 +73,21 @@ def choose(operation: str, impl: str) -> str:
   return "pallas" if on_gpu and "pallas" in KERNELS.get(operation, {}) else "reference"
 
 
+def choose_for(at: At, operation: str) -> str:
+  """As `choose`, for kernels that take a cache's slots for all there are: XLA's where split."""
+  return "reference" if at.env.slot_axis else choose(operation, at.env.impl)
+
+
 def enter_token(
   at: At, cache: Cache, q: Array, k: Array, v: Array, live: Array
 ) -> tuple[Array, Cache]:
   """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
 
   The kernel does both at once, and ‖v‖₁ where the cache keeps it, for methods that leave `insert`
-  as it is; for the others `insert` is what they say it is.
+  as it is; for the others `insert` is what they say it is. It knows of one device's slots only.
   """
-  if at.top.overrides("insert") or choose("enter_token", at.env.impl) != "pallas":
+  kernel_fits = not at.top.overrides("insert") and at.env.slot_axis is None
+  if not kernel_fits or choose("enter_token", at.env.impl) != "pallas":
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
@@ -181,7 +187,10 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
   before = prompt.past  # slots that can stand before the chunk's own
   if not at.top.positional:
     before = staged["pos"].shape[2] - prompt.tokens
-  reach = None if before is None else before + 1 + prompt.query_index().max(0)
+  reach = None
+  if before is not None:
+    held = staged["pos"].shape[2]
+    reach = context.reach(at, before + 1 + prompt.query_index().max(0), held)
   if impl == "reference":
     state = attention.attend_prompt(at, q, qpos, staged, window, reach)
     return Attended(state, None, None, visited)
@@ -256,6 +265,8 @@ def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt,
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
   if beyond := _beyond_cudnn(staged):
     return beyond
+  if at.env.slot_axis:
+    return "has its slots on several devices; 'cudnn' attends to a whole prompt"
   if window is not None:
     return "has a window in this layer; 'cudnn' attends to all that came before"
   if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):
@@ -298,6 +309,8 @@ def _pieces(
 
 def _slots_are_positions(at: At, prompt: Prompt) -> bool:
   """Whether the staged slots of a chunk carry their positions, from 0 on."""
+  if at.env.slot_axis:
+    return False
   return (prompt.past == 0 or at.top.positional) and not at.top.overrides("stage")
 
 
@@ -368,6 +381,8 @@ def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool
     return f"reads logits; the {impl!r} kernel returns none"
   if at.top.overrides("read"):
     return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
+  if at.env.slot_axis and plan.span.sinks:
+    return f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   window = at.top.window(at, (cache.seen - 1)[:, None])
   if window is not None and window.view is not None and not turned:
     return f"turns the query for its sinks; the {impl!r} kernel has one query"

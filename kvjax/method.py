@@ -24,7 +24,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
-from kvjax.ops import slots
+from kvjax.ops import context, slots
 from kvjax.types import (
   At,
   Attended,
@@ -101,6 +101,16 @@ class Method:
     The decoder then projects those of all tokens of a chunk, and `fill` is handed all of them.
     """
     return False
+
+  @property
+  def spreads(self) -> bool:
+    """Whether the method runs with the slots of its caches split over devices."""
+    return False
+
+  @property
+  def along_slots(self) -> tuple[str, ...]:
+    """Arrays of the cache's heads shelf whose third axis follows the slots: summaries of tiles."""
+    return ()
 
   def overrides(self, move: str) -> bool:
     """Whether this method has its own form of a move."""
@@ -187,8 +197,9 @@ class Method:
 
   def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
     """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows."""
-    room = (cache.used < cache.size)[:, None]
-    slot = jnp.where(room, cache.used[:, None], at.top.victim(at, cache))
+    room = (cache.used < context.size(at, cache))[:, None]
+    slot = context.own(at, cache, cache.used)[:, None]
+    slot = jnp.where(room, slot, at.top.victim(at, cache))
     return jnp.where(live[:, None], slot, cache.size)
 
   def insert(
@@ -207,7 +218,7 @@ class Method:
       if name not in new:
         new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype), new)
     step = live.astype(jnp.int32)
-    room = cache.used < cache.size
+    room = cache.used < context.size(at, cache)
     return dataclasses.replace(
       cache,
       slots={name: slots.put(x, slot, new[name]) for name, x in cache.slots.items()},
@@ -256,7 +267,7 @@ class Method:
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Walks the plan with online softmax."""
-    return dispatch.attend(at, cache, plan, q)
+    return context.merged(at, dispatch.attend(at, cache, context.part(at, cache, plan), q))
 
   def observe(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], plan: Plan, attended: Attended
@@ -304,6 +315,12 @@ class Method:
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
     """The slots that the chunk's queries see: what is cached, and the chunk itself."""
+    if at.env.slot_axis:  # each device attends to what it will hold
+      return (
+        slots.append(cache.slots, new, cache.seen - context.first(at, cache.size), None),
+        cache,
+        carry,
+      )
     if prompt.past == 0:
       return new, cache, carry
     if not at.top.positional:
@@ -337,12 +354,13 @@ class Method:
   ) -> Cache:
     """The cache after the chunk: appended to (positional methods), or the best S of old and new."""
     if at.top.positional:
-      kept = slots.append(cache.slots, new, cache.seen, prompt.past)
+      past = None if at.env.slot_axis else prompt.past
+      kept = slots.append(cache.slots, new, cache.seen - context.first(at, cache.size), past)
     else:
       staged = new if prompt.past == 0 else slots.join(cache.slots, new)
       priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
       kept = slots.keep_best(staged, priority, cache.size)
-    used = jnp.minimum(cache.used + prompt.valid, cache.size)
+    used = jnp.minimum(cache.used + prompt.valid, context.size(at, cache))
     rows = {**cache.rows, "seen": cache.seen + prompt.valid, "used": used}
     return at.top.settle(at, dataclasses.replace(cache, slots=kept, rows=rows), prompt)
 
@@ -448,7 +466,7 @@ class Method:
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
     """Causal attention of the chunk's queries over the staged slots."""
-    return dispatch.attend_prompt(at, staged, q, qpos, prompt)
+    return context.reduced(at, dispatch.attend_prompt(at, staged, q, qpos, prompt))
 
   def at(self, env: Env, layer: int) -> At:
     """Where this method's drivers run in a layer."""

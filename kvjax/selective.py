@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
 from kvjax.method import Aux, Method
-from kvjax.ops import attention
+from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
@@ -101,22 +101,23 @@ class Selective(Method):
     if self.dense_below:
       most = self.most(ratio)
       limit, k = jnp.where(cache.seen < self.dense_below, most, k), most
-    table, count, ranked = dispatch.best_tiles(
-      at, scores, span, unit=self.unit, sinks=sinks, local=local, k=k, limit=limit
-    )
+    forced = {"unit": self.unit, "sinks": sinks, "local": local}
+    scores = context.candidates(at, scores, span, **forced, k=k)
+    table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=k, limit=limit)
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     if at.layer < self.dense_layers:
       return cache
-    return self.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
+    start = cache.seen - prompt.valid
+    return context.summarised(at, cache, self.summarise, start, prompt.tokens)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     if at.layer < self.dense_layers:
       return cache, {}
-    return self.summarise(cache, cache.seen - 1, 1), {}
+    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1), {}
 
 
 class SelectiveTokens(Selective):
@@ -153,7 +154,7 @@ def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Arr
   k = cache.slots["k"]
   # The kernel has one query for all keys.
   one = window is None or window.view is None
-  if one and dispatch.choose("key_weights", at.env.impl) == "pallas":
+  if one and dispatch.choose_for(at, "key_weights") == "pallas":
     span = at.top.span(at, cache, window)
     seen = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
     where = span.start, span.stop, span.stop
@@ -165,6 +166,6 @@ def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Arr
   # A NaN stays where it is, to be chosen and heard of: in the denominator it would be everywhere.
   bad = jnp.isnan(logits)
   logits = jnp.where(ok[:, :, None] & ~bad, logits, -jnp.inf)
-  weights = jax.nn.logsumexp(jax.nn.log_softmax(logits, -1), 2) - math.log(q.shape[2])
+  weights = jax.nn.logsumexp(context.log_softmax(at, logits), 2) - math.log(q.shape[2])
   weights = jnp.where(bad.any(2), jnp.nan, weights)
   return jnp.where(ok, weights, -jnp.inf)

@@ -66,6 +66,7 @@ class Env:
       raises.
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
+    slot_axis: mesh axis over which the slots of caches are sharded (inside shard_map), or None.
     check_nan: whether attention that is not finite raises, through `jax.experimental.checkify`:
       wrap what you jit in `checkify.checkify`, and `throw` its error. Slow: for debugging.
   """
@@ -75,11 +76,17 @@ class Env:
   impl: str = "auto"
   tile: int = 64
   head_axis: str | None = None
+  slot_axis: str | None = None
   check_nan: bool = False
 
   def __post_init__(self):
     if self.impl not in IMPLEMENTATIONS:
       raise ValueError(f"Env.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The mesh axes that this runs on (inside shard_map)."""
+    return tuple(axis for axis in (self.head_axis, self.slot_axis) if axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,10 @@ class Wrapper(Method):
     return self.base.in_place
 
   @property
+  def along_slots(self) -> tuple[str, ...]:
+    return self.base.along_slots
+
+  @property
   def projects_all(self) -> bool:
     return self.base.projects_all
 

@@ -8,15 +8,19 @@ its weight and cache arrays: stacking them for a scan would copy every slice bef
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import sharding
 from kvjax.method import Method
 from kvjax.types import At, CacheSpec, Carry, Env, Prompt
+from models import parallel
 from models.config import PRECISIONS, ModelConfig
 from models.layers import GatedMLP, Projections, RMSNorm
 
@@ -78,14 +82,29 @@ class Layer(nnx.Module):
   def _finish(
     self, at: At, x: Float[Array, "*batch D"], o: Float[Array, "*batch K G H"]
   ) -> tuple[Float[Array, "*batch D"], Float[Array, "S *batch D"]]:
-    """From attention's output to the layer's: the residual stream as x and summands."""
-    parts = at.sum_heads(self.attention.out(o.astype(x.dtype), at.env.impl))
-    x, y = self.mlp_norm.after(x, parts, at.env.impl)
-    return x, self.mlp(y, at.env.impl)
+    """From attention's output to the layer's: the residual stream as x and summands.
+
+    Over several devices these are the layer's two all-reduces, in the dtype of the stream.
+    """
+    env = at.env
+    heads = (env.head_axis,) if env.head_axis else ()
+    parts = _all_reduce(self.attention.out(o.astype(x.dtype), env.impl), heads, x.dtype)
+    x, y = self.mlp_norm.after(x, parts, env.impl)
+    return x, _all_reduce(self.mlp(y, env.impl), env.axes, x.dtype)
+
+
+def _all_reduce(
+  parts: Float[Array, "S *batch D"], axes: tuple[str, ...], dtype: Any
+) -> Float[Array, "S *batch D"]:
+  """Summands of the sum over these mesh axes; without axes those that came."""
+  return jax.lax.psum(parts.sum(0, keepdims=True).astype(dtype), axes) if axes else parts
 
 
 class Transformer(nnx.Module):
   """A decoder with random weights; `models.convert.load` fills them from a checkpoint.
+
+  On one device unless `models.parallel.shard` spreads it over a mesh: its `prefill` and `decode`
+  then run on all devices of the mesh, on caches of its `init_caches`.
 
   Args:
     config: sizes and flags.
@@ -109,6 +128,7 @@ class Transformer(nnx.Module):
     self.config = config
     self.dtype, self.products = _precision(precision, dtype)
     self.env = Env(layers=config.layers, rope=config.rope, impl=impl)
+    self.mesh: Mesh | None = None
     shape = (config.vocab, config.dim)
     self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, self.dtype))
     self.layers = nnx.List(
@@ -134,6 +154,18 @@ class Transformer(nnx.Module):
       layers=c.layers,
       dtype=self.dtype if dtype is None else jnp.dtype(dtype),
     )
+
+  def init_caches(self, method: Method, batch: int, capacity: int, dtype: Any = None) -> Caches:
+    """Empty caches of a method, `method.init_caches(self.spec(...))`, laid out over the mesh.
+
+    Raises:
+      ValueError: they cannot be split evenly over the mesh.
+      NotImplementedError: the method does not run on such a mesh.
+    """
+    spec = self.spec(batch, capacity, dtype)
+    if self.mesh is None:
+      return method.init_caches(spec)
+    return sharding.init_caches(method, spec, self.mesh)
 
   def prefill(
     self,
@@ -166,12 +198,31 @@ class Transformer(nnx.Module):
       logits float32 [B, V] at each row's last valid token ([B, T, V] with `all_logits`), caches,
       and with `with_aux` the list of dicts.
     """
-    B, T = tokens.shape
     total = lengths if total is None else total
+
+    def run(model: Transformer, caches: Caches, tokens: Array, lengths: Array, total: Array) -> Any:
+      return model._prefill(caches, tokens, lengths, total, method, past, all_logits, with_aux)
+
+    logits, caches, reports = self._on_mesh(run, method, caches, tokens, lengths, total)
+    return (logits, caches, reports) if with_aux else (logits, caches)
+
+  def _prefill(
+    self,
+    caches: Caches,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    total: Int[Array, " B"],
+    method: Method,
+    past: int | None,
+    all_logits: bool,
+    with_aux: bool,
+  ) -> Any:
+    """`prefill` on one device, or on each of several."""
+    B, T = tokens.shape
     carry = Carry()
     new, reports = [], []
     with self._products():
-      x = self.embedding[...][tokens]
+      x = self._embed(tokens)
       for i, layer in enumerate(self.layers):
         at = At(i, self.env, method)
         prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
@@ -180,8 +231,8 @@ class Transformer(nnx.Module):
         reports.append(aux)
       if not all_logits:
         x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
-      result = self._head(self.norm(x)), method.conclude(self.env, tuple(new), lengths)
-    return (*result, reports) if with_aux else result
+      logits, caches = self._head(self.norm(x)), method.conclude(self.env, tuple(new), lengths)
+    return logits, caches, self._whole(reports, method) if with_aux else []
 
   def decode(
     self,
@@ -207,24 +258,76 @@ class Transformer(nnx.Module):
       logits float32 [B, V], caches, and with `with_aux` the list of dicts.
     """
     live = jnp.ones(tokens.shape, bool) if live is None else live
+
+    def run(model: Transformer, caches: Caches, tokens: Array, live: Array) -> Any:
+      return model._decode(caches, tokens, live, method, with_aux)
+
+    logits, caches, reports = self._on_mesh(run, method, caches, tokens, live)
+    return (logits, caches, reports) if with_aux else (logits, caches)
+
+  def _decode(
+    self,
+    caches: Caches,
+    tokens: Int[Array, " B"],
+    live: Bool[Array, " B"],
+    method: Method,
+    with_aux: bool,
+  ) -> Any:
+    """`decode` on one device, or on each of several."""
     carry = Carry()
     new, reports = [], []
     with self._products():
-      x, parts = self.embedding[...][tokens], None
+      x, parts = self._embed(tokens), None
       for i, layer in enumerate(self.layers):
         at = At(i, self.env, method)
         x, parts, cache, carry, aux = layer.decode(at, x, parts, caches[i], live, carry)
         new.append(cache)
         reports.append(aux)
       _, y = self.norm.after(x, parts, self.env.impl)
-      result = self._head(y), tuple(new)
-    return (*result, reports) if with_aux else result
+      logits = self._head(y)
+    return logits, tuple(new), self._whole(reports, method) if with_aux else []
+
+  def _on_mesh(self, run: Callable[..., Any], method: Method, caches: Caches, *args: Array) -> Any:
+    """run(self, caches, *args), on every device of the mesh if there is one."""
+    if self.mesh is None:
+      return run(self, caches, *args)
+    sharding.check_supported(method, self.env)
+    graph, state = nnx.split(self)
+    leaves, tree = jax.tree.flatten(state)
+    weights = parallel.weight_specs(state, self.config, self.mesh)
+    cached, everywhere = sharding.cache_specs(caches, method), PartitionSpec()
+
+    def on_device(leaves: list[Array], caches: Caches, *args: Array) -> Any:
+      return run(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), caches, *args)
+
+    given = (weights, cached, *[everywhere] * len(args))
+    results = everywhere, cached, everywhere
+    return sharding.shard_map(on_device, self.mesh, given, results)(leaves, caches, *args)
+
+  def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
+    """Rows of the embedding, of which a device may hold a part."""
+    table = self.embedding[...]
+    rows = table.shape[0]
+    if rows == self.config.vocab:
+      return table[tokens]
+    index = tokens - jax.lax.axis_index(self.env.axes) * rows
+    own = (index >= 0) & (index < rows)
+    x = jnp.where(own[..., None], table[jnp.where(own, index, 0)], 0)
+    return jax.lax.psum(x, self.env.axes)
 
   def _head(self, y: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-    """Output head on normed hidden states, float32."""
+    """Output head on normed hidden states, float32; gathered where devices hold parts of it."""
     head = self.embedding[...] if self.config.tie_embeddings else self.head[...]
     dims = (((y.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(y, head, dims, preferred_element_type=jnp.float32)
+    logits = jax.lax.dot_general(y, head, dims, preferred_element_type=jnp.float32)
+    if head.shape[0] == self.config.vocab:
+      return logits
+    return jax.lax.all_gather(logits, self.env.axes, axis=logits.ndim - 1, tiled=True)
+
+  def _whole(self, reports: Aux, method: Method) -> Aux:
+    """Reports of all key/value heads: [B, K, ...] gathered over the devices."""
+    at = method.at(self.env, 0)
+    return jax.tree.map(lambda x: at.all_heads(x) if x.ndim > 1 else x, reports)
 
   def _products(self) -> contextlib.AbstractContextManager[Any]:
     """Under which products are traced: the model's and the method's."""

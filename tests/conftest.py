@@ -8,7 +8,7 @@ from typing import Any
 # Before JAX starts: the sharding laws need two devices, and a CPU has one unless told otherwise.
 # Tests compile much and compute little: unoptimised code halves their time.
 for _flag, _value in (
-  ("--xla_force_host_platform_device_count", 2),
+  ("--xla_force_host_platform_device_count", 8),
   ("--xla_backend_optimization_level", 0),
 ):
   if _flag not in os.environ.get("XLA_FLAGS", ""):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
 from kvjax.method import Aux, Method
-from kvjax.ops import attention
+from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Window
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
@@ -89,6 +89,10 @@ class CIS(Method):
     return cls(k=1, sinks=0, local=length)
 
   @property
+  def spreads(self) -> bool:
+    return True
+
+  @property
   def dilated(self) -> int:
     """m, how many tokens of a shared retrieval gain neighbours."""
     return self.k // 3 if self.m is None else self.m
@@ -166,7 +170,7 @@ class CIS(Method):
     What it gives where it is not `needed` is not used: the kernels skip it.
     """
     one = window is None or window.view is None  # the kernels have one query for all keys
-    if one and dispatch.choose("key_weights", at.env.impl) == "pallas":
+    if one and dispatch.choose_for(at, "key_weights") == "pallas":
       return self.retrieve_by_kernels(at, cache, q, window, needed)
     now = (cache.seen - 1)[:, None]
     logits = attention.windowed_logits(
@@ -177,13 +181,13 @@ class CIS(Method):
       visible &= window.sees(cache.pos)[:, :, 0]
     logits = jnp.where(visible[:, :, None], logits[:, :, :, 0], -jnp.inf)
     # Logarithms of the weights: the small ones still have an order where the weights are all 0.
-    weight = jax.nn.log_softmax(logits, -1)  # ln A, Eq. 2
+    weight = context.log_softmax(at, logits)  # ln A, Eq. 2
     if self.per == "kv_head":
       weight = jax.nn.logsumexp(weight, 2, keepdims=True)  # of the mean, up to a constant
-    place = jnp.arange(cache.size, dtype=jnp.int32)
+    place = context.first(at, cache.size) + jnp.arange(cache.size, dtype=jnp.int32)
     place = self.in_middle(cache, jnp.where(visible, place, -1)[:, :, None])
     weight = jnp.where(place >= 0, weight, -jnp.inf)
-    best, index = jax.lax.top_k(weight, min(self.k, cache.size))
+    best, index = context.top_k(at, weight, self.k)
     return self.padded(jnp.where(best > -jnp.inf, index, -1))
 
   def retrieve_by_kernels(
@@ -233,7 +237,7 @@ class CIS(Method):
   ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K U k"]]:
     """Table and count of the plan, and what was found where it was asked for, −1 elsewhere."""
     one = window is None or window.view is None
-    if one and shares.shape[2] == 1 and dispatch.choose("cis_listed", at.env.impl) == "pallas":
+    if one and shares.shape[2] == 1 and dispatch.choose_for(at, "cis_listed") == "pallas":
       span = at.top.span(at, cache, window)
       table, count, fresh = dispatch.kernel("cis_listed", "pallas")(
         cache.heads["retrieved"][:, :, :, 0],

@@ -49,6 +49,10 @@ class CPE(Wrapper):
     object.__setattr__(self, "base", PSAW(etf, self.sinks, self.phi, self.alpha, self.start))
     super().__post_init__()
 
+  @property
+  def spreads(self) -> bool:
+    return self.base.spreads
+
   @classmethod
   def preset(cls, budget: int, matched: bool = False, **changes: Any) -> Method:
     """The paper's split of 128 or 512 tokens, see CIS.preset."""

@@ -68,6 +68,10 @@ class ETF(Wrapper):
     return self.psi < 1 and self.gamma > 0 and self.start < 1
 
   @property
+  def spreads(self) -> bool:
+    return self.base.spreads
+
+  @property
   def chunkable(self) -> bool:
     return self.base.chunkable and not self.freezes
 

@@ -13,6 +13,10 @@ class Full(Method):
   def order_independent(self) -> bool:
     return True
 
+  @property
+  def spreads(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls()

@@ -54,6 +54,10 @@ class PSAW(Wrapper):
     if not 0 <= self.start <= 1:
       raise ValueError(f"PSAW.start: found {self.start}, expected 0 to 1")
 
+  @property
+  def spreads(self) -> bool:
+    return self.base.spreads
+
   @classmethod
   def example(cls, budget: int) -> Method:
     """The paper's window, whose size follows the context, and a 32nd of the budget as sinks."""

@@ -64,6 +64,14 @@ class Quest(Selective):
     return ("key_min", "key_max")  # a function of the keys
 
   @property
+  def spreads(self) -> bool:
+    return True
+
+  @property
+  def along_slots(self) -> tuple[str, ...]:
+    return "key_min", "key_max"
+
+  @property
   def unit(self) -> int:
     return self.page
 
@@ -93,7 +101,7 @@ class Quest(Selective):
     )
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
-    if dispatch.choose("page_bounds", at.env.impl) == "pallas":
+    if dispatch.choose_for(at, "page_bounds") == "pallas":
       span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
       pages = cache.heads["key_min"], cache.heads["key_max"]
       seen = {"unit": self.page, "span_sinks": span.sinks}

@@ -37,6 +37,10 @@ class TopKOracle(SelectiveTokens):
         f"(sinks = {self.sinks}, local = {self.local})"
       )
 
+  @property
+  def spreads(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls(budget=budget)

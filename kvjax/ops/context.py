@@ -1,0 +1,188 @@
+"""Slots split over devices: what a move does where each device holds a part of a layer's slots.
+
+For caches in which slot = position. Device d of n holds slots [d·S, (d + 1)·S) of n·S. Rows ("seen",
+"used"), plans and what `heads` holds beside summaries are alike on all of them; slots and summaries
+are a device's own. A step exchanges candidates (at most k scores and indices per device and KV head)
+where it selects, and its softmax state; slots never move.
+
+Without `env.slot_axis` nothing here does anything.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import softmax_state
+from kvjax.ops.slots import put
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Cache, Plan, Span
+
+
+def size(at: At, cache: Cache) -> int:
+  """Slots of all devices together."""
+  return cache.size * _devices(at)
+
+
+def first(at: At, size: int) -> Int[Array, ""] | int:
+  """The first of the `size` slots that this device holds."""
+  axis = at.env.slot_axis
+  return jax.lax.axis_index(axis) * size if axis else 0
+
+
+def own(at: At, cache: Cache, slot: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+  """A slot as this device counts it; S for those of others."""
+  if at.env.slot_axis is None:
+    return slot
+  local = slot - first(at, cache.size)
+  return jnp.where((local >= 0) & (local < cache.size), local, cache.size)
+
+
+def reach(at: At, slots: Int[Array, " A"], size: int) -> Int[Array, " A"]:
+  """How many of this device's `size` slots are among the first so many of all."""
+  if at.env.slot_axis is None:
+    return slots
+  return jnp.clip(slots - first(at, size), 0, size)
+
+
+def part(at: At, cache: Cache, plan: Plan) -> Plan:
+  """What this device reads of a plan, in the plan's order."""
+  if at.env.slot_axis is None:
+    return plan
+  start, stop = (
+    jnp.clip(x - first(at, cache.size), 0, cache.size) for x in (plan.span.start, plan.span.stop)
+  )
+  span = Span(start, stop, plan.span.sinks)
+  if plan.table is None:
+    return dataclasses.replace(plan, span=span)
+  if cache.size % plan.unit:
+    raise ValueError(
+      f"{type(at.top).__name__}: found {cache.size} slots on each device, expected a multiple of "
+      f"its tiles of {plan.unit} slots"
+    )
+  assert plan.count is not None  # a table comes with its count
+  tiles = cache.size // plan.unit
+  local = plan.table - first(at, cache.size) // plan.unit
+  listed = jnp.arange(local.shape[-1]) < plan.count[..., None]
+  ok = listed & (plan.table >= 0) & (local >= 0) & (local < tiles)
+  order = jnp.argsort(~ok, -1, stable=True)[..., : min(tiles, local.shape[-1])]
+  local, ok = (jnp.take_along_axis(x, order, -1) for x in (local, ok))
+  table = jnp.where(ok, local, -1).astype(jnp.int32)
+  return Plan(span, table, ok.sum(-1, dtype=jnp.int32), unit=plan.unit)
+
+
+def merged(at: At, attended: Attended) -> Attended:
+  """The result of a decode step over all devices' parts: one gather of (o, m, l)."""
+  axis = at.env.slot_axis
+  if axis is None:
+    return attended
+  state = attended.state
+  mine = jnp.concatenate([state.o, state.m[..., None], state.l[..., None]], -1)
+  every = jax.lax.all_gather(mine, axis, axis=3)  # [B, K, G, devices, H + 2]
+  whole = softmax_state.merge_all(State(every[..., :-2], every[..., -2], every[..., -1]))
+  return Attended(whole, None, None, jax.lax.psum(attended.visited, axis))
+
+
+def reduced(at: At, attended: Attended) -> Attended:
+  """The result of a prompt over all devices' parts: as `merged`, but nothing is held n times."""
+  axis = at.env.slot_axis
+  if axis is None:
+    return attended
+  state = attended.state
+  m = jax.lax.pmax(state.m, axis)
+  weight = state.l * jnp.exp(state.m - jnp.where(m == -jnp.inf, 0.0, m))
+  mine = jnp.concatenate([state.o * weight[..., None], weight[..., None]], -1)
+  total = jax.lax.psum(mine, axis)
+  l = total[..., -1]
+  whole = State(total[..., :-1] / jnp.where(l == 0, 1.0, l)[..., None], m, l)
+  return Attended(whole, None, None, jax.lax.psum(attended.visited, axis))
+
+
+def log_softmax(at: At, x: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
+  """ln of the softmax over the slots of all devices, of which each gets its own."""
+  axis = at.env.slot_axis
+  if axis is None:
+    return jax.nn.log_softmax(x, -1)
+  m = jax.lax.pmax(x.max(-1, keepdims=True), axis)
+  m = jnp.where(m == -jnp.inf, 0.0, m)
+  return x - m - jnp.log(jax.lax.psum(jnp.exp(x - m).sum(-1, keepdims=True), axis))
+
+
+def candidates(
+  at: At,
+  scores: Float[Array, "B K P"],
+  span: Span,
+  *,
+  unit: int,
+  sinks: int,
+  local: int,
+  k: int,
+) -> Float[Array, "B K all"]:
+  """Scores of the tiles of all devices, of which each has told its k best: the others are −∞.
+
+  First and newest tiles are nobody's candidates, as their scores do not count. Arguments as in
+  `tiles.best`; the span is that of all slots.
+  """
+  axis = at.env.slot_axis
+  if axis is None:
+    return scores
+  batch, heads, tiles = scores.shape
+  tile = jax.lax.axis_index(axis) * tiles + jnp.arange(tiles, dtype=jnp.int32)
+  start, stop = span.start[..., None], span.stop[..., None]
+  inside = (tile * unit < stop) & ((tile * unit < span.sinks) | (tile * unit + unit > start))
+  rest = inside & (tile >= sinks) & (tile <= (stop - 1) // unit - local)
+  scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
+  scores = jnp.where(rest, jnp.maximum(scores, jnp.finfo(scores.dtype).min), -jnp.inf)
+  best, index = exchanged(at, scores, min(k, tiles))
+  everywhere = jnp.full((batch, heads, tiles * _devices(at)), -jnp.inf, scores.dtype)
+  return put(everywhere, index, best)
+
+
+def exchanged(
+  at: At, scores: Float[Array, "*batch S"], k: int
+) -> tuple[Float[Array, "*batch n"], Int[Array, "*batch n"]]:
+  """Every device's k largest of its scores, and their indices among those of all devices.
+
+  In the order of devices, so that equal scores keep the order of their indices.
+  """
+  best, index = jax.lax.top_k(scores, k)
+  axis = at.env.slot_axis
+  if axis is None:
+    return best, index.astype(jnp.int32)
+  index = index.astype(jnp.int32) + jax.lax.axis_index(axis) * scores.shape[-1]
+  both = jnp.stack([best, jax.lax.bitcast_convert_type(index, best.dtype)])
+  both = jax.lax.all_gather(both, axis, axis=both.ndim - 1, tiled=True)
+  return both[0], jax.lax.bitcast_convert_type(both[1], jnp.int32)
+
+
+def top_k(
+  at: At, scores: Float[Array, "*batch S"], k: int
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+  """The k largest scores of all devices (fewer where there are fewer), and their indices."""
+  best, index = exchanged(at, scores, min(k, scores.shape[-1]))
+  if at.env.slot_axis is None:
+    return best, index
+  best, place = jax.lax.top_k(best, min(k, best.shape[-1]))
+  return best, jnp.take_along_axis(index, place, -1)
+
+
+def summarised(
+  at: At,
+  cache: Cache,
+  summarise: Callable[[Cache, Array, int], Cache],
+  start: Int[Array, " B"],
+  tokens: int,
+) -> Cache:
+  """`summarise(cache, start, tokens)`, with start and used as this device counts its slots."""
+  if at.env.slot_axis is None:
+    return summarise(cache, start, tokens)
+  offset = first(at, cache.size)
+  local = cache.put(rows={"used": cache.used - offset})
+  return summarise(local, start - offset, tokens).put(rows={"used": cache.used})
+
+
+def _devices(at: At) -> int:
+  axis = at.env.slot_axis
+  return jax.lax.axis_size(axis) if axis else 1

@@ -316,11 +316,8 @@ class Method:
   ) -> tuple[slots.Slots, Cache, Carry]:
     """The slots that the chunk's queries see: what is cached, and the chunk itself."""
     if at.env.slot_axis:  # each device attends to what it will hold
-      return (
-        slots.append(cache.slots, new, cache.seen - context.first(at, cache.size), None),
-        cache,
-        carry,
-      )
+      local = cache.seen - context.first(at, cache.size)
+      return slots.append(cache.slots, new, local, None), cache, carry
     if prompt.past == 0:
       return new, cache, carry
     if not at.top.positional:

@@ -80,7 +80,8 @@ def on_mesh(env: Env, mesh: Mesh) -> Env:
 def cache_specs(caches: Any, method: Method) -> Any:
   """The placement of a method's caches, leaf by leaf.
 
-  Slots and heads are split by key/value head; slots, and what follows them, by slot; rows are whole.
+  Slots and heads are split by key/value head; slots, and what follows them, by slot too; rows are
+  whole.
 
   Raises:
     NotImplementedError: a layer's cache holds arrays outside a `kvjax.Cache`.

@@ -1,14 +1,16 @@
 """Several devices give what one gives: every method, split over 1, 2, 4 and 8 of them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvjax
-from kvjax import METHODS, Env, sharding
+from kvjax import METHODS, Env
 from models.config import ModelConfig
 from models.generate import join, split
 from models.parallel import shard
@@ -30,8 +32,6 @@ def model(heads=0, slots=1):
   """The decoder on one device (0), or spread over heads × slots of them."""
   if heads:
     return shard(model(), kvjax.make_mesh(heads, slots))
-  from flax import nnx
-
   graph, shapes = nnx.split(
     nnx.eval_shape(
       lambda: Transformer(CONFIG, dtype=jnp.float32, impl="reference", rngs=nnx.Rngs(0))
@@ -72,8 +72,13 @@ def logits(method, heads=0, slots=1):
   return np.asarray(run(*split(decoder)[:1], method, split(decoder)[1], caches, TOKENS, LENGTHS)[0])
 
 
+def counts(usual, *others):
+  """Numbers of devices, of which all but the usual one are for the slow tests."""
+  return [usual, *(pytest.param(n, marks=pytest.mark.slow) for n in others)]
+
+
 @every
-@pytest.mark.parametrize("heads", (1, 2, 4, 8))
+@pytest.mark.parametrize("heads", counts(4, 1, 2, 8))
 def test_tensor_parallel_equals_one_device(name, heads):
   method = METHODS[name].example(BUDGET)
   np.testing.assert_allclose(logits(method, heads), logits(method), atol=CLOSE)
@@ -83,8 +88,9 @@ SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 
 
 @pytest.mark.parametrize("name", SPREAD)
-@pytest.mark.parametrize(("heads", "slots"), [(1, 2), (1, 4), (1, 8), (2, 4)])
-def test_context_parallel_equals_one_device(name, heads, slots):
+@pytest.mark.parametrize("mesh", counts((2, 4), (1, 2), (1, 4), (1, 8)))
+def test_context_parallel_equals_one_device(name, mesh):
+  heads, slots = mesh
   method = METHODS[name].example(BUDGET)
   np.testing.assert_allclose(logits(method, heads, slots), logits(method), atol=CLOSE)
 
@@ -93,3 +99,68 @@ def test_context_parallel_equals_one_device(name, heads, slots):
 def test_what_cannot_be_spread_says_so(name):
   with pytest.raises(NotImplementedError, match=r"slots split over devices for .* heads only"):
     model(1, 2).init_caches(METHODS[name].example(BUDGET), 2, CAPACITY)
+
+
+COLLECTIVE = re.compile(
+  r"= (?P<shapes>.*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+  r"(-start)?\("
+)
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def collectives(method, heads, slots=1, capacity=1024):
+  """Kind and bytes of every collective of one decode step, and the compiled program."""
+  decoder = model(heads, slots)
+  graph, leaves = split(decoder)
+  caches = decoder.init_caches(method, 2, capacity)
+
+  def step(leaves, caches, token):
+    return join(graph, leaves).decode(token, caches, method)
+
+  lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, jnp.zeros(2, jnp.int32))
+  compiled = lowered.compile()
+  found = []
+  for line in compiled.as_text().splitlines():
+    if match := COLLECTIVE.search(line):
+      shapes = re.findall(r"(\w+)\[([\d,]*)\]", match["shapes"])
+      sizes = [
+        BYTES[t] * int(np.prod([int(n) for n in dims.split(",") if n])) for t, dims in shapes
+      ]
+      found.append((match["kind"], sum(sizes)))
+  return found, compiled, caches
+
+
+B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
+
+
+def test_a_step_has_the_collectives_of_the_design():
+  """Two all-reduces of [B, D] a layer, one for the embedding's rows, and a gather of the logits."""
+  found, *_ = collectives(METHODS["full"](), 4)
+  wanted = [("all-reduce", B * D * 4)] * (2 * L + 1) + [("all-gather", B * V * 4)]
+  assert sorted(found) == sorted(wanted)
+
+
+def test_a_step_over_split_slots_gathers_softmax_states():
+  """[o ‖ m ‖ l] of every device's part once a layer, and nothing else of attention."""
+  found, *_ = collectives(METHODS["full"](), 2, 4)
+  state = 4 * B * (CONFIG.heads // 2) * (CONFIG.head_dim + 2) * 4
+  wanted = [("all-reduce", B * D * 4)] * (2 * L + 1) + [("all-gather", B * V * 4)]
+  wanted += [("all-gather", state)] * L
+  assert sorted(found) == sorted(wanted)
+
+
+@every
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 4)])
+def test_no_collective_moves_a_cache(name, mesh):
+  """What all collectives of a step move is less than a device's part of one layer's keys.
+
+  The caches of all layers are donated and come back in place.
+  """
+  method = METHODS[name].example(64)
+  if mesh[1] > 1 and not method.spreads:
+    pytest.skip("does not run with split slots")
+  found, compiled, caches = collectives(method, *mesh)
+  held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
+  assert compiled.memory_analysis().alias_size_in_bytes >= held
+  keys = min(cache.slots["k"].addressable_shards[0].data.nbytes for cache in caches)
+  assert max(size for _, size in found) < keys / 2

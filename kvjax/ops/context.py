@@ -1,9 +1,9 @@
 """Slots split over devices: what a move does where each device holds a part of a layer's slots.
 
-For caches in which slot = position. Device d of n holds slots [d·S, (d + 1)·S) of n·S. Rows ("seen",
-"used"), plans and what `heads` holds beside summaries are alike on all of them; slots and summaries
-are a device's own. A step exchanges candidates (at most k scores and indices per device and KV head)
-where it selects, and its softmax state; slots never move.
+For caches in which slot = position. Device d of n holds slots [d·S, (d + 1)·S) of n·S. Rows (such
+as "seen"), plans, and what `heads` holds beside summaries are alike on all of them; slots and
+summaries are a device's own. A step exchanges its softmax state and, where it selects, candidates
+(at most k scores and indices per device and KV head); slots never move.
 
 Without `env.slot_axis` nothing here does anything.
 """

@@ -34,8 +34,8 @@ def put(
 def append(slots: Slots, new: Slots, seen: Int[Array, " B"], past: int | None) -> Slots:
   """Writes tokens into the slots that carry their positions (slot = position).
 
-  `new` holds T right-padded tokens (position −1 = padding); they follow `seen`, and those below slot
-  0 are dropped. `past` = 0 says that every row is empty, which makes the write one static slice.
+  `new` holds T right-padded tokens (position −1 = padding); they follow `seen`, and those below
+  slot 0 are dropped. `past` = 0 says that every row is empty: the write is one static slice.
   """
   size, tokens = slots["pos"].shape[2], new["pos"].shape[2]
   if past == 0:

@@ -2,6 +2,7 @@
 
 from kvjax.bounded import Bounded
 from kvjax.measured import Measured
+from kvjax.memory import MemoryPlan, plan_memory
 from kvjax.method import Method
 from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
@@ -81,6 +82,7 @@ __all__ = [
   "LongFlow",
   "Ltri",
   "Measured",
+  "MemoryPlan",
   "Method",
   "OwnRows",
   "Plan",
@@ -101,4 +103,5 @@ __all__ = [
   "Wrapper",
   "Yarn",
   "make_mesh",
+  "plan_memory",
 ]

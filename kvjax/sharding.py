@@ -117,9 +117,9 @@ def shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) 
   return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def check_supported(method: Method, env: Env) -> None:
+def check_supported(method: Method, mesh: Mesh) -> None:
   """Raises NotImplementedError where a method does not run with its slots split over devices."""
-  if env.slot_axis and not method.spreads:
+  if mesh.shape[SLOTS] > 1 and not method.spreads:
     why = "keeps every token" if method.positional else "keeps a fixed number of tokens"
     raise NotImplementedError(
       f"mesh: found slots split over devices for {method!r}, which {why} and does not run so: "
@@ -135,7 +135,7 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
     NotImplementedError: the method does not run on such a mesh.
   """
   check_mesh(mesh)
-  check_supported(method, on_mesh(Env(spec.layers), mesh))
+  check_supported(method, mesh)
   shapes = jax.eval_shape(lambda: method.init_caches(spec))
   specs = cache_specs(shapes, method)
   where = named(mesh, specs)

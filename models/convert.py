@@ -15,14 +15,17 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import Mesh
 from tqdm import tqdm
 
+from models import parallel
 from models.config import ModelConfig
 from models.fetch import aside, cache_dir, fetch_huggingface, fetch_smollm2
 from models.gguf_file import GGUF
@@ -121,6 +124,7 @@ def load(
   dtype: Any = None,
   precision: str | None = None,
   impl: str = "auto",
+  mesh: Mesh | None = None,
   progress: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
   """Reads a checkpoint folder, layer by layer.
@@ -132,11 +136,14 @@ def load(
     precision: "bf16", "float32" (products in full float32, TF32 off) or "float32-tf32" (products
       of factors rounded to TF32, on a GPU that has it); None: as jax_default_matmul_precision says.
     impl: implementation of the methods' operations, see `kvjax.Env`.
+    mesh: of `kvjax.make_mesh`: every device reads its part of each weight, and no more than that
+      is ever on it; None: all on the first device.
     progress: show a bar on stderr.
 
   Raises:
     FileNotFoundError: the folder or a part of it is missing.
-    ValueError: the folder is not a checkpoint, a part is damaged, or dtype and precision disagree.
+    ValueError: the folder is not a checkpoint, a part is damaged, dtype and precision disagree, or
+      the model cannot be split evenly over the mesh.
   """
   path = pathlib.Path(path).absolute()
   config = read_config(path)
@@ -147,7 +154,14 @@ def load(
     lambda: Transformer(config, dtype=dtype, precision=precision, impl=impl, rngs=nnx.Rngs(0))
   )
   graph, state = nnx.split(abstract)
-  wanted = nnx.to_pure_dict(state)
+  leaves, tree = jax.tree.flatten(state)
+  where: Sequence[Any] = [jax.sharding.SingleDeviceSharding(jax.devices()[0])] * len(leaves)
+  if mesh is not None:
+    where = parallel.shardings(state, config, mesh)
+  placed = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to) for x, to in zip(leaves, where, strict=True)
+  ]
+  wanted = nnx.to_pure_dict(jax.tree.unflatten(tree, placed))
   with ocp.StandardCheckpointer() as checkpointer:
     for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
       item = _restore(checkpointer, path / "items" / name, _part(wanted, name))
@@ -156,7 +170,8 @@ def load(
       else:
         wanted.update(item)
   nnx.replace_by_pure_dict(state, wanted)
-  return nnx.merge(graph, state), tokenizer
+  model = nnx.merge(graph, state)
+  return model if mesh is None else parallel.on_mesh(model, mesh), tokenizer
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -204,14 +219,10 @@ def _part(wanted: dict[str, Any], name: str) -> Item:
   return {key: wanted[key] for key in keys if key in wanted}
 
 
-def _restore(checkpointer: ocp.StandardCheckpointer, path: pathlib.Path, abstract: Item) -> Item:
-  """Reads one item onto the default device, cast to the dtypes of `abstract`."""
+def _restore(checkpointer: ocp.StandardCheckpointer, path: pathlib.Path, target: Item) -> Item:
+  """Reads one item to where `target` wants it, cast to its dtypes."""
   if not path.is_dir():
     raise FileNotFoundError(f"{path}: not found, expected an item of the checkpoint")
-  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  target = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract
-  )
   try:
     metadata = checkpointer.metadata(path).item_metadata
   except Exception as error:  # Orbax and TensorStore raise many kinds

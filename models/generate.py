@@ -7,6 +7,7 @@ What a host has to see (stop strings, streaming) happens between chunks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax import offload
+from kvjax import memory, offload
 from kvjax.method import Method
 from models.sampling import Knobs, Sampling, draw
 from models.stopping import RowText
@@ -120,6 +121,8 @@ def prefill(
       not fit in the capacity of a method that keeps every token. Nothing has run then.
     NotImplementedError: `chunk` is given and the method has to see a prompt at once, or streams in
       pieces of its own.
+    MemoryError: a device has no room; the message says what takes it and what would fit. The caches
+      that were passed are gone.
     JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
       came out as NaN or infinity. The caches that were passed are gone.
   """
@@ -138,7 +141,9 @@ def prefill(
 
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32), whole
-    error, result = _prefill(graph, method, bound, all_logits, with_aux, leaves, caches, *arrays)
+    options = bound, all_logits, with_aux
+    with _explained("prefill", model, caches, method):
+      error, result = _prefill(graph, method, *options, leaves, caches, *arrays)
     _throw(error)
     return result
 
@@ -263,7 +268,7 @@ def generate(
   Raises:
     ValueError: an argument is out of range, or the longest row would outgrow the capacity of a
       method that keeps every token. Nothing has run then and the caches are intact.
-    JaxRuntimeError: as in `prefill`.
+    MemoryError, JaxRuntimeError: as in `prefill`.
   """
   batch, vocab = logits.shape
   _check_settings(vocab, steps, chunk, seed, stop, stop_strings)
@@ -304,9 +309,10 @@ def generate(
   for start in range(0, steps, chunk):
     count = min(chunk, steps - start)
     wanted = padded[:, start : start + chunk]
-    error, (last, caches, on, *kept) = run(
-      leaves, caches, last, on, ends, jnp.asarray(wanted), jnp.int32(count), *constants
-    )
+    with _explained("generate", model, caches, method):
+      error, (last, caches, on, *kept) = run(
+        leaves, caches, last, on, ends, jnp.asarray(wanted), jnp.int32(count), *constants
+      )
     _throw(error)
     tokens, *kept = [None if x is None else x[:, :count] for x in kept]
     if texts is not None:
@@ -437,6 +443,15 @@ def _decode_chunk(
     return offload.settled(jax.lax.while_loop(going, step, first)[1:])
 
   return checkify.checkify(run)(first) if model.env.check_nan else (None, run(first))
+
+
+def _explained(
+  what: str, model: Transformer, caches: Caches, method: Method
+) -> contextlib.AbstractContextManager[None]:
+  """Says what would fit where a device has no memory left."""
+  capacity = max(cache.size for cache in caches)
+  spec = model.spec(caches[0].seen.shape[0], capacity)
+  return memory.explained(what, method, spec, model.mesh, model.weight_bytes())
 
 
 def _throw(error: Any) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax import sharding
 
@@ -54,15 +54,25 @@ def shard(model: Transformer, mesh: Mesh) -> Transformer:
 
 def placed(model: Transformer, mesh: Mesh, put: Any) -> Transformer:
   """The model on a mesh, each leaf as `put(leaf, sharding)` gives it: `model` may be abstract."""
-  sharding.check_mesh(mesh)
-  check_sizes(model.config, mesh)
   graph, state = nnx.split(model)
   leaves, tree = jax.tree.flatten(state)
-  where = sharding.named(mesh, weight_specs(state, model.config, mesh))
-  moved = [put(leaf, to) for leaf, to in zip(leaves, where, strict=True)]
-  spread = nnx.merge(graph, jax.tree.unflatten(tree, moved))
-  spread.mesh, spread.env = mesh, sharding.on_mesh(model.env, mesh)
-  return spread
+  moved = [
+    put(leaf, to) for leaf, to in zip(leaves, shardings(state, model.config, mesh), strict=True)
+  ]
+  return on_mesh(nnx.merge(graph, jax.tree.unflatten(tree, moved)), mesh)
+
+
+def on_mesh(model: Transformer, mesh: Mesh) -> Transformer:
+  """The model itself, told that its weights lie on this mesh."""
+  model.mesh, model.env = mesh, sharding.on_mesh(model.env, mesh)
+  return model
+
+
+def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding]:
+  """Where the leaves of a model's state go; raises as `shard` does."""
+  sharding.check_mesh(mesh)
+  check_sizes(config, mesh)
+  return [NamedSharding(mesh, spec) for spec in weight_specs(state, config, mesh)]
 
 
 def check_sizes(config: ModelConfig, mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ its weight and cache arrays: stacking them for a scan would copy every slice bef
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import sharding
+from kvjax import memory, sharding
 from kvjax.method import Method
 from kvjax.types import At, CacheSpec, Carry, Env, Prompt
 from models import parallel
@@ -159,13 +160,21 @@ class Transformer(nnx.Module):
     """Empty caches of a method, `method.init_caches(self.spec(...))`, laid out over the mesh.
 
     Raises:
+      MemoryError: there is no room for them; the message says what would fit.
       ValueError: they cannot be split evenly over the mesh.
       NotImplementedError: the method does not run on such a mesh.
     """
     spec = self.spec(batch, capacity, dtype)
-    if self.mesh is None:
-      return method.init_caches(spec)
-    return sharding.init_caches(method, spec, self.mesh)
+    with memory.explained("init_caches", method, spec, self.mesh, self.weight_bytes()):
+      if self.mesh is None:
+        return method.init_caches(spec)
+      return sharding.init_caches(method, spec, self.mesh)
+
+  def weight_bytes(self) -> int:
+    """Bytes of weights on each device."""
+    leaves = jax.tree.leaves(nnx.state(self))
+    parts = [x.sharding.shard_shape(x.shape) for x in leaves]
+    return sum(math.prod(n) * x.dtype.itemsize for n, x in zip(parts, leaves, strict=True))
 
   def prefill(
     self,
@@ -291,7 +300,7 @@ class Transformer(nnx.Module):
     """run(self, caches, *args), on every device of the mesh if there is one."""
     if self.mesh is None:
       return run(self, caches, *args)
-    sharding.check_supported(method, self.env)
+    sharding.check_supported(method, self.mesh)
     graph, state = nnx.split(self)
     leaves, tree = jax.tree.flatten(state)
     weights = parallel.weight_specs(state, self.config, self.mesh)

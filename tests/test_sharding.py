@@ -11,10 +11,12 @@ from flax import nnx
 
 import kvjax
 from kvjax import METHODS, Env
+from models import convert
 from models.config import ModelConfig
-from models.generate import join, split
+from models.generate import generate, join, prefill, split
 from models.parallel import shard
 from models.transformer import Transformer
+from tests import tiny_gguf
 from tests.tiny import CLOSE
 
 CONFIG = ModelConfig(
@@ -164,3 +166,63 @@ def test_no_collective_moves_a_cache(name, mesh):
   assert compiled.memory_analysis().alias_size_in_bytes >= held
   keys = min(cache.slots["k"].addressable_shards[0].data.nbytes for cache in caches)
   assert max(size for _, size in found) < keys / 2
+
+
+def test_checkpoints_are_restored_into_the_layout(tmp_path):
+  """Every device reads its parts; what they give is what the model on one device gives."""
+  tiny_gguf.write(tmp_path / "tiny.gguf")
+  folder = convert.convert(tmp_path / "tiny.gguf", tmp_path / "tiny", progress=False)
+  whole, _ = convert.load(folder)
+  spread, _ = convert.load(folder, mesh=kvjax.make_mesh(heads=2))
+  layer = spread.layers[1]
+  for weight, parts in ((layer.attention.wqkv, 2), (layer.mlp.down, 2), (spread.norm.scale, 1)):
+    shard_bytes = weight[...].addressable_shards[0].data.nbytes
+    assert len(weight[...].sharding.device_set) == 2 and weight[...].nbytes == parts * shard_bytes
+  tokens, lengths = np.arange(1, 12)[None], np.array([11])
+  out = []
+  for decoder in (whole, spread):
+    caches = decoder.init_caches(kvjax.Full(), 1, 32)
+    logits, caches = prefill(decoder, tokens, lengths, caches, kvjax.Full())
+    out.append(generate(decoder, logits, caches, kvjax.Full(), steps=6, return_logits=True)[0])
+  np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
+  np.testing.assert_allclose(out[0].logits, out[1].logits, atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+  ("heads", "slots", "message"),
+  [
+    (3, 1, "found 3 devices to split kv_heads = 8"),
+    (8, 2, "found 8 devices, expected heads × slots = 16"),
+    (0, 1, "heads: found 0, expected at least 1"),
+  ],
+)
+def test_a_mesh_that_does_not_fit(heads, slots, message):
+  with pytest.raises(ValueError, match=message):
+    shard(model(), kvjax.make_mesh(heads, slots))
+
+
+def test_other_meshes_are_refused():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  with pytest.raises(ValueError, match=r"found axes \('x',\).*expected \('heads', 'slots'\)"):
+    shard(model(), mesh)
+
+
+def test_slots_that_do_not_split_evenly():
+  with pytest.raises(ValueError, match="expected divisors of its heads and slots"):
+    model(1, 4).init_caches(kvjax.Full(), 1, 50)
+
+
+def test_reports_are_of_all_heads():
+  method = METHODS["quest"].example(BUDGET)
+
+  def reports(decoder, caches):
+    _, caches = decoder.prefill(TOKENS[:, :23], jnp.asarray(LENGTHS), caches, method)
+    return decoder.decode(jnp.asarray(TOKENS[:, 0]), caches, method, with_aux=True)[2]
+
+  decoders = model(), model(4)
+  one, other = (
+    jax.jit(functools.partial(reports, d))(d.init_caches(method, 2, CAPACITY)) for d in decoders
+  )
+  for wanted, found in zip(one, other, strict=True):
+    assert wanted["visited"].shape == (2, CONFIG.kv_heads)
+    np.testing.assert_array_equal(wanted["visited"], found["visited"])

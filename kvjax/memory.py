@@ -1,0 +1,181 @@
+"""What caches take, known beforehand, and what would fit where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kvjax import sharding
+from kvjax.method import Method
+from kvjax.types import CacheSpec
+
+_UNITS = {"B": 0, "bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+_REQUEST = re.compile(r"allocat\w*\s+(?:of\s+)?([\d.]+)\s*(bytes|B|[KMGT]iB)", re.IGNORECASE)
+SPARE = 0.05  # of a device's memory, left for what nobody counts
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+  """Bytes that a method's caches take.
+
+  Attributes:
+    device: on each device.
+    host: in the host's memory, for all devices together.
+  """
+
+  device: int
+  host: int
+
+
+def plan_memory(spec: CacheSpec, method: Method, mesh: Mesh | None = None) -> MemoryPlan:
+  """What `method.init_caches(spec)` will take. Nothing is allocated.
+
+  Args:
+    spec: sizes, as `Transformer.spec` gives them.
+    method: the KV-cache method.
+    mesh: the devices that the caches are split over (None: one).
+
+  Raises:
+    ValueError, NotImplementedError: such caches cannot be split over the mesh.
+  """
+  if mesh is not None:
+    sharding.check_supported(method, mesh)
+  # Only what a trace returns says in which memory an array lies.
+  traced, caches = jax.make_jaxpr(lambda: method.init_caches(spec), return_shape=True)()
+  shapes = [x.shape for x in jax.tree.leaves(caches)]
+  if mesh is not None:
+    places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
+    shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
+  on = {"device": 0, "host": 0}
+  for aval, shape in zip(traced.out_avals, shapes, strict=True):
+    hosted = aval.memory_space == jax.memory.Space.Host
+    size = aval.dtype.itemsize
+    for n in aval.shape if hosted else shape:
+      size *= n
+    on["host" if hosted else "device"] += size
+  return MemoryPlan(**on)
+
+
+def device_limit() -> int:
+  """Bytes that a program may take on a device; a CPU's are the machine's."""
+  limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+  known = [limit for limit in limits if limit]
+  return min(known) if known else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def explained(
+  what: str, method: Method, spec: CacheSpec, mesh: Mesh | None = None, weights: int = 0
+) -> Iterator[None]:
+  """Turns a device's lack of memory into a MemoryError that says what took it and what would fit.
+
+  Args:
+    what: what is being done, in words.
+    method: the KV-cache method.
+    spec: sizes of the caches.
+    mesh: the devices that they are split over.
+    weights: bytes of the model's weights on a device.
+  """
+  try:
+    yield
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    text = str(error)
+    # Kernels run out of other memories, which no budget mends.
+    known = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text
+    if not known or "shared memory" in text.lower() or "kvjax" in text:
+      raise
+    raise MemoryError(_explanation(what, text, method, spec, mesh, weights)) from error
+
+
+def _explanation(
+  what: str, text: str, method: Method, spec: CacheSpec, mesh: Mesh | None, weights: int
+) -> str:
+  need, limit = plan_memory(spec, method, mesh), device_limit()
+  asked = sum(_bytes(*found) for found in _REQUEST.findall(text)[:1])
+  room = int(limit * (1 - SPARE)) - weights
+  if asked + need.device <= room:  # it was not the caches alone: leave room for it
+    room -= asked
+  parts = [f"{readable(need.device)} of caches"]
+  parts += [f"{readable(weights)} of weights"] if weights else []
+  parts += [f"an allocation of {readable(asked)} failed"] if asked else []
+  shape = f"batch {spec.batch}, capacity {spec.capacity}, {spec.layers} layers"
+  return (
+    f"kvjax: out of memory in {what} with {method!r} ({shape}): {', '.join(parts)}, on a device "
+    f"of {readable(limit)}; {fitting(method, spec, room, mesh)}"
+  )
+
+
+def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None) -> str:
+  """In words, the largest setting whose caches fit in `room` bytes of each device."""
+  if method.positional:
+    parts = sharding.shards(mesh, "slots") if mesh is not None else 1
+
+    def with_capacity(n: int) -> Any:
+      return dataclasses.replace(spec, capacity=n * parts), method
+
+    most = _largest(with_capacity, spec.capacity // parts, room, mesh) * parts
+    name, have = "capacity", spec.capacity
+  else:
+    have = _budget(method) or 0
+    most = _largest(lambda n: (spec, _with_budget(method, n)), have, room, mesh)
+    name = "budget"
+  if most >= have:
+    return "the caches would fit, what a prompt takes does not: read it in chunks, or in fewer rows"
+  if most < 1:
+    return f"no {name} fits: take fewer rows, or more devices"
+  return f"a {name} of {most} would fit, or fewer rows"
+
+
+def _largest(
+  make: Callable[[int], tuple[CacheSpec, Method]], most: int, room: int, mesh: Mesh | None
+) -> int:
+  """The largest n up to `most` whose caches fit; 0 if none does."""
+
+  def bytes_of(n: int) -> int | None:
+    try:
+      spec, method = make(n)
+    except (ValueError, TypeError):  # methods refuse budgets that are too small for them
+      return None
+    return plan_memory(spec, method, mesh).device
+
+  low, high = 0, most + 1  # low fits, is refused or is 0; high does not fit
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if (bytes_of(middle) or 0) <= room else (low, middle)
+  return low if low and bytes_of(low) is not None else 0
+
+
+def _budget(method: Method) -> int | None:
+  """The budget of a method, or of what it wraps."""
+  while "budget" not in (names := [f.name for f in dataclasses.fields(method)]):
+    if "base" not in names:
+      return None
+    method = method.base  # type: ignore[attr-defined]
+  return method.budget  # type: ignore[attr-defined]
+
+
+def _with_budget(method: Method, budget: int) -> Method:
+  """The method, or what it wraps, with another budget."""
+  if any(f.name == "budget" for f in dataclasses.fields(method)):
+    return dataclasses.replace(method, budget=budget)  # type: ignore[call-arg]
+  base = _with_budget(method.base, budget)  # type: ignore[attr-defined]
+  return dataclasses.replace(method, base=base)  # type: ignore[call-arg]
+
+
+def readable(size: int) -> str:
+  """Bytes in the largest unit that leaves a whole part."""
+  for unit in ("TiB", "GiB", "MiB", "KiB"):
+    if size >= 1 << _UNITS[unit]:
+      return f"{size / (1 << _UNITS[unit]):.2f} {unit}"
+  return f"{size} bytes"
+
+
+def _bytes(number: str, unit: str) -> int:
+  return int(float(number) * (1 << _UNITS.get(unit, 0)))

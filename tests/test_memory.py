@@ -1,0 +1,89 @@
+"""What caches take is known beforehand, and a lack of memory says what would fit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import METHODS, CacheSpec, memory, plan_memory
+from models import generate
+from tests.test_sharding import model
+
+SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layers=4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_plan_is_what_caches_take(name):
+  method = METHODS[name].example(24)
+  caches = method.init_caches(SPEC)
+  held = sum(x.nbytes for x in jax.tree.leaves(caches))
+  assert plan_memory(SPEC, method) == kvjax.MemoryPlan(held, 0)
+
+
+@pytest.mark.parametrize(("heads", "slots"), [(4, 1), (2, 4)])
+def test_the_plan_of_a_mesh_is_what_each_device_takes(heads, slots):
+  mesh, method = kvjax.make_mesh(heads, slots), METHODS["quest"].example(24)
+  decoder = model(heads, slots)
+  caches = decoder.init_caches(method, 2, 128)
+  parts = [x.addressable_shards[-1].data.nbytes for x in jax.tree.leaves(caches)]
+  spec = decoder.spec(2, 128)
+  assert plan_memory(spec, method, mesh).device == sum(parts)
+  assert plan_memory(spec, method).device == sum(x.nbytes for x in jax.tree.leaves(caches))
+
+
+def refuse(*args, **kwargs):
+  raise jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4096 bytes."
+  )
+
+
+@pytest.mark.parametrize("entry", ["_prefill", "_decode_chunk"])
+@pytest.mark.parametrize(
+  ("method", "name"),
+  [
+    (kvjax.H2O(budget=48), "budget"),
+    (kvjax.ART(kvjax.SnapKV(90)), "budget"),
+    (kvjax.Full(), "capacity"),
+  ],
+)
+def test_a_lack_of_memory_says_what_would_fit(monkeypatch, entry, method, name):
+  """The setting that is named fits in what is left beside the weights; one more does not."""
+  decoder = model()
+  spec = decoder.spec(2, 64)
+  caches = decoder.init_caches(method, 2, 64)
+  need, weights = plan_memory(spec, method).device, decoder.weight_bytes()
+  room = need // 2
+  monkeypatch.setattr(
+    memory, "device_limit", lambda: int((weights + room) / (1 - memory.SPARE)) + 1
+  )
+  monkeypatch.setattr(generate, entry, refuse)
+  tokens, lengths = np.ones((2, 5), np.int32), np.array([5, 3])
+  with pytest.raises(MemoryError) as caught:
+    if entry == "_prefill":
+      generate.prefill(decoder, tokens, lengths, caches, method)
+    else:
+      generate.generate(decoder, np.zeros((2, 64), np.float32), caches, method, steps=4)
+  text = str(caught.value)
+  assert repr(method) in text and "batch 2, capacity" in text and "4.00 KiB failed" in text
+  assert memory.readable(need) in text and memory.readable(weights) in text
+  fits = int(text.split(f"a {name} of ")[1].split()[0])
+  for extra, expected in ((0, True), (1, False)):
+    if name == "budget":
+      changed = plan_memory(spec, memory._with_budget(method, fits + extra))
+    else:
+      changed = plan_memory(dataclasses.replace(spec, capacity=fits + extra), method)
+    assert (changed.device <= room) == expected
+
+
+def test_caches_beyond_all_memory():
+  with pytest.raises(MemoryError, match=r"out of memory in init_caches with Full.* would fit"):
+    model().init_caches(kvjax.Full(), 1, 1 << 40)
+
+
+def test_other_errors_are_left_alone():
+  shared = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 300000"
+  for error in (jax.errors.JaxRuntimeError(shared), jax.errors.JaxRuntimeError("INTERNAL")):
+    with pytest.raises(jax.errors.JaxRuntimeError), memory.explained("x", kvjax.Full(), SPEC):
+      raise error

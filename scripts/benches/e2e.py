@@ -112,14 +112,14 @@ def case(
   }
   with ThreadPoolExecutor() as pool:  # compiling is most of this suite's time
     loops = {
-      name: pool.submit(_program, model, method, impl, held[0])
+      name: pool.submit(program, model, method, impl, held[0])
       for name, (method, impl) in methods.items()
     }
     steps = [pool.submit(_step, model, dtype, held[0]) for dtype in (jnp.float32, model.dtype)]
   exact, plain = (_logits(step.result(), leaves, held) for step in steps)
   rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
   ours, alone, by_xla = (
-    _loop(name, *loop.result(), leaves, held, checked=name == "kvjax")
+    loop(name, *loop.result(), leaves, held, checked=name == "kvjax")
     for name, loop in loops.items()
   )
   contenders = [ours, alone, by_xla]
@@ -176,7 +176,7 @@ def _logits(step: Any, leaves: Any, held: list[Any]) -> np.ndarray:
   return np.asarray(logits)
 
 
-def _program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[Any, str]:
+def program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[Any, str]:
   """STEPS decode steps in one compiled program, always from the same state, and what it took."""
   graph, leaves = split(model)
   token = jnp.arange(caches[0].seen.shape[0], dtype=jnp.int32)
@@ -207,7 +207,7 @@ def _program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[A
   return compiled, note
 
 
-def _loop(
+def loop(
   name: str, compiled: Any, note: str, leaves: Any, held: list[Any], *, checked: bool
 ) -> Contender:
   """A compiled loop as a contender. `held` is one place for the caches, which contenders donate

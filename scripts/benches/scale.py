@@ -1,0 +1,157 @@
+"""decode steps and attention over several devices of one host, against one and what links them"""
+
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import kvjax
+from kvjax import sharding
+from models import parallel
+from models.generate import split
+from models.transformer import Transformer
+from scripts.benches import Case, Contender, e2e, jax_contender
+
+DEVICES = (2, 4)
+DECODER = "Llama-3.1-8B", 8, 32768
+CONTEXT = 1, 524288
+# Two all-reduces a layer, each alone between products that wait for it.
+CHAIN = 64
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """Tensor-parallel decode steps, then context-parallel attention, on 2 and 4 devices."""
+  there = len(jax.devices())
+  counts = [n for n in DEVICES if n <= there and not quick] or [min(2, there)]
+  name, batch, tokens = ("tiny", 2, 64) if quick else DECODER
+  for n in counts:
+    if only in (label := f"{name} B{batch} T{tokens}, heads over {n}"):
+      yield decoder(label, e2e.weights(name), batch, tokens, n)
+  e2e.weights.cache_clear()
+  batch, tokens = (1, 512) if quick else CONTEXT
+  for n in counts:
+    if only in (label := f"attention B{batch} T{tokens}, slots over {n}"):
+      yield attention(label, batch, tokens, n, jnp.float32 if quick else jnp.bfloat16)
+
+
+def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> Case:
+  """Whole decode steps with the heads over n devices, on one device, and their all-reduces."""
+  mesh, method = kvjax.make_mesh(heads=n), kvjax.Full()
+  spread = parallel.shard(model, mesh)
+  caches = e2e.filled(model, batch, tokens)
+  where = sharding.named(mesh, sharding.cache_specs(caches, method))
+  # What is whole everywhere would share its memory with the original, which is donated.
+  copied = [cache.put(rows=jax.tree.map(jnp.copy, cache.rows)) for cache in caches]
+  held = {"1 device": [caches], f"{n} devices": [jax.device_put(tuple(copied), where)]}
+  models = {"1 device": model, f"{n} devices": spread}
+  with ThreadPoolExecutor() as pool:
+    made = {
+      name: pool.submit(e2e.program, models[name], method, "auto", held[name][0]) for name in held
+    }
+    programs = {name: future.result() for name, future in made.items()}
+  contenders = [
+    e2e.loop(name, *program, split(models[name])[1], held[name], checked=True)
+    for name, program in programs.items()
+  ]
+  width, dtype = model.config.dim, model.dtype
+  contenders.append(reductions(mesh, batch, width, dtype))
+  whole, parts, chain = (contender.name for contender in contenders)
+  summands = 2 * model.config.layers
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    one = seconds[chain] / CHAIN
+    bar = seconds[whole] / n + summands * one
+    return [
+      f"{seconds[parts] / bar:.3f} × (one device / {n} + {summands} all-reduces of "
+      f"[{batch}, {width}] {dtype.name}, {one * 1e6:.1f} µs each)",
+      f"{seconds[whole] / seconds[parts]:.2f} times as fast as one device; " + contenders[1].note,
+    ]
+
+  output = contenders[0].output
+  assert output is not None
+  return Case(
+    name=label,
+    shapes=f"{model.config.layers} layers, {model.config.kv_heads // n} of "
+    f"{model.config.kv_heads} key/value heads a device, {dtype.name}",
+    bytes=sum(x.nbytes for x in split(model)[1]) + sum(x.nbytes for x in jax.tree.leaves(caches)),
+    reference=output,
+    # Two ways of rounding; each lies about 0.04 from float32 activations under random weights.
+    tolerance=0.1 if dtype == jnp.bfloat16 else 1e-4,
+    contenders=tuple(contenders),
+    subject=parts,
+    remarks=remarks,
+  )
+
+
+def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> Contender:
+  """CHAIN all-reduces, each of the last one's result."""
+
+  def chain(x: jax.Array) -> jax.Array:
+    def once(_: Any, x: jax.Array) -> jax.Array:
+      return jax.lax.psum(x, sharding.HEADS) * jnp.asarray(1 / mesh.size, x.dtype)
+
+    return jax.lax.fori_loop(0, CHAIN, once, x)
+
+  everywhere = PartitionSpec()
+  x = jax.device_put(jnp.ones((batch, width), dtype), jax.NamedSharding(mesh, everywhere))
+  run = sharding.shard_map(chain, mesh, everywhere, everywhere)
+  return jax_contender(f"{CHAIN} all-reduces", run, [(x,)], calls=8)
+
+
+def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
+  """One layer's decode attention with the slots over n devices, and on one device."""
+  heads, groups, size = 8, 4, 128
+  method, mesh = kvjax.Full(), kvjax.make_mesh(slots=n)
+  spec = kvjax.CacheSpec(batch, tokens, heads, groups, size, 1, dtype)
+
+  @jax.jit
+  def fill(key: Any) -> kvjax.Cache:
+    cache = method.init(spec, 0)
+    k, v = (jax.random.normal(x, cache.slots["k"].shape, dtype) for x in jax.random.split(key))
+    pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), cache.pos.shape)
+    counted = jnp.full(batch, tokens, jnp.int32)
+    return cache.put(slots={"k": k, "v": v, "pos": pos}, rows={"seen": counted, "used": counted})
+
+  cache = fill(jax.random.key(0))
+  q = jax.random.normal(jax.random.key(1), (batch, heads, groups, size), dtype)
+
+  def attend(env: kvjax.Env, q: jax.Array, cache: kvjax.Cache) -> jax.Array:
+    at = method.at(env, 0)
+    return method.attend(at, cache, method.everything(at, cache), q).state.o
+
+  env, everywhere = kvjax.Env(1), PartitionSpec()
+  specs = sharding.cache_specs(cache, method)
+  over = functools.partial(attend, sharding.on_mesh(env, mesh))
+  run = sharding.shard_map(over, mesh, (everywhere, specs), everywhere)
+  spread = jax.device_put((q, cache), sharding.named(mesh, (everywhere, specs)))
+  kwargs: Any = {"output": lambda o: o, "calls": 16}
+  whole = jax_contender("1 device", functools.partial(attend, env), [(q, cache)], **kwargs)
+  parts = jax_contender(f"{n} devices", run, [spread], **kwargs)
+
+  def reference() -> np.ndarray:
+    """In float32 by XLA, head by head."""
+
+    def head(qkv: Any) -> jax.Array:
+      q, k, v = (x.astype(jnp.float32) for x in qkv)
+      p = jax.nn.softmax(jnp.matmul(q, k.T, precision="highest") * size**-0.5, -1)
+      return jnp.matmul(p, v, precision="highest")
+
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, cache.slots["k"], cache.slots["v"])]
+    return np.asarray(jax.jit(lambda x: jax.lax.map(head, x))(flat)).reshape(q.shape)
+
+  return Case(
+    name=label,
+    shapes=f"q [{batch}, {heads}, {groups}, {size}], {tokens // n} slots a device, "
+    f"{jnp.dtype(dtype).name}",
+    bytes=2 * cache.slots["k"].nbytes,
+    reference=reference,
+    tolerance=1e-2 if dtype == jnp.bfloat16 else 1e-4,
+    contenders=(whole, parts),
+    subject=parts.name,
+    remarks=lambda s: [f"{s[whole.name] / s[parts.name]:.2f} times as fast as one device"],
+  )

@@ -93,7 +93,8 @@ def cache_specs(caches: Any, method: Method) -> Any:
         f"caches: found {type(part).__name__}, expected kvjax.Cache: only its shelves say what is "
         "split over devices"
       )
-    by_slot, by_head = (spec_of(("batch", "kv_heads", axis)) for axis in ("slots", None))
+    by_head = spec_of(("batch", "kv_heads"))
+    by_slot = spec_of(("batch", "kv_heads", "slots"))
     return Cache(
       slots=dict.fromkeys(part.slots, by_slot),
       heads={name: by_slot if name in method.along_slots else by_head for name in part.heads},

@@ -227,7 +227,7 @@ class HuggingFace(Source):
     ):
       raise ValueError(f"{index}: expected a 'weight_map' from tensors to files of the folder")
     for file in sorted(set(places.values())):
-      if not (self.path / file).is_file():
+      if not os.path.isfile(self.path / file):  # False where no file can have such a name
         raise FileNotFoundError(
           f"{self.path / file}: not found, expected this shard of {len(set(places.values()))}, "
           f"as {index.name} says"

@@ -101,6 +101,15 @@ class Tokenizer:
       raise NotImplementedError(
         f"tokenizer: decoder: found {sorted(kinds)}, expected ByteLevel or ByteFallback"
       )
+    for name, value, kind in (
+      ("bos", bos, int),
+      ("eos", eos, int),
+      ("add_bos", add_bos, bool),
+      ("chat_template", chat_template, str),
+      ("rows", rows, int),
+    ):
+      if value is not None and type(value) is not kind:
+        raise ValueError(f"tokenizer: {name}: found {value!r}, expected {kind.__name__}")
     for name, token in (("bos", bos), ("eos", eos)):
       if token is not None and not 0 <= token < size:
         raise ValueError(f"tokenizer: {name}: found id {token}, expected one in [0, {size})")
@@ -111,8 +120,17 @@ class Tokenizer:
     self._special = {i for i, token in added.items() if token.special}
 
   def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-    """Token ids of a text; special tokens written out in it are recognised."""
-    ids = self.backend.encode(text, add_special_tokens=False).ids
+    """Token ids of a text; special tokens written out in it are recognised.
+
+    Raises:
+      ValueError: the tokenizer is inconsistent (its token for unknown ones is not there, say).
+    """
+    try:
+      ids = self.backend.encode(text, add_special_tokens=False).ids
+    except TypeError:
+      raise
+    except Exception as error:  # the Rust library raises plain Exception
+      raise ValueError(f"tokenizer: cannot encode this text: {error}") from error
     if self.add_bos if bos is None else bos:
       if self.bos is None:
         raise ValueError("bos: found True, expected False: this tokenizer has no bos token")
@@ -201,7 +219,7 @@ class Tokenizer:
         add_generation_prompt=add_generation_prompt,
         **text,
       )
-    except TemplateError as error:
+    except Exception as error:  # a template can divide by zero, too
       raise ValueError(f"chat_template: does not take these messages: {error}") from error
 
   def save(self, folder: str | pathlib.Path) -> None:
@@ -230,14 +248,14 @@ class Tokenizer:
     settings_path = folder / "tokenizer_config.json"
     backend = _read_backend(path, "the tokenizer of a converted checkpoint")
     try:
-      settings_text = settings_path.read_text(encoding="utf-8")
+      settings_text = settings_path.read_bytes()
     except FileNotFoundError as error:
       raise FileNotFoundError(
         f"{settings_path}: not found, expected the tokenizer of a converted checkpoint"
       ) from error
     try:
       return cls(backend, **json.loads(settings_text))
-    except (TypeError, json.JSONDecodeError) as error:
+    except (TypeError, ValueError) as error:
       raise ValueError(
         f"{settings_path}: found {error}, expected an object of bos, eos, add_bos, chat_template, "
         "rows"

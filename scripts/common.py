@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TextIO
@@ -31,7 +33,12 @@ def run(main: Callable[[Any], None], args: type, name: str) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-  """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C."""
+  """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C.
+
+  A SIGTERM is taken as Ctrl-C: what is written aside is swept up, what is whole stays.
+  """
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     yield
   except KeyboardInterrupt:

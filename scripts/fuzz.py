@@ -1,0 +1,335 @@
+"""Feeds damaged model files to the readers: each is refused with a documented error, or read whole.
+
+    python -m scripts.fuzz --count 100000       the full run
+    python -m scripts.fuzz --count 300          a look
+
+Files of a tiny model (GGUF; safetensors in shards, their index, config.json and tokenizer files of
+a Hugging Face folder; config and tokenizer of a checkpoint) are changed at random: bits, bytes,
+pieces and sizes, JSON values and keys. A worker process then opens the source as `models.convert`
+does, reads every tensor, and encodes a text. What counts as a failure: another error than the
+documented ones, a message that does not name the file, the end of the process, more than `SECONDS`,
+more than `GROWTH` bytes, and a shard from outside of the folder.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from scripts import common, console
+
+SECONDS, GROWTH = 10, 2 << 30
+KINDS = (
+  *("gguf", "safetensors", "safetensors header", "index", "config", "tokenizer"),
+  *("tokenizer config", "checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
+)
+DOCUMENTED = (ValueError, NotImplementedError, FileNotFoundError)
+NUMBERS = (0, 1, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
+VALUES: tuple[Any, ...] = (
+  *(None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**30, 0.5, 1e308, -1e-308, float("nan")),
+  *("", "x", "\x00", "../outside/canary.safetensors", "/etc/hostname", "é" * 300, "{{ 1/0 }}"),
+  *([], {}, [[]], [0], {"a": 1}, ["model"], "default", "{% for i in range(10**9) %}x{% endfor %}"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Feeds damaged GGUF, safetensors, config and tokenizer files to the readers."""
+
+  count: int = 1000
+  """Damaged inputs, of all kinds in turn."""
+  first: int = 0
+  """Number of the first one: input n is the same in every run."""
+  jobs: int = 1
+  """Processes at a time."""
+  out: pathlib.Path | None = None
+  """Write fuzz.json there."""
+
+
+class Failure(Exception):
+  """What must not happen, in words."""
+
+
+# ---- inputs
+
+
+def originals(folder: pathlib.Path) -> None:
+  """Whole files of every kind, and one outside of the folder that no reader may open."""
+  from models import convert
+  from tests import tiny_gguf, tiny_hf
+
+  (folder / "gguf").mkdir()
+  tiny_gguf.write(folder / "gguf" / "tiny.gguf")
+  tiny_hf.write(folder / "hf", tiny_hf.config("llama"), shards=2)
+  convert.convert(folder / "gguf" / "tiny.gguf", folder / "made", progress=False)
+  shutil.rmtree(folder / "made" / "items")
+  (folder / "outside").mkdir()
+  shutil.copy(next((folder / "hf").glob("*.safetensors")), folder / "outside/canary.safetensors")
+
+
+TARGETS = {
+  "gguf": "gguf/tiny.gguf",
+  "safetensors": "hf/model-00001-of-00002.safetensors",
+  "safetensors header": "hf/model-00001-of-00002.safetensors",
+  "index": "hf/model.safetensors.index.json",
+  "config": "hf/config.json",
+  "tokenizer": "hf/tokenizer.json",
+  "tokenizer config": "hf/tokenizer_config.json",
+  "checkpoint config": "made/config.json",
+  "checkpoint tokenizer": "made/tokenizer.json",
+  "checkpoint tokenizer config": "made/tokenizer_config.json",
+}
+
+
+def damaged(kind: str, whole: bytes, rng: random.Random) -> bytes:
+  """The file with one to four changes."""
+  times = rng.choice((1, 1, 2, 4))
+  if kind == "safetensors header":
+    (size,) = struct.unpack("<Q", whole[:8])
+    header = change_json(json.loads(whole[8 : 8 + size]), rng, times)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + whole[8 + size :]
+  if kind in ("gguf", "safetensors") or rng.random() < 0.2:
+    for _ in range(times):
+      whole = change_bytes(whole, rng)
+    return whole
+  return json.dumps(change_json(json.loads(whole), rng, times)).encode()
+
+
+def change_bytes(data: bytes, rng: random.Random) -> bytes:
+  """One bit, byte, number or piece changed, mostly near the beginning, or the end cut off."""
+  if not data:
+    return bytes([rng.randrange(256)])
+  reach = len(data) if rng.random() < 0.2 else min(len(data), 6000)
+  at = rng.randrange(reach)
+  match rng.randrange(7):
+    case 0:
+      return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    case 1:
+      return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    case 2:
+      width = rng.choice((4, 8))
+      number = (rng.choice(NUMBERS) % 2 ** (8 * width)).to_bytes(width, "little")
+      return data[:at] + number + data[at + width :]
+    case 3:
+      return data[: rng.randrange(len(data))]
+    case 4:
+      return data[:at] + rng.randbytes(rng.randrange(1, 16)) + data[at:]
+    case 5:
+      return data[:at] + data[at + rng.randrange(1, 64) :]
+    case _:
+      piece = data[at : at + rng.randrange(1, 64)]
+      to = rng.randrange(reach)
+      return data[:to] + piece + data[to:]
+
+
+def change_json(value: Any, rng: random.Random, times: int) -> Any:
+  """Some values, keys or entries replaced."""
+  for _ in range(times):
+    places = list(walk(value))
+    if not places:
+      return rng.choice(VALUES)
+    holder, key = rng.choice(places)
+    match rng.randrange(5):
+      case 0 if isinstance(holder, dict):
+        del holder[key]
+      case 1 if isinstance(holder, dict):
+        holder[str(rng.choice(VALUES))] = holder.pop(key)
+      case 2:
+        other, name = rng.choice(places)
+        with contextlib.suppress(KeyError, IndexError):
+          holder[key] = json.loads(json.dumps(other[name]))
+      case _:
+        holder[key] = rng.choice(VALUES)
+  return value
+
+
+def walk(value: Any) -> Iterator[tuple[Any, Any]]:
+  """Every place of a JSON value, as what holds it and the key there; of long lists the first 50."""
+  if isinstance(value, (dict, list)):
+    keys = list(value)[:50] if isinstance(value, dict) else range(min(len(value), 50))
+    for key in keys:
+      yield value, key
+      yield from walk(value[key])
+
+
+# ---- one input
+
+
+def read(kind: str, folder: pathlib.Path) -> None:
+  """Opens what the kind belongs to, all of it."""
+  from models import convert
+  from models.tokenizer import Tokenizer
+
+  if kind.startswith("checkpoint"):
+    convert.read_config(folder / "made")
+    use(Tokenizer.load(folder / "made"))
+    return
+  source = convert.open_source(folder / ("gguf/tiny.gguf" if kind == "gguf" else "hf"))
+  use(source.tokenizer())
+  for name in convert.item_names(source.config):
+    source.item(name)
+  if kind == "index":
+    index = json.loads((folder / TARGETS[kind]).read_text())
+    for file in index["weight_map"].values():
+      if not (folder / "hf" / str(file)).resolve().is_relative_to((folder / "hf").resolve()):
+        raise Failure(f"read a shard from {file!r}")
+
+
+def use(tokenizer: Any) -> None:
+  ids = tokenizer.encode("hello 123")
+  tokenizer.decode(ids)
+  if tokenizer.chat_template:
+    tokenizer.chat([{"role": "user", "content": "hello"}])
+
+
+def outcome(kind: str, folder: pathlib.Path) -> str:
+  """ "read", or the kind of documented error; raises Failure for anything else."""
+  began = _resident()
+  try:
+    read(kind, folder)
+    result = "read"
+  except Failure:
+    raise
+  except DOCUMENTED as error:
+    if not any(name in str(error) for name in (str(folder), "chat_template", "tokenizer")):
+      raise Failure(f"{type(error).__name__} that names no file: {error}") from error
+    result = type(error).__name__
+  except BaseException as error:  # Rust panics are no Exceptions
+    raise Failure(f"{type(error).__name__}: {error}") from error
+  if _resident() - began > GROWTH:
+    raise Failure(f"took {(_resident() - began) / 1e9:.1f} GB")
+  return result
+
+
+def _resident() -> int:
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def work(first: int, stop: int, pipe: Any) -> None:
+  """Inputs [first, stop): sends (number, kind, result or failure) of each, the number before it."""
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name).resolve()
+    originals(folder)
+    whole = {kind: (folder / path).read_bytes() for kind, path in TARGETS.items()}
+    held = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + GROWTH, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGALRM, _too_long)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics are printed before they are raised
+    for number in range(first, stop):
+      kind = KINDS[number % len(KINDS)]
+      path = folder / TARGETS[kind]
+      pipe.send((number, kind, None))
+      path.write_bytes(damaged(kind, whole[kind], random.Random(number)))
+      signal.setitimer(signal.ITIMER_REAL, SECONDS)
+      try:
+        result = outcome(kind, folder)
+      except Failure as failure:
+        result = f"FAILED {str(failure).splitlines()[0][:300] if str(failure) else failure!r}"
+      finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        path.write_bytes(whole[kind])
+      pipe.send((number, kind, result))
+  pipe.send(None)
+
+
+def _too_long(number: int, frame: Any) -> None:
+  raise Failure(f"took more than {SECONDS} s")
+
+
+# ---- all of them
+
+
+def supervise(first: int, stop: int, note: Callable[[int, str, str], None]) -> None:
+  """Runs inputs [first, stop) in a process, and in another one after the input that ended it."""
+  context = multiprocessing.get_context("spawn")
+  while first < stop:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(first, stop, theirs))
+    process.start()
+    theirs.close()
+    kind = "none"
+    try:
+      # Native code that hangs hears no alarm.
+      while ours.poll(10 * SECONDS if kind != "none" else 600):
+        message = ours.recv()
+        if message is None:
+          first = stop
+          break
+        number, kind, result = message
+        first = number
+        if result is not None:
+          note(number, kind, result)
+          first = number + 1
+      else:
+        note(first, kind, f"FAILED hung for {10 * SECONDS} s")
+        first += 1
+    except EOFError:
+      process.join()
+      if kind == "none":
+        raise RuntimeError("a worker ended before its first input") from None
+      note(first, kind, f"FAILED ended the process with status {process.exitcode}")
+      first += 1
+    process.kill()
+    process.join()
+
+
+def main(args: Args) -> None:
+  if args.count < 1 or args.jobs < 1:
+    raise ValueError(f"--count, --jobs: found {args.count}, {args.jobs}, expected at least 1")
+  from concurrent.futures import ThreadPoolExecutor
+
+  results: dict[str, Counter] = {kind: Counter() for kind in KINDS}
+  failures: list[dict[str, Any]] = []
+  began = time.perf_counter()
+  with console.bar(args.count, "reading damaged files", "input") as bar:
+
+    def note(number: int, kind: str, result: str) -> None:
+      results[kind]["failed" if result.startswith("FAILED") else result] += 1
+      if result.startswith("FAILED"):
+        failures.append({"input": number, "kind": kind, "what": result.removeprefix("FAILED ")})
+      bar.update()
+
+    cuts = [args.first + args.count * i // args.jobs for i in range(args.jobs + 1)]
+    with ThreadPoolExecutor(args.jobs) as pool:
+      list(pool.map(lambda pair: supervise(*pair, note), itertools.pairwise(cuts)))
+  seconds = time.perf_counter() - began
+  rows = [
+    (kind, *(str(count[name]) for name in ("read", *(e.__name__ for e in DOCUMENTED), "failed")))
+    for kind, count in results.items()
+  ]
+  head = ("kind", "read", *(e.__name__ for e in DOCUMENTED), "failed")
+  print(console.table(head, rows))
+  for failure in failures[:20]:
+    print(f"input {failure['input']} ({failure['kind']}): {failure['what']}")
+  if args.out:
+    with common.written_aside(args.out / "fuzz.json") as file:
+      summary = {
+        "count": args.count,
+        "first": args.first,
+        "seconds": round(seconds),
+        "results": {kind: dict(count) for kind, count in results.items()},
+        "failures": failures,
+      }
+      file.write_text(json.dumps(summary, indent=1) + "\n")
+  if failures:
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+  common.run(main, Args, "fuzz")

@@ -1,0 +1,100 @@
+"""Programs that are stopped in the middle leave whole files or none, and say so in one line."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from models import convert
+from scripts.evals import store
+from scripts.examples import tiny
+from tests import tiny_gguf
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+stopped_by = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+def stop(command, number, ready, **streams):
+  """Starts a program, sends it a signal once `ready()`; its standard error."""
+  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  process = subprocess.Popen(
+    [sys.executable, *command], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, **streams
+  )
+  try:
+    for _ in range(1200):
+      if ready() or process.poll() is not None:
+        break
+      time.sleep(0.1)
+    running = process.poll() is None
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert running, said
+  finally:
+    process.kill()
+  assert process.returncode == 1 and said.endswith("stopped\n") and "Traceback" not in said
+  return said
+
+
+@stopped_by
+def test_convert(tmp_path, number):
+  """Nothing is left of a conversion that was stopped, and it can be repeated."""
+  tiny_gguf.write(tmp_path / "tiny.gguf")
+  here, made = tmp_path / "here", tmp_path / "made"
+  program = f"""
+import pathlib, runpy, sys, time
+from models import convert
+read = convert.GGUF.item
+def slow(self, name):
+  if name == "layer_001":
+    pathlib.Path({str(here)!r}).touch()
+    time.sleep(600)
+  return read(self, name)
+convert.GGUF.item = slow
+sys.argv[1:] = [{str(tmp_path / "tiny.gguf")!r}, {str(made / "tiny")!r}]
+runpy.run_module("scripts.convert_checkpoint", run_name="__main__")
+"""
+  stop(["-c", program], number, here.exists)
+  assert list(made.iterdir()) == []
+  convert.convert(tmp_path / "tiny.gguf", made / "tiny", progress=False)
+  convert.load(made / "tiny")
+
+
+@stopped_by
+def test_generate(tmp_path, number):
+  """What was written until then is text, each character of it whole."""
+  tiny_gguf.write(tmp_path / "tiny.gguf")
+  folder = convert.convert(tmp_path / "tiny.gguf", tmp_path / "tiny", progress=False)
+  text = tmp_path / "text"
+  command = ["-m", "scripts.generate", "hello", "--raw", "--steps", "200000"]
+  command += ["--method", "streaming_llm", "--budget", "32", "--checkpoint", str(folder)]
+  with text.open("w") as out:
+    stop(command, number, lambda: text.stat().st_size > 100, stdout=out)
+  assert len(text.read_text("utf-8")) > 50
+
+
+@stopped_by
+def test_evaluate(tmp_path, number):
+  """Every line that is there is whole, and the program goes on from them."""
+  folder = convert.convert(
+    tiny.huggingface_folder(tmp_path / "source"), tmp_path / "tiny", progress=False
+  )
+  out = tmp_path / "out"
+  command = ["-m", "scripts.evaluate", "--tasks", "needle", "--methods", "snapkv", "--no-chat"]
+  command += ["--budgets", "64", "--lengths", "720", "--samples", "12", "--batch", "1"]
+  command += ["--checkpoint", str(folder), "--out", str(out)]
+  rows = out / store.ROWS
+
+  def lines():
+    return rows.read_text("utf-8").splitlines() if rows.exists() else []
+
+  stop(command, number, lambda: len(lines()) >= 2, stdout=subprocess.DEVNULL)
+  before = lines()
+  done = subprocess.run(
+    [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
+  )
+  assert done.returncode == 0, done.stderr
+  assert lines()[: len(before)] == before and len(lines()) == 24

@@ -69,7 +69,7 @@ def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
   own = convert.load
   monkeypatch.setattr(convert, "load", lambda path, **kw: own(path, **kw) if path else tiny.load())
   snippets = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-  assert len(snippets) == 5
+  assert len(snippets) == 7
   space = {"__name__": "readme"}
   for i, snippet in enumerate(snippets):
     snippet = snippet.replace("/models/", f"{tmp_path}/")

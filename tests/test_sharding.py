@@ -1,6 +1,7 @@
 """Several devices give what one gives: every method, split over 1, 2, 4 and 8 of them."""
 
 import functools
+import pathlib
 import re
 
 import jax
@@ -74,27 +75,43 @@ def logits(method, heads=0, slots=1):
   return np.asarray(run(*split(decoder)[:1], method, split(decoder)[1], caches, TOKENS, LENGTHS)[0])
 
 
-def counts(usual, *others):
-  """Numbers of devices, of which all but the usual one are for the slow tests."""
-  return [usual, *(pytest.param(n, marks=pytest.mark.slow) for n in others)]
+def over(usual, *others):
+  """Meshes (heads, slots), of which all but the usual one are for the slow tests."""
+  first = pytest.param(usual, id="{}x{}".format(*usual))
+  rest = [pytest.param(m, id="{}x{}".format(*m), marks=pytest.mark.slow) for m in others]
+  return pytest.mark.parametrize("mesh", [first, *rest])
 
 
 @every
-@pytest.mark.parametrize("heads", counts(4, 1, 2, 8))
-def test_tensor_parallel_equals_one_device(name, heads):
+@over((4, 1), (1, 1), (2, 1), (8, 1))
+def test_tensor_parallel_equals_one_device(name, mesh):
   method = METHODS[name].example(BUDGET)
-  np.testing.assert_allclose(logits(method, heads), logits(method), atol=CLOSE)
+  np.testing.assert_allclose(logits(method, *mesh), logits(method), atol=CLOSE)
 
 
 SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 
 
 @pytest.mark.parametrize("name", SPREAD)
-@pytest.mark.parametrize("mesh", counts((2, 4), (1, 2), (1, 4), (1, 8)))
+@over((2, 4), (1, 2), (1, 4), (1, 8))
 def test_context_parallel_equals_one_device(name, mesh):
-  heads, slots = mesh
   method = METHODS[name].example(BUDGET)
-  np.testing.assert_allclose(logits(method, heads, slots), logits(method), atol=CLOSE)
+  np.testing.assert_allclose(logits(method, *mesh), logits(method), atol=CLOSE)
+
+
+def test_the_readme_claims_what_methods_say():
+  """Its table, which `scripts.support_table` writes, has split slots for those that spread."""
+  text = (pathlib.Path(__file__).parent.parent / "README.md").read_text("utf-8")
+  _, _, rest = text.partition("<!-- devices: begin -->")
+  rows = [row.split("|") for row in rest.partition("<!-- devices: end -->")[0].splitlines()[3:]]
+  claims = {
+    name: cells[3].strip() != "–"
+    for cells in rows
+    if len(cells) > 3
+    for name in re.findall(r"`(\w+)`", cells[1])
+  }
+  assert len(claims) > 20
+  assert all(claim == (name in SPREAD) for name, claim in claims.items())
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SPREAD])

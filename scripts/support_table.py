@@ -1,0 +1,85 @@
+"""Writes into the README which method was found to run over how many devices, from the tests.
+
+    python -m scripts.support_table                   runs them, minutes, and writes the table
+    python -m scripts.support_table --junit FILE      takes a run of `pytest --junitxml FILE`
+
+A number is in the table if the test of that method on so many devices passed.
+"""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from typing import Annotated
+
+import tyro
+
+import kvjax
+from scripts import common
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- devices: begin -->\n", "<!-- devices: end -->"
+TESTS = {
+  "tensor": "test_tensor_parallel_equals_one_device",
+  "context": "test_context_parallel_equals_one_device",
+}
+_CASE = re.compile(r"(\w+)\[(\d+)x(\d+)-(\w+)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Writes the README's table of methods and devices from the tests."""
+
+  junit: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
+  """A report of the tests; by default they are run."""
+
+
+def passed(report: pathlib.Path) -> dict[str, set[tuple[int, int]]]:
+  """Method -> meshes (heads, slots) on which it gave what one device gives."""
+  found: dict[str, set[tuple[int, int]]] = {}
+  for case in ET.parse(report).iter("testcase"):
+    match = _CASE.fullmatch(case.get("name", ""))
+    if match and match[1] in TESTS.values() and not list(case):  # a child says what went wrong
+      found.setdefault(match[4], set()).add((int(match[2]), int(match[3])))
+  return found
+
+
+def table(found: dict[str, set[tuple[int, int]]]) -> str:
+  """The table in Markdown: methods that ran over the same meshes share a row."""
+  rows: dict[frozenset, list[str]] = {}
+  for name in kvjax.METHODS:
+    if name in found:
+      rows.setdefault(frozenset(found[name]), []).append(f"`{name}`")
+  lines = ["| methods | heads over | slots over | heads × slots |", "|---|---|---|---|"]
+  for meshes, names in rows.items():
+    heads = ", ".join(str(h) for h, s in sorted(meshes) if s == 1)
+    slots = ", ".join(str(s) for h, s in sorted(meshes) if h == 1 and s > 1)
+    both = ", ".join(f"{h} × {s}" for h, s in sorted(meshes) if h > 1 and s > 1)
+    lines.append(f"| {', '.join(names)} | {heads or '–'} | {slots or '–'} | {both or '–'} |")
+  return "\n".join(lines) + "\n"
+
+
+def main(args: Args) -> None:
+  with tempfile.TemporaryDirectory() as folder:
+    report = args.junit
+    if report is None:
+      report = pathlib.Path(folder) / "report.xml"
+      command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "tests/test_sharding.py"]
+      subprocess.run(
+        [*command, "-k", " or ".join(TESTS.values()), f"--junitxml={report}"], cwd=ROOT
+      )
+    found = passed(report)
+  if not found:
+    raise ValueError(f"{report}: found no test of several devices that passed")
+  readme = ROOT / "README.md"
+  text = readme.read_text("utf-8")
+  before, _, rest = text.partition(BEGIN)
+  _, _, after = rest.partition(END)
+  readme.write_text(before + BEGIN + "\n" + table(found) + "\n" + END + after, "utf-8")
+
+
+if __name__ == "__main__":
+  common.run(main, Args, "support_table")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, fields
 from kvjax.ops import context, slots
 from kvjax.types import (
   At,
@@ -44,7 +44,14 @@ Aux = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-  """The full cache, move by move; every method is a subclass that overrides some of them."""
+  """The full cache, move by move; every method is a subclass that overrides some of them.
+
+  Arguments of a constructor are checked by the types of its fields (TypeError), then by the class.
+  """
+
+  def __new__(cls, *args: Any, **values: Any) -> Method:
+    fields.check_types(cls, {**fields.named_arguments(cls, args), **values})
+    return super().__new__(cls)
 
   # ---- what a method declares
 

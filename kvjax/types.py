@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from kvjax.fields import check_types
 from kvjax.rope import Rope
 from kvjax.softmax_state import State
 
@@ -48,6 +49,7 @@ class CacheSpec:
   dtype: Any = jnp.bfloat16
 
   def __post_init__(self):
+    check_types(CacheSpec, vars(self))
     for name in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
       if getattr(self, name) < 1:
         raise ValueError(f"CacheSpec.{name}: found {getattr(self, name)}, expected at least 1")
@@ -80,6 +82,7 @@ class Env:
   check_nan: bool = False
 
   def __post_init__(self):
+    check_types(Env, vars(self))
     if self.impl not in IMPLEMENTATIONS:
       raise ValueError(f"Env.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
 

@@ -1,0 +1,51 @@
+"""Types of dataclass fields, checked where values come from users: nothing converts in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+import types
+import typing
+from typing import Any
+
+
+def check_types(cls: type, values: dict[str, Any]) -> None:
+  """Raises TypeError for a value whose type is not what the field of that name says.
+
+  Integers pass for floats; booleans for neither. Fields of other than plain types are let through.
+  """
+  for name, kinds in _plain_types(cls).items():
+    if name in values and not any(_fits(values[name], kind) for kind in kinds):
+      expected = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
+      raise TypeError(f"{cls.__name__}.{name}: found {values[name]!r}, expected {expected}")
+
+
+def named_arguments(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:
+  """A dataclass's positional arguments by name."""
+  fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+  names = [f.name for f in fields if f.init and not f.kw_only]
+  return dict(zip(names, args, strict=False))
+
+
+def _fits(value: Any, kind: type) -> bool:
+  if kind in (int, float):
+    number: type = numbers.Integral if kind is int else numbers.Real
+    return isinstance(value, number) and not isinstance(value, bool)
+  return isinstance(value, kind)
+
+
+@functools.cache
+def _plain_types(cls: type) -> dict[str, tuple[type, ...]]:
+  """The types of each field that takes nothing but classes: int, str | None, Method."""
+  hints = typing.get_type_hints(cls)
+  found = {}
+  for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    hint = hints[field.name]
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(hint) if union else (hint,)
+    if all(isinstance(kind, type) and kind is not Any for kind in kinds) and not any(
+      map(typing.get_origin, kinds)
+    ):
+      found[field.name] = kinds
+  return found

@@ -1,0 +1,131 @@
+"""Bad values: constructors and readers refuse them with a documented error, never with another."""
+
+import dataclasses
+import math
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import METHODS, CacheSpec, Env, Rope
+from models.config import ModelConfig
+from models.sampling import Sampling
+from scripts import fuzz
+from tests.tiny import CONFIG
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+
+# What may come in place of a number, a name or a method.
+anything = st.one_of(
+  st.integers(-3, 70),
+  st.integers(),
+  st.floats(),
+  st.sampled_from([None, True, "", "kv_head", "mean", "slot", math.nan, math.inf, -0.0, 1e-300]),
+  st.sampled_from([[], {}, b"x", object, 1j, kvjax.Full(), kvjax.Quest(64), kvjax.H2O(16)]),
+)
+
+
+def small(value):
+  """Whether building caches of it is no test of memory."""
+  return not isinstance(value, int) or abs(value) <= 10_000
+
+
+def changed(data, whole):
+  """Some of a dataclass's fields, drawn anew: those that its constructor takes."""
+  names = [f.name for f in dataclasses.fields(whole) if f.init]
+  chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
+  return {name: data.draw(anything, label=name) for name in chosen}
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if dataclasses.fields(METHODS[n])])
+@given(data=st.data())
+def test_methods(name, data):
+  """A method of bad values is refused at once; one that is made can be hashed and makes caches."""
+  example = METHODS[name].example(24)
+  values = changed(data, example)
+  try:
+    method = dataclasses.replace(example, **values)
+  except REFUSALS as error:
+    assert str(error)
+    return
+  hash(method)
+  assert method == method
+  if all(map(small, values.values())):
+    spec = CacheSpec(1, 64, 2, 2, 16, 2)
+    held = kvjax.plan_memory(spec, method)
+    assert held.device > 0
+
+
+@pytest.mark.parametrize(
+  "whole",
+  [
+    CacheSpec(1, 64, 2, 2, 16, 2),
+    Env(4),
+    CONFIG,
+    Sampling(0.7),
+    Rope(),
+    Rope(10000.0, kvjax.Yarn(4.0, 64)),
+  ],
+  ids=lambda x: type(x).__name__,
+)
+@given(data=st.data())
+def test_descriptions(whole, data):
+  try:
+    dataclasses.replace(whole, **changed(data, whole))
+  except REFUSALS as error:
+    assert str(error)
+
+
+def test_types_are_checked_without_a_checker():
+  """In a process without the tests' import hook: no value of another type gets through."""
+  program = """
+import dataclasses, math
+import kvjax
+values = [None, True, "", 1.5, math.nan, math.inf, [], {}, b"x", 1j, object(), kvjax.Full()]
+for name, cls in kvjax.METHODS.items():
+  example = cls.example(24)
+  for field in dataclasses.fields(example):
+    for value in values if field.init else ():
+      try:
+        method = dataclasses.replace(example, **{field.name: value})
+      except (ValueError, TypeError):
+        continue
+      hash(method)
+      assert type(value).__name__ in str(field.type) or isinstance(
+        value, (kvjax.Method, type(None))
+      ), (name, field.name, value)
+"""
+  done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+
+
+@given(st.dictionaries(st.sampled_from(sorted(CONFIG.to_json())), anything, max_size=3))
+def test_configs_of_checkpoints(values):
+  try:
+    ModelConfig.from_json({**CONFIG.to_json(), **values})
+  except REFUSALS as error:
+    assert str(error)
+
+
+# ---- files
+
+
+def test_changes_are_the_same_in_every_run():
+  whole = bytes(range(256)) * 8
+  for n in range(50):
+    one, again = (fuzz.damaged("gguf", whole, random.Random(n)) for _ in range(2))
+    assert one == again
+  assert len({fuzz.damaged("gguf", whole, random.Random(n)) for n in range(50)}) > 40
+
+
+def test_some_damaged_files(tmp_path, capsys):
+  """A few of each kind; `python -m scripts.fuzz --count 100000` reads them all."""
+  fuzz.main(fuzz.Args(count=60, out=tmp_path))
+  out = capsys.readouterr().out
+  assert "failed" in out and (tmp_path / "fuzz.json").exists()

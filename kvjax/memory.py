@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kvjax import sharding
+from kvjax import offload, sharding
 from kvjax.method import Method
 from kvjax.types import CacheSpec
 
@@ -47,20 +48,20 @@ def plan_memory(spec: CacheSpec, method: Method, mesh: Mesh | None = None) -> Me
   """
   if mesh is not None:
     sharding.check_supported(method, mesh)
-  # Only what a trace returns says in which memory an array lies.
-  traced, caches = jax.make_jaxpr(lambda: method.init_caches(spec), return_shape=True)()
-  shapes = [x.shape for x in jax.tree.leaves(caches)]
+  caches = jax.eval_shape(lambda: method.init_caches(spec))
+  leaves = jax.tree.leaves(caches)
+  shapes = [x.shape for x in leaves]
   if mesh is not None:
     places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
     shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
-  on = {"device": 0, "host": 0}
-  for aval, shape in zip(traced.out_avals, shapes, strict=True):
-    hosted = aval.memory_space == jax.memory.Space.Host
-    size = aval.dtype.itemsize
-    for n in aval.shape if hosted else shape:
-      size *= n
-    on["host" if hosted else "device"] += size
-  return MemoryPlan(**on)
+  hosted = {id(x) for x in offload.hosted(caches)} if offload.on_host() else set()
+  device = host = 0
+  for x, part in zip(leaves, shapes, strict=True):
+    if id(x) in hosted:
+      host += math.prod(x.shape) * x.dtype.itemsize
+    else:
+      device += math.prod(part) * x.dtype.itemsize
+  return MemoryPlan(device, host)
 
 
 def device_limit() -> int:
@@ -114,7 +115,7 @@ def _explanation(
 
 def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None) -> str:
   """In words, the largest setting whose caches fit in `room` bytes of each device."""
-  if method.positional:
+  if method.positional or _budget(method) is None:
     parts = sharding.shards(mesh, "slots") if mesh is not None else 1
 
     def with_capacity(n: int) -> Any:
@@ -123,7 +124,8 @@ def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None
     most = _largest(with_capacity, spec.capacity // parts, room, mesh) * parts
     name, have = "capacity", spec.capacity
   else:
-    have = _budget(method) or 0
+    have = _budget(method)
+    assert have is not None
     most = _largest(lambda n: (spec, _with_budget(method, n)), have, room, mesh)
     name = "budget"
   if most >= have:

@@ -42,6 +42,12 @@ def on_host() -> bool:
   return jax.default_backend() == "gpu"
 
 
+def hosted(caches: Any) -> list[Any]:
+  """The arrays of all stores in caches: what lies in the host's memory where there is one apart."""
+  stores = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, OwnRows))
+  return jax.tree.leaves([x for x in stores if isinstance(x, OwnRows) and "k" in x.of])
+
+
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
   traced = isinstance(jnp.zeros(()), jax.core.Tracer)
   if traced or not on_host():

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from kvjax import offload
 from kvjax.types import Cache, CacheSpec, Env
 
 if TYPE_CHECKING:
@@ -95,10 +96,13 @@ def cache_specs(caches: Any, method: Method) -> Any:
       )
     by_head = spec_of(("batch", "kv_heads"))
     by_slot = spec_of(("batch", "kv_heads", "slots"))
+    placed = {name: by_slot if name in method.along_slots else by_head for name in part.heads}
     return Cache(
       slots=dict.fromkeys(part.slots, by_slot),
-      heads={name: by_slot if name in method.along_slots else by_head for name in part.heads},
-      rows=dict.fromkeys(part.rows, PartitionSpec()),
+      heads={
+        name: jax.tree.map(lambda _, to=placed[name]: to, x) for name, x in part.heads.items()
+      },
+      rows=jax.tree.map(lambda _: PartitionSpec(), part.rows),
     )
 
   return jax.tree.map(of, caches, is_leaf=lambda x: isinstance(x, Cache))
@@ -138,6 +142,11 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   check_mesh(mesh)
   check_supported(method, mesh)
   shapes = jax.eval_shape(lambda: method.init_caches(spec))
+  if offload.hosted(shapes) and offload.on_host():
+    raise NotImplementedError(
+      f"mesh: found {method!r}, which keeps blocks in the host's memory, expected a method without "
+      "a store: stores are not split over devices"
+    )
   specs = cache_specs(shapes, method)
   where = named(mesh, specs)
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):

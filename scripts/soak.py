@@ -51,8 +51,9 @@ class Args:
 
 
 def evicting() -> tuple[str, ...]:
-  """Methods whose slots are reused."""
-  return tuple(name for name, cls in kvjax.METHODS.items() if not cls.example(BUDGET).positional)
+  """Methods whose slots are reused for any number of tokens."""
+  examples = {name: cls.example(BUDGET) for name, cls in kvjax.METHODS.items()}
+  return tuple(n for n, m in examples.items() if not m.positional and m.pieces(1) is None)
 
 
 def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:

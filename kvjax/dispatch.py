@@ -381,9 +381,9 @@ def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool
     return f"reads logits; the {impl!r} kernel returns none"
   if at.top.overrides("read"):
     return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
-  if at.env.slot_axis and plan.span.sinks:
-    return f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   window = at.top.window(at, (cache.seen - 1)[:, None])
+  if window is not None and window.sinks and at.env.slot_axis:
+    return f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   if window is not None and window.view is not None and not turned:
     return f"turns the query for its sinks; the {impl!r} kernel has one query"
   return ""

@@ -115,7 +115,8 @@ def _explanation(
 
 def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None) -> str:
   """In words, the largest setting whose caches fit in `room` bytes of each device."""
-  if method.positional or _budget(method) is None:
+  budget = None if method.positional else _budget(method)
+  if budget is None:
     parts = sharding.shards(mesh, "slots") if mesh is not None else 1
 
     def with_capacity(n: int) -> Any:
@@ -124,10 +125,8 @@ def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None
     most = _largest(with_capacity, spec.capacity // parts, room, mesh) * parts
     name, have = "capacity", spec.capacity
   else:
-    have = _budget(method)
-    assert have is not None
-    most = _largest(lambda n: (spec, _with_budget(method, n)), have, room, mesh)
-    name = "budget"
+    most = _largest(lambda n: (spec, _with_budget(method, n)), budget, room, mesh)
+    name, have = "budget", budget
   if most >= have:
     return "the caches would fit, what a prompt takes does not: read it in chunks, or in fewer rows"
   if most < 1:

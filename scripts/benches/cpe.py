@@ -1,0 +1,178 @@
+"""CPE's attention against dense decode: shared retrievals over blocks of steps, MHA"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from scripts.benches import Case, Contender, optional, torch_contender
+from scripts.benches.longflow import holding
+
+BLOCK = 16  # s, steps that share; one program runs so many
+SHAPES = [(batch, tokens) for batch in (8, 16) for tokens in (1 << 10, 2 << 10, 4 << 10)]
+PAPER = {(16, 2 << 10): 9.9, (16, 4 << 10): 3.9}  # Tab. IV, over FlashAttention-2
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """Every batch and length, at an eighth of the tokens."""
+  for batch, tokens in [(2, 256)] if quick else SHAPES:
+    name = f"B{batch} T{tokens} 32x1 1/8"
+    if only in name:
+      yield case(name, batch, tokens, quick, peers and not quick)
+
+
+def case(name: str, batch: int, tokens: int, quick: bool, peers: bool) -> Case:
+  """A layer's step, averaged over a block: enter a token, plan, attend, note."""
+  heads, head_dim = (3, 32) if quick else (32, 128)
+  dtype = jnp.float32 if quick else jnp.bfloat16
+  spec = kvjax.CacheSpec(batch, tokens + BLOCK, heads, 1, head_dim, 1, dtype)
+  cis = kvjax.CIS.example(tokens // 8)
+  cpe = kvjax.CPE(cis.k, cis.sinks, cis.local, BLOCK)
+  ours = "pallas" if quick else "auto"
+  make = {"kvjax": (cpe, ours), "dense decode": (kvjax.Full(), ours), "XLA": (cpe, "reference")}
+  contenders = [
+    looped(label, method, impl, spec, tokens, checked=method is cpe)
+    for label, (method, impl) in make.items()
+  ]
+  if peers:
+    contenders += optional("torch flash", lambda: _torch(batch, heads, tokens, head_dim))
+  retrieved, visited = statistics(cpe, spec, tokens)
+  token_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize  # a key and a value
+  rows = batch * heads
+  dense_bytes = rows * tokens * token_bytes
+  sparse_bytes = rows * (visited * token_bytes + retrieved * tokens * token_bytes / 2)
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    limit = dense_bytes / sparse_bytes
+    faster = seconds["dense decode"] / seconds["kvjax"]
+    lines = [
+      f"{faster:.2f} × dense decode, {faster / limit:.2f} of the limit by bytes ({limit:.2f} ×)",
+      f"ρ̂ {retrieved:.4f}, {visited:.1f} tokens a head at a budget of {tokens // 8}",
+    ]
+    if "torch flash" in seconds:
+      lines.append(f"{seconds['torch flash'] / seconds['kvjax']:.2f} × torch's flash SDPA")
+    if (batch, tokens) in PAPER:
+      lines.append(f"paper: {PAPER[batch, tokens]} × FlashAttention-2")
+    return lines
+
+  return Case(
+    name=name,
+    shapes=f"{batch} rows × {heads} heads, {tokens} tokens of {head_dim} {jnp.dtype(dtype).name}; "
+    f"{cpe.k} retrieved + {cpe.sinks} + {cpe.local}, blocks of {BLOCK}",
+    bytes=int(sparse_bytes),
+    reference=lambda: outputs(cpe, "reference", spec, tokens),
+    tolerance=1e-5 if quick else 1e-2,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def steps(method: Any, impl: str, spec: kvjax.CacheSpec) -> Callable:
+  """One decode step of a layer; queries of a block are alike, as those of near tokens are."""
+  at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
+  heads = spec.batch, spec.kv_heads
+  shapes = (*heads, spec.groups, spec.head_dim), (*heads, spec.head_dim), (*heads, spec.head_dim)
+  q, k, v = (
+    jax.random.normal(key, shape, spec.dtype)
+    for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+  )
+  live = jnp.ones(spec.batch, bool)
+
+  def step(cache: Any, i: Any) -> tuple[Any, Any, Any]:
+    # Rotated back to where the first one stands, so that their cosine is that of the projections.
+    query = at.env.rope.shift(q, (cache.seen[0] - cache.seen)[:, None, None] - i)
+    moved = (1 + 0.01 * i.astype(jnp.float32)).astype(spec.dtype)
+    out, cache, _, aux = method.decode_step(
+      at, cache, query.astype(spec.dtype) * moved, k, v, live, kvjax.Carry()
+    )
+    return cache, out, aux
+
+  return step
+
+
+def looped(
+  name: str, method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, *, checked: bool
+) -> Contender:
+  """A block of steps per program over one donated cache, which begins anew each time."""
+  step = steps(method, impl, spec)
+
+  def run(cache: Any) -> tuple[Any, Any]:
+    rows = cache.rows
+
+    def body(i: Any, carry: Any) -> Any:
+      cache, total = carry
+      cache, out, _ = step(cache, i)
+      return cache, total + out.astype(jnp.float32).sum()
+
+    cache, total = lax.fori_loop(0, BLOCK, body, (cache, jnp.zeros(())))
+    return cache.put(rows=rows), total
+
+  make = functools.partial(holding, method, spec, jnp.int32(tokens))
+  compiled = jax.jit(run, donate_argnums=0).lower(jax.eval_shape(make)).compile()
+  held = [start(method, make())]
+
+  def seconds() -> float:
+    def enqueue(programs: int) -> float:
+      began = time.perf_counter()
+      for _ in range(programs):
+        held[0], total = compiled(held[0])
+      jax.block_until_ready(total)
+      return time.perf_counter() - began
+
+    few, many = enqueue(1), enqueue(7)
+    return (many - few) / (6 * BLOCK)
+
+  output = (lambda: outputs(method, impl, spec, tokens)) if checked else None
+  return Contender(name, seconds, output)
+
+
+def start(method: Any, cache: Any) -> Any:
+  """The cache at the start of a block."""
+  if "step" not in cache.rows:
+    return cache
+  return cache.put(rows={"step": jnp.zeros_like(cache.rows["step"])})
+
+
+def outputs(method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int) -> np.ndarray:
+  """What a retrieving step and two sharing ones give."""
+  step = jax.jit(steps(method, impl, spec))
+  cache, found = start(method, holding(method, spec, jnp.int32(tokens))), []
+  for i in range(3):
+    cache, out, _ = step(cache, jnp.int32(i))
+    found.append(np.asarray(out, np.float32))
+  return np.stack(found)
+
+
+def statistics(method: Any, spec: kvjax.CacheSpec, tokens: int) -> tuple[float, float]:
+  """ρ̂ and the tokens that a head attends to, over a block."""
+  step = jax.jit(steps(method, "auto", spec))
+  cache = start(method, holding(method, spec, jnp.int32(tokens)))
+  seen = []
+  for i in range(BLOCK):
+    cache, _, aux = step(cache, jnp.int32(i))
+    seen.append((float(aux["retrieved"].mean()), float(aux["visited"].mean())))
+  retrieved, visited = np.mean(seen, 0)
+  return float(retrieved), float(visited)
+
+
+def _torch(batch: int, heads: int, tokens: int, head_dim: int) -> Contender:
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+
+  q = torch.randn(batch, heads, 1, head_dim, dtype=torch.bfloat16, device="cuda")
+  kv = batch, heads, tokens, head_dim
+  k, v = (torch.randn(kv, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+  def attend(q, k, v):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+      return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+  made = torch_contender("torch flash", attend, [(q, k, v)])
+  return Contender(made.name, made.seconds, None)

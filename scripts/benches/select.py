@@ -1,0 +1,115 @@
+"""choosing the tiles of a step: scores and an exact top-k, against the bytes of the summaries"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from scripts.benches import Case, jax_contender
+from scripts.benches.longflow import holding
+
+BANDWIDTH = 4.45e12  # bytes a second of an H200, read only
+METHODS = {
+  "Quest page 16": kvjax.Quest(1024, dense_layers=0),
+  "InfLLM-v2 block 64": kvjax.InfLLMv2(),
+}
+QUICK = {
+  "Quest page 16": kvjax.Quest(128, dense_layers=0),
+  "InfLLM-v2 block 64": kvjax.InfLLMv2(top=4, local=128, dense_below=0),
+}
+SHAPES = [(1, 128 << 10), (1, 512 << 10), (8, 32 << 10)]
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """Every method at every length."""
+  for name, method in (QUICK if quick else METHODS).items():
+    for batch, tokens in [(2, 1024)] if quick else SHAPES:
+      label = f"{name} B{batch} T{tokens >> 10}K"
+      if only in label:
+        yield case(label, method, batch, tokens, quick)
+
+
+def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
+  """The plan of one step of one layer. Summaries are random, and rotate."""
+  heads, groups, head_dim = (2, 3, 32) if quick else (8, 4, 128)
+  dtype = jnp.float32 if quick else jnp.bfloat16
+  spec = kvjax.CacheSpec(batch, tokens, heads, groups, head_dim, 1, dtype)
+  cache = holding(method, spec, tokens)
+  moved = sum(x.nbytes for x in cache.heads.values())
+  copies = 2 if quick else min(max(4, (256 << 20) // moved), 8)
+  turns = [(query(spec, seed), summaries(cache, seed)) for seed in range(copies)]
+
+  def run(impl: str) -> Any:
+    at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
+
+    def plan(q, held, cache):
+      made = method.plan(at, cache.put(heads=held), q, kvjax.Carry())[0]
+      return {"table": made.table, "count": made.count, "scores": made.scores}
+
+    return plan
+
+  def scored(q, held, cache):
+    at = method.at(kvjax.Env(1, kvjax.Rope(), impl=ours), 0)
+    return method.tile_scores(at, cache.put(heads=held), q)
+
+  def read(q, held, cache):
+    return sum((x.astype(jnp.float32) * q[0, 0, 0, 0]).sum() for x in held.values())
+
+  ours = "pallas" if quick else "auto"
+  turns = [(*turn, cache) for turn in turns]
+  calls = 2 if quick else 16
+  contenders = [
+    jax_contender("kvjax", run(ours), turns, output=_ranking, calls=calls),
+    jax_contender("scores alone", scored, turns, calls=calls),
+    jax_contender("XLA", run("reference"), turns, output=_ranking, calls=calls),
+    jax_contender("read", read, turns, calls=calls),
+  ]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    floor = moved / BANDWIDTH
+    return [
+      f"{seconds['kvjax'] * 1e6:.1f} µs a layer, {seconds['kvjax'] / floor:.2f} × the summaries' "
+      f"bytes over 4.45 TB/s ({floor * 1e6:.1f} µs); "
+      f"{seconds['XLA'] / seconds['kvjax']:.2f} × faster than XLA"
+    ]
+
+  return Case(
+    name=label,
+    shapes=f"{batch} rows × {heads} KV heads × {groups}, {tokens} tokens of {head_dim} "
+    f"{jnp.dtype(dtype).name}, {copies} rotating; budget {method.best} of "
+    f"{math.ceil(tokens / method.unit)} tiles",
+    bytes=moved,
+    reference=lambda: _ranking(jax.jit(run("reference"))(*turns[0])),
+    tolerance=1e-5 if quick else 1e-3,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def query(spec: kvjax.CacheSpec, seed: int) -> Any:
+  """Random queries of one token."""
+  shape = spec.batch, spec.kv_heads, spec.groups, spec.head_dim
+  return jax.random.normal(jax.random.key(seed), shape, spec.dtype)
+
+
+def summaries(cache: Any, seed: int) -> dict[str, Any]:
+  """Random summaries of the shapes that a cache has; of two, the smaller and the larger."""
+  keys = jax.random.split(jax.random.key(1000 + seed), len(cache.heads))
+  made = [
+    jax.random.normal(key, x.shape, x.dtype)
+    for key, x in zip(keys, cache.heads.values(), strict=True)
+  ]
+  if len(made) == 2:
+    made = [jnp.minimum(*made), jnp.maximum(*made)]
+  return dict(zip(cache.heads, made, strict=True))
+
+
+def _ranking(plan: Any) -> np.ndarray:
+  """The scores of what a plan lists, best first: equal where two sets differ by ties alone."""
+  scores = np.sort(np.asarray(plan["scores"], np.float64), -1)
+  return np.where(np.isfinite(scores), scores, 0.0)

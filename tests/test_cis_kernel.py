@@ -1,0 +1,67 @@
+"""CIS on kernels against its reference: the same lists, retrievals and notes at every step.
+
+On a GPU the same tests run the compiled kernels.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import CIS, PSAW, Carry, Env, Rope
+from pallas_kernels.key_weights import key_logits
+from tests.test_cis import wandering
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+
+@pytest.mark.parametrize(
+  ("method", "groups"),
+  [
+    (CIS(k=6, sinks=2, local=3, block=5, tau=0.75, radius=2, m=4), 3),
+    (CIS(k=9, sinks=0, local=4, block=4, tau=0.7, radius=1), 1),
+    (CIS(k=5, sinks=1, local=2, block=5, tau=0.75, per="query_head"), 3),
+    (PSAW(CIS(k=6, sinks=2, local=3, block=5, tau=0.75, m=6), sinks=2, phi=0.4), 3),
+  ],
+)
+def test_same_plans_as_the_reference(method, groups):
+  """Both implementations from the same cache at every step; the kernels' cache goes on."""
+  stream = wandering(3, tokens=26, groups=groups)
+  spec = stream.spec(32)
+  env = {impl: method.at(Env(4, Rope(), impl=impl), 3) for impl in ("pallas", "reference")}
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def step(impl, cache, q, k, v):
+    at, place = env[impl], cache.seen[:, None]
+    turned = at.env.rope.rotate(q, place[..., None])
+    entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, jnp.ones(2, bool))
+    plan, _ = method.plan(at, entered, turned, Carry())
+    out, cache, _, aux = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
+    return cache, out, plan.table, plan.count, aux["retrieved"]
+
+  cache, shared = method.init(spec, 3), 0
+  for t in range(26):
+    token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
+    _, want, *listed = step("reference", cache, *token)
+    cache, out, *found = step("pallas", cache, *token)
+    for a, b in zip(found, listed, strict=True):
+      np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    shared += (~np.asarray(listed[-1])).sum()
+  assert shared > 20
+
+
+def test_keys_of_sharing_heads_are_not_read():
+  """NaN keys give no NaN where no retrieval was asked for: nothing is computed and masked."""
+  k = jnp.full((1, 2, 100, 16), jnp.nan).at[0, 1].set(1.0)
+  q, end = jnp.ones((1, 2, 1, 16)), jnp.full((1, 1), 100, jnp.int32)
+  active = jnp.array([[0, 1]], jnp.int32)
+  logits, m, l = jax.jit(key_logits)(q, k, end * 0, end, end, active=active)
+  assert np.isfinite(logits[0, 1]).all() and np.isfinite(m[0, 1]).all()
+  if jax.default_backend() == "cpu":  # results that no program wrote: what the interpreter fills in
+    untouched = jax.jit(key_logits)(q, k * 0, end * 0, end, end, active=active)[2]
+    np.testing.assert_array_equal(l[0, 0], untouched[0, 0])

@@ -27,7 +27,18 @@ import numpy as np
 
 from scripts.benches import Case
 
-SUITES = ("art", "cpe", "decode", "e2e", "longflow", "offload", "prefill", "scale", "select", "sparse")
+SUITES = (
+  "art",
+  "cpe",
+  "decode",
+  "e2e",
+  "longflow",
+  "offload",
+  "prefill",
+  "scale",
+  "select",
+  "sparse",
+)
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
 
 

@@ -301,6 +301,10 @@ class Transformer(nnx.Module):
     if self.mesh is None:
       return run(self, caches, *args)
     sharding.check_supported(method, self.mesh)
+    if self.env.check_nan:  # checkify does not carry errors out of loops over shard_map
+      raise NotImplementedError(
+        "Env.check_nan: found True on a mesh, expected False: look for NaN on one device"
+      )
     graph, state = nnx.split(self)
     leaves, tree = jax.tree.flatten(state)
     weights = parallel.weight_specs(state, self.config, self.mesh)

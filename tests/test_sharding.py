@@ -1,5 +1,6 @@
 """Several devices give what one gives: every method, split over 1, 2, 4 and 8 of them."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -243,3 +244,11 @@ def test_reports_are_of_all_heads():
   for wanted, found in zip(one, other, strict=True):
     assert wanted["visited"].shape == (2, CONFIG.kv_heads)
     np.testing.assert_array_equal(wanted["visited"], found["visited"])
+
+
+def test_nan_is_looked_for_on_one_device_only():
+  decoder = shard(model(), kvjax.make_mesh(2))
+  decoder.env = dataclasses.replace(decoder.env, check_nan=True)
+  caches = decoder.init_caches(kvjax.Full(), 2, CAPACITY)
+  with pytest.raises(NotImplementedError, match="check_nan: found True on a mesh"):
+    prefill(decoder, TOKENS[:, :23], LENGTHS, caches, kvjax.Full())

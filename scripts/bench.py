@@ -27,7 +27,7 @@ import numpy as np
 
 from scripts.benches import Case
 
-SUITES = ("art", "decode", "e2e", "longflow", "prefill", "sparse")
+SUITES = ("art", "decode", "e2e", "longflow", "prefill", "prr", "sparse")
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
 
 

@@ -264,7 +264,7 @@ class PRR(Wrapper):
       new, ahead = plan.memo["state"], plan.memo["ahead"]
     else:
       t = before.seen - 1
-      old = Smoothed(before.heads["level"], before.heads["trend"])
+      old = self.state(before)
       alpha, beta, gamma = self.factors(before)
       new = self.updated(old, plan.memo["scores"], alpha, beta, t - 1, t)
       ahead = self.forecast(new, gamma, t)
@@ -275,6 +275,10 @@ class PRR(Wrapper):
   def factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
     """α, β, γ of every row."""
     return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
+
+  def state(self, cache: Cache) -> Smoothed:
+    """Level and trend of every tile."""
+    return Smoothed(cache.heads["level"], cache.heads["trend"])
 
   def scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
     """Tiles that have had a score once token t has attended: the full ones before its own."""
@@ -353,7 +357,7 @@ class PRR(Wrapper):
     All (α, β) are followed side by side, and with them the row's factors of before; γ only enters
     forecasts.
     """
-    own, old = cache.rows["factors"], Smoothed(cache.heads["level"], cache.heads["trend"])
+    own, old = cache.rows["factors"], self.state(cache)
     tried, searches = own[None, :, :2], self.calibrate and self.variant == "S3"
     candidates = smoothing.grid()
     if searches:

@@ -6,8 +6,10 @@ Pallas kernel on a GPU where there is one that does all that the method needs, t
 otherwise; for a prompt, cuDNN's attention before either, where it does.
 """
 
+import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,9 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
   "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
   "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
+  "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
+  "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
+  "repair": {"pallas": ("pallas_kernels.repair", "repair")},
 }
 
 
@@ -155,25 +160,103 @@ def other_tiles(
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
-  operation = "attend_span" if plan.table is None else "attend_table"
-  impl = choose(operation, at.env.impl)
-  spans = plan.table is None
-  beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
-  if beyond and at.env.impl == "auto":
-    impl = "reference"
-  if impl == "reference":
+  run = _over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan)
+  if run is None:
     return attention.attend(at, cache, plan, q)
-  if beyond:
-    raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
   attend = _attend_span if plan.table is None else _attend_table
-  return attend(at, cache, plan, q, kernel(operation, impl))
+  return attend(at, cache, plan, q, run)
 
 
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
-  """As `attend` over a plan with a table, with a state [B, K, G, W] for every entry of it."""
-  if choose("attend_tiles", at.env.impl) != "reference":
-    kernel("attend_tiles", at.env.impl)
-  return attention.attend_tiles(at, cache, plan, q)
+  """As `attend` over a plan with a table, with a state [B, K, G, W] for every entry of it.
+
+  A kernel's own form of these states is in the memo, for `repair`.
+  """
+  run = _over_plan("attend_tiles", at, cache, plan)
+  if run is None:
+    return attention.attend_tiles(at, cache, plan, q)
+  span, (k, v) = plan.span, (cache.slots[name] for name in ("k", "v"))
+  sizes = {"unit": plan.unit, "sinks": span.sinks}
+  parts = run(q.astype(k.dtype), k, v, plan.table, span.start, span.stop, **sizes)
+  shape = (*q.shape[:2], -1, *q.shape[2:])
+  acc, m, l = (jnp.moveaxis(x.reshape(shape[: x.ndim + 2]), 2, 3) for x in parts)
+  state = State(acc / jnp.where(l == 0, 1.0, l)[..., None], m * math.log(2), l)
+  return Attended(state, None, None, plan.sizes(cache.size), memo=("tiles", list(parts)))
+
+
+def speculate(
+  at: At, cache: Cache, guess: Plan, q: Array, pages: tuple[Array, Array], *state: Array, **how: Any
+) -> tuple[Attended, Array, Array, Array, Array] | None:
+  """Attention over predicted pages beside the scoring of all; None where no kernel does both.
+
+  Args:
+    at, cache, guess, q: as in `attend`; all cached tokens are visible.
+    pages: minimum and maximum of every page's keys.
+    state: level and trend of every page, and the factors of every row.
+    how: `group` and `predictor`.
+
+  Returns:
+    What `repair` takes, scores and forecasts of all pages, and their level and trend.
+  """
+  beyond = beyond_kernel(at, cache, "pallas", logits=False, turned=False)
+  if beyond or choose("speculate", at.env.impl) != "pallas":
+    return None
+  k, v = cache.slots["k"], cache.slots["v"]
+  operands = q.astype(k.dtype), k, v, guess.table, cache.used, *pages, *state
+  run = kernel("speculate", "pallas")
+  written, both, _, level, trend = run(*operands, unit=guess.unit, **how)
+  o, m, l, out = (x.reshape(*q.shape[:2], *x.shape[1:]) for x in written[:4])
+  memo = "pieces", list(written[4:])
+  early = Attended(State(o, m, l), None, None, guess.visited(cache.size), out, memo)
+  return early, both[:, :, 0], both[:, :, 1], level, trend
+
+
+def repair(
+  at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
+) -> Attended | None:
+  """Attention over a selection, given that over a predicted one; None where no kernel does it.
+
+  `early` is what `attend` or `speculate` gave for the prediction, or `attend_tiles`: then tiles
+  that are in the prediction alone are left out.
+  """
+  run = _over_plan("repair", at, cache, plan)
+  if run is None:
+    return None
+  k, v, span = cache.slots["k"], cache.slots["v"], plan.span
+  stored, parts = early.memo or ("whole", [])
+  if stored == "tiles":
+    lone = jnp.zeros(q.shape[:3], jnp.float32)
+    held = [jnp.zeros(q.shape, jnp.float32), lone, lone, jnp.zeros(q.shape, k.dtype)]
+  else:
+    assert early.out is not None
+    held = [early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)]
+  state, out, missed, misses = run(
+    *(q.astype(k.dtype), k, v, plan.table, plan.count, guess.table, span.start, span.stop),
+    [*(x.reshape(-1, *x.shape[2:]) for x in held), *parts],
+    unit=plan.unit,
+    sinks=span.sinks,
+    stored=stored,
+  )
+  if stored == "tiles":
+    visited = plan.visited(cache.size)
+  else:
+    late = dataclasses.replace(plan, table=missed, count=misses)
+    visited = early.visited + late.visited(cache.size)
+  return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def _over_plan(operation: str, at: At, cache: Cache, plan: Plan) -> Callable | None:
+  """The kernel of an operation over a plan; None: the reference."""
+  impl = choose(operation, at.env.impl)
+  if impl == "reference":
+    return None
+  spans = plan.table is None
+  beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
+  if not beyond:
+    return kernel(operation, impl)
+  if at.env.impl == "auto":
+    return None
+  raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
 
 
 def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) -> Attended:

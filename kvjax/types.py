@@ -301,8 +301,8 @@ class Plan:
   unit: int = 64
   pinned: int = 0
 
-  def visited(self, size: int) -> Int[Array, "B K"]:
-    """Slots that a walk of the whole table attends to, in a cache of `size` slots."""
+  def sizes(self, size: int) -> Int[Array, "B K W"]:
+    """Slots of every entry of the table that are attended to, in a cache of `size` slots."""
     assert self.table is not None and self.count is not None
     listed = (jnp.arange(self.table.shape[-1]) < self.count[..., None]) & (self.table >= 0)
     low, high = self.table * self.unit, jnp.minimum((self.table + 1) * self.unit, size)
@@ -310,8 +310,11 @@ class Plan:
     high = jnp.minimum(high, stop)
     sinks = jnp.minimum(high, self.span.sinks) - low
     rest = high - jnp.maximum(low, jnp.maximum(start, self.span.sinks))
-    inside = jnp.maximum(sinks, 0) + jnp.maximum(rest, 0)
-    return jnp.where(listed, inside, 0).sum(-1, dtype=jnp.int32)
+    return jnp.where(listed, jnp.maximum(sinks, 0) + jnp.maximum(rest, 0), 0)
+
+  def visited(self, size: int) -> Int[Array, "B K"]:
+    """Slots that a walk of the whole table attends to, in a cache of `size` slots."""
+    return self.sizes(size).sum(-1, dtype=jnp.int32)
 
 
 @pytree()

@@ -22,8 +22,9 @@ JOINED = 64
 
 
 class Piece(NamedTuple):
-  """Part `part` of `parts` of a row. Not `active`: nothing to do, and `row` is any."""
+  """Part `part` of `parts` of a row, of program `pid`. Not `active`: nothing to do, any `row`."""
 
+  pid: Array
   row: Array
   part: Array
   parts: Array
@@ -41,14 +42,16 @@ def most_pieces(rows: int, programs: int) -> int:
   return programs + rows
 
 
-def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int) -> Piece:
-  """What this program has; `tiles_of(rows, mask)` gives the number of tiles of rows.
+def piece(
+  tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int, pid: Array | None = None
+) -> Piece:
+  """What this program (`pid`) has; `tiles_of(rows, mask)` gives the number of tiles of rows.
 
   A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
   one length are rounded down, since a few programs more than run at once would cost as much as a
   whole wave of them; ragged rows are rounded up, so that no piece is longer than its share.
   """
-  pid = pl.program_id(0)
+  pid = pl.program_id(0) if pid is None else pid
   lanes = jnp.arange(pl.next_power_of_2(rows))
   real = lanes < rows
   tiles = jnp.where(real, jnp.maximum(tiles_of(lanes, real), 0), 0)
@@ -59,7 +62,7 @@ def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int
   row = jnp.minimum((jnp.cumsum(pieces) <= pid).astype(jnp.int32).sum(), rows)
   before = jnp.where(lanes < row, pieces, 0).sum()
   parts = jnp.where(lanes == row, pieces, 0).sum()
-  return Piece(jnp.minimum(row, rows - 1), pid - before, parts, row < rows)
+  return Piece(pid, jnp.minimum(row, rows - 1), pid - before, parts, row < rows)
 
 
 def results(
@@ -81,7 +84,7 @@ def store(
 ) -> None:
   """Writes a walked piece to the refs of `results`."""
   o_ref, m_ref, l_ref, rounded_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs
-  pid, row = pl.program_id(0), piece.row
+  pid, row = piece.pid, piece.row
   lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
   of_query = lanes[:, None], columns[None, :]
   real = (lanes < groups)[:, None] & (columns < head_dim)[None, :]

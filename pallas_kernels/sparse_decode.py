@@ -21,11 +21,17 @@ from pallas_kernels.config import Config, choose
 from pallas_kernels.decode import check
 
 
-def _attend_kernel(
-  *refs: Any, groups: int, unit: int, config: Config, scale: float, sinks: int
+def attend_kernel(
+  *refs: Any,
+  groups: int,
+  unit: int,
+  config: Config,
+  scale: float,
+  sinks: int,
+  pid: Array | None = None,
 ) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
-  what `_split.results` lists.
+  what `_split.results` lists. `pid`: the program, where others share the launch.
   """
   q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref = refs[:7]
   rows, slots, head_dim = k_ref.shape
@@ -35,7 +41,7 @@ def _attend_kernel(
     count = _backend.load(count_ref, row, mask=real, other=0)
     return pl.cdiv(jnp.minimum(count, width) * unit, config.tile)
 
-  piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
+  piece = _split.piece(tiles_of, rows=rows, programs=config.programs, pid=pid)
   row = piece.row
   keys = jnp.minimum(count_ref[row], width) * unit
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
@@ -120,7 +126,7 @@ def sparse_decode(
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
   written = _backend.call(
     functools.partial(
-      _attend_kernel,
+      attend_kernel,
       groups=groups,
       unit=unit,
       config=config,

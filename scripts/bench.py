@@ -35,6 +35,7 @@ SUITES = (
   "longflow",
   "offload",
   "prefill",
+  "prr",
   "scale",
   "select",
   "sparse",

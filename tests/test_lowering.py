@@ -21,7 +21,9 @@ from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.quest import page_bounds
+from pallas_kernels.repair import repair
 from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.speculate import attend_tiles, speculate
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -306,6 +308,34 @@ def host_blocks_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       yield f"append-{name}", capability, append, arguments
 
 
+def prr_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Repair of every kind of stored state, speculation beside scoring, and single tiles."""
+  of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
+  for capability in SHARED:
+    for unit, head_dim, dtype in ((64, 128, jnp.bfloat16), (16, 128, jnp.float32)):
+      rows, pages, width = 8, 131072 // unit, 4096 // unit
+      q, cache = of((1, rows, 4, head_dim), dtype), of((1, rows, 131072, head_dim), dtype)
+      where, lists = [of((1, 1), i32)] * 2, of((1, rows, width), i32)
+      whole = [
+        of((rows, 4, head_dim), f32),
+        *[of((rows, 4), f32)] * 2,
+        of((rows, 4, head_dim), dtype),
+      ]
+      for stored, parts in (("whole", 0), ("pieces", 272), ("tiles", rows * width)):
+        more = [of((parts, 4, head_dim), f32), *[of((parts, 4), f32)] * 2] if parts else []
+        more += [of((rows, 2), i32)] * (stored == "pieces")
+        call = functools.partial(repair, unit=unit, stored=stored, interpret=False)
+        shapes = [q, cache, cache, lists, of((1, rows), i32), lists, *where, [*whole, *more]]
+        yield f"repair-{stored}-unit{unit}", capability, call, shapes
+      call = functools.partial(attend_tiles, unit=unit, interpret=False)
+      yield f"tiles-unit{unit}", capability, call, [q, cache, cache, lists, *where]
+      edge, state = of((1, rows, pages, head_dim), dtype), of((1, rows, pages), f32)
+      shapes = [q, cache, cache, lists, of((1,), i32), edge, edge, state, state, of((1, 3), f32)]
+      cut = Config(64 if dtype == jnp.bfloat16 else 32, 264, 4, 3)
+      call = functools.partial(speculate, unit=unit, config=cut, interpret=False)
+      yield f"speculate-unit{unit}", capability, call, shapes
+
+
 # Kernel -> its calls, as (name, capability, function, abstract arguments).
 KERNELS: dict[str, Callable] = {
   "art": art_calls,
@@ -317,6 +347,7 @@ KERNELS: dict[str, Callable] = {
   "select": select_calls,
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
+  "prr": prr_calls,
 }
 
 CALLS = {
@@ -356,6 +387,8 @@ def test_compiles_within_limits(call):
     ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
     ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
     ("products-partial_products-8B", "product"),
+    ("prr-repair-pieces-unit64", "repair"),
+    ("prr-speculate-unit64", "speculate"),
   ],
 )
 def test_streams_through_shared_memory(call, name):

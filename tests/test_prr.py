@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import ART, PRR, HShare, InfLLMv2, Plan, Quest, SnapKV, Span, TopKOracle
+from kvjax import ART, PRR, Env, HShare, InfLLMv2, Plan, Quest, SnapKV, Span, TopKOracle
 from kvjax.methods import prr
 from kvjax.ops import smoothing
 from kvjax.ops.smoothing import Smoothed
@@ -393,3 +393,37 @@ def test_bad_settings(kwargs, message):
 def test_art_may_not_walk_what_is_repaired():
   with pytest.raises(ValueError, match="ART replaces"):
     ART(PRR())
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize(
+  "kwargs",
+  [
+    {"budget": 1.5},
+    {"budget": 1.5, "predictor": "ema"},
+    {"variant": "S1"},
+    {"variant": "S2"},
+    {"budget": 1.5, "strict": True},
+    {"variant": "S1", "strict": True},
+  ],
+  ids=["S3", "ema", "S1", "S2", "strict", "S1-strict"],
+)
+def test_kernels_equal_the_reference(kwargs, group):
+  """Outputs, sets, reports and the predictor, step by step: in one launch where one does both."""
+  base = Quest(16, 4, group) if group == "mean" or "strict" not in kwargs else INFLLM
+  method = PRR(base, calibrate=False, **kwargs)
+  stream = Stream.random(8, tokens=50)
+  layers = [
+    Layer(method, stream, capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
+    for impl in ("reference", "pallas")
+  ]
+  for layer in layers:
+    layer.prefill([37, 21])
+  for step in range(6):
+    at = [37 + step, 21 + step]
+    (want, there), (out, aux) = (layer.decode(at) for layer in layers)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    for name in there:
+      np.testing.assert_allclose(aux[name], there[name], atol=1e-5, err_msg=name)
+  for name, x in layers[0].cache.heads.items():
+    np.testing.assert_allclose(layers[1].cache.heads[name], x, atol=1e-4, err_msg=name)

@@ -165,22 +165,51 @@ class PRR(Wrapper):
     """The true selection; its memo holds the foreseen one, all scores, and who is in both."""
     if "foreseen" not in cache.heads:
       return self.base.plan(at, cache, q, carry)
-    scores = at.top.score(at, cache, q)
-    assert scores is not None  # dense layers foresee nothing
-    true = at.top.select(at, cache, scores)
-    assert true.table is not None
     foreseen = cache.heads["foreseen"]
+    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
-    guess = dataclasses.replace(true, table=foreseen, count=count, scores=None)
-    memo = {"guess": guess, "scores": scores, "hit": _among(true.table, foreseen)}
+    guess = Plan(span, foreseen, count, unit=self.selector.unit)
+    memo = self.beside(at, cache, guess, q)
+    if memo is None:
+      memo = {"scores": at.top.score(at, cache, q)}
+    true = at.top.select(at, cache, memo["scores"])
+    assert true.table is not None
+    memo |= {"guess": guess, "hit": _among(true.table, foreseen)}
     return dataclasses.replace(true, memo=memo), carry
+
+  def beside(
+    self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
+  ) -> dict[str, Any] | None:
+    """Attention over Ŝ, scores and the predictor's next state at once, where a kernel does that.
+
+    It bounds Quest's pages, and takes all tokens to be visible.
+    """
+    base = self.base
+    seen = at.top.window(at, (cache.seen - 1)[:, None]) is None
+    if not isinstance(base, Quest) or at.top != self or not seen or self.strict:
+      return None
+    if self.variant == "S1":  # may have to keep what was speculated as it is
+      return None
+    pages, state = (
+      tuple(cache.heads[n] for n in pair) for pair in (("key_min", "key_max"), ("level", "trend"))
+    )
+    how = {"group": base.group, "predictor": self.predictor}
+    found = dispatch.speculate(at, cache, guess, q, pages, *state, cache.rows["factors"], **how)
+    if found is None:
+      return None
+    early, scores, ahead, *moved = found
+    return {"early": early, "scores": scores, "ahead": ahead, "state": Smoothed(*moved)}
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     if plan.memo is None:
       return self.base.attend(at, cache, plan, q)
     assert plan.table is not None
-    guess, hit = plan.memo["guess"], plan.memo["hit"]
-    early = self.speculate(at, cache, guess, q)
+    guess, hit, early = plan.memo["guess"], plan.memo["hit"], plan.memo.get("early")
+    early = self.speculate(at, cache, guess, q) if early is None else early
+    if self.variant != "S1":
+      repaired = dispatch.repair(at, cache, plan, guess, q, early)
+      if repaired is not None:
+        return repaired
     if self.strict:
       early = _without_wasted(early, _among(guess.table, plan.table), guess.unit)
     if self.variant == "S1":
@@ -231,17 +260,25 @@ class PRR(Wrapper):
       return cache, aux
     assert plan.table is not None
     aux |= _report(plan, before.heads["selected"], self.selector.positive)
-    t = before.seen - 1
-    old = Smoothed(before.heads["level"], before.heads["trend"])
-    alpha, beta, _ = self.factors(before)
-    new = self.updated(old, plan.memo["scores"], alpha, beta, t - 1, t)
-    return self.foresee(at, cache, new, plan.table), aux
+    if "state" in plan.memo:
+      new, ahead = plan.memo["state"], plan.memo["ahead"]
+    else:
+      t = before.seen - 1
+      old = self.state(before)
+      alpha, beta, gamma = self.factors(before)
+      new = self.updated(old, plan.memo["scores"], alpha, beta, t - 1, t)
+      ahead = self.forecast(new, gamma, t)
+    return self.foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
 
   def factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
     """α, β, γ of every row."""
     return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
+
+  def state(self, cache: Cache) -> Smoothed:
+    """Level and trend of every tile."""
+    return Smoothed(cache.heads["level"], cache.heads["trend"])
 
   def scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
     """Tiles that have had a score once token t has attended: the full ones before its own."""
@@ -267,12 +304,17 @@ class PRR(Wrapper):
     """ŝ of the step behind token `last`; ∞ for tiles that have no score yet."""
     return jnp.where(self.scored(state, last), state.forecast(gamma), jnp.inf)
 
-  def foresee(self, at: At, cache: Cache, state: Smoothed, selected: Int[Array, "B K W"]) -> Cache:
-    """The cache with the predictor's state, and with Ŝ of the next step."""
-    gamma = self.factors(cache)[2]
-    ahead = cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
-    ratio = self.ratio(cache.pos.shape[0], cache.size)
-    guess = at.top.select(at, ahead, self.forecast(state, gamma, cache.seen - 1), ratio)
+  def foresee(
+    self,
+    at: At,
+    cache: Cache,
+    state: Smoothed,
+    ahead: Float[Array, "B K P"],
+    selected: Int[Array, "B K W"],
+  ) -> Cache:
+    """The cache with the predictor's state, and with Ŝ of the next step: the best of `ahead`."""
+    then = cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
+    guess = at.top.select(at, then, ahead, self.ratio(cache.pos.shape[0], cache.size))
     new = {"level": state.level, "trend": state.trend}
     return cache.put(heads={**new, "foreseen": guess.table, "selected": selected})
 
@@ -299,7 +341,8 @@ class PRR(Wrapper):
     assert scores is not None
     selected = at.top.select(at, kept, scores).table
     assert selected is not None
-    return self.foresee(at, kept, state, selected)
+    ahead = self.forecast(state, factors[:, 2, None, None], kept.seen - 1)
+    return self.foresee(at, kept, state, ahead, selected)
 
   def follow(
     self,
@@ -314,7 +357,7 @@ class PRR(Wrapper):
     All (α, β) are followed side by side, and with them the row's factors of before; γ only enters
     forecasts.
     """
-    own, old = cache.rows["factors"], Smoothed(cache.heads["level"], cache.heads["trend"])
+    own, old = cache.rows["factors"], self.state(cache)
     tried, searches = own[None, :, :2], self.calibrate and self.variant == "S3"
     candidates = smoothing.grid()
     if searches:

@@ -1,0 +1,341 @@
+"""PRR: predicted attention beside selection and its repair, against selecting first"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import PRR, Cache, Carry, Env, Plan, Quest, Span, Wrapper
+from pallas_kernels.repair import repair
+from scripts.benches import Case, Contender, jax_contender
+
+# Distinct layers: together they are past the L2 cache.
+LAYERS = 4
+# ρ, and the shares of the selected pages that a prediction hits and that the last step's does: the
+# paper's, since queries of chance have no likeness from step to step.
+RATIO, HITS, REUSED = 1.25, 0.97, 0.68
+BANDWIDTH = 4.45e12
+MISSES = (0, 1, 2, 4, 8, 16, 32, 64)
+ENV = Env(1, impl="pallas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """One model's layer under Quest at one length."""
+
+  model: str
+  batch: int
+  kv_heads: int
+  groups: int
+  slots: int
+  page: int
+  budget: int
+  head_dim: int = 128
+  dtype: str = "bfloat16"
+
+  @property
+  def name(self) -> str:
+    length = f"{self.slots >> 10}K" if self.slots >= 1024 else self.slots
+    return f"{self.model} B{self.batch} T{length} {self.budget}x{self.page}"
+
+  @property
+  def base(self) -> Quest:
+    return Quest(self.budget, self.page, dense_layers=0)
+
+  def prr(self, variant: str = "S3") -> PRR:
+    return PRR(self.base, budget=RATIO, variant=variant)
+
+  def bytes(self, tokens: int) -> int:
+    """Keys and values of that many tokens of every row."""
+    rows = self.batch * self.kv_heads
+    return rows * tokens * 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+  def arrays(self, seed: int) -> tuple[Any, Cache]:
+    """A query, and the cache of a layer under PRR, three slots short of full."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    heads, pages = (self.batch, self.kv_heads), self.slots // self.page
+    of = functools.partial(jax.random.normal, dtype=self.dtype)
+    k = of(keys[1], (*heads, self.slots, self.head_dim))
+    paged = k.reshape(*heads, pages, self.page, self.head_dim)
+    tokens, none = self.slots - 3, jnp.full((*heads, 1), -1, jnp.int32)
+    pos = jnp.arange(self.slots, dtype=jnp.int32)
+    heads_shelf = {
+      "key_min": paged.min(3),
+      "key_max": paged.max(3),
+      "level": jax.random.normal(keys[3], (*heads, pages)),
+      "trend": jax.random.normal(keys[4], (*heads, pages)),
+      "foreseen": none,
+      "selected": none,
+    }
+    seen = jnp.full((self.batch,), tokens, jnp.int32)
+    factors = jnp.tile(jnp.array([[0.6, 0.2, 0.5]], jnp.float32), (self.batch, 1))
+    cache = Cache(
+      slots={
+        "k": k,
+        "v": of(keys[2], k.shape),
+        "pos": jnp.broadcast_to(jnp.where(pos < tokens, pos, -1), k.shape[:3]),
+      },
+      heads=heads_shelf,
+      rows={"seen": seen, "used": seen, "factors": factors},
+    )
+    return of(keys[0], (*heads, self.groups, self.head_dim)), cache
+
+
+MODELS = {"8B": (8, 4), "GLM-4-9B-like": (2, 16)}
+LENGTHS = (16, 32, 64, 128, 256, 512)
+
+
+def settings(quick: bool) -> Iterator[Setting]:
+  if quick:
+    yield Setting("tiny", 1, 2, 3, 256, 16, 96, 32)
+    return
+  for model, (kv_heads, groups) in MODELS.items():
+    for batch in (1, 4):
+      for length in LENGTHS:
+        for page, budget in ((16, 1024), (16, 4096), (64, 4096)):
+          yield Setting(model, batch, kv_heads, groups, length << 10, page, budget)
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The settings of this suite one after another, and tables of repairs."""
+  for setting in settings(quick):
+    if only in setting.name:
+      yield case(setting, quick)
+    if only in f"repair {setting.name}" and (quick or setting.slots == 128 << 10):
+      yield repairs(setting, quick)
+
+
+# ---- what is timed: moves of the methods, as a decode step calls them
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Wrapper):
+  """The same method, whose kernels nobody joins in one launch."""
+
+
+def step(method: Any, q: Any, cache: Cache) -> Any:
+  """Selection, attention and bookkeeping of one layer."""
+  at = method.at(ENV, 0)
+  plan, _ = method.plan(at, cache, q, Carry())
+  attended = method.attend(at, cache, plan, q)
+  after, _ = method.observe(at, cache, q, plan, attended)
+  changed = [x for name, x in after.heads.items() if x is not cache.heads[name]]
+  out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
+  return out, *changed
+
+
+def select(method: Any, q: Any, cache: Cache) -> Any:
+  """The plan alone."""
+  plan, _ = method.plan(method.at(ENV, 0), cache, q, Carry())
+  return plan.table, plan.count
+
+
+def score(method: Any, q: Any, cache: Cache) -> Any:
+  return method.score(method.at(ENV, 0), cache, q)
+
+
+def attend(method: Any, q: Any, cache: Cache, name: str) -> Any:
+  """Attention alone, over the pages listed in a leaf of the cache."""
+  return method.attend(method.at(ENV, 0), cache, listed(method.unit, cache, name), q).out
+
+
+def listed(unit: int, cache: Cache, name: str) -> Plan:
+  table, stop = cache.heads[name], cache.used[:, None]
+  count = (table >= 0).sum(-1, dtype=jnp.int32)
+  return Plan(Span(jnp.zeros_like(stop), stop), table, count, unit=unit)
+
+
+def beside(method: PRR, q: Any, cache: Cache) -> Any:
+  """Attention over the prediction and all scores, in one launch."""
+  memo = method.beside(method.at(ENV, 0), cache, listed(method.base.unit, cache, "foreseen"), q)
+  assert memo is not None
+  return memo["early"].state.l, memo["scores"]
+
+
+def update(method: PRR, q: Any, cache: Cache) -> Any:
+  """The predictor's step and the next prediction by themselves, from scores that are there."""
+  at, t = method.at(ENV, 0), cache.seen - 1
+  alpha, beta, gamma = method.factors(cache)
+  old = method.state(cache)
+  new = method.updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
+  after = method.foresee(at, cache, new, method.forecast(new, gamma, t), cache.heads["selected"])
+  return [after.heads[name] for name in ("level", "trend", "foreseen")]
+
+
+def repaired(method: PRR, q: Any, cache: Cache) -> Any:
+  """The repair alone, of a finished state."""
+  plan = listed(method.base.unit, cache, "true")
+  state = [cache.heads[name] for name in ("o", "m", "l", "out")]
+  run = functools.partial(repair, unit=plan.unit)
+  guess, span = cache.heads["foreseen"], plan.span
+  operands = (cache.slots[n] for n in ("k", "v"))
+  return run(q, *operands, plan.table, plan.count, guess, span.start, span.stop, state)[1]
+
+
+# ---- inputs
+
+
+def predicted(s: Setting, table: np.ndarray, hits: float, named: int, seed: int) -> np.ndarray:
+  """A prediction of `named` pages beside the newest that hits a share of the selected ones."""
+  rng = np.random.default_rng(seed)
+  newest = (s.slots - 4) // s.page
+  flat = table.reshape(-1, table.shape[-1])
+  guess = np.full((flat.shape[0], named + 1), -1, np.int32)
+  for row, tiles in enumerate(flat):
+    chosen = rng.permutation(tiles[(tiles != newest) & (tiles >= 0)])
+    kept = chosen[: round(hits * chosen.size)]
+    free = np.setdiff1d(np.arange(newest), chosen)
+    wasted = rng.choice(free, min(named - kept.size, free.size), replace=False)
+    both = [newest, *rng.permutation(np.concatenate([kept, wasted]))]
+    guess[row, : len(both)] = both
+  return guess.reshape(*table.shape[:2], -1)
+
+
+def layers(s: Setting, quick: bool) -> list[tuple[Any, Cache, np.ndarray]]:
+  """Distinct layers, and the pages that each selects."""
+  make, choose = jax.jit(s.arrays), jax.jit(functools.partial(select, s.base))
+  made = []
+  for seed in range(1 if quick else LAYERS):
+    q, cache = make(seed)
+    made.append((q, cache, np.asarray(choose(q, cache)[0])))
+  return made
+
+
+def attended(s: Setting, q: Any, cache: Cache, lists: list[np.ndarray]) -> np.ndarray:
+  """Attention over the pages of several tables together, float32, one KV head at a time."""
+  rows = s.batch * s.kv_heads
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, cache.slots["k"], cache.slots["v"])]
+  outs = []
+  for row in range(rows):
+    pages = np.unique(np.concatenate([t.reshape(rows, -1)[row] for t in lists]))
+    slot = (pages[pages >= 0, None] * s.page + np.arange(s.page)).reshape(-1)
+    slot = jnp.asarray(slot[slot < s.slots - 3])
+    wide = [x.astype(jnp.float32) for x in (flat[0][row], flat[1][row, slot], flat[2][row, slot])]
+    p = jax.nn.softmax(wide[0] @ wide[1].T * s.head_dim**-0.5, -1)
+    outs.append(np.asarray(p @ wide[2]))
+  return np.stack(outs).reshape(q.shape)
+
+
+# ---- cases
+
+
+def case(s: Setting, quick: bool) -> Case:
+  """One layer: selecting first, PRR and its stages, PRR one kernel after another, the parts."""
+  base, prr = s.base, s.prr()
+  wide, inputs = base.widened(RATIO), layers(s, quick)
+  turns: dict[str, list[tuple]] = {"S3": [], "reuse": []}
+  for seed, (q, cache, table) in enumerate(inputs):
+    scores = jax.jit(functools.partial(score, base))(q, cache)
+    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.best)):
+      guess = predicted(s, table, hits, named, seed)
+      more = {"foreseen": jnp.asarray(guess), "true": jnp.asarray(table), "scores": scores}
+      state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
+      one = jnp.ones(state.shape[:2], jnp.float32)
+      more |= {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
+      turns[name].append((q, cache.put(heads=more)))
+  (q, cache), tables = turns["S3"][0], [inputs[0][2]]
+  want = attended(s, q, cache, tables)
+  guesses = {n: np.asarray(x[0][1].heads["foreseen"]) for n, x in turns.items()}
+  unions = {n: attended(s, q, cache, [*tables, guess]) for n, guess in guesses.items()}
+
+  def contender(
+    name: str, run: Callable[..., Any], reference: np.ndarray | None, inputs: str = "S3"
+  ) -> Contender:
+    def output(result: Any) -> Any:
+      got = result[0] if isinstance(result, tuple) else result
+      # Each is compared with what it has to compute; the case has one reference.
+      return want + (np.asarray(got, np.float32) - reference)
+
+    shown = None if reference is None else output
+    return jax_contender(name, run, turns[inputs], output=shown, calls=2 if quick else 64)
+
+  def of(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    return functools.partial(function, *args)
+
+  contenders = (
+    contender("prr", of(step, prr), unions["S3"]),
+    contender("serial", of(step, base), want),
+    contender("prr, one by one", of(step, Apart(prr)), unions["S3"]),
+    contender("prr, S2", of(step, s.prr("S2")), unions["reuse"], "reuse"),
+    contender("prr, S1", of(step, s.prr("S1")), want, "reuse"),
+    contender("select", of(select, base), None),
+    contender("score", of(score, base), None),
+    contender("attend", functools.partial(attend, base, name="true"), want),
+    contender("speculate", functools.partial(attend, base, name="foreseen"), None),
+    contender("speculate beside score", of(beside, prr), None),
+    contender("update", of(update, prr), None),
+    contender("repair", of(repaired, prr), None),
+    contender("top_k, lax", of(_lax_top_k, base.best), None),
+  )
+  rows, pages = s.batch * s.kv_heads, s.slots // s.page
+  scored = 2 * rows * pages * s.head_dim * jnp.dtype(s.dtype).itemsize
+  moved = scored + s.bytes((wide + 1) * s.page)
+
+  def remarks(t: dict[str, float]) -> list[str]:
+    floor = moved / BANDWIDTH
+    longest = max(t["select"], t["speculate"], floor)
+    bound = (t["select"] + t["attend"]) / (longest + t["repair"] + t["update"])
+    hidden = (t["select"] + t["attend"]) / (longest + t["repair"])
+    gain, lone = t["serial"] / t["prr"], t["serial"] / t["prr, one by one"]
+    keys = {"S1": "prr, S1", "S2": "prr, S2", "S3": "prr"}
+    stages = (f"{n} {t['serial'] / t[key]:.2f}" for n, key in keys.items() if key in t)
+    return [
+      f"serial / prr {gain:.2f}; without overlap {lone:.2f}; stages {', '.join(stages)}",
+      f"bound {bound:.2f} from the parts, reached {gain / bound:.2f} of it; {hidden:.2f} with the "
+      "update hidden",
+      f"attention and scoring: {(t['speculate'] + t['score']) * 1e6:.1f} µs apart, "
+      f"{t['speculate beside score'] * 1e6:.1f} side by side, bytes {floor * 1e6:.1f}",
+    ]
+
+  return Case(
+    name=s.name,
+    shapes=f"q [{s.batch}, {s.kv_heads}, {s.groups}, {s.head_dim}], {s.slots} slots {s.dtype}, "
+    f"{pages} pages of {s.page}, {base.best} + 1 selected, {wide} + 1 predicted, "
+    f"{HITS:.0%} hit ({REUSED:.0%} in S1 and S2); {len(inputs)} layers rotating",
+    bytes=moved,
+    reference=lambda: want,
+    tolerance=1e-2,
+    contenders=contenders,
+    subject="prr",
+    remarks=remarks,
+  )
+
+
+def _lax_top_k(k: int, q: Any, cache: Cache) -> Any:
+  """The search that a plain program would do."""
+  return jax.lax.top_k(cache.heads["scores"] * q[:, :, 0, :1], k)[1]
+
+
+def repairs(s: Setting, quick: bool) -> Case:
+  """Repair of 0 … 64 missed pages."""
+  prr, inputs = s.prr(), layers(s, quick)
+  want = np.asarray(inputs[0][0], np.float32)
+  state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
+  one = jnp.ones(state.shape[:2], jnp.float32)
+  held = {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
+  contenders = []
+  for n in MISSES:
+    if n > prr.selector.best:
+      continue
+    turns = []
+    for seed, (q, cache, table) in enumerate(inputs):
+      hits = 1 - n / prr.selector.best
+      guess = predicted(s, table, hits, prr.selector.widened(RATIO), seed)
+      more = {**held, "foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
+      turns.append((q, cache.put(heads=more)))
+    run = functools.partial(repaired, prr)
+    contenders.append(jax_contender(f"{n} missed", run, turns, calls=2 if quick else 64))
+  return Case(
+    name=f"repair {s.name}",
+    shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
+    f"{prr.selector.best} + 1 selected",
+    bytes=s.bytes(s.page),
+    reference=lambda: want,
+    tolerance=1e-2,
+    contenders=tuple(contenders),
+    subject="0 missed",
+  )

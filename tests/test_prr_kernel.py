@@ -1,0 +1,183 @@
+"""PRR's kernels against NumPy float64 loops and against each other, under the interpreter or on a
+GPU: repair of stored states, speculation beside scoring, attention to single tiles."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import _tiles
+from pallas_kernels.config import Config
+from pallas_kernels.repair import repair
+from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.speculate import attend_tiles, speculate
+from tests.layer import softmax_average
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+CLOSE = {"float32": 2e-5, "bfloat16": 1.5e-2}
+CUT = Config(tile=16, programs=7, warps=4, stages=2)
+
+
+def lists(seed, rows, tiles, width, predicted):
+  """Selections and predictions that share from none to all of their tiles; ragged, with holes."""
+  rng = np.random.default_rng(seed)
+  table = np.full((rows, width), -1, np.int32)
+  guess = np.full((rows, predicted), -1, np.int32)
+  count = np.zeros(rows, np.int32)
+  for r in range(rows):
+    order = rng.permutation(tiles)
+    count[r] = width if r == rows - 1 else rng.integers(1, width + 1)
+    shared = min(round(r / max(rows - 1, 1) * count[r]), predicted)  # none … all
+    wasted = min(predicted - shared, tiles - count[r], rng.integers(0, 4))
+    table[r, : count[r]] = rng.permutation(order[: count[r]])
+    named = np.concatenate([order[:shared], order[count[r] : count[r] + wasted]])
+    guess[r, rng.permutation(predicted)[: named.size]] = named
+  return table, count, guess
+
+
+def attended(q, k, v, held):
+  """o and lse of one KV head's queries over some slots, float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  if not held:
+    return np.zeros(q.shape), np.full(q.shape[0], -np.inf)
+  x = q @ k[held].T / math.sqrt(q.shape[1])
+  o = np.stack([softmax_average(row, v[held]) for row in x])
+  top = x.max(1, keepdims=True)
+  return o, (top + np.log(np.exp(x - top).sum(1, keepdims=True)))[:, 0]
+
+
+def slots_of(tiles, unit, stop):
+  return sorted({s for j in tiles if j >= 0 for s in range(j * unit, (j + 1) * unit) if s < stop})
+
+
+@pytest.mark.parametrize("stored", ["whole", "pieces", "tiles"])
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim", "unit", "dtype"),
+  [(3, 3, 24, 16, "float32"), (2, 4, 64, 64, "bfloat16"), (3, 1, 32, 4, "float32")],
+)
+def test_repair(heads, groups, head_dim, unit, dtype, stored):
+  """Everything from no miss to nothing but misses; what is in no list holds NaN."""
+  batch, tiles, width, predicted = 2, 23, 9, 13
+  slots, rows = tiles * unit - 3, batch * heads
+  rng = np.random.default_rng(0)
+  table, count, guess = lists(1, rows, tiles, width, predicted)
+  shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
+  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+  stop = np.array([[slots], [slots - unit - 1]], np.int32)
+  start = np.zeros_like(stop)
+  named = np.zeros((rows, slots), bool)
+  for r in range(rows):
+    named[r, slots_of([*table[r], *guess[r]], unit, stop[r // heads, 0])] = True
+  unread = ~named.reshape(batch, heads, slots, 1)
+  k, v = (jnp.where(unread, jnp.nan, x).astype(dtype) for x in (k, v))
+  shaped = [x.reshape(batch, heads, *x.shape[1:]) for x in (table, count, guess)]
+  table_, count_, guess_ = map(jnp.asarray, shaped)
+
+  @jax.jit
+  def run(q, k, v):
+    where = (jnp.asarray(start), jnp.asarray(stop))
+    if stored == "tiles":
+      parts = attend_tiles(q, k, v, guess_, *where, unit=unit)
+      blank = [
+        jnp.full((rows, groups, head_dim), jnp.nan),
+        *[jnp.full((rows, groups), jnp.nan)] * 2,
+      ]
+      written = [*blank, jnp.zeros((rows, groups, head_dim), q.dtype), *parts]
+    else:
+      full = jnp.full((batch, heads), predicted, jnp.int32)
+      state, rounded = sparse_decode(q, k, v, guess_, full, *where, unit=unit, config=CUT)
+      flat = [x.reshape(rows, *x.shape[2:]) for x in (state.o, state.m, state.l, rounded)]
+      written = flat
+      if stored == "pieces":  # two parts of every other row: the state, and nothing
+        acc = jnp.stack([flat[0] * flat[2][..., None], jnp.zeros_like(flat[0])], 1)
+        m = jnp.stack([flat[1] * _tiles.LOG2E, jnp.full_like(flat[1], -jnp.inf)], 1)
+        l = jnp.stack([flat[2], jnp.zeros_like(flat[2])], 1)
+        parts = [x.reshape(2 * rows, *x.shape[2:]) for x in (acc, m, l)]
+        odd = jnp.arange(rows) % 2
+        cut = jnp.stack([2 * jnp.arange(rows), 1 + odd], -1).astype(jnp.int32)
+        written = [*(jnp.where(odd.reshape(-1, *(1,) * (x.ndim - 1)) > 0, 7, x) for x in flat)]
+        written = [x.astype(y.dtype) for x, y in zip(written, flat, strict=True)]
+        written += [*parts, cut]
+    return repair(
+      q, k, v, table_, count_, guess_, *where, written, unit=unit, stored=stored, tile=16
+    )
+
+  state, rounded, missed, misses = run(q, k, v)
+  for r in range(rows):
+    b, h = divmod(r, heads)
+    true = set(table[r, : count[r]].tolist())
+    absent = [j for j in table[r, : count[r]].tolist() if j not in set(guess[r].tolist())]
+    assert int(misses[b, h]) == len(absent)
+    assert np.asarray(missed[b, h])[: len(absent)].tolist() == absent
+    read = true if stored == "tiles" else true | set(guess[r].tolist())
+    held = slots_of(read, unit, stop[b, 0])
+    o, lse = attended(q[b, h], k[b, h], v[b, h], held)
+    np.testing.assert_allclose(state.o[b, h], o, atol=CLOSE[dtype])
+    np.testing.assert_allclose(state.lse[b, h], lse, atol=CLOSE[dtype])
+  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize("predictor", ["holt", "ema"])
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim", "pages", "dtype"),
+  [(3, 3, 24, 45, "float32"), (2, 4, 64, 70, "bfloat16")],
+)
+def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group):
+  """One launch: the predicted pages' attention, and scores, forecasts and predictors of all."""
+  batch, unit, predicted = 2, 16, 11
+  slots, rows = pages * unit, batch * heads
+  rng = np.random.default_rng(2)
+  shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
+  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+  edges = rng.normal(size=(2, batch, heads, pages, head_dim))
+  low, high = (jnp.asarray(x, dtype) for x in (edges.min(0), edges.max(0)))
+  level, trend = (rng.normal(size=(batch, heads, pages)).astype(np.float32) for _ in range(2))
+  factors = rng.uniform(size=(batch, 3)).astype(np.float32)
+  stop = np.array([slots - 5, 16 * (pages // 2) + 1], np.int32)  # the second begins a page
+  guess = np.stack([rng.permutation(pages // 2)[:predicted] for _ in range(rows)])
+  guess[:, 7:][rng.random((rows, predicted - 7)) > 0.5] = -1
+  guess = guess.astype(np.int32).reshape(batch, heads, predicted)
+  run = jax.jit(
+    functools.partial(speculate, unit=unit, group=group, predictor=predictor, config=CUT)
+  )
+  written, both, stops, new_level, new_trend = run(
+    q, k, v, *map(jnp.asarray, (guess, stop)), low, high, *map(jnp.asarray, (level, trend, factors))
+  )
+  none = jnp.full((batch, heads, 1), -1, jnp.int32)
+  state, _, _, misses = repair(
+    *(q, k, v, none, jnp.zeros((batch, heads), jnp.int32), jnp.asarray(guess)),
+    *(jnp.zeros((batch, 1), jnp.int32), jnp.asarray(stop)[:, None], written),
+    unit=unit,
+    stored="pieces",
+  )
+  assert not np.asarray(misses).any()
+  np.testing.assert_array_equal(stops[:, 0], np.stack([stop, stop + 1], 1))
+  wide = [np.asarray(x, np.float64) for x in (q, low, high)]
+  for b, h in np.ndindex(batch, heads):
+    held = slots_of(guess[b, h], unit, stop[b])
+    o, lse = attended(q[b, h], k[b, h], v[b, h], held)
+    np.testing.assert_allclose(state.o[b, h], o, atol=CLOSE[dtype])
+    np.testing.assert_allclose(state.lse[b, h], lse, atol=CLOSE[dtype])
+    count = -(-stop[b] // unit)
+    heads_of = wide[0][b, h].mean(0, keepdims=True) if group == "mean" else wide[0][b, h]
+    edge = (np.maximum(x * wide[1][b, h], x * wide[2][b, h]).sum(-1) for x in heads_of)
+    s = np.max(list(edge), 0) / math.sqrt(head_dim)
+    np.testing.assert_allclose(both[b, h, 0, :count], s[:count], atol=1e-4)
+    alpha, beta, gamma = factors[b]
+    full, before = (stop[b] - 1) // unit, max(stop[b] - 2, 0) // unit
+    a, c = level[b, h], trend[b, h]
+    new = alpha * s + (1 - alpha) * (a + c if predictor == "holt" else a)
+    slope = beta * (new - a) + (1 - beta) * c
+    page = np.arange(pages)
+    new = np.where(page < before, new, np.where(page < full, s, 0))
+    slope = np.where(page < before, slope, 0)
+    np.testing.assert_allclose(new_level[b, h], new, atol=1e-4)
+    np.testing.assert_allclose(new_trend[b, h], slope, atol=1e-4)
+    ahead = np.where(page < full, new + gamma * slope, np.inf)
+    np.testing.assert_allclose(both[b, h, 1], ahead, atol=1e-4)

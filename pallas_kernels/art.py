@@ -222,7 +222,7 @@ def _walk_kernel(
     _, walk = lax.while_loop(unfinished, walk_chunk, (jnp.int32(0), walk))
     carry, walked = walk.carry, walk.walked
 
-  piece = _split.Piece(pl.program_id(0), row, part, jnp.int32(splits), jnp.bool_(True))
+  piece = _split.Piece(pid, row, part, jnp.int32(splits), jnp.bool_(True))
   _split.store(piece, carry, outputs, groups=groups, head_dim=head_dim)
   walked = jnp.broadcast_to(walked, lanes.shape)
   _backend.store(walked_ref, pid, lanes, value=walked, mask=lanes < groups)

@@ -263,7 +263,8 @@ def walk(
     q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
     k, v: cached keys and values in the dtype of q.
     table: int32 indices of tiles of `unit` slots in visiting order, no duplicates; negative ones
-      are holes. None: tiles of `tile` slots, those of the sinks first, then from the newest down.
+      are holes. None: tiles of `tile` slots, the first `kept` and those of the sinks, then from the
+      newest down.
     count: int32, how many entries of a list are valid, holes included; None without a table.
     start, stop: int32, the range of slots that may be read at all, see `decode_attention`.
     unit: slots per entry of the table, 1 to 256.
@@ -318,7 +319,7 @@ def walk(
       tile=tile,
       splits=splits,
       chunk=chunk,
-      pinned=-(-sinks // tile),
+      pinned=max(kept, -(-sinks // tile)),
       sinks=sinks,
       scale=head_dim**-0.5 if scale is None else scale,
       cut=cut,

@@ -97,6 +97,23 @@ def test_full_cache_newest_first(kwargs):
   assert check(method, stream, [37, 22], 12, newest_tiles(4)) >= 3
 
 
+def test_first_tokens_before_the_newest_where_asked():
+  """Their tile is read first and never skipped; a walk that would miss them does not."""
+  method = ART(tau=0.5, phi=0.3, patience=1, tile=4, sinks=6)
+
+  def order(cache, b, h):
+    tiles, _ = newest_tiles(4)(cache, b, h)
+    return [*tiles[:-3:-1], *tiles[:-2]], 8
+
+  stream = Stream.random(0, tokens=60, head_dim=48)
+  assert check(method, stream, [37, 22], 6, order) >= 3
+  stream = needle(2)
+  layer = Layer(ART(tau=1e-3, phi=1e-3, patience=2, tile=4, sinks=4), stream)
+  layer.prefill([44])
+  out, aux = layer.decode([44])
+  assert out.mean() < 0.5 and np.asarray(aux["tiles"]).max() == 3
+
+
 def cut(slots, tile):
   return [slots[i : i + tile] for i in range(0, len(slots), tile)]
 
@@ -223,6 +240,7 @@ def test_constant_values(seed, value, patience, stop):
     ({"tau": -1.0}, r"ART\.tau: found -1\.0, expected 0 or more"),
     ({"phi": float("nan")}, r"ART\.phi: found nan, expected 0 or more"),
     ({"patience": 0}, r"ART\.patience: found 0, expected 1 or more"),
+    ({"sinks": -1}, r"ART\.sinks: found -1, expected 0 or more"),
     ({"tile": 0}, r"ART\.tile: found 0, expected 1 or more"),
     ({"probe": "half"}, r"ART\.probe: found 'half', expected 'strided32' or 'full'"),
     ({"stop": "all"}, r"ART\.stop: found 'all', expected 'group' or 'head'"),

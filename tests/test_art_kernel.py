@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ART, H2O, Env, Full, Quest, Rope, SnapKV, StreamingLLM
+from kvjax import ART, H2O, PSAW, Env, Full, Quest, Rope, SnapKV, StreamingLLM
 from pallas_kernels.art import choose_splits, walk
 from pallas_kernels.config import Config
 from tests.layer import Layer, Stream, softmax_average
@@ -196,6 +196,7 @@ def test_a_tile_may_be_read_in_parts():
 
 BASES = [
   Full(),
+  PSAW(start=0.0, phi=0.6, sinks=5),
   SnapKV(24, window_size=4),
   StreamingLLM(20, rope="original"),
   Quest(32, page=4, dense_layers=0),
@@ -204,7 +205,7 @@ BASES = [
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
-  "kwargs", [{"splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
+  "kwargs", [{"sinks": 6}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
 )
 def test_a_layer_equals_the_reference(base, kwargs):
   """Same outputs, same steps, same keys read, at every token, ragged rows, three heads a group."""

@@ -59,6 +59,9 @@ class ART(Wrapper):
       share what is loaded; or "head", each stops by itself, as in the paper.
     splits: P; 1 is the paper's walk. "auto": on a GPU as many as fill it, by the cache's shape;
       elsewhere 1.
+    sinks: first tokens whose tiles come first over a cache that is walked from its end, whatever
+      the base says of them. The paper has none (0), and pays: where attention rests on the first
+      tokens, a walk that stops before them is far off (`scripts.art_study`).
     certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
@@ -72,6 +75,7 @@ class ART(Wrapper):
   probe: str = "strided32"
   stop: str = "group"
   splits: int | str = "auto"
+  sinks: int = 0
   certify: float | None = None
 
   def __post_init__(self):
@@ -81,6 +85,8 @@ class ART(Wrapper):
         raise ValueError(f"ART.{name}: found {getattr(self, name)}, expected 0 or more")
     if not self.patience >= 1:
       raise ValueError(f"ART.patience: found {self.patience}, expected 1 or more")
+    if self.sinks < 0:
+      raise ValueError(f"ART.sinks: found {self.sinks}, expected 0 or more")
     if self.tile < 1:
       raise ValueError(f"ART.tile: found {self.tile}, expected 1 or more")
     if self.probe not in ("strided32", "full"):
@@ -156,7 +162,7 @@ class ART(Wrapper):
       return plan
     span, shape = plan.span, cache.pos.shape[:2]
     if self.arithmetic(at, cache, plan):
-      pinned = -(-span.sinks // self.tile)
+      pinned = -(-max(span.sinks, self.sinks) // self.tile)
       newest = (span.stop + self.tile - 1) // self.tile - 1
       oldest = jnp.maximum(span.start // self.tile, pinned)
       first = jnp.minimum(pinned, newest + 1)

@@ -1,0 +1,309 @@
+"""ART's studies on recorded activations: what a stop costs, what each test adds, what a probe sees.
+
+    python -m scripts.record recorded.npz --layers 0 1 … --length 2048 --stride 16
+    python -m scripts.art_study recorded.npz --tile 32 --out scripts/results/art_study
+
+Walks the keys of every recorded query to the end, from the newest tile to the first, as the paper
+does over a full cache, and once more with the tile of the first tokens before all others; and asks
+each detector where it would have stopped. Remakes the convergence curve (Fig. 4), the ablation
+(Tab. 3), the sensitivity to τ, φ and p (Figs. 6 and 7), the agreement of probe and oracle (Tab. 4),
+and how Theorems 1 and 2 compare with the error, in terms of the output and not of task scores.
+Queries whose newest tile is not whole are left out.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import matplotlib.ticker
+import numpy as np
+import tyro
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from kvjax import early_stops
+from scripts import common
+
+TAU, PHI, PATIENCE = 1e-5, 1e-3, 5  # the paper's
+LOADED = np.linspace(0.05, 1, 20)  # shares of the tiles at which Fig. 4's error is taken
+TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+PHIS = (1e-4, 1e-3, 1e-2, 1e-1)
+PATIENCES = (1, 2, 5, 10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Remakes ART's studies on the q, k and v that scripts.record saved."""
+
+  recording: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="NPZ")]
+  """A file of scripts.record."""
+  tile: int = 128
+  """Keys per tile of the walk."""
+  least: int = 8
+  """Tiles that a query must see at least to be counted."""
+  out: pathlib.Path = pathlib.Path("scripts/results/art_study")
+  """Folder for tables.txt, study.json and the pictures; made if need be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Walked:
+  """The walks of one layer's query heads from one position."""
+
+  layer: int
+  tokens: int
+  walk: early_stops.Walk  # leading axes [K, G]
+
+
+ORDERS = {"newest": "newest tile first", "sinks": "first tile, then newest first"}
+
+
+def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> Iterator[Walked]:
+  """Every layer and position whose keys make whole tiles, at least `least` of them."""
+  layers = sorted(int(name[5:].split("/")[0]) for name in arrays if name.endswith("/q"))
+  for layer in layers:
+    q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
+    for i, position in enumerate(arrays["positions"]):
+      tokens = int(position) + 1
+      if tokens % tile == 0 and tokens >= least * tile:
+        # The order within a tile is all one.
+        index = np.arange(tokens)[::-1]
+        if order == "sinks":
+          index = np.roll(index, tile)
+        seen = (x[:, None, index] for x in (k, v))
+        yield Walked(layer, tokens, early_stops.walk(q[:, :, i], *seen, tile))
+
+
+@dataclasses.dataclass
+class Cost:
+  """What stops of one detector read, and how far off they are."""
+
+  visited: list[np.ndarray] = dataclasses.field(default_factory=list)
+  errors: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+  def add(self, walk: early_stops.Walk, stop: np.ndarray) -> None:
+    tiles = walk.o.shape[-2]
+    self.visited.append((early_stops.read(stop, tiles) / tiles).ravel())
+    self.errors.append(early_stops.error(walk, stop).ravel())
+
+  def summary(self) -> dict[str, float]:
+    visited, errors = np.concatenate(self.visited), np.concatenate(self.errors)
+    return {
+      "visited": float(visited.mean()),
+      "stopped": float((visited < 1).mean()),
+      "error": float(errors.mean()),
+      "error_p99": float(np.quantile(errors, 0.99)),
+      "far_off": float((errors > 0.1).mean()),
+    }
+
+
+def detectors() -> dict[str, tuple[float, float, float]]:
+  """(τ, φ, p) by name: the paper's, each of its tests left out (Tab. 3), sweeps (Figs. 6, 7)."""
+  made: dict[str, tuple[float, float, float]] = {
+    "ART": (TAU, PHI, PATIENCE),
+    "without scale": (math.inf, PHI, PATIENCE),
+    "without direction": (TAU, math.inf, PATIENCE),
+    "without patience": (TAU, PHI, 1),
+  }
+  made |= {f"tau {tau:g}": (tau, PHI, PATIENCE) for tau in TAUS}
+  made |= {f"phi {phi:g} at tau 0.01": (1e-2, phi, PATIENCE) for phi in PHIS}
+  made |= {f"p {p} at tau 0.01": (1e-2, PHI, p) for p in PATIENCES}
+  return made
+
+
+def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> dict[str, Any]:
+  """All numbers of the tables and pictures, for one of ORDERS.
+
+  Raises:
+    ValueError: no recorded query sees `least` whole tiles.
+  """
+  costs = {name: Cost() for name in detectors()}
+  curves: dict[int, list[np.ndarray]] = {}
+  stops: list[tuple[int, int, float, np.ndarray, np.ndarray]] = []
+  bounds: dict[float, list[early_stops.Truncation]] = {TAU: [], 1e-2: []}
+  for walked in walks(arrays, tile, least, order):
+    walk, tiles = walked.walk, walked.walk.o.shape[-2]
+    x = early_stops.probe(walk.o)
+    for name, (tau, phi, patience) in detectors().items():
+      costs[name].add(walk, early_stops.stops(x, tau, phi, patience))
+    read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
+    errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
+    curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
+    for tau in bounds:
+      probed = early_stops.stops(x, tau, PHI, PATIENCE)
+      oracle = early_stops.stops(walk.o, tau, PHI, PATIENCE)
+      stops.append((walked.layer, walked.tokens, tau, probed.ravel(), oracle.ravel()))
+      found = early_stops.truncation(walk, probed, tau, PATIENCE)
+      ended = probed != early_stops.NEVER
+      bounds[tau].append(early_stops.Truncation(*(part[ended] for part in found)))
+  if not stops:
+    raise ValueError(f"recording: found no query that sees {least} whole tiles of {tile} keys")
+
+  def agreed(tau: float, chosen: Callable[[int, int], bool]) -> dict[str, Any]:
+    some = [s for s in stops if s[2] == tau and chosen(s[0], s[1])]
+    both = (np.concatenate([s[i] for s in some]) for i in (3, 4))
+    return early_stops.agreement(*both)._asdict()
+
+  lengths = sorted({s[1] for s in stops})
+  halves = [n for n in lengths if n in (lengths[0], lengths[len(lengths) // 2], lengths[-1])]
+  return {
+    "order": ORDERS[order],
+    "tile": tile,
+    "walks": int(sum(len(x) for x in costs["ART"].visited)),
+    "costs": {name: cost.summary() for name, cost in costs.items()},
+    "curves": {
+      layer: np.quantile(np.concatenate(found), (0.5, 0.9), 0).tolist()
+      for layer, found in curves.items()
+    },
+    "agreement": {
+      f"{tau:g}": {
+        **{f"{n} tokens": agreed(tau, lambda _, t, n=n: t == n) for n in halves},
+        **{f"layer {n}": agreed(tau, lambda m, _, n=n: m == n) for n in _some(list(curves))},
+        "all": agreed(tau, lambda *_: True),
+      }
+      for tau in bounds
+    },
+    "bounds": {f"{tau:g}": _bounds(found) for tau, found in bounds.items()},
+  }
+
+
+def _some(layers: list[int]) -> list[int]:
+  """The first, middle and last of the recorded layers."""
+  return sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+
+
+def _bounds(found: list[early_stops.Truncation]) -> dict[str, float | int]:
+  """Where the bound's premise holds among the stops, and what it says there and elsewhere."""
+  actual, bound, decays, assumption = (np.concatenate(x) for x in zip(*found, strict=True))
+  if not actual.size:
+    return {"stops": 0}
+
+  def ratio(ok: np.ndarray) -> float:
+    some = ok & (actual > 0)
+    return float(np.median(bound[some] / actual[some])) if some.any() else math.nan
+
+  return {
+    "stops": actual.size,
+    "decays": float(decays.mean()),
+    "assumption": float(assumption.mean()),
+    "violations_where_it_decays": int((decays & (actual > bound * (1 + 1e-9) + 1e-12)).sum()),
+    "violations_elsewhere": int((~decays & (actual > bound)).sum()),
+    "bound_over_error_where_it_decays": ratio(decays),
+    "bound_over_error": ratio(np.ones_like(decays)),
+  }
+
+
+# ---- what is written
+
+
+def tables(found: dict[str, Any], about: str) -> str:
+  """The tables as text."""
+  lines = [about, f"{found['walks']:,} walks, {found['order']}, tiles of {found['tile']} keys", ""]
+  lines += ["What detectors read and miss (Tab. 3, Figs. 6 and 7)", ""]
+  lines.append(f"  {'':24} {'visited':>8} {'stopped':>8} {'error':>9} {'99 %':>9} {'> 0.1':>7}")
+  for name, cost in found["costs"].items():
+    lines.append(
+      f"  {name:24} {cost['visited']:8.1%} {cost['stopped']:8.1%} {cost['error']:9.2e} "
+      f"{cost['error_p99']:9.2e} {cost['far_off']:7.2%}"
+    )
+  lines += ["", "  error: ‖o(T) − o(t)‖ / ‖o(T)‖, mean over all walks, the unstopped ones too"]
+  for tau, rows in found["agreement"].items():
+    lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}", ""]
+    lines.append(f"  {'':12} {'n':>7} {'agree':>8} {'FP':>7} {'FN':>7}  Δblk")
+    for name, row in rows.items():
+      mean, deviation = row["offset"]
+      apart = "" if math.isnan(mean) else f"{mean:.2f} ± {deviation:.2f}"
+      lines.append(
+        f"  {name:12} {row['walks']:7,} {row['agree']:8.2%} {row['early']:7.2%} "
+        f"{row['late']:7.2%}  {apart}".rstrip()
+      )
+  for tau, row in found["bounds"].items():
+    lines += ["", f"Theorems 1 and 2 at the stops, τ = {tau}", ""]
+    lines += [f"  {name.replace('_', ' '):34} {_short(value)}" for name, value in row.items()]
+  return "\n".join(lines) + "\n"
+
+
+def _short(value: float | int) -> str:
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def convergence(found: dict[str, Any]) -> Figure:
+  """Fig. 4: error of the newest tiles alone by the share that is loaded, by layer."""
+  figure = Figure(figsize=(6.4, 4), layout="constrained")
+  axes = figure.subplots()
+  layers = sorted(found["curves"])
+  for i, layer in enumerate(layers):
+    colour = colormaps["viridis"](i / max(len(layers) - 1, 1) * 0.9)
+    axes.plot(LOADED, found["curves"][layer][0], color=colour, linewidth=1)
+  axes.plot(
+    LOADED,
+    np.median([found["curves"][layer][1] for layer in layers], 0),
+    color="black",
+    linestyle="--",
+    label="90 % of the walks, median layer",
+  )
+  axes.plot([], [], color=colormaps["viridis"](0.0), label=f"median of layer {layers[0]}")
+  axes.plot([], [], color=colormaps["viridis"](0.9), label=f"median of layer {layers[-1]}")
+  axes.set_xlabel(f"share of the keys loaded, {found['order']}")
+  axes.set_ylabel("relative error of the output")
+  axes.set_xlim(0, 1)
+  axes.set_ylim(0)
+  axes.legend(frameon=False)
+  return figure
+
+
+def sensitivity(found: dict[str, Any]) -> Figure:
+  """Figs. 6 and 7: share visited and error by τ, φ and p; of each only one changes."""
+  figure = Figure(figsize=(9, 3.2), layout="constrained")
+  panels = figure.subplots(1, 3, sharey=True)
+  sweeps: tuple[tuple[str, tuple, Callable[[Any], str]], ...] = (
+    ("τ", TAUS, lambda x: f"tau {x:g}"),
+    ("φ, at τ = 0.01", PHIS, lambda x: f"phi {x:g} at tau 0.01"),
+    ("p, at τ = 0.01", PATIENCES, lambda x: f"p {x} at tau 0.01"),
+  )
+  for i, (axes, (label, values, name)) in enumerate(zip(panels, sweeps, strict=True)):
+    costs = [found["costs"][name(value)] for value in values]
+    axes.plot(values, [c["visited"] for c in costs], "o-", color="tab:blue")
+    axes.set_xscale("log")
+    axes.set_xlabel(label)
+    axes.set_ylim(0, 1.03)
+    if label.startswith("p"):
+      axes.set_xticks(values, [str(p) for p in values])
+      axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    right = axes.twinx()
+    right.plot(values, [c["error"] for c in costs], "s--", color="tab:red")
+    right.set_ylim(0, 1.1 * max(c["error"] for c in found["costs"].values() if c) or 1)
+    if i == 2:
+      right.set_ylabel("mean relative error (squares)", color="tab:red")
+    else:
+      right.set_yticklabels([])
+  panels[0].set_ylabel("share of tiles visited (dots)", color="tab:blue")
+  return figure
+
+
+def main(args: Args) -> None:
+  if not args.recording.exists():
+    raise FileNotFoundError(f"recording: found no {args.recording}, expected a scripts.record file")
+  with np.load(args.recording) as file:
+    arrays = {name: file[name] for name in file.files}
+  about = json.loads(str(arrays.pop("about")))
+  tokens = len(arrays["tokens"])
+  title = f"{about['model']} on {about['text']}, {tokens:,} tokens"
+  args.out.mkdir(parents=True, exist_ok=True)
+  for order in ORDERS:
+    found = study(arrays, args.tile, args.least, order)
+    text, stem = tables(found, title), args.out / f"tile{args.tile}_{tokens}_{order}"
+    with common.written_aside(stem.with_suffix(".txt")) as path:
+      path.write_text(text, "utf-8")
+    with common.written_aside(stem.with_suffix(".json")) as path:
+      path.write_text(json.dumps({"about": about, **found}, indent=1) + "\n", "utf-8")
+    for name, draw in {"convergence": convergence, "sensitivity": sensitivity}.items():
+      with common.written_aside(stem.with_name(f"{stem.name}_{name}.png")) as path:
+        draw(found).savefig(path, dpi=130)
+    print(text)
+
+
+if __name__ == "__main__":
+  common.run(main, Args, "art_study")

@@ -115,7 +115,17 @@ def stops(
 
   τ or φ = ∞ leaves that test out, which is how the paper ablates them (Tab. 3).
   """
-  scale, turn = movements(x)
+  return stops_of_movements(*movements(x), tau, phi, patience)
+
+
+def stops_of_movements(
+  scale: Float[np.ndarray, "*batch T"],
+  turn: Float[np.ndarray, "*batch T"],
+  tau: float | int,
+  phi: float | int,
+  patience: float | int,
+) -> Int[np.ndarray, "*batch"]:
+  """`stops`, of the `movements` of x."""
   # A test that is left out leaves out its probes of norm 0 too; the first tile has nothing to be
   # compared with.
   stable = ((scale < tau) | (tau == math.inf)) & ((turn < phi) | (phi == math.inf))

@@ -125,15 +125,16 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
   bounds: dict[float, list[early_stops.Truncation]] = {TAU: [], 1e-2: []}
   for walked in walks(arrays, tile, least, order):
     walk, tiles = walked.walk, walked.walk.o.shape[-2]
-    x = early_stops.probe(walk.o)
+    seen = early_stops.movements(early_stops.probe(walk.o))
+    whole = early_stops.movements(walk.o)
     for name, (tau, phi, patience) in detectors().items():
-      costs[name].add(walk, early_stops.stops(x, tau, phi, patience))
+      costs[name].add(walk, early_stops.stops_of_movements(*seen, tau, phi, patience))
     read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
     errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
     curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
     for tau in bounds:
-      probed = early_stops.stops(x, tau, PHI, PATIENCE)
-      oracle = early_stops.stops(walk.o, tau, PHI, PATIENCE)
+      probed = early_stops.stops_of_movements(*seen, tau, PHI, PATIENCE)
+      oracle = early_stops.stops_of_movements(*whole, tau, PHI, PATIENCE)
       stops.append((walked.layer, walked.tokens, tau, probed.ravel(), oracle.ravel()))
       found = early_stops.truncation(walk, probed, tau, PATIENCE)
       ended = probed != early_stops.NEVER
@@ -283,6 +284,15 @@ def sensitivity(found: dict[str, Any]) -> Figure:
   return figure
 
 
+def _plain(x: Any) -> Any:
+  """x with null for NaN, which JSON does not know."""
+  if isinstance(x, dict):
+    return {str(name): _plain(value) for name, value in x.items()}
+  if isinstance(x, list | tuple):
+    return [_plain(value) for value in x]
+  return None if isinstance(x, float) and math.isnan(x) else x
+
+
 def main(args: Args) -> None:
   if not args.recording.exists():
     raise FileNotFoundError(f"recording: found no {args.recording}, expected a scripts.record file")
@@ -298,7 +308,7 @@ def main(args: Args) -> None:
     with common.written_aside(stem.with_suffix(".txt")) as path:
       path.write_text(text, "utf-8")
     with common.written_aside(stem.with_suffix(".json")) as path:
-      path.write_text(json.dumps({"about": about, **found}, indent=1) + "\n", "utf-8")
+      path.write_text(json.dumps(_plain({"about": about, **found}), indent=1) + "\n", "utf-8")
     for name, draw in {"convergence": convergence, "sensitivity": sensitivity}.items():
       with common.written_aside(stem.with_name(f"{stem.name}_{name}.png")) as path:
         draw(found).savefig(path, dpi=130)

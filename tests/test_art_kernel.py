@@ -227,15 +227,19 @@ def test_a_layer_equals_the_reference(base, kwargs):
 
 
 @pytest.mark.parametrize(
-  ("base", "message"),
+  ("method", "message"),
   [
-    (H2O(20), "art: ART reads logits; the 'pallas' kernel returns none"),
-    (StreamingLLM(20), "art: ART turns the query for its sinks; the 'pallas' kernel has one query"),
+    (ART(tile=300), "art: ART walks tiles of 300; the 'pallas' kernel takes up to 256"),
+    (ART(H2O(20)), "art: ART reads logits; the 'pallas' kernel returns none"),
+    (
+      ART(StreamingLLM(20)),
+      "art: ART turns the query for its sinks; the 'pallas' kernel has one query",
+    ),
   ],
 )
-def test_what_the_kernel_does_not_do_is_said(base, message):
+def test_what_the_kernel_does_not_do_is_said(method, message):
   stream = Stream.random(0, tokens=30)
-  layer = Layer(ART(base), stream, env=Env(4, Rope(), impl="pallas"))
+  layer = Layer(method, stream, env=Env(4, Rope(), impl="pallas"))
   layer.prefill([9, 5])
   with pytest.raises(NotImplementedError, match=message):
     layer.decode([9, 5])

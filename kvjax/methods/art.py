@@ -19,6 +19,7 @@ from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
+LARGEST_TILE = 256  # that the kernel takes
 PROBES = 32  # dimensions of the output that a strided probe looks at
 
 
@@ -143,6 +144,8 @@ class ART(Wrapper):
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
     impl = dispatch.choose("art", at.env.impl)
     beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
+    if self.tile > LARGEST_TILE:
+      beyond = f"walks tiles of {self.tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
     if self.certify is not None:
       beyond = f"certifies its output; the {impl!r} kernel has no bounds"
     if impl == "reference" or (beyond and at.env.impl == "auto"):

@@ -1,0 +1,73 @@
+"""The studies of ART, on activations small enough to know the numbers of."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts import art_study
+
+
+def recording(v, heat=0.0, tokens=64, head_dim=40):
+  """One layer, one KV head, two query heads; keys of equal weight, but for the first one's."""
+  q = np.zeros((1, 2, 4, head_dim), np.float16)
+  k = np.zeros((1, tokens, head_dim), np.float16)
+  q[..., 0], k[:, 0, 0] = head_dim**0.5, heat
+  return {
+    "layer3/q": q,
+    "layer3/k": k,
+    "layer3/v": v.astype(np.float16).reshape(1, tokens, -1),
+    "positions": np.array([15, 30, 31, 63], np.int32),
+    "tokens": np.zeros(tokens, np.int32),
+  }
+
+
+def test_walks_see_whole_tiles_in_order():
+  values = np.repeat(np.arange(64.0)[:, None], 40, 1)
+  found = {o: list(art_study.walks(recording(values), 4, 6, o)) for o in art_study.ORDERS}
+  assert [(w.layer, w.tokens) for w in found["newest"]] == [(3, 32), (3, 64)]
+  newest, sinks = (found[o][0].walk.u[0, 0, :, 0] for o in ("newest", "sinks"))
+  np.testing.assert_allclose(newest, [29.5 - 4 * t for t in range(8)])
+  np.testing.assert_allclose(sinks, [1.5, *newest[:-1]])
+
+
+def test_constant_values_stop_when_patience_ends():
+  found = art_study.study(recording(np.ones((64, 40))), 4, 6, "newest")
+  costs = found["costs"]
+  assert found["walks"] == 4
+  assert costs["ART"]["visited"] == pytest.approx((6 / 8 + 6 / 16) / 2)
+  assert costs["without patience"]["visited"] == pytest.approx((2 / 8 + 2 / 16) / 2)
+  assert costs["ART"]["stopped"] == 1 and costs["ART"]["error"] == pytest.approx(0, abs=1e-12)
+  assert found["agreement"]["1e-05"]["all"]["agree"] == 1
+  assert found["bounds"]["1e-05"]["assumption"] == 1
+
+
+def test_a_heavy_first_token_is_missed_from_the_end():
+  values = np.ones((64, 40))
+  values[0] = -1
+  missed, read = (
+    art_study.study(recording(values, heat=8.0), 4, 6, order)["costs"]["ART"]["error"]
+    for order in art_study.ORDERS
+  )
+  assert missed > 1.5 and read < 0.1
+
+
+def test_what_is_written(tmp_path, capsys):
+  rng = np.random.default_rng(0)
+  arrays = recording(rng.normal(size=(64, 40)))
+  path = tmp_path / "recorded.npz"
+  about = json.dumps({"model": "tiny", "text": "noise"})
+  np.savez(path, about=np.asarray(about), **arrays)
+  art_study.main(art_study.Args(path, tile=4, least=6, out=tmp_path / "out"))
+  names = {p.name for p in (tmp_path / "out").iterdir()}
+  for order in art_study.ORDERS:
+    stem = f"tile4_64_{order}"
+    assert {f"{stem}.txt", f"{stem}.json", f"{stem}_convergence.png"} <= names
+    assert f"{stem}_sensitivity.png" in names
+    text = (tmp_path / "out" / f"{stem}.json").read_text("utf-8")
+    assert json.loads(text)["walks"] == 4 and "NaN" not in text
+  assert "tiny on noise, 64 tokens\n4 walks, newest tile first" in capsys.readouterr().out
+  with pytest.raises(ValueError, match="recording: found no query that sees 99 whole tiles of 4"):
+    art_study.main(art_study.Args(path, tile=4, least=99, out=tmp_path))
+  with pytest.raises(FileNotFoundError, match="recording: found no"):
+    art_study.main(art_study.Args(tmp_path / "none.npz"))

@@ -150,6 +150,31 @@ def error(walked: Walk, stop: Int[Numbers, "*batch"]) -> Float[np.ndarray, "*bat
   )
 
 
+def splits(walked: Walk, count: int) -> list[Walk]:
+  """The walks of `count` interleaved splits: split s has tiles s, s + count, … of the order."""
+  made = []
+  for s in range(min(count, walked.mass.shape[-1])):
+    mass, u = walked.mass[..., s::count], walked.u[..., s::count, :]
+    total = mass.cumsum(-1)
+    part = (mass[..., None] * u).cumsum(-2)
+    o = part / np.where(total > 0, total, 1.0)[..., None]
+    made.append(Walk(o, u, mass, walked.longest))
+  return made
+
+
+def joined(
+  walks: list[Walk], stops: list[Int[Numbers, "*batch"]]
+) -> tuple[Float[np.ndarray, "*batch H"], Int[np.ndarray, "*batch"]]:
+  """The output of all splits together, each ended at its own stop, and the tiles that they read."""
+  ends = [read(stop, walk.mass.shape[-1]) for walk, stop in zip(walks, stops, strict=True)]
+  mass = [
+    np.take_along_axis(walk.mass.cumsum(-1), end[..., None] - 1, -1)
+    for walk, end in zip(walks, ends, strict=True)
+  ]
+  parts = [m * _at(walk.o, end) for m, walk, end in zip(mass, walks, ends, strict=True)]
+  return np.sum(parts, 0) / np.sum(mass, 0), np.sum(ends, 0)
+
+
 def truncation(
   walked: Walk, stop: Int[Numbers, "*batch"], tau: float | int, patience: int, dims: int = 32
 ) -> Truncation:

@@ -66,7 +66,11 @@ def unread_mass(
   return jnp.concatenate([mass, jnp.full_like(mass[..., :1], -jnp.inf)], -1)
 
 
+def log_ratio(eps: float) -> float:
+  """ln of ε / (2 − ε): ln M − ln A is at most that where the output is within ε·max‖v‖."""
+  return math.log(eps / (2 - eps)) if eps > 0 else -math.inf
+
+
 def proven(unread: Float[Array, "B K G"], lse: Float[Array, "B K G"], eps: float) -> Array:
   """Whether the output is within eps·max‖v‖ of what all keys give: M ≤ A·ε / (2 − ε)."""
-  ratio = math.log(eps / (2 - eps)) if eps > 0 else -math.inf
-  return unread <= lse + ratio
+  return unread <= lse + log_ratio(eps)

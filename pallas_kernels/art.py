@@ -79,10 +79,12 @@ def _stepper(
   groups: int,
   part: Array,
   splits: int,
+  proven: Callable[[Any, _tiles.Carry], Array] | None,
 ) -> Callable[[Any, _Walk], _Walk]:
   """The body of the loop: one tile, and the detector behind it.
 
-  `advance(i, carry, going)` adds the i-th tile of this program and says which rows saw a key of it.
+  `advance(i, carry, going)` adds the i-th tile of this program and says which rows saw a key of it;
+  `proven(i, carry)` says, in the detector's place, which rows need no more than that.
   """
   patience = int(min(detector.patience, NEVER))
 
@@ -91,6 +93,18 @@ def _stepper(
 
   def step(i: Any, walk: _Walk) -> _Walk:
     carry, seen = advance(i, walk.carry, walk.going)
+    if proven is not None:
+      norm, calm, done = walk.norm, walk.calm, proven(i, carry).astype(jnp.int32)
+    else:
+      norm, calm = detect(carry, seen, walk)
+      done = (calm >= patience).astype(jnp.int32)
+    enough = (part + (i + 1) * splits >= detector.kept).astype(jnp.int32)
+    if not detector.per_head:
+      done = jnp.where(lanes < groups, done, 1).min()
+    return _Walk(carry, norm, calm, walk.going * (1 - done * enough), walk.walked + walk.going)
+
+  def detect(carry: _tiles.Carry, seen: Array, walk: _Walk) -> tuple[Array, Array]:
+    """‖x‖ behind this tile, and stable tiles in a row."""
     new, old = look(carry), look(walk.carry)
     norm = jnp.sqrt((new * new).sum(axis=1))
     moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=1))  # d_scale
@@ -99,12 +113,7 @@ def _stepper(
     apart = moved * moved - (norm - walk.norm) * (norm - walk.norm)
     turn = apart / (2 * jnp.where(both > 0, both, 1.0))
     stable = (both > 0) & (moved < detector.tau) & (turn < detector.phi)
-    calm = jnp.where(seen, jnp.where(stable, walk.calm + 1, 0), walk.calm)
-    enough = (part + (i + 1) * splits >= detector.kept).astype(jnp.int32)
-    done = (calm >= patience).astype(jnp.int32)
-    if not detector.per_head:
-      done = jnp.where(lanes < groups, done, 1).min()
-    return _Walk(carry, norm, calm, walk.going * (1 - done * enough), walk.walked + walk.going)
+    return norm, jnp.where(seen, jnp.where(stable, walk.calm + 1, 0), walk.calm)
 
   return step
 
@@ -121,9 +130,10 @@ def _walk_kernel(
   scale: float,
   cut: config.Config,
   detector: Detector | None,
+  log_ratio: float | None,
 ) -> None:
-  """q [R, G, H], k, v [R, S, H], (table [R, W], count [R],) start, stop [R] or one per batch row
-  -> what `_split.results` lists, and tiles walked [R · splits, G].
+  """q [R, G, H], k, v [R, S, H], (table [R, W], count [R], (unread [R, G, W + 1],)) start, stop [R]
+  or one per batch row -> what `_split.results` lists, and tiles walked [R · splits, G].
   """
   inputs, outputs, walked_ref = refs[:-9], refs[-9:-1], refs[-1]
   q_ref, k_ref, v_ref, *table_refs, start_ref, stop_ref = inputs
@@ -136,7 +146,7 @@ def _walk_kernel(
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]
   if table_refs:
-    table_ref, count_ref = table_refs
+    table_ref, count_ref, *unread_refs = table_refs
     keys = jnp.minimum(count_ref[row], table_ref.shape[1]) * unit
     tiles = pl.cdiv(keys, tile)
   else:  # first tiles, then from the newest one down
@@ -190,6 +200,12 @@ def _walk_kernel(
       carry, top = lax.fori_loop(0, parts, add, carried)
     return carry, ~(top == -jnp.inf)
 
+  def proven(i: Any, carry: _tiles.Carry) -> Array:
+    """ln of the mass unread ≤ ln of the mass read + log_ratio."""
+    assert log_ratio is not None
+    unread = _backend.load(unread_refs[0], row, lanes, i + 1, mask=lanes < groups, other=-jnp.inf)
+    return unread <= (carry.m + jnp.log2(carry.l)) * _tiles.LN2 + log_ratio
+
   mine = jnp.maximum(tiles - part + splits - 1, 0) // splits
   carry = _tiles.start(lanes.size, columns.size)
   if detector is None:
@@ -207,6 +223,7 @@ def _walk_kernel(
       groups=groups,
       part=part,
       splits=splits,
+      proven=None if log_ratio is None else proven,
     )
 
     def unfinished(state: tuple[Array, _Walk]) -> Array:
@@ -246,6 +263,8 @@ def walk(
   full: bool = False,
   per_head: bool = False,
   kept: int = 0,
+  unread: Float[Array, "B K G _"] | None = None,
+  log_ratio: float | None = None,
   splits: int | None = None,
   chunk: int = CHUNK,
   scale: float | None = None,
@@ -276,6 +295,10 @@ def walk(
     full: whether the probe is the whole output; else 32 of its dimensions.
     per_head: whether query heads stop one by one; else all of a KV head's at once.
     kept: first tiles of the order before whose end no walk stops.
+    unread: float32, ln of the most mass of tiles t and later, with one split and a table of tiles:
+      a walk then ends once `unread` behind its tile is at most ln of the mass read + `log_ratio`,
+      whatever the output does.
+    log_ratio: see `unread`.
     splits: P; None: as many as fill the device, by the shapes alone.
     chunk: tiles between two tests for the end; those behind the end are loaded for nothing.
     scale: factor of the logits; H^−½ if None.
@@ -303,6 +326,10 @@ def walk(
   if splits < 1:
     raise ValueError(f"splits: found {splits}, expected 1 or more")
   splits = min(splits, pl.cdiv(length, tile))
+  if (unread is None) != (log_ratio is None) or (
+    unread is not None and (table is None or splits > 1)
+  ):
+    raise ValueError("unread: expected with log_ratio, a table and one split")
   detector = None
   if patience is not None:
     detector = Detector(tau, phi, patience, full, per_head, kept)
@@ -310,6 +337,8 @@ def walk(
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
   if table is not None and count is not None:
     flat += [table.reshape(rows, -1), count.reshape(rows)]
+    if unread is not None:
+      flat.append(unread.reshape(rows, groups, -1))
   programs = rows * splits
   *written, walked = _backend.call(
     functools.partial(
@@ -324,6 +353,7 @@ def walk(
       scale=head_dim**-0.5 if scale is None else scale,
       cut=cut,
       detector=detector,
+      log_ratio=log_ratio,
     ),
     *flat,
     *(start.reshape(-1), stop.reshape(-1)),

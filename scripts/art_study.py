@@ -32,6 +32,7 @@ LOADED = np.linspace(0.05, 1, 20)  # shares of the tiles at which Fig. 4's error
 TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 PHIS = (1e-4, 1e-3, 1e-2, 1e-1)
 PATIENCES = (1, 2, 5, 10)
+SPLITS = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,15 @@ class Cost:
     self.visited.append((early_stops.read(stop, tiles) / tiles).ravel())
     self.errors.append(early_stops.error(walk, stop).ravel())
 
+  def add_splits(self, walk: early_stops.Walk, count: int, tau: float) -> None:
+    parts = early_stops.splits(walk, count)
+    stops = [early_stops.stops(early_stops.probe(part.o), tau, PHI, PATIENCE) for part in parts]
+    o, read = early_stops.joined(parts, stops)
+    last = walk.o[..., -1, :]
+    apart = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
+    self.visited.append((read / walk.o.shape[-2]).ravel())
+    self.errors.append(apart.ravel())
+
   def summary(self) -> dict[str, float]:
     visited, errors = np.concatenate(self.visited), np.concatenate(self.errors)
     return {
@@ -120,6 +130,7 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     ValueError: no recorded query sees `least` whole tiles.
   """
   costs = {name: Cost() for name in detectors()}
+  split = {(tau, count): Cost() for tau in (TAU, 1e-2) for count in SPLITS}
   curves: dict[int, list[np.ndarray]] = {}
   stops: list[tuple[int, int, float, np.ndarray, np.ndarray]] = []
   bounds: dict[float, list[early_stops.Truncation]] = {TAU: [], 1e-2: []}
@@ -129,6 +140,8 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     whole = early_stops.movements(walk.o)
     for name, (tau, phi, patience) in detectors().items():
       costs[name].add(walk, early_stops.stops_of_movements(*seen, tau, phi, patience))
+    for (tau, count), cost in split.items():
+      cost.add_splits(walk, count, tau)
     read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
     errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
     curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
@@ -154,6 +167,7 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     "tile": tile,
     "walks": int(sum(len(x) for x in costs["ART"].visited)),
     "costs": {name: cost.summary() for name, cost in costs.items()},
+    "splits": {f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), cost in split.items()},
     "curves": {
       layer: np.quantile(np.concatenate(found), (0.5, 0.9), 0).tolist()
       for layer, found in curves.items()
@@ -204,7 +218,7 @@ def tables(found: dict[str, Any], about: str) -> str:
   lines = [about, f"{found['walks']:,} walks, {found['order']}, tiles of {found['tile']} keys", ""]
   lines += ["What detectors read and miss (Tab. 3, Figs. 6 and 7)", ""]
   lines.append(f"  {'':24} {'visited':>8} {'stopped':>8} {'error':>9} {'99 %':>9} {'> 0.1':>7}")
-  for name, cost in found["costs"].items():
+  for name, cost in {**found["costs"], **found["splits"]}.items():
     lines.append(
       f"  {name:24} {cost['visited']:8.1%} {cost['stopped']:8.1%} {cost['error']:9.2e} "
       f"{cost['error_p99']:9.2e} {cost['far_off']:7.2%}"

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV
 from tests.layer import Layer, Stream, rotate, softmax_average
 
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
 
 
@@ -184,9 +187,19 @@ def test_bad_settings(kwargs, message):
     ART(**kwargs)
 
 
-def test_there_is_no_kernel_yet():
-  stream = Stream.random(0, tokens=30)
-  layer = Layer(ART(tile=4, certify=0.1), stream, env=Env(4, impl="pallas"))
-  layer.prefill([9, 5])
-  with pytest.raises(NotImplementedError, match="certifies its output; the 'pallas' kernel has no"):
-    layer.decode([9, 5])
+@pytest.mark.parametrize("stop", ["group", "head"])
+def test_the_kernel_equals_the_reference(stop):
+  """Same order, same stops, same output, over tokens as they come."""
+  method = ART(tile=2, certify=1.5, stop=stop)
+  stream = Stream.random(2, tokens=40)
+  layers = [Layer(method, stream, env=Env(4, impl=impl)) for impl in ("reference", "pallas")]
+  early = 0
+  for layer in layers:
+    layer.prefill([30, 17])
+  for i in range(3):
+    (want, aux), (out, other) = (layer.decode([30 + i, 17 + i]) for layer in layers)
+    np.testing.assert_array_equal(other["tiles"], aux["tiles"])
+    np.testing.assert_array_equal(other["visited"], aux["visited"])
+    np.testing.assert_allclose(out, want, atol=2e-5)
+    early += int((aux["visited"] < np.array([[31 + i], [18 + i]])).sum())
+  assert early > 2

@@ -139,6 +139,23 @@ def test_visited_share():
   np.testing.assert_allclose(early_stops.visited_share(tiles, np.array([[4], [8]])), [[[0.5, 1.0]]])
 
 
+def test_splits_join_to_what_they_read():
+  q, k, v = random_walk(4, batch=6, decay=0.1)
+  walk = early_stops.walk(q, k, v, 8)
+  parts = early_stops.splits(walk, 5)
+  whole, tiles = early_stops.joined(parts, [np.zeros(6, int)] * 5)
+  np.testing.assert_allclose(whole, walk.o[:, -1], atol=1e-12)
+  assert (tiles == 12).all()
+  stops = [np.array([1, 2, 0, 1, 1, 0])] * 5
+  out, tiles = early_stops.joined(parts, stops)
+  for b, stop in enumerate(stops[0]):
+    seen = [t for s in range(5) for t in list(range(s, 12, 5))[: stop or None]]
+    assert tiles[b] == len(seen)
+    keys = np.concatenate([np.arange(8 * t, 8 * t + 8) for t in seen])
+    x = k[b, keys] @ q[b] / math.sqrt(48)
+    np.testing.assert_allclose(out[b], softmax_average(x, v[b, keys]), atol=1e-12)
+
+
 def test_error_of_a_stop():
   walk = early_stops.walk(
     np.zeros((1, 2)), np.zeros((1, 4, 2)), np.array([[[1.0, 0]] * 2 + [[3, 0]] * 2]), 2

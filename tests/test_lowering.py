@@ -140,6 +140,20 @@ def art_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
         shapes,
       )
 
+  for capability, kind in {c: kind for kind, c in DEVICES.items()}.items():
+    cache = of((1, 8, 131072, 128), jnp.bfloat16)
+    shapes = [of((1, 8, 4, 128), jnp.bfloat16), cache, cache, of((1, 8, 1024), i32)]
+    shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
+    cut = art.choose_cut(128, 128, 2, kind=kind)
+    yield "certified", capability, functools.partial(certified_call, cut=cut), shapes
+
+
+def certified_call(*arrays, **options):
+  """`art.walk` with a bound on what is unread."""
+  *arrays, unread = arrays
+  options |= {"unit": 128, "tile": 128, "patience": 5, "splits": 1, "log_ratio": -3.0}
+  return art.walk(*arrays, unread=unread, interpret=False, **options)
+
 
 def art_call(q, k, v, *rest, unit, **options):
   """`art.walk` with a table or without."""

@@ -146,8 +146,6 @@ class ART(Wrapper):
     beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
     if self.tile > LARGEST_TILE:
       beyond = f"walks tiles of {self.tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
-    if self.certify is not None:
-      beyond = f"certifies its output; the {impl!r} kernel has no bounds"
     if impl == "reference" or (beyond and at.env.impl == "auto"):
       return self.walk(at, cache, plan, q)
     run = dispatch.kernel("art", impl)
@@ -219,7 +217,9 @@ class ART(Wrapper):
 
   def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     """The same by a kernel."""
-    listed, direct = self.listed(at, cache, plan), self.arithmetic(at, cache, plan)
+    certified = self.certify is not None
+    listed = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
+    direct = not certified and self.arithmetic(at, cache, plan)
     assert listed.table is not None and listed.count is not None  # it is listed
     k, v, span = cache.slots["k"], cache.slots["v"], plan.span
     state, out, walked = run(
@@ -239,7 +239,9 @@ class ART(Wrapper):
       full=self.probe == "full",
       per_head=self.stop == "head",
       kept=-(-listed.pinned * listed.unit // self.tile),
-      splits=None if self.splits == "auto" else self.splits,
+      splits=1 if certified else None if self.splits == "auto" else self.splits,
+      unread=listed.memo if certified else None,
+      log_ratio=None if self.certify is None else mass_bound.log_ratio(self.certify),
     )
     tiles, visited = self.read_by(listed, cache.size, walked)
     return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)

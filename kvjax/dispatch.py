@@ -48,6 +48,8 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "page_bounds": {"pallas": ("pallas_kernels.quest", "page_bounds")},
   "key_logits": {"pallas": ("pallas_kernels.key_weights", "key_logits")},
   "key_weights": {"pallas": ("pallas_kernels.key_weights", "key_weights")},
+  "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
+  "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
   "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},

@@ -67,6 +67,10 @@ class Selective(Method):
     """The cache with the summaries of all windows that slots [start, start + tokens) belong to."""
     return cache
 
+  def renew(self, at: At, cache: Cache) -> Cache:
+    """The cache with the summaries that the newest token belongs to."""
+    return self.summarise(cache, cache.seen - 1, 1)
+
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """Importance of every tile to the newest token's queries; whatever where there is no tile."""
     raise NotImplementedError

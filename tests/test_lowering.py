@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from pallas_kernels import art, config, decode, host_blocks, prefill, product, top_k
+from pallas_kernels import art, config, decode, host_blocks, prefill, product, summaries, top_k
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
@@ -192,6 +192,11 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       pages = of((1, 8, 8192, head_dim), dtype)
       shapes = [of((1, 8, 4, head_dim), dtype), pages, pages, *where]
       yield f"page_bounds-{group}-{head_dim}", capability, run, shapes
+    cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
+    renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
+    yield "renew_extremes", capability, renew, [cache, of((1,), i32), pages, pages]
+    renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
+    yield "renew_mean", capability, renew, [cache, of((1,), i32), pages]
     blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
     for name, count, groups, dtype, options in (
       ("blocks", 8191, 4, bf16, blocks),

@@ -91,3 +91,25 @@ def test_logits_alone():
   want = jnp.einsum("bkgh,bksh->bkgs", q, k, precision="highest") * 24**-0.5 / np.log(2)
   np.testing.assert_allclose(got[..., :200], want[..., :200], atol=1e-4)
   assert np.isneginf(got[..., 200:]).all()
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    Quest(64, page=16, dense_layers=0),
+    Quest(64, page=5, dense_layers=0),
+    InfLLMv2(top=4, block=16, local=32, kernel=8, stride=4, dense_below=0),
+  ],
+)
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_summaries_of_the_newest_token(method, shape):
+  """Wherever it stands; other summaries, and those of empty rows, stay as they are."""
+  at, cache, _ = setting(method, shape, 0)
+  kernels = method.at(Env(4, Rope(), impl="pallas"), 3)
+  held = {n: jax.random.normal(jax.random.key(3), x.shape, x.dtype) for n, x in cache.heads.items()}
+  want, got = (jax.jit(functools.partial(method.renew, where)) for where in (at, kernels))
+  for seen in (0, 1, 5, 8, 12, 16, 17, 80, shape[3] - 1, shape[3]):
+    counted = {n: jnp.full(shape[0], seen, jnp.int32) for n in ("seen", "used")}
+    now = cache.put(heads=held, rows=counted)
+    for name, x in want(now).heads.items():
+      np.testing.assert_allclose(np.float32(got(now).heads[name]), np.float32(x), rtol=1e-2)

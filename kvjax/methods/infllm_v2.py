@@ -110,6 +110,15 @@ class InfLLMv2(Selective):
     compressed = tiles.write(cache.heads["compressed"], window, complete, mean)
     return cache.put(heads={"compressed": compressed})
 
+  def renew(self, at: At, cache: Cache) -> Cache:
+    if dispatch.choose("renew_mean", at.env.impl) != "pallas":
+      return super().renew(at, cache)
+    over = {"width": self.kernel, "stride": self.stride}
+    compressed = dispatch.kernel("renew_mean", "pallas")(
+      cache.slots["k"], cache.used, cache.heads["compressed"], **over
+    )
+    return cache.put(heads={"compressed": compressed})
+
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     compressed = cache.heads["compressed"]
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))

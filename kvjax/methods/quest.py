@@ -100,6 +100,15 @@ class Quest(Selective):
       heads={name: tiles.write(cache.heads[name], page, begun, x) for name, x in extremes.items()}
     )
 
+  def renew(self, at: At, cache: Cache) -> Cache:
+    if dispatch.choose("renew_extremes", at.env.impl) != "pallas":
+      return super().renew(at, cache)
+    held = cache.heads["key_min"], cache.heads["key_max"]
+    low, high = dispatch.kernel("renew_extremes", "pallas")(
+      cache.slots["k"], cache.used, *held, unit=self.page
+    )
+    return cache.put(heads={"key_min": low, "key_max": high})
+
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     if dispatch.choose_for(at, "page_bounds") == "pallas":
       span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))

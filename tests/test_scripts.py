@@ -34,8 +34,9 @@ PROGRAMS = sorted(
 )
 ARGUMENTS = {
   "demo": ("--methods", "--length", "--budget", "--seed", "--json"),
-  "generate": ("PROMPT", "--method", "--budget", "--temperature"),
+  "generate": ("PROMPT", "--method", "--budget", "--temperature", "--context-file"),
   "convert_checkpoint": ("SOURCE", "DEST"),
+  "retrieval_heads": ("OUT", "--samples", "--length", "--threshold", "--checkpoint"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "record": ("OUT", "--layers", "--stride"),
   "plot": ("RESULTS", "--out", "--pictures"),

@@ -39,6 +39,7 @@ ARGUMENTS = {
   "retrieval_heads": ("OUT", "--samples", "--length", "--threshold", "--checkpoint"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "record": ("OUT", "--layers", "--stride"),
+  "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),
 }

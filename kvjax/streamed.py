@@ -400,8 +400,9 @@ class Streamed(Method):
 
   # ---- moves: decode
 
-  def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
-    slot = jnp.where(live, self.slot_of(cache.seen, cache.size), cache.size)
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    """The next slot of the ring: its token has left long ago."""
+    slot = self.slot_of(cache.seen, cache.size)
     return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
 
   def plan(

@@ -174,7 +174,7 @@ def test_frozen_tokens_cost_nothing(kv, projected):
 @pytest.mark.parametrize(
   ("args", "kwargs", "message"),
   [
-    ((ETF(),), {}, "ETF replaces active, fill, and so does its base"),
+    ((ETF(),), {}, "ETF replaces active, apart, fill, and so does its base"),
     ((Freeze(),), {}, "ETF replaces active, fill, and so does its base"),
     ((), {"sinks": -1}, "sinks: found -1, expected 0 or more"),
     ((), {"psi": 0.0}, "psi: found 0.0, expected more than 0 and at most 1"),

@@ -34,11 +34,13 @@ PROGRAMS = sorted(
 )
 ARGUMENTS = {
   "demo": ("--methods", "--length", "--budget", "--seed", "--json"),
-  "generate": ("PROMPT", "--method", "--budget", "--temperature"),
+  "generate": ("PROMPT", "--method", "--budget", "--temperature", "--context-file"),
   "convert_checkpoint": ("SOURCE", "DEST"),
+  "retrieval_heads": ("OUT", "--samples", "--length", "--threshold", "--checkpoint"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "art_study": ("NPZ", "--tile", "--least", "--out"),
   "record": ("OUT", "--layers", "--stride"),
+  "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),
 }

@@ -7,8 +7,8 @@ Files of a tiny model (GGUF; safetensors in shards, their index, config.json and
 a Hugging Face folder; config and tokenizer of a checkpoint) are changed at random: bits, bytes,
 pieces and sizes, JSON values and keys. A worker process then opens the source as `models.convert`
 does, reads every tensor, and encodes a text. What counts as a failure: another error than the
-documented ones, a message that does not name the file, the end of the process, more than `SECONDS`,
-more than `GROWTH` bytes, and a shard from outside of the folder.
+documented ones, a message that does not name the file, the end of the process, more than `SECONDS`
+of computing, more than `GROWTH` bytes, and a shard from outside of the folder.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from typing import Any
 
 from scripts import common, console
 
-SECONDS, GROWTH = 10, 2 << 30
+SECONDS, SILENCE, GROWTH = 10, 600, 2 << 30
 KINDS = (
   *("gguf", "safetensors", "safetensors header", "index", "config", "tokenizer"),
   *("tokenizer config", "checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
@@ -229,20 +229,20 @@ def work(first: int, stop: int, pipe: Any) -> None:
     whole = {kind: (folder / path).read_bytes() for kind, path in TARGETS.items()}
     held = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + GROWTH, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics are printed before they are raised
     for number in range(first, stop):
       kind = KINDS[number % len(KINDS)]
       path = folder / TARGETS[kind]
       pipe.send((number, kind, None))
       path.write_bytes(damaged(kind, whole[kind], random.Random(number)))
-      signal.setitimer(signal.ITIMER_REAL, SECONDS)
+      signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process: others may be busy
       try:
         result = outcome(kind, folder)
       except Failure as failure:
         result = f"FAILED {str(failure).splitlines()[0][:300] if str(failure) else failure!r}"
       finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         path.write_bytes(whole[kind])
       pipe.send((number, kind, result))
   pipe.send(None)
@@ -265,8 +265,7 @@ def supervise(first: int, stop: int, note: Callable[[int, str, str], None]) -> N
     theirs.close()
     kind = "none"
     try:
-      # Native code that hangs hears no alarm.
-      while ours.poll(10 * SECONDS if kind != "none" else 600):
+      while ours.poll(SILENCE):  # native code that hangs hears no alarm
         message = ours.recv()
         if message is None:
           first = stop
@@ -277,7 +276,7 @@ def supervise(first: int, stop: int, note: Callable[[int, str, str], None]) -> N
           note(number, kind, result)
           first = number + 1
       else:
-        note(first, kind, f"FAILED hung for {10 * SECONDS} s")
+        note(first, kind, f"FAILED hung for {SILENCE} s")
         first += 1
     except EOFError:
       process.join()

@@ -1,7 +1,7 @@
 """Writes into the README which method was found to run over how many devices, from the tests.
 
     python -m scripts.support_table                   runs them, minutes, and writes the table
-    python -m scripts.support_table --junit FILE      takes a run of `pytest --junitxml FILE`
+    python -m scripts.support_table --junit FILE ...  takes runs of `pytest --junitxml FILE`
 
 A number is in the table if the test of that method on so many devices passed.
 """
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
@@ -33,17 +34,20 @@ _CASE = re.compile(r"(\w+)\[(\d+)x(\d+)-(\w+)\]")
 class Args:
   """Writes the README's table of methods and devices from the tests."""
 
-  junit: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
-  """A report of the tests; by default they are run."""
+  junit: Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
+  """Reports of the tests; by default they are run."""
 
 
-def passed(report: pathlib.Path) -> dict[str, set[tuple[int, int]]]:
-  """Method -> meshes (heads, slots) on which it gave what one device gives."""
+def passed(reports: Sequence[pathlib.Path]) -> dict[str, set[tuple[int, int]]]:
+  """Method -> meshes (heads, slots) on which it gave what one device gives, by the last report."""
   found: dict[str, set[tuple[int, int]]] = {}
-  for case in ET.parse(report).iter("testcase"):
+  for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
     match = _CASE.fullmatch(case.get("name", ""))
-    if match and match[1] in TESTS.values() and not list(case):  # a child says what went wrong
-      found.setdefault(match[4], set()).add((int(match[2]), int(match[3])))
+    if match and match[1] in TESTS.values():
+      mesh, meshes = (int(match[2]), int(match[3])), found.setdefault(match[4], set())
+      meshes.discard(mesh)
+      if not list(case):  # a child says what went wrong
+        meshes.add(mesh)
   return found
 
 
@@ -64,16 +68,16 @@ def table(found: dict[str, set[tuple[int, int]]]) -> str:
 
 def main(args: Args) -> None:
   with tempfile.TemporaryDirectory() as folder:
-    report = args.junit
-    if report is None:
-      report = pathlib.Path(folder) / "report.xml"
+    reports = args.junit
+    if not reports:
+      reports = (report := pathlib.Path(folder) / "report.xml",)
       command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "tests/test_sharding.py"]
       subprocess.run(
         [*command, "-k", " or ".join(TESTS.values()), f"--junitxml={report}"], cwd=ROOT
       )
-    found = passed(report)
+    found = passed(reports)
   if not found:
-    raise ValueError(f"{report}: found no test of several devices that passed")
+    raise ValueError(f"{reports}: found no test of several devices that passed")
   readme = ROOT / "README.md"
   text = readme.read_text("utf-8")
   before, _, rest = text.partition(BEGIN)

@@ -32,6 +32,7 @@ SUITES = (
   "cpe",
   "decode",
   "e2e",
+  "e2e_sparse",
   "longflow",
   "offload",
   "prefill",

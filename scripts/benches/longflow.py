@@ -111,10 +111,12 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def holding(method: kvjax.Method, spec: kvjax.CacheSpec, tokens: Any) -> kvjax.Cache:
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def holding(
+  method: kvjax.Method, spec: kvjax.CacheSpec, tokens: Any, layer: int = 0
+) -> kvjax.Cache:
   """A layer's cache whose rows hold `tokens` random tokens, alike; statistics are 1."""
-  cache = method.init(spec, 0)
+  cache = method.init(spec, layer)
   slot = jnp.arange(cache.size, dtype=jnp.int32)
   slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
   for name, key in zip(("k", "v"), jax.random.split(jax.random.key(0)), strict=True):

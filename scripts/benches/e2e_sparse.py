@@ -1,0 +1,165 @@
+"""whole decode steps in a long context: methods that read a part of the cache, against all of it"""
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from models.generate import join, split
+from models.transformer import Transformer
+from scripts.benches import Case, Contender
+from scripts.benches.e2e import BANDWIDTH, weights
+from scripts.benches.longflow import holding
+
+STEPS = 16  # decode steps per dispatch: a block of CPE's
+TOKENS = 128 << 10
+
+
+def methods(tokens: int) -> dict[str, kvjax.Method]:
+  """At the budgets of their papers; τ = −1 shares always, as random weights' queries never do."""
+  if tokens < 8192:
+    return {"Quest": kvjax.Quest(32, page=8, dense_layers=1)}
+  return {
+    "Quest": kvjax.Quest(4096),
+    "InfLLM-v2": kvjax.InfLLMv2(),
+    "CPE": kvjax.CPE.preset(512, tau=-1.0),
+  }
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """Every method at batches of 1 and 4."""
+  name, tokens = ("tiny", 128) if quick else ("Llama-3.1-8B", TOKENS)
+  for batch in (2,) if quick else (1, 4):
+    for label, method in methods(tokens).items():
+      title = f"{label} {name} B{batch} T{tokens >> 10}K"
+      if only in title:
+        yield case(title, weights(name), method, batch, tokens, quick)
+
+
+def case(
+  title: str, model: Transformer, method: kvjax.Method, batch: int, tokens: int, quick: bool
+) -> Case:
+  """A step of the method and one of the full cache, whose caches take turns in memory."""
+  impl = "reference" if quick else "auto"  # the interpreter takes minutes to compile a loop
+  full = kvjax.Full()
+  contenders = [
+    Contender(
+      "kvjax",
+      timed(model, method, impl, batch, tokens),
+      functools.partial(logits, model, method, "pallas" if quick else impl),
+    ),
+    Contender("Full", timed(model, full, impl, batch, tokens), None),
+  ]
+  moved = {m: step_bytes(model, m, batch, tokens) for m in (method, full)}
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    faster, limit = seconds["Full"] / seconds["kvjax"], moved[full] / moved[method]
+    return [
+      f"{faster:.2f} × Full, {faster / limit:.3f} of what the bytes allow ({limit:.2f} ×); "
+      f"{seconds['kvjax'] * BANDWIDTH / moved[method]:.2f} × its bytes over 4.45 TB/s"
+    ]
+
+  return Case(
+    name=title,
+    shapes=f"{method!r}; {model.dtype.name}",
+    bytes=moved[method],
+    reference=lambda: logits(model, method, "reference"),
+    tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> Any:
+  """Caches of `tokens` random tokens and what the method makes of them, room for a dispatch."""
+  spec = model.spec(batch, tokens + STEPS)
+  count = jnp.full(batch, tokens, jnp.int32)
+
+  def layer(i: int) -> Any:
+    at = method.at(dataclasses.replace(model.env, impl="reference"), i)
+    made = holding(method, spec, jnp.int32(tokens), i)
+    prompt = kvjax.Prompt(count, count, None, tokens, 0)
+    return jax.jit(lambda cache: method.settle(at, cache, prompt), donate_argnums=0)(made)
+
+  return tuple(layer(i) for i in range(spec.layers))
+
+
+def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, tokens: int) -> Any:
+  """A function that gives the seconds of a step, in programs of STEPS steps from one state."""
+  graph, leaves = split(model)
+  token = jnp.zeros(batch, jnp.int32)
+
+  def run(leaves: Any, held: Any, token: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+
+    def step(_: Any, carry: Any) -> Any:
+      held, token = carry
+      logits, held = decoder.decode(token, held, method)
+      return held, jnp.argmax(logits, -1).astype(jnp.int32)
+
+    new, token = lax.fori_loop(0, STEPS, step, (held, token))
+    return tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True)), token
+
+  @functools.cache
+  def compiled() -> Any:
+    shapes = jax.eval_shape(lambda: caches(model, method, batch, tokens))
+    return jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
+
+  def seconds() -> float:
+    program, held = compiled(), caches(model, method, batch, tokens)
+    held, done = jax.block_until_ready(program(leaves, held, token))
+    began = time.perf_counter()
+    for _ in range(2):
+      held, done = program(leaves, held, token)
+    jax.block_until_ready(done)
+    taken = time.perf_counter() - began
+    del held
+    gc.collect()
+    return taken / (2 * STEPS)
+
+  return seconds
+
+
+def logits(model: Transformer, method: kvjax.Method, impl: str) -> np.ndarray:
+  """Logits of one step of two rows, in a context short enough for the reference."""
+  graph, leaves = split(model)
+  tokens = 128 if model.config.vocab < 1000 else 12 << 10
+
+  @jax.jit
+  def step(leaves: Any, held: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    return decoder.decode(jnp.arange(2, dtype=jnp.int32), held, method)[0]
+
+  return np.asarray(step(leaves, caches(model, method, 2, tokens)))
+
+
+def step_bytes(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> int:
+  """Weights once, and what every layer reads of its cache: summaries, retrievals, keys, values."""
+  c = model.config
+  unread = 0 if c.tie_embeddings else c.vocab * c.dim * model.dtype.itemsize
+  total = sum(x.nbytes for x in split(model)[1]) - unread
+  key = c.head_dim * model.dtype.itemsize
+  for layer in range(c.layers):
+    cache = jax.eval_shape(functools.partial(method.init, model.spec(batch, tokens), layer))
+    heads = batch * c.kv_heads
+    if isinstance(method, kvjax.CPE):  # all keys once in a block, dilated lists otherwise
+      listed = method.k + method.sinks + method.local + 2 * method.radius * (method.k // 3) / 2
+      total += int(heads * key * (tokens / method.block + 2 * listed))
+    elif "key_min" in cache.heads or "compressed" in cache.heads:
+      assert isinstance(method, kvjax.Selective)
+      total += sum(x.size * x.dtype.itemsize for x in cache.heads.values())
+      total += 2 * heads * key * method.unit * (sum(method.forced) + method.best)
+    else:
+      total += 2 * heads * key * tokens
+  return total

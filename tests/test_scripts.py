@@ -37,6 +37,7 @@ ARGUMENTS = {
   "generate": ("PROMPT", "--method", "--budget", "--temperature"),
   "convert_checkpoint": ("SOURCE", "DEST"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
+  "hit_rates": ("OUT", "--length", "--history", "--layers"),
   "record": ("OUT", "--layers", "--stride"),
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),

@@ -25,6 +25,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -295,14 +296,32 @@ def main(args: Args) -> None:
 
   results: dict[str, Counter] = {kind: Counter() for kind in KINDS}
   failures: list[dict[str, Any]] = []
-  began = time.perf_counter()
+  began, lock = time.perf_counter(), threading.Lock()
+
+  def save() -> None:
+    """What there is so far, a whole file at any time."""
+    if args.out:
+      with common.written_aside(args.out / "fuzz.json") as file:
+        summary = {
+          "inputs": sum(map(Counter.total, results.values())),
+          "of": args.count,
+          "first": args.first,
+          "seconds": round(time.perf_counter() - began),
+          "results": {kind: dict(count) for kind, count in results.items()},
+          "failures": failures,
+        }
+        file.write_text(json.dumps(summary, indent=1) + "\n")
+
   with console.bar(args.count, "reading damaged files", "input") as bar:
 
     def note(number: int, kind: str, result: str) -> None:
-      results[kind]["failed" if result.startswith("FAILED") else result] += 1
-      if result.startswith("FAILED"):
-        failures.append({"input": number, "kind": kind, "what": result.removeprefix("FAILED ")})
-      bar.update()
+      with lock:
+        results[kind]["failed" if result.startswith("FAILED") else result] += 1
+        if result.startswith("FAILED"):
+          failures.append({"input": number, "kind": kind, "what": result.removeprefix("FAILED ")})
+        bar.update()
+        if bar.n % 1000 == 0:
+          save()
 
     cuts = [args.first + args.count * i // args.jobs for i in range(args.jobs + 1)]
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -316,16 +335,7 @@ def main(args: Args) -> None:
   print(console.table(head, rows))
   for failure in failures[:20]:
     print(f"input {failure['input']} ({failure['kind']}): {failure['what']}")
-  if args.out:
-    with common.written_aside(args.out / "fuzz.json") as file:
-      summary = {
-        "count": args.count,
-        "first": args.first,
-        "seconds": round(seconds),
-        "results": {kind: dict(count) for kind, count in results.items()},
-        "failures": failures,
-      }
-      file.write_text(json.dumps(summary, indent=1) + "\n")
+  save()
   if failures:
     sys.exit(1)
 

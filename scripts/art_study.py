@@ -248,10 +248,12 @@ def convergence(found: dict[str, Any]) -> Figure:
   """Fig. 4: error of the newest tiles alone by the share that is loaded, by layer."""
   figure = Figure(figsize=(6.4, 4), layout="constrained")
   axes = figure.subplots()
-  layers = sorted(found["curves"])
+  layers = sorted(found["curves"], key=int)
+  named = layers if len(layers) <= 6 else (layers[0], layers[-1])
   for i, layer in enumerate(layers):
     colour = colormaps["viridis"](i / max(len(layers) - 1, 1) * 0.9)
-    axes.plot(LOADED, found["curves"][layer][0], color=colour, linewidth=1)
+    label = f"median of layer {layer}" if layer in named else None
+    axes.plot(LOADED, found["curves"][layer][0], color=colour, linewidth=1, label=label)
   axes.plot(
     LOADED,
     np.median([found["curves"][layer][1] for layer in layers], 0),
@@ -259,8 +261,6 @@ def convergence(found: dict[str, Any]) -> Figure:
     linestyle="--",
     label="90 % of the walks, median layer",
   )
-  axes.plot([], [], color=colormaps["viridis"](0.0), label=f"median of layer {layers[0]}")
-  axes.plot([], [], color=colormaps["viridis"](0.9), label=f"median of layer {layers[-1]}")
   axes.set_xlabel(f"share of the keys loaded, {found['order']}")
   axes.set_ylabel("relative error of the output")
   axes.set_xlim(0, 1)

@@ -56,6 +56,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
   "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
   "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
+  "speculation_ratio": {"pallas": ("pallas_kernels.speculation", "ratio")},
   "repair": {"pallas": ("pallas_kernels.repair", "repair")},
 }
 
@@ -211,6 +212,12 @@ def speculate(
   memo = "pieces", list(written[4:])
   early = Attended(State(o, m, l), None, None, guess.visited(cache.size), out, memo)
   return early, both[:, :, 0], both[:, :, 1], level, trend
+
+
+def speculation_ratio(selector: str, **shape: int) -> float:
+  """ρ that was measured to be best on the default device (`pallas_kernels.speculation`), else 1."""
+  measured = kernel("speculation_ratio", "pallas")(selector, **shape)
+  return 1.0 if measured is None else measured
 
 
 def repair(

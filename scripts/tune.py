@@ -3,6 +3,7 @@
     python -m scripts.tune decode                       on a GPU; minutes
     python -m scripts.tune decode --only "B8 T32K" --dry-run
     python -m scripts.tune decode_logits                decode that leaves its logits, for eviction
+    python -m scripts.tune prr                          how much PRR speculates, by length
 
 Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
 programs for the best of them, down to one piece per row, which needs no join. Every configuration
@@ -29,11 +30,11 @@ from pallas_kernels._split import columns_of
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode_with_output
 from scripts.bench import environment
-from scripts.benches import Contender, jax_contender
+from scripts.benches import Contender, jax_contender, prr
 from scripts.benches.decode import reference, rotation
 from tests.decode_cases import BOUNDED, TUNED, Shape
 
-KERNELS = {"decode": TUNED, "decode_logits": BOUNDED}
+KERNELS: dict[str, Any] = {"decode": TUNED, "decode_logits": BOUNDED, "prr": prr.PROFILED}
 # Bytes of keys and values in one pipeline stage, with the warps and stages that go with them.
 STAGES = (
   (64 << 10, 4, 3),
@@ -187,7 +188,10 @@ def main(argv: list[str] | None = None) -> int:
     )
   path = options.out / device.name / f"{options.kernel}.json"
   for shape in shapes:
-    entry = tune(options.kernel, shape, device, options.repetitions)
+    if options.kernel == "prr":
+      entry = prr.profile(shape, options.repetitions)
+    else:
+      entry = tune(options.kernel, shape, device, options.repetitions)
     if not options.dry_run:
       write(path, entry)
   return 0

@@ -131,9 +131,11 @@ class PRR(Wrapper):
     """ρ for caches of this shape; 0: no speculation."""
     if self.variant != "S3":
       return float(self.budget != 0)
-    if isinstance(self.budget, str):
-      return 1.0
-    return float(self.budget)
+    if not isinstance(self.budget, str):
+      return float(self.budget)
+    shape = {"unit": self.selector.unit, "best": self.selector.best}
+    name = type(self.selector).__name__
+    return dispatch.speculation_ratio(name, **shape, batch=batch, slots=capacity)
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     """The predictor's state, the sets Ŝ of the next step and S of the last, and the factors."""

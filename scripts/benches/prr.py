@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,8 +47,8 @@ class Setting:
   def base(self) -> Quest:
     return Quest(self.budget, self.page, dense_layers=0)
 
-  def prr(self, variant: str = "S3") -> PRR:
-    return PRR(self.base, budget=RATIO, variant=variant)
+  def prr(self, variant: str = "S3", ratio: float = RATIO) -> PRR:
+    return PRR(self.base, budget=ratio, variant=variant)
 
   def bytes(self, tokens: int) -> int:
     """Keys and values of that many tokens of every row."""
@@ -98,6 +99,17 @@ def settings(quick: bool) -> Iterator[Setting]:
       for length in LENGTHS:
         for page, budget in ((16, 1024), (16, 4096), (64, 4096)):
           yield Setting(model, batch, kv_heads, groups, length << 10, page, budget)
+
+
+# What a profile is made of (`scripts.tune prr`): lengths of one model, and how much is predicted.
+PROFILED = tuple(
+  Setting("8B", batch, *MODELS["8B"], length << 10, page, budget)
+  for batch in (1, 4)
+  for page, budget in ((16, 1024), (16, 4096), (64, 4096))
+  for length in (4, 8, *LENGTHS)
+  if budget < length << 10
+)
+PROFILED_RATIOS = (1.0, 1.25, 1.5, 2.0)
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
@@ -303,6 +315,39 @@ def case(s: Setting, quick: bool) -> Case:
     subject="prr",
     remarks=remarks,
   )
+
+
+def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
+  """The entry of one setting in `tuned/<device>/prr.json`: microseconds, medians, interleaved."""
+  inputs, base = layers(s, False), s.base
+  plain = [(q, cache) for q, cache, _ in inputs]
+  timed = {
+    ("select_us", ""): jax_contender("", functools.partial(select, base), plain, calls=calls),
+    ("serial_us", ""): jax_contender("", functools.partial(step, base), plain, calls=calls),
+  }
+  for ratio in PROFILED_RATIOS:
+    turns = []
+    for seed, (q, cache, table) in enumerate(inputs):
+      guess = predicted(s, table, HITS, base.widened(ratio), seed)
+      turns.append((q, cache.put(heads={"foreseen": jnp.asarray(guess)})))
+    speculate = functools.partial(attend, base, name="foreseen")
+    timed["speculate_us", f"{ratio:g}"] = jax_contender("", speculate, turns, calls=calls)
+    whole = functools.partial(step, s.prr(ratio=ratio))
+    timed["prr_us", f"{ratio:g}"] = jax_contender("", whole, turns, calls=calls)
+  times: dict[tuple[str, str], list[float]] = {name: [] for name in timed}
+  for _ in range(repetitions + 1):  # the first is not counted
+    for name, contender in timed.items():
+      times[name].append(contender.seconds())
+  shape = {"unit": s.page, "best": base.best, "batch": s.batch, "slots": s.slots}
+  entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": "Quest", **shape}}
+  for (name, ratio), seconds in times.items():
+    us = round(float(np.median(seconds[1:])) * 1e6, 2)
+    if ratio:
+      entry.setdefault(name, {})[ratio] = us
+    else:
+      entry[name] = us
+  print(f"  {s.name}: {json.dumps({n: x for n, x in entry.items() if n.endswith('_us')})}")
+  return entry
 
 
 def _lax_top_k(k: int, q: Any, cache: Cache) -> Any:

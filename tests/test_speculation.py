@@ -1,0 +1,62 @@
+"""How much PRR speculates by default: the choice from a file of measurements."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import PRR, InfLLMv2, Quest
+from pallas_kernels import config, speculation
+from tests.layer import Stream
+
+
+def entry(slots, select, speculate, prr, serial, batch=1):
+  return {
+    "bucket": {"selector": "Quest", "unit": 16, "best": 63, "batch": batch, "slots": slots},
+    "select_us": select,
+    "speculate_us": dict(zip(("1", "1.25", "1.5"), speculate, strict=True)),
+    "prr_us": dict(zip(("1", "1.25", "1.5"), prr, strict=True)),
+    "serial_us": serial,
+  }
+
+
+ENTRIES = [
+  entry(4096, 5, (8, 9, 10), (14, 15, 16), 15),  # nothing fits
+  entry(8192, 9, (8, 9, 10), (14, 15, 16), 17),  # 1.25 fits, and pays
+  entry(16384, 12, (8, 9, 10), (14, 15, 21), 20),  # 1.5 fits, and does not pay
+  entry(8192, 40, (30, 35, 39), (50, 55, 58), 70, batch=4),
+]
+
+
+@pytest.mark.parametrize(("slots", "rho"), [(4096, 1), (8192, 1.25), (16384, 0)])
+def test_the_largest_that_fits_and_pays(slots, rho):
+  assert speculation.largest(ENTRIES[:3], slots) == rho
+
+
+def test_lengths_between_are_fitted():
+  x = np.array([4, 8, 16, 32]) * 1024
+  times = 3 + 2e-3 * x + 1e-7 * x**2
+  assert speculation.fitted(x.tolist(), times.tolist(), 8192) == times[1]
+  for length in (6000, 65536):
+    want = 3 + 2e-3 * length + 1e-7 * length**2
+    np.testing.assert_allclose(speculation.fitted(x.tolist(), times.tolist(), length), want)
+
+
+def test_a_cache_asks_its_device(monkeypatch, tmp_path):
+  """By selector, unit, k, length and the nearest batch; what was not measured gets 1."""
+  device = config.device(jax.devices()[0].device_kind).name
+  (tmp_path / "tuned" / device).mkdir(parents=True)
+  path = tmp_path / "tuned" / device / "prr.json"
+  path.write_text(json.dumps({"entries": ENTRIES}))
+  speculation.measured.cache_clear()
+  monkeypatch.setattr(speculation.importlib.resources, "files", lambda name: tmp_path)
+  method = PRR(Quest(1024, 16))
+  assert [method.ratio(1, n) for n in (4096, 8192, 16384)] == [1, 1.25, 0]
+  assert method.ratio(3, 8192) == 1.5
+  assert PRR(Quest(512, 16)).ratio(1, 8192) == PRR(InfLLMv2()).ratio(1, 8192) == 1
+  assert PRR(Quest(1024, 16), variant="S2").ratio(1, 16384) == 1
+  heads = {n: method.init(Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
+  assert heads[8192]["foreseen"].shape[-1] == 1 + 78  # ⌊1.25 · 63⌋ beside the newest
+  assert "foreseen" not in heads[16384]
+  speculation.measured.cache_clear()

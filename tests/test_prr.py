@@ -123,7 +123,8 @@ class Row:
       for t, scores in new:
         count = t // self.base.unit + 1
         fixed = self.fixed(count)
-        if begun and count - len(fixed) > self.base.best:
+        counted = (new[-1][0] - t) % self.method.every == 0
+        if begun and counted and count - len(fixed) > self.base.best:
           tokens += 1
           for p, s in zip(made, scores, strict=True):
             true = set(self.choose(s, self.base.best)) - fixed
@@ -250,7 +251,7 @@ def test_a_generation(base, kwargs, strict):
 )
 def test_calibration(base, predictor):
   """Each row's factors are those of its highest hit rate; the short row keeps the given ones."""
-  generation(PRR(base, budget=1.5, predictor=predictor, history=18), steps=4)
+  generation(PRR(base, budget=1.5, predictor=predictor, history=18, every=2), steps=4)
 
 
 def test_single_tokens():
@@ -382,6 +383,7 @@ def test_repair_of_any_split(order, sizes, strict, variant):
     ({"predictor": "oracle"}, "PRR.predictor: found 'oracle', expected one of"),
     ({"alpha": 1.5}, "PRR.alpha: found 1.5, expected 0 to 1"),
     ({"history": 0}, "PRR.history: found 0, expected 1 or more"),
+    ({"every": 0}, "PRR.every: found 0, expected 1 or more"),
     ({"base": HShare()}, "PRR replaces plan, and so does its base"),
   ],
 )

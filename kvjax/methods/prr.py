@@ -19,8 +19,8 @@ from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
-# Prompt tokens below which a chunk leaves the factors as they were.
-LEAST = 16
+# Counted tokens below which a chunk leaves the factors as they were.
+LEAST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,10 @@ class PRR(Wrapper):
   factors are calibrated on, per row and layer (§4.2): of all (α, β, γ) of `smoothing.grid()`, ties
   to the first, those of the highest score-weighted hit rate, the mean over tokens and KV heads of
   Σ_{j∈Ŝ∩S} w_j / Σ_{j∈S} w_j without the tiles that are read anyway; w is the score, or
-  exp(s − max s) where scores may be negative. Tokens count that have more than k tiles to choose
-  from. A chunk with fewer than 16 of them leaves the factors as they were.
+  exp(s − max s) where scores may be negative. Of the tokens, counted back from the last, each
+  `every`-th counts if it has more than k tiles to choose from: all are followed, but the searches
+  for the best of 450 forecasts are the cost. A chunk with fewer than 8 that count leaves the
+  factors as they were.
 
   The stages of the paper's ablation (A.8) are variants: "S1" speculates on the last step's
   selection and attends to S anew where a tile is missed, "S2" repairs instead, "S3" predicts. The
@@ -68,6 +70,7 @@ class PRR(Wrapper):
     alpha, beta, gamma: α, β, γ where they are not, or not yet, calibrated.
     calibrate: whether prompts do so.
     history: last tokens of a prompt (of a chunk of one) that the predictor follows.
+    every: of how many of them one counts when hit rates are compared.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("plan", "attend")
@@ -81,6 +84,7 @@ class PRR(Wrapper):
   gamma: float = 0.5
   calibrate: bool = True
   history: int = 512
+  every: int = 16
 
   def __post_init__(self):
     super().__post_init__()
@@ -97,8 +101,9 @@ class PRR(Wrapper):
     for name, most in (("alpha", 1.0), ("beta", 1.0), ("gamma", float("inf"))):
       if not 0 <= getattr(self, name) <= most:
         raise ValueError(f"PRR.{name}: found {getattr(self, name)}, expected 0 to {most}")
-    if self.history < 1:
-      raise ValueError(f"PRR.history: found {self.history}, expected 1 or more")
+    for name in ("history", "every"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"PRR.{name}: found {getattr(self, name)}, expected 1 or more")
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -335,8 +340,10 @@ class PRR(Wrapper):
     kept = self.base.keep(at, cache, new, q, qpos, attended, prompt)
     if "foreseen" not in kept.heads:
       return kept
-    count = min(self.history, q.shape[3])
+    history = min(self.history, q.shape[3])
+    count = -(-history // self.every) * self.every
     q, qpos, _ = attention.last_queries(q, qpos, attended.state, count)
+    qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
     state, factors = self.follow(at, kept, cache.seen - 1, q, qpos)
     kept = kept.put(rows={"factors": factors})
     scores = at.top.score(at, kept, q[:, :, :, -1])
@@ -369,13 +376,13 @@ class PRR(Wrapper):
     alpha, beta = (tried[..., i, None, None] for i in range(2))
     update = jax.vmap(self.updated, (0, None, 0, 0, None, None))
 
-    def step(carry: tuple, token: tuple[Array, Array]) -> tuple[tuple, None]:
+    def step(carry: tuple, token: tuple[Array, Array], compare: bool) -> tuple[tuple, None]:
       state, last, rates, tokens = carry
       q, t = token
       now = _as_of(cache, t)
       scores = at.top.score(at, now, q)
       assert scores is not None
-      if searches:
+      if compare:
         others = jax.tree.map(lambda x: x[:-1], state)
         found, counts = self.hit_rates(at, now, scores, others, last)
         rates, tokens = rates + jnp.where(counts, found, 0), tokens + counts
@@ -383,11 +390,17 @@ class PRR(Wrapper):
       state = jax.tree.map(lambda n, o: jnp.where(real[:, None, None], n, o), new, state)
       return (state, jnp.where(real, t, last), rates, tokens), None
 
+    def group(carry: tuple, tokens: tuple[Array, Array]) -> tuple[tuple, None]:
+      before, counted = (jax.tree.map(lambda x, i=i: x[i], tokens) for i in (slice(-1), -1))
+      carry, _ = jax.lax.scan(lambda carry, token: step(carry, token, False), carry, before)
+      return step(carry, counted, searches)
+
     shape = tried.shape[0], *old.level.shape
     start = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), old)
     rates = jnp.zeros((candidates.shape[0], own.shape[0]), jnp.float32)
-    carry = start, last, rates, jnp.zeros_like(last)
-    (state, _, rates, tokens), _ = jax.lax.scan(step, carry, (jnp.moveaxis(q, 3, 0), qpos.T))
+    carry: tuple = start, last, rates, jnp.zeros_like(last)
+    q, qpos = (x.reshape(-1, self.every, *x.shape[1:]) for x in (jnp.moveaxis(q, 3, 0), qpos.T))
+    (state, _, rates, tokens), _ = jax.lax.scan(group, carry, (q, qpos))
     best, enough = jnp.argmax(at.sum_heads(rates), 0), tokens >= LEAST
     row = jnp.arange(own.shape[0])
     pair = jnp.where(enough, best // len(smoothing.GAMMAS), -1)

@@ -76,7 +76,7 @@ def methods(args: Args) -> dict[str, dict[str, kvjax.PRR]]:
   settings |= {f"holt, ρ = {ratio}": {"budget": ratio} for ratio in (1.25, 1.5)}
   return {
     name: {
-      setting: kvjax.PRR(base, strict=True, history=args.history, **kwargs)
+      setting: kvjax.PRR(base, strict=True, history=args.history, every=1, **kwargs)
       for setting, kwargs in settings.items()
     }
     for name, base in bases.items()

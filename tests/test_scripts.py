@@ -39,6 +39,7 @@ ARGUMENTS = {
   "retrieval_heads": ("OUT", "--samples", "--length", "--threshold", "--checkpoint"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "art_study": ("NPZ", "--tile", "--least", "--out"),
+  "hit_rates": ("OUT", "--length", "--history", "--layers"),
   "record": ("OUT", "--layers", "--stride"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "plot": ("RESULTS", "--out", "--pictures"),

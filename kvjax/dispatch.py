@@ -2,8 +2,8 @@
 
 An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
 asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
-Pallas kernel on a GPU where there is one that does all that the method needs, the reference
-otherwise; for a prompt, cuDNN's attention before either, where it does.
+Pallas kernel on a GPU where there is one that has run there (`UNRUN`) and does all that the method
+needs, the reference otherwise; for a prompt, cuDNN's attention before either, where it does.
 """
 
 import dataclasses
@@ -60,6 +60,21 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "repair": {"pallas": ("pallas_kernels.repair", "repair")},
 }
 
+# Kernels that equal their references in the interpreter, where programs run one after another, and
+# compile, but have not run on a GPU in their present form: "auto" leaves them alone.
+UNRUN = {
+  "art",
+  "attend_tiles",
+  "best_tiles",
+  "cis_anchors",
+  "cis_listed",
+  "other_tiles",
+  "renew_extremes",
+  "renew_mean",
+  "repair",
+  "speculate",
+}
+
 
 def kernel(operation: str, impl: str) -> Callable:
   """The kernel of an operation; NotImplementedError names both if there is none."""
@@ -77,8 +92,8 @@ def choose(operation: str, impl: str) -> str:
   """Resolves "auto" for the default backend; other names are returned as they are."""
   if impl != "auto":
     return impl
-  on_gpu = jax.default_backend() == "gpu"
-  return "pallas" if on_gpu and "pallas" in KERNELS.get(operation, {}) else "reference"
+  trusted = "pallas" in KERNELS.get(operation, {}) and operation not in UNRUN
+  return "pallas" if trusted and jax.default_backend() == "gpu" else "reference"
 
 
 def choose_for(at: At, operation: str) -> str:

@@ -326,7 +326,6 @@ def main(args: Args) -> None:
     cuts = [args.first + args.count * i // args.jobs for i in range(args.jobs + 1)]
     with ThreadPoolExecutor(args.jobs) as pool:
       list(pool.map(lambda pair: supervise(*pair, note), itertools.pairwise(cuts)))
-  seconds = time.perf_counter() - began
   rows = [
     (kind, *(str(count[name]) for name in ("read", *(e.__name__ for e in DOCUMENTED), "failed")))
     for kind, count in results.items()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from pallas_kernels import art, config, decode, host_blocks, prefill, product, summaries, top_k
+from pallas_kernels import art, cis, config, decode, host_blocks, prefill, product, summaries, top_k
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
@@ -209,6 +209,29 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       yield f"key_weights-{name}", capability, run, shapes
 
 
+def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """CIS's decision and list, per KV head and per query head."""
+  of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
+  for capability in SHARED:
+    for batch, heads, groups, units, k, slots in (
+      (1, 8, 4, 1, 432, 131072),
+      (16, 32, 1, 1, 88, 4096),
+    ):
+      row, block = (batch, heads), (batch, heads, 16)
+      shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
+      shapes += [of((*block, units), i32), of((batch,), i32)]
+      run = functools.partial(cis.anchors, tau=0.8, interpret=False)
+      yield f"anchors-{heads}x{groups}", capability, run, shapes
+      always = {"slots": slots, "sinks": 16, "local": 64, "heaviest": k // 3, "radius": 1}
+      run = functools.partial(cis.listed, **always, interpret=False)
+      shapes = [of((*block, k), i32), of((*row, k), i32), of(row, i32), of(row, i32)]
+      shapes += [of((batch,), i32), of((batch, 1), i32)]
+      yield f"listed-{heads}x{groups}", capability, run, shapes
+    per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
+    run = functools.partial(cis.anchors, tau=0.8, interpret=False)
+    yield "anchors-per-query-head", capability, run, [*per_head, of((2,), i32)]
+
+
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """Entering a token: few and many heads, an odd head size, with and without victims."""
   for capability in SHARED:
@@ -364,6 +387,7 @@ KERNELS: dict[str, Callable] = {
   "longflow": longflow_calls,
   "prefill": prefill_calls,
   "select": select_calls,
+  "cis": cis_calls,
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
   "prr": prr_calls,

@@ -41,7 +41,7 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
   cache = holding(method, spec, tokens)
   moved = sum(x.nbytes for x in cache.heads.values())
   copies = 2 if quick else min(max(4, (256 << 20) // moved), 8)
-  turns = [(query(spec, seed), summaries(cache, seed)) for seed in range(copies)]
+  turns = [(query(spec, seed), summaries(cache, seed), cache) for seed in range(copies)]
 
   def run(impl: str) -> Any:
     at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
@@ -60,7 +60,6 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
     return sum((x.astype(jnp.float32) * q[0, 0, 0, 0]).sum() for x in held.values())
 
   ours = "pallas" if quick else "auto"
-  turns = [(*turn, cache) for turn in turns]
   calls = 2 if quick else 16
   contenders = [
     jax_contender("kvjax", run(ours), turns, output=_ranking, calls=calls),

@@ -13,7 +13,8 @@ from typing import Any
 def check_types(cls: type, values: dict[str, Any]) -> None:
   """Raises TypeError for a value whose type is not what the field of that name says.
 
-  Integers pass for floats; booleans for neither. Fields of other than plain types are let through.
+  Integers pass for floats; booleans for neither. Fields of other than plain types and tuples are
+  let through, and so is what tuples hold.
   """
   for name, kinds in _plain_types(cls).items():
     if name in values and not any(_fits(values[name], kind) for kind in kinds):
@@ -44,6 +45,7 @@ def _plain_types(cls: type) -> dict[str, tuple[type, ...]]:
     hint = hints[field.name]
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = typing.get_args(hint) if union else (hint,)
+    kinds = tuple(tuple if typing.get_origin(kind) is tuple else kind for kind in kinds)
     if all(isinstance(kind, type) and kind is not Any for kind in kinds) and not any(
       map(typing.get_origin, kinds)
     ):

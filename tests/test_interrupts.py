@@ -21,8 +21,18 @@ stopped_by = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def stop(command, number, ready, **streams):
   """Starts a program, sends it a signal once `ready()`; its standard error."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+  def heed():  # a shell starts what runs in its background deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
   process = subprocess.Popen(
-    [sys.executable, *command], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, **streams
+    [sys.executable, *command],
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+    env=env,
+    preexec_fn=heed,
+    **streams,
   )
   try:
     for _ in range(1200):

@@ -317,17 +317,6 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
   return Attended(state, None, None, visited, out.astype(q.dtype))
 
 
-def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
-  """Attention of many queries over slots in any order, each up to its own position."""
-  impl = choose("attend_prompt", at.env.impl)
-  # Float32 products of the kernel would leave the matrix units unused.
-  narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
-  if narrow or impl != "pallas":
-    return attention.attend_prompt(at, q, qpos, held, None, None)
-  k, v = held["k"], held["v"]
-  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, pos=held["pos"])[0]
-
-
 def _prompt_implementation(
   at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
 ) -> tuple[str, Callable]:

@@ -294,6 +294,7 @@ class Streamed(Method):
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
     """Retrieves, and shows window and chunk beside what is far."""
+    self._check(at)
     if prompt.index is not None:
       raise NotImplementedError(
         f"{type(at.top).__name__}: found layers that compute a part of a prompt, expected none: "
@@ -313,8 +314,8 @@ class Streamed(Method):
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
     near = {name: staged[name] for name in ("k", "v", "pos")}
     state = softmax_state.merge(
-      dispatch.attend_anywhere(at, near, q, qpos),
-      dispatch.attend_anywhere(at, far, self.turned(at, q, qpos), qpos),
+      attention.attend_prompt(at, q, qpos, near, None, None),
+      attention.attend_prompt(at, self.turned(at, q, qpos), qpos, far, None, None),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -331,7 +332,7 @@ class Streamed(Method):
   ) -> Cache:
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
     near = self.near(cache, new)
-    votes = dispatch.column_mass(at, q, qpos, near, None, attended.state)
+    votes = attention.column_mass(at, q, qpos, near, None, attended.state)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok = prompt.valid > 0
@@ -422,13 +423,10 @@ class Streamed(Method):
     """Softmax over what is near and what is far; the logits are those of the slots."""
     cache = cache if plan.memo is None else plan.memo
     turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
-    impl = dispatch.choose("attend_span", at.env.impl)
-    if impl == "jax-triton":
-      raise NotImplementedError(
-        f"attend_span: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
-      )
-    walk = self._walk_slots if impl == "reference" else self._walk_kernels
-    near, far, logits = walk(at, cache, q, turned, impl)
+    self._check(at)
+    window = {**cache.slots, "pos": self.visible(cache, cache.pos)}
+    near, logits = _attend(q, window)
+    far = _attend(turned, self.far(at, cache))[0]
     visited = (self.visible(cache, cache.pos) >= 0).sum(-1, dtype=jnp.int32)
     blocks = (cache.rows["kept"] >= 0).sum(-1, dtype=jnp.int32)
     firsts = jnp.where(cache.rows["gone"] > 0, self.init_tokens, 0)
@@ -436,48 +434,10 @@ class Streamed(Method):
     slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
     return Attended(softmax_state.merge(near, far), logits, slot, visited)
 
-  def _walk_slots(self, at: At, cache: Cache, q: Array, turned: Array, impl: str) -> tuple:
-    """States of what is near and far, and logits of the slots, in plain JAX."""
-    window = {**cache.slots, "pos": self.visible(cache, cache.pos)}
-    near, logits = _attend(q, window)
-    return near, _attend(turned, self.far(at, cache))[0], logits
-
-  def _walk_kernels(self, at: At, cache: Cache, q: Array, turned: Array, impl: str) -> tuple:
-    """The same by kernels: the ring is two ranges of slots, the blocks' copies a table of tiles."""
-    k, v, size = cache.slots["k"], cache.slots["v"], cache.size
-    near = dispatch.kernel("attend_span", impl)
-    first = jnp.where(cache.rows["gone"] > 0, self.first(cache), 0)
-    start = self.slot_of(first, size)
-    stop = start + cache.seen - first
-    ranges = (
-      (start, jnp.minimum(stop, size)),
-      (
-        jnp.full_like(start, self.init_tokens),
-        stop - (size - self.init_tokens),
-      ),
-    )
-    states, logits = [], []
-    for low, high in ranges:
-      state, _, seen = near(q.astype(k.dtype), k, v, low[:, None], high[:, None], logits=True)
-      states.append(state)
-      logits.append(seen)
-    table = cache.rows["kept"][:, None]
-    table = jnp.broadcast_to(table, (*k.shape[:2], self.retrieved))
-    held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
-    every = jnp.full_like(first[:, None], held_k.shape[2])
-    far, _ = dispatch.kernel("attend_table", impl)(
-      turned.astype(k.dtype),
-      held_k,
-      held_v,
-      table,
-      jnp.full(k.shape[:2], self.retrieved, jnp.int32),
-      jnp.zeros_like(every),
-      every,
-      unit=self.block,
-    )
-    if self.init_tokens:
-      far = softmax_state.merge(far, _attend(turned, self.first_tokens(at, cache))[0])
-    return softmax_state.merge(*states), far, jnp.maximum(*logits)
+  def _check(self, at: At) -> None:
+    """Raises where attention by a kernel is asked for: there is none over window and far blocks."""
+    if at.env.impl not in ("auto", "reference", "cudnn"):
+      dispatch.kernel(type(self).__name__.lower(), at.env.impl)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

@@ -31,7 +31,7 @@ HAVE_REPO = {"streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest"
 MAY_SKIP_NEWEST = {"topk_oracle": "reads what weighs most and nothing else"}
 
 # Methods that replace attention and have no kernel yet.
-NO_KERNEL: set[str] = set()
+NO_KERNEL = {"infllm", "ltri"}
 
 every = pytest.mark.parametrize("name", METHODS)
 

@@ -148,7 +148,7 @@ def append(
   return {"k": tuple(written[:half]), "v": tuple(written[half:])}
 
 
-def check(store: dict[str, tuple[Array, ...]], block: Array) -> None:
+def check(store: dict[str, tuple[Any, ...]], block: Any) -> None:
   """Raises on a store that the kernels do not take; the message names the argument."""
   if block.dtype != "int32":
     raise TypeError(f"block: found dtype {block.dtype.name}, expected int32")

@@ -360,7 +360,7 @@ def vectors_at(length: np.ndarray, ratio: np.ndarray, rate: float, most: int) ->
 
 def calibrated_rate(
   samples: list[tuple[np.ndarray, np.ndarray]],
-  tokens_per_vector: float,
+  tokens_per_vector: float | int,
   *,
   block: int = 128,
   most: int = 3,
@@ -383,7 +383,7 @@ def calibrated_rate(
   tokens = block * sum(len(a) for a, _ in samples)
 
   def reaches(rate: float) -> bool:
-    return tokens >= tokens_per_vector * vectors_at(length, ratio, rate, most).sum()
+    return tokens >= tokens_per_vector * int(vectors_at(length, ratio, rate, most).sum())
 
   table = np.arange(0, 100.25, 0.25)
   for rate in table:

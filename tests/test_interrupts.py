@@ -15,24 +15,21 @@ from scripts.examples import tiny
 from tests import tiny_gguf
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# A shell starts what runs in its background deaf to Ctrl-C, and so are the children of that.
+HEED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 stopped_by = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
 def stop(command, number, ready, **streams):
   """Starts a program, sends it a signal once `ready()`; its standard error."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-
-  def heed():  # a shell starts what runs in its background deaf to Ctrl-C
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
+  command = [sys.executable, "-c", HEED, *command]
   process = subprocess.Popen(
-    [sys.executable, *command],
-    stderr=subprocess.PIPE,
-    text=True,
-    cwd=ROOT,
-    env=env,
-    preexec_fn=heed,
-    **streams,
+    command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, **streams
   )
   try:
     for _ in range(1200):

@@ -234,7 +234,7 @@ def test_reports_are_of_all_heads():
   method = METHODS["quest"].example(BUDGET)
 
   def reports(decoder, caches):
-    _, caches = decoder.prefill(TOKENS[:, :23], jnp.asarray(LENGTHS), caches, method)
+    _, caches = decoder.prefill(jnp.asarray(TOKENS[:, :23]), jnp.asarray(LENGTHS), caches, method)
     return decoder.decode(jnp.asarray(TOKENS[:, 0]), caches, method, with_aux=True)[2]
 
   decoders = model(), model(4)

@@ -64,11 +64,15 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
 UNRUN = {
   "art",
+  "attend_table",
   "attend_tiles",
   "best_tiles",
   "cis_anchors",
   "cis_listed",
+  "key_logits",
+  "key_weights",
   "other_tiles",
+  "page_bounds",
   "renew_extremes",
   "renew_mean",
   "repair",

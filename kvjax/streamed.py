@@ -222,7 +222,9 @@ class Streamed(Method):
     """
     block = jnp.arange(keys[0].shape[1], dtype=jnp.int32)
     stored = block < cache.rows["gone"][:, None]
-    forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored & forces
+    forced = jnp.zeros_like(stored)
+    if self.inject and forces:
+      forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored
     able = stored & (forced | (keys[0] > -jnp.inf))
     order = [jnp.where(able, jnp.where(forced, 0, 1), 2), *(jnp.where(forced, 0, -k) for k in keys)]
     index = jnp.broadcast_to(block, stored.shape)

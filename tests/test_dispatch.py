@@ -9,9 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CPE, ETF, H2O, PSAW, Env, Full, Prompt, Rope, SnapKV, StreamingLLM, dispatch
+from kvjax import (
+  CPE,
+  ETF,
+  H2O,
+  PSAW,
+  TOVA,
+  Env,
+  Full,
+  Prompt,
+  Rope,
+  SnapKV,
+  StreamingLLM,
+  dispatch,
+)
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
-from tests.fit_methods import Evict, Offload
 from tests.layer import Layer, Stream
 
 
@@ -35,16 +47,24 @@ def test_auto_is_the_reference_without_a_gpu():
 
 
 def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():
-  layer = Layer(Evict(budget=12), Stream.random(0), env=env("jax-triton"))
+  layer = Layer(TOVA(budget=12), Stream.random(0), env=env("jax-triton"))
   layer.prefill([5, 3])
-  with pytest.raises(NotImplementedError, match="Evict reads logits; the 'jax-triton' kernel"):
+  with pytest.raises(NotImplementedError, match="TOVA reads logits; the 'jax-triton' kernel"):
     layer.decode([5, 3])
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnWay(Full):
+  """Reads what it attends to by code of its own."""
+
+  def read(self, at, cache, plan):
+    return super().read(at, cache, plan)
+
+
 def test_a_kernel_never_walks_past_a_method_that_reads_its_own_way():
-  layer = Layer(Offload(), Stream.random(0), env=env("pallas"))
+  layer = Layer(OwnWay(), Stream.random(0), env=env("pallas"))
   layer.prefill([5, 3])
-  with pytest.raises(NotImplementedError, match="Offload fetches slots its own way; the 'pallas'"):
+  with pytest.raises(NotImplementedError, match="OwnWay fetches slots its own way; the 'pallas'"):
     layer.decode([5, 3])
 
 

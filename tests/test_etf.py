@@ -1,5 +1,6 @@
 """ETF against a NumPy float64 decoder: frozen states, their keys and values, the saved work."""
 
+import dataclasses
 import fractions
 import math
 
@@ -8,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ETF, H2O, Carry, Full, Prompt
+from kvjax import ETF, H2O, Carry, Full, Prompt, Quest
 from models.generate import join, prefill
 from tests import decoder_oracle
-from tests.fit_methods import Freeze, Pages
-from tests.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
+from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 STEPS = 5
 both = pytest.mark.parametrize("kv", ["previous", "project"])
@@ -123,7 +123,7 @@ def test_over_other_bases():
   out = Run(ETF(H2O(budget=99), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   want = Run(ETF(Full(), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   np.testing.assert_allclose(out, want, atol=CLOSE)
-  out = Run(ETF(Pages(pages=99), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
+  out = Run(ETF(Quest.neutral(CAPACITY), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   np.testing.assert_allclose(out, want, atol=CLOSE)
 
 
@@ -171,11 +171,19 @@ def test_frozen_tokens_cost_nothing(kv, projected):
   assert flops(Full()) - flops(method) > 0.97 * 2 * count * per_token
 
 
+@dataclasses.dataclass(frozen=True)
+class Freeze(Full):
+  """Somebody else's freezing."""
+
+  def active(self, at, tokens, total):
+    return None
+
+
 @pytest.mark.parametrize(
   ("args", "kwargs", "message"),
   [
     ((ETF(),), {}, "ETF replaces active, apart, fill, and so does its base"),
-    ((Freeze(),), {}, "ETF replaces active, fill, and so does its base"),
+    ((Freeze(),), {}, "ETF replaces active, and so does its base"),
     ((), {"sinks": -1}, "sinks: found -1, expected 0 or more"),
     ((), {"psi": 0.0}, "psi: found 0.0, expected more than 0 and at most 1"),
     ((), {"gamma": -1.0}, "gamma: found -1.0, expected 0 or more"),

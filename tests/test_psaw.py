@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import PSAW, Env, Full, Random
+from kvjax import PSAW, Env, Full, Quest, Random
 from kvjax.ops import depth
 from tests import decoder_oracle
-from tests.fit_methods import Pages
 from tests.layer import Layer, Stream, rotate, softmax_average
-from tests.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
+from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 
 def visible(t, layer, layers, sinks, phi, alpha, start=0.75):
@@ -129,13 +128,13 @@ def test_over_other_bases():
   """All pages under the window give what Full under the window gives; few pages see still less."""
   narrow = {"sinks": 2, "phi": 0.4, "start": 0.5}
   want = Run(PSAW(Full(), **narrow)).generate(4)
-  out = Run(PSAW(Pages(pages=99), **narrow)).generate(4)
+  out = Run(PSAW(Quest.neutral(CAPACITY), **narrow)).generate(4)
   np.testing.assert_allclose(out, want, atol=CLOSE)
-  assert np.abs(Run(PSAW(Pages(pages=1), **narrow)).generate(4) - want).max() > 0.05
+  assert np.abs(Run(PSAW(Quest.example(8), **narrow)).generate(4) - want).max() > 0.05
 
 
 def test_neutral_over_another_base():
-  base = Pages(pages=1)
+  base = Quest.example(8)
   np.testing.assert_allclose(
     Run(PSAW(base, phi=1.0)).generate(4), Run(base).generate(4), atol=CLOSE
   )

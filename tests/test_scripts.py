@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import re
-import subprocess
+import runpy
 import sys
 
 import jax
@@ -20,7 +21,7 @@ from models.config import ModelConfig
 from models.generate import prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
-from scripts import common, console, demo, record
+from scripts import common, console, demo, on_gpu, record
 from scripts.evals import needle
 from scripts.evals.prompt import Reader
 from scripts.evals.task import Row
@@ -42,6 +43,7 @@ ARGUMENTS = {
   "hit_rates": ("OUT", "--length", "--history", "--layers"),
   "record": ("OUT", "--layers", "--stride"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
+  "on_gpu": ("--out", "--only", "--minutes"),
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),
 }
@@ -52,16 +54,35 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_help_names_the_arguments(name):
-  run = subprocess.run(
-    [sys.executable, "-m", f"scripts.{name}", "--help"], capture_output=True, text=True, timeout=300
-  )
-  assert run.returncode == 0, run.stderr
-  assert "usage:" in run.stdout
+def test_help_names_the_arguments(name, monkeypatch, capsys):
+  monkeypatch.setattr(sys, "argv", [name, "--help"])
+  monkeypatch.setattr(os, "environ", os.environ.copy())
+  with pytest.raises(SystemExit) as end:
+    runpy.run_module(f"scripts.{name}", run_name="__main__")
+  out = capsys.readouterr().out
+  assert not end.value.code and "usage:" in out
   assert set(ARGUMENTS) <= set(PROGRAMS)
   for argument in ARGUMENTS.get(name, ()):
-    assert argument in run.stdout
+    assert argument in out
+
+
+def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
+  """One ends, one fails, one runs into its limit; the next call repeats what did not end well."""
+  steps = {"well": on_gpu.Step("platform", 60), "ill": on_gpu.Step("json.tool {out}/none", 60)}
+  endless = on_gpu.Step("http.server 0 --bind 127.0.0.1", 2)
+  monkeypatch.setattr(on_gpu, "STEPS", {**steps, "endless": endless})
+  assert on_gpu.main(["--out", str(tmp_path)]) == 1
+  became = {k: v["became"] for k, v in json.loads((tmp_path / "steps.json").read_text()).items()}
+  assert became["well"] == "done" and became["endless"] == "stopped after 2 s"
+  assert became["ill"].startswith("exit status") and "none" in (tmp_path / "ill.log").read_text()
+  (tmp_path / "none").write_text("{}")
+  capsys.readouterr()
+  assert on_gpu.main(["--out", str(tmp_path), "--only", "well", "ill"]) == 0
+  assert "well" not in capsys.readouterr().out
+  assert on_gpu.main(["--out", str(tmp_path), "--minutes", "0"]) == 1
+  assert "endless: 0 s left, expected 2: not started" in capsys.readouterr().out
 
 
 # ---- the demo's comparison

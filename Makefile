@@ -26,10 +26,10 @@ demo: $(DEMO_READY)  ## a chat answer and a needle question under every cache, o
 	@$(BIN)/python -m scripts.demo $(ARGS)
 
 test: lint types  ## lint, types and the fast CPU tests
-	$(BIN)/pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
 test-all: lint types  ## the same with the slow tests: real checkpoint, wheel
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(TEST_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

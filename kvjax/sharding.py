@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental import checkify
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax import offload
@@ -120,6 +121,35 @@ def shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) 
   The check for the latter is off: Pallas kernels do not take part in it.
   """
   return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def checked_shard_map(
+  f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable:
+  """`shard_map` of an f whose checks (`jax.experimental.checkify`) come out alike on all devices.
+
+  What they find is an ordinary result of f, and one check outside. Left to itself, checkify would
+  collect an error from each device, and carry none of them out of a loop.
+  """
+
+  def run(*args: Any) -> Any:
+    return checkify.checkify(f)(*args)
+
+  # Checkify does not look into a function with a batching rule of its own.
+  opaque = jax.custom_batching.custom_vmap(
+    shard_map(run, mesh, in_specs, (PartitionSpec(), out_specs))
+  )
+
+  @opaque.def_vmap
+  def refuse(*_: Any) -> Any:
+    raise NotImplementedError("Env.check_nan: found vmap over a mesh, expected none")
+
+  def call(*args: Any) -> Any:
+    error, result = opaque(*args)
+    checkify.check_error(error)
+    return result
+
+  return call
 
 
 def check_supported(method: Method, mesh: Mesh) -> None:

@@ -301,10 +301,6 @@ class Transformer(nnx.Module):
     if self.mesh is None:
       return run(self, caches, *args)
     sharding.check_supported(method, self.mesh)
-    if self.env.check_nan:  # checkify does not carry errors out of loops over shard_map
-      raise NotImplementedError(
-        "Env.check_nan: found True on a mesh, expected False: look for NaN on one device"
-      )
     graph, state = nnx.split(self)
     leaves, tree = jax.tree.flatten(state)
     weights = parallel.weight_specs(state, self.config, self.mesh)
@@ -315,7 +311,8 @@ class Transformer(nnx.Module):
 
     given = (weights, cached, *[everywhere] * len(args))
     results = everywhere, cached, everywhere
-    return sharding.shard_map(on_device, self.mesh, given, results)(leaves, caches, *args)
+    over = sharding.checked_shard_map if self.env.check_nan else sharding.shard_map
+    return over(on_device, self.mesh, given, results)(leaves, caches, *args)
 
   def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
     """Rows of the embedding, of which a device may hold a part."""

@@ -331,6 +331,11 @@ class ART(Wrapper):
     start = Walk(empty, calm=zero, going=zero == 0, tiles=zero, keys=zero, logits=logits)
     return jax.lax.scan(step, start, tiles)[0]
 
+  def overrides(self, move: str) -> bool:
+    if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
+      return self.base.overrides(move)
+    return super().overrides(move)
+
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 
 import kvjax
 from kvjax import METHODS, Env
@@ -22,9 +23,9 @@ from tests import tiny_gguf
 from tests.tiny import CLOSE
 
 CONFIG = ModelConfig(
-  vocab=64, dim=48, layers=4, heads=16, kv_heads=8, head_dim=16, ffn=64, max_context=512
+  vocab=64, dim=48, layers=3, heads=16, kv_heads=8, head_dim=16, ffn=64, max_context=512
 )
-BUDGET, CAPACITY, STEPS = 12, 64, 3
+BUDGET, CAPACITY, STEPS = 12, 512, 3
 LENGTHS = np.array([23, 14], np.int32)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)
 
@@ -55,25 +56,109 @@ def model(heads=0, slots=1):
   return built
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(graph, method, leaves, caches, tokens, lengths):
-  """A prompt and STEPS tokens; logits [B, STEPS + 1, V]."""
-  decoder = join(graph, leaves)
-  first, caches = decoder.prefill(tokens[:, : LENGTHS.max()], lengths, caches, method)
+COLLECTIVE = re.compile(
+  r"= (?P<shapes>.*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+  r"(-start)?\("
+)
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 
-  def step(caches, i):
-    token = jnp.take_along_axis(tokens, lengths[:, None] + i, 1)[:, 0]
-    return decoder.decode(token, caches, method)[::-1]
 
-  caches, rest = jax.lax.scan(step, caches, jnp.arange(STEPS))
-  return jnp.concatenate([first[None], rest]).swapaxes(0, 1), caches
+def collectives(program):
+  """Kind and bytes of every collective of a compiled program."""
+  found = []
+  for line in program.splitlines():
+    if match := COLLECTIVE.search(line):
+      shapes = re.findall(r"(\w+)\[([\d,]*)\]", match["shapes"])
+      sizes = [
+        BYTES[t] * int(np.prod([int(n) for n in dims.split(",") if n])) for t, dims in shapes
+      ]
+      found.append((match["kind"], sum(sizes)))
+  return found
+
+
+def programs(method, heads, slots):
+  """The functions of a prompt and of a decode step, and what they are called with."""
+  decoder = model(heads, slots)
+  graph, leaves = split(decoder)
+
+  def read(leaves, caches, tokens, lengths):
+    return join(graph, leaves).prefill(tokens, lengths, caches, method)
+
+  def step(leaves, caches, token, live):
+    return join(graph, leaves).decode(token, caches, method, live)
+
+  caches = decoder.init_caches(method, 2, CAPACITY)
+  prompt = TOKENS[:, : LENGTHS.max()], LENGTHS
+  return read, step, leaves, caches, prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+  """A prompt and STEPS tokens: logits [B, STEPS + 1, V], and what the compiled step says.
+
+  `held` are the bytes of the caches on a device, `in_place` those that the step donates.
+  """
+
+  logits: np.ndarray
+  collectives: list
+  held: int
+  in_place: int
 
 
 @functools.cache
-def logits(method, heads=0, slots=1):
-  decoder = model(heads, slots)
-  caches = decoder.init_caches(method, 2, CAPACITY)
-  return np.asarray(run(*split(decoder)[:1], method, split(decoder)[1], caches, TOKENS, LENGTHS)[0])
+def ran(method, heads=0, slots=1):
+  read, step, leaves, caches, prompt = programs(method, heads, slots)
+  parts = jax.tree.map(lambda x: x.addressable_shards[0].data.nbytes, caches)
+  first, caches = jax.jit(read)(leaves, caches, *prompt)
+  live = np.ones(2, bool)
+  lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, TOKENS[:, 0], live)
+  compiled = lowered.compile()
+  out = [first]
+  for i in range(STEPS):
+    logits, caches = compiled(leaves, caches, TOKENS[np.arange(2), LENGTHS + i], live)
+    out.append(logits)
+  return Ran(
+    np.stack(out, 1),
+    collectives(compiled.as_text()),
+    sum(jax.tree.leaves(parts)),
+    compiled.memory_analysis().alias_size_in_bytes,
+  )
+
+
+def check(name, mesh):
+  """What one device gives; no collective moves a cache, and the caches are updated in place."""
+  method = METHODS[name].example(BUDGET)
+  if mesh == (1, 1):  # nothing to run: it is the program of no mesh
+    return check_same_program(method)
+  spread = ran(method, *mesh)
+  np.testing.assert_allclose(spread.logits, ran(method).logits, atol=CLOSE)
+  assert max(size for _, size in spread.collectives) < spread.held / CONFIG.layers / 4
+  assert spread.in_place >= spread.held
+
+
+def check_same_program(method):
+  """On a mesh of one device, shard_map holds the equations that are traced without a mesh."""
+  traced = []
+  for heads in (1, 0):
+    read, step, leaves, caches, prompt = programs(method, heads, 1)
+    token = TOKENS[:, 0], np.ones(2, bool)
+    traced.append(
+      [jax.make_jaxpr(f)(leaves, caches, *x) for f, x in ((read, prompt), (step, token))]
+    )
+  for on_mesh, alone in zip(*traced, strict=True):
+    (outer,) = on_mesh.eqns
+    assert outer.primitive.name == "shard_map"
+    assert list(equations(outer.params["jaxpr"])) == list(equations(alone.jaxpr))
+
+
+def equations(jaxpr):
+  """Operations with the shapes and dtypes that they take and give, nested ones included."""
+  for eqn in jaxpr.eqns:
+    yield eqn.primitive.name, [(x.aval.shape, x.aval.dtype) for x in (*eqn.invars, *eqn.outvars)]
+    for param in jax.tree.leaves(list(eqn.params.values())):
+      inner = getattr(param, "jaxpr", param)
+      if hasattr(inner, "eqns"):
+        yield from equations(inner)
 
 
 def over(usual, *others):
@@ -86,8 +171,7 @@ def over(usual, *others):
 @every
 @over((4, 1), (1, 1), (2, 1), (8, 1))
 def test_tensor_parallel_equals_one_device(name, mesh):
-  method = METHODS[name].example(BUDGET)
-  np.testing.assert_allclose(logits(method, *mesh), logits(method), atol=CLOSE)
+  check(name, mesh)
 
 
 SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
@@ -96,8 +180,7 @@ SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 @pytest.mark.parametrize("name", SPREAD)
 @over((2, 4), (1, 2), (1, 4), (1, 8))
 def test_context_parallel_equals_one_device(name, mesh):
-  method = METHODS[name].example(BUDGET)
-  np.testing.assert_allclose(logits(method, *mesh), logits(method), atol=CLOSE)
+  check(name, mesh)
 
 
 def test_the_readme_claims_what_methods_say():
@@ -121,69 +204,23 @@ def test_what_cannot_be_spread_says_so(name):
     model(1, 2).init_caches(METHODS[name].example(BUDGET), 2, CAPACITY)
 
 
-COLLECTIVE = re.compile(
-  r"= (?P<shapes>.*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
-  r"(-start)?\("
-)
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-
-
-def collectives(method, heads, slots=1, capacity=1024):
-  """Kind and bytes of every collective of one decode step, and the compiled program."""
-  decoder = model(heads, slots)
-  graph, leaves = split(decoder)
-  caches = decoder.init_caches(method, 2, capacity)
-
-  def step(leaves, caches, token):
-    return join(graph, leaves).decode(token, caches, method)
-
-  lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, jnp.zeros(2, jnp.int32))
-  compiled = lowered.compile()
-  found = []
-  for line in compiled.as_text().splitlines():
-    if match := COLLECTIVE.search(line):
-      shapes = re.findall(r"(\w+)\[([\d,]*)\]", match["shapes"])
-      sizes = [
-        BYTES[t] * int(np.prod([int(n) for n in dims.split(",") if n])) for t, dims in shapes
-      ]
-      found.append((match["kind"], sum(sizes)))
-  return found, compiled, caches
-
-
 B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
 
 
 def test_a_step_has_the_collectives_of_the_design():
   """Two all-reduces of [B, D] a layer, one for the embedding's rows, and a gather of the logits."""
-  found, *_ = collectives(METHODS["full"](), 4)
+  found = ran(METHODS["full"](), 4).collectives
   wanted = [("all-reduce", B * D * 4)] * (2 * L + 1) + [("all-gather", B * V * 4)]
   assert sorted(found) == sorted(wanted)
 
 
 def test_a_step_over_split_slots_gathers_softmax_states():
   """[o ‖ m ‖ l] of every device's part once a layer, and nothing else of attention."""
-  found, *_ = collectives(METHODS["full"](), 2, 4)
+  found = ran(METHODS["full"](), 2, 4).collectives
   state = 4 * B * (CONFIG.heads // 2) * (CONFIG.head_dim + 2) * 4
   wanted = [("all-reduce", B * D * 4)] * (2 * L + 1) + [("all-gather", B * V * 4)]
   wanted += [("all-gather", state)] * L
   assert sorted(found) == sorted(wanted)
-
-
-@every
-@pytest.mark.parametrize("mesh", [(4, 1), (2, 4)])
-def test_no_collective_moves_a_cache(name, mesh):
-  """What all collectives of a step move is less than a device's part of one layer's keys.
-
-  The caches of all layers are donated and come back in place.
-  """
-  method = METHODS[name].example(64)
-  if mesh[1] > 1 and not method.spreads:
-    pytest.skip("does not run with split slots")
-  found, compiled, caches = collectives(method, *mesh)
-  held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(caches))
-  assert compiled.memory_analysis().alias_size_in_bytes >= held
-  keys = min(cache.slots["k"].addressable_shards[0].data.nbytes for cache in caches)
-  assert max(size for _, size in found) < keys / 2
 
 
 def test_checkpoints_are_restored_into_the_layout(tmp_path):
@@ -246,9 +283,31 @@ def test_reports_are_of_all_heads():
     np.testing.assert_array_equal(wanted["visited"], found["visited"])
 
 
-def test_nan_is_looked_for_on_one_device_only():
-  decoder = shard(model(), kvjax.make_mesh(2))
+@pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
+def test_nan_on_one_device_is_everybodys(mesh):
+  """A NaN in one value of one head: layer and row are named, and the row's cache stays."""
+  decoder, method = shard(model(), kvjax.make_mesh(*mesh)), kvjax.Full()
   decoder.env = dataclasses.replace(decoder.env, check_nan=True)
-  caches = decoder.init_caches(kvjax.Full(), 2, CAPACITY)
-  with pytest.raises(NotImplementedError, match="check_nan: found True on a mesh"):
-    prefill(decoder, TOKENS[:, :23], LENGTHS, caches, kvjax.Full())
+  graph, leaves = split(decoder)
+
+  def read():
+    caches = decoder.init_caches(method, 2, CAPACITY)
+    return prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method)
+
+  generate(decoder, *read(), method, steps=4, chunk=2)  # finds nothing where there is nothing
+  logits, caches = read()
+  v = caches[1].slots["v"]
+  sick = caches[0], caches[1].put(slots={"v": v.at[1, 5, 3, 2].set(jnp.nan)}), *caches[2:]
+
+  @jax.jit
+  def step(leaves, caches, token):
+    return checkify.checkify(lambda c: join(graph, leaves).decode(token, c, method))(caches)
+
+  error, (_, after) = step(leaves, sick, TOKENS[:, 0])
+  message = r"Full, layer 1: .* row 1, which has cached 14 tokens"
+  with pytest.raises(checkify.JaxRuntimeError, match=message):
+    error.throw()
+  assert [cache.seen.tolist() for cache in after[:2]] == [[24, 15], [24, 14]]
+  np.testing.assert_array_equal(after[1].pos[1], sick[1].pos[1])
+  with pytest.raises(checkify.JaxRuntimeError, match=message):  # out of a loop, too
+    generate(decoder, logits, sick, method, steps=4, chunk=2)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 
 import kvjax
+from models import parallel
 from models.config import ModelConfig
 from models.generate import join, split
 from models.presets import PRESETS
@@ -56,24 +59,32 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 @functools.lru_cache(maxsize=1)
 def weights(name: str) -> Transformer:
   """A decoder of this shape; random weights, norm scales 1."""
-  return drawn(*((TINY, jnp.float32) if name == "tiny" else (PRESETS[name], jnp.bfloat16)))
+  return drawn(*shape(name))
 
 
-def drawn(config: ModelConfig, dtype: Any) -> Transformer:
-  """A decoder of a configuration with random weights."""
+def shape(name: str) -> tuple[ModelConfig, Any]:
+  """The configuration and dtype of a name."""
+  return (TINY, jnp.float32) if name == "tiny" else (PRESETS[name], jnp.bfloat16)
+
+
+def drawn(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Transformer:
+  """A decoder of a configuration with random weights; over a mesh, each device draws its part."""
   made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  keys = map(functools.partial(jax.random.fold_in, jax.random.key(0)), itertools.count())
+
+  def draw(x: Any, to: Any = None) -> jax.Array:
+    return jax.jit(_weight, static_argnums=(1, 2), out_shardings=to)(next(keys), x.shape, x.dtype)
+
+  if mesh is not None:
+    return parallel.placed(made, mesh, draw)
   graph, shapes = nnx.split(made)
-  leaves, tree = jax.tree.flatten(shapes)
-  draw = jax.jit(_normal, static_argnums=(1, 2))
-  keys = jax.random.split(jax.random.key(0), len(leaves))
-  arrays = [
-    jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else draw(key, x.shape, x.dtype)
-    for key, x in zip(keys, leaves, strict=True)
-  ]
-  return nnx.merge(graph, jax.tree.unflatten(tree, arrays))
+  return nnx.merge(graph, jax.tree.map(draw, shapes))
 
 
-def _normal(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  """Norm scales are 1."""
+  if len(shape) == 1:
+    return jnp.ones(shape, dtype)
   return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
 
 

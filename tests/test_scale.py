@@ -1,0 +1,86 @@
+"""What a 70B model takes on each of four devices, that its steps lower, and how it gets there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax import METHODS, plan_memory, sharding
+from models import parallel
+from models.generate import join
+from models.presets import PRESETS
+from models.transformer import Transformer
+from scripts.benches import e2e, scale
+
+NAME, BATCH, TOKENS, DEVICES = scale.LARGE
+CONFIG = PRESETS[NAME]
+H100 = 80 << 30
+
+
+def abstract(layers):
+  """The decoder on its mesh, shapes and places only."""
+  config = dataclasses.replace(CONFIG, layers=layers)
+  made = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+  place = lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)  # noqa: E731
+  return parallel.placed(made, kvjax.make_mesh(heads=DEVICES), place)
+
+
+def methods(name):
+  """A method of the suite, and ART over it."""
+  base = METHODS[name].example(TOKENS // scale.KEPT)
+  return base, kvjax.ART(base)
+
+
+@pytest.mark.parametrize("name", scale.GAINS)
+def test_70b_fits_on_four_devices(name):
+  """A quarter of the weights and of the cache, with room to spare on 80 GiB."""
+  one, two = (abstract(n).weight_bytes() for n in (1, 2))  # layers are alike
+  weights = one + (CONFIG.layers - 1) * (two - one)
+  assert weights == pytest.approx(2 * 70_553_706_496 / DEVICES, rel=1e-3)
+  spec = dataclasses.replace(abstract(1).spec(BATCH, TOKENS + e2e.STEPS), layers=CONFIG.layers)
+  for method in methods(name):
+    caches = plan_memory(spec, method, kvjax.make_mesh(heads=DEVICES)).device
+    assert DEVICES * caches == pytest.approx(plan_memory(spec, method).device, rel=1e-3)
+    assert weights + caches < 0.8 * H100
+
+
+@pytest.mark.parametrize("name", scale.GAINS)
+def test_steps_of_70b_lower(name):
+  """Two of its layers, as each of four devices runs them: two all-reduces each, and one before."""
+  model = abstract(2)
+  graph, state = nnx.split(model)
+  leaves, tree = jax.tree.flatten(state)
+  token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+  for method in methods(name):
+    caches = jax.eval_shape(lambda m=method: m.init_caches(model.spec(BATCH, TOKENS + e2e.STEPS)))
+    where = sharding.named(model.mesh, sharding.cache_specs(caches, method))
+    caches = jax.tree.map(lambda x, to: x.update(sharding=to), caches, where)
+
+    def step(leaves, caches, token, method=method):
+      return join((graph, tree), leaves).decode(token, caches, method)
+
+    lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, token)
+    assert lowered.out_info[0].shape == (BATCH, CONFIG.vocab)
+    assert lowered.as_text().count("stablehlo.all_reduce") == 2 * 2 + 1
+
+
+def test_weights_and_caches_are_made_where_they_belong():
+  """No device holds another's part, nor draws it: not even while it is drawn."""
+  mesh = kvjax.make_mesh(heads=2)
+  model = e2e.drawn(e2e.TINY, jnp.float32, mesh)
+  caches = scale.filled(model, METHODS["snapkv"].example(16), 2, 64)
+  layer = model.layers[1]
+  for x in (layer.attention.wqkv[...], layer.mlp.down[...], caches[1].slots["k"], caches[1].pos):
+    assert [part.data.nbytes for part in x.addressable_shards] == [x.nbytes // 2] * 2
+  pos = np.sort(np.asarray(caches[0].pos))
+  np.testing.assert_array_equal(pos, np.broadcast_to([*range(4), *range(52, 64)], pos.shape))
+  to = jax.NamedSharding(kvjax.make_mesh(heads=8), sharding.spec_of(("dim", None, "ffn")))
+  draw = jax.jit(e2e._weight, static_argnums=(1, 2), out_shardings=to)
+  memory = draw.lower(jax.random.key(0), (256, 2, 4096), jnp.float32).compile().memory_analysis()
+  part = 256 * 2 * 4096 * 4 // 8
+  assert memory.output_size_in_bytes == part
+  assert memory.temp_size_in_bytes < 4 * part  # random bits, in several steps

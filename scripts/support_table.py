@@ -27,7 +27,7 @@ TESTS = {
   "tensor": "test_tensor_parallel_equals_one_device",
   "context": "test_context_parallel_equals_one_device",
 }
-_CASE = re.compile(r"(\w+)\[(\d+)x(\d+)-(\w+)\]")
+_CASE = re.compile(r"(\w+)\[(\w+)-(\d+)x(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def passed(reports: Sequence[pathlib.Path]) -> dict[str, set[tuple[int, int]]]:
   for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
     match = _CASE.fullmatch(case.get("name", ""))
     if match and match[1] in TESTS.values():
-      mesh, meshes = (int(match[2]), int(match[3])), found.setdefault(match[4], set())
+      mesh, meshes = (int(match[3]), int(match[4])), found.setdefault(match[2], set())
       meshes.discard(mesh)
       if not list(case):  # a child says what went wrong
         meshes.add(mesh)

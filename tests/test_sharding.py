@@ -168,8 +168,8 @@ def over(usual, *others):
   return pytest.mark.parametrize("mesh", [first, *rest])
 
 
-@every
 @over((4, 1), (1, 1), (2, 1), (8, 1))
+@every
 def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
@@ -177,8 +177,8 @@ def test_tensor_parallel_equals_one_device(name, mesh):
 SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 
 
-@pytest.mark.parametrize("name", SPREAD)
 @over((2, 4), (1, 2), (1, 4), (1, 8))
+@pytest.mark.parametrize("name", SPREAD)
 def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 

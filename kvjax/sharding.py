@@ -123,9 +123,7 @@ def shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) 
   return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def checked_shard_map(
-  f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
-) -> Callable:
+def checked_shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
   """`shard_map` of an f whose checks (`jax.experimental.checkify`) come out alike on all devices.
 
   What they find is an ordinary result of f, and one check outside. Left to itself, checkify would

@@ -1,6 +1,6 @@
 """Feeds damaged model files to the readers: each is refused with a documented error, or read whole.
 
-    python -m scripts.fuzz --count 100000       the full run
+    python -m scripts.fuzz --count 100000       the full run, minutes of a core
     python -m scripts.fuzz --count 300          a look
 
 Files of a tiny model (GGUF; safetensors in shards, their index, config.json and tokenizer files of
@@ -13,6 +13,7 @@ of computing, more than `GROWTH` bytes, and a shard from outside of the folder.
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import multiprocessing
@@ -34,6 +35,8 @@ from typing import Any
 from scripts import common, console
 
 SECONDS, SILENCE, GROWTH = 10, 600, 2 << 30
+MEMORY = pathlib.Path("/dev/shm")  # files in memory, where there are: most of the time was writing
+READERS = ("gguf", "jinja2", "numpy", "safetensors", "tokenizers")
 KINDS = (
   *("gguf", "safetensors", "safetensors header", "index", "config", "tokenizer"),
   *("tokenizer config", "checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
@@ -224,7 +227,7 @@ def _resident() -> int:
 def work(first: int, stop: int, pipe: Any) -> None:
   """Inputs [first, stop): sends (number, kind, result or failure) of each, the number before it."""
   os.environ["JAX_PLATFORMS"] = "cpu"
-  with tempfile.TemporaryDirectory() as name:
+  with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
     folder = pathlib.Path(name).resolve()
     originals(folder)
     whole = {kind: (folder / path).read_bytes() for kind, path in TARGETS.items()}
@@ -306,6 +309,7 @@ def main(args: Args) -> None:
           "inputs": sum(map(Counter.total, results.values())),
           "of": args.count,
           "first": args.first,
+          "versions": {name: importlib.metadata.version(name) for name in READERS},
           "seconds": round(time.perf_counter() - began),
           "results": {kind: dict(count) for kind, count in results.items()},
           "failures": failures,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, offload, softmax_state
 from kvjax.method import Aux, Method, finite_rows
-from kvjax.ops import attention, slots
+from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
 
 
@@ -204,6 +204,15 @@ class Streamed(Method):
     start = jnp.where(cache.rows["gone"] > 0, self.first(cache), 0)
     return jnp.where(pos >= start[:, None, None], pos, -1)
 
+  def window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
+    """Where the window lies: slots [start, stop), and where it goes on at the ring's beginning."""
+    gone, seen = cache.rows["gone"][:, None], cache.seen[:, None]
+    first = jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
+    start, ring = self.slot_of(first, cache.size), cache.size - self.init_tokens
+    stop = start + seen - first
+    again = jnp.full_like(start, self.init_tokens), stop - ring
+    return [(start, jnp.minimum(stop, cache.size)), again]
+
   def near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
     """Window and chunk side by side."""
     joined = slots.join(cache.slots, new)
@@ -296,7 +305,6 @@ class Streamed(Method):
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
     """Retrieves, and shows window and chunk beside what is far."""
-    self._check(at)
     if prompt.index is not None:
       raise NotImplementedError(
         f"{type(at.top).__name__}: found layers that compute a part of a prompt, expected none: "
@@ -316,8 +324,8 @@ class Streamed(Method):
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
     near = {name: staged[name] for name in ("k", "v", "pos")}
     state = softmax_state.merge(
-      attention.attend_prompt(at, q, qpos, near, None, None),
-      attention.attend_prompt(at, self.turned(at, q, qpos), qpos, far, None, None),
+      dispatch.attend_anywhere(at, near, q, qpos),
+      dispatch.attend_anywhere(at, far, self.turned(at, q, qpos), qpos),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -334,7 +342,7 @@ class Streamed(Method):
   ) -> Cache:
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
     near = self.near(cache, new)
-    votes = attention.column_mass(at, q, qpos, near, None, attended.state)
+    votes = dispatch.column_mass(at, q, qpos, near, None, attended.state)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok = prompt.valid > 0
@@ -424,22 +432,24 @@ class Streamed(Method):
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
     cache = cache if plan.memo is None else plan.memo
-    turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
-    self._check(at)
-    window = {**cache.slots, "pos": self.visible(cache, cache.pos)}
-    near, logits = _attend(q, window)
-    far = _attend(turned, self.far(at, cache))[0]
-    visited = (self.visible(cache, cache.pos) >= 0).sum(-1, dtype=jnp.int32)
-    blocks = (cache.rows["kept"] >= 0).sum(-1, dtype=jnp.int32)
-    firsts = jnp.where(cache.rows["gone"] > 0, self.init_tokens, 0)
-    visited += (firsts + self.block * blocks)[:, None]
+    k, v, last = cache.slots["k"], cache.slots["v"], (cache.seen - 1)[:, None]
+    near, logits = dispatch.attend_ranges(at, q, k, v, self.window_slots(cache))
+    # What is far: the first tokens, and the copies of what is retrieved.
+    turned = self.turned(at, q[:, :, :, None], last)[:, :, :, 0]
+    firsts = jnp.where(cache.rows["gone"] > 0, self.init_tokens, 0)[:, None]
+    far = dispatch.attend_entries(
+      at, turned, cache.heads["held_k"], cache.heads["held_v"], cache.rows["kept"], self.block
+    )
+    if self.init_tokens:
+      first = self.first_tokens(at, cache)
+      start = jnp.zeros_like(firsts)
+      state, _ = dispatch.attend_ranges(at, turned, first["k"], first["v"], [(start, firsts)])
+      far = softmax_state.merge(state, far)
+    blocks = (cache.rows["kept"] >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
+    visited = (logits[:, :, 0] > -jnp.inf).sum(-1, dtype=jnp.int32)
     slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    visited += firsts + self.block * blocks
     return Attended(softmax_state.merge(near, far), logits, slot, visited)
-
-  def _check(self, at: At) -> None:
-    """Raises where attention by a kernel is asked for: there is none over window and far blocks."""
-    if at.env.impl not in ("auto", "reference", "cudnn"):
-      dispatch.kernel(type(self).__name__.lower(), at.env.impl)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -462,14 +472,6 @@ class Streamed(Method):
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
 
 
-def _attend(q: Float[Array, "B K G H"], held: slots.Slots) -> tuple[Any, Float[Array, "B K G S"]]:
-  """State and logits of one query per head over all slots with a position."""
-  ok = held["pos"] >= 0
-  logits = attention.logits_of(q[:, :, :, None], held["k"])[:, :, :, 0]
-  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
-  return softmax_state.of_logits(logits, jnp.where(ok[..., None], held["v"], 0)), logits
-
-
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
   """Caches of all layers that retrieve these blocks whatever else they would (−1 = none).
 
@@ -483,6 +485,7 @@ def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, .
         f"blocks: found shape {blocks.shape}, expected {cache.rows['inject'].shape} as the "
         "method's inject says"
       )
-    return cache.put(rows={"inject": jnp.asarray(blocks, jnp.int32)})
+    # A copy for each layer: caches are donated, and no array can be twice.
+    return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
 
   return tuple(force(cache) for cache in caches)

@@ -31,6 +31,7 @@ class InfOracle(Oracle):
     return sorted(range(len(self.gone)), key=lambda b: (-score(b), b))[: self.m.retrieved]
 
 
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   ("m", "lengths"),
   [
@@ -38,10 +39,10 @@ class InfOracle(Oracle):
     (InfLLM(0, 5, 2, 3, chunk=5, held=3, representatives=1), [21, 17]),
   ],
 )
-def test_a_generation(m, lengths):
+def test_a_generation(m, lengths, impl):
   """Prompts in chunks, then steps beyond several evictions; ragged rows, three query heads each."""
   stream = Stream.random(1, tokens=60, head_dim=8)
-  run = Stack(m, [stream])
+  run = Stack(m, [stream], impl=impl)
   oracles = [InfOracle(stream, b, m) for b in range(2)]
   pieces = [m.pieces(n) for n in lengths]
   for i in range(max(map(len, pieces))):

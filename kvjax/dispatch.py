@@ -199,7 +199,7 @@ def attend_ranges(
   −∞ outside.
   """
   impl = choose("attend_span", at.env.impl)
-  if impl not in KERNELS["attend_span"]:
+  if impl == "reference":
     return attention.attend_ranges(q, k, v, ranges)
   if impl == "jax-triton":
     raise NotImplementedError(
@@ -217,12 +217,12 @@ def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int
   Negative entries are holes. All heads of a row have one list.
   """
   impl = choose("attend_table", at.env.impl)
-  if impl not in KERNELS["attend_table"]:
+  if impl == "reference":
     return attention.attend_entries(q, k, v, table, unit)
+  run = kernel("attend_table", impl)
   table = jnp.broadcast_to(table[:, None], (*k.shape[:2], table.shape[1]))
   count = jnp.full(k.shape[:2], table.shape[2], jnp.int32)
   stop = jnp.full((k.shape[0], 1), k.shape[2], jnp.int32)
-  run = kernel("attend_table", impl)
   return run(q.astype(k.dtype), k, v, table, count, jnp.zeros_like(stop), stop, unit=unit)[0]
 
 
@@ -359,8 +359,13 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
 
 
 def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
-  """Attention of many queries over slots in any order, each up to its own position."""
+  """Attention of a chunk's queries over slots in any order, each up to its own position."""
   impl = choose("attend_prompt", at.env.impl)
+  if impl == "cudnn":
+    raise NotImplementedError(
+      f"attend_prompt: {type(at.top).__name__} attends to slots in no order; {impl!r} takes a "
+      "whole prompt"
+    )
   # Float32 products of the kernel would leave the matrix units unused.
   narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
   if narrow or impl != "pallas":

@@ -189,8 +189,9 @@ class Streamed(Method):
   # ---- geometry
 
   def first(self, cache: Cache) -> Int[Array, " B"]:
-    """Position of the oldest token that has not left, first tokens aside."""
-    return self.init_tokens + cache.rows["gone"] * self.block
+    """Position of the oldest token that is near: of all, as long as none has left."""
+    gone = cache.rows["gone"]
+    return jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
 
   def slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
     """Slot of a position: the first tokens in their place, the others in a ring behind them."""
@@ -199,24 +200,19 @@ class Streamed(Method):
       pos < self.init_tokens, pos, self.init_tokens + (pos - self.init_tokens) % ring
     )
 
-  def visible(self, cache: Cache, pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """Positions of what is near, −1 where a token has left or, being among the first, is far."""
-    start = jnp.where(cache.rows["gone"] > 0, self.first(cache), 0)
-    return jnp.where(pos >= start[:, None, None], pos, -1)
-
   def window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
-    """Where the window lies: slots [start, stop), and where it goes on at the ring's beginning."""
-    gone, seen = cache.rows["gone"][:, None], cache.seen[:, None]
-    first = jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
-    start, ring = self.slot_of(first, cache.size), cache.size - self.init_tokens
-    stop = start + seen - first
+    """What is near as ranges of slots: [start, stop), and the ring's beginning where it goes on."""
+    first, ring = self.first(cache)[:, None], cache.size - self.init_tokens
+    start = self.slot_of(first, cache.size)
+    stop = start + cache.seen[:, None] - first
     again = jnp.full_like(start, self.init_tokens), stop - ring
     return [(start, jnp.minimum(stop, cache.size)), again]
 
   def near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
-    """Window and chunk side by side."""
+    """Window and chunk side by side; position −1 where a token has left, or is far."""
     joined = slots.join(cache.slots, new)
-    return {**joined, "pos": self.visible(cache, joined["pos"])}
+    near = joined["pos"] >= self.first(cache)[:, None, None]
+    return {**joined, "pos": jnp.where(near, joined["pos"], -1)}
 
   def turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
     """Queries [B, K, G, T, H] at the angle `local`, from which they see what is far."""
@@ -432,23 +428,21 @@ class Streamed(Method):
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
     cache = cache if plan.memo is None else plan.memo
-    k, v, last = cache.slots["k"], cache.slots["v"], (cache.seen - 1)[:, None]
+    k, v = cache.slots["k"], cache.slots["v"]
     near, logits = dispatch.attend_ranges(at, q, k, v, self.window_slots(cache))
-    # What is far: the first tokens, and the copies of what is retrieved.
-    turned = self.turned(at, q[:, :, :, None], last)[:, :, :, 0]
-    firsts = jnp.where(cache.rows["gone"] > 0, self.init_tokens, 0)[:, None]
-    far = dispatch.attend_entries(
-      at, turned, cache.heads["held_k"], cache.heads["held_v"], cache.rows["kept"], self.block
-    )
+    turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
+    kept, gone = cache.rows["kept"], cache.rows["gone"][:, None]
+    held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
+    far = dispatch.attend_entries(at, turned, held_k, held_v, kept, self.block)
+    firsts = jnp.where(gone > 0, self.init_tokens, 0)
     if self.init_tokens:
-      first = self.first_tokens(at, cache)
-      start = jnp.zeros_like(firsts)
+      first, start = self.first_tokens(at, cache), jnp.zeros_like(gone)
       state, _ = dispatch.attend_ranges(at, turned, first["k"], first["v"], [(start, firsts)])
       far = softmax_state.merge(state, far)
-    blocks = (cache.rows["kept"] >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
-    visited = (logits[:, :, 0] > -jnp.inf).sum(-1, dtype=jnp.int32)
+    blocks = (kept >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
+    visited = cache.seen[:, None] - self.first(cache)[:, None] + firsts + self.block * blocks
+    visited = jnp.broadcast_to(visited, cache.pos.shape[:2])
     slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-    visited += firsts + self.block * blocks
     return Attended(softmax_state.merge(near, far), logits, slot, visited)
 
   def observe(

@@ -25,6 +25,7 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
+from kvjax import offload
 from kvjax.streamed import Streamed, injected
 from models.generate import join, prefill, split
 from models.tokenizer import Tokenizer
@@ -143,7 +144,7 @@ def stepper(graph: Any, method: kvjax.Method) -> Callable:
     token = jnp.argmax(logits, -1).astype(jnp.int32)
     logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
     blocks = [report["retrieved"][0] for report in reports if "retrieved" in report]
-    return token, logits, caches, jnp.stack(blocks) if blocks else None
+    return token, logits, offload.settled(caches), jnp.stack(blocks) if blocks else None
 
   return step
 

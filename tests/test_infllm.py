@@ -64,6 +64,14 @@ def test_a_generation(m, lengths, impl):
   assert all(len(o.gone) > m.retrieved for o in oracles)
 
 
+def test_kernels_that_do_not_do_it_say_so():
+  m, stream = InfLLM(2, 4, 2, 2, chunk=6, held=2), Stream.random(2, tokens=30)
+  with pytest.raises(NotImplementedError, match="InfLLM reads logits; the 'jax-triton' kernel"):
+    Stack(m, [stream], impl="jax-triton").decode([0, 0])
+  with pytest.raises(NotImplementedError, match="InfLLM attends to slots in no order; 'cudnn'"):
+    Stack(m, [stream], impl="cudnn").prefill([6, 6], [0, 0], 6)
+
+
 def test_stored_blocks_are_the_keys_as_they_came():
   """Not rotated, in order, bit for bit where nothing was rotated at all (values)."""
   m = InfLLM(2, 4, 2, 2, chunk=6, held=2)

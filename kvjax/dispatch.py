@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kvjax import softmax_state
 from kvjax.ops import attention, context, tiles
 from kvjax.ops.slots import Slots, put
 from kvjax.softmax_state import State
@@ -189,6 +190,42 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   return attend(at, cache, plan, q, run)
 
 
+def attend_ranges(
+  at: At, q: Array, k: Array, v: Array, ranges: Sequence[tuple[Array, Array]]
+) -> tuple[State, Array]:
+  """Attention of one query per head [B, K, G, H] over disjoint ranges of slots, and their logits.
+
+  A range is (start, stop), int32 [B, 1]; it is empty where stop ≤ start. Logits [B, K, G, S] are
+  −∞ outside.
+  """
+  impl = choose("attend_span", at.env.impl)
+  if impl == "reference":
+    return attention.attend_ranges(q, k, v, ranges)
+  if impl == "jax-triton":
+    raise NotImplementedError(
+      f"attend_span: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
+    )
+  run = kernel("attend_span", impl)
+  parts = [run(q.astype(k.dtype), k, v, *ends, logits=True) for ends in ranges]
+  state = functools.reduce(softmax_state.merge, (state for state, _, _ in parts))
+  return state, functools.reduce(jnp.maximum, (logits for _, _, logits in parts))
+
+
+def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int) -> State:
+  """Attention of one query per head over the tiles of `unit` slots that a table [B, W] lists.
+
+  Negative entries are holes. All heads of a row have one list.
+  """
+  impl = choose("attend_table", at.env.impl)
+  if impl == "reference":
+    return attention.attend_entries(q, k, v, table, unit)
+  run = kernel("attend_table", impl)
+  table = jnp.broadcast_to(table[:, None], (*k.shape[:2], table.shape[1]))
+  count = jnp.full(k.shape[:2], table.shape[2], jnp.int32)
+  stop = jnp.full((k.shape[0], 1), k.shape[2], jnp.int32)
+  return run(q.astype(k.dtype), k, v, table, count, jnp.zeros_like(stop), stop, unit=unit)[0]
+
+
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """As `attend` over a plan with a table, with a state [B, K, G, W] for every entry of it.
 
@@ -319,6 +356,22 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
       options |= {"pos": staged["pos"], "reach": reach}
   state, out = run(q.astype(k.dtype), k, v, qpos, first, **options)
   return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
+  """Attention of a chunk's queries over slots in any order, each up to its own position."""
+  impl = choose("attend_prompt", at.env.impl)
+  if impl == "cudnn":
+    raise NotImplementedError(
+      f"attend_prompt: {type(at.top).__name__} attends to slots in no order; {impl!r} takes a "
+      "whole prompt"
+    )
+  # Float32 products of the kernel would leave the matrix units unused.
+  narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
+  if narrow or impl != "pallas":
+    return attention.attend_prompt(at, q, qpos, held, None, None)
+  k, v = held["k"], held["v"]
+  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, pos=held["pos"])[0]
 
 
 def _prompt_implementation(

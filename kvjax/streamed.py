@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, offload, softmax_state
 from kvjax.method import Aux, Method, finite_rows
-from kvjax.ops import attention, slots
+from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
 
 
@@ -189,8 +189,9 @@ class Streamed(Method):
   # ---- geometry
 
   def first(self, cache: Cache) -> Int[Array, " B"]:
-    """Position of the oldest token that has not left, first tokens aside."""
-    return self.init_tokens + cache.rows["gone"] * self.block
+    """Position of the oldest token that is near: of all, as long as none has left."""
+    gone = cache.rows["gone"]
+    return jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
 
   def slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
     """Slot of a position: the first tokens in their place, the others in a ring behind them."""
@@ -199,15 +200,19 @@ class Streamed(Method):
       pos < self.init_tokens, pos, self.init_tokens + (pos - self.init_tokens) % ring
     )
 
-  def visible(self, cache: Cache, pos: Int[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """Positions of what is near, −1 where a token has left or, being among the first, is far."""
-    start = jnp.where(cache.rows["gone"] > 0, self.first(cache), 0)
-    return jnp.where(pos >= start[:, None, None], pos, -1)
+  def window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
+    """What is near as ranges of slots: [start, stop), and the ring's beginning where it goes on."""
+    first, ring = self.first(cache)[:, None], cache.size - self.init_tokens
+    start = self.slot_of(first, cache.size)
+    stop = start + cache.seen[:, None] - first
+    again = jnp.full_like(start, self.init_tokens), stop - ring
+    return [(start, jnp.minimum(stop, cache.size)), again]
 
   def near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
-    """Window and chunk side by side."""
+    """Window and chunk side by side; position −1 where a token has left, or is far."""
     joined = slots.join(cache.slots, new)
-    return {**joined, "pos": self.visible(cache, joined["pos"])}
+    near = joined["pos"] >= self.first(cache)[:, None, None]
+    return {**joined, "pos": jnp.where(near, joined["pos"], -1)}
 
   def turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
     """Queries [B, K, G, T, H] at the angle `local`, from which they see what is far."""
@@ -296,7 +301,6 @@ class Streamed(Method):
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
     """Retrieves, and shows window and chunk beside what is far."""
-    self._check(at)
     if prompt.index is not None:
       raise NotImplementedError(
         f"{type(at.top).__name__}: found layers that compute a part of a prompt, expected none: "
@@ -316,8 +320,8 @@ class Streamed(Method):
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
     near = {name: staged[name] for name in ("k", "v", "pos")}
     state = softmax_state.merge(
-      attention.attend_prompt(at, q, qpos, near, None, None),
-      attention.attend_prompt(at, self.turned(at, q, qpos), qpos, far, None, None),
+      dispatch.attend_anywhere(at, near, q, qpos),
+      dispatch.attend_anywhere(at, far, self.turned(at, q, qpos), qpos),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -334,7 +338,7 @@ class Streamed(Method):
   ) -> Cache:
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
     near = self.near(cache, new)
-    votes = attention.column_mass(at, q, qpos, near, None, attended.state)
+    votes = dispatch.column_mass(at, q, qpos, near, None, attended.state)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok = prompt.valid > 0
@@ -424,22 +428,22 @@ class Streamed(Method):
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
     cache = cache if plan.memo is None else plan.memo
+    k, v = cache.slots["k"], cache.slots["v"]
+    near, logits = dispatch.attend_ranges(at, q, k, v, self.window_slots(cache))
     turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
-    self._check(at)
-    window = {**cache.slots, "pos": self.visible(cache, cache.pos)}
-    near, logits = _attend(q, window)
-    far = _attend(turned, self.far(at, cache))[0]
-    visited = (self.visible(cache, cache.pos) >= 0).sum(-1, dtype=jnp.int32)
-    blocks = (cache.rows["kept"] >= 0).sum(-1, dtype=jnp.int32)
-    firsts = jnp.where(cache.rows["gone"] > 0, self.init_tokens, 0)
-    visited += (firsts + self.block * blocks)[:, None]
+    kept, gone = cache.rows["kept"], cache.rows["gone"][:, None]
+    held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
+    far = dispatch.attend_entries(at, turned, held_k, held_v, kept, self.block)
+    firsts = jnp.where(gone > 0, self.init_tokens, 0)
+    if self.init_tokens:
+      first, start = self.first_tokens(at, cache), jnp.zeros_like(gone)
+      state, _ = dispatch.attend_ranges(at, turned, first["k"], first["v"], [(start, firsts)])
+      far = softmax_state.merge(state, far)
+    blocks = (kept >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
+    visited = cache.seen[:, None] - self.first(cache)[:, None] + firsts + self.block * blocks
+    visited = jnp.broadcast_to(visited, cache.pos.shape[:2])
     slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
     return Attended(softmax_state.merge(near, far), logits, slot, visited)
-
-  def _check(self, at: At) -> None:
-    """Raises where attention by a kernel is asked for: there is none over window and far blocks."""
-    if at.env.impl not in ("auto", "reference", "cudnn"):
-      dispatch.kernel(type(self).__name__.lower(), at.env.impl)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -462,14 +466,6 @@ class Streamed(Method):
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
 
 
-def _attend(q: Float[Array, "B K G H"], held: slots.Slots) -> tuple[Any, Float[Array, "B K G S"]]:
-  """State and logits of one query per head over all slots with a position."""
-  ok = held["pos"] >= 0
-  logits = attention.logits_of(q[:, :, :, None], held["k"])[:, :, :, 0]
-  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
-  return softmax_state.of_logits(logits, jnp.where(ok[..., None], held["v"], 0)), logits
-
-
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
   """Caches of all layers that retrieve these blocks whatever else they would (−1 = none).
 
@@ -483,6 +479,7 @@ def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, .
         f"blocks: found shape {blocks.shape}, expected {cache.rows['inject'].shape} as the "
         "method's inject says"
       )
-    return cache.put(rows={"inject": jnp.asarray(blocks, jnp.int32)})
+    # A copy for each layer: caches are donated, and no array can be twice.
+    return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
 
   return tuple(force(cache) for cache in caches)

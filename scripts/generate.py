@@ -123,12 +123,13 @@ def main(args: Args) -> None:
       on_text=show,
       on_chunk=count,
     )
-  except jax.errors.JaxRuntimeError as error:
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
     print(flush=True)
+    what = "memory ran out" if isinstance(error, MemoryError) else "the device failed"
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise SystemExit(
-      f"error: the device failed after {done[0]:,} of {len(ids):,} tokens had been read and "
-      f"{done[1]:,} generated, whose text stands above: {reason}"
+      f"error: {what} after {done[0]:,} of {len(ids):,} tokens had been read and {done[1]:,} "
+      f"generated, whose text stands above: {reason}"
     ) from error
   print(flush=True)
   seconds, n = time.perf_counter() - begin, int(generation.lengths[0])

@@ -54,24 +54,30 @@ def test_a_context_that_does_not_fit():
   context.check_room(InfLLM(4, 8, 4, 2), model().spec(1, 100))
 
 
-def run(monkeypatch, tmp_path, out, *, fault_after=None):
-  """The program on a tiny model, writing to `out`."""
+def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
+  """The program on a tiny model, writing to `out`; `fault` is raised after so many tokens."""
   monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: (model(), letters()))
-  if fault_after is not None:
-    real = program.generate
 
-    def fails(*args, on_text, on_chunk, **kwargs):
-      seen = []
+  def raising(name, after, callback, tokens_of):
+    real = getattr(program, name)
 
-      def count(tokens):
-        on_chunk(tokens)
-        seen.append(tokens.shape[1])
-        if sum(seen) >= fault_after:
-          raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+    def fails(*args, **kwargs):
+      tell, seen = kwargs.pop(callback), [0]
 
-      return real(*args, on_text=on_text, on_chunk=count, **kwargs)
+      def count(*told):
+        tell(*told)
+        seen[0] = tokens_of(seen[0], *told)
+        if seen[0] >= after:
+          raise fault
 
-    monkeypatch.setattr(program, "generate", fails)
+      return real(*args, **{**kwargs, callback: count})
+
+    monkeypatch.setattr(program, name, fails)
+
+  if generated is not None:
+    raising("generate", generated, "on_chunk", lambda before, tokens: before + tokens.shape[1])
+  if read is not None:
+    raising("prefill", read, "on_chunk", lambda before, now, _: now)
   path = write(tmp_path, b"ABCDEFGH IJKLMNOP\n" * 12)
   monkeypatch.setattr(sys, "stdout", out)
   args = program.Args("WHO?", method="ltri", budget=24, context_file=path, steps=24, raw=True)
@@ -81,11 +87,27 @@ def run(monkeypatch, tmp_path, out, *, fault_after=None):
     monkeypatch.undo()
 
 
-def test_what_was_generated_is_not_lost(monkeypatch, tmp_path):
+GONE = jax.errors.JaxRuntimeError("INTERNAL: the device is gone\nand more of it")
+
+
+@pytest.mark.parametrize(
+  ("fault", "says"),
+  [
+    (GONE, r"the device failed after (\d+) of \1 tokens had been read and 16 generated, .*gone$"),
+    (MemoryError("no room"), r"memory ran out after (\d+) of \1 .* and 16 generated, .*no room$"),
+  ],
+)
+def test_what_was_generated_is_not_lost(monkeypatch, tmp_path, fault, says):
   whole, cut = io.StringIO(), io.StringIO()
   run(monkeypatch, tmp_path, whole)
-  with pytest.raises(SystemExit, match=r"after (\d+) of \1 tokens had been read and 16 generated"):
-    run(monkeypatch, tmp_path, cut, fault_after=16)
+  with pytest.raises(SystemExit, match=says):
+    run(monkeypatch, tmp_path, cut, fault=fault, generated=16)
   written = cut.getvalue().rstrip("\n")
   assert 12 < len(written) < len(whole.getvalue())
   assert whole.getvalue().startswith(written)
+
+
+def test_a_fault_while_reading(monkeypatch, tmp_path):
+  says = r"the device failed after 112 of 196 tokens had been read and 0 generated"
+  with pytest.raises(SystemExit, match=says):
+    run(monkeypatch, tmp_path, io.StringIO(), fault=GONE, read=100)

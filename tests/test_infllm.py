@@ -31,6 +31,7 @@ class InfOracle(Oracle):
     return sorted(range(len(self.gone)), key=lambda b: (-score(b), b))[: self.m.retrieved]
 
 
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   ("m", "lengths"),
   [
@@ -38,10 +39,10 @@ class InfOracle(Oracle):
     (InfLLM(0, 5, 2, 3, chunk=5, held=3, representatives=1), [21, 17]),
   ],
 )
-def test_a_generation(m, lengths):
+def test_a_generation(m, lengths, impl):
   """Prompts in chunks, then steps beyond several evictions; ragged rows, three query heads each."""
   stream = Stream.random(1, tokens=60, head_dim=8)
-  run = Stack(m, [stream])
+  run = Stack(m, [stream], impl=impl)
   oracles = [InfOracle(stream, b, m) for b in range(2)]
   pieces = [m.pieces(n) for n in lengths]
   for i in range(max(map(len, pieces))):
@@ -61,6 +62,14 @@ def test_a_generation(m, lengths):
       blocks = aux["retrieved"][b]
       assert blocks[blocks >= 0].tolist() == oracle.kept
   assert all(len(o.gone) > m.retrieved for o in oracles)
+
+
+def test_kernels_that_do_not_do_it_say_so():
+  m, stream = InfLLM(2, 4, 2, 2, chunk=6, held=2), Stream.random(2, tokens=30)
+  with pytest.raises(NotImplementedError, match="InfLLM reads logits; the 'jax-triton' kernel"):
+    Stack(m, [stream], impl="jax-triton").decode([0, 0])
+  with pytest.raises(NotImplementedError, match="InfLLM attends to slots in no order; 'cudnn'"):
+    Stack(m, [stream], impl="cudnn").prefill([6, 6], [0, 0], 6)
 
 
 def test_stored_blocks_are_the_keys_as_they_came():

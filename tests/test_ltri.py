@@ -1,16 +1,18 @@
 """Ltri-LLM against a NumPy float64 oracle: spans, vectors, votes of layers, blocks, outputs."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Ltri
+from kvjax import Carry, Env, Ltri
 from kvjax.methods.ltri import calibrated_rate, measured_spans
 from kvjax.streamed import injected
 from tests.layer import Stream, rotate
-from tests.streams import Oracle, Stack
+from tests.streams import Oracle, Stack, columns
 from tests.test_spans import slow_divide, slow_elect, slow_ratio
 
 
@@ -124,12 +126,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_generation(name):
+@pytest.mark.parametrize(
+  ("name", "impl"),
+  [*((name, "reference") for name in CASES), ("retrieval heads", "pallas")],
+)
+def test_a_generation(name, impl):
   """Three layers; at every chunk and step the blocks of every layer and row, and outputs."""
   m, lengths = CASES[name], [50, 29]
   streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(3)]
-  run = Stack(m, streams, capacity=80)
+  run = Stack(m, streams, capacity=80, impl=impl)
   oracles = [[LtriOracle(s, b, m, i) for i, s in enumerate(streams)] for b in range(2)]
   pieces = [m.pieces(n) for n in lengths]
   assert pieces[0] == [12, 12, 12, 9, 5]
@@ -164,6 +169,37 @@ def test_a_generation(name):
   assert len(retrieved) > 4
   if m.heads and m.heads[0][0] > 0:
     assert not any(layer == 0 for layer, _ in retrieved)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_persistent_decode_moves_nothing(persistent):
+  """Its step has no kernel that reads the store, and the device's copies stay bit for bit.
+
+  Without persistence the kernel is there, and blocks change.
+  """
+  m = Ltri(**SMALL, **PIECES, persistent=persistent)
+  stream = Stream.random(10, tokens=70, head_dim=8)
+  run = Stack(m, [stream], capacity=70)
+  for start in range(0, 48, 12):
+    run.prefill([12, 12], [start, start], 12)
+  step = functools.partial(m.decode_step, m.at(Env(1, impl="pallas", tile=4), 0))
+  program = jax.make_jaxpr(step)(
+    run.caches[0], *columns(stream, [48, 48]), jnp.ones(2, bool), Carry()
+  )
+  assert "append_blocks" in str(program)
+  assert ("fetch_blocks" in str(program)) != persistent
+
+  def copies():
+    cache = run.caches[0]
+    held = {name: cache.heads[name] for name in ("held_k", "held_v")}
+    return jax.tree.map(np.asarray, {**held, **{n: cache.rows[n] for n in ("held", "kept")}})
+
+  before, gone = copies(), int(run.caches[0].rows["gone"][0])
+  for t in range(48, 66):
+    run.decode([t, t])
+  assert int(run.caches[0].rows["gone"][0]) == gone + 3
+  same = [(a == b).all() for a, b in zip(*map(jax.tree.leaves, (before, copies())), strict=True)]
+  assert all(same) == persistent
 
 
 def test_injected_blocks_are_retrieved():

@@ -101,6 +101,20 @@ def test_a_pool_that_is_too_small(monkeypatch):
   offload.check_room(98 << 30)
 
 
+def test_host_memory_is_exhausted(monkeypatch):
+  """What the runtime says of it becomes an error that names the size and the way out."""
+
+  def exhausted(*args, **kwargs):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned host memory")
+
+  monkeypatch.setattr(offload, "on_host", lambda: True)
+  monkeypatch.setattr(jax, "jit", exhausted)
+  message = f"found no room for 0.25 GiB of pinned host memory.*set {offload.LIMIT} before jax"
+  with pytest.raises(MemoryError, match=message) as caught:
+    offload.empty(1, 8, 1024, 128, 128, jnp.bfloat16)
+  assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
 def test_kernels_refuse():
   store, _ = filled(0, (2, 1, 4, 8), [3], np.float32)
   with pytest.raises(TypeError, match="block: found dtype float32"):

@@ -4,11 +4,14 @@ Both accumulate in float32 and return the softmax state. The Pallas kernels are 
 these; `kvjax.dispatch` chooses between them.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
+from kvjax.ops import slots as slots_of
 from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, Plan, Window
 
@@ -37,6 +40,40 @@ def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Atte
   v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
   state = softmax_state.of_logits(logits, v)
   return Attended(state, logits, view.slot, ok.sum(-1, dtype=jnp.int32))
+
+
+def attend_ranges(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  ranges: Sequence[tuple[Int[Array, "B _"], Int[Array, "B _"]]],
+) -> tuple[State, Float[Array, "B K G S"]]:
+  """One query per head over the slots of any of the ranges [start, stop), and their logits."""
+  slot = jnp.arange(k.shape[2], dtype=jnp.int32)
+  ok = jnp.zeros((k.shape[0], 1, k.shape[2]), bool)
+  for start, stop in ranges:
+    ok |= (slot >= start[..., None]) & (slot < stop[..., None])
+  logits = logits_of(q[:, :, :, None], k)[:, :, :, 0]
+  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  # Empty slots may hold NaN.
+  return softmax_state.of_logits(logits, jnp.where(ok[..., None], v, 0)), logits
+
+
+def attend_entries(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  table: Int[Array, "B W"],
+  unit: int,
+) -> State:
+  """One query per head over the tiles of `unit` slots that a table lists; negative: none."""
+  slot = (table[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)).reshape(len(table), 1, -1)
+  slot = jnp.broadcast_to(slot, (*k.shape[:2], slot.shape[2]))
+  k, v = slots_of.take(k, slot), slots_of.take(v, slot)
+  ok = slot >= 0
+  logits = logits_of(q[:, :, :, None], k)[:, :, :, 0]
+  logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
+  return softmax_state.of_logits(logits, jnp.where(ok[..., None], v, 0))
 
 
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:

@@ -1,0 +1,76 @@
+"""Needle recall of streaming methods: a needle's blocks by hand, and a run on a tiny model."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvjax import InfLLM
+from scripts import common, needle_recall
+from scripts.evals.task import Row
+from scripts.needle_recall import Args, Sample, answer, contestants, mean_recall
+from tests.test_generate import letters
+from tests.tiny import TOKENS, model
+
+ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
+
+
+def test_the_blocks_of_a_needle():
+  """Tokens 10 to 13 behind 3 first ones, in blocks of 4: blocks 1 and 2."""
+  method = InfLLM(3, 8, 4, 2, held=2)
+  assert Sample(ROW, [0] * 20, 10, 14).blocks(method) == [1, 2]
+  assert Sample(ROW, [0] * 20, 11, 15).blocks(method) == [2]
+  assert Sample(ROW, [0] * 20, 1, 5).blocks(method) == [0]
+
+
+def test_recall_by_step_and_layer():
+  answers = [
+    {"recall": [[1.0, 0.0], [0.5, 0.0]]},
+    {"recall": [[0.0, 0.0]]},
+  ]
+  np.testing.assert_array_equal(mean_recall(answers), [[0.5, 0.0], [0.5, 0.0]])
+
+
+def test_injected_blocks_are_all_found():
+  """Against the same method left to itself, which does not always retrieve them."""
+  asked = Sample(ROW, TOKENS[0].tolist(), 5, 9)
+  found = {
+    inject: answer(
+      model(), letters(), InfLLM(2, 8, 4, 3, chunk=8, held=3, inject=inject), asked, 64
+    )
+    for inject in (0, 2)
+  }
+  assert np.shape(found[2]["recall"])[1] == 4
+  assert np.mean(found[2]["recall"]) == 1 > np.mean(found[0]["recall"])
+
+
+def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
+  """Every answer is on disk when it is known; a second run asks for what is missing only."""
+  asked = []
+
+  def count(model, tokenizer, method, sample, room):
+    asked.append((type(method).__name__, sample.start))
+    if len(asked) == 5:
+      raise KeyboardInterrupt
+    return {"answer": "", "right": len(asked) % 2 == 0, "recall": [[0.5, 1.0]], "depth": 0.1}
+
+  monkeypatch.setattr(needle_recall, "answer", count)
+  monkeypatch.setattr(common, "load_model", lambda *a: (model(), letters()))
+  monkeypatch.setattr(
+    needle_recall, "sample", lambda tokenizer, args, i: Sample(ROW, [0] * 50, 20 + i, 24 + i)
+  )
+  args = Args(tmp_path, samples=2, length=400, window=64, block=16)
+  names = list(contestants(args))
+  with pytest.raises(KeyboardInterrupt):
+    needle_recall.main(args)
+  held = json.loads((tmp_path / "needles.json").read_text())["answers"]
+  assert sum(map(len, held.values())) == 4
+  needle_recall.main(args)
+  assert len(asked) == 5 + 2 * len(names) - 4
+  assert "right" in (tmp_path / "needles.txt").read_text()
+  for name in ("recall.png", "ablation.png"):
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+  with pytest.raises(ValueError, match="found a run with other settings"):
+    needle_recall.main(Args(tmp_path, samples=3, length=400, window=64, block=16))
+  with pytest.raises(ValueError, match="--methods: found"):
+    needle_recall.main(Args(tmp_path, methods=("nothing",)))

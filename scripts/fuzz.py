@@ -288,8 +288,9 @@ def supervise(first: int, stop: int, note: Callable[[int, str, str], None]) -> N
         raise RuntimeError("a worker ended before its first input") from None
       note(first, kind, f"FAILED ended the process with status {process.exitcode}")
       first += 1
-    process.kill()
-    process.join()
+    finally:
+      process.kill()
+      process.join()
 
 
 def main(args: Args) -> None:
@@ -299,7 +300,7 @@ def main(args: Args) -> None:
 
   results: dict[str, Counter] = {kind: Counter() for kind in KINDS}
   failures: list[dict[str, Any]] = []
-  began, lock = time.perf_counter(), threading.Lock()
+  began, lock, ended = time.perf_counter(), threading.Lock(), threading.Event()
 
   def save() -> None:
     """What there is so far, a whole file at any time."""
@@ -319,6 +320,8 @@ def main(args: Args) -> None:
   with console.bar(args.count, "reading damaged files", "input") as bar:
 
     def note(number: int, kind: str, result: str) -> None:
+      if ended.is_set():
+        raise InterruptedError
       with lock:
         results[kind]["failed" if result.startswith("FAILED") else result] += 1
         if result.startswith("FAILED"):
@@ -329,7 +332,10 @@ def main(args: Args) -> None:
 
     cuts = [args.first + args.count * i // args.jobs for i in range(args.jobs + 1)]
     with ThreadPoolExecutor(args.jobs) as pool:
-      list(pool.map(lambda pair: supervise(*pair, note), itertools.pairwise(cuts)))
+      try:
+        list(pool.map(lambda pair: supervise(*pair, note), itertools.pairwise(cuts)))
+      finally:
+        ended.set()  # an interrupt is the main thread's alone
   rows = [
     (kind, *(str(count[name]) for name in ("read", *(e.__name__ for e in DOCUMENTED), "failed")))
     for kind, count in results.items()

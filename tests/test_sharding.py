@@ -25,9 +25,10 @@ from tests.tiny import CLOSE
 CONFIG = ModelConfig(
   vocab=64, dim=48, layers=3, heads=16, kv_heads=8, head_dim=16, ffn=64, max_context=512
 )
-BUDGET, CAPACITY, STEPS = 12, 512, 3
-LENGTHS = np.array([23, 14], np.int32)
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)
+BUDGET, CAPACITY, STEPS = 12, 64, 3
+LENGTHS = np.array([60, 37], np.int32)  # tokens on every device that slots are split over
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, CAPACITY), np.int32)
+B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
 
 every = pytest.mark.parametrize("name", METHODS)
 
@@ -132,8 +133,19 @@ def check(name, mesh):
     return check_same_program(method)
   spread = ran(method, *mesh)
   np.testing.assert_allclose(spread.logits, ran(method).logits, atol=CLOSE)
-  assert max(size for _, size in spread.collectives) < spread.held / CONFIG.layers / 4
   assert spread.in_place >= spread.held
+  largest = max(size for _, size in spread.collectives)
+  heads, slots = mesh
+  if slots == 1:
+    assert largest < spread.held / L / 4
+  else:  # logits, a softmax state of every query head, or k scores with their indices
+    candidates = B * CONFIG.kv_heads // heads * BUDGET * 2 * 4
+    assert largest <= max(B * V * 4, slots * max(state_bytes(heads), candidates))
+
+
+def state_bytes(heads):
+  """[o ‖ m ‖ l] of a device's query heads, float32."""
+  return B * CONFIG.heads // heads * (CONFIG.head_dim + 2) * 4
 
 
 def check_same_program(method):
@@ -204,9 +216,6 @@ def test_what_cannot_be_spread_says_so(name):
     model(1, 2).init_caches(METHODS[name].example(BUDGET), 2, CAPACITY)
 
 
-B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
-
-
 def test_a_step_has_the_collectives_of_the_design():
   """Two all-reduces of [B, D] a layer, one for the embedding's rows, and a gather of the logits."""
   found = ran(METHODS["full"](), 4).collectives
@@ -217,9 +226,8 @@ def test_a_step_has_the_collectives_of_the_design():
 def test_a_step_over_split_slots_gathers_softmax_states():
   """[o ‖ m ‖ l] of every device's part once a layer, and nothing else of attention."""
   found = ran(METHODS["full"](), 2, 4).collectives
-  state = 4 * B * (CONFIG.heads // 2) * (CONFIG.head_dim + 2) * 4
   wanted = [("all-reduce", B * D * 4)] * (2 * L + 1) + [("all-gather", B * V * 4)]
-  wanted += [("all-gather", state)] * L
+  wanted += [("all-gather", 4 * state_bytes(2))] * L
   assert sorted(found) == sorted(wanted)
 
 
@@ -271,7 +279,9 @@ def test_reports_are_of_all_heads():
   method = METHODS["quest"].example(BUDGET)
 
   def reports(decoder, caches):
-    _, caches = decoder.prefill(jnp.asarray(TOKENS[:, :23]), jnp.asarray(LENGTHS), caches, method)
+    _, caches = decoder.prefill(
+      jnp.asarray(TOKENS[:, : LENGTHS.max()]), jnp.asarray(LENGTHS), caches, method
+    )
     return decoder.decode(jnp.asarray(TOKENS[:, 0]), caches, method, with_aux=True)[2]
 
   decoders = model(), model(4)
@@ -292,7 +302,7 @@ def test_nan_on_one_device_is_everybodys(mesh):
 
   def read():
     caches = decoder.init_caches(method, 2, CAPACITY)
-    return prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method)
+    return prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
 
   generate(decoder, *read(), method, steps=4, chunk=2)  # finds nothing where there is nothing
   logits, caches = read()
@@ -304,10 +314,10 @@ def test_nan_on_one_device_is_everybodys(mesh):
     return checkify.checkify(lambda c: join(graph, leaves).decode(token, c, method))(caches)
 
   error, (_, after) = step(leaves, sick, TOKENS[:, 0])
-  message = r"Full, layer 1: .* row 1, which has cached 14 tokens"
+  message = r"Full, layer 1: .* row 1, which has cached 37 tokens"
   with pytest.raises(checkify.JaxRuntimeError, match=message):
     error.throw()
-  assert [cache.seen.tolist() for cache in after[:2]] == [[24, 15], [24, 14]]
+  assert [cache.seen.tolist() for cache in after[:2]] == [[61, 38], [61, 37]]
   np.testing.assert_array_equal(after[1].pos[1], sick[1].pos[1])
   with pytest.raises(checkify.JaxRuntimeError, match=message):  # out of a loop, too
     generate(decoder, logits, sick, method, steps=4, chunk=2)

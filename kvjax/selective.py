@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
 from kvjax.method import Aux, Method
@@ -69,7 +70,7 @@ class Selective(Method):
 
   def renew(self, at: At, cache: Cache) -> Cache:
     """The cache with the summaries that the newest token belongs to."""
-    return self.summarise(cache, cache.seen - 1, 1)
+    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """Importance of every tile to the newest token's queries; whatever where there is no tile."""
@@ -121,7 +122,7 @@ class Selective(Method):
   ) -> tuple[Cache, Aux]:
     if at.layer < self.dense_layers:
       return cache, {}
-    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1), {}
+    return self.renew(at, cache), {}
 
 
 class SelectiveTokens(Selective):
@@ -147,11 +148,14 @@ class SelectiveTokens(Selective):
     return self.budget - self.sinks - self.local
 
 
-def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+def token_weights(
+  at: At, cache: Cache, q: Float[Array, "B K G H"], active: Bool[Array, "B K"] | None = None
+) -> Float[Array, "B K S"]:
   """ln of every slot's exact softmax probability under the newest token's queries.
 
   The probability is the mean over the group. Logarithms keep the order of small ones that float32
-  would round to 0. Slots that the query may not see get −∞.
+  would round to 0. Slots that the query may not see get −∞. For heads that are not `active` the
+  kernel reads no key, and gives anything.
   """
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
@@ -160,7 +164,9 @@ def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Arr
   one = window is None or window.view is None
   if one and dispatch.choose_for(at, "key_weights") == "pallas":
     span = at.top.span(at, cache, window)
-    seen = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
+    seen: dict[str, Any] = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
+    if active is not None:
+      seen["active"] = active.astype(jnp.int32)
     where = span.start, span.stop, span.stop
     return dispatch.kernel("key_weights", "pallas")(q.astype(k.dtype), k, *where, **seen)
   ok = cache.pos >= 0

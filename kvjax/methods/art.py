@@ -343,7 +343,7 @@ class ART(Wrapper):
     tiles = attended.memo
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
     if self.certify is not None:
-      cache = self.pages.summarise(cache, cache.seen - 1, 1)
+      cache = self.pages.renew(at, cache)
     return cache, {**aux, "tiles": tiles}
 
   def load(

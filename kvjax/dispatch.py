@@ -53,6 +53,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
+  "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},
   "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
   "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
   "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
@@ -70,6 +71,7 @@ UNRUN = {
   "best_tiles",
   "cis_anchors",
   "cis_listed",
+  "hshare_listed",
   "key_logits",
   "key_weights",
   "other_tiles",
@@ -153,11 +155,11 @@ def best_tiles(
   """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway."""
   if choose("best_tiles", at.env.impl) != "pallas":
     return tiles.best(scores, span, limit=limit, **chosen)
-  ordered = at.top.overrides("attend")
   run = kernel("best_tiles", "pallas")
   where = scores.astype(jnp.float32), span.start, span.stop
+  how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": at.top.ordered}
   try:
-    return run(*where, span_sinks=span.sinks, limit=limit, ordered=ordered, **chosen)
+    return run(*where, limit=limit, **how, **chosen)
   except NotImplementedError:  # more than the kernel can hold
     if at.env.impl != "auto":
       raise
@@ -165,16 +167,25 @@ def best_tiles(
 
 
 def other_tiles(
-  at: At, scores: Array, span: Span, *, active: Array | None = None, **chosen: int
+  at: At,
+  scores: Array,
+  span: Span,
+  *,
+  active: Array | None = None,
+  ordered: bool = True,
+  **chosen: int,
 ) -> tuple[Array, Array]:
-  """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything."""
+  """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything.
+
+  Unless they are to be `ordered`, a kernel lists them by index.
+  """
   if choose("other_tiles", at.env.impl) != "pallas":
     return tiles.others(scores, span, **chosen)
   run = kernel("other_tiles", "pallas")
   active = None if active is None else active.astype(jnp.int32)
   where = scores.astype(jnp.float32), span.start, span.stop
   try:
-    return run(*where, span_sinks=span.sinks, active=active, **chosen)
+    return run(*where, span_sinks=span.sinks, active=active, ordered=ordered, **chosen)
   except NotImplementedError:
     if at.env.impl != "auto":
       raise
@@ -245,7 +256,7 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
 def speculate(
   at: At, cache: Cache, guess: Plan, q: Array, pages: tuple[Array, Array], *state: Array, **how: Any
-) -> tuple[Attended, Array, Array, Array, Array] | None:
+) -> tuple[Attended, Array, Array, Array] | None:
   """Attention over predicted pages beside the scoring of all; None where no kernel does both.
 
   Args:
@@ -255,7 +266,7 @@ def speculate(
     how: `group` and `predictor`.
 
   Returns:
-    What `repair` takes, scores and forecasts of all pages, and their level and trend.
+    What `repair` takes, scores and forecasts [B, K, 2, P] of all pages, their level and trend.
   """
   beyond = beyond_kernel(at, cache, "pallas", logits=False, turned=False)
   if beyond or choose("speculate", at.env.impl) != "pallas":
@@ -267,7 +278,7 @@ def speculate(
   o, m, l, out = (x.reshape(*q.shape[:2], *x.shape[1:]) for x in written[:4])
   memo = "pieces", list(written[4:])
   early = Attended(State(o, m, l), None, None, guess.visited(cache.size), out, memo)
-  return early, both[:, :, 0], both[:, :, 1], level, trend
+  return early, both, level, trend
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:
@@ -277,12 +288,19 @@ def speculation_ratio(selector: str, **shape: int) -> float:
 
 
 def repair(
-  at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
+  at: At,
+  cache: Cache,
+  plan: Plan,
+  guess: Plan,
+  q: Array,
+  early: Attended,
+  lists: tuple[Array, Array] | None = None,
 ) -> Attended | None:
   """Attention over a selection, given that over a predicted one; None where no kernel does it.
 
-  `early` is what `attend` or `speculate` gave for the prediction, or `attend_tiles`: then tiles
-  that are in the prediction alone are left out.
+  Where the plan was cut out of several lists, `lists` are their tables [B, K, N, W] and counts
+  [B, K, N], the plan's first. `early` is what `attend` or `speculate` gave for the prediction, or
+  `attend_tiles`: then tiles that are in the prediction alone are left out.
   """
   run = _over_plan("repair", at, cache, plan)
   if run is None:
@@ -296,7 +314,8 @@ def repair(
     assert early.out is not None
     held = [early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)]
   state, out, missed, misses = run(
-    *(q.astype(k.dtype), k, v, plan.table, plan.count, guess.table, span.start, span.stop),
+    *(q.astype(k.dtype), k, v, *(lists or (plan.table, plan.count))),
+    *(guess.table, span.start, span.stop),
     [*(x.reshape(-1, *x.shape[2:]) for x in held), *parts],
     unit=plan.unit,
     sinks=span.sinks,

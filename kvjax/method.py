@@ -66,6 +66,11 @@ class Method:
     return False
 
   @property
+  def ordered(self) -> bool:
+    """Whether attention minds in which order a plan lists its tiles; else kernels take any."""
+    return self.overrides("attend")
+
+  @property
   def chunkable(self) -> bool:
     """Whether a prompt read in chunks gives what the prompt read at once gives."""
     return self.positional

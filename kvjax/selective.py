@@ -92,6 +92,13 @@ class Selective(Method):
     """The most tiles that a row gets beside the forced ones: short rows get all."""
     return max(self.widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
 
+  def limits(self, cache: Cache, ratio: float = 1.0) -> tuple[int, Int[Array, " B"] | None]:
+    """How many tiles beside the forced ones a plan has room for, and how many each row gets."""
+    most, k = self.most(ratio), self.widened(ratio)
+    if not self.dense_below:
+      return k, None
+    return most, jnp.where(cache.seen < self.dense_below, most, k)
+
   def width(self, count: int, ratio: float = 1.0) -> int:
     """W, entries of a plan's table where the cache has `count` tiles."""
     sinks, local = (min(n, count) for n in self.forced)
@@ -102,10 +109,7 @@ class Selective(Method):
     window = at.top.window(at, (cache.seen - 1)[:, None])
     span = at.top.span(at, cache, window)
     sinks, local = self.forced
-    k, limit = self.widened(ratio), None
-    if self.dense_below:
-      most = self.most(ratio)
-      limit, k = jnp.where(cache.seen < self.dense_below, most, k), most
+    k, limit = self.limits(cache, ratio)
     forced = {"unit": self.unit, "sinks": sinks, "local": local}
     scores = context.candidates(at, scores, span, **forced, k=k)
     table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=k, limit=limit)

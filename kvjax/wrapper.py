@@ -59,6 +59,10 @@ class Wrapper(Method):
     return self.base.wants_logits
 
   @property
+  def ordered(self) -> bool:
+    return type(self).attend is not Wrapper.attend or self.base.ordered
+
+  @property
   def chunkable(self) -> bool:
     return self.base.chunkable
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend
+from pallas_kernels import _backend, _lists
 from pallas_kernels._split import columns_of
 
 WARPS = 4
@@ -108,7 +108,7 @@ def _listed_kernel(
   retrieved_ref, fresh_ref, anchor_ref, shares_ref, seen_ref, start_ref = refs[:6]
   table_ref, count_ref, kept_ref, mark_ref = refs[6:]
   rows, _, k = retrieved_ref.shape
-  width, slots = table_ref.shape[1], mark_ref.shape[1]
+  slots = mark_ref.shape[1]
   row = pl.program_id(0)
   seen = seen_ref[row // (rows // seen_ref.shape[0])]
   start = start_ref[row // (rows // start_ref.shape[0])]
@@ -121,10 +121,7 @@ def _listed_kernel(
     return visible(token) & (token >= sinks) & (token < seen - local)
 
   def write(count: Array, token: Array, ok: Array) -> Array:
-    place = jnp.cumsum(ok.astype(jnp.int32)) - 1 + count
-    place = jnp.where(ok, place, width)
-    _backend.store(table_ref, row, place, value=token, mask=ok)
-    return count + ok.astype(jnp.int32).sum()
+    return _lists.append(table_ref, row, count, token, ok)
 
   def mark(token: Array, ok: Array, value: int) -> None:
     place = jnp.where(ok, token, slots)
@@ -134,10 +131,8 @@ def _listed_kernel(
     if not interpret:
       _backend.barrier()  # threads read what others wrote
 
-  i = jnp.arange(pl.next_power_of_2(sinks + local))
-  always = jnp.where(i < sinks, i, seen - 1 - (i - sinks))
-  ok = (i < sinks + local) & ((i < sinks) | (always >= sinks)) & visible(always)
-  count = write(jnp.int32(0), always, ok)
+  always, ok = _lists.always(sinks, local, seen)
+  count = write(jnp.int32(0), always, ok & visible(always))
 
   i = jnp.arange(pl.next_power_of_2(k))
   old = _backend.load(retrieved_ref, row, anchor, i, mask=(i < k) & shares, other=-1)
@@ -169,10 +164,7 @@ def _listed_kernel(
       wait()  # all have read
       mark(token, ok, 1)
   count_ref[row] = count
-  i = jnp.arange(pl.next_power_of_2(width))
-  tail = (i >= count) & (i < width)
-  place = jnp.where(tail, i, width)
-  _backend.store(table_ref, row, place, value=jnp.full(i.shape, -1), mask=tail)
+  _lists.end(table_ref, row, count)
 
 
 def listed(

@@ -17,6 +17,7 @@ from pallas_kernels import art, cis, config, decode, host_blocks, prefill, produ
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
+from pallas_kernels.hshare import listed as hshare_listed
 from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
@@ -232,6 +233,19 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     yield "anchors-per-query-head", capability, run, [*per_head, of((2,), i32)]
 
 
+def hshare_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """HShare's sets and lists at both of its budgets."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  for capability in SHARED:
+    for batch, heads, k in ((1, 8, 88), (4, 32, 432)):
+      row = (batch, heads)
+      shapes = [of((*row, k), i32), of((*row, k), i32), of(row, i32), *[of((batch,), i32)] * 2]
+      shapes += [of((batch, 1), i32), of((*row, 32, k), i32)]
+      how = {"own": 5, "slots": 131072, "steps": 2, "budget": k + 40, "sinks": 8, "local": 32}
+      run = functools.partial(hshare_listed, **how, interpret=False)
+      yield f"listed-{heads}-{k}", capability, run, shapes
+
+
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """Entering a token: few and many heads, an odd head size, with and without victims."""
   for capability in SHARED:
@@ -388,6 +402,7 @@ KERNELS: dict[str, Callable] = {
   "prefill": prefill_calls,
   "select": select_calls,
   "cis": cis_calls,
+  "hshare": hshare_calls,
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
   "prr": prr_calls,

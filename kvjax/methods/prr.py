@@ -16,7 +16,7 @@ from kvjax.ops import attention, slots, smoothing, tiles
 from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import Selective
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
 from kvjax.wrapper import Wrapper
 
 # Counted tokens below which a chunk leaves the factors as they were.
@@ -114,6 +114,10 @@ class PRR(Wrapper):
     return cls(Quest.neutral(length))
 
   @property
+  def ordered(self) -> bool:
+    return False
+
+  @property
   def chunkable(self) -> bool:
     """What is predicted depends on how the prompt was cut, and so does what is read in vain."""
     return self.strict and self.base.chunkable
@@ -179,10 +183,59 @@ class PRR(Wrapper):
     memo = self.beside(at, cache, guess, q)
     if memo is None:
       memo = {"scores": at.top.score(at, cache, q)}
-    true = at.top.select(at, cache, memo["scores"])
+    if at.top == self and dispatch.choose("best_tiles", at.env.impl) == "pallas":
+      true, found = self.select_both(at, cache, memo)
+      memo |= found
+    else:
+      true = at.top.select(at, cache, memo["scores"])
     assert true.table is not None
     memo |= {"guess": guess, "hit": _among(true.table, foreseen)}
     return dataclasses.replace(true, memo=memo), carry
+
+  def select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The true selection S, and Ŝ of the next step: one search, half of it for each.
+
+    For kernels: alone, the second would be as long as the first. What is found besides: the lists
+    of both, the predictor's state, and `foreseen`.
+    """
+    state, both = memo.get("state"), memo.get("both")
+    if state is None or both is None:
+      state, ahead = self.advanced(cache, memo["scores"])
+      both = jnp.stack([memo["scores"], ahead], 2)  # [B, K, 2, P]
+    base, shape = self.selector, both.shape[:3]
+    caches = cache, _one_longer(cache)
+    ratios = 1.0, self.ratio(cache.pos.shape[0], cache.size)
+    spans = [at.top.span(at, c, at.top.window(at, (c.seen - 1)[:, None])) for c in caches]
+    room, limits = zip(
+      *(base.limits(c, r) for c, r in zip(caches, ratios, strict=True)), strict=True
+    )
+    each = [k if x is None else x[:, None] for k, x in zip(room, limits, strict=True)]
+
+    def joined(*of: Any) -> Int[Array, "B 2*K"]:
+      both = jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape[:2]) for x in of], 2)
+      return both.reshape(shape[0], -1)
+
+    span = Span(joined(*(s.start for s in spans)), joined(*(s.stop for s in spans)), spans[0].sinks)
+    table, count, ranked = dispatch.best_tiles(
+      at,
+      both.reshape(shape[0], -1, both.shape[3]),
+      span,
+      **self.forced,
+      k=max(room),
+      limit=joined(*each),
+    )
+    table, ranked = (x.reshape(*shape, -1) for x in (table, ranked))
+    lists = table, count.reshape(shape)
+    width = base.width(both.shape[3])
+    true = Plan(
+      spans[0],
+      table[:, :, 0, :width],
+      lists[1][:, :, 0],
+      ranked[:, :, 0, :width],
+      unit=base.unit,
+      pinned=min(base.forced[0], width),
+    )
+    return true, {"lists": lists, "state": state, "foreseen": table[:, :, 1]}
 
   def beside(
     self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
@@ -204,8 +257,8 @@ class PRR(Wrapper):
     found = dispatch.speculate(at, cache, guess, q, pages, *state, cache.rows["factors"], **how)
     if found is None:
       return None
-    early, scores, ahead, *moved = found
-    return {"early": early, "scores": scores, "ahead": ahead, "state": Smoothed(*moved)}
+    early, both, *moved = found
+    return {"early": early, "both": both, "state": Smoothed(*moved)}
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     if plan.memo is None:
@@ -214,7 +267,7 @@ class PRR(Wrapper):
     guess, hit, early = plan.memo["guess"], plan.memo["hit"], plan.memo.get("early")
     early = self.speculate(at, cache, guess, q) if early is None else early
     if self.variant != "S1":
-      repaired = dispatch.repair(at, cache, plan, guess, q, early)
+      repaired = dispatch.repair(at, cache, plan, guess, q, early, plan.memo.get("lists"))
       if repaired is not None:
         return repaired
     if self.strict:
@@ -267,14 +320,9 @@ class PRR(Wrapper):
       return cache, aux
     assert plan.table is not None
     aux |= _report(plan, before.heads["selected"], self.selector.positive)
-    if "state" in plan.memo:
-      new, ahead = plan.memo["state"], plan.memo["ahead"]
-    else:
-      t = before.seen - 1
-      old = self.state(before)
-      alpha, beta, gamma = self.factors(before)
-      new = self.updated(old, plan.memo["scores"], alpha, beta, t - 1, t)
-      ahead = self.forecast(new, gamma, t)
+    if "foreseen" in plan.memo:
+      return _noted(cache, plan.memo["state"], plan.memo["foreseen"], plan.table), aux
+    new, ahead = self.advanced(before, plan.memo["scores"])
     return self.foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
@@ -291,6 +339,15 @@ class PRR(Wrapper):
     """Tiles that have had a score once token t has attended: the full ones before its own."""
     tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
     return tile < (t // self.selector.unit)[:, None, None]
+
+  def advanced(
+    self, cache: Cache, scores: Float[Array, "B K P"]
+  ) -> tuple[Smoothed, Float[Array, "B K P"]]:
+    """The state after the newest token, whose scores these are, and ŝ of the next step."""
+    t = cache.seen - 1
+    alpha, beta, gamma = self.factors(cache)
+    new = self.updated(self.state(cache), scores, alpha, beta, t - 1, t)
+    return new, self.forecast(new, gamma, t)
 
   def updated(
     self,
@@ -320,10 +377,10 @@ class PRR(Wrapper):
     selected: Int[Array, "B K W"],
   ) -> Cache:
     """The cache with the predictor's state, and with Ŝ of the next step: the best of `ahead`."""
-    then = cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
-    guess = at.top.select(at, then, ahead, self.ratio(cache.pos.shape[0], cache.size))
-    new = {"level": state.level, "trend": state.trend}
-    return cache.put(heads={**new, "foreseen": guess.table, "selected": selected})
+    ratio = self.ratio(cache.pos.shape[0], cache.size)
+    guess = at.top.select(at, _one_longer(cache), ahead, ratio)
+    assert guess.table is not None
+    return _noted(cache, state, guess.table, selected)
 
   # ---- prompt
 
@@ -449,6 +506,19 @@ def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
   """The cache as token t found it, but for summaries of tiles that were not full then."""
   pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
   return cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})
+
+
+def _one_longer(cache: Cache) -> Cache:
+  """The cache as the next token will find it, but for that token."""
+  return cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
+
+
+def _noted(
+  cache: Cache, state: Smoothed, foreseen: Int[Array, "B K V"], selected: Int[Array, "B K W"]
+) -> Cache:
+  """The cache with what the next step needs."""
+  new = {"level": state.level, "trend": state.trend}
+  return cache.put(heads={**new, "foreseen": foreseen, "selected": selected})
 
 
 def _among(a: Int[Array, "B K V"], b: Int[Array, "B K W"]) -> Bool[Array, "B K V"]:

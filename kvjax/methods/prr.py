@@ -211,7 +211,7 @@ class PRR(Wrapper):
     )
     each = [k if x is None else x[:, None] for k, x in zip(room, limits, strict=True)]
 
-    def joined(*of: Any) -> Int[Array, "B 2*K"]:
+    def joined(*of: Any) -> Array:
       both = jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape[:2]) for x in of], 2)
       return both.reshape(shape[0], -1)
 

@@ -63,6 +63,10 @@ class Wrapper(Method):
     return type(self).attend is not Wrapper.attend or self.base.ordered
 
   @property
+  def steady(self) -> bool:
+    return self.base.steady
+
+  @property
   def chunkable(self) -> bool:
     return self.base.chunkable
 

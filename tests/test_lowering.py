@@ -20,6 +20,7 @@ from pallas_kernels.enter_token import enter_token
 from pallas_kernels.hshare import listed as hshare_listed
 from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
+from pallas_kernels.order import renew_order
 from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
@@ -196,6 +197,9 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
     renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
     yield "renew_extremes", capability, renew, [cache, of((1,), i32), pages, pages]
+    order, pos = of((1, 8, 26214), i32), of((1, 8, 26214), i32)
+    run = functools.partial(renew_order, interpret=False)
+    yield "renew_order", capability, run, [order, pos, of(pos.shape, "float32"), of((1,), i32)]
     renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
     yield "renew_mean", capability, renew, [cache, of((1,), i32), pages]
     blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
@@ -216,18 +220,25 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   for capability in SHARED:
     for batch, heads, groups, units, k, slots in (
       (1, 8, 4, 1, 432, 131072),
+      (1, 8, 4, 4, 432, 131072),
       (16, 32, 1, 1, 88, 4096),
     ):
       row, block = (batch, heads), (batch, heads, 16)
       shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
       shapes += [of((*block, units), i32), of((batch,), i32)]
       run = functools.partial(cis.anchors, tau=0.8, interpret=False)
-      yield f"anchors-{heads}x{groups}", capability, run, shapes
+      yield f"anchors-{heads}x{units}", capability, run, shapes
       always = {"slots": slots, "sinks": 16, "local": 64, "heaviest": k // 3, "radius": 1}
       run = functools.partial(cis.listed, **always, interpret=False)
-      shapes = [of((*block, k), i32), of((*row, k), i32), of(row, i32), of(row, i32)]
+      fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
+      shapes = [of((*block, units, k), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
-      yield f"listed-{heads}x{groups}", capability, run, shapes
+      yield f"listed-{heads}x{units}", capability, run, shapes
+      shapes = [*[of((batch,), i32)] * 2, of((*row, groups, 128), f32), unit, fresh]
+      shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
+      shapes += [of((*block, units, k), i32)]
+      run = functools.partial(cis.note, interpret=False)
+      yield f"note-{heads}x{units}", capability, run, shapes
     per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
     run = functools.partial(cis.anchors, tau=0.8, interpret=False)
     yield "anchors-per-query-head", capability, run, [*per_head, of((2,), i32)]

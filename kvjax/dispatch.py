@@ -60,6 +60,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
   "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
   "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
+  "speculate_keys": {"pallas": ("pallas_kernels.speculate", "speculate_keys")},
   "speculation_ratio": {"pallas": ("pallas_kernels.speculation", "ratio")},
   "repair": {"pallas": ("pallas_kernels.repair", "repair")},
 }
@@ -84,6 +85,7 @@ UNRUN = {
   "renew_order",
   "repair",
   "speculate",
+  "speculate_keys",
 }
 
 
@@ -252,6 +254,11 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   span, (k, v) = plan.span, (cache.slots[name] for name in ("k", "v"))
   sizes = {"unit": plan.unit, "sinks": span.sinks}
   parts = run(q.astype(k.dtype), k, v, plan.table, span.start, span.stop, **sizes)
+  return _of_tiles(cache, plan, q, parts)
+
+
+def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:
+  """What a kernel's states of the tiles of a plan are."""
   shape = (*q.shape[:2], -1, *q.shape[2:])
   acc, m, l = (jnp.moveaxis(x.reshape(shape[: x.ndim + 2]), 2, 3) for x in parts)
   state = State(acc / jnp.where(l == 0, 1.0, l)[..., None], m * math.log(2), l)
@@ -259,30 +266,43 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
 
 def speculate(
-  at: At, cache: Cache, guess: Plan, q: Array, pages: tuple[Array, Array], *state: Array, **how: Any
-) -> tuple[Attended, Array, Array, Array] | None:
-  """Attention over predicted pages beside the scoring of all; None where no kernel does both.
+  at: At,
+  cache: Cache,
+  guess: Plan,
+  q: Array,
+  operation: str,
+  summaries: tuple[Array, ...],
+  *state: Array,
+  apart: bool = False,
+  **how: Any,
+) -> tuple[Attended, Sequence[Array]] | None:
+  """Attention over predicted tiles beside the scoring of all; None where no kernel does both.
 
   Args:
     at, cache, guess, q: as in `attend`; all cached tokens are visible.
-    pages: minimum and maximum of every page's keys.
-    state: level and trend of every page, and the factors of every row.
-    how: `group` and `predictor`.
+    operation: "speculate" for pages, "speculate_keys" for compressed keys.
+    summaries: minimum and maximum of every page's keys, or the compressed keys.
+    state: level and trend of every tile, and the factors of every row.
+    apart: whether every predicted tile gets a state of its own, as by `attend_tiles`.
+    how: `predictor`; `group` of pages, `stride` and `width` of compressed keys.
 
   Returns:
-    What `repair` takes, scores and forecasts [B, K, 2, P] of all pages, their level and trend.
+    What `repair` takes; and scores and forecasts [B, K, 2, P] of all tiles, their level and trend,
+    and the occupied slots that each of the former is for [B, K, 2].
   """
   beyond = beyond_kernel(at, cache, "pallas", logits=False, turned=False)
-  if beyond or choose("speculate", at.env.impl) != "pallas":
+  if beyond or choose(operation, at.env.impl) != "pallas":
     return None
   k, v = cache.slots["k"], cache.slots["v"]
-  operands = q.astype(k.dtype), k, v, guess.table, cache.used, *pages, *state
-  run = kernel("speculate", "pallas")
-  written, both, _, level, trend = run(*operands, unit=guess.unit, **how)
+  operands = q.astype(k.dtype), k, v, guess.table, cache.used, *summaries, *state
+  run = kernel(operation, "pallas")
+  written, scored = run(*operands, unit=guess.unit, apart=apart, **how)
+  if apart:
+    return _of_tiles(cache, guess, q, written), scored
   o, m, l, out = (x.reshape(*q.shape[:2], *x.shape[1:]) for x in written[:4])
   memo = "pieces", list(written[4:])
   early = Attended(State(o, m, l), None, None, guess.visited(cache.size), out, memo)
-  return early, both, level, trend
+  return early, scored
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:

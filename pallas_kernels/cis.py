@@ -134,8 +134,8 @@ def _listed_kernel(
   def chosen(u: int) -> Array:
     """What a unit retrieved, or shares."""
     shares = shares_ref[row, u] > 0
-    old = row, anchor_ref[row, u], u, i
-    old = _backend.load(retrieved_ref, *old, mask=(i < k) & shares, other=-1)
+    index = row, anchor_ref[row, u], u, i
+    old = _backend.load(retrieved_ref, *index, mask=(i < k) & shares, other=-1)
     new_here = (i < fresh_ref.shape[2]) & jnp.logical_not(shares)
     new = _backend.load(fresh_ref, row, u, i, mask=new_here, other=-1)
     return jnp.where(shares, old, new)

@@ -42,7 +42,7 @@ def _kernel(*refs: Any, chunk: int, interpret: bool) -> None:
   slot = lax.fori_loop(0, chunks, find, jnp.int32(-1))
 
   @pl.when(slot >= 0)
-  def _():
+  def _place() -> None:
     mine = rank_ref[row, slot]
 
     def place(n: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -63,7 +63,7 @@ def _kernel(*refs: Any, chunk: int, interpret: bool) -> None:
     low, high = jnp.minimum(to, hole), jnp.maximum(to, hole)
     first, last = low // chunk, high // chunk
 
-    def move(n: Any, _: Array) -> Array:
+    def move(n: Any, moved: Array) -> Array:
       at = jnp.where(back, last - n, first + n) * chunk + lane
       inside = (at >= low) & (at <= high) & (at != hole)
       entry = _backend.load(order_ref, row, at, mask=inside, other=-1)
@@ -71,7 +71,7 @@ def _kernel(*refs: Any, chunk: int, interpret: bool) -> None:
       there = jnp.where(inside, jnp.where(back, at + 1, at - 1), slots)
       _backend.store(order_ref, row, there, value=entry, mask=inside)
       wait()
-      return _
+      return moved
 
     lax.fori_loop(0, last - first + 1, move, jnp.int32(0))
     order_ref[row, to] = slot

@@ -25,7 +25,7 @@ from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
 from pallas_kernels.sparse_decode import sparse_decode
-from pallas_kernels.speculate import attend_tiles, speculate
+from pallas_kernels.speculate import attend_tiles, speculate, speculate_keys
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -401,6 +401,14 @@ def prr_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       cut = Config(64 if dtype == jnp.bfloat16 else 32, 264, 4, 3)
       call = functools.partial(speculate, unit=unit, config=cut, interpret=False)
       yield f"speculate-unit{unit}", capability, call, shapes
+      apart = functools.partial(speculate, unit=unit, config=cut, apart=True, interpret=False)
+      yield f"speculate-apart-unit{unit}", capability, apart, shapes
+      over = {"unit": unit, "stride": unit // 4, "width": unit // 2, "config": cut}
+      keys = of((1, rows, 4 * pages - 1, head_dim), dtype)
+      shapes = [q, cache, cache, lists, of((1,), i32), keys, state, state, of((1, 3), f32)]
+      for name, single in (("", False), ("-apart", True)):
+        call = functools.partial(speculate_keys, **over, apart=single, interpret=False)
+        yield f"speculate-keys{name}-unit{unit}", capability, call, shapes
 
 
 # Kernel -> its calls, as (name, capability, function, abstract arguments).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, softmax_state
 from kvjax.method import Aux, Method
+from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing, tiles
 from kvjax.ops.smoothing import Smoothed
@@ -209,20 +211,19 @@ class PRR(Wrapper):
     room, limits = zip(
       *(base.limits(c, r) for c, r in zip(caches, ratios, strict=True)), strict=True
     )
-    each = [k if x is None else x[:, None] for k, x in zip(room, limits, strict=True)]
+    most = [k if x is None else x[:, None] for k, x in zip(room, limits, strict=True)]
 
-    def joined(*of: Any) -> Array:
-      both = jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape[:2]) for x in of], 2)
-      return both.reshape(shape[0], -1)
+    def joined(pair: Sequence[Any]) -> Int[Array, "B K 2"]:
+      return jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape[:2]) for x in pair], 2)
 
-    span = Span(joined(*(s.start for s in spans)), joined(*(s.stop for s in spans)), spans[0].sinks)
+    def flat(x: Array) -> Array:
+      return x.reshape(shape[0], -1, *x.shape[3:])
+
+    stops = memo.get("stops")  # a kernel that took all tokens to be visible wrote them
+    stops = joined([s.stop for s in spans]) if stops is None else stops
+    span = Span(flat(joined([s.start for s in spans])), flat(stops), spans[0].sinks)
     table, count, ranked = dispatch.best_tiles(
-      at,
-      both.reshape(shape[0], -1, both.shape[3]),
-      span,
-      **self.forced,
-      k=max(room),
-      limit=joined(*each),
+      at, flat(both), span, **self.forced, k=max(room), limit=flat(joined(most))
     )
     table, ranked = (x.reshape(*shape, -1) for x in (table, ranked))
     lists = table, count.reshape(shape)
@@ -242,23 +243,30 @@ class PRR(Wrapper):
   ) -> dict[str, Any] | None:
     """Attention over Ŝ, scores and the predictor's next state at once, where a kernel does that.
 
-    It bounds Quest's pages, and takes all tokens to be visible.
+    It scores Quest's pages or InfLLM-v2's compressed keys, and takes all tokens to be visible.
     """
     base = self.base
-    seen = at.top.window(at, (cache.seen - 1)[:, None]) is None
-    if not isinstance(base, Quest) or at.top != self or not seen or self.strict:
+    how: dict[str, Any] = {"predictor": self.predictor, "apart": self.strict}
+    names: tuple[str, ...]
+    if isinstance(base, Quest):
+      operation, names = "speculate", ("key_min", "key_max")
+      how |= {"group": base.group}
+    elif isinstance(base, InfLLMv2):
+      operation, names = "speculate_keys", ("compressed",)
+      how |= {"stride": base.stride, "width": base.kernel}
+    else:
       return None
-    if self.variant == "S1":  # may have to keep what was speculated as it is
+    everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
+    # S1 may have to keep what was speculated as it is.
+    if at.top != self or not everything or self.variant == "S1":
       return None
-    pages, state = (
-      tuple(cache.heads[n] for n in pair) for pair in (("key_min", "key_max"), ("level", "trend"))
-    )
-    how = {"group": base.group, "predictor": self.predictor}
-    found = dispatch.speculate(at, cache, guess, q, pages, *state, cache.rows["factors"], **how)
+    summaries = tuple(cache.heads[name] for name in names)
+    state = cache.heads["level"], cache.heads["trend"], cache.rows["factors"]
+    found = dispatch.speculate(at, cache, guess, q, operation, summaries, *state, **how)
     if found is None:
       return None
-    early, both, *moved = found
-    return {"early": early, "both": both, "state": Smoothed(*moved)}
+    early, (both, level, trend, stops) = found
+    return {"early": early, "both": both, "state": Smoothed(level, trend), "stops": stops}
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     if plan.memo is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,51 @@ class Selective(Method):
     scores = context.candidates(at, scores, span, **forced, k=k)
     table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=k, limit=limit)
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
+
+  def select_together(
+    self,
+    at: At,
+    caches: Sequence[Cache],
+    scores: Float[Array, "B K N P"],
+    ratios: Sequence[float],
+    stops: Int[Array, "B K N"] | None = None,
+  ) -> tuple[Plan, tuple[Int[Array, "B K N W"], Int[Array, "B K N"]]]:
+    """What N calls of `select` give, by one search: the plan of the first, and all lists.
+
+    Args:
+      at: where this runs; slots are not split.
+      caches: as each call would find them.
+      scores, ratios: of each call.
+      stops: one past the last slot of each span, where somebody has them at hand.
+
+    Returns:
+      The first plan; table and count of all, as wide as the widest.
+    """
+    batch, heads, calls, tiles = scores.shape
+    spans = [at.top.span(at, c, at.top.window(at, (c.seen - 1)[:, None])) for c in caches]
+    room, most = [], []
+    for cache, ratio in zip(caches, ratios, strict=True):
+      k, limit = self.limits(cache, ratio)
+      room.append(k)
+      most.append(jnp.int32(k) if limit is None else limit[:, None])
+
+    def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
+      return jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in each], 2)
+
+    def flat(x: Array) -> Array:
+      return x.reshape(batch, heads * calls, *x.shape[3:])
+
+    stops = joined([s.stop for s in spans]) if stops is None else stops
+    span = Span(flat(joined([s.start for s in spans])), flat(stops), spans[0].sinks)
+    sinks, local = self.forced
+    how = {"unit": self.unit, "sinks": sinks, "local": local, "k": max(room)}
+    found = dispatch.best_tiles(at, flat(scores), span, limit=flat(joined(most)), **how)
+    table, count, ranked = (x.reshape(batch, heads, calls, *x.shape[2:]) for x in found)
+    width = self.width(tiles, ratios[0])
+    first = [x[:, :, 0, :width] for x in (table, ranked)]
+    pinned = min(sinks, width)
+    plan = Plan(spans[0], first[0], count[:, :, 0], first[1], unit=self.unit, pinned=pinned)
+    return plan, (table, count)
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     if at.layer < self.dense_layers:

@@ -11,7 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import ART, PRR, Env, HShare, InfLLMv2, Plan, Quest, SnapKV, Span, TopKOracle
+from kvjax import (
+  ART,
+  PRR,
+  Env,
+  HShare,
+  InfLLMv2,
+  Plan,
+  Quest,
+  SnapKV,
+  Span,
+  TopKOracle,
+  foresight,
+)
 from kvjax.methods import prr
 from kvjax.ops import smoothing
 from kvjax.ops.smoothing import Smoothed
@@ -330,7 +342,7 @@ def repair(strict, variant):
       span,
       true,
       plans[0].count,
-      memo={"guess": plans[1], "hit": prr._among(true, guess)},
+      memo={"guess": plans[1], "hit": foresight.among(true, guess)},
       unit=4,
     )
     return method.attend(layer.at, cache, plan, q).state

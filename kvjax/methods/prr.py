@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, foresight, softmax_state
 from kvjax.method import Aux, Method
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
@@ -18,7 +17,7 @@ from kvjax.ops import attention, slots, smoothing, tiles
 from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import Selective
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
 # Counted tokens below which a chunk leaves the factors as they were.
@@ -191,52 +190,24 @@ class PRR(Wrapper):
     else:
       true = at.top.select(at, cache, memo["scores"])
     assert true.table is not None
-    memo |= {"guess": guess, "hit": _among(true.table, foreseen)}
+    memo |= {"guess": guess, "hit": foresight.among(true.table, foreseen)}
     return dataclasses.replace(true, memo=memo), carry
 
   def select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The true selection S, and Ŝ of the next step: one search, half of it for each.
 
-    For kernels: alone, the second would be as long as the first. What is found besides: the lists
+    For kernels: alone, the second would take as long as the first. What is found besides: the lists
     of both, the predictor's state, and `foreseen`.
     """
-    state, both = memo.get("state"), memo.get("both")
-    if state is None or both is None:
+    if "both" in memo:
+      state, both = memo["state"], memo["both"]
+    else:
       state, ahead = self.advanced(cache, memo["scores"])
       both = jnp.stack([memo["scores"], ahead], 2)  # [B, K, 2, P]
-    base, shape = self.selector, both.shape[:3]
-    caches = cache, _one_longer(cache)
     ratios = 1.0, self.ratio(cache.pos.shape[0], cache.size)
-    spans = [at.top.span(at, c, at.top.window(at, (c.seen - 1)[:, None])) for c in caches]
-    room, limits = zip(
-      *(base.limits(c, r) for c, r in zip(caches, ratios, strict=True)), strict=True
-    )
-    most = [k if x is None else x[:, None] for k, x in zip(room, limits, strict=True)]
-
-    def joined(pair: Sequence[Any]) -> Int[Array, "B K 2"]:
-      return jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape[:2]) for x in pair], 2)
-
-    def flat(x: Array) -> Array:
-      return x.reshape(shape[0], -1, *x.shape[3:])
-
-    stops = memo.get("stops")  # a kernel that took all tokens to be visible wrote them
-    stops = joined([s.stop for s in spans]) if stops is None else stops
-    span = Span(flat(joined([s.start for s in spans])), flat(stops), spans[0].sinks)
-    table, count, ranked = dispatch.best_tiles(
-      at, flat(both), span, **self.forced, k=max(room), limit=flat(joined(most))
-    )
-    table, ranked = (x.reshape(*shape, -1) for x in (table, ranked))
-    lists = table, count.reshape(shape)
-    width = base.width(both.shape[3])
-    true = Plan(
-      spans[0],
-      table[:, :, 0, :width],
-      lists[1][:, :, 0],
-      ranked[:, :, 0, :width],
-      unit=base.unit,
-      pinned=min(base.forced[0], width),
-    )
-    return true, {"lists": lists, "state": state, "foreseen": table[:, :, 1]}
+    caches = cache, _one_longer(cache)
+    true, lists = self.selector.select_together(at, caches, both, ratios, memo.get("stops"))
+    return true, {"lists": lists, "state": state, "foreseen": lists[0][:, :, 1]}
 
   def beside(
     self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
@@ -279,7 +250,7 @@ class PRR(Wrapper):
       if repaired is not None:
         return repaired
     if self.strict:
-      early = _without_wasted(early, _among(guess.table, plan.table), guess.unit)
+      early = _without_wasted(early, foresight.among(guess.table, plan.table), guess.unit)
     if self.variant == "S1":
       return self.attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
     missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
@@ -321,13 +292,13 @@ class PRR(Wrapper):
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
-    """Updates the predictor and foresees the next step. Reports on this one what `_report` says."""
+    """Updates the predictor and foresees the next step. Reports what `foresight.report` does."""
     before = cache
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     if plan.memo is None:
       return cache, aux
     assert plan.table is not None
-    aux |= _report(plan, before.heads["selected"], self.selector.positive)
+    aux |= foresight.report(plan, before.heads["selected"], self.selector.positive)
     if "foreseen" in plan.memo:
       return _noted(cache, plan.memo["state"], plan.memo["foreseen"], plan.table), aux
     new, ahead = self.advanced(before, plan.memo["scores"])
@@ -491,7 +462,7 @@ class PRR(Wrapper):
     counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
     counts &= cache.seen >= self.selector.dense_below
     top, index = top[..., :k], index[..., :k]
-    weight = _weights(top, index >= 0, self.selector.positive)
+    weight = foresight.weights(top, index >= 0, self.selector.positive)
     missing = scores.shape[-1]
     worth = slots.put(
       jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight
@@ -529,21 +500,6 @@ def _noted(
   return cache.put(heads={**new, "foreseen": foreseen, "selected": selected})
 
 
-def _among(a: Int[Array, "B K V"], b: Int[Array, "B K W"]) -> Bool[Array, "B K V"]:
-  """Which tiles of one table are in another (−1 = none, in neither)."""
-  return ((a[..., :, None] == b[..., None, :]) & (a >= 0)[..., None]).any(-1)
-
-
-def _weights(
-  scores: Float[Array, "B K k"], ok: Bool[Array, "B K k"], positive: bool
-) -> Float[Array, "B K k"]:
-  """w: what chosen tiles count; 0 where there is none."""
-  if positive:
-    return jnp.where(ok, scores, 0.0)
-  top = jnp.where(ok, scores, -jnp.inf).max(-1, keepdims=True)
-  return jnp.where(ok, jnp.exp(scores - jnp.where(ok, top, 0)), 0.0)
-
-
 def _without_wasted(early: Attended, wanted: Bool[Array, "B K W"], unit: int) -> Attended:
   """The states of the wanted tiles, merged."""
   state, logits = early.state, early.logits
@@ -562,34 +518,3 @@ def _joined(a: Attended, b: Attended) -> tuple[Array | None, Array | None]:
     return None, None
   assert a.slot is not None and b.slot is not None
   return jnp.concatenate([a.logits, b.logits], -1), jnp.concatenate([a.slot, b.slot], -1)
-
-
-def _report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str, Any]:
-  """How good the forecast was, per KV head [B, K].
-
-      missed, wasted      |S∖Ŝ| and |Ŝ∖S|, int32
-      hit_rate            |Ŝ∩S| / |S|, of the tiles chosen by score alone, float32
-      hit_rate_forced     the same with the tiles that are always read
-      weighted_hit_rate   Σ_{Ŝ∩S} w / Σ_S w, of those chosen by score
-      reuse               |S∩S′| / |S|, of those chosen by score, S′ being the last step's S
-
-  Rates are 1 where there was nothing to choose.
-  """
-  assert plan.table is not None and plan.scores is not None
-  listed, hit = plan.table >= 0, plan.memo["hit"]
-  chosen = listed & (plan.scores < jnp.inf)
-  weight = _weights(plan.scores, chosen, positive)
-
-  def rate(found: Array, of: Array) -> Array:
-    total = of.sum(-1)
-    share = jnp.where(found, of, 0).sum(-1) / jnp.where(total > 0, total, 1)
-    return jnp.where(total > 0, share, 1.0).astype(jnp.float32)
-
-  return {
-    "missed": (listed & ~hit).sum(-1, dtype=jnp.int32),
-    "wasted": plan.memo["guess"].count - hit.sum(-1, dtype=jnp.int32),
-    "hit_rate": rate(hit, chosen),
-    "hit_rate_forced": rate(hit, listed),
-    "weighted_hit_rate": rate(hit, weight),
-    "reuse": rate(_among(plan.table, before), chosen),
-  }

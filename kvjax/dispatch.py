@@ -50,13 +50,17 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "key_logits": {"pallas": ("pallas_kernels.key_weights", "key_logits")},
   "key_weights": {"pallas": ("pallas_kernels.key_weights", "key_weights")},
   "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
+  "renew_order": {"pallas": ("pallas_kernels.order", "renew_order")},
   "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
+  "cis_note": {"pallas": ("pallas_kernels.cis", "note")},
+  "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},
   "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
   "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
   "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
   "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
+  "speculate_keys": {"pallas": ("pallas_kernels.speculate", "speculate_keys")},
   "speculation_ratio": {"pallas": ("pallas_kernels.speculation", "ratio")},
   "repair": {"pallas": ("pallas_kernels.repair", "repair")},
 }
@@ -70,14 +74,18 @@ UNRUN = {
   "best_tiles",
   "cis_anchors",
   "cis_listed",
+  "cis_note",
+  "hshare_listed",
   "key_logits",
   "key_weights",
   "other_tiles",
   "page_bounds",
   "renew_extremes",
   "renew_mean",
+  "renew_order",
   "repair",
   "speculate",
+  "speculate_keys",
 }
 
 
@@ -153,11 +161,11 @@ def best_tiles(
   """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway."""
   if choose("best_tiles", at.env.impl) != "pallas":
     return tiles.best(scores, span, limit=limit, **chosen)
-  ordered = at.top.overrides("attend")
   run = kernel("best_tiles", "pallas")
   where = scores.astype(jnp.float32), span.start, span.stop
+  how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": at.top.ordered}
   try:
-    return run(*where, span_sinks=span.sinks, limit=limit, ordered=ordered, **chosen)
+    return run(*where, limit=limit, **how, **chosen)
   except NotImplementedError:  # more than the kernel can hold
     if at.env.impl != "auto":
       raise
@@ -165,16 +173,25 @@ def best_tiles(
 
 
 def other_tiles(
-  at: At, scores: Array, span: Span, *, active: Array | None = None, **chosen: int
+  at: At,
+  scores: Array,
+  span: Span,
+  *,
+  active: Array | None = None,
+  ordered: bool = True,
+  **chosen: int,
 ) -> tuple[Array, Array]:
-  """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything."""
+  """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything.
+
+  Unless they are to be `ordered`, a kernel lists them by index.
+  """
   if choose("other_tiles", at.env.impl) != "pallas":
     return tiles.others(scores, span, **chosen)
   run = kernel("other_tiles", "pallas")
   active = None if active is None else active.astype(jnp.int32)
   where = scores.astype(jnp.float32), span.start, span.stop
   try:
-    return run(*where, span_sinks=span.sinks, active=active, **chosen)
+    return run(*where, span_sinks=span.sinks, active=active, ordered=ordered, **chosen)
   except NotImplementedError:
     if at.env.impl != "auto":
       raise
@@ -237,6 +254,11 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   span, (k, v) = plan.span, (cache.slots[name] for name in ("k", "v"))
   sizes = {"unit": plan.unit, "sinks": span.sinks}
   parts = run(q.astype(k.dtype), k, v, plan.table, span.start, span.stop, **sizes)
+  return _of_tiles(cache, plan, q, parts)
+
+
+def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:
+  """What a kernel's states of the tiles of a plan are."""
   shape = (*q.shape[:2], -1, *q.shape[2:])
   acc, m, l = (jnp.moveaxis(x.reshape(shape[: x.ndim + 2]), 2, 3) for x in parts)
   state = State(acc / jnp.where(l == 0, 1.0, l)[..., None], m * math.log(2), l)
@@ -244,30 +266,43 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
 
 def speculate(
-  at: At, cache: Cache, guess: Plan, q: Array, pages: tuple[Array, Array], *state: Array, **how: Any
-) -> tuple[Attended, Array, Array, Array, Array] | None:
-  """Attention over predicted pages beside the scoring of all; None where no kernel does both.
+  at: At,
+  cache: Cache,
+  guess: Plan,
+  q: Array,
+  operation: str,
+  summaries: tuple[Array, ...],
+  *state: Array,
+  apart: bool = False,
+  **how: Any,
+) -> tuple[Attended, Sequence[Array]] | None:
+  """Attention over predicted tiles beside the scoring of all; None where no kernel does both.
 
   Args:
     at, cache, guess, q: as in `attend`; all cached tokens are visible.
-    pages: minimum and maximum of every page's keys.
-    state: level and trend of every page, and the factors of every row.
-    how: `group` and `predictor`.
+    operation: "speculate" for pages, "speculate_keys" for compressed keys.
+    summaries: minimum and maximum of every page's keys, or the compressed keys.
+    state: level and trend of every tile, and the factors of every row.
+    apart: whether every predicted tile gets a state of its own, as by `attend_tiles`.
+    how: `predictor`; `group` of pages, `stride` and `width` of compressed keys.
 
   Returns:
-    What `repair` takes, scores and forecasts of all pages, and their level and trend.
+    What `repair` takes; and scores and forecasts [B, K, 2, P] of all tiles, their level and trend,
+    and the occupied slots that each of the former is for [B, K, 2].
   """
   beyond = beyond_kernel(at, cache, "pallas", logits=False, turned=False)
-  if beyond or choose("speculate", at.env.impl) != "pallas":
+  if beyond or choose(operation, at.env.impl) != "pallas":
     return None
   k, v = cache.slots["k"], cache.slots["v"]
-  operands = q.astype(k.dtype), k, v, guess.table, cache.used, *pages, *state
-  run = kernel("speculate", "pallas")
-  written, both, _, level, trend = run(*operands, unit=guess.unit, **how)
+  operands = q.astype(k.dtype), k, v, guess.table, cache.used, *summaries, *state
+  run = kernel(operation, "pallas")
+  written, scored = run(*operands, unit=guess.unit, apart=apart, **how)
+  if apart:
+    return _of_tiles(cache, guess, q, written), scored
   o, m, l, out = (x.reshape(*q.shape[:2], *x.shape[1:]) for x in written[:4])
   memo = "pieces", list(written[4:])
   early = Attended(State(o, m, l), None, None, guess.visited(cache.size), out, memo)
-  return early, both[:, :, 0], both[:, :, 1], level, trend
+  return early, scored
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:
@@ -277,12 +312,19 @@ def speculation_ratio(selector: str, **shape: int) -> float:
 
 
 def repair(
-  at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
+  at: At,
+  cache: Cache,
+  plan: Plan,
+  guess: Plan,
+  q: Array,
+  early: Attended,
+  lists: tuple[Array, Array] | None = None,
 ) -> Attended | None:
   """Attention over a selection, given that over a predicted one; None where no kernel does it.
 
-  `early` is what `attend` or `speculate` gave for the prediction, or `attend_tiles`: then tiles
-  that are in the prediction alone are left out.
+  Where the plan was cut out of several lists, `lists` are their tables [B, K, N, W] and counts
+  [B, K, N], the plan's first. `early` is what `attend` or `speculate` gave for the prediction, or
+  `attend_tiles`: then tiles that are in the prediction alone are left out.
   """
   run = _over_plan("repair", at, cache, plan)
   if run is None:
@@ -296,7 +338,8 @@ def repair(
     assert early.out is not None
     held = [early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)]
   state, out, missed, misses = run(
-    *(q.astype(k.dtype), k, v, plan.table, plan.count, guess.table, span.start, span.stop),
+    *(q.astype(k.dtype), k, v, *(lists or (plan.table, plan.count))),
+    *(guess.table, span.start, span.stop),
     [*(x.reshape(-1, *x.shape[2:]) for x in held), *parts],
     unit=plan.unit,
     sinks=span.sinks,

@@ -66,6 +66,19 @@ class Method:
     return False
 
   @property
+  def ordered(self) -> bool:
+    """Whether attention minds in which order a plan lists its tiles; else kernels take any."""
+    return self.overrides("attend")
+
+  @property
+  def steady(self) -> bool:
+    """Whether a decode step leaves tokens in their slots and in their `order` among each other.
+
+    Only the slot that the new token takes finds a new place.
+    """
+    return False
+
+  @property
   def chunkable(self) -> bool:
     """Whether a prompt read in chunks gives what the prompt read at once gives."""
     return self.positional

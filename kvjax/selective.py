@@ -2,15 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Selective(Method):
 
   def renew(self, at: At, cache: Cache) -> Cache:
     """The cache with the summaries that the newest token belongs to."""
-    return self.summarise(cache, cache.seen - 1, 1)
+    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """Importance of every tile to the newest token's queries; whatever where there is no tile."""
@@ -91,6 +93,13 @@ class Selective(Method):
     """The most tiles that a row gets beside the forced ones: short rows get all."""
     return max(self.widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
 
+  def limits(self, cache: Cache, ratio: float = 1.0) -> tuple[int, Int[Array, " B"] | None]:
+    """How many tiles beside the forced ones a plan has room for, and how many each row gets."""
+    most, k = self.most(ratio), self.widened(ratio)
+    if not self.dense_below:
+      return k, None
+    return most, jnp.where(cache.seen < self.dense_below, most, k)
+
   def width(self, count: int, ratio: float = 1.0) -> int:
     """W, entries of a plan's table where the cache has `count` tiles."""
     sinks, local = (min(n, count) for n in self.forced)
@@ -101,14 +110,56 @@ class Selective(Method):
     window = at.top.window(at, (cache.seen - 1)[:, None])
     span = at.top.span(at, cache, window)
     sinks, local = self.forced
-    k, limit = self.widened(ratio), None
-    if self.dense_below:
-      most = self.most(ratio)
-      limit, k = jnp.where(cache.seen < self.dense_below, most, k), most
+    k, limit = self.limits(cache, ratio)
     forced = {"unit": self.unit, "sinks": sinks, "local": local}
     scores = context.candidates(at, scores, span, **forced, k=k)
     table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=k, limit=limit)
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
+
+  def select_together(
+    self,
+    at: At,
+    caches: Sequence[Cache],
+    scores: Float[Array, "B K N P"],
+    ratios: Sequence[float],
+    stops: Int[Array, "B K N"] | None = None,
+  ) -> tuple[Plan, tuple[Int[Array, "B K N W"], Int[Array, "B K N"]]]:
+    """What N calls of `select` give, by one search: the plan of the first, and all lists.
+
+    Args:
+      at: where this runs; slots are not split.
+      caches: as each call would find them.
+      scores, ratios: of each call.
+      stops: one past the last slot of each span, where somebody has them at hand.
+
+    Returns:
+      The first plan; table and count of all, as wide as the widest.
+    """
+    batch, heads, calls, tiles = scores.shape
+    spans = [at.top.span(at, c, at.top.window(at, (c.seen - 1)[:, None])) for c in caches]
+    room, most = [], []
+    for cache, ratio in zip(caches, ratios, strict=True):
+      k, limit = self.limits(cache, ratio)
+      room.append(k)
+      most.append(jnp.int32(k) if limit is None else limit[:, None])
+
+    def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
+      return jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in each], 2)
+
+    def flat(x: Array) -> Array:
+      return x.reshape(batch, heads * calls, *x.shape[3:])
+
+    stops = joined([s.stop for s in spans]) if stops is None else stops
+    span = Span(flat(joined([s.start for s in spans])), flat(stops), spans[0].sinks)
+    sinks, local = self.forced
+    how = {"unit": self.unit, "sinks": sinks, "local": local, "k": max(room)}
+    found = dispatch.best_tiles(at, flat(scores), span, limit=flat(joined(most)), **how)
+    table, count, ranked = (x.reshape(batch, heads, calls, *x.shape[2:]) for x in found)
+    width = self.width(tiles, ratios[0])
+    first = [x[:, :, 0, :width] for x in (table, ranked)]
+    pinned = min(sinks, width)
+    plan = Plan(spans[0], first[0], count[:, :, 0], first[1], unit=self.unit, pinned=pinned)
+    return plan, (table, count)
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     if at.layer < self.dense_layers:
@@ -121,7 +172,7 @@ class Selective(Method):
   ) -> tuple[Cache, Aux]:
     if at.layer < self.dense_layers:
       return cache, {}
-    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1), {}
+    return self.renew(at, cache), {}
 
 
 class SelectiveTokens(Selective):
@@ -147,11 +198,14 @@ class SelectiveTokens(Selective):
     return self.budget - self.sinks - self.local
 
 
-def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+def token_weights(
+  at: At, cache: Cache, q: Float[Array, "B K G H"], active: Bool[Array, "B K"] | None = None
+) -> Float[Array, "B K S"]:
   """ln of every slot's exact softmax probability under the newest token's queries.
 
   The probability is the mean over the group. Logarithms keep the order of small ones that float32
-  would round to 0. Slots that the query may not see get −∞.
+  would round to 0. Slots that the query may not see get −∞. For heads that are not `active` the
+  kernel reads no key, and gives anything.
   """
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
@@ -160,7 +214,9 @@ def token_weights(at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Arr
   one = window is None or window.view is None
   if one and dispatch.choose_for(at, "key_weights") == "pallas":
     span = at.top.span(at, cache, window)
-    seen = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
+    seen: dict[str, Any] = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
+    if active is not None:
+      seen["active"] = active.astype(jnp.int32)
     where = span.start, span.stop, span.stop
     return dispatch.kernel("key_weights", "pallas")(q.astype(k.dtype), k, *where, **seen)
   ok = cache.pos >= 0

@@ -59,6 +59,14 @@ class Wrapper(Method):
     return self.base.wants_logits
 
   @property
+  def ordered(self) -> bool:
+    return type(self).attend is not Wrapper.attend or self.base.ordered
+
+  @property
+  def steady(self) -> bool:
+    return self.base.steady
+
+  @property
   def chunkable(self) -> bool:
     return self.base.chunkable
 

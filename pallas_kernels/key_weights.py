@@ -5,14 +5,16 @@ has its own softmax over all keys that the query may see; what a KV head selects
 
 Two launches, since a weight needs its head's whole denominator. The first streams the keys once and
 leaves logits (base 2) with one partial denominator per program; the second joins the partials,
-weighs, sums over the group and takes the largest of the keys that overlap a block. Bytes: keys
-once; logits, 4 G per key, out and in, which the L2 cache holds.
+weighs, sums over the group and takes the largest of the keys that overlap a block; for PRR it
+advances the predictor of the blocks as well (`forecasts`). Bytes: keys once; logits, 4 G per key,
+out and in, which the L2 cache holds.
 
 Grids: rows × pieces of `keys` keys; rows × `BLOCKS` blocks or tokens.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend, _tiles
+from pallas_kernels import _backend, _smoothing, _tiles
 from pallas_kernels._split import columns_of, lanes_of
 
 TILE, WARPS, STAGES = 64, 4, 3
@@ -29,55 +31,16 @@ BLOCKS = 256
 PROGRAMS = 512  # about as many as run at once
 
 
-def _logits_kernel(
-  *refs: Any,
-  tile: int,
-  steps: int,
-  stride: int,
-  width: int,
-  span_sinks: int,
-  scale: float,
-  skips: bool,
-) -> None:
+def _logits_kernel(*refs: Any, skips: bool, **how: Any) -> None:
   """q [R, G, H], keys [R, M, H], start, stop, known [R] or one per batch row, (active [R]) ->
   logits [R, G, M], m, l [R, G, C].
   """
-  q_ref, k_ref, start_ref, stop_ref, known_ref = refs[:5]
-  logits_ref, m_ref, l_ref = refs[-3:]
-  rows, keys, head_dim = k_ref.shape
-  groups = q_ref.shape[1]
   row, piece = pl.program_id(0), pl.program_id(1)
+  shared = refs[1].shape[0] // refs[2].shape[0]
 
   def score() -> None:
-    shared = rows // start_ref.shape[0]
-    start, stop, known = (ref[row // shared] for ref in (start_ref, stop_ref, known_ref))
-    lane, column = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
-    real, inside = lane < groups, column < head_dim
-    mask = real[:, None] & inside[None, :]
-    q = _backend.load(q_ref, row, lane[:, None], column[None, :], mask=mask)
-
-    def step(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-      m, l = carry
-      key = (piece * steps + i) * tile + jnp.arange(tile)
-      first = key * stride
-      ok = (key < keys) & (first + width <= known) & (first < stop)
-      ok &= (first < span_sinks) | (first + width > start)
-      mask = ok[:, None] & inside[None, :]
-      k = _backend.load(k_ref, row, key[:, None], column[None, :], mask=mask, evict="evict_first")
-      x = _backend.dot(q, k, trans_b=True) * (scale * _tiles.LOG2E)
-      x = jnp.where(ok[None, :], x, -jnp.inf)
-      mask = real[:, None] & (key < keys)[None, :]
-      _backend.store(logits_ref, row, lane[:, None], key[None, :], value=x, mask=mask)
-      x = jnp.where(x == x, x, -jnp.inf)  # NaN stays where it is, out of the denominator
-      top = jnp.maximum(m, x.max(axis=1))
-      base = _tiles.finite(top)
-      return top, l * jnp.exp2(m - base) + jnp.exp2(x - base[:, None]).sum(axis=1)
-
-    m, l = jnp.full(lane.shape, -jnp.inf, jnp.float32), jnp.zeros(lane.shape, jnp.float32)
-    left = pl.cdiv(keys, tile) - piece * steps
-    m, l = lax.fori_loop(0, jnp.minimum(left, steps), step, (m, l))
-    _backend.store(m_ref, row, lane, piece, value=m, mask=real)
-    _backend.store(l_ref, row, lane, piece, value=l, mask=real)
+    where = [ref[row // shared] for ref in refs[2:5]]
+    score_keys(row, piece, refs[:2], refs[-3:], *where, **how)
 
   if skips:
     pl.when(refs[5][row] > 0)(score)
@@ -85,48 +48,117 @@ def _logits_kernel(
     score()
 
 
+def score_keys(
+  row: Array,
+  piece: Array,
+  inputs: Sequence[Any],
+  outs: Sequence[Any],
+  start: Array,
+  stop: Array,
+  known: Array,
+  *,
+  tile: int,
+  steps: int,
+  stride: int,
+  width: int,
+  span_sinks: int,
+  scale: float,
+) -> None:
+  """Logits of one piece of a row's keys, and its part of the denominators; refs as above."""
+  q_ref, k_ref = inputs
+  logits_ref, m_ref, l_ref = outs
+  _, keys, head_dim = k_ref.shape
+  groups = q_ref.shape[1]
+  lane, column = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
+  real, inside = lane < groups, column < head_dim
+  mask = real[:, None] & inside[None, :]
+  q = _backend.load(q_ref, row, lane[:, None], column[None, :], mask=mask)
+
+  def step(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    m, l = carry
+    key = (piece * steps + i) * tile + jnp.arange(tile)
+    first = key * stride
+    ok = (key < keys) & (first + width <= known) & (first < stop)
+    ok &= (first < span_sinks) | (first + width > start)
+    mask = ok[:, None] & inside[None, :]
+    k = _backend.load(k_ref, row, key[:, None], column[None, :], mask=mask, evict="evict_first")
+    x = _backend.dot(q, k, trans_b=True) * (scale * _tiles.LOG2E)
+    x = jnp.where(ok[None, :], x, -jnp.inf)
+    mask = real[:, None] & (key < keys)[None, :]
+    _backend.store(logits_ref, row, lane[:, None], key[None, :], value=x, mask=mask)
+    x = jnp.where(x == x, x, -jnp.inf)  # NaN stays where it is, out of the denominator
+    top = jnp.maximum(m, x.max(axis=1))
+    base = _tiles.finite(top)
+    return top, l * jnp.exp2(m - base) + jnp.exp2(x - base[:, None]).sum(axis=1)
+
+  m, l = jnp.full(lane.shape, -jnp.inf, jnp.float32), jnp.zeros(lane.shape, jnp.float32)
+  left = pl.cdiv(keys, tile) - piece * steps
+  m, l = lax.fori_loop(0, jnp.minimum(left, steps), step, (m, l))
+  _backend.store(m_ref, row, lane, piece, value=m, mask=real)
+  _backend.store(l_ref, row, lane, piece, value=l, mask=real)
+
+
 def _weights_kernel(*refs: Any, ahead: int, each: int, log: bool, skips: bool) -> None:
   """logits [R, G, M], m, l [R, G, C], (active [R]) -> weights [R, P]."""
-  logits_ref, m_ref, l_ref = refs[:3]
   weights_ref = refs[-1]
-  _, groups, keys = logits_ref.shape
-  pieces = m_ref.shape[2]
   blocks = weights_ref.shape[1]
-  row, first = pl.program_id(0), pl.program_id(1) * BLOCKS
+  row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
 
   def weigh() -> None:
-    block = first + jnp.arange(BLOCKS)
-    lane, piece = jnp.arange(pl.next_power_of_2(groups)), jnp.arange(pl.next_power_of_2(pieces))
-    real = lane < groups
-    mask = real[:, None] & (piece < pieces)[None, :]
-    index = row, lane[:, None], piece[None, :]
-    m = _backend.load(m_ref, *index, mask=mask, other=-jnp.inf)
-    l = _backend.load(l_ref, *index, mask=mask, other=0.0)
-    top = m.max(axis=1)
-    total = (l * jnp.exp2(m - _tiles.finite(top)[:, None])).sum(axis=1)
-    lse = jnp.where(total > 0, _tiles.finite(top) + jnp.log2(_tiles.nonzero(total)), 0.0)
-
-    best = jnp.full((BLOCKS,), -jnp.inf if log else 0.0, jnp.float32)
-    for offset in range(-ahead, each):
-      key = block * each + offset
-      mask = real[:, None] & ((key >= 0) & (key < keys) & (block < blocks))[None, :]
-      x = _backend.load(logits_ref, row, lane[:, None], key[None, :], mask=mask, other=-jnp.inf)
-      x -= lse[:, None]
-      if log:
-        top = x.max(axis=0)
-        base = _tiles.finite(jnp.where(top == top, top, 0.0))
-        weight = base + jnp.log2(jnp.exp2(x - base[None, :]).sum(axis=0))
-        weight = weight * _tiles.LN2 - math.log(groups)
-      else:
-        weight = jnp.exp2(x).sum(axis=0)
-      # NaN passes whatever else overlaps the block.
-      best = jnp.where((weight > best) | (weight != weight), weight, best)
+    best = _weigh(row, block, refs[:3], blocks=blocks, ahead=ahead, each=each, log=log)
     _backend.store(weights_ref, row, block, value=best, mask=block < blocks)
 
   if skips:
     pl.when(refs[3][row] > 0)(weigh)
   else:
     weigh()
+
+
+def _weigh(
+  row: Array, block: Array, inputs: Sequence[Any], *, blocks: int, ahead: int, each: int, log: bool
+) -> Array:
+  """The weights of some blocks of a row; refs as above."""
+  logits_ref, m_ref, l_ref = inputs
+  _, groups, keys = logits_ref.shape
+  pieces = m_ref.shape[2]
+  lane, piece = jnp.arange(pl.next_power_of_2(groups)), jnp.arange(pl.next_power_of_2(pieces))
+  real = lane < groups
+  mask = real[:, None] & (piece < pieces)[None, :]
+  index = row, lane[:, None], piece[None, :]
+  m = _backend.load(m_ref, *index, mask=mask, other=-jnp.inf)
+  l = _backend.load(l_ref, *index, mask=mask, other=0.0)
+  top = m.max(axis=1)
+  total = (l * jnp.exp2(m - _tiles.finite(top)[:, None])).sum(axis=1)
+  lse = jnp.where(total > 0, _tiles.finite(top) + jnp.log2(_tiles.nonzero(total)), 0.0)
+
+  best = jnp.full((BLOCKS,), -jnp.inf if log else 0.0, jnp.float32)
+  for offset in range(-ahead, each):
+    key = block * each + offset
+    mask = real[:, None] & ((key >= 0) & (key < keys) & (block < blocks))[None, :]
+    x = _backend.load(logits_ref, row, lane[:, None], key[None, :], mask=mask, other=-jnp.inf)
+    x -= lse[:, None]
+    if log:
+      top = x.max(axis=0)
+      base = _tiles.finite(jnp.where(top == top, top, 0.0))
+      weight = base + jnp.log2(jnp.exp2(x - base[None, :]).sum(axis=0))
+      weight = weight * _tiles.LN2 - math.log(groups)
+    else:
+      weight = jnp.exp2(x).sum(axis=0)
+    # NaN passes whatever else overlaps the block.
+    best = jnp.where((weight > best) | (weight != weight), weight, best)
+  return best
+
+
+def _forecasts_kernel(*refs: Any, ahead: int, each: int, unit: int, predictor: str) -> None:
+  """logits [R, G, M], m, l [R, G, C], level, trend [R, P], factors [B, 3], stop [B] -> what
+  `_smoothing.advance` lists.
+  """
+  stop_ref, blocks = refs[6], refs[3].shape[1]
+  row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
+  batch_row = row // (refs[0].shape[0] // stop_ref.shape[0])
+  score = _weigh(row, block, refs[:3], blocks=blocks, ahead=ahead, each=each, log=False)
+  how: dict[str, Any] = {"batch_row": batch_row, "unit": unit, "predictor": predictor}
+  _smoothing.advance(row, block, score, refs[3:6], refs[7:], stop_ref[batch_row], **how)
 
 
 def key_logits(
@@ -249,6 +281,56 @@ def key_weights(
     name="key_weights",
     interpret=interpret,
   )[0].reshape(batch, heads, blocks)
+
+
+def forecasts(
+  partial: Sequence[Array],
+  stop: Int[Array, " B"],
+  level: Float[Array, "B K P"],
+  trend: Float[Array, "B K P"],
+  factors: Float[Array, "B 3"],
+  *,
+  stride: int,
+  width: int,
+  unit: int,
+  predictor: str = "holt",
+  interpret: bool | None = None,
+) -> Sequence[Array]:
+  """The weights of blocks of `unit` slots by `key_logits`, and what PRR foresees by them.
+
+  Args:
+    partial: logits, m and l of `key_logits`.
+    stop: occupied slots of every row, the new token's included.
+    level, trend, factors, predictor: as in `speculate`.
+    stride, width: as in `key_logits`.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    Scores and forecasts [B, K, 2, P], level and trend, and the `stop` that each is for [B, K, 2].
+  """
+  batch, heads, blocks = level.shape
+  rows = batch * heads
+  each = jax.ShapeDtypeStruct((rows, blocks), jnp.float32)
+  both = jax.ShapeDtypeStruct((rows, 2, blocks), jnp.float32)
+  kernel = functools.partial(
+    _forecasts_kernel,
+    ahead=width // stride - 1,
+    each=unit // stride,
+    unit=unit,
+    predictor=predictor,
+  )
+  made = _backend.call(
+    kernel,
+    *(x.reshape(rows, *x.shape[2:]) for x in (*partial, level, trend)),
+    *(factors, stop),
+    grid=(rows, pl.cdiv(blocks, BLOCKS)),
+    out=[both, each, each, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
+    warps=WARPS,
+    stages=1,
+    name="key_forecasts",
+    interpret=interpret,
+  )
+  return [x.reshape(batch, heads, *x.shape[1:]) for x in made]
 
 
 def cut(rows: int, keys: int, tile: int | None, programs: int) -> tuple[int, int]:

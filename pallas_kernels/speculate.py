@@ -1,11 +1,12 @@
-"""Speculation beside selection, in one launch: some programs attend, the others score pages.
+"""Speculation beside selection, in one launch: some programs attend, the others score.
 
 XLA runs the kernels of a program one after another; programs of one launch run side by side. The
 first ones attend to the predicted tiles as sparse decode does, and leave partial softmax states for
-`repair`. The others bound the logits of a tile of pages each (Quest, Alg. 1), and since nothing
-else is needed for it, advance the predictor of the same pages: their level, their trend and their
-forecast for the next step (PRR, Eqs. 2 and 3). What comes next is one search for the best of both,
-scores and forecasts.
+`repair`, or one for every tile where those read in vain are to be left out. The others bound the
+logits of a tile of pages each (Quest, Alg. 1), and since nothing else is needed for it, advance the
+predictor of the same pages: their level, their trend and their forecast for the next step (PRR,
+Eqs. 2 and 3). For InfLLM-v2 they leave logits of compressed keys, and a second launch does the
+rest. What comes next is one search for the best of both, scores and forecasts.
 
 Bytes: keys and values of the predicted tiles, minimum and maximum of all pages, 8 + 16 bytes of
 predictor per page, once.
@@ -14,7 +15,7 @@ Grid: pieces of the predicted lists, then rows by tiles of pages.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,80 +24,56 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend, _split, _tiles
+from pallas_kernels import _backend, _smoothing, _split, _tiles
 from pallas_kernels.config import Config, choose
+from pallas_kernels.key_weights import PROGRAMS, cut, forecasts, score_keys
 from pallas_kernels.sparse_decode import attend_kernel
 
 PAGES = 32  # per scoring program
 
 
-def _kernel(
-  *refs: Any,
-  groups: int,
-  unit: int,
-  config: Config,
-  scale: float,
-  pieces: int,
-  pages: int,
-  group: str,
-  predictor: str,
-) -> None:
-  """q [R, G, H], k, v [R, S, H], guess [R, V], count [R], start, stop [B], low, high [R, P, H],
-  level, trend [R, P], factors [B, 3] -> what `_split.results` lists, and both [R, 2, P] (scores,
-  forecasts), level, trend [R, P], stops [R, 2].
+def _kernel(*refs: Any, attend: Callable, score: Callable, programs: int, takes: int) -> None:
+  """q [R, G, H], k, v [R, S, H], guess [R, V], count [R], start, stop [B], what scoring `takes` ->
+  what attention gives, what scoring gives. The first `programs` attend.
   """
-  attend = refs[:7]
   pid = pl.program_id(0)
+  shared, held = refs[:7], refs[7 : 7 + takes]
 
-  @pl.when(pid < pieces)
+  @pl.when(pid < programs)
   def _():
-    outs = refs[12:20]
-    attend_kernel(
-      *attend, *outs, groups=groups, unit=unit, config=config, scale=scale, sinks=0, pid=pid
-    )
+    attend(pid, shared, refs[7 + takes :])
 
-  @pl.when(pid >= pieces)
+  @pl.when(pid >= programs)
   def _():
-    q_ref, stop_ref = refs[0], refs[6]
-    _score(
-      pid - pieces,
-      q_ref,
-      stop_ref,
-      refs[7:12],
-      refs[20:],
-      unit=unit,
-      pages=pages,
-      group=group,
-      predictor=predictor,
-      scale=scale,
-    )
+    score(pid - programs, shared[0], shared[6], held, refs)
 
 
-def _score(
+def _score_pages(
   pid: Array,
   q_ref: Any,
   stop_ref: Any,
   inputs: Sequence[Any],
-  outs: Sequence[Any],
+  refs: Sequence[Any],
   *,
   unit: int,
-  pages: int,
   group: str,
   predictor: str,
   scale: float,
 ) -> None:
-  """Bounds of one tile of pages, and their predictors' next state."""
-  low_ref, high_ref, level_ref, trend_ref, factors_ref = inputs
-  both_ref, new_level_ref, new_trend_ref, stops_ref = outs
+  """Bounds of one tile of pages, and their predictors' next state.
+
+  inputs: low, high [R, P, H], level, trend [R, P], factors [B, 3]; the last four refs are what
+  `_smoothing.advance` lists.
+  """
+  low_ref, high_ref = inputs[:2]
   rows, count, head_dim = low_ref.shape
   groups = q_ref.shape[1]
-  tiles = pl.cdiv(count, pages)
+  tiles = pl.cdiv(count, PAGES)
   row = lax.div(pid, jnp.int32(tiles))
-  page = (pid - row * tiles) * pages + jnp.arange(pages)
+  page = (pid - row * tiles) * PAGES + jnp.arange(PAGES)
   batch_row = lax.div(row, jnp.int32(rows // stop_ref.shape[0]))
   stop = stop_ref[batch_row]
-  inside = page < count
-  seen = inside & (page * unit < stop)
+  seen = (page < count) & (page * unit < stop)
   column = jnp.arange(_split.columns_of(head_dim))
   real = column < head_dim
   mask = seen[:, None] & real[None, :]
@@ -118,25 +95,26 @@ def _score(
     score = bound(sum(query(g) for g in range(groups)) / groups)
   else:
     score = functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
+  how: dict[str, Any] = {"batch_row": batch_row, "unit": unit, "predictor": predictor}
+  _smoothing.advance(row, page, score, inputs[2:], refs[-4:], stop, **how)
 
-  alpha, beta, gamma = (factors_ref[batch_row, i] for i in range(3))
-  old_level = _backend.load(level_ref, row, page, mask=inside)
-  old_trend = _backend.load(trend_ref, row, page, mask=inside)
-  newest = stop - 1  # the new token's position; the last one's is one less
-  begun = page < lax.div(jnp.maximum(newest - 1, 0), jnp.int32(unit))
-  there = page < lax.div(newest, jnp.int32(unit))
-  before = old_level + old_trend if predictor == "holt" else old_level
-  level = alpha * score + (1 - alpha) * before
-  trend = beta * (level - old_level) + (1 - beta) * old_trend
-  level = jnp.where(begun, level, jnp.where(there, score, 0.0))
-  trend = jnp.where(begun, trend, 0.0)
-  ahead = jnp.where(there, level + gamma * trend, jnp.inf)
-  _backend.store(both_ref, row, 0, page, value=score, mask=seen)
-  _backend.store(both_ref, row, 1, page, value=ahead, mask=inside)
-  _backend.store(new_level_ref, row, page, value=level, mask=inside)
-  _backend.store(new_trend_ref, row, page, value=trend, mask=inside)
-  stops_ref[row, 0] = stop  # all programs of a row write the same
-  stops_ref[row, 1] = stop + 1
+
+def _score_keys(
+  pid: Array,
+  q_ref: Any,
+  stop_ref: Any,
+  inputs: Sequence[Any],
+  refs: Sequence[Any],
+  *,
+  pieces: int,
+  **how: Any,
+) -> None:
+  """Logits of one piece of the compressed keys [R, M, H]; the last three refs are `key_logits`'."""
+  row = lax.div(pid, jnp.int32(pieces))
+  stop = stop_ref[lax.div(row, jnp.int32(inputs[0].shape[0] // stop_ref.shape[0]))]
+  operands = (q_ref, inputs[0]), refs[-3:]
+  # A key that knows the newest token takes part from the next step on.
+  score_keys(row, pid - row * pieces, *operands, jnp.int32(0), stop, stop - 1, span_sinks=0, **how)
 
 
 def speculate(
@@ -154,89 +132,186 @@ def speculate(
   unit: int,
   group: str = "mean",
   predictor: str = "holt",
+  apart: bool = False,
   config: Config | None = None,
   interpret: bool | None = None,
-) -> tuple[
-  Sequence[Array],
-  Float[Array, "B K 2 P"],
-  Int[Array, "B K 2"],
-  Float[Array, "B K P"],
-  Float[Array, "B K P"],
-]:
+) -> tuple[Sequence[Array], Sequence[Array]]:
   """Attention over predicted pages, and scores and forecasts of all pages.
 
   Args:
     q, k, v: as in `sparse_decode`.
-    guess: int32, the predicted pages, no duplicates, −1 behind the end.
+    guess: int32, the predicted pages, no duplicates, −1 = hole.
     stop: int32, occupied slots of every row, the new token's included.
     low, high: minimum and maximum of every page's keys.
     level, trend: of every page, after the last step.
     factors: α, β and γ of every row.
     unit: tokens per page.
     group, predictor: as in `kvjax.Quest` and `kvjax.PRR`.
+    apart: whether every predicted page is attended to by itself.
     config: how attention is cut; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    What `repair` takes as `written` with stored="pieces"; scores and forecasts (undefined and ∞
-    where there is no page), and the `stop` that each is for; level and trend.
+    What `repair` takes as `written` with stored="pieces", or with `apart` what `attend_tiles`
+    gives; and scores and forecasts [B, K, 2, P] (undefined and ∞ where there is no page), level and
+    trend, and the `stop` that each of the former is for [B, K, 2].
   """
+  rows, pages = q.shape[0] * q.shape[1], low.shape[2]
+  each = jax.ShapeDtypeStruct((rows, pages), jnp.float32)
+  both = jax.ShapeDtypeStruct((rows, 2, pages), jnp.float32)
+  score = functools.partial(
+    _score_pages, unit=unit, group=group, predictor=predictor, scale=q.shape[3] ** -0.5
+  )
+  return _beside(
+    *(q, k, v, guess, stop),
+    score,
+    [*(x.reshape(rows, *x.shape[2:]) for x in (low, high, level, trend)), factors],
+    [both, each, each, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
+    rows * pl.cdiv(pages, PAGES),
+    unit=unit,
+    apart=apart,
+    config=config,
+    interpret=interpret,
+  )
+
+
+def speculate_keys(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  guess: Int[Array, "B K V"],
+  stop: Int[Array, " B"],
+  keys: Float[Array, "B K M H"],
+  level: Float[Array, "B K P"],
+  trend: Float[Array, "B K P"],
+  factors: Float[Array, "B 3"],
+  *,
+  unit: int,
+  stride: int,
+  width: int,
+  predictor: str = "holt",
+  apart: bool = False,
+  config: Config | None = None,
+  interpret: bool | None = None,
+) -> tuple[Sequence[Array], Sequence[Array]]:
+  """Attention over predicted blocks beside the logits of compressed keys; then what they foresee.
+
+  Scores need whole denominators, and so a second, small launch.
+
+  Args:
+    q, k, v, guess, stop, level, trend, factors, predictor, apart, config, interpret: as in
+      `speculate`.
+    keys: what stands for slots [j·stride, j·stride + width).
+    unit: slots per block.
+    stride, width: as in `key_logits`.
+
+  Returns:
+    As `speculate`.
+  """
+  rows, groups, count = q.shape[0] * q.shape[1], q.shape[2], keys.shape[2]
+  tile, steps = cut(rows, count, None, PROGRAMS)
+  pieces = pl.cdiv(count, tile * steps)
+  how: dict[str, Any] = {"tile": tile, "steps": steps, "stride": stride, "width": width}
+  score = functools.partial(_score_keys, pieces=pieces, scale=q.shape[3] ** -0.5, **how)
+  part = jax.ShapeDtypeStruct((rows, groups, pieces), jnp.float32)
+  written, partial = _beside(
+    *(q, k, v, guess, stop),
+    score,
+    [keys.reshape(rows, *keys.shape[2:])],
+    [jax.ShapeDtypeStruct((rows, groups, count), jnp.float32), part, part],
+    rows * pieces,
+    unit=unit,
+    apart=apart,
+    config=config,
+    interpret=interpret,
+  )
+  how = {"stride": stride, "width": width, "unit": unit, "predictor": predictor}
+  return written, forecasts(partial, stop, level, trend, factors, interpret=interpret, **how)
+
+
+def _beside(
+  q: Array,
+  k: Array,
+  v: Array,
+  guess: Array,
+  stop: Array,
+  score: Callable,
+  held: list[Array],
+  scored: list[jax.ShapeDtypeStruct],
+  scoring: int,
+  *,
+  unit: int,
+  apart: bool,
+  config: Config | None,
+  interpret: bool | None,
+) -> tuple[Sequence[Array], Sequence[Array]]:
+  """One launch: attention over the predicted tiles, and `scoring` programs of `score`."""
   batch, heads, groups, head_dim = q.shape
-  rows, pages = batch * heads, low.shape[2]
+  rows, width = batch * heads, guess.shape[2]
   interpret = _backend.interpreted(interpret)
   config = config or choose(
     "sparse_decode",
     rows=rows,
     groups=groups,
-    slots=guess.shape[2] * unit,
+    slots=width * unit,
     head_dim=head_dim,
     itemsize=q.dtype.itemsize,
     interpret=interpret,
   )
+  scale = head_dim**-0.5
+  if apart:
+    programs, out = rows * width, _split.state_shapes(rows * width, groups, head_dim)
+    tile = min(64, max(16, pl.next_power_of_2(unit)))
+
+    def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
+      row = lax.div(pid, jnp.int32(width))
+      refs = *shared[:4], *shared[5:], *outs[:3]
+      _attend_tile(row, pid - row * width, *refs, unit=unit, tile=tile, scale=scale, sinks=0)
+
+  else:
+    programs = _split.most_pieces(rows, config.programs)
+    out = _split.results(rows, groups, head_dim, config.programs, q.dtype)
+
+    def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
+      how: dict[str, Any] = {
+        "groups": groups,
+        "unit": unit,
+        "config": config,
+        "scale": scale,
+        "sinks": 0,
+      }
+      attend_kernel(*shared, *outs[:8], **how, pid=pid)
+
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, guess)]
-  count = jnp.full((rows,), guess.shape[2], jnp.int32)  # holes are skipped
-  pieces = _split.most_pieces(rows, config.programs)
-  written = _backend.call(
-    functools.partial(
-      _kernel,
-      groups=groups,
-      unit=unit,
-      config=config,
-      scale=head_dim**-0.5,
-      pieces=pieces,
-      pages=PAGES,
-      group=group,
-      predictor=predictor,
-    ),
-    *flat,
-    count,
-    jnp.zeros_like(stop),
-    stop,
-    *(x.reshape(rows, *x.shape[2:]) for x in (low, high, level, trend)),
-    factors,
-    grid=(pieces + rows * pl.cdiv(pages, PAGES),),
-    out=[
-      *_split.results(rows, groups, head_dim, config.programs, q.dtype),
-      jax.ShapeDtypeStruct((rows, 2, pages), jnp.float32),
-      *[jax.ShapeDtypeStruct((rows, pages), jnp.float32)] * 2,
-      jax.ShapeDtypeStruct((rows, 2), jnp.int32),
-    ],
+  count = jnp.full((rows,), width, jnp.int32)  # holes are skipped
+  made = _backend.call(
+    functools.partial(_kernel, attend=attend, score=score, programs=programs, takes=len(held)),
+    *(*flat, count, jnp.zeros_like(stop), stop, *held),
+    grid=(programs + scoring,),
+    out=[*out, *scored],
     warps=config.warps,
     stages=config.stages,
     name="speculate",
     interpret=interpret,
   )
-  both, level, trend, stops = (x.reshape(batch, heads, *x.shape[1:]) for x in written[8:])
-  return written[:8], both, stops, level, trend
+  more = made[len(out) :]
+  return made[: len(out)], [x.reshape(batch, heads, *x.shape[1:]) for x in more]
 
 
-def _tile_kernel(*refs: Any, groups: int, unit: int, tile: int, scale: float, sinks: int) -> None:
+def _tile_kernel(*refs: Any, **how: Any) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], start, stop [R] or one per batch row -> acc
   [R W, G, H], m (base 2), l [R W, G].
   """
+  _attend_tile(pl.program_id(0), pl.program_id(1), *refs, **how)
+
+
+def _attend_tile(
+  row: Array, entry: Array, *refs: Any, unit: int, tile: int, scale: float, sinks: int
+) -> None:
+  """One listed tile of a row; refs as above."""
   q_ref, k_ref, v_ref, table_ref, start_ref, stop_ref, acc_ref, m_ref, l_ref = refs
   rows, slots, head_dim = k_ref.shape
-  row, entry = pl.program_id(0), pl.program_id(1)
+  groups = q_ref.shape[1]
   place = row * table_ref.shape[1] + entry
   shared = rows // start_ref.shape[0]
   start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
@@ -287,7 +362,6 @@ def attend_tiles(
   return _backend.call(
     functools.partial(
       _tile_kernel,
-      groups=groups,
       unit=unit,
       tile=min(64, max(16, pl.next_power_of_2(unit))),
       scale=head_dim**-0.5,

@@ -91,8 +91,8 @@ def _kernel(
   limited: bool,
   skips: bool,
 ) -> None:
-  """scores [R, P], (index [R, P],) start, stop [R] or one per batch row, (limit [B],) (active [R])
-  -> table, ranked [R, C W], count [R C]; C parts of a row.
+  """scores [R, P], (index [R, P],) start, stop, (limit) [R] or one per batch row, (active [R]) ->
+  table, ranked [R, C W], count [R C]; C parts of a row.
 
   `indexed`: candidates of an earlier launch, −1 = none. `lists`: forced tiles come first.
   """
@@ -221,7 +221,7 @@ def best(
   sinks: int,
   local: int,
   k: int,
-  limit: Int[Array, " B"] | None = None,
+  limit: Int[Array, " B"] | Int[Array, "B K"] | None = None,
   ordered: bool = True,
   interpret: bool | None = None,
 ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]:
@@ -233,7 +233,7 @@ def best(
     unit: slots per tile.
     sinks, local: numbers of first and of newest tiles that are always listed.
     k: how many others are, at most; equal scores go to the lowest index.
-    limit: how many others each row lists, up to k; None: k.
+    limit: how many others each row or KV head lists, up to k; None: k.
     ordered: whether the others are listed by score, or by index, which takes less time.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
@@ -256,7 +256,7 @@ def best(
     **forced,
     k=min(k, tiles),
     lists=True,
-    limit=limit,
+    limit=None if limit is None else limit.reshape(-1),
     active=None,
     ordered=ordered,
     interpret=interpret,

@@ -2,20 +2,25 @@
 
     python -m scripts.bench decode                      on a GPU, with the peers that are installed
     python -m scripts.bench decode --quick              tiny shapes, also on a CPU
+    python -m scripts.bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
 
 A contender whose output misses the float32 reference gets no time. The floor is the bytes that
-must move over the bandwidth that a plain streaming read reached in the same run.
+must move over the bandwidth that a plain streaming read reached in the same run. Results are
+written after every case, beside those of other cases that a run with the same versions left there:
+a run that is stopped leaves what it measured, and the rest can be measured later.
 """
 
 import argparse
 import importlib
 import json
+import math
 import os
 import pathlib
 import platform
 import shlex
 import statistics
 import sys
+import time
 from importlib import metadata
 from typing import Any
 
@@ -25,6 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 
+from scripts import common
 from scripts.benches import Case
 
 SUITES = (
@@ -179,18 +185,26 @@ def main(argv: list[str] | None = None) -> int:
     metavar="FOLDER",
     help="write <device>/bench_<suite>.json and .txt there, scripts/results say",
   )
+  parser.add_argument(
+    "--minutes",
+    type=float,
+    metavar="M",
+    help="begin no case after that",
+  )
   options = parser.parse_args(argv)
   repetitions = options.repetitions or (3 if options.quick else 20)
   facts = environment()
-  for key, value in facts.items():
-    print(f"{key:18} {value}")
+  print(_head(facts))
   reports = []
-  module = suite(options.suite)
+  module, end = suite(options.suite), time.monotonic() + 60 * (options.minutes or math.inf)
   for case in module.cases(options.quick, not options.no_peers, options.only):
-    reports.append(measure(case, repetitions))
+    reports.append({**measure(case, repetitions), "command": facts["command"]})
     print("\n" + table(reports[-1]), flush=True)
     if options.out:
       write(options.out, options.suite, facts, reports)
+    if time.monotonic() > end:
+      print(f"\n{options.minutes:g} minutes are over: there may be more cases")
+      break
   if not reports:
     parser.error(f"--only {options.only}: no case of suite {options.suite} has that in its name")
   return int(any("us" not in row for report in reports for row in report["results"]))
@@ -200,9 +214,27 @@ def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[
   """<folder>/<device>/bench_<name>.json and .txt, complete after every case."""
   path = folder / "-".join(facts["device"].lower().split()) / f"bench_{name}.json"
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps({**facts, "cases": reports}, indent=1) + "\n")
-  head = "\n".join(f"{key:18} {value}" for key, value in facts.items())
-  path.with_suffix(".txt").write_text("\n\n".join([head, *map(table, reports)]) + "\n")
+  new = {report["case"] for report in reports}
+  cases = [report for report in earlier(path, facts) if report["case"] not in new] + reports
+  for whole, text in (
+    (path, json.dumps({**facts, "cases": cases}, indent=1)),
+    (path.with_suffix(".txt"), "\n\n".join([_head(facts), *map(table, cases)])),
+  ):
+    with common.written_aside(whole) as aside:
+      aside.write_text(text + "\n")
+
+
+def earlier(path: pathlib.Path, facts: dict[str, str]) -> list[dict[str, Any]]:
+  """The cases of a file, where it was made with the same versions."""
+  if not path.exists():
+    return []
+  held = json.loads(path.read_text())
+  same = all(held.get(key) == value for key, value in facts.items() if key != "command")
+  return held["cases"] if same else []
+
+
+def _head(facts: dict[str, str]) -> str:
+  return "\n".join(f"{key:18} {value}" for key, value in facts.items())
 
 
 if __name__ == "__main__":

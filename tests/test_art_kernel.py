@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ART, H2O, PSAW, Env, Full, Quest, Rope, SnapKV, StreamingLLM
+from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
 from pallas_kernels.art import choose_splits, walk
 from pallas_kernels.config import Config
 from tests.layer import Layer, Stream, softmax_average
@@ -199,6 +199,7 @@ BASES = [
   PSAW(start=0.0, phi=0.6, sinks=5),
   SnapKV(24, window_size=4),
   StreamingLLM(20, rope="original"),
+  Random(20),
   Quest(32, page=4, dense_layers=0),
 ]
 
@@ -222,6 +223,9 @@ def test_a_layer_equals_the_reference(base, kwargs):
     np.testing.assert_array_equal(other["tiles"], aux["tiles"])
     np.testing.assert_array_equal(other["visited"], aux["visited"])
     np.testing.assert_allclose(out, want, atol=2e-5)
+    if "order" in layers[0].cache.heads:
+      kept, found = (layer.cache.heads["order"] for layer in layers)
+      np.testing.assert_array_equal(found, kept)
     stopped += int((aux["tiles"] < aux["tiles"].max((1, 2), keepdims=True)).sum())
   assert stopped > 0
 

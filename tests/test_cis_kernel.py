@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
     (CIS(k=6, sinks=2, local=3, block=5, tau=0.75, radius=2, m=4), 3),
     (CIS(k=9, sinks=0, local=4, block=4, tau=0.7, radius=1), 1),
     (CIS(k=5, sinks=1, local=2, block=5, tau=0.75, per="query_head"), 3),
+    (CIS(k=7, sinks=0, local=3, block=4, tau=0.7, radius=2, per="query_head"), 2),
     (PSAW(CIS(k=6, sinks=2, local=3, block=5, tau=0.75, m=6), sinks=2, phi=0.4), 3),
   ],
 )
@@ -41,13 +42,16 @@ def test_same_plans_as_the_reference(method, groups):
     entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, jnp.ones(2, bool))
     plan, _ = method.plan(at, entered, turned, Carry())
     out, cache, _, aux = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
-    return cache, out, plan.table, plan.count, aux["retrieved"]
+    notes = [cache.heads[name] for name in ("queries", "anchor", "retrieved")]
+    return cache, out, notes, plan.table, plan.count, aux["retrieved"]
 
   cache, shared = method.init(spec, 3), 0
   for t in range(26):
     token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
-    _, want, *listed = step("reference", cache, *token)
-    cache, out, *found = step("pallas", cache, *token)
+    _, want, noted, *listed = step("reference", cache, *token)
+    cache, out, notes, *found = step("pallas", cache, *token)
+    for a, b in zip(notes, noted, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-6)
     for a, b in zip(found, listed, strict=True):
       np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(out, want, atol=1e-5)

@@ -17,13 +17,15 @@ from pallas_kernels import art, cis, config, decode, host_blocks, prefill, produ
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
+from pallas_kernels.hshare import listed as hshare_listed
 from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
+from pallas_kernels.order import renew_order
 from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
 from pallas_kernels.sparse_decode import sparse_decode
-from pallas_kernels.speculate import attend_tiles, speculate
+from pallas_kernels.speculate import attend_tiles, speculate, speculate_keys
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -195,6 +197,9 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
     renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
     yield "renew_extremes", capability, renew, [cache, of((1,), i32), pages, pages]
+    order, pos = of((1, 8, 26214), i32), of((1, 8, 26214), i32)
+    run = functools.partial(renew_order, interpret=False)
+    yield "renew_order", capability, run, [order, pos, of(pos.shape, "float32"), of((1,), i32)]
     renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
     yield "renew_mean", capability, renew, [cache, of((1,), i32), pages]
     blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
@@ -215,21 +220,41 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   for capability in SHARED:
     for batch, heads, groups, units, k, slots in (
       (1, 8, 4, 1, 432, 131072),
+      (1, 8, 4, 4, 432, 131072),
       (16, 32, 1, 1, 88, 4096),
     ):
       row, block = (batch, heads), (batch, heads, 16)
       shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
       shapes += [of((*block, units), i32), of((batch,), i32)]
       run = functools.partial(cis.anchors, tau=0.8, interpret=False)
-      yield f"anchors-{heads}x{groups}", capability, run, shapes
+      yield f"anchors-{heads}x{units}", capability, run, shapes
       always = {"slots": slots, "sinks": 16, "local": 64, "heaviest": k // 3, "radius": 1}
       run = functools.partial(cis.listed, **always, interpret=False)
-      shapes = [of((*block, k), i32), of((*row, k), i32), of(row, i32), of(row, i32)]
+      fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
+      shapes = [of((*block, units, k), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
-      yield f"listed-{heads}x{groups}", capability, run, shapes
+      yield f"listed-{heads}x{units}", capability, run, shapes
+      shapes = [*[of((batch,), i32)] * 2, of((*row, groups, 128), f32), unit, fresh]
+      shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
+      shapes += [of((*block, units, k), i32)]
+      run = functools.partial(cis.note, interpret=False)
+      yield f"note-{heads}x{units}", capability, run, shapes
     per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
     run = functools.partial(cis.anchors, tau=0.8, interpret=False)
     yield "anchors-per-query-head", capability, run, [*per_head, of((2,), i32)]
+
+
+def hshare_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """HShare's sets and lists at both of its budgets."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  for capability in SHARED:
+    for batch, heads, k in ((1, 8, 88), (4, 32, 432)):
+      row = (batch, heads)
+      shapes = [of((*row, k), i32), of((*row, k), i32), of(row, i32), *[of((batch,), i32)] * 2]
+      shapes += [of((batch, 1), i32), of((*row, 32, k), i32)]
+      how = {"own": 5, "slots": 131072, "steps": 2, "budget": k + 40, "sinks": 8, "local": 32}
+      run = functools.partial(hshare_listed, **how, interpret=False)
+      yield f"listed-{heads}-{k}", capability, run, shapes
 
 
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -376,6 +401,14 @@ def prr_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       cut = Config(64 if dtype == jnp.bfloat16 else 32, 264, 4, 3)
       call = functools.partial(speculate, unit=unit, config=cut, interpret=False)
       yield f"speculate-unit{unit}", capability, call, shapes
+      apart = functools.partial(speculate, unit=unit, config=cut, apart=True, interpret=False)
+      yield f"speculate-apart-unit{unit}", capability, apart, shapes
+      over = {"unit": unit, "stride": unit // 4, "width": unit // 2, "config": cut}
+      keys = of((1, rows, 4 * pages - 1, head_dim), dtype)
+      shapes = [q, cache, cache, lists, of((1,), i32), keys, state, state, of((1, 3), f32)]
+      for name, single in (("", False), ("-apart", True)):
+        call = functools.partial(speculate_keys, **over, apart=single, interpret=False)
+        yield f"speculate-keys{name}-unit{unit}", capability, call, shapes
 
 
 # Kernel -> its calls, as (name, capability, function, abstract arguments).
@@ -388,6 +421,7 @@ KERNELS: dict[str, Callable] = {
   "prefill": prefill_calls,
   "select": select_calls,
   "cis": cis_calls,
+  "hshare": hshare_calls,
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
   "prr": prr_calls,

@@ -146,7 +146,7 @@ def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group):
   run = jax.jit(
     functools.partial(speculate, unit=unit, group=group, predictor=predictor, config=CUT)
   )
-  written, both, stops, new_level, new_trend = run(
+  written, (both, new_level, new_trend, stops) = run(
     q, k, v, *map(jnp.asarray, (guess, stop)), low, high, *map(jnp.asarray, (level, trend, factors))
   )
   none = jnp.full((batch, heads, 1), -1, jnp.int32)

@@ -16,7 +16,7 @@ from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
 from kvjax.wrapper import Wrapper
 
 LARGEST_TILE = 256  # that the kernel takes
@@ -129,13 +129,29 @@ class ART(Wrapper):
     """Keeps the bounds of every tile's keys for the certificate."""
     return Quest(budget=self.tile, page=self.tile)
 
+  @property
+  def keeps_order(self) -> bool:
+    """Whether the order of slots is kept in the cache: a step finds the new token's place alone."""
+    walks_slots = self.base.overrides("order") or not self.base.positional
+    return self.base.steady and walks_slots and not self.base.wants_logits
+
+  @property
+  def in_place(self) -> tuple[str, ...]:
+    return (*self.base.in_place, "order")  # a function of what the slots hold
+
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     in_slots, in_heads, in_rows = self.base.extra(spec, layer)
-    bounds = {} if self.certify is None else self.pages.summaries(spec)
-    return in_slots, {**in_heads, **bounds}, in_rows
+    if self.certify is not None:
+      in_heads = {**in_heads, **self.pages.summaries(spec)}
+    if self.keeps_order:
+      shape = spec.batch, spec.kv_heads, self.base.capacity(spec, layer)
+      in_heads = {**in_heads, "order": jnp.full(shape, -1, jnp.int32)}
+    return in_slots, in_heads, in_rows
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
+    if self.keeps_order:
+      return cache.put(heads={"order": self.by_rank(at, cache, at.top.everything(at, cache).span)})
     if self.certify is None:
       return cache
     return self.pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
@@ -172,15 +188,27 @@ class ART(Wrapper):
       table = jnp.where(t < pinned, t, (newest + pinned)[..., None] - t)
       table = jnp.where(t < count[..., None], table, -1)
       return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
-    priority = at.top.order(at, cache)
-    slot = jnp.arange(cache.size, dtype=jnp.int32)
-    seen = span.holds(slot)
-    rank = (cache.pos if priority is None else priority).astype(jnp.float32)
-    rank = jnp.where(slot < span.sinks, jnp.inf, rank)
-    table = jnp.argsort(jnp.where(seen, -rank, jnp.inf), -1, stable=True).astype(jnp.int32)
+    if self.keeps_order and dispatch.choose("renew_order", at.env.impl) == "pallas":
+      renew = dispatch.kernel("renew_order", "pallas")
+      rank = self.ranks(at, cache, span)
+      table = renew(cache.heads["order"], cache.pos, rank, cache.seen)
+    else:
+      table = self.by_rank(at, cache, span)
     count = jnp.broadcast_to(span.length(), shape)
-    table = jnp.where(slot < count[..., None], table, -1)
     return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
+
+  def ranks(self, at: At, cache: Cache, span: Span) -> Float[Array, "B K S"]:
+    """What slots are walked by, highest first: the first ones, then by priority or newest first."""
+    priority = at.top.order(at, cache)
+    rank = (cache.pos if priority is None else priority).astype(jnp.float32)
+    return jnp.where(jnp.arange(cache.size) < span.sinks, jnp.inf, rank)
+
+  def by_rank(self, at: At, cache: Cache, span: Span) -> Int[Array, "B K S"]:
+    """The slots of the span in the order of their ranks, equal ones by index; −1 behind them."""
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    key = jnp.where(span.holds(slot), -self.ranks(at, cache, span), jnp.inf)
+    table = jnp.argsort(key, -1, stable=True).astype(jnp.int32)
+    return jnp.where(slot < span.length()[..., None], table, -1)
 
   def by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
     """A table of all tiles, by what they may weigh; its memo is the `unread_mass` behind each.
@@ -202,15 +230,15 @@ class ART(Wrapper):
     t, pinned = jnp.arange(size, dtype=jnp.int32), -(-span.sinks // self.tile)
     newest = (span.stop - 1)[..., None] // self.tile
     rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, 2.0, share))
-    rank = jnp.where(keys > 0, rank, -1.0)
-    table = jnp.argsort(-rank, -1, stable=True).astype(jnp.int32)
+    _, table = dispatch.other_tiles(at, rank, span, unit=self.tile, sinks=0, local=0, k=size)
 
     def ordered(x: Array) -> Array:
-      return jnp.take_along_axis(x, table if x.ndim == 3 else table[:, :, None], -1)
+      index = jnp.maximum(table, 0)
+      return jnp.take_along_axis(x, index if x.ndim == 3 else index[:, :, None], -1)
 
-    unread = mass_bound.unread_mass(*map(ordered, (bounds, errors, keys)))
-    count = (keys > 0).sum(-1, dtype=jnp.int32)
-    table = jnp.where(t < count[..., None], table, -1)
+    listed = jnp.where(table >= 0, ordered(keys), 0)
+    unread = mass_bound.unread_mass(ordered(bounds), ordered(errors), listed)
+    count = (table >= 0).sum(-1, dtype=jnp.int32)
     return dataclasses.replace(
       plan, table=table, count=count, unit=self.tile, pinned=pinned + 1, memo=unread
     )
@@ -244,7 +272,8 @@ class ART(Wrapper):
       log_ratio=None if self.certify is None else mass_bound.log_ratio(self.certify),
     )
     tiles, visited = self.read_by(listed, cache.size, walked)
-    return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
+    memo = {"tiles": tiles, "order": listed.table}
+    return Attended(state, None, None, visited, out.astype(q.dtype), memo=memo)
 
   def read_by(
     self, plan: Plan, size: int, walked: Int[Array, "B K P G"]
@@ -283,10 +312,11 @@ class ART(Wrapper):
     state = functools.reduce(softmax_state.merge, (w.state for w in walks))
     taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
     visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
+    memo = {"tiles": taken, "order": plan.table}
     if logits is None:
-      return Attended(state, None, None, visited, memo=taken)
+      return Attended(state, None, None, visited, memo=memo)
     every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
+    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=memo)
 
   def walk_tiles(
     self,
@@ -340,11 +370,13 @@ class ART(Wrapper):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Reports `tiles` [B, K, G], the steps that every query head took."""
-    tiles = attended.memo
+    found = attended.memo
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
     if self.certify is not None:
-      cache = self.pages.summarise(cache, cache.seen - 1, 1)
-    return cache, {**aux, "tiles": tiles}
+      cache = self.pages.renew(at, cache)
+    if self.keeps_order:
+      cache = cache.put(heads={"order": found["order"]})
+    return cache, {**aux, "tiles": found["tiles"]}
 
   def load(
     self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], t: Int[Array, ""]

@@ -237,11 +237,10 @@ class CIS(Method):
   ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K U k"]]:
     """Table and count of the plan, and what was found where it was asked for, −1 elsewhere."""
     one = window is None or window.view is None
-    if one and shares.shape[2] == 1 and dispatch.choose_for(at, "cis_listed") == "pallas":
+    if one and dispatch.choose_for(at, "cis_listed") == "pallas":
       span = at.top.span(at, cache, window)
       table, count, fresh = dispatch.kernel("cis_listed", "pallas")(
-        cache.heads["retrieved"][:, :, :, 0],
-        *(found[:, :, 0], anchor[..., 0], shares[..., 0].astype(jnp.int32)),
+        *(cache.heads["retrieved"], found, anchor, shares.astype(jnp.int32)),
         *(cache.seen, span.start),
         slots=cache.size,
         sinks=self.sinks,
@@ -250,7 +249,7 @@ class CIS(Method):
         radius=self.radius,
         span_sinks=span.sinks,
       )
-      return table, count, fresh[:, :, None]
+      return table, count, fresh
     fresh = jnp.where(shares[..., None], -1, found)
     old = _of_step(cache.heads["retrieved"], anchor[..., None])
     chosen = jnp.where(shares[..., None], old, fresh)
@@ -290,18 +289,26 @@ class CIS(Method):
     With per="query_head" it is [B, K, G].
     """
     memo, step = plan.memo, cache.rows["step"]
-    row = jnp.arange(step.shape[0])
-    place = step if attended.counted is None else jnp.where(attended.counted, step, self.block)
-
-    def note(name: str, new: Array) -> Array:
-      return cache.heads[name].at[row, :, place].set(new, mode="drop")
-
-    notes = {"queries": memo["query"], "anchor": memo["anchor"], "retrieved": memo["fresh"]}
-    heads = {name: note(name, new) for name, new in notes.items()}
-    cache = cache.put(heads=heads, rows={"step": (step + 1) % self.block})
+    counted = attended.counted
+    counted = jnp.ones_like(step, bool) if counted is None else counted
+    noted = self.noted(at, cache, counted, memo["query"], memo["anchor"], memo["fresh"])
+    cache = cache.put(heads=noted, rows={"step": (step + 1) % self.block})
     retrieved = memo["anchor"] == step[:, None, None]
     retrieved = retrieved[..., 0] if self.per == "kv_head" else retrieved
     return cache, {"retrieved": retrieved}
+
+  def noted(
+    self, at: At, cache: Cache, counted: Bool[Array, " B"], *new: Array
+  ) -> dict[str, Array]:
+    """What the block's queries were, used and retrieved, with this step's where rows count."""
+    names, step = ("queries", "anchor", "retrieved"), cache.rows["step"]
+    held = [cache.heads[name] for name in names]
+    if dispatch.choose("cis_note", at.env.impl) == "pallas":
+      run = dispatch.kernel("cis_note", "pallas")
+      return dict(zip(names, run(step, counted.astype(jnp.int32), *new, *held), strict=True))
+    row, place = jnp.arange(step.shape[0]), jnp.where(counted, step, self.block)
+    pairs = zip(names, held, new, strict=True)
+    return {name: x.at[row, :, place].set(y, mode="drop") for name, x, y in pairs}
 
 
 def split(budget: int, matched: bool = False) -> dict[str, int]:

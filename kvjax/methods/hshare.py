@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
 from kvjax.selective import SelectiveTokens, token_weights
@@ -83,7 +84,7 @@ class HShare(SelectiveTokens):
     return {}, in_heads, {"from_layer": own} if in_heads else {}
 
   def summaries(self, spec: CacheSpec) -> dict[str, Array]:
-    """The set in use (heaviest first when it was retrieved, −1 = none), and whose retrieval."""
+    """The set in use (heaviest first where somebody asks for that; −1 = none), and whose it is."""
     heads = spec.batch, spec.kv_heads
     own = jnp.arange(spec.kv_heads, dtype=jnp.int32)
     return {
@@ -94,7 +95,8 @@ class HShare(SelectiveTokens):
   # ---- decode
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-    return token_weights(at, cache, q)
+    """Of the heads that retrieve in this step; those of the others are not used."""
+    return token_weights(at, cache, q, self.retrieves(at, cache))
 
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
@@ -104,33 +106,70 @@ class HShare(SelectiveTokens):
     if scores is None:
       return at.top.everything(at, cache), carry
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    retrieved = self.heaviest(scores, span)
-    of_heads = jnp.take_along_axis(at.all_heads(retrieved), cache.heads["from_head"][..., None], 1)
-    below = carry.heads.get("heavy")  # [B, K, layers below, k]
-    every = of_heads[:, :, None]
-    every = every if below is None else jnp.concatenate([below, every], 2)
-    whose = jnp.minimum(cache.rows["from_layer"], every.shape[2] - 1)
-    new = jnp.take_along_axis(every, whose[:, None, None, None], 2)[:, :, 0]
-    due = (cache.seen % self.steps == 0) | (cache.seen <= self.budget)
-    heavy = jnp.where(due[:, None, None], new, cache.heads["heavy"])
+    retrieves = self.retrieves(at, cache)
+    retrieved = at.all_heads(self.heaviest(at, scores, span, retrieves))
+    sets = carry.heads.get("heavy")  # [B, K, L, k]
+    if sets is None:
+      heads, k = cache.heads["heavy"].shape[:2], cache.heads["heavy"].shape[2]
+      sets = jnp.full((*heads, at.env.layers - self.dense_layers, k), -1, jnp.int32)
+    table, count, heavy, sets = self.listed(at, cache, span, retrieved, sets)
+    carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": sets})
+    memo = {"heavy": heavy, "retrieves": retrieves}
+    return Plan(span, table, count, memo=memo, unit=1, pinned=self.sinks), carry
 
-    in_use = jnp.concatenate([every[:, :, :-1], heavy[:, :, None]], 2)
-    carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": in_use})
-    sinks, local = self.forced
-    forced = {"unit": 1, "sinks": sinks, "local": local}
-    table, count, _ = tiles.listed(span, heavy, **forced, tiles=scores.shape[-1])
-    memo = {"heavy": heavy, "retrieves": due[:, None] & self.retrieves(at, cache)}
-    return Plan(span, table, count, memo=memo, unit=1, pinned=sinks), carry
-
-  def heaviest(self, scores: Float[Array, "B K S"], span: Span) -> Int[Array, "B K k"]:
+  def heaviest(
+    self,
+    at: At,
+    scores: Float[Array, "B K S"],
+    span: Span,
+    active: Bool[Array, "B K"] | None = None,
+  ) -> Int[Array, "B K k"]:
     """What a retrieval gives: the best tokens that are neither first nor newest."""
     sinks, local = self.forced
-    return tiles.others(scores, span, unit=1, sinks=sinks, local=local, k=self.best)[1]
+    how = {"unit": 1, "sinks": sinks, "local": local, "k": self.best}
+    ordered = at.top.ordered
+    return dispatch.other_tiles(at, scores, span, active=active, ordered=ordered, **how)[1]
+
+  def listed(
+    self,
+    at: At,
+    cache: Cache,
+    span: Span,
+    retrieved: Int[Array, "B N k"],
+    sets: Int[Array, "B K L k"],
+  ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K k"], Int[Array, "B K L k"]]:
+    """Table and count of the plan, the heavy tokens in use, and those of all layers with them."""
+    own, (sinks, local) = at.layer - self.dense_layers, self.forced
+    kept, from_head = cache.heads["heavy"], cache.heads["from_head"]
+    from_layer = cache.rows["from_layer"]
+    if dispatch.choose("hshare_listed", at.env.impl) == "pallas":
+      return dispatch.kernel("hshare_listed", "pallas")(
+        *(retrieved, kept, from_head, from_layer, cache.seen, span.start, sets),
+        own=own,
+        slots=cache.size,
+        steps=self.steps,
+        budget=self.budget,
+        sinks=sinks,
+        local=local,
+        span_sinks=span.sinks,
+      )
+    of_heads = jnp.take_along_axis(retrieved, from_head[..., None], 1)
+    below = jnp.take_along_axis(sets, from_layer[:, None, None, None], 2)[:, :, 0]
+    new = jnp.where((from_layer == own)[:, None, None], of_heads, below)
+    heavy = jnp.where(self.due(cache)[:, None, None], new, kept)
+    forced = {"unit": 1, "sinks": sinks, "local": local}
+    table, count, _ = tiles.listed(span, heavy, **forced, tiles=cache.size)
+    return table, count, heavy, sets.at[:, :, own].set(heavy)
+
+  def due(self, cache: Cache) -> Bool[Array, " B"]:
+    """Rows whose sets are made anew in this step."""
+    return (cache.seen % self.steps == 0) | (cache.seen <= self.budget)
 
   def retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
-    """Heads that use their own retrieval, in layers that do."""
+    """Heads that use their own retrieval, in layers that do, where one is due."""
     own = cache.heads["from_head"] == at.head_index(cache.pos.shape[1])
-    return own & (cache.rows["from_layer"] == at.layer - self.dense_layers)[:, None]
+    layer = cache.rows["from_layer"] == at.layer - self.dense_layers
+    return own & (layer & self.due(cache))[:, None]
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -154,12 +193,12 @@ class HShare(SelectiveTokens):
   ) -> Cache:
     """Retrieves for the prompt's last query, and decides which heads share."""
     kept = super().keep(at, cache, new, q, qpos, attended, prompt)
-    last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
-    scores = at.top.score(at, kept, last[:, :, :, 0])
-    if scores is None:
+    if at.layer < self.dense_layers:
       return kept
+    last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
+    scores = token_weights(at, kept, last[:, :, :, 0])
     span = at.top.span(at, kept, at.top.window(at, (kept.seen - 1)[:, None]))
-    heavy = self.heaviest(scores, span)
+    heavy = self.heaviest(at, scores, span)
     every = at.all_heads(heavy)
     sources = shared_sources(overlaps(every), self.heads)
     own = at.head_index(heavy.shape[1])

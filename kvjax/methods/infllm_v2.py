@@ -111,7 +111,7 @@ class InfLLMv2(Selective):
     return cache.put(heads={"compressed": compressed})
 
   def renew(self, at: At, cache: Cache) -> Cache:
-    if dispatch.choose("renew_mean", at.env.impl) != "pallas":
+    if dispatch.choose_for(at, "renew_mean") != "pallas":
       return super().renew(at, cache)
     over = {"width": self.kernel, "stride": self.stride}
     compressed = dispatch.kernel("renew_mean", "pallas")(

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, foresight, softmax_state
 from kvjax.method import Aux, Method
+from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing, tiles
 from kvjax.ops.smoothing import Smoothed
@@ -114,6 +115,10 @@ class PRR(Wrapper):
     return cls(Quest.neutral(length))
 
   @property
+  def ordered(self) -> bool:
+    return False
+
+  @property
   def chunkable(self) -> bool:
     """What is predicted depends on how the prompt was cut, and so does what is read in vain."""
     return self.strict and self.base.chunkable
@@ -179,33 +184,60 @@ class PRR(Wrapper):
     memo = self.beside(at, cache, guess, q)
     if memo is None:
       memo = {"scores": at.top.score(at, cache, q)}
-    true = at.top.select(at, cache, memo["scores"])
+    if at.top == self and dispatch.choose("best_tiles", at.env.impl) == "pallas":
+      true, found = self.select_both(at, cache, memo)
+      memo |= found
+    else:
+      true = at.top.select(at, cache, memo["scores"])
     assert true.table is not None
-    memo |= {"guess": guess, "hit": _among(true.table, foreseen)}
+    memo |= {"guess": guess, "hit": foresight.among(true.table, foreseen)}
     return dataclasses.replace(true, memo=memo), carry
+
+  def select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The true selection S, and Ŝ of the next step: one search, half of it for each.
+
+    For kernels: alone, the second would take as long as the first. What is found besides: the lists
+    of both, the predictor's state, and `foreseen`.
+    """
+    if "both" in memo:
+      state, both = memo["state"], memo["both"]
+    else:
+      state, ahead = self.advanced(cache, memo["scores"])
+      both = jnp.stack([memo["scores"], ahead], 2)  # [B, K, 2, P]
+    ratios = 1.0, self.ratio(cache.pos.shape[0], cache.size)
+    caches = cache, _one_longer(cache)
+    true, lists = self.selector.select_together(at, caches, both, ratios, memo.get("stops"))
+    return true, {"lists": lists, "state": state, "foreseen": lists[0][:, :, 1]}
 
   def beside(
     self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
   ) -> dict[str, Any] | None:
     """Attention over Ŝ, scores and the predictor's next state at once, where a kernel does that.
 
-    It bounds Quest's pages, and takes all tokens to be visible.
+    It scores Quest's pages or InfLLM-v2's compressed keys, and takes all tokens to be visible.
     """
     base = self.base
-    seen = at.top.window(at, (cache.seen - 1)[:, None]) is None
-    if not isinstance(base, Quest) or at.top != self or not seen or self.strict:
+    how: dict[str, Any] = {"predictor": self.predictor, "apart": self.strict}
+    names: tuple[str, ...]
+    if isinstance(base, Quest):
+      operation, names = "speculate", ("key_min", "key_max")
+      how |= {"group": base.group}
+    elif isinstance(base, InfLLMv2):
+      operation, names = "speculate_keys", ("compressed",)
+      how |= {"stride": base.stride, "width": base.kernel}
+    else:
       return None
-    if self.variant == "S1":  # may have to keep what was speculated as it is
+    everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
+    # S1 may have to keep what was speculated as it is.
+    if at.top != self or not everything or self.variant == "S1":
       return None
-    pages, state = (
-      tuple(cache.heads[n] for n in pair) for pair in (("key_min", "key_max"), ("level", "trend"))
-    )
-    how = {"group": base.group, "predictor": self.predictor}
-    found = dispatch.speculate(at, cache, guess, q, pages, *state, cache.rows["factors"], **how)
+    summaries = tuple(cache.heads[name] for name in names)
+    state = cache.heads["level"], cache.heads["trend"], cache.rows["factors"]
+    found = dispatch.speculate(at, cache, guess, q, operation, summaries, *state, **how)
     if found is None:
       return None
-    early, scores, ahead, *moved = found
-    return {"early": early, "scores": scores, "ahead": ahead, "state": Smoothed(*moved)}
+    early, (both, level, trend, stops) = found
+    return {"early": early, "both": both, "state": Smoothed(level, trend), "stops": stops}
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     if plan.memo is None:
@@ -214,11 +246,11 @@ class PRR(Wrapper):
     guess, hit, early = plan.memo["guess"], plan.memo["hit"], plan.memo.get("early")
     early = self.speculate(at, cache, guess, q) if early is None else early
     if self.variant != "S1":
-      repaired = dispatch.repair(at, cache, plan, guess, q, early)
+      repaired = dispatch.repair(at, cache, plan, guess, q, early, plan.memo.get("lists"))
       if repaired is not None:
         return repaired
     if self.strict:
-      early = _without_wasted(early, _among(guess.table, plan.table), guess.unit)
+      early = _without_wasted(early, foresight.among(guess.table, plan.table), guess.unit)
     if self.variant == "S1":
       return self.attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
     missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
@@ -260,21 +292,16 @@ class PRR(Wrapper):
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
-    """Updates the predictor and foresees the next step. Reports on this one what `_report` says."""
+    """Updates the predictor and foresees the next step. Reports what `foresight.report` does."""
     before = cache
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     if plan.memo is None:
       return cache, aux
     assert plan.table is not None
-    aux |= _report(plan, before.heads["selected"], self.selector.positive)
-    if "state" in plan.memo:
-      new, ahead = plan.memo["state"], plan.memo["ahead"]
-    else:
-      t = before.seen - 1
-      old = self.state(before)
-      alpha, beta, gamma = self.factors(before)
-      new = self.updated(old, plan.memo["scores"], alpha, beta, t - 1, t)
-      ahead = self.forecast(new, gamma, t)
+    aux |= foresight.report(plan, before.heads["selected"], self.selector.positive)
+    if "foreseen" in plan.memo:
+      return _noted(cache, plan.memo["state"], plan.memo["foreseen"], plan.table), aux
+    new, ahead = self.advanced(before, plan.memo["scores"])
     return self.foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
@@ -291,6 +318,15 @@ class PRR(Wrapper):
     """Tiles that have had a score once token t has attended: the full ones before its own."""
     tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
     return tile < (t // self.selector.unit)[:, None, None]
+
+  def advanced(
+    self, cache: Cache, scores: Float[Array, "B K P"]
+  ) -> tuple[Smoothed, Float[Array, "B K P"]]:
+    """The state after the newest token, whose scores these are, and ŝ of the next step."""
+    t = cache.seen - 1
+    alpha, beta, gamma = self.factors(cache)
+    new = self.updated(self.state(cache), scores, alpha, beta, t - 1, t)
+    return new, self.forecast(new, gamma, t)
 
   def updated(
     self,
@@ -320,10 +356,10 @@ class PRR(Wrapper):
     selected: Int[Array, "B K W"],
   ) -> Cache:
     """The cache with the predictor's state, and with Ŝ of the next step: the best of `ahead`."""
-    then = cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
-    guess = at.top.select(at, then, ahead, self.ratio(cache.pos.shape[0], cache.size))
-    new = {"level": state.level, "trend": state.trend}
-    return cache.put(heads={**new, "foreseen": guess.table, "selected": selected})
+    ratio = self.ratio(cache.pos.shape[0], cache.size)
+    guess = at.top.select(at, _one_longer(cache), ahead, ratio)
+    assert guess.table is not None
+    return _noted(cache, state, guess.table, selected)
 
   # ---- prompt
 
@@ -426,7 +462,7 @@ class PRR(Wrapper):
     counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
     counts &= cache.seen >= self.selector.dense_below
     top, index = top[..., :k], index[..., :k]
-    weight = _weights(top, index >= 0, self.selector.positive)
+    weight = foresight.weights(top, index >= 0, self.selector.positive)
     missing = scores.shape[-1]
     worth = slots.put(
       jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight
@@ -451,19 +487,17 @@ def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
   return cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})
 
 
-def _among(a: Int[Array, "B K V"], b: Int[Array, "B K W"]) -> Bool[Array, "B K V"]:
-  """Which tiles of one table are in another (−1 = none, in neither)."""
-  return ((a[..., :, None] == b[..., None, :]) & (a >= 0)[..., None]).any(-1)
+def _one_longer(cache: Cache) -> Cache:
+  """The cache as the next token will find it, but for that token."""
+  return cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
 
 
-def _weights(
-  scores: Float[Array, "B K k"], ok: Bool[Array, "B K k"], positive: bool
-) -> Float[Array, "B K k"]:
-  """w: what chosen tiles count; 0 where there is none."""
-  if positive:
-    return jnp.where(ok, scores, 0.0)
-  top = jnp.where(ok, scores, -jnp.inf).max(-1, keepdims=True)
-  return jnp.where(ok, jnp.exp(scores - jnp.where(ok, top, 0)), 0.0)
+def _noted(
+  cache: Cache, state: Smoothed, foreseen: Int[Array, "B K V"], selected: Int[Array, "B K W"]
+) -> Cache:
+  """The cache with what the next step needs."""
+  new = {"level": state.level, "trend": state.trend}
+  return cache.put(heads={**new, "foreseen": foreseen, "selected": selected})
 
 
 def _without_wasted(early: Attended, wanted: Bool[Array, "B K W"], unit: int) -> Attended:
@@ -484,34 +518,3 @@ def _joined(a: Attended, b: Attended) -> tuple[Array | None, Array | None]:
     return None, None
   assert a.slot is not None and b.slot is not None
   return jnp.concatenate([a.logits, b.logits], -1), jnp.concatenate([a.slot, b.slot], -1)
-
-
-def _report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str, Any]:
-  """How good the forecast was, per KV head [B, K].
-
-      missed, wasted      |S∖Ŝ| and |Ŝ∖S|, int32
-      hit_rate            |Ŝ∩S| / |S|, of the tiles chosen by score alone, float32
-      hit_rate_forced     the same with the tiles that are always read
-      weighted_hit_rate   Σ_{Ŝ∩S} w / Σ_S w, of those chosen by score
-      reuse               |S∩S′| / |S|, of those chosen by score, S′ being the last step's S
-
-  Rates are 1 where there was nothing to choose.
-  """
-  assert plan.table is not None and plan.scores is not None
-  listed, hit = plan.table >= 0, plan.memo["hit"]
-  chosen = listed & (plan.scores < jnp.inf)
-  weight = _weights(plan.scores, chosen, positive)
-
-  def rate(found: Array, of: Array) -> Array:
-    total = of.sum(-1)
-    share = jnp.where(found, of, 0).sum(-1) / jnp.where(total > 0, total, 1)
-    return jnp.where(total > 0, share, 1.0).astype(jnp.float32)
-
-  return {
-    "missed": (listed & ~hit).sum(-1, dtype=jnp.int32),
-    "wasted": plan.memo["guess"].count - hit.sum(-1, dtype=jnp.int32),
-    "hit_rate": rate(hit, chosen),
-    "hit_rate_forced": rate(hit, listed),
-    "weighted_hit_rate": rate(hit, weight),
-    "reuse": rate(_among(plan.table, before), chosen),
-  }

@@ -101,7 +101,7 @@ class Quest(Selective):
     )
 
   def renew(self, at: At, cache: Cache) -> Cache:
-    if dispatch.choose("renew_extremes", at.env.impl) != "pallas":
+    if dispatch.choose_for(at, "renew_extremes") != "pallas":
       return super().renew(at, cache)
     held = cache.heads["key_min"], cache.heads["key_max"]
     low, high = dispatch.kernel("renew_extremes", "pallas")(

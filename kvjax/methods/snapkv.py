@@ -48,6 +48,10 @@ class SnapKV(Bounded):
     if self.reduce not in ("avg", "max"):
       raise ValueError(f"{name}.reduce: found {self.reduce!r}, expected 'avg' or 'max'")
 
+  @property
+  def steady(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls(budget=budget, window_size=min(32, max(1, budget // 4)))

@@ -47,6 +47,10 @@ class StreamingLLM(Bounded):
   def order_independent(self) -> bool:
     return True
 
+  @property
+  def steady(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls(budget=budget, sinks=min(4, budget // 2))

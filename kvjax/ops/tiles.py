@@ -84,7 +84,7 @@ def best(
   sinks: int,
   local: int,
   k: int,
-  limit: Int[Array, " B"] | None = None,
+  limit: Int[Array, " B"] | Int[Array, "B K"] | None = None,
 ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]:
   """The table of a plan: first tiles, newest tiles from the newest on, then the best of the rest.
 
@@ -96,7 +96,7 @@ def best(
     unit: slots per tile.
     sinks, local: numbers of first and of newest tiles that are always listed.
     k: how many others are, at most.
-    limit: how many others each row lists, up to k; None: k.
+    limit: how many others each row or KV head lists, up to k; None: k.
 
   Returns:
     table (−1 behind the end), count of its entries, and their scores (∞ for forced ones, −∞ behind
@@ -105,7 +105,8 @@ def best(
   tiles = scores.shape[-1]
   top, chosen = others(scores, span, unit=unit, sinks=sinks, local=local, k=k)
   if limit is not None:
-    chosen = jnp.where(jnp.arange(chosen.shape[-1]) < limit[:, None, None], chosen, -1)
+    limit = limit.reshape(*limit.shape, *(1,) * (3 - limit.ndim))
+    chosen = jnp.where(jnp.arange(chosen.shape[-1]) < limit, chosen, -1)
   table, count, order = listed(span, chosen, unit=unit, sinks=sinks, local=local, tiles=tiles)
   forced = jnp.full((*top.shape[:2], min(sinks, tiles) + min(local, tiles)), jnp.inf, top.dtype)
   ranked = jnp.take_along_axis(jnp.concatenate([forced, top], -1), order, -1)

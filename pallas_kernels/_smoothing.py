@@ -1,0 +1,51 @@
+"""PRR's predictor inside kernels: a step of it (Eqs. 2 and 3) where scores have just been made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels import _backend
+
+
+def advance(
+  row: Array,
+  tile: Array,
+  score: Array,
+  inputs: Sequence[Any],
+  outs: Sequence[Any],
+  stop: Array,
+  *,
+  batch_row: Array,
+  unit: int,
+  predictor: str,
+) -> None:
+  """Some tiles of a row: their scores are stored, and forecasts, levels and trends after them.
+
+  inputs: level, trend [R, P], factors [B, 3]. outs: both [R, 2, P] (scores, forecasts), level,
+  trend [R, P], stops [R, 2], the occupied slots that each of the two is for.
+  """
+  level_ref, trend_ref, factors_ref = inputs
+  both_ref, new_level_ref, new_trend_ref, stops_ref = outs
+  inside = tile < level_ref.shape[1]
+  alpha, beta, gamma = (factors_ref[batch_row, i] for i in range(3))
+  old_level = _backend.load(level_ref, row, tile, mask=inside)
+  old_trend = _backend.load(trend_ref, row, tile, mask=inside)
+  newest = stop - 1  # the new token's position; the last one's is one less
+  begun = tile < lax.div(jnp.maximum(newest - 1, 0), jnp.int32(unit))
+  there = tile < lax.div(newest, jnp.int32(unit))
+  before = old_level + old_trend if predictor == "holt" else old_level
+  level = alpha * score + (1 - alpha) * before
+  trend = beta * (level - old_level) + (1 - beta) * old_trend
+  level = jnp.where(begun, level, jnp.where(there, score, 0.0))
+  trend = jnp.where(begun, trend, 0.0)
+  ahead = jnp.where(there, level + gamma * trend, jnp.inf)
+  seen = inside & (tile * unit < stop)
+  _backend.store(both_ref, row, 0, tile, value=score, mask=seen)
+  _backend.store(both_ref, row, 1, tile, value=ahead, mask=inside)
+  _backend.store(new_level_ref, row, tile, value=level, mask=inside)
+  _backend.store(new_trend_ref, row, tile, value=trend, mask=inside)
+  stops_ref[row, 0] = stop  # all programs of a row write the same
+  stops_ref[row, 1] = stop + 1

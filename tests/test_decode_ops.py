@@ -1,0 +1,158 @@
+"""What a decode step consists of on kernels: which XLA operations stand between the launches.
+
+On a GPU each sort, gather or scatter is a launch of 5 to 90 µs beside kernels of 3 to 15. What is
+counted is what the step's results need: diagnostics that nobody reads are gone.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.interpreters import partial_eval
+
+from kvjax import (
+  ART,
+  CIS,
+  METHODS,
+  PRR,
+  CacheSpec,
+  Carry,
+  Env,
+  InfLLMv2,
+  PyramidKV,
+  Quest,
+  Rope,
+  SnapKV,
+  StreamingLLM,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)
+SORTS = ("sort", "top_k", "approx_top_k")
+MOVES = ("gather", "scatter", "scatter-add")
+LOOPS = ("while", "scan")
+
+CASES = {name: cls.example(256) for name, cls in METHODS.items()} | {
+  "art over quest": ART(Quest.example(256)),
+  "art over snapkv": ART(SnapKV.example(256)),
+  "art over pyramidkv": ART(PyramidKV.example(256)),
+  "art over streaming_llm": ART(StreamingLLM(256, rope="original")),
+  "art, certified": ART(certify=0.01),
+  "prr over infllm_v2": PRR(InfLLMv2.example(256), budget=1.25),
+  "prr, strict": PRR(Quest.example(256), budget=1.25, strict=True),
+  "cis per query head": CIS(k=64, per="query_head"),
+}
+
+# Methods that a step on kernels is not for, and what they still do in XLA.
+WITHOUT_KERNELS = {
+  "infllm": "attention of streaming methods is the reference's; only the store has kernels",
+  "ltri": "as infllm",
+}
+SORTING = {
+  "r_kv": "when its buffer is full, once in `buffer` steps, it ranks and moves what it keeps",
+}
+
+
+def operations(method, layer=7):
+  """How many of each primitive the step's results need; "launch name" for kernels."""
+  at = method.at(Env(SPEC.layers, Rope(), impl="pallas"), layer)
+  cache = jax.eval_shape(functools.partial(method.init, SPEC, layer))
+  of, heads = jax.ShapeDtypeStruct, (SPEC.batch, SPEC.kv_heads)
+  q = of((*heads, SPEC.groups, SPEC.head_dim), SPEC.dtype)
+  k = of((*heads, SPEC.head_dim), SPEC.dtype)
+
+  def step(cache, q, k, v, live):
+    return method.decode_step(at, cache, q, k, v, live, Carry())[:3]
+
+  jaxpr = jax.make_jaxpr(step)(cache, q, k, k, of((SPEC.batch,), bool)).jaxpr
+  needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  counts: collections.Counter[str] = collections.Counter()
+  _count(needed, counts)
+  return counts
+
+
+def _count(jaxpr, counts):
+  for equation in jaxpr.eqns:
+    name = equation.primitive.name
+    if name == "pallas_call":
+      kernel = _name(equation.params)
+      counts["launches"] += 1
+      counts[f"launch {kernel}"] += 1
+      continue
+    counts[name] += 1
+    for value in equation.params.values():
+      for inner in value if isinstance(value, (tuple, list)) else [value]:
+        if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+          _count(getattr(inner, "jaxpr", inner), counts)
+
+
+def _name(params):
+  """The name of a launch, where this version of jax keeps it."""
+  return str(params.get("name_and_src_info") or params.get("name")).split()[0]
+
+
+def total(counts, names):
+  return sum(counts[name] for name in names)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_KERNELS])
+def test_no_sorts(name):
+  counts = operations(CASES[name])
+  assert counts["launches"] > 0
+  assert (total(counts, SORTS) > 0) == (name in SORTING)
+
+
+# Gathers, scatters and loops of a step, and its launches, of those that select or stop early.
+STEPS = {
+  "topk_oracle": (0, 6),
+  "quest": (0, 6),
+  "infllm_v2": (0, 7),
+  "hshare": (0, 7),
+  "cis": (0, 10),
+  "cis per query head": (0, 9),
+  "cpe": (0, 10),
+  "prr": (0, 5),
+  "prr over infllm_v2": (0, 8),
+  "prr, strict": (0, 6),
+  "art": (0, 2),
+  "art over quest": (0, 6),
+  "art over streaming_llm": (0, 3),
+  "art over snapkv": (1, 3),  # the score of the token that entered
+  "art, certified": (3, 5),  # bounds in the order of the walk
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_no_more_than(name):
+  moves, launches = STEPS[name]
+  counts = operations(CASES[name])
+  assert total(counts, MOVES) + total(counts, LOOPS) <= moves
+  assert counts["launches"] <= launches
+
+
+def main():
+  """Prints the table."""
+  columns = {"launches": ("launches",), "sorts": SORTS, "gathers": ("gather",)}
+  columns |= {"scatters": MOVES[1:], "loops": LOOPS}
+  columns |= {"reductions": ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")}
+  columns |= {"arg min, max": ("argmin", "argmax"), "products": ("dot_general",)}
+  print(f"{'':24}", *columns, sep="  ")
+  for name, method in CASES.items():
+    if name in WITHOUT_KERNELS:
+      print(f"{name:24}  {WITHOUT_KERNELS[name]}")
+      continue
+    counts = operations(method)
+    row = (f"{total(counts, of):{len(title)}}" for title, of in columns.items())
+    kernels = ", ".join(
+      x.removeprefix("launch ") for x in sorted(counts) if x.startswith("launch ")
+    )
+    print(f"{name:24}", *row, kernels, sep="  ")
+
+
+if __name__ == "__main__":
+  main()

@@ -123,6 +123,8 @@ class Streamed(Method):
     held = (batch, kv_heads, self.held * self.block, spec.head_dim)
     sizes = batch, kv_heads, blocks, self.block, spec.head_dim
     in_heads, in_rows = self.summaries(spec, layer)
+    if self.inject:  # no empty array: over several devices jax 0.11 does not compile one
+      in_rows = {**in_rows, "inject": jnp.full((batch, self.inject), -1, jnp.int32)}
     return (
       {"votes": jnp.zeros((batch, kv_heads, size), jnp.float32)},
       {
@@ -136,7 +138,6 @@ class Streamed(Method):
         "held": jnp.full((batch, self.held), -1, jnp.int32),
         "used_at": jnp.full((batch, self.held), -1, jnp.int32),
         "kept": jnp.full((batch, self.retrieved), -1, jnp.int32),
-        "inject": jnp.full((batch, self.inject), -1, jnp.int32),
         **in_rows,
       },
     )
@@ -474,11 +475,13 @@ def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, .
   """
 
   def force(cache: Cache) -> Cache:
-    if cache.rows["inject"].shape != blocks.shape:
+    room = cache.rows["inject"].shape if "inject" in cache.rows else (cache.seen.shape[0], 0)
+    if room != blocks.shape:
       raise ValueError(
-        f"blocks: found shape {blocks.shape}, expected {cache.rows['inject'].shape} as the "
-        "method's inject says"
+        f"blocks: found shape {blocks.shape}, expected {room} as the method's inject says"
       )
+    if "inject" not in cache.rows:
+      return cache
     # A copy for each layer: caches are donated, and no array can be twice.
     return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
 

@@ -417,7 +417,9 @@ def _read_backend(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
   except FileNotFoundError as error:
     raise FileNotFoundError(f"{path}: not found, expected {expected}") from error
-  except Exception as error:  # the Rust library raises plain Exception
+  except BaseException as error:  # the Rust library raises plain Exception, and its panics are none
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+      raise
     raise ValueError(f"{path}: not a tokenizer: {error}") from error
 
 

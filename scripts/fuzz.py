@@ -12,6 +12,7 @@ of computing, more than `GROWTH` bytes, and a shard from outside of the folder.
 """
 
 import contextlib
+import copy
 import dataclasses
 import importlib.metadata
 import itertools
@@ -146,20 +147,25 @@ def change_json(value: Any, rng: random.Random, times: int) -> Any:
   for _ in range(times):
     places = list(walk(value))
     if not places:
-      return rng.choice(VALUES)
+      return any_value(rng)
     holder, key = rng.choice(places)
     match rng.randrange(5):
       case 0 if isinstance(holder, dict):
         del holder[key]
       case 1 if isinstance(holder, dict):
-        holder[str(rng.choice(VALUES))] = holder.pop(key)
+        holder[str(any_value(rng))] = holder.pop(key)
       case 2:
         other, name = rng.choice(places)
         with contextlib.suppress(KeyError, IndexError):
           holder[key] = json.loads(json.dumps(other[name]))
       case _:
-        holder[key] = rng.choice(VALUES)
+        holder[key] = any_value(rng)
   return value
+
+
+def any_value(rng: random.Random) -> Any:
+  """A value of its own: later changes of this input must not reach the next ones."""
+  return copy.deepcopy(rng.choice(VALUES))
 
 
 def walk(value: Any) -> Iterator[tuple[Any, Any]]:

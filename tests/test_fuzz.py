@@ -1,6 +1,7 @@
 """Bad values: constructors and readers refuse them with a documented error, never with another."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import random
@@ -15,6 +16,7 @@ import kvjax
 from kvjax import METHODS, CacheSpec, Env, Rope
 from models.config import ModelConfig
 from models.sampling import Sampling
+from models.tokenizer import Tokenizer
 from scripts import fuzz
 from tests.tiny import CONFIG
 
@@ -122,6 +124,26 @@ def test_changes_are_the_same_in_every_run():
     one, again = (fuzz.damaged("gguf", whole, random.Random(n)) for _ in range(2))
     assert one == again
   assert len({fuzz.damaged("gguf", whole, random.Random(n)) for n in range(50)}) > 40
+
+
+def test_inputs_do_not_depend_on_earlier_ones():
+  whole = json.dumps({"a": [1, {"b": 2}], "c": "d"}).encode()
+
+  def all_of_them():
+    return [fuzz.damaged("config", whole, random.Random(n)) for n in range(3000)]
+
+  assert all_of_them() == all_of_them()
+
+
+def test_a_panic_of_the_tokenizers_library_is_a_refusal(tmp_path):
+  """A prefix longer than the merged token, found by input 17248."""
+  fuzz.originals(tmp_path)
+  path = tmp_path / "made/tokenizer.json"
+  changed = json.loads(path.read_text())
+  changed["model"]["continuing_subword_prefix"] = "x" * 30
+  path.write_text(json.dumps(changed))
+  with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer: range end index"):
+    Tokenizer.load(tmp_path / "made")
 
 
 def test_some_damaged_files(tmp_path, capsys):

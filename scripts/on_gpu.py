@@ -50,7 +50,7 @@ STEPS = {
   "cpe": Step("scripts.bench cpe --out {out}"),
   "art": Step("scripts.bench art --out {out}", 150),
   "speculation": Step("scripts.tune prr"),
-  "prr": Step("scripts.bench prr --out {out}", 150),
+  "prr": Step("scripts.bench prr --repetitions 5 --minutes 2 --out {out}", 180),
   "prefill": Step("scripts.bench prefill --only 32K --out {out}"),
   "offload": Step("scripts.bench offload --out {out}", 200),
   "heads": Step("scripts.retrieval_heads {out}/heads.json --length 4096", 150),

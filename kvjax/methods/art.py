@@ -169,6 +169,8 @@ class ART(Wrapper):
       raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
     return self.walk_by(run, at, cache, plan, q)
 
+  # ---- the order
+
   def arithmetic(self, at: At, cache: Cache, plan: Plan) -> bool:
     """Whether the order is one of whole tiles that needs no table: newest first after the first."""
     return plan.table is None and at.top.positional and at.top.order(at, cache) is None
@@ -177,25 +179,31 @@ class ART(Wrapper):
     """A plan with a table: of tiles, newest first, or of single slots by priority."""
     if plan.table is not None:
       return plan
-    span, shape = plan.span, cache.pos.shape[:2]
     if self.arithmetic(at, cache, plan):
-      pinned = -(-max(span.sinks, self.sinks) // self.tile)
-      newest = (span.stop + self.tile - 1) // self.tile - 1
-      oldest = jnp.maximum(span.start // self.tile, pinned)
-      first = jnp.minimum(pinned, newest + 1)
-      count = jnp.broadcast_to(first + jnp.maximum(newest - oldest + 1, 0), shape)
-      t = jnp.arange(-(-cache.size // self.tile), dtype=jnp.int32)
-      table = jnp.where(t < pinned, t, (newest + pinned)[..., None] - t)
-      table = jnp.where(t < count[..., None], table, -1)
-      return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
+      return self.newest_first(cache, plan)
+    span = plan.span
     if self.keeps_order and dispatch.choose("renew_order", at.env.impl) == "pallas":
       renew = dispatch.kernel("renew_order", "pallas")
       rank = self.ranks(at, cache, span)
       table = renew(cache.heads["order"], cache.pos, rank, cache.seen)
     else:
       table = self.by_rank(at, cache, span)
-    count = jnp.broadcast_to(span.length(), shape)
+    count = jnp.broadcast_to(span.length(), cache.pos.shape[:2])
     return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
+
+  def newest_first(self, cache: Cache, plan: Plan) -> Plan:
+    """First tiles, then from the newest one down (§3.3)."""
+    span = plan.span
+    pinned = -(-max(span.sinks, self.sinks) // self.tile)
+    newest = (span.stop + self.tile - 1) // self.tile - 1
+    oldest = jnp.maximum(span.start // self.tile, pinned)
+    first = jnp.minimum(pinned, newest + 1)
+    count = first + jnp.maximum(newest - oldest + 1, 0)
+    count = jnp.broadcast_to(count, cache.pos.shape[:2])
+    t = jnp.arange(-(-cache.size // self.tile), dtype=jnp.int32)
+    table = jnp.where(t < pinned, t, (newest + pinned)[..., None] - t)
+    table = jnp.where(t < count[..., None], table, -1)
+    return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
 
   def ranks(self, at: At, cache: Cache, span: Span) -> Float[Array, "B K S"]:
     """What slots are walked by, highest first: the first ones, then by priority or newest first."""
@@ -242,6 +250,8 @@ class ART(Wrapper):
     return dataclasses.replace(
       plan, table=table, count=count, unit=self.tile, pinned=pinned + 1, memo=unread
     )
+
+  # ---- the walk
 
   def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     """The same by a kernel."""

@@ -168,7 +168,7 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
   memo = method.beside(method.at(ENV, 0), cache, listed(method.base.unit, cache, "foreseen"), q)
   assert memo is not None
-  return memo["early"].state.l, memo["scores"]
+  return memo["early"].state.l, memo["both"]
 
 
 def update(method: PRR, q: Any, cache: Cache) -> Any:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -23,6 +24,7 @@ from scripts import common, console
 from scripts.evals import haystack
 
 RATES = (1.0, 3.0, 5.0, 10.0, 20.0)
+GREYS = colormaps["Greys"].resampled(8)  # few levels: a small file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,8 @@ def draw_spans(found: dict[str, Any], path: pathlib.Path) -> None:
     axis.axis("off")
   for i, (axis, layer) in enumerate(zip(axes.flat, layers, strict=False)):
     values = layer["map"]
-    axis.imshow(values, vmax=np.quantile(values[np.tril_indices(len(values))], 0.98), cmap="Greys")
+    most = np.quantile(values[np.tril_indices(len(values))], 0.98)
+    axis.imshow(values, vmax=most, cmap=GREYS, interpolation="nearest")
     for start, stop in layer["spans"]:
       corner, size = (start - 0.5, start - 0.5), stop - start
       axis.add_patch(Rectangle(corner, size, size, fill=False, edgecolor="C3", linewidth=1))
@@ -91,7 +94,7 @@ def draw_spans(found: dict[str, Any], path: pathlib.Path) -> None:
   figure.suptitle(
     f"Attention of one block of {found['block']} tokens to itself, and its spans", fontsize=10
   )
-  figure.savefig(path, dpi=150)
+  figure.savefig(path, dpi=100)
 
 
 def draw_vectors(found: dict[str, Any], path: pathlib.Path) -> None:
@@ -115,7 +118,7 @@ def main(args: Args) -> None:
     text = " ".join(haystack.words_from("1862-Lincoln-1", args.length))
   else:
     text = args.text.read_text("utf-8")
-  method = kvjax.Ltri(local=args.local)
+  method = kvjax.Ltri(local=args.local, last=0)  # there is no question at the end
   ids = tokenizer.encode(text)[: args.length]
   with console.step(f"reading {len(ids):,} tokens in chunks of {method.chunk}"):
     found = measure(model, ids, method)

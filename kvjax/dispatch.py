@@ -67,26 +67,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
-UNRUN = {
-  "art",
-  "attend_table",
-  "attend_tiles",
-  "best_tiles",
-  "cis_anchors",
-  "cis_listed",
-  "cis_note",
-  "hshare_listed",
-  "key_logits",
-  "key_weights",
-  "other_tiles",
-  "page_bounds",
-  "renew_extremes",
-  "renew_mean",
-  "renew_order",
-  "repair",
-  "speculate",
-  "speculate_keys",
-}
+UNRUN: set[str] = set()
 
 
 def kernel(operation: str, impl: str) -> Callable:

@@ -44,7 +44,7 @@ BOUNDED = "streaming_llm lm_infinite random h2o tova vatp snapkv pyramidkv longf
 EVALUATE = "scripts.evaluate --tasks needle kl --lengths 2048 --samples 50 --out {out}/evaluation"
 
 STEPS = {
-  "kernels": Step(f"pytest {KERNEL_TESTS} -q -n 8 -p no:cacheprovider", 240),
+  "kernels": Step(f"pytest {KERNEL_TESTS} -q -n 14 -p no:cacheprovider -p no:benchmark", 240),
   "select": Step("scripts.bench select --out {out}"),
   "sparse": Step("scripts.bench sparse --repetitions 5 --out {out}", 150),
   "cpe": Step("scripts.bench cpe --out {out}"),

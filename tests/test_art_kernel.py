@@ -206,7 +206,7 @@ BASES = [
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
-  "kwargs", [{"sinks": 6}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
+  "kwargs", [{"sinks": 6, "splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
 )
 def test_a_layer_equals_the_reference(base, kwargs):
   """Same outputs, same steps, same keys read, at every token, ragged rows, three heads a group."""

@@ -81,7 +81,7 @@ def test_against_oracle(name, hidden):
   state, out = run(q, k, v, of(qpos), None if first is None else of(first))
   np.testing.assert_allclose(state.o, o, atol=CLOSE[DTYPE])
   np.testing.assert_allclose(state.lse, lse, atol=CLOSE[DTYPE])
-  np.testing.assert_array_equal(np.float32(out), np.float32(state.o))
+  np.testing.assert_array_equal(np.float32(out), np.float32(state.o.astype(out.dtype)))
 
 
 def test_rows_that_do_not_fit_the_plan_are_our_kernels():
@@ -111,8 +111,9 @@ def test_plan():
   "method", [Full(), PSAW(sinks=2), ETF(sinks=2), PSAW(ETF(sinks=2), sinks=2)], ids=repr
 )
 def test_methods_agree_with_the_reference(method, monkeypatch):
-  """A ragged prompt, and a further chunk where there can be one, of the top layer."""
+  """A ragged prompt, and a further chunk where there can be one, of the top layer, in float32."""
   monkeypatch.setattr(dispatch, "_beyond_cudnn", lambda staged: "")
+  monkeypatch.setattr(cudnn, "dot_product_attention", stand_in)  # the real one takes 16 bits
   stream = Stream.random(2, tokens=150)
   outputs = []
   for impl in ("cudnn", "reference"):
@@ -123,8 +124,7 @@ def test_methods_agree_with_the_reference(method, monkeypatch):
       outputs[-1].append(layer.prefill([40, 20], start=[100, 37], past=100, total=[140, 57]))
   for first, second in zip(*outputs, strict=True):
     for b, valid in enumerate((100, 37) if first.shape[3] == 100 else (40, 20)):
-      close = 2e-2 if ON_GPU else 1e-5
-      np.testing.assert_allclose(first[b, ..., :valid, :], second[b, ..., :valid, :], atol=close)
+      np.testing.assert_allclose(first[b, ..., :valid, :], second[b, ..., :valid, :], atol=1e-5)
 
 
 def test_windows_that_slide_are_left_to_the_kernel():

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,27 +75,33 @@ def jax_contender(
   *,
   output: Callable[[Any], Any] | None = None,
   calls: int = 8,
-  dispatches: int = 10,
+  loops: int = 8,
   note: str = "",
 ) -> Contender:
   """A contender from a JAX function.
 
-  `calls` calls run inside one jitted program, over `arguments` in turn, so that neither Python's
-  dispatch nor a warm L2 cache is in the time. Programs are enqueued without waiting, first a few,
-  then `dispatches` more: the difference is free of the way to the device and back.
+  One jitted program makes `calls` calls, over `arguments` in turn so that a warm L2 cache is not in
+  the time, and repeats them `loops` times in a loop on the device: the same buffers again and again,
+  so that nothing is prepared anew. Each call waits for the one before it. Programs are enqueued
+  without waiting, first one, then three: the difference is free of the way to the device and back.
   """
   turns = [arguments[i % len(arguments)] for i in range(calls)]
-
   # Traced and lowered once however many the calls.
   once = jax.jit(function)
 
-  # One small result that needs every call: making many arrays would be in the time.
-  def program(turns):
-    return sum(min(jax.tree.leaves(once(*turn)), key=lambda x: x.size) for turn in turns)
+  def program(turns: list[tuple]) -> Any:
+    def every(_: Any, total: Any) -> Any:
+      before, seen = total, []
+      for first, *rest in turns:
+        first, _ = lax.optimization_barrier((first, before))
+        leaves = lax.optimization_barrier(jax.tree.leaves(once(first, *rest)))
+        before = min(leaves, key=lambda x: x.size)
+        # A number of each: no kernel behind any of them can be left out.
+        seen += [x.reshape(-1)[0].astype(jnp.float32) for x in leaves]
+      return total + sum(seen)
 
-  # Every call has a first operand of its own: equal calls would be computed once.
-  if calls > len(arguments):
-    turns = [(turn[0] * (1 + i // len(arguments)), *turn[1:]) for i, turn in enumerate(turns)]
+    return lax.fori_loop(0, loops, every, jnp.zeros((), jnp.float32))
+
   compiled = jax.jit(program).lower(turns).compile()
   jax.block_until_ready(compiled(turns))
 
@@ -105,10 +113,10 @@ def jax_contender(
     return time.perf_counter() - began
 
   def seconds() -> float:
-    few, many = enqueue(2), enqueue(2 + dispatches)
+    few, many = enqueue(1), enqueue(3)
     if many <= few:  # too little work to tell apart
-      return many / (calls * (2 + dispatches))
-    return (many - few) / (calls * dispatches)
+      return many / (3 * calls * loops)
+    return (many - few) / (2 * calls * loops)
 
   def first() -> np.ndarray:
     assert output is not None

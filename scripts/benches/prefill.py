@@ -95,7 +95,7 @@ def dense_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
   """Causal attention over a whole prompt: what "auto" takes, our kernel, and the libraries."""
   q, k, v = operands(tokens, quick)
   operations = 2 * tokens * tokens * q.shape[1] * q.shape[2] * q.shape[4]
-  few = {"calls": 2 if tokens < 1 << 17 else 1, "dispatches": max(1, (1 << 15) // tokens)}
+  few = {"calls": 2 if tokens < 1 << 17 else 1, "loops": max(1, (1 << 15) // tokens)}
   qpos = jnp.arange(tokens, dtype=jnp.int32)[None]
   auto = _attend(kvjax.Full(), "auto", 0, 1, tokens)
   contenders = [
@@ -179,7 +179,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
   qpos = jnp.arange(tokens, dtype=jnp.int32)[None] if index is None else index
   part = q[:, :, :, np.asarray(qpos)[0]]
-  few = {"calls": 2, "dispatches": 2}
+  few = {"calls": 2, "loops": 2}
   options = {"layer": layers - 1, "layers": layers, "tokens": tokens}
 
   def contender(name: str, impl: str) -> Contender:

@@ -81,9 +81,9 @@ def jax_contender(
   """A contender from a JAX function.
 
   One jitted program makes `calls` calls, over `arguments` in turn so that a warm L2 cache is not in
-  the time, and repeats them `loops` times in a loop on the device: the same buffers again and again,
-  so that nothing is prepared anew. Each call waits for the one before it. Programs are enqueued
-  without waiting, first one, then three: the difference is free of the way to the device and back.
+  the time, and repeats them `loops` times in a loop on the device: always the same buffers, so that
+  nothing is prepared anew. Each call waits for the one before it. Programs are enqueued without
+  waiting, first one, then three: the difference is free of the way to the device and back.
   """
   turns = [arguments[i % len(arguments)] for i in range(calls)]
   # Traced and lowered once however many the calls.

@@ -210,7 +210,7 @@ def program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[An
   jitted = jax.jit(run, donate_argnums=1)
   compiled = jitted.lower(leaves, caches, token, caches[0].rows).compile()
   memory = compiled.memory_analysis()
-  layer = sum(x.nbytes for x in jax.tree.leaves(caches[0]))
+  layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches[0]))
   note = (
     f"compiled in {time.perf_counter() - began:.1f} s, four others beside it; temporary memory "
     f"{memory.temp_size_in_bytes / 1e6:.1f} MB of {layer / 1e6:.1f} MB for a layer's cache"

@@ -51,13 +51,37 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   labels = {
     method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART" for method in GAINS
   }
-  if n > there or not any(only in label for label in labels.values()):
+  wanted = {method: label for method, label in labels.items() if only in label}
+  if n > there or not wanted:
     return
   config, dtype = e2e.shape(name)
   model = e2e.drawn(config, dtype, kvjax.make_mesh(heads=n))
-  for method, label in labels.items():
-    if only in label:
-      yield stopping(label, model, method, batch, tokens)
+  with ThreadPoolExecutor() as pool:  # compiling is most of what these cases take
+    made = {
+      method: [pool.submit(compiled, model, each, batch, tokens) for each in pair(method, tokens)]
+      for method in wanted
+    }
+    for method, label in wanted.items():
+      programs = [future.result() for future in made[method]]
+      yield stopping(label, model, method, batch, tokens, programs)
+
+
+def pair(name: str, tokens: int) -> tuple[kvjax.Method, kvjax.Method]:
+  """A registered method at its budget, without and with ART."""
+  method = kvjax.METHODS[name].example(tokens // KEPT)
+  if isinstance(method, kvjax.StreamingLLM):
+    method = dataclasses.replace(method, rope="original")  # ART's kernel has one query, not two
+  return method, kvjax.ART(method)
+
+
+def compiled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> tuple[Any, str]:
+  """The decode loop of a method, compiled for caches that need not be there."""
+  caches = model.init_caches(method, batch, tokens + e2e.STEPS)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), caches
+  )
+  del caches
+  return e2e.program(model, method, "auto", shapes)
 
 
 def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> Case:
@@ -109,20 +133,17 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> 
   )
 
 
-def stopping(label: str, model: Transformer, name: str, batch: int, tokens: int) -> Case:
+def stopping(
+  label: str, model: Transformer, name: str, batch: int, tokens: int, programs: list[tuple]
+) -> Case:
   """Decode steps of a model that only several devices hold, under a method with and without ART."""
-  mesh, method = model.mesh, kvjax.METHODS[name].example(tokens // KEPT)
+  mesh, (method, art) = model.mesh, pair(name, tokens)
   assert mesh is not None
-  methods = {name: method, f"ART({name})": kvjax.ART(method)}
-  held = [filled(model, method, batch, tokens)]  # ART keeps what its base keeps
-  with ThreadPoolExecutor() as pool:
-    made = {
-      each: pool.submit(e2e.program, model, of, "auto", held[0]) for each, of in methods.items()
-    }
-    programs = {each: future.result() for each, future in made.items()}
+  held = [[filled(model, each, batch, tokens)] for each in (method, art)]
   leaves = split(model)[1]
   contenders = [
-    e2e.loop(each, *program, leaves, held, checked=True) for each, program in programs.items()
+    e2e.loop(each, *program, leaves, caches, checked=True)
+    for each, program, caches in zip((name, f"ART({name})"), programs, held, strict=True)
   ]
   plain, early = (contender.output for contender in contenders)
   assert plain is not None and early is not None
@@ -133,9 +154,10 @@ def stopping(label: str, model: Transformer, name: str, batch: int, tokens: int)
   # Of one device. A step reads single rows of the embedding.
   embedding = model.embedding[...].addressable_shards[0].data.nbytes
   weight_bytes = model.weight_bytes() - (0 if model.config.tie_embeddings else embedding)
-  kept = [cache.slots[part].addressable_shards[0].data for cache in held[0] for part in ("k", "v")]
+  slots = [cache.slots[part] for cache in held[0][0] for part in ("k", "v")]
+  kept = [x.addressable_shards[0].data for x in slots]
   kv_bytes = sum(x.nbytes for x in kept)
-  del kept  # the steps donate them
+  del kept, slots  # the steps donate them
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     one = seconds[chain] / CHAIN
@@ -167,7 +189,10 @@ def filled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) ->
   newest are there, as many as the method keeps.
   """
 
-  def fill(cache: kvjax.Cache, key: Any) -> kvjax.Cache:
+  env = dataclasses.replace(model.env, impl="reference")
+  count = jnp.full(batch, tokens, jnp.int32)
+
+  def fill(layer: int, cache: kvjax.Cache, key: Any) -> kvjax.Cache:
     slot = jnp.arange(cache.size, dtype=jnp.int32)
     newest = jnp.where(slot < 4, slot, slot + max(0, tokens - cache.size))
     pos = jnp.broadcast_to(jnp.where(slot < tokens, newest, -1), cache.pos.shape)
@@ -177,14 +202,17 @@ def filled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) ->
     }
     counted = {"seen": tokens, "used": min(tokens, cache.size)}
     rows = {name: jnp.full(batch, n, jnp.int32) for name, n in counted.items()}
-    return cache.put(slots={**kv, "pos": pos}, rows=rows)
+    held = cache.put(slots={**kv, "pos": pos}, rows=rows)
+    return method.settle(method.at(env, layer), held, kvjax.Prompt(count, count, None, tokens, 0))
 
-  def drawn(cache: kvjax.Cache, key: Any) -> kvjax.Cache:
+  def drawn(layer: int, cache: kvjax.Cache, key: Any) -> kvjax.Cache:
     where = jax.tree.map(lambda x: x.sharding, cache)
-    return jax.jit(fill, donate_argnums=0, out_shardings=where)(cache, key)
+    made = jax.jit(fill, static_argnums=0, donate_argnums=1, out_shardings=where)
+    return made(layer, cache, key)
 
   empty = model.init_caches(method, batch, tokens + e2e.STEPS)
-  return tuple(map(drawn, empty, jax.random.split(jax.random.key(1), len(empty))))
+  keys = jax.random.split(jax.random.key(1), len(empty))
+  return tuple(map(drawn, range(len(empty)), empty, keys))
 
 
 def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> Contender:

@@ -10,6 +10,13 @@ cache really takes, timings. A run that was stopped in whatever way goes on wher
 is started again; with more tasks, methods, budgets, lengths or samples it adds what is missing.
 The table at the end is kept as <out>/summary.txt and .json.
 
+Parts of an evaluation can be run into folders of their own, at the same time or on several machines
+of one kind, and put together:
+
+    python -m scripts.evaluate --tasks ruler --methods h2o --out a        here
+    python -m scripts.evaluate --tasks ruler --methods snapkv --out b     and there
+    python -m scripts.evaluate --only-report --add a b --out results
+
 The same seed gives the same rows of results. On a GPU that takes the same compiled programs (they
 are kept in the cache folder): compiled anew, sums may be ordered otherwise, and a close call may
 end differently.
@@ -40,6 +47,7 @@ from scripts.evals.task import NoMoreRows, Task
 
 VERSION = 1  # of the rows and what they mean
 TRACES = "traces.json"
+TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -122,6 +130,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     type=pathlib.Path,
     metavar="FOLDER",
     help=f"where local data sets lie ($KVJAX_DATA, or {local.folder()})",
+  )
+  how.add_argument(
+    "--add",
+    nargs="+",
+    type=pathlib.Path,
+    default=[],
+    metavar="FOLDER",
+    help="first take over rows and traces of these folders, which must have equal settings; one "
+    "that is being written gives what it has",
+  )
+  how.add_argument(
+    "--only-report",
+    action="store_true",
+    help="run nothing and load no model: the table of what the folder has, and --add adds",
   )
   how.add_argument(
     "--trace",
@@ -242,6 +264,7 @@ def evaluate(
   chosen = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
   results = store.Store(args.out, settings(args, model, batch))
   try:
+    add(results, args.add)
     reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
     cells, notes = [], []
     for cell in build(tasks, args.lengths, args.samples, args.seed, reader):
@@ -269,6 +292,28 @@ def evaluate(
     return list(results.rows.values())
   finally:
     results.close()
+
+
+def add(results: store.Store, folders: Sequence[pathlib.Path]) -> None:
+  """Takes over what other folders have and this one lacks: rows, and traces."""
+  for folder in folders:
+    print(f"{folder}: {results.add(folder):,} rows added", file=sys.stderr)
+    made = traces(results.folder)
+    new = [trace for trace in traces(folder) if not _traced(made, trace)]
+    if new:
+      _write_traces(results.folder, made + new)
+
+
+def only_report(args: argparse.Namespace) -> list[dict[str, Any]]:
+  """All rows of the folder, with those of `--add`; no model is asked what its settings are."""
+  if args.add:
+    folder = args.out if (args.out / store.SETTINGS).is_file() else args.add[0]
+    results = store.Store(args.out, store.settings_of(folder))
+    try:
+      add(results, args.add)
+    finally:
+      results.close()
+  return store.read(args.out)
 
 
 def _memory() -> float:
@@ -328,11 +373,10 @@ def trace(
   folder: pathlib.Path, cell: Cell, entries: Sequence[Entry], model: Transformer, steps: int
 ) -> None:
   """Adds to <folder>/traces.json what methods report while they decode; one that has it is kept."""
-  path = folder / TRACES
-  made = json.loads(path.read_text("utf-8")) if path.is_file() else []
+  made = traces(folder)
   for entry in entries:
     named = {"method": entry.label, "budget": entry.budget, "length": cell.length, "steps": steps}
-    if any(named.items() <= other.items() for other in made):
+    if _traced(made, named):
       continue
     with console.step(f"tracing {entry.label} over {steps} steps", sys.stderr):
       try:
@@ -341,8 +385,22 @@ def trace(
         print(f"not traced: {entry.label}: {error}", file=sys.stderr)
         continue
     made.append({**named, "task": cell.task.name, "reports": tracing.plain(reports)})
-    with common.written_aside(path) as aside:
-      aside.write_text(json.dumps(made) + "\n", "utf-8")
+    _write_traces(folder, made)
+
+
+def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """What `trace` has left in a folder."""
+  path = folder / TRACES
+  return json.loads(path.read_text("utf-8")) if path.is_file() else []
+
+
+def _traced(made: Sequence[dict[str, Any]], named: dict[str, Any]) -> bool:
+  return any(all(other[name] == named[name] for name in TRACED) for other in made)
+
+
+def _write_traces(folder: pathlib.Path, made: Sequence[dict[str, Any]]) -> None:
+  with common.written_aside(folder / TRACES) as path:
+    path.write_text(json.dumps(made) + "\n", "utf-8")
 
 
 def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:
@@ -364,13 +422,18 @@ def main(argv: list[str] | None = None) -> int:
   if args.list:
     print(listing())
     return 0
-  registry.choose(args.tasks)  # before a model is loaded
-  for length in args.lengths:
-    plan.entries(labels(args), args.budgets, length)
-  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
-  rows = evaluate(args, model, tokenizer)
+  for folder in args.add:  # before a model is loaded
+    store.settings_of(folder)
+  if args.only_report:
+    rows = only_report(args)
+  else:
+    registry.choose(args.tasks)
+    for length in args.lengths:
+      plan.entries(labels(args), args.budgets, length)
+    model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+    rows = evaluate(args, model, tokenizer)
   if not rows:
-    raise ValueError("nothing was run: every cell was refused")
+    raise ValueError(f"{args.out}: found no rows: nothing was run, or every cell was refused")
   print(report(args.out, rows))
   print(f"\n  {len(rows):,} rows in {args.out / store.ROWS}")
   return 0

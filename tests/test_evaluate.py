@@ -231,6 +231,61 @@ def test_a_run_can_be_added_to(loaded, finished, tmp_path):
   assert by_key(without_seconds(more)) == by_key(without_seconds(finished[1]))
 
 
+def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys):
+  """Each row once, whatever is in both; a line that is being written is left to a later call."""
+  parts = [tmp_path / "a", tmp_path / "b"]
+  for part, method in zip(parts, METHODS, strict=True):
+    run(loaded, part, "--modes", "aware", "agnostic", methods=(method,))
+  with open(parts[1] / store.ROWS, "ab") as file:
+    file.write(b'{"task": "needle", "len')
+  for part, named in zip(parts, "xy", strict=True):
+    trace = {"method": named, "budget": 64, "length": LENGTH, "steps": 3, "reports": {}}
+    both = {**trace, "method": "both"}
+    (part / evaluate.TRACES).write_text(json.dumps([both, trace]))
+  named = ("--add", *map(str, parts))
+  out = tmp_path / "out"
+  for name in ("load_model", "evaluate"):
+    monkeypatch.setattr(evaluate.common if name == "load_model" else evaluate, name, None)
+  for _ in range(2):
+    assert evaluate.main(["--only-report", "--out", str(out), *named]) == 0
+  monkeypatch.undo()
+  rows = store.read(out)
+  assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
+  assert len(rows) == len(finished[1])
+  assert rows[: 5 * 2 * 3] == store.read(parts[0])
+  assert [trace["method"] for trace in evaluate.traces(out)] == ["both", "x", "y"]
+  assert (out / "summary.txt").read_text() in capsys.readouterr().out
+  assert len(json.loads((out / "summary.json").read_text())) == 9
+
+  monkeypatch.setattr(evaluate.Runner, "_read", None)  # nothing is left to run
+  arguments = ("--modes", "aware", "agnostic", *named)
+  again = run(loaded, tmp_path / "another", *arguments)
+  assert again == rows == run(loaded, out, *arguments)
+
+
+def test_a_part_and_the_rest(loaded, finished, tmp_path):
+  """What another folder has is not run again; what it lacks is."""
+  part = run(loaded, tmp_path / "a", methods=("snapkv",), samples=3)
+  rows = run(loaded, tmp_path / "b", "--modes", "aware", "agnostic", "--add", str(tmp_path / "a"))
+  assert rows[: len(part)] == part
+  assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
+
+
+def test_parts_that_do_not_fit_are_refused(loaded, finished, tmp_path):
+  with pytest.raises(ValueError, match="with batch = 2, and now it is 3: expected the same"):
+    run(loaded, tmp_path / "three", "--add", str(finished[0]), batch=3)
+  assert store.read(tmp_path / "three") == []
+  with pytest.raises(FileNotFoundError, match=r"settings\.json: not found, expected results of"):
+    evaluate.main(["--out", str(tmp_path / "two"), "--add", str(tmp_path / "none")])
+  with pytest.raises(FileNotFoundError, match=r"rows\.jsonl: not found, expected results of"):
+    evaluate.main(["--out", str(tmp_path / "two"), "--only-report"])
+  with pytest.raises(ValueError, match="found no rows"):
+    evaluate.main(["--out", str(tmp_path / "three"), "--only-report"])
+  both = ["--add", str(finished[0]), str(tmp_path / "three")]
+  with pytest.raises(ValueError, match="three: found results with batch = 3, and now it is 2"):
+    evaluate.main(["--out", str(tmp_path / "four"), "--only-report", *both])
+
+
 def test_other_settings_are_refused(loaded, finished):
   with pytest.raises(ValueError, match="found results with seed = 0, and now it is 1"):
     run(loaded, finished[0], "--seed", "1")

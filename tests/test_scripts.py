@@ -46,7 +46,7 @@ ARGUMENTS = {
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),
   "plot": ("RESULTS", "--out", "--pictures"),
-  "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--out"),
+  "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--add"),
 }
 LENGTH, BUDGET = 600, 64
 CHAT_TEMPLATE = (

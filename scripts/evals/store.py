@@ -2,7 +2,7 @@
 
 Lines are appended and synced to disk as they come; a line that was cut off is dropped when the
 folder is opened again. What decides the numbers (model, seed, device, …) is written first, and a
-run with other settings is refused.
+run with other settings is refused. Folders of equal settings can be put together.
 """
 
 import fcntl
@@ -30,6 +30,7 @@ class Store:
     settings: must equal those that the folder has, if it has any.
 
   Attributes:
+    settings: as given.
     rows: by key, in the order in which they were written.
 
   Raises:
@@ -54,21 +55,39 @@ class Store:
       raise
 
   def _check(self, settings: dict[str, Any]) -> None:
+    self.settings = settings
     path = self.folder / SETTINGS
-    if not path.is_file():
-      if self._file.tell():
-        raise ValueError(f"{self.folder}: found {ROWS} without {SETTINGS}, expected both or none")
-      aside = path.with_name(f".{SETTINGS}")
-      aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-      aside.replace(path)
+    if path.is_file():
+      self._compare(self.folder)
       return
-    before = json.loads(path.read_text("utf-8"))
-    for name in {**before, **settings}:
-      if before.get(name) != settings.get(name):
+    if self._file.tell():
+      raise ValueError(f"{self.folder}: found {ROWS} without {SETTINGS}, expected both or none")
+    aside = path.with_name(f".{SETTINGS}")
+    aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    aside.replace(path)
+
+  def _compare(self, folder: pathlib.Path) -> None:
+    before = settings_of(folder)
+    for name in {**before, **self.settings}:
+      if before.get(name) != self.settings.get(name):
         raise ValueError(
-          f"{self.folder}: found results with {name} = {before.get(name)!r}, and now it is "
-          f"{settings.get(name)!r}: expected the same, or another --out"
+          f"{folder}: found results with {name} = {before.get(name)!r}, and now it is "
+          f"{self.settings.get(name)!r}: expected the same, or another --out"
         )
+
+  def add(self, folder: pathlib.Path) -> int:
+    """Adds the rows of another folder that this one lacks, and says how many these are.
+
+    The other folder may be open elsewhere: a line that is being written is left out.
+
+    Raises:
+      FileNotFoundError: there are no results.
+      ValueError: its settings differ, or a line is damaged.
+    """
+    self._compare(folder)
+    new = {key(row): row for row in read(folder) if key(row) not in self.rows}
+    self.append(new.values())
+    return len(new)
 
   def append(self, rows: Iterable[dict[str, Any]]) -> None:
     """Adds rows, all of them or, if the machine dies meanwhile, the first few."""
@@ -81,6 +100,18 @@ class Store:
 
   def close(self) -> None:
     self._file.close()
+
+
+def settings_of(folder: pathlib.Path) -> dict[str, Any]:
+  """What the numbers of a folder depend on.
+
+  Raises:
+    FileNotFoundError: there are no results.
+  """
+  path = folder / SETTINGS
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
+  return json.loads(path.read_text("utf-8"))
 
 
 def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ from scripts.benches import Case
 
 SUITES = (
   "art",
+  "art_e2e",
   "cpe",
   "decode",
   "e2e",

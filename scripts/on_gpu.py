@@ -49,6 +49,7 @@ STEPS = {
   "sparse": Step("scripts.bench sparse --repetitions 5 --out {out}", 150),
   "cpe": Step("scripts.bench cpe --out {out}"),
   "art": Step("scripts.bench art --out {out}", 150),
+  "art_e2e": Step("scripts.bench art_e2e --repetitions 5 --minutes 4 --out {out}", 300),
   "speculation": Step("scripts.tune prr"),
   "prr": Step("scripts.bench prr --repetitions 5 --minutes 2 --out {out}", 180),
   "prefill": Step("scripts.bench prefill --only 32K --out {out}"),

@@ -1,0 +1,360 @@
+"""ART over whole decode steps: its bases with and without it, stops forced after recorded shares"""
+
+import dataclasses
+import functools
+import gc
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import kvjax
+from models.generate import join, split
+from models.transformer import Transformer
+from pallas_kernels import art
+from scripts.benches import Case, Contender
+from scripts.benches.e2e import BANDWIDTH, drawn, shape, weights
+
+STEPS = 16  # decode steps per dispatch
+PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
+# Behind τ no output of values of usual size moves, and every output of `LOUD` ones does.
+TAU, LOUD = 16.0, 2.0**24
+STUDY = pathlib.Path(__file__).parents[1] / "results" / "art_study"
+SHAPES = [(8, 32), (1, 32), (8, 8), (4, 16), (8, 16), (8, 4), (2, 32), (4, 32), (1, 8), (1, 4)]
+SHAPES += [(batch, k) for batch in (4, 2, 1) for k in (16, 8, 4) if (batch, k) not in SHAPES]
+PAPER = {
+  # Tab. 1, TPOT× of the base and with ART: Mistral-7B, Llama-3.1-70B; Tab. 2, Qwen3-8B, by length.
+  "Full": ("1.00 and 1.16, 1.00 and 1.15", {4: 1.10, 8: 1.15, 16: 1.17, 32: 1.27}),
+  "StreamingLLM 0.8": ("1.08 and 1.24, 1.13 and 1.27", {4: 1.12, 8: 1.18, 16: 1.26, 32: 1.42}),
+  "StreamingLLM 0.2": ("1.18 and 1.30, 1.52 and 1.66", {4: 1.12, 8: 1.18, 16: 1.26, 32: 1.42}),
+  "SnapKV 0.8": ("1.07 and 1.17, 1.08 and 1.18", {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.36}),
+  "SnapKV 0.2": ("1.17 and 1.27, 1.47 and 1.58", {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.36}),
+  "PyramidKV 0.2": ("1.17 and 1.29, 1.47 and 1.60", {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.37}),
+}
+
+
+class Stops(NamedTuple):
+  """Which walks stop, and where: `stopped` of the heads after `after` of their tiles."""
+
+  stopped: float
+  after: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Forced(kvjax.ART):
+  """ART whose detector ends every walk of a stable output after a given share of its tiles.
+
+  It looks at each tile as always; τ and φ are so large that all outputs of values of usual size are
+  stable from the second tile on, and the patience is what the share leaves.
+
+  Attributes:
+    after: the share, of each split's own tiles.
+  """
+
+  tau: float | int = TAU
+  phi: float | int = float("inf")
+  after: float = 1.0
+
+  def attend(self, at: Any, cache: Any, plan: Any, q: Any) -> Any:
+    splits, tiles = self.walks(cache.pos.shape[:2], cache.size)
+    ends = dataclasses.replace(self, splits=splits, patience=self.length(tiles // splits) - 1)
+    return kvjax.ART.attend(ends, at, cache, plan, q)
+
+  def walks(self, heads: tuple[int, ...], size: int) -> tuple[int, int]:
+    """Splits of a walk, and the tiles of all of them."""
+    tiles = -(-size // self.tile)
+    if self.splits != "auto":
+      return min(int(self.splits), tiles), tiles
+    quiet = jax.default_backend() != "gpu"
+    return art.choose_splits(heads[0] * heads[1], size, self.tile, interpret=quiet), tiles
+
+  def length(self, tiles: int) -> int:
+    """Tiles that a walk of so many takes before it stops."""
+    return max(PATIENCE + 1, round(self.after * tiles))
+
+  def visited(self, heads: tuple[int, ...], size: int) -> float:
+    """Share of the tiles that a head whose walks stop takes."""
+    splits, tiles = self.walks(heads, size)
+    mine = (tiles - np.arange(splits) + splits - 1) // splits
+    return float(np.minimum(mine, self.length(tiles // splits)).sum() / tiles)
+
+
+def recorded(order: str, tau: str) -> Stops:
+  """What SmolLM2's walks over 8K tokens did, one walk a head; query heads stop by themselves."""
+  costs = json.loads((STUDY / f"tile128_8192_{order}.json").read_text())["costs"][tau]
+  return Stops(costs["stopped"], 1 - (1 - costs["visited"]) / costs["stopped"])
+
+
+def stops(base: str) -> dict[str, Stops]:
+  """The cases of a base: recorded newest first where it pins no first tokens, else those first."""
+  order = "newest" if base == "Full" else "sinks"
+  made = {"1e-5": recorded(order, "ART"), "1e-2": recorded(order, "tau 0.01")}
+  if base == "Full":
+    # Time of its kernel with ART over time without (Tab. 3 and 6), as if all heads stopped alike.
+    made["paper"] = Stops(1.0, 0.633 / 0.78)
+  return made
+
+
+def bases(tokens: int) -> dict[str, kvjax.Method]:
+  """The paper's bases by name, with its settings (App. D), the most important first."""
+  low, high = tokens // 5, tokens * 4 // 5
+
+  def pyramid(budget: int) -> kvjax.Method:
+    return kvjax.PyramidKV(budget, window_size=min(128, budget // 4))
+
+  def snap(budget: int) -> kvjax.Method:
+    return kvjax.SnapKV(budget, window_size=min(32, budget // 4), reduce="max")
+
+  return {
+    "Full": kvjax.Full(),
+    "StreamingLLM 0.2": kvjax.StreamingLLM(low, rope="original"),
+    "SnapKV 0.2": snap(low),
+    "PyramidKV 0.2": pyramid(low),
+    "StreamingLLM 0.8": kvjax.StreamingLLM(high, rope="original"),
+    "SnapKV 0.8": snap(high),
+  }
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """Every base at every shape, the most important ones first."""
+  name = "tiny" if quick else "Llama-3.1-8B"
+  for batch, thousands in [(2, 0.5)] if quick else SHAPES:
+    tokens = int(thousands * 1024)
+    for base, method in bases(tokens).items():
+      title = f"{base} {name} B{batch} T{thousands:g}K"
+      if only in title and (not quick or base in ("Full", "SnapKV 0.2")):
+        yield case(title, name, base, method, batch, tokens)
+
+
+def case(title: str, name: str, base: str, method: kvjax.Method, batch: int, tokens: int) -> Case:
+  """A step of the base, of the base with ART at each of its shares, and of the full cache."""
+  model, quick = weights(name), name == "tiny"
+  ends = stops(base)
+  forced = {label: over(method, end, quick) for label, end in ends.items()}
+  subject = f"ART {next(iter(forced))}"
+  with ThreadPoolExecutor() as pool:  # compiling is most of this suite's time
+    jobs = {
+      label: pool.submit(timed, model, m, batch, tokens)
+      for label, m in {"Full": kvjax.Full(), base: method}.items()
+    }
+    for label, wrapped in forced.items():
+      args = wrapped, batch, tokens, ends[label].stopped
+      jobs[f"ART {label}"] = pool.submit(timed, model, *args)
+    for impl in ("pallas", "reference"):
+      pool.submit(logits, name, base, impl)  # kept for when they are asked for
+    seconds = {label: job.result() for label, job in jobs.items()}
+  checked = functools.partial(logits, name, base, "pallas")
+  contenders = [
+    Contender(label, run, checked if label == subject else None) for label, run in seconds.items()
+  ]
+  full, held = (cache_bytes(model, m, batch, tokens) for m in (kvjax.Full(), method))
+  shares = {
+    label: visited(model, wrapped, ends[label].stopped, batch, tokens)
+    for label, wrapped in forced.items()
+  }
+
+  def remarks(taken: dict[str, float]) -> list[str]:
+    dense, bare = taken["Full"], taken[base]
+    lines = []
+    if base != "Full":
+      lines.append(f"{base}: {_gain(dense, bare, (full - held) / BANDWIDTH)} over Full")
+    for label, share in shares.items():
+      ours, saved = taken[f"ART {label}"], (1 - share) * held / BANDWIDTH
+      line = f"ART {label}: {share:.3f} visited; {_gain(bare, ours, saved)} over {base}"
+      if base != "Full":
+        line += f"; {_gain(dense, ours, saved + (full - held) / BANDWIDTH)} over Full"
+      lines.append(f"{line}; {batch / ours:,.0f} tokens a second, without {batch / bare:,.0f}")
+    size, wrapped = caches_of(model, method, batch, tokens)[0].size, next(iter(forced.values()))
+    splits, tiles = wrapped.walks((batch, model.config.kv_heads), size)
+    table_1, table_2 = PAPER[base]
+    by_length = table_2.get(tokens >> 10)
+    lines += [
+      "forced: "
+      + ", ".join(
+        f"ART {label} in {end.stopped:.0%} of the heads after {end.after:.0%} of a walk's tiles"
+        for label, end in ends.items()
+      )
+      + f"; {splits} walks a head of {tiles // splits} tiles in layer 0, none ends before its "
+      f"{PATIENCE + 1}th",
+      "what SmolLM2's heads would do by themselves with so many walks, τ = 1e-5: "
+      f"{of_splits(base, splits)}",
+      f"paper's TPOT × over Full: base and ART {table_1} on Mistral-7B and Llama-3.1-70B (Tab. 1)"
+      + (f"; ART {by_length} on Qwen3-8B at this length (Tab. 2)" if by_length else "")
+      + "; Fig. 5, tokens a second by batch, has no numbers in its text",
+    ]
+    return lines
+
+  return Case(
+    name=title,
+    shapes=f"{method!r}; {model.dtype.name}; compared over two layers",
+    bytes=held,
+    reference=lambda: logits(name, base, "reference"),
+    tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
+    contenders=tuple(contenders),
+    subject=subject,
+    remarks=remarks,
+  )
+
+
+def _gain(before: float, after: float, saved: float) -> str:
+  """TPOT×, what the bytes allow, and the share of the gain that is reached."""
+  allowed = before / (before - saved)
+  text = f"{before / after:.3f} × TPOT, bytes allow {allowed:.3f}"
+  if saved < 0.005 * before:
+    return f"{text} ({(before - after) * 1e6:+.0f} of {saved * 1e6:.0f} µs)"
+  reached = (before - after) / saved
+  return f"{text}: {reached:.2f} of the gain of {saved * 1e6:.0f} µs (at least 0.85)"
+
+
+def of_splits(base: str, splits: int) -> str:
+  """The share that the study found for the nearest smaller number of splits."""
+  order = "newest" if base == "Full" else "sinks"
+  found = json.loads((STUDY / f"tile128_8192_{order}.json").read_text())["splits"]
+  many = max(n for n in (1, 2, 4, 8) if n <= splits)
+  return f"{found[f'tau 1e-05, {many} splits']['visited']:.3f} visited at {many}"
+
+
+def over(method: kvjax.Method, end: Stops, quick: bool) -> Forced:
+  """ART over a base with its stops forced."""
+  sizes: dict[str, Any] = {"tile": 4, "splits": 2} if quick else {}
+  return Forced(method, after=end.after, **sizes)
+
+
+def visited(model: Transformer, method: Forced, stopped: float, batch: int, tokens: int) -> float:
+  """Share of all tiles, layers weighed by their caches, that forced walks take."""
+  sizes = [cache.size for cache in caches_of(model, method, batch, tokens)]
+  heads = batch, model.config.kv_heads
+  taken = []
+  for layer, size in enumerate(sizes):
+    share = float(np.mean(stopping(*heads, layer, stopped)))
+    taken.append(share * method.visited(heads, size) + 1 - share)
+  return float(np.average(taken, weights=sizes))
+
+
+def stopping(batch: int, kv_heads: int, layer: int, share: float) -> np.ndarray:
+  """bool [B, K], spread evenly: the heads whose walks stop."""
+  golden = (5**0.5 - 1) / 2
+  index = np.arange(batch * kv_heads) + layer * batch * kv_heads
+  return ((index * golden) % 1 < share).reshape(batch, kv_heads)
+
+
+def caches_of(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> Any:
+  """Abstract caches."""
+  spec = model.spec(batch, tokens + STEPS)
+  return jax.eval_shape(lambda: method.init_caches(spec))
+
+
+def cache_bytes(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> int:
+  """Keys and values that a step of the base reads."""
+  c, key = model.config, model.config.head_dim * model.dtype.itemsize
+  sizes = [min(cache.size, tokens) for cache in caches_of(model, method, batch, tokens)]
+  return 2 * batch * c.kv_heads * key * sum(sizes)
+
+
+def filled(
+  model: Transformer, method: kvjax.Method, batch: int, tokens: int, stopped: float, key: Any
+) -> Any:
+  """Caches behind `tokens` tokens, full where they are bounded; values of all but `stopped` of the
+  heads are loud. One row's tokens in all rows and layers.
+  """
+  spec = dataclasses.replace(model.spec(batch, tokens + STEPS), batch=1)
+  keys = jax.random.split(key, 3)
+
+  def layer(i: int) -> Any:
+    cache = method.init(spec, i)
+    size, slot = cache.size, jnp.arange(cache.size)
+    used = min(size, tokens)
+    pos = jnp.where(slot < 4, slot, slot + tokens - used)  # first tokens, then the newest
+    pos = jnp.where(slot < used, pos, -1).astype(jnp.int32)
+    shapes = [cache.slots[name].shape for name in "kv"]
+    k, v = (jax.random.normal(x, s, spec.dtype) for x, s in zip(keys, shapes, strict=False))
+    slots = {**cache.slots, "k": k, "v": v, "pos": jnp.broadcast_to(pos, cache.pos.shape)}
+    if "score" in slots:  # those that were chosen, then the window, which nothing has ranked
+      base = getattr(method, "base", method)
+      score = jax.random.uniform(keys[2], cache.pos.shape)
+      slots["score"] = jnp.where(slot >= size - base.window_size, jnp.inf, score)
+    rows = {name: jnp.full(1, n, jnp.int32) for name, n in (("seen", tokens), ("used", used))}
+    at = method.at(dataclasses.replace(model.env, impl="reference"), i)
+    prompt = kvjax.Prompt(rows["seen"], rows["seen"], None, tokens, 0)
+    made = method.settle(at, cache.put(slots=slots, rows=rows), prompt)
+    made = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), made)
+    quiet = stopping(batch, spec.kv_heads, i, stopped)[..., None, None]
+    return made.put(slots={"v": made.slots["v"] * jnp.where(quiet, 1, LOUD).astype(spec.dtype)})
+
+  return tuple(layer(i) for i in range(spec.layers))
+
+
+@functools.lru_cache(maxsize=8)
+def timed(
+  model: Transformer, method: kvjax.Method, batch: int, tokens: int, stopped: float = 1.0
+) -> Any:
+  """A function that gives the seconds of a step, in compiled programs of STEPS steps."""
+  graph, leaves = split(model)
+  token = jnp.zeros(batch, jnp.int32)
+  impl = "auto" if jax.default_backend() == "gpu" else "reference"
+
+  def run(leaves: Any, held: Any, token: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+
+    def step(_: Any, carry: Any) -> Any:
+      held, token = carry
+      logits, held = decoder.decode(token, held, method)
+      return held, jnp.argmax(logits, -1).astype(jnp.int32)
+
+    new, token = lax.fori_loop(0, STEPS, step, (held, token))
+    if method.positional:  # those that evict go on for ever
+      new = tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True))
+    return new, token
+
+  key = jax.random.key(0)
+  fill = functools.partial(filled, model, method, batch, tokens, stopped)
+  make, shapes = jax.jit(fill).lower(key).compile(), jax.eval_shape(fill, key)
+  program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
+
+  def seconds() -> float:
+    held, done = program(leaves, make(key), token)
+    jax.block_until_ready(done)
+    began = time.perf_counter()
+    for _ in range(2):
+      held, done = program(leaves, held, token)
+    jax.block_until_ready(done)
+    taken = time.perf_counter() - began
+    del held
+    gc.collect()
+    return taken / (2 * STEPS)
+
+  return seconds
+
+
+@functools.lru_cache(maxsize=1)
+def shallow(name: str) -> Transformer:
+  """Two layers of the shape, on which implementations are compared."""
+  config, dtype = shape(name)
+  return drawn(dataclasses.replace(config, layers=2), dtype)
+
+
+@functools.cache
+def logits(name: str, base: str, impl: str) -> np.ndarray:
+  """Logits of one step of eight rows behind 8K tokens, stops of the first case forced."""
+  model, quick = shallow(name), name == "tiny"
+  batch, tokens = (2, 512) if quick else (8, 8192)
+  end = next(iter(stops(base).values()))
+  method = over(bases(tokens)[base], end, quick)
+  graph, leaves = split(model)
+
+  @jax.jit
+  def step(leaves: Any, key: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    held = filled(model, method, batch, tokens, end.stopped, key)
+    return decoder.decode(jnp.arange(batch, dtype=jnp.int32), held, method)[0]
+
+  return np.asarray(step(leaves, jax.random.key(0)))

@@ -1,0 +1,82 @@
+"""ART's suite of whole steps: walks end where they are told to, and kernels take every base."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.presets import PRESETS
+from models.transformer import Transformer
+from scripts import bench
+from scripts.benches import art_e2e, e2e
+
+BASES = list(art_e2e.bases(4096))
+
+
+def test_recorded_shares():
+  """0.938 of the tiles with 23.1 % of the walks stopped: those took 1 − 0.062 / 0.231 of theirs."""
+  for base in ("Full", "SnapKV 0.2"):
+    for end, visited in zip(art_e2e.stops(base).values(), (0.93, 0.5, 0.81), strict=False):
+      assert 1 - end.stopped * (1 - end.after) == pytest.approx(visited, abs=0.07)
+  first = art_e2e.stops("Full")["1e-5"]
+  assert first.stopped == pytest.approx(0.2315, abs=1e-4)
+  assert first.after == pytest.approx(0.7324, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+  "base, splits",
+  [("Full", 2), ("StreamingLLM 0.8", 1), ("SnapKV 0.2", 2), ("PyramidKV 0.2", 1)],
+)
+def test_walks_end_where_they_are_told_to(base, splits):
+  """The share that a step reports is what the suite says of it, and some heads are not stopped."""
+  tokens, batch, model = 512, 2, e2e.weights("tiny")
+  method = art_e2e.Forced(art_e2e.bases(tokens)[base], after=0.4, tile=2, splits=splits)
+  held = art_e2e.filled(model, method, batch, tokens, 0.5, jax.random.key(0))
+  sizes = [cache.size for cache in held]
+  for _ in range(3):
+    _, held, aux = model.decode(jnp.zeros(batch, jnp.int32), held, method, with_aux=True)
+    tiles = np.array([layer["tiles"] for layer in aux])  # [L, B, K, G]
+  heads = tiles.shape[1:3]
+  for layer, size in enumerate(sizes):
+    stops = art_e2e.stopping(*heads, layer, 0.5)
+    every = -(-min(size, tokens + 3) // 2)
+    assert stops.any() and not stops.all()
+    np.testing.assert_array_equal(tiles[layer][~stops], every)
+    share = method.visited(heads, size)
+    assert share < 0.5 and np.abs(tiles[layer][stops] / every - share).max() < 0.03
+
+
+def test_bases_are_as_large_as_they_say():
+  model = e2e.weights("tiny")
+  held = {
+    base: art_e2e.cache_bytes(model, method, 2, 512) for base, method in art_e2e.bases(512).items()
+  }
+  for base, size in held.items():
+    share = 1.0 if base == "Full" else float(base.split()[1])
+    assert size / held["Full"] == pytest.approx(share, rel=0.02)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_kernels_take_every_base(base):
+  """At the full shape, two layers of it: nothing of ART falls back."""
+  config = dataclasses.replace(PRESETS["Llama-3.1-8B"], layers=2)
+  model = nnx.eval_shape(lambda: Transformer(config, impl="pallas", rngs=nnx.Rngs(0)))
+  method = art_e2e.Forced(art_e2e.bases(4096)[base], after=0.5)
+  graph, leaves = nnx.split(model)
+
+  def step(leaves, key):
+    decoder = nnx.merge(graph, leaves)
+    held = art_e2e.filled(decoder, method, 2, 4096, 0.5, key)
+    return decoder.decode(jnp.zeros(2, jnp.int32), held, method)[0]
+
+  assert jax.eval_shape(step, leaves, jax.random.key(0)).shape == (2, config.vocab)
+
+
+def test_the_suite_on_a_tiny_shape(capsys):
+  assert bench.main(["art_e2e", "--quick", "--repetitions", "1", "--only", "SnapKV"]) == 0
+  said = capsys.readouterr().out
+  assert "SnapKV 0.2 tiny B2 T0.5K" in said and "of a walk's tiles" in said
+  assert "1.17 and 1.27" in said and "wrong" not in said

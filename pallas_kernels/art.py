@@ -1,6 +1,6 @@
 """ART: a walk over a plan's tiles that ends once the output has stopped moving (ART, Alg. 1).
 
-Bytes: keys and values of the tiles walked, and of the rest of the chunk in which a walk ends.
+Bytes: keys and values of the tiles walked, and of a few behind the stop.
 
 Grid: `splits` programs for each (batch row, KV head). Program s walks tiles s, s + splits, … of the
 visiting order with a detector of its own and stops by itself; the parts are joined as those of
@@ -8,8 +8,11 @@ dense decode are (`_split`). One split is the paper's walk.
 
 A loop that tests for its end after every tile is not pipelined: it waits for the memory each time.
 So tiles are walked in chunks by an inner loop of known length, which is pipelined; an outer loop
-ends after the chunk in which the walk has stopped. Until then the detector hides the keys of the
-tiles behind the stop, which leaves the softmax state as it is, to the bit.
+tests for the end where there may be one. Until then the detector hides the keys of the tiles behind
+the stop, which leaves the softmax state as it is, to the bit.
+
+The inner loop takes tiles in parts, so that two parts fit beside the one that is multiplied, and
+those are on their way while the detector looks.
 """
 
 import dataclasses
@@ -28,7 +31,7 @@ from pallas_kernels import _backend, _split, _tiles, config
 from pallas_kernels.decode import check
 from pallas_kernels.sparse_decode import check_table
 
-CHUNK = 8  # tiles between two tests for the end of a walk
+CHUNK = 8  # tiles between two tests for the end of a walk that is not calm
 PROBES = 32  # dimensions of the output that a strided probe looks at
 MAX_TILE = 256
 NEVER = 1 << 30  # a patience that no walk exhausts
@@ -47,15 +50,18 @@ class Detector:
 
 
 class _Walk(NamedTuple):
-  """A walk between two tiles: softmax state, ‖x‖ of the last probe, stable tiles in a row, whether
-  it goes on (1 or 0) and tiles walked; [R], the last two scalars where query heads stop together.
+  """A walk: softmax state; behind its last whole tile the probe x, ‖x‖, stable tiles in a row,
+  whether it goes on (1 or 0) and tiles walked, the last two scalars where query heads stop
+  together; and the largest logit of the tile that it is in.
   """
 
   carry: _tiles.Carry
+  probe: Array
   norm: Array
   calm: Array
   going: Array
   walked: Array
+  top: Array
 
 
 def _probed(columns: Array, head_dim: int, full: bool) -> Array:
@@ -74,6 +80,7 @@ def _stepper(
   advance: Callable[[Any, _tiles.Carry, Array], tuple[_tiles.Carry, Array]],
   detector: Detector,
   *,
+  parts: int,
   probed: Array,
   lanes: Array,
   groups: int,
@@ -81,41 +88,78 @@ def _stepper(
   splits: int,
   proven: Callable[[Any, _tiles.Carry], Array] | None,
 ) -> Callable[[Any, _Walk], _Walk]:
-  """The body of the loop: one tile, and the detector behind it.
+  """The body of the loop: a part of a tile, and the detector behind the last one.
 
-  `advance(i, carry, going)` adds the i-th tile of this program and says which rows saw a key of it;
-  `proven(i, carry)` says, in the detector's place, which rows need no more than that.
+  `advance(n, carry, going)` adds part n % parts of tile n // parts of this program, and gives its
+  largest logits; `proven(i, carry)` says, in the detector's place, which rows need no more than
+  tile i.
   """
   patience = int(min(detector.patience, NEVER))
+  nothing = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
 
-  def look(carry: _tiles.Carry) -> Array:
-    return jnp.where(probed[None, :], carry.acc * (1 / _tiles.nonzero(carry.l))[:, None], 0.0)
+  def step(n: Any, walk: _Walk) -> _Walk:
+    carry, top = advance(n, walk.carry, walk.going)
+    if parts == 1:
+      return _Walk(carry, *behind(n, carry, top, *walk[1:-1]))
+    i, j = _divided(n, parts)
+    top, held = jnp.maximum(walk.top, top), walk[1:-1]
+    rest = lax.cond(j == parts - 1, lambda: behind(i, carry, top, *held), lambda: (*held, top))
+    return _Walk(carry, *rest)
 
-  def step(i: Any, walk: _Walk) -> _Walk:
-    carry, seen = advance(i, walk.carry, walk.going)
+  def behind(
+    i: Any, carry: _tiles.Carry, top: Array, old: Array, norm: Array, calm: Array, *counts: Array
+  ) -> tuple[Array, ...]:
+    """All of a walk but its state, behind tile i."""
+    going, walked = counts
+    new = old
     if proven is not None:
-      norm, calm, done = walk.norm, walk.calm, proven(i, carry).astype(jnp.int32)
+      done = proven(i, carry).astype(jnp.int32)
     else:
-      norm, calm = detect(carry, seen, walk)
+      new = jnp.where(probed[None, :], carry.acc * (1 / _tiles.nonzero(carry.l))[:, None], 0.0)
+      before, norm = norm, jnp.sqrt((new * new).sum(axis=1))
+      stable = is_stable(new, old, norm, before)
+      calm = jnp.where(top == -jnp.inf, calm, jnp.where(stable, calm + 1, 0))
       done = (calm >= patience).astype(jnp.int32)
     enough = (part + (i + 1) * splits >= detector.kept).astype(jnp.int32)
     if not detector.per_head:
       done = jnp.where(lanes < groups, done, 1).min()
-    return _Walk(carry, norm, calm, walk.going * (1 - done * enough), walk.walked + walk.going)
+    return new, norm, calm, going * (1 - done * enough), walked + going, nothing
 
-  def detect(carry: _tiles.Carry, seen: Array, walk: _Walk) -> tuple[Array, Array]:
-    """‖x‖ behind this tile, and stable tiles in a row."""
-    new, old = look(carry), look(walk.carry)
-    norm = jnp.sqrt((new * new).sum(axis=1))
+  def is_stable(new: Array, old: Array, norm: Array, before: Array) -> Array:
+    """Whether the probe neither moved nor turned; `norm` and `before` are the norms of both."""
     moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=1))  # d_scale
-    both = norm * walk.norm
+    both = norm * before
     # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
-    apart = moved * moved - (norm - walk.norm) * (norm - walk.norm)
+    apart = moved * moved - (norm - before) * (norm - before)
     turn = apart / (2 * jnp.where(both > 0, both, 1.0))
-    stable = (both > 0) & (moved < detector.tau) & (turn < detector.phi)
-    return norm, jnp.where(seen, jnp.where(stable, walk.calm + 1, 0), walk.calm)
+    return (both > 0) & (moved < detector.tau) & (turn < detector.phi)
 
   return step
+
+
+def _is_run(unit: int, tile: int, part: int) -> bool:
+  """Whether all slots of a part of a tile come from one entry of a table."""
+  return unit % part == 0 and tile % part == 0
+
+
+def _divided(n: Any, parts: int) -> tuple[Any, Any]:
+  """Tile and part of step n of a walk."""
+  if parts == 1:
+    return n, 0
+  i = lax.div(n, jnp.int32(parts))
+  return i, n - i * parts
+
+
+def _until_test(walk: _Walk, detector: Detector, chunk: int, real: Array) -> Array:
+  """Tiles until the next test for the end: no sooner than a walk can have ended.
+
+  A head that has been calm for c tiles needs p − c more, the one that needs most decides. A walk of
+  two tiles is the shortest, as each waits for the memory once; where a head is not calm at all, one
+  of `chunk` tiles, since it will hardly end there.
+  """
+  patience = int(min(detector.patience, NEVER))
+  calm = jnp.where(real & (walk.going > 0), walk.calm, NEVER).min()
+  return jnp.where(calm == 0, max(chunk, patience), jnp.maximum(patience - calm, 2))
 
 
 def _walk_kernel(
@@ -154,9 +198,19 @@ def _walk_kernel(
     oldest = jnp.maximum(start // tile, pinned)
     tiles = jnp.minimum(pinned, newest + 1) + jnp.maximum(newest - oldest + 1, 0)
 
-  def slots_of(t: Any, lane: Array) -> tuple[Array, Array]:
-    """Slots of keys `lane` of tile t of the visiting order, and which of them are visible."""
-    if table_refs:
+  parts = pl.cdiv(tile, cut.tile)  # of a tile: the shared memory holds two of them, or more
+
+  # Addresses of a run of slots need few registers.
+  run = not table_refs or _is_run(unit, tile, cut.tile)
+
+  def slots_of(t: Any, j: Any) -> tuple[Array, Array]:
+    """Slots of the keys of part j of tile t of the order, and which of them are visible."""
+    lane = j * cut.tile + jnp.arange(cut.tile)
+    if table_refs and run:
+      key = t * tile + j * cut.tile
+      entry = table_ref[row, key // unit]
+      slot, real = entry * unit + key % unit + jnp.arange(cut.tile), (key < keys) & (entry >= 0)
+    elif table_refs:
       key = t * tile + lane
       listed = (key < keys) & (lane < tile)
       entry = _backend.load(table_ref, row, key // unit, mask=listed, other=-1)
@@ -166,9 +220,9 @@ def _walk_kernel(
       real = lane < tile
     return slot, real & (slot < stop) & ((slot < sinks) | (slot >= start))
 
-  def fetch(t: Any, lane: Array) -> _tiles.Tile:
-    slot, keep = slots_of(t, lane)
-    if table_refs:  # without one, addresses stay a run, which saves registers
+  def fetch(t: Any, j: Any) -> _tiles.Tile:
+    slot, keep = slots_of(t, j)
+    if not run:
       slot = jnp.where(keep, slot, 0)
     index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
     k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in (k_ref, v_ref))
@@ -176,29 +230,22 @@ def _walk_kernel(
 
   real = (lanes < groups)[:, None] & inside
   q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
-  parts = pl.cdiv(tile, cut.tile)
 
   def advance(
-    i: Any, carry: _tiles.Carry, going: Array | None = None
+    n: Any, carry: _tiles.Carry, going: Array | None = None
   ) -> tuple[_tiles.Carry, Array]:
-    """Adds tile i of this program, and says which rows saw a key of it."""
+    """Adds part n % parts of tile n // parts of this program, and gives its largest logits.
 
-    def add(j: Any, carried: tuple[_tiles.Carry, Array]) -> tuple[_tiles.Carry, Array]:
-      carry, top = carried
-      loaded = fetch(part + i * splits, j * cut.tile + jnp.arange(cut.tile))
-      keep = loaded.keep
-      if going is not None:
-        keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
-      logits: list[Array] = []
-      carry = _tiles.step(carry, q, loaded._replace(keep=keep), scale=scale, see=logits.append)
-      return carry, jnp.maximum(top, logits[0].max(axis=1))
-
-    carried = carry, jnp.full(lanes.shape, -jnp.inf, jnp.float32)
-    if parts == 1:
-      carry, top = add(0, carried)
-    else:  # a tile that the shared memory does not hold twice
-      carry, top = lax.fori_loop(0, parts, add, carried)
-    return carry, ~(top == -jnp.inf)
+    One loop over all parts: a loop inside of a loop would wait for the memory in each turn.
+    """
+    i, j = _divided(n, parts)
+    loaded = fetch(part + i * splits, j)
+    keep = loaded.keep
+    if going is not None:
+      keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
+    logits: list[Array] = []
+    carry = _tiles.step(carry, q, loaded._replace(keep=keep), scale=scale, see=logits.append)
+    return carry, logits[0].max(axis=1)
 
   def proven(i: Any, carry: _tiles.Carry) -> Array:
     """ln of the mass unread ≤ ln of the mass read + log_ratio."""
@@ -209,15 +256,18 @@ def _walk_kernel(
   mine = jnp.maximum(tiles - part + splits - 1, 0) // splits
   carry = _tiles.start(lanes.size, columns.size)
   if detector is None:
-    carry = lax.fori_loop(0, mine, lambda i, carry: advance(i, carry)[0], carry)
+    carry = lax.fori_loop(0, mine * parts, lambda n, carry: advance(n, carry)[0], carry)
     walked = mine
   else:
     zero = jnp.zeros(lanes.shape, jnp.int32)
     many = zero if detector.per_head else jnp.int32(0)
-    walk = _Walk(carry, jnp.zeros(lanes.shape, jnp.float32), zero, many + 1, many)
+    none = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
+    empty = jnp.zeros(carry.acc.shape, jnp.float32), jnp.zeros(lanes.shape, jnp.float32)
+    walk = _Walk(carry, *empty, zero, many + 1, many, none)
     step = _stepper(
       advance,
       detector,
+      parts=parts,
       probed=_probed(columns, head_dim, detector.full),
       lanes=lanes,
       groups=groups,
@@ -233,8 +283,11 @@ def _walk_kernel(
 
     def walk_chunk(state: tuple[Array, _Walk]) -> tuple[Array, _Walk]:
       first, walk = state
-      last = jnp.minimum(first + chunk, mine)
-      return last, lax.fori_loop(first, last, step, walk)
+      many = jnp.int32(chunk)
+      if log_ratio is None:
+        many = _until_test(walk, detector, chunk, lanes < groups)
+      last = first + jnp.minimum(many, mine - first)
+      return last, lax.fori_loop(first * parts, last * parts, step, walk)
 
     _, walk = lax.while_loop(unfinished, walk_chunk, (jnp.int32(0), walk))
     carry, walked = walk.carry, walk.walked
@@ -300,7 +353,8 @@ def walk(
       whatever the output does.
     log_ratio: see `unread`.
     splits: P; None: as many as fill the device, by the shapes alone.
-    chunk: tiles between two tests for the end; those behind the end are loaded for nothing.
+    chunk: tiles between two tests for the end while the output moves, at least `patience`; the
+      calmer it is, the sooner the next one. Tiles behind the end are loaded for nothing.
     scale: factor of the logits; H^−½ if None.
     cut: keys per matrix product, warps and stages; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
@@ -333,7 +387,11 @@ def walk(
   detector = None
   if patience is not None:
     detector = Detector(tau, phi, patience, full, per_head, kept)
-  cut = cut or choose_cut(tile, head_dim, q.dtype.itemsize, interpret=interpreted)
+  if cut is None:
+    size = q.dtype.itemsize
+    cut = choose_cut(tile, head_dim, size, interpret=interpreted)
+    if table is not None and not _is_run(unit, tile, cut.tile):
+      cut = choose_cut(tile, head_dim, size, listed=True, interpret=interpreted)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
   if table is not None and count is not None:
     flat += [table.reshape(rows, -1), count.reshape(rows)]
@@ -375,20 +433,35 @@ def walk(
 def choose_splits(
   rows: int, length: int, tile: int, *, interpret: bool = False, kind: str | None = None
 ) -> int:
-  """Splits that give every multiprocessor two programs; one where the rows already do."""
+  """Splits with which no multiprocessor has more than two programs; one where rows have that many.
+
+  Never more than tiles. More programs would hide more waiting, but each split needs a calm stretch
+  of its own to stop.
+  """
   if interpret:
     return 1
   return max(1, min(2 * config.this_device(kind).cores // rows, -(-length // tile)))
 
 
 def choose_cut(
-  tile: int, head_dim: int, itemsize: int, *, interpret: bool = False, kind: str | None = None
+  tile: int,
+  head_dim: int,
+  itemsize: int,
+  *,
+  listed: bool = False,
+  interpret: bool = False,
+  kind: str | None = None,
 ) -> config.Config:
-  """Keys per matrix product, at most a tile of the walk, and stages that fit two programs."""
+  """Keys per matrix product, at most a tile of the walk, and stages that fit two programs.
+
+  Two parts of 32 KiB are on their way beside the one in use. `listed`: slots come from a table, key
+  by key, which takes a stage before each of theirs.
+  """
   whole = max(16, pl.next_power_of_2(tile))
   if interpret:
     return config.Config(tile=whole, programs=1, warps=4, stages=1)
   columns = _split.columns_of(head_dim)
-  part = max(16, min(whole, (64 << 10) // (2 * columns * itemsize)))
+  part = max(16, min(whole, (32 << 10) // (2 * columns * itemsize)))
   # float32 tiles want the registers of eight warps.
-  return config.Config(tile=part, programs=1, warps=4 if itemsize < 4 else 8, stages=2)
+  warps = 4 if itemsize < 4 else 8
+  return config.Config(tile=part, programs=1, warps=warps, stages=5 if listed else 3)

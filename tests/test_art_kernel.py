@@ -110,9 +110,13 @@ def inputs(seed, batch, heads, groups, slots, head_dim):
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
-@pytest.mark.parametrize("kwargs", [{}, {"per_head": True, "full": True, "kept": 4}], ids=str)
+@pytest.mark.parametrize(
+  "kwargs", [{}, {"per_head": True, "full": True, "kept": 4, "patience": 2}], ids=str
+)
 def test_a_table_against_algorithm_1(unit, splits, kwargs):
-  batch, heads, groups, slots, sinks, tile = 2, 3, 3, 700, 5, 20
+  """Tiles at once, and in parts, which straddle the table's entries or lie within one."""
+  batch, heads, groups, slots, sinks, tile = 2, 3, 3, 700, 5, 32 if unit == 256 else 20
+  cut = Config(16, 1, 4, 1) if splits == 3 else None
   width = {1: 190, 3: 90, 16: 20, 256: 3}[unit]
   q, k, v = inputs(unit, batch, heads, groups, slots, 48)
   table, count, start, stop = plan(unit, batch, heads, slots, unit, width)
@@ -130,7 +134,7 @@ def test_a_table_against_algorithm_1(unit, splits, kwargs):
     orders[b][h] = cut_into(listed, seen, tile)
   poisoned = [np.where(read[..., None], x, np.nan) for x in (k, v)]
   run = jax.jit(
-    functools.partial(walk, unit=unit, sinks=sinks, tile=tile, splits=splits, chunk=3, **detector)
+    functools.partial(walk, unit=unit, sinks=sinks, tile=tile, splits=splits, chunk=3, cut=cut, **detector)
   )
   out = run(*map(jnp.asarray, (q, *poisoned, table, count, start, stop)))
   stopped = compare(lambda *_: out, [q, k, v], orders, tile, splits, detector)
@@ -192,6 +196,15 @@ def test_a_tile_may_be_read_in_parts():
   np.testing.assert_array_equal(whole[2], parts[2])
   np.testing.assert_allclose(whole[0].o, parts[0].o, atol=1e-5)
   assert whole[2].min() < 277 // 48
+  rng = np.random.default_rng(0)
+  table = jnp.asarray([[rng.permutation(9) for _ in range(2)] for _ in range(2)], jnp.int32)
+  unread = jnp.broadcast_to(jnp.linspace(6.0, -2.0, 10), (2, 2, 3, 10))
+  listed = functools.partial(walk, q, k, v, table, jnp.full((2, 2), 9, jnp.int32), *bounds)
+  run = functools.partial(listed, unit=48, tile=48, patience=1, unread=unread, log_ratio=-3.0)
+  whole, parts = (run(splits=1, cut=Config(tile, 1, 4, 1)) for tile in (64, 16))
+  np.testing.assert_array_equal(whole[2], parts[2])
+  np.testing.assert_allclose(whole[0].o, parts[0].o, atol=1e-5)
+  assert 1 < whole[2].min() and whole[2].max() < 9
 
 
 BASES = [

@@ -333,8 +333,8 @@ def _dilate(
 
     def neighbours(n: Any, end: Array) -> Array:
       """Appends those on one side, at one distance: −1, 1, −2, 2, …"""
-      distance = n // 2 + 1
-      away = jnp.where(n % 2 == 0, -distance, distance)
+      distance = (n >> 1) + 1
+      away = jnp.where((n & 1) == 0, -distance, distance)
       near = token + away
 
       def others(e: Any, new: Array) -> Array:

@@ -346,7 +346,9 @@ class CIS(Method):
     own = jnp.where(choice.retrieves > 0, place, self.block)
     queries, anchor, retrieved = held
     noted = {
-      "queries": queries.at[row[..., 0], head[..., 0], place[..., 0]].set(choice.query, mode="drop"),
+      "queries": queries.at[row[..., 0], head[..., 0], place[..., 0]].set(
+        choice.query, mode="drop"
+      ),
       "anchor": anchor.at[row, head, place, unit].set(choice.anchor, mode="drop"),
       "retrieved": retrieved.at[row, head, own, unit].set(self.dilate(found, weight), mode="drop"),
     }

@@ -176,7 +176,12 @@ def other_tiles(
   except NotImplementedError:
     if at.env.impl != "auto":
       raise
-    return tiles.others(scores, span, **chosen)
+    best, index = tiles.others(scores, span, **chosen)
+    if ordered:
+      return best, index
+    behind = jnp.where(index < 0, scores.shape[-1], index)
+    behind, best = jax.lax.sort((behind, best), num_keys=1)
+    return best, jnp.where(behind == scores.shape[-1], -1, behind)
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:

@@ -107,7 +107,7 @@ class Method:
 
   @property
   def in_place(self) -> tuple[str, ...]:
-    """Large arrays of the heads shelf that `observe` itself leaves alone in rows that do not count.
+    """Arrays of the heads and rows shelves that `observe` leaves alone in rows that do not count.
 
     It writes what it would find there anyway, or minds `Attended.counted`. All other statistics are
     chosen row by row after each step, which moves the whole of them.
@@ -427,7 +427,7 @@ class Method:
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
     clean = self.overrides("observe")
     counted = live & finite_rows(at, attended.state.l) if clean else live
-    attended = dataclasses.replace(attended, counted=counted)
+    attended = dataclasses.replace(attended, counted=counted, live=live)
     cache, aux = self.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
       cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
@@ -521,5 +521,5 @@ def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache, in_place: tuple[
   return Cache(
     slots=pick(new.slots, old.slots, ("k", "v", "pos", "norm")),
     heads=pick(new.heads, old.heads, in_place),
-    rows=pick(new.rows, old.rows, ("seen", "used")),
+    rows=pick(new.rows, old.rows, ("seen", "used", *in_place)),
   )

@@ -345,7 +345,8 @@ class Attended:
     out: state.o in the dtype of q, where the implementation returns it too.
     memo: what `attend` found that `observe` needs, where a method has such.
     counted: bool [B], rows whose statistics `observe` may change: live ones without NaN. Filled in
-      between the two.
+      between the two, as is `live`.
+    live: bool [B], rows that take part.
   """
 
   state: State
@@ -355,3 +356,4 @@ class Attended:
   out: Array | None = None
   memo: Any = None
   counted: Array | None = None
+  live: Array | None = None

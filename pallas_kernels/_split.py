@@ -65,15 +65,26 @@ def piece(
   return Piece(pid, jnp.minimum(row, rows - 1), pid - before, parts, row < rows)
 
 
+def whole() -> Piece:
+  """All of the row that has this program's number."""
+  row = pl.program_id(0)
+  return Piece(row, row, jnp.int32(0), jnp.int32(1), row >= 0)
+
+
 def results(
   rows: int, groups: int, head_dim: int, programs: int, dtype: Any
 ) -> list[jax.ShapeDtypeStruct]:
   """What an attention kernel writes: o [R, G, H], m, l [R, G], o in `dtype`, and for the join
-  acc [P, G, H], m, l [P, G] and (first program, pieces) [R, 2].
+  acc [P, G, H], m, l [P, G] and (first program, pieces) [R, 2], unless `programs` is 0.
   """
-  return [
+  done = [
     *state_shapes(rows, groups, head_dim),
     jax.ShapeDtypeStruct((rows, groups, head_dim), dtype),
+  ]
+  if not programs:
+    return done
+  return [
+    *done,
     *state_shapes(most_pieces(rows, programs), groups, head_dim),
     jax.ShapeDtypeStruct((rows, 2), jnp.int32),
   ]
@@ -83,7 +94,7 @@ def store(
   piece: Piece, carry: _tiles.Carry, refs: Sequence[Any], *, groups: int, head_dim: int
 ) -> None:
   """Writes a walked piece to the refs of `results`."""
-  o_ref, m_ref, l_ref, rounded_ref, part_acc_ref, part_m_ref, part_l_ref, cut_ref = refs
+  o_ref, m_ref, l_ref, rounded_ref, *part_refs = refs
   pid, row = piece.pid, piece.row
   lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
   of_query = lanes[:, None], columns[None, :]
@@ -96,6 +107,10 @@ def store(
     _backend.store(rounded_ref, row, *of_query, value=o.astype(rounded_ref.dtype), mask=real)
     _backend.store(m_ref, row, lanes, value=m, mask=lanes < groups)
     _backend.store(l_ref, row, lanes, value=l, mask=lanes < groups)
+
+  if not part_refs:
+    return
+  part_acc_ref, part_m_ref, part_l_ref, cut_ref = part_refs
 
   @pl.when(piece.active & (piece.parts > 1))
   def _():

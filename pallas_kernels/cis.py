@@ -5,19 +5,23 @@ cache entries a step has a dozen small operations, two of them sorts and three s
 which would be a launch of its own.
 
 `anchors`, one program per row: cosines with the block's queries (Eq. 12), the most recent that is
-alike, and whose retrieval it used. `listed`, one program per row: first tokens, newest ones, the
-chosen ones, and for those who share their neighbours (Eq. 13), none twice. What is listed already
-is marked in a scratch row of one integer per slot, of which only the list's entries are touched.
-`note` writes down what the block's later queries look for.
+alike, and whose retrieval it used. `listed`, one program per row: first tokens, newest ones and the
+chosen ones; what is shared was dilated when it was noted, so that nothing is there twice. Where
+query heads choose on their own and a KV head reads all of it, what is listed already is marked in a
+scratch row of one integer per slot, of which only the list's entries are touched. `note` writes
+down what the block's later queries look for: a retrieval with the neighbours of its heaviest tokens
+(Eq. 13).
 
 Bytes: the block's queries, 4 s G H per row; else next to nothing.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
@@ -25,16 +29,28 @@ from pallas_kernels import _backend, _lists
 from pallas_kernels._split import columns_of
 
 WARPS = 4
+LEAST = -(2**31)  # below the key of every float
 
 
-def _anchors_kernel(*refs: Any, tau: float, alone: bool) -> None:
-  """q [R, G, H], queries [R, s, G, H], anchor [R, s, U], step [B] ->
-  query [R, G, H] of norm 1, anchor [R, U], shares [R, U]. `alone`: U = G.
+def _anchors_kernel(
+  *refs: Any, tau: float, alone: bool, first: Callable[[Array], Array] | None
+) -> None:
+  """q [R, G, H], queries [R, s, G, H], anchor [R, s, U], step, seen [B] -> query [R, G, H] of norm
+  1, anchor, retrieves [R, U], step [R] (, first [B]). `alone`: U = G.
   """
-  q_ref, queries_ref, anchor_ref, step_ref, query_ref, found_ref, shares_ref = refs
+  q_ref, queries_ref, anchor_ref, step_ref, seen_ref = refs[:5]
+  query_ref, found_ref, retrieves_ref, steps_ref, *first_ref = refs[5:]
   rows, block, groups, head_dim = queries_ref.shape
   row = pl.program_id(0)
-  step = step_ref[row // (rows // step_ref.shape[0])]
+  shared = rows // step_ref.shape[0]
+  step = step_ref[row // shared]
+  steps_ref[row] = step
+  if first is not None:
+
+    @pl.when(row % shared == 0)
+    def _():
+      first_ref[0][row // shared] = first(seen_ref[row // shared])
+
   column, turn = jnp.arange(columns_of(head_dim)), jnp.arange(pl.next_power_of_2(block))
   inside, earlier = column < head_dim, (turn < block) & (turn < step)
 
@@ -42,7 +58,7 @@ def _anchors_kernel(*refs: Any, tau: float, alone: bool) -> None:
     latest = jnp.where(alike, turn, -1).max()
     anchor = anchor_ref[row, jnp.maximum(latest, 0), unit]
     found_ref[row, unit] = jnp.where(latest >= 0, anchor, step)
-    shares_ref[row, unit] = (latest >= 0).astype(jnp.int32)
+    retrieves_ref[row, unit] = (latest < 0).astype(jnp.int32)
 
   every = earlier
   for g in range(groups):
@@ -66,31 +82,41 @@ def anchors(
   queries: Float[Array, "B K s G H"],
   anchor: Int[Array, "B K s U"],
   step: Int[Array, " B"],
+  seen: Int[Array, " B"],
   *,
   tau: float,
+  first: Callable[[Array], Array] | None = None,
   interpret: bool | None = None,
-) -> tuple[Float[Array, "B K G H"], Int[Array, "B K U"], Int[Array, "B K U"]]:
-  """The queries at norm 1, the step whose retrieval each unit uses, and whether it shares it.
+) -> tuple[Array, ...]:
+  """The queries at norm 1, the step whose retrieval each unit uses, and whether it is its own.
 
   Args:
     q: queries of the newest token, rotated.
     queries: those of the block, float32, of norm 1.
     anchor: the step whose retrieval each of them used.
     step: of the block, this one's.
+    seen: cached tokens of every row.
     tau: the cosine that all queries of a unit must exceed: a KV head (U = 1) or a query head.
+    first: the first token in sight as a function of `seen`, int32 scalars.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    float32 [B, K, G, H]; int32 [B, K, U]; int32 [B, K, U], 1 where a unit shares with none; the
+    step of every KV head, int32 [B, K]; and with `first` what it gives, int32 [B].
   """
   batch, heads, _, groups, head_dim = queries.shape
   rows, units = batch * heads, anchor.shape[3]
-  query, found, shares = _backend.call(
-    functools.partial(_anchors_kernel, tau=tau, alone=units == groups),
+  query, found, retrieves, steps, *window = _backend.call(
+    functools.partial(_anchors_kernel, tau=tau, alone=units == groups, first=first),
     *(x.reshape(rows, *x.shape[2:]) for x in (q, queries, anchor)),
-    step,
+    *(step, seen),
     grid=(rows,),
     out=[
       jax.ShapeDtypeStruct((rows, groups, head_dim), jnp.float32),
       jax.ShapeDtypeStruct((rows, units), jnp.int32),
       jax.ShapeDtypeStruct((rows, units), jnp.int32),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
+      *([] if first is None else [jax.ShapeDtypeStruct((batch,), jnp.int32)]),
     ],
     warps=WARPS,
     stages=1,
@@ -98,206 +124,291 @@ def anchors(
     interpret=interpret,
   )
   shape = batch, heads, units
-  return query.reshape(q.shape), found.reshape(shape), shares.reshape(shape)
+  steps = steps.reshape(batch, heads)
+  return query.reshape(q.shape), found.reshape(shape), retrieves.reshape(shape), steps, *window
 
 
-def _listed_kernel(
-  *refs: Any, sinks: int, local: int, heaviest: int, radius: int, span_sinks: int, interpret: bool
-) -> None:
-  """retrieved [R, s, U, k], fresh [R, U, k'], anchor, shares [R, U], seen [B], start [R] or one per
-  batch row -> table [R, W], count [R], kept [R, U, k], mark [R, S].
+def _listed_kernel(*refs: Any, sinks: int, local: int, span_sinks: int, interpret: bool) -> None:
+  """retrieved [R, s, U, W], fresh [R, U, f], anchor, retrieves [R, U], seen [B], start [R] or one
+  per batch row -> table [R, X], count [R] (, mark [R, S]: U > 1).
   """
-  retrieved_ref, fresh_ref, anchor_ref, shares_ref, seen_ref, start_ref = refs[:6]
-  table_ref, count_ref, kept_ref, mark_ref = refs[6:]
-  rows, _, units, k = retrieved_ref.shape
-  slots = mark_ref.shape[1]
+  retrieved_ref, fresh_ref, anchor_ref, retrieves_ref, seen_ref, start_ref = refs[:6]
+  table_ref, count_ref, *mark_ref = refs[6:]
+  rows, _, units, width = retrieved_ref.shape
   row = pl.program_id(0)
   seen = seen_ref[row // (rows // seen_ref.shape[0])]
   start = start_ref[row // (rows // start_ref.shape[0])]
-  away = [d for r in range(1, radius + 1) for d in (-r, r)] if heaviest else []
-  i, j = jnp.arange(pl.next_power_of_2(k)), jnp.arange(pl.next_power_of_2(max(heaviest, 1)))
 
   def visible(token: Array) -> Array:
     return (token >= 0) & (token < seen) & ((token < span_sinks) | (token >= start))
 
-  def middle(token: Array) -> Array:
-    return visible(token) & (token >= sinks) & (token < seen - local)
+  def chosen(u: int, i: Array) -> tuple[Array, Array]:
+    """What a unit retrieved, or shares, and which of it lies in the middle of now."""
+    own = retrieves_ref[row, u] > 0
+    here = (i >= 0) & (i < width) & jnp.logical_not(own)
+    old = _backend.load(retrieved_ref, row, anchor_ref[row, u], u, i, mask=here, other=-1)
+    here = (i >= 0) & (i < fresh_ref.shape[2]) & own
+    token = jnp.where(own, _backend.load(fresh_ref, row, u, i, mask=here, other=-1), old)
+    return token, visible(token) & (token >= sinks) & (token < seen - local)
+
+  if units == 1:  # no two alike: every token has its place, and the others are holes
+    i = jnp.arange(pl.next_power_of_2(table_ref.shape[1]))
+    token, ok = chosen(0, i - (sinks + local))
+    newest = seen - 1 - (i - sinks)
+    forced = jnp.where(i < sinks, i, newest)
+    first = visible(forced) & ((i < sinks) | (newest >= sinks))
+    ok = jnp.where(i < sinks + local, first, ok)
+    token = jnp.where(ok, jnp.where(i < sinks + local, forced, token), -1)
+    _backend.store(table_ref, row, i, value=token, mask=i < table_ref.shape[1])
+    count_ref[row] = jnp.where(ok, i + 1, 0).max()
+    return
+
+  slots, i = mark_ref[0].shape[1], jnp.arange(pl.next_power_of_2(width))
 
   def mark(token: Array, ok: Array, value: int) -> None:
     place = jnp.where(ok, token, slots)
-    _backend.store(mark_ref, row, place, value=jnp.full(token.shape, value), mask=ok)
+    _backend.store(mark_ref[0], row, place, value=jnp.full(token.shape, value), mask=ok)
 
   def wait() -> None:
     if not interpret:
       _backend.barrier()  # threads read what others wrote
 
-  def chosen(u: int) -> Array:
-    """What a unit retrieved, or shares."""
-    shares = shares_ref[row, u] > 0
-    index = row, anchor_ref[row, u], u, i
-    old = _backend.load(retrieved_ref, *index, mask=(i < k) & shares, other=-1)
-    new_here = (i < fresh_ref.shape[2]) & jnp.logical_not(shares)
-    new = _backend.load(fresh_ref, row, u, i, mask=new_here, other=-1)
-    return jnp.where(shares, old, new)
-
-  def near(u: int, d: int) -> tuple[Array, Array]:
-    """The neighbours d away of a shared retrieval's heaviest tokens."""
-    here = (j < heaviest) & (shares_ref[row, u] > 0)
-    heavy = _backend.load(retrieved_ref, row, anchor_ref[row, u], u, j, mask=here, other=-1)
-    return heavy + d, (heavy >= 0) & middle(heavy + d)
-
   for u in range(units):
-    token = chosen(u)
-    fresh = jnp.where(shares_ref[row, u] > 0, -1, token)
-    _backend.store(kept_ref, row, u, i, value=fresh, mask=i < k)
-    mark(token, middle(token), 0)
-    for d in away:
-      mark(*near(u, d), 0)
+    mark(*chosen(u, i), 0)
   always, ok = _lists.always(sinks, local, seen)
   count = _lists.append(table_ref, row, jnp.int32(0), always, ok & visible(always))
-
-  def add(count: Array, token: Array, ok: Array) -> Array:
-    """Appends tokens, no two alike, those aside that are listed already."""
+  for u in range(units):
+    token, ok = chosen(u, i)
     wait()
     place = jnp.where(ok, token, 0)
-    ok &= _backend.load(mark_ref, row, place, mask=ok, other=1) == 0
+    ok &= _backend.load(mark_ref[0], row, place, mask=ok, other=1) == 0
     count = _lists.append(table_ref, row, count, token, ok)
     wait()  # all have read
     mark(token, ok, 1)
-    return count
-
-  for u in range(units):
-    token = chosen(u)
-    count = add(count, token, middle(token))
-    for d in away:
-      count = add(count, *near(u, d))
   count_ref[row] = count
   _lists.end(table_ref, row, count)
 
 
 def listed(
-  retrieved: Int[Array, "B K s U k"],
+  retrieved: Int[Array, "B K s U W"],
   fresh: Int[Array, "B K U f"],
   anchor: Int[Array, "B K U"],
-  shares: Int[Array, "B K U"],
+  retrieves: Int[Array, "B K U"],
   seen: Int[Array, " B"],
   start: Int[Array, "B #K"],
   *,
   slots: int,
   sinks: int,
   local: int,
-  heaviest: int,
-  radius: int,
   span_sinks: int = 0,
   interpret: bool | None = None,
-) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K U k"]]:
+) -> tuple[Int[Array, "B K X"], Int[Array, "B K"]]:
   """The tokens that every KV head reads, none twice: all that any of its units chose.
 
   Args:
-    retrieved: of the steps of the block, heaviest first, −1 = none.
-    fresh: this step's, f ≤ k of them; anything where a unit shares.
-    anchor: the step whose retrieval a unit that `shares` uses.
+    retrieved: of the steps of the block, dilated, −1 = none.
+    fresh: this step's, f ≤ W of them; anything where a unit shares.
+    anchor: the step whose retrieval a unit uses.
+    retrieves: 1 where that is this step.
     seen: cached tokens of every row.
     start, span_sinks: the tokens that may be read, as in `sparse_decode`.
     slots: S.
     sinks, local: numbers of first and of newest tokens that are always listed.
-    heaviest, radius: a shared retrieval's first `heaviest` tokens gain neighbours this far away.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    table: first tokens, newest ones backwards, then unit by unit the chosen ones and their
-    neighbours, the nearest first; −1 behind the end; its count; and the fresh retrieval, −1 where a
-    unit shares.
+    table: first tokens, newest ones backwards, then unit by unit the chosen ones of the middle; −1
+    behind the end, and with one unit in place of what is left out; and its count.
   """
-  batch, heads, _, units, k = retrieved.shape
-  rows = batch * heads
-  width = sinks + local + units * (k + 2 * radius * heaviest)
-  table, count, kept, _ = _backend.call(
+  batch, heads, _, units, widest = retrieved.shape
+  rows, width = batch * heads, sinks + local + units * widest
+  table, count, *_ = _backend.call(
     functools.partial(
       _listed_kernel,
       sinks=sinks,
       local=local,
-      heaviest=heaviest,
-      radius=radius,
       span_sinks=span_sinks,
       interpret=_backend.interpreted(interpret),
     ),
-    *(x.reshape(rows, *x.shape[2:]) for x in (retrieved, fresh, anchor, shares)),
+    *(x.reshape(rows, *x.shape[2:]) for x in (retrieved, fresh, anchor, retrieves)),
     *(seen, start.reshape(-1)),
     grid=(rows,),
     out=[
       jax.ShapeDtypeStruct((rows, width), jnp.int32),
       jax.ShapeDtypeStruct((rows,), jnp.int32),
-      jax.ShapeDtypeStruct((rows, units, k), jnp.int32),
-      jax.ShapeDtypeStruct((rows, slots), jnp.int32),
+      *([jax.ShapeDtypeStruct((rows, slots), jnp.int32)] if units > 1 else []),
     ],
     warps=WARPS,
     stages=1,
     name="cis_listed",
     interpret=interpret,
   )
-  shape = batch, heads
-  return table.reshape(*shape, width), count.reshape(shape), kept.reshape(*shape, units, k)
+  return table.reshape(batch, heads, width), count.reshape(batch, heads)
 
 
-def _note_kernel(*refs: Any) -> None:
-  """step, counted [B], query [R, G, H], anchor [R, U], fresh [R, U, k], the block's as they are ->
-  queries [R, s, G, H], anchors [R, s, U], retrieved [R, s, U, k].
+def _keys(value: Array) -> Array:
+  """int32 keys in the order of floats that are not NaN; 0 and −0 are equal."""
+  bits = lax.bitcast_convert_type(jnp.where(value == 0, 0.0, value), jnp.int32)
+  return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _note_kernel(*refs: Any, sinks: int, heaviest: int, radius: int) -> None:
+  """live [B], l [R, G], step [R], query [R, G, H], anchor, retrieves [R, U], found, weight
+  [R, U, f], and in place queries [R, s, G, H], anchors [R, s, U], retrieved [R, s, U, W], step [B].
   """
-  step_ref, counted_ref, query_ref, anchor_ref, fresh_ref = refs[:5]
-  queries_ref, anchors_ref, retrieved_ref = refs[8:]
+  live_ref, l_ref, steps_ref, query_ref, anchor_ref, retrieves_ref = refs[:6]
+  found_ref, weight_ref = refs[6:8]
+  queries_ref, anchors_ref, retrieved_ref, step_ref = refs[-4:]
   rows, groups, head_dim = query_ref.shape
-  units, k = fresh_ref.shape[1:]
+  _, block, units, _ = retrieved_ref.shape
   row = pl.program_id(0)
-  batch_row = row // (rows // step_ref.shape[0])
-  step = step_ref[batch_row]
-  column, i = jnp.arange(columns_of(head_dim)), jnp.arange(pl.next_power_of_2(k))
+  heads = rows // live_ref.shape[0]
+  batch_row = row // heads
+  step = steps_ref[row]  # the one that counts is written by another program
+  column = jnp.arange(columns_of(head_dim))
+  head, group = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(groups))
+  mask = (head < heads)[:, None] & (group < groups)[None, :]
+  l = _backend.load(l_ref, batch_row * heads + head[:, None], group[None, :], mask=mask, other=1.0)
+  finite = (jnp.abs(l) < jnp.inf).astype(jnp.int32).min(axis=1).min()
 
-  @pl.when(counted_ref[batch_row] > 0)
+  @pl.when((live_ref[batch_row] > 0) & (finite > 0))
   def _():
     for g in range(groups):
       query = _backend.load(query_ref, row, g, column, mask=column < head_dim)
       _backend.store(queries_ref, row, step, g, column, value=query, mask=column < head_dim)
     for u in range(units):
       anchors_ref[row, step, u] = anchor_ref[row, u]
-      fresh = _backend.load(fresh_ref, row, u, i, mask=i < k, other=-1)
-      _backend.store(retrieved_ref, row, step, u, i, value=fresh, mask=i < k)
+
+      @pl.when(retrieves_ref[row, u] > 0)
+      def _(u=u):
+        where = {"sinks": sinks, "heaviest": heaviest, "radius": radius}
+        _dilate(found_ref, weight_ref, (row, u), retrieved_ref, (row, step, u), **where)
+
+    @pl.when(row % heads == 0)
+    def _():
+      step_ref[batch_row] = jnp.where(step + 1 < block, step + 1, 0)
+
+
+def _dilate(
+  found_ref: Any,
+  weight_ref: Any,
+  source: tuple,
+  out_ref: Any,
+  target: tuple,
+  *,
+  sinks: int,
+  heaviest: int,
+  radius: int,
+) -> None:
+  """Writes found [f], by position, and the neighbours of its heaviest: each once, −1 behind."""
+  count, width = found_ref.shape[2], out_ref.shape[3]
+  i = jnp.arange(pl.next_power_of_2(count))
+
+  def at(i: Array) -> tuple[Array, Array]:
+    """Tokens and the keys of their weights."""
+    inside = (i >= 0) & (i < count)
+    token = _backend.load(found_ref, *source, i, mask=inside, other=-1)
+    weight = _backend.load(weight_ref, *source, i, mask=inside, other=-jnp.inf)
+    weight = jnp.maximum(weight, jnp.finfo(jnp.float32).min)
+    return token, jnp.where(token >= 0, _keys(weight), jnp.int32(LEAST))
+
+  token, key = at(i)
+  held = (token >= 0).astype(jnp.int32).sum()
+  _backend.store(out_ref, *target, i, value=token, mask=token >= 0)
+
+  def bit(n: Any, low: Array) -> Array:
+    higher = low + (jnp.int32(1) << (31 - n))
+    return jnp.where((key >= higher).astype(jnp.int32).sum() >= heaviest, higher, low)
+
+  end = held
+  if heaviest and radius:
+    # The largest bound at or above which lie that many; of its equals the first ones belong.
+    low = lax.fori_loop(0, 32, bit, jnp.int32(LEAST))
+    equal = (key == low) & (token >= 0)
+    short = heaviest - (key > low).astype(jnp.int32).sum()
+    last = jnp.where(equal & (jnp.cumsum(equal.astype(jnp.int32)) <= short), i, -1).max()
+
+    def heavy(i: Array, token: Array, key: Array) -> Array:
+      return (token >= 0) & ((key > low) | ((key == low) & (i <= last)))
+
+    def neighbours(n: Any, end: Array) -> Array:
+      """Appends those on one side, at one distance: −1, 1, −2, 2, …"""
+      distance = (n >> 1) + 1
+      away = jnp.where((n & 1) == 0, -distance, distance)
+      near = token + away
+
+      def others(e: Any, new: Array) -> Array:
+        """By position, a token within reach is within as many places."""
+        other, its_key = at(i + e)
+        its = near - other
+        sooner = (jnp.abs(its) < distance) | ((its == -distance) & (away > 0))
+        listed = (its == 0) | (sooner & heavy(i + e, other, its_key))
+        return jnp.where(listed & (other >= 0), 0, new)
+
+      new = (heavy(i, token, key) & (near >= sinks)).astype(jnp.int32)
+      new = lax.fori_loop(-2 * distance, 2 * distance + 1, others, new)
+      place = jnp.where(new > 0, end + jnp.cumsum(new) - 1, width)
+      _backend.store(out_ref, *target, place, value=near, mask=new > 0)
+      return end + new.sum()
+
+    end = lax.fori_loop(0, 2 * radius, neighbours, held)
+  i = jnp.arange(pl.next_power_of_2(width))
+  tail = (i >= end) & (i < width)
+  _backend.store(out_ref, *target, i, value=jnp.full(i.shape, -1), mask=tail)
 
 
 def note(
-  step: Int[Array, " B"],
-  counted: Int[Array, " B"],
+  live: Int[Array, " B"],
+  l: Float[Array, "B K G"],
+  steps: Int[Array, "B K"],
   query: Float[Array, "B K G H"],
   anchor: Int[Array, "B K U"],
-  fresh: Int[Array, "B K U k"],
+  retrieves: Int[Array, "B K U"],
+  found: Int[Array, "B K U f"],
+  weight: Float[Array, "B K U f"],
   queries: Float[Array, "B K s G H"],
   anchors: Int[Array, "B K s U"],
-  retrieved: Int[Array, "B K s U k"],
+  retrieved: Int[Array, "B K s U W"],
+  step: Int[Array, " B"],
   *,
+  sinks: int,
+  heaviest: int,
+  radius: int,
   interpret: bool | None = None,
-) -> tuple[Float[Array, "B K s G H"], Int[Array, "B K s U"], Int[Array, "B K s U k"]]:
-  """The block's queries, anchors and retrievals with this step's, in place; rows that count only.
+) -> tuple[Array, ...]:
+  """The block's queries, anchors and retrievals with this step's, and the next step; in place.
+
+  Rows that are not live stay as they are, and those with a denominator that is not finite.
 
   Args:
-    step: of the block, this one's.
-    counted: rows that are noted; the others stay as they are.
-    query, anchor, fresh: this step's.
-    queries, anchors, retrieved: those of the block, updated in place where donated.
+    live: rows that take part.
+    l: the softmax denominators of this step's attention.
+    steps: of the block, this one's.
+    query, anchor: this step's.
+    retrieves: 1 where a unit retrieved.
+    found: what it retrieved, by position; −1 = none, behind. Anything where it did not.
+    weight: of what was found, on a scale that keeps their order.
+    queries, anchors, retrieved, step: those of the block, updated in place where donated.
+    sinks: first tokens, which are no neighbours.
+    heaviest, radius: the first `heaviest` by weight (ties: the lowest) gain neighbours this far
+      away.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
   rows = query.shape[0] * query.shape[1]
+  new = l, steps, query, anchor, retrieves, found, weight
   held = queries, anchors, retrieved
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (query, anchor, fresh, *held)]
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (*new, *held)]
+  operands = [live, *flat, step]
+  first = len(operands) - 4
   noted = _backend.call(
-    _note_kernel,
-    *(step, counted, *flat),
+    functools.partial(_note_kernel, sinks=sinks, heaviest=heaviest, radius=radius),
+    *operands,
     grid=(rows,),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat[3:]],
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[first:]],
     warps=WARPS,
     stages=1,
     name="cis_note",
     interpret=interpret,
-    aliases={5 + i: i for i in range(3)},
+    aliases={first + i: i for i in range(4)},
   )
-  queries, anchors, retrieved = (x.reshape(y.shape) for x, y in zip(noted, held, strict=True))
-  return queries, anchors, retrieved
+  return tuple(x.reshape(y.shape) for x, y in zip(noted, (*held, step), strict=True))

@@ -5,9 +5,12 @@ number of keys whatever the plan's unit is: a tile takes part of one listed bloc
 down to single tokens, by pointer.
 
 Grid: as in dense decode, pieces of about equal size of all rows' lists (`_split`): a short list of
-one row still fills the device, and ragged counts do not leave a long row to one program.
+one row still fills the device, and ragged counts do not leave a long row to one program. Where
+there are about as many rows as programs run at once, each row is one program's, and nothing is
+left to be joined: lists that were selected are of about one length.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,10 +31,12 @@ def attend_kernel(
   config: Config,
   scale: float,
   sinks: int,
+  whole: bool = False,
   pid: Array | None = None,
 ) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
-  what `_split.results` lists. `pid`: the program, where others share the launch.
+  what `_split.results` lists. `whole`: a program per row, and only its first four.
+  `pid`: the program, where others share the launch.
   """
   q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref = refs[:7]
   rows, slots, head_dim = k_ref.shape
@@ -41,7 +46,10 @@ def attend_kernel(
     count = _backend.load(count_ref, row, mask=real, other=0)
     return pl.cdiv(jnp.minimum(count, width) * unit, config.tile)
 
-  piece = _split.piece(tiles_of, rows=rows, programs=config.programs, pid=pid)
+  if whole:
+    piece = _split.whole()
+  else:
+    piece = _split.piece(tiles_of, rows=rows, programs=config.programs, pid=pid)
   row = piece.row
   keys = jnp.minimum(count_ref[row], width) * unit
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
@@ -114,15 +122,16 @@ def sparse_decode(
   check_table(table, count, unit, q.shape[:2])
   batch, heads, groups, head_dim = q.shape
   rows = batch * heads
-  config = config or choose(
-    "sparse_decode",
+  config = config or settings(
     rows=rows,
     groups=groups,
     slots=table.shape[2] * unit,
     head_dim=head_dim,
     itemsize=q.dtype.itemsize,
+    unit=unit,
     interpret=_backend.interpreted(interpret),
   )
+  whole = is_whole(rows, config)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
   written = _backend.call(
     functools.partial(
@@ -132,20 +141,43 @@ def sparse_decode(
       config=config,
       scale=head_dim**-0.5 if scale is None else scale,
       sinks=sinks,
+      whole=whole,
     ),
     *flat,
     *(start.reshape(-1), stop.reshape(-1)),
-    grid=(_split.most_pieces(rows, config.programs),),
-    out=_split.results(rows, groups, head_dim, config.programs, q.dtype),
+    grid=(rows if whole else _split.most_pieces(rows, config.programs),),
+    out=_split.results(rows, groups, head_dim, 0 if whole else config.programs, q.dtype),
     warps=config.warps,
     stages=config.stages,
     name="sparse_attend",
     interpret=interpret,
   )
-  split = table.shape[2] * unit > config.tile
+  split = not whole and table.shape[2] * unit > config.tile
   o, m, l, rounded = _split.join(written, split=split, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
   return State(o, m, l), rounded
+
+
+def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> Config:
+  """How the work is cut, by device and shape, see `config.choose`.
+
+  A tile that gathers several entries waits for the table before its slots are known: of the
+  stages that keep n tiles in flight, half are the table's. Of as many rows as programs, each with
+  half the tile, twice as many run at once: no second wave is left with a few of them.
+  """
+  config = choose("sparse_decode", rows=rows, interpret=interpret, **shape)
+  if interpret or unit % config.tile == 0:
+    return config
+  if is_whole(rows, config):
+    tile, stages = max(16, config.tile // 2), 2 * config.stages + 1
+  else:
+    tile, stages = config.tile, 2 * config.stages - 1
+  return dataclasses.replace(config, tile=tile, stages=stages)
+
+
+def is_whole(rows: int, config: Config) -> bool:
+  """Whether every row is one program's: hardly fewer of them than programs that run at once."""
+  return 4 * rows >= 3 * config.programs
 
 
 def check_table(table: Any, count: Any, unit: int, heads: tuple[int, ...]) -> None:

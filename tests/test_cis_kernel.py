@@ -43,20 +43,28 @@ def test_same_plans_as_the_reference(method, groups):
     plan, _ = method.plan(at, entered, turned, Carry())
     out, cache, _, aux = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
     notes = [cache.heads[name] for name in ("queries", "anchor", "retrieved")]
-    return cache, out, notes, plan.table, plan.count, aux["retrieved"]
+    notes += [cache.rows["step"]]
+    return cache, out, notes, (plan.table, plan.count), aux["retrieved"], aux["visited"]
 
   cache, shared = method.init(spec, 3), 0
   for t in range(26):
     token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
-    _, want, noted, *listed = step("reference", cache, *token)
-    cache, out, notes, *found = step("pallas", cache, *token)
+    _, want, noted, table, *listed = step("reference", cache, *token)
+    cache, out, notes, lists, *found = step("pallas", cache, *token)
+    assert tokens_of(*lists) == tokens_of(*table)
     for a, b in zip(notes, noted, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-6)
     for a, b in zip(found, listed, strict=True):
       np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(out, want, atol=1e-5)
-    shared += (~np.asarray(listed[-1])).sum()
+    shared += (~np.asarray(listed[0])).sum()
   assert shared > 20
+
+
+def tokens_of(table, count):
+  """The entries of every list, which may have holes."""
+  lists = zip(np.asarray(table), np.asarray(count), strict=True)
+  return [[[int(x) for x in r[:n] if x >= 0] for r, n in zip(*x, strict=True)] for x in lists]
 
 
 def test_keys_of_sharing_heads_are_not_read():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
+from kvjax.ops import depth
 from pallas_kernels import art, cis, config, decode, host_blocks, prefill, product, summaries, top_k
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
@@ -24,7 +25,7 @@ from pallas_kernels.order import renew_order
 from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
-from pallas_kernels.sparse_decode import sparse_decode
+from pallas_kernels.sparse_decode import settings, sparse_decode
 from pallas_kernels.speculate import attend_tiles, speculate, speculate_keys
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
@@ -92,29 +93,32 @@ def sparse_decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
   seen = set()
   for kind, capability in DEVICES.items():
-    for unit, dtype, head_dim in (
-      *((unit, jnp.bfloat16, 128) for unit in (1, 16, 64, 128)),
-      *((16, jnp.float32, 128), (16, jnp.float16, 64), (16, jnp.bfloat16, 256)),
+    for batch, heads, groups, unit, dtype, head_dim in (
+      *((1, 8, 4, unit, jnp.bfloat16, 128) for unit in (1, 16, 64, 128)),
+      *((1, 8, 4, 16, jnp.float32, 128), (1, 8, 4, 16, jnp.float16, 64)),
+      *((1, 8, 4, 16, jnp.bfloat16, 256), (16, 32, 1, 1, jnp.bfloat16, 128)),
+      *((16, 32, 1, 1, jnp.float32, 128), (64, 8, 4, 16, jnp.bfloat16, 256)),
     ):
-      width, itemsize = max(8192 // unit, 1), jnp.dtype(dtype).itemsize
-      cut = config.choose(
-        "sparse_decode",
-        rows=8,
-        groups=4,
+      cut = settings(
+        rows=batch * heads,
+        groups=groups,
         slots=8192,
         head_dim=head_dim,
-        itemsize=itemsize,
+        itemsize=jnp.dtype(dtype).itemsize,
+        unit=unit,
         kind=kind,
       )
-      key = unit, jnp.dtype(dtype).name, head_dim, capability
+      key = batch, unit, jnp.dtype(dtype).name, head_dim, capability
       if key in seen:
         continue
       seen.add(key)
-      cache = of((1, 8, 131072, head_dim), dtype)
-      shapes = [of((1, 8, 4, head_dim), dtype), cache, cache]
-      shapes += [of((1, 8, width), i32), of((1, 8), i32), *[of((1, 1), i32)] * 2]
+      cache = of((batch, heads, 131072 // batch, head_dim), dtype)
+      shapes = [of((batch, heads, groups, head_dim), dtype), cache, cache]
+      shapes += [of((batch, heads, max(8192 // unit, 1)), i32), of((batch, heads), i32)]
+      shapes += [of((batch, 1), i32)] * 2
       call = functools.partial(sparse_decode, unit=unit, config=cut, interpret=False)
-      yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}", capability, call, shapes
+      rows = f"-rows{batch * heads}" * (batch > 1)
+      yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}{rows}", capability, call, shapes
 
 
 def art_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -225,23 +229,28 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     ):
       row, block = (batch, heads), (batch, heads, 16)
       shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
-      shapes += [of((*block, units), i32), of((batch,), i32)]
-      run = functools.partial(cis.anchors, tau=0.8, interpret=False)
+      shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
+      run = functools.partial(cis.anchors, tau=0.8, first=narrowed, interpret=False)
       yield f"anchors-{heads}x{units}", capability, run, shapes
-      always = {"slots": slots, "sinks": 16, "local": 64, "heaviest": k // 3, "radius": 1}
-      run = functools.partial(cis.listed, **always, interpret=False)
+      run = functools.partial(cis.listed, slots=slots, sinks=16, local=64, interpret=False)
       fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
-      shapes = [of((*block, units, k), i32), fresh, unit, unit]
+      shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
       yield f"listed-{heads}x{units}", capability, run, shapes
-      shapes = [*[of((batch,), i32)] * 2, of((*row, groups, 128), f32), unit, fresh]
+      shapes = [of((batch,), i32), of((*row, groups), f32), of(row, i32)]
+      shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
       shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
-      shapes += [of((*block, units, k), i32)]
-      run = functools.partial(cis.note, interpret=False)
+      shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
+      run = functools.partial(cis.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
       yield f"note-{heads}x{units}", capability, run, shapes
     per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
     run = functools.partial(cis.anchors, tau=0.8, interpret=False)
-    yield "anchors-per-query-head", capability, run, [*per_head, of((2,), i32)]
+    yield "anchors-per-query-head", capability, run, [*per_head, *[of((2,), i32)] * 2]
+
+
+def narrowed(seen):
+  """The first token that PSAW's window shows, as `kvjax.methods.CIS` has a kernel work it out."""
+  return depth.floor_of_each(depth.share(0.7, 1.0, 0.75, 3, 4), seen.reshape(1, 1)).reshape(()) - 1
 
 
 def hshare_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -462,6 +471,7 @@ def test_compiles_within_limits(call):
     ("art-unit128-H128-bfloat16", "art_walk"),
     ("decode-H128-bfloat16", "decode_attend"),
     ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
+    ("sparse_decode-unit1-H128-bfloat16-rows512", "sparse_attend"),
     ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
     ("products-partial_products-8B", "product"),
     ("prr-repair-pieces-unit64", "repair"),

@@ -10,10 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Window
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Window, pytree
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
 BUDGETS = {128: (8, 32, 88, 72), 512: (16, 64, 432, 388)}
+NOWHERE = jnp.iinfo(jnp.int32).max  # behind all positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,20 +99,26 @@ class CIS(Method):
     return self.k // 3 if self.m is None else self.m
 
   @property
+  def widest(self) -> int:
+    """Tokens of a dilated retrieval, at most."""
+    return self.k + 2 * self.radius * self.dilated
+
+  @property
   def in_place(self) -> tuple[str, ...]:
-    return ("queries", "anchor", "retrieved")
+    return ("queries", "anchor", "retrieved", "step")
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     """What the queries of the current block were, whose retrieval each used, and the retrievals.
 
-    U = 1 decision per KV head, or one per query head.
+    U = 1 decision per KV head, or one per query head. Retrievals are dilated, as they are shared;
+    steps that shared have none of their own, and hold anything.
     """
     units = 1 if self.per == "kv_head" else spec.groups
     steps = spec.batch, spec.kv_heads, self.block
     in_heads = {
       "queries": jnp.zeros((*steps, spec.groups, spec.head_dim), jnp.float32),  # of norm 1
       "anchor": jnp.zeros((*steps, units), jnp.int32),  # step of the block
-      "retrieved": jnp.full((*steps, units, self.k), -1, jnp.int32),  # heaviest first, −1 = none
+      "retrieved": jnp.full((*steps, units, self.widest), -1, jnp.int32),  # −1 = none, behind
     }
     return {}, in_heads, {"step": jnp.zeros(spec.batch, jnp.int32)}  # step within the block
 
@@ -122,30 +129,29 @@ class CIS(Method):
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
   ) -> tuple[Plan, Carry]:
-    """First tokens, then the newest backwards, then the chosen ones, heaviest first.
+    """First tokens, then the newest backwards, then the chosen ones by position, neighbours last.
 
     The memo holds what `observe` notes, and `retrieve`, bool [B, K]: the KV heads that have to
     look at all keys.
     """
     window = at.top.window(at, (cache.seen - 1)[:, None])
-    query, anchor, shares = self.find_anchor(at, cache, q)
-    found = self.retrieve(at, cache, q, window, ~shares)
-    table, count, fresh = self.listed(at, cache, window, found, anchor, shares)
-    memo = {"retrieve": ~shares.all(-1), "query": query, "anchor": anchor, "fresh": fresh}
+    choice, window = self.choose(at, cache, q, window)
+    found, weight = self.retrieve(at, cache, q, window, choice.retrieves)
+    table, count = self.listed(at, cache, window, found, choice)
+    memo = {"retrieve": (choice.retrieves > 0).any(-1), "choice": choice}
+    memo |= {"found": found, "weight": weight}
     span = at.top.span(at, cache, window)
     return Plan(span, table, count, memo=memo, unit=1, pinned=self.sinks), carry
 
-  def find_anchor(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"]
-  ) -> tuple[Float[Array, "B K G H"], Int[Array, "B K U"], Bool[Array, "B K U"]]:
-    """q at norm 1, the step of the block whose retrieval is used, and whether that is shared.
+  def choose(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], window: Window | None
+  ) -> tuple["Choice", Window | None]:
+    """Which earlier query of the block each unit shares with, if any; and the window.
 
-    What shares with none uses this step's.
+    The kernel works out the window too, instead of a launch of its own.
     """
     if dispatch.choose("cis_anchors", at.env.impl) == "pallas":
-      block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"]
-      query, anchor, shares = dispatch.kernel("cis_anchors", "pallas")(q, *block, tau=self.tau)
-      return query, anchor, shares > 0
+      return self.choose_by_kernel(at, cache, q, window)
     query, step = _unit(q), cache.rows["step"][:, None, None]
     cosine = (query[:, :, None] * cache.heads["queries"]).sum(-1)  # Eq. 12, [B, K, s, G]
     alike = jnp.minimum(cosine, 1.0) > self.tau  # rounding must not let 1 exceed τ = 1
@@ -153,9 +159,30 @@ class CIS(Method):
       alike = alike.all(-1, keepdims=True)
     earlier = jnp.arange(self.block, dtype=jnp.int32)[:, None]
     latest = jnp.where(alike & (earlier < step[..., None]), earlier, -1).max(2)  # j
-    shares = latest >= 0
     anchor = _of_step(cache.heads["anchor"], latest)
-    return query, jnp.where(shares, anchor, step), shares
+    anchor = jnp.where(latest >= 0, anchor, step)
+    steps = jnp.broadcast_to(step[..., 0], q.shape[:2])
+    return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps), window
+
+  def choose_by_kernel(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], window: Window | None
+  ) -> tuple["Choice", Window | None]:
+    """`choose`."""
+    block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
+    run, first = dispatch.kernel("cis_anchors", "pallas"), None
+    narrows = window is not None and window.view is None
+    if narrows:
+
+      def first(seen: Array) -> Array:
+        window = at.top.window(at, jnp.reshape(seen - 1, (1, 1)))
+        assert window is not None
+        return window.first.reshape(())
+
+    query, anchor, retrieves, step, *start = run(q, *block, tau=self.tau, first=first)
+    if narrows:
+      assert window is not None
+      window = dataclasses.replace(window, first=start[0][:, None])
+    return Choice(query, anchor, retrieves, step), window
 
   def retrieve(
     self,
@@ -163,11 +190,12 @@ class CIS(Method):
     cache: Cache,
     q: Float[Array, "B K G H"],
     window: Window | None,
-    needed: Bool[Array, "B K U"],
-  ) -> Int[Array, "B K U k"]:
-    """The k heaviest tokens of the middle (ties: the lowest), heaviest first, −1 behind them.
+    needed: Int[Array, "B K U"],
+  ) -> tuple[Int[Array, "B K U f"], Float[Array, "B K U f"]]:
+    """The k heaviest tokens of the middle (ties: the lowest) by position, −1 behind them.
 
-    What it gives where it is not `needed` is not used: the kernels skip it.
+    And their weights, on any scale that keeps their order. What it gives where it is not `needed`
+    is not used: the kernels skip it.
     """
     one = window is None or window.view is None  # the kernels have one query for all keys
     if one and dispatch.choose_for(at, "key_weights") == "pallas":
@@ -188,7 +216,9 @@ class CIS(Method):
     place = self.in_middle(cache, jnp.where(visible, place, -1)[:, :, None])
     weight = jnp.where(place >= 0, weight, -jnp.inf)
     best, index = context.top_k(at, weight, self.k)
-    return self.padded(jnp.where(best > -jnp.inf, index, -1))
+    index = jnp.where(best > -jnp.inf, index, NOWHERE)
+    index, best = jax.lax.sort((index, best), num_keys=1)
+    return jnp.where(index == NOWHERE, -1, index), best
 
   def retrieve_by_kernels(
     self,
@@ -196,20 +226,20 @@ class CIS(Method):
     cache: Cache,
     q: Float[Array, "B K G H"],
     window: Window | None,
-    needed: Bool[Array, "B K U"],
-  ) -> Int[Array, "B K U k"]:
+    needed: Int[Array, "B K U"],
+  ) -> tuple[Int[Array, "B K U f"], Float[Array, "B K U f"]]:
     """`retrieve`; what is not needed reads no key, and holds anything."""
     k, span = cache.slots["k"], at.top.span(at, cache, window)
     batch, heads, units = needed.shape
     where = span.start, span.stop, span.stop
-    some = {"span_sinks": span.sinks, "active": needed.any(-1).astype(jnp.int32)}
+    some = {"span_sinks": span.sinks, "active": needed.max(-1) if units > 1 else needed[..., 0]}
     if units == q.shape[2]:  # one softmax each: logits have the order of its weights
       weigh = dispatch.kernel("key_logits", "pallas")
       weight = weigh(q.astype(k.dtype), k, *where, **some)[0]
     else:
       weigh = dispatch.kernel("key_weights", "pallas")
       weight = weigh(q.astype(k.dtype), k, *where, blocks=cache.size, log=True, **some)
-    _, index = dispatch.other_tiles(
+    best, index = dispatch.other_tiles(
       at,
       weight.reshape(batch, heads * units, -1),
       span,
@@ -218,54 +248,56 @@ class CIS(Method):
       local=self.local,
       k=min(self.k, cache.size),
       active=needed.reshape(batch, heads * units),
+      ordered=False,
     )
-    return self.padded(index.reshape(*needed.shape, -1))
-
-  def padded(self, index: Int[Array, "B K U X"]) -> Int[Array, "B K U k"]:
-    """Up to k tokens with −1 behind them."""
-    missing = self.k - index.shape[-1]
-    return jnp.pad(index, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
+    shape = *needed.shape, -1
+    return index.reshape(shape), best.reshape(shape)
 
   def listed(
     self,
     at: At,
     cache: Cache,
     window: Window | None,
-    found: Int[Array, "B K U k"],
-    anchor: Int[Array, "B K U"],
-    shares: Bool[Array, "B K U"],
-  ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K U k"]]:
-    """Table and count of the plan, and what was found where it was asked for, −1 elsewhere."""
+    found: Int[Array, "B K U f"],
+    choice: "Choice",
+  ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"]]:
+    """Table and count of the plan. The kernel's lists may have holes (−1)."""
     one = window is None or window.view is None
+    retrieves, anchor = choice.retrieves, choice.anchor
     if one and dispatch.choose_for(at, "cis_listed") == "pallas":
       span = at.top.span(at, cache, window)
-      table, count, fresh = dispatch.kernel("cis_listed", "pallas")(
-        *(cache.heads["retrieved"], found, anchor, shares.astype(jnp.int32)),
-        *(cache.seen, span.start),
+      return dispatch.kernel("cis_listed", "pallas")(
+        *(cache.heads["retrieved"], found, anchor, retrieves, cache.seen, span.start),
         slots=cache.size,
         sinks=self.sinks,
         local=self.local,
-        heaviest=self.dilated,
-        radius=self.radius,
         span_sinks=span.sinks,
       )
-      return table, count, fresh
-    fresh = jnp.where(shares[..., None], -1, found)
+    missing = self.widest - found.shape[-1]
+    fresh = jnp.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
     old = _of_step(cache.heads["retrieved"], anchor[..., None])
-    chosen = jnp.where(shares[..., None], old, fresh)
-    near = jnp.where(shares[..., None], self.neighbours(old), -1)
-    chosen = self.in_middle(cache, jnp.concatenate([chosen, near], -1))
+    chosen = self.in_middle(cache, jnp.where(retrieves[..., None] > 0, fresh, old))
     table = jnp.concatenate([self.always(cache), chosen.reshape(*chosen.shape[:2], -1)], -1)
     if window is not None:
       table = jnp.where(_sees(window, table), table, -1)
-    return *_distinct(table), fresh
+    return _distinct(table)
 
-  def neighbours(self, retrieved: Int[Array, "B K U k"]) -> Int[Array, "B K U X"]:
-    """Tokens up to r away from the m heaviest (Eq. 13), the nearest first."""
+  def dilate(
+    self, found: Int[Array, "B K U f"], weight: Float[Array, "B K U f"]
+  ) -> Int[Array, "B K U W"]:
+    """A retrieval and the neighbours of its m heaviest tokens (Eq. 13), none twice, −1 behind.
+
+    What lies in the middle of now is for later queries to say, all but the first tokens.
+    """
+    order = jnp.argsort(-weight, -1, stable=True)[..., : self.dilated]
+    heaviest = jnp.take_along_axis(found, jnp.sort(order, -1), -1)[..., None, :]
     away = jnp.array([d for r in range(1, self.radius + 1) for d in (-r, r)], jnp.int32)
-    heaviest = retrieved[..., None, : self.dilated]
-    near = jnp.where(heaviest >= 0, heaviest + away[:, None], -1)
-    return near.reshape(*retrieved.shape[:3], -1)
+    near = heaviest + away[:, None]  # the nearest first
+    near = jnp.where((heaviest >= 0) & (near >= self.sinks), near, -1)
+    both = jnp.concatenate([found, near.reshape(*found.shape[:3], -1)], -1)
+    missing = self.widest - both.shape[-1]
+    both = jnp.pad(both, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
+    return _distinct(both)[0]
 
   def in_middle(self, cache: Cache, token: Int[Array, "B K U X"]) -> Int[Array, "B K U X"]:
     """Tokens in [C_sink, n − C_local); −1 in place of the others."""
@@ -288,27 +320,59 @@ class CIS(Method):
 
     With per="query_head" it is [B, K, G].
     """
-    memo, step = plan.memo, cache.rows["step"]
-    counted = attended.counted
-    counted = jnp.ones_like(step, bool) if counted is None else counted
-    noted = self.noted(at, cache, counted, memo["query"], memo["anchor"], memo["fresh"])
-    cache = cache.put(heads=noted, rows={"step": (step + 1) % self.block})
-    retrieved = memo["anchor"] == step[:, None, None]
+    retrieved = plan.memo["choice"].retrieves > 0
     retrieved = retrieved[..., 0] if self.per == "kv_head" else retrieved
-    return cache, {"retrieved": retrieved}
+    return self.note(at, cache, plan.memo, attended), {"retrieved": retrieved}
 
-  def noted(
-    self, at: At, cache: Cache, counted: Bool[Array, " B"], *new: Array
-  ) -> dict[str, Array]:
-    """What the block's queries were, used and retrieved, with this step's where rows count."""
+  def note(self, at: At, cache: Cache, memo: dict, attended: Attended) -> Cache:
+    """The cache that knows of this step, in rows that count."""
+    choice, found, weight = memo["choice"], memo["found"], memo["weight"]
     names, step = ("queries", "anchor", "retrieved"), cache.rows["step"]
     held = [cache.heads[name] for name in names]
+    counted = jnp.ones_like(step, bool) if attended.counted is None else attended.counted
     if dispatch.choose("cis_note", at.env.impl) == "pallas":
-      run = dispatch.kernel("cis_note", "pallas")
-      return dict(zip(names, run(step, counted.astype(jnp.int32), *new, *held), strict=True))
-    row, place = jnp.arange(step.shape[0]), jnp.where(counted, step, self.block)
-    pairs = zip(names, held, new, strict=True)
-    return {name: x.at[row, :, place].set(y, mode="drop") for name, x, y in pairs}
+      # The kernel looks at the denominators itself, all but those of other devices' heads.
+      live = counted if attended.live is None or at.env.head_axis else attended.live
+      *noted, step = dispatch.kernel("cis_note", "pallas")(
+        *(live.astype(jnp.int32), attended.state.l, choice.step),
+        *(choice.query, choice.anchor, choice.retrieves, found, weight, *held, step),
+        sinks=self.sinks,
+        heaviest=self.dilated,
+        radius=self.radius,
+      )
+      return cache.put(heads=dict(zip(names, noted, strict=True)), rows={"step": step})
+    row, head, unit = jnp.indices(choice.anchor.shape, jnp.int32, sparse=True)
+    place = jnp.where(counted, step, self.block)[:, None, None]
+    own = jnp.where(choice.retrieves > 0, place, self.block)
+    queries, anchor, retrieved = held
+    noted = {
+      "queries": queries.at[row[..., 0], head[..., 0], place[..., 0]].set(
+        choice.query, mode="drop"
+      ),
+      "anchor": anchor.at[row, head, place, unit].set(choice.anchor, mode="drop"),
+      "retrieved": retrieved.at[row, head, own, unit].set(self.dilate(found, weight), mode="drop"),
+    }
+    step = jnp.where(counted, (step + 1) % self.block, step)
+    return cache.put(heads=noted, rows={"step": step})
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What a step's queries share.
+
+  Attributes:
+    query: float32 [B, K, G, H], q at norm 1.
+    anchor: int32 [B, K, U], the step of the block whose retrieval is used: this one's where a unit
+      retrieves.
+    retrieves: int32 [B, K, U], 1 where a unit shares with none.
+    step: int32 [B, K], this one, of the block.
+  """
+
+  query: Array
+  anchor: Array
+  retrieves: Array
+  step: Array
 
 
 def split(budget: int, matched: bool = False) -> dict[str, int]:
@@ -338,7 +402,7 @@ def _sees(window: Window, token: Int[Array, "B K X"]) -> Bool[Array, "B K X"]:
   return window.sees(token)[:, :, 0]
 
 
-def _distinct(table: Int[Array, "B K W"]) -> tuple[Int[Array, "B K W"], Int[Array, "B K"]]:
+def _distinct(table: Int[Array, "*heads W"]) -> tuple[Int[Array, "*heads W"], Int[Array, "*heads"]]:
   """The table without repetitions and holes (−1), first occurrences in their order; and its count.
 
   Entries behind the count are −1.

@@ -58,38 +58,37 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
   """One layer: enter a token, attend, name the victim; beside it dense decode, and H2O in XLA."""
   ours = kvjax.LongFlow(spec.capacity, window_size=max(1, min(32, spec.capacity // 4)))
   h2o = kvjax.H2O(spec.capacity)
-  head = spec.batch, spec.kv_heads
-  shapes = (*head, spec.groups, spec.head_dim), (*head, spec.head_dim), (*head, spec.head_dim)
-  keys = jax.random.split(jax.random.key(0), 3)
-  q, k, v = (jax.random.normal(key, s, spec.dtype) for key, s in zip(keys, shapes, strict=True))
-  kv_bytes = 2 * spec.capacity * k.nbytes
+  shape = spec.batch, spec.kv_heads, spec.groups + 2, spec.head_dim
+  # In one array, as a decoder's product.
+  inputs = jax.random.normal(jax.random.key(0), shape, spec.dtype), jnp.ones(spec.batch, bool)
+  kv_bytes = 2 * spec.capacity * spec.batch * spec.kv_heads * spec.head_dim * inputs[0].itemsize
 
   def step(method: kvjax.Method, impl: str) -> Callable:
     at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
-    live = jnp.ones(spec.batch, bool)
 
-    def run(cache: Any, turn: Any) -> tuple[Any, Any]:
-      out, cache, _, _ = method.decode_step(at, cache, q + turn, k + turn, v, live, kvjax.Carry())
+    def run(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
+      q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+      out, cache, _, _ = method.decode_step(at, cache, q, k, v, live, kvjax.Carry())
       return cache, out
 
     return run
 
-  def dense(cache: Any, turn: Any) -> tuple[Any, Any]:
+  def dense(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
     bounds = jnp.zeros((spec.batch, 1), jnp.int32), cache.used[:, None]
-    return cache, decode_attention(q + turn, cache.slots["k"], cache.slots["v"], *bounds).o
+    q = qkv[..., :-2, :]
+    return cache, decode_attention(q, cache.slots["k"], cache.slots["v"], *bounds).o
 
-  def read(cache: Any, turn: Any) -> tuple[Any, Any]:
-    factor = 1 + turn.astype(jnp.float32)
+  def read(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
+    factor = 1 + qkv.reshape(-1)[0].astype(jnp.float32)
     return cache, sum((cache.slots[n].astype(jnp.float32) * factor).sum() for n in ("k", "v"))
 
   full = functools.partial(holding, ours, spec, spec.capacity)
+  h2o_full = functools.partial(holding, h2o, spec, spec.capacity)
   contenders = [
-    _looped("kvjax", step(ours, impl), full, checked=True),
-    _looped("dense decode", dense, full),
-    _looped("read", read, full),
-    _looped(
-      "H2O in XLA", step(h2o, "reference"), functools.partial(holding, h2o, spec, spec.capacity)
-    ),
+    _looped("kvjax", step(ours, impl), full, inputs, checked=True),
+    _looped("dense decode", dense, full, inputs),
+    _looped("read", read, full, inputs),
+    _looped("H2O in XLA", step(h2o, "reference"), h2o_full, inputs),
   ]
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -103,7 +102,7 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
     shapes=f"{spec.batch} rows, {spec.kv_heads} KV heads × {spec.groups}, {spec.capacity} slots "
     f"of {spec.head_dim} {jnp.dtype(spec.dtype).name}; a step enters a token and names a victim",
     bytes=kv_bytes,
-    reference=lambda: _first(step(ours, "reference"), full),
+    reference=lambda: _first(step(ours, "reference"), full, inputs),
     tolerance=1e-5 if spec.dtype == jnp.float32 else 1e-2,
     contenders=tuple(contenders),
     subject="kvjax",
@@ -128,26 +127,29 @@ def holding(
 
 
 def _looped(
-  name: str, step: Callable, make: Callable[[], Any], *, checked: bool = False
+  name: str, step: Callable, make: Callable[[], Any], inputs: tuple, *, checked: bool = False
 ) -> Contender:
   """STEPS steps per program over one donated cache."""
 
-  def run(cache: Any, total: Any) -> tuple[Any, Any]:
-    def body(i: Any, carry: Any) -> Any:
-      cache, total = carry
-      cache, out = step(cache, (i % 2 * 0.125).astype(jnp.bfloat16))
-      return cache, total + out.astype(jnp.float32).sum()
+  def run(cache: Any, out: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
+    def body(_: Any, carry: Any) -> Any:
+      cache, out = carry
+      # A step waits for the one before it, even if it changes nothing in the cache.
+      given, _ = lax.optimization_barrier((qkv, out))
+      return step(cache, given, live)
 
-    return lax.fori_loop(0, STEPS, body, (cache, total))
+    return lax.fori_loop(0, STEPS, body, (cache, out), unroll=4)
 
-  zero = jnp.zeros(())
-  compiled = jax.jit(run, donate_argnums=0).lower(jax.eval_shape(make), zero).compile()
+  out = jax.eval_shape(lambda: step(make(), *inputs)[1])
+  out = jnp.zeros(out.shape, out.dtype)
+  shapes = jax.eval_shape(make), out, *inputs
+  compiled = jax.jit(run, donate_argnums=0).lower(*shapes).compile()
 
   def enqueue(cache: Any, programs: int) -> tuple[Any, float]:
     began = time.perf_counter()
     for _ in range(programs):
-      cache, total = compiled(cache, zero)
-    jax.block_until_ready(total)
+      cache, last = compiled(cache, out, *inputs)
+    jax.block_until_ready(last)
     return cache, time.perf_counter() - began
 
   def seconds() -> float:
@@ -156,13 +158,12 @@ def _looped(
     cache, many = enqueue(cache, 7)
     return (many - few) / (6 * STEPS)
 
-  return Contender(name, seconds, (lambda: _first(step, make)) if checked else None)
+  return Contender(name, seconds, (lambda: _first(step, make, inputs)) if checked else None)
 
 
-def _first(step: Callable, make: Callable[[], Any]) -> np.ndarray:
+def _first(step: Callable, make: Callable[[], Any], inputs: tuple) -> np.ndarray:
   """The output of one step."""
-  zero = jnp.zeros((), jnp.bfloat16)
-  return np.asarray(jax.jit(lambda cache: step(cache, zero)[1])(make()), np.float32)
+  return np.asarray(jax.jit(lambda cache: step(cache, *inputs)[1])(make()), np.float32)
 
 
 def answer_case(answer: Answer) -> Case:

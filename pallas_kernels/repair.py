@@ -28,7 +28,7 @@ from pallas_kernels import _backend, _split, _tiles
 from pallas_kernels._tiles import Carry
 
 STEP, STAGES = 32 << 10, 3  # bytes of keys and values per step of the walk
-AT_ONCE = 32  # predicted tiles that all selected ones are compared with per step
+AT_ONCE = 8192  # pairs of a selected and a predicted tile that are compared per step
 
 
 def _kernel(
@@ -51,6 +51,12 @@ def _kernel(
   i = jnp.arange(pl.next_power_of_2(width))
   here = i < jnp.minimum(count_ref[row], width)
   entry = _backend.load(table_ref, row, i, mask=here, other=-1)
+  columns = jnp.arange(_split.columns_of(head_dim))
+  # What needs nothing is fetched before anything is waited for.
+  if stored != "tiles":
+    done = _finished(o_ref, m_ref, l_ref, row, group, columns)
+  if stored == "pieces":
+    first, pieces = refs[11][row, 0], refs[11][row, 1]
   hit = _found(entry, guess_ref, row, guess_ref.shape[1])
   miss = (entry >= 0) & (hit == 0)
   place = jnp.cumsum(miss.astype(jnp.int32)) - 1
@@ -61,15 +67,12 @@ def _kernel(
     _backend.barrier()  # other threads wrote what is read below
 
   lanes = jnp.arange(_split.lanes_of(1))
-  columns = jnp.arange(_split.columns_of(head_dim))
   inside = columns < head_dim
   ours = lanes == 0  # one query; the matrix units take no fewer rows
   if stored == "whole":
-    acc, m, l = _finished(o_ref, m_ref, l_ref, row, group, columns)
+    acc, m, l = done
   elif stored == "pieces":
-    first, pieces = refs[11][row, 0], refs[11][row, 1]
     parts = jnp.where(pieces > 1, pieces, 0)
-    done = _finished(o_ref, m_ref, l_ref, row, group, columns)
     none = jnp.zeros_like(done[0]), jnp.float32(-jnp.inf), jnp.float32(0.0)
     acc, m, l = (jnp.where(pieces > 1, a, b) for a, b in zip(none, done, strict=True))
     acc, m, l = _parts(refs[8:11], (acc, m, l), first, parts, group, columns, None)
@@ -113,7 +116,8 @@ def _kernel(
 
 def _found(entry: Array, list_ref: Any, row: Any, width: int) -> Array:
   """1 where an entry is in a row's list, 0 elsewhere; holes (−1) say nothing."""
-  some = jnp.arange(min(AT_ONCE, pl.next_power_of_2(width)))
+  most = min(max(AT_ONCE // entry.size, 16), 128)
+  some = jnp.arange(min(most, pl.next_power_of_2(width)))
 
   def step(n: Any, hit: Array) -> Array:
     at = n * some.size + some

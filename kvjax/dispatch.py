@@ -57,6 +57,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "cis_note": {"pallas": ("pallas_kernels.cis", "note")},
   "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},
   "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
+  "best_tiles_of_each": {"pallas": ("pallas_kernels.top_k", "best_of_each")},
   "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
   "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
   "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
@@ -137,20 +138,48 @@ def _statistics(
 
 
 def best_tiles(
-  at: At, scores: Array, span: Span, *, limit: Array | None = None, **chosen: int
+  at: At,
+  scores: Array,
+  span: Span,
+  *,
+  k: int,
+  limit: int | None = None,
+  dense_below: int = 0,
+  **forced: int,
 ) -> tuple[Array, Array, Array]:
-  """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway."""
-  if choose("best_tiles", at.env.impl) != "pallas":
-    return tiles.best(scores, span, limit=limit, **chosen)
-  run = kernel("best_tiles", "pallas")
-  where = scores.astype(jnp.float32), span.start, span.stop
-  how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": at.top.ordered}
+  """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway.
+
+  Rows of `dense_below` slots and more get `limit` tiles, if it is given; shorter ones get k.
+  """
+  if choose("best_tiles", at.env.impl) == "pallas":
+    run = kernel("best_tiles", "pallas")
+    where = scores.astype(jnp.float32), span.start, span.stop
+    how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": at.top.ordered, **forced}
+    try:
+      return run(*where, k=k, limit=limit, dense_below=dense_below, **how)
+    except NotImplementedError:  # more than the kernel can hold
+      if at.env.impl != "auto":
+        raise
+  each = None if limit is None else jnp.where(span.stop < dense_below, k, limit)
+  return tiles.best(scores, span, k=k, limit=each, **forced)
+
+
+def best_tiles_of_each(
+  at: At, scores: Array, start: Array, stop: Array, **how: Any
+) -> Sequence[tuple[Array, Array, Array]] | None:
+  """What N calls of `best_tiles` give, by one search; None where no kernel does that.
+
+  scores [B, K, N, P], start [B, #K] or [B, #K, #N], stop [B, #K, #N]; `how` as the kernel takes it.
+  """
+  if choose("best_tiles_of_each", at.env.impl) != "pallas":
+    return None
+  run = kernel("best_tiles_of_each", "pallas")
   try:
-    return run(*where, limit=limit, **how, **chosen)
-  except NotImplementedError:  # more than the kernel can hold
+    return run(scores.astype(jnp.float32), start, stop, ordered=at.top.ordered, **how)
+  except NotImplementedError:
     if at.env.impl != "auto":
       raise
-    return tiles.best(scores, span, limit=limit, **chosen)
+    return None
 
 
 def other_tiles(
@@ -160,19 +189,22 @@ def other_tiles(
   *,
   active: Array | None = None,
   ordered: bool = True,
+  first: int = 0,
   **chosen: int,
 ) -> tuple[Array, Array]:
   """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything.
 
-  Unless they are to be `ordered`, a kernel lists them by index.
+  Unless they are to be `ordered`, a kernel lists the best `first` of them by index, then the others
+  by index.
   """
   if choose("other_tiles", at.env.impl) != "pallas":
     return tiles.others(scores, span, **chosen)
   run = kernel("other_tiles", "pallas")
   active = None if active is None else active.astype(jnp.int32)
   where = scores.astype(jnp.float32), span.start, span.stop
+  how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": ordered, "first": first}
   try:
-    return run(*where, span_sinks=span.sinks, active=active, ordered=ordered, **chosen)
+    return run(*where, active=active, **how, **chosen)
   except NotImplementedError:
     if at.env.impl != "auto":
       raise
@@ -304,13 +336,11 @@ def repair(
   guess: Plan,
   q: Array,
   early: Attended,
-  lists: tuple[Array, Array] | None = None,
 ) -> Attended | None:
   """Attention over a selection, given that over a predicted one; None where no kernel does it.
 
-  Where the plan was cut out of several lists, `lists` are their tables [B, K, N, W] and counts
-  [B, K, N], the plan's first. `early` is what `attend` or `speculate` gave for the prediction, or
-  `attend_tiles`: then tiles that are in the prediction alone are left out.
+  `early` is what `attend` or `speculate` gave for the prediction, or `attend_tiles`: then tiles
+  that are in the prediction alone are left out.
   """
   run = _over_plan("repair", at, cache, plan)
   if run is None:
@@ -324,7 +354,7 @@ def repair(
     assert early.out is not None
     held = [early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)]
   state, out, missed, misses = run(
-    *(q.astype(k.dtype), k, v, *(lists or (plan.table, plan.count))),
+    *(q.astype(k.dtype), k, v, plan.table, plan.count),
     *(guess.table, span.start, span.stop),
     [*(x.reshape(-1, *x.shape[2:]) for x in held), *parts],
     unit=plan.unit,

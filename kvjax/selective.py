@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import dispatch
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +93,6 @@ class Selective(Method):
     """The most tiles that a row gets beside the forced ones: short rows get all."""
     return max(self.widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
 
-  def limits(self, cache: Cache, ratio: float = 1.0) -> tuple[int, Int[Array, " B"] | None]:
-    """How many tiles beside the forced ones a plan has room for, and how many each row gets."""
-    most, k = self.most(ratio), self.widened(ratio)
-    if not self.dense_below:
-      return k, None
-    return most, jnp.where(cache.seen < self.dense_below, most, k)
-
   def width(self, count: int, ratio: float = 1.0) -> int:
     """W, entries of a plan's table where the cache has `count` tiles."""
     sinks, local = (min(n, count) for n in self.forced)
@@ -110,10 +103,12 @@ class Selective(Method):
     window = at.top.window(at, (cache.seen - 1)[:, None])
     span = at.top.span(at, cache, window)
     sinks, local = self.forced
-    k, limit = self.limits(cache, ratio)
     forced = {"unit": self.unit, "sinks": sinks, "local": local}
-    scores = context.candidates(at, scores, span, **forced, k=k)
-    table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=k, limit=limit)
+    rows = {"limit": self.widened(ratio), "dense_below": self.dense_below}
+    scores = context.candidates(at, scores, span, **forced, k=self.most(ratio))
+    table, count, ranked = dispatch.best_tiles(
+      at, scores, span, **forced, k=self.most(ratio), **rows
+    )
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
 
   def select_together(
@@ -123,43 +118,40 @@ class Selective(Method):
     scores: Float[Array, "B K N P"],
     ratios: Sequence[float],
     stops: Int[Array, "B K N"] | None = None,
-  ) -> tuple[Plan, tuple[Int[Array, "B K N W"], Int[Array, "B K N"]]]:
-    """What N calls of `select` give, by one search: the plan of the first, and all lists.
+  ) -> list[Plan]:
+    """What N calls of `select` give, by one search where a kernel does that.
 
     Args:
       at: where this runs; slots are not split.
       caches: as each call would find them.
       scores, ratios: of each call.
       stops: one past the last slot of each span, where somebody has them at hand.
-
-    Returns:
-      The first plan; table and count of all, as wide as the widest.
     """
-    batch, heads, calls, tiles = scores.shape
-    spans = [at.top.span(at, c, at.top.window(at, (c.seen - 1)[:, None])) for c in caches]
-    room, most = [], []
-    for cache, ratio in zip(caches, ratios, strict=True):
-      k, limit = self.limits(cache, ratio)
-      room.append(k)
-      most.append(jnp.int32(k) if limit is None else limit[:, None])
+    windows = [at.top.window(at, (c.seen - 1)[:, None]) for c in caches]
+    spans = [at.top.span(at, c, window) for c, window in zip(caches, windows, strict=True)]
+    heads, tiles = scores.shape[1], scores.shape[3]
 
     def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
-      return jnp.stack([jnp.broadcast_to(x, (batch, heads)) for x in each], 2)
+      return jnp.stack([jnp.broadcast_to(x, (x.shape[0], heads)) for x in each], 2)
 
-    def flat(x: Array) -> Array:
-      return x.reshape(batch, heads * calls, *x.shape[3:])
-
+    start = spans[0].start if windows[0] is None else joined([s.start for s in spans])
     stops = joined([s.stop for s in spans]) if stops is None else stops
-    span = Span(flat(joined([s.start for s in spans])), flat(stops), spans[0].sinks)
     sinks, local = self.forced
-    how = {"unit": self.unit, "sinks": sinks, "local": local, "k": max(room)}
-    found = dispatch.best_tiles(at, flat(scores), span, limit=flat(joined(most)), **how)
-    table, count, ranked = (x.reshape(batch, heads, calls, *x.shape[2:]) for x in found)
-    width = self.width(tiles, ratios[0])
-    first = [x[:, :, 0, :width] for x in (table, ranked)]
-    pinned = min(sinks, width)
-    plan = Plan(spans[0], first[0], count[:, :, 0], first[1], unit=self.unit, pinned=pinned)
-    return plan, (table, count)
+    found = dispatch.best_tiles_of_each(
+      *(at, scores, start, stops),
+      unit=self.unit,
+      span_sinks=spans[0].sinks,
+      sinks=sinks,
+      local=local,
+      k=[self.most(ratio) for ratio in ratios],
+      limit=[self.widened(ratio) for ratio in ratios],
+      dense_below=self.dense_below,
+    )
+    if found is None:
+      each = zip(caches, jnp.moveaxis(scores, 2, 0), ratios, strict=True)
+      return [self.select(at, cache, x, ratio) for cache, x, ratio in each]
+    made = zip(spans, found, strict=True)
+    return [Plan(span, *x, unit=self.unit, pinned=min(sinks, tiles)) for span, x in made]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     if at.layer < self.dense_layers:

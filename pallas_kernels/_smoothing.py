@@ -10,29 +10,38 @@ from jaxtyping import Array
 from pallas_kernels import _backend
 
 
+def state(row: Array, tile: Array, inputs: Sequence[Any]) -> tuple[Array, Array]:
+  """Level and trend of some tiles of a row; inputs: level, trend [R, P] of all."""
+  level, trend = (_backend.load(ref, row, tile, mask=tile < ref.shape[1]) for ref in inputs)
+  return level, trend
+
+
+def factors(factors_ref: Any, batch_row: Array) -> tuple[Array, Array, Array]:
+  """α, β and γ of a row; factors [B, 3]."""
+  alpha, beta, gamma = (factors_ref[batch_row, i] for i in range(3))
+  return alpha, beta, gamma
+
+
 def advance(
   row: Array,
   tile: Array,
   score: Array,
-  inputs: Sequence[Any],
+  old: tuple[Array, Array],
+  factors: tuple[Array, Array, Array],
   outs: Sequence[Any],
   stop: Array,
   *,
-  batch_row: Array,
   unit: int,
   predictor: str,
 ) -> None:
   """Some tiles of a row: their scores are stored, and forecasts, levels and trends after them.
 
-  inputs: level, trend [R, P], factors [B, 3]. outs: both [R, 2, P] (scores, forecasts), level,
-  trend [R, P], stops [R, 2], the occupied slots that each of the two is for.
+  outs: both [R, 2, P] (scores, forecasts), level, trend [R, P], stops [R, 2], the occupied slots
+  that each of the two is for.
   """
-  level_ref, trend_ref, factors_ref = inputs
   both_ref, new_level_ref, new_trend_ref, stops_ref = outs
-  inside = tile < level_ref.shape[1]
-  alpha, beta, gamma = (factors_ref[batch_row, i] for i in range(3))
-  old_level = _backend.load(level_ref, row, tile, mask=inside)
-  old_trend = _backend.load(trend_ref, row, tile, mask=inside)
+  inside = tile < new_level_ref.shape[1]
+  (old_level, old_trend), (alpha, beta, gamma) = old, factors
   newest = stop - 1  # the new token's position; the last one's is one less
   begun = tile < lax.div(jnp.maximum(newest - 1, 0), jnp.int32(unit))
   there = tile < lax.div(newest, jnp.int32(unit))

@@ -23,15 +23,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend, _smoothing, _tiles
+from pallas_kernels import _backend, _smoothing, _tiles, config
 from pallas_kernels._split import columns_of, lanes_of
 
 TILE, WARPS, STAGES = 64, 4, 3
-BLOCKS = 256
-PROGRAMS = 512  # about as many as run at once
+BLOCKS = 128
+PER_CORE = 4  # programs that a multiprocessor runs at once: a few more would wait for all of them
 
 
-def _logits_kernel(*refs: Any, skips: bool, **how: Any) -> None:
+def _logits_kernel(*refs: Any, skips: bool, newest: int, **how: Any) -> None:
   """q [R, G, H], keys [R, M, H], start, stop, known [R] or one per batch row, (active [R]) ->
   logits [R, G, M], m, l [R, G, C].
   """
@@ -39,8 +39,8 @@ def _logits_kernel(*refs: Any, skips: bool, **how: Any) -> None:
   shared = refs[1].shape[0] // refs[2].shape[0]
 
   def score() -> None:
-    where = [ref[row // shared] for ref in refs[2:5]]
-    score_keys(row, piece, refs[:2], refs[-3:], *where, **how)
+    start, stop, known = (ref[row // shared] for ref in refs[2:5])
+    score_keys(row, piece, refs[:2], refs[-3:], start, stop, known - newest, **how)
 
   if skips:
     pl.when(refs[5][row] > 0)(score)
@@ -156,9 +156,10 @@ def _forecasts_kernel(*refs: Any, ahead: int, each: int, unit: int, predictor: s
   stop_ref, blocks = refs[6], refs[3].shape[1]
   row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
   batch_row = row // (refs[0].shape[0] // stop_ref.shape[0])
+  old, factors = _smoothing.state(row, block, refs[3:5]), _smoothing.factors(refs[5], batch_row)
   score = _weigh(row, block, refs[:3], blocks=blocks, ahead=ahead, each=each, log=False)
-  how: dict[str, Any] = {"batch_row": batch_row, "unit": unit, "predictor": predictor}
-  _smoothing.advance(row, block, score, refs[3:6], refs[7:], stop_ref[batch_row], **how)
+  how: dict[str, Any] = {"unit": unit, "predictor": predictor}
+  _smoothing.advance(row, block, score, old, factors, refs[7:], stop_ref[batch_row], **how)
 
 
 def key_logits(
@@ -171,23 +172,25 @@ def key_logits(
   stride: int = 1,
   width: int = 1,
   span_sinks: int = 0,
+  newest: int = 0,
   active: Int[Array, "B K"] | None = None,
   tile: int | None = None,
-  programs: int = PROGRAMS,
+  programs: int | None = None,
   interpret: bool | None = None,
 ) -> tuple[Float[Array, "B K G M"], Float[Array, "B K G C"], Float[Array, "B K G C"]]:
   """Scaled logits of all keys, times log₂ e, −∞ for keys that take no part; m, l of C pieces.
 
   Key j stands for the slots [j·stride, j·stride + width). Those take part of which no slot lies
-  behind `known` and any in the range.
+  behind `known` − `newest` and any in the range.
 
   Args:
     q: queries of the newest token, rotated, in the dtype of the keys.
     keys: what they attend to.
     start, stop, span_sinks: the slots that may be seen, as in `sparse_decode`.
-    known: shaped as start, one past the last slot that a key may stand for.
+    known, newest: shaped as start, one past the last slot that a key may stand for but for so many.
     stride, width: see above; width is a multiple of stride.
     active: KV heads that are computed; the others read nothing, and hold anything.
+    tile, programs: keys per step, and how many programs run at once; by shape and device if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
   batch, heads, count, head_dim = keys.shape
@@ -204,6 +207,7 @@ def key_logits(
       span_sinks=span_sinks,
       scale=head_dim**-0.5,
       skips=active is not None,
+      newest=newest,
     ),
     *(x.reshape(rows, *x.shape[2:]) for x in (q, keys)),
     *(x.reshape(-1) for x in (start, stop, known)),
@@ -235,10 +239,11 @@ def key_weights(
   width: int = 1,
   block: int = 1,
   span_sinks: int = 0,
+  newest: int = 0,
   log: bool = False,
   active: Int[Array, "B K"] | None = None,
   tile: int | None = None,
-  programs: int = PROGRAMS,
+  programs: int | None = None,
   interpret: bool | None = None,
 ) -> Float[Array, "B K P"]:
   """The largest attention weight among the keys that share a slot with each block.
@@ -259,6 +264,7 @@ def key_weights(
     stride=stride,
     width=width,
     span_sinks=span_sinks,
+    newest=newest,
     active=active,
     tile=tile,
     programs=programs,
@@ -333,7 +339,8 @@ def forecasts(
   return [x.reshape(batch, heads, *x.shape[1:]) for x in made]
 
 
-def cut(rows: int, keys: int, tile: int | None, programs: int) -> tuple[int, int]:
-  """Keys per step, and steps per program."""
+def cut(rows: int, keys: int, tile: int | None, programs: int | None) -> tuple[int, int]:
+  """Keys per step, and steps per program: not more programs than run at once."""
   tile = tile or min(TILE, max(16, pl.next_power_of_2(keys)))
-  return tile, max(1, keys * rows // (programs * tile))
+  programs = programs or PER_CORE * config.this_device().cores
+  return tile, pl.cdiv(pl.cdiv(keys, tile), max(1, programs // rows))

@@ -28,15 +28,15 @@ from pallas_kernels import _backend, _split, _tiles
 from pallas_kernels._tiles import Carry
 
 STEP, STAGES = 32 << 10, 3  # bytes of keys and values per step of the walk
-AT_ONCE = 32  # predicted tiles that all selected ones are compared with per step
+AT_ONCE = 8192  # pairs of a selected and a predicted tile that are compared per step
 
 
 def _kernel(
   *refs: Any, unit: int, tile: int, scale: float, sinks: int, stored: str, interpret: bool
 ) -> None:
-  """q [R, G, H], k, v [R, S, H], table [N R, W], count [N R], guess [R, V], start, stop [R] or one
-  per batch row, what `stored` says -> missed [R, W], misses [R], and in place o [R, G, H], m, l
-  [R, G], o rounded. A row's selection is the first of its N lists.
+  """q [R, G, H], k, v [R, S, H], table [R, W], count [R], guess [R, V], start, stop [R] or one per
+  batch row, what `stored` says -> missed [R, W], misses [R], and in place o [R, G, H], m, l [R, G],
+  o rounded.
 
   stored: "whole", the state alone; "pieces", acc [P, G, H], m, l [P, G], cut [R, 2] too (rows of
   one piece are finished); "tiles", acc [R V, G, H], m, l [R V, G], of which only those of selected
@@ -49,9 +49,14 @@ def _kernel(
   row, group = pl.program_id(0), pl.program_id(1)
 
   i = jnp.arange(pl.next_power_of_2(width))
-  listed = row * (table_ref.shape[0] // rows)
-  here = i < jnp.minimum(count_ref[listed], width)
-  entry = _backend.load(table_ref, listed, i, mask=here, other=-1)
+  here = i < jnp.minimum(count_ref[row], width)
+  entry = _backend.load(table_ref, row, i, mask=here, other=-1)
+  columns = jnp.arange(_split.columns_of(head_dim))
+  # What needs nothing is fetched before anything is waited for.
+  if stored != "tiles":
+    done = _finished(o_ref, m_ref, l_ref, row, group, columns)
+  if stored == "pieces":
+    first, pieces = refs[11][row, 0], refs[11][row, 1]
   hit = _found(entry, guess_ref, row, guess_ref.shape[1])
   miss = (entry >= 0) & (hit == 0)
   place = jnp.cumsum(miss.astype(jnp.int32)) - 1
@@ -62,15 +67,12 @@ def _kernel(
     _backend.barrier()  # other threads wrote what is read below
 
   lanes = jnp.arange(_split.lanes_of(1))
-  columns = jnp.arange(_split.columns_of(head_dim))
   inside = columns < head_dim
   ours = lanes == 0  # one query; the matrix units take no fewer rows
   if stored == "whole":
-    acc, m, l = _finished(o_ref, m_ref, l_ref, row, group, columns)
+    acc, m, l = done
   elif stored == "pieces":
-    first, pieces = refs[11][row, 0], refs[11][row, 1]
     parts = jnp.where(pieces > 1, pieces, 0)
-    done = _finished(o_ref, m_ref, l_ref, row, group, columns)
     none = jnp.zeros_like(done[0]), jnp.float32(-jnp.inf), jnp.float32(0.0)
     acc, m, l = (jnp.where(pieces > 1, a, b) for a, b in zip(none, done, strict=True))
     acc, m, l = _parts(refs[8:11], (acc, m, l), first, parts, group, columns, None)
@@ -80,7 +82,7 @@ def _kernel(
 
     def wanted(part: Array, keep: Array) -> Array:
       tile = _backend.load(guess_ref, row, part, mask=keep, other=-1)
-      return (tile >= 0) & (_found(tile, table_ref, listed, width) > 0)
+      return (tile >= 0) & (_found(tile, table_ref, row, width) > 0)
 
     acc, m, l = _parts(refs[8:11], none, row * predicted, predicted, group, columns, wanted)
 
@@ -114,7 +116,8 @@ def _kernel(
 
 def _found(entry: Array, list_ref: Any, row: Any, width: int) -> Array:
   """1 where an entry is in a row's list, 0 elsewhere; holes (−1) say nothing."""
-  some = jnp.arange(min(AT_ONCE, pl.next_power_of_2(width)))
+  most = min(max(AT_ONCE // entry.size, 16), 128)
+  some = jnp.arange(min(most, pl.next_power_of_2(width)))
 
   def step(n: Any, hit: Array) -> Array:
     at = n * some.size + some
@@ -170,8 +173,8 @@ def repair(
   q: Float[Array, "B K G H"],
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
-  table: Int[Array, "B K *lists W"],
-  count: Int[Array, "B K *lists"],
+  table: Int[Array, "B K W"],
+  count: Int[Array, "B K"],
   guess: Int[Array, "B K V"],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
@@ -188,8 +191,7 @@ def repair(
 
   Args:
     q, k, v, start, stop, unit, sinks, scale: as in `sparse_decode`.
-    table, count: the selection, int32; no duplicates, −1 behind the count. Of several lists
-      [B, K, N, W] it is the first.
+    table, count: the selection, int32; no duplicates, −1 behind the count.
     guess: the prediction, int32, −1 = hole.
     written: attention over the prediction: o float32 [B K, G, H], m, l [B K, G] and o in q's dtype,
       in place; then, where `stored` is "pieces", acc, m, l and cut of `_split.results`, and where
@@ -207,7 +209,7 @@ def repair(
   interpret = _backend.interpreted(interpret)
   tile = tile or max(16, STEP // (2 * _split.columns_of(head_dim) * k.dtype.itemsize))
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
-  lists = [table.reshape(-1, width), count.reshape(-1), guess.reshape(rows, -1)]
+  lists = [table.reshape(rows, width), count.reshape(rows), guess.reshape(rows, -1)]
   operands = [*flat, *lists, start.reshape(-1), stop.reshape(-1), *written[4:], *written[:4]]
   done = len(operands) - 4
   missed, misses, o, m, l, rounded = _backend.call(

@@ -14,6 +14,7 @@ predictor per page, once.
 Grid: pieces of the predicted lists, then rows by tiles of pages.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,27 +26,30 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _backend, _smoothing, _split, _tiles
-from pallas_kernels.config import Config, choose
-from pallas_kernels.key_weights import PROGRAMS, cut, forecasts, score_keys
+from pallas_kernels.config import Config, choose, this_device
+from pallas_kernels.key_weights import cut, forecasts, score_keys
 from pallas_kernels.sparse_decode import attend_kernel
 
-PAGES = 32  # per scoring program
+PAGES = 32  # per step of a scoring program
+# Programs of each kind that a multiprocessor runs: all of them at once, so that none waits for the
+# memory and the registers that others hold.
+ATTENDING, SCORING = 1, 3
 
 
 def _kernel(*refs: Any, attend: Callable, score: Callable, programs: int, takes: int) -> None:
-  """q [R, G, H], k, v [R, S, H], guess [R, V], count [R], start, stop [B], what scoring `takes` ->
-  what attention gives, what scoring gives. The first `programs` attend.
+  """q [R, G, H], k, v [R, S, H], guess [R, V], stop [B], what scoring `takes` -> what attention
+  gives, what scoring gives. The first `programs` attend.
   """
   pid = pl.program_id(0)
-  shared, held = refs[:7], refs[7 : 7 + takes]
+  shared, held = refs[:5], refs[5 : 5 + takes]
 
   @pl.when(pid < programs)
   def _():
-    attend(pid, shared, refs[7 + takes :])
+    attend(pid, shared, refs[5 + takes :])
 
   @pl.when(pid >= programs)
   def _():
-    score(pid - programs, shared[0], shared[6], held, refs)
+    score(pid - programs, shared[0], shared[4], held, refs)
 
 
 def _score_pages(
@@ -55,48 +59,62 @@ def _score_pages(
   inputs: Sequence[Any],
   refs: Sequence[Any],
   *,
+  pieces: int,
+  steps: int,
   unit: int,
   group: str,
   predictor: str,
   scale: float,
 ) -> None:
-  """Bounds of one tile of pages, and their predictors' next state.
+  """Bounds of `steps` tiles of pages, one of `pieces` of a row, and their predictors' next state.
 
   inputs: low, high [R, P, H], level, trend [R, P], factors [B, 3]; the last four refs are what
   `_smoothing.advance` lists.
   """
-  low_ref, high_ref = inputs[:2]
-  rows, count, head_dim = low_ref.shape
+  *edge_refs, level_ref, trend_ref, factors_ref = inputs
+  rows, count, head_dim = edge_refs[0].shape
   groups = q_ref.shape[1]
-  tiles = pl.cdiv(count, PAGES)
-  row = lax.div(pid, jnp.int32(tiles))
-  page = (pid - row * tiles) * PAGES + jnp.arange(PAGES)
+  row = lax.div(pid, jnp.int32(pieces))
+  first = (pid - row * pieces) * steps
   batch_row = lax.div(row, jnp.int32(rows // stop_ref.shape[0]))
   stop = stop_ref[batch_row]
-  seen = (page < count) & (page * unit < stop)
   column = jnp.arange(_split.columns_of(head_dim))
   real = column < head_dim
-  mask = seen[:, None] & real[None, :]
-  low, high = (
-    _backend.load(ref, row, page[:, None], column[None, :], mask=mask, evict="evict_first").astype(
-      jnp.float32
-    )
-    for ref in (low_ref, high_ref)
-  )
+
+  def pages(tile: Any) -> Array:
+    return tile * PAGES + jnp.arange(PAGES)
+
+  last = jnp.minimum(first + steps, pl.cdiv(count, PAGES))
+
+  def fetch(tile: Any) -> tuple[Array, ...]:
+    page = jnp.where(tile < last, pages(tile), count)  # nothing behind the last
+    seen = (page < count) & (page * unit < stop)
+    mask = seen[:, None] & real[None, :]
+    index = row, page[:, None], column[None, :]
+    low, high = (_backend.load(x, *index, mask=mask, evict="evict_first") for x in edge_refs)
+    return low, high, *_smoothing.state(row, page, (level_ref, trend_ref))
 
   def query(g: int) -> Array:
-    return _backend.load(q_ref, row, g, column, mask=real).astype(jnp.float32)
+    return _backend.load(q_ref, row, g, column, mask=real).astype(jnp.float32) * scale
 
-  def bound(q: Array) -> Array:
-    q = (q * scale)[None, :]
-    return jnp.maximum(q * low, q * high).sum(axis=1)
-
+  held = fetch(first)
+  factors = _smoothing.factors(factors_ref, batch_row)
+  queries = [query(g) for g in range(groups)]
   if group == "mean":
-    score = bound(sum(query(g) for g in range(groups)) / groups)
-  else:
-    score = functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
-  how: dict[str, Any] = {"batch_row": batch_row, "unit": unit, "predictor": predictor}
-  _smoothing.advance(row, page, score, inputs[2:], refs[-4:], stop, **how)
+    queries = [sum(queries[1:], queries[0]) / groups]
+
+  def step(tile: Any, held: tuple[Array, ...]) -> tuple[Array, ...]:
+    # The next tile is on its way while this one is weighed.
+    coming = fetch(tile + 1)
+    low, high, level, trend = held
+    low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+    bounds = (jnp.maximum(q[None, :] * low, q[None, :] * high).sum(axis=1) for q in queries)
+    score = functools.reduce(jnp.maximum, bounds)
+    how: dict[str, Any] = {"unit": unit, "predictor": predictor}
+    _smoothing.advance(row, pages(tile), score, (level, trend), factors, refs[-4:], stop, **how)
+    return coming
+
+  lax.fori_loop(first, last, step, held)
 
 
 def _score_keys(
@@ -159,15 +177,19 @@ def speculate(
   rows, pages = q.shape[0] * q.shape[1], low.shape[2]
   each = jax.ShapeDtypeStruct((rows, pages), jnp.float32)
   both = jax.ShapeDtypeStruct((rows, 2, pages), jnp.float32)
+  tiles = pl.cdiv(pages, PAGES)
+  steps = pl.cdiv(tiles, max(1, SCORING * this_device().cores // rows))
+  pieces = pl.cdiv(tiles, steps)
+  how: dict[str, Any] = {"unit": unit, "group": group, "predictor": predictor}
   score = functools.partial(
-    _score_pages, unit=unit, group=group, predictor=predictor, scale=q.shape[3] ** -0.5
+    _score_pages, pieces=pieces, steps=steps, scale=q.shape[3] ** -0.5, **how
   )
   return _beside(
     *(q, k, v, guess, stop),
     score,
     [*(x.reshape(rows, *x.shape[2:]) for x in (low, high, level, trend)), factors],
     [both, each, each, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
-    rows * pl.cdiv(pages, PAGES),
+    rows * pieces,
     unit=unit,
     apart=apart,
     config=config,
@@ -209,7 +231,7 @@ def speculate_keys(
     As `speculate`.
   """
   rows, groups, count = q.shape[0] * q.shape[1], q.shape[2], keys.shape[2]
-  tile, steps = cut(rows, count, None, PROGRAMS)
+  tile, steps = cut(rows, count, None, None)
   pieces = pl.cdiv(count, tile * steps)
   how: dict[str, Any] = {"tile": tile, "steps": steps, "stride": stride, "width": width}
   score = functools.partial(_score_keys, pieces=pieces, scale=q.shape[3] ** -0.5, **how)
@@ -249,15 +271,18 @@ def _beside(
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, guess.shape[2]
   interpret = _backend.interpreted(interpret)
-  config = config or choose(
-    "sparse_decode",
-    rows=rows,
-    groups=groups,
-    slots=width * unit,
-    head_dim=head_dim,
-    itemsize=q.dtype.itemsize,
-    interpret=interpret,
-  )
+  if config is None:
+    config = choose(
+      "sparse_decode",
+      rows=rows,
+      groups=groups,
+      slots=width * unit,
+      head_dim=head_dim,
+      itemsize=q.dtype.itemsize,
+      interpret=interpret,
+    )
+    most = max(1, ATTENDING * this_device().cores - rows)
+    config = dataclasses.replace(config, programs=min(config.programs, most))
   scale = head_dim**-0.5
   if apart:
     programs, out = rows * width, _split.state_shapes(rows * width, groups, head_dim)
@@ -265,7 +290,7 @@ def _beside(
 
     def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
       row = lax.div(pid, jnp.int32(width))
-      refs = *shared[:4], *shared[5:], *outs[:3]
+      refs = *shared[:4], None, shared[4], *outs[:3]
       _attend_tile(row, pid - row * width, *refs, unit=unit, tile=tile, scale=scale, sinks=0)
 
   else:
@@ -280,13 +305,12 @@ def _beside(
         "scale": scale,
         "sinks": 0,
       }
-      attend_kernel(*shared, *outs[:8], **how, pid=pid)
+      attend_kernel(*shared, *outs[:8], **how, pid=pid, full=True)
 
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, guess)]
-  count = jnp.full((rows,), width, jnp.int32)  # holes are skipped
   made = _backend.call(
     functools.partial(_kernel, attend=attend, score=score, programs=programs, takes=len(held)),
-    *(*flat, count, jnp.zeros_like(stop), stop, *held),
+    *(*flat, stop, *held),
     grid=(programs + scoring,),
     out=[*out, *scored],
     warps=config.warps,
@@ -313,8 +337,9 @@ def _attend_tile(
   rows, slots, head_dim = k_ref.shape
   groups = q_ref.shape[1]
   place = row * table_ref.shape[1] + entry
-  shared = rows // start_ref.shape[0]
-  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
+  shared = rows // stop_ref.shape[0]
+  start = jnp.int32(0) if start_ref is None else start_ref[row // shared]
+  stop = jnp.minimum(stop_ref[row // shared], slots)
   lanes = jnp.arange(_split.lanes_of(groups))
   columns = jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]

@@ -6,8 +6,8 @@ ends as soon as k lie above. Those are then put together by a running sum, in or
 also settles ties; where somebody asks for the order of scores, a second launch counts for each how
 many come before it. No atomics, no sort: a second run is equal to the bit.
 
-Rows longer than `LANES` are cut: each part gives its own k best, and what they give is searched
-once more.
+Where rows are few, or longer than `LANES`, they are cut: each part gives its own k best, and what
+they give is searched once more. How rows are cut follows from how many programs run at once.
 
 Bytes: the scores, 4 per tile. Latency is the cost, so that everything that a plan needs (first
 tiles, newest ones, holes closed, scores) is written by the same launch.
@@ -16,6 +16,8 @@ Grids: one program per row and part; one per row and `SOME` entries.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,12 +26,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend
+from pallas_kernels import _backend, config
 
-LANES = 8192  # longest part of a row that one program searches
-PART = 4096  # length of a part where a row is longer
-EACH = 8  # scores counted together: their number fits four bits
-SOME, OTHERS = 32, 256  # entries that a program puts in order, by as many others at once
+LANES = 8192  # most scores that one program searches, twice as many where k is more than half of it
+SHORTEST = 512  # shortest part
+LAUNCH = 2048  # a launch takes as long as it takes to search that many more scores
+AT_ONCE = 8192  # scores that a multiprocessor's registers hold
+EACH = 4  # neighbours counted together: their number fits four bits
+SOME = 64  # entries that a program puts in order, and by how many others at once
 LEAST = -(2**31)  # below the key of every float
 
 
@@ -39,41 +43,46 @@ def _keys(value: Array) -> Array:
   return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _threshold(key: Array, want: Array) -> Array:
+def _threshold(key: Array, low: Array, held: Array, want: Array) -> Array:
   """A bound at or above which lie the `want` largest keys, and of others only its own equals.
 
   Args:
     key: [E, T], E ≤ 15; `LEAST` is none.
-    want: how many, at most as many as there are.
+    low, held: a bound, and how many keys lie at or above it.
+    want: how many, at most `held`.
   """
-  real = key > LEAST
-  low = jnp.where(real, key, jnp.int32(2**31 - 1)).min()
   high = key.max()
-  held = real.astype(jnp.int32).sum()  # keys at or above low
   width = high - low  # below 0 where it is past int32
   exponent = lax.bitcast_convert_type(width.astype(jnp.float32), jnp.int32) >> 23
   bits = jnp.where(width < 0, 32, jnp.maximum(exponent - 126, 0))
   # Nothing is above the largest key.
   low, held = jnp.where(want > 0, low, high), jnp.where(want > 0, held, want)
-  part = jnp.arange(8, dtype=jnp.int32)
+  quarter = jnp.arange(4, dtype=jnp.int32)
 
   def unsettled(state: tuple[Array, Array, Array]) -> Array:
     _, bits, held = state
     return (held != want) & (bits > 0)
 
   def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """The window [low, low + 2^bits) holds the bound; its parts are 2^shift wide."""
+    """The window [low, low + 2^bits) holds the bound; its eight parts are 2^shift wide."""
     low, bits, held = state
     shift = jnp.maximum(bits - 3, 0)
     at = lax.shift_right_logical(key - low, shift)
     inside = (key >= low) & (at >= 0) & (at < (1 << (bits - shift)))
-    counts = jnp.where(inside, jnp.int32(1) << ((at & 7) * 4), 0).sum(axis=0)
+    counts = jnp.where(inside, jnp.int32(1) << ((at & 7) * 4), 0).sum(axis=1)
     below = counts * jnp.int32(0x11111111)  # each four bits: those of this part and lower ones
-    below = (lax.shift_right_logical(below[None, :], part[:, None] * 4) & 15).sum(axis=1)
-    above = held - below
-    enough = above >= want
-    passed = enough.astype(jnp.int32).sum()
-    return low + (passed << shift), shift, jnp.where(enough, above, held).min()
+    # Parts n and n + 4 side by side, 16 bits each.
+    pairs = lax.shift_right_logical(below[:, None], quarter[None, :] * 4) & 0x000F000F
+    pairs = pairs.sum(axis=0)
+
+    def passing(below: Array, part: Array) -> Array:
+      """How many lie above a part where enough do, and how many parts that is, in one number."""
+      above = held - below
+      return jnp.where(above >= want, above * 16 + (7 - part), held * 16 + 8)
+
+    upper = passing(lax.shift_right_logical(pairs, 16), quarter + 4)
+    best = jnp.minimum(passing(pairs & 0xFFFF, quarter), upper).min()
+    return low + ((8 - (best & 15)) << shift), shift, best >> 4
 
   return lax.while_loop(unsettled, narrow, (low, bits, held))[0]
 
@@ -81,34 +90,42 @@ def _threshold(key: Array, want: Array) -> Array:
 def _kernel(
   *refs: Any,
   part: int,
-  k: int,
+  k: tuple[int, ...],
+  limit: tuple[int, ...],
+  dense_below: int,
+  first: int,
   unit: int,
   span_sinks: int,
   sinks: int,
   local: int,
-  lists: bool,
+  forces: bool,
   indexed: bool,
-  limited: bool,
   skips: bool,
 ) -> None:
-  """scores [R, P], (index [R, P],) start, stop, (limit) [R] or one per batch row, (active [R]) ->
-  table, ranked [R, C W], count [R C]; C parts of a row.
+  """scores [N R, P], (index [N R, P],) start, stop of all of them or of those that share one,
+  (active [N R]) -> N tables [R, C W], N times their scores, N counts [R C]; C parts of a row.
 
-  `indexed`: candidates of an earlier launch, −1 = none. `lists`: forced tiles come first.
+  Rows take turns in N lists, which have room for `k` each. `indexed`: candidates of an earlier
+  launch, −1 = none. `forces`: forced tiles come first.
   """
-  inputs, (table_ref, ranked_ref, count_ref) = list(refs[:-3]), refs[-3:]
+  lists = len(k)
+  inputs, outs = list(refs[: -3 * lists]), refs[-3 * lists :]
   scores_ref = inputs.pop(0)
   index_ref = inputs.pop(0) if indexed else None
   start_ref, stop_ref = inputs.pop(0), inputs.pop(0)
-  limit_ref = inputs.pop(0) if limited else None
   active_ref = inputs.pop(0) if skips else None
   rows = scores_ref.shape[0]
   row, piece = pl.program_id(0), pl.program_id(1)
-  width = table_ref.shape[1] // (count_ref.shape[0] // rows)
+
+  def of_list(values: Sequence[int]) -> Array:
+    """The value of this row's list."""
+    mine = jnp.int32(values[-1])
+    for n in range(lists - 1):
+      mine = jnp.where(row % lists == n, jnp.int32(values[n]), mine)
+    return mine
 
   def select() -> None:
-    shared = rows // start_ref.shape[0]
-    start, stop = start_ref[row // shared], stop_ref[row // shared]
+    start, stop = (ref[row // (rows // ref.shape[0])] for ref in (start_ref, stop_ref))
     newest = lax.div(stop + (unit - 1), jnp.int32(unit)) - 1
 
     def visible(tile: Array) -> Array:
@@ -129,49 +146,70 @@ def _kernel(
       value = jnp.maximum(value, jnp.finfo(jnp.float32).min)
       return tile, value, jnp.where(rest, _keys(value), jnp.int32(LEAST))
 
-    lanes = pl.next_power_of_2(part)
-    threads = max(lanes // EACH, min(lanes, 32))
-    grid = jnp.arange(lanes // threads)[:, None] * threads + jnp.arange(threads)[None, :]
-    key = load(grid)[2]
-    want = jnp.minimum((key > LEAST).astype(jnp.int32).sum(), k)
-    if limit_ref is not None:
-      want = jnp.minimum(want, jnp.maximum(limit_ref[row // (rows // limit_ref.shape[0])], 0))
-    low = _threshold(key, want)
+    lanes = lanes_of(part)
+    columns = lanes // EACH
+    tile, value, key = load(jnp.arange(lanes))
+    grid = load(jnp.arange(columns)[:, None] * EACH + jnp.arange(EACH)[None, :])[2]
+    real = grid > LEAST
+    held = real.astype(jnp.int32).sum()
+    want = of_list(k)
+    if dense_below or limit != k:
+      want = jnp.where(stop < dense_below, want, of_list(limit))
+    want = jnp.minimum(held, jnp.maximum(want, 0))
+    lowest = jnp.where(real, grid, jnp.int32(2**31 - 1)).min()
+    low = _threshold(grid, lowest, held, want)
 
-    lane = jnp.arange(lanes)
-    key = load(lane)[2]
     above, equal = key > low, key == low
     short = want - above.astype(jnp.int32).sum()
-    both = above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
-    before = jnp.cumsum(both) - both
+    before = _before(above, equal)
     above_before, equal_before = before & 0xFFFF, before >> 16
     keep = above | (equal & (equal_before < short))
     slot = above_before + jnp.minimum(equal_before, short)
+    if first:
+      # Of those the best ones once more: they change places with the others.
+      some = jnp.minimum(want, first)
+      low = _threshold(grid, low, held - (real & (grid < low)).astype(jnp.int32).sum(), some)
+      above, equal = key > low, key == low
+      short = some - above.astype(jnp.int32).sum()
+      before = _before(above, equal)
+      equal_before = before >> 16
+      best_before = (before & 0xFFFF) + jnp.minimum(equal_before, short)
+      best = above | (equal & (equal_before < short))
+      slot = jnp.where(best, best_before, some + slot - best_before)
 
-    base, nowhere = piece * width, table_ref.shape[1]
-    head = jnp.int32(0)
-    if lists and sinks + local:
-      i = jnp.arange(pl.next_power_of_2(sinks + local))
-      forced = jnp.where(i < sinks, i, newest - (i - sinks))
-      ok = visible(forced) & (i < sinks + local) & ((i < sinks) | (forced >= sinks))
-      place = jnp.cumsum(ok.astype(jnp.int32)) - 1
-      head = ok.astype(jnp.int32).sum()
-      place = jnp.where(ok, base + place, nowhere)
-      _backend.store(table_ref, row, place, value=forced, mask=ok)
-      infinite = jnp.full(i.shape, jnp.inf, jnp.float32)
-      _backend.store(ranked_ref, row, place, value=infinite, mask=ok)
-    place = jnp.where(keep, base + head + slot, nowhere)
-    tile, value, _ = load(lane)
-    _backend.store(table_ref, row, place, value=tile, mask=keep)
-    _backend.store(ranked_ref, row, place, value=value, mask=keep)
-    count_ref[row * (count_ref.shape[0] // rows) + piece] = head + want
+    def write(table_ref: Any, ranked_ref: Any, count_ref: Any) -> None:
+      listed = row // lists
+      parts = count_ref.shape[0] // table_ref.shape[0]
+      width, nowhere = table_ref.shape[1] // parts, table_ref.shape[1]
+      base, head = piece * width, jnp.int32(0)
+      if forces and sinks + local:
+        i = jnp.arange(pl.next_power_of_2(sinks + local))
+        forced = jnp.where(i < sinks, i, newest - (i - sinks))
+        ok = visible(forced) & (i < sinks + local) & ((i < sinks) | (forced >= sinks))
+        place = jnp.cumsum(ok.astype(jnp.int32)) - 1
+        head = ok.astype(jnp.int32).sum()
+        place = jnp.where(ok, base + place, nowhere)
+        _backend.store(table_ref, listed, place, value=forced, mask=ok)
+        infinite = jnp.full(i.shape, jnp.inf, jnp.float32)
+        _backend.store(ranked_ref, listed, place, value=infinite, mask=ok)
+      place = jnp.where(keep, base + head + slot, nowhere)
+      _backend.store(table_ref, listed, place, value=tile, mask=keep)
+      _backend.store(ranked_ref, listed, place, value=value, mask=keep)
+      count_ref[listed * parts + piece] = head + want
 
-    i = jnp.arange(pl.next_power_of_2(width))
-    tail = (i >= head + want) & (i < width)
-    place = jnp.where(tail, base + i, nowhere)
-    _backend.store(table_ref, row, place, value=jnp.full(i.shape, -1), mask=tail)
-    lowest = jnp.full(i.shape, -jnp.inf, jnp.float32)
-    _backend.store(ranked_ref, row, place, value=lowest, mask=tail)
+      i = jnp.arange(pl.next_power_of_2(width))
+      tail = (i >= head + want) & (i < width)
+      place = jnp.where(tail, base + i, nowhere)
+      _backend.store(table_ref, listed, place, value=jnp.full(i.shape, -1), mask=tail)
+      lowest = jnp.full(i.shape, -jnp.inf, jnp.float32)
+      _backend.store(ranked_ref, listed, place, value=lowest, mask=tail)
+
+    for n in range(lists):
+      of_this = functools.partial(write, *outs[n::lists])
+      if lists == 1:
+        of_this()
+      else:
+        pl.when(row % lists == n)(of_this)
 
   if active_ref is None:
     select()
@@ -179,29 +217,42 @@ def _kernel(
     pl.when(active_ref[row] > 0)(select)
 
 
+def _before(above: Array, equal: Array) -> Array:
+  """How many lanes before each are above, and in the upper 16 bits how many are equal."""
+  both = above.astype(jnp.int32) + (equal.astype(jnp.int32) << 16)
+  return jnp.cumsum(both) - both
+
+
 def _order_kernel(*refs: Any, skips: bool) -> None:
   """table, ranked [R, W], (active [R]) -> both in the order of ranked, equal ones as they stand."""
   table_ref, ranked_ref, *active_ref = refs[:3] if skips else refs[:2]
   out_table_ref, out_ranked_ref = refs[-2:]
   width = table_ref.shape[1]
-  row, first = pl.program_id(0), pl.program_id(1) * SOME
+  row, own = pl.program_id(0), pl.program_id(1)
 
   def order() -> None:
-    i = first + jnp.arange(SOME)
+    i = own * SOME + jnp.arange(SOME)
     mine = i < width
     tile = _backend.load(table_ref, row, i, mask=mine, other=-1)
     value = _backend.load(ranked_ref, row, i, mask=mine, other=-jnp.inf)
 
-    def step(n: Any, place: Array) -> Array:
-      j = n * OTHERS + jnp.arange(OTHERS)
-      other = _backend.load(ranked_ref, row, j, mask=j < width, other=-jnp.inf)
-      earlier = (other[None, :] > value[:, None]) | (
-        (other[None, :] == value[:, None]) & (j[None, :] < i[:, None])
-      )
-      return place + earlier.astype(jnp.int32).sum(axis=1)
+    def other(n: Any) -> Array:
+      j = n * SOME + jnp.arange(SOME)
+      return _backend.load(ranked_ref, row, j, mask=j < width, other=-jnp.inf)[None, :]
 
-    place = lax.fori_loop(0, pl.cdiv(width, OTHERS), step, jnp.zeros(i.shape, jnp.int32))
-    place = jnp.where(mine, place, width)
+    def ahead(n: Any, earlier: Array) -> Array:
+      return earlier + (other(n) >= value[:, None]).astype(jnp.int32)
+
+    def behind(n: Any, earlier: Array) -> Array:
+      return earlier + (other(n) > value[:, None]).astype(jnp.int32)
+
+    # What stands before an entry comes before its equals too.
+    earlier = lax.fori_loop(0, own, ahead, jnp.zeros((SOME, SOME), jnp.int32))
+    earlier = lax.fori_loop(own, pl.cdiv(width, SOME), behind, earlier)
+    here = other(own)
+    before = jnp.arange(SOME)[None, :] < jnp.arange(SOME)[:, None]
+    earlier += ((here == value[:, None]) & before).astype(jnp.int32)
+    place = jnp.where(mine, earlier.sum(axis=1), width)
     _backend.store(out_table_ref, row, place, value=tile, mask=mine)
     _backend.store(out_ranked_ref, row, place, value=value, mask=mine)
 
@@ -221,7 +272,8 @@ def best(
   sinks: int,
   local: int,
   k: int,
-  limit: Int[Array, " B"] | Int[Array, "B K"] | None = None,
+  limit: int | None = None,
+  dense_below: int = 0,
   ordered: bool = True,
   interpret: bool | None = None,
 ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]:
@@ -233,7 +285,7 @@ def best(
     unit: slots per tile.
     sinks, local: numbers of first and of newest tiles that are always listed.
     k: how many others are, at most; equal scores go to the lowest index.
-    limit: how many others each row or KV head lists, up to k; None: k.
+    limit, dense_below: rows of `dense_below` slots and more list `limit` others, up to k.
     ordered: whether the others are listed by score, or by index, which takes less time.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
@@ -245,24 +297,64 @@ def best(
     TypeError: scores are not float32.
     NotImplementedError: more tiles are to be chosen than a program can hold.
   """
-  batch, heads, tiles = scores.shape
-  forced = {"sinks": min(sinks, tiles), "local": min(local, tiles)}
-  table, ranked, count = _launch(
-    scores.reshape(batch * heads, tiles),
-    start.reshape(-1),
-    stop.reshape(-1),
+  static: dict[str, Any] = {"unit": unit, "span_sinks": span_sinks, "sinks": sinks, "local": local}
+  limits = None if limit is None else (limit,)
+  stop = stop[..., None]
+  made = best_of_each(
+    *(scores[:, :, None], start, stop),
+    **static,
+    k=(k,),
+    limit=limits,
+    dense_below=dense_below,
+    ordered=ordered,
+    interpret=interpret,
+  )
+  return made[0]
+
+
+def best_of_each(
+  scores: Float[Array, "B K N P"],
+  start: Int[Array, "B #K"] | Int[Array, "B #K #N"],
+  stop: Int[Array, "B #K #N"],
+  *,
+  unit: int,
+  span_sinks: int = 0,
+  sinks: int,
+  local: int,
+  k: Sequence[int],
+  limit: Sequence[int] | None = None,
+  dense_below: int = 0,
+  ordered: bool = False,
+  interpret: bool | None = None,
+) -> list[tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]]:
+  """What N calls of `best` give, by one search: each list has its own stops, k and limit."""
+  batch, heads, lists, tiles = scores.shape
+
+  def flat(x: Array) -> Array:
+    """One for each batch row, KV head or list."""
+    apart = x.ndim == 3 and x.shape[2] > 1
+    return (jnp.broadcast_to(x, scores.shape[:3]) if apart else x).reshape(-1)
+
+  made = _launch(
+    scores.reshape(-1, tiles),
+    flat(start),
+    flat(stop),
     unit=unit,
     span_sinks=span_sinks,
-    **forced,
-    k=min(k, tiles),
-    lists=True,
-    limit=None if limit is None else limit.reshape(-1),
-    active=None,
+    sinks=min(sinks, tiles),
+    local=min(local, tiles),
+    k=[min(n, tiles) for n in k],
+    limit=limit,
+    dense_below=dense_below,
+    forces=True,
     ordered=ordered,
     interpret=interpret,
   )
   shape = batch, heads, -1
-  return table.reshape(shape), count.reshape(batch, heads), ranked.reshape(shape)
+  return [
+    (table.reshape(shape), count.reshape(batch, heads), ranked.reshape(shape))
+    for table, ranked, count in (made[n::lists] for n in range(lists))
+  ]
 
 
 def others(
@@ -277,11 +369,14 @@ def others(
   k: int,
   active: Int[Array, "B K"] | None = None,
   ordered: bool = True,
+  first: int = 0,
   interpret: bool | None = None,
 ) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
   """The best tiles that are neither first nor newest, and their scores: `ops.tiles.others`.
 
-  Arguments as in `best`; rows whose `active` is 0 are skipped, and hold anything.
+  Arguments as in `best`; rows whose `active` is 0 are skipped, and hold anything. Where they need
+  not be `ordered`, the best `first` of them may still be asked for ahead of the others, both by
+  index: that takes no launch of its own.
   """
   batch, heads, tiles = scores.shape
   table, ranked, _ = _launch(
@@ -292,14 +387,15 @@ def others(
     span_sinks=span_sinks,
     sinks=sinks,
     local=local,
-    k=min(k, tiles),
-    lists=False,
-    limit=None,
+    k=[min(k, tiles)],
     active=None if active is None else active.reshape(-1),
+    forces=False,
+    first=0 if ordered else min(first, k, tiles),
     ordered=ordered,
     interpret=interpret,
   )
-  return ranked.reshape(batch, heads, -1), table.reshape(batch, heads, -1)
+  shape = batch, heads, -1
+  return ranked.reshape(shape), table.reshape(shape)
 
 
 def _launch(
@@ -307,88 +403,99 @@ def _launch(
   start: Array,
   stop: Array,
   *,
-  unit: int,
-  span_sinks: int,
   sinks: int,
   local: int,
-  k: int,
-  lists: bool,
-  limit: Array | None,
-  active: Array | None,
+  k: Sequence[int],
+  limit: Sequence[int] | None = None,
+  dense_below: int = 0,
+  active: Array | None = None,
+  forces: bool,
+  first: int = 0,
   ordered: bool,
   interpret: bool | None,
-) -> tuple[Array, Array, Array]:
-  """table, ranked [R, W] and count [R]."""
+  **span: int,
+) -> Sequence[Array]:
+  """N tables [R, W], N times their scores, N counts [R]."""
   if scores.dtype != jnp.float32:
     raise TypeError(f"scores: found dtype {scores.dtype.name}, expected float32")
   rows, tiles = scores.shape
-  static = {"unit": unit, "span_sinks": span_sinks, "sinks": sinks, "local": local}
-  skipping = [] if active is None else [active]
-  limits = [] if limit is None else [limit]
+  where = [start, stop, *([] if active is None else [active])]
+  static = {**span, "sinks": sinks, "local": local, "skips": active is not None}
+  most = max(k)
   index: list[Array] = []
-  # Each part gives as many as it has, up to k: halved at least, whatever k is.
-  while (length := scores.shape[1]) > LANES and k > 0:
-    part = max(PART, 2 * pl.next_power_of_2(k))
-    if min(part, length) > 2 * LANES:
-      raise NotImplementedError(
-        f"k: found {k} of {tiles} tiles, expected at most {LANES} of more than {LANES}"
-      )
-    if part >= length:
-      break
+  parts = cuts(rows, tiles, most, LANES, config.this_device().cores)
+  if parts is None:
+    raise NotImplementedError(
+      f"k: found {most} of {tiles} tiles, expected at most {LANES} of more than {LANES}"
+    )
+  for part in parts:
     tile, scores, _ = _call(
-      [scores, *index, start, stop, *skipping],
-      parts=pl.cdiv(length, part),
+      [scores, *index, *where],
+      parts=pl.cdiv(scores.shape[1], part),
       part=part,
-      width=k,
-      k=k,
-      lists=False,
+      widths=[min(most, part)],
+      k=(min(most, part),),
+      limit=(min(most, part),),
+      dense_below=0,
+      first=0,
+      forces=False,
       indexed=bool(index),
-      limited=False,
-      skips=bool(skipping),
       interpret=interpret,
       **static,
     )
     index = [tile]
-  width = min(sinks + local + k, tiles) if lists else k
-  table, ranked, count = _call(
-    [scores, *index, start, stop, *limits, *skipping],
+  made = _call(
+    [scores, *index, *where],
     parts=1,
-    part=scores.shape[1] if k else 1,
-    width=max(width, 1),
-    k=k,
-    lists=lists,
+    part=scores.shape[1] if most else 1,
+    widths=[max(min(sinks + local + n, tiles) if forces else n, 1) for n in k],
+    k=tuple(k),
+    limit=tuple(k if limit is None else limit),
+    dense_below=dense_below,
+    first=first,
+    forces=forces,
     indexed=bool(index),
-    limited=bool(limits),
-    skips=bool(skipping),
     interpret=interpret,
     **static,
   )
-  if ordered and k > 1:
-    table, ranked = _backend.call(
+  if not ordered or most <= 1:
+    return made
+  pairs: list[Array] = []
+  for table, ranked in zip(made[: len(k)], made[len(k) : 2 * len(k)], strict=True):
+    skipping = where[2:]
+    pairs += _backend.call(
       functools.partial(_order_kernel, skips=bool(skipping)),
       *(table, ranked, *skipping),
-      grid=(rows, pl.cdiv(table.shape[1], SOME)),
+      grid=(table.shape[0], pl.cdiv(table.shape[1], SOME)),
       out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (table, ranked)],
       warps=4,
       stages=1,
       name="top_k_order",
       interpret=interpret,
     )
-  return table, ranked, count
+  return [*pairs[::2], *pairs[1::2], *made[2 * len(k) :]]
 
 
 def _call(
-  operands: list[Array], *, parts: int, part: int, width: int, interpret: bool | None, **static: Any
-) -> Any:
+  operands: list[Array],
+  *,
+  parts: int,
+  part: int,
+  widths: Sequence[int],
+  interpret: bool | None,
+  **static: Any,
+) -> Sequence[Array]:
   rows = operands[0].shape[0]
+  each = rows // len(widths)
+  shapes = [(each, parts * width) for width in widths]
   return _backend.call(
     functools.partial(_kernel, part=part, **static),
     *operands,
     grid=(rows, parts),
     out=[
-      jax.ShapeDtypeStruct((rows, parts * width), jnp.int32),
-      jax.ShapeDtypeStruct((rows, parts * width), jnp.float32),
-      jax.ShapeDtypeStruct((rows * parts,), jnp.int32),
+      *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
+      *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
+      *(jax.ShapeDtypeStruct((each * parts,), jnp.int32) for _ in widths),
     ],
     warps=warps_of(part),
     stages=1,
@@ -397,9 +504,50 @@ def _call(
   )
 
 
-def warps_of(part: int) -> int:
-  """Warps of a program that searches `part` scores, 16 per thread.
+@functools.cache
+def cuts(rows: int, length: int, k: int, most: int, cores: int) -> tuple[int, ...] | None:
+  """Lengths of the parts of one search after another, before the last one; None: k is too large.
 
-  What a pass does once per warp is as much as it does for ten scores.
+  What takes least time by a rough account: all scores that run at once take as long as those of one
+  program, and `LAUNCH` stands for a launch.
   """
-  return min(max(pl.next_power_of_2(part) // 512, 2), 16)
+  return _cheapest(rows, length, k, most, cores)[1]
+
+
+@functools.cache
+def _cheapest(
+  rows: int, length: int, k: int, most: int, cores: int
+) -> tuple[float, tuple[int, ...] | None]:
+  """The least cost of finding the k best of rows of some length, and how they are cut for it."""
+  if k == 0:
+    return 0.0, ()
+  longest = most if 2 * k <= most else 2 * most
+
+  def cost(parts: int, lanes: int) -> float:
+    return pl.cdiv(rows * parts * lanes, cores * AT_ONCE) * float(LAUNCH + lanes)
+
+  found: tuple[float, tuple[int, ...] | None] = math.inf, None
+  if length <= longest:
+    found = cost(1, lanes_of(length)), ()
+  lanes = longest
+  while lanes >= min(SHORTEST, most // 2):
+    parts = pl.cdiv(length, lanes)
+    part = pl.cdiv(length, parts)
+    if parts > 1 and parts * min(k, part) < length:
+      rest, more = _cheapest(rows, parts * min(k, part), k, most, cores)
+      total = cost(parts, lanes) + rest
+      if more is not None and total < found[0]:
+        found = total, (part, *more)
+    lanes //= 2
+  return found
+
+
+def lanes_of(part: int) -> int:
+  """Scores that a program holds that searches `part` of them."""
+  return max(pl.next_power_of_2(part), 32 * EACH)
+
+
+def warps_of(part: int) -> int:
+  """Warps of a program that searches `part` scores: eight per thread, sixteen in long ones."""
+  lanes = lanes_of(part)
+  return min(max(lanes // 256, 1), 8 if lanes <= 4096 else 16)

@@ -189,6 +189,14 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
         top_k.best, unit=16, sinks=1, local=4, k=k, ordered=ordered, interpret=False
       )
       yield f"top_k-{name}", capability, choose, [of((1, heads, tiles), jnp.float32), *where]
+    spans = [of((1, 8, 2, 8192), jnp.float32), of((1, 1), i32), of((1, 8, 2), i32)]
+    how = {"unit": 16, "sinks": 1, "local": 4, "interpret": False}
+    run = functools.partial(top_k.best_of_each, k=(63, 78), limit=(63, 78), **how)
+    yield "top_k-lists", capability, run, spans
+    for rows, tiles, k in ((512, 4112, 432), (64, 1024, 88)):
+      shapes = [of((1, rows, tiles), jnp.float32), *where]
+      run = functools.partial(top_k.others, k=k, first=k // 3, ordered=False, **how)
+      yield f"top_k-first-{rows}", capability, run, shapes
     for group, dtype, head_dim in (
       ("mean", bf16, 128),
       ("max", bf16, 128),
@@ -212,7 +220,7 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       ("tokens", 131072, 4, bf16, {"blocks": 131072, "log": True}),
       ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
     ):
-      run = functools.partial(key_weights, **options, interpret=False)
+      run = functools.partial(key_weights, **options, newest=1, interpret=False)
       keys = of((1, 8, count, 128), dtype)
       shapes = [of((1, 8, groups, 128), dtype), keys, *where, where[0]]
       yield f"key_weights-{name}", capability, run, shapes

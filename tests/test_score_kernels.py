@@ -64,8 +64,9 @@ def test_compressed_keys(shape):
     keys = jax.random.normal(jax.random.key(2), cache.heads["compressed"].shape, shape[-1])
     want = method.tile_scores(at, cache.put(heads={"compressed": keys}), q)
     start, stop = bounds(cache)
-    run = functools.partial(key_weights, blocks=want.shape[2], stride=4, width=8, block=16)
-    got = jax.jit(run)(q, keys, start, stop, stop - 1)
+    how = {"newest": 1, "stride": 4, "width": 8, "block": 16}
+    run = functools.partial(key_weights, blocks=want.shape[2], programs=7, **how)
+    got = jax.jit(run)(q, keys, start, stop, stop)
     np.testing.assert_allclose(got, want, atol=1e-6, rtol=CLOSE[shape[-1]])
 
 

@@ -32,12 +32,14 @@ def scores_of(rng, batch, heads, count, kind):
   return x.astype(np.float32)
 
 
-def both(scores, stop, start, span_sinks, limit=None, ordered=True, **chosen):
+def both(scores, stop, start, span_sinks, limit=None, dense_below=0, ordered=True, **chosen):
   """table, count and scores of reference and kernel; entries sorted where they have no order."""
   span = Span(jnp.asarray(start), jnp.asarray(stop), span_sinks)
-  want = jax.jit(functools.partial(tiles.best, **chosen))(scores, span, limit=limit)
-  run = functools.partial(top_k.best, span_sinks=span_sinks, ordered=ordered, **chosen)
-  got = jax.jit(run)(scores, start, stop, limit=limit)
+  each = None if limit is None else jnp.where(span.stop < dense_below, chosen["k"], limit)
+  want = jax.jit(functools.partial(tiles.best, **chosen))(scores, span, limit=each)
+  rows = {"limit": limit, "dense_below": dense_below, "ordered": ordered}
+  run = functools.partial(top_k.best, span_sinks=span_sinks, **rows, **chosen)
+  got = jax.jit(run)(scores, start, stop)
   if not ordered:
     want, got = (tuple(jnp.sort(x) for x in result) for result in (want, got))
   return want, got
@@ -52,8 +54,8 @@ def test_equals_reference(count, unit, sinks, local, k, kind):
   rng = np.random.default_rng(count)
   scores = scores_of(rng, 3, 2, count, kind)
   stop = np.array([[count * unit], [count * unit // 2], [0]], np.int32)
-  start, limit = stop // 3, np.array([k, k // 2, 1], np.int32)
-  for options in ({}, {"limit": limit}, {"ordered": False}):
+  start, rows = stop // 3, {"limit": k // 2, "dense_below": count * unit * 3 // 4}
+  for options in ({}, rows, {"ordered": False}):
     chosen = {"unit": unit, "sinks": sinks, "local": local, "k": k}
     want, got = both(scores, stop, start, 2 * unit, **options, **chosen)
     for a, b in zip(want, got, strict=True):
@@ -64,13 +66,56 @@ def test_equals_reference(count, unit, sinks, local, k, kind):
 def test_long_rows_are_cut(monkeypatch, k):
   if not ON_GPU:
     monkeypatch.setattr(top_k, "LANES", 64)
-    monkeypatch.setattr(top_k, "PART", 32)
   count = 70_000 if ON_GPU else 300
   scores = scores_of(np.random.default_rng(k), 1, 2, count, "ties")
   stop = np.array([[count - 3]], np.int32)
   want, got = both(scores, stop, stop // 4, 7, unit=1, sinks=4, local=5, k=k)
   for a, b in zip(want, got, strict=True):
     np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_several_lists_by_one_search(monkeypatch, ordered):
+  """Each as by a call of its own, whether rows are cut or not."""
+  rng, count, unit = np.random.default_rng(3), 300, 4
+  stop = np.array([[[900, 901]], [[count * unit - 1, count * unit]]], np.int32)
+  start = np.zeros((2, 1), np.int32)
+  scores = np.stack([scores_of(rng, 2, 3, count, kind) for kind in ("ties", "wide")], 2)
+  chosen = {"unit": unit, "sinks": 1, "local": 2}
+  for longest in (8192, 64):
+    monkeypatch.setattr(top_k, "LANES", longest)
+    for k, limit in ((9, 20), (9, 20)), ((12, 30), (9, 20)):
+      run = functools.partial(top_k.best_of_each, k=k, limit=limit, dense_below=1000, **chosen)
+      got = jax.jit(functools.partial(run, ordered=ordered))(scores, start, stop)
+      for n, lists in enumerate(got):
+        each = {**chosen, "k": k[n], "limit": limit[n], "dense_below": 1000}
+        want, _ = both(scores[:, :, n], stop[:, :, n], start, 0, **each)
+        for a, b in zip(want, lists, strict=True):
+          np.testing.assert_array_equal(*(a, b) if ordered else (np.sort(a), np.sort(b)))
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
+@pytest.mark.parametrize("first", [1, 5, 12])
+def test_the_very_best_come_first(kind, first):
+  """The same entries as in order of scores, by index on both sides of a line."""
+  scores = scores_of(np.random.default_rng(first), 2, 3, 100, kind)
+  stop, start = jnp.array([[100], [7]], jnp.int32), jnp.zeros((2, 1), jnp.int32)
+  chosen = {"unit": 1, "sinks": 2, "local": 1, "k": 12}
+  run = functools.partial(top_k.others, ordered=False, first=first, **chosen)
+  value, index = jax.jit(run)(scores, start, stop)
+  want_value, want = tiles.others(jnp.asarray(scores), Span(start, stop), **chosen)
+  for part in (slice(first), slice(first, None)):
+    by_index = np.sort(np.where(want[..., part] < 0, 1000, want[..., part]))
+    np.testing.assert_array_equal(np.where(index[..., part] < 0, 1000, index[..., part]), by_index)
+    np.testing.assert_array_equal(np.sort(value[..., part]), np.sort(want_value[..., part]))
+
+
+def test_rows_are_cut_where_they_are_few():
+  cut = functools.partial(top_k.cuts, most=8192, cores=132)
+  assert cut(8, 8192, 63) == (1024,)
+  assert cut(8, 2048, 64) == cut(64, 2048, 63) == cut(8, 8192, 0) == ()
+  assert cut(512, 4112, 432) == (1371,)
+  assert cut(1, 70_000, 9000) is None
 
 
 def test_more_than_a_program_holds():

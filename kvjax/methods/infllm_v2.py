@@ -123,11 +123,11 @@ class InfLLMv2(Selective):
     compressed = cache.heads["compressed"]
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     blocks = -(-cache.size // self.block)
-    before = (cache.seen - 1)[:, None]  # the newest token
     if dispatch.choose("key_weights", at.env.impl) == "pallas":
       return dispatch.kernel("key_weights", "pallas")(
         *(q.astype(compressed.dtype), compressed),
-        *(span.start, span.stop, jnp.broadcast_to(before, span.stop.shape)),
+        *(span.start, span.stop, jnp.broadcast_to(cache.seen[:, None], span.stop.shape)),
+        newest=1,
         blocks=blocks,
         stride=self.stride,
         width=self.kernel,
@@ -135,7 +135,8 @@ class InfLLMv2(Selective):
         span_sinks=span.sinks,
       )
     start = jnp.arange(compressed.shape[2], dtype=jnp.int32) * self.stride
-    ok = (start + self.kernel <= before[..., None]) & tiles.visible(span, start, self.kernel)
+    before = (cache.seen - 1)[:, None, None]  # the newest token
+    ok = (start + self.kernel <= before) & tiles.visible(span, start, self.kernel)
     logits = attention.logits_of(q[:, :, :, None], compressed)[:, :, :, 0]
     p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).sum(2)  # over the group
     return self.pooled(jnp.where(ok, p, 0.0), blocks)

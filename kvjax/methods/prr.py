@@ -196,8 +196,8 @@ class PRR(Wrapper):
   def select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The true selection S, and Ŝ of the next step: one search, half of it for each.
 
-    For kernels: alone, the second would take as long as the first. What is found besides: the lists
-    of both, the predictor's state, and `foreseen`.
+    For kernels: alone, the second would take as long as the first. What is found besides: the
+    predictor's state, and `foreseen`.
     """
     if "both" in memo:
       state, both = memo["state"], memo["both"]
@@ -206,8 +206,9 @@ class PRR(Wrapper):
       both = jnp.stack([memo["scores"], ahead], 2)  # [B, K, 2, P]
     ratios = 1.0, self.ratio(cache.pos.shape[0], cache.size)
     caches = cache, _one_longer(cache)
-    true, lists = self.selector.select_together(at, caches, both, ratios, memo.get("stops"))
-    return true, {"lists": lists, "state": state, "foreseen": lists[0][:, :, 1]}
+    true, next_one = self.selector.select_together(at, caches, both, ratios, memo.get("stops"))
+    assert next_one.table is not None
+    return true, {"state": state, "foreseen": next_one.table}
 
   def beside(
     self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
@@ -246,7 +247,7 @@ class PRR(Wrapper):
     guess, hit, early = plan.memo["guess"], plan.memo["hit"], plan.memo.get("early")
     early = self.speculate(at, cache, guess, q) if early is None else early
     if self.variant != "S1":
-      repaired = dispatch.repair(at, cache, plan, guess, q, early, plan.memo.get("lists"))
+      repaired = dispatch.repair(at, cache, plan, guess, q, early)
       if repaired is not None:
         return repaired
     if self.strict:

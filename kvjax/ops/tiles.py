@@ -84,7 +84,7 @@ def best(
   sinks: int,
   local: int,
   k: int,
-  limit: Int[Array, " B"] | Int[Array, "B K"] | None = None,
+  limit: Int[Array, " B"] | Int[Array, "B #K"] | None = None,
 ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]:
   """The table of a plan: first tiles, newest tiles from the newest on, then the best of the rest.
 

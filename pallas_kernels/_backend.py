@@ -45,7 +45,8 @@ def call(
 ) -> Sequence[Array]:
   """Runs `kernel(*operand refs, *result refs)` on whole arrays.
 
-  Compiler parameters are always passed: with none, jax picks another lowering.
+  Compiler parameters are always passed: with none, jax picks another lowering. Operands lose weak
+  types, with which `jnp.where(c, 0, x[i])` would pass the Triton lowering a 0 of no type.
   """
   return pl.pallas_call(
     kernel,
@@ -55,7 +56,7 @@ def call(
     compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
     interpret=interpreted(interpret),
     name=name,
-  )(*operands)
+  )(*(lax.convert_element_type(x, x.dtype) for x in operands))
 
 
 def load(ref: Any, *index: Any, mask: Any, other: Any = 0.0, evict: str | None = None) -> Array:

@@ -179,7 +179,8 @@ def _walk_kernel(
   """q [R, G, H], k, v [R, S, H], (table [R, W], count [R], (unread [R, G, W + 1],)) start, stop [R]
   or one per batch row -> what `_split.results` lists, and tiles walked [R · splits, G].
   """
-  inputs, outputs, walked_ref = refs[:-9], refs[-9:-1], refs[-1]
+  written = 4 if splits == 1 else 8
+  inputs, outputs, walked_ref = refs[: -written - 1], refs[-written - 1 : -1], refs[-1]
   q_ref, k_ref, v_ref, *table_refs, start_ref, stop_ref = inputs
   rows, slots, head_dim = k_ref.shape
   pid = pl.program_id(0)

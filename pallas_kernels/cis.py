@@ -272,7 +272,7 @@ def _note_kernel(*refs: Any, sinks: int, heaviest: int, radius: int) -> None:
   finite = (jnp.abs(l) < jnp.inf).astype(jnp.int32).min(axis=1).min()
 
   @pl.when((live_ref[batch_row] > 0) & (finite > 0))
-  def _():
+  def note() -> None:
     for g in range(groups):
       query = _backend.load(query_ref, row, g, column, mask=column < head_dim)
       _backend.store(queries_ref, row, step, g, column, value=query, mask=column < head_dim)
@@ -280,12 +280,12 @@ def _note_kernel(*refs: Any, sinks: int, heaviest: int, radius: int) -> None:
       anchors_ref[row, step, u] = anchor_ref[row, u]
 
       @pl.when(retrieves_ref[row, u] > 0)
-      def _(u=u):
+      def dilated(u: int = u) -> None:
         where = {"sinks": sinks, "heaviest": heaviest, "radius": radius}
         _dilate(found_ref, weight_ref, (row, u), retrieved_ref, (row, step, u), **where)
 
     @pl.when(row % heads == 0)
-    def _():
+    def advance() -> None:
       step_ref[batch_row] = jnp.where(step + 1 < block, step + 1, 0)
 
 

@@ -55,8 +55,8 @@ SORTING = {
 }
 
 
-def operations(method, layer=7):
-  """How many of each primitive the step's results need; "launch name" for kernels."""
+def decode_step(method, layer=7):
+  """A step by kernels, and its abstract arguments."""
   at = method.at(Env(SPEC.layers, Rope(), impl="pallas"), layer)
   cache = jax.eval_shape(functools.partial(method.init, SPEC, layer))
   of, heads = jax.ShapeDtypeStruct, (SPEC.batch, SPEC.kv_heads)
@@ -66,7 +66,13 @@ def operations(method, layer=7):
   def step(cache, q, k, v, live):
     return method.decode_step(at, cache, q, k, v, live, Carry())[:3]
 
-  jaxpr = jax.make_jaxpr(step)(cache, q, k, k, of((SPEC.batch,), bool)).jaxpr
+  return step, (cache, q, k, k, of((SPEC.batch,), bool))
+
+
+def operations(method, layer=7):
+  """How many of each primitive the step's results need; "launch name" for kernels."""
+  step, arguments = decode_step(method, layer)
+  jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   counts: collections.Counter[str] = collections.Counter()
   _count(needed, counts)

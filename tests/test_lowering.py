@@ -14,7 +14,18 @@ import pytest
 
 from kvjax import Rope
 from kvjax.ops import depth
-from pallas_kernels import art, cis, config, decode, host_blocks, prefill, product, summaries, top_k
+from pallas_kernels import (
+  _backend,
+  art,
+  cis,
+  config,
+  decode,
+  host_blocks,
+  prefill,
+  product,
+  summaries,
+  top_k,
+)
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
@@ -27,6 +38,7 @@ from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
 from pallas_kernels.sparse_decode import settings, sparse_decode
 from pallas_kernels.speculate import attend_tiles, speculate, speculate_keys
+from tests import test_decode_ops as steps
 from tests.decode_cases import Shape
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -497,6 +509,14 @@ def test_streams_through_shared_memory(call, name):
 def test_prompts_use_the_matrix_units_of_a_group_of_warps():
   ((_, binary),) = compiled("prefill-plain-8192-H128-bfloat16-sm90")
   assert "wgmma.mma_async" in binary.ptx
+
+
+@pytest.mark.parametrize("name", steps.CASES)
+def test_a_step_lowers(name, monkeypatch):
+  """Arguments as methods make them: a weakly typed one once lowered to no valid program."""
+  monkeypatch.setattr(_backend, "interpreted", lambda interpret=None: False)
+  step, arguments = steps.decode_step(steps.CASES[name])
+  assert lower(step, *arguments)
 
 
 @pytest.mark.parametrize("capability", SHARED)

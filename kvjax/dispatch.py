@@ -445,8 +445,8 @@ def _prompt_implementation(
   able: tuple[str, ...]
   if named == "auto":
     # Float32 products of the kernels would leave the matrix units unused.
-    able = ("cudnn", "pallas") if narrow and jax.default_backend() == "gpu" else ()
-    able = able if _has_cudnn() else able[1:]
+    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = able if _has_cudnn() else able[2:]
   else:
     asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
     able = asked.get(named, ())

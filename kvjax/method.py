@@ -142,6 +142,11 @@ class Method:
     raise NotImplementedError(f"{cls.__name__}.example")
 
   @classmethod
+  def usual(cls, budget: int) -> Method:
+    """As `example`, with the paper's settings where those would do nothing in a short context."""
+    return cls.example(budget)
+
+  @classmethod
   def neutral(cls, length: int) -> Method:
     """The setting under which the method equals Full on sequences of up to `length` tokens."""
     raise NotImplementedError(f"{cls.__name__}.neutral")

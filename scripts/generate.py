@@ -61,7 +61,7 @@ def main(args: Args) -> None:
   if args.method not in kvjax.METHODS:
     known = ", ".join(kvjax.METHODS)
     raise ValueError(f"--method: found {args.method!r}, expected one of: {known}")
-  method = kvjax.METHODS[args.method].example(args.budget)
+  method = kvjax.METHODS[args.method].usual(args.budget)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)

@@ -116,6 +116,10 @@ class ART(Wrapper):
     return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
 
   @classmethod
+  def usual(cls, budget: int) -> Method:
+    return cls()
+
+  @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(patience=math.inf)
 

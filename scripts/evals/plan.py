@@ -51,7 +51,7 @@ def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[
   """Every method with every budget, those without one once; the full cache first.
 
   Args:
-    labels: "name", or "name:field=value,field=value" for other settings than `example` has.
+    labels: "name", or "name:field=value,field=value" for other settings than `usual` has.
     budgets: tokens ("512"), or shares of the length ("0.25").
     length: tokens of prompt and answer.
 
@@ -87,7 +87,7 @@ def instance(label: str, budget: int) -> kvjax.Method:
     raise ValueError(
       f"--methods: found {name!r}, expected all or some of: {', '.join(kvjax.METHODS)}"
     )
-  method = kvjax.METHODS[name].example(budget)
+  method = kvjax.METHODS[name].usual(budget)
   fields = {}
   for part in filter(None, rest.split(",")):
     field, equals, value = part.partition("=")

@@ -225,7 +225,7 @@ def build(
     return row, reader[task.chat].row(row)
 
   with (
-    concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+    concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
     console.bar(len(jobs) * samples, "making rows", "row") as bar,
   ):
     made = [

@@ -78,39 +78,73 @@ def jax_contender(
   loops: int = 8,
   note: str = "",
 ) -> Contender:
-  """A contender from a JAX function.
+  """A contender from a JAX function, as `looped_contender` without a state."""
 
-  One jitted program makes `calls` calls, over `arguments` in turn so that a warm L2 cache is not in
-  the time, and repeats them `loops` times in a loop on the device: always the same buffers, so that
-  nothing is prepared anew. Each call waits for the one before it. Programs are enqueued without
-  waiting, first one, then three: the difference is free of the way to the device and back.
+  def step(_: None, *rest: Any) -> tuple[None, Any]:
+    return None, function(*rest)
+
+  return looped_contender(
+    *(name, step, [None] * len(arguments), arguments),
+    output=output,
+    calls=calls,
+    loops=loops,
+    note=note,
+  )
+
+
+def looped_contender(
+  name: str,
+  step: Callable[..., tuple[Any, Any]],
+  states: list[Any],
+  arguments: list[tuple],
+  *,
+  renewed: Callable[[Any, Any], Any] = lambda before, after: after,
+  output: Callable[[Any], Any] | None = None,
+  calls: int = 8,
+  loops: int = 8,
+  note: str = "",
+) -> Contender:
+  """A contender from a step that renews a state, often in place: (state, *arguments) to (state, r).
+
+  One jitted program makes `calls` calls, over states and arguments in turn so that a warm L2 cache
+  is not in the time, and repeats them `loops` times in a loop on the device: always the same
+  buffers, so that nothing is prepared anew. Each call waits for the one before it. Programs are
+  enqueued without waiting, first one, then three: the difference is free of the way to the device
+  and back. States are copied once and then handed on; `renewed` makes the states that the next turn
+  of the loop begins with from those before and after this one.
   """
-  turns = [arguments[i % len(arguments)] for i in range(calls)]
+  turns = [i % len(arguments) for i in range(calls)]
   # Traced and lowered once however many the calls.
-  once = jax.jit(function)
+  once = jax.jit(step)
 
-  def program(turns: list[tuple]) -> Any:
-    def every(_: Any, total: Any) -> Any:
-      before, seen = total, []
-      for first, *rest in turns:
+  def program(states: list[Any], arguments: list[tuple]) -> Any:
+    def every(_: Any, carry: Any) -> Any:
+      old, total = carry
+      new, before, seen = list(old), total, []
+      for i in turns:
+        first, *rest = arguments[i]
         first, _ = lax.optimization_barrier((first, before))
-        leaves = lax.optimization_barrier(jax.tree.leaves(once(first, *rest)))
+        new[i], made = once(new[i], first, *rest)
+        leaves = lax.optimization_barrier(jax.tree.leaves(made))
         before = min(leaves, key=lambda x: x.size)
         # A number of each: no kernel behind any of them can be left out.
         seen += [x.reshape(-1)[0].astype(jnp.float32) for x in leaves]
-      return total + sum(seen)
+      return [renewed(a, b) for a, b in zip(old, new, strict=True)], total + sum(seen)
 
-    return lax.fori_loop(0, loops, every, jnp.zeros((), jnp.float32))
+    return lax.fori_loop(0, loops, every, (states, jnp.zeros((), jnp.float32)))
 
-  compiled = jax.jit(program).lower(turns).compile()
-  jax.block_until_ready(compiled(turns))
+  compiled = jax.jit(program, donate_argnums=0).lower(states, arguments).compile()
+  held = jax.tree.map(jnp.copy, states)
 
   def enqueue(programs: int) -> float:
+    nonlocal held
     began = time.perf_counter()
     for _ in range(programs):
-      last = compiled(turns)
+      held, last = compiled(held, arguments)
     jax.block_until_ready(last)
     return time.perf_counter() - began
+
+  enqueue(1)
 
   def seconds() -> float:
     few, many = enqueue(1), enqueue(3)
@@ -120,7 +154,7 @@ def jax_contender(
 
   def first() -> np.ndarray:
     assert output is not None
-    return np.asarray(output(once(*arguments[0])), np.float32)
+    return np.asarray(output(once(states[0], *arguments[0])[1]), np.float32)
 
   return Contender(name, seconds, first if output else None, note)
 

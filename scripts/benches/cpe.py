@@ -1,17 +1,15 @@
 """CPE's attention against dense decode: shared retrievals over blocks of steps, MHA"""
 
-import functools
-import time
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import kvjax
-from scripts.benches import Case, Contender, optional, torch_contender
+from scripts.benches import Case, Contender, looped_contender, optional, torch_contender
 from scripts.benches.longflow import holding
 
 BLOCK = 16  # s, steps that share; one program runs so many
@@ -100,35 +98,19 @@ def projected(spec: kvjax.CacheSpec) -> tuple[jax.Array, jax.Array]:
 def looped(
   name: str, method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, *, checked: bool
 ) -> Contender:
-  """A block of steps per program over one donated cache, which begins anew each time."""
-  step, inputs = steps(method, impl, spec), projected(spec)
-
-  def run(cache: Any, inputs: Any) -> tuple[Any, Any]:
-    rows = cache.rows
-    out = jnp.zeros((spec.batch, spec.kv_heads, spec.groups, spec.head_dim), spec.dtype)
-    # Four at a time, as layers follow each other: the loop itself is not what is measured.
-    cache, out = lax.fori_loop(
-      0, BLOCK, lambda _, carry: step(carry[0], inputs)[:2], (cache, out), unroll=4
-    )
-    return cache.put(rows=rows), out
-
-  make = functools.partial(holding, method, spec, jnp.int32(tokens))
-  compiled = jax.jit(run, donate_argnums=0).lower(jax.eval_shape(make), inputs).compile()
-  held = [start(method, make())]
-
-  def seconds() -> float:
-    def enqueue(programs: int) -> float:
-      began = time.perf_counter()
-      for _ in range(programs):
-        held[0], out = compiled(held[0], inputs)
-      jax.block_until_ready(out)
-      return time.perf_counter() - began
-
-    few, many = enqueue(1), enqueue(7)
-    return (many - few) / (6 * BLOCK)
-
+  """A block of steps at a time over one cache, which begins anew each time."""
+  step = steps(method, impl, spec)
+  made = looped_contender(
+    name,
+    lambda cache, *inputs: step(cache, inputs)[:2],
+    [start(method, holding(method, spec, jnp.int32(tokens)))],
+    [projected(spec)],
+    renewed=lambda before, after: after.put(rows=before.rows),
+    calls=BLOCK,
+    loops=4,
+  )
   output = (lambda: outputs(method, impl, spec, tokens)) if checked else None
-  return Contender(name, seconds, output)
+  return dataclasses.replace(made, output=output)
 
 
 def start(method: Any, cache: Any) -> Any:

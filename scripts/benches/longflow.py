@@ -16,7 +16,7 @@ import kvjax
 from models.generate import join, split
 from models.transformer import Transformer
 from pallas_kernels.decode import decode_attention
-from scripts.benches import Case, Contender, optional
+from scripts.benches import Case, Contender, looped_contender, optional
 from scripts.benches.e2e import BANDWIDTH, hugging_face, weights
 
 STEPS = 8  # decode steps per dispatch
@@ -82,13 +82,15 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
     factor = 1 + qkv.reshape(-1)[0].astype(jnp.float32)
     return cache, sum((cache.slots[n].astype(jnp.float32) * factor).sum() for n in ("k", "v"))
 
-  full = functools.partial(holding, ours, spec, spec.capacity)
-  h2o_full = functools.partial(holding, h2o, spec, spec.capacity)
+  def contender(name: str, method: kvjax.Method, run: Callable, output: Any = None) -> Contender:
+    cache = holding(method, spec, spec.capacity)
+    return looped_contender(name, run, [cache], [inputs], output=output, calls=STEPS, loops=4)
+
   contenders = [
-    _looped("kvjax", step(ours, impl), full, inputs, checked=True),
-    _looped("dense decode", dense, full, inputs),
-    _looped("read", read, full, inputs),
-    _looped("H2O in XLA", step(h2o, "reference"), h2o_full, inputs),
+    contender("kvjax", ours, step(ours, impl), lambda out: out),
+    contender("dense decode", ours, dense),
+    contender("read", ours, read),
+    contender("H2O in XLA", h2o, step(h2o, "reference")),
   ]
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -102,7 +104,9 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
     shapes=f"{spec.batch} rows, {spec.kv_heads} KV heads × {spec.groups}, {spec.capacity} slots "
     f"of {spec.head_dim} {jnp.dtype(spec.dtype).name}; a step enters a token and names a victim",
     bytes=kv_bytes,
-    reference=lambda: _first(step(ours, "reference"), full, inputs),
+    reference=lambda: np.asarray(
+      jax.jit(step(ours, "reference"))(holding(ours, spec, spec.capacity), *inputs)[1], np.float32
+    ),
     tolerance=1e-5 if spec.dtype == jnp.float32 else 1e-2,
     contenders=tuple(contenders),
     subject="kvjax",
@@ -124,46 +128,6 @@ def holding(
   slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
   rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
   return cache.put(slots=slots, rows=rows)
-
-
-def _looped(
-  name: str, step: Callable, make: Callable[[], Any], inputs: tuple, *, checked: bool = False
-) -> Contender:
-  """STEPS steps per program over one donated cache."""
-
-  def run(cache: Any, out: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
-    def body(_: Any, carry: Any) -> Any:
-      cache, out = carry
-      # A step waits for the one before it, even if it changes nothing in the cache.
-      given, _ = lax.optimization_barrier((qkv, out))
-      return step(cache, given, live)
-
-    return lax.fori_loop(0, STEPS, body, (cache, out), unroll=4)
-
-  out = jax.eval_shape(lambda: step(make(), *inputs)[1])
-  out = jnp.zeros(out.shape, out.dtype)
-  shapes = jax.eval_shape(make), out, *inputs
-  compiled = jax.jit(run, donate_argnums=0).lower(*shapes).compile()
-
-  def enqueue(cache: Any, programs: int) -> tuple[Any, float]:
-    began = time.perf_counter()
-    for _ in range(programs):
-      cache, last = compiled(cache, out, *inputs)
-    jax.block_until_ready(last)
-    return cache, time.perf_counter() - began
-
-  def seconds() -> float:
-    cache, _ = enqueue(make(), 1)
-    cache, few = enqueue(cache, 1)
-    cache, many = enqueue(cache, 7)
-    return (many - few) / (6 * STEPS)
-
-  return Contender(name, seconds, (lambda: _first(step, make, inputs)) if checked else None)
-
-
-def _first(step: Callable, make: Callable[[], Any], inputs: tuple) -> np.ndarray:
-  """The output of one step."""
-  return np.asarray(jax.jit(lambda cache: step(cache, *inputs)[1])(make()), np.float32)
 
 
 def answer_case(answer: Answer) -> Case:

@@ -8,6 +8,8 @@ Kernels take whole arrays as refs and index them with integer vectors: one form 
 plain pointer arithmetic on the GPU and needs no special case at the edges under the interpreter.
 """
 
+import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,18 +47,78 @@ def call(
 ) -> Sequence[Array]:
   """Runs `kernel(*operand refs, *result refs)` on whole arrays.
 
-  Compiler parameters are always passed: with none, jax picks another lowering. Operands lose weak
-  types, with which `jnp.where(c, 0, x[i])` would pass the Triton lowering a 0 of no type.
+  Layers that launch the same kernel over equal shapes share one trace of it, and one lowering.
   """
+  how: dict[str, Any] = {
+    "grid": grid,
+    "out": tuple(out),
+    "warps": warps,
+    "stages": stages,
+    "name": name,
+    "interpret": interpreted(interpret),
+    "aliases": tuple((aliases or {}).items()),
+  }
+  # Weak types would let `jnp.where(c, 0, x[i])` pass the Triton lowering a 0 of no type.
+  operands = tuple(lax.convert_element_type(x, x.dtype) for x in operands)
+  try:
+    shared = _Kernel.of(kernel)
+  except TypeError:
+    return _launch(kernel, *operands, **how)
+  return _shared_launch(shared, *operands, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+  """A kernel that equals another one if it does the same: a partial function by its parts."""
+
+  function: Callable[..., None]
+  args: tuple[Any, ...] = ()
+  options: frozenset = frozenset()
+
+  @staticmethod
+  def of(value: Any) -> Any:
+    """The same for a partial function; other values as they are. TypeError: it is like no other."""
+    if isinstance(value, functools.partial):
+      args = tuple(map(_Kernel.of, (value.func, *value.args)))
+      options = frozenset((name, _Kernel.of(x)) for name, x in value.keywords.items())
+      return _Kernel(args[0], args[1:], options)
+    if "<locals>" in getattr(value, "__qualname__", ""):
+      raise TypeError("a function made anew each time")
+    hash(value)
+    return value
+
+  def __call__(self, *refs: Any) -> None:
+    self.function(*self.args, *refs, **dict(self.options))
+
+
+def _launch(
+  kernel: Callable[..., None],
+  *operands: Array,
+  grid: tuple[int, ...],
+  out: tuple[jax.ShapeDtypeStruct, ...],
+  warps: int,
+  stages: int,
+  name: str,
+  interpret: bool,
+  aliases: tuple[tuple[int, int], ...],
+) -> Sequence[Array]:
+  """Compiler parameters are always passed: with none, jax picks another lowering."""
   return pl.pallas_call(
     kernel,
-    out_shape=tuple(out),
+    out_shape=out,
     grid=grid,
-    input_output_aliases=aliases or {},
+    input_output_aliases=dict(aliases),
     compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-    interpret=interpreted(interpret),
+    interpret=interpret,
     name=name,
-  )(*(lax.convert_element_type(x, x.dtype) for x in operands))
+  )(*operands)
+
+
+_shared_launch = jax.jit(
+  _launch,
+  static_argnums=0,
+  static_argnames=("grid", "out", "warps", "stages", "name", "interpret", "aliases"),
+)
 
 
 def load(ref: Any, *index: Any, mask: Any, other: Any = 0.0, evict: str | None = None) -> Array:

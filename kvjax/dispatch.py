@@ -50,7 +50,6 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "key_logits": {"pallas": ("pallas_kernels.key_weights", "key_logits")},
   "key_weights": {"pallas": ("pallas_kernels.key_weights", "key_weights")},
   "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
-  "renew_order": {"pallas": ("pallas_kernels.order", "renew_order")},
   "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},

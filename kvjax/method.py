@@ -71,10 +71,9 @@ class Method:
     return self.overrides("attend")
 
   @property
-  def steady(self) -> bool:
-    """Whether a decode step leaves tokens in their slots and in their `order` among each other.
-
-    Only the slot that the new token takes finds a new place.
+  def in_turn(self) -> bool:
+    """Whether a new token takes the next slot, or, in a full cache, that of the oldest one that may
+    leave; the others stay in theirs.
     """
     return False
 

@@ -7,10 +7,13 @@ array grows with the context beyond what one allocation should be.
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
@@ -154,9 +157,30 @@ def settled(tree: Any) -> Any:
   if not on_host():
     return tree
 
-  def home(x: Any) -> Any:
-    if not isinstance(x, OwnRows) or "k" not in x.of:
-      return x
-    return jax.tree.map(lambda a: jax.device_put(a, jax.memory.Space.Host), x)
+  return _each_store(lambda a: jax.device_put(a, jax.memory.Space.Host), tree)
 
-  return jax.tree.map(home, tree, is_leaf=lambda x: isinstance(x, OwnRows))
+
+def loose(tree: Any) -> Any:
+  """The tree as a loop may carry it: stores that count as arrays of the device, and stay in place.
+
+  What comes out of a kernel counts as one, and a loop has to give what it takes. `settled` is for
+  what the loop has left.
+  """
+  return _each_store(_loosened, tree) if on_host() else tree
+
+
+def _loosened(array: Array) -> Array:
+  return _loose_p.bind(array)
+
+
+_loose_p = Primitive("loose")
+_loose_p.def_impl(lambda array: array)
+_loose_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))
+mlir.register_lowering(_loose_p, lambda context, array: [array])
+
+
+def _each_store(change: Callable[[Array], Array], tree: Any) -> Any:
+  def changed(x: Any) -> Any:
+    return jax.tree.map(change, x) if isinstance(x, OwnRows) and "k" in x.of else x
+
+  return jax.tree.map(changed, tree, is_leaf=lambda x: isinstance(x, OwnRows))

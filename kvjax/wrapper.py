@@ -63,8 +63,8 @@ class Wrapper(Method):
     return type(self).attend is not Wrapper.attend or self.base.ordered
 
   @property
-  def steady(self) -> bool:
-    return self.base.steady
+  def in_turn(self) -> bool:
+    return self.base.in_turn
 
   @property
   def chunkable(self) -> bool:

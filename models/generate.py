@@ -182,9 +182,10 @@ def _read_pieces(
   """A prompt in the pieces of a method that streams, each row in its own; result as `prefill`'s."""
   parts = [method.pieces(int(n)) or [] for n in lengths]
   calls, end = max(map(len, parts)), int(lengths.max())
-  # Two widths: that of the longest piece, and that of the rows' last ones, which may be short.
-  small = max(part[-1] for part in parts if part)
+  # Two widths: that of the longest piece, and one for the rows' last ones, which may be short:
+  # rounded up, so that prompts of other lengths need no programs of their own.
   large = max(map(max, filter(None, parts)))
+  small = min(large, 1 << (max(part[-1] for part in parts if part) - 1).bit_length())
   starts = np.zeros(len(lengths), np.int64)
   kept, rest = None, ()
   for i in range(calls):
@@ -437,7 +438,7 @@ def _decode_chunk(
   out = jnp.full((B, C), -1, jnp.int32)
   used = jnp.zeros((B, C, logits.shape[1]), jnp.float32) if keep_logits else None
   logprobs = jnp.zeros((B, C), jnp.float32) if keep_logprobs else None
-  first = jnp.int32(0), logits, caches, live, out, used, logprobs
+  first = jnp.int32(0), logits, offload.loose(caches), live, out, used, logprobs
 
   def run(first: Any) -> Any:
     return offload.settled(jax.lax.while_loop(going, step, first)[1:])

@@ -32,6 +32,7 @@ from pallas_kernels.decode import check
 from pallas_kernels.sparse_decode import check_table
 
 CHUNK = 8  # tiles between two tests for the end of a walk that is not calm
+LONG = 96  # tiles of a walk that is worth a part more
 PROBES = 32  # dimensions of the output that a strided probe looks at
 MAX_TILE = 256
 NEVER = 1 << 30  # a patience that no walk exhausts
@@ -436,12 +437,15 @@ def choose_splits(
 ) -> int:
   """Splits with which no multiprocessor has more than two programs; one where rows have that many.
 
-  Never more than tiles. More programs would hide more waiting, but each split needs a calm stretch
-  of its own to stop.
+  Twice as many where each still has many tiles: programs that wait for a place even out walks of
+  different lengths. More would read more, as each split needs a calm stretch of its own to stop.
   """
   if interpret:
     return 1
-  return max(1, min(2 * config.this_device(kind).cores // rows, -(-length // tile)))
+  tiles, full = -(-length // tile), 2 * config.this_device(kind).cores
+  if 2 * full // rows * LONG <= tiles:
+    full *= 2
+  return max(1, min(full // rows, tiles))
 
 
 def choose_cut(

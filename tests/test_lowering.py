@@ -32,7 +32,6 @@ from pallas_kernels.enter_token import enter_token
 from pallas_kernels.hshare import listed as hshare_listed
 from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
-from pallas_kernels.order import renew_order
 from pallas_kernels.qkv_heads import qkv_heads
 from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
@@ -221,9 +220,6 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
     renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
     yield "renew_extremes", capability, renew, [cache, of((1,), i32), pages, pages]
-    order, pos = of((1, 8, 26214), i32), of((1, 8, 26214), i32)
-    run = functools.partial(renew_order, interpret=False)
-    yield "renew_order", capability, run, [order, pos, of(pos.shape, "float32"), of((1,), i32)]
     renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
     yield "renew_mean", capability, renew, [cache, of((1,), i32), pages]
     blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}

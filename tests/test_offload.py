@@ -152,3 +152,35 @@ def test_over_the_link():
   back = jax.jit(lambda s, b: offload.fetch(s, b, "auto"))(store, ids)
   for name in ("k", "v"):
     np.testing.assert_array_equal(np.asarray(back[name]), np.asarray(new[name]))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_over_the_link_in_a_loop():
+  """A loop, as of decode steps, may carry a store and write into it where it lies."""
+  store = offload.empty(1, 2, 16, 32, 64, jnp.float32)
+  new = jax.random.normal(jax.random.key(0), (8, 1, 2, 1, 32, 64))
+
+  def write(i, carry):
+    store, total = carry
+    blocks = {"k": new[i], "v": -new[i]}
+    first, one = jnp.full(1, i, jnp.int32), jnp.ones(1, jnp.int32)
+    store = offload.append(store, blocks, first, one, "auto", total)
+    found = offload.fetch(store, jnp.full((1, 1), i, jnp.int32), "auto")
+    return store, total + found["k"].sum()
+
+  def run(store):
+    store, total = jax.lax.fori_loop(0, 8, write, (offload.loose(store), jnp.float32(0)))
+    return offload.settled(store), total
+
+  place = store.of["k"][0].unsafe_buffer_pointer()
+  store, total = jax.jit(run, donate_argnums=0)(store)
+  assert store.of["k"][0].unsafe_buffer_pointer() == place
+  assert {x.sharding.memory_kind for x in jax.tree.leaves(store)} == {"pinned_host"}
+  np.testing.assert_array_equal(
+    np.asarray(store.of["v"][0])[0, :, :8], -np.asarray(new)[:, 0, :, 0].swapaxes(0, 1)
+  )
+  np.testing.assert_allclose(total, np.asarray(new).sum(), rtol=1e-5)
+
+
+def test_loose_changes_nothing():
+  np.testing.assert_array_equal(jax.jit(offload._loosened)(jnp.arange(6)), np.arange(6))

@@ -36,6 +36,11 @@ class ART(Wrapper):
   a priority (`order`) are walked by it, and others newest first (§3.3); first tokens that the base
   always attends to come before both, and the walk does not end before they are read.
 
+  Caches that reuse their slots in turn (`Method.in_turn`) are walked by whole tiles too, as they
+  lie: from the tile of the newest token down, and around; or, where slots carry a priority, from
+  the last tile down, for which the slots are put in order once, behind each prompt. Within a tile
+  the order is not the priority's.
+
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
   One walk per KV head leaves most of a GPU idle where there are few of them. With P splits, split s
@@ -134,31 +139,33 @@ class ART(Wrapper):
     return Quest(budget=self.tile, page=self.tile)
 
   @property
-  def keeps_order(self) -> bool:
-    """Whether the order of slots is kept in the cache: a step finds the new token's place alone."""
-    walks_slots = self.base.overrides("order") or not self.base.positional
-    return self.base.steady and walks_slots and not self.base.wants_logits
-
-  @property
-  def in_place(self) -> tuple[str, ...]:
-    return (*self.base.in_place, "order")  # a function of what the slots hold
+  def by_tiles(self) -> bool:
+    """Whether a cache that reuses its slots is walked by tiles, as it lies."""
+    return self.base.in_turn and not self.base.positional and not self.base.wants_logits
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     in_slots, in_heads, in_rows = self.base.extra(spec, layer)
     if self.certify is not None:
       in_heads = {**in_heads, **self.pages.summaries(spec)}
-    if self.keeps_order:
-      shape = spec.batch, spec.kv_heads, self.base.capacity(spec, layer)
-      in_heads = {**in_heads, "order": jnp.full(shape, -1, jnp.int32)}
     return in_slots, in_heads, in_rows
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
-    if self.keeps_order:
-      return cache.put(heads={"order": self.by_rank(at, cache, at.top.everything(at, cache).span)})
+    if self.by_tiles:
+      return self.in_order(at, cache)
     if self.certify is None:
       return cache
     return self.pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
+
+  def in_order(self, at: At, cache: Cache) -> Cache:
+    """Slots behind the first tokens by priority, the highest last; as they are without one."""
+    if at.top.order(at, cache) is None:
+      return cache
+    span, slot = at.top.everything(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
+    rank = jnp.where(slot < span.sinks, -jnp.inf, self.ranks(at, cache, span))
+    index = jnp.argsort(jnp.where(span.holds(slot), rank, jnp.inf), -1, stable=True)
+    moved = {name: slots.take(x, index) for name, x in cache.slots.items()}
+    return dataclasses.replace(cache, slots=moved)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
@@ -183,29 +190,26 @@ class ART(Wrapper):
     """A plan with a table: of tiles, newest first, or of single slots by priority."""
     if plan.table is not None:
       return plan
-    if self.arithmetic(at, cache, plan):
-      return self.newest_first(cache, plan)
+    if self.by_tiles or self.arithmetic(at, cache, plan):
+      return self.newest_first(at, cache, plan)
     span = plan.span
-    if self.keeps_order and dispatch.choose("renew_order", at.env.impl) == "pallas":
-      renew = dispatch.kernel("renew_order", "pallas")
-      rank = self.ranks(at, cache, span)
-      table = renew(cache.heads["order"], cache.pos, rank, cache.seen)
-    else:
-      table = self.by_rank(at, cache, span)
     count = jnp.broadcast_to(span.length(), cache.pos.shape[:2])
+    table = self.by_rank(at, cache, span)
     return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
 
-  def newest_first(self, cache: Cache, plan: Plan) -> Plan:
-    """First tiles, then from the newest one down (§3.3)."""
+  def newest_first(self, at: At, cache: Cache, plan: Plan) -> Plan:
+    """First tiles, then from the newest one down (§3.3); around, where slots are used in turn."""
     span = plan.span
     pinned = -(-max(span.sinks, self.sinks) // self.tile)
-    newest = (span.stop + self.tile - 1) // self.tile - 1
-    oldest = jnp.maximum(span.start // self.tile, pinned)
-    first = jnp.minimum(pinned, newest + 1)
-    count = first + jnp.maximum(newest - oldest + 1, 0)
-    count = jnp.broadcast_to(count, cache.pos.shape[:2])
+    last = jnp.broadcast_to((span.stop + self.tile - 1) // self.tile - 1, cache.pos.shape[:2])
+    oldest, newest = jnp.maximum(span.start // self.tile, pinned), last
+    if self.by_tiles and at.top.order(at, cache) is None:
+      newest = jnp.maximum(jnp.argmax(cache.pos, -1).astype(jnp.int32) // self.tile, pinned - 1)
+    count = jnp.minimum(pinned, last + 1) + jnp.maximum(last - oldest + 1, 0)
     t = jnp.arange(-(-cache.size // self.tile), dtype=jnp.int32)
-    table = jnp.where(t < pinned, t, (newest + pinned)[..., None] - t)
+    tile = (newest + pinned)[..., None] - t
+    around = tile + (last - pinned + 1)[..., None]
+    table = jnp.where(t < pinned, t, jnp.where(tile < pinned, around, tile))
     table = jnp.where(t < count[..., None], table, -1)
     return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
 
@@ -286,8 +290,7 @@ class ART(Wrapper):
       log_ratio=None if self.certify is None else mass_bound.log_ratio(self.certify),
     )
     tiles, visited = self.read_by(listed, cache.size, walked)
-    memo = {"tiles": tiles, "order": listed.table}
-    return Attended(state, None, None, visited, out.astype(q.dtype), memo=memo)
+    return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
 
   def read_by(
     self, plan: Plan, size: int, walked: Int[Array, "B K P G"]
@@ -326,11 +329,10 @@ class ART(Wrapper):
     state = functools.reduce(softmax_state.merge, (w.state for w in walks))
     taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
     visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
-    memo = {"tiles": taken, "order": plan.table}
     if logits is None:
-      return Attended(state, None, None, visited, memo=memo)
+      return Attended(state, None, None, visited, memo=taken)
     every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=memo)
+    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
 
   def walk_tiles(
     self,
@@ -384,13 +386,11 @@ class ART(Wrapper):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Reports `tiles` [B, K, G], the steps that every query head took."""
-    found = attended.memo
+    tiles = attended.memo
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
     if self.certify is not None:
       cache = self.pages.renew(at, cache)
-    if self.keeps_order:
-      cache = cache.put(heads={"order": found["order"]})
-    return cache, {**aux, "tiles": found["tiles"]}
+    return cache, {**aux, "tiles": tiles}
 
   def load(
     self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], t: Int[Array, ""]

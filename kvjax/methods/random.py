@@ -40,10 +40,6 @@ class Random(Bounded):
   def window_size(self) -> int:
     return max(1, self.budget // 8) if self.recent is None else self.recent
 
-  @property
-  def steady(self) -> bool:
-    return True
-
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1)

@@ -49,7 +49,7 @@ class SnapKV(Bounded):
       raise ValueError(f"{name}.reduce: found {self.reduce!r}, expected 'avg' or 'max'")
 
   @property
-  def steady(self) -> bool:
+  def in_turn(self) -> bool:
     return True
 
   @classmethod

@@ -48,7 +48,7 @@ class StreamingLLM(Bounded):
     return True
 
   @property
-  def steady(self) -> bool:
+  def in_turn(self) -> bool:
     return True
 
   @classmethod

@@ -81,17 +81,29 @@ def case(
 
 
 def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> Any:
-  """Caches of `tokens` random tokens and what the method makes of them, room for a dispatch."""
+  """Caches of `tokens` random tokens and what the method makes of them, room for a dispatch.
+
+  Layers of equal shapes hold the same.
+  """
   spec = model.spec(batch, tokens + STEPS)
-  count = jnp.full(batch, tokens, jnp.int32)
+  made: dict[Any, Any] = {}
 
   def layer(i: int) -> Any:
+    shapes = jax.eval_shape(lambda: method.init(spec, i))
+    key = jax.tree.structure(shapes), *((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
+    if key in made:
+      return jax.tree.map(jnp.copy, made[key])
     at = method.at(dataclasses.replace(model.env, impl="reference"), i)
-    made = holding(method, spec, jnp.int32(tokens), i)
-    prompt = kvjax.Prompt(count, count, None, tokens, 0)
-    return jax.jit(lambda cache: method.settle(at, cache, prompt), donate_argnums=0)(made)
+    made[key] = _settled(method, at, tokens, holding(method, spec, jnp.int32(tokens), i))
+    return made[key]
 
   return tuple(layer(i) for i in range(spec.layers))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _settled(method: kvjax.Method, at: Any, tokens: int, cache: Any) -> Any:
+  count = jnp.full(cache.pos.shape[0], tokens, jnp.int32)
+  return method.settle(at, cache, kvjax.Prompt(count, count, None, tokens, 0))
 
 
 def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, tokens: int) -> Any:

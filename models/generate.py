@@ -182,10 +182,10 @@ def _read_pieces(
   """A prompt in the pieces of a method that streams, each row in its own; result as `prefill`'s."""
   parts = [method.pieces(int(n)) or [] for n in lengths]
   calls, end = max(map(len, parts)), int(lengths.max())
-  # Two widths: that of the longest piece, and one for the rows' last ones, which may be short:
-  # rounded up, so that prompts of other lengths need no programs of their own.
+  # Two widths, whatever the prompt's length: that of the longest piece, and a short one for what
+  # the rows' last ones may be.
   large = max(map(max, filter(None, parts)))
-  small = min(large, 1 << (max(part[-1] for part in parts if part) - 1).bit_length())
+  small = -(-large // 8)
   starts = np.zeros(len(lengths), np.int64)
   kept, rest = None, ()
   for i in range(calls):

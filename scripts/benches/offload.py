@@ -209,9 +209,20 @@ def stream(quick: bool) -> Case:
     memory.append(_in_use())
     return taken
 
+  def without_stores() -> tuple[kvjax.Cache, ...]:
+    return tuple(
+      dataclasses.replace(c, heads={n: x for n, x in c.heads.items() if n != "store"})
+      for c in held[0]
+    )
+
+  before = jax.tree.map(jnp.copy, without_stores())
+
   def logits_of(which: tuple[Any, Any]) -> np.ndarray:
-    """Of a chunk and of a token behind it, from the same counters."""
-    found = []
+    """Of a chunk and of a token behind it, from the same state but for what blocks hold."""
+    found, same = [], jax.tree.map(jnp.copy, before)
+    held[0] = tuple(
+      c.put(heads={"store": now.heads["store"]}) for c, now in zip(same, held[0], strict=True)
+    )
     arguments: tuple[Any, ...]
     for run, arguments in zip(which, ((tokens, valid), (token, jnp.int32(1))), strict=True):
       at(lengths[0])

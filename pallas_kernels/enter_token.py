@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.rope import Rope
 from pallas_kernels import _backend
@@ -32,7 +32,7 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
   groups = out_q_ref.shape[2]
   half = head_dim // 2
   b = pl.program_id(0)
-  live, seen, used = live_ref[b], seen_ref[b], used_ref[b]
+  live, seen, used = live_ref[b].astype(jnp.int32), seen_ref[b], used_ref[b]
 
   column = jnp.arange(pl.next_power_of_2(half))
   inside = (column < half)[None, :]
@@ -82,7 +82,7 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
 
 def enter_token(
   qkv: Float[Array, "B K G2 H"],
-  live: Int[Array, " B"],
+  live: Bool[Array, " B"],
   victim: Int[Array, "B K"] | None,
   cache_k: Float[Array, "B K S H"],
   cache_v: Float[Array, "B K S H"],
@@ -100,7 +100,7 @@ def enter_token(
 
   Args:
     qkv: projections of the new token, not rotated: per KV head its G queries, key and value.
-    live: int32, 1 for rows that take part; of the others only q is rotated.
+    live: rows that take part; of the others only q is rotated.
     victim: int32, the slot that a full cache gives up; None: full caches drop the token.
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
     norm: float32 ‖v‖₁ of every slot, updated too.

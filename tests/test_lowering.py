@@ -304,7 +304,7 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   cache = (*per_head, slots, head_dim)
   return [
     of((*per_head, groups + 2, head_dim), dtype),
-    of((batch,), i32),
+    of((batch,), bool),
     of(per_head, i32) if evicts else None,
     *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
     *(of((batch,), i32), of((batch,), i32)),
@@ -319,7 +319,8 @@ def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       head = of((2, kv_heads, groups), jnp.float32)
       slots = 2, kv_heads, 3200
       shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
-      shapes += [of(slots, i32), of((2,), i32), of((2,), i32)]
+      shapes += [of(slots, i32), of((2,), i32), of((2,), i32), of((2,), bool)]
+      shapes.append(of((2, kv_heads), i32))
       call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
       yield f"{kv_heads}x{groups}{'-layer' * per_layer}", capability, call, shapes
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import _backend, _lists
 from pallas_kernels._split import columns_of
@@ -271,7 +271,7 @@ def _note_kernel(*refs: Any, sinks: int, heaviest: int, radius: int) -> None:
   l = _backend.load(l_ref, batch_row * heads + head[:, None], group[None, :], mask=mask, other=1.0)
   finite = (jnp.abs(l) < jnp.inf).astype(jnp.int32).min(axis=1).min()
 
-  @pl.when((live_ref[batch_row] > 0) & (finite > 0))
+  @pl.when(live_ref[batch_row] & (finite > 0))
   def note() -> None:
     for g in range(groups):
       query = _backend.load(query_ref, row, g, column, mask=column < head_dim)
@@ -358,7 +358,7 @@ def _dilate(
 
 
 def note(
-  live: Int[Array, " B"],
+  live: Bool[Array, " B"],
   l: Float[Array, "B K G"],
   steps: Int[Array, "B K"],
   query: Float[Array, "B K G H"],

@@ -5,6 +5,7 @@ the heuristics or the measurements pick. A new kernel adds one line to KERNELS.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,7 +254,7 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
       yield f"listed-{heads}x{units}", capability, run, shapes
-      shapes = [of((batch,), i32), of((*row, groups), f32), of(row, i32)]
+      shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
       shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
       shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
       shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
@@ -488,7 +489,6 @@ def test_compiles_within_limits(call):
     ("art-unit128-H128-bfloat16", "art_walk"),
     ("decode-H128-bfloat16", "decode_attend"),
     ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
-    ("sparse_decode-unit1-H128-bfloat16-rows512", "sparse_attend"),
     ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
     ("products-partial_products-8B", "product"),
     ("prr-repair-pieces-unit64", "repair"),
@@ -501,6 +501,14 @@ def test_streams_through_shared_memory(call, name):
   binary = next(b for k, b in compiled(call) if k.name == name)
   assert "cp.async" in binary.ptx
   assert "mma.sync" in binary.ptx
+
+
+def test_a_single_query_waits_for_no_thread():
+  call = next(x for x in CALLS if x.startswith("sparse_decode-unit1-H128-bfloat16-rows512"))
+  ((_, binary),) = compiled(call)
+  loop = re.search(r"^(\$L__BB0_\d+):(.*?)bra\s+\1;", binary.ptx, re.DOTALL | re.MULTILINE)
+  assert loop and loop[2].count("ld.global.v4.b32") == 4
+  assert "bar.sync" not in loop[2] and "st.shared" not in loop[2]
 
 
 def test_prompts_use_the_matrix_units_of_a_group_of_warps():

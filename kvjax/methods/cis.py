@@ -334,7 +334,7 @@ class CIS(Method):
       # The kernel looks at the denominators itself, all but those of other devices' heads.
       live = counted if attended.live is None or at.env.head_axis else attended.live
       *noted, step = dispatch.kernel("cis_note", "pallas")(
-        *(live.astype(jnp.int32), attended.state.l, choice.step),
+        *(live, attended.state.l, choice.step),
         *(choice.query, choice.anchor, choice.retrieves, found, weight, *held, step),
         sinks=self.sinks,
         heaviest=self.dilated,

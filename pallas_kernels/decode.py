@@ -123,8 +123,8 @@ def _attend_kernel(
     tiles = jnp.where(active & (piece.part == 0), pl.cdiv(head, config.tile), 0)
     carry = walk(carry, query, (0, 0, head), 0, tiles)
   q = _backend.load(q_ref, *of_query, mask=real)
-  tiles = piece.share(pl.cdiv(stop - base, config.tile))
-  carry = walk(carry, q, (base, first, stop), *tiles)
+  share = piece.share(pl.cdiv(stop - base, config.tile))
+  carry = walk(carry, q, (base, first, stop), *share)
   if logits:
     nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
     # What the span leaves out: between its two parts, and behind it.

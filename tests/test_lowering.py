@@ -249,6 +249,9 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
       run = functools.partial(cis.anchors, tau=0.8, first=narrowed, interpret=False)
       yield f"anchors-{heads}x{units}", capability, run, shapes
+      if units == groups:
+        keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
+        yield f"anchors-and-logits-{heads}x{units}", capability, looking, shapes + keys
       run = functools.partial(cis.listed, slots=slots, sinks=16, local=64, interpret=False)
       fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
       shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
@@ -281,6 +284,12 @@ def hshare_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       how = {"own": 5, "slots": 131072, "steps": 2, "budget": k + 40, "sinks": 8, "local": 32}
       run = functools.partial(hshare_listed, **how, interpret=False)
       yield f"listed-{heads}-{k}", capability, run, shapes
+
+
+def looking(q, queries, anchor, step, seen, *keys):
+  """CIS's decision, and the logits of rows that share with none."""
+  how = {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
+  return cis.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
 
 
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:

@@ -35,11 +35,16 @@ LEAST = -(2**31)  # below the key of every float
 
 
 def _anchors_kernel(
-  *refs: Any, tau: float, alone: bool, first: Callable[[Array], Array] | None, scoring: dict | None
+  *refs: Any,
+  tau: float,
+  alone: bool,
+  first: Callable[[Array], Array] | None,
+  scoring: tuple[tuple[str, Any], ...],
 ) -> None:
   """q [R, G, H], queries [R, s, G, H], anchor [R, s, U], step, seen [B](, q [R, G, H], keys
   [R, S, H], stop [B]) -> query [R, G, H] of norm 1, anchor, retrieves [R, U], step [R]
-  (, first [B])(, logits [R, G, S], m, l [R, G, C]). `alone`: U = G.
+  (, first [B])(, logits [R, G, S], m, l [R, G, C]). `alone`: U = G. `scoring`: options of
+  `score_keys`, where keys are given.
   """
   q_ref, queries_ref, anchor_ref, step_ref, seen_ref, *seen_keys = refs[: 8 if scoring else 5]
   outs = list(refs[8 if scoring else 5 :])
@@ -90,7 +95,7 @@ def _anchors_kernel(
 
     @pl.when(looks)
     def _():
-      score_keys(row, piece, operands, logits_refs, start, stop, stop, **scoring)
+      score_keys(row, piece, operands, logits_refs, start, stop, stop, **dict(scoring))
 
 
 def anchors(
@@ -136,7 +141,8 @@ def anchors(
     jax.ShapeDtypeStruct((rows,), jnp.int32),
     *([] if first is None else [jax.ShapeDtypeStruct((batch,), jnp.int32)]),
   ]
-  scoring, pieces = None, 1
+  scoring: dict[str, Any] = {}
+  pieces = 1
   if keys is not None:
     k, stop = keys
     slots = k.shape[2]
@@ -149,7 +155,11 @@ def anchors(
     out += [jax.ShapeDtypeStruct((rows, groups, size), jnp.float32) for size in sizes]
   query, found, retrieves, block_step, *more = _backend.call(
     functools.partial(
-      _anchors_kernel, tau=tau, alone=units == groups, first=first, scoring=scoring
+      _anchors_kernel,
+      tau=tau,
+      alone=units == groups,
+      first=first,
+      scoring=tuple(scoring.items()),
     ),
     *flat,
     grid=(rows, pieces),

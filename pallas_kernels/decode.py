@@ -109,12 +109,12 @@ def _attend_kernel(
       x = jnp.where((lanes < groups)[:, None], x, 0.0)
       x = x.reshape(lanes.size // few, few, config.tile).sum(axis=0)
     lane = jnp.arange(few)
-    mask = (lane < groups)[:, None] & (slot < (slots if wide else end))[None, :]
+    mask = (lane < groups)[:, None] & (slot < end)[None, :]
     _backend.store(logits_ref, row, lane[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
 
   def walk(carry: Any, q: Array, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
     base, _, end = span
-    see = functools.partial(write, base, end) if logits else None
+    see = functools.partial(write, base, slots if wide else end) if logits else None
     return _tiles.walk(carry, q, functools.partial(fetch, *span), low, high, scale=scale, see=see)
 
   carry = _tiles.start(lanes.size, columns.size)

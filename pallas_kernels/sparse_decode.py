@@ -191,12 +191,14 @@ def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> 
   config = choose("sparse_decode", rows=rows, interpret=interpret, **shape)
   if interpret or unit % config.tile == 0:
     return config
-  if is_alone(shape["groups"], unit, config):
-    # What is on its way stands in registers, 64 KiB of a multiprocessor's where all programs run.
-    crowded = is_whole(rows, config) and rows > config.programs
-    size = 2 * _split.columns_of(shape["head_dim"]) * shape["itemsize"]
-    tile = max(16, ((16 << 10) if crowded else (32 << 10)) // size)
-    return dataclasses.replace(config, tile=tile, warps=8, stages=1)
+  # What a single query waits for stands in registers, 2 KiB of a warp's: 64 KiB of a
+  # multiprocessor's, whether two programs run there or four.
+  warps = 16 if is_whole(rows, config) and rows <= config.programs else 8
+  size = 2 * _split.columns_of(shape["head_dim"]) * shape["itemsize"]
+  tile = max(16, warps * (2 << 10) // size)
+  gathering = dataclasses.replace(config, tile=tile, warps=warps, stages=1)
+  if is_alone(shape["groups"], unit, gathering):
+    return gathering
   if is_whole(rows, config):
     tile, stages = max(16, config.tile // 2), 2 * config.stages + 1
   else:

@@ -115,7 +115,7 @@ def enter_token(
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
   run = kernel("enter_token", "pallas")
-  q, *entered, seen, used = run(qkv, live.astype(jnp.int32), victim, *operands, rope=at.env.rope)
+  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope)
   names = [name for name in ("k", "v", "pos", "norm") if name in held]
   stored = dict(zip(names, entered, strict=True))
   stored |= _statistics(at, cache, set(cache.slots) - set(names), k, v, live)

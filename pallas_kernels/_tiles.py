@@ -94,6 +94,51 @@ def walk(
   return lax.fori_loop(first, last, body, carry)
 
 
+def walk_lanes(
+  q: Array,
+  find: Callable[[Any], Array],
+  fetch: Callable[[Array], tuple[Array, Array]],
+  first: Any,
+  last: Any,
+  *,
+  scale: float,
+) -> Carry:
+  """Tiles [first, last) for a single query q [C], as `walk` from `start`: a carry of one row.
+
+  Every lane of a tile has a softmax of its own until the end: no products for matrix units, of
+  whose sixteen rows one would be in use, and no threads that wait for each other for a maximum.
+  Tile i + 1 is on its way while tile i is added, and so are the slots of tile i + 2.
+
+  Args:
+    find: the slots [T] of a tile, −1 for none.
+    fetch: k, v [T, C] of slots, finite everywhere.
+  """
+  q = q.astype(jnp.float32) * (scale * LOG2E)
+
+  def ahead(i: Any) -> Array:
+    return jnp.where(i < last, find(jnp.minimum(i, jnp.maximum(last - 1, 0))), -1)
+
+  def body(i: Any, carry: Any) -> Any:
+    acc, m, l, slot, k, v, next_slot = carry
+    later, (next_k, next_v) = ahead(i + 2), fetch(next_slot)
+    x = (k.astype(jnp.float32) * q[None, :]).sum(axis=1)
+    x = jnp.where(slot >= 0, x, -jnp.inf)
+    top = jnp.maximum(m, x)
+    base = finite(top)
+    alpha, p = jnp.exp2(m - base), jnp.exp2(x - base)
+    acc = acc * alpha[:, None] + p[:, None] * v.astype(jnp.float32)
+    return acc, top, l * alpha + p, next_slot, next_k, next_v, later
+
+  slot = ahead(first)
+  empty = start(slot.size, q.size)
+  acc, m, l, *_ = lax.fori_loop(
+    *(first, last, body), (*empty, slot, *fetch(slot), ahead(first + 1))
+  )
+  top = m.max()
+  weight = jnp.exp2(m - finite(top))
+  return Carry((acc * weight[:, None]).sum(axis=0)[None], top[None], (l * weight).sum()[None])
+
+
 def finish(carry: Carry) -> tuple[Array, Array, Array]:
   """The state (o [R, C] normalised, m [R] natural log, l [R]); (0, −inf, 0) if no key was seen."""
   return carry.acc / nonzero(carry.l)[:, None], carry.m * LN2, carry.l

@@ -5,14 +5,15 @@ cache entries a step has a dozen small operations, two of them sorts and three s
 which would be a launch of its own.
 
 `anchors`, one program per row: cosines with the block's queries (Eq. 12), the most recent that is
-alike, and whose retrieval it used. `listed`, one program per row: first tokens, newest ones and the
-chosen ones; what is shared was dilated when it was noted, so that nothing is there twice. Where
-query heads choose on their own and a KV head reads all of it, what is listed already is marked in a
-scratch row of one integer per slot, of which only the list's entries are touched. `note` writes
-down what the block's later queries look for: a retrieval with the neighbours of its heaviest tokens
-(Eq. 13).
+alike, and whose retrieval it used; a row that shares with none may look at its keys at once, as
+`key_logits` does, cut into pieces as there. `listed`, one program per row: first tokens, newest
+ones and the chosen ones; what is shared was dilated when it was noted, so that nothing is there
+twice. Where query heads choose on their own and a KV head reads all of it, what is listed already
+is marked in a scratch row of one integer per slot, of which only the list's entries are touched.
+`note` writes down what the block's later queries look for: a retrieval with the neighbours of its
+heaviest tokens (Eq. 13).
 
-Bytes: the block's queries, 4 s G H per row; else next to nothing.
+Bytes: the block's queries, 4 s G H per row, and the keys of rows that look; else next to nothing.
 """
 
 import functools
@@ -23,44 +24,56 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import _backend, _lists
 from pallas_kernels._split import columns_of
+from pallas_kernels.key_weights import STAGES, cut, score_keys
 
 WARPS = 4
 LEAST = -(2**31)  # below the key of every float
 
 
 def _anchors_kernel(
-  *refs: Any, tau: float, alone: bool, first: Callable[[Array], Array] | None
+  *refs: Any,
+  tau: float,
+  alone: bool,
+  first: Callable[[Array], Array] | None,
+  scoring: tuple[tuple[str, Any], ...],
 ) -> None:
-  """q [R, G, H], queries [R, s, G, H], anchor [R, s, U], step, seen [B] -> query [R, G, H] of norm
-  1, anchor, retrieves [R, U], step [R] (, first [B]). `alone`: U = G.
+  """q [R, G, H], queries [R, s, G, H], anchor [R, s, U], step, seen [B](, q [R, G, H], keys
+  [R, S, H], stop [B]) -> query [R, G, H] of norm 1, anchor, retrieves [R, U], step [R]
+  (, first [B])(, logits [R, G, S], m, l [R, G, C]). `alone`: U = G. `scoring`: options of
+  `score_keys`, where keys are given.
   """
-  q_ref, queries_ref, anchor_ref, step_ref, seen_ref = refs[:5]
-  query_ref, found_ref, retrieves_ref, steps_ref, *first_ref = refs[5:]
+  q_ref, queries_ref, anchor_ref, step_ref, seen_ref, *seen_keys = refs[: 8 if scoring else 5]
+  outs = list(refs[8 if scoring else 5 :])
+  logits_refs = [outs.pop() for _ in range(3)][::-1] if scoring else []
+  query_ref, found_ref, retrieves_ref, steps_ref, *first_ref = outs
   rows, block, groups, head_dim = queries_ref.shape
-  row = pl.program_id(0)
+  row, piece = pl.program_id(0), pl.program_id(1)
   shared = rows // step_ref.shape[0]
   step = step_ref[row // shared]
   steps_ref[row] = step
+  start = jnp.int32(0)
   if first is not None:
+    start = first(seen_ref[row // shared])
 
     @pl.when(row % shared == 0)
     def _():
-      first_ref[0][row // shared] = first(seen_ref[row // shared])
+      first_ref[0][row // shared] = start
 
   column, turn = jnp.arange(columns_of(head_dim)), jnp.arange(pl.next_power_of_2(block))
   inside, earlier = column < head_dim, (turn < block) & (turn < step)
 
-  def find(unit: int, alike: Array) -> None:
+  def find(unit: int, alike: Array) -> Array:
     latest = jnp.where(alike, turn, -1).max()
     anchor = anchor_ref[row, jnp.maximum(latest, 0), unit]
     found_ref[row, unit] = jnp.where(latest >= 0, anchor, step)
     retrieves_ref[row, unit] = (latest < 0).astype(jnp.int32)
+    return latest < 0
 
-  every = earlier
+  every, looks = earlier, jnp.bool_(False)
   for g in range(groups):
     q = _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32)
     q = q / jnp.maximum(jnp.abs(q).max(), 1e-30)  # its square must not overflow
@@ -71,10 +84,18 @@ def _anchors_kernel(
     cosine = (others * q[None, :]).sum(axis=1)
     alike = earlier & (jnp.minimum(cosine, 1.0) > tau)
     if alone:
-      find(g, alike)
+      looks |= find(g, alike)
     every = every & alike
   if not alone:
-    find(0, every)
+    looks = find(0, every)
+
+  if scoring:
+    *operands, stop_ref = seen_keys
+    stop = stop_ref[row // shared]
+
+    @pl.when(looks)
+    def _():
+      score_keys(row, piece, operands, logits_refs, start, stop, stop, **dict(scoring))
 
 
 def anchors(
@@ -86,6 +107,8 @@ def anchors(
   *,
   tau: float,
   first: Callable[[Array], Array] | None = None,
+  keys: tuple[Array, Array] | None = None,
+  span_sinks: int = 0,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """The queries at norm 1, the step whose retrieval each unit uses, and whether it is its own.
@@ -98,34 +121,60 @@ def anchors(
     seen: cached tokens of every row.
     tau: the cosine that all queries of a unit must exceed: a KV head (U = 1) or a query head.
     first: the first token in sight as a function of `seen`, int32 scalars.
+    keys: cached keys [B, K, S, H] and occupied slots of every row, int32 [B]: rows that share with
+      none look at them.
+    span_sinks: first tokens that are in sight whatever `first` says.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
     float32 [B, K, G, H]; int32 [B, K, U]; int32 [B, K, U], 1 where a unit shares with none; the
-    step of every KV head, int32 [B, K]; and with `first` what it gives, int32 [B].
+    step of every KV head, int32 [B, K]; with `first` what it gives, int32 [B]; and with `keys` the
+    logits of `key_logits`, float32 [B, K, G, S], which hold anything in rows that share.
   """
   batch, heads, _, groups, head_dim = queries.shape
   rows, units = batch * heads, anchor.shape[3]
-  query, found, retrieves, steps, *window = _backend.call(
-    functools.partial(_anchors_kernel, tau=tau, alone=units == groups, first=first),
-    *(x.reshape(rows, *x.shape[2:]) for x in (q, queries, anchor)),
-    *(step, seen),
-    grid=(rows,),
-    out=[
-      jax.ShapeDtypeStruct((rows, groups, head_dim), jnp.float32),
-      jax.ShapeDtypeStruct((rows, units), jnp.int32),
-      jax.ShapeDtypeStruct((rows, units), jnp.int32),
-      jax.ShapeDtypeStruct((rows,), jnp.int32),
-      *([] if first is None else [jax.ShapeDtypeStruct((batch,), jnp.int32)]),
-    ],
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, queries, anchor)] + [step, seen]
+  out = [
+    jax.ShapeDtypeStruct((rows, groups, head_dim), jnp.float32),
+    jax.ShapeDtypeStruct((rows, units), jnp.int32),
+    jax.ShapeDtypeStruct((rows, units), jnp.int32),
+    jax.ShapeDtypeStruct((rows,), jnp.int32),
+    *([] if first is None else [jax.ShapeDtypeStruct((batch,), jnp.int32)]),
+  ]
+  scoring: dict[str, Any] = {}
+  pieces = 1
+  if keys is not None:
+    k, stop = keys
+    slots = k.shape[2]
+    tile, steps = cut(rows, slots, None, None)
+    pieces = pl.cdiv(slots, tile * steps)
+    scoring = {"tile": tile, "steps": steps, "stride": 1, "width": 1, "span_sinks": span_sinks}
+    scoring["scale"] = head_dim**-0.5
+    flat += [x.reshape(rows, *x.shape[2:]) for x in (q.astype(k.dtype), k)] + [stop]
+    sizes = slots, pieces, pieces
+    out += [jax.ShapeDtypeStruct((rows, groups, size), jnp.float32) for size in sizes]
+  query, found, retrieves, block_step, *more = _backend.call(
+    functools.partial(
+      _anchors_kernel,
+      tau=tau,
+      alone=units == groups,
+      first=first,
+      scoring=tuple(scoring.items()),
+    ),
+    *flat,
+    grid=(rows, pieces),
+    out=out,
     warps=WARPS,
-    stages=1,
+    stages=STAGES,
     name="cis_anchors",
     interpret=interpret,
   )
+  more = more[: -2 if scoring else None]
+  if scoring:
+    more[-1] = more[-1].reshape(*q.shape[:3], -1)
   shape = batch, heads, units
-  steps = steps.reshape(batch, heads)
-  return query.reshape(q.shape), found.reshape(shape), retrieves.reshape(shape), steps, *window
+  made = found.reshape(shape), retrieves.reshape(shape), block_step.reshape(batch, heads)
+  return query.reshape(q.shape), *made, *more
 
 
 def _listed_kernel(*refs: Any, sinks: int, local: int, span_sinks: int, interpret: bool) -> None:
@@ -271,7 +320,7 @@ def _note_kernel(*refs: Any, sinks: int, heaviest: int, radius: int) -> None:
   l = _backend.load(l_ref, batch_row * heads + head[:, None], group[None, :], mask=mask, other=1.0)
   finite = (jnp.abs(l) < jnp.inf).astype(jnp.int32).min(axis=1).min()
 
-  @pl.when((live_ref[batch_row] > 0) & (finite > 0))
+  @pl.when(live_ref[batch_row] & (finite > 0))
   def note() -> None:
     for g in range(groups):
       query = _backend.load(query_ref, row, g, column, mask=column < head_dim)
@@ -358,7 +407,7 @@ def _dilate(
 
 
 def note(
-  live: Int[Array, " B"],
+  live: Bool[Array, " B"],
   l: Float[Array, "B K G"],
   steps: Int[Array, "B K"],
   query: Float[Array, "B K G H"],

@@ -8,7 +8,8 @@ Grid of the first kernel: one program per piece, a contiguous run of tiles of on
 head). Every program derives the cut from all ranges: about `Config.programs` pieces of equal size
 whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
 piece are finished there; the others leave partial softmax states, which the second kernel, one
-program per query head, joins in a fixed order (`_split`).
+program per query head, joins in a fixed order (`_split`). Asked for one piece, every row is one
+program's, which then has nothing to derive.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from pallas_kernels.config import Config, choose
 
 MAX_HEAD_DIM = 256
 MAX_GROUPS = 128
+ALIGNED = 16  # slots
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -46,14 +48,24 @@ def _spans(start: Any, stop: Any, *, slots: int, sinks: int, joined: bool) -> tu
 
 
 def _attend_kernel(
-  *refs: Any, groups: int, config: Config, scale: float, sinks: int, joined: bool, logits: bool
+  *refs: Any,
+  groups: int,
+  config: Config,
+  scale: float,
+  sinks: int,
+  joined: bool,
+  logits: bool,
+  whole: bool,
 ) -> None:
   """q [R, G, H], (q_sinks [R, G, H],) k, v [R, S, H], start, stop [R] ->
-  (logits [R, G, S],) o [R, G, H], m, l [R, G], o in the dtype of q, partial acc [P, G, H],
-  m, l [P, G], (first program, pieces) [R, 2].
+  (logits [R, G, S],) and what `_split.results` lists. `whole`: a program per row, and only the
+  first four of those.
   """
-  refs_out = refs[-8:]
-  refs, logits_ref = (refs[:-9], refs[-9]) if logits else (refs[:-8], None)
+  written = 4 if whole else 8
+  refs_out = refs[-written:]
+  refs, logits_ref = (
+    (refs[: -written - 1], refs[-written - 1]) if logits else (refs[:-written], None)
+  )
   q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs
   rows, slots, head_dim = k_ref.shape
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
@@ -65,41 +77,54 @@ def _attend_kernel(
     _, first, stop = spans(start, stop)
     return pl.cdiv(stop - first, config.tile)
 
-  piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
+  if whole:
+    piece = _split.whole()
+  else:
+    piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
   row, active = piece.row, piece.active
   head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
+  # Logits are written in vectors: tiles begin where those may, and what lies outside is −inf there.
+  wide = logits and not sinks
+  base = first // ALIGNED * ALIGNED if wide else first
 
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = columns < head_dim
   of_query = row, lanes[:, None], columns[None, :]
   real = (lanes < groups)[:, None] & inside[None, :]
 
-  def fetch(base: Any, end: Any, i: Any) -> _tiles.Tile:
+  def fetch(base: Any, low: Any, end: Any, i: Any) -> _tiles.Tile:
     slot = base + i * config.tile + jnp.arange(config.tile)
-    keep = slot < end
+    keep = (slot >= low) & (slot < end) if wide else slot < end
     index = row, slot[:, None], columns[None, :]
     mask = keep[:, None] & inside[None, :]
     k = _backend.load(k_ref, *index, mask=mask, evict="evict_first")
     v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")
     return _tiles.Tile(k, v, keep)
 
+  few = pl.next_power_of_2(groups)
+
   def write(base: Any, end: Any, i: Any, x: Array) -> None:
     slot = base + i * config.tile + jnp.arange(config.tile)
-    mask = (lanes < groups)[:, None] & (slot < end)[None, :]
-    _backend.store(logits_ref, row, lanes[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
+    if few < lanes.size:  # only rows of queries change threads on their way to memory
+      x = jnp.where((lanes < groups)[:, None], x, 0.0)
+      x = x.reshape(lanes.size // few, few, config.tile).sum(axis=0)
+    lane = jnp.arange(few)
+    mask = (lane < groups)[:, None] & (slot < end)[None, :]
+    _backend.store(logits_ref, row, lane[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
 
-  def walk(carry: Any, q: Array, base: Any, end: Any, low: Any, high: Any) -> Any:
-    fetched = functools.partial(fetch, base, end)
-    see = functools.partial(write, base, end) if logits else None
-    return _tiles.walk(carry, q, fetched, low, high, scale=scale, see=see)
+  def walk(carry: Any, q: Array, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
+    base, _, end = span
+    see = functools.partial(write, base, slots if wide else end) if logits else None
+    return _tiles.walk(carry, q, functools.partial(fetch, *span), low, high, scale=scale, see=see)
 
   carry = _tiles.start(lanes.size, columns.size)
   if sinks:
     query = _backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
     tiles = jnp.where(active & (piece.part == 0), pl.cdiv(head, config.tile), 0)
-    carry = walk(carry, query, 0, head, 0, tiles)
+    carry = walk(carry, query, (0, 0, head), 0, tiles)
   q = _backend.load(q_ref, *of_query, mask=real)
-  carry = walk(carry, q, first, stop, *piece.share(pl.cdiv(stop - first, config.tile)))
+  share = piece.share(pl.cdiv(stop - base, config.tile))
+  carry = walk(carry, q, (base, first, stop), *share)
   if logits:
     nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
     # What the span leaves out: between its two parts, and behind it.
@@ -187,6 +212,7 @@ def decode_with_output(
   rows, slots = batch * heads, k.shape[2]
   config = config or pick(q, k, logits=logits, interpret=_backend.interpreted(interpret))
   joined = q_sinks is None or not sinks
+  whole = config.programs == 1  # rows of any length are one piece each
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v)]
   flat += [x.reshape(-1) for x in (start, stop)]
@@ -198,20 +224,21 @@ def decode_with_output(
     sinks=sinks,
     joined=joined,
     logits=logits,
+    whole=whole,
   )
   raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
   results = _backend.call(
     attend,
     *flat,
-    grid=(_split.most_pieces(rows, config.programs),),
-    out=[*raw, *_split.results(rows, groups, head_dim, config.programs, q.dtype)],
+    grid=(rows if whole else _split.most_pieces(rows, config.programs),),
+    out=[*raw, *_split.results(rows, groups, head_dim, 0 if whole else config.programs, q.dtype)],
     warps=config.warps,
     stages=config.stages,
     name="decode_attend",
     interpret=interpret,
   )
   seen, results = results[: len(raw)], results[len(raw) :]
-  cut = slots > config.tile and config.programs > 1
+  cut = slots > config.tile and not whole
   o, m, l, rounded = _split.join(results, split=cut, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
   return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.rope import Rope
 from pallas_kernels import _backend
@@ -32,13 +32,12 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
   groups = out_q_ref.shape[2]
   half = head_dim // 2
   b = pl.program_id(0)
-  live, seen, used = live_ref[b], seen_ref[b], used_ref[b]
+  live, seen, used = live_ref[b].astype(jnp.int32), seen_ref[b], used_ref[b]
 
   column = jnp.arange(pl.next_power_of_2(half))
   inside = (column < half)[None, :]
   low, high = column[None, :], column[None, :] + half
-  angle = seen.astype(jnp.float32) * _backend.load(freq_ref, column, mask=column < half)
-  cos, sin = jnp.cos(angle)[None, :] * magnitude, jnp.sin(angle)[None, :] * magnitude
+  cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
 
   def halves(head: Array, row: Any, mask: Array) -> tuple[Array, Array]:
     x, y = (_backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high))
@@ -80,9 +79,21 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
   used_ref[b] = used + jnp.where(used < slots, live, 0)
 
 
+def _turn(freq_ref: Any, seen: Array, column: Array, magnitude: float) -> tuple[Array, Array]:
+  """cos and sin of every column's angle, [1, C].
+
+  Columns stand alone in a maximum over nothing, which keeps them one to a thread: where they are
+  used a thread has eight, and a cosine is a hundred instructions.
+  """
+  half = freq_ref.shape[0]
+  angle = seen.astype(jnp.float32) * _backend.load(freq_ref, column, mask=column < half)
+  cos, sin = jnp.cos(angle).max(axis=1), jnp.sin(angle).max(axis=1)
+  return cos[None, :] * magnitude, sin[None, :] * magnitude
+
+
 def enter_token(
   qkv: Float[Array, "B K G2 H"],
-  live: Int[Array, " B"],
+  live: Bool[Array, " B"],
   victim: Int[Array, "B K"] | None,
   cache_k: Float[Array, "B K S H"],
   cache_v: Float[Array, "B K S H"],
@@ -100,7 +111,7 @@ def enter_token(
 
   Args:
     qkv: projections of the new token, not rotated: per KV head its G queries, key and value.
-    live: int32, 1 for rows that take part; of the others only q is rotated.
+    live: rows that take part; of the others only q is rotated.
     victim: int32, the slot that a full cache gives up; None: full caches drop the token.
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
     norm: float32 ‖v‖₁ of every slot, updated too.

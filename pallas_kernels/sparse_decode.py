@@ -34,11 +34,12 @@ def attend_kernel(
   whole: bool = False,
   pid: Array | None = None,
   full: bool = False,
+  alone: bool = False,
 ) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
   what `_split.results` lists. `whole`: a program per row, and only its first four. `pid`: the
   program, where others share the launch. `full`: lists are full and all slots from the first on may
-  be read; there is no count and no start.
+  be read; there is no count and no start. `alone`: G = 1, and no matrix units (`walk_lanes`).
   """
   q_ref, k_ref, v_ref, table_ref = refs[:4]
   count_ref, start_ref, stop_ref = (None, None, refs[4]) if full else refs[4:7]
@@ -66,7 +67,8 @@ def attend_kernel(
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]
 
-  def fetch(i: Any) -> _tiles.Tile:
+  def find(i: Any) -> Array:
+    """Slots of a tile, −1 for none."""
     if unit % config.tile:
       key = i * config.tile + jnp.arange(config.tile)
       entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
@@ -76,16 +78,28 @@ def attend_kernel(
       entry = table_ref[row, key // unit]
       slot = entry * unit + key % unit + jnp.arange(config.tile)
     keep = (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
-    slot = jnp.where(keep, slot, 0)
-    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
-    k, v = (_backend.load(ref, *index, mask=mask) for ref in (k_ref, v_ref))
-    return _tiles.Tile(k, v, keep)
+    return jnp.where(keep, slot, -1)
 
-  real = (lanes < groups)[:, None] & inside
-  q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
-  carry = _tiles.start(lanes.size, columns.size)
+  def fetch(slot: Array) -> tuple[Array, Array]:
+    index, mask = (row, jnp.maximum(slot, 0)[:, None], columns[None, :]), (slot >= 0)[:, None]
+    k, v = (_backend.load(ref, *index, mask=mask & inside) for ref in (k_ref, v_ref))
+    return k, v
+
+  def tile_of(i: Any) -> _tiles.Tile:
+    slot = find(i)
+    return _tiles.Tile(*fetch(slot), slot >= 0)
+
   share = piece.share(pl.cdiv(keys, config.tile))
-  carry = _tiles.walk(carry, q, fetch, *share, scale=scale)
+  if alone:
+    q = _backend.load(q_ref, row, 0, columns, mask=columns < head_dim)
+    carry = _tiles.walk_lanes(q, find, fetch, *share, scale=scale)
+    like = _tiles.start(lanes.size, columns.size)
+    carry = _tiles.Carry(*(jnp.broadcast_to(x, y.shape) for x, y in zip(carry, like, strict=True)))
+  else:
+    real = (lanes < groups)[:, None] & inside
+    q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
+    carry = _tiles.start(lanes.size, columns.size)
+    carry = _tiles.walk(carry, q, tile_of, *share, scale=scale)
   _split.store(piece, carry, outs, groups=groups, head_dim=head_dim)
 
 
@@ -150,6 +164,7 @@ def sparse_decode(
       scale=head_dim**-0.5 if scale is None else scale,
       sinks=sinks,
       whole=whole,
+      alone=is_alone(groups, unit, config),
     ),
     *flat,
     *(start.reshape(-1), stop.reshape(-1)),
@@ -176,6 +191,14 @@ def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> 
   config = choose("sparse_decode", rows=rows, interpret=interpret, **shape)
   if interpret or unit % config.tile == 0:
     return config
+  # What a single query waits for stands in registers, 2 KiB of a warp's: 64 KiB of a
+  # multiprocessor's, whether two programs run there or four.
+  warps = 16 if is_whole(rows, config) and rows <= config.programs else 8
+  size = 2 * _split.columns_of(shape["head_dim"]) * shape["itemsize"]
+  tile = max(16, warps * (2 << 10) // size)
+  gathering = dataclasses.replace(config, tile=tile, warps=warps, stages=1)
+  if is_alone(shape["groups"], unit, gathering):
+    return gathering
   if is_whole(rows, config):
     tile, stages = max(16, config.tile // 2), 2 * config.stages + 1
   else:
@@ -186,6 +209,11 @@ def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> 
 def is_whole(rows: int, config: Config) -> bool:
   """Whether every row is one program's: hardly fewer of them than programs that run at once."""
   return 4 * rows >= 3 * config.programs
+
+
+def is_alone(groups: int, unit: int, config: Config) -> bool:
+  """Whether a tile is gathered for a single query head, which needs no matrix units."""
+  return groups == 1 and unit % config.tile > 0
 
 
 def check_table(table: Any, count: Any, unit: int, heads: tuple[int, ...]) -> None:

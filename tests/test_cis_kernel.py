@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     (CIS(k=5, sinks=1, local=2, block=5, tau=0.75, per="query_head"), 3),
     (CIS(k=7, sinks=0, local=3, block=4, tau=0.7, radius=2, per="query_head"), 2),
     (PSAW(CIS(k=6, sinks=2, local=3, block=5, tau=0.75, m=6), sinks=2, phi=0.4), 3),
+    (PSAW(CIS(k=6, sinks=2, local=3, block=4, tau=0.7), sinks=2, phi=0.4), 1),
   ],
 )
 def test_same_plans_as_the_reference(method, groups):

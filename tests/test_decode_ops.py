@@ -117,7 +117,7 @@ STEPS = {
   "infllm_v2": (0, 7),
   "hshare": (0, 7),
   "cis": (0, 10),
-  "cis per query head": (0, 9),
+  "cis per query head": (0, 8),
   "cpe": (0, 10),
   "prr": (0, 5),
   "prr over infllm_v2": (0, 6),

@@ -28,7 +28,7 @@ def operands(seed, heads, groups, head_dim, dtype=jnp.float32):
   pos = np.where(np.arange(SLOTS) < used[:, None], np.arange(SLOTS), -1)
   pos = np.broadcast_to(pos[:, None], (4, heads, SLOTS)).astype(np.int32)
   victim = rng.integers(0, SLOTS, (4, heads)).astype(np.int32)
-  live = np.array([1, 1, 1, 0], np.int32)
+  live = np.array([1, 1, 1, 0], bool)
   return q, k, v, live, victim, *cache, pos, seen, used
 
 
@@ -62,7 +62,7 @@ def oracle(q, k, v, live, victim, cache_k, cache_v, pos, seen, used):
 def test_worked_example():
   """Position 0 turns nothing; the token lands in slot 0 and both counters go to 1."""
   q, k, v, _, _, *cache = operands(0, 1, 1, 4)
-  out = enter(Rope())(q, k, v, jnp.ones(4, jnp.int32), None, *cache)
+  out = enter(Rope())(q, k, v, jnp.ones(4, bool), None, *cache)
   np.testing.assert_array_equal(out[0][0], q[0])
   np.testing.assert_array_equal(out[1][0, 0, 0], k[0, 0])
   np.testing.assert_array_equal(out[2][0, 0, 0], v[0, 0])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 ON_GPU = jax.default_backend() == "gpu"
 
 
-def oracle(logits, m, l, norm, pos, used, seen, *, sinks, recent, per_layer):
+def oracle(logits, m, l, norm, pos, used, seen, *_, sinks, recent, per_layer):
   """Slots by their scores in float64, and how far the second best is behind, [B, K]."""
   batch, heads, groups, _ = logits.shape
   slot, gap = np.zeros((batch, heads), int), np.zeros((batch, heads))
@@ -52,7 +52,8 @@ def operands(seed, kv_heads, groups, slots, scale=1.0):
   norm = rng.uniform(0.1, 2, (2, kv_heads, slots)).astype(np.float32)
   pos = np.stack([rng.permutation(n).tolist() + [-1] * (slots - n) for n in used])
   pos = np.broadcast_to(pos[:, None], norm.shape).astype(np.int32)
-  return logits, m, l, norm, pos, used, used
+  named = np.full((2, kv_heads), -7, np.int32)
+  return logits, m, l, norm, pos, used, used, np.ones(2, bool), named
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
@@ -70,12 +71,24 @@ def test_victim(kv_heads, groups, slots, scale, per_layer):
 
 
 def test_ties_go_to_the_lowest_position():
-  logits, m, l, norm, pos, used, seen = operands(1, 2, 3, 300)
+  logits, m, l, norm, pos, *rest = operands(1, 2, 3, 300)
   logits = np.where(np.isfinite(logits), np.float32(0), -np.inf)
   call = jax.jit(functools.partial(victim, sinks=4, recent=1))
-  got = np.asarray(call(logits, m, l, np.ones_like(norm), pos, used, seen))
+  got = np.asarray(call(logits, m, l, np.ones_like(norm), pos, *rest))
   named = np.take_along_axis(pos, got[..., None], 2)
   assert (named == 4).all()
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_rows_that_do_not_count_keep_their_victims(per_layer):
+  call = jax.jit(functools.partial(victim, sinks=2, recent=3, per_layer=per_layer))
+  logits, m, l, *rest, live, old = operands(2, 3, 3, 200)
+  every = np.asarray(call(logits, m, l, *rest, live, old))
+  idle = np.asarray(call(logits, m, l, *rest, np.array([False, True]), old))
+  assert (idle[0] == old[0]).all() and (idle[1] == every[1]).all() and (every != old).all()
+  l[1, 2, 0] = np.nan  # of one head: none of the row's counts
+  broken = np.asarray(call(logits, m, l, *rest, live, old))
+  assert (broken[1] == old[1]).all() and (broken[0] == every[0]).all()
 
 
 @pytest.mark.parametrize("per", ["kv_head", "layer"])

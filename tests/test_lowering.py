@@ -5,6 +5,7 @@ the heuristics or the measurements pick. A new kernel adds one line to KERNELS.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -248,12 +249,15 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
       run = functools.partial(cis.anchors, tau=0.8, first=narrowed, interpret=False)
       yield f"anchors-{heads}x{units}", capability, run, shapes
+      if units == groups:
+        keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
+        yield f"anchors-and-logits-{heads}x{units}", capability, looking, shapes + keys
       run = functools.partial(cis.listed, slots=slots, sinks=16, local=64, interpret=False)
       fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
       shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
       yield f"listed-{heads}x{units}", capability, run, shapes
-      shapes = [of((batch,), i32), of((*row, groups), f32), of(row, i32)]
+      shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
       shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
       shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
       shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
@@ -282,6 +286,12 @@ def hshare_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       yield f"listed-{heads}-{k}", capability, run, shapes
 
 
+def looking(q, queries, anchor, step, seen, *keys):
+  """CIS's decision, and the logits of rows that share with none."""
+  how = {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
+  return cis.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
+
+
 def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """Entering a token: few and many heads, an odd head size, with and without victims."""
   for capability in SHARED:
@@ -304,7 +314,7 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   cache = (*per_head, slots, head_dim)
   return [
     of((*per_head, groups + 2, head_dim), dtype),
-    of((batch,), i32),
+    of((batch,), bool),
     of(per_head, i32) if evicts else None,
     *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
     *(of((batch,), i32), of((batch,), i32)),
@@ -319,7 +329,8 @@ def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       head = of((2, kv_heads, groups), jnp.float32)
       slots = 2, kv_heads, 3200
       shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
-      shapes += [of(slots, i32), of((2,), i32), of((2,), i32)]
+      shapes += [of(slots, i32), of((2,), i32), of((2,), i32), of((2,), bool)]
+      shapes.append(of((2, kv_heads), i32))
       call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
       yield f"{kv_heads}x{groups}{'-layer' * per_layer}", capability, call, shapes
 
@@ -487,7 +498,6 @@ def test_compiles_within_limits(call):
     ("art-unit128-H128-bfloat16", "art_walk"),
     ("decode-H128-bfloat16", "decode_attend"),
     ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
-    ("sparse_decode-unit1-H128-bfloat16-rows512", "sparse_attend"),
     ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
     ("products-partial_products-8B", "product"),
     ("prr-repair-pieces-unit64", "repair"),
@@ -500,6 +510,14 @@ def test_streams_through_shared_memory(call, name):
   binary = next(b for k, b in compiled(call) if k.name == name)
   assert "cp.async" in binary.ptx
   assert "mma.sync" in binary.ptx
+
+
+def test_a_single_query_waits_for_no_thread():
+  call = next(x for x in CALLS if x.startswith("sparse_decode-unit1-H128-bfloat16-rows512"))
+  ((_, binary),) = compiled(call)
+  loop = re.search(r"^(\$L__BB0_\d+):(.*?)bra\s+\1;", binary.ptx, re.DOTALL | re.MULTILINE)
+  assert loop and loop[2].count("ld.global.v4.b32") == 4
+  assert "bar.sync" not in loop[2] and "st.shared" not in loop[2]
 
 
 def test_prompts_use_the_matrix_units_of_a_group_of_warps():

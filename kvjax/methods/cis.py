@@ -135,8 +135,8 @@ class CIS(Method):
     look at all keys.
     """
     window = at.top.window(at, (cache.seen - 1)[:, None])
-    choice, window = self.choose(at, cache, q, window)
-    found, weight = self.retrieve(at, cache, q, window, choice.retrieves)
+    choice, window, logits = self.choose(at, cache, q, window)
+    found, weight = self.retrieve(at, cache, q, window, choice.retrieves, logits)
     table, count = self.listed(at, cache, window, found, choice)
     memo = {"retrieve": (choice.retrieves > 0).any(-1), "choice": choice}
     memo |= {"found": found, "weight": weight}
@@ -145,10 +145,11 @@ class CIS(Method):
 
   def choose(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], window: Window | None
-  ) -> tuple["Choice", Window | None]:
+  ) -> tuple["Choice", Window | None, Float[Array, "B K G S"] | None]:
     """Which earlier query of the block each unit shares with, if any; and the window.
 
-    The kernel works out the window too, instead of a launch of its own.
+    The kernel works out the window too, instead of a launch of its own, and where it can the logits
+    of the heads that retrieve.
     """
     if dispatch.choose("cis_anchors", at.env.impl) == "pallas":
       return self.choose_by_kernel(at, cache, q, window)
@@ -162,11 +163,11 @@ class CIS(Method):
     anchor = _of_step(cache.heads["anchor"], latest)
     anchor = jnp.where(latest >= 0, anchor, step)
     steps = jnp.broadcast_to(step[..., 0], q.shape[:2])
-    return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps), window
+    return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps), window, None
 
   def choose_by_kernel(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], window: Window | None
-  ) -> tuple["Choice", Window | None]:
+  ) -> tuple["Choice", Window | None, Float[Array, "B K G S"] | None]:
     """`choose`."""
     block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
     run, first = dispatch.kernel("cis_anchors", "pallas"), None
@@ -178,11 +179,26 @@ class CIS(Method):
         assert window is not None
         return window.first.reshape(())
 
-    query, anchor, retrieves, step, *start = run(q, *block, tau=self.tau, first=first)
+    how: dict[str, Any] = {"tau": self.tau, "first": first}
+    plain = (window is None or narrows) and not at.top.overrides("span")
+    looks = plain and self.units_are_queries(q) and self.by_kernels(at, "key_logits", window)
+    if looks:
+      sinks = 0 if window is None else window.sinks
+      how |= {"keys": (cache.slots["k"], cache.used), "span_sinks": sinks}
+    query, anchor, retrieves, step, *more = run(q, *block, **how)
     if narrows:
       assert window is not None
-      window = dataclasses.replace(window, first=start[0][:, None])
-    return Choice(query, anchor, retrieves, step), window
+      window = dataclasses.replace(window, first=more[0][:, None])
+    return Choice(query, anchor, retrieves, step), window, more[-1] if looks else None
+
+  def units_are_queries(self, q: Float[Array, "B K G H"]) -> bool:
+    """Whether every query head decides for itself: its logits have the order of its weights."""
+    return self.per == "query_head" or q.shape[2] == 1
+
+  def by_kernels(self, at: At, operation: str, window: Window | None) -> bool:
+    """Whether kernels retrieve: they have one query for all keys."""
+    one = window is None or window.view is None
+    return one and dispatch.choose_for(at, operation) == "pallas"
 
   def retrieve(
     self,
@@ -191,15 +207,15 @@ class CIS(Method):
     q: Float[Array, "B K G H"],
     window: Window | None,
     needed: Int[Array, "B K U"],
+    logits: Float[Array, "B K G S"] | None = None,
   ) -> tuple[Int[Array, "B K U f"], Float[Array, "B K U f"]]:
     """The k heaviest tokens of the middle (ties: the lowest) by position, −1 behind them.
 
     And their weights, on any scale that keeps their order. What it gives where it is not `needed`
     is not used: the kernels skip it.
     """
-    one = window is None or window.view is None  # the kernels have one query for all keys
-    if one and dispatch.choose_for(at, "key_weights") == "pallas":
-      return self.retrieve_by_kernels(at, cache, q, window, needed)
+    if self.by_kernels(at, "key_weights", window):
+      return self.retrieve_by_kernels(at, cache, q, window, needed, logits)
     now = (cache.seen - 1)[:, None]
     logits = attention.windowed_logits(
       at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window
@@ -227,13 +243,16 @@ class CIS(Method):
     q: Float[Array, "B K G H"],
     window: Window | None,
     needed: Int[Array, "B K U"],
+    logits: Float[Array, "B K G S"] | None,
   ) -> tuple[Int[Array, "B K U f"], Float[Array, "B K U f"]]:
     """`retrieve`; what is not needed reads no key, and holds anything."""
     k, span = cache.slots["k"], at.top.span(at, cache, window)
     batch, heads, units = needed.shape
     where = span.start, span.stop, span.stop
     some = {"span_sinks": span.sinks, "active": needed.max(-1) if units > 1 else needed[..., 0]}
-    if units == q.shape[2]:  # one softmax each: logits have the order of its weights
+    if logits is not None:
+      weight = logits
+    elif self.units_are_queries(q):
       weigh = dispatch.kernel("key_logits", "pallas")
       weight = weigh(q.astype(k.dtype), k, *where, **some)[0]
     else:
@@ -262,9 +281,8 @@ class CIS(Method):
     choice: "Choice",
   ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"]]:
     """Table and count of the plan. The kernel's lists may have holes (−1)."""
-    one = window is None or window.view is None
     retrieves, anchor = choice.retrieves, choice.anchor
-    if one and dispatch.choose_for(at, "cis_listed") == "pallas":
+    if self.by_kernels(at, "cis_listed", window):
       span = at.top.span(at, cache, window)
       return dispatch.kernel("cis_listed", "pallas")(
         *(cache.heads["retrieved"], found, anchor, retrieves, cache.seen, span.start),
@@ -334,7 +352,7 @@ class CIS(Method):
       # The kernel looks at the denominators itself, all but those of other devices' heads.
       live = counted if attended.live is None or at.env.head_axis else attended.live
       *noted, step = dispatch.kernel("cis_note", "pallas")(
-        *(live.astype(jnp.int32), attended.state.l, choice.step),
+        *(live, attended.state.l, choice.step),
         *(choice.query, choice.anchor, choice.retrieves, found, weight, *held, step),
         sinks=self.sinks,
         heaviest=self.dilated,

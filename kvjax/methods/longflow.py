@@ -57,6 +57,10 @@ class LongFlow(SnapKV):
   def wants_logits(self) -> bool:
     return True
 
+  @property
+  def in_place(self) -> tuple[str, ...]:
+    return ("victim",)
+
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     per_head = spec.batch, spec.kv_heads
     norm = jnp.zeros((*per_head, self.capacity(spec, layer)), jnp.float32)
@@ -73,12 +77,16 @@ class LongFlow(SnapKV):
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
     assert attended.logits is not None  # asked for by wants_logits
+    old, counted = cache.heads["victim"], attended.counted
+    counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
     # A kernel does not see the heads of other shards.
     alone = self.per == "kv_head" or at.env.head_axis is None
     if alone and dispatch.choose("longflow_victim", at.env.impl) == "pallas":
+      # It looks at the denominators itself, all but those of other devices' heads.
+      live = counted if attended.live is None or at.env.head_axis else attended.live
       victim = dispatch.kernel("longflow_victim", "pallas")(
         *(attended.logits, attended.state.m, attended.state.l),
-        *(cache.slots["norm"], cache.pos, cache.used, cache.seen),
+        *(cache.slots["norm"], cache.pos, cache.used, cache.seen, live, old),
         sinks=self.sinks,
         recent=self.recent,
         per_layer=self.per == "layer",
@@ -86,7 +94,8 @@ class LongFlow(SnapKV):
       return cache.put(heads={"victim": victim}), {}
     share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
     score = jax.nn.logsumexp(share, 2) + jnp.log(cache.slots["norm"])
-    return self.name_victim(at, cache, self.over_heads(at, score)), {}
+    named = self.name_victim(at, cache, self.over_heads(at, score)).heads["victim"]
+    return cache.put(heads={"victim": jnp.where(counted[:, None], named, old)}), {}
 
   def rank(
     self,

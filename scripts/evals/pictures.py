@@ -18,7 +18,8 @@ from scripts.evals.summary import Summary
 Rows = Sequence[dict[str, Any]]
 
 FULL, RANDOM = "full", "random"
-_COLOURS = [colormaps["tab20"](i) for i in (0, 2, 4, 6, 8, 10, 12, 16, 18, 1, 3, 5, 7, 9, 11, 13)]
+_COLOURS = [colormaps["tab10"](i) for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]
+_LINES = ("-", "--", ":")  # after as many methods as there are colours the next one
 _MARKERS = "osD^vP*X<>hd"
 _SMALL = 8
 
@@ -29,20 +30,22 @@ def name_of(method: str, budget: int | None) -> str:
 
 
 class Styles:
-  """One colour and marker per method in all pictures; full black, random grey and dashed."""
+  """One colour, line and marker per method in all pictures; full black, random grey."""
 
   def __init__(self, methods: Iterable[str]):
     others = [m for m in dict.fromkeys(methods) if m not in (FULL, RANDOM)]
-    pairs = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False)
-    self._made = dict(zip(others, pairs, strict=False))
+    lines = itertools.cycle(itertools.product(_LINES, _COLOURS))
+    looks = zip(lines, itertools.cycle(_MARKERS), strict=False)
+    self._made = dict(zip(others, looks, strict=False))
 
   def line(self, method: str) -> dict[str, Any]:
     if method == FULL:
       return {"color": "black", "marker": "", "linestyle": "-", "linewidth": 1.5}
     if method == RANDOM:
-      return {"color": "0.5", "marker": "x", "linestyle": "--", "linewidth": 1.5}
-    colour, marker = self._made[method]
-    return {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.2}
+      return {"color": "0.5", "marker": "x", "linestyle": "-.", "linewidth": 1.5}
+    (line, colour), marker = self._made[method]
+    look = {"color": colour, "linestyle": line, "marker": marker}
+    return {**look, "markersize": 5, "linewidth": 1.2}
 
 
 # ---- 1: the needle
@@ -58,12 +61,12 @@ def _needle_map(rows: Rows) -> Figure:
   panels: dict[str, dict[Any, list[float]]] = {}
   for row in sorted(rows, key=lambda row: row["method"] != FULL):
     where = round(row["about"]["depth"], 3), row["length"]
-    panel = panels.setdefault(row["method"] + _budget_name(row), {})
+    panel = panels.setdefault(f"{row['method']}\n{_budget_name(row)}".strip(), {})
     panel.setdefault(where, []).append(row["score"])
   depths = sorted({depth for panel in panels.values() for depth, _ in panel})
   lengths = sorted({length for panel in panels.values() for _, length in panel})
   columns = min(6, len(panels))
-  figure, axes = _grid(len(panels), columns, 0.7 + 0.3 * len(lengths), 1.9)
+  figure, axes = _grid(len(panels), columns, 0.9 + 0.3 * len(lengths), 2.0)
   image = None
   for at, ((name, panel), axis) in enumerate(zip(panels.items(), axes, strict=False)):
     grid = np.full((len(depths), len(lengths)), np.nan)
@@ -103,28 +106,38 @@ def _budget_name(row: dict[str, Any]) -> str:
     return ""
   for share in (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32):
     if row["budget"] == math.floor(share * row["length"]):
-      return f" {share:.4g}"
+      return f"{share:.4g}"
   share = row["budget"] / row["length"]
-  return f" {share:g}" if share == round(share, 2) else f" {row['budget']:,}"
+  return f"{share:g}" if share == round(share, 2) else f"{row['budget']:,}"
 
 
 # ---- 2: score against bytes
 
 
 def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | None:
-  """Mean score over all tasks against the bytes that a row's cache takes, by length and mode."""
+  """Mean score against the bytes that a row's cache takes, by mode, length and tasks.
+
+  A panel has the tasks that the same methods have done; means over other tasks are other numbers.
+  """
   chosen = [s for s in summaries if "kl" not in s.also]
-  if len({s.method for s in chosen}) < 2:
+  done: dict[tuple[str, int, str], set[Any]] = {}
+  for s in chosen:
+    if s.method != FULL:
+      done.setdefault((s.mode, s.length, s.task), set()).add((s.method, s.budget))
+  panels: dict[Any, list[str]] = {}
+  for (mode, length, task), methods in done.items():
+    panels.setdefault((mode != "aware", length, frozenset(methods)), []).append(task)
+  if not panels:
     return None
-  keys = sorted({(s.mode, s.length) for s in chosen}, key=lambda k: (k[0] != "aware", k[1]))
-  figure, axes = _grid(len(keys), min(3, len(keys)), 3.8, 3.1)
-  for (mode, length), axis in zip(keys, axes, strict=False):
-    here = [s for s in chosen if (s.mode, s.length) == (mode, length)]
-    tasks = {s.task for s in here}
+  keys = sorted(panels, key=lambda key: (key[:2], -len(key[2])))
+  figure, axes = _grid(len(keys), min(4, len(keys)), 3.8, 3.1)
+  for (agnostic, length, methods), axis in zip(keys, axes, strict=False):
+    mode, tasks = "agnostic" if agnostic else "aware", set(panels[agnostic, length, methods])
+    here = [s for s in chosen if (s.mode, s.length) == (mode, length) and s.task in tasks]
     points: dict[str, list[tuple[float, float]]] = {}
     for method, budget in dict.fromkeys((s.method, s.budget) for s in here):
       mine = [s for s in here if (s.method, s.budget) == (method, budget)]
-      if {s.task for s in mine} == tasks:  # a mean over other tasks is another number
+      if {s.task for s in mine} == tasks:
         size = np.mean([s.cache_bytes for s in mine]) / 1e6
         points.setdefault(method, []).append((size, np.mean([s.score.mean for s in mine])))
     for method, listed in points.items():
@@ -220,7 +233,8 @@ def _one_per_length(summaries: Sequence[Summary]) -> list[Summary]:
 def task_tables(summaries: Sequence[Summary], tasks: Sequence[str]) -> dict[str, Figure]:
   """By mode and length: every method's score on every task, and below it its interval.
 
-  Fields are coloured by the score relative to the full cache's; the mean stands at the end.
+  Fields are coloured by the score relative to the full cache's; the mean over the tasks that all
+  methods have done stands at the end.
   """
   chosen = [s for s in summaries if s.task in tasks]
   keys = sorted({(s.mode, s.length) for s in chosen}, key=lambda k: (k[0] != "aware", k[1]))
@@ -236,6 +250,7 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
   found = {(s.method, s.budget, s.task): s for s in summaries}
   named = sorted(dict.fromkeys((s.method, s.budget) for s in summaries), key=lambda m: m[0] != FULL)
   columns = [task for task in tasks if any(s.task == task for s in summaries)]
+  shared = [task for task in columns if all((*who, task) in found for who in named)]
   figure = Figure(figsize=(2.4 + 0.72 * (len(columns) + 1), 1.1 + 0.34 * len(named)))
   figure.set_layout_engine("constrained")
   axis = figure.subplots()
@@ -247,9 +262,9 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
         grid[i, j] = np.nan if s.relative is None else s.relative
         text = f"{s.score.mean * 100:.0f}\n{s.score.low * 100:.0f}–{s.score.high * 100:.0f}"
         _field(axis, j, i, text, grid[i, j])
-    full = [found.get((FULL, None, task)) for task in columns]
-    if all(mine) and all(full):
-      mean, whole = (np.mean([s.score.mean for s in listed if s]) for listed in (mine, full))
+    scores = [(found[method, budget, t], found.get((FULL, None, t))) for t in shared]
+    if shared and all(full for _, full in scores):
+      mean, whole = np.mean([(s.score.mean, full.score.mean) for s, full in scores if full], 0)
       grid[i, -1] = mean / whole if whole else np.nan
       _field(axis, len(columns), i, f"{mean * 100:.1f}", grid[i, -1])
   image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
@@ -257,7 +272,7 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
   axis.set_yticks(range(len(named)), names, fontsize=_SMALL)
   axis.xaxis.tick_top()
   labels = [task.replace("niah_", "").replace("_", "\n", 1) for task in columns]
-  axis.set_xticks(range(len(columns) + 1), [*labels, "mean"], fontsize=7)
+  axis.set_xticks(range(len(columns) + 1), [*labels, f"mean\nof {len(shared)}"], fontsize=7)
   axis.axvline(len(columns) - 0.5, color="white", linewidth=3)
   axis.tick_params(length=0)
   first = summaries[0]
@@ -389,9 +404,8 @@ def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
   for axis in axes:
     for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
       handles.setdefault(label, handle)
-  figure.legend(
-    handles.values(), handles.keys(), loc="outside right center", fontsize=7, frameon=False
-  )
+  look = {"loc": "outside right center", "fontsize": 7, "frameon": False, "handlelength": 3}
+  figure.legend(handles.values(), handles.keys(), ncols=1 + len(handles) // 20, **look)
 
 
 def _thousands(tokens: float) -> str:

@@ -99,9 +99,9 @@ def test_needle_by_hand():
   """Depth 0 has rows 0 and 2, depth 1 has rows 1 and 3; only row 3 of x is right."""
   (figure,) = pictures.needle_maps(results()).values()
   grids = {axis.get_title(): axis.images[0] for axis in figure.axes if axis.images}
-  assert next(iter(grids)) == "full" and set(grids) == {"full", "random 0.25", "x 0.25"}
+  assert next(iter(grids)) == "full" and set(grids) == {"full", "random\n0.25", "x\n0.25"}
   np.testing.assert_array_equal(grids["full"].get_array(), np.ones((2, 2)))
-  np.testing.assert_array_equal(grids["x 0.25"].get_array(), [[0, 0], [0.5, 0.5]])
+  np.testing.assert_array_equal(grids["x\n0.25"].get_array(), [[0, 0], [0.5, 0.5]])
   assert all(image.get_clim() == (0, 1) for image in grids.values())
 
 
@@ -191,4 +191,4 @@ def test_budgets_have_the_name_that_fits_all_lengths():
     pictures._budget_name({"budget": budget, "length": 1000})
     for budget in (None, 500, 125, 62, 100, 333, 64)
   ]
-  assert names == ["", " 0.5", " 0.125", " 0.0625", " 0.1", " 333", " 64"]
+  assert names == ["", "0.5", "0.125", "0.0625", "0.1", "333", "64"]

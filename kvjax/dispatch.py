@@ -276,10 +276,15 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
 def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:
   """What a kernel's states of the tiles of a plan are."""
+  memo = "tiles", list(parts)
+  return Attended(_states(q, parts), None, None, plan.sizes(cache.size), memo=memo)
+
+
+def _states(q: Array, parts: Sequence[Array]) -> State:
+  """A kernel's partial states [B K P, G, …], m in base 2, as states [B, K, G, P]."""
   shape = (*q.shape[:2], -1, *q.shape[2:])
   acc, m, l = (jnp.moveaxis(x.reshape(shape[: x.ndim + 2]), 2, 3) for x in parts)
-  state = State(acc / jnp.where(l == 0, 1.0, l)[..., None], m * math.log(2), l)
-  return Attended(state, None, None, plan.sizes(cache.size), memo=("tiles", list(parts)))
+  return State(acc / jnp.where(l == 0, 1.0, l)[..., None], m * math.log(2), l)
 
 
 def speculate(
@@ -316,10 +321,9 @@ def speculate(
   written, scored = run(*operands, unit=guess.unit, apart=apart, **how)
   if apart:
     return _of_tiles(cache, guess, q, written), scored
-  o, m, l, out = (x.reshape(*q.shape[:2], *x.shape[1:]) for x in written[:4])
-  memo = "pieces", list(written[4:])
-  early = Attended(State(o, m, l), None, None, guess.visited(cache.size), out, memo)
-  return early, scored
+  state = softmax_state.merge_all(_states(q, written))
+  memo = "pieces", list(written)
+  return Attended(state, None, None, guess.visited(cache.size), memo=memo), scored
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:
@@ -345,17 +349,15 @@ def repair(
   if run is None:
     return None
   k, v, span = cache.slots["k"], cache.slots["v"], plan.span
-  stored, parts = early.memo or ("whole", [])
-  if stored == "tiles":
-    lone = jnp.zeros(q.shape[:3], jnp.float32)
-    held = [jnp.zeros(q.shape, jnp.float32), lone, lone, jnp.zeros(q.shape, k.dtype)]
-  else:
+  stored, written = early.memo or ("whole", [])
+  if stored == "whole":
     assert early.out is not None
-    held = [early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)]
+    held = early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)
+    written = [x.reshape(-1, *x.shape[2:]) for x in held]
   state, out, missed, misses = run(
-    *(q.astype(k.dtype), k, v, plan.table, plan.count),
+    *(q.astype(k.dtype), k, v, plan.table),
     *(guess.table, span.start, span.stop),
-    [*(x.reshape(-1, *x.shape[2:]) for x in held), *parts],
+    written,
     unit=plan.unit,
     sinks=span.sinks,
     stored=stored,

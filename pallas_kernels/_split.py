@@ -42,16 +42,14 @@ def most_pieces(rows: int, programs: int) -> int:
   return programs + rows
 
 
-def piece(
-  tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int, pid: Array | None = None
-) -> Piece:
-  """What this program (`pid`) has; `tiles_of(rows, mask)` gives the number of tiles of rows.
+def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int) -> Piece:
+  """What this program has; `tiles_of(rows, mask)` gives the number of tiles of rows.
 
   A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
   one length are rounded down, since a few programs more than run at once would cost as much as a
   whole wave of them; ragged rows are rounded up, so that no piece is longer than its share.
   """
-  pid = pl.program_id(0) if pid is None else pid
+  pid = pl.program_id(0)
   lanes = jnp.arange(pl.next_power_of_2(rows))
   real = lanes < rows
   tiles = jnp.where(real, jnp.maximum(tiles_of(lanes, real), 0), 0)

@@ -1,9 +1,13 @@
 """Repair: the tiles that a prediction missed are folded into the softmax state of what it named.
 
-Attention over the predicted tiles left, per row, either a finished state or partial ones (`_split`,
-or one per predicted tile). Each program puts those of its query head together, finds which of the
-selected tiles were not predicted, adds them with the same recurrence (PRR, Eqs. 6–8), and writes
-the state where it was.
+Attention over the predicted tiles left, per row, either a finished state or partial ones (of some
+keys each, or of one predicted tile). Each program puts those of its query head together, finds
+which of the selected tiles were not predicted, adds them with the same recurrence (PRR, Eqs. 6–8),
+and writes the state.
+
+There is little to do, so what counts is how many loads wait for one another: lists and partial
+states are fetched first, and then keys and values of what was missed, which come while the partial
+states are joined. Missed tiles are picked out of what the program holds by a running sum.
 
 Bytes: partial states once, and keys and values of the missed tiles, by every query head of a group
 (the second one finds them in the L2 cache). The work grows with their number; there is next to none
@@ -14,7 +18,7 @@ cost more than they do.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,91 +31,92 @@ from kvjax.softmax_state import State
 from pallas_kernels import _backend, _split, _tiles
 from pallas_kernels._tiles import Carry
 
-STEP, STAGES = 32 << 10, 3  # bytes of keys and values per step of the walk
+# Keys per step, for heads of 128, by bytes per element: the matrix units take no float32.
+STEP = {2: 64, 4: 16}
+WARPS, STAGES = 8, 2
 AT_ONCE = 8192  # pairs of a selected and a predicted tile that are compared per step
 
 
-def _kernel(
-  *refs: Any, unit: int, tile: int, scale: float, sinks: int, stored: str, interpret: bool
-) -> None:
-  """q [R, G, H], k, v [R, S, H], table [R, W], count [R], guess [R, V], start, stop [R] or one per
-  batch row, what `stored` says -> missed [R, W], misses [R], and in place o [R, G, H], m, l [R, G],
-  o rounded.
+def _kernel(*refs: Any, unit: int, tile: int, scale: float, sinks: int, stored: str) -> None:
+  """q [R, G, H], k, v [R, S, H], table [R, W], guess [R, V], start, stop [R] or one per batch row,
+  what `stored` says -> missed [R, W], misses [R], o [R, G, H], m, l [R, G], o rounded.
 
-  stored: "whole", the state alone; "pieces", acc [P, G, H], m, l [P, G], cut [R, 2] too (rows of
-  one piece are finished); "tiles", acc [R V, G, H], m, l [R V, G], of which only those of selected
-  tiles count.
+  stored: "whole", o, m, l and o rounded, in place; "pieces", acc [R P, G, H], m, l [R P, G];
+  "tiles", acc [R V, G, H], m, l [R V, G], of which only those of selected tiles count.
   """
-  q_ref, k_ref, v_ref, table_ref, count_ref, guess_ref, start_ref, stop_ref = refs[:8]
+  q_ref, k_ref, v_ref, table_ref, guess_ref, start_ref, stop_ref = refs[:7]
   missed_ref, misses_ref, o_ref, m_ref, l_ref, rounded_ref = refs[-6:]
   rows, slots, head_dim = k_ref.shape
-  width = table_ref.shape[1]
+  width, predicted = table_ref.shape[1], guess_ref.shape[1]
   row, group = pl.program_id(0), pl.program_id(1)
+  shared = rows // start_ref.shape[0]
+  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
+  columns = jnp.arange(_split.columns_of(head_dim))
+  inside = columns < head_dim
+  lanes = jnp.arange(_split.lanes_of(1))
+  ours = lanes == 0  # one query; the matrix units take no fewer rows
+  # Masked lanes need places of their own: the interpreter writes back what was there.
+  only = lanes[:, None] + group, columns[None, :]
+  real = ours[:, None] & inside[None, :]
 
   i = jnp.arange(pl.next_power_of_2(width))
-  here = i < jnp.minimum(count_ref[row], width)
-  entry = _backend.load(table_ref, row, i, mask=here, other=-1)
-  columns = jnp.arange(_split.columns_of(head_dim))
-  # What needs nothing is fetched before anything is waited for.
-  if stored != "tiles":
-    done = _finished(o_ref, m_ref, l_ref, row, group, columns)
-  if stored == "pieces":
-    first, pieces = refs[11][row, 0], refs[11][row, 1]
-  hit = _found(entry, guess_ref, row, guess_ref.shape[1])
+  entry = _backend.load(table_ref, row, i, mask=i < width, other=-1)
+  q = _backend.load(q_ref, row, *only, mask=real)
+
+  def wanted(part: Array, keep: Array) -> Array:
+    named = _backend.load(guess_ref, row, part, mask=keep, other=-1)
+    return (named >= 0) & (_found(named, table_ref, row, width) > 0)
+
+  none = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
+  if stored == "whole":
+    held: Any = _finished(o_ref, m_ref, l_ref, row, group, columns)
+  else:
+    parts = refs[7].shape[0] // rows
+    states = functools.partial(
+      _states, refs[7:10], row * parts, parts, group, columns, wanted if stored == "tiles" else None
+    )
+    held = states(0)
+
+  hit = _found(entry, guess_ref, row, predicted)
   miss = (entry >= 0) & (hit == 0)
   place = jnp.cumsum(miss.astype(jnp.int32)) - 1
   misses = miss.astype(jnp.int32).sum()
-  _backend.store(missed_ref, row, jnp.where(miss, place, width), value=entry, mask=miss)
-  misses_ref[row] = misses
-  if not interpret:
-    _backend.barrier()  # other threads wrote what is read below
-
-  lanes = jnp.arange(_split.lanes_of(1))
-  inside = columns < head_dim
-  ours = lanes == 0  # one query; the matrix units take no fewer rows
-  if stored == "whole":
-    acc, m, l = done
-  elif stored == "pieces":
-    parts = jnp.where(pieces > 1, pieces, 0)
-    none = jnp.zeros_like(done[0]), jnp.float32(-jnp.inf), jnp.float32(0.0)
-    acc, m, l = (jnp.where(pieces > 1, a, b) for a, b in zip(none, done, strict=True))
-    acc, m, l = _parts(refs[8:11], (acc, m, l), first, parts, group, columns, None)
-  else:
-    none = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
-    predicted = guess_ref.shape[1]
-
-    def wanted(part: Array, keep: Array) -> Array:
-      tile = _backend.load(guess_ref, row, part, mask=keep, other=-1)
-      return (tile >= 0) & (_found(tile, table_ref, row, width) > 0)
-
-    acc, m, l = _parts(refs[8:11], none, row * predicted, predicted, group, columns, wanted)
-
-  spread = jnp.where(ours[:, None], acc[None, :], 0.0)
-  carry = Carry(spread, jnp.where(ours, m, -jnp.inf), jnp.where(ours, l, 0.0))
-  shared = rows // start_ref.shape[0]
-  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
   keys = misses * unit
+  # Keys that follow one another in a step, and surely lie in the same missed tile.
+  each = min(unit, tile) if unit & (unit - 1) == 0 else 1
 
-  def fetch(i: Any) -> _tiles.Tile:
-    key = i * tile + jnp.arange(tile)
-    entry = _backend.load(missed_ref, row, key // unit, mask=key < keys, other=-1)
-    slot = entry * unit + key % unit
-    keep = (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
+  def fetch(n: Any) -> _tiles.Tile:
+    key = n * tile + jnp.arange(tile)
+    index = (n * tile + jnp.arange(tile // each) * each) // unit
+    picked = miss[:, None] & (place[:, None] == index[None, :])
+    found = jnp.where(picked, entry[:, None], 0).sum(axis=0)
+    found = jnp.broadcast_to(found[:, None], (tile // each, each)).reshape(tile)
+    slot = found * unit + key % unit
+    keep = (key < keys) & (slot < stop) & ((slot < sinks) | (slot >= start))
     slot = jnp.where(keep, slot, 0)
     index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside[None, :]
     k, v = (_backend.load(ref, *index, mask=mask) for ref in (k_ref, v_ref))
     return _tiles.Tile(k, v, keep)
 
-  # Masked lanes need places of their own: the interpreter writes back what was there.
-  only = lanes[:, None] + group, columns[None, :]
-  real = ours[:, None] & inside[None, :]
-  q = _backend.load(q_ref, row, *only, mask=real)
-  carry = _tiles.walk(carry, q, fetch, 0, pl.cdiv(keys, tile), scale=scale)
+  first = fetch(0)
+  if stored != "whole":
+    held = _joined(none, held)
+    step = lambda n, state: _joined(state, states(n))  # noqa: E731
+    held = lax.fori_loop(1, pl.cdiv(parts, _split.JOINED), step, held)
+  acc, m, l = held
+  spread = jnp.where(ours[:, None], acc[None, :], 0.0)
+  carry = Carry(spread, jnp.where(ours, m, -jnp.inf), jnp.where(ours, l, 0.0))
+  carry = _tiles.step(carry, q, first, scale=scale)
+  # Hardly ever are there more: what fills the pipeline of a loop should not be waited for.
+  walk = functools.partial(_tiles.walk, q=q, fetch=fetch, first=1, last=pl.cdiv(keys, tile))
+  carry = lax.cond(keys > tile, lambda x: walk(x, scale=scale), lambda x: x, carry)
   o, m, l = _tiles.finish(carry)
   _backend.store(o_ref, row, *only, value=o, mask=real)
   _backend.store(rounded_ref, row, *only, value=o.astype(rounded_ref.dtype), mask=real)
   _backend.store(m_ref, row, lanes + group, value=m, mask=ours)
   _backend.store(l_ref, row, lanes + group, value=l, mask=ours)
+  _backend.store(missed_ref, row, jnp.where(miss, place, width), value=entry, mask=miss)
+  misses_ref[row] = misses
 
 
 def _found(entry: Array, list_ref: Any, row: Any, width: int) -> Array:
@@ -136,37 +141,38 @@ def _finished(
   return o * l, m_ref[row, group] * _tiles.LOG2E, l
 
 
-def _parts(
+def _states(
   refs: Sequence[Any],
-  start: tuple[Array, Array, Array],
   first: Any,
-  parts: Any,
+  parts: int,
   group: Any,
   columns: Array,
-  wanted: Any,
+  wanted: Callable[[Array, Array], Array] | None,
+  n: Any,
 ) -> tuple[Array, Array, Array]:
-  """Adds the partial states [first, first + parts) of one query, or the wanted ones of them."""
+  """The n-th `JOINED` partial states [first, first + parts) of one query, or the wanted ones."""
   acc_ref, m_ref, l_ref = refs
-  inside = columns < acc_ref.shape[2]
+  part = n * _split.JOINED + jnp.arange(min(_split.JOINED, pl.next_power_of_2(parts)))
+  keep = part < parts
+  if wanted is not None:
+    keep &= wanted(part, keep)
+  part = jnp.where(keep, first + part, 0)
+  m = _backend.load(m_ref, part, group, mask=keep, other=-jnp.inf)
+  l = _backend.load(l_ref, part, group, mask=keep, other=0.0)
+  mask = keep[:, None] & (columns < acc_ref.shape[2])[None, :]
+  acc = _backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
+  return acc, m, l
 
-  def body(n: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    acc, m, l = carry
-    part = n * _split.JOINED + jnp.arange(_split.JOINED)
-    keep = part < parts
-    if wanted is not None:
-      keep &= wanted(part, keep)
-    part = jnp.where(keep, first + part, 0)
-    new_m = _backend.load(m_ref, part, group, mask=keep, other=-jnp.inf)
-    new_l = _backend.load(l_ref, part, group, mask=keep, other=0.0)
-    mask = keep[:, None] & inside[None, :]
-    new = _backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
-    top = jnp.maximum(m, new_m.max())
-    base = _tiles.finite(top)
-    old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
-    acc = acc * old + (new * weight[:, None]).sum(axis=0)
-    return acc, top, l * old + (new_l * weight).sum()
 
-  return lax.fori_loop(0, pl.cdiv(parts, _split.JOINED), body, start)
+def _joined(
+  state: tuple[Array, Array, Array], new: tuple[Array, Array, Array]
+) -> tuple[Array, Array, Array]:
+  """A state, acc [C], m, l, and partial ones put together."""
+  (acc, m, l), (new_acc, new_m, new_l) = state, new
+  top = jnp.maximum(m, new_m.max())
+  base = _tiles.finite(top)
+  old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
+  return acc * old + (new_acc * weight[:, None]).sum(axis=0), top, l * old + (new_l * weight).sum()
 
 
 def repair(
@@ -174,7 +180,6 @@ def repair(
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
   table: Int[Array, "B K W"],
-  count: Int[Array, "B K"],
   guess: Int[Array, "B K V"],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
@@ -191,14 +196,14 @@ def repair(
 
   Args:
     q, k, v, start, stop, unit, sinks, scale: as in `sparse_decode`.
-    table, count: the selection, int32; no duplicates, −1 behind the count.
+    table: the selection, int32; no duplicates, −1 = hole.
     guess: the prediction, int32, −1 = hole.
     written: attention over the prediction: o float32 [B K, G, H], m, l [B K, G] and o in q's dtype,
-      in place; then, where `stored` is "pieces", acc, m, l and cut of `_split.results`, and where
-      it is "tiles", acc, m and l of `attend_tiles`.
+      in place; or, where `stored` is "pieces", acc [B K P, G, H], m (base 2) and l [B K P, G] of P
+      parts of every row; or, where it is "tiles", what `attend_tiles` gives.
     stored: "whole", "pieces" or "tiles"; with "tiles" those that were predicted and not selected
-      are left out, and what o, m and l hold does not count.
-    tile: keys per step; as many as `STEP` holds if None.
+      are left out.
+    tile: keys per step; by dtype and head size if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
@@ -206,12 +211,12 @@ def repair(
   """
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, table.shape[-1]
-  interpret = _backend.interpreted(interpret)
-  tile = tile or max(16, STEP // (2 * _split.columns_of(head_dim) * k.dtype.itemsize))
+  most = STEP[k.dtype.itemsize]
+  tile = tile or max(16, min(most, most * 128 // _split.columns_of(head_dim)))
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
-  lists = [table.reshape(rows, width), count.reshape(rows), guess.reshape(rows, -1)]
-  operands = [*flat, *lists, start.reshape(-1), stop.reshape(-1), *written[4:], *written[:4]]
-  done = len(operands) - 4
+  lists = [table.reshape(rows, width), guess.reshape(rows, -1)]
+  operands = [*flat, *lists, start.reshape(-1), stop.reshape(-1)]
+  before = len(operands)
   missed, misses, o, m, l, rounded = _backend.call(
     functools.partial(
       _kernel,
@@ -220,20 +225,19 @@ def repair(
       scale=head_dim**-0.5 if scale is None else scale,
       sinks=sinks,
       stored=stored,
-      interpret=interpret,
     ),
-    *operands,
+    *(*operands, *written),
     grid=(rows, groups),
     out=[
       jax.ShapeDtypeStruct((rows, width), jnp.int32),
       jax.ShapeDtypeStruct((rows,), jnp.int32),
-      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written[:4]),
+      *_split.results(rows, groups, head_dim, 0, q.dtype),
     ],
-    warps=4 if k.dtype.itemsize == 2 else 8,
+    warps=WARPS,
     stages=STAGES,
     name="repair",
     interpret=interpret,
-    aliases={done + i: 2 + i for i in range(4)},
+    aliases={before + i: 2 + i for i in range(4)} if stored == "whole" else None,
   )
   o, m, l, rounded, missed, misses = (
     x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded, missed, misses)

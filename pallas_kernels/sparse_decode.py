@@ -24,7 +24,7 @@ from pallas_kernels.config import Config, choose
 from pallas_kernels.decode import check
 
 
-def attend_kernel(
+def _attend_kernel(
   *refs: Any,
   groups: int,
   unit: int,
@@ -32,37 +32,28 @@ def attend_kernel(
   scale: float,
   sinks: int,
   whole: bool = False,
-  pid: Array | None = None,
-  full: bool = False,
   alone: bool = False,
 ) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
-  what `_split.results` lists. `whole`: a program per row, and only its first four. `pid`: the
-  program, where others share the launch. `full`: lists are full and all slots from the first on may
-  be read; there is no count and no start. `alone`: G = 1, and no matrix units (`walk_lanes`).
+  what `_split.results` lists. `whole`: a program per row, and only its first four. `alone`: G = 1,
+  and no matrix units (`walk_lanes`).
   """
-  q_ref, k_ref, v_ref, table_ref = refs[:4]
-  count_ref, start_ref, stop_ref = (None, None, refs[4]) if full else refs[4:7]
-  outs = refs[5:] if full else refs[7:]
+  q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref, *outs = refs
   rows, slots, head_dim = k_ref.shape
   width = table_ref.shape[1]
 
   def tiles_of(row: Array, real: Array) -> Array:
-    if count_ref is None:
-      return jnp.full(row.shape, pl.cdiv(width * unit, config.tile), jnp.int32)
     count = _backend.load(count_ref, row, mask=real, other=0)
     return pl.cdiv(jnp.minimum(count, width) * unit, config.tile)
 
   if whole:
     piece = _split.whole()
   else:
-    piece = _split.piece(tiles_of, rows=rows, programs=config.programs, pid=pid)
+    piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
   row = piece.row
-  count = jnp.int32(width) if count_ref is None else count_ref[row]
-  keys = jnp.minimum(count, width) * unit
+  keys = jnp.minimum(count_ref[row], width) * unit
   shared = rows // stop_ref.shape[0]  # rows of one range: all heads of a batch row, or one
-  start = jnp.int32(0) if start_ref is None else start_ref[row // shared]
-  stop = jnp.minimum(stop_ref[row // shared], slots)
+  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
 
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]
@@ -157,7 +148,7 @@ def sparse_decode(
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
   written = _backend.call(
     functools.partial(
-      attend_kernel,
+      _attend_kernel,
       groups=groups,
       unit=unit,
       config=config,

@@ -1,20 +1,23 @@
 """Speculation beside selection, in one launch: some programs attend, the others score.
 
 XLA runs the kernels of a program one after another; programs of one launch run side by side. The
-first ones attend to the predicted tiles as sparse decode does, and leave partial softmax states for
+first ones attend to the predicted tiles, a few keys each, and leave partial softmax states for
 `repair`, or one for every tile where those read in vain are to be left out. The others bound the
 logits of a tile of pages each (Quest, Alg. 1), and since nothing else is needed for it, advance the
 predictor of the same pages: their level, their trend and their forecast for the next step (PRR,
 Eqs. 2 and 3). For InfLLM-v2 they leave logits of compressed keys, and a second launch does the
 rest. What comes next is one search for the best of both, scores and forecasts.
 
+All programs of a launch get the registers and the shared memory of the more demanding kind. So both
+kinds are small, and do one thing at once: many then run on a multiprocessor, each with its bytes in
+flight from its first instruction on, and none holds a place that another waits for.
+
 Bytes: keys and values of the predicted tiles, minimum and maximum of all pages, 8 + 16 bytes of
 predictor per page, once.
 
-Grid: pieces of the predicted lists, then rows by tiles of pages.
+Grid: parts of the predicted lists, then rows by tiles of pages.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,14 +29,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _backend, _smoothing, _split, _tiles
-from pallas_kernels.config import Config, choose, this_device
+from pallas_kernels.config import this_device
 from pallas_kernels.key_weights import cut, forecasts, score_keys
-from pallas_kernels.sparse_decode import attend_kernel
 
-PAGES = 32  # per step of a scoring program
-# Programs of each kind that a multiprocessor runs: all of them at once, so that none waits for the
-# memory and the registers that others hold.
-ATTENDING, SCORING = 1, 3
+PAGES = 32  # of a scoring program
+KEYS = 32  # per step of an attending program
+# Attending programs that a multiprocessor gets, at most, before they take more steps than one.
+ATTENDING = 4
+WARPS, STAGES = 4, 3
 
 
 def _kernel(*refs: Any, attend: Callable, score: Callable, programs: int, takes: int) -> None:
@@ -59,14 +62,12 @@ def _score_pages(
   inputs: Sequence[Any],
   refs: Sequence[Any],
   *,
-  pieces: int,
-  steps: int,
   unit: int,
   group: str,
   predictor: str,
   scale: float,
 ) -> None:
-  """Bounds of `steps` tiles of pages, one of `pieces` of a row, and their predictors' next state.
+  """Bounds of one tile of a row's pages, and their predictors' next state.
 
   inputs: low, high [R, P, H], level, trend [R, P], factors [B, 3]; the last four refs are what
   `_smoothing.advance` lists.
@@ -74,47 +75,30 @@ def _score_pages(
   *edge_refs, level_ref, trend_ref, factors_ref = inputs
   rows, count, head_dim = edge_refs[0].shape
   groups = q_ref.shape[1]
-  row = lax.div(pid, jnp.int32(pieces))
-  first = (pid - row * pieces) * steps
+  pieces = jnp.int32(pl.cdiv(count, PAGES))
+  row = lax.div(pid, pieces)
   batch_row = lax.div(row, jnp.int32(rows // stop_ref.shape[0]))
   stop = stop_ref[batch_row]
   column = jnp.arange(_split.columns_of(head_dim))
   real = column < head_dim
-
-  def pages(tile: Any) -> Array:
-    return tile * PAGES + jnp.arange(PAGES)
-
-  last = jnp.minimum(first + steps, pl.cdiv(count, PAGES))
-
-  def fetch(tile: Any) -> tuple[Array, ...]:
-    page = jnp.where(tile < last, pages(tile), count)  # nothing behind the last
-    seen = (page < count) & (page * unit < stop)
-    mask = seen[:, None] & real[None, :]
-    index = row, page[:, None], column[None, :]
-    low, high = (_backend.load(x, *index, mask=mask, evict="evict_first") for x in edge_refs)
-    return low, high, *_smoothing.state(row, page, (level_ref, trend_ref))
+  page = (pid - row * pieces) * PAGES + jnp.arange(PAGES)
+  seen = (page < count) & (page * unit < stop)
+  index, mask = (row, page[:, None], column[None, :]), seen[:, None] & real[None, :]
+  low, high = (_backend.load(x, *index, mask=mask, evict="evict_first") for x in edge_refs)
+  old = _smoothing.state(row, page, (level_ref, trend_ref))
+  factors = _smoothing.factors(factors_ref, batch_row)
+  low, high = low.astype(jnp.float32), high.astype(jnp.float32)
 
   def query(g: int) -> Array:
     return _backend.load(q_ref, row, g, column, mask=real).astype(jnp.float32) * scale
 
-  held = fetch(first)
-  factors = _smoothing.factors(factors_ref, batch_row)
   queries = [query(g) for g in range(groups)]
   if group == "mean":
     queries = [sum(queries[1:], queries[0]) / groups]
-
-  def step(tile: Any, held: tuple[Array, ...]) -> tuple[Array, ...]:
-    # The next tile is on its way while this one is weighed.
-    coming = fetch(tile + 1)
-    low, high, level, trend = held
-    low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-    bounds = (jnp.maximum(q[None, :] * low, q[None, :] * high).sum(axis=1) for q in queries)
-    score = functools.reduce(jnp.maximum, bounds)
-    how: dict[str, Any] = {"unit": unit, "predictor": predictor}
-    _smoothing.advance(row, pages(tile), score, (level, trend), factors, refs[-4:], stop, **how)
-    return coming
-
-  lax.fori_loop(first, last, step, held)
+  bounds = (jnp.maximum(q[None, :] * low, q[None, :] * high).sum(axis=1) for q in queries)
+  score = functools.reduce(jnp.maximum, bounds)
+  how: dict[str, Any] = {"unit": unit, "predictor": predictor}
+  _smoothing.advance(row, page, score, old, factors, refs[-4:], stop, **how)
 
 
 def _score_keys(
@@ -151,7 +135,8 @@ def speculate(
   group: str = "mean",
   predictor: str = "holt",
   apart: bool = False,
-  config: Config | None = None,
+  tile: int | None = None,
+  programs: int | None = None,
   interpret: bool | None = None,
 ) -> tuple[Sequence[Array], Sequence[Array]]:
   """Attention over predicted pages, and scores and forecasts of all pages.
@@ -166,33 +151,30 @@ def speculate(
     unit: tokens per page.
     group, predictor: as in `kvjax.Quest` and `kvjax.PRR`.
     apart: whether every predicted page is attended to by itself.
-    config: how attention is cut; by device and shape if None.
+    tile, programs: keys per step of attention, and how many programs attend; by shape and device
+      if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    What `repair` takes as `written` with stored="pieces", or with `apart` what `attend_tiles`
-    gives; and scores and forecasts [B, K, 2, P] (undefined and ∞ where there is no page), level and
-    trend, and the `stop` that each of the former is for [B, K, 2].
+    What `repair` takes as `written` with stored="pieces", or with `apart` stored="tiles"; and
+    scores and forecasts [B, K, 2, P] (undefined and ∞ where there is no page), level and trend, and
+    the `stop` that each of the former is for [B, K, 2].
   """
   rows, pages = q.shape[0] * q.shape[1], low.shape[2]
   each = jax.ShapeDtypeStruct((rows, pages), jnp.float32)
   both = jax.ShapeDtypeStruct((rows, 2, pages), jnp.float32)
-  tiles = pl.cdiv(pages, PAGES)
-  steps = pl.cdiv(tiles, max(1, SCORING * this_device().cores // rows))
-  pieces = pl.cdiv(tiles, steps)
   how: dict[str, Any] = {"unit": unit, "group": group, "predictor": predictor}
-  score = functools.partial(
-    _score_pages, pieces=pieces, steps=steps, scale=q.shape[3] ** -0.5, **how
-  )
+  score = functools.partial(_score_pages, scale=q.shape[3] ** -0.5, **how)
   return _beside(
     *(q, k, v, guess, stop),
     score,
     [*(x.reshape(rows, *x.shape[2:]) for x in (low, high, level, trend)), factors],
     [both, each, each, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
-    rows * pieces,
+    rows * pl.cdiv(pages, PAGES),
     unit=unit,
     apart=apart,
-    config=config,
+    tile=tile,
+    programs=programs,
     interpret=interpret,
   )
 
@@ -213,7 +195,8 @@ def speculate_keys(
   width: int,
   predictor: str = "holt",
   apart: bool = False,
-  config: Config | None = None,
+  tile: int | None = None,
+  programs: int | None = None,
   interpret: bool | None = None,
 ) -> tuple[Sequence[Array], Sequence[Array]]:
   """Attention over predicted blocks beside the logits of compressed keys; then what they foresee.
@@ -221,7 +204,7 @@ def speculate_keys(
   Scores need whole denominators, and so a second, small launch.
 
   Args:
-    q, k, v, guess, stop, level, trend, factors, predictor, apart, config, interpret: as in
+    q, k, v, guess, stop, level, trend, factors, predictor, apart, tile, programs, interpret: as in
       `speculate`.
     keys: what stands for slots [j·stride, j·stride + width).
     unit: slots per block.
@@ -231,9 +214,9 @@ def speculate_keys(
     As `speculate`.
   """
   rows, groups, count = q.shape[0] * q.shape[1], q.shape[2], keys.shape[2]
-  tile, steps = cut(rows, count, None, None)
-  pieces = pl.cdiv(count, tile * steps)
-  how: dict[str, Any] = {"tile": tile, "steps": steps, "stride": stride, "width": width}
+  at_once, steps = cut(rows, count, None, None)
+  pieces = pl.cdiv(count, at_once * steps)
+  how: dict[str, Any] = {"tile": at_once, "steps": steps, "stride": stride, "width": width}
   score = functools.partial(_score_keys, pieces=pieces, scale=q.shape[3] ** -0.5, **how)
   part = jax.ShapeDtypeStruct((rows, groups, pieces), jnp.float32)
   written, partial = _beside(
@@ -244,7 +227,8 @@ def speculate_keys(
     rows * pieces,
     unit=unit,
     apart=apart,
-    config=config,
+    tile=tile,
+    programs=programs,
     interpret=interpret,
   )
   how = {"stride": stride, "width": width, "unit": unit, "predictor": predictor}
@@ -264,57 +248,35 @@ def _beside(
   *,
   unit: int,
   apart: bool,
-  config: Config | None,
+  tile: int | None,
+  programs: int | None,
   interpret: bool | None,
 ) -> tuple[Sequence[Array], Sequence[Array]]:
   """One launch: attention over the predicted tiles, and `scoring` programs of `score`."""
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, guess.shape[2]
-  interpret = _backend.interpreted(interpret)
-  if config is None:
-    config = choose(
-      "sparse_decode",
-      rows=rows,
-      groups=groups,
-      slots=width * unit,
-      head_dim=head_dim,
-      itemsize=q.dtype.itemsize,
-      interpret=interpret,
-    )
-    most = max(1, ATTENDING * this_device().cores - rows)
-    config = dataclasses.replace(config, programs=min(config.programs, most))
-  scale = head_dim**-0.5
+  tile = tile or KEYS
   if apart:
-    programs, out = rows * width, _split.state_shapes(rows * width, groups, head_dim)
-    tile = min(64, max(16, pl.next_power_of_2(unit)))
-
-    def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
-      row = lax.div(pid, jnp.int32(width))
-      refs = *shared[:4], None, shared[4], *outs[:3]
-      _attend_tile(row, pid - row * width, *refs, unit=unit, tile=tile, scale=scale, sinks=0)
-
+    span, parts, tile = unit, width, min(tile, max(16, pl.next_power_of_2(unit)))
   else:
-    programs = _split.most_pieces(rows, config.programs)
-    out = _split.results(rows, groups, head_dim, config.programs, q.dtype)
+    span, parts = share(rows, width * unit, tile, programs or ATTENDING * this_device().cores)
+  how: dict[str, Any] = {"unit": unit, "span": span, "tile": tile, "scale": head_dim**-0.5}
 
-    def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
-      how: dict[str, Any] = {
-        "groups": groups,
-        "unit": unit,
-        "config": config,
-        "scale": scale,
-        "sinks": 0,
-      }
-      attend_kernel(*shared, *outs[:8], **how, pid=pid, full=True)
+  def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
+    row = lax.div(pid, jnp.int32(parts))
+    refs = *shared[:4], None, shared[4], *outs[:3]
+    _attend_part(row, pid - row * parts, *refs, sinks=0, **how)
 
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, guess)]
+  takes, attending = len(held), rows * parts
+  out = _split.state_shapes(attending, groups, head_dim)
   made = _backend.call(
-    functools.partial(_kernel, attend=attend, score=score, programs=programs, takes=len(held)),
+    functools.partial(_kernel, attend=attend, score=score, programs=attending, takes=takes),
     *(*flat, stop, *held),
-    grid=(programs + scoring,),
+    grid=(attending + scoring,),
     out=[*out, *scored],
-    warps=config.warps,
-    stages=config.stages,
+    warps=WARPS if q.dtype.itemsize == 2 else 2 * WARPS,
+    stages=STAGES,
     name="speculate",
     interpret=interpret,
   )
@@ -322,21 +284,33 @@ def _beside(
   return made[: len(out)], [x.reshape(batch, heads, *x.shape[1:]) for x in more]
 
 
+def share(rows: int, keys: int, tile: int, programs: int) -> tuple[int, int]:
+  """How many keys of a row a program gets, whole tiles, and in how many parts that cuts it.
+
+  Not more parts than `repair` joins at once.
+  """
+  tiles = pl.cdiv(keys, tile)
+  steps = pl.cdiv(tiles, min(max(1, programs // rows), _split.JOINED))
+  return steps * tile, pl.cdiv(tiles, steps)
+
+
 def _tile_kernel(*refs: Any, **how: Any) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], start, stop [R] or one per batch row -> acc
   [R W, G, H], m (base 2), l [R W, G].
   """
-  _attend_tile(pl.program_id(0), pl.program_id(1), *refs, **how)
+  _attend_part(pl.program_id(0), pl.program_id(1), *refs, **how)
 
 
-def _attend_tile(
-  row: Array, entry: Array, *refs: Any, unit: int, tile: int, scale: float, sinks: int
+def _attend_part(
+  row: Array, part: Array, *refs: Any, unit: int, span: int, tile: int, scale: float, sinks: int
 ) -> None:
-  """One listed tile of a row; refs as above."""
+  """`span` of the keys that a row's table lists, whole entries or whole tiles; refs as above, with
+  a state for every part.
+  """
   q_ref, k_ref, v_ref, table_ref, start_ref, stop_ref, acc_ref, m_ref, l_ref = refs
   rows, slots, head_dim = k_ref.shape
-  groups = q_ref.shape[1]
-  place = row * table_ref.shape[1] + entry
+  groups, listed = q_ref.shape[1], table_ref.shape[1] * unit
+  place = row * pl.cdiv(listed, span) + part
   shared = rows // stop_ref.shape[0]
   start = jnp.int32(0) if start_ref is None else start_ref[row // shared]
   stop = jnp.minimum(stop_ref[row // shared], slots)
@@ -344,12 +318,17 @@ def _attend_tile(
   columns = jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]
   real = (lanes < groups)[:, None] & inside
-  named = table_ref[row, entry]
 
   def fetch(i: Any) -> _tiles.Tile:
-    within = i * tile + jnp.arange(tile)
-    slot = named * unit + within
-    keep = (within < unit) & (slot < stop) & ((slot < sinks) | (slot >= start))
+    first = part * span + i * tile
+    key = first + jnp.arange(tile)
+    ours = (key < (part + 1) * span) & (key < listed)
+    if span == unit or unit % tile == 0:  # one entry for the whole tile
+      entry = _backend.load(table_ref, row, first // unit, mask=first < listed, other=-1)
+    else:
+      entry = _backend.load(table_ref, row, key // unit, mask=ours, other=-1)
+    slot = entry * unit + key % unit
+    keep = ours & (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
     slot = jnp.where(keep, slot, 0)
     index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
     k, v = (_backend.load(ref, *index, mask=mask) for ref in (k_ref, v_ref))
@@ -357,8 +336,10 @@ def _attend_tile(
 
   q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
   carry = _tiles.start(lanes.size, columns.size)
-  walked = jnp.where(named >= 0, jnp.int32(pl.cdiv(unit, tile)), 0)
-  carry = _tiles.walk(carry, q, fetch, 0, walked, scale=scale)
+  if span <= tile:
+    carry = _tiles.step(carry, q, fetch(0), scale=scale)
+  else:
+    carry = _tiles.walk(carry, q, fetch, 0, pl.cdiv(span, tile), scale=scale)
   _backend.store(acc_ref, place, lanes[:, None], columns[None, :], value=carry.acc, mask=real)
   _backend.store(m_ref, place, lanes, value=carry.m, mask=lanes < groups)
   _backend.store(l_ref, place, lanes, value=carry.l, mask=lanes < groups)
@@ -388,6 +369,7 @@ def attend_tiles(
     functools.partial(
       _tile_kernel,
       unit=unit,
+      span=unit,
       tile=min(64, max(16, pl.next_power_of_2(unit))),
       scale=head_dim**-0.5,
       sinks=sinks,

@@ -424,22 +424,20 @@ def prr_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
         *[of((rows, 4), f32)] * 2,
         of((rows, 4, head_dim), dtype),
       ]
-      for stored, parts in (("whole", 0), ("pieces", 272), ("tiles", rows * width)):
-        more = [of((parts, 4, head_dim), f32), *[of((parts, 4), f32)] * 2] if parts else []
-        more += [of((rows, 2), i32)] * (stored == "pieces")
+      for stored, parts in (("whole", 0), ("pieces", 64), ("tiles", width)):
+        states = [of((parts * rows, 4, head_dim), f32), *[of((parts * rows, 4), f32)] * 2]
         call = functools.partial(repair, unit=unit, stored=stored, interpret=False)
-        shapes = [q, cache, cache, lists, of((1, rows), i32), lists, *where, [*whole, *more]]
+        shapes = [q, cache, cache, lists, lists, *where, states if parts else whole]
         yield f"repair-{stored}-unit{unit}", capability, call, shapes
       call = functools.partial(attend_tiles, unit=unit, interpret=False)
       yield f"tiles-unit{unit}", capability, call, [q, cache, cache, lists, *where]
       edge, state = of((1, rows, pages, head_dim), dtype), of((1, rows, pages), f32)
       shapes = [q, cache, cache, lists, of((1,), i32), edge, edge, state, state, of((1, 3), f32)]
-      cut = Config(64 if dtype == jnp.bfloat16 else 32, 264, 4, 3)
-      call = functools.partial(speculate, unit=unit, config=cut, interpret=False)
+      call = functools.partial(speculate, unit=unit, interpret=False)
       yield f"speculate-unit{unit}", capability, call, shapes
-      apart = functools.partial(speculate, unit=unit, config=cut, apart=True, interpret=False)
+      apart = functools.partial(speculate, unit=unit, apart=True, interpret=False)
       yield f"speculate-apart-unit{unit}", capability, apart, shapes
-      over = {"unit": unit, "stride": unit // 4, "width": unit // 2, "config": cut}
+      over = {"unit": unit, "stride": unit // 4, "width": unit // 2}
       keys = of((1, rows, 4 * pages - 1, head_dim), dtype)
       shapes = [q, cache, cache, lists, of((1,), i32), keys, state, state, of((1, 3), f32)]
       for name, single in (("", False), ("-apart", True)):

@@ -75,37 +75,25 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
     named[r, slots_of([*table[r], *guess[r]], unit, stop[r // heads, 0])] = True
   unread = ~named.reshape(batch, heads, slots, 1)
   k, v = (jnp.where(unread, jnp.nan, x).astype(dtype) for x in (k, v))
-  shaped = [x.reshape(batch, heads, *x.shape[1:]) for x in (table, count, guess)]
-  table_, count_, guess_ = map(jnp.asarray, shaped)
+  table_, guess_ = (jnp.asarray(x.reshape(batch, heads, -1)) for x in (table, guess))
 
   @jax.jit
   def run(q, k, v):
     where = (jnp.asarray(start), jnp.asarray(stop))
     if stored == "tiles":
       parts = attend_tiles(q, k, v, guess_, *where, unit=unit)
-      blank = [
-        jnp.full((rows, groups, head_dim), jnp.nan),
-        *[jnp.full((rows, groups), jnp.nan)] * 2,
-      ]
-      written = [*blank, jnp.zeros((rows, groups, head_dim), q.dtype), *parts]
+      written = parts
     else:
       full = jnp.full((batch, heads), predicted, jnp.int32)
       state, rounded = sparse_decode(q, k, v, guess_, full, *where, unit=unit, config=CUT)
       flat = [x.reshape(rows, *x.shape[2:]) for x in (state.o, state.m, state.l, rounded)]
       written = flat
-      if stored == "pieces":  # two parts of every other row: the state, and nothing
+      if stored == "pieces":  # two parts of every row: the state, and nothing
         acc = jnp.stack([flat[0] * flat[2][..., None], jnp.zeros_like(flat[0])], 1)
         m = jnp.stack([flat[1] * _tiles.LOG2E, jnp.full_like(flat[1], -jnp.inf)], 1)
         l = jnp.stack([flat[2], jnp.zeros_like(flat[2])], 1)
-        parts = [x.reshape(2 * rows, *x.shape[2:]) for x in (acc, m, l)]
-        odd = jnp.arange(rows) % 2
-        cut = jnp.stack([2 * jnp.arange(rows), 1 + odd], -1).astype(jnp.int32)
-        written = [*(jnp.where(odd.reshape(-1, *(1,) * (x.ndim - 1)) > 0, 7, x) for x in flat)]
-        written = [x.astype(y.dtype) for x, y in zip(written, flat, strict=True)]
-        written += [*parts, cut]
-    return repair(
-      q, k, v, table_, count_, guess_, *where, written, unit=unit, stored=stored, tile=16
-    )
+        written = [x.reshape(2 * rows, *x.shape[2:]) for x in (acc, m, l)]
+    return repair(q, k, v, table_, guess_, *where, written, unit=unit, stored=stored, tile=16)
 
   state, rounded, missed, misses = run(q, k, v)
   for r in range(rows):
@@ -122,13 +110,14 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
 
 
+@pytest.mark.parametrize("programs", [7, 700])
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("predictor", ["holt", "ema"])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim", "pages", "dtype"),
   [(3, 3, 24, 45, "float32"), (2, 4, 64, 70, "bfloat16")],
 )
-def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group):
+def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group, programs):
   """One launch: the predicted pages' attention, and scores, forecasts and predictors of all."""
   batch, unit, predicted = 2, 16, 11
   slots, rows = pages * unit, batch * heads
@@ -143,15 +132,14 @@ def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group):
   guess = np.stack([rng.permutation(pages // 2)[:predicted] for _ in range(rows)])
   guess[:, 7:][rng.random((rows, predicted - 7)) > 0.5] = -1
   guess = guess.astype(np.int32).reshape(batch, heads, predicted)
-  run = jax.jit(
-    functools.partial(speculate, unit=unit, group=group, predictor=predictor, config=CUT)
-  )
+  how = {"unit": unit, "group": group, "predictor": predictor}
+  run = jax.jit(functools.partial(speculate, **how, programs=programs))
   written, (both, new_level, new_trend, stops) = run(
     q, k, v, *map(jnp.asarray, (guess, stop)), low, high, *map(jnp.asarray, (level, trend, factors))
   )
   none = jnp.full((batch, heads, 1), -1, jnp.int32)
   state, _, _, misses = repair(
-    *(q, k, v, none, jnp.zeros((batch, heads), jnp.int32), jnp.asarray(guess)),
+    *(q, k, v, none, jnp.asarray(guess)),
     *(jnp.zeros((batch, 1), jnp.int32), jnp.asarray(stop)[:, None], written),
     unit=unit,
     stored="pieces",

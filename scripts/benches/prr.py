@@ -175,7 +175,7 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
   memo = method.beside(method.at(ENV, 0), cache, listed(method.base.unit, cache, "foreseen"), q)
   assert memo is not None
-  return memo["early"].state.l, memo["both"]
+  return memo["early"].memo[1], memo["both"]
 
 
 def update(method: PRR, q: Any, cache: Cache) -> Any:
@@ -195,7 +195,7 @@ def repaired(method: PRR, q: Any, cache: Cache) -> Any:
   run = functools.partial(repair, unit=plan.unit)
   guess, span = cache.heads["foreseen"], plan.span
   operands = (cache.slots[n] for n in ("k", "v"))
-  return run(q, *operands, plan.table, plan.count, guess, span.start, span.stop, state)[1]
+  return run(q, *operands, plan.table, guess, span.start, span.stop, state)[1]
 
 
 # ---- inputs

@@ -6,8 +6,9 @@ ends as soon as k lie above. Those are then put together by a running sum, in or
 also settles ties; where somebody asks for the order of scores, a second launch counts for each how
 many come before it. No atomics, no sort: a second run is equal to the bit.
 
-Where rows are few, or longer than `LANES`, they are cut: each part gives its own k best, and what
-they give is searched once more. How rows are cut follows from how many programs run at once.
+Where rows are few, or longer than `LANES`, they are cut: each part gives its own k best, or a few
+more where its search is over sooner for it, and what they give is searched once more. How rows are
+cut follows from how many programs run at once.
 
 Bytes: the scores, 4 per tile. Latency is the cost, so that everything that a plan needs (first
 tiles, newest ones, holes closed, scores) is written by the same launch.
@@ -31,6 +32,7 @@ from pallas_kernels import _backend, config
 LANES = 8192  # most scores that one program searches, twice as many where k is more than half of it
 SHORTEST = 512  # shortest part
 LAUNCH = 2048  # a launch takes as long as it takes to search that many more scores
+LEVEL = 1024  # fewer scores than that take a program hardly less time: a warp for every scheduler
 AT_ONCE = 8192  # scores that a multiprocessor's registers hold
 EACH = 4  # neighbours counted together: their number fits four bits
 SOME = 64  # entries that a program puts in order, and by how many others at once
@@ -43,13 +45,17 @@ def _keys(value: Array) -> Array:
   return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _threshold(key: Array, low: Array, held: Array, want: Array) -> Array:
-  """A bound at or above which lie the `want` largest keys, and of others only its own equals.
+def _threshold(
+  key: Array, low: Array, held: Array, want: Array, room: Array
+) -> tuple[Array, Array]:
+  """A bound at or above which lie the `want` largest keys, and how many lie there.
+
+  That is at most `room`, unless more are equal to the bound.
 
   Args:
     key: [E, T], E ≤ 15; `LEAST` is none.
     low, held: a bound, and how many keys lie at or above it.
-    want: how many, at most `held`.
+    want, room: at least `want` are asked for, at most `held`; up to `room` will do.
   """
   high = key.max()
   width = high - low  # below 0 where it is past int32
@@ -61,7 +67,7 @@ def _threshold(key: Array, low: Array, held: Array, want: Array) -> Array:
 
   def unsettled(state: tuple[Array, Array, Array]) -> Array:
     _, bits, held = state
-    return (held != want) & (bits > 0)
+    return (held > room) & (bits > 0)
 
   def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     """The window [low, low + 2^bits) holds the bound; its eight parts are 2^shift wide."""
@@ -84,7 +90,8 @@ def _threshold(key: Array, low: Array, held: Array, want: Array) -> Array:
     best = jnp.minimum(passing(pairs & 0xFFFF, quarter), upper).min()
     return low + ((8 - (best & 15)) << shift), shift, best >> 4
 
-  return lax.while_loop(unsettled, narrow, (low, bits, held))[0]
+  low, _, held = lax.while_loop(unsettled, narrow, (low, bits, held))
+  return low, held
 
 
 def _kernel(
@@ -100,13 +107,15 @@ def _kernel(
   local: int,
   forces: bool,
   indexed: bool,
+  room: int,
   skips: bool,
 ) -> None:
   """scores [N R, P], (index [N R, P],) start, stop of all of them or of those that share one,
   (active [N R]) -> N tables [R, C W], N times their scores, N counts [R C]; C parts of a row.
 
   Rows take turns in N lists, which have room for `k` each. `indexed`: candidates of an earlier
-  launch, −1 = none. `forces`: forced tiles come first.
+  launch, −1 = none. `forces`: forced tiles come first. `room`: up to so many may be given instead
+  of k; 0: just k.
   """
   lists = len(k)
   inputs, outs = list(refs[: -3 * lists]), refs[-3 * lists :]
@@ -130,6 +139,15 @@ def _kernel(
 
     def visible(tile: Array) -> Array:
       return (tile * unit < stop) & ((tile * unit < span_sinks) | ((tile + 1) * unit > start))
+
+    def seen(first: Any, last: Any) -> Array:
+      """How many tiles of [first, last) are visible, where the newest one is not before the last.
+
+      Those before the `early` ones end, and from the first one of the window on.
+      """
+      early, window = jnp.int32(pl.cdiv(span_sinks, unit)), lax.div(start, jnp.int32(unit))
+      after = jnp.maximum(jnp.maximum(window, early), first)
+      return jnp.maximum(jnp.minimum(last, early) - first, 0) + jnp.maximum(last - after, 0)
 
     def load(lane: Array) -> tuple[Array, Array, Array]:
       """Tiles, scores and keys of some lanes of this part."""
@@ -157,7 +175,8 @@ def _kernel(
       want = jnp.where(stop < dense_below, want, of_list(limit))
     want = jnp.minimum(held, jnp.maximum(want, 0))
     lowest = jnp.where(real, grid, jnp.int32(2**31 - 1)).min()
-    low = _threshold(grid, lowest, held, want)
+    low, held = _threshold(grid, lowest, held, want, jnp.maximum(want, room))
+    want = jnp.where(held <= room, held, want)
 
     above, equal = key > low, key == low
     short = want - above.astype(jnp.int32).sum()
@@ -168,7 +187,7 @@ def _kernel(
     if first:
       # Of those the best ones once more: they change places with the others.
       some = jnp.minimum(want, first)
-      low = _threshold(grid, low, held - (real & (grid < low)).astype(jnp.int32).sum(), some)
+      low, _ = _threshold(grid, low, held, some, some)
       above, equal = key > low, key == low
       short = some - above.astype(jnp.int32).sum()
       before = _before(above, equal)
@@ -186,8 +205,10 @@ def _kernel(
         i = jnp.arange(pl.next_power_of_2(sinks + local))
         forced = jnp.where(i < sinks, i, newest - (i - sinks))
         ok = visible(forced) & (i < sinks + local) & ((i < sinks) | (forced >= sinks))
-        place = jnp.cumsum(ok.astype(jnp.int32)) - 1
-        head = ok.astype(jnp.int32).sum()
+        ahead = seen(0, jnp.minimum(sinks, newest + 1))
+        oldest = jnp.maximum(newest + 1 - local, sinks)
+        head = ahead + seen(oldest, newest + 1)
+        place = jnp.where(i < sinks, seen(0, forced), ahead + seen(forced + 1, newest + 1))
         place = jnp.where(ok, base + place, nowhere)
         _backend.store(table_ref, listed, place, value=forced, mask=ok)
         infinite = jnp.full(i.shape, jnp.inf, jnp.float32)
@@ -428,18 +449,22 @@ def _launch(
     raise NotImplementedError(
       f"k: found {most} of {tiles} tiles, expected at most {LANES} of more than {LANES}"
     )
+  few = max(limit) if limit and dense_below else most
   for part in parts:
+    count = pl.cdiv(scores.shape[1], part)
+    room = _given(count, part, most)
     tile, scores, _ = _call(
       [scores, *index, *where],
-      parts=pl.cdiv(scores.shape[1], part),
+      parts=count,
       part=part,
-      widths=[min(most, part)],
+      widths=[room],
       k=(min(most, part),),
-      limit=(min(most, part),),
-      dense_below=0,
+      limit=(min(few, part),),
+      dense_below=dense_below,
       first=0,
       forces=False,
       indexed=bool(index),
+      room=room,
       interpret=interpret,
       **static,
     )
@@ -455,6 +480,7 @@ def _launch(
     first=first,
     forces=forces,
     indexed=bool(index),
+    room=0,
     interpret=interpret,
     **static,
   )
@@ -524,7 +550,8 @@ def _cheapest(
   longest = most if 2 * k <= most else 2 * most
 
   def cost(parts: int, lanes: int) -> float:
-    return pl.cdiv(rows * parts * lanes, cores * AT_ONCE) * float(LAUNCH + lanes)
+    waves = pl.cdiv(rows * parts * lanes, cores * AT_ONCE)
+    return waves * float(LAUNCH + max(lanes, min(LEVEL, most)))
 
   found: tuple[float, tuple[int, ...] | None] = math.inf, None
   if length <= longest:
@@ -533,13 +560,21 @@ def _cheapest(
   while lanes >= min(SHORTEST, most // 2):
     parts = pl.cdiv(length, lanes)
     part = pl.cdiv(length, parts)
-    if parts > 1 and parts * min(k, part) < length:
-      rest, more = _cheapest(rows, parts * min(k, part), k, most, cores)
+    given = parts * _given(parts, part, k)
+    if parts > 1 and given < length:
+      rest, more = _cheapest(rows, given, k, most, cores)
       total = cost(parts, lanes) + rest
       if more is not None and total < found[0]:
         found = total, (part, *more)
     lanes //= 2
   return found
+
+
+def _given(parts: int, part: int, k: int) -> int:
+  """How many scores each part gives at most: k, or as many as are searched in the same time."""
+  least = min(k, part)
+  lanes = max(lanes_of(parts * least), LEVEL)
+  return max(least, min(part // 2, lanes // parts))
 
 
 def lanes_of(part: int) -> int:

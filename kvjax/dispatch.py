@@ -321,9 +321,8 @@ def speculate(
   written, scored = run(*operands, unit=guess.unit, apart=apart, **how)
   if apart:
     return _of_tiles(cache, guess, q, written), scored
-  state = softmax_state.merge_all(_states(q, written))
-  memo = "pieces", list(written)
-  return Attended(state, None, None, guess.visited(cache.size), memo=memo), scored
+  merged, memo = softmax_state.merge_all(_states(q, written)), ("pieces", list(written))
+  return Attended(merged, None, None, guess.visited(cache.size), memo=memo), scored
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:

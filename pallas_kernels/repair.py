@@ -127,7 +127,8 @@ def _found(entry: Array, list_ref: Any, row: Any, width: int) -> Array:
   def step(n: Any, hit: Array) -> Array:
     at = n * some.size + some
     other = _backend.load(list_ref, row, at, mask=at < width, other=-1)
-    return jnp.maximum(hit, (entry[:, None] == other[None, :]).astype(jnp.int32).max(axis=1))
+    # Other entries along the first axis: a thread compares most of them by itself.
+    return jnp.maximum(hit, (other[:, None] == entry[None, :]).astype(jnp.int32).max(axis=0))
 
   return lax.fori_loop(0, pl.cdiv(width, some.size), step, jnp.zeros_like(entry))
 

@@ -55,6 +55,15 @@ def _kernel(*refs: Any, attend: Callable, score: Callable, programs: int, takes:
     score(pid - programs, shared[0], shared[4], held, refs)
 
 
+def _attend(
+  pid: Array, shared: Sequence[Any], outs: Sequence[Any], *, parts: int, **how: Any
+) -> None:
+  """Attention to one of the `parts` of a row's list, all of which may be read."""
+  row = lax.div(pid, jnp.int32(parts))
+  refs = *shared[:4], None, shared[4], *outs[:3]
+  _attend_part(row, pid - row * parts, *refs, sinks=0, **how)
+
+
 def _score_pages(
   pid: Array,
   q_ref: Any,
@@ -261,12 +270,7 @@ def _beside(
   else:
     span, parts = share(rows, width * unit, tile, programs or ATTENDING * this_device().cores)
   how: dict[str, Any] = {"unit": unit, "span": span, "tile": tile, "scale": head_dim**-0.5}
-
-  def attend(pid: Array, shared: Sequence[Any], outs: Sequence[Any]) -> None:
-    row = lax.div(pid, jnp.int32(parts))
-    refs = *shared[:4], None, shared[4], *outs[:3]
-    _attend_part(row, pid - row * parts, *refs, sinks=0, **how)
-
+  attend = functools.partial(_attend, parts=parts, **how)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, guess)]
   takes, attending = len(held), rows * parts
   out = _split.state_shapes(attending, groups, head_dim)

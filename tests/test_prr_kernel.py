@@ -13,7 +13,7 @@ from pallas_kernels import _tiles
 from pallas_kernels.config import Config
 from pallas_kernels.repair import repair
 from pallas_kernels.sparse_decode import sparse_decode
-from pallas_kernels.speculate import attend_tiles, speculate
+from pallas_kernels.speculate import attend_tiles, share, speculate
 from tests.layer import softmax_average
 
 pytestmark = pytest.mark.filterwarnings(
@@ -169,3 +169,10 @@ def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group, prog
     np.testing.assert_allclose(new_trend[b, h], slope, atol=1e-4)
     ahead = np.where(page < full, new + gamma * slope, np.inf)
     np.testing.assert_allclose(both[b, h, 1], ahead, atol=1e-4)
+
+
+def test_short_predictions_are_cut_to_single_tiles():
+  """Keys per part, and parts: as many as there is room for, and as are joined at once."""
+  assert share(8, 79 * 16, 32, 528) == (32, 40)
+  assert share(8, 321 * 16, 32, 528) == (96, 54)
+  assert share(256, 79 * 16, 32, 528) == (640, 2)

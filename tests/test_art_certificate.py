@@ -34,7 +34,7 @@ def runner(method):
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
     attended = method.walk(at, cache, method.everything(at, cache), q)
-    return attended.state.o, attended.memo["tiles"]
+    return attended.state.o, attended.memo
 
   return run
 

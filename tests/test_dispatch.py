@@ -134,10 +134,10 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
   assert implementation(Full()) == "cudnn"
   assert implementation(SnapKV(budget=64)) == "cudnn"
   assert implementation(PSAW()) == "cudnn"  # a layer without a window
-  assert implementation(PSAW(), layer=3) == "pallas"
+  assert implementation(PSAW(), layer=3) == "pieces"
   assert implementation(StreamingLLM(budget=512)) == "pallas"
-  assert implementation(ETF(), layer=3) == "pallas"
-  assert implementation(Full(), past=4096) == "pallas"
+  assert implementation(ETF(), layer=3) == "pieces"
+  assert implementation(Full(), past=4096) == "pieces"
   assert implementation(Full(), past=None) == "pallas"
   assert implementation(Full(), head_dim=256) == "pallas"
   assert implementation(Full(), head_dim=512) == "reference"

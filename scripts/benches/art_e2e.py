@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import kvjax
 from models.generate import join, split
 from models.transformer import Transformer
 from pallas_kernels import art
 from scripts.benches import Case, Contender
-from scripts.benches.e2e import BANDWIDTH, drawn, shape, weights
+from scripts.benches.e2e import BANDWIDTH, drawn, shape, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
@@ -300,20 +299,7 @@ def timed(
   token = jnp.zeros(batch, jnp.int32)
   impl = "auto" if jax.default_backend() == "gpu" else "reference"
 
-  def run(leaves: Any, held: Any, token: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-
-    def step(_: Any, carry: Any) -> Any:
-      held, token = carry
-      logits, held = decoder.decode(token, held, method)
-      return held, jnp.argmax(logits, -1).astype(jnp.int32)
-
-    new, token = lax.fori_loop(0, STEPS, step, (held, token))
-    if method.positional:  # those that evict go on for ever
-      new = tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True))
-    return new, token
-
+  run = stepping(graph, method, impl, STEPS)
   key = jax.random.key(0)
   fill = functools.partial(filled, model, method, batch, tokens, stopped)
   make, shapes = jax.jit(fill).lower(key).compile(), jax.eval_shape(fill, key)

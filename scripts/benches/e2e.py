@@ -81,6 +81,29 @@ def drawn(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Transfor
   return nnx.merge(graph, jax.tree.map(draw, shapes))
 
 
+def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
+  """Greedy decode steps: (leaves, caches, token) to caches and the next token.
+
+  Caches that keep every token end where they began; those that evict go on for ever.
+  """
+
+  def run(leaves: Any, held: Any, token: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+
+    def step(_: Any, carry: Any) -> Any:
+      held, token = carry
+      logits, held = decoder.decode(token, held, method)
+      return held, jnp.argmax(logits, -1).astype(jnp.int32)
+
+    new, token = lax.fori_loop(0, steps, step, (held, token))
+    if method.positional:
+      new = tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True))
+    return new, token
+
+  return run
+
+
 def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
   """Norm scales are 1."""
   if len(shape) == 1:

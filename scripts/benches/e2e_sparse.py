@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import kvjax
 from models.generate import join, split
 from models.transformer import Transformer
 from scripts.benches import Case, Contender
-from scripts.benches.e2e import BANDWIDTH, drawn, weights
+from scripts.benches.e2e import BANDWIDTH, drawn, stepping, weights
 from scripts.benches.longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
@@ -111,17 +110,7 @@ def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, token
   graph, leaves = split(model)
   token = jnp.zeros(batch, jnp.int32)
 
-  def run(leaves: Any, held: Any, token: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-
-    def step(_: Any, carry: Any) -> Any:
-      held, token = carry
-      logits, held = decoder.decode(token, held, method)
-      return held, jnp.argmax(logits, -1).astype(jnp.int32)
-
-    new, token = lax.fori_loop(0, STEPS, step, (held, token))
-    return tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True)), token
+  run = stepping(graph, method, impl, STEPS)
 
   @functools.cache
   def compiled() -> Any:

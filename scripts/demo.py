@@ -243,7 +243,7 @@ def contest(
     length: tokens of prompt and answer.
     budget: tokens that a method keeps or reads.
   """
-  methods = {name: kvjax.METHODS[name].example(budget) for name in names}
+  methods = {name: kvjax.METHODS[name].usual(budget) for name in names}
   game = Contest(model, tokenizer, row, length)
   dense = [name for name, method in methods.items() if method.dense_prefill]
   tokens = int(game.prompt()[1][0])

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import gc
 import json
 import pathlib
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from models.generate import join, split
 from models.transformer import Transformer
 from pallas_kernels import art
 from scripts.benches import Case, Contender
-from scripts.benches.e2e import BANDWIDTH, drawn, shape, stepping, weights
+from scripts.benches.e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
@@ -306,16 +304,7 @@ def timed(
   program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
 
   def seconds() -> float:
-    held, done = program(leaves, make(key), token)
-    jax.block_until_ready(done)
-    began = time.perf_counter()
-    for _ in range(2):
-      held, done = program(leaves, held, token)
-    jax.block_until_ready(done)
-    taken = time.perf_counter() - began
-    del held
-    gc.collect()
-    return taken / (2 * STEPS)
+    return seconds_of(program, leaves, make(key), token, STEPS)
 
   return seconds
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import multiprocessing
 import time
@@ -102,6 +103,19 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
     return new, token
 
   return run
+
+
+def seconds_of(program: Any, leaves: Any, held: Any, token: Any, steps: int) -> float:
+  """Seconds of a step, by two runs of a compiled `stepping` behind a first one."""
+  held, done = jax.block_until_ready(program(leaves, held, token))
+  began = time.perf_counter()
+  for _ in range(2):
+    held, done = program(leaves, held, token)
+  jax.block_until_ready(done)
+  taken = time.perf_counter() - began
+  del held  # the caches of the next contender take their place
+  gc.collect()
+  return taken / (2 * steps)
 
 
 def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import gc
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +13,7 @@ import kvjax
 from models.generate import join, split
 from models.transformer import Transformer
 from scripts.benches import Case, Contender
-from scripts.benches.e2e import BANDWIDTH, drawn, stepping, weights
+from scripts.benches.e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
 from scripts.benches.longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
@@ -109,7 +107,6 @@ def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, token
   """A function that gives the seconds of a step, in programs of STEPS steps from one state."""
   graph, leaves = split(model)
   token = jnp.zeros(batch, jnp.int32)
-
   run = stepping(graph, method, impl, STEPS)
 
   @functools.cache
@@ -118,16 +115,8 @@ def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, token
     return jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
 
   def seconds() -> float:
-    program, held = compiled(), caches(model, method, batch, tokens)
-    held, done = jax.block_until_ready(program(leaves, held, token))
-    began = time.perf_counter()
-    for _ in range(2):
-      held, done = program(leaves, held, token)
-    jax.block_until_ready(done)
-    taken = time.perf_counter() - began
-    del held
-    gc.collect()
-    return taken / (2 * STEPS)
+    program = compiled()
+    return seconds_of(program, leaves, caches(model, method, batch, tokens), token, STEPS)
 
   return seconds
 

@@ -236,6 +236,9 @@ class Transformer(nnx.Module):
         at = At(i, self.env, method)
         prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
         x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
+        # What a layer keeps is made before the next one begins: or else its queries, keys and
+        # values wait for the end of the prompt, and so do those of all layers.
+        x, cache = jax.lax.optimization_barrier((x, cache))
         new.append(cache)
         reports.append(aux)
       if not all_logits:

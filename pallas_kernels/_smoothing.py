@@ -56,5 +56,5 @@ def advance(
   _backend.store(both_ref, row, 1, tile, value=ahead, mask=inside)
   _backend.store(new_level_ref, row, tile, value=level, mask=inside)
   _backend.store(new_trend_ref, row, tile, value=trend, mask=inside)
-  stops_ref[row, 0] = stop  # all programs of a row write the same
-  stops_ref[row, 1] = stop + 1
+  # By the program of a row's first tiles: thousands would queue for the place.
+  _backend.store(stops_ref, row, tile, value=stop + tile, mask=tile < 2)

@@ -18,6 +18,8 @@ from scripts.benches.longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
 TOKENS = 128 << 10
+PREDICTED = [n << 10 for n in (16, 32, 64, 128, 256, 512)]  # lengths at which PRR runs
+RATIO = 1.25  # ρ where its profile is not asked
 
 
 def methods(tokens: int) -> dict[str, kvjax.Method]:
@@ -32,13 +34,17 @@ def methods(tokens: int) -> dict[str, kvjax.Method]:
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Every method at batches of 1 and 4."""
+  """Every method at batches of 1 and 4, then PRR over Quest at every length."""
   name, tokens = ("tiny", 128) if quick else ("Llama-3.1-8B", TOKENS)
   for batch in (2,) if quick else (1, 4):
     for label, method in methods(tokens).items():
       title = f"{label} {name} B{batch} T{tokens >> 10}K"
       if only in title:
         yield case(title, weights(name), method, batch, tokens, quick)
+  for length in (tokens,) if quick else PREDICTED:
+    title = f"PRR {name} B1 T{length >> 10}K"
+    if only in title:
+      yield predicted_case(title, weights(name), methods(length)["Quest"], length, quick)
 
 
 def case(
@@ -75,6 +81,63 @@ def case(
     subject="kvjax",
     remarks=remarks,
   )
+
+
+def predicted_case(
+  title: str, model: Transformer, base: kvjax.Method, tokens: int, quick: bool
+) -> Case:
+  """A step of PRR at a fixed ρ and at the ρ of its profile, and one that selects first."""
+  impl = "reference" if quick else "pallas"
+  fixed, auto = kvjax.PRR(base, budget=RATIO), kvjax.PRR(base)
+  named = {f"ρ = {RATIO:g}": fixed, "by profile": auto, "serial": base}
+  checked = functools.partial(logits, model, fixed, "pallas")
+  contenders = [
+    Contender(label, timed(model, m, impl, 1, tokens), checked if m is fixed else None)
+    for label, m in named.items()
+  ]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    gain = {label: seconds["serial"] / t for label, t in seconds.items() if label != "serial"}
+    hit, missed = hits(model, fixed, impl, tokens)
+    return [
+      "TPOT of serial over PRR's: " + ", ".join(f"{label} {x:.3f}" for label, x in gain.items()),
+      f"ρ = {RATIO:g} hit {hit:.0%} of what was chosen, {missed:.1f} pages missed a head; random "
+      f"weights; the profile says ρ = {auto.ratio(1, tokens + STEPS):g}",
+    ]
+
+  return Case(
+    name=title,
+    shapes=f"{fixed!r}; {model.dtype.name}; compared over four layers",
+    bytes=step_bytes(model, base, 1, tokens),
+    reference=lambda: logits(model, fixed, "reference"),
+    tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
+    contenders=tuple(contenders),
+    subject="serial",
+    remarks=remarks,
+  )
+
+
+def hits(model: Transformer, method: kvjax.Method, impl: str, tokens: int) -> tuple[float, float]:
+  """Share of the chosen pages that PRR had foreseen, and pages that it had not, by KV head."""
+  graph, leaves = split(model)
+
+  def run(leaves: Any, held: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+
+    def step(carry: Any, _: Any) -> Any:
+      held, token = carry
+      out, held, reports = decoder.decode(token, held, method, with_aux=True)
+      told = [aux for aux in reports if "missed" in aux]
+      means = [jnp.mean(jnp.stack([aux[name] for aux in told])) for name in ("hit_rate", "missed")]
+      return (held, jnp.argmax(out, -1).astype(jnp.int32)), means
+
+    start = held, jnp.zeros(1, jnp.int32)
+    (held, _), found = jax.lax.scan(step, start, None, length=STEPS)
+    return held, [x[1:].mean() for x in found]  # nothing has been foreseen for the first
+
+  hit, missed = jax.jit(run, donate_argnums=1)(leaves, caches(model, method, 1, tokens))[1]
+  return float(hit), float(missed)
 
 
 def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> Any:

@@ -6,7 +6,8 @@ shows, and nothing of its own about time: `scripts.bench` checks, interleaves, t
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -56,6 +57,12 @@ class Case:
   contenders: tuple[Contender, ...]
   subject: str
   remarks: Callable[[dict[str, float]], list[str]] = lambda seconds: []
+
+
+def together(makers: Iterable[Callable[[], Any]]) -> list[Any]:
+  """What the makers make, side by side: compiling is most of what a case takes."""
+  with ThreadPoolExecutor() as pool:
+    return [job.result() for job in [pool.submit(make) for make in makers]]
 
 
 def optional(name: str, make: Callable[[], Contender]) -> list[Contender]:

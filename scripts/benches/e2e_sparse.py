@@ -12,7 +12,7 @@ import numpy as np
 import kvjax
 from models.generate import join, split
 from models.transformer import Transformer
-from scripts.benches import Case, Contender
+from scripts.benches import Case, Contender, together
 from scripts.benches.e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
 from scripts.benches.longflow import holding
 
@@ -53,13 +53,11 @@ def case(
   """A step of the method and one of the full cache, whose caches take turns in memory."""
   impl = "reference" if quick else "pallas"  # the interpreter takes minutes to compile a loop
   full = kvjax.Full()
+  run = [functools.partial(timed, model, m, impl, batch, tokens) for m in (method, full)]
+  ours, dense = together(run)
   contenders = [
-    Contender(
-      "kvjax",
-      timed(model, method, impl, batch, tokens),
-      functools.partial(logits, model, method, "pallas"),
-    ),
-    Contender("Full", timed(model, full, impl, batch, tokens), None),
+    Contender("kvjax", ours, functools.partial(logits, model, method, "pallas")),
+    Contender("Full", dense, None),
   ]
   moved = {m: step_bytes(model, m, batch, tokens) for m in (method, full)}
 
@@ -91,9 +89,10 @@ def predicted_case(
   fixed, auto = kvjax.PRR(base, budget=RATIO), kvjax.PRR(base)
   named = {f"ρ = {RATIO:g}": fixed, "by profile": auto, "serial": base}
   checked = functools.partial(logits, model, fixed, "pallas")
+  run = together(functools.partial(timed, model, m, impl, 1, tokens) for m in named.values())
   contenders = [
-    Contender(label, timed(model, m, impl, 1, tokens), checked if m is fixed else None)
-    for label, m in named.items()
+    Contender(label, seconds, checked if named[label] is fixed else None)
+    for label, seconds in zip(named, run, strict=True)
   ]
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -171,14 +170,10 @@ def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, token
   graph, leaves = split(model)
   token = jnp.zeros(batch, jnp.int32)
   run = stepping(graph, method, impl, STEPS)
-
-  @functools.cache
-  def compiled() -> Any:
-    shapes = jax.eval_shape(lambda: caches(model, method, batch, tokens))
-    return jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
+  shapes = jax.eval_shape(lambda: caches(model, method, batch, tokens))
+  program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
 
   def seconds() -> float:
-    program = compiled()
     return seconds_of(program, leaves, caches(model, method, batch, tokens), token, STEPS)
 
   return seconds

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax import PRR, Cache, Carry, Env, Plan, Quest, Span, Wrapper
 from pallas_kernels import _backend
 from pallas_kernels.repair import repair
-from scripts.benches import Case, Contender, jax_contender, looped_contender, optional
+from scripts.benches import Case, Contender, jax_contender, looped_contender, optional, together
 from scripts.benches.sparse import flashinfer
 
 # Distinct layers: together they are past the L2 cache.
@@ -279,24 +279,25 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   def of(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return functools.partial(function, *args)
 
-  contenders = [
-    contender("prr", of(step, prr), unions["S3"]),
-    contender("serial", of(step, base), want),
-    contender("prr, one by one", of(step, Apart(prr)), unions["S3"]),
-    contender("prr, S2", of(step, s.prr("S2")), unions["reuse"], "reuse"),
-    contender("prr, S1", of(step, s.prr("S1")), want, "reuse"),
+  made: list[tuple] = [
+    ("prr", of(step, prr), unions["S3"]),
+    ("serial", of(step, base), want),
+    ("prr, one by one", of(step, Apart(prr)), unions["S3"]),
+    ("prr, S2", of(step, s.prr("S2")), unions["reuse"], "reuse"),
+    ("prr, S1", of(step, s.prr("S1")), want, "reuse"),
   ]
   if not quick:  # the parts: what is compared has been checked above
-    contenders += [
-      contender("select", of(select, base), None),
-      contender("score", of(score, base), None),
-      contender("attend", functools.partial(attend, base, name="true"), want),
-      contender("speculate", functools.partial(attend, base, name="foreseen"), None),
-      contender("speculate beside score", of(beside, prr), None),
-      contender("update", of(update, prr), None),
-      contender("repair", of(repaired, prr), None),
-      contender("top_k, lax", of(_lax_top_k, base.best), None),
+    made += [
+      ("select", of(select, base), None),
+      ("score", of(score, base), None),
+      ("attend", functools.partial(attend, base, name="true"), want),
+      ("speculate", functools.partial(attend, base, name="foreseen"), None),
+      ("speculate beside score", of(beside, prr), None),
+      ("update", of(update, prr), None),
+      ("repair", of(repaired, prr), None),
+      ("top_k, lax", of(_lax_top_k, base.best), None),
     ]
+  contenders = together(functools.partial(contender, *each) for each in made)
   if peers and s.batch == 1:  # whose wrapper takes one row of KV heads
     lists = [(q, c.slots["k"], c.slots["v"], c.heads["true"]) for q, c in turns["S3"]]
     contenders += optional(FLASHINFER, lambda: _untested(flashinfer(lists, s.page)))
@@ -349,19 +350,23 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
   """The entry of one setting in `tuned/<device>/prr.json`: microseconds, medians, interleaved."""
   inputs, base = layers(s, False), s.base
   plain = [(q, cache) for q, cache, _ in inputs]
-  timed = {
-    ("select_us", ""): jax_contender("", functools.partial(select, base), plain, calls=calls),
-    ("serial_us", ""): stepping("", functools.partial(step, base), plain, calls=calls),
-  }
+  makers: dict[tuple[str, str], Callable[[], Contender]] = {}
+
+  def add(name: str, ratio: str, make: Callable, run: Callable, turns: list[tuple]) -> None:
+    makers[name, ratio] = functools.partial(make, "", run, turns, calls=calls)
+
+  add("select_us", "", jax_contender, functools.partial(select, base), plain)
+  add("serial_us", "", stepping, functools.partial(step, base), plain)
   for ratio in PROFILED_RATIOS:
     turns = []
     for seed, (q, cache, table) in enumerate(inputs):
       guess = predicted(s, table, HITS, base.widened(ratio), seed)
       turns.append((q, cache.put(heads={"foreseen": jnp.asarray(guess)})))
     speculate = functools.partial(attend, base, name="foreseen")
-    timed["speculate_us", f"{ratio:g}"] = jax_contender("", speculate, turns, calls=calls)
+    add("speculate_us", f"{ratio:g}", jax_contender, speculate, turns)
     whole = functools.partial(step, s.prr(ratio=ratio))
-    timed["prr_us", f"{ratio:g}"] = stepping("", whole, turns, calls=calls)
+    add("prr_us", f"{ratio:g}", stepping, whole, turns)
+  timed = dict(zip(makers, together(makers.values()), strict=True))
   times: dict[tuple[str, str], list[float]] = {name: [] for name in timed}
   for _ in range(repetitions + 1):  # the first is not counted
     for name, contender in timed.items():

@@ -12,6 +12,8 @@ attends to the first tokens, the blocks that its queries retrieve, the window an
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -187,6 +189,42 @@ class Streamed(Method):
     """Whether decoding goes on with the blocks of the prompt's last chunk."""
     return False
 
+  def alike(self, layer: int) -> int:
+    """The first layer that does just what this one does; layers that are alike share a trace."""
+    return layer
+
+  # ---- drivers
+
+  def prefill(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G A H"],
+    k: Float[Array, "B K C H"],
+    v: Float[Array, "B K C H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[Float[Array, "B K G A H"], Cache, Carry, Aux]:
+    if at.env.check_nan:  # whose errors name the layer
+      return super().prefill(at, cache, q, k, v, prompt, carry)
+    at = dataclasses.replace(at, layer=self.alike(at.layer))
+    return _shared(Method.prefill, self, at, cache, q, k, v, prompt, carry)
+
+  def decode_step(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    live: Bool[Array, " B"],
+    carry: Carry,
+  ) -> tuple[Float[Array, "B K G H"], Cache, Carry, Aux]:
+    if at.env.check_nan:
+      return super().decode_step(at, cache, q, k, v, live, carry)
+    at = dataclasses.replace(at, layer=self.alike(at.layer))
+    return _shared(Method.decode_step, self, at, cache, q, k, v, live, carry)
+
   # ---- geometry
 
   def first(self, cache: Cache) -> Int[Array, " B"]:
@@ -196,10 +234,16 @@ class Streamed(Method):
 
   def slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
     """Slot of a position: the first tokens in their place, the others in a ring behind them."""
-    ring = size - self.init_tokens
-    return jnp.where(
-      pos < self.init_tokens, pos, self.init_tokens + (pos - self.init_tokens) % ring
-    )
+    beyond = pos - self.init_tokens
+    turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
+    return jnp.where(beyond < 0, pos, turned)
+
+  def newest(self, end: Int[Array, " B"], size: int) -> Int[Array, "B S"]:
+    """Position of the newest of `end` tokens that belongs into each slot; −1: there is none."""
+    slot, ring = jnp.arange(size, dtype=jnp.int32), size - self.init_tokens
+    behind = end[:, None] - 1 - slot  # how far the last token is behind the slot's first one
+    turns = jnp.where(slot < self.init_tokens, 0, slots.quotient(behind, ring))
+    return jnp.where(behind >= 0, slot + turns * ring, -1)
 
   def window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
     """What is near as ranges of slots: [start, stop), and the ring's beginning where it goes on."""
@@ -221,25 +265,35 @@ class Streamed(Method):
 
   # ---- retrieval
 
-  def best(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B R"]:
-    """The best stored blocks by `keys` [B, N] in turn, forced ones first; ties to the oldest.
+  def ranks(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
+    """How many stored blocks go before each by `keys` [B, N] in turn, forced ones first.
 
-    A block whose first key is −∞ is not retrieved, unless it is forced; without `forces` none is.
+    Ties go to the oldest. A block whose first key is −∞ does not take part (rank N), unless it is
+    forced; without `forces` none is.
     """
     block = jnp.arange(keys[0].shape[1], dtype=jnp.int32)
     stored = block < cache.rows["gone"][:, None]
-    forced = jnp.zeros_like(stored)
+    able = stored & (keys[0] > -jnp.inf)
+    order = [jnp.where(jnp.isnan(key), jnp.inf, -key) for key in keys]
+    order[0] = jnp.where(able, jnp.maximum(order[0], jnp.finfo(jnp.float32).min), jnp.inf)
     if self.inject and forces:
       forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored
-    able = stored & (forced | (keys[0] > -jnp.inf))
-    order = [jnp.where(able, jnp.where(forced, 0, 1), 2), *(jnp.where(forced, 0, -k) for k in keys)]
-    index = jnp.broadcast_to(block, stored.shape)
-    *_, ranked = jax.lax.sort((*order, index), num_keys=len(order) + 1)
-    ranked = ranked[:, : self.retrieved]
-    count = able.sum(-1, keepdims=True, dtype=jnp.int32)
-    found = jnp.where(jnp.arange(ranked.shape[1]) < count, ranked, -1)
-    missing = self.retrieved - found.shape[1]
-    return jnp.pad(found, ((0, 0), (0, max(missing, 0))), constant_values=-1)
+      able |= forced
+      order = [jnp.where(forced, -jnp.inf, key) for key in order]
+    # Counted, not sorted: N² comparisons are one kernel, a sort is many.
+    before = block < block[:, None]
+    for key in reversed(order):
+      mine, other = key[:, :, None], key[:, None, :]
+      before = (other < mine) | ((other == mine) & before)
+    return jnp.where(able, before.sum(-1, dtype=jnp.int32), block.shape[0])
+
+  def best(self, cache: Cache, keys: list[Array]) -> Int[Array, "B R"]:
+    """The best stored blocks by `ranks`, best first; −1 where there are fewer."""
+    rank = self.ranks(cache, keys)
+    turn = jnp.arange(self.retrieved, dtype=jnp.int32)[:, None]
+    block = jnp.arange(rank.shape[1], dtype=jnp.int32)
+    here = (rank[:, None] == turn) & (turn < block.shape[0])
+    return jnp.where(here, block, -1).max(-1)
 
   def hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
     """The cache once the wanted blocks have copies on the device: "kept" says in which places.
@@ -248,30 +302,26 @@ class Streamed(Method):
     """
     held, used_at = cache.rows["held"], cache.rows["used_at"]
     match = (held[:, None] == wanted[..., None]) & (wanted >= 0)[..., None]  # [B, R, D]
-    hit = match.any(-1)
-    used = match.any(1)
-    oldest = jnp.argsort(jnp.where(used, jnp.iinfo(jnp.int32).max, used_at), -1, stable=True)
-    missing = ~hit & (wanted >= 0)
-    turn = jnp.cumsum(missing, -1) - 1
-    place = jnp.take_along_axis(oldest, jnp.maximum(turn, 0), -1)
-    place = jnp.where(hit, match.argmax(-1), place).astype(jnp.int32)
-    into = jnp.where(missing, place, held.shape[1])
-    b = jnp.arange(held.shape[0])[:, None]
-    listed = jnp.where(wanted >= 0, place, held.shape[1])
-    stamp = jnp.broadcast_to(cache.seen[:, None], wanted.shape)
+    missing = ~match.any(-1) & (wanted >= 0)
+    place = jnp.arange(held.shape[1], dtype=jnp.int32)
+    stamp = jnp.where(match.any(1), jnp.iinfo(jnp.int32).max, used_at)
+    mine, other = stamp[:, :, None], stamp[:, None, :]
+    older = (other < mine) | ((other == mine) & (place < place[:, None]))
+    turn = jnp.cumsum(missing, -1) - 1  # the first one that is missing takes the oldest place
+    free = missing[..., None] & (turn[..., None] == older.sum(-1)[:, None])  # [B, R, D]
+    kept = jnp.where(match | free, place, -1).max(-1)
+    into = jnp.where(missing, kept, held.shape[1])
     rows = {
-      "held": held.at[b, into].set(wanted, mode="drop"),
-      "used_at": used_at.at[b, listed].set(stamp, mode="drop"),
-      "kept": jnp.where(wanted >= 0, place, -1),
+      "held": slots.overlaid(held, into, wanted),
+      "used_at": jnp.where((match | free).any(1), cache.seen[:, None], used_at),
+      "kept": kept,
     }
     found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env.impl)
     heads = {}
     for name in ("k", "v"):
-      copies, token = cache.heads[f"held_{name}"], jnp.arange(self.block, dtype=jnp.int32)
-      slot = (into[..., None] * self.block + token).reshape(into.shape[0], 1, -1)
-      slot = jnp.broadcast_to(slot, (*copies.shape[:2], slot.shape[2]))  # past the end: dropped
-      new = found[name].reshape(*copies.shape[:2], -1, copies.shape[-1])
-      heads[f"held_{name}"] = slots.put(copies, slot, new)
+      copies = cache.heads[f"held_{name}"]
+      blocks = copies.reshape(*copies.shape[:2], -1, self.block, copies.shape[-1])
+      heads[f"held_{name}"] = slots.overlaid(blocks, into, found[name], 2).reshape(copies.shape)
     return cache.put(heads=heads, rows=rows)
 
   def first_tokens(self, at: At, cache: Cache) -> slots.Slots:
@@ -347,17 +397,15 @@ class Streamed(Method):
       ok &= finite_rows(at, attended.state.o)
     end = cache.seen + prompt.valid
     cache = self.evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
-    size, pos = cache.size, new["pos"]
-    ring = size - self.init_tokens
-    stays = (pos >= 0) & ((pos < self.init_tokens) | (pos >= (end - ring)[:, None, None]))
-    slot = jnp.where(stays, self.slot_of(pos, size), size)
-    held = {
-      name: slots.put(near[name][:, :, :size], slot, near[name][:, :, size:])
-      for name in cache.slots
-      if name != "pos"
-    }
-    held["pos"] = slots.put(cache.pos, slot, pos)
-    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
+    pos = self.newest(end, cache.size)
+    fresh = pos >= jnp.maximum(cache.seen, 0)[:, None]
+    # Of every slot its place in [slots ‖ chunk].
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    source = jnp.where(fresh, cache.size + pos - cache.seen[:, None], slot)
+    source = jnp.broadcast_to(source[:, None], cache.pos.shape)
+    held = {name: slots.take(near[name], source) for name in cache.slots if name != "pos"}
+    held["pos"] = jnp.where(fresh[:, None], pos[:, None], cache.pos)
+    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, cache.size)})
 
   def evict(
     self,
@@ -381,7 +429,7 @@ class Streamed(Method):
       after: see `offload.append`.
     """
     gone = cache.rows["gone"]
-    target = (end - self.local - self.init_tokens) // self.block
+    target = slots.quotient(end - self.local - self.init_tokens, self.block)
     count = jnp.where(ok, jnp.clip(target - gone, 0, most), 0)
     each = jnp.arange(most, dtype=jnp.int32)
     leaves = each < count[:, None]
@@ -463,8 +511,14 @@ class Streamed(Method):
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
     cache = self.evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
     kept = cache.rows["kept"]
-    blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1)
+    blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1, mode="clip")
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _shared(driver: Callable[..., Any], method: Method, at: At, *arguments: Any) -> Any:
+  """driver(method, at, *arguments), traced and lowered once for all layers that are alike."""
+  return driver(method, at, *arguments)
 
 
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:

@@ -35,6 +35,9 @@ class InfLLM(Streamed):
     if self.representatives < 1:
       raise ValueError(f"InfLLM.representatives: found {self.representatives}, expected at least 1")
 
+  def alike(self, layer: int) -> int:
+    return 0
+
   def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
     """One vector per block and KV head: the mean of the representatives' keys, not rotated."""
     sizes = spec.batch, spec.kv_heads, self.stored_blocks(spec), spec.head_dim

@@ -1,6 +1,7 @@
 """Ltri-LLM: spans of triangular attention, retrieved from host memory (Tang et al., 2025)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,6 @@ LLAMA_3_8B_HEADS = (
   *((16, 1, 0.50), (17, 29, 0.12), (19, 3, 0.30), (20, 14, 0.44), (22, 14, 0.33), (24, 27, 0.46)),
   *((26, 15, 0.14), (27, 7, 0.30)),
 )
-
-
-_SPAN = ("span_start", "span_stop", "span_count", "span_ratio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +106,15 @@ class Ltri(Streamed):
     """Whether a layer keeps vectors of its blocks."""
     return self.heads is None or self.head(layer) is not None
 
+  def alike(self, layer: int) -> int:
+    """The first layer of the same retrieval head, or none, and of the same settings."""
+
+    def settings(layer: int) -> tuple[Any, ...]:
+      of_layer = (_of(x, layer) for x in (self.rate, self.quantile, self.overlap))
+      return self.head(layer), *of_layer
+
+    return next(i for i in range(layer + 1) if settings(i) == settings(layer))
+
   def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
     """Sums of the spans' vectors, of the retrieval head or of every head, and their numbers.
 
@@ -116,18 +123,12 @@ class Ltri(Streamed):
     """
     if not self.indexes(layer):
       return {}, {}
-    blocks = (spec.batch, self.stored_blocks(spec), self.spans)
-    found = {
-      "count": jnp.zeros(blocks, jnp.int32),
-      "length": jnp.zeros(blocks, jnp.int32),
-      "ratio": jnp.zeros(blocks, jnp.float32),
-    }
+    found = {"spans": jnp.zeros((spec.batch, self.stored_blocks(spec), 4, self.spans), jnp.float32)}
     sizes = (self.stored_blocks(spec), self.spans, spec.head_dim)
-    ring = (spec.batch, (self.capacity(spec, layer) - self.init_tokens) // self.block, self.spans)
+    ring = (self.capacity(spec, layer) - self.init_tokens) // self.block
     rows = {
       "map": jnp.zeros((spec.batch, self.block, self.block), jnp.float32),
-      **{name: jnp.zeros(ring, jnp.int32) for name in _SPAN[:3]},
-      "span_ratio": jnp.zeros(ring, jnp.float32),
+      "spans": jnp.zeros((spec.batch, ring, 4, self.spans), jnp.float32),
     }
     if self.heads is None:
       every = jnp.zeros((spec.batch, spec.kv_heads, *sizes), jnp.float32)
@@ -154,7 +155,7 @@ class Ltri(Streamed):
     size, tokens = cache.size, qpos.shape[1]
     start = jnp.maximum(qpos[:, 0], 0)  # the first new token; padding stands behind
     end = jnp.maximum(qpos.max(1) + 1, start)
-    first = jnp.maximum(start - self.init_tokens, 0) // self.block
+    first = slots.quotient(jnp.maximum(start - self.init_tokens, 0), self.block)
     blocks = -(-tokens // self.block) + (tokens > 1)
     block = first[:, None] + jnp.arange(blocks, dtype=jnp.int32)
     token = jnp.arange(self.block, dtype=jnp.int32)
@@ -171,29 +172,24 @@ class Ltri(Streamed):
     k = _cut(slots.take(near["k"], slot), 2, blocks)
     maps = self._maps(k, State(q, m, l), asks.reshape(pos.shape))
     maps = at.sum_heads(maps.sum(1))  # [B, E, U, U]
-    # The rows of the first block's tokens that came before.
-    old = (token < (start - self.init_tokens - first * self.block)[:, None])[..., None]
-    maps = maps.at[:, 0].set(jnp.where(old, cache.rows["map"], maps[:, 0]))
+    # Rows of tokens that came before, all of them in the first block.
+    maps = jnp.where((pos < start[:, None, None])[..., None], cache.rows["map"][:, None], maps)
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
-    def divided(maps: Array) -> tuple[Array, ...]:
-      return self.divide(at.layer, maps, None)
+    def divided(maps: Array) -> Array:
+      return _packed(*self.divide(at.layer, maps, None))
 
     if tokens > 1:
       found = divided(maps)
     else:  # a block becomes whole once in many steps
       shape = jax.eval_shape(divided, maps)
-      nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-      found = jax.lax.cond(whole.any(), divided, lambda _: nothing, maps)
-    ring = cache.rows["span_start"].shape[1]
-    place = jnp.where(whole, block % ring, ring)
-    b = jnp.arange(place.shape[0])[:, None]
-    rows = {
-      name: cache.rows[name].at[b, place].set(x, mode="drop")
-      for name, x in zip(_SPAN, found, strict=True)
-    }
-    newest = jnp.clip((end - self.init_tokens) // self.block - first, 0, blocks - 1)
-    rows["map"] = jnp.take_along_axis(maps, newest[:, None, None, None], 1)[:, 0]
+      found = jax.lax.cond(whole.any(), divided, lambda _: jnp.zeros(shape.shape), maps)
+    ring = cache.rows["spans"].shape[1]
+    into = jnp.where(whole, slots.remainder(block, ring), ring)
+    rows = {"spans": slots.overlaid(cache.rows["spans"], into, found)}
+    newest = slots.quotient(end - self.init_tokens, self.block)
+    newest = jnp.clip(newest - first, 0, blocks - 1)
+    rows["map"] = jnp.take_along_axis(maps, newest[:, None, None, None], 1, mode="clip")[:, 0]
     return cache.put(rows=rows)
 
   def divide(
@@ -233,17 +229,15 @@ class Ltri(Streamed):
     if not self.indexes(at.layer):
       return cache
     rows = cache.rows
-    place = (block % rows["span_start"].shape[1])[..., None]
-    start, stop, count, ratio = (jnp.take_along_axis(rows[name], place, 1) for name in _SPAN)
+    place = slots.remainder(block, rows["spans"].shape[1])[:, :, None, None]
+    found = jnp.take_along_axis(rows["spans"], place, 1, mode="clip")
+    start, stop, count, _ = _unpacked(found)
     every = at.sum_heads(votes.sum(1))  # Eq. 6; the mean over a group ranks as its sum does
     chosen = spans.elect(every, spans.inside(start, stop, self.block), count)
     weight = chosen.astype(jnp.float32)
     b = jnp.arange(block.shape[0])[:, None]
-    new_found = {"count": count, "length": stop - start, "ratio": ratio}
-    found = {
-      name: x.at[b, block].set(new_found[name], mode="drop") for name, x in rows["found"].of.items()
-    }
-    cache = cache.put(rows={"found": OwnRows(found)})
+    found = rows["found"].of["spans"].at[b, block].set(found, mode="drop")
+    cache = cache.put(rows={"found": OwnRows({"spans": found})})
     if self.heads is None:
       index = cache.heads["index"].of["sum"]
       into = jnp.broadcast_to(block[:, None], k.shape[:3])
@@ -294,7 +288,8 @@ class Ltri(Streamed):
       pairs = at.sum_heads(pairs)
     else:
       pairs = jnp.einsum("bjh,bnch->bjnc", vectors, cache.rows["index"].of["sum"])
-    real = some[:, :, None, None] & (cache.rows["found"].of["count"] > 0)[:, None]
+    count = _unpacked(cache.rows["found"].of["spans"])[2]
+    real = some[:, :, None, None] & (count > 0)[:, None]
     return jnp.where(real, pairs, -jnp.inf).max((1, 3))
 
   def _chosen_queries(
@@ -336,8 +331,9 @@ class Ltri(Streamed):
     votes = carry.rows.get("votes", jnp.zeros_like(similarity))
     if self.indexes(at.layer):
       found = self.head(at.layer)
-      own = self.best(cache, [similarity], forces=False)
-      mine = (own[..., None] == jnp.arange(similarity.shape[1])).any(1)
+      mine = self.ranks(cache, [similarity], forces=False) < min(
+        self.retrieved, similarity.shape[1]
+      )
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
     return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
@@ -348,8 +344,9 @@ def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
 
   int [blocks, C] and float [blocks, C]; a length of 0 is no span.
   """
-  gone, found = int(cache.rows["gone"][row]), cache.rows["found"].of
-  return np.asarray(found["length"][row, :gone]), np.asarray(found["ratio"][row, :gone])
+  spans = cache.rows["found"].of["spans"][row, : int(cache.rows["gone"][row])]
+  start, stop, _, ratio = _unpacked(spans)
+  return np.asarray(stop - start), np.asarray(ratio)
 
 
 def vectors_at(length: np.ndarray, ratio: np.ndarray, rate: float, most: int) -> np.ndarray:
@@ -394,6 +391,17 @@ def calibrated_rate(
     f"tokens_per_vector: found {tokens_per_vector}, expected at most "
     f"{tokens / max(fewest, 1):.1f}, where every span has one vector"
   )
+
+
+def _packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:
+  """What is known of the spans of blocks as one array; the integers are small enough for it."""
+  return jnp.stack([x.astype(jnp.float32) for x in (start, stop, count, ratio)], -2)
+
+
+def _unpacked(spans: Float[Array, "*batch 4 C"]) -> tuple[Array, Array, Array, Array]:
+  """Starts, stops, numbers of vectors, int32, and r_a."""
+  start, stop, count = (spans[..., i, :].astype(jnp.int32) for i in range(3))
+  return start, stop, count, spans[..., 3, :]
 
 
 def _queries(x: Array, index: Int[Array, "B N"]) -> Array:

@@ -21,16 +21,39 @@ def threshold(
 ) -> Float[Array, " *batch"]:
   """θ: a quantile of the lower triangle (diagonal included) of each map's first `length` tokens.
 
-  Between two values it is interpolated.
+  Between two values it is interpolated. Maps are not negative.
   """
-  rows, columns = np.tril_indices(maps.shape[-1])
-  values = jnp.where(rows < length[..., None], maps[..., rows, columns], jnp.inf)
-  values = jnp.sort(values, -1)
+  token = np.arange(maps.shape[-1])
+  inside = (token <= token[:, None]) & (token[:, None] < length[..., None, None])
+  values = jnp.where(inside, maps, jnp.inf).reshape(*maps.shape[:-2], -1)
   place = quantile * jnp.maximum(length * (length + 1) // 2 - 1, 0)
   below = jnp.floor(place).astype(jnp.int32)
-  low = jnp.take_along_axis(values, below[..., None], -1)[..., 0]
-  high = jnp.take_along_axis(values, jnp.ceil(place).astype(jnp.int32)[..., None], -1)[..., 0]
+  low = _ordered(values, below)
+  more = (values <= low[..., None]).sum(-1) > jnp.ceil(place).astype(jnp.int32)
+  high = jnp.where(more, low, jnp.where(values > low[..., None], values, jnp.inf).min(-1))
   return jnp.where(length > 0, low + (high - low) * (place - below), 0)
+
+
+def _ordered(
+  values: Float[Array, "*batch N"], index: Int[Array, " *batch"]
+) -> Float[Array, " *batch"]:
+  """Entry `index` of the values in order, none of them negative.
+
+  A digit of its bits at a time: floats that are not negative are ordered as their bits are. Sorting
+  would be as fast, and takes far longer to compile.
+  """
+  bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+  digits = jnp.arange(1, 16, dtype=jnp.uint32)
+
+  def narrow(i: Array, found: Array) -> Array:
+    shift = (28 - 4 * i).astype(jnp.uint32)
+    tried = found[..., None] + (digits << shift)
+    smaller = (bits[..., None, :] < tried[..., None]).sum(-1)
+    fits = (smaller <= index[..., None]).sum(-1, dtype=jnp.uint32)
+    return found + (fits << shift)
+
+  found = jax.lax.fori_loop(0, 8, narrow, jnp.zeros(index.shape, jnp.uint32))
+  return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
 def triangle_scores(
@@ -64,7 +87,9 @@ def candidates(
   size = scores.shape[-1]
   x, real = _antidiagonals(size)
   middle = np.arange(2 * size - 1)[:, None]
-  around = jnp.where(real, scores[..., x, middle - x], -jnp.inf)
+  flat = scores.reshape(*scores.shape[:-2], -1)
+  around = jnp.take(flat, x * size + middle - x, -1, mode="clip")
+  around = jnp.where(real, around, -jnp.inf)
   best = jnp.argmax(around, -1)
   start = (jnp.asarray(x[:, 0]) + best).astype(jnp.int32)
   return start, jnp.asarray(middle[:, 0], jnp.int32) - start + 1, around.max(-1)
@@ -82,19 +107,28 @@ def suppress(
   Whatever overlaps a kept span by more than `overlap` (area of the intersection over that of the
   union) is dropped; spans without a positive score too. Best first, of equal ones the first.
   """
+  index = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
+  start, stop = (jnp.broadcast_to(x, scores.shape) for x in (start, stop))
+  area = (stop - start) ** 2
   alive = jnp.where(scores > 0, scores, -jnp.inf)
+  none = jnp.float32(-jnp.inf), jnp.int32(2**31 - 1), jnp.int32(0), jnp.int32(0)
   kept = []
   for _ in range(count):
-    best = jnp.argmax(alive, -1, keepdims=True)
-    some = jnp.take_along_axis(alive, best, -1) > -jnp.inf
-    a, b = (jnp.where(some, jnp.take_along_axis(x, best, -1), 0) for x in (start, stop))
-    kept.append((a, b))
-    common = jnp.maximum(jnp.minimum(stop, b) - jnp.maximum(start, a), 0)
-    union = (stop - start) ** 2 + (b - a) ** 2 - common**2
-    gone = (common**2 > overlap * union) | (jnp.arange(alive.shape[-1]) == best)
-    alive = jnp.where(gone, -jnp.inf, alive)
-  a, b = (jnp.concatenate(x, -1).astype(jnp.int32) for x in zip(*kept, strict=True))
-  return a, b
+    of_all = alive, index, start, stop
+    score, best, *span = jax.lax.reduce(of_all, none, _better, (scores.ndim - 1,))
+    a, b = (jnp.where(score > -jnp.inf, x, 0) for x in span)
+    kept += [a, b]
+    best, a, b = best[..., None], a[..., None], b[..., None]
+    common = jnp.maximum(jnp.minimum(stop, b) - jnp.maximum(start, a), 0) ** 2
+    union = area + (b - a) ** 2 - common
+    alive = jnp.where((common > overlap * union) | (index == best), -jnp.inf, alive)
+  return jnp.stack(kept[::2], -1), jnp.stack(kept[1::2], -1)
+
+
+def _better(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+  """Of two (score, index, …) the one of higher score, of equal ones the first."""
+  first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+  return tuple(jax.lax.select(first, x, y) for x, y in zip(a, b, strict=True))
 
 
 def divide(

@@ -85,6 +85,10 @@ class Streamed(Method):
   def wants_logits(self) -> bool:
     return True
 
+  @property
+  def by_layer(self) -> bool:
+    return True
+
   @classmethod
   def example(cls, budget: int) -> Method:
     """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
@@ -188,10 +192,6 @@ class Streamed(Method):
   def persistent_blocks(self) -> bool:
     """Whether decoding goes on with the blocks of the prompt's last chunk."""
     return False
-
-  def alike(self, layer: int) -> int:
-    """The first layer that does just what this one does; layers that are alike share a trace."""
-    return layer
 
   # ---- drivers
 

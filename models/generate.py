@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from numpy.typing import ArrayLike
 
 from kvjax import memory, offload
 from kvjax.method import Method
+from models import by_layer
+from models.by_layer import ByLayer
 from models.sampling import Knobs, Sampling, draw
 from models.stopping import RowText
 from models.tokenizer import Tokenizer
@@ -136,14 +138,23 @@ def prefill(
   longest = int(seen.max())
   if past is not None and longest > past:
     raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
-  graph, leaves = split(model)
   whole = jnp.asarray(total, jnp.int32)
+  layered = ByLayer(model) if by_layer.suits(model, method) else None
+  graph, leaves = split(model)
 
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
-    arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32), whole
+    arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32)
     options = bound, all_logits, with_aux
     with _explained("prefill", model, caches, method):
-      error, result = _prefill(graph, method, *options, leaves, caches, *arrays)
+      if layered is not None:
+        return layered.prefill(
+          *(*arrays, caches, method),
+          total=whole,
+          past=bound,
+          all_logits=all_logits,
+          with_aux=with_aux,
+        )
+      error, result = _prefill(graph, method, *options, leaves, caches, *arrays, whole)
     _throw(error)
     return result
 
@@ -293,10 +304,12 @@ def generate(
     )
   _check_room(caches, method, steps * live, f"steps = {steps}")
 
-  graph, leaves = split(model)
-  run = functools.partial(
-    _decode_chunk, graph, method, sampling.greedy, return_logits, return_logprobs
-  )
+  kind = method, sampling.greedy, return_logits, return_logprobs
+  if by_layer.suits(model, method):
+    run = functools.partial(_decode_by_layer, ByLayer(model), *kind)
+  else:
+    graph, leaves = split(model)
+    run = functools.partial(_decode_chunk, graph, *kind, leaves)
   ends = jnp.asarray(sorted(set(stop)), jnp.int32)
   constants = jnp.asarray(rows, jnp.int32), sampling.knobs(vocab), jnp.uint32(seed)
   padded = np.full((batch, -(-steps // chunk) * chunk), -1, np.int32)
@@ -312,7 +325,7 @@ def generate(
     wanted = padded[:, start : start + chunk]
     with _explained("generate", model, caches, method):
       error, (last, caches, on, *kept) = run(
-        leaves, caches, last, on, ends, jnp.asarray(wanted), jnp.int32(count), *constants
+        caches, last, on, ends, jnp.asarray(wanted), jnp.int32(count), *constants
       )
     _throw(error)
     tokens, *kept = [None if x is None else x[:, :count] for x in kept]
@@ -384,6 +397,63 @@ def _prefill(
   return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
 
 
+class _Decoding(NamedTuple):
+  """What the steps of a chunk hand on: logits [B, V], live rows [B], tokens [B, C], and the logits
+  [B, C, V] and log-probabilities [B, C] that they were chosen by, or None.
+  """
+
+  logits: Array
+  live: Array
+  tokens: Array
+  used: Array | None
+  logprobs: Array | None
+
+  @classmethod
+  def start(
+    cls, logits: Array, live: Array, steps: int, keep_logits: bool, keep_logprobs: bool
+  ) -> _Decoding:
+    batch, vocab = logits.shape
+    tokens = jnp.full((batch, steps), -1, jnp.int32)
+    used = jnp.zeros((batch, steps, vocab), jnp.float32) if keep_logits else None
+    logprobs = jnp.zeros((batch, steps), jnp.float32) if keep_logprobs else None
+    return cls(logits, live, tokens, used, logprobs)
+
+
+def _chosen(
+  greedy: bool,
+  state: _Decoding,
+  seen: Int[Array, " B"],
+  i: Array,
+  forced: Int[Array, "B C"],
+  rows: Int[Array, " B"],
+  knobs: Knobs,
+  seed: Array,
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+  """The token that goes in at step i, and what was forced there (−1: nothing)."""
+  if greedy:
+    token = jnp.argmax(state.logits, -1).astype(jnp.int32)
+  else:
+    token = draw(state.logits, knobs, seed, rows, seen)
+  want = forced[:, i]
+  return jnp.where(want >= 0, want, token), want
+
+
+def _inserted(
+  state: _Decoding, i: Array, token: Array, want: Array, new: Array, stop: Array
+) -> _Decoding:
+  """The state once the token of step i is in and `new` logits have come."""
+  logits, live, tokens, used, logprobs = state
+  tokens = tokens.at[:, i].set(jnp.where(live, token, -1))
+  if used is not None:
+    used = used.at[:, i].set(logits)
+  if logprobs is not None:
+    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
+    logprobs = logprobs.at[:, i].set(chosen - jax.nn.logsumexp(logits, -1))
+  logits = jnp.where(live[:, None], new, logits)
+  live = live & ((want >= 0) | ~jnp.isin(token, stop))
+  return _Decoding(logits, live, tokens, used, logprobs)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
 def _decode_chunk(
   graph: Any,
@@ -411,39 +481,50 @@ def _decode_chunk(
     logits and log-probabilities of each step or None.
   """
   model = join(graph, leaves)
-  B, C = forced.shape
 
   def step(carry: Any) -> Any:
-    i, logits, caches, live, out, used, logprobs = carry
-    if greedy:
-      token = jnp.argmax(logits, -1).astype(jnp.int32)
-    else:
-      token = draw(logits, knobs, seed, rows, caches[0].seen)
-    want = forced[:, i]
-    token = jnp.where(want >= 0, want, token)
-    out = out.at[:, i].set(jnp.where(live, token, -1))
-    if keep_logits:
-      used = used.at[:, i].set(logits)
-    if keep_logprobs:
-      chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-      logprobs = logprobs.at[:, i].set(chosen - jax.nn.logsumexp(logits, -1))
-    new, caches = model.decode(token, caches, method, live)
-    logits = jnp.where(live[:, None], new, logits)
-    live = live & ((want >= 0) | ~jnp.isin(token, stop))
-    return i + 1, logits, caches, live, out, used, logprobs
+    i, state, caches = carry
+    token, want = _chosen(greedy, state, caches[0].seen, i, forced, rows, knobs, seed)
+    new, caches = model.decode(token, caches, method, state.live)
+    return i + 1, _inserted(state, i, token, want, new, stop), caches
 
   def going(carry: Any) -> Array:
-    return (carry[0] < count) & carry[3].any()
+    return (carry[0] < count) & carry[1].live.any()
 
-  out = jnp.full((B, C), -1, jnp.int32)
-  used = jnp.zeros((B, C, logits.shape[1]), jnp.float32) if keep_logits else None
-  logprobs = jnp.zeros((B, C), jnp.float32) if keep_logprobs else None
-  first = jnp.int32(0), logits, offload.loose(caches), live, out, used, logprobs
+  start = _Decoding.start(logits, live, forced.shape[1], keep_logits, keep_logprobs)
+  first = jnp.int32(0), start, offload.loose(caches)
 
   def run(first: Any) -> Any:
-    return offload.settled(jax.lax.while_loop(going, step, first)[1:])
+    _, state, caches = jax.lax.while_loop(going, step, first)
+    return state.logits, offload.settled(caches), *state[1:]
 
   return checkify.checkify(run)(first) if model.env.check_nan else (None, run(first))
+
+
+_choose, _insert = jax.jit(_chosen, static_argnums=0), jax.jit(_inserted)
+
+
+def _decode_by_layer(
+  model: ByLayer,
+  method: Method,
+  greedy: bool,
+  keep_logits: bool,
+  keep_logprobs: bool,
+  caches: Caches,
+  logits: Float[Array, "B V"],
+  live: Bool[Array, " B"],
+  stop: Int[Array, " E"],
+  forced: Int[Array, "B C"],
+  count: Array,
+  *constants: Any,
+) -> Any:
+  """`_decode_chunk` from programs of a layer; rows that stop are idle until the chunk's end."""
+  state = _Decoding.start(logits, live, forced.shape[1], keep_logits, keep_logprobs)
+  for i in map(jnp.int32, range(int(count))):
+    token, want = _choose(greedy, state, caches[0].seen, i, forced, *constants)
+    new, caches = model.decode(token, caches, method, state.live)
+    state = _insert(state, i, token, want, new, stop)
+  return None, (state.logits, caches, *state[1:])
 
 
 def _explained(

@@ -210,12 +210,12 @@ class Transformer(nnx.Module):
     total = lengths if total is None else total
 
     def run(model: Transformer, caches: Caches, tokens: Array, lengths: Array, total: Array) -> Any:
-      return model._prefill(caches, tokens, lengths, total, method, past, all_logits, with_aux)
+      return model.read_prompt(caches, tokens, lengths, total, method, past, all_logits, with_aux)
 
     logits, caches, reports = self._on_mesh(run, method, caches, tokens, lengths, total)
     return (logits, caches, reports) if with_aux else (logits, caches)
 
-  def _prefill(
+  def read_prompt(
     self,
     caches: Caches,
     tokens: Int[Array, "B T"],
@@ -225,14 +225,15 @@ class Transformer(nnx.Module):
     past: int | None,
     all_logits: bool,
     with_aux: bool,
+    layers: Any = None,
   ) -> Any:
-    """`prefill` on one device, or on each of several."""
+    """`prefill` on one device, or on each of several; `layers`: others in the place of its own."""
     B, T = tokens.shape
     carry = Carry()
     new, reports = [], []
     with self._products():
       x = self._embed(tokens)
-      for i, layer in enumerate(self.layers):
+      for i, layer in enumerate(layers or self.layers):
         at = At(i, self.env, method)
         prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
         x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
@@ -272,25 +273,26 @@ class Transformer(nnx.Module):
     live = jnp.ones(tokens.shape, bool) if live is None else live
 
     def run(model: Transformer, caches: Caches, tokens: Array, live: Array) -> Any:
-      return model._decode(caches, tokens, live, method, with_aux)
+      return model.step(caches, tokens, live, method, with_aux)
 
     logits, caches, reports = self._on_mesh(run, method, caches, tokens, live)
     return (logits, caches, reports) if with_aux else (logits, caches)
 
-  def _decode(
+  def step(
     self,
     caches: Caches,
     tokens: Int[Array, " B"],
     live: Bool[Array, " B"],
     method: Method,
     with_aux: bool,
+    layers: Any = None,
   ) -> Any:
-    """`decode` on one device, or on each of several."""
+    """`decode` on one device, or on each of several; `layers`: others in the place of its own."""
     carry = Carry()
     new, reports = [], []
     with self._products():
       x, parts = self._embed(tokens), None
-      for i, layer in enumerate(self.layers):
+      for i, layer in enumerate(layers or self.layers):
         at = At(i, self.env, method)
         x, parts, cache, carry, aux = layer.decode(at, x, parts, caches[i], live, carry)
         new.append(cache)

@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax import offload
 from kvjax.streamed import Streamed, injected
+from models import by_layer
 from models.generate import join, prefill, split
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
@@ -135,18 +136,27 @@ def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
   raise ValueError(f"{row.answers[0]}: found no such tokens in the prompt, expected the needle")
 
 
-@functools.cache
-def stepper(graph: Any, method: kvjax.Method) -> Callable:
+def stepper(model: Transformer, method: kvjax.Method) -> Callable:
   """One greedy step: the likeliest token goes in; it, new logits, caches, and retrieved blocks."""
+  graph, leaves = split(model)
+  decode = functools.partial(_whole, graph, method, leaves)
+  if by_layer.suits(model, method):
+    layered = by_layer.ByLayer(model)
+    decode = lambda caches, token: layered.decode(token, caches, method, with_aux=True)  # noqa: E731
 
-  @functools.partial(jax.jit, donate_argnums=1)
-  def step(leaves: Any, caches: Any, logits: Any) -> Any:
+  def step(caches: Any, logits: Any) -> Any:
     token = jnp.argmax(logits, -1).astype(jnp.int32)
-    logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
+    logits, caches, reports = decode(caches, token)
     blocks = [report["retrieved"][0] for report in reports if "retrieved" in report]
-    return token, logits, offload.settled(caches), jnp.stack(blocks) if blocks else None
+    return token, logits, caches, jnp.stack(blocks) if blocks else None
 
   return step
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _whole(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, token: Any) -> Any:
+  logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
+  return logits, offload.settled(caches), reports
 
 
 def answer(
@@ -160,10 +170,9 @@ def answer(
     caches = injected(caches, jnp.array([forced]))
   tokens = common.right_padded(sample.ids, size=room - STEPS)
   logits, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method)
-  graph, leaves = split(model)
-  step, said, recall = stepper(graph, method), [], []
+  step, said, recall = stepper(model, method), [], []
   for _ in range(STEPS):
-    token, logits, caches, blocks = step(leaves, caches, logits)
+    token, logits, caches, blocks = step(caches, logits)
     if blocks is not None:
       there = (np.asarray(blocks)[:, :, None] == np.array(wanted)).any(1)  # [L, blocks]
       recall.append(there.mean(1).round(3).tolist())

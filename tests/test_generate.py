@@ -12,7 +12,7 @@ import tokenizers
 from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
-from models import convert
+from models import by_layer, convert
 from models import generate as loop
 from models.generate import generate, join, pad, prefill, split
 from models.sampling import Sampling
@@ -379,6 +379,51 @@ def test_does_not_retrace():
     )
   assert loop._prefill._cache_size() == 1
   assert loop._decode_chunk._cache_size() == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alike(kvjax.StreamingLLM):
+  """A method that asks for programs of a layer, in all of which it does the same."""
+
+  @property
+  def by_layer(self):
+    return True
+
+  def alike(self, layer):
+    return 0
+
+
+def test_by_layer_equals_the_whole():
+  method, stop = kvjax.StreamingLLM(16), int(plain(3)[0][0, 2])
+  settings = {"steps": 9, "chunk": 4, "stop": [stop], "return_logits": True}
+  settings |= {"return_logprobs": True, "sampling": Sampling(0.7)}
+  forced = np.full((2, 9), -1)
+  forced[1, 3] = stop  # forced tokens end nothing
+  found = []
+  for each in (method, _Alike(16)):
+    assert by_layer.suits(model(), each) == (each is not method)
+    logits, caches = start(method=each)
+    out, caches = generate(model(), logits, caches, each, forced=forced, **settings)
+    found.append((out, caches))
+  (whole, theirs), (mine, ours) = found
+  np.testing.assert_array_equal(mine.tokens, whole.tokens)
+  for name in ("last", "logits", "logprobs"):
+    rows = whole.tokens >= 0 if name != "last" else slice(None)
+    got, want = (np.asarray(getattr(x, name))[rows] for x in (mine, whole))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+  chex.assert_trees_all_close(ours, theirs, atol=1e-5)
+
+
+def test_layers_that_are_alike_share_a_program():
+  by_layer._prefill.clear_cache()
+  by_layer._decode.clear_cache()
+  method = _Alike(16)
+  for steps in (3, 5):
+    logits, caches = start(method=method)
+    generate(model(), logits, caches, method, steps=steps, chunk=4)
+  assert by_layer._prefill._cache_size() == 1
+  # The first one of a model gets no summands of the residual stream.
+  assert by_layer._decode._cache_size() == min(2, CONFIG.layers)
 
 
 def test_a_module_is_split_once_and_joined_back():

@@ -2,7 +2,7 @@
 
 `tuned/<device>/prr.json` holds, per selector and length, how long it takes to select, and for
 several ρ how long attention over ρ·k tiles takes and how long whole steps do, with speculation and
-without (written by `scripts/tune.py prr`). Lengths between and beyond the measured ones are fitted.
+without (written by `scripts/tune.py prr`). Lengths between the measured ones are fitted.
 """
 
 import functools
@@ -42,22 +42,25 @@ def ratio(selector: str, *, unit: int, best: int, batch: int, slots: int) -> flo
 
 
 def largest(entries: Sequence[Entry], slots: int) -> float:
-  """The largest measured ρ whose attention takes no longer than selection, 1 if none does.
+  """The largest measured ρ whose attention takes no longer than selection and whose steps take less
+  time than those that select first; where no attention is as short, the smallest ρ if it pays.
 
-  0 where a step with it would take as long as one that selects first.
+  0 if none pays. What is longer or shorter than all that was measured counts as the nearest length.
   """
+  lengths = [e["bucket"]["slots"] for e in entries]
+  near = min(max(slots, min(lengths)), max(lengths))
 
   def at(of: Callable[[Entry], float]) -> float:
-    return fitted([e["bucket"]["slots"] for e in entries], [float(of(e)) for e in entries], slots)
+    return fitted(lengths, [float(of(e)) for e in entries], near)
 
   ratios = sorted(float(name) for name in entries[0]["speculate_us"])
 
   def taken(name: str, rho: float) -> float:
     return at(lambda e: e[name][f"{rho:g}"])
 
-  select = at(lambda e: e["select_us"])
-  rho = max((r for r in ratios if taken("speculate_us", r) <= select), default=1.0)
-  return rho if taken("prr_us", rho) < at(lambda e: e["serial_us"]) else 0.0
+  select, serial = at(lambda e: e["select_us"]), at(lambda e: e["serial_us"])
+  hidden = [r for r in ratios if taken("speculate_us", r) <= select] or ratios[:1]
+  return max((r for r in hidden if taken("prr_us", r) < serial), default=0.0)
 
 
 def fitted(lengths: Sequence[int], times: Sequence[float], length: int) -> float:

@@ -24,7 +24,7 @@ def entry(slots, select, speculate, prr, serial, batch=1):
 ENTRIES = [
   entry(4096, 5, (8, 9, 10), (14, 15, 16), 15),  # nothing fits
   entry(8192, 9, (8, 9, 10), (14, 15, 16), 17),  # 1.25 fits, and pays
-  entry(16384, 12, (8, 9, 10), (14, 15, 21), 20),  # 1.5 fits, and does not pay
+  entry(16384, 12, (8, 9, 10), (21, 22, 23), 20),  # 1.5 fits, and nothing pays
   entry(8192, 40, (30, 35, 39), (50, 55, 58), 70, batch=4),
 ]
 
@@ -32,6 +32,16 @@ ENTRIES = [
 @pytest.mark.parametrize(("slots", "rho"), [(4096, 1), (8192, 1.25), (16384, 0)])
 def test_the_largest_that_fits_and_pays(slots, rho):
   assert speculation.largest(ENTRIES[:3], slots) == rho
+
+
+def test_one_that_fits_gives_way_to_one_that_pays():
+  assert speculation.largest([entry(4096, 12, (8, 9, 10), (14, 15, 21), 20)], 4096) == 1.25
+
+
+def test_what_is_longer_than_all_that_was_measured_counts_as_the_longest():
+  steep = [entry(n << 10, 9, (8, 9, 10), (14, 15, 16), serial) for n, serial in ((8, 13), (16, 14))]
+  for slots, rho in ((4, 0), (8, 0), (16, 0), (64, 0)):
+    assert speculation.largest(steep, slots << 10) == rho
 
 
 def test_lengths_between_are_fitted():

@@ -5,6 +5,7 @@ copy on the way; on a CPU in the backend's own memory. A store is cut into segme
 array grows with the context beyond what one allocation should be.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -55,15 +56,20 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
   traced = isinstance(jnp.zeros(()), jax.core.Tracer)
   if traced or not on_host():
     return jnp.zeros(shape, dtype)
-  place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
   try:
-    made = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)()
-    return made.block_until_ready()
+    return _pinned(shape, jnp.dtype(dtype))().block_until_ready()
   except jax.errors.JaxRuntimeError as error:
     size = math.prod(shape) * jnp.dtype(dtype).itemsize / 2**30
     raise MemoryError(
       f"offload: found no room for {size:.2f} GiB of pinned host memory, expected it; {_advice()}"
     ) from error
+
+
+@functools.cache
+def _pinned(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+  """Makes zeros in pinned memory; compiled once for all segments of a shape."""
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)
 
 
 def _advice() -> str:

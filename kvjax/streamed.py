@@ -182,6 +182,13 @@ class Streamed(Method):
     """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar."""
     return self.best(cache, [similarity]), carry
 
+  def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
+    """What the layer will probably retrieve, from what those below hand on; None: no idea.
+
+    It is fetched as soon as it is known, which does not wait for the layer's queries.
+    """
+    return None
+
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
@@ -295,6 +302,19 @@ class Streamed(Method):
     here = (rank[:, None] == turn) & (turn < block.shape[0])
     return jnp.where(here, block, -1).max(-1)
 
+  def retrieve(
+    self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
+  ) -> tuple[Cache, Carry]:
+    """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
+    foreseen = self.foresee(at, cache, carry)
+    if foreseen is not None:
+      cache = self.hold(at, cache, jnp.where(ok, foreseen, -1))
+      # What turns out not to be wanted has to leave before what is.
+      before = cache.seen[:, None] - 1
+      cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
+    wanted, carry = self.choose(at, cache, similarity, carry)
+    return self.hold(at, cache, jnp.where(ok, wanted, -1)), carry
+
   def hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
     """The cache once the wanted blocks have copies on the device: "kept" says in which places.
 
@@ -359,8 +379,8 @@ class Streamed(Method):
       )
     index = prompt.query_index()
     qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
-    wanted, carry = self.choose(at, cache, self.similarity(at, cache, q, new["k"], qpos), carry)
-    cache = self.hold(at, cache, jnp.where(prompt.valid[:, None] > 0, wanted, -1))
+    similarity = self.similarity(at, cache, q, new["k"], qpos)
+    cache, carry = self.retrieve(at, cache, similarity, carry, prompt.valid[:, None] > 0)
     far = {f"far_{name}": x for name, x in self.far(at, cache).items()}
     return {**self.near(cache, new), **far}, cache, carry
 
@@ -471,8 +491,8 @@ class Streamed(Method):
       return plan, carry
     qpos = (cache.seen - 1)[:, None]
     similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
-    wanted, carry = self.choose(at, cache, similarity, carry)
-    return dataclasses.replace(plan, memo=self.hold(at, cache, wanted)), carry
+    held, carry = self.retrieve(at, cache, similarity, carry, qpos >= 0)
+    return dataclasses.replace(plan, memo=held), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""

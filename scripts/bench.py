@@ -26,6 +26,8 @@ from typing import Any
 
 # torch, where it runs beside JAX, needs memory too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The most that JAX may pin of the host's memory: room for the whole stream of `offload`.
+os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
 
 import jax
 import numpy as np

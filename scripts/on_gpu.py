@@ -54,6 +54,7 @@ STEPS = {
   "prr": Step("scripts.bench prr --repetitions 5 --minutes 2 --out {out}", 180),
   "prefill": Step("scripts.bench prefill --only 32K --out {out}"),
   "offload": Step("scripts.bench offload --out {out}", 200),
+  "stream": Step("scripts.bench offload --only whole --out {out}", 590),
   "heads": Step("scripts.retrieval_heads {out}/heads.json --length 4096", 150),
   "needles": Step("scripts.needle_recall {out}/needles --heads {out}/heads.json", 500),
   "spans": Step("scripts.plot_spans {out}/spans --length 8000 --local 512"),

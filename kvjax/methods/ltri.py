@@ -59,6 +59,9 @@ class Ltri(Streamed):
     persistent: whether decoding goes on with the blocks of the last chunk; else every token
       retrieves as a span of one vector.
     voting: whether the layers below have a say.
+    prefetch: whether layers with a retrieval head fetch what has most votes before their own
+      queries are known, beside the layer below where the device runs both at once, and then what is
+      still missing; layers without one do so anyway. Results are the same.
   """
 
   spans: int = 4
@@ -71,6 +74,7 @@ class Ltri(Streamed):
   heads: tuple[tuple[int, int, float], ...] | None = None
   persistent: bool = True
   voting: bool = True
+  prefetch: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -337,6 +341,13 @@ class Ltri(Streamed):
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
     return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
+
+  def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
+    """The blocks of most votes so far."""
+    votes = carry.rows.get("votes")
+    if not (self.prefetch and self.voting and self.indexes(at.layer)) or votes is None:
+      return None
+    return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf)])
 
 
 def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:

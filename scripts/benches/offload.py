@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import os
+import pathlib
+import re
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from kvjax.methods.ltri import LLAMA_3_8B_HEADS
 from kvjax.types import OwnRows
 from models.generate import join, split
 from models.presets import PRESETS
-from scripts.benches import Case, Contender, jax_contender
+from scripts.benches import Case, Contender, jax_contender, together
 from scripts.benches.e2e import TINY, drawn
 
 STEPS = 16  # decode steps per dispatch
@@ -26,13 +28,18 @@ LAYERS = 32  # of the model that the shape is taken from
 PART = 4  # of them that are run: what all of them take is that many times as much
 TOKENS = 800 << 10
 LENGTHS = (100 << 10, 200 << 10, 400 << 10, TOKENS - 8192)
+MINUTES = "KVJAX_STREAM_MINUTES"  # how long the whole stream may take, compiling included (8)
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The link first, then the division of maps, then a stream at several lengths."""
-  makers = {"link": link, "spans": division, "stream": stream}
+  """The link first, then the division of maps, then a stream at several lengths.
+
+  The whole stream in earnest takes minutes and a hundred gigabytes of the host's memory: it is run
+  where `only` asks for it by name.
+  """
+  makers = {"link": link, "spans": division, "stream": stream, "whole stream": whole}
   for name, make in makers.items():
-    if only in name:
+    if only in name and (quick or name != "whole stream" or "whole" in only):
       yield make(quick)
 
 
@@ -147,45 +154,26 @@ def stream(quick: bool) -> Case:
   caches = method.init_caches(spec)
   bytes_of = _bytes(caches)
   held = [caches]
-  graph, leaves = split(model)
-  tokens = jax.random.randint(jax.random.key(0), (1, method.chunk), 0, config.vocab, jnp.int32)
+  leaves = split(model)[1]
+  draw = np.random.default_rng(0)
+  tokens = _drawn_tokens(draw, config.vocab, method.chunk)
   valid = jnp.full(1, method.chunk, jnp.int32)
-
-  def decoder_of(leaves, impl):
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-    return decoder
-
-  def chunk(impl, leaves, caches, tokens, valid):
-    decoder = decoder_of(leaves, impl)
-    logits, caches = decoder.prefill(tokens, valid, caches, method, past=None)
-    return logits, offload.settled(caches)
-
-  def decode(impl, leaves, caches, token, count):
-    decoder = decoder_of(leaves, impl)
-
-    def step(_, carry):
-      caches, token, _ = carry
-      logits, caches = decoder.decode(token, caches, method)
-      return caches, jnp.argmax(logits, -1).astype(jnp.int32), logits
-
-    first = jnp.zeros((1, config.vocab), jnp.float32)
-    caches, _, logits = lax.fori_loop(0, count, step, (caches, token, first))
-    return logits, offload.settled(caches)
-
   token, count = jnp.zeros(1, jnp.int32), jnp.int32(STEPS)
+  ahead = dataclasses.replace(method, prefetch=True)
 
-  def program(function: Any, impl: str, *arguments: Any) -> Any:
-    jitted = jax.jit(functools.partial(function, impl), donate_argnums=1)
-    return jitted.lower(leaves, caches, *arguments).compile()
+  def program(maker: Any, method: Any, impl: str, *arguments: Any) -> Callable[[], Any]:
+    function = functools.partial(maker(model, method), impl)
+    return lambda: jax.jit(function, donate_argnums=1).lower(leaves, caches, *arguments).compile()
 
-  with ThreadPoolExecutor() as pool:  # compiling is most of this case's time
-    chunks, tokens_ = (
-      [pool.submit(program, function, impl, *arguments) for impl in ("auto", "reference")]
-      for function, arguments in ((chunk, (tokens, valid)), (decode, (token, count)))
-    )
-    read, read_plainly = (x.result() for x in chunks)
-    say, say_plainly = (x.result() for x in tokens_)
+  read, read_plainly, read_ahead, say, say_plainly = together(
+    [
+      program(_chunk, method, "auto", tokens, valid),
+      program(_chunk, method, "reference", tokens, valid),
+      program(_chunk, ahead, "auto", tokens, valid),
+      program(_decode, method, "auto", token, count),
+      program(_decode, method, "reference", token, count),
+    ]
+  )
   temporary: list[int] = [x.memory_analysis().temp_size_in_bytes for x in (read, say)]
 
   # A short stream in earnest, which fills the window, the copies and the first blocks.
@@ -207,6 +195,18 @@ def stream(quick: bool) -> Case:
     jax.block_until_ready(logits)
     taken = (time.perf_counter() - began) / per
     memory.append(_in_use())
+    return taken
+
+  fetched: dict[str, list[float]] = {"": [], " ahead": []}
+
+  def timed_chunk(program: Any, length: int, how: str) -> float:
+    """Of new tokens, and as if every block had vectors of its own: it wants others than before."""
+    held[0] = tuple(_stirred(cache, i) for i, cache in enumerate(held[0]))
+    old = [np.asarray(cache.rows["held"][0]) for cache in held[0]]
+    new = _drawn_tokens(draw, config.vocab, method.chunk)
+    taken = timed(program, length, new, valid, per=1)
+    now = [np.asarray(cache.rows["held"][0]) for cache in held[0]]
+    fetched[how].append(float(np.mean([len(np.setdiff1d(*x)) for x in zip(now, old, strict=True)])))
     return taken
 
   def without_stores() -> tuple[kvjax.Cache, ...]:
@@ -235,20 +235,30 @@ def stream(quick: bool) -> Case:
 
   # The first one stands for all: the same two programs run at every length.
   output = functools.partial(logits_of, (read, say))
-  contenders = [
-    Contender(
-      name("chunk", n),
-      functools.partial(timed, read, n, tokens, valid, per=1),
-      output if n == lengths[0] else None,
-    )
-    for n in lengths
-  ] + [
-    Contender(name("token", n), functools.partial(timed, say, n, token, count, per=STEPS), None)
-    for n in (lengths[0], lengths[-1])
-  ]
+  contenders = (
+    [
+      Contender(
+        name("chunk", n),
+        functools.partial(timed_chunk, read, n, ""),
+        output if n == lengths[0] else None,
+      )
+      for n in lengths
+    ]
+    + [
+      Contender(
+        f"{name('chunk', n)}, ahead", functools.partial(timed_chunk, read_ahead, n, " ahead"), None
+      )
+      for n in (lengths[0], lengths[-1])
+    ]
+    + [
+      Contender(name("token", n), functools.partial(timed, say, n, token, count, per=STEPS), None)
+      for n in (lengths[0], lengths[-1])
+    ]
+  )
 
   def remarks(seconds: dict[str, float]) -> list[str]:
-    chunks = [s for n, s in seconds.items() if n.startswith("chunk")]
+    chunks = [s for n, s in seconds.items() if n.startswith("chunk") and "ahead" not in n]
+    early = [s for n, s in seconds.items() if "ahead" in n]
     first, last = (s for n, s in seconds.items() if n.startswith("token"))
     whole = 1 if quick else LAYERS / part
     used = [x for x in memory if x]
@@ -257,6 +267,9 @@ def stream(quick: bool) -> Case:
       f"{method.chunk / chunks[0]:,.0f} to {method.chunk / chunks[-1]:,.0f} tokens a second in "
       f"{part} layers, longest over shortest {chunks[-1] / chunks[0]:.3f}; "
       f"{method.chunk / (chunks[-1] * whole):,.0f} a second if all {LAYERS} layers take as much",
+      f"blocks fetched by a chunk, mean of the layers: {np.mean(fetched['']):.1f}; with "
+      f"prefetch=True {np.mean(fetched[' ahead']):.1f}, and a chunk takes "
+      f"{early[0] / chunks[0]:.3f} and {early[-1] / chunks[-1]:.3f} of the time",
       f"a token: {first * 1e3:.2f} ms and {last * 1e3:.2f} ms, ratio {last / first:.3f}",
       f"the first {start * method.chunk:,} tokens in earnest: {rate:,.0f} a second",
       f"device memory for what left the window, allocated for {spec.capacity:,} tokens: "
@@ -283,14 +296,185 @@ def stream(quick: bool) -> Case:
   )
 
 
+def whole(quick: bool) -> Case:
+  """The stream in earnest, chunk after chunk: its rate and the memory in use all along."""
+  began, minutes = time.monotonic(), float(os.environ.get(MINUTES, 8))
+  part = 2 if quick else min(LAYERS, _layers_that_fit())
+  model, method = _model(quick, part)
+  total, mark = (512, 128) if quick else (TOKENS, 100 << 10)
+  spec, leaves = model.spec(1, total), split(model)[1]
+  held = method.init_caches(spec)
+  sizes = _bytes(held)
+  draw = np.random.default_rng(0)
+  valid, token = jnp.full(1, method.chunk, jnp.int32), jnp.zeros(1, jnp.int32)
+  tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
+
+  def program(function: Any, *arguments: Any) -> Callable[[], Any]:
+    jitted = jax.jit(functools.partial(function, "auto"), donate_argnums=1)
+    return lambda: jitted.lower(leaves, held, *arguments).compile()
+
+  read, say = together(
+    [
+      program(_chunk(model, method), tokens, valid),
+      program(_decode(model, method), token, jnp.int32(STEPS)),
+    ]
+  )
+  print(f"  compiled after {time.monotonic() - began:.0f} s, {part} layers", flush=True)
+
+  def token_seconds() -> float:
+    """Of the second call: the first one loads what it runs."""
+    nonlocal held
+    for _ in range(2):
+      start = time.perf_counter()
+      logits, held = say(leaves, held, token, jnp.int32(STEPS))
+      jax.block_until_ready(logits)
+    return (time.perf_counter() - start) / STEPS
+
+  times: dict[str, float] = {}
+  rates: list[float] = []  # tokens a second from mark to mark
+  used: list[int] = []
+  seen = 0
+
+  def over() -> bool:
+    return seen == total or time.monotonic() - began > 60 * minutes
+
+  while True:
+    start, first = time.perf_counter(), seen
+    while seen < min(first + mark, total):
+      for _ in range(min(25, (min(first + mark, total) - seen) // method.chunk)):
+        tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
+        logits, held = read(leaves, held, tokens, valid)
+        seen += method.chunk
+      jax.block_until_ready(logits)
+      if over():
+        break
+    taken = time.perf_counter() - start
+    rates.append((seen - first) / taken)
+    used.append(_in_use())
+    times[f"chunk to {_named(seen)}"] = taken * method.chunk / (seen - first)
+    print(
+      f"  {seen:,} tokens: {rates[-1]:,.0f} a second, {used[-1] / 2**30:.3f} GiB in use", flush=True
+    )
+    if len(rates) == 1 or over():
+      times[f"token at {_named(seen)}"] = token_seconds()
+    if over():
+      break
+  finite = bool(jnp.isfinite(logits).all())
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    late, memory = rates[1:] or rates, used[1:] or used
+    of_token = {n: s for n, s in times.items() if n.startswith("token")}
+    said = ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in of_token.items())
+    early, *_, final = [*of_token.values()] * 2
+    spread = max(late) / min(late) - 1
+    growth = (max(memory) - min(memory)) / max(max(memory), 1)
+
+    def within(share: float, most: float) -> str:
+      return f"{share:.2%}, {'within' if share < most else 'beyond'} {most:.0%}"
+
+    every = ", ".join(f"{rate:,.0f}" for rate in rates)
+    low, high = min(memory) / 2**30, max(memory) / 2**30
+    return [
+      f"{seen:,} of {total:,} tokens read, {part} layers, logits finite: {finite}",
+      f"tokens a second to each mark: {every}",
+      f"from {_named(mark)} on they differ by {within(spread, 0.1)}; device memory in use "
+      f"{low:.3f} to {high:.3f} GiB, by {within(growth, 0.02)}",
+      f"{said}, ratio {final / early:.3f}",
+      f"host memory {sizes['store'] / 2**30:.1f} GiB; for what left the window the device has "
+      f"{sizes['index'] / 2**30:.3f} GiB of vectors, {sizes['held'] / 2**30:.3f} GiB of copies",
+    ]
+
+  return Case(
+    name="whole stream",
+    shapes=f"{part} layers of Llama-3-8B's shape, chunks of {method.chunk}, {total:,} tokens, "
+    f"{model.dtype.name}, {method}",
+    bytes=sum(x.nbytes for x in leaves),
+    reference=lambda: np.zeros(1),  # what the programs compute is checked by the case before
+    tolerance=0.0,
+    contenders=tuple(Contender(n, functools.partial(times.__getitem__, n), None) for n in times),
+    subject=next(reversed([n for n in times if n.startswith("chunk")])),
+    remarks=remarks,
+  )
+
+
+def _named(tokens: int) -> str:
+  return f"{tokens >> 10}K" if tokens > 1024 else str(tokens)
+
+
+def _layers_that_fit() -> int:
+  """How many layers' stores the host's memory and the pool of pinned memory have room for."""
+  config = PRESETS["Llama-3.1-8B"]
+  of_layer = 2 * TOKENS * config.kv_heads * config.head_dim * 2
+  pool = float(os.environ.get(offload.LIMIT, 64)) * 2**30
+  found = re.search(r"MemAvailable:\s+(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
+  available = int(found[1]) * 1024 - (12 << 30) if found else pool
+  return max(1, int(min(pool, available) // of_layer))
+
+
+def _drawn_tokens(draw: np.random.Generator, vocab: int, count: int) -> jax.Array:
+  return jnp.asarray(draw.integers(0, vocab, (1, count)), jnp.int32)
+
+
+def _decoder(graph: Any, leaves: Any, impl: str) -> Any:
+  decoder = join(graph, leaves)
+  decoder.env = dataclasses.replace(decoder.env, impl=impl)
+  return decoder
+
+
+def _chunk(model: Any, method: Any) -> Callable[..., Any]:
+  """A chunk of the prompt: logits and caches."""
+  graph = split(model)[0]
+
+  def chunk(impl, leaves, caches, tokens, valid):
+    decoder = _decoder(graph, leaves, impl)
+    logits, caches = decoder.prefill(tokens, valid, caches, method, past=None)
+    return logits, offload.settled(caches)
+
+  return chunk
+
+
+def _decode(model: Any, method: Any) -> Callable[..., Any]:
+  """`count` greedy steps: the last one's logits, and caches."""
+  graph = split(model)[0]
+
+  def decode(impl, leaves, caches, token, count):
+    decoder = _decoder(graph, leaves, impl)
+
+    def step(_, carry):
+      caches, token, _ = carry
+      logits, caches = decoder.decode(token, caches, method)
+      return caches, jnp.argmax(logits, -1).astype(jnp.int32), logits
+
+    first = jnp.zeros((1, model.config.vocab), jnp.float32)
+    caches, _, logits = lax.fori_loop(0, count, step, (caches, token, first))
+    return logits, offload.settled(caches)
+
+  return decode
+
+
+def _stirred(cache: kvjax.Cache, seed: int) -> kvjax.Cache:
+  """With vectors drawn for every block, as if all had been read; nothing in other layers."""
+  if "index" not in cache.rows:
+    return cache
+  index, found = (cache.rows[name].of for name in ("index", "found"))
+  drawn = jax.random.normal(jax.random.key(seed), index["sum"].shape, jnp.float32)
+  rows = {
+    "index": OwnRows({"sum": drawn}),
+    "found": OwnRows({"spans": jnp.ones_like(found["spans"])}),
+  }
+  return cache.put(rows=rows)
+
+
 def _model(quick: bool, part: int) -> tuple[Any, Any]:
   """The decoder with a part of its layers, and the method with retrieval heads in their share."""
   if quick:
     small = kvjax.Ltri(8, 64, 8, 4, chunk=32, held=8, last=8, heads=((0, 1, 0.5), (1, 2, 0.4)))
     return drawn(TINY, jnp.float32), small
   share = round(len(LLAMA_3_8B_HEADS) * part / LAYERS)
-  heads = tuple((part - 1 - i, head, score) for i, (_, head, score) in enumerate(LLAMA_3_8B_HEADS))
   config = dataclasses.replace(PRESETS["Llama-3.1-8B"], layers=part)
+  if part == LAYERS:
+    return drawn(config, jnp.bfloat16), kvjax.Ltri(heads=LLAMA_3_8B_HEADS)
+  heads = tuple((part - 1 - i, head, score) for i, (_, head, score) in enumerate(LLAMA_3_8B_HEADS))
   return drawn(config, jnp.bfloat16), kvjax.Ltri(heads=heads[:share], rate=(3.0,))
 
 

@@ -109,16 +109,19 @@ def enter_token(
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
     return q, at.top.insert(at, cache, k, v, live)
-  victim = at.top.victim(at, cache) if at.top.overrides("victim") else None
+  ring = cache.heads.get("ring")
+  chooses = ring is None and at.top.overrides("victim")
+  victim = at.top.victim(at, cache) if chooses else None
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
   run = kernel("enter_token", "pallas")
-  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope)
+  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope, ring=ring)
   names = [name for name in ("k", "v", "pos", "norm") if name in held]
   stored = dict(zip(names, entered, strict=True))
-  stored |= _statistics(at, cache, set(cache.slots) - set(names), k, v, live)
+  others = set(cache.slots) - {*names, *at.top.standing}
+  stored |= _statistics(at, cache, others, k, v, live)
   return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
 
 

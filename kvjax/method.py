@@ -71,11 +71,9 @@ class Method:
     return self.overrides("attend")
 
   @property
-  def in_turn(self) -> bool:
-    """Whether a new token takes the next slot, or, in a full cache, that of the oldest one that may
-    leave; the others stay in theirs.
-    """
-    return False
+  def standing(self) -> tuple[str, ...]:
+    """Per-slot statistics that the slot of a new token has already: they need not be written."""
+    return ()
 
   @property
   def chunkable(self) -> bool:

@@ -15,15 +15,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ring import place_of
 from kvjax.rope import Rope
 from pallas_kernels import _backend
 
 WARPS = 4
 
 
-def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret: bool) -> None:
-  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K],) and the cache as it is ->
-  rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S], seen, used [B].
+def _kernel(
+  *refs: Any, magnitude: float, evicts: bool, rings: bool, weighs: bool, interpret: bool
+) -> None:
+  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K] or ring [B, K, 2],) and the cache as
+  it is -> rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S], seen, used [B].
   """
   qkv_ref, live_ref, freq_ref, *victim_ref = refs[: 4 if evicts else 3]
   results = refs[-7:] if weighs else refs[-6:]
@@ -55,7 +58,8 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
   head = jnp.arange(pl.next_power_of_2(heads))
   slot = jnp.full(head.shape, used)
   if evicts:
-    victim = _backend.load(victim_ref[0], b, head, mask=head < heads, other=0)
+    load = functools.partial(_backend.load, victim_ref[0], b, head, mask=head < heads, other=0)
+    victim = place_of(load(0), load(1), seen, slots) if rings else load()
     slot = jnp.where(used < slots, slot, victim)
   writes = (head < heads) & (live > 0) & (slot < slots)
   mask = writes[:, None] & inside
@@ -103,11 +107,13 @@ def enter_token(
   norm: Float[Array, "B K S"] | None = None,
   *,
   rope: Rope,
+  ring: Int[Array, "B K 2"] | None = None,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """Rotates a new token per row at position `seen` and writes it into the cache.
 
-  The slot is `used` while it is below S, else the head's victim (without victims: none).
+  The slot is `used` while it is below S, else the head's victim, or the next of its ring (without
+  either: none).
 
   Args:
     qkv: projections of the new token, not rotated: per KV head its G queries, key and value.
@@ -116,6 +122,7 @@ def enter_token(
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
     norm: float32 ‖v‖₁ of every slot, updated too.
     rope: rotary embedding.
+    ring: int32, of a cache whose slots are used in turn (`kvjax.ring`); without victims.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
@@ -123,7 +130,8 @@ def enter_token(
   """
   batch, kv_heads, parts, head_dim = qkv.shape
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
-  victims = [] if victim is None else [victim]
+  given = ring if victim is None else victim
+  victims = [] if given is None else [given]
   cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
   operands = [qkv, live, freq, *victims, *cache]
   first = len(operands) - len(cache)
@@ -131,7 +139,8 @@ def enter_token(
     functools.partial(
       _kernel,
       magnitude=rope.magnitude,
-      evicts=victim is not None,
+      evicts=given is not None,
+      rings=ring is not None,
       weighs=norm is not None,
       interpret=_backend.interpreted(interpret),
     ),

@@ -164,6 +164,15 @@ def art_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
     cut = art.choose_cut(128, 128, 2, kind=kind)
     yield "certified", capability, functools.partial(certified_call, cut=cut), shapes
+    shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
+    yield "ring", capability, functools.partial(ring_call, cut=cut), shapes
+
+
+def ring_call(q, k, v, start, stop, ring, seen, **options):
+  """`art.walk` around a ring."""
+  where = None, None, start, stop
+  options |= {"ring": ring, "seen": seen, "sinks": 4, "splits": 4, "patience": 5}
+  return art.walk(q, k, v, *where, interpret=False, **options)
 
 
 def certified_call(*arrays, **options):
@@ -305,6 +314,13 @@ def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
         shapes.append(jax.ShapeDtypeStruct((2, heads, 999), jnp.float32))
       call = functools.partial(enter_token, rope=Rope(), interpret=False)
       yield name, capability, call, shapes
+    shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
+    yield "ring", capability, ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
+
+
+def ring_entered(*arrays):
+  """`enter_token` where slots are used in turn."""
+  return enter_token(*arrays[:-1], rope=Rope(), ring=arrays[-1], interpret=False)
 
 
 def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):

@@ -551,6 +551,8 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
   if window is not None and window.view is not None:
     q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
   span = plan.span
+  # In a ring all that is cached is in sight: first tokens need no loop of their own.
+  sinks = 0 if q_sinks is None and "ring" in cache.heads else span.sinks
   k, v = cache.slots["k"], cache.slots["v"]
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
@@ -560,7 +562,7 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
     v,
     span.start,
     span.stop,
-    sinks=span.sinks,
+    sinks=sinks,
     q_sinks=q_sinks,
     logits=at.top.wants_logits,
   )

@@ -236,6 +236,7 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     for name, count, groups, dtype, options in (
       ("blocks", 8191, 4, bf16, blocks),
       ("tokens", 131072, 4, bf16, {"blocks": 131072, "log": True}),
+      ("again", 131072, 4, bf16, {"blocks": 131072, "log": True, "programs": 60}),
       ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
     ):
       run = functools.partial(key_weights, **options, newest=1, interpret=False)

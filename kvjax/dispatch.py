@@ -20,13 +20,14 @@ from jaxtyping import Array
 
 from kvjax import softmax_state
 from kvjax.ops import attention, context, tiles
-from kvjax.ops.slots import Slots, put
+from kvjax.ops.slots import Slots, choose_rows, put
 from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, Plan, Prompt, Span, Window
 
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
+  "keep_rows": {"pallas": ("pallas_kernels.keep_rows", "keep")},
   "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
   "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
   "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
@@ -137,6 +138,22 @@ def _statistics(
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
   like = {name: jnp.zeros_like(cache.slots[name][:, :, :1]) for name in names}
   return {n: put(cache.slots[n], slot, at.top.fresh(n, like[n], new)) for n in names}
+
+
+def keep_rows(
+  at: At, attended: Attended, new: dict[Any, Any], old: dict[Any, Any]
+) -> dict[Any, Any]:
+  """`slots.choose_rows` of statistics by `attended.counted`; of several by one launch."""
+  assert attended.counted is not None and attended.live is not None  # filled in behind `attend`
+  changed = [name for name, x in new.items() if x is not old[name]]
+  plain = all(isinstance(new[name], jax.Array) for name in changed)
+  if len(changed) < 2 or not plain or choose("keep_rows", at.env.impl) != "pallas":
+    return choose_rows(attended.counted, new, old)
+  # It looks at the denominators itself, all but those of other devices' heads.
+  live = attended.counted if at.env.head_axis else attended.live
+  arrays = ([held[name] for name in changed] for held in (new, old))
+  kept = kernel("keep_rows", "pallas")(live, attended.state.l, *arrays)
+  return new | dict(zip(changed, kept, strict=True))
 
 
 def best_tiles(

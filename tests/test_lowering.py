@@ -31,6 +31,7 @@ from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
 from pallas_kernels.hshare import listed as hshare_listed
+from pallas_kernels.keep_rows import keep as keep_rows
 from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
@@ -338,6 +339,21 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   ]
 
 
+def keep_rows_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Keeping statistics: long and short ones, of all dtypes."""
+  of = jax.ShapeDtypeStruct
+  for capability in SHARED:
+    sizes = (
+      ((2, 8, 8192), "float32"),
+      ((2, 8, 300), "int32"),
+      ((2,), "int32"),
+      ((2, 64), "bfloat16"),
+    )
+    stats = [of(shape, dtype) for shape, dtype in sizes]
+    run = functools.partial(keep_rows, interpret=False)
+    yield "all", capability, run, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
+
+
 def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """Naming a victim, for one KV head and for a layer."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
@@ -467,6 +483,7 @@ KERNELS: dict[str, Callable] = {
   "art": art_calls,
   "decode": decode_calls,
   "enter_token": enter_token_calls,
+  "keep_rows": keep_rows_calls,
   "host_blocks": host_blocks_calls,
   "longflow": longflow_calls,
   "prefill": prefill_calls,

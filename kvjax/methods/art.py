@@ -134,6 +134,10 @@ class ART(Wrapper):
     return False
 
   @property
+  def in_place(self) -> tuple[str, ...]:
+    return self.base.in_place + (() if self.certify is None else self.pages.in_place)
+
+  @property
   def pages(self) -> Quest:
     """Keeps the bounds of every tile's keys for the certificate."""
     return Quest(budget=self.tile, page=self.tile)

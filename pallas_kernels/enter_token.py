@@ -19,7 +19,7 @@ from kvjax.ring import place_of
 from kvjax.rope import Rope
 from pallas_kernels import _backend
 
-WARPS = 4
+WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
 
 
 def _kernel(
@@ -40,33 +40,34 @@ def _kernel(
   column = jnp.arange(pl.next_power_of_2(half))
   inside = (column < half)[None, :]
   low, high = column[None, :], column[None, :] + half
-  cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
 
-  def halves(head: Array, row: Any, mask: Array) -> tuple[Array, Array]:
-    x, y = (_backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high))
-    return x.astype(jnp.float32), y.astype(jnp.float32)
+  def halves(head: Array, row: Any, mask: Array) -> list[Array]:
+    return [_backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high)]
 
-  def rotated(x: Array, y: Array) -> tuple[Array, Array]:
-    return x * cos - y * sin, y * cos + x * sin
-
-  query = jnp.arange(pl.next_power_of_2(heads * groups))[:, None]
-  mask = (query < heads * groups) & inside
-  owner, group = query // groups, query % groups
-  for c, x in zip((low, high), rotated(*halves(owner, group, mask)), strict=True):
-    _backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=mask)
-
-  head = jnp.arange(pl.next_power_of_2(heads))
+  # All of it is on its way while the angles are worked out.
+  query, head = (jnp.arange(pl.next_power_of_2(n)) for n in (heads * groups, heads))
+  owner, group = query[:, None] // groups, query[:, None] % groups
+  asked, row = (query < heads * groups)[:, None] & inside, head[:, None]
+  read = (head < heads)[:, None] & inside
+  q = halves(owner, group, asked)
+  k, v = (halves(row, groups + i, read) for i in range(2))
   slot = jnp.full(head.shape, used)
   if evicts:
     load = functools.partial(_backend.load, victim_ref[0], b, head, mask=head < heads, other=0)
     victim = place_of(load(0), load(1), seen, slots) if rings else load()
     slot = jnp.where(used < slots, slot, victim)
+  cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
+
+  def rotated(x: Array, y: Array) -> tuple[Array, Array]:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return x * cos - y * sin, y * cos + x * sin
+
+  for c, x in zip((low, high), rotated(*q), strict=True):
+    _backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=asked)
+
   writes = (head < heads) & (live > 0) & (slot < slots)
   mask = writes[:, None] & inside
-  row = head[:, None]
-  read = (head < heads)[:, None] & inside
-  k, v = rotated(*halves(row, groups, read)), halves(row, groups + 1, read)
-  for c, x, y in zip((low, high), k, v, strict=True):
+  for c, x, y in zip((low, high), rotated(*k), v, strict=True):
     x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
     _backend.store(cache_k_ref, b, row, slot[:, None], c, value=x, mask=mask)
     _backend.store(
@@ -74,7 +75,8 @@ def _kernel(
     )
   _backend.store(pos_ref, b, head, slot, value=jnp.full(head.shape, seen), mask=writes)
   if weighs:
-    norm = (jnp.abs(v[0]) + jnp.abs(v[1])).sum(axis=1)  # ‖v‖₁
+    x, y = (jnp.abs(part.astype(jnp.float32)) for part in v)
+    norm = (x + y).sum(axis=1)  # ‖v‖₁
     _backend.store(norm_ref[0], b, head, slot, value=norm, mask=writes)
 
   if not interpret:
@@ -150,7 +152,7 @@ def enter_token(
       jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
-    warps=WARPS,
+    warps=WARPS if kv_heads * parts * head_dim < MANY else 2 * WARPS,
     stages=1,
     name="enter_token",
     interpret=interpret,

@@ -31,6 +31,7 @@ from pallas_kernels._split import columns_of
 from pallas_kernels.key_weights import STAGES, cut, score_keys
 
 WARPS = 4
+AHEAD = 4  # query heads whose queries `anchors` holds at once
 LEAST = -(2**31)  # below the key of every float
 
 
@@ -73,14 +74,21 @@ def _anchors_kernel(
     retrieves_ref[row, unit] = (latest < 0).astype(jnp.int32)
     return latest < 0
 
+  def load(g: int) -> tuple[Array, Array]:
+    """A query of this step, and those of the block."""
+    mask = earlier[:, None] & inside[None, :]
+    others = _backend.load(queries_ref, row, turn[:, None], g, column[None, :], mask=mask)
+    return _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32), others
+
   every, looks = earlier, jnp.bool_(False)
+  ahead: list[tuple[Array, Array]] = []
   for g in range(groups):
-    q = _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32)
+    if not ahead:  # those of a few heads at once, as their memory is waited for
+      ahead = [load(i) for i in range(g, min(g + AHEAD, groups))]
+    q, others = ahead.pop(0)
     q = q / jnp.maximum(jnp.abs(q).max(), 1e-30)  # its square must not overflow
     q = q / jnp.maximum(jnp.sqrt((q * q).sum()), 1e-30)
     _backend.store(query_ref, row, g, column, value=q, mask=inside)
-    mask = earlier[:, None] & inside[None, :]
-    others = _backend.load(queries_ref, row, turn[:, None], g, column[None, :], mask=mask)
     cosine = (others * q[None, :]).sum(axis=1)
     alike = earlier & (jnp.minimum(cosine, 1.0) > tau)
     if alone:

@@ -53,6 +53,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
   "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
+  "cis_found_listed": {"pallas": ("pallas_kernels.cis", "found_and_listed")},
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
   "cis_note": {"pallas": ("pallas_kernels.cis", "note")},
   "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},

@@ -18,7 +18,7 @@ Grids: one program per row and part; one per row and `SOME` entries.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -109,16 +109,21 @@ def _kernel(
   indexed: bool,
   room: int,
   skips: bool,
+  behind: Callable[..., None] | None,
+  beside: tuple[int, int],
 ) -> None:
   """scores [N R, P], (index [N R, P],) start, stop of all of them or of those that share one,
   (active [N R]) -> N tables [R, C W], N times their scores, N counts [R C]; C parts of a row.
 
   Rows take turns in N lists, which have room for `k` each. `indexed`: candidates of an earlier
   launch, −1 = none. `forces`: forced tiles come first. `room`: up to so many may be given instead
-  of k; 0: just k.
+  of k; 0: just k. `behind`: what a row's program does at its end, see `others`; `beside` counts the
+  operands and results that it has for itself, behind the other ones.
   """
   lists = len(k)
-  inputs, outs = list(refs[: -3 * lists]), refs[-3 * lists :]
+  count = len(refs) - beside[1]
+  inputs, outs = list(refs[: count - 3 * lists]), refs[count - 3 * lists : count]
+  own = [inputs.pop() for _ in range(beside[0])][::-1] + list(refs[count:])
   scores_ref = inputs.pop(0)
   index_ref = inputs.pop(0) if indexed else None
   start_ref, stop_ref = inputs.pop(0), inputs.pop(0)
@@ -236,6 +241,8 @@ def _kernel(
     select()
   else:
     pl.when(active_ref[row] > 0)(select)
+  if behind is not None:
+    behind(row, outs[0], *own)
 
 
 def _before(above: Array, equal: Array) -> Array:
@@ -391,16 +398,21 @@ def others(
   active: Int[Array, "B K"] | None = None,
   ordered: bool = True,
   first: int = 0,
+  behind: Callable[..., None] | None = None,
+  operands: Sequence[Array] = (),
+  results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None = None,
-) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
+) -> tuple[Array, ...]:
   """The best tiles that are neither first nor newest, and their scores: `ops.tiles.others`.
 
   Arguments as in `best`; rows whose `active` is 0 are skipped, and hold anything. Where they need
   not be `ordered`, the best `first` of them may still be asked for ahead of the others, both by
-  index: that takes no launch of its own.
+  index: that takes no launch of its own. Nor does what else is to be done with a row's tiles then:
+  `behind(row, tiles, *operands, *results)`, in refs, whose program has just written the row's tiles
+  unless it was skipped. The results come behind the two of [B, K, k].
   """
   batch, heads, tiles = scores.shape
-  table, ranked, _ = _launch(
+  table, ranked, _, *made = _launch(
     scores.reshape(batch * heads, tiles),
     start.reshape(-1),
     stop.reshape(-1),
@@ -413,10 +425,13 @@ def others(
     forces=False,
     first=0 if ordered else min(first, k, tiles),
     ordered=ordered,
+    behind=behind,
+    operands=operands,
+    results=results,
     interpret=interpret,
   )
   shape = batch, heads, -1
-  return ranked.reshape(shape), table.reshape(shape)
+  return ranked.reshape(shape), table.reshape(shape), *made
 
 
 def _launch(
@@ -433,15 +448,18 @@ def _launch(
   forces: bool,
   first: int = 0,
   ordered: bool,
+  behind: Callable[..., None] | None = None,
+  operands: Sequence[Array] = (),
+  results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None,
   **span: int,
 ) -> Sequence[Array]:
-  """N tables [R, W], N times their scores, N counts [R]."""
+  """N tables [R, W], N times their scores, N counts [R], and what `behind` makes."""
   if scores.dtype != jnp.float32:
     raise TypeError(f"scores: found dtype {scores.dtype.name}, expected float32")
   rows, tiles = scores.shape
   where = [start, stop, *([] if active is None else [active])]
-  static = {**span, "sinks": sinks, "local": local, "skips": active is not None}
+  static: dict[str, Any] = {**span, "sinks": sinks, "local": local, "skips": active is not None}
   most = max(k)
   index: list[Array] = []
   parts = cuts(rows, tiles, most, LANES, config.this_device().cores)
@@ -470,7 +488,7 @@ def _launch(
     )
     index = [tile]
   made = _call(
-    [scores, *index, *where],
+    [scores, *index, *where, *operands],
     parts=1,
     part=scores.shape[1] if most else 1,
     widths=[max(min(sinks + local + n, tiles) if forces else n, 1) for n in k],
@@ -481,6 +499,9 @@ def _launch(
     forces=forces,
     indexed=bool(index),
     room=0,
+    behind=behind,
+    beside=(len(operands), len(results)),
+    results=results,
     interpret=interpret,
     **static,
   )
@@ -508,6 +529,9 @@ def _call(
   parts: int,
   part: int,
   widths: Sequence[int],
+  behind: Callable[..., None] | None = None,
+  beside: tuple[int, int] = (0, 0),
+  results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None,
   **static: Any,
 ) -> Sequence[Array]:
@@ -515,13 +539,14 @@ def _call(
   each = rows // len(widths)
   shapes = [(each, parts * width) for width in widths]
   return _backend.call(
-    functools.partial(_kernel, part=part, **static),
+    functools.partial(_kernel, part=part, behind=behind, beside=beside, **static),
     *operands,
     grid=(rows, parts),
     out=[
       *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
       *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
       *(jax.ShapeDtypeStruct((each * parts,), jnp.int32) for _ in widths),
+      *results,
     ],
     warps=warps_of(part),
     stages=1,

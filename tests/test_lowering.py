@@ -268,6 +268,11 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
       yield f"listed-{heads}x{units}", capability, run, shapes
+      if units == 1:
+        how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
+        run, where = functools.partial(cis.found_and_listed, **how), [of((batch, 1), i32)] * 2
+        fused = [of((*row, slots), f32), *where, shapes[0], unit, unit, of((batch,), i32)]
+        yield f"found-and-listed-{heads}x{units}", capability, run, fused
       shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
       shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
       shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]

@@ -8,9 +8,9 @@ which would be a launch of its own.
 alike, and whose retrieval it used; a row that shares with none may look at its keys at once, as
 `key_logits` does, cut into pieces as there. `listed`, one program per row, and where each KV head
 chooses for itself the one that has just found what it retrieves: first tokens, newest ones and the
-chosen ones; what is shared was dilated when it was noted, so that nothing is there
-twice. Where query heads choose on their own and a KV head reads all of it, what is listed already
-is marked in a scratch row of one integer per slot, of which only the list's entries are touched.
+chosen ones; what is shared was dilated when it was noted, so that nothing is there twice. Where
+query heads choose on their own and a KV head reads all of it, what is listed already is marked in a
+scratch row of one integer per slot, of which only the list's entries are touched.
 `note` writes down what the block's later queries look for: a retrieval with the neighbours of its
 heaviest tokens (Eq. 13).
 
@@ -18,7 +18,7 @@ Bytes: the block's queries, 4 s G H per row, and the keys of rows that look; els
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import _backend, _lists, top_k
 from pallas_kernels._split import columns_of
-from pallas_kernels.key_weights import STAGES, cut, score_keys
+from pallas_kernels.key_weights import STAGES, cut, score_keys, weigh_part, weights_of
 
 WARPS = 4
 AHEAD = 4  # query heads whose queries `anchors` holds at once
@@ -363,7 +363,7 @@ def listed(
 
 
 def found_and_listed(
-  weight: Float[Array, "B K S"],
+  weights: Sequence[Array],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
   retrieved: Int[Array, "B K s 1 W"],
@@ -380,7 +380,8 @@ def found_and_listed(
   """The heaviest tokens of rows that retrieve, and `listed` for one unit by the same launch.
 
   Args:
-    weight: float32, of every token, where a row retrieves.
+    weights: of every token, float32 [B, K, S], where a row retrieves; or the three that
+      `key_logits` gives, which are weighed on the way.
     start, stop, span_sinks: the tokens that may be read.
     k: how many are found, see `top_k.others`.
     retrieved, anchor, retrieves, seen, sinks, local, interpret: as in `listed`.
@@ -396,13 +397,28 @@ def found_and_listed(
   interpreted = _backend.interpreted(interpret)
   sizes: dict[str, Any] = {"sinks": sinks, "local": local, "span_sinks": span_sinks}
   flat = [x.reshape(rows, *x.shape[2:]) for x in (retrieved, anchor, retrieves)]
+  slots = weights[0].shape[-1]
+  scores: Any = weights[0]
+  making: dict[str, Any] = {}
+  if len(weights) > 1:
+    partial = [x.reshape(rows, *x.shape[2:]) for x in weights]
+    if top_k.cut_rows(rows, slots, k):
+      making = {"ahead": functools.partial(weigh_part, interpret=interpreted), "sources": partial}
+      scores = jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)
+    else:
+      flags = retrieves.reshape(rows)
+      how: dict[str, Any] = {"blocks": slots, "interpret": interpret}
+      scores = weights_of(partial, flags, **how).reshape(batch, heads, slots)
   best, index, table, count = top_k.others(
-    *(weight, start, stop),
+    scores,
+    start,
+    stop,
     **sizes,
     unit=1,
     k=k,
     active=retrieves[..., 0],
     ordered=False,
+    **making,
     behind=functools.partial(_list_behind, interpret=interpreted, **sizes),
     operands=[*flat, seen, start.reshape(-1)],
     results=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))],

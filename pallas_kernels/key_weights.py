@@ -7,7 +7,8 @@ Two launches, since a weight needs its head's whole denominator. The first strea
 leaves logits (base 2) with one partial denominator per program; the second joins the partials,
 weighs, sums over the group and takes the largest of the keys that overlap a block; for PRR it
 advances the predictor of the blocks as well (`forecasts`). Bytes: keys once; logits, 4 G per key,
-out and in, which the L2 cache holds.
+out and in, which the L2 cache holds. Where long rows are searched by several programs, these may
+weigh what they search instead of the second launch (`weigh_part`).
 
 Grids: rows × pieces of `keys` keys; rows × pieces of `BLOCKS` blocks or tokens, or more of them
 where that would be more programs than run at once: those of rows that are skipped cost their start.
@@ -122,6 +123,33 @@ def _weights_kernel(
     pl.when(refs[3][row] > 0)(weigh)
   else:
     weigh()
+
+
+def weigh_part(
+  row: Array,
+  piece: Array,
+  part: int,
+  logits_ref: Any,
+  m_ref: Any,
+  l_ref: Any,
+  weights_ref: Any,
+  *,
+  interpret: bool,
+) -> None:
+  """Writes ln of the mean probabilities of a part of a row's tokens, for the program to read."""
+  lse, tokens = _denominators(row, (m_ref, l_ref)), weights_ref.shape[1]
+  size = min(MOST, pl.next_power_of_2(part))
+
+  def step(i: Any, _: None) -> None:
+    lane = i * size + jnp.arange(size)
+    token = piece * part + lane
+    mask = (lane < part) & (token < tokens)
+    best = _weigh(row, token, logits_ref, lse, blocks=tokens, ahead=0, each=1, log=True)
+    _backend.store(weights_ref, row, token, value=best, mask=mask)
+
+  lax.fori_loop(0, pl.cdiv(part, size), step, None)
+  if not interpret:
+    _backend.barrier()  # threads read what others wrote
 
 
 def _denominators(row: Array, inputs: Sequence[Any]) -> Array:
@@ -294,26 +322,44 @@ def key_weights(
     programs=programs,
     interpret=interpret,
   )
+  weights = weights_of(
+    [x.reshape(rows, *x.shape[2:]) for x in partial],
+    None if active is None else active.reshape(-1),
+    blocks=blocks,
+    ahead=width // stride - 1,
+    each=block // stride,
+    log=log,
+    programs=programs,
+    interpret=interpret,
+  )
+  return weights.reshape(batch, heads, blocks)
+
+
+def weights_of(
+  partial: Sequence[Array],
+  active: Int[Array, " R"] | None,
+  *,
+  blocks: int,
+  ahead: int = 0,
+  each: int = 1,
+  log: bool = True,
+  programs: int | None = None,
+  interpret: bool | None = None,
+) -> Float[Array, "R P"]:
+  """`key_weights` from `key_logits`, of R rows: `each` keys of a block and `ahead` before them."""
+  rows = partial[0].shape[0]
   size, steps = _cut_blocks(rows, blocks, programs)
+  how: dict[str, Any] = {"ahead": ahead, "each": each, "log": log, "skips": active is not None}
   return _backend.call(
-    functools.partial(
-      _weights_kernel,
-      size=size,
-      steps=steps,
-      ahead=width // stride - 1,
-      each=block // stride,
-      log=log,
-      skips=active is not None,
-    ),
-    *(x.reshape(rows, *x.shape[2:]) for x in partial),
-    *([] if active is None else [active.reshape(-1)]),
+    functools.partial(_weights_kernel, size=size, steps=steps, **how),
+    *(*partial, *([] if active is None else [active])),
     grid=(rows, pl.cdiv(blocks, size * steps)),
     out=[jax.ShapeDtypeStruct((rows, blocks), jnp.float32)],
     warps=WARPS,
     stages=1,
     name="key_weights",
     interpret=interpret,
-  )[0].reshape(batch, heads, blocks)
+  )[0]
 
 
 def forecasts(

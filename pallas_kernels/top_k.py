@@ -109,6 +109,7 @@ def _kernel(
   indexed: bool,
   room: int,
   skips: bool,
+  ahead: Callable[..., None] | None,
   behind: Callable[..., None] | None,
   beside: tuple[int, int],
 ) -> None:
@@ -117,14 +118,15 @@ def _kernel(
 
   Rows take turns in N lists, which have room for `k` each. `indexed`: candidates of an earlier
   launch, −1 = none. `forces`: forced tiles come first. `room`: up to so many may be given instead
-  of k; 0: just k. `behind`: what a row's program does at its end, see `others`; `beside` counts the
-  operands and results that it has for itself, behind the other ones.
+  of k; 0: just k. `ahead`, `behind`: what a row's program does at its beginning and at its end, see
+  `others`; `beside` counts the operands and results for it, which come behind the other ones. With
+  `ahead` the last of them are the scores.
   """
   lists = len(k)
   count = len(refs) - beside[1]
   inputs, outs = list(refs[: count - 3 * lists]), refs[count - 3 * lists : count]
   own = [inputs.pop() for _ in range(beside[0])][::-1] + list(refs[count:])
-  scores_ref = inputs.pop(0)
+  scores_ref = inputs.pop(0) if ahead is None else own[-1]
   index_ref = inputs.pop(0) if indexed else None
   start_ref, stop_ref = inputs.pop(0), inputs.pop(0)
   active_ref = inputs.pop(0) if skips else None
@@ -139,6 +141,8 @@ def _kernel(
     return mine
 
   def select() -> None:
+    if ahead is not None:
+      ahead(row, piece, part, *own)
     start, stop = (ref[row // (rows // ref.shape[0])] for ref in (start_ref, stop_ref))
     newest = lax.div(stop + (unit - 1), jnp.int32(unit)) - 1
 
@@ -386,7 +390,7 @@ def best_of_each(
 
 
 def others(
-  scores: Float[Array, "B K P"],
+  scores: Float[Array, "B K P"] | jax.ShapeDtypeStruct,
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
   *,
@@ -398,6 +402,8 @@ def others(
   active: Int[Array, "B K"] | None = None,
   ordered: bool = True,
   first: int = 0,
+  ahead: Callable[..., None] | None = None,
+  sources: Sequence[Array] = (),
   behind: Callable[..., None] | None = None,
   operands: Sequence[Array] = (),
   results: Sequence[jax.ShapeDtypeStruct] = (),
@@ -409,11 +415,14 @@ def others(
   not be `ordered`, the best `first` of them may still be asked for ahead of the others, both by
   index: that takes no launch of its own. Nor does what else is to be done with a row's tiles then:
   `behind(row, tiles, *operands, *results)`, in refs, whose program has just written the row's tiles
-  unless it was skipped. The results come behind the two of [B, K, k].
+  unless it was skipped. The results come behind the two of [B, K, k]. And the scores, of which
+  `scores` is the shape then, may be made by the programs that search them, where there are several
+  of these for a row (`cut_rows`): `ahead(row, piece, part, *sources, scores)` writes a piece.
   """
   batch, heads, tiles = scores.shape
+  rows = batch * heads
   table, ranked, _, *made = _launch(
-    scores.reshape(batch * heads, tiles),
+    scores.reshape(rows, tiles) if isinstance(scores, jax.Array) else None,
     start.reshape(-1),
     stop.reshape(-1),
     unit=unit,
@@ -422,9 +431,12 @@ def others(
     local=local,
     k=[min(k, tiles)],
     active=None if active is None else active.reshape(-1),
+    shape=(rows, tiles),
     forces=False,
     first=0 if ordered else min(first, k, tiles),
     ordered=ordered,
+    ahead=ahead,
+    sources=sources,
     behind=behind,
     operands=operands,
     results=results,
@@ -434,8 +446,13 @@ def others(
   return ranked.reshape(shape), table.reshape(shape), *made
 
 
+def cut_rows(rows: int, tiles: int, k: int) -> bool:
+  """Whether a row is searched by several programs."""
+  return bool(cuts(rows, tiles, min(k, tiles), LANES, config.this_device().cores))
+
+
 def _launch(
-  scores: Array,
+  scores: Array | None,
   start: Array,
   stop: Array,
   *,
@@ -448,6 +465,9 @@ def _launch(
   forces: bool,
   first: int = 0,
   ordered: bool,
+  shape: tuple[int, int] | None = None,
+  ahead: Callable[..., None] | None = None,
+  sources: Sequence[Array] = (),
   behind: Callable[..., None] | None = None,
   operands: Sequence[Array] = (),
   results: Sequence[jax.ShapeDtypeStruct] = (),
@@ -455,9 +475,10 @@ def _launch(
   **span: int,
 ) -> Sequence[Array]:
   """N tables [R, W], N times their scores, N counts [R], and what `behind` makes."""
-  if scores.dtype != jnp.float32:
+  if scores is not None and scores.dtype != jnp.float32:
     raise TypeError(f"scores: found dtype {scores.dtype.name}, expected float32")
-  rows, tiles = scores.shape
+  rows, tiles = scores.shape if scores is not None else shape or (0, 0)
+  length = tiles
   where = [start, stop, *([] if active is None else [active])]
   static: dict[str, Any] = {**span, "sinks": sinks, "local": local, "skips": active is not None}
   most = max(k)
@@ -468,11 +489,22 @@ def _launch(
       f"k: found {most} of {tiles} tiles, expected at most {LANES} of more than {LANES}"
     )
   few = max(limit) if limit and dense_below else most
+  if scores is None and not parts:
+    raise ValueError(f"ahead: found {tiles} tiles, which one program searches, expected more")
   for part in parts:
-    count = pl.cdiv(scores.shape[1], part)
+    count = pl.cdiv(length, part)
     room = _given(count, part, most)
-    tile, scores, _ = _call(
-      [scores, *index, *where],
+    made_by: dict[str, Any] = {"rows": rows}
+    given = [*index, *where]
+    if scores is None:
+      written = jax.ShapeDtypeStruct((rows, tiles), jnp.float32)
+      made_by |= {"ahead": ahead, "beside": (len(sources), 1), "results": [written]}
+      given += sources
+    else:
+      given.insert(0, scores)
+    tile, scores, *_ = _call(
+      given,
+      **made_by,
       parts=count,
       part=part,
       widths=[room],
@@ -486,11 +518,13 @@ def _launch(
       interpret=interpret,
       **static,
     )
-    index = [tile]
+    index, length = [tile], tile.shape[1]
+  assert scores is not None
   made = _call(
     [scores, *index, *where, *operands],
+    rows=rows,
     parts=1,
-    part=scores.shape[1] if most else 1,
+    part=length if most else 1,
     widths=[max(min(sinks + local + n, tiles) if forces else n, 1) for n in k],
     k=tuple(k),
     limit=tuple(k if limit is None else limit),
@@ -529,17 +563,18 @@ def _call(
   parts: int,
   part: int,
   widths: Sequence[int],
+  rows: int,
+  ahead: Callable[..., None] | None = None,
   behind: Callable[..., None] | None = None,
   beside: tuple[int, int] = (0, 0),
   results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None,
   **static: Any,
 ) -> Sequence[Array]:
-  rows = operands[0].shape[0]
   each = rows // len(widths)
   shapes = [(each, parts * width) for width in widths]
   return _backend.call(
-    functools.partial(_kernel, part=part, behind=behind, beside=beside, **static),
+    functools.partial(_kernel, part=part, ahead=ahead, behind=behind, beside=beside, **static),
     *operands,
     grid=(rows, parts),
     out=[

@@ -246,6 +246,11 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       yield f"key_weights-{name}", capability, run, shapes
 
 
+def weighed(logits, m, l, *arrays, **how):
+  """`cis.found_and_listed` where keys have logits."""
+  return cis.found_and_listed([logits, m, l], *arrays, **how)
+
+
 def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """CIS's decision and list, per KV head and per query head."""
   of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
@@ -271,8 +276,11 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       if units == 1:
         how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
         run, where = functools.partial(cis.found_and_listed, **how), [of((batch, 1), i32)] * 2
-        fused = [of((*row, slots), f32), *where, shapes[0], unit, unit, of((batch,), i32)]
+        fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
         yield f"found-and-listed-{heads}x{units}", capability, run, fused
+        partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
+        run = functools.partial(weighed, **how)
+        yield f"weighed-{heads}x{units}", capability, run, [*partial, *fused[1:]]
       shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
       shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
       shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]

@@ -252,26 +252,26 @@ class CIS(Method):
     batch, heads, units = needed.shape
     where = span.start, span.stop, span.stop
     some = {"span_sinks": span.sinks, "active": needed.max(-1) if units > 1 else needed[..., 0]}
-    if logits is not None:
-      weight = logits
-    elif self.units_are_queries(q):
-      weigh = dispatch.kernel("key_logits", "pallas")
-      weight = weigh(q.astype(k.dtype), k, *where, **some)[0]
-    else:
-      weigh = dispatch.kernel("key_weights", "pallas")
-      weight = weigh(q.astype(k.dtype), k, *where, blocks=cache.size, log=True, **some)
     few, sizes = min(self.k, cache.size), {"sinks": self.sinks, "local": self.local}
+    operands, direct = (q.astype(k.dtype), k, *where), self.units_are_queries(q)
+    if logits is None and (direct or units == 1):
+      logits, *rest = dispatch.kernel("key_logits", "pallas")(*operands, **some)
     if units == 1:
-      run = dispatch.kernel("cis_found_listed", "pallas")
+      assert logits is not None
       with contextlib.suppress(NotImplementedError):  # more than a program can hold
-        best, index, *listed = run(
-          *(weight.reshape(batch, heads, -1), span.start, span.stop, cache.heads["retrieved"]),
-          *(choice.anchor, needed, cache.seen),
+        best, index, *listed = dispatch.kernel("cis_found_listed", "pallas")(
+          *([logits[:, :, 0]] if direct else [logits, *rest], span.start, span.stop),
+          *(cache.heads["retrieved"], choice.anchor, needed, cache.seen),
           **sizes,
           k=few,
           span_sinks=span.sinks,
         )
         return index[:, :, None], best[:, :, None], *listed
+    weight = logits
+    if not direct:
+      weigh = dispatch.kernel("key_weights", "pallas")
+      weight = weigh(*operands, blocks=cache.size, log=True, **some)
+    assert weight is not None
     best, index = dispatch.other_tiles(
       at,
       weight.reshape(batch, heads * units, -1),

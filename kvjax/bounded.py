@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax import ring
 from kvjax.method import Method
-from kvjax.types import CacheSpec
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,3 +33,37 @@ class Bounded(Method):
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return self.budget
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Bounded):
+  """Gives up the oldest token that may leave, where those that stay are older than all that may.
+
+  A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
+  decode goes round the slots behind the former, and which one is next is a matter of the position
+  alone (`kvjax.ring`): nothing is searched, and nothing written beside the token.
+  """
+
+  @property
+  def always(self) -> int:
+    """How many of the first slots are never given up, whatever they hold."""
+    return 0
+
+  def staying(self, cache: Cache) -> Int[Array, "B K"]:
+    """How many of the first slots decode will not give up, behind a prompt."""
+    return jnp.full(cache.pos.shape[:2], self.always, jnp.int32)
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    heads = spec.batch, spec.kv_heads
+    first, since = (
+      jnp.full(heads, x, jnp.int32) for x in (self.always, self.capacity(spec, layer))
+    )
+    return {}, {"ring": jnp.stack([first, since], -1)}, {}
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """The ring closes once the empty slots are taken."""
+    first, since = self.staying(cache), (cache.seen + cache.size - cache.used)[:, None]
+    return cache.put(heads={"ring": jnp.stack([first, jnp.broadcast_to(since, first.shape)], -1)})
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    return ring.place(cache.heads["ring"], cache.seen[:, None], cache.size)

@@ -20,13 +20,14 @@ from jaxtyping import Array
 
 from kvjax import softmax_state
 from kvjax.ops import attention, context, tiles
-from kvjax.ops.slots import Slots, put
+from kvjax.ops.slots import Slots, choose_rows, put
 from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, Plan, Prompt, Span, Window
 
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
+  "keep_rows": {"pallas": ("pallas_kernels.keep_rows", "keep")},
   "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
   "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
   "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
@@ -52,6 +53,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
   "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
+  "cis_found_listed": {"pallas": ("pallas_kernels.cis", "found_and_listed")},
   "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
   "cis_note": {"pallas": ("pallas_kernels.cis", "note")},
   "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},
@@ -109,16 +111,19 @@ def enter_token(
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
     return q, at.top.insert(at, cache, k, v, live)
-  victim = at.top.victim(at, cache) if at.top.overrides("victim") else None
+  ring = cache.heads.get("ring")
+  chooses = ring is None and at.top.overrides("victim")
+  victim = at.top.victim(at, cache) if chooses else None
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
   run = kernel("enter_token", "pallas")
-  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope)
+  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope, ring=ring)
   names = [name for name in ("k", "v", "pos", "norm") if name in held]
   stored = dict(zip(names, entered, strict=True))
-  stored |= _statistics(at, cache, set(cache.slots) - set(names), k, v, live)
+  others = set(cache.slots) - {*names, *at.top.standing}
+  stored |= _statistics(at, cache, others, k, v, live)
   return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
 
 
@@ -134,6 +139,22 @@ def _statistics(
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
   like = {name: jnp.zeros_like(cache.slots[name][:, :, :1]) for name in names}
   return {n: put(cache.slots[n], slot, at.top.fresh(n, like[n], new)) for n in names}
+
+
+def keep_rows(
+  at: At, attended: Attended, new: dict[Any, Any], old: dict[Any, Any]
+) -> dict[Any, Any]:
+  """`slots.choose_rows` of statistics by `attended.counted`; of several by one launch."""
+  assert attended.counted is not None and attended.live is not None  # filled in behind `attend`
+  changed = [name for name, x in new.items() if x is not old[name]]
+  plain = all(isinstance(new[name], jax.Array) for name in changed)
+  if len(changed) < 2 or not plain or choose("keep_rows", at.env.impl) != "pallas":
+    return choose_rows(attended.counted, new, old)
+  # It looks at the denominators itself, all but those of other devices' heads.
+  live = attended.counted if at.env.head_axis else attended.live
+  arrays = ([held[name] for name in changed] for held in (new, old))
+  kept = kernel("keep_rows", "pallas")(live, attended.state.l, *arrays)
+  return new | dict(zip(changed, kept, strict=True))
 
 
 def best_tiles(
@@ -548,6 +569,8 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
   if window is not None and window.view is not None:
     q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
   span = plan.span
+  # In a ring all that is cached is in sight: first tokens need no loop of their own.
+  sinks = 0 if q_sinks is None and "ring" in cache.heads else span.sinks
   k, v = cache.slots["k"], cache.slots["v"]
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
@@ -557,7 +580,7 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
     v,
     span.start,
     span.stop,
-    sinks=span.sinks,
+    sinks=sinks,
     q_sinks=q_sinks,
     logits=at.top.wants_logits,
   )

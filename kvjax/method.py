@@ -71,11 +71,9 @@ class Method:
     return self.overrides("attend")
 
   @property
-  def in_turn(self) -> bool:
-    """Whether a new token takes the next slot, or, in a full cache, that of the oldest one that may
-    leave; the others stay in theirs.
-    """
-    return False
+  def standing(self) -> tuple[str, ...]:
+    """Per-slot statistics that the slot of a new token has already: they need not be written."""
+    return ()
 
   @property
   def chunkable(self) -> bool:
@@ -445,7 +443,7 @@ class Method:
     if at.env.check_nan:
       cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
     else:
-      cache = _idle_rows(counted, cache, old, self.in_place)
+      cache = _idle_rows(at, attended, cache, old, self.in_place)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
 
@@ -524,15 +522,20 @@ def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
   return at.sum_heads(bad.astype(jnp.int32)) == 0
 
 
-def _idle_rows(live: Bool[Array, " B"], new: Cache, old: Cache, in_place: tuple[str, ...]) -> Cache:
-  """Statistics of idle rows as they were; entering already left the rest of them alone."""
+def _idle_rows(
+  at: At, attended: Attended, new: Cache, old: Cache, in_place: tuple[str, ...]
+) -> Cache:
+  """Statistics of rows that do not count as they were; entering left the rest of them alone."""
+  entered = {"slots": ("k", "v", "pos", "norm"), "heads": in_place}
+  entered["rows"] = ("seen", "used", *in_place)
 
-  def pick(new: dict, old: dict, inserted: tuple[str, ...] = ()) -> dict:
-    stats = [{n: x for n, x in shelf.items() if n not in inserted} for shelf in (new, old)]
-    return {**new, **slots.choose_rows(live, *stats)}
+  def statistics(cache: Cache) -> dict[tuple[str, str], Any]:
+    shelves = {shelf: getattr(cache, shelf) for shelf in entered}
+    return {
+      (s, n): x for s, held in shelves.items() for n, x in held.items() if n not in entered[s]
+    }
 
-  return Cache(
-    slots=pick(new.slots, old.slots, ("k", "v", "pos", "norm")),
-    heads=pick(new.heads, old.heads, in_place),
-    rows=pick(new.rows, old.rows, ("seen", "used", *in_place)),
-  )
+  kept = dispatch.keep_rows(at, attended, statistics(new), statistics(old))
+  for (shelf, name), x in kept.items():
+    new = new.put(**{shelf: {name: x}})
+  return new

@@ -173,7 +173,8 @@ class Cache:
   Attributes:
     slots: [B, K, S, ...], moved together by compaction: "k", "v" [B, K, S, H] (post-RoPE), "pos"
       int32 [B, K, S] (−1 = empty), and per-slot statistics; "norm" is float32 ‖v‖₁.
-    heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors.
+    heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors. "ring" int32
+      [B, K, 2] says that slots are used in turn (`kvjax.ring`).
     rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
       [B], occupied slots; calibrated values.
   """

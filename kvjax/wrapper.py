@@ -63,8 +63,8 @@ class Wrapper(Method):
     return type(self).attend is not Wrapper.attend or self.base.ordered
 
   @property
-  def in_turn(self) -> bool:
-    return self.base.in_turn
+  def standing(self) -> tuple[str, ...]:
+    return self.base.standing
 
   @property
   def chunkable(self) -> bool:

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from kvjax.ring import place_of
 from kvjax.softmax_state import State
 from pallas_kernels import _backend, _split, _tiles, config
 from pallas_kernels.decode import check
@@ -176,12 +177,16 @@ def _walk_kernel(
   cut: config.Config,
   detector: Detector | None,
   log_ratio: float | None,
+  rings: bool,
 ) -> None:
-  """q [R, G, H], k, v [R, S, H], (table [R, W], count [R], (unread [R, G, W + 1],)) start, stop [R]
-  or one per batch row -> what `_split.results` lists, and tiles walked [R · splits, G].
+  """q [R, G, H], k, v [R, S, H], (table [R, W], count [R], (unread [R, G, W + 1],))
+  (ring [R, 2], seen [B],) start, stop [R] or one per batch row -> what `_split.results` lists, and
+  tiles walked [R · splits, G].
   """
   written = 4 if splits == 1 else 8
   inputs, outputs, walked_ref = refs[: -written - 1], refs[-written - 1 : -1], refs[-1]
+  if rings:
+    inputs, ring_ref, seen_ref = (*inputs[:3], *inputs[5:]), *inputs[3:5]
   q_ref, k_ref, v_ref, *table_refs, start_ref, stop_ref = inputs
   rows, slots, head_dim = k_ref.shape
   pid = pl.program_id(0)
@@ -195,10 +200,15 @@ def _walk_kernel(
     table_ref, count_ref, *unread_refs = table_refs
     keys = jnp.minimum(count_ref[row], table_ref.shape[1]) * unit
     tiles = pl.cdiv(keys, tile)
-  else:  # first tiles, then from the newest one down
-    newest = (stop + tile - 1) // tile - 1
+  else:  # first tiles, then from the newest one down, and around
+    last = (stop + tile - 1) // tile - 1
     oldest = jnp.maximum(start // tile, pinned)
-    tiles = jnp.minimum(pinned, newest + 1) + jnp.maximum(newest - oldest + 1, 0)
+    tiles = jnp.minimum(pinned, last + 1) + jnp.maximum(last - oldest + 1, 0)
+    newest = last
+    if rings:
+      position = seen_ref[row // (rows // seen_ref.shape[0])] - 1
+      slot = place_of(ring_ref[row, 0], ring_ref[row, 1], position, slots)
+      newest = jnp.maximum(jnp.maximum(slot, 0) // tile, pinned - 1)
 
   parts = pl.cdiv(tile, cut.tile)  # of a tile: the shared memory holds two of them, or more
 
@@ -218,7 +228,10 @@ def _walk_kernel(
       entry = _backend.load(table_ref, row, key // unit, mask=listed, other=-1)
       slot, real = entry * unit + key % unit, entry >= 0
     else:
-      slot = jnp.where(t < pinned, t, newest - (t - pinned)) * tile + lane
+      down = newest - (t - pinned)
+      if rings:
+        down = jnp.where(down < pinned, down + last - pinned + 1, down)
+      slot = jnp.where(t < pinned, t, down) * tile + lane
       real = lane < tile
     return slot, real & (slot < stop) & ((slot < sinks) | (slot >= start))
 
@@ -320,6 +333,8 @@ def walk(
   kept: int = 0,
   unread: Float[Array, "B K G _"] | None = None,
   log_ratio: float | None = None,
+  ring: Int[Array, "B K 2"] | None = None,
+  seen: Int[Array, " B"] | None = None,
   splits: int | None = None,
   chunk: int = CHUNK,
   scale: float | None = None,
@@ -338,7 +353,7 @@ def walk(
     k, v: cached keys and values in the dtype of q.
     table: int32 indices of tiles of `unit` slots in visiting order, no duplicates; negative ones
       are holes. None: tiles of `tile` slots, the first `kept` and those of the sinks, then from the
-      newest down.
+      newest down; the last one, or with a `ring` the newest token's, and around.
     count: int32, how many entries of a list are valid, holes included; None without a table.
     start, stop: int32, the range of slots that may be read at all, see `decode_attention`.
     unit: slots per entry of the table, 1 to 256.
@@ -354,6 +369,8 @@ def walk(
       a walk then ends once `unread` behind its tile is at most ln of the mass read + `log_ratio`,
       whatever the output does.
     log_ratio: see `unread`.
+    ring: int32, of a cache whose slots are used in turn (`kvjax.ring`), with `seen`.
+    seen: int32, the position behind the newest token.
     splits: P; None: as many as fill the device, by the shapes alone.
     chunk: tiles between two tests for the end while the output moves, at least `patience`; the
       calmer it is, the sooner the next one. Tiles behind the end are loaded for nothing.
@@ -395,6 +412,10 @@ def walk(
     if table is not None and not _is_run(unit, tile, cut.tile):
       cut = choose_cut(tile, head_dim, size, listed=True, interpret=interpreted)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
+  if ring is not None:
+    if table is not None or seen is None:
+      raise ValueError("ring: expected with seen and without a table")
+    flat += [ring.reshape(rows, 2), seen]
   if table is not None and count is not None:
     flat += [table.reshape(rows, -1), count.reshape(rows)]
     if unread is not None:
@@ -414,6 +435,7 @@ def walk(
       cut=cut,
       detector=detector,
       log_ratio=log_ratio,
+      rings=ring is not None,
     ),
     *flat,
     *(start.reshape(-1), stop.reshape(-1)),

@@ -6,10 +6,11 @@ which would be a launch of its own.
 
 `anchors`, one program per row: cosines with the block's queries (Eq. 12), the most recent that is
 alike, and whose retrieval it used; a row that shares with none may look at its keys at once, as
-`key_logits` does, cut into pieces as there. `listed`, one program per row: first tokens, newest
-ones and the chosen ones; what is shared was dilated when it was noted, so that nothing is there
-twice. Where query heads choose on their own and a KV head reads all of it, what is listed already
-is marked in a scratch row of one integer per slot, of which only the list's entries are touched.
+`key_logits` does, cut into pieces as there. `listed`, one program per row, and where each KV head
+chooses for itself the one that has just found what it retrieves: first tokens, newest ones and the
+chosen ones; what is shared was dilated when it was noted, so that nothing is there twice. Where
+query heads choose on their own and a KV head reads all of it, what is listed already is marked in a
+scratch row of one integer per slot, of which only the list's entries are touched.
 `note` writes down what the block's later queries look for: a retrieval with the neighbours of its
 heaviest tokens (Eq. 13).
 
@@ -17,8 +18,8 @@ Bytes: the block's queries, 4 s G H per row, and the keys of rows that look; els
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import _backend, _lists
+from pallas_kernels import _backend, _lists, top_k
 from pallas_kernels._split import columns_of
-from pallas_kernels.key_weights import STAGES, cut, score_keys
+from pallas_kernels.key_weights import STAGES, cut, score_keys, weigh_part, weights_of
 
 WARPS = 4
+AHEAD = 4  # query heads whose queries `anchors` holds at once
 LEAST = -(2**31)  # below the key of every float
 
 
@@ -73,14 +75,21 @@ def _anchors_kernel(
     retrieves_ref[row, unit] = (latest < 0).astype(jnp.int32)
     return latest < 0
 
+  def load(g: int) -> tuple[Array, Array]:
+    """A query of this step, and those of the block."""
+    mask = earlier[:, None] & inside[None, :]
+    others = _backend.load(queries_ref, row, turn[:, None], g, column[None, :], mask=mask)
+    return _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32), others
+
   every, looks = earlier, jnp.bool_(False)
+  ahead: list[tuple[Array, Array]] = []
   for g in range(groups):
-    q = _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32)
+    if not ahead:  # those of a few heads at once, as their memory is waited for
+      ahead = [load(i) for i in range(g, min(g + AHEAD, groups))]
+    q, others = ahead.pop(0)
     q = q / jnp.maximum(jnp.abs(q).max(), 1e-30)  # its square must not overflow
     q = q / jnp.maximum(jnp.sqrt((q * q).sum()), 1e-30)
     _backend.store(query_ref, row, g, column, value=q, mask=inside)
-    mask = earlier[:, None] & inside[None, :]
-    others = _backend.load(queries_ref, row, turn[:, None], g, column[None, :], mask=mask)
     cosine = (others * q[None, :]).sum(axis=1)
     alike = earlier & (jnp.minimum(cosine, 1.0) > tau)
     if alone:
@@ -177,39 +186,96 @@ def anchors(
   return query.reshape(q.shape), *made, *more
 
 
+class _Now(NamedTuple):
+  """Cached tokens of a row, and the first one in sight behind the sinks."""
+
+  seen: Array
+  start: Array
+
+  @staticmethod
+  def of(row: Array, seen_ref: Any, start_ref: Any, rows: int) -> "_Now":
+    return _Now(*(ref[row // (rows // ref.shape[0])] for ref in (seen_ref, start_ref)))
+
+  def visible(self, span_sinks: int, token: Array) -> Array:
+    return (token >= 0) & (token < self.seen) & ((token < span_sinks) | (token >= self.start))
+
+
+def _chosen(
+  row: Array,
+  now: _Now,
+  sources: tuple[Any, ...],
+  sinks: int,
+  local: int,
+  span_sinks: int,
+  u: int,
+  i: Array,
+) -> tuple[Array, Array]:
+  """What a unit retrieved, or shares, and which of it lies in the middle of now.
+
+  `sources`: fresh [R U, f], retrieved [R, s, U, W], anchor, retrieves [R, U].
+  """
+  fresh_ref, retrieved_ref, anchor_ref, retrieves_ref = sources
+  _, _, units, width = retrieved_ref.shape
+  own = retrieves_ref[row, u] > 0
+  here = (i >= 0) & (i < width) & jnp.logical_not(own)
+  old = _backend.load(retrieved_ref, row, anchor_ref[row, u], u, i, mask=here, other=-1)
+  here = (i >= 0) & (i < fresh_ref.shape[1]) & own
+  token = jnp.where(own, _backend.load(fresh_ref, row * units + u, i, mask=here, other=-1), old)
+  middle = (token >= sinks) & (token < now.seen - local)
+  return token, now.visible(span_sinks, token) & middle
+
+
+def _list_one(
+  row: Array,
+  fresh_ref: Any,
+  retrieved_ref: Any,
+  anchor_ref: Any,
+  retrieves_ref: Any,
+  seen_ref: Any,
+  start_ref: Any,
+  table_ref: Any,
+  count_ref: Any,
+  *,
+  sinks: int,
+  local: int,
+  span_sinks: int,
+) -> None:
+  """The list of a row of one unit: no two alike, so that each has its place, and some are holes."""
+  now = _Now.of(row, seen_ref, start_ref, retrieved_ref.shape[0])
+  sources = fresh_ref, retrieved_ref, anchor_ref, retrieves_ref
+  i = jnp.arange(pl.next_power_of_2(table_ref.shape[1]))
+  token, ok = _chosen(row, now, sources, sinks, local, span_sinks, 0, i - (sinks + local))
+  newest = now.seen - 1 - (i - sinks)
+  forced = jnp.where(i < sinks, i, newest)
+  first = now.visible(span_sinks, forced) & ((i < sinks) | (newest >= sinks))
+  ok = jnp.where(i < sinks + local, first, ok)
+  token = jnp.where(ok, jnp.where(i < sinks + local, forced, token), -1)
+  _backend.store(table_ref, row, i, value=token, mask=i < table_ref.shape[1])
+  count_ref[row] = jnp.where(ok, i + 1, 0).max()
+
+
+def _list_behind(row: Array, *refs: Any, interpret: bool, **sizes: int) -> None:
+  """As `_list_one`, in the program that has just found what is fresh."""
+  if not interpret:
+    _backend.barrier()  # threads read what others wrote
+  _list_one(row, *refs, **sizes)
+
+
 def _listed_kernel(*refs: Any, sinks: int, local: int, span_sinks: int, interpret: bool) -> None:
-  """retrieved [R, s, U, W], fresh [R, U, f], anchor, retrieves [R, U], seen [B], start [R] or one
+  """retrieved [R, s, U, W], fresh [R U, f], anchor, retrieves [R, U], seen [B], start [R] or one
   per batch row -> table [R, X], count [R] (, mark [R, S]: U > 1).
   """
   retrieved_ref, fresh_ref, anchor_ref, retrieves_ref, seen_ref, start_ref = refs[:6]
   table_ref, count_ref, *mark_ref = refs[6:]
-  rows, _, units, width = retrieved_ref.shape
+  _, _, units, width = retrieved_ref.shape
   row = pl.program_id(0)
-  seen = seen_ref[row // (rows // seen_ref.shape[0])]
-  start = start_ref[row // (rows // start_ref.shape[0])]
-
-  def visible(token: Array) -> Array:
-    return (token >= 0) & (token < seen) & ((token < span_sinks) | (token >= start))
-
-  def chosen(u: int, i: Array) -> tuple[Array, Array]:
-    """What a unit retrieved, or shares, and which of it lies in the middle of now."""
-    own = retrieves_ref[row, u] > 0
-    here = (i >= 0) & (i < width) & jnp.logical_not(own)
-    old = _backend.load(retrieved_ref, row, anchor_ref[row, u], u, i, mask=here, other=-1)
-    here = (i >= 0) & (i < fresh_ref.shape[2]) & own
-    token = jnp.where(own, _backend.load(fresh_ref, row, u, i, mask=here, other=-1), old)
-    return token, visible(token) & (token >= sinks) & (token < seen - local)
-
-  if units == 1:  # no two alike: every token has its place, and the others are holes
-    i = jnp.arange(pl.next_power_of_2(table_ref.shape[1]))
-    token, ok = chosen(0, i - (sinks + local))
-    newest = seen - 1 - (i - sinks)
-    forced = jnp.where(i < sinks, i, newest)
-    first = visible(forced) & ((i < sinks) | (newest >= sinks))
-    ok = jnp.where(i < sinks + local, first, ok)
-    token = jnp.where(ok, jnp.where(i < sinks + local, forced, token), -1)
-    _backend.store(table_ref, row, i, value=token, mask=i < table_ref.shape[1])
-    count_ref[row] = jnp.where(ok, i + 1, 0).max()
+  now = _Now.of(row, seen_ref, start_ref, retrieved_ref.shape[0])
+  seen, visible = now.seen, functools.partial(now.visible, span_sinks)
+  sources = fresh_ref, retrieved_ref, anchor_ref, retrieves_ref
+  chosen = functools.partial(_chosen, row, now, sources, sinks, local, span_sinks)
+  if units == 1:
+    sizes = {"sinks": sinks, "local": local, "span_sinks": span_sinks}
+    _list_one(row, *sources, seen_ref, start_ref, table_ref, count_ref, **sizes)
     return
 
   slots, i = mark_ref[0].shape[1], jnp.arange(pl.next_power_of_2(width))
@@ -271,6 +337,7 @@ def listed(
   """
   batch, heads, _, units, widest = retrieved.shape
   rows, width = batch * heads, sinks + local + units * widest
+  fresh = fresh.reshape(rows * units, -1)
   table, count, *_ = _backend.call(
     functools.partial(
       _listed_kernel,
@@ -279,8 +346,8 @@ def listed(
       span_sinks=span_sinks,
       interpret=_backend.interpreted(interpret),
     ),
-    *(x.reshape(rows, *x.shape[2:]) for x in (retrieved, fresh, anchor, retrieves)),
-    *(seen, start.reshape(-1)),
+    *(retrieved.reshape(rows, *retrieved.shape[2:]), fresh),
+    *(anchor.reshape(rows, units), retrieves.reshape(rows, units), seen, start.reshape(-1)),
     grid=(rows,),
     out=[
       jax.ShapeDtypeStruct((rows, width), jnp.int32),
@@ -293,6 +360,71 @@ def listed(
     interpret=interpret,
   )
   return table.reshape(batch, heads, width), count.reshape(batch, heads)
+
+
+def found_and_listed(
+  weights: Sequence[Array],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  retrieved: Int[Array, "B K s 1 W"],
+  anchor: Int[Array, "B K 1"],
+  retrieves: Int[Array, "B K 1"],
+  seen: Int[Array, " B"],
+  *,
+  k: int,
+  sinks: int,
+  local: int,
+  span_sinks: int = 0,
+  interpret: bool | None = None,
+) -> tuple[Array, ...]:
+  """The heaviest tokens of rows that retrieve, and `listed` for one unit by the same launch.
+
+  Args:
+    weights: of every token, float32 [B, K, S], where a row retrieves; or the three that
+      `key_logits` gives, which are weighed on the way.
+    start, stop, span_sinks: the tokens that may be read.
+    k: how many are found, see `top_k.others`.
+    retrieved, anchor, retrieves, seen, sinks, local, interpret: as in `listed`.
+
+  Returns:
+    Weights and tokens found [B, K, k], those by position; the table and its count.
+
+  Raises:
+    NotImplementedError: k is more than a program can hold.
+  """
+  batch, heads = anchor.shape[:2]
+  rows, width = batch * heads, sinks + local + retrieved.shape[-1]
+  interpreted = _backend.interpreted(interpret)
+  sizes: dict[str, Any] = {"sinks": sinks, "local": local, "span_sinks": span_sinks}
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (retrieved, anchor, retrieves)]
+  slots = weights[0].shape[-1]
+  scores: Any = weights[0]
+  making: dict[str, Any] = {}
+  if len(weights) > 1:
+    partial = [x.reshape(rows, *x.shape[2:]) for x in weights]
+    if top_k.cut_rows(rows, slots, k):
+      making = {"ahead": functools.partial(weigh_part, interpret=interpreted), "sources": partial}
+      scores = jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)
+    else:
+      flags = retrieves.reshape(rows)
+      how: dict[str, Any] = {"blocks": slots, "interpret": interpret}
+      scores = weights_of(partial, flags, **how).reshape(batch, heads, slots)
+  best, index, table, count = top_k.others(
+    scores,
+    start,
+    stop,
+    **sizes,
+    unit=1,
+    k=k,
+    active=retrieves[..., 0],
+    ordered=False,
+    **making,
+    behind=functools.partial(_list_behind, interpret=interpreted, **sizes),
+    operands=[*flat, seen, start.reshape(-1)],
+    results=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))],
+    interpret=interpret,
+  )
+  return best, index, table.reshape(batch, heads, width), count.reshape(batch, heads)
 
 
 def _keys(value: Array) -> Array:

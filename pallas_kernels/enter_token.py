@@ -15,15 +15,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ring import place_of
 from kvjax.rope import Rope
 from pallas_kernels import _backend
 
-WARPS = 4
+WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
 
 
-def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret: bool) -> None:
-  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K],) and the cache as it is ->
-  rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S], seen, used [B].
+def _kernel(
+  *refs: Any, magnitude: float, evicts: bool, rings: bool, weighs: bool, interpret: bool
+) -> None:
+  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K] or ring [B, K, 2],) and the cache as
+  it is -> rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S], seen, used [B].
   """
   qkv_ref, live_ref, freq_ref, *victim_ref = refs[: 4 if evicts else 3]
   results = refs[-7:] if weighs else refs[-6:]
@@ -37,32 +40,34 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
   column = jnp.arange(pl.next_power_of_2(half))
   inside = (column < half)[None, :]
   low, high = column[None, :], column[None, :] + half
-  cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
 
-  def halves(head: Array, row: Any, mask: Array) -> tuple[Array, Array]:
-    x, y = (_backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high))
-    return x.astype(jnp.float32), y.astype(jnp.float32)
+  def halves(head: Array, row: Any, mask: Array) -> list[Array]:
+    return [_backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high)]
 
-  def rotated(x: Array, y: Array) -> tuple[Array, Array]:
-    return x * cos - y * sin, y * cos + x * sin
-
-  query = jnp.arange(pl.next_power_of_2(heads * groups))[:, None]
-  mask = (query < heads * groups) & inside
-  owner, group = query // groups, query % groups
-  for c, x in zip((low, high), rotated(*halves(owner, group, mask)), strict=True):
-    _backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=mask)
-
-  head = jnp.arange(pl.next_power_of_2(heads))
+  # All of it is on its way while the angles are worked out.
+  query, head = (jnp.arange(pl.next_power_of_2(n)) for n in (heads * groups, heads))
+  owner, group = query[:, None] // groups, query[:, None] % groups
+  asked, row = (query < heads * groups)[:, None] & inside, head[:, None]
+  read = (head < heads)[:, None] & inside
+  q = halves(owner, group, asked)
+  k, v = (halves(row, groups + i, read) for i in range(2))
   slot = jnp.full(head.shape, used)
   if evicts:
-    victim = _backend.load(victim_ref[0], b, head, mask=head < heads, other=0)
+    load = functools.partial(_backend.load, victim_ref[0], b, head, mask=head < heads, other=0)
+    victim = place_of(load(0), load(1), seen, slots) if rings else load()
     slot = jnp.where(used < slots, slot, victim)
+  cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
+
+  def rotated(x: Array, y: Array) -> tuple[Array, Array]:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return x * cos - y * sin, y * cos + x * sin
+
+  for c, x in zip((low, high), rotated(*q), strict=True):
+    _backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=asked)
+
   writes = (head < heads) & (live > 0) & (slot < slots)
   mask = writes[:, None] & inside
-  row = head[:, None]
-  read = (head < heads)[:, None] & inside
-  k, v = rotated(*halves(row, groups, read)), halves(row, groups + 1, read)
-  for c, x, y in zip((low, high), k, v, strict=True):
+  for c, x, y in zip((low, high), rotated(*k), v, strict=True):
     x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
     _backend.store(cache_k_ref, b, row, slot[:, None], c, value=x, mask=mask)
     _backend.store(
@@ -70,7 +75,8 @@ def _kernel(*refs: Any, magnitude: float, evicts: bool, weighs: bool, interpret:
     )
   _backend.store(pos_ref, b, head, slot, value=jnp.full(head.shape, seen), mask=writes)
   if weighs:
-    norm = (jnp.abs(v[0]) + jnp.abs(v[1])).sum(axis=1)  # ‖v‖₁
+    x, y = (jnp.abs(part.astype(jnp.float32)) for part in v)
+    norm = (x + y).sum(axis=1)  # ‖v‖₁
     _backend.store(norm_ref[0], b, head, slot, value=norm, mask=writes)
 
   if not interpret:
@@ -103,11 +109,13 @@ def enter_token(
   norm: Float[Array, "B K S"] | None = None,
   *,
   rope: Rope,
+  ring: Int[Array, "B K 2"] | None = None,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """Rotates a new token per row at position `seen` and writes it into the cache.
 
-  The slot is `used` while it is below S, else the head's victim (without victims: none).
+  The slot is `used` while it is below S, else the head's victim, or the next of its ring (without
+  either: none).
 
   Args:
     qkv: projections of the new token, not rotated: per KV head its G queries, key and value.
@@ -116,6 +124,7 @@ def enter_token(
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
     norm: float32 ‖v‖₁ of every slot, updated too.
     rope: rotary embedding.
+    ring: int32, of a cache whose slots are used in turn (`kvjax.ring`); without victims.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
@@ -123,7 +132,8 @@ def enter_token(
   """
   batch, kv_heads, parts, head_dim = qkv.shape
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
-  victims = [] if victim is None else [victim]
+  given = ring if victim is None else victim
+  victims = [] if given is None else [given]
   cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
   operands = [qkv, live, freq, *victims, *cache]
   first = len(operands) - len(cache)
@@ -131,7 +141,8 @@ def enter_token(
     functools.partial(
       _kernel,
       magnitude=rope.magnitude,
-      evicts=victim is not None,
+      evicts=given is not None,
+      rings=ring is not None,
       weighs=norm is not None,
       interpret=_backend.interpreted(interpret),
     ),
@@ -141,7 +152,7 @@ def enter_token(
       jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
-    warps=WARPS,
+    warps=WARPS if kv_heads * parts * head_dim < MANY else 2 * WARPS,
     stages=1,
     name="enter_token",
     interpret=interpret,

@@ -7,9 +7,11 @@ Two launches, since a weight needs its head's whole denominator. The first strea
 leaves logits (base 2) with one partial denominator per program; the second joins the partials,
 weighs, sums over the group and takes the largest of the keys that overlap a block; for PRR it
 advances the predictor of the blocks as well (`forecasts`). Bytes: keys once; logits, 4 G per key,
-out and in, which the L2 cache holds.
+out and in, which the L2 cache holds. Where long rows are searched by several programs, these may
+weigh what they search instead of the second launch (`weigh_part`).
 
-Grids: rows × pieces of `keys` keys; rows × `BLOCKS` blocks or tokens.
+Grids: rows × pieces of `keys` keys; rows × pieces of `BLOCKS` blocks or tokens, or more of them
+where that would be more programs than run at once: those of rows that are skipped cost their start.
 """
 
 import functools
@@ -27,7 +29,7 @@ from pallas_kernels import _backend, _smoothing, _tiles, config
 from pallas_kernels._split import columns_of, lanes_of
 
 TILE, WARPS, STAGES = 64, 4, 3
-BLOCKS = 128
+BLOCKS, MOST = 128, 1024  # weighed by a program at once: no fewer, no more
 PER_CORE = 4  # programs that a multiprocessor runs at once: a few more would wait for all of them
 
 
@@ -98,15 +100,24 @@ def score_keys(
   _backend.store(l_ref, row, lane, piece, value=l, mask=real)
 
 
-def _weights_kernel(*refs: Any, ahead: int, each: int, log: bool, skips: bool) -> None:
+def _weights_kernel(
+  *refs: Any, size: int, steps: int, ahead: int, each: int, log: bool, skips: bool
+) -> None:
   """logits [R, G, M], m, l [R, G, C], (active [R]) -> weights [R, P]."""
   weights_ref = refs[-1]
   blocks = weights_ref.shape[1]
-  row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
+  row, piece = pl.program_id(0), pl.program_id(1)
 
   def weigh() -> None:
-    best = _weigh(row, block, refs[:3], blocks=blocks, ahead=ahead, each=each, log=log)
-    _backend.store(weights_ref, row, block, value=best, mask=block < blocks)
+    lse = _denominators(row, refs[1:3])
+
+    def step(i: Any, _: None) -> None:
+      block = (piece * steps + i) * size + jnp.arange(size)
+      best = _weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=log)
+      _backend.store(weights_ref, row, block, value=best, mask=block < blocks)
+
+    left = pl.cdiv(blocks, size) - piece * steps
+    lax.fori_loop(0, jnp.minimum(left, steps), step, None)
 
   if skips:
     pl.when(refs[3][row] > 0)(weigh)
@@ -114,13 +125,37 @@ def _weights_kernel(*refs: Any, ahead: int, each: int, log: bool, skips: bool) -
     weigh()
 
 
-def _weigh(
-  row: Array, block: Array, inputs: Sequence[Any], *, blocks: int, ahead: int, each: int, log: bool
-) -> Array:
-  """The weights of some blocks of a row; refs as above."""
-  logits_ref, m_ref, l_ref = inputs
-  _, groups, keys = logits_ref.shape
-  pieces = m_ref.shape[2]
+def weigh_part(
+  row: Array,
+  piece: Array,
+  part: int,
+  logits_ref: Any,
+  m_ref: Any,
+  l_ref: Any,
+  weights_ref: Any,
+  *,
+  interpret: bool,
+) -> None:
+  """Writes ln of the mean probabilities of a part of a row's tokens, for the program to read."""
+  lse, tokens = _denominators(row, (m_ref, l_ref)), weights_ref.shape[1]
+  size = min(MOST, pl.next_power_of_2(part))
+
+  def step(i: Any, _: None) -> None:
+    lane = i * size + jnp.arange(size)
+    token = piece * part + lane
+    mask = (lane < part) & (token < tokens)
+    best = _weigh(row, token, logits_ref, lse, blocks=tokens, ahead=0, each=1, log=True)
+    _backend.store(weights_ref, row, token, value=best, mask=mask)
+
+  lax.fori_loop(0, pl.cdiv(part, size), step, None)
+  if not interpret:
+    _backend.barrier()  # threads read what others wrote
+
+
+def _denominators(row: Array, inputs: Sequence[Any]) -> Array:
+  """log₂ Σ 2^x over all keys of a row, by query head; m, l as above."""
+  m_ref, l_ref = inputs
+  _, groups, pieces = m_ref.shape
   lane, piece = jnp.arange(pl.next_power_of_2(groups)), jnp.arange(pl.next_power_of_2(pieces))
   real = lane < groups
   mask = real[:, None] & (piece < pieces)[None, :]
@@ -129,9 +164,25 @@ def _weigh(
   l = _backend.load(l_ref, *index, mask=mask, other=0.0)
   top = m.max(axis=1)
   total = (l * jnp.exp2(m - _tiles.finite(top)[:, None])).sum(axis=1)
-  lse = jnp.where(total > 0, _tiles.finite(top) + jnp.log2(_tiles.nonzero(total)), 0.0)
+  return jnp.where(total > 0, _tiles.finite(top) + jnp.log2(_tiles.nonzero(total)), 0.0)
 
-  best = jnp.full((BLOCKS,), -jnp.inf if log else 0.0, jnp.float32)
+
+def _weigh(
+  row: Array,
+  block: Array,
+  logits_ref: Any,
+  lse: Array,
+  *,
+  blocks: int,
+  ahead: int,
+  each: int,
+  log: bool,
+) -> Array:
+  """The weights of some blocks of a row, whose denominators are given; logits as above."""
+  _, groups, keys = logits_ref.shape
+  lane = jnp.arange(pl.next_power_of_2(groups))
+  real = lane < groups
+  best = jnp.full(block.shape, -jnp.inf if log else 0.0, jnp.float32)
   for offset in range(-ahead, each):
     key = block * each + offset
     mask = real[:, None] & ((key >= 0) & (key < keys) & (block < blocks))[None, :]
@@ -157,7 +208,8 @@ def _forecasts_kernel(*refs: Any, ahead: int, each: int, unit: int, predictor: s
   row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
   batch_row = row // (refs[0].shape[0] // stop_ref.shape[0])
   old, factors = _smoothing.state(row, block, refs[3:5]), _smoothing.factors(refs[5], batch_row)
-  score = _weigh(row, block, refs[:3], blocks=blocks, ahead=ahead, each=each, log=False)
+  lse = _denominators(row, refs[1:3])
+  score = _weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=False)
   how: dict[str, Any] = {"unit": unit, "predictor": predictor}
   _smoothing.advance(row, block, score, old, factors, refs[7:], stop_ref[batch_row], **how)
 
@@ -270,23 +322,44 @@ def key_weights(
     programs=programs,
     interpret=interpret,
   )
+  weights = weights_of(
+    [x.reshape(rows, *x.shape[2:]) for x in partial],
+    None if active is None else active.reshape(-1),
+    blocks=blocks,
+    ahead=width // stride - 1,
+    each=block // stride,
+    log=log,
+    programs=programs,
+    interpret=interpret,
+  )
+  return weights.reshape(batch, heads, blocks)
+
+
+def weights_of(
+  partial: Sequence[Array],
+  active: Int[Array, " R"] | None,
+  *,
+  blocks: int,
+  ahead: int = 0,
+  each: int = 1,
+  log: bool = True,
+  programs: int | None = None,
+  interpret: bool | None = None,
+) -> Float[Array, "R P"]:
+  """`key_weights` from `key_logits`, of R rows: `each` keys of a block and `ahead` before them."""
+  rows = partial[0].shape[0]
+  size, steps = _cut_blocks(rows, blocks, programs)
+  how: dict[str, Any] = {"ahead": ahead, "each": each, "log": log, "skips": active is not None}
   return _backend.call(
-    functools.partial(
-      _weights_kernel,
-      ahead=width // stride - 1,
-      each=block // stride,
-      log=log,
-      skips=active is not None,
-    ),
-    *(x.reshape(rows, *x.shape[2:]) for x in partial),
-    *([] if active is None else [active.reshape(-1)]),
-    grid=(rows, pl.cdiv(blocks, BLOCKS)),
+    functools.partial(_weights_kernel, size=size, steps=steps, **how),
+    *(*partial, *([] if active is None else [active])),
+    grid=(rows, pl.cdiv(blocks, size * steps)),
     out=[jax.ShapeDtypeStruct((rows, blocks), jnp.float32)],
     warps=WARPS,
     stages=1,
     name="key_weights",
     interpret=interpret,
-  )[0].reshape(batch, heads, blocks)
+  )[0]
 
 
 def forecasts(
@@ -337,6 +410,14 @@ def forecasts(
     interpret=interpret,
   )
   return [x.reshape(batch, heads, *x.shape[1:]) for x in made]
+
+
+def _cut_blocks(rows: int, blocks: int, programs: int | None) -> tuple[int, int]:
+  """Blocks that a program weighs at once, and how many times: two programs for each that runs."""
+  programs = programs or PER_CORE * config.this_device().cores
+  share = pl.cdiv(rows * blocks, 2 * programs)
+  size = min(max(BLOCKS, pl.next_power_of_2(share)), MOST)
+  return size, max(1, share // size)
 
 
 def cut(rows: int, keys: int, tile: int | None, programs: int | None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ Grids: one program per row and part; one per row and `SOME` entries.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -109,17 +109,24 @@ def _kernel(
   indexed: bool,
   room: int,
   skips: bool,
+  ahead: Callable[..., None] | None,
+  behind: Callable[..., None] | None,
+  beside: tuple[int, int],
 ) -> None:
   """scores [N R, P], (index [N R, P],) start, stop of all of them or of those that share one,
   (active [N R]) -> N tables [R, C W], N times their scores, N counts [R C]; C parts of a row.
 
   Rows take turns in N lists, which have room for `k` each. `indexed`: candidates of an earlier
   launch, −1 = none. `forces`: forced tiles come first. `room`: up to so many may be given instead
-  of k; 0: just k.
+  of k; 0: just k. `ahead`, `behind`: what a row's program does at its beginning and at its end, see
+  `others`; `beside` counts the operands and results for it, which come behind the other ones. With
+  `ahead` the last of them are the scores.
   """
   lists = len(k)
-  inputs, outs = list(refs[: -3 * lists]), refs[-3 * lists :]
-  scores_ref = inputs.pop(0)
+  count = len(refs) - beside[1]
+  inputs, outs = list(refs[: count - 3 * lists]), refs[count - 3 * lists : count]
+  own = [inputs.pop() for _ in range(beside[0])][::-1] + list(refs[count:])
+  scores_ref = inputs.pop(0) if ahead is None else own[-1]
   index_ref = inputs.pop(0) if indexed else None
   start_ref, stop_ref = inputs.pop(0), inputs.pop(0)
   active_ref = inputs.pop(0) if skips else None
@@ -134,6 +141,8 @@ def _kernel(
     return mine
 
   def select() -> None:
+    if ahead is not None:
+      ahead(row, piece, part, *own)
     start, stop = (ref[row // (rows // ref.shape[0])] for ref in (start_ref, stop_ref))
     newest = lax.div(stop + (unit - 1), jnp.int32(unit)) - 1
 
@@ -236,6 +245,8 @@ def _kernel(
     select()
   else:
     pl.when(active_ref[row] > 0)(select)
+  if behind is not None:
+    behind(row, outs[0], *own)
 
 
 def _before(above: Array, equal: Array) -> Array:
@@ -379,7 +390,7 @@ def best_of_each(
 
 
 def others(
-  scores: Float[Array, "B K P"],
+  scores: Float[Array, "B K P"] | jax.ShapeDtypeStruct,
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
   *,
@@ -391,17 +402,27 @@ def others(
   active: Int[Array, "B K"] | None = None,
   ordered: bool = True,
   first: int = 0,
+  ahead: Callable[..., None] | None = None,
+  sources: Sequence[Array] = (),
+  behind: Callable[..., None] | None = None,
+  operands: Sequence[Array] = (),
+  results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None = None,
-) -> tuple[Float[Array, "B K k"], Int[Array, "B K k"]]:
+) -> tuple[Array, ...]:
   """The best tiles that are neither first nor newest, and their scores: `ops.tiles.others`.
 
   Arguments as in `best`; rows whose `active` is 0 are skipped, and hold anything. Where they need
   not be `ordered`, the best `first` of them may still be asked for ahead of the others, both by
-  index: that takes no launch of its own.
+  index: that takes no launch of its own. Nor does what else is to be done with a row's tiles then:
+  `behind(row, tiles, *operands, *results)`, in refs, whose program has just written the row's tiles
+  unless it was skipped. The results come behind the two of [B, K, k]. And the scores, of which
+  `scores` is the shape then, may be made by the programs that search them, where there are several
+  of these for a row (`cut_rows`): `ahead(row, piece, part, *sources, scores)` writes a piece.
   """
   batch, heads, tiles = scores.shape
-  table, ranked, _ = _launch(
-    scores.reshape(batch * heads, tiles),
+  rows = batch * heads
+  table, ranked, _, *made = _launch(
+    scores.reshape(rows, tiles) if isinstance(scores, jax.Array) else None,
     start.reshape(-1),
     stop.reshape(-1),
     unit=unit,
@@ -410,17 +431,28 @@ def others(
     local=local,
     k=[min(k, tiles)],
     active=None if active is None else active.reshape(-1),
+    shape=(rows, tiles),
     forces=False,
     first=0 if ordered else min(first, k, tiles),
     ordered=ordered,
+    ahead=ahead,
+    sources=sources,
+    behind=behind,
+    operands=operands,
+    results=results,
     interpret=interpret,
   )
   shape = batch, heads, -1
-  return ranked.reshape(shape), table.reshape(shape)
+  return ranked.reshape(shape), table.reshape(shape), *made
+
+
+def cut_rows(rows: int, tiles: int, k: int) -> bool:
+  """Whether a row is searched by several programs."""
+  return bool(cuts(rows, tiles, min(k, tiles), LANES, config.this_device().cores))
 
 
 def _launch(
-  scores: Array,
+  scores: Array | None,
   start: Array,
   stop: Array,
   *,
@@ -433,15 +465,22 @@ def _launch(
   forces: bool,
   first: int = 0,
   ordered: bool,
+  shape: tuple[int, int] | None = None,
+  ahead: Callable[..., None] | None = None,
+  sources: Sequence[Array] = (),
+  behind: Callable[..., None] | None = None,
+  operands: Sequence[Array] = (),
+  results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None,
   **span: int,
 ) -> Sequence[Array]:
-  """N tables [R, W], N times their scores, N counts [R]."""
-  if scores.dtype != jnp.float32:
+  """N tables [R, W], N times their scores, N counts [R], and what `behind` makes."""
+  if scores is not None and scores.dtype != jnp.float32:
     raise TypeError(f"scores: found dtype {scores.dtype.name}, expected float32")
-  rows, tiles = scores.shape
+  rows, tiles = scores.shape if scores is not None else shape or (0, 0)
+  length = tiles
   where = [start, stop, *([] if active is None else [active])]
-  static = {**span, "sinks": sinks, "local": local, "skips": active is not None}
+  static: dict[str, Any] = {**span, "sinks": sinks, "local": local, "skips": active is not None}
   most = max(k)
   index: list[Array] = []
   parts = cuts(rows, tiles, most, LANES, config.this_device().cores)
@@ -450,11 +489,22 @@ def _launch(
       f"k: found {most} of {tiles} tiles, expected at most {LANES} of more than {LANES}"
     )
   few = max(limit) if limit and dense_below else most
+  if scores is None and not parts:
+    raise ValueError(f"ahead: found {tiles} tiles, which one program searches, expected more")
   for part in parts:
-    count = pl.cdiv(scores.shape[1], part)
+    count = pl.cdiv(length, part)
     room = _given(count, part, most)
-    tile, scores, _ = _call(
-      [scores, *index, *where],
+    made_by: dict[str, Any] = {"rows": rows}
+    given = [*index, *where]
+    if scores is None:
+      written = jax.ShapeDtypeStruct((rows, tiles), jnp.float32)
+      made_by |= {"ahead": ahead, "beside": (len(sources), 1), "results": [written]}
+      given += sources
+    else:
+      given.insert(0, scores)
+    tile, scores, *_ = _call(
+      given,
+      **made_by,
       parts=count,
       part=part,
       widths=[room],
@@ -468,11 +518,13 @@ def _launch(
       interpret=interpret,
       **static,
     )
-    index = [tile]
+    index, length = [tile], tile.shape[1]
+  assert scores is not None
   made = _call(
-    [scores, *index, *where],
+    [scores, *index, *where, *operands],
+    rows=rows,
     parts=1,
-    part=scores.shape[1] if most else 1,
+    part=length if most else 1,
     widths=[max(min(sinks + local + n, tiles) if forces else n, 1) for n in k],
     k=tuple(k),
     limit=tuple(k if limit is None else limit),
@@ -481,6 +533,9 @@ def _launch(
     forces=forces,
     indexed=bool(index),
     room=0,
+    behind=behind,
+    beside=(len(operands), len(results)),
+    results=results,
     interpret=interpret,
     **static,
   )
@@ -508,20 +563,25 @@ def _call(
   parts: int,
   part: int,
   widths: Sequence[int],
+  rows: int,
+  ahead: Callable[..., None] | None = None,
+  behind: Callable[..., None] | None = None,
+  beside: tuple[int, int] = (0, 0),
+  results: Sequence[jax.ShapeDtypeStruct] = (),
   interpret: bool | None,
   **static: Any,
 ) -> Sequence[Array]:
-  rows = operands[0].shape[0]
   each = rows // len(widths)
   shapes = [(each, parts * width) for width in widths]
   return _backend.call(
-    functools.partial(_kernel, part=part, **static),
+    functools.partial(_kernel, part=part, ahead=ahead, behind=behind, beside=beside, **static),
     *operands,
     grid=(rows, parts),
     out=[
       *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
       *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
       *(jax.ShapeDtypeStruct((each * parts,), jnp.int32) for _ in widths),
+      *results,
     ],
     warps=warps_of(part),
     stages=1,

@@ -176,6 +176,38 @@ def test_newest_first_needs_no_table(sinks, first, splits):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("sinks", "kept"), [(0, 0), (5, 1), (20, 3)])
+def test_a_ring_is_walked_around(sinks, kept, splits):
+  """From the tile of the newest token down, and from the last one on, over heads that differ."""
+  slots, tile, heads = 390, 16, 2
+  q, k, v = inputs(1, 3, heads, 2, slots, 24)
+  stop, seen = np.array([slots, slots, 177], np.int32), np.array([1000, 5000, 177], np.int32)
+  ring = np.array([[[sinks, slots], [70, 800]], [[sinks, 4990], [200, 4700]], [[0, slots]] * 2])
+  pinned = max(kept, -(-sinks // tile))
+  orders = [[None] * heads for _ in range(3)]
+  for b, h in np.ndindex(3, heads):
+    (first, since), newest = ring[b, h], seen[b] - 1
+    for position in range(min(since, seen[b]), seen[b]):
+      newest = first if position == since or newest == slots - 1 else newest + 1
+    last = -(-stop[b] // tile) - 1
+    behind = list(range(pinned, last + 1))
+    begin = [t for t in behind[::-1] if t <= newest // tile]
+    order = [*range(min(pinned, last + 1)), *begin, *[t for t in behind[::-1] if t not in begin]]
+    flat = [s for t in order for s in range(t * tile, (t + 1) * tile)]
+    orders[b][h] = cut_into([min(s, slots - 1) for s in flat], [s < stop[b] for s in flat], tile)
+  held = np.arange(slots) < stop[:, None, None]
+  poisoned = [np.where(held[..., None], x, np.nan) for x in (k, v)]
+  detector = {**LOOSE, "full": False, "per_head": False, "kept": pinned}
+  turns = {"ring": jnp.asarray(ring, jnp.int32), "seen": jnp.asarray(seen)}
+  run = functools.partial(
+    walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, chunk=3, **detector
+  )
+  bounds = {"start": jnp.zeros((3, 1), jnp.int32), "stop": jnp.asarray(stop[:, None])}
+  out = jax.jit(run)(*map(jnp.asarray, (q, *poisoned)), **bounds, **turns)
+  assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_infinite_patience_changes_no_bit(splits, dtype):
@@ -273,5 +305,7 @@ def test_bad_arguments():
   bounds = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
   with pytest.raises(NotImplementedError, match="tile: found 512, expected 1 to 256"):
     walk(q, k, v, None, None, *bounds, tile=512, patience=1)
+  with pytest.raises(ValueError, match="ring: expected with seen and without a table"):
+    walk(q, k, v, None, None, *bounds, ring=jnp.zeros((1, 1, 2), jnp.int32), patience=1)
   with pytest.raises(ValueError, match="splits: found 0, expected 1 or more"):
     walk(q, k, v, None, None, *bounds, splits=0, patience=1)

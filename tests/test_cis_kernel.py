@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Rope
+from pallas_kernels import top_k
 from pallas_kernels.key_weights import key_logits
 from tests.test_cis import wandering
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.parametrize("longest", [8192, 16])
 @pytest.mark.parametrize(
   ("method", "groups"),
   [
@@ -30,8 +32,13 @@ pytestmark = pytest.mark.filterwarnings(
     (PSAW(CIS(k=6, sinks=2, local=3, block=4, tau=0.7), sinks=2, phi=0.4), 1),
   ],
 )
-def test_same_plans_as_the_reference(method, groups):
-  """Both implementations from the same cache at every step; the kernels' cache goes on."""
+def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
+  """Both implementations from the same cache at every step; the kernels' cache goes on.
+
+  Longer rows than a program searches are cut, and weighed on the way.
+  """
+  monkeypatch.setattr(top_k, "LANES", longest)
+  assert top_k.cut_rows(4, 32, 6) == (longest == 16)
   stream = wandering(3, tokens=26, groups=groups)
   spec = stream.spec(32)
   env = {impl: method.at(Env(4, Rope(), impl=impl), 3) for impl in ("pallas", "reference")}

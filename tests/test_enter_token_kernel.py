@@ -33,11 +33,13 @@ def operands(seed, heads, groups, head_dim, dtype=jnp.float32):
 
 
 @functools.cache
-def enter(rope):
-  """enter_token, jitted, on separate q, k and v."""
+def enter(rope, rings=False):
+  """enter_token, jitted, on separate q, k and v; the last operand may be a ring."""
 
   def run(q, k, v, *rest):
-    return enter_token(jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2), *rest, rope=rope)
+    rest, ring = (rest[:-1], rest[-1]) if rings else (rest, None)
+    qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+    return enter_token(qkv, *rest, rope=rope, ring=ring)
 
   return jax.jit(run)
 
@@ -82,6 +84,25 @@ def test_against_oracle(heads, groups, head_dim, evicts):
     np.testing.assert_allclose(got, right, atol=2e-4)  # float32 angles of up to 900 radians
   for got, right in zip(out[3:], want[3:], strict=True):
     np.testing.assert_array_equal(got, right)
+
+
+def test_rings_name_their_victims():
+  """As a victim does that is the ring's next slot, by a count from the position that closed it."""
+  arrays = list(operands(6, 3, 2, 24))
+  first, since = np.array([[0, 2, 6]] * 4), np.full((4, 3), 890)
+  victim = np.empty((4, 3), np.int32)
+  for b, h in np.ndindex(4, 3):
+    slot = first[b, h]
+    for _ in range(since[b, h], arrays[-2][b]):
+      slot = slot + 1 if slot + 1 < SLOTS else first[b, h]
+    victim[b, h] = slot
+  assert len(set(victim[2])) == 3
+  arrays[4] = victim
+  want = enter(Rope())(*arrays)
+  arrays[4] = None
+  rings = jnp.asarray(np.stack([first, since], -1), jnp.int32)
+  for a, b in zip(enter(Rope(), True)(*arrays, rings), want, strict=True):
+    np.testing.assert_array_equal(a, b)
 
 
 def test_keeps_the_norms_of_values():

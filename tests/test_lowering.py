@@ -31,6 +31,7 @@ from pallas_kernels.add_norm import add_norm
 from pallas_kernels.config import Config
 from pallas_kernels.enter_token import enter_token
 from pallas_kernels.hshare import listed as hshare_listed
+from pallas_kernels.keep_rows import keep as keep_rows
 from pallas_kernels.key_weights import key_weights
 from pallas_kernels.longflow import victim
 from pallas_kernels.qkv_heads import qkv_heads
@@ -164,6 +165,15 @@ def art_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
     cut = art.choose_cut(128, 128, 2, kind=kind)
     yield "certified", capability, functools.partial(certified_call, cut=cut), shapes
+    shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
+    yield "ring", capability, functools.partial(ring_call, cut=cut), shapes
+
+
+def ring_call(q, k, v, start, stop, ring, seen, **options):
+  """`art.walk` around a ring."""
+  where = None, None, start, stop
+  options |= {"ring": ring, "seen": seen, "sinks": 4, "splits": 4, "patience": 5}
+  return art.walk(q, k, v, *where, interpret=False, **options)
 
 
 def certified_call(*arrays, **options):
@@ -227,12 +237,18 @@ def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     for name, count, groups, dtype, options in (
       ("blocks", 8191, 4, bf16, blocks),
       ("tokens", 131072, 4, bf16, {"blocks": 131072, "log": True}),
+      ("again", 131072, 4, bf16, {"blocks": 131072, "log": True, "programs": 60}),
       ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
     ):
       run = functools.partial(key_weights, **options, newest=1, interpret=False)
       keys = of((1, 8, count, 128), dtype)
       shapes = [of((1, 8, groups, 128), dtype), keys, *where, where[0]]
       yield f"key_weights-{name}", capability, run, shapes
+
+
+def weighed(logits, m, l, *arrays, **how):
+  """`cis.found_and_listed` where keys have logits."""
+  return cis.found_and_listed([logits, m, l], *arrays, **how)
 
 
 def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -257,6 +273,14 @@ def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
       shapes += [of((batch,), i32), of((batch, 1), i32)]
       yield f"listed-{heads}x{units}", capability, run, shapes
+      if units == 1:
+        how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
+        run, where = functools.partial(cis.found_and_listed, **how), [of((batch, 1), i32)] * 2
+        fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
+        yield f"found-and-listed-{heads}x{units}", capability, run, fused
+        partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
+        run = functools.partial(weighed, **how)
+        yield f"weighed-{heads}x{units}", capability, run, [*partial, *fused[1:]]
       shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
       shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
       shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
@@ -305,6 +329,13 @@ def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
         shapes.append(jax.ShapeDtypeStruct((2, heads, 999), jnp.float32))
       call = functools.partial(enter_token, rope=Rope(), interpret=False)
       yield name, capability, call, shapes
+    shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
+    yield "ring", capability, ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
+
+
+def ring_entered(*arrays):
+  """`enter_token` where slots are used in turn."""
+  return enter_token(*arrays[:-1], rope=Rope(), ring=arrays[-1], interpret=False)
 
 
 def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
@@ -319,6 +350,21 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
     *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
     *(of((batch,), i32), of((batch,), i32)),
   ]
+
+
+def keep_rows_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+  """Keeping statistics: long and short ones, of all dtypes."""
+  of = jax.ShapeDtypeStruct
+  for capability in SHARED:
+    sizes = (
+      ((2, 8, 8192), "float32"),
+      ((2, 8, 300), "int32"),
+      ((2,), "int32"),
+      ((2, 64), "bfloat16"),
+    )
+    stats = [of(shape, dtype) for shape, dtype in sizes]
+    run = functools.partial(keep_rows, interpret=False)
+    yield "all", capability, run, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
 
 
 def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
@@ -450,6 +496,7 @@ KERNELS: dict[str, Callable] = {
   "art": art_calls,
   "decode": decode_calls,
   "enter_token": enter_token_calls,
+  "keep_rows": keep_rows_calls,
   "host_blocks": host_blocks_calls,
   "longflow": longflow_calls,
   "prefill": prefill_calls,

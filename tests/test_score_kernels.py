@@ -12,6 +12,7 @@ import pytest
 
 from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle
 from kvjax.selective import token_weights
+from pallas_kernels import key_weights as weights
 from pallas_kernels.key_weights import key_logits, key_weights
 from pallas_kernels.quest import page_bounds
 from scripts.benches.longflow import holding
@@ -82,6 +83,15 @@ def test_token_weights(shape):
   active = jnp.ones(k.shape[:2], jnp.int32).at[0, 1].set(0)
   got = jax.jit(run)(q, k, start, stop, stop, active=active)
   np.testing.assert_allclose(got[active > 0], want[active > 0], atol=CLOSE[shape[-1]])
+
+
+def test_a_program_may_weigh_several_times(monkeypatch):
+  at, cache, q = setting(TopKOracle(32), SHAPES[1], 977)
+  monkeypatch.setattr(weights, "MOST", 128)
+  assert weights._cut_blocks(2, 1000, 2) == (128, 3)
+  k, (start, stop) = cache.slots["k"], bounds(cache)
+  got = key_weights(q, k, start, stop, stop, blocks=1000, log=True, programs=2)
+  np.testing.assert_allclose(got, token_weights(at, cache, q), atol=CLOSE["bfloat16"])
 
 
 def test_logits_alone():

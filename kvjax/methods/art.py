@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, mass_bound, softmax_state
+from kvjax import dispatch, mass_bound, ring, softmax_state
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
@@ -36,10 +36,10 @@ class ART(Wrapper):
   a priority (`order`) are walked by it, and others newest first (§3.3); first tokens that the base
   always attends to come before both, and the walk does not end before they are read.
 
-  Caches that reuse their slots in turn (`Method.in_turn`) are walked by whole tiles too, as they
-  lie: from the tile of the newest token down, and around; or, where slots carry a priority, from
-  the last tile down, for which the slots are put in order once, behind each prompt. Within a tile
-  the order is not the priority's.
+  Caches that use their slots in turn (`kvjax.ring`) are walked by whole tiles too, as they lie:
+  from the tile of the newest token down, and around; or, where slots carry a priority, from the
+  last tile down, for which the slots are put in order once, behind each prompt. Within a tile the
+  order is not the priority's.
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
@@ -134,14 +134,17 @@ class ART(Wrapper):
     return False
 
   @property
+  def in_place(self) -> tuple[str, ...]:
+    return self.base.in_place + (() if self.certify is None else self.pages.in_place)
+
+  @property
   def pages(self) -> Quest:
     """Keeps the bounds of every tile's keys for the certificate."""
     return Quest(budget=self.tile, page=self.tile)
 
-  @property
-  def by_tiles(self) -> bool:
-    """Whether a cache that reuses its slots is walked by tiles, as it lies."""
-    return self.base.in_turn and not self.base.positional and not self.base.wants_logits
+  def by_tiles(self, cache: Cache) -> bool:
+    """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
+    return "ring" in cache.heads and not self.base.wants_logits
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     in_slots, in_heads, in_rows = self.base.extra(spec, layer)
@@ -151,7 +154,7 @@ class ART(Wrapper):
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
-    if self.by_tiles:
+    if self.by_tiles(cache):
       return self.in_order(at, cache)
     if self.certify is None:
       return cache
@@ -184,13 +187,20 @@ class ART(Wrapper):
 
   def arithmetic(self, at: At, cache: Cache, plan: Plan) -> bool:
     """Whether the order is one of whole tiles that needs no table: newest first after the first."""
-    return plan.table is None and at.top.positional and at.top.order(at, cache) is None
+    if plan.table is not None:
+      return False
+    return self.by_tiles(cache) or (at.top.positional and at.top.order(at, cache) is None)
+
+  def goes_round(self, at: At, cache: Cache) -> Int[Array, "B K 2"] | None:
+    """The ring that a walk goes round; None: it begins at the end of what is cached."""
+    around = self.by_tiles(cache) and at.top.order(at, cache) is None
+    return cache.heads["ring"] if around else None
 
   def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
     """A plan with a table: of tiles, newest first, or of single slots by priority."""
     if plan.table is not None:
       return plan
-    if self.by_tiles or self.arithmetic(at, cache, plan):
+    if self.arithmetic(at, cache, plan):
       return self.newest_first(at, cache, plan)
     span = plan.span
     count = jnp.broadcast_to(span.length(), cache.pos.shape[:2])
@@ -203,8 +213,9 @@ class ART(Wrapper):
     pinned = -(-max(span.sinks, self.sinks) // self.tile)
     last = jnp.broadcast_to((span.stop + self.tile - 1) // self.tile - 1, cache.pos.shape[:2])
     oldest, newest = jnp.maximum(span.start // self.tile, pinned), last
-    if self.by_tiles and at.top.order(at, cache) is None:
-      newest = jnp.maximum(jnp.argmax(cache.pos, -1).astype(jnp.int32) // self.tile, pinned - 1)
+    if (turning := self.goes_round(at, cache)) is not None:
+      slot = ring.place(turning, (cache.seen - 1)[:, None], cache.size)
+      newest = jnp.maximum(jnp.maximum(slot, 0) // self.tile, pinned - 1)
     count = jnp.minimum(pinned, last + 1) + jnp.maximum(last - oldest + 1, 0)
     t = jnp.arange(-(-cache.size // self.tile), dtype=jnp.int32)
     tile = (newest + pinned)[..., None] - t
@@ -266,6 +277,7 @@ class ART(Wrapper):
     certified = self.certify is not None
     listed = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
     direct = not certified and self.arithmetic(at, cache, plan)
+    around = self.goes_round(at, cache) if direct else None
     assert listed.table is not None and listed.count is not None  # it is listed
     k, v, span = cache.slots["k"], cache.slots["v"], plan.span
     state, out, walked = run(
@@ -288,6 +300,8 @@ class ART(Wrapper):
       splits=1 if certified else None if self.splits == "auto" else self.splits,
       unread=listed.memo if certified else None,
       log_ratio=None if self.certify is None else mass_bound.log_ratio(self.certify),
+      ring=around,
+      seen=None if around is None else cache.seen,
     )
     tiles, visited = self.read_by(listed, cache.size, walked)
     return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)

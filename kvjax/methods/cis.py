@@ -1,5 +1,6 @@
 """CIS: queries that resemble an earlier one share what it retrieved (PrHS, §IV-A)."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -136,8 +137,8 @@ class CIS(Method):
     """
     window = at.top.window(at, (cache.seen - 1)[:, None])
     choice, window, logits = self.choose(at, cache, q, window)
-    found, weight = self.retrieve(at, cache, q, window, choice.retrieves, logits)
-    table, count = self.listed(at, cache, window, found, choice)
+    found, weight, *listed = self.retrieve(at, cache, q, window, choice, logits)
+    table, count = listed or self.listed(at, cache, window, found, choice)
     memo = {"retrieve": (choice.retrieves > 0).any(-1), "choice": choice}
     memo |= {"found": found, "weight": weight}
     span = at.top.span(at, cache, window)
@@ -206,16 +207,17 @@ class CIS(Method):
     cache: Cache,
     q: Float[Array, "B K G H"],
     window: Window | None,
-    needed: Int[Array, "B K U"],
+    choice: "Choice",
     logits: Float[Array, "B K G S"] | None = None,
-  ) -> tuple[Int[Array, "B K U f"], Float[Array, "B K U f"]]:
+  ) -> tuple[Array, ...]:
     """The k heaviest tokens of the middle (ties: the lowest) by position, −1 behind them.
 
-    And their weights, on any scale that keeps their order. What it gives where it is not `needed`
-    is not used: the kernels skip it.
+    And their weights, on any scale that keeps their order: int32 and float32 [B, K, U, f]. What it
+    gives for units that share is not used: the kernels skip it. They may give what `listed` does,
+    too.
     """
     if self.by_kernels(at, "key_weights", window):
-      return self.retrieve_by_kernels(at, cache, q, window, needed, logits)
+      return self.retrieve_by_kernels(at, cache, q, window, choice, logits)
     now = (cache.seen - 1)[:, None]
     logits = attention.windowed_logits(
       at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window
@@ -242,30 +244,41 @@ class CIS(Method):
     cache: Cache,
     q: Float[Array, "B K G H"],
     window: Window | None,
-    needed: Int[Array, "B K U"],
+    choice: "Choice",
     logits: Float[Array, "B K G S"] | None,
-  ) -> tuple[Int[Array, "B K U f"], Float[Array, "B K U f"]]:
+  ) -> tuple[Array, ...]:
     """`retrieve`; what is not needed reads no key, and holds anything."""
-    k, span = cache.slots["k"], at.top.span(at, cache, window)
+    k, span, needed = cache.slots["k"], at.top.span(at, cache, window), choice.retrieves
     batch, heads, units = needed.shape
     where = span.start, span.stop, span.stop
     some = {"span_sinks": span.sinks, "active": needed.max(-1) if units > 1 else needed[..., 0]}
-    if logits is not None:
-      weight = logits
-    elif self.units_are_queries(q):
-      weigh = dispatch.kernel("key_logits", "pallas")
-      weight = weigh(q.astype(k.dtype), k, *where, **some)[0]
-    else:
+    few, sizes = min(self.k, cache.size), {"sinks": self.sinks, "local": self.local}
+    operands, direct = (q.astype(k.dtype), k, *where), self.units_are_queries(q)
+    if logits is None and (direct or units == 1):
+      logits, *rest = dispatch.kernel("key_logits", "pallas")(*operands, **some)
+    if units == 1:
+      assert logits is not None
+      with contextlib.suppress(NotImplementedError):  # more than a program can hold
+        best, index, *listed = dispatch.kernel("cis_found_listed", "pallas")(
+          *([logits[:, :, 0]] if direct else [logits, *rest], span.start, span.stop),
+          *(cache.heads["retrieved"], choice.anchor, needed, cache.seen),
+          **sizes,
+          k=few,
+          span_sinks=span.sinks,
+        )
+        return index[:, :, None], best[:, :, None], *listed
+    weight = logits
+    if not direct:
       weigh = dispatch.kernel("key_weights", "pallas")
-      weight = weigh(q.astype(k.dtype), k, *where, blocks=cache.size, log=True, **some)
+      weight = weigh(*operands, blocks=cache.size, log=True, **some)
+    assert weight is not None
     best, index = dispatch.other_tiles(
       at,
       weight.reshape(batch, heads * units, -1),
       span,
+      **sizes,
       unit=1,
-      sinks=self.sinks,
-      local=self.local,
-      k=min(self.k, cache.size),
+      k=few,
       active=needed.reshape(batch, heads * units),
       ordered=False,
     )

@@ -44,6 +44,10 @@ class H2O(Bounded):
   def wants_logits(self) -> bool:
     return True
 
+  @property
+  def standing(self) -> tuple[str, ...]:
+    return ("mass",)  # `observe` knows that a new token has gathered nothing
+
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2))
@@ -68,7 +72,8 @@ class H2O(Bounded):
   ) -> tuple[Cache, Aux]:
     assert attended.logits is not None  # asked for by wants_logits
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
-    return cache.put(slots={"mass": cache.slots["mass"] + p}), {}
+    older = cache.pos < (cache.seen - 1)[:, None, None]
+    return cache.put(slots={"mass": jnp.where(older, cache.slots["mass"], 0) + p}), {}
 
   def rank(
     self,

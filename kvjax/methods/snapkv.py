@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
-from kvjax.bounded import Bounded
+from kvjax.bounded import InTurn
 from kvjax.method import Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(Bounded):
+class SnapKV(InTurn):
   """Cuts a prompt to its last `window` tokens and those that they attend to (Listing 1).
 
   The window's softmax probabilities are summed over its queries, averaged over the query heads of
@@ -49,8 +49,8 @@ class SnapKV(Bounded):
       raise ValueError(f"{name}.reduce: found {self.reduce!r}, expected 'avg' or 'max'")
 
   @property
-  def in_turn(self) -> bool:
-    return True
+  def standing(self) -> tuple[str, ...]:
+    return ("score",)
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -70,17 +70,21 @@ class SnapKV(Bounded):
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-    return {"score": jnp.full(shape, jnp.inf, jnp.float32)}, {}, {}
+    return {"score": jnp.full(shape, jnp.inf, jnp.float32)}, *super().extra(spec, layer)[1:]
 
   def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
     """Tokens that no window has ranked yet score ∞."""
     return jnp.full_like(like, jnp.inf) if name == "score" else super().fresh(name, like, new)
 
-  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
-    """The oldest token that was not selected."""
-    unranked = jnp.isinf(cache.slots["score"])
-    age = jnp.where(unranked, cache.pos.astype(jnp.float32), jnp.inf)
-    return slots.lowest(age, cache.pos)
+  def staying(self, cache: Cache) -> Int[Array, "B K"]:
+    """Those that were selected."""
+    selected = (cache.pos >= 0) & ~jnp.isinf(cache.slots["score"])
+    return selected.sum(-1, dtype=jnp.int32)
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """Empty slots score what the tokens will that take them."""
+    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
+    return super().settle(at, cache.put(slots={"score": score}), prompt)
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Tokens that were not ranked, newest first, then the selected ones by score."""

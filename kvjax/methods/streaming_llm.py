@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.bounded import Bounded
+from kvjax.bounded import InTurn
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, Carry, Prompt, Span, Window
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(Bounded):
+class StreamingLLM(InTurn):
   """Keeps the first `sinks` tokens and the newest budget − sinks (§3.2), in prefill and decode.
 
   Positions are those within the cache (§3.2): with rope="slot" the sinks move along with the
@@ -48,8 +48,8 @@ class StreamingLLM(Bounded):
     return True
 
   @property
-  def in_turn(self) -> bool:
-    return True
+  def always(self) -> int:
+    return self.sinks
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -79,13 +79,6 @@ class StreamingLLM(Bounded):
     """All occupied slots: what left the window has been overwritten."""
     stop = cache.used[:, None]
     return Span(jnp.zeros_like(stop), stop, self.sinks)
-
-  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
-    """The oldest token that is not a sink."""
-    pos = cache.pos[:, 0]  # alike on all heads
-    behind = jnp.arange(cache.size) >= self.sinks
-    oldest = jnp.argmin(jnp.where(behind, pos, jnp.iinfo(jnp.int32).max), -1)
-    return jnp.broadcast_to(oldest[:, None].astype(jnp.int32), cache.pos.shape[:2])
 
   def rank(
     self,

@@ -33,6 +33,10 @@ class TOVA(Bounded):
   def wants_logits(self) -> bool:
     return True
 
+  @property
+  def standing(self) -> tuple[str, ...]:
+    return ("score",)  # made anew in each step
+
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2))

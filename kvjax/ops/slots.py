@@ -127,9 +127,22 @@ def resize(slots: Slots, size: int) -> Slots:
 
 
 def lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
-  """The slot of smallest score; ties to the lowest position. A score of NaN is the smallest."""
-  least = (score == score.min(-1, keepdims=True)) | jnp.isnan(score)
-  return jnp.argmin(jnp.where(least, pos, jnp.iinfo(jnp.int32).max), -1).astype(jnp.int32)
+  """The slot of smallest score; ties to the lowest position. A score of NaN is the smallest.
+
+  One reduction, where a minimum and what has it would be one after the other.
+  """
+  number, slot = ~jnp.isnan(score), jax.lax.broadcasted_iota(jnp.int32, score.shape, 2)
+  held = number, jnp.where(number, score, 0), pos, slot
+  last = jnp.iinfo(jnp.int32).max
+  ends = True, jnp.asarray(jnp.inf, score.dtype), jnp.int32(last), jnp.int32(last)
+
+  def first(a: tuple, b: tuple) -> tuple:
+    comes, equal = jnp.zeros((), bool), jnp.ones((), bool)
+    for x, y in zip(a, b, strict=True):
+      comes, equal = comes | (equal & (x < y)), equal & (x == y)
+    return tuple(jnp.where(comes, x, y) for x, y in zip(a, b, strict=True))
+
+  return jax.lax.reduce(held, ends, first, (2,))[3]
 
 
 def pool(

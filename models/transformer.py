@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import memory, sharding
 from kvjax.method import Method
-from kvjax.types import At, CacheSpec, Carry, Env, Prompt
+from kvjax.types import At, CacheSpec, Carry, Env, OwnRows, Prompt
 from models import parallel
 from models.config import PRECISIONS, ModelConfig
 from models.layers import GatedMLP, Projections, RMSNorm
@@ -237,9 +237,8 @@ class Transformer(nnx.Module):
         at = At(i, self.env, method)
         prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
         x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
-        # What a layer keeps is made before the next one begins: or else its queries, keys and
-        # values wait for the end of the prompt, and so do those of all layers.
-        x, cache = jax.lax.optimization_barrier((x, cache))
+        if layers is None:
+          x, cache = _done(x, cache)
         new.append(cache)
         reports.append(aux)
       if not all_logits:
@@ -349,6 +348,17 @@ class Transformer(nnx.Module):
     if self.products is None:
       return contextlib.nullcontext()
     return jax.default_matmul_precision(self.products)
+
+
+def _done(x: Array, cache: Any) -> tuple[Array, Any]:
+  """Both of them, and what a layer keeps is made before the next one begins: or else its queries,
+  keys and values wait for the end of the prompt, and so do those of all layers.
+  """
+  # What lies in the host's memory stays out of it.
+  parts, tree = jax.tree.flatten(cache, is_leaf=lambda part: isinstance(part, OwnRows))
+  held = {i: part for i, part in enumerate(parts) if not isinstance(part, OwnRows)}
+  x, held = jax.lax.optimization_barrier((x, held))
+  return x, jax.tree.unflatten(tree, [held.get(i, part) for i, part in enumerate(parts)])
 
 
 def _precision(precision: str | None, dtype: Any) -> tuple[Any, str | None]:

@@ -7,6 +7,7 @@ operation by operation. The host stays ahead of the device as long as a layer ta
 dispatch, a few tenths of a millisecond.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -71,18 +72,35 @@ class ByLayer:
     return (logits, caches, aux) if with_aux else (logits, caches)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Form:
+  """What layers of equal shapes have in common; one object for all, compared by what it is: to
+  hash the description anew would take a third of a dispatch.
+  """
+
+  graph: Any
+  tree: Any
+
+  def layer(self, leaves: list[Array]) -> Any:
+    return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
+
+
+_form = functools.cache(_Form)
+
+
 class _Layer:
-  """A layer by its description and its arrays."""
+  """A layer by its form and its arrays."""
 
   def __init__(self, layer: nnx.Module):
-    self.graph, state = nnx.split(layer)
-    self.leaves, self.tree = jax.tree.flatten(state)
+    graph, state = nnx.split(layer)
+    self.leaves, tree = jax.tree.flatten(state)
+    self.form = _form(graph, tree)
 
   def prefill(self, at: At, x: Any, cache: Any, prompt: Prompt, carry: Any) -> Any:
-    return _prefill(self.graph, self.tree, _alike(at), self.leaves, cache, x, prompt, carry)
+    return _prefill(self.form, _alike(at), self.leaves, cache, x, prompt, carry)
 
   def decode(self, at: At, x: Any, parts: Any, cache: Any, live: Any, carry: Any) -> Any:
-    return _decode(self.graph, self.tree, _alike(at), self.leaves, cache, x, parts, live, carry)
+    return _decode(self.form, _alike(at), self.leaves, cache, x, parts, live, carry)
 
 
 def _alike(at: At) -> At:
@@ -90,19 +108,17 @@ def _alike(at: At) -> At:
   return At(at.top.alike(at.layer), at.env, at.top)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _prefill(
-  graph: Any, tree: Any, at: At, leaves: Any, cache: Any, x: Any, prompt: Prompt, carry: Any
+  form: _Form, at: At, leaves: Any, cache: Any, x: Any, prompt: Prompt, carry: Any
 ) -> Any:
-  layer = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-  x, cache, carry, aux = layer.prefill(at, x, cache, prompt, carry)
+  x, cache, carry, aux = form.layer(leaves).prefill(at, x, cache, prompt, carry)
   return x, offload.settled(cache), carry, aux
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _decode(
-  graph: Any, tree: Any, at: At, leaves: Any, cache: Any, x: Any, parts: Any, live: Any, carry: Any
+  form: _Form, at: At, leaves: Any, cache: Any, x: Any, parts: Any, live: Any, carry: Any
 ) -> Any:
-  layer = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-  x, parts, cache, carry, aux = layer.decode(at, x, parts, cache, live, carry)
+  x, parts, cache, carry, aux = form.layer(leaves).decode(at, x, parts, cache, live, carry)
   return x, parts, offload.settled(cache), carry, aux

@@ -36,6 +36,8 @@ class ETF(Wrapper):
     start: ℓ_s = ⌊start·L⌋.
     kv: a frozen token's key and value: "previous", those of the layer below (App. D), or
       "project", projected from the state that it keeps (§IV-C), at the price of the projection.
+      Only the latter is harmless to a model that was not trained for it: on SmolLM2 the KL to the
+      full cache is 0.016 nats, with "previous" 2.0.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("active", "apart", "fill")

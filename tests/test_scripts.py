@@ -42,6 +42,7 @@ ARGUMENTS = {
   "art_study": ("NPZ", "--tile", "--least", "--out"),
   "hit_rates": ("OUT", "--length", "--history", "--layers"),
   "record": ("OUT", "--layers", "--stride"),
+  "sharing_study": ("FOLDER", "--length", "--steps", "--budget"),
   "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),

@@ -140,7 +140,7 @@ def main(args: Args) -> None:
     for line, points in kept.items()
   }
   n = (
-    f"{len(args.starts)} texts x {model.config.layers} layers x {model.config.kv_heads} KV heads "
+    f"{len(args.starts)} text(s) x {model.config.layers} layers x {model.config.kv_heads} KV heads "
     f"x {args.steps} steps"
   )
   about = {name: x for name, x in bench.environment().items() if name != "command"}

@@ -51,8 +51,6 @@ CASES = {name: cls.example(256) for name, cls in METHODS.items()} | {
 
 SORTING = {
   "r_kv": "when its buffer is full, once in `buffer` steps, it ranks and moves what it keeps",
-  "infllm": "orders the blocks of the store by score, and their places on the device by age",
-  "ltri": "divides a block into spans when it leaves the window, once in 128 steps",
 }
 
 

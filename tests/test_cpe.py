@@ -13,9 +13,8 @@ from tests.test_psaw import visible
 from tests.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 # A setting under which all three do something in four layers and 30 tokens.
-TIGHT = CPE(
-  k=4, sinks=2, local=3, block=4, tau=0.1, phi=0.4, psi=0.4, alpha=1.2, gamma=0.8, start=0.25
-)
+SETTING = {"k": 4, "sinks": 2, "local": 3, "block": 4, "tau": 0.1, "start": 0.25}
+TIGHT = CPE(**SETTING, phi=0.4, psi=0.4, alpha=1.2, gamma=0.8, kv="previous")
 STEPS = 12
 
 

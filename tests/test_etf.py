@@ -107,7 +107,7 @@ def test_projected_top_layer_changes_nothing():
   """Keys and values come from the same states as ever, and no layer reads what is not computed."""
   full = Run(Full()).generate(STEPS)
   np.testing.assert_allclose(Run(ETF(sinks=1, kv="project")).generate(STEPS), full, atol=CLOSE)
-  assert np.abs(Run(ETF(sinks=1)).generate(STEPS) - full).max() > 0.05
+  assert np.abs(Run(ETF(sinks=1, kv="previous")).generate(STEPS) - full).max() > 0.05
 
 
 @pytest.mark.parametrize("neutral", [{"psi": 1.0}, {"gamma": 0.0}, {"start": 1.0}])

@@ -40,7 +40,7 @@ class CPE(Wrapper):
   alpha: float = 1.0
   psi: float = 0.5
   gamma: float = 1.0
-  kv: str = "previous"
+  kv: str = "project"
   start: float = 0.75
 
   def __post_init__(self):

@@ -22,8 +22,8 @@ class ETF(Wrapper):
       E_ℓ(T) = ⌊(1 − ψ^(γ·(ℓ − ℓ_s)/(L − ℓ_s)))·T⌋ for ℓ ≥ ℓ_s, and 0 below,
 
   where layers and positions count from 1 (one range for all queries, Fig. 5). A frozen token keeps
-  the state that the layer below gave it: no projection, attention or MLP is computed for it. The
-  other tokens still attend to it; decoding is the base's.
+  the state that the layer below gave it: no query, attention or MLP is computed for it. The other
+  tokens still attend to it; decoding is the base's.
 
   E depends on the length of the whole prompt, so a prompt is read at once. A further turn is a
   prompt of its own: T, i and the first tokens are counted within it.
@@ -34,10 +34,10 @@ class ETF(Wrapper):
     psi: ψ, share of the prompt that the top layer computes where γ = 1, in (0, 1]; 1 freezes none.
     gamma: γ, how fast the frozen part grows, 0 or more; 0 freezes none.
     start: ℓ_s = ⌊start·L⌋.
-    kv: a frozen token's key and value: "previous", those of the layer below (App. D), or
-      "project", projected from the state that it keeps (§IV-C), at the price of the projection.
-      Only the latter is harmless to a model that was not trained for it: on SmolLM2 the KL to the
-      full cache is 0.016 nats, with "previous" 2.0.
+    kv: a frozen token's key and value: "project", projected from the state that it keeps (§IV-C, D:
+      freezing comes after the projection), or "previous", those of the layer below (App. D), which
+      saves the projection too. A model that was not trained for the latter does not survive it: on
+      SmolLM2 the KL to the full cache is 2.0 nats, with "project" 0.016.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("active", "apart", "fill")
@@ -45,7 +45,7 @@ class ETF(Wrapper):
   psi: float = 0.5
   gamma: float = 1.0
   start: float = 0.75
-  kv: str = "previous"
+  kv: str = "project"
 
   def __post_init__(self):
     super().__post_init__()

@@ -25,6 +25,7 @@ from scripts.benches.e2e import weights
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared
 MODEL = "Llama-3.1-8B"
+FEWEST = kvjax.PSAW(kvjax.ETF(kv="previous"))  # leaves out most
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
@@ -33,7 +34,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     if only in (name := f"dense {_thousands(tokens)}"):
       yield dense_case(name, tokens, peers, quick)
   tokens = 96 if quick else 32 << 10
-  for method in (kvjax.PSAW(), kvjax.PSAW(kvjax.ETF())):
+  for method in (kvjax.PSAW(), FEWEST):
     if only in (name := f"top layer of {_words(method)} {_thousands(tokens)}"):
       yield layer_case(name, method, tokens, quick)
   if only in (name := f"model {_thousands(tokens)}"):
@@ -270,7 +271,7 @@ def timed(model: Transformer, method: kvjax.Method, tokens: int, compiled: Any) 
 def model_case(name: str, tokens: int, quick: bool) -> Case:
   """A whole prompt under ETF + PSAW against Full; checked against our kernel for everything."""
   model = weights("tiny" if quick else MODEL)
-  full, ours = kvjax.Full(), kvjax.PSAW(kvjax.ETF())
+  full, ours = kvjax.Full(), FEWEST
   ways = {"kvjax": (ours, "auto"), "Full": (full, "auto")}
   ways["check"] = ours, "reference" if quick else "pallas"
   if not quick:  # what is dense by cuDNN, which has no CPU

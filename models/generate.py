@@ -97,8 +97,9 @@ def prefill(
 
   Compiles once per shape of `tokens`: callers round T up to a few sizes. With `chunk`, it compiles
   once for the first chunk and then once for every doubling of what is cached, whatever T is.
-  Methods that stream read a prompt in pieces of their own (`Method.pieces`), row by row; that
-  compiles once or twice, however long the prompt is.
+  Methods that stream read a prompt in pieces of their own (`Method.pieces`), row by row, of one or
+  two widths, however long the prompt is. Those that ask for it (`Method.by_layer`) are compiled for
+  a layer, not for all of them at once.
 
   Args:
     model: the decoder.
@@ -140,7 +141,7 @@ def prefill(
     raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
   whole = jnp.asarray(total, jnp.int32)
   layered = ByLayer(model) if by_layer.suits(model, method) else None
-  graph, leaves = split(model)
+  graph, leaves = (None, []) if layered else split(model)
 
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32)

@@ -410,6 +410,7 @@ def test_by_layer_equals_the_whole():
   for name in ("last", "logits", "logprobs"):
     rows = whole.tokens >= 0 if name != "last" else slice(None)
     got, want = (np.asarray(getattr(x, name))[rows] for x in (mine, whole))
+    # Not to the bit: what is compiled alone is fused otherwise.
     np.testing.assert_allclose(got, want, atol=1e-5)
   chex.assert_trees_all_close(ours, theirs, atol=1e-5)
 

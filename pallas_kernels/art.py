@@ -178,6 +178,7 @@ def _walk_kernel(
   detector: Detector | None,
   log_ratio: float | None,
   rings: bool,
+  loaded: bool,
 ) -> None:
   """q [R, G, H], k, v [R, S, H], (table [R, W], count [R], (unread [R, G, W + 1],))
   (ring [R, 2], seen [B],) start, stop [R] or one per batch row -> what `_split.results` lists, and
@@ -304,8 +305,8 @@ def _walk_kernel(
       last = first + jnp.minimum(many, mine - first)
       return last, lax.fori_loop(first * parts, last * parts, step, walk)
 
-    _, walk = lax.while_loop(unfinished, walk_chunk, (jnp.int32(0), walk))
-    carry, walked = walk.carry, walk.walked
+    fetched, walk = lax.while_loop(unfinished, walk_chunk, (jnp.int32(0), walk))
+    carry, walked = walk.carry, fetched if loaded else walk.walked
 
   piece = _split.Piece(pid, row, part, jnp.int32(splits), jnp.bool_(True))
   _split.store(piece, carry, outputs, groups=groups, head_dim=head_dim)
@@ -337,6 +338,7 @@ def walk(
   seen: Int[Array, " B"] | None = None,
   splits: int | None = None,
   chunk: int = CHUNK,
+  loaded: bool = False,
   scale: float | None = None,
   cut: config.Config | None = None,
   interpret: bool | None = None,
@@ -374,13 +376,14 @@ def walk(
     splits: P; None: as many as fill the device, by the shapes alone.
     chunk: tiles between two tests for the end while the output moves, at least `patience`; the
       calmer it is, the sooner the next one. Tiles behind the end are loaded for nothing.
+    loaded: count these too.
     scale: factor of the logits; H^−½ if None.
     cut: keys per matrix product, warps and stages; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
     The softmax state, float32: o [B, K, G, H], m and l [B, K, G]; o in the dtype of q; and how many
-    tiles every split walked for every query head.
+    tiles every split walked for every query head, or with `loaded` read.
 
   Raises:
     TypeError, ValueError, NotImplementedError: as `sparse_decode`, or a bad tile or splits.
@@ -436,6 +439,7 @@ def walk(
       detector=detector,
       log_ratio=log_ratio,
       rings=ring is not None,
+      loaded=loaded,
     ),
     *flat,
     *(start.reshape(-1), stop.reshape(-1)),

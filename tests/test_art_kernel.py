@@ -176,6 +176,24 @@ def test_newest_first_needs_no_table(sinks, first, splits):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
+  slots, tile, chunk, patience = 400, 16, 4, 2
+  q, k, v = inputs(splits, 2, 2, 2, slots, 24)
+  start, stop = np.zeros((2, 1), np.int32), np.array([[400], [70]], np.int32)
+  bounds = jnp.asarray(start), jnp.asarray(stop)
+  run = functools.partial(
+    walk, *map(jnp.asarray, (q, k, v)), None, None, *bounds, tile=tile, splits=splits
+  )
+  how = {**LOOSE, "patience": patience, "chunk": chunk}
+  (state, _, walked), (same, _, loaded) = (run(**how, loaded=each) for each in (False, True))
+  np.testing.assert_array_equal(state.o, same.o)
+  tiles = -(-stop // tile)[..., None, None]
+  whole = (tiles - np.arange(splits)[:, None] + splits - 1) // splits
+  assert (loaded >= walked).all() and (loaded <= np.minimum(walked + chunk - 1, whole)).all()
+  assert (loaded > walked).any() and (walked < whole).any()
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("sinks", "kept"), [(0, 0), (5, 1), (20, 3)])
 def test_a_ring_is_walked_around(sinks, kept, splits):

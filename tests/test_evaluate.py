@@ -1,6 +1,7 @@
 """The evaluation program on a tiny model: what it measures, and that nothing stops it for good."""
 
 import dataclasses
+import gzip
 import json
 import os
 import pathlib
@@ -221,6 +222,23 @@ def test_a_finished_run_has_nothing_to_do(loaded, finished, monkeypatch):
   monkeypatch.setattr(evaluate.Runner, "_read", None)
   again = run(loaded, finished[0], "--modes", "aware", "agnostic")
   assert again == finished[1]
+
+
+def test_packed_rows_are_read_and_added_to(loaded, finished, tmp_path):
+  """A folder whose rows were packed counts as run; what comes later lies beside them."""
+  few = run(loaded, tmp_path, samples=2, methods=("snapkv",))
+  rows = tmp_path / store.ROWS
+  packed = tmp_path / store.PACKED
+  packed.write_bytes(gzip.compress(rows.read_bytes()))
+  rows.unlink()
+  assert store.read(tmp_path) == few
+  more = run(loaded, tmp_path, "--modes", "aware", "agnostic")
+  assert more[: len(few)] == few
+  assert len(rows.read_text().splitlines()) == len(more) - len(few)
+  assert by_key(without_seconds(more)) == by_key(without_seconds(finished[1]))
+  packed.write_bytes(packed.read_bytes()[:-9])
+  with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: damaged"):
+    store.read(tmp_path)
 
 
 def test_a_run_can_be_added_to(loaded, finished, tmp_path):

@@ -13,7 +13,7 @@ from kvjax import dispatch, foresight, softmax_state
 from kvjax.method import Aux, Method
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
-from kvjax.ops import attention, slots, smoothing, tiles
+from kvjax.ops import attention, slots, smoothing
 from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import Selective
 from kvjax.softmax_state import State
@@ -429,7 +429,10 @@ class PRR(Wrapper):
 
     def group(carry: tuple, tokens: tuple[Array, Array]) -> tuple[tuple, None]:
       before, counted = (jax.tree.map(lambda x, i=i: x[i], tokens) for i in (slice(-1), -1))
-      carry, _ = jax.lax.scan(lambda carry, token: step(carry, token, False), carry, before)
+      # Unrolled, the states of all (α, β) pass through memory once for all these tokens.
+      carry, _ = jax.lax.scan(
+        lambda carry, token: step(carry, token, False), carry, before, unroll=True
+      )
       return step(carry, counted, searches)
 
     shape = tried.shape[0], *old.level.shape
@@ -457,9 +460,9 @@ class PRR(Wrapper):
     `state` holds those of all (α, β) [N, B, K, P] after token `last`. The second result says which
     rows have had a score before, and more than k tiles to choose from.
     """
-    k = self.selector.best
+    k, forced = self.selector.best, dict[str, Any](self.forced)
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    top, index = tiles.others(scores, span, **self.forced, k=k + 1)
+    top, index = dispatch.other_tiles(at, scores, span, **forced, k=k + 1)
     counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
     counts &= cache.seen >= self.selector.dense_below
     top, index = top[..., :k], index[..., :k]
@@ -471,15 +474,21 @@ class PRR(Wrapper):
     total = weight.sum(-1)
     wide = self.selector.widened(self.ratio(scores.shape[0], cache.size))
 
-    def rate(state: Smoothed, gamma: Array) -> Array:
-      ahead = self.forecast(state, gamma, last)
-      _, guess = tiles.others(ahead, span, **self.forced, k=wide)
-      found = jnp.where(guess >= 0, slots.take(worth, guess), 0).sum(-1)
+    every = jax.tree.map(lambda x: x.reshape(-1, *scores.shape[1:]), state)  # [N·B, K, P]
+    many = every.level.shape[0] // scores.shape[0]
+    where, when = jax.tree.map(lambda x: jnp.tile(x, (many, *(1,) * (x.ndim - 1))), (span, last))
+
+    def rate(gamma: Array) -> Float[Array, "N B"]:
+      ahead = self.forecast(every, gamma, when)
+      _, guess = dispatch.other_tiles(at, ahead, where, **forced, k=wide, ordered=False)
+      guess = guess.reshape(many, *total.shape, -1)
+      found = jax.vmap(slots.take, (None, 0))(worth, jnp.maximum(guess, 0))
+      found = jnp.where(guess >= 0, found, 0).sum(-1)
       return jnp.where(total > 0, found / jnp.where(total > 0, total, 1), 1.0).sum(-1)
 
     gammas = jnp.array(smoothing.GAMMAS, jnp.float32)[:, None, None, None]
-    rates = jax.vmap(jax.vmap(rate, (None, 0)), (0, None))(state, gammas)
-    return rates.reshape(-1, rates.shape[-1]), counts
+    rates = jax.lax.map(rate, gammas)
+    return jnp.moveaxis(rates, 0, 1).reshape(-1, rates.shape[-1]), counts
 
 
 def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:

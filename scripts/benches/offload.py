@@ -28,7 +28,8 @@ LAYERS = 32  # of the model that the shape is taken from
 PART = 4  # of them that are run: what all of them take is that many times as much
 TOKENS = 800 << 10
 LENGTHS = (100 << 10, 200 << 10, 400 << 10, TOKENS - 8192)
-MINUTES = "KVJAX_STREAM_MINUTES"  # how long the whole stream may take, compiling included (8)
+# Of the whole stream: how long it may take, compiling included (8), and its tokens (819200).
+MINUTES, LENGTH = "KVJAX_STREAM_MINUTES", "KVJAX_STREAM_TOKENS"
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
@@ -299,9 +300,9 @@ def stream(quick: bool) -> Case:
 def whole(quick: bool) -> Case:
   """The stream in earnest, chunk after chunk: its rate and the memory in use all along."""
   began, minutes = time.monotonic(), float(os.environ.get(MINUTES, 8))
-  part = 2 if quick else min(LAYERS, _layers_that_fit())
+  total, mark = (512, 128) if quick else (int(os.environ.get(LENGTH, TOKENS)), 100 << 10)
+  part = 2 if quick else min(LAYERS, _layers_that_fit(total))
   model, method = _model(quick, part)
-  total, mark = (512, 128) if quick else (TOKENS, 100 << 10)
   spec, leaves = model.spec(1, total), split(model)[1]
   held = method.init_caches(spec)
   sizes = _bytes(held)
@@ -401,10 +402,10 @@ def _named(tokens: int) -> str:
   return f"{tokens >> 10}K" if tokens > 1024 else str(tokens)
 
 
-def _layers_that_fit() -> int:
+def _layers_that_fit(tokens: int) -> int:
   """How many layers' stores the host's memory and the pool of pinned memory have room for."""
   config = PRESETS["Llama-3.1-8B"]
-  of_layer = 2 * TOKENS * config.kv_heads * config.head_dim * 2
+  of_layer = 2 * tokens * config.kv_heads * config.head_dim * 2
   pool = float(os.environ.get(offload.LIMIT, 64)) * 2**30
   found = re.search(r"MemAvailable:\s+(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
   available = int(found[1]) * 1024 - (12 << 30) if found else pool

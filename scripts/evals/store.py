@@ -3,17 +3,22 @@
 Lines are appended and synced to disk as they come; a line that was cut off is dropped when the
 folder is opened again. What decides the numbers (model, seed, device, …) is written first, and a
 run with other settings is refused. Folders of equal settings can be put together.
+
+`gzip rows.jsonl` packs a folder for keeping: what is packed is read with what comes after it.
 """
 
 import fcntl
+import gzip
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
+PACKED = f"{ROWS}.gz"
 KEY = ("task", "length", "mode", "method", "budget", "index")
 
 
@@ -60,7 +65,7 @@ class Store:
     if path.is_file():
       self._compare(self.folder)
       return
-    if self._file.tell():
+    if self._file.tell() or (self.folder / PACKED).is_file():
       raise ValueError(f"{self.folder}: found {ROWS} without {SETTINGS}, expected both or none")
     aside = path.with_name(f".{SETTINGS}")
     aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
@@ -115,20 +120,36 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
-  """The rows of a folder; a last line that was cut off is left out (`repair`: and removed).
+  """The rows of a folder, packed ones first.
+
+  A last line that was cut off is left out (`repair`: and removed).
 
   Raises:
     FileNotFoundError: there are no results.
     ValueError: a line before the last is damaged.
   """
-  path = folder / ROWS
-  if not path.is_file():
+  path, packed = folder / ROWS, folder / PACKED
+  if not path.is_file() and not packed.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
-  data = path.read_bytes()
-  whole = data[: data.rfind(b"\n") + 1]
-  if repair and len(whole) < len(data):
-    os.truncate(path, len(whole))
-  return [_parse(path, number, line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+  rows = _parsed(packed, _unpacked(packed)) if packed.is_file() else []
+  if path.is_file():
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if repair and len(whole) < len(data):
+      os.truncate(path, len(whole))
+    rows += _parsed(path, whole)
+  return rows
+
+
+def _unpacked(path: pathlib.Path) -> bytes:
+  try:
+    return gzip.decompress(path.read_bytes())
+  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise ValueError(f"{path}: damaged ({error}), expected packed rows of results") from error
+
+
+def _parsed(path: pathlib.Path, lines: bytes) -> list[dict[str, Any]]:
+  return [_parse(path, number, line) for number, line in enumerate(lines.split(b"\n")[:-1], 1)]
 
 
 def _parse(path: pathlib.Path, number: int, line: bytes) -> dict[str, Any]:

@@ -7,10 +7,15 @@
 A contender whose output misses the float32 reference gets no time. The floor is the bytes that
 must move over the bandwidth that a plain streaming read reached in the same run. Results are
 written after every case, beside those of other cases that a run with the same versions left there:
-a run that is stopped leaves what it measured, and the rest can be measured later.
+a run that is stopped leaves what it measured, and the rest can be measured later, or by another
+process at the same time.
+
+    python -m scripts.bench --add run/nvidia-h200 --out scripts/results      from another folder
 """
 
 import argparse
+import contextlib
+import fcntl
 import importlib
 import json
 import math
@@ -21,6 +26,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -32,7 +38,7 @@ os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
 import jax
 import numpy as np
 
-from scripts import common
+from scripts import common, quiet
 from scripts.benches import Case
 
 SUITES = (
@@ -71,9 +77,17 @@ def environment() -> dict[str, str]:
     "python": platform.python_version(),
     **versions,
     "command": shlex.join(
-      ["python", "-m", f"scripts.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]
+      ["python", "-m", f"scripts.{pathlib.Path(sys.argv[0]).stem}", *_said(sys.argv[1:])]
     ),
   }
+
+
+def _said(arguments: list[str]) -> list[str]:
+  """A command's arguments but for where results went."""
+  if "--out" not in arguments:
+    return arguments
+  at = arguments.index("--out")
+  return arguments[:at] + arguments[at + 2 :]
 
 
 def check(case: Case) -> dict[str, float]:
@@ -93,11 +107,12 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
   wrong = {name for name, error in errors.items() if not error <= case.tolerance}
   timed = [contender for contender in case.contenders if contender.name not in wrong]
   times: dict[str, list[float]] = {contender.name: [] for contender in timed}
-  for contender in timed:
-    contender.seconds()
-  for _ in range(repetitions):
+  with quiet.alone():
     for contender in timed:
-      times[contender.name].append(contender.seconds())
+      contender.seconds()
+    for _ in range(repetitions):
+      for contender in timed:
+        times[contender.name].append(contender.seconds())
   results = []
   for contender in case.contenders:
     row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}
@@ -168,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="suites:\n" + "\n".join(f"  {name:10} {suite(name).__doc__}" for name in SUITES),
   )
-  parser.add_argument("suite", choices=SUITES, help="what to time")
+  parser.add_argument("suite", nargs="?", choices=SUITES, help="what to time")
   parser.add_argument(
     "--quick", action="store_true", help="tiny shapes, few repetitions, any device"
   )
@@ -194,7 +209,20 @@ def main(argv: list[str] | None = None) -> int:
     metavar="M",
     help="begin no case after that",
   )
+  parser.add_argument(
+    "--add",
+    nargs="+",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="run nothing: take over the cases of the bench_*.json there, in --out",
+  )
   options = parser.parse_args(argv)
+  if (options.suite is None) == (options.add is None) or (options.add and not options.out):
+    parser.error("expected a suite to run, or --add with --out")
+  if options.add:
+    for folder in options.add:
+      print("\n".join(add(folder, options.out)))
+    return 0
   repetitions = options.repetitions or (3 if options.quick else 20)
   facts = environment()
   print(_head(facts))
@@ -213,27 +241,67 @@ def main(argv: list[str] | None = None) -> int:
   return int(any("us" not in row for report in reports for row in report["results"]))
 
 
+def results_of(folder: pathlib.Path, suite: str, facts: dict[str, str]) -> pathlib.Path:
+  """<folder>/<device>/bench_<suite>.json."""
+  return folder / "-".join(facts["device"].lower().split()) / f"bench_{suite}.json"
+
+
 def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[dict]) -> None:
   """<folder>/<device>/bench_<name>.json and .txt, complete after every case."""
-  path = folder / "-".join(facts["device"].lower().split()) / f"bench_{name}.json"
+  path = results_of(folder, name, facts)
   path.parent.mkdir(parents=True, exist_ok=True)
-  new = {report["case"] for report in reports}
-  cases = [report for report in earlier(path, facts) if report["case"] not in new] + reports
-  for whole, text in (
-    (path, json.dumps({**facts, "cases": cases}, indent=1)),
-    (path.with_suffix(".txt"), "\n\n".join([_head(facts), *map(table, cases)])),
-  ):
-    with common.written_aside(whole) as aside:
-      aside.write_text(text + "\n")
+  new = {report["case"]: report for report in reports}
+  with _locked(path.parent):
+    held = earlier(path, facts)
+    cases = [new.pop(report["case"], report) for report in held.pop("cases", [])]
+    cases += new.values()
+    # Each case has the command that measured it.
+    facts = {**held, **facts, "command": f"python -m scripts.bench {name}"}
+    for whole, text in (
+      (path, json.dumps({**facts, "cases": cases}, indent=1)),
+      (path.with_suffix(".txt"), "\n\n".join([_head(facts), *map(table, cases)])),
+    ):
+      with common.written_aside(whole) as aside:
+        aside.write_text(text + "\n")
 
 
-def earlier(path: pathlib.Path, facts: dict[str, str]) -> list[dict[str, Any]]:
-  """The cases of a file, where it was made with the same versions."""
-  if not path.exists():
-    return []
-  held = json.loads(path.read_text())
-  same = all(held.get(key) == value for key, value in facts.items() if key != "command")
-  return held["cases"] if same else []
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """Other processes that write there wait."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(descriptor)
+
+
+def earlier(path: pathlib.Path, facts: dict[str, str]) -> dict[str, Any]:
+  """What a file has, if it was made with the same versions of what both name."""
+  held = json.loads(path.read_text()) if path.exists() else {}
+  same = all(held.get(key, value) == value for key, value in facts.items() if key != "command")
+  return held if same else {}
+
+
+def add(folder: pathlib.Path, out: pathlib.Path) -> list[str]:
+  """Takes over the cases of another folder's files; what was taken, a line each.
+
+  Raises:
+    FileNotFoundError: there are none.
+    ValueError: one here was made with other versions.
+  """
+  taken = []
+  for path in sorted(folder.glob("bench_*.json")):
+    facts = json.loads(path.read_text())
+    name, cases = path.stem.removeprefix("bench_"), facts.pop("cases")
+    mine = results_of(out, name, facts)
+    if mine.exists() and not earlier(mine, facts):
+      raise ValueError(f"{mine}: found results of other versions than {path}, expected the same")
+    write(out, name, facts, cases)
+    taken += [f"{name}: {case['case']}" for case in cases]
+  if not taken:
+    raise FileNotFoundError(f"{folder}: found no bench_*.json, expected results of bench")
+  return taken
 
 
 def _head(facts: dict[str, str]) -> str:
@@ -241,4 +309,5 @@ def _head(facts: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  with common.one_line_errors():
+    sys.exit(main())

@@ -1,12 +1,19 @@
-"""What only a GPU can show, one step after another: kernel tests, then timings, then evaluations.
+"""What only a GPU can show: kernel tests, timings, evaluations, side by side on all GPUs there are.
 
     python -m scripts.on_gpu --out run                  everything
     python -m scripts.on_gpu --out run --minutes 9      goes on where the last call ended
     python -m scripts.on_gpu --out run --only kernels sparse
+    python -m scripts.on_gpu --out run --beside 3       three steps at a time on each GPU
 
 Every step is a process with a limit of its own, so that none takes the others down. What it prints
 is in OUT/<step>.log, what became of all of them in OUT/steps.json. A step that ended well is not
-repeated; one that failed or ran into its limit is.
+repeated; one that failed or ran into its limit is, and goes on from what it wrote.
+
+Steps that take all GPUs come first, one after another; the others take what place is free. While
+one of them times something, those that share its GPU are stopped. Afterwards
+
+    python -m scripts.bench --add OUT/<device> --out scripts/results
+    python -m scripts.evaluate --only-report --add OUT/evaluation/* --out FOLDER
 """
 
 import argparse
@@ -14,56 +21,214 @@ import dataclasses
 import json
 import os
 import pathlib
+import queue
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 
-from scripts import common, console
+from scripts import common, quiet
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
-LIMIT = 100  # seconds that most steps may take
+LIMIT = 150  # seconds that most steps may take
+LEAST = 30  # a step that has less before it is not started
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A module with its arguments, in which {out} is the folder of results."""
+  """A module with its arguments, in which {out} is the folder of results.
+
+  Attributes:
+    arguments: what comes behind `python -m`.
+    limit: seconds after which it is stopped.
+    gpus: how many it needs; without them it is left out.
+  """
 
   arguments: str
   limit: int = LIMIT
+  gpus: int = 1
 
   def command(self, out: pathlib.Path) -> list[str]:
-    return [sys.executable, "-m", *(part.format(out=out) for part in self.arguments.split())]
+    return [sys.executable, "-m", *(part.format(out=out) for part in shlex.split(self.arguments))]
 
 
 KERNEL_TESTS = " ".join(
   sorted(f"tests/{path.name}" for path in (REPO / "tests").glob("test_*kernel*.py"))
   + ["tests/test_prefill_pieces.py", "tests/test_offload.py", "tests/test_speculation.py"]
 )
-BOUNDED = "streaming_llm lm_infinite random h2o tova vatp snapkv pyramidkv longflow r_kv"
-EVALUATE = "scripts.evaluate --tasks needle kl --lengths 2048 --samples 50 --out {out}/evaluation"
+
+
+def bench(suite: str, only: str = "", limit: int = LIMIT, gpus: int = 1, few: bool = True) -> Step:
+  """A suite of `scripts.bench`, or those of its cases whose names contain `only`."""
+  how = "--repetitions 5 " * few + f"--only {shlex.quote(only)} " * bool(only)
+  return Step(f"scripts.bench {suite} {how}--out {{out}}", limit, gpus)
+
+
+def evaluation(part: str, arguments: str) -> Step:
+  """A part of SmolLM2's evaluation, in a folder of its own."""
+  how = f"--samples 50 --memory 10 --out {{out}}/evaluation/{part}"
+  return Step(f"scripts.evaluate {arguments} {how}", 540)
+
+
+NEEDLE = "--tasks needle kl --lengths 2048 --budgets 256 512 --methods"
+EVERY = NEEDLE.replace("256", "128 256")
+RULER = (
+  "--tasks niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multivalue "
+  "niah_multiquery --lengths 1024 2048 4096 --budgets 256 512 --methods"
+)
+EVALUATIONS = {
+  "windows": f"{EVERY} streaming_llm lm_infinite random",
+  "attended": f"{EVERY} h2o tova vatp",
+  "observed": f"{EVERY} snapkv pyramidkv longflow",
+  "redundant": f"{EVERY} r_kv",
+  "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
+  "selected": f"{NEEDLE} quest infllm_v2 double_sparsity hshare",
+  "shared": f"{NEEDLE} prr art topk_oracle cis",
+  "streamed": f"{NEEDLE} infllm ltri",
+  "ruler_full": "--tasks ruler --lengths 1024 2048 4096 --methods full",
+  "ruler_kept": f"{RULER} streaming_llm longflow",
+  "ruler_read": f"{RULER} art prr",
+  "ruler_cpe": f"{RULER} cpe",
+  "ruler_ltri": f"{RULER} ltri",
+}
 
 STEPS = {
+  **{
+    f"scale_70B_{method}": bench("scale", method, 200, 4)
+    for method in ("full", "snapkv", "pyramidkv", "streaming_llm")
+  },
+  **{f"scale_{n}": bench("scale", f"over {n}", 200, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} -q -n 14 -p no:cacheprovider -p no:benchmark", 240),
-  "select": Step("scripts.bench select --out {out}"),
-  "sparse": Step("scripts.bench sparse --repetitions 5 --out {out}", 150),
-  "cpe": Step("scripts.bench cpe --out {out}"),
-  "art": Step("scripts.bench art --out {out}", 150),
-  "art_e2e": Step("scripts.bench art_e2e --repetitions 5 --minutes 4 --out {out}", 300),
-  "speculation": Step("scripts.tune prr"),
-  "prr": Step("scripts.bench prr --repetitions 5 --minutes 2 --out {out}", 180),
-  "prefill": Step("scripts.bench prefill --only 32K --out {out}"),
-  "offload": Step("scripts.bench offload --out {out}", 200),
-  "stream": Step("scripts.bench offload --only whole --out {out}", 590),
-  "heads": Step("scripts.retrieval_heads {out}/heads.json --length 4096", 150),
-  "needles": Step("scripts.needle_recall {out}/needles --heads {out}/heads.json", 500),
+  "select": bench("select", few=False),
+  "sparse": bench("sparse"),
+  "cpe": bench("cpe"),
+  "art": bench("art", limit=240, few=False),
+  **{f"art_e2e_B{n}": bench("art_e2e", f"B{n}", 540) for n in (8, 1, 4, 2)},
+  "speculation": Step("scripts.tune prr", 300),
+  **{f"prr_{n}K": bench("prr", f"T{n}K 1024x16") for n in (16, 32, 64, 128, 256, 512)},
+  "prr_calibration": bench("prr", "calibration"),
+  "prefill": bench("prefill", "32K"),
+  "offload": bench("offload", limit=200),
+  "stream": bench("offload", "whole", 590),
+  "heads": Step("scripts.retrieval_heads {out}/heads.json --length 4096"),
+  "needles": Step("scripts.needle_recall {out}/needles --heads {out}/heads.json", 540),
   "spans": Step("scripts.plot_spans {out}/spans --length 8000 --local 512"),
-  "e2e_sparse": Step("scripts.bench e2e_sparse --repetitions 5 --out {out}", 150),
-  "longflow": Step("scripts.bench longflow --out {out}"),
-  "decode": Step("scripts.bench decode --out {out}", 150),
-  "bounded": Step(f"{EVALUATE} --methods {BOUNDED} --budgets 128 256 512", 500),
-  "methods": Step(f"{EVALUATE} --methods all --budgets 256 512", 500),
+  **{
+    f"e2e_{method}": bench("e2e_sparse", f"{method} Llama", 240)
+    for method in ("Quest", "InfLLM-v2", "CPE", "PRR")
+  },
+  "longflow": bench("longflow", few=False),
+  "decode": bench("decode", few=False),
+  **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
 }
+
+
+class Run:
+  """Steps on their way through the GPUs.
+
+  Args:
+    out: logs and results.
+    gpus: names of the GPUs.
+    end: when the last step has to have ended, by `time.monotonic()`.
+  """
+
+  def __init__(self, out: pathlib.Path, gpus: list[str], end: float):
+    self.out, self.gpus, self.end = out, gpus, end
+    self.began = time.monotonic()
+    self.path = out / "steps.json"
+    self.done = json.loads(self.path.read_text()) if self.path.exists() else {}
+    self._running: dict[str, subprocess.Popen] = {}
+    self._lock = threading.Lock()
+
+  def ended_well(self, name: str) -> bool:
+    return self.done.get(name, {}).get("became") == "done"
+
+  def steps(self, names: list[str], beside: int) -> None:
+    """Runs those that have not ended well: wide ones alone, then `beside` at a time on a GPU."""
+    left = [name for name in names if not self.ended_well(name)]
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in left:
+      wide = STEPS[name].gpus
+      if wide > len(self.gpus):
+        self.say(name, f"needs {wide} GPUs, found {len(self.gpus)}: left out")
+      elif wide > 1:
+        self.step(name, self.gpus[:wide])
+      else:
+        waiting.put(name)
+
+    def work(gpu: str) -> None:
+      while True:
+        try:
+          name = waiting.get_nowait()
+        except queue.Empty:
+          return
+        self.step(name, [gpu])
+
+    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in self.gpus * beside]
+    for worker in workers:
+      worker.start()
+    try:
+      for worker in workers:
+        worker.join()
+    except KeyboardInterrupt:
+      self.end = time.monotonic()  # nothing is started any more
+      for process in list(self._running.values()):
+        os.killpg(process.pid, signal.SIGKILL)
+      raise
+
+  def step(self, name: str, gpus: list[str]) -> None:
+    """Runs one step, and notes what became of it."""
+    limit = min(STEPS[name].limit, self.end - time.monotonic())
+    if limit < min(LEAST, STEPS[name].limit):
+      self.say(name, f"{max(limit, 0):.0f} s left, expected {STEPS[name].limit}: not started")
+      return
+    became, seconds = self.run(name, gpus, limit)
+    self.say(name, f"{became} after {seconds:.0f} s on GPU {','.join(gpus)}")
+    with self._lock:
+      self.done[name] = {"became": became, "seconds": round(seconds, 1)}
+      with common.written_aside(self.path) as aside:
+        aside.write_text(json.dumps(self.done, indent=1) + "\n")
+
+  def run(self, name: str, gpus: list[str], limit: float) -> tuple[str, float]:
+    """What became of a step, and the seconds that it took."""
+    env = os.environ | {
+      "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+      "PYTHONUNBUFFERED": "1",
+      # Others need memory too: steps that share a GPU, and torch beside JAX.
+      "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+      quiet.FOLDER: str((self.out / "quiet").resolve()),
+    }
+    command, began = STEPS[name].command(self.out.resolve()), time.monotonic()
+    with (self.out / f"{name}.log").open("w") as log:
+      how = {"cwd": REPO, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
+
+      def start() -> subprocess.Popen:
+        return subprocess.Popen(command, start_new_session=True, **how)
+
+      with quiet.sharing(self.out / "quiet", gpus, start) as process:
+        self._running[name] = process
+        try:
+          code = process.wait(limit)
+          became = "done" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+          became = f"stopped at its limit of {limit:.0f} s"
+        finally:
+          del self._running[name]
+    return became, time.monotonic() - began
+
+  def say(self, name: str, what: str) -> None:
+    print(f"[{time.monotonic() - self.began:5.0f} s] {name}: {what}", flush=True)
+
+
+def present() -> list[str]:
+  """Names of the GPUs that this process may use; one where none can be counted."""
+  named = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if named:
+    return named.split(",")
+  count = len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
+  return [str(i) for i in range(max(count, 1))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +236,11 @@ def main(argv: list[str] | None = None) -> int:
     prog="python -m scripts.on_gpu",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="steps:\n" + "\n".join(f"  {k:12} {s.limit:4} s at most" for k, s in STEPS.items()),
+    epilog="steps:\n"
+    + "\n".join(
+      f"  {name:22} {step.limit:4} s at most" + f", {step.gpus} GPUs" * (step.gpus > 1)
+      for name, step in STEPS.items()
+    ),
   )
   parser.add_argument(
     "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="logs and results"
@@ -80,52 +249,21 @@ def main(argv: list[str] | None = None) -> int:
     "--only", nargs="+", choices=STEPS, metavar="STEP", help="these steps, in this order"
   )
   parser.add_argument(
-    "--minutes", type=float, default=60, metavar="M", help="start no step that may end later (60)"
+    "--minutes", type=float, default=60, metavar="M", help="all has to have ended by then (60)"
+  )
+  parser.add_argument(
+    "--beside", type=int, default=2, metavar="N", help="steps at a time on each GPU (2)"
   )
   options = parser.parse_args(argv)
+  if options.beside < 1:
+    parser.error(f"--beside: found {options.beside}, expected 1 or more")
   options.out.mkdir(parents=True, exist_ok=True)
-  path = options.out / "steps.json"
-  done = json.loads(path.read_text()) if path.exists() else {}
-  end = time.monotonic() + 60 * options.minutes
   chosen = options.only or list(STEPS)
-  for name in chosen:
-    if done.get(name, {}).get("became") == "done":
-      continue
-    left = max(end - time.monotonic(), 0)
-    if left < STEPS[name].limit:
-      print(f"{name}: {left:.0f} s left, expected {STEPS[name].limit}: not started")
-      continue
-    done[name] = run(name, STEPS[name], options.out)
-    with common.written_aside(path) as aside:
-      aside.write_text(json.dumps(done, indent=1) + "\n")
-  return int(any(done.get(name, {}).get("became") != "done" for name in chosen))
-
-
-def run(name: str, step: Step, out: pathlib.Path) -> dict[str, object]:
-  """What became of a step, and the seconds that it took."""
-  # torch, where it runs beside JAX, needs memory too.
-  env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
-  with console.step(name) as shown, (out / f"{name}.log").open("w") as log:
-    process = subprocess.Popen(
-      step.command(out.resolve()),
-      cwd=REPO,
-      env=env,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-    )
-    try:
-      code = process.wait(step.limit)
-      became = "done" if code == 0 else f"exit status {code}"
-    except subprocess.TimeoutExpired:
-      became = f"stopped after {step.limit} s"
-    finally:
-      if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    shown.note(became)
-    return {"became": became, "seconds": round(shown.seconds, 1)}
+  run = Run(options.out, present(), time.monotonic() + 60 * options.minutes)
+  run.steps(chosen, options.beside)
+  return int(not all(map(run.ended_well, chosen)))
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  with common.one_line_errors():
+    sys.exit(main())

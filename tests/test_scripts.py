@@ -21,7 +21,7 @@ from models.config import ModelConfig
 from models.generate import prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
-from scripts import common, console, demo, on_gpu, record
+from scripts import common, console, demo, record
 from scripts.evals import needle
 from scripts.evals.prompt import Reader
 from scripts.evals.task import Row
@@ -68,23 +68,6 @@ def test_help_names_the_arguments(name, monkeypatch, capsys):
   assert set(ARGUMENTS) <= set(PROGRAMS)
   for argument in ARGUMENTS.get(name, ()):
     assert argument in out
-
-
-def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
-  """One ends, one fails, one runs into its limit; the next call repeats what did not end well."""
-  steps = {"well": on_gpu.Step("platform", 60), "ill": on_gpu.Step("json.tool {out}/none", 60)}
-  endless = on_gpu.Step("http.server 0 --bind 127.0.0.1", 2)
-  monkeypatch.setattr(on_gpu, "STEPS", {**steps, "endless": endless})
-  assert on_gpu.main(["--out", str(tmp_path)]) == 1
-  became = {k: v["became"] for k, v in json.loads((tmp_path / "steps.json").read_text()).items()}
-  assert became["well"] == "done" and became["endless"] == "stopped after 2 s"
-  assert became["ill"].startswith("exit status") and "none" in (tmp_path / "ill.log").read_text()
-  (tmp_path / "none").write_text("{}")
-  capsys.readouterr()
-  assert on_gpu.main(["--out", str(tmp_path), "--only", "well", "ill"]) == 0
-  assert "well" not in capsys.readouterr().out
-  assert on_gpu.main(["--out", str(tmp_path), "--minutes", "0"]) == 1
-  assert "endless: 0 s left, expected 2: not started" in capsys.readouterr().out
 
 
 # ---- the demo's comparison

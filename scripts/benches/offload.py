@@ -20,6 +20,7 @@ from kvjax.methods.ltri import LLAMA_3_8B_HEADS
 from kvjax.types import OwnRows
 from models.generate import join, split
 from models.presets import PRESETS
+from scripts import quiet
 from scripts.benches import Case, Contender, jax_contender, together
 from scripts.benches.e2e import TINY, drawn
 
@@ -339,27 +340,29 @@ def whole(quick: bool) -> Case:
   def over() -> bool:
     return seen == total or time.monotonic() - began > 60 * minutes
 
-  while True:
-    start, first = time.perf_counter(), seen
-    while seen < min(first + mark, total):
-      for _ in range(min(25, (min(first + mark, total) - seen) // method.chunk)):
-        tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
-        logits, held = read(leaves, held, tokens, valid)
-        seen += method.chunk
-      jax.block_until_ready(logits)
+  with quiet.alone():
+    while True:
+      start, first = time.perf_counter(), seen
+      while seen < min(first + mark, total):
+        for _ in range(min(25, (min(first + mark, total) - seen) // method.chunk)):
+          tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
+          logits, held = read(leaves, held, tokens, valid)
+          seen += method.chunk
+        jax.block_until_ready(logits)
+        if over():
+          break
+      taken = time.perf_counter() - start
+      rates.append((seen - first) / taken)
+      used.append(_in_use())
+      times[f"chunk to {_named(seen)}"] = taken * method.chunk / (seen - first)
+      print(
+        f"  {seen:,} tokens: {rates[-1]:,.0f} a second, {used[-1] / 2**30:.3f} GiB in use",
+        flush=True,
+      )
+      if len(rates) == 1 or over():
+        times[f"token at {_named(seen)}"] = token_seconds()
       if over():
         break
-    taken = time.perf_counter() - start
-    rates.append((seen - first) / taken)
-    used.append(_in_use())
-    times[f"chunk to {_named(seen)}"] = taken * method.chunk / (seen - first)
-    print(
-      f"  {seen:,} tokens: {rates[-1]:,.0f} a second, {used[-1] / 2**30:.3f} GiB in use", flush=True
-    )
-    if len(rates) == 1 or over():
-      times[f"token at {_named(seen)}"] = token_seconds()
-    if over():
-      break
   finite = bool(jnp.isfinite(logits).all())
 
   def remarks(seconds: dict[str, float]) -> list[str]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvjax import (
   ART,
   PRR,
+  Carry,
   Env,
   HShare,
   InfLLMv2,
@@ -320,6 +321,13 @@ def test_without_speculation_it_is_the_base():
     layer.prefill([30, 12])
   (want, _), (out, _) = (layer.decode([30, 12]) for layer in layers)
   np.testing.assert_array_equal(out, want)
+
+  def program(layer):
+    q, k, v = (x[..., 30, :] for x in (stream.q, stream.k, stream.v))
+    step = jax.jit(functools.partial(layer.method.decode_step, layer.at))
+    return step.lower(layer.cache, q, k, v, jnp.ones(2, bool), Carry()).as_text()
+
+  assert program(layers[0]) == program(layers[1])
   assert "level" not in PRR(QUEST, budget=2).init(stream.spec(40), 1).heads  # a dense layer
 
 
@@ -448,3 +456,18 @@ def test_kernels_equal_the_reference(kwargs, base):
     if x.dtype == np.int32:  # kernels list tiles by index
       held = [np.sort(x, -1) for x in held]
     np.testing.assert_allclose(held[1], held[0], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
+def test_kernels_calibrate_as_the_reference_does(base):
+  """The search for the best forecasts of every candidate, by the kernel that selects tiles."""
+  stream = Stream.random(9, batch=2, kv_heads=1, tokens=50)
+  method, heads = PRR(base, budget=1.5, history=16, every=2), {}
+  for impl in ("reference", "pallas"):
+    layer = Layer(method, stream, capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
+    layer.prefill([48, 9])
+    heads[impl] = {**layer.cache.heads, "factors": layer.cache.rows["factors"]}
+  np.testing.assert_array_equal(heads["pallas"]["factors"], heads["reference"]["factors"])
+  assert (heads["pallas"]["factors"][0] != heads["pallas"]["factors"][1]).any()
+  for name in ("level", "trend"):
+    np.testing.assert_allclose(heads["pallas"][name], heads["reference"][name], atol=1e-5)

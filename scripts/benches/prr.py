@@ -375,18 +375,34 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
     none = jnp.full_like(cache.seen, -1)
     return method.follow(method.at(ENV, 0), cache, none, q, qpos)
 
+  def rates(impl: str) -> np.ndarray:
+    """Hit rates of all candidates for one token, from states of chance."""
+    method = tried["searched"]
+    at = method.at(dataclasses.replace(ENV, impl=impl), 0)
+    pairs = smoothing.grid().shape[0] // len(smoothing.GAMMAS)
+    shape = pairs, *cache.heads["level"].shape
+    drawn = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(3)))
+
+    @jax.jit
+    def search(q: Any, cache: Cache, state: Any) -> Any:
+      scores = method.base.score(at, cache, q)
+      return method.hit_rates(at, cache, scores, state, cache.seen - 2)[0]
+
+    return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
+
   few: dict[str, Any] = {"calls": 1, "loops": 1}
   contenders = together(
     functools.partial(jax_contender, label, functools.partial(follow, m), [(q, cache, qpos)], **few)
     for label, m in tried.items()
   )
+  contenders[0] = dataclasses.replace(contenders[0], output=functools.partial(rates, "pallas"))
   return Case(
     name=name,
     shapes=f"the last {tokens} tokens of a row's prompt in one layer, every "
     f"{tried['searched'].every}th of them counted, {smoothing.grid().shape[0]} candidates",
     bytes=0,
-    reference=lambda: np.zeros(1),
-    tolerance=0.0,
+    reference=functools.partial(rates, "reference"),
+    tolerance=1e-5,
     contenders=tuple(contenders),
     subject="searched",
     remarks=lambda t: [

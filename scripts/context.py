@@ -1,20 +1,21 @@
 """A long text as a part of a prompt: read from its file and tokenised piece by piece."""
 
 import codecs
+import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 
 from kvjax import offload
 from kvjax.method import Method
-from kvjax.types import CacheSpec, OwnRows
+from kvjax.types import CacheSpec
 from models.tokenizer import Tokenizer
 from scripts import console
 
 PIECE = 1 << 20  # bytes that are read at a time
+COUNTED = 1 << 20  # tokens up to which a cache's arrays are counted one by one
 _MARK = "\N{REPLACEMENT CHARACTER}context\N{REPLACEMENT CHARACTER}"
 
 
@@ -83,18 +84,31 @@ def check_room(method: Method, spec: CacheSpec) -> None:
   Raises:
     MemoryError: the message says what they take and what there is.
   """
-  caches = jax.eval_shape(lambda: method.init_caches(spec))
 
-  def size(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  def size(capacity: int) -> int:
+    """Bytes in the host's memory, where stores lie apart from the device's, else of everything."""
+    held = dataclasses.replace(spec, capacity=capacity)
+    caches = jax.eval_shape(lambda: method.init_caches(held))
+    counted = offload.hosted(caches) if offload.on_host() else jax.tree.leaves(caches)
+    return sum(x.size * x.dtype.itemsize for x in counted)
 
+  need = _affine(size, spec.capacity)
   if offload.on_host():
-    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, OwnRows))
-    offload.check_room(sum(size(x) for x in nodes if isinstance(x, OwnRows) and "k" in x.of))
+    offload.check_room(need)
     return
   there = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  if size(caches) > there:
+  if need > there:
     raise MemoryError(
       f"--context-file: found {spec.capacity:,} tokens, whose caches take "
-      f"{size(caches) / 2**30:.1f} GiB, expected at most the {there / 2**30:.1f} GiB that are free"
+      f"{need / 2**30:.1f} GiB, expected at most the {there / 2**30:.1f} GiB that are free"
     )
+
+
+def _affine(size: Callable[[int], int], capacity: int) -> int:
+  """size(capacity), which beyond `COUNTED` tokens grows evenly: only there are they too many to
+  look at each segment of a store.
+  """
+  if capacity <= COUNTED:
+    return size(capacity)
+  half, whole = size(COUNTED // 2), size(COUNTED)
+  return whole + (whole - half) * (capacity - COUNTED) // (COUNTED // 2)

@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from kvjax import CacheSpec, InfLLM
+from kvjax import CacheSpec, Full, InfLLM, plan_memory
 from scripts import common, context
 from scripts import generate as program
 from tests.test_generate import letters
@@ -52,6 +52,18 @@ def test_a_context_that_does_not_fit():
   with pytest.raises(MemoryError, match="found 17,179,869,184 tokens, whose caches take"):
     context.check_room(InfLLM(), huge)
   context.check_room(InfLLM(4, 8, 4, 2), model().spec(1, 100))
+
+
+@pytest.mark.parametrize("method", [InfLLM(4, 8, 4, 2), Full()], ids=["infllm", "full"])
+def test_what_is_too_long_to_count_is_reckoned(method, monkeypatch):
+  spec = model().spec(1, 5 << 10)
+  exact = plan_memory(spec, method).device
+  monkeypatch.setattr(context, "COUNTED", 1 << 10)
+  monkeypatch.setattr(context.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1}.get(name, exact - 1))
+  with pytest.raises(MemoryError, match="found 5,120 tokens"):
+    context.check_room(method, spec)
+  monkeypatch.setattr(context.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1}.get(name, exact))
+  context.check_room(method, spec)
 
 
 def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):

@@ -97,7 +97,7 @@ EVALUATIONS = {
 STEPS = {
   **{
     f"scale_70B_{method}": bench("scale", method, 200, 4)
-    for method in ("full", "snapkv", "pyramidkv", "streaming_llm")
+    for method in ("pyramidkv", "full", "snapkv", "streaming_llm")
   },
   **{f"scale_{n}": bench("scale", f"over {n}", 200, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} -q -n 14 -p no:cacheprovider -p no:benchmark", 240),

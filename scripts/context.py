@@ -105,8 +105,8 @@ def check_room(method: Method, spec: CacheSpec) -> None:
 
 
 def _affine(size: Callable[[int], int], capacity: int) -> int:
-  """size(capacity), which beyond `COUNTED` tokens grows evenly: only there are they too many to
-  look at each segment of a store.
+  """size(capacity); beyond `COUNTED` tokens by its growth up to there, as a store of billions of
+  tokens has millions of segments.
   """
   if capacity <= COUNTED:
     return size(capacity)

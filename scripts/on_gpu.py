@@ -9,14 +9,15 @@ Every step is a process with a limit of its own, so that none takes the others d
 is in OUT/<step>.log, what became of all of them in OUT/steps.json. A step that ended well is not
 repeated; one that failed or ran into its limit is, and goes on from what it wrote.
 
-Steps that take all GPUs come first, one after another; the others take what place is free. While
-one of them times something, those that share its GPU are stopped. Afterwards
+Steps that take several GPUs come first, one after another; the others take what place is free.
+While one of them times something, those that share its GPU are stopped. Afterwards
 
     python -m scripts.bench --add OUT/<device> --out scripts/results
     python -m scripts.evaluate --only-report --add OUT/evaluation/* --out FOLDER
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -73,7 +74,7 @@ def evaluation(part: str, arguments: str) -> Step:
 
 
 NEEDLE = "--tasks needle kl --lengths 2048 --budgets 256 512 --methods"
-EVERY = NEEDLE.replace("256", "128 256")
+EVERY = "--tasks needle kl --lengths 2048 --budgets 128 256 512 --methods"
 RULER = (
   "--tasks niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multivalue "
   "niah_multiquery --lengths 1024 2048 4096 --budgets 256 512 --methods"
@@ -174,8 +175,11 @@ class Run:
         worker.join()
     except KeyboardInterrupt:
       self.end = time.monotonic()  # nothing is started any more
-      for process in list(self._running.values()):
-        os.killpg(process.pid, signal.SIGKILL)
+      while any(worker.is_alive() for worker in workers):
+        for process in list(self._running.values()):
+          with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.05)  # one that was just starting shows up
       raise
 
   def step(self, name: str, gpus: list[str]) -> None:

@@ -27,7 +27,7 @@ def alone() -> Iterator[None]:
     return
   path, named = pathlib.Path(folder), gpus.split(",")
   with _locked(path, named):
-    del os.environ[FOLDER]
+    del os.environ[FOLDER]  # a nested call, which would wait for this one's locks, does nothing
     try:
       _send(path, named, signal.SIGSTOP)
       time.sleep(SETTLED)

@@ -2,8 +2,11 @@
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -28,6 +31,24 @@ def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
   assert "well" not in capsys.readouterr().out
   assert on_gpu.main(["--out", str(tmp_path), "--minutes", "0"]) == 1
   assert "endless: 0 s left, expected 2: not started" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_all_steps(tmp_path, monkeypatch):
+  endless = on_gpu.Step("http.server 0 --bind 127.0.0.1", 20)
+  monkeypatch.setattr(on_gpu, "STEPS", dict.fromkeys("abc", endless))
+  begun, start = [], subprocess.Popen
+
+  def starting(*args, **kwargs):
+    begun.append(start(*args, **kwargs))
+    return begun[-1]
+
+  monkeypatch.setattr(on_gpu.subprocess, "Popen", starting)
+  timer = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
+  timer.start()
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+  with pytest.raises(KeyboardInterrupt):
+    on_gpu.main(["--out", str(tmp_path)])
+  assert len(begun) == 2 and all(process.poll() is not None for process in begun)
 
 
 COUNTING = """

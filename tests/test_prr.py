@@ -469,5 +469,5 @@ def test_kernels_calibrate_as_the_reference_does(base):
     heads[impl] = {**layer.cache.heads, "factors": layer.cache.rows["factors"]}
   np.testing.assert_array_equal(heads["pallas"]["factors"], heads["reference"]["factors"])
   assert (heads["pallas"]["factors"][0] != heads["pallas"]["factors"][1]).any()
-  for name in ("level", "trend"):
+  for name in ("level", "trend"):  # of scores that kernels sum in another order
     np.testing.assert_allclose(heads["pallas"][name], heads["reference"][name], atol=1e-5)

@@ -29,6 +29,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
   "keep_rows": {"pallas": ("pallas_kernels.keep_rows", "keep")},
   "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
+  "product": {"pallas": ("pallas_kernels.product", "product")},
   "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
   "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
   "add_norm": {"pallas": ("pallas_kernels.add_norm", "add_norm")},

@@ -89,10 +89,12 @@ class Projections(nnx.Module):
     y = (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
     return y + self.bqkv[...][:, part] if hasattr(self, "bqkv") else y
 
-  def out(self, o: Float[Array, "*batch K G H"], impl: str) -> Float[Array, "S *batch D"]:
-    """What attention adds to the residual stream, as summands."""
-    w = self.wo[...]
-    return products.partial_products(o.reshape(*o.shape[:-3], -1), w.reshape(-1, w.shape[-1]), impl)
+  def out(
+    self, o: Float[Array, "*batch K G H"], impl: str, axes: tuple[str, ...]
+  ) -> Float[Array, "S *batch D"]:
+    """What attention adds to the residual stream, as summands; heads are split over these axes."""
+    x, w = o.reshape(*o.shape[:-3], -1), self.wo[...]
+    return products.partial_products(x, w.reshape(-1, w.shape[-1]), impl, axes)
 
 
 class GatedMLP(nnx.Module):
@@ -103,7 +105,9 @@ class GatedMLP(nnx.Module):
     self.gate_up = _init(rngs, (D, 2, F), D, dtype)
     self.down = _init(rngs, (F, D), F, dtype)
 
-  def __call__(self, x: Float[Array, "*batch D"], impl: str) -> Float[Array, "S *batch D"]:
-    """What the MLP adds to the residual stream, as summands."""
+  def __call__(
+    self, x: Float[Array, "*batch D"], impl: str, axes: tuple[str, ...]
+  ) -> Float[Array, "S *batch D"]:
+    """What the MLP adds to the residual stream, as summands; F is split over these mesh axes."""
     y = products.gated_product(x, self.gate_up[...], impl)
-    return products.partial_products(y, self.down[...], impl)
+    return products.partial_products(y, self.down[...], impl, axes)

@@ -2,7 +2,7 @@
 
 A prompt's products are XLA's. A decode step has few rows: on a GPU its products are kernels that
 read a weight once and leave their result where the next one wants it. `partial_products` leaves
-the sum over its splits to `add_norm` or `qkv_heads`, which follow it anyway; here it has one.
+the sum over its splits to `add_norm` or `qkv_heads`, which follow it anyway; XLA's has one.
 
 `impl` is as in `kvjax.Env`; "auto" takes the kernels for 16-bit dtypes, "pallas" for all.
 """
@@ -31,11 +31,17 @@ def kernel(operation: str, batch: tuple[int, ...], dtype: Any, impl: str) -> Any
 
 
 def partial_products(
-  x: Float[Array, "*batch D"], w: Float[Array, "D F"], impl: str
+  x: Float[Array, "*batch D"], w: Float[Array, "D F"], impl: str, axes: tuple[str, ...] = ()
 ) -> Float[Array, "S *batch F"]:
-  """Arrays whose sum over S is x @ w."""
-  run = kernel("partial_products", x.shape[:-1], x.dtype, impl)
-  return run(x, w) if run else _product(x, w)[None]
+  """Arrays whose sum over S is x @ w, the sum over all devices of these mesh axes, which hold
+  parts of D. An all-reduce needs the sum itself: then S is 1.
+  """
+  name = "product" if axes else "partial_products"
+  run = kernel(name, x.shape[:-1], x.dtype, impl)
+  y = run(x, w) if run else _product(x, w)
+  if axes:
+    return jax.lax.psum(y, axes)[None]
+  return y if run else y[None]
 
 
 def gated_product(

@@ -89,16 +89,9 @@ class Layer(nnx.Module):
     """
     env = at.env
     heads = (env.head_axis,) if env.head_axis else ()
-    parts = _all_reduce(self.attention.out(o.astype(x.dtype), env.impl), heads, x.dtype)
+    parts = self.attention.out(o.astype(x.dtype), env.impl, heads)
     x, y = self.mlp_norm.after(x, parts, env.impl)
-    return x, _all_reduce(self.mlp(y, env.impl), env.axes, x.dtype)
-
-
-def _all_reduce(
-  parts: Float[Array, "S *batch D"], axes: tuple[str, ...], dtype: Any
-) -> Float[Array, "S *batch D"]:
-  """Summands of the sum over these mesh axes; without axes those that came."""
-  return jax.lax.psum(parts.sum(0, keepdims=True).astype(dtype), axes) if axes else parts
+    return x, self.mlp(y, env.impl, env.axes)
 
 
 class Transformer(nnx.Module):

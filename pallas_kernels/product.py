@@ -6,8 +6,9 @@ multiprocessors read from the first moment on, and what follows a product rides 
 
 Grid: blocks of columns × splits of the contraction. Every program keeps its columns' sums in
 registers while tiles of the weight stream by, and writes them as they are (`partial_products`:
-whoever reads them next adds the splits up) or through SwiGLU (`gated_product`, whose programs read
-two blocks of columns side by side and do not split).
+whoever reads them next adds the splits up), rounded (`product`) or through SwiGLU
+(`gated_product`, whose programs read two blocks of columns side by side). The latter two do not
+split: what keeps the memory busy there is how much each program has in flight.
 """
 
 import dataclasses
@@ -44,23 +45,42 @@ class Blocking:
   stages: int = 4
 
 
-def blocking(columns: int, *, gated: bool, interpret: bool = False) -> Blocking:
-  """Two programs per multiprocessor or more, by splitting the contraction unless gated.
+def blocking(columns: int, *, interpret: bool = False) -> Blocking:
+  """Two programs per multiprocessor or more, by splitting the contraction.
 
-  Measured on an H200 at 1 and 8 rows, the four products of an 8B and of a 1.7B decoder: tiles of
-  64 × 64 (gated: two of 32 × 64) were first or within 4 % of it everywhere.
+  Measured on an H200 at 1 and 8 rows, the products of 1.7B to 70B decoders, whole and in parts:
+  tiles of 64 × 64 were first or within 5 % of it everywhere.
   """
   if interpret:
-    return Blocking(splits=1 if gated else 2, stages=1)
-  if gated:
-    return Blocking(depth=32, stages=6)
-  cores = device(jax.devices()[0].device_kind).cores
+    return Blocking(splits=2, stages=1)
   blocks = pl.cdiv(columns, Blocking.columns)
-  return Blocking(splits=min(8, max(1, round(2 * cores / blocks))))
+  return Blocking(splits=min(8, max(1, round(2 * _cores() / blocks))))
+
+
+def whole_blocking(columns: int, *, gated: bool, interpret: bool = False) -> Blocking:
+  """Without splits: the fewer blocks of 64 columns, the more each has in flight, and with too few
+  for the multiprocessors they are cut in two.
+
+  Measured on an H200 at 1, 8 and 16 rows, for decoders of 1.7B to 70B whole and in 2 and 4 parts.
+  """
+  if interpret:
+    return Blocking(stages=1)
+  blocks = pl.cdiv(columns, Blocking.columns)
+  if blocks > _cores():
+    return Blocking(depth=32, stages=6) if gated else Blocking()
+  if blocks > 0.7 * _cores():
+    return Blocking(stages=6 if gated else 8)
+  return Blocking(columns=32, stages=8) if gated else Blocking(32, 128, warps=2, stages=6)
+
+
+def _cores() -> int:
+  return device(jax.devices()[0].device_kind).cores
 
 
 def _kernel(x_ref: Any, w_ref: Any, y_ref: Any, *, blocking: Blocking) -> None:
-  """x [B, D], w [D, N] -> y [S, B, N]; w [D, 2, N] -> y [B, N] through SwiGLU."""
+  """x [B, D], w [D, N] -> y [S, B, N], or of one split [B, N]; w [D, 2, N] -> y [B, N] through
+  SwiGLU.
+  """
   rows, depth = x_ref.shape
   gated = len(w_ref.shape) == 3
   block, split = pl.program_id(0), pl.program_id(1)
@@ -87,7 +107,7 @@ def _kernel(x_ref: Any, w_ref: Any, y_ref: Any, *, blocking: Blocking) -> None:
   if gated:
     gate, up = sums
     y = gate / (1 + jnp.exp(-gate)) * up  # silu(x·gate) · (x·up)
-  index = (row, column) if gated else (split, row, column)
+  index = (row, column) if len(y_ref.shape) == 2 else (split, row, column)
   _backend.store(y_ref, *index, value=y.astype(y_ref.dtype), mask=real & inside)
 
 
@@ -116,16 +136,24 @@ def partial_products(
     w: weight in the dtype of x.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
-  cut = blocking(w.shape[1], gated=False, interpret=_backend.interpreted(interpret))
+  cut = blocking(w.shape[1], interpret=_backend.interpreted(interpret))
   shape = cut.splits, x.shape[0], w.shape[1]
   return _run(x, w, cut, jax.ShapeDtypeStruct(shape, jnp.float32), interpret)
+
+
+def product(
+  x: Float[Array, "B D"], w: Float[Array, "D N"], *, interpret: bool | None = None
+) -> Float[Array, "B N"]:
+  """x @ w in the dtype of x; arguments as in `partial_products`."""
+  cut = whole_blocking(w.shape[1], gated=False, interpret=_backend.interpreted(interpret))
+  return _run(x, w, cut, jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype), interpret)
 
 
 def gated_product(
   x: Float[Array, "B D"], w: Float[Array, "D 2 F"], *, interpret: bool | None = None
 ) -> Float[Array, "B F"]:
   """silu(x @ w[:, 0]) · (x @ w[:, 1]) in the dtype of x; arguments as in `partial_products`."""
-  cut = blocking(w.shape[2], gated=True, interpret=_backend.interpreted(interpret))
+  cut = whole_blocking(w.shape[2], gated=True, interpret=_backend.interpreted(interpret))
   return _run(x, w, cut, jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), x.dtype), interpret)
 
 

@@ -388,6 +388,8 @@ def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
     for name, rows, dim, ffn, dtype in (
       ("8B-B1", 1, 4096, 14336, jnp.bfloat16),
       ("B16", 16, 2048, 6144, jnp.bfloat16),
+      ("part-of-8B", 8, 4096, 3584, jnp.bfloat16),
+      ("part-of-70B", 8, 8192, 7168, jnp.bfloat16),
       ("odd-float32", 3, 576, 1000, jnp.float32),
     ):
       x, h = of((rows, dim), dtype), of((rows, ffn), dtype)
@@ -395,6 +397,7 @@ def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       parts = of((4, rows, dim), jnp.float32)
       for function, arguments in (
         (product.partial_products, [h, down]),
+        (product.product, [h, down]),
         (product.gated_product, [x, up]),
         (functools.partial(add_norm, eps=1e-6), [x, parts, of((dim,), jnp.float32)]),
       ):
@@ -517,7 +520,7 @@ CALLS = {
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
-STACK = {"art_walk": 48}
+STACK = {"art_walk": 48, "product": 8}
 
 
 @functools.cache
@@ -545,6 +548,8 @@ def test_compiles_within_limits(call):
     ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
     ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
     ("products-partial_products-8B", "product"),
+    ("products-product-part-of-8B", "product"),
+    ("products-gated_product-part-of-8B", "product"),
     ("prr-repair-pieces-unit64", "repair"),
     ("prr-speculate-unit64", "speculate"),
   ],

@@ -43,6 +43,27 @@ def test_partial_products_add_up(size, dtype):
 
 @dtypes
 @sizes
+def test_product(size, dtype):
+  rows, depth, columns = size
+  (x, w), (wide_x, wide_w) = draw(1, (rows, depth), (depth, columns), dtype=dtype)
+  y = jax.jit(product.product)(x, w)
+  assert y.dtype == x.dtype
+  assert_close(y, wide_x @ wide_w, dtype)
+
+
+def test_products_of_a_part_fill_the_device(monkeypatch):
+  """Fewer columns than multiprocessors ask for are cut into narrower blocks."""
+  monkeypatch.setattr(product, "_cores", lambda: 132)
+  for gated in (False, True):
+    cuts = [product.whole_blocking(n, gated=gated) for n in (14336, 7168, 3584)]
+    assert [cut.columns for cut in cuts] == [64, 64, 32]
+    assert all(cut.splits == 1 for cut in cuts)
+    flying = [cut.stages * cut.depth * cut.columns for cut in cuts]
+    assert flying[0] < flying[1]  # one program instead of two on a multiprocessor
+
+
+@dtypes
+@sizes
 def test_gated_product(size, dtype):
   rows, depth, columns = size
   (x, w), (wide_x, wide_w) = draw(2, (rows, depth), (depth, 2, columns), dtype=dtype)

@@ -16,12 +16,12 @@ from kvjax import sharding
 from models import parallel
 from models.generate import split
 from models.transformer import Transformer
-from scripts.benches import Case, Contender, e2e, jax_contender
+from scripts.benches import Case, Contender, e2e, jax_contender, together
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768
 CONTEXT = 1, 524288
-LARGE = "Llama-3.1-70B", 8, 32768, 4  # the last is devices
+LARGE = "Llama-3.1-70B", 8, 32768  # on four devices; on two without Full, whose caches do not fit
 KEPT = 5  # methods that evict keep one token in so many
 # TPOT without ART over that with it on Llama-3.1-70B, at a fifth of the tokens (ART, Tab. 1).
 GAINS = {
@@ -35,7 +35,9 @@ CHAIN = 64
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Tensor-parallel decode steps and context-parallel attention on 2 and 4 devices, then 70B."""
+  """Tensor-parallel decode steps and context-parallel attention on 2 and 4 devices, then 70B on as
+  many as there are.
+  """
   there = len(jax.devices())
   counts = [n for n in DEVICES if n <= there and not quick] or [min(2, there)]
   name, batch, tokens = ("tiny", 2, 64) if quick else DECODER
@@ -47,12 +49,15 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   for n in counts:
     if only in (label := f"attention B{batch} T{tokens}, slots over {n}"):
       yield attention(label, batch, tokens, n, jnp.float32 if quick else jnp.bfloat16)
-  name, batch, tokens, n = ("tiny", 2, 64, counts[0]) if quick else LARGE
+  name, batch, tokens = ("tiny", 2, 64) if quick else LARGE
+  n = counts[-1]
   labels = {
-    method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART" for method in GAINS
+    method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART"
+    for method in GAINS
+    if quick or n >= (4 if method == "full" else 2)
   }
   wanted = {method: label for method, label in labels.items() if only in label}
-  if n > there or not wanted:
+  if not wanted:
     return
   config, dtype = e2e.shape(name)
   model = e2e.drawn(config, dtype, kvjax.make_mesh(heads=n))
@@ -205,14 +210,15 @@ def filled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) ->
     held = cache.put(slots={**kv, "pos": pos}, rows=rows)
     return method.settle(method.at(env, layer), held, kvjax.Prompt(count, count, None, tokens, 0))
 
-  def drawn(layer: int, cache: kvjax.Cache, key: Any) -> kvjax.Cache:
+  def drawing(layer: int, cache: kvjax.Cache, key: Any) -> Any:
     where = jax.tree.map(lambda x: x.sharding, cache)
     made = jax.jit(fill, static_argnums=0, donate_argnums=1, out_shardings=where)
-    return made(layer, cache, key)
+    return made.lower(layer, cache, key).compile
 
   empty = model.init_caches(method, batch, tokens + e2e.STEPS)
   keys = jax.random.split(jax.random.key(1), len(empty))
-  return tuple(map(drawn, range(len(empty)), empty, keys))
+  programs = together(map(drawing, range(len(empty)), empty, keys))
+  return tuple(draw(cache, key) for draw, cache, key in zip(programs, empty, keys, strict=True))
 
 
 def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> Contender:

@@ -121,7 +121,7 @@ def implementation(
     qpos = prompt.query_index()
     q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
     window = method.window(at, qpos)
-    names.append(dispatch._prompt_implementation(at, {"k": k}, q, window, prompt)[0])
+    names.append(dispatch.prompt._prompt_implementation(at, {"k": k}, q, window, prompt)[0])
 
   k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
   jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -148,7 +148,7 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
 def test_cudnn_is_for_ampere_and_what_came_after(monkeypatch, capability, has):
   device = types.SimpleNamespace(compute_capability=capability)
   monkeypatch.setattr(jax, "devices", lambda: [device])
-  assert dispatch._has_cudnn() == has
+  assert dispatch.prompt._has_cudnn() == has
 
 
 def test_cudnn_by_name_takes_a_prompt_in_pieces():

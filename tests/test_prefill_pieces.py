@@ -112,7 +112,7 @@ def test_plan():
 )
 def test_methods_agree_with_the_reference(method, monkeypatch):
   """A ragged prompt, and a further chunk where there can be one, of the top layer, in float32."""
-  monkeypatch.setattr(dispatch, "_beyond_cudnn", lambda staged: "")
+  monkeypatch.setattr(dispatch.prompt, "_beyond_cudnn", lambda staged: "")
   monkeypatch.setattr(cudnn, "dot_product_attention", stand_in)  # the real one takes 16 bits
   stream = Stream.random(2, tokens=150)
   outputs = []
@@ -133,7 +133,7 @@ def test_windows_that_slide_are_left_to_the_kernel():
   qpos = jnp.arange(40, dtype=jnp.int32)[None]
   prompt = Prompt(jnp.array([40]), jnp.array([40]), None, 40, 0)
   q = jnp.zeros((1, 1, 1, 40, 16))
-  blocks, words = dispatch._pieces(at, staged, q, at.top.window(at, qpos), prompt)
+  blocks, words = dispatch.prompt._pieces(at, staged, q, at.top.window(at, qpos), prompt)
   assert blocks == () and "too few queries" in words
 
 

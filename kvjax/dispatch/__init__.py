@@ -1,0 +1,35 @@
+"""Operations of the moves, each by the implementation that `Env.impl` names (`table`).
+
+The only place that imports kernels, and lazily.
+"""
+
+from kvjax.dispatch.entering import enter_token, keep_rows
+from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
+from kvjax.dispatch.selection import best_tiles, best_tiles_of_each, other_tiles
+from kvjax.dispatch.speculation import attend_tiles, repair, speculate, speculation_ratio
+from kvjax.dispatch.step import attend, attend_entries, attend_ranges, beyond_kernel
+from kvjax.dispatch.table import KERNELS, UNRUN, choose, choose_for, kernel
+
+__all__ = [
+  "KERNELS",
+  "UNRUN",
+  "attend",
+  "attend_anywhere",
+  "attend_entries",
+  "attend_prompt",
+  "attend_ranges",
+  "attend_tiles",
+  "best_tiles",
+  "best_tiles_of_each",
+  "beyond_kernel",
+  "choose",
+  "choose_for",
+  "column_mass",
+  "enter_token",
+  "keep_rows",
+  "kernel",
+  "other_tiles",
+  "repair",
+  "speculate",
+  "speculation_ratio",
+]

@@ -1,0 +1,71 @@
+"""A new token's way into the cache, and statistics of rows that do not count."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax.dispatch.table import choose, kernel
+from kvjax.ops.slots import choose_rows, put
+from kvjax.types import At, Attended, Cache
+
+
+def enter_token(
+  at: At, cache: Cache, q: Array, k: Array, v: Array, live: Array
+) -> tuple[Array, Cache]:
+  """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
+
+  The kernel does both at once, and ‖v‖₁ where the cache keeps it, for methods that leave `insert`
+  as it is; for the others `insert` is what they say it is. It knows of one device's slots only.
+  """
+  kernel_fits = not at.top.overrides("insert") and at.env.slot_axis is None
+  if not kernel_fits or choose("enter_token", at.env.impl) != "pallas":
+    rope = at.env.rope
+    q = rope.rotate(q, cache.seen[:, None, None])
+    k = rope.rotate(k, cache.seen[:, None])
+    return q, at.top.insert(at, cache, k, v, live)
+  ring = cache.heads.get("ring")
+  chooses = ring is None and at.top.overrides("victim")
+  victim = at.top.victim(at, cache) if chooses else None
+  # A model cuts q, k and v out of one product: put together again they need no copies.
+  qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+  held = {**cache.slots, "seen": cache.seen, "used": cache.used}
+  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
+  run = kernel("enter_token", "pallas")
+  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope, ring=ring)
+  names = [name for name in ("k", "v", "pos", "norm") if name in held]
+  stored = dict(zip(names, entered, strict=True))
+  others = set(cache.slots) - {*names, *at.top.standing}
+  stored |= _statistics(at, cache, others, k, v, live)
+  return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
+
+
+def _statistics(
+  at: At, cache: Cache, names: set[str], k: Array, v: Array, live: Array
+) -> dict[str, Array]:
+  """These statistics of the slots with the new token's in its slot."""
+  if not names:
+    return {}
+  slot = at.top.landing(at, cache, live)[:, :, None]
+  pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
+  k = at.env.rope.rotate(k, cache.seen[:, None])
+  new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
+  like = {name: jnp.zeros_like(cache.slots[name][:, :, :1]) for name in names}
+  return {n: put(cache.slots[n], slot, at.top.fresh(n, like[n], new)) for n in names}
+
+
+def keep_rows(
+  at: At, attended: Attended, new: dict[Any, Any], old: dict[Any, Any]
+) -> dict[Any, Any]:
+  """`slots.choose_rows` of statistics by `attended.counted`; of several by one launch."""
+  assert attended.counted is not None and attended.live is not None  # filled in behind `attend`
+  changed = [name for name, x in new.items() if x is not old[name]]
+  plain = all(isinstance(new[name], jax.Array) for name in changed)
+  if len(changed) < 2 or not plain or choose("keep_rows", at.env.impl) != "pallas":
+    return choose_rows(attended.counted, new, old)
+  # It looks at the denominators itself, all but those of other devices' heads.
+  live = attended.counted if at.env.head_axis else attended.live
+  arrays = ([held[name] for name in changed] for held in (new, old))
+  kept = kernel("keep_rows", "pallas")(live, attended.state.l, *arrays)
+  return new | dict(zip(changed, kept, strict=True))

@@ -1,0 +1,174 @@
+"""Attention of a prompt, or a chunk of one: cuDNN, a kernel, both, or the reference."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.dispatch.table import choose, kernel
+from kvjax.ops import attention, context
+from kvjax.ops.slots import Slots
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Prompt, Window
+
+
+def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) -> Attended:
+  """Causal attention of a chunk's queries over the staged slots, as `at.env.impl` says.
+
+  Implementations that do not attend to prompts at all stand for the reference here.
+  """
+  window = at.top.window(at, qpos)
+  visited = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
+  impl, run = _prompt_implementation(at, staged, q, window, prompt)
+  before = prompt.past  # slots that can stand before the chunk's own
+  if not at.top.positional:
+    before = staged["pos"].shape[2] - prompt.tokens
+  reach = None
+  if before is not None:
+    held = staged["pos"].shape[2]
+    reach = context.reach(at, before + 1 + prompt.query_index().max(0), held)
+  if impl == "reference":
+    state = attention.attend_prompt(at, q, qpos, staged, window, reach)
+    return Attended(state, None, None, visited)
+  k, v = staged["k"], staged["v"]
+  if impl == "cudnn":
+    state, out = run(q.astype(k.dtype), k, v, prompt.valid)
+    return Attended(state, None, None, visited, out.astype(q.dtype))
+  first, sinks = (None, 0) if window is None else (window.first, window.sinks)
+  options: dict[str, Any] = {"sinks": sinks}
+  if impl == "pallas":
+    if window is not None and window.view is not None:
+      turned = at.env.rope.shift(q, (window.view - qpos)[:, None, None])
+      options["q_sinks"] = turned.astype(k.dtype)
+    if not _slots_are_positions(at, prompt):
+      options |= {"pos": staged["pos"], "reach": reach}
+  state, out = run(q.astype(k.dtype), k, v, qpos, first, **options)
+  return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
+  """Attention of a chunk's queries over slots in any order, each up to its own position."""
+  impl = choose("attend_prompt", at.env.impl)
+  if impl == "cudnn":
+    raise NotImplementedError(
+      f"attend_prompt: {type(at.top).__name__} attends to slots in no order; {impl!r} takes a "
+      "whole prompt"
+    )
+  # Float32 products of the kernel would leave the matrix units unused.
+  narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
+  if narrow or impl != "pallas":
+    return attention.attend_prompt(at, q, qpos, held, None, None)
+  k, v = held["k"], held["v"]
+  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, pos=held["pos"])[0]
+
+
+def _prompt_implementation(
+  at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
+) -> tuple[str, Callable]:
+  """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
+
+  Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
+  is left. "auto" leaves the pieces alone as long as nobody has measured them.
+  """
+  named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
+  able: tuple[str, ...]
+  if named == "auto":
+    # Float32 products of the kernels would leave the matrix units unused.
+    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = able if _has_cudnn() else able[2:]
+  else:
+    asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
+    able = asked.get(named, ())
+  beyond = ""
+  for impl in able:
+    if impl == "pieces":
+      blocks, beyond = _pieces(at, staged, q, window, prompt)
+      if blocks:
+        run = kernel("attend_prompt_pieces", "cudnn")
+        return impl, functools.partial(run, blocks=blocks)
+    elif not (beyond := _beyond_prompt(at, staged, window, prompt, impl)):
+      return impl, kernel("attend_prompt", impl)
+  if beyond and named != "auto":
+    raise NotImplementedError(f"attend_prompt: {type(at.top).__name__} {beyond}")
+  return "reference", attention.attend_prompt
+
+
+def _has_cudnn() -> bool:
+  """Whether the device is one for cuDNN's flash attention: NVIDIA's, from Ampere on."""
+  capability = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
+  return capability[0].isdigit() and float(capability) >= 8
+
+
+def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt, impl: str) -> str:
+  """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
+  head_dim = staged["k"].shape[3]
+  if impl == "pallas":
+    return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
+  if beyond := _beyond_cudnn(staged):
+    return beyond
+  if at.env.slot_axis:
+    return "has its slots on several devices; 'cudnn' attends to a whole prompt"
+  if window is not None:
+    return "has a window in this layer; 'cudnn' attends to all that came before"
+  if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):
+    return "attends to more or less than a whole prompt in order, which is what 'cudnn' takes"
+  return ""
+
+
+def _beyond_cudnn(staged: Slots) -> str:
+  dtype, head_dim = staged["k"].dtype, staged["k"].shape[3]
+  if dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
+    return ""
+  return (
+    f"has heads of {head_dim} {dtype.name}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
+  )
+
+
+def _pieces(
+  at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
+) -> tuple[tuple, str]:
+  """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
+  if beyond := _beyond_cudnn(staged):
+    return (), beyond
+  apart, past = at.top.apart(at), prompt.past
+  if apart is None or past is None or not _slots_are_positions(at, prompt):
+    return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
+  if window is not None and (past or window.view is not None):
+    return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
+  queries = q.shape[3]
+  before = past + prompt.tokens - queries + (apart if prompt.index is not None else 0)
+  apart = apart if prompt.index is not None else 0
+  first = None
+  if window is not None:
+    with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known
+      every = at.top.window(at, jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
+      first = None if every is None else np.asarray(every.first)[0]
+  plan = importlib.import_module("pallas_kernels.prefill_pieces").plan
+  blocks = plan(queries, apart, before, first, 0 if window is None else window.sinks)
+  return blocks, "" if blocks else "has too few queries in a window's reach for 'cudnn'"
+
+
+def _slots_are_positions(at: At, prompt: Prompt) -> bool:
+  """Whether the staged slots of a chunk carry their positions, from 0 on."""
+  if at.env.slot_axis:
+    return False
+  return (prompt.past == 0 or at.top.positional) and not at.top.overrides("stage")
+
+
+def column_mass(
+  at: At, q: Array, qpos: Array, staged: Slots, window: Window | None, state: State
+) -> Array:
+  """Probability that queries give to every slot; see `kvjax.ops.attention.column_mass`."""
+  turned = window is not None and window.view is not None
+  narrow = at.env.impl == "auto" and staged["k"].dtype.itemsize != 2
+  if turned or narrow or choose("column_mass", at.env.impl) != "pallas":
+    return attention.column_mass(at, q, qpos, staged, window, state)
+  k, pos = staged["k"], staged["pos"]
+  first, sinks = (None, 0) if window is None else (window.first, window.sinks)
+  run = kernel("column_mass", "pallas")
+  return run(q.astype(k.dtype), k, pos, qpos, state.m, state.l, first, sinks=sinks)

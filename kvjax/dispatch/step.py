@@ -1,0 +1,135 @@
+"""Attention of a decode step: over a span, over a plan's table, over ranges and lists."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from kvjax import softmax_state
+from kvjax.dispatch.table import choose, kernel
+from kvjax.ops import attention
+from kvjax.softmax_state import State
+from kvjax.types import At, Attended, Cache, Plan
+
+
+def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+  """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
+  run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan)
+  if run is None:
+    return attention.attend(at, cache, plan, q)
+  attend = _attend_span if plan.table is None else _attend_table
+  return attend(at, cache, plan, q, run)
+
+
+def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
+  """A kernel over all slots of the span."""
+  qpos = (cache.seen - 1)[:, None]
+  window = at.top.window(at, qpos)
+  q_sinks = None
+  if window is not None and window.view is not None:
+    q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
+  span = plan.span
+  # In a ring all that is cached is in sight: first tokens need no loop of their own.
+  sinks = 0 if q_sinks is None and "ring" in cache.heads else span.sinks
+  k, v = cache.slots["k"], cache.slots["v"]
+  # Kernels take operands of one dtype: queries are rounded to that of the cache.
+  q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
+  state, out, logits = run(
+    q.astype(k.dtype),
+    k,
+    v,
+    span.start,
+    span.stop,
+    sinks=sinks,
+    q_sinks=q_sinks,
+    logits=at.top.wants_logits,
+  )
+  visited = jnp.broadcast_to(span.length(), q.shape[:2])
+  slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
+  return Attended(state, logits, slot, visited, out.astype(q.dtype))
+
+
+def _attend_table(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
+  """A kernel over the listed slots of the span."""
+  k, v = cache.slots["k"], cache.slots["v"]
+  span = plan.span
+  state, out = run(
+    q.astype(k.dtype),
+    k,
+    v,
+    plan.table,
+    plan.count,
+    span.start,
+    span.stop,
+    unit=plan.unit,
+    sinks=span.sinks,
+  )
+  return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
+
+
+def attend_ranges(
+  at: At, q: Array, k: Array, v: Array, ranges: Sequence[tuple[Array, Array]]
+) -> tuple[State, Array]:
+  """Attention of one query per head [B, K, G, H] over disjoint ranges of slots, and their logits.
+
+  A range is (start, stop), int32 [B, 1]; it is empty where stop ≤ start. Logits [B, K, G, S] are
+  −∞ outside.
+  """
+  impl = choose("attend_span", at.env.impl)
+  if impl == "reference":
+    return attention.attend_ranges(q, k, v, ranges)
+  if impl == "jax-triton":
+    raise NotImplementedError(
+      f"attend_span: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
+    )
+  run = kernel("attend_span", impl)
+  parts = [run(q.astype(k.dtype), k, v, *ends, logits=True) for ends in ranges]
+  state = functools.reduce(softmax_state.merge, (state for state, _, _ in parts))
+  return state, functools.reduce(jnp.maximum, (logits for _, _, logits in parts))
+
+
+def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int) -> State:
+  """Attention of one query per head over the tiles of `unit` slots that a table [B, W] lists.
+
+  Negative entries are holes. All heads of a row have one list.
+  """
+  impl = choose("attend_table", at.env.impl)
+  if impl == "reference":
+    return attention.attend_entries(q, k, v, table, unit)
+  run = kernel("attend_table", impl)
+  table = jnp.broadcast_to(table[:, None], (*k.shape[:2], table.shape[1]))
+  count = jnp.full(k.shape[:2], table.shape[2], jnp.int32)
+  stop = jnp.full((k.shape[0], 1), k.shape[2], jnp.int32)
+  return run(q.astype(k.dtype), k, v, table, count, jnp.zeros_like(stop), stop, unit=unit)[0]
+
+
+def over_plan(operation: str, at: At, cache: Cache, plan: Plan) -> Callable | None:
+  """The kernel of an operation over a plan; None: the reference."""
+  impl = choose(operation, at.env.impl)
+  if impl == "reference":
+    return None
+  spans = plan.table is None
+  beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
+  if not beyond:
+    return kernel(operation, impl)
+  if at.env.impl == "auto":
+    return None
+  raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
+
+
+def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool) -> str:
+  """What the method needs of attention that a kernel does not do, in words; empty if nothing.
+
+  `logits`: whether the kernel returns them; `turned`: whether it has another query for sinks.
+  """
+  if at.top.wants_logits and not logits:
+    return f"reads logits; the {impl!r} kernel returns none"
+  if at.top.overrides("read"):
+    return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
+  window = at.top.window(at, (cache.seen - 1)[:, None])
+  if window is not None and window.sinks and at.env.slot_axis:
+    return f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
+  if window is not None and window.view is not None and not turned:
+    return f"turns the query for its sinks; the {impl!r} kernel has one query"
+  return ""

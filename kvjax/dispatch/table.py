@@ -1,0 +1,87 @@
+"""Which implementation an operation runs as.
+
+An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
+asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
+Pallas kernel on a GPU where there is one that has run there (`UNRUN`) and does all that the method
+needs, the reference otherwise; for a prompt, cuDNN's attention before either, where it does.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import jax
+
+from kvjax.types import At
+
+# operation -> implementation -> (module, function) of a kernel
+KERNELS: dict[str, dict[str, tuple[str, str]]] = {
+  "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
+  "keep_rows": {"pallas": ("pallas_kernels.keep_rows", "keep")},
+  "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
+  "product": {"pallas": ("pallas_kernels.product", "product")},
+  "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
+  "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
+  "add_norm": {"pallas": ("pallas_kernels.add_norm", "add_norm")},
+  "qkv_heads": {"pallas": ("pallas_kernels.qkv_heads", "qkv_heads")},
+  "attend_span": {
+    "pallas": ("pallas_kernels.decode", "decode_with_output"),
+    "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
+  },
+  "append_blocks": {"pallas": ("pallas_kernels.host_blocks", "append")},
+  "fetch_blocks": {"pallas": ("pallas_kernels.host_blocks", "fetch")},
+  "attend_table": {"pallas": ("pallas_kernels.sparse_decode", "sparse_decode")},
+  "attend_prompt": {
+    "cudnn": ("kvjax.ops.cudnn", "attend_causal"),
+    "pallas": ("pallas_kernels.prefill", "prefill_attention"),
+  },
+  "attend_prompt_pieces": {"cudnn": ("pallas_kernels.prefill_pieces", "attend_in_pieces")},
+  "column_mass": {"pallas": ("pallas_kernels.prefill", "column_mass")},
+  "art": {"pallas": ("pallas_kernels.art", "walk")},
+  "page_bounds": {"pallas": ("pallas_kernels.quest", "page_bounds")},
+  "key_logits": {"pallas": ("pallas_kernels.key_weights", "key_logits")},
+  "key_weights": {"pallas": ("pallas_kernels.key_weights", "key_weights")},
+  "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
+  "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
+  "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
+  "cis_found_listed": {"pallas": ("pallas_kernels.cis", "found_and_listed")},
+  "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
+  "cis_note": {"pallas": ("pallas_kernels.cis", "note")},
+  "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},
+  "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
+  "best_tiles_of_each": {"pallas": ("pallas_kernels.top_k", "best_of_each")},
+  "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
+  "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
+  "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
+  "speculate_keys": {"pallas": ("pallas_kernels.speculate", "speculate_keys")},
+  "speculation_ratio": {"pallas": ("pallas_kernels.speculation", "ratio")},
+  "repair": {"pallas": ("pallas_kernels.repair", "repair")},
+}
+
+# Kernels that equal their references in the interpreter, where programs run one after another, and
+# compile, but have not run on a GPU in their present form: "auto" leaves them alone.
+UNRUN: set[str] = set()
+
+
+def kernel(operation: str, impl: str) -> Callable:
+  """The kernel of an operation; NotImplementedError names both if there is none."""
+  try:
+    module, function = KERNELS[operation][impl]
+  except KeyError:
+    have = ", ".join(["reference", *KERNELS.get(operation, {})])
+    raise NotImplementedError(
+      f"{operation}: no {impl!r} implementation (there is: {have})"
+    ) from None
+  return getattr(importlib.import_module(module), function)
+
+
+def choose(operation: str, impl: str) -> str:
+  """Resolves "auto" for the default backend; other names are returned as they are."""
+  if impl != "auto":
+    return impl
+  trusted = "pallas" in KERNELS.get(operation, {}) and operation not in UNRUN
+  return "pallas" if trusted and jax.default_backend() == "gpu" else "reference"
+
+
+def choose_for(at: At, operation: str) -> str:
+  """As `choose`, for kernels that take a cache's slots for all there are: XLA's where split."""
+  return "reference" if at.env.slot_axis else choose(operation, at.env.impl)

@@ -34,6 +34,7 @@ from kvjax.selective import Selective
 from kvjax.sharding import make_mesh
 from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
+from kvjax.streamed import Streamed
 from kvjax.types import (
   At,
   Attended,
@@ -96,6 +97,7 @@ __all__ = [
   "SnapKV",
   "Span",
   "State",
+  "Streamed",
   "StreamingLLM",
   "TopKOracle",
   "View",

@@ -60,6 +60,8 @@ KERNEL_TESTS = " ".join(
   + ["tests/test_prefill_pieces.py", "tests/test_offload.py", "tests/test_speculation.py"]
 )
 
+PYTEST = "-q -n 14 -p no:cacheprovider -p no:benchmark"
+
 
 def bench(suite: str, only: str = "", limit: int = LIMIT, gpus: int = 1, few: bool = True) -> Step:
   """A suite of `scripts.bench`, or those of its cases whose names contain `only`."""
@@ -101,7 +103,8 @@ STEPS = {
     for method in ("pyramidkv", "full", "snapkv", "streaming_llm")
   },
   **{f"scale_{n}": bench("scale", f"over {n}", 200, n) for n in (2, 4)},
-  "kernels": Step(f"pytest {KERNEL_TESTS} -q -n 14 -p no:cacheprovider -p no:benchmark", 240),
+  **{f"devices_{n}": Step(f"pytest tests/test_sharding.py {PYTEST}", 300, n) for n in (2, 4)},
+  "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
   "select": bench("select", few=False),
   "sparse": bench("sparse"),
   "cpe": bench("cpe"),

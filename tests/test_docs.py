@@ -1,0 +1,55 @@
+"""What the documents name is there: modules, what is in them, files."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+TEXTS = {
+  path.name: path.read_text("utf-8")
+  for path in (ROOT / f"{name}.md" for name in ("README", "RESULTS", "CHANGELOG", "CONTRIBUTING"))
+}
+FILES = ("py", "json", "txt", "md", "png")
+
+documents = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+
+
+def found(dotted):
+  """Whether a dotted name is a module, or stands in one."""
+  parts = dotted.split(".")
+  for cut in range(len(parts), 0, -1):
+    try:
+      value = importlib.import_module(".".join(parts[:cut]))
+    except ModuleNotFoundError:
+      continue
+    for name in parts[cut:]:
+      value = getattr(value, name, None)
+    return value is not None
+  return False
+
+
+@documents
+def test_names(text):
+  named = set(re.findall(r"\b(?:kvjax|models|pallas_kernels|scripts)(?:\.\w+)+", text))
+  assert [x for x in sorted(named) if x.rpartition(".")[2] not in FILES and not found(x)] == []
+
+
+@documents
+def test_paths(text):
+  inside = r"(?:kvjax|models|pallas_kernels|scripts|tests)/[\w./-]*\w"
+  paths = set(re.findall(rf"`({inside})/?`|\]\(({inside})\)", text))
+  named = {ROOT / (quoted or linked) for quoted, linked in paths}
+  named |= {
+    ROOT / "scripts/results/nvidia-h200" / name for name in re.findall(r"`(bench_\w+\.txt)`", text)
+  }
+  templates = re.compile(r"\b(test_)?x\.py$")  # of a method that is to be added
+  missing = [path for path in named if not (path.exists() or templates.search(str(path)))]
+  assert missing == []
+
+
+def test_results_are_linked_by_their_headings():
+  headings = re.findall(r"^#+ (.*)$", TEXTS["RESULTS.md"], re.MULTILINE)
+  anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+  assert set(re.findall(r"RESULTS\.md#([\w-]+)", TEXTS["README.md"])) <= anchors

@@ -33,8 +33,9 @@ def kernel(operation: str, batch: tuple[int, ...], dtype: Any, impl: str) -> Any
 def partial_products(
   x: Float[Array, "*batch D"], w: Float[Array, "D F"], impl: str, axes: tuple[str, ...] = ()
 ) -> Float[Array, "S *batch F"]:
-  """Arrays whose sum over S is x @ w, the sum over all devices of these mesh axes, which hold
-  parts of D. An all-reduce needs the sum itself: then S is 1.
+  """Arrays whose sum over S is x @ w.
+
+  With mesh axes, over whose devices D is split, they are one: the all-reduce needs the sum itself.
   """
   name = "product" if axes else "partial_products"
   run = kernel(name, x.shape[:-1], x.dtype, impl)

@@ -43,11 +43,15 @@ def test_an_interrupt_ends_all_steps(tmp_path, monkeypatch):
     return begun[-1]
 
   monkeypatch.setattr(on_gpu.subprocess, "Popen", starting)
-  timer = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
-  timer.start()
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-  with pytest.raises(KeyboardInterrupt):
-    on_gpu.main(["--out", str(tmp_path)])
+  # What a shell starts in the background ignores interrupts.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+      on_gpu.main(["--out", str(tmp_path)])
+  finally:
+    signal.signal(signal.SIGINT, before)
   assert len(begun) == 2 and all(process.poll() is not None for process in begun)
 
 

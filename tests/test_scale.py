@@ -16,7 +16,7 @@ from models.presets import PRESETS
 from models.transformer import Transformer
 from scripts.benches import e2e, scale
 
-NAME, BATCH, TOKENS, DEVICES = scale.LARGE
+(NAME, BATCH, TOKENS), DEVICES = scale.LARGE, max(scale.DEVICES)
 CONFIG = PRESETS[NAME]
 H100 = 80 << 30
 

@@ -16,18 +16,24 @@ FILES = ("py", "json", "txt", "md", "png")
 documents = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
 
+def is_module(dotted):
+  path = ROOT / dotted.replace(".", "/")
+  return path.is_dir() or path.with_suffix(".py").exists()
+
+
 def found(dotted):
-  """Whether a dotted name is a module, or stands in one."""
-  parts = dotted.split(".")
-  for cut in range(len(parts), 0, -1):
-    try:
-      value = importlib.import_module(".".join(parts[:cut]))
-    except ModuleNotFoundError:
-      continue
-    for name in parts[cut:]:
-      value = getattr(value, name, None)
-    return value is not None
-  return False
+  """Whether a dotted name is a module, or stands in one; who lacks an extra is believed."""
+  module, names = dotted, []
+  while not is_module(module):
+    module, _, name = module.rpartition(".")
+    names.insert(0, name)
+  try:
+    value = importlib.import_module(module)
+  except ImportError as error:
+    return "pip install" in str(error)
+  for name in names:
+    value = getattr(value, name, None)
+  return value is not None
 
 
 @documents

@@ -31,7 +31,7 @@ from kvjax.methods.vatp import VATP
 from kvjax.registry import METHODS
 from kvjax.rope import Linear, Llama3, Rope, Yarn
 from kvjax.selective import Selective
-from kvjax.sharding import make_mesh
+from kvjax.sharding import compiler_options, make_mesh
 from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
@@ -104,6 +104,7 @@ __all__ = [
   "Window",
   "Wrapper",
   "Yarn",
+  "compiler_options",
   "make_mesh",
   "plan_memory",
 ]

@@ -9,7 +9,9 @@ What is split is said by logical axes: `RULES` gives the mesh axes of each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,27 @@ def check_mesh(mesh: Mesh) -> None:
       f"mesh: found axes {mesh.axis_names} of {mesh.axis_types}, expected ({HEADS!r}, {SLOTS!r}) "
       "of AxisType.Auto, as kvjax.make_mesh makes them"
     )
+
+
+def compiler_options(mesh: Mesh | None) -> dict[str, str]:
+  """What to compile a step over a mesh with: `jax.jit(step, compiler_options=...)`.
+
+  On several GPUs all-reduces come from NCCL. XLA (jax 0.11) has a kernel of its own for small ones,
+  around which more time passes than in it: RESULTS.md has both. Elsewhere nothing is asked for.
+  """
+  if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
+    return {}
+  return _by_nccl()
+
+
+@functools.cache
+def _by_nccl() -> dict[str, str]:
+  """No kernels for collectives, if this XLA has any."""
+  options = {"xla_gpu_experimental_use_collective_kernels": ""}
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such option
+    jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    return options
+  return {}
 
 
 def spec_of(axes: Sequence[str | None]) -> PartitionSpec:

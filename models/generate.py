@@ -21,7 +21,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax import memory, offload
+from kvjax import memory, offload, sharding
 from kvjax.method import Method
 from models import by_layer
 from models.by_layer import ByLayer
@@ -155,7 +155,8 @@ def prefill(
           all_logits=all_logits,
           with_aux=with_aux,
         )
-      error, result = _prefill(graph, method, *options, leaves, caches, *arrays, whole)
+      run = _jitted(_prefill, model)
+      error, result = run(graph, method, *options, leaves, caches, *arrays, whole)
     _throw(error)
     return result
 
@@ -310,7 +311,7 @@ def generate(
     run = functools.partial(_decode_by_layer, ByLayer(model), *kind)
   else:
     graph, leaves = split(model)
-    run = functools.partial(_decode_chunk, graph, *kind, leaves)
+    run = functools.partial(_jitted(_decode_chunk, model), graph, *kind, leaves)
   ends = jnp.asarray(sorted(set(stop)), jnp.int32)
   constants = jnp.asarray(rows, jnp.int32), sampling.knobs(vocab), jnp.uint32(seed)
   padded = np.full((batch, -(-steps // chunk) * chunk), -1, np.int32)
@@ -375,7 +376,19 @@ def join(graph: Any, leaves: Sequence[Array]) -> Any:
   return nnx.merge(graph[0], jax.tree.unflatten(graph[1], list(leaves)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
+def _jitted(function: Callable[..., Any], model: Transformer) -> Callable[..., Any]:
+  """`_prefill` or `_decode_chunk`, compiled for the devices that a model is on."""
+  return _jit(function, tuple(sharding.compiler_options(model.mesh).items()))
+
+
+@functools.cache
+def _jit(function: Callable[..., Any], options: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+  settings = range(5)
+  return jax.jit(
+    function, static_argnums=settings, donate_argnums=6, compiler_options=dict(options) or None
+  )
+
+
 def _prefill(
   graph: Any,
   method: Method,
@@ -455,7 +468,6 @@ def _inserted(
   return _Decoding(logits, live, tokens, used, logprobs)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
 def _decode_chunk(
   graph: Any,
   method: Method,

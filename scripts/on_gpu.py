@@ -102,7 +102,11 @@ STEPS = {
     f"scale_70B_{method}": bench("scale", method, 200, 4)
     for method in ("pyramidkv", "full", "snapkv", "streaming_llm")
   },
-  **{f"scale_{n}": bench("scale", f"over {n}", 200, n) for n in (2, 4)},
+  **{
+    f"scale_{what}_{n}": bench("scale", f"{what} {case} over {n}", 200, n)
+    for what, case in (("8B", "B8 T32768, heads"), ("attention", "B1 T524288, slots"))
+    for n in (2, 4)
+  },
   **{f"devices_{n}": Step(f"pytest tests/test_sharding.py {PYTEST}", 300, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
   "select": bench("select", few=False),

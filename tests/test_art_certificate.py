@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV
 from tests.layer import Layer, Stream, rotate, softmax_average
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
 
 

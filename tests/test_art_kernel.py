@@ -17,9 +17,6 @@ from pallas_kernels.config import Config
 from tests.layer import Layer, Stream, softmax_average
 from tests.test_sparse_decode_kernel import plan
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 LOOSE = {"tau": 0.7, "phi": 0.4, "patience": 1}
 
 

@@ -15,10 +15,6 @@ from pallas_kernels import top_k
 from pallas_kernels.key_weights import key_logits
 from tests.test_cis import wandering
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 
 @pytest.mark.parametrize("longest", [8192, 16])
 @pytest.mark.parametrize(

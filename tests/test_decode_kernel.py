@@ -16,10 +16,6 @@ from pallas_kernels import config, decode
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode_attention
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 # Where the plain reference happens to be exact, rounding of a different order is still allowed.
 FLOOR = 2e-6
 

@@ -28,10 +28,6 @@ from kvjax import (
   StreamingLLM,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)
 SORTS = ("sort", "top_k", "approx_top_k")
 MOVES = ("gather", "scatter", "scatter-add")

@@ -11,9 +11,6 @@ from kvjax import Linear, Rope, Yarn
 from pallas_kernels.enter_token import enter_token
 from tests.layer import rotate
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 SLOTS = 7
 
 

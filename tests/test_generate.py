@@ -368,17 +368,23 @@ def test_stop_tokens_are_not_text_unless_forced():
 # ---- compilation and memory
 
 
+def jitted():
+  """`prefill` and `generate` as they are compiled for the model, with nothing compiled yet."""
+  found = [loop._jitted(function, model()) for function in (loop._prefill, loop._decode_chunk)]
+  for function in found:
+    function.clear_cache()
+  return found
+
+
 def test_does_not_retrace():
-  loop._decode_chunk.clear_cache()
-  loop._prefill.clear_cache()
+  reading, decoding = jitted()
   settings = (Sampling(0.5), Sampling(0.9, top_k=5), Sampling(0.1, top_p=0.5, min_p=0.1))
   for seed, sampling in enumerate(settings):
     logits, caches = start()
     generate(
       model(), logits, caches, FULL, steps=5 + 3 * seed, sampling=sampling, seed=seed, chunk=4
     )
-  assert loop._prefill._cache_size() == 1
-  assert loop._decode_chunk._cache_size() == 1
+  assert reading._cache_size() == decoding._cache_size() == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,8 +462,9 @@ def test_a_chunk_aliases_all_cache_bytes():
     Sampling().knobs(CONFIG.vocab),
     jnp.uint32(0),
   )
-  compiled = loop._decode_chunk.lower(graph, FULL, True, False, False, leaves, caches, *arguments)
-  memory = compiled.compile().memory_analysis()
+  _, decoding = jitted()
+  lowered = decoding.lower(graph, FULL, True, False, False, leaves, caches, *arguments)
+  memory = lowered.compile().memory_analysis()
   size = sum(x.nbytes for x in jax.tree.leaves(caches))
   assert memory.alias_size_in_bytes >= size
 
@@ -587,12 +594,12 @@ def test_chunks_keep_the_logits_of_every_position():
 
 
 def test_chunks_compile_once_per_doubling():
-  loop._prefill.clear_cache()
+  reading, _ = jitted()
   for length in (33, 40, 25):
     prefill(
       model(), TOKENS[:, :length], [length, 3], FULL.init_caches(model().spec(2, 64)), FULL, chunk=4
     )
-  assert loop._prefill._cache_size() == 6  # an empty cache, and bounds of 4, 8, 16, 32 and 64
+  assert reading._cache_size() == 6  # an empty cache, and bounds of 4, 8, 16, 32 and 64
 
 
 def test_chunks_tell_the_method_the_whole_length():

@@ -14,10 +14,6 @@ from kvjax import Carry, Env, HShare, Rope
 from pallas_kernels.hshare import listed
 from tests.test_hshare import Stack, columns, similar_streams
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 
 @pytest.mark.parametrize(
   ("method", "lengths"),

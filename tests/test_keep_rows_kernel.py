@@ -6,15 +6,11 @@ On a GPU the same tests run the compiled kernel.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from kvjax import PRR, Env, Quest, Rope
 from pallas_kernels.keep_rows import keep
 from tests.layer import Layer, Stream
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 SHAPES = [((3, 700), jnp.float32), ((3, 5000), jnp.int32), ((), jnp.int32), ((1, 9), jnp.bfloat16)]
 
 

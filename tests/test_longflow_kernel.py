@@ -13,9 +13,6 @@ import pytest
 from kvjax import CacheSpec, Carry, Env, LongFlow, Rope
 from pallas_kernels.longflow import victim
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 ON_GPU = jax.default_backend() == "gpu"
 
 

@@ -48,10 +48,6 @@ pytest.importorskip("triton")
 # JAX device kind -> compute capability.
 DEVICES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": 90, "NVIDIA H200": 90}
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 
 def decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
   """Dense decode: every distinct configuration once for each head size, dtype and capability."""

@@ -9,9 +9,6 @@ from kvjax import offload
 from kvjax.types import OwnRows
 from pallas_kernels import host_blocks
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 KERNELS = "pallas"
 
 

@@ -14,9 +14,6 @@ import pytest
 from pallas_kernels.prefill import Blocking, check, column_mass, prefill_attention
 from tests.layer import softmax_average
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 SMALL = Blocking(rows=16, tile=16, warps=4, stages=2)
 

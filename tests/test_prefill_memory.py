@@ -10,10 +10,6 @@ from jax.extend import core
 
 from kvjax import H2O, TOVA, CacheSpec, Carry, Env, Full, Prompt, PyramidKV, SnapKV
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 
 def sizes(jaxpr):
   """Elements of every array that a program names, those of its inner programs included."""

@@ -16,9 +16,6 @@ from pallas_kernels.prefill_pieces import Block, attend_in_pieces, plan
 from tests.layer import Layer, Stream
 from tests.test_prefill_kernel import CLOSE, arrays, oracle
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 ON_GPU = jax.default_backend() == "gpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"
 

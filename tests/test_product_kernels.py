@@ -9,9 +9,6 @@ from pallas_kernels import product
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.qkv_heads import qkv_heads
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 SIZES = [(1, 64, 64), (3, 200, 130), (8, 577, 96), (17, 96, 33)]
 

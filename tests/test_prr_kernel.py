@@ -16,9 +16,6 @@ from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.speculate import attend_tiles, share, speculate
 from tests.layer import softmax_average
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 CLOSE = {"float32": 2e-5, "bfloat16": 1.5e-2}
 CUT = Config(tile=16, programs=7, warps=4, stages=2)
 

@@ -17,9 +17,6 @@ from pallas_kernels.key_weights import key_logits, key_weights
 from pallas_kernels.quest import page_bounds
 from scripts.benches.longflow import holding
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 SHAPES = [
   (2, 3, 3, 300, 24, "float32"),
   (1, 2, 4, 1000, 64, "bfloat16"),

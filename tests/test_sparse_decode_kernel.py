@@ -15,9 +15,6 @@ from pallas_kernels.config import Config
 from pallas_kernels.sparse_decode import check_table, sparse_decode
 from tests.layer import softmax_average
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 
 

@@ -14,9 +14,6 @@ from kvjax import Span
 from kvjax.ops import tiles
 from pallas_kernels import top_k
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 ON_GPU = jax.default_backend() == "gpu"
 
 

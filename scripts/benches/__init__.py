@@ -84,6 +84,7 @@ def jax_contender(
   calls: int = 8,
   loops: int = 8,
   note: str = "",
+  options: dict[str, str] | None = None,
 ) -> Contender:
   """A contender from a JAX function, as `looped_contender` without a state."""
 
@@ -96,6 +97,7 @@ def jax_contender(
     calls=calls,
     loops=loops,
     note=note,
+    options=options,
   )
 
 
@@ -110,6 +112,7 @@ def looped_contender(
   calls: int = 8,
   loops: int = 8,
   note: str = "",
+  options: dict[str, str] | None = None,
 ) -> Contender:
   """A contender from a step that renews a state, often in place: (state, *arguments) to (state, r).
 
@@ -118,7 +121,7 @@ def looped_contender(
   buffers, so that nothing is prepared anew. Each call waits for the one before it. Programs are
   enqueued without waiting, first one, then three: the difference is free of the way to the device
   and back. States are copied once and then handed on; `renewed` makes the states that the next turn
-  of the loop begins with from those before and after this one.
+  of the loop begins with from those before and after this one. `options` are the compiler's.
   """
   turns = [i % len(arguments) for i in range(calls)]
   # Traced and lowered once however many the calls.
@@ -140,7 +143,8 @@ def looped_contender(
 
     return lax.fori_loop(0, loops, every, (states, jnp.zeros((), jnp.float32)))
 
-  compiled = jax.jit(program, donate_argnums=0).lower(states, arguments).compile()
+  jitted = jax.jit(program, donate_argnums=0, compiler_options=options)
+  compiled = jitted.lower(states, arguments).compile()
   held = jax.tree.map(jnp.copy, states)
 
   def enqueue(programs: int) -> float:

@@ -224,8 +224,13 @@ def _logits(step: Any, leaves: Any, held: list[Any]) -> np.ndarray:
   return np.asarray(logits)
 
 
-def program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[Any, str]:
-  """STEPS decode steps in one compiled program, always from the same state, and what it took."""
+def program(
+  model: Transformer, method: Any, impl: str, caches: Any, options: dict[str, str] | None = None
+) -> tuple[Any, str]:
+  """STEPS decode steps in one compiled program, always from the same state, and what it took.
+
+  `options` are the compiler's, by default those of the devices that the model is on.
+  """
   graph, leaves = split(model)
   token = jnp.arange(caches[0].seen.shape[0], dtype=jnp.int32)
 
@@ -244,7 +249,8 @@ def program(model: Transformer, method: Any, impl: str, caches: Any) -> tuple[An
     return tuple(c.put(rows=start) for c in caches), first
 
   began = time.perf_counter()
-  jitted = jax.jit(run, donate_argnums=1)
+  options = kvjax.compiler_options(model.mesh) if options is None else options
+  jitted = jax.jit(run, donate_argnums=1, compiler_options=options)
   compiled = jitted.lower(leaves, caches, token, caches[0].rows).compile()
   memory = compiled.memory_analysis()
   layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches[0]))

@@ -32,6 +32,7 @@ GAINS = {
 }
 # Two all-reduces a layer, each alone between products that wait for it.
 CHAIN = 64
+BY_XLA = ", XLA's kernel"  # without kvjax.compiler_options
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
@@ -80,13 +81,15 @@ def pair(name: str, tokens: int) -> tuple[kvjax.Method, kvjax.Method]:
 
 
 def compiled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> tuple[Any, str]:
-  """The decode loop of a method, compiled for caches that need not be there."""
-  caches = model.init_caches(method, batch, tokens + e2e.STEPS)
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), caches
+  """The decode loop of a method, compiled for caches that are not there yet."""
+  assert model.mesh is not None
+  spec = model.spec(batch, tokens + e2e.STEPS)
+  caches = jax.eval_shape(lambda: method.init_caches(spec))
+  where = sharding.named(model.mesh, sharding.cache_specs(caches, method))
+  placed = jax.tree.map(
+    lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), caches, where
   )
-  del caches
-  return e2e.program(model, method, "auto", shapes)
+  return e2e.program(model, method, "auto", placed)
 
 
 def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> Case:
@@ -97,30 +100,31 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> 
   where = sharding.named(mesh, sharding.cache_specs(caches, method))
   # What is whole everywhere would share its memory with the original, which is donated.
   copied = [cache.put(rows=jax.tree.map(jnp.copy, cache.rows)) for cache in caches]
-  held = {"1 device": [caches], f"{n} devices": [jax.device_put(tuple(copied), where)]}
-  models = {"1 device": model, f"{n} devices": spread}
+  alone, apart = [caches], [jax.device_put(tuple(copied), where)]
+  whole, parts = "1 device", f"{n} devices"
+  runs = {whole: (model, alone, None), parts: (spread, apart, None)}
+  if kvjax.compiler_options(mesh):
+    runs[parts + BY_XLA] = spread, apart, {}
   with ThreadPoolExecutor() as pool:
     made = {
-      name: pool.submit(e2e.program, models[name], method, "auto", held[name][0]) for name in held
+      name: pool.submit(e2e.program, decoder, method, "auto", caches[0], options)
+      for name, (decoder, caches, options) in runs.items()
     }
     programs = {name: future.result() for name, future in made.items()}
   contenders = [
-    e2e.loop(name, *program, split(models[name])[1], held[name], checked=True)
-    for name, program in programs.items()
+    e2e.loop(name, *programs[name], split(decoder)[1], caches, checked=True)
+    for name, (decoder, caches, _) in runs.items()
   ]
   width, dtype = model.config.dim, model.dtype
-  contenders.append(reductions(mesh, batch, width, dtype))
-  whole, parts, chain = (contender.name for contender in contenders)
+  chains = reductions(mesh, batch, width, dtype)
   summands = 2 * model.config.layers
 
   def remarks(seconds: dict[str, float]) -> list[str]:
-    one = seconds[chain] / CHAIN
-    bar = seconds[whole] / n + summands * one
     return [
-      f"{seconds[parts] / bar:.3f} × (one device / {n} + {summands} all-reduces of "
-      f"[{batch}, {width}] {dtype.name}, {one * 1e6:.1f} µs each)",
-      f"{seconds[whole] / seconds[parts]:.2f} times as fast as one device; " + contenders[1].note,
-    ]
+      f"{seconds[parts] / (seconds[whole] / n + summands * one):.3f} × (one device / {n} + "
+      f"{summands} all-reduces of [{batch}, {width}] {dtype.name}, {which})"
+      for one, which in all_reduces(chains, seconds)
+    ] + [f"{seconds[whole] / seconds[parts]:.2f} times as fast as one device; {contenders[1].note}"]
 
   output = contenders[0].output
   assert output is not None
@@ -132,7 +136,7 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> 
     reference=output,
     # Two ways of rounding; each lies about 0.04 from float32 activations under random weights.
     tolerance=0.1 if dtype == jnp.bfloat16 else 1e-4,
-    contenders=tuple(contenders),
+    contenders=(*contenders, *chains),
     subject=parts,
     remarks=remarks,
   )
@@ -154,8 +158,7 @@ def stopping(
   assert plain is not None and early is not None
   contenders[1] = dataclasses.replace(contenders[1], output=None)  # said below the table instead
   width, summands = model.config.dim, 2 * model.config.layers
-  contenders.append(reductions(mesh, batch, width, model.dtype))
-  chain = contenders[-1].name
+  chains = reductions(mesh, batch, width, model.dtype)
   # Of one device. A step reads single rows of the embedding.
   embedding = model.embedding[...].addressable_shards[0].data.nbytes
   weight_bytes = model.weight_bytes() - (0 if model.config.tie_embeddings else embedding)
@@ -165,13 +168,14 @@ def stopping(
   del kept, slots  # the steps donate them
 
   def remarks(seconds: dict[str, float]) -> list[str]:
-    one = seconds[chain] / CHAIN
-    bar = (weight_bytes + kv_bytes) / e2e.BANDWIDTH + summands * one
+    read = (weight_bytes + kv_bytes) / e2e.BANDWIDTH
     without, beside = seconds[name], seconds[f"ART({name})"]
     apart = np.linalg.norm(early() - plain()) / np.linalg.norm(plain())
     return [
-      f"{without / bar:.3f} × (bytes of a device / {e2e.BANDWIDTH / 1e12} TB/s + {summands} "
-      f"all-reduces of [{batch}, {width}] {model.dtype.name}, {one * 1e6:.1f} µs each)",
+      f"{without / (read + summands * one):.3f} × (bytes of a device / {e2e.BANDWIDTH / 1e12} TB/s "
+      f"+ {summands} all-reduces of [{batch}, {width}] {model.dtype.name}, {which})"
+      for one, which in all_reduces(chains, seconds)
+    ] + [
       f"ART: {without / beside:.3f} times as fast, the paper {GAINS[name]:.3f} on text; here keys "
       f"are random and attention hardly falls off. Its logits differ by {apart:.1e}",
     ]
@@ -183,7 +187,7 @@ def stopping(
     bytes=weight_bytes + kv_bytes,
     reference=plain,  # itself: one device does not hold the model
     tolerance=0.0,
-    contenders=tuple(contenders),
+    contenders=(*contenders, *chains),
     subject=name,
     remarks=remarks,
   )
@@ -221,8 +225,8 @@ def filled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) ->
   return tuple(draw(cache, key) for draw, cache, key in zip(programs, empty, keys, strict=True))
 
 
-def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> Contender:
-  """CHAIN all-reduces, each of the last one's result."""
+def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> list[Contender]:
+  """CHAIN all-reduces, each of the last one's result: compiled as steps are, and as XLA would."""
 
   def chain(x: jax.Array) -> jax.Array:
     def once(_: Any, x: jax.Array) -> jax.Array:
@@ -233,7 +237,19 @@ def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> Contender:
   everywhere = PartitionSpec()
   x = jax.device_put(jnp.ones((batch, width), dtype), jax.NamedSharding(mesh, everywhere))
   run = sharding.shard_map(chain, mesh, everywhere, everywhere)
-  return jax_contender(f"{CHAIN} all-reduces", run, [(x,)], calls=8)
+  options = kvjax.compiler_options(mesh)
+  kinds = {"": options, BY_XLA: {}} if options else {"": {}}
+  name = f"{CHAIN} all-reduces"
+  return [
+    jax_contender(name + kind, run, [(x,)], calls=8, options=how) for kind, how in kinds.items()
+  ]
+
+
+def all_reduces(chains: list[Contender], seconds: dict[str, float]) -> Iterator[tuple[float, str]]:
+  """Seconds of an all-reduce of each chain, and how it is to be called."""
+  for chain in chains:
+    one = seconds[chain.name] / CHAIN
+    yield one, f"{one * 1e6:.1f} µs each" + BY_XLA * chain.name.endswith(BY_XLA)
 
 
 def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
@@ -262,7 +278,7 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
   over = functools.partial(attend, sharding.on_mesh(env, mesh))
   run = sharding.shard_map(over, mesh, (everywhere, specs), everywhere)
   spread = jax.device_put((q, cache), sharding.named(mesh, (everywhere, specs)))
-  kwargs: Any = {"output": lambda o: o, "calls": 16}
+  kwargs: Any = {"output": lambda o: o, "calls": 16, "options": kvjax.compiler_options(mesh)}
   whole = jax_contender("1 device", functools.partial(attend, env), [(q, cache)], **kwargs)
   parts = jax_contender(f"{n} devices", run, [spread], **kwargs)
 

@@ -23,12 +23,19 @@ WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are 
 
 
 def _kernel(
-  *refs: Any, magnitude: float, evicts: bool, rings: bool, weighs: bool, interpret: bool
+  *refs: Any,
+  magnitude: float,
+  evicts: bool,
+  rings: bool,
+  size: int | None,
+  weighs: bool,
+  interpret: bool,
 ) -> None:
-  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K] or ring [B, K, 2],) and the cache as
-  it is -> rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S], seen, used [B].
+  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K] or ring [B, K, 2] or first [1],) and
+  the cache as it is -> rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S],
+  seen, used [B].
   """
-  qkv_ref, live_ref, freq_ref, *victim_ref = refs[: 4 if evicts else 3]
+  qkv_ref, live_ref, freq_ref, given_ref = refs[:4]  # what is given beside them, if anything is
   results = refs[-7:] if weighs else refs[-6:]
   out_q_ref, cache_k_ref, cache_v_ref, pos_ref, *norm_ref, seen_ref, used_ref = results
   _, heads, slots, head_dim = cache_k_ref.shape
@@ -52,8 +59,10 @@ def _kernel(
   q = halves(owner, group, asked)
   k, v = (halves(row, groups + i, read) for i in range(2))
   slot = jnp.full(head.shape, used)
+  if size is not None:
+    slot -= given_ref[0]  # below 0 or from S on: another device's
   if evicts:
-    load = functools.partial(_backend.load, victim_ref[0], b, head, mask=head < heads, other=0)
+    load = functools.partial(_backend.load, given_ref, b, head, mask=head < heads, other=0)
     victim = place_of(load(0), load(1), seen, slots) if rings else load()
     slot = jnp.where(used < slots, slot, victim)
   cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
@@ -65,7 +74,7 @@ def _kernel(
   for c, x in zip((low, high), rotated(*q), strict=True):
     _backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=asked)
 
-  writes = (head < heads) & (live > 0) & (slot < slots)
+  writes = (head < heads) & (live > 0) & (slot >= 0) & (slot < slots)
   mask = writes[:, None] & inside
   for c, x, y in zip((low, high), rotated(*k), v, strict=True):
     x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
@@ -82,7 +91,7 @@ def _kernel(
   if not interpret:
     _backend.barrier()  # every warp has read the counters
   seen_ref[b] = seen + live
-  used_ref[b] = used + jnp.where(used < slots, live, 0)
+  used_ref[b] = used + jnp.where(used < (size or slots), live, 0)
 
 
 def _turn(freq_ref: Any, seen: Array, column: Array, magnitude: float) -> tuple[Array, Array]:
@@ -110,6 +119,7 @@ def enter_token(
   *,
   rope: Rope,
   ring: Int[Array, "B K 2"] | None = None,
+  part: tuple[Int[Array, ""], int] | None = None,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """Rotates a new token per row at position `seen` and writes it into the cache.
@@ -125,6 +135,8 @@ def enter_token(
     norm: float32 ‖v‖₁ of every slot, updated too.
     rope: rotary embedding.
     ring: int32, of a cache whose slots are used in turn (`kvjax.ring`); without victims.
+    part: int32, the first slot of these S among those of all devices, and how many all have, where
+      slots are split; without victims and rings. Only one device writes, all of them count.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
@@ -132,17 +144,20 @@ def enter_token(
   """
   batch, kv_heads, parts, head_dim = qkv.shape
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
-  given = ring if victim is None else victim
-  victims = [] if given is None else [given]
+  first, size = (None, None) if part is None else (part[0].reshape(1).astype(jnp.int32), part[1])
+  given = [x for x in (victim, ring, first) if x is not None]
+  if len(given) > 1:
+    raise ValueError("enter_token: found several of victim, ring and part, expected one at most")
   cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
-  operands = [qkv, live, freq, *victims, *cache]
-  first = len(operands) - len(cache)
+  operands = [qkv, live, freq, *given, *cache]
+  aliased = len(operands) - len(cache)
   out = _backend.call(
     functools.partial(
       _kernel,
       magnitude=rope.magnitude,
-      evicts=given is not None,
+      evicts=victim is not None or ring is not None,
       rings=ring is not None,
+      size=size,
       weighs=norm is not None,
       interpret=_backend.interpreted(interpret),
     ),
@@ -156,6 +171,6 @@ def enter_token(
     stages=1,
     name="enter_token",
     interpret=interpret,
-    aliases={first + i: 1 + i for i in range(len(cache))},
+    aliases={aliased + i: 1 + i for i in range(len(cache))},
   )
   return tuple(out)

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
+import kvjax
 from kvjax import (
   CPE,
   ETF,
   H2O,
   PSAW,
   TOVA,
+  CacheSpec,
   Env,
   Full,
   Prompt,
@@ -79,6 +82,29 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
     outputs.append(out)
   assert outputs[0].dtype == np.float32
   np.testing.assert_allclose(*outputs, atol=2e-2)
+
+
+def test_a_token_enters_split_slots_by_the_kernel():
+  """Rows that end on either device, a full one and an idle one, as the reference enters them."""
+  mesh, method = kvjax.make_mesh(slots=2), Full()
+  cache = method.init(CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
+  seen = jnp.array([7, 8, 16, 3])
+  live, specs = jnp.array([True, True, True, False]), kvjax.sharding.cache_specs(cache, method)
+  q, k, v = (
+    jax.random.normal(jax.random.key(i), (4, 3, *size))
+    for i, size in enumerate([(2, 8), (8,), (8,)])
+  )
+
+  def entered(impl):
+    at = method.at(kvjax.sharding.on_mesh(env(impl), mesh), 0)
+    enter = functools.partial(dispatch.enter_token, at)
+    alike = PartitionSpec()
+    run = kvjax.sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
+    return jax.jit(run)(cache.put(rows={"seen": seen, "used": seen}), q, k, v, live)
+
+  found, wanted = (jax.tree.leaves(entered(impl)) for impl in ("pallas", "reference"))
+  for a, b in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 PROMPTS = {

@@ -102,6 +102,34 @@ def test_rings_name_their_victims():
     np.testing.assert_array_equal(a, b)
 
 
+def test_parts_of_a_cache_are_entered_as_the_whole():
+  """Slots split over devices: one writes, all of them count; a full cache drops the token."""
+  arrays = list(operands(7, 3, 2, 24))
+  arrays[4] = None
+  want = oracle(*arrays)
+  q, k, v, live, _, cache_k, cache_v, pos, seen, used = arrays
+  qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+  found = []
+  for first, last in ((0, 2), (2, 3), (3, SLOTS)):
+    slots = (x[:, :, first:last] for x in (cache_k, cache_v, pos))
+    run = functools.partial(enter_token, rope=Rope(), part=(jnp.int32(first), SLOTS))
+    found.append(jax.jit(run)(qkv, live, None, *slots, seen, used))
+  for part in found:
+    np.testing.assert_allclose(part[0], want[0], atol=2e-4)
+    np.testing.assert_array_equal(part[4], want[4])
+    np.testing.assert_array_equal(part[5], want[5])
+  for i in (1, 2, 3):
+    whole = np.concatenate([part[i] for part in found], 2)
+    np.testing.assert_allclose(whole, want[i], atol=2e-4)
+
+
+def test_parts_have_no_victims():
+  q, k, v, *rest = map(jnp.asarray, operands(8, 1, 1, 8))
+  qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+  with pytest.raises(ValueError, match="found several of victim, ring and part, expected one"):
+    enter_token(qkv, *rest, rope=Rope(), part=(jnp.int32(0), SLOTS))
+
+
 def test_keeps_the_norms_of_values():
   """The new slot's ‖v‖₁, and every other slot's as it was; idle rows as they were."""
   arrays = operands(4, 3, 2, 24)

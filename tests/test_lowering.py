@@ -327,11 +327,17 @@ def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
       yield name, capability, call, shapes
     shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
     yield "ring", capability, ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
+    yield "part", capability, part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
 
 
 def ring_entered(*arrays):
   """`enter_token` where slots are used in turn."""
   return enter_token(*arrays[:-1], rope=Rope(), ring=arrays[-1], interpret=False)
+
+
+def part_entered(*arrays):
+  """`enter_token` where slots are split over devices."""
+  return enter_token(*arrays[:-1], rope=Rope(), part=(arrays[-1], 4 * 999), interpret=False)
 
 
 def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):

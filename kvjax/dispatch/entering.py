@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.dispatch.table import choose, kernel
+from kvjax.ops import context
 from kvjax.ops.slots import choose_rows, put
 from kvjax.types import At, Attended, Cache
 
@@ -17,10 +18,9 @@ def enter_token(
   """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
 
   The kernel does both at once, and ‖v‖₁ where the cache keeps it, for methods that leave `insert`
-  as it is; for the others `insert` is what they say it is. It knows of one device's slots only.
+  as it is; for the others `insert` is what they say it is.
   """
-  kernel_fits = not at.top.overrides("insert") and at.env.slot_axis is None
-  if not kernel_fits or choose("enter_token", at.env.impl) != "pallas":
+  if at.top.overrides("insert") or choose("enter_token", at.env.impl) != "pallas":
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
@@ -33,7 +33,9 @@ def enter_token(
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
   run = kernel("enter_token", "pallas")
-  q, *entered, seen, used = run(qkv, live, victim, *operands, rope=at.env.rope, ring=ring)
+  part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
+  how = {"rope": at.env.rope, "ring": ring, "part": part}
+  q, *entered, seen, used = run(qkv, live, victim, *operands, **how)
   names = [name for name in ("k", "v", "pos", "norm") if name in held]
   stored = dict(zip(names, entered, strict=True))
   others = set(cache.slots) - {*names, *at.top.standing}

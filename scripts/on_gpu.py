@@ -103,8 +103,12 @@ STEPS = {
     for method in ("pyramidkv", "full", "snapkv", "streaming_llm")
   },
   **{
-    f"scale_{what}_{n}": bench("scale", f"{what} {case} over {n}", 200, n)
-    for what, case in (("8B", "B8 T32768, heads"), ("attention", "B1 T524288, slots"))
+    f"scale_{name}_{n}": bench("scale", f"{case} over {n}", 200, n)
+    for name, case in {
+      "8B": "8B B8 T32768, heads",
+      "8B_long": "8B B1 T262144, slots",
+      "attention": "attention B1 T524288, slots",
+    }.items()
     for n in (2, 4)
   },
   **{f"devices_{n}": Step(f"pytest tests/test_sharding.py {PYTEST}", 300, n) for n in (2, 4)},

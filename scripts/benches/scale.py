@@ -20,6 +20,7 @@ from scripts.benches import Case, Contender, e2e, jax_contender, together
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768
+LONG = 1, 262144  # the same model's, with its slots split
 CONTEXT = 1, 524288
 LARGE = "Llama-3.1-70B", 8, 32768  # on four devices; on two without Full, whose caches do not fit
 KEPT = 5  # methods that evict keep one token in so many
@@ -36,15 +37,18 @@ BY_XLA = ", XLA's kernel"  # without kvjax.compiler_options
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Tensor-parallel decode steps and context-parallel attention on 2 and 4 devices, then 70B on as
-  many as there are.
+  """Decode steps with heads or slots split and attention with split slots on 2 and 4 devices, then
+  70B on as many as there are.
   """
   there = len(jax.devices())
   counts = [n for n in DEVICES if n <= there and not quick] or [min(2, there)]
   name, batch, tokens = ("tiny", 2, 64) if quick else DECODER
+  long = (1, 128) if quick else LONG
   for n in counts:
-    if only in (label := f"{name} B{batch} T{tokens}, heads over {n}"):
-      yield decoder(label, e2e.weights(name), batch, tokens, n)
+    meshes = ("heads", batch, tokens), ("slots", *long)
+    for axis, b, t in meshes:
+      if only in (label := f"{name} B{b} T{t}, {axis} over {n}"):
+        yield decoder(label, e2e.weights(name), b, t, kvjax.make_mesh(**{axis: n}))
   e2e.weights.cache_clear()
   batch, tokens = (1, 512) if quick else CONTEXT
   for n in counts:
@@ -92,9 +96,9 @@ def compiled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) 
   return e2e.program(model, method, "auto", placed)
 
 
-def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> Case:
-  """Whole decode steps with the heads over n devices, on one device, and their all-reduces."""
-  mesh, method = kvjax.make_mesh(heads=n), kvjax.Full()
+def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh) -> Case:
+  """Whole decode steps over a mesh, on one device, and with split heads their all-reduces."""
+  n, method = mesh.size, kvjax.Full()
   spread = parallel.shard(model, mesh)
   caches = e2e.filled(model, batch, tokens)
   where = sharding.named(mesh, sharding.cache_specs(caches, method))
@@ -116,7 +120,8 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> 
     for name, (decoder, caches, _) in runs.items()
   ]
   width, dtype = model.config.dim, model.dtype
-  chains = reductions(mesh, batch, width, dtype)
+  heads = mesh.shape[sharding.HEADS]
+  chains = reductions(mesh, batch, width, dtype) if heads > 1 else []
   summands = 2 * model.config.layers
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -130,8 +135,9 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, n: int) -> 
   assert output is not None
   return Case(
     name=label,
-    shapes=f"{model.config.layers} layers, {model.config.kv_heads // n} of "
-    f"{model.config.kv_heads} key/value heads a device, {dtype.name}",
+    shapes=f"{model.config.layers} layers, {model.config.kv_heads // heads} of "
+    f"{model.config.kv_heads} key/value heads and {caches[0].size * heads // n} slots a device, "
+    f"{dtype.name}",
     bytes=sum(x.nbytes for x in split(model)[1]) + sum(x.nbytes for x in jax.tree.leaves(caches)),
     reference=output,
     # Two ways of rounding; each lies about 0.04 from float32 activations under random weights.

@@ -107,6 +107,8 @@ STEPS = {
     for name, case in {
       "8B": "8B B8 T32768, heads",
       "8B_long": "8B B1 T262144, slots",
+      "prompt_heads": "prompt of 32768, heads",
+      "prompt_slots": "prompt of 32768, slots",
       "attention": "attention B1 T524288, slots",
     }.items()
     for n in (2, 4)

@@ -217,6 +217,38 @@ def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
+@over((2, 1), (1, 2))
+def test_sharded_prompts_may_fill_the_capacity(mesh):
+  method, lengths = kvjax.Full(), np.array([CAPACITY, 7], np.int32)
+
+  def read(decoder):
+    return prefill(decoder, TOKENS, lengths, decoder.init_caches(method, 2, CAPACITY), method)
+
+  (found, caches), (wanted, _) = read(model(*mesh)), read(model())
+  np.testing.assert_allclose(found, wanted, atol=CLOSE)
+  assert caches[0].used.tolist() == [CAPACITY, 7]
+
+
+@pytest.mark.skipif(not GPU, reason="float32 on a CPU; in 16 bits prompts are cuDNN's")
+@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["full", "snapkv", "psaw", "streaming_llm"])
+def test_prompts_in_sixteen_bits(name, mesh):
+  """By cuDNN, whole or in pieces, and by our kernels: as far from one device as rounding goes."""
+  if name not in SPREAD and mesh[1] > 1:
+    pytest.skip("does not spread over slots")
+  one = Transformer(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+  method = METHODS[name].example(BUDGET)
+
+  def read(decoder):
+    caches = decoder.init_caches(method, 2, CAPACITY)
+    logits, caches = prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
+    out, _ = generate(decoder, logits, caches, method, steps=2, return_logits=True)
+    return np.asarray(logits), np.asarray(out.logits[:, 0])
+
+  for found, wanted in zip(read(shard(one, mesh_of(*mesh))), read(one), strict=True):
+    assert np.linalg.norm(found - wanted) <= 0.03 * np.linalg.norm(wanted)
+
+
 def test_the_readme_claims_what_methods_say():
   """Its table, which `scripts.support_table` writes, has split slots for those that spread."""
   text = (pathlib.Path(__file__).parent.parent / "README.md").read_text("utf-8")

@@ -73,7 +73,10 @@ def append(slots: Slots, new: Slots, seen: Int[Array, " B"], past: int | None) -
 
     def write(old: Array, x: Array) -> Array:
       ok = fresh.reshape(fresh.shape + (1,) * (old.ndim - 3))
-      return old.at[:, :, :n].set(jnp.where(ok, x[:, :, :n].astype(old.dtype), old[:, :, :n]))
+      first = jnp.where(ok, x[:, :, :n].astype(old.dtype), old[:, :, :n])
+      # Not `old.at[:, :, :n].set`: with n = S that is a scatter with no indices, on which jax 0.11.2
+      # dies where heads are split over devices.
+      return jax.lax.dynamic_update_slice_in_dim(old, first, 0, 2)
 
     return {name: write(old, new[name]) for name, old in slots.items()}
   at = seen[:, None, None] + jnp.arange(tokens, dtype=jnp.int32)

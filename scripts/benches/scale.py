@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,13 +16,14 @@ from jax.sharding import Mesh, PartitionSpec
 import kvjax
 from kvjax import sharding
 from models import parallel
-from models.generate import split
+from models.generate import join, split
 from models.transformer import Transformer
 from scripts.benches import Case, Contender, e2e, jax_contender, together
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768
 LONG = 1, 262144  # the same model's, with its slots split
+PROMPT = 32768
 CONTEXT = 1, 524288
 LARGE = "Llama-3.1-70B", 8, 32768  # on four devices; on two without Full, whose caches do not fit
 KEPT = 5  # methods that evict keep one token in so many
@@ -37,18 +40,20 @@ BY_XLA = ", XLA's kernel"  # without kvjax.compiler_options
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Decode steps with heads or slots split and attention with split slots on 2 and 4 devices, then
-  70B on as many as there are.
+  """Decode steps and prompts with heads or slots split and attention with split slots on 2 and 4
+  devices, then 70B on as many as there are.
   """
   there = len(jax.devices())
   counts = [n for n in DEVICES if n <= there and not quick] or [min(2, there)]
   name, batch, tokens = ("tiny", 2, 64) if quick else DECODER
-  long = (1, 128) if quick else LONG
-  for n in counts:
-    meshes = ("heads", batch, tokens), ("slots", *long)
-    for axis, b, t in meshes:
-      if only in (label := f"{name} B{b} T{t}, {axis} over {n}"):
-        yield decoder(label, e2e.weights(name), b, t, kvjax.make_mesh(**{axis: n}))
+  shapes = {"heads": (batch, tokens), "slots": (1, 128) if quick else LONG}
+  for n, (axis, (b, t)) in itertools.product(counts, shapes.items()):
+    mesh = kvjax.make_mesh(**{axis: n})
+    if only in (label := f"{name} B{b} T{t}, {axis} over {n}"):
+      yield decoder(label, e2e.weights(name), b, t, mesh)
+    t = 64 if quick else PROMPT
+    if only in (label := f"{name} prompt of {t}, {axis} over {n}"):
+      yield prompt(label, e2e.weights(name), t, mesh)
   e2e.weights.cache_clear()
   batch, tokens = (1, 512) if quick else CONTEXT
   for n in counts:
@@ -145,6 +150,54 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
     contenders=(*contenders, *chains),
     subject=parts,
     remarks=remarks,
+  )
+
+
+def prompt(label: str, model: Transformer, tokens: int, mesh: Mesh) -> Case:
+  """A whole prompt of one row over a mesh and on one device, into caches that were always empty."""
+  n, method = mesh.size, kvjax.Full()
+  ids = jnp.arange(tokens, dtype=jnp.int32)[None] % model.config.vocab
+  lengths = jnp.array([tokens], jnp.int32)
+
+  def contender(name: str, model: Transformer) -> Contender:
+    graph, leaves = split(model)
+    held = [model.init_caches(method, 1, tokens)]
+
+    def run(leaves: Any, caches: Any) -> Any:
+      logits, new = join(graph, leaves).prefill(ids, lengths, caches, method)
+      return logits, tuple(c.put(rows=old.rows) for c, old in zip(new, caches, strict=True))
+
+    options = kvjax.compiler_options(model.mesh)
+    jitted = jax.jit(run, donate_argnums=1, compiler_options=options)
+    compiled = jitted.lower(leaves, held[0]).compile()
+    logits, held[0] = compiled(leaves, held[0])
+    output = np.asarray(logits)
+
+    def seconds() -> float:
+      began = time.perf_counter()
+      logits, held[0] = compiled(leaves, held[0])
+      jax.block_until_ready(logits)
+      return time.perf_counter() - began
+
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return Contender(name, seconds, lambda: output, f"{temporary / 1e9:.2f} GB")
+
+  whole, parts = "1 device", f"{n} devices"
+  contenders = contender(whole, model), contender(parts, parallel.shard(model, mesh))
+  notes = ", ".join(f"{contender.name}: {contender.note}" for contender in contenders)
+  output = contenders[0].output
+  assert output is not None
+  return Case(
+    name=label,
+    shapes=f"{model.config.layers} layers, {model.dtype.name}",
+    bytes=model.weight_bytes(),
+    reference=output,
+    tolerance=0.1 if model.dtype == jnp.bfloat16 else 1e-4,
+    contenders=contenders,
+    subject=parts,
+    remarks=lambda s: [
+      f"{s[whole] / s[parts]:.2f} times as fast as one device; temporary memory, {notes}"
+    ],
   )
 
 

@@ -17,6 +17,7 @@ through `at.top`, the outermost method, so a wrapper's override is seen by the m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -346,11 +347,11 @@ class Method:
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
     """The slots that the chunk's queries see: what is cached, and the chunk itself."""
+    if prompt.past == 0:
+      return new, cache, carry
     if at.env.slot_axis:  # each device attends to what it will hold
       local = cache.seen - context.first(at, cache.size)
       return slots.append(cache.slots, new, local, None), cache, carry
-    if prompt.past == 0:
-      return new, cache, carry
     if not at.top.positional:
       return slots.join(cache.slots, new), cache, carry
     staged = slots.append(cache.slots, new, cache.seen, prompt.past)
@@ -494,6 +495,9 @@ class Method:
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
     """Causal attention of the chunk's queries over the staged slots."""
+    if prompt.past == 0:  # what they see is the chunk itself, which all devices have
+      attend = functools.partial(dispatch.attend_prompt, qpos=qpos, prompt=prompt)
+      return context.shared(at, attend, staged, q)
     return context.reduced(at, dispatch.attend_prompt(at, staged, q, qpos, prompt))
 
   def at(self, env: Env, layer: int) -> At:

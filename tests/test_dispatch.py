@@ -107,6 +107,28 @@ def test_a_token_enters_split_slots_by_the_kernel():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [3, 4])
+def test_a_prompt_that_all_devices_have_is_shared_by_heads(heads):
+  """Each attends to half of them; where they are odd, to all."""
+  mesh, valid = kvjax.make_mesh(slots=2), jnp.array([9, 5])
+  prompt = Prompt(valid, valid, None, 9, 0)
+  sizes = (2, heads, 2, 9, 8), (2, heads, 9, 8), (2, heads, 9, 8)
+  q, k, v = (jax.random.normal(jax.random.key(i), size) for i, size in enumerate(sizes))
+  qpos = jnp.where(jnp.arange(9) < valid[:, None], jnp.arange(9), -1)
+  staged = {"k": k, "v": v, "pos": jnp.broadcast_to(qpos[:, None], k.shape[:3])}
+
+  def attended(where):
+    at = Full().at(where, 0)
+    found = Full().attend_prompt(at, staged, q, qpos, prompt)
+    return found.state.o, found.state.m, found.visited
+
+  alike = PartitionSpec()
+  spread = functools.partial(attended, kvjax.sharding.on_mesh(env("reference"), mesh))
+  found = jax.jit(kvjax.sharding.shard_map(spread, mesh, (), alike))()
+  for a, b in zip(found, attended(env("reference")), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 PROMPTS = {
   "full": Full(),
   "narrowing": PSAW(sinks=2, phi=0.5),

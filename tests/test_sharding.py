@@ -217,6 +217,19 @@ def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
+@over((1, 2), (2, 2))
+@pytest.mark.parametrize("name", ["full", "quest", "psaw"])
+def test_sharded_prompts_in_chunks(name, mesh):
+  """The first chunk is attended to by heads, the later ones by slots."""
+  method = METHODS[name].example(BUDGET)
+
+  def read(decoder):
+    caches = decoder.init_caches(method, 2, CAPACITY)
+    return prefill(decoder, TOKENS, LENGTHS, caches, method, chunk=16)[0]
+
+  np.testing.assert_allclose(read(model(*mesh)), read(model()), atol=CLOSE)
+
+
 @over((2, 1), (1, 2))
 def test_sharded_prompts_may_fill_the_capacity(mesh):
   method, lengths = kvjax.Full(), np.array([CAPACITY, 7], np.int32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
-from kvjax.ops.slots import put
+from kvjax.ops.slots import Slots, put
 from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, Plan, Span
 
@@ -84,6 +84,32 @@ def merged(at: At, attended: Attended) -> Attended:
   parts = [jax.tree.map(lambda x, i=i: x[i], every) for i in range(every.m.shape[0])]
   whole = functools.reduce(softmax_state.merge, parts)  # one launch, unlike `merge_all`
   return Attended(whole, None, None, jax.lax.psum(attended.visited, axis))
+
+
+def shared(
+  at: At,
+  attend: Callable[[At, Slots, Array], Attended],
+  staged: Slots,
+  q: Float[Array, "B K G A H"],
+) -> Attended:
+  """A prompt's attention over slots that every device has: each takes a share of the KV heads.
+
+  Where these do not divide evenly, each takes all.
+  """
+  axis, heads = at.env.slot_axis, q.shape[1]
+  alone = dataclasses.replace(at, env=dataclasses.replace(at.env, slot_axis=None))
+  if axis is None or heads % _devices(at):
+    return attend(alone, staged, q)
+  share = heads // _devices(at)
+  start = jax.lax.axis_index(axis) * share
+  mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, share, 1), (staged, q))
+  found = attend(alone, *mine)
+  out = found.state.o if found.out is None else found.out
+  out, m, l, visited = jax.tree.map(
+    lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True),
+    (out, found.state.m, found.state.l, found.visited),
+  )
+  return Attended(State(out.astype(jnp.float32), m, l), None, None, visited, out.astype(q.dtype))
 
 
 def reduced(at: At, attended: Attended) -> Attended:

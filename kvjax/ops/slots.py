@@ -74,7 +74,7 @@ def append(slots: Slots, new: Slots, seen: Int[Array, " B"], past: int | None) -
     def write(old: Array, x: Array) -> Array:
       ok = fresh.reshape(fresh.shape + (1,) * (old.ndim - 3))
       first = jnp.where(ok, x[:, :, :n].astype(old.dtype), old[:, :, :n])
-      # Not `old.at[:, :, :n].set`: with n = S that is a scatter with no indices, on which jax 0.11.2
+      # Not `old.at[:, :, :n].set`: with n = S that is a scatter of no indices, on which jax 0.11.2
       # dies where heads are split over devices.
       return jax.lax.dynamic_update_slice_in_dim(old, first, 0, 2)
 

@@ -3,7 +3,9 @@
 For caches in which slot = position. Device d of n holds slots [d·S, (d + 1)·S) of n·S. Rows (such
 as "seen"), plans, and what `heads` holds beside summaries are alike on all of them; slots and
 summaries are a device's own. A step exchanges its softmax state and, where it selects, candidates
-(at most k scores and indices per device and KV head); slots never move.
+(at most k scores and indices per device and KV head); slots never move. The tokens of a chunk of a
+prompt are alike everywhere: to the first chunk each device attends with a share of the heads, to
+later ones over its slots.
 
 Without `env.slot_axis` nothing here does anything.
 """

@@ -59,8 +59,12 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   for n in counts:
     if only in (label := f"attention B{batch} T{tokens}, slots over {n}"):
       yield attention(label, batch, tokens, n, jnp.float32 if quick else jnp.bfloat16)
+  yield from large_cases(quick, counts[-1], only)
+
+
+def large_cases(quick: bool, n: int, only: str) -> Iterator[Case]:
+  """Decode steps of a model that n devices hold together, under each method with and without ART."""
   name, batch, tokens = ("tiny", 2, 64) if quick else LARGE
-  n = counts[-1]
   labels = {
     method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART"
     for method in GAINS
@@ -184,7 +188,7 @@ def prompt(label: str, model: Transformer, tokens: int, mesh: Mesh) -> Case:
 
   whole, parts = "1 device", f"{n} devices"
   contenders = contender(whole, model), contender(parts, parallel.shard(model, mesh))
-  notes = ", ".join(f"{contender.name}: {contender.note}" for contender in contenders)
+  notes = ", ".join(f"{each.name}: {each.note}" for each in contenders)
   output = contenders[0].output
   assert output is not None
   return Case(

@@ -63,7 +63,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 
 def large_cases(quick: bool, n: int, only: str) -> Iterator[Case]:
-  """Decode steps of a model that n devices hold together, under each method with and without ART."""
+  """Decode steps of a model that n devices hold together, under methods with and without ART."""
   name, batch, tokens = ("tiny", 2, 64) if quick else LARGE
   labels = {
     method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART"

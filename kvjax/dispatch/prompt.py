@@ -111,8 +111,6 @@ def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt,
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
   if beyond := _beyond_cudnn(staged):
     return beyond
-  if at.env.slot_axis:
-    return "has its slots on several devices; 'cudnn' attends to a whole prompt"
   if window is not None:
     return "has a window in this layer; 'cudnn' attends to all that came before"
   if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):

@@ -120,13 +120,13 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
     runs[parts + BY_XLA] = spread, apart, {}
   with ThreadPoolExecutor() as pool:
     made = {
-      name: pool.submit(e2e.program, decoder, method, "auto", caches[0], options)
-      for name, (decoder, caches, options) in runs.items()
+      name: pool.submit(e2e.program, each, method, "auto", held[0], options)
+      for name, (each, held, options) in runs.items()
     }
     programs = {name: future.result() for name, future in made.items()}
   contenders = [
-    e2e.loop(name, *programs[name], split(decoder)[1], caches, checked=True)
-    for name, (decoder, caches, _) in runs.items()
+    e2e.loop(name, *programs[name], split(each)[1], held, checked=True)
+    for name, (each, held, _) in runs.items()
   ]
   width, dtype = model.config.dim, model.dtype
   heads = mesh.shape[sharding.HEADS]

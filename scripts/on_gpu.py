@@ -56,10 +56,11 @@ class Step:
 
 
 KERNEL_TESTS = " ".join(
-  sorted(f"tests/{path.name}" for path in (REPO / "tests").glob("test_*kernel*.py"))
-  + ["tests/test_prefill_pieces.py", "tests/test_offload.py", "tests/test_speculation.py"]
+  sorted(f"tests/kernels/{path.name}" for path in (REPO / "tests/kernels").glob("test_*kernel*.py"))
+  + [f"tests/kernels/test_{name}.py" for name in ("prefill_pieces", "offload", "speculation")]
 )
 
+DEVICE_TESTS = "tests/devices/test_sharding.py"
 PYTEST = "-q -n 14 -p no:cacheprovider -p no:benchmark"
 
 
@@ -113,7 +114,7 @@ STEPS = {
     }.items()
     for n in (2, 4)
   },
-  **{f"devices_{n}": Step(f"pytest tests/test_sharding.py {PYTEST}", 300, n) for n in (2, 4)},
+  **{f"devices_{n}": Step(f"pytest {DEVICE_TESTS} {PYTEST}", 300, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
   "select": bench("select", few=False),
   "sparse": bench("sparse"),

@@ -71,7 +71,7 @@ def main(args: Args) -> None:
     reports = args.junit
     if not reports:
       reports = (report := pathlib.Path(folder) / "report.xml",)
-      command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "tests/test_sharding.py"]
+      command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "tests/devices"]
       subprocess.run(
         [*command, "-k", " or ".join(TESTS.values()), f"--junitxml={report}"], cwd=ROOT
       )

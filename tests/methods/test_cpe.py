@@ -7,9 +7,9 @@ import pytest
 
 from kvjax import CIS, CPE, ETF, PSAW
 from tests import decoder_oracle
-from tests.test_cis import Oracle, follow, wandering
-from tests.test_etf import frozen
-from tests.test_psaw import visible
+from tests.methods.test_cis import Oracle, follow, wandering
+from tests.methods.test_etf import frozen
+from tests.methods.test_psaw import visible
 from tests.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 # A setting under which all three do something in four layers and 30 tokens.

@@ -9,7 +9,7 @@ from kvjax import InfLLM
 from scripts import common, needle_recall
 from scripts.evals.task import Row
 from scripts.needle_recall import Args, Sample, answer, contestants, mean_recall
-from tests.test_generate import letters
+from tests.models.test_generate import letters
 from tests.tiny import TOKENS, model
 
 ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})

@@ -16,7 +16,7 @@ from models import convert
 from models.generate import generate, prefill
 from scripts.evals.divergence import surprise
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
 pytestmark = pytest.mark.slow
 

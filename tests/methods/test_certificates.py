@@ -15,8 +15,8 @@ from kvjax import certificates as c
 from models import convert
 from models.generate import join, prefill, split
 from tests.layer import Layer, Stream
-from tests.test_cis import wandering
-from tests.test_golden import GOLDENS
+from tests.methods.test_cis import wandering
+from tests.models.test_golden import GOLDENS
 
 SCALES = [0.0, 1e-6, 0.1, 1.0, 10.0, 1e4]
 

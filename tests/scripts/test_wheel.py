@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
+REPO = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ("kvjax", "pallas_kernels", "models")
 
 pytestmark = pytest.mark.slow

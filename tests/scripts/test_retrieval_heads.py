@@ -6,7 +6,7 @@ import pytest
 
 from kvjax import Full, Ltri
 from scripts.retrieval_heads import Looking, Sample, best, copied, load, scores
-from tests.test_ltri import SMALL
+from tests.methods.test_ltri import SMALL
 from tests.tiny import TOKENS, Run, model
 
 

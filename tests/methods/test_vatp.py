@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import VATP
 from tests.layer import Layer, Stream
-from tests.test_h2o import Oracle
+from tests.methods.test_h2o import Oracle
 
 
 class Weighted(Oracle):

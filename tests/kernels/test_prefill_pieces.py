@@ -13,8 +13,8 @@ from kvjax.ops import cudnn
 from pallas_kernels import prefill_pieces
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.prefill_pieces import Block, attend_in_pieces, plan
+from tests.kernels.test_prefill_kernel import CLOSE, arrays, oracle
 from tests.layer import Layer, Stream
-from tests.test_prefill_kernel import CLOSE, arrays, oracle
 
 ON_GPU = jax.default_backend() == "gpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"

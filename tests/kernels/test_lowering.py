@@ -39,8 +39,8 @@ from pallas_kernels.quest import page_bounds
 from pallas_kernels.repair import repair
 from pallas_kernels.sparse_decode import settings, sparse_decode
 from pallas_kernels.speculate import attend_tiles, speculate, speculate_keys
-from tests import test_decode_ops as steps
 from tests.decode_cases import Shape
+from tests.kernels import test_decode_ops as steps
 from tests.lowering import SHARED, compile_kernel, lower
 
 pytest.importorskip("triton")

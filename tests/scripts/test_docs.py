@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = {
   path.name: path.read_text("utf-8")
   for path in (ROOT / f"{name}.md" for name in ("README", "RESULTS", "CHANGELOG", "CONTRIBUTING"))
@@ -38,7 +38,8 @@ def found(dotted):
 
 @documents
 def test_names(text):
-  named = set(re.findall(r"\b(?:kvjax|models|pallas_kernels|scripts)(?:\.\w+)+", text))
+  packages = "kvjax|models|pallas_kernels|scripts|tests"
+  named = set(re.findall(rf"(?<![.\w])(?:{packages})(?:\.\w+)+", text))
   assert [x for x in sorted(named) if x.rpartition(".")[2] not in FILES and not found(x)] == []
 
 

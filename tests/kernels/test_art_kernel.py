@@ -14,8 +14,8 @@ import pytest
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
 from pallas_kernels.art import choose_splits, walk
 from pallas_kernels.config import Config
+from tests.kernels.test_sparse_decode_kernel import plan
 from tests.layer import Layer, Stream, softmax_average
-from tests.test_sparse_decode_kernel import plan
 
 LOOSE = {"tau": 0.7, "phi": 0.4, "patience": 1}
 

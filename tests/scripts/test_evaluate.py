@@ -343,7 +343,7 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 def start(checkpoint, out) -> subprocess.Popen:
   command = [sys.executable, "-m", "scripts.evaluate", "--checkpoint", str(checkpoint)]
-  environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+  environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
   return subprocess.Popen(
     [*command, *arguments(out, methods=("snapkv",), samples=12, tasks=("needle",), batch=1)],
     stdout=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """One sample of every generated task, read and checked by hand once, is made again byte by byte.
 
-python -m tests.test_task_samples       writes the samples anew
-python -m tests.test_task_samples -f    prints them in full; read them before they are kept
+python -m tests.scripts.test_task_samples       writes the samples anew
+python -m tests.scripts.test_task_samples -f    prints them in full; read them before they are kept
 
 Speeches are not kept: what comes of them is left out of the files, which hold a hash of all.
 """
@@ -14,9 +14,9 @@ import sys
 import pytest
 
 from scripts.evals.registry import TASKS
-from tests.test_evals import count
+from tests.scripts.test_evals import count
 
-FOLDER = pathlib.Path(__file__).parent / "goldens" / "tasks"
+FOLDER = pathlib.Path(__file__).parents[1] / "goldens" / "tasks"
 # About the shortest text that each task can be asked over, in tokens of the stand-in tokenizer.
 LENGTHS = {
   "kl": 400,

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax import Carry, Env, HShare, Rope
 from pallas_kernels.hshare import listed
-from tests.test_hshare import Stack, columns, similar_streams
+from tests.methods.test_hshare import Stack, columns, similar_streams
 
 
 @pytest.mark.parametrize(

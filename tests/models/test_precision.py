@@ -19,7 +19,7 @@ from models.config import PRECISIONS
 from models.transformer import Transformer
 from tests import tiny, tiny_hf
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
+REPO = pathlib.Path(__file__).resolve().parents[2]
 
 
 def products(model):

@@ -21,7 +21,7 @@ from models import convert, fetch
 from models.huggingface import HuggingFace
 from tests import tiny_hf
 
-REPO = pathlib.Path(__file__).resolve().parent.parent
+REPO = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = tiny_hf.CASES["llama3"]
 
 
@@ -395,7 +395,7 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
     from models import convert
     from models.source import tensor_shapes
     from tests import tiny_gguf, tiny_hf
-    from tests.test_families import as_gguf
+    from tests.models.test_families import as_gguf
 
     def status(key):
       for line in open("/proc/self/status"):

@@ -14,7 +14,7 @@ from scripts.evals import store
 from scripts.examples import tiny
 from tests import tiny_gguf
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 # A shell starts what runs in its background deaf to Ctrl-C, and so are the children of that.
 HEED = """
 import os, signal, sys

@@ -13,7 +13,7 @@ import pytest
 from kvjax import CIS, PSAW, Carry, Env, Rope
 from pallas_kernels import top_k
 from pallas_kernels.key_weights import key_logits
-from tests.test_cis import wandering
+from tests.methods.test_cis import wandering
 
 
 @pytest.mark.parametrize("longest", [8192, 16])

@@ -16,7 +16,7 @@ from kvjax import diagnostics
 from models import convert
 from models.generate import prefill
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
 
 def naive_output(q, k, v):

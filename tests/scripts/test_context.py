@@ -9,7 +9,7 @@ import pytest
 from kvjax import CacheSpec, Full, InfLLM, plan_memory
 from scripts import common, context
 from scripts import generate as program
-from tests.test_generate import letters
+from tests.models.test_generate import letters
 from tests.tiny import model
 
 

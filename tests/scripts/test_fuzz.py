@@ -20,7 +20,7 @@ from models.tokenizer import Tokenizer
 from scripts import fuzz
 from tests.tiny import CONFIG
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 # What may come in place of a number, a name or a method.

@@ -20,7 +20,7 @@ from models.gguf_file import GGUF
 from models.huggingface import HuggingFace
 from tests import tiny_gguf, tiny_hf
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens" / "families.npz"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "families.npz"
 PARITY = 1e-4  # float32 on both sides: only the order of sums differs
 
 
@@ -229,7 +229,7 @@ def test_every_type_that_gguf_dequantises(tmp_path):
     except NotImplementedError:
       continue
     if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-      continue  # in tests/test_convert.py, with real numbers
+      continue  # in tests/models/test_convert.py, with real numbers
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     for key, value in gguf_entries(config).items():
       writer.add_key_value(key, *value)

@@ -73,7 +73,11 @@ def device_limit() -> int:
 
 @contextmanager
 def explained(
-  what: str, method: Method, spec: CacheSpec, mesh: Mesh | None = None, weights: int = 0
+  what: str,
+  method: Method,
+  spec: CacheSpec,
+  mesh: Mesh | None = None,
+  weights: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
   """Turns a device's lack of memory into a MemoryError that says what took it and what would fit.
 
@@ -82,7 +86,7 @@ def explained(
     method: the KV-cache method.
     spec: sizes of the caches.
     mesh: the devices that they are split over.
-    weights: bytes of the model's weights on a device.
+    weights: counts the bytes of the model's weights on a device.
   """
   try:
     yield
@@ -92,7 +96,7 @@ def explained(
     known = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text
     if not known or "shared memory" in text.lower() or "kvjax" in text:
       raise
-    raise MemoryError(_explanation(what, text, method, spec, mesh, weights)) from error
+    raise MemoryError(_explanation(what, text, method, spec, mesh, weights())) from error
 
 
 def _explanation(

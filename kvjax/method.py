@@ -104,10 +104,6 @@ class Method:
     """Whether layers should be compiled one by one: all together would take minutes to compile."""
     return False
 
-  def alike(self, layer: int) -> int:
-    """The first layer in which the method does just what it does in this one."""
-    return layer
-
   def room(self, cache: Any) -> int | None:
     """How many tokens a row of this cache can take in all; None: any number, something leaves."""
     return cache.size if self.positional else None

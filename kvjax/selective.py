@@ -83,7 +83,11 @@ class Selective(Method):
     return {}, {} if layer < self.dense_layers else self.summaries(spec), {}
 
   def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
-    return None if at.layer < self.dense_layers else self.tile_scores(at, cache, q)
+    return None if self.dense(at) else self.tile_scores(at, cache, q)
+
+  def dense(self, at: At) -> bool:
+    """Whether the layer attends to everything."""
+    return at.of_layer(lambda layer: layer < self.dense_layers)
 
   def widened(self, ratio: float) -> int:
     """⌊ratio·k⌋."""
@@ -154,7 +158,7 @@ class Selective(Method):
     return [Plan(span, *x, unit=self.unit, pinned=min(sinks, tiles)) for span, x in made]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    if at.layer < self.dense_layers:
+    if self.dense(at):
       return cache
     start = cache.seen - prompt.valid
     return context.summarised(at, cache, self.summarise, start, prompt.tokens)
@@ -162,7 +166,7 @@ class Selective(Method):
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
-    if at.layer < self.dense_layers:
+    if self.dense(at):
       return cache, {}
     return self.renew(at, cache), {}
 

@@ -200,6 +200,13 @@ class Streamed(Method):
     """Whether decoding goes on with the blocks of the prompt's last chunk."""
     return False
 
+  def alike(self, layer: int) -> int:
+    """The first layer in which the method does just what it does in this one."""
+    return layer
+
+  def _first_alike(self, at: At) -> At:
+    return At(at.of_layer(self.alike), at.env, at.top)
+
   # ---- drivers
 
   def prefill(
@@ -214,8 +221,7 @@ class Streamed(Method):
   ) -> tuple[Float[Array, "B K G A H"], Cache, Carry, Aux]:
     if at.env.check_nan:  # whose errors name the layer
       return super().prefill(at, cache, q, k, v, prompt, carry)
-    at = dataclasses.replace(at, layer=self.alike(at.layer))
-    return _shared(Method.prefill, self, at, cache, q, k, v, prompt, carry)
+    return _shared(Method.prefill, self, self._first_alike(at), cache, q, k, v, prompt, carry)
 
   def decode_step(
     self,
@@ -229,8 +235,7 @@ class Streamed(Method):
   ) -> tuple[Float[Array, "B K G H"], Cache, Carry, Aux]:
     if at.env.check_nan:
       return super().decode_step(at, cache, q, k, v, live, carry)
-    at = dataclasses.replace(at, layer=self.alike(at.layer))
-    return _shared(Method.decode_step, self, at, cache, q, k, v, live, carry)
+    return _shared(Method.decode_step, self, self._first_alike(at), cache, q, k, v, live, carry)
 
   # ---- geometry
 

@@ -104,6 +104,12 @@ class At:
   env: Env
   top: Method
 
+  def of_layer(self, f: Callable[[int], T]) -> T:
+    """f of the layer's number. Layers for which it is equal may share a compiled program; where
+    `layer` itself is read, each layer has its own.
+    """
+    return f(self.layer)
+
   def sum_heads(self, x: Array) -> Array:
     """Sum over the shards of the key/value heads; x is already reduced over the local ones."""
     return jax.lax.psum(x, self.env.head_axis) if self.env.head_axis else x
@@ -154,6 +160,11 @@ class Prompt:
   index: Array | None
   tokens: int
   past: int | None = None
+
+  @classmethod
+  def of(cls, at: At, tokens: int, valid: Array, total: Array, past: int | None) -> Prompt:
+    """What a layer sees of a chunk of `tokens` padded tokens."""
+    return cls(valid, total, at.top.active(at, tokens, total), tokens, past)
 
   def query_index(self) -> Int[Array, "B A"]:
     """Index within the chunk of every computed token."""

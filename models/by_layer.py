@@ -1,14 +1,17 @@
-"""A decoder whose layers are compiled one at a time, for methods of very many operations.
+"""A decoder whose layers are compiled one at a time, those that are alike once.
 
-One program for all layers is what a step costs least with, and what compiles longest: where a
-method streams, with blocks, spans and votes in every layer, minutes. Layers that are alike share
-one program here, which is compiled once and dispatched for each; what stands between them runs
-operation by operation. The host stays ahead of the device as long as a layer takes longer than its
-dispatch, a few tenths of a millisecond.
+One program for all layers is what a decode step costs least with, and what compiles longest. The
+layers of a prompt take milliseconds each, and each is dispatched while the one before it runs:
+prompts are always read this way. Decode steps are where a method asks for it (`Method.by_layer`):
+with blocks, spans and votes in every layer, one program would take minutes.
 """
 
-import dataclasses
+from __future__ import annotations
+
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,13 +21,20 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax import offload
 from kvjax.method import Method
-from kvjax.types import At, Prompt
+from kvjax.types import At, Carry, Env, Prompt
+from models import flat
+from models.flat import Form
 from models.transformer import Caches, Transformer
 
 
-def suits(model: Transformer, method: Method) -> bool:
-  """Whether the method asks for it and the model can: on one device, and without a NaN guard."""
-  return method.by_layer and model.mesh is None and not model.env.check_nan
+def reads(model: Transformer) -> bool:
+  """Whether a model's prompts are compiled by layer: on one device, and without a NaN guard."""
+  return model.mesh is None and not model.env.check_nan
+
+
+def decodes(model: Transformer, method: Method) -> bool:
+  """Whether its decode steps are, too."""
+  return method.by_layer and reads(model)
 
 
 class ByLayer:
@@ -36,7 +46,8 @@ class ByLayer:
 
   def __init__(self, model: Transformer):
     self.model = model
-    self.layers = [_Layer(layer) for layer in model.layers]
+    self.layers = [flat.split(layer) for layer in model.layers]
+    self.ends = flat.split(_without_layers(model))
 
   def prefill(
     self,
@@ -52,10 +63,20 @@ class ByLayer:
   ) -> Any:
     """As `Transformer.prefill`."""
     total = lengths if total is None else total
-    options = past, all_logits, with_aux
-    read = self.model.read_prompt
-    logits, caches, aux = read(caches, tokens, lengths, total, method, *options, self.layers)
-    return (logits, caches, aux) if with_aux else (logits, caches)
+    form, leaves = self.ends
+    with self.model.products_traced():
+      x, handed = _embed(form, leaves, tokens), (Carry(),)
+      told = lengths, total
+      sites = self._sites(_prefill, method, past, caches, x, told, handed)
+      new, reports = [], []
+      for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
+        x, cache, handed, aux = _prefill(layer, at, past, own, cache, x, told, handed)
+        new.append(cache)
+        reports.append(aux)
+      logits = _predict(form, all_logits, leaves, x, lengths)
+      if method.overrides("conclude"):
+        new = _conclude(method, self.model.env, tuple(new), lengths)
+    return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
 
   def decode(
     self,
@@ -68,57 +89,148 @@ class ByLayer:
   ) -> Any:
     """As `Transformer.decode`."""
     live = jnp.ones(tokens.shape, bool) if live is None else live
-    logits, caches, aux = self.model.step(caches, tokens, live, method, with_aux, self.layers)
-    return (logits, caches, aux) if with_aux else (logits, caches)
+    form, leaves = self.ends
+    with self.model.products_traced():
+      x, handed = _embed(form, leaves, tokens), (None, Carry())
+      sites = self._sites(_decode, method, None, caches, x, live, handed)
+      new, reports = [], []
+      for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
+        x, cache, handed, aux = _decode(layer, at, None, own, cache, x, live, handed)
+        new.append(cache)
+        reports.append(aux)
+      logits = _predict_next(form, leaves, x, handed[0])
+    return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
+
+  def _sites(
+    self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
+  ) -> list[At]:
+    """Where each layer runs. At first, all programs that this takes are compiled, side by side."""
+    forms = [form for form, _ in self.layers]
+    key = program, method, self.model.env, past, *forms, *_shapes((caches, arrays))
+    if key not in _SITES:
+      _SITES[key] = self._compile(program, method, past, caches, *arrays)
+    return _SITES[key]
+
+  def _compile(
+    self,
+    program: Any,
+    method: Method,
+    past: int | None,
+    caches: Caches,
+    x: Array,
+    told: Any,
+    handed: Any,
+  ) -> list[At]:
+    """Lowers every layer at the first site that serves it; calls find what is compiled here."""
+    sites: list[_Site] = []
+    chosen: list[At] = []
+    lowered: dict[Any, Any] = {}
+    for i, (cache, (form, own)) in enumerate(zip(caches, self.layers, strict=True)):
+      for site in [*sites, _Site(i, self.model.env, method)]:
+        key = form, site, *_shapes((cache, handed))
+        try:
+          with site.serving(i):
+            if key not in lowered:
+              lowered[key] = program.lower(form, site, past, own, cache, x, told, handed)
+        except _DifferentLayer:
+          continue
+        break
+      sites += [site] * (site not in sites)
+      chosen.append(site)
+      handed = lowered[key].out_info[2]
+    with ThreadPoolExecutor() as pool:
+      for job in [pool.submit(each.compile) for each in lowered.values()]:
+        job.result()
+    return chosen
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Form:
-  """What layers of equal shapes have in common; one object for all, compared by what it is: to
-  hash the description anew would take a third of a dispatch.
-  """
-
-  graph: Any
-  tree: Any
-
-  def layer(self, leaves: list[Array]) -> Any:
-    return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
+# Of all that a program has been compiled for: where its layers run.
+_SITES: dict[Any, list[At]] = {}
 
 
-_form = functools.cache(_Form)
+class _DifferentLayer(Exception):
+  """A layer gives another answer than the one whose program it was to share."""
 
 
-class _Layer:
-  """A layer by its form and its arrays."""
+class _Site(At):
+  """A place for all layers that give equal answers to whatever is asked of their number."""
 
-  def __init__(self, layer: nnx.Module):
-    graph, state = nnx.split(layer)
-    self.leaves, tree = jax.tree.flatten(state)
-    self.form = _form(graph, tree)
+  def __init__(self, first: int, env: Env, top: Method):
+    super().__init__(first, env, top)
+    vars(self).update(first=first, served=first, asked=[])
 
-  def prefill(self, at: At, x: Any, cache: Any, prompt: Prompt, carry: Any) -> Any:
-    return _prefill(self.form, _alike(at), self.leaves, cache, x, prompt, carry)
+  __eq__, __hash__ = object.__eq__, object.__hash__
 
-  def decode(self, at: At, x: Any, parts: Any, cache: Any, live: Any, carry: Any) -> Any:
-    return _decode(self.form, _alike(at), self.leaves, cache, x, parts, live, carry)
+  def __getattribute__(self, name: str) -> Any:
+    if name == "layer":
+      return self.of_layer(lambda layer: layer)
+    return super().__getattribute__(name)
+
+  def of_layer(self, f: Callable[[int], Any]) -> Any:
+    self.asked.append(f)
+    if f(self.first) != f(self.served):
+      raise _DifferentLayer
+    return f(self.first)
+
+  @contextlib.contextmanager
+  def serving(self, layer: int) -> Iterator[None]:
+    """What is traced meanwhile is for this layer."""
+    vars(self)["served"] = layer
+    for f in self.asked:
+      if f(self.first) != f(layer):
+        raise _DifferentLayer
+    yield
 
 
-def _alike(at: At) -> At:
-  """The first place where a layer does the same."""
-  return At(at.top.alike(at.layer), at.env, at.top)
+def _shapes(tree: Any) -> tuple[Any, ...]:
+  """What a program is compiled for of these arrays."""
+  leaves, form = jax.tree.flatten(tree)
+  return form, *((x.shape, x.dtype) for x in leaves)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _without_layers(model: Transformer) -> Transformer:
+  """Embedding, last norm and head."""
+  ends = nnx.merge(*nnx.split(model))
+  ends.layers = nnx.List([])
+  return ends
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(form: Form, leaves: Any, tokens: Any) -> Any:
+  return form.module(leaves).embed(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _predict(form: Form, all_logits: bool, leaves: Any, x: Any, lengths: Any) -> Any:
+  return form.module(leaves).predict(x, lengths, all_logits)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _predict_next(form: Form, leaves: Any, x: Any, parts: Any) -> Any:
+  return form.module(leaves).predict_next(x, parts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _conclude(method: Method, env: Env, caches: Any, lengths: Any) -> Any:
+  return offload.settled(method.conclude(env, caches, lengths))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 def _prefill(
-  form: _Form, at: At, leaves: Any, cache: Any, x: Any, prompt: Prompt, carry: Any
+  form: Form, at: At, past: int | None, leaves: Any, cache: Any, x: Any, told: Any, handed: Any
 ) -> Any:
-  x, cache, carry, aux = form.layer(leaves).prefill(at, x, cache, prompt, carry)
-  return x, offload.settled(cache), carry, aux
+  """A layer of a prompt: state, cache, what it hands on (the carry), reports."""
+  (lengths, total), (carry,) = told, handed
+  prompt = Prompt.of(at, x.shape[1], lengths, total, past)
+  x, cache, carry, aux = form.module(leaves).prefill(at, x, cache, prompt, carry)
+  return x, offload.settled(cache), (carry,), aux
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _decode(
-  form: _Form, at: At, leaves: Any, cache: Any, x: Any, parts: Any, live: Any, carry: Any
+  form: Form, at: At, _: None, leaves: Any, cache: Any, x: Any, live: Any, handed: Any
 ) -> Any:
-  x, parts, cache, carry, aux = form.layer(leaves).decode(at, x, parts, cache, live, carry)
-  return x, parts, offload.settled(cache), carry, aux
+  """A layer of a decode step: state, cache, what it hands on (summands and carry), reports."""
+  parts, carry = handed
+  x, parts, cache, carry, aux = form.module(leaves).decode(at, x, parts, cache, live, carry)
+  return x, offload.settled(cache), (parts, carry), aux

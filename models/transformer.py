@@ -158,7 +158,7 @@ class Transformer(nnx.Module):
       NotImplementedError: the method does not run on such a mesh.
     """
     spec = self.spec(batch, capacity, dtype)
-    with memory.explained("init_caches", method, spec, self.mesh, self.weight_bytes()):
+    with memory.explained("init_caches", method, spec, self.mesh, self.weight_bytes):
       if self.mesh is None:
         return method.init_caches(spec)
       return sharding.init_caches(method, spec, self.mesh)
@@ -218,25 +218,21 @@ class Transformer(nnx.Module):
     past: int | None,
     all_logits: bool,
     with_aux: bool,
-    layers: Any = None,
   ) -> Any:
-    """`prefill` on one device, or on each of several; `layers`: others in the place of its own."""
-    B, T = tokens.shape
+    """`prefill` on one device, or on each of several."""
     carry = Carry()
     new, reports = [], []
-    with self._products():
-      x = self._embed(tokens)
-      for i, layer in enumerate(layers or self.layers):
+    with self.products_traced():
+      x = self.embed(tokens)
+      for i, layer in enumerate(self.layers):
         at = At(i, self.env, method)
-        prompt = Prompt(lengths, total, method.active(at, T, total), T, past)
+        prompt = Prompt.of(at, tokens.shape[1], lengths, total, past)
         x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
-        if layers is None:
-          x, cache = _done(x, cache)
+        x, cache = _done(x, cache)
         new.append(cache)
         reports.append(aux)
-      if not all_logits:
-        x = x[jnp.arange(B), jnp.maximum(lengths - 1, 0)]
-      logits, caches = self._head(self.norm(x)), method.conclude(self.env, tuple(new), lengths)
+      logits = self.predict(x, lengths, all_logits)
+      caches = method.conclude(self.env, tuple(new), lengths)
     return logits, caches, self._whole(reports, method) if with_aux else []
 
   def decode(
@@ -277,20 +273,18 @@ class Transformer(nnx.Module):
     live: Bool[Array, " B"],
     method: Method,
     with_aux: bool,
-    layers: Any = None,
   ) -> Any:
-    """`decode` on one device, or on each of several; `layers`: others in the place of its own."""
+    """`decode` on one device, or on each of several."""
     carry = Carry()
     new, reports = [], []
-    with self._products():
-      x, parts = self._embed(tokens), None
-      for i, layer in enumerate(layers or self.layers):
+    with self.products_traced():
+      x, parts = self.embed(tokens), None
+      for i, layer in enumerate(self.layers):
         at = At(i, self.env, method)
         x, parts, cache, carry, aux = layer.decode(at, x, parts, caches[i], live, carry)
         new.append(cache)
         reports.append(aux)
-      _, y = self.norm.after(x, parts, self.env.impl)
-      logits = self._head(y)
+      logits = self.predict_next(x, parts)
     return logits, tuple(new), self._whole(reports, method) if with_aux else []
 
   def _on_mesh(self, run: Callable[..., Any], method: Method, caches: Caches, *args: Array) -> Any:
@@ -311,7 +305,7 @@ class Transformer(nnx.Module):
     over = sharding.checked_shard_map if self.env.check_nan else sharding.shard_map
     return over(on_device, self.mesh, given, results)(leaves, caches, *args)
 
-  def _embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
+  def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch D"]:
     """Rows of the embedding, of which a device may hold a part."""
     table = self.embedding[...]
     rows = table.shape[0]
@@ -321,6 +315,20 @@ class Transformer(nnx.Module):
     own = (index >= 0) & (index < rows)
     x = jnp.where(own[..., None], table[jnp.where(own, index, 0)], 0)
     return jax.lax.psum(x, self.env.axes)
+
+  def predict(
+    self, x: Float[Array, "B T D"], lengths: Int[Array, " B"], all_logits: bool
+  ) -> Float[Array, "B *_ V"]:
+    """Logits from the last layer's states: at each row's last valid token, or at every one."""
+    if not all_logits:
+      x = x[jnp.arange(x.shape[0]), jnp.maximum(lengths - 1, 0)]
+    return self._head(self.norm(x))
+
+  def predict_next(
+    self, x: Float[Array, "B D"], parts: Float[Array, "S B D"] | None
+  ) -> Float[Array, "B V"]:
+    """Logits of a decode step from the last layer's state, x + Σ parts."""
+    return self._head(self.norm.after(x, parts, self.env.impl)[1])
 
   def _head(self, y: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """Output head on normed hidden states, float32; gathered where devices hold parts of it."""
@@ -336,7 +344,7 @@ class Transformer(nnx.Module):
     at = method.at(self.env, 0)
     return jax.tree.map(lambda x: at.all_heads(x) if x.ndim > 1 else x, reports)
 
-  def _products(self) -> contextlib.AbstractContextManager[Any]:
+  def products_traced(self) -> contextlib.AbstractContextManager[Any]:
     """Under which products are traced: the model's and the method's."""
     if self.products is None:
       return contextlib.nullcontext()

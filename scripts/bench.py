@@ -48,6 +48,7 @@ SUITES = (
   "decode",
   "e2e",
   "e2e_sparse",
+  "generate",
   "longflow",
   "offload",
   "prefill",

@@ -96,8 +96,12 @@ class ETF(Wrapper):
       return 0
     return depth.share(self.psi, self.gamma, self.start, layer, layers)
 
+  def freezes_in(self, layer: int, layers: int) -> bool:
+    """Whether there is such a layer, and it takes keys from the one below."""
+    return layer < layers and self.share(layer, layers) > 0
+
   def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
-    share = self.share(at.layer, at.env.layers)
+    share = at.of_layer(lambda layer: self.share(layer, at.env.layers))
     # A longer prompt computes no fewer tokens than a shorter one: the padded chunk bounds them.
     longest = depth.floor_of(share, tokens)
     if longest <= self.sinks:
@@ -129,6 +133,6 @@ class ETF(Wrapper):
     if prompt.index is not None:
       to = jnp.broadcast_to(prompt.index[:, None], k.shape[:3])
       k, v = (slots.put(old, to, new) for old, new in zip(below, (k, v), strict=True))
-    if at.layer + 1 < at.env.layers and self.share(at.layer + 1, at.env.layers) > 0:
+    if at.of_layer(lambda layer: self.freezes_in(layer + 1, at.env.layers)):
       heads |= {"below_k": k, "below_v": v}
     return k, v, dataclasses.replace(carry, heads=heads)

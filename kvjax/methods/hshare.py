@@ -193,7 +193,7 @@ class HShare(SelectiveTokens):
   ) -> Cache:
     """Retrieves for the prompt's last query, and decides which heads share."""
     kept = super().keep(at, cache, new, q, qpos, attended, prompt)
-    if at.layer < self.dense_layers:
+    if self.dense(at):
       return kept
     last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
     scores = token_weights(at, kept, last[:, :, :, 0])

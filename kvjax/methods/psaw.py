@@ -68,7 +68,8 @@ class PSAW(Wrapper):
     return cls(Full(), phi=1.0)
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
-    hidden = depth.share(self.phi, self.alpha, self.start, at.layer, at.env.layers)
+    layers = at.env.layers
+    hidden = at.of_layer(lambda i: depth.share(self.phi, self.alpha, self.start, i, layers))
     if hidden == 0:
       return None
     t = jnp.maximum(qpos + 1, 0)  # of padding: 0

@@ -99,8 +99,10 @@ def shared(
   Where these do not divide evenly, each takes all.
   """
   axis, heads = at.env.slot_axis, q.shape[1]
+  if axis is None:
+    return attend(at, staged, q)
   alone = dataclasses.replace(at, env=dataclasses.replace(at.env, slot_axis=None))
-  if axis is None or heads % _devices(at):
+  if heads % _devices(at):
     return attend(alone, staged, q)
   share = heads // _devices(at)
   start = jax.lax.axis_index(axis) * share

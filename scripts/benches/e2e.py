@@ -125,9 +125,11 @@ def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
   return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
 
 
-def filled(model: Transformer, batch: int, tokens: int) -> tuple[kvjax.Cache, ...]:
-  """Full caches that hold `tokens` random tokens, with room for the steps of a dispatch."""
-  spec = model.spec(batch, tokens + STEPS)
+def filled(
+  model: Transformer, batch: int, tokens: int, room: int = STEPS
+) -> tuple[kvjax.Cache, ...]:
+  """Full caches that hold `tokens` random tokens, with room for more: the steps of a dispatch."""
+  spec = model.spec(batch, tokens + room)
   empty = kvjax.Full().init_caches(spec)
   pos = jnp.where(jnp.arange(spec.capacity) < tokens, jnp.arange(spec.capacity), -1)
 

@@ -1,10 +1,11 @@
-"""A decode loop of one's own: one jitted step, caches donated, any method."""
+"""A decode loop of one's own: one jitted step, one step ahead of the text, any method."""
 
 import functools
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 
 import kvjax
@@ -25,12 +26,12 @@ def main(checkpoint: pathlib.Path | None = None, steps: int = 32) -> None:
   caches = method.init_caches(model.spec(batch=1, capacity=256))
   tokens, lengths = pad([tokenizer.encode("The longest river of the world is")], multiple=64)
   logits, caches = prefill(model, tokens, lengths, caches, method)
-
   graph, leaves = split(model)  # flat leaves are much cheaper to dispatch than a module
   token, text = jnp.argmax(logits, -1), tokenizer.stream()
   for _ in range(steps):
-    print(text.feed(int(token[0])), end="", flush=True)
-    token, caches = step(graph, method, leaves, caches, token)
+    token.copy_to_host_async()
+    made, (token, caches) = token, step(graph, method, leaves, caches, token)
+    print(text.feed(int(np.asarray(made)[0])), end="", flush=True)  # while the step runs
   print(text.flush())
   print(f"{int(caches[0].seen[0])} tokens seen, {int(caches[0].used[0])} kept per layer and head")
 

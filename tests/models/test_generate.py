@@ -12,7 +12,7 @@ import tokenizers
 from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
-from models import by_layer, convert
+from models import by_layer, convert, flat
 from models import generate as loop
 from models.generate import generate, join, pad, prefill, split
 from models.sampling import Sampling
@@ -118,7 +118,7 @@ def test_ends_early_when_all_rows_have_stopped():
   out, caches = generate(
     model(), logits, caches, FULL, steps=40, stop=list(stop), chunk=4, on_chunk=seen.append
   )
-  assert len(seen) == 1
+  assert len(seen) <= 2
   assert out.tokens.shape == (2, 40)
   assert out.lengths.max() <= 2
   np.testing.assert_array_equal(caches[0].seen, LENGTHS + out.lengths)
@@ -128,8 +128,36 @@ def test_chunks_are_handed_over_as_they_come():
   seen = []
   logits, caches = start()
   out, _ = generate(model(), logits, caches, FULL, steps=10, chunk=4, on_chunk=seen.append)
-  assert [x.shape[1] for x in seen] == [4, 4, 2]
+  assert [x.shape[1] for x in seen] == [2, 4, 4]  # the first words sooner
   np.testing.assert_array_equal(np.concatenate(seen, 1), out.tokens)
+
+
+def test_steps_are_under_way_while_the_host_reads(monkeypatch):
+  """A token is read once two later steps are dispatched; with chunk = 1 before the next one."""
+  told = []
+  step, read = loop._Device.step, loop._Host.read
+
+  def dispatched(self):
+    told.append("step")
+    return step(self)
+
+  def looked_at(self, made):
+    told.append("read")
+    return read(self, made)
+
+  monkeypatch.setattr(loop._Device, "step", dispatched)
+  monkeypatch.setattr(loop._Host, "read", looked_at)
+  never = [int(np.setdiff1d(np.arange(CONFIG.vocab), plain(6)[0])[0])]
+  for chunk, ahead in ((16, loop.AHEAD), (1, 0)):
+    told.clear()
+    logits, caches = start()
+    generate(model(), logits, caches, FULL, steps=6, chunk=chunk, stop=never)
+    assert told == ["step"] * ahead + ["step", "read"] * (6 - ahead) + ["read"] * ahead
+  # Nobody looks at tokens before the last one is there: nothing is waited for.
+  told.clear()
+  logits, caches = start()
+  generate(model(), logits, caches, FULL, steps=6)
+  assert told == ["step"] * 6 + ["read"] * 6
 
 
 def test_forced_tokens():
@@ -339,8 +367,8 @@ def test_rows_stop_at_strings(chunk):
   assert out.lengths.tolist() == [5, 10]
   np.testing.assert_array_equal(out.tokens[0, :5], whole.tokens[0, :5])
   np.testing.assert_array_equal(out.tokens[1], whole.tokens[1])
-  behind = int(caches[0].seen[0]) - LENGTHS[0] - 5
-  assert 0 <= behind < chunk
+  # The steps that were under way when the host read the token; the cache is otherwise the text's.
+  assert int(caches[0].seen[0]) - LENGTHS[0] - 5 == (loop.AHEAD if chunk > 1 else 0)
 
 
 def test_all_rows_stopped_by_strings_end_early():
@@ -348,9 +376,9 @@ def test_all_rows_stopped_by_strings_end_early():
   seen = []
   stops = [text[1:3] for text in whole.texts]
   out, _ = say(stops, steps=40, on_chunk=seen.append)
-  assert len(seen) == 1
-  np.testing.assert_array_equal(seen[0], out.tokens[:, :4])
-  assert out.lengths.max() <= 3
+  found = np.concatenate(seen, 1)
+  assert found.shape[1] == out.lengths.max() <= 3
+  np.testing.assert_array_equal(found, out.tokens[:, : found.shape[1]])
 
 
 def test_stop_tokens_are_not_text_unless_forced():
@@ -369,34 +397,41 @@ def test_stop_tokens_are_not_text_unless_forced():
 
 
 def jitted():
-  """`prefill` and `generate` as they are compiled for the model, with nothing compiled yet."""
-  found = [loop._jitted(function, model()) for function in (loop._prefill, loop._decode_chunk)]
+  """A layer of a prompt and a decode step as they are compiled, with nothing compiled yet."""
+  found = by_layer._prefill, flat.jitted(loop._step, 4, None)
   for function in found:
     function.clear_cache()
+  by_layer._SITES.clear()
   return found
 
 
 def test_does_not_retrace():
   reading, decoding = jitted()
   settings = (Sampling(0.5), Sampling(0.9, top_k=5), Sampling(0.1, top_p=0.5, min_p=0.1))
+  stops = [], [1], [1, 2, 3]
   for seed, sampling in enumerate(settings):
     logits, caches = start()
     generate(
-      model(), logits, caches, FULL, steps=5 + 3 * seed, sampling=sampling, seed=seed, chunk=4
+      model(),
+      logits,
+      caches,
+      FULL,
+      steps=5 + 3 * seed,
+      sampling=sampling,
+      seed=seed,
+      stop=stops[seed],
+      chunk=4,
     )
   assert reading._cache_size() == decoding._cache_size() == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class _Alike(kvjax.StreamingLLM):
-  """A method that asks for programs of a layer, in all of which it does the same."""
+  """A method that asks for decode steps of layer by layer."""
 
   @property
   def by_layer(self):
     return True
-
-  def alike(self, layer):
-    return 0
 
 
 def test_by_layer_equals_the_whole():
@@ -407,7 +442,7 @@ def test_by_layer_equals_the_whole():
   forced[1, 3] = stop  # forced tokens end nothing
   found = []
   for each in (method, _Alike(16)):
-    assert by_layer.suits(model(), each) == (each is not method)
+    assert by_layer.decodes(model(), each) == (each is not method)
     logits, caches = start(method=each)
     out, caches = generate(model(), logits, caches, each, forced=forced, **settings)
     found.append((out, caches))
@@ -422,7 +457,7 @@ def test_by_layer_equals_the_whole():
 
 
 def test_layers_that_are_alike_share_a_program():
-  by_layer._prefill.clear_cache()
+  jitted()
   by_layer._decode.clear_cache()
   method = _Alike(16)
   for steps in (3, 5):
@@ -448,22 +483,16 @@ def test_caches_are_donated_and_updated_in_place():
   assert not logits.is_deleted()
 
 
-def test_a_chunk_aliases_all_cache_bytes():
+def test_a_step_aliases_all_cache_bytes():
   decoder, rows, capacity = model(), 2, 512
   graph, leaves = split(decoder)
   caches = FULL.init_caches(decoder.spec(rows, capacity))
-  arguments = (
-    jnp.zeros((rows, CONFIG.vocab)),
-    jnp.ones(rows, bool),
-    jnp.zeros(0, jnp.int32),
-    jnp.full((rows, 16), -1),
-    jnp.int32(16),
-    jnp.arange(rows),
-    Sampling().knobs(CONFIG.vocab),
-    jnp.uint32(0),
+  always = loop._Always(
+    jnp.zeros(8, jnp.int32), jnp.arange(rows), Sampling().knobs(CONFIG.vocab), jnp.uint32(0)
   )
+  logits, live, want = jnp.zeros((rows, CONFIG.vocab)), jnp.ones(rows, bool), jnp.full(rows, -1)
   _, decoding = jitted()
-  lowered = decoding.lower(graph, FULL, True, False, False, leaves, caches, *arguments)
+  lowered = decoding.lower(graph, FULL, True, False, leaves, caches, logits, live, want, always)
   memory = lowered.compile().memory_analysis()
   size = sum(x.nbytes for x in jax.tree.leaves(caches))
   assert memory.alias_size_in_bytes >= size

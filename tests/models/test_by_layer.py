@@ -1,0 +1,72 @@
+"""Prompts by programs of a layer: what all layers at once give, compiled once for those alike."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import At, Env
+from models import by_layer
+from models.prefill import prefill
+from tests.tiny import LENGTHS, TOKENS, Run, model
+
+# How many programs the layers of a prompt take: of four layers, all alike but where a method asks.
+PROGRAMS = {
+  "snapkv": (kvjax.SnapKV(12, window_size=4), 1),
+  "pyramidkv": (kvjax.PyramidKV.example(12), None),  # by the sizes of its caches
+  "quest": (kvjax.Quest(16, page=4), 2),  # two dense layers
+  "random": (kvjax.Random(12), 4),  # the layer's number is in its seed
+  "etf": (kvjax.ETF(start=0.25), 4),  # nothing, and three shares
+  "cpe": (kvjax.CPE.example(12), 2),
+  "art over quest": (kvjax.ART(kvjax.Quest(16, page=4)), 2),
+  "ltri": (kvjax.Ltri.example(12), 1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equals_all_layers_at_once(name):
+  method, programs = PROGRAMS[name]
+  by_layer._SITES.clear()
+  run = Run(method)
+  want = run.prefill()
+  caches = method.init_caches(model().spec(2, 64))
+  tokens, lengths = jnp.asarray(TOKENS[:, : LENGTHS.max()]), jnp.asarray(LENGTHS)
+  got, caches = by_layer.ByLayer(model()).prefill(tokens, lengths, caches, method)
+  np.testing.assert_allclose(got, want, atol=1e-5)
+  chex.assert_trees_all_close(caches, run.caches, atol=1e-5)
+  (sites,) = by_layer._SITES.values()
+  sizes = {(id(site), cache.size) for site, cache in zip(sites, caches, strict=True)}
+  assert len(sizes) == (programs or len({cache.size for cache in caches}))
+
+
+def test_a_call_compiles_nothing_that_was_compiled_beside():
+  """What threads compile side by side is what calls find; a second prompt compiles nothing."""
+  compiled = []
+
+  def listen(name, _, **about):
+    if name.endswith("backend_compile_duration") and "_prefill" in str(about.get("fun_name")):
+      compiled.append(about["fun_name"])
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  method = kvjax.Quest(17, page=4)
+  for _ in range(2):
+    caches = method.init_caches(model().spec(2, 64))
+    prefill(model(), TOKENS[:, :23], LENGTHS, caches, method)
+    assert len(compiled) in (0, 2)  # none where the cache on disk has them
+  jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_site_serves_layers_of_equal_answers():
+  site = by_layer._Site(2, Env(8), kvjax.Full())
+  assert site.of_layer(lambda layer: layer >= 2)
+  with site.serving(5):
+    assert site.of_layer(lambda layer: layer < 6)
+  with pytest.raises(by_layer._DifferentLayer), site.serving(1):
+    raise AssertionError("it is below")
+  with pytest.raises(by_layer._DifferentLayer), site.serving(6):
+    raise AssertionError("it is above")
+  with pytest.raises(by_layer._DifferentLayer), site.serving(3):
+    _ = site.layer
+  assert site != At(2, Env(8), kvjax.Full()) and site == site

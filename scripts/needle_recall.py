@@ -140,7 +140,7 @@ def stepper(model: Transformer, method: kvjax.Method) -> Callable:
   """One greedy step: the likeliest token goes in; it, new logits, caches, and retrieved blocks."""
   graph, leaves = split(model)
   decode = functools.partial(_whole, graph, method, leaves)
-  if by_layer.suits(model, method):
+  if by_layer.decodes(model, method):
     layered = by_layer.ByLayer(model)
     decode = lambda caches, token: layered.decode(token, caches, method, with_aux=True)  # noqa: E731
 

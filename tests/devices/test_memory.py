@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import METHODS, CacheSpec, memory, plan_memory
-from models import generate
+from models import by_layer, generate
 from tests.devices.test_sharding import model
 
 SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layers=4)
@@ -39,7 +39,7 @@ def refuse(*args, **kwargs):
   )
 
 
-@pytest.mark.parametrize("entry", ["_prefill", "_decode_chunk"])
+@pytest.mark.parametrize("entry", ["prefill", "generate"])
 @pytest.mark.parametrize(
   ("method", "name"),
   [
@@ -58,10 +58,11 @@ def test_a_lack_of_memory_says_what_would_fit(monkeypatch, entry, method, name):
   monkeypatch.setattr(
     memory, "device_limit", lambda: int((weights + room) / (1 - memory.SPARE)) + 1
   )
-  monkeypatch.setattr(generate, entry, refuse)
+  monkeypatch.setattr(by_layer.ByLayer, "prefill", refuse)
+  monkeypatch.setattr(generate, "_step", refuse)
   tokens, lengths = np.ones((2, 5), np.int32), np.array([5, 3])
   with pytest.raises(MemoryError) as caught:
-    if entry == "_prefill":
+    if entry == "prefill":
       generate.prefill(decoder, tokens, lengths, caches, method)
     else:
       generate.generate(decoder, np.zeros((2, 64), np.float32), caches, method, steps=4)

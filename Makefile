@@ -14,7 +14,6 @@ DEMO_READY := $(VENV)/.demo-installed
 TEST_READY := $(VENV)/.test-installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint types wheel

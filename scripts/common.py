@@ -21,8 +21,14 @@ from scripts import console
 _BASELINES = ("streaming_llm", "random")
 _SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
 
+
+def optional(metavar: str) -> Any:
+  """An argument whose help says what it is when it is not given."""
+  return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
 # How every program takes a model: a converted checkpoint, or None for the default one.
-Checkpoint = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER")]
+Checkpoint = Annotated[pathlib.Path | None, optional("FOLDER")]
 
 
 def run(main: Callable[[Any], None], args: type, name: str) -> None:
@@ -35,8 +41,10 @@ def run(main: Callable[[Any], None], args: type, name: str) -> None:
 def one_line_errors() -> Iterator[None]:
   """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C.
 
-  A SIGTERM is taken as Ctrl-C: what is written aside is swept up, what is whole stays.
+  A SIGTERM is taken as Ctrl-C: what is written aside is swept up, what is whole stays. What the
+  program compiles is kept for its next run (`keep_programs`).
   """
+  keep_programs()
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
@@ -47,6 +55,20 @@ def one_line_errors() -> Iterator[None]:
     if os.environ.get("KVJAX_TRACEBACK"):
       raise
     raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error
+
+
+def keep_programs() -> None:
+  """Turns on JAX's persistent compilation cache, in the user's cache folder.
+
+  JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 turns it off.
+  Programs that took a fifth of a second are kept too, unless
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise; JAX alone keeps them from 1 s on. To be
+  called before anything is compiled.
+  """
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def usual_methods() -> tuple[str, ...]:
@@ -69,13 +91,7 @@ def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) 
 def load_model(
   checkpoint: pathlib.Path | None, impl: str = "auto", *, out: TextIO | None = None
 ) -> tuple[Transformer, Tokenizer]:
-  """A converted checkpoint; by default SmolLM2-135M-Instruct, fetched and converted once.
-
-  Compiled programs are kept between runs, in the same cache folder as the checkpoint unless
-  JAX_COMPILATION_CACHE_DIR says otherwise.
-  """
-  if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
+  """A converted checkpoint; by default SmolLM2-135M-Instruct, fetched and converted once."""
   if checkpoint is None:
     with console.step("SmolLM2-135M-Instruct: fetched and converted the first time", out):
       checkpoint = convert.default_checkpoint(progress=False)

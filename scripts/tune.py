@@ -29,6 +29,7 @@ from pallas_kernels import config
 from pallas_kernels._split import columns_of
 from pallas_kernels.config import Config
 from pallas_kernels.decode import decode_with_output
+from scripts import common
 from scripts.bench import environment
 from scripts.benches import Contender, jax_contender, prr
 from scripts.benches.decode import reference, rotation
@@ -198,4 +199,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  with common.one_line_errors():
+    sys.exit(main())

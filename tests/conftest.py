@@ -14,6 +14,10 @@ for _flag, _value in (
   if _flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
+# What tests compile, and the programs that they start, stays in the checkout.
+_REPO = pathlib.Path(__file__).resolve().parent.parent
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_REPO / ".cache" / "jax"))
+
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Every jaxtyping annotation of the library is checked at run time, from its first import on.
@@ -23,10 +27,6 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-_REPO = pathlib.Path(__file__).resolve().parent.parent
-
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-  jax.config.update("jax_compilation_cache_dir", str(_REPO / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_default_matmul_precision", "highest")
 

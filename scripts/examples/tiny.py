@@ -13,6 +13,7 @@ from models import convert
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
+from scripts.common import keep_programs
 
 SPECIALS = ("<|begin|>", "<|end|>")
 CHAT_TEMPLATE = (
@@ -35,6 +36,7 @@ def byte_tokenizer() -> Tokenizer:
 
 def load(checkpoint: pathlib.Path | None = None) -> tuple[Transformer, Tokenizer]:
   """A converted checkpoint; by default the tiny model, which says nothing sensible."""
+  keep_programs()
   if checkpoint is not None:
     return convert.load(checkpoint)
   tokenizer = byte_tokenizer()

@@ -5,7 +5,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -20,14 +20,15 @@ class Step:
   """One line `[ 12.3 s] what is done ....... 4.5 s`, whose seconds run on a terminal.
 
   On anything else the line appears when the step begins and is completed when it ends, so that a
-  log shows where a program is, without control characters.
+  log shows where a program is, without control characters. A fleeting step is gone when it ends,
+  and in a log it does not appear.
   """
 
-  def __init__(self, text: str, out: TextIO):
+  def __init__(self, text: str, out: TextIO, fleeting: bool = False):
     self._text = text
     self._note = ""
     self._out = out
-    self._live = out.isatty()
+    self._live, self._fleeting = out.isatty(), fleeting
     self._begin = time.perf_counter()
     self._stamp = f"[{self._begin - _START:6.1f} s] "
     self._done = threading.Event()
@@ -45,7 +46,7 @@ class Step:
   def __enter__(self) -> Self:
     if self._live:
       self._ticker.start()
-    else:
+    elif not self._fleeting:
       self._out.write(f"{self._stamp}{self._text} ")
       self._out.flush()
     return self
@@ -57,6 +58,12 @@ class Step:
     trace: TracebackType | None,
   ) -> None:
     self._done.set()
+    if self._fleeting:
+      if self._live:
+        self._ticker.join()
+        self._out.write("\r\x1b[K")
+        self._out.flush()
+      return
     tail = self._tail(f"{self.seconds:.1f} s" if error is None else "stopped")
     if self._live:
       self._ticker.join()
@@ -78,9 +85,9 @@ class Step:
       self._out.flush()
 
 
-def step(text: str, out: TextIO | None = None) -> Step:
+def step(text: str, out: TextIO | None = None, *, fleeting: bool = False) -> Step:
   """A step to be entered with `with`; printed to standard output unless `out` is given."""
-  return Step(text, out or sys.stdout)
+  return Step(text, out or sys.stdout, fleeting)
 
 
 def heading(text: str, out: TextIO | None = None) -> None:
@@ -136,16 +143,39 @@ def bar(total: int, text: str, unit: str) -> tqdm:
   return tqdm(total=total, desc=text, unit=unit, mininterval=often, smoothing=0.1)
 
 
+class Table:
+  """A table whose rows are printed as they are known, in columns of fixed widths.
+
+  Args:
+    columns: heads and widths; what is longer is cut.
+    left: columns that are aligned to the left.
+  """
+
+  def __init__(
+    self, columns: Mapping[str, int], *, left: Sequence[int] = (0,), out: TextIO | None = None
+  ):
+    self._widths, self._left, self._out = list(columns.values()), left, out or sys.stdout
+    self.row(list(columns))
+    self.row(["-" * width for width in self._widths])
+
+  def row(self, cells: Sequence[str]) -> None:
+    cut = [
+      cell if len(cell) <= width else f"{cell[: width - 1]}…"
+      for cell, width in zip(cells, self._widths, strict=True)
+    ]
+    print(_line(cut, self._widths, self._left), file=self._out, flush=True)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
   """Columns as wide as their content; numbers to the right, the columns of `left` to the left."""
   widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+  rule = ["-" * width for width in widths]
+  return "\n".join(_line(cells, widths, left) for cells in (head, rule, *rows))
 
-  def line(cells: Sequence[str]) -> str:
-    padded = (
-      cell.ljust(width) if i in left else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join(padded).rstrip()
 
-  rule = "  ".join("-" * width for width in widths)
-  return "\n".join([line(head), rule, *map(line, rows)])
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[int]) -> str:
+  padded = (
+    cell.ljust(width) if i in left else cell.rjust(width)
+    for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+  )
+  return "  ".join(padded).rstrip()

@@ -1,16 +1,17 @@
-"""kvjax in a few minutes: one small model, one needle in a long text, every KV cache.
+"""kvjax in two minutes: one small model, one needle in a long text, several KV caches.
 
 SmolLM2-135M-Instruct is fetched and converted the first time. It then answers a chat question,
-and a needle question over presidential addresses under one KV-cache method after the other. The
-table at the end compares each method with the full cache.
+and a needle question over presidential addresses under one KV-cache method after the other. A
+table compares each method with the full cache, row by row as they are done.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import random
-import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -24,28 +25,43 @@ from models.generate import generate, prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Caches, Transformer
 from scripts import common, console
+from scripts.clock import Clock
 from scripts.evals import needle, scores
 from scripts.evals.divergence import compare
 from scripts.evals.prompt import Reader
 from scripts.evals.task import Row
 
+DEFAULT = ("full", "snapkv", "quest", "art", "cpe")
 CHUNK = 8  # tokens that appear at once in the chat
 ANSWER_TOKENS = 24
-CONTINUATION_TOKENS = 64
+CONTINUATION_TOKENS = 40
+COLUMNS = {  # heads and widths
+  "method": 15,
+  "answer": 12,
+  "right": 5,
+  "top-1": 5,
+  "KL": 5,
+  "tokens/s": 8,
+  "cache": 8,
+  "share": 5,
+  "compile": 7,
+  "prompt": 7,
+  "decode": 6,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
   """Chat, then a needle question under every chosen KV-cache method, on a real model."""
 
-  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
-  """Registered names, or "all"; by default the baselines and the systems that are registered.
-  The full cache always runs: it is what the others are compared with."""
-  length: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = DEFAULT
+  """Registered names, or "all". The full cache always runs: it is what the others are compared
+  with."""
+  length: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens of the needle question and its answer; 2,000 on a CPU and 4,000 on a GPU by default."""
-  budget: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+  budget: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens that a method keeps or reads per step; a quarter of the length by default."""
-  depth: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+  depth: Annotated[float | None, common.optional("SHARE")] = None
   """Where the needle stands, from 0 (start of the text) to 1 (its end); drawn by default."""
   seed: int = 3
   """Draws the text, the needle and its depth."""
@@ -55,7 +71,7 @@ class Args:
   """Longest chat answer; 0 skips the chat."""
   checkpoint: common.Checkpoint = None
   """A converted checkpoint; SmolLM2-135M-Instruct by default."""
-  json: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH")] = None
+  json: Annotated[pathlib.Path | None, common.optional("PATH")] = None
   """Also writes the table here."""
 
 
@@ -73,6 +89,11 @@ class Result:
     tokens_per_second: decoding speed at batch 1, compilation excluded.
     cache_bytes: bytes of the cache's arrays on the device.
     share: cache_bytes relative to the full cache.
+    compile_seconds: tracing, lowering and compiling of the method's programs, those of a reading
+      that it shares with others left out.
+    prompt_seconds: reading the prompt, compilation excluded.
+    decode_seconds: decoding the answer and the given tokens, compilation excluded.
+    shared: whether the prompt was read once for several methods.
   """
 
   name: str
@@ -84,6 +105,30 @@ class Result:
   tokens_per_second: float
   cache_bytes: int
   share: float
+  compile_seconds: float
+  prompt_seconds: float
+  decode_seconds: float
+  shared: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+  """A prompt in the caches of one method, or of several.
+
+  Attributes:
+    logits, caches: after the prompt.
+    clock: what it took.
+    shared: the methods that it serves, or none where it is one method's own.
+  """
+
+  logits: jax.Array
+  caches: Caches
+  clock: Clock
+  shared: tuple[str, ...] = ()
+
+  def of(self, name: str) -> "Reading":
+    """The part of one of the methods that share it."""
+    return dataclasses.replace(self, caches=take(self.caches, self.shared.index(name)))
 
 
 def choose(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -94,8 +139,6 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
   """
   if names == ("all",):
     names = tuple(kvjax.METHODS)
-  elif not names:
-    names = common.usual_methods()
   unknown = [name for name in names if name not in kvjax.METHODS]
   if unknown:
     known = ", ".join(kvjax.METHODS)
@@ -109,25 +152,29 @@ def chat(
   """Streams an answer under the full cache; the second line says how fast it came."""
   method = kvjax.Full()
   ids = tokenizer.chat([{"role": "user", "content": question}])
-  with console.step(f"reading {len(ids)} tokens of chat"):
-    caches = method.init_caches(model.spec(1, capacity))
-    tokens = common.right_padded(ids, multiple=64)
-    logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
-    logits.block_until_ready()
+  with console.step(f"reading {len(ids)} tokens of chat") as step:
+    with Clock() as clock:
+      caches = method.init_caches(model.spec(1, capacity))
+      tokens = common.right_padded(ids, multiple=64)
+      logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
+      logits.block_until_ready()
+    step.note(_apart(clock))
   streamer = console.Streamer()
   stream, text = tokenizer.stream(), ""
-  times = [time.perf_counter()]
 
   def show(chunk: np.ndarray) -> None:
     nonlocal text
     text += "".join(stream.feed(token) for token in chunk[0].tolist() if token >= 0)
     streamer.show(text)
-    times.append(time.perf_counter())
 
-  generation, _ = decode(model, tokenizer, logits, caches, method, steps=steps, on_chunk=show)
+  with Clock() as clock:
+    generation, _ = decode(model, tokenizer, logits, caches, method, steps=steps, on_chunk=show)
   streamer.show(text + stream.flush(), final=True)
-  speed = (generation.lengths[0] - CHUNK) / (times[-1] - times[1]) if len(times) > 2 else 0.0
-  print(f"  ({generation.lengths[0]} tokens, {speed:.1f} tokens/s after the first {CHUNK})")
+  speed = generation.lengths[0] / clock.running
+  print(
+    f"  ({generation.lengths[0]} tokens, {speed:.1f} tokens/s after {clock.compiling:.1f} s of "
+    "compiling)"
+  )
 
 
 def decode(
@@ -178,43 +225,56 @@ class Contest:
     ids = Reader(self.tokenizer).row(self.row).ids
     return common.right_padded(ids, size=self.length - ANSWER_TOKENS), np.array([len(ids)])
 
-  def read(self, method: kvjax.Method) -> tuple[jax.Array, Any]:
+  def read(self, method: kvjax.Method, shared: tuple[str, ...] = ()) -> Reading:
     """Prefills the prompt under a method (or several at once: `SharedPrefill`)."""
-    caches = method.init_caches(self.model.spec(1, self.capacity))
     tokens, lengths = self.prompt()
-    return jax.block_until_ready(prefill(self.model, tokens, lengths, caches, method, past=0))
+    with Clock() as clock:
+      caches = method.init_caches(self.model.spec(1, self.capacity))
+      logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
+      jax.block_until_ready((logits, caches))
+    return Reading(logits, caches, clock, shared)
 
-  def run(self, name: str, method: kvjax.Method, logits: jax.Array, caches: Caches) -> Result:
+  def run(self, name: str, method: kvjax.Method, reading: Reading) -> Result:
     """Answers the question, then decodes the forced continuation from the same caches.
 
     The full cache has to come first: its own answer, continued by natural text, is what the
     others are forced to follow.
     """
-    eos = self.tokenizer.eos
-    with console.step(f"{name}: answering") as step:
+    eos, logits, caches = self.tokenizer.eos, reading.logits, reading.caches
+    with console.step(f"{name}: answering", fleeting=True):
       keep = jax.tree.map(jnp.copy, caches)
-      generation, _ = self._decode(method, logits, keep, ANSWER_TOKENS, None)
+      generation, answering = self._decode(method, logits, keep, ANSWER_TOKENS, None)
       said = [t for t in generation.tokens[0].tolist() if t >= 0 and t != eos]
       answer = " ".join(self.tokenizer.decode(said).split())
       right = scores.all_found(answer, self.row) == 1
-      step.note("right" if right else "wrong")
     if self.forced is None:
       follow = said + self.tokenizer.encode(" " + self.row.continuation, bos=False)
       self.forced = np.asarray([follow[: ANSWER_TOKENS + CONTINUATION_TOKENS]], np.int32)
     steps = self.forced.shape[1]
-    with console.step(f"{name}: following {steps} given tokens") as step:
+    with console.step(f"{name}: following {steps} given tokens", fleeting=True):
       used = common.device_bytes(caches)
-      begin = time.perf_counter()
-      generation, _ = self._decode(method, logits, caches, steps, self.forced)
-      jax.block_until_ready(generation.last)
-      speed = steps / (time.perf_counter() - begin)
+      generation, following = self._decode(method, logits, caches, steps, self.forced)
       # The first logits are the prompt's; each later row shows the cache at work.
       mine = jnp.concatenate([generation.logits[0, 1:], generation.last])
       if self.full_logits is None:
         self.full_logits, self.full_bytes = mine, used
       kl, top1 = (float(x.mean()) for x in compare(self.full_logits, mine))
-      step.note(f"{speed:.1f} tokens/s")
-    return Result(name, repr(method), answer, right, top1, kl, speed, used, used / self.full_bytes)
+    own = [answering, following] + [reading.clock] * (not reading.shared)
+    return Result(
+      name,
+      repr(method),
+      answer,
+      right,
+      top1,
+      kl,
+      tokens_per_second=steps / following.running,
+      cache_bytes=used,
+      share=used / self.full_bytes,
+      compile_seconds=sum(clock.compiling for clock in own),
+      prompt_seconds=reading.clock.running,
+      decode_seconds=answering.running + following.running,
+      shared=bool(reading.shared),
+    )
 
   def _decode(
     self,
@@ -223,8 +283,38 @@ class Contest:
     caches: Caches,
     steps: int,
     forced: np.ndarray | None,
-  ) -> Any:
-    return decode(self.model, self.tokenizer, logits, caches, method, steps=steps, forced=forced)
+  ) -> tuple[Any, Clock]:
+    with Clock() as clock:
+      generation, _ = decode(
+        self.model, self.tokenizer, logits, caches, method, steps=steps, forced=forced
+      )
+      jax.block_until_ready(generation.last)
+    return generation, clock
+
+
+def read_together(game: Contest, methods: dict[str, kvjax.Method], names: Sequence[str]) -> Reading:
+  """One prompt pass for several methods."""
+  tokens = int(game.prompt()[1][0])
+  served = ", ".join(names) if len(names) <= 5 else f"{len(names)} methods"
+  with console.step(f"reading {tokens:,} tokens once for {served}") as step:
+    reading = game.read(kvjax.SharedPrefill(tuple(methods[name] for name in names)), tuple(names))
+    step.note(_apart(reading.clock))
+  return reading
+
+
+def _apart(clock: Clock) -> str:
+  """What a step that read a prompt took, in front of its sum."""
+  return f"compile {clock.compiling:.1f} s + prompt {clock.running:.1f} s ="
+
+
+def kinds(method: kvjax.Method, spec: kvjax.CacheSpec) -> int:
+  """How many programs of a layer a prompt takes under a method."""
+
+  def kind(layer: int) -> Any:
+    made = jax.eval_shape(functools.partial(method.init, spec, layer))
+    return method.alike(layer), str(made)
+
+  return len({kind(layer) for layer in range(spec.layers)})
 
 
 def contest(
@@ -235,53 +325,57 @@ def contest(
   *,
   length: int,
   budget: int,
-) -> list[Result]:
-  """Runs the row under every named method; one prefill serves all that leave it dense.
+) -> Iterator[Result]:
+  """Reads the row's prompt once for all methods that leave it dense, then runs one after the other.
+
+  Methods of many kinds of layers read on their own: with them, what is compiled for all of the
+  others would be compiled for each kind.
 
   Args:
     names: registered names, "full" first.
     length: tokens of prompt and answer.
     budget: tokens that a method keeps or reads.
+
+  Returns:
+    The results as they come: a method runs when its result is asked for.
   """
   methods = {name: kvjax.METHODS[name].usual(budget) for name in names}
   game = Contest(model, tokenizer, row, length)
-  dense = [name for name, method in methods.items() if method.dense_prefill]
-  tokens = int(game.prompt()[1][0])
-  served = ", ".join(dense) if len(dense) <= 3 else f"{len(dense)} methods"
-  with console.step(f"reading {tokens:,} tokens once for {served}") as step:
-    together = kvjax.SharedPrefill(tuple(methods[name] for name in dense))
-    logits, shared = game.read(together)
-    step.note(f"{tokens / step.seconds:.0f} tokens/s")
-  results = []
-  for name, method in methods.items():
-    if name in dense:
-      caches = take(shared, dense.index(name))
-      results.append(game.run(name, method, logits, caches))
-    else:
-      with console.step(f"{name}: reading {tokens:,} tokens, its own way") as step:
-        own_logits, caches = game.read(method)
-        step.note(f"{tokens / step.seconds:.0f} tokens/s")
-      results.append(game.run(name, method, own_logits, caches))
-  return results
+  spec = model.spec(1, game.capacity)
+  shared = [n for n, m in methods.items() if m.dense_prefill and kinds(m, spec) <= 2]
+  together = read_together(game, methods, shared)
+
+  def result(name: str, method: kvjax.Method) -> Result:
+    if name in shared:
+      return game.run(name, method, together.of(name))
+    with console.step(f"{name}: reading the prompt", fleeting=True):
+      reading = game.read(method)
+    return game.run(name, method, reading)
+
+  return (result(*each) for each in methods.items())
 
 
-def report(results: list[Result]) -> str:
-  """The table of `results`."""
-  head = ("method", "answer", "right", "top-1", "KL", "tokens/s", "cache", "of full")
-  rows = [
-    (
-      r.name,
-      r.answer if len(r.answer) <= 24 else r.answer[:23] + "…",
-      "yes" if r.right else "no",
-      f"{r.top1:.0%}",
-      f"{r.kl:.3f}",
-      f"{r.tokens_per_second:.1f}",
-      f"{r.cache_bytes / 1e6:.1f} MB",
-      f"{r.share:.0%}",
+def show(results: Iterable[Result]) -> list[Result]:
+  """Prints the table of `results`, each row as soon as there is one."""
+  table, shown = console.Table(COLUMNS, left=(0, 1)), []
+  for r in results:
+    table.row(
+      (
+        r.name,
+        r.answer,
+        "yes" if r.right else "no",
+        f"{r.top1:.0%}",
+        f"{max(r.kl, 0):.3f}",  # rounding may leave it below
+        f"{r.tokens_per_second:.1f}",
+        f"{r.cache_bytes / 1e6:.1f} MB",
+        f"{r.share:.0%}",
+        f"{r.compile_seconds:.1f} s",
+        f"{r.prompt_seconds:.1f} s" + ("*" if r.shared else " "),
+        f"{r.decode_seconds:.1f} s",
+      )
     )
-    for r in results
-  ]
-  return console.table(head, rows, left=(0, 1))
+    shown.append(r)
+  return shown
 
 
 def main(args: Args) -> None:
@@ -308,16 +402,19 @@ def main(args: Args) -> None:
   console.heading(f"A needle in {length:,} tokens of presidential addresses, from {source}")
   hidden = needle.NEEDLE.format(kind="number", key="…", value=row.answers[0])
   print(f"  at {at:.0%} of the text: {hidden}")
-  print(f"  the question: {row.question.strip()}\n", flush=True)
+  print(f"  the question: {row.question.strip()}", flush=True)
   results = contest(model, tokenizer, row, names, length=length, budget=budget)
-
   console.heading(f"Every method against the full cache, budget {budget:,} tokens")
-  print(f"\n{report(results)}\n")
+  shown = show(results)
   steps = ANSWER_TOKENS + CONTINUATION_TOKENS
-  print(f"  top-1, KL   next-token agreement, and KL(full ‖ method) in nats, over {steps} given")
-  print("              tokens: the full cache's own answer, then the text that follows")
-  print("  tokens/s    decoding at batch 1, compilation excluded")
-  print(f"  cache       bytes of the cache's arrays on the device, {model.dtype.name}")
+  print(f"""
+  top-1, KL   next-token agreement with the full cache, and KL(full ‖ method) in nats, over up to
+              {steps} given tokens: the full cache's own answer, then the text that follows
+  tokens/s    decoding the given tokens at batch 1, compilation excluded
+  cache       the cache's arrays on the device, {model.dtype.name}; share: of the full cache's
+  compile     tracing, lowering and compiling the method's own programs
+  prompt      reading the prompt, compilation excluded; *: one reading, above, for all of these
+  decode      decoding the answer and the given tokens, compilation excluded""")
   if args.json is not None:
     table = {
       "device": device,
@@ -325,7 +422,7 @@ def main(args: Args) -> None:
       "length": length,
       "budget": budget,
       "row": {**row.about, "answers": row.answers},
-      "results": [dataclasses.asdict(r) for r in results],
+      "results": [dataclasses.asdict(r) for r in shown],
     }
     with common.written_aside(args.json) as path:
       path.write_text(json.dumps(table, indent=2) + "\n", "utf-8")

@@ -1,13 +1,16 @@
 """The programs: their help, the demo's comparison on a tiny model, and what they share."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
 import random
 import re
 import runpy
+import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +24,8 @@ from models.config import ModelConfig
 from models.generate import prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Transformer
-from scripts import common, console, demo, record
+from scripts import clock, common, console, demo, record
+from scripts.clock import Clock
 from scripts.evals import needle
 from scripts.evals.prompt import Reader
 from scripts.evals.task import Row
@@ -49,7 +53,8 @@ ARGUMENTS = {
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--add"),
 }
-LENGTH, BUDGET = 600, 64
+LENGTH, BUDGET = 400, 64
+ROOT = pathlib.Path(demo.__file__).parents[1]
 CHAT_TEMPLATE = (
   "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
   "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -97,42 +102,93 @@ def tiny_row(tokenizer: Tokenizer, length: int) -> Row:
   )
 
 
-def test_demo_compares_every_method_with_full(tiny, capsys):
+def run_demo(tiny, *names):
+  """The results of the demo's comparison, as they come."""
   model, tokenizer = tiny
-  names = demo.choose(("all",))
-  assert names[0] == "full" and set(names) == set(kvjax.METHODS)
   row = tiny_row(tokenizer, LENGTH)
-  results = demo.contest(model, tokenizer, row, names, length=LENGTH, budget=BUDGET)
+  return demo.contest(model, tokenizer, row, names, length=LENGTH, budget=BUDGET)
+
+
+def test_demo_compares_methods_with_full(tiny, capsys):
+  names = demo.choose(demo.Args().methods)
+  assert names == ("full", "snapkv", "quest", "art", "cpe")
+  results = demo.show(run_demo(tiny, *names))
   by_name = {r.name: r for r in results}
   full = by_name["full"]
   assert (full.top1, full.kl, full.share) == (1.0, 0.0, 1.0)
   # k, v in float32 and an int32 position per slot, plus two counters per layer.
   slots, heads, layers = LENGTH + demo.CONTINUATION_TOKENS, 2, 2
   assert full.cache_bytes == layers * (slots * heads * (2 * 8 * 4 + 4) + 2 * 4)
-  assert by_name["random"].share < 0.2
-  assert by_name["random"].kl > 0
-  assert all(r.kl >= -1e-6 and 0 <= r.top1 <= 1 and r.tokens_per_second > 0 for r in results)
-  table = demo.report(results).splitlines()
-  assert len(table) == len(names) + 2
-  assert "tokens once for " in capsys.readouterr().out
+  assert by_name["snapkv"].share < 0.2
+  assert by_name["snapkv"].kl > 0
+  for r in results:
+    assert r.kl >= -1e-6 and 0 <= r.top1 <= 1 and r.tokens_per_second > 0
+    assert r.compile_seconds > 0 and r.prompt_seconds > 0 and r.decode_seconds > 0
+    assert r.shared == (r.name != "cpe")
+  reading, head, rule, *rows = capsys.readouterr().out.splitlines()
+  assert "tokens once for full, snapkv, quest, art " in reading
+  assert [line.split()[0] for line in (head, *rows)] == ["method", *names]
+  assert all(len(line) <= len(rule) for line in (head, *rows))
+
+
+def test_demo_prints_a_row_before_the_next_method_runs(tiny, monkeypatch, capsys):
+  began = []
+
+  def run(self, name, *rest):
+    began.append((name, capsys.readouterr().out))
+    return ran(self, name, *rest)
+
+  ran = demo.Contest.run
+  monkeypatch.setattr(demo.Contest, "run", run)
+  demo.show(run_demo(tiny, "full", "snapkv"))
+  (full, before), (snapkv, between) = began
+  assert (full, snapkv) == ("full", "snapkv")
+  assert "once for full, snapkv" in before and before.splitlines()[-1].startswith("---")
+  assert between.startswith("full ") and between.count("\n") == 1
+  assert capsys.readouterr().out.startswith("snapkv ")
+
+
+def test_demo_reads_once_for_all(tiny, monkeypatch):
+  """Attention of a prompt is traced once for the layers that are alike, whoever shares it."""
+  model, tokenizer = tiny
+  names = ("full", "snapkv", "tova", "longflow")
+  methods = {name: kvjax.METHODS[name].usual(BUDGET - 1) for name in names}  # compiled nowhere else
+  traced = []
+  attend = kvjax.Full.attend_prompt
+  monkeypatch.setattr(
+    kvjax.Method, "attend_prompt", lambda *args: traced.append(args) or attend(*args)
+  )
+  game = demo.Contest(model, tokenizer, tiny_row(tokenizer, LENGTH), LENGTH)
+  assert all(demo.kinds(m, model.spec(1, game.capacity)) == 1 for m in methods.values())
+  reading = demo.read_together(game, methods, names)
+  assert model.config.layers == 2 and len(traced) == 1
+  assert len(reading.of("snapkv").caches) == 2
+
+
+def test_demo_leaves_methods_of_many_kinds_of_layers_apart(tiny):
+  spec = dataclasses.replace(tiny[0].spec(1, LENGTH), layers=6)
+  kinds = {name: demo.kinds(m.usual(BUDGET), spec) for name, m in kvjax.METHODS.items()}
+  assert {n for n, k in kinds.items() if k == 6} >= {"random", "pyramidkv"}
+  assert kinds["full"] == kinds["snapkv"] == kinds["art"] == 1 and kinds["quest"] == 2
 
 
 def test_demo_shared_prefill_gives_what_its_own_gives(tiny):
   """A member's continuation is the same as after a prefill of its own."""
   model, tokenizer = tiny
-  row = tiny_row(tokenizer, LENGTH)
-  shared = demo.contest(model, tokenizer, row, ("full", "random"), length=LENGTH, budget=BUDGET)[1]
-  game = demo.Contest(model, tokenizer, row, LENGTH)
-  for name in ("full", "random"):
-    method = kvjax.METHODS[name].example(BUDGET)
-    own = game.run(name, method, *game.read(method))
-  assert own.answer == shared.answer
+  *_, shared = run_demo(tiny, "full", "snapkv")
+  game = demo.Contest(model, tokenizer, tiny_row(tokenizer, LENGTH), LENGTH)
+  for name in ("full", "snapkv"):
+    method = kvjax.METHODS[name].usual(BUDGET)
+    own = game.run(name, method, game.read(method))
+  assert own.answer == shared.answer and shared.shared and not own.shared
   np.testing.assert_allclose((own.top1, own.kl), (shared.top1, shared.kl), rtol=1e-4)
 
 
 def test_demo_chooses_methods():
-  assert demo.choose(())[0] == "full"
+  assert demo.choose(()) == ("full",)
   assert demo.choose(("random", "full", "random")) == ("full", "random")
+  every = demo.choose(("all",))
+  assert every[0] == "full" and set(every) == set(kvjax.METHODS)
   with pytest.raises(ValueError, match="found nonsense, expected all or some of: full"):
     demo.choose(("nonsense",))
 
@@ -140,6 +196,56 @@ def test_demo_chooses_methods():
 def test_chat_streams_an_answer(tiny, capsys):
   demo.chat(*tiny, "Who are you?", steps=12, capacity=128)
   assert "(12 tokens" in capsys.readouterr().out
+
+
+def test_a_clock_counts_compiling_apart():
+  """What is traced or compiled inside of something else, or while it is, counts once."""
+  with Clock() as cold:
+    jax.block_until_ready(jax.jit(lambda x: jax.jit(jnp.sin)(x) @ x)(jnp.ones((40, 40))))
+  with Clock() as idle:
+    time.sleep(0.05)
+  assert 0 < cold.compiling < 60 and cold.running > 0
+  assert idle.compiling == 0 and idle.running >= 0.05
+  assert clock._covered([(0.0, 3.0), (1.0, 2.0), (4.0, 6.0), (5.0, 7.0)], 1.0) == 5.0
+
+
+def test_programs_keep_what_they_compile(tmp_path):
+  """In the user's cache folder, whatever program it is."""
+  program = """
+import jax, jax.numpy as jnp
+from scripts import common
+with common.one_line_errors():
+  jax.jit(jnp.sort)(jnp.ones(50)).block_until_ready()
+"""
+  env = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
+  env |= {"JAX_PLATFORMS": "cpu", "KVJAX_CACHE": str(tmp_path)}
+  env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+  subprocess.run([sys.executable, "-c", program], env=env, cwd=ROOT, check=True)
+  assert [path.name for path in tmp_path.iterdir()] == ["jax"]
+  assert list((tmp_path / "jax").glob("jit_sort*"))
+
+
+@pytest.fixture
+def config():
+  """JAX's settings, which are put back."""
+  names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+  before = {name: getattr(jax.config, name) for name in names}
+  yield jax.config
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+def test_what_programs_keep_is_where_somebody_said(config, monkeypatch):
+  """A folder that is set stays; programs of less than a second are kept too."""
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+  told = config.jax_compilation_cache_dir
+  common.keep_programs()
+  assert config.jax_compilation_cache_dir == told is not None
+  assert config.jax_persistent_cache_min_compile_time_secs == 0.2
+  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+  common.keep_programs()
+  assert config.jax_persistent_cache_min_compile_time_secs == 1.0
 
 
 # ---- record, and what the programs share
@@ -211,3 +317,25 @@ def test_steps_read_well_in_a_log(capsys):
   assert re.fullmatch(r"\[ *\d+\.\d s\] reading \.+ 12 tokens/s \d+\.\d s", done)
   assert failed.endswith(" stopped")
   assert len(done) == console._WIDTH
+
+
+class Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+def test_a_fleeting_step_leaves_nothing():
+  terminal, log = Terminal(), io.StringIO()
+  for out in (terminal, log):
+    with console.step("full: answering", out, fleeting=True):
+      time.sleep(2 * console._TICK_SECONDS)
+  assert log.getvalue() == ""
+  shown = terminal.getvalue()
+  assert "full: answering" in shown and shown.endswith("\r\x1b[K") and "\n" not in shown
+
+
+def test_a_table_cuts_what_is_too_long(capsys):
+  table = console.Table({"name": 6, "n": 4}, left=(0,))
+  assert capsys.readouterr().out == "name       n\n------  ----\n"
+  table.row(("toolong", "12.5"))
+  assert capsys.readouterr().out == "toolo…  12.5\n"

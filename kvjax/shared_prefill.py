@@ -69,7 +69,7 @@ class SharedPrefill(Method):
   ) -> tuple[Array, Any, Carry, Aux]:
     if prompt.past != 0:
       raise ValueError(f"SharedPrefill: found past = {prompt.past}, expected 0 (empty caches)")
-    sites = [method.at(at.env, at.layer) for method in self.members]
+    sites = [at.under(method) for method in self.members]
     pairs = list(zip(sites, cache.caches, strict=True))
     entered = [site.top.enter(site, own, q, k, v, prompt, carry) for site, own in pairs]
     q, qpos, new, _ = entered[0]

@@ -110,6 +110,10 @@ class At:
     """
     return f(self.layer)
 
+  def under(self, top: Method) -> At:
+    """The same place with another outermost method."""
+    return dataclasses.replace(self, top=top)
+
   def sum_heads(self, x: Array) -> Array:
     """Sum over the shards of the key/value heads; x is already reduced over the local ones."""
     return jax.lax.psum(x, self.env.head_axis) if self.env.head_axis else x

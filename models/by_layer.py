@@ -155,9 +155,9 @@ class _DifferentLayer(Exception):
 class _Site(At):
   """A place for all layers that give equal answers to whatever is asked of their number."""
 
-  def __init__(self, first: int, env: Env, top: Method):
+  def __init__(self, first: int, env: Env, top: Method, asked: list[Any] | None = None):
     super().__init__(first, env, top)
-    vars(self).update(first=first, served=first, asked=[])
+    vars(self).update(first=first, served=first, asked=[] if asked is None else asked)
 
   __eq__, __hash__ = object.__eq__, object.__hash__
 
@@ -171,6 +171,11 @@ class _Site(At):
     if f(self.first) != f(self.served):
       raise _DifferentLayer
     return f(self.first)
+
+  def under(self, top: Method) -> At:
+    site = _Site(self.first, self.env, top, self.asked)
+    vars(site)["served"] = self.served
+    return site
 
   @contextlib.contextmanager
   def serving(self, layer: int) -> Iterator[None]:

@@ -212,11 +212,12 @@ class _Device:
     always: _Always,
     forced: np.ndarray | None,
   ):
+    mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
     # Laid out as what steps return, or else the second one would be compiled anew.
-    mesh = model.mesh
-    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    self._put = functools.partial(jax.device_put, device=whole)
-    self.caches, self.logits = caches, self._put(jnp.asarray(logits, jnp.float32))
+    where = self.logits.sharding if self.logits.committed else None
+    where = where if mesh is None else NamedSharding(mesh, PartitionSpec())
+    self._put = functools.partial(jax.device_put, device=where)
+    self.caches, self.logits = caches, self._put(self.logits)
     self._live, self._always = self._put(live), self._put(always)
     free = self._put(np.full(len(live), -1, np.int32))
     self._wanted = itertools.repeat(free) if forced is None else map(self._put, forced.T)

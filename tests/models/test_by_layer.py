@@ -41,6 +41,16 @@ def test_equals_all_layers_at_once(name):
   assert len(sizes) == (programs or len({cache.size for cache in caches}))
 
 
+def test_members_of_a_shared_prompt_are_asked_each_by_itself():
+  """Four layers under Full and Quest with its two dense ones, read at once: two programs."""
+  by_layer._SITES.clear()
+  method = kvjax.SharedPrefill((kvjax.Full(), kvjax.Quest(16, page=4)))
+  caches = method.init_caches(model().spec(2, 64))
+  prefill(model(), TOKENS[:, :23], LENGTHS, caches, method)
+  (sites,) = by_layer._SITES.values()
+  assert [site.first for site in sites] == [0, 0, 2, 2]
+
+
 def test_a_call_compiles_nothing_that_was_compiled_beside():
   """What threads compile side by side is what calls find; a second prompt compiles nothing."""
   compiled = []

@@ -425,7 +425,7 @@ class ART(Wrapper):
     view = at.top.read(at, cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
     qpos = (cache.seen - 1)[:, None]
     window = at.top.window(at, qpos)
-    ok = view.pos >= 0
+    ok = (view.pos >= 0) & plan.span.holds(view.slot)
     if window is not None:
       ok &= window.sees(view.pos)[:, :, 0]
     x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]

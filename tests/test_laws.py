@@ -25,7 +25,10 @@ STEPS = 6
 DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"}
 
 # Methods whose authors' repository computes something else than their paper.
-HAVE_REPO = {"streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"}
+HAVE_REPO = {
+  *("streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"),
+  "double_sparsity",
+}
 
 # Which methods may leave out the newest token, whose value then is not heard of, and why.
 MAY_SKIP_NEWEST = {"topk_oracle": "reads what weighs most and nothing else"}

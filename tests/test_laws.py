@@ -400,5 +400,19 @@ def test_the_repository_setting(name):
 
 
 @every
+def test_declared_arrays_are_there(name):
+  """What a method says of its arrays it says of arrays that its caches have, in some layer."""
+  for method in (tight(name), METHODS[name].neutral(CAPACITY), METHODS[name].usual(BUDGET)):
+    caches = method.init_caches(Stream.random(0).spec(CAPACITY))
+    in_slots, in_heads, in_rows = (
+      {array for cache in caches for array in getattr(cache, shelf)}
+      for shelf in ("slots", "heads", "rows")
+    )
+    assert in_slots >= {*method.standing}
+    assert in_heads | in_rows >= {*method.in_place}
+    assert in_heads >= {*method.along_slots}
+
+
+@every
 def test_is_hashable_and_equal_by_value(name):
   assert tight(name) == tight(name) and hash(tight(name)) == hash(tight(name))

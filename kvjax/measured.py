@@ -52,7 +52,7 @@ class Measured(Wrapper):
   def chosen(self, at: At, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
     """Slots that the step attended to."""
     view = at.top.read(at, cache, plan)
-    ok = view.pos >= 0
+    ok = (view.pos >= 0) & plan.span.holds(view.slot)
     window = at.top.window(at, (cache.seen - 1)[:, None])
     if window is not None:
       ok &= window.sees(view.pos)[:, :, 0]

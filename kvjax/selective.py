@@ -215,7 +215,8 @@ def token_weights(
       seen["active"] = active.astype(jnp.int32)
     where = span.start, span.stop, span.stop
     return dispatch.kernel("key_weights", "pallas")(q.astype(k.dtype), k, *where, **seen)
-  ok = cache.pos >= 0
+  span = context.span(at, cache, at.top.span(at, cache, window))
+  ok = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
   if window is not None:
     ok &= window.sees(cache.pos)[:, :, 0]
   logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]

@@ -277,15 +277,19 @@ class Span:
   Attributes:
     start, stop: int32 [B, K], or [B, 1] where all heads are alike.
     sinks: leading slots that are always included (static).
+    before: slots of other devices that stand before the first one (`ops.context`), int32 []; the
+      leading slots count from there. None: there are none.
   """
 
   start: Array
   stop: Array
   sinks: int = 0
+  before: Array | None = None
 
   def holds(self, slot: Int[Array, "*#BKS"]) -> Bool[Array, "B K S"]:
     start, stop = self.start[..., None], self.stop[..., None]
-    return (slot < stop) & ((slot < self.sinks) | (slot >= start))
+    sinks = self.sinks if self.before is None else self.sinks - self.before
+    return (slot < stop) & ((slot < sinks) | (slot >= start))
 
   def length(self) -> Int[Array, "B _"]:
     """Number of slots in the span."""

@@ -43,8 +43,8 @@ class Layer:
 
   def __init__(self, method: Method, stream: Stream, capacity=64, layer=1, env=None):
     self.method, self.stream = method, stream
-    self.spec = stream.spec(capacity)
-    env = env or Env(self.spec.layers, Rope(), impl="reference", tile=4)
+    env = env or Env(4, Rope(), impl="reference", tile=4)
+    self.spec = stream.spec(capacity, env.layers)
     self.at = method.at(env, layer)
     self.cache = method.init(self.spec, layer)
     self._decode, self._prefill = (

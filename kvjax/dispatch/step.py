@@ -30,8 +30,6 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
   if window is not None and window.view is not None:
     q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
   span = plan.span
-  # In a ring all that is cached is in sight: first tokens need no loop of their own.
-  sinks = 0 if q_sinks is None and "ring" in cache.heads else span.sinks
   k, v = cache.slots["k"], cache.slots["v"]
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
@@ -41,7 +39,7 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
     v,
     span.start,
     span.stop,
-    sinks=sinks,
+    sinks=span.sinks,
     q_sinks=q_sinks,
     logits=at.top.wants_logits,
   )
@@ -111,6 +109,11 @@ def over_plan(operation: str, at: At, cache: Cache, plan: Plan) -> Callable | No
     return None
   spans = plan.table is None
   beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
+  window = at.top.window(at, (cache.seen - 1)[:, None])
+  if window is not None and window.view is not None and window.sinks != plan.span.sinks:
+    beyond = f"turns the query for its sinks alone; the {impl!r} kernel does for all of its span's"
+  if plan.span.sinks and plan.span.before is not None:
+    beyond = f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   if not beyond:
     return kernel(operation, impl)
   if at.env.impl == "auto":
@@ -128,8 +131,6 @@ def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool
   if at.top.overrides("read"):
     return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
   window = at.top.window(at, (cache.seen - 1)[:, None])
-  if window is not None and window.sinks and at.env.slot_axis:
-    return f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   if window is not None and window.view is not None and not turned:
     return f"turns the query for its sinks; the {impl!r} kernel has one query"
   return ""

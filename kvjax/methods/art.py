@@ -51,8 +51,10 @@ class ART(Wrapper):
   With certify = ε nothing is left to the detector. Tiles keep the least and the largest of their
   keys, channel by channel, as Quest's pages do. The newest tile and those of the first tokens come
   first, the others by the share of the mass that their bounds allow them; and the walk ends only
-  once what it has not read cannot move the output by more than ε·max‖v‖ (`kvjax.mass_bound`). That
-  is ours, not the paper's, and asks for a base that reads everything that it keeps in place.
+  once what it has not read cannot move the output by more than ε·max‖v‖ (`kvjax.mass_bound`). The
+  query is rounded to the cache's dtype first: bounds and output are those of the rounded query. The
+  certificate is ours, not the paper's, and asks for a base that reads everything that it keeps in
+  place.
 
   Attributes:
     base: the method whose plan is walked.
@@ -240,6 +242,7 @@ class ART(Wrapper):
   def by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
     """A table of all tiles, by what they may weigh; its memo is the `unread_mass` behind each.
 
+    q is the query that is walked with, in the dtype of the keys: bounds of another prove nothing.
     The newest tile's bounds do not know the new token yet: it is one of those that are read first.
     """
     window = at.top.window(at, (cache.seen - 1)[:, None])
@@ -275,13 +278,14 @@ class ART(Wrapper):
   def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     """The same by a kernel."""
     certified = self.certify is not None
-    listed = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
+    k, v, span = cache.slots["k"], cache.slots["v"], plan.span
+    rounded = q.astype(k.dtype)
+    listed = self.by_bound(at, cache, plan, rounded) if certified else self.listed(at, cache, plan)
     direct = not certified and self.arithmetic(at, cache, plan)
     around = self.goes_round(at, cache) if direct else None
     assert listed.table is not None and listed.count is not None  # it is listed
-    k, v, span = cache.slots["k"], cache.slots["v"], plan.span
     state, out, walked = run(
-      q.astype(k.dtype),
+      rounded,
       k,
       v,
       None if direct else listed.table,
@@ -328,6 +332,8 @@ class ART(Wrapper):
   def walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """The reference: Algorithm 1, line by line, split by split."""
     certified = self.certify is not None
+    if certified:
+      q = q.astype(cache.slots["k"].dtype)
     plan = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
     assert plan.table is not None  # it is listed
     tiles = -(-plan.table.shape[-1] * plan.unit // self.tile)
@@ -419,7 +425,7 @@ class ART(Wrapper):
     view = at.top.read(at, cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
     qpos = (cache.seen - 1)[:, None]
     window = at.top.window(at, qpos)
-    ok = view.pos >= 0
+    ok = (view.pos >= 0) & plan.span.holds(view.slot)
     if window is not None:
       ok &= window.sees(view.pos)[:, :, 0]
     x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]

@@ -181,7 +181,7 @@ class CIS(Method):
         return window.first.reshape(())
 
     how: dict[str, Any] = {"tau": self.tau, "first": first}
-    plain = (window is None or narrows) and not at.top.overrides("span")
+    plain = window is None or narrows
     looks = plain and self.units_are_queries(q) and self.by_kernels(at, "key_logits", window)
     if looks:
       sinks = 0 if window is None else window.sinks
@@ -197,8 +197,9 @@ class CIS(Method):
     return self.per == "query_head" or q.shape[2] == 1
 
   def by_kernels(self, at: At, operation: str, window: Window | None) -> bool:
-    """Whether kernels retrieve: they have one query for all keys."""
+    """Whether kernels retrieve: they have one query for all keys, and spans end at the newest."""
     one = window is None or window.view is None
+    one &= not at.top.overrides("span")
     return one and dispatch.choose_for(at, operation) == "pallas"
 
   def retrieve(
@@ -222,7 +223,8 @@ class CIS(Method):
     logits = attention.windowed_logits(
       at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window
     )
-    visible = cache.pos >= 0
+    span = context.span(at, cache, at.top.span(at, cache, window))
+    visible = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
     if window is not None:
       visible &= window.sees(cache.pos)[:, :, 0]
     logits = jnp.where(visible[:, :, None], logits[:, :, :, 0], -jnp.inf)

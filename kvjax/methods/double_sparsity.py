@@ -21,10 +21,10 @@ from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
 class DoubleSparsity(SelectiveTokens):
   """Reads the tokens that score highest over the label channels (§3).
 
-  A copy of every key's label channels, H / compression of them, is stored compactly: scoring reads
-  that instead of the keys. Approximate logits (q·k over the label channels alone) become
-  probabilities per query head and are averaged over the group; the newest token, whose label is
-  not stored yet, is always read and does not take part.
+  A copy of every key's label channels is stored compactly: scoring reads that instead of the keys.
+  Approximate logits (q·k over the label channels alone) become probabilities per query head and are
+  averaged over the group; the newest token, whose label is not stored yet, is always read and does
+  not take part.
 
   Label channels are those with the largest mean |q_d·k_d| (§3.2), per layer and KV head. They come
   from a calibration over text (`scripts/calibrate_channels.py`) through `calibrated`, or, without
@@ -37,18 +37,19 @@ class DoubleSparsity(SelectiveTokens):
 
   Attributes:
     budget: tokens read per KV head and step, those of `sinks` and `local` included.
-    compression: channels per label channel (§4: 16; 4 and 8 are more accurate).
+    channels: label channels of every key; heads of fewer channels have all of them (of a head of
+      128, §4 takes 8, and 16 or 32, which are more accurate).
     sinks: first tokens, always read (the paper has none).
     local: newest tokens, always read, the newest itself among them.
   """
 
   budget: int = 2048
-  compression: int = 16
+  channels: int = 16
   sinks: int = 0
   local: int = 1
 
   def __post_init__(self):
-    for name, least in (("compression", 1), ("sinks", 0), ("local", 1)):
+    for name, least in (("channels", 1), ("sinks", 0), ("local", 1)):
       if getattr(self, name) < least:
         raise ValueError(
           f"DoubleSparsity.{name}: found {getattr(self, name)}, expected {least} or more"
@@ -67,6 +68,14 @@ class DoubleSparsity(SelectiveTokens):
   def neutral(cls, length: int) -> Method:
     return cls(budget=length)
 
+  @classmethod
+  def repo(cls, budget: int) -> Method:
+    """The authors' runs on heads of 128: two dense layers, and half of the channels.
+
+    Their group factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
+    """
+    return cls(budget=budget, channels=64, dense_layers=2)
+
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     _, in_heads, _ = super().extra(spec, layer)
     return {}, in_heads, {"fixed": jnp.zeros(spec.batch, bool)} if in_heads else {}
@@ -77,7 +86,7 @@ class DoubleSparsity(SelectiveTokens):
 
   def summaries(self, spec: CacheSpec) -> dict[str, Array]:
     heads = spec.batch, spec.kv_heads
-    count = max(spec.head_dim // self.compression, 1)
+    count = min(self.channels, spec.head_dim)
     even = jnp.arange(count, dtype=jnp.int32) * (spec.head_dim // count)
     return {
       "labels": jnp.zeros((*heads, spec.capacity, count), spec.dtype),

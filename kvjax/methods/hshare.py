@@ -142,7 +142,8 @@ class HShare(SelectiveTokens):
     own, (sinks, local) = at.layer - self.dense_layers, self.forced
     kept, from_head = cache.heads["heavy"], cache.heads["from_head"]
     from_layer = cache.rows["from_layer"]
-    if dispatch.choose("hshare_listed", at.env.impl) == "pallas":
+    ends = not at.top.overrides("span")  # the kernel's spans end at the newest token
+    if ends and dispatch.choose("hshare_listed", at.env.impl) == "pallas":
       return dispatch.kernel("hshare_listed", "pallas")(
         *(retrieved, kept, from_head, from_layer, cache.seen, span.start, sets),
         own=own,

@@ -58,6 +58,10 @@ class LongFlow(SnapKV):
     return True
 
   @property
+  def standing(self) -> tuple[str, ...]:
+    return ()  # SnapKV's scores are not kept
+
+  @property
   def in_place(self) -> tuple[str, ...]:
     return ("victim",)
 

@@ -9,12 +9,20 @@ from kvjax.types import CacheSpec
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(SnapKV):
-  """Budgets fall linearly from the lowest layer to the highest, their mean is `budget`.
+  """Budgets fall linearly from the lowest layer to the highest, their mean is about `budget`.
 
-  With C the budget and w the window, the top layer selects ⌊(C − w) / β⌋ tokens, the lowest
-  2(C − w) − ⌊(C − w) / β⌋, each on top of its window; caches really have these sizes. Everything
-  else is SnapKV's. Where the lowest layer would select more than a sequence can hold, all layers
-  have the budget (the repository's clamp).
+  With C the budget, w the window and T the length of the prompt, layer ℓ of L selects
+
+      M − ℓ·⌊(M − m) / (L − 1)⌋,    M = min(2(C − w) − ⌊(C − w) / β⌋, T − w),    m = 2(C − w) − M
+
+  tokens on top of its window, as the authors' code does; if T < 2(C − w), every layer has the
+  budget. The floor of the step leaves the upper layers more than their share. Everything else is
+  SnapKV's.
+
+  Slots are allocated before a prompt is known, and must do for the longest: T is the cache's
+  `spec.capacity`, and caches really have these sizes. A shorter prompt is kept whole wherever it
+  fits, and cut to the layer's slots elsewhere; the authors' code would work out its sizes from its
+  own length, and keep a prompt below the budget whole in the upper layers too.
 
   Attributes:
     window_size: last tokens of the prompt, whose queries observe (8; ART measures with 128).
@@ -43,9 +51,9 @@ class PyramidKV(SnapKV):
     return cls(budget=budget, window_size=8, pool=7, reduce="max")
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
-    select = self.budget - self.window_size
-    low = select // self.beta
-    high = 2 * select - low
-    if high >= spec.capacity - self.window_size or spec.layers == 1:
+    select, longest = self.budget - self.window_size, spec.capacity
+    if longest < 2 * select or spec.layers == 1:
       return self.budget
-    return self.window_size + max(1, high - (high - low) * layer // (spec.layers - 1))
+    high = min(2 * select - select // self.beta, longest - self.window_size)
+    step = 2 * (high - select) // (spec.layers - 1)
+    return self.window_size + high - layer * step

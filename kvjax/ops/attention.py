@@ -32,7 +32,7 @@ def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Atte
   view = at.top.read(at, cache, plan)
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
-  ok = view.pos >= 0
+  ok = (view.pos >= 0) & plan.span.holds(view.slot)
   if window is not None:
     ok &= window.sees(view.pos)[:, :, 0]
   logits = windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]

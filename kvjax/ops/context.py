@@ -50,16 +50,22 @@ def reach(at: At, slots: Int[Array, " A"], size: int) -> Int[Array, " A"]:
   return jnp.clip(slots - first(at, size), 0, size)
 
 
+def span(at: At, cache: Cache, span: Span) -> Span:
+  """The slots of this device that a span covers."""
+  if at.env.slot_axis is None:
+    return span
+  before = first(at, cache.size)
+  start, stop = (jnp.clip(x - before, 0, cache.size) for x in (span.start, span.stop))
+  return Span(start, stop, span.sinks, jnp.asarray(before))
+
+
 def part(at: At, cache: Cache, plan: Plan) -> Plan:
   """What this device reads of a plan, in the plan's order."""
   if at.env.slot_axis is None:
     return plan
-  start, stop = (
-    jnp.clip(x - first(at, cache.size), 0, cache.size) for x in (plan.span.start, plan.span.stop)
-  )
-  span = Span(start, stop, plan.span.sinks)
+  covered = span(at, cache, plan.span)
   if plan.table is None:
-    return dataclasses.replace(plan, span=span)
+    return dataclasses.replace(plan, span=covered)
   if cache.size % plan.unit:
     raise ValueError(
       f"{type(at.top).__name__}: found {cache.size} slots on each device, expected a multiple of "
@@ -73,7 +79,7 @@ def part(at: At, cache: Cache, plan: Plan) -> Plan:
   order = jnp.argsort(~ok, -1, stable=True)[..., : min(tiles, local.shape[-1])]
   local, ok = (jnp.take_along_axis(x, order, -1) for x in (local, ok))
   table = jnp.where(ok, local, -1).astype(jnp.int32)
-  return Plan(span, table, ok.sum(-1, dtype=jnp.int32), unit=plan.unit)
+  return Plan(covered, table, ok.sum(-1, dtype=jnp.int32), unit=plan.unit)
 
 
 def merged(at: At, attended: Attended) -> Attended:

@@ -12,22 +12,30 @@ from jax.sharding import PartitionSpec
 
 import kvjax
 from kvjax import (
+  ART,
+  CIS,
   CPE,
   ETF,
   H2O,
+  PRR,
   PSAW,
   TOVA,
   CacheSpec,
   Env,
   Full,
+  HShare,
   Prompt,
+  Quest,
   Rope,
   SnapKV,
+  Span,
   StreamingLLM,
+  TopKOracle,
+  Wrapper,
   dispatch,
 )
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
-from tests.layer import Layer, Stream
+from tests.layer import Layer, Stream, softmax_average
 
 
 def env(impl):
@@ -69,6 +77,76 @@ def test_a_kernel_never_walks_past_a_method_that_reads_its_own_way():
   layer.prefill([5, 3])
   with pytest.raises(NotImplementedError, match="OwnWay fetches slots its own way; the 'pallas'"):
     layer.decode([5, 3])
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrowed(Wrapper):
+  """Two first slots, and of the others, for each KV head, a range of its own."""
+
+  spreads = True
+
+  def span(self, at, cache, window):
+    heads = 1 + jnp.arange(cache.pos.shape[1], dtype=jnp.int32)
+    stop = cache.used[:, None] - heads
+    return Span(jnp.broadcast_to(3 * heads, stop.shape), stop, 2)
+
+
+NARROWED = {
+  "full": Full(),
+  "reads logits": H2O(budget=24),
+  "ring": StreamingLLM(budget=24, sinks=2, rope="original"),
+  "turned ring": StreamingLLM(budget=24, sinks=2),
+  "pages": Quest(budget=12, page=4, dense_layers=0),
+  "tokens": TopKOracle(budget=12),
+  "shared": CIS(k=6, sinks=2, local=2),
+  "heads shared": HShare.example(16),
+  "walk": ART(tile=4, patience=99),
+  "forecast": PRR(Quest(budget=12, page=4, dense_layers=0)),
+}
+
+
+@pytest.mark.parametrize("name", NARROWED)
+def test_nothing_outside_of_the_span_is_attended_to(name):
+  """A method's own span means the same to kernels and to the reference."""
+  outputs, others = [], []
+  for impl in ("pallas", "reference"):
+    layer, whole = (
+      Layer(method, Stream.random(1), env=env(impl), layer=3)
+      for method in (Narrowed(NARROWED[name]), NARROWED[name])
+    )
+    for run in (layer, whole):
+      run.prefill([30, 17])
+    for i in range(3):
+      (out, aux), (other, _) = (run.decode([30 + i, 17 + i]) for run in (layer, whole))
+      outputs.append((out, aux["visited"]))
+      others.append(other)
+  for (out, visited), (want, count), other in zip(outputs[:3], outputs[3:], others, strict=False):
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    np.testing.assert_array_equal(visited, count)
+    assert np.abs(out - other).max() > 0.1
+
+
+def test_a_span_of_every_head_over_slots_on_two_devices():
+  """As on one; against NumPy too."""
+  mesh, stream = kvjax.make_mesh(slots=2), Stream.random(1, tokens=13)
+  method, seen = Narrowed(Full()), jnp.array([12, 9])
+  cache = method.init(stream.spec(16), 0)
+  k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in (stream.k, stream.v))
+  pos = jnp.where(jnp.arange(16) < seen[:, None], jnp.arange(16), -1)
+  pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
+  cache = cache.put(slots={"k": k, "v": v, "pos": pos}, rows={"seen": seen, "used": seen})
+  specs, alike = kvjax.sharding.cache_specs(cache, method), PartitionSpec()
+  at = method.at(kvjax.sharding.on_mesh(env("reference"), mesh), 0)
+
+  def attended(cache, q):
+    return method.attend(at, cache, method.everything(at, cache), q).state.o
+
+  q = stream.q[..., 0, :]
+  out = jax.jit(kvjax.sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
+  for b, h, g in np.ndindex(2, 3, 3):
+    see = [s for s in range(seen[b] - h - 1) if s < 2 or s >= 3 * (h + 1)]
+    want = softmax_average(stream.k[b, h, see] @ q[b, h, g] / 4.0, stream.v[b, h, see])
+    np.testing.assert_allclose(out[b, h, g], want, atol=1e-5)
 
 
 def test_queries_are_rounded_to_the_dtype_of_the_cache():

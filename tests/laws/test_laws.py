@@ -25,7 +25,10 @@ STEPS = 6
 DROPS_NEWEST = {"tova": "the paper protects no token from the cut of the prompt"}
 
 # Methods whose authors' repository computes something else than their paper.
-HAVE_REPO = {"streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"}
+HAVE_REPO = {
+  *("streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"),
+  "double_sparsity",
+}
 
 # Which methods may leave out the newest token, whose value then is not heard of, and why.
 MAY_SKIP_NEWEST = {"topk_oracle": "reads what weighs most and nothing else"}
@@ -394,6 +397,20 @@ def test_the_repository_setting(name):
   if not preset.positional:
     sizes = [cache.size for cache in run.caches]
     assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
+
+
+@every
+def test_declared_arrays_are_there(name):
+  """What a method says of its arrays it says of arrays that its caches have, in some layer."""
+  for method in (tight(name), METHODS[name].neutral(CAPACITY), METHODS[name].usual(BUDGET)):
+    caches = method.init_caches(Stream.random(0).spec(CAPACITY))
+    in_slots, in_heads, in_rows = (
+      {array for cache in caches for array in getattr(cache, shelf)}
+      for shelf in ("slots", "heads", "rows")
+    )
+    assert in_slots >= {*method.standing}
+    assert in_heads | in_rows >= {*method.in_place}
+    assert in_heads >= {*method.along_slots}
 
 
 @every

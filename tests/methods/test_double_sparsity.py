@@ -51,16 +51,14 @@ def test_worked_example():
 
 
 @pytest.mark.parametrize(
-  ("budget", "compression", "sinks", "local"), [(9, 4, 0, 1), (12, 2, 2, 4), (7, 16, 0, 3)]
+  ("budget", "count", "sinks", "local"), [(9, 4, 0, 1), (12, 8, 2, 4), (7, 1, 0, 3)]
 )
-def test_a_generation(budget, compression, sinks, local):
+def test_a_generation(budget, count, sinks, local):
   """Channels from the prompt, per row and head; one row shorter than the budget."""
-  m = DoubleSparsity(budget, compression, sinks, local)
+  m = DoubleSparsity(budget, count, sinks, local)
   stream, lengths = Stream.random(1, tokens=60), [21, 4]
   channels = {
-    (b, h): label_channels(stream, b, h, n, 16 // compression)
-    for b, n in enumerate(lengths)
-    for h in range(3)
+    (b, h): label_channels(stream, b, h, n, count) for b, n in enumerate(lengths) for h in range(3)
   }
   run = check(m, stream, lengths, 38, oracle(stream, m, channels))
   for (b, h), want in channels.items():
@@ -69,7 +67,7 @@ def test_a_generation(budget, compression, sinks, local):
 
 def test_a_generation_with_given_channels():
   """The prompt changes nothing then; of four given channels the first two are used."""
-  m, stream = DoubleSparsity(8, 8), Stream.random(2, tokens=50)
+  m, stream = DoubleSparsity(8, 2), Stream.random(2, tokens=50)
   given = np.random.default_rng(0).permuted(np.tile(np.arange(16), (1, 3, 1)), axis=-1)[..., :4]
   channels = {(b, h): given[0, h, :2] for b in range(2) for h in range(3)}
 
@@ -80,8 +78,8 @@ def test_a_generation_with_given_channels():
 
 
 def test_every_channel_is_the_exact_selection():
-  """With compression 1 the scores are the exact ones of all tokens but the newest."""
-  m, stream = DoubleSparsity(8, 1), Stream.random(3, tokens=40)
+  """With all 16 channels the scores are the exact ones of all tokens but the newest."""
+  m, stream = DoubleSparsity(8, 16), Stream.random(3, tokens=40)
   channels = dict.fromkeys(((b, h) for b in range(2) for h in range(3)), range(16))
   check(m, stream, [12, 3], 12, oracle(stream, m, channels))
 
@@ -112,7 +110,7 @@ def test_labels_follow_the_cache():
 
 def test_live_caches_are_labelled_anew():
   """Channels that come late give what channels that were there from the start give."""
-  m = DoubleSparsity(budget=12, compression=4)
+  m = DoubleSparsity(budget=12, channels=4)
   given = np.random.default_rng(1).permuted(np.tile(np.arange(16), (4, 2, 1)), axis=-1)
 
   def start():
@@ -126,6 +124,18 @@ def test_live_caches_are_labelled_anew():
     used = (np.asarray(a.pos) >= 0)[..., None]
     np.testing.assert_array_equal(a.heads["channels"], b.heads["channels"])
     np.testing.assert_array_equal(a.heads["labels"] * used, b.heads["labels"] * used)
+
+
+@pytest.mark.parametrize(("head_dim", "kept", "authors"), [(64, 16, 64), (128, 16, 64), (8, 8, 8)])
+def test_channels_are_counted(head_dim, kept, authors):
+  """As many of large heads as of small ones; the authors halve those of 128."""
+  spec = Stream.random(0, head_dim=head_dim).spec(20)
+  for m, dense, count in ((DoubleSparsity(), 0, kept), (DoubleSparsity.repo(12), 2, authors)):
+    held = [cache.heads for cache in m.init_caches(spec)]
+    assert all("labels" not in heads for heads in held[:dense])
+    for heads in held[dense:]:
+      assert heads["labels"].shape == (2, 3, 20, count)
+      assert len(set(heads["channels"][0, 0].tolist())) == count
 
 
 # ---- calibration over text
@@ -160,7 +170,7 @@ def test_script_writes_what_caches_take(tmp_path, monkeypatch, capsys):
     assert json.loads(str(file["about"]))["text"] == "text.txt"
   channels = double_sparsity.load_channels(out)
   assert channels.shape == (4, 2, 16) and channels.dtype == np.int32
-  m = DoubleSparsity(compression=4)
+  m = DoubleSparsity(channels=4)
   caches = double_sparsity.calibrated(m.init_caches(tiny.spec(3, 20)), channels)
   for cache, want in zip(caches, channels, strict=True):
     np.testing.assert_array_equal(cache.heads["channels"], [want[:, :4]] * 3)
@@ -171,7 +181,7 @@ def test_script_writes_what_caches_take(tmp_path, monkeypatch, capsys):
 
 
 def test_refuses_what_does_not_fit(tmp_path):
-  m = DoubleSparsity(compression=4)
+  m = DoubleSparsity(channels=4)
   caches = m.init_caches(Stream.random(0).spec(20, layers=2))
   fits = np.tile(np.arange(16), (2, 3, 1))
   with pytest.raises(ValueError, match=r"found shape \(1, 3, 16\), expected \(2, 3, 4 or more\)"):
@@ -194,7 +204,7 @@ def test_refuses_what_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"compression": 0}, "compression: found 0, expected 1 or more"),
+    ({"channels": 0}, "channels: found 0, expected 1 or more"),
     ({"local": 0}, "local: found 0, expected 1 or more"),
     ({"sinks": -1}, "sinks: found -1"),
     ({"budget": 4, "sinks": 4}, r"budget: found 4, expected at least sinks \+ local = 4 \+ 1"),

@@ -1,5 +1,6 @@
 """What the documents name is there: modules, what is in them, files."""
 
+import ast
 import importlib
 import pathlib
 import re
@@ -60,3 +61,15 @@ def test_results_are_linked_by_their_headings():
   headings = re.findall(r"^#+ (.*)$", TEXTS["RESULTS.md"], re.MULTILINE)
   anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
   assert set(re.findall(r"RESULTS\.md#([\w-]+)", TEXTS["README.md"])) <= anchors
+
+
+def test_answers_end_where_the_model_ends_them():
+  """Without `stop` a chat model goes on into turns that nobody took."""
+  snippets = re.findall(r"```python\n(.*?)```", TEXTS["README.md"], re.DOTALL)
+  calls = [
+    {argument.arg for argument in node.keywords}
+    for snippet in snippets
+    for node in ast.walk(ast.parse(snippet))
+    if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "generate"
+  ]
+  assert len(calls) >= 3 and all("stop" in given for given in calls), calls

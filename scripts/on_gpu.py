@@ -116,6 +116,8 @@ STEPS = {
   },
   **{f"devices_{n}": Step(f"pytest {DEVICE_TESTS} {PYTEST}", 300, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
+  "generate": bench("generate", limit=300),
+  "cold": Step("scripts.cold --out {out}", 590),
   "select": bench("select", few=False),
   "sparse": bench("sparse"),
   "cpe": bench("cpe"),

@@ -1,0 +1,25 @@
+"""The cold start: a fresh process for each row, and what it counts there."""
+
+import json
+
+import pytest
+
+from scripts import cold
+
+
+@pytest.mark.slow
+def test_a_warm_cache_compiles_nothing(tmp_path, capsys):
+  """The second process finds what the first one kept, and both count one program of all layers."""
+  cold.main(cold.Args(("full",), "tiny", 64, 16, tmp_path))
+  (path,) = tmp_path.glob("*/cold.json")
+  empty, warm = json.loads(path.read_text())["rows"]
+  assert (empty["cache"], warm["cache"]) == ("empty", "warm")
+  assert empty["programs"] == warm["programs"] <= 6
+  assert warm["compile"] < 0.5 * empty["compile"]
+  assert empty["again"] < empty["first_token"]
+  assert "first token" in capsys.readouterr().out
+
+
+def test_unknown_methods_are_refused():
+  with pytest.raises(ValueError, match="--methods: found fulll, expected some of the registered"):
+    cold.main(cold.Args(("fulll",)))

@@ -12,11 +12,13 @@ ARGS ?=
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-installed
 TEST_READY := $(VENV)/.test-installed
+# Tests of one method, or of one file, share compiled programs: one worker runs them.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types wheel
+.PHONY: help demo test test-all test-rest lint types wheel
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,11 +26,14 @@ help:  ## this list
 demo: $(DEMO_READY)  ## a chat answer and a needle question under every cache, on a real model
 	@$(BIN)/python -m scripts.demo $(ARGS)
 
-test: lint types  ## lint, types and the fast CPU tests
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+test: lint types  ## lint, types and a core of the CPU tests: every guarantee once
+	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: lint types  ## the same with the slow tests: real checkpoint, wheel
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test-all: lint types  ## lint, types and all CPU tests
+	$(PYTEST) $(ARGS)
+
+test-rest: $(TEST_READY)  ## the tests that `make test` leaves out
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(TEST_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

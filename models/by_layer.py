@@ -101,6 +101,13 @@ class ByLayer:
       logits = _predict_next(form, leaves, x, handed[0])
     return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
 
+  def programs(self, method: Method, batch: int, tokens: int, capacity: int) -> int:
+    """How many programs the layers of a prompt take; nothing is compiled, nothing runs."""
+    caches = jax.eval_shape(lambda: method.init_caches(self.model.spec(batch, capacity)))
+    x = jax.ShapeDtypeStruct((batch, tokens, self.model.config.dim), self.model.dtype)
+    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return len(self._placed(_prefill, method, 0, caches, x, (length, length), (Carry(),))[1])
+
   def _sites(
     self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
   ) -> list[At]:
@@ -111,37 +118,43 @@ class ByLayer:
       _SITES[key] = self._compile(program, method, past, caches, *arrays)
     return _SITES[key]
 
-  def _compile(
+  def _compile(self, program: Any, method: Method, *given: Any) -> list[At]:
+    """Compiles what the layers take, where calls find it."""
+    sites, traced = self._placed(program, method, *given)
+    lowered = [each.lower() for each in traced.values()]
+    with ThreadPoolExecutor() as pool:
+      for job in [pool.submit(each.compile) for each in lowered]:
+        job.result()
+    return sites
+
+  def _placed(
     self,
     program: Any,
     method: Method,
     past: int | None,
     caches: Caches,
-    x: Array,
+    x: Any,
     told: Any,
     handed: Any,
-  ) -> list[At]:
-    """Lowers every layer at the first site that serves it; calls find what is compiled here."""
+  ) -> tuple[list[At], dict[Any, Any]]:
+    """Every layer at the first site that serves it, and the programs that this takes, traced."""
     sites: list[_Site] = []
     chosen: list[At] = []
-    lowered: dict[Any, Any] = {}
+    traced: dict[Any, Any] = {}
     for i, (cache, (form, own)) in enumerate(zip(caches, self.layers, strict=True)):
       for site in [*sites, _Site(i, self.model.env, method)]:
         key = form, site, *_shapes((cache, handed))
         try:
           with site.serving(i):
-            if key not in lowered:
-              lowered[key] = program.lower(form, site, past, own, cache, x, told, handed)
+            if key not in traced:
+              traced[key] = program.trace(form, site, past, own, cache, x, told, handed)
         except _DifferentLayer:
           continue
         break
       sites += [site] * (site not in sites)
       chosen.append(site)
-      handed = lowered[key].out_info[2]
-    with ThreadPoolExecutor() as pool:
-      for job in [pool.submit(each.compile) for each in lowered.values()]:
-        job.result()
-    return chosen
+      handed = traced[key].out_info[2]
+    return chosen, traced
 
 
 # Of all that a program has been compiled for: where its layers run.

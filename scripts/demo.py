@@ -6,7 +6,6 @@ table compares each method with the full cache, row by row as they are done.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -21,6 +20,7 @@ import tyro
 
 import kvjax
 from kvjax.shared_prefill import take
+from models.by_layer import ByLayer
 from models.generate import generate, prefill
 from models.tokenizer import Tokenizer
 from models.transformer import Caches, Transformer
@@ -307,16 +307,6 @@ def _apart(clock: Clock) -> str:
   return f"compile {clock.compiling:.1f} s + prompt {clock.running:.1f} s ="
 
 
-def kinds(method: kvjax.Method, spec: kvjax.CacheSpec) -> int:
-  """How many programs of a layer a prompt takes under a method."""
-
-  def kind(layer: int) -> Any:
-    made = jax.eval_shape(functools.partial(method.init, spec, layer))
-    return method.alike(layer), str(made)
-
-  return len({kind(layer) for layer in range(spec.layers)})
-
-
 def contest(
   model: Transformer,
   tokenizer: Tokenizer,
@@ -328,8 +318,8 @@ def contest(
 ) -> Iterator[Result]:
   """Reads the row's prompt once for all methods that leave it dense, then runs one after the other.
 
-  Methods of many kinds of layers read on their own: with them, what is compiled for all of the
-  others would be compiled for each kind.
+  Methods whose layers take many programs read on their own: with them, what is compiled for all of
+  the others would be compiled as often.
 
   Args:
     names: registered names, "full" first.
@@ -341,8 +331,9 @@ def contest(
   """
   methods = {name: kvjax.METHODS[name].usual(budget) for name in names}
   game = Contest(model, tokenizer, row, length)
-  spec = model.spec(1, game.capacity)
-  shared = [n for n, m in methods.items() if m.dense_prefill and kinds(m, spec) <= 2]
+  size = 1, length - ANSWER_TOKENS, game.capacity
+  layered = ByLayer(model)
+  shared = [n for n, m in methods.items() if m.dense_prefill and layered.programs(m, *size) <= 2]
   together = read_together(game, methods, shared)
 
   def result(name: str, method: kvjax.Method) -> Result:

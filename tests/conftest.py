@@ -1,16 +1,22 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
 import gc
+import importlib.metadata
 import os
 import pathlib
 from typing import Any
 
-# Before JAX starts: the sharding laws need two devices, and a CPU has one unless told otherwise.
-# Tests compile much and compute little: unoptimised code halves their time.
-for _flag, _value in (
-  ("--xla_force_host_platform_device_count", 8),
-  ("--xla_backend_optimization_level", 0),
-):
+# Before JAX starts: the sharding laws need devices, and a CPU has one unless told otherwise. Tests
+# compile much and compute little: unoptimised code in one module halves their time, fusions by
+# XLA's older emitters (gone with jaxlib 0.11) halve it again.
+_FLAGS = {
+  "--xla_force_host_platform_device_count": 8,
+  "--xla_backend_optimization_level": 0,
+  "--xla_cpu_parallel_codegen_split_count": 1,
+}
+if importlib.metadata.version("jaxlib").split(".")[:2] == ["0", "10"]:
+  _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
+for _flag, _value in _FLAGS.items():
   if _flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
@@ -27,6 +33,9 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import layer  # noqa: E402
+from tests.cover import mark_rest  # noqa: E402
+
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -42,15 +51,45 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("kvjax")
 
 
+def pytest_addoption(parser):
+  parser.addoption("--programs", metavar="FILE", help="append what each test compiles and takes")
+
+
+def pytest_configure(config):
+  if path := config.getoption("--programs"):
+    from tests.programs import Recorder
+
+    config.pluginmanager.register(Recorder(pathlib.Path(path)))
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items):
+  """What the core leaves out; and which tests share programs, by method or else by file."""
+  mark_rest(items)
+  for item in items:
+    file = item.nodeid.partition("::")[0]
+    by_method = file.endswith(("test_laws.py", "test_sharding.py")) and hasattr(item, "callspec")
+    name = item.callspec.params.get("name", "") if by_method else ""
+    item.add_marker(pytest.mark.xdist_group(f"{file} {name}"))
+
+
 # Every compiled program takes memory maps, of which Linux gives a process 65,530: past that, a
 # write to the compilation cache ends in a segmentation fault.
 _MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 20_000
 
 
 @pytest.fixture(autouse=True)
-def _few_programs():
-  """Drops compiled programs, which the cache on disk has, before they are too many."""
+def _few_programs(request):
+  """Drops compiled programs, which the cache on disk has, before they are too many.
+
+  What is traced under a patch is nobody else's, nor the other way round.
+  """
+  patched = "monkeypatch" in request.fixturenames
+  if patched:
+    layer.driver.cache_clear()
   yield
+  if patched:
+    layer.driver.cache_clear()
   if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
     jax.clear_caches()
     gc.collect()

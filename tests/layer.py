@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from kvjax import CacheSpec, Carry, Env, Method, Prompt, Rope
+from kvjax import At, CacheSpec, Carry, Env, Method, Prompt, Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,16 @@ class Stream:
     return CacheSpec(batch, capacity, kv_heads, groups, head_dim, layers, dtype)
 
 
+@functools.cache
+def driver(at: At, move: str):
+  """`at.top.decode_step` or `prefill`, jitted: one program for all layers that are alike.
+
+  Returns the error, if there can be one (`env.check_nan`), and the driver's result.
+  """
+  run = functools.partial(getattr(at.top, move), at)
+  return jax.jit(checkify.checkify(run) if at.env.check_nan else lambda *args: (None, run(*args)))
+
+
 class Layer:
   """Runs one layer of a method, jitted, row by row at its own positions."""
 
@@ -47,16 +57,7 @@ class Layer:
     self.spec = stream.spec(capacity, env.layers)
     self.at = method.at(env, layer)
     self.cache = method.init(self.spec, layer)
-    self._decode, self._prefill = (
-      jax.jit(functools.partial(self.run, functools.partial(driver, self.at)))
-      for driver in (method.decode_step, method.prefill)
-    )
-
-  def run(self, driver, *args):
-    """A driver's error, if there can be one, and its result."""
-    if self.at.env.check_nan:
-      return checkify.checkify(driver)(*args)
-    return None, driver(*args)
+    self._decode, self._prefill = driver(self.at, "decode_step"), driver(self.at, "prefill")
 
   def prefill(self, valid, start=None, tokens=None, past=0, total=None):
     """A chunk of each row: stream tokens start … start + valid. Returns out [B, K, G, T, H].

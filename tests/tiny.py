@@ -1,5 +1,6 @@
 """A tiny random decoder under any method, and two jitted calls to drive it: what laws run on."""
 
+import dataclasses
 import functools
 
 import jax
@@ -33,10 +34,11 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)
 
 
 @functools.cache
-def model(impl="reference", tile=4):
+def model(impl="reference", tile=4, layers=CONFIG.layers):
   """Weights scaled so that attention is peaked: dropping tokens must change the logits."""
+  config = dataclasses.replace(CONFIG, layers=layers)
   graph, shapes = nnx.split(
-    nnx.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.float32, impl=impl, rngs=nnx.Rngs(0)))
+    nnx.eval_shape(lambda: Transformer(config, dtype=jnp.float32, impl=impl, rngs=nnx.Rngs(0)))
   )
   rng = np.random.default_rng(0)
 
@@ -49,15 +51,15 @@ def model(impl="reference", tile=4):
     return jnp.asarray(rng.normal(size=x.shape) * scale, x.dtype)
 
   built = nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, shapes))
-  built.env = Env(CONFIG.layers, CONFIG.rope, impl, tile)
+  built.env = Env(layers, CONFIG.rope, impl, tile)
   return built
 
 
 class Run:
   """One sequence of calls: prefill chunks and decode steps of given tokens, row by row."""
 
-  def __init__(self, method: Method, capacity=CAPACITY, impl="reference"):
-    self.method, self.model = method, model(impl)
+  def __init__(self, method: Method, capacity=CAPACITY, impl="reference", layers=CONFIG.layers):
+    self.method, self.model = method, model(impl, layers=layers)
     self.caches = method.init_caches(self.model.spec(len(LENGTHS), capacity))
     self.graph, self.leaves = split(self.model)
 

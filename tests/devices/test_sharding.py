@@ -36,8 +36,6 @@ B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
 GPU = jax.default_backend() == "gpu"
 IMPL = "auto" if GPU else "reference"
 
-every = pytest.mark.parametrize("name", METHODS)
-
 
 def mesh_of(heads, slots=1):
   """A mesh, where there are devices for it."""
@@ -202,8 +200,16 @@ def over(usual, *others):
   return pytest.mark.parametrize("mesh", [first, *rest])
 
 
+def one_of(names, *families):
+  """Of every family of methods one for the core, all others for the slow tests."""
+  marks = [() if name in families else pytest.mark.slow for name in names]
+  cases = [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
+  return pytest.mark.parametrize("name", cases)
+
+
+# Every method's layer is split over two devices in tests/laws.
 @over((4, 1), (1, 1), (2, 1), (8, 1))
-@every
+@one_of(METHODS, "streaming_llm", "snapkv", "quest")
 def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
@@ -212,11 +218,12 @@ SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 
 
 @over((2, 4), (1, 2), (1, 4), (1, 8), *[(2, 2)] * (jax.device_count() == 4))
-@pytest.mark.parametrize("name", SPREAD)
+@one_of(SPREAD, "full", "quest", "cpe")
 def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
+@pytest.mark.core(1)
 @over((1, 2), (2, 2))
 @pytest.mark.parametrize("name", ["full", "quest", "psaw"])
 def test_sharded_prompts_in_chunks(name, mesh):
@@ -382,6 +389,7 @@ def test_reports_are_of_all_heads():
     np.testing.assert_array_equal(wanted["visited"], found["visited"])
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
 def test_nan_on_one_device_is_everybodys(mesh):
   """A NaN in one value of one head: layer and row are named, and the row's cache stays."""

@@ -105,6 +105,7 @@ def inputs(seed, batch, heads, groups, slots, head_dim):
   return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
+@pytest.mark.core(5)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
 @pytest.mark.parametrize(
@@ -140,6 +141,7 @@ def test_a_table_against_algorithm_1(unit, splits, kwargs):
   assert stopped > 0 or splits > 1
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
 def test_newest_first_needs_no_table(sinks, first, splits):
@@ -191,6 +193,7 @@ def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
   assert (loaded > walked).any() and (walked < whole).any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("sinks", "kept"), [(0, 0), (5, 1), (20, 3)])
 def test_a_ring_is_walked_around(sinks, kept, splits):
@@ -223,6 +226,7 @@ def test_a_ring_is_walked_around(sinks, kept, splits):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_infinite_patience_changes_no_bit(splits, dtype):
@@ -266,6 +270,7 @@ BASES = [
 ]
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
   "kwargs", [{"sinks": 6, "splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str

@@ -16,6 +16,7 @@ from pallas_kernels.key_weights import key_logits
 from tests.methods.test_cis import wandering
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("longest", [8192, 16])
 @pytest.mark.parametrize(
   ("method", "groups"),

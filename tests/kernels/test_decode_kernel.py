@@ -148,6 +148,7 @@ SWEEP = list(
 )
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "slots", "dtype", "sinks"),
   SWEEP,
@@ -177,6 +178,7 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks):
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("programs", [1, 7, 100])
 @pytest.mark.parametrize("tile", [16, 128])
 def test_any_cut_gives_the_same(programs, tile):
@@ -269,6 +271,7 @@ def test_configurations():
     Config(tile=48, programs=1, warps=4, stages=2)
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("programs", [1, 40])
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_logits(sinks, programs):

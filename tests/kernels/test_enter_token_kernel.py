@@ -68,6 +68,7 @@ def test_worked_example():
   assert (int(out[3][0, 0, 0]), int(out[4][0]), int(out[5][0])) == (0, 1, 1)
 
 
+@pytest.mark.core(5)
 @pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim"), [(1, 1, 64), (3, 3, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]
@@ -141,6 +142,7 @@ def test_keeps_the_norms_of_values():
   np.testing.assert_allclose(norm, want, rtol=1e-6)
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("rope", [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(1e4, Yarn(8.0, 4096))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotates_as_the_reference_does(rope, dtype):

@@ -15,6 +15,7 @@ from pallas_kernels.hshare import listed
 from tests.methods.test_hshare import Stack, columns, similar_streams
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("method", "lengths"),
   [

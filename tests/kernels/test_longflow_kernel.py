@@ -53,6 +53,7 @@ def operands(seed, kv_heads, groups, slots, scale=1.0):
   return logits, m, l, norm, pos, used, used, np.ones(2, bool), named
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_rows_that_do_not_count_keep_their_victims(per_layer):
   assert (broken[1] == old[1]).all() and (broken[0] == every[0]).all()
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("per", ["kv_head", "layer"])
 def test_same_victims_as_the_reference_over_a_run(per):
   """Both implementations from the same cache at every step; the kernels' cache goes on."""

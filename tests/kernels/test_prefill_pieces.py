@@ -60,6 +60,7 @@ def case(name):
   return np.where(index < total, index, -1), 200, 5, 100
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("hidden", [0, 0.3])
 @pytest.mark.parametrize("name", ["prompt", "chunk", "apart"])
 def test_against_oracle(name, hidden):
@@ -104,6 +105,7 @@ def test_plan():
   assert plan(1024, 0, 0, np.arange(1024) - 20) == ()  # slides
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   "method", [Full(), PSAW(sinks=2), ETF(sinks=2), PSAW(ETF(sinks=2), sinks=2)], ids=repr
 )

@@ -28,6 +28,7 @@ def assert_close(got, want, dtype):
   assert error <= CLOSE[dtype]
 
 
+@pytest.mark.core(3)
 @dtypes
 @sizes
 def test_partial_products_add_up(size, dtype):
@@ -38,6 +39,7 @@ def test_partial_products_add_up(size, dtype):
   assert_close(np.asarray(parts).sum(0), wide_x @ wide_w, "float32")
 
 
+@pytest.mark.core(3)
 @dtypes
 @sizes
 def test_product(size, dtype):
@@ -59,6 +61,7 @@ def test_products_of_a_part_fill_the_device(monkeypatch):
     assert flying[0] < flying[1]  # one program instead of two on a multiprocessor
 
 
+@pytest.mark.core(3)
 @dtypes
 @sizes
 def test_gated_product(size, dtype):
@@ -86,6 +89,7 @@ def test_add_norm(splits, dtype):
   assert_close(y, want / np.sqrt((want**2).mean(-1, keepdims=True) + 1e-2) * wide_scale, dtype)
 
 
+@pytest.mark.core(3)
 @dtypes
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("normed", [False, True])

@@ -39,6 +39,7 @@ def bounds(cache):
   return jnp.zeros_like(cache.used)[:, None], cache.used[:, None]
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_page_bounds(shape, group):
@@ -54,6 +55,7 @@ def test_page_bounds(shape, group):
   np.testing.assert_allclose(got[..., held], want[..., held], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compressed_keys(shape):
   method = InfLLMv2(top=4, block=16, local=32, kernel=8, stride=4, dense_below=0)
@@ -68,6 +70,7 @@ def test_compressed_keys(shape):
     np.testing.assert_allclose(got, want, atol=1e-6, rtol=CLOSE[shape[-1]])
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_token_weights(shape):
   """ln of probabilities; a NaN stays where it is; heads that are not active cost nothing."""
@@ -101,6 +104,7 @@ def test_logits_alone():
   assert np.isneginf(got[..., 200:]).all()
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize(
   "method",
   [

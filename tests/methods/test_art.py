@@ -90,6 +90,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_full_cache_newest_first(kwargs):
   method = ART(Full(), tile=4, **kwargs)
@@ -177,6 +178,7 @@ def test_streaming_llm_reads_its_sinks_first(lengths, steps):
   assert check(method, stream, lengths, steps, order) > 10
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   "base",
   [Full(), SnapKV(24, window_size=4), StreamingLLM(20), LongFlow(24, window_size=4), Quest(24, 4)],

@@ -81,6 +81,7 @@ def adversary(kind, seed):
   return *(x.astype(np.float32) for x in (q, k, v)), length.astype(np.int32)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("stop", ["group", "head"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
@@ -199,6 +200,7 @@ def test_bad_settings(kwargs, message):
     ART(**kwargs)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("stop", ["group", "head"])
 def test_the_kernel_equals_the_reference(stop):
   """Same order, same stops, same output, over tokens as they come."""

@@ -39,6 +39,7 @@ def test_all_orders_agree():
     assert np.abs(other - out).max() > 0.05
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "change", [{}, {"per": "query_head", "tau": 0.3}, {"kv": "project", "radius": 2}]
 )

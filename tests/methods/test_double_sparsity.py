@@ -50,6 +50,7 @@ def test_worked_example():
   np.testing.assert_allclose(found, [[[4.0, 3.0]]])
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("budget", "count", "sinks", "local"), [(9, 4, 0, 1), (12, 8, 2, 4), (7, 1, 0, 3)]
 )

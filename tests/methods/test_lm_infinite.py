@@ -25,6 +25,7 @@ def test_worked_example():
   assert not np.allclose(oracle(stream, 0, 0, 0, 20, method), oracle(stream, 0, 0, 0, 20, near))
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("limit", [None, 12, 30])
 def test_prompt_then_decode(limit):
   method = LMInfinite(12, sinks=3, limit=limit)

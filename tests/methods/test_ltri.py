@@ -127,6 +127,7 @@ CASES = {
 }
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("name", "impl"),
   [*((name, "reference") for name in CASES), ("retrieval heads", "pallas")],

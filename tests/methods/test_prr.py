@@ -242,6 +242,7 @@ def test_the_grid():
   np.testing.assert_allclose(smoothing.grid(), GRID, atol=1e-7)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
 @pytest.mark.parametrize(
@@ -260,6 +261,7 @@ def test_a_generation(base, kwargs, strict):
   assert totals["missed"] > 0 and totals["wasted"] > 0
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("base", "predictor"), [(QUEST, "holt"), (INFLLM, "ema")], ids=["quest-holt", "infllm-ema"]
 )
@@ -297,6 +299,7 @@ def test_from_an_empty_cache():
   check_steps(run, [Row(method, stream, b) for b in range(2)], [0, 0], 30)
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("variant", ["S1", "S2", "S3"])
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_strict_equals_serial_selection(base, variant):
@@ -418,6 +421,7 @@ def test_art_may_not_walk_what_is_repaired():
     ART(PRR())
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize(
   "base",
   [QUEST, Quest(16, 4, "max"), INFLLM, dataclasses.replace(INFLLM, dense_below=40)],
@@ -458,6 +462,7 @@ def test_kernels_equal_the_reference(kwargs, base):
     np.testing.assert_allclose(held[1], held[0], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_kernels_calibrate_as_the_reference_does(base):
   """The search for the best forecasts of every candidate, by the kernel that selects tiles."""

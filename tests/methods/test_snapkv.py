@@ -42,6 +42,7 @@ def test_worked_example():
   assert layer.cache.pos[0, 0].tolist() == want
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("reduce", "pool"), [("avg", 5), ("max", 7), ("avg", 1)])
 def test_prompt_and_long_decode(reduce, pool):
   method = SnapKV(12, 4, pool, reduce)

@@ -24,6 +24,7 @@ def test_worked_example():
   assert kept == [0, 2, 3]
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("rope", ["slot", "original"])
 @pytest.mark.parametrize(("sinks", "budget"), [(2, 9), (0, 5), (4, 24)])
 def test_prompt_then_long_decode(rope, sinks, budget):

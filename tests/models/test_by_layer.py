@@ -39,6 +39,9 @@ def test_equals_all_layers_at_once(name):
   (sites,) = by_layer._SITES.values()
   sizes = {(id(site), cache.size) for site, cache in zip(sites, caches, strict=True)}
   assert len(sizes) == (programs or len({cache.size for cache in caches}))
+  # A layer whose carry has another form takes a program of its own at the same site.
+  counted = by_layer.ByLayer(model()).programs(method, 2, int(LENGTHS.max()), 64)
+  assert len(sizes) <= counted <= len(sizes) + 1
 
 
 def test_members_of_a_shared_prompt_are_asked_each_by_itself():

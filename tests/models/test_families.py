@@ -84,6 +84,7 @@ def test_goldens_tell_ropes_apart():
     assert np.abs(want[name] - plain).max() > 1000 * PARITY
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3.1"])
 def test_decoding_equals_prefill(models, name):
   """Bias, head norms and scaled rope on the decode path, beyond the original context."""

@@ -51,6 +51,7 @@ def plain(steps, rows=slice(None)):
   return np.stack(tokens, 1), np.stack(kept, 1), caches, np.asarray(logits)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_greedy_equals_the_plain_loop(chunk):
   tokens, kept, caches, last = plain(6)
@@ -221,6 +222,7 @@ def test_same_seed_same_text_other_seed_other_text():
   assert (sample(seed=3) != sample(seed=4)).any(1).all()
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_text_alone_or_in_a_batch(name):
   """Rows that keep their numbers draw the same text alone, and in a batch of another order."""
@@ -284,6 +286,7 @@ def test_rows_draw_on_their_own():
   assert out.tokens[0, 0] != out.tokens[1, 0]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("setting", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_narrow_sampling_is_greedy(setting):
   np.testing.assert_array_equal(sample(steps=6, **setting), plain(6)[0])
@@ -354,6 +357,7 @@ def test_texts_are_the_tokens_text():
   assert out.texts == [letters().decode(row.tolist()) for row in out.tokens]
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 16])
 def test_rows_stop_at_strings(chunk):
   """The text ends before the string, the tokens with the one that completes it; the other row goes
@@ -578,6 +582,7 @@ def test_caches_of_another_model():
 # ---- prompts in chunks
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_chunks_give_what_one_call_gives(name, chunk):

@@ -51,6 +51,7 @@ def test_builds_with_the_published_parameters(name):
   assert total == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("name", PRESETS)
 def test_decode_step(name):
   """Shapes of one step with the caches of a full context, over the first two layers."""

@@ -26,6 +26,7 @@ def test_recorded_shares():
   assert first.after == pytest.approx(0.7324, abs=1e-4)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "base, splits",
   [("Full", 2), ("StreamingLLM 0.8", 1), ("SnapKV 0.2", 2), ("PyramidKV 0.2", 1)],
@@ -59,6 +60,7 @@ def test_bases_are_as_large_as_they_say():
     assert size / held["Full"] == pytest.approx(share, rel=0.02)
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("base", BASES)
 def test_kernels_take_every_base(base):
   """At the full shape, two layers of it: nothing of ART falls back."""
@@ -75,6 +77,7 @@ def test_kernels_take_every_base(base):
   assert jax.eval_shape(step, leaves, jax.random.key(0)).shape == (2, config.vocab)
 
 
+@pytest.mark.slow
 def test_the_suite_on_a_tiny_shape(capsys):
   assert bench.main(["art_e2e", "--quick", "--repetitions", "1", "--only", "SnapKV"]) == 0
   said = capsys.readouterr().out

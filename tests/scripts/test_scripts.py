@@ -159,17 +159,9 @@ def test_demo_reads_once_for_all(tiny, monkeypatch):
     kvjax.Method, "attend_prompt", lambda *args: traced.append(args) or attend(*args)
   )
   game = demo.Contest(model, tokenizer, tiny_row(tokenizer, LENGTH), LENGTH)
-  assert all(demo.kinds(m, model.spec(1, game.capacity)) == 1 for m in methods.values())
   reading = demo.read_together(game, methods, names)
   assert model.config.layers == 2 and len(traced) == 1
   assert len(reading.of("snapkv").caches) == 2
-
-
-def test_demo_leaves_methods_of_many_kinds_of_layers_apart(tiny):
-  spec = dataclasses.replace(tiny[0].spec(1, LENGTH), layers=6)
-  kinds = {name: demo.kinds(m.usual(BUDGET), spec) for name, m in kvjax.METHODS.items()}
-  assert {n for n, k in kinds.items() if k == 6} >= {"random", "pyramidkv"}
-  assert kinds["full"] == kinds["snapkv"] == kinds["art"] == 1 and kinds["quest"] == 2
 
 
 def test_demo_shared_prefill_gives_what_its_own_gives(tiny):

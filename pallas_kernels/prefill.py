@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.softmax_state import State
 from pallas_kernels import _backend, _tiles
 from pallas_kernels._split import columns_of
-from pallas_kernels.config import device
+from pallas_kernels.config import this_device
 
 MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,7 +82,7 @@ def blocking(
       return Blocking(rows=32, tile=64 if wide else 128, warps=4, stages=2)
     return Blocking(rows=64, tile=128, warps=8, stages=2)
   # A100 and smaller: the tiles of an H200 would leave the registers.
-  small = device(kind or jax.devices()[0].device_kind).shared < 227 << 10
+  small = this_device(kind).shared < 227 << 10
   if wide:
     return Blocking(rows=32 if small else 64, tile=32, warps=4 if small else 8, stages=2)
   return Blocking(rows=64, tile=32, warps=4, stages=3) if small else Blocking()

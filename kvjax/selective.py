@@ -208,7 +208,7 @@ def token_weights(
   k = cache.slots["k"]
   # The kernel has one query for all keys.
   one = window is None or window.view is None
-  if one and dispatch.choose_for(at, "key_weights") == "pallas":
+  if one and dispatch.choose_for(at, "key_weights", q, k) == "pallas":
     span = at.top.span(at, cache, window)
     seen: dict[str, Any] = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
     if active is not None:

@@ -410,10 +410,10 @@ def walk(
   if patience is not None:
     detector = Detector(tau, phi, patience, full, per_head, kept)
   if cut is None:
-    size = q.dtype.itemsize
-    cut = choose_cut(tile, head_dim, size, interpret=interpreted)
+    choose = functools.partial(choose_cut, tile, head_dim, q.dtype.itemsize, groups=groups)
+    cut = choose(interpret=interpreted)
     if table is not None and not _is_run(unit, tile, cut.tile):
-      cut = choose_cut(tile, head_dim, size, listed=True, interpret=interpreted)
+      cut = choose(interpret=interpreted, listed=True)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
   if ring is not None:
     if table is not None or seen is None:
@@ -479,14 +479,16 @@ def choose_cut(
   head_dim: int,
   itemsize: int,
   *,
+  groups: int = 1,
   listed: bool = False,
   interpret: bool = False,
   kind: str | None = None,
 ) -> config.Config:
   """Keys per matrix product, at most a tile of the walk, and stages that fit two programs.
 
-  Two parts of 32 KiB are on their way beside the one in use. `listed`: slots come from a table, key
-  by key, which takes a stage before each of theirs.
+  Two parts of 32 KiB are on their way beside the one in use, less where many query heads leave no
+  shared memory for them. `listed`: slots come from a table, key by key, which takes a stage before
+  each of theirs.
   """
   whole = max(16, pl.next_power_of_2(tile))
   if interpret:
@@ -495,4 +497,7 @@ def choose_cut(
   part = max(16, min(whole, (32 << 10) // (2 * columns * itemsize)))
   # float32 tiles want the registers of eight warps.
   warps = 4 if itemsize < 4 else 8
-  return config.Config(tile=part, programs=1, warps=warps, stages=5 if listed else 3)
+  cut = config.Config(tile=part, programs=1, warps=warps, stages=3)
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
+  cut = config.fitted(cut, config.this_device(kind), **shape)
+  return dataclasses.replace(cut, stages=2 * cut.stages - 1) if listed else cut

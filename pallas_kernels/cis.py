@@ -155,7 +155,7 @@ def anchors(
   if keys is not None:
     k, stop = keys
     slots = k.shape[2]
-    tile, steps = cut(rows, slots, None, None)
+    tile, steps = cut(q, k, None, None)
     pieces = pl.cdiv(slots, tile * steps)
     scoring = {"tile": tile, "steps": steps, "stride": 1, "width": 1, "span_sinks": span_sinks}
     scoring["scale"] = head_dim**-0.5

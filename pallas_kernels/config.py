@@ -2,7 +2,8 @@
 
 `tuned/<device>/<kernel>.json` holds configurations measured on that device, one per shape bucket
 (written by `scripts/tune.py`). A device or shape without one gets a heuristic that fits the
-device's number of multiprocessors and its shared memory.
+device's number of multiprocessors and its shared memory. Shapes that fit in no way are refused
+before anything is launched (`least_shared`).
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class Device:
 
 
 # Shared memory that one program may take on a multiprocessor: A100 163 KiB, Hopper 227 KiB,
-# consumer parts of both generations 99 KiB.
+# workstation and consumer parts from Ampere to Blackwell 99 KiB.
 _KNOWN = {
   "a100": (108, 163 << 10),
   "h100": (132, 227 << 10),
@@ -56,23 +57,42 @@ _KNOWN = {
 }
 _OTHER = (108, 99 << 10)
 
+_SCRATCH = 2 << 10  # what reductions over the warps of a program take, at most
 
-def device(kind: str, cores: int | None = None) -> Device:
+# Operations whose shared memory grows with the queries of a program -> stages and arrays (keys, or
+# keys and values) of their smallest loop, over tiles of 16 keys. The others' fits every device.
+_SMALLEST = {
+  "attend_span": (2, 2),
+  "attend_table": (2, 2),
+  "attend_tiles": (2, 2),
+  "art": (2, 2),
+  "speculate": (3, 2),
+  "speculate_keys": (3, 2),
+  "key_logits": (3, 1),
+  "key_weights": (3, 1),
+}
+
+
+def device(kind: str, cores: int | None = None, shared: int | None = None) -> Device:
   """The device of a JAX device kind, "NVIDIA H200" say; unknown ones are taken to be modest.
 
-  `cores`: its multiprocessors, where the runtime says so (a slice of a GPU has fewer).
+  `cores` and `shared`: its multiprocessors (a slice of a GPU has fewer) and the bytes that one
+  program may take there, where the runtime says so.
   """
   name = "-".join(kind.lower().split())
-  usual, shared = next((known for part, known in _KNOWN.items() if part in name), _OTHER)
-  return Device(name, cores or usual, shared)
+  usual = next((known for part, known in _KNOWN.items() if part in name), _OTHER)
+  return Device(name, cores or usual[0], shared or usual[1])
 
 
 def this_device(kind: str | None = None) -> Device:
   """The device of a JAX device kind; the default one if None."""
-  if kind is not None:
-    return device(kind)
+  return _default() if kind is None else device(kind)
+
+
+def _default() -> Device:
   first = jax.devices()[0]
-  return device(first.device_kind, getattr(first, "core_count", None))
+  known = (getattr(first, name, None) for name in ("core_count", "shared_memory_per_block_optin"))
+  return device(first.device_kind, *known)
 
 
 @functools.cache
@@ -132,7 +152,8 @@ def choose(
   ]
   if near and min(near)[0] <= 2:
     return min(near)[2]
-  return heuristic(here, rows=rows, slots=slots, head_dim=head_dim, itemsize=itemsize)
+  cut = heuristic(here, rows=rows, slots=slots, head_dim=head_dim, itemsize=itemsize)
+  return fitted(cut, here, groups=groups, head_dim=head_dim, itemsize=itemsize)
 
 
 def heuristic(here: Device, *, rows: int, slots: int, head_dim: int, itemsize: int) -> Config:
@@ -145,6 +166,48 @@ def heuristic(here: Device, *, rows: int, slots: int, head_dim: int, itemsize: i
   stage = 2 * tile * columns * itemsize
   stages = max(2, min(4, (here.shared // 2) // stage))
   return Config(tile=tile, programs=2 * here.cores, warps=4, stages=stages)
+
+
+def shared_bytes(
+  tile: int, stages: int, *, groups: int, head_dim: int, itemsize: int, arrays: int = 2
+) -> int:
+  """Shared memory of a program that goes over keys tile by tile, in bytes: hardly less than this.
+
+  Tiles of `arrays` (keys, or keys and values) on their way, the queries, and the tile's weights or
+  logits.
+  """
+  row, lanes = max(16, 1 << _log2(head_dim)) * itemsize, max(16, 1 << _log2(groups))
+  logits = lanes * tile * (itemsize if arrays == 2 else 4)
+  return max(stages - 1, 1) * arrays * tile * row + lanes * row + logits + _SCRATCH
+
+
+def fitted(cut: Config, here: Device, **shape: int) -> Config:
+  """`cut` with fewer stages, then smaller tiles, until the device has the shared memory for it."""
+  while shared_bytes(cut.tile, cut.stages, **shape) > here.shared:
+    if cut.stages > 2:
+      cut = dataclasses.replace(cut, stages=cut.stages - 1)
+    elif cut.tile > 16:
+      cut = dataclasses.replace(cut, tile=cut.tile // 2)
+    else:
+      break
+  return cut
+
+
+def fitted_tile(most: int, stages: int, **shape: int) -> int:
+  """At most so many keys per step of a loop of so many stages; fewer where the device wants it."""
+  tile, here = most, this_device()
+  while tile > 16 and shared_bytes(tile, stages, **shape) > here.shared:
+    tile //= 2
+  return tile
+
+
+def least_shared(operation: str, *, groups: int, head_dim: int, itemsize: int) -> int:
+  """Shared memory that an operation takes at the least, in bytes; 0: every device has it."""
+  if operation not in _SMALLEST:
+    return 0
+  stages, arrays = _SMALLEST[operation]
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
+  return shared_bytes(16, stages, **shape, arrays=arrays)
 
 
 def _log2(n: int) -> int:

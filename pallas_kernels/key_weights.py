@@ -247,7 +247,7 @@ def key_logits(
   """
   batch, heads, count, head_dim = keys.shape
   groups, rows = q.shape[2], batch * heads
-  tile, steps = cut(rows, count, tile, programs)
+  tile, steps = cut(q, keys, tile, programs)
   pieces = pl.cdiv(count, tile * steps)
   results = _backend.call(
     functools.partial(
@@ -420,8 +420,12 @@ def _cut_blocks(rows: int, blocks: int, programs: int | None) -> tuple[int, int]
   return size, max(1, share // size)
 
 
-def cut(rows: int, keys: int, tile: int | None, programs: int | None) -> tuple[int, int]:
+def cut(q: Array, keys: Array, tile: int | None, programs: int | None) -> tuple[int, int]:
   """Keys per step, and steps per program: not more programs than run at once."""
-  tile = tile or min(TILE, max(16, pl.next_power_of_2(keys)))
+  batch, heads, count, head_dim = keys.shape
+  if tile is None:
+    shape = {"groups": q.shape[2], "head_dim": head_dim, "itemsize": keys.dtype.itemsize}
+    tile = min(TILE, max(16, pl.next_power_of_2(count)))
+    tile = config.fitted_tile(tile, STAGES, **shape, arrays=1)
   programs = programs or PER_CORE * config.this_device().cores
-  return tile, pl.cdiv(pl.cdiv(keys, tile), max(1, programs // rows))
+  return tile, pl.cdiv(pl.cdiv(count, tile), max(1, programs // (batch * heads)))

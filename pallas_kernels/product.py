@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import _backend
-from pallas_kernels.config import device
+from pallas_kernels.config import this_device
 
 MAX_ROWS = 64
 
@@ -73,8 +73,15 @@ def whole_blocking(columns: int, *, gated: bool, interpret: bool = False) -> Blo
   return Blocking(columns=32, stages=8) if gated else Blocking(32, 128, warps=2, stages=6)
 
 
+def fitted(cut: Blocking, x: Any, w: Any) -> Blocking:
+  """`cut`, with fewer stages where the device has no room for as many tiles of x and w."""
+  rows, halves = max(16, pl.next_power_of_2(x.shape[0])), w.ndim - 1
+  tile = (rows + halves * cut.columns) * cut.depth * w.dtype.itemsize
+  return dataclasses.replace(cut, stages=min(cut.stages, 1 + this_device().shared // tile))
+
+
 def _cores() -> int:
-  return device(jax.devices()[0].device_kind).cores
+  return this_device().cores
 
 
 def _kernel(x_ref: Any, w_ref: Any, y_ref: Any, *, blocking: Blocking) -> None:
@@ -113,6 +120,7 @@ def _kernel(x_ref: Any, w_ref: Any, y_ref: Any, *, blocking: Blocking) -> None:
 
 def _run(x: Any, w: Any, cut: Blocking, out: jax.ShapeDtypeStruct, interpret: Any) -> Array:
   check(x, w)
+  cut = fitted(cut, x, w)
   return _backend.call(
     functools.partial(_kernel, blocking=cut),
     x,

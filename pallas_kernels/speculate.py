@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _backend, _smoothing, _split, _tiles
-from pallas_kernels.config import this_device
+from pallas_kernels.config import fitted_tile, this_device
 from pallas_kernels.key_weights import cut, forecasts, score_keys
 
 PAGES = 32  # of a scoring program
@@ -225,7 +225,7 @@ def speculate_keys(
     As `speculate`.
   """
   rows, groups, count = q.shape[0] * q.shape[1], q.shape[2], keys.shape[2]
-  at_once, steps = cut(rows, count, None, None)
+  at_once, steps = cut(q, keys, None, None)
   pieces = pl.cdiv(count, at_once * steps)
   how: dict[str, Any] = {"tile": at_once, "steps": steps, "stride": stride, "width": width}
   score = functools.partial(_score_keys, pieces=pieces, scale=q.shape[3] ** -0.5, **how)
@@ -266,7 +266,8 @@ def _beside(
   """One launch: attention over the predicted tiles, and `scoring` programs of `score`."""
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, guess.shape[2]
-  tile = tile or KEYS
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": k.dtype.itemsize}
+  tile = tile or fitted_tile(KEYS, STAGES, **shape)
   if apart:
     span, parts, tile = unit, width, min(tile, max(16, pl.next_power_of_2(unit)))
   else:
@@ -370,13 +371,14 @@ def attend_tiles(
   """
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, table.shape[2]
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": k.dtype.itemsize}
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table)]
   return _backend.call(
     functools.partial(
       _tile_kernel,
       unit=unit,
       span=unit,
-      tile=min(64, max(16, pl.next_power_of_2(unit))),
+      tile=fitted_tile(min(64, max(16, pl.next_power_of_2(unit))), 2, **shape),
       scale=head_dim**-0.5,
       sinks=sinks,
     ),

@@ -4,11 +4,12 @@
     python -m scripts.bench decode --quick              tiny shapes, also on a CPU
     python -m scripts.bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
 
-A contender whose output misses the float32 reference gets no time. The floor is the bytes that
-must move over the bandwidth that a plain streaming read reached in the same run. Results are
-written after every case, beside those of other cases that a run with the same versions left there:
-a run that is stopped leaves what it measured, and the rest can be measured later, or by another
-process at the same time.
+A contender whose output misses the float32 reference, or that took other steps where these are
+counted (tiles of a walk that may stop), gets no time. The floor is the bytes that must move over
+the bandwidth that a plain streaming read reached in the same run. Results are written after every
+case, beside those of other cases that a run with the same versions left there: a run that is
+stopped leaves what it measured, and the rest can be measured later, or by another process at the
+same time.
 
     python -m scripts.bench --add run/nvidia-h200 --out scripts/results      from another folder
 """
@@ -102,10 +103,20 @@ def check(case: Case) -> dict[str, float]:
   return errors
 
 
+def check_steps(case: Case) -> dict[str, int]:
+  """Largest difference from the case's steps, of every contender that counts its own, by name."""
+  if case.steps is None:
+    return {}
+  want = case.steps()
+  counted = {c.name: c.steps() for c in case.contenders if c.steps is not None}
+  return {name: int(np.abs(got - want).max()) for name, got in counted.items()}
+
+
 def measure(case: Case, repetitions: int) -> dict[str, Any]:
   """Checks, then times the contenders in turn, `repetitions` times each."""
-  errors = check(case)
+  errors, apart = check(case), check_steps(case)
   wrong = {name for name, error in errors.items() if not error <= case.tolerance}
+  wrong |= {name for name, steps in apart.items() if steps > case.slack}
   timed = [contender for contender in case.contenders if contender.name not in wrong]
   times: dict[str, list[float]] = {contender.name: [] for contender in timed}
   with quiet.alone():
@@ -117,6 +128,8 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
   results = []
   for contender in case.contenders:
     row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}
+    if contender.name in apart:
+      row["steps_apart"] = apart[contender.name]
     if contender.name in times:
       low, median, high = _quartiles(times[contender.name])
       row |= {
@@ -135,6 +148,7 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
     "read_bandwidth": case.bytes / read if read else None,
     "floor_us": read * 1e6 if read else None,
     "tolerance": case.tolerance,
+    "slack": case.slack,
     "repetitions": repetitions,
     "results": results,
     "remarks": case.remarks(medians) if case.subject in medians else [],
@@ -166,6 +180,8 @@ def table(report: dict[str, Any]) -> str:
     error = "" if row["error"] is None else f"{row['error']:.1e}"
     if "us" not in row:
       lines.append(f"  {row['name']:24} wrong: error {error}, expected {report['tolerance']:.0e}")
+      if "steps_apart" in row:
+        lines[-1] += f"; {row['steps_apart']} steps apart, expected at most {report['slack']}"
       continue
     spread = "{:.1f}-{:.1f}".format(*row["us_quartiles"])
     share = f"{report['floor_us'] / row['us']:.3f}" if report["floor_us"] else ""

@@ -19,11 +19,14 @@ import jax
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton import lowering as triton_lowering
 
+from pallas_kernels import config
+
 # What XLA does too; triton warns when nobody says.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-# Shared memory that one program may use, in bytes: A100; H100 and H200.
-SHARED = {80: 163 << 10, 90: 227 << 10}
+# Shared memory that one program may use, in bytes, by compute capability: A100; workstation and
+# consumer parts of Ampere; H100 and H200; workstation and consumer parts of Blackwell.
+SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +50,25 @@ class Binary:
   registers: int
 
 
-def lower(function: Callable, *shapes: Any) -> list[Kernel]:
-  """The Triton kernels that `function` calls, lowered for an H200 from abstract arguments."""
+@contextlib.contextmanager
+def default_device(kind: str) -> Iterator[None]:
+  """Kernels cut their work for a device of this JAX kind, whatever there is."""
+  before, config._default = config._default, lambda: config.device(kind)
+  try:
+    yield
+  finally:
+    config._default = before
+
+
+def lower(function: Callable, *shapes: Any, kind: str = "NVIDIA H200") -> list[Kernel]:
+  """The Triton kernels that `function` calls, lowered for a device from abstract arguments."""
   context: Any = contextlib.nullcontext()
   if hasattr(jax.sharding, "AbstractDevice"):
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    here = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    here = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     context = use_abstract_mesh(AbstractMesh((), (), abstract_device=here))
-  with context:
+  with default_device(kind), context:
     lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
   return list(_kernels(lowered.compiler_ir().operation))
 
@@ -75,17 +88,17 @@ def _kernels(operation: Any) -> Iterator[Kernel]:
 def _kernel(operation: Any) -> Kernel:
   attributes = operation.attributes
   key = next(key for key in ("mhlo.backend_config", "backend_config") if key in attributes)
-  config = ir.DictAttr(attributes[key])
+  call = ir.DictAttr(attributes[key])
 
   def integer(name):
-    return ir.IntegerAttr(config[name]).value
+    return ir.IntegerAttr(call[name]).value
 
   with triton_lowering._new_ir_context(), ir.Location.unknown():
-    module = ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes)
+    module = ir.Module.parse(ir.StringAttr(call["ir"]).value_bytes)
     module.operation.verify()
     text = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
   return Kernel(
-    ir.StringAttr(config["name"]).value,
+    ir.StringAttr(call["name"]).value,
     text,
     integer("num_warps"),
     integer("num_stages"),
@@ -94,7 +107,7 @@ def _kernel(operation: Any) -> Kernel:
 
 
 def compile_kernel(kernel: Kernel, capability: int) -> Binary:
-  """Compiles a kernel for a compute capability, 80 or 90."""
+  """Compiles a kernel for a compute capability, 80 or 120 say."""
   import triton
   from triton.backends import nvidia
   from triton.backends.compiler import GPUTarget

@@ -21,7 +21,7 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
   A kernel's own form of these states is in the memo, for `repair`.
   """
-  run = over_plan("attend_tiles", at, cache, plan)
+  run = over_plan("attend_tiles", at, cache, plan, q)
   if run is None:
     return attention.attend_tiles(at, cache, plan, q)
   span, (k, v) = plan.span, (cache.slots[name] for name in ("k", "v"))
@@ -56,9 +56,9 @@ def speculate(
     and the occupied slots that each of the former is for [B, K, 2].
   """
   beyond = beyond_kernel(at, cache, "pallas", logits=False, turned=False)
-  if beyond or choose(operation, at.env.impl) != "pallas":
-    return None
   k, v = cache.slots["k"], cache.slots["v"]
+  if beyond or choose(operation, at.env.impl, q, k) != "pallas":
+    return None
   operands = q.astype(k.dtype), k, v, guess.table, cache.used, *summaries, *state
   run = kernel(operation, "pallas")
   written, scored = run(*operands, unit=guess.unit, apart=apart, **how)
@@ -81,8 +81,8 @@ def repair(
   `early` is what `attend` or `speculate` gave for the prediction, or `attend_tiles`: then tiles
   that are in the prediction alone are left out.
   """
-  run = over_plan("repair", at, cache, plan)
-  if run is None:
+  run = over_plan("repair", at, cache, plan, q)
+  if run is None or (early.memo is None and early.out is None):  # the reference attended
     return None
   k, v, span = cache.slots["k"], cache.slots["v"], plan.span
   stored, written = early.memo or ("whole", [])

@@ -15,7 +15,7 @@ from kvjax.types import At, Attended, Cache, Plan
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
-  run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan)
+  run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan, q)
   if run is None:
     return attention.attend(at, cache, plan, q)
   attend = _attend_span if plan.table is None else _attend_table
@@ -74,7 +74,7 @@ def attend_ranges(
   A range is (start, stop), int32 [B, 1]; it is empty where stop ≤ start. Logits [B, K, G, S] are
   −∞ outside.
   """
-  impl = choose("attend_span", at.env.impl)
+  impl = choose("attend_span", at.env.impl, q, k)
   if impl == "reference":
     return attention.attend_ranges(q, k, v, ranges)
   if impl == "jax-triton":
@@ -92,7 +92,7 @@ def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int
 
   Negative entries are holes. All heads of a row have one list.
   """
-  impl = choose("attend_table", at.env.impl)
+  impl = choose("attend_table", at.env.impl, q, k)
   if impl == "reference":
     return attention.attend_entries(q, k, v, table, unit)
   run = kernel("attend_table", impl)
@@ -102,9 +102,9 @@ def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int
   return run(q.astype(k.dtype), k, v, table, count, jnp.zeros_like(stop), stop, unit=unit)[0]
 
 
-def over_plan(operation: str, at: At, cache: Cache, plan: Plan) -> Callable | None:
+def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Callable | None:
   """The kernel of an operation over a plan; None: the reference."""
-  impl = choose(operation, at.env.impl)
+  impl = choose(operation, at.env.impl, q, cache.slots["k"])
   if impl == "reference":
     return None
   spans = plan.table is None

@@ -2,14 +2,18 @@
 
 An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
 asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
-Pallas kernel on a GPU where there is one that has run there (`UNRUN`) and does all that the method
-needs, the reference otherwise; for a prompt, cuDNN's attention before either, where it does.
+Pallas kernel on a GPU where there is one that has run there (`UNRUN`), does all that the method
+needs and finds the shared memory that it needs, the reference otherwise; for a prompt, cuDNN's
+attention before either, where it does.
 """
 
+import functools
 import importlib
+import warnings
 from collections.abc import Callable
 
 import jax
+from jaxtyping import Array
 
 from kvjax.types import At
 
@@ -74,14 +78,50 @@ def kernel(operation: str, impl: str) -> Callable:
   return getattr(importlib.import_module(module), function)
 
 
-def choose(operation: str, impl: str) -> str:
-  """Resolves "auto" for the default backend; other names are returned as they are."""
-  if impl != "auto":
-    return impl
+def choose(operation: str, impl: str, q: Array | None = None, k: Array | None = None) -> str:
+  """Resolves "auto" for the default backend; other names are returned as they are.
+
+  Args:
+    operation, impl: a name in `KERNELS`, and as in `kvjax.Env`.
+    q: queries [B, K, G, ...] of attention; for operations without any, None.
+    k: the keys [..., H] of that attention.
+
+  Raises:
+    NotImplementedError: the kernel that `impl` names wants more shared memory than the device has;
+      "auto" takes the reference there, and says so once.
+  """
   trusted = "pallas" in KERNELS.get(operation, {}) and operation not in UNRUN
-  return "pallas" if trusted and jax.default_backend() == "gpu" else "reference"
+  if impl == "reference" or (impl == "auto" and not (trusted and jax.default_backend() == "gpu")):
+    return "reference"
+  beyond = "" if q is None or k is None else beyond_device(operation, q, k)
+  if beyond and impl != "auto":
+    raise NotImplementedError(f"{operation}: the {impl!r} kernel {beyond}")
+  if beyond:
+    _say_once(f"{operation}: the kernel {beyond}: impl='auto' takes the reference")
+    return "reference"
+  return "pallas" if impl == "auto" else impl
 
 
-def choose_for(at: At, operation: str) -> str:
+def beyond_device(operation: str, q: Array, k: Array) -> str:
+  """What the default device lacks of what a kernel needs, in words; empty if nothing."""
+  if jax.default_backend() != "gpu":
+    return ""  # the interpreter has all memory there is
+  config = importlib.import_module("pallas_kernels.config")
+  here, groups, head_dim = config.this_device(), q.shape[2], k.shape[-1]
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": k.dtype.itemsize}
+  if (needed := config.least_shared(operation, **shape)) <= here.shared:
+    return ""
+  return (
+    f"needs {needed} bytes of shared memory for {groups} query heads of {head_dim} {k.dtype.name} "
+    f"per key/value head, of which {here.name} has {here.shared}"
+  )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+  warnings.warn(message, stacklevel=3)
+
+
+def choose_for(at: At, operation: str, q: Array | None = None, k: Array | None = None) -> str:
   """As `choose`, for kernels that take a cache's slots for all there are: XLA's where split."""
-  return "reference" if at.env.slot_axis else choose(operation, at.env.impl)
+  return "reference" if at.env.slot_axis else choose(operation, at.env.impl, q, k)

@@ -174,7 +174,7 @@ class ART(Wrapper):
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
-    impl = dispatch.choose("art", at.env.impl)
+    impl = dispatch.choose("art", at.env.impl, q, cache.slots["k"])
     beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
     if self.tile > LARGEST_TILE:
       beyond = f"walks tiles of {self.tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"

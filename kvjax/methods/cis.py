@@ -182,7 +182,11 @@ class CIS(Method):
 
     how: dict[str, Any] = {"tau": self.tau, "first": first}
     plain = window is None or narrows
-    looks = plain and self.units_are_queries(q) and self.by_kernels(at, "key_logits", window)
+    looks = (
+      plain
+      and self.units_are_queries(q)
+      and self.by_kernels(at, "key_logits", window, q, cache.slots["k"])
+    )
     if looks:
       sinks = 0 if window is None else window.sinks
       how |= {"keys": (cache.slots["k"], cache.used), "span_sinks": sinks}
@@ -196,11 +200,16 @@ class CIS(Method):
     """Whether every query head decides for itself: its logits have the order of its weights."""
     return self.per == "query_head" or q.shape[2] == 1
 
-  def by_kernels(self, at: At, operation: str, window: Window | None) -> bool:
-    """Whether kernels retrieve: they have one query for all keys, and spans end at the newest."""
+  def by_kernels(
+    self, at: At, operation: str, window: Window | None, *attention: Float[Array, "..."]
+  ) -> bool:
+    """Whether kernels retrieve: they have one query for all keys, and spans end at the newest.
+
+    `attention`: q and k, if any.
+    """
     one = window is None or window.view is None
     one &= not at.top.overrides("span")
-    return one and dispatch.choose_for(at, operation) == "pallas"
+    return one and dispatch.choose_for(at, operation, *attention) == "pallas"
 
   def retrieve(
     self,
@@ -217,7 +226,7 @@ class CIS(Method):
     gives for units that share is not used: the kernels skip it. They may give what `listed` does,
     too.
     """
-    if self.by_kernels(at, "key_weights", window):
+    if self.by_kernels(at, "key_weights", window, q, cache.slots["k"]):
       return self.retrieve_by_kernels(at, cache, q, window, choice, logits)
     now = (cache.seen - 1)[:, None]
     logits = attention.windowed_logits(

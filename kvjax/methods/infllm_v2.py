@@ -123,7 +123,7 @@ class InfLLMv2(Selective):
     compressed = cache.heads["compressed"]
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     blocks = -(-cache.size // self.block)
-    if dispatch.choose("key_weights", at.env.impl) == "pallas":
+    if dispatch.choose("key_weights", at.env.impl, q, compressed) == "pallas":
       return dispatch.kernel("key_weights", "pallas")(
         *(q.astype(compressed.dtype), compressed),
         *(span.start, span.stop, jnp.broadcast_to(cache.seen[:, None], span.stop.shape)),

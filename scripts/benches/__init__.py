@@ -5,6 +5,7 @@ shows, and nothing of its own about time: `scripts.bench` checks, interleaves, t
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +27,15 @@ class Contender:
     output: runs one call and returns what is compared with the case's reference, or None for a
       contender that computes something else (a streaming read, say).
     note: shown beside the time.
+    steps: runs one call and returns integers that are compared with the case's (tiles walked, say);
+      None: there are none.
   """
 
   name: str
   seconds: Callable[[], float]
   output: Callable[[], np.ndarray] | None
   note: str = ""
+  steps: Callable[[], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Case:
     contenders: everything that is timed; one named "read" gives the bandwidth of the floor.
     subject: name of the contender that the table is about.
     remarks: lines below the table, made from the median seconds of every contender.
+    steps: the reference's integers, computed when called, for contenders that have such.
+    slack: largest difference of any of them.
   """
 
   name: str
@@ -57,6 +63,8 @@ class Case:
   contenders: tuple[Contender, ...]
   subject: str
   remarks: Callable[[dict[str, float]], list[str]] = lambda seconds: []
+  steps: Callable[[], np.ndarray] | None = None
+  slack: int = 0
 
 
 def together(makers: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -81,6 +89,7 @@ def jax_contender(
   arguments: list[tuple],
   *,
   output: Callable[[Any], Any] | None = None,
+  steps: Callable[[Any], Any] | None = None,
   calls: int = 8,
   loops: int = 8,
   note: str = "",
@@ -94,6 +103,7 @@ def jax_contender(
   return looped_contender(
     *(name, step, [None] * len(arguments), arguments),
     output=output,
+    steps=steps,
     calls=calls,
     loops=loops,
     note=note,
@@ -109,6 +119,7 @@ def looped_contender(
   *,
   renewed: Callable[[Any, Any], Any] = lambda before, after: after,
   output: Callable[[Any], Any] | None = None,
+  steps: Callable[[Any], Any] | None = None,
   calls: int = 8,
   loops: int = 8,
   note: str = "",
@@ -163,11 +174,15 @@ def looped_contender(
       return many / (3 * calls * loops)
     return (many - few) / (2 * calls * loops)
 
-  def first() -> np.ndarray:
-    assert output is not None
-    return np.asarray(output(once(states[0], *arguments[0])[1]), np.float32)
+  def first(part: Callable[[Any], Any], dtype: Any) -> np.ndarray:
+    return np.asarray(part(once(states[0], *arguments[0])[1]), dtype)
 
-  return Contender(name, seconds, first if output else None, note)
+  return Contender(
+    *(name, seconds),
+    functools.partial(first, output, np.float32) if output else None,
+    note,
+    functools.partial(first, steps, np.int64) if steps else None,
+  )
 
 
 def torch_contender(

@@ -25,6 +25,8 @@ TILE = 128
 DENSE = (Shape(32, 8, 4, 8 << 10), Shape(8, 8, 4, 32 << 10))
 DECAYS = (Shape(32, 8, 4, 32 << 10), Shape(8, 8, 4, 128 << 10), Shape(1, 8, 4, 128 << 10))
 QUICK = Shape(2, 2, 3, 300, head_dim=64, dtype="float32")
+QUICK_STOPS = dataclasses.replace(QUICK, slots=600)  # in tiles of 16 and two splits, walks end
+QUICK_TILE = 16
 WHOLE = "read of the cache"
 RECORDED = pathlib.Path("recorded.npz")  # of scripts.record, where it lies in the working folder
 
@@ -44,9 +46,10 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   ):
     if only in f"p=inf {shape.name} unit {unit}":
       yield sparse_case(shape, unit, budget, quick)
-  for shape in (QUICK,) if quick else DECAYS:
+  for shape in (QUICK_STOPS,) if quick else DECAYS:
     if only in f"decay {shape.name}":
-      yield stopping_case(f"decay {shape.name}", shape, functools.partial(decaying, shape), quick)
+      make = functools.partial(decaying, shape, tile=QUICK_TILE if quick else TILE)
+      yield stopping_case(f"decay {shape.name}", shape, make, quick)
   if RECORDED.exists() and only in "recorded":
     with np.load(RECORDED) as file:
       arrays = {name: file[name] for name in file.files}
@@ -166,17 +169,17 @@ def _overhead_case(
 # ---- what stopping saves
 
 
-def decaying(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+def decaying(shape: Shape, seed: int, tile: int = TILE) -> tuple[jax.Array, ...]:
   """q, k, v in which a tile's mass falls by a factor e every r tiles, counted from the newest.
 
   r is drawn log-uniformly for each KV head, so that walks end after 5 % to 60 % of the tiles. The
   decay sits in one channel; the others and the values are random.
   """
   q, k, v, *_ = shape.arrays(seed)
-  tiles = shape.slots / TILE
+  tiles = shape.slots / tile
   rates = jax.random.uniform(jax.random.key(seed), k.shape[:2], minval=math.log(0.05), maxval=-0.5)
   per_tile = tiles * jnp.exp(rates) / 14  # after 14 factors e a probe moves by 1e-6 of its size
-  behind = jnp.arange(shape.slots - 1, -1, -1) / TILE
+  behind = jnp.arange(shape.slots - 1, -1, -1) / tile
   logit = -behind / per_tile[..., None]
   size = shape.head_dim**0.5
   return (
@@ -210,24 +213,28 @@ def recorded(arrays: dict[str, np.ndarray], batch: int) -> tuple[Shape, Callable
 def stopping_case(
   name: str, shape: Shape, make: Callable[[int], tuple[jax.Array, ...]], quick: bool
 ) -> Case:
-  """τ = 1e-5, φ = 1e-3, p = 5 over the whole cache, newest first, in as many splits as fill it."""
+  """τ = 1e-5, φ = 1e-3, p = 5 over the whole cache, newest first, in as many splits as fill it.
+
+  Tiles walked are compared beside outputs, which a walk that never stops would get right.
+  """
+  tile = QUICK_TILE if quick else TILE
   copies = 1 if quick else min(rotation(shape)[0], 4)
   start = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
   stop = jnp.broadcast_to(jnp.asarray(shape.lengths())[:, None], start.shape)
   inputs = jax.block_until_ready([(*make(seed), start, stop) for seed in range(copies)])
 
   def walk(q: Any, k: Any, v: Any, start: Any, stop: Any, **options: Any) -> Any:
-    return art.walk(q, k, v, None, None, start, stop, tile=TILE, **options)
+    return art.walk(q, k, v, None, None, start, stop, tile=tile, **options)
 
-  stopping = functools.partial(walk, patience=5)
+  stopping = functools.partial(walk, patience=5, splits=2 if quick else None)
   # [B, K, P] tiles: until the walk's end, and with those on their way until it is looked for.
   walked, loaded = (
     [np.asarray(looked(*turn)[2]).max(-1) for turn in inputs]
     for looked in (jax.jit(functools.partial(stopping, loaded=each)) for each in (False, True))
   )
   splits = walked[0].shape[-1]
-  tiles = -(-int(shape.lengths().max()) // TILE)
-  tile_bytes = 2 * TILE * shape.head_dim * jnp.dtype(shape.dtype).itemsize
+  tiles = -(-int(shape.lengths().max()) // tile)
+  tile_bytes = 2 * tile * shape.head_dim * jnp.dtype(shape.dtype).itemsize
   bytes_visited, bytes_loaded = (
     float(np.mean([x.sum() for x in each])) * tile_bytes for each in (walked, loaded)
   )
@@ -237,24 +244,31 @@ def stopping_case(
   alone = functools.partial(walk, patience=math.inf, splits=1)
   # Each input once a program: further turns have another query, with which a walk ends elsewhere.
   contenders = (
-    jax_contender("ART", stopping, inputs, output=lambda result: result[0].o, calls=copies),
+    jax_contender(
+      *("ART", stopping, inputs),
+      output=lambda result: result[0].o,
+      steps=lambda result: result[2].sum(2),
+      calls=copies,
+    ),
     jax_contender("dense decode", decode_attention, inputs, calls=copies),
     jax_contender("one head alone", alone, one, calls=copies),
     # Of every tile, not of those visited: no floor of this case.
     dataclasses.replace(read_contender(inputs, shape, copies), name=WHOLE),
   )
 
-  def want() -> np.ndarray:
-    """What the reference of the method gives, its splits and all."""
+  @functools.cache
+  def want() -> tuple[np.ndarray, np.ndarray]:
+    """The reference's output and the tiles that its query heads took [B, K, G], of all splits."""
     q, k, v, *_ = inputs[0]
-    method = kvjax.ART(tile=TILE, splits=splits)
+    method = kvjax.ART(tile=tile, splits=splits)
     pos = jnp.broadcast_to(jnp.arange(shape.slots, dtype=jnp.int32), k.shape[:3])
     pos = jnp.where(pos < stop[..., None], pos, -1)
     rows = dict.fromkeys(("seen", "used"), stop[:, 0])
     cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
     at = method.at(kvjax.Env(1, impl="reference"), 0)
-    run = jax.jit(lambda cache, q: method.walk(at, cache, method.everything(at, cache), q).state.o)
-    return np.asarray(run(cache, q))
+    run = jax.jit(lambda cache, q: method.walk(at, cache, method.everything(at, cache), q))
+    walked = run(cache, q)
+    return np.asarray(walked.state.o), np.asarray(walked.memo)
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     rate = shape.kv_bytes() / seconds[WHOLE]
@@ -273,11 +287,14 @@ def stopping_case(
 
   return Case(
     name=name,
-    shapes=f"{shape.name} {shape.dtype}, tiles of {TILE}, τ = 1e-5, φ = 1e-3, p = 5",
+    shapes=f"{shape.name} {shape.dtype}, tiles of {tile}, τ = 1e-5, φ = 1e-3, p = 5",
     bytes=round(bytes_visited),
-    reference=want,
+    reference=lambda: want()[0],
     tolerance=1e-3 if quick else 1e-2,
     contenders=contenders,
     subject="ART",
     remarks=remarks,
+    steps=lambda: want()[1],
+    # What is rounded to 16 bits may move a stop by a tile.
+    slack=0 if quick else splits,
   )

@@ -45,41 +45,45 @@ from tests.lowering import SHARED, compile_kernel, lower
 
 pytest.importorskip("triton")
 
-# JAX device kind -> compute capability.
-DEVICES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": 90, "NVIDIA H200": 90}
+# JAX device kind -> compute capability. Where two have the same, calls that are cut alike are one.
+DEVICES = {
+  "NVIDIA H200": 90,
+  "NVIDIA H100 80GB HBM3": 90,
+  "NVIDIA A100-SXM4-80GB": 80,
+  "NVIDIA RTX A6000": 86,
+  "NVIDIA GeForce RTX 5090": 120,
+}
 
 
-def decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
-  """Dense decode: every distinct configuration once for each head size, dtype and capability."""
+def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """Dense decode: every distinct configuration once for each head size and dtype."""
   seen = set()
-  for kind, capability in DEVICES.items():
-    for head_dim in (64, 96, 128, 256):
-      for dtype in ("bfloat16", "float32"):
-        for batch, slots in ((1, 4 << 10), (1, 128 << 10), (8, 32 << 10), (32, 8 << 10)):
-          shape = Shape(batch, 8, 4, slots, head_dim, dtype)
-          cut = config.choose(
-            "decode",
-            rows=batch * 8,
-            groups=4,
-            slots=slots,
-            head_dim=head_dim,
-            itemsize=jnp.dtype(dtype).itemsize,
-            kind=kind,
-          )
-          # How many programs there are changes no code.
-          key = capability, head_dim, dtype, cut.tile, cut.warps, cut.stages
-          if key not in seen:
-            seen.add(key)
-            name = f"H{head_dim}-{dtype}-tile{cut.tile}-warps{cut.warps}-stages{cut.stages}"
-            yield name, capability, *decode_call(shape, cut)
+  for head_dim in (128, 64, 96, 256):
+    for dtype in ("bfloat16", "float32"):
+      for batch, slots in ((1, 4 << 10), (1, 128 << 10), (8, 32 << 10), (32, 8 << 10)):
+        shape = Shape(batch, 8, 4, slots, head_dim, dtype)
+        cut = config.choose(
+          "decode",
+          rows=batch * 8,
+          groups=4,
+          slots=slots,
+          head_dim=head_dim,
+          itemsize=jnp.dtype(dtype).itemsize,
+          kind=kind,
+        )
+        # How many programs there are changes no code.
+        key = head_dim, dtype, cut.tile, cut.warps, cut.stages
+        if key not in seen:
+          seen.add(key)
+          name = f"H{head_dim}-{dtype}-tile{cut.tile}-warps{cut.warps}-stages{cut.stages}"
+          yield name, *decode_call(shape, cut)
   # float16, many groups, and sinks with a query of their own.
   small = Config(tile=64, programs=264, warps=4, stages=3)
-  for capability in SHARED:
-    yield "float16-sinks", capability, *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
-    yield "G32", capability, *decode_call(Shape(1, 1, 32, 999), small)
-    for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
-      shape, cut = Shape(4, 8, 4, 3200, 128, dtype), Config(64 // (warps // 4), 264, warps, 3)
-      yield f"logits-{dtype}", capability, *decode_call(shape, cut, logits=True)
+  yield "float16-sinks", *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
+  yield "G32", *decode_call(Shape(1, 1, 32, 999), small)
+  for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
+    shape, cut = Shape(4, 8, 4, 3200, 128, dtype), Config(64 // (warps // 4), 264, warps, 3)
+    yield f"logits-{dtype}", *decode_call(shape, cut, logits=True)
 
 
 def decode_call(
@@ -97,72 +101,58 @@ def decode_call(
   return run, [q, k, v, start, stop]
 
 
-def sparse_decode_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
-  """Sparse decode at every unit of a plan that matters, as the heuristics of each device cut it."""
+def sparse_decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """Sparse decode at every unit of a plan that matters, as the heuristics of a device cut it."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
-  seen = set()
-  for kind, capability in DEVICES.items():
-    for batch, heads, groups, unit, dtype, head_dim in (
-      *((1, 8, 4, unit, jnp.bfloat16, 128) for unit in (1, 16, 64, 128)),
-      *((1, 8, 4, 16, jnp.float32, 128), (1, 8, 4, 16, jnp.float16, 64)),
-      *((1, 8, 4, 16, jnp.bfloat16, 256), (16, 32, 1, 1, jnp.bfloat16, 128)),
-      *((16, 32, 1, 1, jnp.float32, 128), (64, 8, 4, 16, jnp.bfloat16, 256)),
-    ):
-      cut = settings(
-        rows=batch * heads,
-        groups=groups,
-        slots=8192,
-        head_dim=head_dim,
-        itemsize=jnp.dtype(dtype).itemsize,
-        unit=unit,
-        kind=kind,
-      )
-      key = batch, unit, jnp.dtype(dtype).name, head_dim, capability
-      if key in seen:
-        continue
-      seen.add(key)
-      cache = of((batch, heads, 131072 // batch, head_dim), dtype)
-      shapes = [of((batch, heads, groups, head_dim), dtype), cache, cache]
-      shapes += [of((batch, heads, max(8192 // unit, 1)), i32), of((batch, heads), i32)]
-      shapes += [of((batch, 1), i32)] * 2
-      call = functools.partial(sparse_decode, unit=unit, config=cut, interpret=False)
-      rows = f"-rows{batch * heads}" * (batch > 1)
-      yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}{rows}", capability, call, shapes
+  for batch, heads, groups, unit, dtype, head_dim in (
+    *((1, 8, 4, unit, jnp.bfloat16, 128) for unit in (1, 16, 64, 128)),
+    *((1, 8, 4, 16, jnp.float32, 128), (1, 8, 4, 16, jnp.float16, 64)),
+    *((1, 8, 4, 16, jnp.bfloat16, 256), (16, 32, 1, 1, jnp.bfloat16, 128)),
+    *((16, 32, 1, 1, jnp.float32, 128), (64, 8, 4, 16, jnp.bfloat16, 256)),
+  ):
+    cut = settings(
+      rows=batch * heads,
+      groups=groups,
+      slots=8192,
+      head_dim=head_dim,
+      itemsize=jnp.dtype(dtype).itemsize,
+      unit=unit,
+      kind=kind,
+    )
+    cache = of((batch, heads, 131072 // batch, head_dim), dtype)
+    shapes = [of((batch, heads, groups, head_dim), dtype), cache, cache]
+    shapes += [of((batch, heads, max(8192 // unit, 1)), i32), of((batch, heads), i32)]
+    shapes += [of((batch, 1), i32)] * 2
+    call = functools.partial(sparse_decode, unit=unit, config=cut, interpret=False)
+    rows = f"-rows{batch * heads}" * (batch > 1)
+    yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}{rows}", call, shapes
 
 
-def art_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
-  """ART's walk without a table and at several units of one, as each device cuts it."""
+def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """ART's walk without a table and at several units of one."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
-  for capability, kind in {c: kind for kind, c in DEVICES.items()}.items():
-    for unit, dtype, head_dim, tile, options in (
-      (None, jnp.bfloat16, 128, 128, {}),
-      (None, jnp.bfloat16, 64, 128, {"per_head": True, "full": True}),
-      (None, jnp.float32, 128, 128, {}),
-      (None, jnp.bfloat16, 256, 256, {}),
-      (1, jnp.bfloat16, 128, 128, {}),
-      (16, jnp.float16, 96, 100, {"per_head": True}),
-      (128, jnp.bfloat16, 128, 128, {}),
-    ):
-      cut = art.choose_cut(tile, head_dim, jnp.dtype(dtype).itemsize, kind=kind)
-      cache = of((1, 8, 131072, head_dim), dtype)
-      shapes = [of((1, 8, 4, head_dim), dtype), cache, cache, *[of((1, 1), i32)] * 2]
-      if unit:
-        shapes[3:3] = [of((1, 8, 8192 // unit), i32), of((1, 8), i32)]
-      yield (
-        f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}",
-        capability,
-        functools.partial(art_call, unit=unit, tile=tile, cut=cut, **options),
-        shapes,
-      )
+  for unit, dtype, head_dim, tile, options in (
+    (None, jnp.bfloat16, 128, 128, {}),
+    (None, jnp.bfloat16, 64, 128, {"per_head": True, "full": True}),
+    (None, jnp.float32, 128, 128, {}),
+    (None, jnp.bfloat16, 256, 256, {}),
+    (1, jnp.bfloat16, 128, 128, {}),
+    (16, jnp.float16, 96, 100, {"per_head": True}),
+    (128, jnp.bfloat16, 128, 128, {}),
+  ):
+    cache = of((1, 8, 131072, head_dim), dtype)
+    shapes = [of((1, 8, 4, head_dim), dtype), cache, cache, *[of((1, 1), i32)] * 2]
+    if unit:
+      shapes[3:3] = [of((1, 8, 8192 // unit), i32), of((1, 8), i32)]
+    call = functools.partial(art_call, unit=unit, tile=tile, **options)
+    yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}", call, shapes
 
-  for capability, kind in {c: kind for kind, c in DEVICES.items()}.items():
-    cache = of((1, 8, 131072, 128), jnp.bfloat16)
-    shapes = [of((1, 8, 4, 128), jnp.bfloat16), cache, cache, of((1, 8, 1024), i32)]
-    shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
-    cut = art.choose_cut(128, 128, 2, kind=kind)
-    yield "certified", capability, functools.partial(certified_call, cut=cut), shapes
-    shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
-    yield "ring", capability, functools.partial(ring_call, cut=cut), shapes
+  cache = of((1, 8, 131072, 128), jnp.bfloat16)
+  shapes = [of((1, 8, 4, 128), jnp.bfloat16), cache, cache, of((1, 8, 1024), i32)]
+  shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
+  yield "certified", certified_call, shapes
+  shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
+  yield "ring", ring_call, shapes
 
 
 def ring_call(q, k, v, start, stop, ring, seen, **options):
@@ -192,54 +182,53 @@ def art_call(q, k, v, *rest, unit, **options):
   )
 
 
-def select_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def select_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Scoring and choosing tiles: pages, compressed keys and tokens of long contexts."""
   of, i32, bf16 = jax.ShapeDtypeStruct, jnp.int32, jnp.bfloat16
   where = [of((1, 1), i32)] * 2
-  for capability in SHARED:
-    for name, heads, tiles, k, ordered in (
-      ("pages", 8, 8192, 63, True),
-      ("blocks", 8, 2048, 64, False),
-      ("tokens", 8, 131072, 432, True),
-      ("MHA", 32, 4096, 432, True),
-    ):
-      choose = functools.partial(
-        top_k.best, unit=16, sinks=1, local=4, k=k, ordered=ordered, interpret=False
-      )
-      yield f"top_k-{name}", capability, choose, [of((1, heads, tiles), jnp.float32), *where]
-    spans = [of((1, 8, 2, 8192), jnp.float32), of((1, 1), i32), of((1, 8, 2), i32)]
-    how = {"unit": 16, "sinks": 1, "local": 4, "interpret": False}
-    run = functools.partial(top_k.best_of_each, k=(63, 78), limit=(63, 78), **how)
-    yield "top_k-lists", capability, run, spans
-    for rows, tiles, k in ((512, 4112, 432), (64, 1024, 88)):
-      shapes = [of((1, rows, tiles), jnp.float32), *where]
-      run = functools.partial(top_k.others, k=k, first=k // 3, ordered=False, **how)
-      yield f"top_k-first-{rows}", capability, run, shapes
-    for group, dtype, head_dim in (
-      ("mean", bf16, 128),
-      ("max", bf16, 128),
-      ("mean", "float32", 96),
-    ):
-      run = functools.partial(page_bounds, unit=16, group=group, interpret=False)
-      pages = of((1, 8, 8192, head_dim), dtype)
-      shapes = [of((1, 8, 4, head_dim), dtype), pages, pages, *where]
-      yield f"page_bounds-{group}-{head_dim}", capability, run, shapes
-    cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
-    renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
-    yield "renew_extremes", capability, renew, [cache, of((1,), i32), pages, pages]
-    renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
-    yield "renew_mean", capability, renew, [cache, of((1,), i32), pages]
-    blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
-    for name, count, groups, dtype, options in (
-      ("blocks", 8191, 4, bf16, blocks),
-      ("tokens", 131072, 4, bf16, {"blocks": 131072, "log": True}),
-      ("again", 131072, 4, bf16, {"blocks": 131072, "log": True, "programs": 60}),
-      ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
-    ):
-      run = functools.partial(key_weights, **options, newest=1, interpret=False)
-      keys = of((1, 8, count, 128), dtype)
-      shapes = [of((1, 8, groups, 128), dtype), keys, *where, where[0]]
-      yield f"key_weights-{name}", capability, run, shapes
+  for name, heads, tiles, k, ordered in (
+    ("pages", 8, 8192, 63, True),
+    ("blocks", 8, 2048, 64, False),
+    ("tokens", 8, 131072, 432, True),
+    ("MHA", 32, 4096, 432, True),
+  ):
+    choose = functools.partial(
+      top_k.best, unit=16, sinks=1, local=4, k=k, ordered=ordered, interpret=False
+    )
+    yield f"top_k-{name}", choose, [of((1, heads, tiles), jnp.float32), *where]
+  spans = [of((1, 8, 2, 8192), jnp.float32), of((1, 1), i32), of((1, 8, 2), i32)]
+  how = {"unit": 16, "sinks": 1, "local": 4, "interpret": False}
+  run = functools.partial(top_k.best_of_each, k=(63, 78), limit=(63, 78), **how)
+  yield "top_k-lists", run, spans
+  for rows, tiles, k in ((512, 4112, 432), (64, 1024, 88)):
+    shapes = [of((1, rows, tiles), jnp.float32), *where]
+    run = functools.partial(top_k.others, k=k, first=k // 3, ordered=False, **how)
+    yield f"top_k-first-{rows}", run, shapes
+  for group, dtype, head_dim in (
+    ("mean", bf16, 128),
+    ("max", bf16, 128),
+    ("mean", "float32", 96),
+  ):
+    run = functools.partial(page_bounds, unit=16, group=group, interpret=False)
+    pages = of((1, 8, 8192, head_dim), dtype)
+    shapes = [of((1, 8, 4, head_dim), dtype), pages, pages, *where]
+    yield f"page_bounds-{group}-{head_dim}", run, shapes
+  cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
+  renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
+  yield "renew_extremes", renew, [cache, of((1,), i32), pages, pages]
+  renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
+  yield "renew_mean", renew, [cache, of((1,), i32), pages]
+  blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
+  for name, count, groups, dtype, options in (
+    ("blocks", 8191, 4, bf16, blocks),
+    ("tokens", 131072, 4, bf16, {"blocks": 131072, "log": True}),
+    ("again", 131072, 4, bf16, {"blocks": 131072, "log": True, "programs": 60}),
+    ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
+  ):
+    run = functools.partial(key_weights, **options, newest=1, interpret=False)
+    keys = of((1, 8, count, 128), dtype)
+    shapes = [of((1, 8, groups, 128), dtype), keys, *where, where[0]]
+    yield f"key_weights-{name}", run, shapes
 
 
 def weighed(logits, m, l, *arrays, **how):
@@ -247,45 +236,44 @@ def weighed(logits, m, l, *arrays, **how):
   return cis.found_and_listed([logits, m, l], *arrays, **how)
 
 
-def cis_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """CIS's decision and list, per KV head and per query head."""
   of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-  for capability in SHARED:
-    for batch, heads, groups, units, k, slots in (
-      (1, 8, 4, 1, 432, 131072),
-      (1, 8, 4, 4, 432, 131072),
-      (16, 32, 1, 1, 88, 4096),
-    ):
-      row, block = (batch, heads), (batch, heads, 16)
-      shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
-      shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
-      run = functools.partial(cis.anchors, tau=0.8, first=narrowed, interpret=False)
-      yield f"anchors-{heads}x{units}", capability, run, shapes
-      if units == groups:
-        keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
-        yield f"anchors-and-logits-{heads}x{units}", capability, looking, shapes + keys
-      run = functools.partial(cis.listed, slots=slots, sinks=16, local=64, interpret=False)
-      fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
-      shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
-      shapes += [of((batch,), i32), of((batch, 1), i32)]
-      yield f"listed-{heads}x{units}", capability, run, shapes
-      if units == 1:
-        how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
-        run, where = functools.partial(cis.found_and_listed, **how), [of((batch, 1), i32)] * 2
-        fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
-        yield f"found-and-listed-{heads}x{units}", capability, run, fused
-        partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
-        run = functools.partial(weighed, **how)
-        yield f"weighed-{heads}x{units}", capability, run, [*partial, *fused[1:]]
-      shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
-      shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
-      shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
-      shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
-      run = functools.partial(cis.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
-      yield f"note-{heads}x{units}", capability, run, shapes
-    per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
-    run = functools.partial(cis.anchors, tau=0.8, interpret=False)
-    yield "anchors-per-query-head", capability, run, [*per_head, *[of((2,), i32)] * 2]
+  for batch, heads, groups, units, k, slots in (
+    (1, 8, 4, 1, 432, 131072),
+    (1, 8, 4, 4, 432, 131072),
+    (16, 32, 1, 1, 88, 4096),
+  ):
+    row, block = (batch, heads), (batch, heads, 16)
+    shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
+    shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
+    run = functools.partial(cis.anchors, tau=0.8, first=narrowed, interpret=False)
+    yield f"anchors-{heads}x{units}", run, shapes
+    if units == groups:
+      keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
+      yield f"anchors-and-logits-{heads}x{units}", looking, shapes + keys
+    run = functools.partial(cis.listed, slots=slots, sinks=16, local=64, interpret=False)
+    fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
+    shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
+    shapes += [of((batch,), i32), of((batch, 1), i32)]
+    yield f"listed-{heads}x{units}", run, shapes
+    if units == 1:
+      how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
+      run, where = functools.partial(cis.found_and_listed, **how), [of((batch, 1), i32)] * 2
+      fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
+      yield f"found-and-listed-{heads}x{units}", run, fused
+      partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
+      run = functools.partial(weighed, **how)
+      yield f"weighed-{heads}x{units}", run, [*partial, *fused[1:]]
+    shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
+    shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
+    shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
+    shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
+    run = functools.partial(cis.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
+    yield f"note-{heads}x{units}", run, shapes
+  per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
+  run = functools.partial(cis.anchors, tau=0.8, interpret=False)
+  yield "anchors-per-query-head", run, [*per_head, *[of((2,), i32)] * 2]
 
 
 def narrowed(seen):
@@ -293,17 +281,16 @@ def narrowed(seen):
   return depth.floor_of_each(depth.share(0.7, 1.0, 0.75, 3, 4), seen.reshape(1, 1)).reshape(()) - 1
 
 
-def hshare_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def hshare_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """HShare's sets and lists at both of its budgets."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
-  for capability in SHARED:
-    for batch, heads, k in ((1, 8, 88), (4, 32, 432)):
-      row = (batch, heads)
-      shapes = [of((*row, k), i32), of((*row, k), i32), of(row, i32), *[of((batch,), i32)] * 2]
-      shapes += [of((batch, 1), i32), of((*row, 32, k), i32)]
-      how = {"own": 5, "slots": 131072, "steps": 2, "budget": k + 40, "sinks": 8, "local": 32}
-      run = functools.partial(hshare_listed, **how, interpret=False)
-      yield f"listed-{heads}-{k}", capability, run, shapes
+  for batch, heads, k in ((1, 8, 88), (4, 32, 432)):
+    row = (batch, heads)
+    shapes = [of((*row, k), i32), of((*row, k), i32), of(row, i32), *[of((batch,), i32)] * 2]
+    shapes += [of((batch, 1), i32), of((*row, 32, k), i32)]
+    how = {"own": 5, "slots": 131072, "steps": 2, "budget": k + 40, "sinks": 8, "local": 32}
+    run = functools.partial(hshare_listed, **how, interpret=False)
+    yield f"listed-{heads}-{k}", run, shapes
 
 
 def looking(q, queries, anchor, step, seen, *keys):
@@ -312,22 +299,21 @@ def looking(q, queries, anchor, step, seen, *keys):
   return cis.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
 
 
-def enter_token_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Entering a token: few and many heads, an odd head size, with and without victims."""
-  for capability in SHARED:
-    for name, heads, groups, head_dim, dtype, evicts in (
-      ("GQA", 8, 4, 128, jnp.bfloat16, False),
-      ("MHA-evicts", 32, 1, 128, jnp.bfloat16, True),
-      ("odd-float32", 3, 3, 96, jnp.float32, True),
-    ):
-      shapes = enter_token_shapes(2, heads, groups, 999, head_dim, dtype, evicts)
-      if evicts:
-        shapes.append(jax.ShapeDtypeStruct((2, heads, 999), jnp.float32))
-      call = functools.partial(enter_token, rope=Rope(), interpret=False)
-      yield name, capability, call, shapes
-    shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
-    yield "ring", capability, ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
-    yield "part", capability, part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
+  for name, heads, groups, head_dim, dtype, evicts in (
+    ("GQA", 8, 4, 128, jnp.bfloat16, False),
+    ("MHA-evicts", 32, 1, 128, jnp.bfloat16, True),
+    ("odd-float32", 3, 3, 96, jnp.float32, True),
+  ):
+    shapes = enter_token_shapes(2, heads, groups, 999, head_dim, dtype, evicts)
+    if evicts:
+      shapes.append(jax.ShapeDtypeStruct((2, heads, 999), jnp.float32))
+    call = functools.partial(enter_token, rope=Rope(), interpret=False)
+    yield name, call, shapes
+  shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
+  yield "ring", ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
+  yield "part", part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
 
 
 def ring_entered(*arrays):
@@ -354,149 +340,133 @@ def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   ]
 
 
-def keep_rows_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def keep_rows_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Keeping statistics: long and short ones, of all dtypes."""
   of = jax.ShapeDtypeStruct
-  for capability in SHARED:
-    sizes = (
-      ((2, 8, 8192), "float32"),
-      ((2, 8, 300), "int32"),
-      ((2,), "int32"),
-      ((2, 64), "bfloat16"),
-    )
-    stats = [of(shape, dtype) for shape, dtype in sizes]
-    run = functools.partial(keep_rows, interpret=False)
-    yield "all", capability, run, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
+  sizes = (
+    ((2, 8, 8192), "float32"),
+    ((2, 8, 300), "int32"),
+    ((2,), "int32"),
+    ((2, 64), "bfloat16"),
+  )
+  stats = [of(shape, dtype) for shape, dtype in sizes]
+  run = functools.partial(keep_rows, interpret=False)
+  yield "all", run, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
 
 
-def longflow_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def longflow_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Naming a victim, for one KV head and for a layer."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
-  for capability in SHARED:
-    for kv_heads, groups, per_layer in ((8, 4, False), (32, 1, False), (3, 3, True), (8, 4, True)):
-      head = of((2, kv_heads, groups), jnp.float32)
-      slots = 2, kv_heads, 3200
-      shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
-      shapes += [of(slots, i32), of((2,), i32), of((2,), i32), of((2,), bool)]
-      shapes.append(of((2, kv_heads), i32))
-      call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
-      yield f"{kv_heads}x{groups}{'-layer' * per_layer}", capability, call, shapes
+  for kv_heads, groups, per_layer in ((8, 4, False), (32, 1, False), (3, 3, True), (8, 4, True)):
+    head = of((2, kv_heads, groups), jnp.float32)
+    slots = 2, kv_heads, 3200
+    shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
+    shapes += [of(slots, i32), of((2,), i32), of((2,), i32), of((2,), bool)]
+    shapes.append(of((2, kv_heads), i32))
+    call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
+    yield f"{kv_heads}x{groups}{'-layer' * per_layer}", call, shapes
 
 
-def product_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def product_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """A step's products and what stands between them: an 8B decoder's and an odd one's shapes."""
   of = jax.ShapeDtypeStruct
-  for capability in SHARED:
-    for name, rows, dim, ffn, dtype in (
-      ("8B-B1", 1, 4096, 14336, jnp.bfloat16),
-      ("B16", 16, 2048, 6144, jnp.bfloat16),
-      ("part-of-8B", 8, 4096, 3584, jnp.bfloat16),
-      ("part-of-70B", 8, 8192, 7168, jnp.bfloat16),
-      ("odd-float32", 3, 576, 1000, jnp.float32),
+  for name, rows, dim, ffn, dtype in (
+    ("8B-B1", 1, 4096, 14336, jnp.bfloat16),
+    ("B16", 16, 2048, 6144, jnp.bfloat16),
+    ("part-of-8B", 8, 4096, 3584, jnp.bfloat16),
+    ("part-of-70B", 8, 8192, 7168, jnp.bfloat16),
+    ("odd-float32", 3, 576, 1000, jnp.float32),
+  ):
+    x, h = of((rows, dim), dtype), of((rows, ffn), dtype)
+    up, down = of((dim, 2, ffn), dtype), of((ffn, dim), dtype)
+    parts = of((4, rows, dim), jnp.float32)
+    for function, arguments in (
+      (product.partial_products, [h, down]),
+      (product.product, [h, down]),
+      (product.gated_product, [x, up]),
+      (functools.partial(add_norm, eps=1e-6), [x, parts, of((dim,), jnp.float32)]),
     ):
-      x, h = of((rows, dim), dtype), of((rows, ffn), dtype)
-      up, down = of((dim, 2, ffn), dtype), of((ffn, dim), dtype)
-      parts = of((4, rows, dim), jnp.float32)
-      for function, arguments in (
-        (product.partial_products, [h, down]),
-        (product.product, [h, down]),
-        (product.gated_product, [x, up]),
-        (functools.partial(add_norm, eps=1e-6), [x, parts, of((dim,), jnp.float32)]),
-      ):
-        called = getattr(function, "func", function)
-        function = functools.partial(function, interpret=False)
-        yield f"{called.__name__}-{name}", capability, function, arguments
-    heads, scale = of((4, 2, 8, 4, 128), jnp.float32), of((128,), jnp.float32)
-    call = functools.partial(qkv_heads, dtype=jnp.bfloat16, interpret=False)
-    yield "qkv_heads", capability, call, [heads, of(heads.shape[2:], jnp.bfloat16), scale, scale]
+      called = getattr(function, "func", function)
+      function = functools.partial(function, interpret=False)
+      yield f"{called.__name__}-{name}", function, arguments
+  heads, scale = of((4, 2, 8, 4, 128), jnp.float32), of((128,), jnp.float32)
+  call = functools.partial(qkv_heads, dtype=jnp.bfloat16, interpret=False)
+  yield "qkv_heads", call, [heads, of(heads.shape[2:], jnp.bfloat16), scale, scale]
 
 
-def prefill_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def prefill_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Prompt attention, plain and with everything it can do, and its second pass."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
-  seen = set()
-  for kind, capability in DEVICES.items():
-    for queries, head_dim, dtype in (
-      *((8192, 128, jnp.bfloat16), (32, 64, jnp.float16)),
-      *((8192, 256, jnp.bfloat16), (8192, 128, jnp.float32)),
-    ):
-      name = f"{queries}-H{head_dim}-{jnp.dtype(dtype).name}"
-      if (name, capability) in seen:
-        continue
-      seen.add((name, capability))
-      cuts = [
-        prefill.blocking(queries, head_dim, jnp.dtype(dtype).itemsize, mass=mass, kind=kind)
-        for mass in (False, True)
-      ]
-      q, k = of((1, 8, 4, queries, head_dim), dtype), of((1, 8, 32768, head_dim), dtype)
-      pos, qpos, state = of((1, 8, 32768), i32), of((1, queries), i32), of(q.shape[:4], jnp.float32)
-      options = {"cut": cuts[0], "interpret": False}
-      run = functools.partial(prefill.prefill_attention, sinks=16, **options)
-      yield f"window-{name}", capability, run, [q, k, k, qpos, qpos]
-      if head_dim == 128 and queries == 8192:
-        run = functools.partial(prefill.prefill_attention, **options)
-        yield f"plain-{name}", capability, run, [q, k, k, qpos]
+  for queries, head_dim, dtype in (
+    *((8192, 128, jnp.bfloat16), (32, 64, jnp.float16)),
+    *((8192, 256, jnp.bfloat16), (8192, 128, jnp.float32)),
+  ):
+    name = f"{queries}-H{head_dim}-{jnp.dtype(dtype).name}"
+    q, k = of((1, 8, 4, queries, head_dim), dtype), of((1, 8, 32768, head_dim), dtype)
+    pos, qpos, state = of((1, 8, 32768), i32), of((1, queries), i32), of(q.shape[:4], jnp.float32)
+    plain = functools.partial(prefill.prefill_attention, interpret=False)
+    run = functools.partial(plain, sinks=16)
+    yield f"window-{name}", run, [q, k, k, qpos, qpos]
+    if head_dim == 128 and queries == 8192:
+      yield f"plain-{name}", plain, [q, k, k, qpos]
 
-      def any_order(q, k, v, qpos, first, pos, options=options):
-        options = {**options, "q_sinks": q, "pos": pos}
-        return prefill.prefill_attention(q, k, v, qpos, first, sinks=16, **options)
+    def any_order(q, k, v, qpos, first, pos, run=run):
+      return run(q, k, v, qpos, first, q_sinks=q, pos=pos)
 
-      yield f"any-order-{name}", capability, any_order, [q, k, k, qpos, qpos, pos]
-      run = functools.partial(prefill.column_mass, sinks=16, cut=cuts[1], interpret=False)
-      yield f"mass-{name}", capability, run, [q, k, pos, qpos, state, state, qpos]
+    yield f"any-order-{name}", any_order, [q, k, k, qpos, qpos, pos]
+    run = functools.partial(prefill.column_mass, sinks=16, interpret=False)
+    yield f"mass-{name}", run, [q, k, pos, qpos, state, state, qpos]
 
 
-def host_blocks_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def host_blocks_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Blocks over the link: one segment and three, a head size that is no power of two."""
   of = jax.ShapeDtypeStruct
-  for capability in SHARED:
-    for segments, head_dim, dtype in ((1, 128, jnp.bfloat16), (3, 96, jnp.float32)):
-      part = of((1, 8, 512, 128, head_dim), dtype)
-      store = {"k": (part,) * segments, "v": (part,) * segments}
-      block, name = of((1, 16), jnp.int32), f"{segments}-H{head_dim}"
-      fetch = functools.partial(host_blocks.fetch, interpret=False)
-      yield f"fetch-{name}", capability, fetch, [store, block]
-      new = of((1, 8, 16, 128, head_dim), dtype)
-      append = functools.partial(host_blocks.append, interpret=False)
-      arguments = [store, {"k": new, "v": new}, block, of((8,), jnp.float32)]
-      yield f"append-{name}", capability, append, arguments
+  for segments, head_dim, dtype in ((1, 128, jnp.bfloat16), (3, 96, jnp.float32)):
+    part = of((1, 8, 512, 128, head_dim), dtype)
+    store = {"k": (part,) * segments, "v": (part,) * segments}
+    block, name = of((1, 16), jnp.int32), f"{segments}-H{head_dim}"
+    fetch = functools.partial(host_blocks.fetch, interpret=False)
+    yield f"fetch-{name}", fetch, [store, block]
+    new = of((1, 8, 16, 128, head_dim), dtype)
+    append = functools.partial(host_blocks.append, interpret=False)
+    arguments = [store, {"k": new, "v": new}, block, of((8,), jnp.float32)]
+    yield f"append-{name}", append, arguments
 
 
-def prr_calls() -> Iterator[tuple[str, int, Callable, list[Any]]]:
+def prr_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Repair of every kind of stored state, speculation beside scoring, and single tiles."""
   of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-  for capability in SHARED:
-    for unit, head_dim, dtype in ((64, 128, jnp.bfloat16), (16, 128, jnp.float32)):
-      rows, pages, width = 8, 131072 // unit, 4096 // unit
-      q, cache = of((1, rows, 4, head_dim), dtype), of((1, rows, 131072, head_dim), dtype)
-      where, lists = [of((1, 1), i32)] * 2, of((1, rows, width), i32)
-      whole = [
-        of((rows, 4, head_dim), f32),
-        *[of((rows, 4), f32)] * 2,
-        of((rows, 4, head_dim), dtype),
-      ]
-      for stored, parts in (("whole", 0), ("pieces", 64), ("tiles", width)):
-        states = [of((parts * rows, 4, head_dim), f32), *[of((parts * rows, 4), f32)] * 2]
-        call = functools.partial(repair, unit=unit, stored=stored, interpret=False)
-        shapes = [q, cache, cache, lists, lists, *where, states if parts else whole]
-        yield f"repair-{stored}-unit{unit}", capability, call, shapes
-      call = functools.partial(attend_tiles, unit=unit, interpret=False)
-      yield f"tiles-unit{unit}", capability, call, [q, cache, cache, lists, *where]
-      edge, state = of((1, rows, pages, head_dim), dtype), of((1, rows, pages), f32)
-      shapes = [q, cache, cache, lists, of((1,), i32), edge, edge, state, state, of((1, 3), f32)]
-      call = functools.partial(speculate, unit=unit, interpret=False)
-      yield f"speculate-unit{unit}", capability, call, shapes
-      apart = functools.partial(speculate, unit=unit, apart=True, interpret=False)
-      yield f"speculate-apart-unit{unit}", capability, apart, shapes
-      over = {"unit": unit, "stride": unit // 4, "width": unit // 2}
-      keys = of((1, rows, 4 * pages - 1, head_dim), dtype)
-      shapes = [q, cache, cache, lists, of((1,), i32), keys, state, state, of((1, 3), f32)]
-      for name, single in (("", False), ("-apart", True)):
-        call = functools.partial(speculate_keys, **over, apart=single, interpret=False)
-        yield f"speculate-keys{name}-unit{unit}", capability, call, shapes
+  for unit, head_dim, dtype in ((64, 128, jnp.bfloat16), (16, 128, jnp.float32)):
+    rows, pages, width = 8, 131072 // unit, 4096 // unit
+    q, cache = of((1, rows, 4, head_dim), dtype), of((1, rows, 131072, head_dim), dtype)
+    where, lists = [of((1, 1), i32)] * 2, of((1, rows, width), i32)
+    whole = [
+      of((rows, 4, head_dim), f32),
+      *[of((rows, 4), f32)] * 2,
+      of((rows, 4, head_dim), dtype),
+    ]
+    for stored, parts in (("whole", 0), ("pieces", 64), ("tiles", width)):
+      states = [of((parts * rows, 4, head_dim), f32), *[of((parts * rows, 4), f32)] * 2]
+      call = functools.partial(repair, unit=unit, stored=stored, interpret=False)
+      shapes = [q, cache, cache, lists, lists, *where, states if parts else whole]
+      yield f"repair-{stored}-unit{unit}", call, shapes
+    call = functools.partial(attend_tiles, unit=unit, interpret=False)
+    yield f"tiles-unit{unit}", call, [q, cache, cache, lists, *where]
+    edge, state = of((1, rows, pages, head_dim), dtype), of((1, rows, pages), f32)
+    shapes = [q, cache, cache, lists, of((1,), i32), edge, edge, state, state, of((1, 3), f32)]
+    call = functools.partial(speculate, unit=unit, interpret=False)
+    yield f"speculate-unit{unit}", call, shapes
+    apart = functools.partial(speculate, unit=unit, apart=True, interpret=False)
+    yield f"speculate-apart-unit{unit}", apart, shapes
+    over = {"unit": unit, "stride": unit // 4, "width": unit // 2}
+    keys = of((1, rows, 4 * pages - 1, head_dim), dtype)
+    shapes = [q, cache, cache, lists, of((1,), i32), keys, state, state, of((1, 3), f32)]
+    for name, single in (("", False), ("-apart", True)):
+      call = functools.partial(speculate_keys, **over, apart=single, interpret=False)
+      yield f"speculate-keys{name}-unit{unit}", call, shapes
 
 
-# Kernel -> its calls, as (name, capability, function, abstract arguments).
+# Kernel -> its calls on a device, as (name, function, abstract arguments).
 KERNELS: dict[str, Callable] = {
   "art": art_calls,
   "decode": decode_calls,
@@ -513,11 +483,56 @@ KERNELS: dict[str, Callable] = {
   "prr": prr_calls,
 }
 
-CALLS = {
-  f"{kernel}-{name}-sm{capability}": (capability, function, arguments)
-  for kernel, calls in KERNELS.items()
-  for name, capability, function, arguments in calls()
-}
+CALLS: dict[str, tuple[str, Callable, list[Any]]] = {}
+for kind, capability in DEVICES.items():
+  for kernel, calls in KERNELS.items():
+    for name, function, arguments in calls(kind):
+      CALLS.setdefault(f"{kernel}-{name}-sm{capability}", (kind, function, arguments))
+
+# One shape of every kernel on the GPU that the measurements are of, and those that want most of the
+# smallest shared memory. The others are slow tests.
+CORE = (
+  "art-unitNone-H128-bfloat16",
+  "decode-H128-bfloat16",
+  "enter_token-GQA",
+  "keep_rows-all",
+  "host_blocks-fetch-1-H128",
+  "host_blocks-append-1-H128",
+  "longflow-8x4",
+  "prefill-plain-8192-H128-bfloat16",
+  "prefill-mass-8192-H128-bfloat16",
+  "select-top_k-pages",
+  "select-page_bounds-mean-128",
+  "select-renew_extremes",
+  "select-renew_mean",
+  "select-key_weights-blocks",
+  "cis-anchors-8x1",
+  "cis-listed-8x1",
+  "cis-note-8x1",
+  "hshare-listed-8-88",
+  "sparse_decode-unit16-H128-bfloat16",
+  "products-product-8B-B1",
+  "products-add_norm-8B-B1",
+  "products-qkv_heads",
+  "prr-repair-whole-unit64",
+  "prr-tiles-unit64",
+  "prr-speculate-unit64",
+  "prr-speculate-keys-unit64",
+)
+
+
+def called(start: str, capability: int = 90) -> str:
+  """The first call whose name begins so, on a device of a capability."""
+  return next(x for x in CALLS if x.startswith(start) and x.endswith(f"sm{capability}"))
+
+
+LARGE = "art-unitNone-H128-float32", "decode-H128-bfloat16", "products-gated_product-odd-float32"
+FAST = {called(start) for start in CORE} | {called(start, 86) for start in LARGE}
+
+
+def slow_unless(fast: bool, *values: Any) -> Any:
+  """Parameters of a test that is in the core, or else slow."""
+  return pytest.param(*values, marks=() if fast else pytest.mark.slow)
 
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
@@ -527,13 +542,14 @@ STACK = {"art_walk": 48, "product": 8}
 
 @functools.cache
 def compiled(call: str) -> tuple:
-  capability, function, arguments = CALLS[call]
-  return tuple((k, compile_kernel(k, capability)) for k in lower(function, *arguments))
+  kind, function, arguments = CALLS[call]
+  kernels = lower(function, *arguments, kind=kind)
+  return tuple((kernel, compile_kernel(kernel, DEVICES[kind])) for kernel in kernels)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [slow_unless(call in FAST, call) for call in CALLS])
 def test_compiles_within_limits(call):
-  capability = CALLS[call][0]
+  capability = DEVICES[CALLS[call][0]]
   kernels = compiled(call)
   assert kernels
   for kernel, binary in kernels:
@@ -541,31 +557,94 @@ def test_compiles_within_limits(call):
     assert binary.stack <= STACK.get(kernel.name, 0), kernel.name
 
 
+@pytest.mark.slow
+def test_the_core_has_every_kernel():
+  launched = {kernel.name for call in FAST for kernel, _ in compiled(call)}
+  every = [(f, arguments) for kind, f, arguments in CALLS.values() if kind == "NVIDIA H200"]
+  assert launched == {kernel.name for f, arguments in every for kernel in lower(f, *arguments)}
+
+
+def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[Callable, list]]:
+  """Operations whose shared memory grows with the queries, at one shape of heads."""
+  of, i32, f32, unit = jax.ShapeDtypeStruct, jnp.int32, jnp.float32, 64
+  q, kv = of((1, 8, groups, head_dim), dtype), of((1, 8, 8192, head_dim), dtype)
+  where, lists, state = [of((1, 1), i32)] * 2, of((1, 8, 32), i32), of((1, 8, 128), f32)
+  edge, keys = of((1, 8, 128, head_dim), dtype), of((1, 8, 511, head_dim), dtype)
+  guess = [q, kv, kv, lists, of((1,), i32)]
+  rest, table = [state, state, of((1, 3), f32)], [of((1, 8, 128), i32), of((1, 8), i32)]
+  size = jnp.dtype(dtype).itemsize
+  shape = {"rows": 8, "groups": groups, "slots": 8192, "head_dim": head_dim, "itemsize": size}
+  cut = settings(**shape, unit=16, kind="NVIDIA RTX A6000")
+  made: dict[str, tuple[Callable, list]] = {
+    "attend_span": (decode.decode_with_output, [q, kv, kv, *where]),
+    "attend_table": (
+      functools.partial(sparse_decode, unit=16, config=cut),
+      [q, kv, kv, *table, *where],
+    ),
+    "attend_tiles": (functools.partial(attend_tiles, unit=unit), [q, kv, kv, lists, *where]),
+    "speculate": (functools.partial(speculate, unit=unit), [*guess, edge, edge, *rest]),
+    "speculate_keys": (
+      functools.partial(speculate_keys, unit=unit, stride=16, width=32),
+      [*guess, keys, *rest],
+    ),
+    "key_weights": (
+      functools.partial(key_weights, blocks=8192, log=True),
+      [q, kv, *where, where[0]],
+    ),
+  }
+  made = {name: (functools.partial(f, interpret=False), args) for name, (f, args) in made.items()}
+  walk = functools.partial(art_call, unit=None, tile=128)
+  return made | {"art": (walk, [q, kv, kv, *where])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "heads",
+  [(128, 128, "bfloat16"), (64, 256, "bfloat16"), (32, 128, "float32"), (4, 256, "float32")],
+)
+def test_many_and_large_heads_fit_small_devices(heads):
+  groups, head_dim, dtype = heads
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": jnp.dtype(dtype).itemsize}
+  for operation, (function, arguments) in attention_calls(*heads).items():
+    assert config.least_shared(operation, **shape) <= SHARED[86]
+    for kernel in lower(function, *arguments, kind="NVIDIA RTX A6000"):
+      assert compile_kernel(kernel, 86).shared <= SHARED[86], (operation, kernel.name)
+
+
+@pytest.mark.slow
+def test_what_is_refused_does_not_fit():
+  function, arguments = attention_calls(128, 256, "float32")["attend_span"]
+  kernel = lower(function, *arguments, kind="NVIDIA RTX A6000")[0]
+  shared, shape = SHARED[86], {"groups": 128, "head_dim": 256, "itemsize": 4}
+  assert shared < compile_kernel(kernel, 86).shared <= config.least_shared("attend_span", **shape)
+
+
 @pytest.mark.parametrize(
   ("call", "name"),
   [
     ("art-unitNone-H128-bfloat16", "art_walk"),
-    ("art-unit128-H128-bfloat16", "art_walk"),
     ("decode-H128-bfloat16", "decode_attend"),
-    ("sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
-    ("sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
-    ("products-partial_products-8B", "product"),
-    ("products-product-part-of-8B", "product"),
-    ("products-gated_product-part-of-8B", "product"),
-    ("prr-repair-pieces-unit64", "repair"),
     ("prr-speculate-unit64", "speculate"),
+    slow_unless(False, "art-unit128-H128-bfloat16", "art_walk"),
+    slow_unless(False, "sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
+    slow_unless(False, "sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
+    slow_unless(False, "products-partial_products-8B", "product"),
+    slow_unless(False, "products-product-part-of-8B", "product"),
+    slow_unless(False, "products-gated_product-part-of-8B", "product"),
+    slow_unless(False, "prr-repair-pieces-unit64", "repair"),
   ],
 )
 def test_streams_through_shared_memory(call, name):
   # Without asynchronous copies the loop waits for every tile: a third of the bandwidth is lost.
-  call = next(x for x in CALLS if x.startswith(call) and x.endswith("sm90"))
+  call = called(call)
   binary = next(b for k, b in compiled(call) if k.name == name)
   assert "cp.async" in binary.ptx
   assert "mma.sync" in binary.ptx
 
 
+@pytest.mark.slow
 def test_a_single_query_waits_for_no_thread():
-  call = next(x for x in CALLS if x.startswith("sparse_decode-unit1-H128-bfloat16-rows512"))
+  call = called("sparse_decode-unit1-H128-bfloat16-rows512")
   ((_, binary),) = compiled(call)
   loop = re.search(r"^(\$L__BB0_\d+):(.*?)bra\s+\1;", binary.ptx, re.DOTALL | re.MULTILINE)
   assert loop and loop[2].count("ld.global.v4.b32") == 4
@@ -577,7 +656,11 @@ def test_prompts_use_the_matrix_units_of_a_group_of_warps():
   assert "wgmma.mma_async" in binary.ptx
 
 
-@pytest.mark.parametrize("name", steps.CASES)
+# Of methods that insert, select, score, share, stop and stream in ways of their own.
+LOWERED = ("full", "longflow", "quest", "cis", "prr, strict", "art, certified", "infllm")
+
+
+@pytest.mark.parametrize("name", [slow_unless(name in LOWERED, name) for name in steps.CASES])
 def test_a_step_lowers(name, monkeypatch):
   """Arguments as methods make them: a weakly typed one once lowered to no valid program."""
   monkeypatch.setattr(_backend, "interpreted", lambda interpret=None: False)
@@ -585,6 +668,7 @@ def test_a_step_lowers(name, monkeypatch):
   assert lower(step, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 def test_triton_source_compiles(capability):
   import triton

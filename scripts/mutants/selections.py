@@ -1,0 +1,96 @@
+"""Which tests belong to a file: its own first, then its kernel's, then some laws of its method.
+
+A selection takes half a minute at most without a fault, so that a walk which never ends can be told
+from a slow test.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+LAWS = "tests/laws"
+# Those that show most of what a method computes, in a part of the time of all.
+CHOSEN = ("neutral_setting", "decode_equals", "chunked_prefill", "kept_positions")
+
+
+def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) -> tuple[str, ...]:
+  """Arguments of pytest: files "methods/quest" say, and the chosen laws of some methods."""
+  files = [pathlib.PurePath("tests") / name for name in names]
+  paths = tuple(str(file.with_name(f"test_{file.name}.py")) for file in files)
+  if not laws:
+    return paths
+  cases = " or ".join(f"[{name}]" for name in laws)
+  every = " or ".join(f"test_{file.name}.py" for file in files)
+  law = f"(({' or '.join(chosen)}) and ({cases}))"
+  return *paths, LAWS, "-k", f"{every} or {law}" if every else law
+
+
+# Files whose tests have other names, or that several methods share.
+SELECTIONS: dict[str, tuple[str, ...]] = {
+  "kvjax/ops/attention.py": of("methods/tova", laws=("full", "streaming_llm", "h2o")),
+  "kvjax/ops/context.py": ("tests/devices", "-k", "context_parallel and (full or quest)"),
+  "kvjax/ops/depth.py": of("methods/psaw", "methods/etf", laws=("psaw",)),
+  "kvjax/ops/slots.py": of("methods/slots", laws=("h2o",)),
+  "kvjax/ops/smoothing.py": of("methods/prr"),
+  "kvjax/ops/spans.py": of("methods/spans", "methods/ltri"),
+  "kvjax/ops/tiles.py": of("methods/selective", "methods/quest", laws=("quest",)),
+  "kvjax/bounded.py": of("methods/h2o", "methods/tova", laws=("h2o", "random")),
+  "kvjax/foresight.py": of("methods/prr"),
+  "kvjax/mass_bound.py": of("methods/art_certificate"),
+  "kvjax/measured.py": of("methods/certificates"),
+  "kvjax/method.py": of("methods/full", laws=("full", "streaming_llm", "snapkv", "psaw")),
+  "kvjax/memory.py": of("devices/memory"),
+  "kvjax/offload.py": of("kernels/offload"),
+  "kvjax/ring.py": of("methods/ring", "methods/streaming_llm", laws=("streaming_llm",)),
+  "kvjax/selective.py": of("methods/selective", "methods/topk_oracle", laws=("topk_oracle",)),
+  "kvjax/shared_prefill.py": of(laws=("full", "h2o"), chosen=("shared_prefill",)),
+  "kvjax/streamed.py": of("methods/infllm", laws=("infllm",)),
+  "kvjax/types.py": of("methods/quest", laws=("full", "h2o")),
+  "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),
+  "pallas_kernels/_smoothing.py": of("kernels/prr_kernel"),
+  "pallas_kernels/_split.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),
+  "pallas_kernels/_tiles.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),
+  "pallas_kernels/add_norm.py": of("kernels/product_kernels"),
+  "pallas_kernels/host_blocks.py": of("kernels/offload"),
+  "pallas_kernels/key_weights.py": of("kernels/score_kernels"),
+  "pallas_kernels/prefill_pieces.py": of("kernels/prefill_pieces"),
+  "pallas_kernels/product.py": of("kernels/product_kernels"),
+  "pallas_kernels/qkv_heads.py": of("kernels/product_kernels"),
+  "pallas_kernels/quest.py": of("kernels/score_kernels"),
+  "pallas_kernels/repair.py": of("kernels/prr_kernel"),
+  "pallas_kernels/speculate.py": of("kernels/prr_kernel"),
+  "pallas_kernels/speculation.py": of("kernels/speculation"),
+  "pallas_kernels/summaries.py": of("kernels/score_kernels"),
+}
+# Not drawn from: what says how kernels run or are cut, needs a GPU, or names things.
+LEFT_OUT = (
+  *("kvjax/ops/cudnn.py", "kvjax/registry.py", "kvjax/sharding.py", "kvjax/wrapper.py"),
+  *("kvjax/fields.py", "pallas_kernels/_backend.py", "pallas_kernels/config.py"),
+  "pallas_kernels/decode_jax_triton.py",
+)
+FOLDERS = ("kvjax", "kvjax/methods", "kvjax/ops", "pallas_kernels")
+
+
+def files(root: pathlib.Path) -> list[str]:
+  """The files that are drawn from, relative to the root."""
+  every = (path for folder in FOLDERS for path in sorted((root / folder).glob("*.py")))
+  names = (path.relative_to(root).as_posix() for path in every)
+  return [name for name in names if name not in LEFT_OUT and not name.endswith("__init__.py")]
+
+
+def selection(root: pathlib.Path, path: str) -> tuple[str, ...]:
+  """pytest's arguments for the tests that a fault in a file should fail.
+
+  Raises:
+    ValueError: there are none.
+  """
+  if path in SELECTIONS:
+    return SELECTIONS[path]
+  name = pathlib.PurePath(path).stem
+  own = [f"methods/{name}", f"kernels/{name}_kernel"]
+  if path.startswith("pallas_kernels/"):
+    own = own[1:]
+  found = [x for x in own if (root / of(x)[0]).is_file()]
+  if not found:
+    raise ValueError(f"{path}: found no tests of this name, expected a line in SELECTIONS")
+  lawful = path.startswith("kvjax/methods/") and (root / LAWS).is_dir()
+  return of(*found, laws=(name,) if lawful else ())

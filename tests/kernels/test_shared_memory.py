@@ -1,0 +1,163 @@
+"""GPUs with less shared memory: kernels are cut smaller, and refused where nothing fits."""
+
+import itertools
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax import CacheSpec, Env, dispatch
+from kvjax.dispatch import table
+from pallas_kernels import art, config, key_weights, product, sparse_decode, speculate
+from tests.kernels import test_decode_ops as steps
+
+SMALL = ("NVIDIA RTX A6000", "NVIDIA GeForce RTX 5090", "Imaginary 1")
+# Query heads per key/value head, head size, bytes per element.
+SHAPES = [
+  dict(zip(("groups", "head_dim", "itemsize"), shape, strict=True))
+  for shape in itertools.product((1, 4, 32, 128), (64, 128, 256), (2, 4))
+]
+
+
+@pytest.fixture
+def on(monkeypatch):
+  """Takes the default device for a GPU of a kind, with as much shared memory as it is said to."""
+
+  def take(kind: str, shared: int | None = None) -> None:
+    here = config.device(kind, shared=shared)
+    monkeypatch.setattr(config, "_default", lambda: here)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    table._say_once.cache_clear()
+
+  return take
+
+
+def heads(groups, head_dim, dtype):
+  """Queries and keys of a step."""
+  return jnp.zeros((1, 1, groups, head_dim), dtype), jnp.zeros((1, 1, 512, head_dim), dtype)
+
+
+def test_what_the_runtime_says_of_a_device_counts(monkeypatch):
+  found = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=16)
+  monkeypatch.setattr(jax, "devices", lambda: [found])
+  assert config.this_device() == config.Device("nvidia-h200", 16, 227 << 10)
+  found.shared_memory_per_block_optin = 64 << 10
+  assert config.this_device() == config.Device("nvidia-h200", 16, 64 << 10)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_every_shape_is_cut_to_fit_or_refused(kind, on):
+  on(kind)
+  refused = []
+  for shape in SHAPES:
+    cut = config.choose("decode", rows=8, slots=8192, **shape)
+    walk = art.choose_cut(256, shape["head_dim"], shape["itemsize"], groups=shape["groups"])
+    if config.least_shared("attend_span", **shape) > 99 << 10:
+      refused.append(tuple(shape.values()))
+      continue
+    for found in (cut, walk):
+      assert config.shared_bytes(found.tile, found.stages, **shape) <= 99 << 10
+  assert refused == [(128, 256, 4)]
+
+
+def test_devices_with_more_keep_the_heuristic():
+  """Up to 32 query heads a key/value head the heuristic stands as it is."""
+  here = config.device("NVIDIA H200")
+  for shape in SHAPES:
+    size = {name: shape[name] for name in ("head_dim", "itemsize")}
+    cut = config.heuristic(here, rows=8, slots=8192, **size)
+    assert shape["groups"] > 32 or config.fitted(cut, here, **shape) == cut
+
+
+def test_stages_go_before_keys():
+  cut = config.Config(tile=64, programs=8, warps=4, stages=4)
+  shape = {"groups": 4, "head_dim": 128, "itemsize": 2}
+  made = [
+    config.fitted(cut, config.Device("", 1, size << 10), **shape) for size in (200, 80, 30, 1)
+  ]
+  assert [(found.tile, found.stages) for found in made] == [(64, 4), (64, 3), (32, 2), (16, 2)]
+
+
+def test_a_shape_that_fits_nowhere(on):
+  """`auto` says once that it takes the reference, and why; a name raises with the same figures."""
+  q, k = heads(128, 256, jnp.float32)
+  why = (
+    r"needs 174080 bytes of shared memory for 128 query heads of 256 float32 per key/value head, "
+    r"of which nvidia-geforce-rtx-5090 has 101376"
+  )
+  on("NVIDIA GeForce RTX 5090")
+  with pytest.warns(UserWarning, match=rf"attend_span: .*{why}: impl='auto' takes the reference"):
+    assert dispatch.choose("attend_span", "auto", q, k) == "reference"
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert dispatch.choose("attend_span", "auto", q, k) == "reference"
+  for impl in ("pallas", "jax-triton"):
+    with pytest.raises(NotImplementedError, match=rf"attend_span: the '{impl}' kernel {why}"):
+      dispatch.choose("attend_span", impl, q, k)
+  assert dispatch.choose("attend_span", "auto", *heads(128, 256, jnp.bfloat16)) == "pallas"
+  on("NVIDIA H200")
+  assert dispatch.choose("attend_span", "auto", q, k) == "pallas"
+  assert dispatch.choose("attend_span", "pallas", q, k) == "pallas"
+
+
+def test_the_interpreter_refuses_nothing():
+  assert dispatch.choose("attend_span", "pallas", *heads(128, 256, jnp.float32)) == "pallas"
+
+
+ATTENTION = {
+  *("decode_attend", "sparse_attend", "art_walk", "attend_tiles", "speculate"),
+  *("key_logits", "key_weights"),
+}
+
+
+@pytest.mark.parametrize(
+  "name", ["full", "streaming_llm", "quest", "cis", "infllm_v2", "prr", "prr, strict", "art"]
+)
+def test_a_step_of_refused_kernels_is_the_references(name, on, monkeypatch):
+  """And its other launches stay; the same step on a GPU with more memory has all of them."""
+  spec = CacheSpec(1, 4096, 2, 128, 256, 8, jnp.float32)
+  monkeypatch.setattr(steps, "SPEC", spec)
+  monkeypatch.setattr(steps, "Env", lambda *args, impl: Env(*args, impl="auto"))
+  launched = {}
+  for kind in ("NVIDIA GeForce RTX 5090", "NVIDIA H200"):
+    on(kind)
+    with warnings.catch_warnings(record=True) as said:
+      warnings.simplefilter("always")
+      counts = steps.operations(steps.CASES[name])
+    launched[kind] = {x.removeprefix("launch ") for x in counts if x.startswith("launch ")}
+    assert bool(said) == (kind not in ("NVIDIA H200",))
+  small, large = launched.values()
+  assert not small & ATTENTION and large & ATTENTION
+  assert "enter_token" in small
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_products_have_fewer_stages(rows, dtype, on):
+  x, w = jnp.zeros((rows, 512), dtype), jnp.zeros((512, 2, 96), dtype)
+  cut = product.whole_blocking(96, gated=True)
+  tile = (max(16, rows) + 2 * cut.columns) * cut.depth * w.dtype.itemsize
+  on("NVIDIA RTX A6000")
+  found = product.fitted(cut, x, w)
+  assert (found.stages - 1) * tile <= 99 << 10 < found.stages * tile or found == cut
+  on("NVIDIA H200")
+  assert product.fitted(cut, x, w).stages >= found.stages
+  if dtype == jnp.bfloat16 and rows == 1:
+    assert found == cut
+
+
+def test_tiles_of_scores_and_speculation_shrink(on):
+  shape = {"groups": 4, "head_dim": 256, "itemsize": 4}
+  q, keys = heads(4, 256, jnp.float32)
+  tiles = {}
+  for kind in ("NVIDIA RTX A6000", "NVIDIA H200"):
+    on(kind)
+    tile, steps_each = key_weights.cut(q, keys, None, 1)
+    assert tile * steps_each == 512  # one program goes over all keys of its row
+    tiles[kind] = tile, config.fitted_tile(speculate.KEYS, speculate.STAGES, **shape)
+  assert tiles == {"NVIDIA RTX A6000": (32, 16), "NVIDIA H200": (64, 32)}
+  on("NVIDIA RTX A6000")
+  cut = sparse_decode.settings(rows=8, groups=4, slots=8192, head_dim=256, itemsize=4, unit=16)
+  assert config.shared_bytes(cut.tile, (cut.stages + 1) // 2, **shape) <= 99 << 10

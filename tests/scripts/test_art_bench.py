@@ -1,0 +1,61 @@
+"""ART's bench compares tiles walked: outputs alone would let a walk pass that never stops."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from pallas_kernels import art as kernel
+from scripts import bench, benches
+from scripts.benches import art
+
+
+@functools.cache
+def quick(**options):
+  """The quick case whose walks stop, by a kernel with these options instead."""
+  walk = kernel.walk
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(kernel, "walk", lambda *args, **how: walk(*args, **{**how, **options}))
+    (case,) = art.cases(True, only="decay")
+    return case, bench.check(case)["ART"], bench.check_steps(case)["ART"]
+
+
+def test_walks_of_the_quick_shapes_stop_where_the_references_do():
+  case, error, apart = quick()
+  walked = case.steps()
+  assert (walked < -(-art.QUICK_STOPS.slots // art.QUICK_TILE)).any() and len(set(walked.flat)) > 1
+  assert error <= case.tolerance and apart == 0
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param({"patience": math.inf}, id="never"),
+    pytest.param({"patience": 6}, id="a tile later", marks=pytest.mark.slow),
+  ],
+)
+def test_a_walk_that_stops_elsewhere_is_wrong(options):
+  case, error, apart = quick(**options)
+  assert apart > case.slack
+  assert error <= case.tolerance  # which is why outputs are not enough
+
+
+def test_a_contender_of_other_steps_gets_no_time():
+  """As many steps apart as the case allows pass."""
+
+  def contender(name, steps):
+    counted = functools.partial(np.array, [[3, steps]])
+    return benches.Contender(name, lambda: 1e-6, lambda: np.ones(2), steps=counted)
+
+  case = benches.Case(
+    *("case", "none", 1, lambda: np.ones(2), 1e-3, (contender("near", 8), contender("far", 9))),
+    subject="near",
+    steps=lambda: np.array([[3, 7]]),
+    slack=1,
+  )
+  report = bench.measure(case, 1)
+  near, far = report["results"]
+  assert "us" in near and near["steps_apart"] == 1
+  assert "us" not in far and far["error"] == 0
+  assert "2 steps apart, expected at most 1" in bench.table(report)

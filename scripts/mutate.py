@@ -258,8 +258,8 @@ def _pytest(copy: pathlib.Path, selection: Sequence[str], seconds: int) -> tuple
     stderr=subprocess.STDOUT,
     text=True,
     start_new_session=True,
-    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5)),
   )
+  resource.prlimit(process.pid, resource.RLIMIT_CPU, (seconds, seconds + 5))
   try:
     output, _ = process.communicate(timeout=WAIT * seconds)
   except subprocess.TimeoutExpired:

@@ -72,6 +72,7 @@ def huggingface_folder(path: pathlib.Path) -> pathlib.Path:
     "num_attention_heads": heads,
     "num_key_value_heads": kv_heads,
     "vocab_size": vocab,
+    "eos_token_id": vocab - 1,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,

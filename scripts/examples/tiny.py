@@ -72,7 +72,6 @@ def huggingface_folder(path: pathlib.Path) -> pathlib.Path:
     "num_attention_heads": heads,
     "num_key_value_heads": kv_heads,
     "vocab_size": vocab,
-    "eos_token_id": vocab - 1,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
@@ -82,4 +81,5 @@ def huggingface_folder(path: pathlib.Path) -> pathlib.Path:
   save_file(weights, path / "model.safetensors")
   (path / "config.json").write_text(json.dumps(config), "utf-8")
   byte_tokenizer().backend.save(str(path / "tokenizer.json"))
+  (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIALS[-1]}), "utf-8")
   return path

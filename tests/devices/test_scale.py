@@ -11,7 +11,7 @@ from flax import nnx
 import kvjax
 from kvjax import METHODS, plan_memory, sharding
 from models import parallel
-from models.generate import join, split
+from models.flat import Form, join
 from models.presets import PRESETS
 from models.transformer import Transformer
 from scripts.benches import e2e, scale
@@ -54,7 +54,9 @@ def test_70b_fits_on_four_devices(name):
 def test_steps_of_70b_lower(name):
   """Two of its layers, as each of four devices runs them: two all-reduces each, and one before."""
   model = abstract(2)
-  form, leaves = split(model)
+  graph, state = nnx.split(model)
+  leaves, tree = jax.tree.flatten(state)
+  form = Form(graph, tree)
   token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
   for method in methods(name):
     caches = jax.eval_shape(lambda m=method: m.init_caches(model.spec(BATCH, TOKENS + e2e.STEPS)))

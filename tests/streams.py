@@ -1,26 +1,27 @@
 """Layers of streaming methods, run side by side, and their oracle: NumPy float64 and loops."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Carry, Env, Prompt
-from tests.layer import rotate
+from tests.layer import driver, rotate
 
 
 class Stack:
-  """Layers of one model, each fed with a stream of its own; the carry goes up through them."""
+  """Layers of one model, each fed with a stream of its own; the carry goes up through them.
+
+  Layers that the method calls alike share a program, as in `models/by_layer.py`.
+  """
 
   def __init__(self, method, streams, capacity=96, impl="reference"):
     self.streams, self.method = streams, method
     self.spec = streams[0].spec(capacity, layers=len(streams))
     self.env = Env(len(streams), impl=impl, tile=4)
     self.caches = method.init_caches(self.spec)
-    sites = [method.at(self.env, layer) for layer in range(len(streams))]
-    self._prefill = [jax.jit(functools.partial(method.prefill, at)) for at in sites]
-    self._decode = [jax.jit(functools.partial(method.decode_step, at)) for at in sites]
+    sites = [method.at(self.env, method.alike(layer)) for layer in range(len(streams))]
+    self._prefill = [driver(at, "prefill") for at in sites]
+    self._decode = [driver(at, "decode_step") for at in sites]
 
   def prefill(self, count, start, width):
     """The next `count` tokens of every row, from its `start` on; outputs of all layers."""
@@ -29,7 +30,7 @@ class Stack:
     carry, caches, outs = Carry(), [], []
     for run, stream, cache in zip(self._prefill, self.streams, self.caches, strict=True):
       cut = columns(stream, [range(n, n + width) for n in start])
-      out, cache, carry, _ = run(cache, *cut, prompt, carry)
+      _, (out, cache, carry, _) = run(cache, *cut, prompt, carry)
       caches.append(cache)
       outs.append(np.asarray(out))
     self.caches = tuple(caches)
@@ -39,7 +40,7 @@ class Stack:
     """Outputs and reports of all layers."""
     carry, caches, found, live = Carry(), [], [], jnp.ones(len(at), bool)
     for run, stream, cache in zip(self._decode, self.streams, self.caches, strict=True):
-      out, cache, carry, aux = run(cache, *columns(stream, at), live, carry)
+      _, (out, cache, carry, aux) = run(cache, *columns(stream, at), live, carry)
       caches.append(cache)
       found.append((np.asarray(out), jax.tree.map(np.asarray, aux)))
     self.caches = tuple(caches)

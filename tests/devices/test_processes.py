@@ -36,6 +36,7 @@ print("alike")
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices():
   """Each passes the same model and the same tokens, and reads the same text."""
   with socket.socket() as free:

@@ -226,7 +226,7 @@ def test_a_ring_is_walked_around(sinks, kept, splits):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_infinite_patience_changes_no_bit(splits, dtype):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax import Cache, Carry, Env, HShare, Prompt, TopKOracle
 from kvjax.methods import hshare
-from tests.layer import Layer, Stream
+from tests.layer import Layer, Stream, driver
 from tests.selection import Watched, attend, choose, keys, queries, softmax
 
 
@@ -25,8 +25,8 @@ class Stack:
     self.env = Env(len(streams), impl="reference", tile=4)
     self.caches = self.method.init_caches(self.spec)
     sites = [self.method.at(self.env, layer) for layer in range(len(streams))]
-    self._prefill = [jax.jit(functools.partial(self.method.prefill, at)) for at in sites]
-    self._decode = [jax.jit(functools.partial(self.method.decode_step, at)) for at in sites]
+    self._prefill = [driver(at, "prefill") for at in sites]
+    self._decode = [driver(at, "decode_step") for at in sites]
 
   def prefill(self, lengths, start=None):
     """The next tokens of every row, from its `start` on."""
@@ -36,7 +36,7 @@ class Stack:
     carry, caches = Carry(), []
     for run, stream, cache in zip(self._prefill, self.streams, self.caches, strict=True):
       cut = columns(stream, [range(n, n + tokens) for n in start])
-      _, cache, carry, _ = run(cache, *cut, prompt, carry)
+      _, (_, cache, carry, _) = run(cache, *cut, prompt, carry)
       caches.append(cache)
     self.caches = self.method.conclude(self.env, tuple(caches), valid)
 
@@ -45,7 +45,7 @@ class Stack:
     carry, caches, found, live = Carry(), [], [], jnp.ones(len(at), bool)
     for run, stream, cache in zip(self._decode, self.streams, self.caches, strict=True):
       new = columns(stream, at)
-      out, cache, carry, aux = run(cache, *new, live, carry)
+      _, (out, cache, carry, aux) = run(cache, *new, live, carry)
       caches.append(cache)
       found.append((np.asarray(out), jax.tree.map(np.asarray, aux)))
     self.caches = tuple(caches)

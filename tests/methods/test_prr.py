@@ -242,7 +242,7 @@ def test_the_grid():
   np.testing.assert_allclose(smoothing.grid(), GRID, atol=1e-7)
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_from_an_empty_cache():
   check_steps(run, [Row(method, stream, b) for b in range(2)], [0, 0], 30)
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("variant", ["S1", "S2", "S3"])
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_strict_equals_serial_selection(base, variant):

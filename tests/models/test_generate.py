@@ -675,6 +675,7 @@ def test_prompts_are_padded():
 # ---- methods that read prompts in pieces of their own
 
 
+@pytest.mark.slow
 def test_pieces_are_calls_of_the_model():
   """Each row in its own pieces: as one call after another by hand, row by row."""
   method = kvjax.Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=3)

@@ -26,6 +26,7 @@ def test_recorded_shares():
   assert first.after == pytest.approx(0.7324, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
   "base, splits",

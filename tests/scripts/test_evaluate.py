@@ -250,6 +250,7 @@ def test_a_run_can_be_added_to(loaded, finished, tmp_path):
   assert by_key(without_seconds(more)) == by_key(without_seconds(finished[1]))
 
 
+@pytest.mark.slow
 def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys):
   """Each row once, whatever is in both; a line that is being written is left to a later call."""
   parts = [tmp_path / "a", tmp_path / "b"]
@@ -282,6 +283,7 @@ def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys)
   assert again == rows == run(loaded, out, *arguments)
 
 
+@pytest.mark.slow
 def test_a_part_and_the_rest(loaded, finished, tmp_path):
   """What another folder has is not run again; what it lacks is."""
   part = run(loaded, tmp_path / "a", methods=("snapkv",), samples=3)

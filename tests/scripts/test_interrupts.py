@@ -70,6 +70,7 @@ runpy.run_module("scripts.convert_checkpoint", run_name="__main__")
   convert.load(made / "tiny")
 
 
+@pytest.mark.core(1)
 @stopped_by
 def test_generate(tmp_path, number):
   """What was written until then is text, each character of it whole."""
@@ -83,6 +84,7 @@ def test_generate(tmp_path, number):
   assert len(text.read_text("utf-8")) > 50
 
 
+@pytest.mark.slow
 @stopped_by
 def test_evaluate(tmp_path, number):
   """Every line that is there is whole, and the program goes on from them."""

@@ -71,7 +71,8 @@ def test_long_rows_are_cut(monkeypatch, k):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.core(1)
+@pytest.mark.parametrize("ordered", [False, True])
 def test_several_lists_by_one_search(monkeypatch, ordered):
   """Each as by a call of its own, whether rows are cut or not."""
   rng, count, unit = np.random.default_rng(3), 300, 4

@@ -101,7 +101,10 @@ class Method:
 
   @property
   def by_layer(self) -> bool:
-    """Whether layers should be compiled one by one: all together would take minutes to compile."""
+    """Whether decode steps are compiled layer by layer: all together would take minutes to compile.
+
+    Prompts always are, where the model can (`models.by_layer`).
+    """
     return False
 
   def room(self, cache: Any) -> int | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,11 +122,11 @@ def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarr
 
 def explained(
   what: str, model: Transformer, caches: Caches, method: Method
-) -> contextlib.AbstractContextManager[None]:
-  """Says what would fit where a device has no memory left."""
-  capacity = max(cache.size for cache in caches)
-  spec = model.spec(caches[0].seen.shape[0], capacity)
-  return memory.explained(what, method, spec, model.mesh, model.weight_bytes)
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+  """Makes contexts that say what would fit where a device has no memory left."""
+  spec = model.spec(caches[0].seen.shape[0], max(cache.size for cache in caches))
+  how = what, method, spec, model.mesh, model.weight_bytes
+  return functools.partial(memory.explained, *how)
 
 
 def throw(error: Any) -> None:

@@ -145,17 +145,16 @@ def generate(
   ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
   under_way: collections.deque[_Step] = collections.deque()
   used = _Pieces()
-  with checks.explained("generate", model, caches, method):
-    for _ in range(steps):
-      if return_logits:
-        used.add(device.logits)
-      under_way.append(device.step())
-      if len(under_way) > ahead:
-        device.end(host.read(under_way.popleft()))
-        if not host.live.any():
-          break
-    while under_way and host.live.any():
-      host.read(under_way.popleft())
+  for _ in range(steps):
+    if return_logits:
+      used.add(device.logits)
+    under_way.append(device.step())
+    if len(under_way) > ahead:
+      device.end(host.read(*device.fetch(under_way.popleft())))
+      if not host.live.any():
+        break
+  while under_way and host.live.any():
+    host.read(*device.fetch(under_way.popleft()))
   host.finish()
 
   tokens, logprobs = host.results(steps)
@@ -195,7 +194,7 @@ class _Step(NamedTuple):
 
 
 class _Device:
-  """Decoding as the device sees it: steps are dispatched, nothing is waited for.
+  """Decoding as the device sees it: steps are dispatched, and waited for where they are fetched.
 
   Attributes:
     logits: float32 [B, V], what the next token is chosen from.
@@ -217,6 +216,7 @@ class _Device:
     where = self.logits.sharding if self.logits.committed else None
     where = where if mesh is None else NamedSharding(mesh, PartitionSpec())
     self._put = functools.partial(jax.device_put, device=where)
+    self._explained = checks.explained("generate", model, caches, kind[0])
     self.caches, self.logits = caches, self._put(self.logits)
     self._live, self._always = self._put(live), self._put(always)
     free = self._put(np.full(len(live), -1, np.int32))
@@ -230,10 +230,18 @@ class _Device:
   def step(self) -> _Step:
     """Dispatches a step."""
     arrays = self.caches, self.logits, self._live, next(self._wanted), self._always
-    error, (self.caches, self.logits, self._live, *made) = self._run(*arrays)
+    with self._explained():
+      error, (self.caches, self.logits, self._live, *made) = self._run(*arrays)
     for x in jax.tree.leaves((error, made)):
       x.copy_to_host_async()
     return _Step(error, *made)
+
+  def fetch(self, step: _Step) -> tuple[np.ndarray, np.ndarray | None]:
+    """Waits for a step: tokens int32 [B] and their log-probabilities, or None."""
+    with self._explained():
+      checks.throw(step.error)
+      tokens = np.asarray(step.tokens)
+    return tokens, None if step.logprobs is None else np.asarray(step.logprobs)
 
   def end(self, rows: Bool[np.ndarray, " B"]) -> None:
     """No step that is dispatched from now on touches these rows."""
@@ -271,11 +279,11 @@ class _Host:
     self._new = [""] * len(live)
     self._given, self._next = 0, min(FIRST, chunk)  # tokens handed over, and with the next call
 
-  def read(self, step: _Step) -> Bool[np.ndarray, " B"]:
-    """Waits for a step and takes its tokens; returns the rows that a stop string ends with it."""
-    if step.error is not None:
-      step.error.throw()
-    tokens = np.where(self.live, np.asarray(step.tokens), -1)
+  def read(
+    self, tokens: Int[np.ndarray, " B"], logprobs: Float[np.ndarray, " B"] | None
+  ) -> Bool[np.ndarray, " B"]:
+    """Takes a step's tokens; returns the rows that a stop string ends with it."""
+    tokens = np.where(self.live, tokens, -1)
     free = True if self._forced is None else self._forced[:, len(self._tokens)] < 0
     stopped = np.isin(tokens, self._stop) & free
     found = np.zeros_like(stopped)
@@ -286,8 +294,8 @@ class _Host:
         found[row] = text.ended
     self.live &= ~(stopped | found)
     self._tokens.append(tokens)
-    if step.logprobs is not None:
-      self._logprobs.append(np.asarray(step.logprobs))
+    if logprobs is not None:
+      self._logprobs.append(logprobs)
     if len(self._tokens) - self._given == self._next:
       self._hand_over()
     return found

@@ -109,7 +109,7 @@ def prefill(
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32)
     options = bound, all_logits, with_aux
-    with checks.explained("prefill", model, caches, method):
+    with checks.explained("prefill", model, caches, method)():
       if layered is not None:
         return layered.prefill(
           *(*arrays, caches, method),

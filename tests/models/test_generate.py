@@ -142,9 +142,9 @@ def test_steps_are_under_way_while_the_host_reads(monkeypatch):
     told.append("step")
     return step(self)
 
-  def looked_at(self, made):
+  def looked_at(self, *made):
     told.append("read")
-    return read(self, made)
+    return read(self, *made)
 
   monkeypatch.setattr(loop._Device, "step", dispatched)
   monkeypatch.setattr(loop._Host, "read", looked_at)

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax.method import Method
+from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
 from kvjax.selective import SelectiveTokens
-from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,18 @@ class DoubleSparsity(SelectiveTokens):
     at = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], tokens))
     new = label(slots.take(cache.slots["k"], at), cache.heads["channels"])
     return cache.put(heads={"labels": tiles.write(cache.heads["labels"], slot, held, new)})
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Labels the newest token, in rows that count.
+
+    Which rows do is known once the labels have been read: before that XLA would copy all of them.
+    """
+    assert attended.counted is not None
+    rows = {"used": jnp.where(attended.counted, cache.used, 0)}
+    labelled, aux = super().observe(at, cache.put(rows=rows), q, plan, attended)
+    return labelled.put(rows={"used": cache.used}), aux
 
   def keep(
     self,

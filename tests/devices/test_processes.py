@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys

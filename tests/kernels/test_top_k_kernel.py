@@ -42,6 +42,7 @@ def both(scores, stop, start, span_sinks, limit=None, dense_below=0, ordered=Tru
   return want, got
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
 @pytest.mark.parametrize(
   ("count", "unit", "sinks", "local", "k"),

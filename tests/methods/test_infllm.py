@@ -31,7 +31,7 @@ class InfOracle(Oracle):
     return sorted(range(len(self.gone)), key=lambda b: (-score(b), b))[: self.m.retrieved]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   ("m", "lengths"),

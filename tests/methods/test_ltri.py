@@ -127,7 +127,7 @@ CASES = {
 }
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("name", "impl"),
   [*((name, "reference") for name in CASES), ("retrieval heads", "pallas")],
@@ -173,7 +173,7 @@ def test_a_generation(name, impl):
     assert not any(layer == 0 for layer, _ in retrieved)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all heads", "retrieval heads, not persistent"])
 def test_prefetching_changes_no_result(name):
   """Chunks and steps give the same blocks and, bit for bit, the same outputs; copies may differ."""

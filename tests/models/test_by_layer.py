@@ -25,6 +25,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_all_layers_at_once(name):
   method, programs = PROGRAMS[name]

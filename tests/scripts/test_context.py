@@ -102,7 +102,7 @@ def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
 GONE = jax.errors.JaxRuntimeError("INTERNAL: the device is gone\nand more of it")
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("fault", "says"),
   [

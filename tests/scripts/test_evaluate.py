@@ -225,6 +225,7 @@ def test_a_finished_run_has_nothing_to_do(loaded, finished, monkeypatch):
   assert again == finished[1]
 
 
+@pytest.mark.slow
 def test_packed_rows_are_read_and_added_to(loaded, finished, tmp_path):
   """A folder whose rows were packed counts as run; what comes later lies beside them."""
   few = run(loaded, tmp_path, samples=2, methods=("snapkv",))
@@ -242,6 +243,7 @@ def test_packed_rows_are_read_and_added_to(loaded, finished, tmp_path):
     store.read(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_added_to(loaded, finished, tmp_path):
   """More samples, methods and modes: only what is missing is run, and all is as if run at once."""
   few = run(loaded, tmp_path, samples=2, methods=("snapkv",))

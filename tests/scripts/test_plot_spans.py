@@ -8,6 +8,7 @@ from scripts.plot_spans import RATES, draw_spans, draw_vectors, measure
 from tests.tiny import TOKENS, model
 
 
+@pytest.mark.slow
 def test_numbers_and_pictures(tmp_path):
   method = Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=0, rate=(2.0,))
   ids = TOKENS[0].tolist()

@@ -17,6 +17,7 @@ def test_worked_example():
   np.testing.assert_allclose(copied(most, sample), [1, 1 / 3, 2 / 3])
 
 
+@pytest.mark.slow
 def test_scores_of_a_model():
   """Where each head looks most, step by step: as the logits of the cache say."""
   samples = [

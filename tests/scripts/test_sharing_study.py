@@ -12,6 +12,7 @@ from tests.tiny import TOKENS, model
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
 
 
+@pytest.mark.slow
 def test_who_never_shares_keeps_the_oracles_selection():
   """Without groups what a head retrieves is the oracle's, but for first and newest tokens."""
   ids = TOKENS[0]

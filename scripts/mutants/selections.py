@@ -44,7 +44,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/selective.py": of("methods/selective", "methods/topk_oracle", laws=("topk_oracle",)),
   "kvjax/shared_prefill.py": of(laws=("full", "h2o"), chosen=("shared_prefill",)),
   "kvjax/streamed.py": of("methods/infllm", laws=("infllm",)),
-  "kvjax/types.py": of("methods/quest", laws=("full", "h2o")),
+  "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),
   "pallas_kernels/_smoothing.py": of("kernels/prr_kernel"),
   "pallas_kernels/_split.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),

@@ -217,3 +217,13 @@ def test_the_kernel_equals_the_reference(stop):
     np.testing.assert_allclose(out, want, atol=2e-5)
     early += int((aux["visited"] < np.array([[31 + i], [18 + i]])).sum())
   assert early > 2
+
+
+def test_the_first_tile_is_as_unread_as_any():
+  """Last in the order and like the others, it has to be read before anything can be certified."""
+  q, k = np.ones((B, K, G, H)), np.ones((B, K, S, H))
+  k[:, :, :TILE] *= 0.99
+  v, length = np.random.default_rng(0).normal(size=(B, K, S, H)), np.full(B, S)
+  arrays = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+  _, tiles = runner(ART(tile=TILE, certify=1e-3))(*arrays, jnp.asarray(length))
+  assert (np.asarray(tiles) == S // TILE).all()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Span, Window
+from kvjax import CacheSpec, Quest, Span, TopKOracle, Window
 from kvjax.ops import tiles
 from kvjax.selective import Selective
 from tests.layer import Layer, Stream
@@ -181,3 +181,20 @@ def test_a_window_bounds_the_choice():
   _, aux = layer.decode([36, 30])
   slots = np.asarray(aux["slots"])
   assert (slots[slots >= 0] >= 18).all() and (slots == 18).any()
+
+
+def test_slots_of_a_window_that_are_not_occupied_are_not_its_keys():
+  method, spec = Quest(16, page=4), CacheSpec(2, 12, 1, 1, 4, 4, jnp.float32)
+  cache = method.init(spec, 3).put(rows={"used": jnp.array([5, 8])})
+  window = jnp.array([[0, 1, 2], [0, 1, 2]])
+  _, filled = tiles.keys(cache, window, width=4, stride=4)
+  for b, used in enumerate((5, 8)):
+    want = [[4 * w + i < used for i in range(4)] for w in range(3)]
+    assert np.asarray(filled)[b, 0, :, :, 0].tolist() == want
+
+
+def test_a_table_is_as_wide_as_what_it_may_list():
+  """Forced tiles and the k best, fewer where there are fewer tiles."""
+  for method, wide in ((Quest(16, page=4), 4), (TopKOracle(12, sinks=2, local=3), 12)):
+    assert [method.width(count) for count in (100, wide, 2)] == [wide, wide, 2]
+  assert Quest(16, page=4).width(100, 2.0) == 1 + 2 * 3

@@ -33,7 +33,11 @@ STAGES = {
   "jaxpr_to_mlir_module_duration": "lower",
   "backend_compile_duration": "compile",
 }
-HEADS = ("method", "cache", "first token", "again", "programs", "trace", "lower", "compile")
+FOUND = "/jax/compilation_cache/cache_hits"
+HEADS = (
+  *("method", "cache", "first token", "again", "programs", "found"),
+  *("trace", "lower", "compile"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +61,14 @@ class Args:
 def measure(name: str, model_name: str, length: int, budget: int) -> dict[str, Any]:
   """One prompt in this process, then the same again: seconds, and what JAX did meanwhile."""
   spent: dict[str, float] = collections.defaultdict(float)
-  programs = 0
+  counts = {"programs": 0, "found": 0}
 
-  def listen(event: str, seconds: float, **_: Any) -> None:
-    nonlocal programs
+  def listen(event: str, seconds: float = 0.0, **_: Any) -> None:
+    counts["found"] += event == FOUND
     stage = STAGES.get(event.rsplit("/", 1)[-1])
     if stage:
       spent[stage] += seconds
-      programs += stage == "compile"
+      counts["programs"] += stage == "compile"
 
   method, model = kvjax.METHODS[name].usual(budget), e2e.weights(model_name)
   tokens = np.random.default_rng(0).integers(0, model.config.vocab, (1, length))
@@ -78,16 +82,18 @@ def measure(name: str, model_name: str, length: int, budget: int) -> dict[str, A
     return time.perf_counter() - began
 
   jax.block_until_ready(model.init_caches(method, 1, room))
+  jax.monitoring.register_event_listener(listen)
   jax.monitoring.register_event_duration_secs_listener(listen)
-  found = {"method": name, "first_token": first_token(), "programs": programs, **spent}
-  return {**found, "again": first_token()}
+  row = {"method": name, "first_token": first_token(), **counts, **spent}
+  return {**row, "again": first_token()}
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:
   """A line of the table."""
   times = [f"{found[key]:.2f}" for key in ("first_token", "again")]
   stages = [f"{found.get(stage, 0):.2f}" for stage in STAGES.values()]
-  return found["method"], found["cache"], *times, str(found["programs"]), *stages
+  counts = [str(found[key]) for key in ("programs", "found")]
+  return found["method"], found["cache"], *times, *counts, *stages
 
 
 def main(args: Args) -> None:
@@ -103,7 +109,8 @@ def main(args: Args) -> None:
           rows.append({**found, "cache": cache})
           step.note(f"{rows[-1]['first_token']:.1f} s to the first token")
   print("\n" + console.table(HEADS, [row(found) for found in rows], left=(0, 1)))
-  print("\n  seconds; trace, lower and compile are summed over programs and threads")
+  print("\n  found: programs that the compilation cache had. The rest are seconds; trace, lower and")
+  print("  compile are summed over programs and threads.")
   if args.out is not None:
     path = args.out / "-".join(facts["device"].lower().split()) / "cold.json"
     with common.written_aside(path) as aside:

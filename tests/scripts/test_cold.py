@@ -8,14 +8,15 @@ from scripts import cold
 
 
 @pytest.mark.slow
-def test_a_warm_cache_compiles_nothing(tmp_path, capsys):
+def test_a_warm_cache_compiles_nothing(tmp_path, capsys, monkeypatch):
   """The second process finds what the first one kept, and both count one program of all layers."""
+  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   cold.main(cold.Args(("full",), "tiny", 64, 16, tmp_path))
   (path,) = tmp_path.glob("*/cold.json")
   empty, warm = json.loads(path.read_text())["rows"]
   assert (empty["cache"], warm["cache"]) == ("empty", "warm")
   assert empty["programs"] == warm["programs"] <= 6
-  assert warm["compile"] < 0.5 * empty["compile"]
+  assert (empty["found"], warm["found"]) == (0, warm["programs"])
   assert empty["again"] < empty["first_token"]
   assert "first token" in capsys.readouterr().out
 

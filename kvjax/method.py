@@ -103,7 +103,7 @@ class Method:
   def by_layer(self) -> bool:
     """Whether decode steps are compiled layer by layer: all together would take minutes to compile.
 
-    Prompts always are, where the model can (`models.by_layer`).
+    Prompts always are, where the model can (`kvjax.models.by_layer`).
     """
     return False
 

@@ -39,7 +39,7 @@ class Streamed(Method):
   keys are not rotated, and the query is taken at the angle `local`.
 
   Reading a prompt by one call of the model's `prefill` is reading one chunk of it;
-  `models.generate.prefill` cuts prompts into the method's chunks.
+  `kvjax.models.generate.prefill` cuts prompts into the method's chunks.
 
   Attributes:
     init_tokens: first tokens, which always stay.

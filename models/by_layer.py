@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from kvjax import offload
-from kvjax.method import Method
-from kvjax.types import At, Carry, Env, Prompt
-from models import flat
-from models.flat import Form
-from models.transformer import Caches, Transformer
+from .. import offload
+from ..method import Method
+from ..types import At, Carry, Env, Prompt
+from . import flat
+from .flat import Form
+from .transformer import Caches, Transformer
 
 
 def reads(model: Transformer) -> bool:

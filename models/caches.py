@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
-from kvjax.method import Method
-from kvjax.types import CacheSpec
-from models.tokenizer import Tokenizer
-from models.transformer import Caches
+from ..method import Method
+from ..types import CacheSpec
+from .tokenizer import Tokenizer
+from .transformer import Caches
 
 FORMAT = "kvjax-caches"
 VERSION = 1

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax import memory
-from kvjax.method import Method
-from models.transformer import Caches, Transformer
+from .. import memory
+from ..method import Method
+from .transformer import Caches, Transformer
 
 
 def settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, Rope, Yarn
 
 _SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, Yarn)}
 
@@ -21,7 +21,7 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Shape of a decoder of the Llama, Mistral or Qwen families; `models.presets` names some.
+  """Shape of a decoder of the Llama, Mistral or Qwen families; `kvjax.models.presets` names some.
 
   Attributes:
     vocab: vocabulary size V.

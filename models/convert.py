@@ -25,14 +25,14 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from models import parallel
-from models.config import ModelConfig
-from models.fetch import aside, cache_dir, fetch_huggingface, fetch_smollm2
-from models.gguf_file import GGUF
-from models.huggingface import HuggingFace
-from models.source import Item, Source
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
+from . import parallel
+from .config import ModelConfig
+from .fetch import aside, cache_dir, fetch_huggingface, fetch_smollm2
+from .gguf_file import GGUF
+from .huggingface import HuggingFace
+from .source import Item, Source
+from .tokenizer import Tokenizer
+from .transformer import Transformer
 
 FORMAT = "kvjax-checkpoint"
 VERSION = 1
@@ -186,7 +186,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     description = json.loads(file.read_text(encoding="utf-8"))
   except (FileNotFoundError, NotADirectoryError) as error:
     raise FileNotFoundError(
-      f"{path}: found no config.json, expected a checkpoint folder made by models.convert"
+      f"{path}: found no config.json, expected a checkpoint folder made by kvjax.models.convert"
     ) from error
   except ValueError as error:
     raise ValueError(f"{file}: not JSON ({error}), expected a checkpoint's config") from error

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from kvjax import sharding
+from .. import sharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,16 +23,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax import offload
-from kvjax.method import Method
-from models import by_layer, checks, flat
-from models.by_layer import ByLayer
-from models.flat import join, split
-from models.prefill import joined, pad, prefill
-from models.sampling import Knobs, Sampling, draw
-from models.stopping import RowText
-from models.tokenizer import Tokenizer
-from models.transformer import Caches, Transformer
+from .. import offload
+from ..method import Method
+from . import by_layer, checks, flat
+from .by_layer import ByLayer
+from .flat import join, split
+from .prefill import joined, pad, prefill
+from .sampling import Knobs, Sampling, draw
+from .stopping import RowText
+from .tokenizer import Tokenizer
+from .transformer import Caches, Transformer
 
 __all__ = ["Generation", "generate", "join", "pad", "prefill", "split"]
 

@@ -11,10 +11,10 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from kvjax.rope import Linear, Llama3, Rope, Yarn
-from models.config import ModelConfig
-from models.source import Source
-from models.tokenizer import Tokenizer
+from ..rope import Linear, Llama3, Rope, Yarn
+from .config import ModelConfig
+from .source import Source
+from .tokenizer import Tokenizer
 
 _NAMES = {
   "embedding": "token_embd.weight",

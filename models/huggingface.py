@@ -15,10 +15,10 @@ import ml_dtypes  # noqa: F401  (safetensors hands out bfloat16 through it)
 import numpy as np
 import safetensors
 
-from kvjax.rope import Linear, Llama3, Rope, Yarn
-from models.config import ModelConfig
-from models.source import Source
-from models.tokenizer import Tokenizer
+from ..rope import Linear, Llama3, Rope, Yarn
+from .config import ModelConfig
+from .source import Source
+from .tokenizer import Tokenizer
 
 _NAMES = {
   "embedding": "model.embed_tokens.weight",

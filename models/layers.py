@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models import products
-from models.config import ModelConfig
+from . import products
+from .config import ModelConfig
 
 
 def _init(rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: int, dtype: Any) -> nnx.Param:

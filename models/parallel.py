@@ -17,11 +17,11 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax import sharding
+from .. import sharding
 
 if TYPE_CHECKING:
-  from models.config import ModelConfig
-  from models.transformer import Transformer
+  from .config import ModelConfig
+  from .transformer import Transformer
 
 # Logical axes of every weight, by name; norms are whole everywhere.
 AXES: dict[str, tuple[str | None, ...]] = {

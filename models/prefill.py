@@ -12,11 +12,11 @@ from jax.experimental import checkify
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
-from kvjax import offload
-from kvjax.method import Method
-from models import by_layer, checks, flat
-from models.by_layer import ByLayer
-from models.transformer import Caches, Transformer
+from .. import offload
+from ..method import Method
+from . import by_layer, checks, flat
+from .by_layer import ByLayer
+from .transformer import Caches, Transformer
 
 
 def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -1,11 +1,11 @@
 """Full-size shapes by name, as their publishers' config.json states them.
 
 For throughput and memory studies with random weights, and to check that the decoder builds them:
-the weights themselves come from `models.convert`.
+the weights themselves come from `kvjax.models.convert`.
 """
 
-from kvjax.rope import Llama3, Rope
-from models.config import ModelConfig
+from ..rope import Llama3, Rope
+from .config import ModelConfig
 
 _LLAMA3_1 = Rope(500000.0, Llama3(factor=8.0))
 _LLAMA3_2 = Rope(500000.0, Llama3(factor=32.0))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import dispatch
+from .. import dispatch
 
 # More rows than this are XLA's even in a decode step.
 ROWS = 16

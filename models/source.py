@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from models.config import ModelConfig
-from models.tokenizer import Tokenizer
+from .config import ModelConfig
+from .tokenizer import Tokenizer
 
 Item = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.tokenizer import TextStream
+from .tokenizer import TextStream
 
 
 class RowText:

@@ -18,12 +18,12 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import memory, sharding
-from kvjax.method import Method
-from kvjax.types import At, CacheSpec, Carry, Env, OwnRows, Prompt
-from models import parallel
-from models.config import PRECISIONS, ModelConfig
-from models.layers import GatedMLP, Projections, RMSNorm
+from .. import memory, sharding
+from ..method import Method
+from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
+from . import parallel
+from .config import PRECISIONS, ModelConfig
+from .layers import GatedMLP, Projections, RMSNorm
 
 Caches = tuple[Any, ...]  # of kvjax.Cache, or what the method keeps per layer
 Aux = list[dict[str, Any]]
@@ -95,18 +95,18 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """A decoder with random weights; `models.convert.load` fills them from a checkpoint.
+  """A decoder with random weights; `kvjax.models.convert.load` fills them from a checkpoint.
 
-  On one device unless `models.parallel.shard` spreads it over a mesh: its `prefill` and `decode`
-  then run on all devices of the mesh, on caches of its `init_caches`.
+  On one device unless `kvjax.models.parallel.shard` spreads it over a mesh: its `prefill` and
+  `decode` then run on all devices of the mesh, on caches of its `init_caches`.
 
   Args:
     config: sizes and flags.
     dtype: dtype of weights and activations (norms, attention and logits are float32); None: what
       `precision` says, or bfloat16.
     impl: implementation of the methods' operations, see `kvjax.Env`.
-    precision: a name of `models.config.PRECISIONS`: sets the dtype, and how float32 products are
-      computed. None leaves products to `jax_default_matmul_precision`.
+    precision: a name of `kvjax.models.config.PRECISIONS`: sets the dtype, and how float32 products
+      are computed. None leaves products to `jax_default_matmul_precision`.
     rngs: random keys of the initial weights.
   """
 
@@ -183,8 +183,8 @@ class Transformer(nnx.Module):
   ) -> Any:
     """Reads a prompt, or a chunk of one, into the caches.
 
-    Pure and unchecked, to be called under `jax.jit`; `models.generate.prefill` is the jitted form
-    that checks its arguments.
+    Pure and unchecked, to be called under `jax.jit`; `kvjax.models.generate.prefill` is the jitted
+    form that checks its arguments.
 
     Args:
       tokens: int32 [B, T], right-padded.

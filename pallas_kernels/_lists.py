@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import _backend
+from . import _backend
 
 
 def append(table_ref: Any, row: Any, count: Array, entry: Array, ok: Array) -> Array:

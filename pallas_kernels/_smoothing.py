@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels import _backend
+from . import _backend
 
 
 def state(row: Array, tile: Array, inputs: Sequence[Any]) -> tuple[Array, Array]:

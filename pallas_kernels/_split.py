@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import _backend, _tiles
+from . import _backend, _tiles
 
 # Partial states joined per step of the second kernel: more than most rows have.
 JOINED = 64

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels._backend import dot
+from ._backend import dot
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

@@ -26,11 +26,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.ring import place_of
-from kvjax.softmax_state import State
-from pallas_kernels import _backend, _split, _tiles, config
-from pallas_kernels.decode import check
-from pallas_kernels.sparse_decode import check_table
+from ..ring import place_of
+from ..softmax_state import State
+from . import _backend, _split, _tiles, config
+from .decode import check
+from .sparse_decode import check_table
 
 CHUNK = 8  # tiles between two tests for the end of a walk that is not calm
 LONG = 96  # tiles of a walk that is worth a part more

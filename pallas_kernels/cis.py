@@ -27,9 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import _backend, _lists, top_k
-from pallas_kernels._split import columns_of
-from pallas_kernels.key_weights import STAGES, cut, score_keys, weigh_part, weights_of
+from . import _backend, _lists, top_k
+from ._split import columns_of
+from .key_weights import STAGES, cut, score_keys, weigh_part, weights_of
 
 WARPS = 4
 AHEAD = 4  # query heads whose queries `anchors` holds at once

@@ -98,7 +98,7 @@ def _default() -> Device:
 @functools.cache
 def tuned(kernel: str, name: str) -> tuple[tuple[dict, Config], ...]:
   """Measured (bucket, configuration) pairs of a kernel on a device; empty if there are none."""
-  path = importlib.resources.files("pallas_kernels") / "tuned" / name / f"{kernel}.json"
+  path = importlib.resources.files(__package__) / "tuned" / name / f"{kernel}.json"
   if not path.is_file():
     return ()
   entries = json.loads(path.read_text())["entries"]

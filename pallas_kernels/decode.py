@@ -22,9 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.softmax_state import State
-from pallas_kernels import _backend, _split, _tiles
-from pallas_kernels.config import Config, choose
+from ..softmax_state import State
+from . import _backend, _split, _tiles
+from .config import Config, choose
 
 MAX_HEAD_DIM = 256
 MAX_GROUPS = 128

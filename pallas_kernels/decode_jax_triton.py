@@ -1,6 +1,6 @@
 """`decode_attention` once more, in Triton through jax-triton: the way out of a deprecated lowering.
 
-The same two kernels as `pallas_kernels.decode`, cut by the same rule, without the part of jax that
+The same two kernels as `kvjax.kernels.decode`, cut by the same rule, without the part of jax that
 is to go. It needs the extra `jax-triton` and a GPU: there is no interpreter and no CPU lowering.
 """
 
@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.softmax_state import State
-from pallas_kernels._split import JOINED, columns_of, lanes_of, state_shapes
-from pallas_kernels.config import Config
-from pallas_kernels.decode import check, pick
+from ..softmax_state import State
+from ._split import JOINED, columns_of, lanes_of, state_shapes
+from .config import Config
+from .decode import check, pick
 
 _EXTRA = "expected the extra jax-triton (pip install 'kvjax[jax-triton]') and a GPU build of jax"
 
@@ -21,7 +21,7 @@ try:
   import triton
   import triton.language as tl
 except ImportError as error:
-  raise ImportError(f"pallas_kernels.decode_jax_triton: found {error}; {_EXTRA}") from error
+  raise ImportError(f"kvjax.kernels.decode_jax_triton: found {error}; {_EXTRA}") from error
 
 _LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
@@ -75,7 +75,7 @@ def attend_kernel(
   JOINED_RANGES: tl.constexpr, SCALE: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
   PRECISION: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
-  """One program per piece; see `pallas_kernels.decode`, whose first kernel this repeats."""
+  """One program per piece; see `kvjax.kernels.decode`, whose first kernel this repeats."""
   pid = tl.program_id(0)
   rows = tl.arange(0, ROW_LANES)
   real_row = rows < ROWS
@@ -183,12 +183,12 @@ def decode_attention(
   scale: float | None = None,
   config: Config | None = None,
 ) -> State:
-  """As `pallas_kernels.decode.decode_attention`, arguments, result and errors; GPU only."""
+  """As `kvjax.kernels.decode.decode_attention`, arguments, result and errors; GPU only."""
   # Here and not above: it does not import without a GPU, and the kernels compile without one.
   try:
     import jax_triton
   except ImportError as error:
-    raise ImportError(f"pallas_kernels.decode_jax_triton: found {error}; {_EXTRA}") from error
+    raise ImportError(f"kvjax.kernels.decode_jax_triton: found {error}; {_EXTRA}") from error
   check(q, k, v, start, stop, sinks, q_sinks)
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
@@ -233,7 +233,7 @@ def decode_attention(
 def decode_with_output(
   q: Array, *operands: Array, logits: bool = False, **options: Any
 ) -> tuple[State, Array, None]:
-  """As `pallas_kernels.decode.decode_with_output`, without logits."""
+  """As `kvjax.kernels.decode.decode_with_output`, without logits."""
   if logits:
     raise NotImplementedError("logits: found True, expected False; this kernel returns none")
   state = decode_attention(q, *operands, **options)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.ring import place_of
-from kvjax.rope import Rope
-from pallas_kernels import _backend
+from ..ring import place_of
+from ..rope import Rope
+from . import _backend
 
 WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from pallas_kernels import _backend
+from . import _backend
 
 WARPS = 4
 PIECE = 32  # tokens of a program

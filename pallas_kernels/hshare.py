@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from pallas_kernels import _backend, _lists
+from . import _backend, _lists
 
 WARPS = 4
 

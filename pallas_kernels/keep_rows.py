@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import _backend
+from . import _backend
 
 WARPS = 4
 CHUNK, PIECE = 1024, 2048  # entries that a program copies at once, and in all

@@ -25,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend, _smoothing, _tiles, config
-from pallas_kernels._split import columns_of, lanes_of
+from . import _backend, _smoothing, _tiles, config
+from ._split import columns_of, lanes_of
 
 TILE, WARPS, STAGES = 64, 4, 3
 BLOCKS, MOST = 128, 1024  # weighed by a program at once: no fewer, no more

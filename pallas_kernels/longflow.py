@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import _backend, _tiles
+from . import _backend, _tiles
 
 WARPS, TILE = 4, 512  # slots per step of a program, at most
 LAST = jnp.iinfo(jnp.int32).max

@@ -26,10 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.softmax_state import State
-from pallas_kernels import _backend, _tiles
-from pallas_kernels._split import columns_of
-from pallas_kernels.config import this_device
+from ..softmax_state import State
+from . import _backend, _tiles
+from ._split import columns_of
+from .config import this_device
 
 MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float16", "float32")

@@ -25,10 +25,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax import softmax_state
-from kvjax.ops import cudnn
-from kvjax.softmax_state import State
-from pallas_kernels.prefill import prefill_attention
+from .. import softmax_state
+from ..ops import cudnn
+from ..softmax_state import State
+from .prefill import prefill_attention
 
 MIN_BLOCK = 1024  # queries whose pieces are worth calls of their own
 BLOCKS = 8  # in a prompt with windows: the edges grow with a block, the calls with their number

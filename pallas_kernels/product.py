@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import _backend
-from pallas_kernels.config import this_device
+from . import _backend
+from .config import this_device
 
 MAX_ROWS = 64
 

@@ -27,9 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.softmax_state import State
-from pallas_kernels import _backend, _split, _tiles
-from pallas_kernels._tiles import Carry
+from ..softmax_state import State
+from . import _backend, _split, _tiles
+from ._tiles import Carry
 
 # Keys per step, for heads of 128, by bytes per element: the matrix units take no float32.
 STEP = {2: 64, 4: 16}

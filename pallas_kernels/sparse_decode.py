@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.softmax_state import State
-from pallas_kernels import _backend, _split, _tiles
-from pallas_kernels.config import Config, choose
-from pallas_kernels.decode import check
+from ..softmax_state import State
+from . import _backend, _split, _tiles
+from .config import Config, choose
+from .decode import check
 
 
 def _attend_kernel(

@@ -30,9 +30,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend, _smoothing, _split, _tiles
-from pallas_kernels.config import fitted_tile, this_device
-from pallas_kernels.key_weights import cut, forecasts, score_keys
+from . import _backend, _smoothing, _split, _tiles
+from .config import fitted_tile, this_device
+from .key_weights import cut, forecasts, score_keys
 
 PAGES = 32  # of a scoring program
 KEYS = 32  # per step of an attending program

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import config
+from . import config
 
 Entry = dict[str, Any]
 
@@ -22,7 +22,7 @@ Entry = dict[str, Any]
 @functools.cache
 def measured(device: str) -> tuple[Entry, ...]:
   """The entries of a device's file; none if there is none."""
-  path = importlib.resources.files("pallas_kernels") / "tuned" / device / "prr.json"
+  path = importlib.resources.files(__package__) / "tuned" / device / "prr.json"
   return tuple(json.loads(path.read_text())["entries"]) if path.is_file() else ()
 
 

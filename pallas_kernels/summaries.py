@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend
-from pallas_kernels._split import columns_of
+from . import _backend
+from ._split import columns_of
 
 WARPS = 4
 

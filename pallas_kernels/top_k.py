@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import _backend, config
+from . import _backend, config
 
 LANES = 8192  # most scores that one program searches, twice as many where k is more than half of it
 SHORTEST = 512  # shortest part

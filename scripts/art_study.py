@@ -25,7 +25,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from kvjax import early_stops
-from scripts import common
+
+from . import common
 
 TAU, PHI, PATIENCE = 1e-5, 1e-3, 5  # the paper's
 LOADED = np.linspace(0.05, 1, 20)  # shares of the tiles at which Fig. 4's error is taken

@@ -39,8 +39,8 @@ os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
 import jax
 import numpy as np
 
-from scripts import common, quiet
-from scripts.benches import Case
+from . import common, quiet
+from .benches import Case
 
 SUITES = (
   "art",
@@ -63,7 +63,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python
 
 def suite(name: str) -> Any:
   """The module of a suite."""
-  return importlib.import_module(f"scripts.benches.{name}")
+  return importlib.import_module(f".benches.{name}", __package__)
 
 
 def environment() -> dict[str, str]:
@@ -195,7 +195,7 @@ def table(report: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m scripts.bench",
+    prog=f"{common.FOLDER}.bench",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="suites:\n" + "\n".join(f"  {name:10} {suite(name).__doc__}" for name in SUITES),

@@ -20,10 +20,11 @@ import tyro
 
 import kvjax
 from kvjax.methods import double_sparsity
-from models.generate import prefill
-from models.transformer import Transformer
-from scripts import common, console
-from scripts.evals import haystack
+from kvjax.models.generate import prefill
+from kvjax.models.transformer import Transformer
+
+from . import common, console
+from .evals import haystack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,10 @@ import numpy as np
 import tyro
 
 import kvjax
-from models.generate import prefill
-from scripts import bench, common, console
-from scripts.benches import e2e
+from kvjax.models.generate import prefill
+
+from . import bench, common, console
+from .benches import e2e
 
 STAGES = {
   "jaxpr_trace_duration": "trace",
@@ -109,8 +110,8 @@ def main(args: Args) -> None:
           rows.append({**found, "cache": cache})
           step.note(f"{rows[-1]['first_token']:.1f} s to the first token")
   print("\n" + console.table(HEADS, [row(found) for found in rows], left=(0, 1)))
-  print("\n  found: programs that the compilation cache had. The rest are seconds; trace, lower and")
-  print("  compile are summed over programs and threads.")
+  print("\n  found: what the compilation cache had. The rest are seconds; trace, lower and compile")
+  print("  are summed over programs and threads.")
   if args.out is not None:
     path = args.out / "-".join(facts["device"].lower().split()) / "cold.json"
     with common.written_aside(path) as aside:
@@ -119,7 +120,7 @@ def main(args: Args) -> None:
 
 def in_a_process(folder: str, *arguments: Any) -> dict[str, Any]:
   """`measure` in a fresh process that keeps its programs in a folder."""
-  code = f"from scripts import cold; cold.report{arguments!r}"
+  code = f"from {__package__} import cold; cold.report{arguments!r}"
   variables = {**os.environ, "JAX_COMPILATION_CACHE_DIR": folder}
   command = [sys.executable, "-c", code]
   done = subprocess.run(command, env=variables, capture_output=True, text=True)

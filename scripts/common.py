@@ -13,10 +13,11 @@ import numpy as np
 import tyro
 
 import kvjax
-from models import convert
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts import console
+from kvjax.models import convert
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from . import console
 
 _BASELINES = ("streaming_llm", "random")
 _SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
@@ -27,6 +28,8 @@ def optional(metavar: str) -> Any:
   return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
+# How this program was started: by its name in a checkout or by that in an installed package.
+FOLDER = f"python -m {__package__}"
 # How every program takes a model: a converted checkpoint, or None for the default one.
 Checkpoint = Annotated[pathlib.Path | None, optional("FOLDER")]
 
@@ -34,7 +37,7 @@ Checkpoint = Annotated[pathlib.Path | None, optional("FOLDER")]
 def run(main: Callable[[Any], None], args: type, name: str) -> None:
   """Runs a program whose arguments are a dataclass."""
   with one_line_errors():
-    main(tyro.cli(args, prog=f"python -m scripts.{name}"))
+    main(tyro.cli(args, prog=f"{FOLDER}.{name}"))
 
 
 @contextmanager

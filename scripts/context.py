@@ -10,9 +10,10 @@ import jax
 
 from kvjax import offload
 from kvjax.method import Method
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.types import CacheSpec
-from models.tokenizer import Tokenizer
-from scripts import console
+
+from . import console
 
 PIECE = 1 << 20  # bytes that are read at a time
 COUNTED = 1 << 20  # tokens up to which a cache's arrays are counted one by one

@@ -1,4 +1,4 @@
-"""A published model becomes a checkpoint folder that `models.convert.load` reads."""
+"""A published model becomes a checkpoint folder that `kvjax.models.convert.load` reads."""
 
 import dataclasses
 import pathlib
@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from models import convert
-from scripts import common
+from kvjax.models import convert
+
+from . import common
 
 
 @dataclasses.dataclass(frozen=True)

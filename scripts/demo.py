@@ -19,17 +19,18 @@ import numpy as np
 import tyro
 
 import kvjax
+from kvjax.models.by_layer import ByLayer
+from kvjax.models.generate import generate, prefill
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Caches, Transformer
 from kvjax.shared_prefill import take
-from models.by_layer import ByLayer
-from models.generate import generate, prefill
-from models.tokenizer import Tokenizer
-from models.transformer import Caches, Transformer
-from scripts import common, console
-from scripts.clock import Clock
-from scripts.evals import needle, scores
-from scripts.evals.divergence import compare
-from scripts.evals.prompt import Reader
-from scripts.evals.task import Row
+
+from . import common, console
+from .clock import Clock
+from .evals import needle, scores
+from .evals.divergence import compare
+from .evals.prompt import Reader
+from .evals.task import Row
 
 DEFAULT = ("full", "snapkv", "quest", "art", "cpe")
 CHUNK = 8  # tokens that appear at once in the chat

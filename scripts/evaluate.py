@@ -35,15 +35,16 @@ from typing import Any
 import jax
 
 import kvjax
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts import common, console
-from scripts.evals import local, plan, registry, store, summary
-from scripts.evals import trace as tracing
-from scripts.evals.plan import MODES, Cell, Entry
-from scripts.evals.prompt import Reader
-from scripts.evals.run import Runner
-from scripts.evals.task import NoMoreRows, Task
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from . import common, console
+from .evals import local, plan, registry, store, summary
+from .evals import trace as tracing
+from .evals.plan import MODES, Cell, Entry
+from .evals.prompt import Reader
+from .evals.run import Runner
+from .evals.task import NoMoreRows, Task
 
 VERSION = 1  # of the rows and what they mean
 TRACES = "traces.json"
@@ -52,7 +53,7 @@ TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
-    prog="python -m scripts.evaluate",
+    prog=f"{common.FOLDER}.evaluate",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )

@@ -5,10 +5,11 @@
 
 Files of a tiny model (GGUF; safetensors in shards, their index, config.json and tokenizer files of
 a Hugging Face folder; config and tokenizer of a checkpoint) are changed at random: bits, bytes,
-pieces and sizes, JSON values and keys. A worker process then opens the source as `models.convert`
-does, reads every tensor, and encodes a text. What counts as a failure: another error than the
-documented ones, a message that does not name the file, the end of the process, more than `SECONDS`
-of computing, more than `GROWTH` bytes, and a shard from outside of the folder.
+pieces and sizes, JSON values and keys. A worker process then opens the source as
+`kvjax.models.convert` does, reads every tensor, and encodes a text. What counts as a failure:
+another error than the documented ones, a message that does not name the file, the end of the
+process, more than `SECONDS` of computing, more than `GROWTH` bytes, and a shard from outside of
+the folder.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from scripts import common, console
+from . import common, console
 
 SECONDS, SILENCE, GROWTH = 10, 600, 2 << 30
 MEMORY = pathlib.Path("/dev/shm")  # files in memory, where there are: most of the time was writing
@@ -74,7 +75,7 @@ class Failure(Exception):
 
 def originals(folder: pathlib.Path) -> None:
   """Whole files of every kind, and one outside of the folder that no reader may open."""
-  from models import convert
+  from kvjax.models import convert
   from tests import tiny_gguf, tiny_hf
 
   (folder / "gguf").mkdir()
@@ -182,8 +183,8 @@ def walk(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def read(kind: str, folder: pathlib.Path) -> None:
   """Opens what the kind belongs to, all of it."""
-  from models import convert
-  from models.tokenizer import Tokenizer
+  from kvjax.models import convert
+  from kvjax.models.tokenizer import Tokenizer
 
   if kind.startswith("checkpoint"):
     convert.read_config(folder / "made")

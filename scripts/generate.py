@@ -11,9 +11,10 @@ import numpy as np
 import tyro
 
 import kvjax
-from models.generate import generate, prefill
-from models.sampling import Sampling
-from scripts import common, console, context
+from kvjax.models.generate import generate, prefill
+from kvjax.models.sampling import Sampling
+
+from . import common, console, context
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,11 @@ import tyro
 from jaxtyping import Array
 
 import kvjax
-from models.generate import prefill
-from models.transformer import Transformer
-from scripts import bench, common, console
-from scripts.evals import haystack
+from kvjax.models.generate import prefill
+from kvjax.models.transformer import Transformer
+
+from . import bench, common, console
+from .evals import haystack
 
 NAMES = ("reuse", "hit_rate", "hit_rate_forced", "weighted_hit_rate", "missed", "wasted")
 

@@ -35,9 +35,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from scripts import common, console
-from scripts.mutants import few_cases, selections, sites
-from scripts.mutants.sites import Site
+from . import common, console
+from .mutants import few_cases, selections, sites
+from .mutants.sites import Site
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WAIT = 12  # seconds of the clock, for each of computing, until a process is taken to hang
@@ -283,7 +283,7 @@ def tree(root: pathlib.Path) -> Iterator[pathlib.Path]:
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / ".cache" / "jax"))
   with tempfile.TemporaryDirectory() as name:
     copy = pathlib.Path(name) / "tree"
-    shutil.copytree(root, copy, ignore=ASIDE)
+    shutil.copytree(root, copy, ignore=ASIDE, symlinks=True)
     yield copy
 
 

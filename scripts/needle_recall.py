@@ -26,16 +26,17 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import offload
+from kvjax.models import by_layer
+from kvjax.models.generate import join, prefill, split
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
 from kvjax.streamed import Streamed, injected
-from models import by_layer
-from models.generate import join, prefill, split
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts import common, console
-from scripts.evals import needle, scores
-from scripts.evals.prompt import Reader
-from scripts.evals.task import Row, rng
-from scripts.retrieval_heads import load
+
+from . import common, console
+from .evals import needle, scores
+from .evals.prompt import Reader
+from .evals.task import Row, rng
+from .retrieval_heads import load
 
 STEPS = 16  # longest answer
 ABLATION = {

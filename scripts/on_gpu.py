@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 
-from scripts import common, quiet
+from . import common, quiet
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 LIMIT = 150  # seconds that most steps may take
@@ -253,7 +253,7 @@ def present() -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m scripts.on_gpu",
+    prog=f"{common.FOLDER}.on_gpu",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="steps:\n"

@@ -22,9 +22,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from scripts import common
-from scripts.evals import needle, pictures, store
-from scripts.evals.summary import Summary, summarise
+from . import common
+from .evals import needle, pictures, store
+from .evals.summary import Summary, summarise
 
 RULER = (*needle.SHAPES, "vt", "cwe", "fwe", "qa_1", "qa_2", "facts_1", "facts_2")
 _STYLE = """
@@ -187,7 +187,7 @@ def _line(tag: str, cells: Sequence[str], left: set[int]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m scripts.plot",
+    prog=f"{common.FOLDER}.plot",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )

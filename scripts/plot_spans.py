@@ -19,9 +19,10 @@ from matplotlib.patches import Rectangle
 
 import kvjax
 from kvjax.methods.ltri import measured_spans, vectors_at
-from models.generate import prefill
-from scripts import common, console
-from scripts.evals import haystack
+from kvjax.models.generate import prefill
+
+from . import common, console
+from .evals import haystack
 
 RATES = (1.0, 3.0, 5.0, 10.0, 20.0)
 GREYS = colormaps["Greys"].resampled(8)  # few levels: a small file

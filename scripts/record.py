@@ -19,11 +19,12 @@ import tyro
 from jaxtyping import Array
 
 import kvjax
-from models.generate import prefill
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts import common, console
-from scripts.evals import haystack
+from kvjax.models.generate import prefill
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from . import common, console
+from .evals import haystack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,14 @@ import numpy as np
 import tyro
 
 import kvjax
-from models.generate import join, prefill, split
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts import common, console
-from scripts.evals import needle
-from scripts.evals.prompt import Reader
-from scripts.evals.task import rng
+from kvjax.models.generate import join, prefill, split
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from . import common, console
+from .evals import needle
+from .evals.prompt import Reader
+from .evals.task import rng
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,11 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
-from models.generate import join, prefill, split
-from models.transformer import Transformer
-from scripts import bench, common, console
-from scripts.evals import haystack
+from kvjax.models.generate import join, prefill, split
+from kvjax.models.transformer import Transformer
+
+from . import bench, common, console
+from .evals import haystack
 
 # τ of CIS; shares of HShare's layers and heads that retrieve, and every how many steps.
 TAUS = (0.5, 0.7, 0.8, 0.9, 1.0)

@@ -25,10 +25,11 @@ import tyro
 from flax import nnx
 
 import kvjax
-from models.config import ModelConfig
-from models.generate import join, split
-from models.transformer import Transformer
-from scripts import common, console
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
+
+from . import common, console
 
 CONFIG = ModelConfig(
   vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64, max_context=65536

@@ -19,7 +19,8 @@ from typing import Annotated
 import tyro
 
 import kvjax
-from scripts import common
+
+from . import common
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- devices: begin -->\n", "<!-- devices: end -->"

@@ -25,15 +25,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import numpy as np
 
-from pallas_kernels import config
-from pallas_kernels._split import columns_of
-from pallas_kernels.config import Config
-from pallas_kernels.decode import decode_with_output
-from scripts import common
-from scripts.bench import environment
-from scripts.benches import Contender, jax_contender, prr
-from scripts.benches.decode import reference, rotation
+from kvjax.kernels import config
+from kvjax.kernels._split import columns_of
+from kvjax.kernels.config import Config
+from kvjax.kernels.decode import decode_with_output
 from tests.decode_cases import BOUNDED, TUNED, Shape
+
+from . import common
+from .bench import environment
+from .benches import Contender, jax_contender, prr
+from .benches.decode import reference, rotation
 
 KERNELS: dict[str, Any] = {"decode": TUNED, "decode_logits": BOUNDED, "prr": prr.PROFILED}
 # Bytes of keys and values in one pipeline stage, with the warps and stages that go with them.
@@ -157,7 +158,7 @@ def write(path: pathlib.Path, entry: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m scripts.tune",
+    prog=f"{common.FOLDER}.tune",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )

@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_REPO / ".cache" / "jax")
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Every jaxtyping annotation of the library is checked at run time, from its first import on.
-install_import_hook(["kvjax", "models", "pallas_kernels"], "beartype.beartype")
+install_import_hook(["kvjax"], "beartype.beartype")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -98,7 +98,7 @@ def _few_programs(request):
 @pytest.fixture(scope="session")
 def smollm2() -> pathlib.Path:
   """The converted SmolLM2-135M-Instruct checkpoint, fetched and converted once per machine."""
-  from models import convert
+  from kvjax.models import convert
 
   checkpoint: Any = convert.default_checkpoint()
   return pathlib.Path(checkpoint)

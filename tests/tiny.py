@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 from kvjax import Env, Method, Rope
-from models.config import ModelConfig
-from models.generate import join, split
-from models.transformer import Transformer
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
 
 CONFIG = ModelConfig(
   vocab=61,

@@ -146,7 +146,7 @@ def _pieces(
     with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known
       every = at.top.window(at, jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
       first = None if every is None else np.asarray(every.first)[0]
-  plan = importlib.import_module("pallas_kernels.prefill_pieces").plan
+  plan = importlib.import_module("kvjax.kernels.prefill_pieces").plan
   blocks = plan(queries, apart, before, first, 0 if window is None else window.sinks)
   return blocks, "" if blocks else "has too few queries in a window's reach for 'cudnn'"
 

@@ -107,7 +107,7 @@ def repair(
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:
-  """ρ that was measured to be best on the default device (`pallas_kernels.speculation`), else 1."""
+  """ρ that was measured to be best on the default device (`kvjax.kernels.speculation`), else 1."""
   measured = kernel("speculation_ratio", "pallas")(selector, **shape)
   return 1.0 if measured is None else measured
 

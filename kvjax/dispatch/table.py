@@ -19,46 +19,46 @@ from kvjax.types import At
 
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
-  "enter_token": {"pallas": ("pallas_kernels.enter_token", "enter_token")},
-  "keep_rows": {"pallas": ("pallas_kernels.keep_rows", "keep")},
-  "longflow_victim": {"pallas": ("pallas_kernels.longflow", "victim")},
-  "product": {"pallas": ("pallas_kernels.product", "product")},
-  "partial_products": {"pallas": ("pallas_kernels.product", "partial_products")},
-  "gated_product": {"pallas": ("pallas_kernels.product", "gated_product")},
-  "add_norm": {"pallas": ("pallas_kernels.add_norm", "add_norm")},
-  "qkv_heads": {"pallas": ("pallas_kernels.qkv_heads", "qkv_heads")},
+  "enter_token": {"pallas": ("kvjax.kernels.enter_token", "enter_token")},
+  "keep_rows": {"pallas": ("kvjax.kernels.keep_rows", "keep")},
+  "longflow_victim": {"pallas": ("kvjax.kernels.longflow", "victim")},
+  "product": {"pallas": ("kvjax.kernels.product", "product")},
+  "partial_products": {"pallas": ("kvjax.kernels.product", "partial_products")},
+  "gated_product": {"pallas": ("kvjax.kernels.product", "gated_product")},
+  "add_norm": {"pallas": ("kvjax.kernels.add_norm", "add_norm")},
+  "qkv_heads": {"pallas": ("kvjax.kernels.qkv_heads", "qkv_heads")},
   "attend_span": {
-    "pallas": ("pallas_kernels.decode", "decode_with_output"),
-    "jax-triton": ("pallas_kernels.decode_jax_triton", "decode_with_output"),
+    "pallas": ("kvjax.kernels.decode", "decode_with_output"),
+    "jax-triton": ("kvjax.kernels.decode_jax_triton", "decode_with_output"),
   },
-  "append_blocks": {"pallas": ("pallas_kernels.host_blocks", "append")},
-  "fetch_blocks": {"pallas": ("pallas_kernels.host_blocks", "fetch")},
-  "attend_table": {"pallas": ("pallas_kernels.sparse_decode", "sparse_decode")},
+  "append_blocks": {"pallas": ("kvjax.kernels.host_blocks", "append")},
+  "fetch_blocks": {"pallas": ("kvjax.kernels.host_blocks", "fetch")},
+  "attend_table": {"pallas": ("kvjax.kernels.sparse_decode", "sparse_decode")},
   "attend_prompt": {
     "cudnn": ("kvjax.ops.cudnn", "attend_causal"),
-    "pallas": ("pallas_kernels.prefill", "prefill_attention"),
+    "pallas": ("kvjax.kernels.prefill", "prefill_attention"),
   },
-  "attend_prompt_pieces": {"cudnn": ("pallas_kernels.prefill_pieces", "attend_in_pieces")},
-  "column_mass": {"pallas": ("pallas_kernels.prefill", "column_mass")},
-  "art": {"pallas": ("pallas_kernels.art", "walk")},
-  "page_bounds": {"pallas": ("pallas_kernels.quest", "page_bounds")},
-  "key_logits": {"pallas": ("pallas_kernels.key_weights", "key_logits")},
-  "key_weights": {"pallas": ("pallas_kernels.key_weights", "key_weights")},
-  "renew_extremes": {"pallas": ("pallas_kernels.summaries", "renew_extremes")},
-  "renew_mean": {"pallas": ("pallas_kernels.summaries", "renew_mean")},
-  "cis_anchors": {"pallas": ("pallas_kernels.cis", "anchors")},
-  "cis_found_listed": {"pallas": ("pallas_kernels.cis", "found_and_listed")},
-  "cis_listed": {"pallas": ("pallas_kernels.cis", "listed")},
-  "cis_note": {"pallas": ("pallas_kernels.cis", "note")},
-  "hshare_listed": {"pallas": ("pallas_kernels.hshare", "listed")},
-  "best_tiles": {"pallas": ("pallas_kernels.top_k", "best")},
-  "best_tiles_of_each": {"pallas": ("pallas_kernels.top_k", "best_of_each")},
-  "other_tiles": {"pallas": ("pallas_kernels.top_k", "others")},
-  "attend_tiles": {"pallas": ("pallas_kernels.speculate", "attend_tiles")},
-  "speculate": {"pallas": ("pallas_kernels.speculate", "speculate")},
-  "speculate_keys": {"pallas": ("pallas_kernels.speculate", "speculate_keys")},
-  "speculation_ratio": {"pallas": ("pallas_kernels.speculation", "ratio")},
-  "repair": {"pallas": ("pallas_kernels.repair", "repair")},
+  "attend_prompt_pieces": {"cudnn": ("kvjax.kernels.prefill_pieces", "attend_in_pieces")},
+  "column_mass": {"pallas": ("kvjax.kernels.prefill", "column_mass")},
+  "art": {"pallas": ("kvjax.kernels.art", "walk")},
+  "page_bounds": {"pallas": ("kvjax.kernels.quest", "page_bounds")},
+  "key_logits": {"pallas": ("kvjax.kernels.key_weights", "key_logits")},
+  "key_weights": {"pallas": ("kvjax.kernels.key_weights", "key_weights")},
+  "renew_extremes": {"pallas": ("kvjax.kernels.summaries", "renew_extremes")},
+  "renew_mean": {"pallas": ("kvjax.kernels.summaries", "renew_mean")},
+  "cis_anchors": {"pallas": ("kvjax.kernels.cis", "anchors")},
+  "cis_found_listed": {"pallas": ("kvjax.kernels.cis", "found_and_listed")},
+  "cis_listed": {"pallas": ("kvjax.kernels.cis", "listed")},
+  "cis_note": {"pallas": ("kvjax.kernels.cis", "note")},
+  "hshare_listed": {"pallas": ("kvjax.kernels.hshare", "listed")},
+  "best_tiles": {"pallas": ("kvjax.kernels.top_k", "best")},
+  "best_tiles_of_each": {"pallas": ("kvjax.kernels.top_k", "best_of_each")},
+  "other_tiles": {"pallas": ("kvjax.kernels.top_k", "others")},
+  "attend_tiles": {"pallas": ("kvjax.kernels.speculate", "attend_tiles")},
+  "speculate": {"pallas": ("kvjax.kernels.speculate", "speculate")},
+  "speculate_keys": {"pallas": ("kvjax.kernels.speculate", "speculate_keys")},
+  "speculation_ratio": {"pallas": ("kvjax.kernels.speculation", "ratio")},
+  "repair": {"pallas": ("kvjax.kernels.repair", "repair")},
 }
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
@@ -106,7 +106,7 @@ def beyond_device(operation: str, q: Array, k: Array) -> str:
   """What the default device lacks of what a kernel needs, in words; empty if nothing."""
   if jax.default_backend() != "gpu":
     return ""  # the interpreter has all memory there is
-  config = importlib.import_module("pallas_kernels.config")
+  config = importlib.import_module("kvjax.kernels.config")
   here, groups, head_dim = config.this_device(), q.shape[2], k.shape[-1]
   shape = {"groups": groups, "head_dim": head_dim, "itemsize": k.dtype.itemsize}
   if (needed := config.least_shared(operation, **shape)) <= here.shared:

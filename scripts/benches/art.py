@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from pallas_kernels import art
-from pallas_kernels.decode import decode_attention
-from pallas_kernels.sparse_decode import sparse_decode
-from scripts.benches import Case, Contender, jax_contender
-from scripts.benches.decode import read_contender, reference, rotation
+from kvjax.kernels import art
+from kvjax.kernels.decode import decode_attention
+from kvjax.kernels.sparse_decode import sparse_decode
 from tests.decode_cases import Shape
+
+from . import Case, Contender, jax_contender
+from .decode import read_contender, reference, rotation
 
 TILE = 128
 # What the paper says of its own kernel (Tab. 6): the detector at p = ∞ costs 1.3 %.

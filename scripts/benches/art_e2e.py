@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from models.generate import join, split
-from models.transformer import Transformer
-from pallas_kernels import art
-from scripts.benches import Case, Contender
-from scripts.benches.e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
+from kvjax.kernels import art
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
+
+from . import Case, Contender
+from .e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from scripts.benches import Case, Contender, looped_contender, optional, torch_contender
-from scripts.benches.longflow import holding
+
+from . import Case, Contender, looped_contender, optional, torch_contender
+from .longflow import holding
 
 BLOCK = 16  # s, steps that share; one program runs so many
 SHAPES = [(batch, tokens) for batch in (8, 16) for tokens in (1 << 10, 2 << 10, 4 << 10)]

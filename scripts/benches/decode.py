@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.decode import decode_attention
-from scripts.benches import Case, Contender, jax_contender, optional, torch_contender
+from kvjax.kernels.decode import decode_attention
 from tests.decode_cases import MARKS, OTHERS, QUICK, Shape
+
+from . import Case, Contender, jax_contender, optional, torch_contender
 
 # Enough distinct buffers that a 60 MB L2 cache holds nothing of the next call's.
 ROTATION_BYTES = 256 << 20
@@ -83,7 +84,7 @@ def read_contender(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
 
 
 def _jax_triton(inputs: list[tuple], calls: int) -> Contender:
-  from pallas_kernels.decode_jax_triton import decode_attention as decode
+  from kvjax.kernels.decode_jax_triton import decode_attention as decode
 
   return jax_contender("kvjax (jax-triton)", decode, inputs, output=lambda s: s.o, calls=calls)
 

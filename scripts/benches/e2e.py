@@ -19,12 +19,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 import kvjax
-from models import parallel
-from models.config import ModelConfig
-from models.generate import join, split
-from models.presets import PRESETS
-from models.transformer import Transformer
-from scripts.benches import Case, Contender, optional
+from kvjax.models import parallel
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import join, split
+from kvjax.models.presets import PRESETS
+from kvjax.models.transformer import Transformer
+
+from . import Case, Contender, optional
 
 BANDWIDTH = 4.45e12  # bytes a second of an H200, read only
 STEPS = 16  # decode steps per dispatch

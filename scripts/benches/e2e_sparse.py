@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from models.generate import join, split
-from models.transformer import Transformer
-from scripts.benches import Case, Contender, together
-from scripts.benches.e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
-from scripts.benches.longflow import holding
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
+
+from . import Case, Contender, together
+from .e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
+from .longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
 TOKENS = 128 << 10

@@ -12,10 +12,11 @@ import tokenizers
 from jax import lax
 
 import kvjax
-from models.generate import generate, join, split
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts.benches import Case, Contender, e2e
+from kvjax.models.generate import generate, join, split
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from . import Case, Contender, e2e
 
 NEW = 64  # tokens of a call
 SHORT = 8  # tokens of a short answer

@@ -13,11 +13,12 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from models.generate import join, split
-from models.transformer import Transformer
-from pallas_kernels.decode import decode_attention
-from scripts.benches import Case, Contender, looped_contender, optional
-from scripts.benches.e2e import BANDWIDTH, hugging_face, weights
+from kvjax.kernels.decode import decode_attention
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
+
+from . import Case, Contender, looped_contender, optional
+from .e2e import BANDWIDTH, hugging_face, weights
 
 STEPS = 8  # decode steps per dispatch
 MEMORY = 0.93  # share of the device's memory that weights and caches take

@@ -17,12 +17,13 @@ from jax import lax
 import kvjax
 from kvjax import offload
 from kvjax.methods.ltri import LLAMA_3_8B_HEADS
+from kvjax.models.generate import join, split
+from kvjax.models.presets import PRESETS
 from kvjax.types import OwnRows
-from models.generate import join, split
-from models.presets import PRESETS
-from scripts import quiet
-from scripts.benches import Case, Contender, jax_contender, together
-from scripts.benches.e2e import TINY, drawn
+
+from .. import quiet
+from . import Case, Contender, jax_contender, together
+from .e2e import TINY, drawn
 
 STEPS = 16  # decode steps per dispatch
 LAYERS = 32  # of the model that the shape is taken from

@@ -14,13 +14,14 @@ import numpy as np
 from flax import nnx
 
 import kvjax
+from kvjax.kernels.prefill import prefill_attention
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
 from kvjax.ops import attention
-from models.config import ModelConfig
-from models.generate import join, split
-from models.transformer import Transformer
-from pallas_kernels.prefill import prefill_attention
-from scripts.benches import Case, Contender, jax_contender, optional, torch_contender
-from scripts.benches.e2e import weights
+
+from . import Case, Contender, jax_contender, optional, torch_contender
+from .e2e import weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import PRR, Cache, Carry, Env, Plan, Quest, Span, Wrapper
+from kvjax.kernels import _backend
+from kvjax.kernels.repair import repair
 from kvjax.ops import smoothing
-from pallas_kernels import _backend
-from pallas_kernels.repair import repair
-from scripts.benches import Case, Contender, jax_contender, looped_contender, optional, together
-from scripts.benches.sparse import flashinfer
+
+from . import Case, Contender, jax_contender, looped_contender, optional, together
+from .sparse import flashinfer
 
 # Distinct layers: together they are past the L2 cache.
 LAYERS = 4

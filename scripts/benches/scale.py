@@ -15,10 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kvjax
 from kvjax import sharding
-from models import parallel
-from models.generate import join, split
-from models.transformer import Transformer
-from scripts.benches import Case, Contender, e2e, jax_contender, together
+from kvjax.models import parallel
+from kvjax.models.generate import join, split
+from kvjax.models.transformer import Transformer
+
+from . import Case, Contender, e2e, jax_contender, together
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768

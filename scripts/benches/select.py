@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from scripts.benches import Case, jax_contender
-from scripts.benches.longflow import holding
+
+from . import Case, jax_contender
+from .longflow import holding
 
 BANDWIDTH = 4.45e12  # bytes a second of an H200, read only
 METHODS = {

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.sparse_decode import sparse_decode
-from scripts.benches import Case, Contender, jax_contender, optional, torch_contender
+from kvjax.kernels.sparse_decode import sparse_decode
+
+from . import Case, Contender, jax_contender, optional, torch_contender
 
 UNITS, BUDGETS = (16, 64, 128, 256), (1024, 2048, 4096, 8192)
 TARGETS = {

@@ -4,8 +4,8 @@ The conversation before it stands with its answers behind the story. The score i
 words, each of the annotators left out in turn.
 """
 
-from scripts.evals import local, overlap
-from scripts.evals.task import Count, Row, Task, cut_middle
+from . import local, overlap
+from .task import Count, Row, Task, cut_middle
 
 FILE = "coqa/coqa-dev-v1.0.json"
 MAX_NEW_TOKENS = 32

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from scripts.evals import haystack
-from scripts.evals.task import Count, Row, Task, fill, rng
+from . import haystack
+from .task import Count, Row, Task, fill, rng
 
 STEPS = 128  # tokens that are given
 

@@ -11,8 +11,8 @@ import itertools
 import random
 import re
 
-from scripts.evals import local, scores
-from scripts.evals.task import Count, Row, Task, fill, rng
+from . import local, scores
+from .task import Count, Row, Task, fill, rng
 
 MAX_NEW_TOKENS = 32
 _INSTRUCTION = (

@@ -1,7 +1,7 @@
 """Any method as a model of lm-evaluation-harness (`pip install kvjax[benchmarks]`).
 
     import lm_eval
-    from scripts.evals.harness import KVCacheLM
+    from .harness import KVCacheLM
 
     model, tokenizer = convert.load(folder)
     lm = KVCacheLM(model, tokenizer, kvjax.SnapKV(budget=512))
@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from models.generate import generate, pad, prefill
-from models.sampling import Sampling
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts import console
-from scripts.evals.divergence import surprise
+from kvjax.models.generate import generate, pad, prefill
+from kvjax.models.sampling import Sampling
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from .. import console
+from .divergence import surprise
 
 try:
   from lm_eval import utils

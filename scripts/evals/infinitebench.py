@@ -7,8 +7,8 @@ books, dialogue and code are in `infinitebench_files.py`.
 import random
 import statistics
 
-from scripts.evals import haystack, scores
-from scripts.evals.task import Count, Row, Task, fill, rng
+from . import haystack, scores
+from .task import Count, Row, Task, fill, rng
 
 # ---- a key, or a string of digits, in noise
 

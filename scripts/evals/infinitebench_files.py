@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from scripts.evals import local, overlap, scores
-from scripts.evals.task import Count, Row, Task, cut_middle
+from . import local, overlap, scores
+from .task import Count, Row, Task, cut_middle
 
 _OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
 _HIDDEN = "There is an important info hidden inside a lot of irrelevant text. Find it"

@@ -10,8 +10,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from models.fetch import cache_dir
-from scripts.evals.task import NoMoreRows, rng
+from kvjax.models.fetch import cache_dir
+
+from .task import NoMoreRows, rng
 
 
 def folder() -> pathlib.Path:

@@ -9,8 +9,8 @@ tasks per data set, by the length that its authors counted.
 import functools
 from collections.abc import Callable
 
-from scripts.evals import local, overlap, scores
-from scripts.evals.task import Count, Row, Task, cut_middle
+from . import local, overlap, scores
+from .task import Count, Row, Task, cut_middle
 
 _SOURCE = "hf: THUDM/LongBench (data.zip)"
 

@@ -10,8 +10,8 @@ import importlib
 import warnings
 from typing import Any
 
-from scripts.evals import local, scores
-from scripts.evals.task import Count, Row, Task
+from . import local, scores
+from .task import Count, Row, Task
 
 EXAMPLES = 8
 GSM_TOKENS = 256

@@ -9,8 +9,8 @@ import functools
 import random
 from typing import Literal
 
-from scripts.evals import haystack, scores
-from scripts.evals.task import Count, Row, Task, fill, rng
+from . import haystack, scores
+from .task import Count, Row, Task, fill, rng
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 ONE = (

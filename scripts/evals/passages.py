@@ -4,8 +4,8 @@ LongBench (Bai et al., 2024) takes Wikipedia and a model's abstracts; here the p
 presidential addresses, and what is looked for is a few of a passage's own words.
 """
 
-from scripts.evals import haystack, scores
-from scripts.evals.task import Count, Row, Task, fill, rng
+from . import haystack, scores
+from .task import Count, Row, Task, fill, rng
 
 MAX_NEW_TOKENS = 32
 PASSAGES = 30

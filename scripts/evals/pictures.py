@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from scripts.evals.summary import Summary
+from .summary import Summary
 
 Rows = Sequence[dict[str, Any]]
 

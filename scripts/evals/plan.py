@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import jax
 
 import kvjax
-from models.transformer import Transformer
-from scripts.evals.prompt import Prompt
-from scripts.evals.task import Row, Task
+from kvjax.models.transformer import Transformer
+
+from .prompt import Prompt
+from .task import Row, Task
 
 MODES = ("aware", "agnostic")
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from models.tokenizer import Tokenizer
-from scripts.evals.task import Count, Row
+from kvjax.models.tokenizer import Tokenizer
+
+from .task import Count, Row
 
 _MARK = "\ue000"  # a character of no script
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scripts.evals import (
+from . import (
   coqa,
   divergence,
   documents,
@@ -15,7 +15,7 @@ from scripts.evals import (
   passages,
   ruler,
 )
-from scripts.evals.task import Task
+from .task import Task
 
 _FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
 _LOCAL = (longbench, infinitebench_files, coqa)

@@ -12,8 +12,8 @@ import random
 import string
 from collections.abc import Sequence
 
-from scripts.evals import documents, haystack, local, scores
-from scripts.evals.task import Count, Row, Task, fill, rng
+from . import documents, haystack, local, scores
+from .task import Count, Row, Task, fill, rng
 
 SMALL = 4096  # tokens below which examples are shorter and words are repeated less often
 

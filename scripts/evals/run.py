@@ -10,13 +10,14 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.models.generate import Generation, generate, pad, prefill
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Caches, Transformer
 from kvjax.shared_prefill import take
-from models.generate import Generation, generate, pad, prefill
-from models.tokenizer import Tokenizer
-from models.transformer import Caches, Transformer
-from scripts import common
-from scripts.evals.divergence import compare, surprise
-from scripts.evals.plan import Cell, Entry
+
+from .. import common
+from .divergence import compare, surprise
+from .plan import Cell, Entry
 
 CHUNK = 16  # decode steps per dispatch
 _TAIL = 64  # questions that are read apart are padded to this many tokens times a power of two

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from fractions import Fraction
 
-from scripts.evals.task import Row
+from .task import Row
 
 # ---- strings
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from scripts import console
-from scripts.evals.stats import Estimate, estimate
+from .. import console
+from .stats import Estimate, estimate
 
 GROUP = ("task", "length", "mode", "method", "budget")
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from models.generate import join, pad, prefill, split
-from models.transformer import Transformer
+from kvjax.models.generate import join, pad, prefill, split
+from kvjax.models.transformer import Transformer
 
 
 def trace(

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import tyro
 
 import kvjax
-from models import convert
-from models.generate import generate, pad, prefill
-from scripts.examples.tiny import huggingface_folder
+from kvjax.models import convert
+from kvjax.models.generate import generate, pad, prefill
+from kvjax.programs.examples.tiny import huggingface_folder
 
 
 def main(source: Annotated[str | None, tyro.conf.Positional] = None) -> None:

@@ -9,11 +9,12 @@ import tokenizers
 from flax import nnx
 from safetensors.numpy import save_file
 
-from models import convert
-from models.config import ModelConfig
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
-from scripts.common import keep_programs
+from kvjax.models import convert
+from kvjax.models.config import ModelConfig
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+
+from ..common import keep_programs
 
 SPECIALS = ("<|begin|>", "<|end|>")
 CHAT_TEMPLATE = (

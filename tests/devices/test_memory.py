@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import METHODS, CacheSpec, memory, plan_memory
-from models import by_layer, generate
+from kvjax.models import by_layer, generate
 from tests.devices.test_sharding import model
 
 SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layers=4)

@@ -10,10 +10,10 @@ from flax import nnx
 
 import kvjax
 from kvjax import METHODS, plan_memory, sharding
-from models import parallel
-from models.flat import Form, join
-from models.presets import PRESETS
-from models.transformer import Transformer
+from kvjax.models import parallel
+from kvjax.models.flat import Form, join
+from kvjax.models.presets import PRESETS
+from kvjax.models.transformer import Transformer
 from scripts.benches import e2e, scale
 
 (NAME, BATCH, TOKENS), DEVICES = scale.LARGE, max(scale.DEVICES)

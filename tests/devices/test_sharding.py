@@ -17,11 +17,11 @@ from jax.experimental import checkify
 
 import kvjax
 from kvjax import METHODS, Env
-from models import convert
-from models.config import ModelConfig
-from models.generate import generate, join, prefill, split
-from models.parallel import shard
-from models.transformer import Transformer
+from kvjax.models import convert
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import generate, join, prefill, split
+from kvjax.models.parallel import shard
+from kvjax.models.transformer import Transformer
 from tests import tiny_gguf
 from tests.tiny import CLOSE
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
-from pallas_kernels.art import choose_splits, walk
-from pallas_kernels.config import Config
+from kvjax.kernels.art import choose_splits, walk
+from kvjax.kernels.config import Config
 from tests.kernels.test_sparse_decode_kernel import plan
 from tests.layer import Layer, Stream, softmax_average
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Rope
-from pallas_kernels import top_k
-from pallas_kernels.key_weights import key_logits
+from kvjax.kernels import top_k
+from kvjax.kernels.key_weights import key_logits
 from tests.methods.test_cis import wandering
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import config, decode
-from pallas_kernels.config import Config
-from pallas_kernels.decode import decode_attention
+from kvjax.kernels import config, decode
+from kvjax.kernels.config import Config
+from kvjax.kernels.decode import decode_attention
 
 # Where the plain reference happens to be exact, rounding of a different order is still allowed.
 FLOOR = 2e-6
@@ -207,7 +207,7 @@ def test_ranges_are_clipped_to_the_cache():
 )
 def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
   pytest.importorskip("jax_triton")
-  from pallas_kernels import decode_jax_triton
+  from kvjax.kernels import decode_jax_triton
 
   q, k, v, start, stop, own = make(groups, heads, head_dim, 1000, dtype)
   k, v = (poison(x, start, stop, 5) for x in (k, v))
@@ -239,7 +239,7 @@ def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
   ],
 )
 def test_bad_operands_raise(change, error, message):
-  from pallas_kernels.decode import check
+  from kvjax.kernels.decode import check
 
   groups, head_dim = change.pop("groups", 4), change.pop("head_dim", 64)
   operands = {

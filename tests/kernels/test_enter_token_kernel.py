@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import Linear, Rope, Yarn
-from pallas_kernels.enter_token import enter_token
+from kvjax.kernels.enter_token import enter_token
 from tests.layer import rotate
 
 SLOTS = 7

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, Carry, Env, LongFlow, Rope
-from pallas_kernels.longflow import victim
+from kvjax.kernels.longflow import victim
 
 ON_GPU = jax.default_backend() == "gpu"
 

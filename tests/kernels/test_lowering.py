@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope
-from kvjax.ops import depth
-from pallas_kernels import (
+from kvjax.kernels import (
   _backend,
   art,
   cis,
@@ -27,18 +26,19 @@ from pallas_kernels import (
   summaries,
   top_k,
 )
-from pallas_kernels.add_norm import add_norm
-from pallas_kernels.config import Config
-from pallas_kernels.enter_token import enter_token
-from pallas_kernels.hshare import listed as hshare_listed
-from pallas_kernels.keep_rows import keep as keep_rows
-from pallas_kernels.key_weights import key_weights
-from pallas_kernels.longflow import victim
-from pallas_kernels.qkv_heads import qkv_heads
-from pallas_kernels.quest import page_bounds
-from pallas_kernels.repair import repair
-from pallas_kernels.sparse_decode import settings, sparse_decode
-from pallas_kernels.speculate import attend_tiles, speculate, speculate_keys
+from kvjax.kernels.add_norm import add_norm
+from kvjax.kernels.config import Config
+from kvjax.kernels.enter_token import enter_token
+from kvjax.kernels.hshare import listed as hshare_listed
+from kvjax.kernels.keep_rows import keep as keep_rows
+from kvjax.kernels.key_weights import key_weights
+from kvjax.kernels.longflow import victim
+from kvjax.kernels.qkv_heads import qkv_heads
+from kvjax.kernels.quest import page_bounds
+from kvjax.kernels.repair import repair
+from kvjax.kernels.sparse_decode import settings, sparse_decode
+from kvjax.kernels.speculate import attend_tiles, speculate, speculate_keys
+from kvjax.ops import depth
 from tests.decode_cases import Shape
 from tests.kernels import test_decode_ops as steps
 from tests.lowering import SHARED, compile_kernel, lower
@@ -675,7 +675,7 @@ def test_triton_source_compiles(capability):
   from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
 
-  from pallas_kernels import decode_jax_triton as twin
+  from kvjax.kernels import decode_jax_triton as twin
 
   cut = Config(tile=64, programs=264, warps=4, stages=3)
   attend = twin.attend_constants(8, 4096, 4, 128, 4, False, None, cut, "bfloat16")

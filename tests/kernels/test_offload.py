@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax import offload
+from kvjax.kernels import host_blocks
 from kvjax.types import OwnRows
-from pallas_kernels import host_blocks
 
 KERNELS = "pallas"
 

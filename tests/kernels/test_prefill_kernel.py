@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.prefill import Blocking, check, column_mass, prefill_attention
+from kvjax.kernels.prefill import Blocking, check, column_mass, prefill_attention
 from tests.layer import softmax_average
 
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvjax import ETF, PSAW, Env, Full, Prompt, StreamingLLM, dispatch
+from kvjax.kernels import prefill_pieces
+from kvjax.kernels.prefill import prefill_attention
+from kvjax.kernels.prefill_pieces import Block, attend_in_pieces, plan
 from kvjax.ops import cudnn
-from pallas_kernels import prefill_pieces
-from pallas_kernels.prefill import prefill_attention
-from pallas_kernels.prefill_pieces import Block, attend_in_pieces, plan
 from tests.kernels.test_prefill_kernel import CLOSE, arrays, oracle
 from tests.layer import Layer, Stream
 

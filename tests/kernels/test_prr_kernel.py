@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _tiles
-from pallas_kernels.config import Config
-from pallas_kernels.repair import repair
-from pallas_kernels.sparse_decode import sparse_decode
-from pallas_kernels.speculate import attend_tiles, share, speculate
+from kvjax.kernels import _tiles
+from kvjax.kernels.config import Config
+from kvjax.kernels.repair import repair
+from kvjax.kernels.sparse_decode import sparse_decode
+from kvjax.kernels.speculate import attend_tiles, share, speculate
 from tests.layer import softmax_average
 
 CLOSE = {"float32": 2e-5, "bfloat16": 1.5e-2}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle
+from kvjax.kernels import key_weights as weights
+from kvjax.kernels.key_weights import key_logits, key_weights
+from kvjax.kernels.quest import page_bounds
 from kvjax.selective import token_weights
-from pallas_kernels import key_weights as weights
-from pallas_kernels.key_weights import key_logits, key_weights
-from pallas_kernels.quest import page_bounds
 from scripts.benches.longflow import holding
 
 SHAPES = [

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import CacheSpec, Env, dispatch
 from kvjax.dispatch import table
-from pallas_kernels import art, config, key_weights, product, sparse_decode, speculate
+from kvjax.kernels import art, config, key_weights, product, sparse_decode, speculate
 from tests.kernels import test_decode_ops as steps
 
 SMALL = ("NVIDIA RTX A6000", "NVIDIA GeForce RTX 5090", "Imaginary 1")

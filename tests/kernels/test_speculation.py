@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import PRR, InfLLMv2, Quest
-from pallas_kernels import config, speculation
+from kvjax.kernels import config, speculation
 from tests.layer import Stream
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import Span
+from kvjax.kernels import top_k
 from kvjax.ops import tiles
-from pallas_kernels import top_k
 
 ON_GPU = jax.default_backend() == "gpu"
 

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kvjax import METHODS, Cache, Carry, Env, Full, Quest, SharedPrefill, Wrapper
+from kvjax.models.generate import join
 from kvjax.shared_prefill import take
-from models.generate import join
 from tests.layer import Layer, Stream, driver
 from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 

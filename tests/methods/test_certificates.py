@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Random, Rope, Wrapper
 from kvjax import certificates as c
-from models import convert
-from models.generate import join, prefill, split
+from kvjax.models import convert
+from kvjax.models.generate import join, prefill, split
 from tests.layer import Layer, Stream
 from tests.methods.test_cis import wandering
 from tests.models.test_golden import GOLDENS

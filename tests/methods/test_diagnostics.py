@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import diagnostics
-from models import convert
-from models.generate import prefill
+from kvjax.models import convert
+from kvjax.models.generate import prefill
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

@@ -10,8 +10,8 @@ from flax import nnx
 
 from kvjax import DoubleSparsity
 from kvjax.methods import double_sparsity
-from models.generate import prefill
-from models.transformer import Transformer
+from kvjax.models.generate import prefill
+from kvjax.models.transformer import Transformer
 from scripts import calibrate_channels, common
 from scripts.examples.tiny import byte_tokenizer
 from tests.layer import Layer, Stream

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import ETF, H2O, Carry, Full, Prompt, Quest
-from models.generate import join, prefill
+from kvjax.models.generate import join, prefill
 from tests import decoder_oracle
 from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 

@@ -8,8 +8,8 @@ import pytest
 
 import kvjax
 from kvjax import At, Env
-from models import by_layer
-from models.prefill import prefill
+from kvjax.models import by_layer
+from kvjax.models.prefill import prefill
 from tests.tiny import LENGTHS, TOKENS, Run, model
 
 # How many programs the layers of a prompt take: of four layers, all alike but where a method asks.

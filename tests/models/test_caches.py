@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from models.caches import fork, next_turn, restore, save
-from models.generate import generate, pad, prefill
-from models.sampling import Sampling
-from models.tokenizer import Tokenizer
+from kvjax.models.caches import fork, next_turn, restore, save
+from kvjax.models.generate import generate, pad, prefill
+from kvjax.models.sampling import Sampling
+from kvjax.models.tokenizer import Tokenizer
 from scripts.examples.tiny import byte_tokenizer
 from tests.tiny import LENGTHS, TOKENS, model
 

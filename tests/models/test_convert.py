@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.models import convert
+from kvjax.models.config import ModelConfig
+from kvjax.models.gguf_file import half_split
 from kvjax.rope import Linear
-from models import convert
-from models.config import ModelConfig
-from models.gguf_file import half_split
 from tests import tiny_gguf
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)

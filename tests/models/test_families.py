@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.models import convert
+from kvjax.models.generate import prefill
+from kvjax.models.gguf_file import GGUF
+from kvjax.models.huggingface import HuggingFace
 from kvjax.rope import Linear, Llama3, Rope, Yarn
-from models import convert
-from models.generate import prefill
-from models.gguf_file import GGUF
-from models.huggingface import HuggingFace
 from tests import tiny_gguf, tiny_hf
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "families.npz"

@@ -12,11 +12,11 @@ import tokenizers
 from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
-from models import by_layer, convert, flat
-from models import generate as loop
-from models.generate import generate, join, pad, prefill, split
-from models.sampling import Sampling
-from models.tokenizer import Tokenizer
+from kvjax.models import by_layer, convert, flat
+from kvjax.models import generate as loop
+from kvjax.models.generate import generate, join, pad, prefill, split
+from kvjax.models.sampling import Sampling
+from kvjax.models.tokenizer import Tokenizer
 from tests.tiny import CONFIG, LENGTHS, TOKENS, model
 
 FULL = kvjax.Full()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from models import convert
-from models.generate import generate, prefill
+from kvjax.models import convert
+from kvjax.models.generate import generate, prefill
 from scripts.evals.divergence import surprise
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"

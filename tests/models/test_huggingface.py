@@ -17,8 +17,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import convert, fetch
-from models.huggingface import HuggingFace
+from kvjax.models import convert, fetch
+from kvjax.models.huggingface import HuggingFace
 from tests import tiny_hf
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -361,8 +361,8 @@ def test_killed_in_the_middle_and_run_again(folder, tmp_path):
   done = run(
     """
     import os, signal, sys
-    from models import convert
-    from models.source import Source
+    from kvjax.models import convert
+    from kvjax.models.source import Source
     read = Source.item
     def item(self, name):
       if name == "layer_001":
@@ -392,8 +392,8 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
     """
     import pathlib, sys
     import numpy as np
-    from models import convert
-    from models.source import tensor_shapes
+    from kvjax.models import convert
+    from kvjax.models.source import tensor_shapes
     from tests import tiny_gguf, tiny_hf
     from tests.models.test_families import as_gguf
 

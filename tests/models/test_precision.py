@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import kvjax
-from models import convert
-from models.config import PRECISIONS
-from models.transformer import Transformer
+from kvjax.models import convert
+from kvjax.models.config import PRECISIONS
+from kvjax.models.transformer import Transformer
 from tests import tiny, tiny_hf
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -80,8 +80,8 @@ def test_x64_changes_nothing(tmp_path):
     import sys
     import jax, numpy as np
     import kvjax
-    from models import convert
-    from models.generate import generate, prefill
+    from kvjax.models import convert
+    from kvjax.models.generate import generate, prefill
     from tests import tiny_hf
 
     model, _ = convert.load(sys.argv[1], precision="float32", impl="reference")

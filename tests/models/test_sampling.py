@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.sampling import Sampling, draw, filtered
-from models.stopping import RowText
-from models.tokenizer import TextStream
+from kvjax.models.sampling import Sampling, draw, filtered
+from kvjax.models.stopping import RowText
+from kvjax.models.tokenizer import TextStream
 
 FILTER = jax.jit(filtered)
 

@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.tokenizer import Tokenizer
+from kvjax.models.tokenizer import Tokenizer
 from tests.tiny_gguf import TOKENS, metadata
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from pallas_kernels import art as kernel
+from kvjax.kernels import art as kernel
 from scripts import bench, benches
 from scripts.benches import art
 

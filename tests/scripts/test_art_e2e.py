@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.presets import PRESETS
-from models.transformer import Transformer
+from kvjax.models.presets import PRESETS
+from kvjax.models.transformer import Transformer
 from scripts import bench
 from scripts.benches import art_e2e, e2e
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from models import convert
-from models.generate import prefill
+from kvjax.models import convert
+from kvjax.models.generate import prefill
 from scripts import evaluate
 from scripts.evals import plan, stats, store, summary
 from scripts.evals.prompt import Reader

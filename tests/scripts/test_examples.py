@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from models import convert
+from kvjax.models import convert
 from scripts import common, examples, generate
 from scripts.examples import tiny
+from tests import readme
 
 FOLDER = pathlib.Path(examples.__file__).parent
-README = FOLDER.parent.parent / "README.md"
 PRINTED = {
   "batch": r"(Name a river\. .*, log p = -\d+\.\d\n){2}(Which .*, log p = -\d+\.\d\n){2}$",
   "compose": r"Full\(\)\): mean age 1\d\d tokens\n.*LLM.*mean age \d\d tokens\n.*ART\(base=SnapKV",
@@ -63,16 +63,8 @@ def test_generate_streams_its_text(monkeypatch, capsys):
 
 
 def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
-  """In order and in one namespace; the default model and that of /models are tiny ones."""
   monkeypatch.chdir(tmp_path)
-  tiny.huggingface_folder(tmp_path / "Llama-3.2-1B")
-  monkeypatch.setattr(convert, "default_checkpoint", lambda: None)
-  own = convert.load
-  monkeypatch.setattr(convert, "load", lambda path, **kw: own(path, **kw) if path else tiny.load())
-  snippets = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-  assert len(snippets) == 7
-  space = {"__name__": "readme"}
-  for i, snippet in enumerate(snippets):
-    snippet = snippet.replace("/models/", f"{tmp_path}/")
-    exec(compile(snippet, f"README.md, snippet {i + 1}", "exec"), space)
+  for name in ("default_checkpoint", "load"):  # which the program replaces
+    monkeypatch.setattr(convert, name, getattr(convert, name))
+  exec(compile(readme.program(tmp_path, "scripts.examples"), "README.md", "exec"), {})
   assert capsys.readouterr().out

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import METHODS, CacheSpec, Env, Rope
-from models.config import ModelConfig
-from models.sampling import Sampling
-from models.tokenizer import Tokenizer
+from kvjax.models.config import ModelConfig
+from kvjax.models.sampling import Sampling
+from kvjax.models.tokenizer import Tokenizer
 from scripts import fuzz
 from tests.tiny import CONFIG
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from models.generate import pad, prefill
+from kvjax.models.generate import pad, prefill
 from scripts.examples import tiny
 
 pytest.importorskip("lm_eval")

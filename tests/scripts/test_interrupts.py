@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from models import convert
+from kvjax.models import convert
 from scripts.evals import store
 from scripts.examples import tiny
 from tests import tiny_gguf
@@ -53,7 +53,7 @@ def test_convert(tmp_path, number):
   here, made = tmp_path / "here", tmp_path / "made"
   program = f"""
 import pathlib, runpy, sys, time
-from models import convert
+from kvjax.models import convert
 read = convert.GGUF.item
 def slow(self, name):
   if name == "layer_001":

@@ -20,10 +20,10 @@ import tokenizers
 from flax import nnx
 
 import kvjax
-from models.config import ModelConfig
-from models.generate import prefill
-from models.tokenizer import Tokenizer
-from models.transformer import Transformer
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import prefill
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
 from scripts import clock, common, console, demo, record
 from scripts.clock import Clock
 from scripts.evals import needle

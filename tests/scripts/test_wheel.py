@@ -1,18 +1,20 @@
-"""The wheel: what is inside, and that it imports from an empty environment."""
+"""The wheel: what is inside, and that it works beside a project's own packages."""
 
 import json
 import pathlib
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 
 import pytest
 
 import kvjax
+from tests import readme
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
-PACKAGES = ("kvjax", "pallas_kernels", "models")
+LINKS = {"models": "models", "kernels": "pallas_kernels", "programs": "scripts"}
 
 pytestmark = pytest.mark.slow
 
@@ -23,49 +25,113 @@ def run(*command: str | pathlib.Path, **kwargs) -> str:
   return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> pathlib.Path:
-  folder = tmp_path_factory.mktemp("dist")
-  run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, REPO)
-  (path,) = folder.glob("*.whl")
+def build(source: pathlib.Path, folder: pathlib.Path, *what: str) -> pathlib.Path:
+  run(sys.executable, "-m", "build", *what, "--no-isolation", "--outdir", folder, source)
+  (path,) = (x for x in folder.iterdir() if x.suffix in (".whl", ".gz"))
   return path
 
 
-def test_wheel_holds_the_packages_and_their_data(wheel):
-  assert wheel.name == f"kvjax-{kvjax.__version__}-py3-none-any.whl"
-  with zipfile.ZipFile(wheel) as archive:
-    names = set(archive.namelist())
-  sources = {
-    str(path.relative_to(REPO))
-    for package in PACKAGES
-    for path in (REPO / package).rglob("*")
-    if path.suffix in (".py", ".json") or path.name == "py.typed"
-  }
-  tuned = {name for name in sources if name.startswith("pallas_kernels/tuned/")}
-  assert tuned, "no tuned file in the checkout"
-  assert {f"{package}/py.typed" for package in PACKAGES} <= sources
-  assert sources == {name for name in names if ".dist-info/" not in name}
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+  return build(REPO, tmp_path_factory.mktemp("dist"), "--wheel")
 
 
-def test_wheel_imports_from_an_empty_environment(wheel, tmp_path):
-  """Installed alone; its dependencies are the ones of the environment that runs this test."""
-  home = tmp_path / "venv"
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> pathlib.Path:
+  """The interpreter of an environment that holds the wheel alone."""
+  home = tmp_path_factory.mktemp("installed") / "venv"
   venv.create(home, with_pip=False)
   python = home / "bin" / "python"
   run(
     *(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet"),
     *("--disable-pip-version-check", wheel),
   )
-  (own,) = home.glob("lib/python*/site-packages")
+  return python
+
+
+def in_project(python: pathlib.Path, folder: pathlib.Path, program: str) -> str:
+  """Runs code in a project with packages of its own that are called as our folders are."""
+  for name in ("models", "pallas_kernels", "scripts"):
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text("OWNER = 'the project'\n")
+  # Dependencies come from this environment, later on the path than the wheel; a plain folder runs
+  # no .pth files, so that no editable kvjax is found.
   dependencies = [p for p in sys.path if p.endswith("site-packages")]
-  # Later on the path than the wheel; a plain folder runs no .pth files, so no editable kvjax.
-  program = f"""
-import json, sys
-sys.path += {dependencies!r}
-import kvjax, pallas_kernels, models
-import models.convert, models.generate, models.tokenizer
-print(json.dumps([kvjax.__version__, [m.__file__ for m in (kvjax, pallas_kernels, models)]]))
+  paths = f"import sys\nsys.path[:0] = [{str(folder)!r}]\nsys.path += {dependencies!r}\n"
+  return run(python, "-I", "-c", paths + program, cwd=folder)
+
+
+def files_of(folder: pathlib.Path, name: str) -> set[str]:
+  """What a wheel takes of a folder, by the names that it has there."""
+  return {
+    f"{name}/{path.relative_to(folder).as_posix()}"
+    for path in folder.rglob("*")
+    if path.suffix in (".py", ".json") or path.name == "py.typed"
+  }
+
+
+def test_everything_installed_begins_with_kvjax(wheel):
+  with zipfile.ZipFile(wheel) as archive:
+    names = archive.namelist()
+  assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvjax"}
+
+
+def test_wheel_holds_the_packages_and_their_data(wheel):
+  assert wheel.name == f"kvjax-{kvjax.__version__}-py3-none-any.whl"
+  with zipfile.ZipFile(wheel) as archive:
+    names = [name for name in archive.namelist() if ".dist-info/" not in name]
+  sources = files_of(REPO / "kvjax", "kvjax")
+  for link, folder in LINKS.items():
+    sources |= files_of(REPO / folder, f"kvjax/{link}")
+  sources = {name for name in sources if not name.startswith("kvjax/programs/results/")}
+  assert "kvjax/py.typed" in sources
+  assert any(name.startswith("kvjax/kernels/tuned/") for name in sources)
+  assert sorted(sources) == sorted(names)  # each once
+
+
+def test_a_wheel_of_the_sdist_is_the_same(wheel, tmp_path):
+  sdist = build(REPO, tmp_path / "sdist", "--sdist")
+  with tarfile.open(sdist) as archive:
+    archive.extractall(tmp_path, filter="data")
+  (source,) = (path for path in tmp_path.iterdir() if path.name.startswith("kvjax-"))
+  again = build(source, tmp_path / "dist", "--wheel")
+  with zipfile.ZipFile(wheel) as a, zipfile.ZipFile(again) as b:
+    assert {x.filename: x.CRC for x in a.infolist()} == {x.filename: x.CRC for x in b.infolist()}
+
+
+def test_wheel_imports_beside_packages_of_our_folders_names(python, tmp_path):
+  program = """
+import json, kvjax, kvjax.kernels.decode, kvjax.models.generate, kvjax.programs.bench
+import models, pallas_kernels, scripts
+assert {module.OWNER for module in (models, pallas_kernels, scripts)} == {"the project"}
+ours = (kvjax, kvjax.kernels.decode, kvjax.models.generate, kvjax.programs.bench)
+print(json.dumps([kvjax.__version__, [module.__file__ for module in ours]]))
 """
-  version, files = json.loads(run(python, "-I", "-c", program, cwd=tmp_path))
+  version, files = json.loads(in_project(python, tmp_path, program))
   assert version == kvjax.__version__
+  (own,) = python.parents[1].glob("lib/python*/site-packages")
   assert all(pathlib.Path(file).is_relative_to(own) for file in files)
+
+
+def test_readme_snippets_run_from_the_wheel(python, tmp_path):
+  """In order, in a folder with nothing but a project's own packages of our folders' names."""
+  assert in_project(python, tmp_path, readme.program(tmp_path, "kvjax.programs.examples"))
+
+
+def test_programs_run_from_the_wheel(python, tmp_path):
+  dependencies = [p for p in sys.path if p.endswith("site-packages")]
+  program = f"""
+import runpy, sys
+sys.path += {dependencies!r}
+sys.argv = ["demo", "--help"]
+runpy.run_module("kvjax.programs.demo", run_name="__main__", alter_sys=True)
+"""
+  shown = run(python, "-I", "-c", program, cwd=tmp_path)
+  assert "usage: python -m kvjax.programs.demo" in shown
+
+
+@pytest.mark.parametrize("name", ["models.generate", "pallas_kernels.decode"])
+def test_a_second_copy_by_the_old_name_is_refused(name):
+  """In a checkout the folders are found by their own names too, where a copy would be made."""
+  done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=REPO, capture_output=True)
+  assert b"ImportError: attempted relative import beyond top-level package" in done.stderr

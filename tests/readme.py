@@ -1,0 +1,30 @@
+"""README's snippets, in order and in one namespace; its models are tiny ones."""
+
+import pathlib
+import re
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+
+_TINY = """
+import pathlib
+from kvjax.models import convert
+from {examples} import tiny
+
+folder = pathlib.Path({folder!r})
+tiny.huggingface_folder(folder / "Llama-3.2-1B")
+convert.default_checkpoint = lambda: None
+own = convert.load
+convert.load = lambda path, **options: own(path, **options) if path else tiny.load()
+"""
+
+
+def snippets() -> list[str]:
+  found = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+  assert len(found) >= 7
+  return found
+
+
+def program(folder: pathlib.Path, examples: str) -> str:
+  """One program of all snippets; the default model and that of /models are made in a folder."""
+  parts = [_TINY.format(folder=str(folder), examples=examples), *snippets()]
+  return "\n".join(parts).replace('"/models/', f'"{folder}/')

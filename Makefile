@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-installed
 TEST_READY := $(VENV)/.test-installed
 # Tests of one method, or of one file, share compiled programs: one worker runs them.
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadscope
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

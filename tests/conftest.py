@@ -62,15 +62,14 @@ def pytest_configure(config):
     config.pluginmanager.register(Recorder(pathlib.Path(path)))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items):
-  """What the core leaves out; and which tests share programs, by method or else by file."""
   mark_rest(items)
-  for item in items:
-    file = item.nodeid.partition("::")[0]
-    by_method = file.endswith(("test_laws.py", "test_sharding.py")) and hasattr(item, "callspec")
-    name = item.callspec.params.get("name", "") if by_method else ""
-    item.add_marker(pytest.mark.xdist_group(f"{file} {name}"))
+
+
+def pytest_xdist_make_scheduler(config, log):
+  from tests.groups import ByPrograms
+
+  return ByPrograms(config, log)
 
 
 # Every compiled program takes memory maps, of which Linux gives a process 65,530: past that, a

@@ -46,7 +46,7 @@ class Recorder:
     self.found.clear()
     start = cpu()
     result = yield
-    row = {"test": item.nodeid.partition("@")[0], "cpu": cpu() - start, **self.found}
+    row = {"test": item.nodeid, "cpu": cpu() - start, **self.found}
     with self.path.open("a") as file:  # one write: workers share the file
       file.write(json.dumps(row) + "\n")
     return result

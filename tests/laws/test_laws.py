@@ -47,7 +47,22 @@ MAY_SKIP_NEWEST = {"topk_oracle": "reads what weighs most and nothing else"}
 # the usual ones do, by other operations with the same results.
 OWN_DRIVERS = {"infllm", "ltri", "prr"}
 
-every = pytest.mark.parametrize("name", METHODS)
+
+def all_but(*names):
+  """Every method; the core leaves some out, which take long and whose files show it, too."""
+  marks = [[pytest.mark.slow] * (name in names) for name in METHODS]
+  cases = [pytest.param(name, marks=mark) for name, mark in zip(METHODS, marks, strict=True)]
+  return pytest.mark.parametrize("name", cases)
+
+
+every = all_but()
+
+# What the drivers and families do, not the single method: the core asks one of each kind.
+FAMILIES = {
+  *("full", "streaming_llm", "h2o", "snapkv", "longflow"),  # all, a window, scores, a cut, fused
+  *("quest", "hshare", "infllm", "art"),  # selective, sharing between layers, streamed, a wrapper
+}
+each_family = all_but(*METHODS.keys() - FAMILIES)
 
 # How many layers show what a method does; two where it is not said.
 DEPTHS = {
@@ -159,7 +174,7 @@ def check_kept(caches, seen, name):
 TURN = np.array([5, 8], np.int32)
 
 
-@every
+@each_family
 def test_further_turns_of_the_neutral_setting_equal_full(name):
   """A prompt, two tokens of answer, a turn onto the live cache, two tokens more."""
 
@@ -251,7 +266,7 @@ def test_nan_is_loud_and_leaves_no_trace(name):
     assert (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
 
 
-@every
+@each_family
 def test_nan_raises_when_asked(name):
   """The switch names method, layer and row; the row goes on later as if nothing had happened."""
   clean, live = stream_of(6), [True, False]
@@ -407,13 +422,6 @@ def test_decode_loop_is_in_place(name):
   assert memory.temp_size_in_bytes - logits < per_layer
 
 
-def all_but(*names):
-  """Every method; the core leaves some out, which take long and whose files show it, too."""
-  marks = [[pytest.mark.slow] * (name in names) for name in METHODS]
-  cases = [pytest.param(name, marks=mark) for name, mark in zip(METHODS, marks, strict=True)]
-  return pytest.mark.parametrize("name", cases)
-
-
 @all_but("ltri", "prr")
 def test_pallas_equals_reference_in_a_layer(name):
   """The kernels (interpreted on a CPU) against the reference: a prompt, and steps after it."""
@@ -431,7 +439,7 @@ def test_pallas_equals_reference(name):
   np.testing.assert_allclose(out, logits_of(name), atol=CLOSE)
 
 
-@all_but("ltri")
+@each_family
 def test_heads_sharded_over_two_devices(name):
   """One layer under shard_map, KV heads split in two, equals the layer on one device."""
   whole, split = (one_layer(name, stream_of(3)) for _ in range(2))
@@ -477,7 +485,7 @@ def test_empty_wrapper_is_transparent(name):
     assert traced(name, through) == programs(name)
 
 
-@every
+@each_family
 def test_shared_prefill(name):
   """One pass that fills several caches equals the method's own prefill, bit for bit."""
   method = tight(name)

@@ -105,7 +105,7 @@ NARROWED = {
 }
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", NARROWED)
 def test_nothing_outside_of_the_span_is_attended_to(name):
   """A method's own span means the same to kernels and to the reference."""

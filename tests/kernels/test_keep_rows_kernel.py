@@ -30,6 +30,7 @@ def test_rows_that_do_not_count_keep_theirs():
       np.testing.assert_array_equal(kept[row], (x if counts else y)[row])
 
 
+@pytest.mark.slow
 def test_statistics_of_a_layer():
   """Those of a row that is idle, and of one that meets a NaN, stay; another's move."""
   stream = Stream.random(3, batch=3, tokens=60).poisoned("q", 1, 41)

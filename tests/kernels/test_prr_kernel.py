@@ -108,7 +108,7 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("programs", [7, 700])
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("predictor", ["holt", "ema"])

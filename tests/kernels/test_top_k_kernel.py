@@ -42,7 +42,7 @@ def both(scores, stop, start, span_sinks, limit=None, dense_below=0, ordered=Tru
   return want, got
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
 @pytest.mark.parametrize(
   ("count", "unit", "sinks", "local", "k"),
@@ -72,27 +72,28 @@ def test_long_rows_are_cut(monkeypatch, k):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.core(1)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("ordered", [False, True])
-def test_several_lists_by_one_search(monkeypatch, ordered):
+@pytest.mark.parametrize("longest", [8192, 64])
+@pytest.mark.parametrize(("k", "limit"), [((9, 20), (9, 20)), ((12, 30), (9, 20))])
+def test_several_lists_by_one_search(monkeypatch, ordered, longest, k, limit):
   """Each as by a call of its own, whether rows are cut or not."""
   rng, count, unit = np.random.default_rng(3), 300, 4
   stop = np.array([[[900, 901]], [[count * unit - 1, count * unit]]], np.int32)
   start = np.zeros((2, 1), np.int32)
   scores = np.stack([scores_of(rng, 2, 3, count, kind) for kind in ("ties", "wide")], 2)
   chosen = {"unit": unit, "sinks": 1, "local": 2}
-  for longest in (8192, 64):
-    monkeypatch.setattr(top_k, "LANES", longest)
-    for k, limit in ((9, 20), (9, 20)), ((12, 30), (9, 20)):
-      run = functools.partial(top_k.best_of_each, k=k, limit=limit, dense_below=1000, **chosen)
-      got = jax.jit(functools.partial(run, ordered=ordered))(scores, start, stop)
-      for n, lists in enumerate(got):
-        each = {**chosen, "k": k[n], "limit": limit[n], "dense_below": 1000}
-        want, _ = both(scores[:, :, n], stop[:, :, n], start, 0, **each)
-        for a, b in zip(want, lists, strict=True):
-          np.testing.assert_array_equal(*(a, b) if ordered else (np.sort(a), np.sort(b)))
+  monkeypatch.setattr(top_k, "LANES", longest)
+  run = functools.partial(top_k.best_of_each, k=k, limit=limit, dense_below=1000, **chosen)
+  got = jax.jit(functools.partial(run, ordered=ordered))(scores, start, stop)
+  for n, lists in enumerate(got):
+    each = {**chosen, "k": k[n], "limit": limit[n], "dense_below": 1000}
+    want, _ = both(scores[:, :, n], stop[:, :, n], start, 0, **each)
+    for a, b in zip(want, lists, strict=True):
+      np.testing.assert_array_equal(*(a, b) if ordered else (np.sort(a), np.sort(b)))
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
 @pytest.mark.parametrize("first", [1, 5, 12])
 def test_the_very_best_come_first(kind, first):

@@ -201,6 +201,7 @@ def test_ratio_of_retrievals():
     assert np.mean(done) == ratio
 
 
+@pytest.mark.slow
 def test_a_second_turn_decides_anew():
   """And an idle row keeps its decisions."""
   streams = similar_streams(3, 4, 70)

@@ -421,7 +421,7 @@ def test_art_may_not_walk_what_is_repaired():
     ART(PRR())
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "base",
   [QUEST, Quest(16, 4, "max"), INFLLM, dataclasses.replace(INFLLM, dense_below=40)],

@@ -124,6 +124,7 @@ def test_the_oracle_decoder_equals_full():
     np.testing.assert_allclose(out[b], want, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_over_other_bases():
   """All pages under the window give what Full under the window gives; few pages see still less."""
   narrow = {"sinks": 2, "phi": 0.4, "start": 0.5}

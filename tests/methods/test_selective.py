@@ -11,6 +11,7 @@ import pytest
 from kvjax import CacheSpec, Quest, Span, TopKOracle, Window
 from kvjax.ops import tiles
 from kvjax.selective import Selective
+from tests.compiled import compiled
 from tests.layer import Layer, Stream
 from tests.selection import Watched, choose
 
@@ -166,7 +167,8 @@ def test_ratio_widens_what_is_scored():
   layer = Layer(method, stream, capacity=60)
   layer.prefill([50, 13])
   scores = layer.cache.heads["sum"]
-  plans = [method.select(layer.at, layer.cache, scores, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
+  select = compiled(functools.partial(method.select, layer.at))
+  plans = [select(layer.cache, scores, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
   counts = [np.asarray(plan.count)[:, 0].tolist() for plan in plans]
   assert counts == [[4, 4], [4, 4], [5, 4], [6, 4]]
   narrow, wide = (np.asarray(plan.table) for plan in (plans[0], plans[-1]))

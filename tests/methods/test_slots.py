@@ -5,7 +5,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.ops import slots
+from kvjax.ops import slots as plain
+from tests.compiled import of
+
+slots = of(plain)
 
 
 def test_put_drops_out_of_range():

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import spans
+from kvjax.ops import spans as plain
+from tests.compiled import of
+
+spans = of(plain)
 
 
 def random_maps(seed, count, size):
@@ -92,7 +95,7 @@ def test_scores_candidates_and_suppression(size):
   maps = random_maps(size, 6, size)
   theta = spans.threshold(jnp.asarray(maps), 0.8, jnp.full(6, size))
   scores = spans.triangle_scores(jnp.asarray(maps), theta)
-  found = spans.candidates(scores)
+  found = jax.tree.map(np.asarray, spans.candidates(scores))
   assert found[0].shape == (6, 2 * size - 1)
   for i, a in enumerate(maps):
     want = slow_scores(np.float64(a), float(theta[i]))
@@ -192,7 +195,7 @@ def test_planted_spans_are_found_again(count):
   """Boundaries within one token in at least 95 % of the maps."""
   rng = np.random.default_rng(0)
   maps, wanted = zip(*(planted(rng) for _ in range(count)), strict=True)
-  divide = jax.jit(lambda a: spans.divide(a, 0.9, 0.1, 4))
+  divide = jax.jit(lambda a: plain.divide(a, 0.9, 0.1, 4))
   good = 0
   for i in range(0, count, 100):
     start, stop = divide(jnp.asarray(np.stack(maps[i : i + 100])))

@@ -21,6 +21,7 @@ def quick(**options):
     return case, bench.check(case)["ART"], bench.check_steps(case)["ART"]
 
 
+@pytest.mark.slow
 def test_walks_of_the_quick_shapes_stop_where_the_references_do():
   case, error, apart = quick()
   walked = case.steps()

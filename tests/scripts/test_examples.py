@@ -29,7 +29,7 @@ def run(name, monkeypatch, *arguments):
   runpy.run_module(f"scripts.examples.{name}", run_name="__main__")
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, monkeypatch, capsys):
   run(name, monkeypatch)

@@ -70,7 +70,7 @@ runpy.run_module("scripts.convert_checkpoint", run_name="__main__")
   convert.load(made / "tiny")
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @stopped_by
 def test_generate(tmp_path, number):
   """What was written until then is text, each character of it whole."""

@@ -1,0 +1,31 @@
+"""A module's functions, each jitted: one program a call in the place of one for every operation."""
+
+import functools
+import types
+
+import jax
+
+
+@functools.cache
+def _jitted(function, static, names):
+  return jax.jit(function, static_argnums=static, static_argnames=names)
+
+
+def compiled(function):
+  """`function`; numbers, texts and None among its arguments are static."""
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    plain = (int, float, str, type(None))
+    static = tuple(i for i, x in enumerate(args) if isinstance(x, plain))
+    names = tuple(sorted(n for n, x in kwargs.items() if isinstance(x, plain)))
+    return _jitted(function, static, names)(*args, **kwargs)
+
+  return call
+
+
+def of(module: types.ModuleType) -> types.SimpleNamespace:
+  """The module with its functions compiled."""
+  own = {n: x for n, x in vars(module).items() if not n.startswith("_")}
+  functions = {n: compiled(x) for n, x in own.items() if isinstance(x, types.FunctionType)}
+  return types.SimpleNamespace(**{**own, **functions})

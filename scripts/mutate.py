@@ -36,14 +36,14 @@ from typing import Annotated, Any
 import tyro
 
 from . import common, console
-from .mutants import few_cases, selections, sites
+from .mutants import equivalent, few_cases, selections, sites
 from .mutants.sites import Site
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WAIT = 12  # seconds of the clock, for each of computing, until a process is taken to hang
 WELL_WITHIN = 0.6  # of the limit, that tests without a fault take, if running out of it tells one
 ALLOWED = 0.1  # of the faults may survive
-RESULTS = ("killed", "timeout", "survived", "unclear")
+RESULTS = ("killed", "timeout", "equivalent", "survived", "unclear")
 ASIDE = shutil.ignore_patterns(".*", "__pycache__", "results", "dist", "build", "*.egg-info")
 
 
@@ -81,7 +81,7 @@ def main(args: Args) -> None:
   with tree(args.root) as copy:  # which stays as it is, whatever is edited meanwhile
     chosen = drawn(args, copy)
     put_in(args, copy, chosen, results)
-    found = [results.of(copy, site) for site in chosen]
+    found = [judged(site, results.of(copy, site)) for site in chosen]
   text = summary([(site, x) for site, x in zip(chosen, found, strict=True) if x is not None])
   with common.written_aside(args.out / "mutations.txt") as file:
     file.write_text(f"python -m scripts.mutate --sites {args.sites} --seed {args.seed}\n{text}\n")
@@ -290,6 +290,13 @@ def tree(root: pathlib.Path) -> Iterator[pathlib.Path]:
 # ---- all of them
 
 
+def judged(site: Site, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+  """A result, in which faults that survive and can change nothing are called equivalent."""
+  if entry is None or entry["result"] not in ("survived", "unclear"):
+    return entry
+  return {**entry, "result": "equivalent"} if equivalent.reason(site, entry["diff"]) else entry
+
+
 def survivors(found: Any) -> float:
   """The share of faults that no test failed."""
   results = [x["result"] for x in found]
@@ -300,10 +307,9 @@ def summary(found: Sequence[tuple[Site, dict[str, Any]]]) -> str:
   """Counts by folder and kind, and what has survived."""
   counts: dict[tuple[str, str], collections.Counter] = {}
   for site, entry in found:
-    for kind in (site.kind, "all"):
-      key = (str(pathlib.PurePath(site.path).parent), kind)
+    folder = str(pathlib.PurePath(site.path).parent)
+    for key in {(folder, site.kind), (folder, "all"), ("all", "all")}:
       counts.setdefault(key, collections.Counter())[entry["result"]] += 1
-    counts.setdefault(("all", "all"), collections.Counter())[entry["result"]] += 1
   rows = [
     (*key, *(str(count[name]) for name in RESULTS), str(count.total()))
     for key, count in sorted(counts.items())
@@ -311,6 +317,7 @@ def summary(found: Sequence[tuple[Site, dict[str, Any]]]) -> str:
   lines = [console.table(("folder", "kind", *RESULTS, "faults"), rows, left=(0, 1))]
   share = survivors(entry for _, entry in found)
   lines.append(f"\n{share:.1%} survived, at most {ALLOWED:.0%} may")
+  lines.append("equivalent: no test fails, and none can; scripts/mutants/equivalent.py says why")
   for site, entry in found:
     if entry["result"] in ("survived", "unclear"):
       lines.append("\n".join(["", f"{site.name}: {entry['result']}", *entry["diff"]]))

@@ -27,7 +27,7 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/ops/attention.py": of("methods/tova", laws=("full", "streaming_llm", "h2o")),
-  "kvjax/ops/context.py": ("tests/devices", "-k", "context_parallel and (full or quest)"),
+  "kvjax/ops/context.py": of("devices/context"),
   "kvjax/ops/depth.py": of("methods/psaw", "methods/etf", laws=("psaw",)),
   "kvjax/ops/slots.py": of("methods/slots", laws=("h2o",)),
   "kvjax/ops/smoothing.py": of("methods/prr"),

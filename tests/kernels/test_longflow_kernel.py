@@ -77,14 +77,14 @@ def test_ties_go_to_the_lowest_position():
   assert (named == 4).all()
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_rows_that_do_not_count_keep_their_victims(per_layer):
+@pytest.mark.parametrize(("per_layer", "ill"), [(False, np.nan), (True, np.inf)])
+def test_rows_that_do_not_count_keep_their_victims(per_layer, ill):
   call = jax.jit(functools.partial(victim, sinks=2, recent=3, per_layer=per_layer))
   logits, m, l, *rest, live, old = operands(2, 3, 3, 200)
   every = np.asarray(call(logits, m, l, *rest, live, old))
   idle = np.asarray(call(logits, m, l, *rest, np.array([False, True]), old))
   assert (idle[0] == old[0]).all() and (idle[1] == every[1]).all() and (every != old).all()
-  l[1, 2, 0] = np.nan  # of one head: none of the row's counts
+  l[1, 2, 0] = ill  # of one head: none of the row's counts
   broken = np.asarray(call(logits, m, l, *rest, live, old))
   assert (broken[1] == old[1]).all() and (broken[0] == every[0]).all()
 

@@ -227,3 +227,16 @@ def test_the_first_tile_is_as_unread_as_any():
   arrays = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
   _, tiles = runner(ART(tile=TILE, certify=1e-3))(*arrays, jnp.asarray(length))
   assert (np.asarray(tiles) == S // TILE).all()
+
+
+def test_bounds_of_a_further_turn_begin_with_its_first_token():
+  """Whose page the turn before has begun."""
+  layer = Layer(ART(tile=4, certify=0.1), Stream.random(0))
+  layer.prefill([7, 9])
+  layer.prefill([6, 3], start=[7, 9], past=None)
+  k, heads = np.asarray(layer.cache.slots["k"]), layer.cache.heads
+  for b, used in enumerate((13, 12)):
+    for page in range(-(-used // 4)):
+      held = k[b, :, 4 * page : min(4 * page + 4, used)]
+      np.testing.assert_array_equal(heads["key_max"][b, :, page], held.max(1))
+      np.testing.assert_array_equal(heads["key_min"][b, :, page], held.min(1))

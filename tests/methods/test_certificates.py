@@ -50,6 +50,7 @@ def test_information_bound_by_hand():
   """g(0) = 0, g(1/2) = 2·(ln 2 + ln(n)/2), g(1) = 2·ln n."""
   got = c.information_bound(np.array([0.0, 0.5, 1.0]), 16)
   np.testing.assert_allclose(got, [0, 2 * (np.log(2) + np.log(16) / 2), 2 * np.log(16)])
+  assert got[[0, 2]].tolist() == [0, 2 * np.log(16)]  # h_b(0) = h_b(1) = 0, to the last bit
 
 
 def test_a_geometric_tail_is_fitted_exactly():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import DoubleSparsity
+from kvjax import Attended, DoubleSparsity, State
 from kvjax.methods import double_sparsity
 from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
@@ -107,6 +107,25 @@ def test_labels_follow_the_cache():
   for step in range(3):
     layer.decode([23 + step, 9], live=[True, False])
     check_labels([23, 9], [24 + step, 9])
+
+
+def test_only_tokens_with_a_label_are_scored():
+  """Not the newest one; and a row that does not count keeps its labels."""
+  stream = Stream.random(5, tokens=20)
+  method = DoubleSparsity(8, channels=4)
+  layer = Layer(method, stream, capacity=20)
+  layer.prefill([12, 7])
+  cache, q = layer.cache, jnp.asarray(stream.q[..., 12, :])
+  scores = np.asarray(method.tile_scores(layer.at, cache, q))
+  for b, seen in enumerate((12, 7)):
+    assert ((scores[b] > 0) == (np.arange(20) < seen - 1)).all()
+  changed = cache.put(slots={"k": cache.slots["k"] + 1.0})
+  counted = jnp.array([True, False])
+  attended = Attended(State(q, q[..., 0], q[..., 0]), None, None, cache.used, counted=counted)
+  plan = method.everything(layer.at, changed)
+  after, _ = method.observe(layer.at, changed, q, plan, attended)
+  np.testing.assert_array_equal(after.heads["labels"][1], cache.heads["labels"][1])
+  assert (np.asarray(after.heads["labels"][0]) != np.asarray(cache.heads["labels"][0])).any()
 
 
 def test_live_caches_are_labelled_anew():

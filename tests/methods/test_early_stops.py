@@ -91,6 +91,8 @@ def test_the_bound_holds_where_mass_decays(seed, decay, tau, patience):
   found = early_stops.truncation(walk, stop, tau, patience)
   ok = found.decays
   assert (found.actual[ok] <= found.bound[ok] * (1 + 1e-9) + 1e-12).all()
+  on = stop == early_stops.NEVER  # who reads all has no error, and needs no bound
+  assert (found.actual[on] == 0).all() and (found.bound[on] == 0).all()
   assert (~found.assumption | found.decays).all()  # Lemma 1
 
 

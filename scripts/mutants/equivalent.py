@@ -1,0 +1,85 @@
+"""Faults that change no result: by file and by the line as the fault leaves it, with the reason.
+
+A fault that survives and stands here is counted apart. One that a test fails is not looked for.
+"""
+
+from .sites import Site
+
+_DIVISOR = "what is divided by it is 0"
+_MAXIMUM = "any finite base will do where there is no key: all is multiplied by 0"
+
+EQUIVALENT = {
+  "kvjax/softmax_state.py": {"return jnp.where(l == 0, (2.0), l)": _DIVISOR},
+  "kvjax/ops/context.py": {
+    "whole = State(total[..., :-1] / jnp.where(l == 0, (2.0), l)[..., None], m, l)": _DIVISOR,
+    "m = jnp.where(m == -jnp.inf, 1.0, m)": _MAXIMUM,
+    "inside = (tile * unit <= stop) & "
+    "((tile * unit < span.sinks) | (tile * unit + unit > start))": (
+      "a tile that begins at `stop` is behind the newest one, which the next line leaves out"
+    ),
+  },
+  "kvjax/ops/attention.py": {
+    "width = [(0, to + n if a == axis else 0) for a, n in enumerate(x.shape)]": (
+      "more padding than is needed, which the positions mask: it costs time"
+    ),
+  },
+  "kvjax/early_stops.py": {
+    "o = part / np.where(total > 0, total, (2.0))[..., None]": _DIVISOR,
+  },
+  "kvjax/methods/art.py": {
+    "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
+  },
+  "kvjax/methods/longflow.py": {"top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM},
+  "kvjax/methods/cis.py": {
+    'if dispatch.choose("cis_anchors", at.env.impl) != "pallas":': (
+      "kernel and reference give the same; which one runs is counted by test_decode_ops.py"
+    ),
+    "now = (cache.seen - 2)[:, None]": (
+      "where the query stands is asked only by windows that turn it, which CIS has no base with"
+    ),
+  },
+  "kvjax/methods/snapkv.py": {
+    "return jnp.where(jnp.isinf(score), (2.0) + cache.pos, ranked)": (
+      "positions keep their order among themselves, and above the ranks"
+    )
+  },
+  "pallas_kernels/_tiles.py": {
+    "return jnp.where(i <= last, find(jnp.minimum(i, jnp.maximum(last - 1, 0))), -1)": (
+      "the tile behind the last one is fetched ahead and never added"
+    ),
+  },
+  "pallas_kernels/art.py": {
+    "return jnp.where(calm == 1, max(chunk, patience), jnp.maximum(patience - calm, 2))": (
+      "how many tiles are fetched at once, not which are walked"
+    ),
+  },
+  "pallas_kernels/cis.py": {
+    'scoring["scale"] = head_dim**-(1.0)': (
+      "heads are ranked each by itself, and a positive scale changes no order"
+    ),
+  },
+  "pallas_kernels/longflow.py": {
+    "inside = slot <= slots  # a bound that is known beforehand leaves the loads whole vectors": (
+      "the lane behind a row is masked later; it is read, which only a memory checker would show"
+    ),
+    "l = _backend.load(l_ref, row, head[:, None], group[None, :], mask=mask, other=(2.0))": (
+      "lanes without a query head, which nothing reads"
+    ),
+  },
+  "pallas_kernels/product.py": {
+    "x = _backend.load(x_ref, row, k[None, :], mask=(real))": (
+      "the weight beside it is masked; only a NaN behind the array would show, on a GPU"
+    ),
+  },
+  "pallas_kernels/repair.py": {
+    "l = _backend.load(l_ref, part, group, mask=keep, other=1.0)": (
+      "a state whose maximum is −∞ weighs 0"
+    ),
+  },
+}
+
+
+def reason(site: Site, diff: list[str]) -> str | None:
+  """Why a fault changes no result, if that is known; `diff`: its lines, as they are shown."""
+  known = EQUIVALENT.get(site.path, {})
+  return next((known[line[1:].strip()] for line in diff if line[1:].strip() in known), None)

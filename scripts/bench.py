@@ -246,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
   reports = []
   module, end = suite(options.suite), time.monotonic() + 60 * (options.minutes or math.inf)
   for case in module.cases(options.quick, not options.no_peers, options.only):
+    common.drop_programs()
     reports.append({**measure(case, repetitions), "command": facts["command"]})
     print("\n" + table(reports[-1]), flush=True)
     if options.out:

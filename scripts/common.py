@@ -1,5 +1,6 @@
 """What the programs share: the model that they load, and files that are whole or not there."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -72,6 +73,27 @@ def keep_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+# Every compiled program takes memory maps, of which Linux gives a process 65,530.
+_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 20_000
+
+
+def drop_programs() -> bool:
+  """Drops compiled programs where they are many: long before the compiler gets no more memory.
+
+  Past the last map a compilation on a CPU ends with "Cannot allocate memory", a write to the
+  compilation cache in a segmentation fault. To be called where no program is in use soon, such as
+  between two methods. What is needed again comes from the cache on disk, if there is one.
+
+  Returns:
+    Whether they were dropped.
+  """
+  if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") <= _MOST_MAPS:
+    return False
+  jax.clear_caches()
+  gc.collect()
+  return True
 
 
 def usual_methods() -> tuple[str, ...]:

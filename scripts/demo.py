@@ -338,6 +338,7 @@ def contest(
   together = read_together(game, methods, shared)
 
   def result(name: str, method: kvjax.Method) -> Result:
+    common.drop_programs()
     if name in shared:
       return game.run(name, method, together.of(name))
     with console.step(f"{name}: reading the prompt", fleeting=True):

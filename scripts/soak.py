@@ -156,6 +156,7 @@ def main(args: Args) -> None:
     )
   rows = []
   for name in names:
+    common.drop_programs()
     with console.step(f"{name}: {args.steps:,} steps"):
       rows.append({"name": name, **run(name, args.steps)})
     jax.clear_caches()

@@ -1,6 +1,5 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
-import gc
 import importlib.metadata
 import os
 import pathlib
@@ -33,6 +32,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from scripts.common import drop_programs  # noqa: E402
 from tests import layer  # noqa: E402
 from tests.cover import mark_rest  # noqa: E402
 
@@ -72,11 +72,6 @@ def pytest_xdist_make_scheduler(config, log):
   return ByPrograms(config, log)
 
 
-# Every compiled program takes memory maps, of which Linux gives a process 65,530: past that, a
-# write to the compilation cache ends in a segmentation fault.
-_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 20_000
-
-
 @pytest.fixture(autouse=True)
 def _few_programs(request):
   """Drops compiled programs, which the cache on disk has, before they are too many.
@@ -89,9 +84,7 @@ def _few_programs(request):
   yield
   if patched:
     layer.driver.cache_clear()
-  if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
-    jax.clear_caches()
-    gc.collect()
+  drop_programs()
 
 
 @pytest.fixture(scope="session")

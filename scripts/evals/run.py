@@ -72,6 +72,8 @@ class Runner:
         yield from ((entry, error) for entry in wanted)
         continue
       for entry in wanted:
+        if common.drop_programs():
+          self._compiled.clear()
         mine, caches = logits, take(filled, group.index(entry)) if len(group) > 1 else filled
         try:
           result, reference = self._decode(

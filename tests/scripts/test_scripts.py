@@ -240,6 +240,20 @@ def test_what_programs_keep_is_where_somebody_said(config, monkeypatch):
   assert config.jax_persistent_cache_min_compile_time_secs == 1.0
 
 
+def test_programs_are_dropped_before_they_are_too_many(monkeypatch, tmp_path):
+  """By the maps that they take; what is wanted again is compiled again."""
+  plus_one = jax.jit(lambda x: x + 1)
+  maps = tmp_path / "maps"
+  monkeypatch.setattr(common, "_MAPS", maps)
+  for lines, dropped in ((20_000, False), (20_001, True)):
+    maps.write_text("x\n" * lines)
+    assert plus_one(1) == 2 and plus_one._cache_size() == 1
+    assert common.drop_programs() == dropped
+    assert plus_one._cache_size() == (not dropped)
+  monkeypatch.setattr(common, "_MAPS", tmp_path / "none")  # not Linux
+  assert not common.drop_programs()
+
+
 # ---- record, and what the programs share
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TextIO
+from typing import Self, TextIO
 
 from tqdm import tqdm
 
@@ -43,7 +43,7 @@ class Step:
     """Seconds since the step began."""
     return time.perf_counter() - self._begin
 
-  def __enter__(self) -> "Step":
+  def __enter__(self) -> Self:
     if self._live:
       self._ticker.start()
     elif not self._fleeting:

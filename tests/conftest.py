@@ -26,7 +26,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_REPO / ".cache" / "jax")
 from jaxtyping import install_import_hook  # noqa: E402
 
 # Every jaxtyping annotation of the library is checked at run time, from its first import on.
-install_import_hook(["kvjax"], "beartype.beartype")
+_PARTS = {f"kvjax.{path.stem}" for path in (_REPO / "kvjax").iterdir()} - {"kvjax.programs"}
+install_import_hook(sorted(_PARTS), "beartype.beartype")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -66,7 +66,8 @@ def lower(function: Callable, *shapes: Any, kind: str = "NVIDIA H200") -> list[K
   if hasattr(jax.sharding, "AbstractDevice"):
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-    here = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    # Kernels are cut for `kind`; jax has to know the device that it lowers for, and does not all.
+    here = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     context = use_abstract_mesh(AbstractMesh((), (), abstract_device=here))
   with default_device(kind), context:
     lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))

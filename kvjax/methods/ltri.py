@@ -23,7 +23,7 @@ LLAMA_3_8B_HEADS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Ltri(Streamed):
+class Ltri(Streamed, moves=("divide",)):
   """Divides the context into spans by its own attention, and retrieves blocks by their spans.
 
   The map of a block is what its queries give to its keys, as probabilities over everything they
@@ -181,7 +181,7 @@ class Ltri(Streamed):
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
     def divided(maps: Array) -> Array:
-      return _packed(*self._divide(at.layer, maps, None))
+      return _packed(*self.divide(at.layer, maps, None))
 
     if tokens > 1:
       found = divided(maps)
@@ -196,7 +196,7 @@ class Ltri(Streamed):
     rows["map"] = jnp.take_along_axis(maps, newest[:, None, None, None], 1, mode="clip")[:, 0]
     return cache.put(rows=rows)
 
-  def _divide(
+  def divide(
     self, layer: int, maps: Float[Array, "B E U U"], length: Int[Array, "B E"] | None
   ) -> tuple[Int[Array, "B E C"], Int[Array, "B E C"], Int[Array, "B E C"], Float[Array, "B E C"]]:
     """Starts, stops, numbers of vectors, and r_a of the spans of each map."""
@@ -323,7 +323,7 @@ class Ltri(Streamed):
     maps, votes = jax.lax.map(of_block, starts)
     votes = votes.sum(0).reshape(batch, blocks, self.block)
     length = (pos >= 0).reshape(batch, blocks, -1).sum(-1, dtype=jnp.int32)
-    start, stop, count, _ = self._divide(at.layer, jnp.moveaxis(maps, 0, 1), length)
+    start, stop, count, _ = self.divide(at.layer, jnp.moveaxis(maps, 0, 1), length)
     return spans.elect(votes, spans.inside(start, stop, self.block), count)
 
   def choose(

@@ -184,7 +184,7 @@ class Method:
     """Whether the class whose form of `move` this is knew the form of `other`, or is its class."""
 
     def said(name: str) -> int:
-      return max(i for i, cls in enumerate(self._lineage()) if name in vars(cls))
+      return max((i for i, cls in enumerate(self._lineage()) if name in vars(cls)), default=-1)
 
     return said(move) >= said(other)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvjax.method import Method
 from kvjax.methods.full import Full
-from kvjax.types import At, Cache, CacheSpec
+from kvjax.types import At, CacheSpec
 
 # What is the base's own unless a wrapper says otherwise; `init` and what drives are, too.
 FORWARDED = (
@@ -67,7 +67,7 @@ class Wrapper(Method):
     """A wrapper that overrides anything has to say so itself."""
     return self.base.spreads and not self._own()
 
-  def init(self, spec: CacheSpec, layer: int) -> Cache:
+  def init(self, spec: CacheSpec, layer: int) -> Any:
     return self.base.init(spec, layer) if self.base.overrides("init") else super().init(spec, layer)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:

@@ -12,6 +12,9 @@ from kvjax.ops import attention
 from kvjax.softmax_state import State
 from kvjax.types import At, Attended, Cache, Plan, Window
 
+# What decides which tokens stay in which slots.
+EVICTS = ("victim", "landing", "insert", "rank", "keep", "always", "staying")
+
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
@@ -138,16 +141,16 @@ def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool
   if window is not None and window.view is not None and not turned:
     return f"turns the query for its sinks (window); the {impl!r} kernel has one query"
   if hides(at, window):
-    return f"has a window that its span may not know; the {impl!r} kernel sees all of the span"
+    return f"has a window that its span may not know; the {impl!r} kernel sees the span alone"
   return ""
 
 
 def hides(at: At, window: Window | None) -> bool:
-  """Whether a window may hide slots of the span, for whose kernels the span is all there is.
+  """Whether a window may hide slots of a method's own span, which is all that kernels look at.
 
-  The span of every method is that of its window. Where slots are no positions it says so itself,
-  and cannot know of windows that came later.
+  Where slots are no positions, such a span says that nothing is cached but what the window holds:
+  of windows and evictions that came later it cannot know.
   """
   if window is None or not at.top.overrides("span"):
     return False
-  return at.top.positional or not at.top.knows("span", "window")
+  return at.top.positional or not all(at.top.knows("span", move) for move in ("window", *EVICTS))

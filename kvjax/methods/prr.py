@@ -181,11 +181,12 @@ class PRR(Wrapper):
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
     guess = Plan(span, foreseen, count, unit=self._selector.unit)
-    memo = self._beside(at, cache, guess, q)
+    usual = at.top.form("select") is Selective.select
+    together = usual and dispatch.choose("best_tiles", at.env.impl) == "pallas"
+    memo = self._beside(at, cache, guess, q) if together else None
     if memo is None:
       memo = {"scores": at.top.score(at, cache, q)}
-    selects = at.top.form("select") is Selective.select
-    if selects and dispatch.choose("best_tiles", at.env.impl) == "pallas":
+    if together:
       true, found = self._select_both(at, cache, memo)
       memo |= found
     else:
@@ -231,13 +232,10 @@ class PRR(Wrapper):
       how |= {"stride": base.stride, "width": base.kernel}
     else:
       return None
-    known = at.top.form("score") is Selective.score and not at.top.overrides("span")
+    everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
+    usual = at.top.form("score") is Selective.score and not at.top.overrides("span")
     # S1 may have to keep what was speculated as it is.
-    if not known or self.variant == "S1":
-      return None
-    if dispatch.choose(operation, at.env.impl, q, cache.slots["k"]) != "pallas":
-      return None
-    if at.top.window(at, (cache.seen - 1)[:, None]) is not None:
+    if not usual or not everything or self.variant == "S1":
       return None
     summaries = tuple(cache.heads[name] for name in names)
     state = cache.heads["level"], cache.heads["trend"], cache.rows["factors"]

@@ -173,8 +173,8 @@ class Method:
     return ()
 
   def form(self, move: str) -> Any:
-    """The function or property that a move is: that of the outermost class that has one."""
-    return next(vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls))
+    """What a move is here, as its class wrote it: a kernel stands for one form and no other."""
+    return next((vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls)), None)
 
   def overrides(self, move: str) -> bool:
     """Whether this method has its own form of a move."""
@@ -257,7 +257,7 @@ class Method:
     return None
 
   def span(self, at: At, cache: Cache, window: Window | None) -> Span:
-    """The slots that the newest token's window covers."""
+    """The slots that the newest token's window covers, and no others."""
     stop = cache.used[:, None]
     if window is None:
       return Span(jnp.zeros_like(stop), stop)
@@ -281,7 +281,10 @@ class Method:
     return jnp.zeros_like(like)
 
   def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
-    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows."""
+    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
+
+    Occupied slots are a prefix: as long as one is empty it is the first of them.
+    """
     room = (cache.used < context.size(at, cache))[:, None]
     slot = context.own(at, cache, cache.used)[:, None]
     slot = jnp.where(room, slot, at.top.victim(at, cache))
@@ -400,7 +403,7 @@ class Method:
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """The slots that the chunk's queries see: what is cached, and the chunk itself."""
+    """The slots that the chunk's queries see: what is cached, and the chunk itself behind it."""
     if prompt.past == 0:
       return new, cache, carry
     if at.env.slot_axis:  # each device attends to what it will hold

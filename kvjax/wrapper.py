@@ -10,7 +10,7 @@ from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.types import At, CacheSpec
 
-# What is the base's own unless a wrapper says otherwise; `init` and what drives are, too.
+# What is the base's own unless a wrapper says otherwise.
 FORWARDED = (
   *("positional", "wants_logits", "standing", "chunkable", "order_independent", "by_layer"),
   *("in_place", "projects_all", "along_slots", "pieces", "room", "capacity", "extra"),
@@ -18,17 +18,19 @@ FORWARDED = (
   *("plan", "order", "read", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
   *("keep", "settle", "conclude", "decode_step", "prefill", "enter", "attend_prompt"),
 )
-SHAPES = ("capacity", "extra", "init")
+# What asks for other moves, of which these are about shapes and the others are not.
+DRIVERS = ("init", "init_caches", "prefill", "decode_step")
+SHAPES = ("capacity", "extra")
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Method):
   """A method that changes another one's moves.
 
-  A subclass overrides moves and calls `self.base.<move>(at, …)` where it adds to the base's; moves
-  that it replaces outright are listed in `replaces`, and a base that has its own form of one of
-  them is refused: it would be dropped silently. So is a base with drivers of its own, unless the
-  wrapper overrides nothing: who knows which moves they ask for.
+  What it leaves alone is the base's, drivers too. A subclass overrides moves and calls
+  `self.base.<move>(at, …)` where it adds to the base's; moves that it replaces outright are listed
+  in `replaces`, and a base that has its own form of one of them is refused: it would be dropped
+  silently. So is a base with drivers of its own, if these need not ask for what is overridden.
 
   Attributes:
     base: the method that is wrapped.
@@ -45,12 +47,13 @@ class Wrapper(Method):
         "wrap a base that leaves it as it is"
       )
     own = self._own()
-    for move in ("decode_step", "prefill", "init_caches", "init"):
-      asks = [x for x in own if (x in SHAPES) == (move in ("init_caches", "init")) and x != move]
-      if self.base.overrides(move) and move not in own and asks:
+    for driver in DRIVERS:
+      shapes = driver.startswith("init")
+      asked = [x for x in own if (x in SHAPES) == shapes and x not in DRIVERS]
+      if asked and driver not in own and self.base.overrides(driver):
         raise ValueError(
-          f"{type(self).__name__}.base: found {self.base!r}, whose {move} need not ask for "
-          f"{', '.join(asks)}, expected a base that leaves {move} as it is"
+          f"{type(self).__name__}.base: found {self.base!r}, whose {driver} need not ask for "
+          f"{', '.join(asked)}, expected a base that leaves {driver} as it is"
         )
 
   @property

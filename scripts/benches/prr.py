@@ -144,7 +144,13 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Apart(Wrapper):
-  """The same method, whose kernels nobody joins in one launch."""
+  """The same method, whose kernels nobody joins in one launch: these moves could be others."""
+
+  def score(self, *arguments: Any) -> Any:
+    return self.base.score(*arguments)
+
+  def select(self, *arguments: Any) -> Any:
+    return self.base.select(*arguments)
 
 
 def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:

@@ -18,6 +18,7 @@ import pytest
 
 from kvjax import (
   ART,
+  CIS,
   ETF,
   METHODS,
   PRR,
@@ -26,6 +27,8 @@ from kvjax import (
   Carry,
   Env,
   Full,
+  HShare,
+  InfLLMv2,
   LongFlow,
   Method,
   Plan,
@@ -54,6 +57,7 @@ CAPACITY = 20
 STREAM = Stream.random(11, batch=2, kv_heads=2, groups=2, tokens=16)
 PROMPT = (9, 5)
 QUEST = Quest(4, page=2, dense_layers=0)
+BLOCKS = InfLLMv2(1, block=2, sinks=1, local=2, kernel=2, stride=1, dense_below=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,10 +265,14 @@ NO_WAY = "Own fetches slots its own way .read.; the 'pallas' kernel walks the ca
 TABLE = [
   case("window", Full(), narrow_window, prompt=PROMPT),
   case("window", QUEST, narrow_window, slow=True),
+  case("window", CIS(2, 1, 2), narrow_window, slow=True),
+  case("window", HShare(4, 1, 2), narrow_window, prompt=PROMPT, slow=True),
   case("window", StreamingLLM(8, 1, "original"), narrow_window, f"attend_span: Own {HIDDEN}"),
   case("span", Full(), narrow_span),
   case("span", QUEST, narrow_span, slow=True),
   case("span", TopKOracle(4), narrow_span, slow=True),
+  case("span", CIS(2, 1, 2), narrow_span, slow=True),
+  case("span", HShare(4, 1, 2), narrow_span, prompt=PROMPT, slow=True),
   case("span", Full(), narrow_span, over=HALT, slow=True),
   case("span", PSAW(sinks=1, phi=0.5), narrow_span, f"attend_span: Own {HIDDEN}"),
   case(
@@ -327,9 +335,11 @@ TABLE = [
   case("dense_below", QUEST, 100),
   case("summaries", QUEST, more_summaries),
   case("summarise", QUEST, lambda self, cache, start, tokens: cache),
+  case("summarise", BLOCKS, lambda self, cache, start, tokens: cache, slow=True),
   case("renew", QUEST, lambda self, at, cache: cache),
   case("tile_scores", QUEST, by_first_channel),
   case("tile_scores", QUEST, by_first_channel, over=forecast, prompt=PROMPT),
+  case("tile_scores", BLOCKS, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
 ]
 
 # What no implementation can pass by, and why.

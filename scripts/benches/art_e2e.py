@@ -46,7 +46,7 @@ class Stops(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Forced(kvjax.ART):
+class Forced(kvjax.ART, moves=("walks", "length", "visited")):
   """ART whose detector ends every walk of a stable output after a given share of its tiles.
 
   It looks at each tile as always; τ and φ are so large that all outputs of values of usual size are
@@ -61,11 +61,11 @@ class Forced(kvjax.ART):
   after: float = 1.0
 
   def attend(self, at: Any, cache: Any, plan: Any, q: Any) -> Any:
-    splits, tiles = self._walks(cache.pos.shape[:2], cache.size)
-    ends = dataclasses.replace(self, splits=splits, patience=self._length(tiles // splits) - 1)
+    splits, tiles = self.walks(cache.pos.shape[:2], cache.size)
+    ends = dataclasses.replace(self, splits=splits, patience=self.length(tiles // splits) - 1)
     return kvjax.ART.attend(ends, at, cache, plan, q)
 
-  def _walks(self, heads: tuple[int, ...], size: int) -> tuple[int, int]:
+  def walks(self, heads: tuple[int, ...], size: int) -> tuple[int, int]:
     """Splits of a walk, and the tiles of all of them."""
     tiles = -(-size // self.tile)
     if self.splits != "auto":
@@ -73,15 +73,15 @@ class Forced(kvjax.ART):
     quiet = jax.default_backend() != "gpu"
     return art.choose_splits(heads[0] * heads[1], size, self.tile, interpret=quiet), tiles
 
-  def _length(self, tiles: int) -> int:
+  def length(self, tiles: int) -> int:
     """Tiles that a walk of so many takes before it stops."""
     return max(PATIENCE + 1, round(self.after * tiles))
 
   def visited(self, heads: tuple[int, ...], size: int) -> float:
     """Share of the tiles that a head whose walks stop takes."""
-    splits, tiles = self._walks(heads, size)
+    splits, tiles = self.walks(heads, size)
     mine = (tiles - np.arange(splits) + splits - 1) // splits
-    return float(np.minimum(mine, self._length(tiles // splits)).sum() / tiles)
+    return float(np.minimum(mine, self.length(tiles // splits)).sum() / tiles)
 
 
 def recorded(order: str, tau: str) -> Stops:
@@ -170,7 +170,7 @@ def case(title: str, name: str, base: str, method: kvjax.Method, batch: int, tok
         line += f"; {_gain(dense, ours, saved + (full - held) / BANDWIDTH)} over Full"
       lines.append(f"{line}; {batch / ours:,.0f} tokens a second, without {batch / bare:,.0f}")
     size, wrapped = caches_of(model, method, batch, tokens)[0].size, next(iter(forced.values()))
-    splits, tiles = wrapped._walks((batch, model.config.kv_heads), size)
+    splits, tiles = wrapped.walks((batch, model.config.kv_heads), size)
     table_1, table_2 = PAPER[base]
     by_length = table_2.get(tokens >> 10)
     lines += [

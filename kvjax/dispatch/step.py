@@ -140,17 +140,22 @@ def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool
   window = at.top.window(at, (cache.seen - 1)[:, None])
   if window is not None and window.view is not None and not turned:
     return f"turns the query for its sinks (window); the {impl!r} kernel has one query"
-  if hides(at, window):
-    return f"has a window that its span may not know; the {impl!r} kernel sees the span alone"
+  if later := hides(at, window):
+    return (
+      f"has its own {', '.join(later)}, which its span may not know; the {impl!r} kernel sees the "
+      "span alone"
+    )
   return ""
 
 
-def hides(at: At, window: Window | None) -> bool:
-  """Whether a window may hide slots of a method's own span, which is all that kernels look at.
+def hides(at: At, window: Window | None) -> list[str]:
+  """Moves for which a window may hide slots of a method's own span, all that kernels look at.
 
   Where slots are no positions, such a span says that nothing is cached but what the window holds:
   of windows and evictions that came later it cannot know.
   """
   if window is None or not at.top.overrides("span"):
-    return False
-  return at.top.positional or not all(at.top.knows("span", move) for move in ("window", *EVICTS))
+    return []
+  if at.top.positional:
+    return ["window"]
+  return [move for move in ("window", *EVICTS) if not at.top.knows("span", move)]

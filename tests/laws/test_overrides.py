@@ -259,7 +259,12 @@ def more_summaries(self, spec):
 
 # ---- the table
 
-HIDDEN = r"has a window that its span may not know; the 'pallas' kernel sees the span alone"
+
+def hidden(move):
+  known = f"has its own {move}, which its span may not know"
+  return f"attend_span: Own {known}; the 'pallas' kernel sees the span alone"
+
+
 HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2)
 NO_WAY = "Own fetches slots its own way .read.; the 'pallas' kernel walks the cache's own arrays"
 TABLE = [
@@ -267,14 +272,14 @@ TABLE = [
   case("window", QUEST, narrow_window, slow=True),
   case("window", CIS(2, 1, 2), narrow_window, slow=True),
   case("window", HShare(4, 1, 2), narrow_window, prompt=PROMPT, slow=True),
-  case("window", StreamingLLM(8, 1, "original"), narrow_window, f"attend_span: Own {HIDDEN}"),
+  case("window", StreamingLLM(8, 1, "original"), narrow_window, hidden("window")),
   case("span", Full(), narrow_span),
   case("span", QUEST, narrow_span, slow=True),
   case("span", TopKOracle(4), narrow_span, slow=True),
   case("span", CIS(2, 1, 2), narrow_span, slow=True),
   case("span", HShare(4, 1, 2), narrow_span, prompt=PROMPT, slow=True),
   case("span", Full(), narrow_span, over=HALT, slow=True),
-  case("span", PSAW(sinks=1, phi=0.5), narrow_span, f"attend_span: Own {HIDDEN}"),
+  case("span", PSAW(sinks=1, phi=0.5), narrow_span, hidden("window")),
   case(
     *("span", QUEST, narrow_span),
     over=forecast,
@@ -285,7 +290,8 @@ TABLE = [
   case("victim", Random(6, recent=2), first_slot, slow=True),
   case("victim", SnapKV(6, 2), first_slot),
   case(
-    *("victim", StreamingLLM(6, 1, "original"), first_slot, f"attend_span: Own {HIDDEN}"), slow=True
+    *("victim", StreamingLLM(6, 1, "original"), first_slot, hidden("victim")),
+    slow=True,
   ),
   case("landing", SnapKV(6, 2), first_slot_once_full),
   case("fresh", LongFlow(6, 2), sevens),
@@ -328,7 +334,7 @@ TABLE = [
   case("decode_step", Full(), doubled("decode_step", of_first(lambda out: 2 * out))),
   # of those that go round their slots
   case("always", SnapKV(6, 2), 2, slow=True),
-  case("always", StreamingLLM(6, 1, "original"), 2, f"attend_span: Own {HIDDEN}", slow=True),
+  case("always", StreamingLLM(6, 1, "original"), 2, hidden("always"), slow=True),
   case(
     "staying",
     SnapKV(6, 2),

@@ -36,7 +36,7 @@ class Bounded(Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class InTurn(Bounded):
+class InTurn(Bounded, moves=("always", "staying")):
   """Gives up the oldest token that may leave, where those that stay are older than all that may.
 
   A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
@@ -65,5 +65,4 @@ class InTurn(Bounded):
     first, since = self.staying(cache), (cache.seen + cache.size - cache.used)[:, None]
     return cache.put(heads={"ring": jnp.stack([first, jnp.broadcast_to(since, first.shape)], -1)})
 
-  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
-    return ring.place(cache.heads["ring"], cache.seen[:, None], cache.size)
+  victim = ring.victim

@@ -41,7 +41,7 @@ class Measured(Wrapper):
     cached = (cache.pos >= 0)[:, :, None]
     logits = attention.logits_of(q[:, :, :, None], cache.slots["k"])[:, :, :, 0]
     weight = jax.nn.softmax(logits, -1, where=cached)
-    chosen = self.chosen(at, cache, plan)[:, :, None]
+    chosen = self._chosen(at, cache, plan)[:, :, None]
     dropped = jnp.where(chosen, 0.0, weight).sum(-1)
     rank = jnp.argsort(jnp.argsort(jnp.where(cached, -weight, jnp.inf), -1), -1)
     size = chosen.sum(-1, keepdims=True)
@@ -49,7 +49,7 @@ class Measured(Wrapper):
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     return cache, {**aux, "dropped": dropped, "overlap": overlap}
 
-  def chosen(self, at: At, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
+  def _chosen(self, at: At, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
     """Slots that the step attended to."""
     view = at.top.read(at, cache, plan)
     ok = (view.pos >= 0) & plan.span.holds(view.slot)

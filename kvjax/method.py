@@ -10,16 +10,20 @@ A decode step is four moves over an explicit cache:
 and a prompt is three: `stage` the slots that its queries see, attend, `keep` what stays cached.
 A method is a frozen dataclass of its hyperparameters that overrides some of these moves.
 
-*Drivers* (`prefill`, `decode_step`) run only on the outermost method. *Moves* reach their siblings
-through `at.top`, the outermost method, so a wrapper's override is seen by the method it wraps.
+*Drivers* (`prefill`, `decode_step`) and moves reach moves through `at.top`, the outermost method,
+so a wrapper's override is seen by the method it wraps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from typing import Any
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
@@ -41,14 +45,44 @@ from kvjax.types import (
 )
 
 Aux = dict[str, Any]
+Driver = TypeVar("Driver", bound=Callable[..., Any])
+
+
+def _shared(driver: Driver) -> Driver:
+  """A driver whose program alike layers share (`Method._twin`): traced and lowered once."""
+
+  @functools.wraps(driver)
+  def run(self: Method, at: At, *given: Any, **named: Any) -> Any:
+    twin = at.top._twin(at)
+    if twin is None:
+      return driver(self, at, *given, **named)
+    return _once(driver, twin, *given, **named)
+
+  return run  # type: ignore[return-value]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _once(driver: Callable[..., Any], at: At, *given: Any, **named: Any) -> Any:
+  return driver(at.top, at, *given, **named)
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
   """The full cache, move by move; every method is a subclass that overrides some of them.
 
+  An override means the same under every implementation. Where a kernel would pass it by, "auto"
+  takes the reference, and a kernel asked for by name raises as soon as a step is traced.
+
+  All public functions and properties are moves, and a class has those of its bases: another one,
+  perhaps a misspelt one, is a TypeError where the class is made. Helpers begin with _; a family
+  that asks its members for more says so: `class Paged(Method, moves=("page",))`.
+
   Arguments of a constructor are checked by the types of its fields (TypeError), then by the class.
   """
+
+  def __init_subclass__(cls, moves: Sequence[str] = (), **options: Any) -> None:
+    super().__init_subclass__(**options)
+    _check_moves(cls, moves)
 
   def __new__(cls, *args: Any, **values: Any) -> Method:
     fields.check_types(cls, {**fields.named_arguments(cls, args), **values})
@@ -73,7 +107,7 @@ class Method:
 
   @property
   def standing(self) -> tuple[str, ...]:
-    """Per-slot statistics that the slot of a new token has already: they need not be written."""
+    """Per-slot statistics that the slot of a new token has already: `insert` leaves them alone."""
     return ()
 
   @property
@@ -138,9 +172,29 @@ class Method:
     """Arrays of the cache's heads shelf whose third axis follows the slots: summaries of tiles."""
     return ()
 
+  def form(self, move: str) -> Any:
+    """What a move is here, as its class wrote it: a kernel stands for one form and no other."""
+    return next((vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls)), None)
+
   def overrides(self, move: str) -> bool:
     """Whether this method has its own form of a move."""
-    return getattr(type(self), move) is not getattr(Method, move)
+    return self.form(move) is not vars(Method)[move]
+
+  def knows(self, move: str, other: str) -> bool:
+    """Whether the class whose form of `move` this is knew the form of `other`, or is its class."""
+
+    def said(name: str) -> int:
+      return max((i for i, cls in enumerate(self._lineage()) if name in vars(cls)), default=-1)
+
+    return said(move) >= said(other)
+
+  def _lineage(self) -> list[type]:
+    """All classes that have a say, each behind those whose forms it overrides."""
+    return [*reversed(type(self).__mro__)]
+
+  def _twin(self, at: At) -> At | None:
+    """The first layer that does just what this one does: they share a program. None: none does."""
+    return None
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -203,7 +257,7 @@ class Method:
     return None
 
   def span(self, at: At, cache: Cache, window: Window | None) -> Span:
-    """The slots that the newest token's window covers."""
+    """The slots that the newest token's window covers, and no others."""
     stop = cache.used[:, None]
     if window is None:
       return Span(jnp.zeros_like(stop), stop)
@@ -227,7 +281,10 @@ class Method:
     return jnp.zeros_like(like)
 
   def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
-    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows."""
+    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
+
+    Occupied slots are a prefix: as long as one is empty it is the first of them.
+    """
     room = (cache.used < context.size(at, cache))[:, None]
     slot = context.own(at, cache, cache.used)[:, None]
     slot = jnp.where(room, slot, at.top.victim(at, cache))
@@ -246,13 +303,14 @@ class Method:
     pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
     for name, x in cache.slots.items():
-      if name not in new:
+      if name not in (*new, *at.top.standing):
         new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype), new)
+    written = {name: slots.put(cache.slots[name], slot, x) for name, x in new.items()}
     step = live.astype(jnp.int32)
     room = cache.used < context.size(at, cache)
     return dataclasses.replace(
       cache,
-      slots={name: slots.put(x, slot, new[name]) for name, x in cache.slots.items()},
+      slots={**cache.slots, **written},
       rows={**cache.rows, "seen": cache.seen + step, "used": cache.used + step * room},
     )
 
@@ -345,7 +403,7 @@ class Method:
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """The slots that the chunk's queries see: what is cached, and the chunk itself."""
+    """The slots that the chunk's queries see: what is cached, and the chunk itself behind it."""
     if prompt.past == 0:
       return new, cache, carry
     if at.env.slot_axis:  # each device attends to what it will hold
@@ -404,8 +462,9 @@ class Method:
     """
     return caches
 
-  # ---- drivers: run on the outermost method only
+  # ---- drivers
 
+  @_shared
   def decode_step(
     self,
     at: At,
@@ -422,7 +481,7 @@ class Method:
     as they were. With `env.check_nan` its whole cache does, and an error is raised.
 
     Args:
-      at: layer, environment and self.
+      at: layer, environment and the outermost method, whose moves these are.
       cache: this layer's cache; donate it.
       q, k, v: projections of the new token, not rotated.
       live: rows that take part; the others' caches stay as they are, their output means nothing.
@@ -433,20 +492,21 @@ class Method:
     """
     old = cache
     q, cache = dispatch.enter_token(at, cache, q, k, v, live)
-    plan, carry = self.plan(at, cache, q, carry)
-    attended = self.attend(at, cache, plan, q)
+    plan, carry = at.top.plan(at, cache, q, carry)
+    attended = at.top.attend(at, cache, plan, q)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
-    clean = self.overrides("observe")
+    clean = at.top.overrides("observe")
     counted = live & finite_rows(at, attended.state.l) if clean else live
     attended = dataclasses.replace(attended, counted=counted, live=live)
-    cache, aux = self.observe(at, cache, q, plan, attended)
+    cache, aux = at.top.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
       cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
     else:
-      cache = _idle_rows(at, attended, cache, old, self.in_place)
+      cache = _idle_rows(at, attended, cache, old, at.top.in_place)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
 
+  @_shared
   def prefill(
     self,
     at: At,
@@ -461,10 +521,10 @@ class Method:
 
     q is that of the A computed tokens; k and v are too, or of all T if the method `projects_all`.
     """
-    q, qpos, new, carry = self.enter(at, cache, q, k, v, prompt, carry)
-    staged, staged_cache, carry = self.stage(at, cache, new, q, prompt, carry)
-    attended = self.attend_prompt(at, staged, q, qpos, prompt)
-    kept = self.keep(at, staged_cache, new, q, qpos, attended, prompt)
+    q, qpos, new, carry = at.top.enter(at, cache, q, k, v, prompt, carry)
+    staged, staged_cache, carry = at.top.stage(at, cache, new, q, prompt, carry)
+    attended = at.top.attend_prompt(at, staged, q, qpos, prompt)
+    kept = at.top.keep(at, staged_cache, new, q, qpos, attended, prompt)
     rows = prompt.valid > 0
     if at.env.check_nan:
       rows = checked_rows(at, attended, cache, rows)
@@ -479,7 +539,7 @@ class Method:
     index, rope = prompt.query_index(), at.env.rope
     qpos = cache.seen[:, None] + index
     q = rope.rotate(q, qpos[:, None, None])
-    k, v, carry = self.fill(at, k, v, prompt, carry)
+    k, v, carry = at.top.fill(at, k, v, prompt, carry)
     every = jnp.arange(prompt.tokens, dtype=jnp.int32)
     kpos = cache.seen[:, None] + every
     k = rope.rotate(k, kpos[:, None])
@@ -502,6 +562,23 @@ class Method:
   def at(self, env: Env, layer: int) -> At:
     """Where this method's drivers run in a layer."""
     return At(layer, env, self)
+
+
+def _check_moves(cls: type, moves: Sequence[str]) -> None:
+  """Raises TypeError for public names that are no fields, and no moves of the class's bases."""
+  known = {name for base in cls.__bases__ for name in dir(base) if not name.startswith("_")}
+  for name, value in vars(cls).items():
+    public = not name.startswith("_") and name not in (*known, *moves)
+    # Fields are values, and class methods are constructors.
+    if public and name not in inspect.get_annotations(cls) and not isinstance(value, classmethod):
+      close = difflib.get_close_matches(name, known, 1)
+      raise TypeError(
+        f"{cls.__name__}.{name}: found a public name that is no move"
+        f"{f' (is {close[0]} meant?)' if close else ''}, expected a move of "
+        f"{', '.join(base.__name__ for base in cls.__bases__)}, or a name beginning with _"
+      )
+  if missing := [name for name in moves if name not in vars(cls)]:
+    raise TypeError(f"{cls.__name__}: found no {', '.join(missing)}, which its moves name")
 
 
 def checked_rows(

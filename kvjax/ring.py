@@ -5,6 +5,8 @@ token takes it. Slots before `first` stay as they are. Behind a prompt tokens go
 before the last of S one by one, and from position `since` on round [first, S).
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
@@ -15,6 +17,11 @@ def place(
 ) -> Int[Array, "*shape"]:
   """The slot of the token of a position, if it came behind the last prompt."""
   return place_of(ring[..., 0], ring[..., 1], position, size)
+
+
+def victim(self: Any, at: Any, cache: Any) -> Int[Array, "B K"]:
+  """The move `victim` of methods that use their slots in turn: kernels know it by itself."""
+  return place(cache.heads["ring"], cache.seen[:, None], cache.size)
 
 
 def place_of(first: Array, since: Array, position: Array, size: int) -> Array:

@@ -16,7 +16,13 @@ from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Selective(Method):
+class Selective(
+  Method,
+  moves=(
+    *("unit", "forced", "best", "dense_below", "positive"),
+    *("summaries", "summarise", "renew", "tile_scores"),
+  ),
+):
   """Keeps every token; each step reads, per KV head, the tiles that matter most to its query.
 
   A plan lists the first `forced[0]` tiles and the newest `forced[1]`, whatever their scores, and
@@ -83,24 +89,24 @@ class Selective(Method):
     return {}, {} if layer < self.dense_layers else self.summaries(spec), {}
 
   def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
-    return None if self.dense(at) else self.tile_scores(at, cache, q)
+    return None if self._dense(at) else self.tile_scores(at, cache, q)
 
-  def dense(self, at: At) -> bool:
+  def _dense(self, at: At) -> bool:
     """Whether the layer attends to everything."""
     return at.of_layer(lambda layer: layer < self.dense_layers)
 
-  def widened(self, ratio: float) -> int:
+  def _widened(self, ratio: float) -> int:
     """⌊ratio·k⌋."""
     return math.floor(ratio * self.best + 1e-9)  # 1.15 · 20 is 22.999… in floats
 
-  def most(self, ratio: float) -> int:
+  def _most(self, ratio: float) -> int:
     """The most tiles that a row gets beside the forced ones: short rows get all."""
-    return max(self.widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
+    return max(self._widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
 
-  def width(self, count: int, ratio: float = 1.0) -> int:
+  def _width(self, count: int, ratio: float = 1.0) -> int:
     """W, entries of a plan's table where the cache has `count` tiles."""
     sinks, local = (min(n, count) for n in self.forced)
-    return min(sinks + local + min(self.most(ratio), count), count)
+    return min(sinks + local + min(self._most(ratio), count), count)
 
   def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
     """Sinks (pinned), newest tiles from the newest on, then the ⌊ratio·k⌋ best by score."""
@@ -108,14 +114,14 @@ class Selective(Method):
     span = at.top.span(at, cache, window)
     sinks, local = self.forced
     forced = {"unit": self.unit, "sinks": sinks, "local": local}
-    rows = {"limit": self.widened(ratio), "dense_below": self.dense_below}
-    scores = context.candidates(at, scores, span, **forced, k=self.most(ratio))
+    rows = {"limit": self._widened(ratio), "dense_below": self.dense_below}
+    scores = context.candidates(at, scores, span, **forced, k=self._most(ratio))
     table, count, ranked = dispatch.best_tiles(
-      at, scores, span, **forced, k=self.most(ratio), **rows
+      at, scores, span, **forced, k=self._most(ratio), **rows
     )
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
 
-  def select_together(
+  def _select_together(
     self,
     at: At,
     caches: Sequence[Cache],
@@ -138,7 +144,8 @@ class Selective(Method):
     def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
       return jnp.stack([jnp.broadcast_to(x, (x.shape[0], heads)) for x in each], 2)
 
-    start = spans[0].start if windows[0] is None else joined([s.start for s in spans])
+    alike = windows[0] is None and not at.top.overrides("span")
+    start = spans[0].start if alike else joined([s.start for s in spans])
     stops = joined([s.stop for s in spans]) if stops is None else stops
     sinks, local = self.forced
     found = dispatch.best_tiles_of_each(
@@ -147,8 +154,8 @@ class Selective(Method):
       span_sinks=spans[0].sinks,
       sinks=sinks,
       local=local,
-      k=[self.most(ratio) for ratio in ratios],
-      limit=[self.widened(ratio) for ratio in ratios],
+      k=[self._most(ratio) for ratio in ratios],
+      limit=[self._widened(ratio) for ratio in ratios],
       dense_below=self.dense_below,
     )
     if found is None:
@@ -158,7 +165,7 @@ class Selective(Method):
     return [Plan(span, *x, unit=self.unit, pinned=min(sinks, tiles)) for span, x in made]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    if self.dense(at):
+    if self._dense(at):
       return cache
     start = cache.seen - prompt.valid
     return context.summarised(at, cache, self.summarise, start, prompt.tokens)
@@ -166,7 +173,7 @@ class Selective(Method):
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
-    if self.dense(at):
+    if self._dense(at):
       return cache, {}
     return self.renew(at, cache), {}
 
@@ -206,8 +213,8 @@ def token_weights(
   qpos = (cache.seen - 1)[:, None]
   window = at.top.window(at, qpos)
   k = cache.slots["k"]
-  # The kernel has one query for all keys.
-  one = window is None or window.view is None
+  # The kernel has one query for all keys, and sees those of the span.
+  one = (window is None or window.view is None) and not dispatch.hides(at, window)
   if one and dispatch.choose_for(at, "key_weights", q, k) == "pallas":
     span = at.top.span(at, cache, window)
     seen: dict[str, Any] = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}

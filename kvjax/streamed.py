@@ -12,8 +12,6 @@ attends to the first tokens, the blocks that its queries retrieve, the window an
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +25,13 @@ from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Spa
 
 
 @dataclasses.dataclass(frozen=True)
-class Streamed(Method):
+class Streamed(
+  Method,
+  moves=(
+    *("stored_blocks", "summaries", "summarise", "similarity", "choose", "foresee", "learn"),
+    *("persistent_blocks", "alike"),
+  ),
+):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
   A subclass says which vectors stand for a block (`summaries`, `summarise`), how much the queries
@@ -180,7 +184,7 @@ class Streamed(Method):
     self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
   ) -> tuple[Int[Array, "B R"], Carry]:
     """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar."""
-    return self.best(cache, [similarity]), carry
+    return self._best(cache, [similarity]), carry
 
   def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
     """What the layer will probably retrieve, from what those below hand on; None: no idea.
@@ -204,80 +208,52 @@ class Streamed(Method):
     """The first layer in which the method does just what it does in this one."""
     return layer
 
-  def _first_alike(self, at: At) -> At:
-    return At(at.of_layer(self.alike), at.env, at.top)
-
-  # ---- drivers
-
-  def prefill(
-    self,
-    at: At,
-    cache: Cache,
-    q: Float[Array, "B K G A H"],
-    k: Float[Array, "B K C H"],
-    v: Float[Array, "B K C H"],
-    prompt: Prompt,
-    carry: Carry,
-  ) -> tuple[Float[Array, "B K G A H"], Cache, Carry, Aux]:
+  def _twin(self, at: At) -> At | None:
     if at.env.check_nan:  # whose errors name the layer
-      return super().prefill(at, cache, q, k, v, prompt, carry)
-    return _shared(Method.prefill, self, self._first_alike(at), cache, q, k, v, prompt, carry)
-
-  def decode_step(
-    self,
-    at: At,
-    cache: Cache,
-    q: Float[Array, "B K G H"],
-    k: Float[Array, "B K H"],
-    v: Float[Array, "B K H"],
-    live: Bool[Array, " B"],
-    carry: Carry,
-  ) -> tuple[Float[Array, "B K G H"], Cache, Carry, Aux]:
-    if at.env.check_nan:
-      return super().decode_step(at, cache, q, k, v, live, carry)
-    return _shared(Method.decode_step, self, self._first_alike(at), cache, q, k, v, live, carry)
+      return None
+    return At(at.of_layer(self.alike), at.env, at.top)
 
   # ---- geometry
 
-  def first(self, cache: Cache) -> Int[Array, " B"]:
+  def _first(self, cache: Cache) -> Int[Array, " B"]:
     """Position of the oldest token that is near: of all, as long as none has left."""
     gone = cache.rows["gone"]
     return jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
 
-  def slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
+  def _slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
     """Slot of a position: the first tokens in their place, the others in a ring behind them."""
     beyond = pos - self.init_tokens
     turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
     return jnp.where(beyond < 0, pos, turned)
 
-  def newest(self, end: Int[Array, " B"], size: int) -> Int[Array, "B S"]:
+  def _newest(self, end: Int[Array, " B"], size: int) -> Int[Array, "B S"]:
     """Position of the newest of `end` tokens that belongs into each slot; −1: there is none."""
     slot, ring = jnp.arange(size, dtype=jnp.int32), size - self.init_tokens
     behind = end[:, None] - 1 - slot  # how far the last token is behind the slot's first one
     turns = jnp.where(slot < self.init_tokens, 0, slots.quotient(behind, ring))
     return jnp.where(behind >= 0, slot + turns * ring, -1)
 
-  def window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
+  def _window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
     """What is near as ranges of slots: [start, stop), and the ring's beginning where it goes on."""
-    first, ring = self.first(cache)[:, None], cache.size - self.init_tokens
-    start = self.slot_of(first, cache.size)
+    first, ring = self._first(cache)[:, None], cache.size - self.init_tokens
+    start = self._slot_of(first, cache.size)
     stop = start + cache.seen[:, None] - first
     again = jnp.full_like(start, self.init_tokens), stop - ring
     return [(start, jnp.minimum(stop, cache.size)), again]
 
-  def near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
+  def _near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
     """Window and chunk side by side; position −1 where a token has left, or is far."""
     joined = slots.join(cache.slots, new)
-    near = joined["pos"] >= self.first(cache)[:, None, None]
+    near = joined["pos"] >= self._first(cache)[:, None, None]
     return {**joined, "pos": jnp.where(near, joined["pos"], -1)}
 
-  def turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
+  def _turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
     """Queries [B, K, G, T, H] at the angle `local`, from which they see what is far."""
     return at.env.rope.shift(q, (self.local - qpos)[:, None, None])
 
   # ---- retrieval
 
-  def ranks(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
+  def _ranks(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
     """How many stored blocks go before each by `keys` [B, N] in turn, forced ones first.
 
     Ties go to the oldest. A block whose first key is −∞ does not take part (rank N), unless it is
@@ -299,28 +275,28 @@ class Streamed(Method):
       before = (other < mine) | ((other == mine) & before)
     return jnp.where(able, before.sum(-1, dtype=jnp.int32), block.shape[0])
 
-  def best(self, cache: Cache, keys: list[Array]) -> Int[Array, "B R"]:
-    """The best stored blocks by `ranks`, best first; −1 where there are fewer."""
-    rank = self.ranks(cache, keys)
+  def _best(self, cache: Cache, keys: list[Array]) -> Int[Array, "B R"]:
+    """The best stored blocks by `_ranks`, best first; −1 where there are fewer."""
+    rank = self._ranks(cache, keys)
     turn = jnp.arange(self.retrieved, dtype=jnp.int32)[:, None]
     block = jnp.arange(rank.shape[1], dtype=jnp.int32)
     here = (rank[:, None] == turn) & (turn < block.shape[0])
     return jnp.where(here, block, -1).max(-1)
 
-  def retrieve(
+  def _retrieve(
     self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
   ) -> tuple[Cache, Carry]:
     """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
     foreseen = self.foresee(at, cache, carry)
     if foreseen is not None:
-      cache = self.hold(at, cache, jnp.where(ok, foreseen, -1))
+      cache = self._hold(at, cache, jnp.where(ok, foreseen, -1))
       # What turns out not to be wanted has to leave before what is.
       before = cache.seen[:, None] - 1
       cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
     wanted, carry = self.choose(at, cache, similarity, carry)
-    return self.hold(at, cache, jnp.where(ok, wanted, -1)), carry
+    return self._hold(at, cache, jnp.where(ok, wanted, -1)), carry
 
-  def hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
+  def _hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
     """The cache once the wanted blocks have copies on the device: "kept" says in which places.
 
     Blocks that have one are not read again; the others take the places of the least recently used.
@@ -349,21 +325,21 @@ class Streamed(Method):
       heads[f"held_{name}"] = slots.overlaid(blocks, into, found[name], 2).reshape(copies.shape)
     return cache.put(heads=heads, rows=rows)
 
-  def first_tokens(self, at: At, cache: Cache) -> slots.Slots:
+  def _first_tokens(self, at: At, cache: Cache) -> slots.Slots:
     """The first tokens where they are far, not rotated; position 0, which every query may see."""
     first = {name: cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v", "pos")}
     gone = (cache.rows["gone"] > 0)[:, None, None]
     k = at.env.rope.shift(first["k"], -first["pos"])
     return {**first, "k": k, "pos": jnp.where(gone, 0, jnp.full_like(first["pos"], -1))}
 
-  def far(self, at: At, cache: Cache) -> slots.Slots:
+  def _far(self, at: At, cache: Cache) -> slots.Slots:
     """First tokens and retrieved blocks; position 0, which every query may see, or −1."""
     kept, token = cache.rows["kept"], jnp.arange(self.block, dtype=jnp.int32)
     slot = (kept[..., None] * self.block + token).reshape(kept.shape[0], 1, -1)
     slot = jnp.broadcast_to(slot, (*cache.pos.shape[:2], slot.shape[2]))
     blocks = {name: slots.take(cache.heads[f"held_{name}"], slot) for name in ("k", "v")}
     blocks["pos"] = jnp.where(slot >= 0, 0, -1)
-    return slots.join(self.first_tokens(at, cache), blocks)
+    return slots.join(self._first_tokens(at, cache), blocks)
 
   # ---- moves: prompt
 
@@ -385,9 +361,9 @@ class Streamed(Method):
     index = prompt.query_index()
     qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
     similarity = self.similarity(at, cache, q, new["k"], qpos)
-    cache, carry = self.retrieve(at, cache, similarity, carry, prompt.valid[:, None] > 0)
-    far = {f"far_{name}": x for name, x in self.far(at, cache).items()}
-    return {**self.near(cache, new), **far}, cache, carry
+    cache, carry = self._retrieve(at, cache, similarity, carry, prompt.valid[:, None] > 0)
+    far = {f"far_{name}": x for name, x in self._far(at, cache).items()}
+    return {**self._near(cache, new), **far}, cache, carry
 
   def attend_prompt(
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
@@ -397,7 +373,7 @@ class Streamed(Method):
     near = {name: staged[name] for name in ("k", "v", "pos")}
     state = softmax_state.merge(
       dispatch.attend_anywhere(at, near, q, qpos),
-      dispatch.attend_anywhere(at, far, self.turned(at, q, qpos), qpos),
+      dispatch.attend_anywhere(at, far, self._turned(at, q, qpos), qpos),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -413,7 +389,7 @@ class Streamed(Method):
     prompt: Prompt,
   ) -> Cache:
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
-    near = self.near(cache, new)
+    near = self._near(cache, new)
     votes = dispatch.column_mass(at, q, qpos, near, None, attended.state)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
@@ -421,8 +397,8 @@ class Streamed(Method):
     if at.env.check_nan:
       ok &= finite_rows(at, attended.state.o)
     end = cache.seen + prompt.valid
-    cache = self.evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
-    pos = self.newest(end, cache.size)
+    cache = self._evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
+    pos = self._newest(end, cache.size)
     fresh = pos >= jnp.maximum(cache.seen, 0)[:, None]
     # Of every slot its place in [slots ‖ chunk].
     slot = jnp.arange(cache.size, dtype=jnp.int32)
@@ -432,7 +408,7 @@ class Streamed(Method):
     held["pos"] = jnp.where(fresh[:, None], pos[:, None], cache.pos)
     return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, cache.size)})
 
-  def evict(
+  def _evict(
     self,
     at: At,
     cache: Cache,
@@ -462,7 +438,7 @@ class Streamed(Method):
     pos = self.init_tokens + block[..., None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
     flat = pos.reshape(pos.shape[0], 1, -1)
     size, seen = cache.size, cache.seen[:, None, None]
-    slot = jnp.where(flat < seen, self.slot_of(flat, size), size + flat - seen)
+    slot = jnp.where(flat < seen, self._slot_of(flat, size), size + flat - seen)
     slot = jnp.broadcast_to(slot, (*near["pos"].shape[:2], flat.shape[2]))
 
     def cut(name: str) -> Array:
@@ -483,7 +459,7 @@ class Streamed(Method):
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The next slot of the ring: its token has left long ago."""
-    slot = self.slot_of(cache.seen, cache.size)
+    slot = self._slot_of(cache.seen, cache.size)
     return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
 
   def plan(
@@ -496,25 +472,25 @@ class Streamed(Method):
       return plan, carry
     qpos = (cache.seen - 1)[:, None]
     similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
-    held, carry = self.retrieve(at, cache, similarity, carry, qpos >= 0)
+    held, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
     return dataclasses.replace(plan, memo=held), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
     cache = cache if plan.memo is None else plan.memo
     k, v = cache.slots["k"], cache.slots["v"]
-    near, logits = dispatch.attend_ranges(at, q, k, v, self.window_slots(cache))
-    turned = self.turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
+    near, logits = dispatch.attend_ranges(at, q, k, v, self._window_slots(cache))
+    turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
     kept, gone = cache.rows["kept"], cache.rows["gone"][:, None]
     held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
     far = dispatch.attend_entries(at, turned, held_k, held_v, kept, self.block)
     firsts = jnp.where(gone > 0, self.init_tokens, 0)
     if self.init_tokens:
-      first, start = self.first_tokens(at, cache), jnp.zeros_like(gone)
+      first, start = self._first_tokens(at, cache), jnp.zeros_like(gone)
       state, _ = dispatch.attend_ranges(at, turned, first["k"], first["v"], [(start, firsts)])
       far = softmax_state.merge(state, far)
     blocks = (kept >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
-    visited = cache.seen[:, None] - self.first(cache)[:, None] + firsts + self.block * blocks
+    visited = cache.seen[:, None] - self._first(cache)[:, None] + firsts + self.block * blocks
     visited = jnp.broadcast_to(visited, cache.pos.shape[:2])
     slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
     return Attended(softmax_state.merge(near, far), logits, slot, visited)
@@ -534,16 +510,10 @@ class Streamed(Method):
       at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
     )
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
-    cache = self.evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
+    cache = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
     kept = cache.rows["kept"]
     blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1, mode="clip")
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _shared(driver: Callable[..., Any], method: Method, at: At, *arguments: Any) -> Any:
-  """driver(method, at, *arguments), traced and lowered once for all layers that are alike."""
-  return driver(method, at, *arguments)
 
 
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:

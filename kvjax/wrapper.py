@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 from kvjax.method import Method
 from kvjax.methods.full import Full
+from kvjax.types import At, CacheSpec
 
-MOVES = (
-  *("pieces", "room", "capacity", "extra", "window", "span"),
-  *("victim", "fresh", "insert", "score", "select", "everything", "plan", "order", "read"),
-  *(
-    "attend",
-    "observe",
-    "active",
-    "apart",
-    "fill",
-    "stage",
-    "attend_prompt",
-    "rank",
-    "keep",
-    "settle",
-  ),
-  "conclude",
+# What is the base's own unless a wrapper says otherwise.
+FORWARDED = (
+  *("positional", "wants_logits", "standing", "chunkable", "order_independent", "by_layer"),
+  *("in_place", "projects_all", "along_slots", "pieces", "room", "capacity", "extra"),
+  *("window", "span", "victim", "fresh", "landing", "insert", "score", "select", "everything"),
+  *("plan", "order", "read", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
+  *("keep", "settle", "conclude", "decode_step", "prefill", "enter", "attend_prompt"),
 )
+# What asks for other moves, of which these are about shapes and the others are not.
+DRIVERS = ("init", "init_caches", "prefill", "decode_step")
+SHAPES = ("capacity", "extra")
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Method):
   """A method that changes another one's moves.
 
-  A subclass overrides moves and calls `self.base.<move>(at, …)` where it adds to the base's; moves
-  that it replaces outright are listed in `replaces`, and a base that has its own form of one of
-  them is refused: it would be dropped silently.
+  What it leaves alone is the base's, drivers too. A subclass overrides moves and calls
+  `self.base.<move>(at, …)` where it adds to the base's; moves that it replaces outright are listed
+  in `replaces`, and a base that has its own form of one of them is refused: it would be dropped
+  silently. So is a base with drivers of its own, if these need not ask for what is overridden.
 
   Attributes:
     base: the method that is wrapped.
@@ -49,56 +46,77 @@ class Wrapper(Method):
         f"{type(self).__name__} replaces {', '.join(lost)}, and so does its base {self.base!r}: "
         "wrap a base that leaves it as it is"
       )
-
-  @property
-  def positional(self) -> bool:
-    return self.base.positional
-
-  @property
-  def wants_logits(self) -> bool:
-    return self.base.wants_logits
+    own = self._own()
+    for driver in DRIVERS:
+      shapes = driver.startswith("init")
+      asked = [x for x in own if (x in SHAPES) == shapes and x not in DRIVERS]
+      if asked and driver not in own and self.base.overrides(driver):
+        raise ValueError(
+          f"{type(self).__name__}.base: found {self.base!r}, whose {driver} need not ask for "
+          f"{', '.join(asked)}, expected a base that leaves {driver} as it is"
+        )
 
   @property
   def ordered(self) -> bool:
     return type(self).attend is not Wrapper.attend or self.base.ordered
 
   @property
-  def standing(self) -> tuple[str, ...]:
-    return self.base.standing
+  def dense_prefill(self) -> bool:
+    own = {"window", "active", "fill", "stage"}.intersection(self._own())
+    return self.base.dense_prefill and not own
 
   @property
-  def chunkable(self) -> bool:
-    return self.base.chunkable
+  def spreads(self) -> bool:
+    """A wrapper that overrides anything has to say so itself."""
+    return self.base.spreads and not self._own()
 
-  @property
-  def order_independent(self) -> bool:
-    return self.base.order_independent
+  def init(self, spec: CacheSpec, layer: int) -> Any:
+    return self.base.init(spec, layer) if self.base.overrides("init") else super().init(spec, layer)
 
-  @property
-  def in_place(self) -> tuple[str, ...]:
-    return self.base.in_place
+  def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
+    if self.base.overrides("init_caches"):
+      return self.base.init_caches(spec)
+    return super().init_caches(spec)
 
-  @property
-  def along_slots(self) -> tuple[str, ...]:
-    return self.base.along_slots
+  def form(self, move: str) -> Any:
+    own = next((vars(cls)[move] for cls in self._classes() if move in vars(cls)), None)
+    return self.base.form(move) if own is None else own
 
-  @property
-  def projects_all(self) -> bool:
-    return self.base.projects_all
+  def _classes(self) -> list[type]:
+    """The classes of the wrapper itself, the outermost first."""
+    line = type(self).__mro__
+    return [*line[: line.index(Wrapper)]]
 
-  def overrides(self, move: str) -> bool:
-    own = getattr(type(self), move) is not getattr(Wrapper, move)
-    return own or self.base.overrides(move)
+  def _own(self) -> list[str]:
+    """Moves and properties that are not left to the base."""
+    names = dict.fromkeys(name for cls in self._classes() for name in vars(cls))
+    known = vars(Method)
+    return [x for x in names if x in known and not x.startswith("_") and not _makes(known[x])]
+
+  def _lineage(self) -> list[type]:
+    return [*self.base._lineage(), *reversed(self._classes())]
+
+  def _twin(self, at: At) -> At | None:
+    return None if self._own() else self.base._twin(at)
+
+
+def _makes(value: Any) -> bool:
+  """Whether it is a constructor: `example` and the like."""
+  return isinstance(value, classmethod)
 
 
 def _to_base(move: str) -> Any:
+  """The base's own answer, or its own form of a move."""
+  known = vars(Method)[move]
+  if isinstance(known, property):
+    return property(lambda self: getattr(self.base, move), doc=known.__doc__)
+
+  @functools.wraps(known)
   def call(self, *args, **kwargs):
     return getattr(self.base, move)(*args, **kwargs)
 
-  call.__name__ = move
-  call.__doc__ = getattr(Method, move).__doc__
   return call
 
 
-for _move in MOVES:
+for _move in FORWARDED:
   setattr(Wrapper, _move, _to_base(_move))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax import ring as in_turn
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import context
 from kvjax.ops.slots import choose_rows, put
@@ -18,27 +19,31 @@ def enter_token(
   """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
 
   The kernel does both at once, and ‖v‖₁ where the cache keeps it, for methods that leave `insert`
-  as it is; for the others `insert` is what they say it is.
+  and `landing` as they are; for the others `insert` is what they say it is.
   """
-  if at.top.overrides("insert") or choose("enter_token", at.env.impl) != "pallas":
+  own = at.top.overrides("insert") or at.top.overrides("landing")
+  if own or choose("enter_token", at.env.impl) != "pallas":
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
     return q, at.top.insert(at, cache, k, v, live)
-  ring = cache.heads.get("ring")
-  chooses = ring is None and at.top.overrides("victim")
+  turns = at.top.form("victim") is in_turn.victim
+  ring = cache.heads["ring"] if turns else None
+  chooses = not turns and at.top.overrides("victim")
   victim = at.top.victim(at, cache) if chooses else None
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
-  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", "norm") if name in held]
+  written = ["k", "v", "pos"]
+  if "norm" in held and not at.top.overrides("fresh"):
+    written.append("norm")
+  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *written[3:])]
   run = kernel("enter_token", "pallas")
   part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
   how = {"rope": at.env.rope, "ring": ring, "part": part}
   q, *entered, seen, used = run(qkv, live, victim, *operands, **how)
-  names = [name for name in ("k", "v", "pos", "norm") if name in held]
-  stored = dict(zip(names, entered, strict=True))
-  others = set(cache.slots) - {*names, *at.top.standing}
+  stored = dict(zip(written, entered, strict=True))
+  others = set(cache.slots) - {*written, *at.top.standing}
   stored |= _statistics(at, cache, others, k, v, live)
   return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
 

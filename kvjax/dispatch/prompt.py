@@ -26,7 +26,7 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) 
   visited = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
   impl, run = _prompt_implementation(at, staged, q, window, prompt)
   before = prompt.past  # slots that can stand before the chunk's own
-  if not at.top.positional:
+  if not at.top.positional or at.top.overrides("stage"):  # the chunk stands last
     before = staged["pos"].shape[2] - prompt.tokens
   reach = None
   if before is not None:
@@ -133,7 +133,8 @@ def _pieces(
   """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
   if beyond := _beyond_cudnn(staged):
     return (), beyond
-  apart, past = at.top.apart(at), prompt.past
+  apart = at.top.apart(at) if at.top.knows("apart", "active") else None
+  past = prompt.past
   if apart is None or past is None or not _slots_are_positions(at, prompt):
     return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
   if window is not None and (past or window.view is not None):

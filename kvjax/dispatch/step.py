@@ -10,7 +10,10 @@ from kvjax import softmax_state
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.types import At, Attended, Cache, Plan, Window
+
+# What decides which tokens stay in which slots.
+EVICTS = ("victim", "landing", "insert", "rank", "keep", "always", "staying")
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
@@ -79,7 +82,8 @@ def attend_ranges(
     return attention.attend_ranges(q, k, v, ranges)
   if impl == "jax-triton":
     raise NotImplementedError(
-      f"attend_span: {type(at.top).__name__} reads logits; the {impl!r} kernel returns none"
+      f"attend_span: {type(at.top).__name__} reads logits (wants_logits); the {impl!r} kernel "
+      "returns none"
     )
   run = kernel("attend_span", impl)
   parts = [run(q.astype(k.dtype), k, v, *ends, logits=True) for ends in ranges]
@@ -111,7 +115,10 @@ def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Cal
   beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
   window = at.top.window(at, (cache.seen - 1)[:, None])
   if window is not None and window.view is not None and window.sinks != plan.span.sinks:
-    beyond = f"turns the query for its sinks alone; the {impl!r} kernel does for all of its span's"
+    beyond = (
+      f"turns the query for its sinks alone (window); the {impl!r} kernel does for all of its "
+      "span's"
+    )
   if plan.span.sinks and plan.span.before is not None:
     beyond = f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   if not beyond:
@@ -127,10 +134,28 @@ def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool
   `logits`: whether the kernel returns them; `turned`: whether it has another query for sinks.
   """
   if at.top.wants_logits and not logits:
-    return f"reads logits; the {impl!r} kernel returns none"
+    return f"reads logits (wants_logits); the {impl!r} kernel returns none"
   if at.top.overrides("read"):
-    return f"fetches slots its own way; the {impl!r} kernel walks the cache's own arrays"
+    return f"fetches slots its own way (read); the {impl!r} kernel walks the cache's own arrays"
   window = at.top.window(at, (cache.seen - 1)[:, None])
   if window is not None and window.view is not None and not turned:
-    return f"turns the query for its sinks; the {impl!r} kernel has one query"
+    return f"turns the query for its sinks (window); the {impl!r} kernel has one query"
+  if later := hides(at, window):
+    return (
+      f"has its own {', '.join(later)}, which its span may not know; the {impl!r} kernel sees the "
+      "span alone"
+    )
   return ""
+
+
+def hides(at: At, window: Window | None) -> list[str]:
+  """Moves for which a window may hide slots of a method's own span, all that kernels look at.
+
+  Where slots are no positions, such a span says that nothing is cached but what the window holds:
+  of windows and evictions that came later it cannot know.
+  """
+  if window is None or not at.top.overrides("span"):
+    return []
+  if at.top.positional:
+    return ["window"]
+  return [move for move in ("window", *EVICTS) if not at.top.knows("span", move)]

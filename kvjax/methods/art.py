@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -137,37 +137,37 @@ class ART(Wrapper):
 
   @property
   def in_place(self) -> tuple[str, ...]:
-    return self.base.in_place + (() if self.certify is None else self.pages.in_place)
+    return self.base.in_place + (() if self.certify is None else self._pages.in_place)
 
   @property
-  def pages(self) -> Quest:
+  def _pages(self) -> Quest:
     """Keeps the bounds of every tile's keys for the certificate."""
     return Quest(budget=self.tile, page=self.tile)
 
-  def by_tiles(self, cache: Cache) -> bool:
+  def _by_tiles(self, cache: Cache) -> bool:
     """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
     return "ring" in cache.heads and not self.base.wants_logits
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     in_slots, in_heads, in_rows = self.base.extra(spec, layer)
     if self.certify is not None:
-      in_heads = {**in_heads, **self.pages.summaries(spec)}
+      in_heads = {**in_heads, **self._pages.summaries(spec)}
     return in_slots, in_heads, in_rows
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
-    if self.by_tiles(cache):
-      return self.in_order(at, cache)
+    if self._by_tiles(cache):
+      return self._in_order(at, cache)
     if self.certify is None:
       return cache
-    return self.pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
+    return self._pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
 
-  def in_order(self, at: At, cache: Cache) -> Cache:
+  def _in_order(self, at: At, cache: Cache) -> Cache:
     """Slots behind the first tokens by priority, the highest last; as they are without one."""
     if at.top.order(at, cache) is None:
       return cache
     span, slot = at.top.everything(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
-    rank = jnp.where(slot < span.sinks, -jnp.inf, self.ranks(at, cache, span))
+    rank = jnp.where(slot < span.sinks, -jnp.inf, self._ranks(at, cache, span))
     index = jnp.argsort(jnp.where(span.holds(slot), rank, jnp.inf), -1, stable=True)
     moved = {name: slots.take(x, index) for name, x in cache.slots.items()}
     return dataclasses.replace(cache, slots=moved)
@@ -179,43 +179,43 @@ class ART(Wrapper):
     if self.tile > LARGEST_TILE:
       beyond = f"walks tiles of {self.tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
     if impl == "reference" or (beyond and at.env.impl == "auto"):
-      return self.walk(at, cache, plan, q)
+      return self._walk(at, cache, plan, q)
     run = dispatch.kernel("art", impl)
     if beyond:
       raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
-    return self.walk_by(run, at, cache, plan, q)
+    return self._walk_by(run, at, cache, plan, q)
 
   # ---- the order
 
-  def arithmetic(self, at: At, cache: Cache, plan: Plan) -> bool:
+  def _arithmetic(self, at: At, cache: Cache, plan: Plan) -> bool:
     """Whether the order is one of whole tiles that needs no table: newest first after the first."""
     if plan.table is not None:
       return False
-    return self.by_tiles(cache) or (at.top.positional and at.top.order(at, cache) is None)
+    return self._by_tiles(cache) or (at.top.positional and at.top.order(at, cache) is None)
 
-  def goes_round(self, at: At, cache: Cache) -> Int[Array, "B K 2"] | None:
+  def _goes_round(self, at: At, cache: Cache) -> Int[Array, "B K 2"] | None:
     """The ring that a walk goes round; None: it begins at the end of what is cached."""
-    around = self.by_tiles(cache) and at.top.order(at, cache) is None
+    around = self._by_tiles(cache) and at.top.order(at, cache) is None
     return cache.heads["ring"] if around else None
 
-  def listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
+  def _listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
     """A plan with a table: of tiles, newest first, or of single slots by priority."""
     if plan.table is not None:
       return plan
-    if self.arithmetic(at, cache, plan):
-      return self.newest_first(at, cache, plan)
+    if self._arithmetic(at, cache, plan):
+      return self._newest_first(at, cache, plan)
     span = plan.span
     count = jnp.broadcast_to(span.length(), cache.pos.shape[:2])
-    table = self.by_rank(at, cache, span)
+    table = self._by_rank(at, cache, span)
     return dataclasses.replace(plan, table=table, count=count, unit=1, pinned=span.sinks)
 
-  def newest_first(self, at: At, cache: Cache, plan: Plan) -> Plan:
+  def _newest_first(self, at: At, cache: Cache, plan: Plan) -> Plan:
     """First tiles, then from the newest one down (§3.3); around, where slots are used in turn."""
     span = plan.span
     pinned = -(-max(span.sinks, self.sinks) // self.tile)
     last = jnp.broadcast_to((span.stop + self.tile - 1) // self.tile - 1, cache.pos.shape[:2])
     oldest, newest = jnp.maximum(span.start // self.tile, pinned), last
-    if (turning := self.goes_round(at, cache)) is not None:
+    if (turning := self._goes_round(at, cache)) is not None:
       slot = ring.place(turning, (cache.seen - 1)[:, None], cache.size)
       newest = jnp.maximum(jnp.maximum(slot, 0) // self.tile, pinned - 1)
     count = jnp.minimum(pinned, last + 1) + jnp.maximum(last - oldest + 1, 0)
@@ -226,20 +226,20 @@ class ART(Wrapper):
     table = jnp.where(t < count[..., None], table, -1)
     return dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned)
 
-  def ranks(self, at: At, cache: Cache, span: Span) -> Float[Array, "B K S"]:
+  def _ranks(self, at: At, cache: Cache, span: Span) -> Float[Array, "B K S"]:
     """What slots are walked by, highest first: the first ones, then by priority or newest first."""
     priority = at.top.order(at, cache)
     rank = (cache.pos if priority is None else priority).astype(jnp.float32)
     return jnp.where(jnp.arange(cache.size) < span.sinks, jnp.inf, rank)
 
-  def by_rank(self, at: At, cache: Cache, span: Span) -> Int[Array, "B K S"]:
+  def _by_rank(self, at: At, cache: Cache, span: Span) -> Int[Array, "B K S"]:
     """The slots of the span in the order of their ranks, equal ones by index; −1 behind them."""
     slot = jnp.arange(cache.size, dtype=jnp.int32)
-    key = jnp.where(span.holds(slot), -self.ranks(at, cache, span), jnp.inf)
+    key = jnp.where(span.holds(slot), -self._ranks(at, cache, span), jnp.inf)
     table = jnp.argsort(key, -1, stable=True).astype(jnp.int32)
     return jnp.where(slot < span.length()[..., None], table, -1)
 
-  def by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
+  def _by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
     """A table of all tiles, by what they may weigh; its memo is the `unread_mass` behind each.
 
     q is the query that is walked with, in the dtype of the keys: bounds of another prove nothing.
@@ -275,14 +275,16 @@ class ART(Wrapper):
 
   # ---- the walk
 
-  def walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+  def _walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     """The same by a kernel."""
     certified = self.certify is not None
     k, v, span = cache.slots["k"], cache.slots["v"], plan.span
     rounded = q.astype(k.dtype)
-    listed = self.by_bound(at, cache, plan, rounded) if certified else self.listed(at, cache, plan)
-    direct = not certified and self.arithmetic(at, cache, plan)
-    around = self.goes_round(at, cache) if direct else None
+    listed = (
+      self._by_bound(at, cache, plan, rounded) if certified else self._listed(at, cache, plan)
+    )
+    direct = not certified and self._arithmetic(at, cache, plan)
+    around = self._goes_round(at, cache) if direct else None
     assert listed.table is not None and listed.count is not None  # it is listed
     state, out, walked = run(
       rounded,
@@ -307,10 +309,10 @@ class ART(Wrapper):
       ring=around,
       seen=None if around is None else cache.seen,
     )
-    tiles, visited = self.read_by(listed, cache.size, walked)
+    tiles, visited = self._read_by(listed, cache.size, walked)
     return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
 
-  def read_by(
+  def _read_by(
     self, plan: Plan, size: int, walked: Int[Array, "B K P G"]
   ) -> tuple[Int[Array, "B K G"], Int[Array, "B K"]]:
     """Tiles with a key that each query head took, and slots that any of a KV head's read.
@@ -329,12 +331,12 @@ class ART(Wrapper):
     read = t // splits < jnp.moveaxis(walked, 2, 3)[..., t % splits]
     return (read & (held > 0)).sum(-1, dtype=jnp.int32), jnp.where(read, held, 0).sum(-1).max(-1)
 
-  def walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+  def _walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """The reference: Algorithm 1, line by line, split by split."""
     certified = self.certify is not None
     if certified:
       q = q.astype(cache.slots["k"].dtype)
-    plan = self.by_bound(at, cache, plan, q) if certified else self.listed(at, cache, plan)
+    plan = self._by_bound(at, cache, plan, q) if certified else self._listed(at, cache, plan)
     assert plan.table is not None  # it is listed
     tiles = -(-plan.table.shape[-1] * plan.unit // self.tile)
     splits = 1 if self.splits == "auto" else min(int(self.splits), tiles)
@@ -344,7 +346,7 @@ class ART(Wrapper):
     walks: list[Walk] = []
     for first in range(splits):
       steps = jnp.arange(first, tiles, splits, dtype=jnp.int32)
-      walks.append(self.walk_tiles(at, cache, plan, q, steps, splits, logits))
+      walks.append(self._walk_tiles(at, cache, plan, q, steps, splits, logits))
       logits = walks[-1].logits
     state = functools.reduce(softmax_state.merge, (w.state for w in walks))
     taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
@@ -354,7 +356,7 @@ class ART(Wrapper):
     every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
     return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
 
-  def walk_tiles(
+  def _walk_tiles(
     self,
     at: At,
     cache: Cache,
@@ -369,9 +371,9 @@ class ART(Wrapper):
     kept = -(-plan.pinned * plan.unit // self.tile)  # tiles that are never skipped
 
     def step(walk: "Walk", t: Array) -> tuple["Walk", None]:
-      logits, v, slot, ok = self.load(at, cache, plan, q, t)
+      logits, v, slot, ok = self._load(at, cache, plan, q, t)
       new = softmax_state.merge(walk.state, softmax_state.of_logits(logits, v))
-      stable = self.is_stable(self.look(new.o), self.look(walk.state.o))
+      stable = self._is_stable(self._look(new.o), self._look(walk.state.o))
       counts = ok.any(-1)[..., None] & walk.going
       calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)
       done = calm >= self.patience
@@ -397,10 +399,10 @@ class ART(Wrapper):
     start = Walk(empty, calm=zero, going=zero == 0, tiles=zero, keys=zero, logits=logits)
     return jax.lax.scan(step, start, tiles)[0]
 
-  def overrides(self, move: str) -> bool:
+  def form(self, move: str) -> Any:
     if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
-      return self.base.overrides(move)
-    return super().overrides(move)
+      return self.base.form(move)
+    return super().form(move)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -409,10 +411,10 @@ class ART(Wrapper):
     tiles = attended.memo
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
     if self.certify is not None:
-      cache = self.pages.renew(at, cache)
+      cache = self._pages.renew(at, cache)
     return cache, {**aux, "tiles": tiles}
 
-  def load(
+  def _load(
     self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], t: Int[Array, ""]
   ) -> tuple[Float[Array, "B K G T"], Array, Int[Array, "B K T"], Bool[Array, "B K T"]]:
     """Logits, values and slots of the keys of tile t, and which of them the query sees."""
@@ -433,14 +435,14 @@ class ART(Wrapper):
     v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
     return x, v, view.slot, ok
 
-  def look(self, o: Float[Array, "B K G H"]) -> Float[Array, "B K G P"]:
+  def _look(self, o: Float[Array, "B K G H"]) -> Float[Array, "B K G P"]:
     """x = Probe(o): the dimensions ⌊i·H/32⌋, i < 32; all where there are no more."""
     size = o.shape[-1]
     if self.probe == "full" or size <= PROBES:
       return o
     return o[..., [i * size // PROBES for i in range(PROBES)]]
 
-  def is_stable(self, new: Float[Array, "B K G P"], old: Array) -> Bool[Array, "B K G"]:
+  def _is_stable(self, new: Float[Array, "B K G P"], old: Array) -> Bool[Array, "B K G"]:
     """d_scale < τ and d_direction < φ; a probe of norm 0, the first one too, is not (§3.2)."""
     scale = jnp.linalg.norm(new - old, axis=-1)  # ‖x(t) − x(t−1)‖₂
     norms = jnp.linalg.norm(new, axis=-1) * jnp.linalg.norm(old, axis=-1)

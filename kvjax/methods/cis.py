@@ -95,14 +95,14 @@ class CIS(Method):
     return True
 
   @property
-  def dilated(self) -> int:
+  def _dilated(self) -> int:
     """m, how many tokens of a shared retrieval gain neighbours."""
     return self.k // 3 if self.m is None else self.m
 
   @property
-  def widest(self) -> int:
+  def _widest(self) -> int:
     """Tokens of a dilated retrieval, at most."""
-    return self.k + 2 * self.radius * self.dilated
+    return self.k + 2 * self.radius * self._dilated
 
   @property
   def in_place(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class CIS(Method):
     in_heads = {
       "queries": jnp.zeros((*steps, spec.groups, spec.head_dim), jnp.float32),  # of norm 1
       "anchor": jnp.zeros((*steps, units), jnp.int32),  # step of the block
-      "retrieved": jnp.full((*steps, units, self.widest), -1, jnp.int32),  # −1 = none, behind
+      "retrieved": jnp.full((*steps, units, self._widest), -1, jnp.int32),  # −1 = none, behind
     }
     return {}, in_heads, {"step": jnp.zeros(spec.batch, jnp.int32)}  # step within the block
 
@@ -136,15 +136,15 @@ class CIS(Method):
     look at all keys.
     """
     window = at.top.window(at, (cache.seen - 1)[:, None])
-    choice, window, logits = self.choose(at, cache, q, window)
-    found, weight, *listed = self.retrieve(at, cache, q, window, choice, logits)
-    table, count = listed or self.listed(at, cache, window, found, choice)
+    choice, window, logits = self._choose(at, cache, q, window)
+    found, weight, *listed = self._retrieve(at, cache, q, window, choice, logits)
+    table, count = listed or self._listed(at, cache, window, found, choice)
     memo = {"retrieve": (choice.retrieves > 0).any(-1), "choice": choice}
     memo |= {"found": found, "weight": weight}
     span = at.top.span(at, cache, window)
     return Plan(span, table, count, memo=memo, unit=1, pinned=self.sinks), carry
 
-  def choose(
+  def _choose(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], window: Window | None
   ) -> tuple["Choice", Window | None, Float[Array, "B K G S"] | None]:
     """Which earlier query of the block each unit shares with, if any; and the window.
@@ -153,7 +153,7 @@ class CIS(Method):
     of the heads that retrieve.
     """
     if dispatch.choose("cis_anchors", at.env.impl) == "pallas":
-      return self.choose_by_kernel(at, cache, q, window)
+      return self._choose_by_kernel(at, cache, q, window)
     query, step = _unit(q), cache.rows["step"][:, None, None]
     cosine = (query[:, :, None] * cache.heads["queries"]).sum(-1)  # Eq. 12, [B, K, s, G]
     alike = jnp.minimum(cosine, 1.0) > self.tau  # rounding must not let 1 exceed τ = 1
@@ -166,10 +166,10 @@ class CIS(Method):
     steps = jnp.broadcast_to(step[..., 0], q.shape[:2])
     return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps), window, None
 
-  def choose_by_kernel(
+  def _choose_by_kernel(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], window: Window | None
   ) -> tuple["Choice", Window | None, Float[Array, "B K G S"] | None]:
-    """`choose`."""
+    """`_choose`."""
     block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
     run, first = dispatch.kernel("cis_anchors", "pallas"), None
     narrows = window is not None and window.view is None
@@ -184,8 +184,8 @@ class CIS(Method):
     plain = window is None or narrows
     looks = (
       plain
-      and self.units_are_queries(q)
-      and self.by_kernels(at, "key_logits", window, q, cache.slots["k"])
+      and self._units_are_queries(q)
+      and self._by_kernels(at, "key_logits", window, q, cache.slots["k"])
     )
     if looks:
       sinks = 0 if window is None else window.sinks
@@ -196,11 +196,11 @@ class CIS(Method):
       window = dataclasses.replace(window, first=more[0][:, None])
     return Choice(query, anchor, retrieves, step), window, more[-1] if looks else None
 
-  def units_are_queries(self, q: Float[Array, "B K G H"]) -> bool:
+  def _units_are_queries(self, q: Float[Array, "B K G H"]) -> bool:
     """Whether every query head decides for itself: its logits have the order of its weights."""
     return self.per == "query_head" or q.shape[2] == 1
 
-  def by_kernels(
+  def _by_kernels(
     self, at: At, operation: str, window: Window | None, *attention: Float[Array, "..."]
   ) -> bool:
     """Whether kernels retrieve: they have one query for all keys, and spans end at the newest.
@@ -211,7 +211,7 @@ class CIS(Method):
     one &= not at.top.overrides("span")
     return one and dispatch.choose_for(at, operation, *attention) == "pallas"
 
-  def retrieve(
+  def _retrieve(
     self,
     at: At,
     cache: Cache,
@@ -223,11 +223,11 @@ class CIS(Method):
     """The k heaviest tokens of the middle (ties: the lowest) by position, −1 behind them.
 
     And their weights, on any scale that keeps their order: int32 and float32 [B, K, U, f]. What it
-    gives for units that share is not used: the kernels skip it. They may give what `listed` does,
+    gives for units that share is not used: the kernels skip it. They may give what `_listed` does,
     too.
     """
-    if self.by_kernels(at, "key_weights", window, q, cache.slots["k"]):
-      return self.retrieve_by_kernels(at, cache, q, window, choice, logits)
+    if self._by_kernels(at, "key_weights", window, q, cache.slots["k"]):
+      return self._retrieve_by_kernels(at, cache, q, window, choice, logits)
     now = (cache.seen - 1)[:, None]
     logits = attention.windowed_logits(
       at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window
@@ -242,14 +242,14 @@ class CIS(Method):
     if self.per == "kv_head":
       weight = jax.nn.logsumexp(weight, 2, keepdims=True)  # of the mean, up to a constant
     place = context.first(at, cache.size) + jnp.arange(cache.size, dtype=jnp.int32)
-    place = self.in_middle(cache, jnp.where(visible, place, -1)[:, :, None])
+    place = self._in_middle(cache, jnp.where(visible, place, -1)[:, :, None])
     weight = jnp.where(place >= 0, weight, -jnp.inf)
     best, index = context.top_k(at, weight, self.k)
     index = jnp.where(best > -jnp.inf, index, NOWHERE)
     index, best = jax.lax.sort((index, best), num_keys=1)
     return jnp.where(index == NOWHERE, -1, index), best
 
-  def retrieve_by_kernels(
+  def _retrieve_by_kernels(
     self,
     at: At,
     cache: Cache,
@@ -258,13 +258,13 @@ class CIS(Method):
     choice: "Choice",
     logits: Float[Array, "B K G S"] | None,
   ) -> tuple[Array, ...]:
-    """`retrieve`; what is not needed reads no key, and holds anything."""
+    """`_retrieve`; what is not needed reads no key, and holds anything."""
     k, span, needed = cache.slots["k"], at.top.span(at, cache, window), choice.retrieves
     batch, heads, units = needed.shape
     where = span.start, span.stop, span.stop
     some = {"span_sinks": span.sinks, "active": needed.max(-1) if units > 1 else needed[..., 0]}
     few, sizes = min(self.k, cache.size), {"sinks": self.sinks, "local": self.local}
-    operands, direct = (q.astype(k.dtype), k, *where), self.units_are_queries(q)
+    operands, direct = (q.astype(k.dtype), k, *where), self._units_are_queries(q)
     if logits is None and (direct or units == 1):
       logits, *rest = dispatch.kernel("key_logits", "pallas")(*operands, **some)
     if units == 1:
@@ -296,7 +296,7 @@ class CIS(Method):
     shape = *needed.shape, -1
     return index.reshape(shape), best.reshape(shape)
 
-  def listed(
+  def _listed(
     self,
     at: At,
     cache: Cache,
@@ -306,7 +306,7 @@ class CIS(Method):
   ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"]]:
     """Table and count of the plan. The kernel's lists may have holes (−1)."""
     retrieves, anchor = choice.retrieves, choice.anchor
-    if self.by_kernels(at, "cis_listed", window):
+    if self._by_kernels(at, "cis_listed", window):
       span = at.top.span(at, cache, window)
       return dispatch.kernel("cis_listed", "pallas")(
         *(cache.heads["retrieved"], found, anchor, retrieves, cache.seen, span.start),
@@ -315,38 +315,38 @@ class CIS(Method):
         local=self.local,
         span_sinks=span.sinks,
       )
-    missing = self.widest - found.shape[-1]
+    missing = self._widest - found.shape[-1]
     fresh = jnp.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
     old = _of_step(cache.heads["retrieved"], anchor[..., None])
-    chosen = self.in_middle(cache, jnp.where(retrieves[..., None] > 0, fresh, old))
-    table = jnp.concatenate([self.always(cache), chosen.reshape(*chosen.shape[:2], -1)], -1)
+    chosen = self._in_middle(cache, jnp.where(retrieves[..., None] > 0, fresh, old))
+    table = jnp.concatenate([self._always(cache), chosen.reshape(*chosen.shape[:2], -1)], -1)
     if window is not None:
       table = jnp.where(_sees(window, table), table, -1)
     return _distinct(table)
 
-  def dilate(
+  def _dilate(
     self, found: Int[Array, "B K U f"], weight: Float[Array, "B K U f"]
   ) -> Int[Array, "B K U W"]:
     """A retrieval and the neighbours of its m heaviest tokens (Eq. 13), none twice, −1 behind.
 
     What lies in the middle of now is for later queries to say, all but the first tokens.
     """
-    order = jnp.argsort(-weight, -1, stable=True)[..., : self.dilated]
+    order = jnp.argsort(-weight, -1, stable=True)[..., : self._dilated]
     heaviest = jnp.take_along_axis(found, jnp.sort(order, -1), -1)[..., None, :]
     away = jnp.array([d for r in range(1, self.radius + 1) for d in (-r, r)], jnp.int32)
     near = heaviest + away[:, None]  # the nearest first
     near = jnp.where((heaviest >= 0) & (near >= self.sinks), near, -1)
     both = jnp.concatenate([found, near.reshape(*found.shape[:3], -1)], -1)
-    missing = self.widest - both.shape[-1]
+    missing = self._widest - both.shape[-1]
     both = jnp.pad(both, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
     return _distinct(both)[0]
 
-  def in_middle(self, cache: Cache, token: Int[Array, "B K U X"]) -> Int[Array, "B K U X"]:
+  def _in_middle(self, cache: Cache, token: Int[Array, "B K U X"]) -> Int[Array, "B K U X"]:
     """Tokens in [C_sink, n − C_local); −1 in place of the others."""
     end = (cache.seen - self.local)[:, None, None, None]
     return jnp.where((token >= self.sinks) & (token < end), token, -1)
 
-  def always(self, cache: Cache) -> Int[Array, "B K X"]:
+  def _always(self, cache: Cache) -> Int[Array, "B K X"]:
     """First tokens, then the newest backwards, none twice."""
     n = cache.seen[:, None]
     first = jnp.arange(self.sinks, dtype=jnp.int32)
@@ -364,9 +364,9 @@ class CIS(Method):
     """
     retrieved = plan.memo["choice"].retrieves > 0
     retrieved = retrieved[..., 0] if self.per == "kv_head" else retrieved
-    return self.note(at, cache, plan.memo, attended), {"retrieved": retrieved}
+    return self._note(at, cache, plan.memo, attended), {"retrieved": retrieved}
 
-  def note(self, at: At, cache: Cache, memo: dict, attended: Attended) -> Cache:
+  def _note(self, at: At, cache: Cache, memo: dict, attended: Attended) -> Cache:
     """The cache that knows of this step, in rows that count."""
     choice, found, weight = memo["choice"], memo["found"], memo["weight"]
     names, step = ("queries", "anchor", "retrieved"), cache.rows["step"]
@@ -379,7 +379,7 @@ class CIS(Method):
         *(live, attended.state.l, choice.step),
         *(choice.query, choice.anchor, choice.retrieves, found, weight, *held, step),
         sinks=self.sinks,
-        heaviest=self.dilated,
+        heaviest=self._dilated,
         radius=self.radius,
       )
       return cache.put(heads=dict(zip(names, noted, strict=True)), rows={"step": step})
@@ -392,7 +392,7 @@ class CIS(Method):
         choice.query, mode="drop"
       ),
       "anchor": anchor.at[row, head, place, unit].set(choice.anchor, mode="drop"),
-      "retrieved": retrieved.at[row, head, own, unit].set(self.dilate(found, weight), mode="drop"),
+      "retrieved": retrieved.at[row, head, own, unit].set(self._dilate(found, weight), mode="drop"),
     }
     step = jnp.where(counted, (step + 1) % self.block, step)
     return cache.put(heads=noted, rows={"step": step})

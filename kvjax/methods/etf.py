@@ -65,7 +65,7 @@ class ETF(Wrapper):
     return self.kv == "project"
 
   @property
-  def freezes(self) -> bool:
+  def _freezes(self) -> bool:
     """Whether there can be a layer that freezes something."""
     return self.psi < 1 and self.gamma > 0 and self.start < 1
 
@@ -75,11 +75,11 @@ class ETF(Wrapper):
 
   @property
   def chunkable(self) -> bool:
-    return self.base.chunkable and not self.freezes
+    return self.base.chunkable and not self._freezes
 
   @property
   def order_independent(self) -> bool:
-    return self.base.order_independent and not self.freezes
+    return self.base.order_independent and not self._freezes
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -90,18 +90,18 @@ class ETF(Wrapper):
   def neutral(cls, length: int) -> Method:
     return cls(Full(), psi=1.0)
 
-  def share(self, layer: int, layers: int) -> int:
+  def _share(self, layer: int, layers: int) -> int:
     """E_ℓ(T)/T in units of `depth`; the first layer has none below to take from."""
     if layer == 0:
       return 0
     return depth.share(self.psi, self.gamma, self.start, layer, layers)
 
-  def freezes_in(self, layer: int, layers: int) -> bool:
+  def _freezes_in(self, layer: int, layers: int) -> bool:
     """Whether there is such a layer, and it takes keys from the one below."""
-    return layer < layers and self.share(layer, layers) > 0
+    return layer < layers and self._share(layer, layers) > 0
 
   def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
-    share = at.of_layer(lambda layer: self.share(layer, at.env.layers))
+    share = at.of_layer(lambda layer: self._share(layer, at.env.layers))
     # A longer prompt computes no fewer tokens than a shorter one: the padded chunk bounds them.
     longest = depth.floor_of(share, tokens)
     if longest <= self.sinks:
@@ -133,6 +133,6 @@ class ETF(Wrapper):
     if prompt.index is not None:
       to = jnp.broadcast_to(prompt.index[:, None], k.shape[:3])
       k, v = (slots.put(old, to, new) for old, new in zip(below, (k, v), strict=True))
-    if at.of_layer(lambda layer: self.freezes_in(layer + 1, at.env.layers)):
+    if at.of_layer(lambda layer: self._freezes_in(layer + 1, at.env.layers)):
       heads |= {"below_k": k, "below_v": v}
     return k, v, dataclasses.replace(carry, heads=heads)

@@ -37,7 +37,7 @@ class H2O(Bounded):
       )
 
   @property
-  def window_size(self) -> int:
+  def _window_size(self) -> int:
     return self.budget - self.budget // 2 if self.recent is None else self.recent
 
   @property
@@ -58,12 +58,12 @@ class H2O(Bounded):
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The least attended token that is not recent once the new one, position `seen`, is in."""
-    return slots.lowest(self.priority(cache.slots, cache.seen + 1), cache.pos)
+    return slots.lowest(self._priority(cache.slots, cache.seen + 1), cache.pos)
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Recent tokens, newest first, then the others by what they are kept for."""
-    kept = self.importance(cache.slots)
-    recent = cache.pos >= (cache.seen - self.window_size)[:, None, None]
+    kept = self._importance(cache.slots)
+    recent = cache.pos >= (cache.seen - self._window_size)[:, None, None]
     kept = jnp.where(jnp.isinf(kept), 1.0, kept / (1 + kept))  # at most 1
     return jnp.where(recent, 1.0 + cache.pos, kept)
 
@@ -87,13 +87,13 @@ class H2O(Bounded):
     window = at.top.window(at, qpos)
     mass = dispatch.column_mass(at, q, qpos, staged, window, attended.state)
     staged = {**staged, "mass": staged["mass"] + mass}
-    return self.priority(staged, staged["pos"][:, 0].max(-1) + 1), staged
+    return self._priority(staged, staged["pos"][:, 0].max(-1) + 1), staged
 
-  def priority(self, held: slots.Slots, end: Int[Array, " B"]) -> Float[Array, "B K S"]:
+  def _priority(self, held: slots.Slots, end: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Importance of the older tokens; infinite for the newest ones before `end`."""
-    recent = held["pos"] >= (end - self.window_size)[:, None, None]
-    return jnp.where(recent, jnp.inf, self.importance(held))
+    recent = held["pos"] >= (end - self._window_size)[:, None, None]
+    return jnp.where(recent, jnp.inf, self._importance(held))
 
-  def importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
+  def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     """What a token is kept for: the probability that it has gathered."""
     return held["mass"]

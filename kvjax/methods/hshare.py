@@ -96,7 +96,7 @@ class HShare(SelectiveTokens):
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
     """Of the heads that retrieve in this step; those of the others are not used."""
-    return token_weights(at, cache, q, self.retrieves(at, cache))
+    return token_weights(at, cache, q, self._retrieves(at, cache))
 
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
@@ -106,18 +106,18 @@ class HShare(SelectiveTokens):
     if scores is None:
       return at.top.everything(at, cache), carry
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    retrieves = self.retrieves(at, cache)
-    retrieved = at.all_heads(self.heaviest(at, scores, span, retrieves))
+    retrieves = self._retrieves(at, cache)
+    retrieved = at.all_heads(self._heaviest(at, scores, span, retrieves))
     sets = carry.heads.get("heavy")  # [B, K, L, k]
     if sets is None:
       heads, k = cache.heads["heavy"].shape[:2], cache.heads["heavy"].shape[2]
       sets = jnp.full((*heads, at.env.layers - self.dense_layers, k), -1, jnp.int32)
-    table, count, heavy, sets = self.listed(at, cache, span, retrieved, sets)
+    table, count, heavy, sets = self._listed(at, cache, span, retrieved, sets)
     carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": sets})
     memo = {"heavy": heavy, "retrieves": retrieves}
     return Plan(span, table, count, memo=memo, unit=1, pinned=self.sinks), carry
 
-  def heaviest(
+  def _heaviest(
     self,
     at: At,
     scores: Float[Array, "B K S"],
@@ -130,7 +130,7 @@ class HShare(SelectiveTokens):
     ordered = at.top.ordered
     return dispatch.other_tiles(at, scores, span, active=active, ordered=ordered, **how)[1]
 
-  def listed(
+  def _listed(
     self,
     at: At,
     cache: Cache,
@@ -157,20 +157,20 @@ class HShare(SelectiveTokens):
     of_heads = jnp.take_along_axis(retrieved, from_head[..., None], 1)
     below = jnp.take_along_axis(sets, from_layer[:, None, None, None], 2)[:, :, 0]
     new = jnp.where((from_layer == own)[:, None, None], of_heads, below)
-    heavy = jnp.where(self.due(cache)[:, None, None], new, kept)
+    heavy = jnp.where(self._due(cache)[:, None, None], new, kept)
     forced = {"unit": 1, "sinks": sinks, "local": local}
     table, count, _ = tiles.listed(span, heavy, **forced, tiles=cache.size)
     return table, count, heavy, sets.at[:, :, own].set(heavy)
 
-  def due(self, cache: Cache) -> Bool[Array, " B"]:
+  def _due(self, cache: Cache) -> Bool[Array, " B"]:
     """Rows whose sets are made anew in this step."""
     return (cache.seen % self.steps == 0) | (cache.seen <= self.budget)
 
-  def retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
+  def _retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
     """Heads that use their own retrieval, in layers that do, where one is due."""
     own = cache.heads["from_head"] == at.head_index(cache.pos.shape[1])
     layer = cache.rows["from_layer"] == at.layer - self.dense_layers
-    return own & (layer & self.due(cache))[:, None]
+    return own & (layer & self._due(cache))[:, None]
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -194,12 +194,12 @@ class HShare(SelectiveTokens):
   ) -> Cache:
     """Retrieves for the prompt's last query, and decides which heads share."""
     kept = super().keep(at, cache, new, q, qpos, attended, prompt)
-    if self.dense(at):
+    if self._dense(at):
       return kept
     last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
     scores = token_weights(at, kept, last[:, :, :, 0])
     span = at.top.span(at, kept, at.top.window(at, (kept.seen - 1)[:, None]))
-    heavy = self.heaviest(at, scores, span)
+    heavy = self._heaviest(at, scores, span)
     every = at.all_heads(heavy)
     sources = shared_sources(overlaps(every), self.heads)
     own = at.head_index(heavy.shape[1])

@@ -69,7 +69,7 @@ class InfLLM(Streamed):
   ) -> Float[Array, "B N"]:
     """Σ over heads of the chunk's mean query times the block's vector."""
     real = (qpos >= 0)[:, None, None, :, None]
-    turned = jnp.where(real, self.turned(at, q, qpos), 0).astype(jnp.float32)
+    turned = jnp.where(real, self._turned(at, q, qpos), 0).astype(jnp.float32)
     mean = turned.sum((2, 3)) / jnp.maximum(real.sum(3), 1)[:, :, 0]
     index = cache.heads["index"].of["mean"]
     return at.sum_heads(jnp.einsum("bkh,bknh->bn", mean, index))

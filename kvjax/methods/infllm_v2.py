@@ -111,7 +111,8 @@ class InfLLMv2(Selective):
     return cache.put(heads={"compressed": compressed})
 
   def renew(self, at: At, cache: Cache) -> Cache:
-    if dispatch.choose_for(at, "renew_mean") != "pallas":
+    known = self.form("summarise") is InfLLMv2.summarise
+    if not known or dispatch.choose_for(at, "renew_mean") != "pallas":
       return super().renew(at, cache)
     over = {"width": self.kernel, "stride": self.stride}
     compressed = dispatch.kernel("renew_mean", "pallas")(
@@ -139,9 +140,9 @@ class InfLLMv2(Selective):
     ok = (start + self.kernel <= before) & tiles.visible(span, start, self.kernel)
     logits = attention.logits_of(q[:, :, :, None], compressed)[:, :, :, 0]
     p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).sum(2)  # over the group
-    return self.pooled(jnp.where(ok, p, 0.0), blocks)
+    return self._pooled(jnp.where(ok, p, 0.0), blocks)
 
-  def pooled(self, p: Float[Array, "B K M"], blocks: int) -> Float[Array, "B K P"]:
+  def _pooled(self, p: Float[Array, "B K M"], blocks: int) -> Float[Array, "B K P"]:
     """The largest of all compressed keys that share a token with the block; 0 where none does."""
     ahead, each = self.kernel // self.stride - 1, self.block // self.stride
     padding = ((0, 0), (0, 0), (ahead, blocks * each - p.shape[2]))

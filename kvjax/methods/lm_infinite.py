@@ -29,6 +29,8 @@ class LMInfinite(StreamingLLM):
   rope: str = dataclasses.field(default="original", init=False)
   limit: int | None = 4096
 
+  span = StreamingLLM.span  # the window is the same: its view is another
+
   def __post_init__(self):
     super().__post_init__()
     if self.limit is not None and self.limit < self.budget:

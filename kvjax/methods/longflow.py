@@ -70,11 +70,13 @@ class LongFlow(SnapKV):
     norm = jnp.zeros((*per_head, self.capacity(spec, layer)), jnp.float32)
     return {"norm": norm}, {"victim": jnp.zeros(per_head, jnp.int32)}, {}
 
+  fresh = Method.fresh  # no scores are kept, which are SnapKV's
+
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return cache.heads["victim"]
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
-    return None  # no scores are kept
+    return None
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -98,7 +100,7 @@ class LongFlow(SnapKV):
       return cache.put(heads={"victim": victim}), {}
     share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
     score = jax.nn.logsumexp(share, 2) + jnp.log(cache.slots["norm"])
-    named = self.name_victim(at, cache, self.over_heads(at, score)).heads["victim"]
+    named = self._name_victim(at, cache, self._over_heads(at, score)).heads["victim"]
     return cache.put(heads={"victim": jnp.where(counted[:, None], named, old)}), {}
 
   def rank(
@@ -115,25 +117,25 @@ class LongFlow(SnapKV):
       total = at.sum_heads(score.sum(1, keepdims=True))
       score = jnp.broadcast_to(total, score.shape)
     end = staged["pos"][:, 0].max(-1) + 1
-    score = jnp.where(self.safe(staged["pos"], end), jnp.inf, score)
+    score = jnp.where(self._safe(staged["pos"], end), jnp.inf, score)
     return score, {**staged, "score": score}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """After a prompt the token that was ranked last is the first to leave."""
     held = {name: x for name, x in cache.slots.items() if name != "score"}
-    return self.name_victim(at, dataclasses.replace(cache, slots=held), cache.slots["score"])
+    return self._name_victim(at, dataclasses.replace(cache, slots=held), cache.slots["score"])
 
-  def name_victim(self, at: At, cache: Cache, score: Float[Array, "B K S"]) -> Cache:
+  def _name_victim(self, at: At, cache: Cache, score: Float[Array, "B K S"]) -> Cache:
     """The slot of least score among those that may leave."""
-    stays = self.safe(cache.pos, cache.seen) | (cache.pos < 0)
+    stays = self._safe(cache.pos, cache.seen) | (cache.pos < 0)
     score = jnp.where(stays, jnp.inf, score)
     return cache.put(heads={"victim": slots.lowest(score, cache.pos)})
 
-  def safe(self, pos: Int[Array, "B K S"], end: Int[Array, " B"]) -> Bool[Array, "B K S"]:
+  def _safe(self, pos: Int[Array, "B K S"], end: Int[Array, " B"]) -> Bool[Array, "B K S"]:
     """Tokens that may not leave: the first ones, and the newest before `end`."""
     return (pos < self.sinks) | (pos >= (end - self.recent)[:, None, None])
 
-  def over_heads(self, at: At, score: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+  def _over_heads(self, at: At, score: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     """With per="layer", log of the sum over all heads, those of other shards included."""
     if self.per == "kv_head":
       return score

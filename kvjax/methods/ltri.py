@@ -23,7 +23,7 @@ LLAMA_3_8B_HEADS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Ltri(Streamed):
+class Ltri(Streamed, moves=("divide",)):
   """Divides the context into spans by its own attention, and retrieves blocks by their spans.
 
   The map of a block is what its queries give to its keys, as probabilities over everything they
@@ -101,21 +101,21 @@ class Ltri(Streamed):
     end = min(self.last, length)
     return super().pieces(length - end) + [end] * (end > 0)
 
-  def head(self, layer: int) -> tuple[int, float] | None:
+  def _head(self, layer: int) -> tuple[int, float] | None:
     """The retrieval head of a layer and its score; None: the layer has none."""
     found = [(head, score) for at, head, score in self.heads or () if at == layer]
     return found[0] if found else None
 
-  def indexes(self, layer: int) -> bool:
+  def _indexes(self, layer: int) -> bool:
     """Whether a layer keeps vectors of its blocks."""
-    return self.heads is None or self.head(layer) is not None
+    return self.heads is None or self._head(layer) is not None
 
   def alike(self, layer: int) -> int:
     """The first layer of the same retrieval head, or none, and of the same settings."""
 
     def settings(layer: int) -> tuple[Any, ...]:
       of_layer = (_of(x, layer) for x in (self.rate, self.quantile, self.overlap))
-      return self.head(layer), *of_layer
+      return self._head(layer), *of_layer
 
     return next(i for i in range(layer + 1) if settings(i) == settings(layer))
 
@@ -125,7 +125,7 @@ class Ltri(Streamed):
     Beside them, what is known of blocks in the window: the map of the newest, and the spans of
     the whole ones, in a ring.
     """
-    if not self.indexes(layer):
+    if not self._indexes(layer):
       return {}, {}
     found = {"spans": jnp.zeros((spec.batch, self.stored_blocks(spec), 4, self.spans), jnp.float32)}
     sizes = (self.stored_blocks(spec), self.spans, spec.head_dim)
@@ -137,7 +137,7 @@ class Ltri(Streamed):
     if self.heads is None:
       every = jnp.zeros((spec.batch, spec.kv_heads, *sizes), jnp.float32)
       return {"index": OwnRows({"sum": every})}, {**rows, "found": OwnRows(found)}
-    head = self.head(layer)
+    head = self._head(layer)
     assert head is not None
     if head[0] >= spec.kv_heads * spec.groups:
       raise ValueError(
@@ -154,7 +154,7 @@ class Ltri(Streamed):
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
     """Adds the new queries' rows to the maps of their blocks, and divides those that are whole."""
-    if not self.indexes(at.layer):
+    if not self._indexes(at.layer):
       return cache
     size, tokens = cache.size, qpos.shape[1]
     start = jnp.maximum(qpos[:, 0], 0)  # the first new token; padding stands behind
@@ -166,7 +166,7 @@ class Ltri(Streamed):
     pos = self.init_tokens + block[..., None] * self.block + token  # [B, E, U]
     flat = pos.reshape(pos.shape[0], -1)
     behind = near["pos"].shape[2] > size  # whether the new tokens stand behind the slots
-    slot = self.slot_of(flat, size)
+    slot = self._slot_of(flat, size)
     if behind:
       slot = jnp.where(flat < start[:, None], slot, size + flat - start[:, None])
     slot = jnp.broadcast_to(slot[:, None], (*near["pos"].shape[:2], flat.shape[1]))
@@ -230,7 +230,7 @@ class Ltri(Streamed):
     votes: Float[Array, "B K E U"],
     block: Int[Array, "B E"],
   ) -> Cache:
-    if not self.indexes(at.layer):
+    if not self._indexes(at.layer):
       return cache
     rows = cache.rows
     place = slots.remainder(block, rows["spans"].shape[1])[:, :, None, None]
@@ -268,14 +268,14 @@ class Ltri(Streamed):
     qpos: Int[Array, "B T"],
   ) -> Float[Array, "B N"]:
     """Of the best pair of a query's and a block's span (Eqs. 8, 9); −∞ where there is none."""
-    if not self.indexes(at.layer):
+    if not self._indexes(at.layer):
       blocks = offload.blocks_of(cache.heads["store"])
       return jnp.full((q.shape[0], blocks), -jnp.inf)
-    turned = self.turned(at, q, qpos)
+    turned = self._turned(at, q, qpos)
     if self.heads is None:
       turned = turned.astype(jnp.float32).sum(2)  # [B, K, T, H]
     else:
-      found = self.head(at.layer)
+      found = self._head(at.layer)
       assert found is not None
       turned = self._of_head(at, cache, turned[:, :, found[0] % q.shape[2]])  # [B, T, H]
     if k is None:  # one token: a span of one vector
@@ -331,23 +331,23 @@ class Ltri(Streamed):
   ) -> tuple[Int[Array, "B R"], Carry]:
     """The blocks of most votes; ties to the layer's own similarity, then to the oldest."""
     if not self.voting:
-      return self.best(cache, [similarity]), carry
+      return self._best(cache, [similarity]), carry
     votes = carry.rows.get("votes", jnp.zeros_like(similarity))
-    if self.indexes(at.layer):
-      found = self.head(at.layer)
-      mine = self.ranks(cache, [similarity], forces=False) < min(
+    if self._indexes(at.layer):
+      found = self._head(at.layer)
+      mine = self._ranks(cache, [similarity], forces=False) < min(
         self.retrieved, similarity.shape[1]
       )
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
-    return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
+    return self._best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
 
   def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
     """The blocks of most votes so far."""
     votes = carry.rows.get("votes")
-    if not (self.prefetch and self.voting and self.indexes(at.layer)) or votes is None:
+    if not (self.prefetch and self.voting and self._indexes(at.layer)) or votes is None:
       return None
-    return self.best(cache, [jnp.where(votes > 0, votes, -jnp.inf)])
+    return self._best(cache, [jnp.where(votes > 0, votes, -jnp.inf)])
 
 
 def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -124,40 +124,40 @@ class PRR(Wrapper):
     return self.strict and self.base.chunkable
 
   @property
-  def selector(self) -> Selective:
+  def _selector(self) -> Selective:
     """The base, as what it is known to be."""
     assert isinstance(self.base, Selective)
     return self.base
 
   @property
-  def forced(self) -> dict[str, int]:
+  def _forced(self) -> dict[str, int]:
     """Which tiles are read whatever their scores."""
-    sinks, local = self.selector.forced
-    return {"unit": self.selector.unit, "sinks": sinks, "local": local}
+    sinks, local = self._selector.forced
+    return {"unit": self._selector.unit, "sinks": sinks, "local": local}
 
   # ---- shapes
 
-  def ratio(self, batch: int, capacity: int) -> float:
+  def _ratio(self, batch: int, capacity: int) -> float:
     """ρ for caches of this shape; 0: no speculation."""
     if self.variant != "S3":
       return float(self.budget != 0)
     if not isinstance(self.budget, str):
       return float(self.budget)
-    shape = {"unit": self.selector.unit, "best": self.selector.best}
-    name = type(self.selector).__name__
+    shape = {"unit": self._selector.unit, "best": self._selector.best}
+    name = type(self._selector).__name__
     return dispatch.speculation_ratio(name, **shape, batch=batch, slots=capacity)
 
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     """The predictor's state, the sets Ŝ of the next step and S of the last, and the factors."""
     in_slots, in_heads, in_rows = self.base.extra(spec, layer)
-    ratio = self.ratio(spec.batch, spec.capacity)
-    if layer < self.selector.dense_layers or ratio == 0:
+    ratio = self._ratio(spec.batch, spec.capacity)
+    if layer < self._selector.dense_layers or ratio == 0:
       return in_slots, in_heads, in_rows
-    count = -(-spec.capacity // self.selector.unit)
+    count = -(-spec.capacity // self._selector.unit)
     per_head = spec.batch, spec.kv_heads
 
     def table(ratio: float) -> Array:
-      return jnp.full((*per_head, self.selector.width(count, ratio)), -1, jnp.int32)
+      return jnp.full((*per_head, self._selector._width(count, ratio)), -1, jnp.int32)
 
     in_heads |= {
       "level": jnp.zeros((*per_head, count), jnp.float32),
@@ -180,12 +180,14 @@ class PRR(Wrapper):
     foreseen = cache.heads["foreseen"]
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
-    guess = Plan(span, foreseen, count, unit=self.selector.unit)
-    memo = self.beside(at, cache, guess, q)
+    guess = Plan(span, foreseen, count, unit=self._selector.unit)
+    usual = at.top.form("select") is Selective.select
+    together = usual and dispatch.choose("best_tiles", at.env.impl) == "pallas"
+    memo = self._beside(at, cache, guess, q) if together else None
     if memo is None:
       memo = {"scores": at.top.score(at, cache, q)}
-    if at.top == self and dispatch.choose("best_tiles", at.env.impl) == "pallas":
-      true, found = self.select_both(at, cache, memo)
+    if together:
+      true, found = self._select_both(at, cache, memo)
       memo |= found
     else:
       true = at.top.select(at, cache, memo["scores"])
@@ -193,7 +195,7 @@ class PRR(Wrapper):
     memo |= {"guess": guess, "hit": foresight.among(true.table, foreseen)}
     return dataclasses.replace(true, memo=memo), carry
 
-  def select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+  def _select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The true selection S, and Ŝ of the next step: one search, half of it for each.
 
     For kernels: alone, the second would take as long as the first. What is found besides: the
@@ -202,15 +204,15 @@ class PRR(Wrapper):
     if "both" in memo:
       state, both = memo["state"], memo["both"]
     else:
-      state, ahead = self.advanced(cache, memo["scores"])
+      state, ahead = self._advanced(cache, memo["scores"])
       both = jnp.stack([memo["scores"], ahead], 2)  # [B, K, 2, P]
-    ratios = 1.0, self.ratio(cache.pos.shape[0], cache.size)
+    ratios = 1.0, self._ratio(cache.pos.shape[0], cache.size)
     caches = cache, _one_longer(cache)
-    true, next_one = self.selector.select_together(at, caches, both, ratios, memo.get("stops"))
+    true, next_one = self._selector._select_together(at, caches, both, ratios, memo.get("stops"))
     assert next_one.table is not None
     return true, {"state": state, "foreseen": next_one.table}
 
-  def beside(
+  def _beside(
     self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
   ) -> dict[str, Any] | None:
     """Attention over Ŝ, scores and the predictor's next state at once, where a kernel does that.
@@ -220,17 +222,20 @@ class PRR(Wrapper):
     base = self.base
     how: dict[str, Any] = {"predictor": self.predictor, "apart": self.strict}
     names: tuple[str, ...]
-    if isinstance(base, Quest):
+    if base.form("tile_scores") is Quest.tile_scores:
+      assert isinstance(base, Quest)
       operation, names = "speculate", ("key_min", "key_max")
       how |= {"group": base.group}
-    elif isinstance(base, InfLLMv2):
+    elif base.form("tile_scores") is InfLLMv2.tile_scores:
+      assert isinstance(base, InfLLMv2)
       operation, names = "speculate_keys", ("compressed",)
       how |= {"stride": base.stride, "width": base.kernel}
     else:
       return None
     everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
+    usual = at.top.form("score") is Selective.score and not at.top.overrides("span")
     # S1 may have to keep what was speculated as it is.
-    if at.top != self or not everything or self.variant == "S1":
+    if not usual or not everything or self.variant == "S1":
       return None
     summaries = tuple(cache.heads[name] for name in names)
     state = cache.heads["level"], cache.heads["trend"], cache.rows["factors"]
@@ -245,7 +250,7 @@ class PRR(Wrapper):
       return self.base.attend(at, cache, plan, q)
     assert plan.table is not None
     guess, hit, early = plan.memo["guess"], plan.memo["hit"], plan.memo.get("early")
-    early = self.speculate(at, cache, guess, q) if early is None else early
+    early = self._speculate(at, cache, guess, q) if early is None else early
     if self.variant != "S1":
       repaired = dispatch.repair(at, cache, plan, guess, q, early)
       if repaired is not None:
@@ -253,20 +258,20 @@ class PRR(Wrapper):
     if self.strict:
       early = _without_wasted(early, foresight.among(guess.table, plan.table), guess.unit)
     if self.variant == "S1":
-      return self.attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
+      return self._attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
     missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
     late = self.base.attend(at, cache, missed, q)  # S∖Ŝ
     logits, slot = _joined(early, late)
     state = softmax_state.merge(early.state, late.state)  # Eqs. 6–8
     return Attended(state, logits, slot, early.visited + late.visited)
 
-  def speculate(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Attended:
+  def _speculate(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Attention over Ŝ; with `strict`, one state [B, K, G, W] for each of its tiles."""
     if self.strict:
       return dispatch.attend_tiles(at, cache, guess, q)
     return self.base.attend(at, cache, guess, q)
 
-  def attend_anew(
+  def _attend_anew(
     self,
     at: At,
     cache: Cache,
@@ -299,37 +304,37 @@ class PRR(Wrapper):
     if plan.memo is None:
       return cache, aux
     assert plan.table is not None
-    aux |= foresight.report(plan, before.heads["selected"], self.selector.positive)
+    aux |= foresight.report(plan, before.heads["selected"], self._selector.positive)
     if "foreseen" in plan.memo:
       return _noted(cache, plan.memo["state"], plan.memo["foreseen"], plan.table), aux
-    new, ahead = self.advanced(before, plan.memo["scores"])
-    return self.foresee(at, cache, new, ahead, plan.table), aux
+    new, ahead = self._advanced(before, plan.memo["scores"])
+    return self._foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
 
-  def factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
+  def _factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
     """α, β, γ of every row."""
     return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
 
-  def state(self, cache: Cache) -> Smoothed:
+  def _state(self, cache: Cache) -> Smoothed:
     """Level and trend of every tile."""
     return Smoothed(cache.heads["level"], cache.heads["trend"])
 
-  def scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
+  def _scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
     """Tiles that have had a score once token t has attended: the full ones before its own."""
     tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
-    return tile < (t // self.selector.unit)[:, None, None]
+    return tile < (t // self._selector.unit)[:, None, None]
 
-  def advanced(
+  def _advanced(
     self, cache: Cache, scores: Float[Array, "B K P"]
   ) -> tuple[Smoothed, Float[Array, "B K P"]]:
     """The state after the newest token, whose scores these are, and ŝ of the next step."""
     t = cache.seen - 1
-    alpha, beta, gamma = self.factors(cache)
-    new = self.updated(self.state(cache), scores, alpha, beta, t - 1, t)
-    return new, self.forecast(new, gamma, t)
+    alpha, beta, gamma = self._factors(cache)
+    new = self._updated(self._state(cache), scores, alpha, beta, t - 1, t)
+    return new, self._forecast(new, gamma, t)
 
-  def updated(
+  def _updated(
     self,
     state: Smoothed,
     scores: Float[Array, "B K P"],
@@ -339,16 +344,16 @@ class PRR(Wrapper):
     t: Int[Array, " B"],
   ) -> Smoothed:
     """The state after token t, given that after token `last` (−1: there was none)."""
-    begun, there = self.scored(state, last), self.scored(state, t)
+    begun, there = self._scored(state, last), self._scored(state, t)
     return state.updated(scores, alpha, beta, begun, there, self.predictor)
 
-  def forecast(
+  def _forecast(
     self, state: Smoothed, gamma: Float[Array, "#B 1 1"], last: Int[Array, " B"]
   ) -> Float[Array, "B K P"]:
     """ŝ of the step behind token `last`; ∞ for tiles that have no score yet."""
-    return jnp.where(self.scored(state, last), state.forecast(gamma), jnp.inf)
+    return jnp.where(self._scored(state, last), state.forecast(gamma), jnp.inf)
 
-  def foresee(
+  def _foresee(
     self,
     at: At,
     cache: Cache,
@@ -357,7 +362,7 @@ class PRR(Wrapper):
     selected: Int[Array, "B K W"],
   ) -> Cache:
     """The cache with the predictor's state, and with Ŝ of the next step: the best of `ahead`."""
-    ratio = self.ratio(cache.pos.shape[0], cache.size)
+    ratio = self._ratio(cache.pos.shape[0], cache.size)
     guess = at.top.select(at, _one_longer(cache), ahead, ratio)
     assert guess.table is not None
     return _noted(cache, state, guess.table, selected)
@@ -381,16 +386,16 @@ class PRR(Wrapper):
     count = -(-history // self.every) * self.every
     q, qpos, _ = attention.last_queries(q, qpos, attended.state, count)
     qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
-    state, factors = self.follow(at, kept, cache.seen - 1, q, qpos)
+    state, factors = self._follow(at, kept, cache.seen - 1, q, qpos)
     kept = kept.put(rows={"factors": factors})
     scores = at.top.score(at, kept, q[:, :, :, -1])
     assert scores is not None
     selected = at.top.select(at, kept, scores).table
     assert selected is not None
-    ahead = self.forecast(state, factors[:, 2, None, None], kept.seen - 1)
-    return self.foresee(at, kept, state, ahead, selected)
+    ahead = self._forecast(state, factors[:, 2, None, None], kept.seen - 1)
+    return self._foresee(at, kept, state, ahead, selected)
 
-  def follow(
+  def _follow(
     self,
     at: At,
     cache: Cache,
@@ -403,7 +408,7 @@ class PRR(Wrapper):
     All (α, β) are followed side by side, and with them the row's factors of before; γ only enters
     forecasts.
     """
-    own, old = cache.rows["factors"], self.state(cache)
+    own, old = cache.rows["factors"], self._state(cache)
     tried, searches = own[None, :, :2], self.calibrate and self.variant == "S3"
     candidates = smoothing.grid()
     if searches:
@@ -411,7 +416,7 @@ class PRR(Wrapper):
       pairs = jnp.broadcast_to(pairs, (pairs.shape[0], *own[:, :2].shape))
       tried = jnp.concatenate([pairs, tried])
     alpha, beta = (tried[..., i, None, None] for i in range(2))
-    update = jax.vmap(self.updated, (0, None, 0, 0, None, None))
+    update = jax.vmap(self._updated, (0, None, 0, 0, None, None))
 
     def step(carry: tuple, token: tuple[Array, Array], compare: bool) -> tuple[tuple, None]:
       state, last, rates, tokens = carry
@@ -421,7 +426,7 @@ class PRR(Wrapper):
       assert scores is not None
       if compare:
         others = jax.tree.map(lambda x: x[:-1], state)
-        found, counts = self.hit_rates(at, now, scores, others, last)
+        found, counts = self._hit_rates(at, now, scores, others, last)
         rates, tokens = rates + jnp.where(counts, found, 0), tokens + counts
       real, new = t >= 0, update(state, scores, alpha, beta, last, t)
       state = jax.tree.map(lambda n, o: jnp.where(real[:, None, None], n, o), new, state)
@@ -447,7 +452,7 @@ class PRR(Wrapper):
     factors = jnp.where(enough[:, None], candidates[best], own)
     return jax.tree.map(lambda x: x[pair, row], state), factors
 
-  def hit_rates(
+  def _hit_rates(
     self,
     at: At,
     cache: Cache,
@@ -460,26 +465,26 @@ class PRR(Wrapper):
     `state` holds those of all (α, β) [N, B, K, P] after token `last`. The second result says which
     rows have had a score before, and more than k tiles to choose from.
     """
-    k, forced = self.selector.best, dict[str, Any](self.forced)
+    k, forced = self._selector.best, dict[str, Any](self._forced)
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     top, index = dispatch.other_tiles(at, scores, span, **forced, k=k + 1)
     counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
-    counts &= cache.seen >= self.selector.dense_below
+    counts &= cache.seen >= self._selector.dense_below
     top, index = top[..., :k], index[..., :k]
-    weight = foresight.weights(top, index >= 0, self.selector.positive)
+    weight = foresight.weights(top, index >= 0, self._selector.positive)
     missing = scores.shape[-1]
     worth = slots.put(
       jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight
     )  # w_j of S, 0 elsewhere
     total = weight.sum(-1)
-    wide = self.selector.widened(self.ratio(scores.shape[0], cache.size))
+    wide = self._selector._widened(self._ratio(scores.shape[0], cache.size))
 
     every = jax.tree.map(lambda x: x.reshape(-1, *scores.shape[1:]), state)  # [N·B, K, P]
     many = every.level.shape[0] // scores.shape[0]
     where, when = jax.tree.map(lambda x: jnp.tile(x, (many, *(1,) * (x.ndim - 1))), (span, last))
 
     def rate(gamma: Array) -> Float[Array, "N B"]:
-      ahead = self.forecast(every, gamma, when)
+      ahead = self._forecast(every, gamma, when)
       _, guess = dispatch.other_tiles(at, ahead, where, **forced, k=wide, ordered=False)
       guess = guess.reshape(many, *total.shape, -1)
       found = jax.vmap(slots.take, (None, 0))(worth, jnp.maximum(guess, 0))

@@ -101,7 +101,8 @@ class Quest(Selective):
     )
 
   def renew(self, at: At, cache: Cache) -> Cache:
-    if dispatch.choose_for(at, "renew_extremes") != "pallas":
+    known = self.form("summarise") is Quest.summarise
+    if not known or dispatch.choose_for(at, "renew_extremes") != "pallas":
       return super().renew(at, cache)
     held = cache.heads["key_min"], cache.heads["key_max"]
     low, high = dispatch.kernel("renew_extremes", "pallas")(
@@ -119,10 +120,10 @@ class Quest(Selective):
       )
     q = q.astype(jnp.float32)
     if self.group == "mean":
-      return self.bound(cache, q.mean(2))
-    return jnp.stack([self.bound(cache, q[:, :, g]) for g in range(q.shape[2])]).max(0)
+      return self._bound(cache, q.mean(2))
+    return jnp.stack([self._bound(cache, q[:, :, g]) for g in range(q.shape[2])]).max(0)
 
-  def bound(self, cache: Cache, q: Float[Array, "B K H"]) -> Float[Array, "B K P"]:
+  def _bound(self, cache: Cache, q: Float[Array, "B K H"]) -> Float[Array, "B K P"]:
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1), scaled as logits are."""
     q = q[:, :, None] * q.shape[-1] ** -0.5
     low, high = cache.heads["key_min"], cache.heads["key_max"]

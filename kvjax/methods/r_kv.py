@@ -105,19 +105,19 @@ class RKV(Bounded):
     rows = jnp.argsort(~full)  # the full ones first
 
     def compress_next(i: Array, cache: Cache) -> Cache:
-      return self.compress_row(at, cache, rows[i])
+      return self._compress_row(at, cache, rows[i])
 
     cache = jax.lax.fori_loop(0, full.sum(), compress_next, cache)
     return super().insert(at, cache, k, v, live)
 
-  def compress_row(self, at: At, cache: Cache, b: Int[Array, ""]) -> Cache:
+  def _compress_row(self, at: At, cache: Cache, b: Int[Array, ""]) -> Cache:
     """Row b with its best `budget` tokens; the other rows' arrays are not touched."""
 
     def row(x: Array) -> Array:
       return jax.lax.dynamic_slice_in_dim(x, b, 1)
 
     held = {name: row(cache.slots[name]) for name in ("k", "pos")}
-    priority = self.priority(held, row(cache.heads["queries"]), row(cache.seen))
+    priority = self._priority(held, row(cache.heads["queries"]), row(cache.seen))
     order, pos = (x[0] for x in slots.best(held["pos"], priority, self.budget))
     heads = jnp.arange(order.shape[0])[:, None]
     kept = {n: x.at[b, :, : self.budget].set(x[b, heads, order]) for n, x in cache.slots.items()}
@@ -130,9 +130,9 @@ class RKV(Bounded):
   ) -> tuple[Cache, Aux]:
     """Remembers the newest query."""
     newest = (cache.seen - 1)[:, None]
-    return cache.put(heads={"queries": self.remember(cache, q[:, :, None], newest)}), {}
+    return cache.put(heads={"queries": self._remember(cache, q[:, :, None], newest)}), {}
 
-  def remember(
+  def _remember(
     self, cache: Cache, q: Float[Array, "B K T G H"], qpos: Int[Array, "B T"]
   ) -> Float[Array, "B K W G H"]:
     """A ring of the newest queries: that of position p stands at p mod W; −1 = padding.
@@ -155,17 +155,17 @@ class RKV(Bounded):
   ) -> Cache:
     """The best `budget` tokens of old and new, ranked as in decode."""
     last, last_pos, _ = attention.last_queries(q, qpos, attended.state, self.window_size)
-    queries = self.remember(cache, jnp.moveaxis(last, 3, 2), last_pos)
+    queries = self._remember(cache, jnp.moveaxis(last, 3, 2), last_pos)
     staged = new if prompt.past == 0 else slots.join(cache.slots, new)
     seen = cache.seen + prompt.valid
     if staged["pos"].shape[2] > self.budget:
-      staged = slots.keep_best(staged, self.priority(staged, queries, seen), self.budget)
+      staged = slots.keep_best(staged, self._priority(staged, queries, seen), self.budget)
     rows = {"seen": seen, "used": jnp.minimum(cache.used + prompt.valid, self.budget)}
     kept = slots.resize(staged, cache.size)
     cache = dataclasses.replace(cache, slots=kept).put(heads={"queries": queries}, rows=rows)
     return at.top.settle(at, cache, prompt)
 
-  def priority(
+  def _priority(
     self, held: slots.Slots, queries: Float[Array, "B K W G H"], end: Int[Array, " B"]
   ) -> Float[Array, "B K S"]:
     """What older tokens are kept for; infinite for the window, the newest tokens before `end`.
@@ -176,11 +176,11 @@ class RKV(Bounded):
     pos = jnp.where(sound, held["pos"], -1)
     k = jnp.where((pos >= 0)[..., None], held["k"], 0)  # empty slots may hold NaN
     past = (pos >= 0) & (pos < (end - self.window_size)[:, None, None])
-    importance = self.importance(queries, k, pos, past)
-    score = self.weight * importance - (1 - self.weight) * self.redundancy(k, pos)
+    importance = self._importance(queries, k, pos, past)
+    score = self.weight * importance - (1 - self.weight) * self._redundancy(k, pos)
     return jnp.where(past, score, jnp.where(sound, jnp.inf, -jnp.inf))
 
-  def importance(
+  def _importance(
     self,
     queries: Float[Array, "B K W G H"],
     k: Float[Array, "B K S H"],
@@ -198,7 +198,7 @@ class RKV(Bounded):
     total = jax.lax.fori_loop(0, self.window_size, add, jnp.zeros(pos.shape, jnp.float32))
     return slots.pool(total / self.window_size, pos, past, self.pool, "max")
 
-  def redundancy(
+  def _redundancy(
     self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]
   ) -> Float[Array, "B K S"]:
     """softmax_j of mean_i cos(k_i, k_j), i ≠ j and j not the one that i spares.

@@ -31,13 +31,13 @@ class Random(Bounded):
   def __post_init__(self):
     if self.recent is not None and self.recent < 1:
       raise ValueError(f"Random.recent: found {self.recent}, expected 1 or more")
-    if self.budget <= self.window_size:
+    if self.budget <= self._window_size:
       raise ValueError(
-        f"Random.budget: found {self.budget}, expected more than recent = {self.window_size}"
+        f"Random.budget: found {self.budget}, expected more than recent = {self._window_size}"
       )
 
   @property
-  def window_size(self) -> int:
+  def _window_size(self) -> int:
     return max(1, self.budget // 8) if self.recent is None else self.recent
 
   @classmethod
@@ -46,7 +46,7 @@ class Random(Bounded):
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The lowest priority once the new token, position `seen`, is in the recent window."""
-    priority = self.priority(at, cache.pos, cache.seen + 1)
+    priority = self._priority(at, cache.pos, cache.seen + 1)
     return jnp.argmin(priority, -1).astype(jnp.int32)
 
   def rank(
@@ -59,9 +59,9 @@ class Random(Bounded):
     prompt: Prompt,
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     end = staged["pos"][:, 0].max(-1) + 1
-    return self.priority(at, staged["pos"], end), staged
+    return self._priority(at, staged["pos"], end), staged
 
-  def priority(
+  def _priority(
     self, at: At, pos: Int[Array, "B K S"], end: Int[Array, " B"]
   ) -> Float[Array, "B K S"]:
     """Uniform in [0, 1) for older tokens, infinite for the newest ones before `end`."""
@@ -70,7 +70,7 @@ class Random(Bounded):
       jnp.uint32(self.seed) ^ _mix(jnp.uint32(at.layer) ^ _mix(head.astype(jnp.uint32)))
     )
     draw = _mix(pos.astype(jnp.uint32) ^ stream) >> 8  # 24 bits: exact in float32
-    recent = pos >= (end - self.window_size)[:, None, None]
+    recent = pos >= (end - self._window_size)[:, None, None]
     return jnp.where(recent, jnp.inf, draw.astype(jnp.float32) * 2.0**-24)
 
 

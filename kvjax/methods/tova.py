@@ -53,7 +53,7 @@ class TOVA(Bounded):
   ) -> tuple[Cache, Aux]:
     assert attended.logits is not None  # asked for by wants_logits
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
-    return cache.put(slots={"score": self.over_heads(at, p)}), {}
+    return cache.put(slots={"score": self._over_heads(at, p)}), {}
 
   def rank(
     self,
@@ -67,10 +67,10 @@ class TOVA(Bounded):
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, 1)
     window = at.top.window(at, last_pos)
     p = dispatch.column_mass(at, last, last_pos, staged, window, state)
-    score = self.over_heads(at, p)
+    score = self._over_heads(at, p)
     return score, {**staged, "score": score}
 
-  def over_heads(self, at: At, p: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+  def _over_heads(self, at: At, p: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     """Mean over all heads of the layer, those of other shards included."""
     heads = at.sum_heads(jnp.float32(p.shape[1]))
     return jnp.broadcast_to(at.sum_heads(p.sum(1, keepdims=True)) / heads, p.shape)

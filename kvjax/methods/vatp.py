@@ -29,10 +29,10 @@ class VATP(H2O):
     super().__post_init__()
     if self.sinks < 0:
       raise ValueError(f"VATP.sinks: found {self.sinks}, expected 0 or more")
-    if self.budget <= self.window_size + self.sinks:
+    if self.budget <= self._window_size + self.sinks:
       raise ValueError(
         f"VATP.budget: found {self.budget}, expected more than recent + sinks = "
-        f"{self.window_size} + {self.sinks}"
+        f"{self._window_size} + {self.sinks}"
       )
 
   @classmethod
@@ -47,5 +47,5 @@ class VATP(H2O):
     in_slots, in_heads, in_rows = super().extra(spec, layer)
     return {**in_slots, "norm": jnp.zeros_like(in_slots["mass"])}, in_heads, in_rows
 
-  def importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
+  def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     return jnp.where(held["pos"] < self.sinks, jnp.inf, held["mass"] * held["norm"])

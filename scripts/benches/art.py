@@ -267,7 +267,7 @@ def stopping_case(
     rows = dict.fromkeys(("seen", "used"), stop[:, 0])
     cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
     at = method.at(kvjax.Env(1, impl="reference"), 0)
-    run = jax.jit(lambda cache, q: method.walk(at, cache, method.everything(at, cache), q))
+    run = jax.jit(lambda cache, q: method._walk(at, cache, method.everything(at, cache), q))
     walked = run(cache, q)
     return np.asarray(walked.state.o), np.asarray(walked.memo)
 

@@ -46,7 +46,7 @@ class Stops(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Forced(kvjax.ART):
+class Forced(kvjax.ART, moves=("walks", "length", "visited")):
   """ART whose detector ends every walk of a stable output after a given share of its tiles.
 
   It looks at each tile as always; τ and φ are so large that all outputs of values of usual size are

@@ -144,7 +144,13 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Apart(Wrapper):
-  """The same method, whose kernels nobody joins in one launch."""
+  """The same method, whose kernels nobody joins in one launch: these moves could be others."""
+
+  def score(self, *arguments: Any) -> Any:
+    return self.base.score(*arguments)
+
+  def select(self, *arguments: Any) -> Any:
+    return self.base.select(*arguments)
 
 
 def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:
@@ -187,7 +193,7 @@ def listed(unit: int, cache: Cache, name: str) -> Plan:
 
 def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
-  memo = method.beside(method.at(ENV, 0), cache, listed(method.base.unit, cache, "foreseen"), q)
+  memo = method._beside(method.at(ENV, 0), cache, listed(method.base.unit, cache, "foreseen"), q)
   assert memo is not None
   return memo["early"].memo[1], memo["both"]
 
@@ -195,10 +201,10 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
 def update(method: PRR, q: Any, cache: Cache) -> Any:
   """The predictor's step and the next prediction by themselves, from scores that are there."""
   at, t = method.at(ENV, 0), cache.seen - 1
-  alpha, beta, gamma = method.factors(cache)
-  old = method.state(cache)
-  new = method.updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
-  after = method.foresee(at, cache, new, method.forecast(new, gamma, t), cache.heads["selected"])
+  alpha, beta, gamma = method._factors(cache)
+  old = method._state(cache)
+  new = method._updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
+  after = method._foresee(at, cache, new, method._forecast(new, gamma, t), cache.heads["selected"])
   return [after.heads[name] for name in ("level", "trend", "foreseen")]
 
 
@@ -262,7 +268,7 @@ def attended(s: Setting, q: Any, cache: Cache, lists: list[np.ndarray]) -> np.nd
 def case(s: Setting, quick: bool, peers: bool) -> Case:
   """One layer: selecting first, PRR and its stages, PRR one kernel after another, the parts."""
   base, prr = s.base, s.prr()
-  wide, inputs = base.widened(RATIO), layers(s, quick)
+  wide, inputs = base._widened(RATIO), layers(s, quick)
   turns: dict[str, list[tuple]] = {"S3": [], "reuse": []}
   for seed, (q, cache, table) in enumerate(inputs):
     scores = jax.jit(functools.partial(score, base))(q, cache)
@@ -374,7 +380,7 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
 
   def follow(method: PRR, q: Any, cache: Cache, qpos: Any) -> Any:
     none = jnp.full_like(cache.seen, -1)
-    return method.follow(method.at(ENV, 0), cache, none, q, qpos)
+    return method._follow(method.at(ENV, 0), cache, none, q, qpos)
 
   def rates(impl: str) -> np.ndarray:
     """Hit rates of all candidates for one token, from states of chance."""
@@ -387,7 +393,7 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
     @jax.jit
     def search(q: Any, cache: Cache, state: Any) -> Any:
       scores = method.base.score(at, cache, q)
-      return method.hit_rates(at, cache, scores, state, cache.seen - 2)[0]
+      return method._hit_rates(at, cache, scores, state, cache.seen - 2)[0]
 
     return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
 
@@ -427,7 +433,7 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
   for ratio in PROFILED_RATIOS:
     turns = []
     for seed, (q, cache, table) in enumerate(inputs):
-      guess = predicted(s, table, HITS, base.widened(ratio), seed)
+      guess = predicted(s, table, HITS, base._widened(ratio), seed)
       turns.append((q, cache.put(heads={"foreseen": jnp.asarray(guess)})))
     speculate = functools.partial(attend, base, name="foreseen")
     add("speculate_us", f"{ratio:g}", jax_contender, speculate, turns)
@@ -479,12 +485,12 @@ def repairs(s: Setting, quick: bool) -> Case:
   held = {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
   contenders = []
   for n in (0, 2) if quick else MISSES:
-    if n > prr.selector.best:
+    if n > prr.base.best:
       continue
     turns = []
     for seed, (q, cache, table) in enumerate(inputs):
-      hits = 1 - n / prr.selector.best
-      guess = predicted(s, table, hits, prr.selector.widened(RATIO), seed)
+      hits = 1 - n / prr.base.best
+      guess = predicted(s, table, hits, prr.base._widened(RATIO), seed)
       more = {**held, "foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
       turns.append((q, cache.put(heads=more)))
     run = functools.partial(repaired, prr)
@@ -504,7 +510,7 @@ def repairs(s: Setting, quick: bool) -> Case:
   return Case(
     name=f"repair {s.name}",
     shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
-    f"{prr.selector.best} + 1 selected",
+    f"{prr.base.best} + 1 selected",
     bytes=s.bytes(s.page),
     reference=lambda: want,
     tolerance=1e-2,

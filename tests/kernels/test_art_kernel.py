@@ -298,10 +298,10 @@ def test_a_layer_equals_the_reference(base, kwargs):
   ("method", "message"),
   [
     (ART(tile=300), "art: ART walks tiles of 300; the 'pallas' kernel takes up to 256"),
-    (ART(H2O(20)), "art: ART reads logits; the 'pallas' kernel returns none"),
+    (ART(H2O(20)), r"art: ART reads logits \(wants_logits\); the 'pallas' kernel returns none"),
     (
       ART(StreamingLLM(20)),
-      "art: ART turns the query for its sinks; the 'pallas' kernel has one query",
+      r"art: ART turns the query for its sinks \(window\); the 'pallas' kernel has one query",
     ),
   ],
 )

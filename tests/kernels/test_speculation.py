@@ -62,10 +62,10 @@ def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   speculation.measured.cache_clear()
   monkeypatch.setattr(speculation.importlib.resources, "files", lambda name: tmp_path)
   method = PRR(Quest(1024, 16))
-  assert [method.ratio(1, n) for n in (4096, 8192, 16384)] == [1, 1.25, 0]
-  assert method.ratio(3, 8192) == 1.5
-  assert PRR(Quest(512, 16)).ratio(1, 8192) == PRR(InfLLMv2()).ratio(1, 8192) == 1
-  assert PRR(Quest(1024, 16), variant="S2").ratio(1, 16384) == 1
+  assert [method._ratio(1, n) for n in (4096, 8192, 16384)] == [1, 1.25, 0]
+  assert method._ratio(3, 8192) == 1.5
+  assert PRR(Quest(512, 16))._ratio(1, 8192) == PRR(InfLLMv2())._ratio(1, 8192) == 1
+  assert PRR(Quest(1024, 16), variant="S2")._ratio(1, 16384) == 1
   heads = {n: method.init(Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
   assert heads[8192]["foreseen"].shape[-1] == 1 + 78  # ⌊1.25 · 63⌋ beside the newest
   assert "foreseen" not in heads[16384]

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax import METHODS, Cache, Carry, Env, Full, Quest, SharedPrefill, Wrapper
+from kvjax import METHODS, Cache, Carry, Env, Full, Method, Quest, SharedPrefill, Wrapper
 from kvjax.models.generate import join
 from kvjax.shared_prefill import take
 from tests.layer import Layer, Stream, driver
@@ -43,26 +43,7 @@ HAVE_REPO = {
 # Which methods may leave out the newest token, whose value then is not heard of, and why.
 MAY_SKIP_NEWEST = {"topk_oracle": "reads what weighs most and nothing else"}
 
-# Methods that bring drivers of their own, which run on the outermost method only: under a wrapper
-# the usual ones do, by other operations with the same results.
-OWN_DRIVERS = {"infllm", "ltri", "prr"}
-
-
-def all_but(*names):
-  """Every method; the core leaves some out, which take long and whose files show it, too."""
-  marks = [[pytest.mark.slow] * (name in names) for name in METHODS]
-  cases = [pytest.param(name, marks=mark) for name, mark in zip(METHODS, marks, strict=True)]
-  return pytest.mark.parametrize("name", cases)
-
-
-every = all_but()
-
-# What the drivers and families do, not the single method: the core asks one of each kind.
-FAMILIES = {
-  *("full", "streaming_llm", "h2o", "snapkv", "longflow"),  # all, a window, scores, a cut, fused
-  *("quest", "hshare", "infllm", "art"),  # selective, sharing between layers, streamed, a wrapper
-}
-each_family = all_but(*METHODS.keys() - FAMILIES)
+every = pytest.mark.parametrize("name", METHODS)
 
 # How many layers show what a method does; two where it is not said.
 DEPTHS = {
@@ -174,7 +155,7 @@ def check_kept(caches, seen, name):
 TURN = np.array([5, 8], np.int32)
 
 
-@each_family
+@every
 def test_further_turns_of_the_neutral_setting_equal_full(name):
   """A prompt, two tokens of answer, a turn onto the live cache, two tokens more."""
 
@@ -266,7 +247,7 @@ def test_nan_is_loud_and_leaves_no_trace(name):
     assert (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
 
 
-@each_family
+@every
 def test_nan_raises_when_asked(name):
   """The switch names method, layer and row; the row goes on later as if nothing had happened."""
   clean, live = stream_of(6), [True, False]
@@ -422,6 +403,13 @@ def test_decode_loop_is_in_place(name):
   assert memory.temp_size_in_bytes - logits < per_layer
 
 
+def all_but(*names):
+  """Every method; the core leaves some out, which take long and whose files show it, too."""
+  marks = [[pytest.mark.slow] * (name in names) for name in METHODS]
+  cases = [pytest.param(name, marks=mark) for name, mark in zip(METHODS, marks, strict=True)]
+  return pytest.mark.parametrize("name", cases)
+
+
 @all_but("ltri", "prr")
 def test_pallas_equals_reference_in_a_layer(name):
   """The kernels (interpreted on a CPU) against the reference: a prompt, and steps after it."""
@@ -439,7 +427,7 @@ def test_pallas_equals_reference(name):
   np.testing.assert_allclose(out, logits_of(name), atol=CLOSE)
 
 
-@each_family
+@all_but("ltri")
 def test_heads_sharded_over_two_devices(name):
   """One layer under shard_map, KV heads split in two, equals the layer on one device."""
   whole, split = (one_layer(name, stream_of(3)) for _ in range(2))
@@ -465,6 +453,10 @@ def test_heads_sharded_over_two_devices(name):
     np.testing.assert_allclose(outs[1], outs[0], atol=2e-5)
 
 
+# Properties of a method, all of which are answers.
+FACTS = [fact for fact, value in vars(Method).items() if isinstance(value, property)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Through(Wrapper):
   """A wrapper that changes nothing."""
@@ -472,20 +464,17 @@ class Through(Wrapper):
 
 @every
 def test_empty_wrapper_is_transparent(name):
-  """It traces to the programs of its base, not an operation is another one; or gives the same."""
-  through = Through(tight(name))
-  if name in OWN_DRIVERS:
-    own, stream = one_layer(name, stream_of(7)), stream_of(7)
-    other = Layer(through, stream, CAPACITY, TOP, own.at.env)
-    for layer in (own, other):
-      layer.outs = [layer.prefill([22, 9])] + [layer.decode([22 + i, 9 + i])[0] for i in range(2)]
-    chex.assert_trees_all_equal(other.outs, own.outs)
-    chex.assert_trees_all_equal(other.cache, own.cache)
-  else:
-    assert traced(name, through) == programs(name)
+  """It traces to the programs of its base, not an operation is another one, and answers as it."""
+  base = tight(name)
+  through = Through(base)
+  assert traced(name, through) == programs(name)
+  for fact in FACTS:
+    assert getattr(through, fact) == getattr(base, fact), fact
+  for n in (1, 100):
+    assert through.pieces(n) == base.pieces(n)
 
 
-@each_family
+@every
 def test_shared_prefill(name):
   """One pass that fills several caches equals the method's own prefill, bit for bit."""
   method = tight(name)

@@ -26,7 +26,7 @@ def runner(method, impl="reference"):
     slot = jnp.arange(S, dtype=jnp.int32)
     pos = jnp.broadcast_to(jnp.where(slot < length[:, None, None], slot, -1), k.shape[:3])
     heads = {
-      n: jnp.broadcast_to(x, (B, *x.shape[1:])) for n, x in method.pages.summaries(spec).items()
+      n: jnp.broadcast_to(x, (B, *x.shape[1:])) for n, x in method._pages.summaries(spec).items()
     }
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))

@@ -267,7 +267,7 @@ def test_presets():
   assert (small.k, small.sinks, small.local, small.block) == (88, 8, 32, 8)
   assert small.k + small.sinks + small.local == 128
   assert large == CIS() and large.k + large.sinks + large.local == 512
-  assert (large.tau, large.radius, large.dilated) == (0.8, 1, 144)
+  assert (large.tau, large.radius, large._dilated) == (0.8, 1, 144)
   assert CIS.preset(128, matched=True).k == 72 and CIS.preset(512, matched=True).k == 388
   with pytest.raises(ValueError, match=r"budget: found 100, expected one of \[128, 512\]"):
     CIS.preset(100)

@@ -48,7 +48,7 @@ def test_worked_example():
   )
   means = m.summarise(layer.cache, jnp.array([0]), 4).heads["compressed"]
   np.testing.assert_allclose(means[0, 0, :, 0], [2, 4, 6])
-  pooled = m.pooled(jnp.array([[[0.2, 0.5, 0.3]]]), 2)
+  pooled = m._pooled(jnp.array([[[0.2, 0.5, 0.3]]]), 2)
   np.testing.assert_allclose(pooled[0, 0], [0.5, 0.5])
 
 

@@ -33,7 +33,7 @@ def test_worked_example():
   low, high = (jnp.asarray(x[None, None], jnp.float32) for x in (page.min(1), page.max(1)))
   cache = Quest(page=2).init(Stream.random(0, 1, 1, 1, 4, 2).spec(4), 2)
   cache = cache.put(heads={"key_min": low, "key_max": high})
-  found = Quest(page=2).bound(cache, jnp.array([[[2.0, -1.0]]]))
+  found = Quest(page=2)._bound(cache, jnp.array([[[2.0, -1.0]]]))
   # Page 0: max(2·0.5, 2·1) + max(−1·−2, −1·4) = 4; page 1: max(−6, 2) + max(−1, −1) = 1.
   np.testing.assert_allclose(found[0, 0] * np.sqrt(2), [4, 1], rtol=1e-6)
 

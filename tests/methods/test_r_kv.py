@@ -102,7 +102,7 @@ def test_worked_example():
     layer.decode([t])
   # Mean similarity of 0, 1, 2, 3: the other two of a's kind less what is spared, over five.
   k = jnp.asarray(layer.cache.slots["k"][:, :, :5])
-  twice = layer.method.redundancy(k, layer.cache.pos[:, :, :5])[0, 0]
+  twice = layer.method._redundancy(k, layer.cache.pos[:, :, :5])[0, 0]
   want = np.exp([2 / 5, 0, 1 / 5, 0, 0])  # 0 and 2 spare 3, and 3 spares 2
   np.testing.assert_allclose(twice, want / want.sum(), rtol=1e-5)
   layer.decode([5])
@@ -200,7 +200,7 @@ def test_long_prompts_hold_no_square_map():
   def temporary(tokens):
     k = jax.ShapeDtypeStruct((1, 2, tokens, 16), jnp.float32)
     pos = jax.ShapeDtypeStruct((1, 2, tokens), jnp.int32)
-    compiled = jax.jit(method.redundancy).lower(k, pos).compile()
+    compiled = jax.jit(method._redundancy).lower(k, pos).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
   assert temporary(4096) < 2.2 * temporary(2048) < 2048 * 2048 * 4

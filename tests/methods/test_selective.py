@@ -198,5 +198,5 @@ def test_slots_of_a_window_that_are_not_occupied_are_not_its_keys():
 def test_a_table_is_as_wide_as_what_it_may_list():
   """Forced tiles and the k best, fewer where there are fewer tiles."""
   for method, wide in ((Quest(16, page=4), 4), (TopKOracle(12, sinks=2, local=3), 12)):
-    assert [method.width(count) for count in (100, wide, 2)] == [wide, wide, 2]
-  assert Quest(16, page=4).width(100, 2.0) == 1 + 2 * 3
+    assert [method._width(count) for count in (100, wide, 2)] == [wide, wide, 2]
+  assert Quest(16, page=4)._width(100, 2.0) == 1 + 2 * 3

@@ -51,7 +51,7 @@ def test_the_best_of_every_layer(tmp_path):
   path = tmp_path / "heads.json"
   path.write_text('{"heads": [[1, 2, 0.9], [2, 1, 0.11]]}')
   heads = load(path)
-  assert Ltri(**SMALL, heads=heads).head(1) == (2, 0.9)
+  assert Ltri(**SMALL, heads=heads)._head(1) == (2, 0.9)
   path.write_text("[]")
   with pytest.raises(ValueError, match="expected a file of retrieval heads"):
     load(path)

@@ -1,0 +1,596 @@
+"""The override law: an override of a move means the same under every implementation.
+
+Each case overrides one move so that something comes out differently, which is checked. By kernels
+it comes out as by the reference; or a kernel that would pass it by refuses as soon as a step is
+traced, and says which move, and "auto" takes the reference.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import (
+  ART,
+  CIS,
+  ETF,
+  METHODS,
+  PRR,
+  PSAW,
+  Bounded,
+  Carry,
+  Env,
+  Full,
+  HShare,
+  InfLLMv2,
+  LongFlow,
+  Method,
+  Plan,
+  Prompt,
+  Quest,
+  Random,
+  Selective,
+  SharedPrefill,
+  SnapKV,
+  Span,
+  StreamingLLM,
+  TopKOracle,
+  Window,
+  Wrapper,
+  dispatch,
+)
+from kvjax.bounded import InTurn
+from tests.kernels.test_decode_ops import CASES as STEPS
+from tests.kernels.test_decode_ops import decode_step
+from tests.kernels.test_dispatch import implementation
+from tests.laws.test_laws import operations
+from tests.layer import Stream
+
+LAYER, LAYERS = 3, 4
+CAPACITY = 20
+STREAM = Stream.random(11, batch=2, kv_heads=2, groups=2, tokens=16)
+PROMPT = (9, 5)
+QUEST = Quest(4, page=2, dense_layers=0)
+BLOCKS = InfLLMv2(1, block=2, sinks=1, local=2, kernel=2, stride=1, dense_below=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """An override of one move.
+
+  Attributes:
+    move: its name.
+    base: the method as it is.
+    own: its form, and those of others that show what it does, by name.
+    refused: what a kernel says that would pass it by; None: all do as they are told.
+    over: makes the method that runs of the one with the override.
+    prompt: how many tokens of each row come as a prompt.
+    unseen: arrays that hold anything for tiles which no query may see.
+  """
+
+  move: str
+  base: Method
+  own: dict[str, Any]
+  refused: str | None
+  over: Callable[[Method], Method]
+  prompt: tuple[int, int]
+  unseen: tuple[str, ...]
+
+  @functools.cached_property
+  def method(self) -> Method:
+    """The base's subclass that has the override."""
+    made = type("Own", (type(self.base),), self.own)
+    fields = {f.name: getattr(self.base, f.name) for f in dataclasses.fields(self.base) if f.init}
+    return self.over(made(**fields))
+
+
+def case(
+  move,
+  base,
+  form,
+  refused=None,
+  *,
+  over=lambda method: method,
+  prompt=(0, 0),
+  unseen=(),
+  slow=False,
+  **others,
+):
+  """A row of the table; in the core every move of Method has one."""
+  names = dict.fromkeys(type(x).__name__ for x in (over(base), base))
+  found = Case(move, base, {move: form, **others}, refused, over, prompt, unseen)
+  marks = [pytest.mark.slow] * slow
+  return pytest.param(found, id=f"{move} of {' over '.join(names)}", marks=marks)
+
+
+# ---- forms that do something else, each as the module's functions: self comes first
+
+
+def narrow_span(self, at, cache, window):
+  """Another part for each KV head."""
+  heads = 1 + jnp.arange(cache.pos.shape[1], dtype=jnp.int32)
+  stop = cache.used[:, None] - 0 * heads
+  return Span(jnp.broadcast_to(2 * heads, stop.shape), stop, 1)
+
+
+def narrow_window(self, at, qpos):
+  return Window(1, qpos - 2)
+
+
+def forecast(base):
+  return PRR(base, calibrate=False, history=2, every=1)
+
+
+def first_slot(self, at, cache, *_):
+  return jnp.zeros(cache.pos.shape[:2], jnp.int32)
+
+
+def first_slot_once_full(self, at, cache, live):
+  slot = super(type(self), self).landing(at, cache, live)
+  return jnp.where((cache.used == cache.size)[:, None], 0, slot)
+
+
+def sevens(self, name, like, new):
+  return jnp.full_like(like, 7)
+
+
+def even_tiles(self, at, cache, *_):
+  """Every other tile of two slots, the newest one among them."""
+  stop = cache.used[:, None]
+  last = (stop - 1) // 2
+  table = last[..., None] - 2 * jnp.arange(5, dtype=jnp.int32)
+  count = (table >= 0).sum(-1, dtype=jnp.int32)
+  table, count = (jnp.broadcast_to(x, (*cache.pos.shape[:2], *x.shape[2:])) for x in (table, count))
+  return Plan(Span(jnp.zeros_like(stop), stop), jnp.where(table >= 0, table, -1), count, unit=2)
+
+
+def oldest_first(self, at, cache):
+  return -cache.pos.astype(jnp.float32)
+
+
+def of_first_entry(self, at, cache, plan, q):
+  """Attention to what the plan lists first."""
+  one = dataclasses.replace(plan, count=jnp.minimum(plan.count, 1))
+  return super(type(self), self).attend(at, cache, one, q)
+
+
+def doubled(move, which):
+  """The result of the usual form with twice one of its parts."""
+
+  def form(self, *args):
+    made = super(type(self), self)
+    return which(getattr(made, move)(*args))
+
+  return form
+
+
+def of_cache(name, by=2.0):
+  """A cache with a multiple of a statistic."""
+  return lambda cache: cache.put(slots={name: by * cache.slots[name]})
+
+
+def of_first(change):
+  return lambda results: (change(results[0]), *results[1:])
+
+
+def twice_v(self, at, cache, k, v, live):
+  return super(type(self), self).insert(at, cache, k, 2 * v, live)
+
+
+def twice_read(self, at, cache, plan):
+  view = super(type(self), self).read(at, cache, plan)
+  return dataclasses.replace(view, v=2 * view.v)
+
+
+def twice_attended(attended):
+  state = dataclasses.replace(attended.state, o=2 * attended.state.o)
+  return dataclasses.replace(attended, state=state, out=None)
+
+
+def by_first_channel(self, at, cache, q):
+  """Scores that no summary knows."""
+  pages = cache.slots["k"][..., 0].reshape(*cache.pos.shape[:2], -1, 2)
+  return jnp.where(pages == 0, -9.0, pages).max(-1)
+
+
+def by_second_channel(self, at, cache, q):
+  return cache.slots["k"][..., 1]
+
+
+def top_logit(self, at, cache, q, plan, attended):
+  """Notes the largest logit; of kernels that return none it would know nothing."""
+  cache, aux = super(type(self), self).observe(at, cache, q, plan, attended)
+  return cache.put(rows={"top": attended.logits.max((1, 2, 3))}), aux
+
+
+def top_row(self, spec, layer):
+  in_slots, in_heads, _ = super(type(self), self).extra(spec, layer)
+  return in_slots, in_heads, {"top": jnp.zeros(spec.batch, jnp.float32)}
+
+
+def norms(self, spec, layer):
+  shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
+  return {"norm": jnp.zeros(shape, jnp.float32)}, {}, {}
+
+
+def begun(self, spec, layer):
+  """A cache that holds a token of its own."""
+  cache = Method.init(self, spec, layer)
+  first = {name: cache.slots[name].at[:, :, 0].set(1) for name in ("k", "v")}
+  one = jnp.ones(spec.batch, jnp.int32)
+  pos = cache.pos.at[:, :, 0].set(0)
+  return cache.put(slots={**first, "pos": pos}, rows={"seen": one, "used": one})
+
+
+def one_before(self, at, cache, new, q, prompt, carry):
+  """Slots of ones in front of all others, which every query sees."""
+  staged, cache, carry = super(type(self), self).stage(at, cache, new, q, prompt, carry)
+  fill = {"k": 1.0, "v": 1.0, "pos": 0}
+  width = [(0, 0), (0, 0), (128, 0)]  # more than a kernel reads at a time
+  padded = {
+    name: jnp.pad(x, width + [(0, 0)] * (x.ndim - 3), constant_values=fill.get(name, 0))
+    for name, x in staged.items()
+  }
+  return padded, cache, carry
+
+
+def last_two(self, at, tokens, total):
+  return total[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
+
+
+def backwards(self, at, staged, *_):
+  return -staged["pos"].astype(jnp.float32), staged
+
+
+def least(self, at, cache, scores, ratio=1.0):
+  return super(type(self), self).select(at, cache, -scores, ratio)
+
+
+def more_summaries(self, spec):
+  more = jnp.ones((spec.batch, spec.kv_heads, 3), jnp.float32)
+  return {**super(type(self), self).summaries(spec), "more": more}
+
+
+# ---- the table
+
+
+def hidden(move):
+  known = f"has its own {move}, which its span may not know"
+  return f"attend_span: Own {known}; the 'pallas' kernel sees the span alone"
+
+
+HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2)
+NO_WAY = "Own fetches slots its own way .read.; the 'pallas' kernel walks the cache's own arrays"
+TABLE = [
+  case("window", Full(), narrow_window, prompt=PROMPT),
+  case("window", QUEST, narrow_window, slow=True),
+  case("window", CIS(2, 1, 2), narrow_window, slow=True),
+  case("window", HShare(4, 1, 2), narrow_window, prompt=PROMPT, slow=True),
+  case("window", StreamingLLM(8, 1, "original"), narrow_window, hidden("window")),
+  case("span", Full(), narrow_span),
+  case("span", QUEST, narrow_span, slow=True),
+  case("span", TopKOracle(4), narrow_span, slow=True),
+  case("span", CIS(2, 1, 2), narrow_span, slow=True),
+  case("span", HShare(4, 1, 2), narrow_span, prompt=PROMPT, slow=True),
+  case("span", Full(), narrow_span, over=HALT, slow=True),
+  case("span", PSAW(sinks=1, phi=0.5), narrow_span, hidden("window")),
+  case(
+    *("span", QUEST, narrow_span),
+    over=forecast,
+    prompt=PROMPT,
+    unseen=("level", "trend"),
+    slow=True,
+  ),
+  case("victim", Random(6, recent=2), first_slot, slow=True),
+  case("victim", SnapKV(6, 2), first_slot),
+  case(
+    *("victim", StreamingLLM(6, 1, "original"), first_slot, hidden("victim")),
+    slow=True,
+  ),
+  case("landing", SnapKV(6, 2), first_slot_once_full),
+  case("fresh", LongFlow(6, 2), sevens),
+  case("fresh", METHODS["h2o"](6), sevens, prompt=PROMPT, slow=True),
+  case("standing", SnapKV(6, 2), (), fresh=sevens),
+  case("insert", Full(), twice_v),
+  case("score", TopKOracle(4), by_second_channel),
+  case("score", QUEST, by_first_channel, slow=True),
+  case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+  case("select", QUEST, even_tiles),
+  case("select", QUEST, least, over=forecast, prompt=PROMPT, slow=True),
+  case("everything", Full(), even_tiles),
+  case("plan", Full(), lambda self, at, cache, q, carry: (even_tiles(self, at, cache), carry)),
+  case("order", Full(), oldest_first, over=HALT),
+  case("read", Full(), twice_read, f"attend_span: {NO_WAY}"),
+  case("read", QUEST, twice_read, f"attend_table: {NO_WAY}", slow=True),
+  case("read", Full(), twice_read, f"art: {NO_WAY.replace('Own', 'ART')}", over=HALT, slow=True),
+  case("attend", Full(), doubled("attend", twice_attended)),
+  case("attend", TopKOracle(4), of_first_entry, slow=True),
+  case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
+  case("wants_logits", Full(), True, observe=top_logit, extra=top_row, slow=True),
+  case(
+    *("wants_logits", QUEST, True),
+    "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none",
+    observe=top_logit,
+    extra=top_row,
+  ),
+  case("extra", Full(), norms),
+  case("capacity", Full(), lambda self, spec, layer: 8),
+  case("init", Full(), begun),
+  case("active", Full(), last_two, prompt=PROMPT, projects_all=True),
+  case("fill", Full(), doubled("fill", lambda x: (x[0], 2 * x[1], x[2])), prompt=PROMPT),
+  case("stage", Full(), one_before, prompt=PROMPT),
+  case("rank", Random(6, recent=2), backwards, prompt=PROMPT),
+  case("keep", Full(), doubled("keep", of_cache("v")), prompt=PROMPT),
+  case("settle", Full(), doubled("settle", of_cache("v")), prompt=PROMPT),
+  case("enter", Full(), doubled("enter", of_first(lambda q: 2 * q)), prompt=PROMPT),
+  case("attend_prompt", Full(), doubled("attend_prompt", twice_attended), prompt=PROMPT),
+  case("prefill", Full(), doubled("prefill", of_first(lambda out: 2 * out)), prompt=PROMPT),
+  case("decode_step", Full(), doubled("decode_step", of_first(lambda out: 2 * out))),
+  # of those that go round their slots
+  case("always", SnapKV(6, 2), 2, slow=True),
+  case("always", StreamingLLM(6, 1, "original"), 2, hidden("always"), slow=True),
+  case(
+    "staying",
+    SnapKV(6, 2),
+    lambda self, cache: 0 * cache.pos[:, :, 0] + 1,
+    prompt=PROMPT,
+    slow=True,
+  ),
+  # of those that select
+  case("unit", QUEST, 4, slow=True),
+  case("forced", QUEST, (1, 2), slow=True),
+  case("best", QUEST, 3, slow=True),
+  case("dense_below", QUEST, 100, slow=True),
+  case("summaries", QUEST, more_summaries, slow=True),
+  case("summarise", QUEST, lambda self, cache, start, tokens: cache),
+  case("summarise", BLOCKS, lambda self, cache, start, tokens: cache, slow=True),
+  case("renew", QUEST, lambda self, at, cache: cache),
+  case("tile_scores", QUEST, by_first_channel),
+  case("tile_scores", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+  case("tile_scores", BLOCKS, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+]
+
+# What no implementation can pass by, and why.
+ASKED_BEFORE = "asked on the host, before anything is traced"
+CLAIM = "a claim about the other moves, by which copies or transfers are spared: no result has it"
+PLAIN = {
+  "at": "where drivers run",
+  "form": "a question about the method itself",
+  "overrides": "as form",
+  "knows": "as form",
+  "example": "a constructor",
+  "usual": "a constructor",
+  "neutral": "a constructor",
+  "repo": "a constructor",
+  "init_caches": "calls init, layer by layer",
+  "pieces": ASKED_BEFORE,
+  "room": ASKED_BEFORE,
+  "by_layer": ASKED_BEFORE,
+  "chunkable": ASKED_BEFORE,
+  "order_independent": "a promise that laws put to the test",
+  "dense_prefill": ASKED_BEFORE,
+  "spreads": ASKED_BEFORE,
+  "projects_all": "the decoder asks, and hands `fill` what it says",
+  "positional": "what the slots of a cache are, which its other moves follow",
+  "ordered": CLAIM,
+  "in_place": CLAIM,
+  "along_slots": "where arrays lie over several devices",
+  "apart": "how cuDNN's pieces are cut; it counts only if it knows `active`: see below",
+  "conclude": "the decoder calls it behind all layers; no kernel takes its place",
+  "positive": "how diagnostics weigh scores",
+}
+
+
+def test_every_move_is_in_the_table():
+  """Or is no move, with a reason."""
+  families = Method, Bounded, InTurn, Selective
+  public = {name for cls in families for name in vars(cls) if not name.startswith("_")}
+  public -= {field.name for cls in families for field in dataclasses.fields(cls)}
+  shown = {row.values[0].move for row in TABLE}
+  assert shown | set(PLAIN) == public
+  assert not shown & set(PLAIN)
+  core = {row.values[0].move for row in TABLE if not row.marks}
+  assert shown - core <= public - set(vars(Method))
+
+
+def taken(which, index):
+  """Tokens [B, N] of a part of the stream."""
+  x = jnp.asarray(getattr(STREAM, which))
+  index = index.reshape(len(index), *(1,) * (x.ndim - 3), -1, 1)
+  return jnp.take_along_axis(x, index, -2, mode="clip")
+
+
+def program(method, impl, prompt):
+  """A prompt, if there is one, and some decode steps: what came out, and what is cached."""
+  at, cut, valid = method.at(Env(LAYERS, impl=impl, tile=4), LAYER), max(prompt), jnp.array(prompt)
+
+  def run():
+    cache, outs = method.init(STREAM.spec(CAPACITY, LAYERS), LAYER), []
+    if cut:
+      told = Prompt.of(at, cut, valid, valid, 0)
+      index = told.query_index()
+      every = jnp.broadcast_to(jnp.arange(cut), (2, cut))
+      q, k, v = (taken(which, i) for which, i in zip("qkv", (index, every, every), strict=True))
+      out, cache, _, _ = method.prefill(at, cache, q, k, v, told, Carry())
+      outs.append(jnp.where((index < valid[:, None])[:, None, None, :, None], out, 0))
+
+    def step(cache, i):
+      q, k, v = (taken(which, i + valid[:, None])[..., 0, :] for which in "qkv")
+      out, cache, _, _ = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
+      return cache, out
+
+    cache, out = jax.lax.scan(step, cache, jnp.arange(4 if cut else 10))
+    return [*outs, out], cache
+
+  return run
+
+
+@functools.cache
+def results(method, impl, prompt):
+  """As NumPy's, by name."""
+  found = jax.tree_util.tree_flatten_with_path(jax.jit(program(method, impl, prompt))())[0]
+  return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+
+
+def differ(a, b):
+  """Whether two results do, in shape or in a number."""
+  if {name: x.shape for name, x in a.items()} != {name: x.shape for name, x in b.items()}:
+    return True
+  return not all(np.allclose(x, b[name], atol=1e-3) for name, x in a.items())
+
+
+def kernels_for_auto(monkeypatch):
+  """Has "auto" take kernels as on a GPU, though they are interpreted."""
+  seen = types.SimpleNamespace(default_backend=lambda: "gpu")
+  monkeypatch.setattr(dispatch.table, "jax", seen)
+  monkeypatch.setattr(dispatch.table, "beyond_device", lambda *_: "")
+  assert dispatch.choose("enter_token", "auto") == "pallas"
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_an_override_means_the_same_under_every_implementation(case, monkeypatch):
+  want = results(case.method, "reference", case.prompt)
+  assert differ(want, results(case.over(case.base), "reference", case.prompt))
+  impl = "pallas"
+  if case.refused:
+    with pytest.raises(NotImplementedError, match=case.refused):
+      jax.eval_shape(program(case.method, "pallas", case.prompt))
+    impl = "auto"
+    kernels_for_auto(monkeypatch)
+  found = results(case.method, impl, case.prompt)
+  assert found.keys() == want.keys()
+  for name, x in want.items():
+    if not any(array in name for array in case.unseen):
+      np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
+
+
+def test_pieces_of_a_prompt_follow_an_override_of_active():
+  """ETF's first tokens stand apart; whose, of an override of `active`, it does not know."""
+  own = type("Own", (Wrapper,), {"active": last_two})(ETF())
+  assert implementation(ETF(), LAYER, impl="cudnn") == "pieces"
+  with pytest.raises(NotImplementedError, match="Own attends to slots in no order that is known"):
+    implementation(own, LAYER, impl="cudnn")
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+  ("base", "own", "message"),
+  [
+    (Full, {"windw": narrow_window}, r"Own\.windw: .* no move \(is window meant\?\), .*of Full"),
+    (Bounded, {"positonal": True}, r"Own\.positonal: .*\(is positional meant\?\)"),
+    (Wrapper, {"landding": property(len)}, r"Own\.landding: .*\(is landing meant\?\)"),
+    (Selective, {"tile_score": least}, r"Own\.tile_score: .*\(is tile_scores meant\?\)"),
+    (Full, {"zzz": staticmethod(len)}, r"Own\.zzz: .* no move, expected a move of Full, or a name"),
+  ],
+)
+def test_a_public_name_that_is_no_move_is_refused(base, own, message):
+  with pytest.raises(TypeError, match=message):
+    type("Own", (base,), own)
+
+
+def test_what_a_class_may_have_beside_moves():
+  """Helpers, fields, class variables, constructors, and what a family asks for."""
+
+  class Own(Full, moves=("page",)):
+    page = 4
+    size: int = 3
+
+    def _help(self):
+      return self.page
+
+    @classmethod
+    def preset(cls):
+      return cls()
+
+  class Member(Own):
+    page = 8
+
+  assert Member.preset()._help() == 8
+  with pytest.raises(TypeError, match="Own: found no pages, which its moves name"):
+    type("Own", (Full,), {}, moves=("pages",))
+
+
+# ---- wrappers
+
+
+@dataclasses.dataclass(frozen=True)
+class Through(Wrapper):
+  """A wrapper that changes nothing."""
+
+
+TYPICAL = ("full", "snapkv", "quest", "art", "prr", "infllm")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=[pytest.mark.slow] * (name not in TYPICAL)) for name in METHODS],
+)
+def test_an_empty_wrapper_takes_the_kernels_of_its_base(name):
+  def jaxpr(method):
+    step, arguments = decode_step(method)
+    return operations(jax.make_jaxpr(step)(*arguments))
+
+  assert jaxpr(Through(STEPS[name])) == jaxpr(STEPS[name])
+
+
+class Driven(Full):
+  """Drivers of its own, and empty caches of its own."""
+
+  def decode_step(self, at, *rest):
+    return of_first(lambda out: 2 * out)(super().decode_step(at, *rest))
+
+  init = begun
+
+  def init_caches(self, spec):
+    return super().init_caches(spec)[:1]
+
+
+def test_an_empty_wrapper_is_driven_as_its_base():
+  own, through = (results(method, "reference", (0, 0)) for method in (Driven(), Through(Driven())))
+  assert not differ(own, through) and differ(own, results(Full(), "reference", (0, 0)))
+  assert len(Through(Driven()).init_caches(STREAM.spec(8))) == 1
+  shared = SharedPrefill((Full(), Random(6, recent=2)))
+  made, wrapped = (m.init(STREAM.spec(8), 0) for m in (shared, Through(shared)))
+  assert jax.tree.structure(made) == jax.tree.structure(wrapped)
+
+
+@pytest.mark.parametrize(
+  ("move", "form", "driver"),
+  [
+    ("window", narrow_window, "decode_step"),
+    ("capacity", lambda self, spec, layer: 4, "init"),
+  ],
+)
+def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver):
+  own = type("Own", (Wrapper,), {move: form})
+  with pytest.raises(
+    ValueError, match=rf"Own\.base: found Driven.*whose {driver} need not .*{move}"
+  ):
+    own(Driven())
+
+
+def test_layers_that_are_alike_differ_under_an_override():
+  """Each is traced for itself: the override may ask for the layer's number."""
+  layers = []
+
+  def asks(self, at, cache, q, plan, attended):
+    layers.append(at.layer)
+    return self.base.observe(at, cache, q, plan, attended)
+
+  base = METHODS["infllm"](4, 8, 4, 1, chunk=4, held=1)
+  own = type("Own", (Wrapper,), {"observe": asks})(base)
+  for layer in (1, 2):
+    at = own.at(Env(LAYERS, impl="reference", tile=4), layer)
+    assert base._twin(at).layer == Through(base)._twin(at).layer == 0
+    new = [taken(which, jnp.zeros((2, 1), jnp.int32))[..., 0, :] for which in "qkv"]
+    cache = own.init(STREAM.spec(CAPACITY, LAYERS), layer)
+    jax.eval_shape(functools.partial(own.decode_step, at), cache, *new, jnp.ones(2, bool), Carry())
+  assert layers == [1, 2]

@@ -33,8 +33,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from kvjax.testing import layer  # noqa: E402
 from scripts.common import drop_programs  # noqa: E402
-from tests import layer  # noqa: E402
 from tests.cover import mark_rest  # noqa: E402
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

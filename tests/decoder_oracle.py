@@ -5,8 +5,8 @@ Layers and positions count from 1, as in the papers.
 
 import numpy as np
 
-from tests.layer import rotate, softmax_average
-from tests.tiny import model
+from kvjax.testing.layer import rotate, softmax_average
+from kvjax.testing.tiny import model
 
 
 def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous"):

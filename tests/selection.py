@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Wrapper
-from tests.layer import Layer, rotate, softmax_average
+from kvjax.testing.layer import Layer, rotate, softmax_average
 
 
 @dataclasses.dataclass(frozen=True)

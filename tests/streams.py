@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Carry, Env, Prompt
-from tests.layer import driver, rotate
+from kvjax.testing.layer import driver, rotate
 
 
 class Stack:

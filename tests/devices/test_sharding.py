@@ -22,8 +22,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.generate import generate, join, prefill, split
 from kvjax.models.parallel import shard
 from kvjax.models.transformer import Transformer
+from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
-from tests.tiny import CLOSE
 
 CONFIG = ModelConfig(
   vocab=64, dim=48, layers=3, heads=16, kv_heads=8, head_dim=16, ffn=64, max_context=512

@@ -14,8 +14,8 @@ import pytest
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
 from kvjax.kernels.art import choose_splits, walk
 from kvjax.kernels.config import Config
+from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.kernels.test_sparse_decode_kernel import plan
-from tests.layer import Layer, Stream, softmax_average
 
 LOOSE = {"tau": 0.7, "phi": 0.4, "patience": 1}
 

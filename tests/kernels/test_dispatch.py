@@ -35,7 +35,7 @@ from kvjax import (
   dispatch,
 )
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
-from tests.layer import Layer, Stream, softmax_average
+from kvjax.testing.layer import Layer, Stream, softmax_average
 
 
 def env(impl):

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import Linear, Rope, Yarn
 from kvjax.kernels.enter_token import enter_token
-from tests.layer import rotate
+from kvjax.testing.layer import rotate
 
 SLOTS = 7
 

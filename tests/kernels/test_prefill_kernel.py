@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax.kernels.prefill import Blocking, check, column_mass, prefill_attention
-from tests.layer import softmax_average
+from kvjax.testing.layer import softmax_average
 
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 SMALL = Blocking(rows=16, tile=16, warps=4, stages=2)

@@ -13,8 +13,8 @@ from kvjax.kernels import prefill_pieces
 from kvjax.kernels.prefill import prefill_attention
 from kvjax.kernels.prefill_pieces import Block, attend_in_pieces, plan
 from kvjax.ops import cudnn
+from kvjax.testing.layer import Layer, Stream
 from tests.kernels.test_prefill_kernel import CLOSE, arrays, oracle
-from tests.layer import Layer, Stream
 
 ON_GPU = jax.default_backend() == "gpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"

@@ -14,7 +14,7 @@ from kvjax.kernels.config import Config
 from kvjax.kernels.repair import repair
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.kernels.speculate import attend_tiles, share, speculate
-from tests.layer import softmax_average
+from kvjax.testing.layer import softmax_average
 
 CLOSE = {"float32": 2e-5, "bfloat16": 1.5e-2}
 CUT = Config(tile=16, programs=7, warps=4, stages=2)

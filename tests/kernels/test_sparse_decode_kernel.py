@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.kernels.config import Config
 from kvjax.kernels.sparse_decode import check_table, sparse_decode
-from tests.layer import softmax_average
+from kvjax.testing.layer import softmax_average
 
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import PRR, InfLLMv2, Quest
 from kvjax.kernels import config, speculation
-from tests.layer import Stream
+from kvjax.testing.layer import Stream
 
 
 def entry(slots, select, speculate, prr, serial, batch=1):

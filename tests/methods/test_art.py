@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import ART, H2O, Full, LongFlow, Quest, SnapKV, StreamingLLM
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 def walk(q, keys, values, sizes, method, pinned=0):

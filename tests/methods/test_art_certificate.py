@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
 

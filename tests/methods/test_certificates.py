@@ -14,7 +14,7 @@ from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Random, Rope, Wrapper
 from kvjax import certificates as c
 from kvjax.models import convert
 from kvjax.models.generate import join, prefill, split
-from tests.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.methods.test_cis import wandering
 from tests.models.test_golden import GOLDENS
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import CIS, Carry
 from kvjax.methods.cis import _distinct
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 class Oracle:

@@ -12,11 +12,11 @@ from kvjax import Attended, DoubleSparsity, State
 from kvjax.methods import double_sparsity
 from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
+from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 from scripts import calibrate_channels, common
 from scripts.examples.tiny import byte_tokenizer
-from tests.layer import Layer, Stream
 from tests.selection import Watched, check, choose, keys, queries, softmax
-from tests.tiny import CONFIG, LENGTHS, TOKENS, model
 
 
 def label_channels(stream, b, h, tokens, count):

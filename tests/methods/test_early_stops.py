@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import ART, early_stops
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 def random_walk(seed, batch=20, keys=96, head_dim=48, decay=0.0):

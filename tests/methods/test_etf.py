@@ -11,8 +11,8 @@ import pytest
 
 from kvjax import ETF, H2O, Carry, Full, Prompt, Quest
 from kvjax.models.generate import join, prefill
+from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
-from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 STEPS = 5
 both = pytest.mark.parametrize("kv", ["previous", "project"])

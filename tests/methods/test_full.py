@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import Full
 from kvjax.ops import attention
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 def oracle(stream, b, h, g, t):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import H2O
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 class Oracle:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax import Cache, Carry, Env, HShare, Prompt, TopKOracle
 from kvjax.methods import hshare
-from tests.layer import Layer, Stream, driver
+from kvjax.testing.layer import Layer, Stream, driver
 from tests.selection import Watched, attend, choose, keys, queries, softmax
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import InfLLM
-from tests.layer import Stream, rotate
+from kvjax.testing.layer import Stream, rotate
 from tests.streams import Oracle, Stack
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import InfLLMv2
-from tests.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.selection import check, choose, keys, queries, softmax, tokens_of
 
 SMALL = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)

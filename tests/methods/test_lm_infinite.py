@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import LMInfinite
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 def oracle(stream, b, h, g, t, method):

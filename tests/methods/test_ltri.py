@@ -12,7 +12,7 @@ import pytest
 from kvjax import Carry, Env, Ltri
 from kvjax.methods.ltri import calibrated_rate, measured_spans
 from kvjax.streamed import injected
-from tests.layer import Stream, rotate
+from kvjax.testing.layer import Stream, rotate
 from tests.methods.test_spans import slow_divide, slow_elect, slow_ratio
 from tests.streams import Oracle, Stack, columns
 

@@ -28,7 +28,7 @@ from kvjax import (
 from kvjax.methods import prr
 from kvjax.ops import smoothing
 from kvjax.ops.smoothing import Smoothed
-from tests.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
 
 QUEST = Quest(16, 4)

@@ -11,9 +11,9 @@ import pytest
 
 from kvjax import PSAW, Env, Full, Quest, Random
 from kvjax.ops import depth
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
-from tests.layer import Layer, Stream, rotate, softmax_average
-from tests.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 
 
 def visible(t, layer, layers, sinks, phi, alpha, start=0.75):

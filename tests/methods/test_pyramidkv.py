@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import Env, PyramidKV, SnapKV
-from tests.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Layer, Stream, rotate
 
 
 def test_pyramid_gives_real_capacities():

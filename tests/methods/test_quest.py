@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax import Quest
-from tests.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, check, choose, keys, queries, tokens_of
 
 

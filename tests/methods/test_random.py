@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import Random
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 MASK = 0xFFFFFFFF
 

@@ -11,8 +11,8 @@ import pytest
 from kvjax import CacheSpec, Quest, Span, TopKOracle, Window
 from kvjax.ops import tiles
 from kvjax.selective import Selective
+from kvjax.testing.layer import Layer, Stream
 from tests.compiled import compiled
-from tests.layer import Layer, Stream
 from tests.selection import Watched, choose
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import StreamingLLM
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
-from tests.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
 def oracle(stream, b, h, g, t, budget, sinks, rope):

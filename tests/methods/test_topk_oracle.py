@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import TopKOracle
-from tests.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, check, choose, keys, queries, softmax
 
 

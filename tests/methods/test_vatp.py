@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax import VATP
-from tests.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.methods.test_h2o import Oracle
 
 

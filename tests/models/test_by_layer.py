@@ -10,7 +10,7 @@ import kvjax
 from kvjax import At, Env
 from kvjax.models import by_layer
 from kvjax.models.prefill import prefill
-from tests.tiny import LENGTHS, TOKENS, Run, model
+from kvjax.testing.tiny import LENGTHS, TOKENS, Run, model
 
 # How many programs the layers of a prompt take: of four layers, all alike but where a method asks.
 PROGRAMS = {

@@ -15,8 +15,8 @@ from kvjax.models.caches import fork, next_turn, restore, save
 from kvjax.models.generate import generate, pad, prefill
 from kvjax.models.sampling import Sampling
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.testing.tiny import LENGTHS, TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
-from tests.tiny import LENGTHS, TOKENS, model
 
 BUDGET, CAPACITY = 16, 64
 METHODS = [

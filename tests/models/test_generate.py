@@ -17,7 +17,7 @@ from kvjax.models import generate as loop
 from kvjax.models.generate import generate, join, pad, prefill, split
 from kvjax.models.sampling import Sampling
 from kvjax.models.tokenizer import Tokenizer
-from tests.tiny import CONFIG, LENGTHS, TOKENS, model
+from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 
 FULL = kvjax.Full()
 NAMES = ("full", "streaming_llm", "random")  # all others stand under the laws

@@ -17,7 +17,8 @@ import kvjax
 from kvjax.models import convert
 from kvjax.models.config import PRECISIONS
 from kvjax.models.transformer import Transformer
-from tests import tiny, tiny_hf
+from kvjax.testing import tiny
+from tests import tiny_hf
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 

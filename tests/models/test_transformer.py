@@ -16,7 +16,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
 from kvjax.rope import Linear, Llama3, Yarn
-from tests.tiny import CAPACITY, LENGTHS, TOKENS, Run, model
+from kvjax.testing.tiny import CAPACITY, LENGTHS, TOKENS, Run, model
 
 SMALL = ModelConfig(
   vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False

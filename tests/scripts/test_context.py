@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from kvjax import CacheSpec, Full, InfLLM, plan_memory
+from kvjax.testing.tiny import model
 from scripts import common, context
 from scripts import generate as program
 from tests.models.test_generate import letters
-from tests.tiny import model
 
 
 def write(folder, data):

@@ -17,8 +17,8 @@ from kvjax import METHODS, CacheSpec, Env, Rope
 from kvjax.models.config import ModelConfig
 from kvjax.models.sampling import Sampling
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.testing.tiny import CONFIG
 from scripts import fuzz
-from tests.tiny import CONFIG
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REFUSALS = (ValueError, TypeError, NotImplementedError)

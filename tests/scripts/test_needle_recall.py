@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax import InfLLM
+from kvjax.testing.tiny import TOKENS, model
 from scripts import common, needle_recall
 from scripts.evals.task import Row
 from scripts.needle_recall import Args, Sample, answer, contestants, mean_recall
 from tests.models.test_generate import letters
-from tests.tiny import TOKENS, model
 
 ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
 

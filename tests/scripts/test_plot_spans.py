@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import Ltri
+from kvjax.testing.tiny import TOKENS, model
 from scripts.plot_spans import RATES, draw_spans, draw_vectors, measure
-from tests.tiny import TOKENS, model
 
 
 @pytest.mark.slow

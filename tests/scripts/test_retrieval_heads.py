@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from kvjax import Full, Ltri
+from kvjax.testing.tiny import TOKENS, Run, model
 from scripts.retrieval_heads import Looking, Sample, best, copied, load, scores
 from tests.methods.test_ltri import SMALL
-from tests.tiny import TOKENS, Run, model
 
 
 def test_worked_example():

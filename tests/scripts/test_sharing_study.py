@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.testing.tiny import TOKENS, model
 from scripts.sharing_study import Args, draw, measure, settings, table
-from tests.tiny import TOKENS, model
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
 

@@ -1,4 +1,4 @@
-"""A tiny random decoder under any method, and two jitted calls to drive it: what laws run on."""
+"""A tiny random decoder under any method, and two jitted calls of it: what the laws run on."""
 
 import dataclasses
 import functools
@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax import Env, Method, Rope
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import join, split
-from kvjax.models.transformer import Transformer
+from ..method import Method
+from ..models.config import ModelConfig
+from ..models.generate import join, split
+from ..models.transformer import Transformer
+from ..rope import Rope
+from ..types import Env
 
 CONFIG = ModelConfig(
   vocab=61,
@@ -58,7 +60,13 @@ def model(impl="reference", tile=4, layers=CONFIG.layers):
 class Run:
   """One sequence of calls: prefill chunks and decode steps of given tokens, row by row."""
 
-  def __init__(self, method: Method, capacity=CAPACITY, impl="reference", layers=CONFIG.layers):
+  def __init__(
+    self,
+    method: Method,
+    capacity: int = CAPACITY,
+    impl: str = "reference",
+    layers: int = CONFIG.layers,
+  ):
     self.method, self.model = method, model(impl, layers=layers)
     self.caches = method.init_caches(self.model.spec(len(LENGTHS), capacity))
     self.graph, self.leaves = split(self.model)

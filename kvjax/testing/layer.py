@@ -1,14 +1,17 @@
-"""One attention layer under a method, fed with given q, k, v: what method tests run on."""
+"""One attention layer under a method, fed with given q, k, v: what oracles are compared with."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from kvjax import At, CacheSpec, Carry, Env, Method, Prompt, Rope
+from ..method import Method
+from ..rope import Rope
+from ..types import At, CacheSpec, Carry, Env, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Stream:
 
 
 @functools.cache
-def driver(at: At, move: str):
+def driver(at: At, move: str) -> Any:
   """`at.top.decode_step` or `prefill`, jitted: one program for all layers that are alike.
 
   Returns the error, if there can be one (`env.check_nan`), and the driver's result.
@@ -51,7 +54,14 @@ def driver(at: At, move: str):
 class Layer:
   """Runs one layer of a method, jitted, row by row at its own positions."""
 
-  def __init__(self, method: Method, stream: Stream, capacity=64, layer=1, env=None):
+  def __init__(
+    self,
+    method: Method,
+    stream: Stream,
+    capacity: int = 64,
+    layer: int = 1,
+    env: Env | None = None,
+  ):
     self.method, self.stream = method, stream
     env = env or Env(4, Rope(), impl="reference", tile=4)
     self.spec = stream.spec(capacity, env.layers)

@@ -1,0 +1,19 @@
+"""What a method of one's own can be tested with: the laws that every method of kvjax obeys.
+
+    import kvjax.testing
+
+    def test_mine():
+      kvjax.testing.check(Mine)           # all laws, one after the other
+
+    @pytest.mark.parametrize("law", kvjax.testing.LAWS)
+    def test_laws(law):
+      kvjax.testing.LAWS[law](kvjax.testing.Case(Mine))     # each by itself
+
+`Layer` runs one layer of a method on given q, k and v, for oracles; `Run` a small decoder.
+"""
+
+from .laws import LAWS, Case, check
+from .layer import Layer, Stream
+from .tiny import Run
+
+__all__ = ["LAWS", "Case", "Layer", "Run", "Stream", "check"]

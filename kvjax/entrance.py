@@ -78,7 +78,8 @@ def _sizes(cache: Cache) -> tuple[int, int, int]:
 
 def _check_layer(at: At, cache: Cache) -> None:
   """Raises TypeError where the layer is not known and the layers' caches differ in size."""
-  if isinstance(at.layer, TracedLayer):
+  # Not `at.layer`: whoever asks for it has a program for each layer.
+  if isinstance(vars(at)["layer"], TracedLayer):
     batch, heads, width = _sizes(cache)
     spec = CacheSpec(batch, 1 << 20, heads, 1, width, at.env.layers)
     if len({at.top.capacity(spec, layer) for layer in range(spec.layers)}) > 1:

@@ -66,10 +66,11 @@ def save(
     TypeError: `method` is no method.
     ValueError: the caches are not those of `method` for `spec`, or were donated before.
   """
+  check_method("method", method)
   path = pathlib.Path(path)
-  checks.laid_out(caches, method, spec)
   named = _named((logits, caches))
   _check_layout("caches", {name: _kind(x) for name, x in named.items()}, method, spec, logits)
+  checks.laid_out(caches, method, spec)
   header = {
     **_identity(method, spec),
     "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},

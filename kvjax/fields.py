@@ -28,7 +28,7 @@ def check_types(cls: type, values: dict[str, Any]) -> None:
 def check_float(name: str, dtype: Any) -> None:
   """Raises TypeError for a dtype that is no float, or that jax would replace by a narrower one."""
   try:
-    found = jnp.dtype(dtype)
+    found = jnp.dtype("none" if dtype is None else dtype)  # NumPy reads None as float64
   except TypeError:
     raise TypeError(f"{name}: found {dtype!r}, expected a dtype of floats") from None
   if not jnp.issubdtype(found, jnp.floating):

@@ -172,16 +172,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-  value = int(text)
+  try:
+    value = int(text)
+  except ValueError:
+    value = 0
   if value < 1:
-    raise argparse.ArgumentTypeError(f"found {value}, expected at least 1")
+    raise argparse.ArgumentTypeError(f"found {text}, expected an integer of at least 1")
   return value
 
 
 def _above_zero(text: str) -> float:
-  value = float(text)
+  try:
+    value = float(text)
+  except ValueError:
+    value = 0.0
   if not 0 < value < float("inf"):
-    raise argparse.ArgumentTypeError(f"found {value}, expected more than 0")
+    raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0")
   return value
 
 

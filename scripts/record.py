@@ -115,7 +115,6 @@ def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> d
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, length=1, stride=1)
   if args.out.suffix != ".npz":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .npz")
   model, tokenizer = common.load_model(args.checkpoint)

@@ -398,7 +398,6 @@ def subclass(name):
     ("cis", {"per": "token"}, "per"),
     ("psaw", {"phi": 3}, "phi"),
     ("etf", {"psi": 3}, "psi"),
-    ("cpe", {"phi": 3}, "phi"),
     ("art", {"certify": 3.0}, "certify"),
     ("prr", {"budget": -1}, "budget"),
     ("infllm", {"representatives": 0}, "representatives"),
@@ -410,6 +409,12 @@ def test_errors_name_the_class_that_was_asked_for(name, values, field):
   for cls in (kvjax.METHODS[name], subclass(name)):
     with pytest.raises((ValueError, TypeError), match=rf"^{cls.__name__}\.{field}: found"):
       cls(**values)
+
+
+def test_errors_of_parts_name_the_whole():
+  for cls in (kvjax.CPE, subclass("cpe")):
+    with pytest.raises(ValueError, match=rf"^{cls.__name__}: PSAW\.phi: found 3"):
+      cls(phi=3)
 
 
 def test_moves_that_are_missing_name_the_outermost_method():

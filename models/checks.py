@@ -89,7 +89,8 @@ def laid_out(caches: Any, method: Any, spec: CacheSpec | None) -> None:
     spec: sizes of the model's caches, whatever their rows and capacity; None: any.
   """
   check_method("method", method)
-  if not isinstance(caches, tuple | list) or not all(hasattr(x, "seen") for x in caches):
+  listed = isinstance(caches, tuple | list) and len(caches) > 0
+  if not listed or not all(hasattr(x, "seen") for x in caches):
     found = type(caches).__name__
     raise TypeError(f"caches: found {found}, expected the tuple that method.init_caches gives")
   there(caches)

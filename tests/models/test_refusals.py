@@ -150,7 +150,7 @@ def test_layers_and_capacities_share_programs():
 
 def test_what_is_no_cache():
   logits, caches = start()
-  for given in (logits, None, list(logits), (1, 2)):
+  for given in (logits, None, list(logits), (1, 2), ()):
     for call in both(given, FULL):
       with pytest.raises(
         TypeError, match=r"caches: found \w+, expected the tuple that method\.init"

@@ -1,6 +1,7 @@
 """What every method that keeps a fixed number of tokens has in common."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -22,6 +23,15 @@ class Bounded(Method):
   """
 
   budget: int = 2048
+
+  def __new__(cls, *args: Any, **values: Any) -> Any:
+    moves = "victim", "landing", "insert"
+    if all(getattr(cls, move) is getattr(Method, move) for move in moves):
+      raise TypeError(
+        f"{cls.__name__}.victim: found none, expected the slot that a full cache gives up for the "
+        "next token, which it would drop"
+      )
+    return super().__new__(cls, *args, **values)
 
   @property
   def positional(self) -> bool:

@@ -9,6 +9,9 @@ import types
 import typing
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 
 def check_types(cls: type, values: dict[str, Any]) -> None:
   """Raises TypeError for a value whose type is not what the field of that name says.
@@ -20,6 +23,21 @@ def check_types(cls: type, values: dict[str, Any]) -> None:
     if name in values and not any(_fits(values[name], kind) for kind in kinds):
       expected = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
       raise TypeError(f"{cls.__name__}.{name}: found {values[name]!r}, expected {expected}")
+
+
+def check_float(name: str, dtype: Any) -> None:
+  """Raises TypeError for a dtype that is no float, or that jax would replace by a narrower one."""
+  try:
+    found = jnp.dtype("none" if dtype is None else dtype)  # NumPy reads None as float64
+  except TypeError:
+    raise TypeError(f"{name}: found {dtype!r}, expected a dtype of floats") from None
+  if not jnp.issubdtype(found, jnp.floating):
+    raise TypeError(f"{name}: found {found.name}, expected a dtype of floats, such as bfloat16")
+  kept = jax.dtypes.canonicalize_dtype(found)
+  if kept != found:
+    raise TypeError(
+      f"{name}: found {found.name}, expected {kept.name}, or jax_enable_x64 turned on"
+    )
 
 
 def named_arguments(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:

@@ -29,10 +29,11 @@ class Measured(Wrapper):
   """
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if not self.base.positional:
       raise ValueError(
-        f"Measured.base: found {self.base!r}, expected a method whose cache holds every token"
+        f"{called}.base: found {self.base!r}, expected a method whose cache holds every token"
       )
 
   def observe(

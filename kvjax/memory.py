@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from kvjax import offload, sharding
 from kvjax.method import Method
+from kvjax.registry import check_method
 from kvjax.types import CacheSpec
 
 _UNITS = {"B": 0, "bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -44,8 +45,10 @@ def plan_memory(spec: CacheSpec, method: Method, mesh: Mesh | None = None) -> Me
     mesh: the devices that the caches are split over (None: one).
 
   Raises:
+    TypeError: `method` is no method.
     ValueError, NotImplementedError: such caches cannot be split over the mesh.
   """
+  check_method("method", method)
   if mesh is not None:
     sharding.check_supported(method, mesh)
   caches = jax.eval_shape(lambda: method.init_caches(spec))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, fields
+from kvjax import dispatch, entrance, fields
 from kvjax.ops import context, slots
 from kvjax.types import (
   At,
@@ -37,6 +37,7 @@ from kvjax.types import (
   CacheSpec,
   Carry,
   Env,
+  Origin,
   Plan,
   Prompt,
   Span,
@@ -247,8 +248,9 @@ class Method:
     )
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
-    """Empty caches, one per layer."""
-    return tuple(self.init(spec, layer) for layer in range(spec.layers))
+    """Empty caches, one per layer, which know whose they are (`Cache.origin`)."""
+    origin, made = Origin.of(self, spec), [self.init(spec, layer) for layer in range(spec.layers)]
+    return tuple(dataclasses.replace(x, origin=origin) if hasattr(x, "origin") else x for x in made)
 
   # ---- moves: what a query may see
 
@@ -287,7 +289,9 @@ class Method:
     """
     room = (cache.used < context.size(at, cache))[:, None]
     slot = context.own(at, cache, cache.used)[:, None]
-    slot = jnp.where(room, slot, at.top.victim(at, cache))
+    victim = at.top.victim(at, cache)
+    entrance.check_shape(at, "victim", victim, cache.pos.shape[:2])
+    slot = jnp.where(room, slot, victim)
     return jnp.where(live[:, None], slot, cache.size)
 
   def insert(
@@ -320,7 +324,7 @@ class Method:
 
   def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
     """The plan of the best tiles; `ratio` widens the budget (speculation asks for more)."""
-    raise NotImplementedError(f"{type(self).__name__} scores tiles but does not select them")
+    raise NotImplementedError(f"{at.top!r} scores tiles but does not select them")
 
   def everything(self, at: At, cache: Cache) -> Plan:
     """The plan of all visible slots."""
@@ -426,7 +430,7 @@ class Method:
     prompt: Prompt,
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     """Which of [cached ‖ new] stay, best first, and their statistics (methods that evict)."""
-    raise NotImplementedError(f"{type(self).__name__} evicts tokens but does not rank a prompt's")
+    raise NotImplementedError(f"{at.top!r} evicts tokens but does not rank a prompt's")
 
   def keep(
     self,
@@ -445,6 +449,7 @@ class Method:
     else:
       staged = new if prompt.past == 0 else slots.join(cache.slots, new)
       priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
+      entrance.check_shape(at, "rank", priority, staged["pos"].shape)
       kept = slots.keep_best(staged, priority, cache.size)
     used = jnp.minimum(cache.used + prompt.valid, context.size(at, cache))
     rows = {**cache.rows, "seen": cache.seen + prompt.valid, "used": used}
@@ -490,6 +495,7 @@ class Method:
     Returns:
       Attention output in q's dtype, the cache, the carry, diagnostics.
     """
+    entrance.check_step(at, cache, q, k, v, live)
     old = cache
     q, cache = dispatch.enter_token(at, cache, q, k, v, live)
     plan, carry = at.top.plan(at, cache, q, carry)
@@ -500,7 +506,8 @@ class Method:
     attended = dataclasses.replace(attended, counted=counted, live=live)
     cache, aux = at.top.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
-      cache = slots.choose_rows(checked_rows(at, attended, old, live), cache, old)
+      rows = entrance.with_room(at, old, live, live)
+      cache = slots.choose_rows(checked_rows(at, attended, old, rows), cache, old)
     else:
       cache = _idle_rows(at, attended, cache, old, at.top.in_place)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
@@ -521,12 +528,14 @@ class Method:
 
     q is that of the A computed tokens; k and v are too, or of all T if the method `projects_all`.
     """
+    entrance.check_prompt(at, cache, q, k, v, prompt)
     q, qpos, new, carry = at.top.enter(at, cache, q, k, v, prompt, carry)
     staged, staged_cache, carry = at.top.stage(at, cache, new, q, prompt, carry)
     attended = at.top.attend_prompt(at, staged, q, qpos, prompt)
     kept = at.top.keep(at, staged_cache, new, q, qpos, attended, prompt)
     rows = prompt.valid > 0
     if at.env.check_nan:
+      rows = entrance.with_room(at, cache, rows, prompt.valid)
       rows = checked_rows(at, attended, cache, rows)
     kept = slots.choose_rows(rows, kept, cache)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
@@ -559,8 +568,8 @@ class Method:
       return context.shared(at, attend, staged, q)
     return context.reduced(at, dispatch.attend_prompt(at, staged, q, qpos, prompt))
 
-  def at(self, env: Env, layer: int) -> At:
-    """Where this method's drivers run in a layer."""
+  def at(self, env: Env, layer: Any) -> At:
+    """Where this method's drivers run in a layer, which it has to know if it minds its depth."""
     return At(layer, env, self)
 
 

@@ -1,5 +1,7 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
 
+from typing import Any
+
 from kvjax.method import Method
 from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
@@ -52,3 +54,17 @@ METHODS: dict[str, type[Method]] = {
   "art": ART,
   "prr": PRR,
 }
+
+
+def check_method(name: str, found: Any) -> None:
+  """Raises TypeError for an argument that is no method: a registered name, say, or a class."""
+  if isinstance(found, Method):
+    return
+  what, instance = repr(found), "kvjax.METHODS['quest'].usual(1024)"
+  if isinstance(found, str):
+    what = f"the string {found!r}"
+    instance = f"kvjax.METHODS[{found if found in METHODS else 'quest'!r}].usual(1024)"
+  elif isinstance(found, type):
+    what = f"the class {found.__name__}"
+    instance = f"{found.__name__}.usual(1024)" if issubclass(found, Method) else instance
+  raise TypeError(f"{name}: found {what}, expected a method such as {instance}")

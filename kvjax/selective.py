@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, entrance
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -89,11 +89,15 @@ class Selective(
     return {}, {} if layer < self.dense_layers else self.summaries(spec), {}
 
   def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
-    return None if self._dense(at) else self.tile_scores(at, cache, q)
+    if self._dense(at):
+      return None
+    scores = self.tile_scores(at, cache, q)
+    entrance.check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
+    return scores
 
   def _dense(self, at: At) -> bool:
     """Whether the layer attends to everything."""
-    return at.of_layer(lambda layer: layer < self.dense_layers)
+    return self.dense_layers > 0 and at.of_layer(lambda layer: layer < self.dense_layers)
 
   def _widened(self, ratio: float) -> int:
     """⌊ratio·k⌋."""

@@ -121,7 +121,8 @@ def cache_specs(caches: Any, method: Method) -> Any:
     by_head = spec_of(("batch", "kv_heads"))
     by_slot = spec_of(("batch", "kv_heads", "slots"))
     placed = {name: by_slot if name in method.along_slots else by_head for name in part.heads}
-    return Cache(
+    return dataclasses.replace(
+      part,
       slots=dict.fromkeys(part.slots, by_slot),
       heads={
         name: jax.tree.map(lambda _, to=placed[name]: to, x) for name, x in part.heads.items()

@@ -7,18 +7,24 @@ from typing import Any
 
 from jaxtyping import Array
 
+from kvjax import entrance
 from kvjax.method import Aux, Method, checked_rows
 from kvjax.ops import slots
-from kvjax.types import At, CacheSpec, Carry, Env, Prompt, pytree
+from kvjax.registry import check_method
+from kvjax.types import At, CacheSpec, Carry, Env, Origin, Prompt, pytree
 
 
-@pytree("positional")
+@pytree("positional", "origin")
 @dataclasses.dataclass(frozen=True)
 class Members:
-  """One layer's caches of all members; `positional` says which of them are."""
+  """One layer's caches of all members; `positional` says which of them are.
+
+  Each member's cache has the member's `origin`, and all together that of `SharedPrefill`.
+  """
 
   caches: tuple[Any, ...]
   positional: tuple[bool, ...]
+  origin: Origin | None = None
 
   @property
   def seen(self) -> Array:
@@ -45,10 +51,13 @@ class SharedPrefill(Method):
   members: tuple[Method, ...] = ()
 
   def __post_init__(self):
+    name = f"{type(self).__name__}.members"
+    for i, member in enumerate(self.members):
+      check_method(f"{name}[{i}]", member)
     wrong = [repr(m) for m in self.members if not m.dense_prefill]
     if wrong or not self.members:
       raise ValueError(
-        f"SharedPrefill.members: found {', '.join(wrong) or 'none'}, expected methods that leave "
+        f"{name}: found {', '.join(wrong) or 'none'}, expected methods that leave "
         "prefill attention dense"
       )
 
@@ -61,14 +70,20 @@ class SharedPrefill(Method):
     return False
 
   def init(self, spec: CacheSpec, layer: int) -> Any:
-    caches = tuple(m.init(spec, layer) for m in self.members)
-    return Members(caches, tuple(m.positional for m in self.members))
+    caches = [(m.init(spec, layer), Origin.of(m, spec)) for m in self.members]
+    return Members(
+      tuple(dataclasses.replace(cache, origin=origin) for cache, origin in caches),
+      tuple(m.positional for m in self.members),
+    )
 
   def prefill(
     self, at: At, cache: Any, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
   ) -> tuple[Array, Any, Carry, Aux]:
     if prompt.past != 0:
-      raise ValueError(f"SharedPrefill: found past = {prompt.past}, expected 0 (empty caches)")
+      raise ValueError(
+        f"{type(self).__name__}: found past = {prompt.past}, expected 0 (empty caches)"
+      )
+    entrance.check_prompt(at, cache.caches[0], q, k, v, prompt)
     sites = [at.under(method) for method in self.members]
     pairs = list(zip(sites, cache.caches, strict=True))
     entered = [site.top.enter(site, own, q, k, v, prompt, carry) for site, own in pairs]
@@ -76,6 +91,7 @@ class SharedPrefill(Method):
     attended = self.members[0].attend_prompt(sites[0], new, q, qpos, prompt)
     rows = prompt.valid > 0
     if at.env.check_nan:
+      rows = entrance.with_room(at, cache, rows, prompt.valid)
       rows = checked_rows(at, attended, cache, rows)
     kept = []
     for (site, own), (_, _, own_new, _) in zip(pairs, entered, strict=True):

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.fields import check_types
+from kvjax.fields import check_float, check_types
 from kvjax.rope import Rope
 from kvjax.softmax_state import State
+from kvjax.traced_layer import TracedLayer
 
 if TYPE_CHECKING:
   from kvjax.method import Method
@@ -37,7 +38,7 @@ class CacheSpec:
     groups: G, query heads per key/value head.
     head_dim: H.
     layers: L.
-    dtype: dtype of stored keys and values; statistics are float32.
+    dtype: dtype of stored keys and values, floats; statistics are float32.
   """
 
   batch: int
@@ -49,10 +50,14 @@ class CacheSpec:
   dtype: Any = jnp.bfloat16
 
   def __post_init__(self):
-    check_types(CacheSpec, vars(self))
-    for name in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"CacheSpec.{name}: found {getattr(self, name)}, expected at least 1")
+    name = type(self).__name__
+    check_types(type(self), vars(self))
+    for size in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
+      if getattr(self, size) < 1:
+        raise ValueError(f"{name}.{size}: found {getattr(self, size)}, expected at least 1")
+    if self.head_dim % 2:  # rotary embeddings turn pairs of channels
+      raise ValueError(f"{name}.head_dim: found {self.head_dim}, expected an even number")
+    check_float(f"{name}.dtype", self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +74,9 @@ class Env:
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
     slot_axis: mesh axis over which the slots of caches are sharded (inside shard_map), or None.
-    check_nan: whether attention that is not finite raises, through `jax.experimental.checkify`:
-      wrap what you jit in `checkify.checkify`, and `throw` its error. Slow: for debugging.
+    check_nan: whether attention that is not finite raises, and a token for which a cache that keeps
+      everything has no slot, through `jax.experimental.checkify`: wrap what you jit in
+      `checkify.checkify`, and `throw` its error. Slow: for debugging.
   """
 
   layers: int
@@ -82,9 +88,13 @@ class Env:
   check_nan: bool = False
 
   def __post_init__(self):
-    check_types(Env, vars(self))
+    name = type(self).__name__
+    check_types(type(self), vars(self))
     if self.impl not in IMPLEMENTATIONS:
-      raise ValueError(f"Env.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
+      raise ValueError(f"{name}.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
+    for size in ("layers", "tile"):
+      if getattr(self, size) < 1:
+        raise ValueError(f"{name}.{size}: found {getattr(self, size)}, expected at least 1")
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -98,11 +108,22 @@ class At:
 
   A move reaches its siblings through `at.top`, so that a wrapper's override is seen from inside
   the method that it wraps.
+
+  Attributes:
+    layer: its number, int. One that is traced (layers under `jax.lax.scan`) will do for a method
+      that never asks for it; the others raise TypeError.
+    env: the environment.
+    top: the outermost method.
   """
 
-  layer: int
+  layer: Any
   env: Env
   top: Method
+
+  def __post_init__(self):
+    layer = vars(self)["layer"]  # its value, whatever a subclass makes of reading it
+    if isinstance(layer, jax.core.Tracer | TracedLayer):
+      object.__setattr__(self, "layer", TracedLayer(layer, type(self.top).__name__))
 
   def of_layer(self, f: Callable[[int], T]) -> T:
     """f of the layer's number. Layers for which it is equal may share a compiled program; where
@@ -178,7 +199,30 @@ class Prompt:
     return jnp.broadcast_to(every, (self.valid.shape[0], self.tokens))
 
 
-@pytree()
+@dataclasses.dataclass(frozen=True)
+class Origin:
+  """What caches were laid out for. It is compared on the host, where caches meet a method.
+
+  Programs are compiled for it: it holds nothing that differs between layers, or between caches
+  that may share a program (rows, capacity).
+
+  Attributes:
+    method: whose caches they are.
+    layers, kv_heads, groups, head_dim: of the model.
+  """
+
+  method: Method
+  layers: int
+  kv_heads: int
+  groups: int
+  head_dim: int
+
+  @classmethod
+  def of(cls, method: Method, spec: CacheSpec) -> Origin:
+    return cls(method, spec.layers, spec.kv_heads, spec.groups, spec.head_dim)
+
+
+@pytree("origin")
 @dataclasses.dataclass(frozen=True)
 class Cache:
   """One layer's cache: three shelves of arrays, every leaf leading with B.
@@ -192,11 +236,13 @@ class Cache:
       [B, K, 2] says that slots are used in turn (`kvjax.ring`).
     rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
       [B], occupied slots; calibrated values.
+    origin: what `init_caches` laid it out for (static); None: unknown, and nothing is compared.
   """
 
   slots: dict[str, Any]
   heads: dict[str, Any]
   rows: dict[str, Any]
+  origin: Origin | None = None
 
   @property
   def size(self) -> int:
@@ -217,9 +263,8 @@ class Cache:
 
   def put(self, **shelves: dict[str, Any]) -> Cache:
     """A copy with some entries of some shelves replaced: cache.put(heads={"victim": x})."""
-    return dataclasses.replace(
-      self, **{s: {**getattr(self, s), **new} for s, new in shelves.items()}
-    )
+    changed: dict[str, Any] = {s: {**getattr(self, s), **new} for s, new in shelves.items()}
+    return dataclasses.replace(self, **changed)
 
 
 @pytree()

@@ -1,4 +1,4 @@
-"""Live caches: kept in a file, forked into several rows, taken on by a further turn of a chat."""
+"""Live caches: room left, kept in a file, forked into several rows, a further turn of a chat."""
 
 from __future__ import annotations
 
@@ -13,17 +13,33 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
 from ..method import Method
+from ..registry import check_method
 from ..types import CacheSpec
+from . import checks
 from .tokenizer import Tokenizer
 from .transformer import Caches
 
 FORMAT = "kvjax-caches"
-VERSION = 1
+VERSION = 1  # of the file's layout: one that is read otherwise gets the next number
 _HEADER = "header.json"
+
+
+def room(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
+  """How many more tokens each row can take; None: any number, something leaves.
+
+  For decode loops of one's own: a step past it leaves no token in the cache of a method that keeps
+  every token, and its output is wrong. It waits for the caches: ask before a loop, and count.
+
+  Raises:
+    TypeError, ValueError: `method` is no method, or the caches are another's, or gone.
+  """
+  checks.laid_out(caches, method, None)
+  capacity = checks.capacity(caches, method)
+  return None if capacity is None else capacity - np.asarray(caches[0].seen)
 
 
 def save(
@@ -47,11 +63,14 @@ def save(
     spec: sizes of the caches, as `Transformer.spec` gives them.
 
   Raises:
-    ValueError: the caches are not laid out as `method` lays them out for `spec`.
+    TypeError: `method` is no method.
+    ValueError: the caches are not those of `method` for `spec`, or were donated before.
   """
+  check_method("method", method)
   path = pathlib.Path(path)
   named = _named((logits, caches))
   _check_layout("caches", {name: _kind(x) for name, x in named.items()}, method, spec, logits)
+  checks.laid_out(caches, method, spec)
   header = {
     **_identity(method, spec),
     "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},
@@ -79,9 +98,12 @@ def restore(
   the caches is the caller's to know.
 
   Raises:
+    TypeError: `method` is no method.
     FileNotFoundError: there is no such file.
-    ValueError: the file is damaged, or of another method or other sizes.
+    ValueError: the file is damaged, of a version that this kvjax does not read, or of another
+      method or other sizes.
   """
+  check_method("method", method)
   path = pathlib.Path(path)
   try:
     with zipfile.ZipFile(path) as file:
@@ -116,9 +138,14 @@ def fork(
     logits and caches of B·n rows (0, 0, …, 1, 1, …), or of n.
 
   Raises:
-    ValueError: `times` or `row` is out of range.
+    ValueError: `times` or `row` is out of range, or the caches were donated before or have other
+      rows than the logits.
   """
+  checks.there((logits, caches))
   batch = logits.shape[0]
+  rows_of_caches = caches[0].seen.shape[0]
+  if batch != rows_of_caches:
+    raise ValueError(f"logits: found {batch} rows, expected {rows_of_caches} as the caches have")
   if times < 1:
     raise ValueError(f"times: found {times}, expected at least 1")
   if row is not None and not 0 <= row < batch:
@@ -180,10 +207,15 @@ def _check_identity(
   path: pathlib.Path, header: dict[str, Any], method: Method, spec: CacheSpec
 ) -> None:
   """Raises unless the header is that of the method's caches for the spec."""
-  if header.get("format") != FORMAT or header.get("version") != VERSION:
+  kind, version = header.get("format"), header.get("version")
+  if kind != FORMAT or version != VERSION:
+    age = ""
+    if kind == FORMAT and isinstance(version, int):
+      newer = "a newer kvjax, which reads it" if version > VERSION else "an older kvjax"
+      age = f" (it was written by {newer})"
     raise ValueError(
-      f"{path}: found format {header.get('format')!r} version {header.get('version')!r}, "
-      f"expected {FORMAT!r} version {VERSION}"
+      f"{path}: found format {kind!r} version {version!r}, expected {FORMAT!r} version {VERSION}"
+      + age
     )
   if header["method"] != repr(method):
     raise ValueError(f"{path}: found caches of {header['method']}, expected {method!r}")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .. import memory
 from ..method import Method
+from ..registry import check_method
+from ..types import CacheSpec, Origin
 from .transformer import Caches, Transformer
 
 
@@ -76,10 +80,76 @@ def prompt_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -
     )
 
 
+def laid_out(caches: Any, method: Any, spec: CacheSpec | None) -> None:
+  """Raises for caches that are no longer there, or that another method or model laid out.
+
+  Args:
+    caches: what was given as caches.
+    method: what was given as method; TypeError if it is none.
+    spec: sizes of the model's caches, whatever their rows and capacity; None: any.
+  """
+  check_method("method", method)
+  listed = isinstance(caches, tuple | list) and len(caches) > 0
+  if not listed or not all(hasattr(x, "seen") for x in caches):
+    found = type(caches).__name__
+    raise TypeError(f"caches: found {found}, expected the tuple that method.init_caches gives")
+  there(caches)
+  origins = {id(x): x for x in (getattr(cache, "origin", None) for cache in caches)}
+  for origin in filter(None, origins.values()):
+    other = dataclasses.replace(origin, method=method)
+    expected = other if spec is None else Origin.of(method, spec)
+    if origin != expected:
+      raise ValueError(f"caches: {_other(origin, expected)}")
+  if spec is not None and len(caches) != spec.layers:
+    raise ValueError(f"caches: found {len(caches)}, expected one per layer, {spec.layers}")
+
+
+def logits(x: Any, caches: Caches, vocab: int) -> None:
+  """Raises unless these are one row of logits for each row of the caches."""
+  expected = caches[0].seen.shape[0], vocab
+  if np.shape(x) != expected:
+    raise ValueError(f"logits: found shape {np.shape(x)}, expected {expected}, as prefill returns")
+
+
+def there(caches: Any) -> None:
+  """Raises for caches that were donated to an earlier call."""
+  if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(caches)):
+    raise ValueError(
+      "caches: found arrays that an earlier call was given (it donates them: they are gone), "
+      "expected the caches that it returned"
+    )
+
+
+def _other(found: Origin, expected: Origin) -> str:
+  """In words, in what two descriptions of caches differ."""
+  if found.method != expected.method:
+    a, b = _apart(found.method, expected.method)
+    return f"found those of {a}, expected {b}"
+  sizes = [f.name for f in dataclasses.fields(Origin) if f.name != "method"]
+  wrong = [name for name in sizes if getattr(found, name) != getattr(expected, name)]
+  a, b = (", ".join(f"{n} = {getattr(x, n)}" for n in wrong) for x in (found, expected))
+  return f"found those of a model with {a}, expected {b}"
+
+
+def _apart(a: Any, b: Any) -> tuple[str, str]:
+  """Two methods, of one class by the fields in which they differ."""
+  if type(a) is not type(b):
+    return repr(a), repr(b)
+  names = [f.name for f in dataclasses.fields(a) if getattr(a, f.name) != getattr(b, f.name)]
+  pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+  shown = [_apart(*pair) if isinstance(pair[0], Method) else map(repr, pair) for pair in pairs]
+  each = [
+    ", ".join(f"{name}={x}" for name, x in zip(names, side, strict=True))
+    for side in zip(*shown, strict=True)
+  ]
+  return f"{type(a).__name__}({each[0]})", f"{type(b).__name__}({each[1]})"
+
+
 def prompt(
   model: Transformer, tokens: np.ndarray, lengths: np.ndarray, caches: Caches, method: Method
 ) -> np.ndarray:
   """Raises for a prompt that cannot be read; returns the tokens already seen per row."""
+  laid_out(caches, method, model.spec(1, 1))
   for name, x, rank in (("tokens", tokens, 2), ("lengths", lengths, 1)):
     if x.ndim != rank or not np.issubdtype(x.dtype, np.integer):
       raise ValueError(
@@ -88,8 +158,6 @@ def prompt(
   batch, size = tokens.shape
   if lengths.shape != (batch,):
     raise ValueError(f"lengths: found shape {lengths.shape}, expected ({batch},) as tokens has")
-  if len(caches) != model.config.layers:
-    raise ValueError(f"caches: found {len(caches)}, expected one per layer, {model.config.layers}")
   rows = caches[0].seen.shape[0]
   if rows != batch:
     raise ValueError(f"tokens: found {batch} rows, expected {rows} as the caches have")
@@ -105,17 +173,21 @@ def prompt(
   return room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
 
 
+def capacity(caches: Caches, method: Method) -> int | None:
+  """How many tokens a row can take in all; None: any number, something leaves."""
+  return min((n for n in map(method.room, caches) if n is not None), default=None)
+
+
 def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarray:
   """Raises if a row would outgrow what the method has room for; returns tokens seen per row."""
   seen = np.asarray(caches[0].seen)
   need = np.where(new > 0, seen + new, 0)
-  rooms = [room for room in map(method.room, caches) if room is not None]
-  capacity = min(rooms, default=None)
-  if capacity is not None and need.max() > capacity:
+  most = capacity(caches, method)
+  if most is not None and need.max() > most:
     row = int(need.argmax())
     raise ValueError(
       f"{what} after {seen[row]} cached tokens (row {row}) needs {need[row]} slots, "
-      f"found a capacity of {capacity}, expected at least {need[row]}"
+      f"found a capacity of {most}, expected at least {need[row]}"
     )
   return seen
 

@@ -54,6 +54,7 @@ class ModelConfig:
   qk_norm: bool = False
 
   def __post_init__(self):
+    called = type(self).__name__
     for name in (
       "vocab",
       "dim",
@@ -66,20 +67,20 @@ class ModelConfig:
     ):
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"ModelConfig.{name}: found {value!r}, expected an integer of at least 1")
+        raise ValueError(f"{called}.{name}: found {value!r}, expected an integer of at least 1")
     for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
       if not isinstance(getattr(self, name), bool):
-        raise TypeError(f"ModelConfig.{name}: found {getattr(self, name)!r}, expected a bool")
+        raise TypeError(f"{called}.{name}: found {getattr(self, name)!r}, expected a bool")
     if self.heads % self.kv_heads:
       raise ValueError(
-        f"ModelConfig.heads: found {self.heads}, expected a multiple of kv_heads = {self.kv_heads}"
+        f"{called}.heads: found {self.heads}, expected a multiple of kv_heads = {self.kv_heads}"
       )
     if self.head_dim % 2:
-      raise ValueError(f"ModelConfig.head_dim: found {self.head_dim}, expected an even number")
+      raise ValueError(f"{called}.head_dim: found {self.head_dim}, expected an even number")
     if not self.norm_eps > 0:
-      raise ValueError(f"ModelConfig.norm_eps: found {self.norm_eps}, expected more than 0")
+      raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
     if not isinstance(self.rope, Rope):
-      raise TypeError(f"ModelConfig.rope: found {self.rope!r}, expected a kvjax Rope")
+      raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
 
   @property
   def groups(self) -> int:

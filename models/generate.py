@@ -124,10 +124,14 @@ def generate(
     The generation and the caches.
 
   Raises:
-    ValueError: an argument is out of range, or the longest row would outgrow the capacity of a
-      method that keeps every token. Nothing has run then and the caches are intact.
+    TypeError: `method` is no method, or `caches` no caches.
+    ValueError: an argument is out of range, the caches are those of another method or model or were
+      donated before, or the longest row would outgrow the capacity of a method that keeps every
+      token. Nothing has run then and the caches are intact.
     MemoryError, JaxRuntimeError: as in `prefill`.
   """
+  checks.laid_out(caches, method, model.spec(1, 1))
+  checks.logits(logits, caches, model.config.vocab)
   batch, vocab = logits.shape
   checks.settings(vocab, steps, chunk, seed, stop, stop_strings)
   live = checks.of_rows("live", np.ones(batch) if live is None else live, batch).astype(bool)

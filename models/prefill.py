@@ -83,8 +83,10 @@ def prefill(
     As `Transformer.prefill`: logits float32 [B, V] ([B, T, V]), caches, and the reports if asked.
 
   Raises:
-    ValueError: shapes, lengths or token ids are out of range, every row is empty, or a prompt does
-      not fit in the capacity of a method that keeps every token. Nothing has run then.
+    TypeError: `method` is no method, or `caches` no caches.
+    ValueError: shapes, lengths or token ids are out of range, every row is empty, the caches are
+      those of another method or model or were donated before, or a prompt does not fit in the
+      capacity of a method that keeps every token. Nothing has run then.
     NotImplementedError: `chunk` is given and the method has to see a prompt at once, or streams in
       pieces of its own.
     MemoryError: a device has no room; the message says what takes it and what would fit. The caches

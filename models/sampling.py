@@ -38,9 +38,11 @@ class Sampling:
   min_p: float = 0.0
 
   def __post_init__(self):
+    called = type(self).__name__
+
     def check(name: str, ok: bool, expected: str) -> None:
       if not ok:
-        raise ValueError(f"Sampling.{name}: found {getattr(self, name)!r}, expected {expected}")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)!r}, expected {expected}")
 
     whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
     finite = math.isfinite(self.temperature)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .. import memory, sharding
 from ..method import Method
+from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
 from . import parallel
 from .config import PRECISIONS, ModelConfig
@@ -153,10 +154,12 @@ class Transformer(nnx.Module):
     """Empty caches of a method, `method.init_caches(self.spec(...))`, laid out over the mesh.
 
     Raises:
+      TypeError: `method` is no method.
       MemoryError: there is no room for them; the message says what would fit.
       ValueError: they cannot be split evenly over the mesh.
       NotImplementedError: the method does not run on such a mesh.
     """
+    check_method("method", method)
     spec = self.spec(batch, capacity, dtype)
     with memory.explained("init_caches", method, spec, self.mesh, self.weight_bytes):
       if self.mesh is None:

@@ -309,6 +309,7 @@ def _plain(x: Any) -> Any:
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, tile=1, least=0)
   if not args.recording.exists():
     raise FileNotFoundError(f"recording: found no {args.recording}, expected a scripts.record file")
   with np.load(args.recording) as file:

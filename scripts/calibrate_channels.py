@@ -71,6 +71,7 @@ def calibrate(model: Transformer, ids: list[int], args: Args) -> np.ndarray:
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, samples=1, length=1, batch=1)
   if args.out.suffix != ".npz":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .npz")
   model, tokenizer = common.load_model(args.checkpoint)

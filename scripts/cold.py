@@ -98,6 +98,7 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, length=1, budget=1)
   unknown = [name for name in args.methods if name not in kvjax.METHODS]
   if unknown:
     raise ValueError(f"--methods: found {', '.join(unknown)}, expected some of the registered ones")

@@ -96,6 +96,20 @@ def drop_programs() -> bool:
   return True
 
 
+def check_numbers(args: Any, **least: int) -> None:
+  """Raises ValueError for a number of a program's arguments that is too small; None passes.
+
+  Args:
+    args: what was given.
+    least: the smallest number that makes sense, by the argument's name.
+  """
+  for name, bound in least.items():
+    value = getattr(args, name)
+    if value is not None and value < bound:
+      option = name.replace("_", "-")
+      raise ValueError(f"--{option}: found {value}, expected at least {bound}")
+
+
 def usual_methods() -> tuple[str, ...]:
   """What is compared unless methods are named: baselines, and the systems that are registered."""
   return tuple(name for name in _BASELINES + _SYSTEMS if name in kvjax.METHODS)

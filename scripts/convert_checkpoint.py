@@ -29,6 +29,7 @@ class Args:
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, max_context=1)
   folder = convert.convert(args.source, args.dest, max_context=args.max_context)
   config = convert.read_config(folder)
   size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

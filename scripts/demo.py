@@ -373,6 +373,9 @@ def show(results: Iterable[Result]) -> list[Result]:
 
 def main(args: Args) -> None:
   names = choose(args.methods)
+  common.check_numbers(args, length=1, budget=1, chat_tokens=0)
+  if args.depth is not None and not 0 <= args.depth <= 1:
+    raise ValueError(f"--depth: found {args.depth}, expected a number from 0 to 1")
   gpu = jax.default_backend() == "gpu"
   length = args.length or (4000 if gpu else 2000)
   budget = args.budget or length // 4

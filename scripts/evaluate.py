@@ -30,7 +30,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -51,8 +51,15 @@ TRACES = "traces.json"
 TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 
+class _Parser(argparse.ArgumentParser):
+  """Says what is wrong in one line; --help says the rest."""
+
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f"error: {message}\n")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     prog=f"{common.FOLDER}.evaluate",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -113,7 +120,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
   )
   how.add_argument(
     "--memory",
-    type=float,
+    type=_above_zero,
     metavar="GB",
     help="caches that one reading of a prompt may fill (a third of the GPU's memory, else 4)",
   )
@@ -165,9 +172,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-  value = int(text)
+  try:
+    value = int(text)
+  except ValueError:
+    value = 0
   if value < 1:
-    raise argparse.ArgumentTypeError(f"found {value}, expected at least 1")
+    raise argparse.ArgumentTypeError(f"found {text}, expected an integer of at least 1")
+  return value
+
+
+def _above_zero(text: str) -> float:
+  try:
+    value = float(text)
+  except ValueError:
+    value = 0.0
+  if not 0 < value < float("inf"):
+    raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0")
   return value
 
 

@@ -62,6 +62,7 @@ def main(args: Args) -> None:
   if args.method not in kvjax.METHODS:
     known = ", ".join(kvjax.METHODS)
     raise ValueError(f"--method: found {args.method!r}, expected one of: {known}")
+  common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
   method = kvjax.METHODS[args.method].usual(args.budget)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = sys.stdin.read() if args.prompt == "-" else args.prompt

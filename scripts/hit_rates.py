@@ -132,6 +132,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, length=1, steps=1, history=1)
   if args.out.suffix != ".json":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .json")
   model, tokenizer = common.load_model(args.checkpoint)

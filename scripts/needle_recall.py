@@ -256,6 +256,7 @@ def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[st
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, samples=1, length=1, window=1, init=0, block=1, retrieved=1, chunk=1)
   methods = contestants(args)
   if unknown := set(args.methods) - set(methods):
     raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")

@@ -111,9 +111,7 @@ def draw_vectors(found: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def main(args: Args) -> None:
-  for name in ("length", "local"):
-    if getattr(args, name) < 1:
-      raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
+  common.check_numbers(args, length=1, local=1)
   model, tokenizer = common.load_model(args.checkpoint)
   if args.text is None:  # a word is at least one token
     text = " ".join(haystack.words_from("1862-Lincoln-1", args.length))

@@ -160,9 +160,7 @@ def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
 
 
 def main(args: Args) -> None:
-  for name in ("samples", "length"):
-    if getattr(args, name) < 1:
-      raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
+  common.check_numbers(args, samples=1, length=1)
   model, tokenizer = common.load_model(args.checkpoint)
   samples = needles(tokenizer, args)
   found = scores(model, samples)

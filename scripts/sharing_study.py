@@ -121,6 +121,7 @@ def draw(found: dict[str, dict[str, dict[str, float]]], title: str, file: Any) -
 
 
 def main(args: Args) -> None:
+  common.check_numbers(args, length=1, steps=1, budget=1)
   model, tokenizer = common.load_model(args.checkpoint)
   count = args.length + args.steps
   kept: dict[str, dict[str, list[dict[str, float]]]] = {}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax import entrance
 from kvjax import ring as in_turn
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import context
@@ -31,6 +32,8 @@ def enter_token(
   ring = cache.heads["ring"] if turns else None
   chooses = not turns and at.top.overrides("victim")
   victim = at.top.victim(at, cache) if chooses else None
+  if victim is not None:
+    entrance.check_shape(at, "victim", victim, cache.pos.shape[:2])
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}

@@ -87,35 +87,37 @@ class ART(Wrapper):
   certify: float | None = None
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     for name in ("tau", "phi"):
       if not getattr(self, name) >= 0:
-        raise ValueError(f"ART.{name}: found {getattr(self, name)}, expected 0 or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 0 or more")
     if not self.patience >= 1:
-      raise ValueError(f"ART.patience: found {self.patience}, expected 1 or more")
+      raise ValueError(f"{called}.patience: found {self.patience}, expected 1 or more")
     if self.sinks < 0:
-      raise ValueError(f"ART.sinks: found {self.sinks}, expected 0 or more")
+      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
     if self.tile < 1:
-      raise ValueError(f"ART.tile: found {self.tile}, expected 1 or more")
+      raise ValueError(f"{called}.tile: found {self.tile}, expected 1 or more")
     if self.probe not in ("strided32", "full"):
-      raise ValueError(f"ART.probe: found {self.probe!r}, expected 'strided32' or 'full'")
+      raise ValueError(f"{called}.probe: found {self.probe!r}, expected 'strided32' or 'full'")
     if self.stop not in ("group", "head"):
-      raise ValueError(f"ART.stop: found {self.stop!r}, expected 'group' or 'head'")
+      raise ValueError(f"{called}.stop: found {self.stop!r}, expected 'group' or 'head'")
     if self.splits != "auto" and not (isinstance(self.splits, int) and self.splits >= 1):
-      raise ValueError(f"ART.splits: found {self.splits!r}, expected 1 or more, or 'auto'")
+      raise ValueError(f"{called}.splits: found {self.splits!r}, expected 1 or more, or 'auto'")
     if self.certify is not None:
       self._check_certificate(self.certify)
 
   def _check_certificate(self, eps: float) -> None:
+    called = type(self).__name__
     if not 0 <= eps < 2:
-      raise ValueError(f"ART.certify: found {eps}, expected 0 or more, below 2")
+      raise ValueError(f"{called}.certify: found {eps}, expected 0 or more, below 2")
     if self.splits not in ("auto", 1):
-      raise ValueError(f"ART.splits: found {self.splits}, expected 1 with certify")
+      raise ValueError(f"{called}.splits: found {self.splits}, expected 1 with certify")
     chooses = any(map(self.base.overrides, ("score", "select", "plan", "everything", "order")))
     if chooses or not self.base.positional:
       raise ValueError(
-        f"ART.certify: found base {self.base!r}, expected one that keeps every token in place and "
-        "selects none"
+        f"{called}.certify: found base {self.base!r}, expected one that keeps every token in place "
+        "and selects none"
       )
 
   @classmethod
@@ -248,7 +250,7 @@ class ART(Wrapper):
     window = at.top.window(at, (cache.seen - 1)[:, None])
     if window is not None and window.view is not None:
       raise NotImplementedError(
-        f"ART.certify: {type(at.top).__name__} turns its query for its sinks"
+        f"{type(self).__name__}.certify: {type(at.top).__name__} turns its query for its sinks"
       )
     span, size = plan.span, -(-cache.size // self.tile)
     slot = jnp.arange(size * self.tile, dtype=jnp.int32)

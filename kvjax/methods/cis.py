@@ -60,15 +60,16 @@ class CIS(Method):
   per: str = "kv_head"
 
   def __post_init__(self):
+    called = type(self).__name__
     for name, least in (("k", 1), ("sinks", 0), ("local", 1), ("block", 1), ("radius", 0)):
       if getattr(self, name) < least:
-        raise ValueError(f"CIS.{name}: found {getattr(self, name)}, expected {least} or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
     if self.m is not None and not 0 <= self.m <= self.k:
-      raise ValueError(f"CIS.m: found {self.m}, expected 0 to k = {self.k}")
+      raise ValueError(f"{called}.m: found {self.m}, expected 0 to k = {self.k}")
     if self.tau != self.tau:
-      raise ValueError(f"CIS.tau: found {self.tau}, expected a number")
+      raise ValueError(f"{called}.tau: found {self.tau}, expected a number")
     if self.per not in ("kv_head", "query_head"):
-      raise ValueError(f"CIS.per: found {self.per!r}, expected 'kv_head' or 'query_head'")
+      raise ValueError(f"{called}.per: found {self.per!r}, expected 'kv_head' or 'query_head'")
 
   @classmethod
   def preset(cls, budget: int, matched: bool = False, **changes: Any) -> "CIS":

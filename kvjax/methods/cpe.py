@@ -44,9 +44,13 @@ class CPE(Wrapper):
   start: float = 0.75
 
   def __post_init__(self):
-    cis = CIS(self.k, self.sinks, self.local, self.block, self.tau, self.radius, self.m, self.per)
-    etf = ETF(cis, self.sinks, self.psi, self.gamma, self.start, self.kv)
-    object.__setattr__(self, "base", PSAW(etf, self.sinks, self.phi, self.alpha, self.start))
+    try:
+      cis = CIS(self.k, self.sinks, self.local, self.block, self.tau, self.radius, self.m, self.per)
+      etf = ETF(cis, self.sinks, self.psi, self.gamma, self.start, self.kv)
+      base = PSAW(etf, self.sinks, self.phi, self.alpha, self.start)
+    except ValueError as error:
+      raise ValueError(f"{type(self).__name__}: {error}") from error
+    object.__setattr__(self, "base", base)
     super().__post_init__()
 
   @property

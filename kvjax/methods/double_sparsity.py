@@ -49,14 +49,13 @@ class DoubleSparsity(SelectiveTokens):
   local: int = 1
 
   def __post_init__(self):
+    called = type(self).__name__
     for name, least in (("channels", 1), ("sinks", 0), ("local", 1)):
       if getattr(self, name) < least:
-        raise ValueError(
-          f"DoubleSparsity.{name}: found {getattr(self, name)}, expected {least} or more"
-        )
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
     if self.budget < self.sinks + self.local:
       raise ValueError(
-        f"DoubleSparsity.budget: found {self.budget}, expected at least sinks + local = "
+        f"{called}.budget: found {self.budget}, expected at least sinks + local = "
         f"{self.sinks} + {self.local}"
       )
 

@@ -48,17 +48,18 @@ class ETF(Wrapper):
   kv: str = "project"
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if self.sinks < 0:
-      raise ValueError(f"ETF.sinks: found {self.sinks}, expected 0 or more")
+      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
     if not 0 < self.psi <= 1:
-      raise ValueError(f"ETF.psi: found {self.psi}, expected more than 0 and at most 1")
+      raise ValueError(f"{called}.psi: found {self.psi}, expected more than 0 and at most 1")
     if not 0 <= self.gamma < float("inf"):
-      raise ValueError(f"ETF.gamma: found {self.gamma}, expected 0 or more")
+      raise ValueError(f"{called}.gamma: found {self.gamma}, expected 0 or more")
     if not 0 <= self.start <= 1:
-      raise ValueError(f"ETF.start: found {self.start}, expected 0 to 1")
+      raise ValueError(f"{called}.start: found {self.start}, expected 0 to 1")
     if self.kv not in ("previous", "project"):
-      raise ValueError(f"ETF.kv: found {self.kv!r}, expected 'previous' or 'project'")
+      raise ValueError(f"{called}.kv: found {self.kv!r}, expected 'previous' or 'project'")
 
   @property
   def projects_all(self) -> bool:

@@ -29,11 +29,13 @@ class H2O(Bounded):
   recent: int | None = None
 
   def __post_init__(self):
+    called = type(self).__name__
     if self.budget < 2:
-      raise ValueError(f"H2O.budget: found {self.budget}, expected 2 or more")
+      raise ValueError(f"{called}.budget: found {self.budget}, expected 2 or more")
     if self.recent is not None and not 1 <= self.recent < self.budget:
       raise ValueError(
-        f"H2O.recent: found {self.recent}, expected at least 1 and less than budget = {self.budget}"
+        f"{called}.recent: found {self.recent}, expected at least 1 and less than budget = "
+        f"{self.budget}"
       )
 
   @property

@@ -58,15 +58,18 @@ class HShare(SelectiveTokens):
   steps: int = 2
 
   def __post_init__(self):
+    called = type(self).__name__
     for name, least in (("sinks", 0), ("local", 1), ("steps", 1)):
       if getattr(self, name) < least:
-        raise ValueError(f"HShare.{name}: found {getattr(self, name)}, expected {least} or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
     for name in ("layers", "heads"):
       if not 0 < getattr(self, name) <= 1:
-        raise ValueError(f"HShare.{name}: found {getattr(self, name)}, expected a share in (0, 1]")
+        raise ValueError(
+          f"{called}.{name}: found {getattr(self, name)}, expected a share in (0, 1]"
+        )
     if self.budget <= self.sinks + self.local:
       raise ValueError(
-        f"HShare.budget: found {self.budget}, expected more than sinks + local = "
+        f"{called}.budget: found {self.budget}, expected more than sinks + local = "
         f"{self.sinks} + {self.local}"
       )
 

@@ -31,9 +31,12 @@ class InfLLM(Streamed):
   representatives: int = 4
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if self.representatives < 1:
-      raise ValueError(f"InfLLM.representatives: found {self.representatives}, expected at least 1")
+      raise ValueError(
+        f"{called}.representatives: found {self.representatives}, expected at least 1"
+      )
 
   def alike(self, layer: int) -> int:
     return 0

@@ -45,13 +45,14 @@ class InfLLMv2(Selective):
   dense_below: int = 8192
 
   def __post_init__(self):
+    called = type(self).__name__
     for name, least in (("top", 0), ("sinks", 0), ("local", 1), ("stride", 1), ("dense_below", 0)):
       if getattr(self, name) < least:
-        raise ValueError(f"InfLLMv2.{name}: found {getattr(self, name)}, expected {least} or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
     for name in ("block", "kernel"):
       if getattr(self, name) < 1 or getattr(self, name) % self.stride:
         raise ValueError(
-          f"InfLLMv2.{name}: found {getattr(self, name)}, expected a multiple of stride = "
+          f"{called}.{name}: found {getattr(self, name)}, expected a multiple of stride = "
           f"{self.stride}"
         )
 

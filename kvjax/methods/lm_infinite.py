@@ -32,10 +32,11 @@ class LMInfinite(StreamingLLM):
   span = StreamingLLM.span  # the window is the same: its view is another
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if self.limit is not None and self.limit < self.budget:
       raise ValueError(
-        f"LMInfinite.limit: found {self.limit}, expected at least budget = {self.budget}"
+        f"{called}.limit: found {self.limit}, expected at least budget = {self.budget}"
       )
 
   @classmethod

@@ -40,16 +40,17 @@ class LongFlow(SnapKV):
   recent: int = 1
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if self.per not in ("kv_head", "layer"):
-      raise ValueError(f"LongFlow.per: found {self.per!r}, expected 'kv_head' or 'layer'")
+      raise ValueError(f"{called}.per: found {self.per!r}, expected 'kv_head' or 'layer'")
     if self.sinks < 0:
-      raise ValueError(f"LongFlow.sinks: found {self.sinks}, expected 0 or more")
+      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
     if self.recent < 1:
-      raise ValueError(f"LongFlow.recent: found {self.recent}, expected 1 or more")
+      raise ValueError(f"{called}.recent: found {self.recent}, expected 1 or more")
     if self.sinks + self.recent >= self.budget:
       raise ValueError(
-        f"LongFlow.budget: found {self.budget}, expected more than sinks + recent = "
+        f"{called}.budget: found {self.budget}, expected more than sinks + recent = "
         f"{self.sinks} + {self.recent}"
       )
 

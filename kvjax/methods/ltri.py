@@ -77,20 +77,21 @@ class Ltri(Streamed, moves=("divide",)):
   prefetch: bool = False
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     for name, bound in (("spans", 1), ("vectors", self.spans), ("last", 0)):
       if getattr(self, name) < bound:
-        raise ValueError(f"Ltri.{name}: found {getattr(self, name)}, expected {bound} or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {bound} or more")
     if self.ratio not in spans.MODES:
-      raise ValueError(f"Ltri.ratio: found {self.ratio!r}, expected one of {spans.MODES}")
+      raise ValueError(f"{called}.ratio: found {self.ratio!r}, expected one of {spans.MODES}")
     for name, most in (("rate", float("inf")), ("quantile", 1), ("overlap", 1)):
       values = getattr(self, name)
       if not values or not all(0 <= x <= most for x in values):
-        raise ValueError(f"Ltri.{name}: found {values}, expected numbers in [0, {most}]")
+        raise ValueError(f"{called}.{name}: found {values}, expected numbers in [0, {most}]")
     if self.heads is not None:
       layers = [layer for layer, _, _ in self.heads]
       if not layers or len(set(layers)) < len(layers) or min(min(h[:2]) for h in self.heads) < 0:
-        raise ValueError(f"Ltri.heads: found {self.heads}, expected one or more, one per layer")
+        raise ValueError(f"{called}.heads: found {self.heads}, expected one or more, one per layer")
 
   @property
   def persistent_blocks(self) -> bool:
@@ -141,8 +142,8 @@ class Ltri(Streamed, moves=("divide",)):
     assert head is not None
     if head[0] >= spec.kv_heads * spec.groups:
       raise ValueError(
-        f"Ltri.heads: found query head {head[0]} of layer {layer}, expected one of "
-        f"{spec.kv_heads * spec.groups} heads"
+        f"{type(self).__name__}.heads: found query head {head[0]} of layer {layer}, expected one "
+        f"of {spec.kv_heads * spec.groups} heads"
       )
     rows["kv_head"] = jnp.full(spec.batch, head[0] // spec.groups, jnp.int32)
     one = jnp.zeros((spec.batch, *sizes), jnp.float32)

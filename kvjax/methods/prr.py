@@ -88,23 +88,24 @@ class PRR(Wrapper):
   every: int = 16
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if not isinstance(self.base, Selective):
-      raise ValueError(f"PRR.base: found {self.base!r}, expected a method that selects tiles")
+      raise ValueError(f"{called}.base: found {self.base!r}, expected a method that selects tiles")
     if isinstance(self.budget, str):
       if self.budget != "auto":
-        raise ValueError(f"PRR.budget: found {self.budget!r}, expected 'auto' or a number")
+        raise ValueError(f"{called}.budget: found {self.budget!r}, expected 'auto' or a number")
     elif self.budget != 0 and not 1 <= self.budget < float("inf"):
-      raise ValueError(f"PRR.budget: found {self.budget}, expected 0, or 1 or more")
+      raise ValueError(f"{called}.budget: found {self.budget}, expected 0, or 1 or more")
     for name, known in (("predictor", smoothing.PREDICTORS), ("variant", ("S1", "S2", "S3"))):
       if getattr(self, name) not in known:
-        raise ValueError(f"PRR.{name}: found {getattr(self, name)!r}, expected one of {known}")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)!r}, expected one of {known}")
     for name, most in (("alpha", 1.0), ("beta", 1.0), ("gamma", float("inf"))):
       if not 0 <= getattr(self, name) <= most:
-        raise ValueError(f"PRR.{name}: found {getattr(self, name)}, expected 0 to {most}")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 0 to {most}")
     for name in ("history", "every"):
       if getattr(self, name) < 1:
-        raise ValueError(f"PRR.{name}: found {getattr(self, name)}, expected 1 or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 1 or more")
 
   @classmethod
   def example(cls, budget: int) -> Method:

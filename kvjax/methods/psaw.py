@@ -40,19 +40,20 @@ class PSAW(Wrapper):
   start: float = 0.75
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if not self.base.positional:
       raise ValueError(
-        f"PSAW.base: found {self.base!r}, expected a method whose slots are positions"
+        f"{called}.base: found {self.base!r}, expected a method whose slots are positions"
       )
     if self.sinks < 0:
-      raise ValueError(f"PSAW.sinks: found {self.sinks}, expected 0 or more")
+      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
     if not 0 < self.phi <= 1:
-      raise ValueError(f"PSAW.phi: found {self.phi}, expected more than 0 and at most 1")
+      raise ValueError(f"{called}.phi: found {self.phi}, expected more than 0 and at most 1")
     if not 0 <= self.alpha < float("inf"):
-      raise ValueError(f"PSAW.alpha: found {self.alpha}, expected 0 or more")
+      raise ValueError(f"{called}.alpha: found {self.alpha}, expected 0 or more")
     if not 0 <= self.start <= 1:
-      raise ValueError(f"PSAW.start: found {self.start}, expected 0 to 1")
+      raise ValueError(f"{called}.start: found {self.start}, expected 0 to 1")
 
   @property
   def spreads(self) -> bool:

@@ -33,9 +33,10 @@ class PyramidKV(SnapKV):
   beta: int = 20
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if self.beta < 1:
-      raise ValueError(f"PyramidKV.beta: found {self.beta}, expected 1 or more")
+      raise ValueError(f"{called}.beta: found {self.beta}, expected 1 or more")
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -37,14 +37,15 @@ class Quest(Selective):
   dense_layers: int = dataclasses.field(default=2, kw_only=True)
 
   def __post_init__(self):
+    called = type(self).__name__
     if self.page < 1:
-      raise ValueError(f"Quest.page: found {self.page}, expected 1 or more")
+      raise ValueError(f"{called}.page: found {self.page}, expected 1 or more")
     if self.budget < self.page:
       raise ValueError(
-        f"Quest.budget: found {self.budget}, expected at least one page of {self.page} tokens"
+        f"{called}.budget: found {self.budget}, expected at least one page of {self.page} tokens"
       )
     if self.group not in ("mean", "max"):
-      raise ValueError(f"Quest.group: found {self.group!r}, expected 'mean' or 'max'")
+      raise ValueError(f"{called}.group: found {self.group!r}, expected 'mean' or 'max'")
 
   @classmethod
   def example(cls, budget: int) -> Method:

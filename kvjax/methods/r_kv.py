@@ -51,19 +51,20 @@ class RKV(Bounded):
   spare_oldest: bool = False
 
   def __post_init__(self):
+    called = type(self).__name__
     for name in ("buffer", "window_size"):
       if getattr(self, name) < 1:
-        raise ValueError(f"RKV.{name}: found {getattr(self, name)}, expected 1 or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 1 or more")
     if self.budget <= self.window_size:
       raise ValueError(
-        f"RKV.budget: found {self.budget}, expected more than window_size = {self.window_size}"
+        f"{called}.budget: found {self.budget}, expected more than window_size = {self.window_size}"
       )
     if self.pool < 1 or self.pool % 2 == 0:
-      raise ValueError(f"RKV.pool: found {self.pool}, expected an odd number")
+      raise ValueError(f"{called}.pool: found {self.pool}, expected an odd number")
     if not 0 <= self.weight <= 1:
-      raise ValueError(f"RKV.weight: found {self.weight}, expected a number in [0, 1]")
+      raise ValueError(f"{called}.weight: found {self.weight}, expected a number in [0, 1]")
     if self.group not in ("mean", "max"):
-      raise ValueError(f"RKV.group: found {self.group!r}, expected 'mean' or 'max'")
+      raise ValueError(f"{called}.group: found {self.group!r}, expected 'mean' or 'max'")
 
   @classmethod
   def example(cls, budget: int) -> Method:

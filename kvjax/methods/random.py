@@ -29,11 +29,12 @@ class Random(Bounded):
   seed: int = 0
 
   def __post_init__(self):
+    called = type(self).__name__
     if self.recent is not None and self.recent < 1:
-      raise ValueError(f"Random.recent: found {self.recent}, expected 1 or more")
+      raise ValueError(f"{called}.recent: found {self.recent}, expected 1 or more")
     if self.budget <= self._window_size:
       raise ValueError(
-        f"Random.budget: found {self.budget}, expected more than recent = {self._window_size}"
+        f"{called}.budget: found {self.budget}, expected more than recent = {self._window_size}"
       )
 
   @property

@@ -30,14 +30,15 @@ class StreamingLLM(InTurn):
   rope: str = "slot"
 
   def __post_init__(self):
+    called = type(self).__name__
     if self.sinks < 0:
-      raise ValueError(f"StreamingLLM.sinks: found {self.sinks}, expected 0 or more")
+      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
     if self.budget <= self.sinks:
       raise ValueError(
-        f"StreamingLLM.budget: found {self.budget}, expected more than sinks = {self.sinks}"
+        f"{called}.budget: found {self.budget}, expected more than sinks = {self.sinks}"
       )
     if self.rope not in ("slot", "original"):
-      raise ValueError(f"StreamingLLM.rope: found {self.rope!r}, expected 'slot' or 'original'")
+      raise ValueError(f"{called}.rope: found {self.rope!r}, expected 'slot' or 'original'")
 
   @property
   def chunkable(self) -> bool:
@@ -112,10 +113,11 @@ class StreamingLLMByTurn(StreamingLLM):
   reserve: int = 1000
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if not 0 <= self.reserve <= self.budget - self.sinks:
       raise ValueError(
-        f"StreamingLLMByTurn.reserve: found {self.reserve}, expected 0 to budget - sinks = "
+        f"{called}.reserve: found {self.reserve}, expected 0 to budget - sinks = "
         f"{self.budget - self.sinks}"
       )
 

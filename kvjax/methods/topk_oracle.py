@@ -27,13 +27,14 @@ class TopKOracle(SelectiveTokens):
   local: int = 0
 
   def __post_init__(self):
+    called = type(self).__name__
     for name in ("sinks", "local"):
       if getattr(self, name) < 0:
-        raise ValueError(f"TopKOracle.{name}: found {getattr(self, name)}, expected 0 or more")
+        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 0 or more")
     least = max(self.sinks + self.local, 1)
     if self.budget < least:
       raise ValueError(
-        f"TopKOracle.budget: found {self.budget}, expected at least {least} "
+        f"{called}.budget: found {self.budget}, expected at least {least} "
         f"(sinks = {self.sinks}, local = {self.local})"
       )
 

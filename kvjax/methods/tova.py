@@ -26,8 +26,9 @@ class TOVA(Bounded):
   """
 
   def __post_init__(self):
+    called = type(self).__name__
     if self.budget < 2:
-      raise ValueError(f"TOVA.budget: found {self.budget}, expected 2 or more")
+      raise ValueError(f"{called}.budget: found {self.budget}, expected 2 or more")
 
   @property
   def wants_logits(self) -> bool:

@@ -26,12 +26,13 @@ class VATP(H2O):
   sinks: int = 20
 
   def __post_init__(self):
+    called = type(self).__name__
     super().__post_init__()
     if self.sinks < 0:
-      raise ValueError(f"VATP.sinks: found {self.sinks}, expected 0 or more")
+      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
     if self.budget <= self._window_size + self.sinks:
       raise ValueError(
-        f"VATP.budget: found {self.budget}, expected more than recent + sinks = "
+        f"{called}.budget: found {self.budget}, expected more than recent + sinks = "
         f"{self._window_size} + {self.sinks}"
       )
 

@@ -378,7 +378,9 @@ def heads_sharded_over_two_devices(case):
   at = split.method.at(dataclasses.replace(split.at.env, head_axis="heads"), TOP)
   mesh, heads = Mesh(np.array(jax.devices()[:2]), ("heads",)), P(None, "heads")
   kinds = {"slots": heads, "heads": heads, "rows": P()}
-  shelves = {x: dict.fromkeys(getattr(split.cache, x), kind) for x, kind in kinds.items()}
+  shelves: dict[str, Any] = {
+    x: dict.fromkeys(getattr(split.cache, x), kind) for x, kind in kinds.items()
+  }
   specs = dataclasses.replace(split.cache, **shelves)
 
   def sharded(move):

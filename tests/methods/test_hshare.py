@@ -1,5 +1,6 @@
 """HShare against a NumPy float64 oracle: who shares with whom, the sets of every step, outputs."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax import Cache, Carry, Env, HShare, Prompt, TopKOracle
+from kvjax import Carry, Env, HShare, Prompt, TopKOracle
 from kvjax.methods import hshare
 from kvjax.testing.layer import Layer, Stream, driver
 from tests.selection import Watched, attend, choose, keys, queries, softmax
@@ -237,7 +238,12 @@ def test_layers_decide_alike_on_all_shards():
   want = [cache.rows["from_layer"].tolist() for cache in decide(None, caches)]
   heads = P(None, "heads")
   specs = tuple(
-    Cache(dict.fromkeys(c.slots, heads), dict.fromkeys(c.heads, heads), dict.fromkeys(c.rows, P()))
+    dataclasses.replace(
+      c,
+      slots=dict.fromkeys(c.slots, heads),
+      heads=dict.fromkeys(c.heads, heads),
+      rows=dict.fromkeys(c.rows, P()),
+    )
     for c in caches
   )
   sharded = jax.shard_map(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.models import caches as caches_file
 from kvjax.models.caches import fork, next_turn, restore, save
 from kvjax.models.generate import generate, pad, prefill
 from kvjax.models.sampling import Sampling
@@ -104,6 +105,19 @@ def test_damaged_files_are_refused(tmp_path):
   rewrite(lambda entries: entries.update({"header.json": json.dumps({"format": "x"}).encode()}))
   with pytest.raises(ValueError, match="found format 'x' version None"):
     restore(path, method, spec)
+
+
+def test_files_of_other_versions_are_refused(tmp_path):
+  """Whatever else their headers say, or do not say."""
+  path, spec = tmp_path / "x.npz", model().spec(2, CAPACITY)
+  for version, says in (
+    (caches_file.VERSION + 1, r"2, expected 'kvjax-caches' version 1 .*by a newer kvjax"),
+    (0, r"0, expected 'kvjax-caches' version 1 .*by an older kvjax"),
+  ):
+    with zipfile.ZipFile(path, "w") as file:
+      file.writestr("header.json", json.dumps({"format": "kvjax-caches", "version": version}))
+    with pytest.raises(ValueError, match=rf"x\.npz: found format 'kvjax-caches' version {says}"):
+      restore(path, kvjax.Full(), spec)
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):

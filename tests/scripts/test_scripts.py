@@ -24,7 +24,18 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.generate import prefill
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
-from scripts import clock, common, console, demo, record
+from scripts import (
+  clock,
+  common,
+  console,
+  demo,
+  evaluate,
+  generate,
+  needle_recall,
+  record,
+  retrieval_heads,
+  sharing_study,
+)
 from scripts.clock import Clock
 from scripts.evals import needle
 from scripts.evals.prompt import Reader
@@ -292,6 +303,47 @@ def test_record_refuses_bad_input(tiny, tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       record.record(model, tokenizer, "ten bytes.", dataclasses.replace(good, **change))
+
+
+@pytest.mark.parametrize(
+  ("args", "says"),
+  [
+    (demo.Args(budget=0), "--budget: found 0, expected at least 1"),
+    (demo.Args(length=0), "--length: found 0, expected at least 1"),
+    (demo.Args(chat_tokens=-1), "--chat-tokens: found -1, expected at least 0"),
+    (demo.Args(depth=1.5), "--depth: found 1.5, expected a number from 0 to 1"),
+    (generate.Args("Who?", budget=0), "--budget: found 0, expected at least 1"),
+    (generate.Args("Who?", steps=-3), "--steps: found -3, expected at least 1"),
+    (generate.Args("Who?", seed=-1), "--seed: found -1, expected at least 0"),
+    (generate.Args("Who?", prefill_chunk=0), "--prefill-chunk: found 0, expected at least 1"),
+    (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),
+    (retrieval_heads.Args(ROOT, length=0), "--length: found 0, expected at least 1"),
+    (needle_recall.Args(ROOT, block=0), "--block: found 0, expected at least 1"),
+  ],
+)
+def test_nonsense_numbers_end_a_program_in_one_line(args, says, monkeypatch, tmp_path):
+  """Before it loads a model."""
+  monkeypatch.setattr(common, "load_model", None)
+  monkeypatch.setattr(common, "keep_programs", lambda: None)
+  monkeypatch.delenv("KVJAX_TRACEBACK", raising=False)
+  with pytest.raises(SystemExit) as end, common.one_line_errors():
+    sys.modules[type(args).__module__].main(args)
+  assert str(end.value).splitlines()[0] == f"error: {says}"
+
+
+@pytest.mark.parametrize(
+  ("given", "says"),
+  [
+    ("--samples 0", "argument --samples: found 0, expected an integer of at least 1"),
+    ("--memory -1", "argument --memory: found -1, expected a number above 0"),
+    ("--lengths 64 x", "argument --lengths: found x, expected an integer of at least 1"),
+  ],
+)
+def test_evaluate_refuses_nonsense_in_one_line(given, says, capsys):
+  with pytest.raises(SystemExit) as end:
+    evaluate.main(given.split())
+  assert end.value.code == 2
+  assert capsys.readouterr().err == f"error: {says}\n"
 
 
 def test_files_are_whole_or_not_there(tmp_path):

@@ -1,0 +1,52 @@
+"""The number of a layer that is not known while a program is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ASKS = (
+  *("bool", "int", "index", "float", "hash", "contains"),
+  *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"),
+  *(
+    side + name
+    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod")
+    for side in ("", "r")
+  ),
+)
+
+
+class TracedLayer:
+  """A layer's number under `jax.lax.scan`: layers share one program, which cannot tell them apart.
+
+  What does the same in every layer never asks for it, and jax takes it as the array that it is
+  (`jnp.uint32(layer)`). Comparisons and arithmetic raise: what they decide is decided at tracing.
+
+  Args:
+    number: int32 [], traced.
+    method: name of the outermost method, for the message.
+  """
+
+  def __init__(self, number: Any, method: str):
+    self.number: Any = number.number if isinstance(number, TracedLayer) else number
+    self.method = method
+
+  def __jax_array__(self) -> Any:
+    return self.number
+
+  def __repr__(self) -> str:
+    return "(traced)"
+
+  def ask(self, *_: Any) -> Any:
+    raise TypeError(different_layers(self.method))
+
+
+for _name in _ASKS:
+  setattr(TracedLayer, f"__{_name}__", TracedLayer.ask)
+
+
+def different_layers(method: str) -> str:
+  """What to say of a method that needs to know the layer."""
+  return (
+    f"{method}: found a traced layer number, expected an int: it does not do the same in every "
+    "layer, so layers under jax.lax.scan cannot share its program; unroll them"
+  )

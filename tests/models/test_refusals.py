@@ -1,0 +1,427 @@
+"""What used to go wrong in silence raises: the argument, what was found, what is expected."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from jax.experimental.checkify import JaxRuntimeError
+
+import kvjax
+from kvjax import CacheSpec, Carry, Env, Prompt
+from kvjax.models.caches import fork, restore, room, save
+from kvjax.models.generate import generate, prefill
+from kvjax.shared_prefill import take
+from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
+
+FULL, WINDOW, EVICTS = kvjax.Full(), kvjax.StreamingLLM(16), kvjax.H2O(16)
+INFLLM = kvjax.InfLLM.example(16)
+SPEC = CacheSpec(2, 64, 2, 3, 16, 4, jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it(monkeypatch):
+  """Annotations are not checked, which would speak first."""
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def start(method=FULL, capacity=64):
+  """Logits and caches after a prompt."""
+  caches = method.init_caches(model().spec(2, capacity))
+  return prefill(model(), TOKENS[:, :23], LENGTHS, caches, method)
+
+
+def both(caches, method, decoder=None):
+  """The calls that take caches, to be refused alike; nothing of them is compiled."""
+  decoder = decoder or model()
+  logits = np.zeros((2, CONFIG.vocab), np.float32)
+  return (
+    lambda: prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method),
+    lambda: generate(decoder, logits, caches, method, steps=2),
+  )
+
+
+# ---- room
+
+
+def test_room_is_counted_on_the_host():
+  _, caches = start()
+  assert room(caches, FULL).tolist() == [64 - 23, 64 - 14]
+  assert room(WINDOW.init_caches(SPEC), WINDOW) is None
+  with pytest.raises(ValueError, match=r"caches: found those of Full\(\), expected StreamingLLM"):
+    room(caches, WINDOW)
+
+
+@pytest.mark.parametrize("method", [FULL, kvjax.TopKOracle(8, 1, 1)], ids=["full", "selective"])
+def test_a_step_beyond_the_capacity(method):
+  """A loop of one's own hears of it under check_nan; the other rows' room does not matter."""
+  layer = Layer(method, Stream.random(0), 6, env=Env(4, impl="reference", check_nan=True))
+  layer.prefill([5, 3])
+  layer.decode([5, 3])
+  layer.decode([5, 4], live=[False, True])  # the row that is full takes no part
+  name = type(method).__name__
+  says = f"{name}, layer 1: found row 0 with 6 cached tokens and 1 to come, expected at most the "
+  with pytest.raises(JaxRuntimeError, match=says + "capacity of 6"):
+    layer.decode([6, 5])
+  assert layer.cache.seen.tolist() == [6, 5 + 1]  # what came back, the full row as it was
+
+
+def test_a_prompt_beyond_the_capacity():
+  layer = Layer(FULL, Stream.random(0), 6, env=Env(4, impl="reference", check_nan=True))
+  with pytest.raises(JaxRuntimeError, match=r"row 1 with 0 cached tokens and 7 to come, .* of 6"):
+    layer.prefill([5, 7])
+
+
+def test_what_goes_round_has_room():
+  layer = Layer(WINDOW, Stream.random(0), 6, env=Env(4, impl="reference", check_nan=True))
+  for at in range(18):
+    layer.decode([at, at])
+  assert layer.cache.seen.tolist() == [18, 18]
+
+
+# ---- whose caches they are
+
+
+@pytest.mark.parametrize(
+  ("made", "given", "says"),
+  [
+    (kvjax.H2O(64), kvjax.H2O(32), "H2O(budget=64), expected H2O(budget=32)"),
+    (FULL, kvjax.Quest(64), "Full(), expected Quest(dense_layers=2, budget=64"),
+    (kvjax.PSAW(phi=0.5), kvjax.PSAW(phi=1.0, sinks=8),
+     "PSAW(sinks=16, phi=0.5), expected PSAW(sinks=8, phi=1.0)"),
+    (kvjax.ART(FULL), kvjax.ART(kvjax.PSAW()), "ART(base=Full()), expected ART(base=PSAW("),
+    (kvjax.Measured(kvjax.Quest(64)), kvjax.Measured(kvjax.Quest(32)),
+     "Measured(base=Quest(budget=64)), expected Measured(base=Quest(budget=32))"),
+    (kvjax.SharedPrefill((FULL, EVICTS)), kvjax.SharedPrefill((FULL,)),
+     "SharedPrefill(members=(Full(), H2O(budget=16, recent=None))), expected SharedPrefill("),
+  ],
+)  # fmt: skip
+def test_caches_of_another_method(made, given, says):
+  for call in both(made.init_caches(SPEC), given):
+    with pytest.raises(ValueError, match=re.escape(f"caches: found those of {says}")):
+      call()
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"layers": 3}, "layers = 3, expected layers = 4"),
+    ({"groups": 1}, "groups = 1, expected groups = 3"),
+    ({"kv_heads": 6, "groups": 1}, "kv_heads = 6, groups = 1, expected kv_heads = 2, groups = 3"),
+    ({"head_dim": 8}, "head_dim = 8, expected head_dim = 16"),
+  ],
+)
+def test_caches_of_another_model(changes, says):
+  for call in both(FULL.init_caches(dataclasses.replace(SPEC, **changes)), FULL):
+    with pytest.raises(ValueError, match=f"caches: found those of a model with {says}"):
+      call()
+
+
+def test_who_laid_caches_out_is_carried_along(tmp_path):
+  """Through steps, forks, files, loops and the members of a shared prompt."""
+  method = kvjax.SharedPrefill((FULL, EVICTS))
+  logits, shared = start(method)
+  own = take(shared, 1)
+  spec = dataclasses.replace(SPEC, capacity=128)
+  like = EVICTS.init_caches(spec)[0].origin
+  assert {cache.origin for cache in own} == {like} and like.method == EVICTS
+  out, own = generate(model(), logits, own, EVICTS, steps=2)
+  path = save(tmp_path / "x.npz", out.last, own, EVICTS, model().spec(2, 64))
+  forked = fork(*restore(path, EVICTS, model().spec(2, 64)), 2)[1]
+  looped = jax.eval_shape(lambda c: jax.lax.fori_loop(0, 3, lambda _, c: c, c), forked)
+  assert {cache.origin for cache in (*own, *forked, *looped)} == {like}
+  for call in both(own, FULL):
+    with pytest.raises(ValueError, match=r"found those of H2O\(.*expected Full\(\)"):
+      call()
+  other = kvjax.H2O(16, recent=5)
+  with pytest.raises(ValueError, match=r"H2O\(recent=None\), expected H2O\(recent=5\)"):
+    save(path, out.last, own, other, model().spec(2, 64))
+
+
+def test_layers_and_capacities_share_programs():
+  """What is compiled for is alike in all layers, and in caches of any capacity."""
+  first, second = (WINDOW.init_caches(model().spec(2, n)) for n in (64, 99))
+  assert len({jax.tree.structure(cache) for cache in (*first, *second)}) == 1
+
+
+def test_what_is_no_cache():
+  logits, caches = start()
+  for given in (logits, None, list(logits), (1, 2), ()):
+    for call in both(given, FULL):
+      with pytest.raises(
+        TypeError, match=r"caches: found \w+, expected the tuple that method\.init"
+      ):
+        call()
+  with pytest.raises(ValueError, match=r"logits: found shape \(2, 60\), expected \(2, 61\)"):
+    generate(model(), logits[:, 1:], caches, FULL, steps=1)
+  with pytest.raises(ValueError, match="logits: found 1 rows, expected 2 as the caches have"):
+    fork(logits[:1], caches, 2)
+
+
+def test_donated_caches(tmp_path):
+  logits, caches = start()
+  _, newer = generate(model(), logits, caches, FULL, steps=2)
+  gone = (
+    "caches: found arrays that an earlier call was given .* expected the caches that it returned"
+  )
+  calls = *both(caches, FULL), lambda: room(caches, FULL), lambda: fork(logits, caches, 2)
+  for call in (*calls, lambda: save(tmp_path / "x", logits, caches, FULL, model().spec(2, 64))):
+    with pytest.raises(ValueError, match=gone):
+      call()
+  assert room(newer, FULL).tolist() == [64 - 25, 64 - 16]
+
+
+# ---- what is no method
+
+
+def test_what_is_no_method(tmp_path):
+  _, caches = start()
+  spec = model().spec(2, 64)
+  uses = [
+    ("method", lambda m: both(caches, m)[0]()),
+    ("method", lambda m: both(caches, m)[1]()),
+    ("method", lambda m: model().init_caches(m, 2, 64)),
+    ("method", lambda m: room(caches, m)),
+    ("method", lambda m: restore(tmp_path / "x", m, spec)),
+    ("method", lambda m: save(tmp_path / "x", np.zeros((2, 61)), caches, m, spec)),
+    ("method", lambda m: kvjax.plan_memory(spec, m)),
+    (r"SharedPrefill\.members\[1\]", lambda m: kvjax.SharedPrefill((FULL, m))),
+  ]
+  for name, use in uses:
+    for found, says in (
+      ("tova", r"the string 'tova', expected a method such as kvjax\.METHODS\['tova'\]\.usual"),
+      ("nope", r"the string 'nope', expected a method such as kvjax\.METHODS\['quest'\]"),
+      (kvjax.Quest, r"the class Quest, expected a method such as Quest\.usual\(1024\)"),
+      (None, r"None, expected a method such as"),
+    ):
+      with pytest.raises(TypeError, match=f"{name}: found {says}"):
+        use(found)
+
+
+# ---- sizes and shapes
+
+
+@pytest.mark.parametrize(
+  ("changes", "error", "says"),
+  [
+    ({"dtype": jnp.int8}, TypeError, "dtype: found int8, expected a dtype of floats"),
+    ({"dtype": bool}, TypeError, "dtype: found bool, expected a dtype of floats"),
+    ({"dtype": jnp.complex64}, TypeError, "dtype: found complex64, expected"),
+    ({"dtype": "half a byte"}, TypeError, "dtype: found 'half a byte', expected a dtype of floats"),
+    ({"dtype": None}, TypeError, "dtype: found None, expected a dtype of floats"),
+    ({"dtype": np.float64}, TypeError, "dtype: found float64, expected float32, or jax_enable_x64"),
+    ({"head_dim": 15}, ValueError, "head_dim: found 15, expected an even number"),
+    ({"batch": 0}, ValueError, "batch: found 0, expected at least 1"),
+    ({"layers": 2.0}, TypeError, r"layers: found 2\.0, expected int"),
+  ],
+)  # fmt: skip
+def test_specs(changes, error, says):
+  with pytest.raises(error, match=rf"CacheSpec\.{says}"):
+    dataclasses.replace(SPEC, **changes)
+
+
+def test_environments():
+  for name in ("layers", "tile"):
+    with pytest.raises(ValueError, match=rf"Env\.{name}: found 0, expected at least 1"):
+      Env(**{"layers": 4, name: 0})
+
+
+def traced(move, method, change, layer=1):
+  """Traces a driver on arguments of which one is changed."""
+  cache = method.init(SPEC, layer)
+  at = method.at(Env(4, impl="reference"), layer)
+  q, k, live = jnp.zeros((2, 2, 3, 16)), jnp.zeros((2, 2, 16)), jnp.ones(2, bool)
+  given = {"cache": cache, "q": q, "k": k, "v": k, "live": live}
+  if move == "prefill":
+    prompt = Prompt(jnp.array([5, 3]), jnp.array([5, 3]), None, 5, 0)
+    q, k = (jnp.repeat(jnp.expand_dims(x, -2), 5, -2) for x in (q, k))
+    given = {"cache": cache, "q": q, "k": k, "v": k, "prompt": prompt}
+  given |= change(given)
+  jax.eval_shape(lambda: getattr(method, move)(at, *given.values(), Carry())[:3])
+
+
+@pytest.mark.parametrize("method", [FULL, WINDOW, INFLLM], ids=["full", "streaming_llm", "infllm"])
+@pytest.mark.parametrize("move", ["decode_step", "prefill"])
+def test_shapes_at_the_entrance(move, method):
+  """K and V are those of the cache: one head too few would be broadcast, or read another's."""
+  traced(move, method, lambda given: {})
+  name = type(method).__name__
+  for wrong in ("k", "v"):
+    for cut in (lambda x: x[:, :1], lambda x: x[..., :8], lambda x: x[:1], lambda x: x[:, 0]):
+      with pytest.raises(ValueError, match=rf"{name}: {wrong}: found shape \(.*expected \(2, 2, "):
+        traced(move, method, lambda given, cut=cut, wrong=wrong: {wrong: cut(given[wrong])})
+  with pytest.raises(
+    ValueError, match=rf"{name}: q: found shape \(2, 1, 3, .*expected \(2, 2, any"
+  ):
+    traced(move, method, lambda given: {"q": given["q"][:, :1]})
+  if move == "prefill":
+    with pytest.raises(
+      ValueError, match=r"v: found shape \(2, 2, 4, 16\), expected \(2, 2, 5, 16\)"
+    ):
+      traced(move, method, lambda given: {"v": given["v"][:, :, :4]})
+  else:
+    with pytest.raises(ValueError, match=r"live: found shape \(1,\), expected \(2\)"):
+      traced(move, method, lambda given: {"live": given["live"][:1]})
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatRank(kvjax.TOVA):
+  def rank(self, at, staged, q, qpos, attended, prompt):
+    priority, staged = super().rank(at, staged, q, qpos, attended, prompt)
+    return priority[:, 0], staged
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatVictim(kvjax.TOVA):
+  def victim(self, at, cache):
+    return super().victim(at, cache)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatScores(kvjax.TopKOracle):
+  def tile_scores(self, at, cache, q):
+    return super().tile_scores(at, cache, q)[:, 0]
+
+
+@pytest.mark.parametrize(
+  ("method", "move", "says"),
+  [
+    (FlatRank(8), "prefill", r"FlatRank: rank: found shape \(2, 5\), expected \(2, 2, 5\)"),
+    (FlatVictim(8), "decode_step", r"FlatVictim: victim: found shape \(2,\), expected \(2, 2\)"),
+    (FlatScores(8, 1, 1), "decode_step",
+     r"FlatScores: tile_scores: found shape \(2, 64\), expected \(2, 2, any\)"),
+  ],
+)  # fmt: skip
+def test_shapes_of_what_a_subclass_says(method, move, says):
+  with pytest.raises(ValueError, match=says):
+    traced(move, method, lambda given: {})
+
+
+# ---- layers under scan
+
+
+def scanned(method, move="decode_step"):
+  """Traces all layers as one, over caches that are stacked."""
+
+  def body(carry, layer):
+    i, cache = layer
+    at = method.at(Env(4, impl="reference"), i)
+    q, k, live = jnp.zeros((2, 2, 3, 16)), jnp.zeros((2, 2, 16)), jnp.ones(2, bool)
+    if move == "prefill":
+      prompt = Prompt.of(at, 5, jnp.array([5, 3]), jnp.array([5, 3]), 0)
+      q, k = (jnp.repeat(jnp.expand_dims(x, -2), 5, -2) for x in (q, k))
+      return carry, method.prefill(at, cache, q, k, k, prompt, Carry())[:2]
+    return carry, method.decode_step(at, cache, q, k, k, live, Carry())[:2]
+
+  cache = method.init(SPEC, 1)
+  stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), cache)
+  jax.eval_shape(lambda: jax.lax.scan(body, 0, (jnp.arange(4), stacked)))
+
+
+@pytest.mark.parametrize(
+  ("method", "move"),
+  [
+    (kvjax.PyramidKV(32), "prefill"),
+    (kvjax.PyramidKV(32), "decode_step"),
+    (kvjax.PSAW(sinks=1), "decode_step"),
+    (kvjax.ETF(sinks=1), "prefill"),
+    (kvjax.HShare(8, 1, 2), "decode_step"),
+    (kvjax.CPE(k=8, sinks=1, local=2), "decode_step"),
+    (kvjax.Quest(16, dense_layers=1), "decode_step"),
+    (kvjax.ART(kvjax.PSAW(sinks=1)), "decode_step"),
+    (kvjax.Ltri.example(16), "decode_step"),
+  ],
+  ids=repr,
+)
+def test_methods_that_mind_their_depth_under_scan(method, move):
+  name = type(method).__name__
+  says = f"{name}: found a traced layer number, expected an int: .* jax.lax.scan .* unroll"
+  with pytest.raises(TypeError, match=says):
+    scanned(method, move)
+
+
+@pytest.mark.parametrize("move", ["decode_step", "prefill"])
+def test_methods_that_are_alike_in_all_layers_may_be_scanned(move):
+  for method in (FULL, WINDOW, kvjax.TopKOracle(8, 1, 2), kvjax.Random(8), INFLLM):
+    scanned(method, move)
+
+
+# ---- classes
+
+
+def test_a_bounded_method_without_a_victim():
+  @dataclasses.dataclass(frozen=True)
+  class Forgetful(kvjax.Bounded):
+    def rank(self, at, staged, q, qpos, attended, prompt):
+      return staged["pos"].astype(jnp.float32), staged
+
+  with pytest.raises(
+    TypeError, match=r"Forgetful\.victim: found none, expected the slot that a full"
+  ):
+    Forgetful(8)
+
+  @dataclasses.dataclass(frozen=True)
+  class Mindful(Forgetful):
+    def victim(self, at, cache):
+      return jnp.zeros(cache.pos.shape[:2], jnp.int32)
+
+  assert Mindful(8).budget == 8
+
+
+def subclass(name):
+  """A subclass of a registered method, by another name."""
+  return dataclasses.dataclass(frozen=True)(type("Mine", (kvjax.METHODS[name],), {}))
+
+
+@pytest.mark.parametrize(
+  ("name", "values", "field"),
+  [
+    ("streaming_llm", {"budget": 1}, "budget"),
+    ("lm_infinite", {"budget": 100, "limit": 1}, "limit"),
+    ("h2o", {"budget": 1}, "budget"),
+    ("vatp", {"sinks": -1}, "sinks"),
+    ("tova", {"budget": 1}, "budget"),
+    ("random", {"recent": 0}, "recent"),
+    ("snapkv", {"pool": 2}, "pool"),
+    ("pyramidkv", {"beta": 0}, "beta"),
+    ("r_kv", {"weight": 3}, "weight"),
+    ("longflow", {"per": "token"}, "per"),
+    ("quest", {"page": 0}, "page"),
+    ("topk_oracle", {"sinks": -1}, "sinks"),
+    ("infllm_v2", {"block": 0}, "block"),
+    ("double_sparsity", {"sinks": -1}, "sinks"),
+    ("hshare", {"layers": 0.0}, "layers"),
+    ("cis", {"per": "token"}, "per"),
+    ("psaw", {"phi": 3}, "phi"),
+    ("etf", {"psi": 3}, "psi"),
+    ("art", {"certify": 3.0}, "certify"),
+    ("prr", {"budget": -1}, "budget"),
+    ("infllm", {"representatives": 0}, "representatives"),
+    ("ltri", {"ratio": "x"}, "ratio"),
+    ("h2o", {"budget": 1.5}, "budget"),
+  ],
+)
+def test_errors_name_the_class_that_was_asked_for(name, values, field):
+  for cls in (kvjax.METHODS[name], subclass(name)):
+    with pytest.raises((ValueError, TypeError), match=rf"^{cls.__name__}\.{field}: found"):
+      cls(**values)
+
+
+def test_errors_of_parts_name_the_whole():
+  for cls in (kvjax.CPE, subclass("cpe")):
+    with pytest.raises(ValueError, match=rf"^{cls.__name__}: PSAW\.phi: found 3"):
+      cls(phi=3)
+
+
+def test_moves_that_are_missing_name_the_outermost_method():
+  @dataclasses.dataclass(frozen=True)
+  class Scoring(kvjax.Method):
+    def score(self, at, cache, q):
+      return jnp.zeros((2, 2, 4))
+
+  with pytest.raises(NotImplementedError, match=r"PSAW\(base=.*Scoring\(\).* does not select"):
+    traced("decode_step", kvjax.PSAW(Scoring()), lambda given: {})

@@ -6,6 +6,7 @@ On a GPU the same tests run the compiled kernel.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax import PRR, Env, Quest, Rope
 from kvjax.kernels.keep_rows import keep

@@ -46,11 +46,11 @@ from kvjax import (
   dispatch,
 )
 from kvjax.bounded import InTurn
+from kvjax.testing.laws import operations
 from kvjax.testing.layer import Stream
 from tests.kernels.test_decode_ops import CASES as STEPS
 from tests.kernels.test_decode_ops import decode_step
 from tests.kernels.test_dispatch import implementation
-from tests.laws.test_laws import operations
 
 LAYER, LAYERS = 3, 4
 CAPACITY = 20

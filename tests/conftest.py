@@ -1,5 +1,6 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -33,12 +34,11 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from kvjax.testing import layer  # noqa: E402
-from scripts.common import drop_programs  # noqa: E402
 from tests.cover import mark_rest  # noqa: E402
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads where an operation was made
 
 # The same examples on every machine and in every run; no deadline, since a first call compiles.
 hypothesis.settings.register_profile(
@@ -67,6 +67,17 @@ def pytest_collection_modifyitems(items):
   mark_rest(items)
 
 
+def pytest_collection_finish():
+  """What is there stays: tracing makes objects by the million, and few of them are garbage."""
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(200_000, 20, 50)
+
+
+def pytest_unconfigure():
+  gc.unfreeze()
+
+
 def pytest_xdist_make_scheduler(config, log):
   from tests.groups import ByPrograms
 
@@ -79,6 +90,10 @@ def _few_programs(request):
 
   What is traced under a patch is nobody else's, nor the other way round.
   """
+  # Here, so that the process which hands out the tests imports none of it.
+  from kvjax.testing import layer
+  from scripts.common import drop_programs
+
   patched = "monkeypatch" in request.fixturenames
   if patched:
     layer.driver.cache_clear()

@@ -270,7 +270,7 @@ BASES = [
 ]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
   "kwargs", [{"sinks": 6, "splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str

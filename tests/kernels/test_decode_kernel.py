@@ -148,7 +148,7 @@ SWEEP = list(
 )
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(3)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "slots", "dtype", "sinks"),
   SWEEP,

@@ -109,7 +109,7 @@ NARROWED = {
 }
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", NARROWED)
 def test_nothing_outside_of_the_span_is_attended_to(name):
   """A method's own span means the same to kernels and to the reference."""
@@ -222,7 +222,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_kernels_agree_with_the_reference(name):
   """A ragged prompt and a further turn: outputs, and what stays in the cache."""

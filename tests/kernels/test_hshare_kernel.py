@@ -15,7 +15,7 @@ from kvjax.kernels.hshare import listed
 from tests.methods.test_hshare import Stack, columns, similar_streams
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "lengths"),
   [

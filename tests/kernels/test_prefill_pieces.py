@@ -105,7 +105,7 @@ def test_plan():
   assert plan(1024, 0, 0, np.arange(1024) - 20) == ()  # slides
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "method", [Full(), PSAW(sinks=2), ETF(sinks=2), PSAW(ETF(sinks=2), sinks=2)], ids=repr
 )

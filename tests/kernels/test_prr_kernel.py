@@ -52,7 +52,7 @@ def slots_of(tiles, unit, stop):
   return sorted({s for j in tiles if j >= 0 for s in range(j * unit, (j + 1) * unit) if s < stop})
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("stored", ["whole", "pieces", "tiles"])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim", "unit", "dtype"),
@@ -108,7 +108,7 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("programs", [7, 700])
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("predictor", ["holt", "ema"])

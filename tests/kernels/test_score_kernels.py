@@ -39,7 +39,7 @@ def bounds(cache):
   return jnp.zeros_like(cache.used)[:, None], cache.used[:, None]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_page_bounds(shape, group):

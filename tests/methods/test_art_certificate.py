@@ -119,6 +119,7 @@ def test_the_bound_is_nearly_reached():
   assert 0.8 < nearest <= 1 + 1e-4
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
   st.integers(0, 1000),

@@ -176,6 +176,7 @@ def test_measured_full_drops_nothing():
   np.testing.assert_array_equal(aux["overlap"], 1)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("base", [CIS(k=5, sinks=1, local=3, block=4), PSAW(sinks=2, phi=0.3)])
 def test_measured_is_what_the_certificates_say(base):
   """Over a generation; the base's own diagnostics stay."""

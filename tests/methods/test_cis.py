@@ -154,7 +154,7 @@ def test_worked_example():
   ]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   "method",
   [

@@ -73,6 +73,7 @@ def test_a_whole_decoder(change):
     assert 0.3 < np.mean(retrieved) < 0.95
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_heads_rank_and_share_visible_tokens_only(per):
   """Sets of every step of a narrowed layer, against the oracle that sees the window alone."""

@@ -121,6 +121,7 @@ def test_neutral_settings(neutral):
   assert not ETF().chunkable and not ETF().order_independent
 
 
+@pytest.mark.slow
 def test_over_other_bases():
   """Statistics of an eviction come from the computed queries; selection sees all keys."""
   out = Run(ETF(H2O(budget=99), sinks=2, psi=0.4, start=0.25)).generate(STEPS)

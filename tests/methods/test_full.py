@@ -39,6 +39,7 @@ def test_prompt_and_decode_against_oracle():
         np.testing.assert_allclose(out[b, h, 0], oracle(stream, b, h, 0, t), atol=2e-6)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("blocks", [(7, 5), (64, 3), (3, 64)])
 def test_prompt_attention_in_any_blocks(monkeypatch, blocks):
   """Query and key blocks that divide nothing, ragged rows, a later chunk, `past` known or not."""

@@ -192,6 +192,7 @@ def test_a_generation(m, lengths):
   assert shared > 0
 
 
+@pytest.mark.slow
 def test_ratio_of_retrievals():
   """On rows that are long enough to share, exactly layers·heads/steps of all sets are retrieved."""
   streams = similar_streams(7, 4, 70)

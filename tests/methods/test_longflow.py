@@ -35,6 +35,7 @@ def test_worked_example():
   assert layer.cache.pos[0, 0].tolist() == [0, 4, 2, 3]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("per", ["kv_head", "layer"])
 def test_victims_and_outputs_over_a_run(per):
   budget, lengths = 12, [9, 4]

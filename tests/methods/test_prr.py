@@ -242,7 +242,7 @@ def test_the_grid():
   np.testing.assert_allclose(smoothing.grid(), GRID, atol=1e-7)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_from_an_empty_cache():
   check_steps(run, [Row(method, stream, b) for b in range(2)], [0, 0], 30)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("variant", ["S1", "S2", "S3"])
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_strict_equals_serial_selection(base, variant):
@@ -361,6 +361,7 @@ def repair(strict, variant):
   return stream, layer.cache, run
 
 
+@pytest.mark.slow
 @given(
   order=st.permutations(range(16)),
   sizes=st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 8)),
@@ -462,7 +463,7 @@ def test_kernels_equal_the_reference(kwargs, base):
     np.testing.assert_allclose(held[1], held[0], atol=1e-4, err_msg=name)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_kernels_calibrate_as_the_reference_does(base):
   """The search for the best forecasts of every candidate, by the kernel that selects tiles."""

@@ -134,6 +134,7 @@ def test_over_other_bases():
   assert np.abs(Run(PSAW(Quest.example(8), **narrow)).generate(4) - want).max() > 0.05
 
 
+@pytest.mark.slow
 def test_neutral_over_another_base():
   base = Quest.example(8)
   np.testing.assert_allclose(

@@ -45,7 +45,7 @@ def heaviest(stream, b, h, length, window, count):
   return sorted([*best.tolist(), *range(before, length)])
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("budget", "window", "beta", "layers", "length"),
   [

@@ -111,6 +111,7 @@ def test_worked_example():
   assert held(layer, 0, 0) == [1, 3, 4, 5, 6]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "method",
   [
@@ -141,6 +142,7 @@ def test_repository_setting():
   assert RKV.repo(100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
 
 
+@pytest.mark.slow
 def test_turns_are_ranked_with_the_newest_queries():
   """A turn of two tokens after decoding: the window's other queries come from the cache."""
   method = RKV(12, buffer=5, window_size=4, pool=3)

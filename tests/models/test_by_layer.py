@@ -25,7 +25,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_all_layers_at_once(name):
   method, programs = PROGRAMS[name]

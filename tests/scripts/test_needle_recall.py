@@ -31,6 +31,7 @@ def test_recall_by_step_and_layer():
   np.testing.assert_array_equal(mean_recall(answers), [[0.5, 0.0], [0.5, 0.0]])
 
 
+@pytest.mark.slow
 def test_injected_blocks_are_all_found():
   """Against the same method left to itself, which does not always retrieve them."""
   asked = Sample(ROW, TOKENS[0].tolist(), 5, 9)

@@ -209,7 +209,7 @@ def one_of(names, *families):
 
 # Every method's layer is split over two devices in tests/laws.
 @over((4, 1), (1, 1), (2, 1), (8, 1))
-@one_of(METHODS, "streaming_llm", "snapkv", "quest")
+@one_of(METHODS, "snapkv", "quest")
 def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
@@ -218,7 +218,7 @@ SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 
 
 @over((2, 4), (1, 2), (1, 4), (1, 8), *[(2, 2)] * (jax.device_count() == 4))
-@one_of(SPREAD, "full", "quest", "cpe")
+@one_of(SPREAD, "quest", "cpe")
 def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 

@@ -26,6 +26,7 @@ from scripts.examples import tiny
 
 LENGTH = 720  # tokens are bytes
 METHODS = ("streaming_llm", "snapkv")
+SAMPLES = 3
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def loaded():
   return tiny.load()
 
 
-def arguments(out, *more, tasks=("needle", "kl"), methods=METHODS, samples=5, batch=2):
+def arguments(out, *more, tasks=("needle", "kl"), methods=METHODS, samples=SAMPLES, batch=2):
   return [
     *("--tasks", *tasks, "--methods", *methods, "--out", str(out), "--lengths", str(LENGTH)),
     *("--samples", str(samples), "--batch", str(batch), "--budgets", "64", *more),
@@ -66,19 +67,20 @@ def finished(loaded, tmp_path_factory):
 def test_a_row_says_all_there_is_to_know(loaded, finished):
   _, tokenizer = loaded
   rows = by_key(finished[1])
-  assert len(rows) == len(finished[1]) == 5 * 3 * (2 + 1)  # samples × methods × (modes, and kl)
-  row = rows["needle", LENGTH, "aware", "snapkv", 64, 3]
-  made = TASKS["needle"].build(Reader(tokenizer).count, length=LENGTH, seed=0, index=3)
+  each = 3 * (2 + 1)  # methods × (modes, and kl)
+  assert len(rows) == len(finished[1]) == SAMPLES * each
+  row = rows["needle", LENGTH, "aware", "snapkv", 64, 1]
+  made = TASKS["needle"].build(Reader(tokenizer).count, length=LENGTH, seed=0, index=1)
   prompt = Reader(tokenizer).row(made)
   assert row["prompt_tokens"] == len(prompt.ids) <= LENGTH - made.max_new_tokens
-  assert row["about"]["depth"] == pytest.approx(3 / 9)
+  assert row["about"]["depth"] == pytest.approx(1 / 9)
   assert row["settings"] == repr(kvjax.METHODS["snapkv"].example(64))
   assert row["score"] == TASKS["needle"].score(row["answer"], made)
   assert row["answer_tokens"] <= made.max_new_tokens
   assert row["seconds"]["decode"] > 0 and row["seconds"]["rows"] == 2
-  assert rows["needle", LENGTH, "aware", "full", None, 4]["seconds"]["rows"] == 1
+  assert rows["needle", LENGTH, "aware", "full", None, 2]["seconds"]["rows"] == 1
   prompts = {row["prompt"] for row in rows.values() if row["task"] == "needle"}
-  assert len(prompts) == 5 and all(len(text) == 16 for text in prompts)
+  assert len(prompts) == SAMPLES and all(len(text) == 16 for text in prompts)
 
 
 def test_measured_bytes_are_those_of_the_arrays(loaded, finished):
@@ -111,13 +113,13 @@ def test_the_full_cache_does_not_care_when_the_question_comes(finished):
   rows = by_key(finished[1])
   same = {"full": 0, "snapkv": 0}
   for method in same:
-    for index in range(5):
+    for index in range(SAMPLES):
       budget = None if method == "full" else 64
       both = [rows["needle", LENGTH, mode, method, budget, index] for mode in plan.MODES]
       assert both[0]["prompt"] == both[1]["prompt"]
       same[method] += both[0]["answer"] == both[1]["answer"]
       assert "question" in both[1]["seconds"] and "question" not in both[0]["seconds"]
-  assert same["full"] == 5 > same["snapkv"]
+  assert same["full"] == SAMPLES > same["snapkv"]
 
 
 def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):
@@ -274,7 +276,7 @@ def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys)
   rows = store.read(out)
   assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
   assert len(rows) == len(finished[1])
-  assert rows[: 5 * 2 * 3] == store.read(parts[0])
+  assert rows[: SAMPLES * 2 * 3] == store.read(parts[0])
   assert [trace["method"] for trace in evaluate.traces(out)] == ["both", "x", "y"]
   assert (out / "summary.txt").read_text() in capsys.readouterr().out
   assert len(json.loads((out / "summary.json").read_text())) == 9
@@ -288,7 +290,7 @@ def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys)
 @pytest.mark.slow
 def test_a_part_and_the_rest(loaded, finished, tmp_path):
   """What another folder has is not run again; what it lacks is."""
-  part = run(loaded, tmp_path / "a", methods=("snapkv",), samples=3)
+  part = run(loaded, tmp_path / "a", methods=("snapkv",), samples=2)
   rows = run(loaded, tmp_path / "b", "--modes", "aware", "agnostic", "--add", str(tmp_path / "a"))
   assert rows[: len(part)] == part
   assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
@@ -489,7 +491,7 @@ def test_a_report_is_kept(finished, loaded):
   text = evaluate.report(out, rows)
   assert (out / "summary.txt").read_text() == text + "\n"
   listed = json.loads((out / "summary.json").read_text())
-  assert len(listed) == 9 and {entry["score"]["n"] for entry in listed} == {5}
+  assert len(listed) == 9 and {entry["score"]["n"] for entry in listed} == {SAMPLES}
   assert "perplexity" in text and "Wilson" in text and "bootstrap" in text
 
 

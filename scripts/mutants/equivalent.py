@@ -13,6 +13,7 @@ EQUIVALENT = {
   "kvjax/ops/context.py": {
     "whole = State(total[..., :-1] / jnp.where(l == 0, (2.0), l)[..., None], m, l)": _DIVISOR,
     "m = jnp.where(m == -jnp.inf, 1.0, m)": _MAXIMUM,
+    "weight = state.l * jnp.exp(state.m - jnp.where(m == -jnp.inf, 1.0, m))": _MAXIMUM,
     "inside = (tile * unit <= stop) & "
     "((tile * unit < span.sinks) | (tile * unit + unit > start))": (
       "a tile that begins at `stop` is behind the newest one, which the next line leaves out"
@@ -42,6 +43,16 @@ EQUIVALENT = {
     "return jnp.where(jnp.isinf(score), (2.0) + cache.pos, ranked)": (
       "positions keep their order among themselves, and above the ranks"
     )
+  },
+  "kvjax/streamed.py": {
+    "held, carry = self.retrieve(at, cache, similarity, carry, qpos > 0)": (
+      "the very first token has no block to retrieve"
+    ),
+  },
+  "pallas_kernels/_split.py": {
+    "new_l = _backend.load(part_l_ref, part, group, mask=keep, other=1.0)": (
+      "a state whose maximum is −∞ weighs 0"
+    ),
   },
   "pallas_kernels/_tiles.py": {
     "return jnp.where(i <= last, find(jnp.minimum(i, jnp.maximum(last - 1, 0))), -1)": (

@@ -26,7 +26,10 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
-  "kvjax/ops/attention.py": of("methods/tova", laws=("full", "streaming_llm", "h2o")),
+  "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),
+  "kvjax/ops/attention.py": of(
+    *("methods/full", "methods/tova", "methods/topk_oracle"), laws=("full", "streaming_llm", "h2o")
+  ),
   "kvjax/ops/context.py": of("devices/context"),
   "kvjax/ops/depth.py": of("methods/psaw", "methods/etf", laws=("psaw",)),
   "kvjax/ops/slots.py": of("methods/slots", laws=("h2o",)),

@@ -1,6 +1,7 @@
 """ART with certify: what is left unread never moves the output by more than ε·max‖v‖."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV
+from kvjax.mass_bound import unread_mass
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
@@ -241,3 +243,19 @@ def test_bounds_of_a_further_turn_begin_with_its_first_token():
       held = k[b, :, 4 * page : min(4 * page + 4, used)]
       np.testing.assert_array_equal(heads["key_max"][b, :, page], held.max(1))
       np.testing.assert_array_equal(heads["key_min"][b, :, page], held.min(1))
+
+
+def test_unread_mass_is_the_logarithm_of_what_is_left_and_no_less():
+  """Against float64, tile by tile; above it by no more than the rounding that is allowed for."""
+  rng = np.random.default_rng(3)
+  bounds = rng.normal(size=(2, 3, 4, 9)).astype(np.float32) * 8
+  errors = rng.uniform(0.0, 0.5, bounds.shape).astype(np.float32)
+  errors[..., 0] = 0  # the largest is that of another tile
+  keys = rng.integers(0, 5, (2, 3, 9)).astype(np.int32)
+  found = np.asarray(unread_mass(*map(jnp.asarray, (bounds, errors, keys))), np.float64)
+  assert np.isneginf(found[..., -1]).all()
+  for b, h, g, t in np.ndindex(2, 3, 4, 9):
+    left = (keys[b, h, t:] * np.exp(np.float64(bounds[b, h, g, t:]))).sum()
+    most = errors[b, h, g, keys[b, h] > 0].max()
+    want = math.log(left) + most if left else -math.inf
+    assert want + 5e-6 < found[b, h, g, t] < want + 1e-4 or want == found[b, h, g, t] == -math.inf

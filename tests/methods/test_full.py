@@ -1,9 +1,10 @@
 """Full: exact attention, against a NumPy float64 oracle that keeps no cache at all."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Full
+from kvjax import Full, Plan
 from kvjax.ops import attention
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
@@ -55,3 +56,19 @@ def test_prompt_attention_in_any_blocks(monkeypatch, blocks):
     np.testing.assert_allclose(first[0], whole[0][:, :, :16], atol=2e-6)
     np.testing.assert_allclose(second[0], whole[0][:, :, 16:], atol=2e-6)
     np.testing.assert_allclose(second[1][:, :, :5], whole[1][:, :, 4:9], atol=2e-6)
+
+
+def test_a_plan_fetches_what_it_lists():
+  """A hole, entries behind the count and slots behind the last one hold no token."""
+  layer = Layer(Full(), Stream.random(0), capacity=13)
+  layer.prefill([13, 13])
+  entries = np.broadcast_to(np.array([3, -1, 0, 1]), (2, 3, 4))
+  count, span = jnp.full((2, 3), 3), layer.method.span(layer.at, layer.cache, None)
+  plan = Plan(span, jnp.asarray(entries, jnp.int32), count, unit=4)
+  view = layer.method.read(layer.at, layer.cache, plan)
+  want = [12, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 3, -1, -1, -1, -1]
+  assert (np.asarray(view.pos) == want).all()
+  assert (np.asarray(view.slot) == np.where(np.array(want) < 0, 13, want)).all()
+  held = np.array(want) >= 0
+  k = np.asarray(layer.cache.slots["k"])[:, :, np.array(want)[held]]
+  np.testing.assert_array_equal(np.asarray(view.k)[:, :, held], k)

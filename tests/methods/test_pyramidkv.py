@@ -107,3 +107,4 @@ def test_repository_setting():
 def test_bad_beta():
   with pytest.raises(ValueError, match=r"PyramidKV.beta: found 0, expected 1 or more"):
     PyramidKV(beta=0)
+  assert PyramidKV(beta=1).beta == 1

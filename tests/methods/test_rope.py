@@ -60,6 +60,11 @@ def test_llama3_keeps_high_and_divides_low_frequencies():
   assert between.any() and ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
+def test_yarn_over_its_own_context_turns_as_plain_rope():
+  assert Rope(1e4, Yarn(1.0, 4096)).magnitude == 1.0 == Rope(1e4).magnitude
+  assert Rope(1e4, Yarn(1.0, 4096, attention_factor=0.5)).magnitude == 0.5
+
+
 def test_yarn_interpolates_slow_pairs_and_scales_attention():
   rope = Rope(1e4, Yarn(8.0, 4096))
   plain, scaled = Rope(1e4).frequencies(128), rope.frequencies(128)

@@ -8,9 +8,9 @@ fast they are (`TUNING`).
 
 import ast
 import dataclasses
+import hashlib
 import itertools
 import pathlib
-import random
 from collections.abc import Iterator, Sequence
 
 COMPARISONS: dict[type, str] = {
@@ -38,7 +38,8 @@ TUNING = {
 class Site:
   """One place: the text at `start` … `stop` (line and column, from 1 and 0) and the wrong one.
 
-  `kind` is sign, comparison, off by one, mask, constant or extreme.
+  `kind` is sign, comparison, off by one, mask, constant or extreme; `within` the line that it
+  begins in.
   """
 
   path: str
@@ -48,6 +49,7 @@ class Site:
   start: int
   stop: int
   wrong: str
+  within: str
 
   @property
   def name(self) -> str:
@@ -73,10 +75,15 @@ def _place(site: Site) -> tuple:
 def draw(sites: Sequence[Site], seed: int) -> list[Site]:
   """All sites in an order by the seed, in which folders take turns and, within one, kinds do.
 
-  The first n of them are the draw of n: a longer one goes on where a shorter one ended.
+  The first n of them are the draw of n: a longer one goes on where a shorter one ended. What is
+  drawn of a file that stays as it is does not depend on other files, nor on where its lines stand.
   """
-  shuffled = sorted(sites, key=_place)
-  random.Random(seed).shuffle(shuffled)
+
+  def drawn(site: Site) -> str:
+    said = f"{seed} {site.path} {site.kind} {site.column} {site.within} {site.wrong}"
+    return hashlib.sha256(said.encode()).hexdigest()
+
+  shuffled = sorted(sorted(sites, key=_place), key=drawn)
 
   def in_turns(sites: list[Site], keys: Sequence) -> list[Site]:
     if not keys:
@@ -97,7 +104,7 @@ class _File:
 
   def __init__(self, path: str, text: str):
     self.path = path
-    self.data = text.encode()
+    self.data, self.lines = text.encode(), text.splitlines()
     lengths = [len(line) for line in self.data.splitlines(keepends=True)]
     self.starts = [0, *itertools.accumulate(lengths)]
 
@@ -176,7 +183,8 @@ class _File:
     return self.of(node, kind, *self.span(node), wrong)
 
   def of(self, node: ast.expr, kind: str, start: int, stop: int, wrong: str) -> Site:
-    return Site(self.path, node.lineno, node.col_offset, kind, start, stop, wrong)
+    within = self.lines[node.lineno - 1].strip()
+    return Site(self.path, node.lineno, node.col_offset, kind, start, stop, wrong, within)
 
 
 def _computed(node: ast.AST) -> Iterator[ast.AST]:

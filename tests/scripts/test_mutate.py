@@ -1,5 +1,6 @@
 """Faults in a small tree: found by kind, run in a copy, resumed; what no test looks at survives."""
 
+import ast
 import json
 import pathlib
 
@@ -99,6 +100,23 @@ def test_a_longer_draw_goes_on_with_a_shorter_one():
   assert sorted(long, key=repr) == sorted(every, key=repr)
   folders = {pathlib.PurePath(site.path).parent for site in every}
   assert {pathlib.PurePath(site.path).parent for site in long[: len(folders)]} == folders
+
+
+def test_what_is_drawn_of_a_file_is_its_own():
+  """Other files, and lines before a fault's, change nothing in which faults come first."""
+
+  def code(lines):
+    return "\n" * lines + "def f(a, b):\n  return a < b\n\n\ndef g(a, b):\n  return a > b\n"
+
+  def orders(lines, *others):
+    every = [site for name in ("x.py", *others) for site in found(name, code(lines))]
+    return [site.within for site in sites.draw(every, 3) if site.path == "x.py"]
+
+  def found(name, text):
+    return list(sites._File(name, text).sites(ast.parse(text)))
+
+  assert len(orders(0)) == 2
+  assert orders(0) == orders(5) == orders(1, "a.py", "z.py")
 
 
 def test_every_file_has_tests():

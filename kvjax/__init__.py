@@ -28,7 +28,7 @@ from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
-from kvjax.registry import METHODS
+from kvjax.registry import METHODS, find_method
 from kvjax.rope import Linear, Llama3, Rope, Yarn
 from kvjax.selective import Selective
 from kvjax.sharding import compiler_options, make_mesh
@@ -105,6 +105,7 @@ __all__ = [
   "Wrapper",
   "Yarn",
   "compiler_options",
+  "find_method",
   "make_mesh",
   "plan_memory",
 ]

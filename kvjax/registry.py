@@ -1,5 +1,10 @@
-"""Name -> class of every method; laws, demo, evaluations and benchmarks run over this table."""
+"""Name -> class of every method; laws, demo, evaluations and benchmarks run over this table.
 
+A method from outside needs no line here: programs take "module:Class" for a name, and
+`METHODS["mine"] = Mine` gives it a short one in a process of one's own.
+"""
+
+import importlib
 from typing import Any
 
 from kvjax.method import Method
@@ -54,6 +59,31 @@ METHODS: dict[str, type[Method]] = {
   "art": ART,
   "prr": PRR,
 }
+
+
+def find_method(name: str, option: str = "name") -> type[Method]:
+  """The class of a method, by its name.
+
+  Args:
+    name: a registered one; or "module:Class", which is imported: a method from outside.
+    option: what errors call the name.
+
+  Raises:
+    ValueError: no method has this name, the module is not there, or what it holds is no method.
+  """
+  if name in METHODS:
+    return METHODS[name]
+  module, colon, attribute = name.partition(":")
+  if not colon:
+    known = ", ".join(METHODS)
+    raise ValueError(f"{option}: found {name!r}, expected one of: {known}; or module:Class")
+  try:
+    found = getattr(importlib.import_module(module), attribute)
+  except (ImportError, AttributeError) as error:
+    raise ValueError(f"{option}: found {name!r}, expected module:Class ({error})") from error
+  if not (isinstance(found, type) and issubclass(found, Method)):
+    raise ValueError(f"{option}: found {name!r}, {found!r}, expected a subclass of kvjax.Method")
+  return found
 
 
 def check_method(name: str, found: Any) -> None:

@@ -48,7 +48,7 @@ class Args:
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
     *("full", "snapkv", "longflow", "quest", "prr", "cpe"),
   )
-  """Registered methods."""
+  """Registered methods, or module:Class."""
   model: str = "Llama-3.1-8B"
   """A preset, or "tiny"; weights are random."""
   length: int = 32768
@@ -71,7 +71,7 @@ def measure(name: str, model_name: str, length: int, budget: int) -> dict[str, A
       spent[stage] += seconds
       counts["programs"] += stage == "compile"
 
-  method, model = kvjax.METHODS[name].usual(budget), e2e.weights(model_name)
+  method, model = kvjax.find_method(name).usual(budget), e2e.weights(model_name)
   tokens = np.random.default_rng(0).integers(0, model.config.vocab, (1, length))
   lengths, room = np.array([length]), length + e2e.STEPS
 
@@ -99,9 +99,8 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, budget=1)
-  unknown = [name for name in args.methods if name not in kvjax.METHODS]
-  if unknown:
-    raise ValueError(f"--methods: found {', '.join(unknown)}, expected some of the registered ones")
+  for name in args.methods:
+    kvjax.find_method(name, "--methods")
   rows, facts = [], bench.environment()
   for name in args.methods:
     with tempfile.TemporaryDirectory() as folder:

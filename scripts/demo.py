@@ -56,8 +56,8 @@ class Args:
   """Chat, then a needle question under every chosen KV-cache method, on a real model."""
 
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = DEFAULT
-  """Registered names, or "all". The full cache always runs: it is what the others are compared
-  with."""
+  """Registered names, module:Class for your own, or "all". The full cache always runs: it is what
+  the others are compared with."""
   length: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens of the needle question and its answer; 2,000 on a CPU and 4,000 on a GPU by default."""
   budget: Annotated[int | None, common.optional("TOKENS")] = None
@@ -136,14 +136,12 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
   """The methods to run, the full cache first.
 
   Raises:
-    ValueError: a name is not registered.
+    ValueError: no method has this name.
   """
   if names == ("all",):
     names = tuple(kvjax.METHODS)
-  unknown = [name for name in names if name not in kvjax.METHODS]
-  if unknown:
-    known = ", ".join(kvjax.METHODS)
-    raise ValueError(f"--methods: found {', '.join(unknown)}, expected all or some of: {known}")
+  for name in names:
+    kvjax.find_method(name, "--methods")
   return ("full", *dict.fromkeys(name for name in names if name != "full"))
 
 
@@ -330,7 +328,7 @@ def contest(
   Returns:
     The results as they come: a method runs when its result is asked for.
   """
-  methods = {name: kvjax.METHODS[name].usual(budget) for name in names}
+  methods = {name: kvjax.find_method(name).usual(budget) for name in names}
   game = Contest(model, tokenizer, row, length)
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)

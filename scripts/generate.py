@@ -27,7 +27,7 @@ class Args:
   prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
   """The question, or with --raw the text to continue; "-" reads it from standard input."""
   method: str = "full"
-  """A registered method: see the README's table."""
+  """A registered method (see the README's table), or module:Class."""
   budget: int = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
   context_file: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -59,11 +59,9 @@ class Args:
 
 
 def main(args: Args) -> None:
-  if args.method not in kvjax.METHODS:
-    known = ", ".join(kvjax.METHODS)
-    raise ValueError(f"--method: found {args.method!r}, expected one of: {known}")
+  chosen = kvjax.find_method(args.method, "--method")
   common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
-  method = kvjax.METHODS[args.method].usual(args.budget)
+  method = chosen.usual(args.budget)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)

@@ -44,7 +44,7 @@ class Args:
   """Decodes long under eviction methods with their invariants checked all along."""
 
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
-  """Registered methods; all that evict by default."""
+  """Registered methods, or module:Class; all that evict by default."""
   steps: int = 50_000
   """Decode steps of each, in whole hundreds."""
   out: pathlib.Path | None = None
@@ -79,7 +79,7 @@ def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:
 
 def run(name: str, steps: int) -> dict[str, Any]:
   """One method's run; its first broken step if there is one."""
-  method = kvjax.METHODS[name].example(BUDGET)
+  method = kvjax.find_method(name).example(BUDGET)
   model = Transformer(CONFIG, dtype=jnp.float32, impl="reference", rngs=nnx.Rngs(0))
   graph, leaves = split(model)
   traces = 0
@@ -147,13 +147,10 @@ def _resident() -> int:
 
 def main(args: Args) -> None:
   names = args.methods or evicting()
-  unknown = [name for name in names if name not in kvjax.METHODS]
-  if unknown or args.steps < 1 or args.steps % CHUNK:
-    raise ValueError(
-      f"--methods {', '.join(unknown)}: expected some of {', '.join(evicting())}"
-      if unknown
-      else f"--steps: found {args.steps}, expected a multiple of {CHUNK}"
-    )
+  for name in names:
+    kvjax.find_method(name, "--methods")
+  if args.steps < 1 or args.steps % CHUNK:
+    raise ValueError(f"--steps: found {args.steps}, expected a multiple of {CHUNK}")
   rows = []
   for name in names:
     common.drop_programs()

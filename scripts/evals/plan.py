@@ -52,7 +52,8 @@ def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[
   """Every method with every budget, those without one once; the full cache first.
 
   Args:
-    labels: "name", or "name:field=value,field=value" for other settings than `usual` has.
+    labels: "name", or "name:field=value,field=value" for other settings than `usual` has; the name
+      of a method from outside is "module:Class".
     budgets: tokens ("512"), or shares of the length ("0.25").
     length: tokens of prompt and answer.
 
@@ -83,12 +84,8 @@ def _tokens(budget: str, length: int) -> int:
 
 def instance(label: str, budget: int) -> kvjax.Method:
   """The method that a label means, with a budget."""
-  name, _, rest = label.partition(":")
-  if name not in kvjax.METHODS:
-    raise ValueError(
-      f"--methods: found {name!r}, expected all or some of: {', '.join(kvjax.METHODS)}"
-    )
-  method = kvjax.METHODS[name].usual(budget)
+  name, rest = _parts(label)
+  method = kvjax.find_method(name, "--methods").usual(budget)
   fields = {}
   for part in filter(None, rest.split(",")):
     field, equals, value = part.partition("=")
@@ -103,6 +100,15 @@ def instance(label: str, budget: int) -> kvjax.Method:
     known = ", ".join(field.name for field in dataclasses.fields(method))
     raise ValueError(f"--methods: {name} has no {', '.join(sorted(unknown))}, it has: {known}")
   return dataclasses.replace(method, **fields)
+
+
+def _parts(label: str) -> tuple[str, str]:
+  """Name and settings of "name:settings" or "module:Class:settings"."""
+  name, _, rest = label.partition(":")
+  if name not in kvjax.METHODS and rest and "=" not in rest.partition(":")[0]:
+    more, _, rest = rest.partition(":")
+    name = f"{name}:{more}"
+  return name, rest
 
 
 def cache_bytes(method: kvjax.Method, model: Transformer, batch: int, length: int) -> int:

@@ -22,5 +22,5 @@ def test_a_warm_cache_compiles_nothing(tmp_path, capsys, monkeypatch):
 
 
 def test_unknown_methods_are_refused():
-  with pytest.raises(ValueError, match="--methods: found fulll, expected some of the registered"):
+  with pytest.raises(ValueError, match="--methods: found 'fulll', expected one of: full"):
     cold.main(cold.Args(("fulll",)))

@@ -415,7 +415,7 @@ def test_methods_with_every_budget():
 @pytest.mark.parametrize(
   ("labels", "budgets", "message"),
   [
-    (["nonsense"], ["64"], "--methods: found 'nonsense', expected all or some of: full"),
+    (["nonsense"], ["64"], "--methods: found 'nonsense', expected one of: full"),
     (["snapkv:pond=7"], ["64"], "--methods: snapkv has no pond, it has: budget, window_size"),
     (["snapkv:pool"], ["64"], "expected name:field=value,field=value"),
     (["snapkv:pool=4"], ["64"], "SnapKV.pool: found 4, expected an odd number"),

@@ -192,7 +192,7 @@ def test_demo_chooses_methods():
   assert demo.choose(("random", "full", "random")) == ("full", "random")
   every = demo.choose(("all",))
   assert every[0] == "full" and set(every) == set(kvjax.METHODS)
-  with pytest.raises(ValueError, match="found nonsense, expected all or some of: full"):
+  with pytest.raises(ValueError, match="--methods: found 'nonsense', expected one of: full"):
     demo.choose(("nonsense",))
 
 

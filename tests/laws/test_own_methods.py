@@ -1,0 +1,78 @@
+"""A method from outside: found by its module, under the laws, and in the programs."""
+
+import importlib
+import pathlib
+import re
+import sys
+
+import pytest
+
+import kvjax
+import kvjax.testing
+from kvjax.testing.laws import LAWS, Case
+from scripts import demo
+from scripts.evals import plan
+
+GUIDE = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+  """The module that CONTRIBUTING shows, on the path."""
+  folder = tmp_path_factory.mktemp("elsewhere")
+  (code,) = re.findall(r"```python\n(# mine\.py\n.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
+  (folder / "mine.py").write_text(code)
+  sys.path.insert(0, str(folder))
+  yield importlib.import_module("mine")
+  sys.path.remove(str(folder))
+  del sys.modules["mine"]
+
+
+def test_is_found_by_its_module(mine):
+  assert kvjax.find_method("mine:Middle") is mine.Middle
+  assert demo.choose(("mine:Middle", "full")) == ("full", "mine:Middle")
+  made = plan.entries(["mine:Middle", "mine:Middle:sinks=2"], ["16"], 100)
+  assert [entry.method for entry in made[1:]] == [mine.Middle(16), mine.Middle(16, sinks=2)]
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("midle", "--methods: found 'midle', expected one of: full, .*; or module:Class"),
+    ("nowhere:Middle", r"found 'nowhere:Middle', expected module:Class \(No module named"),
+    ("mine:Midle", r"found 'mine:Midle', expected module:Class \(module 'mine' has no"),
+    ("mine:kvjax", "found 'mine:kvjax', <module .*, expected a subclass of kvjax.Method"),
+  ],
+)
+def test_what_is_none_is_refused(mine, name, message):
+  with pytest.raises(ValueError, match=message):
+    kvjax.find_method(name, "--methods")
+
+
+# Those that the core asks for; their programs are shared.
+CORE = ("neutral_setting_equals_full", "kept_positions", "idle_rows_stay_untouched")
+
+
+@pytest.mark.parametrize(
+  "law", [pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE)) for law in LAWS]
+)
+def test_obeys_the_laws(mine, law):
+  LAWS[law](Case(mine.Middle))
+
+
+@pytest.mark.slow
+def test_all_laws_at_once(mine):
+  kvjax.testing.check(mine.Middle)
+
+
+def test_the_law_that_is_broken_is_named():
+  class Forgetful(kvjax.Full):
+    """Forgets the first token that it is given, whatever the setting."""
+
+    @classmethod
+    def neutral(cls, length):
+      return kvjax.StreamingLLM(budget=4, sinks=1)
+
+  with pytest.raises(AssertionError) as caught:
+    kvjax.testing.check(Forgetful)
+  assert caught.value.__notes__ == ["Forgetful breaks the law neutral_setting_equals_full"]

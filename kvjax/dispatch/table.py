@@ -87,11 +87,16 @@ def choose(operation: str, impl: str, q: Array | None = None, k: Array | None = 
     k: the keys [..., H] of that attention.
 
   Raises:
-    NotImplementedError: the kernel that `impl` names wants more shared memory than the device has;
-      "auto" takes the reference there, and says so once.
+    NotImplementedError: the kernel that `impl` names wants more shared memory than the device has,
+      or a lowering that this jax lacks; "auto" takes the reference there, and says so once.
   """
   trusted = "pallas" in KERNELS.get(operation, {}) and operation not in UNRUN
   if impl == "reference" or (impl == "auto" and not (trusted and jax.default_backend() == "gpu")):
+    return "reference"
+  if lacking := unlowered():
+    if impl != "auto":
+      raise NotImplementedError(f"{operation}: the {impl!r} kernel {lacking}")
+    _say_once(f"a GPU kernel {lacking}: impl='auto' takes the reference")
     return "reference"
   beyond = "" if q is None or k is None else beyond_device(operation, q, k)
   if beyond and impl != "auto":
@@ -100,6 +105,16 @@ def choose(operation: str, impl: str, q: Array | None = None, k: Array | None = 
     _say_once(f"{operation}: the kernel {beyond}: impl='auto' takes the reference")
     return "reference"
   return "pallas" if impl == "auto" else impl
+
+
+@functools.cache
+def unlowered() -> str:
+  """What this jax lacks of what kernels are lowered by, in words; empty if nothing."""
+  try:
+    importlib.import_module("kvjax.kernels._backend")
+  except ImportError as error:
+    return f"needs jax.experimental.pallas.triton, which jax {jax.__version__} lacks ({error})"
+  return ""
 
 
 def beyond_device(operation: str, q: Array, k: Array) -> str:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 import types
 
 import jax
@@ -55,6 +57,47 @@ def test_unknown_implementation():
 def test_auto_is_the_reference_without_a_gpu():
   assert dispatch.choose("attend_span", "auto") == "reference"
   assert dispatch.choose("attend_span", "pallas") == "pallas"
+
+
+WITHOUT = """
+import sys, warnings
+sys.modules["jax.experimental.pallas.triton"] = None  # as a jax that has dropped it
+import jax, numpy as np
+from kvjax import dispatch, Full, Quest
+from kvjax.models.generate import generate, pad, prefill
+from kvjax.testing import Run
+
+method = Quest(8, page=4)
+run = Run(method, impl="auto")
+caches = run.model.init_caches(method, 1, 32)
+logits, caches = prefill(run.model, *pad([[1, 2, 3]]), caches, method)
+out, _ = generate(run.model, logits, caches, method, steps=3)
+assert out.tokens.shape == (1, 3)
+
+try:
+  dispatch.choose("attend_table", "pallas")
+except NotImplementedError as error:
+  print(error)
+gpu = {"default_backend": lambda: "gpu", "__version__": jax.__version__}
+dispatch.table.jax = type("", (), gpu)
+with warnings.catch_warnings(record=True) as said:
+  warnings.simplefilter("always")
+  for operation in ("attend_span", "enter_token", "attend_span"):
+    assert dispatch.choose(operation, "auto") == "reference"
+(warning,) = said
+print(warning.message)
+"""
+
+
+def test_a_jax_without_the_lowering_runs_the_references():
+  """It decodes; a kernel by name is refused, and "auto" says once what it lacks."""
+  done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  refused, said = done.stdout.splitlines()
+  lacks = "needs jax.experimental.pallas.triton, which jax "
+  assert refused.startswith(f"attend_table: the 'pallas' kernel {lacks}")
+  assert said.startswith(f"a GPU kernel {lacks}")
+  assert said.endswith("impl='auto' takes the reference")
 
 
 def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():

@@ -457,6 +457,15 @@ class Streamed(
 
   # ---- moves: decode
 
+  def _sees_alone(self, at: At) -> None:
+    """Raises for an override of what a query sees: nothing here would ask for it."""
+    for move in ("window", "span", "read"):
+      if at.top.overrides(move):
+        raise NotImplementedError(
+          f"{type(at.top).__name__}.{move}: found an override over {type(self).__name__}, which "
+          "attends to its own window and to the blocks that it retrieves, expected none"
+        )
+
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The next slot of the ring: its token has left long ago."""
     slot = self._slot_of(cache.seen, cache.size)
@@ -466,6 +475,7 @@ class Streamed(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
   ) -> tuple[Plan, Carry]:
     """Everything near and far; the memo is the cache with the blocks that the step retrieves."""
+    self._sees_alone(at)
     stop = cache.used[:, None]
     plan = Plan(Span(jnp.zeros_like(stop), stop), unit=at.env.tile)
     if self.persistent_blocks:

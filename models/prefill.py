@@ -62,7 +62,7 @@ def prefill(
   once for the first chunk and then once for every doubling of what is cached, whatever T is.
   Methods that stream read a prompt in pieces of their own (`Method.pieces`), row by row, of one or
   two widths, however long the prompt is. What is compiled is a layer, once for all that are alike
-  (`Method.alike`); over a mesh, or where NaN raises, all layers at once.
+  (`Streamed.alike`); over a mesh, or where NaN raises, all layers at once.
 
   Args:
     model: the decoder.

@@ -577,6 +577,17 @@ def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver
     own(Driven())
 
 
+@pytest.mark.parametrize("move", ["window", "span", "read"])
+@pytest.mark.parametrize("name", ["infllm", "ltri"])
+def test_what_a_streamed_method_sees_is_its_own(name, move):
+  """An override that nothing would ask for is refused as soon as a step is traced."""
+  base = METHODS[name].example(16)
+  own = type("Own", (Wrapper,), {move: lambda self, at, *rest: getattr(self.base, move)(at, *rest)})
+  message = rf"Own\.{move}: found an override over {METHODS[name].__name__}, which attends"
+  with pytest.raises(NotImplementedError, match=message):
+    jax.eval_shape(program(own(base), "reference", (0, 0)))
+
+
 def test_layers_that_are_alike_differ_under_an_override():
   """Each is traced for itself: the override may ask for the layer's number."""
   layers = []

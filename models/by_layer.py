@@ -192,12 +192,14 @@ class _Site(At):
 
   @contextlib.contextmanager
   def serving(self, layer: int) -> Iterator[None]:
-    """What is traced meanwhile is for this layer."""
+    """What is traced meanwhile is for this layer; what is traced again later is for the first."""
+    if any(f(self.first) != f(layer) for f in self.asked):
+      raise _DifferentLayer
     vars(self)["served"] = layer
-    for f in self.asked:
-      if f(self.first) != f(layer):
-        raise _DifferentLayer
-    yield
+    try:
+      yield
+    finally:
+      vars(self)["served"] = self.first
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ def pytest_collection_finish():
   """What is there stays: tracing makes objects by the million, and few of them are garbage."""
   gc.collect()
   gc.freeze()
-  gc.set_threshold(200_000, 20, 50)
+  gc.set_threshold(50_000, 20, 5)
 
 
 def pytest_unconfigure():

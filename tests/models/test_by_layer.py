@@ -45,6 +45,20 @@ def test_equals_all_layers_at_once(name):
   assert len(sizes) <= counted <= len(sizes) + 1
 
 
+def test_programs_that_were_dropped_are_traced_again():
+  """Each for the layers that it serves: the method asks for the layer's number."""
+  method = kvjax.Random(12)
+
+  def read():
+    return prefill(
+      model(), TOKENS[:, :23], LENGTHS, method.init_caches(model().spec(2, 64)), method
+    )
+
+  want = read()
+  jax.clear_caches()
+  chex.assert_trees_all_equal(read(), want)
+
+
 def test_members_of_a_shared_prompt_are_asked_each_by_itself():
   """Four layers under Full and Quest with its two dense ones, read at once: two programs."""
   by_layer._SITES.clear()

@@ -72,7 +72,7 @@ def pytest_collection_finish():
   """What is there stays: tracing makes objects by the million, and few of them are garbage."""
   gc.collect()
   gc.freeze()
-  gc.set_threshold(50_000, 20, 5)
+  gc.set_threshold(200_000, 20, 50)
 
 
 def pytest_unconfigure():
@@ -104,8 +104,11 @@ def _few_programs(request):
   yield
   if patched:
     layer.driver.cache_clear()
-  if next(_tests) % 16 == 0:  # Linux takes milliseconds to list a process's maps
+  done = next(_tests)
+  if done % 16 == 0:  # Linux takes milliseconds to list a process's maps
     drop_programs()
+  if done % 64 == 0:  # rarely, but programs in it hold gigabytes
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

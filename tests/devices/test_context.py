@@ -90,7 +90,7 @@ def test_log_softmax_over_all_slots(parts):
   x[0, 0, 0, :9] = x[1, 1] = -np.inf
   last = P(None, None, None, "slots")
   got = np.asarray(spread(parts, context.log_softmax, (last,), last)(x))
-  some = np.isfinite(x).any(-1)
+  some = np.isfinite(x).any(-1)  # where nothing is seen there is no softmax
   seen = x[some].astype(np.float64)
   top = seen.max(-1, keepdims=True)
   want = seen - top - np.log(np.exp(seen - top).sum(-1, keepdims=True))

@@ -457,6 +457,7 @@ def test_by_layer_equals_the_whole():
     got, want = (np.asarray(getattr(x, name))[rows] for x in (mine, whole))
     # Not to the bit: what is compiled alone is fused otherwise.
     np.testing.assert_allclose(got, want, atol=1e-5)
+  # Arrays alone: whose caches they are differs, by a method that does the same.
   chex.assert_trees_all_close(*map(jax.tree.leaves, (ours, theirs)), atol=1e-5)
 
 

@@ -91,15 +91,24 @@ def test_what_goes_round_has_room():
   [
     (kvjax.H2O(64), kvjax.H2O(32), "H2O(budget=64), expected H2O(budget=32)"),
     (FULL, kvjax.Quest(64), "Full(), expected Quest(dense_layers=2, budget=64"),
-    (kvjax.PSAW(phi=0.5), kvjax.PSAW(phi=1.0, sinks=8),
-     "PSAW(sinks=16, phi=0.5), expected PSAW(sinks=8, phi=1.0)"),
+    (
+      kvjax.PSAW(phi=0.5),
+      kvjax.PSAW(phi=1.0, sinks=8),
+      "PSAW(sinks=16, phi=0.5), expected PSAW(sinks=8, phi=1.0)",
+    ),
     (kvjax.ART(FULL), kvjax.ART(kvjax.PSAW()), "ART(base=Full()), expected ART(base=PSAW("),
-    (kvjax.Measured(kvjax.Quest(64)), kvjax.Measured(kvjax.Quest(32)),
-     "Measured(base=Quest(budget=64)), expected Measured(base=Quest(budget=32))"),
-    (kvjax.SharedPrefill((FULL, EVICTS)), kvjax.SharedPrefill((FULL,)),
-     "SharedPrefill(members=(Full(), H2O(budget=16, recent=None))), expected SharedPrefill("),
+    (
+      kvjax.Measured(kvjax.Quest(64)),
+      kvjax.Measured(kvjax.Quest(32)),
+      "Measured(base=Quest(budget=64)), expected Measured(base=Quest(budget=32))",
+    ),
+    (
+      kvjax.SharedPrefill((FULL, EVICTS)),
+      kvjax.SharedPrefill((FULL,)),
+      "SharedPrefill(members=(Full(), H2O(budget=16, recent=None))), expected SharedPrefill(",
+    ),
   ],
-)  # fmt: skip
+)
 def test_caches_of_another_method(made, given, says):
   for call in both(made.init_caches(SPEC), given):
     with pytest.raises(ValueError, match=re.escape(f"caches: found those of {says}")):
@@ -218,7 +227,7 @@ def test_what_is_no_method(tmp_path):
     ({"batch": 0}, ValueError, "batch: found 0, expected at least 1"),
     ({"layers": 2.0}, TypeError, r"layers: found 2\.0, expected int"),
   ],
-)  # fmt: skip
+)
 def test_specs(changes, error, says):
   with pytest.raises(error, match=rf"CacheSpec\.{says}"):
     dataclasses.replace(SPEC, **changes)
@@ -292,10 +301,13 @@ class FlatScores(kvjax.TopKOracle):
   [
     (FlatRank(8), "prefill", r"FlatRank: rank: found shape \(2, 5\), expected \(2, 2, 5\)"),
     (FlatVictim(8), "decode_step", r"FlatVictim: victim: found shape \(2,\), expected \(2, 2\)"),
-    (FlatScores(8, 1, 1), "decode_step",
-     r"FlatScores: tile_scores: found shape \(2, 64\), expected \(2, 2, any\)"),
+    (
+      FlatScores(8, 1, 1),
+      "decode_step",
+      r"FlatScores: tile_scores: found shape \(2, 64\), expected \(2, 2, any\)",
+    ),
   ],
-)  # fmt: skip
+)
 def test_shapes_of_what_a_subclass_says(method, move, says):
   with pytest.raises(ValueError, match=says):
     traced(move, method, lambda given: {})

@@ -117,6 +117,7 @@ STEPS = {
   **{f"devices_{n}": Step(f"pytest {DEVICE_TESTS} {PYTEST}", 300, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
   "generate": bench("generate", limit=300),
+  "generate_4K": bench("generate", "T4096"),
   "cold": Step("scripts.cold --out {out}", 590),
   "select": bench("select", few=False),
   "sparse": bench("sparse"),
@@ -136,7 +137,12 @@ STEPS = {
     f"e2e_{method}": bench("e2e_sparse", f"{method} Llama", 240)
     for method in ("Quest", "InfLLM-v2", "CPE", "PRR")
   },
-  "longflow": bench("longflow", few=False),
+  "longflow": bench("longflow", few=False, limit=300),
+  **{
+    f"peers_B{batch}": bench("e2e", f"Llama-3.1-8B B{batch} T4096", 240, few=False)
+    for batch in (1, 8)
+  },
+  "prefill_128K": bench("prefill", "128K", 200),
   "decode": bench("decode", few=False),
   **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
 }

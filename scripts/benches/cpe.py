@@ -1,6 +1,7 @@
 """CPE's attention against dense decode: shared retrievals over blocks of steps, MHA"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,35 +14,42 @@ import kvjax
 from . import Case, Contender, looped_contender, optional, torch_contender
 from .longflow import holding
 
-BLOCK = 16  # s, steps that share; one program runs so many
+BLOCK = 16  # s, steps that share
+CACHES = 4  # in turn, as the layers of a model: what one step's lists touch would stay in L2
+LAYERS = 32  # of which the first is timed: it sees every token, those on top a window of them
+ALIKE = 0.95  # cosine of neighbours among clustered keys
 SHAPES = [(batch, tokens) for batch in (8, 16) for tokens in (1 << 10, 2 << 10, 4 << 10)]
 PAPER = {(16, 2 << 10): 9.9, (16, 4 << 10): 3.9}  # Tab. IV, over FlashAttention-2
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Every batch and length, at an eighth of the tokens."""
+  """Every batch and length, at an eighth of the tokens, over keys of two kinds."""
   for batch, tokens in [(2, 256)] if quick else SHAPES:
-    name = f"B{batch} T{tokens} 32x1 1/8"
-    if only in name:
-      yield case(name, batch, tokens, quick, peers and not quick)
+    for keys in ("random", "clustered"):
+      name = f"B{batch} T{tokens} 32x1 1/8, {keys} keys"
+      if only in name:
+        yield case(name, batch, tokens, ALIKE * (keys == "clustered"), quick, peers and not quick)
 
 
-def case(name: str, batch: int, tokens: int, quick: bool, peers: bool) -> Case:
-  """A layer's step, averaged over a block: enter a token, plan, attend, note."""
+def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: bool) -> Case:
+  """A layer's step, averaged over a block: enter a token, plan, attend, note.
+
+  `alike` is the cosine of neighbouring keys: 0, or near 1, where what is selected lies in runs,
+  which the dilated lists share.
+  """
   heads, head_dim = (3, 32) if quick else (32, 128)
   dtype = jnp.float32 if quick else jnp.bfloat16
-  spec = kvjax.CacheSpec(batch, tokens + BLOCK, heads, 1, head_dim, 1, dtype)
+  spec = kvjax.CacheSpec(batch, tokens + BLOCK, heads, 1, head_dim, LAYERS, dtype)
   cis = kvjax.CIS.example(tokens // 8)
   cpe = kvjax.CPE(cis.k, cis.sinks, cis.local, BLOCK)
   full, ours = kvjax.Full(), "pallas"
-  make = {"kvjax": (cpe, ours), "dense decode": (full, ours), "XLA": (cpe, "reference")}
   contenders = [
-    looped(label, method, impl, spec, tokens, checked=method is cpe)
-    for label, (method, impl) in make.items()
+    looped("kvjax", cpe, ours, spec, tokens, alike, checked=True),
+    looped("dense decode", full, ours, spec, tokens, alike, checked=False),
   ]
   if peers:
     contenders += optional("torch flash", lambda: _torch(batch, heads, tokens, head_dim))
-  retrieved, visited = statistics(cpe, spec, tokens)
+  retrieved, visited = statistics(cpe, spec, tokens, alike)
   token_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize  # a key and a value
   rows = batch * heads
   dense_bytes = rows * tokens * token_bytes
@@ -64,9 +72,9 @@ def case(name: str, batch: int, tokens: int, quick: bool, peers: bool) -> Case:
   return Case(
     name=name,
     shapes=f"{batch} rows × {heads} heads, {tokens} tokens of {head_dim} {jnp.dtype(dtype).name}; "
-    f"{cpe.k} retrieved + {cpe.sinks} + {cpe.local}, blocks of {BLOCK}",
+    f"{cpe.k} retrieved + {cpe.sinks} + {cpe.local}, blocks of {BLOCK}; {CACHES} caches in turn",
     bytes=int(sparse_bytes),
-    reference=lambda: outputs(cpe, "reference", spec, tokens),
+    reference=lambda: outputs(cpe, "reference", spec, tokens, alike),
     tolerance=1e-5 if quick else 1e-2,
     contenders=tuple(contenders),
     subject="kvjax",
@@ -76,7 +84,7 @@ def case(name: str, batch: int, tokens: int, quick: bool, peers: bool) -> Case:
 
 def steps(method: Any, impl: str, spec: kvjax.CacheSpec) -> Callable:
   """One decode step of a layer, a function of the cache and `projected`."""
-  at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
+  at = method.at(kvjax.Env(LAYERS, kvjax.Rope(), impl=impl), 0)
 
   def step(cache: Any, inputs: Any) -> tuple[Any, Any, Any]:
     qkv, live = inputs
@@ -97,21 +105,48 @@ def projected(spec: kvjax.CacheSpec) -> tuple[jax.Array, jax.Array]:
 
 
 def looped(
-  name: str, method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, *, checked: bool
+  name: str,
+  method: Any,
+  impl: str,
+  spec: kvjax.CacheSpec,
+  tokens: int,
+  alike: float,
+  *,
+  checked: bool,
 ) -> Contender:
-  """A block of steps at a time over one cache, which begins anew each time."""
+  """A block of steps over each of several caches, in turn step by step; blocks begin anew."""
   step = steps(method, impl, spec)
   made = looped_contender(
     name,
     lambda cache, *inputs: step(cache, inputs)[:2],
-    [start(method, holding(method, spec, jnp.int32(tokens)))],
-    [projected(spec)],
+    [start(method, filled(method, spec, tokens, alike, seed)) for seed in range(CACHES)],
+    [projected(spec)] * CACHES,
     renewed=lambda before, after: after.put(rows=before.rows),
-    calls=BLOCK,
-    loops=4,
+    calls=BLOCK * CACHES,
+    loops=2,
   )
-  output = (lambda: outputs(method, impl, spec, tokens)) if checked else None
+  output = (lambda: outputs(method, impl, spec, tokens, alike)) if checked else None
   return dataclasses.replace(made, output=output)
+
+
+def filled(method: Any, spec: kvjax.CacheSpec, tokens: int, alike: float, seed: int = 0) -> Any:
+  """A cache of random tokens whose neighbouring keys are as alike as that."""
+  cache = holding(method, spec, jnp.int32(tokens))
+  new = jax.random.normal(jax.random.key(seed + 1), cache.slots["k"].shape)
+  return cache.put(slots={"k": smoothed(new, alike).astype(spec.dtype)})
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def smoothed(x: jax.Array, alike: float) -> jax.Array:
+  """x [B, K, S, H] as a walk along its slots: neighbours have this cosine, the variance stays."""
+
+  def step(last: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    now = alike * last + (1 - alike**2) ** 0.5 * new
+    return now, now
+
+  first, rest = x[:, :, 0], jnp.moveaxis(x[:, :, 1:], 2, 0)
+  walked = jax.lax.scan(step, first, rest)[1]
+  return jnp.concatenate([x[:, :, :1], jnp.moveaxis(walked, 0, 2)], 2)
 
 
 def start(method: Any, cache: Any) -> Any:
@@ -121,20 +156,22 @@ def start(method: Any, cache: Any) -> Any:
   return cache.put(rows={"step": jnp.zeros_like(cache.rows["step"])})
 
 
-def outputs(method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int) -> np.ndarray:
+def outputs(method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, alike: float) -> np.ndarray:
   """What a retrieving step and two sharing ones give."""
   step, inputs = jax.jit(steps(method, impl, spec)), projected(spec)
-  cache, found = start(method, holding(method, spec, jnp.int32(tokens))), []
+  cache, found = start(method, filled(method, spec, tokens, alike)), []
   for _ in range(3):
     cache, out, _ = step(cache, inputs)
     found.append(np.asarray(out, np.float32))
   return np.stack(found)
 
 
-def statistics(method: Any, spec: kvjax.CacheSpec, tokens: int) -> tuple[float, float]:
+def statistics(
+  method: Any, spec: kvjax.CacheSpec, tokens: int, alike: float
+) -> tuple[float, float]:
   """ρ̂ and the tokens that a head attends to, over a block."""
   step, inputs = jax.jit(steps(method, "pallas", spec)), projected(spec)
-  cache = start(method, holding(method, spec, jnp.int32(tokens)))
+  cache = start(method, filled(method, spec, tokens, alike))
   seen = []
   for _ in range(BLOCK):
     cache, _, aux = step(cache, inputs)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
 
 from . import Case, Contender, looped_contender, optional
-from .e2e import BANDWIDTH, hugging_face, weights
+from .e2e import BANDWIDTH, hugging_face, shape, weights
 
 STEPS = 8  # decode steps per dispatch
 MEMORY = 0.93  # share of the device's memory that weights and caches take
@@ -49,7 +50,8 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
       yield step_case(name, spec, "pallas" if quick else "auto")
   answer = Answer("tiny", 8, 40, 16) if quick else Answer()
   name = f"{answer.model} transformers"
-  if peers and not quick and only in name:  # first: what JAX has taken it keeps
+  installed = importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")
+  if peers and not quick and installed and only in name:  # first: what JAX has taken it keeps
     yield peer_case(name, answer)
     _empty_torch()
   if only in answer.name:
@@ -272,11 +274,14 @@ def _answer_logits(
   return np.asarray(step(leaves, caches))
 
 
-def peer_case(name: str, answer: Answer, batch: int = 32) -> Case:
-  """Hugging Face's dynamic cache with a decoder of the same shape, at the same lengths."""
-  config = weights(answer.model).config
-  weights.cache_clear()
+def peer_case(name: str, answer: Answer) -> Case:
+  """Hugging Face's dynamic cache with a decoder of the same shape, at the same lengths.
+
+  At the batch that fills the memory once the answer is whole, as the full cache of ours.
+  """
+  config, dtype = shape(answer.model)
   total = answer.prompt + answer.tokens
+  batch = _peer_batch(config, jnp.dtype(dtype).itemsize, total)
   lengths = [int(n) for n in np.linspace(answer.prompt, total, 3)]
   contenders = [
     c for n in lengths for c in optional(str(n), lambda n=n: _dynamic(config, batch, n))
@@ -300,10 +305,41 @@ def peer_case(name: str, answer: Answer, batch: int = 32) -> Case:
   )
 
 
+def _peer_batch(config: Any, size: int, total: int) -> int:
+  """Rows of so many tokens that fill the device's memory, an eighth fewer until they do fit.
+
+  Each step makes a layer of them anew.
+  """
+  import torch
+
+  held = _hugging_face_model(config).num_parameters() * size
+  row = 2 * config.kv_heads * config.head_dim * size * total * (config.layers + 1)
+  limit = MEMORY * torch.cuda.mem_get_info()[1] - held
+  batch = int(limit / (row + 12 * config.vocab))
+  while batch > 1:
+    try:
+      _dynamic(config, batch, total).seconds()
+      break
+    except torch.OutOfMemoryError:
+      batch -= -(-batch // 8)
+  return batch
+
+
+@functools.lru_cache(maxsize=1)
+def _hugging_face_model(config: Any) -> Any:
+  import torch
+  import transformers
+
+  with torch.device("cuda"):
+    made = transformers.AutoModelForCausalLM.from_config(hugging_face(config), dtype=torch.bfloat16)
+  return made.eval()
+
+
 def _empty_torch() -> None:
   """Gives the memory back that torch holds for later."""
   import torch
 
+  _hugging_face_model.cache_clear()
   gc.collect()
   torch.cuda.empty_cache()
 
@@ -312,10 +348,7 @@ def _dynamic(config: Any, batch: int, length: int) -> Contender:
   import torch
   import transformers
 
-  with torch.device("cuda"):
-    model = transformers.AutoModelForCausalLM.from_config(
-      hugging_face(config), dtype=torch.bfloat16
-    ).eval()
+  model = _hugging_face_model(config)
 
   def seconds() -> float:
     torch.cuda.empty_cache()

@@ -21,12 +21,12 @@ from kvjax.models.transformer import Transformer
 from kvjax.ops import attention
 
 from . import Case, Contender, jax_contender, optional, torch_contender
-from .e2e import weights
+from .e2e import hugging_face, weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared
 MODEL = "Llama-3.1-8B"
-FEWEST = kvjax.PSAW(kvjax.ETF(kv="previous"))  # leaves out most
+FEWEST = kvjax.PSAW(kvjax.ETF())  # leaves out most; frozen tokens' keys and values are computed
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
@@ -42,7 +42,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     yield model_case(name, tokens, quick)
   tokens = 96 if quick else 128 << 10
   if only in (name := f"model {_thousands(tokens)} in one piece"):
-    yield long_case(name, tokens, quick)
+    yield long_case(name, tokens, peers and not quick, quick)
 
 
 def _thousands(tokens: int) -> str:
@@ -230,14 +230,15 @@ def visible(method: kvjax.Method, at: kvjax.At, tokens: int) -> float:
 def operations(config: ModelConfig, method: kvjax.Method, tokens: int) -> float:
   """Floating-point operations of a prompt's products and attention, the head's left out."""
   heads = config.kv_heads * config.groups * config.head_dim
-  qkv = config.dim * (heads + 2 * config.kv_heads * config.head_dim)
-  weights = qkv + heads * config.dim + 3 * config.dim * config.ffn
+  kv = 2 * config.dim * config.kv_heads * config.head_dim
+  weights = 2 * config.dim * heads + 3 * config.dim * config.ffn
   total = 0.0
   for layer in range(config.layers):
     at = method.at(kvjax.Env(config.layers), layer)
     index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
     computed = tokens if index is None else index.shape[1]
-    total += 2.0 * computed * weights + 4.0 * heads * visible(method, at, tokens)
+    projected = tokens if method.projects_all else computed
+    total += 2.0 * (computed * weights + projected * kv) + 4.0 * heads * visible(method, at, tokens)
   return total
 
 
@@ -313,7 +314,7 @@ def _model_shapes(model: Transformer, tokens: int) -> str:
   return f"{model.config.layers} layers, {size:.2f} GB of weights, {tokens} tokens"
 
 
-def long_case(name: str, tokens: int, quick: bool) -> Case:
+def long_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
   """Full, SnapKV and PyramidKV over a whole prompt: seconds of a second run each, and memory."""
   model = weights("tiny" if quick else MODEL)
   budget = 32 if quick else 2048
@@ -354,14 +355,44 @@ def long_case(name: str, tokens: int, quick: bool) -> Case:
 
   return Case(
     name=name,
-    shapes=_model_shapes(model, tokens) + f", budget {budget}; one timed run each",
+    shapes=_model_shapes(model, tokens) + f", budget {budget}; a second run of each is timed",
     bytes=sum(x.nbytes for x in split(model)[1]),
     reference=lambda: np.zeros(1),
     tolerance=0.0,
-    contenders=tuple(Contender(n, functools.partial(once, n), None) for n in methods),
+    contenders=(
+      *(Contender(n, functools.partial(once, n), None) for n in methods),
+      *(optional("transformers", lambda: _transformers(model.config, tokens)) if peers else ()),
+    ),
     subject="Full",
     remarks=remarks,
   )
+
+
+def _transformers(config: ModelConfig, tokens: int) -> Contender:
+  """Hugging Face's decoder of this shape, flash attention, the last token's logits."""
+  import torch
+  import transformers
+
+  with torch.device("cuda"):
+    model = transformers.AutoModelForCausalLM.from_config(
+      hugging_face(config), dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
+    ids = torch.zeros((1, tokens), dtype=torch.long)
+
+  def run() -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with torch.no_grad():
+      model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+  @functools.cache
+  def once() -> float:
+    run()
+    return run()
+
+  return Contender("transformers", once, None)
 
 
 def shallow(config: ModelConfig, dtype: Any) -> Any:

@@ -117,7 +117,7 @@ STEPS = {
   **{f"devices_{n}": Step(f"pytest {DEVICE_TESTS} {PYTEST}", 300, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
   "generate": bench("generate", limit=300),
-  "generate_4K": bench("generate", "T4096"),
+  **{f"generate_{k}K": bench("generate", f"T{k << 10}") for k in (4, 32)},
   "cold": Step("scripts.cold --out {out}", 590),
   "select": bench("select", few=False),
   "sparse": bench("sparse"),
@@ -127,7 +127,7 @@ STEPS = {
   "speculation": Step("scripts.tune prr", 300),
   **{f"prr_{n}K": bench("prr", f"T{n}K 1024x16") for n in (16, 32, 64, 128, 256, 512)},
   "prr_calibration": bench("prr", "calibration"),
-  "prefill": bench("prefill", "32K"),
+  "prefill": bench("prefill", "32K", 240),
   "offload": bench("offload", limit=200),
   "stream": bench("offload", "whole", 590),
   "heads": Step("scripts.retrieval_heads {out}/heads.json --length 4096"),
@@ -138,11 +138,13 @@ STEPS = {
     for method in ("Quest", "InfLLM-v2", "CPE", "PRR")
   },
   "longflow": bench("longflow", few=False, limit=300),
+  "longflow_answer": bench("longflow", "512 in", few=False),
   **{
     f"peers_B{batch}": bench("e2e", f"Llama-3.1-8B B{batch} T4096", 240, few=False)
     for batch in (1, 8)
   },
-  "prefill_128K": bench("prefill", "128K", 200),
+  "prefill_model": bench("prefill", "model 32K"),
+  "prefill_128K": bench("prefill", "model 128K", 200),
   "decode": bench("decode", few=False),
   **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
 }

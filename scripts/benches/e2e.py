@@ -170,8 +170,7 @@ def case(
   exact, plain = (_logits(step.result(), leaves, held) for step in steps)
   rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
   ours, alone, by_xla = (
-    loop(name, *loop.result(), leaves, held, checked=name == "kvjax")
-    for name, loop in loops.items()
+    loop(name, *job.result(), leaves, held, checked=name == "kvjax") for name, job in loops.items()
   )
   contenders = [ours, alone, by_xla]
   if peers:

@@ -102,7 +102,7 @@ def predicted_case(
     return [
       "TPOT of serial over PRR's: " + ", ".join(f"{label} {x:.3f}" for label, x in gain.items()),
       f"ρ = {RATIO:g} hit {hit:.0%} of what was chosen, {missed:.1f} pages missed a head; random "
-      f"weights; the profile says ρ = {auto.ratio(1, tokens + STEPS):g}",
+      f"weights; the profile says ρ = {auto._ratio(1, tokens + STEPS):g}",
     ]
 
   return Case(

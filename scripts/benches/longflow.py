@@ -197,8 +197,9 @@ def answer_case(answer: Answer) -> Case:
 
 
 def _caches(model: Transformer, method: kvjax.Method, batch: int, capacity: int) -> Any:
-  """Abstract caches."""
-  return jax.eval_shape(lambda: method.init_caches(model.spec(batch, capacity)))
+  """Abstract caches, as `holding` makes them."""
+  spec = model.spec(batch, capacity)
+  return jax.eval_shape(lambda: tuple(holding(method, spec, 1) for _ in range(spec.layers)))
 
 
 def _row_bytes(model: Transformer, method: kvjax.Method, capacity: int) -> int:

@@ -12,6 +12,11 @@ stopped leaves what it measured, and the rest can be measured later, or by anoth
 same time.
 
     python -m scripts.bench --add run/nvidia-h200 --out scripts/results      from another folder
+    python -m scripts.bench --compare scripts/results/nvidia-h200 run        what a change has cost
+
+Two folders of results, or two files, are compared case by case and contender by contender: the
+ratio of the medians, with the bootstrap's 95 % interval over all repetitions, then what became
+slower and what faster, where the interval leaves 1 out and the median moved by more than 1 %.
 """
 
 import argparse
@@ -40,7 +45,7 @@ os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
 import jax
 import numpy as np
 
-from . import common, quiet
+from . import bench_files, common, compare, quiet
 from .benches import Case, Contender
 
 SUITES = (
@@ -257,9 +262,24 @@ def main(argv: list[str] | None = None) -> int:
     metavar="FOLDER",
     help="run nothing: take over the cases of the bench_*.json there, in --out",
   )
+  parser.add_argument(
+    "--compare",
+    nargs=2,
+    type=pathlib.Path,
+    metavar=("OLD", "NEW"),
+    help="run nothing: set two folders of results, or two bench_*.json, beside each other",
+  )
+  parser.add_argument(
+    "--fail-slower", action="store_true", help="with --compare: exit status 1 if anything is slower"
+  )
   options = parser.parse_args(argv)
-  if (options.suite is None) == (options.add is None) or (options.add and not options.out):
-    parser.error("expected a suite to run, or --add with --out")
+  chosen = sum(map(bool, (options.suite, options.add, options.compare)))
+  if chosen != 1 or (options.add and not options.out):
+    parser.error("expected a suite to run, --add with --out, or --compare")
+  if options.compare:
+    compared = compare.compare(*options.compare)
+    print(compared.text())
+    return int(options.fail_slower and any(change.slower for change in compared.changes))
   if options.add:
     for folder in options.add:
       print("\n".join(add(folder, options.out)))
@@ -320,7 +340,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 def earlier(path: pathlib.Path, facts: dict[str, str]) -> dict[str, Any]:
   """What a file has, if it was made with the same versions of what both name."""
-  held = json.loads(path.read_text()) if path.exists() else {}
+  held = bench_files.read(path) if path.exists() else {}
   same = all(held.get(key, value) == value for key, value in facts.items() if key != "command")
   return held if same else {}
 

@@ -20,10 +20,9 @@ import tyro
 
 import kvjax
 
-from . import common
+from . import common, markers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- devices: begin -->\n", "<!-- devices: end -->"
 TESTS = {
   "tensor": "test_tensor_parallel_equals_one_device",
   "context": "test_context_parallel_equals_one_device",
@@ -52,8 +51,8 @@ def passed(reports: Sequence[pathlib.Path]) -> dict[str, set[tuple[int, int]]]:
   return found
 
 
-def table(found: dict[str, set[tuple[int, int]]]) -> str:
-  """The table in Markdown: methods that ran over the same meshes share a row."""
+def table(found: dict[str, set[tuple[int, int]]]) -> list[str]:
+  """The lines of the table in Markdown: methods that ran over the same meshes share a row."""
   rows: dict[frozenset, list[str]] = {}
   for name in kvjax.METHODS:
     if name in found:
@@ -64,7 +63,7 @@ def table(found: dict[str, set[tuple[int, int]]]) -> str:
     slots = ", ".join(str(s) for h, s in sorted(meshes) if h == 1 and s > 1)
     both = ", ".join(f"{h} × {s}" for h, s in sorted(meshes) if h > 1 and s > 1)
     lines.append(f"| {', '.join(names)} | {heads or '–'} | {slots or '–'} | {both or '–'} |")
-  return "\n".join(lines) + "\n"
+  return lines
 
 
 def main(args: Args) -> None:
@@ -80,10 +79,8 @@ def main(args: Args) -> None:
   if not found:
     raise ValueError(f"{reports}: found no test of several devices that passed")
   readme = ROOT / "README.md"
-  text = readme.read_text("utf-8")
-  before, _, rest = text.partition(BEGIN)
-  _, _, after = rest.partition(END)
-  readme.write_text(before + BEGIN + "\n" + table(found) + "\n" + END + after, "utf-8")
+  text = markers.filled(readme.read_text("utf-8"), "devices", table(found))
+  readme.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

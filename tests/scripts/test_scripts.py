@@ -61,6 +61,8 @@ ARGUMENTS = {
   "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),
+  "bench": ("--quick", "--only", "--add", "--compare", "--fail-slower"),
+  "tables": ("--check", "--results", "--documents"),
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--add"),
 }

@@ -1,0 +1,69 @@
+"""What writes the figures of README and RESULTS: for each part between markers, its maker.
+
+A module per section; each maker takes the result files and gives lines of Markdown. Ratios are
+written by `cells`, which does not divide by what was not steady; figures are found by the names of
+their cases and contenders (`results`), and what is missing is named.
+"""
+
+from . import (
+  about,
+  art,
+  cpe,
+  decode,
+  evaluations,
+  gpus,
+  longflow,
+  prompts,
+  prr,
+  selection,
+  steps,
+  streams,
+  studies,
+  summary,
+)
+from .results import Maker, Results
+
+__all__ = ["DOCUMENTS", "Maker", "Results"]
+
+DOCUMENTS: dict[str, dict[str, Maker]] = {
+  "RESULTS.md": {
+    "runs": about.runs,
+    "decode": decode.table,
+    "steps": steps.table,
+    "transformers": steps.beside_transformers,
+    "longflow-steps": longflow.steps,
+    "longflow-answers": longflow.answers,
+    "selection": selection.scores,
+    "sparse": selection.attention,
+    "flashinfer": selection.against_flashinfer,
+    "sparse-steps": selection.whole_steps,
+    "cpe": cpe.table,
+    "prr": prr.table,
+    "prr-parts": prr.parts,
+    "prr-steps": prr.steps,
+    "prr-calibration": prr.calibration,
+    "prompt-layers": prompts.layers,
+    "prompt-model": prompts.model,
+    "art-endless": art.endless,
+    "art-stopping": art.stopping,
+    "art-forced": art.forced,
+    "art-steps": art.steps,
+    "stream": streams.table,
+    "stream-parts": streams.parts,
+    "prefetch": streams.prefetch,
+    "gpus": gpus.split,
+    "all-reduces": gpus.reduces,
+    "gpus-70b": gpus.large,
+    "needle": evaluations.needle,
+    "full-cache": evaluations.size,
+    "ruler": evaluations.ruler,
+    "ruler-ltri": evaluations.ltri,
+    "needles-short": studies.short_needles,
+    "needles-long": studies.long_needles,
+    "art-stops": art.stops,
+    "art-probe": art.probe,
+    "foresight": studies.foresight,
+    "sharing": studies.sharing,
+  },
+  "README.md": {"results": summary.table},
+}

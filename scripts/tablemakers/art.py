@@ -1,0 +1,168 @@
+"""ART: walks that never stop, walks that do, whole steps, and what a stop costs."""
+
+from . import cells
+from .results import Case, Results
+
+ENDLESS = {
+  "p=inf B32 T8K 8x4": ("B32 T8K", "dense decode"),
+  "p=inf B8 T32K 8x4": ("B8 T32K", "dense decode"),
+  "p=inf B8 T32K 8x4 unit 16": ("B8, 8K tokens in pages of 16", "sparse decode"),
+  "p=inf B8 T32K 8x4 unit 128": ("B8, 8K tokens in blocks of 128", "sparse decode"),
+}
+STOPPING = {
+  "decay B32 T32K 8x4": "B32 T32K",
+  "decay B8 T128K 8x4": "B8 T128K",
+  "decay B1 T128K 8x4": "B1 T128K",
+  "recorded": "SmolLM2, B32 T8K",
+}
+MODEL, SHAPES = "Llama-3.1-8B", ("B8 T32K", "B8 T8K", "B8 T4K", "B1 T32K", "B1 T8K", "B1 T4K")
+FORCED = ("ART 1e-5", "ART 1e-2", "ART paper")
+BASES = {
+  "Full": "Full",
+  "StreamingLLM 0.2": "StreamingLLM, a fifth",
+  "SnapKV 0.2": "SnapKV, a fifth",
+  "PyramidKV 0.2": "PyramidKV, a fifth",
+  "StreamingLLM 0.8": "StreamingLLM, four fifths",
+  "SnapKV 0.8": "SnapKV, four fifths",
+}
+STUDY = "art_study/tile128_8192_{}.json"
+ORDERS = {"newest": "newest tile first", "sinks": "`sinks=4`: first tile first"}
+
+
+def paired(case: Case, peer: str) -> tuple[float, float, float]:
+  """By how many percent a walk without an end is slower, with its 95 % interval."""
+  found = case.numbers(f"^{peer} \\+ ([+-][\\d.]+)% \\[([+-][\\d.]+)%, ([+-][\\d.]+)%\\]")
+  middle, low, high = found
+  return middle, low, high
+
+
+def endless(results: Results) -> list[str]:
+  rows = []
+  for name, (label, peer) in ENDLESS.items():
+    case = results.bench("art").case(name)
+    middle, low, high = map(cells.signed, paired(case, peer))
+    more = f"{middle} % [{low}, {high}]"
+    took = cells.ours(case.time("ART, p = inf"))
+    rows.append(
+      [label, took, f"{peer}, {cells.time(case.time(peer))}", cells.guarded(more, case.time(peer))]
+    )
+  return cells.table(("", "ART, no stops", "without ART", "ART is slower by"), rows)
+
+
+def walked(case: Case) -> tuple[float, float, float]:
+  """Splits of a head, and the shares of the tiles that are visited and loaded."""
+  splits, visited, loaded = case.numbers(
+    r"^(\d+) splits a head; ([\d.]+) of the tiles visited, ([\d.]+) loaded"
+  )
+  return splits, visited, loaded
+
+
+def stopping(results: Results) -> list[str]:
+  rows = []
+  for name, label in STOPPING.items():
+    case = results.bench("art").case(name)
+    splits, visited, loaded = walked(case)
+    alone, bound = case.numbers(r"tiles at ([\d.]+) µs\).*\+ 5 µs = ([\d.]+)")
+    (share,) = case.numbers(r"^([\d.]+) of dense decode's bandwidth")
+    dense = case.time("dense decode")
+    rows.append(
+      [
+        label,
+        f"{splits:.0f}",
+        cells.percent(visited),
+        cells.percent(loaded),
+        cells.ours(case.time("ART")),
+        f"{bound:.1f} µs",
+        cells.time(dense),
+        f"{alone:.2f} µs",
+        cells.ratio(share, dense, "{:.3f}"),
+      ]
+    )
+  head = ("", "splits", "visited", "loaded", "time", "bound", "dense", "a tile of a lone walk")
+  return cells.table((*head, "of dense decode's bandwidth"), rows)
+
+
+def steps(results: Results) -> list[str]:
+  """Every base and shape that was run."""
+  bench, rows = results.bench("art_e2e"), []
+  for shape in SHAPES:
+    there = {case.name for case in bench.cases(f"{MODEL} {shape}$")}
+    for base, label in BASES.items():
+      if (name := f"{base} {MODEL} {shape}") in there:
+        rows.append([f"{shape}, {label}", *_gains(bench.case(name), base)])
+  head = ("", "base", "ART, τ = 1e-5", "ART, τ = 0.01", "ART, paper's share")
+  return cells.table(head, rows)
+
+
+def _gains(case: Case, base: str) -> list[str]:
+  """TPOT over the full cache's, of what the bytes allow; nothing for what was not run."""
+  full, row = case.time("Full"), ["1"] if base == "Full" else []
+  for name in FORCED if base == "Full" else (base, *FORCED):
+    if not case.has(name):
+      row.append("")
+      continue
+    # The last figures of the line are those over the full cache.
+    (allowed,) = case.numbers(rf"^{name}: .*bytes allow ([\d.]+)[^;]* over Full")
+    row.append(cells.ratio(full.us / case.time(name).us, full, f"{{:.2f}} of {allowed:.2f}"))
+  return row
+
+
+def forced(results: Results) -> list[str]:
+  case = results.bench("art_e2e").case(f"Full {MODEL} B8 T32K")
+  found = [
+    case.remark(rf"{name} in (\d+)% of the heads after (\d+)% of a walk's tiles") for name in FORCED
+  ]
+  said = (f"{heads} % of the heads after {after} %" for heads, after in found)
+  return cells.sentence(
+    "Heads that stop, and the share of a walk's tiles after which they do, at τ = 1e-5, at "
+    f"τ = 0.01 and as the paper's times say: {', '.join(said)}."
+  )
+
+
+def stops(results: Results) -> list[str]:
+  rows = []
+  for order, label in ORDERS.items():
+    for tau, words in (("1e-05", "1e-5"), ("0.01", "0.01")):
+      for count in (1, 2, 4, 8):
+        cost = results.json(STUDY.format(order), "splits", f"tau {tau}, {count} splits")
+        read, ended = (cells.percent(cost[key], 1) for key in ("visited", "stopped"))
+        rows.append([label, words, str(count), read, ended, f"{cost['error']:.1e}"])
+  return cells.table(("order", "τ", "splits", "read", "walks that stop", "mean error"), rows)
+
+
+def probe(results: Results) -> list[str]:
+  """How often the probe agrees, and where the bounds apply."""
+  agreement = ("agreement", "1e-05", "all", "agree")
+  agreed = [
+    cells.percent(results.json(f"art_study/{run}_newest.json", *agreement))
+    for run in ("tile128_8192", "tile32_2048")
+  ]
+  bounds = [
+    results.json(STUDY.format(order), "bounds", tau)
+    for order in ORDERS
+    for tau in ("1e-05", "0.01")
+  ]
+  holds, wrong = (
+    [found[key] for found in bounds] for key in ("decays", "violations_where_it_decays")
+  )
+  assumed = max(found["assumption"] for found in bounds)
+  return cells.sentence(
+    f"The probe of 32 of 64 dimensions agrees with all of them in {agreed[0]} of the walks "
+    f"({agreed[1]} over 2,048 tokens), at τ = 1e-5. Assumption 1 of the theorems held at "
+    f"{cells.percent(assumed)} of the stops, Lemma 1 at {cells.percent(min(holds))} to "
+    f"{cells.percent(max(holds))}, where the bound was broken {sum(wrong)} times."
+  )
+
+
+def in_short(results: Results) -> str:
+  """The line of the README."""
+  bench = results.bench("art")
+  dense = [(bench.case(name), peer) for name, (_, peer) in ENDLESS.items() if "dense" in peer]
+  more = [(paired(case, peer)[0], case.time(peer)) for case, peer in dense]
+  case = bench.case("decay B32 T32K 8x4")
+  slower = cells.span(more, "{:+.2f}", " %").replace("-", "−")
+  return (
+    f"where nothing stops, {slower} over dense decode; {cells.time(case.time('ART'))} for "
+    f"{cells.time(case.time('dense decode'))} where {cells.percent(walked(case)[1])} of B32 T32K "
+    "is visited"
+  )

@@ -1,0 +1,58 @@
+"""LongFlow: a layer's step, and long answers at the batch that fills the memory."""
+
+import re
+
+from . import cells
+from .results import Results
+
+ANSWER, PEER = "Qwen3-1.7B 512 in 16000 out", "Qwen3-1.7B transformers"
+RATE = r": batch (\d+), ([\d,]+) tokens a second, ([\d.]+) of its byte limit"
+
+
+def steps(results: Results) -> list[str]:
+  rows = []
+  for batch in (128, 16):
+    case = results.bench("longflow").case(f"step B{batch} S3200 8x4")
+    ours, dense, read = (case.time(name) for name in ("kvjax", "dense decode", "read"))
+    rows.append(
+      [
+        f"B{batch}, 3,200 slots",
+        cells.ours(ours),
+        cells.time(dense),
+        cells.ratio(ours.us / dense.us, dense),
+        cells.ratio(read.us / ours.us, read),
+        cells.time(case.time("H2O in XLA")),
+      ]
+    )
+  head = ("", "LongFlow", "dense decode", "over dense", "share of read", "H2O in XLA")
+  return cells.table(head, rows)
+
+
+def answers(results: Results) -> list[str]:
+  case = results.bench("longflow").case(ANSWER)
+  held = case.remark(r"Cache of a row ([\d.]+) MiB against ([\d.]+)")
+  rows = []
+  for name, label, size in zip(
+    ("LongFlow", "Full"), ("LongFlow, budget 3,200", "Full"), held, strict=True
+  ):
+    batch, rate, share = case.remark("^" + name + RATE)
+    rows.append([label, batch, f"**{rate}**", f"{float(share):.2f}", f"{float(size):,.0f} MiB"])
+  for peer in results.bench("longflow").cases(f"^{PEER}"):
+    batch, rate = peer.remark(r"batch (\d+), ([\d,]+) tokens a second over the answer")
+    how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer.shapes)
+    rows.append([f"transformers, {how}", batch, rate, "–", "–"])
+  head = ("", "batch", "tokens a second", "of its byte limit", "cache of a row")
+  return cells.table(head, rows)
+
+
+def in_short(results: Results) -> str:
+  """The line of the README."""
+  bench = results.bench("longflow")
+  rates = [bench.case(ANSWER).remark("^" + name + RATE)[1] for name in ("LongFlow", "Full")]
+  step = bench.case("step B128 S3200 8x4")
+  dense = step.time("dense decode")
+  over = cells.ratio(step.time("kvjax").us / dense.us, dense)
+  return (
+    f"answers of 16,000 tokens at {rates[0]} tokens a second, where the full cache, at the batch "
+    f"that still fits, has {rates[1]}; a layer's step takes {over} × dense decode alone"
+  )

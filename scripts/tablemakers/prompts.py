@@ -1,0 +1,58 @@
+"""Prompts: attention of one layer, and of a whole model."""
+
+from . import cells
+from .results import Case, Results
+
+DENSE, PSAW, BOTH = "dense 32K", "top layer of PSAW 32K", "top layer of ETF + PSAW 32K"
+PEERS = {
+  "kvjax": "dense: cuDNN, as kvjax calls it",
+  "our kernel": "dense: our kernel",
+  "torch flash": "dense: torch flash",
+  "torch cuDNN": "dense: torch cuDNN",
+}
+# "kvjax" is our kernel alone in these cases.
+PIECES = {PSAW: "PSAW's top layer", BOTH: "ETF's (`kv=\"previous\"`) and PSAW's top layer"}
+WAYS = {"kvjax": "our kernel alone", "in pieces": "in pieces"}
+
+
+def layers(results: Results) -> list[str]:
+  bench = results.bench("prefill")
+  dense = bench.case(DENSE)
+  rows = []
+  for name, label in PEERS.items():
+    over = "1" if name == "kvjax" else _over(dense, name, "kvjax")
+    rows.append([label, cells.ours(dense.time(name)), _rate(dense, name), over, "1"])
+  for name, label in PIECES.items():
+    case = bench.case(name)
+    (seen,) = case.numbers(r"queries see ([\d.]+) of what they see in a dense layer")
+    for way, words in WAYS.items():
+      took = cells.ours(case.time(way))
+      rows.append([f"{label}, {words}", took, "", _over(case, way, "dense"), f"{seen:.2f}"])
+  return cells.table(("", "time", "TFLOP/s", "against dense", "of what its queries see"), rows)
+
+
+def _rate(case: Case, name: str) -> str:
+  return case.remark(f"^{name}: (\\d+) TFLOP/s")[0]
+
+
+def _over(case: Case, name: str, reference: str) -> str:
+  whole = case.time(reference)
+  return cells.ratio(case.time(name).us / whole.us, whole)
+
+
+def model(results: Results) -> list[str]:
+  case = results.bench("prefill").case("model 32K")
+  full, (saved,) = case.time("Full"), case.numbers(r"saves ([\d.]+) of the operations")
+  rows = [["Full", cells.ours(full), _rate(case, "Full"), "", ""]]
+  ours = case.time("kvjax")
+  fall = 1 - ours.us / full.us
+  rows.append(
+    [
+      'ETF with PSAW (`kv="previous"`)',
+      cells.ours(ours),
+      _rate(case, "kvjax"),
+      cells.ratio(100 * fall, full, "{:.1f} %"),
+      cells.percent(saved, 1),
+    ]
+  )
+  return cells.table(("32,768 tokens", "time", "TFLOP/s", "less time", "less work"), rows)

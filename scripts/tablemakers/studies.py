@@ -1,0 +1,64 @@
+"""Studies on SmolLM2's own activations: needles in streams, PRR's foresight, shared selections."""
+
+from . import cells
+from .results import GPU, Results
+
+HITS = "cpu/prr_hits.json"
+BASES = ("Quest, 24 + 1 of pages of 8", "InfLLM-v2, 16 + 1 + 4 of blocks of 16")
+PREDICTORS = {
+  "last step's": "the last step's tiles",
+  "ema, ρ = 1": "EMA, ρ = 1",
+  "holt, ρ = 1": "Holt, ρ = 1",
+  "holt, ρ = 1.25": "Holt, ρ = 1.25",
+  "holt, ρ = 1.5": "Holt, ρ = 1.5",
+}
+SHARING, CIS, HSHARE = "cpu/sharing/sharing.json", "CIS, s = 16", "HShare"
+
+
+def short_needles(results: Results) -> list[str]:
+  return _needles(results, "cpu/needles/needles.txt")
+
+
+def long_needles(results: Results) -> list[str]:
+  return _needles(results, f"{GPU}/needles/needles.txt")
+
+
+def _needles(results: Results, path: str) -> list[str]:
+  rows = []
+  for row in results.columns(path):
+    if len(row) != 4:
+      raise ValueError(f"{path}: found a row {row}, expected method, right, recall, best layer")
+    name, comma, rest = row[0].partition(",")
+    rows.append([f"`{name}`{comma}{rest}", *row[1:]])
+  return cells.table(("method", "right", "needle recall", "best layer"), rows)
+
+
+def foresight(results: Results) -> list[str]:
+  bases = [results.json(HITS, "bases", base) for base in BASES]
+  again = [cells.percent(base[next(iter(PREDICTORS))]["reuse"]) for base in bases]
+  rows = [["selected again in the next step", *again]]
+  for name, label in PREDICTORS.items():
+    found = [results.json(HITS, "bases", base, name) for base in BASES]
+    shares = [
+      f"{cells.percent(each['hit_rate'])} ({cells.percent(each['weighted_hit_rate'])})"
+      for each in found
+    ]
+    rows.append([label, *shares])
+  head = ("24 of 168 pages of 8 (Quest), 16 of 84 blocks of 16 (InfLLM-v2)", "Quest", "InfLLM-v2")
+  return cells.table(head, rows)
+
+
+def sharing(results: Results) -> list[str]:
+  """Settings of either side by side, from the fewest retrievals to the most."""
+  sides = []
+  for method in (CIS, HSHARE):
+    found = results.json(SHARING, "found", method)
+    by_share = sorted(found.items(), key=lambda named: named[1]["retrieved"])
+    sides.append([[name, *_figures(each)] for name, each in by_share])
+  rows = [[*left, *right] for left, right in zip(*sides, strict=True)]
+  head = ("ρ̂", "overlap", "dropped")
+  return cells.table((CIS, *head, HSHARE, *head), rows)
+
+
+def _figures(found: dict[str, float]) -> list[str]:
+  return [f"{found['retrieved']:.2f}", f"{found['overlap']:.2f}", f"{found['dropped']:.3f}"]

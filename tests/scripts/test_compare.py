@@ -1,0 +1,183 @@
+"""Two runs beside each other: what became slower and faster, and what cannot be compared."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts import bench, compare
+
+FACTS = {"device": "NVIDIA H200", "jax": "0.11.2", "command": "python -m scripts.bench decode"}
+
+
+def times(median, count=20):
+  """Repetitions within one percent of a median."""
+  return list(median * (1 + 0.01 * np.linspace(-1, 1, count)))
+
+
+def run(path, cases, **facts):
+  """A file of results: cases' contenders, each with all its times."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  held = {
+    **FACTS,
+    **facts,
+    "cases": [
+      {
+        "case": name,
+        "shapes": "q [1, 8]",
+        "results": [
+          {"name": who, "us": float(np.median(us)), "us_all": us} if us else {"name": who}
+          for who, us in contenders.items()
+        ],
+      }
+      for name, contenders in cases.items()
+    ],
+  }
+  path.write_text(json.dumps(held), "utf-8")
+  return path
+
+
+@pytest.fixture
+def folders(tmp_path):
+  old = {
+    "a": {"kvjax": times(100), "read": times(50), "gone": times(1)},
+    "b": {"kvjax": times(200), "wrong": times(3)},
+    "dropped": {"kvjax": times(7)},
+  }
+  new = {
+    "a": {"kvjax": times(110), "read": times(50.1)},
+    "b": {"kvjax": times(150), "wrong": None},
+    "added": {"kvjax": times(7)},
+  }
+  run(tmp_path / "old" / "bench_decode.json", old)
+  run(tmp_path / "old" / "bench_select.json", old)
+  run(tmp_path / "new" / "nvidia-h200" / "bench_decode.json", new, jax="0.12.0")
+  return tmp_path / "old", tmp_path / "new"
+
+
+def test_what_became_slower_and_what_faster(folders):
+  found = compare.compare(*folders)
+  by_name = {(change.case, change.contender): change for change in found.changes}
+  assert set(by_name) == {("a", "kvjax"), ("a", "read"), ("b", "kvjax")}
+  assert [named for named, change in by_name.items() if change.slower] == [("a", "kvjax")]
+  assert [named for named, change in by_name.items() if change.faster] == [("b", "kvjax")]
+  slow = by_name["a", "kvjax"]
+  assert slow.ratio == pytest.approx(1.1) and slow.interval[0] < 1.1 < slow.interval[1]
+
+
+def test_the_text_has_the_table_then_the_lists(folders):
+  text = compare.compare(*folders).text()
+  table, slower, faster = (
+    text.partition("slower by")[0],
+    *text.partition("slower by")[2].split("faster by"),
+  )
+  assert "decode  a     read" in table and "1.002" in table
+  assert "above 1: 1\n  1.100 [" in slower and "decode, a: kvjax" in slower
+  assert "below 1: 1\n  0.750 [" in faster and "decode, b: kvjax" in faster
+
+
+def test_what_differs_and_what_is_missing_is_said(folders):
+  said = compare.compare(*folders).differences
+  assert "decode: jax 0.11.2, then 0.12.0" in said
+  assert "decode: only in the old: a, gone" in said
+  assert "decode: only in the old: b, wrong" in said
+  assert "decode: only in the old: dropped, kvjax" in said
+  assert "decode: only in the new: added, kvjax" in said
+  assert "only in the old: suite select" in said
+  assert not any("command" in line for line in said)
+
+
+def test_other_shapes_are_said(folders):
+  old, new = folders
+  path = new / "nvidia-h200" / "bench_decode.json"
+  path.write_text(path.read_text("utf-8").replace("q [1, 8]", "q [2, 8]", 1), "utf-8")
+  said = compare.compare(old, new).differences
+  assert "decode: a is of other shapes: q [1, 8], then q [2, 8]" in said
+
+
+def test_noise_is_no_change():
+  """Medians 3 % apart within times that spread by half."""
+  old = list(np.linspace(80, 120, 20))
+  noisy = compare.change(("s", "c", "k"), old, [1.03 * us for us in old])
+  assert noisy.ratio == pytest.approx(1.03) and not noisy.slower
+  tiny = compare.change(("s", "c", "k"), times(100), [us + 0.9 for us in times(100)])
+  assert not tiny.slower  # less than one percent
+
+
+@pytest.mark.parametrize("few", [[120.0], [120.0] * 20])
+def test_without_a_spread_there_is_no_interval(few):
+  found = compare.change(("s", "c", "k"), times(100), few)
+  assert found.interval is None and not found.slower and found.row()[-1] == "–"
+
+
+def test_the_interval_holds_the_ratio_as_often_as_it_says():
+  rng = np.random.default_rng(0)
+  held = 0
+  for _ in range(100):
+    low, high = compare.interval(rng.normal(100, 2, 20), rng.normal(105, 2, 20))
+    held += low < 1.05 < high
+  assert held >= 88
+
+
+def test_two_files(folders):
+  old, new = folders
+  files = old / "bench_decode.json", new / "nvidia-h200" / "bench_decode.json"
+  assert compare.compare(*files).changes == compare.compare(*folders).changes
+
+
+@pytest.mark.parametrize(
+  "spoil, error, said",
+  [
+    (lambda old, new: (old, new / "none"), FileNotFoundError, "none: found nothing there"),
+    (lambda old, new: (old, twice(new)), ValueError, "expected the results of one device"),
+    (lambda old, new: (old, old / "bench_decode.json"), ValueError, "a folder and a file"),
+    (lambda old, new: (old, empty(new)), FileNotFoundError, "found no bench_.*json"),
+    (lambda old, new: (old, other(new, "bench_prr.json")), ValueError, "found no suite in both"),
+    (lambda old, new: (old, other(new, "bench_select.json")), ValueError, "found no case and"),
+    (lambda old, new: (old, text(new, "{}")), ValueError, "found no cases"),
+    (lambda old, new: (old, text(new, "run")), ValueError, "found no JSON"),
+    (lambda old, new: (old, bare(new)), ValueError, r"c: found no repetitions .*of 'kvjax'"),
+  ],
+)
+def test_what_cannot_be_compared_is_refused(folders, spoil, error, said):
+  with pytest.raises(error, match=said):
+    compare.compare(*spoil(*folders))
+
+
+def twice(new):
+  """The same suite of another device beside it."""
+  run(new / "nvidia-a100" / "bench_decode.json", {"a": {"kvjax": times(1)}})
+  return new
+
+
+def empty(new):
+  (new / "empty").mkdir()
+  return new / "empty"
+
+
+def other(new, name):
+  return run(new / "other" / name, {"c": {"kvjax": times(1)}}).parent
+
+
+def text(new, content):
+  path = new / "text" / "bench_decode.json"
+  path.parent.mkdir()
+  path.write_text(content, "utf-8")
+  return path.parent
+
+
+def bare(new):
+  path = run(new / "bare" / "bench_decode.json", {"c": {"kvjax": times(1)}})
+  path.write_text(path.read_text("utf-8").replace("us_all", "all"), "utf-8")
+  return path.parent
+
+
+def test_the_program(folders, capsys):
+  command = ["--compare", *map(str, folders)]
+  assert bench.main(command) == 0
+  assert "decode, a: kvjax" in capsys.readouterr().out
+  assert bench.main([*command, "--fail-slower"]) == 1
+  old = str(folders[0])
+  assert bench.main(["--compare", old, old, "--fail-slower"]) == 0
+  with pytest.raises(SystemExit):
+    bench.main([*command, "--add", old])

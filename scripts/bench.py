@@ -39,6 +39,9 @@ from typing import Any
 # torch, where it runs beside JAX, needs memory too, and can grow its tensors in place of new ones.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# Of the device's memory, for suites that fill it, as torch may; JAX would stop at three quarters.
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+  os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.97")
 # The most that JAX may pin of the host's memory: room for the whole stream of `offload`.
 os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
 

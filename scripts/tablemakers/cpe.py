@@ -9,19 +9,22 @@ SHAPES = tuple((batch, tokens) for batch in (8, 16) for tokens in (1024, 2048, 4
 def table(results: Results) -> list[str]:
   rows = []
   for batch, tokens in SHAPES:
-    case = results.bench("cpe").case(f"B{batch} T{tokens} 32x1 1/8")
-    ours, dense, flash = (case.time(name) for name in ("kvjax", "dense decode", "torch flash"))
-    (share,) = case.numbers(r"([\d.]+) of the limit by bytes")
-    rows.append(
-      [
-        f"B{batch} T{tokens >> 10}K",
-        cells.ours(ours),
-        cells.time(dense),
-        cells.ratio(dense.us / ours.us, dense),
-        cells.ratio(share, dense),
-        cells.time(flash),
-        cells.ratio(flash.us / ours.us, flash),
-      ]
-    )
-  head = ("", "CPE", "dense", "times as fast", "of the limit by bytes", "torch flash SDPA")
-  return cells.table((*head, "times as fast"), rows)
+    for keys in ("random", "clustered"):
+      case = results.bench("cpe").case(f"B{batch} T{tokens} 32x1 1/8, {keys} keys")
+      ours, dense, flash = (case.time(name) for name in ("kvjax", "dense decode", "torch flash"))
+      (share,) = case.numbers(r"([\d.]+) of the limit by bytes")
+      (visited,) = case.numbers(r"([\d.]+) tokens a head at a budget")
+      rows.append(
+        [
+          f"B{batch} T{tokens >> 10}K, {keys} keys",
+          f"{visited:.0f}",
+          cells.ours(ours),
+          cells.time(dense),
+          cells.ratio(dense.us / ours.us, dense),
+          cells.ratio(share, dense),
+          cells.time(flash),
+          cells.ratio(flash.us / ours.us, flash),
+        ]
+      )
+  head = ("", "tokens a head", "CPE", "dense", "times as fast", "of the limit by bytes")
+  return cells.table((*head, "torch flash SDPA", "times as fast"), rows)

@@ -1,4 +1,4 @@
-"""Whole decode steps of full-size shapes, beside their bounds and beside transformers."""
+"""Whole decode steps of full-size shapes, beside their bounds and beside PyTorch."""
 
 from . import cells
 from .results import Case, Results
@@ -7,8 +7,7 @@ BANDWIDTH = 4.45e12  # bytes a second that a streaming read reaches
 DIGITS = "{:.3f}"  # as the remarks have them: rounded once
 SHAPES = ((1, 4096), (8, 4096), (1, 32768), (8, 32768), (1, 131072))
 MODELS = {"Llama-3.1-8B": "e2e", "Qwen3-1.7B": "e2e_qwen3"}
-# Each in a run of its own: what kvjax took there stands beside it.
-PEERS = {"Llama-3.1-8B": "e2e_transformers", "Qwen3-1.7B": "e2e_qwen3"}
+PEERS = ("torch, CUDA graph", "transformers")
 
 
 def steps(results: Results, model: str) -> list[Case]:
@@ -41,38 +40,34 @@ def table(results: Results) -> list[str]:
   return cells.table(head, rows)
 
 
-def beside_transformers(results: Results) -> list[str]:
-  """At T4K, and at whatever other length transformers was run."""
+def beside_peers(results: Results) -> list[str]:
+  """Where any was run."""
   rows = []
-  for model, suite in PEERS.items():
-    bench = results.bench(suite)
-    for batch, tokens in SHAPES:
-      name = f"{model} B{batch} T{tokens}"
-      if tokens > 4096 and not (bench.has(name) and bench.case(name).has("transformers")):
-        continue
-      mine, theirs = (bench.case(name).time(each) for each in ("kvjax", "transformers"))
-      over = cells.ratio(theirs.us / mine.us, theirs)
-      label = f"{model}, B{batch} T{tokens >> 10}K"
-      rows.append([label, cells.ours(mine), cells.time(theirs), over])
-  return cells.table(("", "kvjax, a token", "transformers", "times as long"), rows)
+  for model in MODELS:
+    for (batch, tokens), case in zip(SHAPES, steps(results, model), strict=True):
+      if any(map(case.has, PEERS)):
+        each = [part for peer in PEERS for part in _peer(case, peer)]
+        rows.append([f"{model}, B{batch} T{tokens >> 10}K", cells.ours(case.time("kvjax")), *each])
+  head = ("PyTorch, compiled, CUDA graph", "over ours", "transformers", "over ours")
+  return cells.table(("", "kvjax, a token", *head), rows)
+
+
+def _peer(case: Case, peer: str) -> tuple[str, str]:
+  """What a peer takes, and over what kvjax took beside it."""
+  if not case.has(peer):
+    return "–", "–"
+  theirs = case.time(peer)
+  return cells.time(theirs), cells.ratio(theirs.us / case.time("kvjax").us, theirs)
 
 
 def in_short(results: Results) -> str:
   """The line of the README."""
   cases = steps(results, "Llama-3.1-8B")
   first, long = cases[0].time("kvjax"), cases[3].time("kvjax")
+  peers = [_peer(case, "torch, CUDA graph") for case in cases[:2]]
   return (
     f"{cells.time(first)} at B1 T4K, {cells.time(long)} at B8 T32K: "
-    f"{cells.span(map(over_products, cases), unit=' ×')} XLA's products and the bytes of K and "
-    f"V; transformers with a compiled static cache takes {_peer(results, 1)} at B1 T4K, "
-    f"{_peer(results, 8)} at B8"
+    f"{cells.span(map(over_products, cases), unit=' ×')} XLA's products and the bytes of K and V; "
+    f"a plain PyTorch step, compiled and in a CUDA graph, takes {peers[0][1]} × as long at B1 T4K, "
+    f"{peers[1][1]} × at B8"
   )
-
-
-def _peer(results: Results, batch: int) -> str:
-  """What transformers takes at T4K, and over what kvjax took beside it."""
-  model = "Llama-3.1-8B"
-  case = results.bench(PEERS[model]).case(f"{model} B{batch} T4096")
-  theirs = case.time("transformers")
-  times = f", {theirs.us / case.time('kvjax').us:.1f} × ours" if cells.steady(theirs) else ""
-  return cells.time(theirs) + times

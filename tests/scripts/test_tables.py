@@ -11,6 +11,7 @@ from scripts.tablemakers import DOCUMENTS, Results, cells, cpe
 from scripts.tablemakers.results import FOLDER, GPU, Timing
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
+FIRST = "B8 T1024 32x1 1/8, random keys"
 TYPED = "Typed from a run whose file was not kept"
 
 
@@ -140,8 +141,14 @@ def without(found, name):
 @pytest.mark.parametrize(
   "how, said",
   [
-    (lambda found: found.pop(0), r"found no case 'B8 T1024 32x1 1/8', expected it among"),
-    (lambda found: without(found, "kvjax"), r"B8 T1024 32x1 1/8: found no contender 'kvjax'"),
+    (
+      lambda found: found.pop(0),
+      r"found no case 'B8 T1024 32x1 1/8, random keys', expected it among",
+    ),
+    (
+      lambda found: without(found, "kvjax"),
+      r"B8 T1024 32x1 1/8, random keys: found no contender 'kvjax'",
+    ),
     (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no time of 'kvjax'"),
     (lambda found: found[0]["remarks"].clear(), r"B8 T1024 .*found no remark like"),
   ],
@@ -170,7 +177,7 @@ def test_a_table_leaves_such_a_ratio_out(folder):
     dense["us_quartiles"] = [40.0, 50.0]
 
   before, after = cpe.table(Results())[2], cpe.table(folder(shake))[2]
-  assert "| 2.75 | 0.55 |" in before
+  assert "–" not in before
   assert "| – (dense decode: 40.0 to 50.0 µs) | – (dense decode: 40.0 to 50.0 µs) |" in after
 
 

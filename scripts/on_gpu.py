@@ -124,7 +124,7 @@ STEPS = {
   "cpe": bench("cpe"),
   "art": bench("art", limit=240, few=False),
   **{f"art_e2e_B{n}": bench("art_e2e", f"B{n}", 540) for n in (8, 1, 4, 2)},
-  "speculation": Step("scripts.tune prr", 300),
+  "speculation": Step("scripts.tune prr", 420),
   **{f"prr_{n}K": bench("prr", f"T{n}K 1024x16") for n in (16, 32, 64, 128, 256, 512)},
   "prr_calibration": bench("prr", "calibration"),
   "prefill": bench("prefill", "32K", 240),

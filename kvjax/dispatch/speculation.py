@@ -107,9 +107,8 @@ def repair(
 
 
 def speculation_ratio(selector: str, **shape: int) -> float:
-  """ρ that was measured to be best on the default device (`kvjax.kernels.speculation`), else 1."""
-  measured = kernel("speculation_ratio", "pallas")(selector, **shape)
-  return 1.0 if measured is None else measured
+  """ρ that was measured to pay on the default device (`kvjax.kernels.speculation`), else 0."""
+  return kernel("speculation_ratio", "pallas")(selector, **shape)
 
 
 def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:

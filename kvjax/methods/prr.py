@@ -64,7 +64,8 @@ class PRR(Wrapper):
   Attributes:
     base: a method that scores tiles and selects the best: Quest or InfLLMv2 (§5.1).
     budget: ρ, how many times k are speculated on, 1 or more; 0: never speculate; "auto": what was
-      measured to be best on this device for such a cache (`pallas_kernels/tuned`), else 1.
+      measured to gain 3 % or more on this device for such a cache (`pallas_kernels/tuned`), else
+      0: the step is then the base's own.
     predictor: "holt" or "ema".
     variant: "S1", "S2" or "S3".
     strict: leave out what was read in vain.
@@ -113,7 +114,7 @@ class PRR(Wrapper):
 
   @classmethod
   def neutral(cls, length: int) -> Method:
-    return cls(Quest.neutral(length))
+    return cls(Quest.neutral(length), budget=1.0)
 
   @property
   def ordered(self) -> bool:

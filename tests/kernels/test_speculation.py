@@ -38,10 +38,15 @@ def test_one_that_fits_gives_way_to_one_that_pays():
   assert speculation.largest([entry(4096, 12, (8, 9, 10), (14, 15, 21), 20)], 4096) == 1.25
 
 
-def test_what_is_longer_than_all_that_was_measured_counts_as_the_longest():
-  steep = [entry(n << 10, 9, (8, 9, 10), (14, 15, 16), serial) for n, serial in ((8, 13), (16, 14))]
-  for slots, rho in ((4, 0), (8, 0), (16, 0), (64, 0)):
-    assert speculation.largest(steep, slots << 10) == rho
+def test_nothing_is_speculated_beyond_what_was_measured():
+  pays = [entry(n << 10, 9, (8, 9, 10), (14, 15, 16), 20) for n in (8, 16)]
+  for slots, rho in ((4, 0), (8, 1.25), (12, 1.25), (16, 1.25), (64, 0)):
+    assert speculation.largest(pays, slots << 10) == rho
+
+
+@pytest.mark.parametrize(("serial", "rho"), [(14.41, 0), (14.43, 1)])
+def test_a_gain_is_one_of_three_percent(serial, rho):
+  assert speculation.largest([entry(4096, 5, (8, 9, 10), (14, 15, 16), serial)], 4096) == rho
 
 
 def test_lengths_between_are_fitted():
@@ -54,7 +59,7 @@ def test_lengths_between_are_fitted():
 
 
 def test_a_cache_asks_its_device(monkeypatch, tmp_path):
-  """By selector, unit, k, length and the nearest batch; what was not measured gets 1."""
+  """By selector, unit, k, length and the nearest batch; what was not measured gets 0."""
   device = config.device(jax.devices()[0].device_kind).name
   (tmp_path / "tuned" / device).mkdir(parents=True)
   path = tmp_path / "tuned" / device / "prr.json"
@@ -64,7 +69,8 @@ def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   method = PRR(Quest(1024, 16))
   assert [method._ratio(1, n) for n in (4096, 8192, 16384)] == [1, 1.25, 0]
   assert method._ratio(3, 8192) == 1.5
-  assert PRR(Quest(512, 16))._ratio(1, 8192) == PRR(InfLLMv2())._ratio(1, 8192) == 1
+  assert method._ratio(8, 8192) == 0  # a larger batch than any
+  assert PRR(Quest(512, 16))._ratio(1, 8192) == PRR(InfLLMv2())._ratio(1, 8192) == 0
   assert PRR(Quest(1024, 16), variant="S2")._ratio(1, 16384) == 1
   heads = {n: method.init(Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
   assert heads[8192]["foreseen"].shape[-1] == 1 + 78  # ⌊1.25 · 63⌋ beside the newest

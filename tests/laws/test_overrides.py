@@ -124,7 +124,7 @@ def narrow_window(self, at, qpos):
 
 
 def forecast(base):
-  return PRR(base, calibrate=False, history=2, every=1)
+  return PRR(base, budget=1.0, calibrate=False, history=2, every=1)
 
 
 def first_slot(self, at, cache, *_):

@@ -148,6 +148,11 @@ class At:
     axis = self.env.head_axis
     return jax.lax.all_gather(x, axis, axis=1, tiled=True) if axis else x
 
+  def heads_in_all(self, kv_heads: int) -> int:
+    """Key/value heads of all shards, where each holds `kv_heads`."""
+    axis = self.env.head_axis
+    return kv_heads * jax.lax.axis_size(axis) if axis else kv_heads
+
   def head_index(self, kv_heads: int) -> Int[Array, " K"]:
     """Global indices of the `kv_heads` key/value heads that this shard holds."""
     shard = jax.lax.axis_index(self.env.head_axis) if self.env.head_axis else 0

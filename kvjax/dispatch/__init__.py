@@ -7,7 +7,14 @@ from kvjax.dispatch.entering import enter_token, keep_rows
 from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
 from kvjax.dispatch.selection import best_tiles, best_tiles_of_each, other_tiles
 from kvjax.dispatch.speculation import attend_tiles, repair, speculate, speculation_ratio
-from kvjax.dispatch.step import attend, attend_entries, attend_ranges, beyond_kernel, hides
+from kvjax.dispatch.step import (
+  attend,
+  attend_entries,
+  attend_ranges,
+  beyond_kernel,
+  filling_splits,
+  hides,
+)
 from kvjax.dispatch.table import KERNELS, UNRUN, choose, choose_for, kernel
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
   "choose_for",
   "column_mass",
   "enter_token",
+  "filling_splits",
   "hides",
   "keep_rows",
   "kernel",

@@ -41,6 +41,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "attend_prompt_pieces": {"cudnn": ("kvjax.kernels.prefill_pieces", "attend_in_pieces")},
   "column_mass": {"pallas": ("kvjax.kernels.prefill", "column_mass")},
   "art": {"pallas": ("kvjax.kernels.art", "walk")},
+  "art_splits": {"pallas": ("kvjax.kernels.art", "choose_splits")},
   "page_bounds": {"pallas": ("kvjax.kernels.quest", "page_bounds")},
   "key_logits": {"pallas": ("kvjax.kernels.key_weights", "key_logits")},
   "key_weights": {"pallas": ("kvjax.kernels.key_weights", "key_weights")},

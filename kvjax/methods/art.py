@@ -21,6 +21,7 @@ from kvjax.wrapper import Wrapper
 
 LARGEST_TILE = 256  # that the kernel takes
 PROBES = 32  # dimensions of the output that a strided probe looks at
+ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,9 @@ class ART(Wrapper):
   One walk per KV head leaves most of a GPU idle where there are few of them. With P splits, split s
   walks tiles s, s + P, … of the order and stops by itself, by the output of its own tiles; what
   all of them have read is joined. Each needs its own p stable tiles, so that together they read
-  more than one walk would; and none of them knows how little its part weighs in the whole.
+  more than one walk would; and none of them knows how little its part weighs in the whole. Where
+  splits = "auto" leaves a walk fewer than 2·(p + 1) tiles, so that it could not spare half of them,
+  the base attends and everything is read.
 
   With certify = ε nothing is left to the detector. Tiles keep the least and the largest of their
   keys, channel by channel, as Quest's pages do. The newest tile and those of the first tokens come
@@ -65,8 +68,9 @@ class ART(Wrapper):
     probe: "strided32", every H/32-th dimension of the output, or "full", all of them.
     stop: "group", the query heads of a KV head go on until all of them are stable at once, as they
       share what is loaded; or "head", each stops by itself, as in the paper.
-    splits: P; 1 is the paper's walk. "auto": on a GPU as many as fill it, by the cache's shape;
-      elsewhere 1.
+    splits: P; 1 is the paper's walk. "auto": 128 over the number of KV heads, so that results are
+      the same on every device and at every batch size. "fill": as many as fill the device, fewer at
+      larger batches, and 1 on a CPU.
     sinks: first tokens whose tiles come first over a cache that is walked from its end, whatever
       the base says of them. The paper has none (0), and pays: where attention rests on the first
       tokens, a walk that stops before them is far off (`scripts.art_study`).
@@ -102,8 +106,12 @@ class ART(Wrapper):
       raise ValueError(f"{called}.probe: found {self.probe!r}, expected 'strided32' or 'full'")
     if self.stop not in ("group", "head"):
       raise ValueError(f"{called}.stop: found {self.stop!r}, expected 'group' or 'head'")
-    if self.splits != "auto" and not (isinstance(self.splits, int) and self.splits >= 1):
-      raise ValueError(f"{called}.splits: found {self.splits!r}, expected 1 or more, or 'auto'")
+    if self.splits not in ("auto", "fill") and not (
+      isinstance(self.splits, int) and self.splits >= 1
+    ):
+      raise ValueError(
+        f"{called}.splits: found {self.splits!r}, expected 1 or more, 'auto' or 'fill'"
+      )
     if self.certify is not None:
       self._check_certificate(self.certify)
 
@@ -126,11 +134,11 @@ class ART(Wrapper):
 
   @classmethod
   def usual(cls, budget: int) -> Method:
-    return cls()
+    return cls(splits=1)
 
   @classmethod
   def neutral(cls, length: int) -> Method:
-    return cls(patience=math.inf)
+    return cls(patience=math.inf, splits=1)
 
   @property
   def order_independent(self) -> bool:
@@ -176,6 +184,8 @@ class ART(Wrapper):
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
+    if self._spares_nothing(at, cache, plan):
+      return self._read_all(at, cache, plan, q)
     impl = dispatch.choose("art", at.env.impl, q, cache.slots["k"])
     beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
     if self.tile > LARGEST_TILE:
@@ -186,6 +196,38 @@ class ART(Wrapper):
     if beyond:
       raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
     return self._walk_by(run, at, cache, plan, q)
+
+  # ---- how many walks
+
+  def _splits(self, at: At, cache: Cache, tiles: int) -> int:
+    """P, of an order of so many tiles."""
+    if self.certify is not None:
+      return 1
+    batch, heads = cache.pos.shape[:2]
+    if self.splits == "auto":
+      return max(1, min(ROW_WALKS // at.heads_in_all(heads), tiles))
+    if self.splits == "fill":
+      return dispatch.filling_splits(batch * heads, tiles * self.tile, self.tile)
+    return min(int(self.splits), tiles)
+
+  def _tiles(self, cache: Cache, plan: Plan) -> int:
+    """Tiles of the order."""
+    slots = cache.size if plan.table is None else plan.table.shape[-1] * plan.unit
+    return -(-slots // self.tile)
+
+  def _spares_nothing(self, at: At, cache: Cache, plan: Plan) -> bool:
+    """Whether the walks of "auto" are too short to end before half of their tiles."""
+    tiles = self._tiles(cache, plan)
+    short = -(-tiles // self._splits(at, cache, tiles)) < 2 * (self.patience + 1)
+    return self.splits == "auto" and self.certify is None and short
+
+  def _read_all(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """The base's attention; every walk took all of its tiles."""
+    attended = self.base.attend(at, cache, plan, q)
+    listed = self._listed(at, cache, plan)
+    every = jnp.full((*cache.pos.shape[:2], 1, q.shape[2]), self._tiles(cache, listed), jnp.int32)
+    tiles, _ = self._read_by(listed, cache.size, every)
+    return dataclasses.replace(attended, memo=tiles)
 
   # ---- the order
 
@@ -305,7 +347,7 @@ class ART(Wrapper):
       full=self.probe == "full",
       per_head=self.stop == "head",
       kept=-(-listed.pinned * listed.unit // self.tile),
-      splits=1 if certified else None if self.splits == "auto" else self.splits,
+      splits=self._splits(at, cache, self._tiles(cache, listed)),
       unread=listed.memo if certified else None,
       log_ratio=None if self.certify is None else mass_bound.log_ratio(self.certify),
       ring=around,
@@ -340,8 +382,8 @@ class ART(Wrapper):
       q = q.astype(cache.slots["k"].dtype)
     plan = self._by_bound(at, cache, plan, q) if certified else self._listed(at, cache, plan)
     assert plan.table is not None  # it is listed
-    tiles = -(-plan.table.shape[-1] * plan.unit // self.tile)
-    splits = 1 if self.splits == "auto" else min(int(self.splits), tiles)
+    tiles = self._tiles(cache, plan)
+    splits = self._splits(at, cache, tiles)
     logits = None
     if at.top.wants_logits:
       logits = jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf)

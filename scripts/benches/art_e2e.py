@@ -58,6 +58,7 @@ class Forced(kvjax.ART, moves=("walks", "length", "visited")):
 
   tau: float | int = TAU
   phi: float | int = float("inf")
+  splits: int | str = "fill"
   after: float = 1.0
 
   def attend(self, at: Any, cache: Any, plan: Any, q: Any) -> Any:
@@ -68,7 +69,7 @@ class Forced(kvjax.ART, moves=("walks", "length", "visited")):
   def walks(self, heads: tuple[int, ...], size: int) -> tuple[int, int]:
     """Splits of a walk, and the tiles of all of them."""
     tiles = -(-size // self.tile)
-    if self.splits != "auto":
+    if self.splits != "fill":
       return min(int(self.splits), tiles), tiles
     quiet = jax.default_backend() != "gpu"
     return art.choose_splits(heads[0] * heads[1], size, self.tile, interpret=quiet), tiles

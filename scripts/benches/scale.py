@@ -91,7 +91,7 @@ def pair(name: str, tokens: int) -> tuple[kvjax.Method, kvjax.Method]:
   method = kvjax.METHODS[name].example(tokens // KEPT)
   if isinstance(method, kvjax.StreamingLLM):
     method = dataclasses.replace(method, rope="original")  # ART's kernel has one query, not two
-  return method, kvjax.ART(method)
+  return method, kvjax.ART(method, splits="fill")
 
 
 def compiled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> tuple[Any, str]:

@@ -50,6 +50,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "art-stopping": art.stopping,
     "art-forced": art.forced,
     "art-steps": art.steps,
+    "art-cost": art.costs,
     "stream": streams.table,
     "stream-parts": streams.parts,
     "prefetch": streams.prefetch,

@@ -297,10 +297,13 @@ def test_a_layer_equals_the_reference(base, kwargs):
 @pytest.mark.parametrize(
   ("method", "message"),
   [
-    (ART(tile=300), "art: ART walks tiles of 300; the 'pallas' kernel takes up to 256"),
-    (ART(H2O(20)), r"art: ART reads logits \(wants_logits\); the 'pallas' kernel returns none"),
+    (ART(tile=300, splits=1), "art: ART walks tiles of 300; the 'pallas' kernel takes up to 256"),
     (
-      ART(StreamingLLM(20)),
+      ART(H2O(20), splits=1),
+      r"art: ART reads logits \(wants_logits\); the 'pallas' kernel returns none",
+    ),
+    (
+      ART(StreamingLLM(20), splits=1),
       r"art: ART turns the query for its sinks \(window\); the 'pallas' kernel has one query",
     ),
   ],

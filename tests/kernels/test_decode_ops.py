@@ -34,10 +34,10 @@ MOVES = ("gather", "scatter", "scatter-add")
 LOOPS = ("while", "scan")
 
 CASES = {name: cls.example(256) for name, cls in METHODS.items()} | {
-  "art over quest": ART(Quest.example(256)),
-  "art over snapkv": ART(SnapKV.example(256)),
-  "art over pyramidkv": ART(PyramidKV.example(256)),
-  "art over streaming_llm": ART(StreamingLLM(256, rope="original")),
+  "art over quest": ART(Quest.example(256), splits=1),
+  "art over snapkv": ART(SnapKV.example(256), splits=1),
+  "art over pyramidkv": ART(PyramidKV.example(256), splits=1),
+  "art over streaming_llm": ART(StreamingLLM(256, rope="original"), splits=1),
   "streaming_llm, original": StreamingLLM(256, rope="original"),
   "art, certified": ART(certify=0.01),
   "prr over infllm_v2": PRR(InfLLMv2.example(256), budget=1.25),

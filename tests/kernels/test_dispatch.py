@@ -147,7 +147,7 @@ NARROWED = {
   "tokens": TopKOracle(budget=12),
   "shared": CIS(k=6, sinks=2, local=2),
   "heads shared": HShare.example(16),
-  "walk": ART(tile=4, patience=99),
+  "walk": ART(tile=4, patience=99, splits=1),
   "forecast": PRR(Quest(budget=12, page=4, dense_layers=0)),
 }
 

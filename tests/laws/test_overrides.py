@@ -265,7 +265,7 @@ def hidden(move):
   return f"attend_span: Own {known}; the 'pallas' kernel sees the span alone"
 
 
-HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2)
+HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2, splits=1)
 NO_WAY = "Own fetches slots its own way .read.; the 'pallas' kernel walks the cache's own arrays"
 TABLE = [
   case("window", Full(), narrow_window, prompt=PROMPT),

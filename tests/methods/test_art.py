@@ -2,12 +2,14 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, H2O, Full, LongFlow, Quest, SnapKV, StreamingLLM
+from kvjax import ART, H2O, Env, Full, LongFlow, Quest, SnapKV, StreamingLLM
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -93,14 +95,14 @@ SETTINGS = [
 @pytest.mark.core(2)
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_full_cache_newest_first(kwargs):
-  method = ART(Full(), tile=4, **kwargs)
+  method = ART(Full(), tile=4, splits=1, **kwargs)
   stream = Stream.random(0, tokens=60, head_dim=48)
   assert check(method, stream, [37, 22], 12, newest_tiles(4)) >= 3
 
 
 def test_first_tokens_before_the_newest_where_asked():
   """Their tile is read first and never skipped; a walk that would miss them does not."""
-  method = ART(tau=0.5, phi=0.3, patience=1, tile=4, sinks=6)
+  method = ART(tau=0.5, phi=0.3, patience=1, tile=4, sinks=6, splits=1)
 
   def order(cache, b, h):
     tiles, _ = newest_tiles(4)(cache, b, h)
@@ -109,7 +111,7 @@ def test_first_tokens_before_the_newest_where_asked():
   stream = Stream.random(0, tokens=60, head_dim=48)
   assert check(method, stream, [37, 22], 6, order) >= 3
   stream = needle(2)
-  layer = Layer(ART(tau=1e-3, phi=1e-3, patience=2, tile=4, sinks=4), stream)
+  layer = Layer(ART(tau=1e-3, phi=1e-3, patience=2, tile=4, sinks=4, splits=1), stream)
   layer.prefill([44])
   out, aux = layer.decode([44])
   assert out.mean() < 0.5 and np.asarray(aux["tiles"]).max() == 3
@@ -121,7 +123,7 @@ def cut(slots, tile):
 
 def test_snapkv_by_score():
   """Window and generated tokens first, then by score, in tiles as the cache was put in order."""
-  method = ART(SnapKV(24, window_size=4), tau=0.4, phi=0.2, patience=1, tile=4)
+  method = ART(SnapKV(24, window_size=4), tau=0.4, phi=0.2, patience=1, tile=4, splits=1)
 
   def order(cache, b, h):
     used = int(cache.used[b])
@@ -140,7 +142,7 @@ def test_snapkv_by_score():
 def test_h2o_reads_its_logits_of_the_tiles_read():
   """Mass grows only where the walk has been."""
   stream, lengths = Stream.random(2, tokens=60), [30, 26]
-  layer = Layer(ART(H2O(20), tau=0.8, phi=0.5, patience=1, tile=4, stop="head"), stream)
+  layer = Layer(ART(H2O(20), tau=0.8, phi=0.5, patience=1, tile=4, stop="head", splits=1), stream)
   layer.prefill(lengths)
   stopped = 0
   for i in range(6):
@@ -159,7 +161,9 @@ def test_h2o_reads_its_logits_of_the_tiles_read():
 @pytest.mark.parametrize(("lengths", "steps"), [([33, 28], 20), ([9, 14], 8)], ids=str)
 def test_streaming_llm_reads_its_sinks_first(lengths, steps):
   """Then tiles from the newest token's down and around: each is older than the one before."""
-  method = ART(StreamingLLM(20, sinks=4, rope="original"), tau=9, phi=9, patience=1, tile=3)
+  method = ART(
+    StreamingLLM(20, sinks=4, rope="original"), tau=9, phi=9, patience=1, tile=3, splits=1
+  )
   stream = Stream.random(3, tokens=60)
 
   def order(cache, b, h):
@@ -186,7 +190,7 @@ def test_streaming_llm_reads_its_sinks_first(lengths, steps):
 )
 def test_infinite_patience_equals_the_base(base):
   stream, lengths = Stream.random(4, tokens=60), [33, 28]
-  ours, plain = Layer(ART(base, patience=math.inf, tile=5), stream), Layer(base, stream)
+  ours, plain = Layer(ART(base, patience=math.inf, tile=5, splits=1), stream), Layer(base, stream)
   for layer in (ours, plain):
     layer.prefill(lengths)
   for i in range(8):
@@ -195,6 +199,45 @@ def test_infinite_patience_equals_the_base(base):
     np.testing.assert_allclose(out, want, atol=1e-5)
     np.testing.assert_array_equal(aux["visited"], other["visited"])
     np.testing.assert_array_equal(np.sort(ours.cache.pos), np.sort(plain.cache.pos))
+
+
+EAGER = {"tau": 9, "phi": 9, "patience": 1, "tile": 4}  # stops as soon as it may
+
+
+def reports(method, rows=slice(None), lengths=(37, 22)):
+  """Outputs, tiles and slots read of a step, of some rows of a batch of two."""
+  drawn, lengths = Stream.random(6, kv_heads=2, tokens=60), list(lengths)[rows]
+  layer = Layer(method, Stream(drawn.q[rows], drawn.k[rows], drawn.v[rows]), capacity=48)
+  layer.prefill(lengths)
+  out, aux = layer.decode(lengths)
+  return out, np.asarray(aux["tiles"]), np.asarray(aux["visited"])
+
+
+@pytest.mark.parametrize("base", [Full(), SnapKV(24, window_size=4), Quest(24, 4)], ids=repr)
+def test_where_nothing_can_be_spared_the_base_attends(base):
+  """By default; 64 walks a head over twelve tiles would read one each."""
+  out, tiles, visited = reports(ART(base, **EAGER))
+  walked, every, read = reports(ART(base, **EAGER | {"patience": math.inf}, splits=1))
+  np.testing.assert_allclose(out, walked, atol=1e-5)
+  np.testing.assert_array_equal(tiles, every)
+  np.testing.assert_array_equal(visited, read)
+
+
+def test_the_usual_walks_are_those_of_one_row_on_any_device(monkeypatch):
+  """As many as make 128 over all heads of a row, whatever the batch, or the heads of a shard."""
+  monkeypatch.setattr("kvjax.methods.art.ROW_WALKS", 6)
+  both, three = reports(ART(**EAGER)), reports(ART(**EAGER, splits=3))
+  first = reports(ART(**EAGER), slice(1))
+  assert (both[1] < 10).any()
+  for ours, explicit, alone in zip(both, three, first, strict=True):
+    np.testing.assert_array_equal(ours, explicit)
+    np.testing.assert_array_equal(ours[:1], alone)
+
+
+def test_heads_of_all_shards_count():
+  at = ART().at(Env(1, head_axis="heads"), 0)
+  counted = jax.vmap(lambda _: at.heads_in_all(2) * jnp.ones(()), axis_name="heads")(jnp.ones(4))
+  assert (counted == 8).all()
 
 
 def needle(position, tokens=48):
@@ -212,7 +255,7 @@ def test_a_dominant_late_tile_is_missed_by_recency_and_found_by_score():
   stream = needle(2)
   outputs = {}
   for name, base in {"full": Full(), "snapkv": SnapKV(40, window_size=2, pool=1)}.items():
-    layer = Layer(ART(base, tau=1e-3, phi=1e-3, patience=2, tile=4), stream)
+    layer = Layer(ART(base, tau=1e-3, phi=1e-3, patience=2, tile=4, splits=1), stream)
     layer.prefill([44])
     dense = Layer(base, stream)
     dense.prefill([44])
@@ -232,7 +275,7 @@ def test_constant_values(seed, value, patience, stop):
   """Constant values are stable from the second tile on; zero values have no direction."""
   stream = Stream.random(seed, tokens=40)
   stream.v[:] = value
-  layer = Layer(ART(tau=1e-4, phi=1e-4, patience=patience, tile=4, stop=stop), stream)
+  layer = Layer(ART(tau=1e-4, phi=1e-4, patience=patience, tile=4, stop=stop, splits=1), stream)
   layer.prefill([30, 23])
   out, aux = layer.decode([30, 23])
   np.testing.assert_allclose(out, value, atol=1e-5)

@@ -176,7 +176,7 @@ def test_a_needle_is_found_wherever_it_lies():
   stream.k[:, :, 2, 7], stream.v[:, :, 2] = 8, -1
   found = {}
   for name, method in {
-    "detected": ART(tau=1e-3, phi=1e-3, patience=2, tile=4),
+    "detected": ART(tau=1e-3, phi=1e-3, patience=2, tile=4, splits=1),
     "certified": ART(tile=4, certify=0.05),
     "dense": Full(),
   }.items():

@@ -20,7 +20,7 @@ PROGRAMS = {
   "random": (kvjax.Random(12), 4),  # the layer's number is in its seed
   "etf": (kvjax.ETF(start=0.25), 4),  # nothing, and three shares
   "cpe": (kvjax.CPE.example(12), 2),
-  "art over quest": (kvjax.ART(kvjax.Quest(16, page=4)), 2),
+  "art over quest": (kvjax.ART(kvjax.Quest(16, page=4), splits=1), 2),
   "ltri": (kvjax.Ltri.example(12), 1),
 }
 

@@ -38,10 +38,8 @@ def _annotated(made: Any = None, **how):
   if made is None:
     return functools.partial(_annotated, **how)
   function = getattr(made, "__func__", getattr(made, "fget", made))
-  if inspect.isfunction(function):
-    if not function.__annotations__ or "<locals>" in function.__qualname__:
-      return made
-  return _checked(made, **how)
+  plain = inspect.isfunction(function) and not function.__annotations__
+  return made if plain or "<locals>" in function.__qualname__ else _checked(made, **how)
 
 
 jaxtyping.jaxtyped = _annotated
@@ -90,10 +88,6 @@ def pytest_collection_finish():
   gc.collect()
   gc.freeze()
   gc.set_threshold(200_000, 20, 50)
-
-
-def pytest_unconfigure():
-  gc.unfreeze()
 
 
 def pytest_xdist_make_scheduler(config, log):

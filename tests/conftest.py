@@ -90,6 +90,10 @@ def pytest_collection_finish():
   gc.set_threshold(200_000, 20, 50)
 
 
+def pytest_unconfigure():
+  gc.unfreeze()
+
+
 def pytest_xdist_make_scheduler(config, log):
   from tests.groups import ByPrograms
 

@@ -45,8 +45,14 @@ EQUIVALENT = {
     )
   },
   "kvjax/streamed.py": {
-    "held, carry = self.retrieve(at, cache, similarity, carry, qpos > 0)": (
+    "held, carry = self._retrieve(at, cache, similarity, carry, qpos > 0)": (
       "the very first token has no block to retrieve"
+    ),
+    "cache, carry = self._retrieve(at, cache, similarity, carry, prompt.valid[:, None] >= 0)": (
+      "a row without tokens gets its cache back, and its votes are its own"
+    ),
+    "return jnp.where(beyond < 1, pos, turned)": (
+      "the ring's first slot is that of its first position, turned or not"
     ),
   },
   "pallas_kernels/_split.py": {
@@ -80,6 +86,11 @@ EQUIVALENT = {
   "pallas_kernels/product.py": {
     "x = _backend.load(x_ref, row, k[None, :], mask=(real))": (
       "the weight beside it is masked; only a NaN behind the array would show, on a GPU"
+    ),
+  },
+  "pallas_kernels/top_k.py": {
+    "place = (base + head + slot)": (
+      "the stores behind it are masked by `keep`: lanes that are not kept write nothing"
     ),
   },
   "pallas_kernels/repair.py": {

@@ -28,6 +28,11 @@ EQUIVALENT = {
     "o = part / np.where(total > 0, total, (2.0))[..., None]": _DIVISOR,
   },
   "kvjax/methods/art.py": {
+    'if self.probe == "full" or size < PROBES:': "of 32 channels the 32 probes are all",
+    "table = jnp.where(t < count[..., None], table, (1))": "nothing reads entries beyond the count",
+    "rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, (4.0), share))": (
+      "first tiles and the newest are read before a walk may stop, in any order"
+    ),
     "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
   },
   "kvjax/methods/longflow.py": {"top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM},
@@ -70,7 +75,18 @@ EQUIVALENT = {
       "how many tiles are fetched at once, not which are walked"
     ),
   },
+  "kvjax/methods/infllm_v2.py": {
+    "return cls(dense_below=length + 2)": "what is dense for one token more is neutral, too",
+  },
+  "kvjax/methods/ltri.py": {
+    "blocks = -(-tokens // self.block) + (tokens >= 1)": (
+      "one block more than a token touches, to which it adds nothing: it costs time"
+    ),
+  },
   "pallas_kernels/cis.py": {
+    "return jnp.where((key >= higher).astype(jnp.int32).sum() > heaviest, higher, low)": (
+      "the bound of one more: of its equals as many belong as are short, be it none"
+    ),
     'scoring["scale"] = head_dim**-(1.0)': (
       "heads are ranked each by itself, and a positive scale changes no order"
     ),

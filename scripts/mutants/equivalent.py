@@ -19,7 +19,13 @@ EQUIVALENT = {
       "a tile that begins at `stop` is behind the newest one, which the next line leaves out"
     ),
   },
+  "kvjax/ops/spans.py": {
+    "return jnp.where(every > 0, own / (every), 1.0)": "what is divided by 0 is not taken",
+  },
   "kvjax/ops/attention.py": {
+    "return jax.tree.map(lambda x: x[:, :, :, :(count + 1)], of_queries(jnp.int32(0)))": (
+      "one block has as many queries as there are"
+    ),
     "width = [(0, to + n if a == axis else 0) for a, n in enumerate(x.shape)]": (
       "more padding than is needed, which the positions mask: it costs time"
     ),

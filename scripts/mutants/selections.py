@@ -41,7 +41,11 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/foresight.py": of("methods/prr"),
   "kvjax/mass_bound.py": of("methods/art_certificate"),
   "kvjax/measured.py": of("methods/certificates"),
-  "kvjax/method.py": of("methods/full", laws=("full", "streaming_llm", "snapkv", "psaw")),
+  "kvjax/method.py": of(
+    "methods/full",
+    laws=("full", "streaming_llm", "snapkv", "psaw"),
+    chosen=(*CHOSEN, "nan_raises_when_asked"),
+  ),
   "kvjax/memory.py": of("devices/memory"),
   "kvjax/offload.py": of("kernels/offload"),
   "kvjax/ring.py": of("methods/ring", "methods/streaming_llm", laws=("streaming_llm",)),

@@ -31,6 +31,7 @@ EQUIVALENT = {
     ),
   },
   "kvjax/early_stops.py": {
+    "u = part / np.where(mass > 0, mass, (2.0))[..., None]": _DIVISOR,
     "o = part / np.where(total > 0, total, (2.0))[..., None]": _DIVISOR,
   },
   "kvjax/methods/art.py": {

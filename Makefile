@@ -16,6 +16,8 @@ TEST_READY := $(VENV)/.test-installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadscope
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python and pytest keep what they compiled, even where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-rest lint types wheel

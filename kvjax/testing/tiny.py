@@ -96,6 +96,13 @@ class Run:
     out += [self.decode(lengths + i, tokens=tokens) for i in range(steps)]
     return np.stack(out, 1)
 
+  def jaxprs(self, chunk):
+    """Of a prompt of these tokens, which fill the width, and of a decode step."""
+    given = self.leaves, self.caches
+    live = np.ones(len(LENGTHS), bool)
+    prompt = _prefill.trace(self.graph, self.method, 0, *given, chunk, LENGTHS)
+    return prompt.jaxpr, _decode.trace(self.graph, self.method, *given, chunk[:, 0], live).jaxpr
+
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(graph, method, past, leaves, caches, tokens, lengths):

@@ -19,15 +19,27 @@ EQUIVALENT = {
       "a tile that begins at `stop` is behind the newest one, which the next line leaves out"
     ),
   },
+  "kvjax/ops/spans.py": {
+    "return jnp.where(every > 0, own / (every), 1.0)": "what is divided by 0 is not taken",
+  },
   "kvjax/ops/attention.py": {
+    "return jax.tree.map(lambda x: x[:, :, :, :(count + 1)], of_queries(jnp.int32(0)))": (
+      "one block has as many queries as there are"
+    ),
     "width = [(0, to + n if a == axis else 0) for a, n in enumerate(x.shape)]": (
       "more padding than is needed, which the positions mask: it costs time"
     ),
   },
   "kvjax/early_stops.py": {
+    "u = part / np.where(mass > 0, mass, (2.0))[..., None]": _DIVISOR,
     "o = part / np.where(total > 0, total, (2.0))[..., None]": _DIVISOR,
   },
   "kvjax/methods/art.py": {
+    'if self.probe == "full" or size < PROBES:': "of 32 channels the 32 probes are all",
+    "table = jnp.where(t < count[..., None], table, (1))": "nothing reads entries beyond the count",
+    "rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, (4.0), share))": (
+      "first tiles and the newest are read before a walk may stop, in any order"
+    ),
     "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
   },
   "kvjax/methods/longflow.py": {"top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM},
@@ -45,8 +57,14 @@ EQUIVALENT = {
     )
   },
   "kvjax/streamed.py": {
-    "held, carry = self.retrieve(at, cache, similarity, carry, qpos > 0)": (
+    "held, carry = self._retrieve(at, cache, similarity, carry, qpos > 0)": (
       "the very first token has no block to retrieve"
+    ),
+    "cache, carry = self._retrieve(at, cache, similarity, carry, prompt.valid[:, None] >= 0)": (
+      "a row without tokens gets its cache back, and its votes are its own"
+    ),
+    "return jnp.where(beyond < 1, pos, turned)": (
+      "the ring's first slot is that of its first position, turned or not"
     ),
   },
   "pallas_kernels/_split.py": {
@@ -64,7 +82,18 @@ EQUIVALENT = {
       "how many tiles are fetched at once, not which are walked"
     ),
   },
+  "kvjax/methods/infllm_v2.py": {
+    "return cls(dense_below=length + 2)": "what is dense for one token more is neutral, too",
+  },
+  "kvjax/methods/ltri.py": {
+    "blocks = -(-tokens // self.block) + (tokens >= 1)": (
+      "one block more than a token touches, to which it adds nothing: it costs time"
+    ),
+  },
   "pallas_kernels/cis.py": {
+    "return jnp.where((key >= higher).astype(jnp.int32).sum() > heaviest, higher, low)": (
+      "the bound of one more: of its equals as many belong as are short, be it none"
+    ),
     'scoring["scale"] = head_dim**-(1.0)': (
       "heads are ranked each by itself, and a positive scale changes no order"
     ),
@@ -80,6 +109,11 @@ EQUIVALENT = {
   "pallas_kernels/product.py": {
     "x = _backend.load(x_ref, row, k[None, :], mask=(real))": (
       "the weight beside it is masked; only a NaN behind the array would show, on a GPU"
+    ),
+  },
+  "pallas_kernels/top_k.py": {
+    "place = (base + head + slot)": (
+      "the stores behind it are masked by `keep`: lanes that are not kept write nothing"
     ),
   },
   "pallas_kernels/repair.py": {

@@ -41,13 +41,19 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/foresight.py": of("methods/prr"),
   "kvjax/mass_bound.py": of("methods/art_certificate"),
   "kvjax/measured.py": of("methods/certificates"),
-  "kvjax/method.py": of("methods/full", laws=("full", "streaming_llm", "snapkv", "psaw")),
+  "kvjax/method.py": of(
+    "methods/full",
+    laws=("full", "streaming_llm", "snapkv", "psaw"),
+    chosen=(*CHOSEN, "nan_raises_when_asked"),
+  ),
   "kvjax/memory.py": of("devices/memory"),
   "kvjax/offload.py": of("kernels/offload"),
   "kvjax/ring.py": of("methods/ring", "methods/streaming_llm", laws=("streaming_llm",)),
   "kvjax/selective.py": of("methods/selective", "methods/topk_oracle", laws=("topk_oracle",)),
-  "kvjax/shared_prefill.py": of(laws=("full", "h2o"), chosen=("shared_prefill",)),
-  "kvjax/streamed.py": of("methods/infllm", laws=("infllm",)),
+  "kvjax/shared_prefill.py": of(
+    "models/refusals", laws=("full", "h2o"), chosen=("shared_prefill",)
+  ),
+  "kvjax/streamed.py": of("methods/infllm", "methods/ltri", laws=("infllm",)),
   "kvjax/traced_layer.py": of("models/refusals"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),

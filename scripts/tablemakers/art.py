@@ -174,7 +174,7 @@ def in_short(results: Results) -> str:
   case = bench.case("decay B32 T32K 8x4")
   slower = cells.span(more, "{:+.2f}", " %").replace("-", "−")
   return (
-    f"where nothing stops, {slower} over dense decode, and {cost(results)}; {cells.time(case.time('ART'))} for "
-    f"{cells.time(case.time('dense decode'))} where {cells.percent(walked(case)[1])} of B32 T32K "
-    "is visited"
+    f"where nothing stops, {slower} over dense decode, and {cost(results)}; "
+    f"{cells.time(case.time('ART'))} for {cells.time(case.time('dense decode'))} where "
+    f"{cells.percent(walked(case)[1])} of B32 T32K is visited"
   )

@@ -23,6 +23,11 @@ MORE = {
   "tova": {"drops_newest": "the paper protects no token from the cut of the prompt"},
   "topk_oracle": {"skips_newest": "reads what weighs most and nothing else"},
 }
+# Every layer of these does the same, and none hears of another: one shows it.
+ONE_LAYER = {
+  *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "r_kv", "longflow"),
+  *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
+}
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
   *("streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"),
@@ -33,7 +38,7 @@ CASES = {
     method,
     tuple(SETTINGS.get(name, {}).items()),
     has_repo=name in HAVE_REPO,
-    **MORE.get(name, {}),
+    **{"layers": 2 - (name in ONE_LAYER), **MORE.get(name, {})},
   )
   for name, method in METHODS.items()
 }
@@ -52,7 +57,7 @@ IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
-    *("infllm", "ltri", "prr"),  # tried in their own files
+    *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files
   },
   "pallas_equals_reference": METHODS.keys() - {"full"},
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},

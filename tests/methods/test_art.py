@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, H2O, Env, Full, LongFlow, Quest, SnapKV, StreamingLLM
+from kvjax import ART, H2O, Env, Full, LongFlow, Plan, Quest, SnapKV, Span, StreamingLLM
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -238,6 +238,30 @@ def test_heads_of_all_shards_count():
   at = ART().at(Env(1, head_axis="heads"), 0)
   counted = jax.vmap(lambda _: at.heads_in_all(2) * jnp.ones(()), axis_name="heads")(jnp.ones(4))
   assert (counted == 8).all()
+
+
+class Holes(Full):
+  """Lists every other tile of four slots, and nothing between."""
+
+  def everything(self, at, cache):
+    tile = jnp.arange(16, dtype=jnp.int32)
+    shape = *cache.pos.shape[:2], 16
+    table = jnp.broadcast_to(jnp.where(tile % 2 == 0, tile, -1), shape)
+    count = jnp.broadcast_to(-(-cache.used[:, None] // 4), shape[:2])
+    stop = cache.used[:, None]
+    return Plan(Span(jnp.zeros_like(stop), stop, 1), table, count, unit=4)
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+def test_a_hole_in_a_list_is_no_tile(impl):
+  """It has no key: no step is counted for it, and no slot is read."""
+  method = ART(Holes(), tau=0.0, phi=0.0, tile=4, splits=1)
+  layer = Layer(method, Stream.random(2, tokens=40), env=Env(4, impl=impl, tile=4))
+  layer.prefill([37, 22])
+  _, aux = layer.decode([37, 22])
+  tiles, slots = np.array([5, 3]), np.array([20, 12])  # of 10 and 6, with 38 and 23 keys
+  assert (np.asarray(aux["tiles"]) == tiles[:, None, None]).all()
+  assert (np.asarray(aux["visited"]) == slots[:, None]).all()
 
 
 def needle(position, tokens=48):

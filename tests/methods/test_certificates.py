@@ -315,3 +315,12 @@ def test_what_cis_leaves_out_of_real_attention(real):
   assert exact[3] < shared[3] < 0.3  # dropped mass
   narrowed = measure(PSAW(CIS(**budget), sinks=2))
   assert narrowed[1] < shared[1]  # the window takes shared tokens away
+
+
+def test_what_no_query_sees_changes_nothing_by_freezing():
+  rng = np.random.default_rng(0)
+  q, k = rng.normal(size=8), rng.normal(size=(5, 8))
+  frozen, visible = k.copy(), np.arange(5) > 1
+  frozen[0] += 9
+  loss = c.freezing_loss(q, k, frozen, visible)
+  assert loss.actual == 0 and loss.bound == 0

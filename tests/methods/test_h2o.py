@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import H2O
+from kvjax import H2O, VATP, Env
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -111,3 +111,12 @@ def test_a_second_turn_adds_to_the_mass():
 def test_bad_settings(kwargs, message):
   with pytest.raises(ValueError, match=message):
     H2O(**kwargs)
+
+
+def test_recent_tokens_go_before_those_that_always_stay():
+  """The order of ART's walk: a first token, which VATP keeps, comes behind all recent ones."""
+  method = VATP(8, sinks=2, recent=4)
+  layer = Layer(method, Stream.random(0, tokens=8), capacity=8, env=Env(4, tile=4))
+  layer.prefill([5, 5])
+  first = np.asarray(method.order(layer.at, layer.cache))[..., :5]  # a slot a position
+  assert (np.argsort(-first, -1, kind="stable") == [4, 3, 2, 1, 0]).all()

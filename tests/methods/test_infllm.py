@@ -65,6 +65,32 @@ def test_a_generation(m, lengths, impl):
   assert all(len(o.gone) > m.retrieved for o in oracles)
 
 
+def test_a_turn_that_is_longer_than_all_before():
+  """Its last queries ask as its first ones do, from twice as far."""
+  m, start = InfLLM(3, 6, 4, 2, chunk=40, held=3, representatives=2), [30, 37]
+  stream = Stream.random(1, tokens=80, head_dim=8)
+  run = Stack(m, [stream])
+  oracles = [InfOracle(stream, b, m) for b in range(2)]
+  for count in (start, [40, 38]):
+    run.prefill(count, [oracle.n for oracle in oracles], m.chunk)
+    for b, oracle in enumerate(oracles):
+      oracle.read(count[b])
+      assert run.retrieved(0, b) == oracle.kept
+  assert all(oracle.kept for oracle in oracles)
+
+
+def test_the_copy_that_was_wanted_longest_ago_makes_room():
+  m = InfLLM(1, 4, 2, 2, chunk=4, held=5, representatives=1)
+  stream = Stream.random(3, tokens=60, head_dim=8)
+  run, oracles = Stack(m, [stream]), [InfOracle(stream, b, m) for b in range(2)]
+  for _ in range(14):
+    run.prefill([4, 4], [oracle.n for oracle in oracles], m.chunk)
+    for b, oracle in enumerate(oracles):
+      oracle.read(4)
+      held = run.caches[0].rows["held"][b].tolist()
+      assert held == [-1 if block is None else block for block, _ in oracle.held]
+
+
 def test_kernels_that_do_not_do_it_say_so():
   m, stream = InfLLM(2, 4, 2, 2, chunk=6, held=2), Stream.random(2, tokens=30)
   with pytest.raises(

@@ -275,19 +275,22 @@ def test_single_tokens():
 
 
 def test_a_second_turn_and_idle_rows():
-  """The predictor follows a further turn's last tokens; rows that have none stay as they were."""
+  """The predictor follows a further turn's last tokens; rows that have none stay as they were.
+
+  The turn begins behind the first token of a tile: only tiles before it have had a score.
+  """
   method = PRR(QUEST, budget=1.5, calibrate=False, history=5)
   stream = Stream.random(3, tokens=70)
   run = Layer(Watched(method), stream, capacity=70, layer=2)
   rows = [Row(method, stream, b) for b in range(2)]
-  run.prefill([30, 19])
-  for row, n in zip(rows, (30, 19), strict=True):
+  run.prefill([29, 19])
+  for row, n in zip(rows, (29, 19), strict=True):
     row.prompt(0, n)
   for step in range(3):
-    run.decode([30, 19 + step], live=[False, True])
+    run.decode([29, 19 + step], live=[False, True])
     rows[1].step(19 + step)
-  run.prefill([9, 0], start=[30, 22], past=None)
-  rows[0].prompt(30, 39)
+  run.prefill([10, 0], start=[29, 22], past=None)
+  rows[0].prompt(29, 39)
   check_steps(run, rows, [39, 22], 12)
 
 

@@ -200,3 +200,15 @@ def test_a_table_is_as_wide_as_what_it_may_list():
   for method, wide in ((Quest(16, page=4), 4), (TopKOracle(12, sinks=2, local=3), 12)):
     assert [method._width(count) for count in (100, wide, 2)] == [wide, wide, 2]
   assert Quest(16, page=4)._width(100, 2.0) == 1 + 2 * 3
+
+
+def test_equal_scores_of_any_sign_of_zero():
+  """A score of 1 is above those of 0, of which the lowest index comes first."""
+  found = listed([[-0.0, 0.0, 1.0, -1.0, 0.0, -2.0]], [6], sinks=0, local=1, k=3)
+  assert found[0][0] == [5, 2, 0, 1]
+
+
+def test_summaries_are_written_where_they_are_said_to_be():
+  x, value = jnp.zeros((1, 1, 4, 2)), jnp.ones((1, 1, 2, 2))
+  out = tiles.write(x, jnp.array([[1, 2]]), jnp.array([[True, False]]), value)
+  assert out[0, 0, :, 0].tolist() == [0, 1, 0, 0]

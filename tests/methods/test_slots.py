@@ -17,6 +17,21 @@ def test_put_drops_out_of_range():
   np.testing.assert_array_equal(out, [[[0, 5, 0], [0, 0, 0]]])
 
 
+def test_what_is_laid_over_comes_entry_by_entry():
+  x, value = np.zeros((2, 4, 3)), np.arange(1, 13.0).reshape(2, 2, 3)
+  out = slots.overlaid(jnp.asarray(x), jnp.array([[3, 1], [4, 0]]), jnp.asarray(value))
+  x[0, 3], x[0, 1], x[1, 0] = value[0, 0], value[0, 1], value[1, 1]  # one entry is beyond x
+  np.testing.assert_array_equal(out, x)
+
+
+def test_slots_are_cut_or_lengthened_by_empty_ones():
+  held = {"pos": jnp.array([[[4, 7, 5]]]), "x": jnp.ones((1, 1, 3, 2))}
+  for size in (2, 3, 5):
+    found = slots.resize(held, size)
+    assert found["pos"][0, 0].tolist() == [4, 7, 5, -1, -1][:size]
+    assert found["x"][0, 0, :, 0].tolist() == [1, 1, 1, 0, 0][:size]
+
+
 def test_append_static_and_scattered_agree():
   rng = np.random.default_rng(0)
   old = {

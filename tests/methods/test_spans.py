@@ -110,6 +110,12 @@ def test_scores_candidates_and_suppression(size):
       assert list(zip(start.tolist(), stop.tolist(), strict=True)) == wanted
 
 
+def test_of_equal_scores_the_longest_span_is_the_candidate():
+  scores = np.where(np.triu(np.ones((6, 6), bool)), 1.0, -np.inf).astype(np.float32)
+  found = zip(*(x.tolist() for x in spans.candidates(jnp.asarray(scores))), strict=True)
+  assert list(found) == slow_candidates(scores)
+
+
 def test_whole_division_against_loops():
   maps = random_maps(3, 40, 16)
   start, stop = spans.divide(jnp.asarray(maps), 0.85, 0.1, 4)

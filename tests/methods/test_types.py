@@ -1,10 +1,12 @@
 """What is in sight: windows, spans and plans against loops over single slots."""
 
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
-from kvjax import Plan, Span, Window
+from kvjax import At, Full, Plan, Rope, Span, Window
+from kvjax.ops import spans
 
 SIZE = 13
 
@@ -51,3 +53,17 @@ def test_entries_of_a_plan_count_what_is_attended_to(unit):
       want.append(sum(inside(s, start[b], stop[b], sinks) for s in slots))
     assert sizes[b, 0].tolist() == want
     assert visited[b, 0] == sum(want)
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: Rope().rotate(jnp.ones((2, 3, 16)), jnp.ones(5, int)),  # a method of a dataclass
+    lambda: At(0, "reference", Full()),  # its fields
+    lambda: spans.ratios(jnp.ones((4, 4)), jnp.ones(1), jnp.ones(1, int), "row"),  # a function
+  ],
+)
+def test_annotations_are_checked(call):
+  """As conftest.py has it; the library by itself checks nothing."""
+  with pytest.raises(jaxtyping.TypeCheckError):
+    call()

@@ -130,6 +130,18 @@ def test_caches_of_another_model(changes, says):
       call()
 
 
+def test_a_shared_prompt_has_the_room_of_its_smallest_member():
+  """Of those that keep every token; one that evicts takes any."""
+
+  class Small(kvjax.Full):
+    def capacity(self, spec, layer):
+      return 8
+
+  for members in ((FULL, Small(), EVICTS), (Small(), FULL)):
+    shared = kvjax.SharedPrefill(members).init_caches(SPEC)
+    assert {cache.size for cache in shared} == {8}
+
+
 def test_who_laid_caches_out_is_carried_along(tmp_path):
   """Through steps, forks, files, loops and the members of a shared prompt."""
   method = kvjax.SharedPrefill((FULL, EVICTS))

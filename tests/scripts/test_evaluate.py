@@ -24,7 +24,7 @@ from scripts.evals.prompt import Reader
 from scripts.evals.registry import TASKS
 from scripts.examples import tiny
 
-LENGTH = 720  # tokens are bytes
+LENGTH = 480  # tokens are bytes
 METHODS = ("streaming_llm", "snapkv")
 SAMPLES = 3
 
@@ -166,7 +166,7 @@ def test_a_method_that_refuses_is_left_out(loaded, tmp_path, monkeypatch, capsys
     ("full", "agnostic"),
     ("fussy", "aware"),
   }
-  assert capsys.readouterr().err.count("not run: fussy, agnostic, 720 tokens: no second turns") == 1
+  assert capsys.readouterr().err.count("not run: fussy, agnostic, 480 tokens: no second turns") == 1
 
 
 def test_cells_that_cannot_be_are_left_out(loaded, tmp_path, capsys):
@@ -176,7 +176,7 @@ def test_cells_that_cannot_be_are_left_out(loaded, tmp_path, capsys):
   said = capsys.readouterr().err
   assert "not run: needle at 100 tokens: length: found 100 tokens, expected at least" in said
   assert "not run: kl, agnostic: there is no question apart from a context" in said
-  assert "not run: gsm8k at 720 tokens: GSM8K" in said
+  assert "not run: gsm8k at 480 tokens: GSM8K" in said
 
 
 # ---- stopping and going on

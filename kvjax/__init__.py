@@ -9,11 +9,14 @@ from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.etf import ETF
+from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
+from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.knorm import Knorm
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.ltri import Ltri
@@ -28,6 +31,7 @@ from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
+from kvjax.prompt_scored import PromptScored
 from kvjax.registry import METHODS, find_method
 from kvjax.rope import Linear, Llama3, Rope, Yarn
 from kvjax.selective import Selective
@@ -73,10 +77,13 @@ __all__ = [
   "Carry",
   "DoubleSparsity",
   "Env",
+  "ExpectedAttention",
   "Full",
   "HShare",
   "InfLLM",
   "InfLLMv2",
+  "KeyDiff",
+  "Knorm",
   "LMInfinite",
   "Linear",
   "Llama3",
@@ -88,6 +95,7 @@ __all__ = [
   "OwnRows",
   "Plan",
   "Prompt",
+  "PromptScored",
   "PyramidKV",
   "Quest",
   "Random",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax import ring
+from kvjax.fields import least
 from kvjax.method import Method
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
@@ -22,7 +23,7 @@ class Bounded(Method):
     budget: tokens kept per KV head.
   """
 
-  budget: int = 2048
+  budget: int = least(1, 2048)
 
   def __new__(cls, *args: Any, **values: Any) -> Any:
     moves = "victim", "landing", "insert"

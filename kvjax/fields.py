@@ -1,4 +1,4 @@
-"""Types of dataclass fields, checked where values come from users: nothing converts in silence."""
+"""Types and bounds of dataclass fields, checked where values come from users."""
 
 from __future__ import annotations
 
@@ -13,16 +13,28 @@ import jax
 import jax.numpy as jnp
 
 
-def check_types(cls: type, values: dict[str, Any]) -> None:
-  """Raises TypeError for a value whose type is not what the field of that name says.
+def least(minimum: int | float, default: Any) -> Any:
+  """A field of numbers from `minimum` on."""
+  return dataclasses.field(default=default, metadata={"least": minimum})
 
-  Integers pass for floats; booleans for neither. Fields of other than plain types and tuples are
-  let through, and so is what tuples hold.
+
+def check(cls: type, values: dict[str, Any]) -> None:
+  """Raises TypeError for a value whose type is not what the field of that name says, ValueError for
+  one below the `least` that it allows.
+
+  Integers pass for floats; booleans for neither. Nothing converts in silence. Fields of other than
+  plain types and tuples are let through, and so is what tuples hold.
   """
   for name, kinds in _plain_types(cls).items():
     if name in values and not any(_fits(values[name], kind) for kind in kinds):
       expected = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
       raise TypeError(f"{cls.__name__}.{name}: found {values[name]!r}, expected {expected}")
+  for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    least = field.metadata.get("least")
+    if least is not None and field.name in values and not values[field.name] >= least:
+      raise ValueError(
+        f"{cls.__name__}.{field.name}: found {values[field.name]}, expected {least} or more"
+      )
 
 
 def check_float(name: str, dtype: Any) -> None:

@@ -86,7 +86,7 @@ class Method:
     _check_moves(cls, moves)
 
   def __new__(cls, *args: Any, **values: Any) -> Method:
-    fields.check_types(cls, {**fields.named_arguments(cls, args), **values})
+    fields.check(cls, {**fields.named_arguments(cls, args), **values})
     return super().__new__(cls)
 
   # ---- what a method declares

@@ -13,11 +13,14 @@ from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.etf import ETF
+from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
+from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.knorm import Knorm
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.ltri import Ltri
@@ -43,6 +46,9 @@ METHODS: dict[str, type[Method]] = {
   "vatp": VATP,
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
+  "expected_attention": ExpectedAttention,
+  "knorm": Knorm,
+  "keydiff": KeyDiff,
   "r_kv": RKV,
   "longflow": LongFlow,
   "topk_oracle": TopKOracle,

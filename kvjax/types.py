@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.fields import check_float, check_types
+from kvjax import fields
 from kvjax.rope import Rope
 from kvjax.softmax_state import State
 from kvjax.traced_layer import TracedLayer
@@ -51,13 +51,13 @@ class CacheSpec:
 
   def __post_init__(self):
     name = type(self).__name__
-    check_types(type(self), vars(self))
+    fields.check(type(self), vars(self))
     for size in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
       if getattr(self, size) < 1:
         raise ValueError(f"{name}.{size}: found {getattr(self, size)}, expected at least 1")
     if self.head_dim % 2:  # rotary embeddings turn pairs of channels
       raise ValueError(f"{name}.head_dim: found {self.head_dim}, expected an even number")
-    check_float(f"{name}.dtype", self.dtype)
+    fields.check_float(f"{name}.dtype", self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Env:
 
   def __post_init__(self):
     name = type(self).__name__
-    check_types(type(self), vars(self))
+    fields.check(type(self), vars(self))
     if self.impl not in IMPLEMENTATIONS:
       raise ValueError(f"{name}.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
     for size in ("layers", "tile"):

@@ -86,6 +86,7 @@ EVALUATIONS = {
   "windows": f"{EVERY} streaming_llm lm_infinite random",
   "attended": f"{EVERY} h2o tova vatp",
   "observed": f"{EVERY} snapkv pyramidkv longflow",
+  "keys": f"{EVERY} expected_attention knorm keydiff",
   "redundant": f"{EVERY} r_kv",
   "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
   "selected": f"{NEEDLE} quest infllm_v2 double_sparsity hshare",

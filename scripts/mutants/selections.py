@@ -36,6 +36,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/ops/smoothing.py": of("methods/prr"),
   "kvjax/ops/spans.py": of("methods/spans", "methods/ltri"),
   "kvjax/ops/tiles.py": of("methods/selective", "methods/quest", laws=("quest",)),
+  "kvjax/prompt_scored.py": of("methods/snapkv", "methods/expected_attention", laws=("snapkv",)),
   "kvjax/bounded.py": of("methods/h2o", "methods/tova", laws=("h2o", "random")),
   "kvjax/entrance.py": of("models/refusals"),
   "kvjax/foresight.py": of("methods/prr"),

@@ -17,16 +17,20 @@ SETTINGS = {
   "cpe": {"start": 0.5},
   "etf": {"start": 0.33},
 }
+NOBODY = "the paper protects no token from the cut of the prompt"
 MORE = {
   "pyramidkv": {"layers": 3},  # a capacity for the first, the last and those between
   "etf": {"layers": 3},  # frozen in the top layer alone, no token is missed by anybody
-  "tova": {"drops_newest": "the paper protects no token from the cut of the prompt"},
+  "tova": {"drops_newest": NOBODY},
+  "knorm": {"drops_newest": NOBODY},
+  "keydiff": {"drops_newest": NOBODY},
   "topk_oracle": {"skips_newest": "reads what weighs most and nothing else"},
 }
 # Every layer of these does the same, and none hears of another: one shows it.
 ONE_LAYER = {
   *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "r_kv", "longflow"),
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
+  *("expected_attention", "knorm", "keydiff"),
 }
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
@@ -57,6 +61,7 @@ IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
+    *("expected_attention", "knorm", "keydiff"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files
   },
   "pallas_equals_reference": METHODS.keys() - {"full"},

@@ -1,0 +1,49 @@
+"""KeyDiff: keep the keys that are least like the rest (Park et al., NeurIPS 2025)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.bounded import Bounded
+from kvjax.method import Method
+from kvjax.ops import slots
+from kvjax.types import At, Attended, Cache, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDiff(Bounded):
+  """A token scores −cos(k, a) with the anchor a, the mean of all keys at length one (§3.2).
+
+  The lowest leaves: of a prompt, which is read at once, and in each step, for which all cached keys
+  are compared anew. That reads them twice beside attention, and keeps no statistic that could
+  drift. No query is looked at.
+
+  Attributes:
+    budget: tokens kept per KV head.
+  """
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length)
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    return slots.lowest(self._apart(cache.slots["k"], cache.pos), cache.pos)
+
+  def rank(
+    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    return self._apart(staged["k"], staged["pos"]), staged
+
+  def _apart(self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+    """−cos(k, a) over the tokens that are there; 0 where either is zero."""
+    k = jnp.where((pos >= 0)[..., None], k.astype(jnp.float32), 0)
+    unit = k / _length(k)
+    anchor = unit.sum(2, keepdims=True)  # its length does not matter
+    return -(unit * (anchor / _length(anchor))).sum(-1)
+
+
+def _length(x: Float[Array, "*batch H"]) -> Float[Array, "*batch 1"]:
+  """‖x‖₂, 1 where it is 0."""
+  norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
+  return jnp.where(norm > 0, norm, 1.0)

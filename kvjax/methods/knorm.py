@@ -1,0 +1,50 @@
+"""Knorm: keys of small norm draw attention; keep those (Devoto et al., EMNLP 2024)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.bounded import Bounded
+from kvjax.method import Method
+from kvjax.ops import slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Knorm(Bounded):
+  """A token scores −‖k‖₂ per KV head; the lowest leaves, of a prompt and in each step (§4).
+
+  No query is looked at. Models that normalise keys per head (Qwen3, Gemma 3) have almost equal
+  norms: expect little there.
+
+  Attributes:
+    budget: tokens kept per KV head.
+    skip_layers: layers that keep every token: (0, 1) in the authors' runs, none here.
+  """
+
+  skip_layers: tuple[int, ...] = ()
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length)
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    return spec.capacity if layer in self.skip_layers else self.budget
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
+    return {"score": jnp.zeros(shape, jnp.float32)}, {}, {}
+
+  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
+    if name != "score":
+      return super().fresh(name, like, new)
+    return -jnp.linalg.norm(new["k"].astype(jnp.float32), axis=-1)
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    return slots.lowest(cache.slots["score"], cache.pos)
+
+  def rank(
+    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    return staged["score"], staged

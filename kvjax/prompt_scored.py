@@ -1,0 +1,103 @@
+"""What methods that cut a prompt once, by a score of its tokens, have in common."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.bounded import InTurn
+from kvjax.method import Method
+from kvjax.ops import slots
+from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScored(InTurn, moves=("scores",)):
+  """Cuts a prompt to its last `window_size` tokens and the best of those before them.
+
+  A subclass scores the tokens (`scores`). The prompt of a layer is staged whole and cut once; a
+  later turn ranks what is cached together with what is new. Then the budget holds: the selected
+  tokens stay, and once the cache is full the oldest of the others, the window's and the generated
+  ones, leaves.
+
+  Attributes:
+    budget: tokens kept per KV head, the window included.
+    window_size: last tokens of the prompt, which stay until generated ones take their slots (32).
+  """
+
+  window_size: int = 32
+
+  def __post_init__(self):
+    name = type(self).__name__
+    if self.window_size < 1:
+      raise ValueError(f"{name}.window_size: found {self.window_size}, expected 1 or more")
+    if self.budget <= self.window_size:
+      raise ValueError(
+        f"{name}.budget: found {self.budget}, expected more than window_size = {self.window_size}"
+      )
+
+  def scores(
+    self,
+    at: At,
+    staged: slots.Slots,
+    past: Bool[Array, "B K S"],
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+  ) -> Float[Array, "B K S"]:
+    """What the staged tokens are worth, 0 or more and finite; those before the window (`past`)
+    compete, the others' scores are not looked at. The rest is as in `rank`.
+    """
+    raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
+
+  @property
+  def standing(self) -> tuple[str, ...]:
+    return ("score",)
+
+  @classmethod
+  def example(cls, budget: int) -> Method:
+    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+
+  @classmethod
+  def neutral(cls, length: int) -> Method:
+    return cls(budget=length + 1, window_size=min(32, length))
+
+  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
+    return {"score": jnp.full(shape, jnp.inf, jnp.float32)}, *super().extra(spec, layer)[1:]
+
+  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
+    """Tokens that no prompt has ranked yet score ∞."""
+    return jnp.full_like(like, jnp.inf) if name == "score" else super().fresh(name, like, new)
+
+  def staying(self, cache: Cache) -> Int[Array, "B K"]:
+    """Those that were selected."""
+    selected = (cache.pos >= 0) & ~jnp.isinf(cache.slots["score"])
+    return selected.sum(-1, dtype=jnp.int32)
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """Empty slots score what the tokens will that take them."""
+    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
+    return super().settle(at, cache.put(slots={"score": score}), prompt)
+
+  def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
+    """Tokens that were not ranked, newest first, then the selected ones by score."""
+    score = cache.slots["score"]
+    ranked = score / (1 + score)  # at most 1
+    return jnp.where(jnp.isinf(score), 1.0 + cache.pos, ranked)
+
+  def rank(
+    self,
+    at: At,
+    staged: slots.Slots,
+    q: Array,
+    qpos: Array,
+    attended: Attended,
+    prompt: Prompt,
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    pos = staged["pos"]
+    first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
+    past = (pos >= 0) & (pos < first[:, None, None])
+    score = self.scores(at, staged, past, q, qpos, attended)
+    score = jnp.where(past, score, jnp.inf)
+    return score, {**staged, "score": score}

@@ -7,7 +7,8 @@ embedding, and what the libraries take). The folder is written aside and renamed
 interrupted conversion leaves no checkpoint, and can be run again.
 
 Arrays keep the precision of the source: bfloat16 and float16 tensors as they are, everything else
-(float32 and dequantised blocks) as float32.
+(float32 and dequantised blocks) as float32; or all of them get a dtype. They are not compressed,
+which would take most of the time and spare a fifth of the bytes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .transformer import Transformer
 FORMAT = "kvjax-checkpoint"
 VERSION = 1
 HUB = "hf:"
+DTYPES = ("bfloat16", "float16", "float32")
 
 # Embeddings are padded to round sizes: Qwen's by 0.3 %, DeepSeek's by 2.3 %.
 _PADDING = 0.05
@@ -47,6 +49,7 @@ def convert(
   dest: str | os.PathLike[str],
   *,
   max_context: int | None = None,
+  dtype: str | None = None,
   progress: bool = True,
 ) -> pathlib.Path:
   """Converts a published model into a checkpoint folder.
@@ -59,6 +62,8 @@ def convert(
     dest: the folder to make; it must not exist yet.
     max_context: use the model up to so many tokens only; what makes a model with a sliding window
       of that size convertible (None: all that it was made for).
+    dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. bfloat16
+      halves what 4-bit blocks take on disk, and the time to load them. None: as the source.
     progress: show a bar on stderr.
 
   Returns:
@@ -67,8 +72,8 @@ def convert(
   Raises:
     FileNotFoundError: there is no such source, or a shard of it is missing.
     FileExistsError: `dest` exists.
-    ValueError: the source is truncated or damaged, tensors are missing or of the wrong shape, the
-      tokenizer belongs to another model, or there are only pickled weights.
+    ValueError: `dtype` is another one, the source is truncated or damaged, tensors are missing or
+      of the wrong shape, the tokenizer belongs to another model, or there are only pickled weights.
     NotImplementedError: the architecture, a quantisation, a rope type, a sliding window or a tensor
       is not supported.
     OSError: the download failed.
@@ -76,6 +81,8 @@ def convert(
   dest = pathlib.Path(dest)
   if dest.exists():
     raise FileExistsError(f"{dest}: exists already, expected a folder to be made")
+  if dtype not in (None, *DTYPES):
+    raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}, or None")
   reader = open_source(source, max_context=max_context)
   tokenizer = reader.tokenizer()
   vocab = reader.config.vocab
@@ -86,16 +93,24 @@ def convert(
     )
   tokenizer.rows = vocab
   names = item_names(reader.config)
-  with aside(dest) as folder, ocp.StandardCheckpointer() as checkpointer:
+  handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+  with aside(dest) as folder, ocp.Checkpointer(handler) as checkpointer:
     folder.mkdir()
     label = f"converting {reader.path.name}"
     for name in tqdm(names, desc=label, unit="item", disable=not progress):
-      checkpointer.save(folder / "items" / name, reader.item(name))
-      checkpointer.wait_until_finished()
+      item = _in_dtype(reader.item(name), dtype)
+      checkpointer.save(folder / "items" / name, args=ocp.args.PyTreeSave(item))
     tokenizer.save(folder)
     description = {"format": FORMAT, "version": VERSION, "model": reader.config.to_json()}
     (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
   return dest
+
+
+def _in_dtype(item: Item, dtype: str | None) -> Item:
+  """An item whose matrices are of this dtype."""
+  if dtype is None:
+    return item
+  return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)) if x.ndim > 1 else x, item)
 
 
 def open_source(source: str | os.PathLike[str], *, max_context: int | None = None) -> Source:

@@ -67,7 +67,7 @@ class GGUF(Source):
       reader = _BoundedReader(self.path)
       self.metadata = {key: field.contents() for key, field in reader.fields.items()}
       self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-      self._mapping = reader.data.base
+      self._mapping = reader.mapping
     except Exception as error:  # a damaged file can trip the reader anywhere
       raise ValueError(
         f"{path}: not readable as GGUF ({type(error).__name__}: {error}), "
@@ -226,7 +226,10 @@ class GGUF(Source):
   def _dequantize(self, name: str, data: np.ndarray) -> np.ndarray:
     kind = self._tensors[name].tensor_type
     try:
-      return gguf.dequantize(data, kind)
+      if data.dtype != np.uint8:  # plain numbers
+        return gguf.dequantize(data, kind)
+      shape = gguf.quant_shape_from_byte_shape(data.shape, kind)
+      return gguf.dequantize(_wider(data), kind).reshape(shape)
     except NotImplementedError as error:
       raise NotImplementedError(
         f"{self.path}: tensor {name!r}: found quantisation {kind.name}, "
@@ -234,10 +237,26 @@ class GGUF(Source):
       ) from error
 
 
+def _wider(rows: np.ndarray) -> np.ndarray:
+  """The same blocks in fewer rows: `gguf` takes 16 rows at a time, which is little at a time."""
+  together = 1
+  while rows.ndim == 2 and together < 8 and rows.shape[0] % (2 * together) == 0:
+    together *= 2
+  return rows.reshape(-1, together * rows.shape[-1]) if together > 1 else rows
+
+
 class _BoundedReader(gguf.GGUFReader):
-  """Raises where the file ends too early; the plain reader returns what is left."""
+  """Raises where the file ends too early; the plain reader returns what is left.
+
+  It reads a vocabulary piece by piece: slices of a plain array take a third of a memmap's time.
+  """
+
+  mapping: Any = None  # what holds the file
 
   def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+    if self.mapping is None:
+      self.mapping, plain = self.data.base, self.data.view(np.ndarray)
+      self.data = plain  # type: ignore[assignment]
     end = int(offset) + int(np.dtype(dtype).itemsize) * int(count)
     if end > len(self.data):
       raise ValueError(f"the file ends at byte {len(self.data)}, expected at least {end}")

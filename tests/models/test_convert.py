@@ -266,6 +266,27 @@ def test_no_such_file(tmp_path):
 # ---- written aside, renamed last
 
 
+def test_matrices_of_a_given_dtype(source, checkpoint, tmp_path):
+  """The same numbers rounded, in half the bytes; vectors stay as they were."""
+  dest = convert.convert(source, tmp_path / "narrow", dtype="bfloat16", progress=False)
+
+  def weights(folder):
+    model, _ = convert.load(folder, dtype=jnp.float32)
+    return jax.tree.leaves(nnx.state(model))
+
+  for narrow, full in zip(weights(dest), weights(checkpoint), strict=True):
+    want = full.astype(jnp.bfloat16).astype(jnp.float32) if full.ndim > 1 else full
+    np.testing.assert_array_equal(narrow, want)
+
+  def size(folder):
+    return sum(path.stat().st_size for path in (folder / "items").rglob("*") if path.is_file())
+
+  assert size(dest) < 0.75 * size(checkpoint)
+  with pytest.raises(ValueError, match="dtype: found 'int8', expected one of bfloat16"):
+    convert.convert(source, tmp_path / "other", dtype="int8")
+  assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monkeypatch, error):
   dest = tmp_path / "model"

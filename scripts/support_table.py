@@ -1,4 +1,4 @@
-"""Writes into the README which method was found to run over how many devices, from the tests.
+"""Writes into models/README.md which method was found to run over how many devices, from the tests.
 
     python -m scripts.support_table                   runs them, minutes, and writes the table
     python -m scripts.support_table --junit FILE ...  takes runs of `pytest --junitxml FILE`
@@ -32,7 +32,7 @@ _CASE = re.compile(r"(\w+)\[(\w+)-(\d+)x(\d+)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes the README's table of methods and devices from the tests."""
+  """Writes models/README.md's table of methods and devices from the tests."""
 
   junit: Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
   """Reports of the tests; by default they are run."""
@@ -78,7 +78,7 @@ def main(args: Args) -> None:
     found = passed(reports)
   if not found:
     raise ValueError(f"{reports}: found no test of several devices that passed")
-  readme = ROOT / "README.md"
+  readme = ROOT / "models" / "README.md"
   text = markers.filled(readme.read_text("utf-8"), "devices", table(found))
   readme.write_text(text, "utf-8")
 

@@ -20,8 +20,6 @@ from .tablemakers import DOCUMENTS, Maker, Results
 from .tablemakers import results as files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Parts that other programs write: `scripts.support_table`.
-OTHERS = {"README.md": {"devices"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +61,8 @@ def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tupl
   for document, makers in DOCUMENTS.items():
     path = folder / document
     text = path.read_text("utf-8")
-    known = {*makers, *OTHERS.get(document, ())}
-    if unknown := [name for name in markers.names(text) if name not in known]:
-      raise ValueError(f"{path}: found markers {unknown}, expected some of {sorted(known)}")
+    if unknown := [name for name in markers.names(text) if name not in makers]:
+      raise ValueError(f"{path}: found markers {unknown}, expected some of {sorted(makers)}")
     found[path] = text, made(text, makers, results)
   return found
 

@@ -1,9 +1,10 @@
-"""README's snippets, in order and in one namespace; its models are tiny ones."""
+"""The snippets of README and of models/README, in order and in one namespace, on tiny models."""
 
 import pathlib
 import re
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = ROOT / "README.md", ROOT / "models" / "README.md"
 
 _TINY = """
 import pathlib
@@ -19,7 +20,8 @@ convert.load = lambda path, **options: own(path, **options) if path else tiny.lo
 
 
 def snippets() -> list[str]:
-  found = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+  text = "\n".join(page.read_text("utf-8") for page in PAGES)
+  found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   assert len(found) >= 7
   return found
 

@@ -271,8 +271,8 @@ def test_prompts_in_sixteen_bits(name, mesh):
 
 
 def test_the_readme_claims_what_methods_say():
-  """Its table, which `scripts.support_table` writes, has split slots for those that spread."""
-  text = (pathlib.Path(__file__).parents[2] / "README.md").read_text("utf-8")
+  """Of models/: `scripts.support_table` writes split slots for those that spread."""
+  text = (pathlib.Path(__file__).parents[2] / "models" / "README.md").read_text("utf-8")
   _, _, rest = text.partition("<!-- devices: begin -->")
   rows = [row.split("|") for row in rest.partition("<!-- devices: end -->")[0].splitlines()[3:]]
   claims = {

@@ -8,10 +8,11 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEXTS = {
-  path.name: path.read_text("utf-8")
-  for path in (ROOT / f"{name}.md" for name in ("README", "RESULTS", "CHANGELOG", "CONTRIBUTING"))
-}
+PAGES = [
+  *("README.md", "RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "MOVING.md", "kvjax/README.md"),
+  *("models/README.md", "pallas_kernels/README.md", "scripts/README.md", "tests/README.md"),
+]
+TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
 FILES = ("py", "json", "txt", "md", "png")
 
 documents = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -57,15 +58,33 @@ def test_paths(text):
   assert missing == []
 
 
-def test_results_are_linked_by_their_headings():
-  headings = re.findall(r"^#+ (.*)$", TEXTS["RESULTS.md"], re.MULTILINE)
-  anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-  assert set(re.findall(r"RESULTS\.md#([\w-]+)", TEXTS["README.md"])) <= anchors
+def anchors(name):
+  """What can be linked in a page."""
+  headings = re.findall(r"^#+ (.*)$", TEXTS[name], re.MULTILINE)
+  return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+  """To files, and to headings of other pages."""
+  here = (ROOT / name).parent
+  for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXTS[name]):
+    path, _, anchor = link.partition("#")
+    target = (here / path).resolve() if path else ROOT / name
+    assert target.exists(), link
+    page = str(target.relative_to(ROOT))
+    assert not anchor or anchor in anchors(page), link
+
+
+def test_the_first_page_is_short():
+  """A newcomer reads it; the rest is where it belongs."""
+  assert len(TEXTS["README.md"].encode()) <= 12_000
 
 
 def test_answers_end_where_the_model_ends_them():
   """Without `stop` a chat model goes on into turns that nobody took."""
-  snippets = re.findall(r"```python\n(.*?)```", TEXTS["README.md"], re.DOTALL)
+  pages = TEXTS["README.md"] + TEXTS["models/README.md"]
+  snippets = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
   calls = [
     {argument.arg for argument in node.keywords}
     for snippet in snippets

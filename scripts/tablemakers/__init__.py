@@ -66,6 +66,8 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "art-probe": art.probe,
     "foresight": studies.foresight,
     "sharing": studies.sharing,
+    "certified": studies.certified,
+    "certificates": studies.certificates,
   },
   "README.md": {"results": summary.table},
 }

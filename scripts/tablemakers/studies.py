@@ -1,4 +1,4 @@
-"""Studies on SmolLM2's own activations: needles in streams, PRR's foresight, shared selections."""
+"""Studies on SmolLM2's own activations: needles, foresight, shared selections, certificates."""
 
 from . import cells
 from .results import GPU, Results
@@ -12,6 +12,7 @@ PREDICTORS = {
   "holt, ρ = 1.25": "Holt, ρ = 1.25",
   "holt, ρ = 1.5": "Holt, ρ = 1.5",
 }
+CERTIFICATES = "cpu/certificates/certificates.json"
 SHARING, CIS, HSHARE = "cpu/sharing/sharing.json", "CIS, s = 16", "HShare"
 
 
@@ -62,3 +63,30 @@ def sharing(results: Results) -> list[str]:
 
 def _figures(found: dict[str, float]) -> list[str]:
   return [f"{found['retrieved']:.2f}", f"{found['overlap']:.2f}", f"{found['dropped']:.3f}"]
+
+
+def certificates(results: Results) -> list[str]:
+  """Shares of the bounds that say something, and of those that fail."""
+  rows = []
+  for row in results.json(CERTIFICATES, "rows"):
+    low, high = (cells.percent(end(row["below_by_text"])) for end in (min, max))
+    below = cells.percent(row["below"])
+    fails = row["fails"]
+    rows.append(
+      [
+        row["name"],
+        row["fitted"],
+        f"{row['bounds']:,}",
+        below if low == high else f"{below} ({low} to {high})",
+        "0" if fails == 0 else cells.percent(fails, 1),
+        f"{row['bound_over_trivial']:.2g}",
+        f"{row['actual_over_trivial']:.2g}",
+      ]
+    )
+  head = ("bound on", "fitted to", "bounds", "below the trivial maximum", "fail")
+  return cells.table((*head, "median bound", "median actual"), rows)
+
+
+def certified(results: Results) -> list[str]:
+  """What the table is of."""
+  return cells.sentence(results.json(CERTIFICATES, "n") + ".")

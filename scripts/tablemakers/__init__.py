@@ -65,6 +65,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "art-stops": art.stops,
     "art-probe": art.probe,
     "foresight": studies.foresight,
+    "shared": studies.shared,
     "sharing": studies.sharing,
     "certified": studies.certified,
     "certificates": studies.certificates,

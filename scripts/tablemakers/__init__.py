@@ -59,6 +59,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "needle": evaluations.needle,
     "full-cache": evaluations.size,
     "ruler": evaluations.ruler,
+    "art-walks": evaluations.walked,
     "ruler-ltri": evaluations.ltri,
     "needles-short": studies.short_needles,
     "needles-long": studies.long_needles,

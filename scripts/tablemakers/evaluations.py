@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import kvjax
+
+from ..evals import walks
 from . import cells
 from .results import GPU, Results
 
@@ -21,6 +24,8 @@ TASKS = (
 )
 LENGTHS = (1024, 2048, 4096)
 RULER = ("prr", "cpe", "streaming_llm", "ltri", "longflow")
+
+SETTINGS = f"{GPU}/evaluation/settings.json"
 
 Cells = dict[tuple[str, int, str, int | None], dict[str, Any]]
 
@@ -58,11 +63,30 @@ def needle(results: Results) -> list[str]:
     missing = ["–"] * (len(BUDGETS) - len(least))
     scores, kls = ([form(held, method, n) for n in least] for form in (_score, _kl))
     rows.append([f"`{method}`", *missing, *scores, *missing, *kls])
-  for method in UNBOUNDED:
+  for method in _able(results, 2048):
     score, kl = _score(held, method, None), _kl(held, method, None)
     rows.append([f"`{method}`, which has no budget", "", "", score, "", "", kl])
   head = ("method", "needle 128", "256", "512", "KL 128", "256", "512")
   return cells.table(head, rows)
+
+
+def _able(results: Results, length: int) -> list[str]:
+  """Methods without a budget, but for those whose walks cannot end early at this length."""
+  settings = results.json(SETTINGS)
+  return [name for name in UNBOUNDED if not walks.too_short(name, None, length, settings)]
+
+
+def walked(results: Results) -> list[str]:
+  """Where ART's walks are too short."""
+  short = [f"{n:,}" for n in LENGTHS if "art" not in _able(results, n)]
+  settings, art = results.json(SETTINGS), kvjax.ART()
+  return cells.sentence(
+    f"`art` has no figures at {' and '.join(short)} tokens: the {settings['batch']} rows of "
+    f"{settings['config']['kv_heads']} KV heads are walked in splits that fill the GPU, none with "
+    f"more tiles of {art.tile} than the {art.patience + 1} after which a walk can end at the "
+    "earliest. It reads there what the full cache reads. What it visited at 4,096 tokens was not "
+    "recorded."
+  )
 
 
 def mean(held: Cells, tasks: Sequence[str], length: int, method: str, budget: int | None) -> str:
@@ -75,10 +99,14 @@ def ruler(results: Results) -> list[str]:
   held = cells_of(results)
   named: list[tuple[str, str, int | None]] = [(f"`{name}`", name, None) for name in UNBOUNDED]
   named += [(f"`{name}`, {budget}", name, budget) for name in RULER for budget in (512, 256)]
-  rows = [
-    [label, *(mean(held, TASKS, length, method, budget) for length in LENGTHS)]
-    for label, method, budget in named
-  ]
+  rows = []
+  for label, method, budget in named:
+    able = [budget is not None or method in _able(results, length) for length in LENGTHS]
+    scores = [
+      mean(held, TASKS, length, method, budget) if ok else "–"
+      for ok, length in zip(able, LENGTHS, strict=True)
+    ]
+    rows.append([label, *scores])
   return cells.table(("method, budget", "1K", "2K", "4K"), rows)
 
 

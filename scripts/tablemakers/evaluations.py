@@ -1,5 +1,6 @@
 """Evaluations of SmolLM2: one needle, divergence, RULER."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ TASKS = (
 LENGTHS = (1024, 2048, 4096)
 RULER = ("prr", "cpe", "streaming_llm", "ltri", "longflow")
 
+VISITS = "cpu/art_visits/summary.json"
 SETTINGS = f"{GPU}/evaluation/settings.json"
 
 Cells = dict[tuple[str, int, str, int | None], dict[str, Any]]
@@ -80,12 +82,23 @@ def walked(results: Results) -> list[str]:
   """Where ART's walks are too short."""
   short = [f"{n:,}" for n in LENGTHS if "art" not in _able(results, n)]
   settings, art = results.json(SETTINGS), kvjax.ART()
+  seen = [cell for cell in results.json(VISITS) if cell["visited"] is not None]
+  tasks = {cell["task"]: cell["score"]["n"] for cell in seen}
+  shares = {
+    name: cells.percent(
+      statistics.fmean(cell["visited"] for cell in seen if cell["method"] == name), 1
+    )
+    for name in dict.fromkeys(cell["method"] for cell in seen)
+  }
   return cells.sentence(
     f"`art` has no figures at {' and '.join(short)} tokens: the {settings['batch']} rows of "
     f"{settings['config']['kv_heads']} KV heads are walked in splits that fill the GPU, none with "
     f"more tiles of {art.tile} than the {art.patience + 1} after which a walk can end at the "
     "earliest. It reads there what the full cache reads. What it visited at 4,096 tokens was not "
-    "recorded."
+    "recorded; on a CPU, float32, the first token after "
+    f"{', '.join(f'{n} prompts of `{task}`' for task, n in tasks.items())} visits "
+    f"{', '.join(f'{share} by `{name}`' for name, share in shares.items())} "
+    "(`scripts/results/cpu/art_visits`)."
   )
 
 

@@ -129,7 +129,8 @@ def test_art_has_scores_only_where_it_can_stop():
   assert rows["`art`"][:2] == ["–", "–"] and float(rows["`art`"][2]) > 50
   assert "–" not in rows["`full`"] + rows["`ltri`, 256"]
   assert not any("`art`" in line for line in evaluations.needle(Results()))
-  assert "at 1,024 and 2,048 tokens" in " ".join(evaluations.walked(Results()))
+  said = " ".join(evaluations.walked(Results()))
+  assert "at 1,024 and 2,048 tokens" in said and "100.0 % by `art:splits=3`" in said
 
 
 def _row(line):

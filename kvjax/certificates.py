@@ -245,23 +245,28 @@ def freezing_loss(
   k: Float[Numbers, "*#batch S H"],
   frozen: Float[Numbers, "*#batch S H"],
   visible: Bool[Numbers, "*#batch S"] | None = None,
+  largest: Float[Numbers, "*#batch"] | None = None,
 ) -> Certificate:
   """β_ETF = ½·‖Ã − A‖₁ ≤ ‖q‖·max_i ‖k̃_i − k_i‖ / √H: what freezing changes in one layer (Th. 8).
 
-  The largest change of a key stands for B·e^(−μ(ℓ − ℓ_s)), the least that Eq. 45 allows. It is the
-  change of one layer for one query; that of the layers above, which read changed states, adds up.
+  The largest change of a key stands for B·e^(−μ(ℓ − ℓ_s)), the least that Eq. 45 allows. That of
+  other keys can be passed, and then the bound holds where no key changes more. It is the change of
+  one layer for one query; that of the layers above, which read changed states, adds up.
 
   Args:
     q: query.
     k: keys as the layer computes them.
     frozen: keys with those of frozen tokens taken from the layer below; rotated alike.
     visible: keys that the query sees; None: all.
+    largest: change of a key, B·e^(−μ(ℓ − ℓ_s)); None: the largest of those that the query sees.
   """
   shift = attention(q, frozen, visible) - attention(q, k, visible)
-  change = np.linalg.norm(_wide(frozen) - _wide(k), axis=-1)
-  if visible is not None:
-    change = np.where(np.asarray(visible), change, 0.0)
-  bound = np.linalg.norm(_wide(q), axis=-1) * change.max(-1) / np.sqrt(q.shape[-1])
+  if largest is None:
+    change = np.linalg.norm(_wide(frozen) - _wide(k), axis=-1)
+    if visible is not None:
+      change = np.where(np.asarray(visible), change, 0.0)
+    largest = change.max(-1)
+  bound = np.linalg.norm(_wide(q), axis=-1) * _wide(largest) / np.sqrt(q.shape[-1])
   return Certificate(np.abs(shift).sum(-1) / 2, bound)
 
 

@@ -58,6 +58,9 @@ class Agreement(NamedTuple):
     early: the probe alone stops, or before the oracle (false positives, the risk).
     late: the oracle alone stops, or before the probe (false negatives).
     offset: mean and standard deviation of the tiles between two different stops; NaN without any.
+    ended: walks that one of them stops at least.
+    agree_of_ended: share of these that both stop at the same tile; NaN without any. The others
+      agree whatever the probe sees.
   """
 
   walks: int
@@ -65,6 +68,13 @@ class Agreement(NamedTuple):
   early: float
   late: float
   offset: tuple[float, float]
+  ended: int
+  agree_of_ended: float
+
+
+def can_stop(tokens: int, tile: int, splits: int, patience: float | int) -> bool:
+  """Whether a walk over so many keys can leave out a tile: it reads at least p + 1 of its split."""
+  return -(-tokens // (tile * splits)) > patience + 1
 
 
 def walk(
@@ -135,6 +145,16 @@ def stops_of_movements(
     calm = np.where(stable[..., t], calm + 1, 0)
     ended = np.where((ended == NEVER) & (calm >= patience), t + 1, ended)
   return ended
+
+
+def of_group(
+  scale: Float[np.ndarray, "*batch G T"], turn: Float[np.ndarray, "*batch G T"]
+) -> tuple[Float[np.ndarray, "*batch 1 T"], Float[np.ndarray, "*batch 1 T"]]:
+  """`movements` of a KV head whose query heads go on together: the largest of theirs.
+
+  It is below a threshold where all of them are, as `ART(stop="group")` has it.
+  """
+  return scale.max(-2, keepdims=True), turn.max(-2, keepdims=True)
 
 
 def read(stop: Int[Numbers, "*batch"], tiles: int) -> Int[np.ndarray, "*batch"]:
@@ -238,7 +258,9 @@ def agreement(probed: Int[Numbers, "*batch"], oracle: Int[Numbers, "*batch"]) ->
   apart = abs(probed - oracle)[both]
   offset = (float(apart.mean()), float(apart.std())) if apart.size else (math.nan, math.nan)
   agree, early, late = (float(x.mean()) for x in (a == b, a < b, a > b))
-  return Agreement(probed.size, agree, early, late, offset)
+  one = (probed != NEVER) | (oracle != NEVER)
+  of_ended = float((a == b)[one].mean()) if one.any() else math.nan
+  return Agreement(probed.size, agree, early, late, offset, int(one.sum()), of_ended)
 
 
 def visited_share(

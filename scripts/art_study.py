@@ -34,6 +34,7 @@ TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 PHIS = (1e-4, 1e-3, 1e-2, 1e-1)
 PATIENCES = (1, 2, 5, 10)
 SPLITS = (1, 2, 4, 8)
+BOTH = (TAU, 1e-2)  # τ of what is not swept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,30 +81,51 @@ def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> I
 
 @dataclasses.dataclass
 class Cost:
-  """What stops of one detector read, and how far off they are."""
+  """What stops of one detector read, and how far off they are, query head by query head.
+
+  Attributes:
+    visited, errors: of each walk.
+    able: whether a walk, or one of its splits, was long enough to stop before its end.
+  """
 
   visited: list[np.ndarray] = dataclasses.field(default_factory=list)
   errors: list[np.ndarray] = dataclasses.field(default_factory=list)
+  able: list[np.ndarray] = dataclasses.field(default_factory=list)
 
-  def add(self, walk: early_stops.Walk, stop: np.ndarray) -> None:
-    tiles = walk.o.shape[-2]
-    self.visited.append((early_stops.read(stop, tiles) / tiles).ravel())
-    self.errors.append(early_stops.error(walk, stop).ravel())
+  def add(self, walk: early_stops.Walk, stop: np.ndarray, patience: int) -> None:
+    tiles, heads = walk.o.shape[-2], walk.mass.shape[:-1]
+    stop = np.broadcast_to(stop, heads)
+    self._add(early_stops.read(stop, tiles), early_stops.error(walk, stop), tiles, 1, patience)
 
-  def add_splits(self, walk: early_stops.Walk, count: int, tau: float) -> None:
-    parts = early_stops.splits(walk, count)
-    stops = [early_stops.stops(early_stops.probe(part.o), tau, PHI, PATIENCE) for part in parts]
+  def add_splits(self, walk: early_stops.Walk, count: int, tau: float, group: bool) -> None:
+    parts, heads = early_stops.splits(walk, count), walk.mass.shape[:-1]
+    stops = []
+    for part in parts:
+      moved = early_stops.movements(early_stops.probe(part.o))
+      moved = early_stops.of_group(*moved) if group else moved
+      found = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
+      stops.append(np.broadcast_to(found, heads))
     o, read = early_stops.joined(parts, stops)
     last = walk.o[..., -1, :]
     apart = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
-    self.visited.append((read / walk.o.shape[-2]).ravel())
-    self.errors.append(apart.ravel())
+    self._add(read, apart, walk.o.shape[-2], count, PATIENCE)
+
+  def _add(
+    self, read: np.ndarray, errors: np.ndarray, tiles: int, splits: int, patience: int
+  ) -> None:
+    self.visited.append((read / tiles).ravel())
+    self.errors.append(errors.ravel())
+    able = early_stops.can_stop(tiles, 1, splits, patience)
+    self.able.append(np.full(errors.size, able))
 
   def summary(self) -> dict[str, float]:
     visited, errors = np.concatenate(self.visited), np.concatenate(self.errors)
+    able = np.concatenate(self.able)
     return {
       "visited": float(visited.mean()),
+      "able": float(able.mean()),
       "stopped": float((visited < 1).mean()),
+      "stopped_of_able": float((visited < 1)[able].mean()) if able.any() else math.nan,
       "error": float(errors.mean()),
       "error_p99": float(np.quantile(errors, 0.99)),
       "far_off": float((errors > 0.1).mean()),
@@ -117,6 +139,7 @@ def detectors() -> dict[str, tuple[float, float, float]]:
     "without scale": (math.inf, PHI, PATIENCE),
     "without direction": (TAU, math.inf, PATIENCE),
     "without patience": (TAU, PHI, 1),
+    "without direction at tau 0.01": (1e-2, math.inf, PATIENCE),
   }
   made |= {f"tau {tau:g}": (tau, PHI, PATIENCE) for tau in TAUS}
   made |= {f"phi {phi:g} at tau 0.01": (1e-2, phi, PATIENCE) for phi in PHIS}
@@ -131,18 +154,31 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     ValueError: no recorded query sees `least` whole tiles.
   """
   costs = {name: Cost() for name in detectors()}
-  split = {(tau, count): Cost() for tau in (TAU, 1e-2) for count in SPLITS}
+  of_groups = {name: Cost() for name in detectors()}
+  split = {(tau, count): (Cost(), Cost()) for tau in BOTH for count in SPLITS}
+  alike: dict[float, list[np.ndarray]] = {tau: [] for tau in BOTH}
+  by_length: dict[int, dict[float, tuple[Cost, Cost]]] = {}
   curves: dict[int, list[np.ndarray]] = {}
   stops: list[tuple[int, int, float, np.ndarray, np.ndarray]] = []
-  bounds: dict[float, list[early_stops.Truncation]] = {TAU: [], 1e-2: []}
+  bounds: dict[float, list[early_stops.Truncation]] = {tau: [] for tau in BOTH}
   for walked in walks(arrays, tile, least, order):
     walk, tiles = walked.walk, walked.walk.o.shape[-2]
     seen = early_stops.movements(early_stops.probe(walk.o))
-    whole = early_stops.movements(walk.o)
+    together, whole = early_stops.of_group(*seen), early_stops.movements(walk.o)
     for name, (tau, phi, patience) in detectors().items():
-      costs[name].add(walk, early_stops.stops_of_movements(*seen, tau, phi, patience))
-    for (tau, count), cost in split.items():
-      cost.add_splits(walk, count, tau)
+      for kind, moved in ((costs, seen), (of_groups, together)):
+        stop = early_stops.stops_of_movements(*moved, tau, phi, patience)
+        kind[name].add(walk, stop, patience)
+    for (tau, count), kinds in split.items():
+      for group, cost in enumerate(kinds):
+        cost.add_splits(walk, count, tau, bool(group))
+    for tau in BOTH:
+      kinds = by_length.setdefault(walked.tokens, {}).setdefault(tau, (Cost(), Cost()))
+      for cost, moved in zip(kinds, (seen, together), strict=True):
+        stop = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
+        cost.add(walk, stop, PATIENCE)
+      free = early_stops.stops_of_movements(*seen, tau, math.inf, PATIENCE)
+      alike[tau].append(free == early_stops.stops_of_movements(*seen, tau, PHI, PATIENCE))
     read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
     errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
     curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
@@ -168,7 +204,25 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     "tile": tile,
     "walks": int(sum(len(x) for x in costs["ART"].visited)),
     "costs": {name: cost.summary() for name, cost in costs.items()},
-    "splits": {f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), cost in split.items()},
+    "splits": {f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), (cost, _) in split.items()},
+    "groups": {
+      **{name: cost.summary() for name, cost in of_groups.items()},
+      **{f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), (_, cost) in split.items()},
+    },
+    "lengths": {
+      f"{tau:g}": {
+        f"{n} tokens": {
+          "query head": kinds[tau][0].summary()["visited"],
+          "group": kinds[tau][1].summary()["visited"],
+        }
+        for n, kinds in _few(sorted(by_length.items()))
+      }
+      for tau in BOTH
+    },
+    "without_direction": {
+      f"{tau:g}": {"walks": sum(x.size for x in found), "same_stop": int(sum(map(np.sum, found)))}
+      for tau, found in alike.items()
+    },
     "curves": {
       layer: np.quantile(np.concatenate(found), (0.5, 0.9), 0).tolist()
       for layer, found in curves.items()
@@ -183,6 +237,11 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     },
     "bounds": {f"{tau:g}": _bounds(found) for tau, found in bounds.items()},
   }
+
+
+def _few(listed: list[Any]) -> list[Any]:
+  """At most eight, evenly apart, the last one among them."""
+  return listed[::-1][:: math.ceil(len(listed) / 8)][::-1]
 
 
 def _some(layers: list[int]) -> list[int]:
@@ -218,27 +277,50 @@ def tables(found: dict[str, Any], about: str) -> str:
   """The tables as text."""
   lines = [about, f"{found['walks']:,} walks, {found['order']}, tiles of {found['tile']} keys", ""]
   lines += ["What detectors read and miss (Tab. 3, Figs. 6 and 7)", ""]
-  lines.append(f"  {'':24} {'visited':>8} {'stopped':>8} {'error':>9} {'99 %':>9} {'> 0.1':>7}")
-  for name, cost in {**found["costs"], **found["splits"]}.items():
-    lines.append(
-      f"  {name:24} {cost['visited']:8.1%} {cost['stopped']:8.1%} {cost['error']:9.2e} "
-      f"{cost['error_p99']:9.2e} {cost['far_off']:7.2%}"
-    )
-  lines += ["", "  error: ‖o(T) − o(t)‖ / ‖o(T)‖, mean over all walks, the unstopped ones too"]
+  for kind, costs in (
+    ("each query head by itself", {**found["costs"], **found["splits"]}),
+    ("the query heads of a KV head together, as ART's default", found["groups"]),
+  ):
+    lines.append(f"  {kind}")
+    heads = f"{'visited':>8} {'stopped':>8} {'of able':>8} {'error':>9} {'99 %':>9} {'> 0.1':>7}"
+    lines.append(f"  {'':29} {heads}")
+    lines += [
+      f"  {name:29} {cost['visited']:8.1%} {cost['stopped']:8.1%} {_share(cost):>8} "
+      f"{cost['error']:9.2e} {cost['error_p99']:9.2e} {cost['far_off']:7.2%}"
+      for name, cost in costs.items()
+    ]
+    lines.append("")
+  lines += ["  error: ‖o(T) − o(t)‖ / ‖o(T)‖, mean over all walks, the unstopped ones too"]
+  lines += ["  of able: of the walks that can stop before their end: over p + 1 tiles in a split"]
+  for tau, row in found["without_direction"].items():
+    same = f"{row['same_stop']:,} of {row['walks']:,}"
+    lines.append(f"  φ = ∞ at τ = {tau}: {same} walks end at the same tile")
+  for tau, rows in found["lengths"].items():
+    lines += ["", f"Share of the tiles visited, τ = {tau}", ""]
+    lines.append(f"  {'':12} {'query head':>10} {'group':>7}")
+    lines += [f"  {n:12} {x['query head']:10.1%} {x['group']:7.1%}" for n, x in rows.items()]
   for tau, rows in found["agreement"].items():
     lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}", ""]
-    lines.append(f"  {'':12} {'n':>7} {'agree':>8} {'FP':>7} {'FN':>7}  Δblk")
+    head = f"{'n':>7} {'agree':>8} {'FP':>7} {'FN':>7} {'ended':>7} {'agree':>8}  Δblk"
+    lines.append(f"  {'':12} {head}")
     for name, row in rows.items():
       mean, deviation = row["offset"]
       apart = "" if math.isnan(mean) else f"{mean:.2f} ± {deviation:.2f}"
+      of_ended = "–" if math.isnan(row["agree_of_ended"]) else f"{row['agree_of_ended']:.2%}"
       lines.append(
         f"  {name:12} {row['walks']:7,} {row['agree']:8.2%} {row['early']:7.2%} "
-        f"{row['late']:7.2%}  {apart}".rstrip()
+        f"{row['late']:7.2%} {row['ended']:7,} {of_ended:>8}  {apart}".rstrip()
       )
+    lines += ["", "  ended: walks that one of the two ends, and how many of these they agree on"]
   for tau, row in found["bounds"].items():
     lines += ["", f"Theorems 1 and 2 at the stops, τ = {tau}", ""]
     lines += [f"  {name.replace('_', ' '):34} {_short(value)}" for name, value in row.items()]
   return "\n".join(lines) + "\n"
+
+
+def _share(cost: dict[str, float]) -> str:
+  found = cost["stopped_of_able"]
+  return "–" if math.isnan(found) else f"{found:.1%}"
 
 
 def _short(value: float | int) -> str:

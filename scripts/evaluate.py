@@ -426,7 +426,7 @@ def _write_traces(folder: pathlib.Path, made: Sequence[dict[str, Any]]) -> None:
 
 def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:
   """The table of a folder, which also writes it there."""
-  summaries = summary.summarise(rows)
+  summaries = summary.summarise(rows, store.settings_of(folder))
   text = summary.table(summaries)
   with common.written_aside(folder / "summary.txt") as path:
     path.write_text(text + "\n", "utf-8")

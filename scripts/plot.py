@@ -23,7 +23,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from . import common
-from .evals import needle, pictures, store
+from .evals import needle, pictures, store, walks
 from .evals.summary import Summary, summarise
 
 RULER = (*needle.SHAPES, "vt", "cwe", "fwe", "qa_1", "qa_2", "facts_1", "facts_2")
@@ -47,7 +47,9 @@ class Results:
 
   Attributes:
     runs: (name, settings) of every evaluation.
-    rows: all their rows; a run's rows follow those of the run before.
+    rows: their rows; a run's rows follow those of the run before. Left out are those of methods
+      whose walks are too short to end early.
+    short: what these are called.
     traces: what methods visited.
     benches: contents of bench files.
 
@@ -58,6 +60,7 @@ class Results:
   def __init__(self, paths: Iterable[pathlib.Path]):
     self.runs: list[tuple[str, dict[str, Any]]] = []
     self.rows: list[dict[str, Any]] = []
+    self.short: list[str] = []
     self.traces: list[Any] = []
     self.benches: list[Any] = []
     for path in paths:
@@ -77,8 +80,13 @@ class Results:
     twice = next((store.key(row) for row in rows if store.key(row) in known), None)
     if twice:
       raise ValueError(f"{path}: found row {twice} of an earlier folder again, expected other rows")
-    self.rows += rows
-    self.runs.append((path.name, json.loads((path / store.SETTINGS).read_text("utf-8"))))
+    settings = store.settings_of(path)
+    for row in rows:
+      if walks.too_short(row["method"], row["budget"], row["length"], settings):
+        self.short.append(f"{row['method']} at {row['length']:,} tokens")
+      else:
+        self.rows.append(row)
+    self.runs.append((path.name, settings))
     traces = path / "traces.json"
     if traces.is_file():
       self.traces += json.loads(traces.read_text("utf-8"))
@@ -131,6 +139,9 @@ def page(
   if weak:
     listed = html.escape("; ".join(weak))
     parts.append(f"<p>Left out, since the full cache scores below {least:.0%}: {listed}.</p>")
+  if results.short:
+    listed = html.escape("; ".join(dict.fromkeys(results.short)))
+    parts.append(f"<p>Left out, since their walks are too short to end early: {listed}.</p>")
   if results.rows:
     parts.append("<h2>All numbers</h2>\n" + _table(summarise(results.rows)))
     parts.append(

@@ -16,6 +16,7 @@ from kvjax.models.transformer import Caches, Transformer
 from kvjax.shared_prefill import take
 
 from .. import common
+from . import walks
 from .divergence import compare, surprise
 from .plan import Cell, Entry
 
@@ -132,6 +133,7 @@ class Runner:
       forced = np.full((self.batch, steps), -1, np.int32)
       for row, i in enumerate(indices):
         forced[row] = cell.forced[i][:steps]
+    visited = walks.visited(self.model, entry.method, caches, logits)
     timing["cold"] += self._cold("decode", entry.method, cell.length, cell.task.forced)
     began = time.perf_counter()
     generation, caches = generate(
@@ -176,6 +178,7 @@ class Runner:
           **scores[row],
           "cache_bytes": used // self.batch,
           "host_bytes": host // self.batch,
+          **({} if visited is None else {"visited": round(float(visited[row]), 5)}),
           "about": dict(cell.rows[i].about),
           "seconds": {
             name: round(value, 5) if isinstance(value, float) else value

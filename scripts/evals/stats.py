@@ -1,10 +1,11 @@
-"""Means with 95 % confidence intervals: Wilson's for shares, bootstrap for everything else."""
+"""Means with 95 % confidence intervals: Wilson's of shares, Student's of a few, else bootstrap."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import special
 
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _RESAMPLES = 2000
@@ -43,6 +44,20 @@ def estimate(values: Sequence[float], *, shares: bool = True) -> Estimate:
   means = x[rng.integers(0, x.size, (_RESAMPLES, x.size))].mean(1)
   low, high = np.quantile(means, (0.025, 0.975))
   return Estimate(x.size, float(x.mean()), float(low), float(high), "bootstrap")
+
+
+def student(values: Sequence[float]) -> Estimate:
+  """Student's interval: for a few values, of which resamples would say too little.
+
+  Raises:
+    ValueError: there are fewer than two.
+  """
+  x = np.asarray(values, np.float64)
+  if x.size < 2:
+    raise ValueError(f"values: found {x.size}, expected at least two")
+  apart = special.stdtrit(x.size - 1, 0.975) * x.std(ddof=1) / math.sqrt(x.size)
+  mean = float(x.mean())
+  return Estimate(x.size, mean, mean - float(apart), mean + float(apart), "Student")
 
 
 def wilson(hits: int, n: int) -> tuple[float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import console
+from . import walks
 from .stats import Estimate, estimate
 
 GROUP = ("task", "length", "mode", "method", "budget")
@@ -28,6 +29,8 @@ class Summary:
     prefill_seconds: median seconds in which a batch's prompts were read, for all methods that
       shared that pass.
     batch: rows of those batches.
+    visited: share of the tokens seen that the first step attended to, where rows have it.
+    too_short: whether the method ends walks early and none of this length can be.
   """
 
   task: str
@@ -44,12 +47,17 @@ class Summary:
   step_seconds: float | None
   prefill_seconds: float | None
   batch: int
+  visited: float | None = None
+  too_short: bool = False
 
 
-def summarise(rows: Iterable[dict[str, Any]]) -> list[Summary]:
+def summarise(
+  rows: Iterable[dict[str, Any]], settings: dict[str, Any] | None = None
+) -> list[Summary]:
   """One summary per cell, in the order in which cells first come; full caches first within a cell.
 
   Relative values compare the rows that both have: a run that was stopped compares like with like.
+  `settings` are the folder's; without them no walk is too short.
   """
   cells: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
   for row in rows:
@@ -88,6 +96,8 @@ def summarise(rows: Iterable[dict[str, Any]]) -> list[Summary]:
           row["seconds"]["prefill"] for row in mine if "prefill" not in row["seconds"]["cold"]
         ),
         batch=max(row["seconds"]["rows"] for row in mine),
+        visited=_mean(row["visited"] for row in mine if "visited" in row),
+        too_short=settings is not None and walks.too_short(method, budget, length, settings),
       )
     )
   first = {named[:3]: i for i, named in reversed(list(enumerate(cells)))}
@@ -99,6 +109,11 @@ def _median(values: Iterable[float]) -> float | None:
   return statistics.median(listed) if listed else None
 
 
+def _mean(values: Iterable[float]) -> float | None:
+  listed = list(values)
+  return statistics.fmean(listed) if listed else None
+
+
 def table(summaries: Sequence[Summary]) -> str:
   """The summaries as a table, one block of columns for scores and one for divergences."""
   answered = [s for s in summaries if "kl" not in s.also]
@@ -107,18 +122,37 @@ def table(summaries: Sequence[Summary]) -> str:
   if answered:
     head = ("task", "length", "mode", "method", "budget", "n", "score", "95 % interval")
     head += ("of full", "cache", "of full", "ms/step")
-    parts.append(console.table(head, [_cells(s, _score) for s in answered], left=(0, 2, 3)))
+    parts.append(_part(head, answered, _score))
   if followed:
     head = ("task", "length", "mode", "method", "budget", "n", "KL", "95 % interval", "top-1")
     head += ("perplexity", "cache", "of full", "ms/step")
-    parts.append(console.table(head, [_cells(s, _divergence) for s in followed], left=(0, 2, 3)))
+    parts.append(_part(head, followed, _divergence))
   kinds = sorted({s.score.interval for s in answered} | {"bootstrap" for _ in followed})
   meaning = {
     "Wilson": "Wilson's, where every score is 0 or 1",
     "bootstrap": "the bootstrap's percentiles (2,000 resamples of the rows), elsewhere",
   }
   parts.append("  95 % interval: " + "; ".join(meaning[kind] for kind in kinds))
+  if any(s.too_short for s in summaries):
+    parts.append(
+      "  cannot stop: its walks are too short to end early, it reads what the full cache does"
+    )
   return "\n\n".join(parts)
+
+
+def _part(head: tuple[str, ...], summaries: Sequence[Summary], middle: Any) -> str:
+  """A block of the table; what was visited is a column where a method says it."""
+  rows = [_cells(s, middle) for s in summaries]
+  if any(s.visited is not None or s.too_short for s in summaries):
+    head += ("visited",)
+    rows = [[*row, _visited(s)] for row, s in zip(rows, summaries, strict=True)]
+  return console.table(head, rows, left=(0, 2, 3))
+
+
+def _visited(s: Summary) -> str:
+  if s.too_short:
+    return "cannot stop"
+  return "" if s.visited is None else f"{s.visited:.1%}"
 
 
 def _cells(s: Summary, middle: Any) -> list[str]:

@@ -26,6 +26,12 @@ BASES = {
   "SnapKV 0.8": "SnapKV, four fifths",
 }
 STUDY = "art_study/tile128_8192_{}.json"
+RUNS = {
+  "art_study/tile128_8192_newest.json": "8,192 tokens, tiles of 128, 3 layers",
+  "art_study/tile32_2048_newest.json": "2,048 tokens, tiles of 32, 8 layers",
+}
+TAUS = {"1e-05": "1e-5", "0.01": "0.01"}
+LENGTHS = (1024, 2048, 4096, 6144, 8192)
 ORDERS = {"newest": "newest tile first", "sinks": "`sinks=4`: first tile first"}
 
 
@@ -113,44 +119,89 @@ def forced(results: Results) -> list[str]:
     case.remark(rf"{name} in (\d+)% of the heads after (\d+)% of a walk's tiles") for name in FORCED
   ]
   said = (f"{heads} % of the heads after {after} %" for heads, after in found)
+  groups = [
+    cells.percent(results.json(STUDY.format("newest"), "groups", f"tau {tau}")["stopped"])
+    for tau in ("1e-05", "0.01")
+  ]
   return cells.sentence(
     "Heads that stop, and the share of a walk's tiles after which they do, at τ = 1e-5, at "
-    f"τ = 0.01 and as the paper's times say: {', '.join(said)}."
+    f"τ = 0.01 and as the paper's times say: {', '.join(said)}. The first two are SmolLM2's query "
+    "heads by themselves; its groups, which go on until all three query heads are stable, stop in "
+    f"{groups[0]} and {groups[1]} of the walks, later."
   )
 
 
 def stops(results: Results) -> list[str]:
+  """What stops read and miss, of query heads by themselves and of a KV head's together."""
   rows = []
   for order, label in ORDERS.items():
-    for tau, words in (("1e-05", "1e-5"), ("0.01", "0.01")):
+    for tau, words in TAUS.items():
       for count in (1, 2, 4, 8):
-        cost = results.json(STUDY.format(order), "splits", f"tau {tau}, {count} splits")
-        read, ended = (cells.percent(cost[key], 1) for key in ("visited", "stopped"))
-        rows.append([label, words, str(count), read, ended, f"{cost['error']:.1e}"])
-  return cells.table(("order", "τ", "splits", "read", "walks that stop", "mean error"), rows)
+        row = [label, words, str(count)]
+        for kind in ("splits", "groups"):
+          cost = results.json(STUDY.format(order), kind, f"tau {tau}, {count} splits")
+          row += [cells.percent(cost[key], 1) for key in ("visited", "stopped")]
+          row.append(f"{cost['error']:.1e}")
+        rows.append(row)
+  head = ("order", "τ", "splits", "read, a query head", "stop", "mean error")
+  return cells.table((*head, "read, a group", "stop", "mean error"), rows)
+
+
+def lengths(results: Results) -> list[str]:
+  """Shares visited by length: one walk, of a query head and of a group."""
+  rows = []
+  for order, label in ORDERS.items():
+    for tau, words in TAUS.items():
+      found = results.json(STUDY.format(order), "lengths", tau)
+      for kind in ("query head", "group"):
+        row = [cells.percent(found[f"{n} tokens"][kind]) for n in LENGTHS]
+        rows.append([f"{label}, τ = {words}, a {kind}", *row])
+  return cells.table(("", *(f"{n:,} tokens" for n in LENGTHS)), rows)
 
 
 def probe(results: Results) -> list[str]:
-  """How often the probe agrees, and where the bounds apply."""
-  agreement = ("agreement", "1e-05", "all", "agree")
-  agreed = [
-    cells.percent(results.json(f"art_study/{run}_newest.json", *agreement))
-    for run in ("tile128_8192", "tile32_2048")
+  """How often the probe agrees where it can err, and what φ adds."""
+  rows = []
+  for run, which in RUNS.items():
+    for tau, words in TAUS.items():
+      found = results.json(run, "agreement", tau, "all")
+      free = results.json(run, "without_direction", tau)
+      rows.append(
+        [
+          which,
+          words,
+          f"{found['walks']:,}",
+          f"{found['ended']:,}",
+          cells.percent(found["agree_of_ended"]),
+          cells.percent(found["agree"]),
+          f"{free['same_stop']:,}",
+        ]
+      )
+  last = f"{LENGTHS[-1]} tokens"
+  longest = [results.json(STUDY.format("newest"), "agreement", tau, last) for tau in TAUS]
+  agreed = [cells.percent(found["agree"]) for found in longest]
+  head = ("newest tile first", "τ", "walks", "either ends", "of these alike", "of all alike")
+  return [
+    *cells.table((*head, "walks that end alike without φ"), rows),
+    "",
+    *cells.sentence(
+      f"Of the {longest[0]['walks']} walks that see all {LENGTHS[-1]:,} tokens both end alike in "
+      f"{agreed[0]} at τ = 1e-5 and in {agreed[1]} at τ = 0.01."
+    ),
   ]
-  bounds = [
-    results.json(STUDY.format(order), "bounds", tau)
-    for order in ORDERS
-    for tau in ("1e-05", "0.01")
-  ]
+
+
+def theorems(results: Results) -> list[str]:
+  """Where the bounds apply."""
+  bounds = [results.json(STUDY.format(order), "bounds", tau) for order in ORDERS for tau in TAUS]
   holds, wrong = (
     [found[key] for found in bounds] for key in ("decays", "violations_where_it_decays")
   )
   assumed = max(found["assumption"] for found in bounds)
   return cells.sentence(
-    f"The probe of 32 of 64 dimensions agrees with all of them in {agreed[0]} of the walks "
-    f"({agreed[1]} over 2,048 tokens), at τ = 1e-5. Assumption 1 of the theorems held at "
-    f"{cells.percent(assumed)} of the stops, Lemma 1 at {cells.percent(min(holds))} to "
-    f"{cells.percent(max(holds))}, where the bound was broken {sum(wrong)} times."
+    f"Assumption 1 of the theorems held at {cells.percent(assumed)} of the stops, Lemma 1 at "
+    f"{cells.percent(min(holds))} to {cells.percent(max(holds))}, where the bound was broken "
+    f"{sum(wrong)} times."
   )
 
 

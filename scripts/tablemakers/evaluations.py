@@ -1,8 +1,12 @@
 """Evaluations of SmolLM2: one needle, divergence, RULER."""
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import kvjax
+
+from ..evals import walks
 from . import cells
 from .results import GPU, Results
 
@@ -13,7 +17,8 @@ METHODS = (
   *("cpe", "cpe:kv=previous", "psaw", "etf", "etf:kv=previous", "infllm", "ltri", "tova", "r_kv"),
   *("streaming_llm", "lm_infinite", "h2o", "vatp", "longflow", "snapkv", "pyramidkv", "random"),
 )
-UNBOUNDED = ("full", "art")
+ART = "art:splits=fill"  # as many walks as fill the GPU
+UNBOUNDED = ("full", ART)
 # In these the full cache reaches half at 1K and 2K.
 TASKS = (
   *("niah_single_1", "niah_single_2", "niah_single_3"),
@@ -21,6 +26,9 @@ TASKS = (
 )
 LENGTHS = (1024, 2048, 4096)
 RULER = ("prr", "cpe", "streaming_llm", "ltri", "longflow")
+
+VISITS = "cpu/art_visits/summary.json"
+SETTINGS = f"{GPU}/evaluation/settings.json"
 
 Cells = dict[tuple[str, int, str, int | None], dict[str, Any]]
 
@@ -58,11 +66,41 @@ def needle(results: Results) -> list[str]:
     missing = ["–"] * (len(BUDGETS) - len(least))
     scores, kls = ([form(held, method, n) for n in least] for form in (_score, _kl))
     rows.append([f"`{method}`", *missing, *scores, *missing, *kls])
-  for method in UNBOUNDED:
+  for method in _able(results, 2048):
     score, kl = _score(held, method, None), _kl(held, method, None)
     rows.append([f"`{method}`, which has no budget", "", "", score, "", "", kl])
   head = ("method", "needle 128", "256", "512", "KL 128", "256", "512")
   return cells.table(head, rows)
+
+
+def _able(results: Results, length: int) -> list[str]:
+  """Methods without a budget, but for those whose walks cannot end early at this length."""
+  settings = results.json(SETTINGS)
+  return [name for name in UNBOUNDED if not walks.too_short(name, None, length, settings)]
+
+
+def walked(results: Results) -> list[str]:
+  """Where ART's walks are too short."""
+  short = [f"{n:,}" for n in LENGTHS if ART not in _able(results, n)]
+  settings, art = results.json(SETTINGS), kvjax.ART()
+  seen = [cell for cell in results.json(VISITS) if cell["visited"] is not None]
+  tasks = {cell["task"]: cell["score"]["n"] for cell in seen}
+  shares = {
+    name: cells.percent(
+      statistics.fmean(cell["visited"] for cell in seen if cell["method"] == name), 1
+    )
+    for name in dict.fromkeys(cell["method"] for cell in seen)
+  }
+  return cells.sentence(
+    f"`{ART}` has no figures at {' and '.join(short)} tokens: the {settings['batch']} rows of "
+    f"{settings['config']['kv_heads']} KV heads are walked in splits that fill the GPU, none with "
+    f"more tiles of {art.tile} than the {art.patience + 1} after which a walk can end at the "
+    "earliest. It reads there what the full cache reads. What it visited at 4,096 tokens was not "
+    "recorded; on a CPU, float32, the first token after "
+    f"{', '.join(f'{n} prompts of `{task}`' for task, n in tasks.items())} visits "
+    f"{', '.join(f'{share} by `{name}`' for name, share in shares.items())} "
+    "(`scripts/results/cpu/art_visits`)."
+  )
 
 
 def mean(held: Cells, tasks: Sequence[str], length: int, method: str, budget: int | None) -> str:
@@ -75,10 +113,14 @@ def ruler(results: Results) -> list[str]:
   held = cells_of(results)
   named: list[tuple[str, str, int | None]] = [(f"`{name}`", name, None) for name in UNBOUNDED]
   named += [(f"`{name}`, {budget}", name, budget) for name in RULER for budget in (512, 256)]
-  rows = [
-    [label, *(mean(held, TASKS, length, method, budget) for length in LENGTHS)]
-    for label, method, budget in named
-  ]
+  rows = []
+  for label, method, budget in named:
+    able = [budget is not None or method in _able(results, length) for length in LENGTHS]
+    scores = [
+      mean(held, TASKS, length, method, budget) if ok else "–"
+      for ok, length in zip(able, LENGTHS, strict=True)
+    ]
+    rows.append([label, *scores])
   return cells.table(("method, budget", "1K", "2K", "4K"), rows)
 
 

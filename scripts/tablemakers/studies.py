@@ -1,4 +1,4 @@
-"""Studies on SmolLM2's own activations: needles in streams, PRR's foresight, shared selections."""
+"""Studies on SmolLM2's own activations: needles, foresight, shared selections, certificates."""
 
 from . import cells
 from .results import GPU, Results
@@ -12,7 +12,10 @@ PREDICTORS = {
   "holt, ρ = 1.25": "Holt, ρ = 1.25",
   "holt, ρ = 1.5": "Holt, ρ = 1.5",
 }
-SHARING, CIS, HSHARE = "cpu/sharing/sharing.json", "CIS, s = 16", "HShare"
+CERTIFICATES = "cpu/certificates/certificates.json"
+SHARING = "cpu/sharing/sharing.json"
+SHARED = {"retrieved": ".2f", "visited": ".1f", "overlap": ".3f", "dropped": ".3f"}
+AHEAD = ("overlap", "dropped")
 
 
 def short_needles(results: Results) -> list[str]:
@@ -49,16 +52,61 @@ def foresight(results: Results) -> list[str]:
 
 
 def sharing(results: Results) -> list[str]:
-  """Settings of either side by side, from the fewest retrievals to the most."""
-  sides = []
-  for method in (CIS, HSHARE):
-    found = results.json(SHARING, "found", method)
-    by_share = sorted(found.items(), key=lambda named: named[1]["retrieved"])
-    sides.append([[name, *_figures(each)] for name, each in by_share])
-  rows = [[*left, *right] for left, right in zip(*sides, strict=True)]
-  head = ("ρ̂", "overlap", "dropped")
-  return cells.table((CIS, *head, HSHARE, *head), rows)
+  """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
+  rows = []
+  for line, points in results.json(SHARING, "found").items():
+    for point, found in sorted(points.items(), key=lambda named: named[1]["retrieved"]["mean"]):
+      figures = [_within(found[name], form) for name, form in SHARED.items()]
+      ahead = [_within(found.get(f"{name} ahead"), f"+{SHARED[name]}") for name in AHEAD]
+      rows.append([f"{line}, {point}", *figures, *ahead])
+  head = ("", "ρ̂", "tokens a head", "overlap", "dropped")
+  return cells.table((*head, "overlap less HShare's", "dropped less HShare's"), rows)
 
 
-def _figures(found: dict[str, float]) -> list[str]:
-  return [f"{found['retrieved']:.2f}", f"{found['overlap']:.2f}", f"{found['dropped']:.3f}"]
+def _within(found: dict[str, float] | None, form: str) -> str:
+  """A mean and half the width of its interval."""
+  if found is None:
+    return ""
+  text = f"{found['mean']:{form}}".replace("-", "−")
+  return f"{text} ± {found['high'] - found['mean']:{form.lstrip('+')}}"
+
+
+def shared(results: Results) -> list[str]:
+  """What the table is of, and what CIS attended to."""
+  report = results.json(SHARING)
+  texts, tokens = report["texts"], []
+  for line, points in report["found"].items():
+    low, high = (f"{end(p['visited']['mean'] for p in points.values()):.1f}" for end in (min, max))
+    tokens.append(f"{line} attends to {low if low == high else f'{low} to {high}'} tokens a head")
+  kept = [x for points in report["retrieved_tokens"].values() for x in points.values()]
+  return cells.sentence(
+    f"{report['n'].replace('text(s)', 'texts')} ({', '.join(texts)}; {report['length']:,} tokens "
+    f"read). {'; '.join(tokens)}. For that CIS retrieves {min(kept)} to {max(kept)} tokens."
+  )
+
+
+def certificates(results: Results) -> list[str]:
+  """Shares of the bounds that say something, and of those that fail."""
+  rows = []
+  for row in results.json(CERTIFICATES, "rows"):
+    low, high = (cells.percent(end(row["below_by_text"])) for end in (min, max))
+    below = cells.percent(row["below"])
+    fails = row["fails"]
+    rows.append(
+      [
+        row["name"],
+        row["fitted"],
+        f"{row['bounds']:,}",
+        below if low == high else f"{below} ({low} to {high})",
+        "0" if fails == 0 else cells.percent(fails, 1),
+        f"{row['bound_over_trivial']:.2g}",
+        f"{row['actual_over_trivial']:.2g}",
+      ]
+    )
+  head = ("bound on", "fitted to", "bounds", "below the trivial maximum", "fail")
+  return cells.table((*head, "median bound", "median actual"), rows)
+
+
+def certified(results: Results) -> list[str]:
+  """What the table is of."""
+  return cells.sentence(results.json(CERTIFICATES, "n") + ".")

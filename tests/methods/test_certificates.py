@@ -163,6 +163,12 @@ def test_freezing_bound_holds(seed, scale, change):
   visible = np.arange(40) < np.array([40, 30, 10])[:, None]
   assert c.freezing_loss(q, k, frozen, visible).holds
   assert c.freezing_loss(q, k, frozen).holds
+  largest = np.linalg.norm(frozen - k, axis=-1).max(-1)
+  given = c.freezing_loss(q, k, frozen, largest=largest)
+  np.testing.assert_array_equal(given.bound, c.freezing_loss(q, k, frozen).bound)
+  np.testing.assert_allclose(
+    c.freezing_loss(q, k, frozen, visible, 2 * largest).bound, 2 * given.bound
+  )
 
 
 # ---- Measured

@@ -48,14 +48,15 @@ def test_outputs_against_a_loop():
       )
 
 
-def test_stops_are_those_of_the_method():
-  """The same tile as ART's own walk, head by head."""
-  method = ART(tau=0.4, phi=0.2, patience=1, tile=4, stop="head", splits=1)
+@pytest.mark.parametrize("stop_by", ["head", "group"])
+def test_stops_are_those_of_the_method(stop_by):
+  """The same tile as ART's own walk, head by head or of a KV head's together."""
+  method = ART(tau=0.4, phi=0.2, patience=1, tile=4, stop=stop_by, splits=1)
   stream = Stream.random(0, tokens=60, head_dim=48)
   layer = Layer(method, stream)
   layer.prefill([37, 22])
   _, aux = layer.decode([37, 22])
-  early = 0
+  early, moved = 0, {}
   for b, h, g in np.ndindex(2, 3, 3):
     n = [38, 23][b]
     # Tiles from a multiple of four on, the newest first: the first may be short.
@@ -70,11 +71,16 @@ def test_stops_are_those_of_the_method():
     keys[n % 4 or 4 : (n % 4 or 4) + short] = -1e4 * q
     assert len(keys) % 4 == 0 and np.isfinite(x).all()
     walk = early_stops.walk(q, keys, v, 4)
-    stop = early_stops.stops(early_stops.probe(walk.o), method.tau, method.phi, 1)
-    tiles = early_stops.read(stop, walk.o.shape[0])
-    assert aux["tiles"][b, h, g] == tiles
-    early += int(stop != early_stops.NEVER)
-  assert early > 3
+    moved.setdefault((b, h), []).append(early_stops.movements(early_stops.probe(walk.o)))
+  for (b, h), heads in moved.items():
+    of_heads = [np.stack(part) for part in zip(*heads, strict=True)]  # [G, T]
+    if stop_by == "group":
+      of_heads = early_stops.of_group(*of_heads)
+    stop = early_stops.stops_of_movements(*of_heads, method.tau, method.phi, 1)
+    tiles = early_stops.read(stop, of_heads[0].shape[-1])
+    np.testing.assert_array_equal(aux["tiles"][b, h], np.broadcast_to(tiles, 3))
+    early += int((stop != early_stops.NEVER).sum())
+  assert early > (3 if stop_by == "head" else 1)  # of 18 heads, of 6 groups
 
 
 @settings(max_examples=40)
@@ -133,7 +139,28 @@ def test_agreement():
   assert found.walks == 6
   np.testing.assert_allclose(found[1:4], [1 / 3] * 3)
   assert found.offset == (2.5, 0.5)
+  assert (found.ended, found.agree_of_ended) == (5, 1 / 5)
   assert math.isnan(early_stops.agreement(probed, probed).offset[0])
+  never = early_stops.agreement(probed[1:2], oracle[1:2])
+  assert never.agree == 1 and never.ended == 0 and math.isnan(never.agree_of_ended)
+
+
+def test_a_group_is_stable_where_all_its_heads_are():
+  """Head 0 is calm in tiles 2 to 4, head 1 in 4 to 6: each stops by itself, both never do."""
+  calm = np.array([[0, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]], bool)
+  moved = np.where(calm, 0.0, 1.0)
+  assert early_stops.stops_of_movements(moved, moved, 0.5, 0.5, 3).tolist() == [4, 6]
+  together = early_stops.of_group(moved, moved)
+  assert early_stops.stops_of_movements(*together, 0.5, 0.5, 3).tolist() == [early_stops.NEVER]
+  assert early_stops.stops_of_movements(*together, 0.5, 0.5, 1).tolist() == [4]
+
+
+@pytest.mark.parametrize(
+  "tokens, splits, able", [(768, 1, False), (769, 1, True), (2048, 3, False), (4096, 3, True)]
+)
+def test_what_can_stop(tokens, splits, able):
+  """Tiles of 128, p = 5: the first tile and five calm ones, and one more to leave out."""
+  assert early_stops.can_stop(tokens, 128, splits, 5) == able
 
 
 def test_visited_share():

@@ -38,8 +38,47 @@ def test_constant_values_stop_when_patience_ends():
   assert costs["ART"]["visited"] == pytest.approx((6 / 8 + 6 / 16) / 2)
   assert costs["without patience"]["visited"] == pytest.approx((2 / 8 + 2 / 16) / 2)
   assert costs["ART"]["stopped"] == 1 and costs["ART"]["error"] == pytest.approx(0, abs=1e-12)
-  assert found["agreement"]["1e-05"]["all"]["agree"] == 1
+  agreed = found["agreement"]["1e-05"]["all"]
+  assert agreed["agree"] == agreed["agree_of_ended"] == 1 and agreed["ended"] == 4
   assert found["bounds"]["1e-05"]["assumption"] == 1
+
+
+def test_a_group_goes_on_until_all_its_heads_are_stable():
+  """Key 40, of another value, is all that head 1 looks at; head 0 does not see it.
+
+  Newest first it lies in the 6th tile of 16. Head 0 stops there, head 1 after five calm tiles more.
+  """
+  arrays = recording(np.ones((64, 40)))
+  arrays["layer3/v"][0, 40] = -1
+  arrays["layer3/k"][0, 40, :2] = -60, 12
+  arrays["layer3/q"][:, 1, :, :2] = 0, 40**0.5
+  found = art_study.study(arrays, 4, 6, "newest")
+  for tau in ("0.01", "1e-05"):
+    lengths = found["lengths"][tau]["64 tokens"]
+    ends = {"0.01": (6, 11), "1e-05": (6, 16)}[tau]
+    assert lengths == {"query head": sum(ends) / 32, "group": ends[1] / 16}
+  assert found["groups"]["tau 0.01"]["visited"] > found["costs"]["tau 0.01"]["visited"]
+  assert found["groups"]["tau 0.01, 1 splits"] == found["groups"]["tau 0.01"]
+
+
+def test_short_walks_cannot_stop():
+  """Of 16 tiles two splits have 8, more than p + 1 = 6; of 8 tiles they have 4."""
+  found = art_study.study(recording(np.ones((64, 40))), 4, 6, "newest")["splits"]
+  able = [found[f"tau 1e-05, {count} splits"]["able"] for count in art_study.SPLITS]
+  assert able == [1, 0.5, 0, 0]
+  assert found["tau 1e-05, 2 splits"]["stopped_of_able"] == 1
+  assert np.isnan(found["tau 1e-05, 8 splits"]["stopped_of_able"])
+
+
+def test_direction_decides_where_the_scale_does_not():
+  """Values that turn by as little as they move: φ holds walks back that τ lets go."""
+  angle = np.linspace(0, 3, 64)
+  values = np.zeros((64, 40))
+  values[:, ::2] = 1e-3 * np.cos(angle)[:, None]
+  values[:, 1::2] = 1e-3 * np.sin(angle)[:, None]
+  found = art_study.study(recording(values), 4, 6, "newest")["without_direction"]
+  assert found["1e-05"]["walks"] == found["0.01"]["walks"] == 4
+  assert found["0.01"]["same_stop"] < found["1e-05"]["same_stop"] == 4
 
 
 def test_a_heavy_first_token_is_missed_from_the_end():

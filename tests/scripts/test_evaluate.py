@@ -19,7 +19,7 @@ import kvjax
 from kvjax.models import convert
 from kvjax.models.generate import prefill
 from scripts import evaluate
-from scripts.evals import plan, stats, store, summary
+from scripts.evals import plan, stats, store, summary, walks
 from scripts.evals.prompt import Reader
 from scripts.evals.registry import TASKS
 from scripts.examples import tiny
@@ -484,6 +484,66 @@ def test_a_summary_by_hand():
     lines[2].split() == "t 8 aware full – 4 50.0% 15.0% – 85.0% 100% 0.000 MB 100% 100.0".split()
   )
   assert "Wilson" in lines[-1] and "bootstrap" not in lines[-1]
+
+
+H200 = {
+  "device": "NVIDIA H200",
+  "impl": "auto",
+  "batch": 25,
+  "config": {"kv_heads": 3},
+}
+CPU = {**H200, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+  "label, length, settings, short",
+  [
+    ("art", 768, CPU, True),  # six tiles of 128: the first, five calm ones, and none to leave out
+    ("art", 769, CPU, False),
+    ("art:splits=fill", 2048, H200, True),  # 16 tiles in three splits
+    ("art:splits=fill", 4096, H200, False),
+    ("art:splits=fill", 2048, {**H200, "impl": "reference"}, False),
+    ("art:splits=fill", 2048, {**H200, "batch": 50}, False),
+    ("art", 2048, H200, False),
+    ("art:splits=auto", 11 * 42 * 128, CPU, True),  # 42 walks a head, the base below 12 tiles each
+    ("art:splits=auto", 11 * 42 * 128 + 1, H200, False),
+    ("art:splits=4", 2048, CPU, True),
+    ("art:patience=2,tile=256", 768, CPU, True),
+    ("art:certify=0.1", 512, CPU, False),
+    ("quest", 16, CPU, False),
+    ("module:Class", 16, CPU, False),
+  ],
+)
+def test_walks_that_are_too_short_to_end_early(label, length, settings, short):
+  assert walks.too_short(label, None, length, settings) == short
+
+
+def test_a_table_says_what_was_visited():
+  """Column and note are there only where a method says it."""
+  rows = [result("full", 0, 1.0), result("art", 0, 1.0, visited=0.5), result("x", 0, 1.0)]
+  rows.append(result("art", 1, 1.0, visited=0.75))
+  listed = summary.summarise(rows)
+  assert {s.method: s.visited for s in listed} == {"full": None, "art": 0.625, "x": None}
+  text = summary.table(listed)
+  assert "visited" in text and text.count("62.5%") == 1 and "cannot stop" not in text
+  short = summary.table(summary.summarise(rows, CPU))
+  assert short.count("cannot stop") == 2 and "62.5%" not in short
+  assert "visited" not in summary.table(summary.summarise(rows[:1]))
+
+
+@pytest.mark.slow
+def test_what_art_visits_is_in_its_rows(loaded, tmp_path):
+  """All of it where it never ends, less where anything is stable; the answers stay as they were."""
+  methods = ("art:patience=9e9", "art:tau=9e9,phi=9.0,patience=1,tile=32,splits=1")
+  rows = run(loaded, tmp_path, tasks=("needle",), methods=methods, samples=2)
+  shares = {row["method"]: row.get("visited") for row in rows}
+  assert shares["full"] is None and shares[methods[0]] == 1
+  seen = by_key(rows)["needle", LENGTH, "aware", methods[1], None, 1]["prompt_tokens"] + 1
+  # The newest tile, which may be short, and the one before it.
+  assert 32 < shares[methods[1]] * seen <= 64
+  answers = [row["answer"] for row in rows if row["method"] in ("full", methods[0])]
+  assert answers[:2] == answers[2:]
+  assert "visited" in evaluate.report(tmp_path, rows)
 
 
 def test_a_report_is_kept(finished, loaded):

@@ -95,6 +95,18 @@ def test_the_report_stands_alone(folder, capsys):
   assert out.read_text() == text
 
 
+def test_walks_that_are_too_short_are_left_out(folder):
+  """ART at 512 tokens is not drawn, and the page says so; at 1,024 it is."""
+  rows = [row("needle", "art", None, 0, 1.0, length) for length in (512, 1024)]
+  with (folder / "run" / store.ROWS).open("a") as file:
+    file.writelines(json.dumps(one) + "\n" for one in rows)
+  found = plot.Results([folder / "run"])
+  assert [r["length"] for r in found.rows if r["method"] == "art"] == [1024]
+  text = plot.page(found, {}, "")
+  assert "too short to end early: art at 512 tokens." in text
+  assert "too short" not in plot.page(plot.Results([]), {}, "")
+
+
 def test_needle_by_hand():
   """Depth 0 has rows 0 and 2, depth 1 has rows 1 and 3; only row 3 of x is right."""
   (figure,) = pictures.needle_maps(results()).values()

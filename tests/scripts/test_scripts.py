@@ -58,6 +58,7 @@ ARGUMENTS = {
   "art_study": ("NPZ", "--tile", "--least", "--out"),
   "hit_rates": ("OUT", "--length", "--history", "--layers"),
   "record": ("OUT", "--layers", "--stride"),
+  "certificate_study": ("FOLDER", "--length", "--queries", "--budget", "--starts"),
   "sharing_study": ("FOLDER", "--length", "--steps", "--budget"),
   "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),

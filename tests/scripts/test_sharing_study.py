@@ -1,13 +1,16 @@
 """The study of shared selections: what it measures on a tiny model, and what it makes of it."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.testing.tiny import TOKENS, model
-from scripts.sharing_study import Args, draw, measure, settings, table
+from scripts import sharing_study as study
+from scripts.evals.stats import student
+from scripts.tablemakers import Results, studies
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
 
@@ -16,25 +19,133 @@ CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
 def test_who_never_shares_keeps_the_oracles_selection():
   """Without groups what a head retrieves is the oracle's, but for first and newest tokens."""
   ids = TOKENS[0]
-  alone = measure(model(), dataclasses.replace(CIS, tau=1.0), ids, 24)
-  always = measure(model(), dataclasses.replace(CIS, tau=-1.0), ids, 24)
+  alone = study.measure(model(), dataclasses.replace(CIS, tau=1.0), ids, 24)
+  always = study.measure(model(), dataclasses.replace(CIS, tau=-1.0), ids, 24)
   assert alone["retrieved"] == 1 and always["retrieved"] == pytest.approx(0.25, abs=0.1)
+  assert alone["visited"] == 8 < always["visited"]  # shared lists gain neighbours
   for found in (alone, always):
     assert 0 < found["overlap"] <= 1 and 0 <= found["dropped"] < 1
-  everything = measure(model(), dataclasses.replace(CIS, local=len(ids)), ids, 24)
+  everything = study.measure(model(), dataclasses.replace(CIS, local=len(ids)), ids, 24)
   assert everything["overlap"] == 1 and everything["dropped"] == pytest.approx(0, abs=1e-6)
 
 
-def test_points_and_picture(tmp_path):
-  lines = settings(Args(tmp_path, budget=64, blocks=(8,)))
-  assert set(lines) == {"CIS, s = 8", "HShare"}
-  found = {
-    line: {
-      point: {"retrieved": 1 / (i + 1), "overlap": 0.9, "dropped": 0.1}
-      for i, point in enumerate(points)
-    }
-    for line, points in lines.items()
+def growing(monkeypatch, slope, calls):
+  """Heads that attend to the first and newest tokens and to `slope` times what is retrieved."""
+
+  def measure(_, method, ids, length):
+    calls.append(method.k)
+    return {"visited": method.sinks + method.local + slope * method.k}
+
+  monkeypatch.setattr(study, "measure", measure)
+
+
+@pytest.mark.parametrize("slope, tries", [(1.0, 1), (1.3, 2), (1.6, 2)])
+def test_cis_is_cut_to_the_target(monkeypatch, slope, tries):
+  calls = []
+  growing(monkeypatch, slope, calls)
+  start = kvjax.CIS(k=88, sinks=8, local=32)
+  cut, found = study.fitted(None, start, TOKENS[0], 24, 128)
+  assert abs(found["visited"] - 128) <= slope / 2 and cut.k == round(88 / slope)
+  assert found["visited"] == 40 + slope * cut.k and len(calls) == tries
+
+
+def test_a_text_takes_the_cuts_of_the_first(monkeypatch, tmp_path):
+  calls, cut = [], {}
+  growing(monkeypatch, 1.25, calls)
+  args = study.Args(tmp_path, budget=128)
+  monkeypatch.setattr(study, "settings", lambda _: {"CIS": {"a point": kvjax.CIS.example(128)}})
+  first = study.text(None, args, TOKENS[0], cut)
+  assert cut == {"CIS": {"a point": 70}} and calls == [88, 70]
+  assert study.text(None, args, TOKENS[1], cut) == first and calls == [88, 70, 70]
+
+
+def points(retrieved, overlap, visited=128.0):
+  return {
+    str(i): {"retrieved": x, "visited": visited, "overlap": y, "dropped": 1 - y}
+    for i, (x, y) in enumerate(zip(retrieved, overlap, strict=True))
   }
-  assert np.char.count(table(found), "HShare") == 5
-  draw(found, "tiny", tmp_path / "picture.png")
+
+
+def found(apart):
+  """CIS by `apart` ahead of HShare's line from (0.2, 0.5) to (1, 0.9)."""
+  mine = points([0.4, 0.1], [0.6 + apart, 0.5], visited=127.5)
+  return {"CIS": mine, study.HSHARE: points([1.0, 0.2], [0.9, 0.5])}
+
+
+def test_ahead_is_at_as_many_retrievals():
+  texts = [found(0.1), found(0.2)]
+  np.testing.assert_allclose(study.ahead(texts, "CIS", "0", "overlap"), [0.1, 0.2])
+  np.testing.assert_allclose(study.ahead(texts, "CIS", "0", "dropped"), [-0.1, -0.2])
+  assert study.ahead(texts, "CIS", "1", "overlap") == []  # HShare retrieves no less than 0.2
+
+
+def test_intervals_are_over_texts():
+  """Student's for two values d apart: 12.706·d/2."""
+  made = study.summary([found(0.1), found(0.2)])
+  ahead = made["CIS"]["0"]["overlap ahead"]
+  np.testing.assert_allclose([ahead["mean"], ahead["high"]], [0.15, 0.15 + 12.7062 * 0.05], 1e-5)
+  assert made["CIS"]["1"]["overlap ahead"] is None and "overlap ahead" not in made["HShare"]["0"]
+  alone = study.summary([found(0.1)])["CIS"]["0"]["overlap"]
+  assert alone["low"] == alone["mean"] == alone["high"] == pytest.approx(0.7)
+
+
+def test_students_interval_by_hand():
+  got = student([1.0, 2.0, 3.0, 4.0])
+  assert got.n == 4 and got.mean == 2.5
+  np.testing.assert_allclose(got.high - 2.5, 3.182446 * np.sqrt(5 / 3) / 2, 1e-6)
+  with pytest.raises(ValueError, match="values: found 1, expected at least two"):
+    student([1.0])
+
+
+def test_points_table_and_picture(tmp_path):
+  lines = study.settings(study.Args(tmp_path, budget=64, blocks=(8,)))
+  assert {line: len(at) for line, at in lines.items()} == {"CIS, s = 8": 4, "HShare": 6}
+  made = study.summary([found(0.1), found(0.2)])
+  text = study.table(made)
+  assert text.count("HShare  ") == 2 and "127.5 [127.5, 127.5]" in text
+  assert study._visited(made) == "tokens a head: CIS: 127.5; HShare: 128.0"
+  study.draw(made, "tiny", tmp_path / "picture.png")
   assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_documents_table(tmp_path):
+  path = tmp_path / studies.SHARING
+  path.parent.mkdir(parents=True)
+  made = study.summary([found(0.1), found(0.2)])
+  cut = {"CIS": {"0": 70, "1": 74}}
+  report = {"found": made, "texts": {"a": 0, "b": 0}, "n": "2 text(s)", "length": 1024}
+  path.write_text(json.dumps({**report, "retrieved_tokens": cut}), "utf-8")
+  results = Results(tmp_path)
+  rows = studies.sharing(results)[2:]
+  assert len(rows) == 4 and rows[0].startswith("| CIS, 1 | 0.10 ± 0.00 | 127.5 ± 0.0 |")
+  assert rows[1].endswith("| +0.150 ± 0.635 | −0.150 ± 0.635 |") and rows[2].endswith("|  |  |")
+  said = " ".join(studies.shared(results))
+  assert "CIS attends to 127.5 tokens a head; HShare attends to 128.0 tokens a head" in said
+  assert "retrieves 70 to 74 tokens" in said
+
+
+class Bytes:
+  """A tokenizer of which each word is a token."""
+
+  def encode(self, text):
+    return [len(word) % 20 for word in text.split()]
+
+
+def test_texts_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
+  calls = []
+
+  def measure(model, args, ids, cut):
+    calls.append(len(ids))
+    return found(0.1 * len(calls))
+
+  monkeypatch.setattr(study, "text", measure)
+  monkeypatch.setattr(study.common, "load_model", lambda _: (model(), Bytes()))
+  args = study.Args(tmp_path, length=24, steps=8, starts=("1862-Lincoln-1",))
+  study.main(args)
+  study.main(dataclasses.replace(args, starts=("1862-Lincoln-1", "1934-Roosevelt-1")))
+  assert calls == [32, 32]
+  report = json.loads((tmp_path / "sharing.json").read_text("utf-8"))
+  assert list(report["texts"]) == ["1862-Lincoln-1", "1934-Roosevelt-1"]
+  assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.15)
+  study.main(dataclasses.replace(args, steps=4))  # other settings: all of it anew
+  assert calls == [32, 32, 28]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from scripts import markers, tables
-from scripts.tablemakers import DOCUMENTS, Results, cells, cpe
+from scripts.tablemakers import DOCUMENTS, Results, cells, cpe, evaluations
 from scripts.tablemakers.results import FOLDER, GPU, Timing
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
@@ -121,6 +121,20 @@ def test_markers_stand_once_and_in_order(text):
 
 
 # ---- finding figures by name
+
+
+def test_art_has_scores_only_where_it_can_stop():
+  """25 rows of 3 KV heads fill an H200 with three splits: 2,048 tokens are too short."""
+  rows = {row[0]: row[1:] for row in map(_row, evaluations.ruler(Results())[2:])}
+  assert rows["`art:splits=fill`"][:2] == ["–", "–"] and float(rows["`art:splits=fill`"][2]) > 50
+  assert "–" not in rows["`full`"] + rows["`ltri`, 256"]
+  assert not any("`art:splits=fill`" in line for line in evaluations.needle(Results()))
+  said = " ".join(evaluations.walked(Results()))
+  assert "at 1,024 and 2,048 tokens" in said and "100.0 % by `art:splits=3`" in said
+
+
+def _row(line):
+  return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_other_cases_contenders_and_orders_change_nothing(folder):

@@ -86,8 +86,8 @@ class Forced(kvjax.ART, moves=("walks", "length", "visited")):
 
 
 def recorded(order: str, tau: str) -> Stops:
-  """What SmolLM2's walks over 8K tokens did, one walk a head; query heads stop by themselves."""
-  costs = json.loads((STUDY / f"tile128_8192_{order}.json").read_text())["costs"][tau]
+  """What SmolLM2's walks over 8K tokens did, one a KV head, whose query heads stop together."""
+  costs = json.loads((STUDY / f"tile128_8192_{order}.json").read_text())["groups"][tau]
   return Stops(costs["stopped"], 1 - (1 - costs["visited"]) / costs["stopped"])
 
 

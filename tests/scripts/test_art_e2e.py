@@ -17,13 +17,14 @@ BASES = list(art_e2e.bases(4096))
 
 
 def test_recorded_shares():
-  """0.938 of the tiles with 23.1 % of the walks stopped: those took 1 − 0.062 / 0.231 of theirs."""
-  for base in ("Full", "SnapKV 0.2"):
-    for end, visited in zip(art_e2e.stops(base).values(), (0.93, 0.5, 0.81), strict=False):
-      assert 1 - end.stopped * (1 - end.after) == pytest.approx(visited, abs=0.07)
+  """0.976 of the tiles with 15.3 % of the groups stopped: those took 1 − 0.0236 / 0.153 of theirs."""
+  shares = {"Full": (0.976, 0.686, 0.81), "SnapKV 0.2": (0.973, 0.573)}
+  for base, read in shares.items():
+    for end, visited in zip(art_e2e.stops(base).values(), read, strict=True):
+      assert 1 - end.stopped * (1 - end.after) == pytest.approx(visited, abs=2e-3)
   first = art_e2e.stops("Full")["1e-5"]
-  assert first.stopped == pytest.approx(0.2315, abs=1e-4)
-  assert first.after == pytest.approx(0.7324, abs=1e-4)
+  assert first.stopped == pytest.approx(0.1528, abs=1e-4)
+  assert first.after == pytest.approx(0.8454, abs=1e-4)
 
 
 @pytest.mark.slow

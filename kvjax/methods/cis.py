@@ -263,13 +263,12 @@ class CIS(Method):
     k, span, needed = cache.slots["k"], at.top.span(at, cache, window), choice.retrieves
     batch, heads, units = needed.shape
     where = span.start, span.stop, span.stop
-    some = {"span_sinks": span.sinks, "active": needed.max(-1) if units > 1 else needed[..., 0]}
+    some = {"span_sinks": span.sinks, "active": needed[..., 0]}
     few, sizes = min(self.k, cache.size), {"sinks": self.sinks, "local": self.local}
     operands, direct = (q.astype(k.dtype), k, *where), self._units_are_queries(q)
-    if logits is None and (direct or units == 1):
+    if logits is None:  # units are KV heads
       logits, *rest = dispatch.kernel("key_logits", "pallas")(*operands, **some)
     if units == 1:
-      assert logits is not None
       with contextlib.suppress(NotImplementedError):  # more than a program can hold
         best, index, *listed = dispatch.kernel("cis_found_listed", "pallas")(
           *([logits[:, :, 0]] if direct else [logits, *rest], span.start, span.stop),
@@ -283,7 +282,6 @@ class CIS(Method):
     if not direct:
       weigh = dispatch.kernel("key_weights", "pallas")
       weight = weigh(*operands, blocks=cache.size, log=True, **some)
-    assert weight is not None
     best, index = dispatch.other_tiles(
       at,
       weight.reshape(batch, heads * units, -1),

@@ -42,6 +42,12 @@ EQUIVALENT = {
     ),
     "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
   },
+  "kvjax/methods/prr.py": {
+    "jnp.zeros_like(scores), (index), weight": (
+      "a hole writes 0 to the last tile, but rows with holes are not counted: `counts` asks every "
+      "head for one tile more than is put here"
+    ),
+  },
   "kvjax/methods/longflow.py": {"top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM},
   "kvjax/methods/cis.py": {
     'if dispatch.choose("cis_anchors", at.env.impl) != "pallas":': (
@@ -96,6 +102,12 @@ EQUIVALENT = {
     ),
     'scoring["scale"] = head_dim**-(1.0)': (
       "heads are ranked each by itself, and a positive scale changes no order"
+    ),
+  },
+  "pallas_kernels/decode.py": {
+    "share = piece.share(pl.cdiv(stop + base, config.tile))": (
+      "tiles behind the row's last one, shared out with the others: `fetch` and `write` mask their "
+      "slots, and a state without keys weighs 0; it costs time"
     ),
   },
   "pallas_kernels/longflow.py": {

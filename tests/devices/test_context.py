@@ -88,6 +88,7 @@ def test_log_softmax_over_all_slots(parts):
   rng = np.random.default_rng(1)
   x = rng.normal(size=(B, K, 2, 16)).astype(np.float32) * 20
   x[0, 0, 0, :9] = x[1, 1] = -np.inf
+  x[0, 2] = np.where(np.arange(16) == 5, 100, 0)  # more than exp can take
   last = P(None, None, None, "slots")
   got = np.asarray(spread(parts, context.log_softmax, (last,), last)(x))
   some = np.isfinite(x).any(-1)  # where nothing is seen there is no softmax
@@ -117,3 +118,14 @@ def test_summaries_of_a_turn_are_those_of_the_whole_cache(start):
       np.testing.assert_array_equal(got.heads["key_max"][b, :, p], k[b, :, first:last].max(1))
       np.testing.assert_array_equal(got.heads["key_min"][b, :, p], k[b, :, first:last].min(1))
   np.testing.assert_array_equal(got.used, used)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_the_best_of_all_devices(parts):
+  """Of every query head by itself, and of equal ones the first."""
+  x = np.random.default_rng(2).integers(0, 9, (B, K, 2, 16)).astype(np.float32)
+  run = functools.partial(context.top_k, k=5)
+  best, index = spread(parts, run, (P(None, None, None, "slots"),), P())(x)
+  want = np.argsort(-x, -1, kind="stable")[..., :5]
+  np.testing.assert_array_equal(index, want)
+  np.testing.assert_array_equal(best, np.take_along_axis(x, want, -1))

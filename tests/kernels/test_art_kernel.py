@@ -332,3 +332,18 @@ def test_bad_arguments():
     walk(q, k, v, None, None, *bounds, ring=jnp.zeros((1, 1, 2), jnp.int32), patience=1)
   with pytest.raises(ValueError, match="splits: found 0, expected 1 or more"):
     walk(q, k, v, None, None, *bounds, splits=0, patience=1)
+
+
+def test_a_calm_walk_is_tested_sooner():
+  """All heads are calm from the second tile on: after 4 tiles they need one more, and get two.
+
+  The newest tile has all their weight. Lanes without a head have a query of 0, and are not asked.
+  """
+  q, k = (jnp.ones((1, 1, n, 16)) for n in (3, 400))
+  k = k.at[:, :, :384].set(0) * 50
+  v = 100 * jax.random.normal(jax.random.key(0), k.shape)
+  stop = jnp.array([[400]], jnp.int32)
+  run = functools.partial(walk, q, k, v, None, None, stop * 0, stop, tile=16, splits=1)
+  how = {"tau": 0.7, "phi": 0.4, "patience": 4, "chunk": 4}
+  walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
+  assert (walked == 5).all() and (loaded == 6).all()

@@ -65,6 +65,7 @@ def test_lists_by_hand():
   from_layer = jnp.array([1, 1, 0], jnp.int32)
   seen = jnp.array([13, 12, 6], jnp.int32)
   sets = jnp.full((3, 2, 2, 3), -1, jnp.int32).at[2, :, 0].set(jnp.array([[3, 2, 9], [2, -1, -1]]))
+  sets = sets.at[:, :, 1].set(9)  # this layer's of the last time
   how = {"own": 1, "slots": 16, "steps": 2, "budget": 4, "sinks": 2, "local": 2}
   table, count, heavy, after = jax.jit(functools.partial(listed, **how))(
     retrieved, kept, from_head, from_layer, seen, jnp.zeros((3, 1), jnp.int32), sets

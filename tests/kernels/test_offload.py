@@ -70,6 +70,12 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
     np.testing.assert_array_equal(got[name], want)
 
 
+def test_lanes_of_a_last_piece():
+  """Tokens 32 … 39 of 40: the lane behind them would be the next block's first token."""
+  real = host_blocks._lanes(1, 40, 24)[2]
+  assert real.shape == (32, 32) and real.sum() == 8 * 24 and real[:8, :24].all()
+
+
 def test_segments(monkeypatch):
   """No array beyond the limit, the last one shorter, and none for nothing."""
   monkeypatch.setattr(offload, "SEGMENT_BYTES", 3 * 2 * 4 * 8 * 2)
@@ -90,7 +96,7 @@ def test_shapes_only():
 def test_a_pool_that_is_too_small(monkeypatch):
   monkeypatch.setattr(offload, "on_host", lambda: True)
   monkeypatch.delenv(offload.LIMIT, raising=False)
-  offload.check_room(63 << 30)
+  offload.check_room(64 << 30)
   message = f"found a store of 98.0 GiB.*holds 64 GB: set {offload.LIMIT} before jax is imported"
   with pytest.raises(MemoryError, match=message):
     offload.check_room(98 << 30)

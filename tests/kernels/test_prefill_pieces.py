@@ -94,6 +94,12 @@ def test_rows_that_do_not_fit_the_plan_are_our_kernels():
     np.testing.assert_array_equal(a, b)
 
 
+def test_a_rectangle_begins_no_later_than_its_block():
+  k, start = jnp.zeros((1, 1, 32, 8)), jnp.array([4])
+  fits = [prefill_pieces._fits(Block(0, 8, 4), k, start, start + n, start) for n in (-1, 0, 1)]
+  assert fits == [True, True, False]
+
+
 def test_plan():
   assert plan(15, 0, 0) == ()  # too few
   assert plan(100, 0, 0) == (Block(0, 100, 0),)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import _tiles
+from kvjax.kernels import _backend, _tiles
 from kvjax.kernels.config import Config
-from kvjax.kernels.repair import repair
+from kvjax.kernels.repair import _found, repair
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.kernels.speculate import attend_tiles, share, speculate
 from kvjax.testing.layer import softmax_average
@@ -52,7 +52,20 @@ def slots_of(tiles, unit, stop):
   return sorted({s for j in tiles if j >= 0 for s in range(j * unit, (j + 1) * unit) if s < stop})
 
 
-@pytest.mark.core(2)
+def test_what_is_looked_for_in_a_list_is_not_found_behind_its_end():
+  """Where the next row's list begins: it holds 5 and 7."""
+
+  def kernel(entry_ref, list_ref, out_ref):
+    lanes = jnp.arange(4)
+    out_ref[lanes] = _found(entry_ref[lanes], list_ref, 0, 3)
+
+  entry, lists_ = jnp.array([4, 5, 6, 7], jnp.int32), jnp.array([[4, -1, 6, 5, 7]], jnp.int32)
+  out = [jax.ShapeDtypeStruct((4,), jnp.int32)]
+  (hit,) = _backend.call(kernel, entry, lists_, grid=(1,), out=out, warps=1, stages=1, name="found")
+  assert hit.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.core(3)
 @pytest.mark.parametrize("stored", ["whole", "pieces", "tiles"])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim", "unit", "dtype"),

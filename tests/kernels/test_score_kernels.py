@@ -14,6 +14,7 @@ from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle
 from kvjax.kernels import key_weights as weights
 from kvjax.kernels.key_weights import key_logits, key_weights
 from kvjax.kernels.quest import page_bounds
+from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import token_weights
 from scripts.benches.longflow import holding
 
@@ -92,6 +93,31 @@ def test_a_program_may_weigh_several_times(monkeypatch):
   k, (start, stop) = cache.slots["k"], bounds(cache)
   got = key_weights(q, k, start, stop, stop, blocks=1000, log=True, programs=2)
   np.testing.assert_allclose(got, token_weights(at, cache, q), atol=CLOSE["bfloat16"])
+
+
+def test_forecasts_of_keys():
+  """Of more blocks than a program has; the second row begins a block, and its last one is new."""
+  rng, unit = np.random.default_rng(0), 4
+  q, k = (jnp.asarray(rng.normal(size=(2, 2, n, 16)), jnp.float32) for n in (3, 600))
+  old = Smoothed(*(jnp.asarray(rng.normal(size=(2, 2, 150)), jnp.float32) for _ in range(2)))
+  factors, stop = jnp.asarray(rng.uniform(size=(2, 3)), jnp.float32), jnp.array([598, 33])
+  start, known = jnp.zeros((2, 1), jnp.int32), stop[:, None]
+  partial = key_logits(q, k, start, known, known)
+  both, level, trend, stops = weights.forecasts(
+    partial, stop, old.level, old.trend, factors, stride=1, width=1, unit=unit
+  )
+  logits = jnp.where(jnp.arange(600) < known[:, None, None], jnp.log(2) * partial[0], -jnp.inf)
+  score = jax.nn.softmax(logits, -1).sum(2).reshape(2, 2, 150, unit).max(-1)
+  alpha, beta, gamma = factors.T[:, :, None, None]
+  tile, full = jnp.arange(150), ((stop[:, None, None] - n) // unit for n in (2, 1))
+  begun, there = (tile < n for n in full)
+  new = old.updated(score, alpha, beta, begun, there)
+  ahead = jnp.where(there, new.forecast(gamma), jnp.inf)
+  seen = jnp.broadcast_to(tile * unit < known[:, None], score.shape)
+  np.testing.assert_allclose(both[:, :, 0][seen], score[seen], atol=1e-6)
+  for got, want in ((both[:, :, 1], ahead), (level, new.level), (trend, new.trend)):
+    np.testing.assert_allclose(got, want, atol=1e-5)
+  np.testing.assert_array_equal(stops[:, 1], known + jnp.arange(2))
 
 
 def test_logits_alone():

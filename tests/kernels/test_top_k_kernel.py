@@ -73,6 +73,14 @@ def test_long_rows_are_cut(monkeypatch, k):
     np.testing.assert_array_equal(a, b)
 
 
+def test_the_first_tile_of_a_cut_row(monkeypatch):
+  """It is chosen among the best of each part as any other."""
+  monkeypatch.setattr(top_k, "LANES", 64)
+  scores, where = -jnp.arange(300.0).reshape(1, 1, 300), jnp.array([[300]], jnp.int32)
+  table, count, _ = top_k.best(scores, where * 0, where, unit=1, sinks=0, local=0, k=3)
+  assert table.tolist() == [[[0, 1, 2]]] and count.tolist() == [[3]]
+
+
 @pytest.mark.core(1)
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("longest", [8192, 64])

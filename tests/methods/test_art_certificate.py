@@ -168,6 +168,17 @@ def test_over_a_window():
   assert (outputs["some"][1]["visited"] < outputs["base"][1]["visited"]).any()
 
 
+def test_first_tokens_are_read_whatever_they_weigh():
+  """The newest tile has nearly all of it, and comes behind theirs."""
+  stream = Stream.random(3, tokens=40)
+  stream.q[:], stream.k[:, :, :30] = 0, 0
+  method = ART(PSAW(sinks=3, phi=0.5, start=0.0), tile=4, certify=1.99)
+  layer = Layer(method, stream, layer=3)
+  layer.prefill([30, 21])
+  _, aux = layer.decode([30, 21])
+  np.testing.assert_array_equal(aux["tiles"], 2)
+
+
 def test_a_needle_is_found_wherever_it_lies():
   """What the detector misses from the end of the cache, bounds point at."""
   stream = Stream.random(5, batch=1, kv_heads=1, groups=2, tokens=48, head_dim=16)

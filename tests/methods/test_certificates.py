@@ -183,7 +183,7 @@ def test_measured_full_drops_nothing():
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("base", [CIS(k=5, sinks=1, local=3, block=4), PSAW(sinks=2, phi=0.3)])
+@pytest.mark.parametrize("base", [PSAW(sinks=2, phi=0.3), CIS(k=5, sinks=1, local=3, block=4)])
 def test_measured_is_what_the_certificates_say(base):
   """Over a generation; the base's own diagnostics stay."""
   stream, lengths = wandering(3, tokens=40, kv_heads=3), [20, 6]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, Carry
+from kvjax import CIS, PSAW, Carry, Env, Linear, Rope
 from kvjax.methods.cis import _distinct
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
@@ -204,6 +204,32 @@ def test_that_never_shares_is_exact_top_k(never):
         best = middle[np.argsort(-x[middle], kind="stable")][:5]
         want = {0, 1} | set(range(t - 2, t + 1)) | set(best.tolist())
         assert set(table[b, h, : count[b, h]].tolist()) == want
+
+
+def test_rounding_shares_nothing_at_tau_1():
+  """The cosine of a query and itself may come out above 1."""
+  stream = Stream.random(3, kv_heads=16, groups=1, tokens=30)
+  stream.q[:] = stream.q[:, :, :, :1]
+  still = Env(4, Rope(scaling=Linear(1e30)))
+  layer = Layer(CIS(k=5, sinks=2, local=3, block=8, tau=1.0), stream, env=still)
+  layer.prefill([20, 6])
+  for step in range(4):
+    assert layer.decode([20 + step, 6 + step])[1]["retrieved"].all()
+
+
+def test_a_plan_lists_what_the_window_shows():
+  """First tokens that it hides, and what an earlier query chose, are not in the table."""
+  method = PSAW(CIS(k=8, sinks=4, local=2, block=4, tau=-1.0), sinks=1, phi=0.6, start=0.0)
+  layer = Planned(method, Stream.random(7, tokens=40), layer=3)
+  layer.prefill([30, 21])
+  for step in range(4):
+    at = [30 + step, 21 + step]
+    table, count, _ = layer.plan(at)
+    first = method.window(layer.at, jnp.asarray(at)[:, None]).first[:, 0]
+    for b, h in np.ndindex(2, 3):
+      listed = table[b, h, : count[b, h]]
+      assert first[b] > 4 and ((listed == 0) | (listed >= first[b])).all()
+    layer.decode(at)
 
 
 def test_equal_weights_go_to_the_lowest_position():

@@ -35,6 +35,13 @@ def test_a_walk_by_hand():
   assert early_stops.stops(walk.o, math.inf, math.inf, 1) == 2
 
 
+def test_a_movement_at_its_bound_is_none_below_it():
+  """Alg. 1 says less than τ and less than φ."""
+  moved = np.array([math.inf, 0.5])
+  for tau, phi, tile in ((1, 1, 2), (0.5, 1, 0), (1, 0.5, 0)):
+    assert early_stops.stops_of_movements(moved, moved, tau, phi, 1) == tile
+
+
 def test_outputs_against_a_loop():
   q, k, v = random_walk(0, batch=3)
   walk = early_stops.walk(q, k, v, 10)
@@ -118,6 +125,7 @@ def test_the_bound_has_something_to_say():
   equal = early_stops.walk(np.zeros((1, 8)), np.ones((1, 40, 8)), np.ones((1, 40, 8)), 4)
   found = early_stops.truncation(equal, np.array([5]), 0.1, 2)
   assert found.assumption.all() and found.actual.max() < 1e-12
+  assert found.bound == 0  # nothing moves behind the stop
 
 
 def test_a_needle_behind_the_stop_breaks_the_assumption_not_the_check():

@@ -1,5 +1,7 @@
 """Full: exact attention, against a NumPy float64 oracle that keeps no cache at all."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,3 +74,37 @@ def test_a_plan_fetches_what_it_lists():
   held = np.array(want) >= 0
   k = np.asarray(layer.cache.slots["k"])[:, :, np.array(want)[held]]
   np.testing.assert_array_equal(np.asarray(view.k)[:, :, held], k)
+
+
+def test_ranges_end_before_their_stops():
+  """Two of each row, that differ by row; no logit elsewhere."""
+  q, k, v = jnp.ones((2, 1, 1, 4)), jnp.ones((2, 1, 9, 4)), jnp.arange(18.0).reshape(2, 1, 9, 1)
+  edges = ([[0], [1]], [[2], [1]], [[4], [6]], [[5], [9]])
+  a, b, c, d = (jnp.array(x) for x in edges)
+  state, logits = attention.attend_ranges(q, k, jnp.repeat(v, 4, -1), [(a, b), (c, d)])
+  seen = [np.flatnonzero(x).tolist() for x in np.isfinite(logits[:, 0, 0])]
+  assert seen == [[0, 1, 4], [6, 7, 8]]
+  np.testing.assert_allclose(state.o[:, 0, 0, 0], [5 / 3, 16])
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked(Full):
+  """Keeps two numbers with every slot."""
+
+  def extra(self, spec, layer):
+    in_slots, in_heads, in_rows = super().extra(spec, layer)
+    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer), 2
+    return {**in_slots, "mark": jnp.zeros(shape)}, in_heads, in_rows
+
+  def fresh(self, name, like, new):
+    return jnp.ones_like(like) if name == "mark" else super().fresh(name, like, new)
+
+
+def test_slots_may_hold_vectors():
+  """What a method keeps with a slot has any shape, in prompts and behind them."""
+  layer = Layer(Marked(), Stream.random(0))
+  layer.prefill([20, 5])
+  layer.decode([20, 5])
+  mark, held = layer.cache.slots["mark"], layer.cache.pos >= 0
+  assert held.sum() == 3 * (21 + 6)
+  np.testing.assert_array_equal(mark, np.repeat(np.float32(held)[..., None], 2, -1))

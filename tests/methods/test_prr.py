@@ -238,6 +238,14 @@ def test_worked_example():
     np.testing.assert_allclose([new.level[0], new.trend[0]], [level, trend], rtol=1e-6)
 
 
+@pytest.mark.parametrize("variant", ["S1", "S2"])
+def test_the_first_stages_foresee_the_last_scores(variant):
+  """They are the forecast of α = 1, β = γ = 0."""
+  method = PRR(Quest(32, page=4), budget=2.0, variant=variant)
+  cache = method.init(Stream.random(0).spec(40), method.base.dense_layers)
+  np.testing.assert_array_equal(cache.rows["factors"], [[1, 0, 0]] * 2)
+
+
 def test_the_grid():
   np.testing.assert_allclose(smoothing.grid(), GRID, atol=1e-7)
 

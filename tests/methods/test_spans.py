@@ -211,3 +211,10 @@ def test_planted_spans_are_found_again(count):
       near = [any(abs(x - s) <= 1 and abs(y - e) <= 1 for x, y in found) for s, e in truth]
       good += all(near)
   assert good >= 0.95 * count, good
+
+
+def test_of_equal_scores_the_first_in_any_order():
+  """Reductions of a GPU compare in an order of their own."""
+  early, late, less = ((jnp.float32(s), jnp.int32(i)) for s, i in ((2, 1), (2, 3), (1, 0)))
+  for a, b in ((early, late), (late, early), (early, less), (less, early)):
+    assert plain._better(a, b) == early

@@ -57,7 +57,7 @@ EQUIVALENT = {
       "where the query stands is asked only by windows that turn it, which CIS has no base with"
     ),
   },
-  "kvjax/methods/snapkv.py": {
+  "kvjax/prompt_scored.py": {
     "return jnp.where(jnp.isinf(score), (2.0) + cache.pos, ranked)": (
       "positions keep their order among themselves, and above the ranks"
     )
@@ -81,11 +81,6 @@ EQUIVALENT = {
   "pallas_kernels/_tiles.py": {
     "return jnp.where(i <= last, find(jnp.minimum(i, jnp.maximum(last - 1, 0))), -1)": (
       "the tile behind the last one is fetched ahead and never added"
-    ),
-  },
-  "pallas_kernels/art.py": {
-    "return jnp.where(calm == 1, max(chunk, patience), jnp.maximum(patience - calm, 2))": (
-      "how many tiles are fetched at once, not which are walked"
     ),
   },
   "kvjax/methods/infllm_v2.py": {

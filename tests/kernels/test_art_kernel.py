@@ -347,3 +347,13 @@ def test_a_calm_walk_is_tested_sooner():
   how = {"tau": 0.7, "phi": 0.4, "patience": 4, "chunk": 4}
   walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
   assert (walked == 5).all() and (loaded == 6).all()
+
+
+def test_a_walk_that_is_not_calm_loads_a_whole_chunk_before_it_is_tested():
+  """Values that never change: stopped by the third tile, after the first chunk of six."""
+  q, k, v = (jnp.asarray(x) for x in inputs(1, 1, 1, 1, 400, 24))
+  stop = jnp.array([[400]], jnp.int32)
+  run = functools.partial(walk, q, k, v * 0 + 1, None, None, stop * 0, stop, tile=16, splits=1)
+  how = {"tau": 0.7, "phi": 0.4, "patience": 2, "chunk": 6}
+  walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
+  assert (walked == 3).all() and (loaded == 6).all()

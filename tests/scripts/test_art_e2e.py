@@ -17,7 +17,7 @@ BASES = list(art_e2e.bases(4096))
 
 
 def test_recorded_shares():
-  """0.976 of the tiles with 15.3 % of the groups stopped: those took 1 − 0.0236 / 0.153 of theirs."""
+  """0.976 of the tiles with 15.3 % of the groups stopped: those took 1 − 0.024 / 0.153 of it."""
   shares = {"Full": (0.976, 0.686, 0.81), "SnapKV 0.2": (0.973, 0.573)}
   for base, read in shares.items():
     for end, visited in zip(art_e2e.stops(base).values(), read, strict=True):

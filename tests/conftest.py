@@ -26,6 +26,8 @@ for _flag, _value in _FLAGS.items():
 # What tests compile, and the programs that they start, stays in the checkout.
 _REPO = pathlib.Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_REPO / ".cache" / "jax"))
+# All of it, also after a test ran a program, which keeps what took longer unless it is told.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jaxtyping  # noqa: E402
 
@@ -52,7 +54,6 @@ import pytest  # noqa: E402
 
 from tests.cover import mark_rest  # noqa: E402
 
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads where an operation was made
 

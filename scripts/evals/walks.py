@@ -36,9 +36,9 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
   assert isinstance(method, kvjax.ART)
   if method.certify is not None or method.base != kvjax.Full():
     return False
-  splits, heads = method.splits, settings["config"]["kv_heads"]
+  splits = method.splits
   if splits == "auto":
-    splits = max(1, ROW_WALKS // heads)
+    splits = max(1, ROW_WALKS // settings["config"]["kv_heads"])
     if -(-length // (method.tile * splits)) < 2 * (method.patience + 1):
       return True  # the base attends
   if splits == "fill":
@@ -46,7 +46,7 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
     if "NVIDIA" in settings["device"] and settings["impl"] != "reference":
       from kvjax.kernels.art import choose_splits  # not every jax can import kernels
 
-      walks = settings["batch"] * heads
+      walks = settings["batch"] * settings["config"]["kv_heads"]
       splits = choose_splits(walks, length, method.tile, kind=settings["device"])
   return not early_stops.can_stop(length, method.tile, int(splits), method.patience)
 

@@ -54,6 +54,7 @@ FAMILIES = {
 }
 BY_FAMILY = {
   *("further_turns_of_the_neutral_setting_equal_full", "nan_raises_when_asked"),
+  *("nan_is_loud_and_leaves_no_trace", "chunked_prefill", "decode_loop_is_in_place"),
   *("heads_sharded_over_two_devices", "shared_prefill"),
 }
 # What takes long and is shown by the methods' own files too; products and norms are one method's.

@@ -244,6 +244,7 @@ def config():
 
 def test_what_programs_keep_is_where_somebody_said(config, monkeypatch):
   """A folder that is set stays; programs of less than a second are kept too."""
+  monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
   told = config.jax_compilation_cache_dir
   common.keep_programs()

@@ -67,7 +67,7 @@ SUITES = (
   "select",
   "sparse",
 )
-SPREAD, ROUNDS = 0.05, 3  # quartiles wider than that are measured again, so often at most
+ROUNDS = 3  # at most, where quartiles are wide
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
 
 
@@ -167,7 +167,10 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
     "results": results,
     "remarks": [
       *(case.remarks(medians) if case.subject in medians else []),
-      *(f"{name}: quartiles wider than {SPREAD:.0%}, not to be divided by" for name in wide(times)),
+      *(
+        f"{n}: quartiles wider than {bench_files.SPREAD:.0%}, not to be divided by"
+        for n in wide(times)
+      ),
     ],
   }
 
@@ -182,9 +185,8 @@ def _round(contenders: list[Contender], repetitions: int) -> dict[str, list[floa
 
 
 def wide(times: dict[str, list[float]]) -> list[str]:
-  """Those whose quartiles are further apart than `SPREAD` of the median."""
-  found = {name: _quartiles(seconds) for name, seconds in times.items()}
-  return [name for name, (low, median, high) in found.items() if high - low > SPREAD * median]
+  """Those that are not steady."""
+  return [n for n, seconds in times.items() if not bench_files.steady(*_quartiles(seconds))]
 
 
 def _quartiles(times: list[float]) -> tuple[float, float, float]:

@@ -4,6 +4,14 @@ import json
 import pathlib
 from typing import Any
 
+BANDWIDTH = 4.45e12  # bytes a second of an H200 that a streaming read reaches
+SPREAD = 0.05  # of a median: what has wider quartiles is timed again, and not divided by
+
+
+def steady(low: float, median: float, high: float) -> bool:
+  """Whether others may be divided by a time with these quartiles."""
+  return high - low <= SPREAD * median
+
 
 def read(path: pathlib.Path) -> dict[str, Any]:
   """What is in a bench_*.json.

@@ -285,7 +285,7 @@ def main(args: Args) -> None:
   with common.written_aside(args.out / "sharing.txt") as aside:
     aside.write_text(said, "utf-8")
   with common.written_aside(args.out / "sharing.png") as aside:
-    draw(found, f"{about['model']}, {len(texts)} texts", aside)
+    draw(found, f"{about['model']}, {len(texts)} texts, 95 % intervals over them", aside)
   print(said)
 
 

@@ -24,6 +24,16 @@ PROBES = 32  # dimensions of the output that a strided probe looks at
 ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU
 
 
+def usual_splits(kv_heads: int, tiles: int) -> int:
+  """P of splits = "auto", for rows of so many KV heads and an order of so many tiles."""
+  return max(1, min(ROW_WALKS // kv_heads, tiles))
+
+
+def spares_half(tiles: int, splits: int, patience: float | int) -> bool:
+  """Whether walks are long enough to leave out half of their tiles: each reads p + 1 at least."""
+  return -(-tiles // splits) >= 2 * (patience + 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class ART(Wrapper):
   """Walks what the base method would read tile by tile, and stops once the output is stable.
@@ -205,7 +215,7 @@ class ART(Wrapper):
       return 1
     batch, heads = cache.pos.shape[:2]
     if self.splits == "auto":
-      return max(1, min(ROW_WALKS // at.heads_in_all(heads), tiles))
+      return usual_splits(at.heads_in_all(heads), tiles)
     if self.splits == "fill":
       return dispatch.filling_splits(batch * heads, tiles * self.tile, self.tile)
     return min(int(self.splits), tiles)
@@ -217,9 +227,10 @@ class ART(Wrapper):
 
   def _spares_nothing(self, at: At, cache: Cache, plan: Plan) -> bool:
     """Whether the walks of "auto" are too short to end before half of their tiles."""
+    if self.splits != "auto" or self.certify is not None:
+      return False
     tiles = self._tiles(cache, plan)
-    short = -(-tiles // self._splits(at, cache, tiles)) < 2 * (self.patience + 1)
-    return self.splits == "auto" and self.certify is None and short
+    return not spares_half(tiles, self._splits(at, cache, tiles), self.patience)
 
   def _read_all(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """The base's attention; every walk took all of its tiles."""

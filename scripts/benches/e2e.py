@@ -25,9 +25,9 @@ from kvjax.models.generate import join, split
 from kvjax.models.presets import PRESETS
 from kvjax.models.transformer import Transformer
 
+from ..bench_files import BANDWIDTH
 from . import Case, Contender, optional, torch_decoder
 
-BANDWIDTH = 4.45e12  # bytes a second of an H200, read only
 STEPS = 16  # decode steps per dispatch
 MARKS = [
   (name, batch, tokens)

@@ -16,6 +16,7 @@ from kvjax.kernels import _backend
 from kvjax.kernels.repair import repair
 from kvjax.ops import smoothing
 
+from ..bench_files import BANDWIDTH
 from . import Case, Contender, jax_contender, looped_contender, optional, together
 from .sparse import flashinfer
 
@@ -24,7 +25,6 @@ LAYERS = 4
 # ρ, and the shares of the selected pages that a prediction hits and that the last step's does: the
 # paper's, since queries of chance have no likeness from step to step.
 RATIO, HITS, REUSED = 1.25, 0.97, 0.68
-BANDWIDTH = 4.45e12
 FLASHINFER = "FlashInfer block-sparse"
 MISSES = (0, 1, 2, 4, 8, 16, 32, 64)
 ENV = Env(1, impl="pallas")

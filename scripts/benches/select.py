@@ -10,10 +10,10 @@ import numpy as np
 
 import kvjax
 
+from ..bench_files import BANDWIDTH
 from . import Case, jax_contender
 from .longflow import holding
 
-BANDWIDTH = 4.45e12  # bytes a second of an H200, read only
 METHODS = {
   "Quest page 16": kvjax.Quest(1024, dense_layers=0),
   "InfLLM-v2 block 64": kvjax.InfLLMv2(),

@@ -149,10 +149,9 @@ def _captured(
     with torch.cuda.graph(graph):
       logits = compiled(weights, keys, ids)
       ids.copy_(logits.argmax(-1))
-  held = weights, keys, turn, here  # the graph has their addresses only
 
-  def replay(tokens: Any = None) -> Any:
-    assert held
+  # The graph has only the addresses of what is held.
+  def replay(tokens: Any = None, held: Any = (weights, keys, turn, here)) -> Any:
     if tokens is not None:
       ids.copy_(tokens)
     graph.replay()

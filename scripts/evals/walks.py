@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from kvjax import early_stops
-from kvjax.methods.art import ROW_WALKS
+from kvjax.methods.art import spares_half, usual_splits
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Caches, Transformer
 
@@ -38,8 +38,9 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
     return False
   splits = method.splits
   if splits == "auto":
-    splits = max(1, ROW_WALKS // settings["config"]["kv_heads"])
-    if -(-length // (method.tile * splits)) < 2 * (method.patience + 1):
+    tiles = -(-length // method.tile)
+    splits = usual_splits(settings["config"]["kv_heads"], tiles)
+    if not spares_half(tiles, splits, method.patience):
       return True  # the base attends
   if splits == "fill":
     splits = 1

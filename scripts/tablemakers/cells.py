@@ -8,15 +8,15 @@ behind it where they are as wide.
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from .. import bench_files
 from .results import Timing
 
-WIDE = 0.05
 Pair = tuple[float, Timing]  # a ratio, and the reference that was divided by
 
 
 def steady(timing: Timing) -> bool:
   """Whether others may be divided by it."""
-  return timing.high - timing.low <= WIDE * timing.us
+  return bench_files.steady(timing.low, timing.us, timing.high)
 
 
 def ratio(value: float, reference: Timing, form: str = "{:.2f}") -> str:

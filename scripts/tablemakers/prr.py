@@ -1,11 +1,11 @@
 """PRR: attention to a predicted selection beside the true one, and whole steps with it."""
 
+from ..bench_files import BANDWIDTH
 from . import cells
 from .results import Case, Results, Timing
 
 MODELS = {"8B": "Llama-3.1-8B's heads", "GLM-4-9B-like": "GLM-4-9B's heads (2 × 16)"}
 LENGTHS = ("16K", "32K", "64K", "128K", "256K", "512K")
-BANDWIDTH = 4.45e12  # bytes a second that a streaming read reaches
 PEERS = ("score", "top_k, lax", "FlashInfer block-sparse")
 
 

@@ -1,9 +1,9 @@
 """Whole decode steps of full-size shapes, beside their bounds and beside PyTorch."""
 
+from ..bench_files import BANDWIDTH
 from . import cells
 from .results import Case, Results
 
-BANDWIDTH = 4.45e12  # bytes a second that a streaming read reaches
 DIGITS = "{:.3f}"  # as the remarks have them: rounded once
 SHAPES = ((1, 4096), (8, 4096), (1, 32768), (8, 32768), (1, 131072))
 MODELS = {"Llama-3.1-8B": "e2e", "Qwen3-1.7B": "e2e_qwen3"}

@@ -409,7 +409,7 @@ def test_a_table_cuts_what_is_too_long(capsys):
 def test_every_suite_of_the_bench_runs(suite):
   """Tiny shapes, outputs compared: a bench that nobody runs falls behind the library.
 
-  In a process of its own, where XLA optimises and no annotation is checked: a third of the time.
+  In a process of its own, where XLA optimises and no annotation is checked.
   """
   command = [sys.executable, "-m", "scripts.bench", suite, "--quick", "--no-peers"]
   flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

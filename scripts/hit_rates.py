@@ -40,6 +40,10 @@ class Args:
   """Tokens that follow."""
   history: int = 256
   """Tokens of the prompt that the predictors are calibrated on."""
+  page: int = 8
+  """Tokens of a page of Quest's; a block of InfLLM-v2's has twice as many."""
+  budget: int = 200
+  """Tokens that Quest chooses; InfLLM-v2 chooses 16 blocks."""
   layers: tuple[int, ...] = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29)
   """Layers whose activations are used."""
   starts: tuple[str, ...] = ("1862-Lincoln-1", "1934-Roosevelt-1", "1991-Bush-1")
@@ -67,10 +71,15 @@ class Recorder(kvjax.Full):
 
 
 def methods(args: Args) -> dict[str, dict[str, kvjax.PRR]]:
-  """Base -> setting -> method. Small pages, so that there are a hundred and more of them."""
+  """Base -> setting -> method. Short texts want small pages: a hundred and more of them."""
+  page, block = args.page, 2 * args.page
   bases: dict[str, kvjax.Method] = {
-    "Quest, 24 + 1 of pages of 8": kvjax.Quest(200, 8, dense_layers=0),
-    "InfLLM-v2, 16 + 1 + 4 of blocks of 16": kvjax.InfLLMv2(16, 16, 1, 64, 8, 4, dense_below=0),
+    f"Quest, {args.budget // page - 1} + 1 of pages of {page}": kvjax.Quest(
+      args.budget, page, dense_layers=0
+    ),
+    f"InfLLM-v2, 16 + 1 + 4 of blocks of {block}": kvjax.InfLLMv2(
+      16, block, 1, 4 * block, page, page // 2, dense_below=0
+    ),
   }
   settings: dict[str, dict[str, Any]] = {"last step's": {"variant": "S2"}}
   settings |= {f"{kind}, ρ = 1": {"predictor": kind, "budget": 1} for kind in ("ema", "holt")}
@@ -132,7 +141,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, length=1, steps=1, history=1)
+  common.check_numbers(args, length=1, steps=1, history=1, page=2, budget=1)
   if args.out.suffix != ".json":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .json")
   model, tokenizer = common.load_model(args.checkpoint)

@@ -4,16 +4,19 @@
     python -m scripts.on_gpu --out run --minutes 9      goes on where the last call ended
     python -m scripts.on_gpu --out run --only kernels sparse
     python -m scripts.on_gpu --out run --beside 3       three steps at a time on each GPU
+    python -m scripts.on_gpu --out run --checkpoint qwen1.5b --only real_8K_read …
 
 Every step is a process with a limit of its own, so that none takes the others down. What it prints
 is in OUT/<step>.log, what became of all of them in OUT/steps.json. A step that ended well is not
 repeated; one that failed or ran into its limit is, and goes on from what it wrote.
 
 Steps that take several GPUs come first, one after another; the others take what place is free.
-While one of them times something, those that share its GPU are stopped. Afterwards
+While one of them times something, those that share its GPU are stopped. Steps of a real model need
+its checkpoint. Afterwards
 
     python -m scripts.bench --add OUT/<device> --out scripts/results
     python -m scripts.evaluate --only-report --add OUT/evaluation/* --out FOLDER
+    python -m scripts.evaluate --only-report --add OUT/real/* --out FOLDER
 """
 
 import argparse
@@ -30,6 +33,8 @@ import sys
 import threading
 import time
 
+from kvjax.models import convert
+
 from . import common, quiet
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
@@ -39,7 +44,7 @@ LEAST = 30  # a step that has less before it is not started
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A module with its arguments, in which {out} is the folder of results.
+  """A module with its arguments, in which {out} and {checkpoint} are folders.
 
   Attributes:
     arguments: what comes behind `python -m`.
@@ -51,8 +56,15 @@ class Step:
   limit: int = LIMIT
   gpus: int = 1
 
-  def command(self, out: pathlib.Path) -> list[str]:
-    return [sys.executable, "-m", *(part.format(out=out) for part in shlex.split(self.arguments))]
+  @property
+  def real(self) -> bool:
+    """Whether it needs the checkpoint of a real model."""
+    return "{checkpoint}" in self.arguments
+
+  def command(self, out: pathlib.Path, checkpoint: pathlib.Path | None) -> list[str]:
+    folders = {"out": out, "checkpoint": checkpoint}
+    parts = shlex.split(self.arguments)
+    return [sys.executable, "-m", *(part.format(**folders) for part in parts)]
 
 
 KERNEL_TESTS = " ".join(
@@ -97,6 +109,76 @@ EVALUATIONS = {
   "ruler_read": f"{RULER} art prr",
   "ruler_cpe": f"{RULER} cpe",
   "ruler_ltri": f"{RULER} ltri",
+}
+
+# A model with a long context, in parts ordered by worth: first what is read of a whole cache, then
+# what is kept of it, then methods that read a prompt in their own way.
+READ = {
+  "read": "topk_oracle quest infllm_v2 double_sparsity hshare",
+  "shared": "cis prr art art:tau=0.01 art:tau=0.1",
+  "kept": "snapkv tova h2o streaming_llm random pyramidkv",
+  "scored": "longflow expected_attention knorm keydiff r_kv vatp",
+  "own": "cpe psaw etf lm_infinite",
+  "streamed": "infllm ltri",
+}
+FIRST, MORE = "needle kl niah_multikey_1", "niah_multivalue vt"
+
+
+def real(part: str, arguments: str, limit: int = 540) -> Step:
+  """A part of a real model's evaluation, in a folder of its own."""
+  how = f"--checkpoint {{checkpoint}} --batch 10 --out {{out}}/real/{part}"
+  return Step(f"scripts.evaluate {arguments} {how}", limit)
+
+
+def speed(part: str, arguments: str) -> Step:
+  """Timings of a real model's steps, in a folder of their own."""
+  return Step(
+    f"scripts.speed {arguments} --checkpoint {{checkpoint}} --out {{out}}/speed/{part}", 540
+  )
+
+
+AT_8K = "--samples 50 --lengths 8192 --budgets 1024 --memory 10 --methods"
+AT_32K = "--samples 25 --lengths 32768 --budgets 1024 4096 --memory 20 --methods"
+LEADING = "snapkv tova longflow expected_attention quest infllm_v2 double_sparsity hshare cis prr"
+TPOT = "full art art:tau=0.01 prr quest cpe longflow"
+REAL = {
+  **{
+    f"real_8K_{part}": real(f"8K_{part}", f"--tasks {FIRST} {MORE} {AT_8K} {methods}")
+    for part, methods in READ.items()
+  },
+  **{
+    f"speed_{part}": speed(
+      part, f"--lengths 8192 32768 --batches 8 --budgets 1024 --methods {methods}"
+    )
+    for part, methods in READ.items()
+  },
+  **{
+    f"real_32K_{part}": real(f"32K_{part}", f"--tasks {FIRST} {AT_32K} {methods}")
+    for part, methods in READ.items()
+  },
+  "speed_tpot": speed(
+    "tpot", f"--lengths 32768 16384 --batches 1 4 8 --budgets 1024 --methods {TPOT}"
+  ),
+  "real_hits": Step(
+    "scripts.hit_rates {out}/real_hits.json --checkpoint {checkpoint} --length 8064 --history 512 "
+    "--page 16 --budget 1024 --layers 2 8 14 20 26",
+    400,
+  ),
+  "real_sharing": Step(
+    "scripts.sharing_study {out}/sharing --checkpoint {checkpoint} --length 8128 --budget 512", 400
+  ),
+  "real_certificates": Step(
+    "scripts.certificate_study {out}/certificates --checkpoint {checkpoint} --length 8192 "
+    "--budget 512",
+    400,
+  ),
+  "real_8K_agnostic": real(
+    "8K_agnostic", f"--modes agnostic --tasks needle niah_multikey_1 {MORE} {AT_8K} {LEADING}"
+  ),
+  **{
+    f"real_32K_{part}_more": real(f"32K_{part}_more", f"--tasks {MORE} {AT_32K} {methods}")
+    for part, methods in READ.items()
+  },
 }
 
 STEPS = {
@@ -148,6 +230,7 @@ STEPS = {
   "prefill_128K": bench("prefill", "model 128K", 200),
   "decode": bench("decode", few=False),
   **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
+  **REAL,
 }
 
 
@@ -158,10 +241,17 @@ class Run:
     out: logs and results.
     gpus: names of the GPUs.
     end: when the last step has to have ended, by `time.monotonic()`.
+    checkpoint: of a real model; without it, steps that need one are left out.
   """
 
-  def __init__(self, out: pathlib.Path, gpus: list[str], end: float):
-    self.out, self.gpus, self.end = out, gpus, end
+  def __init__(
+    self,
+    out: pathlib.Path,
+    gpus: list[str],
+    end: float,
+    checkpoint: pathlib.Path | None = None,
+  ):
+    self.out, self.gpus, self.end, self.checkpoint = out, gpus, end, checkpoint
     self.began = time.monotonic()
     self.path = out / "steps.json"
     self.done = json.loads(self.path.read_text()) if self.path.exists() else {}
@@ -177,7 +267,9 @@ class Run:
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in left:
       wide = STEPS[name].gpus
-      if wide > len(self.gpus):
+      if STEPS[name].real and self.checkpoint is None:
+        self.say(name, "needs --checkpoint: left out")
+      elif wide > len(self.gpus):
         self.say(name, f"needs {wide} GPUs, found {len(self.gpus)}: left out")
       elif wide > 1:
         self.step(name, self.gpus[:wide])
@@ -229,7 +321,7 @@ class Run:
       "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
       quiet.FOLDER: str((self.out / "quiet").resolve()),
     }
-    command, began = STEPS[name].command(self.out.resolve()), time.monotonic()
+    command, began = STEPS[name].command(self.out.resolve(), self.checkpoint), time.monotonic()
     with (self.out / f"{name}.log").open("w") as log:
       how = {"cwd": REPO, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
 
@@ -283,12 +375,21 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--beside", type=int, default=2, metavar="N", help="steps at a time on each GPU (2)"
   )
+  parser.add_argument(
+    "--checkpoint",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="a converted model with a long context, for the steps real_* and speed_*",
+  )
   options = parser.parse_args(argv)
+  if options.checkpoint is not None and not convert.is_checkpoint(options.checkpoint):
+    parser.error(f"--checkpoint: found no checkpoint in {options.checkpoint}")
   if options.beside < 1:
     parser.error(f"--beside: found {options.beside}, expected 1 or more")
   options.out.mkdir(parents=True, exist_ok=True)
   chosen = options.only or list(STEPS)
-  run = Run(options.out, present(), time.monotonic() + 60 * options.minutes)
+  checkpoint = options.checkpoint and options.checkpoint.resolve()
+  run = Run(options.out, present(), time.monotonic() + 60 * options.minutes, checkpoint)
   run.steps(chosen, options.beside)
   return int(not all(map(run.ended_well, chosen)))
 

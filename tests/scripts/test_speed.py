@@ -1,0 +1,78 @@
+"""The program that times steps behind real text, on a tiny model."""
+
+import json
+
+import pytest
+
+import kvjax
+from scripts import speed
+from scripts.examples import tiny
+
+LENGTH = 480  # tokens are bytes
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+  model, tokenizer = tiny.load()
+  monkeypatch.setattr(speed.common, "load_model", lambda *args, **kwargs: (model, tokenizer))
+  return model
+
+
+def args(out, **changes):
+  return speed.Args(
+    **{"out": out, "methods": ("snapkv",), "budgets": ("64",), "lengths": (LENGTH,), **changes}
+  )
+
+
+def test_a_line_says_what_a_step_costs(loaded, tmp_path):
+  speed.main(args(tmp_path, batches=(1, 2), methods=("snapkv", "quest")))
+  rows = {speed.key(row): row for row in speed.measured(tmp_path)}
+  labels = (("full", None), ("snapkv", 64), ("quest", 64))
+  assert set(rows) == {(*label, LENGTH, batch) for label in labels for batch in (1, 2)}
+  for row in rows.values():
+    low, high = row["us_quartiles"]
+    assert 0 < low <= row["us"] <= high and len(row["us_all"]) == speed.TIMES
+    assert row["error"] <= speed.TOLERANCE and row["agreed"] == 1
+    assert row["step_bytes"] > row["cache_bytes"] > 0 and row["prefill_s"] > 0
+  full, kept = rows["full", None, LENGTH, 2], rows["snapkv", 64, LENGTH, 2]
+  assert full["visited"] == 1 and kept["visited"] < 0.5
+  assert kept["cache_bytes"] < full["cache_bytes"] / 3
+  spec = loaded.spec(2, LENGTH)
+  assert full["cache_bytes"] == kvjax.memory.plan_memory(spec, kvjax.Full()).device
+  assert full["cache_bytes"] == 2 * rows["full", None, LENGTH, 1]["cache_bytes"]
+
+
+def test_what_is_there_is_not_measured_again(loaded, tmp_path):
+  speed.main(args(tmp_path))
+  first = (tmp_path / speed.FILE).read_text()
+  cut = json.dumps({"method": "h2o"})[:-4]
+  (tmp_path / speed.FILE).write_text(first + cut)  # killed while it wrote
+  speed.main(args(tmp_path, methods=("snapkv", "tova")))
+  assert (tmp_path / speed.FILE).read_text().startswith(first)
+  assert [row["method"] for row in speed.measured(tmp_path)] == ["full", "snapkv", "tova"]
+
+
+def test_what_is_wrong_gets_no_time(loaded, tmp_path, monkeypatch):
+  monkeypatch.setattr(speed, "TOLERANCE", -1.0)
+  speed.main(args(tmp_path))
+  assert all("us" not in row and "error" in row for row in speed.measured(tmp_path))
+
+
+@pytest.mark.slow
+def test_every_method_is_timed(loaded, tmp_path):
+  speed.main(args(tmp_path, methods=("all",), batches=(2,)))
+  assert {row["method"] for row in speed.measured(tmp_path) if "us" in row} == set(kvjax.METHODS)
+
+
+@pytest.mark.parametrize(
+  ("changes", "named"),
+  [
+    ({"lengths": ()}, "--lengths"),
+    ({"batches": (0,)}, "--batches"),
+    ({"budgets": ("none",)}, "--budgets"),
+    ({"methods": ("nobody",)}, "--methods"),
+  ],
+)
+def test_bad_arguments_are_named(loaded, tmp_path, changes, named):
+  with pytest.raises(ValueError, match=named):
+    speed.main(args(tmp_path, **changes))

@@ -117,7 +117,7 @@ READ = {
   "read": "topk_oracle quest infllm_v2 double_sparsity hshare",
   "shared": "cis prr art art:tau=0.01 art:tau=0.1",
   "kept": "snapkv tova h2o streaming_llm random pyramidkv",
-  "scored": "longflow expected_attention knorm keydiff r_kv vatp",
+  "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff r_kv vatp",
   "own": "cpe psaw etf lm_infinite",
   "streamed": "infllm ltri",
 }

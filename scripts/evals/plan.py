@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 
 import jax
@@ -87,7 +88,7 @@ def instance(label: str, budget: int) -> kvjax.Method:
   name, rest = _parts(label)
   method = kvjax.find_method(name, "--methods").usual(budget)
   fields = {}
-  for part in filter(None, rest.split(",")):
+  for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
     field, equals, value = part.partition("=")
     if not equals:
       raise ValueError(f"--methods: found {label!r}, expected name:field=value,field=value")

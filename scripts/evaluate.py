@@ -105,7 +105,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     choices=MODES,
     default=["aware"],
     help="aware: prompts are read at once; agnostic: the context is compressed before the "
-    "question is seen (aware)",
+    "question is seen; second: a second question follows the answer to the first, about the same "
+    "text, and its answer is scored (aware)",
   )
   what.add_argument("--seed", type=int, default=0, help="draws every row (0)")
   how = parser.add_argument_group("how it runs")
@@ -233,26 +234,34 @@ def settings(args: argparse.Namespace, model: Transformer, batch: int) -> dict[s
 
 
 def build(
-  tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int, reader: dict[bool, Reader]
+  tasks: Sequence[Task],
+  lengths: Sequence[int],
+  samples: int,
+  seed: int,
+  reader: dict[bool, Reader],
+  turns: Sequence[int] = (1,),
 ) -> Iterator[Cell | str]:
   """Cells in the order of lengths and tasks; in place of one that cannot be, the reason.
 
-  Rows are made by several threads at once, in an order that nothing depends on.
+  Rows are made by several threads at once, in an order that nothing depends on. Those of two turns
+  are others than those of one: both turns take `length` tokens together.
   """
-  jobs = [(task, length) for length in lengths for task in tasks]
+  wanted = [(task, length, n) for length in lengths for task in tasks for n in turns]
+  jobs = [job for job in wanted if job[2] == 1 or job[0].second]
+  for task, _, _ in (job for job in wanted if job not in jobs):
+    yield f"{task.name}, second: there is no second question about its text"
 
-  def one(task: Task, length: int, index: int) -> Any:
-    row = task.build(reader[task.chat].count, length=length, seed=seed, index=index)
+  def one(task: Task, length: int, n: int, index: int) -> Any:
+    made = task.build if n == 1 or task.second is None else task.second
+    row = made(reader[task.chat].count, length=length, seed=seed, index=index)
     return row, reader[task.chat].row(row)
 
   with (
     concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
     console.bar(len(jobs) * samples, "making rows", "row") as bar,
   ):
-    made = [
-      [pool.submit(one, task, length, index) for index in range(samples)] for task, length in jobs
-    ]
-    for (task, length), futures in zip(jobs, made, strict=True):
+    made = [[pool.submit(one, *job, index) for index in range(samples)] for job in jobs]
+    for (task, length, n), futures in zip(jobs, made, strict=True):
       rows, prompts, refusal = [], [], None
       for future in futures:
         bar.update()
@@ -271,7 +280,7 @@ def build(
       forced = []
       if task.forced:
         forced = [reader[task.chat].continuation(row) for row in rows]
-      yield Cell(task, length, rows, prompts, forced)
+      yield Cell(task, length, rows, prompts, forced, n)
 
 
 def evaluate(
@@ -288,7 +297,8 @@ def evaluate(
     add(results, args.add)
     reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
     cells, notes = [], []
-    for cell in build(tasks, args.lengths, args.samples, args.seed, reader):
+    turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
+    for cell in build(tasks, args.lengths, args.samples, args.seed, reader, turns):
       if isinstance(cell, str):
         notes.append(cell)
       else:
@@ -344,8 +354,10 @@ def _memory() -> float:
 
 
 def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
-  """Whether a cell has a context to compress before its question."""
-  if mode == "aware" or (not cell.task.forced and all(prompt.head for prompt in cell.prompts)):
+  """Whether a cell has as many turns as the mode, and a context to compress before its question."""
+  if cell.turns != plan.TURNS[mode]:
+    return False
+  if mode != "agnostic" or (not cell.task.forced and all(prompt.head for prompt in cell.prompts)):
     return True
   notes.append(f"{cell.task.name}, agnostic: there is no question apart from a context")
   return False

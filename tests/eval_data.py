@@ -3,11 +3,12 @@
 The texts are made up here, or public-domain speeches: nothing of the data sets themselves.
 """
 
+import gzip
 import json
 import pathlib
 import random
 
-from scripts.evals import haystack, infinitebench_files, longbench
+from scripts.evals import haystack, infinitebench_files, longbench, lost_in_the_middle
 
 
 def paragraphs(number: int, size: int = 60) -> list[str]:
@@ -22,7 +23,8 @@ def write(folder: pathlib.Path) -> pathlib.Path:
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [entries] if file.suffix == ".json" else entries
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n", "utf-8")
+    text = ("\n".join(map(json.dumps, lines)) + "\n").encode()
+    file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
 
   squad = []
   for article in range(20):
@@ -63,6 +65,14 @@ def write(folder: pathlib.Path) -> pathlib.Path:
     [{"problem": q, "answer": a, "subject": "Algebra", "level": 1} for q, a in formulas],
   )
   put("aime/test.jsonl", [{"Problem": f"Add {i} and 1.", "Answer": i + 1} for i in range(10)])
+  draw = random.Random(1)
+  for keys in lost_in_the_middle.KEYS:
+    entries = []
+    for _ in range(10):
+      pairs = [[haystack.draw_uuid(draw), haystack.draw_uuid(draw)] for _ in range(21)]
+      key, value = draw.choice(pairs)
+      entries.append({"ordered_kv_records": pairs, "key": key, "value": value})
+    put(f"lost_in_the_middle/kv-retrieval-{keys}_keys.jsonl.gz", entries)
   _longbench(put)
   _infinitebench(put)
   stories = [

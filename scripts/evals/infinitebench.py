@@ -4,6 +4,8 @@ Zhang et al., ∞Bench (ACL 2024), §3, and the repository's generator and promp
 books, dialogue and code are in `infinitebench_files.py`.
 """
 
+import dataclasses
+import functools
 import random
 import statistics
 
@@ -58,25 +60,36 @@ def hidden(count: Count, *, name: str, length: int, seed: int, index: int) -> Ro
 _KV_TOKENS = 50
 
 
-def key_value(count: Count, *, length: int, seed: int, index: int) -> Row:
-  """The value of one key of a JSON object whose keys and values are UUIDs."""
+def key_value(count: Count, *, length: int, seed: int, index: int, second: bool = False) -> Row:
+  """The value of one key of a JSON object whose keys and values are UUIDs; then that of another."""
   draw = rng("kv_retrieval", seed, index)
-  depth = draw.choice(haystack.DEPTHS)
-  key, value = haystack.draw_uuid(draw), haystack.draw_uuid(draw)
+  depths = [draw.choice(haystack.DEPTHS)]
+  asked = [(haystack.draw_uuid(draw), haystack.draw_uuid(draw))]
   others: list[str] = []
   more = random.Random(draw.getrandbits(64))
+  if second:
+    depths += draw.sample([point for point in haystack.DEPTHS if point != depths[0]], 1)
+    asked += [(haystack.draw_uuid(draw), haystack.draw_uuid(draw))]
 
   def context(n: int) -> str:
     while len(others) < n:
       others.append(f'"{haystack.draw_uuid(more)}": "{haystack.draw_uuid(more)}"')
-    pairs = haystack.hide(others[:n], [f'"{key}": "{value}"'], [depth])
+    hidden = [f'"{key}": "{value}"' for key, value in asked]
+    pairs = haystack.hide(others[:n], hidden, depths)
     before = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
     return f"{before}JSON data:\n{{{', '.join(pairs)}}}"
 
-  question, prefix = f'\n\nKey: "{key}"', "\nThe value associated with the specified key is: "
-  n = fill(lambda n: count(context(n), question, prefix) + _KV_TOKENS, length, length, "pair")
-  about = {"depth": depth}
-  return Row(context(n), question, prefix, (value,), "kv_retrieval", _KV_TOKENS, about=about)
+  prefix = "\nThe value associated with the specified key is: "
+  texts = [text for key, _ in asked for text in (f'\n\nKey: "{key}"', prefix)]
+  reserved = len(asked) * _KV_TOKENS
+  n = fill(lambda n: count(context(n), *texts) + reserved, length, length, "pair")
+  rows = [
+    Row("", f'\n\nKey: "{key}"', prefix, (value,), "kv_retrieval", _KV_TOKENS)
+    for key, value in asked
+  ]
+  about = {"depth": depths[-1]}
+  later = rows[1] if second else None
+  return dataclasses.replace(rows[0], context=context(n), about=about, second=later)
 
 
 # ---- a number of a given rank in a list
@@ -137,7 +150,14 @@ def _hidden_task(name: str, summary: str) -> Task:
 TASKS = (
   _hidden_task("passkey", "five digits told twice in noise"),
   _hidden_task("number_string", "ten digits, many repeated, told twice in noise"),
-  Task("kv_retrieval", "infinitebench", "one of many pairs of UUIDs", key_value, scores.word_found),
+  Task(
+    "kv_retrieval",
+    "infinitebench",
+    "one of many pairs of UUIDs",
+    key_value,
+    scores.word_found,
+    second=functools.partial(key_value, second=True),
+  ),
   Task(
     "math_find",
     "infinitebench",

@@ -4,9 +4,11 @@ Nothing is downloaded. The folder is $KVJAX_DATA, or `data` in the cache folder.
 """
 
 import functools
+import gzip
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +49,7 @@ def path(name: str, what: str, source: str) -> pathlib.Path:
 
 
 def read(file: pathlib.Path) -> Any:
-  """A .json file's value, or a .jsonl file's list of values; read once.
+  """A .json file's value, or a .jsonl or .jsonl.gz file's list of values; read once.
 
   Raises:
     ValueError: the file is damaged.
@@ -57,7 +59,7 @@ def read(file: pathlib.Path) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _read(file: pathlib.Path, _: int) -> Any:
-  text = file.read_text("utf-8")
+  text = _unpacked(file) if file.suffix == ".gz" else file.read_text("utf-8")
   if file.suffix == ".json":
     try:
       return json.loads(text)
@@ -73,6 +75,13 @@ def _read(file: pathlib.Path, _: int) -> Any:
   if not out:
     raise ValueError(f"{file}: found no lines, expected one JSON object per line")
   return out
+
+
+def _unpacked(file: pathlib.Path) -> str:
+  try:
+    return gzip.decompress(file.read_bytes()).decode("utf-8")
+  except (OSError, EOFError, zlib.error) as error:
+    raise ValueError(f"{file}: not a whole gzip file: {error}") from error
 
 
 def pick(entries: Sequence[Any], task: str, seed: int, index: int) -> Any:

@@ -7,7 +7,8 @@ in a long text; the question asks for the values of one or several keys.
 import dataclasses
 import functools
 import random
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from . import haystack, scores
 from .task import Count, Row, Task, fill, rng
@@ -77,6 +78,7 @@ def build(
   depth: float | None = None,
   max_new_tokens: int = MAX_NEW_TOKENS,
   task: str = "niah_single_2",
+  second: bool = False,
 ) -> Row:
   """One row that fills `length` tokens as far as whole units of its text allow.
 
@@ -88,9 +90,12 @@ def build(
     shape: what is hidden and asked for.
     length: tokens of the prompt, the answer prefix and the answer together.
     draw: draws the text, keys and values, and the depths.
-    depth: where the first needle stands, in [0, 1]; None: drawn.
+    depth: where the first needle stands, in [0, 1]; None: drawn. With a second question, the first
+      needle is one that this question asks for.
     max_new_tokens: tokens reserved for the answer.
     task: the row's task.
+    second: ask a second question about as many other keys; where the shape hides none, they are
+      added.
 
   Raises:
     ValueError: `depth` is outside [0, 1], or `length` cannot be filled.
@@ -98,22 +103,21 @@ def build(
   if depth is not None and not 0 <= depth <= 1:
     raise ValueError(f"depth: found {depth}, expected a number in [0, 1]")
   source = draw.choice(list(haystack.speeches())) if shape.text == "essay" else ""
+  if second:
+    shape = dataclasses.replace(shape, keys=max(shape.keys, 2 * shape.asked))
   pairs = _pairs(shape, draw)
-  needles = [
-    NEEDLE.format(kind=shape.value, key=key, value=value)
-    for key, values in pairs.items()
-    for value in values
-  ]
+  hidden = [(key, value) for key, values in pairs.items() for value in values]
   depths = [draw.choice(haystack.DEPTHS)] if depth is None else [depth]
   others = [point for point in haystack.DEPTHS if point != depths[0]]
-  depths += draw.sample(others, len(needles) - 1)
-  draw.shuffle(needles)
+  depths += draw.sample(others, len(hidden) - 1)
+  draw.shuffle(hidden)
   names = draw.sample(list(pairs), shape.asked)
-  asked = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
-  one = shape.asked * shape.values == 1
-  before, question, prefix = (
-    text.format(kind=shape.value, key=asked) for text in (ONE if one else MANY)
-  )
+  later = draw.sample([key for key in pairs if key not in names], shape.asked) if second else []
+  hidden.sort(key=lambda pair: pair[0] not in later)
+  needles = [NEEDLE.format(kind=shape.value, key=key, value=value) for key, value in hidden]
+  before, question, prefix = _ask(shape, names)
+  then = _ask(shape, later)[1:] if second else ()
+  reserved = (1 + second) * max_new_tokens
   # A word is at least one token, and every other unit is several.
   words = haystack.words_from(source, length + _CONTINUATION_WORDS) if source else []
   distractors = _Distractors(shape, pairs, random.Random(draw.getrandbits(64)))
@@ -128,17 +132,30 @@ def build(
         return before + "\n".join(haystack.hide(distractors.first(n), needles, depths))
 
   unit = {"essay": "word", "noise": "group of sentences", "needles": "needle"}[shape.text]
-  n = fill(lambda n: count(context(n), question, prefix) + max_new_tokens, length, length, unit)
+  n = fill(lambda n: count(context(n), question, prefix, *then) + reserved, length, length, unit)
   return Row(
     context=context(n),
     question=question,
     answer_prefix=prefix,
-    answers=tuple(value for name in names for value in pairs[name]),
+    answers=_values(pairs, names),
     task=task,
     max_new_tokens=max_new_tokens,
     continuation=" ".join(words[n : n + _CONTINUATION_WORDS]),
     about={"depth": depths[0], **({"source": source} if source else {})},
+    second=Row("", *then, _values(pairs, later), task, max_new_tokens) if second else None,
   )
+
+
+def _ask(shape: Shape, names: Sequence[str]) -> tuple[str, str, str]:
+  """What stands before the text, the question for some keys, and how its answer begins."""
+  asked = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+  texts = ONE if shape.asked * shape.values == 1 else MANY
+  before, question, prefix = (text.format(kind=shape.value, key=asked) for text in texts)
+  return before, question, prefix
+
+
+def _values(pairs: dict[str, list[str]], names: Sequence[str]) -> tuple[str, ...]:
+  return tuple(value for name in names for value in pairs[name])
 
 
 def _pairs(shape: Shape, draw: random.Random) -> dict[str, list[str]]:
@@ -173,16 +190,18 @@ class _Distractors:
     return self._made[:n]
 
 
-def _niah(count: Count, *, name: str, length: int, seed: int, index: int) -> Row:
+def _niah(
+  count: Count, *, name: str, length: int, seed: int, index: int, second: bool = False
+) -> Row:
   draw = rng(name, seed, index)
-  return build(count, SHAPES[name], length=length, draw=draw, task=name)
+  return build(count, SHAPES[name], length=length, draw=draw, task=name, second=second)
 
 
-def _heat_map(count: Count, *, length: int, seed: int, index: int) -> Row:
+def _heat_map(count: Count, *, length: int, seed: int, index: int, second: bool = False) -> Row:
   """Row `index` has depth index mod 10, of ten evenly spaced ones."""
   depth = index % HEAT_MAP_DEPTHS / (HEAT_MAP_DEPTHS - 1)
-  draw = rng("needle", seed, index)
-  return build(count, length=length, draw=draw, depth=depth, max_new_tokens=32, task="needle")
+  more: dict[str, Any] = {"max_new_tokens": 32, "task": "needle", "second": second}
+  return build(count, length=length, draw=rng("needle", seed, index), depth=depth, **more)
 
 
 def _summary(shape: Shape) -> str:
@@ -199,9 +218,17 @@ TASKS = (
     f"one word→number in essay, at {HEAT_MAP_DEPTHS} depths in turn: the heat map",
     _heat_map,
     scores.all_found,
+    second=functools.partial(_heat_map, second=True),
   ),
   *(
-    Task(name, "ruler", _summary(shape), functools.partial(_niah, name=name), scores.all_found)
+    Task(
+      name,
+      "ruler",
+      _summary(shape),
+      functools.partial(_niah, name=name),
+      scores.all_found,
+      second=functools.partial(_niah, name=name, second=True),
+    )
     for name, shape in SHAPES.items()
   ),
 )

@@ -14,7 +14,8 @@ from kvjax.models.transformer import Transformer
 from .prompt import Prompt
 from .task import Row, Task
 
-MODES = ("aware", "agnostic")
+TURNS = {"aware": 1, "agnostic": 1, "second": 2}  # questions of a row in each mode
+MODES = tuple(TURNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Cell:
     task, length: whose rows; tokens that prompt and answer take at most.
     rows, prompts: by index.
     forced: token ids of each row's continuation, for tasks that read one.
+    turns: questions that each row asks: 2 in mode "second".
   """
 
   task: Task
@@ -47,6 +49,7 @@ class Cell:
   rows: Sequence[Row]
   prompts: Sequence[Prompt]
   forced: Sequence[list[int]] = ()
+  turns: int = 1
 
 
 def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[Entry]:

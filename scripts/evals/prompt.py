@@ -1,6 +1,8 @@
-"""Rows as token ids: what is read before the question, and from the question on."""
+"""Rows as token ids: before the question, from the question on, and in a second turn."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 from kvjax.models.tokenizer import Tokenizer
 
@@ -19,14 +21,23 @@ class Prompt:
   Attributes:
     head: the context, and the chat markup before it.
     tail: the question, the markup behind it, and the beginning of the answer.
+    second: of a row with a second question: the markup that closes the first answer, the question,
+      and what is behind it, as in `tail`.
   """
 
   head: list[int]
   tail: list[int]
+  second: list[int] = dataclasses.field(default_factory=list)
 
   @property
   def ids(self) -> list[int]:
+    """The first turn: what is read at once."""
     return self.head + self.tail
+
+  def second_after(self, answer: Sequence[int]) -> list[int]:
+    """The second turn's tokens after an answer, which may end with the token that closes it."""
+    closed = len(answer) > 0 and self.second[0] == answer[-1]
+    return self.second[1:] if closed else self.second
 
 
 class Reader:
@@ -51,19 +62,47 @@ class Reader:
       before, behind = text.split(_MARK)
       self._markup = before, behind
 
-  def encode(self, context: str, question: str, answer_prefix: str) -> Prompt:
-    """Token ids; in a chat the answer begins without its leading space."""
+  def encode(self, context: str, question: str, answer_prefix: str, *second: str) -> Prompt:
+    """Token ids; in a chat the answer begins without its leading space.
+
+    Args:
+      context, question, answer_prefix: of the first turn.
+      second: the second turn's question and answer prefix, or nothing.
+
+    Raises:
+      ValueError: there is a second turn and no chat template, or one that does not render it.
+    """
     if self._markup is None:
+      if second:
+        raise ValueError("chat_template: found none in use, expected one, to take a second turn")
       head = self._tokenizer.encode(context)
       return Prompt(head, self._tokenizer.encode(question + answer_prefix, bos=False))
     before, behind = self._markup
     head = self._tokenizer.encode(before + context, bos=False)
     tail = self._tokenizer.encode(question + behind + answer_prefix.lstrip(), bos=False)
-    return Prompt(head, tail)
+    return Prompt(head, tail, self._second(*second) if second else [])
+
+  def _second(self, question: str, answer_prefix: str) -> list[int]:
+    between, behind = self._next_turn
+    text = between + question.lstrip() + behind + answer_prefix.lstrip()
+    return self._tokenizer.encode(text, bos=False)
+
+  @functools.cached_property
+  def _next_turn(self) -> tuple[str, str]:
+    """Markup from the end of an answer to a user's next text, and behind that."""
+    roles = ("user", "assistant", "user")
+    text = self._tokenizer.render([{"role": role, "content": _MARK} for role in roles])
+    if text.count(_MARK) != 3:
+      raise ValueError(
+        f"chat_template: found {text.count(_MARK)} of a chat's three texts, expected each once"
+      )
+    _, _, between, behind = text.split(_MARK)
+    return between, behind
 
   def row(self, row: Row) -> Prompt:
     """Token ids of a row."""
-    return self.encode(row.context, row.question, row.answer_prefix)
+    second = () if row.second is None else (row.second.question, row.second.answer_prefix)
+    return self.encode(row.context, row.question, row.answer_prefix, *second)
 
   def continuation(self, row: Row) -> list[int]:
     """Token ids of what follows the row in its source, as many as the row reserves.
@@ -81,4 +120,9 @@ class Reader:
   @property
   def count(self) -> Count:
     """How tasks count tokens."""
-    return lambda *texts: len(self.encode(*texts).ids)
+
+    def tokens(*texts: str) -> int:
+      prompt = self.encode(*texts)
+      return len(prompt.ids) + len(prompt.second)
+
+    return tokens

@@ -10,6 +10,7 @@ from . import (
   infinitebench_files,
   local,
   longbench,
+  lost_in_the_middle,
   maths,
   needle,
   passages,
@@ -18,7 +19,7 @@ from . import (
 from .task import Task
 
 _FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
-_LOCAL = (longbench, infinitebench_files, coqa)
+_LOCAL = (longbench, infinitebench_files, lost_in_the_middle, coqa)
 TASKS: dict[str, Task] = {task.name: task for file in _FILES + _LOCAL for task in file.TASKS}
 
 

@@ -19,9 +19,10 @@ from .. import common
 from . import walks
 from .divergence import compare, surprise
 from .plan import Cell, Entry
+from .task import Row, Task
 
 CHUNK = 16  # decode steps per dispatch
-_TAIL = 64  # questions that are read apart are padded to this many tokens times a power of two
+_TAIL = 64  # questions on filled caches are padded to this many tokens times a power of two
 
 
 @dataclasses.dataclass
@@ -50,7 +51,8 @@ class Runner:
 
     Args:
       cell: the task's rows.
-      mode: "aware", or "agnostic": caches are filled before the question is read.
+      mode: "aware", "agnostic": caches are filled before the question is read, or "second": two
+        turns, of which the second answer is scored.
       first: index of the batch's first row.
       groups: methods whose caches one pass fills, the full cache first of all.
       done: (label, budget) of methods to leave out.
@@ -116,18 +118,25 @@ class Runner:
     """Answers, or follows the given text; the rows of results, and the logits to compare with."""
     timing = {**reading, "cold": [*reading["cold"]]}
     used, host = common.device_bytes(caches), common.host_bytes(caches)
+    asked = [cell.rows[i] for i in indices]
+    firsts: list[dict[str, Any]] = [{}] * len(indices)
     if mode == "agnostic":
       tails = [cell.prompts[i].tail for i in indices]
-      size = _TAIL
-      while size < max(map(len, (prompt.tail for prompt in cell.prompts))):
-        size *= 2
-      tokens, lengths = self._padded(tails, size)
-      timing["cold"] += self._cold("question", entry.method, cell.length, size)
+      longest = max(len(prompt.tail) for prompt in cell.prompts)
+      logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
+    elif mode == "second":
+      steps = max(row.max_new_tokens for row in asked)
+      timing["cold"] += ["first"] if self._cold("decode", entry.method, cell.length, False) else []
       began = time.perf_counter()
-      logits, caches = prefill(self.model, tokens, lengths, caches, entry.method)
-      jax.block_until_ready((logits, caches))
-      timing["question"] = time.perf_counter() - began
-    steps = max(cell.rows[i].max_new_tokens for i in indices)
+      generation, caches = self._generate(cell, indices, entry, logits, caches, steps)
+      timing["first"] = time.perf_counter() - began
+      firsts = self._score(cell.task, asked, generation)
+      said = [generation.tokens[row, :n] for row, n in enumerate(generation.lengths)]
+      tails = [cell.prompts[i].second_after(said[row]) for row, i in enumerate(indices)]
+      longest = max(len(prompt.second) for prompt in cell.prompts)
+      logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
+      asked = [row.second for row in asked if row.second is not None]
+    steps = max(row.max_new_tokens for row in asked)
     forced = None
     if cell.task.forced:
       forced = np.full((self.batch, steps), -1, np.int32)
@@ -136,21 +145,7 @@ class Runner:
     visited = walks.visited(self.model, entry.method, caches, logits)
     timing["cold"] += self._cold("decode", entry.method, cell.length, cell.task.forced)
     began = time.perf_counter()
-    generation, caches = generate(
-      self.model,
-      logits,
-      caches,
-      entry.method,
-      steps=steps,
-      stop=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
-      stop_strings=cell.task.stop,
-      tokenizer=self.tokenizer,
-      live=np.arange(self.batch) < len(indices),
-      forced=forced,
-      return_logits=cell.task.forced,
-      chunk=CHUNK,
-    )
-    jax.block_until_ready(generation.last)
+    generation, caches = self._generate(cell, indices, entry, logits, caches, steps, forced)
     timing |= {
       "decode": time.perf_counter() - began,
       "steps": int(generation.lengths.max()),
@@ -160,10 +155,13 @@ class Runner:
       reference = generation.logits if reference is None else reference
       scores = self._follow(cell, indices, generation, reference)
     else:
-      scores = self._score(cell, indices, generation)
+      scores = self._score(cell.task, asked, generation)
+    for score, first in zip(scores, firsts, strict=True):
+      if first:
+        score["also"]["first"], score["first_answer"] = first["score"], first["answer"]
     rows = []
     for row, i in enumerate(indices):
-      prompt = cell.prompts[i].ids
+      prompt = cell.prompts[i].ids + cell.prompts[i].second
       rows.append(
         {
           "task": cell.task.name,
@@ -188,14 +186,62 @@ class Runner:
       )
     return rows, reference
 
-  def _score(self, cell: Cell, indices: range, generation: Generation) -> list[dict[str, Any]]:
+  def _ask(
+    self,
+    cell: Cell,
+    entry: Entry,
+    caches: Caches,
+    texts: Sequence[list[int]],
+    longest: int,
+    timing: dict[str, Any],
+  ) -> tuple[jax.Array, Caches]:
+    """Reads a question into live caches, padded for the cell's longest; notes its seconds."""
+    size = _TAIL
+    while size < longest:
+      size *= 2
+    tokens, lengths = self._padded(texts, size)
+    timing["cold"] += self._cold("question", entry.method, cell.length, size)
+    began = time.perf_counter()
+    logits, caches = prefill(self.model, tokens, lengths, caches, entry.method)
+    jax.block_until_ready((logits, caches))
+    timing["question"] = time.perf_counter() - began
+    return logits, caches
+
+  def _generate(
+    self,
+    cell: Cell,
+    indices: range,
+    entry: Entry,
+    logits: jax.Array,
+    caches: Caches,
+    steps: int,
+    forced: np.ndarray | None = None,
+  ) -> tuple[Generation, Caches]:
+    """Decodes the batch's rows until each ends, or along the forced tokens."""
+    generation, caches = generate(
+      self.model,
+      logits,
+      caches,
+      entry.method,
+      steps=steps,
+      stop=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
+      stop_strings=cell.task.stop,
+      tokenizer=self.tokenizer,
+      live=np.arange(self.batch) < len(indices),
+      forced=forced,
+      return_logits=cell.task.forced,
+      chunk=CHUNK,
+    )
+    jax.block_until_ready(generation.last)
+    return generation, caches
+
+  def _score(self, task: Task, rows: Sequence[Row], generation: Generation) -> list[dict[str, Any]]:
     """Each row's answer and what it is worth."""
     assert generation.texts is not None  # a tokenizer was given
     out = []
-    for text, i, tokens in zip(generation.texts, indices, generation.lengths, strict=False):
-      row = cell.rows[i]
-      also = {name: scorer(text, row) for name, scorer in cell.task.also.items()}
-      score = cell.task.score(text, row)
+    for text, row, tokens in zip(generation.texts, rows, generation.lengths, strict=False):
+      also = {name: scorer(text, row) for name, scorer in task.also.items()}
+      score = task.score(text, row)
       out.append({"answer": text, "answer_tokens": int(tokens), "score": score, "also": also})
     return out
 

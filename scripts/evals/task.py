@@ -1,12 +1,15 @@
 """What every task is made of: a row, how its tokens are counted, and how a text is filled up."""
 
+from __future__ import annotations
+
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Tokens of (context, question, answer prefix) as a model reads them, chat markup included.
-Count = Callable[[str, str, str], int]
+# Tokens of (context, question, answer prefix) as a model reads them, chat markup included; of
+# (…, second question, its answer prefix) with the second turn.
+Count = Callable[..., int]
 
 # A row uses at least this share of the tokens that it may.
 FILLED = 0.95
@@ -32,6 +35,8 @@ class Row:
       given text.
     about: further facts that results keep: a needle's depth, a document's length.
     scoring: further facts that the scorer needs.
+    second: what is asked next about the same context, once the first answer is given: a row
+      without a context of its own.
   """
 
   context: str
@@ -43,6 +48,7 @@ class Row:
   continuation: str = ""
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   scoring: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  second: Row | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,9 @@ class Task:
     also: further scores by name, which results keep beside the task's own.
     needs: files below the folder of data sets that the task reads.
     stand_in: task that takes its place in its family where these files are not there.
+    second: as `build`, for rows with a second question: both turns with both answers take at most
+      `length` tokens. None: the task has none. Such a task has no stop strings: what they leave in
+      the cache behind the first answer would be read by the second.
   """
 
   name: str
@@ -80,6 +89,7 @@ class Task:
   also: Mapping[str, Callable[[str, Row], float]] = dataclasses.field(default_factory=dict)
   needs: tuple[str, ...] = ()
   stand_in: str = ""
+  second: Callable[..., Row] | None = None
 
 
 def rng(task: str, seed: int, index: int) -> random.Random:

@@ -99,6 +99,56 @@ def test_too_short_is_refused(name):
     make(name, length=20)
 
 
+# ---- second questions
+
+TWICE = [name for name, task in TASKS.items() if task.second]
+
+
+def make_second(task, length=LENGTH, seed=0, index=0):
+  return TASKS[task].second(count, length=length, seed=seed, index=index)
+
+
+@pytest.mark.core(4)
+@pytest.mark.parametrize("name", TWICE)
+@given(length=st.integers(2000, 6000), seed=st.integers(0, 1000), index=st.integers(0, 9))
+def test_both_turns_fit_in_the_budget(name, length, seed, index):
+  row = make_second(name, length, seed, index)
+  tokens = used(row) + used(row.second)
+  assert row.second.context == "" and tokens <= length
+  if TASKS[name].filled:
+    assert tokens >= FILLED * length
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_question_is_another_one_about_the_same_text(name):
+  """Each question follows from the text as the task's only one does, and asks for other values."""
+  for index in range(5):
+    row = make_second(name, seed=3, index=index)
+    assert dataclasses.astuple(row) == dataclasses.astuple(make_second(name, seed=3, index=index))
+    assert set(row.answers).isdisjoint(row.second.answers)
+    assert row.question != row.second.question
+    later = dataclasses.replace(row.second, context=row.context, about=row.about)
+    if name in needle.SHAPES or name == "needle":
+      shape = needle.SHAPES.get(name, needle.Shape())
+      shape = dataclasses.replace(shape, keys=max(shape.keys, 2 * shape.asked))
+      values_in_the_text(row, shape)
+      values_in_the_text(later, shape)
+    else:
+      if name == "kv_retrieval":
+        DERIVED[name](row)
+      DERIVED[name](later)
+    assert TASKS[name].score(" ".join(row.second.answers), row.second) == 1
+    assert TASKS[name].score(" ".join(row.answers), row.second) == 0
+    assert not TASKS[name].stop and TASKS[name].chat
+
+
+def test_the_heat_map_places_what_the_second_question_asks_for():
+  for index, depth in ((1, 1 / 9), (8, 8 / 9)):
+    row = make_second("needle", length=4000, index=index)
+    where = row.context.index(row.second.answers[0]) / len(row.context)
+    assert where == pytest.approx(depth, abs=0.1) and row.about["depth"] == pytest.approx(depth)
+
+
 # ---- how the answers of each task follow from its text
 
 SENTENCE = re.compile(r"One of the special magic (\w+)s for (\S+) is: (\S+)\.")
@@ -299,6 +349,16 @@ def conversation_so_far(row):
   assert row.answers == (f"answer 2 of {number}", f"it is 2 of {number}")
 
 
+def value_of_a_placed_key(row):
+  text = row.context[row.context.index("{") :]
+  pairs = json.loads(text)
+  key = re.search(r'Key: "(.+)"', row.question)[1]
+  assert (pairs[key],) == row.answers and len(pairs) == 21
+  place = list(pairs).index(key)
+  assert place == row.about["place"] and place in (0, 5, 10, 15, 20)
+  assert text.count("\n") == 21 and text.endswith('"}\n') and ',\n "' in text
+
+
 DERIVED = {
   "kl": text_that_goes_on,
   "needle": lambda row: values_in_the_text(row, needle.Shape()),
@@ -324,6 +384,7 @@ DERIVED = {
   "math500": boxed_problem,
   "aime": boxed_problem,
   "coqa": conversation_so_far,
+  **{name: value_of_a_placed_key for name in TASKS if name.startswith("lost_in_the_middle_")},
   **{name: text_cut_in_the_middle for name in TASKS if name.startswith("longbench_")},
   **{name: published_text for name in TASKS if name.startswith("infinitebench_")},
 }

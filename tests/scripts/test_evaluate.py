@@ -14,10 +14,13 @@ import time
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import kvjax
 from kvjax.models import convert
-from kvjax.models.generate import prefill
+from kvjax.models.caches import next_turn
+from kvjax.models.generate import generate, prefill
+from kvjax.models.tokenizer import Tokenizer
 from scripts import evaluate
 from scripts.evals import plan, stats, store, summary, walks
 from scripts.evals.prompt import Reader
@@ -115,11 +118,88 @@ def test_the_full_cache_does_not_care_when_the_question_comes(finished):
   for method in same:
     for index in range(SAMPLES):
       budget = None if method == "full" else 64
-      both = [rows["needle", LENGTH, mode, method, budget, index] for mode in plan.MODES]
+      modes = "aware", "agnostic"
+      both = [rows["needle", LENGTH, mode, method, budget, index] for mode in modes]
       assert both[0]["prompt"] == both[1]["prompt"]
       same[method] += both[0]["answer"] == both[1]["answer"]
       assert "question" in both[1]["seconds"] and "question" not in both[0]["seconds"]
   assert same["full"] == SAMPLES > same["snapkv"]
+
+
+# ---- second turns
+
+TWICE = 800  # tokens of both turns
+CLOSES = 112  # a token with which the model ends one of the first two answers
+
+
+def closing_tokenizer(token: int) -> Tokenizer:
+  """The tiny tokenizer, in which `token` closes a message in place of a letter."""
+  whole = tiny.byte_tokenizer()
+  vocabulary = whole.backend.get_vocab()
+  (letter,) = (text for text, number in vocabulary.items() if number == token)
+  vocabulary["<|end|>"], vocabulary[letter] = token, vocabulary["<|end|>"]
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+  backend.pre_tokenizer, backend.decoder = whole.backend.pre_tokenizer, whole.backend.decoder
+  backend.add_special_tokens([*tiny.SPECIALS])
+  return Tokenizer(backend, eos=token, chat_template=tiny.CHAT_TEMPLATE)
+
+
+def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monkeypatch):
+  """Ragged answers, of which one ends by itself; the logits are those of the whole conversation."""
+  model, tokenizer = loaded[0], closing_tokenizer(CLOSES)
+  calls = []
+
+  def recorded(model, logits, caches, method, **options):
+    kept = np.asarray(logits), np.asarray(caches[0].seen), options["live"]
+    generation, caches = generate(model, logits, caches, method, **options)
+    calls.append((*kept, generation))
+    return generation, caches
+
+  monkeypatch.setattr("scripts.evals.run.generate", recorded)
+  more = ("--modes", "second", "--lengths", str(TWICE))
+  rows = run((model, tokenizer), tmp_path, *more, tasks=("needle",), methods=("full",))
+  (*_, first), (logits, seen, _, second), *rest = calls
+  assert len(rest) == 2 and rest[1][2].tolist() == [True, False] and rest[1][1][1] == 0
+  ends = [int(first.tokens[row, n - 1]) == CLOSES for row, n in enumerate(first.lengths)]
+  assert sorted(ends) == [False, True] and len(set(first.lengths)) == 2
+  for row in range(2):
+    made = TASKS["needle"].second(Reader(tokenizer).count, length=TWICE, seed=0, index=row)
+    prompt, said = Reader(tokenizer).row(made), first.tokens[row, : first.lengths[row]].tolist()
+    ids = prompt.ids + said + next_turn(tokenizer, made.second.question.lstrip(), said)
+    ids += tokenizer.encode(made.second.answer_prefix.lstrip(), bos=False)
+    assert seen[row] == len(ids)
+    caches = kvjax.Full().init_caches(model.spec(1, len(ids)))
+    whole, _ = prefill(model, np.array([ids]), np.array([len(ids)]), caches, kvjax.Full())
+    np.testing.assert_allclose(logits[row], whole[0], atol=1e-4)
+    assert (
+      rows[row]["answer"] == second.texts[row] and rows[row]["first_answer"] == first.texts[row]
+    )
+    assert rows[row]["score"] == TASKS["needle"].score(second.texts[row], made.second)
+    assert rows[row]["also"] == {"first": TASKS["needle"].score(first.texts[row], made)}
+    assert rows[row]["prompt_tokens"] == len(prompt.ids + prompt.second) <= TWICE - 2 * 32
+
+
+def test_second_turns_are_cells_of_their_own(loaded, finished, tmp_path, capsys):
+  """Rows of one turn are what they are without the mode; a task with one question stays out."""
+  modes = ("--modes", "aware", "agnostic", "second")
+  rows = by_key(run(loaded, tmp_path, *modes, "--lengths", str(LENGTH), str(TWICE)))
+  for named, row in by_key(without_seconds(finished[1])).items():
+    assert {k: v for k, v in rows[named].items() if k != "seconds"} == row
+  twice = [row for row in rows.values() if row["mode"] == "second"]
+  assert {(row["task"], row["length"]) for row in twice} == {("needle", TWICE)}
+  assert len(twice) == SAMPLES * 3 and all("question" in row["seconds"] for row in twice)
+  assert {row["prompt"] for row in twice}.isdisjoint(
+    row["prompt"] for row in rows.values() if row["mode"] != "second"
+  )
+  said = capsys.readouterr().err
+  assert "not run: kl, second: there is no second question about its text" in said
+  assert "not run: needle at 480 tokens: length: found 480 tokens, expected at least" in said
+
+
+def test_a_second_turn_needs_a_chat(loaded, tmp_path, capsys):
+  more = ("--modes", "second", "--lengths", str(TWICE), "--no-chat")
+  assert run(loaded, tmp_path, *more, tasks=("needle",)) == []
+  assert "needle at 800 tokens: chat_template: found none in use" in capsys.readouterr().err
 
 
 def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):

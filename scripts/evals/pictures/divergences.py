@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .look import FULL, SMALL, Rows, Styles, between, legend, name_axes, sheet
+from ..standing import FULL
+from .look import SMALL, Rows, Styles, between, legend, name_axes, sheet
 
 
 def divergence(rows: Rows, styles: Styles) -> Figure | None:

@@ -7,8 +7,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from ..standing import FULL, aware_first
 from ..summary import Summary
-from .look import FULL, SMALL, Styles, aware_first, between, legend, name_axes, sheet
+from .look import SMALL, Styles, between, legend, name_axes, sheet
 
 
 def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | None:

@@ -9,9 +9,11 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..standing import FULL, aware_first
+
 Rows = Sequence[dict[str, Any]]
 
-FULL, RANDOM = "full", "random"
+RANDOM = "random"
 _COLOURS = [colormaps["tab10"](i) for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]
 _LINES = ("-", "--", ":")  # after as many methods as there are colours the next one
 _MARKERS = "osD^vP*X<>hd"
@@ -45,11 +47,6 @@ class Styles:
 def modes(rows: Rows) -> list[str]:
   """Those of the rows, "aware" first."""
   return sorted({row["mode"] for row in rows}, key=aware_first)
-
-
-def aware_first(mode: str) -> tuple[bool, str]:
-  """A key to sort modes by."""
-  return mode != "aware", mode
 
 
 def between(counts: Iterable[int]) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from .look import FULL, SMALL, Rows, between, modes, sheet, thousands
+from ..standing import FULL
+from .look import SMALL, Rows, between, modes, sheet, thousands
 
 
 def needle_maps(rows: Rows) -> dict[str, Figure]:

@@ -6,8 +6,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..standing import FULL, aware_first
 from ..summary import Summary
-from .look import FULL, SMALL, aware_first, between, name_of
+from .look import SMALL, between, name_of
 
 
 def task_tables(summaries: Sequence[Summary], tasks: Sequence[str]) -> dict[str, Figure]:

@@ -8,7 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .look import FULL, SMALL, name_axes, name_of, sheet
+from ..standing import FULL
+from .look import SMALL, name_axes, name_of, sheet
 
 
 def visits(traces: Sequence[Any]) -> Figure | None:

@@ -5,9 +5,10 @@
 
 Takes folders that `evaluate` wrote and JSON files that `bench` wrote, several of each if wanted.
 The report is one HTML file without anything beside it. Pictures: needle by length and depth, score
-against measured bytes, speed and memory against length, tasks with intervals relative to the full
-cache, divergence by position, and what was visited by layer and step; those without data are left
-out.
+against measured bytes, score against milliseconds a token, bytes kept and bytes read (where a
+folder has a speed.jsonl), speed and memory against length, tasks with intervals relative to the
+full cache, divergence by position, and what was visited by layer and step; those without data are
+left out.
 """
 
 import argparse
@@ -23,7 +24,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from . import common
-from .evals import needle, pictures, store, walks
+from .evals import costs, needle, pictures, store, walks
+from .evals.standing import FULL, standings
 from .evals.summary import Summary, summarise
 
 RULER = (*needle.SHAPES, "vt", "cwe", "fwe", "qa_1", "qa_2", "facts_1", "facts_2")
@@ -50,6 +52,7 @@ class Results:
     rows: their rows; a run's rows follow those of the run before. Left out are those of methods
       whose walks are too short to end early.
     short: what these are called.
+    costs: of steps, where an evaluation has its speed.jsonl.
     traces: what methods visited.
     benches: contents of bench files.
 
@@ -61,6 +64,7 @@ class Results:
     self.runs: list[tuple[str, dict[str, Any]]] = []
     self.rows: list[dict[str, Any]] = []
     self.short: list[str] = []
+    self.costs: list[costs.Cost] = []
     self.traces: list[Any] = []
     self.benches: list[Any] = []
     for path in paths:
@@ -87,6 +91,7 @@ class Results:
       else:
         self.rows.append(row)
     self.runs.append((path.name, settings))
+    self.costs += costs.read(path)
     traces = path / "traces.json"
     if traces.is_file():
       self.traces += json.loads(traces.read_text("utf-8"))
@@ -94,7 +99,7 @@ class Results:
 
 def solved(summaries: Sequence[Summary], least: float) -> tuple[list[Summary], list[str]]:
   """The cells in which the full cache scores at least `least`, and what the others are called."""
-  full = {(s.task, s.length, s.mode): s for s in summaries if s.method == pictures.FULL}
+  full = {(s.task, s.length, s.mode): s for s in summaries if s.method == FULL}
   weak = {place for place, s in full.items() if "kl" not in s.also and s.score.mean < least}
   kept = [s for s in summaries if (s.task, s.length, s.mode) not in weak]
   return kept, [f"{task} at {length:,} tokens, {mode}" for task, length, mode in sorted(weak)]
@@ -110,6 +115,10 @@ def draw(results: Results, least: float = 0.0) -> dict[str, tuple[str, Figure]]:
   made: dict[str, tuple[str, Figure | None]] = {}
   for mode, figure in pictures.needle_maps(results.rows).items():
     made[f"needle_{mode}"] = f"Needle in a haystack, {mode}", figure
+  boards = costs.boards(standings(results.rows, least), results.costs)
+  for place, figure in pictures.score_by_cost(boards).items():
+    mode, batch = place.split("_b")
+    made[f"score_by_cost_{place}"] = f"Score against cost, {mode}, batch {batch}", figure
   figure = pictures.score_by_bytes(summaries, styles)
   made["score_by_bytes"] = "Score against bytes", figure
   made["speed"] = "Speed and memory", pictures.speed(summaries, results.benches, styles)

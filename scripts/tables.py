@@ -35,7 +35,7 @@ class Args:
 
 
 def made(text: str, makers: Mapping[str, Maker], results: Results) -> str:
-  """A document with its parts made anew.
+  """A document with its parts made anew; those that have no results yet need no markers.
 
   Raises:
     ValueError: a part has no markers, or a figure no source; all of them are named.
@@ -43,7 +43,9 @@ def made(text: str, makers: Mapping[str, Maker], results: Results) -> str:
   wrong = []
   for name, maker in makers.items():
     try:
-      text = markers.filled(text, name, maker(results))
+      lines = maker(results)
+      if lines or name in markers.names(text):
+        text = markers.filled(text, name, lines)
     except (ValueError, OSError) as error:
       wrong.append(f"{name}: {error}")
   if wrong:

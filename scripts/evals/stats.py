@@ -60,6 +60,24 @@ def student(values: Sequence[float]) -> Estimate:
   return Estimate(x.size, mean, mean - float(apart), mean + float(apart), "Student")
 
 
+def mean_of(parts: Sequence[Estimate]) -> Estimate:
+  """The mean of several means, each of the same weight, and of independent rows.
+
+  Its interval is put together from theirs (Zou and Donner, 2008: the variance at each end is
+  recovered from that end): tasks without a miss are not certain, as a bootstrap would have it.
+
+  Raises:
+    ValueError: there are none.
+  """
+  if not parts:
+    raise ValueError("parts: found none, expected at least one")
+  mean = sum(part.mean for part in parts) / len(parts)
+  below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
+  above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)
+  interval = parts[0].interval if len(parts) == 1 else "recovered"
+  return Estimate(sum(part.n for part in parts), mean, mean - below, mean + above, interval)
+
+
 def wilson(hits: int, n: int) -> tuple[float, float]:
   """Wilson's score interval of a share (Wilson, 1927)."""
   share = hits / n

@@ -1,10 +1,7 @@
 """Evaluations of SmolLM2: one needle, divergence, RULER."""
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
-
-import kvjax
 
 from ..evals import walks
 from . import cells
@@ -27,7 +24,6 @@ TASKS = (
 LENGTHS = (1024, 2048, 4096)
 RULER = ("prr", "cpe", "streaming_llm", "ltri", "longflow")
 
-VISITS = "cpu/art_visits/summary.json"
 SETTINGS = f"{GPU}/evaluation/settings.json"
 
 Cells = dict[tuple[str, int, str, int | None], dict[str, Any]]
@@ -82,24 +78,9 @@ def _able(results: Results, length: int) -> list[str]:
 def walked(results: Results) -> list[str]:
   """Where ART's walks are too short."""
   short = [f"{n:,}" for n in LENGTHS if ART not in _able(results, n)]
-  settings, art = results.json(SETTINGS), kvjax.ART()
-  seen = [cell for cell in results.json(VISITS) if cell["visited"] is not None]
-  tasks = {cell["task"]: cell["score"]["n"] for cell in seen}
-  shares = {
-    name: cells.percent(
-      statistics.fmean(cell["visited"] for cell in seen if cell["method"] == name), 1
-    )
-    for name in dict.fromkeys(cell["method"] for cell in seen)
-  }
   return cells.sentence(
-    f"`{ART}` has no figures at {' and '.join(short)} tokens: the {settings['batch']} rows of "
-    f"{settings['config']['kv_heads']} KV heads are walked in splits that fill the GPU, none with "
-    f"more tiles of {art.tile} than the {art.patience + 1} after which a walk can end at the "
-    "earliest. It reads there what the full cache reads. What it visited at 4,096 tokens was not "
-    "recorded; on a CPU, float32, the first token after "
-    f"{', '.join(f'{n} prompts of `{task}`' for task, n in tasks.items())} visits "
-    f"{', '.join(f'{share} by `{name}`' for name, share in shares.items())} "
-    "(`scripts/results/cpu/art_visits`)."
+    f"`{ART}` has no figures at {' and '.join(short)} tokens: no walk can end early there, and it "
+    "reads what the full cache reads (`scripts/results/cpu/art_visits` has what it visits)."
   )
 
 
@@ -122,18 +103,3 @@ def ruler(results: Results) -> list[str]:
     ]
     rows.append([label, *scores])
   return cells.table(("method, budget", "1K", "2K", "4K"), rows)
-
-
-def ltri(results: Results) -> list[str]:
-  held = cells_of(results)
-  words = {"niah_single_1": "a needle in repeated noise", "niah_single_2": "a needle among essays"}
-  rows = [
-    [f"{label} (`{task}`)", *(mean(held, [task], length, "ltri", 512) for length in LENGTHS)]
-    for task, label in words.items()
-  ]
-  return cells.table(("`ltri`, 512", "1K", "2K", "4K"), rows)
-
-
-def size(results: Results) -> list[str]:
-  held = _cell(cells_of(results), "needle", 2048, "full", None)
-  return cells.sentence(f"The full cache of 2,048 tokens takes {held['cache_bytes'] / 1e6:.1f} MB.")

@@ -1,6 +1,6 @@
 """The README's results in short: a line for each section."""
 
-from . import art, cells, decode, gpus, longflow, prr, selection, steps, streams
+from . import art, cells, decode, gpus, longflow, prr, real, selection, steps, streams
 from .results import Results
 
 LINES = {
@@ -12,8 +12,10 @@ LINES = {
   "ART": art.in_short,
   "Ltri": streams.in_short,
   "two GPUs": gpus.in_short,
+  "a real model": real.in_short,
 }
 
 
 def table(results: Results) -> list[str]:
-  return cells.table(("", ""), ([label, line(results)] for label, line in LINES.items()))
+  lines = ([label, line(results)] for label, line in LINES.items())
+  return cells.table(("", ""), (row for row in lines if row[1]))

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import plot
 from scripts.evals import pictures, store, summary
+from scripts.evals.pictures import needles
 
 SECONDS = {"decode": 0.4, "steps": 4, "prefill": 1.0, "rows": 2, "cold": []}
 
@@ -200,7 +201,7 @@ def test_a_folder_is_not_counted_twice(folder):
 
 def test_budgets_have_the_name_that_fits_all_lengths():
   names = [
-    pictures._budget_name({"budget": budget, "length": 1000})
+    needles._budget_name({"budget": budget, "length": 1000})
     for budget in (None, 500, 125, 62, 100, 333, 64)
   ]
   assert names == ["", "0.5", "0.125", "0.0625", "0.1", "333", "64"]

@@ -94,7 +94,8 @@ def test_all_that_is_missing_is_named(tmp_path):
   with pytest.raises(ValueError) as error:
     tables.made(text, DOCUMENTS["RESULTS.md"], Results(tmp_path))
   lines = str(error.value).splitlines()
-  assert [line.partition(":")[0] for line in lines] == list(DOCUMENTS["RESULTS.md"])
+  there = [name for name in DOCUMENTS["RESULTS.md"] if not name.startswith("real-")]
+  assert [line.partition(":")[0] for line in lines] == there
   assert "found no bench_*.json" in lines[0]
   assert "bench_decode.json: found no such file" in lines[1]
 
@@ -130,7 +131,7 @@ def test_art_has_scores_only_where_it_can_stop():
   assert "–" not in rows["`full`"] + rows["`ltri`, 256"]
   assert not any("`art:splits=fill`" in line for line in evaluations.needle(Results()))
   said = " ".join(evaluations.walked(Results()))
-  assert "at 1,024 and 2,048 tokens" in said and "100.0 % by `art:splits=3`" in said
+  assert "at 1,024 and 2,048 tokens" in said
 
 
 def _row(line):

@@ -1,0 +1,363 @@
+"""Scores beside costs: standings, boards, choices, their pictures and tables, by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from scripts import markers, plot, tables
+from scripts.evals import choices, costs, families, pictures, stats, store
+from scripts.evals.pictures.callouts import place
+from scripts.evals.pictures.cost import _apart, front
+from scripts.evals.standing import standings
+from scripts.tablemakers import DOCUMENTS, Results, real, summary
+
+SETTINGS = {
+  "model": "tiny",
+  "device": "some GPU",
+  "impl": "auto",
+  "batch": 2,
+  "config": {"kv_heads": 2},
+}
+# Right answers of ten, by method, budget, mode and task.
+RIGHT = {
+  ("full", None): {"aware": (10, 10, 1), "agnostic": (10, 10, 1)},
+  ("quest", 1024): {"aware": (9, 10, 1), "agnostic": (9, 10, 1)},
+  ("snapkv", 1024): {"aware": (10, 9, 9), "agnostic": (2, 2, 1)},
+  ("snapkv", 4096): {"aware": (2, 2, 1), "agnostic": (2, 2, 1)},
+  ("random", 1024): {"aware": (10, 10, 1), "agnostic": (0, 0, 0)},
+}
+TASKS = ("needle", "niah_multikey_1", "vt")
+# µs a step, MB of cache a row, GB read, GB at most; of two rows.
+COSTS = {
+  ("full", None): (4000, 800, 8, 20),
+  ("quest", 1024): (3000, 900, 4, 21),
+  ("snapkv", 1024): (2500, 100, 3.5, 12),
+  ("snapkv", 4096): (2600, 50, 3, 7),
+  ("random", 1024): (2000, 1, 1, 1),
+}
+
+
+def rows(length=8192):
+  made = []
+  for (method, budget), by_mode in RIGHT.items():
+    for mode, right in by_mode.items():
+      for task, hits in zip(TASKS, right, strict=True):
+        made += [
+          {
+            "task": task,
+            "length": length,
+            "mode": mode,
+            "method": method,
+            "budget": budget,
+            "index": i,
+            "score": float(i < hits),
+            "also": {},
+            "about": {"depth": i / 10},
+            "cache_bytes": 8,
+            "host_bytes": 0,
+            "seconds": {"decode": 0.4, "steps": 4, "prefill": 1.0, "rows": 2, "cold": []},
+          }
+          for i in range(10)
+        ]
+  return made
+
+
+def lines(length=8192, batch=2):
+  return [
+    {
+      "method": method,
+      "budget": budget,
+      "length": length,
+      "batch": batch,
+      "us": us,
+      "us_quartiles": [us, 1.01 * us],
+      "cache_bytes": kept * 1e6 * batch,
+      "host_bytes": 0,
+      "read_bytes": read * 1e9,
+      "visited": 1.0,
+      "peak_bytes": peak * 1e9,
+    }
+    for (method, budget), (us, kept, read, peak) in COSTS.items()
+  ]
+
+
+def write(folder, held, timed):
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / store.SETTINGS).write_text(json.dumps(SETTINGS))
+  (folder / store.ROWS).write_text("".join(json.dumps(row) + "\n" for row in held))
+  (folder / costs.FILE).write_text("".join(json.dumps(line) + "\n" for line in timed))
+  return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return write(tmp_path / real.FOLDER, rows(), lines())
+
+
+@pytest.fixture
+def board(folder):
+  """At 8,192 tokens, aware, two rows."""
+  return costs.boards(standings(rows(), 0.5), costs.read(folder))[0]
+
+
+# ---- standings
+
+
+def test_the_mean_of_tasks_and_its_interval_by_hand():
+  """Two shares of ten: Wilson's distances are squared, added, rooted and halved."""
+  parts = [stats.estimate([1.0] * 10), stats.estimate([1.0] * 5 + [0.0] * 5)]
+  mean = stats.mean_of(parts)
+  assert (mean.n, mean.mean) == (20, 0.75)
+  below = np.hypot(1 - parts[0].low, 0.5 - parts[1].low) / 2
+  np.testing.assert_allclose(
+    (mean.low, mean.high), (0.75 - below, 0.75 + (parts[1].high - 0.5) / 2)
+  )
+  alone = stats.mean_of(parts[:1])
+  assert (alone.low, alone.high) == pytest.approx((parts[0].low, parts[0].high))
+  with pytest.raises(ValueError, match="parts: found none"):
+    stats.mean_of([])
+
+
+def test_standings_by_hand():
+  """The full cache solves two of three tasks; Quest misses one of twenty rows."""
+  aware, agnostic = standings(rows(), 0.5)
+  assert (aware.mode, agnostic.mode, aware.n) == ("aware", "agnostic", "n = 10")
+  assert (aware.tasks, aware.weak) == (TASKS[:2], TASKS[2:])
+  quest = aware.by["quest", 1024]
+  assert quest.score.mean == pytest.approx(0.95) and quest.gap.mean == pytest.approx(-0.05)
+  assert quest.gap.low < 0 <= quest.gap.high and next(iter(aware.by)) == ("full", None)
+  assert standings(rows(), 0.0)[0].tasks == TASKS
+
+
+def test_gaps_compare_the_same_rows():
+  """Only rows 0 to 4 of the method are there; the full cache is right in the first three."""
+  held = [row for row in rows() if row["method"] in ("full", "snapkv") and row["budget"] != 4096]
+  held = [row for row in held if row["method"] == "full" or row["index"] < 5]
+  for row in held:
+    row["score"] = float(row["index"] < 3) if row["method"] == "full" else 1.0
+  found = standings(held)[0].by["snapkv", 1024]
+  assert found.gap.mean == pytest.approx(1 - 3 / 5)
+
+
+def test_who_lacks_a_task_is_named_and_shortens_nobodys_mean():
+  held = [row for row in rows() if (row["method"], row["task"]) != ("quest", "needle")]
+  aware = standings(held, 0.5)[0]
+  assert aware.tasks == TASKS[:2]
+  assert [one.method for one in aware.missing] == ["quest"]
+
+
+def test_without_the_full_cache_nothing_stands():
+  assert standings([row for row in rows() if row["method"] != "full"]) == []
+
+
+# ---- costs
+
+
+@pytest.mark.parametrize(
+  "line, said",
+  [
+    ("{", "line 1: found Expecting"),
+    ("[]", "line 1: found no method and budget"),
+    ('{"method": "full", "budget": null}', "line 1: found length = None, expected a number"),
+    (json.dumps({**lines()[0], "us_quartiles": [1]}), r"us_quartiles = \[1\], expected two"),
+    (json.dumps({**lines()[0], "us": -1}), "found us = -1, expected a number"),
+  ],
+)
+def test_damaged_costs_are_named(tmp_path, line, said):
+  (tmp_path / costs.FILE).write_text(line + "\n")
+  with pytest.raises(ValueError, match=rf"speed\.jsonl: .*{said}"):
+    costs.read(tmp_path)
+
+
+def test_the_last_line_of_a_shape_counts(tmp_path):
+  write(tmp_path, [], [lines()[0], {**lines()[0], "us": 5000}])
+  (cost,) = costs.read(tmp_path)
+  assert (cost.milliseconds, cost.kept, cost.read) == (5.0, 0.8, 8.0)
+  assert costs.read(tmp_path / "none") == []
+
+
+def test_boards_have_what_has_both(folder):
+  found = costs.boards(standings(rows()), [c for c in costs.read(folder) if c.budget != 4096])
+  assert [(b.standings.mode, b.batch, len(b.points)) for b in found] == [
+    ("aware", 2, 4),
+    ("agnostic", 2, 4),
+  ]
+  without = [cost for cost in costs.read(folder) if cost.method != "full"]
+  assert costs.boards(standings(rows()), without) == []
+
+
+# ---- which method when
+
+
+def named(found):
+  return [(choice.aims, choice.point and choice.point.method, choice.loses) for choice in found]
+
+
+def test_choices_by_hand(board):
+  """SnapKV is fastest and least; of those that keep all, Quest. Random is nobody's choice."""
+  expected = [(("fastest", "least kept"), "snapkv", False), (("safest",), "quest", False)]
+  assert named(choices.choices(board)) == expected
+  nothing = (("safest",), None, False)
+  assert named(choices.choices(board, 12)) == [expected[0], nothing]
+  losing = (("fastest", "least kept"), "snapkv", True)
+  assert named(choices.choices(board, 8)) == [losing, nothing]
+  assert choices.choices(board, 8)[0].point.budget == 4096
+  assert choices.choices(board, 2)[0].point is None
+
+
+def test_memory_limits_with_the_same_choices_are_one(board):
+  found = dict(choices.by_memory(board))
+  assert list(found) == ["8 GB", "16 GB", "24 GB and more"]
+  assert named(found["24 GB and more"]) == named(choices.choices(board))
+
+
+def test_families_are_what_classes_declare():
+  of = {name: families.of(name) for name in ("quest", "cis", "art:splits=4", "prr")}
+  assert set(of.values()) == {families.READS}
+  assert families.of("cpe") == families.SKIMS and families.of("h2o") == families.EVICTS
+  assert families.of("streaming_llm") == families.WINDOWS and families.of("full") == families.WHOLE
+  assert families.of("ltri") == families.STREAMS and families.of("random") == families.CONTROL
+  assert families.of("nonesuch") == families.of("mine:Middle") == families.OTHERS
+
+
+# ---- the picture
+
+
+def test_score_by_cost_by_hand(board, folder):
+  """Every point is where its cost and score are, with its interval; what leads has its name."""
+  found = costs.boards(standings(rows(), 0.5), costs.read(folder))
+  drawn = pictures.score_by_cost(found)
+  assert list(drawn) == ["aware_b2", "agnostic_b2"]
+  time, kept, read = drawn["aware_b2"].axes
+  points = {tuple(line.get_xydata()[0]) for line in time.lines if line.get_linestyle() == "None"}
+  assert points == {(p.cost.milliseconds, 100 * p.score.mean) for p in board.points}
+  assert {(p.cost.read, 100 * p.score.mean) for p in board.points} <= {
+    tuple(xy) for line in read.lines for xy in line.get_xydata()
+  }
+  bars = [bar.get_segments()[0] for bar in time.collections]
+  whole = board.full
+  np.testing.assert_allclose(bars[0], [[4, 100 * whole.score.low], [4, 100 * whole.score.high]])
+  assert {text.get_text() for text in time.texts} == {"full", "snapkv 1K"}
+  assert (time.get_xscale(), kept.get_xscale(), read.get_xscale()) == ("linear", "log", "log")
+  assert "without vt" in drawn["aware_b2"].get_supxlabel()
+  assert "needle, niah_multikey_1, n = 10 each" in drawn["aware_b2"].get_supxlabel()
+
+
+def test_what_leads_is_what_nothing_cheaper_beats(board):
+  leads = front(board.points, lambda cost: cost.read)
+  assert [(p.method, p.budget) for p in leads] == [
+    ("snapkv", 4096),
+    ("snapkv", 1024),
+    ("full", None),
+  ]
+
+
+def test_only_what_keeps_the_same_is_drawn_apart():
+  assert _apart([1.0, 2.0, 3.0], False) == [1, 2, 3]
+  apart = _apart([1.0, 1.0, 1.0, 3.0], False)
+  assert len(set(apart)) == 4 and apart[1] == 1 and apart[3] == 3
+  np.testing.assert_allclose(_apart([1.0, 10.0, 100.0], True), [1, 10, 100])
+
+
+def test_names_do_not_cover_each_other():
+  """Twenty names at one point."""
+  figure = Figure()
+  axis = figure.subplots()
+  axis.set(xlim=(0, 1), ylim=(0, 1))
+  figure.draw_without_rendering()
+  place(axis, [(f"method {i}", 0.5, 0.5, "black") for i in range(20)], [(0.5, 0.5)])
+  figure.draw_without_rendering()
+  boxes = [Text.get_window_extent(text) for text in axis.texts]  # without the lines that lead back
+  assert len(boxes) == 20
+  assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_the_report_shows_it_where_costs_are(folder):
+  assert {"score_by_cost_aware_b2", "score_by_cost_agnostic_b2"} <= set(
+    plot.draw(plot.Results([folder]))
+  )
+  (folder / costs.FILE).unlink()
+  assert not any("cost" in name for name in plot.draw(plot.Results([folder])))
+
+
+# ---- tables
+
+
+def cells_of(lines):
+  return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_a_length_by_hand(folder):
+  results = Results(folder.parents[1])
+  head, _, *found = cells_of(DOCUMENTS["RESULTS.md"]["real-8192"](results))
+  by = {row[0]: dict(zip(head, row, strict=True)) for row in found}
+  assert next(iter(by)) == "`full`" and list(by)[-1] == "`snapkv`, 4,096"
+  quest = by["`quest`, 1,024"]
+  assert quest["n"] == "10" and quest["`needle`"] == "90 (60–98)" and quest["of full"] == "95 %"
+  assert quest["ms a token, batch 2 (× full)"] == "3.00 (0.75)"
+  assert (quest["GB kept a row"], quest["GB read a step, batch 2"]) == ("0.90", "4.00")
+  assert quest["KL, nats"] == "–" and quest["`vt`"] == "10 (2–40)"
+  assert real.by_length(32768)(results) == []
+
+
+def test_which_method_when_by_hand(folder):
+  results = Results(folder.parents[1])
+  head, _, *found = cells_of(real.when(results))
+  listed = [dict(zip(head, row, strict=True)) for row in found]
+  last = [row for row in listed if row["memory"] == "24 GB and more"]
+  assert [(row["for"], row["take"]) for row in last] == [
+    ("fastest, least kept", "`snapkv`, 1,024"),
+    ("safest", "`quest`, 1,024"),
+  ]
+  assert "agnostic −80" in last[0]["risk"] and last[0]["GB at most"] == "12.0"
+  losing = listed[0]
+  assert losing["take"] == "`snapkv`, 4,096" and losing["less full"].startswith("**−80")
+  assert listed[1]["take"] == "nothing that was measured fits"
+
+
+def test_modes_stand_side_by_side(folder):
+  head, _, *found = cells_of(real.modes(Results(folder.parents[1])))
+  assert head[2:] == ["aware; less full", "agnostic; less full"]
+  by = {row[1]: row[2:] for row in found}
+  assert by["`full`"][0].endswith("; 0") and "−80" in by["`snapkv`, 1,024"][1]
+
+
+def test_what_cannot_be_divided_by_is_shown(tmp_path):
+  wide = [{**line, "us_quartiles": [line["us"], 1.2 * line["us"]]} for line in lines()]
+  write(tmp_path / real.FOLDER, rows(), wide)
+  text = "\n".join(real.when(Results(tmp_path)))
+  assert "3.00 [3.00 to 3.60 ms] (– (`full`: 4.00 to 4.80 ms))" in text
+
+
+def test_without_costs_scores_remain(folder):
+  (folder / costs.FILE).unlink()
+  results = Results(folder.parents[1])
+  assert real.when(results) == real.picture(results) == [] and real.in_short(results) == ""
+  assert real.by_length(8192)(results)[0].endswith("| KL, nats |")
+
+
+def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
+  makers = {name: maker for name, maker in DOCUMENTS["RESULTS.md"].items() if "real-" in name}
+  assert len(makers) == 6
+  assert tables.made("text", makers, Results(tmp_path)) == "text"
+  assert real.in_short(Results(tmp_path)) == ""
+
+
+def test_with_results_the_markers_must_be_there(folder):
+  results = Results(folder.parents[1])
+  with pytest.raises(ValueError, match="real-about: found no single pair of markers"):
+    tables.made("text", {"real-about": real.about}, results)
+  text = "<!-- real-about: begin -->\n<!-- real-about: end -->\n"
+  made = markers.filled(text, "real-about", real.about(results))
+  assert tables.made(text, {"real-about": real.about}, results) == made
+  assert "without `vt`, of which" in made.replace("\n", " ")
+
+
+def test_the_first_page_has_a_line_only_with_results(folder, monkeypatch):
+  monkeypatch.setattr(summary, "LINES", {"a": lambda results: "b", "real": real.in_short})
+  assert len(summary.table(Results(folder.parent))) == 3
+  (*_, line) = summary.table(Results(folder.parents[1]))
+  assert "is `snapkv`, 1,024, 2.50 (× 0.62) ms a token, 0.10 of 0.80 GB a row" in line

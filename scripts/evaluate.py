@@ -23,13 +23,12 @@ end differently.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -39,12 +38,13 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
 
 from . import common, console
+from .evals import cells as cells_of
 from .evals import local, plan, registry, store, summary
 from .evals import trace as tracing
 from .evals.plan import MODES, Cell, Entry
 from .evals.prompt import Reader
 from .evals.run import Runner
-from .evals.task import NoMoreRows, Task
+from .evals.task import Task
 
 VERSION = 1  # of the rows and what they mean
 TRACES = "traces.json"
@@ -233,56 +233,6 @@ def settings(args: argparse.Namespace, model: Transformer, batch: int) -> dict[s
   }
 
 
-def build(
-  tasks: Sequence[Task],
-  lengths: Sequence[int],
-  samples: int,
-  seed: int,
-  reader: dict[bool, Reader],
-  turns: Sequence[int] = (1,),
-) -> Iterator[Cell | str]:
-  """Cells in the order of lengths and tasks; in place of one that cannot be, the reason.
-
-  Rows are made by several threads at once, in an order that nothing depends on. Those of two turns
-  are others than those of one: both turns take `length` tokens together.
-  """
-  wanted = [(task, length, n) for length in lengths for task in tasks for n in turns]
-  jobs = [job for job in wanted if job[2] == 1 or job[0].second]
-  for task, _, _ in (job for job in wanted if job not in jobs):
-    yield f"{task.name}, second: there is no second question about its text"
-
-  def one(task: Task, length: int, n: int, index: int) -> Any:
-    made = task.build if n == 1 or task.second is None else task.second
-    row = made(reader[task.chat].count, length=length, seed=seed, index=index)
-    return row, reader[task.chat].row(row)
-
-  with (
-    concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
-    console.bar(len(jobs) * samples, "making rows", "row") as bar,
-  ):
-    made = [[pool.submit(one, *job, index) for index in range(samples)] for job in jobs]
-    for (task, length, n), futures in zip(jobs, made, strict=True):
-      rows, prompts, refusal = [], [], None
-      for future in futures:
-        bar.update()
-        try:
-          row, prompt = future.result()
-        except NoMoreRows:
-          continue
-        except (ValueError, OSError, ModuleNotFoundError) as error:
-          refusal = refusal or error
-          continue
-        rows.append(row)
-        prompts.append(prompt)
-      if refusal is not None or not rows:
-        yield f"{task.name} at {length:,} tokens: {refusal}"
-        continue
-      forced = []
-      if task.forced:
-        forced = [reader[task.chat].continuation(row) for row in rows]
-      yield Cell(task, length, rows, prompts, forced, n)
-
-
 def evaluate(
   args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
@@ -298,7 +248,7 @@ def evaluate(
     reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
     cells, notes = [], []
     turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
-    for cell in build(tasks, args.lengths, args.samples, args.seed, reader, turns):
+    for cell in cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns):
       if isinstance(cell, str):
         notes.append(cell)
       else:

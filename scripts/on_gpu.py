@@ -111,74 +111,87 @@ EVALUATIONS = {
   "ruler_ltri": f"{RULER} ltri",
 }
 
-# A model with a long context, in parts ordered by worth: first what is read of a whole cache, then
-# what is kept of it, then methods that read a prompt in their own way.
-READ = {
+# A model with a long context, in parts ordered by worth: what is kept of a cache, what is read of a
+# whole one, then methods that read a prompt in their own way.
+PARTS = {
+  "kept": "snapkv tova h2o streaming_llm random pyramidkv",
   "read": "topk_oracle quest infllm_v2 double_sparsity hshare",
   "shared": "cis prr art art:tau=0.01 art:tau=0.1",
-  "kept": "snapkv tova h2o streaming_llm random pyramidkv",
   "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff r_kv vatp",
   "own": "cpe psaw etf lm_infinite",
   "streamed": "infllm ltri",
 }
+LEADING = "snapkv tova longflow expected_attention quest infllm_v2 hshare cis prr cpe"
 FIRST, MORE = "needle kl niah_multikey_1", "niah_multivalue vt"
+AT = {
+  "8K": "--samples 50 --lengths 8192 --budgets 1024 --memory 8",
+  "32K": "--samples 25 --lengths 32768 --budgets 1024 4096 --memory 20",
+}
+TPOT = "full art art:tau=0.01 prr quest cpe longflow"
 
 
-def real(part: str, arguments: str, limit: int = 540) -> Step:
+def real(part: str, arguments: str) -> Step:
   """A part of a real model's evaluation, in a folder of its own."""
   how = f"--checkpoint {{checkpoint}} --batch 10 --out {{out}}/real/{part}"
-  return Step(f"scripts.evaluate {arguments} {how}", limit)
+  return Step(f"scripts.evaluate {arguments} {how}", 540)
 
 
 def speed(part: str, arguments: str) -> Step:
   """Timings of a real model's steps, in a folder of their own."""
-  return Step(
-    f"scripts.speed {arguments} --checkpoint {{checkpoint}} --out {{out}}/speed/{part}", 540
-  )
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/speed/{part}"
+  return Step(f"scripts.speed {arguments} {how}", 540)
 
 
-AT_8K = "--samples 50 --lengths 8192 --budgets 1024 --memory 10 --methods"
-AT_32K = "--samples 25 --lengths 32768 --budgets 1024 4096 --memory 20 --methods"
-LEADING = "snapkv tova longflow expected_attention quest infllm_v2 double_sparsity hshare cis prr"
-TPOT = "full art art:tau=0.01 prr quest cpe longflow"
-REAL = {
-  **{
-    f"real_8K_{part}": real(f"8K_{part}", f"--tasks {FIRST} {MORE} {AT_8K} {methods}")
-    for part, methods in READ.items()
-  },
-  **{
-    f"speed_{part}": speed(
-      part, f"--lengths 8192 32768 --batches 8 --budgets 1024 --methods {methods}"
+def parts(length: str, tasks: str, more: str = "") -> dict[str, Step]:
+  """The evaluation of every part at one length."""
+  return {
+    f"real_{length}_{part}{more}": real(
+      f"{length}_{part}{more}", f"--tasks {tasks} {AT[length]} --methods {methods}"
     )
-    for part, methods in READ.items()
-  },
+    for part, methods in PARTS.items()
+  }
+
+
+def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
+  """The timings of every part at one length, but for methods that stream a prompt."""
+  how = f"--lengths {tokens} --batches 8 --budgets {budgets} --methods"
+  return {
+    f"speed_{length}_{part}": speed(f"{length}_{part}", f"{how} {methods}")
+    for part, methods in PARTS.items()
+    if part != "streamed"
+  }
+
+
+STUDY = "--checkpoint {checkpoint} --length"
+REAL = {
+  **parts("8K", f"{FIRST} {MORE}"),
+  **speeds("8K", 8192, "1024"),
+  **parts("32K", FIRST),
+  **speeds("32K", 32768, "1024 4096"),
   **{
-    f"real_32K_{part}": real(f"32K_{part}", f"--tasks {FIRST} {AT_32K} {methods}")
-    for part, methods in READ.items()
+    f"real_8K_{mode}": real(
+      f"8K_{mode}",
+      f"--modes {mode} --tasks needle niah_multikey_1 {AT['8K']} --methods {LEADING}",
+    )
+    for mode in ("second", "agnostic")
   },
+  "real_gsm8k": real(
+    "gsm8k",
+    "--tasks gsm8k --lengths 2048 --samples 200 --budgets 256 512 --methods longflow r_kv h2o tova",
+  ),
   "speed_tpot": speed(
     "tpot", f"--lengths 32768 16384 --batches 1 4 8 --budgets 1024 --methods {TPOT}"
   ),
   "real_hits": Step(
-    "scripts.hit_rates {out}/real_hits.json --checkpoint {checkpoint} --length 8064 --history 512 "
-    "--page 16 --budget 1024 --layers 2 8 14 20 26",
+    f"scripts.hit_rates {{out}}/real_hits.json {STUDY} 8064 --history 512 --page 16 --budget 1024 "
+    "--layers 2 8 14 20 26",
     400,
   ),
-  "real_sharing": Step(
-    "scripts.sharing_study {out}/sharing --checkpoint {checkpoint} --length 8128 --budget 512", 400
-  ),
+  "real_sharing": Step(f"scripts.sharing_study {{out}}/sharing {STUDY} 8128 --budget 512", 400),
   "real_certificates": Step(
-    "scripts.certificate_study {out}/certificates --checkpoint {checkpoint} --length 8192 "
-    "--budget 512",
-    400,
+    f"scripts.certificate_study {{out}}/certificates {STUDY} 8192 --budget 512", 400
   ),
-  "real_8K_agnostic": real(
-    "8K_agnostic", f"--modes agnostic --tasks needle niah_multikey_1 {MORE} {AT_8K} {LEADING}"
-  ),
-  **{
-    f"real_32K_{part}_more": real(f"32K_{part}_more", f"--tasks {MORE} {AT_32K} {methods}")
-    for part, methods in READ.items()
-  },
+  **parts("32K", MORE, "_more"),
 }
 
 STEPS = {

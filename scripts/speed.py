@@ -40,7 +40,7 @@ from kvjax.models.transformer import Caches, Transformer
 from . import bench_files, common, console, quiet
 from .benches.e2e import stepping
 from .clock import Clock
-from .evals import plan, registry
+from .evals import cells, plan, registry
 from .evals.prompt import Reader
 
 FILE = "speed.jsonl"
@@ -117,7 +117,7 @@ class Bench:
     run = stepping(self.graph, method, self.impl, STEPS)
     program = jax.jit(run, donate_argnums=1).lower(self.leaves, caches, token).compile()
     plan = program.memory_analysis()
-    row["step_bytes"] = (
+    row["peak_bytes"] = (
       plan.argument_size_in_bytes
       + plan.output_size_in_bytes
       + plan.temp_size_in_bytes
@@ -176,12 +176,13 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
   entries = {length: plan.entries(labels, args.budgets, length) for length in args.lengths}
   have = {key(row) for row in measured(args.out, repair=True)}
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
-  task, reader = registry.TASKS["kl"], Reader(tokenizer, chat=False)
+  reader = {chat: Reader(tokenizer, chat=chat) for chat in (False, True)}
   for length in args.lengths:
-    prompts = [
-      reader.row(task.build(reader.count, length=length, seed=args.seed, index=i)).ids
-      for i in range(max(args.batches))
-    ]
+    made = cells.build([registry.TASKS["kl"]], [length], max(args.batches), args.seed, reader)
+    cell = next(made)
+    if isinstance(cell, str):
+      raise ValueError(cell)
+    prompts = [prompt.ids for prompt in cell.prompts]
     for batch in args.batches:
       bench = Bench(model, prompts[:batch], length, args.impl)
       for entry in entries[length]:

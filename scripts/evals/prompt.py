@@ -50,7 +50,7 @@ class Reader:
   """
 
   def __init__(self, tokenizer: Tokenizer, *, chat: bool = True):
-    self._tokenizer = tokenizer
+    self.tokenizer, self.chat = tokenizer, chat
     self._markup: tuple[str, str] | None = None
     if chat and tokenizer.chat_template is not None:
       # Rendered once: a template does with a long text what it does with one character.
@@ -75,23 +75,23 @@ class Reader:
     if self._markup is None:
       if second:
         raise ValueError("chat_template: found none in use, expected one, to take a second turn")
-      head = self._tokenizer.encode(context)
-      return Prompt(head, self._tokenizer.encode(question + answer_prefix, bos=False))
+      head = self.tokenizer.encode(context)
+      return Prompt(head, self.tokenizer.encode(question + answer_prefix, bos=False))
     before, behind = self._markup
-    head = self._tokenizer.encode(before + context, bos=False)
-    tail = self._tokenizer.encode(question + behind + answer_prefix.lstrip(), bos=False)
+    head = self.tokenizer.encode(before + context, bos=False)
+    tail = self.tokenizer.encode(question + behind + answer_prefix.lstrip(), bos=False)
     return Prompt(head, tail, self._second(*second) if second else [])
 
   def _second(self, question: str, answer_prefix: str) -> list[int]:
     between, behind = self._next_turn
     text = between + question.lstrip() + behind + answer_prefix.lstrip()
-    return self._tokenizer.encode(text, bos=False)
+    return self.tokenizer.encode(text, bos=False)
 
   @functools.cached_property
   def _next_turn(self) -> tuple[str, str]:
     """Markup from the end of an answer to a user's next text, and behind that."""
     roles = ("user", "assistant", "user")
-    text = self._tokenizer.render([{"role": role, "content": _MARK} for role in roles])
+    text = self.tokenizer.render([{"role": role, "content": _MARK} for role in roles])
     if text.count(_MARK) != 3:
       raise ValueError(
         f"chat_template: found {text.count(_MARK)} of a chat's three texts, expected each once"
@@ -110,7 +110,7 @@ class Reader:
     Raises:
       ValueError: there are fewer.
     """
-    ids = self._tokenizer.encode(row.continuation, bos=False)
+    ids = self.tokenizer.encode(row.continuation, bos=False)
     if len(ids) < row.max_new_tokens:
       raise ValueError(
         f"{row.task}: found {len(ids)} tokens to follow, expected {row.max_new_tokens}"

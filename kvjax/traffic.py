@@ -70,7 +70,7 @@ class LayerTraffic:
 
 @dataclasses.dataclass
 class _Read:
-  """How much of an array was looked at: a share of all of it, elements taken, and how many times."""
+  """What of an array was looked at: a share of it as a whole, and elements, so many times."""
 
   whole: float = 0.0
   taken: float = 0.0
@@ -114,9 +114,7 @@ class _Walk:
         held.update((x, v) for x, v in zip(eqn.outvars, made, strict=True) if v)
     return [view(x) for x in jaxpr.outvars]
 
-  def _equation(
-    self, eqn: Any, views: list[_View | None], times: float
-  ) -> Sequence[_View | None]:
+  def _equation(self, eqn: Any, views: list[_View | None], times: float) -> Sequence[_View | None]:
     name, first = eqn.primitive.name, views[0]
     nothing = [None] * len(eqn.outvars)
     if name in _VIEWS and first:
@@ -133,16 +131,20 @@ class _Walk:
     inner = _inner(eqn)
     if inner is not None:
       return self._inside(eqn, inner, views, times)
+    self._whole(views)
+    return nothing
+
+  def _whole(self, views: Sequence[_View | None]) -> None:
+    """All of each view."""
     for found in filter(None, views):
       read = self.reads[found.name]
       read.whole = max(read.whole, found.share)
-    return nothing
 
   def _taken(self, found: _View, size: int, times: float) -> None:
     """Elements of a view, so many times; all of it where that would be more."""
     read, most = self.reads[found.name], self.sizes[found.name] * found.share
     if size * times >= most:
-      read.whole = max(read.whole, found.share)
+      self._whole([found])
     else:
       read.taken += size * times
       read.times += 1
@@ -150,21 +152,19 @@ class _Walk:
   def _inside(
     self, eqn: Any, inner: list[Any], views: list[_View | None], times: float
   ) -> Sequence[_View | None]:
-    name = eqn.primitive.name
+    """What an equation's programs look at; branches add up, as nobody knows which is taken."""
+    name, params = eqn.primitive.name, eqn.params
     if name == "cond":
-      return [self.follow(branch, views[1:], times) for branch in inner][0]
+      made = [self.follow(branch, views[1:], times) for branch in inner]
+      return [each[0] if len(set(each)) == 1 else None for each in zip(*made, strict=True)]
     if name == "while":
-      skip, own = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-      return self.follow(inner[-1], views[skip:], math.inf)[: len(views) - skip - own]
+      return self.follow(inner[0], views[params["cond_nconsts"] :], math.inf)
     if name == "scan":
-      consts = eqn.params["num_consts"]
-      carried = consts + eqn.params["num_carry"]
-      for found in filter(None, views[carried:]):
-        self.reads[found.name].whole = max(self.reads[found.name].whole, found.share)
+      carried = params["num_consts"] + params["num_carry"]
+      self._whole(views[carried:])  # a slice of them each time
       given = [*views[:carried], *[None] * (len(views) - carried)]
-      made = self.follow(inner[0], given, times * eqn.params["length"])
-      count = eqn.params["num_carry"]
-      return [*made[:count], *[None] * (len(eqn.outvars) - count)]
+      out = self.follow(inner[0], given, times * params["length"])[: params["num_carry"]]
+      return [*out, *[None] * (len(eqn.outvars) - len(out))]
     return self.follow(inner[0], views, times)
 
 
@@ -249,8 +249,8 @@ def _layer(at: Site, spec: CacheSpec, cache: Cache, carry: Carry) -> tuple[Layer
   k = jax.ShapeDtypeStruct((rows, heads, spec.head_dim), spec.dtype)
   live = jax.ShapeDtypeStruct((rows,), jnp.bool_)
 
-  def step(cache: Cache, carry: Carry, *given: Any) -> Any:
-    return at.top.decode_step(at, cache, *given, carry)[:3]
+  def step(cache: Cache, carry: Carry, q: Any, k: Any, v: Any, live: Any) -> Any:
+    return at.top.decode_step(at, cache, q, k, v, live, carry)[:3]
 
   program, made = jax.make_jaxpr(step, return_shape=True)(cache, carry, q, k, k, live)
   paths, _ = jax.tree_util.tree_flatten_with_path(cache)
@@ -304,7 +304,7 @@ def _summed(
     host=sums["host"],
     chosen=chosen,
     walks=values.times if chosen else 1,
-    bound=at.top.overrides("attend") or least < most and sums["scanned"] > 0,
+    bound=at.top.overrides("attend") or (least < most and sums["scanned"] > 0),
   )
 
 

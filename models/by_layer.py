@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 from .. import offload
 from ..method import Method
 from ..sites import DifferentLayer, Site
-from ..types import At, Carry, Prompt
+from ..types import At, Carry, Env, Prompt
 from . import flat
 from .flat import Form
 from .transformer import Caches, Transformer

@@ -37,7 +37,7 @@ HEAD = (
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Lists the methods that fit a device, fastest first: memory, time a token, kept quality, risk."""
+  """Lists the methods that fit a device, fastest first: memory, time a token, quality, risk."""
 
   model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "Llama-3.1-8B"
   """A shape by name (kvjax.models.presets), a converted checkpoint, or a Hugging Face folder."""
@@ -71,7 +71,7 @@ class Advice:
     seconds: of a step, at most where `moved.bound`; a token of each row.
     kept: the nearest rows of evaluations, if there are any.
     risk: what the method does that the full cache does not, in words.
-    would_fit: None where it fits; otherwise what would, in words.
+    fits: whether weights and caches leave a twentieth of the device's memory.
   """
 
   name: str
@@ -83,7 +83,7 @@ class Advice:
   seconds: float
   kept: Kept | None
   risk: str
-  would_fit: str | None = None
+  fits: bool
 
 
 def advise(
@@ -97,7 +97,7 @@ def advise(
   bandwidth: float = bench_files.BANDWIDTH,
   rows: Rows | None = None,
 ) -> list[Advice]:
-  """Every method with every budget: those that fit first, each part by expected seconds.
+  """Every method with every budget: those that fit first, both parts by expected seconds.
 
   Args:
     config: the model's sizes; weights and caches are bfloat16.
@@ -113,13 +113,11 @@ def advise(
   """
   spec = cache_spec(config, batch, length, jnp.bfloat16)
   weights, _ = weight_bytes(config, jnp.bfloat16)
-  left = int(room * (1 - memory.SPARE)) - weights
   made = []
   for entry in plan.entries(methods or tuple(kvjax.METHODS), budgets, length):
     method = entry.method
     moved = step_bytes(config, method, batch, length)
     caches = kvjax.plan_memory(spec, method, apart=True)
-    fits = caches.device <= left
     made.append(
       Advice(
         name=entry.label,
@@ -131,16 +129,32 @@ def advise(
         seconds=step_time.expected(moved, method.by_layer, bandwidth),
         kept=rows.nearest(entry.label, length, entry.budget) if rows else None,
         risk=risk(method, moved, caches, length),
-        would_fit=None if fits else _would_fit(method, spec, left),
+        fits=caches.device <= left_for_caches(config, room),
       )
     )
-  return sorted(made, key=lambda x: (x.would_fit is not None, x.seconds))
+  return sorted(made, key=lambda x: (not x.fits, x.seconds))
 
 
-def _would_fit(method: kvjax.Method, spec: kvjax.CacheSpec, left: int) -> str:
+def left_for_caches(config: ModelConfig, room: int) -> int:
+  """Bytes of a device of `room` bytes that weights, and what nobody counts, leave."""
+  return int(room * (1 - memory.SPARE)) - weight_bytes(config, jnp.bfloat16)[0]
+
+
+def refused(found: list[Advice], config: ModelConfig, length: int, batch: int, room: int) -> str:
+  """What does not fit, a line for each method at its least budget, with what would."""
+  spec, left = cache_spec(config, batch, length, jnp.bfloat16), left_for_caches(config, room)
+  least: dict[str, Advice] = {}
+  for x in sorted(found, key=lambda x: x.budget or 0):
+    if not x.fits:
+      least.setdefault(x.name, x)
   if left <= 0:
-    return "the weights alone do not fit: take more devices, or a smaller model"
-  return memory.fitting(method, spec, left, apart=True)
+    return "  The weights alone do not fit: take more devices, or a smaller model."
+  lines = []
+  for x in least.values():
+    budget = "" if x.budget is None else f" {x.budget:,}"
+    would = memory.fitting(x.method, spec, left, apart=True)
+    lines.append(f"  {x.name}{budget}: {x.device / 1e9:.2f} GB do not fit; {would}")
+  return "\n".join(lines)
 
 
 def risk(method: kvjax.Method, moved: StepBytes, caches: kvjax.MemoryPlan, length: int) -> str:
@@ -171,8 +185,11 @@ def shape(name: str) -> ModelConfig:
     return PRESETS[name]
   folder = pathlib.Path(name)
   if not folder.is_dir():
-    raise ValueError(f"--model: found {name!r}, expected a folder, or one of: {', '.join(PRESETS)}")
-  return convert.read_config(folder) if convert.is_checkpoint(folder) else HuggingFace(folder).config
+    known = ", ".join(PRESETS)
+    raise ValueError(f"--model: found {name!r}, expected a folder, or one of: {known}")
+  return (
+    convert.read_config(folder) if convert.is_checkpoint(folder) else HuggingFace(folder).config
+  )
 
 
 def row(x: Advice) -> list[str]:
@@ -207,23 +224,33 @@ def main(args: Args) -> None:
   size = args.length, args.batch, room
   with console.step(f"{args.model}: tracing a step of every method"):
     found = advise(config, *size, bandwidth=args.bandwidth * 1e12, **given)  # type: ignore[arg-type]
-  fits = [x for x in found if x.would_fit is None]
+  fits = [x for x in found if x.fits]
   console.heading(
     f"{args.model}, {args.length:,} tokens, batch {args.batch}, a device of {args.memory:g} GB: "
     f"{len(fits)} of {len(found)} fit"
   )
-  print(console.table(HEAD, [row(x) for x in fits], left=(0, 10, 11)))
-  for x in found[len(fits) :]:
-    budget = "" if x.budget is None else f" {x.budget:,}"
-    print(f"  {x.name}{budget}: {x.device / 1e9:.2f} GB do not fit; {x.would_fit}")
-  print(
-    "\n  ms a token: of each row, in a compiled loop on an H200; other devices are scaled by their "
-    "bandwidth alone\n  ≤: at most, data decide (stops, sharing, what is on the device already)"
-  )
+  if fits:
+    print(console.table(HEAD, [row(x) for x in fits], left=(0, 10, 11)))
+  if len(fits) < len(found):
+    print(refused(found, config, *size))
+  print("\n" + "\n".join(f"  {note}" for note in notes(args, found)))
+
+
+def notes(args: Args, found: list[Advice]) -> list[str]:
+  """What a reader of the table has to know."""
+  said = [
+    "ms a token: of each row, in a compiled loop as on an H200; of another device only the "
+    "bandwidth counts",
+    "≤: at most, data decide (stops, sharing, what is on the device already)",
+    "score: mean over the tasks of the nearest rows, which differ between methods; of full: over "
+    "the full cache's on the same rows",
+  ]
   if args.batch > step_time.ROWS:
-    print(f"  measured at batches up to {step_time.ROWS}: larger ones take longer than is said here")
-  if rows is not None and args.length > 2 * max(x.kept.length for x in found if x.kept):
-    print(f"  no rows are near {args.length:,} tokens: scores are of shorter contexts")
+    said.append(f"measured at batches up to {step_time.ROWS}: larger ones take longer than this")
+  kept = [x.kept.length for x in found if x.kept]
+  if kept and args.length > 2 * max(kept):
+    said.append(f"no rows are near {args.length:,} tokens: scores are of shorter contexts")
+  return said
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ class StepBytes:
     return self.weights + round(sum(layer.device for layer in self.layers))
 
   @property
+  def spared(self) -> int:
+    """Bytes of `device` that shared retrievals spare where all that can share do."""
+    return round(sum(layer.spared for layer in self.layers))
+
+  @property
   def host(self) -> int:
     """Bytes over the link to the host's memory, at most."""
     return round(sum(layer.host for layer in self.layers))

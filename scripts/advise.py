@@ -69,6 +69,7 @@ class Advice:
     device, host: bytes of weights and caches on the device, of caches on the host.
     moved: what a step moves.
     seconds: of a step, at most where `moved.bound`; a token of each row.
+    least: seconds of a step whose retrievals are shared wherever they can be.
     kept: the nearest rows of evaluations, if there are any.
     risk: what the method does that the full cache does not, in words.
     fits: whether weights and caches leave a twentieth of the device's memory.
@@ -81,6 +82,7 @@ class Advice:
   host: int
   moved: StepBytes
   seconds: float
+  least: float
   kept: Kept | None
   risk: str
   fits: bool
@@ -118,6 +120,7 @@ def advise(
     method = entry.method
     moved = step_bytes(config, method, batch, length)
     caches = kvjax.plan_memory(spec, method, apart=True)
+    seconds = step_time.expected(moved, method.by_layer, bandwidth)
     made.append(
       Advice(
         name=entry.label,
@@ -126,7 +129,8 @@ def advise(
         device=weights + caches.device,
         host=caches.host,
         moved=moved,
-        seconds=step_time.expected(moved, method.by_layer, bandwidth),
+        seconds=seconds,
+        least=seconds - moved.spared / bandwidth,
         kept=rows.nearest(entry.label, length, entry.budget) if rows else None,
         risk=risk(method, moved, caches, length),
         fits=caches.device <= left_for_caches(config, room),
@@ -206,10 +210,17 @@ def row(x: Advice) -> list[str]:
     f"{x.device / 1e9:.2f}",
     f"{x.host / 1e9:.2f}" if x.host else "",
     f"{x.moved.device / 1e9:.2f}",
-    f"{'≤ ' * x.moved.bound}{x.seconds * 1e3:.2f}",
+    f"{_before(x)}{x.seconds * 1e3:.2f}",
     *quality,
     x.risk,
   ]
+
+
+def _before(x: Advice) -> str:
+  """What stands before the milliseconds: nothing, the least, or that they are the most."""
+  if x.moved.spared:
+    return f"{x.least * 1e3:.2f} – "
+  return "≤ " if x.moved.bound else ""
 
 
 def main(args: Args) -> None:
@@ -241,7 +252,8 @@ def notes(args: Args, found: list[Advice]) -> list[str]:
   said = [
     "ms a token: of each row, in a compiled loop as on an H200; of another device only the "
     "bandwidth counts",
-    "≤: at most, data decide (stops, sharing, what is on the device already)",
+    "a – b: as queries share what was retrieved; ≤: at most, data decide (stops, hits, what the "
+    "device has already)",
     "score: mean over the tasks of the nearest rows, which differ between methods; of full: over "
     "the full cache's on the same rows",
   ]

@@ -90,6 +90,17 @@ def test_what_fits_comes_first_by_time():
     assert (x.host > 0) == (x.name == "infllm")
 
 
+def test_milliseconds_say_what_data_decide():
+  """A range where retrievals are shared, a bound where walks may end early, else a number."""
+  found = advise.advise(LLAMA, 32768, 1, 10**12, budgets=("512",), methods=("cis", "art"))
+  said = {x.name: advise.row(x)[5] for x in found}
+  cis = next(x for x in found if x.name == "cis")
+  keys = 32768 * 8 * 128 * 2 * 32
+  assert cis.seconds - cis.least == pytest.approx(keys * 15 / 16 / 4.45e12)
+  assert said["cis"] == f"{cis.least * 1e3:.2f} – {cis.seconds * 1e3:.2f}"
+  assert said["art"] == f"≤ {said['full']}"
+
+
 def test_what_does_not_fit_says_what_would():
   size = LLAMA, 131072, 1, int(24e9)
   found = advise.advise(*size, budgets=("1024", "2048"), methods=("quest",))

@@ -258,7 +258,9 @@ def notes(args: Args, found: list[Advice]) -> list[str]:
     "the full cache's on the same rows",
   ]
   if args.batch > step_time.ROWS:
-    said.append(f"measured at batches up to {step_time.ROWS}: larger ones take longer than this")
+    said.append(
+      f"checked at batches up to {step_time.ROWS}; products of larger ones may take longer"
+    )
   kept = [x.kept.length for x in found if x.kept]
   if kept and args.length > 2 * max(kept):
     said.append(f"no rows are near {args.length:,} tokens: scores are of shorter contexts")

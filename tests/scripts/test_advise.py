@@ -188,7 +188,7 @@ def test_the_program_prints_one_table(rows, capsys):
   (tova,) = (line for line in lines if line[:1] == ["tova"])
   assert "none" in tova
   assert "quest 2,048:" in said
-  assert "larger ones take longer" in said
+  assert "checked at batches up to 8" in said
 
 
 @pytest.mark.parametrize(

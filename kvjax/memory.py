@@ -36,13 +36,17 @@ class MemoryPlan:
   host: int
 
 
-def plan_memory(spec: CacheSpec, method: Method, mesh: Mesh | None = None) -> MemoryPlan:
+def plan_memory(
+  spec: CacheSpec, method: Method, mesh: Mesh | None = None, *, apart: bool | None = None
+) -> MemoryPlan:
   """What `method.init_caches(spec)` will take. Nothing is allocated.
 
   Args:
     spec: sizes, as `Transformer.spec` gives them.
     method: the KV-cache method.
     mesh: the devices that the caches are split over (None: one).
+    apart: whether the host's memory is apart from the devices', as a GPU's is (None: as it is
+      here).
 
   Raises:
     TypeError: `method` is no method.
@@ -57,7 +61,8 @@ def plan_memory(spec: CacheSpec, method: Method, mesh: Mesh | None = None) -> Me
   if mesh is not None:
     places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
     shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
-  hosted = {id(x) for x in offload.hosted(caches)} if offload.on_host() else set()
+  apart = offload.on_host() if apart is None else apart
+  hosted = {id(x) for x in offload.hosted(caches)} if apart else set()
   device = host = 0
   for x, part in zip(leaves, shapes, strict=True):
     if id(x) in hosted:
@@ -120,8 +125,18 @@ def _explanation(
   )
 
 
-def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None) -> str:
-  """In words, the largest setting whose caches fit in `room` bytes of each device."""
+def fitting(
+  method: Method,
+  spec: CacheSpec,
+  room: int,
+  mesh: Mesh | None = None,
+  *,
+  apart: bool | None = None,
+) -> str:
+  """In words, the largest setting whose caches fit in `room` bytes of each device.
+
+  `apart` as for `plan_memory`.
+  """
   budget = None if method.positional else _budget(method)
   if budget is None:
     parts = sharding.shards(mesh, "slots") if mesh is not None else 1
@@ -129,10 +144,10 @@ def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None
     def with_capacity(n: int) -> Any:
       return dataclasses.replace(spec, capacity=n * parts), method
 
-    most = _largest(with_capacity, spec.capacity // parts, room, mesh) * parts
+    most = _largest(with_capacity, spec.capacity // parts, room, mesh, apart) * parts
     name, have = "capacity", spec.capacity
   else:
-    most = _largest(lambda n: (spec, _with_budget(method, n)), budget, room, mesh)
+    most = _largest(lambda n: (spec, _with_budget(method, n)), budget, room, mesh, apart)
     name, have = "budget", budget
   if most >= have:
     return "the caches would fit, what a prompt takes does not: read it in chunks, or in fewer rows"
@@ -142,7 +157,11 @@ def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None
 
 
 def _largest(
-  make: Callable[[int], tuple[CacheSpec, Method]], most: int, room: int, mesh: Mesh | None
+  make: Callable[[int], tuple[CacheSpec, Method]],
+  most: int,
+  room: int,
+  mesh: Mesh | None,
+  apart: bool | None = None,
 ) -> int:
   """The largest n up to `most` whose caches fit; 0 if none does."""
 
@@ -151,7 +170,7 @@ def _largest(
       spec, method = make(n)
     except (ValueError, TypeError):  # methods refuse budgets that are too small for them
       return None
-    return plan_memory(spec, method, mesh).device
+    return plan_memory(spec, method, mesh, apart=apart).device
 
   low, high = 0, most + 1  # low fits, is refused or is 0; high does not fit
   while high - low > 1:

@@ -173,6 +173,14 @@ class Method:
     """Arrays of the cache's heads shelf whose third axis follows the slots: summaries of tiles."""
     return ()
 
+  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+    """Least and largest share of heads, layers and steps that look at keys to choose some of them.
+
+    For methods whose selections are shared; it only says how many bytes a step moves
+    (`kvjax.traffic`).
+    """
+    return 1.0, 1.0
+
   def form(self, move: str) -> Any:
     """What a move is here, as its class wrote it: a kernel stands for one form and no other."""
     return next((vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls)), None)

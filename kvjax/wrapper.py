@@ -13,7 +13,7 @@ from kvjax.types import At, CacheSpec
 # What is the base's own unless a wrapper says otherwise.
 FORWARDED = (
   *("positional", "wants_logits", "standing", "chunkable", "order_independent", "by_layer"),
-  *("in_place", "projects_all", "along_slots", "pieces", "room", "capacity", "extra"),
+  *("in_place", "projects_all", "along_slots", "scans", "pieces", "room", "capacity", "extra"),
   *("window", "span", "victim", "fresh", "landing", "insert", "score", "select", "everything"),
   *("plan", "order", "read", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
   *("keep", "settle", "conclude", "decode_step", "prefill", "enter", "attend_prompt"),

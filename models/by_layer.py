@@ -8,9 +8,7 @@ with blocks, spans and votes in every layer, one program would take minutes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +19,7 @@ from jaxtyping import Array, Bool, Int
 
 from .. import offload
 from ..method import Method
+from ..sites import DifferentLayer, Site
 from ..types import At, Carry, Env, Prompt
 from . import flat
 from .flat import Form
@@ -138,17 +137,17 @@ class ByLayer:
     handed: Any,
   ) -> tuple[list[At], dict[Any, Any]]:
     """Every layer at the first site that serves it, and the programs that this takes, traced."""
-    sites: list[_Site] = []
+    sites: list[Site] = []
     chosen: list[At] = []
     traced: dict[Any, Any] = {}
     for i, (cache, (form, own)) in enumerate(zip(caches, self.layers, strict=True)):
-      for site in [*sites, _Site(i, self.model.env, method)]:
+      for site in [*sites, Site(i, self.model.env, method)]:
         key = form, site, *_shapes((cache, handed))
         try:
           with site.serving(i):
             if key not in traced:
               traced[key] = program.trace(form, site, past, own, cache, x, told, handed)
-        except _DifferentLayer:
+        except DifferentLayer:
           continue
         break
       sites += [site] * (site not in sites)
@@ -159,47 +158,6 @@ class ByLayer:
 
 # Of all that a program has been compiled for: where its layers run.
 _SITES: dict[Any, list[At]] = {}
-
-
-class _DifferentLayer(Exception):
-  """A layer gives another answer than the one whose program it was to share."""
-
-
-class _Site(At):
-  """A place for all layers that give equal answers to whatever is asked of their number."""
-
-  def __init__(self, first: int, env: Env, top: Method, asked: list[Any] | None = None):
-    super().__init__(first, env, top)
-    vars(self).update(first=first, served=first, asked=[] if asked is None else asked)
-
-  __eq__, __hash__ = object.__eq__, object.__hash__
-
-  def __getattribute__(self, name: str) -> Any:
-    if name == "layer":
-      return self.of_layer(lambda layer: layer)
-    return super().__getattribute__(name)
-
-  def of_layer(self, f: Callable[[int], Any]) -> Any:
-    self.asked.append(f)
-    if f(self.first) != f(self.served):
-      raise _DifferentLayer
-    return f(self.first)
-
-  def under(self, top: Method) -> At:
-    site = _Site(self.first, self.env, top, self.asked)
-    vars(site)["served"] = self.served
-    return site
-
-  @contextlib.contextmanager
-  def serving(self, layer: int) -> Iterator[None]:
-    """What is traced meanwhile is for this layer; what is traced again later is for the first."""
-    if any(f(self.first) != f(layer) for f in self.asked):
-      raise _DifferentLayer
-    vars(self)["served"] = layer
-    try:
-      yield
-    finally:
-      vars(self)["served"] = self.first
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:

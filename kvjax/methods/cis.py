@@ -109,6 +109,10 @@ class CIS(Method):
   def in_place(self) -> tuple[str, ...]:
     return ("queries", "anchor", "retrieved", "step")
 
+  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+    """Once a block where all queries share, in every step where none does."""
+    return (1 / self.block if self.tau < 1 else 1.0), (1 / self.block if self.tau <= -1 else 1.0)
+
   def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
     """What the queries of the current block were, whose retrieval each used, and the retrievals.
 

@@ -95,6 +95,13 @@ class HShare(SelectiveTokens):
       "from_head": jnp.broadcast_to(own, heads),
     }
 
+  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+    """The share of the settings; members that no other resembles keep their own set beyond it."""
+    counts = spec.layers - self.dense_layers, spec.kv_heads
+    shares = zip((self.layers, self.heads), counts, strict=True)
+    least = math.prod(math.ceil(share * n - 1e-9) / n for share, n in shares if n)
+    return least / self.steps, 1 / self.steps
+
   # ---- decode
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:

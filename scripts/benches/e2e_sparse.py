@@ -11,6 +11,7 @@ import numpy as np
 
 import kvjax
 from kvjax.models.generate import join, split
+from kvjax.models.step_bytes import step_bytes
 from kvjax.models.transformer import Transformer
 
 from . import Case, Contender, together
@@ -60,7 +61,7 @@ def case(
     Contender("kvjax", ours, functools.partial(logits, model, method, "pallas")),
     Contender("Full", dense, None),
   ]
-  moved = {m: step_bytes(model, m, batch, tokens) for m in (method, full)}
+  moved = {m: moved_by(model, m, batch, tokens) for m in (method, full)}
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     faster, limit = seconds["Full"] / seconds["kvjax"], moved[full] / moved[method]
@@ -108,13 +109,18 @@ def predicted_case(
   return Case(
     name=title,
     shapes=f"{fixed!r}; {model.dtype.name}; compared over four layers",
-    bytes=step_bytes(model, base, 1, tokens),
+    bytes=moved_by(model, base, 1, tokens),
     reference=lambda: logits(model, fixed, "reference"),
     tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
     contenders=tuple(contenders),
     subject="serial",
     remarks=remarks,
   )
+
+
+def moved_by(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> int:
+  """Bytes of a step."""
+  return step_bytes(model.config, method, batch, tokens, model.dtype).device
 
 
 def hits(model: Transformer, method: kvjax.Method, impl: str, tokens: int) -> tuple[float, float]:
@@ -201,24 +207,3 @@ def logits(model: Transformer, method: kvjax.Method, impl: str) -> np.ndarray:
 @functools.cache
 def _few_layers(config: Any) -> Transformer:
   return drawn(config, jnp.float32 if config.vocab < 1000 else jnp.bfloat16)
-
-
-def step_bytes(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> int:
-  """Weights once, and what every layer reads of its cache: summaries, retrievals, keys, values."""
-  c = model.config
-  unread = 0 if c.tie_embeddings else c.vocab * c.dim * model.dtype.itemsize
-  total = sum(x.nbytes for x in split(model)[1]) - unread
-  key = c.head_dim * model.dtype.itemsize
-  for layer in range(c.layers):
-    cache = jax.eval_shape(functools.partial(method.init, model.spec(batch, tokens), layer))
-    heads = batch * c.kv_heads
-    if isinstance(method, kvjax.CPE):  # all keys once in a block, dilated lists otherwise
-      listed = method.k + method.sinks + method.local + 2 * method.radius * (method.k // 3) / 2
-      total += int(heads * key * (tokens / method.block + 2 * listed))
-    elif "key_min" in cache.heads or "compressed" in cache.heads:
-      assert isinstance(method, kvjax.Selective)
-      total += sum(x.size * x.dtype.itemsize for x in cache.heads.values())
-      total += 2 * heads * key * method.unit * (sum(method.forced) + method.best)
-    else:
-      total += 2 * heads * key * tokens
-  return total

@@ -392,6 +392,7 @@ PLAIN = {
   "ordered": CLAIM,
   "in_place": CLAIM,
   "along_slots": "where arrays lie over several devices",
+  "scans": "how many bytes a step is said to move; nothing is computed by it",
   "apart": "how cuDNN's pieces are cut; it counts only if it knows `active`: see below",
   "conclude": "the decoder calls it behind all layers; no kernel takes its place",
   "positive": "how diagnostics weigh scores",

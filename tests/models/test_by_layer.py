@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import At, Env
+from kvjax import At, Env, sites
 from kvjax.models import by_layer
 from kvjax.models.prefill import prefill
 from kvjax.testing.tiny import LENGTHS, TOKENS, Run, model
@@ -87,14 +87,14 @@ def test_a_call_compiles_nothing_that_was_compiled_beside():
 
 
 def test_a_site_serves_layers_of_equal_answers():
-  site = by_layer._Site(2, Env(8), kvjax.Full())
+  site = sites.Site(2, Env(8), kvjax.Full())
   assert site.of_layer(lambda layer: layer >= 2)
   with site.serving(5):
     assert site.of_layer(lambda layer: layer < 6)
-  with pytest.raises(by_layer._DifferentLayer), site.serving(1):
+  with pytest.raises(sites.DifferentLayer), site.serving(1):
     raise AssertionError("it is below")
-  with pytest.raises(by_layer._DifferentLayer), site.serving(6):
+  with pytest.raises(sites.DifferentLayer), site.serving(6):
     raise AssertionError("it is above")
-  with pytest.raises(by_layer._DifferentLayer), site.serving(3):
+  with pytest.raises(sites.DifferentLayer), site.serving(3):
     _ = site.layer
   assert site != At(2, Env(8), kvjax.Full()) and site == site

@@ -1,0 +1,318 @@
+"""Bytes that a decode step moves of its caches, known beforehand: nothing is allocated or run.
+
+A step of the reference is traced, layer by layer, and every array of the cache followed through it:
+what is gathered counts by what is gathered, what anything else looks at counts as a whole, and what
+is only written in place or handed on counts nothing. Of arrays by slot only what a query may see is
+read, as kernels do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from kvjax import offload
+from kvjax.method import Method
+from kvjax.registry import check_method
+from kvjax.sites import DifferentLayer, Site
+from kvjax.types import Cache, CacheSpec, Carry, Env
+
+# What gives another view of an array: reading happens where the view is used.
+_VIEWS = (
+  *("reshape", "squeeze", "transpose", "convert_element_type", "broadcast_in_dim", "expand_dims"),
+  *("slice", "copy", "optimization_barrier", "stop_gradient", "rev"),
+)
+_TAKES = ("gather", "dynamic_slice")
+_WRITES = ("scatter", "dynamic_update_slice")
+_MASKS = ("slots.pos",)  # what references see slots by; kernels have spans
+_KEYS, _VALUES = ("slots.k", "heads.held_k"), ("slots.v", "heads.held_v")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTraffic:
+  """What a step moves of one layer's cache, all rows and heads together, at most.
+
+  Attributes:
+    attended: slots that each KV head attends to.
+    tokens: bytes of keys and values that are attended to.
+    scanned: bytes of the keys that are looked at to choose those.
+    spared: bytes of `scanned` that sharing can spare (`Method.scans`).
+    others: bytes of everything else: summaries, labels, scores; what is written as a whole counts
+      once more.
+    host: bytes that cross the link to the host's memory.
+    chosen: whether a selection comes before attention.
+    walks: how many times a step attends, one after the other.
+    bound: whether data decide how much of this a step moves: walks that end early, blocks that are
+      on the device already, queries that share.
+  """
+
+  attended: float
+  tokens: float
+  scanned: float
+  spared: float
+  others: float
+  host: float
+  chosen: bool
+  walks: int
+  bound: bool
+
+  @property
+  def device(self) -> float:
+    """Bytes in the device's memory."""
+    return self.tokens + self.scanned + self.others
+
+
+@dataclasses.dataclass
+class _Read:
+  """What of an array was looked at: a share of it as a whole, and elements, so many times."""
+
+  whole: float = 0.0
+  taken: float = 0.0
+  times: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+  """A view of an input array: which one, and the share of it that is left."""
+
+  name: str
+  share: float = 1.0
+
+
+class _Walk:
+  """Follows input arrays through a program and notes what of them is looked at."""
+
+  def __init__(self, sizes: dict[str, int]):
+    self.sizes = sizes
+    self.reads = {name: _Read() for name in sizes}
+
+  def follow(
+    self, jaxpr: Any, given: Sequence[_View | None], times: float = 1.0
+  ) -> list[_View | None]:
+    """Views that the outputs are of inputs; None: of none.
+
+    Args:
+      jaxpr: a program.
+      given: what its arguments are views of.
+      times: how often it runs; infinity where nobody knows.
+    """
+    held: dict[Any, _View] = {x: v for x, v in zip(jaxpr.invars, given, strict=True) if v}
+
+    def view(x: Any) -> _View | None:
+      return None if isinstance(x, Literal) else held.get(x)
+
+    for eqn in _needed(jaxpr):
+      views = [view(x) for x in eqn.invars]
+      if any(views):
+        made = self._equation(eqn, views, times)
+        held.update((x, v) for x, v in zip(eqn.outvars, made, strict=True) if v)
+    return [view(x) for x in jaxpr.outvars]
+
+  def _equation(self, eqn: Any, views: list[_View | None], times: float) -> Sequence[_View | None]:
+    name, first = eqn.primitive.name, views[0]
+    nothing = [None] * len(eqn.outvars)
+    if name in _VIEWS and first:
+      left = min(1.0, eqn.outvars[0].aval.size / max(1, eqn.invars[0].aval.size))
+      return [dataclasses.replace(first, share=first.share * left)]
+    if name in _TAKES and first:
+      size = math.prod(eqn.outvars[0].aval.shape)
+      self._taken(first, size, times)
+      return nothing
+    if name.startswith(_WRITES) and first:
+      return [first]
+    if name == "select_n" and all(views[1:]) and len({v.name for v in views[1:] if v}) == 1:
+      return [views[1]]
+    inner = _inner(eqn)
+    if inner is not None:
+      return self._inside(eqn, inner, views, times)
+    self._whole(views)
+    return nothing
+
+  def _whole(self, views: Sequence[_View | None]) -> None:
+    """All of each view."""
+    for found in filter(None, views):
+      read = self.reads[found.name]
+      read.whole = max(read.whole, found.share)
+
+  def _taken(self, found: _View, size: int, times: float) -> None:
+    """Elements of a view, so many times; all of it where that would be more."""
+    read, most = self.reads[found.name], self.sizes[found.name] * found.share
+    if size * times >= most:
+      self._whole([found])
+    else:
+      read.taken += size * times
+      read.times += 1
+
+  def _inside(
+    self, eqn: Any, inner: list[Any], views: list[_View | None], times: float
+  ) -> Sequence[_View | None]:
+    """What an equation's programs look at; branches add up, as nobody knows which is taken."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+      made = [self.follow(branch, views[1:], times) for branch in inner]
+      return [each[0] if len(set(each)) == 1 else None for each in zip(*made, strict=True)]
+    if name == "while":
+      return self.follow(inner[0], views[params["cond_nconsts"] :], math.inf)
+    if name == "scan":
+      carried = params["num_consts"] + params["num_carry"]
+      self._whole(views[carried:])  # a slice of them each time
+      given = [*views[:carried], *[None] * (len(views) - carried)]
+      out = self.follow(inner[0], given, times * params["length"])[: params["num_carry"]]
+      return [*out, *[None] * (len(eqn.outvars) - len(out))]
+    return self.follow(inner[0], views, times)
+
+
+def _inner(eqn: Any) -> list[Any] | None:
+  """The programs that an equation runs."""
+  params = eqn.params
+  if eqn.primitive.name == "cond":
+    return [branch.jaxpr for branch in params["branches"]]
+  if eqn.primitive.name == "while":
+    return [params["body_jaxpr"].jaxpr]
+  for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    if name in params:
+      return [getattr(params[name], "jaxpr", params[name])]
+  return None
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+  """Equations that the outputs need, in order."""
+  needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+  kept = []
+  for eqn in reversed(jaxpr.eqns):
+    if needed.intersection(eqn.outvars):
+      kept.append(eqn)
+      needed.update(x for x in eqn.invars if not isinstance(x, Literal))
+  return kept[::-1]
+
+
+def step_traffic(spec: CacheSpec, method: Method) -> tuple[LayerTraffic, ...]:
+  """What a decode step moves of each layer's cache, in a context of `spec.capacity` tokens.
+
+  Where data decide (`LayerTraffic.bound`), this is what it takes at most.
+
+  Args:
+    spec: sizes, as `Transformer.spec` gives them; the capacity is the context's length.
+    method: the KV-cache method.
+
+  Raises:
+    TypeError: `method` is no method.
+  """
+  check_method("method", method)
+  method = _long_enough(method, spec.capacity)
+  env = Env(spec.layers, impl="reference")
+  sites: list[Site] = []
+  known: dict[Any, tuple[LayerTraffic, Any]] = {}
+  carry, found = Carry(), []
+  for layer in range(spec.layers):
+    cache = jax.eval_shape(lambda layer=layer: method.init(spec, layer))
+    for site in [*sites, Site(layer, env, method)]:
+      key = site, jax.tree.structure((cache, carry)), *_shapes((cache, carry))
+      try:
+        with site.serving(layer):
+          if key not in known:
+            known[key] = _layer(site, spec, cache, carry)
+      except DifferentLayer:
+        continue
+      break
+    sites += [site] * (site not in sites)
+    traffic, carry = known[key]
+    found.append(traffic)
+  return tuple(found)
+
+
+def _long_enough(method: Method, tokens: int) -> Method:
+  """The method without what it has for rows shorter than these, whose tables are longer."""
+  fields = {field.name: field.init for field in dataclasses.fields(method)}
+  changes: dict[str, Any] = {}
+  if fields.get("base"):
+    changes["base"] = _long_enough(method.base, tokens)  # type: ignore[attr-defined]
+  if fields.get("dense_below") and method.dense_below <= tokens:  # type: ignore[attr-defined]
+    changes["dense_below"] = 0
+  return dataclasses.replace(method, **changes) if changes else method
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+  return tuple((x.shape, x.dtype) for x in jax.tree.leaves(tree))
+
+
+def _layer(at: Site, spec: CacheSpec, cache: Cache, carry: Carry) -> tuple[LayerTraffic, Carry]:
+  """A layer's traffic, and what it hands on."""
+  rows, heads = spec.batch, spec.kv_heads
+  q = jax.ShapeDtypeStruct((rows, heads, spec.groups, spec.head_dim), spec.dtype)
+  k = jax.ShapeDtypeStruct((rows, heads, spec.head_dim), spec.dtype)
+  live = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+
+  def step(cache: Cache, carry: Carry, q: Any, k: Any, v: Any, live: Any) -> Any:
+    return at.top.decode_step(at, cache, q, k, v, live, carry)[:3]
+
+  program, made = jax.make_jaxpr(step, return_shape=True)(cache, carry, q, k, k, live)
+  paths, _ = jax.tree_util.tree_flatten_with_path(cache)
+  leaves = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in paths}
+  walk = _Walk({name: x.size for name, x in leaves.items()})
+  rest = [None] * (len(program.jaxpr.invars) - len(leaves))
+  views = walk.follow(program.jaxpr, [*map(_View, leaves), *rest])
+  written = [v.name if v else None for v in views[1 : 1 + len(leaves)]]
+  changed = {name for name, same in zip(leaves, written, strict=True) if same != name}
+  return _summed(at, spec, cache, leaves, walk, changed), made[2]
+
+
+def _summed(
+  at: Site,
+  spec: CacheSpec,
+  cache: Cache,
+  leaves: dict[str, Any],
+  walk: _Walk,
+  changed: set[str],
+) -> LayerTraffic:
+  """What was looked at, in bytes; `changed` are arrays that come back as other ones."""
+  visible = _visible(at, spec, cache)
+  hosted = {id(x) for x in offload.hosted(cache)}
+  sums = dict.fromkeys(("tokens", "scanned", "others", "host"), 0.0)
+  attended = 0.0
+  values = walk.reads["slots.v"]
+  chosen = values.taken > values.whole == 0
+  for name, x in leaves.items():
+    if name in _MASKS:
+      continue
+    read, size = walk.reads[name], x.size * x.dtype.itemsize
+    whole = read.whole * size * (visible if name.startswith("slots.") else 1.0)
+    taken = read.taken * x.dtype.itemsize
+    if name in _VALUES:
+      attended += (whole + taken) / (x.dtype.itemsize * math.prod((*x.shape[:2], x.shape[-1])))
+    if id(x) in hosted:
+      sums["host"] += whole + taken
+    elif name == "slots.k" and chosen:
+      sums["scanned"] += whole
+      sums["tokens"] += taken
+    else:
+      sums["tokens" if name in (*_KEYS, *_VALUES) else "others"] += whole + taken
+      sums["others"] += size * (name in changed)
+  least, most = at.top.scans(spec)
+  return LayerTraffic(
+    attended=attended,
+    tokens=sums["tokens"],
+    scanned=sums["scanned"] * most,
+    spared=sums["scanned"] * (most - least),
+    others=sums["others"],
+    host=sums["host"],
+    chosen=chosen,
+    walks=values.times if chosen else 1,
+    bound=at.top.overrides("attend") or (least < most and sums["scanned"] > 0),
+  )
+
+
+def _visible(at: Site, spec: CacheSpec, cache: Cache) -> float:
+  """The share of the slots that the newest token's query may see."""
+  window = at.top.window(at, jnp.full((1, 1), spec.capacity - 1, jnp.int32))
+  seen = tokens = spec.capacity
+  if window is not None:
+    first = max(int(window.first[0, 0]), window.sinks)
+    seen = min(window.sinks, tokens) + max(tokens - first, 0)
+  return min(1.0, seen / cache.size)

@@ -6,8 +6,10 @@
 Nothing is forced or drawn at random: the rows are speeches, as in the task `kl` of `evaluate`, and
 what a method selects, shares or stops depends on their activations. Each measured method is a line
 of <out>/speed.jsonl: microseconds of a step of the whole batch, greedy, `STEPS` steps a dispatch;
-bytes of the caches, on the device and on the host; bytes that a step needs while it runs, weights
-and caches included, as the compiler plans it; seconds in which the prompt was read. What the folder
+bytes of the caches, on the device and on the host; bytes that a step moves at most (`step_bytes`);
+bytes that it needs while it runs, weights and caches included, as the compiler plans it
+(`peak_bytes`: a prompt takes more, in chunks as little as one likes); seconds in which the prompt
+was read. What the folder
 has is not measured again.
 
 Before anything is timed, one step is compared with the reference implementation's from the same
@@ -35,6 +37,7 @@ import tyro
 
 import kvjax
 from kvjax.models.generate import join, pad, prefill, split
+from kvjax.models.step_bytes import step_bytes
 from kvjax.models.transformer import Caches, Transformer
 
 from . import bench_files, common, console, quiet
@@ -103,6 +106,7 @@ class Bench:
   def measure(self, method: kvjax.Method) -> dict[str, Any]:
     """One method's line, without what names it."""
     spec = self.model.spec(self.batch, self.length)
+    moved = step_bytes(self.model.config, method, self.batch, self.length, self.model.dtype)
     with Clock() as clock:
       logits, caches = prefill(
         self.model, self.tokens, self.lengths, method.init_caches(spec), method, past=0
@@ -112,6 +116,7 @@ class Bench:
       "prefill_s": round(clock.running, 4),
       "cache_bytes": common.device_bytes(caches),
       "host_bytes": common.host_bytes(caches),
+      "read_bytes": moved.device,
       **self._compared(method, token, caches),
     }
     run = stepping(self.graph, method, self.impl, STEPS)

@@ -28,7 +28,7 @@ from . import bench_files, common, console, step_time
 from .evals import plan
 from .evals.nearest import Kept, Rows
 
-ROWS = pathlib.Path(__file__).resolve().parent / "results" / "nvidia-h200" / "evaluation"
+ROWS = pathlib.Path(__file__).resolve().parent / "results" / "nvidia-h200" / "real"
 HEAD = (
   *("method", "budget", "GB device", "GB host", "GB a step", "ms a token"),
   *("score", "95 % interval", "n", "of full", "nearest rows", "risk"),
@@ -69,7 +69,7 @@ class Advice:
     device, host: bytes of weights and caches on the device, of caches on the host.
     moved: what a step moves.
     seconds: of a step, at most where `moved.bound`; a token of each row.
-    least: seconds of a step whose retrievals are shared wherever they can be.
+    least: seconds of a step whose retrievals are shared wherever they can be, and whose guesses hit.
     kept: the nearest rows of evaluations, if there are any.
     risk: what the method does that the full cache does not, in words.
     fits: whether weights and caches leave a twentieth of the device's memory.
@@ -130,7 +130,7 @@ def advise(
         host=caches.host,
         moved=moved,
         seconds=seconds,
-        least=seconds - moved.spared / bandwidth,
+        least=step_time.least(moved, method.by_layer, bandwidth),
         kept=rows.nearest(entry.label, length, entry.budget) if rows else None,
         risk=risk(method, moved, caches, length),
         fits=caches.device <= left_for_caches(config, room),
@@ -218,7 +218,7 @@ def row(x: Advice) -> list[str]:
 
 def _before(x: Advice) -> str:
   """What stands before the milliseconds: nothing, the least, or that they are the most."""
-  if x.moved.spared:
+  if x.least < x.seconds:
     return f"{x.least * 1e3:.2f} – "
   return "≤ " if x.moved.bound else ""
 

@@ -5,12 +5,15 @@
 
 Nothing is forced or drawn at random: the rows are speeches, as in the task `kl` of `evaluate`, and
 what a method selects, shares or stops depends on their activations. Each measured method is a line
-of <out>/speed.jsonl: microseconds of a step of the whole batch, greedy, `STEPS` steps a dispatch;
-bytes of the caches, on the device and on the host; bytes that a step moves at most (`step_bytes`);
-bytes that it needs while it runs, weights and caches included, as the compiler plans it
-(`peak_bytes`: a prompt takes more, in chunks as little as one likes); seconds in which the prompt
-was read. What the folder
-has is not measured again.
+of <out>/speed.jsonl; what the folder has is not measured again:
+
+    us            of a step of the whole batch, greedy, STEPS steps a dispatch; its quartiles; all
+    cache_bytes   of the caches on the device, host_bytes on the host
+    read_bytes    what a step moves at most, weights and caches
+    expected_us   what `advise` expects of a step, on an H200
+    peak_bytes    what a step holds, weights and caches included, as the compiler plans it; a prompt
+                  takes more while it is read, in chunks as little as one likes
+    prefill_s     seconds in which the prompt was read
 
 Before anything is timed, one step is compared with the reference implementation's from the same
 caches: `error` is the relative difference of the logits, `agreed` the share of rows with the same
@@ -40,7 +43,7 @@ from kvjax.models.generate import join, pad, prefill, split
 from kvjax.models.step_bytes import step_bytes
 from kvjax.models.transformer import Caches, Transformer
 
-from . import bench_files, common, console, quiet
+from . import bench_files, common, console, quiet, step_time
 from .benches.e2e import stepping
 from .clock import Clock
 from .evals import cells, plan, registry
@@ -117,6 +120,7 @@ class Bench:
       "cache_bytes": common.device_bytes(caches),
       "host_bytes": common.host_bytes(caches),
       "read_bytes": moved.device,
+      "expected_us": round(step_time.expected(moved, method.by_layer) * 1e6, 1),
       **self._compared(method, token, caches),
     }
     run = stepping(self.graph, method, self.impl, STEPS)

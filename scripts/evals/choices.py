@@ -12,17 +12,24 @@ LIMITS = (8, 16, 24, 48, 80, math.inf)  # GB of device memory
 
 @dataclasses.dataclass(frozen=True)
 class Aim:
-  """What is asked for: the least `cost` of the methods that `allows` takes."""
+  """What is asked for: the least `cost` of the methods that `allows` takes.
+
+  Attributes:
+    share: of the full cache's score, which is enough; None: no loss to it may show.
+  """
 
   name: str
   cost: Callable[[Cost], tuple[float, ...]]
   allows: Callable[[str], bool] = lambda method: True
+  share: float | None = None
 
 
 AIMS = (
   Aim("fastest", lambda cost: (cost.us,)),
   Aim("least kept", lambda cost: (cost.kept, cost.us)),
   Aim("safest", lambda cost: (cost.us,), lambda method: families.of(method).safe),
+  Aim("fastest at 90 %", lambda cost: (cost.us,), share=0.9),
+  Aim("least kept at 90 %", lambda cost: (cost.kept, cost.us), share=0.9),
 )
 
 
@@ -57,7 +64,7 @@ def choices(board: Board, limit: float = math.inf) -> list[Choice]:
   fitting = [point for point in board.points if _fits(point.cost, limit)]
   made: list[Choice] = []
   for aim in AIMS:
-    found = _best(aim, fitting)
+    found = _best(aim, fitting, board.full)
     same = next((i for i, c in enumerate(made) if (c.point, c.loses) == found), None)
     if same is None:
       made.append(Choice((aim.name,), *found))
@@ -70,15 +77,19 @@ def _fits(cost: Cost, limit: float) -> bool:
   return limit == math.inf or (cost.peak_bytes is not None and cost.peak_bytes <= limit * 1e9)
 
 
-def _best(aim: Aim, fitting: list[Point]) -> tuple[Point | None, bool]:
+def _best(aim: Aim, fitting: list[Point], full: Point) -> tuple[Point | None, bool]:
   able = [
     point
     for point in fitting
     if point.method not in families.YARDSTICKS and aim.allows(point.method)
   ]
-  kept = [point for point in able if not loses(point)]
+  if aim.share is None:
+    kept = [point for point in able if not loses(point)]
+  else:
+    kept = [point for point in able if point.score.mean >= aim.share * full.score.mean]
   if kept:
-    return min(kept, key=lambda point: aim.cost(point.cost)), False
+    best = min(kept, key=lambda point: aim.cost(point.cost))
+    return best, loses(best)
   return max(able, key=lambda point: point.score.mean, default=None), bool(able)
 
 

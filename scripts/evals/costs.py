@@ -22,8 +22,9 @@ class Cost:
     us, low, high: median and quartiles of a step of the whole batch, in µs.
     cache_bytes, host_bytes: of the whole batch's caches, on the device and in host memory.
     read_bytes: what a step of the whole batch reads: weights, and what of the caches.
-    peak_bytes: the most that the process held on the device, prompt included; None where the
-      device does not say.
+    peak_bytes: what a step holds on the device, weights and caches included; None where the
+      compiler does not say.
+    expected_us: what `advise` expects of a step; None where it was not asked.
   """
 
   method: str
@@ -37,6 +38,7 @@ class Cost:
   host_bytes: float
   read_bytes: float
   peak_bytes: float | None
+  expected_us: float | None = None
 
   @property
   def milliseconds(self) -> float:
@@ -89,6 +91,7 @@ def _parsed(line: str, where: str) -> Cost:
     low=quartiles[0],
     high=quartiles[1],
     peak_bytes=held.get("peak_bytes"),
+    expected_us=held.get("expected_us"),
     **{name: held[name] for name in _NUMBERS},
   )
 

@@ -53,3 +53,23 @@ def model(results: Results) -> list[str]:
     ]
   )
   return cells.table(("32,768 tokens", "time", "TFLOP/s", "less time", "less work"), rows)
+
+
+def long(results: Results) -> list[str]:
+  """A prompt of 128K tokens in one piece, beside transformers."""
+  case = results.bench("prefill").case("model 128K in one piece")
+  full, rows = case.time("Full"), []
+  for name in ("Full", "SnapKV", "PyramidKV"):
+    rate, kept, spare, growth = case.numbers(
+      f"^{name}: [\\d.]+ s, (\\d+) TFLOP/s; caches ([\\d.]+) GB, temporary ([\\d.]+) GB, of "
+      r"which \+([\d.]+) GB come"
+    )
+    took = cells.ours(case.time(name))
+    rows.append(
+      [name, took, f"{rate:.0f}", f"{kept:.2f} GB", f"{spare:.1f} GB", f"{growth:.1f} GB"]
+    )
+  peer = case.time("transformers")
+  over = cells.ratio(peer.us / full.us, full)
+  rows.append([f"transformers ({over} of Full)", cells.time(peer), "–", "–", "–", "–"])
+  head = ("131,072 tokens", "time", "TFLOP/s", "caches", "temporary", "of it, of 30 of the layers")
+  return cells.table(head, rows)

@@ -56,6 +56,21 @@ def test_constants_are_what_the_fit_gives():
   assert list(fitted) == pytest.approx(said, abs=0.05e-6)
 
 
+def test_guesses_that_hit_cost_what_prr_takes_over_quest_on_real_text():
+  lines = (RESULTS / "real" / "speed.jsonl").read_text().splitlines()
+  us = {row["method"]: row["us"] for row in map(json.loads, lines)}
+  prr, quest = (
+    step_bytes(PRESETS["Qwen2.5-1.5B"], kvjax.METHODS[name].usual(1024), 8, 8192)
+    for name in ("prr", "quest")
+  )
+  walks = sum(x.walks - 1 for x in prr.layers)
+  bytes_more = (prr.device - quest.device) / step_time.bench_files.BANDWIDTH
+  measured = (us["prr"] - us["quest"]) * 1e-6
+  assert walks == 26
+  assert measured / walks == pytest.approx(step_time.HITTING, abs=0.5e-6), bytes_more
+  assert step_time.least(prr) == pytest.approx(us["prr"] * 1e-6, rel=0.15)
+
+
 def test_bytes_are_those_of_the_benchmarks():
   """Which were counted by formulae of their own."""
   for suite in ("e2e", "e2e_qwen3", "e2e_sparse"):

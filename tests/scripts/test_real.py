@@ -1,5 +1,6 @@
 """Scores beside costs: standings, boards, choices, their pictures and tables, by hand."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -198,14 +199,25 @@ def named(found):
 
 def test_choices_by_hand(board):
   """SnapKV is fastest and least; of those that keep all, Quest. Random is nobody's choice."""
-  expected = [(("fastest", "least kept"), "snapkv", False), (("safest",), "quest", False)]
+  both = ("fastest", "least kept", "fastest at 90 %", "least kept at 90 %")
+  expected = [(both, "snapkv", False), (("safest",), "quest", False)]
   assert named(choices.choices(board)) == expected
   nothing = (("safest",), None, False)
   assert named(choices.choices(board, 12)) == [expected[0], nothing]
-  losing = (("fastest", "least kept"), "snapkv", True)
+  losing = (both, "snapkv", True)
   assert named(choices.choices(board, 8)) == [losing, nothing]
   assert choices.choices(board, 8)[0].point.budget == 4096
   assert choices.choices(board, 2)[0].point is None
+
+
+def test_a_share_of_the_score_may_be_enough(board):
+  """A quarter of the full cache's score: the larger budget has it, and keeps less."""
+  aim = choices.Aim("", lambda cost: (cost.kept,), share=0.15)
+  found, loses = choices._best(aim, list(board.points), board.full)
+  assert (found.method, found.budget, loses) == ("snapkv", 4096, True)
+  enough = dataclasses.replace(aim, share=0.9)
+  found, loses = choices._best(enough, list(board.points), board.full)
+  assert (found.method, found.budget, loses) == ("snapkv", 1024, False)
 
 
 def test_memory_limits_with_the_same_choices_are_one(board):
@@ -309,10 +321,10 @@ def test_which_method_when_by_hand(folder):
   listed = [dict(zip(head, row, strict=True)) for row in found]
   last = [row for row in listed if row["memory"] == "24 GB and more"]
   assert [(row["for"], row["take"]) for row in last] == [
-    ("fastest, least kept", "`snapkv`, 1,024"),
+    ("fastest, least kept, fastest at 90 %, least kept at 90 %", "`snapkv`, 1,024"),
     ("safest", "`quest`, 1,024"),
   ]
-  assert "agnostic −80" in last[0]["risk"] and last[0]["GB at most"] == "12.0"
+  assert "agnostic −80" in last[0]["risk"] and last[0]["GB a step holds"] == "12.0"
   losing = listed[0]
   assert losing["take"] == "`snapkv`, 4,096" and losing["less full"].startswith("**−80")
   assert listed[1]["take"] == "nothing that was measured fits"
@@ -341,7 +353,7 @@ def test_without_costs_scores_remain(folder):
 
 def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
   makers = {name: maker for name, maker in DOCUMENTS["RESULTS.md"].items() if "real-" in name}
-  assert len(makers) == 6
+  assert len(makers) == 8
   assert tables.made("text", makers, Results(tmp_path)) == "text"
   assert real.in_short(Results(tmp_path)) == ""
 

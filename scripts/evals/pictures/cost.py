@@ -30,7 +30,7 @@ def _kept(cost: Cost) -> float:
 _PANELS: tuple[tuple[str, Measure], ...] = (
   ("ms a token: median step of the batch", lambda cost: cost.milliseconds),
   ("GB kept on the device, a row", _kept),
-  ("GB read a step: weights and caches", lambda cost: cost.read),
+  ("GB read a step at most: weights and caches", lambda cost: cost.read),
 )
 _WIDE = 4  # a panel whose values differ by more is logarithmic
 _SAME, _STEP = 0.002, 0.006  # of a panel's span: what is drawn side by side, and how far apart
@@ -41,6 +41,7 @@ _READING = (
 _MODES = {
   "aware": "the question was there when caches were cut",
   "agnostic": "caches were cut before the question came",
+  "second": "of a second question, behind the first and its answer",
 }
 
 
@@ -58,7 +59,7 @@ def score_by_cost(boards: Sequence[Board]) -> dict[str, Figure]:
 
 def _figure(boards: Sequence[Board]) -> Figure:
   looks = _looks({point.method for board in boards for point in board.points})
-  figure = Figure(figsize=(16.5, 4.3 * len(boards) + 1.1))
+  figure = Figure(figsize=(16.5, 5.4 * len(boards) + 1.1))
   figure.set_layout_engine("constrained")
   grid = figure.subplots(len(boards), len(_PANELS), sharey="row", squeeze=False)
   drawn = []
@@ -118,7 +119,7 @@ def _panel(
   xs = _apart(costs, log) if cost is _kept else costs
   at = {p: (x, 100 * p.score.mean) for p, x in zip(board.points, xs, strict=True)}
   budgets = sorted({point.budget for point in board.points if point.budget is not None})
-  sizes = {None: 7.0, **{budget: 5.0 + 2.5 * i for i, budget in enumerate(budgets)}}
+  sizes = {None: 7.0, **{budget: 6.0 + 2.5 * i for i, budget in enumerate(budgets)}}
   lines: dict[str, list[tuple[float, float]]] = {}
   for point, (x, y) in at.items():
     look, whole = looks[point.method], point.method == FULL

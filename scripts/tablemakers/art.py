@@ -119,15 +119,15 @@ def forced(results: Results) -> list[str]:
     case.remark(rf"{name} in (\d+)% of the heads after (\d+)% of a walk's tiles") for name in FORCED
   ]
   said = (f"{heads} % of the heads after {after} %" for heads, after in found)
-  groups = [
-    cells.percent(results.json(STUDY.format("newest"), "groups", f"tau {tau}")["stopped"])
+  alone = [
+    cells.percent(results.json(STUDY.format("newest"), "splits", f"tau {tau}, 1 splits")["stopped"])
     for tau in ("1e-05", "0.01")
   ]
   return cells.sentence(
     "Heads that stop, and the share of a walk's tiles after which they do, at τ = 1e-5, at "
-    f"τ = 0.01 and as the paper's times say: {', '.join(said)}. The first two are SmolLM2's query "
-    "heads by themselves; its groups, which go on until all three query heads are stable, stop in "
-    f"{groups[0]} and {groups[1]} of the walks, later."
+    f"τ = 0.01 and as the paper's times say: {', '.join(said)}. The first two are those of SmolLM2's "
+    "groups of three query heads, which go on until all three are stable; by themselves "
+    f"{alone[0]} and {alone[1]} of its query heads stop, earlier."
   )
 
 

@@ -69,7 +69,8 @@ class Advice:
     device, host: bytes of weights and caches on the device, of caches on the host.
     moved: what a step moves.
     seconds: of a step, at most where `moved.bound`; a token of each row.
-    least: seconds of a step whose retrievals are shared wherever they can be, and whose guesses hit.
+    least: seconds of a step whose retrievals are shared where that is possible, and whose guesses
+      hit.
     kept: the nearest rows of evaluations, if there are any.
     risk: what the method does that the full cache does not, in words.
     fits: whether weights and caches leave a twentieth of the device's memory.

@@ -1,4 +1,5 @@
-"""Writes the figures of README and RESULTS from the files in scripts/results, between markers.
+"""Writes the figures of README and RESULTS from the files in scripts/results, between markers, and
+the pictures of the house in kvjax/README from the code.
 
     python -m scripts.tables              rewrites what differs
     python -m scripts.tables --check      writes nothing: shows what differs, and fails if any does

@@ -13,6 +13,7 @@ from . import (
   evaluations,
   generate,
   gpus,
+  house,
   longflow,
   prompts,
   prr,
@@ -82,4 +83,5 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "certificates": studies.certificates,
   },
   "README.md": {"results": summary.table},
+  "kvjax/README.md": {"rooms": house.rooms, "moves": house.moves},
 }

@@ -125,8 +125,8 @@ def forced(results: Results) -> list[str]:
   ]
   return cells.sentence(
     "Heads that stop, and the share of a walk's tiles after which they do, at τ = 1e-5, at "
-    f"τ = 0.01 and as the paper's times say: {', '.join(said)}. The first two are those of SmolLM2's "
-    "groups of three query heads, which go on until all three are stable; by themselves "
+    f"τ = 0.01 and as the paper's times say: {', '.join(said)}. The first two are those of "
+    "SmolLM2's groups of three query heads, which go on until all three are stable; by themselves "
     f"{alone[0]} and {alone[1]} of its query heads stop, earlier."
   )
 

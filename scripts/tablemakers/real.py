@@ -324,7 +324,7 @@ def picture(found: Held) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """What is fastest at 90 % of the full cache's score, at the longest length and its largest batch."""
+  """What is fastest at 90 % of the score, at the longest length and its largest batch."""
   found = held(results)
   boards = [board for length in LENGTHS for board in found.at(length)] if found else []
   if not boards:

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from kvjax import METHODS
 from scripts import markers, tables
-from scripts.tablemakers import DOCUMENTS, Results, cells, cpe, evaluations
+from scripts.tablemakers import DOCUMENTS, Results, cells, cpe, evaluations, house
 from scripts.tablemakers.results import FOLDER, GPU, Timing
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
@@ -56,6 +57,7 @@ def test_the_readme_has_no_typed_results():
 def copies(tmp_path):
   """The documents, one of them with a figure that no file has."""
   for name in DOCUMENTS:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
   path = tmp_path / "RESULTS.md"
   before = path.read_text("utf-8")
@@ -84,6 +86,7 @@ def test_a_run_writes_what_differs_and_then_nothing(copies, capsys):
 
 def test_markers_that_nothing_writes_between(tmp_path):
   for name in DOCUMENTS:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("<!-- nonesuch: begin -->\n<!-- nonesuch: end -->", "utf-8")
   with pytest.raises(ValueError, match=r"RESULTS.md: found markers \['nonesuch'\]"):
     tables.main(tables.Args(documents=tmp_path))
@@ -233,3 +236,33 @@ def test_rows_have_the_cells_of_the_head():
   assert cells.table(("a", "b"), [("1", "2")]) == ["| a | b |", "|---|---|", "| 1 | 2 |"]
   with pytest.raises(ValueError, match="row: found 1 cells"):
     cells.table(("a", "b"), [("1",)])
+
+
+# ---- the house
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path):
+  path = tmp_path / "here.py"
+  path.write_text(
+    "import kvjax.memory\nfrom .. import types\nfrom ..ops import slots\nimport numpy\n"
+    "def late():\n  from kvjax.methods.full import Full\n"
+    "  importlib.import_module(f'kvjax.kernels.{name}')\n"
+  )
+  found = set(house.imports(path, "dispatch.here"))
+  assert found == {"memory", "types", "ops.slots", "methods.full.Full", "kernels."}
+
+
+def test_only_dispatch_opens_the_door_to_kernels_and_nobody_that_to_models():
+  doors = house.doors()
+  assert {here for here, there in doors if there == "kernels"} == {"dispatch"}
+  assert not {here for here, there in doors if there == "models"}
+  assert ("ops", "methods") not in doors and ("ops", "protocol") not in doors
+
+
+def test_moves_are_those_of_classes():
+  assert house.own(METHODS["tova"]) == [
+    *("wants_logits", "standing", "extra", "victim", "observe", "rank")
+  ]
+  assert house.own(METHODS["snapkv"]) == ["scores"]
+  assert house.family(METHODS["snapkv"]) == "`PromptScored`"
+  assert house.family(METHODS["longflow"]) == "`PromptScored`"

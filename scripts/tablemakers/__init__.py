@@ -67,6 +67,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "real-modes": real.modes,
     "real-answers": real.answers,
     "real-expected": real.foreseen,
+    "real-stops": real.stops,
     "needle": evaluations.needle,
     "ruler": evaluations.ruler,
     "art-walks": evaluations.walked,

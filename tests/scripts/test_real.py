@@ -353,7 +353,7 @@ def test_without_costs_scores_remain(folder):
 
 def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
   makers = {name: maker for name, maker in DOCUMENTS["RESULTS.md"].items() if "real-" in name}
-  assert len(makers) == 8
+  assert len(makers) == 9
   assert tables.made("text", makers, Results(tmp_path)) == "text"
   assert real.in_short(Results(tmp_path)) == ""
 

@@ -7,20 +7,65 @@ import functools
 import numbers
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+_INTERVALS = {
+  "[]": "{} to {}",
+  "[)": "{} or more, below {}",
+  "(]": "more than {} and at most {}",
+}
+
+
+def bound(holds: Callable[[Any], Any], expected: str, default: Any) -> Any:
+  """A field of values of which `holds` is true, which `expected` says in words; None passes too.
+
+  `check` asks, and a subclass that gives the field another default keeps the bound.
+  """
+  return dataclasses.field(default=default, metadata={"bound": (holds, expected)})
+
 
 def least(minimum: int | float, default: Any) -> Any:
   """A field of numbers from `minimum` on."""
-  return dataclasses.field(default=default, metadata={"least": minimum})
+  return bound(lambda x: x >= minimum, f"{minimum} or more", default)
+
+
+def between(low: int | float, high: int | float, default: Any, ends: str = "[]") -> Any:
+  """A field of numbers from `low` to `high`; "[)" leaves out the highest, "(]" the lowest."""
+  outside = [x for x, end in zip((low, high), ends, strict=True) if end in "()"]
+  expected = _INTERVALS[ends].format(low, high)
+  return bound(lambda x: low <= x <= high and x not in outside, expected, default)
+
+
+def number(default: Any) -> Any:
+  """A field of any number; NaN is none."""
+  return bound(lambda x: x == x, "a number", default)
+
+
+def odd(default: Any) -> Any:
+  """A field of odd numbers from 1 on."""
+  return bound(lambda x: x >= 1 and x % 2, "an odd number", default)
+
+
+def one_of(values: tuple[Any, ...], default: Any) -> Any:
+  """A field of one of these values."""
+  expected = " or ".join(map(repr, values)) if len(values) == 2 else f"one of {values}"
+  return bound(lambda x: x in values, expected, default)
+
+
+def expect(owner: Any, name: str, holds: Any, expected: str) -> None:
+  """Raises ValueError about the field `name` unless `holds`: how it relates to the others."""
+  if not holds:
+    found = getattr(owner, name)
+    raise ValueError(f"{type(owner).__name__}.{name}: found {found!r}, expected {expected}")
 
 
 def check(cls: type, values: dict[str, Any]) -> None:
   """Raises TypeError for a value whose type is not what the field of that name says, ValueError for
-  one below the `least` that it allows.
+  one outside the field's bound, be it given or the default.
 
   Integers pass for floats; booleans for neither. Nothing converts in silence. Fields of other than
   plain types and tuples are let through, and so is what tuples hold.
@@ -29,12 +74,10 @@ def check(cls: type, values: dict[str, Any]) -> None:
     if name in values and not any(_fits(values[name], kind) for kind in kinds):
       expected = " or ".join("None" if k is types.NoneType else k.__name__ for k in kinds)
       raise TypeError(f"{cls.__name__}.{name}: found {values[name]!r}, expected {expected}")
-  for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-    least = field.metadata.get("least")
-    if least is not None and field.name in values and not values[field.name] >= least:
-      raise ValueError(
-        f"{cls.__name__}.{field.name}: found {values[field.name]}, expected {least} or more"
-      )
+  for name, (holds, expected, default) in _bounds(cls).items():
+    value = values.get(name, default)
+    if value is not None and value is not dataclasses.MISSING and not holds(value):
+      raise ValueError(f"{cls.__name__}.{name}: found {value!r}, expected {expected}")
 
 
 def check_float(name: str, dtype: Any) -> None:
@@ -64,6 +107,18 @@ def _fits(value: Any, kind: type) -> bool:
     number: type = numbers.Integral if kind is int else numbers.Real
     return isinstance(value, number) and not isinstance(value, bool)
   return isinstance(value, kind)
+
+
+@functools.cache
+def _bounds(cls: type) -> dict[str, tuple[Callable[[Any], Any], str, Any]]:
+  """What holds of an argument, that in words, and its default, by name."""
+  bounds = {}
+  for base in reversed(cls.__mro__):
+    for field in vars(base).get("__dataclass_fields__", {}).values():
+      if "bound" in field.metadata:
+        bounds[field.name] = field.metadata["bound"]
+  arguments = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+  return {f.name: (*bounds[f.name], f.default) for f in arguments if f.name in bounds}
 
 
 @functools.cache

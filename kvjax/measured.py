@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from kvjax.fields import expect
 from kvjax.method import Aux
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, Plan
@@ -29,12 +30,8 @@ class Measured(Wrapper):
   """
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if not self.base.positional:
-      raise ValueError(
-        f"{called}.base: found {self.base!r}, expected a method whose cache holds every token"
-      )
+    expect(self, "base", self.base.positional, "a method whose cache holds every token")
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.bounded import InTurn
+from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
@@ -25,16 +26,11 @@ class PromptScored(InTurn, moves=("scores",)):
     window_size: last tokens of the prompt, which stay until generated ones take their slots (32).
   """
 
-  window_size: int = 32
+  window_size: int = least(1, 32)
 
   def __post_init__(self):
-    name = type(self).__name__
-    if self.window_size < 1:
-      raise ValueError(f"{name}.window_size: found {self.window_size}, expected 1 or more")
-    if self.budget <= self.window_size:
-      raise ValueError(
-        f"{name}.budget: found {self.budget}, expected more than window_size = {self.window_size}"
-      )
+    window = self.window_size
+    expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
   def scores(
     self,

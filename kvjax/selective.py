@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, entrance
+from kvjax.fields import least
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -38,7 +39,8 @@ class Selective(
     dense_layers: first layers that attend to everything.
   """
 
-  dense_layers: int = dataclasses.field(default=0, kw_only=True)
+  _: dataclasses.KW_ONLY
+  dense_layers: int = least(0, 0)
 
   # ---- what a subclass says
 

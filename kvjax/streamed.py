@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, offload, softmax_state
+from kvjax.fields import expect, least
 from kvjax.method import Aux, Method, finite_rows
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
@@ -55,31 +56,18 @@ class Streamed(
     inject: how many blocks a caller can force into what is retrieved, see `injected`.
   """
 
-  init_tokens: int = 128
-  local: int = 4096
-  block: int = 128
-  retrieved: int = 16
-  chunk: int = 512
+  init_tokens: int = least(0, 128)
+  local: int = least(1, 4096)
+  block: int = least(1, 128)
+  retrieved: int = least(1, 16)
+  chunk: int = least(1, 512)
   held: int = 32
-  inject: int = 0
+  inject: int = least(0, 0)
 
   def __post_init__(self):
-    least = {"init_tokens": 0, "local": 1, "block": 1, "retrieved": 1, "chunk": 1, "inject": 0}
-    for name, bound in least.items():
-      if getattr(self, name) < bound:
-        raise ValueError(
-          f"{type(self).__name__}.{name}: found {getattr(self, name)}, expected {bound} or more"
-        )
-    if self.held < self.retrieved:
-      raise ValueError(
-        f"{type(self).__name__}.held: found {self.held}, expected at least retrieved = "
-        f"{self.retrieved}"
-      )
-    if self.inject > self.retrieved:
-      raise ValueError(
-        f"{type(self).__name__}.inject: found {self.inject}, expected at most retrieved = "
-        f"{self.retrieved}"
-      )
+    retrieved = self.retrieved
+    expect(self, "held", self.held >= retrieved, f"at least retrieved = {retrieved}")
+    expect(self, "inject", self.inject <= retrieved, f"at most retrieved = {retrieved}")
 
   @property
   def positional(self) -> bool:

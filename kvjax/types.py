@@ -50,14 +50,11 @@ class CacheSpec:
   dtype: Any = jnp.bfloat16
 
   def __post_init__(self):
-    name = type(self).__name__
     fields.check(type(self), vars(self))
     for size in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
-      if getattr(self, size) < 1:
-        raise ValueError(f"{name}.{size}: found {getattr(self, size)}, expected at least 1")
-    if self.head_dim % 2:  # rotary embeddings turn pairs of channels
-      raise ValueError(f"{name}.head_dim: found {self.head_dim}, expected an even number")
-    fields.check_float(f"{name}.dtype", self.dtype)
+      fields.expect(self, size, getattr(self, size) >= 1, "at least 1")
+    fields.expect(self, "head_dim", self.head_dim % 2 == 0, "an even number")  # pairs, for RoPE
+    fields.check_float(f"{type(self).__name__}.dtype", self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +78,15 @@ class Env:
 
   layers: int
   rope: Rope = dataclasses.field(default_factory=Rope)
-  impl: str = "auto"
-  tile: int = 64
+  impl: str = fields.one_of(IMPLEMENTATIONS, "auto")
+  tile: int = fields.least(1, 64)
   head_axis: str | None = None
   slot_axis: str | None = None
   check_nan: bool = False
 
   def __post_init__(self):
-    name = type(self).__name__
     fields.check(type(self), vars(self))
-    if self.impl not in IMPLEMENTATIONS:
-      raise ValueError(f"{name}.impl: found {self.impl!r}, expected one of {IMPLEMENTATIONS}")
-    for size in ("layers", "tile"):
-      if getattr(self, size) < 1:
-        raise ValueError(f"{name}.{size}: found {getattr(self, size)}, expected at least 1")
+    fields.expect(self, "layers", self.layers >= 1, "at least 1")
 
   @property
   def axes(self) -> tuple[str, ...]:

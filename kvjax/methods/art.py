@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, mass_bound, ring, softmax_state
+from kvjax.fields import between, bound, expect, least, one_of
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
@@ -27,6 +28,10 @@ ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough 
 def usual_splits(kv_heads: int, tiles: int) -> int:
   """P of splits = "auto", for rows of so many KV heads and an order of so many tiles."""
   return max(1, min(ROW_WALKS // kv_heads, tiles))
+
+
+def _fits_splits(splits: int | str) -> bool:
+  return splits in ("auto", "fill") if isinstance(splits, str) else splits >= 1
 
 
 def spares_half(tiles: int, splits: int, patience: float | int) -> bool:
@@ -90,52 +95,26 @@ class ART(Wrapper):
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
 
   base: Method = dataclasses.field(default_factory=Full)
-  tau: float | int = 1e-5
-  phi: float | int = 1e-3
-  patience: float | int = 5
-  tile: int = 128
-  probe: str = "strided32"
-  stop: str = "group"
-  splits: int | str = "auto"
-  sinks: int = 0
-  certify: float | None = None
+  tau: float | int = least(0, 1e-5)
+  phi: float | int = least(0, 1e-3)
+  patience: float | int = least(1, 5)
+  tile: int = least(1, 128)
+  probe: str = one_of(("strided32", "full"), "strided32")
+  stop: str = one_of(("group", "head"), "group")
+  splits: int | str = bound(_fits_splits, "1 or more, 'auto' or 'fill'", "auto")
+  sinks: int = least(0, 0)
+  certify: float | None = between(0, 2, None, "[)")
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    for name in ("tau", "phi"):
-      if not getattr(self, name) >= 0:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 0 or more")
-    if not self.patience >= 1:
-      raise ValueError(f"{called}.patience: found {self.patience}, expected 1 or more")
-    if self.sinks < 0:
-      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
-    if self.tile < 1:
-      raise ValueError(f"{called}.tile: found {self.tile}, expected 1 or more")
-    if self.probe not in ("strided32", "full"):
-      raise ValueError(f"{called}.probe: found {self.probe!r}, expected 'strided32' or 'full'")
-    if self.stop not in ("group", "head"):
-      raise ValueError(f"{called}.stop: found {self.stop!r}, expected 'group' or 'head'")
-    if self.splits not in ("auto", "fill") and not (
-      isinstance(self.splits, int) and self.splits >= 1
-    ):
-      raise ValueError(
-        f"{called}.splits: found {self.splits!r}, expected 1 or more, 'auto' or 'fill'"
-      )
-    if self.certify is not None:
-      self._check_certificate(self.certify)
-
-  def _check_certificate(self, eps: float) -> None:
-    called = type(self).__name__
-    if not 0 <= eps < 2:
-      raise ValueError(f"{called}.certify: found {eps}, expected 0 or more, below 2")
-    if self.splits not in ("auto", 1):
-      raise ValueError(f"{called}.splits: found {self.splits}, expected 1 with certify")
+    if self.certify is None:
+      return
+    expect(self, "splits", self.splits in ("auto", 1), "1 with certify")
     chooses = any(map(self.base.overrides, ("score", "select", "plan", "everything", "order")))
     if chooses or not self.base.positional:
       raise ValueError(
-        f"{called}.certify: found base {self.base!r}, expected one that keeps every token in place "
-        "and selects none"
+        f"{type(self).__name__}.certify: found base {self.base!r}, expected one that keeps every "
+        "token in place and selects none"
       )
 
   @classmethod

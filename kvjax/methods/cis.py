@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
+from kvjax.fields import expect, least, number, one_of
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Window, pytree
@@ -50,26 +51,17 @@ class CIS(Method):
     per: "kv_head" or "query_head".
   """
 
-  k: int = 432
-  sinks: int = 16
-  local: int = 64
-  block: int = 16
-  tau: float = 0.8
-  radius: int = 1
+  k: int = least(1, 432)
+  sinks: int = least(0, 16)
+  local: int = least(1, 64)
+  block: int = least(1, 16)
+  tau: float = number(0.8)
+  radius: int = least(0, 1)
   m: int | None = None
-  per: str = "kv_head"
+  per: str = one_of(("kv_head", "query_head"), "kv_head")
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name, least in (("k", 1), ("sinks", 0), ("local", 1), ("block", 1), ("radius", 0)):
-      if getattr(self, name) < least:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
-    if self.m is not None and not 0 <= self.m <= self.k:
-      raise ValueError(f"{called}.m: found {self.m}, expected 0 to k = {self.k}")
-    if self.tau != self.tau:
-      raise ValueError(f"{called}.tau: found {self.tau}, expected a number")
-    if self.per not in ("kv_head", "query_head"):
-      raise ValueError(f"{called}.per: found {self.per!r}, expected 'kv_head' or 'query_head'")
+    expect(self, "m", self.m is None or 0 <= self.m <= self.k, f"0 to k = {self.k}")
 
   @classmethod
   def preset(cls, budget: int, matched: bool = False, **changes: Any) -> "CIS":

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
+from kvjax.fields import expect, least
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
 from kvjax.selective import SelectiveTokens
@@ -44,20 +45,14 @@ class DoubleSparsity(SelectiveTokens):
   """
 
   budget: int = 2048
-  channels: int = 16
-  sinks: int = 0
-  local: int = 1
+  channels: int = least(1, 16)
+  sinks: int = least(0, 0)
+  local: int = least(1, 1)
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name, least in (("channels", 1), ("sinks", 0), ("local", 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
-    if self.budget < self.sinks + self.local:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected at least sinks + local = "
-        f"{self.sinks} + {self.local}"
-      )
+    sinks, local = self.sinks, self.local
+    expected = f"at least sinks + local = {sinks} + {local}"
+    expect(self, "budget", self.budget >= sinks + local, expected)
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -1,11 +1,13 @@
 """ETF: early tokens of a prompt stop being updated in deep layers (PrHS, §IV-C)."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.fields import between, least, one_of
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.ops import depth, slots
@@ -41,25 +43,11 @@ class ETF(Wrapper):
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("active", "apart", "fill")
-  sinks: int = 16
-  psi: float = 0.5
-  gamma: float = 1.0
-  start: float = 0.75
-  kv: str = "project"
-
-  def __post_init__(self):
-    called = type(self).__name__
-    super().__post_init__()
-    if self.sinks < 0:
-      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
-    if not 0 < self.psi <= 1:
-      raise ValueError(f"{called}.psi: found {self.psi}, expected more than 0 and at most 1")
-    if not 0 <= self.gamma < float("inf"):
-      raise ValueError(f"{called}.gamma: found {self.gamma}, expected 0 or more")
-    if not 0 <= self.start <= 1:
-      raise ValueError(f"{called}.start: found {self.start}, expected 0 to 1")
-    if self.kv not in ("previous", "project"):
-      raise ValueError(f"{called}.kv: found {self.kv!r}, expected 'previous' or 'project'")
+  sinks: int = least(0, 16)
+  psi: float = between(0, 1, 0.5, "(]")
+  gamma: float = between(0, math.inf, 1.0, "[)")
+  start: float = between(0, 1, 0.75)
+  kv: str = one_of(("previous", "project"), "project")
 
   @property
   def projects_all(self) -> bool:

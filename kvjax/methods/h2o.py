@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch, softmax_state
 from kvjax.bounded import Bounded
+from kvjax.fields import expect, least
 from kvjax.method import Aux, Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -26,17 +27,12 @@ class H2O(Bounded):
     recent: newest tokens that are safe; None: half of the budget (the paper's split).
   """
 
+  budget: int = least(2, 2048)
   recent: int | None = None
 
   def __post_init__(self):
-    called = type(self).__name__
-    if self.budget < 2:
-      raise ValueError(f"{called}.budget: found {self.budget}, expected 2 or more")
-    if self.recent is not None and not 1 <= self.recent < self.budget:
-      raise ValueError(
-        f"{called}.recent: found {self.recent}, expected at least 1 and less than budget = "
-        f"{self.budget}"
-      )
+    expected = f"at least 1 and less than budget = {self.budget}"
+    expect(self, "recent", self.recent is None or 1 <= self.recent < self.budget, expected)
 
   @property
   def _window_size(self) -> int:

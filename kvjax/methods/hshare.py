@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
+from kvjax.fields import between, expect, least
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
 from kvjax.selective import SelectiveTokens, token_weights
@@ -51,27 +52,16 @@ class HShare(SelectiveTokens):
   """
 
   budget: int = 128
-  sinks: int = 8
-  local: int = 32
-  layers: float = 0.5
-  heads: float = 0.5
-  steps: int = 2
+  sinks: int = least(0, 8)
+  local: int = least(1, 32)
+  layers: float = between(0, 1, 0.5, "(]")
+  heads: float = between(0, 1, 0.5, "(]")
+  steps: int = least(1, 2)
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name, least in (("sinks", 0), ("local", 1), ("steps", 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
-    for name in ("layers", "heads"):
-      if not 0 < getattr(self, name) <= 1:
-        raise ValueError(
-          f"{called}.{name}: found {getattr(self, name)}, expected a share in (0, 1]"
-        )
-    if self.budget <= self.sinks + self.local:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected more than sinks + local = "
-        f"{self.sinks} + {self.local}"
-      )
+    sinks, local = self.sinks, self.local
+    expected = f"more than sinks + local = {sinks} + {local}"
+    expect(self, "budget", self.budget > sinks + local, expected)
 
   @classmethod
   def example(cls, budget: int) -> Method:

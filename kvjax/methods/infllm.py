@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.fields import least
 from kvjax.ops import slots, spans
 from kvjax.streamed import Streamed
 from kvjax.types import At, Cache, CacheSpec, OwnRows
@@ -28,15 +29,7 @@ class InfLLM(Streamed):
     representatives: tokens that stand for a block.
   """
 
-  representatives: int = 4
-
-  def __post_init__(self):
-    called = type(self).__name__
-    super().__post_init__()
-    if self.representatives < 1:
-      raise ValueError(
-        f"{called}.representatives: found {self.representatives}, expected at least 1"
-      )
+  representatives: int = least(1, 4)
 
   def alike(self, layer: int) -> int:
     return 0

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
+from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.ops import attention, tiles
 from kvjax.selective import Selective
@@ -36,25 +37,19 @@ class InfLLMv2(Selective):
     dense_below: rows of fewer tokens attend to everything.
   """
 
-  top: int = 64
+  top: int = least(0, 64)
   block: int = 64
-  sinks: int = 1
-  local: int = 2048
+  sinks: int = least(0, 1)
+  local: int = least(1, 2048)
   kernel: int = 32
-  stride: int = 16
-  dense_below: int = 8192
+  stride: int = least(1, 16)
+  dense_below: int = least(0, 8192)
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name, least in (("top", 0), ("sinks", 0), ("local", 1), ("stride", 1), ("dense_below", 0)):
-      if getattr(self, name) < least:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {least} or more")
     for name in ("block", "kernel"):
-      if getattr(self, name) < 1 or getattr(self, name) % self.stride:
-        raise ValueError(
-          f"{called}.{name}: found {getattr(self, name)}, expected a multiple of stride = "
-          f"{self.stride}"
-        )
+      size = getattr(self, name)
+      whole = size >= 1 and size % self.stride == 0
+      expect(self, name, whole, f"a multiple of stride = {self.stride}")
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.fields import expect
 from kvjax.method import Method
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.types import At, Window
@@ -32,12 +33,9 @@ class LMInfinite(StreamingLLM):
   span = StreamingLLM.span  # the window is the same: its view is another
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if self.limit is not None and self.limit < self.budget:
-      raise ValueError(
-        f"{called}.limit: found {self.limit}, expected at least budget = {self.budget}"
-      )
+    reaches = self.limit is None or self.limit >= self.budget
+    expect(self, "limit", reaches, f"at least budget = {self.budget}")
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
+from kvjax.fields import expect, least, one_of
 from kvjax.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import slots
@@ -35,24 +36,15 @@ class LongFlow(SnapKV):
   """
 
   budget: int = 3200
-  per: str = "kv_head"
-  sinks: int = 0
-  recent: int = 1
+  per: str = one_of(("kv_head", "layer"), "kv_head")
+  sinks: int = least(0, 0)
+  recent: int = least(1, 1)
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if self.per not in ("kv_head", "layer"):
-      raise ValueError(f"{called}.per: found {self.per!r}, expected 'kv_head' or 'layer'")
-    if self.sinks < 0:
-      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
-    if self.recent < 1:
-      raise ValueError(f"{called}.recent: found {self.recent}, expected 1 or more")
-    if self.sinks + self.recent >= self.budget:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected more than sinks + recent = "
-        f"{self.sinks} + {self.recent}"
-      )
+    sinks, recent = self.sinks, self.recent
+    expected = f"more than sinks + recent = {sinks} + {recent}"
+    expect(self, "budget", self.budget > sinks + recent, expected)
 
   @property
   def wants_logits(self) -> bool:

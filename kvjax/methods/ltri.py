@@ -1,6 +1,7 @@
 """Ltri-LLM: spans of triangular attention, retrieved from host memory (Tang et al., 2025)."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import offload, softmax_state
+from kvjax.fields import bound, expect, least, one_of
 from kvjax.ops import attention, slots, spans
+from kvjax.ops.spans import MODES
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, OwnRows
@@ -20,6 +23,20 @@ LLAMA_3_8B_HEADS = (
   *((16, 1, 0.50), (17, 29, 0.12), (19, 3, 0.30), (20, 14, 0.44), (22, 14, 0.33), (24, 27, 0.46)),
   *((26, 15, 0.14), (27, 7, 0.30)),
 )
+
+
+def _each(most: int | float, default: tuple[float, ...]) -> Any:
+  """A field of numbers for the layers, one or more."""
+  return bound(
+    lambda values: values and all(0 <= x <= most for x in values),
+    f"numbers in [0, {most}]",
+    default,
+  )
+
+
+def _one_per_layer(heads: tuple[tuple[int, int, float], ...]) -> bool:
+  layers = {layer for layer, _, _ in heads}
+  return 0 < len(heads) == len(layers) and all(min(head[:2]) >= 0 for head in heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,34 +81,23 @@ class Ltri(Streamed, moves=("divide",)):
       still missing; layers without one do so anyway. Results are the same.
   """
 
-  spans: int = 4
+  spans: int = least(1, 4)
   vectors: int = 12
-  rate: tuple[float, ...] = (20.0, 20.0, 20.0, 20.0, 3.0)
-  ratio: str = "row"
-  quantile: tuple[float, ...] = (0.9,)
-  overlap: tuple[float, ...] = (0.1,)
-  last: int = 32
-  heads: tuple[tuple[int, int, float], ...] | None = None
+  rate: tuple[float, ...] = _each(math.inf, (20.0, 20.0, 20.0, 20.0, 3.0))
+  ratio: str = one_of(MODES, "row")
+  quantile: tuple[float, ...] = _each(1, (0.9,))
+  overlap: tuple[float, ...] = _each(1, (0.1,))
+  last: int = least(0, 32)
+  heads: tuple[tuple[int, int, float], ...] | None = bound(
+    _one_per_layer, "one or more, one per layer", None
+  )
   persistent: bool = True
   voting: bool = True
   prefetch: bool = False
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    for name, bound in (("spans", 1), ("vectors", self.spans), ("last", 0)):
-      if getattr(self, name) < bound:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected {bound} or more")
-    if self.ratio not in spans.MODES:
-      raise ValueError(f"{called}.ratio: found {self.ratio!r}, expected one of {spans.MODES}")
-    for name, most in (("rate", float("inf")), ("quantile", 1), ("overlap", 1)):
-      values = getattr(self, name)
-      if not values or not all(0 <= x <= most for x in values):
-        raise ValueError(f"{called}.{name}: found {values}, expected numbers in [0, {most}]")
-    if self.heads is not None:
-      layers = [layer for layer, _, _ in self.heads]
-      if not layers or len(set(layers)) < len(layers) or min(min(h[:2]) for h in self.heads) < 0:
-        raise ValueError(f"{called}.heads: found {self.heads}, expected one or more, one per layer")
+    expect(self, "vectors", self.vectors >= self.spans, f"{self.spans} or more")
 
   @property
   def persistent_blocks(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, foresight, softmax_state
+from kvjax.fields import between, bound, expect, least, one_of
 from kvjax.method import Aux, Method
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
@@ -22,6 +24,10 @@ from kvjax.wrapper import Wrapper
 
 # Counted tokens below which a chunk leaves the factors as they were.
 LEAST = 8
+
+
+def _fits_budget(budget: int | float | str) -> bool:
+  return budget == "auto" if isinstance(budget, str) else budget == 0 or 1 <= budget < math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,36 +83,20 @@ class PRR(Wrapper):
 
   replaces: ClassVar[tuple[str, ...]] = ("plan", "attend")
   base: Method = dataclasses.field(default_factory=Quest)
-  budget: int | float | str = "auto"
-  predictor: str = "holt"
-  variant: str = "S3"
+  budget: int | float | str = bound(_fits_budget, "0, or 1 or more, or 'auto'", "auto")
+  predictor: str = one_of(smoothing.PREDICTORS, "holt")
+  variant: str = one_of(("S1", "S2", "S3"), "S3")
   strict: bool = False
-  alpha: float = 0.5
-  beta: float = 0.3
-  gamma: float = 0.5
+  alpha: float = between(0, 1, 0.5)
+  beta: float = between(0, 1, 0.3)
+  gamma: float = least(0, 0.5)
   calibrate: bool = True
-  history: int = 512
-  every: int = 16
+  history: int = least(1, 512)
+  every: int = least(1, 16)
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if not isinstance(self.base, Selective):
-      raise ValueError(f"{called}.base: found {self.base!r}, expected a method that selects tiles")
-    if isinstance(self.budget, str):
-      if self.budget != "auto":
-        raise ValueError(f"{called}.budget: found {self.budget!r}, expected 'auto' or a number")
-    elif self.budget != 0 and not 1 <= self.budget < float("inf"):
-      raise ValueError(f"{called}.budget: found {self.budget}, expected 0, or 1 or more")
-    for name, known in (("predictor", smoothing.PREDICTORS), ("variant", ("S1", "S2", "S3"))):
-      if getattr(self, name) not in known:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)!r}, expected one of {known}")
-    for name, most in (("alpha", 1.0), ("beta", 1.0), ("gamma", float("inf"))):
-      if not 0 <= getattr(self, name) <= most:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 0 to {most}")
-    for name in ("history", "every"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 1 or more")
+    expect(self, "base", isinstance(self.base, Selective), "a method that selects tiles")
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -1,11 +1,13 @@
 """PSAW: a window that narrows with depth (PrHS, §IV-B)."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.fields import between, expect, least
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.ops import depth
@@ -34,26 +36,14 @@ class PSAW(Wrapper):
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("window",)
-  sinks: int = 16
-  phi: float = 0.7
-  alpha: float = 1.0
-  start: float = 0.75
+  sinks: int = least(0, 16)
+  phi: float = between(0, 1, 0.7, "(]")
+  alpha: float = between(0, math.inf, 1.0, "[)")
+  start: float = between(0, 1, 0.75)
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if not self.base.positional:
-      raise ValueError(
-        f"{called}.base: found {self.base!r}, expected a method whose slots are positions"
-      )
-    if self.sinks < 0:
-      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
-    if not 0 < self.phi <= 1:
-      raise ValueError(f"{called}.phi: found {self.phi}, expected more than 0 and at most 1")
-    if not 0 <= self.alpha < float("inf"):
-      raise ValueError(f"{called}.alpha: found {self.alpha}, expected 0 or more")
-    if not 0 <= self.start <= 1:
-      raise ValueError(f"{called}.start: found {self.start}, expected 0 to 1")
+    expect(self, "base", self.base.positional, "a method whose slots are positions")
 
   @property
   def spreads(self) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvjax.fields import least
 from kvjax.method import Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.types import CacheSpec
@@ -30,13 +31,7 @@ class PyramidKV(SnapKV):
   """
 
   window_size: int = 8
-  beta: int = 20
-
-  def __post_init__(self):
-    called = type(self).__name__
-    super().__post_init__()
-    if self.beta < 1:
-      raise ValueError(f"{called}.beta: found {self.beta}, expected 1 or more")
+  beta: int = least(1, 20)
 
   @classmethod
   def example(cls, budget: int) -> Method:

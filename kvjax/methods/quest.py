@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
+from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
 from kvjax.ops import tiles
 from kvjax.selective import Selective
@@ -32,20 +33,12 @@ class Quest(Selective):
   """
 
   budget: int = 1024
-  page: int = 16
-  group: str = "mean"
+  page: int = least(1, 16)
+  group: str = one_of(("mean", "max"), "mean")
   dense_layers: int = dataclasses.field(default=2, kw_only=True)
 
   def __post_init__(self):
-    called = type(self).__name__
-    if self.page < 1:
-      raise ValueError(f"{called}.page: found {self.page}, expected 1 or more")
-    if self.budget < self.page:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected at least one page of {self.page} tokens"
-      )
-    if self.group not in ("mean", "max"):
-      raise ValueError(f"{called}.group: found {self.group!r}, expected 'mean' or 'max'")
+    expect(self, "budget", self.budget >= self.page, f"at least one page of {self.page} tokens")
 
   @classmethod
   def example(cls, budget: int) -> Method:

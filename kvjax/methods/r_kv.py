@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.bounded import Bounded
+from kvjax.fields import between, expect, least, number, odd, one_of
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -42,29 +43,17 @@ class RKV(Bounded):
     spare_oldest: whether a token that has no similar one spares the oldest (`repo`).
   """
 
-  buffer: int = 128
-  window_size: int = 8
-  pool: int = 7
-  weight: float = 0.1
-  threshold: float = 0.5
-  group: str = "mean"
+  buffer: int = least(1, 128)
+  window_size: int = least(1, 8)
+  pool: int = odd(7)
+  weight: float = between(0, 1, 0.1)
+  threshold: float = number(0.5)
+  group: str = one_of(("mean", "max"), "mean")
   spare_oldest: bool = False
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name in ("buffer", "window_size"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 1 or more")
-    if self.budget <= self.window_size:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected more than window_size = {self.window_size}"
-      )
-    if self.pool < 1 or self.pool % 2 == 0:
-      raise ValueError(f"{called}.pool: found {self.pool}, expected an odd number")
-    if not 0 <= self.weight <= 1:
-      raise ValueError(f"{called}.weight: found {self.weight}, expected a number in [0, 1]")
-    if self.group not in ("mean", "max"):
-      raise ValueError(f"{called}.group: found {self.group!r}, expected 'mean' or 'max'")
+    window = self.window_size
+    expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.bounded import Bounded
+from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, Prompt
@@ -25,17 +26,12 @@ class Random(Bounded):
     seed: chooses the sample.
   """
 
-  recent: int | None = None
+  recent: int | None = least(1, None)
   seed: int = 0
 
   def __post_init__(self):
-    called = type(self).__name__
-    if self.recent is not None and self.recent < 1:
-      raise ValueError(f"{called}.recent: found {self.recent}, expected 1 or more")
-    if self.budget <= self._window_size:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected more than recent = {self._window_size}"
-      )
+    recent = self._window_size
+    expect(self, "budget", self.budget > recent, f"more than recent = {recent}")
 
   @property
   def _window_size(self) -> int:

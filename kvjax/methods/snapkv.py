@@ -5,6 +5,7 @@ import dataclasses
 from jaxtyping import Array, Float
 
 from kvjax import dispatch
+from kvjax.fields import odd, one_of
 from kvjax.method import Method
 from kvjax.ops import attention, slots
 from kvjax.prompt_scored import PromptScored
@@ -28,16 +29,8 @@ class SnapKV(PromptScored):
     reduce: "avg" or "max" pooling.
   """
 
-  pool: int = 5
-  reduce: str = "avg"
-
-  def __post_init__(self):
-    name = type(self).__name__
-    super().__post_init__()
-    if self.pool < 1 or self.pool % 2 == 0:
-      raise ValueError(f"{name}.pool: found {self.pool}, expected an odd number")
-    if self.reduce not in ("avg", "max"):
-      raise ValueError(f"{name}.reduce: found {self.reduce!r}, expected 'avg' or 'max'")
+  pool: int = odd(5)
+  reduce: str = one_of(("avg", "max"), "avg")
 
   @classmethod
   def repo(cls, budget: int) -> Method:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.bounded import InTurn
+from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, Carry, Prompt, Span, Window
@@ -26,19 +27,11 @@ class StreamingLLM(InTurn):
     rope: "slot" (the paper's) or "original".
   """
 
-  sinks: int = 4
-  rope: str = "slot"
+  sinks: int = least(0, 4)
+  rope: str = one_of(("slot", "original"), "slot")
 
   def __post_init__(self):
-    called = type(self).__name__
-    if self.sinks < 0:
-      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
-    if self.budget <= self.sinks:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected more than sinks = {self.sinks}"
-      )
-    if self.rope not in ("slot", "original"):
-      raise ValueError(f"{called}.rope: found {self.rope!r}, expected 'slot' or 'original'")
+    expect(self, "budget", self.budget > self.sinks, f"more than sinks = {self.sinks}")
 
   @property
   def chunkable(self) -> bool:
@@ -113,13 +106,9 @@ class StreamingLLMByTurn(StreamingLLM):
   reserve: int = 1000
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if not 0 <= self.reserve <= self.budget - self.sinks:
-      raise ValueError(
-        f"{called}.reserve: found {self.reserve}, expected 0 to budget - sinks = "
-        f"{self.budget - self.sinks}"
-      )
+    most = self.budget - self.sinks
+    expect(self, "reserve", 0 <= self.reserve <= most, f"0 to budget - sinks = {most}")
 
   @property
   def chunkable(self) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
+from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.selective import SelectiveTokens, token_weights
 from kvjax.types import At, Cache
@@ -23,20 +24,13 @@ class TopKOracle(SelectiveTokens):
   """
 
   budget: int = 2048
-  sinks: int = 0
-  local: int = 0
+  sinks: int = least(0, 0)
+  local: int = least(0, 0)
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name in ("sinks", "local"):
-      if getattr(self, name) < 0:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)}, expected 0 or more")
-    least = max(self.sinks + self.local, 1)
-    if self.budget < least:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected at least {least} "
-        f"(sinks = {self.sinks}, local = {self.local})"
-      )
+    fewest = max(self.sinks + self.local, 1)
+    expected = f"at least {fewest} (sinks = {self.sinks}, local = {self.local})"
+    expect(self, "budget", self.budget >= fewest, expected)
 
   @property
   def spreads(self) -> bool:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch, softmax_state
 from kvjax.bounded import Bounded
+from kvjax.fields import least
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -25,10 +26,7 @@ class TOVA(Bounded):
     budget: tokens kept per layer.
   """
 
-  def __post_init__(self):
-    called = type(self).__name__
-    if self.budget < 2:
-      raise ValueError(f"{called}.budget: found {self.budget}, expected 2 or more")
+  budget: int = least(2, 2048)
 
   @property
   def wants_logits(self) -> bool:

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.methods.h2o import H2O
 from kvjax.ops import slots
@@ -23,18 +24,13 @@ class VATP(H2O):
     sinks: first tokens that never leave (20).
   """
 
-  sinks: int = 20
+  sinks: int = least(0, 20)
 
   def __post_init__(self):
-    called = type(self).__name__
     super().__post_init__()
-    if self.sinks < 0:
-      raise ValueError(f"{called}.sinks: found {self.sinks}, expected 0 or more")
-    if self.budget <= self._window_size + self.sinks:
-      raise ValueError(
-        f"{called}.budget: found {self.budget}, expected more than recent + sinks = "
-        f"{self._window_size} + {self.sinks}"
-      )
+    recent, sinks = self._window_size, self.sinks
+    expected = f"more than recent + sinks = {recent} + {sinks}"
+    expect(self, "budget", self.budget > recent + sinks, expected)
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -284,7 +284,7 @@ def test_dense_layers_are_left_out():
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"layers": 0.0}, r"layers: found 0.0, expected a share in \(0, 1\]"),
+    ({"layers": 0.0}, "layers: found 0.0, expected more than 0 and at most 1"),
     ({"heads": 1.5}, "heads: found 1.5"),
     ({"steps": 0}, "steps: found 0, expected 1 or more"),
     ({"local": 0}, "local: found 0, expected 1 or more"),

@@ -413,10 +413,10 @@ def test_repair_of_any_split(order, sizes, strict, variant):
   ("kwargs", "message"),
   [
     ({"base": SnapKV(64)}, "PRR.base: found SnapKV"),
-    ({"budget": "much"}, "PRR.budget: found 'much', expected 'auto' or a number"),
+    ({"budget": "much"}, "PRR.budget: found 'much', expected 0, or 1 or more, or 'auto'"),
     ({"budget": 0.5}, "PRR.budget: found 0.5, expected 0, or 1 or more"),
     ({"variant": "S4"}, "PRR.variant: found 'S4', expected one of"),
-    ({"predictor": "oracle"}, "PRR.predictor: found 'oracle', expected one of"),
+    ({"predictor": "oracle"}, "PRR.predictor: found 'oracle', expected 'holt' or 'ema'"),
     ({"alpha": 1.5}, "PRR.alpha: found 1.5, expected 0 to 1"),
     ({"history": 0}, "PRR.history: found 0, expected 1 or more"),
     ({"every": 0}, "PRR.every: found 0, expected 1 or more"),

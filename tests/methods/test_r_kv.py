@@ -1,5 +1,7 @@
 """R-KV against a NumPy float64 oracle that keeps lists: scores, compressions, outputs, turns."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -215,7 +217,8 @@ def test_long_prompts_hold_no_square_map():
     ({"buffer": 0}, "RKV.buffer: found 0, expected 1 or more"),
     ({"window_size": 0}, "RKV.window_size: found 0, expected 1 or more"),
     ({"pool": 6}, "RKV.pool: found 6, expected an odd number"),
-    ({"weight": 1.5}, r"RKV.weight: found 1.5, expected a number in \[0, 1\]"),
+    ({"weight": 1.5}, "RKV.weight: found 1.5, expected 0 to 1"),
+    ({"threshold": math.nan}, "RKV.threshold: found nan, expected a number"),
     ({"group": "sum"}, "RKV.group: found 'sum', expected 'mean' or 'max'"),
   ],
 )

@@ -28,8 +28,8 @@ def bound(holds: Callable[[Any], Any], expected: str, default: Any) -> Any:
   return dataclasses.field(default=default, metadata={"bound": (holds, expected)})
 
 
-def least(minimum: int | float, default: Any) -> Any:
-  """A field of numbers from `minimum` on."""
+def least(minimum: int | float, default: Any = dataclasses.MISSING) -> Any:
+  """A field of numbers from `minimum` on, required where no default is given."""
   return bound(lambda x: x >= minimum, f"{minimum} or more", default)
 
 

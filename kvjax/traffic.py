@@ -160,12 +160,18 @@ class _Walk:
     if name == "while":
       return self.follow(inner[0], views[params["cond_nconsts"] :], math.inf)
     if name == "scan":
-      carried = params["num_consts"] + params["num_carry"]
-      self._whole(views[carried:])  # a slice of them each time
-      given = [*views[:carried], *[None] * (len(views) - carried)]
-      out = self.follow(inner[0], given, times * params["length"])[: params["num_carry"]]
-      return [*out, *[None] * (len(eqn.outvars) - len(out))]
+      carried = _alike(eqn.invars, inner[0].invars)
+      self._whole([v for v, same in zip(views, carried, strict=True) if not same])
+      given = [v if same else None for v, same in zip(views, carried, strict=True)]
+      out = self.follow(inner[0], given, times * params["length"])
+      kept = _alike(eqn.outvars, inner[0].outvars)
+      return [v if same else None for v, same in zip(out, kept, strict=True)]
     return self.follow(inner[0], views, times)
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+  """Which values a scan's program has as they are: the others are slices along a first axis."""
+  return [a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True)]
 
 
 def _inner(eqn: Any) -> list[Any] | None:

@@ -41,18 +41,16 @@ class CacheSpec:
     dtype: dtype of stored keys and values, floats; statistics are float32.
   """
 
-  batch: int
-  capacity: int
-  kv_heads: int
-  groups: int
-  head_dim: int
-  layers: int
+  batch: int = fields.least(1)
+  capacity: int = fields.least(1)
+  kv_heads: int = fields.least(1)
+  groups: int = fields.least(1)
+  head_dim: int = fields.least(1)
+  layers: int = fields.least(1)
   dtype: Any = jnp.bfloat16
 
   def __post_init__(self):
     fields.check(type(self), vars(self))
-    for size in ("batch", "capacity", "kv_heads", "groups", "head_dim", "layers"):
-      fields.expect(self, size, getattr(self, size) >= 1, "at least 1")
     fields.expect(self, "head_dim", self.head_dim % 2 == 0, "an even number")  # pairs, for RoPE
     fields.check_float(f"{type(self).__name__}.dtype", self.dtype)
 
@@ -76,7 +74,7 @@ class Env:
       `checkify.checkify`, and `throw` its error. Slow: for debugging.
   """
 
-  layers: int
+  layers: int = fields.least(1)
   rope: Rope = dataclasses.field(default_factory=Rope)
   impl: str = fields.one_of(IMPLEMENTATIONS, "auto")
   tile: int = fields.least(1, 64)
@@ -86,7 +84,6 @@ class Env:
 
   def __post_init__(self):
     fields.check(type(self), vars(self))
-    fields.expect(self, "layers", self.layers >= 1, "at least 1")
 
   @property
   def axes(self) -> tuple[str, ...]:

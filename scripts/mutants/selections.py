@@ -54,8 +54,10 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/shared_prefill.py": of(
     "models/refusals", laws=("full", "h2o"), chosen=("shared_prefill",)
   ),
+  "kvjax/sites.py": of("models/by_layer"),
   "kvjax/streamed.py": of("methods/infllm", "methods/ltri", laws=("infllm",)),
   "kvjax/traced_layer.py": of("models/refusals"),
+  "kvjax/traffic.py": of("devices/traffic"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),
   "pallas_kernels/_smoothing.py": of("kernels/prr_kernel"),

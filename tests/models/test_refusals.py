@@ -236,7 +236,7 @@ def test_what_is_no_method(tmp_path):
     ({"dtype": None}, TypeError, "dtype: found None, expected a dtype of floats"),
     ({"dtype": np.float64}, TypeError, "dtype: found float64, expected float32, or jax_enable_x64"),
     ({"head_dim": 15}, ValueError, "head_dim: found 15, expected an even number"),
-    ({"batch": 0}, ValueError, "batch: found 0, expected at least 1"),
+    ({"batch": 0}, ValueError, "batch: found 0, expected 1 or more"),
     ({"layers": 2.0}, TypeError, r"layers: found 2\.0, expected int"),
   ],
 )
@@ -247,7 +247,7 @@ def test_specs(changes, error, says):
 
 def test_environments():
   for name in ("layers", "tile"):
-    with pytest.raises(ValueError, match=rf"Env\.{name}: found 0, expected at least 1"):
+    with pytest.raises(ValueError, match=rf"Env\.{name}: found 0, expected 1 or more"):
       Env(**{"layers": 4, name: 0})
 
 

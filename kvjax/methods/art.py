@@ -142,7 +142,12 @@ class ART(Wrapper):
 
   def _by_tiles(self, cache: Cache) -> bool:
     """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
-    return "ring" in cache.heads and not self.base.wants_logits
+    return "ring" in cache.heads and not self.base.wants_logits and not self._chooses
+
+  @property
+  def _chooses(self) -> bool:
+    """Whether the base says what is read."""
+    return any(self.base.overrides(move) for move in ("plan", "score", "select"))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     pages = {} if self.certify is None else self._pages.summaries(spec)

@@ -60,6 +60,7 @@ class HShare(SelectiveTokens):
   steps: int = least(1, 2)
 
   def __post_init__(self):
+    super().__post_init__()
     sinks, local = self.sinks, self.local
     expected = f"more than sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget > sinks + local, expected)

@@ -1,6 +1,7 @@
 """InfLLM-v2: blocks by the attention that their compressed keys get (Zhao et al., 2025)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ class InfLLMv2(Selective):
   dense_below: int = least(0, 8192)
 
   def __post_init__(self):
+    super().__post_init__()
     for name in ("block", "kernel"):
       size = getattr(self, name)
       whole = size >= 1 and size % self.stride == 0
@@ -60,7 +62,7 @@ class InfLLMv2(Selective):
       block //= 2
     others = max(2, budget // block - 1)
     local = max(1, others // 3)
-    compressed = {"kernel": block // 2, "stride": block // 4}
+    compressed: dict[str, Any] = {"kernel": block // 2, "stride": block // 4}
     return cls(others - local, block, 1, local * block, **compressed, dense_below=0)
 
   @classmethod

@@ -97,7 +97,8 @@ class PRR(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    expect(self, "base", isinstance(self.base, Selective), "a method that selects tiles")
+    selects = isinstance(self.base, Selective) and self.base.positional
+    expect(self, "base", selects, "a method that selects tiles of all tokens")
 
   @classmethod
   def example(cls, budget: int) -> Method:

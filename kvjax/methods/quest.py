@@ -1,6 +1,7 @@
 """Quest: pages whose keys could score high for this query (Tang et al., ICML 2024)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -38,7 +39,10 @@ class Quest(Selective):
   group: str = one_of(("mean", "max"), "mean")
   dense_layers: int = dataclasses.field(default=2, kw_only=True)
 
+  anywhere: ClassVar[bool] = True  # the bounds of a page hold for any keys
+
   def __post_init__(self):
+    super().__post_init__()
     expect(self, "budget", self.budget >= self.page, f"at least one page of {self.page} tokens")
 
   @classmethod
@@ -56,7 +60,7 @@ class Quest(Selective):
 
   @property
   def spreads(self) -> bool:
-    return True
+    return self.base.spreads and self.base.positional
 
   @property
   def unit(self) -> int:
@@ -76,10 +80,10 @@ class Quest(Selective):
     extremes = Leaf("heads", shape, spec.dtype, in_place=True, along_slots=True)
     return {"key_min": extremes, "key_max": extremes}
 
-  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+  def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
     page = tiles.touched(start, tokens, width=self.page, stride=self.page)
     k, filled = tiles.keys(cache, page, width=self.page, stride=self.page)
-    begun = page * self.page < cache.used[:, None]
+    begun = tiles.begun(cache, page, self.page)
     extremes = {
       "key_min": jnp.where(filled, k, jnp.inf).min(3),
       "key_max": jnp.where(filled, k, -jnp.inf).max(3),
@@ -90,6 +94,7 @@ class Quest(Selective):
 
   def renew(self, at: At, cache: Cache) -> Cache:
     known = self.form("summarise") is Quest.summarise
+    known = known and at.top.positional  # the kernel finds the newest token by its position
     if not known or dispatch.choose_for(at, "renew_extremes") != "pallas":
       return super().renew(at, cache)
     held = cache.heads["key_min"], cache.heads["key_max"]

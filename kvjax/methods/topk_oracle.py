@@ -1,6 +1,7 @@
 """Top-k oracle: the tokens that really matter to each query, whatever finding them costs."""
 
 import dataclasses
+from typing import ClassVar
 
 from jaxtyping import Array, Float
 
@@ -27,14 +28,17 @@ class TopKOracle(SelectiveTokens):
   sinks: int = least(0, 0)
   local: int = least(0, 0)
 
+  anywhere: ClassVar[bool] = True
+
   def __post_init__(self):
+    super().__post_init__()
     fewest = max(self.sinks + self.local, 1)
     expected = f"at least {fewest} (sinks = {self.sinks}, local = {self.local})"
     expect(self, "budget", self.budget >= fewest, expected)
 
   @property
   def spreads(self) -> bool:
-    return True
+    return self.base.spreads and self.base.positional
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -119,9 +119,7 @@ EQUIVALENT = {
     ),
   },
   "pallas_kernels/top_k.py": {
-    "place = (base + head + slot)": (
-      "the stores behind it are masked by `keep`: lanes that are not kept write nothing"
-    ),
+    "place = (place)": ("the stores behind it are masked by `ok`: other lanes write nothing"),
   },
   "pallas_kernels/repair.py": {
     "l = _backend.load(l_ref, part, group, mask=keep, other=1.0)": (

@@ -60,6 +60,8 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/traced_layer.py": of("models/refusals"),
   "kvjax/traffic.py": of("devices/traffic"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
+  "pallas_kernels/_art_order.py": of("kernels/art_kernel"),
+  "pallas_kernels/_art_stop.py": of("kernels/art_kernel"),
   "pallas_kernels/_bounds.py": of("kernels/top_k_kernel"),
   "pallas_kernels/_cuts.py": of("kernels/top_k_kernel"),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),

@@ -91,11 +91,13 @@ EQUIVALENT = {
       "one block more than a token touches, to which it adds nothing: it costs time"
     ),
   },
-  "pallas_kernels/cis.py": {
+  "pallas_kernels/cis_note.py": {
     "return jnp.where((key >= higher).astype(jnp.int32).sum() > heaviest, higher, low)": (
       "the bound of one more: of its equals as many belong as are short, be it none"
     ),
-    'scoring["scale"] = head_dim**-(1.0)': (
+  },
+  "pallas_kernels/cis_anchors.py": {
+    'how |= {"span_sinks": span_sinks, "scale": head_dim**-(1.0)}': (
       "heads are ranked each by itself, and a positive scale changes no order"
     ),
   },
@@ -119,9 +121,7 @@ EQUIVALENT = {
     ),
   },
   "pallas_kernels/top_k.py": {
-    "place = (base + head + slot)": (
-      "the stores behind it are masked by `keep`: lanes that are not kept write nothing"
-    ),
+    "place = (place)": ("the stores behind it are masked by `ok`: other lanes write nothing"),
   },
   "pallas_kernels/repair.py": {
     "l = _backend.load(l_ref, part, group, mask=keep, other=1.0)": (

@@ -5,6 +5,7 @@ The only place that imports kernels, and lazily.
 
 from kvjax.dispatch.entering import enter_token, keep_rows
 from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
+from kvjax.dispatch.scores import block_weights, page_bounds, pooled, token_weights
 from kvjax.dispatch.selection import best_tiles, best_tiles_of_each, other_tiles
 from kvjax.dispatch.speculation import attend_tiles, repair, speculate, speculation_ratio
 from kvjax.dispatch.step import (
@@ -15,7 +16,8 @@ from kvjax.dispatch.step import (
   filling_splits,
   hides,
 )
-from kvjax.dispatch.table import KERNELS, UNRUN, choose, choose_for, kernel
+from kvjax.dispatch.summaries import renew_extremes, renew_mean
+from kvjax.dispatch.table import KERNELS, UNRUN, choose, kernel
 
 __all__ = [
   "KERNELS",
@@ -29,8 +31,8 @@ __all__ = [
   "best_tiles",
   "best_tiles_of_each",
   "beyond_kernel",
+  "block_weights",
   "choose",
-  "choose_for",
   "column_mass",
   "enter_token",
   "filling_splits",
@@ -38,7 +40,12 @@ __all__ = [
   "keep_rows",
   "kernel",
   "other_tiles",
+  "page_bounds",
+  "pooled",
+  "renew_extremes",
+  "renew_mean",
   "repair",
   "speculate",
   "speculation_ratio",
+  "token_weights",
 ]

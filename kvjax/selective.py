@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch, entrance
+from kvjax.dispatch.speculation import Scored
 from kvjax.fields import least
 from kvjax.method import Aux, Method
 from kvjax.ops import context
@@ -81,6 +82,11 @@ class Selective(
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """Importance of every tile to the newest token's queries; whatever where there is no tile."""
     raise NotImplementedError
+
+  @property
+  def _scored(self) -> Scored | None:
+    """The operation that `tile_scores` is, for what does more in one go; None: any."""
+    return None
 
   # ---- what follows from it
 

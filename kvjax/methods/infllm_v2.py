@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
+from kvjax.dispatch.speculation import CompressedKeys
 from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.ops import tiles
@@ -113,6 +114,10 @@ class InfLLMv2(Selective):
     if self.form("summarise") is not InfLLMv2.summarise:
       return super().renew(at, cache)
     return dispatch.renew_mean(at, cache, self.summarise, **self._windows)
+
+  @property
+  def _scored(self) -> CompressedKeys:
+    return CompressedKeys(**self._windows)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """The best of the block's compressed keys by their probabilities, summed over the group."""

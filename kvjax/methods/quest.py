@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
+from kvjax.dispatch.speculation import Pages
 from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
 from kvjax.ops import tiles
@@ -98,6 +99,10 @@ class Quest(Selective):
     if self.form("summarise") is not Quest.summarise:
       return super().renew(at, cache)
     return dispatch.renew_extremes(at, cache, self.summarise, unit=self.page)
+
+  @property
+  def _scored(self) -> Pages:
+    return Pages(self.group)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import dispatch, mass_bound, ring
 from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
 from kvjax.fields import between, bound, expect, least, one_of
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
@@ -131,10 +132,6 @@ class ART(Wrapper):
     return False
 
   @property
-  def in_place(self) -> tuple[str, ...]:
-    return self.base.in_place + (() if self.certify is None else self._pages.in_place)
-
-  @property
   def _pages(self) -> Quest:
     """Keeps the bounds of every tile's keys for the certificate."""
     return Quest(budget=self.tile, page=self.tile)
@@ -143,11 +140,9 @@ class ART(Wrapper):
     """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
     return "ring" in cache.heads and not self.base.wants_logits
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    in_slots, in_heads, in_rows = self.base.extra(spec, layer)
-    if self.certify is not None:
-      in_heads = {**in_heads, **self._pages.summaries(spec)}
-    return in_slots, in_heads, in_rows
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    pages = {} if self.certify is None else self._pages.summaries(spec)
+    return {**self.base.leaves(spec, layer), **pages}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)

@@ -3,18 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch, entrance
+from kvjax.dispatch.speculation import Scored
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
-from kvjax.ops import attention, context
+from kvjax.ops import context
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
@@ -112,6 +113,11 @@ class Selective(
     """Importance of every tile to the newest token's queries; whatever where there is no tile."""
     raise NotImplementedError
 
+  @property
+  def _scored(self) -> Scored | None:
+    """The operation that `tile_scores` is, for what does more in one go; None: any."""
+    return None
+
   # ---- what follows from it
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
@@ -178,30 +184,21 @@ class Selective(
     """
     windows = [at.top.window(at, (c.seen - 1)[:, None]) for c in caches]
     spans = [at.top.span(at, c, window) for c, window in zip(caches, windows, strict=True)]
-    heads, tiles = scores.shape[1], scores.shape[3]
-
-    def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
-      return jnp.stack([jnp.broadcast_to(x, (x.shape[0], heads)) for x in each], 2)
-
-    alike = windows[0] is None and not at.top.overrides("span")
-    start = spans[0].start if alike else joined([s.start for s in spans])
-    stops = joined([s.stop for s in spans]) if stops is None else stops
     sinks, local = self.forced
     found = dispatch.best_tiles_of_each(
-      *(at, scores, start, stops),
-      unit=self.unit,
-      span_sinks=spans[0].sinks,
-      sinks=sinks,
-      local=local,
+      *(at, scores, spans),
+      stops=stops,
+      alike=windows[0] is None and not at.top.overrides("span"),
       k=[self._most(ratio) for ratio in ratios],
       limit=[self._widened(ratio) for ratio in ratios],
       dense_below=self.dense_below,
+      unit=self.unit,
+      sinks=sinks,
+      local=local,
     )
-    if found is None:
-      each = zip(caches, jnp.moveaxis(scores, 2, 0), ratios, strict=True)
-      return [self.select(at, cache, x, ratio) for cache, x, ratio in each]
+    pinned = min(sinks, scores.shape[3])
     made = zip(spans, found, strict=True)
-    return [Plan(span, *x, unit=self.unit, pinned=min(sinks, tiles)) for span, x in made]
+    return [Plan(span, *x, unit=self.unit, pinned=pinned) for span, x in made]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
@@ -258,37 +255,3 @@ class SelectiveTokens(Selective):
   @property
   def best(self) -> int:
     return self.budget - self.sinks - self.local
-
-
-def token_weights(
-  at: At, cache: Cache, q: Float[Array, "B K G H"], active: Bool[Array, "B K"] | None = None
-) -> Float[Array, "B K S"]:
-  """ln of every slot's exact softmax probability under the newest token's queries.
-
-  The probability is the mean over the group. Logarithms keep the order of small ones that float32
-  would round to 0. Slots that the query may not see get −∞. For heads that are not `active` the
-  kernel reads no key, and gives anything.
-  """
-  qpos = (cache.seen - 1)[:, None]
-  window = at.top.window(at, qpos)
-  k = cache.slots["k"]
-  # The kernel has one query for all keys, and sees those of the span.
-  one = (window is None or window.view is None) and not dispatch.hides(at, window)
-  if one and dispatch.choose_for(at, "key_weights", q, k) == "pallas":
-    span = at.top.span(at, cache, window)
-    seen: dict[str, Any] = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
-    if active is not None:
-      seen["active"] = active.astype(jnp.int32)
-    where = span.start, span.stop, span.stop
-    return dispatch.kernel("key_weights", "pallas")(q.astype(k.dtype), k, *where, **seen)
-  span = context.span(at, cache, at.top.span(at, cache, window))
-  ok = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
-  if window is not None:
-    ok &= window.sees(cache.pos)[:, :, 0]
-  logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
-  # A NaN stays where it is, to be chosen and heard of: in the denominator it would be everywhere.
-  bad = jnp.isnan(logits)
-  logits = jnp.where(ok[:, :, None] & ~bad, logits, -jnp.inf)
-  weights = jax.nn.logsumexp(context.log_softmax(at, logits), 2) - math.log(q.shape[2])
-  weights = jnp.where(bad.any(2), jnp.nan, weights)
-  return jnp.where(ok, weights, -jnp.inf)

@@ -138,6 +138,13 @@ def _say_once(message: str) -> None:
   warnings.warn(message, stacklevel=3)
 
 
-def choose_for(at: At, operation: str, q: Array | None = None, k: Array | None = None) -> str:
-  """As `choose`, for kernels that take a cache's slots for all there are: XLA's where split."""
-  return "reference" if at.env.slot_axis else choose(operation, at.env.impl, q, k)
+def pallas(
+  at: At, operation: str, q: Array | None = None, k: Array | None = None, *, whole: bool = False
+) -> Callable | None:
+  """The Pallas kernel of an operation where it is what runs, as `choose` says; None: the reference.
+
+  `whole`: it takes a cache's slots for all there are; the reference runs where they are split.
+  """
+  if (whole and at.env.slot_axis) or choose(operation, at.env.impl, q, k) != "pallas":
+    return None
+  return kernel(operation, "pallas")

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from kvjax import dispatch
 from kvjax.fields import expect, least
 from kvjax.method import Method
-from kvjax.selective import SelectiveTokens, token_weights
+from kvjax.selective import SelectiveTokens
 from kvjax.types import At, Cache
 
 
@@ -49,4 +50,4 @@ class TopKOracle(SelectiveTokens):
     return cls(budget=length)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-    return token_weights(at, cache, q)
+    return dispatch.token_weights(at, cache, q)

@@ -26,6 +26,14 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
+  "kvjax/dispatch/contributions.py": of("methods/longflow", laws=("longflow",)),
+  "kvjax/dispatch/scores.py": of(
+    *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
+  ),
+  "kvjax/dispatch/shared_sets.py": of("methods/hshare", "kernels/hshare_kernel"),
+  "kvjax/dispatch/sharing.py": of("methods/cis", "kernels/cis_kernel"),
+  "kvjax/dispatch/speculation.py": of("methods/prr", "kernels/prr_kernel"),
+  "kvjax/dispatch/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/ops/attention.py": of(
     *("methods/full", "methods/tova", "methods/topk_oracle"), laws=("full", "streaming_llm", "h2o")
@@ -85,13 +93,15 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/speculation.py": of("kernels/speculation"),
   "pallas_kernels/summaries.py": of("kernels/score_kernels"),
 }
-# Not drawn from: what says how kernels run or are cut, needs a GPU, or names things.
+# Not drawn from: what says which kernels run or how they are cut, needs a GPU, or names things.
 LEFT_OUT = (
+  *("kvjax/dispatch/entering.py", "kvjax/dispatch/prompt.py", "kvjax/dispatch/selection.py"),
+  *("kvjax/dispatch/step.py", "kvjax/dispatch/summaries.py", "kvjax/dispatch/table.py"),
   *("kvjax/ops/cudnn.py", "kvjax/registry.py", "kvjax/sharding.py", "kvjax/wrapper.py"),
   *("kvjax/fields.py", "pallas_kernels/_backend.py", "pallas_kernels/config.py"),
   "pallas_kernels/decode_jax_triton.py",
 )
-FOLDERS = ("kvjax", "kvjax/methods", "kvjax/ops", "pallas_kernels")
+FOLDERS = ("kvjax", "kvjax/dispatch", "kvjax/methods", "kvjax/ops", "pallas_kernels")
 
 
 def files(root: pathlib.Path) -> list[str]:

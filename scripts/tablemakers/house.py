@@ -19,7 +19,7 @@ ROOMS = {
   "methods": "one paper, one file",
   "families": "what several methods share",
   "protocol": "a method's moves and their order",
-  "dispatch": "which implementation runs",
+  "dispatch": "operations that have kernels, and which runs",
   "ops": "operations in plain JAX",
   "kernels": "Pallas, through Triton",
   "shared": "types, ropes, devices, memory",

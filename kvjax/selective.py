@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, entrance
+from kvjax import dispatch
 from kvjax.dispatch.speculation import Scored
 from kvjax.fields import expect, least
+from kvjax.full import Full
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.methods.full import Full
 from kvjax.ops import context
+from kvjax.shapes import check_shape
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
@@ -131,7 +132,7 @@ class Selective(
     if self._dense(at):
       return None
     scores = self.tile_scores(at, cache, q)
-    entrance.check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
+    check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
     return scores
 
   def _dense(self, at: At) -> bool:

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from kvjax import dispatch, mass_bound, ring
 from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
 from kvjax.fields import between, bound, expect, least, one_of
+from kvjax.full import Full
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span

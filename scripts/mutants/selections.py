@@ -49,6 +49,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/entrance.py": of("models/refusals"),
   "kvjax/foresight.py": of("methods/prr"),
   "kvjax/mass_bound.py": of("methods/art_certificate"),
+  "kvjax/full.py": of("methods/full", laws=("full",)),
   "kvjax/leaves.py": of("methods/full", laws=("h2o", "snapkv")),
   "kvjax/measured.py": of("methods/certificates"),
   "kvjax/method.py": of(
@@ -63,6 +64,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/shared_prefill.py": of(
     "models/refusals", laws=("full", "h2o"), chosen=("shared_prefill",)
   ),
+  "kvjax/shapes.py": of("models/refusals"),
   "kvjax/sites.py": of("models/by_layer"),
   "kvjax/streamed.py": of("methods/infllm", "methods/ltri", laws=("infllm",)),
   "kvjax/traced_layer.py": of("models/refusals"),

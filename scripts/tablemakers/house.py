@@ -16,6 +16,7 @@ CODE = pathlib.Path(kvjax.__file__).resolve().parent
 # Room -> what stands in it, beside the folders of the same name.
 ROOMS = {
   "models": "generation, the decoder, conversion",
+  "registry": "methods by their names",
   "methods": "one paper, one file",
   "families": "what several methods share",
   "protocol": "a method's moves and their order",
@@ -26,7 +27,7 @@ ROOMS = {
 }
 _FILES = {
   **dict.fromkeys(("bounded", "prompt_scored", "selective", "streamed", "wrapper"), "families"),
-  **dict.fromkeys(("method", "entrance", "registry"), "protocol"),
+  **dict.fromkeys(("method", "full", "entrance"), "protocol"),
 }
 # Leaves of the house: they look at methods, and no room looks at them.
 _BESIDE = ("testing", "programs", "certificates", "diagnostics", "early_stops", "measured")

@@ -256,6 +256,9 @@ class Method:
         f"{type(at.top).__name__}: a window over slots that are not in order of position needs "
         "its own span()"
       )
+    if window.by_head:
+      start = window.first[..., 0]
+      return Span(start, jnp.broadcast_to(stop, start.shape), window.sinks)
     return Span(window.first, stop, window.sinks)
 
   # ---- moves: decode

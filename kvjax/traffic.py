@@ -317,8 +317,9 @@ def _summed(
 def _visible(at: Site, spec: CacheSpec, cache: Cache) -> float:
   """The share of the slots that the newest token's query may see."""
   window = at.top.window(at, jnp.full((1, 1), spec.capacity - 1, jnp.int32))
-  seen = tokens = spec.capacity
+  tokens = spec.capacity
+  seen: float = tokens
   if window is not None:
-    first = max(int(window.first[0, 0]), window.sinks)
-    seen = min(window.sinks, tokens) + max(tokens - first, 0)
+    first = jnp.maximum(window.first[0, ..., 0], window.sinks)  # of each head, if they see apart
+    seen = min(window.sinks, tokens) + float(jnp.maximum(tokens - first, 0).mean())
   return min(1.0, seen / cache.size)

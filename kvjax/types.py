@@ -332,7 +332,8 @@ class Window:
 
   Attributes:
     sinks: number of first tokens that stay visible (static).
-    first: int32 [B, T], oldest visible position of each query beside the sinks.
+    first: int32 [B, T], oldest visible position of each query beside the sinks; or [B, K, T], each
+      head's own.
     view: int32 [B, T], the position from which a query looks at the sinks; None: its own.
   """
 
@@ -340,9 +341,15 @@ class Window:
   first: Array
   view: Array | None = None
 
+  @property
+  def by_head(self) -> bool:
+    """Whether heads see apart."""
+    return self.first.ndim == 3
+
   def sees(self, kpos: Int[Array, "B K S"]) -> Bool[Array, "B K T S"]:
     k = kpos[:, :, None]
-    return (k < self.sinks) | (k >= self.first[:, None, :, None])
+    first = self.first[..., None] if self.by_head else self.first[:, None, :, None]
+    return (k < self.sinks) | (k >= first)
 
 
 @pytree("sinks")

@@ -110,8 +110,9 @@ def _step(
 def _attend_kernel(
   *refs: Any, groups: int, cut: Blocking, scale: float, sinks: int, has: Any
 ) -> None:
-  """q [R, A, H] (and one for sinks), k, v [R/G, S, H], qpos, first [B, A], pos [R/G, S], reach [A]
-  -> o [R, A, H], m, l [R, A], with R = B·K·G; operands that `has` does not list are left out.
+  """q [R, A, H] (and one for sinks), k, v [R/G, S, H], qpos [B, A], first [B or R/G, A],
+  pos [R/G, S], reach [A] -> o [R, A, H], m, l [R, A], with R = B·K·G; operands that `has` does not
+  list are left out.
   """
   operands = dict(zip(has, refs[:-3], strict=True))
   q_ref, k_ref, v_ref, qpos_ref = (operands[name] for name in ("q", "k", "v", "qpos"))
@@ -129,7 +130,8 @@ def _attend_kernel(
   real = qpos >= 0
   begin = jnp.full(t.shape, sinks)  # first slot of each query's window
   if first_ref is not None:
-    begin = jnp.maximum(begin, _backend.load(first_ref, batch, t, mask=real, other=0))
+    whose = batch if first_ref.shape == qpos_ref.shape else kv
+    begin = jnp.maximum(begin, _backend.load(first_ref, whose, t, mask=real, other=0))
   of_query = t[:, None], columns[None, :]
 
   def query(ref: Any) -> Array:
@@ -203,7 +205,7 @@ def prefill_attention(
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
   qpos: Int[Array, "B A"],
-  first: Int[Array, "B A"] | None = None,
+  first: Int[Array, "B *K A"] | None = None,
   *,
   sinks: int = 0,
   q_sinks: Float[Array, "B K G A H"] | None = None,
@@ -223,7 +225,8 @@ def prefill_attention(
     k: keys in the dtype of q.
     v: values in the dtype of q.
     qpos: positions of the queries, int32; −1 = padding, whose state is empty.
-    first: oldest visible position of each query beside the sinks, int32; None: 0.
+    first: oldest visible position of each query, or of each on every key/value head, beside the
+      sinks, int32; None: 0.
     sinks: number of first positions that are visible whatever `first` is.
     q_sinks: queries for positions below `sinks`, where those are rotated otherwise; q if None.
     pos: positions of the slots, int32, −1 = empty; None: a slot is its position.
@@ -245,7 +248,7 @@ def prefill_attention(
   rows = batch * heads * groups
   operands = {"q": q, "q_sinks": q_sinks if sinks else None, "k": k, "v": v}
   flat = {name: x.reshape(-1, *x.shape[-2:]) for name, x in operands.items() if x is not None}
-  flat |= {"qpos": qpos} | ({} if first is None else {"first": first})
+  flat |= {"qpos": qpos} | ({} if first is None else {"first": first.reshape(-1, queries)})
   if pos is not None:
     reach = jnp.full(queries, k.shape[2], jnp.int32) if reach is None else reach
     flat |= {"pos": pos.reshape(-1, pos.shape[2]), "reach": reach}

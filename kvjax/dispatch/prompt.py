@@ -137,7 +137,7 @@ def _pieces(
   past = prompt.past
   if apart is None or past is None or not _slots_are_positions(at, prompt):
     return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
-  if window is not None and (past or window.view is not None):
+  if window is not None and (past or window.by_head or window.view is not None):
     return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
   queries = q.shape[3]
   before = past + prompt.tokens - queries + (apart if prompt.index is not None else 0)
@@ -163,7 +163,7 @@ def column_mass(
   at: At, q: Array, qpos: Array, staged: Slots, window: Window | None, state: State
 ) -> Array:
   """Probability that queries give to every slot; see `kvjax.ops.attention.column_mass`."""
-  turned = window is not None and window.view is not None
+  turned = window is not None and (window.by_head or window.view is not None)
   narrow = at.env.impl == "auto" and staged["k"].dtype.itemsize != 2
   if turned or narrow or choose("column_mass", at.env.impl) != "pallas":
     return attention.column_mass(at, q, qpos, staged, window, state)

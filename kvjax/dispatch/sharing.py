@@ -96,7 +96,8 @@ def _share_by(
 ) -> Choice:
   """`share` by its kernel."""
   block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
-  narrows = window is not None and window.view is None
+  by_head = window is not None and window.by_head
+  narrows = window is not None and window.view is None and not by_head
   how: dict[str, Any] = {"tau": tau, "first": None}
   if narrows:
 
@@ -109,7 +110,7 @@ def _share_by(
   k = cache.slots["k"]
   # Where every query head decides for itself, its logits have the order of its weights.
   alone = cache.heads["anchor"].shape[3] == q.shape[2]
-  looks = alone and _looking(at, "key_logits", window, q, k) is not None
+  looks = alone and not by_head and _looking(at, "key_logits", window, q, k) is not None
   if looks:
     how |= {"keys": (k, cache.used), "span_sinks": 0 if window is None else window.sinks}
   query, anchor, retrieves, step, *more = run(q, *block, **how)

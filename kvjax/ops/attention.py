@@ -137,14 +137,14 @@ def attend_prompt(
   kpos = _pad(slots["pos"], 2, blocks * kb, -1)
   q, qpos = _pad(q, 3, queries * qb), _pad(qpos, 1, queries * qb, -1)
   reach = _pad(reach, 0, queries * qb)
-  window = window and jax.tree.map(lambda x: _pad(x, 1, queries * qb), window)
+  window = window and jax.tree.map(lambda x: _pad(x, x.ndim - 1, queries * qb), window)
 
   def of_queries(start: Array) -> State:
     def cut(x: Array, axis: int) -> Array:
       return jax.lax.dynamic_slice_in_dim(x, start, qb, axis)
 
     q_, qpos_ = cut(q, 3), cut(qpos, 1)
-    window_ = window and jax.tree.map(lambda x: cut(x, 1), window)
+    window_ = window and jax.tree.map(lambda x: cut(x, x.ndim - 1), window)
 
     def add_keys(i: Array, state: State) -> State:
       k_, v_, kpos_ = (jax.lax.dynamic_slice_in_dim(x, i * kb, kb, 2) for x in (k, v, kpos))
@@ -196,14 +196,14 @@ def column_mass(
   size = blocks * block
   q, qpos = _pad(q, 3, size), _pad(qpos, 1, size, -1)
   m, l = _pad(state.m, 3, size), _pad(state.l, 3, size)
-  window = jax.tree.map(lambda x: _pad(x, 1, size), window)
+  window = jax.tree.map(lambda x: _pad(x, x.ndim - 1, size), window)
 
   def add(i: Array, mass: Array) -> Array:
     def cut(x: Array, axis: int) -> Array:
       return jax.lax.dynamic_slice_in_dim(x, i * block, block, axis)
 
     q_, qpos_ = cut(q, 3), cut(qpos, 1)
-    window_ = jax.tree.map(lambda x: cut(x, 1), window)
+    window_ = jax.tree.map(lambda x: cut(x, x.ndim - 1), window)
     ok = (pos >= 0)[:, :, None] & (pos[:, :, None] <= qpos_[:, None, :, None])
     if window_ is not None:
       ok &= window_.sees(pos)

@@ -90,7 +90,7 @@ def test_what_goes_round_has_room():
   ("made", "given", "says"),
   [
     (kvjax.H2O(64), kvjax.H2O(32), "H2O(budget=64), expected H2O(budget=32)"),
-    (FULL, kvjax.Quest(64), "Full(), expected Quest(dense_layers=2, budget=64"),
+    (FULL, kvjax.Quest(64), "Full(), expected Quest(base=Full(), dense_layers=2, budget=64"),
     (
       kvjax.PSAW(phi=0.5),
       kvjax.PSAW(phi=1.0, sinks=8),

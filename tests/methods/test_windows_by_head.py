@@ -1,0 +1,161 @@
+"""Heads that see apart, as DuoAttention's: some all, others the first tokens and a window.
+
+A toy, one file: it shows that the protocol carries it. Nothing is freed, and the pattern is given.
+The oracle is NumPy in float64 over the positions that each head sees.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import CIS, PRR, Carry, Env, Prompt, Quest, Span, Window, Wrapper
+from kvjax.testing.laws import LAWS, Case
+from kvjax.testing.layer import Layer, Stream
+from tests.selection import attend
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Wrapper):
+  """Retrieval heads see everything, the others `sinks` first tokens and the newest `local`.
+
+  Attributes:
+    every: every so many-th head is one for retrieval.
+  """
+
+  sinks: int = 2
+  local: int = 5
+  every: int = 2
+
+  @classmethod
+  def example(cls, budget):
+    return cls(sinks=1, local=max(1, budget // 2))
+
+  @classmethod
+  def neutral(cls, length):
+    return cls(local=length)
+
+  def _retrieves(self, at, heads):
+    return at.head_index(heads) % self.every == 0
+
+  def window(self, at, qpos):
+    first = qpos[:, None] - self.local + 1
+    retrieves = self._retrieves(at, HEADS)[:, None]
+    return Window(self.sinks, jnp.where(retrieves, 0, first))
+
+
+HEADS = 3  # of the layers below; the laws' decoder has two
+LENGTHS = [33, 9]
+
+
+class OfTwo(Apart):
+  """As the laws' decoder has it."""
+
+  def window(self, at, qpos):
+    first = qpos[:, None] - self.local + 1
+    return Window(self.sinks, jnp.where(self._retrieves(at, 2)[:, None], 0, first))
+
+
+def seen(method, h, t):
+  """Positions that a head sees from t."""
+  every = range(t + 1)
+  return [p for p in every if not h % 2 or p < method.sinks or p > t - method.local]
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("local", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_prompt_and_a_generation(impl, local):
+  stream, method = Stream.random(3, tokens=60), Apart(sinks=2, local=local)
+  layer = Layer(method, stream, env=Env(4, impl=impl, tile=4))
+  out = layer.prefill(LENGTHS)
+  for b, length in enumerate(LENGTHS):
+    for t in range(length):
+      for h in range(HEADS):
+        want = attend(stream, b, h, t, seen(method, h, t))
+        np.testing.assert_allclose(out[b, h, :, t], want, atol=5e-6)
+  for step in range(20):
+    at = [n + step for n in LENGTHS]
+    out, aux = layer.decode(at)
+    for b, t in enumerate(at):
+      for h in range(HEADS):
+        positions = seen(method, h, t)
+        assert aux["visited"][b, h] == len(positions)
+        np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, positions), atol=5e-6)
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+def test_a_later_chunk(impl):
+  """Chunks onto what is cached see as one prompt does."""
+  stream, method = Stream.random(4, tokens=60), Apart()
+  env = Env(4, impl=impl, tile=4)
+  whole, cut = (Layer(method, stream, env=env) for _ in range(2))
+  want = whole.prefill([30, 20])
+  cut.prefill([16, 16])
+  out = cut.prefill([14, 4], start=[16, 16], past=16)
+  np.testing.assert_allclose(out[0, :, :, :14], want[0, :, :, 16:30], atol=5e-6)
+  np.testing.assert_allclose(out[1, :, :, :4], want[1, :, :, 16:20], atol=5e-6)
+
+
+@pytest.mark.parametrize(
+  "base",
+  [
+    Quest(12, 4, dense_layers=0),
+    pytest.param(PRR(Quest(12, 4, dense_layers=0), budget=1.5), marks=pytest.mark.slow),
+    pytest.param(CIS(3, 1, 2), marks=pytest.mark.slow),
+  ],
+  ids=lambda base: type(base).__name__,
+)
+def test_what_selects_selects_within_a_heads_window(base):
+  """Kernels and the reference choose and attend alike, and nothing that a head does not see."""
+  stream, outs = Stream.random(5, tokens=60), []
+  for impl in ("reference", "pallas"):
+    layer = Layer(Apart(base=base, local=9), stream, env=Env(4, impl=impl, tile=4))
+    layer.prefill(LENGTHS)
+    outs.append([layer.decode([n + step for n in LENGTHS]) for step in range(8)])
+  for (a, x), (b, y) in zip(*outs, strict=True):
+    np.testing.assert_allclose(b, a, atol=2e-5)
+    np.testing.assert_array_equal(y["visited"], x["visited"])
+    assert (np.asarray(x["visited"])[:, 1] <= 2 + 9).all()
+
+
+CORE = {"neutral_setting_equals_full", "tight_setting_has_an_effect"}
+# Those are put to a single layer, which has more heads than the decoder of the others.
+OF_A_LAYER = {
+  *("heads_sharded_over_two_devices", "nan_is_loud_and_leaves_no_trace", "nan_raises_when_asked"),
+  "pallas_equals_reference_in_a_layer",  # the tests above
+}
+
+
+@pytest.mark.parametrize(
+  "law",
+  [
+    pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE))
+    for law in LAWS
+    if law not in OF_A_LAYER
+  ],
+)
+def test_obeys_the_laws(law):
+  LAWS[law](Case(OfTwo))
+
+
+def test_a_span_for_each_head():
+  method, at = Apart(), Apart().at(Env(4, impl="reference"), 0)
+  cache = method.init(Stream.random(0, tokens=20).spec(20), 0)
+  cache = cache.put(rows={"seen": jnp.array([12, 4]), "used": jnp.array([12, 4])})
+  span = method.everything(at, cache).span
+  assert isinstance(span, Span)
+  np.testing.assert_array_equal(span.start, [[0, 7, 0], [0, -1, 0]])
+  np.testing.assert_array_equal(span.stop, [[12] * 3, [4] * 3])
+
+
+def test_cudnn_refuses():
+  """Its prompts have one window for all heads."""
+  method, stream = Apart(), Stream.random(0, tokens=20)
+  at, spec = method.at(Env(4, impl="cudnn"), 0), stream.spec(20, dtype=jnp.bfloat16)
+  q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (stream.q, stream.k, stream.v))
+  lengths = jnp.array([20, 11])
+  prompt = Prompt(lengths, lengths, None, 20, 0)
+  with pytest.raises(NotImplementedError, match="window in this layer that 'cudnn' cannot cut"):
+    jax.eval_shape(lambda: method.prefill(at, method.init(spec, 0), q, k, v, prompt, Carry())[0])

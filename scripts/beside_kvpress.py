@@ -35,7 +35,7 @@ from kvjax.models.transformer import Transformer
 from kvjax.shared_prefill import take
 
 from . import common, console
-from .evals import kept, pressed, registry
+from .evals import kept, press_limits, pressed, registry
 from .evals.pressed import ORACLE, Cut, Kept, Pressed
 from .evals.prompt import Prompt, Reader
 from .evals.store import Store, key
@@ -299,7 +299,7 @@ def main(args: Args) -> None:
   store = Store(out, settings)
   if not (out / beside.LIMITS).is_file():
     with console.step("kvpress's limits"), common.written_aside(out / beside.LIMITS) as aside:
-      aside.write_text(json.dumps(pressed.limits(), indent=1) + "\n", "utf-8")
+      aside.write_text(json.dumps(press_limits.limits(), indent=1) + "\n", "utf-8")
   with console.step("the same weights in transformers"):
     theirs = Pressed(model)
   ours, reader = None if args.alone else Ours(model, tokenizer, args.length), Reader(tokenizer)

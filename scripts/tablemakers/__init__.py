@@ -8,6 +8,7 @@ their cases and contenders (`results`), and what is missing is named.
 from . import (
   about,
   art,
+  beside,
   cpe,
   decode,
   evaluations,
@@ -80,6 +81,10 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "foresight": studies.foresight,
     "shared": studies.shared,
     "sharing": studies.sharing,
+    "beside-about": beside.about,
+    "beside-pairs": beside.pairs,
+    "beside-presses": beside.presses,
+    "beside-libraries": beside.libraries,
     "certified": studies.certified,
     "certificates": studies.certificates,
   },

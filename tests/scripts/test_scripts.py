@@ -60,6 +60,7 @@ ARGUMENTS = {
   "record": ("OUT", "--layers", "--stride"),
   "certificate_study": ("FOLDER", "--length", "--queries", "--budget", "--starts"),
   "sharing_study": ("FOLDER", "--length", "--steps", "--budget"),
+  "beside_kvpress": ("--out", "--samples", "--length", "--alone", "--checkpoint"),
   "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),

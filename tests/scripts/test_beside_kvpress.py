@@ -1,0 +1,271 @@
+"""kvpress beside kvjax: what is compared, and how it is written; kvpress itself is not needed."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.models.config import ModelConfig
+from kvjax.models.generate import generate, prefill
+from kvjax.models.transformer import Transformer
+from scripts import beside_kvpress as program
+from scripts.evals import kept, pressed
+from scripts.evals.pressed import Kept
+from scripts.evals.prompt import Prompt, Reader
+from scripts.evals.task import Row
+from scripts.tablemakers import DOCUMENTS, Results, beside
+
+# ---- selections
+
+
+def heads(*lists):
+  """One layer's heads."""
+  return [[np.array(each) for each in lists]]
+
+
+def test_overlap_is_of_the_larger_side_and_of_the_smaller_one():
+  found = kept.overlap(heads([0, 1, 2, 3], [4, 5]), heads([2, 3], [5, 4]))
+  assert found == {
+    "equal": (0.5 + 1) / 2,
+    "of_fewer": 1.0,
+    "identical": 0.5,
+    "kept": 3.0,
+    "kept_by_kvpress": 2.0,
+  }
+
+
+def test_empty_slots_are_no_tokens():
+  assert kept.overlap(heads([7, -1, -1, 3]), heads([3, 7]))["identical"] == 1
+
+
+@pytest.mark.parametrize("theirs", [heads([0], [1]), [*heads([0]), *heads([0])]])
+def test_other_numbers_of_heads_or_layers_are_refused(theirs):
+  with pytest.raises(ValueError, match="argument 2 is longer"):
+    kept.overlap(heads([0]), theirs)
+
+
+def test_a_head_that_keeps_nothing_is_refused():
+  with pytest.raises(ValueError, match="positions: found 2 and 0"):
+    kept.overlap(heads([0, 1]), heads([-1]))
+
+
+def test_needles_are_held_token_by_token():
+  assert kept.holds([*heads([1, 2], [2, 9]), *heads([5, 6], [1, 2])], [1, 2]) == 2.5 / 4
+
+
+class Letters:
+  """A tokenizer of one token a character."""
+
+  eos = chat_template = None
+
+  def encode(self, text, *, bos=True):
+    return [ord(c) for c in text]
+
+  def decode(self, ids):
+    return "".join(map(chr, ids))
+
+
+def test_places_are_the_first_ones():
+  ids = Letters().encode("a 12 12")
+  assert kept.places(Letters(), ids, "12") == [1, 2, 3]  # with the space before it
+  assert kept.places(Letters(), Letters().encode("a12"), "12") == [1, 2]
+  with pytest.raises(ValueError, match="13: found no such tokens"):
+    kept.places(Letters(), ids, "13")
+
+
+def test_a_summary_has_means_and_intervals():
+  rows = [
+    {"method": "a", "index": i, "equal": x, "score": s, "answer": "x", "answer_of_kvpress": t}
+    for i, (x, s, t) in enumerate([(0.5, 1.0, "x"), (1.0, 0.0, "y")])
+  ]
+  (found,) = kept.summary([*rows], ["method"])
+  assert (found["method"], found["n"], found["equal"]) == ("a", 2, 0.75)
+  assert found["score"].mean == 0.5 and found["score"].interval == "Wilson"
+  assert found["same_answers"] == 1 and "index" not in found
+
+
+def test_a_number_that_some_rows_lack_is_left_out():
+  (found,) = kept.summary([{"m": 1, "equal": 1.0}, {"m": 1}], ["m"])
+  assert found == {"m": 1, "n": 2}
+
+
+# ---- what is compared
+
+
+def test_every_cell_has_a_press_and_shared_methods_their_budget():
+  assert len(set(program.CELLS)) == len(program.CELLS)
+  ours = [cell for cell in program.CELLS if cell.ours]
+  names = {cell.pair.partition(",")[0] for cell in ours}
+  assert len(names) == 7  # the full cache and six methods
+  for cell in ours:
+    method = program._method(cell, 2048)
+    if not isinstance(method, kvjax.Full):
+      assert method.budget == cell.budget(2048) == cell.cut(2048, 2000).budget
+
+
+def test_windows_are_those_of_the_methods():
+  for name in ("snapkv", "pyramidkv"):
+    pair = program.PAIRS[name]
+    assert pair.method(256).window_size == pair.fields["window_size"]
+
+
+def test_a_cut_keeps_no_more_than_is_read():
+  assert program.Cell("full", 1.0, "agnostic").cut(2048, 1999).budget == 1999
+
+
+class Keys:
+  """A tensor's shape."""
+
+  def __init__(self, tokens):
+    self.shape = (1, 2, tokens, 8)
+
+
+def test_caches_of_equal_lengths_run_together_and_hidden_ones_alone():
+  def cache(*tokens, hidden=None):
+    return Kept([Keys(n) for n in tokens], [], [], [hidden] * len(tokens))
+
+  caches = {"a": cache(4, 4), "b": cache(5, 3), "c": cache(4, 4), "d": cache(4, 4, hidden=1)}
+  assert pressed.alike(caches) == [["a", "c"], ["b"], ["d"]]
+
+
+def test_it_says_what_to_install(monkeypatch):
+  monkeypatch.setattr(pressed, "LIBRARIES", ("no_such_library",))
+  with pytest.raises(ModuleNotFoundError, match="no_such_library: not found, expected no_such"):
+    pressed.versions()
+
+
+# ---- a prompt on both sides
+
+TOKENS, STEPS = 256, 4
+CELLS = tuple(
+  program.Cell(name, share, "aware")
+  for name, share in (("full", 1.0), ("knorm", 0.125), ("pyramidkv", 0.125), ("oracle", 0.125))
+)
+
+
+class Theirs:
+  """Keeps the first tokens, and has the logits that it is given."""
+
+  def __init__(self, logits):
+    self.logits = logits
+
+  def read(self, ids, answer, cuts):
+    left = {}
+    for cell, cut in cuts.items():
+      left[cell] = Kept(positions=[[np.arange(cut.budget)] * 2] * 2)
+    return self.logits, left
+
+  def answers(self, several, logits, tail, past, steps, eos):
+    return [[ord("4")] * steps for _ in several]
+
+
+@pytest.fixture
+def ours(monkeypatch):
+  monkeypatch.setattr(program, "CELLS", CELLS)
+  config = ModelConfig(
+    vocab=256, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, tie_embeddings=True
+  )
+  model = Transformer(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  return program.Ours(model, Letters(), TOKENS)
+
+
+TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "
+
+
+def test_methods_whose_layers_differ_are_read_apart(ours):
+  full, knorm, pyramid, _ = CELLS
+  assert ours.passes == [[full, knorm], [pyramid]]
+
+
+def test_answers_layer_by_layer_are_those_of_generate(ours):
+  ids = Letters().encode(TEXT)
+  logits, caches = ours.read(ids)
+  for cell in CELLS[:3]:
+    method = ours.methods[cell]
+    own = method.init_caches(ours.model.spec(1, TOKENS))
+    padded = np.pad(np.array([ids], np.int32), ((0, 0), (0, TOKENS - len(ids))))
+    first, own = prefill(ours.model, padded, [len(ids)], own, method)
+    wanted, _ = generate(ours.model, first, own, method, steps=STEPS)
+    answer, cached = ours.answer(cell, logits, caches[cell], STEPS)
+    assert Letters().encode(answer) == [*wanted.tokens[0]]
+    assert 0 <= cached <= 1 and (cached == 1 or cell.pair != "full")
+
+
+def rows_of(ours, logits):
+  row = Row(TEXT, QUESTION, "", ("4444",), "needle", STEPS)
+  prompt = Prompt(Letters().encode(TEXT), Letters().encode(QUESTION))
+  args = program.Args(length=TOKENS, steps=STEPS)
+  return program.rows_of(Reader(Letters()), ours, Theirs(logits), row, prompt, args)
+
+
+def test_a_prompt_under_every_cell(ours):
+  ids = Letters().encode(TEXT + QUESTION)
+  logits, caches = ours.read(ids)
+  rows = rows_of(ours, logits[0])
+  assert list(rows) == list(CELLS)
+  full, knorm, _, oracle = (rows[cell] for cell in CELLS)
+  assert (full["kept"], full["kept_by_kvpress"]) == (len(ids), len(ids))
+  assert full["equal"] == full["needle_kept"] == full["needle_kept_by_kvpress"] == 1
+  first = [
+    np.intersect1d(np.asarray(x.pos[0, k]), np.arange(32)) for x in caches[CELLS[1]] for k in (0, 1)
+  ]
+  assert knorm["equal"] == pytest.approx(np.mean([each.size / 32 for each in first]))
+  assert knorm["score_of_kvpress"] == 1 and knorm["answer_of_kvpress"] == "4444"
+  assert "equal" not in oracle and oracle["score_of_kvpress"] == 1
+
+
+def test_other_weights_are_found_by_their_logits(ours):
+  logits, _ = ours.read(Letters().encode(TEXT + QUESTION))
+  with pytest.raises(ValueError, match=r"logits: found them 1 apart, expected at most 0\.01"):
+    rows_of(ours, logits[0] + 1)
+
+
+# ---- tables
+
+
+def test_tables_have_each_cell_once():
+  _, settings = beside.found(Results())
+  both = sum(not own["alone"] for own in settings)
+  doubled = [each for each in program.CELLS if each.pair == "expected_attention, window 32"]
+  assert len(beside.presses(Results())) == 2 + len(program.CELLS) - len(doubled)
+  assert len(beside.pairs(Results())) == 2 + both * sum(cell.ours for cell in program.CELLS)
+
+
+def test_only_equal_selections_are_all_of_them():
+  assert [beside._share(x) for x in (1.0, 0.99999, 0.996, 0.9)] == [
+    *("100 %", "99.99 %", "99.60 %", "90 %")
+  ]
+
+
+def test_figures_that_read_alike_stand_once():
+  assert beside._both({"a": 10.2, "b": 9.8}, "a", "b", "{:.0f}") == "10"
+  assert beside._both({"a": 10, "b": 9}, "a", "b", "{:.0f}") == "10 / 9"
+
+
+def test_missing_results_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match="found no results of beside_kvpress"):
+    beside.pairs(Results(tmp_path))
+
+
+def test_facts_hold_only_while_the_limits_do(tmp_path):
+  """Where uneven layers come to take a question, the table is refused."""
+  model = next(own["model"] for own in beside.found(Results())[1] if not own["alone"])
+  source = Results().folder / beside.FOLDER / model
+  folder = tmp_path / beside.FOLDER / model
+  folder.mkdir(parents=True)
+  for path in source.iterdir():
+    (folder / path.name).write_bytes(path.read_bytes())
+  assert beside.libraries(Results(tmp_path))[0] == beside.libraries(Results())[0]
+  limits = json.loads((folder / beside.LIMITS).read_text("utf-8"))
+  (folder / beside.LIMITS).write_text(json.dumps({**limits, "uneven": ""}), "utf-8")
+  with pytest.raises(ValueError, match="found a question behind uneven layers answered"):
+    beside.libraries(Results(tmp_path))
+
+
+def test_every_figure_of_the_tables_comes_from_rows():
+  text = "\n".join(DOCUMENTS["RESULTS.md"]["beside-pairs"](Results()))
+  assert re.search(r"\| `snapkv` \| 1/8 \|", text)

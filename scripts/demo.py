@@ -1,8 +1,12 @@
-"""kvjax in two minutes: one small model, one needle in a long text, several KV caches.
+"""Chat, then search a long text for a hidden number, under several methods.
 
-SmolLM2-135M-Instruct is fetched and converted the first time. It then answers a chat question,
-and a needle question over presidential addresses under one KV-cache method after the other. A
-table compares each method with the full cache, row by row as they are done.
+    kvjax demo                                     five methods, 2,000 tokens on a CPU
+    kvjax demo --methods all --length 4000         every method
+    kvjax demo --methods snapkv quest --budget 256
+
+SmolLM2-135M-Instruct is fetched and converted the first time. It answers a chat question, then a
+needle question over presidential addresses under one method after the other. A table compares each
+method with the full cache; each row is printed as soon as it is known.
 """
 
 import dataclasses

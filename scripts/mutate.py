@@ -1,4 +1,4 @@
-"""Puts faults into the code, one at a time, and looks whether the tests of that file fail.
+"""For developers: put faults into the code, one at a time, and count those no test finds.
 
     python -m scripts.mutate                      120 faults, an hour or two; a stopped run resumes
     python -m scripts.mutate --sites 200          80 more

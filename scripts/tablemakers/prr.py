@@ -109,7 +109,7 @@ def calibration(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   case, cases = shape(results, "8B", 1, "64K"), every(results).values()
   beside = cells.span([over_peers(case) for case in cases if case.has(PEERS[-1])], "{:.1f}", " ×")
   return (

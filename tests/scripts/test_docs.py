@@ -7,6 +7,9 @@ import re
 
 import pytest
 
+from kvjax import METHODS
+from scripts import commands
+
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
   *("README.md", "RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "MOVING.md", "kvjax/README.md"),
@@ -76,9 +79,24 @@ def test_links_lead_somewhere(name):
     assert not anchor or anchor in anchors(page), link
 
 
-def test_the_first_page_is_short():
+@documents
+def test_commands(text):
+  """`kvjax NAME` is one of the program's."""
+  code = re.findall(r"`([^`\n]+)`|^    (.*)$", text, re.MULTILINE)
+  named = {found[1] for part in code for found in re.finditer(r"\bkvjax ([a-z][\w-]*)", max(part))}
+  assert named <= set(commands.MODULES), named - set(commands.MODULES)
+
+
+def test_the_first_page_is_short_and_names_every_method():
   """A newcomer reads it; the rest is where it belongs."""
-  assert len(TEXTS["README.md"].encode()) <= 12_000
+  text = TEXTS["README.md"]
+  assert len(text.encode()) <= 8192
+  assert [name for name in METHODS if f"`{name}`" not in text] == []
+
+
+def test_every_method_is_described():
+  rows = re.findall(r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", TEXTS["kvjax/README.md"], re.MULTILINE)
+  assert {name: METHODS[name].__name__ for name in METHODS} == dict(rows)
 
 
 def test_answers_end_where_the_model_ends_them():

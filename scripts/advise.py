@@ -141,7 +141,7 @@ def advise(
 
 
 def left_for_caches(config: ModelConfig, room: int) -> int:
-  """Bytes of a device of `room` bytes that weights, and what nobody counts, leave."""
+  """Bytes of a device of `room` bytes that weights leave, less a twentieth."""
   return int(room * (1 - memory.SPARE)) - weight_bytes(config, jnp.bfloat16)[0]
 
 

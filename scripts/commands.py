@@ -41,7 +41,7 @@ COMMANDS = {
 MODULES = {name: module for group in COMMANDS.values() for name, module in group.items()}
 # Run from a checkout, `python -m scripts.<name>`.
 DEVELOPERS = (
-  *("on_gpu", "tables", "support_table", "tune", "soak", "fuzz", "mutate"),
+  *("on_gpu", "tables", "reference", "support_table", "tune", "soak", "fuzz", "mutate"),
   *("make_golden", "make_family_goldens"),
 )
 _FOLDER = pathlib.Path(__file__).resolve().parent

@@ -60,14 +60,13 @@ class Args:
   """Chat, then a needle question under every chosen KV-cache method, on a real model."""
 
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = DEFAULT
-  """Registered names, module:Class for your own, or "all". The full cache always runs: it is what
-  the others are compared with."""
+  """Registered names, module:Class for your own, or "all". The full cache always runs."""
   length: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens of the needle question and its answer; 2,000 on a CPU and 4,000 on a GPU by default."""
   budget: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens that a method keeps or reads per step; a quarter of the length by default."""
   depth: Annotated[float | None, common.optional("SHARE")] = None
-  """Where the needle stands, from 0 (start of the text) to 1 (its end); drawn by default."""
+  """Position of the needle, from 0 (start of the text) to 1 (its end); drawn by default."""
   seed: int = 3
   """Draws the text, the needle and its depth."""
   question: str = "Give me three tips for writing clear code."

@@ -133,7 +133,7 @@ def main(args: Args) -> None:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise SystemExit(
       f"error: {what} after {done[0]:,} of {len(ids):,} tokens had been read and {done[1]:,} "
-      f"generated, whose text stands above: {reason}"
+      f"generated (their text is above): {reason}"
     ) from error
   print(flush=True)
   seconds, n = time.perf_counter() - begin, int(generation.lengths[0])

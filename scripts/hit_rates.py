@@ -35,7 +35,7 @@ class Args:
   """Hit rates of PRR's predictors over Quest and InfLLM-v2, as a table and a JSON file."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-  """The .json file to write; a .txt of the same name stands beside it."""
+  """The .json file to write; a .txt of the same name is written, too."""
   length: int = 1920
   """Tokens of the prompt."""
   steps: int = 128

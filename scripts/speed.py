@@ -59,7 +59,7 @@ TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle o
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Times decode steps of methods behind real text, and says what they hold."""
+  """What is timed, and where it is written."""
 
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
   """speed.jsonl is written there, or added to."""

@@ -4,11 +4,12 @@ import ast
 import importlib
 import pathlib
 import re
+import sys
 
 import pytest
 
 from kvjax import METHODS
-from scripts import commands
+from scripts import commands, reference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
@@ -110,3 +111,16 @@ def test_answers_end_where_the_model_ends_them():
     if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "generate"
   ]
   assert len(calls) >= 3 and all("stop" in given for given in calls), calls
+
+
+def test_every_public_name_has_a_docstring(monkeypatch):
+  assert reference.undocumented() == []
+  monkeypatch.setattr(reference.main, "__doc__", None)
+  monkeypatch.setattr(reference, "MODULES", ("scripts.reference",))
+  assert reference.undocumented() == ["scripts.reference.main"]
+
+
+def test_the_reference_says_what_it_needs(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, "pdoc", None)
+  with pytest.raises(ModuleNotFoundError, match=r"pip install 'kvjax\[docs\]'"):
+    reference.main(reference.Args(tmp_path))

@@ -6,6 +6,8 @@ import pathlib
 import sys
 from importlib import metadata
 
+from kvjax import __version__
+
 # What users call -> the module, under the heading that the help shows.
 COMMANDS = {
   "run a model": {
@@ -79,7 +81,7 @@ def _listing() -> str:
 
 def _versions() -> str:
   python = ".".join(map(str, sys.version_info[:3]))
-  return f"kvjax {_version('kvjax')}, jax {_version('jax')}, Python {python}"
+  return f"kvjax {__version__}, jax {_version('jax')}, Python {python}"
 
 
 def _version(package: str) -> str:

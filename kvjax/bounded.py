@@ -8,6 +8,7 @@ from jaxtyping import Array, Int
 
 from kvjax import ring
 from kvjax.fields import least
+from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
@@ -64,12 +65,9 @@ class InTurn(Bounded, moves=("always", "staying")):
     """How many of the first slots decode will not give up, behind a prompt."""
     return jnp.full(cache.pos.shape[:2], self.always, jnp.int32)
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    heads = spec.batch, spec.kv_heads
-    first, since = (
-      jnp.full(heads, x, jnp.int32) for x in (self.always, self.capacity(spec, layer))
-    )
-    return {}, {"ring": jnp.stack([first, since], -1)}, {}
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    ring = Leaf("heads", (2,), jnp.int32, (self.always, self.capacity(spec, layer)))
+    return {**super().leaves(spec, layer), "ring": ring}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """The ring closes once the empty slots are taken."""

@@ -29,6 +29,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, entrance, fields
+from kvjax.leaves import Leaf
 from kvjax.ops import context, slots
 from kvjax.types import (
   At,
@@ -107,11 +108,6 @@ class Method:
     return self.overrides("attend")
 
   @property
-  def standing(self) -> tuple[str, ...]:
-    """Per-slot statistics that the slot of a new token has already: `insert` leaves them alone."""
-    return ()
-
-  @property
   def chunkable(self) -> bool:
     """Whether a prompt read in chunks gives what the prompt read at once gives."""
     return self.positional
@@ -147,15 +143,6 @@ class Method:
     return cache.size if self.positional else None
 
   @property
-  def in_place(self) -> tuple[str, ...]:
-    """Arrays of the heads and rows shelves that `observe` leaves alone in rows that do not count.
-
-    It writes what it would find there anyway, or minds `Attended.counted`. All other statistics are
-    chosen row by row after each step, which moves the whole of them.
-    """
-    return ()
-
-  @property
   def projects_all(self) -> bool:
     """Whether tokens that a layer does not compute (`active`) still get its keys and values.
 
@@ -167,11 +154,6 @@ class Method:
   def spreads(self) -> bool:
     """Whether the method runs with the slots of its caches split over devices."""
     return False
-
-  @property
-  def along_slots(self) -> tuple[str, ...]:
-    """Arrays of the cache's heads shelf whose third axis follows the slots: summaries of tiles."""
-    return ()
 
   def scans(self, spec: CacheSpec) -> tuple[float, float]:
     """Least and largest share of heads, layers and steps that look at keys to choose some of them.
@@ -235,25 +217,22 @@ class Method:
     """S, the slots of a layer's cache."""
     return spec.capacity
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    """Further arrays of the cache's three shelves (slots, heads, rows)."""
-    return {}, {}, {}
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """The arrays of a layer's cache by name: what they are, and how they are written."""
+    kv = Leaf("slots", (spec.head_dim,), spec.dtype)
+    count = Leaf("rows", dtype=jnp.int32)
+    return {
+      "k": kv,
+      "v": kv,
+      "pos": Leaf("slots", dtype=jnp.int32, fill=-1),
+      "seen": count,
+      "used": count,
+    }
 
   def init(self, spec: CacheSpec, layer: int) -> Cache:
     """An empty cache of one layer."""
-    batch, heads, size = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-    in_slots, in_heads, in_rows = self.extra(spec, layer)
-    kv = (batch, heads, size, spec.head_dim)
-    return Cache(
-      slots={
-        "k": jnp.zeros(kv, spec.dtype),
-        "v": jnp.zeros(kv, spec.dtype),
-        "pos": jnp.full(kv[:3], -1, jnp.int32),
-        **in_slots,
-      },
-      heads=in_heads,
-      rows={"seen": jnp.zeros(batch, jnp.int32), "used": jnp.zeros(batch, jnp.int32), **in_rows},
-    )
+    leading = spec.batch, spec.kv_heads, self.capacity(spec, layer)
+    return Cache.of(self.leaves(spec, layer), leading)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     """Empty caches, one per layer, which know whose they are (`Cache.origin`)."""
@@ -284,12 +263,6 @@ class Method:
     """The slot that a full cache gives up for the new token; S (none) drops the new token."""
     return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
 
-  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
-    """A per-slot statistic of new tokens, of `like`'s shape and dtype; `new` has their k and v."""
-    if name == "norm":
-      return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)  # ‖v‖₁
-    return jnp.zeros_like(like)
-
   def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
     """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
 
@@ -314,9 +287,7 @@ class Method:
     slot = at.top.landing(at, cache, live)[:, :, None]
     pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
-    for name, x in cache.slots.items():
-      if name not in (*new, *at.top.standing):
-        new[name] = at.top.fresh(name, jnp.zeros(slot.shape + x.shape[3:], x.dtype), new)
+    new |= cache.of_new(new, decoded=True)
     written = {name: slots.put(cache.slots[name], slot, x) for name, x in new.items()}
     step = live.astype(jnp.int32)
     room = cache.used < context.size(at, cache)
@@ -517,7 +488,7 @@ class Method:
       rows = entrance.with_room(at, old, live, live)
       cache = slots.choose_rows(checked_rows(at, attended, old, rows), cache, old)
     else:
-      cache = _idle_rows(at, attended, cache, old, at.top.in_place)
+      cache = _idle_rows(at, attended, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux}
 
@@ -562,9 +533,7 @@ class Method:
     k = rope.rotate(k, kpos[:, None])
     pos = jnp.where(every < prompt.valid[:, None], kpos, -1)
     new = {"k": k, "v": v, "pos": jnp.broadcast_to(pos[:, None], k.shape[:3])}
-    for name, x in cache.slots.items():
-      if name not in new:
-        new[name] = at.top.fresh(name, jnp.zeros(k.shape[:3] + x.shape[3:], x.dtype), new)
+    new |= cache.of_new(new)
     return q, jnp.where(index < prompt.valid[:, None], qpos, -1), new, carry
 
   def attend_prompt(
@@ -619,18 +588,14 @@ def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
   return at.sum_heads(bad.astype(jnp.int32)) == 0
 
 
-def _idle_rows(
-  at: At, attended: Attended, new: Cache, old: Cache, in_place: tuple[str, ...]
-) -> Cache:
+def _idle_rows(at: At, attended: Attended, new: Cache, old: Cache) -> Cache:
   """Statistics of rows that do not count as they were; entering left the rest of them alone."""
-  entered = {"slots": ("k", "v", "pos", "norm"), "heads": in_place}
-  entered["rows"] = ("seen", "used", *in_place)
+  entered = {"k", "v", "pos", "norm", "seen", "used"}
 
   def statistics(cache: Cache) -> dict[tuple[str, str], Any]:
-    shelves = {shelf: getattr(cache, shelf) for shelf in entered}
-    return {
-      (s, n): x for s, held in shelves.items() for n, x in held.items() if n not in entered[s]
-    }
+    shelves = {shelf: getattr(cache, shelf) for shelf in ("slots", "heads", "rows")}
+    every = ((s, n, x) for s, held in shelves.items() for n, x in held.items())
+    return {(s, n): x for s, n, x in every if n not in entered and not cache.leaf(n).in_place}
 
   kept = dispatch.keep_rows(at, attended, statistics(new), statistics(old))
   for (shelf, name), x in kept.items():

@@ -1,12 +1,14 @@
 """What methods that cut a prompt once, by a score of its tokens, have in common."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.bounded import InTurn
 from kvjax.fields import expect, least
+from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
@@ -46,10 +48,6 @@ class PromptScored(InTurn, moves=("scores",)):
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
 
-  @property
-  def standing(self) -> tuple[str, ...]:
-    return ("score",)
-
   @classmethod
   def example(cls, budget: int) -> Method:
     return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
@@ -58,13 +56,10 @@ class PromptScored(InTurn, moves=("scores",)):
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 1, window_size=min(32, length))
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-    return {"score": jnp.full(shape, jnp.inf, jnp.float32)}, *super().extra(spec, layer)[1:]
-
-  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Tokens that no prompt has ranked yet score ∞."""
-    return jnp.full_like(like, jnp.inf) if name == "score" else super().fresh(name, like, new)
+    score = Leaf("slots", fill=math.inf, standing=True)
+    return {**super().leaves(spec, layer), "score": score}
 
   def staying(self, cache: Cache) -> Int[Array, "B K"]:
     """Those that were selected."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, entrance
 from kvjax.fields import least
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -69,8 +70,8 @@ class Selective(
     """Whether scores are never negative (probabilities, say)."""
     return False
 
-  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
-    """Empty summaries [B, K, ...], by name."""
+  def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
+    """Summaries [B, K, ...], by name, and what else layers that select keep."""
     return {}
 
   def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
@@ -87,8 +88,9 @@ class Selective(
 
   # ---- what follows from it
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    return {}, {} if layer < self.dense_layers else self.summaries(spec), {}
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    summaries = {} if layer < self.dense_layers else self.summaries(spec)
+    return {**super().leaves(spec, layer), **summaries}
 
   def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
     if self._dense(at):

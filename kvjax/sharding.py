@@ -120,7 +120,7 @@ def cache_specs(caches: Any, method: Method) -> Any:
       )
     by_head = spec_of(("batch", "kv_heads"))
     by_slot = spec_of(("batch", "kv_heads", "slots"))
-    placed = {name: by_slot if name in method.along_slots else by_head for name in part.heads}
+    placed = {name: by_slot if part.leaf(name).along_slots else by_head for name in part.heads}
     return dataclasses.replace(
       part,
       slots=dict.fromkeys(part.slots, by_slot),

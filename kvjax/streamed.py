@@ -12,6 +12,7 @@ attends to the first tokens, the blocks that its queries retrieve, the window an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, offload, softmax_state
 from kvjax.fields import expect, least
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
@@ -114,36 +116,34 @@ class Streamed(
     """Blocks that can leave the window within the capacity, at least 1."""
     return max(1, -(-(spec.capacity - self.init_tokens - self.local) // self.block))
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
-    batch, kv_heads, blocks = spec.batch, spec.kv_heads, self.stored_blocks(spec)
-    size = self.capacity(spec, layer)
-    held = (batch, kv_heads, self.held * self.block, spec.head_dim)
-    sizes = batch, kv_heads, blocks, self.block, spec.head_dim
-    in_heads, in_rows = self.summaries(spec, layer)
-    if self.inject:  # no empty array: over several devices jax 0.11 does not compile one
-      in_rows = {**in_rows, "inject": jnp.full((batch, self.inject), -1, jnp.int32)}
-    return (
-      {"votes": jnp.zeros((batch, kv_heads, size), jnp.float32)},
-      {
-        "held_k": jnp.zeros(held, spec.dtype),
-        "held_v": jnp.zeros(held, spec.dtype),
-        "store": offload.empty(*sizes, spec.dtype),
-        **in_heads,
-      },
-      {
-        "gone": jnp.zeros(batch, jnp.int32),
-        "held": jnp.full((batch, self.held), -1, jnp.int32),
-        "used_at": jnp.full((batch, self.held), -1, jnp.int32),
-        "kept": jnp.full((batch, self.retrieved), -1, jnp.int32),
-        **in_rows,
-      },
-    )
+    sizes = spec.batch, spec.kv_heads, self.stored_blocks(spec), self.block, spec.head_dim
+    copies = Leaf("heads", (self.held * self.block, spec.head_dim), spec.dtype)
+    store = functools.partial(offload.empty, *sizes, spec.dtype)
+
+    def blocks(count: int) -> Leaf:
+      return Leaf("rows", (count,), jnp.int32, -1)
+
+    return {
+      **super().leaves(spec, layer),
+      "votes": Leaf("slots"),
+      "held_k": copies,
+      "held_v": copies,
+      "store": Leaf("heads", made=store),
+      "gone": Leaf("rows", dtype=jnp.int32),
+      "held": blocks(self.held),
+      "used_at": blocks(self.held),
+      "kept": blocks(self.retrieved),
+      # No empty array: over several devices jax 0.11 does not compile one.
+      **({"inject": blocks(self.inject)} if self.inject else {}),
+      **self.summaries(spec, layer),
+    }
 
   # ---- what a subclass says
 
-  def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
-    """Arrays of the heads' and the rows' shelves that hold what stands for blocks."""
+  def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """What stands for blocks."""
     raise NotImplementedError(f"{type(self).__name__}.summaries")
 
   def summarise(

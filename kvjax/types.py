@@ -7,6 +7,7 @@ heads, G = N/K query heads per key/value head, H head size, L layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax import fields
+from kvjax.leaves import Leaf
 from kvjax.rope import Rope
 from kvjax.softmax_state import State
 from kvjax.traced_layer import TracedLayer
@@ -216,7 +218,7 @@ class Origin:
     return cls(method, spec.layers, spec.kv_heads, spec.groups, spec.head_dim)
 
 
-@pytree("origin")
+@pytree("origin", "kinds")
 @dataclasses.dataclass(frozen=True)
 class Cache:
   """One layer's cache: three shelves of arrays, every leaf leading with B.
@@ -231,12 +233,38 @@ class Cache:
     rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
       [B], occupied slots; calibrated values.
     origin: what `init_caches` laid it out for (static); None: unknown, and nothing is compared.
+    kinds: how its arrays are written and split (static), for those that are not plain zeros.
   """
 
   slots: dict[str, Any]
   heads: dict[str, Any]
   rows: dict[str, Any]
   origin: Origin | None = None
+  kinds: tuple[tuple[str, Leaf], ...] = ()
+
+  @classmethod
+  def of(cls, leaves: dict[str, Leaf], leading: tuple[int, int, int]) -> Cache:
+    """An empty cache of these arrays, where `leading` is (B, K, S)."""
+    shelves: dict[str, dict[str, Any]] = {"slots": {}, "heads": {}, "rows": {}}
+    for name, leaf in leaves.items():
+      axes = {"slots": 3, "heads": 2, "rows": 1}[leaf.shelf]
+      shelves[leaf.shelf][name] = leaf.empty(leading[:axes])
+    kinds = tuple((name, leaf.kind()) for name, leaf in sorted(leaves.items()))
+    told = _one_of(tuple((name, kind) for name, kind in kinds if kind != Leaf(kind.shelf)))
+    return cls(shelves["slots"], shelves["heads"], shelves["rows"], kinds=told)
+
+  def leaf(self, name: str) -> Leaf:
+    """How one of its arrays is written and split."""
+    return dict(self.kinds).get(name, _PLAIN)
+
+  def of_new(self, new: dict[str, Array], decoded: bool = False) -> dict[str, Array]:
+    """The statistics of new tokens, of which `new` has "k", "v" and "pos" [B, K, T, ...].
+
+    A token that is `decoded` finds some of them in its slot (`Leaf.standing`).
+    """
+    others = {name: x for name, x in self.slots.items() if name not in new}
+    asked = {n: x for n, x in others.items() if not (decoded and self.leaf(n).standing)}
+    return {name: self.leaf(name).of_new(new, x) for name, x in asked.items()}
 
   @property
   def size(self) -> int:
@@ -286,6 +314,15 @@ class Carry:
 
   heads: dict[str, Any] = dataclasses.field(default_factory=dict)
   rows: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_PLAIN = Leaf("slots")
+
+
+@functools.cache
+def _one_of(kinds: tuple[tuple[str, Leaf], ...]) -> tuple[tuple[str, Leaf], ...]:
+  """The same object for equal ones: jit compares a call's with those that it compiled for."""
+  return kinds
 
 
 @pytree("sinks")

@@ -12,15 +12,15 @@ from kvjax.types import At, CacheSpec
 
 # What is the base's own unless a wrapper says otherwise.
 FORWARDED = (
-  *("positional", "wants_logits", "standing", "chunkable", "order_independent", "by_layer"),
-  *("in_place", "projects_all", "along_slots", "scans", "pieces", "room", "capacity", "extra"),
-  *("window", "span", "victim", "fresh", "landing", "insert", "score", "select", "everything"),
+  *("positional", "wants_logits", "chunkable", "order_independent", "by_layer"),
+  *("projects_all", "scans", "pieces", "room", "capacity", "leaves"),
+  *("window", "span", "victim", "landing", "insert", "score", "select", "everything"),
   *("plan", "order", "read", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
   *("keep", "settle", "conclude", "decode_step", "prefill", "enter", "attend_prompt"),
 )
 # What asks for other moves, of which these are about shapes and the others are not.
 DRIVERS = ("init", "init_caches", "prefill", "decode_step")
-SHAPES = ("capacity", "extra")
+SHAPES = ("capacity", "leaves")
 
 
 @dataclasses.dataclass(frozen=True)

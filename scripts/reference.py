@@ -20,7 +20,14 @@ from . import common
 
 MODULES = (
   "kvjax",
-  *("kvjax.fields", "kvjax.rope", "kvjax.sharding", "kvjax.memory", "kvjax.offload"),
+  *(
+    "kvjax.fields",
+    "kvjax.leaves",
+    "kvjax.rope",
+    "kvjax.sharding",
+    "kvjax.memory",
+    "kvjax.offload",
+  ),
   *("kvjax.streamed", "kvjax.certificates", "kvjax.diagnostics", "kvjax.early_stops"),
   *(f"kvjax.methods.{name}" for name in ("double_sparsity", "ltri")),
   *(f"kvjax.models.{name}" for name in ("convert", "transformer", "prefill", "generate")),

@@ -9,6 +9,7 @@ from jaxtyping import Array
 from kvjax import entrance
 from kvjax import ring as in_turn
 from kvjax.dispatch.table import choose, kernel
+from kvjax.leaves import NORM
 from kvjax.ops import context
 from kvjax.ops.slots import choose_rows, put
 from kvjax.types import At, Attended, Cache
@@ -38,7 +39,7 @@ def enter_token(
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
   written = ["k", "v", "pos"]
-  if "norm" in held and not at.top.overrides("fresh"):
+  if "norm" in held and cache.leaf("norm") == NORM.kind():
     written.append("norm")
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *written[3:])]
   run = kernel("enter_token", "pallas")
@@ -46,13 +47,13 @@ def enter_token(
   how = {"rope": at.env.rope, "ring": ring, "part": part}
   q, *entered, seen, used = run(qkv, live, victim, *operands, **how)
   stored = dict(zip(written, entered, strict=True))
-  others = set(cache.slots) - {*written, *at.top.standing}
+  others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]
   stored |= _statistics(at, cache, others, k, v, live)
   return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
 
 
 def _statistics(
-  at: At, cache: Cache, names: set[str], k: Array, v: Array, live: Array
+  at: At, cache: Cache, names: list[str], k: Array, v: Array, live: Array
 ) -> dict[str, Array]:
   """These statistics of the slots with the new token's in its slot."""
   if not names:
@@ -61,8 +62,8 @@ def _statistics(
   pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
   k = at.env.rope.rotate(k, cache.seen[:, None])
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
-  like = {name: jnp.zeros_like(cache.slots[name][:, :, :1]) for name in names}
-  return {n: put(cache.slots[n], slot, at.top.fresh(n, like[n], new)) for n in names}
+  of_new = {name: cache.leaf(name).of_new(new, cache.slots[name]) for name in names}
+  return {name: put(cache.slots[name], slot, x) for name, x in of_new.items()}
 
 
 def keep_rows(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, mass_bound, ring, softmax_state
 from kvjax.fields import between, bound, expect, least, one_of
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
@@ -135,10 +136,6 @@ class ART(Wrapper):
     return False
 
   @property
-  def in_place(self) -> tuple[str, ...]:
-    return self.base.in_place + (() if self.certify is None else self._pages.in_place)
-
-  @property
   def _pages(self) -> Quest:
     """Keeps the bounds of every tile's keys for the certificate."""
     return Quest(budget=self.tile, page=self.tile)
@@ -147,11 +144,9 @@ class ART(Wrapper):
     """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
     return "ring" in cache.heads and not self.base.wants_logits
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    in_slots, in_heads, in_rows = self.base.extra(spec, layer)
-    if self.certify is not None:
-      in_heads = {**in_heads, **self._pages.summaries(spec)}
-    return in_slots, in_heads, in_rows
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    pages = {} if self.certify is None else self._pages.summaries(spec)
+    return {**self.base.leaves(spec, layer), **pages}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)

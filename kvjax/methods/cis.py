@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
 from kvjax.fields import expect, least, number, one_of
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Window, pytree
@@ -97,28 +99,26 @@ class CIS(Method):
     """Tokens of a dilated retrieval, at most."""
     return self.k + 2 * self.radius * self._dilated
 
-  @property
-  def in_place(self) -> tuple[str, ...]:
-    return ("queries", "anchor", "retrieved", "step")
-
   def scans(self, spec: CacheSpec) -> tuple[float, float]:
     """Once a block where all queries share, in every step where none does."""
     return (1 / self.block if self.tau < 1 else 1.0), (1 / self.block if self.tau <= -1 else 1.0)
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """What the queries of the current block were, whose retrieval each used, and the retrievals.
 
     U = 1 decision per KV head, or one per query head. Retrievals are dilated, as they are shared;
     steps that shared have none of their own, and hold anything.
     """
     units = 1 if self.per == "kv_head" else spec.groups
-    steps = spec.batch, spec.kv_heads, self.block
-    in_heads = {
-      "queries": jnp.zeros((*steps, spec.groups, spec.head_dim), jnp.float32),  # of norm 1
-      "anchor": jnp.zeros((*steps, units), jnp.int32),  # step of the block
-      "retrieved": jnp.full((*steps, units, self._widest), -1, jnp.int32),  # −1 = none, behind
+    of = functools.partial(Leaf, in_place=True)
+    wide = self.block, units, self._widest
+    return {
+      **super().leaves(spec, layer),
+      "queries": of("heads", (self.block, spec.groups, spec.head_dim)),  # of norm 1
+      "anchor": of("heads", (self.block, units), jnp.int32),  # step of the block
+      "retrieved": of("heads", wide, jnp.int32, -1),  # −1 = none, behind
+      "step": of("rows", (), jnp.int32),  # step within the block
     }
-    return {}, in_heads, {"step": jnp.zeros(spec.batch, jnp.int32)}  # step within the block
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """After a prompt the next token begins a block."""

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from kvjax.fields import expect, least
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
 from kvjax.selective import SelectiveTokens
@@ -70,22 +71,16 @@ class DoubleSparsity(SelectiveTokens):
     """
     return cls(budget=budget, channels=64, dense_layers=2)
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    _, in_heads, _ = super().extra(spec, layer)
-    return {}, in_heads, {"fixed": jnp.zeros(spec.batch, bool)} if in_heads else {}
-
-  @property
-  def in_place(self) -> tuple[str, ...]:
-    return ("labels",)  # a function of the keys
-
-  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
-    heads = spec.batch, spec.kv_heads
+  def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     count = min(self.channels, spec.head_dim)
-    even = jnp.arange(count, dtype=jnp.int32) * (spec.head_dim // count)
+    step = spec.head_dim // count
+    even = tuple(range(0, count * step, step))
     return {
-      "labels": jnp.zeros((*heads, spec.capacity, count), spec.dtype),
-      "channels": jnp.broadcast_to(even, (*heads, count)),
-      "importance": jnp.zeros((*heads, spec.head_dim), jnp.float32),
+      # A function of the keys.
+      "labels": Leaf("heads", (spec.capacity, count), spec.dtype, in_place=True),
+      "channels": Leaf("heads", (count,), jnp.int32, even),
+      "importance": Leaf("heads", (spec.head_dim,)),
+      "fixed": Leaf("rows", dtype=bool),
     }
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:

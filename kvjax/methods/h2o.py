@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import dispatch, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.fields import expect, least
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -42,17 +43,13 @@ class H2O(Bounded):
   def wants_logits(self) -> bool:
     return True
 
-  @property
-  def standing(self) -> tuple[str, ...]:
-    return ("mass",)  # `observe` knows that a new token has gathered nothing
-
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2))
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    mass = jnp.zeros((spec.batch, spec.kv_heads, self.capacity(spec, layer)), jnp.float32)
-    return {"mass": mass}, {}, {}
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    mass = Leaf("slots", standing=True)  # `observe` knows that a new token has gathered nothing
+    return {**super().leaves(spec, layer), "mass": mass}
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The least attended token that is not recent once the new one, position `seen`, is in."""

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
 from kvjax.fields import between, expect, least
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
 from kvjax.selective import SelectiveTokens, token_weights
@@ -71,18 +72,17 @@ class HShare(SelectiveTokens):
   def neutral(cls, length: int) -> Method:
     return cls(budget=length + 40)
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    _, in_heads, _ = super().extra(spec, layer)
-    own = jnp.full(spec.batch, layer - self.dense_layers, jnp.int32)
-    return {}, in_heads, {"from_layer": own} if in_heads else {}
-
-  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """The set in use (heaviest first where somebody asks for that; −1 = none), and whose it is."""
-    heads = spec.batch, spec.kv_heads
-    own = jnp.arange(spec.kv_heads, dtype=jnp.int32)
+    held, own = super().leaves(spec, layer), layer - self.dense_layers
+    if own < 0:
+      return held
+    width = min(self.best, spec.capacity)
     return {
-      "heavy": jnp.full((*heads, min(self.best, spec.capacity)), -1, jnp.int32),
-      "from_head": jnp.broadcast_to(own, heads),
+      **held,
+      "heavy": Leaf("heads", (width,), jnp.int32, -1),
+      "from_head": Leaf("heads", (), jnp.int32, tuple(range(spec.kv_heads))),
+      "from_layer": Leaf("rows", (), jnp.int32, own),
     }
 
   def scans(self, spec: CacheSpec) -> tuple[float, float]:

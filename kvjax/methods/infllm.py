@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.fields import least
+from kvjax.leaves import Leaf
 from kvjax.ops import slots, spans
 from kvjax.streamed import Streamed
 from kvjax.types import At, Cache, CacheSpec, OwnRows
@@ -34,10 +35,10 @@ class InfLLM(Streamed):
   def alike(self, layer: int) -> int:
     return 0
 
-  def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
+  def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """One vector per block and KV head: the mean of the representatives' keys, not rotated."""
     sizes = spec.batch, spec.kv_heads, self.stored_blocks(spec), spec.head_dim
-    return {"index": OwnRows({"mean": jnp.zeros(sizes, jnp.float32)})}, {}
+    return {"index": Leaf("heads", made=lambda: OwnRows({"mean": jnp.zeros(sizes)}))}
 
   def summarise(
     self,

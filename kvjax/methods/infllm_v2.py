@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
 from kvjax.fields import expect, least
+from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import attention, tiles
 from kvjax.selective import Selective
@@ -73,10 +74,6 @@ class InfLLMv2(Selective):
     return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
 
   @property
-  def in_place(self) -> tuple[str, ...]:
-    return ("compressed",)  # a function of the keys
-
-  @property
   def unit(self) -> int:
     return self.block
 
@@ -92,10 +89,10 @@ class InfLLMv2(Selective):
   def positive(self) -> bool:
     return True
 
-  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
+  def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     count = max((spec.capacity - self.kernel) // self.stride + 1, 1)
-    shape = spec.batch, spec.kv_heads, count, spec.head_dim
-    return {"compressed": jnp.zeros(shape, spec.dtype)}
+    # A function of the keys.
+    return {"compressed": Leaf("heads", (count, spec.head_dim), spec.dtype, in_place=True)}
 
   def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
     over = {"width": self.kernel, "stride": self.stride}

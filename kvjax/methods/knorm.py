@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.bounded import Bounded
+from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
@@ -32,14 +33,8 @@ class Knorm(Bounded):
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return spec.capacity if layer in self.skip_layers else self.budget
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-    return {"score": jnp.zeros(shape, jnp.float32)}, {}, {}
-
-  def fresh(self, name: str, like: Array, new: slots.Slots) -> Array:
-    if name != "score":
-      return super().fresh(name, like, new)
-    return -jnp.linalg.norm(new["k"].astype(jnp.float32), axis=-1)
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    return {**super().leaves(spec, layer), "score": Leaf("slots", new=_score)}
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return slots.lowest(cache.slots["score"], cache.pos)
@@ -48,3 +43,8 @@ class Knorm(Bounded):
     self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     return staged["score"], staged
+
+
+def _score(new: slots.Slots) -> Array:
+  """−‖k‖₂."""
+  return -jnp.linalg.norm(new["k"].astype(jnp.float32), axis=-1)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
 from kvjax.fields import expect, least, one_of
+from kvjax.leaves import NORM, Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import slots
@@ -50,20 +51,10 @@ class LongFlow(SnapKV):
   def wants_logits(self) -> bool:
     return True
 
-  @property
-  def standing(self) -> tuple[str, ...]:
-    return ()  # SnapKV's scores are not kept
-
-  @property
-  def in_place(self) -> tuple[str, ...]:
-    return ("victim",)
-
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    per_head = spec.batch, spec.kv_heads
-    norm = jnp.zeros((*per_head, self.capacity(spec, layer)), jnp.float32)
-    return {"norm": norm}, {"victim": jnp.zeros(per_head, jnp.int32)}, {}
-
-  fresh = Method.fresh  # no scores are kept, which are SnapKV's
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """‖v‖₁ and the next victim; SnapKV's scores and its ring are not kept."""
+    victim = Leaf("heads", dtype=jnp.int32, in_place=True)
+    return {**Method.leaves(self, spec, layer), "norm": NORM, "victim": victim}
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return cache.heads["victim"]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import offload, softmax_state
 from kvjax.fields import bound, expect, least, one_of
+from kvjax.leaves import Leaf
 from kvjax.ops import attention, slots, spans
 from kvjax.ops.spans import MODES
 from kvjax.softmax_state import State
@@ -126,24 +127,29 @@ class Ltri(Streamed, moves=("divide",)):
 
     return next(i for i in range(layer + 1) if settings(i) == settings(layer))
 
-  def summaries(self, spec: CacheSpec, layer: int) -> tuple[dict, dict]:
+  def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Sums of the spans' vectors, of the retrieval head or of every head, and their numbers.
 
     Beside them, what is known of blocks in the window: the map of the newest, and the spans of
     the whole ones, in a ring.
     """
     if not self._indexes(layer):
-      return {}, {}
-    found = {"spans": jnp.zeros((spec.batch, self.stored_blocks(spec), 4, self.spans), jnp.float32)}
-    sizes = (self.stored_blocks(spec), self.spans, spec.head_dim)
+      return {}
+    blocks, spans = self.stored_blocks(spec), (4, self.spans)
+    sizes = blocks, self.spans, spec.head_dim
     ring = (self.capacity(spec, layer) - self.init_tokens) // self.block
-    rows = {
-      "map": jnp.zeros((spec.batch, self.block, self.block), jnp.float32),
-      "spans": jnp.zeros((spec.batch, ring, 4, self.spans), jnp.float32),
+
+    def own(shelf: str, name: str, *shape: int) -> Leaf:
+      """Written row by row, in a shelf."""
+      return Leaf(shelf, made=lambda: OwnRows({name: jnp.zeros(shape)}))
+
+    held = {
+      "map": Leaf("rows", (self.block, self.block)),
+      "spans": Leaf("rows", (ring, *spans)),
+      "found": own("rows", "spans", spec.batch, blocks, *spans),
     }
     if self.heads is None:
-      every = jnp.zeros((spec.batch, spec.kv_heads, *sizes), jnp.float32)
-      return {"index": OwnRows({"sum": every})}, {**rows, "found": OwnRows(found)}
+      return {**held, "index": own("heads", "sum", spec.batch, spec.kv_heads, *sizes)}
     head = self._head(layer)
     assert head is not None
     if head[0] >= spec.kv_heads * spec.groups:
@@ -151,9 +157,8 @@ class Ltri(Streamed, moves=("divide",)):
         f"{type(self).__name__}.heads: found query head {head[0]} of layer {layer}, expected one "
         f"of {spec.kv_heads * spec.groups} heads"
       )
-    rows["kv_head"] = jnp.full(spec.batch, head[0] // spec.groups, jnp.int32)
-    one = jnp.zeros((spec.batch, *sizes), jnp.float32)
-    return {}, {**rows, "index": OwnRows({"sum": one}), "found": OwnRows(found)}
+    kv_head = Leaf("rows", (), jnp.int32, head[0] // spec.groups)
+    return {**held, "kv_head": kv_head, "index": own("rows", "sum", spec.batch, *sizes)}
 
   # ---- blocks: their maps, their spans, their vectors
 

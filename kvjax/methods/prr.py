@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, foresight, softmax_state
 from kvjax.fields import between, bound, expect, least, one_of
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
@@ -139,27 +140,24 @@ class PRR(Wrapper):
     name = type(self._selector).__name__
     return dispatch.speculation_ratio(name, **shape, batch=batch, slots=capacity)
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """The predictor's state, the sets Ŝ of the next step and S of the last, and the factors."""
-    in_slots, in_heads, in_rows = self.base.extra(spec, layer)
+    held = self.base.leaves(spec, layer)
     ratio = self._ratio(spec.batch, spec.capacity)
     if layer < self._selector.dense_layers or ratio == 0:
-      return in_slots, in_heads, in_rows
+      return held
     count = -(-spec.capacity // self._selector.unit)
-    per_head = spec.batch, spec.kv_heads
-
-    def table(ratio: float) -> Array:
-      return jnp.full((*per_head, self._selector._width(count, ratio)), -1, jnp.int32)
-
-    in_heads |= {
-      "level": jnp.zeros((*per_head, count), jnp.float32),
-      "trend": jnp.zeros((*per_head, count), jnp.float32),
-      "foreseen": table(ratio).at[..., 0].set(0),  # the first token's tile
-      "selected": table(1.0),
-    }
+    wide, width = (self._selector._width(count, x) for x in (ratio, 1.0))
+    foreseen = (0, *[-1] * (wide - 1))  # the first token's tile
     factors = (self.alpha, self.beta, self.gamma) if self.variant == "S3" else (1.0, 0.0, 0.0)
-    rows = jnp.broadcast_to(jnp.array(factors, jnp.float32), (spec.batch, 3))
-    return in_slots, in_heads, {**in_rows, "factors": rows}
+    return {
+      **held,
+      "level": Leaf("heads", (count,)),
+      "trend": Leaf("heads", (count,)),
+      "foreseen": Leaf("heads", (wide,), jnp.int32, foreseen),
+      "selected": Leaf("heads", (width,), jnp.int32, -1),
+      "factors": Leaf("rows", (3,), jnp.float32, factors),
+    }
 
   # ---- decode
 

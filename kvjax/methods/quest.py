@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
 from kvjax.fields import expect, least, one_of
+from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
 from kvjax.selective import Selective
@@ -54,16 +55,8 @@ class Quest(Selective):
     return cls(budget=max(budget, 3 * 16), group="max")
 
   @property
-  def in_place(self) -> tuple[str, ...]:
-    return ("key_min", "key_max")  # a function of the keys
-
-  @property
   def spreads(self) -> bool:
     return True
-
-  @property
-  def along_slots(self) -> tuple[str, ...]:
-    return "key_min", "key_max"
 
   @property
   def unit(self) -> int:
@@ -77,10 +70,11 @@ class Quest(Selective):
   def best(self) -> int:
     return self.budget // self.page - 1
 
-  def summaries(self, spec: CacheSpec) -> dict[str, Array]:
-    pages = -(-spec.capacity // self.page)
-    shape = spec.batch, spec.kv_heads, pages, spec.head_dim
-    return {"key_min": jnp.zeros(shape, spec.dtype), "key_max": jnp.zeros(shape, spec.dtype)}
+  def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
+    shape = -(-spec.capacity // self.page), spec.head_dim
+    # A function of the keys.
+    extremes = Leaf("heads", shape, spec.dtype, in_place=True, along_slots=True)
+    return {"key_min": extremes, "key_max": extremes}
 
   def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
     page = tiles.touched(start, tokens, width=self.page, stride=self.page)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.bounded import Bounded
 from kvjax.fields import between, expect, least, number, odd, one_of
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -78,9 +79,9 @@ class RKV(Bounded):
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return self.budget + self.buffer
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    shape = spec.batch, spec.kv_heads, self.window_size, spec.groups, spec.head_dim
-    return {}, {"queries": jnp.zeros(shape, spec.dtype)}, {}
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    shape = self.window_size, spec.groups, spec.head_dim
+    return {**super().leaves(spec, layer), "queries": Leaf("heads", shape, spec.dtype)}
 
   def insert(
     self,

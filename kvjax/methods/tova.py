@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import dispatch, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.fields import least
+from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
@@ -32,17 +33,13 @@ class TOVA(Bounded):
   def wants_logits(self) -> bool:
     return True
 
-  @property
-  def standing(self) -> tuple[str, ...]:
-    return ("score",)  # made anew in each step
-
   @classmethod
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2))
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    score = jnp.zeros((spec.batch, spec.kv_heads, self.capacity(spec, layer)), jnp.float32)
-    return {"score": score}, {}, {}
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    score = Leaf("slots", standing=True)  # made anew in each step
+    return {**super().leaves(spec, layer), "score": score}
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return slots.lowest(cache.slots["score"], cache.pos)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.fields import expect, least
+from kvjax.leaves import NORM, Leaf
 from kvjax.method import Method
 from kvjax.methods.h2o import H2O
 from kvjax.ops import slots
@@ -40,9 +41,8 @@ class VATP(H2O):
   def neutral(cls, length: int) -> Method:
     return cls(budget=max(length, 2), recent=1, sinks=0)
 
-  def extra(self, spec: CacheSpec, layer: int) -> tuple[dict, dict, dict]:
-    in_slots, in_heads, in_rows = super().extra(spec, layer)
-    return {**in_slots, "norm": jnp.zeros_like(in_slots["mass"])}, in_heads, in_rows
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    return {**super().leaves(spec, layer), "norm": NORM}
 
   def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     return jnp.where(held["pos"] < self.sinks, jnp.inf, held["mass"] * held["norm"])

@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from ..leaves import Leaf
 from ..method import Method
 from ..methods.full import Full
 from ..models.generate import join
@@ -524,17 +525,20 @@ def the_repository_setting(case):
 
 
 @law
-def declared_arrays_are_there(case):
-  """What a method says of its arrays it says of arrays that its caches have, in some layer."""
-  for method in (case.tight, case.neutral, case.method.usual(BUDGET)):
-    caches = method.init_caches(Stream.random(0).spec(CAPACITY))
-    in_slots, in_heads, in_rows = (
-      {array for cache in caches for array in getattr(cache, shelf)}
-      for shelf in ("slots", "heads", "rows")
-    )
-    assert in_slots >= {*method.standing}
-    assert in_heads | in_rows >= {*method.in_place}
-    assert in_heads >= {*method.along_slots}
+def caches_are_as_described(case):
+  """`leaves` names the arrays of each layer's cache and no others, before and after a prompt."""
+  run = Told(case)
+  run.prompt()
+  spec = run.model.spec(len(LENGTHS), CAPACITY)
+  for layer, cache in enumerate(run.caches):
+    leaves = case.tight.leaves(spec, layer)
+    found = {shelf: {*getattr(cache, shelf)} for shelf in ("slots", "heads", "rows")}
+    assert found == {shelf: {n for n, x in leaves.items() if x.shelf == shelf} for shelf in found}
+    for name, leaf in leaves.items():
+      if leaf.made is None:
+        x = getattr(cache, leaf.shelf)[name]
+        assert x.dtype == jnp.dtype(leaf.dtype)
+        assert dict(cache.kinds).get(name, Leaf(leaf.shelf)) == leaf.kind()
 
 
 @law

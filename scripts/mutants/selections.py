@@ -41,6 +41,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/entrance.py": of("models/refusals"),
   "kvjax/foresight.py": of("methods/prr"),
   "kvjax/mass_bound.py": of("methods/art_certificate"),
+  "kvjax/leaves.py": of("methods/full", laws=("h2o", "snapkv")),
   "kvjax/measured.py": of("methods/certificates"),
   "kvjax/method.py": of(
     "methods/full",

@@ -208,6 +208,7 @@ def one_of(names, *families):
 
 
 # Every method's layer is split over two devices in tests/laws.
+@pytest.mark.core(1)
 @over((4, 1), (1, 1), (2, 1), (8, 1))
 @one_of(METHODS, "snapkv", "quest")
 def test_tensor_parallel_equals_one_device(name, mesh):
@@ -217,13 +218,14 @@ def test_tensor_parallel_equals_one_device(name, mesh):
 SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
 
 
+@pytest.mark.core(1)
 @over((2, 4), (1, 2), (1, 4), (1, 8), *[(2, 2)] * (jax.device_count() == 4))
 @one_of(SPREAD, "quest", "cpe")
 def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @over((1, 2), (2, 2))
 @pytest.mark.parametrize("name", ["full", "quest", "psaw"])
 def test_sharded_prompts_in_chunks(name, mesh):
@@ -314,6 +316,7 @@ def test_a_step_over_split_slots_gathers_softmax_states(mesh):
   assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_restored_into_the_layout(tmp_path):
   """Every device reads its parts; what they give is what the model on one device gives."""
   tiny_gguf.write(tmp_path / "tiny.gguf")
@@ -371,6 +374,7 @@ def test_slots_that_do_not_split_evenly():
     model(1, 4).init_caches(kvjax.Full(), 1, 50)
 
 
+@pytest.mark.slow
 def test_reports_are_of_all_heads():
   method = METHODS["quest"].example(BUDGET)
 

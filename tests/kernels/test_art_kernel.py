@@ -105,7 +105,7 @@ def inputs(seed, batch, heads, groups, slots, head_dim):
   return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_table_against_algorithm_1(unit, splits, kwargs):
   assert stopped > 0 or splits > 1
 
 
-@pytest.mark.core
+@pytest.mark.core(2)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
 def test_newest_first_needs_no_table(sinks, first, splits):
@@ -175,6 +175,7 @@ def test_newest_first_needs_no_table(sinks, first, splits):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
   slots, tile, chunk, patience = 400, 16, 4, 2
@@ -193,7 +194,7 @@ def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
   assert (loaded > walked).any() and (walked < whole).any()
 
 
-@pytest.mark.core
+@pytest.mark.core(1)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("sinks", "kept"), [(0, 0), (5, 1), (20, 3)])
 def test_a_ring_is_walked_around(sinks, kept, splits):
@@ -226,7 +227,7 @@ def test_a_ring_is_walked_around(sinks, kept, splits):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_infinite_patience_changes_no_bit(splits, dtype):
@@ -240,6 +241,7 @@ def test_infinite_patience_changes_no_bit(splits, dtype):
       np.testing.assert_array_equal(np.float32(a), np.float32(b))
 
 
+@pytest.mark.slow
 def test_a_tile_may_be_read_in_parts():
   """Where a tile does not fit the shared memory; the detector looks at whole tiles all the same."""
   q, k, v = map(jnp.asarray, inputs(8, 2, 2, 3, 400, 64))
@@ -270,7 +272,7 @@ BASES = [
 ]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
   "kwargs", [{"sinks": 6, "splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
@@ -334,6 +336,7 @@ def test_bad_arguments():
     walk(q, k, v, None, None, *bounds, splits=0, patience=1)
 
 
+@pytest.mark.slow
 def test_a_calm_walk_is_tested_sooner():
   """All heads are calm from the second tile on: after 4 tiles they need one more, and get two.
 
@@ -349,6 +352,7 @@ def test_a_calm_walk_is_tested_sooner():
   assert (walked == 5).all() and (loaded == 6).all()
 
 
+@pytest.mark.slow
 def test_a_walk_that_is_not_calm_loads_a_whole_chunk_before_it_is_tested():
   """Values that never change: stopped by the third tile, after the first chunk of six."""
   q, k, v = (jnp.asarray(x) for x in inputs(1, 1, 1, 1, 400, 24))

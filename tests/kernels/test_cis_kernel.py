@@ -17,7 +17,7 @@ from kvjax.kernels.key_weights import key_logits
 from tests.methods.test_cis import wandering
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [8192, 16])
 @pytest.mark.parametrize(
   ("method", "groups"),

@@ -148,7 +148,7 @@ SWEEP = list(
 )
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "slots", "dtype", "sinks"),
   SWEEP,
@@ -178,7 +178,7 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks):
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("programs", [1, 7, 100])
 @pytest.mark.parametrize("tile", [16, 128])
 def test_any_cut_gives_the_same(programs, tile):
@@ -192,6 +192,7 @@ def test_any_cut_gives_the_same(programs, tile):
   np.testing.assert_allclose(state.l, l, rtol=5e-6)
 
 
+@pytest.mark.slow
 def test_ranges_are_clipped_to_the_cache():
   q, k, v, start, stop, _ = make(4, 2, 64, 70, "float32")
   inside = decode_attention(q, k, v, 0 * start, 0 * stop + 70)
@@ -271,7 +272,7 @@ def test_configurations():
     Config(tile=48, programs=1, warps=4, stages=2)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("programs", [1, 40])
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_logits(sinks, programs):

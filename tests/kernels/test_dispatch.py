@@ -152,7 +152,7 @@ NARROWED = {
 }
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NARROWED)
 def test_nothing_outside_of_the_span_is_attended_to(name):
   """A method's own span means the same to kernels and to the reference."""
@@ -197,6 +197,7 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
     np.testing.assert_allclose(out[b, h, g], want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_queries_are_rounded_to_the_dtype_of_the_cache():
   """Float32 projections over a bfloat16 cache: the kernel agrees to bfloat16, in float32."""
   outputs = []
@@ -265,7 +266,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_kernels_agree_with_the_reference(name):
   """A ragged prompt and a further turn: outputs, and what stays in the cache."""

@@ -103,6 +103,7 @@ def test_rings_name_their_victims():
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_parts_of_a_cache_are_entered_as_the_whole():
   """Slots split over devices: one writes, all of them count; a full cache drops the token."""
   arrays = list(operands(7, 3, 2, 24))
@@ -142,7 +143,7 @@ def test_keeps_the_norms_of_values():
   np.testing.assert_allclose(norm, want, rtol=1e-6)
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("rope", [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(1e4, Yarn(8.0, 4096))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotates_as_the_reference_does(rope, dtype):

@@ -660,6 +660,7 @@ def test_prompts_use_the_matrix_units_of_a_group_of_warps():
 LOWERED = ("full", "longflow", "quest", "cis", "prr, strict", "art, certified", "infllm")
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", [slow_unless(name in LOWERED, name) for name in steps.CASES])
 def test_a_step_lowers(name, monkeypatch):
   """Arguments as methods make them: a weakly typed one once lowered to no valid program."""

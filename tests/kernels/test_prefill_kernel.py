@@ -71,7 +71,7 @@ def positions(seed, case, batch, queries, slots):
   return np.sort(rng.integers(0, slots, (batch, queries)), 1), pos
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("window", ["none", "narrowing", "sliding", "turned"])
 @pytest.mark.parametrize("case", ["prompt", "chunk", "apart", "any order"])
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def case(name):
   return np.where(index < total, index, -1), 200, 5, 100
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("hidden", [0, 0.3])
 @pytest.mark.parametrize("name", ["prompt", "chunk", "apart"])
 def test_against_oracle(name, hidden):

@@ -65,7 +65,7 @@ def test_what_is_looked_for_in_a_list_is_not_found_behind_its_end():
   assert hit.tolist() == [1, 0, 1, 0]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("stored", ["whole", "pieces", "tiles"])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim", "unit", "dtype"),
@@ -121,7 +121,7 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("programs", [7, 700])
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("predictor", ["holt", "ema"])

@@ -86,6 +86,7 @@ def test_token_weights(shape):
   np.testing.assert_allclose(got[active > 0], want[active > 0], atol=CLOSE[shape[-1]])
 
 
+@pytest.mark.slow
 def test_a_program_may_weigh_several_times(monkeypatch):
   at, cache, q = setting(TopKOracle(32), SHAPES[1], 977)
   monkeypatch.setattr(weights, "MOST", 128)

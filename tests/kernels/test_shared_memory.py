@@ -112,6 +112,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize(
   "name", ["full", "streaming_llm", "quest", "cis", "infllm_v2", "prr", "prr, strict", "art"]
 )

@@ -42,7 +42,7 @@ def both(scores, stop, start, span_sinks, limit=None, dense_below=0, ordered=Tru
   return want, got
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
 @pytest.mark.parametrize(
   ("count", "unit", "sinks", "local", "k"),
@@ -102,7 +102,7 @@ def test_several_lists_by_one_search(monkeypatch, ordered, longest, k, limit):
       np.testing.assert_array_equal(*(a, b) if ordered else (np.sort(a), np.sort(b)))
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide"])
 @pytest.mark.parametrize("first", [1, 5, 12])
 def test_the_very_best_come_first(kind, first):

@@ -49,23 +49,25 @@ CASES = {
 
 # What drivers and families do, not the single method: the core asks one method of each kind.
 FAMILIES = {
-  *("full", "streaming_llm", "h2o", "snapkv", "longflow"),  # all, a window, scores, a cut, fused
+  *("full", "h2o", "snapkv"),  # all, scores, a cut
   *("quest", "hshare", "infllm", "art"),  # selective, sharing between layers, streamed, a wrapper
 }
 BY_FAMILY = {
   *("further_turns_of_the_neutral_setting_equal_full", "nan_raises_when_asked"),
   *("nan_is_loud_and_leaves_no_trace", "chunked_prefill", "decode_loop_is_in_place"),
-  *("heads_sharded_over_two_devices", "shared_prefill"),
+  *("heads_sharded_over_two_devices", "shared_prefill", "a_second_question_on_the_same_cache"),
+  *("the_repository_setting", "idle_rows_stay_untouched"),
 }
 # What takes long and is shown by the methods' own files too; products and norms are one method's.
 IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {
-    *("lm_infinite", "random", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
+    *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff"),
-    *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files
+    *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
+    *("hshare", "double_sparsity", "psaw", "cpe"),
   },
-  "pallas_equals_reference": METHODS.keys() - {"full"},
+  "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
 }
 

@@ -46,6 +46,7 @@ from kvjax import (
   dispatch,
 )
 from kvjax.bounded import InTurn
+from kvjax.leaves import NORM, Leaf
 from kvjax.testing.laws import Through, operations
 from kvjax.testing.layer import Stream
 from tests.kernels.test_decode_ops import CASES as STEPS
@@ -147,8 +148,18 @@ def first_slot_once_full(self, at, cache, live):
   return jnp.where((cache.used == cache.size)[:, None], 0, slot)
 
 
-def sevens(self, name, like, new):
-  return jnp.full_like(like, 7)
+def changed(*names, **how):
+  """Some arrays of the cache described otherwise."""
+
+  def leaves(self, spec, layer):
+    held = super(type(self), self).leaves(spec, layer)
+    return {**held, **{name: dataclasses.replace(held[name], **how) for name in names}}
+
+  return leaves
+
+
+def sevens(new):
+  return jnp.full(new["pos"].shape, 7.0)
 
 
 def even_tiles(self, at, cache, *_):
@@ -220,14 +231,12 @@ def top_logit(self, at, cache, q, plan, attended):
   return cache.put(rows={"top": attended.logits.max((1, 2, 3))}), aux
 
 
-def top_row(self, spec, layer):
-  in_slots, in_heads, _ = super(type(self), self).extra(spec, layer)
-  return in_slots, in_heads, {"top": jnp.zeros(spec.batch, jnp.float32)}
+def with_leaf(name, leaf):
+  """One array more."""
+  return lambda self, spec, layer: {**super(type(self), self).leaves(spec, layer), name: leaf}
 
 
-def norms(self, spec, layer):
-  shape = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-  return {"norm": jnp.zeros(shape, jnp.float32)}, {}, {}
+TOP = with_leaf("top", Leaf("rows"))
 
 
 def begun(self, spec, layer):
@@ -264,8 +273,7 @@ def least(self, at, cache, scores, ratio=1.0):
 
 
 def more_summaries(self, spec):
-  more = jnp.ones((spec.batch, spec.kv_heads, 3), jnp.float32)
-  return {**super(type(self), self).summaries(spec), "more": more}
+  return {**super(type(self), self).summaries(spec), "more": Leaf("heads", (3,), fill=1)}
 
 
 # ---- the table
@@ -305,9 +313,10 @@ TABLE = [
     slow=True,
   ),
   case("landing", SnapKV(6, 2), first_slot_once_full),
-  case("fresh", LongFlow(6, 2), sevens),
-  case("fresh", METHODS["h2o"](6), sevens, prompt=PROMPT, slow=True),
-  case("standing", SnapKV(6, 2), (), fresh=sevens),
+  case("leaves", Full(), with_leaf("norm", NORM)),
+  case("leaves", LongFlow(6, 2), changed("norm", new=sevens)),
+  case("leaves", METHODS["h2o"](6), changed("mass", new=sevens), prompt=PROMPT, slow=True),
+  case("leaves", SnapKV(6, 2), changed("score", new=sevens, standing=False)),
   case("insert", Full(), twice_v),
   case("score", TopKOracle(4), by_second_channel),
   case("score", QUEST, by_first_channel, slow=True),
@@ -323,14 +332,13 @@ TABLE = [
   case("attend", Full(), doubled("attend", twice_attended)),
   case("attend", TopKOracle(4), of_first_entry, slow=True),
   case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
-  case("wants_logits", Full(), True, observe=top_logit, extra=top_row, slow=True),
+  case("wants_logits", Full(), True, observe=top_logit, leaves=TOP, slow=True),
   case(
     *("wants_logits", QUEST, True),
     "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none",
     observe=top_logit,
-    extra=top_row,
+    leaves=TOP,
   ),
-  case("extra", Full(), norms),
   case("capacity", Full(), lambda self, spec, layer: 8),
   case("init", Full(), begun),
   case("active", Full(), last_two, prompt=PROMPT, projects_all=True),
@@ -390,8 +398,6 @@ PLAIN = {
   "projects_all": "the decoder asks, and hands `fill` what it says",
   "positional": "what the slots of a cache are, which its other moves follow",
   "ordered": CLAIM,
-  "in_place": CLAIM,
-  "along_slots": "where arrays lie over several devices",
   "scans": "how many bytes a step is said to move; nothing is computed by it",
   "apart": "how cuDNN's pieces are cut; it counts only if it knows `active`: see below",
   "conclude": "the decoder calls it behind all layers; no kernel takes its place",

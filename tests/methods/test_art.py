@@ -100,6 +100,7 @@ def test_full_cache_newest_first(kwargs):
   assert check(method, stream, [37, 22], 12, newest_tiles(4)) >= 3
 
 
+@pytest.mark.slow
 def test_first_tokens_before_the_newest_where_asked():
   """Their tile is read first and never skipped; a walk that would miss them does not."""
   method = ART(tau=0.5, phi=0.3, patience=1, tile=4, sinks=6, splits=1)
@@ -121,6 +122,7 @@ def cut(slots, tile):
   return [slots[i : i + tile] for i in range(0, len(slots), tile)]
 
 
+@pytest.mark.slow
 def test_snapkv_by_score():
   """Window and generated tokens first, then by score, in tiles as the cache was put in order."""
   method = ART(SnapKV(24, window_size=4), tau=0.4, phi=0.2, patience=1, tile=4, splits=1)
@@ -139,6 +141,7 @@ def test_snapkv_by_score():
   assert check(method, stream, [40, 31], 12, order) > 5
 
 
+@pytest.mark.slow
 def test_h2o_reads_its_logits_of_the_tiles_read():
   """Mass grows only where the walk has been."""
   stream, lengths = Stream.random(2, tokens=60), [30, 26]
@@ -158,6 +161,7 @@ def test_h2o_reads_its_logits_of_the_tiles_read():
   assert stopped > 0
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("lengths", "steps"), [([33, 28], 20), ([9, 14], 8)], ids=str)
 def test_streaming_llm_reads_its_sinks_first(lengths, steps):
   """Then tiles from the newest token's down and around: each is older than the one before."""
@@ -182,7 +186,7 @@ def test_streaming_llm_reads_its_sinks_first(lengths, steps):
   assert check(method, stream, lengths, steps, order) > 10
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "base",
   [Full(), SnapKV(24, window_size=4), StreamingLLM(20), LongFlow(24, window_size=4), Quest(24, 4)],
@@ -213,6 +217,7 @@ def reports(method, rows=slice(None), lengths=(37, 22)):
   return out, np.asarray(aux["tiles"]), np.asarray(aux["visited"])
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("base", [Full(), SnapKV(24, window_size=4), Quest(24, 4)], ids=repr)
 def test_where_nothing_can_be_spared_the_base_attends(base):
   """By default; 64 walks a head over twelve tiles would read one each."""
@@ -223,6 +228,7 @@ def test_where_nothing_can_be_spared_the_base_attends(base):
   np.testing.assert_array_equal(visited, read)
 
 
+@pytest.mark.slow
 def test_the_usual_walks_are_those_of_one_row_on_any_device(monkeypatch):
   """As many as make 128 over all heads of a row, whatever the batch, or the heads of a shard."""
   monkeypatch.setattr("kvjax.methods.art.ROW_WALKS", 6)
@@ -252,6 +258,7 @@ class Holes(Full):
     return Plan(Span(jnp.zeros_like(stop), stop, 1), table, count, unit=4)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 def test_a_hole_in_a_list_is_no_tile(impl):
   """It has no key: no step is counted for it, and no slot is read."""

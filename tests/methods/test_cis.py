@@ -154,7 +154,7 @@ def test_worked_example():
   ]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "method",
   [
@@ -174,13 +174,14 @@ def test_sets_and_outputs_over_a_generation(method):
   assert len(np.unique(retrieved.reshape(40, -1), axis=1).T) > 2  # heads decide on their own
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 def test_flat_and_peaked_weights(scale):
   """At 30 most weights are 0 in float32; their order still counts."""
   follow(CIS(k=9, sinks=2, local=4, block=5), wandering(2, tokens=60), [25, 3], 30, scale)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "never", [{"tau": 1.0}, {"tau": 2.0}, {"block": 1}, {"tau": 1.0, "per": "query_head"}]
 )
@@ -206,6 +207,7 @@ def test_that_never_shares_is_exact_top_k(never):
         assert set(table[b, h, : count[b, h]].tolist()) == want
 
 
+@pytest.mark.slow
 def test_rounding_shares_nothing_at_tau_1():
   """The cosine of a query and itself may come out above 1."""
   stream = Stream.random(3, kv_heads=16, groups=1, tokens=30)
@@ -232,6 +234,7 @@ def test_a_plan_lists_what_the_window_shows():
     layer.decode(at)
 
 
+@pytest.mark.slow
 def test_equal_weights_go_to_the_lowest_position():
   stream = Stream.random(4, batch=1, kv_heads=2, tokens=20)
   stream.k[:] = 0
@@ -241,6 +244,7 @@ def test_equal_weights_go_to_the_lowest_position():
   assert table[0, :, : count[0, 0]].tolist() == [[0, 15, 14, 1, 2, 3, 4]] * 2
 
 
+@pytest.mark.slow
 def test_a_short_cache_is_attended_whole():
   """From the first token on: sinks, newest and middle overlap nowhere and miss nothing."""
   method = CIS(k=5, sinks=3, local=4, block=4)

@@ -25,6 +25,7 @@ def parts(c):
   return cis, window, freeze
 
 
+@pytest.mark.slow
 def test_all_orders_agree():
   """To the bit."""
   cis, window, freeze = parts(TIGHT)

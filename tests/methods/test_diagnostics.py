@@ -136,6 +136,7 @@ def check_bounds(q, q_next, k, v):
 scales = st.integers(-6, 4).map(lambda e: 10.0**e)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.integers(0, 2**31), st.sampled_from([1, 2, 5, 12]), scales, scales, scales, scales)
 def test_bounds_hold(seed, tokens, q_scale, k_scale, v_scale, drift):

@@ -50,7 +50,7 @@ def test_worked_example():
   np.testing.assert_allclose(found, [[[4.0, 3.0]]])
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("budget", "count", "sinks", "local"), [(9, 4, 0, 1), (12, 8, 2, 4), (7, 1, 0, 3)]
 )
@@ -176,6 +176,7 @@ def test_calibration_sums_over_pieces():
   np.testing.assert_array_equal(found, np.argsort(-total, -1))
 
 
+@pytest.mark.slow
 def test_script_writes_what_caches_take(tmp_path, monkeypatch, capsys):
   text = tmp_path / "text.txt"
   text.write_text("A river runs to the sea. " * 10, "utf-8")

@@ -63,6 +63,7 @@ def test_computed_tokens_of_every_length(tokens, psi, sinks):
     assert n == 0 or n - 1 in want  # the newest token is always computed
 
 
+@pytest.mark.core(1)
 @both
 def test_frozen_tokens_keep_the_state_of_the_layer_below(kv):
   """To the bit, layer by layer; the others change."""
@@ -90,7 +91,7 @@ def test_frozen_tokens_keep_the_state_of_the_layer_below(kv):
       np.testing.assert_array_equal(same, still)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @both
 def test_a_whole_decoder(kv):
   """Prompt and decoded tokens of two rows, three layers that freeze ever more."""
@@ -105,6 +106,7 @@ def test_a_whole_decoder(kv):
     np.testing.assert_allclose(out[b], want[n - 1 :], atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_projected_top_layer_changes_nothing():
   """Keys and values come from the same states as ever, and no layer reads what is not computed."""
   full = Run(Full()).generate(STEPS)
@@ -155,6 +157,7 @@ def test_chunks_are_refused():
     prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method, chunk=8)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("kv", "projected"), [("previous", 0), ("project", 2)])
 def test_frozen_tokens_cost_nothing(kv, projected):
   """Layers 3 and 4 of four: what a frozen token would cost really goes away."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import Full, Plan
+from kvjax.leaves import Leaf
 from kvjax.ops import attention
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
@@ -91,13 +92,12 @@ def test_ranges_end_before_their_stops():
 class Marked(Full):
   """Keeps two numbers with every slot."""
 
-  def extra(self, spec, layer):
-    in_slots, in_heads, in_rows = super().extra(spec, layer)
-    shape = spec.batch, spec.kv_heads, self.capacity(spec, layer), 2
-    return {**in_slots, "mark": jnp.zeros(shape)}, in_heads, in_rows
+  def leaves(self, spec, layer):
+    return {**super().leaves(spec, layer), "mark": Leaf("slots", (2,), new=ones)}
 
-  def fresh(self, name, like, new):
-    return jnp.ones_like(like) if name == "mark" else super().fresh(name, like, new)
+
+def ones(new):
+  return jnp.ones((*new["pos"].shape, 2))
 
 
 def test_slots_may_hold_vectors():

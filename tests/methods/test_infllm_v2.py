@@ -62,7 +62,7 @@ def test_paper_preset():
   assert compressed.shape == (2, 3, 1023, 8) and compressed.dtype == jnp.bfloat16
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "changes",
   [

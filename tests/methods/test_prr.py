@@ -278,6 +278,7 @@ def test_calibration(base, predictor):
   generation(PRR(base, budget=1.5, predictor=predictor, history=18, every=2), steps=4)
 
 
+@pytest.mark.slow
 def test_single_tokens():
   generation(PRR(TopKOracle(6), budget=1.5, calibrate=False), steps=6)
 
@@ -433,7 +434,7 @@ def test_art_may_not_walk_what_is_repaired():
     ART(PRR())
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "base",
   [QUEST, Quest(16, 4, "max"), INFLLM, dataclasses.replace(INFLLM, dense_below=40)],

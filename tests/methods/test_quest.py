@@ -54,7 +54,7 @@ def test_the_bound_holds():
         assert score <= bounds[b, h, j // 4] + 1e-5
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize(("budget", "page"), [(12, 4), (16, 5), (3, 3), (8, 1)])
 def test_a_generation(group, budget, page):

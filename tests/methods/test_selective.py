@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, Quest, Span, TopKOracle, Window
+from kvjax.leaves import Leaf
 from kvjax.ops import tiles
 from kvjax.selective import Selective
 from kvjax.testing.layer import Layer, Stream
@@ -108,8 +109,7 @@ class FirstChannel(Selective):
     return Window(0, jnp.full_like(qpos, self.hides)) if self.hides else None
 
   def summaries(self, spec):
-    tiles = -(-spec.capacity // self.size)
-    return {"sum": jnp.zeros((spec.batch, spec.kv_heads, tiles), jnp.float32)}
+    return {"sum": Leaf("heads", (-(-spec.capacity // self.size),))}
 
   def summarise(self, cache, start, tokens):
     near = {"width": self.size, "stride": self.size}

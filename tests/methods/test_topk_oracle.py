@@ -34,7 +34,7 @@ def test_worked_example():
   assert aux["slots"][0, 0].tolist() == order[:2]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("budget", "sinks", "local"), [(7, 0, 0), (12, 2, 4), (9, 3, 6), (1, 0, 0), (1, 0, 1)]
 )

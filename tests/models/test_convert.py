@@ -48,7 +48,7 @@ def logits_of(model, tokens):
   return np.asarray(out)[0]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("kind", "tied"),
   [

@@ -42,6 +42,7 @@ def test_every_preset_has_a_published_count():
   assert set(PUBLISHED) == set(PRESETS)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("name", PRESETS)
 def test_builds_with_the_published_parameters(name):
   """Layers are alike: one is built, and counted as often as there are layers."""
@@ -75,6 +76,7 @@ def test_decode_step(name):
   assert after[0].slots["k"].shape[-1] == config.head_dim
 
 
+@pytest.mark.slow
 def test_the_whole_depth_builds():
   """Llama-3.1-70B, all of its layers."""
   config = PRESETS["Llama-3.1-70B"]

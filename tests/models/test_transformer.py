@@ -151,6 +151,7 @@ def test_idle_rows_keep_their_caches():
   assert after[0].seen.tolist() == [1, 5]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtypes(dtype):
   decoder = small(dtype)

@@ -38,6 +38,7 @@ def expected(cell):
   return step_time.expected(cell.moved(), cell.method.by_layer)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("name", CHECKED)
 def test_expected_times_are_within_15_percent_of_measured_ones(name):
   assert name not in step_time.FITTED
@@ -127,6 +128,7 @@ def test_what_does_not_fit_says_what_would():
   assert "weights alone" in advise.refused(advise.advise(*none, methods=("full",)), *none)
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize(
   ("name", "risk"),
   [

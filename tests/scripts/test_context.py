@@ -120,6 +120,7 @@ def test_what_was_generated_is_not_lost(monkeypatch, tmp_path, fault, says):
   assert whole.getvalue().startswith(written)
 
 
+@pytest.mark.slow
 def test_a_fault_while_reading(monkeypatch, tmp_path):
   says = r"the device failed after 112 of 196 tokens had been read and 0 generated"
   with pytest.raises(SystemExit, match=says):

@@ -183,6 +183,7 @@ def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monke
     assert rows[row]["prompt_tokens"] == len(prompt.ids + prompt.second) <= TWICE - 2 * 32
 
 
+@pytest.mark.slow
 def test_second_turns_are_cells_of_their_own(loaded, finished, tmp_path, capsys):
   """Rows of one turn are what they are without the mode; a task with one question stays out."""
   modes = ("--modes", "aware", "agnostic", "second")

@@ -184,6 +184,7 @@ def test_a_sweep_is_cut_to_a_few_cases(tree):
   assert status == 0 and "5 passed, 6 deselected" in output
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_fault_are_named(tree, tmp_path):
   test = tree / "tests/methods/test_summing.py"
   test.write_text(test.read_text().replace("[0, 3]", "[0, 4]"))

@@ -83,6 +83,7 @@ def main(*given):
   plot.main(common.parse(plot.Args, "plot", given))
 
 
+@pytest.mark.slow
 def test_the_report_stands_alone(folder, capsys):
   """One file, every picture in it, the same bytes again; pictures as files where asked for."""
   paths = [str(folder / "run"), str(folder / "bench_e2e.json")]

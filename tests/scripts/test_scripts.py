@@ -216,6 +216,7 @@ def test_a_clock_counts_compiling_apart():
   assert clock._covered([(0.0, 3.0), (1.0, 2.0), (4.0, 6.0), (5.0, 7.0)], 1.0) == 5.0
 
 
+@pytest.mark.slow
 def test_programs_keep_what_they_compile(tmp_path):
   """In the user's cache folder, whatever program it is."""
   program = """

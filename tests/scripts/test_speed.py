@@ -42,6 +42,7 @@ def test_a_line_says_what_a_step_costs(loaded, tmp_path):
   assert full["cache_bytes"] == 2 * rows["full", None, LENGTH, 1]["cache_bytes"]
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_measured_again(loaded, tmp_path):
   speed.main(args(tmp_path))
   first = (tmp_path / speed.FILE).read_text()

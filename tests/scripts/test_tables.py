@@ -76,6 +76,7 @@ def test_check_shows_what_differs_and_writes_nothing(copies, capsys):
   assert re.search(r"^-.*100\.0 µs", out, re.M) and re.search(r"^\+.*123\.4 µs", out, re.M)
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_differs_and_then_nothing(copies, capsys):
   path, before = copies
   tables.main(tables.Args(documents=path.parent))
@@ -260,9 +261,7 @@ def test_only_dispatch_opens_the_door_to_kernels_and_nobody_that_to_models():
 
 
 def test_moves_are_those_of_classes():
-  assert house.own(METHODS["tova"]) == [
-    *("wants_logits", "standing", "extra", "victim", "observe", "rank")
-  ]
+  assert house.own(METHODS["tova"]) == [*("wants_logits", "leaves", "victim", "observe", "rank")]
   assert house.own(METHODS["snapkv"]) == ["scores"]
   assert house.family(METHODS["snapkv"]) == "`PromptScored`"
   assert house.family(METHODS["longflow"]) == "`PromptScored`"

@@ -25,6 +25,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -289,10 +290,10 @@ def _write_traces(folder: pathlib.Path, made: Sequence[dict[str, Any]]) -> None:
     path.write_text(json.dumps(made) + "\n", "utf-8")
 
 
-def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:
-  """The table of a folder, which also writes it there."""
+def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> str:
+  """The table of a folder and the command that made it, which also writes them there."""
   summaries = summary.summarise(rows, store.settings_of(folder))
-  text = summary.table(summaries)
+  text = f"{summary.table(summaries)}\n\n  made with: {command}"
   with common.written_aside(folder / "summary.txt") as path:
     path.write_text(text + "\n", "utf-8")
   with common.written_aside(folder / "summary.json") as path:
@@ -319,10 +320,16 @@ def main(args: Args) -> None:
     for length in args.lengths:
       plan.entries(labels(args), args.budgets, length)
     model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
-    rows = evaluate(args, model, tokenizer)
+    try:
+      rows = evaluate(args, model, tokenizer)
+    except KeyboardInterrupt:
+      path = args.out / store.ROWS
+      done = len(store.read(args.out)) if path.is_file() else 0
+      text = f"stopped: {done:,} rows are in {path}; the same command adds the others"
+      raise SystemExit(f"\n{text}") from None
   if not rows:
     raise ValueError(f"{args.out}: found no rows: nothing was run, or every cell was refused")
-  print(report(args.out, rows))
+  print(report(args.out, rows, shlex.join(["kvjax", "evaluate", *sys.argv[1:]])))
   print(f"\n  {len(rows):,} rows in {args.out / store.ROWS}")
 
 

@@ -24,7 +24,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from . import common
-from .evals import costs, needle, pictures, store, walks
+from .evals import costs, needle, pictures, plan, store, walks
 from .evals.standing import FULL, standings
 from .evals.summary import Summary, summarise
 
@@ -167,6 +167,9 @@ def page(
     parts.append(f"<p>Left out, since their walks are too short to end early: {listed}.</p>")
   if results.rows:
     parts.append("<h2>All numbers</h2>\n" + _table(summarise(results.rows)))
+    modes = dict.fromkeys(row["mode"] for row in results.rows)
+    said = (f"{mode}: {plan.MEANING[mode]}" for mode in plan.MEANING if mode in modes)
+    parts.append(f"<p>{html.escape('; '.join(said))}. n: rows.</p>")
     parts.append(
       "<p>95 % intervals: Wilson's where every score is 0 or 1, else the bootstrap's percentiles "
       "(2,000 resamples of the rows). Bytes are those of the cache's arrays per row. Times are "

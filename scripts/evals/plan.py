@@ -17,6 +17,11 @@ from .task import Row, Task
 
 Mode = Literal["aware", "agnostic", "second"]
 TURNS: dict[Mode, int] = {"aware": 1, "agnostic": 1, "second": 2}  # questions of a row in each
+MEANING: dict[Mode, str] = {
+  "aware": "the prompt is read at once, so compression sees the question",
+  "agnostic": "the context is compressed before the question is seen",
+  "second": "a second question on the same text, after the first one and its answer",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -628,16 +628,17 @@ def test_what_art_visits_is_in_its_rows(loaded, tmp_path):
   assert 32 < shares[methods[1]] * seen <= 64
   answers = [row["answer"] for row in rows if row["method"] in ("full", methods[0])]
   assert answers[:2] == answers[2:]
-  assert "visited" in evaluate.report(tmp_path, rows)
+  assert "visited" in evaluate.report(tmp_path, rows, "kvjax evaluate")
 
 
 def test_a_report_is_kept(finished, loaded):
   out, rows = finished
-  text = evaluate.report(out, rows)
+  text = evaluate.report(out, rows, "kvjax evaluate --samples 3")
   assert (out / "summary.txt").read_text() == text + "\n"
   listed = json.loads((out / "summary.json").read_text())
   assert len(listed) == 9 and {entry["score"]["n"] for entry in listed} == {SAMPLES}
   assert "perplexity" in text and "Wilson" in text and "bootstrap" in text
+  assert plan.MEANING["aware"] in text and text.endswith("made with: kvjax evaluate --samples 3")
 
 
 def test_what_was_visited_is_recorded(loaded, tmp_path, monkeypatch):

@@ -95,7 +95,9 @@ def test_the_report_stands_alone(folder, capsys):
   assert {path.stem for path in (folder / "pictures").iterdir()} == names
   assert text.count('src="data:image/png;base64,') == len(names)
   assert not re.search(r'(src|href)="(?!data:)|<script|@import|url\(', text)
-  assert "tiny &lt;1&gt;" in text and "some GPU" in text and "kvjax plot" in text
+  assert (
+    "tiny &lt;1&gt;" in text and "some GPU" in text and "kvjax plot" in text and "n: rows" in text
+  )
   assert "7 pictures" in capsys.readouterr().out
   main(*paths, "--out", str(out))
   assert out.read_text() == text

@@ -1,6 +1,7 @@
 """The public names of `kvjax`, which imports them when the first one is used."""
 
 from kvjax.bounded import Bounded
+from kvjax.full import Full
 from kvjax.measured import Measured
 from kvjax.memory import MemoryPlan, plan_memory
 from kvjax.method import Method
@@ -10,7 +11,6 @@ from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.etf import ETF
 from kvjax.methods.expected_attention import ExpectedAttention
-from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm import InfLLM

@@ -9,6 +9,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int
 
 from kvjax.ops import context
+from kvjax.shapes import check_shape
 from kvjax.traced_layer import TracedLayer, different_layers
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
@@ -34,19 +35,6 @@ def check_prompt(at: At, cache: Cache, q: Any, k: Any, v: Any, prompt: Prompt) -
     check_shape(at, name, x, (batch, heads, filled, width))
   for name, x in (("prompt.valid", prompt.valid), ("prompt.total", prompt.total)):
     check_shape(at, name, x, (batch,))
-
-
-def check_shape(at: At, name: str, x: Any, expected: tuple[int | None, ...]) -> None:
-  """Raises ValueError for an array of another shape; None stands for any size."""
-  found = tuple(x.shape)
-  if len(found) != len(expected) or any(
-    n is not None and n != m for n, m in zip(expected, found, strict=True)
-  ):
-    sizes = ", ".join("any" if n is None else str(n) for n in expected)
-    raise ValueError(
-      f"{type(at.top).__name__}: {name}: found shape {found}, expected ({sizes}), as its cache has "
-      "rows, key/value heads, slots and channels"
-    )
 
 
 def with_room(

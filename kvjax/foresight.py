@@ -35,7 +35,7 @@ def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str,
   Rates are 1 where there was nothing to choose.
   """
   assert plan.table is not None and plan.scores is not None
-  listed, hit = plan.table >= 0, plan.memo["hit"]
+  listed, hit = plan.table >= 0, plan.memo.hit
   chosen = listed & (plan.scores < jnp.inf)
   weight = weights(plan.scores, chosen, positive)
 
@@ -46,7 +46,7 @@ def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str,
 
   return {
     "missed": (listed & ~hit).sum(-1, dtype=jnp.int32),
-    "wasted": plan.memo["guess"].count - hit.sum(-1, dtype=jnp.int32),
+    "wasted": plan.memo.guess.count - hit.sum(-1, dtype=jnp.int32),
     "hit_rate": rate(hit, chosen),
     "hit_rate_forced": rate(hit, listed),
     "weighted_hit_rate": rate(hit, weight),

@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import dispatch, entrance, fields
 from kvjax.leaves import Leaf
 from kvjax.ops import context, slots
+from kvjax.shapes import check_shape
 from kvjax.types import (
   At,
   Attended,
@@ -271,7 +272,7 @@ class Method:
     room = (cache.used < context.size(at, cache))[:, None]
     slot = context.own(at, cache, cache.used)[:, None]
     victim = at.top.victim(at, cache)
-    entrance.check_shape(at, "victim", victim, cache.pos.shape[:2])
+    check_shape(at, "victim", victim, cache.pos.shape[:2])
     slot = jnp.where(room, slot, victim)
     return jnp.where(live[:, None], slot, cache.size)
 
@@ -428,7 +429,7 @@ class Method:
     else:
       staged = new if prompt.past == 0 else slots.join(cache.slots, new)
       priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
-      entrance.check_shape(at, "rank", priority, staged["pos"].shape)
+      check_shape(at, "rank", priority, staged["pos"].shape)
       kept = slots.keep_best(staged, priority, cache.size)
     used = jnp.minimum(cache.used + prompt.valid, context.size(at, cache))
     rows = {**cache.rows, "seen": cache.seen + prompt.valid, "used": used}

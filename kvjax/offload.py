@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
 from kvjax.ops import slots
-from kvjax.types import OwnRows
+from kvjax.types import Env, OwnRows
 
 SEGMENT_BYTES = 1 << 30
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -97,7 +97,7 @@ def append(
   new: dict[str, Array],
   first: Int[Array, " B"],
   count: Int[Array, " B"],
-  impl: str,
+  env: Env,
   after: Float[Array, "*any"],
 ) -> OwnRows:
   """Writes `count` new blocks of each row after its first `first`; what has no room is dropped.
@@ -107,14 +107,13 @@ def append(
     new: "k", "v" [B, K, E, U, H], of which the first `count` are real.
     first: int32, blocks that the row has stored.
     count: int32, 0 leaves a row alone.
-    impl: as `Env.impl`.
+    env: where this runs.
     after: an array that is computed from all that was read of the store: a write in place has to
       come after the reading, and only a dependence says so.
   """
   each = jnp.arange(new["k"].shape[2], dtype=jnp.int32)
   block = jnp.where(each < count[:, None], first[:, None] + each, blocks_of(store))
-  if dispatch.choose("append_blocks", _impl(impl)) != "reference":
-    run = dispatch.kernel("append_blocks", "pallas")
+  if run := _kernel("append_blocks", env):
     return OwnRows(run(store.of, new, block, after))
   kept: dict[str, tuple[Array, ...]] = {}
   # XLA does not see that this is `block`, and would copy a store of which it knows no order.
@@ -131,10 +130,10 @@ def append(
   return OwnRows(kept)
 
 
-def fetch(store: OwnRows, block: Int[Array, "B R"], impl: str) -> dict[str, Array]:
+def fetch(store: OwnRows, block: Int[Array, "B R"], env: Env) -> dict[str, Array]:
   """The named blocks, "k" and "v" [B, K, R, U, H]; zeros where `block` is −1: nothing is read."""
-  if dispatch.choose("fetch_blocks", _impl(impl)) != "reference":
-    return dispatch.kernel("fetch_blocks", "pallas")(store.of, block)
+  if run := _kernel("fetch_blocks", env):
+    return run(store.of, block)
   found: dict[str, Array] = {}
   for name, segments in store.of.items():
     batch, heads = segments[0].shape[:2]
@@ -149,9 +148,11 @@ def fetch(store: OwnRows, block: Int[Array, "B R"], impl: str) -> dict[str, Arra
   return found
 
 
-def _impl(impl: str) -> str:
-  """What lies in the host's memory can only be reached by kernels."""
-  return "pallas" if on_host() or impl == "pallas" else "reference"
+def _kernel(operation: str, env: Env) -> Callable | None:
+  """The kernel; None: the reference, which cannot reach what lies in the host's memory."""
+  if not on_host() and env.impl != "pallas":
+    return None
+  return dispatch.kernel(operation, dispatch.choose(operation, "pallas"))
 
 
 def settled(tree: Any) -> Any:

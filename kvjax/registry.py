@@ -7,6 +7,7 @@ A method from outside needs no line here: programs take "module:Class" for a nam
 import importlib
 from typing import Any
 
+from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
@@ -14,7 +15,6 @@ from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.etf import ETF
 from kvjax.methods.expected_attention import ExpectedAttention
-from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm import InfLLM

@@ -1,31 +1,38 @@
-"""What methods that keep the whole cache and read a part of it have in common."""
+"""What methods that read a part of a cache have in common, whatever it keeps."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, entrance
-from kvjax.fields import least
+from kvjax import dispatch
+from kvjax.dispatch.speculation import Scored
+from kvjax.fields import expect, least
+from kvjax.full import Full
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.ops import attention, context
+from kvjax.ops import context
+from kvjax.shapes import check_shape
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
 class Selective(
-  Method,
+  Wrapper,
   moves=(
     *("unit", "forced", "best", "dense_below", "positive"),
     *("summaries", "summarise", "renew", "tile_scores"),
   ),
 ):
-  """Keeps every token; each step reads, per KV head, the tiles that matter most to its query.
+  """Each step reads, per KV head, the tiles of a cache that matter most to its query.
+
+  What the cache keeps is the base's: every token, unless another base is given. `Quest(256,
+  base=SnapKV(1024))` reads 256 of the 1,024 tokens that SnapKV keeps.
 
   A plan lists the first `forced[0]` tiles and the newest `forced[1]`, whatever their scores, and
   the `best` of the others. A subclass says what a tile is (`unit`), how many are read, and how
@@ -37,11 +44,30 @@ class Selective(
   Prompts are attended to densely.
 
   Attributes:
+    base: what the cache keeps. Of methods that evict, those that attend as the full cache does and
+      write one slot a step; and only where tiles may hold tokens in any order (`anywhere`).
     dense_layers: first layers that attend to everything.
   """
 
+  replaces: ClassVar[tuple[str, ...]] = ("score", "select", "plan")
+  anywhere: ClassVar[bool] = False
+
   _: dataclasses.KW_ONLY
+  base: Method = dataclasses.field(default_factory=Full)
   dense_layers: int = least(0, 0)
+
+  def __post_init__(self):
+    super().__post_init__()
+    expected = "Full(): its tiles are neighbours in the text"
+    expect(self, "base", self.anywhere or self.base.positional, expected)
+    own = [move for move in _UNREADABLE if self.base.overrides(move)]
+    own += ["wants_logits"] * self.base.wants_logits
+    expect(self, "base", not own, f"a method without {', '.join(own)} of its own")
+
+  @property
+  def order_independent(self) -> bool:
+    """A prompt's tokens see all that is cached, a decoded one what is selected."""
+    return False
 
   # ---- what a subclass says
 
@@ -74,29 +100,39 @@ class Selective(
     """Summaries [B, K, ...], by name, and what else layers that select keep."""
     return {}
 
-  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+  def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
     """The cache with the summaries of all windows that slots [start, start + tokens) belong to."""
     return cache
 
   def renew(self, at: At, cache: Cache) -> Cache:
     """The cache with the summaries that the newest token belongs to."""
+    if not at.top.positional:
+      return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
     return context.summarised(at, cache, self.summarise, cache.seen - 1, 1)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
     """Importance of every tile to the newest token's queries; whatever where there is no tile."""
     raise NotImplementedError
 
+  @property
+  def _scored(self) -> Scored | None:
+    """The operation that `tile_scores` is, for what does more in one go; None: any."""
+    return None
+
   # ---- what follows from it
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    summaries = {} if layer < self.dense_layers else self.summaries(spec)
-    return {**super().leaves(spec, layer), **summaries}
+    held = self.base.leaves(spec, layer)
+    if layer < self.dense_layers:
+      return held
+    slots = dataclasses.replace(spec, capacity=self.capacity(spec, layer))
+    return {**held, **self.summaries(slots)}
 
   def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
     if self._dense(at):
       return None
     scores = self.tile_scores(at, cache, q)
-    entrance.check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
+    check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
     return scores
 
   def _dense(self, at: At) -> bool:
@@ -121,12 +157,14 @@ class Selective(
     window = at.top.window(at, (cache.seen - 1)[:, None])
     span = at.top.span(at, cache, window)
     sinks, local = self.forced
+    most, limit = self._most(ratio), self._widened(ratio)
+    if not at.top.positional:  # the newest tokens stand anywhere: their tiles score highest
+      scores = _newest_first(cache, scores, self.unit, local)
+      most, limit, local = most + local, limit + local, 0
     forced = {"unit": self.unit, "sinks": sinks, "local": local}
-    rows = {"limit": self._widened(ratio), "dense_below": self.dense_below}
-    scores = context.candidates(at, scores, span, **forced, k=self._most(ratio))
-    table, count, ranked = dispatch.best_tiles(
-      at, scores, span, **forced, k=self._most(ratio), **rows
-    )
+    rows = {"limit": limit, "dense_below": self.dense_below}
+    scores = context.candidates(at, scores, span, **forced, k=most)
+    table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=most, **rows)
     return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
 
   def _select_together(
@@ -147,43 +185,54 @@ class Selective(
     """
     windows = [at.top.window(at, (c.seen - 1)[:, None]) for c in caches]
     spans = [at.top.span(at, c, window) for c, window in zip(caches, windows, strict=True)]
-    heads, tiles = scores.shape[1], scores.shape[3]
-
-    def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
-      return jnp.stack([jnp.broadcast_to(x, (x.shape[0], heads)) for x in each], 2)
-
-    alike = windows[0] is None and not at.top.overrides("span")
-    start = spans[0].start if alike else joined([s.start for s in spans])
-    stops = joined([s.stop for s in spans]) if stops is None else stops
     sinks, local = self.forced
     found = dispatch.best_tiles_of_each(
-      *(at, scores, start, stops),
-      unit=self.unit,
-      span_sinks=spans[0].sinks,
-      sinks=sinks,
-      local=local,
+      *(at, scores, spans),
+      stops=stops,
+      alike=windows[0] is None and not at.top.overrides("span"),
       k=[self._most(ratio) for ratio in ratios],
       limit=[self._widened(ratio) for ratio in ratios],
       dense_below=self.dense_below,
+      unit=self.unit,
+      sinks=sinks,
+      local=local,
     )
-    if found is None:
-      each = zip(caches, jnp.moveaxis(scores, 2, 0), ratios, strict=True)
-      return [self.select(at, cache, x, ratio) for cache, x, ratio in each]
+    pinned = min(sinks, scores.shape[3])
     made = zip(spans, found, strict=True)
-    return [Plan(span, *x, unit=self.unit, pinned=min(sinks, tiles)) for span, x in made]
+    return [Plan(span, *x, unit=self.unit, pinned=pinned) for span, x in made]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    cache = self.base.settle(at, cache, prompt)
     if self._dense(at):
       return cache
+    if not at.top.positional:  # a cut moves all of them
+      return self.summarise(cache, jnp.zeros_like(cache.seen), cache.size)
     start = cache.seen - prompt.valid
     return context.summarised(at, cache, self.summarise, start, prompt.tokens)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
-    if self._dense(at):
-      return cache, {}
-    return self.renew(at, cache), {}
+    cache, aux = self.base.observe(at, cache, q, plan, attended)
+    return cache if self._dense(at) else self.renew(at, cache), aux
+
+
+# What a base may not have of its own: a step would read otherwise, or write more than a slot.
+_UNREADABLE = ("window", "insert", "read", "attend", "stage", "fill", "active")
+
+
+def _newest_first(
+  cache: Cache, scores: Float[Array, "B K P"], unit: int, local: int
+) -> Float[Array, "B K P"]:
+  """Scores in which the tiles of the newest tokens are ∞, `local` of them at least."""
+  tiles = scores.shape[-1]
+  missing = tiles * unit - cache.size
+  pos = jnp.pad(cache.pos, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+  newest = pos.reshape(*scores.shape, unit).max(-1)
+  if not local:
+    return scores
+  least_new = jax.lax.top_k(newest, min(local, tiles))[0][..., -1:]
+  return jnp.where((newest >= least_new) & (newest >= 0), jnp.inf, scores)
 
 
 class SelectiveTokens(Selective):
@@ -207,37 +256,3 @@ class SelectiveTokens(Selective):
   @property
   def best(self) -> int:
     return self.budget - self.sinks - self.local
-
-
-def token_weights(
-  at: At, cache: Cache, q: Float[Array, "B K G H"], active: Bool[Array, "B K"] | None = None
-) -> Float[Array, "B K S"]:
-  """ln of every slot's exact softmax probability under the newest token's queries.
-
-  The probability is the mean over the group. Logarithms keep the order of small ones that float32
-  would round to 0. Slots that the query may not see get −∞. For heads that are not `active` the
-  kernel reads no key, and gives anything.
-  """
-  qpos = (cache.seen - 1)[:, None]
-  window = at.top.window(at, qpos)
-  k = cache.slots["k"]
-  # The kernel has one query for all keys, and sees those of the span.
-  one = (window is None or window.view is None) and not dispatch.hides(at, window)
-  if one and dispatch.choose_for(at, "key_weights", q, k) == "pallas":
-    span = at.top.span(at, cache, window)
-    seen: dict[str, Any] = {"span_sinks": span.sinks, "blocks": cache.size, "log": True}
-    if active is not None:
-      seen["active"] = active.astype(jnp.int32)
-    where = span.start, span.stop, span.stop
-    return dispatch.kernel("key_weights", "pallas")(q.astype(k.dtype), k, *where, **seen)
-  span = context.span(at, cache, at.top.span(at, cache, window))
-  ok = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
-  if window is not None:
-    ok &= window.sees(cache.pos)[:, :, 0]
-  logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
-  # A NaN stays where it is, to be chosen and heard of: in the denominator it would be everywhere.
-  bad = jnp.isnan(logits)
-  logits = jnp.where(ok[:, :, None] & ~bad, logits, -jnp.inf)
-  weights = jax.nn.logsumexp(context.log_softmax(at, logits), 2) - math.log(q.shape[2])
-  weights = jnp.where(bad.any(2), jnp.nan, weights)
-  return jnp.where(ok, weights, -jnp.inf)

@@ -305,7 +305,7 @@ class Streamed(
       "used_at": jnp.where((match | free).any(1), cache.seen[:, None], used_at),
       "kept": kept,
     }
-    found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env.impl)
+    found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env)
     heads = {}
     for name in ("k", "v"):
       copies = cache.heads[f"held_{name}"]
@@ -437,7 +437,7 @@ class Streamed(
 
     k = at.env.rope.shift(cut("k"), -pos[:, None])
     new = {"k": k, "v": cut("v")}
-    store = offload.append(cache.heads["store"], new, gone, count, at.env.impl, after)
+    store = offload.append(cache.heads["store"], new, gone, count, at.env, after)
     cache = self.summarise(
       at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
     )

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+from kvjax.full import Full
 from kvjax.method import Method
-from kvjax.methods.full import Full
 from kvjax.types import At, CacheSpec
 
 # What is the base's own unless a wrapper says otherwise.

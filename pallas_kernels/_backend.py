@@ -36,16 +36,19 @@ def interpreted(interpret: bool | None) -> bool:
 
 def call(
   kernel: Callable[..., None],
-  *operands: Array,
+  *operands: Any,
   grid: tuple[int, ...],
-  out: Sequence[jax.ShapeDtypeStruct],
+  out: Sequence[Any],
   warps: int,
   stages: int,
   name: str,
   interpret: bool | None = None,
   aliases: dict[int, int] | None = None,
-) -> Sequence[Array]:
+) -> Sequence[Any]:
   """Runs `kernel(*operand refs, *result refs)` on whole arrays.
+
+  Operands and results may be tuples of several, named ones too, of which the kernel gets tuples of
+  refs, and None where there is none; `aliases` counts the arrays in them one by one.
 
   Layers that launch the same kernel over equal shapes share one trace of it, and one lowering.
   """
@@ -59,7 +62,7 @@ def call(
     "aliases": tuple((aliases or {}).items()),
   }
   # Weak types would let `jnp.where(c, 0, x[i])` pass the Triton lowering a 0 of no type.
-  operands = tuple(lax.convert_element_type(x, x.dtype) for x in operands)
+  operands = jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), operands)
   try:
     shared = _Kernel.of(kernel)
   except TypeError:
@@ -93,15 +96,15 @@ class _Kernel:
 
 def _launch(
   kernel: Callable[..., None],
-  *operands: Array,
+  *operands: Any,
   grid: tuple[int, ...],
-  out: tuple[jax.ShapeDtypeStruct, ...],
+  out: tuple[Any, ...],
   warps: int,
   stages: int,
   name: str,
   interpret: bool,
   aliases: tuple[tuple[int, int], ...],
-) -> Sequence[Array]:
+) -> Sequence[Any]:
   """Compiler parameters are always passed: with none, jax picks another lowering."""
   return pl.pallas_call(
     kernel,

@@ -3,22 +3,13 @@
 Bytes: keys and values of the tiles walked, and of a few behind the stop.
 
 Grid: `splits` programs for each (batch row, KV head). Program s walks tiles s, s + splits, … of the
-visiting order with a detector of its own and stops by itself; the parts are joined as those of
+visiting order (`_art_order`) and stops by itself (`_art_stop`); the parts are joined as those of
 dense decode are (`_split`). One split is the paper's walk.
-
-A loop that tests for its end after every tile is not pipelined: it waits for the memory each time.
-So tiles are walked in chunks by an inner loop of known length, which is pipelined; an outer loop
-tests for the end where there may be one. Until then the detector hides the keys of the tiles behind
-the stop, which leaves the softmax state as it is, to the bit.
-
-The inner loop takes tiles in parts, so that two parts fit beside the one that is multiplied, and
-those are on their way while the detector looks.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,219 +17,61 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..ring import place_of
 from ..softmax_state import State
-from . import _backend, _split, _tiles, config
+from . import _art_order, _art_stop, _backend, _split, _tiles, config
+from ._art_stop import Certificate, Detector, Stop
 from .decode import check
 from .sparse_decode import check_table
 
 CHUNK = 8  # tiles between two tests for the end of a walk that is not calm
 LONG = 96  # tiles of a walk that is worth a part more
-PROBES = 32  # dimensions of the output that a strided probe looks at
 MAX_TILE = 256
-NEVER = 1 << 30  # a patience that no walk exhausts
 
 
-@dataclasses.dataclass(frozen=True)
-class Detector:
-  """When a walk ends; fields as the arguments of `walk`."""
-
-  tau: float | int
-  phi: float | int
-  patience: float | int
-  full: bool
-  per_head: bool
-  kept: int
-
-
-class _Walk(NamedTuple):
-  """A walk: softmax state; behind its last whole tile the probe x, ‖x‖, stable tiles in a row,
-  whether it goes on (1 or 0) and tiles walked, the last two scalars where query heads stop
-  together; and the largest logit of the tile that it is in.
-  """
-
-  carry: _tiles.Carry
-  probe: Array
-  norm: Array
-  calm: Array
-  going: Array
-  walked: Array
-  top: Array
-
-
-def _probed(columns: Array, head_dim: int, full: bool) -> Array:
-  """Whether the output is looked at in each column: those of ⌊i·H/32⌋, i < 32, or all."""
-  if full or head_dim <= PROBES:
-    return columns < head_dim
-  apart = head_dim // PROBES
-  if head_dim == apart * PROBES and apart & (apart - 1) == 0:
-    # In this form the compiler sees which registers are never looked at, and drops them.
-    return (columns & (apart - 1) == 0) & (columns < head_dim)
-  i = (columns * PROBES + head_dim - 1) // head_dim  # the first i with i·H/32 ≥ column
-  return (i < PROBES) & (i * head_dim // PROBES == columns)
-
-
-def _stepper(
-  advance: Callable[[Any, _tiles.Carry, Array], tuple[_tiles.Carry, Array]],
-  detector: Detector,
+def _kernel(
+  q_ref: Any,
+  k_ref: Any,
+  v_ref: Any,
+  ring: _art_order.Ring | None,
+  table: _art_order.Table | None,
+  unread_ref: Any | None,
+  start_ref: Any,
+  stop_ref: Any,
+  outputs: tuple[Any, ...],
+  walked_ref: Any,
   *,
-  parts: int,
-  probed: Array,
-  lanes: Array,
-  groups: int,
-  part: Array,
-  splits: int,
-  proven: Callable[[Any, _tiles.Carry], Array] | None,
-) -> Callable[[Any, _Walk], _Walk]:
-  """The body of the loop: a part of a tile, and the detector behind the last one.
-
-  `advance(n, carry, going)` adds part n % parts of tile n // parts of this program, and gives its
-  largest logits; `proven(i, carry)` says, in the detector's place, which rows need no more than
-  tile i.
-  """
-  patience = int(min(detector.patience, NEVER))
-  nothing = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
-
-  def step(n: Any, walk: _Walk) -> _Walk:
-    carry, top = advance(n, walk.carry, walk.going)
-    if parts == 1:
-      return _Walk(carry, *behind(n, carry, top, *walk[1:-1]))
-    i, j = _divided(n, parts)
-    top, held = jnp.maximum(walk.top, top), walk[1:-1]
-    rest = lax.cond(j == parts - 1, lambda: behind(i, carry, top, *held), lambda: (*held, top))
-    return _Walk(carry, *rest)
-
-  def behind(
-    i: Any, carry: _tiles.Carry, top: Array, old: Array, norm: Array, calm: Array, *counts: Array
-  ) -> tuple[Array, ...]:
-    """All of a walk but its state, behind tile i."""
-    going, walked = counts
-    new = old
-    if proven is not None:
-      done = proven(i, carry).astype(jnp.int32)
-    else:
-      new = jnp.where(probed[None, :], carry.acc * (1 / _tiles.nonzero(carry.l))[:, None], 0.0)
-      before, norm = norm, jnp.sqrt((new * new).sum(axis=1))
-      stable = is_stable(new, old, norm, before)
-      calm = jnp.where(top == -jnp.inf, calm, jnp.where(stable, calm + 1, 0))
-      done = (calm >= patience).astype(jnp.int32)
-    enough = (part + (i + 1) * splits >= detector.kept).astype(jnp.int32)
-    if not detector.per_head:
-      done = jnp.where(lanes < groups, done, 1).min()
-    return new, norm, calm, going * (1 - done * enough), walked + going, nothing
-
-  def is_stable(new: Array, old: Array, norm: Array, before: Array) -> Array:
-    """Whether the probe neither moved nor turned; `norm` and `before` are the norms of both."""
-    moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=1))  # d_scale
-    both = norm * before
-    # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
-    apart = moved * moved - (norm - before) * (norm - before)
-    turn = apart / (2 * jnp.where(both > 0, both, 1.0))
-    return (both > 0) & (moved < detector.tau) & (turn < detector.phi)
-
-  return step
-
-
-def _is_run(unit: int, tile: int, part: int) -> bool:
-  """Whether all slots of a part of a tile come from one entry of a table."""
-  return unit % part == 0 and tile % part == 0
-
-
-def _divided(n: Any, parts: int) -> tuple[Any, Any]:
-  """Tile and part of step n of a walk."""
-  if parts == 1:
-    return n, 0
-  i = lax.div(n, jnp.int32(parts))
-  return i, n - i * parts
-
-
-def _until_test(walk: _Walk, detector: Detector, chunk: int, real: Array) -> Array:
-  """Tiles until the next test for the end: no sooner than a walk can have ended.
-
-  A head that has been calm for c tiles needs p − c more, the one that needs most decides. A walk of
-  two tiles is the shortest, as each waits for the memory once; where a head is not calm at all, one
-  of `chunk` tiles, since it will hardly end there.
-  """
-  patience = int(min(detector.patience, NEVER))
-  calm = jnp.where(real & (walk.going > 0), walk.calm, NEVER).min()
-  return jnp.where(calm == 0, max(chunk, patience), jnp.maximum(patience - calm, 2))
-
-
-def _walk_kernel(
-  *refs: Any,
-  groups: int,
-  unit: int,
-  tile: int,
+  sizes: _art_order.Sizes,
+  until: Stop | None,
   splits: int,
   chunk: int,
-  pinned: int,
   sinks: int,
   scale: float,
-  cut: config.Config,
-  detector: Detector | None,
-  log_ratio: float | None,
-  rings: bool,
   loaded: bool,
 ) -> None:
-  """q [R, G, H], k, v [R, S, H], (table [R, W], count [R], (unread [R, G, W + 1],))
-  (ring [R, 2], seen [B],) start, stop [R] or one per batch row -> what `_split.results` lists, and
-  tiles walked [R · splits, G].
+  """q [R, G, H], k, v [R, S, H], (`Ring`,) (`Table`, (unread [R, G, W + 1],)) start, stop [R] or
+  one per batch row -> what `_split.results` lists, and tiles walked [R · splits, G].
   """
-  written = 4 if splits == 1 else 8
-  inputs, outputs, walked_ref = refs[: -written - 1], refs[-written - 1 : -1], refs[-1]
-  if rings:
-    inputs, ring_ref, seen_ref = (*inputs[:3], *inputs[5:]), *inputs[3:5]
-  q_ref, k_ref, v_ref, *table_refs, start_ref, stop_ref = inputs
   rows, slots, head_dim = k_ref.shape
+  groups = q_ref.shape[1]
   pid = pl.program_id(0)
-  row, part = pid // splits, pid % splits
+  row, split = pid // splits, pid % splits
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
   start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
 
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]
-  if table_refs:
-    table_ref, count_ref, *unread_refs = table_refs
-    keys = jnp.minimum(count_ref[row], table_ref.shape[1]) * unit
-    tiles = pl.cdiv(keys, tile)
-  else:  # first tiles, then from the newest one down, and around
-    last = (stop + tile - 1) // tile - 1
-    oldest = jnp.maximum(start // tile, pinned)
-    tiles = jnp.minimum(pinned, last + 1) + jnp.maximum(last - oldest + 1, 0)
-    newest = last
-    if rings:
-      position = seen_ref[row // (rows // seen_ref.shape[0])] - 1
-      slot = place_of(ring_ref[row, 0], ring_ref[row, 1], position, slots)
-      newest = jnp.maximum(jnp.maximum(slot, 0) // tile, pinned - 1)
-
-  parts = pl.cdiv(tile, cut.tile)  # of a tile: the shared memory holds two of them, or more
-
-  # Addresses of a run of slots need few registers.
-  run = not table_refs or _is_run(unit, tile, cut.tile)
-
-  def slots_of(t: Any, j: Any) -> tuple[Array, Array]:
-    """Slots of the keys of part j of tile t of the order, and which of them are visible."""
-    lane = j * cut.tile + jnp.arange(cut.tile)
-    if table_refs and run:
-      key = t * tile + j * cut.tile
-      entry = table_ref[row, key // unit]
-      slot, real = entry * unit + key % unit + jnp.arange(cut.tile), (key < keys) & (entry >= 0)
-    elif table_refs:
-      key = t * tile + lane
-      listed = (key < keys) & (lane < tile)
-      entry = _backend.load(table_ref, row, key // unit, mask=listed, other=-1)
-      slot, real = entry * unit + key % unit, entry >= 0
-    else:
-      down = newest - (t - pinned)
-      if rings:
-        down = jnp.where(down < pinned, down + last - pinned + 1, down)
-      slot = jnp.where(t < pinned, t, down) * tile + lane
-      real = lane < tile
-    return slot, real & (slot < stop) & ((slot < sinks) | (slot >= start))
+  if table is not None:
+    order = _art_order.listed(table, row, sizes)
+  elif ring is not None:
+    order = _art_order.around(ring, row, rows, slots, start, stop, sizes)
+  else:
+    order = _art_order.newest_first(start, stop, sizes)
 
   def fetch(t: Any, j: Any) -> _tiles.Tile:
-    slot, keep = slots_of(t, j)
-    if not run:
+    """Part j of tile t of the order."""
+    slot, real = order.slots(t, j)
+    keep = real & (slot < stop) & ((slot < sinks) | (slot >= start))
+    if not order.run:
       slot = jnp.where(keep, slot, 0)
     index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
     k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in (k_ref, v_ref))
@@ -248,67 +81,41 @@ def _walk_kernel(
   q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
 
   def advance(
-    n: Any, carry: _tiles.Carry, going: Array | None = None
+    i: Any, j: Any, carry: _tiles.Carry, going: Array | None = None
   ) -> tuple[_tiles.Carry, Array]:
-    """Adds part n % parts of tile n // parts of this program, and gives its largest logits.
-
-    One loop over all parts: a loop inside of a loop would wait for the memory in each turn.
-    """
-    i, j = _divided(n, parts)
-    loaded = fetch(part + i * splits, j)
-    keep = loaded.keep
+    """Adds part j of tile i of this program, and gives its largest logits."""
+    tile = fetch(split + i * splits, j)
+    keep = tile.keep
     if going is not None:
       keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
     logits: list[Array] = []
-    carry = _tiles.step(carry, q, loaded._replace(keep=keep), scale=scale, see=logits.append)
+    carry = _tiles.step(carry, q, tile._replace(keep=keep), scale=scale, see=logits.append)
     return carry, logits[0].max(axis=1)
 
-  def proven(i: Any, carry: _tiles.Carry) -> Array:
-    """ln of the mass unread ≤ ln of the mass read + log_ratio."""
-    assert log_ratio is not None
-    unread = _backend.load(unread_refs[0], row, lanes, i + 1, mask=lanes < groups, other=-jnp.inf)
-    return unread <= (carry.m + jnp.log2(carry.l)) * _tiles.LN2 + log_ratio
+  def unread(i: Any) -> Array:
+    """ln of the most mass behind tile i."""
+    return _backend.load(unread_ref, row, lanes, i + 1, mask=lanes < groups, other=-jnp.inf)
 
-  mine = jnp.maximum(tiles - part + splits - 1, 0) // splits
+  mine = jnp.maximum(order.tiles - split + splits - 1, 0) // splits
+  parts = pl.cdiv(sizes.tile, sizes.part)
   carry = _tiles.start(lanes.size, columns.size)
-  if detector is None:
-    carry = lax.fori_loop(0, mine * parts, lambda n, carry: advance(n, carry)[0], carry)
-    walked = mine
+  if until is None:
+
+    def step(n: Any, carry: _tiles.Carry) -> _tiles.Carry:
+      return advance(*_art_stop.divided(n, parts), carry)[0]
+
+    carry, walked = lax.fori_loop(0, mine * parts, step, carry), mine
   else:
-    zero = jnp.zeros(lanes.shape, jnp.int32)
-    many = zero if detector.per_head else jnp.int32(0)
-    none = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
-    empty = jnp.zeros(carry.acc.shape, jnp.float32), jnp.zeros(lanes.shape, jnp.float32)
-    walk = _Walk(carry, *empty, zero, many + 1, many, none)
-    step = _stepper(
-      advance,
-      detector,
-      parts=parts,
-      probed=_probed(columns, head_dim, detector.full),
-      lanes=lanes,
-      groups=groups,
-      part=part,
-      splits=splits,
-      proven=None if log_ratio is None else proven,
-    )
-
-    def unfinished(state: tuple[Array, _Walk]) -> Array:
-      first, walk = state
-      going = walk.going.max() if detector.per_head else walk.going
-      return (first < mine) & (going > 0)
-
-    def walk_chunk(state: tuple[Array, _Walk]) -> tuple[Array, _Walk]:
-      first, walk = state
-      many = jnp.int32(chunk)
-      if log_ratio is None:
-        many = _until_test(walk, detector, chunk, lanes < groups)
-      last = first + jnp.minimum(many, mine - first)
-      return last, lax.fori_loop(first * parts, last * parts, step, walk)
-
-    fetched, walk = lax.while_loop(unfinished, walk_chunk, (jnp.int32(0), walk))
+    if isinstance(until.rule, Detector):
+      judge = until.rule.judge(columns, head_dim)
+    else:
+      judge = until.rule.judge(unread)
+    how: dict[str, Any] = {"split": split, "splits": splits, "parts": parts, "chunk": chunk}
+    how["heads"] = _art_stop.Heads(lanes, groups)
+    walk, fetched = _art_stop.walk(until, advance, judge, carry, mine, **how)
     carry, walked = walk.carry, fetched if loaded else walk.walked
 
-  piece = _split.Piece(pid, row, part, jnp.int32(splits), jnp.bool_(True))
+  piece = _split.Piece(pid, row, split, jnp.int32(splits), jnp.bool_(True))
   _split.store(piece, carry, outputs, groups=groups, head_dim=head_dim)
   walked = jnp.broadcast_to(walked, lanes.shape)
   _backend.store(walked_ref, pid, lanes, value=walked, mask=lanes < groups)
@@ -406,46 +213,41 @@ def walk(
     unread is not None and (table is None or splits > 1)
   ):
     raise ValueError("unread: expected with log_ratio, a table and one split")
-  detector = None
+  if ring is not None and (table is not None or seen is None):
+    raise ValueError("ring: expected with seen and without a table")
+  until = None
   if patience is not None:
-    detector = Detector(tau, phi, patience, full, per_head, kept)
+    rule = Detector(tau, phi, int(min(patience, _art_stop.NEVER)), full)
+    until = Stop(rule if log_ratio is None else Certificate(log_ratio), per_head, kept)
   if cut is None:
     choose = functools.partial(choose_cut, tile, head_dim, q.dtype.itemsize, groups=groups)
     cut = choose(interpret=interpreted)
-    if table is not None and not _is_run(unit, tile, cut.tile):
+    if table is not None and not _art_order.is_run(unit, tile, cut.tile):
       cut = choose(interpret=interpreted, listed=True)
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
-  if ring is not None:
-    if table is not None or seen is None:
-      raise ValueError("ring: expected with seen and without a table")
-    flat += [ring.reshape(rows, 2), seen]
-  if table is not None and count is not None:
-    flat += [table.reshape(rows, -1), count.reshape(rows)]
-    if unread is not None:
-      flat.append(unread.reshape(rows, groups, -1))
+
+  def flat(x: Array) -> Array:
+    return x.reshape(rows, *x.shape[2:])
+
   programs = rows * splits
-  *written, walked = _backend.call(
+  written, walked = _backend.call(
     functools.partial(
-      _walk_kernel,
-      groups=groups,
-      unit=unit,
-      tile=tile,
+      _kernel,
+      sizes=_art_order.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
+      until=until,
       splits=splits,
       chunk=chunk,
-      pinned=max(kept, -(-sinks // tile)),
       sinks=sinks,
       scale=head_dim**-0.5 if scale is None else scale,
-      cut=cut,
-      detector=detector,
-      log_ratio=log_ratio,
-      rings=ring is not None,
       loaded=loaded,
     ),
-    *flat,
+    *(flat(q), flat(k), flat(v)),
+    None if ring is None else _art_order.Ring(flat(ring), seen),
+    None if table is None or count is None else _art_order.Table(flat(table), flat(count)),
+    None if unread is None else flat(unread),
     *(start.reshape(-1), stop.reshape(-1)),
     grid=(programs,),
     out=[
-      *_split.results(rows, groups, head_dim, programs - rows, q.dtype),
+      tuple(_split.results(rows, groups, head_dim, programs - rows, q.dtype)),
       jax.ShapeDtypeStruct((programs, groups), jnp.int32),
     ],
     warps=cut.warps,

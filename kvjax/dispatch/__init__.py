@@ -1,21 +1,16 @@
 """Operations of the moves, each by the implementation that `Env.impl` names (`table`).
 
-The only place that imports kernels, and lazily.
+A file has what an operation computes (or `kvjax.ops` does), what its kernel cannot do, and the
+choice. The only place that imports kernels, and lazily.
 """
 
 from kvjax.dispatch.entering import enter_token, keep_rows
 from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
-from kvjax.dispatch.selection import best_tiles, best_tiles_of_each, other_tiles
-from kvjax.dispatch.speculation import attend_tiles, repair, speculate, speculation_ratio
-from kvjax.dispatch.step import (
-  attend,
-  attend_entries,
-  attend_ranges,
-  beyond_kernel,
-  filling_splits,
-  hides,
-)
-from kvjax.dispatch.table import KERNELS, UNRUN, choose, choose_for, kernel
+from kvjax.dispatch.scores import block_weights, page_bounds, pooled, token_weights
+from kvjax.dispatch.selection import best_tiles, best_tiles_of_each, other_tiles, searches_together
+from kvjax.dispatch.step import attend, attend_entries, attend_ranges
+from kvjax.dispatch.summaries import renew_extremes, renew_mean
+from kvjax.dispatch.table import KERNELS, UNRUN, choose, kernel
 
 __all__ = [
   "KERNELS",
@@ -25,20 +20,19 @@ __all__ = [
   "attend_entries",
   "attend_prompt",
   "attend_ranges",
-  "attend_tiles",
   "best_tiles",
   "best_tiles_of_each",
-  "beyond_kernel",
+  "block_weights",
   "choose",
-  "choose_for",
   "column_mass",
   "enter_token",
-  "filling_splits",
-  "hides",
   "keep_rows",
   "kernel",
   "other_tiles",
-  "repair",
-  "speculate",
-  "speculation_ratio",
+  "page_bounds",
+  "pooled",
+  "renew_extremes",
+  "renew_mean",
+  "searches_together",
+  "token_weights",
 ]

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax import entrance
 from kvjax import ring as in_turn
 from kvjax.dispatch.table import choose, kernel
 from kvjax.leaves import NORM
 from kvjax.ops import context
 from kvjax.ops.slots import choose_rows, put
+from kvjax.shapes import check_shape
 from kvjax.types import At, Attended, Cache
 
 
@@ -34,7 +34,7 @@ def enter_token(
   chooses = not turns and at.top.overrides("victim")
   victim = at.top.victim(at, cache) if chooses else None
   if victim is not None:
-    entrance.check_shape(at, "victim", victim, cache.pos.shape[:2])
+    check_shape(at, "victim", victim, cache.pos.shape[:2])
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}

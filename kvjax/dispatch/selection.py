@@ -1,15 +1,41 @@
 """Which tiles have the highest scores."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-from kvjax.dispatch.table import choose, kernel
+from kvjax.dispatch.table import pallas
 from kvjax.ops import tiles
 from kvjax.types import At, Span
+
+Table = tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]
+
+
+def holds(at: At, count: int, k: int) -> bool:
+  """Whether the kernels' programs can hold the k best of `count` tiles.
+
+  If not, the reference searches; under `impl="pallas"` the kernel is called, and says so.
+  """
+  if at.env.impl != "auto":
+    return True
+  search = importlib.import_module("kvjax.kernels.top_k")
+  # How rows are cut depends on the device and on how many there are; whether they can be does not.
+  return search.cuts(1, count, min(k, count), search.LANES, 1) is not None
+
+
+def _search(at: At, operation: str, count: int, k: int) -> Callable | None:
+  """The kernel of a search for the k best of `count` tiles; None: the reference."""
+  run = pallas(at, operation)
+  return run if run is not None and holds(at, count, k) else None
+
+
+def searches_together(at: At) -> bool:
+  """Whether two searches take hardly longer than one, made as `best_tiles_of_each`."""
+  return pallas(at, "best_tiles") is not None
 
 
 def best_tiles(
@@ -21,40 +47,56 @@ def best_tiles(
   limit: int | None = None,
   dense_below: int = 0,
   **forced: int,
-) -> tuple[Array, Array, Array]:
+) -> Table:
   """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway.
 
   Rows of `dense_below` slots and more get `limit` tiles, if it is given; shorter ones get k.
   """
-  if choose("best_tiles", at.env.impl) == "pallas":
-    run = kernel("best_tiles", "pallas")
+  if run := _search(at, "best_tiles", scores.shape[-1], k):
     where = scores.astype(jnp.float32), span.start, span.stop
     how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": at.top.ordered, **forced}
-    try:
-      return run(*where, k=k, limit=limit, dense_below=dense_below, **how)
-    except NotImplementedError:  # more than the kernel can hold
-      if at.env.impl != "auto":
-        raise
+    return run(*where, k=k, limit=limit, dense_below=dense_below, **how)
   each = None if limit is None else jnp.where(span.stop < dense_below, k, limit)
   return tiles.best(scores, span, k=k, limit=each, **forced)
 
 
 def best_tiles_of_each(
-  at: At, scores: Array, start: Array, stop: Array, **how: Any
-) -> Sequence[tuple[Array, Array, Array]] | None:
-  """What N calls of `best_tiles` give, by one search; None where no kernel does that.
+  at: At,
+  scores: Float[Array, "B K N P"],
+  spans: Sequence[Span],
+  *,
+  stops: Int[Array, "B K N"] | None = None,
+  alike: bool = False,
+  k: Sequence[int],
+  limit: Sequence[int],
+  dense_below: int = 0,
+  **forced: int,
+) -> Sequence[Table]:
+  """What N calls of `best_tiles` give, by one search where a kernel does that.
 
-  scores [B, K, N, P], start [B, #K] or [B, #K, #N], stop [B, #K, #N]; `how` as the kernel takes it.
+  Args:
+    at: where this runs; slots are not split.
+    scores: of every tile, for each call.
+    spans, k, limit: of each call; `dense_below` and what is forced are the same.
+    stops: one past the last slot of each span, where somebody has them at hand.
+    alike: whether all spans start where the first one does.
   """
-  if choose("best_tiles_of_each", at.env.impl) != "pallas":
-    return None
-  run = kernel("best_tiles_of_each", "pallas")
-  try:
-    return run(scores.astype(jnp.float32), start, stop, ordered=at.top.ordered, **how)
-  except NotImplementedError:
-    if at.env.impl != "auto":
-      raise
-    return None
+  run = _search(at, "best_tiles_of_each", scores.shape[-1], max(k))
+  if run is None:
+    each = zip(spans, k, limit, strict=True)
+    return [
+      best_tiles(at, scores[:, :, i], span, k=n, limit=most, dense_below=dense_below, **forced)
+      for i, (span, n, most) in enumerate(each)
+    ]
+
+  def joined(each: Sequence[Array]) -> Int[Array, "B K N"]:
+    return jnp.stack([jnp.broadcast_to(x, (x.shape[0], scores.shape[1])) for x in each], 2)
+
+  start = spans[0].start if alike else joined([s.start for s in spans])
+  stop = joined([s.stop for s in spans]) if stops is None else stops
+  how: dict[str, Any] = {"span_sinks": spans[0].sinks, "ordered": at.top.ordered, **forced}
+  wide = scores.astype(jnp.float32)
+  return run(wide, start, stop, k=k, limit=limit, dense_below=dense_below, **how)
 
 
 def other_tiles(
@@ -65,6 +107,7 @@ def other_tiles(
   active: Array | None = None,
   ordered: bool = True,
   first: int = 0,
+  k: int,
   **chosen: int,
 ) -> tuple[Array, Array]:
   """`ops.tiles.others`; heads that are not `active` [B, K] may be given anything.
@@ -72,20 +115,14 @@ def other_tiles(
   Unless they are to be `ordered`, a kernel lists the best `first` of them by index, then the others
   by index.
   """
-  if choose("other_tiles", at.env.impl) != "pallas":
-    return tiles.others(scores, span, **chosen)
-  run = kernel("other_tiles", "pallas")
-  active = None if active is None else active.astype(jnp.int32)
-  where = scores.astype(jnp.float32), span.start, span.stop
-  how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": ordered, "first": first}
-  try:
+  if run := _search(at, "other_tiles", scores.shape[-1], k):
+    active = None if active is None else active.astype(jnp.int32)
+    where = scores.astype(jnp.float32), span.start, span.stop
+    how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": ordered, "first": first, "k": k}
     return run(*where, active=active, **how, **chosen)
-  except NotImplementedError:
-    if at.env.impl != "auto":
-      raise
-    best, index = tiles.others(scores, span, **chosen)
-    if ordered:
-      return best, index
-    behind = jnp.where(index < 0, scores.shape[-1], index)
-    behind, best = jax.lax.sort((behind, best), num_keys=1)
-    return best, jnp.where(behind == scores.shape[-1], -1, behind)
+  best, index = tiles.others(scores, span, k=k, **chosen)
+  if ordered or pallas(at, "other_tiles") is None:
+    return best, index
+  behind = jnp.where(index < 0, scores.shape[-1], index)
+  behind, best = jax.lax.sort((behind, best), num_keys=1)
+  return best, jnp.where(behind == scores.shape[-1], -1, behind)

@@ -2,18 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
-from kvjax import softmax_state
-from kvjax.dispatch.step import beyond_kernel, over_plan
-from kvjax.dispatch.table import choose, kernel
+from kvjax import foresight, softmax_state
+from kvjax.dispatch.step import attend, beyond_kernel, over_plan
+from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention
+from kvjax.ops.smoothing import Smoothed
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.types import At, Attended, Cache, Plan, pytree
 
 
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
@@ -30,42 +31,100 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   return _of_tiles(cache, plan, q, parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pages:
+  """Tiles whose scores are `page_bounds` of the cache's "key_min" and "key_max"."""
+
+  group: str
+  operation: ClassVar[str] = "speculate"
+  summaries: ClassVar[tuple[str, ...]] = ("key_min", "key_max")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedKeys:
+  """Tiles whose scores are `block_weights` of the cache's "compressed"."""
+
+  width: int
+  stride: int
+  operation: ClassVar[str] = "speculate_keys"
+  summaries: ClassVar[tuple[str, ...]] = ("compressed",)
+
+
+Scored = Pages | CompressedKeys
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+  """What is found beside attention to predicted tiles.
+
+  Attributes:
+    both: float32 [B, K, 2, P], scores and forecasts of all tiles.
+    state: the predictor's, behind the scores.
+    stops: int32 [B, K, 2], the occupied slots that scores and forecasts are for, where known.
+    early: that attention, where it has been made.
+  """
+
+  both: Array
+  state: Smoothed
+  stops: Array | None = None
+  early: Attended | None = None
+
+
+@pytree("stored")
+@dataclasses.dataclass(frozen=True)
+class Written:
+  """A kernel's own form of the states of predicted tiles, for `repair`.
+
+  Attributes:
+    parts: acc, m in base 2, and l of every part of a row.
+    stored: what a part is, one of "tiles", or any "pieces".
+  """
+
+  parts: tuple[Array, ...]
+  stored: str
+
+
 def speculate(
   at: At,
   cache: Cache,
   guess: Plan,
   q: Array,
-  operation: str,
-  summaries: tuple[Array, ...],
-  *state: Array,
-  apart: bool = False,
-  **how: Any,
-) -> tuple[Attended, Sequence[Array]] | None:
+  scored: Scored,
+  state: Smoothed,
+  factors: Array,
+  *,
+  predictor: str,
+  apart: bool,
+) -> Beside | None:
   """Attention over predicted tiles beside the scoring of all; None where no kernel does both.
 
   Args:
     at, cache, guess, q: as in `attend`; all cached tokens are visible.
-    operation: "speculate" for pages, "speculate_keys" for compressed keys.
-    summaries: minimum and maximum of every page's keys, or the compressed keys.
-    state: level and trend of every tile, and the factors of every row.
+    scored: what the scores are.
+    state, factors: the predictor's, of every tile and of every row.
+    predictor: "holt" or "ema".
     apart: whether every predicted tile gets a state of its own, as by `attend_tiles`.
-    how: `predictor`; `group` of pages, `stride` and `width` of compressed keys.
-
-  Returns:
-    What `repair` takes; and scores and forecasts [B, K, 2, P] of all tiles, their level and trend,
-    and the occupied slots that each of the former is for [B, K, 2].
   """
-  beyond = beyond_kernel(at, cache, "pallas", logits=False, turned=False)
   k, v = cache.slots["k"], cache.slots["v"]
-  if beyond or choose(operation, at.env.impl, q, k) != "pallas":
+  if beyond_kernel(at, cache, "pallas", logits=False, turned=False):
     return None
-  operands = q.astype(k.dtype), k, v, guess.table, cache.used, *summaries, *state
-  run = kernel(operation, "pallas")
-  written, scored = run(*operands, unit=guess.unit, apart=apart, **how)
+  if (run := pallas(at, scored.operation, q, k)) is None:
+    return None
+  operands = q.astype(k.dtype), k, v, guess.table, cache.used
+  summaries = (cache.heads[name] for name in scored.summaries)
+  written, (both, level, trend, stops) = run(
+    *(*operands, *summaries, state.level, state.trend, factors),
+    unit=guess.unit,
+    predictor=predictor,
+    apart=apart,
+    **dataclasses.asdict(scored),
+  )
   if apart:
-    return _of_tiles(cache, guess, q, written), scored
-  merged, memo = softmax_state.merge_all(_states(q, written)), ("pieces", list(written))
-  return Attended(merged, None, None, guess.visited(cache.size), memo=memo), scored
+    early = _of_tiles(cache, guess, q, written)
+  else:
+    merged, memo = softmax_state.merge_all(_states(q, written)), Written(tuple(written), "pieces")
+    early = Attended(merged, None, None, guess.visited(cache.size), memo=memo)
+  return Beside(both, Smoothed(level, trend), stops, early)
 
 
 def repair(
@@ -73,23 +132,44 @@ def repair(
   cache: Cache,
   plan: Plan,
   guess: Plan,
+  hit: Bool[Array, "B K W"],
   q: Array,
   early: Attended,
-) -> Attended | None:
-  """Attention over a selection, given that over a predicted one; None where no kernel does it.
+  *,
+  strict: bool,
+) -> Attended:
+  """Attention over a selection, given that over a predicted one: what was missed is folded in.
 
-  `early` is what `attend` or `speculate` gave for the prediction, or `attend_tiles`: then tiles
-  that are in the prediction alone are left out.
+  Args:
+    at, cache, plan, q: as in `attend`.
+    guess, early: the prediction, and what `attend` or `speculate` gave for it; with `strict` what
+      `attend_tiles` did, and tiles that are in the prediction alone are left out.
+    hit: which tiles of the plan are in the prediction.
   """
+  assert plan.table is not None
   run = over_plan("repair", at, cache, plan, q)
-  if run is None or (early.memo is None and early.out is None):  # the reference attended
-    return None
+  if run is not None and (early.memo is not None or early.out is not None):  # a kernel attended
+    return _repair_by(run, cache, plan, guess, q, early)
+  if strict:
+    early = without_wasted(early, plan, guess)
+  missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
+  late = attend(at, cache, missed, q)  # S∖Ŝ
+  logits, slot = joined(early, late)
+  state = softmax_state.merge(early.state, late.state)  # Eqs. 6–8
+  return Attended(state, logits, slot, early.visited + late.visited)
+
+
+def _repair_by(
+  run: Callable, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
+) -> Attended:
+  """`repair` by its kernel."""
   k, v, span = cache.slots["k"], cache.slots["v"], plan.span
-  stored, written = early.memo or ("whole", [])
-  if stored == "whole":
+  if early.memo is None:
     assert early.out is not None
     held = early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)
-    written = [x.reshape(-1, *x.shape[2:]) for x in held]
+    stored, written = "whole", [x.reshape(-1, *x.shape[2:]) for x in held]
+  else:
+    stored, written = early.memo.stored, list(early.memo.parts)
   state, out, missed, misses = run(
     *(q.astype(k.dtype), k, v, plan.table),
     *(guess.table, span.start, span.stop),
@@ -106,6 +186,28 @@ def repair(
   return Attended(state, None, None, visited, out.astype(q.dtype))
 
 
+def without_wasted(early: Attended, plan: Plan, guess: Plan) -> Attended:
+  """The states of those predicted tiles that the plan lists, merged."""
+  assert plan.table is not None and guess.table is not None
+  wanted = foresight.among(guess.table, plan.table)
+  state, logits = early.state, early.logits
+  ok = wanted[:, :, None]
+  l, m = jnp.where(ok, state.l, 0), jnp.where(ok, state.m, -jnp.inf)
+  state = softmax_state.merge_all(State(jnp.where(ok[..., None], state.o, 0), m, l))
+  if logits is not None:
+    logits = jnp.where(jnp.repeat(wanted, guess.unit, -1)[:, :, None], logits, -jnp.inf)
+  visited = jnp.where(wanted, early.visited, 0).sum(-1, dtype=jnp.int32)
+  return Attended(state, logits, early.slot, visited)
+
+
+def joined(a: Attended, b: Attended) -> tuple[Array | None, Array | None]:
+  """Logits and slots of two walks, where both have them."""
+  if a.logits is None or b.logits is None:
+    return None, None
+  assert a.slot is not None and b.slot is not None
+  return jnp.concatenate([a.logits, b.logits], -1), jnp.concatenate([a.slot, b.slot], -1)
+
+
 def speculation_ratio(selector: str, **shape: int) -> float:
   """ρ that was measured to pay on the default device (`kvjax.kernels.speculation`), else 0."""
   return kernel("speculation_ratio", "pallas")(selector, **shape)
@@ -113,7 +215,7 @@ def speculation_ratio(selector: str, **shape: int) -> float:
 
 def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:
   """What a kernel's states of the tiles of a plan are."""
-  memo = "tiles", list(parts)
+  memo = Written(tuple(parts), "tiles")
   return Attended(_states(q, parts), None, None, plan.sizes(cache.size), memo=memo)
 
 

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -24,12 +23,6 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
     return attention.attend(at, cache, plan, q)
   attend = _attend_span if plan.table is None else _attend_table
   return attend(at, cache, plan, q, run)
-
-
-def filling_splits(rows: int, length: int, tile: int) -> int:
-  """Splits of ART's walks over `length` slots with which `rows` heads fill the default device."""
-  quiet = jax.default_backend() != "gpu"
-  return kernel("art_splits", "pallas")(rows, length, tile, interpret=quiet)
 
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:

@@ -47,10 +47,10 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "key_weights": {"pallas": ("kvjax.kernels.key_weights", "key_weights")},
   "renew_extremes": {"pallas": ("kvjax.kernels.summaries", "renew_extremes")},
   "renew_mean": {"pallas": ("kvjax.kernels.summaries", "renew_mean")},
-  "cis_anchors": {"pallas": ("kvjax.kernels.cis", "anchors")},
-  "cis_found_listed": {"pallas": ("kvjax.kernels.cis", "found_and_listed")},
-  "cis_listed": {"pallas": ("kvjax.kernels.cis", "listed")},
-  "cis_note": {"pallas": ("kvjax.kernels.cis", "note")},
+  "cis_anchors": {"pallas": ("kvjax.kernels.cis_anchors", "anchors")},
+  "cis_found_listed": {"pallas": ("kvjax.kernels.cis_listed", "found_and_listed")},
+  "cis_listed": {"pallas": ("kvjax.kernels.cis_listed", "listed")},
+  "cis_note": {"pallas": ("kvjax.kernels.cis_note", "note")},
   "hshare_listed": {"pallas": ("kvjax.kernels.hshare", "listed")},
   "best_tiles": {"pallas": ("kvjax.kernels.top_k", "best")},
   "best_tiles_of_each": {"pallas": ("kvjax.kernels.top_k", "best_of_each")},
@@ -138,6 +138,13 @@ def _say_once(message: str) -> None:
   warnings.warn(message, stacklevel=3)
 
 
-def choose_for(at: At, operation: str, q: Array | None = None, k: Array | None = None) -> str:
-  """As `choose`, for kernels that take a cache's slots for all there are: XLA's where split."""
-  return "reference" if at.env.slot_axis else choose(operation, at.env.impl, q, k)
+def pallas(
+  at: At, operation: str, q: Array | None = None, k: Array | None = None, *, whole: bool = False
+) -> Callable | None:
+  """The Pallas kernel of an operation where it is what runs, as `choose` says; None: the reference.
+
+  `whole`: it takes a cache's slots for all there are; the reference runs where they are split.
+  """
+  if (whole and at.env.slot_axis) or choose(operation, at.env.impl, q, k) != "pallas":
+    return None
+  return kernel(operation, "pallas")

@@ -1,28 +1,24 @@
 """ART: stop walking the cache when the output has stopped moving (ART, §3, Alg. 1)."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, mass_bound, ring, softmax_state
+from kvjax import dispatch, mass_bound, ring
+from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
 from kvjax.fields import between, bound, expect, least, one_of
+from kvjax.full import Full
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.methods.full import Full
 from kvjax.methods.quest import Quest
-from kvjax.ops import attention, slots
-from kvjax.softmax_state import State
+from kvjax.ops import slots
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
 from kvjax.wrapper import Wrapper
 
-LARGEST_TILE = 256  # that the kernel takes
-PROBES = 32  # dimensions of the output that a strided probe looks at
 ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU
 
 
@@ -142,7 +138,12 @@ class ART(Wrapper):
 
   def _by_tiles(self, cache: Cache) -> bool:
     """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
-    return "ring" in cache.heads and not self.base.wants_logits
+    return "ring" in cache.heads and not self.base.wants_logits and not self._chooses
+
+  @property
+  def _chooses(self) -> bool:
+    """Whether the base says what is read."""
+    return any(self.base.overrides(move) for move in ("plan", "score", "select"))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     pages = {} if self.certify is None else self._pages.summaries(spec)
@@ -170,16 +171,14 @@ class ART(Wrapper):
     """Algorithm 1 for all heads at once; those that have stopped keep their state."""
     if self._spares_nothing(at, cache, plan):
       return self._read_all(at, cache, plan, q)
-    impl = dispatch.choose("art", at.env.impl, q, cache.slots["k"])
-    beyond = dispatch.beyond_kernel(at, cache, impl, logits=False, turned=False)
-    if self.tile > LARGEST_TILE:
-      beyond = f"walks tiles of {self.tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
-    if impl == "reference" or (beyond and at.env.impl == "auto"):
-      return self._walk(at, cache, plan, q)
-    run = dispatch.kernel("art", impl)
-    if beyond:
-      raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
-    return self._walk_by(run, at, cache, plan, q)
+    if self.certify is None:
+      order = self._order(at, cache, plan)
+    else:
+      order = self._by_bound(at, cache, plan, q.astype(cache.slots["k"].dtype))
+    splits = self._splits(at, cache, self._tiles(cache, order.plan))
+    limits = self.tau, self.phi, self.patience
+    stop = Stop(*limits, self.probe == "full", self.stop == "head", self.certify)
+    return walk(at, cache, order, q, self.tile, splits, stop)
 
   # ---- how many walks
 
@@ -191,7 +190,7 @@ class ART(Wrapper):
     if self.splits == "auto":
       return usual_splits(at.heads_in_all(heads), tiles)
     if self.splits == "fill":
-      return dispatch.filling_splits(batch * heads, tiles * self.tile, self.tile)
+      return filling_splits(batch * heads, tiles * self.tile, self.tile)
     return min(int(self.splits), tiles)
 
   def _tiles(self, cache: Cache, plan: Plan) -> int:
@@ -211,8 +210,8 @@ class ART(Wrapper):
     attended = self.base.attend(at, cache, plan, q)
     listed = self._listed(at, cache, plan)
     every = jnp.full((*cache.pos.shape[:2], 1, q.shape[2]), self._tiles(cache, listed), jnp.int32)
-    tiles, _ = self._read_by(listed, cache.size, every)
-    return dataclasses.replace(attended, memo=tiles)
+    tiles, _ = read_by(listed, cache.size, every, self.tile)
+    return dataclasses.replace(attended, memo=Walked(tiles))
 
   # ---- the order
 
@@ -226,6 +225,11 @@ class ART(Wrapper):
     """The ring that a walk goes round; None: it begins at the end of what is cached."""
     around = self._by_tiles(cache) and at.top.order(at, cache) is None
     return cache.heads["ring"] if around else None
+
+  def _order(self, at: At, cache: Cache, plan: Plan) -> Order:
+    """That of a plan: as it is listed, whole tiles newest first, or single slots by priority."""
+    listed, direct = self._listed(at, cache, plan), self._arithmetic(at, cache, plan)
+    return Order(listed, direct=direct, ring=self._goes_round(at, cache) if direct else None)
 
   def _listed(self, at: At, cache: Cache, plan: Plan) -> Plan:
     """A plan with a table: of tiles, newest first, or of single slots by priority."""
@@ -268,8 +272,8 @@ class ART(Wrapper):
     table = jnp.argsort(key, -1, stable=True).astype(jnp.int32)
     return jnp.where(slot < span.length()[..., None], table, -1)
 
-  def _by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
-    """A table of all tiles, by what they may weigh; its memo is the `unread_mass` behind each.
+  def _by_bound(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Order:
+    """All tiles, by what they may weigh.
 
     q is the query that is walked with, in the dtype of the keys: bounds of another prove nothing.
     The newest tile's bounds do not know the new token yet: it is one of those that are read first.
@@ -298,135 +302,8 @@ class ART(Wrapper):
     listed = jnp.where(table >= 0, ordered(keys), 0)
     unread = mass_bound.unread_mass(ordered(bounds), ordered(errors), listed)
     count = (table >= 0).sum(-1, dtype=jnp.int32)
-    return dataclasses.replace(
-      plan, table=table, count=count, unit=self.tile, pinned=pinned + 1, memo=unread
-    )
-
-  # ---- the walk
-
-  def _walk_by(self, run: Callable, at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
-    """The same by a kernel."""
-    certified = self.certify is not None
-    k, v, span = cache.slots["k"], cache.slots["v"], plan.span
-    rounded = q.astype(k.dtype)
-    listed = (
-      self._by_bound(at, cache, plan, rounded) if certified else self._listed(at, cache, plan)
-    )
-    direct = not certified and self._arithmetic(at, cache, plan)
-    around = self._goes_round(at, cache) if direct else None
-    assert listed.table is not None and listed.count is not None  # it is listed
-    state, out, walked = run(
-      rounded,
-      k,
-      v,
-      None if direct else listed.table,
-      None if direct else listed.count,
-      span.start,
-      span.stop,
-      unit=listed.unit,
-      sinks=span.sinks,
-      tile=self.tile,
-      tau=self.tau,
-      phi=self.phi,
-      patience=self.patience,
-      full=self.probe == "full",
-      per_head=self.stop == "head",
-      kept=-(-listed.pinned * listed.unit // self.tile),
-      splits=self._splits(at, cache, self._tiles(cache, listed)),
-      unread=listed.memo if certified else None,
-      log_ratio=None if self.certify is None else mass_bound.log_ratio(self.certify),
-      ring=around,
-      seen=None if around is None else cache.seen,
-    )
-    tiles, visited = self._read_by(listed, cache.size, walked)
-    return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
-
-  def _read_by(
-    self, plan: Plan, size: int, walked: Int[Array, "B K P G"]
-  ) -> tuple[Int[Array, "B K G"], Int[Array, "B K"]]:
-    """Tiles with a key that each query head took, and slots that any of a KV head's read.
-
-    Split s of P has walked its first `walked` tiles s, s + P, … of the plan's table.
-    """
-    assert plan.table is not None and plan.count is not None
-    tiles, splits = -(-plan.table.shape[-1] * plan.unit // self.tile), walked.shape[2]
-    key = jnp.arange(tiles * self.tile, dtype=jnp.int32)
-    entry = jnp.take(plan.table, key // plan.unit, 2, mode="fill", fill_value=-1)
-    slot = entry * plan.unit + key % plan.unit
-    real = (key // plan.unit < plan.count[..., None]) & (entry >= 0) & (slot < size)
-    held = (real & plan.span.holds(slot)).reshape(*slot.shape[:2], tiles, self.tile)
-    held = held.sum(-1, dtype=jnp.int32)[:, :, None]  # keys of every tile
-    t = jnp.arange(tiles, dtype=jnp.int32)
-    read = t // splits < jnp.moveaxis(walked, 2, 3)[..., t % splits]
-    return (read & (held > 0)).sum(-1, dtype=jnp.int32), jnp.where(read, held, 0).sum(-1).max(-1)
-
-  def _walk(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
-    """The reference: Algorithm 1, line by line, split by split."""
-    certified = self.certify is not None
-    if certified:
-      q = q.astype(cache.slots["k"].dtype)
-    plan = self._by_bound(at, cache, plan, q) if certified else self._listed(at, cache, plan)
-    assert plan.table is not None  # it is listed
-    tiles = self._tiles(cache, plan)
-    splits = self._splits(at, cache, tiles)
-    logits = None
-    if at.top.wants_logits:
-      logits = jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf)
-    walks: list[Walk] = []
-    for first in range(splits):
-      steps = jnp.arange(first, tiles, splits, dtype=jnp.int32)
-      walks.append(self._walk_tiles(at, cache, plan, q, steps, splits, logits))
-      logits = walks[-1].logits
-    state = functools.reduce(softmax_state.merge, (w.state for w in walks))
-    taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
-    visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
-    if logits is None:
-      return Attended(state, None, None, visited, memo=taken)
-    every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-    return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
-
-  def _walk_tiles(
-    self,
-    at: At,
-    cache: Cache,
-    plan: Plan,
-    q: Float[Array, "B K G H"],
-    tiles: Int[Array, " T"],
-    stride: int,
-    logits: Float[Array, "B K S G"] | None,
-  ) -> "Walk":
-    """One walk over some tiles of the order, `stride` apart; `logits` are those read so far."""
-    heads = q.shape[:3]
-    kept = -(-plan.pinned * plan.unit // self.tile)  # tiles that are never skipped
-
-    def step(walk: "Walk", t: Array) -> tuple["Walk", None]:
-      logits, v, slot, ok = self._load(at, cache, plan, q, t)
-      new = softmax_state.merge(walk.state, softmax_state.of_logits(logits, v))
-      stable = self._is_stable(self._look(new.o), self._look(walk.state.o))
-      counts = ok.any(-1)[..., None] & walk.going
-      calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)
-      done = calm >= self.patience
-      if self.certify is not None:
-        done = mass_bound.proven(plan.memo[..., t + 1], new.lse, self.certify)
-      if self.stop == "group":
-        done = done.all(-1, keepdims=True)
-      seen = walk.logits
-      if seen is not None:
-        shown = jnp.where(counts[..., None], logits, -jnp.inf)
-        seen = slots.put(seen, slot, jnp.moveaxis(shown, 2, 3))
-      return Walk(
-        state=jax.tree.map(lambda a, b: _where(counts, a, b), new, walk.state),
-        calm=calm,
-        going=walk.going & ~(done & (t + stride >= kept)),
-        tiles=walk.tiles + counts,
-        keys=walk.keys + jnp.where(counts, ok.sum(-1, dtype=jnp.int32)[..., None], 0),
-        logits=seen,
-      ), None
-
-    zero = jnp.zeros(heads, jnp.int32)
-    empty = softmax_state.empty(heads, q.shape[-1])
-    start = Walk(empty, calm=zero, going=zero == 0, tiles=zero, keys=zero, logits=logits)
-    return jax.lax.scan(step, start, tiles)[0]
+    plan = dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned + 1)
+    return Order(plan, unread=unread)
 
   def form(self, move: str) -> Any:
     if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
@@ -437,68 +314,8 @@ class ART(Wrapper):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Reports `tiles` [B, K, G], the steps that every query head took."""
-    tiles = attended.memo
+    tiles = attended.memo.tiles
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
     if self.certify is not None:
       cache = self._pages.renew(at, cache)
     return cache, {**aux, "tiles": tiles}
-
-  def _load(
-    self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], t: Int[Array, ""]
-  ) -> tuple[Float[Array, "B K G T"], Array, Int[Array, "B K T"], Bool[Array, "B K T"]]:
-    """Logits, values and slots of the keys of tile t, and which of them the query sees."""
-    assert plan.table is not None and plan.count is not None
-    key = t * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
-    entry = jnp.take(plan.table, key // plan.unit, 2, mode="clip")
-    listed = (key // plan.unit < plan.count[..., None]) & (entry >= 0)
-    slot = jnp.where(listed, entry * plan.unit + key % plan.unit, -1)
-    full = jnp.full_like(plan.count, self.tile)
-    view = at.top.read(at, cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
-    qpos = (cache.seen - 1)[:, None]
-    window = at.top.window(at, qpos)
-    ok = (view.pos >= 0) & plan.span.holds(view.slot)
-    if window is not None:
-      ok &= window.sees(view.pos)[:, :, 0]
-    x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]
-    x = jnp.where(ok[:, :, None], x, -jnp.inf)
-    v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
-    return x, v, view.slot, ok
-
-  def _look(self, o: Float[Array, "B K G H"]) -> Float[Array, "B K G P"]:
-    """x = Probe(o): the dimensions ⌊i·H/32⌋, i < 32; all where there are no more."""
-    size = o.shape[-1]
-    if self.probe == "full" or size <= PROBES:
-      return o
-    return o[..., [i * size // PROBES for i in range(PROBES)]]
-
-  def _is_stable(self, new: Float[Array, "B K G P"], old: Array) -> Bool[Array, "B K G"]:
-    """d_scale < τ and d_direction < φ; a probe of norm 0, the first one too, is not (§3.2)."""
-    scale = jnp.linalg.norm(new - old, axis=-1)  # ‖x(t) − x(t−1)‖₂
-    norms = jnp.linalg.norm(new, axis=-1) * jnp.linalg.norm(old, axis=-1)
-    cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, 1.0)
-    return (norms > 0) & (scale < self.tau) & (1 - cosine < self.phi)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Walk:
-  """A walk between two tiles, per query head [B, K, G].
-
-  Attributes:
-    state: softmax state of the tiles read.
-    calm: c, stable tiles in a row.
-    going: whether it goes on.
-    tiles, keys: steps taken (tiles with a key in them), and keys read.
-    logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where nobody asks.
-  """
-
-  state: State
-  calm: Array
-  going: Array
-  tiles: Array
-  keys: Array
-  logits: Array | None
-
-
-def _where(ok: Bool[Array, "B K G"], new: Array, old: Array) -> Array:
-  return jnp.where(ok.reshape(ok.shape + (1,) * (new.ndim - 3)), new, old)

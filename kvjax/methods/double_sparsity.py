@@ -51,6 +51,7 @@ class DoubleSparsity(SelectiveTokens):
   local: int = least(1, 1)
 
   def __post_init__(self):
+    super().__post_init__()
     sinks, local = self.sinks, self.local
     expected = f"at least sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget >= sinks + local, expected)

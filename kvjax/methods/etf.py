@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.fields import between, least, one_of
+from kvjax.full import Full
 from kvjax.method import Method
-from kvjax.methods.full import Full
 from kvjax.ops import depth, slots
 from kvjax.types import At, Carry, Prompt
 from kvjax.wrapper import Wrapper

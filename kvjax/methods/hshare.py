@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch
+from kvjax.dispatch.shared_sets import due, share_sets
 from kvjax.fields import between, expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.ops import attention, slots, tiles
-from kvjax.selective import SelectiveTokens, token_weights
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, Span
+from kvjax.ops import attention, slots
+from kvjax.selective import SelectiveTokens
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, Span, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class HShare(SelectiveTokens):
   steps: int = least(1, 2)
 
   def __post_init__(self):
+    super().__post_init__()
     sinks, local = self.sinks, self.local
     expected = f"more than sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget > sinks + local, expected)
@@ -96,7 +98,7 @@ class HShare(SelectiveTokens):
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
     """Of the heads that retrieve in this step; those of the others are not used."""
-    return token_weights(at, cache, q, self._retrieves(at, cache))
+    return dispatch.token_weights(at, cache, q, self._retrieves(at, cache))
 
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
@@ -112,10 +114,18 @@ class HShare(SelectiveTokens):
     if sets is None:
       heads, k = cache.heads["heavy"].shape[:2], cache.heads["heavy"].shape[2]
       sets = jnp.full((*heads, at.env.layers - self.dense_layers, k), -1, jnp.int32)
-    table, count, heavy, sets = self._listed(at, cache, span, retrieved, sets)
-    carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": sets})
-    memo = {"heavy": heavy, "retrieves": retrieves}
-    return Plan(span, table, count, memo=memo, unit=1, pinned=self.sinks), carry
+    sinks, local = self.forced
+    read = share_sets(
+      *(at, cache, span, retrieved, sets),
+      own=at.layer - self.dense_layers,
+      steps=self.steps,
+      budget=self.budget,
+      sinks=sinks,
+      local=local,
+    )
+    carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": read.of_layers})
+    memo = Shared(read.heavy, retrieves)
+    return Plan(span, read.table, read.count, memo=memo, unit=1, pinned=self.sinks), carry
 
   def _heaviest(
     self,
@@ -130,47 +140,11 @@ class HShare(SelectiveTokens):
     ordered = at.top.ordered
     return dispatch.other_tiles(at, scores, span, active=active, ordered=ordered, **how)[1]
 
-  def _listed(
-    self,
-    at: At,
-    cache: Cache,
-    span: Span,
-    retrieved: Int[Array, "B N k"],
-    sets: Int[Array, "B K L k"],
-  ) -> tuple[Int[Array, "B K W"], Int[Array, "B K"], Int[Array, "B K k"], Int[Array, "B K L k"]]:
-    """Table and count of the plan, the heavy tokens in use, and those of all layers with them."""
-    own, (sinks, local) = at.layer - self.dense_layers, self.forced
-    kept, from_head = cache.heads["heavy"], cache.heads["from_head"]
-    from_layer = cache.rows["from_layer"]
-    ends = not at.top.overrides("span")  # the kernel's spans end at the newest token
-    if ends and dispatch.choose("hshare_listed", at.env.impl) == "pallas":
-      return dispatch.kernel("hshare_listed", "pallas")(
-        *(retrieved, kept, from_head, from_layer, cache.seen, span.start, sets),
-        own=own,
-        slots=cache.size,
-        steps=self.steps,
-        budget=self.budget,
-        sinks=sinks,
-        local=local,
-        span_sinks=span.sinks,
-      )
-    of_heads = jnp.take_along_axis(retrieved, from_head[..., None], 1)
-    below = jnp.take_along_axis(sets, from_layer[:, None, None, None], 2)[:, :, 0]
-    new = jnp.where((from_layer == own)[:, None, None], of_heads, below)
-    heavy = jnp.where(self._due(cache)[:, None, None], new, kept)
-    forced = {"unit": 1, "sinks": sinks, "local": local}
-    table, count, _ = tiles.listed(span, heavy, **forced, tiles=cache.size)
-    return table, count, heavy, sets.at[:, :, own].set(heavy)
-
-  def _due(self, cache: Cache) -> Bool[Array, " B"]:
-    """Rows whose sets are made anew in this step."""
-    return (cache.seen % self.steps == 0) | (cache.seen <= self.budget)
-
   def _retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
     """Heads that use their own retrieval, in layers that do, where one is due."""
     own = cache.heads["from_head"] == at.head_index(cache.pos.shape[1])
     layer = cache.rows["from_layer"] == at.layer - self.dense_layers
-    return own & (layer & self._due(cache))[:, None]
+    return own & (layer & due(cache, self.steps, self.budget))[:, None]
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -178,7 +152,7 @@ class HShare(SelectiveTokens):
     """Keeps the set for the next steps. Reports `retrieved`, bool [B, K]."""
     if plan.memo is None:
       return cache, {"retrieved": jnp.zeros(cache.pos.shape[:2], bool)}
-    return cache.put(heads={"heavy": plan.memo["heavy"]}), {"retrieved": plan.memo["retrieves"]}
+    return cache.put(heads={"heavy": plan.memo.heavy}), {"retrieved": plan.memo.retrieves}
 
   # ---- prompt
 
@@ -197,7 +171,7 @@ class HShare(SelectiveTokens):
     if self._dense(at):
       return kept
     last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
-    scores = token_weights(at, kept, last[:, :, :, 0])
+    scores = dispatch.token_weights(at, kept, last[:, :, :, 0])
     span = at.top.span(at, kept, at.top.window(at, (kept.seen - 1)[:, None]))
     heavy = self._heaviest(at, scores, span)
     every = at.all_heads(heavy)
@@ -217,6 +191,20 @@ class HShare(SelectiveTokens):
       slots.choose_rows(valid > 0, cache.put(rows={"from_layer": sources[:, i]}), cache)
       for i, cache in enumerate(sparse)
     )
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Shared:
+  """What `observe` notes of a plan.
+
+  Attributes:
+    heavy: int32 [B, K, k], the set in use.
+    retrieves: bool [B, K], heads that use their own retrieval of this step.
+  """
+
+  heavy: Array
+  retrieves: Array
 
 
 def overlaps(sets: Int[Array, "B N k"]) -> Int[Array, "B N N"]:

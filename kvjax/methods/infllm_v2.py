@@ -1,16 +1,17 @@
 """InfLLM-v2: blocks by the attention that their compressed keys get (Zhao et al., 2025)."""
 
 import dataclasses
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
+from kvjax.dispatch.speculation import CompressedKeys
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
-from kvjax.ops import attention, tiles
+from kvjax.ops import tiles
 from kvjax.selective import Selective
 from kvjax.types import At, Cache, CacheSpec
 
@@ -47,6 +48,7 @@ class InfLLMv2(Selective):
   dense_below: int = least(0, 8192)
 
   def __post_init__(self):
+    super().__post_init__()
     for name in ("block", "kernel"):
       size = getattr(self, name)
       whole = size >= 1 and size % self.stride == 0
@@ -60,7 +62,7 @@ class InfLLMv2(Selective):
       block //= 2
     others = max(2, budget // block - 1)
     local = max(1, others // 3)
-    compressed = {"kernel": block // 2, "stride": block // 4}
+    compressed: dict[str, Any] = {"kernel": block // 2, "stride": block // 4}
     return cls(others - local, block, 1, local * block, **compressed, dense_below=0)
 
   @classmethod
@@ -89,55 +91,34 @@ class InfLLMv2(Selective):
   def positive(self) -> bool:
     return True
 
+  @property
+  def _windows(self) -> dict[str, int]:
+    """The tokens of compressed keys, in the words of `ops.tiles`."""
+    return {"width": self.kernel, "stride": self.stride}
+
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     count = max((spec.capacity - self.kernel) // self.stride + 1, 1)
     # A function of the keys.
     return {"compressed": Leaf("heads", (count, spec.head_dim), spec.dtype, in_place=True)}
 
   def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
-    over = {"width": self.kernel, "stride": self.stride}
-    window = tiles.touched(start, tokens, **over)
-    k, _ = tiles.keys(cache, window, **over)
+    window = tiles.touched(start, tokens, **self._windows)
+    k, _ = tiles.keys(cache, window, **self._windows)
     mean = k.astype(jnp.float32).mean(3)
     complete = window * self.stride + self.kernel <= cache.used[:, None]
     compressed = tiles.write(cache.heads["compressed"], window, complete, mean)
     return cache.put(heads={"compressed": compressed})
 
   def renew(self, at: At, cache: Cache) -> Cache:
-    known = self.form("summarise") is InfLLMv2.summarise
-    if not known or dispatch.choose_for(at, "renew_mean") != "pallas":
+    if self.form("summarise") is not InfLLMv2.summarise:
       return super().renew(at, cache)
-    over = {"width": self.kernel, "stride": self.stride}
-    compressed = dispatch.kernel("renew_mean", "pallas")(
-      cache.slots["k"], cache.used, cache.heads["compressed"], **over
-    )
-    return cache.put(heads={"compressed": compressed})
+    return dispatch.renew_mean(at, cache, self.summarise, **self._windows)
+
+  @property
+  def _scored(self) -> CompressedKeys:
+    return CompressedKeys(**self._windows)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+    """The best of the block's compressed keys by their probabilities, summed over the group."""
     compressed = cache.heads["compressed"]
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    blocks = -(-cache.size // self.block)
-    if dispatch.choose("key_weights", at.env.impl, q, compressed) == "pallas":
-      return dispatch.kernel("key_weights", "pallas")(
-        *(q.astype(compressed.dtype), compressed),
-        *(span.start, span.stop, jnp.broadcast_to(cache.seen[:, None], span.stop.shape)),
-        newest=1,
-        blocks=blocks,
-        stride=self.stride,
-        width=self.kernel,
-        block=self.block,
-        span_sinks=span.sinks,
-      )
-    start = jnp.arange(compressed.shape[2], dtype=jnp.int32) * self.stride
-    before = (cache.seen - 1)[:, None, None]  # the newest token
-    ok = (start + self.kernel <= before) & tiles.visible(span, start, self.kernel)
-    logits = attention.logits_of(q[:, :, :, None], compressed)[:, :, :, 0]
-    p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).sum(2)  # over the group
-    return self._pooled(jnp.where(ok, p, 0.0), blocks)
-
-  def _pooled(self, p: Float[Array, "B K M"], blocks: int) -> Float[Array, "B K P"]:
-    """The largest of all compressed keys that share a token with the block; 0 where none does."""
-    ahead, each = self.kernel // self.stride - 1, self.block // self.stride
-    padding = ((0, 0), (0, 0), (ahead, blocks * each - p.shape[2]))
-    window = (1, 1, ahead + each)
-    return jax.lax.reduce_window(p, 0.0, jax.lax.max, window, (1, 1, each), padding)
+    return dispatch.block_weights(at, cache, q, compressed, block=self.block, **self._windows)

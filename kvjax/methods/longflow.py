@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch
+from kvjax.dispatch import contributions
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import NORM, Leaf
 from kvjax.method import Aux, Method
@@ -66,26 +65,11 @@ class LongFlow(SnapKV):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
-    assert attended.logits is not None  # asked for by wants_logits
-    old, counted = cache.heads["victim"], attended.counted
-    counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
-    # A kernel does not see the heads of other shards.
-    alone = self.per == "kv_head" or at.env.head_axis is None
-    if alone and dispatch.choose("longflow_victim", at.env.impl) == "pallas":
-      # It looks at the denominators itself, all but those of other devices' heads.
-      live = counted if attended.live is None or at.env.head_axis else attended.live
-      victim = dispatch.kernel("longflow_victim", "pallas")(
-        *(attended.logits, attended.state.m, attended.state.l),
-        *(cache.slots["norm"], cache.pos, cache.used, cache.seen, live, old),
-        sinks=self.sinks,
-        recent=self.recent,
-        per_layer=self.per == "layer",
-      )
-      return cache.put(heads={"victim": victim}), {}
-    share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
-    score = jax.nn.logsumexp(share, 2) + jnp.log(cache.slots["norm"])
-    named = self._name_victim(at, cache, self._over_heads(at, score)).heads["victim"]
-    return cache.put(heads={"victim": jnp.where(counted[:, None], named, old)}), {}
+    old, per_layer = cache.heads["victim"], self.per == "layer"
+    victim = contributions.least_contributor(
+      at, cache, attended, old, **self._safe, per_layer=per_layer
+    )
+    return cache.put(heads={"victim": victim}), {}
 
   def rank(
     self,
@@ -101,32 +85,20 @@ class LongFlow(SnapKV):
       total = at.sum_heads(score.sum(1, keepdims=True))
       score = jnp.broadcast_to(total, score.shape)
     end = staged["pos"][:, 0].max(-1) + 1
-    score = jnp.where(self._safe(staged["pos"], end), jnp.inf, score)
+    stays = contributions.stays(staged["pos"], end, **self._safe)
+    score = jnp.where(stays, jnp.inf, score)
     return score, {**staged, "score": score}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """After a prompt the token that was ranked last is the first to leave."""
     held = {name: x for name, x in cache.slots.items() if name != "score"}
-    return self._name_victim(at, dataclasses.replace(cache, slots=held), cache.slots["score"])
+    victim = contributions.least(cache, cache.slots["score"], **self._safe)
+    return dataclasses.replace(cache, slots=held).put(heads={"victim": victim})
 
-  def _name_victim(self, at: At, cache: Cache, score: Float[Array, "B K S"]) -> Cache:
-    """The slot of least score among those that may leave."""
-    stays = self._safe(cache.pos, cache.seen) | (cache.pos < 0)
-    score = jnp.where(stays, jnp.inf, score)
-    return cache.put(heads={"victim": slots.lowest(score, cache.pos)})
-
-  def _safe(self, pos: Int[Array, "B K S"], end: Int[Array, " B"]) -> Bool[Array, "B K S"]:
-    """Tokens that may not leave: the first ones, and the newest before `end`."""
-    return (pos < self.sinks) | (pos >= (end - self.recent)[:, None, None])
-
-  def _over_heads(self, at: At, score: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """With per="layer", log of the sum over all heads, those of other shards included."""
-    if self.per == "kv_head":
-      return score
-    top = at.max_heads(score.max(1, keepdims=True))
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    total = at.sum_heads(jnp.exp(score - top).sum(1, keepdims=True))
-    return jnp.broadcast_to(jnp.log(total) + top, score.shape)
+  @property
+  def _safe(self) -> dict[str, int]:
+    """Tokens that may not leave."""
+    return {"sinks": self.sinks, "recent": self.recent}
 
   @classmethod
   def repo(cls, budget: int) -> Method:

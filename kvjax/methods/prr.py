@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, foresight, softmax_state
+from kvjax import dispatch, foresight
+from kvjax.dispatch import speculation
+from kvjax.dispatch.speculation import Beside
 from kvjax.fields import between, bound, expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing
 from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import Selective
-from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, pytree
 from kvjax.wrapper import Wrapper
 
 # Counted tokens below which a chunk leaves the factors as they were.
@@ -97,7 +97,8 @@ class PRR(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    expect(self, "base", isinstance(self.base, Selective), "a method that selects tiles")
+    selects = isinstance(self.base, Selective) and self.base.positional
+    expect(self, "base", selects, "a method that selects tiles of all tokens")
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -138,7 +139,7 @@ class PRR(Wrapper):
       return float(self.budget)
     shape = {"unit": self._selector.unit, "best": self._selector.best}
     name = type(self._selector).__name__
-    return dispatch.speculation_ratio(name, **shape, batch=batch, slots=capacity)
+    return speculation.speculation_ratio(name, **shape, batch=batch, slots=capacity)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """The predictor's state, the sets Ŝ of the next step and S of the last, and the factors."""
@@ -164,101 +165,64 @@ class PRR(Wrapper):
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
   ) -> tuple[Plan, Carry]:
-    """The true selection; its memo holds the foreseen one, all scores, and who is in both."""
+    """The true selection; its memo is a `Speculation`."""
     if "foreseen" not in cache.heads:
       return self.base.plan(at, cache, q, carry)
     foreseen = cache.heads["foreseen"]
     span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
     guess = Plan(span, foreseen, count, unit=self._selector.unit)
-    usual = at.top.form("select") is Selective.select
-    together = usual and dispatch.choose("best_tiles", at.env.impl) == "pallas"
-    memo = self._beside(at, cache, guess, q) if together else None
-    if memo is None:
-      memo = {"scores": at.top.score(at, cache, q)}
-    if together:
-      true, found = self._select_both(at, cache, memo)
-      memo |= found
+    known: dict[str, Any] = {}
+    if at.top.form("select") is Selective.select and dispatch.searches_together(at):
+      # S, and Ŝ of the next step: alone, the second would take as long as the first.
+      beside, caches = self._beside(at, cache, guess, q), (cache, _one_longer(cache))
+      ratios = 1.0, self._ratio(cache.pos.shape[0], cache.size)
+      true, ahead = self._selector._select_together(at, caches, beside.both, ratios, beside.stops)
+      known |= {"early": beside.early, "state": beside.state, "foreseen": ahead.table}
     else:
-      true = at.top.select(at, cache, memo["scores"])
+      known["scores"] = self._scores(at, cache, q)
+      true = at.top.select(at, cache, known["scores"])
     assert true.table is not None
-    memo |= {"guess": guess, "hit": foresight.among(true.table, foreseen)}
-    return dataclasses.replace(true, memo=memo), carry
+    hit = foresight.among(true.table, foreseen)
+    return dataclasses.replace(true, memo=Speculation(guess, hit, **known)), carry
 
-  def _select_both(self, at: At, cache: Cache, memo: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The true selection S, and Ŝ of the next step: one search, half of it for each.
-
-    For kernels: alone, the second would take as long as the first. What is found besides: the
-    predictor's state, and `foreseen`.
-    """
-    if "both" in memo:
-      state, both = memo["state"], memo["both"]
-    else:
-      state, ahead = self._advanced(cache, memo["scores"])
-      both = jnp.stack([memo["scores"], ahead], 2)  # [B, K, 2, P]
-    ratios = 1.0, self._ratio(cache.pos.shape[0], cache.size)
-    caches = cache, _one_longer(cache)
-    true, next_one = self._selector._select_together(at, caches, both, ratios, memo.get("stops"))
-    assert next_one.table is not None
-    return true, {"state": state, "foreseen": next_one.table}
-
-  def _beside(
-    self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]
-  ) -> dict[str, Any] | None:
-    """Attention over Ŝ, scores and the predictor's next state at once, where a kernel does that.
-
-    It scores Quest's pages or InfLLM-v2's compressed keys, and takes all tokens to be visible.
-    """
-    base = self.base
-    how: dict[str, Any] = {"predictor": self.predictor, "apart": self.strict}
-    names: tuple[str, ...]
-    if base.form("tile_scores") is Quest.tile_scores:
-      assert isinstance(base, Quest)
-      operation, names = "speculate", ("key_min", "key_max")
-      how |= {"group": base.group}
-    elif base.form("tile_scores") is InfLLMv2.tile_scores:
-      assert isinstance(base, InfLLMv2)
-      operation, names = "speculate_keys", ("compressed",)
-      how |= {"stride": base.stride, "width": base.kernel}
-    else:
-      return None
-    everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
-    usual = at.top.form("score") is Selective.score and not at.top.overrides("span")
-    # S1 may have to keep what was speculated as it is.
-    if not usual or not everything or self.variant == "S1":
-      return None
-    summaries = tuple(cache.heads[name] for name in names)
-    state = cache.heads["level"], cache.heads["trend"], cache.rows["factors"]
-    found = dispatch.speculate(at, cache, guess, q, operation, summaries, *state, **how)
-    if found is None:
-      return None
-    early, (both, level, trend, stops) = found
-    return {"early": early, "both": both, "state": Smoothed(level, trend), "stops": stops}
+  def _beside(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Beside:
+    """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
+    scored = self._selector._scored if self.base.knows("_scored", "tile_scores") else None
+    if scored is not None:
+      everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
+      usual = at.top.form("score") is Selective.score and not at.top.overrides("span")
+      # S1 may have to keep what was speculated as it is.
+      if usual and everything and self.variant != "S1":
+        state, factors = self._state(cache), cache.rows["factors"]
+        found = speculation.speculate(
+          *(at, cache, guess, q, scored, state, factors),
+          predictor=self.predictor,
+          apart=self.strict,
+        )
+        if found is not None:
+          return found
+    scores = self._scores(at, cache, q)
+    state, ahead = self._advanced(cache, scores)
+    return Beside(jnp.stack([scores, ahead], 2), state)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Attention over Ŝ, and the tiles that it missed folded into its state (Eqs. 6–8)."""
     if plan.memo is None:
       return self.base.attend(at, cache, plan, q)
-    assert plan.table is not None
-    guess, hit, early = plan.memo["guess"], plan.memo["hit"], plan.memo.get("early")
+    guess, hit, early = plan.memo.guess, plan.memo.hit, plan.memo.early
     early = self._speculate(at, cache, guess, q) if early is None else early
     if self.variant != "S1":
-      repaired = dispatch.repair(at, cache, plan, guess, q, early)
-      if repaired is not None:
-        return repaired
+      return speculation.repair(at, cache, plan, guess, hit, q, early, strict=self.strict)
+    assert plan.table is not None
     if self.strict:
-      early = _without_wasted(early, foresight.among(guess.table, plan.table), guess.unit)
-    if self.variant == "S1":
-      return self._attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
-    missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
-    late = self.base.attend(at, cache, missed, q)  # S∖Ŝ
-    logits, slot = _joined(early, late)
-    state = softmax_state.merge(early.state, late.state)  # Eqs. 6–8
-    return Attended(state, logits, slot, early.visited + late.visited)
+      early = speculation.without_wasted(early, plan, guess)
+    return self._attend_anew(at, cache, plan, q, early, (~hit & (plan.table >= 0)).any(-1))
 
   def _speculate(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Attention over Ŝ; with `strict`, one state [B, K, G, W] for each of its tiles."""
     if self.strict:
-      return dispatch.attend_tiles(at, cache, guess, q)
+      return speculation.attend_tiles(at, cache, guess, q)
     return self.base.attend(at, cache, guess, q)
 
   def _attend_anew(
@@ -281,7 +245,7 @@ class PRR(Wrapper):
     logits, slot = early.logits, early.slot
     if logits is not None:
       early = dataclasses.replace(early, logits=pick(jnp.full_like(logits, -jnp.inf), logits))
-    logits, slot = _joined(early, late)
+    logits, slot = speculation.joined(early, late)
     state = jax.tree.map(pick, late.state, early.state)
     return Attended(state, logits, slot, pick(late.visited, early.visited))
 
@@ -295,12 +259,18 @@ class PRR(Wrapper):
       return cache, aux
     assert plan.table is not None
     aux |= foresight.report(plan, before.heads["selected"], self._selector.positive)
-    if "foreseen" in plan.memo:
-      return _noted(cache, plan.memo["state"], plan.memo["foreseen"], plan.table), aux
-    new, ahead = self._advanced(before, plan.memo["scores"])
+    if plan.memo.foreseen is not None:
+      return _noted(cache, plan.memo.state, plan.memo.foreseen, plan.table), aux
+    new, ahead = self._advanced(before, plan.memo.scores)
     return self._foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
+
+  def _scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+    """The base's, in layers that select."""
+    scores = at.top.score(at, cache, q)
+    assert scores is not None
+    return scores
 
   def _factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
     """α, β, γ of every row."""
@@ -378,8 +348,7 @@ class PRR(Wrapper):
     qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
     state, factors = self._follow(at, kept, cache.seen - 1, q, qpos)
     kept = kept.put(rows={"factors": factors})
-    scores = at.top.score(at, kept, q[:, :, :, -1])
-    assert scores is not None
+    scores = self._scores(at, kept, q[:, :, :, -1])
     selected = at.top.select(at, kept, scores).table
     assert selected is not None
     ahead = self._forecast(state, factors[:, 2, None, None], kept.seen - 1)
@@ -412,8 +381,7 @@ class PRR(Wrapper):
       state, last, rates, tokens = carry
       q, t = token
       now = _as_of(cache, t)
-      scores = at.top.score(at, now, q)
-      assert scores is not None
+      scores = self._scores(at, now, q)
       if compare:
         others = jax.tree.map(lambda x: x[:-1], state)
         found, counts = self._hit_rates(at, now, scores, others, last)
@@ -486,6 +454,27 @@ class PRR(Wrapper):
     return jnp.moveaxis(rates, 0, 1).reshape(-1, rates.shape[-1]), counts
 
 
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+  """What a plan knows beside the true selection.
+
+  Attributes:
+    guess: the foreseen selection Ŝ.
+    hit: bool [B, K, W], which tiles of the plan are in it.
+    scores: float32 [B, K, P], of all tiles, where the next Ŝ is still to be made of them.
+    early: attention over Ŝ, where it has been made already.
+    state, foreseen: the predictor's next state, and the next Ŝ, where they have been made already.
+  """
+
+  guess: Plan
+  hit: Array
+  scores: Array | None = None
+  early: Attended | None = None
+  state: Smoothed | None = None
+  foreseen: Array | None = None
+
+
 def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
   """The cache as token t found it, but for summaries of tiles that were not full then."""
   pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
@@ -503,23 +492,3 @@ def _noted(
   """The cache with what the next step needs."""
   new = {"level": state.level, "trend": state.trend}
   return cache.put(heads={**new, "foreseen": foreseen, "selected": selected})
-
-
-def _without_wasted(early: Attended, wanted: Bool[Array, "B K W"], unit: int) -> Attended:
-  """The states of the wanted tiles, merged."""
-  state, logits = early.state, early.logits
-  ok = wanted[:, :, None]
-  l, m = jnp.where(ok, state.l, 0), jnp.where(ok, state.m, -jnp.inf)
-  state = softmax_state.merge_all(State(jnp.where(ok[..., None], state.o, 0), m, l))
-  if logits is not None:
-    logits = jnp.where(jnp.repeat(wanted, unit, -1)[:, :, None], logits, -jnp.inf)
-  visited = jnp.where(wanted, early.visited, 0).sum(-1, dtype=jnp.int32)
-  return Attended(state, logits, early.slot, visited)
-
-
-def _joined(a: Attended, b: Attended) -> tuple[Array | None, Array | None]:
-  """Logits and slots of two walks, where both have them."""
-  if a.logits is None or b.logits is None:
-    return None, None
-  assert a.slot is not None and b.slot is not None
-  return jnp.concatenate([a.logits, b.logits], -1), jnp.concatenate([a.slot, b.slot], -1)

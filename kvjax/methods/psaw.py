@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.fields import between, expect, least
+from kvjax.full import Full
 from kvjax.method import Method
-from kvjax.methods.full import Full
 from kvjax.ops import depth
 from kvjax.types import At, Window
 from kvjax.wrapper import Wrapper

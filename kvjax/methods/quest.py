@@ -1,11 +1,13 @@
 """Quest: pages whose keys could score high for this query (Tang et al., ICML 2024)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch
+from kvjax.dispatch.speculation import Pages
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Method
@@ -38,7 +40,10 @@ class Quest(Selective):
   group: str = one_of(("mean", "max"), "mean")
   dense_layers: int = dataclasses.field(default=2, kw_only=True)
 
+  anywhere: ClassVar[bool] = True  # the bounds of a page hold for any keys
+
   def __post_init__(self):
+    super().__post_init__()
     expect(self, "budget", self.budget >= self.page, f"at least one page of {self.page} tokens")
 
   @classmethod
@@ -56,7 +61,7 @@ class Quest(Selective):
 
   @property
   def spreads(self) -> bool:
-    return True
+    return self.base.spreads and self.base.positional
 
   @property
   def unit(self) -> int:
@@ -76,10 +81,10 @@ class Quest(Selective):
     extremes = Leaf("heads", shape, spec.dtype, in_place=True, along_slots=True)
     return {"key_min": extremes, "key_max": extremes}
 
-  def summarise(self, cache: Cache, start: Int[Array, " B"], tokens: int) -> Cache:
+  def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
     page = tiles.touched(start, tokens, width=self.page, stride=self.page)
     k, filled = tiles.keys(cache, page, width=self.page, stride=self.page)
-    begun = page * self.page < cache.used[:, None]
+    begun = tiles.begun(cache, page, self.page)
     extremes = {
       "key_min": jnp.where(filled, k, jnp.inf).min(3),
       "key_max": jnp.where(filled, k, -jnp.inf).max(3),
@@ -89,30 +94,16 @@ class Quest(Selective):
     )
 
   def renew(self, at: At, cache: Cache) -> Cache:
-    known = self.form("summarise") is Quest.summarise
-    if not known or dispatch.choose_for(at, "renew_extremes") != "pallas":
+    # The kernel finds the newest token by its position.
+    if not at.top.positional or self.form("summarise") is not Quest.summarise:
       return super().renew(at, cache)
-    held = cache.heads["key_min"], cache.heads["key_max"]
-    low, high = dispatch.kernel("renew_extremes", "pallas")(
-      cache.slots["k"], cache.used, *held, unit=self.page
-    )
-    return cache.put(heads={"key_min": low, "key_max": high})
+    return dispatch.renew_extremes(at, cache, self.summarise, unit=self.page)
+
+  @property
+  def _scored(self) -> Pages:
+    return Pages(self.group)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
-    if dispatch.choose_for(at, "page_bounds") == "pallas":
-      span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-      pages = cache.heads["key_min"], cache.heads["key_max"]
-      seen = {"unit": self.page, "span_sinks": span.sinks}
-      return dispatch.kernel("page_bounds", "pallas")(
-        q, *pages, span.start, span.stop, group=self.group, **seen
-      )
-    q = q.astype(jnp.float32)
-    if self.group == "mean":
-      return self._bound(cache, q.mean(2))
-    return jnp.stack([self._bound(cache, q[:, :, g]) for g in range(q.shape[2])]).max(0)
-
-  def _bound(self, cache: Cache, q: Float[Array, "B K H"]) -> Float[Array, "B K P"]:
-    """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1), scaled as logits are."""
-    q = q[:, :, None] * q.shape[-1] ** -0.5
-    low, high = cache.heads["key_min"], cache.heads["key_max"]
-    return jnp.maximum(q * low, q * high).sum(-1)
+    """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""
+    pages = cache.heads["key_min"], cache.heads["key_max"]
+    return dispatch.page_bounds(at, cache, q, *pages, unit=self.page, group=self.group)

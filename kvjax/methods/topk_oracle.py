@@ -1,12 +1,14 @@
 """Top-k oracle: the tokens that really matter to each query, whatever finding them costs."""
 
 import dataclasses
+from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from kvjax import dispatch
 from kvjax.fields import expect, least
 from kvjax.method import Method
-from kvjax.selective import SelectiveTokens, token_weights
+from kvjax.selective import SelectiveTokens
 from kvjax.types import At, Cache
 
 
@@ -27,14 +29,17 @@ class TopKOracle(SelectiveTokens):
   sinks: int = least(0, 0)
   local: int = least(0, 0)
 
+  anywhere: ClassVar[bool] = True
+
   def __post_init__(self):
+    super().__post_init__()
     fewest = max(self.sinks + self.local, 1)
     expected = f"at least {fewest} (sinks = {self.sinks}, local = {self.local})"
     expect(self, "budget", self.budget >= fewest, expected)
 
   @property
   def spreads(self) -> bool:
-    return True
+    return self.base.spreads and self.base.positional
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -45,4 +50,4 @@ class TopKOracle(SelectiveTokens):
     return cls(budget=length)
 
   def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-    return token_weights(at, cache, q)
+    return dispatch.token_weights(at, cache, q)

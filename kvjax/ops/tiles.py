@@ -113,31 +113,44 @@ def best(
   return table, count, jnp.where(table >= 0, ranked, -jnp.inf)
 
 
-def touched(start: Int[Array, " B"], tokens: int, *, width: int, stride: int) -> Int[Array, "B M"]:
+def touched(
+  start: Int[Array, "B *K"], tokens: int, *, width: int, stride: int
+) -> Int[Array, "B *K M"]:
   """Windows [j·stride, j·stride + width) that hold any of the slots [start, start + tokens)."""
   count = -(-(tokens - 1 + width) // stride)
   first = jnp.maximum((start - width) // stride + 1, 0)
-  return first[:, None] + jnp.arange(count, dtype=jnp.int32)
+  return first[..., None] + jnp.arange(count, dtype=jnp.int32)
+
+
+def begun(cache: Cache, window: Int[Array, "B *K M"], stride: int) -> Bool[Array, "B *K M"]:
+  """Whether the first slot of windows from j·stride on is occupied."""
+  return window * stride < jnp.expand_dims(cache.used, [*range(1, window.ndim)])
 
 
 def keys(
-  cache: Cache, window: Int[Array, "B M"], *, width: int, stride: int
-) -> tuple[Shaped[Array, "B K M width H"], Bool[Array, "B 1 M width 1"]]:
-  """The keys of windows [j·stride, j·stride + width), and which of their slots are occupied."""
+  cache: Cache, window: Int[Array, "B *K M"], *, width: int, stride: int
+) -> tuple[Shaped[Array, "B K M width H"], Bool[Array, "B _ M width 1"]]:
+  """The keys of windows [j·stride, j·stride + width), and which of their slots are occupied.
+
+  Windows are those of all heads, or of each.
+  """
+  alike = window.ndim == 2
   slot = window[..., None] * stride + jnp.arange(width, dtype=jnp.int32)
-  filled = slot < cache.used[:, None, None]
+  filled = slot < jnp.expand_dims(cache.used, [*range(1, slot.ndim)])
   k = cache.slots["k"]
-  flat = jnp.broadcast_to(slot.reshape(slot.shape[0], 1, -1), (*k.shape[:2], slot[0].size))
-  taken = slots.take(k, flat).reshape(*k.shape[:2], *slot.shape[1:], k.shape[-1])
-  return taken, filled[:, None, :, :, None]
+  flat = slot.reshape(slot.shape[0], 1 if alike else slot.shape[1], -1)
+  flat = jnp.broadcast_to(flat, (*k.shape[:2], flat.shape[-1]))
+  taken = slots.take(k, flat).reshape(*k.shape[:2], *slot.shape[-2:], k.shape[-1])
+  return taken, jnp.expand_dims(filled, (1, -1) if alike else -1)
 
 
 def write(
   x: Shaped[Array, "B K P *rest"],
-  window: Int[Array, "B M"],
-  ok: Bool[Array, "B M"],
+  window: Int[Array, "B *K M"],
+  ok: Bool[Array, "B *K M"],
   value: Shaped[Array, "B K M *rest"],
 ) -> Shaped[Array, "B K P *rest"]:
-  """x with the summaries of some windows replaced."""
+  """x with the summaries of some windows, of all heads or of each, replaced."""
   at = jnp.where(ok, window, x.shape[2])
-  return slots.put(x, jnp.broadcast_to(at[:, None], (*x.shape[:2], at.shape[1])), value)
+  at = at[:, None] if at.ndim == 2 else at
+  return slots.put(x, jnp.broadcast_to(at, (*x.shape[:2], at.shape[-1])), value)

@@ -24,9 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from ..full import Full
 from ..leaves import Leaf
 from ..method import Method
-from ..methods.full import Full
 from ..models.generate import join
 from ..shared_prefill import SharedPrefill, take
 from ..types import Env

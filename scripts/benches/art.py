@@ -267,9 +267,9 @@ def stopping_case(
     rows = dict.fromkeys(("seen", "used"), stop[:, 0])
     cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
     at = method.at(kvjax.Env(1, impl="reference"), 0)
-    run = jax.jit(lambda cache, q: method._walk(at, cache, method.everything(at, cache), q))
+    run = jax.jit(lambda cache, q: method.attend(at, cache, method.everything(at, cache), q))
     walked = run(cache, q)
-    return np.asarray(walked.state.o), np.asarray(walked.memo)
+    return np.asarray(walked.state.o), np.asarray(walked.memo.tiles)
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     rate = shape.kv_bytes() / seconds[WHOLE]

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from kvjax import offload
+from kvjax import Env, offload
 from kvjax.methods.ltri import LLAMA_3_8B_HEADS
 from kvjax.models.generate import join, split
 from kvjax.models.presets import PRESETS
@@ -58,7 +58,7 @@ def link(quick: bool) -> Case:
   def append(store, new, first):
     after = first.astype(jnp.float32)
     whole = jnp.full_like(first, count)
-    return offload.settled(offload.append(store, new, first, whole, "auto", after))
+    return offload.settled(offload.append(store, new, first, whole, Env(1), after))
 
   write = jax.jit(append, donate_argnums=0)
   where = jnp.zeros(1, jnp.int32)
@@ -68,7 +68,7 @@ def link(quick: bool) -> Case:
   @jax.jit
   def read(store, ids):
     def again(i, total):
-      found = offload.fetch(store, (ids + i * count) % blocks, "auto")
+      found = offload.fetch(store, (ids + i * count) % blocks, Env(1))
       return total + found["k"][0, 0, 0, 0, 0] + found["v"][0, 0, 0, 0, 0]
 
     return lax.fori_loop(0, 16, again, jnp.zeros((), dtype))
@@ -98,7 +98,7 @@ def link(quick: bool) -> Case:
     jax.block_until_ready([jax.device_put(x, back) for x in here])
     return time.perf_counter() - began
 
-  fetch = jax.jit(lambda store, ids: offload.fetch(store, ids, "auto"))
+  fetch = jax.jit(lambda store, ids: offload.fetch(store, ids, Env(1)))
   want = np.asarray(new["k"], np.float32)
 
   def remarks(seconds: dict[str, float]) -> list[str]:

@@ -215,9 +215,10 @@ def listed(unit: int, cache: Cache, name: str) -> Plan:
 
 def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
-  memo = method._beside(method.at(ENV, 0), cache, listed(method.base.unit, cache, "foreseen"), q)
-  assert memo is not None
-  return memo["early"].memo[1], memo["both"]
+  guess = listed(method.base.unit, cache, "foreseen")
+  found = method._beside(method.at(ENV, 0), cache, guess, q)
+  assert found.early is not None
+  return found.early.memo.parts, found.both
 
 
 def update(method: PRR, q: Any, cache: Cache) -> Any:

@@ -35,12 +35,10 @@ EQUIVALENT = {
     "o = part / np.where(total > 0, total, (2.0))[..., None]": _DIVISOR,
   },
   "kvjax/methods/art.py": {
-    'if self.probe == "full" or size < PROBES:': "of 32 channels the 32 probes are all",
     "table = jnp.where(t < count[..., None], table, (1))": "nothing reads entries beyond the count",
     "rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, (4.0), share))": (
       "first tiles and the newest are read before a walk may stop, in any order"
     ),
-    "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
   },
   "kvjax/methods/prr.py": {
     "jnp.zeros_like(scores), (index), weight": (
@@ -48,11 +46,14 @@ EQUIVALENT = {
       "head for one tile more than is put here"
     ),
   },
-  "kvjax/methods/longflow.py": {"top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM},
-  "kvjax/methods/cis.py": {
-    'if dispatch.choose("cis_anchors", at.env.impl) != "pallas":': (
-      "kernel and reference give the same; which one runs is counted by test_decode_ops.py"
-    ),
+  "kvjax/dispatch/contributions.py": {
+    "top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM,
+  },
+  "kvjax/dispatch/walk.py": {
+    "if self.full or size < PROBES:": "of 32 channels the 32 probes are all",
+    "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
+  },
+  "kvjax/dispatch/sharing.py": {
     "now = (cache.seen - 2)[:, None]": (
       "where the query stands is asked only by windows that turn it, which CIS has no base with"
     ),
@@ -91,11 +92,13 @@ EQUIVALENT = {
       "one block more than a token touches, to which it adds nothing: it costs time"
     ),
   },
-  "pallas_kernels/cis.py": {
+  "pallas_kernels/cis_note.py": {
     "return jnp.where((key >= higher).astype(jnp.int32).sum() > heaviest, higher, low)": (
       "the bound of one more: of its equals as many belong as are short, be it none"
     ),
-    'scoring["scale"] = head_dim**-(1.0)': (
+  },
+  "pallas_kernels/cis_anchors.py": {
+    'how |= {"span_sinks": span_sinks, "scale": head_dim**-(1.0)}': (
       "heads are ranked each by itself, and a positive scale changes no order"
     ),
   },
@@ -119,9 +122,7 @@ EQUIVALENT = {
     ),
   },
   "pallas_kernels/top_k.py": {
-    "place = (base + head + slot)": (
-      "the stores behind it are masked by `keep`: lanes that are not kept write nothing"
-    ),
+    "place = (place)": ("the stores behind it are masked by `ok`: other lanes write nothing"),
   },
   "pallas_kernels/repair.py": {
     "l = _backend.load(l_ref, part, group, mask=keep, other=1.0)": (

@@ -26,6 +26,14 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
+  "kvjax/dispatch/contributions.py": of("methods/longflow", laws=("longflow",)),
+  "kvjax/dispatch/scores.py": of(
+    *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
+  ),
+  "kvjax/dispatch/shared_sets.py": of("methods/hshare", "kernels/hshare_kernel"),
+  "kvjax/dispatch/sharing.py": of("methods/cis", "kernels/cis_kernel"),
+  "kvjax/dispatch/speculation.py": of("methods/prr", "kernels/prr_kernel"),
+  "kvjax/dispatch/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/ops/attention.py": of(
     *("methods/full", "methods/tova", "methods/topk_oracle"), laws=("full", "streaming_llm", "h2o")
@@ -41,6 +49,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/entrance.py": of("models/refusals"),
   "kvjax/foresight.py": of("methods/prr"),
   "kvjax/mass_bound.py": of("methods/art_certificate"),
+  "kvjax/full.py": of("methods/full", laws=("full",)),
   "kvjax/leaves.py": of("methods/full", laws=("h2o", "snapkv")),
   "kvjax/measured.py": of("methods/certificates"),
   "kvjax/method.py": of(
@@ -55,16 +64,26 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/shared_prefill.py": of(
     "models/refusals", laws=("full", "h2o"), chosen=("shared_prefill",)
   ),
+  "kvjax/shapes.py": of("models/refusals"),
   "kvjax/sites.py": of("models/by_layer"),
   "kvjax/streamed.py": of("methods/infllm", "methods/ltri", laws=("infllm",)),
   "kvjax/traced_layer.py": of("models/refusals"),
   "kvjax/traffic.py": of("devices/traffic"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
+  "pallas_kernels/_art_order.py": of("kernels/art_kernel"),
+  "pallas_kernels/_art_stop.py": of("kernels/art_kernel"),
+  "pallas_kernels/_bounds.py": of("kernels/top_k_kernel"),
+  "pallas_kernels/_cuts.py": of("kernels/top_k_kernel"),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),
+  "pallas_kernels/_ranked.py": of("kernels/top_k_kernel"),
+  "pallas_kernels/_search.py": of("kernels/top_k_kernel", "kernels/cis_kernel"),
   "pallas_kernels/_smoothing.py": of("kernels/prr_kernel"),
   "pallas_kernels/_split.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),
   "pallas_kernels/_tiles.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),
   "pallas_kernels/add_norm.py": of("kernels/product_kernels"),
+  "pallas_kernels/cis_anchors.py": of("kernels/cis_kernel"),
+  "pallas_kernels/cis_listed.py": of("kernels/cis_kernel"),
+  "pallas_kernels/cis_note.py": of("kernels/cis_kernel"),
   "pallas_kernels/host_blocks.py": of("kernels/offload"),
   "pallas_kernels/key_weights.py": of("kernels/score_kernels"),
   "pallas_kernels/prefill_pieces.py": of("kernels/prefill_pieces"),
@@ -76,13 +95,15 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/speculation.py": of("kernels/speculation"),
   "pallas_kernels/summaries.py": of("kernels/score_kernels"),
 }
-# Not drawn from: what says how kernels run or are cut, needs a GPU, or names things.
+# Not drawn from: what says which kernels run or how they are cut, needs a GPU, or names things.
 LEFT_OUT = (
+  *("kvjax/dispatch/entering.py", "kvjax/dispatch/prompt.py", "kvjax/dispatch/selection.py"),
+  *("kvjax/dispatch/step.py", "kvjax/dispatch/summaries.py", "kvjax/dispatch/table.py"),
   *("kvjax/ops/cudnn.py", "kvjax/registry.py", "kvjax/sharding.py", "kvjax/wrapper.py"),
   *("kvjax/fields.py", "pallas_kernels/_backend.py", "pallas_kernels/config.py"),
   *("pallas_kernels/decode_jax_triton.py", "kvjax/__main__.py", "kvjax/api.py"),
 )
-FOLDERS = ("kvjax", "kvjax/methods", "kvjax/ops", "pallas_kernels")
+FOLDERS = ("kvjax", "kvjax/dispatch", "kvjax/methods", "kvjax/ops", "pallas_kernels")
 
 
 def files(root: pathlib.Path) -> list[str]:

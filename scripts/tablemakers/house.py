@@ -16,17 +16,18 @@ CODE = pathlib.Path(kvjax.__file__).resolve().parent
 # Room -> what stands in it, beside the folders of the same name.
 ROOMS = {
   "models": "generation, the decoder, conversion",
+  "registry": "methods by their names",
   "methods": "one paper, one file",
   "families": "what several methods share",
   "protocol": "a method's moves and their order",
-  "dispatch": "which implementation runs",
+  "dispatch": "operations that have kernels, and which runs",
   "ops": "operations in plain JAX",
   "kernels": "Pallas, through Triton",
   "shared": "types, ropes, devices, memory",
 }
 _FILES = {
   **dict.fromkeys(("bounded", "prompt_scored", "selective", "streamed", "wrapper"), "families"),
-  **dict.fromkeys(("method", "entrance", "registry"), "protocol"),
+  **dict.fromkeys(("method", "full", "entrance"), "protocol"),
 }
 # Leaves of the house: they look at methods, and no room looks at them.
 _BESIDE = ("testing", "programs", "certificates", "diagnostics", "early_stops", "measured")

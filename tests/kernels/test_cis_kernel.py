@@ -12,7 +12,7 @@ import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Rope
 from kvjax.kernels import top_k
-from kvjax.kernels.cis import anchors
+from kvjax.kernels.cis_anchors import anchors
 from kvjax.kernels.key_weights import key_logits
 from tests.methods.test_cis import wandering
 

@@ -17,7 +17,9 @@ from kvjax import Rope
 from kvjax.kernels import (
   _backend,
   art,
-  cis,
+  cis_anchors,
+  cis_listed,
+  cis_note,
   config,
   decode,
   host_blocks,
@@ -232,8 +234,8 @@ def select_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 
 
 def weighed(logits, m, l, *arrays, **how):
-  """`cis.found_and_listed` where keys have logits."""
-  return cis.found_and_listed([logits, m, l], *arrays, **how)
+  """`cis_listed.found_and_listed` where keys have logits."""
+  return cis_listed.found_and_listed([logits, m, l], *arrays, **how)
 
 
 def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
@@ -247,19 +249,19 @@ def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     row, block = (batch, heads), (batch, heads, 16)
     shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
     shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
-    run = functools.partial(cis.anchors, tau=0.8, first=narrowed, interpret=False)
+    run = functools.partial(cis_anchors.anchors, tau=0.8, first=narrowed, interpret=False)
     yield f"anchors-{heads}x{units}", run, shapes
     if units == groups:
       keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
       yield f"anchors-and-logits-{heads}x{units}", looking, shapes + keys
-    run = functools.partial(cis.listed, slots=slots, sinks=16, local=64, interpret=False)
+    run = functools.partial(cis_listed.listed, slots=slots, sinks=16, local=64, interpret=False)
     fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
     shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
     shapes += [of((batch,), i32), of((batch, 1), i32)]
     yield f"listed-{heads}x{units}", run, shapes
     if units == 1:
       how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
-      run, where = functools.partial(cis.found_and_listed, **how), [of((batch, 1), i32)] * 2
+      run, where = functools.partial(cis_listed.found_and_listed, **how), [of((batch, 1), i32)] * 2
       fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
       yield f"found-and-listed-{heads}x{units}", run, fused
       partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
@@ -269,10 +271,10 @@ def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
     shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
     shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
-    run = functools.partial(cis.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
+    run = functools.partial(cis_note.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
     yield f"note-{heads}x{units}", run, shapes
   per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
-  run = functools.partial(cis.anchors, tau=0.8, interpret=False)
+  run = functools.partial(cis_anchors.anchors, tau=0.8, interpret=False)
   yield "anchors-per-query-head", run, [*per_head, *[of((2,), i32)] * 2]
 
 
@@ -296,7 +298,7 @@ def hshare_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 def looking(q, queries, anchor, step, seen, *keys):
   """CIS's decision, and the logits of rows that share with none."""
   how = {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
-  return cis.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
+  return cis_anchors.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
 
 
 def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:

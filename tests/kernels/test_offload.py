@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import offload
+from kvjax import Env, offload
 from kvjax.kernels import host_blocks
 from kvjax.types import OwnRows
 
@@ -45,7 +45,7 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
   rng = np.random.default_rng(1)
   block = rng.integers(-1, blocks, (batch, 6)).astype(np.int32)
   block[0, :2] = [-1, blocks - 1]
-  found = jax.jit(lambda s, b: offload.fetch(s, b, impl))(store, block)
+  found = jax.jit(lambda s, b: offload.fetch(s, b, Env(1, impl=impl)))(store, block)
   for name, x in whole.items():
     want = np.stack([x[b][:, block[b]] for b in range(batch)])
     want = np.where((block >= 0)[:, None, :, None, None], want, 0)
@@ -58,7 +58,7 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
   count[0], count[-1] = 0, 3
 
   def append(store, new, first, count):
-    return offload.append(store, new, first, count, impl, jnp.zeros(3))
+    return offload.append(store, new, first, count, Env(1, impl=impl), jnp.zeros(3))
 
   got = joined(jax.jit(append)(store, new, first, count))
   for name, x in whole.items():
@@ -140,10 +140,10 @@ def test_over_the_link():
   }
 
   def both(store, new):
-    before = offload.fetch(store, jnp.array([[3, -1]], jnp.int32), "auto")
+    before = offload.fetch(store, jnp.array([[3, -1]], jnp.int32), Env(1))
     after = before["k"].sum()
     count = jnp.array([16], jnp.int32)
-    store = offload.append(store, new, jnp.array([2], jnp.int32), count, "auto", after)
+    store = offload.append(store, new, jnp.array([2], jnp.int32), count, Env(1), after)
     return offload.settled(store), before
 
   run = jax.jit(both, donate_argnums=0)
@@ -152,7 +152,7 @@ def test_over_the_link():
   assert store.of["k"][0].unsafe_buffer_pointer() == place
   assert not np.asarray(before["k"]).any()
   ids = jnp.arange(2, 18, dtype=jnp.int32)[None]
-  back = jax.jit(lambda s, b: offload.fetch(s, b, "auto"))(store, ids)
+  back = jax.jit(lambda s, b: offload.fetch(s, b, Env(1)))(store, ids)
   for name in ("k", "v"):
     np.testing.assert_array_equal(np.asarray(back[name]), np.asarray(new[name]))
 
@@ -167,8 +167,8 @@ def test_over_the_link_in_a_loop():
     store, total = carry
     blocks = {"k": new[i], "v": -new[i]}
     first, one = jnp.full(1, i, jnp.int32), jnp.ones(1, jnp.int32)
-    store = offload.append(store, blocks, first, one, "auto", total)
-    found = offload.fetch(store, jnp.full((1, 1), i, jnp.int32), "auto")
+    store = offload.append(store, blocks, first, one, Env(1), total)
+    found = offload.fetch(store, jnp.full((1, 1), i, jnp.int32), Env(1))
     return store, total + found["k"].sum()
 
   def run(store):

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle
+from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle, dispatch
 from kvjax.kernels import key_weights as weights
 from kvjax.kernels.key_weights import key_logits, key_weights
 from kvjax.kernels.quest import page_bounds
 from kvjax.ops.smoothing import Smoothed
-from kvjax.selective import token_weights
 from scripts.benches.longflow import holding
 
 SHAPES = [
@@ -78,7 +77,7 @@ def test_token_weights(shape):
   at, cache, q = setting(TopKOracle(32), shape, shape[3] - 7)
   k = cache.slots["k"].at[0, 0, 5].set(jnp.nan)
   cache = cache.put(slots={"k": k})
-  want = token_weights(at, cache, q)
+  want = dispatch.token_weights(at, cache, q)
   run = functools.partial(key_weights, blocks=k.shape[2], log=True)
   start, stop = bounds(cache)
   active = jnp.ones(k.shape[:2], jnp.int32).at[0, 1].set(0)
@@ -93,7 +92,7 @@ def test_a_program_may_weigh_several_times(monkeypatch):
   assert weights._cut_blocks(2, 1000, 2) == (128, 3)
   k, (start, stop) = cache.slots["k"], bounds(cache)
   got = key_weights(q, k, start, stop, stop, blocks=1000, log=True, programs=2)
-  np.testing.assert_allclose(got, token_weights(at, cache, q), atol=CLOSE["bfloat16"])
+  np.testing.assert_allclose(got, dispatch.token_weights(at, cache, q), atol=CLOSE["bfloat16"])
 
 
 def test_forecasts_of_keys():

@@ -31,7 +31,7 @@ def runner(method, impl="reference"):
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
     attended = method.attend(at, cache, method.everything(at, cache), q)
-    return attended.state.o, attended.memo
+    return attended.state.o, attended.memo.tiles
 
   return run
 

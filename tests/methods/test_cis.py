@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Linear, Rope
-from kvjax.methods.cis import _distinct
+from kvjax.dispatch.sharing import distinct
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -82,7 +82,7 @@ class Planned(Layer):
       q, k = rope.rotate(q, place[..., None]), rope.rotate(k, place)
       cache = self.method.insert(self.at, cache, k, v, jnp.ones(len(q), bool))
       plan, _ = self.method.plan(self.at, cache, q, Carry())
-      return plan.table, plan.count, plan.memo["retrieve"]
+      return plan.table, plan.count, plan.memo.retrieve
 
     self._plan = plan
 
@@ -287,7 +287,7 @@ def test_a_further_turn_begins_a_block():
 
 def test_distinct():
   table = jnp.array([[[5, 3, -1, 5, 0, 3, 7, -1]]])
-  out, count = _distinct(table)
+  out, count = distinct(table)
   assert out[0, 0].tolist() == [5, 3, 0, 7, -1, -1, -1, -1] and int(count[0, 0]) == 4
 
 

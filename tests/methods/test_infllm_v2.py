@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import InfLLMv2
+from kvjax import InfLLMv2, dispatch
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import check, choose, keys, queries, softmax, tokens_of
 
@@ -48,7 +48,7 @@ def test_worked_example():
   )
   means = m.summarise(layer.cache, jnp.array([0]), 4).heads["compressed"]
   np.testing.assert_allclose(means[0, 0, :, 0], [2, 4, 6])
-  pooled = m._pooled(jnp.array([[[0.2, 0.5, 0.3]]]), 2)
+  pooled = dispatch.pooled(jnp.array([[[0.2, 0.5, 0.3]]]), 2, width=2, stride=1, block=2)
   np.testing.assert_allclose(pooled[0, 0], [0.5, 0.5])
 
 

@@ -31,9 +31,9 @@ def test_worked_example():
   """Two pages of two keys, q = (2, −1), two channels."""
   page = np.array([[[1.0, -2.0], [0.5, 4.0]], [[-3.0, 1.0], [1.0, 1.0]]])
   low, high = (jnp.asarray(x[None, None], jnp.float32) for x in (page.min(1), page.max(1)))
-  cache = Quest(page=2).init(Stream.random(0, 1, 1, 1, 4, 2).spec(4), 2)
-  cache = cache.put(heads={"key_min": low, "key_max": high})
-  found = Quest(page=2)._bound(cache, jnp.array([[[2.0, -1.0]]]))
+  layer = Layer(Quest(page=2), Stream.random(0, 1, 1, 1, 4, 2), capacity=4, layer=2)
+  cache = layer.cache.put(heads={"key_min": low, "key_max": high})
+  found = layer.method.tile_scores(layer.at, cache, jnp.array([[[[2.0, -1.0]]]]))
   # Page 0: max(2·0.5, 2·1) + max(−1·−2, −1·4) = 4; page 1: max(−6, 2) + max(−1, −1) = 1.
   np.testing.assert_allclose(found[0, 0] * np.sqrt(2), [4, 1], rtol=1e-6)
 

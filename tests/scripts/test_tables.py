@@ -246,18 +246,24 @@ def test_imports_are_found_wherever_they_stand(tmp_path):
   path = tmp_path / "here.py"
   path.write_text(
     "import kvjax.memory\nfrom .. import types\nfrom ..ops import slots\nimport numpy\n"
-    "def late():\n  from kvjax.methods.full import Full\n"
+    "def late():\n  from kvjax.methods.psaw import PSAW\n"
     "  importlib.import_module(f'kvjax.kernels.{name}')\n"
   )
   found = set(house.imports(path, "dispatch.here"))
-  assert found == {"memory", "types", "ops.slots", "methods.full.Full", "kernels."}
+  assert found == {"memory", "types", "ops.slots", "methods.psaw.PSAW", "kernels."}
 
 
 def test_only_dispatch_opens_the_door_to_kernels_and_nobody_that_to_models():
   doors = house.doors()
   assert {here for here, there in doors if there == "kernels"} == {"dispatch"}
   assert not {here for here, there in doors if there == "models"}
-  assert ("ops", "methods") not in doors and ("ops", "protocol") not in doors
+
+
+def test_no_two_rooms_import_each_other():
+  """But for what all of them share."""
+  doors = {door for door in house.doors() if "shared" not in door}
+  assert ("methods", "protocol") in doors
+  assert not {(here, there) for here, there in doors if (there, here) in doors}
 
 
 def test_moves_are_those_of_classes():

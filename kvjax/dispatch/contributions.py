@@ -1,0 +1,71 @@
+"""LongFlow: the token that contributes least to the newest output (§3.2, Alg. 1)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.dispatch.table import pallas
+from kvjax.ops import slots
+from kvjax.types import At, Attended, Cache
+
+
+def least_contributor(
+  at: At,
+  cache: Cache,
+  attended: Attended,
+  old: Int[Array, "B K"],
+  *,
+  sinks: int,
+  recent: int,
+  per_layer: bool,
+) -> Int[Array, "B K"]:
+  """Slot of the token of least log Σ_g α_g + log ‖v‖₁ that may leave (Alg. 1).
+
+  Args:
+    at, cache, attended: of a decode step, with logits; the cache keeps "norm".
+    old: what rows that do not count keep.
+    sinks, recent: as in `stays`.
+    per_layer: whether all heads of a layer, those of other shards too, have one victim, by the sum
+      of their contributions.
+  """
+  assert attended.logits is not None
+  counted = attended.counted
+  counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
+  norm, safe = cache.slots["norm"], {"sinks": sinks, "recent": recent}
+  # A kernel does not see the heads of other shards.
+  alone = not per_layer or at.env.head_axis is None
+  if alone and (run := pallas(at, "longflow_victim")):
+    # It looks at the denominators itself, all but those of other devices' heads.
+    live = counted if attended.live is None or at.env.head_axis else attended.live
+    state, where = attended.state, (cache.pos, cache.used, cache.seen)
+    operands = attended.logits, state.m, state.l, norm, *where, live, old
+    return run(*operands, **safe, per_layer=per_layer)
+  share = attended.logits - attended.state.lse[..., None]  # log α, [B, K, G, S]
+  score = jax.nn.logsumexp(share, 2) + jnp.log(norm)
+  if per_layer:
+    score = _over_heads(at, score)
+  named = least(cache, score, **safe)
+  return jnp.where(counted[:, None], named, old)
+
+
+def least(
+  cache: Cache, score: Float[Array, "B K S"], *, sinks: int, recent: int
+) -> Int[Array, "B K"]:
+  """The slot of least score among those that may leave."""
+  staying = stays(cache.pos, cache.seen, sinks=sinks, recent=recent) | (cache.pos < 0)
+  return slots.lowest(jnp.where(staying, jnp.inf, score), cache.pos)
+
+
+def stays(
+  pos: Int[Array, "B K S"], end: Int[Array, " B"], *, sinks: int, recent: int
+) -> Bool[Array, "B K S"]:
+  """Tokens that may not leave: the first ones, and the newest before `end`."""
+  return (pos < sinks) | (pos >= (end - recent)[:, None, None])
+
+
+def _over_heads(at: At, score: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+  """log of the sum over all heads, those of other shards included."""
+  top = at.max_heads(score.max(1, keepdims=True))
+  top = jnp.where(jnp.isneginf(top), 0.0, top)
+  total = at.sum_heads(jnp.exp(score - top).sum(1, keepdims=True))
+  return jnp.broadcast_to(jnp.log(total) + top, score.shape)

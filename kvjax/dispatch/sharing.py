@@ -1,0 +1,344 @@
+"""CIS: which queries share what an earlier one retrieved, and what is read and noted (PrHS, §IV-A).
+
+Each step's reference comes first, then the kernel that does the same. On the heads shelf a cache
+holds what is known of the block: "queries" [B, K, s, G, H] of norm 1, "anchor" [B, K, s, U], the
+step whose retrieval each used, and "retrieved" [B, K, s, U, W], dilated, −1 = none, behind; and on
+the rows shelf "step" [B], this one's. A KV head decides as one (U = 1), or its query heads each by
+themselves (U = G).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.dispatch.selection import holds, other_tiles
+from kvjax.dispatch.table import kernel, pallas
+from kvjax.ops import attention, context
+from kvjax.types import At, Attended, Cache, Window, pytree
+
+NOWHERE = jnp.iinfo(jnp.int32).max  # behind all positions
+HELD = ("queries", "anchor", "retrieved")
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What a step's queries share.
+
+  Attributes:
+    query: float32 [B, K, G, H], q at norm 1.
+    anchor: int32 [B, K, U], the step of the block whose retrieval is used: this one's where a unit
+      retrieves.
+    retrieves: int32 [B, K, U], 1 where a unit shares with none.
+    step: int32 [B, K], this one, of the block.
+    window: what the queries may see; None: everything.
+    logits: float32 [B, K, G, S] of the heads that retrieve, where they were scored on the way.
+  """
+
+  query: Array
+  anchor: Array
+  retrieves: Array
+  step: Array
+  window: Window | None = None
+  logits: Array | None = None
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Retrieval:
+  """What a step retrieved, and what it reads. Units that share hold anything in the first two.
+
+  Attributes:
+    found: int32 [B, K, U, f], the heaviest tokens of the middle by position, −1 behind them.
+    weight: float32 [B, K, U, f], theirs, on any scale that keeps their order.
+    table, count: int32 [B, K, X] and [B, K], of the plan: first tokens, the newest backwards, then
+      the chosen ones of the middle. The kernels' lists may have holes (−1).
+  """
+
+  found: Array
+  weight: Array
+  table: Array
+  count: Array
+
+
+# ---- who shares
+
+
+def share(at: At, cache: Cache, q: Float[Array, "B K G H"], *, tau: float) -> Choice:
+  """Which earlier query of the block each unit shares with, if any: the latest alike (Eq. 12).
+
+  A kernel works out the window too, instead of a launch of its own, and where it can the logits of
+  the heads that retrieve.
+  """
+  window = at.top.window(at, (cache.seen - 1)[:, None])
+  if run := pallas(at, "cis_anchors"):
+    return _share_by(run, at, cache, q, window, tau)
+  query, step = _unit(q), cache.rows["step"][:, None, None]
+  queries, anchors, _ = (cache.heads[name] for name in HELD)
+  cosine = (query[:, :, None] * queries).sum(-1)  # Eq. 12, [B, K, s, G]
+  alike = jnp.minimum(cosine, 1.0) > tau  # rounding must not let 1 exceed τ = 1
+  if anchors.shape[3] < q.shape[2]:
+    alike = alike.all(-1, keepdims=True)
+  earlier = jnp.arange(queries.shape[2], dtype=jnp.int32)[:, None]
+  latest = jnp.where(alike & (earlier < step[..., None]), earlier, -1).max(2)  # j
+  anchor = _of_step(anchors, latest)
+  anchor = jnp.where(latest >= 0, anchor, step)
+  steps = jnp.broadcast_to(step[..., 0], q.shape[:2])
+  return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps, window)
+
+
+def _share_by(
+  run: Callable, at: At, cache: Cache, q: Array, window: Window | None, tau: float
+) -> Choice:
+  """`share` by its kernel."""
+  block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
+  narrows = window is not None and window.view is None
+  how: dict[str, Any] = {"tau": tau, "first": None}
+  if narrows:
+
+    def first(seen: Array) -> Array:
+      window = at.top.window(at, jnp.reshape(seen - 1, (1, 1)))
+      assert window is not None
+      return window.first.reshape(())
+
+    how["first"] = first
+  k = cache.slots["k"]
+  # Where every query head decides for itself, its logits have the order of its weights.
+  alone = cache.heads["anchor"].shape[3] == q.shape[2]
+  looks = alone and _looking(at, "key_logits", window, q, k) is not None
+  if looks:
+    how |= {"keys": (k, cache.used), "span_sinks": 0 if window is None else window.sinks}
+  query, anchor, retrieves, step, *more = run(q, *block, **how)
+  if narrows:
+    assert window is not None
+    window = dataclasses.replace(window, first=more[0][:, None])
+  return Choice(query, anchor, retrieves, step, window, more[-1] if looks else None)
+
+
+def _looking(at: At, operation: str, window: Window | None, *attention: Array) -> Callable | None:
+  """The kernel of an operation over a window, if it can do it; `attention`: q and k, if any.
+
+  Kernels have one query for all keys, and spans that end at the newest.
+  """
+  if (window is not None and window.view is not None) or at.top.overrides("span"):
+    return None
+  return pallas(at, operation, *attention, whole=True)
+
+
+# ---- what is read
+
+
+def retrieve(
+  at: At,
+  cache: Cache,
+  q: Float[Array, "B K G H"],
+  choice: Choice,
+  *,
+  k: int,
+  sinks: int,
+  local: int,
+) -> Retrieval:
+  """The k heaviest tokens of the middle (ties: the lowest), and the list of all that is read.
+
+  Kernels read no key for units that share.
+  """
+  window = choice.window
+  if _looking(at, "key_weights", window, q, cache.slots["k"]):
+    return _retrieve_by_kernels(at, cache, q, choice, k, sinks, local)
+  now = (cache.seen - 1)[:, None]
+  logits = attention.windowed_logits(at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window)
+  span = context.span(at, cache, at.top.span(at, cache, window))
+  visible = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
+  if window is not None:
+    visible &= window.sees(cache.pos)[:, :, 0]
+  logits = jnp.where(visible[:, :, None], logits[:, :, :, 0], -jnp.inf)
+  # Logarithms of the weights: the small ones still have an order where the weights are all 0.
+  weight = context.log_softmax(at, logits)  # ln A, Eq. 2
+  if choice.anchor.shape[2] < q.shape[2]:
+    weight = jax.nn.logsumexp(weight, 2, keepdims=True)  # of the mean, up to a constant
+  place = context.first(at, cache.size) + jnp.arange(cache.size, dtype=jnp.int32)
+  place = _in_middle(cache, jnp.where(visible, place, -1)[:, :, None], sinks, local)
+  weight = jnp.where(place >= 0, weight, -jnp.inf)
+  best, index = context.top_k(at, weight, k)
+  index = jnp.where(best > -jnp.inf, index, NOWHERE)
+  index, best = jax.lax.sort((index, best), num_keys=1)
+  found = jnp.where(index == NOWHERE, -1, index)
+  return Retrieval(found, best, *_listed(at, cache, choice, found, sinks, local))
+
+
+def _retrieve_by_kernels(
+  at: At, cache: Cache, q: Array, choice: Choice, k: int, sinks: int, local: int
+) -> Retrieval:
+  """`retrieve` by kernels: what units decide for themselves is listed by the launch that finds."""
+  keys, span, needed = cache.slots["k"], at.top.span(at, cache, choice.window), choice.retrieves
+  batch, heads, units = needed.shape
+  operands = q.astype(keys.dtype), keys, span.start, span.stop, span.stop
+  some = {"span_sinks": span.sinks, "active": needed[..., 0]}
+  few, sizes = min(k, cache.size), {"sinks": sinks, "local": local}
+  direct = units == q.shape[2]
+  logits: Sequence[Array]
+  if choice.logits is not None:
+    logits = [choice.logits]
+  else:  # units are KV heads
+    logits = kernel("key_logits", "pallas")(*operands, **some)
+  if units == 1 and holds(at, cache.size, few):
+    best, index, *listed = kernel("cis_found_listed", "pallas")(
+      *([logits[0][:, :, 0]] if direct else logits, span.start, span.stop),
+      *(cache.heads["retrieved"], choice.anchor, needed, cache.seen),
+      **sizes,
+      k=few,
+      span_sinks=span.sinks,
+    )
+    return Retrieval(index[:, :, None], best[:, :, None], *listed)
+  weight = logits[0]
+  if not direct:
+    weight = kernel("key_weights", "pallas")(*operands, blocks=cache.size, log=True, **some)
+  best, index = other_tiles(
+    at,
+    weight.reshape(batch, heads * units, -1),
+    span,
+    **sizes,
+    unit=1,
+    k=few,
+    active=needed.reshape(batch, heads * units),
+    ordered=False,
+  )
+  found, best = (x.reshape(*needed.shape, -1) for x in (index, best))
+  return Retrieval(found, best, *_listed(at, cache, choice, found, sinks, local))
+
+
+def _listed(
+  at: At, cache: Cache, choice: Choice, found: Int[Array, "B K U f"], sinks: int, local: int
+) -> tuple[Int[Array, "B K X"], Int[Array, "B K"]]:
+  """Table and count of the plan."""
+  retrieves, anchor, window = choice.retrieves, choice.anchor, choice.window
+  retrieved = cache.heads["retrieved"]
+  if run := _looking(at, "cis_listed", window):
+    span = at.top.span(at, cache, window)
+    sizes = {"slots": cache.size, "sinks": sinks, "local": local, "span_sinks": span.sinks}
+    return run(retrieved, found, anchor, retrieves, cache.seen, span.start, **sizes)
+  missing = retrieved.shape[-1] - found.shape[-1]
+  fresh = jnp.pad(found, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
+  old = _of_step(retrieved, anchor[..., None])
+  chosen = jnp.where(retrieves[..., None] > 0, fresh, old)
+  chosen = _in_middle(cache, chosen, sinks, local)
+  always = _always(cache, sinks, local)
+  table = jnp.concatenate([always, chosen.reshape(*chosen.shape[:2], -1)], -1)
+  if window is not None:
+    table = jnp.where(window.sees(table)[:, :, 0], table, -1)
+  return distinct(table)
+
+
+def _in_middle(
+  cache: Cache, token: Int[Array, "B K U X"], sinks: int, local: int
+) -> Int[Array, "B K U X"]:
+  """Tokens in [C_sink, n − C_local); −1 in place of the others."""
+  end = (cache.seen - local)[:, None, None, None]
+  return jnp.where((token >= sinks) & (token < end), token, -1)
+
+
+def _always(cache: Cache, sinks: int, local: int) -> Int[Array, "B K X"]:
+  """First tokens, then the newest backwards, none twice."""
+  n = cache.seen[:, None]
+  first = jnp.arange(sinks, dtype=jnp.int32)
+  newest = n - 1 - jnp.arange(local, dtype=jnp.int32)
+  newest = jnp.where(newest >= sinks, newest, -1)
+  both = jnp.concatenate([jnp.where(first < n, first, -1), newest], -1)[:, None]
+  return jnp.broadcast_to(both, (*cache.pos.shape[:2], both.shape[-1]))
+
+
+# ---- what is noted
+
+
+def note(
+  at: At,
+  cache: Cache,
+  choice: Choice,
+  retrieval: Retrieval,
+  attended: Attended,
+  *,
+  sinks: int,
+  heaviest: int,
+  radius: int,
+) -> Cache:
+  """The cache that knows of this step, in rows that count; its retrieval dilated (Eq. 13)."""
+  found, weight, step = retrieval.found, retrieval.weight, cache.rows["step"]
+  dilation = {"sinks": sinks, "heaviest": heaviest, "radius": radius}
+  held = queries, anchor, retrieved = [cache.heads[name] for name in HELD]
+  counted = jnp.ones_like(step, bool) if attended.counted is None else attended.counted
+  if run := pallas(at, "cis_note"):
+    # The kernel looks at the denominators itself, all but those of other devices' heads.
+    live = counted if attended.live is None or at.env.head_axis else attended.live
+    mine = choice.query, choice.anchor, choice.retrieves, found, weight
+    *noted, step = run(live, attended.state.l, choice.step, *mine, *held, step, **dilation)
+    return cache.put(heads=dict(zip(HELD, noted, strict=True)), rows={"step": step})
+  row, head, unit = jnp.indices(choice.anchor.shape, jnp.int32, sparse=True)
+  block = queries.shape[2]
+  place = jnp.where(counted, step, block)[:, None, None]
+  own = jnp.where(choice.retrieves > 0, place, block)
+  noted = {
+    "queries": queries.at[row[..., 0], head[..., 0], place[..., 0]].set(choice.query, mode="drop"),
+    "anchor": anchor.at[row, head, place, unit].set(choice.anchor, mode="drop"),
+  }
+  dilated = _dilated(found, weight, retrieved.shape[-1], **dilation)
+  noted["retrieved"] = retrieved.at[row, head, own, unit].set(dilated, mode="drop")
+  return cache.put(heads=noted, rows={"step": jnp.where(counted, (step + 1) % block, step)})
+
+
+def _dilated(
+  found: Int[Array, "B K U f"],
+  weight: Float[Array, "B K U f"],
+  widest: int,
+  *,
+  sinks: int,
+  heaviest: int,
+  radius: int,
+) -> Int[Array, "B K U W"]:
+  """A retrieval and the neighbours of its heaviest tokens (Eq. 13), none twice, −1 behind.
+
+  What lies in the middle of now is for later queries to say, all but the first tokens.
+  """
+  order = jnp.argsort(-weight, -1, stable=True)[..., :heaviest]
+  heavy = jnp.take_along_axis(found, jnp.sort(order, -1), -1)[..., None, :]
+  away = jnp.array([d for r in range(1, radius + 1) for d in (-r, r)], jnp.int32)
+  near = heavy + away[:, None]  # the nearest first
+  near = jnp.where((heavy >= 0) & (near >= sinks), near, -1)
+  both = jnp.concatenate([found, near.reshape(*found.shape[:3], -1)], -1)
+  missing = widest - both.shape[-1]
+  both = jnp.pad(both, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
+  return distinct(both)[0]
+
+
+def _unit(q: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
+  """q / ‖q‖, float32; 0 stays 0."""
+  q = q.astype(jnp.float32)
+  q = q / jnp.maximum(jnp.abs(q).max(-1, keepdims=True), 1e-30)  # its square must not overflow
+  return q / jnp.maximum(jnp.linalg.norm(q, axis=-1, keepdims=True), 1e-30)
+
+
+def _of_step(
+  x: Int[Array, "B K s *unit"], step: Int[Array, "B K *#unit"]
+) -> Int[Array, "B K *unit"]:
+  """What was noted in a step of the block; −1 gives any."""
+  return jnp.take_along_axis(x, step[:, :, None], 2, mode="clip")[:, :, 0]
+
+
+def distinct(table: Int[Array, "*heads W"]) -> tuple[Int[Array, "*heads W"], Int[Array, "*heads"]]:
+  """The table without repetitions and holes (−1), first occurrences in their order; and its count.
+
+  Entries behind the count are −1.
+  """
+  width = table.shape[-1]
+  order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), table.shape)
+  token, order = jax.lax.sort((table, order), num_keys=2)
+  again = jnp.concatenate(
+    [jnp.zeros_like(token[..., :1], bool), token[..., 1:] == token[..., :-1]], -1
+  )
+  drop = again | (token < 0)
+  order = jnp.where(drop, width, order)
+  _, token = jax.lax.sort((order, jnp.where(drop, -1, token)), num_keys=1)
+  return token, (~drop).sum(-1, dtype=jnp.int32)

@@ -1,0 +1,33 @@
+"""Summaries of tiles of keys, renewed where the newest token belongs.
+
+What is renewed is what `summarise` makes of a cache's slots (`ops.context.summarised`).
+"""
+
+from collections.abc import Callable
+
+from jaxtyping import Array
+
+from kvjax.dispatch.table import pallas
+from kvjax.ops import context
+from kvjax.types import At, Cache
+
+Summarise = Callable[[Cache, Array, int], Cache]
+
+
+def renew_extremes(at: At, cache: Cache, summarise: Summarise, *, unit: int) -> Cache:
+  """Minimum and maximum of the keys of a page of `unit` tokens: "key_min" and "key_max"."""
+  run = pallas(at, "renew_extremes", whole=True)
+  if run is None:
+    return context.summarised(at, cache, summarise, cache.seen - 1, 1)
+  held = cache.heads["key_min"], cache.heads["key_max"]
+  low, high = run(cache.slots["k"], cache.used, *held, unit=unit)
+  return cache.put(heads={"key_min": low, "key_max": high})
+
+
+def renew_mean(at: At, cache: Cache, summarise: Summarise, *, width: int, stride: int) -> Cache:
+  """Means of `width` keys, one every `stride` tokens: "compressed"."""
+  run = pallas(at, "renew_mean", whole=True)
+  if run is None:
+    return context.summarised(at, cache, summarise, cache.seen - 1, 1)
+  held = cache.slots["k"], cache.used, cache.heads["compressed"]
+  return cache.put(heads={"compressed": run(*held, width=width, stride=stride)})

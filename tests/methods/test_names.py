@@ -1,0 +1,105 @@
+"""Methods and families name no kernel and no implementation: choosing is for operations."""
+
+import ast
+import pathlib
+
+import pytest
+
+from scripts.tablemakers import house
+
+# What operations choose by.
+CHOOSING = {"choose", "kernel", "pallas", "over_plan", "beyond_kernel", "beyond_device"}
+CHOOSING |= {"KERNELS", "UNRUN", "unlowered"}
+METHODS = sorted(house.CODE.glob("methods/*.py"))
+FAMILIES = [p for p in sorted(house.CODE.glob("*.py")) if house.room_of(p.stem) == "families"]
+OPERATIONS = sorted(house.CODE.glob("dispatch/*.py"))
+
+
+def chosen(source: str) -> list[str]:
+  """What a file names of kernels, of implementations and of how they are chosen."""
+  tree, found = ast.parse(source), []
+  modules = {"dispatch"}
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      where = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+      names = {f"{where}{x.name}": x.asname or x.name for x in node.names}
+      modules |= {own for name, own in names.items() if "dispatch" in name.split(".")}
+      found += [name for name in names if names_kernels(name)]
+      found += [x for x in names if "dispatch" in x.split(".") and x.split(".")[-1] in CHOOSING]
+    elif isinstance(node, ast.Call) and any(
+      isinstance(x, ast.Constant) and names_kernels(str(x.value)) for x in node.args
+    ):
+      found.append(ast.unparse(node))
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute):
+      root = ast.unparse(node.value).split(".")[0]
+      if node.attr == "impl" or (root in modules and node.attr in CHOOSING):
+        found.append(ast.unparse(node))
+  return found
+
+
+def names_kernels(module: str) -> bool:
+  """Whether it is the name of a kernels' module."""
+  parts = module.split(".")
+  return parts[0] == "pallas_kernels" or parts[:2] == ["kvjax", "kernels"]
+
+
+def caught(source: str) -> list[str]:
+  """Where a file waits for what an implementation says that it cannot do."""
+  return [
+    ast.unparse(node)
+    for node in ast.walk(ast.parse(source))
+    if (isinstance(node, ast.ExceptHandler) and "NotImplementedError" in ast.unparse(node.type))
+    or (isinstance(node, ast.Call) and ast.unparse(node).endswith("suppress(NotImplementedError)"))
+  ]
+
+
+@pytest.mark.parametrize("path", METHODS + FAMILIES, ids=lambda path: path.stem)
+def test_no_file_chooses(path: pathlib.Path):
+  assert chosen(path.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("path", METHODS + FAMILIES + OPERATIONS, ids=lambda path: path.stem)
+def test_what_an_implementation_cannot_do_is_asked_beforehand(path: pathlib.Path):
+  assert caught(path.read_text("utf-8")) == []
+
+
+def test_all_are_looked_at():
+  assert {"cis", "art", "prr", "quest"} < {path.stem for path in METHODS}
+  assert {"selective", "streamed", "bounded"} < {path.stem for path in FAMILIES}
+  assert {"sharing", "walk", "selection"} < {path.stem for path in OPERATIONS}
+
+
+BEGINNING = "from kvjax import dispatch\n"
+
+
+@pytest.mark.parametrize(
+  ("line", "found"),
+  [
+    ("from kvjax.kernels import top_k", "kvjax.kernels.top_k"),
+    ("from kvjax import kernels", "kvjax.kernels"),
+    ("import pallas_kernels.cis", "pallas_kernels.cis"),
+    ("run = importlib.import_module('kvjax.kernels.cis')", "importlib.import_module("),
+    ("from kvjax.dispatch.table import pallas", "kvjax.dispatch.table.pallas"),
+    ("run = dispatch.kernel('art', 'pallas')", "dispatch.kernel"),
+    ("run = dispatch.table.pallas(at, 'art')", "dispatch.table.pallas"),
+    ("from kvjax.dispatch import table as t\nt.choose('art', 'auto')", "t.choose"),
+    ("alone = at.env.impl == 'reference'", "at.env.impl"),
+  ],
+)
+def test_a_choice_is_found(line: str, found: str):
+  assert chosen(BEGINNING + "x = self.kernel, at.top.choose(at), dispatch.best_tiles(at)") == []
+  (only,) = chosen(BEGINNING + line)
+  assert only.startswith(found)
+
+
+@pytest.mark.parametrize(
+  "source",
+  [
+    "try:\n  f()\nexcept NotImplementedError:\n  g()",
+    "try:\n  f()\nexcept (KeyError, NotImplementedError):\n  g()",
+    "with contextlib.suppress(NotImplementedError):\n  f()",
+  ],
+)
+def test_waiting_for_an_error_is_found(source: str):
+  assert caught(source)

@@ -1,0 +1,203 @@
+"""What is read and what is kept, chosen apart: Quest over methods that evict.
+
+The oracle is NumPy in float64: it knows which positions stand in which slots (from the base alone,
+whose own file tests it), and computes bounds, pages and attention from the stream.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import (
+  ART,
+  CIS,
+  H2O,
+  PRR,
+  RKV,
+  Env,
+  ExpectedAttention,
+  InfLLMv2,
+  KeyDiff,
+  Knorm,
+  PyramidKV,
+  Quest,
+  SnapKV,
+  StreamingLLM,
+  TopKOracle,
+)
+from kvjax.testing.laws import LAWS, Case
+from kvjax.testing.layer import Layer, Stream, softmax_average
+from tests.selection import Watched, keys, queries
+
+PAGE = 4
+
+
+class OverSnapKV(Quest):
+  """Under the laws: an eighth of the context is kept, half of that is read."""
+
+  @classmethod
+  def example(cls, budget):
+    return cls(max(budget // 2, PAGE), PAGE, base=SnapKV(budget, 3), dense_layers=0)
+
+  @classmethod
+  def neutral(cls, length):
+    return cls(length + 2 * PAGE, PAGE, base=SnapKV.neutral(length))
+
+
+CORE = ("neutral_setting_equals_full", "tight_setting_has_an_effect", "kept_positions")
+
+
+@pytest.mark.parametrize(
+  "law", [pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE)) for law in LAWS]
+)
+def test_obeys_the_laws(law):
+  LAWS[law](Case(OverSnapKV, has_repo=True))  # Quest's
+
+
+def bound(q, k):
+  """Σ_d max(q_d·min_d, q_d·max_d)."""
+  return np.maximum(q * k.min(0), q * k.max(0)).sum()
+
+
+def pages_read(stream, before, after, b, h, t, count):
+  """Pages of slots: the newest token's, and the best others by the bounds of the step before."""
+  newest = int(np.flatnonzero(after == t)[0]) // PAGE if t in after else None
+  scores = {}
+  for j in range(-(-len(after) // PAGE)):
+    held = [p for p in before[j * PAGE : (j + 1) * PAGE] if p >= 0]
+    if held and j != newest:
+      scores[j] = bound(queries(stream, b, h, t).mean(0), keys(stream, b, h, held))
+  best = sorted(scores, key=lambda j: (-scores[j], j))
+  others = count - (newest is not None)
+  return sorted(best[:others] + ([] if newest is None else [newest]))
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize(
+  "base",
+  [
+    SnapKV(18, 3),
+    pytest.param(ExpectedAttention(20, 4), marks=pytest.mark.slow),
+    Knorm(16),  # each head gives up a slot of its own
+    pytest.param(KeyDiff(17), marks=pytest.mark.slow),
+    pytest.param(PyramidKV(18, 3), marks=pytest.mark.slow),
+  ],
+  ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_a_generation(base, impl):
+  """Long enough for every slot to be used again; one row starts below the budget."""
+  stream, env = Stream.random(5, tokens=72), Env(4, impl=impl, tile=4)
+  method = Quest(2 * PAGE, PAGE, base=base, dense_layers=0)
+  watched = impl == "reference"  # kernels that walk a table return no logits
+  read = Layer(Watched(method) if watched else method, stream, env=env)
+  kept = Layer(base, stream)
+  for layer in (read, kept):
+    layer.prefill([30, 9])
+  for step in range(34):
+    at = [30 + step, 9 + step]
+    before = np.asarray(kept.cache.pos)
+    kept.decode(at)
+    after = np.asarray(kept.cache.pos)
+    out, aux = read.decode(at)
+    np.testing.assert_array_equal(read.cache.pos, after)
+    for b, t in enumerate(at):
+      for h in range(after.shape[1]):
+        pages = pages_read(stream, before[b, h], after[b, h], b, h, t, 2)
+        slots = [s for j in pages for s in range(j * PAGE, min((j + 1) * PAGE, after.shape[2]))]
+        slots = [s for s in slots if after[b, h, s] >= 0]
+        if watched:
+          found = np.asarray(aux["slots"][b, h])
+          assert sorted(found[found >= 0].tolist()) == slots, (step, b, h)
+        assert aux["visited"][b, h] == len(slots)
+        held = after[b, h][slots]
+        q = queries(stream, b, h, t)
+        for g in range(q.shape[0]):
+          logits = keys(stream, b, h, held) @ q[g] / np.sqrt(q.shape[-1])
+          want = softmax_average(logits, np.float64(stream.v[b, h, held]))
+          np.testing.assert_allclose(out[b, h, g], want, atol=2e-5)
+
+
+def test_bytes_are_those_of_what_is_kept():
+  """Summaries are of the base's slots: 1,024 of 32K tokens are 64 pages, not 2,048."""
+  spec = Stream.random(0, 1, 2, 2, 4, 64).spec(32768, dtype=jnp.bfloat16)
+  cache = Quest(256, base=SnapKV(1024)).init(spec, 2)
+  assert cache.slots["k"].shape == (1, 2, 1024, 64)
+  assert cache.heads["key_min"].shape == (1, 2, 64, 64)
+
+
+def test_reads_no_more_than_its_budget():
+  stream = Stream.random(6, tokens=60)
+  layer = Layer(Quest(8, PAGE, base=SnapKV(24, 4), dense_layers=0), stream)
+  layer.prefill([40, 33])
+  for step in range(12):
+    _, aux = layer.decode([40 + step, 33 + step])
+    assert np.asarray(aux["visited"]).max() <= 8
+
+
+def test_a_second_turn_makes_all_bounds_anew():
+  """A cut moves every slot: the bounds are those of what stands there now."""
+  stream = Stream.random(7, tokens=70)
+  layer = Layer(Quest(8, PAGE, base=SnapKV(18, 3), dense_layers=0), stream)
+  layer.prefill([25, 12])
+  for step in range(5):
+    layer.decode([25 + step, 12 + step])
+  layer.prefill([11, 20], start=[30, 17], past=None)
+  pos = np.asarray(layer.cache.pos)
+  for b, h in np.ndindex(pos.shape[:2]):
+    for j in range(-(-pos.shape[2] // PAGE)):
+      held = pos[b, h, j * PAGE : (j + 1) * PAGE]
+      k = keys(stream, b, h, held[held >= 0])
+      for name, want in (("key_min", k.min(0)), ("key_max", k.max(0))):
+        np.testing.assert_allclose(layer.cache.heads[name][b, h, j], want, atol=1e-5)
+
+
+def test_the_oracle_reads_what_weighs_most_of_what_is_kept():
+  stream = Stream.random(8, tokens=60)
+  layer = Layer(Watched(TopKOracle(6, base=SnapKV(18, 3), dense_layers=0)), stream)
+  layer.prefill([40, 26])
+  for step in range(10):
+    at = [40 + step, 26 + step]
+    _, aux = layer.decode(at)
+    pos = np.asarray(layer.cache.pos)
+    for b, h in np.ndindex(pos.shape[:2]):
+      held = pos[b, h][pos[b, h] >= 0]
+      q = queries(stream, b, h, at[b])
+      logits = keys(stream, b, h, held) @ q.T / np.sqrt(q.shape[-1])
+      p = np.exp(logits - logits.max(0))
+      weight = (p / p.sum(0)).mean(1)
+      want = {int(x) for x in held[np.argsort(-weight)[:6]]}
+      found = np.asarray(aux["slots"][b, h])
+      assert {int(pos[b, h, s]) for s in found[found >= 0]} == want
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: Quest(base=H2O(64)), r"Quest\.base: found H2O.*without wants_logits of its own"),
+    (lambda: Quest(base=RKV(64)), r"Quest\.base: found RKV.*without insert of its own"),
+    (lambda: Quest(base=StreamingLLM(64)), r"Quest\.base: found StreamingLLM.*without window"),
+    (lambda: Quest(base=ART()), r"Quest\.base: found ART.*without attend of its own"),
+    (lambda: Quest(base=CIS()), "Quest replaces plan, and so does its base CIS"),
+    (lambda: Quest(base=Quest()), "Quest replaces .*, and so does its base Quest"),
+    (lambda: InfLLMv2(base=SnapKV(64)), r"InfLLMv2\.base: found SnapKV.*neighbours in the text"),
+    (lambda: PRR(Quest(base=SnapKV(64))), r"PRR\.base: found Quest.*tiles of all tokens"),
+  ],
+)
+def test_what_does_not_go_together_is_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_is_read_early_stopped_and_measured_like_any_other():
+  """A wrapper goes around the two as around one."""
+  method = Quest(8, PAGE, base=SnapKV(24, 4), dense_layers=0)
+  stream = Stream.random(9, tokens=60)
+  outs = []
+  for one in (method, ART(patience=100, tile=PAGE, base=method)):
+    layer = Layer(one, stream)
+    layer.prefill([40, 33])
+    outs.append(layer.decode([40, 33])[0])
+  np.testing.assert_allclose(outs[1], outs[0], atol=2e-6)
+  assert dataclasses.replace(method, budget=12).base == SnapKV(24, 4)

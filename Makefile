@@ -12,6 +12,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-installed
 TEST_READY := $(VENV)/.test-installed
+DOCS_READY := $(VENV)/.docs-installed
 # Tests of one method, or of one file, share compiled programs: one worker runs them.
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadscope
 
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest lint types wheel
+.PHONY: help demo test test-all test-rest lint types wheel docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,13 +48,20 @@ types: $(TEST_READY)  ## mypy over the three packages
 wheel: $(TEST_READY)  ## dist/kvjax-<version>-py3-none-any.whl
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
+docs: $(DOCS_READY)  ## build/docs/index.html: the API reference; a warning is an error
+	$(BIN)/python -m scripts.reference --out build/docs
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  f"kvjax: $(PYTHON) is Python {v[0]}.{v[1]}, expected 3.11 or newer (make PYTHON=...)")'
 	@echo "kvjax: making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# pip leaves what is already there, so that the second of the two stamps adds only its own.
+$(DOCS_READY): pyproject.toml | $(BIN)/python
+	@$(BIN)/python -m pip install -qq --editable '.[docs,$(EXTRAS)]'
+	@touch $@
+
+# pip leaves what is already there, so that each stamp adds only its own.
 $(DEMO_READY): pyproject.toml | $(BIN)/python
 	@echo "kvjax: installing the library with [$(EXTRAS)], a minute or two the first time"
 	@$(BIN)/python -m pip install -qq --editable '.[$(EXTRAS)]'

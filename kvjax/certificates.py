@@ -31,7 +31,7 @@ class Certificate(NamedTuple):
 
 
 class Recency(NamedTuple):
-  """Eq. 44: A_i ≤ κ·(1 − ρ)·ρ^(t − i) with ρ = e^−λ, for all i behind the first tokens."""
+  """Eq. 44: A_i ≤ κ·(1 − ρ)·ρ^(t − i) with ρ = e^−λ, for all i after the first tokens."""
 
   log_kappa: np.ndarray  # ln κ: κ itself can exceed float64
   rate: np.ndarray  # λ, per token

@@ -172,7 +172,7 @@ def _lse(logits: Float[Array, "*b S"]) -> Float[Array, "*b 1"]:
 
 
 def _without_each(logits: Float[Array, "*b S"], v: Float[Array, "*b S H"]) -> State:
-  """Attention over all tokens but i, for every i: those before it merged with those behind it."""
+  """Attention over all tokens but i, for every i: those before it merged with those after it."""
   present = (logits > -jnp.inf).astype(logits.dtype)
   each = State(jnp.moveaxis(v, -2, 0), *(jnp.moveaxis(x, -1, 0) for x in (logits, present)))
   none = State(

@@ -150,7 +150,7 @@ def stops_of_movements(
 def of_group(
   scale: Float[np.ndarray, "*batch G T"], turn: Float[np.ndarray, "*batch G T"]
 ) -> tuple[Float[np.ndarray, "*batch 1 T"], Float[np.ndarray, "*batch 1 T"]]:
-  """`movements` of a KV head whose query heads go on together: the largest of theirs.
+  """`movements` of a KV head whose query heads continue together: the largest of theirs.
 
   It is below a threshold where all of them are, as `ART(stop="group")` has it.
   """
@@ -277,5 +277,5 @@ def visited_share(
 
 
 def _at(x: np.ndarray, tile: np.ndarray) -> np.ndarray:
-  """x [..., T, H] behind `tile` tiles, [..., H]."""
+  """x [..., T, H] after `tile` tiles, [..., H]."""
   return np.take_along_axis(x, tile[..., None, None] - 1, -2)[..., 0, :]

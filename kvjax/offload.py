@@ -100,7 +100,7 @@ def append(
   env: Env,
   after: Float[Array, "*any"],
 ) -> OwnRows:
-  """Writes `count` new blocks of each row behind its first `first`; what has no room is dropped.
+  """Writes `count` new blocks of each row after its first `first`; what has no room is dropped.
 
   Args:
     store: written in place where it is donated.

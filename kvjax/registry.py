@@ -1,7 +1,7 @@
 """Name -> class of every method; laws, demo, evaluations and benchmarks run over this table.
 
 A method from outside needs no line here: programs take "module:Class" for a name, and
-`METHODS["mine"] = Mine` gives it a short one in a process of one's own.
+`METHODS["mine"] = Mine` gives it a short one in your own process.
 """
 
 import importlib

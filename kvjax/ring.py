@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 def place(
   ring: Int[Array, "*shape 2"], position: Int[Array, "*#shape"], size: int
 ) -> Int[Array, "*shape"]:
-  """The slot of the token of a position, if it came behind the last prompt."""
+  """The slot of the token of a position, if it came after the last prompt."""
   return place_of(ring[..., 0], ring[..., 1], position, size)
 
 

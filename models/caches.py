@@ -31,7 +31,7 @@ _HEADER = "header.json"
 def room(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
   """How many more tokens each row can take; None: any number, something leaves.
 
-  For decode loops of one's own: a step past it leaves no token in the cache of a method that keeps
+  For your own decode loop: a step past it leaves no token in the cache of a method that keeps
   every token, and its output is wrong. It waits for the caches: ask before a loop, and count.
 
   Raises:
@@ -49,7 +49,7 @@ def save(
   method: Method,
   spec: CacheSpec,
 ) -> pathlib.Path:
-  """Writes caches, and the logits to go on from, into one file.
+  """Writes caches, and the logits to continue from, into one file.
 
   The file is a zip of .npy arrays (`numpy.load` opens it) and a JSON header that names method,
   sizes, and every array. It is written aside and renamed: a file of that name is whole. Arrays

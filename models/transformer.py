@@ -31,7 +31,7 @@ Aux = list[dict[str, Any]]
 
 
 class Layer(nnx.Module):
-  """One decoder layer: attention and gated MLP, each behind a norm and around a residual."""
+  """One decoder layer: attention and gated MLP, each after a norm and inside a residual."""
 
   def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
     self.attention_norm = RMSNorm(config.dim, config.norm_eps)

@@ -1,12 +1,12 @@
-"""Which methods fit a model, a context and a device, what a token costs under each, how good it is.
+"""List the methods that fit a model, a context and a device: memory, time, quality.
 
-    python -m scripts.advise --model Llama-3.1-8B --length 131072 --memory 80
-    python -m scripts.advise --model run/checkpoint --length 32768 --batch 8 --memory 24 \\
+    kvjax advise --model Llama-3.1-8B --length 131072 --memory 80
+    kvjax advise --model run/checkpoint --length 32768 --batch 8 --memory 24 \\
         --bandwidth 0.9 --budgets 1024 4096 --rows run
 
-Nothing is run, no weights are read: bytes come from the caches' shapes and from a traced step,
-milliseconds from bytes and what a step starts (`scripts.step_time`, measured on an H200), quality
-from kept rows of evaluations, which may be of another model: each line says of which.
+Nothing runs and no weights are read. Bytes come from the shapes of the caches and from a traced
+step, milliseconds from bytes and launches (`scripts.step_time`, measured on an H200), quality from
+stored rows of evaluations. These may be of another model: each line names it.
 """
 
 import dataclasses
@@ -46,17 +46,17 @@ class Args:
   batch: int = 1
   """Rows that decode together."""
   memory: Annotated[float, tyro.conf.arg(metavar="GB")] = 141.0
-  """The device's memory, 10⁹ bytes; a twentieth of it is left for what nobody counts."""
+  """The device's memory, 10⁹ bytes; a twentieth of it is left free."""
   budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N|SHARE ...")] = ("1024", "4096")
   """Tokens that a method keeps or reads, or shares of the length."""
   methods: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
-  """Methods, as scripts.evaluate takes them; by default all registered ones."""
+  """Methods, as `evaluate` takes them; by default all registered ones."""
   bandwidth: Annotated[float, tyro.conf.arg(metavar="TB/S")] = bench_files.BANDWIDTH / 1e12
-  """What a streaming read of the device's memory reaches; by default as measured on an H200."""
+  """Bandwidth of a streaming read of the device's memory; the default is an H200's, measured."""
   rows: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
-  """Results of scripts.evaluate; by default those kept of SmolLM2-135M."""
+  """Results of `evaluate`; by default those of Qwen2.5-Coder-1.5B-Instruct on an H200."""
   tasks: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
-  """Whose scores count; by default all of the folder's but given texts."""
+  """Tasks whose scores count; by default all of the folder's except given texts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def advise(
 
 
 def left_for_caches(config: ModelConfig, room: int) -> int:
-  """Bytes of a device of `room` bytes that weights, and what nobody counts, leave."""
+  """Bytes of a device of `room` bytes that weights leave, less a twentieth."""
   return int(room * (1 - memory.SPARE)) - weight_bytes(config, jnp.bfloat16)[0]
 
 

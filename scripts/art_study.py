@@ -1,7 +1,7 @@
-"""ART's studies on recorded activations: what a stop costs, what each test adds, what a probe sees.
+"""Remake ART's studies on recorded activations: stops, ablation, probe, theorems.
 
-    python -m scripts.record recorded.npz --layers 0 1 … --length 2048 --stride 16
-    python -m scripts.art_study recorded.npz --tile 32 --out scripts/results/art_study
+    kvjax record recorded.npz --layers 0 1 … --length 2048 --stride 16
+    kvjax art-study recorded.npz --tile 32 --out scripts/results/art_study
 
 Walks the keys of every recorded query to the end, from the newest tile to the first, as the paper
 does over a full cache, and once more with the tile of the first tokens before all others; and asks

@@ -1,26 +1,25 @@
-"""Times a suite of kernels: checks every output first, then prints times, bytes and their floor.
+"""Time kernels and whole decode steps against other libraries; outputs are checked first.
 
-    python -m scripts.bench decode                      on a GPU, with the peers that are installed
-    python -m scripts.bench decode --quick              tiny shapes, also on a CPU
-    python -m scripts.bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
+    kvjax bench decode                      on a GPU, with the peers that are installed
+    kvjax bench decode --quick              tiny shapes, also on a CPU
+    kvjax bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
 
-A contender whose output misses the float32 reference, or that took other steps where these are
-counted (tiles of a walk that may stop), gets no time. The floor is the bytes that must move over
-the bandwidth that a plain streaming read reached in the same run. Results are written after every
-case, beside those of other cases that a run with the same versions left there: a run that is
-stopped leaves what it measured, and the rest can be measured later, or by another process at the
-same time.
+A contender whose output misses the float32 reference gets no time, nor does one whose counted steps
+differ (tiles of a walk that may stop). The floor is the bytes that must move over the bandwidth of
+a plain streaming read in the same run. Results are written after every case, beside other cases of
+the same versions: a stopped run leaves what it measured, and the rest can be measured later, or by
+another process at the same time.
 
-    python -m scripts.bench --add run/nvidia-h200 --out scripts/results      from another folder
-    python -m scripts.bench --compare scripts/results/nvidia-h200 run        what a change has cost
+    kvjax bench --add run/nvidia-h200 --out scripts/results      from another folder
+    kvjax bench --compare scripts/results/nvidia-h200 run        what a change has cost
 
 Two folders of results, or two files, are compared case by case and contender by contender: the
-ratio of the medians, with the bootstrap's 95 % interval over all repetitions, then what became
-slower and what faster, where the interval leaves 1 out and the median moved by more than 1 %.
+ratio of the medians with the bootstrap's 95 % interval over all repetitions, then what became
+slower and what faster, where the interval excludes 1 and the median moved by more than 1 %.
 """
 
-import argparse
 import contextlib
+import dataclasses
 import fcntl
 import importlib
 import json
@@ -34,7 +33,7 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 # torch, where it runs beside JAX, needs memory too, and can grow its tensors in place of new ones.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -47,11 +46,12 @@ os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
 
 import jax
 import numpy as np
+import tyro
 
-from . import bench_files, common, compare, quiet
+from . import bench_files, commands, common, compare, quiet
 from .benches import Case, Contender
 
-SUITES = (
+Suite = Literal[
   "art",
   "art_e2e",
   "cpe",
@@ -66,9 +66,38 @@ SUITES = (
   "scale",
   "select",
   "sparse",
-)
+]
+SUITES: tuple[Suite, ...] = get_args(Suite)
+_SUITES = (f"    {name:11} {commands.summary(f'benches/{name}')}" for name in SUITES)
+__doc__ = "\n".join([str(__doc__), "Suites:\n", *_SUITES])
 ROUNDS = 3  # at most, where quartiles are wide
 PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """What is timed, and where results go."""
+
+  suite: Annotated[Suite | None, tyro.conf.Positional, common.choice()] = None
+  """What to time."""
+  quick: bool = False
+  """Tiny shapes, few repetitions, any device."""
+  only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+  """Only cases whose name contains it."""
+  no_peers: bool = False
+  """Leave other libraries out."""
+  repetitions: Annotated[int | None, common.optional("N")] = None
+  """Interleaved repetitions of every contender; 20 by default, 3 with --quick."""
+  out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Write <device>/bench_<suite>.json and .txt there, such as scripts/results."""
+  minutes: Annotated[float, tyro.conf.arg(metavar="M")] = math.inf
+  """Begin no case after so many."""
+  add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
+  """Run nothing: take over the cases of the bench_*.json there, into --out."""
+  compare: Annotated[tuple[pathlib.Path, pathlib.Path] | None, common.optional("OLD NEW")] = None
+  """Run nothing: compare two folders of results, or two bench_*.json."""
+  fail_slower: bool = False
+  """With --compare: exit status 1 if anything is slower."""
 
 
 def suite(name: str) -> Any:
@@ -227,60 +256,10 @@ def table(report: dict[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
-    prog=f"{common.FOLDER}.bench",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="suites:\n" + "\n".join(f"  {name:10} {suite(name).__doc__}" for name in SUITES),
-  )
-  parser.add_argument("suite", nargs="?", choices=SUITES, help="what to time")
-  parser.add_argument(
-    "--quick", action="store_true", help="tiny shapes, few repetitions, any device"
-  )
-  parser.add_argument(
-    "--only", default="", metavar="TEXT", help="only cases whose name contains it"
-  )
-  parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
-  parser.add_argument(
-    "--repetitions",
-    type=int,
-    metavar="N",
-    help="interleaved repetitions of every contender (20; with --quick 3)",
-  )
-  parser.add_argument(
-    "--out",
-    type=pathlib.Path,
-    metavar="FOLDER",
-    help="write <device>/bench_<suite>.json and .txt there, scripts/results say",
-  )
-  parser.add_argument(
-    "--minutes",
-    type=float,
-    metavar="M",
-    help="begin no case after that",
-  )
-  parser.add_argument(
-    "--add",
-    nargs="+",
-    type=pathlib.Path,
-    metavar="FOLDER",
-    help="run nothing: take over the cases of the bench_*.json there, in --out",
-  )
-  parser.add_argument(
-    "--compare",
-    nargs=2,
-    type=pathlib.Path,
-    metavar=("OLD", "NEW"),
-    help="run nothing: set two folders of results, or two bench_*.json, beside each other",
-  )
-  parser.add_argument(
-    "--fail-slower", action="store_true", help="with --compare: exit status 1 if anything is slower"
-  )
-  options = parser.parse_args(argv)
+def main(options: Args) -> int:
   chosen = sum(map(bool, (options.suite, options.add, options.compare)))
   if chosen != 1 or (options.add and not options.out):
-    parser.error("expected a suite to run, --add with --out, or --compare")
+    raise ValueError("arguments: expected one of a suite to run, --add with --out, or --compare")
   if options.compare:
     compared = compare.compare(*options.compare)
     print(compared.text())
@@ -293,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
   facts = environment()
   print(_head(facts))
   reports = []
-  module, end = suite(options.suite), time.monotonic() + 60 * (options.minutes or math.inf)
+  module, end = suite(options.suite), time.monotonic() + 60 * options.minutes
   for case in module.cases(options.quick, not options.no_peers, options.only):
     common.drop_programs()
     reports.append({**measure(case, repetitions), "command": facts["command"]})
@@ -304,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
       print(f"\n{options.minutes:g} minutes are over: there may be more cases")
       break
   if not reports:
-    parser.error(f"--only {options.only}: no case of suite {options.suite} has that in its name")
+    raise ValueError(f"--only: found {options.only!r}, in no case's name of suite {options.suite}")
   return int(any("us" not in row for report in reports for row in report["results"]))
 
 
@@ -376,5 +355,4 @@ def _head(facts: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-  with common.one_line_errors():
-    sys.exit(main())
+  common.run(main, Args, "bench")

@@ -1,4 +1,4 @@
-"""kvpress beside kvjax: the tokens that both keep of the same prompts, and the needles they find.
+"""For developers: kvpress beside kvjax, kept tokens and answers of the same prompts.
 
 One checkpoint's weights, in float32 on a CPU, under both: transformers' model is made of the very
 arrays that kvjax has loaded. Both read the same token ids, rows of the task `needle`, in one dense

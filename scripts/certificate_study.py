@@ -1,15 +1,18 @@
-"""Which of PrHS's certificates say something about a real model (`kvjax.certificates`).
+"""Measure which of PrHS's bounds are informative on a real model.
 
-A bound says something where it lies below what its quantity cannot exceed anyway: 2 for the change
-of an attention law (its L1 distance; the output's, over max ‖v‖, is bounded by the same), 1 for a
-mass, ln n for the information of an index among n keys or contexts. Texts go through the model once
-densely and once with frozen tokens; the last queries of every query head and layer are certified.
+    kvjax certificate-study out --length 1024
 
-Constants that a bound needs and that are not known beforehand (κ and λ of a window, the largest
-dropped mass, the largest change of a key) are fitted to the queries that are certified, to as many
+A bound is informative where it lies below the largest value that its quantity can have: 2 for the
+change of an attention distribution (L1; the output's, over max ‖v‖, is bounded by the same), 1 for
+a mass, ln n for the information of an index among n keys or contexts. Texts go through the model
+once densely and once with frozen tokens; the last queries of every query head and layer are
+certified.
+
+Some bounds need constants that are not known beforehand (κ and λ of a window, the largest dropped
+mass, the largest change of a key). They are fitted to the queries that are certified, to as many
 before them, or to another text. Fitted elsewhere a bound can fail: how often is reported.
 
-In OUT: certificates.json and certificates.txt, the table.
+In the folder: certificates.json and certificates.txt, the table.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""What the first prompt costs in a fresh process: with nothing compiled, and with a warm cache.
+"""Time the first prompt of a fresh process, with and without compiled programs.
 
-    python -m scripts.cold --out scripts/results                  Llama-3.1-8B's shape, on a GPU
-    python -m scripts.cold --model tiny --length 256              a look, on any device
+    kvjax cold --out scripts/results                  Llama-3.1-8B's shape, on a GPU
+    kvjax cold --model tiny --length 256              a quick look, on any device
 
-Each row is a process of its own: weights are drawn and caches allocated before the clock starts,
-which stops when the first token is on the host. The first process of a method begins with an empty
+Each row is a process of its own. Weights are drawn and caches allocated before the clock starts; it
+stops when the first token is on the host. The first process of a method begins with an empty
 compilation cache, the second one with what the first left there.
 """
 

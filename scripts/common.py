@@ -4,8 +4,10 @@ import gc
 import os
 import pathlib
 import signal
+import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TextIO
 
@@ -29,16 +31,51 @@ def optional(metavar: str) -> Any:
   return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
-# How this program was started: by its name in a checkout or by that in an installed package.
-FOLDER = f"python -m {__package__}"
+def choice() -> Any:
+  """As `optional`, of one among several words."""
+  return tyro.conf.arg(help_behavior_hint="")
+
+
 # How every program takes a model: a converted checkpoint, or None for the default one.
 Checkpoint = Annotated[pathlib.Path | None, optional("FOLDER")]
 
 
-def run(main: Callable[[Any], None], args: type, name: str) -> None:
-  """Runs a program whose arguments are a dataclass."""
+def parse(args: type, name: str, given: Sequence[str] | None = None) -> Any:
+  """A program's arguments, an instance of the dataclass `args`; its module's docstring is the help.
+
+  Args:
+    name: the program as users type it.
+    given: what they typed after it; by default the command line.
+  """
+  text = (sys.modules[args.__module__].__doc__ or "").strip()
+  return tyro.cli(
+    args,
+    prog=name,
+    description=textwrap.indent(text, " "),  # tyro joins lines that begin with a letter
+    args=given,
+    config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+  )
+
+
+def run(
+  main: Callable[[Any], int | None],
+  args: type,
+  name: str,
+  *,
+  command: str | None = None,
+  given: Sequence[str] | None = None,
+) -> None:
+  """Runs a program whose arguments are a dataclass; it ends with the status that `main` returns.
+
+  Args:
+    name: the module, as `python -m` starts it.
+    command: the program as users type it, where that is something else.
+    given: what they typed after it; by default the command line.
+  """
   with one_line_errors():
-    main(tyro.cli(args, prog=f"{FOLDER}.{name}"))
+    status = main(parse(args, command or f"python -m {__package__}.{name}", given))
+  if status:
+    sys.exit(status)
 
 
 @contextmanager
@@ -97,17 +134,18 @@ def drop_programs() -> bool:
 
 
 def check_numbers(args: Any, **least: int) -> None:
-  """Raises ValueError for a number of a program's arguments that is too small; None passes.
+  """Raises ValueError for a number, or one of several, that is too small; None passes.
 
   Args:
     args: what was given.
     least: the smallest number that makes sense, by the argument's name.
   """
   for name, bound in least.items():
-    value = getattr(args, name)
-    if value is not None and value < bound:
-      option = name.replace("_", "-")
-      raise ValueError(f"--{option}: found {value}, expected at least {bound}")
+    given = getattr(args, name)
+    for value in given if isinstance(given, tuple) else (given,):
+      if value is not None and value < bound:
+        option = name.replace("_", "-")
+        raise ValueError(f"--{option}: found {value}, expected at least {bound}")
 
 
 def usual_methods() -> tuple[str, ...]:

@@ -35,7 +35,7 @@ class Step:
     self._ticker = threading.Thread(target=self._tick, daemon=True)
 
   def note(self, text: str) -> None:
-    """Shows how far the step is, or what came of it, behind its text."""
+    """Shows the progress of the step, or its result, after its text."""
     self._note = text
 
   @property

@@ -1,4 +1,14 @@
-"""A published model becomes a checkpoint folder that `kvjax.models.convert.load` reads."""
+"""Convert a Hugging Face folder or a GGUF file into a checkpoint folder.
+
+    kvjax convert hf:Qwen/Qwen2.5-0.5B-Instruct qwen
+    kvjax convert /models/Llama-3.2-1B llama --dtype bfloat16
+    kvjax convert model.Q4_0.gguf small
+
+Llama, Mistral, Qwen 2 and Qwen 3 models convert. Quantised tensors become float32 unless --dtype
+says otherwise; float16 and bfloat16 stay as they are. One layer is in memory at a time. The folder
+is written under another name and renamed last, so an interrupted conversion leaves no checkpoint.
+Pickled weights (.bin, .pt) are refused.
+"""
 
 import dataclasses
 import pathlib
@@ -13,22 +23,16 @@ from . import common
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Converts a model of the Llama, Mistral or Qwen families into a checkpoint folder.
-
-  Quantised tensors are dequantised to float32 unless --dtype says otherwise; float16 and bfloat16
-  stay as they are. One layer is
-  in memory at a time. The folder is written aside and renamed last, so that an interrupted
-  conversion leaves no checkpoint. Pickled weights (.bin, .pt) are refused.
-  """
+  """What is converted, and how."""
 
   source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
   """A Hugging Face folder, a .gguf file, or hf:owner/name to download from the Hugging Face hub."""
   dest: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]
   """The checkpoint folder to make; it must not exist yet."""
-  max_context: int | None = None
-  """Use the model up to so many tokens only; needed where it has a sliding window of that size."""
-  dtype: Literal["bfloat16", "float16", "float32"] | None = None
-  """Of all matrices; by default as in the source. bfloat16 halves what 4-bit models take."""
+  max_context: Annotated[int | None, common.optional("TOKENS")] = None
+  """Longest context of the checkpoint; needed where the model has a sliding window of that size."""
+  dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, common.choice()] = None
+  """Type of all matrices; by default as in the source. bfloat16 halves what 4-bit models take."""
 
 
 def main(args: Args) -> None:

@@ -1,8 +1,12 @@
-"""kvjax in two minutes: one small model, one needle in a long text, several KV caches.
+"""Chat, then search a long text for a hidden number, under several methods.
 
-SmolLM2-135M-Instruct is fetched and converted the first time. It then answers a chat question,
-and a needle question over presidential addresses under one KV-cache method after the other. A
-table compares each method with the full cache, row by row as they are done.
+    kvjax demo                                     five methods, 2,000 tokens on a CPU
+    kvjax demo --methods all --length 4000         every method
+    kvjax demo --methods snapkv quest --budget 256
+
+SmolLM2-135M-Instruct is fetched and converted the first time. It answers a chat question, then a
+needle question over presidential addresses under one method after the other. A table compares each
+method with the full cache; each row is printed as soon as it is known.
 """
 
 import dataclasses
@@ -56,14 +60,13 @@ class Args:
   """Chat, then a needle question under every chosen KV-cache method, on a real model."""
 
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = DEFAULT
-  """Registered names, module:Class for your own, or "all". The full cache always runs: it is what
-  the others are compared with."""
+  """Registered names, module:Class for your own, or "all". The full cache always runs."""
   length: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens of the needle question and its answer; 2,000 on a CPU and 4,000 on a GPU by default."""
   budget: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens that a method keeps or reads per step; a quarter of the length by default."""
   depth: Annotated[float | None, common.optional("SHARE")] = None
-  """Where the needle stands, from 0 (start of the text) to 1 (its end); drawn by default."""
+  """Position of the needle, from 0 (start of the text) to 1 (its end); drawn by default."""
   seed: int = 3
   """Draws the text, the needle and its depth."""
   question: str = "Give me three tips for writing clear code."

@@ -1,37 +1,37 @@
-"""Evaluates KV-cache methods on a converted checkpoint: tasks × methods × budgets × lengths.
+"""Score methods on a converted checkpoint: tasks × methods × budgets × lengths.
 
-    python -m scripts.evaluate --list
-    python -m scripts.evaluate --tasks needle kl --methods streaming_llm snapkv --out results
-    python -m scripts.evaluate --tasks ruler --methods all --budgets 256 0.25 --lengths 1024 4096 \\
+    kvjax evaluate --list
+    kvjax evaluate --tasks needle kl --methods streaming_llm snapkv --out results
+    kvjax evaluate --tasks ruler --methods all --budgets 256 0.25 --lengths 1024 4096 \\
         --samples 50 --modes aware agnostic --out results
 
-Every sample becomes a line of <out>/rows.jsonl: prompt hash, answer, score, the bytes that its
-cache really takes, timings. A run that was stopped in whatever way goes on where it ended when it
-is started again; with more tasks, methods, budgets, lengths or samples it adds what is missing.
-The table at the end is kept as <out>/summary.txt and .json.
+Every sample is a line of <out>/rows.jsonl: prompt hash, answer, score, measured bytes of its cache,
+timings. A stopped run resumes where it stopped when it is started again; with more tasks, methods,
+budgets, lengths or samples it adds what is missing. The table at the end is also written to
+<out>/summary.txt and .json.
 
-Parts of an evaluation can be run into folders of their own, at the same time or on several machines
-of one kind, and put together:
+Parts of an evaluation can run in folders of their own, at the same time or on several machines of
+one kind, and be merged:
 
-    python -m scripts.evaluate --tasks ruler --methods h2o --out a        here
-    python -m scripts.evaluate --tasks ruler --methods snapkv --out b     and there
-    python -m scripts.evaluate --only-report --add a b --out results
+    kvjax evaluate --tasks ruler --methods h2o --out a        here
+    kvjax evaluate --tasks ruler --methods snapkv --out b     and there
+    kvjax evaluate --only-report --add a b --out results
 
-The same seed gives the same rows of results. On a GPU that takes the same compiled programs (they
-are kept in the cache folder): compiled anew, sums may be ordered otherwise, and a close call may
-end differently.
+The same seed gives the same rows. On a GPU this needs the same compiled programs, which are kept in
+the cache folder: newly compiled ones may order sums differently, and a close call may change.
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal
 
 import jax
+import tyro
 
 import kvjax
 from kvjax.models.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from . import common, console
 from .evals import cells as cells_of
 from .evals import local, plan, registry, store, summary
 from .evals import trace as tracing
-from .evals.plan import MODES, Cell, Entry
+from .evals.plan import Cell, Entry, Mode
 from .evals.prompt import Reader
 from .evals.run import Runner
 from .evals.task import Task
@@ -51,148 +51,54 @@ TRACES = "traces.json"
 TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 
-class _Parser(argparse.ArgumentParser):
-  """Says what is wrong in one line; --help says the rest."""
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """What is run, and how."""
 
-  def error(self, message: str) -> NoReturn:
-    self.exit(2, f"error: {message}\n")
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-  parser = _Parser(
-    prog=f"{common.FOLDER}.evaluate",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  what = parser.add_argument_group("what is run")
-  what.add_argument(
-    "--tasks",
-    nargs="+",
-    default=["needle", "kl"],
-    metavar="NAME",
-    help="tasks or families of tasks, see --list (needle kl)",
-  )
-  what.add_argument(
-    "--methods",
-    nargs="+",
-    default=common.usual_methods(),
-    metavar="NAME",
-    help='registered methods, or "all" (the baselines and the systems that are registered); '
-    "name:field=value,… sets further fields. The full cache always runs: it is what the others are "
-    "compared with",
-  )
-  what.add_argument(
-    "--budgets",
-    nargs="+",
-    default=["0.25"],
-    metavar="TOKENS",
-    help="tokens that a method keeps or reads: a number, or a share of the length (0.25)",
-  )
-  what.add_argument(
-    "--lengths",
-    nargs="+",
-    type=_positive,
-    default=[2048],
-    metavar="TOKENS",
-    help="tokens of prompt and answer together (2048)",
-  )
-  what.add_argument(
-    "--samples", type=_positive, default=50, metavar="N", help="rows of every task (50)"
-  )
-  what.add_argument(
-    "--modes",
-    nargs="+",
-    choices=MODES,
-    default=["aware"],
-    help="aware: prompts are read at once; agnostic: the context is compressed before the "
-    "question is seen; second: a second question follows the answer to the first, about the same "
-    "text, and its answer is scored (aware)",
-  )
-  what.add_argument("--seed", type=int, default=0, help="draws every row (0)")
-  how = parser.add_argument_group("how it runs")
-  how.add_argument(
-    "--checkpoint",
-    type=pathlib.Path,
-    metavar="FOLDER",
-    help="a converted checkpoint; SmolLM2-135M-Instruct by default",
-  )
-  how.add_argument(
-    "--batch", type=_positive, metavar="ROWS", help="rows at a time (25 on a GPU, else 5)"
-  )
-  how.add_argument(
-    "--memory",
-    type=_above_zero,
-    metavar="GB",
-    help="caches that one reading of a prompt may fill (a third of the GPU's memory, else 4)",
-  )
-  how.add_argument(
-    "--impl",
-    default="auto",
-    choices=("auto", "reference", "pallas", "jax-triton"),
-    help="implementation of the methods' operations (auto)",
-  )
-  how.add_argument(
-    "--no-chat", action="store_true", help="put questions as plain text, without a chat template"
-  )
-  how.add_argument(
-    "--data",
-    type=pathlib.Path,
-    metavar="FOLDER",
-    help=f"where local data sets lie ($KVJAX_DATA, or {local.folder()})",
-  )
-  how.add_argument(
-    "--add",
-    nargs="+",
-    type=pathlib.Path,
-    default=[],
-    metavar="FOLDER",
-    help="first take over rows and traces of these folders, which must have equal settings; one "
-    "that is being written gives what it has",
-  )
-  how.add_argument(
-    "--only-report",
-    action="store_true",
-    help="run nothing and load no model: the table of what the folder has, and --add adds",
-  )
-  how.add_argument(
-    "--trace",
-    type=_positive,
-    metavar="STEPS",
-    help="also record what every method visits, by layer and step, while it decodes so many "
-    "tokens after the first row of the first task at the greatest length",
-  )
-  how.add_argument(
-    "--out",
-    type=pathlib.Path,
-    metavar="FOLDER",
-    default=pathlib.Path("evaluation"),
-    help="results; a folder that has some is added to (evaluation)",
-  )
-  parser.add_argument("--list", action="store_true", help="list tasks and methods, and stop")
-  return parser.parse_args(argv)
+  tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needle", "kl")
+  """Tasks or families of tasks; --list names them."""
+  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = common.usual_methods()
+  """Registered methods, module:Class for your own, or "all"; name:field=value,… sets further
+  fields. The full cache always runs: the others are compared with it."""
+  budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOKENS ...")] = ("0.25",)
+  """Tokens that a method keeps or reads: a number, or a share of the length."""
+  lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="TOKENS ...")] = (2048,)
+  """Tokens of prompt and answer together."""
+  samples: int = 50
+  """Rows of every task."""
+  modes: tuple[Mode, ...] = ("aware",)
+  """aware: the prompt is read at once. agnostic: the context is compressed before the question is
+  seen. second: a second question about the same text follows the answer to the first, and its
+  answer is scored."""
+  seed: int = 0
+  """Draws every row."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+  batch: Annotated[int | None, common.optional("ROWS")] = None
+  """Rows at a time; 25 on a GPU by default, else 5."""
+  memory: Annotated[float | None, common.optional("GB")] = None
+  """Memory that caches may fill while a prompt is read; a third of the GPU's by default, else 4."""
+  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
+  """Implementation of the methods' operations."""
+  no_chat: bool = False
+  """Ask questions as plain text, without a chat template."""
+  data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
+  add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
+  """First take over rows and traces of these folders, which must have equal settings; one that is
+  being written gives what it has."""
+  only_report: bool = False
+  """Run nothing and load no model: the table of what the folder has, and --add adds."""
+  trace: Annotated[int | None, common.optional("STEPS")] = None
+  """Also record what every method visits, by layer and step, while it decodes so many tokens after
+  the first row of the first task at the greatest length."""
+  out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = pathlib.Path("evaluation")
+  """Results; a folder that has some is added to."""
+  list: bool = False
+  """List tasks and methods, and stop."""
 
 
-def _positive(text: str) -> int:
-  try:
-    value = int(text)
-  except ValueError:
-    value = 0
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"found {text}, expected an integer of at least 1")
-  return value
-
-
-def _above_zero(text: str) -> float:
-  try:
-    value = float(text)
-  except ValueError:
-    value = 0.0
-  if not 0 < value < float("inf"):
-    raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0")
-  return value
-
-
-def labels(args: argparse.Namespace) -> list[str]:
+def labels(args: Args) -> list[str]:
   """The methods that are asked for."""
   return list(kvjax.METHODS) if list(args.methods) == ["all"] else list(args.methods)
 
@@ -216,7 +122,7 @@ def _there(task: Task) -> bool:
   return all(map(local.there, task.needs))
 
 
-def settings(args: argparse.Namespace, model: Transformer, batch: int) -> dict[str, Any]:
+def settings(args: Args, model: Transformer, batch: int) -> dict[str, Any]:
   """What the numbers of a folder depend on."""
   return {
     "version": VERSION,
@@ -233,9 +139,7 @@ def settings(args: argparse.Namespace, model: Transformer, batch: int) -> dict[s
   }
 
 
-def evaluate(
-  args: argparse.Namespace, model: Transformer, tokenizer: Tokenizer
-) -> list[dict[str, Any]]:
+def evaluate(args: Args, model: Transformer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
   """Runs what the folder does not have yet; all rows of the folder."""
   gpu = jax.default_backend() == "gpu"
   batch = args.batch or (25 if gpu else 5)
@@ -285,7 +189,7 @@ def add(results: store.Store, folders: Sequence[pathlib.Path]) -> None:
       _write_traces(results.folder, made + new)
 
 
-def only_report(args: argparse.Namespace) -> list[dict[str, Any]]:
+def only_report(args: Args) -> list[dict[str, Any]]:
   """All rows of the folder, with those of `--add`; no model is asked what its settings are."""
   if args.add:
     folder = args.out if (args.out / store.SETTINGS).is_file() else args.add[0]
@@ -386,10 +290,10 @@ def _write_traces(folder: pathlib.Path, made: Sequence[dict[str, Any]]) -> None:
     path.write_text(json.dumps(made) + "\n", "utf-8")
 
 
-def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:
-  """The table of a folder, which also writes it there."""
+def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> str:
+  """The table of a folder and the command that made it, which also writes them there."""
   summaries = summary.summarise(rows, store.settings_of(folder))
-  text = summary.table(summaries)
+  text = f"{summary.table(summaries)}\n\n  made with: {command}"
   with common.written_aside(folder / "summary.txt") as path:
     path.write_text(text + "\n", "utf-8")
   with common.written_aside(folder / "summary.json") as path:
@@ -398,13 +302,15 @@ def report(folder: pathlib.Path, rows: list[dict[str, Any]]) -> str:
   return text
 
 
-def main(argv: list[str] | None = None) -> int:
-  args = parse(argv)
+def main(args: Args) -> None:
+  common.check_numbers(args, samples=1, batch=1, trace=1, lengths=1)
+  if args.memory is not None and not 0 < args.memory < float("inf"):
+    raise ValueError(f"--memory: found {args.memory}, expected a number above 0")
   if args.data:
     os.environ["KVJAX_DATA"] = str(args.data.absolute())
   if args.list:
     print(listing())
-    return 0
+    return
   for folder in args.add:  # before a model is loaded
     store.settings_of(folder)
   if args.only_report:
@@ -414,14 +320,18 @@ def main(argv: list[str] | None = None) -> int:
     for length in args.lengths:
       plan.entries(labels(args), args.budgets, length)
     model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
-    rows = evaluate(args, model, tokenizer)
+    try:
+      rows = evaluate(args, model, tokenizer)
+    except KeyboardInterrupt:
+      path = args.out / store.ROWS
+      done = len(store.read(args.out)) if path.is_file() else 0
+      text = f"stopped: {done:,} rows are in {path}; the same command adds the others"
+      raise SystemExit(f"\n{text}") from None
   if not rows:
     raise ValueError(f"{args.out}: found no rows: nothing was run, or every cell was refused")
-  print(report(args.out, rows))
+  print(report(args.out, rows, shlex.join(["kvjax", "evaluate", *sys.argv[1:]])))
   print(f"\n  {len(rows):,} rows in {args.out / store.ROWS}")
-  return 0
 
 
 if __name__ == "__main__":
-  with common.one_line_errors():
-    sys.exit(main())
+  common.run(main, Args, "evaluate")

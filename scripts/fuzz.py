@@ -1,4 +1,4 @@
-"""Feeds damaged model files to the readers: each is refused with a documented error, or read whole.
+"""For developers: feed damaged model files to the readers, which must refuse or read them.
 
     python -m scripts.fuzz --count 100000       the full run, minutes of a core
     python -m scripts.fuzz --count 300          a look

@@ -1,10 +1,17 @@
-"""Text from a model under any registered KV-cache method, streamed to the terminal."""
+"""Write text with a model under one method, streamed to the terminal.
+
+    kvjax generate "Name three rivers."
+    kvjax generate "Who wrote the letter?" --method ltri --budget 2048 --context-file book.txt
+    kvjax generate "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --method snapkv
+
+The text goes to standard output, everything else to standard error, so the output can be piped.
+"""
 
 import dataclasses
 import pathlib
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -19,24 +26,21 @@ from . import common, console, context
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Continues a text or answers a chat question under one KV-cache method.
-
-  The text goes to standard output, everything else to standard error: the output can be piped.
-  """
+  """The prompt, the method, and how tokens are drawn."""
 
   prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
   """The question, or with --raw the text to continue; "-" reads it from standard input."""
-  method: str = "full"
-  """A registered method (see the README's table), or module:Class."""
-  budget: int = 1024
+  method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
+  """A registered method (`kvjax evaluate --list`), or module:Class."""
+  budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
-  context_file: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
-  """A text in UTF-8 of any length that stands before the prompt."""
+  context_file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
+  """A text in UTF-8 of any length to put before the prompt."""
   steps: int = 256
   """Tokens to generate at most."""
   temperature: float = 0.0
   """0 takes the likeliest token; higher values draw more freely."""
-  top_k: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+  top_k: Annotated[int | None, common.optional("TOKENS")] = None
   """Draw from this many of the likeliest tokens only; all by default."""
   top_p: float = 1.0
   """Draw from the fewest likeliest tokens whose probabilities sum to this."""
@@ -44,16 +48,16 @@ class Args:
   """Draw from tokens at least this many times as probable as the likeliest one."""
   seed: int = 0
   """Random seed of the draws."""
-  stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
-  """Strings that end the text; they are not part of it."""
-  prefill_chunk: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
-  """Read a long prompt this many tokens at a time, which takes less memory; at once by default."""
+  stop: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
+  """Strings that end the text; they are not printed."""
+  prefill_chunk: Annotated[int | None, common.optional("TOKENS")] = None
+  """Read a long prompt so many tokens at a time, which takes less memory; at once by default."""
   raw: bool = False
   """Continue the prompt as it is, without the chat template."""
-  system: str | None = None
+  system: Annotated[str | None, common.optional("TEXT")] = None
   """System message of the chat."""
-  impl: str = "auto"
-  """Implementation of the method's operations: auto, reference, pallas or jax-triton."""
+  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
+  """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None
   """A converted checkpoint; SmolLM2-135M-Instruct by default."""
 
@@ -129,7 +133,7 @@ def main(args: Args) -> None:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise SystemExit(
       f"error: {what} after {done[0]:,} of {len(ids):,} tokens had been read and {done[1]:,} "
-      f"generated, whose text stands above: {reason}"
+      f"generated (their text is above): {reason}"
     ) from error
   print(flush=True)
   seconds, n = time.perf_counter() - begin, int(generation.lengths[0])

@@ -1,9 +1,11 @@
-"""How well PRR predicts selections, on the activations of a real model over natural text.
+"""Measure how well PRR predicts selections on a real model over natural text.
+
+    kvjax hit-rates hits.json --length 4096
 
 Queries, keys and values of the full cache's forward pass go through single layers of PRR: a prompt,
-on which it is calibrated, and then token after token. Attention is strict, so that every setting
-meets the same selections. Overlap of consecutive steps is that of the pages chosen by score; hit
-rates are given with and without those that are read whatever their score.
+on which it is calibrated, and then token after token. Attention is strict, so every setting meets
+the same selections. Overlap of consecutive steps is that of the pages chosen by score; hit rates
+are given with and without those that are read whatever their score.
 """
 
 import dataclasses
@@ -33,7 +35,7 @@ class Args:
   """Hit rates of PRR's predictors over Quest and InfLLM-v2, as a table and a JSON file."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-  """The .json file to write; a .txt of the same name stands beside it."""
+  """The .json file to write; a .txt of the same name is written, too."""
   length: int = 1920
   """Tokens of the prompt."""
   steps: int = 128

@@ -1,4 +1,6 @@
-"""Makes tests/goldens/smollm2.npz and smollm2_tokenizer.json with an independent loader.
+"""For developers: make the golden logits of SmolLM2 with an independent loader.
+
+Makes tests/goldens/smollm2.npz and smollm2_tokenizer.json with an independent loader.
 
 Hugging Face transformers reads the same GGUF file on the CPU in float32 (its own dequantisation,
 its own rotary convention) and scores natural text; of the text only token ids are stored. Run it

@@ -1,4 +1,4 @@
-"""Puts faults into the code, one at a time, and looks whether the tests of that file fail.
+"""For developers: put faults into the code, one at a time, and count those no test finds.
 
     python -m scripts.mutate                      120 faults, an hour or two; a stopped run resumes
     python -m scripts.mutate --sites 200          80 more
@@ -52,7 +52,7 @@ class Args:
   """Puts faults into methods, operations and kernels, and counts those that no test fails."""
 
   sites: int = 120
-  """Faults to draw; a larger number goes on with the same ones."""
+  """Faults to draw; a larger number adds to the same ones."""
   seed: int = 0
   """What they are drawn by."""
   seconds: int = 45
@@ -87,7 +87,7 @@ def main(args: Args) -> None:
     file.write_text(f"python -m scripts.mutate --sites {args.sites} --seed {args.seed}\n{text}\n")
   print(text)
   if left := found.count(None):
-    print(f"{left} of {len(found)} faults are left: the same command goes on with them")
+    print(f"{left} of {len(found)} faults are left: the same command resumes there")
   if survivors(x for x in found if x is not None) > ALLOWED:
     sys.exit(1)
 

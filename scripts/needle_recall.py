@@ -1,14 +1,16 @@
-"""Whether streaming methods retrieve a needle, and whether the answer is then right.
+"""Measure whether streaming methods find a needle again, and answer right.
+
+    kvjax needle-recall out --length 4096 --samples 20
 
 Every sample hides a number at a depth of its own, far enough from the end to have left the window.
-Each method reads it in its own way and answers; methods that stream say at every step which blocks
-each layer has retrieved, and the recall is the share of the needle's blocks that is among them.
-All methods attend to about as many tokens: first ones, window and retrieved ones together; the
-full cache to everything.
+Each method reads it in its own way and answers; methods that stream report at every step which
+blocks each layer has retrieved. The recall is the share of the needle's blocks among them. All
+methods attend to about as many tokens (first ones, window and retrieved ones together), the full
+cache to everything.
 
-In OUT: needles.json, to which each answer is added as it comes (a further run goes on from there),
-needles.txt, the table; recall.png, recall by layer and step, right and wrong answers apart (Fig. 2
-of Ltri-LLM); ablation.png (Fig. 10).
+In the folder: needles.json, to which each answer is added as it comes (a further run resumes
+there), needles.txt, the table; recall.png, recall by layer and step, right and wrong answers apart
+(Fig. 2 of Ltri-LLM); ablation.png (Fig. 10).
 """
 
 import dataclasses
@@ -53,8 +55,8 @@ class Args:
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Where numbers and pictures go."""
-  heads: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
-  """Retrieval heads that `scripts.retrieval_heads` found; all heads together by default."""
+  heads: Annotated[pathlib.Path | None, common.optional("FILE")] = None
+  """Retrieval heads that `kvjax retrieval-heads` found; all heads together by default."""
   samples: int = 20
   """Needles, each in a text of its own."""
   length: int = 8000

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernel tests, timings, evaluations, side by side on all GPUs there are.
+"""For developers: run what only a GPU can show: kernel tests, timings, evaluations.
 
     python -m scripts.on_gpu --out run                  everything
     python -m scripts.on_gpu --out run --minutes 9      goes on where the last call ended
@@ -367,7 +367,7 @@ def present() -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog=f"{common.FOLDER}.on_gpu",
+    prog="python -m scripts.on_gpu",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="steps:\n"

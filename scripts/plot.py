@@ -1,30 +1,30 @@
-"""Pictures and a report from results of scripts.evaluate and scripts.bench.
+"""Make a report with pictures from results of evaluate, speed and bench.
 
-    python -m scripts.plot evaluation --out report.html
-    python -m scripts.plot scripts/results/nvidia-h200/* --out report.html --pictures pictures
+    kvjax plot evaluation --out report.html
+    kvjax plot scripts/results/nvidia-h200/* --out report.html --pictures pictures
 
-Takes folders that `evaluate` wrote and JSON files that `bench` wrote, several of each if wanted.
-The report is one HTML file without anything beside it. Pictures: needle by length and depth, score
-against measured bytes, score against milliseconds a token, bytes kept and bytes read (where a
-folder has a speed.jsonl), speed and memory against length, tasks with intervals relative to the
-full cache, divergence by position, and what was visited by layer and step; those without data are
-left out.
+Takes folders that `evaluate` wrote and JSON files that `bench` wrote. The report is one HTML file
+that needs no other file. Pictures: needle by length and depth; score against measured bytes; score
+against milliseconds a token, bytes kept and bytes read (where a folder has a speed.jsonl); speed
+and memory against length; tasks with intervals relative to the full cache; divergence by position;
+what was visited by layer and step. A picture without data is left out.
 """
 
-import argparse
 import base64
+import dataclasses
 import html
 import io
 import json
 import pathlib
-import sys
+import shlex
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from matplotlib.figure import Figure
 
 from . import common
-from .evals import costs, needle, pictures, store, walks
+from .evals import costs, needle, pictures, plan, store, walks
 from .evals.standing import FULL, standings
 from .evals.summary import Summary, summarise
 
@@ -42,6 +42,20 @@ th { position: sticky; top: 0; background: #fff; }
 .scroll { overflow-x: auto; max-height: 40rem; overflow-y: auto; }
 pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; font-size: 13px; }
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """What is drawn, and where it is written."""
+
+  results: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, common.optional("RESULTS ...")]
+  """Folders of `evaluate` and files of `bench`."""
+  out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FILE")] = pathlib.Path("report.html")
+  """The report."""
+  pictures: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Also write every picture there as PNG."""
+  least: Annotated[float, tyro.conf.arg(metavar="SHARE")] = 0.0
+  """Leave out of pictures of scores the tasks on which the full cache scores less, such as 0.5."""
 
 
 class Results:
@@ -153,6 +167,9 @@ def page(
     parts.append(f"<p>Left out, since their walks are too short to end early: {listed}.</p>")
   if results.rows:
     parts.append("<h2>All numbers</h2>\n" + _table(summarise(results.rows)))
+    modes = dict.fromkeys(row["mode"] for row in results.rows)
+    said = (f"{mode}: {plan.MEANING[mode]}" for mode in plan.MEANING if mode in modes)
+    parts.append(f"<p>{html.escape('; '.join(said))}. n: rows.</p>")
     parts.append(
       "<p>95 % intervals: Wilson's where every score is 0 or 1, else the bootstrap's percentiles "
       "(2,000 resamples of the rows). Bytes are those of the cache's arrays per row. Times are "
@@ -205,52 +222,26 @@ def _line(tag: str, cells: Sequence[str], left: set[int]) -> str:
   return f"<tr>{''.join(made)}</tr>\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
-    prog=f"{common.FOLDER}.plot",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  parser.add_argument(
-    "results", nargs="+", type=pathlib.Path, metavar="RESULTS", help="folders and files"
-  )
-  parser.add_argument(
-    "--out",
-    type=pathlib.Path,
-    metavar="FILE",
-    default=pathlib.Path("report.html"),
-    help="the report",
-  )
-  parser.add_argument(
-    "--pictures", type=pathlib.Path, metavar="FOLDER", help="also write every picture as PNG there"
-  )
-  parser.add_argument(
-    "--least",
-    type=float,
-    default=0.0,
-    metavar="SHARE",
-    help="leave tasks out of pictures of scores where the full cache has less, 0.5 say (0)",
-  )
-  args = parser.parse_args(argv)
+def main(args: Args) -> None:
+  if not args.results:
+    raise ValueError("RESULTS: found none, expected folders of `evaluate` or files of `bench`")
   results = Results(args.results)
   drawn = {
     name: (title, png(figure)) for name, (title, figure) in draw(results, args.least).items()
   }
   if not drawn:
     raise ValueError("results: found nothing to draw")
-  words = ["python -m scripts.plot", *(str(path) for path in args.results), f"--out {args.out}"]
-  words += [f"--least {args.least:g}"] if args.least else []
+  words = ["kvjax", "plot", *map(str, args.results), "--out", str(args.out)]
+  words += ["--least", f"{args.least:g}"] if args.least else []
   with common.written_aside(args.out) as path:
-    path.write_text(page(results, drawn, " ".join(words), args.least), "utf-8")
+    path.write_text(page(results, drawn, shlex.join(words), args.least), "utf-8")
   print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB, {len(drawn)} pictures")
   if args.pictures:
     for name, (_, picture) in drawn.items():
       with common.written_aside(args.pictures / f"{name}.png") as path:
         path.write_bytes(picture)
       print(f"{args.pictures / name}.png")
-  return 0
 
 
 if __name__ == "__main__":
-  with common.one_line_errors():
-    sys.exit(main())
+  common.run(main, Args, "plot")

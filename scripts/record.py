@@ -1,11 +1,15 @@
-"""Real queries, keys and values of chosen layers, saved for kernels and studies to feed on.
+"""Save queries, keys and values of chosen layers over natural text.
+
+    kvjax record recorded.npz --layers 0 10 20 --length 2048 --stride 16
 
 The file is an .npz without pickles. For every layer n it holds, in float16,
-  layer<n>/q  [K, G, A, H]  queries at the positions in `positions`, after RoPE
-  layer<n>/k  [K, T, H]     keys of all positions, after RoPE
-  layer<n>/v  [K, T, H]     values of all positions
-and beside them `positions` int32 [A], `tokens` int32 [T], and `about`, a JSON text with the model,
-its sizes, the text and the versions. Scores are q · k / sqrt(H), causal: key position ≤ query's.
+
+    layer<n>/q  [K, G, A, H]  queries at the positions in `positions`, after RoPE
+    layer<n>/k  [K, T, H]     keys of all positions, after RoPE
+    layer<n>/v  [K, T, H]     values of all positions
+
+and `positions` int32 [A], `tokens` int32 [T], and `about`, a JSON text with the model, its sizes,
+the text and the versions. Scores are q · k / sqrt(H), causal: key position ≤ query's.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""Which heads of a model copy from its context: the retrieval heads of any converted checkpoint.
+"""Find the retrieval heads of a model: those that copy from the context.
+
+    kvjax retrieval-heads heads.json
+    kvjax retrieval-heads heads.json --checkpoint FOLDER --samples 20
 
 A head's score is the share of a needle's tokens that it copies, mean over prompts: a token counts
 as copied when the head attends most to that very token within the needle at the step that has to

@@ -1,16 +1,18 @@
-"""How much of the oracle's selection is kept by sharing it: CIS and HShare on a real model.
+"""Measure how much of the oracle's selection CIS and HShare keep by sharing it.
+
+    kvjax sharing-study out --length 1024 --steps 64
 
 Texts go through the whole model under each setting: a prompt, then given tokens one by one. Every
 step of every layer says which heads retrieved, how many tokens they attended to, and which share of
-the oracle's keys, as many as were attended to, were among those. One against the other is PrHS's
-Fig. 7 (right) in kind.
+the oracle's keys (as many as were attended to) is among those. The comparison is that of PrHS's
+Fig. 7 (right).
 
-CIS's shared lists gain neighbours, so that it attends to more than it retrieves. Its retrievals are
-cut until a head attends, on average over the first text, to as many tokens as HShare's budget; what
-each attended to stands beside the figures.
+CIS's shared lists gain neighbours, so it attends to more than it retrieves. Its retrievals are cut
+until a head attends, on average over the first text, to as many tokens as HShare's budget; what
+each attended to is printed too.
 
-In OUT: sharing.json, sharing.txt, the table, and sharing.png. A text that sharing.json has of the
-same settings is not measured again.
+In the folder: sharing.json, sharing.txt (the table) and sharing.png. A text that sharing.json has
+of the same settings is not measured again.
 """
 
 import dataclasses

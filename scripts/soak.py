@@ -1,4 +1,4 @@
-"""Decodes long under every method that evicts, and checks its cache after every step.
+"""For developers: decode long under every method that evicts, checking the cache each step.
 
     python -m scripts.soak                                  50,000 steps of each, minutes on a CPU
     python -m scripts.soak --steps 500 --methods h2o tova   a look

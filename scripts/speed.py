@@ -1,7 +1,7 @@
-"""What a step of each method costs on a converted checkpoint, behind a prompt of real text.
+"""Time a decode step of each method on a real model, after real text.
 
-    python -m scripts.speed --methods quest snapkv --lengths 8192 --batches 1 8 --out run
-    python -m scripts.speed --checkpoint FOLDER --methods all --budgets 1024 4096 --out run
+    kvjax speed --methods quest snapkv --lengths 8192 --batches 1 8 --out run
+    kvjax speed --checkpoint FOLDER --methods all --budgets 1024 4096 --out run
 
 Nothing is forced or drawn at random: the rows are speeches, as in the task `kl` of `evaluate`, and
 what a method selects, shares or stops depends on their activations. Each measured method is a line
@@ -11,13 +11,13 @@ of <out>/speed.jsonl; what the folder has is not measured again:
     cache_bytes   of the caches on the device, host_bytes on the host
     read_bytes    what a step moves at most, weights and caches
     expected_us   what `advise` expects of a step, on an H200
-    peak_bytes    what a step holds, weights and caches included, as the compiler plans it; a prompt
-                  takes more while it is read, in chunks as little as one likes
+    peak_bytes    what a step holds, weights and caches included, as the compiler plans it; reading
+                  the prompt takes more, less with smaller chunks
     prefill_s     seconds in which the prompt was read
 
-Before anything is timed, one step is compared with the reference implementation's from the same
-caches: `error` is the relative difference of the logits, `agreed` the share of rows with the same
-likeliest token. Where it is above TOLERANCE the line has no time.
+Before timing, one step is compared with the reference implementation on the same caches: `error`
+is the relative difference of the logits, `agreed` the share of rows with the same likeliest token.
+Above TOLERANCE the line has no time.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle o
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Times decode steps of methods behind real text, and says what they hold."""
+  """What is timed, and where it is written."""
 
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
   """speed.jsonl is written there, or added to."""

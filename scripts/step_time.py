@@ -146,7 +146,7 @@ def _evicting(case: dict[str, Any]) -> list[Cell]:
 
 
 def _streams(folder: pathlib.Path) -> list[Cell]:
-  """Tokens behind a long stream under Ltri, in all layers."""
+  """Tokens after a long stream under Ltri, in all layers."""
   (case,) = (x for x in _cases(folder, "offload") if x["case"] == "whole stream")
   llama, made = PRESETS["Llama-3.1-8B"], []
   for mark in (100, 1024):

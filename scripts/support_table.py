@@ -1,4 +1,4 @@
-"""Writes into models/README.md which method was found to run over how many devices, from the tests.
+"""For developers: write models/README.md's table of methods and devices, from the tests.
 
     python -m scripts.support_table                   runs them, minutes, and writes the table
     python -m scripts.support_table --junit FILE ...  takes runs of `pytest --junitxml FILE`

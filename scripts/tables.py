@@ -1,5 +1,6 @@
-"""Writes the figures of README and RESULTS from the files in scripts/results, between markers, and
-the pictures of the house in kvjax/README from the code.
+"""For developers: write the figures of README and RESULTS from the result files.
+
+The pictures and tables of kvjax/README come from the code.
 
     python -m scripts.tables              rewrites what differs
     python -m scripts.tables --check      writes nothing: shows what differs, and fails if any does

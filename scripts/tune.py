@@ -1,4 +1,4 @@
-"""Measures how a kernel's work is best cut on this device and writes pallas_kernels/tuned/.
+"""For developers: measure how kernels are best cut on this device, for pallas_kernels/tuned.
 
     python -m scripts.tune decode                       on a GPU; minutes
     python -m scripts.tune decode --only "B8 T32K" --dry-run
@@ -158,7 +158,7 @@ def write(path: pathlib.Path, entry: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog=f"{common.FOLDER}.tune",
+    prog="python -m scripts.tune",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )

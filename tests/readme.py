@@ -22,7 +22,7 @@ convert.load = lambda path, **options: own(path, **options) if path else tiny.lo
 def snippets() -> list[str]:
   text = "\n".join(page.read_text("utf-8") for page in PAGES)
   found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-  assert len(found) >= 7
+  assert len(found) >= 6
   return found
 
 

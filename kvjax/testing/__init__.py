@@ -1,4 +1,4 @@
-"""What a method of one's own can be tested with: the laws that every method of kvjax obeys.
+"""Test your own method: the laws that every method of kvjax obeys.
 
     import kvjax.testing
 

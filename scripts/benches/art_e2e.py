@@ -260,7 +260,7 @@ def cache_bytes(model: Transformer, method: kvjax.Method, batch: int, tokens: in
 def filled(
   model: Transformer, method: kvjax.Method, batch: int, tokens: int, stopped: float, key: Any
 ) -> Any:
-  """Caches behind `tokens` tokens, full where they are bounded; values of all but `stopped` of the
+  """Caches after `tokens` tokens, full where they are bounded; values of all but `stopped` of the
   heads are loud. One row's tokens in all rows and layers.
   """
   spec = dataclasses.replace(model.spec(batch, tokens + STEPS), batch=1)
@@ -320,7 +320,7 @@ def shallow(name: str) -> Transformer:
 
 @functools.cache
 def logits(name: str, base: str, impl: str) -> np.ndarray:
-  """Logits of one step of eight rows behind 8K tokens, stops of the first case forced."""
+  """Logits of one step of eight rows after 8K tokens, stops of the first case forced."""
   model, quick = shallow(name), name == "tiny"
   batch, tokens = (2, 512) if quick else (8, 8192)
   end = next(iter(stops(base).values()))

@@ -107,7 +107,7 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
 
 
 def seconds_of(program: Any, leaves: Any, held: Any, token: Any, steps: int) -> float:
-  """Seconds of a step, by two runs of a compiled `stepping` behind a first one."""
+  """Seconds of a step, by two runs of a compiled `stepping` after a first one."""
   held, done = jax.block_until_ready(program(leaves, held, token))
   began = time.perf_counter()
   for _ in range(2):

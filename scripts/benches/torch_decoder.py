@@ -22,7 +22,7 @@ REPLAYS = 16
 
 
 def contender(model: Transformer, caches: Any, tokens: int) -> Contender:
-  """A greedy step at position `tokens` with this model's weights, behind a copy of these caches."""
+  """A greedy step at position `tokens` with this model's weights, after a copy of these caches."""
   import torch
 
   keys = [tuple(_tensor(cache.slots[n]).clone() for n in "kv") for cache in caches]
@@ -33,7 +33,7 @@ def contender(model: Transformer, caches: Any, tokens: int) -> Contender:
 
 
 def _seconds(replay: Any) -> float:
-  """Of a step, `REPLAYS` of them one behind the other."""
+  """Of a step, `REPLAYS` of them one after the other."""
   import torch
 
   torch.cuda.synchronize()

@@ -59,7 +59,7 @@ def _reasoning_gym(seed: int) -> Any:
 
 
 def gsm_symbolic(count: Count, *, length: int, seed: int, index: int) -> Row:
-  """Problem `index` of the generator, behind eight that no other row shows or asks."""
+  """Problem `index` of the generator, after eight that no other row shows or asks."""
   made = _reasoning_gym(seed)
   first = index * (EXAMPLES + 1)
   entries = [made[first + i] for i in range(EXAMPLES + 1)]
@@ -68,7 +68,7 @@ def gsm_symbolic(count: Count, *, length: int, seed: int, index: int) -> Row:
 
 
 def gsm8k(count: Count, *, length: int, seed: int, index: int) -> Row:
-  """A problem of the test set behind the first eight of the training set."""
+  """A problem of the test set after the first eight of the training set."""
   source = "github.com/openai/grade-school-math (or hf: openai/gsm8k, as jsonl)"
   shown, asked = (
     local.read(local.path(f"gsm8k/{part}.jsonl", f"GSM8K, {part} set", source))
@@ -117,10 +117,10 @@ def _gsm(name: str, summary: str, build: Any, needs: tuple[str, ...] = ()) -> Ta
 
 
 TASKS = (
-  _gsm("gsm_symbolic", "GSM-style problems behind eight worked ones (reasoning-gym)", gsm_symbolic),
+  _gsm("gsm_symbolic", "GSM-style problems after eight worked ones (reasoning-gym)", gsm_symbolic),
   _gsm(
     "gsm8k",
-    "GSM8K behind eight worked problems (local file)",
+    "GSM8K after eight worked problems (local file)",
     gsm8k,
     needs=("gsm8k/train.jsonl", "gsm8k/test.jsonl"),
   ),

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 
@@ -14,8 +15,13 @@ from kvjax.models.transformer import Transformer
 from .prompt import Prompt
 from .task import Row, Task
 
-TURNS = {"aware": 1, "agnostic": 1, "second": 2}  # questions of a row in each mode
-MODES = tuple(TURNS)
+Mode = Literal["aware", "agnostic", "second"]
+TURNS: dict[Mode, int] = {"aware": 1, "agnostic": 1, "second": 2}  # questions of a row in each
+MEANING: dict[Mode, str] = {
+  "aware": "the prompt is read at once, so compression sees the question",
+  "agnostic": "the context is compressed before the question is seen",
+  "second": "a second question on the same text, after the first one and its answer",
+}
 
 
 @dataclasses.dataclass(frozen=True)

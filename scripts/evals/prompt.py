@@ -89,7 +89,7 @@ class Reader:
 
   @functools.cached_property
   def _next_turn(self) -> tuple[str, str]:
-    """Markup from the end of an answer to a user's next text, and behind that."""
+    """Markup from the end of an answer to a user's next text, and after that."""
     roles = ("user", "assistant", "user")
     text = self.tokenizer.render([{"role": role, "content": _MARK} for role in roles])
     if text.count(_MARK) != 3:

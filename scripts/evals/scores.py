@@ -54,7 +54,7 @@ def share_of_numbers(answer: str, row: Row) -> float:
 
 
 def strict_number(answer: str, row: Row) -> float:
-  """GSM8K: the number behind the first "####" equals the reference."""
+  """GSM8K: the number after the first "####" equals the reference."""
   found = re.search(r"#### *(-?[$0-9.,]+)", answer)
   return float(found is not None and _value(found[1]) == _value(row.answers[0]))
 
@@ -77,7 +77,7 @@ def _value(number: str) -> Fraction | None:
 
 
 def boxed(answer: str, row: Row) -> float:
-  r"""MATH and AIME: what stands in the answer's last \boxed{} is the reference.
+  r"""MATH and AIME: the content of the answer's last \boxed{} is the reference.
 
   Both are compared as normalised strings; where they differ, `math-verify` decides if it is
   installed (1/2 and 0.5, 2\sqrt{2} and \sqrt{8}).
@@ -90,7 +90,7 @@ def boxed(answer: str, row: Row) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-  r"""What stands in the last \boxed{} (or \fbox{}) whose braces are balanced, or None."""
+  r"""The content of the last \boxed{} (or \fbox{}) whose braces are balanced, or None."""
   for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
     depth = 1
     for at in range(start, len(text)):
@@ -174,7 +174,7 @@ def first_choice(answer: str, row: Row) -> float:
 
 
 def named_option(answer: str, row: Row) -> float:
-  """InfiniteBench's code-debug score: the right letter at the start, or behind "answer is:"."""
+  """InfiniteBench's code-debug score: the right letter at the start, or after "answer is:"."""
   name, letter = row.answers[:2]
   answer = answer.strip()
   if answer[:2] in (f"{letter}.", f"{letter}:"):
@@ -187,7 +187,7 @@ def named_option(answer: str, row: Row) -> float:
 
 
 def stated_choice(answer: str, row: Row) -> float:
-  """LongBench v2's score: the letter behind "The correct answer is"."""
+  """LongBench v2's score: the letter after "The correct answer is"."""
   said = answer.replace("*", "")
   found = re.search(r"The correct answer is \(([A-D])\)", said)
   found = found or re.search(r"The correct answer is ([A-D])", said)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import console
-from . import walks
+from . import plan, walks
 from .stats import Estimate, estimate
 
 GROUP = ("task", "length", "mode", "method", "budget")
@@ -132,7 +132,15 @@ def table(summaries: Sequence[Summary]) -> str:
     "Wilson": "Wilson's, where every score is 0 or 1",
     "bootstrap": "the bootstrap's percentiles (2,000 resamples of the rows), elsewhere",
   }
-  parts.append("  95 % interval: " + "; ".join(meaning[kind] for kind in kinds))
+  modes = dict.fromkeys(s.mode for s in summaries)
+  parts.append(
+    "\n".join(
+      [
+        *(f"  {mode}: {plan.MEANING[mode]}" for mode in plan.MEANING if mode in modes),
+        "  n: rows; 95 % interval: " + "; ".join(meaning[kind] for kind in kinds),
+      ]
+    )
+  )
   if any(s.too_short for s in summaries):
     parts.append(
       "  cannot stop: its walks are too short to end early, it reads what the full cache does"

@@ -1,4 +1,4 @@
-"""A decode loop of one's own: one jitted step, one step ahead of the text, any method."""
+"""Your own decode loop: one jitted step, one step ahead of the text, any method."""
 
 import functools
 import pathlib

@@ -1,4 +1,4 @@
-"""A Flax attention layer of one's own over any KV cache: hand it queries, keys and values."""
+"""Your own Flax attention layer over any KV cache: hand it queries, keys and values."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A method of one's own, and its equivalence with the full cache under chex."""
+"""Your own method, and its equivalence with the full cache under chex."""
 
 import dataclasses
 import pathlib

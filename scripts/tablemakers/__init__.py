@@ -32,6 +32,7 @@ __all__ = ["DOCUMENTS", "Maker", "Results"]
 DOCUMENTS: dict[str, dict[str, Maker]] = {
   "RESULTS.md": {
     "runs": about.runs,
+    "short": summary.table,
     "decode": decode.table,
     "steps": steps.table,
     "peers": steps.beside_peers,
@@ -88,6 +89,6 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "certified": studies.certified,
     "certificates": studies.certificates,
   },
-  "README.md": {"results": summary.table},
+  "README.md": {"results": summary.first_page},
   "kvjax/README.md": {"rooms": house.rooms, "moves": house.moves},
 }

@@ -218,7 +218,7 @@ def costs(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   bench = results.bench("art")
   dense = [(bench.case(name), peer) for name, (_, peer) in ENDLESS.items() if "dense" in peer]
   more = [(paired(case, peer)[0], case.time(peer)) for case, peer in dense]

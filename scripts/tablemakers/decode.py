@@ -43,7 +43,7 @@ def _fastest(case: Case, names: tuple[str, ...]) -> str:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   cases = [results.bench("decode").case(name) for name in LARGE]
   beside = []
   for case in cases:

@@ -97,7 +97,7 @@ def large(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   two = [name for name in SPLIT if name.endswith("over 2")]
   heads, slots, attention, prompt, by_slots = (
     cells.ratio(*faster(case(results, name))) for name in two

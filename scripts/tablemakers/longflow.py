@@ -46,7 +46,7 @@ def answers(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   bench = results.bench("longflow")
   rates = [bench.case(ANSWER).remark("^" + name + RATE)[1] for name in ("LongFlow", "Full")]
   step = bench.case("step B128 S3200 8x4")

@@ -109,7 +109,7 @@ def calibration(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   case, cases = shape(results, "8B", 1, "64K"), every(results).values()
   beside = cells.span([over_peers(case) for case in cases if case.has(PEERS[-1])], "{:.1f}", " ×")
   return (
@@ -117,5 +117,5 @@ def in_short(results: Results) -> str:
     f"{cells.time(case.time('speculate beside score'))} for {cells.time(apart(case))} one after "
     f"the other at T64K; {beside} over scores, `lax.top_k` and FlashInfer, "
     f"{cells.span(map(gain, cases), unit=' ×')} over our own selection first, at 97 % hit: "
-    "off until a profile at a forecast's own hit rates says where it gains 3 %"
+    "off unless a profile at measured hit rates shows a gain of 3 %"
   )

@@ -95,7 +95,7 @@ def whole_steps(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   cases = {batch: [step(results, method, batch) for method in METHODS] for batch in (1, 4)}
   gains = [
     f"{cells.span(map(over_full, held), '{:.1f}', ' ×')} at B{batch}"

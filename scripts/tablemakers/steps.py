@@ -61,7 +61,7 @@ def _peer(case: Case, peer: str) -> tuple[str, str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   cases = steps(results, "Llama-3.1-8B")
   first, long = cases[0].time("kvjax"), cases[3].time("kvjax")
   peers = [_peer(case, "torch, CUDA graph") for case in cases[:2]]

@@ -87,7 +87,7 @@ def prefetch(results: Results) -> list[str]:
 
 
 def in_short(results: Results) -> str:
-  """The line of the README."""
+  """The line of the results in short."""
   case = whole(results)
   least, most = rates(case)
   return (

@@ -1,4 +1,6 @@
-"""The README's results in short: a line for each section."""
+"""The results in short: a line for each section of RESULTS, six of them on the first page."""
+
+from collections.abc import Iterable
 
 from . import art, cells, decode, gpus, longflow, prr, real, selection, steps, streams
 from .results import Results
@@ -16,6 +18,24 @@ LINES = {
 }
 
 
+FIRST_PAGE = (
+  "whole steps, Llama-3.1-8B's shape",
+  "LongFlow",
+  "Quest, InfLLM-v2, CPE at T128K",
+  "Ltri",
+  "two GPUs",
+  "a real model",
+)
+
+
 def table(results: Results) -> list[str]:
-  lines = ([label, line(results)] for label, line in LINES.items())
+  return _lines(results, LINES)
+
+
+def first_page(results: Results) -> list[str]:
+  return _lines(results, FIRST_PAGE)
+
+
+def _lines(results: Results, labels: Iterable[str]) -> list[str]:
+  lines = ([label, LINES[label](results)] for label in labels)
   return cells.table(("", ""), (row for row in lines if row[1]))

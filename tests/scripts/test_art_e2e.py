@@ -81,7 +81,7 @@ def test_kernels_take_every_base(base):
 
 @pytest.mark.slow
 def test_the_suite_on_a_tiny_shape(capsys):
-  assert bench.main(["art_e2e", "--quick", "--repetitions", "1", "--only", "SnapKV"]) == 0
+  assert bench.main(bench.Args("art_e2e", quick=True, repetitions=1, only="SnapKV")) == 0
   said = capsys.readouterr().out
   assert "SnapKV 0.2 tiny B2 T0.5K" in said and "of a walk's tiles" in said
   assert "1.17 and 1.27" in said and "wrong" not in said

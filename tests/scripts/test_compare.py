@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from scripts import bench, compare
+from scripts import bench, common, compare
 
 FACTS = {"device": "NVIDIA H200", "jax": "0.11.2", "command": "python -m scripts.bench decode"}
 
@@ -172,12 +172,16 @@ def bare(new):
   return path.parent
 
 
+def main(*given):
+  return bench.main(common.parse(bench.Args, "bench", given))
+
+
 def test_the_program(folders, capsys):
   command = ["--compare", *map(str, folders)]
-  assert bench.main(command) == 0
+  assert main(*command) == 0
   assert "decode, a: kvjax" in capsys.readouterr().out
-  assert bench.main([*command, "--fail-slower"]) == 1
+  assert main(*command, "--fail-slower") == 1
   old = str(folders[0])
-  assert bench.main(["--compare", old, old, "--fail-slower"]) == 0
-  with pytest.raises(SystemExit):
-    bench.main([*command, "--add", old])
+  assert main("--compare", old, old, "--fail-slower") == 0
+  with pytest.raises(ValueError, match="expected one of a suite to run"):
+    main(*command, "--add", old)

@@ -4,8 +4,12 @@ import ast
 import importlib
 import pathlib
 import re
+import sys
 
 import pytest
+
+from kvjax import METHODS
+from scripts import commands, reference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
@@ -76,9 +80,24 @@ def test_links_lead_somewhere(name):
     assert not anchor or anchor in anchors(page), link
 
 
-def test_the_first_page_is_short():
+@documents
+def test_commands(text):
+  """`kvjax NAME` is one of the program's."""
+  code = re.findall(r"`([^`\n]+)`|^    (.*)$", text, re.MULTILINE)
+  named = {found[1] for part in code for found in re.finditer(r"\bkvjax ([a-z][\w-]*)", max(part))}
+  assert named <= set(commands.MODULES), named - set(commands.MODULES)
+
+
+def test_the_first_page_is_short_and_names_every_method():
   """A newcomer reads it; the rest is where it belongs."""
-  assert len(TEXTS["README.md"].encode()) <= 12_000
+  text = TEXTS["README.md"]
+  assert len(text.encode()) <= 8192
+  assert [name for name in METHODS if f"`{name}`" not in text] == []
+
+
+def test_every_method_is_described():
+  rows = re.findall(r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", TEXTS["kvjax/README.md"], re.MULTILINE)
+  assert {name: METHODS[name].__name__ for name in METHODS} == dict(rows)
 
 
 def test_answers_end_where_the_model_ends_them():
@@ -92,3 +111,16 @@ def test_answers_end_where_the_model_ends_them():
     if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "generate"
   ]
   assert len(calls) >= 3 and all("stop" in given for given in calls), calls
+
+
+def test_every_public_name_has_a_docstring(monkeypatch):
+  assert reference.undocumented() == []
+  monkeypatch.setattr(reference.main, "__doc__", None)
+  monkeypatch.setattr(reference, "MODULES", ("scripts.reference",))
+  assert reference.undocumented() == ["scripts.reference.main"]
+
+
+def test_the_reference_says_what_it_needs(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, "pdoc", None)
+  with pytest.raises(ModuleNotFoundError, match=r"pip install 'kvjax\[docs\]'"):
+    reference.main(reference.Args(tmp_path))

@@ -21,7 +21,7 @@ from kvjax.models import convert
 from kvjax.models.caches import next_turn
 from kvjax.models.generate import generate, prefill
 from kvjax.models.tokenizer import Tokenizer
-from scripts import evaluate
+from scripts import common, evaluate
 from scripts.evals import plan, stats, store, summary, walks
 from scripts.evals.prompt import Reader
 from scripts.evals.registry import TASKS
@@ -44,9 +44,13 @@ def arguments(out, *more, tasks=("needle", "kl"), methods=METHODS, samples=SAMPL
   ]
 
 
+def parse(*given):
+  return common.parse(evaluate.Args, "evaluate", given)
+
+
 def run(loaded, out, *more, **kwargs):
   """Rows of a run."""
-  return evaluate.evaluate(evaluate.parse(arguments(out, *more, **kwargs)), *loaded)
+  return evaluate.evaluate(parse(*arguments(out, *more, **kwargs)), *loaded)
 
 
 def without_seconds(rows):
@@ -352,7 +356,7 @@ def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys)
   for name in ("load_model", "evaluate"):
     monkeypatch.setattr(evaluate.common if name == "load_model" else evaluate, name, None)
   for _ in range(2):
-    assert evaluate.main(["--only-report", "--out", str(out), *named]) == 0
+    evaluate.main(parse("--only-report", "--out", str(out), *named))
   monkeypatch.undo()
   rows = store.read(out)
   assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
@@ -382,14 +386,14 @@ def test_parts_that_do_not_fit_are_refused(loaded, finished, tmp_path):
     run(loaded, tmp_path / "three", "--add", str(finished[0]), batch=3)
   assert store.read(tmp_path / "three") == []
   with pytest.raises(FileNotFoundError, match=r"settings\.json: not found, expected results of"):
-    evaluate.main(["--out", str(tmp_path / "two"), "--add", str(tmp_path / "none")])
+    evaluate.main(parse("--out", str(tmp_path / "two"), "--add", str(tmp_path / "none")))
   with pytest.raises(FileNotFoundError, match=r"rows\.jsonl: not found, expected results of"):
-    evaluate.main(["--out", str(tmp_path / "two"), "--only-report"])
+    evaluate.main(parse("--out", str(tmp_path / "two"), "--only-report"))
   with pytest.raises(ValueError, match="found no rows"):
-    evaluate.main(["--out", str(tmp_path / "three"), "--only-report"])
+    evaluate.main(parse("--out", str(tmp_path / "three"), "--only-report"))
   both = ["--add", str(finished[0]), str(tmp_path / "three")]
   with pytest.raises(ValueError, match="three: found results with batch = 3, and now it is 2"):
-    evaluate.main(["--out", str(tmp_path / "four"), "--only-report", *both])
+    evaluate.main(parse("--out", str(tmp_path / "four"), "--only-report", *both))
 
 
 def test_other_settings_are_refused(loaded, finished):
@@ -400,7 +404,7 @@ def test_other_settings_are_refused(loaded, finished):
   other = dataclasses.replace(loaded[0].config, max_context=4096)
   model = type("Model", (), {"config": other, "dtype": loaded[0].dtype})
   with pytest.raises(ValueError, match="found results with config = "):
-    evaluate.evaluate(evaluate.parse(arguments(finished[0])), model, loaded[1])
+    evaluate.evaluate(parse(*arguments(finished[0])), model, loaded[1])
 
 
 def test_two_runs_do_not_write_into_one_folder(finished):
@@ -624,16 +628,17 @@ def test_what_art_visits_is_in_its_rows(loaded, tmp_path):
   assert 32 < shares[methods[1]] * seen <= 64
   answers = [row["answer"] for row in rows if row["method"] in ("full", methods[0])]
   assert answers[:2] == answers[2:]
-  assert "visited" in evaluate.report(tmp_path, rows)
+  assert "visited" in evaluate.report(tmp_path, rows, "kvjax evaluate")
 
 
 def test_a_report_is_kept(finished, loaded):
   out, rows = finished
-  text = evaluate.report(out, rows)
+  text = evaluate.report(out, rows, "kvjax evaluate --samples 3")
   assert (out / "summary.txt").read_text() == text + "\n"
   listed = json.loads((out / "summary.json").read_text())
   assert len(listed) == 9 and {entry["score"]["n"] for entry in listed} == {SAMPLES}
   assert "perplexity" in text and "Wilson" in text and "bootstrap" in text
+  assert plan.MEANING["aware"] in text and text.endswith("made with: kvjax evaluate --samples 3")
 
 
 def test_what_was_visited_is_recorded(loaded, tmp_path, monkeypatch):
@@ -652,6 +657,6 @@ def test_what_was_visited_is_recorded(loaded, tmp_path, monkeypatch):
 
 
 def test_the_program_lists_what_there_is(capsys):
-  assert evaluate.main(["--list"]) == 0
+  evaluate.main(parse("--list"))
   said = capsys.readouterr().out
   assert all(name in said for name in (*TASKS, *kvjax.METHODS))

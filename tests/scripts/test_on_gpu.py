@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from scripts import bench, on_gpu, quiet
+from scripts import bench, common, on_gpu, quiet
 
 
 def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
@@ -97,6 +97,10 @@ def test_who_times_has_its_gpu_to_itself(tmp_path, monkeypatch):
   assert [path.suffix for path in (tmp_path / "quiet").iterdir()] == [".lock"] * 2
 
 
+def bench_main(*given):
+  return bench.main(common.parse(bench.Args, "bench", given))
+
+
 def test_benches_are_put_together(tmp_path, capsys):
   """Cases of other folders join those of the same versions, and never replace others."""
   facts = {"device": "NVIDIA H200", "jax": "1"}
@@ -110,7 +114,7 @@ def test_benches_are_put_together(tmp_path, capsys):
   bench.write(tmp_path / "out", "prr", facts, [case("x", 1.0), case("y", 2.0)])
   bench.write(tmp_path / "run", "prr", {**facts, "torch": "2"}, [case("y", 3.0), case("z", 4.0)])
   command = ["--add", str(tmp_path / "run" / "nvidia-h200"), "--out", str(tmp_path / "out")]
-  assert bench.main(command) == 0
+  assert bench_main(*command) == 0
   assert capsys.readouterr().out == "prr: y\nprr: z\n"
   made = json.loads((tmp_path / "out" / "nvidia-h200" / "bench_prr.json").read_text())
   assert {c["case"]: c["results"][0]["us"] for c in made["cases"]} == {"x": 1, "y": 3, "z": 4}
@@ -118,8 +122,8 @@ def test_benches_are_put_together(tmp_path, capsys):
 
   bench.write(tmp_path / "run", "prr", {**facts, "jax": "2"}, [case("w", 5.0)])
   with pytest.raises(ValueError, match="found results of other versions"):
-    bench.main(command)
-  with pytest.raises(SystemExit):
-    bench.main(["--add", str(tmp_path)])
+    bench_main(*command)
+  with pytest.raises(ValueError, match="--add with --out"):
+    bench_main("--add", str(tmp_path))
   with pytest.raises(FileNotFoundError, match="expected results of bench"):
-    bench.main(["--add", str(tmp_path), "--out", str(tmp_path)])
+    bench_main("--add", str(tmp_path), "--out", str(tmp_path))

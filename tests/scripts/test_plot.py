@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from scripts import plot
+from scripts import common, plot
 from scripts.evals import pictures, store, summary
 from scripts.evals.pictures import needles
 
@@ -79,21 +79,27 @@ def folder(tmp_path):
   return tmp_path
 
 
+def main(*given):
+  plot.main(common.parse(plot.Args, "plot", given))
+
+
 @pytest.mark.slow
 def test_the_report_stands_alone(folder, capsys):
   """One file, every picture in it, the same bytes again; pictures as files where asked for."""
   paths = [str(folder / "run"), str(folder / "bench_e2e.json")]
   out = folder / "report.html"
-  assert plot.main([*paths, "--out", str(out), "--pictures", str(folder / "pictures")]) == 0
+  main(*paths, "--out", str(out), "--pictures", str(folder / "pictures"))
   text = out.read_text()
   names = {"needle_aware", "score_by_bytes", "speed", "divergence", "visits"}
   names |= {"ruler_aware_1024", "ruler_aware_2048"}
   assert {path.stem for path in (folder / "pictures").iterdir()} == names
   assert text.count('src="data:image/png;base64,') == len(names)
   assert not re.search(r'(src|href)="(?!data:)|<script|@import|url\(', text)
-  assert "tiny &lt;1&gt;" in text and "some GPU" in text and "python -m scripts.plot" in text
+  assert (
+    "tiny &lt;1&gt;" in text and "some GPU" in text and "kvjax plot" in text and "n: rows" in text
+  )
   assert "7 pictures" in capsys.readouterr().out
-  assert plot.main([*paths, "--out", str(out)]) == 0
+  main(*paths, "--out", str(out))
   assert out.read_text() == text
 
 

@@ -341,16 +341,14 @@ def test_nonsense_numbers_end_a_program_in_one_line(args, says, monkeypatch, tmp
 @pytest.mark.parametrize(
   ("given", "says"),
   [
-    ("--samples 0", "argument --samples: found 0, expected an integer of at least 1"),
-    ("--memory -1", "argument --memory: found -1, expected a number above 0"),
-    ("--lengths 64 x", "argument --lengths: found x, expected an integer of at least 1"),
+    ("--samples 0", "--samples: found 0, expected at least 1"),
+    ("--memory -1", "--memory: found -1.0, expected a number above 0"),
+    ("--lengths 64 0", "--lengths: found 0, expected at least 1"),
   ],
 )
-def test_evaluate_refuses_nonsense_in_one_line(given, says, capsys):
-  with pytest.raises(SystemExit) as end:
-    evaluate.main(given.split())
-  assert end.value.code == 2
-  assert capsys.readouterr().err == f"error: {says}\n"
+def test_evaluate_refuses_nonsense(given, says):
+  with pytest.raises(ValueError, match=re.escape(says)):
+    evaluate.main(common.parse(evaluate.Args, "evaluate", given.split()))
 
 
 def test_files_are_whole_or_not_there(tmp_path):

@@ -130,6 +130,13 @@ runpy.run_module("kvjax.programs.demo", run_name="__main__", alter_sys=True)
   assert "usage: python -m kvjax.programs.demo" in shown
 
 
+def test_the_command_is_installed(python, tmp_path):
+  """It lists the commands without any dependency, and has no jax to name."""
+  command = python.with_name("kvjax")
+  assert "Hold a conversation" in run(command, "--help", cwd=tmp_path)
+  assert f"kvjax {kvjax.__version__}, jax not installed" in run(command, "--version", cwd=tmp_path)
+
+
 @pytest.mark.parametrize("name", ["models.generate", "pallas_kernels.decode"])
 def test_a_second_copy_by_the_old_name_is_refused(name):
   """In a checkout the folders are found by their own names too, where a copy would be made."""

@@ -41,7 +41,7 @@ _READING = (
 _MODES = {
   "aware": "the question was there when caches were cut",
   "agnostic": "caches were cut before the question came",
-  "second": "of a second question, behind the first and its answer",
+  "second": "of a second question, after the first and its answer",
 }
 
 

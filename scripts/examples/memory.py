@@ -1,0 +1,38 @@
+"""Memory against context: bytes of a row's cache on the device, without a model or a device."""
+
+import pathlib
+
+import jax.numpy as jnp
+import tyro
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax.models.presets import PRESETS
+from kvjax.models.step_bytes import cache_spec
+
+METHODS = ("full", "quest", "double_sparsity", "snapkv", "longflow", "ltri")
+
+
+def main(
+  model: str = "Llama-3.1-8B",
+  out: pathlib.Path = pathlib.Path("memory.png"),
+  lengths: tuple[int, ...] = tuple(2**n for n in range(12, 21)),
+  budget: int = 2048,
+) -> None:
+  figure = Figure(figsize=(7, 4.5), layout="constrained")
+  axes = figure.subplots()
+  for name in METHODS:
+    method = kvjax.METHODS[name].usual(budget)
+    specs = [cache_spec(PRESETS[model], 1, length, jnp.bfloat16) for length in lengths]
+    plans = [kvjax.plan_memory(spec, method, apart=True) for spec in specs]
+    axes.loglog(lengths, [plan.device / 1e9 for plan in plans], marker="o", label=name)
+    last = f"{plans[-1].device / 1e9:.2f} GB" + f" + {plans[-1].host / 1e9:.0f} on the host"
+    print(f"{name:16} {last if plans[-1].host else last.split(' +')[0]} at {lengths[-1]:,} tokens")
+  axes.set(xlabel="tokens of context (logarithmic)", ylabel="GB on the device, a row (logarithmic)")
+  axes.set_title(f"Caches of {model}, bfloat16, budget {budget:,}")
+  axes.legend()
+  figure.savefig(out)
+
+
+if __name__ == "__main__":
+  tyro.cli(main)

@@ -1,0 +1,119 @@
+"""A conversation: live caches, another method between turns, and what is refused."""
+
+import dataclasses
+import functools
+import io
+import sys
+
+import numpy as np
+import pytest
+
+import kvjax
+from scripts import chat, common
+from scripts.examples import tiny
+
+ARGS = chat.Args(length=256, steps=6, budget=32)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+  return tiny.load()
+
+
+@pytest.fixture
+def talk(loaded):
+  return chat.Conversation(*loaded, ARGS)
+
+
+def said(talk):
+  return [message["content"] for message in talk.messages if message["role"] == "assistant"]
+
+
+def read(line):
+  return int(line.split("read ")[1].split()[0])
+
+
+def test_a_turn_reads_what_is_new_and_answers_as_if_it_had_read_all(loaded, talk, monkeypatch):
+  """On live caches, and again from the first token: the same logits under the full cache."""
+  letters = np.asarray([loaded[1].encode("abcdef", bos=False)])  # text that has these tokens again
+  generate, prefill, asked = chat.generate, chat.prefill, []
+
+  def spy(*args):
+    asked.append(prefill(*args))
+    return asked[-1]
+
+  monkeypatch.setattr(chat, "prefill", spy)
+  monkeypatch.setattr(chat, "generate", functools.partial(generate, forced=letters))
+  first, second = talk.ask("Who?"), talk.ask("Why?")
+  again = chat.obey(talk, "/again")
+  assert said(talk) == ["abcdef"] * 2
+  assert read(again) == read(first) + ARGS.steps + read(second)
+  live, anew = (np.asarray(logits) for logits, _ in asked[1:])
+  np.testing.assert_allclose(live, anew, atol=1e-4)
+
+
+def test_another_method_reads_the_conversation_again(talk):
+  talk.ask("Who?")
+  answer = said(talk)
+  assert "SnapKV" in chat.obey(talk, "/method snapkv 24")
+  assert isinstance(talk.method, kvjax.SnapKV) and talk.method.budget == 24
+  line = talk.ask("Why?")
+  assert line.startswith("snapkv 24 · read ") and said(talk)[:1] == answer
+  assert len(said(talk)) == 2
+
+
+def test_commands(talk):
+  assert "/again" in chat.obey(talk, "/help")
+  assert all(name in chat.obey(talk, "/methods") for name in kvjax.METHODS)
+  talk.ask("Who?")
+  chat.obey(talk, "/clear")
+  assert talk.messages == []
+  with pytest.raises(EOFError):
+    chat.obey(talk, "/quit")
+
+
+@pytest.mark.parametrize(
+  ("line", "says"),
+  [
+    ("/again", "found no message, expected one to answer again"),
+    ("/nonsense", "'/nonsense': no such command"),
+    ("/clear now", "'/clear now': no such command"),
+    ("/method", "'/method': no such command"),
+    ("/method nonsense", "method: found 'nonsense', expected one of: full"),
+    ("/method quest many", "found budget 'many', expected a number of tokens"),
+    ("/method quest 0", "budget: found 0, expected at least 1"),
+  ],
+)
+def test_what_cannot_be_done_leaves_the_conversation(talk, line, says):
+  method = talk.method
+  with pytest.raises(ValueError, match=says):
+    chat.obey(talk, line)
+  assert talk.method is method
+
+
+def test_a_conversation_ends_where_the_caches_do(talk):
+  with pytest.raises(ValueError, match="room for 256 of --length 256: /clear begins a new one"):
+    talk.ask("word " * 60)
+  assert talk.messages == []
+  talk.ask("Who?")
+
+
+def test_an_answer_that_is_stopped_is_kept(talk, monkeypatch):
+  def stopped(*args, **kwargs):
+    kwargs["on_text"](["half "])
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(chat, "generate", stopped)
+    assert talk.ask("Who?").startswith("stopped")
+  assert said(talk) == ["half "]
+  assert read(talk.ask("Why?")) > 30  # all of it again
+
+
+def test_the_program_talks_until_the_end_of_its_input(loaded, monkeypatch, capsys):
+  monkeypatch.setattr(common, "load_model", lambda *args: loaded)
+  typed = "Who?\n\n/method quest 16\nWhy?\n/nonsense\n"
+  monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+  chat.main(dataclasses.replace(ARGS, system="Be brief."))
+  out = capsys.readouterr().out
+  assert "(full · read" in out and "(quest 16 · read" in out and "no such command" in out

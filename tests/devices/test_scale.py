@@ -35,7 +35,7 @@ def methods(name):
   return base, kvjax.ART(base)
 
 
-@pytest.mark.core(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", scale.GAINS)
 def test_70b_fits_on_four_devices(name):
   """A quarter of the weights and of the cache, with room to spare on 80 GiB."""
@@ -49,7 +49,7 @@ def test_70b_fits_on_four_devices(name):
     assert weights + caches < 0.8 * H100
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", scale.GAINS)
 def test_steps_of_70b_lower(name):
   """Two of its layers, as each of four devices runs them: two all-reduces each, and one before."""

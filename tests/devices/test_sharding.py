@@ -239,6 +239,7 @@ def test_sharded_prompts_in_chunks(name, mesh):
   np.testing.assert_allclose(read(model(*mesh)), read(model()), atol=CLOSE)
 
 
+@pytest.mark.slow
 @over((2, 1), (1, 2))
 def test_sharded_prompts_may_fill_the_capacity(mesh):
   method, lengths = kvjax.Full(), np.array([CAPACITY, 7], np.int32)
@@ -393,7 +394,7 @@ def test_reports_are_of_all_heads():
     np.testing.assert_array_equal(wanted["visited"], found["visited"])
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
 def test_nan_on_one_device_is_everybodys(mesh):
   """A NaN in one value of one head: layer and row are named, and the row's cache stays."""

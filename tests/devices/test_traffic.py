@@ -31,7 +31,7 @@ def visits(graph, method, leaves, caches, tokens):
   return [report["visited"] for report in reports]
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_attended_to_is_what_a_step_visits(name):
   """Exactly, in every layer; where data decide, no more than is said."""
@@ -48,7 +48,7 @@ def test_what_is_attended_to_is_what_a_step_visits(name):
       assert most == LESS.get(name, 1) * attended
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_read_alike_and_longer_contexts_read_no_less(name):
   method = METHODS[name].usual(256)

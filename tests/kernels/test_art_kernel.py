@@ -105,7 +105,7 @@ def inputs(seed, batch, heads, groups, slots, head_dim):
   return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
 @pytest.mark.parametrize(
@@ -296,6 +296,7 @@ def test_a_layer_equals_the_reference(base, kwargs):
   assert stopped > 0
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("method", "message"),
   [

@@ -98,6 +98,7 @@ def total(counts, names):
   return sum(counts[name] for name in names)
 
 
+@pytest.mark.core(8)
 @pytest.mark.parametrize("name", CASES)
 def test_no_sorts(name):
   counts = operations(CASES[name])

@@ -68,7 +68,7 @@ def test_worked_example():
   assert (int(out[3][0, 0, 0]), int(out[4][0]), int(out[5][0])) == (0, 1, 1)
 
 
-@pytest.mark.core(5)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim"), [(1, 1, 64), (3, 3, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]

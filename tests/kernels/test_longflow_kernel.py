@@ -53,7 +53,7 @@ def operands(seed, kv_heads, groups, slots, scale=1.0):
   return logits, m, l, norm, pos, used, used, np.ones(2, bool), named
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def bounds(cache):
   return jnp.zeros_like(cache.used)[:, None], cache.used[:, None]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_page_bounds(shape, group):
@@ -95,6 +95,7 @@ def test_a_program_may_weigh_several_times(monkeypatch):
   np.testing.assert_allclose(got, dispatch.token_weights(at, cache, q), atol=CLOSE["bfloat16"])
 
 
+@pytest.mark.slow
 def test_forecasts_of_keys():
   """Of more blocks than a program has; the second row begins a block, and its last one is new."""
   rng, unit = np.random.default_rng(0), 4
@@ -130,7 +131,7 @@ def test_logits_alone():
   assert np.isneginf(got[..., 200:]).all()
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "method",
   [

@@ -40,7 +40,7 @@ def slots_of(table, count, start, stop, unit, sinks, b, h):
   return [s for s in listed if s < stop[b, 0] and (s < sinks or s >= start[b, 0])]
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("programs", [1, 7, 64])
 @pytest.mark.parametrize("unit", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_equals_reference(count, unit, sinks, local, k, kind):
       np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [9, 40])
 def test_long_rows_are_cut(monkeypatch, k):
   if not ON_GPU:
@@ -73,6 +73,7 @@ def test_long_rows_are_cut(monkeypatch, k):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_first_tile_of_a_cut_row(monkeypatch):
   """It is chosen among the best of each part as any other."""
   monkeypatch.setattr(top_k, "LANES", 64)

@@ -56,7 +56,8 @@ BY_FAMILY = {
   *("further_turns_of_the_neutral_setting_equal_full", "nan_raises_when_asked"),
   *("nan_is_loud_and_leaves_no_trace", "chunked_prefill", "decode_loop_is_in_place"),
   *("heads_sharded_over_two_devices", "shared_prefill", "a_second_question_on_the_same_cache"),
-  *("the_repository_setting", "idle_rows_stay_untouched"),
+  *("the_repository_setting", "idle_rows_stay_untouched", "nan_in_empty_slots_never_leaks"),
+  "empty_wrapper_is_transparent",
 }
 # What takes long and is shown by the methods' own files too; products and norms are one method's.
 IN_THE_REST = {

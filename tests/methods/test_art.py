@@ -92,7 +92,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_full_cache_newest_first(kwargs):
   method = ART(Full(), tile=4, splits=1, **kwargs)
@@ -281,6 +281,7 @@ def needle(position, tokens=48):
   return stream
 
 
+@pytest.mark.slow
 def test_a_dominant_late_tile_is_missed_by_recency_and_found_by_score():
   """That is the method: where the walk begins decides what it can miss."""
   stream = needle(2)

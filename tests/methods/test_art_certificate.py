@@ -147,6 +147,7 @@ def test_whole_generations(seed, eps, heat):
       np.testing.assert_array_equal(aux["tiles"][:, 0, 0], [-(-(n + 1) // 4) for n in at])
 
 
+@pytest.mark.slow
 def test_over_a_window():
   """What the base hides is neither read nor missed."""
   stream, base = Stream.random(3, tokens=40), PSAW(sinks=3, phi=0.5, start=0.0)

@@ -182,7 +182,7 @@ def test_measured_full_drops_nothing():
   np.testing.assert_array_equal(aux["overlap"], 1)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [PSAW(sinks=2, phi=0.3), CIS(k=5, sinks=1, local=3, block=4)])
 def test_measured_is_what_the_certificates_say(base):
   """Over a generation; the base's own diagnostics stay."""

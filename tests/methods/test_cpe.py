@@ -74,7 +74,7 @@ def test_a_whole_decoder(change):
     assert 0.3 < np.mean(retrieved) < 0.95
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_heads_rank_and_share_visible_tokens_only(per):
   """Sets of every step of a narrowed layer, against the oracle that sees the window alone."""
@@ -89,6 +89,7 @@ def test_heads_rank_and_share_visible_tokens_only(per):
   assert 0.15 < retrieved.mean() < 0.9
 
 
+@pytest.mark.slow
 def test_a_window_narrower_than_the_newest_tokens():
   """What is always attended to is inside the window too."""
   cis = CIS(k=3, sinks=4, local=20, block=4)

@@ -55,6 +55,7 @@ def test_outputs_against_a_loop():
       )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_by", ["head", "group"])
 def test_stops_are_those_of_the_method(stop_by):
   """The same tile as ART's own walk, head by head or of a KV head's together."""

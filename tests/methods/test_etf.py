@@ -46,7 +46,7 @@ def test_worked_example():
   assert active(ETF(sinks=5), 3, 10, [10]) is None  # all that would be frozen are sinks
 
 
-@pytest.mark.core(10)
+@pytest.mark.core(4)
 @pytest.mark.parametrize("tokens", [1, 2, 33, 64, 100])
 @pytest.mark.parametrize("psi", [0.9, 0.5, 0.1])
 @pytest.mark.parametrize("sinks", [0, 3])
@@ -114,7 +114,7 @@ def test_projected_top_layer_changes_nothing():
   assert np.abs(Run(ETF(sinks=1, kv="previous")).generate(STEPS) - full).max() > 0.05
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("neutral", [{"psi": 1.0}, {"gamma": 0.0}, {"start": 1.0}])
 def test_neutral_settings(neutral):
   method = ETF(**neutral)
@@ -133,7 +133,7 @@ def test_over_other_bases():
   np.testing.assert_allclose(out, want, atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @both
 def test_a_further_turn_is_a_prompt_of_its_own(kv):
   """Its first tokens and its end are computed; an idle row stays as it is."""

@@ -77,6 +77,7 @@ def test_a_plan_fetches_what_it_lists():
   np.testing.assert_array_equal(np.asarray(view.k)[:, :, held], k)
 
 
+@pytest.mark.slow
 def test_ranges_end_before_their_stops():
   """Two of each row, that differ by row; no logit elsewhere."""
   q, k, v = jnp.ones((2, 1, 1, 4)), jnp.ones((2, 1, 9, 4)), jnp.arange(18.0).reshape(2, 1, 9, 1)

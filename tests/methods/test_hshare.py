@@ -270,6 +270,7 @@ def test_without_sharing_it_is_the_oracle():
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_dense_layers_are_left_out():
   """Layer 0 reads everything; the others share among themselves."""
   streams = similar_streams(9, 3, 50)

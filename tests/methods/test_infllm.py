@@ -65,6 +65,7 @@ def test_a_generation(m, lengths, impl):
   assert all(len(o.gone) > m.retrieved for o in oracles)
 
 
+@pytest.mark.slow
 def test_a_turn_that_is_longer_than_all_before():
   """Its last queries ask as its first ones do, from twice as far."""
   m, start = InfLLM(3, 6, 4, 2, chunk=40, held=3, representatives=2), [30, 37]
@@ -79,6 +80,7 @@ def test_a_turn_that_is_longer_than_all_before():
   assert all(oracle.kept for oracle in oracles)
 
 
+@pytest.mark.slow
 def test_the_copy_that_was_wanted_longest_ago_makes_room():
   m = InfLLM(1, 4, 2, 2, chunk=4, held=5, representatives=1)
   stream = Stream.random(3, tokens=60, head_dim=8)

@@ -195,7 +195,7 @@ def test_prefetching_changes_no_result(name):
   assert differs == (name == "all heads")  # elsewhere the votes of below are right
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [True, False])
 def test_persistent_decode_moves_nothing(persistent):
   """Its step has no kernel that reads the store, and the device's copies stay bit for bit.
@@ -227,6 +227,7 @@ def test_persistent_decode_moves_nothing(persistent):
   assert all(same) == persistent
 
 
+@pytest.mark.slow
 def test_injected_blocks_are_retrieved():
   """Forced blocks come first, whatever their similarity, once they have left the window."""
   m = Ltri(**SMALL, **PIECES, inject=2)

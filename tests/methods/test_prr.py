@@ -283,6 +283,7 @@ def test_single_tokens():
   generation(PRR(TopKOracle(6), budget=1.5, calibrate=False), steps=6)
 
 
+@pytest.mark.slow
 def test_a_second_turn_and_idle_rows():
   """The predictor follows a further turn's last tokens; rows that have none stay as they were.
 
@@ -303,6 +304,7 @@ def test_a_second_turn_and_idle_rows():
   check_steps(run, rows, [39, 22], 12)
 
 
+@pytest.mark.slow
 def test_from_an_empty_cache():
   """Nothing is known of any tile: all are predicted, the lowest first."""
   method = PRR(QUEST, budget=1.0, calibrate=False)
@@ -311,7 +313,7 @@ def test_from_an_empty_cache():
   check_steps(run, [Row(method, stream, b) for b in range(2)], [0, 0], 30)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["S1", "S2", "S3"])
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_strict_equals_serial_selection(base, variant):
@@ -327,6 +329,7 @@ def test_strict_equals_serial_selection(base, variant):
     np.testing.assert_array_equal(aux["visited"], there["visited"])
 
 
+@pytest.mark.slow
 def test_without_speculation_it_is_the_base():
   stream = Stream.random(6, tokens=40)
   layers = [Layer(m, stream, layer=2) for m in (QUEST, PRR(QUEST, budget=0))]

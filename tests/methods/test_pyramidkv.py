@@ -45,7 +45,7 @@ def heaviest(stream, b, h, length, window, count):
   return sorted([*best.tolist(), *range(before, length)])
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("budget", "window", "beta", "layers", "length"),
   [
@@ -76,6 +76,7 @@ def test_layers_keep_what_the_authors_keep(budget, window, beta, layers, length)
       assert sorted(held[held >= 0].tolist()) == want
 
 
+@pytest.mark.slow
 def test_a_shorter_prompt_is_kept_whole_where_it_fits():
   """Layers of 43, 31, 19 and 7 slots, for prompts of 60 tokens; two of 30 and 12."""
   method, stream = PyramidKV(24, window_size=4), Stream.random(5, tokens=60)
@@ -86,6 +87,7 @@ def test_a_shorter_prompt_is_kept_whole_where_it_fits():
     np.testing.assert_array_equal(kept, [[min(30, size)] * 3, [min(12, size)] * 3])
 
 
+@pytest.mark.slow
 def test_a_layer_keeps_what_snapkv_would():
   """The top layer of four selects 78 − 3·25 = 3 tokens: SnapKV with a budget of 11."""
   stream, lengths = Stream.random(4, tokens=70), [60, 25]

@@ -74,6 +74,7 @@ def pages_read(stream, before, after, b, h, t, count):
   return sorted(best[:others] + ([] if newest is None else [newest]))
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   "base",

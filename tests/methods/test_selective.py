@@ -145,6 +145,7 @@ def test_summaries_follow_the_cache():
     check()
 
 
+@pytest.mark.slow
 def test_dense_layers_and_short_rows_read_everything():
   stream = Stream.random(1, tokens=40)
   for method, everything in (

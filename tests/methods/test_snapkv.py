@@ -69,6 +69,7 @@ def test_prompt_and_long_decode(reduce, pool):
       np.testing.assert_allclose(out[b, h, 1], want, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_a_second_turn_selects_anew():
   """The new turn's window ranks what the first left, and the first turn's answer, with its own."""
   method = SnapKV(12, 4, 3)

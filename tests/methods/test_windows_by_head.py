@@ -85,6 +85,7 @@ def test_a_prompt_and_a_generation(impl, local):
         np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, positions), atol=5e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 def test_a_later_chunk(impl):
   """Chunks onto what is cached see as one prompt does."""

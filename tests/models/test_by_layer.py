@@ -45,6 +45,7 @@ def test_equals_all_layers_at_once(name):
   assert len(sizes) <= counted <= len(sizes) + 1
 
 
+@pytest.mark.slow
 def test_programs_that_were_dropped_are_traced_again():
   """Each for the layers that it serves: the method asks for the layer's number."""
   method = kvjax.Random(12)

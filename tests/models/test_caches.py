@@ -40,7 +40,7 @@ def go_on(logits, caches, method, steps=5, **kwargs):
 # ---- files
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_restored_caches_go_on_as_the_saved_ones(method, tmp_path):
   logits, caches, spec = start(method)
@@ -163,7 +163,7 @@ def test_forks_are_refused():
 # ---- further turns
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_turn_onto_live_caches(method):
   """Each row alone gives what the batch gives; a row that says nothing stays as it is."""

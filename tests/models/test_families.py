@@ -53,7 +53,7 @@ def logits_of(model):
   return np.asarray(out)
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("name", tiny_hf.CASES)
 def test_logits_equal_the_goldens(models, name):
   config = tiny_hf.CASES[name]

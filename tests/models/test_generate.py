@@ -64,6 +64,7 @@ def test_greedy_equals_the_plain_loop(chunk):
   chex.assert_trees_all_close(mine, caches, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_nan_raises_when_asked():
   """A token whose embedding is NaN, in a prompt and while decoding; another one does no harm."""
   ill = min(set(range(CONFIG.vocab)) - set(TOKENS.ravel().tolist()))
@@ -222,7 +223,7 @@ def test_same_seed_same_text_other_seed_other_text():
   assert (sample(seed=3) != sample(seed=4)).any(1).all()
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_text_alone_or_in_a_batch(name):
   """Rows that keep their numbers draw the same text alone, and in a batch of another order."""
@@ -438,6 +439,7 @@ class _Alike(kvjax.StreamingLLM):
     return True
 
 
+@pytest.mark.slow
 def test_by_layer_equals_the_whole():
   method, stop = kvjax.StreamingLLM(16), int(plain(3)[0][0, 2])
   settings = {"steps": 9, "chunk": 4, "stop": [stop], "return_logits": True}
@@ -583,7 +585,7 @@ def test_caches_of_another_model():
 # ---- prompts in chunks
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_chunks_give_what_one_call_gives(name, chunk):

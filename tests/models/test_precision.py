@@ -36,6 +36,7 @@ def products(model):
   return set(re.findall(r"Precision\.(\w+)", text)) or {"DEFAULT"}
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("name", "dtype", "precision"),
   [

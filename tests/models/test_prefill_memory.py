@@ -26,6 +26,7 @@ def is_program(x):
   return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("impl", ["pallas", "reference"])
 @pytest.mark.parametrize(
   "method",

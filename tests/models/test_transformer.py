@@ -105,6 +105,7 @@ def test_decoding_token_by_token_equals_prefill():
   chex.assert_trees_all_close(one.caches, caches, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_ragged_rows_equal_one_by_one():
   both = Run(kvjax.Full()).generate(4)
   for row, length in enumerate(LENGTHS):

@@ -51,12 +51,14 @@ def test_so_are_all_other_cells(name):
   assert expected(CELLS[name]) == pytest.approx(CELLS[name].seconds, rel=0.15)
 
 
+@pytest.mark.slow
 def test_constants_are_what_the_fit_gives():
   fitted = step_time.fitted([CELLS[name] for name in step_time.FITTED])
   said = step_time.LAYER, step_time.CHOICE, step_time.WALK, step_time.DISPATCH
   assert list(fitted) == pytest.approx(said, abs=0.05e-6)
 
 
+@pytest.mark.slow
 def test_guesses_that_hit_cost_what_prr_takes_over_quest_on_real_text():
   lines = (RESULTS / "real" / "speed.jsonl").read_text().splitlines()
   us = {row["method"]: row["us"] for row in map(json.loads, lines)}
@@ -72,6 +74,7 @@ def test_guesses_that_hit_cost_what_prr_takes_over_quest_on_real_text():
   assert step_time.least(prr) == pytest.approx(us["prr"] * 1e-6, rel=0.15)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_benchmarks():
   """Which were counted by formulae of their own."""
   for suite in ("e2e", "e2e_qwen3", "e2e_sparse"):
@@ -117,6 +120,7 @@ def test_milliseconds_say_what_data_decide():
   assert said["art"] == f"≤ {said['full']}"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
   size = LLAMA, 131072, 1, int(24e9)
   found = advise.advise(*size, budgets=("1024", "2048"), methods=("quest",))
@@ -196,6 +200,7 @@ def test_methods_without_rows_have_no_quality(rows):
     Rows(rows, ["ruler"])
 
 
+@pytest.mark.slow
 def test_the_program_prints_one_table(rows, capsys):
   args = {"memory": 40.0, "length": 8192, "budgets": ("2048",), "rows": rows}
   advise.main(advise.Args(methods=("quest", "tova"), batch=64, **args))

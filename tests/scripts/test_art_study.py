@@ -91,6 +91,7 @@ def test_a_heavy_first_token_is_missed_from_the_end():
   assert missed > 1.5 and read < 0.1
 
 
+@pytest.mark.slow
 def test_what_is_written(tmp_path, capsys):
   rng = np.random.default_rng(0)
   arrays = recording(rng.normal(size=(64, 40)))

@@ -181,6 +181,7 @@ def test_methods_whose_layers_differ_are_read_apart(ours):
   assert ours.passes == [[full, knorm], [pyramid]]
 
 
+@pytest.mark.slow
 def test_answers_layer_by_layer_are_those_of_generate(ours):
   ids = Letters().encode(TEXT)
   logits, caches = ours.read(ids)

@@ -51,7 +51,7 @@ def used(row) -> int:
 # ---- laws of every task
 
 
-@pytest.mark.core(12)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("name", LAWFUL)
 @given(length=st.integers(2000, 6000), seed=st.integers(0, 1000), index=st.integers(0, 9))
 def test_budget_is_kept_and_filled(name, length, seed, index):
@@ -62,6 +62,7 @@ def test_budget_is_kept_and_filled(name, length, seed, index):
     assert used(row) >= FILLED * length
 
 
+@pytest.mark.core(10)
 @pytest.mark.parametrize("name", LAWFUL)
 def test_same_seed_same_bytes(name):
   rows = [make(name, seed=seed, index=index) for seed, index in ((7, 1), (7, 1), (8, 1), (7, 2))]
@@ -70,6 +71,7 @@ def test_same_seed_same_bytes(name):
   assert first not in (other_seed, other_index)
 
 
+@pytest.mark.core(10)
 @pytest.mark.parametrize("name", LAWFUL)
 def test_answers_follow_from_the_text(name):
   for index in range(5):

@@ -103,6 +103,7 @@ def test_measured_bytes_are_those_of_the_arrays(loaded, finished):
     assert slot * slots * c.layers <= claimed <= (slot + c.kv_heads * 8) * slots * c.layers + 99
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_batch(loaded, finished, tmp_path):
   """The full cache, in batches of two and one by one: the same texts, the same scores."""
   alone = by_key(run(loaded, tmp_path, methods=("full",), batch=1))
@@ -148,6 +149,7 @@ def closing_tokenizer(token: int) -> Tokenizer:
   return Tokenizer(backend, eos=token, chat_template=tiny.CHAT_TEMPLATE)
 
 
+@pytest.mark.slow
 def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monkeypatch):
   """Ragged answers, of which one ends by itself; the logits are those of the whole conversation."""
   model, tokenizer = loaded[0], closing_tokenizer(CLOSES)
@@ -229,6 +231,7 @@ def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):
   assert other["also"]["kl"] > 0 and 0 < other["score"] <= 1
 
 
+@pytest.mark.slow
 def test_a_method_that_refuses_is_left_out(loaded, tmp_path, monkeypatch, capsys):
   """Its reason is told once, and the other methods run."""
 
@@ -641,6 +644,7 @@ def test_a_report_is_kept(finished, loaded):
   assert plan.MEANING["aware"] in text and text.endswith("made with: kvjax evaluate --samples 3")
 
 
+@pytest.mark.slow
 def test_what_was_visited_is_recorded(loaded, tmp_path, monkeypatch):
   """The full cache sees all that came before, a bounded one its budget; made once."""
   more = ("--trace", "3")

@@ -73,6 +73,7 @@ def test_example_on_a_checkpoint(name, monkeypatch, smollm2):
   run(name, monkeypatch, "--checkpoint", str(smollm2))
 
 
+@pytest.mark.slow
 def test_generate_streams_its_text(monkeypatch, capsys):
   """On standard output the text alone, cut at the stop string; chunks and draws as asked."""
   monkeypatch.setattr(common, "load_model", lambda *_, **__: tiny.load())

@@ -45,6 +45,7 @@ def changed(data, whole):
   return {name: data.draw(anything, label=name) for name in chosen}
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize("name", [n for n in METHODS if dataclasses.fields(METHODS[n])])
 @given(data=st.data())
 def test_methods(name, data):
@@ -84,6 +85,7 @@ def test_descriptions(whole, data):
     assert str(error)
 
 
+@pytest.mark.slow
 def test_types_are_checked_without_a_checker():
   """In a process without the tests' import hook: no value of another type gets through."""
   program = """
@@ -146,6 +148,7 @@ def test_a_panic_of_the_tokenizers_library_is_a_refusal(tmp_path):
     Tokenizer.load(tmp_path / "made")
 
 
+@pytest.mark.slow
 def test_some_damaged_files(tmp_path, capsys):
   """A few of each kind; `python -m scripts.fuzz --count 100000` reads them all."""
   fuzz.main(fuzz.Args(count=60, out=tmp_path))

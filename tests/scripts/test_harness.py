@@ -72,6 +72,7 @@ def test_what_greedy_decoding_says_is_greedy(loaded):
   assert said.startswith(tokenizer.decode([first])) or not tokenizer.decode([first]).isprintable()
 
 
+@pytest.mark.slow
 def test_rolling_windows(loaded):
   """Short texts are one window; of a long one every token is predicted once."""
   short, long = TEXTS[1], " ".join(TEXTS)
@@ -104,6 +105,7 @@ def test_answers_end_where_they_should(loaded):
   assert other != whole
 
 
+@pytest.mark.slow
 def test_a_bounded_method_scores_its_own_way(loaded):
   pair = " ".join(TEXTS), " and so on and on"
   bounded = adapter(loaded, kvjax.StreamingLLM(budget=16))

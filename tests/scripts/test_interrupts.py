@@ -47,7 +47,7 @@ def stop(command, number, ready, **streams):
   return said
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @stopped_by
 def test_convert(tmp_path, number):
   """Nothing is left of a conversion that was stopped, and it can be repeated."""

@@ -177,6 +177,7 @@ def test_a_stopped_run_resumes(tree, tmp_path, monkeypatch):
     mutate.main(args)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_cut_to_a_few_cases(tree):
   sweep = "import pytest\n\n\n@pytest.mark.parametrize('x', range(10))\ndef test_sweep(x):\n"
   (tree / "tests" / "test_sweep.py").write_text(f"{sweep}  assert x not in (1, 3, 9)\n")

@@ -45,6 +45,7 @@ def test_injected_blocks_are_all_found():
   assert np.mean(found[2]["recall"]) == 1 > np.mean(found[0]["recall"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
   """Every answer is on disk when it is known; a second run asks for what is missing only."""
   asked = []

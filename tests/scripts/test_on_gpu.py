@@ -14,6 +14,7 @@ import pytest
 from scripts import bench, common, on_gpu, quiet
 
 
+@pytest.mark.slow
 def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
   """One ends, one fails, one runs into its limit; the next call repeats what did not end well."""
   steps = {"well": on_gpu.Step("platform", 60), "ill": on_gpu.Step("json.tool {out}/none", 60)}
@@ -33,6 +34,7 @@ def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
   assert "endless: 0 s left, expected 2: not started" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_steps(tmp_path, monkeypatch):
   endless = on_gpu.Step("http.server 0 --bind 127.0.0.1", 20)
   monkeypatch.setattr(on_gpu, "STEPS", dict.fromkeys("abc", endless))

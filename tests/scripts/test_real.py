@@ -287,6 +287,7 @@ def test_names_do_not_cover_each_other():
   assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
+@pytest.mark.slow
 def test_the_report_shows_it_where_costs_are(folder):
   assert {"score_by_cost_aware_b2", "score_by_cost_agnostic_b2"} <= set(
     plot.draw(plot.Results([folder]))

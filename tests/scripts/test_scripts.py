@@ -387,6 +387,7 @@ class Terminal(io.StringIO):
     return True
 
 
+@pytest.mark.slow
 def test_a_fleeting_step_leaves_nothing():
   terminal, log = Terminal(), io.StringIO()
   for out in (terminal, log):

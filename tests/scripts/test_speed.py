@@ -24,6 +24,7 @@ def args(out, **changes):
   )
 
 
+@pytest.mark.slow
 def test_a_line_says_what_a_step_costs(loaded, tmp_path):
   speed.main(args(tmp_path, batches=(1, 2), methods=("snapkv", "quest")))
   rows = {speed.key(row): row for row in speed.measured(tmp_path)}
@@ -53,6 +54,7 @@ def test_what_is_there_is_not_measured_again(loaded, tmp_path):
   assert [row["method"] for row in speed.measured(tmp_path)] == ["full", "snapkv", "tova"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_gets_no_time(loaded, tmp_path, monkeypatch):
   monkeypatch.setattr(speed, "TOLERANCE", -1.0)
   speed.main(args(tmp_path))

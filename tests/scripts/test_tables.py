@@ -66,6 +66,7 @@ def copies(tmp_path):
   return path, before
 
 
+@pytest.mark.slow
 def test_check_shows_what_differs_and_writes_nothing(copies, capsys):
   path, _ = copies
   wrong = path.read_text("utf-8")

@@ -91,6 +91,7 @@ def path(name: str) -> pathlib.Path:
   return FOLDER / f"{name}.txt"
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", LENGTHS)
 def test_sample_is_the_one_that_was_checked(name):
   if name == "gsm_symbolic":

@@ -52,7 +52,7 @@ class InTurn(Bounded, moves=("always", "staying")):
   """Gives up the oldest token that may leave, where those that stay are older than all that may.
 
   A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
-  decode goes round the slots behind the former, and which one is next is a matter of the position
+  decode goes round the slots after the former, and which one is next is a matter of the position
   alone (`kvjax.ring`): nothing is searched, and nothing written beside the token.
   """
 
@@ -62,7 +62,7 @@ class InTurn(Bounded, moves=("always", "staying")):
     return 0
 
   def staying(self, cache: Cache) -> Int[Array, "B K"]:
-    """How many of the first slots decode will not give up, behind a prompt."""
+    """How many of the first slots decode will not give up, after a prompt."""
     return jnp.full(cache.pos.shape[:2], self.always, jnp.int32)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:

@@ -203,7 +203,7 @@ def truncation(
   Assumption 1 asks for constants ℓ̂ ≥ ℓ_j and h ≤ A_j/j with ℓ̂/h = μ = b·ℓ_b/A_b, for all j ≥ b;
   since j = b is among them, that is ℓ_j ≤ ℓ_b and A_j/j ≥ A_b/b. Where mass falls off as it should
   the second fails: a mean of falling terms falls. What the proof takes from it is Lemma 1 alone.
-  ν is the least of ‖P(o_j − o_{j−1})‖ / ‖o_j − o_{j−1}‖ over the steps behind the stop.
+  ν is the least of ‖P(o_j − o_{j−1})‖ / ‖o_j − o_{j−1}‖ over the steps after the stop.
 
   Args:
     walked: the whole walk.

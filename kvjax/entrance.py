@@ -66,7 +66,7 @@ def _sizes(cache: Cache) -> tuple[int, int, int]:
 
 def _check_layer(at: At, cache: Cache) -> None:
   """Raises TypeError where the layer is not known and the layers' caches differ in size."""
-  # Not `at.layer`: whoever asks for it has a program for each layer.
+  # Not `at.layer`: asking for it means a program for each layer.
   if isinstance(vars(at)["layer"], TracedLayer):
     batch, heads, width = _sizes(cache)
     spec = CacheSpec(batch, 1 << 20, heads, 1, width, at.env.layers)

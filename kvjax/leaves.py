@@ -1,4 +1,4 @@
-"""What an array of a cache is: said once, for whoever makes it, writes it or splits it."""
+"""What an array of a cache is: said once, for all that make, write or split it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Leaf:
   made: Callable[[], Any] | None = None
 
   def empty(self, leading: tuple[int, ...]) -> Any:
-    """The array of an empty cache, behind its leading axes."""
+    """The array of an empty cache, after its leading axes."""
     if self.made is not None:
       return self.made()
     return jnp.full((*leading, *self.shape), jnp.asarray(self.fill), self.dtype)

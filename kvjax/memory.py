@@ -20,7 +20,7 @@ from kvjax.types import CacheSpec
 
 _UNITS = {"B": 0, "bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _REQUEST = re.compile(r"allocat\w*\s+(?:of\s+)?([\d.]+)\s*(bytes|B|[KMGT]iB)", re.IGNORECASE)
-SPARE = 0.05  # of a device's memory, left for what nobody counts
+SPARE = 0.05  # of a device's memory, left for what is not counted
 
 
 @dataclasses.dataclass(frozen=True)

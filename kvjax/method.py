@@ -181,7 +181,7 @@ class Method:
     return said(move) >= said(other)
 
   def _lineage(self) -> list[type]:
-    """All classes that have a say, each behind those whose forms it overrides."""
+    """All classes that have a say, each after those whose forms it overrides."""
     return [*reversed(type(self).__mro__)]
 
   def _twin(self, at: At) -> At | None:
@@ -363,7 +363,7 @@ class Method:
   def apart(self, at: At) -> int | None:
     """How many of the first computed tokens (`active`) may stand apart; the others are neighbours.
 
-    None: more of them, or nobody knows. It only decides how attention is computed.
+    None: more of them, or not known. It only decides how attention is computed.
     """
     return None if at.top.overrides("active") else 0
 
@@ -390,7 +390,7 @@ class Method:
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """The slots that the chunk's queries see: what is cached, and the chunk itself behind it."""
+    """The slots that the chunk's queries see: what is cached, and the chunk itself after it."""
     if prompt.past == 0:
       return new, cache, carry
     if at.env.slot_axis:  # each device attends to what it will hold

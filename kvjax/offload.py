@@ -159,7 +159,7 @@ def settled(tree: Any) -> Any:
   """The tree at the end of a jitted function, its stores back where they came from.
 
   To be called on caches that such a function returns, once, outside of loops: what a kernel has
-  written counts as an array of the device until somebody says where it lies.
+  written counts as an array of the device until its place is said.
   """
   if not on_host():
     return tree

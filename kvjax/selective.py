@@ -181,7 +181,7 @@ class Selective(
       at: where this runs; slots are not split.
       caches: as each call would find them.
       scores, ratios: of each call.
-      stops: one past the last slot of each span, where somebody has them at hand.
+      stops: one past the last slot of each span, where the caller has them.
     """
     windows = [at.top.window(at, (c.seen - 1)[:, None]) for c in caches]
     spans = [at.top.span(at, c, window) for c, window in zip(caches, windows, strict=True)]

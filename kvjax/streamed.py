@@ -209,7 +209,7 @@ class Streamed(
     return jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
 
   def _slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
-    """Slot of a position: the first tokens in their place, the others in a ring behind them."""
+    """Slot of a position: the first tokens in their place, the others in a ring after them."""
     beyond = pos - self.init_tokens
     turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
     return jnp.where(beyond < 0, pos, turned)
@@ -406,7 +406,7 @@ class Streamed(
     most: int,
     after: Array,
   ) -> Cache:
-    """Stores and summarises the blocks behind which `local` tokens have come by position `end`.
+    """Stores and summarises the blocks after which `local` tokens have come by position `end`.
 
     Args:
       at: where this runs.
@@ -518,7 +518,7 @@ def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, .
   """Caches of all layers that retrieve these blocks whatever else they would (−1 = none).
 
   Mandatory evidence injection (Tang et al., 2025, Tab. 1). I is the method's `inject`; token t,
-  behind the first ones, is in block (t − init_tokens) // block.
+  after the first ones, is in block (t − init_tokens) // block.
   """
 
   def force(cache: Cache) -> Cache:

@@ -100,7 +100,7 @@ class _Walk:
     Args:
       jaxpr: a program.
       given: what its arguments are views of.
-      times: how often it runs; infinity where nobody knows.
+      times: how often it runs; infinity where unknown.
     """
     held: dict[Any, _View] = {x: v for x, v in zip(jaxpr.invars, given, strict=True) if v}
 
@@ -152,7 +152,7 @@ class _Walk:
   def _inside(
     self, eqn: Any, inner: list[Any], views: list[_View | None], times: float
   ) -> Sequence[_View | None]:
-    """What an equation's programs look at; branches add up, as nobody knows which is taken."""
+    """What an equation's programs look at; branches add up, as it is not known which is taken."""
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
       made = [self.follow(branch, views[1:], times) for branch in inner]

@@ -294,7 +294,7 @@ class Cache:
 class OwnRows:
   """Entries of a shelf that no driver chooses between row by row, which would copy them.
 
-  Whoever writes them leaves the rows alone that take no part: those without new tokens, and those
+  Their writer leaves alone the rows that take no part: those without new tokens, and those
   whose attention is not finite. What lies in host memory has to be kept this way.
 
   Attributes:

@@ -5,7 +5,7 @@
     caches = model.init_caches(method, batch=8, capacity=32768)
 
 From there on everything is as on one device: `prefill`, `generate`, own decode loops. A decode step
-has two all-reduces a layer of [B, D] in the model's dtype, behind attention and behind the MLP, one
+has two all-reduces a layer of [B, D] in the model's dtype, after attention and after the MLP, one
 for the embedding's rows, and gathers the logits of all parts of the vocabulary.
 """
 

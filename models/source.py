@@ -16,7 +16,7 @@ Item = dict[str, Any]
 
 
 class Source(abc.ABC):
-  """A model as somebody published it: config, tokenizer, and tensors as checkpoint items.
+  """A published model: config, tokenizer, and tensors as checkpoint items.
 
   Everything but the numbers themselves is checked when it is opened.
 

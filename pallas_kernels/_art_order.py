@@ -30,7 +30,7 @@ class Table(NamedTuple):
 class Ring(NamedTuple):
   """Where the newest token of a cache lies whose slots are used in turn: refs, or arrays.
 
-  ring [R, 2], of `kvjax.ring`; seen [B], the position behind the newest token.
+  ring [R, 2], of `kvjax.ring`; seen [B], the position after the newest token.
   """
 
   ring: Any

@@ -3,7 +3,7 @@ certificate bounds what is unread.
 
 A loop that tests for its end after every tile is not pipelined: it waits for the memory each time.
 So tiles are walked in chunks by an inner loop of known length, which is pipelined; an outer loop
-tests for the end where there may be one. Until then the detector hides the keys of the tiles behind
+tests for the end where there may be one. Until then the detector hides the keys of the tiles after
 the stop, which leaves the softmax state as it is, to the bit.
 
 The inner loop takes tiles in parts, so that two parts fit in shared memory beside the one that is
@@ -37,19 +37,19 @@ class Heads(NamedTuple):
 
 
 class Look(NamedTuple):
-  """What the detector knows behind the last whole tile: the probe x, ‖x‖, stable tiles in a row."""
+  """What the detector knows after the last whole tile: the probe x, ‖x‖, stable tiles in a row."""
 
   probe: Array
   norm: Array
   calm: Array
 
 
-# (i, carry, top, look) -> the look behind tile i, and which rows may end there, int32.
+# (i, carry, top, look) -> the look after tile i, and which rows may end there, int32.
 Judge = Callable[[Any, _tiles.Carry, Array, Look], tuple[Look, Array]]
 
 
 class Walk(NamedTuple):
-  """A walk: softmax state; behind its last whole tile the detector's look, whether it goes on (1 or
+  """A walk: softmax state; after its last whole tile the detector's look, whether it goes on (1 or
   0) and tiles walked, both scalars where query heads stop together; and the largest logit of the
   tile that it is in.
   """
@@ -82,7 +82,7 @@ class Detector:
     return (i < PROBES) & (i * head_dim // PROBES == columns)
 
   def judge(self, columns: Array, head_dim: int) -> Judge:
-    """Looks behind every tile; one without a visible key, whose largest logit is −∞, is no step."""
+    """Looks after every tile; one without a visible key, whose largest logit is −∞, is no step."""
     probed = self.probed(columns, head_dim)
 
     def judge(_: Any, carry: _tiles.Carry, top: Array, old: Look) -> tuple[Look, Array]:
@@ -122,7 +122,7 @@ class Certificate:
   log_ratio: float
 
   def judge(self, unread: Callable[[Any], Array]) -> Judge:
-    """`unread(i)`: ln of the most mass behind tile i."""
+    """`unread(i)`: ln of the most mass after tile i."""
 
     def judge(i: Any, carry: _tiles.Carry, _: Array, look: Look) -> tuple[Look, Array]:
       # ln of the mass unread ≤ ln of the mass read + log_ratio.
@@ -181,7 +181,7 @@ def walk(
   begin = stop.begin(carry)
 
   def step(n: Any, walk: Walk) -> Walk:
-    """A part of a tile, and the detector behind the last one.
+    """A part of a tile, and the detector after the last one.
 
     One loop over all parts: a loop inside of a loop would wait for the memory in each turn.
     """
@@ -197,7 +197,7 @@ def walk(
   def behind(
     i: Any, carry: _tiles.Carry, top: Array, look: Look, going: Array, walked: Array
   ) -> tuple[Look, Array, Array, Array]:
-    """All of a walk but its state, behind tile i."""
+    """All of a walk but its state, after tile i."""
     look, done = judge(i, carry, top, look)
     enough = (split + (i + 1) * splits >= stop.kept).astype(jnp.int32)
     if not stop.per_head:

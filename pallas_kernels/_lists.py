@@ -10,7 +10,7 @@ from . import _backend
 
 
 def append(table_ref: Any, row: Any, count: Array, entry: Array, ok: Array) -> Array:
-  """Writes those entries that are ok behind the first `count`; returns the new count."""
+  """Writes those entries that are ok after the first `count`; returns the new count."""
   place = jnp.cumsum(ok.astype(jnp.int32)) - 1 + count
   place = jnp.where(ok, place, table_ref.shape[1])
   _backend.store(table_ref, row, place, value=entry, mask=ok)

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
   active: Array
 
   def share(self, tiles: Array) -> tuple[Array, Array]:
-    """First tile of this piece and the one behind its last, of a row's `tiles`."""
+    """First tile of this piece and the one after its last, of a row's `tiles`."""
     tiles = jnp.where(self.active, jnp.maximum(tiles, 0), 0)
     parts = jnp.maximum(self.parts, 1)
     return self.part * tiles // parts, (self.part + 1) * tiles // parts

@@ -1,6 +1,6 @@
 """ART: a walk over a plan's tiles that ends once the output has stopped moving (ART, Alg. 1).
 
-Bytes: keys and values of the tiles walked, and of a few behind the stop.
+Bytes: keys and values of the tiles walked, and of a few after the stop.
 
 Grid: `splits` programs for each (batch row, KV head). Program s walks tiles s, s + splits, … of the
 visiting order (`_art_order`) and stops by itself (`_art_stop`); the parts are joined as those of
@@ -93,7 +93,7 @@ def _kernel(
     return carry, logits[0].max(axis=1)
 
   def unread(i: Any) -> Array:
-    """ln of the most mass behind tile i."""
+    """ln of the most mass after tile i."""
     return _backend.load(unread_ref, row, lanes, i + 1, mask=lanes < groups, other=-jnp.inf)
 
   mine = jnp.maximum(order.tiles - split + splits - 1, 0) // splits
@@ -175,14 +175,14 @@ def walk(
     per_head: whether query heads stop one by one; else all of a KV head's at once.
     kept: first tiles of the order before whose end no walk stops.
     unread: float32, ln of the most mass of tiles t and later, with one split and a table of tiles:
-      a walk then ends once `unread` behind its tile is at most ln of the mass read + `log_ratio`,
+      a walk then ends once `unread` after its tile is at most ln of the mass read + `log_ratio`,
       whatever the output does.
     log_ratio: see `unread`.
     ring: int32, of a cache whose slots are used in turn (`kvjax.ring`), with `seen`.
-    seen: int32, the position behind the newest token.
+    seen: int32, the position after the newest token.
     splits: P; None: as many as fill the device, by the shapes alone.
     chunk: tiles between two tests for the end while the output moves, at least `patience`; the
-      calmer it is, the sooner the next one. Tiles behind the end are loaded for nothing.
+      calmer it is, the sooner the next one. Tiles after the end are loaded for nothing.
     loaded: count these too.
     scale: factor of the logits; H^−½ if None.
     cut: keys per matrix product, warps and stages; by device and shape if None.

@@ -50,7 +50,7 @@ class _Sources(NamedTuple):
 
 
 class _Row(NamedTuple):
-  """What is in sight of a row: `seen` tokens, those behind the sinks from `start` on."""
+  """What is in sight of a row: `seen` tokens, those after the sinks from `start` on."""
 
   sources: _Sources
   sizes: _Sizes
@@ -194,7 +194,7 @@ def listed(
 
   Returns:
     table: first tokens, newest ones backwards, then unit by unit the chosen ones of the middle; −1
-    behind the end, and with one unit in place of what is left out; and its count.
+    after the end, and with one unit in place of what is left out; and its count.
   """
   batch, heads, _, units, widest = retrieved.shape
   rows, width = batch * heads, sinks + local + units * widest

@@ -94,9 +94,7 @@ def _dilate(
   heaviest: int,
   radius: int,
 ) -> None:
-  """Writes found [f], by position, and the neighbours of its heaviest (Eq. 13): each once, −1
-  behind.
-  """
+  """Writes found [f], by position, and the neighbours of its heaviest (Eq. 13), each once."""
   count, width = found_ref.shape[2], out_ref.shape[3]
   i = jnp.arange(pl.next_power_of_2(count))
 
@@ -182,7 +180,7 @@ def note(
     steps: of the block, this one's.
     query, anchor: this step's.
     retrieves: 1 where a unit retrieved.
-    found: what it retrieved, by position; −1 = none, behind. Anything where it did not.
+    found: what it retrieved, by position; −1 = none, at the end. Anything where it did not.
     weight: of what was found, on a scale that keeps their order.
     queries, anchors, retrieved, step: those of the block, updated in place where donated.
     sinks: first tokens, which are no neighbours.

@@ -127,7 +127,7 @@ def _attend_kernel(
   carry = walk(carry, q, (base, first, stop), *share)
   if logits:
     nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
-    # What the span leaves out: between its two parts, and behind it.
+    # What the span leaves out: between its two parts, and after it.
     for low, high in ((head, jnp.minimum(first, stop)), (stop, slots)):
       tiles = jnp.where(
         active & (piece.part == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0

@@ -79,7 +79,7 @@ def listed(
 
   Args:
     retrieved: this layer's retrievals, of the heads of all devices, −1 = none; anything where
-      nobody uses them.
+      they are not used.
     kept: what every head used in the last step.
     from_head, from_layer: whose set is used when one is due.
     seen: cached tokens of every row.
@@ -91,7 +91,7 @@ def listed(
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    table: first tokens, newest ones backwards, heavy ones; −1 behind the end; its count; the heavy
+    table: first tokens, newest ones backwards, heavy ones; −1 after the end; its count; the heavy
     ones in use; and `sets` with them.
   """
   batch, heads, k = kept.shape

@@ -23,7 +23,7 @@ CHUNK, PIECE = 1024, 2048  # entries that a program copies at once, and in all
 
 
 def _kernel(*refs: Any) -> None:
-  """live [B], l [B, N], n new arrays [B, …], flat behind B, and in place the n old ones."""
+  """live [B], l [B, N], n new arrays [B, …], flat after B, and in place the n old ones."""
   live_ref, l_ref, *arrays = refs
   n = len(arrays) // 3
   row, piece, pieces = pl.program_id(0), pl.program_id(1), pl.num_programs(1)

@@ -233,7 +233,7 @@ def key_logits(
   """Scaled logits of all keys, times log₂ e, −∞ for keys that take no part; m, l of C pieces.
 
   Key j stands for the slots [j·stride, j·stride + width). Those take part of which no slot lies
-  behind `known` − `newest` and any in the range.
+  after `known` − `newest` and any in the range.
 
   Args:
     q: queries of the newest token, rotated, in the dtype of the keys.

@@ -88,7 +88,7 @@ def attend_in_pieces(
 
   Args:
     q, k, v: bfloat16 or float16, H a multiple of 8, at most 128 (from Hopper on 256).
-    qpos, first, sinks: as there; the queries of a block are neighbours, padding (−1) behind them.
+    qpos, first, sinks: as there; the queries of a block are neighbours, padding (−1) after them.
     blocks: of `plan`.
   """
   spans = [_span(block, qpos, first, sinks) for block in blocks]

@@ -6,7 +6,7 @@ multiprocessors read from the first moment on, and what follows a product rides 
 
 Grid: blocks of columns × splits of the contraction. Every program keeps its columns' sums in
 registers while tiles of the weight stream by, and writes them as they are (`partial_products`:
-whoever reads them next adds the splits up), rounded (`product`) or through SwiGLU
+the next reader adds the splits up), rounded (`product`) or through SwiGLU
 (`gated_product`, whose programs read two blocks of columns side by side). The latter two do not
 split: what keeps the memory busy there is how much each program has in flight.
 """

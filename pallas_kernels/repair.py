@@ -208,7 +208,7 @@ def repair(
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    The state, o in the dtype of q, the missed tiles (undefined behind their count) and the count.
+    The state, o in the dtype of q, the missed tiles (undefined after their count) and the count.
   """
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, table.shape[-1]

@@ -1,7 +1,7 @@
 """The best tiles of every row, exactly, as a table that sparse decode walks.
 
 A search (`_search`) finds a bound with the k largest scores above it. Those are then put together
-by a running sum, in order of index, which also settles ties; where somebody asks for the order of
+by a running sum, in order of index, which also settles ties; where a caller asks for the order of
 scores, a second launch brings them into it (`_ranked`). No atomics, no sort: a second run is equal
 to the bit. Rows that are few, or longer than `LANES`, are cut (`_cuts`).
 
@@ -212,7 +212,7 @@ def best(
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    table (−1 behind the end), count of its entries, and their scores (∞ for forced ones, −∞ behind
+    table (−1 after the end), count of its entries, and their scores (∞ for forced ones, −∞ after
     the end).
 
   Raises:
@@ -300,7 +300,7 @@ def others(
   not be `ordered`, the best `first` of them may still be asked for ahead of the others, both by
   index: that takes no launch of its own. Nor does what else is to be done with a row's tiles then:
   `behind(row, tiles, *operands, *results)`, in refs, whose program has just written the row's tiles
-  unless it was skipped. The results come behind the two of [B, K, k]. And the scores, of which
+  unless it was skipped. The results come after the two of [B, K, k]. And the scores, of which
   `scores` is the shape then, may be made by the programs that search them, where there are several
   of these for a row (`cut_rows`): `ahead(row, piece, part, *sources, scores)` writes a piece.
   """
@@ -308,7 +308,7 @@ def others(
   rows = batch * heads
   before = after = None
   if not isinstance(scores, jax.Array):
-    assert ahead is not None, "scores are to be made by somebody"
+    assert ahead is not None, "scores have to be made"
     written = jax.ShapeDtypeStruct((rows, tiles), jnp.float32)
     before = _Task(ahead, tuple(sources), (written,))
   if behind is not None:

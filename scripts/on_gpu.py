@@ -47,7 +47,7 @@ class Step:
   """A module with its arguments, in which {out} and {checkpoint} are folders.
 
   Attributes:
-    arguments: what comes behind `python -m`.
+    arguments: what comes after `python -m`.
     limit: seconds after which it is stopped.
     gpus: how many it needs; without them it is left out.
   """

@@ -41,7 +41,7 @@ def alone() -> Iterator[None]:
 def sharing(
   folder: pathlib.Path, gpus: Sequence[str], start: Callable[[], subprocess.Popen]
 ) -> Iterator[subprocess.Popen]:
-  """A process in a group of its own, begun on some GPUs when nobody times there.
+  """A process in a group of its own, started on some GPUs once no timing runs there.
 
   It ends with the block, and what it may have stopped goes on.
   """

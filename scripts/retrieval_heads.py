@@ -150,7 +150,7 @@ def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
   for index in range(args.samples):
     row = needle.build(reader.count, length=args.length, draw=rng("needle", args.seed, index))
     ids = reader.row(row).ids
-    # A number is the same tokens wherever it stands behind a space, or is found without one.
+    # A number is the same tokens wherever it stands after a space, or is found without one.
     for text in (f" {row.answers[0]}", row.answers[0]):
       answer = tokenizer.encode(text, bos=False)
       places = [i for i in range(len(ids)) if ids[i : i + len(answer)] == answer]

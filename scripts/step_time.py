@@ -26,7 +26,7 @@ from . import bench_files
 LAYER, CHOICE, WALK, DISPATCH = 28.5e-6, 11.9e-6, 79.0e-6, 89.4e-6  # seconds
 ROWS = 8  # the largest batch of the cells
 LINK = 39.1e9  # bytes a second of blocks fetched from the host, `bench_offload.json`
-# Of a further walk where a guess mostly hits: PRR over Quest behind real text, a layer that chooses
+# Of a further walk where a guess mostly hits: PRR over Quest after real text, a layer that chooses
 # (`real/speed.jsonl`). WALK is fitted where queries are random, and guesses miss.
 HITTING = 3.2e-6
 FITTED = (

@@ -10,7 +10,7 @@ from kvjax.testing.tiny import model
 
 
 def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous"):
-  """Logits [n, V] behind every token of one row: `prompt` tokens are read, the rest decoded.
+  """Logits [n, V] after every token of one row: `prompt` tokens are read, the rest decoded.
 
   Args:
     tokens: n token ids.

@@ -70,7 +70,7 @@ def keep_rows(
   at: At, attended: Attended, new: dict[Any, Any], old: dict[Any, Any]
 ) -> dict[Any, Any]:
   """`slots.choose_rows` of statistics by `attended.counted`; of several by one launch."""
-  assert attended.counted is not None and attended.live is not None  # filled in behind `attend`
+  assert attended.counted is not None and attended.live is not None  # filled in after `attend`
   changed = [name for name, x in new.items() if x is not old[name]]
   plain = all(isinstance(new[name], jax.Array) for name in changed)
   if len(changed) < 2 or not plain or choose("keep_rows", at.env.impl) != "pallas":

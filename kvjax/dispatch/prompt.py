@@ -73,7 +73,7 @@ def _prompt_implementation(
   """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
 
   Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
-  is left. "auto" leaves the pieces alone as long as nobody has measured them.
+  is left. "auto" leaves the pieces alone until they are measured.
   """
   named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
   able: tuple[str, ...]

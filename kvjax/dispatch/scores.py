@@ -58,7 +58,7 @@ def block_weights(
   """What blocks of `block` tokens get of the attention to compressed keys, as `pooled`.
 
   Query heads attend to the compressed keys, and their probabilities are summed over the group. A
-  compressed key stands for `width` tokens, one every `stride`, and takes part from the step behind
+  compressed key stands for `width` tokens, one every `stride`, and takes part from the step after
   its last token on.
   """
   span, blocks = _span(at, cache), -(-cache.size // block)

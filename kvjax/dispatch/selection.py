@@ -78,7 +78,7 @@ def best_tiles_of_each(
     at: where this runs; slots are not split.
     scores: of every tile, for each call.
     spans, k, limit: of each call; `dense_below` and what is forced are the same.
-    stops: one past the last slot of each span, where somebody has them at hand.
+    stops: one past the last slot of each span, where the caller has them.
     alike: whether all spans start where the first one does.
   """
   run = _search(at, "best_tiles_of_each", scores.shape[-1], max(k))

@@ -2,9 +2,9 @@
 
 Each step's reference comes first, then the kernel that does the same. On the heads shelf a cache
 holds what is known of the block: "queries" [B, K, s, G, H] of norm 1, "anchor" [B, K, s, U], the
-step whose retrieval each used, and "retrieved" [B, K, s, U, W], dilated, −1 = none, behind; and on
-the rows shelf "step" [B], this one's. A KV head decides as one (U = 1), or its query heads each by
-themselves (U = G).
+step whose retrieval each used, and "retrieved" [B, K, s, U, W], dilated, −1 = none, at the end; and
+on the rows shelf "step" [B], this one's. A KV head decides as one (U = 1), or each of its query
+heads for itself (U = G).
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention, context
 from kvjax.types import At, Attended, Cache, Window, pytree
 
-NOWHERE = jnp.iinfo(jnp.int32).max  # behind all positions
+NOWHERE = jnp.iinfo(jnp.int32).max  # after all positions
 HELD = ("queries", "anchor", "retrieved")
 
 
@@ -53,7 +53,7 @@ class Retrieval:
   """What a step retrieved, and what it reads. Units that share hold anything in the first two.
 
   Attributes:
-    found: int32 [B, K, U, f], the heaviest tokens of the middle by position, −1 behind them.
+    found: int32 [B, K, U, f], the heaviest tokens of the middle by position, −1 after them.
     weight: float32 [B, K, U, f], theirs, on any scale that keeps their order.
     table, count: int32 [B, K, X] and [B, K], of the plan: first tokens, the newest backwards, then
       the chosen ones of the middle. The kernels' lists may have holes (−1).
@@ -299,7 +299,7 @@ def _dilated(
   heaviest: int,
   radius: int,
 ) -> Int[Array, "B K U W"]:
-  """A retrieval and the neighbours of its heaviest tokens (Eq. 13), none twice, −1 behind.
+  """A retrieval and the neighbours of its heaviest tokens (Eq. 13), none twice, then −1.
 
   What lies in the middle of now is for later queries to say, all but the first tokens.
   """
@@ -331,7 +331,7 @@ def _of_step(
 def distinct(table: Int[Array, "*heads W"]) -> tuple[Int[Array, "*heads W"], Int[Array, "*heads"]]:
   """The table without repetitions and holes (−1), first occurrences in their order; and its count.
 
-  Entries behind the count are −1.
+  Entries after the count are −1.
   """
   width = table.shape[-1]
   order = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), table.shape)

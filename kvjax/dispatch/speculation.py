@@ -59,7 +59,7 @@ class Beside:
 
   Attributes:
     both: float32 [B, K, 2, P], scores and forecasts of all tiles.
-    state: the predictor's, behind the scores.
+    state: the predictor's, after the scores.
     stops: int32 [B, K, 2], the occupied slots that scores and forecasts are for, where known.
     early: that attention, where it has been made.
   """

@@ -58,8 +58,8 @@ class Order:
 
   Attributes:
     plan: what is walked, with a table; its pinned entries are never skipped.
-    unread: for a certificate, the `unread_mass` behind each tile of the order.
-    direct: whether the table has whole tiles, newest first behind the pinned ones, so that a kernel
+    unread: for a certificate, the `unread_mass` after each tile of the order.
+    direct: whether the table has whole tiles, newest first after the pinned ones, so that a kernel
       can do without it.
     ring: int32 [B, K, 2], the slots that such an order goes round; None: it begins at the end of
       what is cached.
@@ -140,7 +140,7 @@ class _Walk:
     calm: c, stable tiles in a row.
     going: whether it goes on.
     tiles, keys: steps taken (tiles with a key in them), and keys read.
-    logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where nobody asks.
+    logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where they are not asked for.
   """
 
   state: State

@@ -51,7 +51,7 @@ class ART(Wrapper):
 
   Caches that use their slots in turn (`kvjax.ring`) are walked by whole tiles too, as they lie:
   from the tile of the newest token down, and around; or, where slots carry a priority, from the
-  last tile down, for which the slots are put in order once, behind each prompt. Within a tile the
+  last tile down, for which the slots are put in order once, after each prompt. Within a tile the
   order is not the priority's.
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
@@ -158,7 +158,7 @@ class ART(Wrapper):
     return self._pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
 
   def _in_order(self, at: At, cache: Cache) -> Cache:
-    """Slots behind the first tokens by priority, the highest last; as they are without one."""
+    """Slots after the first tokens by priority, the highest last; as they are without one."""
     if at.top.order(at, cache) is None:
       return cache
     span, slot = at.top.everything(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
@@ -266,7 +266,7 @@ class ART(Wrapper):
     return jnp.where(jnp.arange(cache.size) < span.sinks, jnp.inf, rank)
 
   def _by_rank(self, at: At, cache: Cache, span: Span) -> Int[Array, "B K S"]:
-    """The slots of the span in the order of their ranks, equal ones by index; −1 behind them."""
+    """The slots of the span in the order of their ranks, equal ones by index; −1 after them."""
     slot = jnp.arange(cache.size, dtype=jnp.int32)
     key = jnp.where(span.holds(slot), -self._ranks(at, cache, span), jnp.inf)
     table = jnp.argsort(key, -1, stable=True).astype(jnp.int32)

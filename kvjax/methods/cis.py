@@ -112,7 +112,7 @@ class CIS(Method):
       **super().leaves(spec, layer),
       "queries": of("heads", (self.block, spec.groups, spec.head_dim)),  # of norm 1
       "anchor": of("heads", (self.block, units), jnp.int32),  # step of the block
-      "retrieved": of("heads", wide, jnp.int32, -1),  # −1 = none, behind
+      "retrieved": of("heads", wide, jnp.int32, -1),  # −1 = none, at the end
       "step": of("rows", (), jnp.int32),  # step within the block
     }
 

@@ -103,7 +103,7 @@ class ETF(Wrapper):
     return jnp.where(index < total, index, tokens)
 
   def apart(self, at: At) -> int | None:
-    """The first tokens; behind the frozen ones, the end of the prompt is in one piece."""
+    """The first tokens; after the frozen ones, the end of the prompt is in one piece."""
     return self.sinks
 
   def fill(

@@ -26,7 +26,7 @@ class ExpectedAttention(PromptScored):
   Attributes:
     sinks: first tokens, which stay (4).
     future: N_f, positions over which rotations are averaged (512).
-    epsilon: ε (0; the paper's 0.02 weighs ‖v‖ of tokens that nobody is expected to attend to).
+    epsilon: ε (0; the paper's 0.02 adds ‖v‖ of tokens without expected attention).
   """
 
   sinks: int = least(0, 4)

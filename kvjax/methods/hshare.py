@@ -75,7 +75,7 @@ class HShare(SelectiveTokens):
     return cls(budget=length + 40)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    """The set in use (heaviest first where somebody asks for that; −1 = none), and whose it is."""
+    """The set in use (heaviest first where asked for; −1 = none), and whose it is."""
     held, own = super().leaves(spec, layer), layer - self.dense_layers
     if own < 0:
       return held

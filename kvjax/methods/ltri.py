@@ -169,7 +169,7 @@ class Ltri(Streamed, moves=("divide",)):
     if not self._indexes(at.layer):
       return cache
     size, tokens = cache.size, qpos.shape[1]
-    start = jnp.maximum(qpos[:, 0], 0)  # the first new token; padding stands behind
+    start = jnp.maximum(qpos[:, 0], 0)  # the first new token; padding stands after
     end = jnp.maximum(qpos.max(1) + 1, start)
     first = slots.quotient(jnp.maximum(start - self.init_tokens, 0), self.block)
     blocks = -(-tokens // self.block) + (tokens > 1)
@@ -177,7 +177,7 @@ class Ltri(Streamed, moves=("divide",)):
     token = jnp.arange(self.block, dtype=jnp.int32)
     pos = self.init_tokens + block[..., None] * self.block + token  # [B, E, U]
     flat = pos.reshape(pos.shape[0], -1)
-    behind = near["pos"].shape[2] > size  # whether the new tokens stand behind the slots
+    behind = near["pos"].shape[2] > size  # whether the new tokens stand after the slots
     slot = self._slot_of(flat, size)
     if behind:
       slot = jnp.where(flat < start[:, None], slot, size + flat - start[:, None])

@@ -39,7 +39,7 @@ class PRR(Wrapper):
   Ŝ = the top ⌊ρ·k⌋ of ŝ runs while the base selects S, the top k of s; then the missed tiles S∖Ŝ
   are folded into its softmax state (Eqs. 6–8). First and newest tiles that the base always reads
   are in both sets and outside k. Nothing that follows S comes before attention over Ŝ; the next Ŝ
-  is formed once s is known, behind this step's attention.
+  is formed once s is known, after this step's attention.
 
   The output covers S, and Ŝ∖S besides: what was read in vain stays as additional context. With
   `strict` it is left out. Since nothing can be taken out of a merged state, one state per tile of
@@ -310,7 +310,7 @@ class PRR(Wrapper):
   def _forecast(
     self, state: Smoothed, gamma: Float[Array, "#B 1 1"], last: Int[Array, " B"]
   ) -> Float[Array, "B K P"]:
-    """ŝ of the step behind token `last`; ∞ for tiles that have no score yet."""
+    """ŝ of the step after token `last`; ∞ for tiles that have no score yet."""
     return jnp.where(self._scored(state, last), state.forecast(gamma), jnp.inf)
 
   def _foresee(

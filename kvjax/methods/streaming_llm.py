@@ -92,7 +92,7 @@ class StreamingLLM(InTurn):
 class StreamingLLMByTurn(StreamingLLM):
   """StreamingLLM as its authors' repository runs it: nothing leaves while a turn lasts.
 
-  Before a further turn is read, the oldest tokens behind the sinks make room for all of it and
+  Before a further turn is read, the oldest tokens after the sinks make room for all of it and
   for `reserve` tokens of answer. Within the turn every query sees all that is cached. Positions
   within the cache change between turns only: the sinks' keys are turned on by as many positions
   as have left. A turn or an answer beyond the room drops the oldest as it comes, at its true

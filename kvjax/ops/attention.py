@@ -219,7 +219,7 @@ def last_queries(
   q: Float[Array, "B K G A H"], qpos: Int[Array, "B A"], state: State, count: int
 ) -> tuple[Float[Array, "B K G W H"], Int[Array, "B W"], State]:
   """The newest `count` queries of every row, their positions (−1 = there are fewer), and states."""
-  real = (qpos >= 0).sum(1, dtype=jnp.int32)  # padding stands behind them
+  real = (qpos >= 0).sum(1, dtype=jnp.int32)  # padding stands after them
   index = real[:, None] - count + jnp.arange(count, dtype=jnp.int32)
   where = jnp.maximum(index, 0)[:, None, None]
 

@@ -159,7 +159,7 @@ def candidates(
 ) -> Float[Array, "B K all"]:
   """Scores of the tiles of all devices, of which each has told its k best: the others are −∞.
 
-  First and newest tiles are nobody's candidates, as their scores do not count. Arguments as in
+  First and newest tiles are no candidates, as their scores do not count. Arguments as in
   `tiles.best`; the span is that of all slots.
   """
   axis = at.env.slot_axis

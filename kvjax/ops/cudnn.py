@@ -1,7 +1,7 @@
 """cuDNN's flash attention over prompts, with the log-sum-exp that merging and statistics need.
 
 `jax.nn.dot_product_attention(implementation="cudnn")` rounds the log-sum-exp to the dtype of q and
-wants heads behind tokens; the function below it in jax does neither. It is private to jax: a test
+wants heads after tokens; the function below it in jax does neither. It is private to jax: a test
 compares its arguments with those used here, for every jax that is supported.
 """
 

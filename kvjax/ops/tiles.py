@@ -53,7 +53,7 @@ def listed(
     tiles: P, tiles of the cache.
 
   Returns:
-    table (−1 behind the end), the count of its entries, and where each comes from: an index into
+    table (−1 after the end), the count of its entries, and where each comes from: an index into
     [first ‖ newest ‖ chosen].
   """
   sinks, local = min(sinks, tiles), min(local, tiles)
@@ -99,7 +99,7 @@ def best(
     limit: how many others each row or KV head lists, up to k; None: k.
 
   Returns:
-    table (−1 behind the end), count of its entries, and their scores (∞ for forced ones, −∞ behind
+    table (−1 after the end), count of its entries, and their scores (∞ for forced ones, −∞ after
     the end).
   """
   tiles = scores.shape[-1]

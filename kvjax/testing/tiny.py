@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
   max_context=512,
 )
 CAPACITY = 64
-# Float32 logits of up to 20 behind four layers of peaked attention, summed in another order.
+# Float32 logits of up to 20 after four layers of peaked attention, summed in another order.
 CLOSE = 2e-4
 LENGTHS = np.array([23, 14], np.int32)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)

@@ -193,7 +193,7 @@ def decaying(shape: Shape, seed: int, tile: int = TILE) -> tuple[jax.Array, ...]
 def recorded(arrays: dict[str, np.ndarray], batch: int) -> tuple[Shape, Callable[[int], Any]]:
   """q, k, v of a model's layers, each row of the batch another layer and query position.
 
-  Keys behind the query's position do not exist for it: it is the last of as many slots as it sees.
+  Keys after the query's position do not exist for it: it is the last of as many slots as it sees.
   """
   layers = sorted({name.split("/")[0] for name in arrays if "/" in name})
   heads, groups, _, head_dim = arrays[f"{layers[0]}/q"].shape

@@ -37,7 +37,7 @@ MINUTES, LENGTH = "KVJAX_STREAM_MINUTES", "KVJAX_STREAM_TOKENS"
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   """The link first, then the division of maps, then a stream at several lengths.
 
-  The whole stream in earnest takes minutes and a hundred gigabytes of the host's memory: it is run
+  The whole stream takes minutes and a hundred gigabytes of the host's memory: it is run
   where `only` asks for it by name.
   """
   makers = {"link": link, "spans": division, "stream": stream, "whole stream": whole}
@@ -179,7 +179,7 @@ def stream(quick: bool) -> Case:
   )
   temporary: list[int] = [x.memory_analysis().temp_size_in_bytes for x in (read, say)]
 
-  # A short stream in earnest, which fills the window, the copies and the first blocks.
+  # A short real stream, which fills the window, the copies and the first blocks.
   began, memory = time.perf_counter(), []
   start = 4 if quick else 24
   for _ in range(start):
@@ -221,7 +221,7 @@ def stream(quick: bool) -> Case:
   before = jax.tree.map(jnp.copy, without_stores())
 
   def logits_of(which: tuple[Any, Any]) -> np.ndarray:
-    """Of a chunk and of a token behind it, from the same state but for what blocks hold."""
+    """Of a chunk and of a token after it, from the same state but for what blocks hold."""
     found, same = [], jax.tree.map(jnp.copy, before)
     held[0] = tuple(
       c.put(heads={"store": now.heads["store"]}) for c, now in zip(same, held[0], strict=True)
@@ -274,7 +274,7 @@ def stream(quick: bool) -> Case:
       f"prefetch=True {np.mean(fetched[' ahead']):.1f}, and a chunk takes "
       f"{early[0] / chunks[0]:.3f} and {early[-1] / chunks[-1]:.3f} of the time",
       f"a token: {first * 1e3:.2f} ms and {last * 1e3:.2f} ms, ratio {last / first:.3f}",
-      f"the first {start * method.chunk:,} tokens in earnest: {rate:,.0f} a second",
+      f"the first {start * method.chunk:,} tokens, all run: {rate:,.0f} a second",
       f"device memory for what left the window, allocated for {spec.capacity:,} tokens: "
       f"{bytes_of['index'] / len(method.heads) * vectors / 2**30:.3f} GiB of vectors in {vectors} "
       f"layers with a retrieval head, "
@@ -300,7 +300,7 @@ def stream(quick: bool) -> Case:
 
 
 def whole(quick: bool) -> Case:
-  """The stream in earnest, chunk after chunk: its rate and the memory in use all along."""
+  """The whole stream, chunk after chunk: its rate and the memory in use all along."""
   began, minutes = time.monotonic(), float(os.environ.get(MINUTES, 8))
   total, mark = (512, 128) if quick else (int(os.environ.get(LENGTH, TOKENS)), 100 << 10)
   part = 2 if quick else min(LAYERS, _layers_that_fit(total))
@@ -484,7 +484,7 @@ def _model(quick: bool, part: int) -> tuple[Any, Any]:
 
 
 def _moved(method: Any, cache: kvjax.Cache, length: int) -> kvjax.Cache:
-  """Counters and positions as they are behind `length` tokens."""
+  """Counters and positions as they are after `length` tokens."""
   init, slot = method.init_tokens, jnp.arange(cache.size, dtype=jnp.int32)
   ring = cache.size - init
   pos = jnp.where(slot < init, slot, slot + (length - 1 - slot) // ring * ring)

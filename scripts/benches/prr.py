@@ -165,7 +165,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Apart(Wrapper):
-  """The same method, whose kernels nobody joins in one launch: these moves could be others."""
+  """The same method, whose kernels are not joined in one launch: these moves could be others."""
 
   def score(self, *arguments: Any) -> Any:
     return self.base.score(*arguments)

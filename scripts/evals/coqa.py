@@ -1,6 +1,6 @@
 """CoQA (Reddy et al., 2019) from a local file: the last question of every conversation.
 
-The conversation before it stands with its answers behind the story. The score is CoQA's own: F1 of
+The conversation before it stands with its answers after the story. The score is CoQA's own: F1 of
 words, each of the annotators left out in turn.
 """
 

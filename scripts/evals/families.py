@@ -55,7 +55,7 @@ CONTROL = Family("the control", "it chooses by chance", "0.55")
 OTHERS = Family("others", "unknown", "tab:brown")
 FAMILIES = (WHOLE, READS, SKIMS, EVICTS, WINDOWS, STREAMS, OTHERS, CONTROL)
 
-# Upper bound and control: nobody takes them.
+# Upper bound and control, not for use.
 YARDSTICKS = ("topk_oracle", "random")
 
 

@@ -134,7 +134,7 @@ def named_class(answer: str, row: Row) -> float:
 
   def metric(answer: str, reference: str) -> float:
     named = [name for name in row.scoring["classes"] if name in answer]
-    # The published loop removes while it walks, and so skips a name behind one that it removes.
+    # The published loop removes while it walks, and so skips a name after one that it removes.
     for name in named:
       if name in reference and name != reference:
         named.remove(name)

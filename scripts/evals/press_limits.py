@@ -1,4 +1,4 @@
-"""What kvpress does not do: padded rows, and questions behind layers of different sizes."""
+"""What kvpress does not do: padded rows, and questions after layers of different sizes."""
 
 from importlib import import_module
 from typing import Any
@@ -10,9 +10,9 @@ _TOKENS, _PADS, _BUDGET = 200, 56, 50
 
 
 def limits() -> dict[str, Any]:
-  """What becomes of a padded row, and of a question behind layers of different sizes.
+  """What becomes of a padded row, and of a question after layers of different sizes.
 
-  A random Llama of two layers reads 200 tokens alone, and the same behind 56 masked pads.
+  A random Llama of two layers reads 200 tokens alone, and the same after 56 masked pads.
 
   Returns:
     `presses`: how many kvpress has; `padded`: by press, the share of 50 kept tokens that the two

@@ -29,7 +29,7 @@ class Cut:
     fields: what is set of it, beside its ratio.
     budget: tokens to keep per KV head, or on average of them.
     skip: layers that keep everything.
-    read: tokens of the prompt that are read and cut; what is behind them follows afterwards.
+    read: tokens of the prompt that are read and cut; what is after them follows afterwards.
     by_head: budgets of a layer are shared out among its heads (`AdaKVPress`, which hides keys).
   """
 
@@ -125,7 +125,7 @@ class Pressed:
 
     Args:
       ids: the prompt.
-      answer: the right answer's tokens, read behind it for the oracle; cuts do not see them.
+      answer: the right answer's tokens, read after it for the oracle; cuts do not see them.
       cuts: what is cut, by any keys.
     """
     kept: dict[Any, Kept] = {key: Kept() for key in cuts}
@@ -206,7 +206,7 @@ class Pressed:
     Args:
       kept: the caches, which must be of the same lengths, layer by layer; they run as one batch.
       logits: [V] of the prompt's last token; not looked at where there is a tail.
-      tail: the question, if it is read behind the cut.
+      tail: the question, if it is read after the cut.
       past: tokens of the prompt before the tail.
       steps: tokens of an answer at most.
       eos: the token that ends one.

@@ -20,9 +20,9 @@ class Prompt:
 
   Attributes:
     head: the context, and the chat markup before it.
-    tail: the question, the markup behind it, and the beginning of the answer.
+    tail: the question, the markup after it, and the beginning of the answer.
     second: of a row with a second question: the markup that closes the first answer, the question,
-      and what is behind it, as in `tail`.
+      and what is after it, as in `tail`.
   """
 
   head: list[int]

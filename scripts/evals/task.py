@@ -74,7 +74,7 @@ class Task:
     stand_in: task that takes its place in its family where these files are not there.
     second: as `build`, for rows with a second question: both turns with both answers take at most
       `length` tokens. None: the task has none. Such a task has no stop strings: what they leave in
-      the cache behind the first answer would be read by the second.
+      the cache after the first answer would be read by the second.
   """
 
   name: str

@@ -160,7 +160,7 @@ class _File:
     return self.starts[line - 1] + column
 
   def span(self, node: ast.expr) -> tuple[int, int]:
-    """First byte of a node and the one behind its last."""
+    """First byte of a node and the one after its last."""
     return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)
 
   def text(self, node: ast.expr) -> str:

@@ -2,7 +2,7 @@
 
 A ratio to a reference that was not steady says nothing: where the quartiles of what is divided by
 are wider than 5 % of its median, they stand in the ratio's place. A time's own quartiles stand
-behind it where they are as wide.
+after it where they are as wide.
 """
 
 import textwrap

@@ -6,7 +6,7 @@ from . import cells
 from .results import Case, Results, Timing
 from .steps import BANDWIDTH
 
-CHAIN = 64  # all-reduces that a case times, one behind the other
+CHAIN = 64  # all-reduces that a case times, one after the other
 XLA = ", XLA's kernel"
 SPLIT = {
   "Llama-3.1-8B B8 T32768, heads over 2": "a step, B8 T32K, heads over two",

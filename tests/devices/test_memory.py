@@ -14,6 +14,7 @@ from tests.devices.test_sharding import model
 SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layers=4)
 
 
+@pytest.mark.core(9)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_plan_is_what_caches_take(name):
   method = METHODS[name].example(24)

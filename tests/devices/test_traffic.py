@@ -150,6 +150,7 @@ def test_what_a_program_looks_at(read, whole, taken):
   assert walk.reads["x"].taken == pytest.approx(taken, abs=1)
 
 
+@pytest.mark.slow
 def test_weights_are_read_once_but_for_an_embedding_that_no_head_shares():
   llama, qwen = PRESETS["Llama-3.1-8B"], PRESETS["Qwen3-1.7B"]
   held, unread = weight_bytes(llama, jnp.bfloat16)

@@ -126,6 +126,7 @@ STEPS = {
 }
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_has_no_more_than(name):
   moves, launches = STEPS[name]

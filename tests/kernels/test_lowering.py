@@ -549,7 +549,7 @@ def compiled(call: str) -> tuple:
   return tuple((kernel, compile_kernel(kernel, DEVICES[kind])) for kernel in kernels)
 
 
-@pytest.mark.core(12)
+@pytest.mark.core(7)
 @pytest.mark.parametrize("call", [slow_unless(call in FAST, call) for call in CALLS])
 def test_compiles_within_limits(call):
   capability = DEVICES[CALLS[call][0]]

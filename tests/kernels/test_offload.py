@@ -29,6 +29,7 @@ def joined(store):
   return {name: np.concatenate([np.asarray(x) for x in store.of[name]], 2) for name in store.of}
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("impl", ["reference", KERNELS])
 @pytest.mark.parametrize(
   ("shape", "sizes", "dtype"),
@@ -71,7 +72,7 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
 
 
 def test_lanes_of_a_last_piece():
-  """Tokens 32 … 39 of 40: the lane behind them would be the next block's first token."""
+  """Tokens 32 … 39 of 40: the lane after them would be the next block's first token."""
   real = host_blocks._lanes(1, 40, 24)[2]
   assert real.shape == (32, 32) and real.sum() == 8 * 24 and real[:8, :24].all()
 

@@ -57,7 +57,7 @@ def positions(seed, case, batch, queries, slots):
     valid = np.array([queries, queries // 3][:batch])
     t = np.arange(queries)
     return np.where(t < valid[:, None], t, -1), None
-  if case == "chunk":  # behind different numbers of cached tokens
+  if case == "chunk":  # after different numbers of cached tokens
     past, valid = np.array([[slots - queries], [7]]), np.array([[queries], [queries // 2]])
     t = np.arange(queries)
     return np.where(t < valid, past + t, -1), None
@@ -163,7 +163,7 @@ def test_bad_operands():
 )
 @pytest.mark.parametrize("tokens", [64, 77, 600])
 def test_cudnn_against_oracle(heads, groups, head_dim, dtype, tokens):
-  """Ragged rows, one of them idle; NaN in what stands behind them."""
+  """Ragged rows, one of them idle; NaN in what stands after them."""
   from kvjax.ops.cudnn import attend_causal
 
   q, k, v = arrays(1, heads, groups, head_dim, dtype, tokens, tokens, batch=3)

@@ -55,7 +55,7 @@ def test_page_bounds(shape, group):
   np.testing.assert_allclose(got[..., held], want[..., held], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compressed_keys(shape):
   method = InfLLMv2(top=4, block=16, local=32, kernel=8, stride=4, dense_below=0)

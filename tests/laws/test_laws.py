@@ -49,8 +49,7 @@ CASES = {
 
 # What drivers and families do, not the single method: the core asks one method of each kind.
 FAMILIES = {
-  *("full", "h2o", "snapkv"),  # all, scores, a cut
-  *("quest", "hshare", "infllm", "art"),  # selective, sharing between layers, streamed, a wrapper
+  *("full", "snapkv", "quest", "infllm", "art"),  # all, a cut, selective, streamed, a wrapper
 }
 BY_FAMILY = {
   *("further_turns_of_the_neutral_setting_equal_full", "nan_raises_when_asked"),
@@ -59,6 +58,8 @@ BY_FAMILY = {
   *("the_repository_setting", "idle_rows_stay_untouched", "nan_in_empty_slots_never_leaks"),
   "empty_wrapper_is_transparent",
 }
+# Those that differ from another one in their scores alone, or their window.
+KIN = {"random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"}
 # What takes long and is shown by the methods' own files too; products and norms are one method's.
 IN_THE_REST = {
   # Those whose kernels are another method's.
@@ -69,6 +70,7 @@ IN_THE_REST = {
     *("hshare", "double_sparsity", "psaw", "cpe"),
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
+  **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect"), KIN),
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
 }
 

@@ -547,6 +547,7 @@ def test_what_a_class_may_have_beside_moves():
 TYPICAL = ("full", "snapkv", "quest", "art", "prr", "infllm")
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   "name",
   [pytest.param(name, marks=[pytest.mark.slow] * (name not in TYPICAL)) for name in METHODS],

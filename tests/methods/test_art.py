@@ -296,6 +296,7 @@ def test_a_dominant_late_tile_is_missed_by_recency_and_found_by_score():
   assert abs(outputs["snapkv"][0] - outputs["snapkv"][1]) < 0.05
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
   st.integers(0, 3),

@@ -168,7 +168,7 @@ def test_over_a_window():
 
 
 def test_first_tokens_are_read_whatever_they_weigh():
-  """The newest tile has nearly all of it, and comes behind theirs."""
+  """The newest tile has nearly all of it, and comes after theirs."""
   stream = Stream.random(3, tokens=40)
   stream.q[:], stream.k[:, :, :30] = 0, 0
   method = ART(PSAW(sinks=3, phi=0.5, start=0.0), tile=4, certify=1.99)
@@ -213,7 +213,7 @@ def test_bad_settings(kwargs, message):
     ART(**kwargs)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["group", "head"])
 def test_the_kernel_equals_the_reference(stop):
   """Same order, same stops, same output, over tokens as they come."""

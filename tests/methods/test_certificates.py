@@ -54,7 +54,7 @@ def test_information_bound_by_hand():
 
 
 def test_a_geometric_tail_is_fitted_exactly():
-  """Weights (1 − ρ)·ρ^d behind a sink: κ is what they sum to, and no other pair is closer."""
+  """Weights (1 − ρ)·ρ^d after a sink: κ is what they sum to, and no other pair is closer."""
   rate = c.RATES[310]
   weight = np.exp(-rate * np.arange(59, -1, -1))
   weight[0] = 5.0

@@ -126,7 +126,7 @@ def test_the_bound_has_something_to_say():
   equal = early_stops.walk(np.zeros((1, 8)), np.ones((1, 40, 8)), np.ones((1, 40, 8)), 4)
   found = early_stops.truncation(equal, np.array([5]), 0.1, 2)
   assert found.assumption.all() and found.actual.max() < 1e-12
-  assert found.bound == 0  # nothing moves behind the stop
+  assert found.bound == 0  # nothing moves after the stop
 
 
 def test_a_needle_behind_the_stop_breaks_the_assumption_not_the_check():

@@ -51,7 +51,7 @@ def test_worked_example():
 @pytest.mark.parametrize("psi", [0.9, 0.5, 0.1])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_computed_tokens_of_every_length(tokens, psi, sinks):
-  """The static width holds the computed tokens of any row, in order, padding behind them."""
+  """The static width holds the computed tokens of any row, in order, padding after them."""
   total = np.arange(tokens + 1)
   index = active(ETF(sinks=sinks, psi=psi), 3, tokens, total)
   for n in total:
@@ -72,7 +72,7 @@ def test_frozen_tokens_keep_the_state_of_the_layer_below(kv):
 
   @jax.jit
   def states(leaves, caches):
-    """Hidden states in front of every layer and behind the last, [B, T, D] each."""
+    """Hidden states in front of every layer and after the last, [B, T, D] each."""
     decoder, carry = join(turn.graph, leaves), Carry()
     out = [decoder.embedding[...][TOKENS[:, :23]]]
     for i, layer in enumerate(decoder.layers):

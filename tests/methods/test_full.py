@@ -62,7 +62,7 @@ def test_prompt_attention_in_any_blocks(monkeypatch, blocks):
 
 
 def test_a_plan_fetches_what_it_lists():
-  """A hole, entries behind the count and slots behind the last one hold no token."""
+  """A hole, entries after the count and slots after the last one hold no token."""
   layer = Layer(Full(), Stream.random(0), capacity=13)
   layer.prefill([13, 13])
   entries = np.broadcast_to(np.array([3, -1, 0, 1]), (2, 3, 4))
@@ -102,7 +102,7 @@ def ones(new):
 
 
 def test_slots_may_hold_vectors():
-  """What a method keeps with a slot has any shape, in prompts and behind them."""
+  """What a method keeps with a slot has any shape, in prompts and after them."""
   layer = Layer(Marked(), Stream.random(0))
   layer.prefill([20, 5])
   layer.decode([20, 5])

@@ -114,7 +114,7 @@ def test_bad_settings(kwargs, message):
 
 
 def test_recent_tokens_go_before_those_that_always_stay():
-  """The order of ART's walk: a first token, which VATP keeps, comes behind all recent ones."""
+  """The order of ART's walk: a first token, which VATP keeps, comes after all recent ones."""
   method = VATP(8, sinks=2, recent=4)
   layer = Layer(method, Stream.random(0, tokens=8), capacity=8, env=Env(4, tile=4))
   layer.prefill([5, 5])

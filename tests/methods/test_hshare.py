@@ -54,7 +54,7 @@ class Stack:
 
 
 def columns(stream, tokens):
-  """q, k and v of each row's tokens; behind the end of the stream the last one."""
+  """q, k and v of each row's tokens; after the end of the stream the last one."""
   return [
     np.stack([np.take(x[b], t, -2, mode="clip") for b, t in enumerate(tokens)])
     for x in (stream.q, stream.k, stream.v)

@@ -269,7 +269,7 @@ def test_a_generation(base, kwargs, strict):
   assert totals["missed"] > 0 and totals["wasted"] > 0
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("base", "predictor"), [(QUEST, "holt"), (INFLLM, "ema")], ids=["quest-holt", "infllm-ema"]
 )
@@ -287,7 +287,7 @@ def test_single_tokens():
 def test_a_second_turn_and_idle_rows():
   """The predictor follows a further turn's last tokens; rows that have none stay as they were.
 
-  The turn begins behind the first token of a tile: only tiles before it have had a score.
+  The turn begins after the first token of a tile: only tiles before it have had a score.
   """
   method = PRR(QUEST, budget=1.5, calibrate=False, history=5)
   stream = Stream.random(3, tokens=70)

@@ -125,7 +125,7 @@ def test_whole_division_against_loops():
 
 
 def test_a_block_that_is_not_full():
-  """Rows and columns behind the end count for nothing, whatever they hold."""
+  """Rows and columns after the end count for nothing, whatever they hold."""
   maps = random_maps(4, 12, 16)
   length = jnp.asarray([0, 1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16])
   start, stop = spans.divide(jnp.asarray(maps), 0.8, 0.1, 4, length)

@@ -139,7 +139,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 # ---- forks
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_forked_rows_are_the_row_again(method):
   logits, caches, _ = start(method)

@@ -265,6 +265,7 @@ def traced(move, method, change, layer=1):
   jax.eval_shape(lambda: getattr(method, move)(at, *given.values(), Carry())[:3])
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("method", [FULL, WINDOW, INFLLM], ids=["full", "streaming_llm", "infllm"])
 @pytest.mark.parametrize("move", ["decode_step", "prefill"])
 def test_shapes_at_the_entrance(move, method):

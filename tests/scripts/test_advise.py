@@ -38,7 +38,7 @@ def expected(cell):
   return step_time.expected(cell.moved(), cell.method.by_layer)
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", CHECKED)
 def test_expected_times_are_within_15_percent_of_measured_ones(name):
   assert name not in step_time.FITTED
@@ -89,6 +89,7 @@ def test_a_narrower_memory_takes_longer():
   assert slow - fast == pytest.approx(moved.device * (1e-12 - 0.25e-12))
 
 
+@pytest.mark.slow
 def test_what_fits_comes_first_by_time():
   """At 128K tokens a device of 24 GB has room for the weights, and for caches of few tokens."""
   names = "quest", "snapkv", "infllm"

@@ -203,6 +203,7 @@ def rows_of(ours, logits):
   return program.rows_of(Reader(Letters()), ours, Theirs(logits), row, prompt, args)
 
 
+@pytest.mark.slow
 def test_a_prompt_under_every_cell(ours):
   ids = Letters().encode(TEXT + QUESTION)
   logits, caches = ours.read(ids)

@@ -95,6 +95,7 @@ def _perfect(row) -> str:
   return " ".join(row.answers) if every else row.answers[0]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", LAWFUL)
 def test_too_short_is_refused(name):
   with pytest.raises(ValueError, match="length: found 20 tokens, expected at least"):

@@ -517,7 +517,7 @@ def test_bad_methods_and_budgets(labels, budgets, message):
 
 
 def test_groups_hold_what_fits(loaded):
-  """Dense methods share passes within the limit; the others read alone, behind them."""
+  """Dense methods share passes within the limit; the others read alone, after them."""
   model = loaded[0]
   made = plan.entries(["streaming_llm", "snapkv", "random", "h2o"], ["64"], LENGTH)
   full = plan.cache_bytes(kvjax.Full(), model, 2, LENGTH)

@@ -43,7 +43,7 @@ def run(name, monkeypatch, *arguments):
   runpy.run_module(f"scripts.examples.{name}", run_name="__main__")
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, monkeypatch, capsys):
   run(name, monkeypatch)

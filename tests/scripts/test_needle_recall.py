@@ -16,7 +16,7 @@ ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
 
 
 def test_the_blocks_of_a_needle():
-  """Tokens 10 to 13 behind 3 first ones, in blocks of 4: blocks 1 and 2."""
+  """Tokens 10 to 13 after 3 first ones, in blocks of 4: blocks 1 and 2."""
   method = InfLLM(3, 8, 4, 2, held=2)
   assert Sample(ROW, [0] * 20, 10, 14).blocks(method) == [1, 2]
   assert Sample(ROW, [0] * 20, 11, 15).blocks(method) == [2]

@@ -174,6 +174,7 @@ def test_chinese_rouge_by_hand():
   assert overlap.chinese_rouge_l("", "北京") == 0
 
 
+@pytest.mark.slow
 def test_rouge_of_summaries_by_hand():
   """Lines are compared apart: 3 words of the answer's 4, and of the reference's 5."""
   pytest.importorskip("rouge_score")

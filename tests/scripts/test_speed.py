@@ -1,4 +1,4 @@
-"""The program that times steps behind real text, on a tiny model."""
+"""The program that times steps after real text, on a tiny model."""
 
 import json
 

@@ -31,6 +31,7 @@ def folder(tmp_path):
   return change
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_are_made_from_the_files(name):
   text = (ROOT / name).read_text("utf-8")

@@ -69,7 +69,7 @@ def compiler_options(mesh: Mesh | None) -> dict[str, str]:
   """What to compile a step over a mesh with: `jax.jit(step, compiler_options=...)`.
 
   On several GPUs all-reduces come from NCCL. XLA (jax 0.11) has a kernel of its own for small ones,
-  around which more time passes than in it: RESULTS.md has both. Elsewhere nothing is asked for.
+  around which more time passes than in it: the results have both. Elsewhere nothing is asked for.
   """
   if mesh is None or mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
     return {}

@@ -1,4 +1,4 @@
-"""For developers: write the figures of README and RESULTS from the result files.
+"""For developers: write the figures of README and of the results from the result files.
 
 The pictures and tables of kvjax/README come from the code.
 
@@ -26,14 +26,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes the figures of README and RESULTS from the result files."""
+  """Writes the figures of README and of the results from the result files."""
 
   check: bool = False
   """Writes nothing: shows what differs, with exit status 1 if anything does."""
   results: Annotated[pathlib.Path, common.optional("FOLDER")] = files.FOLDER
   """Where the result files are; by default scripts/results."""
   documents: Annotated[pathlib.Path, common.optional("FOLDER")] = ROOT
-  """Where README.md and RESULTS.md are; by default this checkout."""
+  """Where README.md and scripts/results are; by default this checkout."""
 
 
 def made(text: str, makers: Mapping[str, Maker], results: Results) -> str:

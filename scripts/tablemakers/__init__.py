@@ -1,4 +1,4 @@
-"""What writes the figures of README and RESULTS: for each part between markers, its maker.
+"""What writes the figures of README and the results: for each part between markers, its maker.
 
 A module per section; each maker takes the result files and gives lines of Markdown. Ratios are
 written by `cells`, which does not divide by what was not steady; figures are found by the names of
@@ -30,7 +30,7 @@ from .results import Maker, Results
 __all__ = ["DOCUMENTS", "Maker", "Results"]
 
 DOCUMENTS: dict[str, dict[str, Maker]] = {
-  "RESULTS.md": {
+  "scripts/results/README.md": {
     "runs": about.runs,
     "short": summary.table,
     "decode": decode.table,

@@ -342,7 +342,7 @@ def picture(found: Held) -> list[str]:
   boards = [board for length in LENGTHS for board in found.at(length)]
   if not boards:
     return []
-  name = f"scripts/results/{FOLDER}/score_by_cost_aware_b{boards[-1].batch}.png"
+  name = f"{FOLDER}/score_by_cost_aware_b{boards[-1].batch}.png"
   return [f"![Score against milliseconds a token, bytes kept and bytes read]({name})"]
 
 

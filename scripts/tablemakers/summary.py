@@ -1,4 +1,4 @@
-"""The results in short: a line for each section of RESULTS, six of them on the first page."""
+"""The results in short: a line for each section of the results, six of them on the first page."""
 
 from collections.abc import Iterable
 

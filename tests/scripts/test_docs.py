@@ -13,8 +13,16 @@ from scripts import commands, reference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
-  *("README.md", "RESULTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "MOVING.md", "kvjax/README.md"),
+  *(
+    "README.md",
+    "scripts/results/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "MOVING.md",
+    "kvjax/README.md",
+  ),
   *("models/README.md", "pallas_kernels/README.md", "scripts/README.md", "tests/README.md"),
+  "scripts/results/README.md",
 ]
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
 FILES = ("py", "json", "txt", "md", "png")

@@ -39,7 +39,7 @@ def test_documents_are_made_from_the_files(name):
 
 
 def test_every_table_of_results_has_a_source_or_says_that_it_has_none():
-  text = markers.outside((ROOT / "RESULTS.md").read_text("utf-8"))
+  text = markers.outside((ROOT / "scripts/results/README.md").read_text("utf-8"))
   for section in re.split(r"^## ", text, flags=re.MULTILINE):
     before, table, _ = section.partition("\n|")
     assert not table or TYPED in before, section
@@ -58,9 +58,9 @@ def test_the_readme_has_no_typed_results():
 def copies(tmp_path):
   """The documents, one of them with a figure that no file has."""
   for name in DOCUMENTS:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text((ROOT / name).read_text("utf-8"), "utf-8")
-  path = tmp_path / "RESULTS.md"
+  path = tmp_path / "scripts/results/README.md"
   before = path.read_text("utf-8")
   path.write_text(before.replace("**123.4 µs**", "**100.0 µs**"), "utf-8")
   assert path.read_text("utf-8") != before
@@ -72,7 +72,7 @@ def test_check_shows_what_differs_and_writes_nothing(copies, capsys):
   path, _ = copies
   wrong = path.read_text("utf-8")
   with pytest.raises(SystemExit) as end:
-    tables.main(tables.Args(check=True, documents=path.parent))
+    tables.main(tables.Args(check=True, documents=path.parents[2]))
   out = capsys.readouterr().out
   assert end.value.code == 1 and path.read_text("utf-8") == wrong
   assert re.search(r"^-.*100\.0 µs", out, re.M) and re.search(r"^\+.*123\.4 µs", out, re.M)
@@ -81,26 +81,26 @@ def test_check_shows_what_differs_and_writes_nothing(copies, capsys):
 @pytest.mark.slow
 def test_a_run_writes_what_differs_and_then_nothing(copies, capsys):
   path, before = copies
-  tables.main(tables.Args(documents=path.parent))
+  tables.main(tables.Args(documents=path.parents[2]))
   assert path.read_text("utf-8") == before
-  tables.main(tables.Args(check=True, documents=path.parent))
+  tables.main(tables.Args(check=True, documents=path.parents[2]))
   assert "all figures are those of the files" in capsys.readouterr().out
 
 
 def test_markers_that_nothing_writes_between(tmp_path):
   for name in DOCUMENTS:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("<!-- nonesuch: begin -->\n<!-- nonesuch: end -->", "utf-8")
-  with pytest.raises(ValueError, match=r"RESULTS.md: found markers \['nonesuch'\]"):
+  with pytest.raises(ValueError, match=r"README.md: found markers \['nonesuch'\]"):
     tables.main(tables.Args(documents=tmp_path))
 
 
 def test_all_that_is_missing_is_named(tmp_path):
-  text = (ROOT / "RESULTS.md").read_text("utf-8").replace("<!-- steps: end -->", "")
+  text = (ROOT / "scripts/results/README.md").read_text("utf-8").replace("<!-- steps: end -->", "")
   with pytest.raises(ValueError) as error:
-    tables.made(text, DOCUMENTS["RESULTS.md"], Results(tmp_path))
+    tables.made(text, DOCUMENTS["scripts/results/README.md"], Results(tmp_path))
   lines = str(error.value).splitlines()
-  there = [name for name in DOCUMENTS["RESULTS.md"] if not name.startswith("real-")]
+  there = [name for name in DOCUMENTS["scripts/results/README.md"] if not name.startswith("real-")]
   assert [line.partition(":")[0] for line in lines] == there
   assert "found no bench_*.json" in lines[0]
   assert "bench_decode.json: found no such file" in lines[1]

@@ -25,6 +25,7 @@ def main(
   figure = Figure(figsize=(7, 3.5), layout="constrained")
   axes = figure.subplots()
   image = axes.imshow(visited.T, aspect="auto", origin="lower", vmin=0, vmax=1)
+  axes.yaxis.get_major_locator().set_params(integer=True)
   axes.set(xlabel="token that is decoded", ylabel="layer", title=f"ART after {len(ids):,} tokens")
   figure.colorbar(image, label="share of the cache visited")
   figure.savefig(out)

@@ -10,7 +10,15 @@ import kvjax
 from kvjax.models.presets import PRESETS
 from kvjax.models.step_bytes import cache_spec
 
-METHODS = ("full", "quest", "double_sparsity", "snapkv", "longflow", "ltri")
+# Method -> its marker: equal ones are seen inside each other.
+METHODS = {
+  "full": ("o", 4),
+  "quest": ("s", 11),
+  "double_sparsity": ("D", 5),
+  "snapkv": ("s", 11),
+  "longflow": ("D", 5),
+  "ltri": ("o", 4),
+}
 
 
 def main(
@@ -21,13 +29,16 @@ def main(
 ) -> None:
   figure = Figure(figsize=(7, 4.5), layout="constrained")
   axes = figure.subplots()
-  for name in METHODS:
+  for name, (marker, size) in METHODS.items():
     method = kvjax.METHODS[name].usual(budget)
     specs = [cache_spec(PRESETS[model], 1, length, jnp.bfloat16) for length in lengths]
     plans = [kvjax.plan_memory(spec, method, apart=True) for spec in specs]
-    axes.loglog(lengths, [plan.device / 1e9 for plan in plans], marker="o", label=name)
+    points = [plan.device / 1e9 for plan in plans]
+    axes.loglog(lengths, points, marker=marker, markersize=size, fillstyle="none", label=name)
     last = f"{plans[-1].device / 1e9:.2f} GB" + f" + {plans[-1].host / 1e9:.0f} on the host"
     print(f"{name:16} {last if plans[-1].host else last.split(' +')[0]} at {lengths[-1]:,} tokens")
+  axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths], minor=False)
+  axes.minorticks_off()
   axes.set(xlabel="tokens of context (logarithmic)", ylabel="GB on the device, a row (logarithmic)")
   axes.set_title(f"Caches of {model}, bfloat16, budget {budget:,}")
   axes.legend()

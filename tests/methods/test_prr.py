@@ -26,6 +26,7 @@ from kvjax import (
   foresight,
 )
 from kvjax.methods import prr
+from kvjax.methods.prr import Speculation
 from kvjax.ops import smoothing
 from kvjax.ops.smoothing import Smoothed
 from kvjax.testing.layer import Layer, Stream
@@ -368,7 +369,7 @@ def repair(strict, variant):
       span,
       true,
       plans[0].count,
-      memo={"guess": plans[1], "hit": foresight.among(true, guess)},
+      memo=Speculation(plans[1], foresight.among(true, guess)),
       unit=4,
     )
     return method.attend(layer.at, cache, plan, q).state

@@ -17,6 +17,8 @@ one kind, and be merged:
     kvjax evaluate --tasks ruler --methods snapkv --out b     and there
     kvjax evaluate --only-report --add a b --out results
 
+Only in such a merge may the folders be of several versions of kvjax; settings and report name them.
+
 The same seed gives the same rows. On a GPU this needs the same compiled programs, which are kept in
 the cache folder: newly compiled ones may order sums differently, and a close call may change.
 """
@@ -85,8 +87,8 @@ class Args:
   data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
   add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
-  """First take over rows and traces of these folders, which must have equal settings; one that is
-  being written gives what it has."""
+  """First take over rows and traces of these folders, which must have equal settings (with
+  --only-report but for kvjax's version); one that is being written gives what it has."""
   only_report: bool = False
   """Run nothing and load no model: the table of what the folder has, and --add adds."""
   trace: Annotated[int | None, common.optional("STEPS")] = None
@@ -179,10 +181,13 @@ def evaluate(args: Args, model: Transformer, tokenizer: Tokenizer) -> list[dict[
     results.close()
 
 
-def add(results: store.Store, folders: Sequence[pathlib.Path]) -> None:
+def add(
+  results: store.Store, folders: Sequence[pathlib.Path], *, any_version: bool = False
+) -> None:
   """Takes over what other folders have and this one lacks: rows, and traces."""
   for folder in folders:
-    print(f"{folder}: {results.add(folder):,} rows added", file=sys.stderr)
+    rows = results.add(folder, any_version=any_version)
+    print(f"{folder}: {rows:,} rows added", file=sys.stderr)
     made = traces(results.folder)
     new = [trace for trace in traces(folder) if not _traced(made, trace)]
     if new:
@@ -195,7 +200,7 @@ def only_report(args: Args) -> list[dict[str, Any]]:
     folder = args.out if (args.out / store.SETTINGS).is_file() else args.add[0]
     results = store.Store(args.out, store.settings_of(folder))
     try:
-      add(results, args.add)
+      add(results, args.add, any_version=True)
     finally:
       results.close()
   return store.read(args.out)
@@ -292,8 +297,10 @@ def _write_traces(folder: pathlib.Path, made: Sequence[dict[str, Any]]) -> None:
 
 def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> str:
   """The table of a folder and the command that made it, which also writes them there."""
-  summaries = summary.summarise(rows, store.settings_of(folder))
-  text = f"{summary.table(summaries)}\n\n  made with: {command}"
+  settings = store.settings_of(folder)
+  summaries = summary.summarise(rows, settings)
+  table, versions = summary.table(summaries), store.versions(settings)
+  text = f"{table}\n\n  rows of kvjax {versions}\n  made with: {command}"
   with common.written_aside(folder / "summary.txt") as path:
     path.write_text(text + "\n", "utf-8")
   with common.written_aside(folder / "summary.json") as path:

@@ -2,7 +2,8 @@
 
 Lines are appended and synced to disk as they come; a line that was cut off is dropped when the
 folder is opened again. What decides the numbers (model, seed, device, …) is written first, and a
-run with other settings is refused. Folders of equal settings can be put together.
+run with other settings is refused. Folders of equal settings can be put together; rows of several
+versions of kvjax can be put together to report on them, and the settings then name each version.
 
 `gzip rows.jsonl` packs a folder for keeping: what is packed is read with what comes after it.
 """
@@ -12,6 +13,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +22,7 @@ SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
 KEY = ("task", "length", "mode", "method", "budget", "index")
+OF = "kvjax"  # in the settings: the version, or versions, that the rows are of
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -67,30 +70,43 @@ class Store:
       return
     if self._file.tell() or (self.folder / PACKED).is_file():
       raise ValueError(f"{self.folder}: found {ROWS} without {SETTINGS}, expected both or none")
-    aside = path.with_name(f".{SETTINGS}")
-    aside.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-    aside.replace(path)
+    self._write_settings()
 
-  def _compare(self, folder: pathlib.Path) -> None:
+  def _write_settings(self) -> None:
+    aside = self.folder / f".{SETTINGS}"
+    aside.write_text(json.dumps(self.settings, indent=2) + "\n", "utf-8")
+    aside.replace(self.folder / SETTINGS)
+
+  def _compare(self, folder: pathlib.Path, *, but: tuple[str, ...] = ()) -> None:
     before = settings_of(folder)
     for name in {**before, **self.settings}:
-      if before.get(name) != self.settings.get(name):
+      if name not in but and before.get(name) != self.settings.get(name):
         raise ValueError(
           f"{folder}: found results with {name} = {before.get(name)!r}, and now it is "
           f"{self.settings.get(name)!r}: expected the same, or another --out"
         )
 
-  def add(self, folder: pathlib.Path) -> int:
+  def add(self, folder: pathlib.Path, *, any_version: bool = False) -> int:
     """Adds the rows of another folder that this one lacks, and says how many these are.
 
     The other folder may be open elsewhere: a line that is being written is left out.
+
+    Args:
+      folder: the other folder.
+      any_version: whether its rows may be of another version of kvjax; the settings then name both.
 
     Raises:
       FileNotFoundError: there are no results.
       ValueError: its settings differ, or a line is damaged.
     """
-    self._compare(folder)
+    self._compare(folder, but=(OF,) if any_version else ())
     new = {key(row): row for row in read(folder) if key(row) not in self.rows}
+    if any_version and new:
+      own = [self.settings] if self.rows else []
+      named = versions(*own, settings_of(folder))
+      if named != self.settings.get(OF):  # before the rows: no row is there without its version
+        self.settings = {**self.settings, OF: named}
+        self._write_settings()
     self.append(new.values())
     return len(new)
 
@@ -117,6 +133,12 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
   return json.loads(path.read_text("utf-8"))
+
+
+def versions(*settings: dict[str, Any]) -> str:
+  """The versions of kvjax that these settings name, each once, in order: "0.1.0, 0.2.0"."""
+  named = {version for each in settings for version in each[OF].split(", ")}
+  return ", ".join(sorted(named, key=lambda v: ([int(n) for n in re.findall(r"\d+", v)], v)))
 
 
 def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:

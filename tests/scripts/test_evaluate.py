@@ -399,6 +399,55 @@ def test_parts_that_do_not_fit_are_refused(loaded, finished, tmp_path):
     evaluate.main(parse("--out", str(tmp_path / "four"), "--only-report", *both))
 
 
+def folder_of(version, path, rows, settings):
+  """A folder with these rows, as that version of kvjax would have left it."""
+  held = store.Store(path, {**settings, "kvjax": version})
+  held.append(rows)
+  held.close()
+  return path
+
+
+def merge(out, *folders):
+  evaluate.main(parse("--only-report", "--out", str(out), "--add", *map(str, folders)))
+
+
+def test_a_merge_takes_rows_of_several_versions(finished, tmp_path):
+  """Settings and report name each version that has rows there; nothing else may differ."""
+  _, rows = finished
+  settings = store.settings_of(finished[0])
+  new = folder_of("0.10.0", tmp_path / "new", rows[5:], settings)
+  old = folder_of("0.9.1", tmp_path / "old", rows[:9], settings)
+  none = folder_of("0.8.0", tmp_path / "none", [], settings)
+  out = tmp_path / "out"
+  merge(out, none, new, old)
+  assert store.settings_of(out) == {**settings, "kvjax": "0.9.1, 0.10.0"}
+  assert store.read(out) == [*rows[5:], *rows[:5]]
+  assert "\n  rows of kvjax 0.9.1, 0.10.0\n" in (out / "summary.txt").read_text()
+  merge(out, old, folder_of("0.8.0", tmp_path / "first", rows[:5], settings))  # all there already
+  merge(tmp_path / "twice", old, out)
+  for folder in (out, tmp_path / "twice"):
+    assert store.settings_of(folder)["kvjax"] == "0.9.1, 0.10.0"
+    assert by_key(store.read(folder)) == by_key(rows)
+  merge(tmp_path / "one", old)
+  assert store.settings_of(tmp_path / "one")["kvjax"] == "0.9.1"
+  other = folder_of("0.9.1", tmp_path / "other", rows[:5], {**settings, "seed": 1})
+  with pytest.raises(ValueError, match="other: found results with seed = 1, and now it is 0"):
+    merge(out, other)
+
+
+def test_a_run_of_another_version_does_not_go_on(loaded, finished, tmp_path):
+  """Neither in its folder, nor with its rows, nor in the folder of a merge."""
+  settings = store.settings_of(finished[0])
+  old = folder_of("0.1.0", tmp_path / "old", finished[1][:9], settings)
+  merge(tmp_path / "both", old, finished[0])
+  with pytest.raises(ValueError, match=r"old: found results with kvjax = '0\.1\.0', and now"):
+    run(loaded, old)
+  with pytest.raises(ValueError, match=r"old: found results with kvjax = '0\.1\.0', and now"):
+    run(loaded, tmp_path / "new", "--add", str(old))
+  with pytest.raises(ValueError, match=r"both: found results with kvjax = '0\.1\.0, "):
+    run(loaded, tmp_path / "both")
+
+
 def test_other_settings_are_refused(loaded, finished):
   with pytest.raises(ValueError, match="found results with seed = 0, and now it is 1"):
     run(loaded, finished[0], "--seed", "1")

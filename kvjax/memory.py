@@ -180,20 +180,24 @@ def _largest(
 
 
 def _budget(method: Method) -> int | None:
-  """The budget of a method, or of what it wraps."""
-  while "budget" not in (names := [f.name for f in dataclasses.fields(method)]):
-    if "base" not in names:
-      return None
-    method = method.base  # type: ignore[attr-defined]
-  return method.budget  # type: ignore[attr-defined]
+  """The budget of what is kept: of what a method wraps, where that drops slots, or its own."""
+  if (base := _dropping_base(method)) is not None:
+    return _budget(base)
+  named = any(f.name == "budget" for f in dataclasses.fields(method))
+  return method.budget if named else None  # type: ignore[attr-defined]
 
 
 def _with_budget(method: Method, budget: int) -> Method:
-  """The method, or what it wraps, with another budget."""
-  if any(f.name == "budget" for f in dataclasses.fields(method)):
-    return dataclasses.replace(method, budget=budget)  # type: ignore[call-arg]
-  base = _with_budget(method.base, budget)  # type: ignore[attr-defined]
-  return dataclasses.replace(method, base=base)  # type: ignore[call-arg]
+  """The method with another such budget."""
+  if (base := _dropping_base(method)) is not None:
+    return dataclasses.replace(method, base=_with_budget(base, budget))  # type: ignore[call-arg]
+  return dataclasses.replace(method, budget=budget)  # type: ignore[call-arg]
+
+
+def _dropping_base(method: Method) -> Method | None:
+  """What a method wraps, if that keeps a part of the tokens: a budget around it is of reads."""
+  base = getattr(method, "base", None)
+  return base if isinstance(base, Method) and not base.positional else None
 
 
 def readable(size: int) -> str:

@@ -46,6 +46,7 @@ def refuse(*args, **kwargs):
   [
     (kvjax.H2O(budget=48), "budget"),
     (kvjax.ART(kvjax.SnapKV(90)), "budget"),
+    (kvjax.Quest(24, 4, base=kvjax.SnapKV(60, 4)), "budget"),  # of what is kept
     (kvjax.Full(), "capacity"),
   ],
 )
@@ -73,6 +74,7 @@ def test_a_lack_of_memory_says_what_would_fit(monkeypatch, entry, method, name):
   fits = int(text.split(f"a {name} of ")[1].split()[0])
   for extra, expected in ((0, True), (1, False)):
     if name == "budget":
+      assert memory._budget(memory._with_budget(method, fits)) == fits < memory._budget(method)
       changed = plan_memory(spec, memory._with_budget(method, fits + extra))
     else:
       changed = plan_memory(dataclasses.replace(spec, capacity=fits + extra), method)

@@ -225,12 +225,12 @@ def _newest_first(
   cache: Cache, scores: Float[Array, "B K P"], unit: int, local: int
 ) -> Float[Array, "B K P"]:
   """Scores in which the tiles of the newest tokens are ∞, `local` of them at least."""
+  if not local:
+    return scores
   tiles = scores.shape[-1]
   missing = tiles * unit - cache.size
   pos = jnp.pad(cache.pos, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
   newest = pos.reshape(*scores.shape, unit).max(-1)
-  if not local:
-    return scores
   least_new = jax.lax.top_k(newest, min(local, tiles))[0][..., -1:]
   return jnp.where((newest >= least_new) & (newest >= 0), jnp.inf, scores)
 

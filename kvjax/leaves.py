@@ -44,7 +44,7 @@ class Leaf:
   made: Callable[[], Any] | None = None
 
   def empty(self, leading: tuple[int, ...]) -> Any:
-    """The array of an empty cache, after its leading axes."""
+    """What an empty cache holds: an array [*leading, *shape], or the tree that is made."""
     if self.made is not None:
       return self.made()
     return jnp.full((*leading, *self.shape), jnp.asarray(self.fill), self.dtype)

@@ -148,7 +148,7 @@ def looped_contender(
         new[i], made = once(new[i], first, *rest)
         leaves = lax.optimization_barrier(jax.tree.leaves(made))
         before = min(leaves, key=lambda x: x.size)
-        # A number of each: no kernel after any of them can be left out.
+        # A number of each: no kernel that makes one of them can be left out.
         seen += [x.reshape(-1)[0].astype(jnp.float32) for x in leaves]
       return [renewed(a, b) for a, b in zip(old, new, strict=True)], total + sum(seen)
 

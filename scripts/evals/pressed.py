@@ -29,7 +29,7 @@ class Cut:
     fields: what is set of it, beside its ratio.
     budget: tokens to keep per KV head, or on average of them.
     skip: layers that keep everything.
-    read: tokens of the prompt that are read and cut; what is after them follows afterwards.
+    read: first tokens of the prompt, which are cut; the others are read after the cut.
     by_head: budgets of a layer are shared out among its heads (`AdaKVPress`, which hides keys).
   """
 

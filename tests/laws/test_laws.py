@@ -60,7 +60,7 @@ BY_FAMILY = {
 }
 # Those that differ from another one in their scores alone, or their window.
 KIN = {"random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"}
-# What takes long and is shown by the methods' own files too; products and norms are one method's.
+# What takes long and is shown elsewhere too: by a method's own file, by a method alike.
 IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {

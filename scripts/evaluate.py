@@ -17,7 +17,7 @@ one kind, and be merged:
     kvjax evaluate --tasks ruler --methods snapkv --out b     and there
     kvjax evaluate --only-report --add a b --out results
 
-Only in such a merge may the folders be of several versions of kvjax; settings and report name them.
+Only in such a merge may the folders be of several versions of kvjax and batches; it names them.
 
 The same seed gives the same rows. On a GPU this needs the same compiled programs, which are kept in
 the cache folder: newly compiled ones may order sums differently, and a close call may change.
@@ -88,7 +88,7 @@ class Args:
   """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
   add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
   """First take over rows and traces of these folders, which must have equal settings (with
-  --only-report but for kvjax's version); one that is being written gives what it has."""
+  --only-report but for kvjax's version and batch); one that is being written gives what it has."""
   only_report: bool = False
   """Run nothing and load no model: the table of what the folder has, and --add adds."""
   trace: Annotated[int | None, common.optional("STEPS")] = None
@@ -181,12 +181,10 @@ def evaluate(args: Args, model: Transformer, tokenizer: Tokenizer) -> list[dict[
     results.close()
 
 
-def add(
-  results: store.Store, folders: Sequence[pathlib.Path], *, any_version: bool = False
-) -> None:
+def add(results: store.Store, folders: Sequence[pathlib.Path], *, to_report: bool = False) -> None:
   """Takes over what other folders have and this one lacks: rows, and traces."""
   for folder in folders:
-    rows = results.add(folder, any_version=any_version)
+    rows = results.add(folder, to_report=to_report)
     print(f"{folder}: {rows:,} rows added", file=sys.stderr)
     made = traces(results.folder)
     new = [trace for trace in traces(folder) if not _traced(made, trace)]
@@ -200,7 +198,7 @@ def only_report(args: Args) -> list[dict[str, Any]]:
     folder = args.out if (args.out / store.SETTINGS).is_file() else args.add[0]
     results = store.Store(args.out, store.settings_of(folder))
     try:
-      add(results, args.add, any_version=True)
+      add(results, args.add, to_report=True)
     finally:
       results.close()
   return store.read(args.out)
@@ -299,8 +297,8 @@ def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> st
   """The table of a folder and the command that made it, which also writes them there."""
   settings = store.settings_of(folder)
   summaries = summary.summarise(rows, settings)
-  table, versions = summary.table(summaries), store.versions(settings)
-  text = f"{table}\n\n  rows of kvjax {versions}\n  made with: {command}"
+  of = f"rows of kvjax {settings['kvjax']}, in batches of {settings['batch']}"
+  text = f"{summary.table(summaries)}\n\n  {of}\n  made with: {command}"
   with common.written_aside(folder / "summary.txt") as path:
     path.write_text(text + "\n", "utf-8")
   with common.written_aside(folder / "summary.json") as path:

@@ -2,7 +2,8 @@
 
 They meet in a folder, named by the environment variable KVJAX_QUIET: an empty file
 `<gpu>.<process group>` for each, and a lock for each GPU, which a process holds while it times. It
-stops the other groups on its GPUs first; what they have enqueued ends by itself within moments.
+stops the other groups on its GPUs first, and waits until what they have enqueued has ended: a long
+prompt takes seconds.
 """
 
 import contextlib
@@ -15,12 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 FOLDER = "KVJAX_QUIET"
-SETTLED = 0.3  # seconds within which a stopped process's kernels end
+SETTLED = 0.3  # seconds between looks at a GPU
+IDLE = 2  # per cent of the last moments in which an idle GPU may have run something
+PATIENCE = 60.0  # seconds in which what stopped processes have enqueued ends
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-  """Nothing else that shares this process's GPUs runs meanwhile. Nested, or unshared: no effect."""
+  """Nothing else that shares this process's GPUs runs meanwhile. Nested, or unshared: no effect.
+
+  Raises:
+    TimeoutError: a GPU is busy though its other processes are stopped.
+  """
   folder, gpus = os.environ.get(FOLDER), os.environ.get("CUDA_VISIBLE_DEVICES")
   if not folder or not gpus:
     yield
@@ -30,7 +37,7 @@ def alone() -> Iterator[None]:
     del os.environ[FOLDER]  # a nested call, which would wait for this one's locks, does nothing
     try:
       _send(path, named, signal.SIGSTOP)
-      time.sleep(SETTLED)
+      _settled(named)
       yield
     finally:
       os.environ[FOLDER] = folder
@@ -61,6 +68,34 @@ def sharing(
       name.unlink()
     with contextlib.suppress(BlockingIOError), _locked(folder, gpus, fcntl.LOCK_NB):
       _send(folder, gpus, signal.SIGCONT)
+
+
+def _settled(gpus: Sequence[str]) -> None:
+  """Waits until the GPUs are idle; where nothing tells how busy they are, SETTLED seconds."""
+  began = time.monotonic()
+  time.sleep(SETTLED)
+  for gpu in gpus:
+    while (busy := _busy(gpu)) > IDLE:
+      if time.monotonic() - began > PATIENCE:
+        raise TimeoutError(
+          f"GPU {gpu}: found it {busy} % busy, expected nothing beside what is timed"
+        )
+      time.sleep(SETTLED)
+
+
+def _busy(gpu: str) -> int:
+  """Per cent of the last moments in which a GPU ran something; 0 where the driver does not say."""
+  ask = (
+    "nvidia-smi",
+    f"--id={gpu}",
+    "--query-gpu=utilization.gpu",
+    "--format=csv,noheader,nounits",
+  )
+  try:
+    said = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.strip()
+  except (OSError, subprocess.TimeoutExpired):
+    return 0
+  return int(said) if said.isdigit() else 0
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 Lines are appended and synced to disk as they come; a line that was cut off is dropped when the
 folder is opened again. What decides the numbers (model, seed, device, …) is written first, and a
-run with other settings is refused. Folders of equal settings can be put together; rows of several
-versions of kvjax can be put together to report on them, and the settings then name each version.
+run with other settings is refused. Folders of equal settings can be put together; to report on
+them, those of several versions of kvjax and batches too, and the settings then name each.
 
 `gzip rows.jsonl` packs a folder for keeping: what is packed is read with what comes after it.
 """
@@ -22,7 +22,7 @@ SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
 KEY = ("task", "length", "mode", "method", "budget", "index")
-OF = "kvjax"  # in the settings: the version, or versions, that the rows are of
+FREE = ("kvjax", "batch")  # settings in which folders that are reported on together may differ
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -86,26 +86,26 @@ class Store:
           f"{self.settings.get(name)!r}: expected the same, or another --out"
         )
 
-  def add(self, folder: pathlib.Path, *, any_version: bool = False) -> int:
+  def add(self, folder: pathlib.Path, *, to_report: bool = False) -> int:
     """Adds the rows of another folder that this one lacks, and says how many these are.
 
     The other folder may be open elsewhere: a line that is being written is left out.
 
     Args:
       folder: the other folder.
-      any_version: whether its rows may be of another version of kvjax; the settings then name both.
+      to_report: whether its settings may differ in those that are FREE; they then name both.
 
     Raises:
       FileNotFoundError: there are no results.
       ValueError: its settings differ, or a line is damaged.
     """
-    self._compare(folder, but=(OF,) if any_version else ())
+    self._compare(folder, but=FREE if to_report else ())
     new = {key(row): row for row in read(folder) if key(row) not in self.rows}
-    if any_version and new:
+    if to_report and new:
       own = [self.settings] if self.rows else []
-      named = versions(*own, settings_of(folder))
-      if named != self.settings.get(OF):  # before the rows: no row is there without its version
-        self.settings = {**self.settings, OF: named}
+      named = {name: every(name, *own, settings_of(folder)) for name in FREE}
+      if self.settings != (both := self.settings | named):  # before the rows: none is there unnamed
+        self.settings = both
         self._write_settings()
     self.append(new.values())
     return len(new)
@@ -135,10 +135,12 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
   return json.loads(path.read_text("utf-8"))
 
 
-def versions(*settings: dict[str, Any]) -> str:
-  """The versions of kvjax that these settings name, each once, in order: "0.1.0, 0.2.0"."""
-  named = {version for each in settings for version in each[OF].split(", ")}
-  return ", ".join(sorted(named, key=lambda v: ([int(n) for n in re.findall(r"\d+", v)], v)))
+def every(name: str, *settings: dict[str, Any]) -> Any:
+  """What settings say under a name: the one value, or each once, in order: "0.1.0, 0.2.0"."""
+  said = {part: each[name] for each in settings for part in str(each[name]).split(", ")}
+  if len(said) == 1:
+    return said.popitem()[1]
+  return ", ".join(sorted(said, key=lambda v: ([int(n) for n in re.findall(r"\d+", v)], v)))
 
 
 def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:

@@ -47,7 +47,8 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
     if "NVIDIA" in settings["device"] and settings["impl"] != "reference":
       from kvjax.kernels.art import choose_splits  # not every jax can import kernels
 
-      walks = settings["batch"] * settings["config"]["kv_heads"]
+      batch = max(int(one) for one in str(settings["batch"]).split(", "))
+      walks = batch * settings["config"]["kv_heads"]
       splits = choose_splits(walks, length, method.tile, kind=settings["device"])
   return not early_stops.can_stop(length, method.tile, int(splits), method.patience)
 

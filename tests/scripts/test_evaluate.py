@@ -394,9 +394,6 @@ def test_parts_that_do_not_fit_are_refused(loaded, finished, tmp_path):
     evaluate.main(parse("--out", str(tmp_path / "two"), "--only-report"))
   with pytest.raises(ValueError, match="found no rows"):
     evaluate.main(parse("--out", str(tmp_path / "three"), "--only-report"))
-  both = ["--add", str(finished[0]), str(tmp_path / "three")]
-  with pytest.raises(ValueError, match="three: found results with batch = 3, and now it is 2"):
-    evaluate.main(parse("--out", str(tmp_path / "four"), "--only-report", *both))
 
 
 def folder_of(version, path, rows, settings):
@@ -411,25 +408,27 @@ def merge(out, *folders):
   evaluate.main(parse("--only-report", "--out", str(out), "--add", *map(str, folders)))
 
 
-def test_a_merge_takes_rows_of_several_versions(finished, tmp_path):
-  """Settings and report name each version that has rows there; nothing else may differ."""
+def test_a_merge_takes_rows_of_several_versions_and_batches(finished, tmp_path):
+  """Settings and report name each that has rows there; nothing else may differ."""
   _, rows = finished
   settings = store.settings_of(finished[0])
   new = folder_of("0.10.0", tmp_path / "new", rows[5:], settings)
-  old = folder_of("0.9.1", tmp_path / "old", rows[:9], settings)
+  old = folder_of("0.9.1", tmp_path / "old", rows[:9], {**settings, "batch": 10})
   none = folder_of("0.8.0", tmp_path / "none", [], settings)
   out = tmp_path / "out"
   merge(out, none, new, old)
-  assert store.settings_of(out) == {**settings, "kvjax": "0.9.1, 0.10.0"}
+  both = {"kvjax": "0.9.1, 0.10.0", "batch": "2, 10"}
+  assert store.settings_of(out) == settings | both
   assert store.read(out) == [*rows[5:], *rows[:5]]
-  assert "\n  rows of kvjax 0.9.1, 0.10.0\n" in (out / "summary.txt").read_text()
+  said = "\n  rows of kvjax 0.9.1, 0.10.0, in batches of 2, 10\n"
+  assert said in (out / "summary.txt").read_text()
   merge(out, old, folder_of("0.8.0", tmp_path / "first", rows[:5], settings))  # all there already
   merge(tmp_path / "twice", old, out)
   for folder in (out, tmp_path / "twice"):
-    assert store.settings_of(folder)["kvjax"] == "0.9.1, 0.10.0"
+    assert store.settings_of(folder) == settings | both
     assert by_key(store.read(folder)) == by_key(rows)
   merge(tmp_path / "one", old)
-  assert store.settings_of(tmp_path / "one")["kvjax"] == "0.9.1"
+  assert store.settings_of(tmp_path / "one") == settings | {"kvjax": "0.9.1", "batch": 10}
   other = folder_of("0.9.1", tmp_path / "other", rows[:5], {**settings, "seed": 1})
   with pytest.raises(ValueError, match="other: found results with seed = 1, and now it is 0"):
     merge(out, other)

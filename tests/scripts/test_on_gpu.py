@@ -99,6 +99,29 @@ def test_who_times_has_its_gpu_to_itself(tmp_path, monkeypatch):
   assert [path.suffix for path in (tmp_path / "quiet").iterdir()] == [".lock"] * 2
 
 
+def test_who_times_waits_for_what_was_enqueued(tmp_path, monkeypatch):
+  """A stopped process's long prompt goes on by itself: the GPU says when it has ended."""
+  monkeypatch.setenv(quiet.FOLDER, str(tmp_path / "quiet"))
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+  (tmp_path / "quiet").mkdir()
+  tool = tmp_path / "nvidia-smi"
+  asked = tmp_path / "asked"
+  tool.write_text(
+    f'#!/bin/sh\necho "$@" >> {asked}\n[ $(wc -l < {asked}) -lt 3 ] && echo 97 || echo 0\n'
+  )
+  tool.chmod(0o755)
+  monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+  monkeypatch.setattr(quiet, "SETTLED", 0.01)
+  with quiet.alone():
+    assert asked.read_text().count("--id=3") == 3
+  monkeypatch.setattr(quiet, "PATIENCE", 0.0)
+  asked.unlink()
+  busy = pytest.raises(TimeoutError, match="GPU 3: found it 97 % busy, expected nothing beside")
+  with busy, quiet.alone():
+    raise AssertionError("was not to be timed")
+  assert os.environ[quiet.FOLDER]  # the next one waits again
+
+
 def bench_main(*given):
   return bench.main(common.parse(bench.Args, "bench", given))
 

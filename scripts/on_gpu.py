@@ -124,15 +124,15 @@ PARTS = {
 LEADING = "snapkv tova longflow expected_attention quest infllm_v2 hshare cis prr cpe"
 FIRST, MORE = "needle kl niah_multikey_1", "niah_multivalue vt"
 AT = {
-  "8K": "--samples 50 --lengths 8192 --budgets 1024 --memory 8",
-  "32K": "--samples 25 --lengths 32768 --budgets 1024 4096 --memory 20",
+  "8K": "--batch 10 --samples 50 --lengths 8192 --budgets 1024 --memory 8",
+  "32K": "--batch 5 --samples 30 --lengths 32768 --budgets 4096 1024 --memory 14",
 }
 TPOT = "full art art:tau=0.01 prr quest cpe longflow"
 
 
 def real(part: str, arguments: str) -> Step:
   """A part of a real model's evaluation, in a folder of its own."""
-  how = f"--checkpoint {{checkpoint}} --batch 10 --out {{out}}/real/{part}"
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/real/{part}"
   return Step(f"scripts.evaluate {arguments} {how}", 540)
 
 
@@ -177,7 +177,8 @@ REAL = {
   },
   "real_gsm8k": real(
     "gsm8k",
-    "--tasks gsm8k --lengths 2048 --samples 200 --budgets 256 512 --methods longflow r_kv h2o tova",
+    "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
+    "--methods longflow r_kv h2o tova",
   ),
   "speed_tpot": speed(
     "tpot", f"--lengths 32768 16384 --batches 1 4 8 --budgets 1024 --methods {TPOT}"

@@ -69,6 +69,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "real-modes": real.modes,
     "real-answers": real.answers,
     "real-expected": real.foreseen,
+    "real-tpot": real.end_to_end,
     "real-stops": real.stops,
     "needle": evaluations.needle,
     "ruler": evaluations.ruler,

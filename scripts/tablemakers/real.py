@@ -265,6 +265,23 @@ def foreseen(found: Held) -> list[str]:
   return cells.sentence(f"{text}.")
 
 
+TPOT = f"{GPU}/tpot"
+
+
+def end_to_end(results: Results) -> list[str]:
+  """Steps of few rows at a long context, each beside the full cache's."""
+  if not (results.folder / TPOT).is_dir():
+    return []
+  rows, timed = [], costs.read(results.folder / TPOT)
+  full = {(cost.length, cost.batch): cost for cost in timed if cost.method == "full"}
+  for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
+    whole = full[cost.length, cost.batch]
+    step = [_milliseconds(cost, whole), f"{cost.read:.2f}", f"{(cost.expected_us or 0) / 1e3:.2f}"]
+    rows.append([f"{cost.length:,}", str(cost.batch), _name(cost.method, cost.budget), *step])
+  head = ("tokens", "batch", "method, budget", "ms a step (× full)", "GB read", "expected ms")
+  return cells.table(head, rows)
+
+
 # ---- ART's stops
 
 STOPS = "art_study/qwen1.5b_tile128_4096_{}.json"

@@ -8,12 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from ..standing import FULL, aware_first
+from ..stats import Estimate, mean_of
 from ..summary import Summary
 from .look import SMALL, Styles, between, legend, name_axes, sheet
 
 
 def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | None:
-  """Mean score against the bytes that a row's cache takes, by mode, length and tasks.
+  """Mean score, with its 95 % interval, against a row's bytes, by mode, length and tasks.
 
   A panel has the tasks that the same methods have done; means over other tasks are other numbers.
   """
@@ -32,20 +33,23 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
   for ((_, mode), length, methods), axis in zip(keys, axes, strict=False):
     tasks = set(panels[aware_first(mode), length, methods])
     here = [s for s in chosen if (s.mode, s.length) == (mode, length) and s.task in tasks]
-    points: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, Estimate]]] = {}
     for method, budget in dict.fromkeys((s.method, s.budget) for s in here):
       mine = [s for s in here if (s.method, s.budget) == (method, budget)]
       if {s.task for s in mine} == tasks:
         size = np.mean([s.cache_bytes for s in mine]) / 1e6
-        points.setdefault(method, []).append((size, np.mean([s.score.mean for s in mine])))
+        points.setdefault(method, []).append((size, mean_of([s.score for s in mine])))
     for method, listed in points.items():
-      x, y = zip(*sorted(listed), strict=True)
+      x, scores = zip(*sorted(listed, key=lambda point: point[0]), strict=True)
+      y = [score.mean for score in scores]
       style = styles.line(method)
       if method == FULL:
         axis.axhline(y[0], **{**style, "linewidth": 1})
         axis.plot(x, y, "o", color="black", label=method)
       else:
         axis.plot(x, y, **style, label=method)
+        ends = [score.low for score in scores], [score.high for score in scores]
+        axis.vlines(x, *ends, color=style["color"], linewidth=0.8, alpha=0.6)
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -55,7 +59,7 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
     many = f"{len(tasks)} tasks, {n} each" if len(tasks) > 1 else f"{tasks.pop()}, {n}"
     title = f"{length:,} tokens, {mode}; {many}"
     axis.set_title(title, fontsize=SMALL)
-    name_axes(axis, "MB of cache per row (measured)", "mean score")
+    name_axes(axis, "MB of cache a row; logarithmic", "mean score, 95 % interval")
   legend(figure, axes)
   figure.suptitle("Score against the bytes that are really kept", fontsize=10)
   return figure

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..standing import FULL, aware_first
+from ..stats import Estimate, mean_of
 from ..summary import Summary
 from .look import SMALL, between, name_of
 
@@ -41,13 +42,13 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
     for j, s in enumerate(mine):
       if s is not None:
         grid[i, j] = np.nan if s.relative is None else s.relative
-        text = f"{s.score.mean * 100:.0f}\n{s.score.low * 100:.0f}–{s.score.high * 100:.0f}"
-        _field(axis, j, i, text, grid[i, j])
+        _field(axis, j, i, s.score, grid[i, j])
     scores = [(found[method, budget, t], found.get((FULL, None, t))) for t in shared]
     if shared and all(full for _, full in scores):
-      mean, whole = np.mean([(s.score.mean, full.score.mean) for s, full in scores if full], 0)
-      grid[i, -1] = mean / whole if whole else np.nan
-      _field(axis, len(columns), i, f"{mean * 100:.1f}", grid[i, -1])
+      mean = mean_of([s.score for s, _ in scores])
+      whole = np.mean([full.score.mean for _, full in scores if full])
+      grid[i, -1] = mean.mean / whole if whole else np.nan
+      _field(axis, len(columns), i, mean, grid[i, -1])
   image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
   names = [name_of(method, budget) for method, budget in named]
   axis.set_yticks(range(len(named)), names, fontsize=SMALL)
@@ -59,7 +60,7 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
   first = summaries[0]
   n = between(s.score.n for s in summaries)
   figure.suptitle(
-    f"{first.length:,} tokens, {first.mode}; percent, 95 % interval, {n}", fontsize=10
+    f"{first.length:,} tokens, {first.mode}\npercent, 95 % interval, {n}", fontsize=10
   )
   bar = figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01)
   bar.set_label("relative to the full cache", fontsize=SMALL)
@@ -67,6 +68,7 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
   return figure
 
 
-def _field(axis: Axes, x: int, y: int, text: str, shade: float) -> None:
+def _field(axis: Axes, x: int, y: int, score: Estimate, shade: float) -> None:
+  text = "{:.0f}\n{:.0f}–{:.0f}".format(*(100 * v for v in (score.mean, score.low, score.high)))
   colour = "black" if np.isnan(shade) or shade > 0.6 else "white"
   axis.text(x, y, text, ha="center", va="center", fontsize=6, color=colour, linespacing=0.95)

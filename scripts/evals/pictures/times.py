@@ -13,7 +13,10 @@ from .look import SMALL, Styles, legend, name_axes, sheet, thousands
 
 
 def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) -> Figure | None:
-  """Time of a decode step, tokens per second and memory against context length, by batch."""
+  """Time of a decode step, tokens per second and memory against context length, by batch.
+
+  Medians; a batch that was timed at one length only is left out.
+  """
   lines: dict[tuple[str, str], list[tuple[int, float, float, float]]] = {}
   for s in _one_per_length(summaries):
     if s.step_seconds:
@@ -30,12 +33,17 @@ def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) 
         point = int(named[3]), milliseconds, batch / milliseconds * 1e3, peak
         where = f"{named[1]}, batch {batch}"
         lines.setdefault((result["name"], where), []).append(point)
-  if not lines:
+  lengths: dict[str, set[int]] = {}
+  for (_, where), points in lines.items():
+    lengths.setdefault(where, set()).update(point[0] for point in points)
+  places = sorted(where for where, timed in lengths.items() if len(timed) > 1)
+  if not places:
     return None
-  places = sorted({where for _, where in lines})
   figure, axes = sheet(3 * len(places), 3, 3.6, 2.7)
   titles = "ms per decode step", "tokens per second", "GB of caches or peak memory"
   for (method, where), points in lines.items():
+    if where not in places:
+      continue
     x, *values = zip(*sorted(points), strict=True)
     if where.startswith("evaluate"):
       style = styles.line(method)
@@ -54,9 +62,9 @@ def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) 
     else:
       axis.set_visible(False)
     axis.set_title(f"{titles[i % 3]}\n{places[i // 3]}", fontsize=SMALL)
-    name_axes(axis, "context, tokens", "")
+    name_axes(axis, "context in tokens; logarithmic", "")
   legend(figure, axes)
-  figure.suptitle("Speed and memory against context length", fontsize=10)
+  figure.suptitle("Speed and memory against context length: medians", fontsize=10)
   return figure
 
 

@@ -14,6 +14,7 @@ import kvjax
 from tests import readme
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
+SCORES = "kvjax/programs/results/nvidia-h200/real"  # those of `kvjax advise`
 LINKS = {"models": "models", "kernels": "pallas_kernels", "programs": "scripts"}
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,7 @@ def test_wheel_holds_the_packages_and_their_data(wheel):
   for link, folder in LINKS.items():
     sources |= files_of(REPO / folder, f"kvjax/{link}")
   sources = {name for name in sources if not name.startswith("kvjax/programs/results/")}
+  sources |= {f"{SCORES}/rows.jsonl.gz", f"{SCORES}/settings.json"}
   assert "kvjax/py.typed" in sources
   assert any(name.startswith("kvjax/kernels/tuned/") for name in sources)
   assert sorted(sources) == sorted(names)  # each once
@@ -111,6 +113,14 @@ print(json.dumps([kvjax.__version__, [module.__file__ for module in ours]]))
   assert version == kvjax.__version__
   (own,) = python.parents[1].glob("lib/python*/site-packages")
   assert all(pathlib.Path(file).is_relative_to(own) for file in files)
+
+
+def test_advise_has_its_scores(python, tmp_path):
+  program = """
+from kvjax.programs import advise
+advise.main(advise.Args(length=8192, methods=("snapkv",), budgets=("1024",)))
+"""
+  assert "Qwen2.5-Coder-1.5B-Instruct 8,192 b1,024" in in_project(python, tmp_path, program)
 
 
 def test_readme_snippets_run_from_the_wheel(python, tmp_path):

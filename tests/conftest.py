@@ -8,7 +8,6 @@ import inspect
 import itertools
 import os
 import pathlib
-import re
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -47,14 +46,19 @@ import jaxtyping  # noqa: E402
 # where there are shapes by jaxtyping, which costs several times as much. Checks are made when a
 # function is first called; what has no annotation, and what a call makes anew, has none.
 _shapes_checked = jaxtyping.jaxtyped
-_SHAPED = re.compile(r"\b(jaxtyping|PyTree|[A-Z]\w*\[)")
 
 
 def _has_shapes(hint: Any) -> bool:
-  if isinstance(hint, str):
-    return _SHAPED.search(hint) is not None
   parts = hint if isinstance(hint, (list, tuple)) else typing.get_args(hint)
   return "jaxtyping" in type(hint).__module__ or any(map(_has_shapes, parts))
+
+
+def _of_shapes(function: Callable) -> bool:
+  """Whether jaxtyping has to check it; it also lets pass what names a type of nobody's import."""
+  try:
+    return any(map(_has_shapes, typing.get_type_hints(function, include_extras=True).values()))
+  except NameError:
+    return True
 
 
 def _annotated(made: Any = None, *, typechecker: Any) -> Any:
@@ -71,6 +75,10 @@ def _annotated(made: Any = None, *, typechecker: Any) -> Any:
   return _checked_when_called(made, typechecker) if made.__annotations__ else made
 
 
+def _plainly_checked(function: Callable, typechecker: Any) -> Callable:
+  return typechecker(function)
+
+
 def _checked_when_called(function: Callable, typechecker: Any) -> Callable:
   checked = None
 
@@ -80,10 +88,8 @@ def _checked_when_called(function: Callable, typechecker: Any) -> Callable:
     if jaxtyping.config.jaxtyping_disable:
       return function(*args, **kwargs)
     if checked is None:
-      shapes = any(map(_has_shapes, function.__annotations__.values()))
-      checked = (
-        _shapes_checked(function, typechecker=typechecker) if shapes else typechecker(function)
-      )
+      check = _shapes_checked if _of_shapes(function) else _plainly_checked
+      checked = check(function, typechecker=typechecker)
     return checked(*args, **kwargs)
 
   return call

@@ -150,6 +150,7 @@ def pytest_unconfigure():
 def pytest_xdist_make_scheduler(config, log):
   from tests.groups import ByPrograms
 
+  gc.enable()  # this process collects no tests
   return ByPrograms(config, log)
 
 

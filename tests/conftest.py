@@ -1,5 +1,6 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
+import atexit
 import functools
 import gc
 import importlib.metadata
@@ -7,7 +8,17 @@ import inspect
 import itertools
 import os
 import pathlib
+import typing
+from collections.abc import Callable
 from typing import Any
+
+# Imports make few cycles and many objects, which the collector would go through again and again.
+gc.disable()
+# A worker leaves its heap to the system: taking it apart costs seconds. (Handlers of what is
+# imported below run before this one.)
+_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if _WORKER:
+  atexit.register(os._exit, 0)
 
 # Before JAX starts: the sharding laws need devices, and a CPU has one unless told otherwise. Tests
 # compile much and compute little: unoptimised code in one module halves their time, fusions by
@@ -31,17 +42,57 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jaxtyping  # noqa: E402
 
-# Every jaxtyping annotation of the library is checked at run time, from its first import on. What
-# has none, and what a call makes anew, goes unwrapped: that took a tenth of the time.
-_checked = jaxtyping.jaxtyped
+# Every annotation of the library is checked at run time, from its first import on: by beartype, and
+# where there are shapes by jaxtyping, which costs several times as much. Checks are made when a
+# function is first called; what has no annotation, and what a call makes anew, has none.
+_shapes_checked = jaxtyping.jaxtyped
 
 
-def _annotated(made: Any = None, **how):
+def _has_shapes(hint: Any) -> bool:
+  parts = hint if isinstance(hint, (list, tuple)) else typing.get_args(hint)
+  return "jaxtyping" in type(hint).__module__ or any(map(_has_shapes, parts))
+
+
+def _of_shapes(function: Callable) -> bool:
+  """Whether jaxtyping has to check it; it also lets pass what names a type of nobody's import."""
+  try:
+    return any(map(_has_shapes, typing.get_type_hints(function, include_extras=True).values()))
+  except NameError:
+    return True
+
+
+def _annotated(made: Any = None, *, typechecker: Any) -> Any:
   if made is None:
-    return functools.partial(_annotated, **how)
-  function = getattr(made, "__func__", getattr(made, "fget", made))
-  plain = inspect.isfunction(function) and not function.__annotations__
-  return made if plain or "<locals>" in function.__qualname__ else _checked(made, **how)
+    return functools.partial(_annotated, typechecker=typechecker)
+  if isinstance(made, (classmethod, staticmethod)):
+    return type(made)(_annotated(made.__func__, typechecker=typechecker))
+  if isinstance(made, property):
+    return made.getter(_annotated(made.fget, typechecker=typechecker))
+  if "<locals>" in made.__qualname__:
+    return made
+  if not inspect.isfunction(made):
+    return _shapes_checked(made, typechecker=typechecker)
+  return _checked_when_called(made, typechecker) if made.__annotations__ else made
+
+
+def _plainly_checked(function: Callable, typechecker: Any) -> Callable:
+  return typechecker(function)
+
+
+def _checked_when_called(function: Callable, typechecker: Any) -> Callable:
+  checked = None
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    nonlocal checked
+    if jaxtyping.config.jaxtyping_disable:
+      return function(*args, **kwargs)
+    if checked is None:
+      check = _shapes_checked if _of_shapes(function) else _plainly_checked
+      checked = check(function, typechecker=typechecker)
+    return checked(*args, **kwargs)
+
+  return call
 
 
 jaxtyping.jaxtyped = _annotated
@@ -86,18 +137,20 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
   """What is there stays: tracing makes objects by the million, and few of them are garbage."""
-  gc.collect()
   gc.freeze()
   gc.set_threshold(200_000, 20, 50)
+  gc.enable()
 
 
 def pytest_unconfigure():
-  gc.unfreeze()
+  if not _WORKER:  # nanobind calls leaks what is frozen as Python ends
+    gc.unfreeze()
 
 
 def pytest_xdist_make_scheduler(config, log):
   from tests.groups import ByPrograms
 
+  gc.enable()  # this process collects no tests
   return ByPrograms(config, log)
 
 

@@ -44,6 +44,13 @@ class Shape:
     per_slot = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
     return per_slot * int(self.lengths().sum())
 
+  def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of `arrays`."""
+    of, rows = jax.ShapeDtypeStruct, (self.batch, self.kv_heads)
+    q = of((*rows, self.groups, self.head_dim), self.dtype)
+    kv, bound = of((*rows, self.slots, self.head_dim), self.dtype), of(rows, jnp.int32)
+    return q, kv, kv, bound, bound
+
   def arrays(self, seed: int = 0) -> tuple[jax.Array, ...]:
     """Random q [B, K, G, H], k, v [B, K, S, H], start, stop [B, K]."""
     keys = jax.random.split(jax.random.key(seed), 3)

@@ -39,18 +39,19 @@ def tokens_of(tiles, unit, seen):
 
 def queries(stream, b, h, t):
   """Rotated queries of a group, float64 [G, H]."""
-  return np.array([rotate(x, t) for x in stream.q[b, h, :, t]])
+  return rotate(stream.q[b, h, :, t], t)
 
 
 def keys(stream, b, h, positions):
   """Rotated keys, float64 [n, H]."""
-  return np.array([rotate(stream.k[b, h, j], j) for j in positions])
+  positions = np.asarray(positions, int)
+  return rotate(stream.k[b, h, positions], positions)
 
 
 def attend(stream, b, h, t, positions):
   """Exact attention of token t over some positions, float64 [G, H]."""
   q, k = queries(stream, b, h, t), keys(stream, b, h, positions)
-  v = np.float64(stream.v[b, h, positions])
+  v = np.float64(stream.v[b, h, np.asarray(positions, int)])
   return np.array([softmax_average(k @ row / np.sqrt(len(row)), v) for row in q])
 
 

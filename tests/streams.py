@@ -92,8 +92,9 @@ class Oracle:
     for h in range(self.heads):
       for g in range(self.groups):
         q = self.q[h, g, t]
-        x = [rotate(q, t) @ rotate(self.k[h, j], j) for j in near]
-        x += [rotate(q, self.m.local) @ self.k[h, j] for j in far]
+        here, there = rotate(q, t), rotate(q, self.m.local)
+        x = [here @ rotate(self.k[h, j], j) for j in near]
+        x += [there @ self.k[h, j] for j in far]
         p = np.exp(np.array(x) / np.sqrt(len(q)))
         p /= p.sum()
         out[h, g] = p @ self.v[h, [*near, *far]]

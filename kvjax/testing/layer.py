@@ -103,15 +103,20 @@ class Layer:
     return np.asarray(out), aux
 
 
+@functools.lru_cache(maxsize=4096)
+def _turn(pos, half, theta):
+  """cos and sin of a position's angles, or of several positions'."""
+  angle = np.array(pos)[..., None] * theta ** (-np.arange(half) / half)
+  return np.cos(angle), np.sin(angle)
+
+
 def rotate(x, pos, theta=10000.0):
-  """NumPy float64 RoPE of one vector (half-split), for oracles."""
+  """Rotated vectors [..., H] in float64 (half-split), at `pos` or each at its own; for oracles."""
   x = np.asarray(x, np.float64)
   half = x.shape[-1] // 2
-  angle = pos * theta ** (-np.arange(half) / half)
+  cos, sin = _turn(tuple(pos) if np.ndim(pos) else pos, half, theta)
   a, b = x[..., :half], x[..., half:]
-  return np.concatenate(
-    [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1
-  )
+  return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def softmax_average(logits, values):

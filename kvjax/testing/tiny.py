@@ -57,6 +57,11 @@ def model(impl="reference", tile=4, layers=CONFIG.layers):
   return built
 
 
+@functools.lru_cache(maxsize=64)
+def _empty(method, spec):
+  return method.init_caches(spec)
+
+
 class Run:
   """One sequence of calls: prefill chunks and decode steps of given tokens, row by row."""
 
@@ -68,7 +73,7 @@ class Run:
     layers: int = CONFIG.layers,
   ):
     self.method, self.model = method, model(impl, layers=layers)
-    self.caches = method.init_caches(self.model.spec(len(LENGTHS), capacity))
+    self.caches = _empty(method, self.model.spec(len(LENGTHS), capacity))
     self.graph, self.leaves = split(self.model)
 
   def prefill(self, lengths=LENGTHS, start=None, tokens=TOKENS, width=None, past=0):

@@ -126,13 +126,11 @@ def pairwise(*levels):
   product = list(itertools.product(*(range(len(level)) for level in levels)))
   factors = list(itertools.combinations(range(len(levels)), 2))
 
-  def pairs(row):
-    return {(a, b, row[a], row[b]) for a, b in factors}
-
-  left = set().union(*map(pairs, product))
+  pairs = {row: {(a, b, row[a], row[b]) for a, b in factors} for row in product}
+  left = set().union(*pairs.values())
   while left:
-    row = max(product, key=lambda row: len(pairs(row) & left))
-    left -= pairs(row)
+    row = max(product, key=lambda row: len(pairs[row] & left))
+    left -= pairs[row]
     yield tuple(level[i] for level, i in zip(levels, row, strict=True))
 
 

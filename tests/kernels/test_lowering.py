@@ -92,7 +92,7 @@ def decode_call(
   shape: Shape, cut: Config, sinks: int = 0, logits: bool = False
 ) -> tuple[Callable, list[Any]]:
   """The function and its abstract arguments."""
-  q, k, v, start, stop = jax.eval_shape(shape.arrays)
+  q, k, v, start, stop = shape.abstract()
 
   def run(q, k, v, start, stop):
     own = q if sinks else None

@@ -60,6 +60,11 @@ BY_FAMILY = {
 }
 # Those that differ from another one in their scores alone, or their window.
 KIN = {"random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"}
+# Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
+OF_A_RUN = {
+  *("kept_positions", "rows_are_isolated", "caches_are_as_described", "decode_equals_prefill"),
+  "second_call_does_not_retrace",
+}
 # What takes long and is shown elsewhere too: by a method's own file, by a method alike.
 IN_THE_REST = {
   # Those whose kernels are another method's.
@@ -67,11 +72,12 @@ IN_THE_REST = {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
-    *("hshare", "double_sparsity", "psaw", "cpe"),
+    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2"),
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
-  **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect"), KIN),
+  **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
+  "nan_raises_when_asked": METHODS.keys() - {"full", "infllm"},  # one cached, one streamed
 }
 
 

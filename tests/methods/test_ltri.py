@@ -71,9 +71,11 @@ class LtriOracle(Oracle):
     chunk, size, found = list(chunk), self.m.block, []
     p = np.zeros((len(chunk), len(chunk)))
     for h in range(self.heads):
+      keys = [rotate(self.k[h, u], u) for u in chunk]
       for g in range(self.groups):
         for i, t in enumerate(chunk):
-          x = [rotate(self.q[h, g, t], t) @ rotate(self.k[h, u], u) for u in chunk[: i + 1]]
+          q = rotate(self.q[h, g, t], t)
+          x = [q @ key for key in keys[: i + 1]]
           w = np.exp(np.array(x) / np.sqrt(self.q.shape[-1]))
           p[i, : i + 1] += w / w.sum()
     for start in range(0, len(chunk), size):

@@ -40,13 +40,13 @@ class Oracle:
 
   def redundancy(self):
     keys = [self.key(j) for j in self.held]
-    n = len(keys)
+    n, norm = len(keys), [np.linalg.norm(key) for key in keys]
     mean = np.zeros(n)
     for i in range(n):
       cos = np.zeros(n)
       for j in range(n):
         if i != j:
-          cos[j] = keys[i] @ keys[j] / np.linalg.norm(keys[i]) / np.linalg.norm(keys[j])
+          cos[j] = keys[i] @ keys[j] / norm[i] / norm[j]
       similar = [j for j in range(n) if cos[j] > self.method.threshold]
       if similar:
         cos[similar[-1]] = 0

@@ -131,6 +131,7 @@ def test_bytes_are_those_of_what_is_kept():
   assert cache.heads["key_min"].shape == (1, 2, 64, 64)
 
 
+@pytest.mark.slow  # a generation in the core says which slots are read
 def test_reads_no_more_than_its_budget():
   stream = Stream.random(6, tokens=60)
   layer = Layer(Quest(8, PAGE, base=SnapKV(24, 4), dense_layers=0), stream)

@@ -50,7 +50,8 @@ def test_append_static_and_scattered_agree():
   np.testing.assert_array_equal(a["k"][1, :, 2:], old["k"][1, :, 2:])  # padding writes nothing
 
 
-@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 14))
+# Fewer slots than tokens, as many, more; of few shapes, since each has a program of its own.
+@given(st.integers(0, 2**31), st.sampled_from([1, 5, 12]), st.sampled_from([1, 5, 12, 14]))
 def test_keep_best(seed, n, size):
   """Against sorting by hand; equal priorities go to the lowest position, empty slots never win."""
   rng = np.random.default_rng(seed)

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from beartype.roar import BeartypeCallHintParamViolation
 
-from kvjax import At, Full, Plan, Rope, Span, Window
+from kvjax import At, Full, Plan, Rope, Span, Window, memory
 from kvjax.ops import spans
 
 SIZE = 13
@@ -66,4 +67,17 @@ def test_entries_of_a_plan_count_what_is_attended_to(unit):
 def test_annotations_are_checked(call):
   """As conftest.py has it; the library by itself checks nothing."""
   with pytest.raises(jaxtyping.TypeCheckError):
+    call()
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: memory.readable("many"),  # a function
+    lambda: Full().at("reference", 0),  # a method
+    lambda: Full.example("many"),  # a class method
+  ],
+)
+def test_annotations_without_shapes_are_checked(call):
+  with pytest.raises(BeartypeCallHintParamViolation):
     call()

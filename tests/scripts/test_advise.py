@@ -38,7 +38,7 @@ def expected(cell):
   return step_time.expected(cell.moved(), cell.method.by_layer)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", CHECKED)
 def test_expected_times_are_within_15_percent_of_measured_ones(name):
   assert name not in step_time.FITTED

@@ -128,6 +128,7 @@ def run_demo(tiny, *names):
 def test_demo_compares_methods_with_full(tiny, capsys):
   names = demo.choose(demo.Args().methods)
   assert names == ("full", "snapkv", "quest", "art", "cpe")
+  names = "full", "snapkv", "cpe"  # two that share a pass, one that does not
   results = demo.show(run_demo(tiny, *names))
   by_name = {r.name: r for r in results}
   full = by_name["full"]
@@ -142,7 +143,7 @@ def test_demo_compares_methods_with_full(tiny, capsys):
     assert r.compile_seconds > 0 and r.prompt_seconds > 0 and r.decode_seconds > 0
     assert r.shared == (r.name != "cpe")
   reading, head, rule, *rows = capsys.readouterr().out.splitlines()
-  assert "tokens once for full, snapkv, quest, art " in reading
+  assert "tokens once for full, snapkv " in reading
   assert [line.split()[0] for line in (head, *rows)] == ["method", *names]
   assert all(len(line) <= len(rule) for line in (head, *rows))
 

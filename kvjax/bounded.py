@@ -27,7 +27,7 @@ class Bounded(Method):
   budget: int = least(1, 2048)
 
   def __new__(cls, *args: Any, **values: Any) -> Any:
-    moves = "victim", "landing", "insert"
+    moves = "victim", "insert"
     if all(getattr(cls, move) is getattr(Method, move) for move in moves):
       raise TypeError(
         f"{cls.__name__}.victim: found none, expected the slot that a full cache gives up for the "

@@ -1,4 +1,4 @@
-"""What drivers refuse while they are traced: nothing here runs on the device, but `with_room`."""
+"""How a new token enters a cache, and what drivers refuse while they are traced."""
 
 from __future__ import annotations
 
@@ -6,12 +6,55 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import checkify
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import dispatch, ring
 from kvjax.ops import context
 from kvjax.shapes import check_shape
 from kvjax.traced_layer import TracedLayer, different_layers
 from kvjax.types import At, Cache, CacheSpec, Prompt
+
+
+def landing(at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
+  """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
+
+  Occupied slots are a prefix: as long as one is empty it is the first of them.
+  """
+  room = (cache.used < context.size(at, cache))[:, None]
+  slot = context.own(at, cache, cache.used)[:, None]
+  return jnp.where(live[:, None], jnp.where(room, slot, _victim(at, cache)), cache.size)
+
+
+def enter_token(
+  at: At,
+  cache: Cache,
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K H"],
+  v: Float[Array, "B K H"],
+  live: Bool[Array, " B"],
+) -> tuple[Float[Array, "B K G H"], Cache]:
+  """Rotates the new token's q and k and inserts it; returns rotated q and the cache.
+
+  A kernel does both at once, for methods that leave `insert` as it is; for the others it is what
+  they say it is.
+  """
+  if at.top.overrides("insert") or not dispatch.enters(at):
+    rope = at.env.rope
+    q = rope.rotate(q, cache.seen[:, None, None])
+    k = rope.rotate(k, cache.seen[:, None])
+    return q, at.top.insert(at, cache, k, v, live)
+  turns = at.top.form("victim") is ring.victim
+  ring_of = cache.heads["ring"] if turns else None
+  chooses = not turns and at.top.overrides("victim")
+  victim = _victim(at, cache) if chooses else None
+  slot = landing(at, cache, live)
+  return dispatch.enter_token(at, cache, q, k, v, live, slot, victim=victim, ring=ring_of)
+
+
+def _victim(at: At, cache: Cache) -> Int[Array, "B K"]:
+  victim = at.top.victim(at, cache)
+  check_shape(at, "victim", victim, cache.pos.shape[:2])
+  return victim
 
 
 def check_step(at: At, cache: Cache, q: Any, k: Any, v: Any, live: Any) -> None:
@@ -49,7 +92,7 @@ def with_room(
   row = jnp.argmax(full)
   checkify.check(
     ~full.any(),
-    f"{type(at.top).__name__}, layer {at.layer}: found row {{row}} with {{seen}} cached tokens and "
+    f"{at.name}, layer {at.layer}: found row {{row}} with {{seen}} cached tokens and "
     f"{{new}} to come, expected at most the capacity of {room}; its cache stays as it was",
     row=row,
     seen=cache.seen[row],
@@ -71,4 +114,4 @@ def _check_layer(at: At, cache: Cache) -> None:
     batch, heads, width = _sizes(cache)
     spec = CacheSpec(batch, 1 << 20, heads, 1, width, at.env.layers)
     if len({at.top.capacity(spec, layer) for layer in range(spec.layers)}) > 1:
-      raise TypeError(different_layers(type(at.top).__name__))
+      raise TypeError(different_layers(at.name))

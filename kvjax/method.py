@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, entrance, fields
+from kvjax import dispatch, entrance, fields, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import context, slots
 from kvjax.shapes import check_shape
@@ -43,7 +43,6 @@ from kvjax.types import (
   Plan,
   Prompt,
   Span,
-  View,
   Window,
 )
 
@@ -253,8 +252,7 @@ class Method:
       return Span(jnp.zeros_like(stop), stop)
     if not at.top.positional:
       raise NotImplementedError(
-        f"{type(at.top).__name__}: a window over slots that are not in order of position needs "
-        "its own span()"
+        f"{at.name}: a window over slots that are not in order of position needs its own span()"
       )
     if window.by_head:
       start = window.first[..., 0]
@@ -267,18 +265,6 @@ class Method:
     """The slot that a full cache gives up for the new token; S (none) drops the new token."""
     return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
 
-  def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
-    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
-
-    Occupied slots are a prefix: as long as one is empty it is the first of them.
-    """
-    room = (cache.used < context.size(at, cache))[:, None]
-    slot = context.own(at, cache, cache.used)[:, None]
-    victim = at.top.victim(at, cache)
-    check_shape(at, "victim", victim, cache.pos.shape[:2])
-    slot = jnp.where(room, slot, victim)
-    return jnp.where(live[:, None], slot, cache.size)
-
   def insert(
     self,
     at: At,
@@ -288,7 +274,7 @@ class Method:
     live: Bool[Array, " B"],
   ) -> Cache:
     """Writes the new token: into the first empty slot, or over the victim when none is empty."""
-    slot = at.top.landing(at, cache, live)[:, :, None]
+    slot = entrance.landing(at, cache, live)[:, :, None]
     pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
     new |= cache.of_new(new, decoded=True)
@@ -301,45 +287,18 @@ class Method:
       rows={**cache.rows, "seen": cache.seen + step, "used": cache.used + step * room},
     )
 
-  def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
-    """Importance of every tile to this query; None = attend to everything."""
-    return None
-
-  def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
-    """The plan of the best tiles; `ratio` widens the budget (speculation asks for more)."""
-    raise NotImplementedError(f"{at.top!r} scores tiles but does not select them")
-
-  def everything(self, at: At, cache: Cache) -> Plan:
-    """The plan of all visible slots."""
-    window = at.top.window(at, (cache.seen - 1)[:, None])
-    return Plan(at.top.span(at, cache, window), unit=at.env.tile)
-
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """What this query sees, in which order. Never writes the cache (use Plan.memo)."""
-    scores = at.top.score(at, cache, q)
-    plan = at.top.everything(at, cache) if scores is None else at.top.select(at, cache, scores)
-    return plan, carry
+    """What this query attends to of the slots that it may see, in which order.
+
+    It narrows `visible`, which names all of them (`Plan.listed`), and never writes the cache.
+    """
+    return visible, carry
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Priority of slots for a walk that may stop early, highest first; None: newest first."""
     return None
-
-  def read(self, at: At, cache: Cache, plan: Plan) -> View:
-    """Fetches the slots that a plan names (offloading methods override this)."""
-    if plan.table is None:
-      slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-      return View(cache.slots["k"], cache.slots["v"], cache.pos, slot)
-    assert plan.count is not None  # a table comes with its count
-    batch, heads, width = plan.table.shape
-    within = jnp.arange(plan.unit, dtype=jnp.int32)
-    listed = (jnp.arange(width) < plan.count[..., None]) & (plan.table >= 0)
-    slot = (plan.table[..., None] * plan.unit + within).reshape(batch, heads, -1)
-    ok = jnp.repeat(listed, plan.unit, -1) & (slot < cache.size)
-    pos = jnp.where(ok, slots.take(cache.pos, slot), -1)
-    k, v = (slots.take(cache.slots[name], slot) for name in ("k", "v"))
-    return View(k, v, pos, jnp.where(ok, slot, cache.size))
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Walks the plan with online softmax."""
@@ -480,8 +439,10 @@ class Method:
     """
     entrance.check_step(at, cache, q, k, v, live)
     old = cache
-    q, cache = dispatch.enter_token(at, cache, q, k, v, live)
-    plan, carry = at.top.plan(at, cache, q, carry)
+    q, cache = entrance.enter_token(at, cache, q, k, v, live)
+    visible = sight.visible(at, cache)
+    plan, carry = at.top.plan(at, cache, q, visible, carry)
+    plan = sight.narrowed(at, visible, plan)
     attended = at.top.attend(at, cache, plan, q)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
     clean = at.top.overrides("observe")
@@ -544,10 +505,10 @@ class Method:
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
     """Causal attention of the chunk's queries over the staged slots."""
+    attend = functools.partial(dispatch.attend_prompt, qpos=qpos, chunk=sight.of(at, qpos, prompt))
     if prompt.past == 0:  # what they see is the chunk itself, which all devices have
-      attend = functools.partial(dispatch.attend_prompt, qpos=qpos, prompt=prompt)
       return context.shared(at, attend, staged, q)
-    return context.reduced(at, dispatch.attend_prompt(at, staged, q, qpos, prompt))
+    return context.reduced(at, attend(at, staged, q))
 
   def at(self, env: Env, layer: Any) -> At:
     """Where this method's drivers run in a layer, which it has to know if it minds its depth."""
@@ -558,6 +519,8 @@ def _check_moves(cls: type, moves: Sequence[str]) -> None:
   """Raises TypeError for public names that are no fields, and no moves of the class's bases."""
   known = {name for base in cls.__bases__ for name in dir(base) if not name.startswith("_")}
   for name, value in vars(cls).items():
+    if name in known:
+      _check_form(cls, name, value)
     public = not name.startswith("_") and name not in (*known, *moves)
     # Fields are values, and class methods are constructors.
     if public and name not in inspect.get_annotations(cls) and not isinstance(value, classmethod):
@@ -571,6 +534,21 @@ def _check_moves(cls: type, moves: Sequence[str]) -> None:
     raise TypeError(f"{cls.__name__}: found no {', '.join(missing)}, which its moves name")
 
 
+def _check_form(cls: type, name: str, value: Any) -> None:
+  """Raises TypeError for a move that does not take what the move of that name is given."""
+  known = next((getattr(base, name) for base in cls.__bases__ if hasattr(base, name)), None)
+  if not (inspect.isfunction(value) and inspect.isfunction(known)):
+    return
+  given = [p for p in inspect.signature(known).parameters.values() if p.kind != p.VAR_KEYWORD]
+  try:
+    inspect.signature(value).bind(*(p.name for p in given))
+  except TypeError as error:
+    raise TypeError(
+      f"{cls.__name__}.{name}: found parameters {inspect.signature(value)} ({error}), expected "
+      f"those of {name}({', '.join(p.name for p in given)})"
+    ) from None
+
+
 def checked_rows(
   at: At, attended: Attended, cache: Cache, rows: Bool[Array, " B"]
 ) -> Bool[Array, " B"]:
@@ -578,7 +556,7 @@ def checked_rows(
   bad = rows & ~finite_rows(at, attended.state.o)
   checkify.check(
     ~bad.any(),
-    f"{type(at.top).__name__}, layer {at.layer}: found NaN or infinity in the attention of row "
+    f"{at.name}, layer {at.layer}: found NaN or infinity in the attention of row "
     "{row}, which has cached {seen} tokens, expected finite numbers; its cache stays as it was",
     row=jnp.argmax(bad),
     seen=cache.seen[jnp.argmax(bad)],

@@ -17,7 +17,7 @@ from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import context
 from kvjax.shapes import check_shape
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
 from kvjax.wrapper import Wrapper
 
 
@@ -26,7 +26,7 @@ class Selective(
   Wrapper,
   moves=(
     *("unit", "forced", "best", "dense_below", "positive"),
-    *("summaries", "summarise", "renew", "tile_scores"),
+    *("summaries", "summarise", "renew", "score"),
   ),
 ):
   """Each step reads, per KV head, the tiles of a cache that matter most to its query.
@@ -36,7 +36,7 @@ class Selective(
 
   A plan lists the first `forced[0]` tiles and the newest `forced[1]`, whatever their scores, and
   the `best` of the others. A subclass says what a tile is (`unit`), how many are read, and how
-  they are scored (`tile_scores`) from summaries (`summaries`, `summarise`) that it keeps on the
+  they are scored (`score`) from summaries (`summaries`, `summarise`) that it keeps on the
   cache's heads shelf. Summaries follow the cache: they are built after a prompt and renewed after
   each step where the new token belongs, so that a step scores with summaries that do not know its
   own token yet. Its tile is therefore one of the forced ones wherever scores come from summaries.
@@ -49,7 +49,7 @@ class Selective(
     dense_layers: first layers that attend to everything.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("score", "select", "plan")
+  replaces: ClassVar[tuple[str, ...]] = ("plan",)
   anywhere: ClassVar[bool] = False
 
   _: dataclasses.KW_ONLY
@@ -110,13 +110,18 @@ class Selective(
       return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
     return context.summarised(at, cache, self.summarise, cache.seen - 1, 1)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
-    """Importance of every tile to the newest token's queries; whatever where there is no tile."""
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
+    """Importance of every tile to the newest token's queries; whatever where there is no tile.
+
+    Layers that attend to everything are not asked.
+    """
     raise NotImplementedError
 
   @property
   def _scored(self) -> Scored | None:
-    """The operation that `tile_scores` is, for what does more in one go; None: any."""
+    """The operation that `score` is, for what does more in one go; None: any."""
     return None
 
   # ---- what follows from it
@@ -128,11 +133,19 @@ class Selective(
     slots = dataclasses.replace(spec, capacity=self.capacity(spec, layer))
     return {**held, **self.summaries(slots)}
 
-  def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Carry]:
     if self._dense(at):
-      return None
-    scores = self.tile_scores(at, cache, q)
-    check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
+      return visible, carry
+    return self._select(at, cache, self._scores(at, cache, q, visible), visible), carry
+
+  def _scores(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
+    """What `score` says, of the right shape."""
+    scores = self.score(at, cache, q, visible)
+    check_shape(at, "score", scores, (*cache.pos.shape[:2], None))
     return scores
 
   def _dense(self, at: At) -> bool:
@@ -152,54 +165,73 @@ class Selective(
     sinks, local = (min(n, count) for n in self.forced)
     return min(sinks + local + min(self._most(ratio), count), count)
 
-  def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
+  def _select(
+    self,
+    at: At,
+    cache: Cache,
+    scores: Float[Array, "B K P"],
+    visible: Plan,
+    ratio: float = 1.0,
+  ) -> Plan:
     """Sinks (pinned), newest tiles from the newest on, then the ⌊ratio·k⌋ best by score."""
-    window = at.top.window(at, (cache.seen - 1)[:, None])
-    span = at.top.span(at, cache, window)
+    span = visible.span
     sinks, local = self.forced
     most, limit = self._most(ratio), self._widened(ratio)
     if not at.top.positional:  # the newest tokens stand anywhere: their tiles score highest
       scores = _newest_first(cache, scores, self.unit, local)
       most, limit, local = most + local, limit + local, 0
-    forced = {"unit": self.unit, "sinks": sinks, "local": local}
-    rows = {"limit": limit, "dense_below": self.dense_below}
-    scores = context.candidates(at, scores, span, **forced, k=most)
-    table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=most, **rows)
-    return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
+    scores = context.candidates(at, scores, span, k=most, unit=self.unit, sinks=sinks, local=local)
+    found = dispatch.best_tiles(
+      at,
+      scores,
+      span,
+      k=most,
+      limit=limit,
+      dense_below=self.dense_below,
+      ordered=visible.needs.order,
+      unit=self.unit,
+      sinks=sinks,
+      local=local,
+    )
+    return self._listed(visible, found, sinks)
+
+  def _listed(self, visible: Plan, found: dispatch.Table, sinks: int) -> Plan:
+    """The plan of the tiles that a search found, of which the sinks come first."""
+    table, count, scores = found
+    pinned = min(sinks, table.shape[-1])
+    return visible.listed(table, count, unit=self.unit, pinned=pinned, scores=scores)
 
   def _select_together(
     self,
     at: At,
-    caches: Sequence[Cache],
     scores: Float[Array, "B K N P"],
+    visible: Sequence[Plan],
     ratios: Sequence[float],
     stops: Int[Array, "B K N"] | None = None,
   ) -> list[Plan]:
-    """What N calls of `select` give, by one search where a kernel does that.
+    """What N calls of `_select` give, by one search where a kernel does that.
 
     Args:
       at: where this runs; slots are not split.
-      caches: as each call would find them.
-      scores, ratios: of each call.
+      scores, visible, ratios: of each call.
       stops: one past the last slot of each span, where the caller has them.
     """
-    windows = [at.top.window(at, (c.seen - 1)[:, None]) for c in caches]
-    spans = [at.top.span(at, c, window) for c, window in zip(caches, windows, strict=True)]
+    spans = [plan.span for plan in visible]
     sinks, local = self.forced
     found = dispatch.best_tiles_of_each(
       *(at, scores, spans),
       stops=stops,
-      alike=windows[0] is None and not at.top.overrides("span"),
+      alike=visible[0].window is None and not visible[0].needs.own_span,
       k=[self._most(ratio) for ratio in ratios],
       limit=[self._widened(ratio) for ratio in ratios],
       dense_below=self.dense_below,
+      ordered=visible[0].needs.order,
       unit=self.unit,
       sinks=sinks,
       local=local,
     )
     pinned = min(sinks, scores.shape[3])
-    made = zip(spans, found, strict=True)
-    return [Plan(span, *x, unit=self.unit, pinned=pinned) for span, x in made]
+    return [self._listed(plan, x, pinned) for plan, x in zip(visible, found, strict=True)]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
@@ -218,7 +250,7 @@ class Selective(
 
 
 # What a base may not have of its own: a step would read otherwise, or write more than a slot.
-_UNREADABLE = ("window", "insert", "read", "attend", "stage", "fill", "active")
+_UNREADABLE = ("window", "insert", "attend", "stage", "fill", "active")
 
 
 def _newest_first(

@@ -24,7 +24,7 @@ from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Streamed(
     """Retrieves, and shows window and chunk beside what is far."""
     if prompt.index is not None:
       raise NotImplementedError(
-        f"{type(at.top).__name__}: found layers that compute a part of a prompt, expected none: "
+        f"{at.name}: found layers that compute a part of a prompt, expected none: "
         "blocks are made of what all their queries attend to"
       )
     index = prompt.query_index()
@@ -447,10 +447,10 @@ class Streamed(
 
   def _sees_alone(self, at: At) -> None:
     """Raises for an override of what a query sees: nothing here would ask for it."""
-    for move in ("window", "span", "read"):
+    for move in ("window", "span"):
       if at.top.overrides(move):
         raise NotImplementedError(
-          f"{type(at.top).__name__}.{move}: found an override over {type(self).__name__}, which "
+          f"{at.name}.{move}: found an override over {type(self).__name__}, which "
           "attends to its own window and to the blocks that it retrieves, expected none"
         )
 
@@ -460,18 +460,16 @@ class Streamed(
     return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
     """Everything near and far; the memo is the cache with the blocks that the step retrieves."""
     self._sees_alone(at)
-    stop = cache.used[:, None]
-    plan = Plan(Span(jnp.zeros_like(stop), stop), unit=at.env.tile)
     if self.persistent_blocks:
-      return plan, carry
+      return visible, carry
     qpos = (cache.seen - 1)[:, None]
     similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
     held, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
-    return dataclasses.replace(plan, memo=held), carry
+    return dataclasses.replace(visible, memo=held), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import fields
 from kvjax.leaves import Leaf
@@ -115,6 +115,11 @@ class At:
     layer = vars(self)["layer"]  # its value, whatever a subclass makes of reading it
     if isinstance(layer, jax.core.Tracer | TracedLayer):
       object.__setattr__(self, "layer", TracedLayer(layer, type(self.top).__name__))
+
+  @property
+  def name(self) -> str:
+    """What errors call the method."""
+    return type(self.top).__name__
 
   def of_layer(self, f: Callable[[int], T]) -> T:
     """f of the layer's number. Layers for which it is equal may share a compiled program; where
@@ -380,10 +385,31 @@ class Span:
     return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)
 
 
-@pytree("unit", "pinned")
+@dataclasses.dataclass(frozen=True)
+class Needs:
+  """What a method needs of the operations of a step; static.
+
+  Attributes:
+    logits: whether `observe` reads the logits.
+    order: whether attention minds in which order a table lists its tiles; else kernels take any.
+    own_span: whether the method says itself which slots its window covers: spans may then end
+      before the newest token, or after.
+    hidden: moves for which a window may hide slots of such a span, which is all that kernels see.
+  """
+
+  logits: bool = False
+  order: bool = False
+  own_span: bool = False
+  hidden: tuple[str, ...] = ()
+
+
+@pytree("unit", "pinned", "needs")
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What one query sees, and in which order it is visited.
+
+  The driver makes the plan of all visible slots (`kvjax.sight`), and the move `plan` narrows it
+  (`listed`).
 
   Attributes:
     span: the slots that may be touched at all.
@@ -394,6 +420,8 @@ class Plan:
     memo: what `plan` computed and `attend` or `observe` need again (plans do not write caches).
     unit: slots per tile (static; 1 = single tokens).
     pinned: first entries that an early stop may not skip (static).
+    window: the positions that the query may see; None: all.
+    needs: what the method needs beside (static).
   """
 
   span: Span
@@ -403,6 +431,22 @@ class Plan:
   memo: Any = None
   unit: int = 64
   pinned: int = 0
+  window: Window | None = None
+  needs: Needs = Needs()
+
+  def listed(
+    self,
+    table: Int[Array, "B K W"],
+    count: Int[Array, "B K"],
+    *,
+    unit: int,
+    pinned: int = 0,
+    scores: Float[Array, "B K W"] | None = None,
+    memo: Any = None,
+  ) -> Plan:
+    """The same sight, narrowed to the tiles of a table."""
+    how: dict[str, Any] = {"unit": unit, "pinned": pinned, "scores": scores, "memo": memo}
+    return dataclasses.replace(self, table=table, count=count, **how)
 
   def sizes(self, size: int) -> Int[Array, "B K W"]:
     """Slots of every entry of the table that are attended to, in a cache of `size` slots."""

@@ -14,8 +14,8 @@ from kvjax.types import At, CacheSpec
 FORWARDED = (
   *("positional", "wants_logits", "chunkable", "order_independent", "by_layer"),
   *("projects_all", "scans", "pieces", "room", "capacity", "leaves"),
-  *("window", "span", "victim", "landing", "insert", "score", "select", "everything"),
-  *("plan", "order", "read", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
+  *("window", "span", "victim", "insert"),
+  *("plan", "order", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
   *("keep", "settle", "conclude", "decode_step", "prefill", "enter", "attend_prompt"),
 )
 # What asks for other moves, of which these are about shapes and the others are not.

@@ -106,7 +106,7 @@ def speculate(
     apart: whether every predicted tile gets a state of its own, as by `attend_tiles`.
   """
   k, v = cache.slots["k"], cache.slots["v"]
-  if beyond_kernel(at, cache, "pallas", logits=False, turned=False):
+  if beyond_kernel(guess, "pallas", logits=False, turned=False):
     return None
   if (run := pallas(at, scored.operation, q, k)) is None:
     return None

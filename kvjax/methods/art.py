@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, mass_bound, ring
+from kvjax import dispatch, mass_bound, ring, sight
 from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
 from kvjax.fields import between, bound, expect, least, one_of
 from kvjax.full import Full
@@ -107,7 +107,7 @@ class ART(Wrapper):
     if self.certify is None:
       return
     expect(self, "splits", self.splits in ("auto", 1), "1 with certify")
-    chooses = any(map(self.base.overrides, ("score", "select", "plan", "everything", "order")))
+    chooses = any(map(self.base.overrides, ("plan", "order")))
     if chooses or not self.base.positional:
       raise ValueError(
         f"{type(self).__name__}.certify: found base {self.base!r}, expected one that keeps every "
@@ -143,7 +143,7 @@ class ART(Wrapper):
   @property
   def _chooses(self) -> bool:
     """Whether the base says what is read."""
-    return any(self.base.overrides(move) for move in ("plan", "score", "select"))
+    return self.base.overrides("plan")
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     pages = {} if self.certify is None else self._pages.summaries(spec)
@@ -161,7 +161,7 @@ class ART(Wrapper):
     """Slots after the first tokens by priority, the highest last; as they are without one."""
     if at.top.order(at, cache) is None:
       return cache
-    span, slot = at.top.everything(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
+    span, slot = sight.visible(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
     rank = jnp.where(slot < span.sinks, -jnp.inf, self._ranks(at, cache, span))
     index = jnp.argsort(jnp.where(span.holds(slot), rank, jnp.inf), -1, stable=True)
     moved = {name: slots.take(x, index) for name, x in cache.slots.items()}
@@ -278,10 +278,10 @@ class ART(Wrapper):
     q is the query that is walked with, in the dtype of the keys: bounds of another prove nothing.
     The newest tile's bounds do not know the new token yet: it is one of those that are read first.
     """
-    window = at.top.window(at, (cache.seen - 1)[:, None])
+    window = plan.window
     if window is not None and window.view is not None:
       raise NotImplementedError(
-        f"{type(self).__name__}.certify: {type(at.top).__name__} turns its query for its sinks"
+        f"{type(self).__name__}.certify: {at.name} turns its query for its sinks"
       )
     span, size = plan.span, -(-cache.size // self.tile)
     slot = jnp.arange(size * self.tile, dtype=jnp.int32)

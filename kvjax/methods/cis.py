@@ -1,7 +1,7 @@
 """CIS: queries that resemble an earlier one share what it retrieved (PrHS, §IV-A)."""
 
 import dataclasses
-import functools
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -106,7 +106,7 @@ class CIS(Method):
     steps that shared have none of their own, and hold anything.
     """
     units = 1 if self.per == "kv_head" else spec.groups
-    of = functools.partial(Leaf, in_place=True)
+    of = partial(Leaf, in_place=True)
     wide = self.block, units, self._widest
     return {
       **super().leaves(spec, layer),
@@ -121,19 +121,20 @@ class CIS(Method):
     return cache.put(rows={"step": jnp.zeros_like(cache.rows["step"])})
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
     """First tokens, then the newest backwards, then the chosen ones by position, neighbours last.
 
     Chosen are the tokens that the latest query alike used (Eq. 12), dilated, as far as they are in
     the middle of now; or, where none is alike, the k heaviest of the middle.
     """
-    choice = sharing.share(at, cache, q, tau=self.tau)
+    window, span = partial(at.top.window, at), partial(at.top.span, at, cache)
+    choice = sharing.share(at, cache, visible, q, tau=self.tau, window=window, span=span)
     forced = {"sinks": self.sinks, "local": self.local}
     read = sharing.retrieve(at, cache, q, choice, k=self.k, **forced)
     memo = Shared(choice, read, (choice.retrieves > 0).any(-1))
-    span = at.top.span(at, cache, choice.window)
-    return Plan(span, read.table, read.count, memo=memo, unit=1, pinned=self.sinks), carry
+    visible = choice.visible
+    return visible.listed(read.table, read.count, unit=1, pinned=self.sinks, memo=memo), carry
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

@@ -84,12 +84,13 @@ class DoubleSparsity(SelectiveTokens):
       "fixed": Leaf("rows", dtype=bool),
     }
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K S"]:
     labels = cache.heads["labels"]
     slot = jnp.arange(labels.shape[2], dtype=jnp.int32)
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     known = slot < (cache.seen - 1)[:, None, None]  # the newest token has no label yet
-    ok = known & tiles.visible(span, slot, 1)
+    ok = known & tiles.visible(visible.span, slot, 1)
     part = label(q, cache.heads["channels"])
     # logits_of divides by √(label channels); what is approximated is q·k/√H.
     scale = (part.shape[-1] / q.shape[-1]) ** 0.5

@@ -13,7 +13,7 @@ from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
 from kvjax.selective import Selective
-from kvjax.types import At, Cache, CacheSpec
+from kvjax.types import At, Cache, CacheSpec, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,9 @@ class InfLLMv2(Selective):
   def _scored(self) -> CompressedKeys:
     return CompressedKeys(**self._windows)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
     """The best of the block's compressed keys by their probabilities, summed over the group."""
-    compressed = cache.heads["compressed"]
-    return dispatch.block_weights(at, cache, q, compressed, block=self.block, **self._windows)
+    how = {"block": self.block, **self._windows}
+    return dispatch.block_weights(at, cache, visible, q, cache.heads["compressed"], **how)

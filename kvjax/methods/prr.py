@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, foresight
+from kvjax import dispatch, foresight, sight
 from kvjax.dispatch import speculation
 from kvjax.dispatch.speculation import Beside
 from kvjax.fields import between, bound, expect, least, one_of
@@ -20,7 +20,7 @@ from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing
 from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import Selective
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, pytree
+from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span, pytree
 from kvjax.wrapper import Wrapper
 
 # Counted tokens below which a chunk leaves the factors as they were.
@@ -82,7 +82,7 @@ class PRR(Wrapper):
     every: of how many of them one counts when hit rates are compared.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("plan", "attend")
+  replaces: ClassVar[tuple[str, ...]] = ("attend",)
   base: Method = dataclasses.field(default_factory=Quest)
   budget: int | float | str = bound(_fits_budget, "0, or 1 or more, or 'auto'", "auto")
   predictor: str = one_of(smoothing.PREDICTORS, "holt")
@@ -97,7 +97,8 @@ class PRR(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    selects = isinstance(self.base, Selective) and self.base.positional
+    usual = self.base.form("plan") is Selective.plan
+    selects = usual and isinstance(self.base, Selective) and self.base.positional
     expect(self, "base", selects, "a method that selects tiles of all tokens")
 
   @classmethod
@@ -163,46 +164,54 @@ class PRR(Wrapper):
   # ---- decode
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
     """The true selection; its memo is a `Speculation`."""
     if "foreseen" not in cache.heads:
-      return self.base.plan(at, cache, q, carry)
+      return self.base.plan(at, cache, q, visible, carry)
     foreseen = cache.heads["foreseen"]
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
-    guess = Plan(span, foreseen, count, unit=self._selector.unit)
+    guess = visible.listed(foreseen, count, unit=self._selector.unit)
     known: dict[str, Any] = {}
-    if at.top.form("select") is Selective.select and dispatch.searches_together(at):
+    if self._together(at):
       # S, and Ŝ of the next step: alone, the second would take as long as the first.
-      beside, caches = self._beside(at, cache, guess, q), (cache, _one_longer(cache))
+      beside, next_one = (
+        self._beside(at, cache, visible, guess, q),
+        sight.visible(at, _one_longer(cache)),
+      )
       ratios = 1.0, self._ratio(cache.pos.shape[0], cache.size)
-      true, ahead = self._selector._select_together(at, caches, beside.both, ratios, beside.stops)
+      true, ahead = self._selector._select_together(
+        at, beside.both, (visible, next_one), ratios, beside.stops
+      )
       known |= {"early": beside.early, "state": beside.state, "foreseen": ahead.table}
     else:
-      known["scores"] = self._scores(at, cache, q)
-      true = at.top.select(at, cache, known["scores"])
+      known["scores"] = self._selector._scores(at, cache, q, visible)
+      true = self._selector._select(at, cache, known["scores"], visible)
     assert true.table is not None
     hit = foresight.among(true.table, foreseen)
     return dataclasses.replace(true, memo=Speculation(guess, hit, **known)), carry
 
-  def _beside(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Beside:
+  def _together(self, at: At) -> bool:
+    """Whether the searches for S and for the next Ŝ are made as one."""
+    return dispatch.searches_together(at)
+
+  def _beside(
+    self, at: At, cache: Cache, visible: Plan, guess: Plan, q: Float[Array, "B K G H"]
+  ) -> Beside:
     """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
-    scored = self._selector._scored if self.base.knows("_scored", "tile_scores") else None
-    if scored is not None:
-      everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
-      usual = at.top.form("score") is Selective.score and not at.top.overrides("span")
-      # S1 may have to keep what was speculated as it is.
-      if usual and everything and self.variant != "S1":
-        state, factors = self._state(cache), cache.rows["factors"]
-        found = speculation.speculate(
-          *(at, cache, guess, q, scored, state, factors),
-          predictor=self.predictor,
-          apart=self.strict,
-        )
-        if found is not None:
-          return found
-    scores = self._scores(at, cache, q)
+    scored = self._selector._scored if self.base.knows("_scored", "score") else None
+    everything = visible.window is None and not visible.needs.own_span
+    # S1 may have to keep what was speculated as it is.
+    if scored is not None and everything and self.variant != "S1":
+      state, factors = self._state(cache), cache.rows["factors"]
+      found = speculation.speculate(
+        *(at, cache, guess, q, scored, state, factors),
+        predictor=self.predictor,
+        apart=self.strict,
+      )
+      if found is not None:
+        return found
+    scores = self._selector._scores(at, cache, q, visible)
     state, ahead = self._advanced(cache, scores)
     return Beside(jnp.stack([scores, ahead], 2), state)
 
@@ -266,12 +275,6 @@ class PRR(Wrapper):
 
   # ---- the predictor
 
-  def _scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
-    """The base's, in layers that select."""
-    scores = at.top.score(at, cache, q)
-    assert scores is not None
-    return scores
-
   def _factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
     """α, β, γ of every row."""
     return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
@@ -323,7 +326,8 @@ class PRR(Wrapper):
   ) -> Cache:
     """The cache with the predictor's state, and with Ŝ of the next step: the best of `ahead`."""
     ratio = self._ratio(cache.pos.shape[0], cache.size)
-    guess = at.top.select(at, _one_longer(cache), ahead, ratio)
+    longer = _one_longer(cache)
+    guess = self._selector._select(at, longer, ahead, sight.visible(at, longer), ratio)
     assert guess.table is not None
     return _noted(cache, state, guess.table, selected)
 
@@ -348,8 +352,9 @@ class PRR(Wrapper):
     qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
     state, factors = self._follow(at, kept, cache.seen - 1, q, qpos)
     kept = kept.put(rows={"factors": factors})
-    scores = self._scores(at, kept, q[:, :, :, -1])
-    selected = at.top.select(at, kept, scores).table
+    visible = sight.visible(at, kept)
+    scores = self._selector._scores(at, kept, q[:, :, :, -1], visible)
+    selected = self._selector._select(at, kept, scores, visible).table
     assert selected is not None
     ahead = self._forecast(state, factors[:, 2, None, None], kept.seen - 1)
     return self._foresee(at, kept, state, ahead, selected)
@@ -381,10 +386,11 @@ class PRR(Wrapper):
       state, last, rates, tokens = carry
       q, t = token
       now = _as_of(cache, t)
-      scores = self._scores(at, now, q)
+      visible = sight.visible(at, now)
+      scores = self._selector._scores(at, now, q, visible)
       if compare:
         others = jax.tree.map(lambda x: x[:-1], state)
-        found, counts = self._hit_rates(at, now, scores, others, last)
+        found, counts = self._hit_rates(at, now, scores, visible.span, others, last)
         rates, tokens = rates + jnp.where(counts, found, 0), tokens + counts
       real, new = t >= 0, update(state, scores, alpha, beta, last, t)
       state = jax.tree.map(lambda n, o: jnp.where(real[:, None, None], n, o), new, state)
@@ -415,6 +421,7 @@ class PRR(Wrapper):
     at: At,
     cache: Cache,
     scores: Float[Array, "B K P"],
+    span: Span,
     state: Smoothed,
     last: Int[Array, " B"],
   ) -> tuple[Float[Array, "C B"], Bool[Array, " B"]]:
@@ -424,7 +431,6 @@ class PRR(Wrapper):
     rows have had a score before, and more than k tiles to choose from.
     """
     k, forced = self._selector.best, dict[str, Any](self._forced)
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     top, index = dispatch.other_tiles(at, scores, span, **forced, k=k + 1)
     counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
     counts &= cache.seen >= self._selector.dense_below

@@ -13,7 +13,7 @@ from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
 from kvjax.selective import Selective
-from kvjax.types import At, Cache, CacheSpec
+from kvjax.types import At, Cache, CacheSpec, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Quest(Selective):
   def _scored(self) -> Pages:
     return Pages(self.group)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""
     pages = cache.heads["key_min"], cache.heads["key_max"]
-    return dispatch.page_bounds(at, cache, q, *pages, unit=self.page, group=self.group)
+    return dispatch.page_bounds(at, visible, q, *pages, unit=self.page, group=self.group)

@@ -9,7 +9,7 @@ from kvjax import dispatch
 from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.selective import SelectiveTokens
-from kvjax.types import At, Cache
+from kvjax.types import At, Cache, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,5 +49,7 @@ class TopKOracle(SelectiveTokens):
   def neutral(cls, length: int) -> Method:
     return cls(budget=length)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-    return dispatch.token_weights(at, cache, q)
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K S"]:
+    return dispatch.token_weights(at, cache, visible, q)

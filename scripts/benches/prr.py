@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span, Wrapper
+from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span, sight
 from kvjax.kernels import _backend
 from kvjax.kernels.repair import repair
 from kvjax.ops import smoothing
@@ -164,20 +164,17 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart(Wrapper):
-  """The same method, whose kernels are not joined in one launch: these moves could be others."""
+class Apart(PRR):
+  """The same method, whose searches are not joined in one launch."""
 
-  def score(self, *arguments: Any) -> Any:
-    return self.base.score(*arguments)
-
-  def select(self, *arguments: Any) -> Any:
-    return self.base.select(*arguments)
+  def _together(self, at: kvjax.At) -> bool:
+    return False
 
 
 def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:
   """Selection, attention and bookkeeping of one layer, which renews the bounds of a page."""
   at, cache = method.at(ENV, 0), cache.put(heads=bounds)
-  plan, _ = method.plan(at, cache, q, Carry())
+  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
   attended = method.attend(at, cache, plan, q)
   after, _ = method.observe(at, cache, q, plan, attended)
   changed = {name: x for name, x in after.heads.items() if x is not cache.heads[name]}
@@ -194,12 +191,14 @@ def stepping(name: str, run: Callable, turns: list[tuple], **how: Any) -> Conten
 
 def select(method: Any, q: Any, cache: Cache) -> Any:
   """The plan alone."""
-  plan, _ = method.plan(method.at(ENV, 0), cache, q, Carry())
+  at = method.at(ENV, 0)
+  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
   return plan.table, plan.count
 
 
 def score(method: Any, q: Any, cache: Cache) -> Any:
-  return method.score(method.at(ENV, 0), cache, q)
+  at = method.at(ENV, 0)
+  return method.score(at, cache, q, sight.visible(at, cache))
 
 
 def attend(method: Any, q: Any, cache: Cache, name: str) -> Any:
@@ -216,7 +215,8 @@ def listed(unit: int, cache: Cache, name: str) -> Plan:
 def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
   guess = listed(method.base.unit, cache, "foreseen")
-  found = method._beside(method.at(ENV, 0), cache, guess, q)
+  at = method.at(ENV, 0)
+  found = method._beside(at, cache, sight.visible(at, cache), guess, q)
   assert found.early is not None
   return found.early.memo.parts, found.both
 
@@ -326,7 +326,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   made: list[tuple] = [
     ("prr", of(step, prr), unions["S3"]),
     ("serial", of(step, base), want),
-    ("prr, one by one", of(step, Apart(prr)), unions["S3"]),
+    ("prr, one by one", of(step, Apart(**vars(prr))), unions["S3"]),
     ("prr, S2", of(step, s.prr("S2")), unions["reuse"], "reuse"),
     ("prr, S1", of(step, s.prr("S1")), want, "reuse"),
   ]
@@ -417,8 +417,9 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
 
     @jax.jit
     def search(q: Any, cache: Cache, state: Any) -> Any:
-      scores = method.base.score(at, cache, q)
-      return method._hit_rates(at, cache, scores, state, cache.seen - 2)[0]
+      visible = sight.visible(at, cache)
+      scores = method.base.score(at, cache, q, visible)
+      return method._hit_rates(at, cache, scores, visible.span, state, cache.seen - 2)[0]
 
     return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import kvjax
-from kvjax import sharding
+from kvjax import sharding, sight
 from kvjax.models import parallel
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
@@ -335,7 +335,7 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
 
   def attend(env: kvjax.Env, q: jax.Array, cache: kvjax.Cache) -> jax.Array:
     at = method.at(env, 0)
-    return method.attend(at, cache, method.everything(at, cache), q).state.o
+    return method.attend(at, cache, sight.visible(at, cache), q).state.o
 
   env, everywhere = kvjax.Env(1), PartitionSpec()
   specs = sharding.cache_specs(cache, method)

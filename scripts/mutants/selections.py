@@ -65,6 +65,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
     "models/refusals", laws=("full", "h2o"), chosen=("shared_prefill",)
   ),
   "kvjax/shapes.py": of("models/refusals"),
+  "kvjax/sight.py": of("methods/windows_by_head", laws=("psaw", "streaming_llm")),
   "kvjax/sites.py": of("models/by_layer"),
   "kvjax/streamed.py": of("methods/infllm", "methods/ltri", laws=("infllm",)),
   "kvjax/traced_layer.py": of("models/refusals"),

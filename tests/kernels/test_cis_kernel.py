@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PSAW, Carry, Env, Rope
+from kvjax import CIS, PSAW, Carry, Env, Rope, sight
 from kvjax.kernels import top_k
 from kvjax.kernels.cis_anchors import anchors
 from kvjax.kernels.key_weights import key_logits
@@ -46,7 +46,7 @@ def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
     at, place = env[impl], cache.seen[:, None]
     turned = at.env.rope.rotate(q, place[..., None])
     entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, jnp.ones(2, bool))
-    plan, _ = method.plan(at, entered, turned, Carry())
+    plan, _ = method.plan(at, entered, turned, sight.visible(at, entered), Carry())
     out, cache, _, aux = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
     notes = [cache.heads[name] for name in ("queries", "anchor", "retrieved")]
     notes += [cache.rows["step"]]

@@ -35,6 +35,8 @@ from kvjax import (
   TopKOracle,
   Wrapper,
   dispatch,
+  entrance,
+  sight,
 )
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.testing.layer import Layer, Stream, softmax_average
@@ -110,23 +112,6 @@ def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnWay(Full):
-  """Reads what it attends to by code of its own."""
-
-  def read(self, at, cache, plan):
-    return super().read(at, cache, plan)
-
-
-def test_a_kernel_never_walks_past_a_method_that_reads_its_own_way():
-  layer = Layer(OwnWay(), Stream.random(0), env=env("pallas"))
-  layer.prefill([5, 3])
-  with pytest.raises(
-    NotImplementedError, match=r"OwnWay fetches slots its own way \(read\); the 'pallas'"
-  ):
-    layer.decode([5, 3])
-
-
-@dataclasses.dataclass(frozen=True)
 class Narrowed(Wrapper):
   """Two first slots, and of the others, for each KV head, a range of its own."""
 
@@ -187,7 +172,7 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
   at = method.at(kvjax.sharding.on_mesh(env("reference"), mesh), 0)
 
   def attended(cache, q):
-    return method.attend(at, cache, method.everything(at, cache), q).state.o
+    return method.attend(at, cache, sight.visible(at, cache), q).state.o
 
   q = stream.q[..., 0, :]
   out = jax.jit(kvjax.sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
@@ -224,7 +209,7 @@ def test_a_token_enters_split_slots_by_the_kernel():
 
   def entered(impl):
     at = method.at(kvjax.sharding.on_mesh(env(impl), mesh), 0)
-    enter = functools.partial(dispatch.enter_token, at)
+    enter = functools.partial(entrance.enter_token, at)
     alike = PartitionSpec()
     run = kvjax.sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
     return jax.jit(run)(cache.put(rows={"seen": seen, "used": seen}), q, k, v, live)
@@ -296,8 +281,8 @@ def implementation(
     prompt = Prompt(valid, valid, method.active(at, tokens, valid), tokens, past)
     qpos = prompt.query_index()
     q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
-    window = method.window(at, qpos)
-    names.append(dispatch.prompt._prompt_implementation(at, {"k": k}, q, window, prompt)[0])
+    chunk = sight.of(at, qpos, prompt)
+    names.append(dispatch.prompt._prompt_implementation(at, {"k": k}, q, chunk)[0])
 
   k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
   jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))

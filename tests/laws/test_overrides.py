@@ -5,6 +5,7 @@ it comes out as by the reference; or a kernel that would pass it by refuses as s
 traced, and says which move, and "auto" takes the reference.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -144,11 +145,6 @@ def first_slot(self, at, cache, *_):
   return jnp.zeros(cache.pos.shape[:2], jnp.int32)
 
 
-def first_slot_once_full(self, at, cache, live):
-  slot = super(type(self), self).landing(at, cache, live)
-  return jnp.where((cache.used == cache.size)[:, None], 0, slot)
-
-
 def changed(*names, **how):
   """Some arrays of the cache described otherwise."""
 
@@ -163,14 +159,14 @@ def sevens(new):
   return jnp.full(new["pos"].shape, 7.0)
 
 
-def even_tiles(self, at, cache, *_):
+def even_tiles(self, at, cache, q, visible, carry):
   """Every other tile of two slots, the newest one among them."""
   stop = cache.used[:, None]
   last = (stop - 1) // 2
   table = last[..., None] - 2 * jnp.arange(5, dtype=jnp.int32)
   count = (table >= 0).sum(-1, dtype=jnp.int32)
   table, count = (jnp.broadcast_to(x, (*cache.pos.shape[:2], *x.shape[2:])) for x in (table, count))
-  return Plan(Span(jnp.zeros_like(stop), stop), jnp.where(table >= 0, table, -1), count, unit=2)
+  return visible.listed(jnp.where(table >= 0, table, -1), count, unit=2), carry
 
 
 def oldest_first(self, at, cache):
@@ -206,23 +202,18 @@ def twice_v(self, at, cache, k, v, live):
   return super(type(self), self).insert(at, cache, k, 2 * v, live)
 
 
-def twice_read(self, at, cache, plan):
-  view = super(type(self), self).read(at, cache, plan)
-  return dataclasses.replace(view, v=2 * view.v)
-
-
 def twice_attended(attended):
   state = dataclasses.replace(attended.state, o=2 * attended.state.o)
   return dataclasses.replace(attended, state=state, out=None)
 
 
-def by_first_channel(self, at, cache, q):
+def by_first_channel(self, at, cache, q, visible):
   """Scores that no summary knows."""
   pages = cache.slots["k"][..., 0].reshape(*cache.pos.shape[:2], -1, 2)
   return jnp.where(pages == 0, -9.0, pages).max(-1)
 
 
-def by_second_channel(self, at, cache, q):
+def by_second_channel(self, at, cache, q, visible):
   return cache.slots["k"][..., 1]
 
 
@@ -269,10 +260,6 @@ def backwards(self, at, staged, *_):
   return -staged["pos"].astype(jnp.float32), staged
 
 
-def least(self, at, cache, scores, ratio=1.0):
-  return super(type(self), self).select(at, cache, -scores, ratio)
-
-
 def more_summaries(self, spec):
   return {**super(type(self), self).summaries(spec), "more": Leaf("heads", (3,), fill=1)}
 
@@ -286,7 +273,6 @@ def hidden(move):
 
 
 HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2, splits=1)
-NO_WAY = "Own fetches slots its own way .read.; the 'pallas' kernel walks the cache's own arrays"
 TABLE = [
   case("window", Full(), narrow_window, prompt=PROMPT),
   case("window", QUEST, narrow_window, slow=True),
@@ -313,23 +299,14 @@ TABLE = [
     *("victim", StreamingLLM(6, 1, "original"), first_slot, hidden("victim")),
     slow=True,
   ),
-  case("landing", SnapKV(6, 2), first_slot_once_full),
   case("leaves", Full(), with_leaf("norm", NORM)),
   case("leaves", LongFlow(6, 2), changed("norm", new=sevens)),
   case("leaves", METHODS["h2o"](6), changed("mass", new=sevens), prompt=PROMPT, slow=True),
   case("leaves", SnapKV(6, 2), changed("score", new=sevens, standing=False)),
   case("insert", Full(), twice_v),
-  case("score", TopKOracle(4), by_second_channel),
-  case("score", QUEST, by_first_channel, slow=True),
-  case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
-  case("select", QUEST, even_tiles),
-  case("select", QUEST, least, over=forecast, prompt=PROMPT, slow=True),
-  case("everything", Full(), even_tiles),
-  case("plan", Full(), lambda self, at, cache, q, carry: (even_tiles(self, at, cache), carry)),
+  case("plan", Full(), even_tiles),
+  case("plan", QUEST, even_tiles, slow=True),
   case("order", Full(), oldest_first, over=HALT),
-  case("read", Full(), twice_read, f"attend_span: {NO_WAY}"),
-  case("read", QUEST, twice_read, f"attend_table: {NO_WAY}", slow=True),
-  case("read", Full(), twice_read, f"art: {NO_WAY.replace('Own', 'ART')}", over=HALT, slow=True),
   case("attend", Full(), doubled("attend", twice_attended)),
   case("attend", TopKOracle(4), of_first_entry, slow=True),
   case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
@@ -371,9 +348,10 @@ TABLE = [
   case("summarise", QUEST, lambda self, cache, start, tokens: cache),
   case("summarise", BLOCKS, lambda self, cache, start, tokens: cache, slow=True),
   case("renew", QUEST, lambda self, at, cache: cache),
-  case("tile_scores", QUEST, by_first_channel),
-  case("tile_scores", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
-  case("tile_scores", BLOCKS, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+  case("score", TopKOracle(4), by_second_channel, slow=True),
+  case("score", QUEST, by_first_channel),
+  case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+  case("score", BLOCKS, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
 ]
 
 # What no implementation can pass by, and why.
@@ -509,14 +487,43 @@ def test_pieces_of_a_prompt_follow_an_override_of_active():
   [
     (Full, {"windw": narrow_window}, r"Own\.windw: .* no move \(is window meant\?\), .*of Full"),
     (Bounded, {"positonal": True}, r"Own\.positonal: .*\(is positional meant\?\)"),
-    (Wrapper, {"landding": property(len)}, r"Own\.landding: .*\(is landing meant\?\)"),
-    (Selective, {"tile_score": least}, r"Own\.tile_score: .*\(is tile_scores meant\?\)"),
+    (Wrapper, {"victm": property(len)}, r"Own\.victm: .*\(is victim meant\?\)"),
+    (Selective, {"scor": by_first_channel}, r"Own\.scor: .*\(is score meant\?\)"),
     (Full, {"zzz": staticmethod(len)}, r"Own\.zzz: .* no move, expected a move of Full, or a name"),
   ],
 )
 def test_a_public_name_that_is_no_move_is_refused(base, own, message):
   with pytest.raises(TypeError, match=message):
     type("Own", (base,), own)
+
+
+@pytest.mark.parametrize(
+  ("base", "own", "message"),
+  [
+    (
+      Full,
+      "plan",
+      r"Own\.plan: found parameters \(self, at, cache\) \(too many .*, visible, carry",
+    ),
+    (Selective, "score", r"Own\.score: .*, expected those of score\(self, at, cache, q, visible\)"),
+    (Wrapper, "victim", None),
+  ],
+)
+def test_a_move_of_other_parameters_is_refused(base, own, message):
+  """As those of before 0.3, which were not handed the plan of all visible slots."""
+  with pytest.raises(TypeError, match=message) if message else contextlib.nullcontext():
+    type("Own", (base,), {own: lambda self, at, cache: None})
+
+
+def test_a_plan_that_forgets_what_queries_see_is_refused():
+  """It would attend to what the window hides."""
+
+  def anew(self, at, cache, q, visible, carry):
+    return Plan(visible.span), carry
+
+  own = type("Own", (Full,), {"plan": anew, "window": narrow_window})()
+  with pytest.raises(ValueError, match=r"Own\.plan: found a plan that forgets .* visible\.listed"):
+    jax.eval_shape(program(own, "reference", (0, 0), 10))
 
 
 def test_what_a_class_may_have_beside_moves():
@@ -596,7 +603,7 @@ def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver
     own(Driven())
 
 
-@pytest.mark.parametrize("move", ["window", "span", "read"])
+@pytest.mark.parametrize("move", ["window", "span"])
 @pytest.mark.parametrize("name", ["infllm", "ltri"])
 def test_what_a_streamed_method_sees_is_its_own(name, move):
   """An override that nothing would ask for is refused as soon as a step is traced."""

@@ -425,7 +425,7 @@ def test_repair_of_any_split(order, sizes, strict, variant):
     ({"alpha": 1.5}, "PRR.alpha: found 1.5, expected 0 to 1"),
     ({"history": 0}, "PRR.history: found 0, expected 1 or more"),
     ({"every": 0}, "PRR.every: found 0, expected 1 or more"),
-    ({"base": HShare()}, "PRR replaces plan, and so does its base"),
+    ({"base": HShare()}, r"PRR.base: found HShare.*, expected a method that selects tiles"),
   ],
 )
 def test_bad_settings(kwargs, message):

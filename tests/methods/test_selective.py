@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Quest, Span, TopKOracle, Window
+from kvjax import CacheSpec, Quest, Span, TopKOracle, Window, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import tiles
 from kvjax.selective import Selective
@@ -119,7 +119,7 @@ class FirstChannel(Selective):
     ok = at * self.size < cache.used[:, None]
     return cache.put(heads={"sum": tiles.write(cache.heads["sum"], at, ok, new)})
 
-  def tile_scores(self, at, cache, q):
+  def score(self, at, cache, q, visible):
     return cache.heads["sum"]
 
 
@@ -168,8 +168,9 @@ def test_ratio_widens_what_is_scored():
   layer = Layer(method, stream, capacity=60)
   layer.prefill([50, 13])
   scores = layer.cache.heads["sum"]
-  select = compiled(functools.partial(method.select, layer.at))
-  plans = [select(layer.cache, scores, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
+  visible = sight.visible(layer.at, layer.cache)
+  select = compiled(functools.partial(method._select, layer.at))
+  plans = [select(layer.cache, scores, visible, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
   counts = [np.asarray(plan.count)[:, 0].tolist() for plan in plans]
   assert counts == [[4, 4], [4, 4], [5, 4], [6, 4]]
   narrow, wide = (np.asarray(plan.table) for plan in (plans[0], plans[-1]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PRR, Carry, Env, Prompt, Quest, Span, Window, Wrapper
+from kvjax import CIS, PRR, Carry, Env, Prompt, Quest, Span, Window, Wrapper, sight
 from kvjax.testing.laws import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import attend
@@ -145,7 +145,7 @@ def test_a_span_for_each_head():
   method, at = Apart(), Apart().at(Env(4, impl="reference"), 0)
   cache = method.init(Stream.random(0, tokens=20).spec(20), 0)
   cache = cache.put(rows={"seen": jnp.array([12, 4]), "used": jnp.array([12, 4])})
-  span = method.everything(at, cache).span
+  span = sight.visible(at, cache).span
   assert isinstance(span, Span)
   np.testing.assert_array_equal(span.start, [[0, 7, 0], [0, -1, 0]])
   np.testing.assert_array_equal(span.stop, [[12] * 3, [4] * 3])

@@ -305,8 +305,8 @@ class FlatVictim(kvjax.TOVA):
 
 @dataclasses.dataclass(frozen=True)
 class FlatScores(kvjax.TopKOracle):
-  def tile_scores(self, at, cache, q):
-    return super().tile_scores(at, cache, q)[:, 0]
+  def score(self, at, cache, q, visible):
+    return super().score(at, cache, q, visible)[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ class FlatScores(kvjax.TopKOracle):
     (
       FlatScores(8, 1, 1),
       "decode_step",
-      r"FlatScores: tile_scores: found shape \(2, 64\), expected \(2, 2, any\)",
+      r"FlatScores: score: found shape \(2, 64\), expected \(2, 2, any\)",
     ),
   ],
 )
@@ -447,9 +447,9 @@ def test_errors_of_parts_name_the_whole():
 
 def test_moves_that_are_missing_name_the_outermost_method():
   @dataclasses.dataclass(frozen=True)
-  class Scoring(kvjax.Method):
-    def score(self, at, cache, q):
-      return jnp.zeros((2, 2, 4))
+  class Unranked(kvjax.Bounded):
+    def victim(self, at, cache):
+      return jnp.zeros((2, 2), jnp.int32)
 
-  with pytest.raises(NotImplementedError, match=r"PSAW\(base=.*Scoring\(\).* does not select"):
-    traced("decode_step", kvjax.PSAW(Scoring()), lambda given: {})
+  with pytest.raises(NotImplementedError, match=r"ETF\(base=.*Unranked\(.* does not rank"):
+    traced("prefill", kvjax.ETF(Unranked(4)), lambda given: {})

@@ -40,6 +40,7 @@ from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
 from kvjax.types import (
+  Active,
   At,
   Attended,
   Cache,
@@ -67,6 +68,7 @@ __all__ = [
   "RKV",
   "TOVA",
   "VATP",
+  "Active",
   "At",
   "Attended",
   "Bounded",

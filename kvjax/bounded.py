@@ -10,6 +10,7 @@ from kvjax import ring
 from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
+from kvjax.traits import Traits
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
@@ -36,8 +37,8 @@ class Bounded(Method):
     return super().__new__(cls, *args, **values)
 
   @property
-  def positional(self) -> bool:
-    return False
+  def traits(self) -> Traits:
+    return super().traits.but(positional=False, chunkable=False)
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -48,7 +49,7 @@ class Bounded(Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class InTurn(Bounded, moves=("always", "staying")):
+class InTurn(Bounded):
   """Gives up the oldest token that may leave, where those that stay are older than all that may.
 
   A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
@@ -57,21 +58,21 @@ class InTurn(Bounded, moves=("always", "staying")):
   """
 
   @property
-  def always(self) -> int:
+  def _always(self) -> int:
     """How many of the first slots are never given up, whatever they hold."""
     return 0
 
-  def staying(self, cache: Cache) -> Int[Array, "B K"]:
-    """How many of the first slots decode will not give up, after a prompt."""
-    return jnp.full(cache.pos.shape[:2], self.always, jnp.int32)
-
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    ring = Leaf("heads", (2,), jnp.int32, (self.always, self.capacity(spec, layer)))
+    ring = Leaf("heads", (2,), jnp.int32, (self._always, self.capacity(spec, layer)))
     return {**super().leaves(spec, layer), "ring": ring}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """The ring closes once the empty slots are taken."""
-    first, since = self.staying(cache), (cache.seen + cache.size - cache.used)[:, None]
-    return cache.put(heads={"ring": jnp.stack([first, jnp.broadcast_to(since, first.shape)], -1)})
+    return self._closed(cache, jnp.full(cache.pos.shape[:2], self._always, jnp.int32))
+
+  def _closed(self, cache: Cache, staying: Int[Array, "B K"]) -> Cache:
+    """The ring after the slots that stay: it closes once the empty ones are taken."""
+    since = (cache.seen + cache.size - cache.used)[:, None]
+    since = jnp.broadcast_to(since, staying.shape)
+    return cache.put(heads={"ring": jnp.stack([staying, since], -1)})
 
   victim = ring.victim

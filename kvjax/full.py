@@ -3,6 +3,7 @@
 import dataclasses
 
 from kvjax.method import Method
+from kvjax.traits import Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,12 +11,8 @@ class Full(Method):
   """Keeps every token and attends to all of them (exact attention)."""
 
   @property
-  def order_independent(self) -> bool:
-    return True
-
-  @property
-  def spreads(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(order_independent=True, spreads=True)
 
   @classmethod
   def example(cls, budget: int) -> Method:

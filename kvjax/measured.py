@@ -31,7 +31,7 @@ class Measured(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    expect(self, "base", self.base.positional, "a method whose cache holds every token")
+    expect(self, "base", self.base.traits.positional, "a method whose cache holds every token")
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

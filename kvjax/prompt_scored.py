@@ -15,10 +15,10 @@ from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptScored(InTurn, moves=("scores",)):
+class PromptScored(InTurn, moves=("score",)):
   """Cuts a prompt to its last `window_size` tokens and the best of those before them.
 
-  A subclass scores the tokens (`scores`). The prompt of a layer is staged whole and cut once; a
+  A subclass scores the tokens (`score`). The prompt of a layer is staged whole and cut once; a
   later turn ranks what is cached together with what is new. Then the budget holds: the selected
   tokens stay, and once the cache is full the oldest of the others, the window's and the generated
   ones, leaves.
@@ -34,7 +34,7 @@ class PromptScored(InTurn, moves=("scores",)):
     window = self.window_size
     expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
-  def scores(
+  def score(
     self,
     at: At,
     staged: slots.Slots,
@@ -61,15 +61,12 @@ class PromptScored(InTurn, moves=("scores",)):
     score = Leaf("slots", fill=math.inf, standing=True)
     return {**super().leaves(spec, layer), "score": score}
 
-  def staying(self, cache: Cache) -> Int[Array, "B K"]:
-    """Those that were selected."""
-    selected = (cache.pos >= 0) & ~jnp.isinf(cache.slots["score"])
-    return selected.sum(-1, dtype=jnp.int32)
-
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """Empty slots score what the tokens will that take them."""
+    """Those that were selected stay; empty slots score what the tokens will that take them."""
     score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
-    return super().settle(at, cache.put(slots={"score": score}), prompt)
+    selected = (cache.pos >= 0) & ~jnp.isinf(score)
+    staying = selected.sum(-1, dtype=jnp.int32)
+    return self._closed(cache.put(slots={"score": score}), staying)
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Tokens that were not ranked, newest first, then the selected ones by score."""
@@ -89,6 +86,6 @@ class PromptScored(InTurn, moves=("scores",)):
     pos = staged["pos"]
     first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
     past = (pos >= 0) & (pos < first[:, None, None])
-    score = self.scores(at, staged, past, q, qpos, attended)
+    score = self.score(at, staged, past, q, qpos, attended)
     score = jnp.where(past, score, jnp.inf)
     return score, {**staged, "score": score}

@@ -6,19 +6,21 @@ import functools
 
 from jaxtyping import Array, Int
 
+from kvjax import forms
 from kvjax.dispatch.prompt import Chunk
 from kvjax.types import At, Cache, Needs, Plan, Prompt, Window
 
 # What decides which tokens stay in which slots.
-EVICTS = ("victim", "insert", "rank", "keep", "always", "staying")
+EVICTS = ("victim", "insert", "rank", "keep", "_always")
 
 
 def visible(at: At, cache: Cache) -> Plan:
   """The plan of all slots that the newest token's queries may see, and what the method needs."""
   window = at.top.window(at, (cache.seen - 1)[:, None])
   span = at.top.span(at, cache, window)
-  own = at.top.overrides("span")
-  needs = Needs(at.top.wants_logits, at.top.ordered, own, _hidden(at, window) if own else ())
+  traits, own = at.top.traits, forms.overrides(at.top, "span")
+  hidden = _hidden(at, window) if own else ()
+  needs = Needs(traits.wants_logits, traits.ordered, own, hidden)
   return Plan(span, unit=at.env.tile, window=window, needs=needs)
 
 
@@ -39,8 +41,7 @@ def of(at: At, qpos: Int[Array, "B A"], prompt: Prompt) -> Chunk:
     prompt,
     at.top.window(at, qpos),
     functools.partial(at.top.window, at),
-    aligned=(prompt.past == 0 or at.top.positional) and not at.top.overrides("stage"),
-    apart=at.top.apart(at) if at.top.knows("apart", "active") else None,
+    aligned=(prompt.past == 0 or at.top.traits.positional) and not forms.overrides(at.top, "stage"),
   )
 
 
@@ -52,6 +53,6 @@ def _hidden(at: At, window: Window | None) -> tuple[str, ...]:
   """
   if window is None:
     return ()
-  if at.top.positional:
+  if at.top.traits.positional:
     return ("window",)
-  return tuple(move for move in ("window", *EVICTS) if not at.top.knows("span", move))
+  return tuple(move for move in ("window", *EVICTS) if not forms.knows(at.top, "span", move))

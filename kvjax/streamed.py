@@ -19,21 +19,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, offload, softmax_state
+from kvjax import dispatch, forms, offload, softmax_state
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
 from kvjax.ops import slots
+from kvjax.traits import Stream, Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed(
   Method,
-  moves=(
-    *("stored_blocks", "summaries", "summarise", "similarity", "choose", "foresee", "learn"),
-    *("persistent_blocks", "alike"),
-  ),
+  moves=(*("summaries", "summarise", "similarity", "choose", "learn"),),
 ):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
@@ -72,16 +70,9 @@ class Streamed(
     expect(self, "inject", self.inject <= retrieved, f"at most retrieved = {retrieved}")
 
   @property
-  def positional(self) -> bool:
-    return False
-
-  @property
-  def wants_logits(self) -> bool:
-    return True
-
-  @property
-  def by_layer(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
+    return usual.but(by_layer=True, stream=Stream(self.chunk))
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -97,14 +88,6 @@ class Streamed(
   def neutral(cls, length: int) -> Method:
     return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
 
-  def pieces(self, length: int) -> list[int]:
-    """Chunks of `chunk` tokens, the last one shorter."""
-    return [min(self.chunk, length - start) for start in range(0, length, self.chunk)]
-
-  def room(self, cache: Cache) -> int | None:
-    """First tokens, window and all that the store has room for."""
-    return cache.size + self.block * (offload.blocks_of(cache.heads["store"]) - 2)
-
   # ---- shapes
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
@@ -112,13 +95,13 @@ class Streamed(
     reach = min(self.local, max(spec.capacity - self.init_tokens, 1))
     return self.init_tokens + (-(-reach // self.block) + 2) * self.block
 
-  def stored_blocks(self, spec: CacheSpec) -> int:
+  def _stored_blocks(self, spec: CacheSpec) -> int:
     """Blocks that can leave the window within the capacity, at least 1."""
     return max(1, -(-(spec.capacity - self.init_tokens - self.local) // self.block))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
-    sizes = spec.batch, spec.kv_heads, self.stored_blocks(spec), self.block, spec.head_dim
+    sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
     copies = Leaf("heads", (self.held * self.block, spec.head_dim), spec.dtype)
     store = functools.partial(offload.empty, *sizes, spec.dtype)
 
@@ -169,37 +152,21 @@ class Streamed(
     raise NotImplementedError(f"{type(self).__name__}.similarity")
 
   def choose(
-    self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
-  ) -> tuple[Int[Array, "B R"], Carry]:
-    """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar."""
-    return self._best(cache, [similarity]), carry
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry
+  ) -> tuple[Int[Array, "B R"] | None, Carry]:
+    """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar.
 
-  def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
-    """What the layer will probably retrieve, from what those below hand on; None: no idea.
-
-    It is fetched as soon as it is known, which does not wait for the layer's queries.
+    Without a similarity: those that the layer will probably retrieve, from what the layers below
+    hand on; they are fetched as soon as they are known, which does not wait for the layer's
+    queries. None: no idea.
     """
-    return None
+    return None if similarity is None else self._best(cache, [similarity]), carry
 
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
     """What else is remembered of a chunk's attention to window and chunk, before it is kept."""
     return cache
-
-  @property
-  def persistent_blocks(self) -> bool:
-    """Whether decoding goes on with the blocks of the prompt's last chunk."""
-    return False
-
-  def alike(self, layer: int) -> int:
-    """The first layer in which the method does just what it does in this one."""
-    return layer
-
-  def _twin(self, at: At) -> At | None:
-    if at.env.check_nan:  # whose errors name the layer
-      return None
-    return At(at.of_layer(self.alike), at.env, at.top)
 
   # ---- geometry
 
@@ -275,13 +242,14 @@ class Streamed(
     self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
   ) -> tuple[Cache, Carry]:
     """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
-    foreseen = self.foresee(at, cache, carry)
+    foreseen, _ = self.choose(at, cache, None, carry)
     if foreseen is not None:
       cache = self._hold(at, cache, jnp.where(ok, foreseen, -1))
       # What turns out not to be wanted has to leave before what is.
       before = cache.seen[:, None] - 1
       cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
     wanted, carry = self.choose(at, cache, similarity, carry)
+    assert wanted is not None
     return self._hold(at, cache, jnp.where(ok, wanted, -1)), carry
 
   def _hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
@@ -448,7 +416,7 @@ class Streamed(
   def _sees_alone(self, at: At) -> None:
     """Raises for an override of what a query sees: nothing here would ask for it."""
     for move in ("window", "span"):
-      if at.top.overrides(move):
+      if forms.overrides(at.top, move):
         raise NotImplementedError(
           f"{at.name}.{move}: found an override over {type(self).__name__}, which "
           "attends to its own window and to the blocks that it retrieves, expected none"
@@ -464,7 +432,8 @@ class Streamed(
   ) -> tuple[Plan, Carry]:
     """Everything near and far; the memo is the cache with the blocks that the step retrieves."""
     self._sees_alone(at)
-    if self.persistent_blocks:
+    stream = self.traits.stream
+    if stream is not None and stream.persists:
       return visible, carry
     qpos = (cache.seen - 1)[:, None]
     similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from kvjax import offload
+from kvjax import forms, offload
 from kvjax.method import Method
 from kvjax.registry import check_method
 from kvjax.sites import DifferentLayer, Site
@@ -42,7 +42,7 @@ class LayerTraffic:
     attended: slots that each KV head attends to.
     tokens: bytes of keys and values that are attended to.
     scanned: bytes of the keys that are looked at to choose those.
-    spared: bytes of `scanned` that sharing can spare (`Method.scans`).
+    spared: bytes of `scanned` that sharing can spare (`Traits.scans`).
     others: bytes of everything else: summaries, labels, scores; what is written as a whole counts
       once more.
     host: bytes that cross the link to the host's memory.
@@ -300,7 +300,7 @@ def _summed(
     else:
       sums["tokens" if name in (*_KEYS, *_VALUES) else "others"] += whole + taken
       sums["others"] += size * (name in changed)
-  least, most = at.top.scans(spec)
+  least, most = at.top.traits.scans(spec)
   return LayerTraffic(
     attended=attended,
     tokens=sums["tokens"],
@@ -310,7 +310,7 @@ def _summed(
     host=sums["host"],
     chosen=chosen,
     walks=values.times if chosen else 1,
-    bound=at.top.overrides("attend") or (least < most and sums["scanned"] > 0),
+    bound=forms.overrides(at.top, "attend") or (least < most and sums["scanned"] > 0),
   )
 
 

@@ -166,7 +166,22 @@ def pytree(*static: str) -> Callable[[type[T]], type[T]]:
   return register
 
 
-@pytree("tokens", "past")
+@pytree("apart")
+@dataclasses.dataclass(frozen=True)
+class Active:
+  """The tokens of a chunk that a layer computes.
+
+  Attributes:
+    index: int32 [B, A], which they are; the padded length of the chunk = padding.
+    apart: how many of the first of them may stand apart, the others being neighbours; None: more
+      of them, or not known (static). It only decides how attention is computed.
+  """
+
+  index: Array
+  apart: int | None = None
+
+
+@pytree("tokens", "past", "apart")
 @dataclasses.dataclass(frozen=True)
 class Prompt:
   """One chunk of a prompt, right-padded.
@@ -179,6 +194,7 @@ class Prompt:
     tokens: T, the padded length of the chunk (static).
     past: static upper bound on the tokens that any row has already cached; 0 says that the cache
       is empty, None that nothing is known.
+    apart: how many of the first computed tokens may stand apart (`Active`).
   """
 
   valid: Array
@@ -186,11 +202,17 @@ class Prompt:
   index: Array | None
   tokens: int
   past: int | None = None
+  apart: int | None = None
 
   @classmethod
   def of(cls, at: At, tokens: int, valid: Array, total: Array, past: int | None) -> Prompt:
     """What a layer sees of a chunk of `tokens` padded tokens."""
-    return cls(valid, total, at.top.active(at, tokens, total), tokens, past)
+    active = at.top.active(at, tokens, total)
+    if active is None:
+      return cls(valid, total, None, tokens, past)
+    if not isinstance(active, Active):
+      raise TypeError(f"{at.name}.active: found {active!r}, expected kvjax.Active(index) or None")
+    return cls(valid, total, active.index, tokens, past, active.apart)
 
   def query_index(self) -> Int[Array, "B A"]:
     """Index within the chunk of every computed token."""

@@ -335,7 +335,8 @@ def contest(
   game = Contest(model, tokenizer, row, length)
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)
-  shared = [n for n, m in methods.items() if m.dense_prefill and layered.programs(m, *size) <= 2]
+  dense = {n: m for n, m in methods.items() if kvjax.forms.dense_prefill(m)}
+  shared = [n for n, m in dense.items() if layered.programs(m, *size) <= 2]
   together = read_together(game, methods, shared)
 
   def result(name: str, method: kvjax.Method) -> Result:

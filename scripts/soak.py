@@ -54,7 +54,8 @@ class Args:
 def evicting() -> tuple[str, ...]:
   """Methods whose slots are reused for any number of tokens."""
   examples = {name: cls.example(BUDGET) for name, cls in kvjax.METHODS.items()}
-  return tuple(n for n, m in examples.items() if not m.positional and m.pieces(1) is None)
+  traits = {name: method.traits for name, method in examples.items()}
+  return tuple(n for n, x in traits.items() if not x.positional and x.stream is None)
 
 
 def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:

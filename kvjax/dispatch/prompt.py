@@ -27,14 +27,12 @@ class Chunk:
     seen: the part of the past that they see; None: everything.
     window: the same of any positions [B, T], for what has to be known beforehand.
     aligned: whether the staged slots carry their positions, from 0 on; else the chunk stands last.
-    apart: how many of the first computed tokens may stand apart; None: not known.
   """
 
   prompt: Prompt
   seen: Window | None
   window: Callable[[Array], Window | None]
   aligned: bool
-  apart: int | None
 
 
 def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, chunk: Chunk) -> Attended:
@@ -149,15 +147,14 @@ def _pieces(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[tuple, str]:
   """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
   if beyond := _beyond_cudnn(staged):
     return (), beyond
-  prompt, window, apart = chunk.prompt, chunk.seen, chunk.apart
-  past = prompt.past
+  prompt, window, past = chunk.prompt, chunk.seen, chunk.prompt.past
+  apart = 0 if prompt.index is None else prompt.apart
   if apart is None or past is None or at.env.slot_axis or not chunk.aligned:
     return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
   if window is not None and (past or window.by_head or window.view is not None):
     return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
   queries = q.shape[3]
-  before = past + prompt.tokens - queries + (apart if prompt.index is not None else 0)
-  apart = apart if prompt.index is not None else 0
+  before = past + prompt.tokens - queries + apart
   first = None
   if window is not None:
     with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known

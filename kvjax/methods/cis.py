@@ -11,6 +11,7 @@ from kvjax.dispatch import sharing
 from kvjax.fields import expect, least, number, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, pytree
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
@@ -82,8 +83,8 @@ class CIS(Method):
     return cls(k=1, sinks=0, local=length)
 
   @property
-  def spreads(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(spreads=True, scans=self._scans)
 
   @property
   def _dilated(self) -> int:
@@ -95,7 +96,7 @@ class CIS(Method):
     """Tokens of a dilated retrieval, at most."""
     return self.k + 2 * self.radius * self._dilated
 
-  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+  def _scans(self, spec: CacheSpec) -> tuple[float, float]:
     """Once a block where all queries share, in every step where none does."""
     return (1 / self.block if self.tau < 1 else 1.0), (1 / self.block if self.tau <= -1 else 1.0)
 

@@ -7,6 +7,7 @@ from kvjax.method import Method
 from kvjax.methods.cis import CIS, split
 from kvjax.methods.etf import ETF
 from kvjax.methods.psaw import PSAW
+from kvjax.traits import Traits
 from kvjax.wrapper import Wrapper
 
 
@@ -54,8 +55,8 @@ class CPE(Wrapper):
     super().__post_init__()
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads
+  def traits(self) -> Traits:
+    return super().traits.but(spreads=self.base.traits.spreads)
 
   @classmethod
   def preset(cls, budget: int, matched: bool = False, **changes: Any) -> Method:

@@ -11,7 +11,8 @@ from kvjax.fields import between, least, one_of
 from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.ops import depth, slots
-from kvjax.types import At, Carry, Prompt
+from kvjax.traits import Traits
+from kvjax.types import Active, At, Carry, Prompt
 from kvjax.wrapper import Wrapper
 
 
@@ -42,7 +43,7 @@ class ETF(Wrapper):
       SmolLM2 the KL to the full cache is 2.0 nats, with "project" 0.016.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("active", "apart", "fill")
+  replaces: ClassVar[tuple[str, ...]] = ("active", "fill")
   sinks: int = least(0, 16)
   psi: float = between(0, 1, 0.5, "(]")
   gamma: float = between(0, math.inf, 1.0, "[)")
@@ -50,25 +51,19 @@ class ETF(Wrapper):
   kv: str = one_of(("previous", "project"), "project")
 
   @property
-  def projects_all(self) -> bool:
-    return self.kv == "project"
-
-  @property
   def _freezes(self) -> bool:
     """Whether there can be a layer that freezes something."""
     return self.psi < 1 and self.gamma > 0 and self.start < 1
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads
-
-  @property
-  def chunkable(self) -> bool:
-    return self.base.chunkable and not self._freezes
-
-  @property
-  def order_independent(self) -> bool:
-    return self.base.order_independent and not self._freezes
+  def traits(self) -> Traits:
+    base, whole = self.base.traits, not self._freezes
+    return super().traits.but(
+      projects_all=self.kv == "project",
+      spreads=base.spreads,
+      chunkable=base.chunkable and whole,
+      order_independent=base.order_independent and whole,
+    )
 
   @classmethod
   def example(cls, budget: int) -> Method:
@@ -89,7 +84,8 @@ class ETF(Wrapper):
     """Whether there is such a layer, and it takes keys from the one below."""
     return layer < layers and self._share(layer, layers) > 0
 
-  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
+  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Active | None:
+    """The first tokens and, in one piece, the end of the prompt."""
     share = at.of_layer(lambda layer: self._share(layer, at.env.layers))
     # A longer prompt computes no fewer tokens than a shorter one: the padded chunk bounds them.
     longest = depth.floor_of(share, tokens)
@@ -100,11 +96,7 @@ class ETF(Wrapper):
     frozen = jnp.maximum(depth.floor_of_each(share, total), self.sinks)  # the first E_ℓ(T)
     i = jnp.arange(count, dtype=jnp.int32)
     index = jnp.where(i < self.sinks, i, frozen + i - self.sinks)
-    return jnp.where(index < total, index, tokens)
-
-  def apart(self, at: At) -> int | None:
-    """The first tokens; after the frozen ones, the end of the prompt is in one piece."""
-    return self.sinks
+    return Active(jnp.where(index < total, index, tokens), self.sinks)
 
   def fill(
     self,

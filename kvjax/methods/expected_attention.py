@@ -33,7 +33,7 @@ class ExpectedAttention(PromptScored):
   future: int = least(1, 512)
   epsilon: float | int = least(0, 0.0)
 
-  def scores(
+  def score(
     self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
   ) -> Float[Array, "B K S"]:
     pos, size = staged["pos"], q.shape[-1]

@@ -11,6 +11,7 @@ from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import slots
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
@@ -40,8 +41,8 @@ class H2O(Bounded):
     return self.budget - self.budget // 2 if self.recent is None else self.recent
 
   @property
-  def wants_logits(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(wants_logits=True)
 
   @classmethod
   def neutral(cls, length: int) -> Method:

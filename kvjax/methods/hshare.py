@@ -15,6 +15,7 @@ from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.selective import SelectiveTokens
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, pytree
 
 
@@ -79,7 +80,7 @@ class HShare(SelectiveTokens):
     held, own = super().leaves(spec, layer), layer - self.dense_layers
     if own < 0:
       return held
-    width = min(self.best, spec.capacity)
+    width = min(self.tiles.best, spec.capacity)
     return {
       **held,
       "heavy": Leaf("heads", (width,), jnp.int32, -1),
@@ -87,7 +88,11 @@ class HShare(SelectiveTokens):
       "from_layer": Leaf("rows", (), jnp.int32, own),
     }
 
-  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(scans=self._scans)
+
+  def _scans(self, spec: CacheSpec) -> tuple[float, float]:
     """The share of the settings; members that no other resembles keep their own set beyond it."""
     counts = spec.layers - self.dense_layers, spec.kv_heads
     shares = zip((self.layers, self.heads), counts, strict=True)
@@ -114,7 +119,7 @@ class HShare(SelectiveTokens):
     if sets is None:
       heads, k = cache.heads["heavy"].shape[:2], cache.heads["heavy"].shape[2]
       sets = jnp.full((*heads, at.env.layers - self.dense_layers, k), -1, jnp.int32)
-    sinks, local = self.forced
+    sinks, local = self.tiles.forced
     read = share_sets(
       *(at, cache, visible, retrieved, sets),
       own=at.layer - self.dense_layers,
@@ -135,10 +140,12 @@ class HShare(SelectiveTokens):
     active: Bool[Array, "B K"] | None = None,
   ) -> Int[Array, "B K k"]:
     """What a retrieval gives: the best tokens that are neither first nor newest."""
-    sinks, local = self.forced
+    sinks, local = self.tiles.forced
     how: dict[str, Any] = {"sinks": sinks, "local": local, "ordered": visible.needs.order}
     span = visible.span
-    return dispatch.other_tiles(at, scores, span, active=active, unit=1, k=self.best, **how)[1]
+    return dispatch.other_tiles(at, scores, span, active=active, unit=1, k=self.tiles.best, **how)[
+      1
+    ]
 
   def _retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
     """Heads that use their own retrieval, in layers that do, where one is due."""

@@ -12,7 +12,7 @@ from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
-from kvjax.selective import Selective
+from kvjax.selective import Selective, Tiles
 from kvjax.types import At, Cache, CacheSpec, Plan
 
 
@@ -76,20 +76,9 @@ class InfLLMv2(Selective):
     return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
 
   @property
-  def unit(self) -> int:
-    return self.block
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return self.sinks, -(-self.local // self.block)
-
-  @property
-  def best(self) -> int:
-    return self.top
-
-  @property
-  def positive(self) -> bool:
-    return True
+  def tiles(self) -> Tiles:
+    newest, below = -(-self.local // self.block), self.dense_below
+    return Tiles(self.block, self.top, self.sinks, newest, dense_below=below, positive=True)
 
   @property
   def _windows(self) -> dict[str, int]:
@@ -109,9 +98,7 @@ class InfLLMv2(Selective):
     compressed = tiles.write(cache.heads["compressed"], window, complete, mean)
     return cache.put(heads={"compressed": compressed})
 
-  def renew(self, at: At, cache: Cache) -> Cache:
-    if self.form("summarise") is not InfLLMv2.summarise:
-      return super().renew(at, cache)
+  def _renewed(self, at: At, cache: Cache) -> Cache:
     return dispatch.renew_mean(at, cache, self.summarise, **self._windows)
 
   @property

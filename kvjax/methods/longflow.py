@@ -11,6 +11,7 @@ from kvjax.leaves import NORM, Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import slots
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
@@ -47,8 +48,8 @@ class LongFlow(SnapKV):
     expect(self, "budget", self.budget > sinks + recent, expected)
 
   @property
-  def wants_logits(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(wants_logits=True)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """‖v‖₁ and the next victim; SnapKV's scores and its ring are not kept."""

@@ -16,6 +16,7 @@ from kvjax.ops import attention, slots, spans
 from kvjax.ops.spans import MODES
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
+from kvjax.traits import Stream, Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, OwnRows
 
 # Retrieval heads of Llama-3-8B-Instruct-262K: layer, query head, score (App. C).
@@ -101,13 +102,9 @@ class Ltri(Streamed, moves=("divide",)):
     expect(self, "vectors", self.vectors >= self.spans, f"{self.spans} or more")
 
   @property
-  def persistent_blocks(self) -> bool:
-    return self.persistent
-
-  def pieces(self, length: int) -> list[int]:
-    """Chunks of `chunk` tokens, and the last `last` tokens on their own."""
-    end = min(self.last, length)
-    return super().pieces(length - end) + [end] * (end > 0)
+  def traits(self) -> Traits:
+    """The last `last` tokens are a piece on their own."""
+    return super().traits.but(stream=Stream(self.chunk, self.last, self.persistent, self._alike))
 
   def _head(self, layer: int) -> tuple[int, float] | None:
     """The retrieval head of a layer and its score; None: the layer has none."""
@@ -118,7 +115,7 @@ class Ltri(Streamed, moves=("divide",)):
     """Whether a layer keeps vectors of its blocks."""
     return self.heads is None or self._head(layer) is not None
 
-  def alike(self, layer: int) -> int:
+  def _alike(self, layer: int) -> int:
     """The first layer of the same retrieval head, or none, and of the same settings."""
 
     def settings(layer: int) -> tuple[Any, ...]:
@@ -135,7 +132,7 @@ class Ltri(Streamed, moves=("divide",)):
     """
     if not self._indexes(layer):
       return {}
-    blocks, spans = self.stored_blocks(spec), (4, self.spans)
+    blocks, spans = self._stored_blocks(spec), (4, self.spans)
     sizes = blocks, self.spans, spec.head_dim
     ring = (self.capacity(spec, layer) - self.init_tokens) // self.block
 
@@ -339,12 +336,17 @@ class Ltri(Streamed, moves=("divide",)):
     return spans.elect(votes, spans.inside(start, stop, self.block), count)
 
   def choose(
-    self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
-  ) -> tuple[Int[Array, "B R"], Carry]:
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry
+  ) -> tuple[Int[Array, "B R"] | None, Carry]:
     """The blocks of most votes; ties to the layer's own similarity, then to the oldest."""
+    votes = carry.rows.get("votes")
+    if similarity is None:
+      if votes is None or not (self.prefetch and self.voting and self._indexes(at.layer)):
+        return None, carry
+      return self._best(cache, [_some(votes)]), carry
     if not self.voting:
       return self._best(cache, [similarity]), carry
-    votes = carry.rows.get("votes", jnp.zeros_like(similarity))
+    votes = jnp.zeros_like(similarity) if votes is None else votes
     if self._indexes(at.layer):
       found = self._head(at.layer)
       mine = self._ranks(cache, [similarity], forces=False) < min(
@@ -352,14 +354,7 @@ class Ltri(Streamed, moves=("divide",)):
       )
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
-    return self._best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
-
-  def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
-    """The blocks of most votes so far."""
-    votes = carry.rows.get("votes")
-    if not (self.prefetch and self.voting and self._indexes(at.layer)) or votes is None:
-      return None
-    return self._best(cache, [jnp.where(votes > 0, votes, -jnp.inf)])
+    return self._best(cache, [_some(votes), similarity]), carry
 
 
 def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -414,6 +409,11 @@ def calibrated_rate(
     f"tokens_per_vector: found {tokens_per_vector}, expected at most "
     f"{tokens / max(fewest, 1):.1f}, where every span has one vector"
   )
+
+
+def _some(votes: Float[Array, "B N"]) -> Float[Array, "B N"]:
+  """Votes; −∞ for blocks without any, which do not take part."""
+  return jnp.where(votes > 0, votes, -jnp.inf)
 
 
 def _packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, foresight, sight
+from kvjax import dispatch, foresight, forms, sight
 from kvjax.dispatch import speculation
 from kvjax.dispatch.speculation import Beside
 from kvjax.fields import between, bound, expect, least, one_of
@@ -20,6 +20,7 @@ from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing
 from kvjax.ops.smoothing import Smoothed
 from kvjax.selective import Selective
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span, pytree
 from kvjax.wrapper import Wrapper
 
@@ -97,8 +98,8 @@ class PRR(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    usual = self.base.form("plan") is Selective.plan
-    selects = usual and isinstance(self.base, Selective) and self.base.positional
+    usual = forms.form(self.base, "plan") is Selective.plan
+    selects = usual and isinstance(self.base, Selective) and self.base.traits.positional
     expect(self, "base", selects, "a method that selects tiles of all tokens")
 
   @classmethod
@@ -110,13 +111,10 @@ class PRR(Wrapper):
     return cls(Quest.neutral(length), budget=1.0)
 
   @property
-  def ordered(self) -> bool:
-    return False
-
-  @property
-  def chunkable(self) -> bool:
+  def traits(self) -> Traits:
     """What is predicted depends on how the prompt was cut, and so does what is read in vain."""
-    return self.strict and self.base.chunkable
+    chunkable = self.strict and self.base.traits.chunkable
+    return super().traits.but(ordered=False, chunkable=chunkable)
 
   @property
   def _selector(self) -> Selective:
@@ -127,8 +125,8 @@ class PRR(Wrapper):
   @property
   def _forced(self) -> dict[str, int]:
     """Which tiles are read whatever their scores."""
-    sinks, local = self._selector.forced
-    return {"unit": self._selector.unit, "sinks": sinks, "local": local}
+    sinks, local = self._selector.tiles.forced
+    return {"unit": self._selector.tiles.unit, "sinks": sinks, "local": local}
 
   # ---- shapes
 
@@ -138,7 +136,7 @@ class PRR(Wrapper):
       return float(self.budget != 0)
     if not isinstance(self.budget, str):
       return float(self.budget)
-    shape = {"unit": self._selector.unit, "best": self._selector.best}
+    shape = {"unit": self._selector.tiles.unit, "best": self._selector.tiles.best}
     name = type(self._selector).__name__
     return speculation.speculation_ratio(name, **shape, batch=batch, slots=capacity)
 
@@ -148,7 +146,7 @@ class PRR(Wrapper):
     ratio = self._ratio(spec.batch, spec.capacity)
     if layer < self._selector.dense_layers or ratio == 0:
       return held
-    count = -(-spec.capacity // self._selector.unit)
+    count = -(-spec.capacity // self._selector.tiles.unit)
     wide, width = (self._selector._width(count, x) for x in (ratio, 1.0))
     foreseen = (0, *[-1] * (wide - 1))  # the first token's tile
     factors = (self.alpha, self.beta, self.gamma) if self.variant == "S3" else (1.0, 0.0, 0.0)
@@ -171,7 +169,7 @@ class PRR(Wrapper):
       return self.base.plan(at, cache, q, visible, carry)
     foreseen = cache.heads["foreseen"]
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
-    guess = visible.listed(foreseen, count, unit=self._selector.unit)
+    guess = visible.listed(foreseen, count, unit=self._selector.tiles.unit)
     known: dict[str, Any] = {}
     if self._together(at):
       # S, and Ŝ of the next step: alone, the second would take as long as the first.
@@ -199,7 +197,7 @@ class PRR(Wrapper):
     self, at: At, cache: Cache, visible: Plan, guess: Plan, q: Float[Array, "B K G H"]
   ) -> Beside:
     """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
-    scored = self._selector._scored if self.base.knows("_scored", "score") else None
+    scored = self._selector._scored if forms.knows(self.base, "_scored", "score") else None
     everything = visible.window is None and not visible.needs.own_span
     # S1 may have to keep what was speculated as it is.
     if scored is not None and everything and self.variant != "S1":
@@ -267,7 +265,7 @@ class PRR(Wrapper):
     if plan.memo is None:
       return cache, aux
     assert plan.table is not None
-    aux |= foresight.report(plan, before.heads["selected"], self._selector.positive)
+    aux |= foresight.report(plan, before.heads["selected"], self._selector.tiles.positive)
     if plan.memo.foreseen is not None:
       return _noted(cache, plan.memo.state, plan.memo.foreseen, plan.table), aux
     new, ahead = self._advanced(before, plan.memo.scores)
@@ -286,7 +284,7 @@ class PRR(Wrapper):
   def _scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
     """Tiles that have had a score once token t has attended: the full ones before its own."""
     tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
-    return tile < (t // self._selector.unit)[:, None, None]
+    return tile < (t // self._selector.tiles.unit)[:, None, None]
 
   def _advanced(
     self, cache: Cache, scores: Float[Array, "B K P"]
@@ -430,12 +428,12 @@ class PRR(Wrapper):
     `state` holds those of all (α, β) [N, B, K, P] after token `last`. The second result says which
     rows have had a score before, and more than k tiles to choose from.
     """
-    k, forced = self._selector.best, dict[str, Any](self._forced)
+    k, forced = self._selector.tiles.best, dict[str, Any](self._forced)
     top, index = dispatch.other_tiles(at, scores, span, **forced, k=k + 1)
     counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
-    counts &= cache.seen >= self._selector.dense_below
+    counts &= cache.seen >= self._selector.tiles.dense_below
     top, index = top[..., :k], index[..., :k]
-    weight = foresight.weights(top, index >= 0, self._selector.positive)
+    weight = foresight.weights(top, index >= 0, self._selector.tiles.positive)
     missing = scores.shape[-1]
     worth = slots.put(
       jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight

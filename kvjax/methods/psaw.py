@@ -11,6 +11,7 @@ from kvjax.fields import between, expect, least
 from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.ops import depth
+from kvjax.traits import Traits
 from kvjax.types import At, Window
 from kvjax.wrapper import Wrapper
 
@@ -43,11 +44,11 @@ class PSAW(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    expect(self, "base", self.base.positional, "a method whose slots are positions")
+    expect(self, "base", self.base.traits.positional, "a method whose slots are positions")
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads
+  def traits(self) -> Traits:
+    return super().traits.but(spreads=self.base.traits.spreads)
 
   @classmethod
   def example(cls, budget: int) -> Method:

@@ -12,7 +12,8 @@ from kvjax.fields import expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
-from kvjax.selective import Selective
+from kvjax.selective import Selective, Tiles
+from kvjax.traits import Traits
 from kvjax.types import At, Cache, CacheSpec, Plan
 
 
@@ -60,20 +61,13 @@ class Quest(Selective):
     return cls(budget=max(budget, 3 * 16), group="max")
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads and self.base.positional
+  def traits(self) -> Traits:
+    base = self.base.traits
+    return super().traits.but(spreads=base.spreads and base.positional)
 
   @property
-  def unit(self) -> int:
-    return self.page
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return 0, 1
-
-  @property
-  def best(self) -> int:
-    return self.budget // self.page - 1
+  def tiles(self) -> Tiles:
+    return Tiles(unit=self.page, best=self.budget // self.page - 1, newest=1)
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     shape = -(-spec.capacity // self.page), spec.head_dim
@@ -93,10 +87,9 @@ class Quest(Selective):
       heads={name: tiles.write(cache.heads[name], page, begun, x) for name, x in extremes.items()}
     )
 
-  def renew(self, at: At, cache: Cache) -> Cache:
-    # The kernel finds the newest token by its position.
-    if not at.top.positional or self.form("summarise") is not Quest.summarise:
-      return super().renew(at, cache)
+  def _renewed(self, at: At, cache: Cache) -> Cache:
+    if not at.top.traits.positional:  # the kernel finds the newest token by its position
+      return super()._renewed(at, cache)
     return dispatch.renew_extremes(at, cache, self.summarise, unit=self.page)
 
   @property

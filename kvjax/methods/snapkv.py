@@ -40,7 +40,7 @@ class SnapKV(PromptScored):
     """
     return cls(budget=budget, window_size=32, pool=7, reduce="max")
 
-  def scores(
+  def score(
     self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
   ) -> Float[Array, "B K S"]:
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, self.window_size)

@@ -9,6 +9,7 @@ from kvjax.bounded import InTurn
 from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
 from kvjax.ops import slots
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, Carry, Prompt, Span, Window
 
 
@@ -34,15 +35,11 @@ class StreamingLLM(InTurn):
     expect(self, "budget", self.budget > self.sinks, f"more than sinks = {self.sinks}")
 
   @property
-  def chunkable(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(chunkable=True, order_independent=True)
 
   @property
-  def order_independent(self) -> bool:
-    return True
-
-  @property
-  def always(self) -> int:
+  def _always(self) -> int:
     return self.sinks
 
   @classmethod
@@ -111,12 +108,8 @@ class StreamingLLMByTurn(StreamingLLM):
     expect(self, "reserve", 0 <= self.reserve <= most, f"0 to budget - sinks = {most}")
 
   @property
-  def chunkable(self) -> bool:
-    return False
-
-  @property
-  def order_independent(self) -> bool:
-    return False
+  def traits(self) -> Traits:
+    return super().traits.but(chunkable=False, order_independent=False)
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     return None

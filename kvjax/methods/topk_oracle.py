@@ -9,6 +9,7 @@ from kvjax import dispatch
 from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.selective import SelectiveTokens
+from kvjax.traits import Traits
 from kvjax.types import At, Cache, Plan
 
 
@@ -38,8 +39,9 @@ class TopKOracle(SelectiveTokens):
     expect(self, "budget", self.budget >= fewest, expected)
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads and self.base.positional
+  def traits(self) -> Traits:
+    base = self.base.traits
+    return super().traits.but(spreads=base.spreads and base.positional)
 
   @classmethod
   def example(cls, budget: int) -> Method:

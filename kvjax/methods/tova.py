@@ -11,6 +11,7 @@ from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
+from kvjax.traits import Traits
 from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
 
 
@@ -30,8 +31,8 @@ class TOVA(Bounded):
   budget: int = least(2, 2048)
 
   @property
-  def wants_logits(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(wants_logits=True)
 
   @classmethod
   def neutral(cls, length: int) -> Method:

@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from .. import forms
 from ..full import Full
 from ..leaves import Leaf
 from ..method import Method
@@ -144,7 +145,7 @@ def chunked_prefill(case):
     run.chunk(np.clip(LENGTHS - start, 0, CHUNK), np.minimum(LENGTHS, start).astype(np.int32))
   chunked = np.stack([run.decode(LENGTHS + i) for i in range(STEPS)], 1)
   assert np.isfinite(chunked).all()
-  if run.method.chunkable:
+  if run.method.traits.chunkable:
     np.testing.assert_allclose(chunked, logits_of(case)[:, 1:], atol=CLOSE)
 
 
@@ -154,7 +155,7 @@ def decode_equals_prefill(case):
 
   Others decide by what they saw in which order.
   """
-  for i in (1, STEPS) if case.tight.order_independent else ():
+  for i in (1, STEPS) if case.tight.traits.order_independent else ():
     whole = Told(case).prompt((LENGTHS + i).astype(np.int32))
     np.testing.assert_allclose(logits_of(case)[:, i], whole, atol=CLOSE)
 
@@ -488,7 +489,7 @@ def empty_wrapper_is_transparent(case):
   for fact in FACTS:
     assert getattr(through, fact) == getattr(base, fact), fact
   for n in (1, 100):
-    assert through.pieces(n) == base.pieces(n)
+    assert through.traits.pieces(n) == base.traits.pieces(n)
 
 
 # ---- what a method says of itself
@@ -497,7 +498,7 @@ def empty_wrapper_is_transparent(case):
 @law
 def shared_prefill(case):
   """One pass that fills several caches equals the method's own prefill, bit for bit."""
-  if not case.tight.dense_prefill:
+  if not forms.dense_prefill(case.tight):
     with raises(ValueError, "leave prefill attention dense"):
       SharedPrefill((case.tight,))
     return
@@ -519,7 +520,7 @@ def the_repository_setting(case):
   assert isinstance(preset, method) and preset != method.example(40)
   run = Told(case, preset)
   assert np.isfinite(run.generate(2)).all()
-  if not preset.positional:
+  if not preset.traits.positional:
     sizes = [cache.size for cache in run.caches]
     assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
 

@@ -167,7 +167,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 class Apart(PRR):
   """The same method, whose searches are not joined in one launch."""
 
-  def _together(self, at: kvjax.At) -> bool:
+  def _together(self, at: Any) -> bool:
     return False
 
 
@@ -203,7 +203,7 @@ def score(method: Any, q: Any, cache: Cache) -> Any:
 
 def attend(method: Any, q: Any, cache: Cache, name: str) -> Any:
   """Attention alone, over the pages listed in a leaf of the cache."""
-  return method.attend(method.at(ENV, 0), cache, listed(method.unit, cache, name), q).out
+  return method.attend(method.at(ENV, 0), cache, listed(method.tiles.unit, cache, name), q).out
 
 
 def listed(unit: int, cache: Cache, name: str) -> Plan:
@@ -214,7 +214,7 @@ def listed(unit: int, cache: Cache, name: str) -> Plan:
 
 def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
-  guess = listed(method.base.unit, cache, "foreseen")
+  guess = listed(method.base.tiles.unit, cache, "foreseen")
   at = method.at(ENV, 0)
   found = method._beside(at, cache, sight.visible(at, cache), guess, q)
   assert found.early is not None
@@ -233,7 +233,7 @@ def update(method: PRR, q: Any, cache: Cache) -> Any:
 
 def repaired(method: PRR, q: Any, cache: Cache) -> Any:
   """The repair alone, of a finished state."""
-  plan = listed(method.base.unit, cache, "true")
+  plan = listed(method.base.tiles.unit, cache, "true")
   state = [cache.heads[name] for name in ("o", "m", "l", "out")]
   run = functools.partial(repair, unit=plan.unit)
   guess, span = cache.heads["foreseen"], plan.span
@@ -247,7 +247,7 @@ def repaired(method: PRR, q: Any, cache: Cache) -> Any:
 def predicted(s: Setting, table: np.ndarray, hits: float, named: int, seed: int) -> np.ndarray:
   """A prediction of `named` pages beside those always read that hits a share of the selected."""
   rng = np.random.default_rng(seed)
-  newest, (sinks, local) = (s.slots - 4) // s.page, s.base.forced
+  newest, (sinks, local) = (s.slots - 4) // s.page, s.base.tiles.forced
   always = [*range(sinks), *range(newest - local + 1, newest + 1)]
   flat = table.reshape(-1, table.shape[-1])
   guess = np.full((flat.shape[0], named + len(always)), -1, np.int32)
@@ -296,7 +296,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   turns: dict[str, list[tuple]] = {"S3": [], "reuse": []}
   for seed, (q, cache, table) in enumerate(inputs):
     scores = jax.jit(functools.partial(score, base))(q, cache)
-    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.best)):
+    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.tiles.best)):
       guess = predicted(s, table, hits, named, seed)
       more = {"foreseen": jnp.asarray(guess), "true": jnp.asarray(table), "scores": scores}
       state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
@@ -339,7 +339,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
       ("speculate beside score", of(beside, prr), None),
       ("update", of(update, prr), None),
       ("repair", of(repaired, prr), None),
-      ("top_k, lax", of(_lax_top_k, base.best), None),
+      ("top_k, lax", of(_lax_top_k, base.tiles.best), None),
     ]
   contenders = together(functools.partial(contender, *each) for each in made)
   if peers and s.batch == 1:  # whose wrapper takes one row of KV heads
@@ -380,7 +380,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   return Case(
     name=s.name,
     shapes=f"q [{s.batch}, {s.kv_heads}, {s.groups}, {s.head_dim}], {s.slots} slots {s.dtype}, "
-    f"{pages} pages of {s.page}, {base.best} + 1 selected, {wide} + 1 predicted, "
+    f"{pages} pages of {s.page}, {base.tiles.best} + 1 selected, {wide} + 1 predicted, "
     f"{HITS:.0%} hit ({REUSED:.0%} in S1 and S2); {len(inputs)} layers rotating",
     bytes=moved,
     reference=lambda: want,
@@ -470,7 +470,7 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
   for _ in range(repetitions + 1):  # the first is not counted
     for name, contender in timed.items():
       times[name].append(contender.seconds())
-  shape = {"unit": s.page, "best": base.best, "batch": s.batch, "slots": s.slots}
+  shape = {"unit": s.page, "best": base.tiles.best, "batch": s.batch, "slots": s.slots}
   entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": type(base).__name__, **shape}}
   entry["hits"] = {f"{ratio:g}": hits for ratio, hits in PROFILED_HITS.items()}
   for (name, ratio), seconds in times.items():
@@ -512,11 +512,11 @@ def repairs(s: Setting, quick: bool) -> Case:
   held = {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
   contenders = []
   for n in (0, 2) if quick else MISSES:
-    if n > prr.base.best:
+    if n > prr.base.tiles.best:
       continue
     turns = []
     for seed, (q, cache, table) in enumerate(inputs):
-      hits = 1 - n / prr.base.best
+      hits = 1 - n / prr.base.tiles.best
       guess = predicted(s, table, hits, prr.base._widened(RATIO), seed)
       more = {**held, "foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
       turns.append((q, cache.put(heads=more)))
@@ -537,7 +537,7 @@ def repairs(s: Setting, quick: bool) -> Case:
   return Case(
     name=f"repair {s.name}",
     shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
-    f"{prr.base.best} + 1 selected",
+    f"{prr.base.tiles.best} + 1 selected",
     bytes=s.bytes(s.page),
     reference=lambda: want,
     tolerance=1e-2,

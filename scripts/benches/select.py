@@ -86,8 +86,8 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
   return Case(
     name=label,
     shapes=f"{batch} rows × {heads} KV heads × {groups}, {tokens} tokens of {head_dim} "
-    f"{jnp.dtype(dtype).name}, {copies} rotating; budget {method.best} of "
-    f"{math.ceil(tokens / method.unit)} tiles",
+    f"{jnp.dtype(dtype).name}, {copies} rotating; budget {method.tiles.best} of "
+    f"{math.ceil(tokens / method.tiles.unit)} tiles",
     bytes=moved,
     reference=lambda: _ranking(jax.jit(run("reference"))(*turns[0])),
     tolerance=1e-5 if quick else 1e-3,

@@ -138,11 +138,11 @@ def groups(
   room = 0.0
   for entry in chosen:
     size = cache_bytes(entry.method, model, batch, length)
-    if not entry.method.dense_prefill:
+    if not kvjax.forms.dense_prefill(entry.method):
       continue
     if not made or size > room:
       made.append([])
       room = limit
     made[-1].append(entry)
     room -= size
-  return made + [[entry] for entry in chosen if not entry.method.dense_prefill]
+  return made + [[entry] for entry in chosen if not kvjax.forms.dense_prefill(entry.method)]

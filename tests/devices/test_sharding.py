@@ -215,7 +215,7 @@ def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
-SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
+SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).traits.spreads]
 
 
 @pytest.mark.core(1)

@@ -115,7 +115,9 @@ def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():
 class Narrowed(Wrapper):
   """Two first slots, and of the others, for each KV head, a range of its own."""
 
-  spreads = True
+  @property
+  def traits(self):
+    return super().traits.but(spreads=True)
 
   def span(self, at, cache, window):
     heads = 1 + jnp.arange(cache.pos.shape[1], dtype=jnp.int32)
@@ -278,7 +280,7 @@ def implementation(
   at, names = method.at(env(impl), layer), []
 
   def trace(k, valid):
-    prompt = Prompt(valid, valid, method.active(at, tokens, valid), tokens, past)
+    prompt = Prompt.of(at, tokens, valid, valid, past)
     qpos = prompt.query_index()
     q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
     chunk = sight.of(at, qpos, prompt)

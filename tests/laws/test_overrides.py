@@ -25,6 +25,7 @@ from kvjax import (
   METHODS,
   PRR,
   PSAW,
+  Active,
   Bounded,
   Carry,
   Env,
@@ -46,9 +47,11 @@ from kvjax import (
   Window,
   Wrapper,
   dispatch,
+  forms,
 )
 from kvjax.bounded import InTurn
 from kvjax.leaves import NORM, Leaf
+from kvjax.method import _twin
 from kvjax.testing.laws import Through, operations
 from kvjax.testing.layer import Stream
 from tests.kernels.test_decode_ops import CASES as STEPS
@@ -231,6 +234,16 @@ def with_leaf(name, leaf):
 TOP = with_leaf("top", Leaf("rows"))
 
 
+@property
+def reads_logits(self):
+  return super(type(self), self).traits.but(wants_logits=True)
+
+
+@property
+def projecting(self):
+  return super(type(self), self).traits.but(projects_all=True)
+
+
 def begun(self, spec, layer):
   """A cache that holds a token of its own."""
   cache = Method.init(self, spec, layer)
@@ -253,11 +266,17 @@ def one_before(self, at, cache, new, q, prompt, carry):
 
 
 def last_two(self, at, tokens, total):
-  return total[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
+  return Active(total[:, None] - 2 + jnp.arange(2, dtype=jnp.int32))
 
 
 def backwards(self, at, staged, *_):
   return -staged["pos"].astype(jnp.float32), staged
+
+
+@property
+def wider_tiles(self):
+  tiles = super(type(self), self).tiles
+  return dataclasses.replace(tiles, unit=4, first=1, newest=2, best=3, dense_below=4)
 
 
 def more_summaries(self, spec):
@@ -310,44 +329,29 @@ TABLE = [
   case("attend", Full(), doubled("attend", twice_attended)),
   case("attend", TopKOracle(4), of_first_entry, slow=True),
   case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
-  case("wants_logits", Full(), True, observe=top_logit, leaves=TOP, slow=True),
+  case("traits", Full(), reads_logits, observe=top_logit, leaves=TOP, slow=True),
   case(
-    *("wants_logits", QUEST, True),
+    *("traits", QUEST, reads_logits),
     "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none",
     observe=top_logit,
     leaves=TOP,
   ),
   case("capacity", Full(), lambda self, spec, layer: 8),
   case("init", Full(), begun),
-  case("active", Full(), last_two, prompt=PROMPT, projects_all=True),
+  case("active", Full(), last_two, prompt=PROMPT, traits=projecting),
   case("fill", Full(), doubled("fill", lambda x: (x[0], 2 * x[1], x[2])), prompt=PROMPT),
   case("stage", Full(), one_before, prompt=PROMPT),
   case("rank", Random(6, recent=2), backwards, prompt=PROMPT),
   case("keep", Full(), doubled("keep", of_cache("v")), prompt=PROMPT),
   case("settle", Full(), doubled("settle", of_cache("v")), prompt=PROMPT),
-  case("enter", Full(), doubled("enter", of_first(lambda q: 2 * q)), prompt=PROMPT),
   case("attend_prompt", Full(), doubled("attend_prompt", twice_attended), prompt=PROMPT),
   case("prefill", Full(), doubled("prefill", of_first(lambda out: 2 * out)), prompt=PROMPT),
   case("decode_step", Full(), doubled("decode_step", of_first(lambda out: 2 * out))),
-  # of those that go round their slots
-  case("always", SnapKV(6, 2), 2, slow=True),
-  case("always", StreamingLLM(6, 1, "original"), 2, hidden("always"), slow=True),
-  case(
-    "staying",
-    SnapKV(6, 2),
-    lambda self, cache: 0 * cache.pos[:, :, 0] + 1,
-    prompt=PROMPT,
-    slow=True,
-  ),
   # of those that select
-  case("unit", QUEST, 4, slow=True),
-  case("forced", QUEST, (1, 2), slow=True),
-  case("best", QUEST, 3, slow=True),
-  case("dense_below", QUEST, 100, slow=True),
+  case("tiles", QUEST, wider_tiles, slow=True),
   case("summaries", QUEST, more_summaries, slow=True),
   case("summarise", QUEST, lambda self, cache, start, tokens: cache),
   case("summarise", BLOCKS, lambda self, cache, start, tokens: cache, slow=True),
-  case("renew", QUEST, lambda self, at, cache: cache),
   case("score", TopKOracle(4), by_second_channel, slow=True),
   case("score", QUEST, by_first_channel),
   case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
@@ -355,32 +359,14 @@ TABLE = [
 ]
 
 # What no implementation can pass by, and why.
-ASKED_BEFORE = "asked on the host, before anything is traced"
-CLAIM = "a claim about the other moves, by which copies or transfers are spared: no result has it"
 PLAIN = {
   "at": "where drivers run",
-  "form": "a question about the method itself",
-  "overrides": "as form",
-  "knows": "as form",
   "example": "a constructor",
   "usual": "a constructor",
   "neutral": "a constructor",
   "repo": "a constructor",
   "init_caches": "calls init, layer by layer",
-  "pieces": ASKED_BEFORE,
-  "room": ASKED_BEFORE,
-  "by_layer": ASKED_BEFORE,
-  "chunkable": ASKED_BEFORE,
-  "order_independent": "a promise that laws put to the test",
-  "dense_prefill": ASKED_BEFORE,
-  "spreads": ASKED_BEFORE,
-  "projects_all": "the decoder asks, and hands `fill` what it says",
-  "positional": "what the slots of a cache are, which its other moves follow",
-  "ordered": CLAIM,
-  "scans": "how many bytes a step is said to move; nothing is computed by it",
-  "apart": "how cuDNN's pieces are cut; it counts only if it knows `active`: see below",
   "conclude": "the decoder calls it behind all layers; no kernel takes its place",
-  "positive": "how diagnostics weigh scores",
 }
 
 
@@ -482,11 +468,18 @@ def test_pieces_of_a_prompt_follow_an_override_of_active():
 # ---- names
 
 
+def test_names_of_before_say_what_is_expected_now():
+  """All of them, where they are defined in a method of one's own."""
+  for name, now in forms.MOVED.items():
+    with pytest.raises(TypeError, match=rf"^Own\.{name}: .* expected {now} \(MOVING\.md\)"):
+      type("Own", (Full,), {name: lambda self: None})
+
+
 @pytest.mark.parametrize(
   ("base", "own", "message"),
   [
     (Full, {"windw": narrow_window}, r"Own\.windw: .* no move \(is window meant\?\), .*of Full"),
-    (Bounded, {"positonal": True}, r"Own\.positonal: .*\(is positional meant\?\)"),
+    (Bounded, {"traist": True}, r"Own\.traist: .*\(is traits meant\?\)"),
     (Wrapper, {"victm": property(len)}, r"Own\.victm: .*\(is victim meant\?\)"),
     (Selective, {"scor": by_first_channel}, r"Own\.scor: .*\(is score meant\?\)"),
     (Full, {"zzz": staticmethod(len)}, r"Own\.zzz: .* no move, expected a move of Full, or a name"),
@@ -626,7 +619,8 @@ def test_layers_that_are_alike_differ_under_an_override():
   own = type("Own", (Wrapper,), {"observe": asks})(base)
   for layer in (1, 2):
     at = own.at(Env(LAYERS, impl="reference", tile=4), layer)
-    assert base._twin(at).layer == Through(base)._twin(at).layer == 0
+    assert _twin(at.under(base)).layer == _twin(at.under(Through(base))).layer == 0
+    assert _twin(at) is None
     new = [taken(which, jnp.zeros((2, 1), jnp.int32))[..., 0, :] for which in "qkv"]
     cache = own.init(STREAM.spec(CAPACITY, LAYERS), layer)
     jax.eval_shape(functools.partial(own.decode_step, at), cache, *new, jnp.ones(2, bool), Carry())

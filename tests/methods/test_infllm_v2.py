@@ -54,9 +54,9 @@ def test_worked_example():
 
 def test_paper_preset():
   m = InfLLMv2()
-  assert (m.sinks, *m.forced, m.best, m.unit) == (1, 1, 32, 64, 64)
+  assert (m.sinks, *m.tiles.forced, m.tiles.best, m.tiles.unit) == (1, 1, 32, 64, 64)
   repo = InfLLMv2.repo(98 * 64)
-  assert (*repo.forced, repo.best) == (1, 33, 64)
+  assert (*repo.tiles.forced, repo.tiles.best) == (1, 33, 64)
   spec = Stream.random(0, head_dim=8).spec(16384, dtype=jnp.bfloat16)
   compressed = m.init(spec, 0).heads["compressed"]
   assert compressed.shape == (2, 3, 1023, 8) and compressed.dtype == jnp.bfloat16

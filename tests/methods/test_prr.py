@@ -43,7 +43,7 @@ GRID = list(
 
 def scores_of(base, stream, b, h, t):
   """A score for every tile that holds one of the tokens 0 … t."""
-  count = t // base.unit + 1
+  count = t // base.tiles.unit + 1
   heads = queries(stream, b, h, t)
   if isinstance(base, TopKOracle):
     x = keys(stream, b, h, range(t + 1)) @ heads.T / np.sqrt(heads.shape[1])
@@ -95,8 +95,8 @@ class Row:
   def __init__(self, method, stream, b):
     self.method, self.base, self.stream, self.b = method, method.base, stream, b
     self.heads = stream.k.shape[1]
-    self.wide = int(method.budget * self.base.best + 1e-9) if method.variant == "S3" else None
-    self.wide = self.base.best if self.wide is None else self.wide
+    self.wide = int(method.budget * self.base.tiles.best + 1e-9) if method.variant == "S3" else None
+    self.wide = self.base.tiles.best if self.wide is None else self.wide
     factors = (method.alpha, method.beta, method.gamma)
     self.factors = factors if method.variant == "S3" else (1.0, 0.0, 0.0)
     self.past = []  # (t, scores of every head)
@@ -106,7 +106,7 @@ class Row:
     return [scores_of(self.base, self.stream, self.b, h, t) for h in range(self.heads)]
 
   def choose(self, scores, k):
-    sinks, local = self.base.forced
+    sinks, local = self.base.tiles.forced
     return choose(scores, sinks, local, k)
 
   def fixed(self, count):
@@ -117,7 +117,7 @@ class Row:
     made = [Predictor(*factors, self.method.predictor) for _ in range(self.heads)]
     for t, scores in self.past:
       for p, s in zip(made, scores, strict=True):
-        p.update(s, t // self.base.unit)
+        p.update(s, t // self.base.tiles.unit)
     return made
 
   def prompt(self, start, stop):
@@ -127,7 +127,7 @@ class Row:
     searches = self.method.calibrate and self.method.variant == "S3"
     rates = self.calibration(new) if searches else None
     self.past += new
-    self.selected = [set(self.choose(s, self.base.best)) for s in new[-1][1]]
+    self.selected = [set(self.choose(s, self.base.tiles.best)) for s in new[-1][1]]
     return rates
 
   def calibration(self, new):
@@ -136,34 +136,38 @@ class Row:
       made, total, tokens = self.predictors(factors), 0.0, 0
       begun = bool(self.past)
       for t, scores in new:
-        count = t // self.base.unit + 1
+        count = t // self.base.tiles.unit + 1
         fixed = self.fixed(count)
         counted = (new[-1][0] - t) % self.method.every == 0
-        if begun and counted and count - len(fixed) > self.base.best:
+        if begun and counted and count - len(fixed) > self.base.tiles.best:
           tokens += 1
           for p, s in zip(made, scores, strict=True):
-            true = set(self.choose(s, self.base.best)) - fixed
+            true = set(self.choose(s, self.base.tiles.best)) - fixed
             guess = set(self.choose(p.forecast(count), self.wide))
             total += self.rate(s, true, guess)
         for p, s in zip(made, scores, strict=True):
-          p.update(s, t // self.base.unit)
+          p.update(s, t // self.base.tiles.unit)
         begun = True
       rates[factors] = total / max(tokens, 1) / self.heads
     return rates if tokens >= prr.LEAST else None
 
   def rate(self, s, true, guess):
     """Score-weighted hit rate of a guess, of tiles chosen by score."""
-    top = 0 if self.base.positive else max(s[j] for j in true)
-    w = {j: s[j] if self.base.positive else np.exp(s[j] - top) for j in true}
+    top = 0 if self.base.tiles.positive else max(s[j] for j in true)
+    w = {j: s[j] if self.base.tiles.positive else np.exp(s[j] - top) for j in true}
     total = sum(w.values())
     return sum(w[j] for j in true & guess) / total if total > 0 else 1.0
 
   def step(self, t):
     """For every head: what is foreseen and what is selected, in order, and the report."""
-    scores, count = self.scores(t), t // self.base.unit + 1
-    made, fixed, found = self.predictors(self.factors), self.fixed(t // self.base.unit + 1), []
+    scores, count = self.scores(t), t // self.base.tiles.unit + 1
+    made, fixed, found = (
+      self.predictors(self.factors),
+      self.fixed(t // self.base.tiles.unit + 1),
+      [],
+    )
     for h, (p, s) in enumerate(zip(made, scores, strict=True)):
-      guess, true = self.choose(p.forecast(count), self.wide), self.choose(s, self.base.best)
+      guess, true = self.choose(p.forecast(count), self.wide), self.choose(s, self.base.tiles.best)
       chosen = set(true) - fixed
       share = len(chosen & set(guess)) / len(chosen) if chosen else 1.0
       again = self.selected[h] if self.selected else set()
@@ -190,7 +194,7 @@ def check_steps(run, rows, at, steps):
     out, aux = run.decode(now)
     for b, row in enumerate(rows):
       for h, (guess, true, report) in enumerate(row.step(now[b])):
-        unit = row.base.unit
+        unit = row.base.tiles.unit
         missed = [j for j in true if j not in guess]
         if method.variant == "S1" and missed:
           read = true

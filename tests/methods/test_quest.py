@@ -85,7 +85,7 @@ def test_a_second_turn_and_idle_rows():
 
 def test_repo_preset():
   assert Quest.repo(1024) == Quest(1024, group="max")
-  assert Quest.repo(16).best == 2  # three pages, one of them the newest
+  assert Quest.repo(16).tiles.best == 2  # three pages, one of them the newest
 
 
 def test_bounds_are_stored_as_keys_are():

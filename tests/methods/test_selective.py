@@ -11,7 +11,7 @@ import pytest
 from kvjax import CacheSpec, Quest, Span, TopKOracle, Window, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import tiles
-from kvjax.selective import Selective
+from kvjax.selective import Selective, Tiles
 from kvjax.testing.layer import Layer, Stream
 from tests.compiled import compiled
 from tests.selection import Watched, choose
@@ -100,10 +100,9 @@ class FirstChannel(Selective):
   below: int = 0
   hides: int = 0
 
-  unit = property(lambda self: self.size)
-  best = property(lambda self: self.picks)
-  forced = property(lambda self: (self.sinks, 1))
-  dense_below = property(lambda self: self.below)
+  @property
+  def tiles(self):
+    return Tiles(self.size, self.picks, self.sinks, newest=1, dense_below=self.below)
 
   def window(self, at, qpos):
     return Window(0, jnp.full_like(qpos, self.hides)) if self.hides else None

@@ -54,5 +54,5 @@ def test_no_map_of_queries_and_slots(method, impl):
   assert max(sizes(traced.jaxpr)) <= max(q.size, blocks)
   held = sum(x.size for x in jax.tree.leaves(kept))
   assert held == sum(x.size for x in jax.tree.leaves(cache))
-  if not method.positional:  # what the layers above are computed beside
+  if not method.traits.positional:  # what the layers above are computed beside
     assert held < kv.size / 10

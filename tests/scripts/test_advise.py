@@ -35,7 +35,7 @@ LLAMA = PRESETS["Llama-3.1-8B"]
 
 
 def expected(cell):
-  return step_time.expected(cell.moved(), cell.method.by_layer)
+  return step_time.expected(cell.moved(), cell.method.traits.by_layer)
 
 
 @pytest.mark.core(2)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax import ring
+from kvjax import ring, settings
 from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
@@ -40,12 +40,15 @@ class Bounded(Method):
   def traits(self) -> Traits:
     return super().traits.but(positional=False, chunkable=False)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return self.budget
+
+
+def _example(cls: type[Bounded], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+settings.register(Bounded, example=_example)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,11 @@ MOVED = {
   "renew": "summarise",
   "foresee": "choose, which is asked without a similarity",
   **dict.fromkeys(("form", "overrides", "knows", "dense_prefill"), "nothing: kvjax.forms says it"),
+  "init": "capacity and leaves, or init_caches",
   "room": "nothing: kvjax.entrance.room says it",
 }
+# Constructors of before 0.3, which are beside the class now (`kvjax.settings`).
+SETTINGS = ("example", "usual", "neutral", "repo")
 
 
 def form(method: Method, move: str) -> Any:
@@ -64,6 +67,11 @@ def check_moves(cls: type, moves: Sequence[str]) -> None:
   for name, value in vars(cls).items():
     if name in known:
       _check_form(cls, name, value)
+    if isinstance(value, classmethod) and name in SETTINGS:
+      raise TypeError(
+        f"{cls.__name__}.{name}: found a constructor in the class, expected "
+        f"kvjax.settings.register({cls.__name__}, {name}=...) beside it (MOVING.md)"
+      )
     public = not name.startswith("_") and name not in (*known, *moves)
     # Fields are values, and class methods are constructors.
     if public and name not in inspect.get_annotations(cls) and not isinstance(value, classmethod):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvjax import settings
 from kvjax.method import Method
 from kvjax.traits import Traits
 
@@ -14,10 +15,13 @@ class Full(Method):
   def traits(self) -> Traits:
     return super().traits.but(order_independent=True, spreads=True)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls()
 
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls()
+def _example(cls: type[Full], budget: int) -> Method:
+  return cls()
+
+
+def _neutral(cls: type[Full], length: int) -> Method:
+  return cls()
+
+
+settings.register(Full, example=_example, neutral=_neutral)

@@ -113,30 +113,6 @@ class Method:
     """All classes that have a say, each after those whose forms it overrides."""
     return [*reversed(type(self).__mro__)]
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """An instance that keeps or reads about `budget` tokens: for demos, laws and benchmarks."""
-    raise NotImplementedError(f"{cls.__name__}.example")
-
-  @classmethod
-  def usual(cls, budget: int) -> Method:
-    """As `example`, with the paper's settings where those would do nothing in a short context."""
-    return cls.example(budget)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    """The setting under which the method equals Full on sequences of up to `length` tokens."""
-    raise NotImplementedError(f"{cls.__name__}.neutral")
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The setting of the authors' repository, where it computes something else than the paper.
-
-    Raises:
-      NotImplementedError: no such difference is known; the defaults are the paper's.
-    """
-    raise NotImplementedError(f"{cls.__name__}.repo: no setting that differs from the paper's")
-
   # ---- shapes (host, static)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
@@ -155,15 +131,11 @@ class Method:
       "used": count,
     }
 
-  def init(self, spec: CacheSpec, layer: int) -> Cache:
-    """An empty cache of one layer."""
-    leading = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-    return Cache.of(self.leaves(spec, layer), leading)
-
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     """Empty caches, one per layer, which know whose they are (`Cache.origin`)."""
-    origin, made = Origin.of(self, spec), [self.init(spec, layer) for layer in range(spec.layers)]
-    return tuple(dataclasses.replace(x, origin=origin) if hasattr(x, "origin") else x for x in made)
+    origin, layers = Origin.of(self, spec), range(spec.layers)
+    made = [Cache.empty(self, spec, layer) for layer in layers]
+    return tuple(dataclasses.replace(cache, origin=origin) for cache in made)
 
   # ---- moves: what a query may see
 

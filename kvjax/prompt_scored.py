@@ -6,6 +6,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import InTurn
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
@@ -48,14 +49,6 @@ class PromptScored(InTurn, moves=("score",)):
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 1, window_size=min(32, length))
-
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Tokens that no prompt has ranked yet score ∞."""
     score = Leaf("slots", fill=math.inf, standing=True)
@@ -89,3 +82,14 @@ class PromptScored(InTurn, moves=("score",)):
     score = self.score(at, staged, past, q, qpos, attended)
     score = jnp.where(past, score, jnp.inf)
     return score, {**staged, "score": score}
+
+
+def _example(cls: type[PromptScored], budget: int) -> Method:
+  return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+
+
+def _neutral(cls: type[PromptScored], length: int) -> Method:
+  return cls(budget=length + 1, window_size=min(32, length))
+
+
+settings.register(PromptScored, example=_example, neutral=_neutral)

@@ -67,12 +67,11 @@ class SharedPrefill(Method):
     positional = any(m.traits.positional for m in self.members)
     return super().traits.but(positional=positional, chunkable=False)
 
-  def init(self, spec: CacheSpec, layer: int) -> Any:
-    caches = [(m.init(spec, layer), Origin.of(m, spec)) for m in self.members]
-    return Members(
-      tuple(dataclasses.replace(cache, origin=origin) for cache, origin in caches),
-      tuple(m.traits.positional for m in self.members),
-    )
+  def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
+    own = [m.init_caches(spec) for m in self.members]
+    positional = tuple(m.traits.positional for m in self.members)
+    origin = Origin.of(self, spec)
+    return tuple(Members(caches, positional, origin) for caches in zip(*own, strict=True))
 
   def prefill(
     self, at: At, cache: Any, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry

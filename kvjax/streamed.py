@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, forms, offload, softmax_state
+from kvjax import dispatch, forms, offload, settings, softmax_state
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
@@ -73,20 +73,6 @@ class Streamed(
   def traits(self) -> Traits:
     usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
     return usual.but(by_layer=True, stream=Stream(self.chunk))
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
-    block = 1
-    while block * 12 <= budget and block < 128:
-      block *= 2
-    retrieved = max(1, budget // (4 * block))
-    local = max(1, budget - (retrieved + 1) * block)
-    return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
 
   # ---- shapes
 
@@ -479,6 +465,23 @@ class Streamed(
     kept = cache.rows["kept"]
     blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1, mode="clip")
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
+
+
+def _example(cls: type[Streamed], budget: int) -> Method:
+  """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
+  block = 1
+  while block * 12 <= budget and block < 128:
+    block *= 2
+  retrieved = max(1, budget // (4 * block))
+  local = max(1, budget - (retrieved + 1) * block)
+  return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
+
+
+def _neutral(cls: type[Streamed], length: int) -> Method:
+  return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
+
+
+settings.register(Streamed, example=_example, neutral=_neutral)
 
 
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:

@@ -217,7 +217,7 @@ def step_traffic(spec: CacheSpec, method: Method) -> tuple[LayerTraffic, ...]:
   known: dict[Any, tuple[LayerTraffic, Any]] = {}
   carry, found = Carry(), []
   for layer in range(spec.layers):
-    cache = jax.eval_shape(lambda layer=layer: method.init(spec, layer))
+    cache = jax.eval_shape(lambda layer=layer: Cache.empty(method, spec, layer))
     for site in [*sites, Site(layer, env, method)]:
       key = site, jax.tree.structure((cache, carry)), *_shapes((cache, carry))
       try:

@@ -280,6 +280,12 @@ class Cache:
     told = _one_of(tuple((name, kind) for name, kind in kinds if kind != Leaf(kind.shelf)))
     return cls(shelves["slots"], shelves["heads"], shelves["rows"], kinds=told)
 
+  @classmethod
+  def empty(cls, method: Method, spec: CacheSpec, layer: int) -> Cache:
+    """A method's empty cache of one layer."""
+    leading = spec.batch, spec.kv_heads, method.capacity(spec, layer)
+    return cls.of(method.leaves(spec, layer), leading)
+
   def leaf(self, name: str) -> Leaf:
     """How one of its arrays is written and split."""
     return dict(self.kinds).get(name, _PLAIN)

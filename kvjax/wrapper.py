@@ -19,7 +19,7 @@ FORWARDED = (
   *("keep", "settle", "conclude", "decode_step", "prefill", "attend_prompt"),
 )
 # What asks for other moves, of which these are about shapes and the others are not.
-DRIVERS = ("init", "init_caches", "prefill", "decode_step")
+DRIVERS = ("init_caches", "prefill", "decode_step")
 SHAPES = ("capacity", "leaves")
 
 
@@ -48,7 +48,7 @@ class Wrapper(Method):
       )
     own = self._own()
     for driver in DRIVERS:
-      shapes = driver.startswith("init")
+      shapes = driver == "init_caches"
       asked = [x for x in own if (x in SHAPES) == shapes and x not in DRIVERS]
       if asked and driver not in own and forms.overrides(self.base, driver):
         raise ValueError(
@@ -64,10 +64,6 @@ class Wrapper(Method):
       return base
     stream = base.stream and dataclasses.replace(base.stream, alike=None)
     return base.but(ordered="attend" in own or base.ordered, spreads=False, stream=stream)
-
-  def init(self, spec: CacheSpec, layer: int) -> Any:
-    own = forms.overrides(self.base, "init")
-    return self.base.init(spec, layer) if own else super().init(spec, layer)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     if forms.overrides(self.base, "init_caches"):

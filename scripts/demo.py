@@ -331,7 +331,7 @@ def contest(
   Returns:
     The results as they come: a method runs when its result is asked for.
   """
-  methods = {name: kvjax.find_method(name).usual(budget) for name in names}
+  methods = {name: kvjax.settings.usual(kvjax.find_method(name), budget) for name in names}
   game = Contest(model, tokenizer, row, length)
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)

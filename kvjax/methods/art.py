@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, forms, mass_bound, ring, sight
+from kvjax import dispatch, forms, mass_bound, ring, settings, sight
 from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
 from kvjax.fields import between, bound, expect, least, one_of
 from kvjax.full import Full
@@ -114,18 +114,6 @@ class ART(Wrapper):
         f"{type(self).__name__}.certify: found base {self.base!r}, expected one that keeps every "
         "token in place and selects none"
       )
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
-
-  @classmethod
-  def usual(cls, budget: int) -> Method:
-    return cls(splits=1)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(patience=math.inf, splits=1)
 
   @property
   def traits(self) -> Traits:
@@ -320,3 +308,18 @@ class ART(Wrapper):
     if self.certify is not None:
       cache = self._pages._renewed(at, cache)
     return cache, {**aux, "tiles": tiles}
+
+
+def _example(cls: type[ART], budget: int) -> Method:
+  return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
+
+
+def _usual(cls: type[ART], budget: int) -> Method:
+  return cls(splits=1)
+
+
+def _neutral(cls: type[ART], length: int) -> Method:
+  return cls(patience=math.inf, splits=1)
+
+
+settings.register(ART, example=_example, usual=_usual, neutral=_neutral)

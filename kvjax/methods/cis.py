@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax import settings
 from kvjax.dispatch import sharing
 from kvjax.fields import expect, least, number, one_of
 from kvjax.leaves import Leaf
@@ -70,17 +71,6 @@ class CIS(Method):
     so that both together come to `budget`.
     """
     return cls(**{**split(budget, matched), **changes})
-
-  @classmethod
-  def example(cls, budget: int) -> "CIS":
-    if budget in BUDGETS:
-      return cls.preset(budget)
-    sinks, local = max(1, budget // 32), max(1, budget // 8)
-    return cls(k=max(1, budget - sinks - local), sinks=sinks, local=local)
-
-  @classmethod
-  def neutral(cls, length: int) -> "CIS":
-    return cls(k=1, sinks=0, local=length)
 
   @property
   def traits(self) -> Traits:
@@ -150,6 +140,20 @@ class CIS(Method):
     dilation = {"sinks": self.sinks, "heaviest": self._dilated, "radius": self.radius}
     cache = sharing.note(at, cache, memo.choice, memo.read, attended, **dilation)
     return cache, {"retrieved": retrieved}
+
+
+def _example(cls: type[CIS], budget: int) -> "CIS":
+  if budget in BUDGETS:
+    return cls.preset(budget)
+  sinks, local = max(1, budget // 32), max(1, budget // 8)
+  return cls(k=max(1, budget - sinks - local), sinks=sinks, local=local)
+
+
+def _neutral(cls: type[CIS], length: int) -> "CIS":
+  return cls(k=1, sinks=0, local=length)
+
+
+settings.register(CIS, example=_example, neutral=_neutral)
 
 
 @pytree()

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
+from kvjax import settings
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
@@ -55,22 +56,6 @@ class DoubleSparsity(SelectiveTokens):
     sinks, local = self.sinks, self.local
     expected = f"at least sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget >= sinks + local, expected)
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' runs on heads of 128: two dense layers, and half of the channels.
-
-    Their group factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
-    """
-    return cls(budget=budget, channels=64, dense_layers=2)
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     count = min(self.channels, spec.head_dim)
@@ -143,6 +128,25 @@ class DoubleSparsity(SelectiveTokens):
     fixed = cache.rows["fixed"][:, None, None]
     cache = cache.put(heads={"channels": jnp.where(fixed, held, best)})
     return cache.put(heads={"labels": label(cache.slots["k"], cache.heads["channels"])})
+
+
+def _example(cls: type[DoubleSparsity], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+def _neutral(cls: type[DoubleSparsity], length: int) -> Method:
+  return cls(budget=length)
+
+
+def _repo(cls: type[DoubleSparsity], budget: int) -> Method:
+  """The authors' runs on heads of 128: two dense layers, and half of the channels.
+
+  Their group factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
+  """
+  return cls(budget=budget, channels=64, dense_layers=2)
+
+
+settings.register(DoubleSparsity, example=_example, neutral=_neutral, repo=_repo)
 
 
 def label(x: Float[Array, "B K N H"], channels: Int[Array, "B K C"]) -> Float[Array, "B K N C"]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.fields import between, least, one_of
 from kvjax.full import Full
 from kvjax.method import Method
@@ -65,15 +66,6 @@ class ETF(Wrapper):
       order_independent=base.order_independent and whole,
     )
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """The paper's freezing, and a 32nd of the budget as sinks."""
-    return cls(Full(), sinks=max(1, budget // 32))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(Full(), psi=1.0)
-
   def _share(self, layer: int, layers: int) -> int:
     """E_ℓ(T)/T in units of `depth`; the first layer has none below to take from."""
     if layer == 0:
@@ -117,3 +109,15 @@ class ETF(Wrapper):
     if at.of_layer(lambda layer: self._freezes_in(layer + 1, at.env.layers)):
       heads |= {"below_k": k, "below_v": v}
     return k, v, dataclasses.replace(carry, heads=heads)
+
+
+def _example(cls: type[ETF], budget: int) -> Method:
+  """The paper's freezing, and a 32nd of the budget as sinks."""
+  return cls(Full(), sinks=max(1, budget // 32))
+
+
+def _neutral(cls: type[ETF], length: int) -> Method:
+  return cls(Full(), psi=1.0)
+
+
+settings.register(ETF, example=_example, neutral=_neutral)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, settings, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
@@ -43,10 +43,6 @@ class H2O(Bounded):
   @property
   def traits(self) -> Traits:
     return super().traits.but(wants_logits=True)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=max(length, 2))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     mass = Leaf("slots", standing=True)  # `observe` knows that a new token has gathered nothing
@@ -93,3 +89,10 @@ class H2O(Bounded):
   def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     """What a token is kept for: the probability that it has gathered."""
     return held["mass"]
+
+
+def _neutral(cls: type[H2O], length: int) -> Method:
+  return cls(budget=max(length, 2))
+
+
+settings.register(H2O, neutral=_neutral)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, sight
+from kvjax import dispatch, settings, sight
 from kvjax.dispatch.shared_sets import due, share_sets
 from kvjax.fields import between, expect, least
 from kvjax.leaves import Leaf
@@ -66,14 +66,6 @@ class HShare(SelectiveTokens):
     sinks, local = self.sinks, self.local
     expected = f"more than sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget > sinks + local, expected)
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 40)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """The set in use (heaviest first where asked for; −1 = none), and whose it is."""
@@ -198,6 +190,17 @@ class HShare(SelectiveTokens):
       slots.choose_rows(valid > 0, cache.put(rows={"from_layer": sources[:, i]}), cache)
       for i, cache in enumerate(sparse)
     )
+
+
+def _example(cls: type[HShare], budget: int) -> Method:
+  return cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4))
+
+
+def _neutral(cls: type[HShare], length: int) -> Method:
+  return cls(budget=length + 40)
+
+
+settings.register(HShare, example=_example, neutral=_neutral)
 
 
 @pytree()

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.dispatch import contributions
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import NORM, Leaf
@@ -101,11 +102,14 @@ class LongFlow(SnapKV):
     """Tokens that may not leave."""
     return {"sinks": self.sinks, "recent": self.recent}
 
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' repository: one victim per layer, named by the scores of all its heads."""
-    return cls(budget=budget, per="layer")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+def _repo(cls: type[LongFlow], budget: int) -> Method:
+  """The authors' repository: one victim per layer, named by the scores of all its heads."""
+  return cls(budget=budget, per="layer")
+
+
+def _example(cls: type[LongFlow], budget: int) -> Method:
+  return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+
+
+settings.register(LongFlow, repo=_repo, example=_example)

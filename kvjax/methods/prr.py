@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, foresight, forms, sight
+from kvjax import dispatch, foresight, forms, settings, sight
 from kvjax.dispatch import speculation
 from kvjax.dispatch.speculation import Beside
 from kvjax.fields import between, bound, expect, least, one_of
@@ -101,14 +101,6 @@ class PRR(Wrapper):
     usual = forms.form(self.base, "plan") is Selective.plan
     selects = usual and isinstance(self.base, Selective) and self.base.traits.positional
     expect(self, "base", selects, "a method that selects tiles of all tokens")
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(Quest.example(budget), budget=1.5)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(Quest.neutral(length), budget=1.0)
 
   @property
   def traits(self) -> Traits:
@@ -456,6 +448,17 @@ class PRR(Wrapper):
     gammas = jnp.array(smoothing.GAMMAS, jnp.float32)[:, None, None, None]
     rates = jax.lax.map(rate, gammas)
     return jnp.moveaxis(rates, 0, 1).reshape(-1, rates.shape[-1]), counts
+
+
+def _example(cls: type[PRR], budget: int) -> Method:
+  return cls(settings.example(Quest, budget), budget=1.5)
+
+
+def _neutral(cls: type[PRR], length: int) -> Method:
+  return cls(settings.neutral(Quest, length), budget=1.0)
+
+
+settings.register(PRR, example=_example, neutral=_neutral)
 
 
 @pytree()

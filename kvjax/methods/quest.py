@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, settings
 from kvjax.dispatch.speculation import Pages
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import Leaf
@@ -46,19 +46,6 @@ class Quest(Selective):
   def __post_init__(self):
     super().__post_init__()
     expect(self, "budget", self.budget >= self.page, f"at least one page of {self.page} tokens")
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, page=max(1, min(16, budget // 3)))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 16)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
-    return cls(budget=max(budget, 3 * 16), group="max")
 
   @property
   def traits(self) -> Traits:
@@ -102,3 +89,19 @@ class Quest(Selective):
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""
     pages = cache.heads["key_min"], cache.heads["key_max"]
     return dispatch.page_bounds(at, visible, q, *pages, unit=self.page, group=self.group)
+
+
+def _example(cls: type[Quest], budget: int) -> Method:
+  return cls(budget=budget, page=max(1, min(16, budget // 3)))
+
+
+def _neutral(cls: type[Quest], length: int) -> Method:
+  return cls(budget=length + 16)
+
+
+def _repo(cls: type[Quest], budget: int) -> Method:
+  """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
+  return cls(budget=max(budget, 3 * 16), group="max")
+
+
+settings.register(Quest, example=_example, neutral=_neutral, repo=_repo)

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import InTurn
 from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
@@ -42,24 +43,6 @@ class StreamingLLM(InTurn):
   def _always(self) -> int:
     return self.sinks
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, sinks=min(4, budget // 2))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' repository: evicts between turns, with room for answers of 1,000 tokens.
-
-    Where the budget is small, half of it is for the answer.
-    """
-    if cls is not StreamingLLM:  # other papers'
-      return super().repo(budget)
-    return StreamingLLMByTurn(budget, reserve=min(1000, budget // 2))
-
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     """The newest budget − sinks tokens, the query's own among them."""
     first = qpos - (self.budget - self.sinks) + 1
@@ -83,6 +66,25 @@ class StreamingLLM(InTurn):
     """Sinks first, then the newest."""
     pos = staged["pos"]
     return jnp.where(pos < self.sinks, jnp.inf, pos.astype(jnp.float32)), staged
+
+
+def _example(cls: type[StreamingLLM], budget: int) -> Method:
+  return cls(budget=budget, sinks=min(4, budget // 2))
+
+
+def _neutral(cls: type[StreamingLLM], length: int) -> Method:
+  return cls(budget=length)
+
+
+def _repo(cls: type[StreamingLLM], budget: int) -> Method:
+  """The authors' repository: evicts between turns, with room for answers of 1,000 tokens.
+
+  Where the budget is small, half of it is for the answer.
+  """
+  return StreamingLLMByTurn(budget, reserve=min(1000, budget // 2))
+
+
+settings.register(StreamingLLM, example=_example, neutral=_neutral, repo=_repo)
 
 
 @dataclasses.dataclass(frozen=True)

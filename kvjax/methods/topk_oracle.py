@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
-from kvjax import dispatch
+from kvjax import dispatch, settings
 from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.selective import SelectiveTokens
@@ -43,15 +43,18 @@ class TopKOracle(SelectiveTokens):
     base = self.base.traits
     return super().traits.but(spreads=base.spreads and base.positional)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
-
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K S"]:
     return dispatch.token_weights(at, cache, visible, q)
+
+
+def _example(cls: type[TopKOracle], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+def _neutral(cls: type[TopKOracle], length: int) -> Method:
+  return cls(budget=length)
+
+
+settings.register(TopKOracle, example=_example, neutral=_neutral)

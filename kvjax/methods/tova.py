@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, settings, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.fields import least
 from kvjax.leaves import Leaf
@@ -33,10 +33,6 @@ class TOVA(Bounded):
   @property
   def traits(self) -> Traits:
     return super().traits.but(wants_logits=True)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=max(length, 2))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     score = Leaf("slots", standing=True)  # made anew in each step
@@ -71,3 +67,10 @@ class TOVA(Bounded):
     """Mean over all heads of the layer, those of other shards included."""
     heads = at.sum_heads(jnp.float32(p.shape[1]))
     return jnp.broadcast_to(at.sum_heads(p.sum(1, keepdims=True)) / heads, p.shape)
+
+
+def _neutral(cls: type[TOVA], length: int) -> Method:
+  return cls(budget=max(length, 2))
+
+
+settings.register(TOVA, neutral=_neutral)

@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .. import forms
+from .. import forms, settings
 from ..full import Full
 from ..leaves import Leaf
 from ..method import Method
@@ -63,11 +63,11 @@ class Case:
   @functools.cached_property
   def tight(self) -> Method:
     """A setting under which the method has something to drop at these lengths."""
-    return dataclasses.replace(self.method.example(BUDGET), **dict(self.settings))
+    return dataclasses.replace(settings.example(self.method, BUDGET), **dict(self.settings))
 
   @functools.cached_property
   def neutral(self) -> Method:
-    return self.method.neutral(CAPACITY)
+    return settings.neutral(self.method, CAPACITY)
 
 
 LAWS: dict[str, Callable[[Case], None]] = {}
@@ -455,7 +455,7 @@ def decode_loop_is_in_place(case):
 
   The budget is an eighth of the cache: a reference gathers copies of what its plan lists.
   """
-  run = Told(case, case.method.example(512), capacity=4096)
+  run = Told(case, settings.example(case.method, 512), capacity=4096)
 
   def loop(leaves, caches, tokens):
     decoder = join(run.graph, leaves)
@@ -514,10 +514,10 @@ def the_repository_setting(case):
   method = case.method
   if not case.has_repo:
     with raises(NotImplementedError, rf"{method.__name__}\.repo: no setting"):
-      method.repo(40)
+      settings.repo(method, 40)
     return
-  preset = method.repo(40)
-  assert isinstance(preset, method) and preset != method.example(40)
+  preset = settings.repo(method, 40)
+  assert isinstance(preset, method) and preset != settings.example(method, 40)
   run = Told(case, preset)
   assert np.isfinite(run.generate(2)).all()
   if not preset.traits.positional:

@@ -95,7 +95,7 @@ def _tokens(budget: str, length: int) -> int:
 def instance(label: str, budget: int) -> kvjax.Method:
   """The method that a label means, with a budget."""
   name, rest = _parts(label)
-  method = kvjax.find_method(name, "--methods").usual(budget)
+  method = kvjax.settings.usual(kvjax.find_method(name, "--methods"), budget)
   fields = {}
   for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
     field, equals, value = part.partition("=")

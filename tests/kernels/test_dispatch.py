@@ -133,7 +133,7 @@ NARROWED = {
   "pages": Quest(budget=12, page=4, dense_layers=0),
   "tokens": TopKOracle(budget=12),
   "shared": CIS(k=6, sinks=2, local=2),
-  "heads shared": HShare.example(16),
+  "heads shared": kvjax.settings.example(HShare, 16),
   "walk": ART(tile=4, patience=99, splits=1),
   "forecast": PRR(Quest(budget=12, page=4, dense_layers=0)),
 }
@@ -165,7 +165,7 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
   """As on one; against NumPy too."""
   mesh, stream = kvjax.make_mesh(slots=2), Stream.random(1, tokens=13)
   method, seen = Narrowed(Full()), jnp.array([12, 9])
-  cache = method.init(stream.spec(16), 0)
+  cache = kvjax.Cache.empty(method, stream.spec(16), 0)
   k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in (stream.k, stream.v))
   pos = jnp.where(jnp.arange(16) < seen[:, None], jnp.arange(16), -1)
   pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
@@ -190,7 +190,7 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
   outputs = []
   for impl in ("pallas", "reference"):
     layer = Layer(Full(), Stream.random(1), env=env(impl))
-    layer.cache = Full().init(dataclasses.replace(layer.spec, dtype=jnp.bfloat16), 1)
+    layer.cache = kvjax.Cache.empty(Full(), dataclasses.replace(layer.spec, dtype=jnp.bfloat16), 1)
     layer.prefill([20, 7])
     out, _ = layer.decode([20, 7])
     outputs.append(out)
@@ -201,7 +201,7 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
 def test_a_token_enters_split_slots_by_the_kernel():
   """Rows that end on either device, a full one and an idle one, as the reference enters them."""
   mesh, method = kvjax.make_mesh(slots=2), Full()
-  cache = method.init(CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
+  cache = kvjax.Cache.empty(method, CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
   seen = jnp.array([7, 8, 16, 3])
   live, specs = jnp.array([True, True, True, False]), kvjax.sharding.cache_specs(cache, method)
   q, k, v = (

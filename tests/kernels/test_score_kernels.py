@@ -149,7 +149,7 @@ def test_summaries_of_the_newest_token(method, shape):
   at, cache, _ = setting(method, shape, 0)
   kernels = method.at(Env(4, Rope(), impl="pallas"), 3)
   held = {n: jax.random.normal(jax.random.key(3), x.shape, x.dtype) for n, x in cache.heads.items()}
-  want, got = (jax.jit(functools.partial(method.renew, where)) for where in (at, kernels))
+  want, got = (jax.jit(functools.partial(method._renewed, where)) for where in (at, kernels))
   for seen in (0, 1, 5, 8, 12, 16, 17, 80, shape[3] - 1, shape[3]):
     counted = {n: jnp.full(shape[0], seen, jnp.int32) for n in ("seen", "used")}
     now = cache.put(heads=held, rows=counted)

@@ -27,6 +27,7 @@ from kvjax import (
   PSAW,
   Active,
   Bounded,
+  Cache,
   Carry,
   Env,
   Full,
@@ -48,6 +49,7 @@ from kvjax import (
   Wrapper,
   dispatch,
   forms,
+  settings,
 )
 from kvjax.bounded import InTurn
 from kvjax.leaves import NORM, Leaf
@@ -244,11 +246,14 @@ def projecting(self):
   return super(type(self), self).traits.but(projects_all=True)
 
 
-def begun(self, spec, layer):
-  """A cache that holds a token of its own."""
-  cache = Method.init(self, spec, layer)
+def begun(self, spec):
+  """Caches that hold a token of their own."""
+  return tuple(_begun(cache) for cache in Method.init_caches(self, spec))
+
+
+def _begun(cache):
   first = {name: cache.slots[name].at[:, :, 0].set(1) for name in ("k", "v")}
-  one = jnp.ones(spec.batch, jnp.int32)
+  one = jnp.ones_like(cache.seen)
   pos = cache.pos.at[:, :, 0].set(0)
   return cache.put(slots={**first, "pos": pos}, rows={"seen": one, "used": one})
 
@@ -337,7 +342,7 @@ TABLE = [
     leaves=TOP,
   ),
   case("capacity", Full(), lambda self, spec, layer: 8),
-  case("init", Full(), begun),
+  case("init_caches", Full(), begun),
   case("active", Full(), last_two, prompt=PROMPT, traits=projecting),
   case("fill", Full(), doubled("fill", lambda x: (x[0], 2 * x[1], x[2])), prompt=PROMPT),
   case("stage", Full(), one_before, prompt=PROMPT),
@@ -361,11 +366,6 @@ TABLE = [
 # What no implementation can pass by, and why.
 PLAIN = {
   "at": "where drivers run",
-  "example": "a constructor",
-  "usual": "a constructor",
-  "neutral": "a constructor",
-  "repo": "a constructor",
-  "init_caches": "calls init, layer by layer",
   "conclude": "the decoder calls it behind all layers; no kernel takes its place",
 }
 
@@ -394,7 +394,7 @@ def program(method, impl, prompt, steps):
   at, cut, valid = method.at(Env(LAYERS, impl=impl, tile=4), LAYER), max(prompt), jnp.array(prompt)
 
   def run():
-    cache, outs = method.init(STREAM.spec(CAPACITY, LAYERS), LAYER), []
+    cache, outs = method.init_caches(STREAM.spec(CAPACITY, LAYERS))[LAYER], []
     if cut:
       told = Prompt.of(at, cut, valid, valid, 0)
       index = told.query_index()
@@ -473,6 +473,12 @@ def test_names_of_before_say_what_is_expected_now():
   for name, now in forms.MOVED.items():
     with pytest.raises(TypeError, match=rf"^Own\.{name}: .* expected {now} \(MOVING\.md\)"):
       type("Own", (Full,), {name: lambda self: None})
+
+
+def test_constructors_of_before_say_where_they_are_now():
+  for name in forms.SETTINGS:
+    with pytest.raises(TypeError, match=rf"^Own\.{name}: .*register\(Own, {name}=...\) beside"):
+      type("Own", (Full,), {name: classmethod(lambda cls, budget: cls())})
 
 
 @pytest.mark.parametrize(
@@ -566,18 +572,15 @@ class Driven(Full):
   def decode_step(self, at, *rest):
     return of_first(lambda out: 2 * out)(super().decode_step(at, *rest))
 
-  init = begun
-
-  def init_caches(self, spec):
-    return super().init_caches(spec)[:1]
+  init_caches = begun
 
 
 def test_an_empty_wrapper_is_driven_as_its_base():
   own, through = (results(method, "reference") for method in (Driven(), Through(Driven())))
   assert not differ(own, through) and differ(own, results(Full(), "reference"))
-  assert len(Through(Driven()).init_caches(STREAM.spec(8))) == 1
+  assert (Through(Driven()).init_caches(STREAM.spec(8))[0].seen == 1).all()
   shared = SharedPrefill((Full(), Random(6, recent=2)))
-  made, wrapped = (m.init(STREAM.spec(8), 0) for m in (shared, Through(shared)))
+  made, wrapped = (m.init_caches(STREAM.spec(8)) for m in (shared, Through(shared)))
   assert jax.tree.structure(made) == jax.tree.structure(wrapped)
 
 
@@ -585,7 +588,7 @@ def test_an_empty_wrapper_is_driven_as_its_base():
   ("move", "form", "driver"),
   [
     ("window", narrow_window, "decode_step"),
-    ("capacity", lambda self, spec, layer: 4, "init"),
+    ("capacity", lambda self, spec, layer: 4, "init_caches"),
   ],
 )
 def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver):
@@ -600,7 +603,7 @@ def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver
 @pytest.mark.parametrize("name", ["infllm", "ltri"])
 def test_what_a_streamed_method_sees_is_its_own(name, move):
   """An override that nothing would ask for is refused as soon as a step is traced."""
-  base = METHODS[name].example(16)
+  base = settings.example(METHODS[name], 16)
   own = type("Own", (Wrapper,), {move: lambda self, at, *rest: getattr(self.base, move)(at, *rest)})
   message = rf"Own\.{move}: found an override over {METHODS[name].__name__}, which attends"
   with pytest.raises(NotImplementedError, match=message):
@@ -622,6 +625,6 @@ def test_layers_that_are_alike_differ_under_an_override():
     assert _twin(at.under(base)).layer == _twin(at.under(Through(base))).layer == 0
     assert _twin(at) is None
     new = [taken(which, jnp.zeros((2, 1), jnp.int32))[..., 0, :] for which in "qkv"]
-    cache = own.init(STREAM.spec(CAPACITY, LAYERS), layer)
+    cache = Cache.empty(own, STREAM.spec(CAPACITY, LAYERS), layer)
     jax.eval_shape(functools.partial(own.decode_step, at), cache, *new, jnp.ones(2, bool), Carry())
   assert layers == [1, 2]

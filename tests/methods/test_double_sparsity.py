@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import Attended, DoubleSparsity, State, sight
+from kvjax import Attended, DoubleSparsity, State, settings, sight
 from kvjax.methods import double_sparsity
 from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
@@ -150,7 +150,10 @@ def test_live_caches_are_labelled_anew():
 def test_channels_are_counted(head_dim, kept, authors):
   """As many of large heads as of small ones; the authors halve those of 128."""
   spec = Stream.random(0, head_dim=head_dim).spec(20)
-  for m, dense, count in ((DoubleSparsity(), 0, kept), (DoubleSparsity.repo(12), 2, authors)):
+  for m, dense, count in (
+    (DoubleSparsity(), 0, kept),
+    (settings.repo(DoubleSparsity, 12), 2, authors),
+  ):
     held = [cache.heads for cache in m.init_caches(spec)]
     assert all("labels" not in heads for heads in held[:dense])
     for heads in held[dense:]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ETF, H2O, Carry, Full, Prompt, Quest
+from kvjax import ETF, H2O, Carry, Full, Prompt, Quest, settings
 from kvjax.models.generate import join, prefill
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
@@ -129,7 +129,7 @@ def test_over_other_bases():
   out = Run(ETF(H2O(budget=99), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   want = Run(ETF(Full(), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   np.testing.assert_allclose(out, want, atol=CLOSE)
-  out = Run(ETF(Quest.neutral(CAPACITY), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
+  out = Run(ETF(settings.neutral(Quest, CAPACITY), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   np.testing.assert_allclose(out, want, atol=CLOSE)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvjax import (
   ART,
   PRR,
+  Cache,
   Carry,
   Env,
   HShare,
@@ -247,7 +248,7 @@ def test_worked_example():
 def test_the_first_stages_foresee_the_last_scores(variant):
   """They are the forecast of α = 1, β = γ = 0."""
   method = PRR(Quest(32, page=4), budget=2.0, variant=variant)
-  cache = method.init(Stream.random(0).spec(40), method.base.dense_layers)
+  cache = Cache.empty(method, Stream.random(0).spec(40), method.base.dense_layers)
   np.testing.assert_array_equal(cache.rows["factors"], [[1, 0, 0]] * 2)
 
 
@@ -351,7 +352,7 @@ def test_without_speculation_it_is_the_base():
     return step.lower(layer.cache, q, k, v, jnp.ones(2, bool), Carry()).as_text()
 
   assert program(layers[0]) == program(layers[1])
-  assert "level" not in PRR(QUEST, budget=2).init(stream.spec(40), 1).heads  # a dense layer
+  assert "level" not in Cache.empty(PRR(QUEST, budget=2), stream.spec(40), 1).heads  # a dense layer
 
 
 @functools.cache

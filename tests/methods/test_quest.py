@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Quest, sight
+from kvjax import Cache, Quest, settings, sight
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, check, choose, keys, queries, tokens_of
 
@@ -84,17 +84,17 @@ def test_a_second_turn_and_idle_rows():
 
 
 def test_repo_preset():
-  assert Quest.repo(1024) == Quest(1024, group="max")
-  assert Quest.repo(16).tiles.best == 2  # three pages, one of them the newest
+  assert settings.repo(Quest, 1024) == Quest(1024, group="max")
+  assert settings.repo(Quest, 16).tiles.best == 2  # three pages, one of them the newest
 
 
 def test_bounds_are_stored_as_keys_are():
   """Extremes of bfloat16 keys are bfloat16 numbers: nothing is lost by storing them so."""
   spec = Stream.random(0).spec(40, dtype=jnp.bfloat16)
-  heads = Quest().init(spec, 2).heads
+  heads = Cache.empty(Quest(), spec, 2).heads
   assert {x.dtype for x in heads.values()} == {jnp.dtype(jnp.bfloat16)}
   assert heads["key_min"].shape == (2, 3, 3, 16)
-  assert not Quest().init(spec, 1).heads
+  assert not Cache.empty(Quest(), spec, 1).heads
 
 
 @pytest.mark.parametrize(

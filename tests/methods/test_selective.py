@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Quest, Span, TopKOracle, Window, sight
+from kvjax import Cache, CacheSpec, Quest, Span, TopKOracle, Window, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import tiles
 from kvjax.selective import Selective, Tiles
@@ -188,7 +188,7 @@ def test_a_window_bounds_the_choice():
 
 def test_slots_of_a_window_that_are_not_occupied_are_not_its_keys():
   method, spec = Quest(16, page=4), CacheSpec(2, 12, 1, 1, 4, 4, jnp.float32)
-  cache = method.init(spec, 3).put(rows={"used": jnp.array([5, 8])})
+  cache = Cache.empty(method, spec, 3).put(rows={"used": jnp.array([5, 8])})
   window = jnp.array([[0, 1, 2], [0, 1, 2]])
   _, filled = tiles.keys(cache, window, width=4, stride=4)
   for b, used in enumerate((5, 8)):

@@ -21,7 +21,7 @@ from scripts.examples.tiny import byte_tokenizer
 
 BUDGET, CAPACITY = 16, 64
 METHODS = [
-  pytest.param(kvjax.METHODS[name].example(BUDGET), id=name)
+  pytest.param(kvjax.settings.example(kvjax.METHODS[name], BUDGET), id=name)
   for name in ("full", "streaming_llm", "random")
 ]
 

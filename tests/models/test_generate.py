@@ -227,7 +227,7 @@ def test_same_seed_same_text_other_seed_other_text():
 @pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_text_alone_or_in_a_batch(name):
   """Rows that keep their numbers draw the same text alone, and in a batch of another order."""
-  method = kvjax.METHODS[name].example(16)
+  method = kvjax.settings.example(kvjax.METHODS[name], 16)
   both = sample(method=method, numbers=[5, 3], top_p=0.95)
   assert (both[0] != both[1]).any()
   for row, number in enumerate((5, 3)):
@@ -589,7 +589,7 @@ def test_caches_of_another_model():
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_chunks_give_what_one_call_gives(name, chunk):
-  method, seen = kvjax.METHODS[name].example(16), []
+  method, seen = kvjax.settings.example(kvjax.METHODS[name], 16), []
   spec = model().spec(2, 48)
   whole, wanted = prefill(
     model(), TOKENS[:, :30], [30, 13], method.init_caches(spec), method, past=0

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool
 from kvjax.fields import expect
 from kvjax.method import Aux, Method  # noqa: F401 - tools look up the type of `base` here
 from kvjax.ops import attention, slots
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.plans import Attended, Plan
+from kvjax.types import At, Cache
 from kvjax.wrapper import Wrapper
 
 

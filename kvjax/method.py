@@ -29,22 +29,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import dispatch, entrance, fields, forms, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import context, slots
+from kvjax.plans import Attended, Plan, Span, Window
 from kvjax.shapes import check_shape
 from kvjax.traits import Traits
-from kvjax.types import (
-  Active,
-  At,
-  Attended,
-  Cache,
-  CacheSpec,
-  Carry,
-  Env,
-  Origin,
-  Plan,
-  Prompt,
-  Span,
-  Window,
-)
+from kvjax.types import Active, At, Cache, CacheSpec, Carry, Env, Origin, Prompt
 
 Aux = dict[str, Any]
 Driver = TypeVar("Driver", bound=Callable[..., Any])

@@ -16,9 +16,10 @@ from kvjax.full import Full
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import context
+from kvjax.plans import Attended, Plan
 from kvjax.shapes import check_shape
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt
 from kvjax.wrapper import Wrapper
 
 

@@ -8,7 +8,8 @@ from jaxtyping import Array, Int
 
 from kvjax import forms
 from kvjax.dispatch.prompt import Chunk
-from kvjax.types import At, Cache, Needs, Plan, Prompt, Window
+from kvjax.plans import Needs, Plan, Window
+from kvjax.types import At, Cache, Prompt
 
 # What decides which tokens stay in which slots.
 EVICTS = ("victim", "insert", "rank", "keep", "_always")

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, forms, offload, settings, softmax_state
+from kvjax import dispatch, forms, offload, retrieval, settings, softmax_state
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
 from kvjax.ops import slots
+from kvjax.plans import Attended, Plan
 from kvjax.traits import Stream, Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,9 @@ class Streamed(
     hand on; they are fetched as soon as they are known, which does not wait for the layer's
     queries. None: no idea.
     """
-    return None if similarity is None else self._best(cache, [similarity]), carry
+    return None if similarity is None else retrieval.best(
+      cache, [similarity], self.retrieved
+    ), carry
 
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
@@ -194,78 +197,19 @@ class Streamed(
 
   # ---- retrieval
 
-  def _ranks(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
-    """How many stored blocks go before each by `keys` [B, N] in turn, forced ones first.
-
-    Ties go to the oldest. A block whose first key is −∞ does not take part (rank N), unless it is
-    forced; without `forces` none is.
-    """
-    block = jnp.arange(keys[0].shape[1], dtype=jnp.int32)
-    stored = block < cache.rows["gone"][:, None]
-    able = stored & (keys[0] > -jnp.inf)
-    order = [jnp.where(jnp.isnan(key), jnp.inf, -key) for key in keys]
-    order[0] = jnp.where(able, jnp.maximum(order[0], jnp.finfo(jnp.float32).min), jnp.inf)
-    if self.inject and forces:
-      forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored
-      able |= forced
-      order = [jnp.where(forced, -jnp.inf, key) for key in order]
-    # Counted, not sorted: N² comparisons are one kernel, a sort is many.
-    before = block < block[:, None]
-    for key in reversed(order):
-      mine, other = key[:, :, None], key[:, None, :]
-      before = (other < mine) | ((other == mine) & before)
-    return jnp.where(able, before.sum(-1, dtype=jnp.int32), block.shape[0])
-
-  def _best(self, cache: Cache, keys: list[Array]) -> Int[Array, "B R"]:
-    """The best stored blocks by `_ranks`, best first; −1 where there are fewer."""
-    rank = self._ranks(cache, keys)
-    turn = jnp.arange(self.retrieved, dtype=jnp.int32)[:, None]
-    block = jnp.arange(rank.shape[1], dtype=jnp.int32)
-    here = (rank[:, None] == turn) & (turn < block.shape[0])
-    return jnp.where(here, block, -1).max(-1)
-
   def _retrieve(
     self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
   ) -> tuple[Cache, Carry]:
     """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
     foreseen, _ = self.choose(at, cache, None, carry)
     if foreseen is not None:
-      cache = self._hold(at, cache, jnp.where(ok, foreseen, -1))
+      cache = retrieval.hold(at, cache, jnp.where(ok, foreseen, -1), self.block)
       # What turns out not to be wanted has to leave before what is.
       before = cache.seen[:, None] - 1
       cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
     wanted, carry = self.choose(at, cache, similarity, carry)
     assert wanted is not None
-    return self._hold(at, cache, jnp.where(ok, wanted, -1)), carry
-
-  def _hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
-    """The cache once the wanted blocks have copies on the device: "kept" says in which places.
-
-    Blocks that have one are not read again; the others take the places of the least recently used.
-    """
-    held, used_at = cache.rows["held"], cache.rows["used_at"]
-    match = (held[:, None] == wanted[..., None]) & (wanted >= 0)[..., None]  # [B, R, D]
-    missing = ~match.any(-1) & (wanted >= 0)
-    place = jnp.arange(held.shape[1], dtype=jnp.int32)
-    stamp = jnp.where(match.any(1), jnp.iinfo(jnp.int32).max, used_at)
-    mine, other = stamp[:, :, None], stamp[:, None, :]
-    older = (other < mine) | ((other == mine) & (place < place[:, None]))
-    turn = jnp.cumsum(missing, -1) - 1  # the first one that is missing takes the oldest place
-    free = missing[..., None] & (turn[..., None] == older.sum(-1)[:, None])  # [B, R, D]
-    kept = jnp.where(match | free, place, -1).max(-1)
-    into = jnp.where(missing, kept, held.shape[1])
-    rows = {
-      "held": slots.overlaid(held, into, wanted),
-      "used_at": jnp.where((match | free).any(1), cache.seen[:, None], used_at),
-      "kept": kept,
-    }
-    found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env)
-    heads = {}
-    for name in ("k", "v"):
-      copies = cache.heads[f"held_{name}"]
-      blocks = copies.reshape(*copies.shape[:2], -1, self.block, copies.shape[-1])
-      heads[f"held_{name}"] = slots.overlaid(blocks, into, found[name], 2).reshape(copies.shape)
-    return cache.put(heads=heads, rows=rows)
+    return retrieval.hold(at, cache, jnp.where(ok, wanted, -1), self.block), carry
 
   def _first_tokens(self, at: At, cache: Cache) -> slots.Slots:
     """The first tokens where they are far, not rotated; position 0, which every query may see."""
@@ -416,7 +360,7 @@ class Streamed(
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """Everything near and far; the memo is the cache with the blocks that the step retrieves."""
+    """Everything near and far; the memo is `Retrieved`."""
     self._sees_alone(at)
     stream = self.traits.stream
     if stream is not None and stream.persists:
@@ -424,11 +368,11 @@ class Streamed(
     qpos = (cache.seen - 1)[:, None]
     similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
     held, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
-    return dataclasses.replace(visible, memo=held), carry
+    return dataclasses.replace(visible, memo=retrieval.Retrieved(held)), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
-    cache = cache if plan.memo is None else plan.memo
+    cache = cache if plan.memo is None else plan.memo.cache
     k, v = cache.slots["k"], cache.slots["v"]
     near, logits = dispatch.attend_ranges(at, q, k, v, self._window_slots(cache))
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
@@ -450,7 +394,7 @@ class Streamed(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Counts votes and sends off the block that leaves. Reports `retrieved`, int32 [B, R]."""
-    cache = cache if plan.memo is None else plan.memo
+    cache = cache if plan.memo is None else plan.memo.cache
     assert attended.logits is not None
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
     near = {**cache.slots, "votes": cache.slots["votes"] + p}

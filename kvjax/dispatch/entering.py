@@ -10,7 +10,8 @@ from kvjax.dispatch.table import choose, kernel
 from kvjax.leaves import NORM
 from kvjax.ops import context
 from kvjax.ops.slots import choose_rows, put
-from kvjax.types import At, Attended, Cache
+from kvjax.plans import Attended
+from kvjax.types import At, Cache
 
 
 def enters(at: At) -> bool:

@@ -14,8 +14,9 @@ from jaxtyping import Array
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, context
 from kvjax.ops.slots import Slots
+from kvjax.plans import Attended, Window
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Prompt, Window
+from kvjax.types import At, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import attention, context, tiles
-from kvjax.types import At, Cache, Plan
+from kvjax.plans import Plan
+from kvjax.types import At, Cache
 
 
 def page_bounds(

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import tiles
-from kvjax.types import At, Span
+from kvjax.plans import Span
+from kvjax.types import At
 
 Table = tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]
 

@@ -7,7 +7,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import tiles
-from kvjax.types import At, Cache, Plan
+from kvjax.plans import Plan
+from kvjax.types import At, Cache
 
 
 @dataclasses.dataclass(frozen=True)

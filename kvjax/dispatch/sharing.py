@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.dispatch.selection import holds, other_tiles
 from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention, context
-from kvjax.types import At, Attended, Cache, Plan, Span, Window, pytree
+from kvjax.plans import Attended, Plan, Span, Window
+from kvjax.types import At, Cache, pytree
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # after all positions
 HELD = ("queries", "anchor", "retrieved")

@@ -13,8 +13,9 @@ from kvjax.dispatch.step import attend, beyond_kernel, over_plan
 from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention
 from kvjax.ops.smoothing import Smoothed
+from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, pytree
+from kvjax.types import At, Cache, pytree
 
 
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:

@@ -9,8 +9,9 @@ from jaxtyping import Array
 from kvjax import softmax_state
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention
+from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.types import At, Cache
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:

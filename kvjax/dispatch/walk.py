@@ -12,8 +12,9 @@ from kvjax import mass_bound, softmax_state
 from kvjax.dispatch.step import beyond_kernel
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, pytree
+from kvjax.types import At, Cache, pytree
 
 LARGEST_TILE = 256  # that the kernel takes
 PROBES = 32  # dimensions of the output that a strided probe looks at

@@ -16,8 +16,9 @@ from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.quest import Quest
 from kvjax.ops import slots
+from kvjax.plans import Attended, Plan, Span
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
+from kvjax.types import At, Cache, CacheSpec, Prompt
 from kvjax.wrapper import Wrapper
 
 ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU

@@ -12,8 +12,9 @@ from kvjax.dispatch import sharing
 from kvjax.fields import expect, least, number, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
+from kvjax.plans import Attended, Plan
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, pytree
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt, pytree
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
 BUDGETS = {128: (8, 32, 88, 72), 512: (16, 64, 432, 388)}

@@ -8,8 +8,9 @@ from jaxtyping import Array, Float
 
 from kvjax.fields import least
 from kvjax.ops import slots
+from kvjax.plans import Attended
 from kvjax.prompt_scored import PromptScored
-from kvjax.types import At, Attended
+from kvjax.types import At
 
 FIRST = 1e30  # the score of the first tokens, above all others
 

@@ -14,9 +14,10 @@ from kvjax.fields import between, expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended, Plan
 from kvjax.selective import SelectiveTokens
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, pytree
+from kvjax.types import At, Cache, CacheSpec, Carry, Env, Prompt, pytree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
+from kvjax.plans import Plan
 from kvjax.selective import Selective, Tiles
-from kvjax.types import At, Cache, CacheSpec, Plan
+from kvjax.types import At, Cache, CacheSpec
 
 
 @dataclasses.dataclass(frozen=True)

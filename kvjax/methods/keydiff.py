@@ -9,7 +9,8 @@ from kvjax import settings
 from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

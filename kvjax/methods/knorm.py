@@ -10,7 +10,8 @@ from kvjax.bounded import Bounded
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

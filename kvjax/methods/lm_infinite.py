@@ -9,7 +9,8 @@ from kvjax import settings
 from kvjax.fields import expect
 from kvjax.method import Method
 from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.types import At, Window
+from kvjax.plans import Window
+from kvjax.types import At
 
 
 @dataclasses.dataclass(frozen=True)

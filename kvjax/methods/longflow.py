@@ -12,8 +12,9 @@ from kvjax.leaves import NORM, Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import slots
+from kvjax.plans import Attended, Plan
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

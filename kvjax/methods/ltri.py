@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import offload, softmax_state
+from kvjax import offload, retrieval, softmax_state
 from kvjax.fields import bound, expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.ops import attention, slots, spans
 from kvjax.ops.spans import MODES
+from kvjax.plans import Attended
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
 from kvjax.traits import Stream, Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, OwnRows
+from kvjax.types import At, Cache, CacheSpec, Carry, OwnRows
 
 # Retrieval heads of Llama-3-8B-Instruct-262K: layer, query head, score (App. C).
 LLAMA_3_8B_HEADS = (
@@ -190,7 +191,7 @@ class Ltri(Streamed, moves=("divide",)):
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
     def divided(maps: Array) -> Array:
-      return _packed(*self.divide(at.layer, maps, None))
+      return spans.packed(*self.divide(at.layer, maps, None))
 
     if tokens > 1:
       found = divided(maps)
@@ -244,7 +245,7 @@ class Ltri(Streamed, moves=("divide",)):
     rows = cache.rows
     place = slots.remainder(block, rows["spans"].shape[1])[:, :, None, None]
     found = jnp.take_along_axis(rows["spans"], place, 1, mode="clip")
-    start, stop, count, _ = _unpacked(found)
+    start, stop, count, _ = spans.unpacked(found)
     every = at.sum_heads(votes.sum(1))  # Eq. 6; the mean over a group ranks as its sum does
     chosen = spans.elect(every, spans.inside(start, stop, self.block), count)
     weight = chosen.astype(jnp.float32)
@@ -301,7 +302,7 @@ class Ltri(Streamed, moves=("divide",)):
       pairs = at.sum_heads(pairs)
     else:
       pairs = jnp.einsum("bjh,bnch->bjnc", vectors, cache.rows["index"].of["sum"])
-    count = _unpacked(cache.rows["found"].of["spans"])[2]
+    count = spans.unpacked(cache.rows["found"].of["spans"])[2]
     real = some[:, :, None, None] & (count > 0)[:, None]
     return jnp.where(real, pairs, -jnp.inf).max((1, 3))
 
@@ -343,18 +344,18 @@ class Ltri(Streamed, moves=("divide",)):
     if similarity is None:
       if votes is None or not (self.prefetch and self.voting and self._indexes(at.layer)):
         return None, carry
-      return self._best(cache, [_some(votes)]), carry
+      return retrieval.best(cache, [_some(votes)], self.retrieved), carry
     if not self.voting:
-      return self._best(cache, [similarity]), carry
+      return retrieval.best(cache, [similarity], self.retrieved), carry
     votes = jnp.zeros_like(similarity) if votes is None else votes
     if self._indexes(at.layer):
       found = self._head(at.layer)
-      mine = self._ranks(cache, [similarity], forces=False) < min(
+      mine = retrieval.ranks(cache, [similarity], forces=False) < min(
         self.retrieved, similarity.shape[1]
       )
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
-    return self._best(cache, [_some(votes), similarity]), carry
+    return retrieval.best(cache, [_some(votes), similarity], self.retrieved), carry
 
 
 def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -362,8 +363,8 @@ def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
 
   int [blocks, C] and float [blocks, C]; a length of 0 is no span.
   """
-  spans = cache.rows["found"].of["spans"][row, : int(cache.rows["gone"][row])]
-  start, stop, _, ratio = _unpacked(spans)
+  found = cache.rows["found"].of["spans"][row, : int(cache.rows["gone"][row])]
+  start, stop, _, ratio = spans.unpacked(found)
   return np.asarray(stop - start), np.asarray(ratio)
 
 
@@ -414,17 +415,6 @@ def calibrated_rate(
 def _some(votes: Float[Array, "B N"]) -> Float[Array, "B N"]:
   """Votes; −∞ for blocks without any, which do not take part."""
   return jnp.where(votes > 0, votes, -jnp.inf)
-
-
-def _packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:
-  """What is known of the spans of blocks as one array; the integers are small enough for it."""
-  return jnp.stack([x.astype(jnp.float32) for x in (start, stop, count, ratio)], -2)
-
-
-def _unpacked(spans: Float[Array, "*batch 4 C"]) -> tuple[Array, Array, Array, Array]:
-  """Starts, stops, numbers of vectors, int32, and r_a."""
-  start, stop, count = (spans[..., i, :].astype(jnp.int32) for i in range(3))
-  return start, stop, count, spans[..., 3, :]
 
 
 def _queries(x: Array, index: Int[Array, "B N"]) -> Array:

@@ -19,13 +19,12 @@ from kvjax.method import Aux, Method
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing
 from kvjax.ops.smoothing import Smoothed
+from kvjax.plans import Attended, Plan, Span
+from kvjax.predictor import Predictor, state_of
 from kvjax.selective import Selective
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span, pytree
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt, pytree
 from kvjax.wrapper import Wrapper
-
-# Counted tokens below which a chunk leaves the factors as they were.
-LEAST = 8
 
 
 def _fits_budget(budget: int | float | str) -> bool:
@@ -114,12 +113,6 @@ class PRR(Wrapper):
     assert isinstance(self.base, Selective)
     return self.base
 
-  @property
-  def _forced(self) -> dict[str, int]:
-    """Which tiles are read whatever their scores."""
-    sinks, local = self._selector.tiles.forced
-    return {"unit": self._selector.tiles.unit, "sinks": sinks, "local": local}
-
   # ---- shapes
 
   def _ratio(self, batch: int, capacity: int) -> float:
@@ -193,7 +186,7 @@ class PRR(Wrapper):
     everything = visible.window is None and not visible.needs.own_span
     # S1 may have to keep what was speculated as it is.
     if scored is not None and everything and self.variant != "S1":
-      state, factors = self._state(cache), cache.rows["factors"]
+      state, factors = state_of(cache), cache.rows["factors"]
       found = speculation.speculate(
         *(at, cache, guess, q, scored, state, factors),
         predictor=self.predictor,
@@ -202,7 +195,7 @@ class PRR(Wrapper):
       if found is not None:
         return found
     scores = self._selector._scores(at, cache, q, visible)
-    state, ahead = self._advanced(cache, scores)
+    state, ahead = self._predictor(cache).advanced(cache, scores)
     return Beside(jnp.stack([scores, ahead], 2), state)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
@@ -260,51 +253,14 @@ class PRR(Wrapper):
     aux |= foresight.report(plan, before.heads["selected"], self._selector.tiles.positive)
     if plan.memo.foreseen is not None:
       return _noted(cache, plan.memo.state, plan.memo.foreseen, plan.table), aux
-    new, ahead = self._advanced(before, plan.memo.scores)
+    new, ahead = self._predictor(cache).advanced(before, plan.memo.scores)
     return self._foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
 
-  def _factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
-    """α, β, γ of every row."""
-    return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
-
-  def _state(self, cache: Cache) -> Smoothed:
-    """Level and trend of every tile."""
-    return Smoothed(cache.heads["level"], cache.heads["trend"])
-
-  def _scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
-    """Tiles that have had a score once token t has attended: the full ones before its own."""
-    tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
-    return tile < (t // self._selector.tiles.unit)[:, None, None]
-
-  def _advanced(
-    self, cache: Cache, scores: Float[Array, "B K P"]
-  ) -> tuple[Smoothed, Float[Array, "B K P"]]:
-    """The state after the newest token, whose scores these are, and ŝ of the next step."""
-    t = cache.seen - 1
-    alpha, beta, gamma = self._factors(cache)
-    new = self._updated(self._state(cache), scores, alpha, beta, t - 1, t)
-    return new, self._forecast(new, gamma, t)
-
-  def _updated(
-    self,
-    state: Smoothed,
-    scores: Float[Array, "B K P"],
-    alpha: Float[Array, "#B 1 1"],
-    beta: Float[Array, "#B 1 1"],
-    last: Int[Array, " B"],
-    t: Int[Array, " B"],
-  ) -> Smoothed:
-    """The state after token t, given that after token `last` (−1: there was none)."""
-    begun, there = self._scored(state, last), self._scored(state, t)
-    return state.updated(scores, alpha, beta, begun, there, self.predictor)
-
-  def _forecast(
-    self, state: Smoothed, gamma: Float[Array, "#B 1 1"], last: Int[Array, " B"]
-  ) -> Float[Array, "B K P"]:
-    """ŝ of the step after token `last`; ∞ for tiles that have no score yet."""
-    return jnp.where(self._scored(state, last), state.forecast(gamma), jnp.inf)
+  def _predictor(self, cache: Cache) -> Predictor:
+    wide = self._selector._widened(self._ratio(cache.pos.shape[0], cache.size))
+    return Predictor(self.predictor, self._selector.tiles, wide)
 
   def _foresee(
     self,
@@ -346,7 +302,7 @@ class PRR(Wrapper):
     scores = self._selector._scores(at, kept, q[:, :, :, -1], visible)
     selected = self._selector._select(at, kept, scores, visible).table
     assert selected is not None
-    ahead = self._forecast(state, factors[:, 2, None, None], kept.seen - 1)
+    ahead = self._predictor(kept).forecast(state, factors[:, 2, None, None], kept.seen - 1)
     return self._foresee(at, kept, state, ahead, selected)
 
   def _follow(
@@ -357,97 +313,15 @@ class PRR(Wrapper):
     q: Float[Array, "B K G T H"],
     qpos: Int[Array, "B T"],
   ) -> tuple[Smoothed, Float[Array, "B 3"]]:
-    """The predictor after a prompt's last tokens, and its factors, calibrated on them.
+    """The predictor after a prompt's last tokens, and its factors, calibrated on them."""
 
-    All (α, β) are followed side by side, and with them the row's factors of before; γ only enters
-    forecasts.
-    """
-    own, old = cache.rows["factors"], self._state(cache)
-    tried, searches = own[None, :, :2], self.calibrate and self.variant == "S3"
-    candidates = smoothing.grid()
-    if searches:
-      pairs = candidates[:: len(smoothing.GAMMAS), None, :2]
-      pairs = jnp.broadcast_to(pairs, (pairs.shape[0], *own[:, :2].shape))
-      tried = jnp.concatenate([pairs, tried])
-    alpha, beta = (tried[..., i, None, None] for i in range(2))
-    update = jax.vmap(self._updated, (0, None, 0, 0, None, None))
-
-    def step(carry: tuple, token: tuple[Array, Array], compare: bool) -> tuple[tuple, None]:
-      state, last, rates, tokens = carry
-      q, t = token
-      now = _as_of(cache, t)
+    def score(now: Cache, q: Float[Array, "B K G H"]) -> tuple[Float[Array, "B K P"], Span]:
       visible = sight.visible(at, now)
-      scores = self._selector._scores(at, now, q, visible)
-      if compare:
-        others = jax.tree.map(lambda x: x[:-1], state)
-        found, counts = self._hit_rates(at, now, scores, visible.span, others, last)
-        rates, tokens = rates + jnp.where(counts, found, 0), tokens + counts
-      real, new = t >= 0, update(state, scores, alpha, beta, last, t)
-      state = jax.tree.map(lambda n, o: jnp.where(real[:, None, None], n, o), new, state)
-      return (state, jnp.where(real, t, last), rates, tokens), None
+      return self._selector._scores(at, now, q, visible), visible.span
 
-    def group(carry: tuple, tokens: tuple[Array, Array]) -> tuple[tuple, None]:
-      before, counted = (jax.tree.map(lambda x, i=i: x[i], tokens) for i in (slice(-1), -1))
-      # Unrolled, the states of all (α, β) pass through memory once for all these tokens.
-      carry, _ = jax.lax.scan(
-        lambda carry, token: step(carry, token, False), carry, before, unroll=True
-      )
-      return step(carry, counted, searches)
-
-    shape = tried.shape[0], *old.level.shape
-    start = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), old)
-    rates = jnp.zeros((candidates.shape[0], own.shape[0]), jnp.float32)
-    carry: tuple = start, last, rates, jnp.zeros_like(last)
-    q, qpos = (x.reshape(-1, self.every, *x.shape[1:]) for x in (jnp.moveaxis(q, 3, 0), qpos.T))
-    (state, _, rates, tokens), _ = jax.lax.scan(group, carry, (q, qpos))
-    best, enough = jnp.argmax(at.sum_heads(rates), 0), tokens >= LEAST
-    row = jnp.arange(own.shape[0])
-    pair = jnp.where(enough, best // len(smoothing.GAMMAS), -1)
-    factors = jnp.where(enough[:, None], candidates[best], own)
-    return jax.tree.map(lambda x: x[pair, row], state), factors
-
-  def _hit_rates(
-    self,
-    at: At,
-    cache: Cache,
-    scores: Float[Array, "B K P"],
-    span: Span,
-    state: Smoothed,
-    last: Int[Array, " B"],
-  ) -> tuple[Float[Array, "C B"], Bool[Array, " B"]]:
-    """Score-weighted hit rate of every candidate of the grid (Eq. 4), summed over KV heads.
-
-    `state` holds those of all (α, β) [N, B, K, P] after token `last`. The second result says which
-    rows have had a score before, and more than k tiles to choose from.
-    """
-    k, forced = self._selector.tiles.best, dict[str, Any](self._forced)
-    top, index = dispatch.other_tiles(at, scores, span, **forced, k=k + 1)
-    counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
-    counts &= cache.seen >= self._selector.tiles.dense_below
-    top, index = top[..., :k], index[..., :k]
-    weight = foresight.weights(top, index >= 0, self._selector.tiles.positive)
-    missing = scores.shape[-1]
-    worth = slots.put(
-      jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight
-    )  # w_j of S, 0 elsewhere
-    total = weight.sum(-1)
-    wide = self._selector._widened(self._ratio(scores.shape[0], cache.size))
-
-    every = jax.tree.map(lambda x: x.reshape(-1, *scores.shape[1:]), state)  # [N·B, K, P]
-    many = every.level.shape[0] // scores.shape[0]
-    where, when = jax.tree.map(lambda x: jnp.tile(x, (many, *(1,) * (x.ndim - 1))), (span, last))
-
-    def rate(gamma: Array) -> Float[Array, "N B"]:
-      ahead = self._forecast(every, gamma, when)
-      _, guess = dispatch.other_tiles(at, ahead, where, **forced, k=wide, ordered=False)
-      guess = guess.reshape(many, *total.shape, -1)
-      found = jax.vmap(slots.take, (None, 0))(worth, jnp.maximum(guess, 0))
-      found = jnp.where(guess >= 0, found, 0).sum(-1)
-      return jnp.where(total > 0, found / jnp.where(total > 0, total, 1), 1.0).sum(-1)
-
-    gammas = jnp.array(smoothing.GAMMAS, jnp.float32)[:, None, None, None]
-    rates = jax.lax.map(rate, gammas)
-    return jnp.moveaxis(rates, 0, 1).reshape(-1, rates.shape[-1]), counts
+    searches = self.calibrate and self.variant == "S3"
+    how: dict[str, Any] = {"every": self.every, "searches": searches}
+    return self._predictor(cache).follow(at, cache, last, q, qpos, score, **how)
 
 
 def _example(cls: type[PRR], budget: int) -> Method:
@@ -480,12 +354,6 @@ class Speculation:
   early: Attended | None = None
   state: Smoothed | None = None
   foreseen: Array | None = None
-
-
-def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
-  """The cache as token t found it, but for summaries of tiles that were not full then."""
-  pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
-  return cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})
 
 
 def _one_longer(cache: Cache) -> Cache:

@@ -12,8 +12,9 @@ from kvjax.fields import between, expect, least
 from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.ops import depth
+from kvjax.plans import Window
 from kvjax.traits import Traits
-from kvjax.types import At, Window
+from kvjax.types import At
 from kvjax.wrapper import Wrapper
 
 

@@ -12,9 +12,10 @@ from kvjax.fields import expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
+from kvjax.plans import Plan
 from kvjax.selective import Selective, Tiles
 from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Plan
+from kvjax.types import At, Cache, CacheSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from kvjax.fields import between, expect, least, number, odd, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.plans import Attended, Plan
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from kvjax.bounded import Bounded
 from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

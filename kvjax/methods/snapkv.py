@@ -8,8 +8,9 @@ from kvjax import dispatch, settings
 from kvjax.fields import odd, one_of
 from kvjax.method import Method
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended
 from kvjax.prompt_scored import PromptScored
-from kvjax.types import At, Attended
+from kvjax.types import At
 
 
 @dataclasses.dataclass(frozen=True)

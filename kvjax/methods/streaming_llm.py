@@ -10,8 +10,9 @@ from kvjax.bounded import InTurn
 from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
 from kvjax.ops import slots
+from kvjax.plans import Attended, Span, Window
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, Carry, Prompt, Span, Window
+from kvjax.types import At, Cache, Carry, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,10 @@ from jaxtyping import Array, Float
 from kvjax import dispatch, settings
 from kvjax.fields import expect, least
 from kvjax.method import Method
+from kvjax.plans import Plan
 from kvjax.selective import SelectiveTokens
 from kvjax.traits import Traits
-from kvjax.types import At, Cache, Plan
+from kvjax.types import At, Cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,9 @@ from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended, Plan
 from kvjax.traits import Traits
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)

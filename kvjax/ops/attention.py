@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import softmax_state
 from kvjax.ops import slots as slots_of
+from kvjax.plans import Attended, Plan, View, Window
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, View, Window
+from kvjax.types import At, Cache
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 1024

@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
 from kvjax.ops.slots import Slots, put
+from kvjax.plans import Attended, Plan, Span
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, Span
+from kvjax.types import At, Cache
 
 
 def size(at: At, cache: Cache) -> int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span, sight
+from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span, predictor, sight
 from kvjax.kernels import _backend
 from kvjax.kernels.repair import repair
 from kvjax.ops import smoothing
@@ -224,10 +224,10 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
 def update(method: PRR, q: Any, cache: Cache) -> Any:
   """The predictor's step and the next prediction by themselves, from scores that are there."""
   at, t = method.at(ENV, 0), cache.seen - 1
-  alpha, beta, gamma = method._factors(cache)
-  old = method._state(cache)
-  new = method._updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
-  after = method._foresee(at, cache, new, method._forecast(new, gamma, t), cache.heads["selected"])
+  found, (alpha, beta, gamma) = method._predictor(cache), predictor.factors_of(cache)
+  old = predictor.state_of(cache)
+  new = found.updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
+  after = method._foresee(at, cache, new, found.forecast(new, gamma, t), cache.heads["selected"])
   return [after.heads[name] for name in ("level", "trend", "foreseen")]
 
 
@@ -419,7 +419,8 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
     def search(q: Any, cache: Cache, state: Any) -> Any:
       visible = sight.visible(at, cache)
       scores = method.base.score(at, cache, q, visible)
-      return method._hit_rates(at, cache, scores, visible.span, state, cache.seen - 2)[0]
+      found, last = method._predictor(cache), cache.seen - 2
+      return found.hit_rates(at, cache, scores, visible.span, state, last)[0]
 
     return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
 

@@ -44,6 +44,8 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/ops/smoothing.py": of("methods/prr"),
   "kvjax/ops/spans.py": of("methods/spans", "methods/ltri"),
   "kvjax/ops/tiles.py": of("methods/selective", "methods/quest", laws=("quest",)),
+  "kvjax/predictor.py": of("methods/prr", "kernels/prr_kernel"),
+  "kvjax/plans.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "kvjax/prompt_scored.py": of("methods/snapkv", "methods/expected_attention", laws=("snapkv",)),
   "kvjax/bounded.py": of("methods/h2o", "methods/tova", laws=("h2o", "random")),
   "kvjax/entrance.py": of("models/refusals"),
@@ -61,7 +63,9 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/memory.py": of("devices/memory"),
   "kvjax/offload.py": of("kernels/offload"),
   "kvjax/ring.py": of("methods/ring", "methods/streaming_llm", laws=("streaming_llm",)),
+  "kvjax/retrieval.py": of("methods/infllm", "methods/ltri"),
   "kvjax/selective.py": of("methods/selective", "methods/topk_oracle", laws=("topk_oracle",)),
+  "kvjax/settings.py": of("laws/members", "scripts/own_methods"),
   "kvjax/shared_prefill.py": of(
     "models/refusals", laws=("full", "h2o"), chosen=("shared_prefill",)
   ),

@@ -27,6 +27,7 @@ ROOMS = {
 }
 _FILES = {
   **dict.fromkeys(("bounded", "prompt_scored", "selective", "streamed", "wrapper"), "families"),
+  **dict.fromkeys(("retrieval", "predictor"), "families"),
   **dict.fromkeys(("method", "full", "entrance", "sight", "forms", "traits"), "protocol"),
 }
 # Leaves of the house: they look at methods, and no room looks at them.

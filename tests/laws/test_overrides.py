@@ -54,8 +54,8 @@ from kvjax import (
 from kvjax.bounded import InTurn
 from kvjax.leaves import NORM, Leaf
 from kvjax.method import _twin
-from kvjax.testing.laws import Through, operations
 from kvjax.testing.layer import Stream
+from kvjax.testing.traced_laws import Through, operations
 from tests.kernels.test_decode_ops import CASES as STEPS
 from tests.kernels.test_decode_ops import decode_step
 from tests.kernels.test_dispatch import implementation

@@ -26,10 +26,10 @@ from kvjax import (
   TopKOracle,
   foresight,
 )
-from kvjax.methods import prr
 from kvjax.methods.prr import Speculation
 from kvjax.ops import smoothing
 from kvjax.ops.smoothing import Smoothed
+from kvjax.predictor import LEAST
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
 
@@ -150,7 +150,7 @@ class Row:
           p.update(s, t // self.base.tiles.unit)
         begun = True
       rates[factors] = total / max(tokens, 1) / self.heads
-    return rates if tokens >= prr.LEAST else None
+    return rates if tokens >= LEAST else None
 
   def rate(self, s, true, guess):
     """Score-weighted hit rate of a guess, of tiles chosen by score."""

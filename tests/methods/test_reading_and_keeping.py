@@ -29,7 +29,7 @@ from kvjax import (
   TopKOracle,
   settings,
 )
-from kvjax.testing.laws import LAWS, Case
+from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.selection import Watched, keys, queries
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrapper, settings, sight
-from kvjax.testing.laws import LAWS, Case
+from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import attend
 

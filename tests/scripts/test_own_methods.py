@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 import kvjax.testing
-from kvjax.testing.laws import LAWS, Case
+from kvjax.testing import LAWS, Case
 from scripts import demo
 from scripts.evals import plan
 

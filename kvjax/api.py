@@ -31,6 +31,7 @@ from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
 from kvjax.methods.vatp import VATP
+from kvjax.plans import Attended, Plan, Span, View, Window
 from kvjax.prompt_scored import PromptScored
 from kvjax.registry import METHODS, find_method
 from kvjax.rope import Linear, Llama3, Rope, Yarn
@@ -39,20 +40,7 @@ from kvjax.sharding import compiler_options, make_mesh
 from kvjax.shared_prefill import SharedPrefill
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
-from kvjax.types import (
-  At,
-  Attended,
-  Cache,
-  CacheSpec,
-  Carry,
-  Env,
-  OwnRows,
-  Plan,
-  Prompt,
-  Span,
-  View,
-  Window,
-)
+from kvjax.types import Active, At, Cache, CacheSpec, Carry, Env, OwnRows, Prompt
 from kvjax.wrapper import Wrapper
 
 __all__ = [
@@ -67,6 +55,7 @@ __all__ = [
   "RKV",
   "TOVA",
   "VATP",
+  "Active",
   "At",
   "Attended",
   "Bounded",

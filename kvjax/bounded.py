@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax import ring
+from kvjax import ring, settings
 from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
+from kvjax.traits import Traits
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
@@ -27,7 +28,7 @@ class Bounded(Method):
   budget: int = least(1, 2048)
 
   def __new__(cls, *args: Any, **values: Any) -> Any:
-    moves = "victim", "landing", "insert"
+    moves = "victim", "insert"
     if all(getattr(cls, move) is getattr(Method, move) for move in moves):
       raise TypeError(
         f"{cls.__name__}.victim: found none, expected the slot that a full cache gives up for the "
@@ -36,19 +37,22 @@ class Bounded(Method):
     return super().__new__(cls, *args, **values)
 
   @property
-  def positional(self) -> bool:
-    return False
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
+  def traits(self) -> Traits:
+    return super().traits.but(positional=False, chunkable=False)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return self.budget
 
 
+def _example(cls: type[Bounded], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+settings.register(Bounded, example=_example)
+
+
 @dataclasses.dataclass(frozen=True)
-class InTurn(Bounded, moves=("always", "staying")):
+class InTurn(Bounded):
   """Gives up the oldest token that may leave, where those that stay are older than all that may.
 
   A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
@@ -57,21 +61,21 @@ class InTurn(Bounded, moves=("always", "staying")):
   """
 
   @property
-  def always(self) -> int:
+  def _always(self) -> int:
     """How many of the first slots are never given up, whatever they hold."""
     return 0
 
-  def staying(self, cache: Cache) -> Int[Array, "B K"]:
-    """How many of the first slots decode will not give up, after a prompt."""
-    return jnp.full(cache.pos.shape[:2], self.always, jnp.int32)
-
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    ring = Leaf("heads", (2,), jnp.int32, (self.always, self.capacity(spec, layer)))
+    ring = Leaf("heads", (2,), jnp.int32, (self._always, self.capacity(spec, layer)))
     return {**super().leaves(spec, layer), "ring": ring}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """The ring closes once the empty slots are taken."""
-    first, since = self.staying(cache), (cache.seen + cache.size - cache.used)[:, None]
-    return cache.put(heads={"ring": jnp.stack([first, jnp.broadcast_to(since, first.shape)], -1)})
+    return self._closed(cache, jnp.full(cache.pos.shape[:2], self._always, jnp.int32))
+
+  def _closed(self, cache: Cache, staying: Int[Array, "B K"]) -> Cache:
+    """The ring after the slots that stay: it closes once the empty ones are taken."""
+    since = (cache.seen + cache.size - cache.used)[:, None]
+    since = jnp.broadcast_to(since, staying.shape)
+    return cache.put(heads={"ring": jnp.stack([staying, since], -1)})
 
   victim = ring.victim

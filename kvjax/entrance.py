@@ -1,17 +1,81 @@
-"""What drivers refuse while they are traced: nothing here runs on the device, but `with_room`."""
+"""How a new token enters a cache, and what drivers refuse while they are traced."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.experimental import checkify
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import dispatch, forms, offload, ring
 from kvjax.ops import context
+from kvjax.ops.slots import Slots
 from kvjax.shapes import check_shape
 from kvjax.traced_layer import TracedLayer, different_layers
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt
+
+if TYPE_CHECKING:
+  from kvjax.method import Method
+
+
+def landing(at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
+  """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
+
+  Occupied slots are a prefix: as long as one is empty it is the first of them.
+  """
+  room = (cache.used < context.size(at, cache))[:, None]
+  slot = context.own(at, cache, cache.used)[:, None]
+  return jnp.where(live[:, None], jnp.where(room, slot, _victim(at, cache)), cache.size)
+
+
+def enter_token(
+  at: At,
+  cache: Cache,
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K H"],
+  v: Float[Array, "B K H"],
+  live: Bool[Array, " B"],
+) -> tuple[Float[Array, "B K G H"], Cache]:
+  """Rotates the new token's q and k and inserts it; returns rotated q and the cache.
+
+  A kernel does both at once, for methods that leave `insert` as it is; for the others it is what
+  they say it is.
+  """
+  if forms.overrides(at.top, "insert") or not dispatch.enters(at):
+    rope = at.env.rope
+    q = rope.rotate(q, cache.seen[:, None, None])
+    k = rope.rotate(k, cache.seen[:, None])
+    return q, at.top.insert(at, cache, k, v, live)
+  turns = forms.form(at.top, "victim") is ring.victim
+  ring_of = cache.heads["ring"] if turns else None
+  chooses = not turns and forms.overrides(at.top, "victim")
+  victim = _victim(at, cache) if chooses else None
+  slot = landing(at, cache, live)
+  return dispatch.enter_token(at, cache, q, k, v, live, slot, victim=victim, ring=ring_of)
+
+
+def enter(
+  at: At, cache: Cache, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
+) -> tuple[Array, Int[Array, "B A"], Slots, Carry]:
+  """Rotates a chunk: queries, their positions (−1 = padding), and the new slots."""
+  index, rope = prompt.query_index(), at.env.rope
+  qpos = cache.seen[:, None] + index
+  q = rope.rotate(q, qpos[:, None, None])
+  k, v, carry = at.top.fill(at, k, v, prompt, carry)
+  every = jnp.arange(prompt.tokens, dtype=jnp.int32)
+  kpos = cache.seen[:, None] + every
+  k = rope.rotate(k, kpos[:, None])
+  pos = jnp.where(every < prompt.valid[:, None], kpos, -1)
+  new = {"k": k, "v": v, "pos": jnp.broadcast_to(pos[:, None], k.shape[:3])}
+  new |= cache.of_new(new)
+  return q, jnp.where(index < prompt.valid[:, None], qpos, -1), new, carry
+
+
+def _victim(at: At, cache: Cache) -> Int[Array, "B K"]:
+  victim = at.top.victim(at, cache)
+  check_shape(at, "victim", victim, cache.pos.shape[:2])
+  return victim
 
 
 def check_step(at: At, cache: Cache, q: Any, k: Any, v: Any, live: Any) -> None:
@@ -30,27 +94,37 @@ def check_prompt(at: At, cache: Cache, q: Any, k: Any, v: Any, prompt: Prompt) -
   batch, heads, width = _sizes(cache)
   computed = prompt.tokens if prompt.index is None else prompt.index.shape[1]
   check_shape(at, "q", q, (batch, heads, None, computed, width))
-  filled = prompt.tokens if at.top.projects_all else computed
+  filled = prompt.tokens if at.top.traits.projects_all else computed
   for name, x in (("k", k), ("v", v)):
     check_shape(at, name, x, (batch, heads, filled, width))
   for name, x in (("prompt.valid", prompt.valid), ("prompt.total", prompt.total)):
     check_shape(at, name, x, (batch,))
 
 
+def room(method: Method, cache: Any) -> int | None:
+  """How many tokens a row of this cache can take in all; None: any number, something leaves."""
+  if method.traits.positional:
+    return cache.size
+  if "store" not in getattr(cache, "heads", ()):
+    return None
+  store = cache.heads["store"]  # first tokens, window and all that the store has room for
+  return cache.size + offload.block_size(store) * (offload.blocks_of(store) - 2)
+
+
 def with_room(
   at: At, cache: Any, rows: Bool[Array, " B"], new: Int[Array, " B"] | Bool[Array, " B"]
 ) -> Bool[Array, " B"]:
   """Those of `rows` whose cache has room for `new` more tokens; the others raise (checkify)."""
-  room = at.top.room(cache)
-  if room is None:
+  most = room(at.top, cache)
+  if most is None:
     return rows
-  room = context.size(at, cache) if at.env.slot_axis else room
-  full = rows & (cache.seen + new > room)
+  most = context.size(at, cache) if at.env.slot_axis else most
+  full = rows & (cache.seen + new > most)
   row = jnp.argmax(full)
   checkify.check(
     ~full.any(),
-    f"{type(at.top).__name__}, layer {at.layer}: found row {{row}} with {{seen}} cached tokens and "
-    f"{{new}} to come, expected at most the capacity of {room}; its cache stays as it was",
+    f"{at.name}, layer {at.layer}: found row {{row}} with {{seen}} cached tokens and "
+    f"{{new}} to come, expected at most the capacity of {most}; its cache stays as it was",
     row=row,
     seen=cache.seen[row],
     new=new[row].astype(jnp.int32),
@@ -71,4 +145,4 @@ def _check_layer(at: At, cache: Cache) -> None:
     batch, heads, width = _sizes(cache)
     spec = CacheSpec(batch, 1 << 20, heads, 1, width, at.env.layers)
     if len({at.top.capacity(spec, layer) for layer in range(spec.layers)}) > 1:
-      raise TypeError(different_layers(type(at.top).__name__))
+      raise TypeError(different_layers(at.name))

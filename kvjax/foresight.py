@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.types import Plan
+from kvjax.plans import Plan
 
 
 def among(a: Int[Array, "B K V"], b: Int[Array, "B K W"]) -> Bool[Array, "B K V"]:

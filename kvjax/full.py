@@ -2,7 +2,9 @@
 
 import dataclasses
 
+from kvjax import settings
 from kvjax.method import Method
+from kvjax.traits import Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,17 +12,16 @@ class Full(Method):
   """Keeps every token and attends to all of them (exact attention)."""
 
   @property
-  def order_independent(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(order_independent=True, spreads=True)
 
-  @property
-  def spreads(self) -> bool:
-    return True
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls()
+def _example(cls: type[Full], budget: int) -> Method:
+  return cls()
 
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls()
+
+def _neutral(cls: type[Full], length: int) -> Method:
+  return cls()
+
+
+settings.register(Full, example=_example, neutral=_neutral)

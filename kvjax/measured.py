@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool
 from kvjax.fields import expect
 from kvjax.method import Aux, Method  # noqa: F401 - tools look up the type of `base` here
 from kvjax.ops import attention, slots
-from kvjax.types import At, Attended, Cache, Plan
+from kvjax.plans import Attended, Plan
+from kvjax.types import At, Cache
 from kvjax.wrapper import Wrapper
 
 
@@ -31,7 +32,7 @@ class Measured(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    expect(self, "base", self.base.positional, "a method whose cache holds every token")
+    expect(self, "base", self.base.traits.positional, "a method whose cache holds every token")
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -39,7 +40,7 @@ class Measured(Wrapper):
     cached = (cache.pos >= 0)[:, :, None]
     logits = attention.logits_of(q[:, :, :, None], cache.slots["k"])[:, :, :, 0]
     weight = jax.nn.softmax(logits, -1, where=cached)
-    chosen = self._chosen(at, cache, plan)[:, :, None]
+    chosen = self._chosen(cache, plan)[:, :, None]
     dropped = jnp.where(chosen, 0.0, weight).sum(-1)
     rank = jnp.argsort(jnp.argsort(jnp.where(cached, -weight, jnp.inf), -1), -1)
     size = chosen.sum(-1, keepdims=True)
@@ -47,12 +48,8 @@ class Measured(Wrapper):
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     return cache, {**aux, "dropped": dropped, "overlap": overlap}
 
-  def _chosen(self, at: At, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
+  def _chosen(self, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
     """Slots that the step attended to."""
-    view = at.top.read(at, cache, plan)
-    ok = (view.pos >= 0) & plan.span.holds(view.slot)
-    window = at.top.window(at, (cache.seen - 1)[:, None])
-    if window is not None:
-      ok &= window.sees(view.pos)[:, :, 0]
-    slot = jnp.where(ok, view.slot, cache.size)
+    view = attention.read(cache, plan)
+    slot = jnp.where(attention.seen(plan, view), view.slot, cache.size)
     return slots.put(jnp.zeros(cache.pos.shape, bool), slot, jnp.ones_like(slot, bool))

@@ -137,7 +137,7 @@ def fitting(
 
   `apart` as for `plan_memory`.
   """
-  budget = None if method.positional else _budget(method)
+  budget = None if method.traits.positional else _budget(method)
   if budget is None:
     parts = sharding.shards(mesh, "slots") if mesh is not None else 1
 

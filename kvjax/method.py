@@ -17,9 +17,7 @@ so a wrapper's override is seen by the method it wraps.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -28,40 +26,37 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, entrance, fields
+from kvjax import dispatch, entrance, fields, forms, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import context, slots
+from kvjax.plans import Attended, Plan, Span, Window
 from kvjax.shapes import check_shape
-from kvjax.types import (
-  At,
-  Attended,
-  Cache,
-  CacheSpec,
-  Carry,
-  Env,
-  Origin,
-  Plan,
-  Prompt,
-  Span,
-  View,
-  Window,
-)
+from kvjax.traits import Traits
+from kvjax.types import Active, At, Cache, CacheSpec, Carry, Env, Origin, Prompt
 
 Aux = dict[str, Any]
 Driver = TypeVar("Driver", bound=Callable[..., Any])
 
 
 def _shared(driver: Driver) -> Driver:
-  """A driver whose program alike layers share (`Method._twin`): traced and lowered once."""
+  """A driver whose program alike layers share (`Stream.alike`): traced and lowered once."""
 
   @functools.wraps(driver)
   def run(self: Method, at: At, *given: Any, **named: Any) -> Any:
-    twin = at.top._twin(at)
+    twin = _twin(at)
     if twin is None:
       return driver(self, at, *given, **named)
     return _once(driver, twin, *given, **named)
 
   return run  # type: ignore[return-value]
+
+
+def _twin(at: At) -> At | None:
+  """The first layer that does just what this one does: they share a program. None: none does."""
+  stream = at.top.traits.stream
+  if stream is None or stream.alike is None or at.env.check_nan:  # whose errors name the layer
+    return None
+  return At(at.of_layer(stream.alike), at.env, at.top)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -85,7 +80,7 @@ class Method:
 
   def __init_subclass__(cls, moves: Sequence[str] = (), **options: Any) -> None:
     super().__init_subclass__(**options)
-    _check_moves(cls, moves)
+    forms.check_moves(cls, moves)
 
   def __new__(cls, *args: Any, **values: Any) -> Method:
     fields.check(cls, {**fields.named_arguments(cls, args), **values})
@@ -94,123 +89,17 @@ class Method:
   # ---- what a method declares
 
   @property
-  def positional(self) -> bool:
-    """Whether slot = position: tokens are appended and none ever leaves or moves."""
-    return True
+  def traits(self) -> Traits:
+    """What is true of it; a subclass says what differs: `super().traits.but(positional=False)`."""
+    return Traits(ordered=forms.overrides(self, "attend"))
 
-  @property
-  def wants_logits(self) -> bool:
-    """Whether `observe` reads the logits of a decode step."""
-    return False
-
-  @property
-  def ordered(self) -> bool:
-    """Whether attention minds in which order a plan lists its tiles; else kernels take any."""
-    return self.overrides("attend")
-
-  @property
-  def chunkable(self) -> bool:
-    """Whether a prompt read in chunks gives what the prompt read at once gives."""
-    return self.positional
-
-  @property
-  def order_independent(self) -> bool:
-    """Whether decoding a token gives what a prompt that includes it gives."""
-    return False
-
-  @property
-  def dense_prefill(self) -> bool:
-    """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
-    return not any(self.overrides(move) for move in ("window", "active", "fill", "stage"))
-
-  def pieces(self, length: int) -> list[int] | None:
-    """How many tokens at a time a turn of `length` tokens has to be read; None: as one likes.
-
-    For methods that stream: each piece is one call of the model, and what it retrieves depends on
-    the pieces before it.
-    """
-    return None
-
-  @property
-  def by_layer(self) -> bool:
-    """Whether decode steps are compiled layer by layer: all together would take minutes to compile.
-
-    Prompts always are, where the model can (`kvjax.models.by_layer`).
-    """
-    return False
-
-  def room(self, cache: Any) -> int | None:
-    """How many tokens a row of this cache can take in all; None: any number, something leaves."""
-    return cache.size if self.positional else None
-
-  @property
-  def projects_all(self) -> bool:
-    """Whether tokens that a layer does not compute (`active`) still get its keys and values.
-
-    The decoder then projects those of all tokens of a chunk, and `fill` is handed all of them.
-    """
-    return False
-
-  @property
-  def spreads(self) -> bool:
-    """Whether the method runs with the slots of its caches split over devices."""
-    return False
-
-  def scans(self, spec: CacheSpec) -> tuple[float, float]:
-    """Least and largest share of heads, layers and steps that look at keys to choose some of them.
-
-    For methods whose selections are shared; it only says how many bytes a step moves
-    (`kvjax.traffic`).
-    """
-    return 1.0, 1.0
-
-  def form(self, move: str) -> Any:
-    """What a move is here, as its class wrote it: a kernel stands for one form and no other."""
+  def _form(self, move: str) -> Any:
+    """What a move is here, as its class wrote it (`kvjax.forms`)."""
     return next((vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls)), None)
-
-  def overrides(self, move: str) -> bool:
-    """Whether this method has its own form of a move."""
-    return self.form(move) is not vars(Method)[move]
-
-  def knows(self, move: str, other: str) -> bool:
-    """Whether the class whose form of `move` this is knew the form of `other`, or is its class."""
-
-    def said(name: str) -> int:
-      return max((i for i, cls in enumerate(self._lineage()) if name in vars(cls)), default=-1)
-
-    return said(move) >= said(other)
 
   def _lineage(self) -> list[type]:
     """All classes that have a say, each after those whose forms it overrides."""
     return [*reversed(type(self).__mro__)]
-
-  def _twin(self, at: At) -> At | None:
-    """The first layer that does just what this one does: they share a program. None: none does."""
-    return None
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """An instance that keeps or reads about `budget` tokens: for demos, laws and benchmarks."""
-    raise NotImplementedError(f"{cls.__name__}.example")
-
-  @classmethod
-  def usual(cls, budget: int) -> Method:
-    """As `example`, with the paper's settings where those would do nothing in a short context."""
-    return cls.example(budget)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    """The setting under which the method equals Full on sequences of up to `length` tokens."""
-    raise NotImplementedError(f"{cls.__name__}.neutral")
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The setting of the authors' repository, where it computes something else than the paper.
-
-    Raises:
-      NotImplementedError: no such difference is known; the defaults are the paper's.
-    """
-    raise NotImplementedError(f"{cls.__name__}.repo: no setting that differs from the paper's")
 
   # ---- shapes (host, static)
 
@@ -230,15 +119,11 @@ class Method:
       "used": count,
     }
 
-  def init(self, spec: CacheSpec, layer: int) -> Cache:
-    """An empty cache of one layer."""
-    leading = spec.batch, spec.kv_heads, self.capacity(spec, layer)
-    return Cache.of(self.leaves(spec, layer), leading)
-
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     """Empty caches, one per layer, which know whose they are (`Cache.origin`)."""
-    origin, made = Origin.of(self, spec), [self.init(spec, layer) for layer in range(spec.layers)]
-    return tuple(dataclasses.replace(x, origin=origin) if hasattr(x, "origin") else x for x in made)
+    origin, layers = Origin.of(self, spec), range(spec.layers)
+    made = [Cache.empty(self, spec, layer) for layer in layers]
+    return tuple(dataclasses.replace(cache, origin=origin) for cache in made)
 
   # ---- moves: what a query may see
 
@@ -251,10 +136,9 @@ class Method:
     stop = cache.used[:, None]
     if window is None:
       return Span(jnp.zeros_like(stop), stop)
-    if not at.top.positional:
+    if not at.top.traits.positional:
       raise NotImplementedError(
-        f"{type(at.top).__name__}: a window over slots that are not in order of position needs "
-        "its own span()"
+        f"{at.name}: a window over slots that are not in order of position needs its own span()"
       )
     if window.by_head:
       start = window.first[..., 0]
@@ -267,18 +151,6 @@ class Method:
     """The slot that a full cache gives up for the new token; S (none) drops the new token."""
     return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
 
-  def landing(self, at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
-    """The slot of the next token: the first empty one, or the victim's; S (none) in idle rows.
-
-    Occupied slots are a prefix: as long as one is empty it is the first of them.
-    """
-    room = (cache.used < context.size(at, cache))[:, None]
-    slot = context.own(at, cache, cache.used)[:, None]
-    victim = at.top.victim(at, cache)
-    check_shape(at, "victim", victim, cache.pos.shape[:2])
-    slot = jnp.where(room, slot, victim)
-    return jnp.where(live[:, None], slot, cache.size)
-
   def insert(
     self,
     at: At,
@@ -288,7 +160,7 @@ class Method:
     live: Bool[Array, " B"],
   ) -> Cache:
     """Writes the new token: into the first empty slot, or over the victim when none is empty."""
-    slot = at.top.landing(at, cache, live)[:, :, None]
+    slot = entrance.landing(at, cache, live)[:, :, None]
     pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
     new |= cache.of_new(new, decoded=True)
@@ -301,45 +173,18 @@ class Method:
       rows={**cache.rows, "seen": cache.seen + step, "used": cache.used + step * room},
     )
 
-  def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
-    """Importance of every tile to this query; None = attend to everything."""
-    return None
-
-  def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
-    """The plan of the best tiles; `ratio` widens the budget (speculation asks for more)."""
-    raise NotImplementedError(f"{at.top!r} scores tiles but does not select them")
-
-  def everything(self, at: At, cache: Cache) -> Plan:
-    """The plan of all visible slots."""
-    window = at.top.window(at, (cache.seen - 1)[:, None])
-    return Plan(at.top.span(at, cache, window), unit=at.env.tile)
-
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """What this query sees, in which order. Never writes the cache (use Plan.memo)."""
-    scores = at.top.score(at, cache, q)
-    plan = at.top.everything(at, cache) if scores is None else at.top.select(at, cache, scores)
-    return plan, carry
+    """What this query attends to of the slots that it may see, in which order.
+
+    It narrows `visible`, which names all of them (`Plan.listed`), and never writes the cache.
+    """
+    return visible, carry
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Priority of slots for a walk that may stop early, highest first; None: newest first."""
     return None
-
-  def read(self, at: At, cache: Cache, plan: Plan) -> View:
-    """Fetches the slots that a plan names (offloading methods override this)."""
-    if plan.table is None:
-      slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-      return View(cache.slots["k"], cache.slots["v"], cache.pos, slot)
-    assert plan.count is not None  # a table comes with its count
-    batch, heads, width = plan.table.shape
-    within = jnp.arange(plan.unit, dtype=jnp.int32)
-    listed = (jnp.arange(width) < plan.count[..., None]) & (plan.table >= 0)
-    slot = (plan.table[..., None] * plan.unit + within).reshape(batch, heads, -1)
-    ok = jnp.repeat(listed, plan.unit, -1) & (slot < cache.size)
-    pos = jnp.where(ok, slots.take(cache.pos, slot), -1)
-    k, v = (slots.take(cache.slots[name], slot) for name in ("k", "v"))
-    return View(k, v, pos, jnp.where(ok, slot, cache.size))
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Walks the plan with online softmax."""
@@ -353,19 +198,12 @@ class Method:
 
   # ---- moves: prompt
 
-  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
-    """Indices of the tokens that this layer computes (`tokens` = padding); None = all.
+  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Active | None:
+    """The tokens that this layer computes of a chunk of `tokens`; None = all.
 
     The decoder asks before its projections: the others cost nothing and keep their hidden state.
     """
     return None
-
-  def apart(self, at: At) -> int | None:
-    """How many of the first computed tokens (`active`) may stand apart; the others are neighbours.
-
-    None: more of them, or not known. It only decides how attention is computed.
-    """
-    return None if at.top.overrides("active") else 0
 
   def fill(
     self,
@@ -377,7 +215,7 @@ class Method:
   ) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T H"], Carry]:
     """Keys and values (not rotated) of all tokens of the chunk, from those of the computed ones.
 
-    C = A, or all T where the method `projects_all`.
+    C = A, or all T where the method `projects_all` (`traits`).
     """
     return k, v, carry
 
@@ -396,7 +234,7 @@ class Method:
     if at.env.slot_axis:  # each device attends to what it will hold
       local = cache.seen - context.first(at, cache.size)
       return slots.append(cache.slots, new, local, None), cache, carry
-    if not at.top.positional:
+    if not at.top.traits.positional:
       return slots.join(cache.slots, new), cache, carry
     staged = slots.append(cache.slots, new, cache.seen, prompt.past)
     if prompt.past is not None:
@@ -426,7 +264,7 @@ class Method:
     prompt: Prompt,
   ) -> Cache:
     """The cache after the chunk: appended to (positional methods), or the best S of old and new."""
-    if at.top.positional:
+    if at.top.traits.positional:
       past = None if at.env.slot_axis else prompt.past
       kept = slots.append(cache.slots, new, cache.seen - context.first(at, cache.size), past)
     else:
@@ -480,11 +318,13 @@ class Method:
     """
     entrance.check_step(at, cache, q, k, v, live)
     old = cache
-    q, cache = dispatch.enter_token(at, cache, q, k, v, live)
-    plan, carry = at.top.plan(at, cache, q, carry)
+    q, cache = entrance.enter_token(at, cache, q, k, v, live)
+    visible = sight.visible(at, cache)
+    plan, carry = at.top.plan(at, cache, q, visible, carry)
+    plan = sight.narrowed(at, visible, plan)
     attended = at.top.attend(at, cache, plan, q)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
-    clean = at.top.overrides("observe")
+    clean = forms.overrides(at.top, "observe")
     counted = live & finite_rows(at, attended.state.l) if clean else live
     attended = dataclasses.replace(attended, counted=counted, live=live)
     cache, aux = at.top.observe(at, cache, q, plan, attended)
@@ -512,7 +352,7 @@ class Method:
     q is that of the A computed tokens; k and v are too, or of all T if the method `projects_all`.
     """
     entrance.check_prompt(at, cache, q, k, v, prompt)
-    q, qpos, new, carry = at.top.enter(at, cache, q, k, v, prompt, carry)
+    q, qpos, new, carry = entrance.enter(at, cache, q, k, v, prompt, carry)
     staged, staged_cache, carry = at.top.stage(at, cache, new, q, prompt, carry)
     attended = at.top.attend_prompt(at, staged, q, qpos, prompt)
     kept = at.top.keep(at, staged_cache, new, q, qpos, attended, prompt)
@@ -524,51 +364,18 @@ class Method:
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, kept, carry, {}
 
-  def enter(
-    self, at: At, cache: Cache, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
-  ) -> tuple[Array, Int[Array, "B A"], slots.Slots, Carry]:
-    """Rotates a chunk: queries, their positions (−1 = padding), and the new slots."""
-    index, rope = prompt.query_index(), at.env.rope
-    qpos = cache.seen[:, None] + index
-    q = rope.rotate(q, qpos[:, None, None])
-    k, v, carry = at.top.fill(at, k, v, prompt, carry)
-    every = jnp.arange(prompt.tokens, dtype=jnp.int32)
-    kpos = cache.seen[:, None] + every
-    k = rope.rotate(k, kpos[:, None])
-    pos = jnp.where(every < prompt.valid[:, None], kpos, -1)
-    new = {"k": k, "v": v, "pos": jnp.broadcast_to(pos[:, None], k.shape[:3])}
-    new |= cache.of_new(new)
-    return q, jnp.where(index < prompt.valid[:, None], qpos, -1), new, carry
-
   def attend_prompt(
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
     """Causal attention of the chunk's queries over the staged slots."""
+    attend = functools.partial(dispatch.attend_prompt, qpos=qpos, chunk=sight.of(at, qpos, prompt))
     if prompt.past == 0:  # what they see is the chunk itself, which all devices have
-      attend = functools.partial(dispatch.attend_prompt, qpos=qpos, prompt=prompt)
       return context.shared(at, attend, staged, q)
-    return context.reduced(at, dispatch.attend_prompt(at, staged, q, qpos, prompt))
+    return context.reduced(at, attend(at, staged, q))
 
   def at(self, env: Env, layer: Any) -> At:
     """Where this method's drivers run in a layer, which it has to know if it minds its depth."""
     return At(layer, env, self)
-
-
-def _check_moves(cls: type, moves: Sequence[str]) -> None:
-  """Raises TypeError for public names that are no fields, and no moves of the class's bases."""
-  known = {name for base in cls.__bases__ for name in dir(base) if not name.startswith("_")}
-  for name, value in vars(cls).items():
-    public = not name.startswith("_") and name not in (*known, *moves)
-    # Fields are values, and class methods are constructors.
-    if public and name not in inspect.get_annotations(cls) and not isinstance(value, classmethod):
-      close = difflib.get_close_matches(name, known, 1)
-      raise TypeError(
-        f"{cls.__name__}.{name}: found a public name that is no move"
-        f"{f' (is {close[0]} meant?)' if close else ''}, expected a move of "
-        f"{', '.join(base.__name__ for base in cls.__bases__)}, or a name beginning with _"
-      )
-  if missing := [name for name in moves if name not in vars(cls)]:
-    raise TypeError(f"{cls.__name__}: found no {', '.join(missing)}, which its moves name")
 
 
 def checked_rows(
@@ -578,7 +385,7 @@ def checked_rows(
   bad = rows & ~finite_rows(at, attended.state.o)
   checkify.check(
     ~bad.any(),
-    f"{type(at.top).__name__}, layer {at.layer}: found NaN or infinity in the attention of row "
+    f"{at.name}, layer {at.layer}: found NaN or infinity in the attention of row "
     "{row}, which has cached {seen} tokens, expected finite numbers; its cache stays as it was",
     row=jnp.argmax(bad),
     seen=cache.seen[jnp.argmax(bad)],

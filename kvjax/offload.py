@@ -92,6 +92,11 @@ def blocks_of(store: OwnRows) -> int:
   return sum(segment.shape[2] for segment in store.of["k"])
 
 
+def block_size(store: OwnRows) -> int:
+  """U, tokens of a block."""
+  return store.of["k"][0].shape[3]
+
+
 def append(
   store: OwnRows,
   new: dict[str, Array],

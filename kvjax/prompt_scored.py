@@ -6,19 +6,21 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import InTurn
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptScored(InTurn, moves=("scores",)):
+class PromptScored(InTurn, moves=("score",)):
   """Cuts a prompt to its last `window_size` tokens and the best of those before them.
 
-  A subclass scores the tokens (`scores`). The prompt of a layer is staged whole and cut once; a
+  A subclass scores the tokens (`score`). The prompt of a layer is staged whole and cut once; a
   later turn ranks what is cached together with what is new. Then the budget holds: the selected
   tokens stay, and once the cache is full the oldest of the others, the window's and the generated
   ones, leaves.
@@ -34,7 +36,7 @@ class PromptScored(InTurn, moves=("scores",)):
     window = self.window_size
     expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
-  def scores(
+  def score(
     self,
     at: At,
     staged: slots.Slots,
@@ -48,28 +50,17 @@ class PromptScored(InTurn, moves=("scores",)):
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 1, window_size=min(32, length))
-
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Tokens that no prompt has ranked yet score ∞."""
     score = Leaf("slots", fill=math.inf, standing=True)
     return {**super().leaves(spec, layer), "score": score}
 
-  def staying(self, cache: Cache) -> Int[Array, "B K"]:
-    """Those that were selected."""
-    selected = (cache.pos >= 0) & ~jnp.isinf(cache.slots["score"])
-    return selected.sum(-1, dtype=jnp.int32)
-
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """Empty slots score what the tokens will that take them."""
+    """Those that were selected stay; empty slots score what the tokens will that take them."""
     score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
-    return super().settle(at, cache.put(slots={"score": score}), prompt)
+    selected = (cache.pos >= 0) & ~jnp.isinf(score)
+    staying = selected.sum(-1, dtype=jnp.int32)
+    return self._closed(cache.put(slots={"score": score}), staying)
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Tokens that were not ranked, newest first, then the selected ones by score."""
@@ -89,6 +80,17 @@ class PromptScored(InTurn, moves=("scores",)):
     pos = staged["pos"]
     first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
     past = (pos >= 0) & (pos < first[:, None, None])
-    score = self.scores(at, staged, past, q, qpos, attended)
+    score = self.score(at, staged, past, q, qpos, attended)
     score = jnp.where(past, score, jnp.inf)
     return score, {**staged, "score": score}
+
+
+def _example(cls: type[PromptScored], budget: int) -> Method:
+  return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+
+
+def _neutral(cls: type[PromptScored], length: int) -> Method:
+  return cls(budget=length + 1, window_size=min(32, length))
+
+
+settings.register(PromptScored, example=_example, neutral=_neutral)

@@ -96,11 +96,12 @@ def check_method(name: str, found: Any) -> None:
   """Raises TypeError for an argument that is no method: a registered name, say, or a class."""
   if isinstance(found, Method):
     return
-  what, instance = repr(found), "kvjax.METHODS['quest'].usual(1024)"
+  name_of, what = "quest", repr(found)
   if isinstance(found, str):
     what = f"the string {found!r}"
-    instance = f"kvjax.METHODS[{found if found in METHODS else 'quest'!r}].usual(1024)"
+    name_of = found if found in METHODS else name_of
   elif isinstance(found, type):
     what = f"the class {found.__name__}"
-    instance = f"{found.__name__}.usual(1024)" if issubclass(found, Method) else instance
+    name_of = next((known for known, cls in METHODS.items() if cls is found), name_of)
+  instance = f"kvjax.settings.usual(kvjax.METHODS[{name_of!r}], 1024)"
   raise TypeError(f"{name}: found {what}, expected a method such as {instance}")

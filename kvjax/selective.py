@@ -9,37 +9,61 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, forms
 from kvjax.dispatch.speculation import Scored
 from kvjax.fields import expect, least
 from kvjax.full import Full
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import context
+from kvjax.plans import Attended, Plan
 from kvjax.shapes import check_shape
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt
 from kvjax.wrapper import Wrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """What a step reads.
+
+  Attributes:
+    unit: slots per tile.
+    best: k, tiles chosen by score beside the forced ones.
+    first, newest: numbers of first and of newest tiles that every plan lists.
+    dense_below: rows of fewer tokens attend to everything.
+    positive: whether scores are never negative (probabilities, say).
+  """
+
+  unit: int
+  best: int
+  first: int = 0
+  newest: int = 0
+  dense_below: int = 0
+  positive: bool = False
+
+  @property
+  def forced(self) -> tuple[int, int]:
+    """Numbers of first and of newest tiles."""
+    return self.first, self.newest
 
 
 @dataclasses.dataclass(frozen=True)
 class Selective(
   Wrapper,
-  moves=(
-    *("unit", "forced", "best", "dense_below", "positive"),
-    *("summaries", "summarise", "renew", "tile_scores"),
-  ),
+  moves=("tiles", "summaries", "summarise", "score"),
 ):
   """Each step reads, per KV head, the tiles of a cache that matter most to its query.
 
   What the cache keeps is the base's: every token, unless another base is given. `Quest(256,
   base=SnapKV(1024))` reads 256 of the 1,024 tokens that SnapKV keeps.
 
-  A plan lists the first `forced[0]` tiles and the newest `forced[1]`, whatever their scores, and
-  the `best` of the others. A subclass says what a tile is (`unit`), how many are read, and how
-  they are scored (`tile_scores`) from summaries (`summaries`, `summarise`) that it keeps on the
-  cache's heads shelf. Summaries follow the cache: they are built after a prompt and renewed after
-  each step where the new token belongs, so that a step scores with summaries that do not know its
-  own token yet. Its tile is therefore one of the forced ones wherever scores come from summaries.
+  A plan lists the first tiles and the newest, whatever their scores, and the best of the others. A
+  subclass says what a tile is and how many are read (`tiles`), and how they are scored (`score`)
+  from summaries (`summaries`, `summarise`) that it keeps on the cache's heads shelf. Summaries
+  follow the cache: they are built after a prompt and renewed after each step where the new token
+  belongs, so that a step scores with summaries that do not know its own token yet. Its tile is
+  therefore one of the forced ones wherever scores come from summaries.
 
   Prompts are attended to densely.
 
@@ -49,7 +73,7 @@ class Selective(
     dense_layers: first layers that attend to everything.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("score", "select", "plan")
+  replaces: ClassVar[tuple[str, ...]] = ("plan",)
   anywhere: ClassVar[bool] = False
 
   _: dataclasses.KW_ONLY
@@ -59,42 +83,22 @@ class Selective(
   def __post_init__(self):
     super().__post_init__()
     expected = "Full(): its tiles are neighbours in the text"
-    expect(self, "base", self.anywhere or self.base.positional, expected)
-    own = [move for move in _UNREADABLE if self.base.overrides(move)]
-    own += ["wants_logits"] * self.base.wants_logits
+    expect(self, "base", self.anywhere or self.base.traits.positional, expected)
+    own = [move for move in _UNREADABLE if forms.overrides(self.base, move)]
+    own += ["wants_logits"] * self.base.traits.wants_logits
     expect(self, "base", not own, f"a method without {', '.join(own)} of its own")
 
   @property
-  def order_independent(self) -> bool:
+  def traits(self) -> Traits:
     """A prompt's tokens see all that is cached, a decoded one what is selected."""
-    return False
+    return super().traits.but(order_independent=False)
 
   # ---- what a subclass says
 
   @property
-  def unit(self) -> int:
-    """Slots per tile."""
+  def tiles(self) -> Tiles:
+    """What a tile is, and how many are read."""
     raise NotImplementedError
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    """Numbers of first and of newest tiles that every plan lists."""
-    raise NotImplementedError
-
-  @property
-  def best(self) -> int:
-    """k, tiles chosen by score beside the forced ones."""
-    raise NotImplementedError
-
-  @property
-  def dense_below(self) -> int:
-    """Rows of fewer tokens attend to everything."""
-    return 0
-
-  @property
-  def positive(self) -> bool:
-    """Whether scores are never negative (probabilities, say)."""
-    return False
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     """Summaries [B, K, ...], by name, and what else layers that select keep."""
@@ -104,20 +108,25 @@ class Selective(
     """The cache with the summaries of all windows that slots [start, start + tokens) belong to."""
     return cache
 
-  def renew(self, at: At, cache: Cache) -> Cache:
-    """The cache with the summaries that the newest token belongs to."""
-    if not at.top.positional:
-      return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
-    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1)
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
+    """Importance of every tile to the newest token's queries; whatever where there is no tile.
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
-    """Importance of every tile to the newest token's queries; whatever where there is no tile."""
+    Layers that attend to everything are not asked.
+    """
     raise NotImplementedError
 
   @property
   def _scored(self) -> Scored | None:
-    """The operation that `tile_scores` is, for what does more in one go; None: any."""
+    """The operation that `score` is, for what does more in one go; None: any."""
     return None
+
+  def _renewed(self, at: At, cache: Cache) -> Cache:
+    """`summarise` where the newest token belongs; asked for where it knows of that (`forms`)."""
+    if not at.top.traits.positional:
+      return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
+    return context.summarised(at, cache, self.summarise, cache.seen - 1, 1)
 
   # ---- what follows from it
 
@@ -128,11 +137,19 @@ class Selective(
     slots = dataclasses.replace(spec, capacity=self.capacity(spec, layer))
     return {**held, **self.summaries(slots)}
 
-  def score(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"] | None:
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Carry]:
     if self._dense(at):
-      return None
-    scores = self.tile_scores(at, cache, q)
-    check_shape(at, "tile_scores", scores, (*cache.pos.shape[:2], None))
+      return visible, carry
+    return self._select(at, cache, self._scores(at, cache, q, visible), visible), carry
+
+  def _scores(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
+    """What `score` says, of the right shape."""
+    scores = self.score(at, cache, q, visible)
+    check_shape(at, "score", scores, (*cache.pos.shape[:2], None))
     return scores
 
   def _dense(self, at: At) -> bool:
@@ -141,71 +158,94 @@ class Selective(
 
   def _widened(self, ratio: float) -> int:
     """⌊ratio·k⌋."""
-    return math.floor(ratio * self.best + 1e-9)  # 1.15 · 20 is 22.999… in floats
+    return math.floor(ratio * self.tiles.best + 1e-9)  # 1.15 · 20 is 22.999… in floats
 
   def _most(self, ratio: float) -> int:
     """The most tiles that a row gets beside the forced ones: short rows get all."""
-    return max(self._widened(ratio), -(-self.dense_below // self.unit) - sum(self.forced))
+    return max(
+      self._widened(ratio), -(-self.tiles.dense_below // self.tiles.unit) - sum(self.tiles.forced)
+    )
 
   def _width(self, count: int, ratio: float = 1.0) -> int:
     """W, entries of a plan's table where the cache has `count` tiles."""
-    sinks, local = (min(n, count) for n in self.forced)
+    sinks, local = (min(n, count) for n in self.tiles.forced)
     return min(sinks + local + min(self._most(ratio), count), count)
 
-  def select(self, at: At, cache: Cache, scores: Float[Array, "B K P"], ratio: float = 1.0) -> Plan:
+  def _select(
+    self,
+    at: At,
+    cache: Cache,
+    scores: Float[Array, "B K P"],
+    visible: Plan,
+    ratio: float = 1.0,
+  ) -> Plan:
     """Sinks (pinned), newest tiles from the newest on, then the ⌊ratio·k⌋ best by score."""
-    window = at.top.window(at, (cache.seen - 1)[:, None])
-    span = at.top.span(at, cache, window)
-    sinks, local = self.forced
+    span = visible.span
+    sinks, local = self.tiles.forced
     most, limit = self._most(ratio), self._widened(ratio)
-    if not at.top.positional:  # the newest tokens stand anywhere: their tiles score highest
-      scores = _newest_first(cache, scores, self.unit, local)
+    if not at.top.traits.positional:  # the newest tokens stand anywhere: their tiles score highest
+      scores = _newest_first(cache, scores, self.tiles.unit, local)
       most, limit, local = most + local, limit + local, 0
-    forced = {"unit": self.unit, "sinks": sinks, "local": local}
-    rows = {"limit": limit, "dense_below": self.dense_below}
-    scores = context.candidates(at, scores, span, **forced, k=most)
-    table, count, ranked = dispatch.best_tiles(at, scores, span, **forced, k=most, **rows)
-    return Plan(span, table, count, ranked, unit=self.unit, pinned=min(sinks, table.shape[-1]))
+    scores = context.candidates(
+      at, scores, span, k=most, unit=self.tiles.unit, sinks=sinks, local=local
+    )
+    found = dispatch.best_tiles(
+      at,
+      scores,
+      span,
+      k=most,
+      limit=limit,
+      dense_below=self.tiles.dense_below,
+      ordered=visible.needs.order,
+      unit=self.tiles.unit,
+      sinks=sinks,
+      local=local,
+    )
+    return self._listed(visible, found, sinks)
+
+  def _listed(self, visible: Plan, found: dispatch.Table, sinks: int) -> Plan:
+    """The plan of the tiles that a search found, of which the sinks come first."""
+    table, count, scores = found
+    pinned = min(sinks, table.shape[-1])
+    return visible.listed(table, count, unit=self.tiles.unit, pinned=pinned, scores=scores)
 
   def _select_together(
     self,
     at: At,
-    caches: Sequence[Cache],
     scores: Float[Array, "B K N P"],
+    visible: Sequence[Plan],
     ratios: Sequence[float],
     stops: Int[Array, "B K N"] | None = None,
   ) -> list[Plan]:
-    """What N calls of `select` give, by one search where a kernel does that.
+    """What N calls of `_select` give, by one search where a kernel does that.
 
     Args:
       at: where this runs; slots are not split.
-      caches: as each call would find them.
-      scores, ratios: of each call.
+      scores, visible, ratios: of each call.
       stops: one past the last slot of each span, where the caller has them.
     """
-    windows = [at.top.window(at, (c.seen - 1)[:, None]) for c in caches]
-    spans = [at.top.span(at, c, window) for c, window in zip(caches, windows, strict=True)]
-    sinks, local = self.forced
+    spans = [plan.span for plan in visible]
+    sinks, local = self.tiles.forced
     found = dispatch.best_tiles_of_each(
       *(at, scores, spans),
       stops=stops,
-      alike=windows[0] is None and not at.top.overrides("span"),
+      alike=visible[0].window is None and not visible[0].needs.own_span,
       k=[self._most(ratio) for ratio in ratios],
       limit=[self._widened(ratio) for ratio in ratios],
-      dense_below=self.dense_below,
-      unit=self.unit,
+      dense_below=self.tiles.dense_below,
+      ordered=visible[0].needs.order,
+      unit=self.tiles.unit,
       sinks=sinks,
       local=local,
     )
     pinned = min(sinks, scores.shape[3])
-    made = zip(spans, found, strict=True)
-    return [Plan(span, *x, unit=self.unit, pinned=pinned) for span, x in made]
+    return [self._listed(plan, x, pinned) for plan, x in zip(visible, found, strict=True)]
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
     if self._dense(at):
       return cache
-    if not at.top.positional:  # a cut moves all of them
+    if not at.top.traits.positional:  # a cut moves all of them
       return self.summarise(cache, jnp.zeros_like(cache.seen), cache.size)
     start = cache.seen - prompt.valid
     return context.summarised(at, cache, self.summarise, start, prompt.tokens)
@@ -214,11 +254,15 @@ class Selective(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     cache, aux = self.base.observe(at, cache, q, plan, attended)
-    return cache if self._dense(at) else self.renew(at, cache), aux
+    if self._dense(at):
+      return cache, aux
+    if not forms.knows(self, "_renewed", "summarise"):
+      return Selective._renewed(self, at, cache), aux
+    return self._renewed(at, cache), aux
 
 
 # What a base may not have of its own: a step would read otherwise, or write more than a slot.
-_UNREADABLE = ("window", "insert", "read", "attend", "stage", "fill", "active")
+_UNREADABLE = ("window", "insert", "attend", "stage", "fill", "active")
 
 
 def _newest_first(
@@ -246,13 +290,6 @@ class SelectiveTokens(Selective):
   local: int
 
   @property
-  def unit(self) -> int:
-    return 1
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return self.sinks, self.local
-
-  @property
-  def best(self) -> int:
-    return self.budget - self.sinks - self.local
+  def tiles(self) -> Tiles:
+    best = self.budget - self.sinks - self.local
+    return Tiles(unit=1, best=best, first=self.sinks, newest=self.local)

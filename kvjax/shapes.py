@@ -15,6 +15,6 @@ def check_shape(at: At, name: str, x: Any, expected: tuple[int | None, ...]) -> 
   ):
     sizes = ", ".join("any" if n is None else str(n) for n in expected)
     raise ValueError(
-      f"{type(at.top).__name__}: {name}: found shape {found}, expected ({sizes}), as its cache has "
+      f"{at.name}: {name}: found shape {found}, expected ({sizes}), as its cache has "
       "rows, key/value heads, slots and channels"
     )

@@ -176,7 +176,7 @@ def checked_shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_spec
 
 def check_supported(method: Method, mesh: Mesh) -> None:
   """Raises NotImplementedError where a method does not run with its slots split over devices."""
-  if mesh.shape[SLOTS] > 1 and not method.spreads:
+  if mesh.shape[SLOTS] > 1 and not method.traits.spreads:
     raise NotImplementedError(
       f"mesh: found slots split over devices for {method!r}, which needs a row's slots on one: "
       "split its key/value heads only (make_mesh(heads=...))"

@@ -7,10 +7,11 @@ from typing import Any
 
 from jaxtyping import Array
 
-from kvjax import entrance
+from kvjax import entrance, forms
 from kvjax.method import Aux, Method, checked_rows
 from kvjax.ops import slots
 from kvjax.registry import check_method
+from kvjax.traits import Traits
 from kvjax.types import At, CacheSpec, Carry, Env, Origin, Prompt, pytree
 
 
@@ -45,7 +46,7 @@ class SharedPrefill(Method):
   serves a first turn in one chunk (`past=0`) and does not decode.
 
   Attributes:
-    members: methods with `dense_prefill`; others raise ValueError.
+    members: methods whose prompts are dense (`kvjax.forms`); others raise ValueError.
   """
 
   members: tuple[Method, ...] = ()
@@ -54,7 +55,7 @@ class SharedPrefill(Method):
     name = f"{type(self).__name__}.members"
     for i, member in enumerate(self.members):
       check_method(f"{name}[{i}]", member)
-    wrong = [repr(m) for m in self.members if not m.dense_prefill]
+    wrong = [repr(m) for m in self.members if not forms.dense_prefill(m)]
     if wrong or not self.members:
       raise ValueError(
         f"{name}: found {', '.join(wrong) or 'none'}, expected methods that leave "
@@ -62,19 +63,15 @@ class SharedPrefill(Method):
       )
 
   @property
-  def positional(self) -> bool:
-    return any(m.positional for m in self.members)
+  def traits(self) -> Traits:
+    positional = any(m.traits.positional for m in self.members)
+    return super().traits.but(positional=positional, chunkable=False)
 
-  @property
-  def chunkable(self) -> bool:
-    return False
-
-  def init(self, spec: CacheSpec, layer: int) -> Any:
-    caches = [(m.init(spec, layer), Origin.of(m, spec)) for m in self.members]
-    return Members(
-      tuple(dataclasses.replace(cache, origin=origin) for cache, origin in caches),
-      tuple(m.positional for m in self.members),
-    )
+  def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
+    own = [m.init_caches(spec) for m in self.members]
+    positional = tuple(m.traits.positional for m in self.members)
+    origin = Origin.of(self, spec)
+    return tuple(Members(caches, positional, origin) for caches in zip(*own, strict=True))
 
   def prefill(
     self, at: At, cache: Any, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
@@ -86,7 +83,7 @@ class SharedPrefill(Method):
     entrance.check_prompt(at, cache.caches[0], q, k, v, prompt)
     sites = [at.under(method) for method in self.members]
     pairs = list(zip(sites, cache.caches, strict=True))
-    entered = [site.top.enter(site, own, q, k, v, prompt, carry) for site, own in pairs]
+    entered = [entrance.enter(site, own, q, k, v, prompt, carry) for site, own in pairs]
     q, qpos, new, _ = entered[0]
     attended = self.members[0].attend_prompt(sites[0], new, q, qpos, prompt)
     rows = prompt.valid > 0

@@ -19,21 +19,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, offload, softmax_state
+from kvjax import dispatch, forms, offload, retrieval, settings, softmax_state
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, Span
+from kvjax.plans import Attended, Plan
+from kvjax.traits import Stream, Traits
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
 class Streamed(
   Method,
-  moves=(
-    *("stored_blocks", "summaries", "summarise", "similarity", "choose", "foresee", "learn"),
-    *("persistent_blocks", "alike"),
-  ),
+  moves=(*("summaries", "summarise", "similarity", "choose", "learn"),),
 ):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
@@ -72,38 +71,9 @@ class Streamed(
     expect(self, "inject", self.inject <= retrieved, f"at most retrieved = {retrieved}")
 
   @property
-  def positional(self) -> bool:
-    return False
-
-  @property
-  def wants_logits(self) -> bool:
-    return True
-
-  @property
-  def by_layer(self) -> bool:
-    return True
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
-    block = 1
-    while block * 12 <= budget and block < 128:
-      block *= 2
-    retrieved = max(1, budget // (4 * block))
-    local = max(1, budget - (retrieved + 1) * block)
-    return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
-
-  def pieces(self, length: int) -> list[int]:
-    """Chunks of `chunk` tokens, the last one shorter."""
-    return [min(self.chunk, length - start) for start in range(0, length, self.chunk)]
-
-  def room(self, cache: Cache) -> int | None:
-    """First tokens, window and all that the store has room for."""
-    return cache.size + self.block * (offload.blocks_of(cache.heads["store"]) - 2)
+  def traits(self) -> Traits:
+    usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
+    return usual.but(by_layer=True, stream=Stream(self.chunk))
 
   # ---- shapes
 
@@ -112,13 +82,13 @@ class Streamed(
     reach = min(self.local, max(spec.capacity - self.init_tokens, 1))
     return self.init_tokens + (-(-reach // self.block) + 2) * self.block
 
-  def stored_blocks(self, spec: CacheSpec) -> int:
+  def _stored_blocks(self, spec: CacheSpec) -> int:
     """Blocks that can leave the window within the capacity, at least 1."""
     return max(1, -(-(spec.capacity - self.init_tokens - self.local) // self.block))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
-    sizes = spec.batch, spec.kv_heads, self.stored_blocks(spec), self.block, spec.head_dim
+    sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
     copies = Leaf("heads", (self.held * self.block, spec.head_dim), spec.dtype)
     store = functools.partial(offload.empty, *sizes, spec.dtype)
 
@@ -169,37 +139,23 @@ class Streamed(
     raise NotImplementedError(f"{type(self).__name__}.similarity")
 
   def choose(
-    self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
-  ) -> tuple[Int[Array, "B R"], Carry]:
-    """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar."""
-    return self._best(cache, [similarity]), carry
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry
+  ) -> tuple[Int[Array, "B R"] | None, Carry]:
+    """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar.
 
-  def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
-    """What the layer will probably retrieve, from what those below hand on; None: no idea.
-
-    It is fetched as soon as it is known, which does not wait for the layer's queries.
+    Without a similarity: those that the layer will probably retrieve, from what the layers below
+    hand on; they are fetched as soon as they are known, which does not wait for the layer's
+    queries. None: no idea.
     """
-    return None
+    return None if similarity is None else retrieval.best(
+      cache, [similarity], self.retrieved
+    ), carry
 
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
     """What else is remembered of a chunk's attention to window and chunk, before it is kept."""
     return cache
-
-  @property
-  def persistent_blocks(self) -> bool:
-    """Whether decoding goes on with the blocks of the prompt's last chunk."""
-    return False
-
-  def alike(self, layer: int) -> int:
-    """The first layer in which the method does just what it does in this one."""
-    return layer
-
-  def _twin(self, at: At) -> At | None:
-    if at.env.check_nan:  # whose errors name the layer
-      return None
-    return At(at.of_layer(self.alike), at.env, at.top)
 
   # ---- geometry
 
@@ -241,77 +197,19 @@ class Streamed(
 
   # ---- retrieval
 
-  def _ranks(self, cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
-    """How many stored blocks go before each by `keys` [B, N] in turn, forced ones first.
-
-    Ties go to the oldest. A block whose first key is −∞ does not take part (rank N), unless it is
-    forced; without `forces` none is.
-    """
-    block = jnp.arange(keys[0].shape[1], dtype=jnp.int32)
-    stored = block < cache.rows["gone"][:, None]
-    able = stored & (keys[0] > -jnp.inf)
-    order = [jnp.where(jnp.isnan(key), jnp.inf, -key) for key in keys]
-    order[0] = jnp.where(able, jnp.maximum(order[0], jnp.finfo(jnp.float32).min), jnp.inf)
-    if self.inject and forces:
-      forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored
-      able |= forced
-      order = [jnp.where(forced, -jnp.inf, key) for key in order]
-    # Counted, not sorted: N² comparisons are one kernel, a sort is many.
-    before = block < block[:, None]
-    for key in reversed(order):
-      mine, other = key[:, :, None], key[:, None, :]
-      before = (other < mine) | ((other == mine) & before)
-    return jnp.where(able, before.sum(-1, dtype=jnp.int32), block.shape[0])
-
-  def _best(self, cache: Cache, keys: list[Array]) -> Int[Array, "B R"]:
-    """The best stored blocks by `_ranks`, best first; −1 where there are fewer."""
-    rank = self._ranks(cache, keys)
-    turn = jnp.arange(self.retrieved, dtype=jnp.int32)[:, None]
-    block = jnp.arange(rank.shape[1], dtype=jnp.int32)
-    here = (rank[:, None] == turn) & (turn < block.shape[0])
-    return jnp.where(here, block, -1).max(-1)
-
   def _retrieve(
     self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
   ) -> tuple[Cache, Carry]:
     """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
-    foreseen = self.foresee(at, cache, carry)
+    foreseen, _ = self.choose(at, cache, None, carry)
     if foreseen is not None:
-      cache = self._hold(at, cache, jnp.where(ok, foreseen, -1))
+      cache = retrieval.hold(at, cache, jnp.where(ok, foreseen, -1), self.block)
       # What turns out not to be wanted has to leave before what is.
       before = cache.seen[:, None] - 1
       cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
     wanted, carry = self.choose(at, cache, similarity, carry)
-    return self._hold(at, cache, jnp.where(ok, wanted, -1)), carry
-
-  def _hold(self, at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
-    """The cache once the wanted blocks have copies on the device: "kept" says in which places.
-
-    Blocks that have one are not read again; the others take the places of the least recently used.
-    """
-    held, used_at = cache.rows["held"], cache.rows["used_at"]
-    match = (held[:, None] == wanted[..., None]) & (wanted >= 0)[..., None]  # [B, R, D]
-    missing = ~match.any(-1) & (wanted >= 0)
-    place = jnp.arange(held.shape[1], dtype=jnp.int32)
-    stamp = jnp.where(match.any(1), jnp.iinfo(jnp.int32).max, used_at)
-    mine, other = stamp[:, :, None], stamp[:, None, :]
-    older = (other < mine) | ((other == mine) & (place < place[:, None]))
-    turn = jnp.cumsum(missing, -1) - 1  # the first one that is missing takes the oldest place
-    free = missing[..., None] & (turn[..., None] == older.sum(-1)[:, None])  # [B, R, D]
-    kept = jnp.where(match | free, place, -1).max(-1)
-    into = jnp.where(missing, kept, held.shape[1])
-    rows = {
-      "held": slots.overlaid(held, into, wanted),
-      "used_at": jnp.where((match | free).any(1), cache.seen[:, None], used_at),
-      "kept": kept,
-    }
-    found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env)
-    heads = {}
-    for name in ("k", "v"):
-      copies = cache.heads[f"held_{name}"]
-      blocks = copies.reshape(*copies.shape[:2], -1, self.block, copies.shape[-1])
-      heads[f"held_{name}"] = slots.overlaid(blocks, into, found[name], 2).reshape(copies.shape)
-    return cache.put(heads=heads, rows=rows)
+    assert wanted is not None
+    return retrieval.hold(at, cache, jnp.where(ok, wanted, -1), self.block), carry
 
   def _first_tokens(self, at: At, cache: Cache) -> slots.Slots:
     """The first tokens where they are far, not rotated; position 0, which every query may see."""
@@ -343,7 +241,7 @@ class Streamed(
     """Retrieves, and shows window and chunk beside what is far."""
     if prompt.index is not None:
       raise NotImplementedError(
-        f"{type(at.top).__name__}: found layers that compute a part of a prompt, expected none: "
+        f"{at.name}: found layers that compute a part of a prompt, expected none: "
         "blocks are made of what all their queries attend to"
       )
     index = prompt.query_index()
@@ -447,10 +345,10 @@ class Streamed(
 
   def _sees_alone(self, at: At) -> None:
     """Raises for an override of what a query sees: nothing here would ask for it."""
-    for move in ("window", "span", "read"):
-      if at.top.overrides(move):
+    for move in ("window", "span"):
+      if forms.overrides(at.top, move):
         raise NotImplementedError(
-          f"{type(at.top).__name__}.{move}: found an override over {type(self).__name__}, which "
+          f"{at.name}.{move}: found an override over {type(self).__name__}, which "
           "attends to its own window and to the blocks that it retrieves, expected none"
         )
 
@@ -460,22 +358,21 @@ class Streamed(
     return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """Everything near and far; the memo is the cache with the blocks that the step retrieves."""
+    """Everything near and far; the memo is `Retrieved`."""
     self._sees_alone(at)
-    stop = cache.used[:, None]
-    plan = Plan(Span(jnp.zeros_like(stop), stop), unit=at.env.tile)
-    if self.persistent_blocks:
-      return plan, carry
+    stream = self.traits.stream
+    if stream is not None and stream.persists:
+      return visible, carry
     qpos = (cache.seen - 1)[:, None]
     similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
     held, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
-    return dataclasses.replace(plan, memo=held), carry
+    return dataclasses.replace(visible, memo=retrieval.Retrieved(held)), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
-    cache = cache if plan.memo is None else plan.memo
+    cache = cache if plan.memo is None else plan.memo.cache
     k, v = cache.slots["k"], cache.slots["v"]
     near, logits = dispatch.attend_ranges(at, q, k, v, self._window_slots(cache))
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
@@ -497,7 +394,7 @@ class Streamed(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Counts votes and sends off the block that leaves. Reports `retrieved`, int32 [B, R]."""
-    cache = cache if plan.memo is None else plan.memo
+    cache = cache if plan.memo is None else plan.memo.cache
     assert attended.logits is not None
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
     near = {**cache.slots, "votes": cache.slots["votes"] + p}
@@ -512,6 +409,23 @@ class Streamed(
     kept = cache.rows["kept"]
     blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1, mode="clip")
     return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
+
+
+def _example(cls: type[Streamed], budget: int) -> Method:
+  """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
+  block = 1
+  while block * 12 <= budget and block < 128:
+    block *= 2
+  retrieved = max(1, budget // (4 * block))
+  local = max(1, budget - (retrieved + 1) * block)
+  return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
+
+
+def _neutral(cls: type[Streamed], length: int) -> Method:
+  return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
+
+
+settings.register(Streamed, example=_example, neutral=_neutral)
 
 
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:

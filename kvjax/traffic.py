@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from kvjax import offload
+from kvjax import forms, offload
 from kvjax.method import Method
 from kvjax.registry import check_method
 from kvjax.sites import DifferentLayer, Site
@@ -42,7 +42,7 @@ class LayerTraffic:
     attended: slots that each KV head attends to.
     tokens: bytes of keys and values that are attended to.
     scanned: bytes of the keys that are looked at to choose those.
-    spared: bytes of `scanned` that sharing can spare (`Method.scans`).
+    spared: bytes of `scanned` that sharing can spare (`Traits.scans`).
     others: bytes of everything else: summaries, labels, scores; what is written as a whole counts
       once more.
     host: bytes that cross the link to the host's memory.
@@ -217,7 +217,7 @@ def step_traffic(spec: CacheSpec, method: Method) -> tuple[LayerTraffic, ...]:
   known: dict[Any, tuple[LayerTraffic, Any]] = {}
   carry, found = Carry(), []
   for layer in range(spec.layers):
-    cache = jax.eval_shape(lambda layer=layer: method.init(spec, layer))
+    cache = jax.eval_shape(lambda layer=layer: Cache.empty(method, spec, layer))
     for site in [*sites, Site(layer, env, method)]:
       key = site, jax.tree.structure((cache, carry)), *_shapes((cache, carry))
       try:
@@ -300,7 +300,7 @@ def _summed(
     else:
       sums["tokens" if name in (*_KEYS, *_VALUES) else "others"] += whole + taken
       sums["others"] += size * (name in changed)
-  least, most = at.top.scans(spec)
+  least, most = at.top.traits.scans(spec)
   return LayerTraffic(
     attended=attended,
     tokens=sums["tokens"],
@@ -310,7 +310,7 @@ def _summed(
     host=sums["host"],
     chosen=chosen,
     walks=values.times if chosen else 1,
-    bound=at.top.overrides("attend") or (least < most and sums["scanned"] > 0),
+    bound=forms.overrides(at.top, "attend") or (least < most and sums["scanned"] > 0),
   )
 
 

@@ -1,4 +1,4 @@
-"""What flows through a method: static descriptions, the cache, and the plan of one decode step.
+"""What flows through a method: static descriptions, a prompt, the cache.
 
 One dimension key everywhere: B batch, T query tokens, S cache slots, N query heads, K key/value
 heads, G = N/K query heads per key/value head, H head size, L layers.
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from kvjax import fields
 from kvjax.leaves import Leaf
 from kvjax.rope import Rope
-from kvjax.softmax_state import State
 from kvjax.traced_layer import TracedLayer
 
 if TYPE_CHECKING:
@@ -116,6 +115,11 @@ class At:
     if isinstance(layer, jax.core.Tracer | TracedLayer):
       object.__setattr__(self, "layer", TracedLayer(layer, type(self.top).__name__))
 
+  @property
+  def name(self) -> str:
+    """What errors call the method."""
+    return type(self.top).__name__
+
   def of_layer(self, f: Callable[[int], T]) -> T:
     """f of the layer's number. Layers for which it is equal may share a compiled program; where
     `layer` itself is read, each layer has its own.
@@ -161,7 +165,22 @@ def pytree(*static: str) -> Callable[[type[T]], type[T]]:
   return register
 
 
-@pytree("tokens", "past")
+@pytree("apart")
+@dataclasses.dataclass(frozen=True)
+class Active:
+  """The tokens of a chunk that a layer computes.
+
+  Attributes:
+    index: int32 [B, A], which they are; the padded length of the chunk = padding.
+    apart: how many of the first of them may stand apart, the others being neighbours; None: more
+      of them, or not known (static). It only decides how attention is computed.
+  """
+
+  index: Array
+  apart: int | None = None
+
+
+@pytree("tokens", "past", "apart")
 @dataclasses.dataclass(frozen=True)
 class Prompt:
   """One chunk of a prompt, right-padded.
@@ -174,6 +193,7 @@ class Prompt:
     tokens: T, the padded length of the chunk (static).
     past: static upper bound on the tokens that any row has already cached; 0 says that the cache
       is empty, None that nothing is known.
+    apart: how many of the first computed tokens may stand apart (`Active`).
   """
 
   valid: Array
@@ -181,11 +201,17 @@ class Prompt:
   index: Array | None
   tokens: int
   past: int | None = None
+  apart: int | None = None
 
   @classmethod
   def of(cls, at: At, tokens: int, valid: Array, total: Array, past: int | None) -> Prompt:
     """What a layer sees of a chunk of `tokens` padded tokens."""
-    return cls(valid, total, at.top.active(at, tokens, total), tokens, past)
+    active = at.top.active(at, tokens, total)
+    if active is None:
+      return cls(valid, total, None, tokens, past)
+    if not isinstance(active, Active):
+      raise TypeError(f"{at.name}.active: found {active!r}, expected kvjax.Active(index) or None")
+    return cls(valid, total, active.index, tokens, past, active.apart)
 
   def query_index(self) -> Int[Array, "B A"]:
     """Index within the chunk of every computed token."""
@@ -216,6 +242,15 @@ class Origin:
   @classmethod
   def of(cls, method: Method, spec: CacheSpec) -> Origin:
     return cls(method, spec.layers, spec.kv_heads, spec.groups, spec.head_dim)
+
+
+_PLAIN = Leaf("slots")
+
+
+@functools.cache
+def _one_of(kinds: tuple[tuple[str, Leaf], ...]) -> tuple[tuple[str, Leaf], ...]:
+  """The same object for equal ones: jit compares a call's with those that it compiled for."""
+  return kinds
 
 
 @pytree("origin", "kinds")
@@ -252,6 +287,12 @@ class Cache:
     kinds = tuple((name, leaf.kind()) for name, leaf in sorted(leaves.items()))
     told = _one_of(tuple((name, kind) for name, kind in kinds if kind != Leaf(kind.shelf)))
     return cls(shelves["slots"], shelves["heads"], shelves["rows"], kinds=told)
+
+  @classmethod
+  def empty(cls, method: Method, spec: CacheSpec, layer: int) -> Cache:
+    """A method's empty cache of one layer."""
+    leading = spec.batch, spec.kv_heads, method.capacity(spec, layer)
+    return cls.of(method.leaves(spec, layer), leading)
 
   def leaf(self, name: str) -> Leaf:
     """How one of its arrays is written and split."""
@@ -314,149 +355,3 @@ class Carry:
 
   heads: dict[str, Any] = dataclasses.field(default_factory=dict)
   rows: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_PLAIN = Leaf("slots")
-
-
-@functools.cache
-def _one_of(kinds: tuple[tuple[str, Leaf], ...]) -> tuple[tuple[str, Leaf], ...]:
-  """The same object for equal ones: jit compares a call's with those that it compiled for."""
-  return kinds
-
-
-@pytree("sinks")
-@dataclasses.dataclass(frozen=True)
-class Window:
-  """The part of the past that queries may see: positions < sinks, and positions ≥ first.
-
-  Attributes:
-    sinks: number of first tokens that stay visible (static).
-    first: int32 [B, T], oldest visible position of each query beside the sinks; or [B, K, T], each
-      head's own.
-    view: int32 [B, T], the position from which a query looks at the sinks; None: its own.
-  """
-
-  sinks: int
-  first: Array
-  view: Array | None = None
-
-  @property
-  def by_head(self) -> bool:
-    """Whether heads see apart."""
-    return self.first.ndim == 3
-
-  def sees(self, kpos: Int[Array, "B K S"]) -> Bool[Array, "B K T S"]:
-    k = kpos[:, :, None]
-    first = self.first[..., None] if self.by_head else self.first[:, None, :, None]
-    return (k < self.sinks) | (k >= first)
-
-
-@pytree("sinks")
-@dataclasses.dataclass(frozen=True)
-class Span:
-  """The slots of a plan without a table: [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
-
-  Attributes:
-    start, stop: int32 [B, K], or [B, 1] where all heads are alike.
-    sinks: leading slots that are always included (static).
-    before: slots of other devices that stand before the first one (`ops.context`), int32 []; the
-      leading slots count from there. None: there are none.
-  """
-
-  start: Array
-  stop: Array
-  sinks: int = 0
-  before: Array | None = None
-
-  def holds(self, slot: Int[Array, "*#BKS"]) -> Bool[Array, "B K S"]:
-    start, stop = self.start[..., None], self.stop[..., None]
-    sinks = self.sinks if self.before is None else self.sinks - self.before
-    return (slot < stop) & ((slot < sinks) | (slot >= start))
-
-  def length(self) -> Int[Array, "B _"]:
-    """Number of slots in the span."""
-    sinks = jnp.minimum(self.sinks, self.stop)
-    return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)
-
-
-@pytree("unit", "pinned")
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What one query sees, and in which order it is visited.
-
-  Attributes:
-    span: the slots that may be touched at all.
-    table: int32 [B, K, W], indices of tiles of `unit` slots in visiting order, no duplicates;
-      None: every tile of the span, pinned tiles first, then newest first.
-    count: int32 [B, K], valid entries of the table; None without a table.
-    scores: float32 [B, K, W], the selection's score of each entry, where it has one.
-    memo: what `plan` computed and `attend` or `observe` need again (plans do not write caches).
-    unit: slots per tile (static; 1 = single tokens).
-    pinned: first entries that an early stop may not skip (static).
-  """
-
-  span: Span
-  table: Array | None = None
-  count: Array | None = None
-  scores: Array | None = None
-  memo: Any = None
-  unit: int = 64
-  pinned: int = 0
-
-  def sizes(self, size: int) -> Int[Array, "B K W"]:
-    """Slots of every entry of the table that are attended to, in a cache of `size` slots."""
-    assert self.table is not None and self.count is not None
-    listed = (jnp.arange(self.table.shape[-1]) < self.count[..., None]) & (self.table >= 0)
-    low, high = self.table * self.unit, jnp.minimum((self.table + 1) * self.unit, size)
-    start, stop = self.span.start[..., None], self.span.stop[..., None]
-    high = jnp.minimum(high, stop)
-    sinks = jnp.minimum(high, self.span.sinks) - low
-    rest = high - jnp.maximum(low, jnp.maximum(start, self.span.sinks))
-    return jnp.where(listed, jnp.maximum(sinks, 0) + jnp.maximum(rest, 0), 0)
-
-  def visited(self, size: int) -> Int[Array, "B K"]:
-    """Slots that a walk of the whole table attends to, in a cache of `size` slots."""
-    return self.sizes(size).sum(-1, dtype=jnp.int32)
-
-
-@pytree()
-@dataclasses.dataclass(frozen=True)
-class View:
-  """What a plan names, fetched: k, v [B, K, W, H], their positions and slots int32 [B, K, W].
-
-  Entries outside the plan have position −1 and slot S.
-  """
-
-  k: Array
-  v: Array
-  pos: Array
-  slot: Array
-
-
-@pytree()
-@dataclasses.dataclass(frozen=True)
-class Attended:
-  """The result of walking a plan.
-
-  Attributes:
-    state: softmax state, o [B, K, G, H].
-    logits: float32 [B, K, G, W] at the slots of `slot` (−inf = not attended), or None where the
-      implementation does not return them.
-    slot: int32 [B, K, W], or None.
-    visited: int32 [B, K], slots attended.
-    out: state.o in the dtype of q, where the implementation returns it too.
-    memo: what `attend` found that `observe` needs, where a method has such.
-    counted: bool [B], rows whose statistics `observe` may change: live ones without NaN. Filled in
-      between the two, as is `live`.
-    live: bool [B], rows that take part.
-  """
-
-  state: State
-  logits: Array | None
-  slot: Array | None
-  visited: Array
-  out: Array | None = None
-  memo: Any = None
-  counted: Array | None = None
-  live: Array | None = None

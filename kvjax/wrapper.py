@@ -6,20 +6,20 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+from kvjax import forms
 from kvjax.full import Full
 from kvjax.method import Method
-from kvjax.types import At, CacheSpec
+from kvjax.traits import Traits
+from kvjax.types import CacheSpec
 
 # What is the base's own unless a wrapper says otherwise.
 FORWARDED = (
-  *("positional", "wants_logits", "chunkable", "order_independent", "by_layer"),
-  *("projects_all", "scans", "pieces", "room", "capacity", "leaves"),
-  *("window", "span", "victim", "landing", "insert", "score", "select", "everything"),
-  *("plan", "order", "read", "attend", "observe", "active", "apart", "fill", "stage", "rank"),
-  *("keep", "settle", "conclude", "decode_step", "prefill", "enter", "attend_prompt"),
+  *("capacity", "leaves", "window", "span", "victim", "insert"),
+  *("plan", "order", "attend", "observe", "active", "fill", "stage", "rank"),
+  *("keep", "settle", "conclude", "decode_step", "prefill", "attend_prompt"),
 )
 # What asks for other moves, of which these are about shapes and the others are not.
-DRIVERS = ("init", "init_caches", "prefill", "decode_step")
+DRIVERS = ("init_caches", "prefill", "decode_step")
 SHAPES = ("capacity", "leaves")
 
 
@@ -40,7 +40,7 @@ class Wrapper(Method):
   base: Method = dataclasses.field(default_factory=Full)
 
   def __post_init__(self):
-    lost = [move for move in self.replaces if self.base.overrides(move)]
+    lost = [move for move in self.replaces if forms.overrides(self.base, move)]
     if lost:
       raise ValueError(
         f"{type(self).__name__} replaces {', '.join(lost)}, and so does its base {self.base!r}: "
@@ -48,39 +48,31 @@ class Wrapper(Method):
       )
     own = self._own()
     for driver in DRIVERS:
-      shapes = driver.startswith("init")
+      shapes = driver == "init_caches"
       asked = [x for x in own if (x in SHAPES) == shapes and x not in DRIVERS]
-      if asked and driver not in own and self.base.overrides(driver):
+      if asked and driver not in own and forms.overrides(self.base, driver):
         raise ValueError(
           f"{type(self).__name__}.base: found {self.base!r}, whose {driver} need not ask for "
           f"{', '.join(asked)}, expected a base that leaves {driver} as it is"
         )
 
   @property
-  def ordered(self) -> bool:
-    return type(self).attend is not Wrapper.attend or self.base.ordered
-
-  @property
-  def dense_prefill(self) -> bool:
-    own = {"window", "active", "fill", "stage"}.intersection(self._own())
-    return self.base.dense_prefill and not own
-
-  @property
-  def spreads(self) -> bool:
-    """A wrapper that overrides anything has to say so itself."""
-    return self.base.spreads and not self._own()
-
-  def init(self, spec: CacheSpec, layer: int) -> Any:
-    return self.base.init(spec, layer) if self.base.overrides("init") else super().init(spec, layer)
+  def traits(self) -> Traits:
+    """The base's; a wrapper that overrides anything has to say itself that it spreads."""
+    own, base = self._own(), self.base.traits
+    if not own:
+      return base
+    stream = base.stream and dataclasses.replace(base.stream, alike=None)
+    return base.but(ordered="attend" in own or base.ordered, spreads=False, stream=stream)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
-    if self.base.overrides("init_caches"):
+    if forms.overrides(self.base, "init_caches"):
       return self.base.init_caches(spec)
     return super().init_caches(spec)
 
-  def form(self, move: str) -> Any:
+  def _form(self, move: str) -> Any:
     own = next((vars(cls)[move] for cls in self._classes() if move in vars(cls)), None)
-    return self.base.form(move) if own is None else own
+    return self.base._form(move) if own is None else own
 
   def _classes(self) -> list[type]:
     """The classes of the wrapper itself, the outermost first."""
@@ -95,9 +87,6 @@ class Wrapper(Method):
 
   def _lineage(self) -> list[type]:
     return [*self.base._lineage(), *reversed(self._classes())]
-
-  def _twin(self, at: At) -> At | None:
-    return None if self._own() else self.base._twin(at)
 
 
 def _makes(value: Any) -> bool:

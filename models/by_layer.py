@@ -2,7 +2,7 @@
 
 One program for all layers is what a decode step costs least with, and what compiles longest. The
 layers of a prompt take milliseconds each, and each is dispatched while the one before it runs:
-prompts are always read this way. Decode steps are where a method asks for it (`Method.by_layer`):
+prompts are always read this way. Decode steps are where a method asks for it (`Traits.by_layer`):
 with blocks, spans and votes in every layer, one program would take minutes.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from .. import offload
+from .. import forms, offload
 from ..method import Method
 from ..sites import DifferentLayer, Site
 from ..types import At, Carry, Env, Prompt
@@ -33,7 +33,7 @@ def reads(model: Transformer) -> bool:
 
 def decodes(model: Transformer, method: Method) -> bool:
   """Whether its decode steps are, too."""
-  return method.by_layer and reads(model)
+  return method.traits.by_layer and reads(model)
 
 
 class ByLayer:
@@ -73,7 +73,7 @@ class ByLayer:
         new.append(cache)
         reports.append(aux)
       logits = _predict(form, all_logits, leaves, x, lengths)
-      if method.overrides("conclude"):
+      if forms.overrides(method, "conclude"):
         new = _conclude(method, self.model.env, tuple(new), lengths)
     return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import memory
+from .. import entrance, memory
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec, Origin
@@ -69,11 +69,11 @@ def prompt_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -
   if past is not None or with_aux:
     name, value = ("past", past) if past is not None else ("with_aux", with_aux)
     raise ValueError(f"{name}: found {value} and chunk = {chunk}, expected only one of the two")
-  if method.pieces(chunk) is not None:
+  if method.traits.pieces(chunk) is not None:
     raise NotImplementedError(
       f"chunk: found {chunk}, expected None for {method!r}, which reads a prompt in its own pieces"
     )
-  if not method.chunkable:
+  if not method.traits.chunkable:
     raise NotImplementedError(
       f"chunk: found {chunk}, expected None for {method!r}, which has to see a whole "
       "prompt before it chooses what stays"
@@ -175,7 +175,7 @@ def prompt(
 
 def capacity(caches: Caches, method: Method) -> int | None:
   """How many tokens a row can take in all; None: any number, something leaves."""
-  return min((n for n in map(method.room, caches) if n is not None), default=None)
+  return min((n for n in (entrance.room(method, x) for x in caches) if n is not None), default=None)
 
 
 def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarray:

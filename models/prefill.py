@@ -60,9 +60,9 @@ def prefill(
 
   Compiles once per shape of `tokens`: callers round T up to a few sizes. With `chunk`, it compiles
   once for the first chunk and then once for every doubling of what is cached, whatever T is.
-  Methods that stream read a prompt in pieces of their own (`Method.pieces`), row by row, of one or
+  Methods that stream read a prompt in pieces of their own (`Traits.stream`), row by row, of one or
   two widths, however long the prompt is. What is compiled is a layer, once for all that are alike
-  (`Streamed.alike`); over a mesh, or where NaN raises, all layers at once.
+  (`Stream.alike`); over a mesh, or where NaN raises, all layers at once.
 
   Args:
     model: the decoder.
@@ -125,7 +125,7 @@ def prefill(
     checks.throw(error)
     return result
 
-  if chunk is None and method.pieces(int(lengths.max())) is not None:
+  if chunk is None and method.traits.pieces(int(lengths.max())) is not None:
     return _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
   if chunk is None:
     return read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
@@ -158,7 +158,7 @@ def _read_pieces(
   on_chunk: Callable[[int, int], Any] | None,
 ) -> Any:
   """A prompt in the pieces of a method that streams, each row in its own; result as `prefill`'s."""
-  parts = [method.pieces(int(n)) or [] for n in lengths]
+  parts = [method.traits.pieces(int(n)) or [] for n in lengths]
   calls, end = max(map(len, parts)), int(lengths.max())
   # Two widths, whatever the prompt's length: that of the longest piece, and a short one for what
   # the rows' last ones may be.
@@ -212,7 +212,7 @@ def _bound(caches: Caches, method: Method, cached: int, chunk: int) -> int | Non
   """A static bound on the cached tokens that takes few values; what needs none gets one value."""
   if cached == 0:
     return 0
-  if not method.positional:
+  if not method.traits.positional:
     return None
   bound = chunk
   while bound < cached:

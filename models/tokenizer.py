@@ -8,53 +8,22 @@ Llama 3, Qwen, SmolLM2), and over text with spaces spelled ▁ and rare bytes as
 from __future__ import annotations
 
 import codecs
-import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import decoders, normalizers, pre_tokenizers
+
+from . import token_backends
 
 # GGUF's tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-
-
-def _cut(numerals: str) -> Any:
-  """GPT-4's pattern, by how numerals are cut, then bytes as printable characters."""
-  pattern = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-    + numerals
-    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-  )
-  return pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-
-
-# GGUF's tokenizer.ggml.pre: how text is cut before byte-pair encoding. Every entry maps bytes to
-# printable characters (GPT-2's table); they differ in where they cut.
-_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-  "smollm": lambda: pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Digits(individual_digits=True),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ]
-  ),
-  "llama-bpe": lambda: _cut(r"\p{N}{1,3}"),
-  "qwen2": lambda: _cut(r"\p{N}"),
-  "deepseek-r1-qwen": lambda: _cut(r"\p{N}"),
-}
-_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC, before anything else
 
 
 class Tokenizer:
@@ -94,7 +63,7 @@ class Tokenizer:
     self.chat_template = chat_template
     self.rows = rows
     self.size = size = max(backend.get_vocab().values(), default=-1) + 1
-    kinds = _decoder_kinds(backend)
+    kinds = token_backends.decoder_kinds(backend)
     self._sentencepiece = bool({"ByteFallback", "Metaspace"} & kinds)
     self.drops_first_space = bool({"Strip", "Metaspace"} & kinds)
     if kinds and not self._sentencepiece and "ByteLevel" not in kinds:
@@ -166,7 +135,7 @@ class Tokenizer:
     if self._sentencepiece:
       byte = _BYTE.fullmatch(piece)
       return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
-    table = _byte_of_character()
+    table = token_backends.byte_of_character()
     return bytes(table[c] for c in piece)
 
   def is_special(self, token: int) -> bool:
@@ -246,7 +215,7 @@ class Tokenizer:
     folder = pathlib.Path(folder)
     path = folder / "tokenizer.json"
     settings_path = folder / "tokenizer_config.json"
-    backend = _read_backend(path, "the tokenizer of a converted checkpoint")
+    backend = token_backends.read(path, "the tokenizer of a converted checkpoint")
     try:
       settings_text = settings_path.read_bytes()
     except FileNotFoundError as error:
@@ -294,17 +263,17 @@ class Tokenizer:
       match kind:
         case "gpt2":
           pre = entry("pre")
-          if pre not in _PRE_TOKENIZERS:
+          if pre not in token_backends.PRE_TOKENIZERS:
             raise NotImplementedError(
               f"{name}: tokenizer.ggml.pre: found {pre!r}, expected one of "
-              f"{sorted(_PRE_TOKENIZERS)}"
+              f"{sorted(token_backends.PRE_TOKENIZERS)}"
             )
-          backend = _byte_level(vocabulary, entry("merges"), pre)
+          backend = token_backends.byte_level(vocabulary, entry("merges"), pre)
           begins = pre == "llama-bpe"
         case "llama":
           unknown = next((t for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN), None)
           prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-          backend = _sentencepiece(vocabulary, entry("scores"), unknown, prefix)
+          backend = token_backends.sentencepiece(vocabulary, entry("scores"), unknown, prefix)
           begins = True
         case _:
           raise NotImplementedError(
@@ -348,7 +317,7 @@ class Tokenizer:
     """
     folder = pathlib.Path(folder)
     path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    backend = _read_backend(path, "a Hugging Face folder with a fast tokenizer")
+    backend = token_backends.read(path, "a Hugging Face folder with a fast tokenizer")
     settings: Any = {}
     if settings_path.is_file():
       try:
@@ -410,70 +379,3 @@ class TextStream:
   def flush(self) -> str:
     """What is left of an incomplete character, as U+FFFD."""
     return self._utf8.decode(b"", final=True)
-
-
-def _read_backend(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
-  try:
-    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-  except FileNotFoundError as error:
-    raise FileNotFoundError(f"{path}: not found, expected {expected}") from error
-  except BaseException as error:  # the Rust library raises plain Exception, and its panics are none
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-      raise
-    raise ValueError(f"{path}: not a tokenizer: {error}") from error
-
-
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-  """The steps of the backend's decoder."""
-  if backend.decoder is None:
-    return set()
-  state = json.loads(backend.decoder.__getstate__())
-  return {step["type"] for step in state.get("decoders", [state])}
-
-
-def _byte_level(vocabulary: dict[str, int], merges: list[str], pre: str) -> tokenizers.Tokenizer:
-  pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
-  # Llama 3 takes a word that is a token as it is, whatever its merges would make of it.
-  model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
-  backend = tokenizers.Tokenizer(model)
-  if pre in _NORMALISED:
-    backend.normalizer = normalizers.NFC()
-  backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-  backend.decoder = decoders.ByteLevel()
-  return backend
-
-
-def _sentencepiece(
-  vocabulary: dict[str, int], scores: list[float], unknown: str | None, prefix: bool
-) -> tokenizers.Tokenizer:
-  """SentencePiece joins the neighbours that make the token of the highest score: merges, ranked."""
-  merges = []
-  for token, i in vocabulary.items():
-    for cut in range(1, len(token)):
-      left, right = token[:cut], token[cut:]
-      if left in vocabulary and right in vocabulary:
-        merges.append((-scores[i], i, left, right))
-  model = tokenizers.models.BPE(
-    vocab=vocabulary,
-    merges=[(left, right) for _, _, left, right in sorted(merges)],
-    unk_token=unknown,
-    fuse_unk=True,
-    byte_fallback=True,
-  )
-  backend = tokenizers.Tokenizer(model)
-  spaces = normalizers.Replace(" ", "▁")
-  before = [normalizers.Prepend("▁"), spaces] if prefix else [spaces]
-  backend.normalizer = normalizers.Sequence(before)
-  after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-  if prefix:
-    after.append(decoders.Strip(" ", 1, 0))
-  backend.decoder = decoders.Sequence(after)
-  return backend
-
-
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-  """GPT-2's table (Radford et al., 2019): printable bytes stand for themselves."""
-  keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
-  moved = (byte for byte in range(256) if byte not in keep)
-  return {**{chr(b): b for b in keep}, **{chr(256 + n): b for n, b in enumerate(moved)}}

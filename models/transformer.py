@@ -51,7 +51,7 @@ class Layer(nnx.Module):
     rows = jnp.arange(x.shape[0])[:, None]
     # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
     y = x if prompt.index is None else x.at[rows, prompt.index].get(mode="clip")
-    if prompt.index is not None and at.top.projects_all:
+    if prompt.index is not None and at.top.traits.projects_all:
       q, k, v = self.attention.qkv_apart(self.attention_norm(y), self.attention_norm(x))
     else:
       q, k, v = self.attention.qkv(self.attention_norm(y), at.env.impl)

@@ -121,7 +121,7 @@ def advise(
     method = entry.method
     moved = step_bytes(config, method, batch, length)
     caches = kvjax.plan_memory(spec, method, apart=True)
-    seconds = step_time.expected(moved, method.by_layer, bandwidth)
+    seconds = step_time.expected(moved, method.traits.by_layer, bandwidth)
     made.append(
       Advice(
         name=entry.label,
@@ -131,7 +131,7 @@ def advise(
         host=caches.host,
         moved=moved,
         seconds=seconds,
-        least=step_time.least(moved, method.by_layer, bandwidth),
+        least=step_time.least(moved, method.traits.by_layer, bandwidth),
         kept=rows.nearest(entry.label, length, entry.budget) if rows else None,
         risk=risk(method, moved, caches, length),
         fits=caches.device <= left_for_caches(config, room),
@@ -167,7 +167,7 @@ def risk(method: kvjax.Method, moved: StepBytes, caches: kvjax.MemoryPlan, lengt
   unseen = any(not x.chosen and x.attended < length for x in moved.layers)
   if caches.host:
     said = ["keeps all, most on the host", "reads a part"]
-  elif not method.positional:
+  elif not method.traits.positional:
     said = ["drops tokens"]
   elif any(x.chosen for x in moved.layers):
     said = ["keeps all", "reads a part"]
@@ -177,7 +177,7 @@ def risk(method: kvjax.Method, moved: StepBytes, caches: kvjax.MemoryPlan, lengt
     said = ["keeps all", "may stop early"]
   else:
     said = ["keeps and reads all"]
-  return ", ".join([*said, *["prompt not exact"] * (not method.dense_prefill)])
+  return ", ".join([*said, *["prompt not exact"] * (not kvjax.forms.dense_prefill(method))])
 
 
 def shape(name: str) -> ModelConfig:

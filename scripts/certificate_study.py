@@ -216,7 +216,7 @@ def _frozen_in(text: Text, layer: int) -> np.ndarray:
   computed = method.active(at, size, jnp.asarray([size]))
   if computed is None:
     return np.zeros(size, bool)
-  return ~np.isin(np.arange(size), np.asarray(computed[0]))
+  return ~np.isin(np.arange(size), np.asarray(computed.index[0]))
 
 
 def _change(

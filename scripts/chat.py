@@ -96,7 +96,7 @@ class Conversation:
     """
     if budget < 1:
       raise ValueError(f"budget: found {budget}, expected at least 1")
-    method = kvjax.find_method(name, "method").usual(budget)
+    method = kvjax.settings.usual(kvjax.find_method(name, "method"), budget)
     self._spec = self._model.spec(1, self._args.length)
     context.check_room(method, self._spec)
     self.name, self.budget, self.method = name, budget, method

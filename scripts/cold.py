@@ -71,7 +71,7 @@ def measure(name: str, model_name: str, length: int, budget: int) -> dict[str, A
       spent[stage] += seconds
       counts["programs"] += stage == "compile"
 
-  method, model = kvjax.find_method(name).usual(budget), e2e.weights(model_name)
+  method, model = kvjax.settings.usual(kvjax.find_method(name), budget), e2e.weights(model_name)
   tokens = np.random.default_rng(0).integers(0, model.config.vocab, (1, length))
   lengths, room = np.array([length]), length + e2e.STEPS
 

@@ -331,11 +331,12 @@ def contest(
   Returns:
     The results as they come: a method runs when its result is asked for.
   """
-  methods = {name: kvjax.find_method(name).usual(budget) for name in names}
+  methods = {name: kvjax.settings.usual(kvjax.find_method(name), budget) for name in names}
   game = Contest(model, tokenizer, row, length)
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)
-  shared = [n for n, m in methods.items() if m.dense_prefill and layered.programs(m, *size) <= 2]
+  dense = {n: m for n, m in methods.items() if kvjax.forms.dense_prefill(m)}
+  shared = [n for n, m in dense.items() if layered.programs(m, *size) <= 2]
   together = read_together(game, methods, shared)
 
   def result(name: str, method: kvjax.Method) -> Result:

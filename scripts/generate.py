@@ -65,7 +65,7 @@ class Args:
 def main(args: Args) -> None:
   chosen = kvjax.find_method(args.method, "--method")
   common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
-  method = chosen.usual(args.budget)
+  method = kvjax.settings.usual(chosen, args.budget)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)

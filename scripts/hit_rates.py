@@ -105,7 +105,9 @@ def run(
   valid = jnp.full((1,), length, jnp.int32)
   prompt = kvjax.Prompt(valid, valid, None, length, 0)
   first = (x[..., :length, :] for x in (q, k, v))
-  _, cache, _, _ = method.prefill(at, method.init(spec, 0), *first, prompt, kvjax.Carry())
+  _, cache, _, _ = method.prefill(
+    at, kvjax.Cache.empty(method, spec, 0), *first, prompt, kvjax.Carry()
+  )
 
   def step(cache: kvjax.Cache, new: tuple[Array, ...]) -> tuple[kvjax.Cache, dict[str, Array]]:
     live = jnp.ones(1, bool)

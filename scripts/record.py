@@ -75,7 +75,7 @@ class Recorder(kvjax.Full):
     if at.layer not in self.layers:
       return result
     out, after, carry, aux = result
-    q, _, new, _ = self.enter(at, cache, q, k, v, prompt, carry)
+    q, _, new, _ = kvjax.entrance.enter(at, cache, q, k, v, prompt, carry)
     chosen = q[..., kept_positions(prompt.tokens, self.stride), :]
     return out, after, carry, {**aux, "q": chosen, "k": new["k"], "v": new["v"]}
 

@@ -57,8 +57,8 @@ class Looking(kvjax.Full):
   """The full cache; a step reports the position that each head attends to most, int32 [B, K, G]."""
 
   @property
-  def wants_logits(self) -> bool:
-    return True
+  def traits(self) -> kvjax.traits.Traits:
+    return super().traits.but(wants_logits=True)
 
   def observe(self, at: Any, cache: Any, q: Any, plan: Any, attended: Any) -> Any:
     return cache, {"most": jnp.argmax(attended.logits, -1).astype(jnp.int32)}

@@ -76,12 +76,12 @@ class Args:
 def settings(args: Args) -> dict[str, dict[str, kvjax.Method]]:
   """Line of the picture -> point -> method, CIS as the paper has it."""
   found: dict[str, dict[str, kvjax.Method]] = {}
-  example = kvjax.CIS.example(args.budget)
+  example = kvjax.settings.example(kvjax.CIS, args.budget)
   for s in args.blocks:
     found[f"CIS, s = {s}"] = {
       f"τ = {tau:g}": dataclasses.replace(example, block=s, tau=tau) for tau in TAUS
     }
-  shared = kvjax.METHODS["hshare"].example(args.budget)
+  shared = kvjax.settings.example(kvjax.METHODS["hshare"], args.budget)
   assert isinstance(shared, kvjax.HShare)
   found[HSHARE] = {
     f"{layers:g}-{heads:g}-1/{steps}": dataclasses.replace(

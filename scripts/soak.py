@@ -53,8 +53,9 @@ class Args:
 
 def evicting() -> tuple[str, ...]:
   """Methods whose slots are reused for any number of tokens."""
-  examples = {name: cls.example(BUDGET) for name, cls in kvjax.METHODS.items()}
-  return tuple(n for n, m in examples.items() if not m.positional and m.pieces(1) is None)
+  examples = {name: kvjax.settings.example(cls, BUDGET) for name, cls in kvjax.METHODS.items()}
+  traits = {name: method.traits for name, method in examples.items()}
+  return tuple(n for n, x in traits.items() if not x.positional and x.stream is None)
 
 
 def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:
@@ -79,7 +80,7 @@ def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:
 
 def run(name: str, steps: int) -> dict[str, Any]:
   """One method's run; its first broken step if there is one."""
-  method = kvjax.find_method(name).example(BUDGET)
+  method = kvjax.settings.example(kvjax.find_method(name), BUDGET)
   model = Transformer(CONFIG, dtype=jnp.float32, impl="reference", rngs=nnx.Rngs(0))
   graph, leaves = split(model)
   traces = 0

@@ -120,7 +120,7 @@ class Bench:
       "cache_bytes": common.device_bytes(caches),
       "host_bytes": common.host_bytes(caches),
       "read_bytes": moved.device,
-      "expected_us": round(step_time.expected(moved, method.by_layer) * 1e6, 1),
+      "expected_us": round(step_time.expected(moved, method.traits.by_layer) * 1e6, 1),
       **self._compared(method, token, caches),
     }
     run = stepping(self.graph, method, self.impl, STEPS)

@@ -58,7 +58,7 @@ def expected(
 
   Args:
     moved: what it moves.
-    by_layer: whether each layer is dispatched by itself (`Method.by_layer`).
+    by_layer: whether each layer is dispatched by itself (`Traits.by_layer`).
     bandwidth: bytes a second of the device's memory.
   """
   started = np.array(_started(moved, by_layer)) @ (LAYER, CHOICE, WALK, DISPATCH)
@@ -91,7 +91,7 @@ def fitted(cells: list[Cell]) -> np.ndarray:
   moved = [cell.moved() for cell in cells]
   seconds = np.array([cell.seconds for cell in cells])
   left = seconds - [_streaming(x, bench_files.BANDWIDTH) for x in moved]
-  paid = [_started(x, cell.method.by_layer) for x, cell in zip(moved, cells, strict=True)]
+  paid = [_started(x, cell.method.traits.by_layer) for x, cell in zip(moved, cells, strict=True)]
   return np.linalg.lstsq(np.array(paid) / seconds[:, None], left / seconds, rcond=None)[0]
 
 

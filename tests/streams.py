@@ -19,7 +19,8 @@ class Stack:
     self.spec = streams[0].spec(capacity, layers=len(streams))
     self.env = Env(len(streams), impl=impl, tile=4)
     self.caches = method.init_caches(self.spec)
-    sites = [method.at(self.env, method.alike(layer)) for layer in range(len(streams))]
+    alike = method.traits.stream.alike
+    sites = [method.at(self.env, alike(layer)) for layer in range(len(streams))]
     self._prefill = [driver(at, "prefill") for at in sites]
     self._decode = [driver(at, "decode_step") for at in sites]
 

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from kvjax.models.tokenizer import _byte_of_character
+from kvjax.models.token_backends import byte_of_character
 
 D, HEADS, KV_HEADS, H, F, LAYERS, THETA, EPS = 64, 4, 2, 16, 96, 3, 500.0, 1e-5
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ t", "1 2", "Ġ 1"]
@@ -13,7 +13,7 @@ TEMPLATE = (
   "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOKENS = [*SPECIALS, *_byte_of_character(), *(merge.replace(" ", "") for merge in MERGES)]
+TOKENS = [*SPECIALS, *byte_of_character(), *(merge.replace(" ", "") for merge in MERGES)]
 V = len(TOKENS)
 
 

@@ -4,10 +4,16 @@ A file has what an operation computes (or `kvjax.ops` does), what its kernel can
 choice. The only place that imports kernels, and lazily.
 """
 
-from kvjax.dispatch.entering import enter_token, keep_rows
+from kvjax.dispatch.entering import enter_token, enters, keep_rows
 from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
 from kvjax.dispatch.scores import block_weights, page_bounds, pooled, token_weights
-from kvjax.dispatch.selection import best_tiles, best_tiles_of_each, other_tiles, searches_together
+from kvjax.dispatch.selection import (
+  Table,
+  best_tiles,
+  best_tiles_of_each,
+  other_tiles,
+  searches_together,
+)
 from kvjax.dispatch.step import attend, attend_entries, attend_ranges
 from kvjax.dispatch.summaries import renew_extremes, renew_mean
 from kvjax.dispatch.table import KERNELS, UNRUN, choose, kernel
@@ -15,6 +21,7 @@ from kvjax.dispatch.table import KERNELS, UNRUN, choose, kernel
 __all__ = [
   "KERNELS",
   "UNRUN",
+  "Table",
   "attend",
   "attend_anywhere",
   "attend_entries",
@@ -26,6 +33,7 @@ __all__ = [
   "choose",
   "column_mass",
   "enter_token",
+  "enters",
   "keep_rows",
   "kernel",
   "other_tiles",

@@ -6,7 +6,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache
+from kvjax.plans import Attended
+from kvjax.types import At, Cache
 
 
 def least_contributor(

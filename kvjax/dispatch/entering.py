@@ -4,37 +4,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from kvjax import ring as in_turn
 from kvjax.dispatch.table import choose, kernel
 from kvjax.leaves import NORM
 from kvjax.ops import context
 from kvjax.ops.slots import choose_rows, put
-from kvjax.shapes import check_shape
-from kvjax.types import At, Attended, Cache
+from kvjax.plans import Attended
+from kvjax.types import At, Cache
+
+
+def enters(at: At) -> bool:
+  """Whether a kernel takes a new token in, as `enter_token`."""
+  return choose("enter_token", at.env.impl) == "pallas"
 
 
 def enter_token(
-  at: At, cache: Cache, q: Array, k: Array, v: Array, live: Array
+  at: At,
+  cache: Cache,
+  q: Array,
+  k: Array,
+  v: Array,
+  live: Array,
+  slot: Int[Array, "B K"],
+  *,
+  victim: Int[Array, "B K"] | None,
+  ring: Int[Array, "B K 2"] | None,
 ) -> tuple[Array, Cache]:
-  """Rotates the new token's q and k and inserts it; returns rotated q [B, K, G, H] and the cache.
+  """Rotates the new token's q and k and writes it; returns rotated q [B, K, G, H] and the cache.
 
-  The kernel does both at once, and ‖v‖₁ where the cache keeps it, for methods that leave `insert`
-  and `landing` as they are; for the others `insert` is what they say it is.
+  Args:
+    at, cache, q, k, v, live: of a decode step, as they come.
+    slot: where the token goes; S: nowhere.
+    victim: the slot that a full cache gives up; None: none.
+    ring: the slots that are used in turn, which say the victim by themselves; None: none are.
   """
-  own = at.top.overrides("insert") or at.top.overrides("landing")
-  if own or choose("enter_token", at.env.impl) != "pallas":
-    rope = at.env.rope
-    q = rope.rotate(q, cache.seen[:, None, None])
-    k = rope.rotate(k, cache.seen[:, None])
-    return q, at.top.insert(at, cache, k, v, live)
-  turns = at.top.form("victim") is in_turn.victim
-  ring = cache.heads["ring"] if turns else None
-  chooses = not turns and at.top.overrides("victim")
-  victim = at.top.victim(at, cache) if chooses else None
-  if victim is not None:
-    check_shape(at, "victim", victim, cache.pos.shape[:2])
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
@@ -48,17 +52,16 @@ def enter_token(
   q, *entered, seen, used = run(qkv, live, victim, *operands, **how)
   stored = dict(zip(written, entered, strict=True))
   others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]
-  stored |= _statistics(at, cache, others, k, v, live)
+  stored |= _statistics(at, cache, others, k, v, slot[:, :, None])
   return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
 
 
 def _statistics(
-  at: At, cache: Cache, names: list[str], k: Array, v: Array, live: Array
+  at: At, cache: Cache, names: list[str], k: Array, v: Array, slot: Int[Array, "B K 1"]
 ) -> dict[str, Array]:
   """These statistics of the slots with the new token's in its slot."""
   if not names:
     return {}
-  slot = at.top.landing(at, cache, live)[:, :, None]
   pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
   k = at.env.rope.rotate(k, cache.seen[:, None])
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}

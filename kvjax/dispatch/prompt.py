@@ -1,5 +1,6 @@
 """Attention of a prompt, or a chunk of one: cuDNN, a kernel, both, or the reference."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -13,39 +14,58 @@ from jaxtyping import Array
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, context
 from kvjax.ops.slots import Slots
+from kvjax.plans import Attended, Window
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Prompt, Window
+from kvjax.types import At, Prompt
 
 
-def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, prompt: Prompt) -> Attended:
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """What the queries of a chunk may see.
+
+  Attributes:
+    prompt: the chunk.
+    seen: the part of the past that they see; None: everything.
+    window: the same of any positions [B, T], for what has to be known beforehand.
+    aligned: whether the staged slots carry their positions, from 0 on; else the chunk stands last.
+  """
+
+  prompt: Prompt
+  seen: Window | None
+  window: Callable[[Array], Window | None]
+  aligned: bool
+
+
+def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, chunk: Chunk) -> Attended:
   """Causal attention of a chunk's queries over the staged slots, as `at.env.impl` says.
 
-  Implementations that do not attend to prompts at all stand for the reference here.
+  `qpos` [B, A] are the positions of the rotated queries; −1 = padding. Implementations that do not
+  attend to prompts at all stand for the reference here.
   """
-  window = at.top.window(at, qpos)
+  prompt, seen = chunk.prompt, chunk.seen
   visited = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
-  impl, run = _prompt_implementation(at, staged, q, window, prompt)
+  impl, run = _prompt_implementation(at, staged, q, chunk)
   before = prompt.past  # slots that can stand before the chunk's own
-  if not at.top.positional or at.top.overrides("stage"):  # the chunk stands last
+  if not chunk.aligned:
     before = staged["pos"].shape[2] - prompt.tokens
   reach = None
   if before is not None:
     held = staged["pos"].shape[2]
     reach = context.reach(at, before + 1 + prompt.query_index().max(0), held)
   if impl == "reference":
-    state = attention.attend_prompt(at, q, qpos, staged, window, reach)
+    state = attention.attend_prompt(at, q, qpos, staged, seen, reach)
     return Attended(state, None, None, visited)
   k, v = staged["k"], staged["v"]
   if impl == "cudnn":
     state, out = run(q.astype(k.dtype), k, v, prompt.valid)
     return Attended(state, None, None, visited, out.astype(q.dtype))
-  first, sinks = (None, 0) if window is None else (window.first, window.sinks)
+  first, sinks = (None, 0) if seen is None else (seen.first, seen.sinks)
   options: dict[str, Any] = {"sinks": sinks}
   if impl == "pallas":
-    if window is not None and window.view is not None:
-      turned = at.env.rope.shift(q, (window.view - qpos)[:, None, None])
+    if seen is not None and seen.view is not None:
+      turned = at.env.rope.shift(q, (seen.view - qpos)[:, None, None])
       options["q_sinks"] = turned.astype(k.dtype)
-    if not _slots_are_positions(at, prompt):
+    if at.env.slot_axis or not chunk.aligned:
       options |= {"pos": staged["pos"], "reach": reach}
   state, out = run(q.astype(k.dtype), k, v, qpos, first, **options)
   return Attended(state, None, None, visited, out.astype(q.dtype))
@@ -56,8 +76,7 @@ def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
   impl = choose("attend_prompt", at.env.impl)
   if impl == "cudnn":
     raise NotImplementedError(
-      f"attend_prompt: {type(at.top).__name__} attends to slots in no order; {impl!r} takes a "
-      "whole prompt"
+      f"attend_prompt: {at.name} attends to slots in no order; {impl!r} takes a whole prompt"
     )
   # Float32 products of the kernel would leave the matrix units unused.
   narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
@@ -67,9 +86,7 @@ def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
   return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, pos=held["pos"])[0]
 
 
-def _prompt_implementation(
-  at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
-) -> tuple[str, Callable]:
+def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[str, Callable]:
   """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
 
   Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
@@ -87,14 +104,14 @@ def _prompt_implementation(
   beyond = ""
   for impl in able:
     if impl == "pieces":
-      blocks, beyond = _pieces(at, staged, q, window, prompt)
+      blocks, beyond = _pieces(at, staged, q, chunk)
       if blocks:
         run = kernel("attend_prompt_pieces", "cudnn")
         return impl, functools.partial(run, blocks=blocks)
-    elif not (beyond := _beyond_prompt(at, staged, window, prompt, impl)):
+    elif not (beyond := _beyond_prompt(staged, chunk, impl)):
       return impl, kernel("attend_prompt", impl)
   if beyond and named != "auto":
-    raise NotImplementedError(f"attend_prompt: {type(at.top).__name__} {beyond}")
+    raise NotImplementedError(f"attend_prompt: {at.name} {beyond}")
   return "reference", attention.attend_prompt
 
 
@@ -104,7 +121,7 @@ def _has_cudnn() -> bool:
   return capability[0].isdigit() and float(capability) >= 8
 
 
-def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt, impl: str) -> str:
+def _beyond_prompt(staged: Slots, chunk: Chunk, impl: str) -> str:
   """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
   head_dim = staged["k"].shape[3]
   if impl == "pallas":
@@ -113,9 +130,9 @@ def _beyond_prompt(at: At, staged: Slots, window: Window | None, prompt: Prompt,
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
   if beyond := _beyond_cudnn(staged):
     return beyond
-  if window is not None:
+  if chunk.seen is not None:
     return "has a window in this layer; 'cudnn' attends to all that came before"
-  if prompt.past != 0 or prompt.index is not None or at.top.overrides("stage"):
+  if chunk.prompt.past != 0 or chunk.prompt.index is not None or not chunk.aligned:
     return "attends to more or less than a whole prompt in order, which is what 'cudnn' takes"
   return ""
 
@@ -129,36 +146,26 @@ def _beyond_cudnn(staged: Slots) -> str:
   )
 
 
-def _pieces(
-  at: At, staged: Slots, q: Array, window: Window | None, prompt: Prompt
-) -> tuple[tuple, str]:
+def _pieces(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[tuple, str]:
   """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
   if beyond := _beyond_cudnn(staged):
     return (), beyond
-  apart = at.top.apart(at) if at.top.knows("apart", "active") else None
-  past = prompt.past
-  if apart is None or past is None or not _slots_are_positions(at, prompt):
+  prompt, window, past = chunk.prompt, chunk.seen, chunk.prompt.past
+  apart = 0 if prompt.index is None else prompt.apart
+  if apart is None or past is None or at.env.slot_axis or not chunk.aligned:
     return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
   if window is not None and (past or window.by_head or window.view is not None):
     return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
   queries = q.shape[3]
-  before = past + prompt.tokens - queries + (apart if prompt.index is not None else 0)
-  apart = apart if prompt.index is not None else 0
+  before = past + prompt.tokens - queries + apart
   first = None
   if window is not None:
     with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known
-      every = at.top.window(at, jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
+      every = chunk.window(jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
       first = None if every is None else np.asarray(every.first)[0]
   plan = importlib.import_module("kvjax.kernels.prefill_pieces").plan
   blocks = plan(queries, apart, before, first, 0 if window is None else window.sinks)
   return blocks, "" if blocks else "has too few queries in a window's reach for 'cudnn'"
-
-
-def _slots_are_positions(at: At, prompt: Prompt) -> bool:
-  """Whether the staged slots of a chunk carry their positions, from 0 on."""
-  if at.env.slot_axis:
-    return False
-  return (prompt.past == 0 or at.top.positional) and not at.top.overrides("stage")
 
 
 def column_mass(

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.dispatch.step import hides
 from kvjax.dispatch.table import pallas
 from kvjax.ops import attention, context, tiles
-from kvjax.types import At, Cache, Span
+from kvjax.plans import Plan
+from kvjax.types import At, Cache
 
 
 def page_bounds(
   at: At,
-  cache: Cache,
+  visible: Plan,
   q: Float[Array, "B K G H"],
   low: Float[Array, "B K P H"],
   high: Float[Array, "B K P H"],
@@ -25,13 +25,13 @@ def page_bounds(
   """Σ_d max(q_d·low_d, q_d·high_d), scaled as logits are: no key of the page scores higher.
 
   Args:
-    at, cache, q: of a decode step.
+    at, visible, q: of a decode step; the plan of all visible slots.
     low, high: minimum and maximum of every page's keys, channel by channel.
     unit: tokens per page.
     group: "mean", the group's mean query, or "max", the query whose bound is largest.
   """
   if run := pallas(at, "page_bounds", whole=True):
-    span = _span(at, cache)
+    span = visible.span
     sizes = {"unit": unit, "span_sinks": span.sinks}
     return run(q, low, high, span.start, span.stop, group=group, **sizes)
 
@@ -48,6 +48,7 @@ def page_bounds(
 def block_weights(
   at: At,
   cache: Cache,
+  visible: Plan,
   q: Float[Array, "B K G H"],
   compressed: Float[Array, "B K M H"],
   *,
@@ -61,7 +62,7 @@ def block_weights(
   compressed key stands for `width` tokens, one every `stride`, and takes part from the step after
   its last token on.
   """
-  span, blocks = _span(at, cache), -(-cache.size // block)
+  span, blocks = visible.span, -(-cache.size // block)
   if run := pallas(at, "key_weights", q, compressed):
     return run(
       *(q.astype(compressed.dtype), compressed),
@@ -92,7 +93,11 @@ def pooled(
 
 
 def token_weights(
-  at: At, cache: Cache, q: Float[Array, "B K G H"], active: Bool[Array, "B K"] | None = None
+  at: At,
+  cache: Cache,
+  visible: Plan,
+  q: Float[Array, "B K G H"],
+  active: Bool[Array, "B K"] | None = None,
 ) -> Float[Array, "B K S"]:
   """ln of every slot's exact softmax probability under the newest token's queries.
 
@@ -100,17 +105,14 @@ def token_weights(
   would round to 0. Slots that the query may not see get −∞. For heads that are not `active` the
   kernel reads no key, and gives anything.
   """
-  qpos = (cache.seen - 1)[:, None]
-  window = at.top.window(at, qpos)
-  k = cache.slots["k"]
+  window, span, k = visible.window, visible.span, cache.slots["k"]
   # The kernel has one query for all keys, and sees those of the span.
-  one = (window is None or window.view is None) and not hides(at, window)
+  one = (window is None or window.view is None) and not visible.needs.hidden
   if one and (run := pallas(at, "key_weights", q, k, whole=True)):
-    span = at.top.span(at, cache, window)
     needed = {} if active is None else {"active": active.astype(jnp.int32)}
     where, sizes = (span.start, span.stop, span.stop), {"blocks": cache.size, "log": True}
     return run(q.astype(k.dtype), k, *where, span_sinks=span.sinks, **sizes, **needed)
-  span = context.span(at, cache, at.top.span(at, cache, window))
+  span, qpos = context.span(at, cache, span), (cache.seen - 1)[:, None]
   ok = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
   if window is not None:
     ok &= window.sees(cache.pos)[:, :, 0]
@@ -121,8 +123,3 @@ def token_weights(
   weights = jax.nn.logsumexp(context.log_softmax(at, logits), 2) - math.log(q.shape[2])
   weights = jnp.where(bad.any(2), jnp.nan, weights)
   return jnp.where(ok, weights, -jnp.inf)
-
-
-def _span(at: At, cache: Cache) -> Span:
-  """What the newest token's queries may see."""
-  return at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))

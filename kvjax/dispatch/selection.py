@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import tiles
-from kvjax.types import At, Span
+from kvjax.plans import Span
+from kvjax.types import At
 
 Table = tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]
 
@@ -46,15 +47,17 @@ def best_tiles(
   k: int,
   limit: int | None = None,
   dense_below: int = 0,
+  ordered: bool = False,
   **forced: int,
 ) -> Table:
   """`ops.tiles.best`. A kernel lists tiles by index where attention is to all of them anyway.
 
   Rows of `dense_below` slots and more get `limit` tiles, if it is given; shorter ones get k.
+  `ordered`: whether attention minds the order of the table.
   """
   if run := _search(at, "best_tiles", scores.shape[-1], k):
     where = scores.astype(jnp.float32), span.start, span.stop
-    how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": at.top.ordered, **forced}
+    how: dict[str, Any] = {"span_sinks": span.sinks, "ordered": ordered, **forced}
     return run(*where, k=k, limit=limit, dense_below=dense_below, **how)
   each = None if limit is None else jnp.where(span.stop < dense_below, k, limit)
   return tiles.best(scores, span, k=k, limit=each, **forced)
@@ -70,6 +73,7 @@ def best_tiles_of_each(
   k: Sequence[int],
   limit: Sequence[int],
   dense_below: int = 0,
+  ordered: bool = False,
   **forced: int,
 ) -> Sequence[Table]:
   """What N calls of `best_tiles` give, by one search where a kernel does that.
@@ -77,15 +81,16 @@ def best_tiles_of_each(
   Args:
     at: where this runs; slots are not split.
     scores: of every tile, for each call.
-    spans, k, limit: of each call; `dense_below` and what is forced are the same.
+    spans, k, limit: of each call; `dense_below`, `ordered` and what is forced are the same.
     stops: one past the last slot of each span, where the caller has them.
     alike: whether all spans start where the first one does.
   """
   run = _search(at, "best_tiles_of_each", scores.shape[-1], max(k))
   if run is None:
     each = zip(spans, k, limit, strict=True)
+    same: dict[str, Any] = {"dense_below": dense_below, "ordered": ordered, **forced}
     return [
-      best_tiles(at, scores[:, :, i], span, k=n, limit=most, dense_below=dense_below, **forced)
+      best_tiles(at, scores[:, :, i], span, k=n, limit=most, **same)
       for i, (span, n, most) in enumerate(each)
     ]
 
@@ -94,7 +99,7 @@ def best_tiles_of_each(
 
   start = spans[0].start if alike else joined([s.start for s in spans])
   stop = joined([s.stop for s in spans]) if stops is None else stops
-  how: dict[str, Any] = {"span_sinks": spans[0].sinks, "ordered": at.top.ordered, **forced}
+  how: dict[str, Any] = {"span_sinks": spans[0].sinks, "ordered": ordered, **forced}
   wide = scores.astype(jnp.float32)
   return run(wide, start, stop, k=k, limit=limit, dense_below=dense_below, **how)
 

@@ -7,7 +7,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import tiles
-from kvjax.types import At, Cache, Span
+from kvjax.plans import Plan
+from kvjax.types import At, Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ def due(cache: Cache, steps: int, budget: int) -> Bool[Array, " B"]:
 def share_sets(
   at: At,
   cache: Cache,
-  span: Span,
+  visible: Plan,
   retrieved: Int[Array, "B N k"],
   of_layers: Int[Array, "B K L k"],
   *,
@@ -47,7 +48,7 @@ def share_sets(
   """Where sets are due, each head takes that of a head of its layer, or of a layer below it.
 
   Args:
-    at, cache, span: of a decode step; "heavy", "from_head" and "from_layer" are the cache's.
+    at, cache, visible: of a decode step; "heavy", "from_head" and "from_layer" are the cache's.
     retrieved: what all heads of the layer, those of other shards too, retrieved in this step.
     of_layers: the sets of all layers, so far.
     own: this layer's place among them.
@@ -56,7 +57,7 @@ def share_sets(
   """
   kept, from_head = cache.heads["heavy"], cache.heads["from_head"]
   from_layer, forced = cache.rows["from_layer"], {"sinks": sinks, "local": local}
-  ends = not at.top.overrides("span")  # the kernel's spans end at the newest token
+  span, ends = visible.span, not visible.needs.own_span  # the kernel's end at the newest token
   if ends and (run := pallas(at, "hshare_listed")):
     operands = retrieved, kept, from_head, from_layer, cache.seen, span.start, of_layers
     sizes = {"own": own, "slots": cache.size, "steps": steps, "budget": budget}

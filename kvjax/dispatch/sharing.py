@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.dispatch.selection import holds, other_tiles
 from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention, context
-from kvjax.types import At, Attended, Cache, Window, pytree
+from kvjax.plans import Attended, Plan, Span, Window
+from kvjax.types import At, Cache, pytree
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # after all positions
 HELD = ("queries", "anchor", "retrieved")
@@ -35,7 +36,7 @@ class Choice:
       retrieves.
     retrieves: int32 [B, K, U], 1 where a unit shares with none.
     step: int32 [B, K], this one, of the block.
-    window: what the queries may see; None: everything.
+    visible: the plan of all slots that the queries may see.
     logits: float32 [B, K, G, S] of the heads that retrieve, where they were scored on the way.
   """
 
@@ -43,7 +44,7 @@ class Choice:
   anchor: Array
   retrieves: Array
   step: Array
-  window: Window | None = None
+  visible: Plan
   logits: Array | None = None
 
 
@@ -68,15 +69,23 @@ class Retrieval:
 # ---- who shares
 
 
-def share(at: At, cache: Cache, q: Float[Array, "B K G H"], *, tau: float) -> Choice:
+def share(
+  at: At,
+  cache: Cache,
+  visible: Plan,
+  q: Float[Array, "B K G H"],
+  *,
+  tau: float,
+  window: Callable[[Int[Array, "B T"]], Window | None],
+  span: Callable[[Window], Span],
+) -> Choice:
   """Which earlier query of the block each unit shares with, if any: the latest alike (Eq. 12).
 
-  A kernel works out the window too, instead of a launch of its own, and where it can the logits of
-  the heads that retrieve.
+  A kernel works out the window too, instead of a launch of its own, by what `window` makes of a
+  position and `span` of a window; and where it can the logits of the heads that retrieve.
   """
-  window = at.top.window(at, (cache.seen - 1)[:, None])
   if run := pallas(at, "cis_anchors"):
-    return _share_by(run, at, cache, q, window, tau)
+    return _share_by(run, at, cache, visible, q, tau, window, span)
   query, step = _unit(q), cache.rows["step"][:, None, None]
   queries, anchors, _ = (cache.heads[name] for name in HELD)
   cosine = (query[:, :, None] * queries).sum(-1)  # Eq. 12, [B, K, s, G]
@@ -88,13 +97,21 @@ def share(at: At, cache: Cache, q: Float[Array, "B K G H"], *, tau: float) -> Ch
   anchor = _of_step(anchors, latest)
   anchor = jnp.where(latest >= 0, anchor, step)
   steps = jnp.broadcast_to(step[..., 0], q.shape[:2])
-  return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps, window)
+  return Choice(query, anchor, (latest < 0).astype(jnp.int32), steps, visible)
 
 
 def _share_by(
-  run: Callable, at: At, cache: Cache, q: Array, window: Window | None, tau: float
+  run: Callable,
+  at: At,
+  cache: Cache,
+  visible: Plan,
+  q: Array,
+  tau: float,
+  window_of: Callable[[Array], Window | None],
+  span_of: Callable[[Window], Span],
 ) -> Choice:
   """`share` by its kernel."""
+  window = visible.window
   block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
   by_head = window is not None and window.by_head
   narrows = window is not None and window.view is None and not by_head
@@ -102,7 +119,7 @@ def _share_by(
   if narrows:
 
     def first(seen: Array) -> Array:
-      window = at.top.window(at, jnp.reshape(seen - 1, (1, 1)))
+      window = window_of(jnp.reshape(seen - 1, (1, 1)))
       assert window is not None
       return window.first.reshape(())
 
@@ -110,22 +127,24 @@ def _share_by(
   k = cache.slots["k"]
   # Where every query head decides for itself, its logits have the order of its weights.
   alone = cache.heads["anchor"].shape[3] == q.shape[2]
-  looks = alone and not by_head and _looking(at, "key_logits", window, q, k) is not None
+  looks = alone and not by_head and _looking(at, "key_logits", visible, q, k) is not None
   if looks:
     how |= {"keys": (k, cache.used), "span_sinks": 0 if window is None else window.sinks}
   query, anchor, retrieves, step, *more = run(q, *block, **how)
   if narrows:
     assert window is not None
     window = dataclasses.replace(window, first=more[0][:, None])
-  return Choice(query, anchor, retrieves, step, window, more[-1] if looks else None)
+    visible = dataclasses.replace(visible, window=window, span=span_of(window))
+  return Choice(query, anchor, retrieves, step, visible, more[-1] if looks else None)
 
 
-def _looking(at: At, operation: str, window: Window | None, *attention: Array) -> Callable | None:
+def _looking(at: At, operation: str, visible: Plan, *attention: Array) -> Callable | None:
   """The kernel of an operation over a window, if it can do it; `attention`: q and k, if any.
 
   Kernels have one query for all keys, and spans that end at the newest.
   """
-  if (window is not None and window.view is not None) or at.top.overrides("span"):
+  window = visible.window
+  if (window is not None and window.view is not None) or visible.needs.own_span:
     return None
   return pallas(at, operation, *attention, whole=True)
 
@@ -147,12 +166,12 @@ def retrieve(
 
   Kernels read no key for units that share.
   """
-  window = choice.window
-  if _looking(at, "key_weights", window, q, cache.slots["k"]):
+  window = choice.visible.window
+  if _looking(at, "key_weights", choice.visible, q, cache.slots["k"]):
     return _retrieve_by_kernels(at, cache, q, choice, k, sinks, local)
   now = (cache.seen - 1)[:, None]
   logits = attention.windowed_logits(at, q[:, :, :, None], now, cache.slots["k"], cache.pos, window)
-  span = context.span(at, cache, at.top.span(at, cache, window))
+  span = context.span(at, cache, choice.visible.span)
   visible = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
   if window is not None:
     visible &= window.sees(cache.pos)[:, :, 0]
@@ -175,7 +194,7 @@ def _retrieve_by_kernels(
   at: At, cache: Cache, q: Array, choice: Choice, k: int, sinks: int, local: int
 ) -> Retrieval:
   """`retrieve` by kernels: what units decide for themselves is listed by the launch that finds."""
-  keys, span, needed = cache.slots["k"], at.top.span(at, cache, choice.window), choice.retrieves
+  keys, span, needed = cache.slots["k"], choice.visible.span, choice.retrieves
   batch, heads, units = needed.shape
   operands = q.astype(keys.dtype), keys, span.start, span.stop, span.stop
   some = {"span_sinks": span.sinks, "active": needed[..., 0]}
@@ -216,10 +235,10 @@ def _listed(
   at: At, cache: Cache, choice: Choice, found: Int[Array, "B K U f"], sinks: int, local: int
 ) -> tuple[Int[Array, "B K X"], Int[Array, "B K"]]:
   """Table and count of the plan."""
-  retrieves, anchor, window = choice.retrieves, choice.anchor, choice.window
+  retrieves, anchor, window = choice.retrieves, choice.anchor, choice.visible.window
   retrieved = cache.heads["retrieved"]
-  if run := _looking(at, "cis_listed", window):
-    span = at.top.span(at, cache, window)
+  if run := _looking(at, "cis_listed", choice.visible):
+    span = choice.visible.span
     sizes = {"slots": cache.size, "sinks": sinks, "local": local, "span_sinks": span.sinks}
     return run(retrieved, found, anchor, retrieves, cache.seen, span.start, **sizes)
   missing = retrieved.shape[-1] - found.shape[-1]

@@ -13,8 +13,9 @@ from kvjax.dispatch.step import attend, beyond_kernel, over_plan
 from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention
 from kvjax.ops.smoothing import Smoothed
+from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, pytree
+from kvjax.types import At, Cache, pytree
 
 
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
@@ -106,7 +107,7 @@ def speculate(
     apart: whether every predicted tile gets a state of its own, as by `attend_tiles`.
   """
   k, v = cache.slots["k"], cache.slots["v"]
-  if beyond_kernel(at, cache, "pallas", logits=False, turned=False):
+  if beyond_kernel(guess, "pallas", logits=False, turned=False):
     return None
   if (run := pallas(at, scored.operation, q, k)) is None:
     return None

@@ -9,11 +9,9 @@ from jaxtyping import Array
 from kvjax import softmax_state
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention
+from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, Window
-
-# What decides which tokens stay in which slots.
-EVICTS = ("victim", "landing", "insert", "rank", "keep", "always", "staying")
+from kvjax.types import At, Cache
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
@@ -27,12 +25,9 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
   """A kernel over all slots of the span."""
-  qpos = (cache.seen - 1)[:, None]
-  window = at.top.window(at, qpos)
-  q_sinks = None
+  span, window, q_sinks = plan.span, plan.window, None
   if window is not None and window.view is not None:
-    q_sinks = at.env.rope.shift(q, (window.view - qpos)[:, None])
-  span = plan.span
+    q_sinks = at.env.rope.shift(q, (window.view - (cache.seen - 1)[:, None])[:, None])
   k, v = cache.slots["k"], cache.slots["v"]
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
@@ -44,7 +39,7 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
     span.stop,
     sinks=span.sinks,
     q_sinks=q_sinks,
-    logits=at.top.wants_logits,
+    logits=plan.needs.logits,
   )
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
@@ -82,8 +77,7 @@ def attend_ranges(
     return attention.attend_ranges(q, k, v, ranges)
   if impl == "jax-triton":
     raise NotImplementedError(
-      f"attend_span: {type(at.top).__name__} reads logits (wants_logits); the {impl!r} kernel "
-      "returns none"
+      f"attend_span: {at.name} reads logits (wants_logits); the {impl!r} kernel returns none"
     )
   run = kernel("attend_span", impl)
   parts = [run(q.astype(k.dtype), k, v, *ends, logits=True) for ends in ranges]
@@ -112,8 +106,8 @@ def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Cal
   if impl == "reference":
     return None
   spans = plan.table is None
-  beyond = beyond_kernel(at, cache, impl, logits=spans and impl != "jax-triton", turned=spans)
-  window = at.top.window(at, (cache.seen - 1)[:, None])
+  beyond = beyond_kernel(plan, impl, logits=spans and impl != "jax-triton", turned=spans)
+  window = plan.window
   if window is not None and window.view is not None and window.sinks != plan.span.sinks:
     beyond = (
       f"turns the query for its sinks alone (window); the {impl!r} kernel does for all of its "
@@ -125,37 +119,21 @@ def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Cal
     return kernel(operation, impl)
   if at.env.impl == "auto":
     return None
-  raise NotImplementedError(f"{operation}: {type(at.top).__name__} {beyond}")
+  raise NotImplementedError(f"{operation}: {at.name} {beyond}")
 
 
-def beyond_kernel(at: At, cache: Cache, impl: str, *, logits: bool, turned: bool) -> str:
+def beyond_kernel(plan: Plan, impl: str, *, logits: bool, turned: bool) -> str:
   """What the method needs of attention that a kernel does not do, in words; empty if nothing.
 
   `logits`: whether the kernel returns them; `turned`: whether it has another query for sinks.
   """
-  if at.top.wants_logits and not logits:
+  if plan.needs.logits and not logits:
     return f"reads logits (wants_logits); the {impl!r} kernel returns none"
-  if at.top.overrides("read"):
-    return f"fetches slots its own way (read); the {impl!r} kernel walks the cache's own arrays"
-  window = at.top.window(at, (cache.seen - 1)[:, None])
-  if window is not None and window.view is not None and not turned:
+  if plan.window is not None and plan.window.view is not None and not turned:
     return f"turns the query for its sinks (window); the {impl!r} kernel has one query"
-  if later := hides(at, window):
+  if plan.needs.hidden:
+    own = ", ".join(plan.needs.hidden)
     return (
-      f"has its own {', '.join(later)}, which its span may not know; the {impl!r} kernel sees the "
-      "span alone"
+      f"has its own {own}, which its span may not know; the {impl!r} kernel sees the span alone"
     )
   return ""
-
-
-def hides(at: At, window: Window | None) -> list[str]:
-  """Moves for which a window may hide slots of a method's own span, all that kernels look at.
-
-  Where slots are no positions, such a span says that nothing is cached but what the window holds:
-  of windows and evictions that came later it cannot know.
-  """
-  if window is None or not at.top.overrides("span"):
-    return []
-  if at.top.positional:
-    return ["window"]
-  return [move for move in ("window", *EVICTS) if not at.top.knows("span", move)]

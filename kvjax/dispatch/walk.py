@@ -12,8 +12,9 @@ from kvjax import mass_bound, softmax_state
 from kvjax.dispatch.step import beyond_kernel
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, pytree
+from kvjax.types import At, Cache, pytree
 
 LARGEST_TILE = 256  # that the kernel takes
 PROBES = 32  # dimensions of the output that a strided probe looks at
@@ -97,7 +98,7 @@ def walk(
   Split s of P walks tiles s, s + P, … of the order. With a certificate, which is that of the query
   in the dtype of the keys, q is rounded first.
   """
-  run = _kernel(at, cache, q, tile)
+  run = _kernel(at, cache, order.plan, q, tile)
   if run is not None:
     return _walk_by(run, cache, order, q, tile, splits, stop)
   if stop.certify is not None:
@@ -105,7 +106,7 @@ def walk(
   plan = order.plan
   assert plan.table is not None
   logits = None
-  if at.top.wants_logits:
+  if plan.needs.logits:
     logits = jnp.full((*cache.pos.shape, q.shape[2]), -jnp.inf)
   walks: list[_Walk] = []
   for first in range(splits):
@@ -207,13 +208,10 @@ def _load(
   listed = (key // plan.unit < plan.count[..., None]) & (entry >= 0)
   slot = jnp.where(listed, entry * plan.unit + key % plan.unit, -1)
   full = jnp.full_like(plan.count, tile)
-  view = at.top.read(at, cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
-  qpos = (cache.seen - 1)[:, None]
-  window = at.top.window(at, qpos)
-  ok = (view.pos >= 0) & plan.span.holds(view.slot)
-  if window is not None:
-    ok &= window.sees(view.pos)[:, :, 0]
-  x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]
+  view = attention.read(cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
+  ok, qpos = attention.seen(plan, view), (cache.seen - 1)[:, None]
+  x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, plan.window)
+  x = x[:, :, :, 0]
   x = jnp.where(ok[:, :, None], x, -jnp.inf)
   v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
   return x, v, view.slot, ok
@@ -226,19 +224,19 @@ def _where(ok: Bool[Array, "B K G"], new: Array, old: Array) -> Array:
 # ---- the kernel
 
 
-def _kernel(at: At, cache: Cache, q: Array, tile: int) -> Callable | None:
+def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable | None:
   """The kernel, where it does what the method needs; None: the reference."""
   impl = choose("art", at.env.impl, q, cache.slots["k"])
   if impl == "reference":
     return None
-  beyond = beyond_kernel(at, cache, impl, logits=False, turned=False)
+  beyond = beyond_kernel(plan, impl, logits=False, turned=False)
   if tile > LARGEST_TILE:
     beyond = f"walks tiles of {tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
   if beyond and at.env.impl == "auto":
     return None
   run = kernel("art", impl)
   if beyond:
-    raise NotImplementedError(f"art: {type(at.top).__name__} {beyond}")
+    raise NotImplementedError(f"art: {at.name} {beyond}")
   return run
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, mass_bound, ring
+from kvjax import dispatch, forms, mass_bound, ring, settings, sight
 from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
 from kvjax.fields import between, bound, expect, least, one_of
 from kvjax.full import Full
@@ -16,7 +16,9 @@ from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.quest import Quest
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt, Span
+from kvjax.plans import Attended, Plan, Span
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Prompt
 from kvjax.wrapper import Wrapper
 
 ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU
@@ -107,29 +109,17 @@ class ART(Wrapper):
     if self.certify is None:
       return
     expect(self, "splits", self.splits in ("auto", 1), "1 with certify")
-    chooses = any(map(self.base.overrides, ("score", "select", "plan", "everything", "order")))
-    if chooses or not self.base.positional:
+    chooses = any(forms.overrides(self.base, move) for move in ("plan", "order"))
+    if chooses or not self.base.traits.positional:
       raise ValueError(
         f"{type(self).__name__}.certify: found base {self.base!r}, expected one that keeps every "
         "token in place and selects none"
       )
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
-
-  @classmethod
-  def usual(cls, budget: int) -> Method:
-    return cls(splits=1)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(patience=math.inf, splits=1)
-
   @property
-  def order_independent(self) -> bool:
+  def traits(self) -> Traits:
     """A decoded token may stop early; a prompt's never does."""
-    return False
+    return super().traits.but(order_independent=False)
 
   @property
   def _pages(self) -> Quest:
@@ -138,12 +128,12 @@ class ART(Wrapper):
 
   def _by_tiles(self, cache: Cache) -> bool:
     """Whether a cache that uses its slots in turn is walked by tiles, as it lies."""
-    return "ring" in cache.heads and not self.base.wants_logits and not self._chooses
+    return "ring" in cache.heads and not self.base.traits.wants_logits and not self._chooses
 
   @property
   def _chooses(self) -> bool:
     """Whether the base says what is read."""
-    return any(self.base.overrides(move) for move in ("plan", "score", "select"))
+    return forms.overrides(self.base, "plan")
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     pages = {} if self.certify is None else self._pages.summaries(spec)
@@ -161,7 +151,7 @@ class ART(Wrapper):
     """Slots after the first tokens by priority, the highest last; as they are without one."""
     if at.top.order(at, cache) is None:
       return cache
-    span, slot = at.top.everything(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
+    span, slot = sight.visible(at, cache).span, jnp.arange(cache.size, dtype=jnp.int32)
     rank = jnp.where(slot < span.sinks, -jnp.inf, self._ranks(at, cache, span))
     index = jnp.argsort(jnp.where(span.holds(slot), rank, jnp.inf), -1, stable=True)
     moved = {name: slots.take(x, index) for name, x in cache.slots.items()}
@@ -219,7 +209,7 @@ class ART(Wrapper):
     """Whether the order is one of whole tiles that needs no table: newest first after the first."""
     if plan.table is not None:
       return False
-    return self._by_tiles(cache) or (at.top.positional and at.top.order(at, cache) is None)
+    return self._by_tiles(cache) or (at.top.traits.positional and at.top.order(at, cache) is None)
 
   def _goes_round(self, at: At, cache: Cache) -> Int[Array, "B K 2"] | None:
     """The ring that a walk goes round; None: it begins at the end of what is cached."""
@@ -278,10 +268,10 @@ class ART(Wrapper):
     q is the query that is walked with, in the dtype of the keys: bounds of another prove nothing.
     The newest tile's bounds do not know the new token yet: it is one of those that are read first.
     """
-    window = at.top.window(at, (cache.seen - 1)[:, None])
+    window = plan.window
     if window is not None and window.view is not None:
       raise NotImplementedError(
-        f"{type(self).__name__}.certify: {type(at.top).__name__} turns its query for its sinks"
+        f"{type(self).__name__}.certify: {at.name} turns its query for its sinks"
       )
     span, size = plan.span, -(-cache.size // self.tile)
     slot = jnp.arange(size * self.tile, dtype=jnp.int32)
@@ -305,10 +295,10 @@ class ART(Wrapper):
     plan = dataclasses.replace(plan, table=table, count=count, unit=self.tile, pinned=pinned + 1)
     return Order(plan, unread=unread)
 
-  def form(self, move: str) -> Any:
+  def _form(self, move: str) -> Any:
     if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
-      return self.base.form(move)
-    return super().form(move)
+      return forms.form(self.base, move)
+    return super()._form(move)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -317,5 +307,20 @@ class ART(Wrapper):
     tiles = attended.memo.tiles
     cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
     if self.certify is not None:
-      cache = self._pages.renew(at, cache)
+      cache = self._pages._renewed(at, cache)
     return cache, {**aux, "tiles": tiles}
+
+
+def _example(cls: type[ART], budget: int) -> Method:
+  return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
+
+
+def _usual(cls: type[ART], budget: int) -> Method:
+  return cls(splits=1)
+
+
+def _neutral(cls: type[ART], length: int) -> Method:
+  return cls(patience=math.inf, splits=1)
+
+
+settings.register(ART, example=_example, usual=_usual, neutral=_neutral)

@@ -1,17 +1,20 @@
 """CIS: queries that resemble an earlier one share what it retrieved (PrHS, §IV-A)."""
 
 import dataclasses
-import functools
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax import settings
 from kvjax.dispatch import sharing
 from kvjax.fields import expect, least, number, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, pytree
+from kvjax.plans import Attended, Plan
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt, pytree
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
 BUDGETS = {128: (8, 32, 88, 72), 512: (16, 64, 432, 388)}
@@ -70,20 +73,9 @@ class CIS(Method):
     """
     return cls(**{**split(budget, matched), **changes})
 
-  @classmethod
-  def example(cls, budget: int) -> "CIS":
-    if budget in BUDGETS:
-      return cls.preset(budget)
-    sinks, local = max(1, budget // 32), max(1, budget // 8)
-    return cls(k=max(1, budget - sinks - local), sinks=sinks, local=local)
-
-  @classmethod
-  def neutral(cls, length: int) -> "CIS":
-    return cls(k=1, sinks=0, local=length)
-
   @property
-  def spreads(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(spreads=True, scans=self._scans)
 
   @property
   def _dilated(self) -> int:
@@ -95,7 +87,7 @@ class CIS(Method):
     """Tokens of a dilated retrieval, at most."""
     return self.k + 2 * self.radius * self._dilated
 
-  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+  def _scans(self, spec: CacheSpec) -> tuple[float, float]:
     """Once a block where all queries share, in every step where none does."""
     return (1 / self.block if self.tau < 1 else 1.0), (1 / self.block if self.tau <= -1 else 1.0)
 
@@ -106,7 +98,7 @@ class CIS(Method):
     steps that shared have none of their own, and hold anything.
     """
     units = 1 if self.per == "kv_head" else spec.groups
-    of = functools.partial(Leaf, in_place=True)
+    of = partial(Leaf, in_place=True)
     wide = self.block, units, self._widest
     return {
       **super().leaves(spec, layer),
@@ -121,19 +113,20 @@ class CIS(Method):
     return cache.put(rows={"step": jnp.zeros_like(cache.rows["step"])})
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
     """First tokens, then the newest backwards, then the chosen ones by position, neighbours last.
 
     Chosen are the tokens that the latest query alike used (Eq. 12), dilated, as far as they are in
     the middle of now; or, where none is alike, the k heaviest of the middle.
     """
-    choice = sharing.share(at, cache, q, tau=self.tau)
+    window, span = partial(at.top.window, at), partial(at.top.span, at, cache)
+    choice = sharing.share(at, cache, visible, q, tau=self.tau, window=window, span=span)
     forced = {"sinks": self.sinks, "local": self.local}
     read = sharing.retrieve(at, cache, q, choice, k=self.k, **forced)
     memo = Shared(choice, read, (choice.retrieves > 0).any(-1))
-    span = at.top.span(at, cache, choice.window)
-    return Plan(span, read.table, read.count, memo=memo, unit=1, pinned=self.sinks), carry
+    visible = choice.visible
+    return visible.listed(read.table, read.count, unit=1, pinned=self.sinks, memo=memo), carry
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -148,6 +141,20 @@ class CIS(Method):
     dilation = {"sinks": self.sinks, "heaviest": self._dilated, "radius": self.radius}
     cache = sharing.note(at, cache, memo.choice, memo.read, attended, **dilation)
     return cache, {"retrieved": retrieved}
+
+
+def _example(cls: type[CIS], budget: int) -> "CIS":
+  if budget in BUDGETS:
+    return cls.preset(budget)
+  sinks, local = max(1, budget // 32), max(1, budget // 8)
+  return cls(k=max(1, budget - sinks - local), sinks=sinks, local=local)
+
+
+def _neutral(cls: type[CIS], length: int) -> "CIS":
+  return cls(k=1, sinks=0, local=length)
+
+
+settings.register(CIS, example=_example, neutral=_neutral)
 
 
 @pytree()

@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
+from kvjax import settings
 from kvjax.method import Method
 from kvjax.methods.cis import CIS, split
 from kvjax.methods.etf import ETF
 from kvjax.methods.psaw import PSAW
+from kvjax.traits import Traits
 from kvjax.wrapper import Wrapper
 
 
@@ -54,20 +56,23 @@ class CPE(Wrapper):
     super().__post_init__()
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads
+  def traits(self) -> Traits:
+    return super().traits.but(spreads=self.base.traits.spreads)
 
   @classmethod
   def preset(cls, budget: int, matched: bool = False, **changes: Any) -> Method:
     """The paper's split of 128 or 512 tokens, see CIS.preset."""
     return cls(**{**split(budget, matched), **changes})
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    cis = CIS.example(budget)
-    return cls(k=cis.k, sinks=cis.sinks, local=cis.local)
 
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    cis = CIS.neutral(length)
-    return cls(k=cis.k, sinks=cis.sinks, local=cis.local, phi=1.0, psi=1.0)
+def _example(cls: type[CPE], budget: int) -> Method:
+  cis = settings.example(CIS, budget)
+  return cls(k=cis.k, sinks=cis.sinks, local=cis.local)
+
+
+def _neutral(cls: type[CPE], length: int) -> Method:
+  cis = settings.neutral(CIS, length)
+  return cls(k=cis.k, sinks=cis.sinks, local=cis.local, phi=1.0, psi=1.0)
+
+
+settings.register(CPE, example=_example, neutral=_neutral)

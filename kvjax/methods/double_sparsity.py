@@ -11,12 +11,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
+from kvjax import settings
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots, tiles
+from kvjax.plans import Attended, Plan
 from kvjax.selective import SelectiveTokens
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +58,6 @@ class DoubleSparsity(SelectiveTokens):
     expected = f"at least sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget >= sinks + local, expected)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' runs on heads of 128: two dense layers, and half of the channels.
-
-    Their group factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
-    """
-    return cls(budget=budget, channels=64, dense_layers=2)
-
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     count = min(self.channels, spec.head_dim)
     step = spec.head_dim // count
@@ -84,12 +70,13 @@ class DoubleSparsity(SelectiveTokens):
       "fixed": Leaf("rows", dtype=bool),
     }
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K S"]:
     labels = cache.heads["labels"]
     slot = jnp.arange(labels.shape[2], dtype=jnp.int32)
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     known = slot < (cache.seen - 1)[:, None, None]  # the newest token has no label yet
-    ok = known & tiles.visible(span, slot, 1)
+    ok = known & tiles.visible(visible.span, slot, 1)
     part = label(q, cache.heads["channels"])
     # logits_of divides by √(label channels); what is approximated is q·k/√H.
     scale = (part.shape[-1] / q.shape[-1]) ** 0.5
@@ -142,6 +129,25 @@ class DoubleSparsity(SelectiveTokens):
     fixed = cache.rows["fixed"][:, None, None]
     cache = cache.put(heads={"channels": jnp.where(fixed, held, best)})
     return cache.put(heads={"labels": label(cache.slots["k"], cache.heads["channels"])})
+
+
+def _example(cls: type[DoubleSparsity], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+def _neutral(cls: type[DoubleSparsity], length: int) -> Method:
+  return cls(budget=length)
+
+
+def _repo(cls: type[DoubleSparsity], budget: int) -> Method:
+  """The authors' runs on heads of 128: two dense layers, and half of the channels.
+
+  Their group factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
+  """
+  return cls(budget=budget, channels=64, dense_layers=2)
+
+
+settings.register(DoubleSparsity, example=_example, neutral=_neutral, repo=_repo)
 
 
 def label(x: Float[Array, "B K N H"], channels: Int[Array, "B K C"]) -> Float[Array, "B K N C"]:

@@ -7,11 +7,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.fields import between, least, one_of
 from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.ops import depth, slots
-from kvjax.types import At, Carry, Prompt
+from kvjax.traits import Traits
+from kvjax.types import Active, At, Carry, Prompt
 from kvjax.wrapper import Wrapper
 
 
@@ -42,7 +44,7 @@ class ETF(Wrapper):
       SmolLM2 the KL to the full cache is 2.0 nats, with "project" 0.016.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("active", "apart", "fill")
+  replaces: ClassVar[tuple[str, ...]] = ("active", "fill")
   sinks: int = least(0, 16)
   psi: float = between(0, 1, 0.5, "(]")
   gamma: float = between(0, math.inf, 1.0, "[)")
@@ -50,34 +52,19 @@ class ETF(Wrapper):
   kv: str = one_of(("previous", "project"), "project")
 
   @property
-  def projects_all(self) -> bool:
-    return self.kv == "project"
-
-  @property
   def _freezes(self) -> bool:
     """Whether there can be a layer that freezes something."""
     return self.psi < 1 and self.gamma > 0 and self.start < 1
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads
-
-  @property
-  def chunkable(self) -> bool:
-    return self.base.chunkable and not self._freezes
-
-  @property
-  def order_independent(self) -> bool:
-    return self.base.order_independent and not self._freezes
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """The paper's freezing, and a 32nd of the budget as sinks."""
-    return cls(Full(), sinks=max(1, budget // 32))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(Full(), psi=1.0)
+  def traits(self) -> Traits:
+    base, whole = self.base.traits, not self._freezes
+    return super().traits.but(
+      projects_all=self.kv == "project",
+      spreads=base.spreads,
+      chunkable=base.chunkable and whole,
+      order_independent=base.order_independent and whole,
+    )
 
   def _share(self, layer: int, layers: int) -> int:
     """E_ℓ(T)/T in units of `depth`; the first layer has none below to take from."""
@@ -89,7 +76,8 @@ class ETF(Wrapper):
     """Whether there is such a layer, and it takes keys from the one below."""
     return layer < layers and self._share(layer, layers) > 0
 
-  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Int[Array, "B A"] | None:
+  def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Active | None:
+    """The first tokens and, in one piece, the end of the prompt."""
     share = at.of_layer(lambda layer: self._share(layer, at.env.layers))
     # A longer prompt computes no fewer tokens than a shorter one: the padded chunk bounds them.
     longest = depth.floor_of(share, tokens)
@@ -100,11 +88,7 @@ class ETF(Wrapper):
     frozen = jnp.maximum(depth.floor_of_each(share, total), self.sinks)  # the first E_ℓ(T)
     i = jnp.arange(count, dtype=jnp.int32)
     index = jnp.where(i < self.sinks, i, frozen + i - self.sinks)
-    return jnp.where(index < total, index, tokens)
-
-  def apart(self, at: At) -> int | None:
-    """The first tokens; after the frozen ones, the end of the prompt is in one piece."""
-    return self.sinks
+    return Active(jnp.where(index < total, index, tokens), self.sinks)
 
   def fill(
     self,
@@ -125,3 +109,15 @@ class ETF(Wrapper):
     if at.of_layer(lambda layer: self._freezes_in(layer + 1, at.env.layers)):
       heads |= {"below_k": k, "below_v": v}
     return k, v, dataclasses.replace(carry, heads=heads)
+
+
+def _example(cls: type[ETF], budget: int) -> Method:
+  """The paper's freezing, and a 32nd of the budget as sinks."""
+  return cls(Full(), sinks=max(1, budget // 32))
+
+
+def _neutral(cls: type[ETF], length: int) -> Method:
+  return cls(Full(), psi=1.0)
+
+
+settings.register(ETF, example=_example, neutral=_neutral)

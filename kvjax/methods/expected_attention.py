@@ -8,8 +8,9 @@ from jaxtyping import Array, Float
 
 from kvjax.fields import least
 from kvjax.ops import slots
+from kvjax.plans import Attended
 from kvjax.prompt_scored import PromptScored
-from kvjax.types import At, Attended
+from kvjax.types import At
 
 FIRST = 1e30  # the score of the first tokens, above all others
 
@@ -33,7 +34,7 @@ class ExpectedAttention(PromptScored):
   future: int = least(1, 512)
   epsilon: float | int = least(0, 0.0)
 
-  def scores(
+  def score(
     self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
   ) -> Float[Array, "B K S"]:
     pos, size = staged["pos"], q.shape[-1]

@@ -5,13 +5,15 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, settings, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.plans import Attended, Plan
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +42,8 @@ class H2O(Bounded):
     return self.budget - self.budget // 2 if self.recent is None else self.recent
 
   @property
-  def wants_logits(self) -> bool:
-    return True
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=max(length, 2))
+  def traits(self) -> Traits:
+    return super().traits.but(wants_logits=True)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     mass = Leaf("slots", standing=True)  # `observe` knows that a new token has gathered nothing
@@ -92,3 +90,10 @@ class H2O(Bounded):
   def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     """What a token is kept for: the probability that it has gathered."""
     return held["mass"]
+
+
+def _neutral(cls: type[H2O], length: int) -> Method:
+  return cls(budget=max(length, 2))
+
+
+settings.register(H2O, neutral=_neutral)

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, settings, sight
 from kvjax.dispatch.shared_sets import due, share_sets
 from kvjax.fields import between, expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended, Plan
 from kvjax.selective import SelectiveTokens
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Env, Plan, Prompt, Span, pytree
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Carry, Env, Prompt, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +68,12 @@ class HShare(SelectiveTokens):
     expected = f"more than sinks + local = {sinks} + {local}"
     expect(self, "budget", self.budget > sinks + local, expected)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 40)
-
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """The set in use (heaviest first where asked for; −1 = none), and whose it is."""
     held, own = super().leaves(spec, layer), layer - self.dense_layers
     if own < 0:
       return held
-    width = min(self.best, spec.capacity)
+    width = min(self.tiles.best, spec.capacity)
     return {
       **held,
       "heavy": Leaf("heads", (width,), jnp.int32, -1),
@@ -87,7 +81,11 @@ class HShare(SelectiveTokens):
       "from_layer": Leaf("rows", (), jnp.int32, own),
     }
 
-  def scans(self, spec: CacheSpec) -> tuple[float, float]:
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(scans=self._scans)
+
+  def _scans(self, spec: CacheSpec) -> tuple[float, float]:
     """The share of the settings; members that no other resembles keep their own set beyond it."""
     counts = spec.layers - self.dense_layers, spec.kv_heads
     shares = zip((self.layers, self.heads), counts, strict=True)
@@ -96,27 +94,27 @@ class HShare(SelectiveTokens):
 
   # ---- decode
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K S"]:
     """Of the heads that retrieve in this step; those of the others are not used."""
-    return dispatch.token_weights(at, cache, q, self._retrieves(at, cache))
+    return dispatch.token_weights(at, cache, visible, q, self._retrieves(at, cache))
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """The table of `select`; its memo says what was shared. The carry holds all layers' sets."""
-    scores = at.top.score(at, cache, q)
-    if scores is None:
-      return at.top.everything(at, cache), carry
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    retrieves = self._retrieves(at, cache)
-    retrieved = at.all_heads(self._heaviest(at, scores, span, retrieves))
+    """The selected tokens; the memo says what was shared. The carry holds all layers' sets."""
+    if self._dense(at):
+      return visible, carry
+    scores, retrieves = self._scores(at, cache, q, visible), self._retrieves(at, cache)
+    retrieved = at.all_heads(self._heaviest(at, scores, visible, retrieves))
     sets = carry.heads.get("heavy")  # [B, K, L, k]
     if sets is None:
       heads, k = cache.heads["heavy"].shape[:2], cache.heads["heavy"].shape[2]
       sets = jnp.full((*heads, at.env.layers - self.dense_layers, k), -1, jnp.int32)
-    sinks, local = self.forced
+    sinks, local = self.tiles.forced
     read = share_sets(
-      *(at, cache, span, retrieved, sets),
+      *(at, cache, visible, retrieved, sets),
       own=at.layer - self.dense_layers,
       steps=self.steps,
       budget=self.budget,
@@ -125,20 +123,22 @@ class HShare(SelectiveTokens):
     )
     carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": read.of_layers})
     memo = Shared(read.heavy, retrieves)
-    return Plan(span, read.table, read.count, memo=memo, unit=1, pinned=self.sinks), carry
+    return visible.listed(read.table, read.count, unit=1, pinned=self.sinks, memo=memo), carry
 
   def _heaviest(
     self,
     at: At,
     scores: Float[Array, "B K S"],
-    span: Span,
+    visible: Plan,
     active: Bool[Array, "B K"] | None = None,
   ) -> Int[Array, "B K k"]:
     """What a retrieval gives: the best tokens that are neither first nor newest."""
-    sinks, local = self.forced
-    how = {"unit": 1, "sinks": sinks, "local": local, "k": self.best}
-    ordered = at.top.ordered
-    return dispatch.other_tiles(at, scores, span, active=active, ordered=ordered, **how)[1]
+    sinks, local = self.tiles.forced
+    how: dict[str, Any] = {"sinks": sinks, "local": local, "ordered": visible.needs.order}
+    span = visible.span
+    return dispatch.other_tiles(at, scores, span, active=active, unit=1, k=self.tiles.best, **how)[
+      1
+    ]
 
   def _retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
     """Heads that use their own retrieval, in layers that do, where one is due."""
@@ -171,9 +171,9 @@ class HShare(SelectiveTokens):
     if self._dense(at):
       return kept
     last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
-    scores = dispatch.token_weights(at, kept, last[:, :, :, 0])
-    span = at.top.span(at, kept, at.top.window(at, (kept.seen - 1)[:, None]))
-    heavy = self._heaviest(at, scores, span)
+    visible = sight.visible(at, kept)
+    scores = dispatch.token_weights(at, kept, visible, last[:, :, :, 0])
+    heavy = self._heaviest(at, scores, visible)
     every = at.all_heads(heavy)
     sources = shared_sources(overlaps(every), self.heads)
     own = at.head_index(heavy.shape[1])
@@ -191,6 +191,17 @@ class HShare(SelectiveTokens):
       slots.choose_rows(valid > 0, cache.put(rows={"from_layer": sources[:, i]}), cache)
       for i, cache in enumerate(sparse)
     )
+
+
+def _example(cls: type[HShare], budget: int) -> Method:
+  return cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4))
+
+
+def _neutral(cls: type[HShare], length: int) -> Method:
+  return cls(budget=length + 40)
+
+
+settings.register(HShare, example=_example, neutral=_neutral)
 
 
 @pytree()

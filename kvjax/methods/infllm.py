@@ -9,6 +9,7 @@ from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.ops import slots, spans
 from kvjax.streamed import Streamed
+from kvjax.traits import Stream, Traits
 from kvjax.types import At, Cache, CacheSpec, OwnRows
 
 
@@ -32,12 +33,13 @@ class InfLLM(Streamed):
 
   representatives: int = least(1, 4)
 
-  def alike(self, layer: int) -> int:
-    return 0
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(stream=Stream(self.chunk, alike=_first))
 
   def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """One vector per block and KV head: the mean of the representatives' keys, not rotated."""
-    sizes = spec.batch, spec.kv_heads, self.stored_blocks(spec), spec.head_dim
+    sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), spec.head_dim
     return {"index": Leaf("heads", made=lambda: OwnRows({"mean": jnp.zeros(sizes)}))}
 
   def summarise(
@@ -70,3 +72,8 @@ class InfLLM(Streamed):
     mean = turned.sum((2, 3)) / jnp.maximum(real.sum(3), 1)[:, :, 0]
     index = cache.heads["index"].of["mean"]
     return at.sum_heads(jnp.einsum("bkh,bknh->bn", mean, index))
+
+
+def _first(layer: int) -> int:
+  """All layers do the same."""
+  return 0

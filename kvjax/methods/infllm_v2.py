@@ -6,13 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, settings
 from kvjax.dispatch.speculation import CompressedKeys
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
-from kvjax.selective import Selective
+from kvjax.plans import Plan
+from kvjax.selective import Selective, Tiles
 from kvjax.types import At, Cache, CacheSpec
 
 
@@ -54,42 +55,10 @@ class InfLLMv2(Selective):
       whole = size >= 1 and size % self.stride == 0
       expect(self, name, whole, f"a multiple of stride = {self.stride}")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """About `budget` tokens in blocks of up to 64: the first, a third of the others local."""
-    block = 64
-    while block > 4 and budget < 3 * block:
-      block //= 2
-    others = max(2, budget // block - 1)
-    local = max(1, others // 3)
-    compressed: dict[str, Any] = {"kernel": block // 2, "stride": block // 4}
-    return cls(others - local, block, 1, local * block, **compressed, dense_below=0)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(dense_below=length + 1)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' kernel, whose local window has one block more, over `budget` tokens in all."""
-    local = 33
-    return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
-
   @property
-  def unit(self) -> int:
-    return self.block
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return self.sinks, -(-self.local // self.block)
-
-  @property
-  def best(self) -> int:
-    return self.top
-
-  @property
-  def positive(self) -> bool:
-    return True
+  def tiles(self) -> Tiles:
+    newest, below = -(-self.local // self.block), self.dense_below
+    return Tiles(self.block, self.top, self.sinks, newest, dense_below=below, positive=True)
 
   @property
   def _windows(self) -> dict[str, int]:
@@ -109,16 +78,40 @@ class InfLLMv2(Selective):
     compressed = tiles.write(cache.heads["compressed"], window, complete, mean)
     return cache.put(heads={"compressed": compressed})
 
-  def renew(self, at: At, cache: Cache) -> Cache:
-    if self.form("summarise") is not InfLLMv2.summarise:
-      return super().renew(at, cache)
+  def _renewed(self, at: At, cache: Cache) -> Cache:
     return dispatch.renew_mean(at, cache, self.summarise, **self._windows)
 
   @property
   def _scored(self) -> CompressedKeys:
     return CompressedKeys(**self._windows)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
     """The best of the block's compressed keys by their probabilities, summed over the group."""
-    compressed = cache.heads["compressed"]
-    return dispatch.block_weights(at, cache, q, compressed, block=self.block, **self._windows)
+    how = {"block": self.block, **self._windows}
+    return dispatch.block_weights(at, cache, visible, q, cache.heads["compressed"], **how)
+
+
+def _example(cls: type[InfLLMv2], budget: int) -> Method:
+  """About `budget` tokens in blocks of up to 64: the first, a third of the others local."""
+  block = 64
+  while block > 4 and budget < 3 * block:
+    block //= 2
+  others = max(2, budget // block - 1)
+  local = max(1, others // 3)
+  compressed: dict[str, Any] = {"kernel": block // 2, "stride": block // 4}
+  return cls(others - local, block, 1, local * block, **compressed, dense_below=0)
+
+
+def _neutral(cls: type[InfLLMv2], length: int) -> Method:
+  return cls(dense_below=length + 1)
+
+
+def _repo(cls: type[InfLLMv2], budget: int) -> Method:
+  """The authors' kernel, whose local window has one block more, over `budget` tokens in all."""
+  local = 33
+  return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
+
+
+settings.register(InfLLMv2, example=_example, neutral=_neutral, repo=_repo)

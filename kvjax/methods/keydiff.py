@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +24,6 @@ class KeyDiff(Bounded):
   Attributes:
     budget: tokens kept per KV head.
   """
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return slots.lowest(self._apart(cache.slots["k"], cache.pos), cache.pos)
@@ -41,6 +39,13 @@ class KeyDiff(Bounded):
     unit = k / _length(k)
     anchor = unit.sum(2, keepdims=True)  # its length does not matter
     return -(unit * (anchor / _length(anchor))).sum(-1)
+
+
+def _neutral(cls: type[KeyDiff], length: int) -> Method:
+  return cls(budget=length)
+
+
+settings.register(KeyDiff, neutral=_neutral)
 
 
 def _length(x: Float[Array, "*batch H"]) -> Float[Array, "*batch 1"]:

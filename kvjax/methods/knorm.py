@@ -5,11 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import Bounded
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +28,6 @@ class Knorm(Bounded):
 
   skip_layers: tuple[int, ...] = ()
 
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
-
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return spec.capacity if layer in self.skip_layers else self.budget
 
@@ -43,6 +41,13 @@ class Knorm(Bounded):
     self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     return staged["score"], staged
+
+
+def _neutral(cls: type[Knorm], length: int) -> Method:
+  return cls(budget=length)
+
+
+settings.register(Knorm, neutral=_neutral)
 
 
 def _score(new: slots.Slots) -> Array:

@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax import settings
 from kvjax.fields import expect
 from kvjax.method import Method
 from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.types import At, Window
+from kvjax.plans import Window
+from kvjax.types import At
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +39,19 @@ class LMInfinite(StreamingLLM):
     reaches = self.limit is None or self.limit >= self.budget
     expect(self, "limit", reaches, f"at least budget = {self.budget}")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, sinks=min(10, budget // 4), limit=budget)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length, limit=length)
-
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     seen = super().window(at, qpos)
     if seen is None or self.limit is None:
       return seen
     return dataclasses.replace(seen, view=jnp.minimum(qpos, self.limit))
+
+
+def _example(cls: type[LMInfinite], budget: int) -> Method:
+  return cls(budget=budget, sinks=min(10, budget // 4), limit=budget)
+
+
+def _neutral(cls: type[LMInfinite], length: int) -> Method:
+  return cls(budget=length, limit=length)
+
+
+settings.register(LMInfinite, example=_example, neutral=_neutral)

@@ -5,13 +5,16 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.dispatch import contributions
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import NORM, Leaf
 from kvjax.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.plans import Attended, Plan
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +50,8 @@ class LongFlow(SnapKV):
     expect(self, "budget", self.budget > sinks + recent, expected)
 
   @property
-  def wants_logits(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(wants_logits=True)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """‖v‖₁ and the next victim; SnapKV's scores and its ring are not kept."""
@@ -100,11 +103,14 @@ class LongFlow(SnapKV):
     """Tokens that may not leave."""
     return {"sinks": self.sinks, "recent": self.recent}
 
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' repository: one victim per layer, named by the scores of all its heads."""
-    return cls(budget=budget, per="layer")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+def _repo(cls: type[LongFlow], budget: int) -> Method:
+  """The authors' repository: one victim per layer, named by the scores of all its heads."""
+  return cls(budget=budget, per="layer")
+
+
+def _example(cls: type[LongFlow], budget: int) -> Method:
+  return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
+
+
+settings.register(LongFlow, repo=_repo, example=_example)

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import offload, softmax_state
+from kvjax import offload, retrieval, softmax_state
 from kvjax.fields import bound, expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.ops import attention, slots, spans
 from kvjax.ops.spans import MODES
+from kvjax.plans import Attended
 from kvjax.softmax_state import State
 from kvjax.streamed import Streamed
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, OwnRows
+from kvjax.traits import Stream, Traits
+from kvjax.types import At, Cache, CacheSpec, Carry, OwnRows
 
 # Retrieval heads of Llama-3-8B-Instruct-262K: layer, query head, score (App. C).
 LLAMA_3_8B_HEADS = (
@@ -101,13 +103,9 @@ class Ltri(Streamed, moves=("divide",)):
     expect(self, "vectors", self.vectors >= self.spans, f"{self.spans} or more")
 
   @property
-  def persistent_blocks(self) -> bool:
-    return self.persistent
-
-  def pieces(self, length: int) -> list[int]:
-    """Chunks of `chunk` tokens, and the last `last` tokens on their own."""
-    end = min(self.last, length)
-    return super().pieces(length - end) + [end] * (end > 0)
+  def traits(self) -> Traits:
+    """The last `last` tokens are a piece on their own."""
+    return super().traits.but(stream=Stream(self.chunk, self.last, self.persistent, self._alike))
 
   def _head(self, layer: int) -> tuple[int, float] | None:
     """The retrieval head of a layer and its score; None: the layer has none."""
@@ -118,7 +116,7 @@ class Ltri(Streamed, moves=("divide",)):
     """Whether a layer keeps vectors of its blocks."""
     return self.heads is None or self._head(layer) is not None
 
-  def alike(self, layer: int) -> int:
+  def _alike(self, layer: int) -> int:
     """The first layer of the same retrieval head, or none, and of the same settings."""
 
     def settings(layer: int) -> tuple[Any, ...]:
@@ -135,7 +133,7 @@ class Ltri(Streamed, moves=("divide",)):
     """
     if not self._indexes(layer):
       return {}
-    blocks, spans = self.stored_blocks(spec), (4, self.spans)
+    blocks, spans = self._stored_blocks(spec), (4, self.spans)
     sizes = blocks, self.spans, spec.head_dim
     ring = (self.capacity(spec, layer) - self.init_tokens) // self.block
 
@@ -193,7 +191,7 @@ class Ltri(Streamed, moves=("divide",)):
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
     def divided(maps: Array) -> Array:
-      return _packed(*self.divide(at.layer, maps, None))
+      return spans.packed(*self.divide(at.layer, maps, None))
 
     if tokens > 1:
       found = divided(maps)
@@ -247,7 +245,7 @@ class Ltri(Streamed, moves=("divide",)):
     rows = cache.rows
     place = slots.remainder(block, rows["spans"].shape[1])[:, :, None, None]
     found = jnp.take_along_axis(rows["spans"], place, 1, mode="clip")
-    start, stop, count, _ = _unpacked(found)
+    start, stop, count, _ = spans.unpacked(found)
     every = at.sum_heads(votes.sum(1))  # Eq. 6; the mean over a group ranks as its sum does
     chosen = spans.elect(every, spans.inside(start, stop, self.block), count)
     weight = chosen.astype(jnp.float32)
@@ -304,7 +302,7 @@ class Ltri(Streamed, moves=("divide",)):
       pairs = at.sum_heads(pairs)
     else:
       pairs = jnp.einsum("bjh,bnch->bjnc", vectors, cache.rows["index"].of["sum"])
-    count = _unpacked(cache.rows["found"].of["spans"])[2]
+    count = spans.unpacked(cache.rows["found"].of["spans"])[2]
     real = some[:, :, None, None] & (count > 0)[:, None]
     return jnp.where(real, pairs, -jnp.inf).max((1, 3))
 
@@ -339,27 +337,25 @@ class Ltri(Streamed, moves=("divide",)):
     return spans.elect(votes, spans.inside(start, stop, self.block), count)
 
   def choose(
-    self, at: At, cache: Cache, similarity: Float[Array, "B N"], carry: Carry
-  ) -> tuple[Int[Array, "B R"], Carry]:
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry
+  ) -> tuple[Int[Array, "B R"] | None, Carry]:
     """The blocks of most votes; ties to the layer's own similarity, then to the oldest."""
+    votes = carry.rows.get("votes")
+    if similarity is None:
+      if votes is None or not (self.prefetch and self.voting and self._indexes(at.layer)):
+        return None, carry
+      return retrieval.best(cache, [_some(votes)], self.retrieved), carry
     if not self.voting:
-      return self._best(cache, [similarity]), carry
-    votes = carry.rows.get("votes", jnp.zeros_like(similarity))
+      return retrieval.best(cache, [similarity], self.retrieved), carry
+    votes = jnp.zeros_like(similarity) if votes is None else votes
     if self._indexes(at.layer):
       found = self._head(at.layer)
-      mine = self._ranks(cache, [similarity], forces=False) < min(
+      mine = retrieval.ranks(cache, [similarity], forces=False) < min(
         self.retrieved, similarity.shape[1]
       )
       votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
       carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
-    return self._best(cache, [jnp.where(votes > 0, votes, -jnp.inf), similarity]), carry
-
-  def foresee(self, at: At, cache: Cache, carry: Carry) -> Int[Array, "B R"] | None:
-    """The blocks of most votes so far."""
-    votes = carry.rows.get("votes")
-    if not (self.prefetch and self.voting and self._indexes(at.layer)) or votes is None:
-      return None
-    return self._best(cache, [jnp.where(votes > 0, votes, -jnp.inf)])
+    return retrieval.best(cache, [_some(votes), similarity], self.retrieved), carry
 
 
 def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -367,8 +363,8 @@ def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
 
   int [blocks, C] and float [blocks, C]; a length of 0 is no span.
   """
-  spans = cache.rows["found"].of["spans"][row, : int(cache.rows["gone"][row])]
-  start, stop, _, ratio = _unpacked(spans)
+  found = cache.rows["found"].of["spans"][row, : int(cache.rows["gone"][row])]
+  start, stop, _, ratio = spans.unpacked(found)
   return np.asarray(stop - start), np.asarray(ratio)
 
 
@@ -416,15 +412,9 @@ def calibrated_rate(
   )
 
 
-def _packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:
-  """What is known of the spans of blocks as one array; the integers are small enough for it."""
-  return jnp.stack([x.astype(jnp.float32) for x in (start, stop, count, ratio)], -2)
-
-
-def _unpacked(spans: Float[Array, "*batch 4 C"]) -> tuple[Array, Array, Array, Array]:
-  """Starts, stops, numbers of vectors, int32, and r_a."""
-  start, stop, count = (spans[..., i, :].astype(jnp.int32) for i in range(3))
-  return start, stop, count, spans[..., 3, :]
+def _some(votes: Float[Array, "B N"]) -> Float[Array, "B N"]:
+  """Votes; −∞ for blocks without any, which do not take part."""
+  return jnp.where(votes > 0, votes, -jnp.inf)
 
 
 def _queries(x: Array, index: Int[Array, "B N"]) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, foresight
+from kvjax import dispatch, foresight, forms, settings, sight
 from kvjax.dispatch import speculation
 from kvjax.dispatch.speculation import Beside
 from kvjax.fields import between, bound, expect, least, one_of
@@ -19,12 +19,12 @@ from kvjax.method import Aux, Method
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, slots, smoothing
 from kvjax.ops.smoothing import Smoothed
+from kvjax.plans import Attended, Plan, Span
+from kvjax.predictor import Predictor, state_of
 from kvjax.selective import Selective
-from kvjax.types import At, Attended, Cache, CacheSpec, Carry, Plan, Prompt, pytree
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Carry, Prompt, pytree
 from kvjax.wrapper import Wrapper
-
-# Counted tokens below which a chunk leaves the factors as they were.
-LEAST = 8
 
 
 def _fits_budget(budget: int | float | str) -> bool:
@@ -82,7 +82,7 @@ class PRR(Wrapper):
     every: of how many of them one counts when hit rates are compared.
   """
 
-  replaces: ClassVar[tuple[str, ...]] = ("plan", "attend")
+  replaces: ClassVar[tuple[str, ...]] = ("attend",)
   base: Method = dataclasses.field(default_factory=Quest)
   budget: int | float | str = bound(_fits_budget, "0, or 1 or more, or 'auto'", "auto")
   predictor: str = one_of(smoothing.PREDICTORS, "holt")
@@ -97,37 +97,21 @@ class PRR(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    selects = isinstance(self.base, Selective) and self.base.positional
+    usual = forms.form(self.base, "plan") is Selective.plan
+    selects = usual and isinstance(self.base, Selective) and self.base.traits.positional
     expect(self, "base", selects, "a method that selects tiles of all tokens")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(Quest.example(budget), budget=1.5)
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(Quest.neutral(length), budget=1.0)
-
   @property
-  def ordered(self) -> bool:
-    return False
-
-  @property
-  def chunkable(self) -> bool:
+  def traits(self) -> Traits:
     """What is predicted depends on how the prompt was cut, and so does what is read in vain."""
-    return self.strict and self.base.chunkable
+    chunkable = self.strict and self.base.traits.chunkable
+    return super().traits.but(ordered=False, chunkable=chunkable)
 
   @property
   def _selector(self) -> Selective:
     """The base, as what it is known to be."""
     assert isinstance(self.base, Selective)
     return self.base
-
-  @property
-  def _forced(self) -> dict[str, int]:
-    """Which tiles are read whatever their scores."""
-    sinks, local = self._selector.forced
-    return {"unit": self._selector.unit, "sinks": sinks, "local": local}
 
   # ---- shapes
 
@@ -137,7 +121,7 @@ class PRR(Wrapper):
       return float(self.budget != 0)
     if not isinstance(self.budget, str):
       return float(self.budget)
-    shape = {"unit": self._selector.unit, "best": self._selector.best}
+    shape = {"unit": self._selector.tiles.unit, "best": self._selector.tiles.best}
     name = type(self._selector).__name__
     return speculation.speculation_ratio(name, **shape, batch=batch, slots=capacity)
 
@@ -147,7 +131,7 @@ class PRR(Wrapper):
     ratio = self._ratio(spec.batch, spec.capacity)
     if layer < self._selector.dense_layers or ratio == 0:
       return held
-    count = -(-spec.capacity // self._selector.unit)
+    count = -(-spec.capacity // self._selector.tiles.unit)
     wide, width = (self._selector._width(count, x) for x in (ratio, 1.0))
     foreseen = (0, *[-1] * (wide - 1))  # the first token's tile
     factors = (self.alpha, self.beta, self.gamma) if self.variant == "S3" else (1.0, 0.0, 0.0)
@@ -163,47 +147,55 @@ class PRR(Wrapper):
   # ---- decode
 
   def plan(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], carry: Carry
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
     """The true selection; its memo is a `Speculation`."""
     if "foreseen" not in cache.heads:
-      return self.base.plan(at, cache, q, carry)
+      return self.base.plan(at, cache, q, visible, carry)
     foreseen = cache.heads["foreseen"]
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
     count = (foreseen >= 0).sum(-1, dtype=jnp.int32)
-    guess = Plan(span, foreseen, count, unit=self._selector.unit)
+    guess = visible.listed(foreseen, count, unit=self._selector.tiles.unit)
     known: dict[str, Any] = {}
-    if at.top.form("select") is Selective.select and dispatch.searches_together(at):
+    if self._together(at):
       # S, and Ŝ of the next step: alone, the second would take as long as the first.
-      beside, caches = self._beside(at, cache, guess, q), (cache, _one_longer(cache))
+      beside, next_one = (
+        self._beside(at, cache, visible, guess, q),
+        sight.visible(at, _one_longer(cache)),
+      )
       ratios = 1.0, self._ratio(cache.pos.shape[0], cache.size)
-      true, ahead = self._selector._select_together(at, caches, beside.both, ratios, beside.stops)
+      true, ahead = self._selector._select_together(
+        at, beside.both, (visible, next_one), ratios, beside.stops
+      )
       known |= {"early": beside.early, "state": beside.state, "foreseen": ahead.table}
     else:
-      known["scores"] = self._scores(at, cache, q)
-      true = at.top.select(at, cache, known["scores"])
+      known["scores"] = self._selector._scores(at, cache, q, visible)
+      true = self._selector._select(at, cache, known["scores"], visible)
     assert true.table is not None
     hit = foresight.among(true.table, foreseen)
     return dataclasses.replace(true, memo=Speculation(guess, hit, **known)), carry
 
-  def _beside(self, at: At, cache: Cache, guess: Plan, q: Float[Array, "B K G H"]) -> Beside:
+  def _together(self, at: At) -> bool:
+    """Whether the searches for S and for the next Ŝ are made as one."""
+    return dispatch.searches_together(at)
+
+  def _beside(
+    self, at: At, cache: Cache, visible: Plan, guess: Plan, q: Float[Array, "B K G H"]
+  ) -> Beside:
     """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
-    scored = self._selector._scored if self.base.knows("_scored", "tile_scores") else None
-    if scored is not None:
-      everything = at.top.window(at, (cache.seen - 1)[:, None]) is None
-      usual = at.top.form("score") is Selective.score and not at.top.overrides("span")
-      # S1 may have to keep what was speculated as it is.
-      if usual and everything and self.variant != "S1":
-        state, factors = self._state(cache), cache.rows["factors"]
-        found = speculation.speculate(
-          *(at, cache, guess, q, scored, state, factors),
-          predictor=self.predictor,
-          apart=self.strict,
-        )
-        if found is not None:
-          return found
-    scores = self._scores(at, cache, q)
-    state, ahead = self._advanced(cache, scores)
+    scored = self._selector._scored if forms.knows(self.base, "_scored", "score") else None
+    everything = visible.window is None and not visible.needs.own_span
+    # S1 may have to keep what was speculated as it is.
+    if scored is not None and everything and self.variant != "S1":
+      state, factors = state_of(cache), cache.rows["factors"]
+      found = speculation.speculate(
+        *(at, cache, guess, q, scored, state, factors),
+        predictor=self.predictor,
+        apart=self.strict,
+      )
+      if found is not None:
+        return found
+    scores = self._selector._scores(at, cache, q, visible)
+    state, ahead = self._predictor(cache).advanced(cache, scores)
     return Beside(jnp.stack([scores, ahead], 2), state)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
@@ -258,60 +250,17 @@ class PRR(Wrapper):
     if plan.memo is None:
       return cache, aux
     assert plan.table is not None
-    aux |= foresight.report(plan, before.heads["selected"], self._selector.positive)
+    aux |= foresight.report(plan, before.heads["selected"], self._selector.tiles.positive)
     if plan.memo.foreseen is not None:
       return _noted(cache, plan.memo.state, plan.memo.foreseen, plan.table), aux
-    new, ahead = self._advanced(before, plan.memo.scores)
+    new, ahead = self._predictor(cache).advanced(before, plan.memo.scores)
     return self._foresee(at, cache, new, ahead, plan.table), aux
 
   # ---- the predictor
 
-  def _scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
-    """The base's, in layers that select."""
-    scores = at.top.score(at, cache, q)
-    assert scores is not None
-    return scores
-
-  def _factors(self, cache: Cache) -> tuple[Float[Array, "B 1 1"], ...]:
-    """α, β, γ of every row."""
-    return tuple(cache.rows["factors"][:, i, None, None] for i in range(3))
-
-  def _state(self, cache: Cache) -> Smoothed:
-    """Level and trend of every tile."""
-    return Smoothed(cache.heads["level"], cache.heads["trend"])
-
-  def _scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
-    """Tiles that have had a score once token t has attended: the full ones before its own."""
-    tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
-    return tile < (t // self._selector.unit)[:, None, None]
-
-  def _advanced(
-    self, cache: Cache, scores: Float[Array, "B K P"]
-  ) -> tuple[Smoothed, Float[Array, "B K P"]]:
-    """The state after the newest token, whose scores these are, and ŝ of the next step."""
-    t = cache.seen - 1
-    alpha, beta, gamma = self._factors(cache)
-    new = self._updated(self._state(cache), scores, alpha, beta, t - 1, t)
-    return new, self._forecast(new, gamma, t)
-
-  def _updated(
-    self,
-    state: Smoothed,
-    scores: Float[Array, "B K P"],
-    alpha: Float[Array, "#B 1 1"],
-    beta: Float[Array, "#B 1 1"],
-    last: Int[Array, " B"],
-    t: Int[Array, " B"],
-  ) -> Smoothed:
-    """The state after token t, given that after token `last` (−1: there was none)."""
-    begun, there = self._scored(state, last), self._scored(state, t)
-    return state.updated(scores, alpha, beta, begun, there, self.predictor)
-
-  def _forecast(
-    self, state: Smoothed, gamma: Float[Array, "#B 1 1"], last: Int[Array, " B"]
-  ) -> Float[Array, "B K P"]:
-    """ŝ of the step after token `last`; ∞ for tiles that have no score yet."""
-    return jnp.where(self._scored(state, last), state.forecast(gamma), jnp.inf)
+  def _predictor(self, cache: Cache) -> Predictor:
+    wide = self._selector._widened(self._ratio(cache.pos.shape[0], cache.size))
+    return Predictor(self.predictor, self._selector.tiles, wide)
 
   def _foresee(
     self,
@@ -323,7 +272,8 @@ class PRR(Wrapper):
   ) -> Cache:
     """The cache with the predictor's state, and with Ŝ of the next step: the best of `ahead`."""
     ratio = self._ratio(cache.pos.shape[0], cache.size)
-    guess = at.top.select(at, _one_longer(cache), ahead, ratio)
+    longer = _one_longer(cache)
+    guess = self._selector._select(at, longer, ahead, sight.visible(at, longer), ratio)
     assert guess.table is not None
     return _noted(cache, state, guess.table, selected)
 
@@ -348,10 +298,11 @@ class PRR(Wrapper):
     qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
     state, factors = self._follow(at, kept, cache.seen - 1, q, qpos)
     kept = kept.put(rows={"factors": factors})
-    scores = self._scores(at, kept, q[:, :, :, -1])
-    selected = at.top.select(at, kept, scores).table
+    visible = sight.visible(at, kept)
+    scores = self._selector._scores(at, kept, q[:, :, :, -1], visible)
+    selected = self._selector._select(at, kept, scores, visible).table
     assert selected is not None
-    ahead = self._forecast(state, factors[:, 2, None, None], kept.seen - 1)
+    ahead = self._predictor(kept).forecast(state, factors[:, 2, None, None], kept.seen - 1)
     return self._foresee(at, kept, state, ahead, selected)
 
   def _follow(
@@ -362,96 +313,26 @@ class PRR(Wrapper):
     q: Float[Array, "B K G T H"],
     qpos: Int[Array, "B T"],
   ) -> tuple[Smoothed, Float[Array, "B 3"]]:
-    """The predictor after a prompt's last tokens, and its factors, calibrated on them.
+    """The predictor after a prompt's last tokens, and its factors, calibrated on them."""
 
-    All (α, β) are followed side by side, and with them the row's factors of before; γ only enters
-    forecasts.
-    """
-    own, old = cache.rows["factors"], self._state(cache)
-    tried, searches = own[None, :, :2], self.calibrate and self.variant == "S3"
-    candidates = smoothing.grid()
-    if searches:
-      pairs = candidates[:: len(smoothing.GAMMAS), None, :2]
-      pairs = jnp.broadcast_to(pairs, (pairs.shape[0], *own[:, :2].shape))
-      tried = jnp.concatenate([pairs, tried])
-    alpha, beta = (tried[..., i, None, None] for i in range(2))
-    update = jax.vmap(self._updated, (0, None, 0, 0, None, None))
+    def score(now: Cache, q: Float[Array, "B K G H"]) -> tuple[Float[Array, "B K P"], Span]:
+      visible = sight.visible(at, now)
+      return self._selector._scores(at, now, q, visible), visible.span
 
-    def step(carry: tuple, token: tuple[Array, Array], compare: bool) -> tuple[tuple, None]:
-      state, last, rates, tokens = carry
-      q, t = token
-      now = _as_of(cache, t)
-      scores = self._scores(at, now, q)
-      if compare:
-        others = jax.tree.map(lambda x: x[:-1], state)
-        found, counts = self._hit_rates(at, now, scores, others, last)
-        rates, tokens = rates + jnp.where(counts, found, 0), tokens + counts
-      real, new = t >= 0, update(state, scores, alpha, beta, last, t)
-      state = jax.tree.map(lambda n, o: jnp.where(real[:, None, None], n, o), new, state)
-      return (state, jnp.where(real, t, last), rates, tokens), None
+    searches = self.calibrate and self.variant == "S3"
+    how: dict[str, Any] = {"every": self.every, "searches": searches}
+    return self._predictor(cache).follow(at, cache, last, q, qpos, score, **how)
 
-    def group(carry: tuple, tokens: tuple[Array, Array]) -> tuple[tuple, None]:
-      before, counted = (jax.tree.map(lambda x, i=i: x[i], tokens) for i in (slice(-1), -1))
-      # Unrolled, the states of all (α, β) pass through memory once for all these tokens.
-      carry, _ = jax.lax.scan(
-        lambda carry, token: step(carry, token, False), carry, before, unroll=True
-      )
-      return step(carry, counted, searches)
 
-    shape = tried.shape[0], *old.level.shape
-    start = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), old)
-    rates = jnp.zeros((candidates.shape[0], own.shape[0]), jnp.float32)
-    carry: tuple = start, last, rates, jnp.zeros_like(last)
-    q, qpos = (x.reshape(-1, self.every, *x.shape[1:]) for x in (jnp.moveaxis(q, 3, 0), qpos.T))
-    (state, _, rates, tokens), _ = jax.lax.scan(group, carry, (q, qpos))
-    best, enough = jnp.argmax(at.sum_heads(rates), 0), tokens >= LEAST
-    row = jnp.arange(own.shape[0])
-    pair = jnp.where(enough, best // len(smoothing.GAMMAS), -1)
-    factors = jnp.where(enough[:, None], candidates[best], own)
-    return jax.tree.map(lambda x: x[pair, row], state), factors
+def _example(cls: type[PRR], budget: int) -> Method:
+  return cls(settings.example(Quest, budget), budget=1.5)
 
-  def _hit_rates(
-    self,
-    at: At,
-    cache: Cache,
-    scores: Float[Array, "B K P"],
-    state: Smoothed,
-    last: Int[Array, " B"],
-  ) -> tuple[Float[Array, "C B"], Bool[Array, " B"]]:
-    """Score-weighted hit rate of every candidate of the grid (Eq. 4), summed over KV heads.
 
-    `state` holds those of all (α, β) [N, B, K, P] after token `last`. The second result says which
-    rows have had a score before, and more than k tiles to choose from.
-    """
-    k, forced = self._selector.best, dict[str, Any](self._forced)
-    span = at.top.span(at, cache, at.top.window(at, (cache.seen - 1)[:, None]))
-    top, index = dispatch.other_tiles(at, scores, span, **forced, k=k + 1)
-    counts = (index[..., k:] >= 0).any(-1).all(-1) & (last >= 0)
-    counts &= cache.seen >= self._selector.dense_below
-    top, index = top[..., :k], index[..., :k]
-    weight = foresight.weights(top, index >= 0, self._selector.positive)
-    missing = scores.shape[-1]
-    worth = slots.put(
-      jnp.zeros_like(scores), jnp.where(index >= 0, index, missing), weight
-    )  # w_j of S, 0 elsewhere
-    total = weight.sum(-1)
-    wide = self._selector._widened(self._ratio(scores.shape[0], cache.size))
+def _neutral(cls: type[PRR], length: int) -> Method:
+  return cls(settings.neutral(Quest, length), budget=1.0)
 
-    every = jax.tree.map(lambda x: x.reshape(-1, *scores.shape[1:]), state)  # [N·B, K, P]
-    many = every.level.shape[0] // scores.shape[0]
-    where, when = jax.tree.map(lambda x: jnp.tile(x, (many, *(1,) * (x.ndim - 1))), (span, last))
 
-    def rate(gamma: Array) -> Float[Array, "N B"]:
-      ahead = self._forecast(every, gamma, when)
-      _, guess = dispatch.other_tiles(at, ahead, where, **forced, k=wide, ordered=False)
-      guess = guess.reshape(many, *total.shape, -1)
-      found = jax.vmap(slots.take, (None, 0))(worth, jnp.maximum(guess, 0))
-      found = jnp.where(guess >= 0, found, 0).sum(-1)
-      return jnp.where(total > 0, found / jnp.where(total > 0, total, 1), 1.0).sum(-1)
-
-    gammas = jnp.array(smoothing.GAMMAS, jnp.float32)[:, None, None, None]
-    rates = jax.lax.map(rate, gammas)
-    return jnp.moveaxis(rates, 0, 1).reshape(-1, rates.shape[-1]), counts
+settings.register(PRR, example=_example, neutral=_neutral)
 
 
 @pytree()
@@ -473,12 +354,6 @@ class Speculation:
   early: Attended | None = None
   state: Smoothed | None = None
   foreseen: Array | None = None
-
-
-def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
-  """The cache as token t found it, but for summaries of tiles that were not full then."""
-  pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
-  return cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})
 
 
 def _one_longer(cache: Cache) -> Cache:

@@ -7,11 +7,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax import settings
 from kvjax.fields import between, expect, least
 from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.ops import depth
-from kvjax.types import At, Window
+from kvjax.plans import Window
+from kvjax.traits import Traits
+from kvjax.types import At
 from kvjax.wrapper import Wrapper
 
 
@@ -43,20 +46,11 @@ class PSAW(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    expect(self, "base", self.base.positional, "a method whose slots are positions")
+    expect(self, "base", self.base.traits.positional, "a method whose slots are positions")
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """The paper's window, whose size follows the context, and a 32nd of the budget as sinks."""
-    return cls(Full(), sinks=max(1, budget // 32))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(Full(), phi=1.0)
+  def traits(self) -> Traits:
+    return super().traits.but(spreads=self.base.traits.spreads)
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     layers = at.env.layers
@@ -65,3 +59,15 @@ class PSAW(Wrapper):
       return None
     t = jnp.maximum(qpos + 1, 0)  # of padding: 0
     return Window(self.sinks, depth.floor_of_each(hidden, t) - 1)  # P_ℓ(t), counted from 0
+
+
+def _example(cls: type[PSAW], budget: int) -> Method:
+  """The paper's window, whose size follows the context, and a 32nd of the budget as sinks."""
+  return cls(Full(), sinks=max(1, budget // 32))
+
+
+def _neutral(cls: type[PSAW], length: int) -> Method:
+  return cls(Full(), phi=1.0)
+
+
+settings.register(PSAW, example=_example, neutral=_neutral)

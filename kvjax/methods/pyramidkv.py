@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from kvjax import settings
 from kvjax.fields import least
 from kvjax.method import Method
 from kvjax.methods.snapkv import SnapKV
@@ -33,19 +34,6 @@ class PyramidKV(SnapKV):
   window_size: int = 8
   beta: int = least(1, 20)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, window_size=min(8, max(1, budget // 4)))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 1, window_size=min(8, length))
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' LongBench runs: a window of 8, the largest of 7 neighbours."""
-    return cls(budget=budget, window_size=8, pool=7, reduce="max")
-
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     select, longest = self.budget - self.window_size, spec.capacity
     if longest < 2 * select or spec.layers == 1:
@@ -53,3 +41,19 @@ class PyramidKV(SnapKV):
     high = min(2 * select - select // self.beta, longest - self.window_size)
     step = 2 * (high - select) // (spec.layers - 1)
     return self.window_size + high - layer * step
+
+
+def _example(cls: type[PyramidKV], budget: int) -> Method:
+  return cls(budget=budget, window_size=min(8, max(1, budget // 4)))
+
+
+def _neutral(cls: type[PyramidKV], length: int) -> Method:
+  return cls(budget=length + 1, window_size=min(8, length))
+
+
+def _repo(cls: type[PyramidKV], budget: int) -> Method:
+  """The authors' LongBench runs: a window of 8, the largest of 7 neighbours."""
+  return cls(budget=budget, window_size=8, pool=7, reduce="max")
+
+
+settings.register(PyramidKV, example=_example, neutral=_neutral, repo=_repo)

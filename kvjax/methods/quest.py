@@ -6,13 +6,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch
+from kvjax import dispatch, settings
 from kvjax.dispatch.speculation import Pages
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import tiles
-from kvjax.selective import Selective
+from kvjax.plans import Plan
+from kvjax.selective import Selective, Tiles
+from kvjax.traits import Traits
 from kvjax.types import At, Cache, CacheSpec
 
 
@@ -46,34 +48,14 @@ class Quest(Selective):
     super().__post_init__()
     expect(self, "budget", self.budget >= self.page, f"at least one page of {self.page} tokens")
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, page=max(1, min(16, budget // 3)))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 16)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
-    return cls(budget=max(budget, 3 * 16), group="max")
+  @property
+  def traits(self) -> Traits:
+    base = self.base.traits
+    return super().traits.but(spreads=base.spreads and base.positional)
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads and self.base.positional
-
-  @property
-  def unit(self) -> int:
-    return self.page
-
-  @property
-  def forced(self) -> tuple[int, int]:
-    return 0, 1
-
-  @property
-  def best(self) -> int:
-    return self.budget // self.page - 1
+  def tiles(self) -> Tiles:
+    return Tiles(unit=self.page, best=self.budget // self.page - 1, newest=1)
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     shape = -(-spec.capacity // self.page), spec.head_dim
@@ -93,17 +75,34 @@ class Quest(Selective):
       heads={name: tiles.write(cache.heads[name], page, begun, x) for name, x in extremes.items()}
     )
 
-  def renew(self, at: At, cache: Cache) -> Cache:
-    # The kernel finds the newest token by its position.
-    if not at.top.positional or self.form("summarise") is not Quest.summarise:
-      return super().renew(at, cache)
+  def _renewed(self, at: At, cache: Cache) -> Cache:
+    if not at.top.traits.positional:  # the kernel finds the newest token by its position
+      return super()._renewed(at, cache)
     return dispatch.renew_extremes(at, cache, self.summarise, unit=self.page)
 
   @property
   def _scored(self) -> Pages:
     return Pages(self.group)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K P"]:
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K P"]:
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""
     pages = cache.heads["key_min"], cache.heads["key_max"]
-    return dispatch.page_bounds(at, cache, q, *pages, unit=self.page, group=self.group)
+    return dispatch.page_bounds(at, visible, q, *pages, unit=self.page, group=self.group)
+
+
+def _example(cls: type[Quest], budget: int) -> Method:
+  return cls(budget=budget, page=max(1, min(16, budget // 3)))
+
+
+def _neutral(cls: type[Quest], length: int) -> Method:
+  return cls(budget=length + 16)
+
+
+def _repo(cls: type[Quest], budget: int) -> Method:
+  """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
+  return cls(budget=max(budget, 3 * 16), group="max")
+
+
+settings.register(Quest, example=_example, neutral=_neutral, repo=_repo)

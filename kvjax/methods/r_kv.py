@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import Bounded
 from kvjax.fields import between, expect, least, number, odd, one_of
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.plans import Attended, Plan
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,26 +57,6 @@ class RKV(Bounded):
   def __post_init__(self):
     window = self.window_size
     expect(self, "budget", self.budget > window, f"more than window_size = {window}")
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    """`budget` slots in all, the buffer's included."""
-    buffer = min(128, max(1, budget // 4))
-    kept = budget - buffer
-    return cls(budget=kept, buffer=buffer, window_size=min(8, max(1, kept // 2)))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 1, buffer=1, window_size=min(8, length))
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' repository, with the λ of their runs.
-
-    The query heads of a KV head are joined before the softmax, and a token that has no similar
-    one spares the oldest (an index left at zero).
-    """
-    return cls(budget=budget, group="max", spare_oldest=True)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
     return self.budget + self.buffer
@@ -220,3 +202,26 @@ class RKV(Bounded):
     total = jax.lax.fori_loop(0, -(-size // block), add, jnp.zeros(pos.shape, jnp.float32))
     mean = total / (pos >= 0).sum(-1, keepdims=True)
     return jax.nn.softmax(jnp.where(pos >= 0, mean, -jnp.inf), -1)
+
+
+def _example(cls: type[RKV], budget: int) -> Method:
+  """`budget` slots in all, the buffer's included."""
+  buffer = min(128, max(1, budget // 4))
+  kept = budget - buffer
+  return cls(budget=kept, buffer=buffer, window_size=min(8, max(1, kept // 2)))
+
+
+def _neutral(cls: type[RKV], length: int) -> Method:
+  return cls(budget=length + 1, buffer=1, window_size=min(8, length))
+
+
+def _repo(cls: type[RKV], budget: int) -> Method:
+  """The authors' repository, with the λ of their runs.
+
+  The query heads of a KV head are joined before the softmax, and a token that has no similar
+  one spares the oldest (an index left at zero).
+  """
+  return cls(budget=budget, group="max", spare_oldest=True)
+
+
+settings.register(RKV, example=_example, neutral=_neutral, repo=_repo)

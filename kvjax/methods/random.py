@@ -5,11 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import Bounded
 from kvjax.fields import expect, least
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, Prompt
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +38,6 @@ class Random(Bounded):
   @property
   def _window_size(self) -> int:
     return max(1, self.budget // 8) if self.recent is None else self.recent
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length + 1)
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The lowest priority once the new token, position `seen`, is in the recent window."""
@@ -69,6 +67,13 @@ class Random(Bounded):
     draw = _mix(pos.astype(jnp.uint32) ^ stream) >> 8  # 24 bits: exact in float32
     recent = pos >= (end - self._window_size)[:, None, None]
     return jnp.where(recent, jnp.inf, draw.astype(jnp.float32) * 2.0**-24)
+
+
+def _neutral(cls: type[Random], length: int) -> Method:
+  return cls(budget=length + 1)
+
+
+settings.register(Random, neutral=_neutral)
 
 
 def _mix(x: Array) -> Array:

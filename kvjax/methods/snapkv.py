@@ -4,12 +4,13 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from kvjax import dispatch
+from kvjax import dispatch, settings
 from kvjax.fields import odd, one_of
 from kvjax.method import Method
 from kvjax.ops import attention, slots
+from kvjax.plans import Attended
 from kvjax.prompt_scored import PromptScored
-from kvjax.types import At, Attended
+from kvjax.types import At
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +33,21 @@ class SnapKV(PromptScored):
   pool: int = odd(5)
   reduce: str = one_of(("avg", "max"), "avg")
 
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The LongBench runs of the authors' repository: the largest of 7 neighbours.
-
-    Its cache per query head is not offered.
-    """
-    return cls(budget=budget, window_size=32, pool=7, reduce="max")
-
-  def scores(
+  def score(
     self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
   ) -> Float[Array, "B K S"]:
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, self.window_size)
     seen = at.top.window(at, last_pos)
     mass = dispatch.column_mass(at, last, last_pos, staged, seen, state)
     return slots.pool(mass, staged["pos"], past, self.pool, self.reduce)
+
+
+def _repo(cls: type[SnapKV], budget: int) -> Method:
+  """The LongBench runs of the authors' repository: the largest of 7 neighbours.
+
+  Its cache per query head is not offered.
+  """
+  return cls(budget=budget, window_size=32, pool=7, reduce="max")
+
+
+settings.register(SnapKV, repo=_repo)

@@ -5,11 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax import settings
 from kvjax.bounded import InTurn
 from kvjax.fields import expect, least, one_of
 from kvjax.method import Method
 from kvjax.ops import slots
-from kvjax.types import At, Attended, Cache, Carry, Prompt, Span, Window
+from kvjax.plans import Attended, Span, Window
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, Carry, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,34 +37,12 @@ class StreamingLLM(InTurn):
     expect(self, "budget", self.budget > self.sinks, f"more than sinks = {self.sinks}")
 
   @property
-  def chunkable(self) -> bool:
-    return True
+  def traits(self) -> Traits:
+    return super().traits.but(chunkable=True, order_independent=True)
 
   @property
-  def order_independent(self) -> bool:
-    return True
-
-  @property
-  def always(self) -> int:
+  def _always(self) -> int:
     return self.sinks
-
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, sinks=min(4, budget // 2))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
-
-  @classmethod
-  def repo(cls, budget: int) -> Method:
-    """The authors' repository: evicts between turns, with room for answers of 1,000 tokens.
-
-    Where the budget is small, half of it is for the answer.
-    """
-    if cls is not StreamingLLM:  # other papers'
-      return super().repo(budget)
-    return StreamingLLMByTurn(budget, reserve=min(1000, budget // 2))
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     """The newest budget − sinks tokens, the query's own among them."""
@@ -88,6 +69,25 @@ class StreamingLLM(InTurn):
     return jnp.where(pos < self.sinks, jnp.inf, pos.astype(jnp.float32)), staged
 
 
+def _example(cls: type[StreamingLLM], budget: int) -> Method:
+  return cls(budget=budget, sinks=min(4, budget // 2))
+
+
+def _neutral(cls: type[StreamingLLM], length: int) -> Method:
+  return cls(budget=length)
+
+
+def _repo(cls: type[StreamingLLM], budget: int) -> Method:
+  """The authors' repository: evicts between turns, with room for answers of 1,000 tokens.
+
+  Where the budget is small, half of it is for the answer.
+  """
+  return StreamingLLMByTurn(budget, reserve=min(1000, budget // 2))
+
+
+settings.register(StreamingLLM, example=_example, neutral=_neutral, repo=_repo)
+
+
 @dataclasses.dataclass(frozen=True)
 class StreamingLLMByTurn(StreamingLLM):
   """StreamingLLM as its authors' repository runs it: nothing leaves while a turn lasts.
@@ -111,12 +111,8 @@ class StreamingLLMByTurn(StreamingLLM):
     expect(self, "reserve", 0 <= self.reserve <= most, f"0 to budget - sinks = {most}")
 
   @property
-  def chunkable(self) -> bool:
-    return False
-
-  @property
-  def order_independent(self) -> bool:
-    return False
+  def traits(self) -> Traits:
+    return super().traits.but(chunkable=False, order_independent=False)
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     return None

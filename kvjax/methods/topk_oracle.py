@@ -5,10 +5,12 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
-from kvjax import dispatch
+from kvjax import dispatch, settings
 from kvjax.fields import expect, least
 from kvjax.method import Method
+from kvjax.plans import Plan
 from kvjax.selective import SelectiveTokens
+from kvjax.traits import Traits
 from kvjax.types import At, Cache
 
 
@@ -38,16 +40,22 @@ class TopKOracle(SelectiveTokens):
     expect(self, "budget", self.budget >= fewest, expected)
 
   @property
-  def spreads(self) -> bool:
-    return self.base.spreads and self.base.positional
+  def traits(self) -> Traits:
+    base = self.base.traits
+    return super().traits.but(spreads=base.spreads and base.positional)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget)
+  def score(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
+  ) -> Float[Array, "B K S"]:
+    return dispatch.token_weights(at, cache, visible, q)
 
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=length)
 
-  def tile_scores(self, at: At, cache: Cache, q: Float[Array, "B K G H"]) -> Float[Array, "B K S"]:
-    return dispatch.token_weights(at, cache, q)
+def _example(cls: type[TopKOracle], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+def _neutral(cls: type[TopKOracle], length: int) -> Method:
+  return cls(budget=length)
+
+
+settings.register(TopKOracle, example=_example, neutral=_neutral)

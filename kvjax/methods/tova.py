@@ -5,13 +5,15 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, softmax_state
+from kvjax import dispatch, settings, softmax_state
 from kvjax.bounded import Bounded
 from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
-from kvjax.types import At, Attended, Cache, CacheSpec, Plan, Prompt
+from kvjax.plans import Attended, Plan
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +32,8 @@ class TOVA(Bounded):
   budget: int = least(2, 2048)
 
   @property
-  def wants_logits(self) -> bool:
-    return True
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=max(length, 2))
+  def traits(self) -> Traits:
+    return super().traits.but(wants_logits=True)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     score = Leaf("slots", standing=True)  # made anew in each step
@@ -70,3 +68,10 @@ class TOVA(Bounded):
     """Mean over all heads of the layer, those of other shards included."""
     heads = at.sum_heads(jnp.float32(p.shape[1]))
     return jnp.broadcast_to(at.sum_heads(p.sum(1, keepdims=True)) / heads, p.shape)
+
+
+def _neutral(cls: type[TOVA], length: int) -> Method:
+  return cls(budget=max(length, 2))
+
+
+settings.register(TOVA, neutral=_neutral)

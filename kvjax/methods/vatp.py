@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax import settings
 from kvjax.fields import expect, least
 from kvjax.leaves import NORM, Leaf
 from kvjax.method import Method
@@ -33,16 +34,19 @@ class VATP(H2O):
     expected = f"more than recent + sinks = {recent} + {sinks}"
     expect(self, "budget", self.budget > recent + sinks, expected)
 
-  @classmethod
-  def example(cls, budget: int) -> Method:
-    return cls(budget=budget, sinks=min(20, budget // 8))
-
-  @classmethod
-  def neutral(cls, length: int) -> Method:
-    return cls(budget=max(length, 2), recent=1, sinks=0)
-
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     return {**super().leaves(spec, layer), "norm": NORM}
 
   def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     return jnp.where(held["pos"] < self.sinks, jnp.inf, held["mass"] * held["norm"])
+
+
+def _example(cls: type[VATP], budget: int) -> Method:
+  return cls(budget=budget, sinks=min(20, budget // 8))
+
+
+def _neutral(cls: type[VATP], length: int) -> Method:
+  return cls(budget=max(length, 2), recent=1, sinks=0)
+
+
+settings.register(VATP, example=_example, neutral=_neutral)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import softmax_state
 from kvjax.ops import slots as slots_of
+from kvjax.plans import Attended, Plan, View, Window
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, Window
+from kvjax.types import At, Cache
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 1024
@@ -27,14 +28,32 @@ def logits_of(
   return x * (q.shape[-1] ** -0.5)
 
 
+def read(cache: Cache, plan: Plan) -> View:
+  """The slots that a plan names."""
+  if plan.table is None:
+    slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    return View(cache.slots["k"], cache.slots["v"], cache.pos, slot)
+  assert plan.count is not None  # a table comes with its count
+  batch, heads, width = plan.table.shape
+  within = jnp.arange(plan.unit, dtype=jnp.int32)
+  listed = (jnp.arange(width) < plan.count[..., None]) & (plan.table >= 0)
+  slot = (plan.table[..., None] * plan.unit + within).reshape(batch, heads, -1)
+  ok = jnp.repeat(listed, plan.unit, -1) & (slot < cache.size)
+  pos = jnp.where(ok, slots_of.take(cache.pos, slot), -1)
+  k, v = (slots_of.take(cache.slots[name], slot) for name in ("k", "v"))
+  return View(k, v, pos, jnp.where(ok, slot, cache.size))
+
+
+def seen(plan: Plan, view: View) -> Bool[Array, "B K W"]:
+  """Which of the fetched slots the newest token's queries see."""
+  ok = (view.pos >= 0) & plan.span.holds(view.slot)
+  return ok if plan.window is None else ok & plan.window.sees(view.pos)[:, :, 0]
+
+
 def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
   """Attention of the newest token's queries over a plan (q rotated at its own position)."""
-  view = at.top.read(at, cache, plan)
-  qpos = (cache.seen - 1)[:, None]
-  window = at.top.window(at, qpos)
-  ok = (view.pos >= 0) & plan.span.holds(view.slot)
-  if window is not None:
-    ok &= window.sees(view.pos)[:, :, 0]
+  view, qpos, window = read(cache, plan), (cache.seen - 1)[:, None], plan.window
+  ok = seen(plan, view)
   logits = windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]
   logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
   v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
@@ -84,7 +103,7 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -
   assert plan.table is not None
   every = attend(at, cache, plan, q)
   assert every.logits is not None
-  v = at.top.read(at, cache, plan).v
+  v = read(cache, plan).v
   logits = every.logits.reshape(*q.shape[:3], -1, plan.unit)
   v = v.reshape(*q.shape[:2], -1, plan.unit, v.shape[-1])
   seen = logits[:, :, 0] > -jnp.inf

@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
 from kvjax.ops.slots import Slots, put
+from kvjax.plans import Attended, Plan, Span
 from kvjax.softmax_state import State
-from kvjax.types import At, Attended, Cache, Plan, Span
+from kvjax.types import At, Cache
 
 
 def size(at: At, cache: Cache) -> int:
@@ -68,7 +69,7 @@ def part(at: At, cache: Cache, plan: Plan) -> Plan:
     return dataclasses.replace(plan, span=covered)
   if cache.size % plan.unit:
     raise ValueError(
-      f"{type(at.top).__name__}: found {cache.size} slots on each device, expected a multiple of "
+      f"{at.name}: found {cache.size} slots on each device, expected a multiple of "
       f"its tiles of {plan.unit} slots"
     )
   assert plan.count is not None  # a table comes with its count
@@ -79,7 +80,8 @@ def part(at: At, cache: Cache, plan: Plan) -> Plan:
   order = jnp.argsort(~ok, -1, stable=True)[..., : min(tiles, local.shape[-1])]
   local, ok = (jnp.take_along_axis(x, order, -1) for x in (local, ok))
   table = jnp.where(ok, local, -1).astype(jnp.int32)
-  return Plan(covered, table, ok.sum(-1, dtype=jnp.int32), unit=plan.unit)
+  count = ok.sum(-1, dtype=jnp.int32)
+  return dataclasses.replace(plan, span=covered, table=table, count=count, scores=None, pinned=0)
 
 
 def merged(at: At, attended: Attended) -> Attended:

@@ -203,3 +203,14 @@ def elect(
   ahead = (other > mine) | ((other == mine) & (token < token[:, None]))
   rank = jnp.einsum("...ij,...cj->...ci", ahead.astype(jnp.int32), held.astype(jnp.int32))
   return held & (rank < counts[..., None])
+
+
+def packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:
+  """What is known of the spans of blocks as one array; the integers are small enough for it."""
+  return jnp.stack([x.astype(jnp.float32) for x in (start, stop, count, ratio)], -2)
+
+
+def unpacked(spans: Float[Array, "*batch 4 C"]) -> tuple[Array, Array, Array, Array]:
+  """Starts, stops, numbers of vectors, int32, and r_a."""
+  start, stop, count = (spans[..., i, :].astype(jnp.int32) for i in range(3))
+  return start, stop, count, spans[..., 3, :]

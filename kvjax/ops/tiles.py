@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.ops import slots
-from kvjax.types import Cache, Span
+from kvjax.plans import Span
+from kvjax.types import Cache
 
 
 def visible(span: Span, start: Int[Array, "*#BKP"], width: int) -> Bool[Array, "B K P"]:

@@ -11,7 +11,7 @@ from jax.experimental import checkify
 
 from ..method import Method
 from ..rope import Rope
-from ..types import At, CacheSpec, Carry, Env, Prompt
+from ..types import At, Cache, CacheSpec, Carry, Env, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Layer:
     env = env or Env(4, Rope(), impl="reference", tile=4)
     self.spec = stream.spec(capacity, env.layers)
     self.at = method.at(env, layer)
-    self.cache = method.init(self.spec, layer)
+    self.cache = Cache.empty(method, self.spec, layer)
     self._decode, self._prefill = driver(self.at, "decode_step"), driver(self.at, "prefill")
 
   def prefill(self, valid, start=None, tokens=None, past=0, total=None):

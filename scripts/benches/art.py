@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax import sight
 from kvjax.kernels import art
 from kvjax.kernels.decode import decode_attention
 from kvjax.kernels.sparse_decode import sparse_decode
@@ -267,7 +268,7 @@ def stopping_case(
     rows = dict.fromkeys(("seen", "used"), stop[:, 0])
     cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
     at = method.at(kvjax.Env(1, impl="reference"), 0)
-    run = jax.jit(lambda cache, q: method.attend(at, cache, method.everything(at, cache), q))
+    run = jax.jit(lambda cache, q: method.attend(at, cache, sight.visible(at, cache), q))
     walked = run(cache, q)
     return np.asarray(walked.state.o), np.asarray(walked.memo.tiles)
 

@@ -267,7 +267,7 @@ def filled(
   keys = jax.random.split(key, 3)
 
   def layer(i: int) -> Any:
-    cache = method.init(spec, i)
+    cache = kvjax.Cache.empty(method, spec, i)
     size, slot = cache.size, jnp.arange(cache.size)
     used = min(size, tokens)
     pos = jnp.where(slot < 4, slot, slot + tokens - used)  # first tokens, then the newest

@@ -40,7 +40,7 @@ def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: b
   heads, head_dim = (3, 32) if quick else (32, 128)
   dtype = jnp.float32 if quick else jnp.bfloat16
   spec = kvjax.CacheSpec(batch, tokens + BLOCK, heads, 1, head_dim, LAYERS, dtype)
-  cis = kvjax.CIS.example(tokens // 8)
+  cis = kvjax.settings.example(kvjax.CIS, tokens // 8)
   cpe = kvjax.CPE(cis.k, cis.sinks, cis.local, BLOCK)
   full, ours = kvjax.Full(), "pallas"
   contenders = [

@@ -99,7 +99,7 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
       return held, jnp.argmax(logits, -1).astype(jnp.int32)
 
     new, token = lax.fori_loop(0, steps, step, (held, token))
-    if method.positional:
+    if method.traits.positional:
       new = tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True))
     return new, token
 

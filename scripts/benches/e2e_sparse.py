@@ -155,7 +155,7 @@ def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) ->
   made: dict[Any, Any] = {}
 
   def layer(i: int) -> Any:
-    shapes = jax.eval_shape(lambda: method.init(spec, i))
+    shapes = jax.eval_shape(lambda: kvjax.Cache.empty(method, spec, i))
     key = jax.tree.structure(shapes), *((x.shape, x.dtype) for x in jax.tree.leaves(shapes))
     if key in made:
       return jax.tree.map(jnp.copy, made[key])

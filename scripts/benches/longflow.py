@@ -123,7 +123,7 @@ def holding(
   method: kvjax.Method, spec: kvjax.CacheSpec, tokens: Any, layer: int = 0
 ) -> kvjax.Cache:
   """A layer's cache whose rows hold `tokens` random tokens, alike; statistics are 1."""
-  cache = method.init(spec, layer)
+  cache = kvjax.Cache.empty(method, spec, layer)
   slot = jnp.arange(cache.size, dtype=jnp.int32)
   slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
   for name, key in zip(("k", "v"), jax.random.split(jax.random.key(0)), strict=True):

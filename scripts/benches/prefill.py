@@ -50,7 +50,7 @@ def _thousands(tokens: int) -> str:
 
 
 def _words(method: kvjax.Method) -> str:
-  return "ETF + PSAW" if method.overrides("active") else "PSAW"
+  return "ETF + PSAW" if kvjax.forms.overrides(method, "active") else "PSAW"
 
 
 # ---- attention alone
@@ -70,7 +70,7 @@ def _attend(method: kvjax.Method, impl: str, layer: int, layers: int, tokens: in
   """A layer's prompt attention by the method and the implementation; output in q's dtype."""
   at = method.at(kvjax.Env(layers, impl=impl), layer)
   valid = jnp.array([tokens], jnp.int32)
-  prompt = kvjax.Prompt(valid, valid, method.active(at, tokens, valid), tokens, 0)
+  prompt = kvjax.Prompt.of(at, tokens, valid, valid, 0)
   every = jnp.arange(tokens, dtype=jnp.int32)
 
   def run(q: Any, k: Any, v: Any) -> Any:
@@ -178,7 +178,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   layers = 4 if quick else 32
   at = method.at(kvjax.Env(layers), layers - 1)
   q, k, v = operands(tokens, quick)
-  index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
+  index = computed_by(at, tokens)
   qpos = jnp.arange(tokens, dtype=jnp.int32)[None] if index is None else index
   part = q[:, :, :, np.asarray(qpos)[0]]
   few = {"calls": 2, "loops": 2}
@@ -213,9 +213,15 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   )
 
 
+def computed_by(at: kvjax.At, tokens: int) -> Any:
+  """Indices of the tokens of a prompt that a layer computes; None: all."""
+  total = jnp.array([tokens], jnp.int32)
+  return kvjax.Prompt.of(at, tokens, total, total, 0).index
+
+
 def visible(method: kvjax.Method, at: kvjax.At, tokens: int) -> float:
   """Pairs of a computed query and a slot that it sees, in a layer of a whole prompt."""
-  index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
+  index = computed_by(at, tokens)
   qpos = np.arange(tokens)[None] if index is None else np.asarray(index)
   pairs = (qpos + 1.0).sum()
   window = method.window(at, jnp.asarray(qpos, jnp.int32))
@@ -235,9 +241,9 @@ def operations(config: ModelConfig, method: kvjax.Method, tokens: int) -> float:
   total = 0.0
   for layer in range(config.layers):
     at = method.at(kvjax.Env(config.layers), layer)
-    index = method.active(at, tokens, jnp.array([tokens], jnp.int32))
+    index = computed_by(at, tokens)
     computed = tokens if index is None else index.shape[1]
-    projected = tokens if method.projects_all else computed
+    projected = tokens if method.traits.projects_all else computed
     total += 2.0 * (computed * weights + projected * kv) + 4.0 * heads * visible(method, at, tokens)
   return total
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span, Wrapper
+from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span, predictor, sight
 from kvjax.kernels import _backend
 from kvjax.kernels.repair import repair
 from kvjax.ops import smoothing
@@ -164,20 +164,17 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart(Wrapper):
-  """The same method, whose kernels are not joined in one launch: these moves could be others."""
+class Apart(PRR):
+  """The same method, whose searches are not joined in one launch."""
 
-  def score(self, *arguments: Any) -> Any:
-    return self.base.score(*arguments)
-
-  def select(self, *arguments: Any) -> Any:
-    return self.base.select(*arguments)
+  def _together(self, at: Any) -> bool:
+    return False
 
 
 def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:
   """Selection, attention and bookkeeping of one layer, which renews the bounds of a page."""
   at, cache = method.at(ENV, 0), cache.put(heads=bounds)
-  plan, _ = method.plan(at, cache, q, Carry())
+  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
   attended = method.attend(at, cache, plan, q)
   after, _ = method.observe(at, cache, q, plan, attended)
   changed = {name: x for name, x in after.heads.items() if x is not cache.heads[name]}
@@ -194,17 +191,19 @@ def stepping(name: str, run: Callable, turns: list[tuple], **how: Any) -> Conten
 
 def select(method: Any, q: Any, cache: Cache) -> Any:
   """The plan alone."""
-  plan, _ = method.plan(method.at(ENV, 0), cache, q, Carry())
+  at = method.at(ENV, 0)
+  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
   return plan.table, plan.count
 
 
 def score(method: Any, q: Any, cache: Cache) -> Any:
-  return method.score(method.at(ENV, 0), cache, q)
+  at = method.at(ENV, 0)
+  return method.score(at, cache, q, sight.visible(at, cache))
 
 
 def attend(method: Any, q: Any, cache: Cache, name: str) -> Any:
   """Attention alone, over the pages listed in a leaf of the cache."""
-  return method.attend(method.at(ENV, 0), cache, listed(method.unit, cache, name), q).out
+  return method.attend(method.at(ENV, 0), cache, listed(method.tiles.unit, cache, name), q).out
 
 
 def listed(unit: int, cache: Cache, name: str) -> Plan:
@@ -215,8 +214,9 @@ def listed(unit: int, cache: Cache, name: str) -> Plan:
 
 def beside(method: PRR, q: Any, cache: Cache) -> Any:
   """Attention over the prediction and all scores, in one launch."""
-  guess = listed(method.base.unit, cache, "foreseen")
-  found = method._beside(method.at(ENV, 0), cache, guess, q)
+  guess = listed(method.base.tiles.unit, cache, "foreseen")
+  at = method.at(ENV, 0)
+  found = method._beside(at, cache, sight.visible(at, cache), guess, q)
   assert found.early is not None
   return found.early.memo.parts, found.both
 
@@ -224,16 +224,16 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
 def update(method: PRR, q: Any, cache: Cache) -> Any:
   """The predictor's step and the next prediction by themselves, from scores that are there."""
   at, t = method.at(ENV, 0), cache.seen - 1
-  alpha, beta, gamma = method._factors(cache)
-  old = method._state(cache)
-  new = method._updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
-  after = method._foresee(at, cache, new, method._forecast(new, gamma, t), cache.heads["selected"])
+  found, (alpha, beta, gamma) = method._predictor(cache), predictor.factors_of(cache)
+  old = predictor.state_of(cache)
+  new = found.updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
+  after = method._foresee(at, cache, new, found.forecast(new, gamma, t), cache.heads["selected"])
   return [after.heads[name] for name in ("level", "trend", "foreseen")]
 
 
 def repaired(method: PRR, q: Any, cache: Cache) -> Any:
   """The repair alone, of a finished state."""
-  plan = listed(method.base.unit, cache, "true")
+  plan = listed(method.base.tiles.unit, cache, "true")
   state = [cache.heads[name] for name in ("o", "m", "l", "out")]
   run = functools.partial(repair, unit=plan.unit)
   guess, span = cache.heads["foreseen"], plan.span
@@ -247,7 +247,7 @@ def repaired(method: PRR, q: Any, cache: Cache) -> Any:
 def predicted(s: Setting, table: np.ndarray, hits: float, named: int, seed: int) -> np.ndarray:
   """A prediction of `named` pages beside those always read that hits a share of the selected."""
   rng = np.random.default_rng(seed)
-  newest, (sinks, local) = (s.slots - 4) // s.page, s.base.forced
+  newest, (sinks, local) = (s.slots - 4) // s.page, s.base.tiles.forced
   always = [*range(sinks), *range(newest - local + 1, newest + 1)]
   flat = table.reshape(-1, table.shape[-1])
   guess = np.full((flat.shape[0], named + len(always)), -1, np.int32)
@@ -296,7 +296,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   turns: dict[str, list[tuple]] = {"S3": [], "reuse": []}
   for seed, (q, cache, table) in enumerate(inputs):
     scores = jax.jit(functools.partial(score, base))(q, cache)
-    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.best)):
+    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.tiles.best)):
       guess = predicted(s, table, hits, named, seed)
       more = {"foreseen": jnp.asarray(guess), "true": jnp.asarray(table), "scores": scores}
       state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
@@ -326,7 +326,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   made: list[tuple] = [
     ("prr", of(step, prr), unions["S3"]),
     ("serial", of(step, base), want),
-    ("prr, one by one", of(step, Apart(prr)), unions["S3"]),
+    ("prr, one by one", of(step, Apart(**vars(prr))), unions["S3"]),
     ("prr, S2", of(step, s.prr("S2")), unions["reuse"], "reuse"),
     ("prr, S1", of(step, s.prr("S1")), want, "reuse"),
   ]
@@ -339,7 +339,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
       ("speculate beside score", of(beside, prr), None),
       ("update", of(update, prr), None),
       ("repair", of(repaired, prr), None),
-      ("top_k, lax", of(_lax_top_k, base.best), None),
+      ("top_k, lax", of(_lax_top_k, base.tiles.best), None),
     ]
   contenders = together(functools.partial(contender, *each) for each in made)
   if peers and s.batch == 1:  # whose wrapper takes one row of KV heads
@@ -380,7 +380,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   return Case(
     name=s.name,
     shapes=f"q [{s.batch}, {s.kv_heads}, {s.groups}, {s.head_dim}], {s.slots} slots {s.dtype}, "
-    f"{pages} pages of {s.page}, {base.best} + 1 selected, {wide} + 1 predicted, "
+    f"{pages} pages of {s.page}, {base.tiles.best} + 1 selected, {wide} + 1 predicted, "
     f"{HITS:.0%} hit ({REUSED:.0%} in S1 and S2); {len(inputs)} layers rotating",
     bytes=moved,
     reference=lambda: want,
@@ -417,8 +417,10 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
 
     @jax.jit
     def search(q: Any, cache: Cache, state: Any) -> Any:
-      scores = method.base.score(at, cache, q)
-      return method._hit_rates(at, cache, scores, state, cache.seen - 2)[0]
+      visible = sight.visible(at, cache)
+      scores = method.base.score(at, cache, q, visible)
+      found, last = method._predictor(cache), cache.seen - 2
+      return found.hit_rates(at, cache, scores, visible.span, state, last)[0]
 
     return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
 
@@ -469,7 +471,7 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
   for _ in range(repetitions + 1):  # the first is not counted
     for name, contender in timed.items():
       times[name].append(contender.seconds())
-  shape = {"unit": s.page, "best": base.best, "batch": s.batch, "slots": s.slots}
+  shape = {"unit": s.page, "best": base.tiles.best, "batch": s.batch, "slots": s.slots}
   entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": type(base).__name__, **shape}}
   entry["hits"] = {f"{ratio:g}": hits for ratio, hits in PROFILED_HITS.items()}
   for (name, ratio), seconds in times.items():
@@ -511,11 +513,11 @@ def repairs(s: Setting, quick: bool) -> Case:
   held = {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
   contenders = []
   for n in (0, 2) if quick else MISSES:
-    if n > prr.base.best:
+    if n > prr.base.tiles.best:
       continue
     turns = []
     for seed, (q, cache, table) in enumerate(inputs):
-      hits = 1 - n / prr.base.best
+      hits = 1 - n / prr.base.tiles.best
       guess = predicted(s, table, hits, prr.base._widened(RATIO), seed)
       more = {**held, "foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
       turns.append((q, cache.put(heads=more)))
@@ -536,7 +538,7 @@ def repairs(s: Setting, quick: bool) -> Case:
   return Case(
     name=f"repair {s.name}",
     shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
-    f"{prr.base.best} + 1 selected",
+    f"{prr.base.tiles.best} + 1 selected",
     bytes=s.bytes(s.page),
     reference=lambda: want,
     tolerance=1e-2,

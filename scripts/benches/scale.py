@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import kvjax
-from kvjax import sharding
+from kvjax import sharding, sight
 from kvjax.models import parallel
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
@@ -88,7 +88,7 @@ def large_cases(quick: bool, n: int, only: str) -> Iterator[Case]:
 
 def pair(name: str, tokens: int) -> tuple[kvjax.Method, kvjax.Method]:
   """A registered method at its budget, without and with ART."""
-  method = kvjax.METHODS[name].example(tokens // KEPT)
+  method = kvjax.settings.example(kvjax.METHODS[name], tokens // KEPT)
   if isinstance(method, kvjax.StreamingLLM):
     method = dataclasses.replace(method, rope="original")  # ART's kernel has one query, not two
   return method, kvjax.ART(method, splits="fill")
@@ -324,7 +324,7 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
 
   @jax.jit
   def fill(key: Any) -> kvjax.Cache:
-    cache = method.init(spec, 0)
+    cache = kvjax.Cache.empty(method, spec, 0)
     k, v = (jax.random.normal(x, cache.slots["k"].shape, dtype) for x in jax.random.split(key))
     pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), cache.pos.shape)
     counted = jnp.full(batch, tokens, jnp.int32)
@@ -335,7 +335,7 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
 
   def attend(env: kvjax.Env, q: jax.Array, cache: kvjax.Cache) -> jax.Array:
     at = method.at(env, 0)
-    return method.attend(at, cache, method.everything(at, cache), q).state.o
+    return method.attend(at, cache, sight.visible(at, cache), q).state.o
 
   env, everywhere = kvjax.Env(1), PartitionSpec()
   specs = sharding.cache_specs(cache, method)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax import sight
 
 from ..bench_files import BANDWIDTH
 from . import Case, jax_contender
@@ -48,14 +49,16 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
     at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
 
     def plan(q, held, cache):
-      made = method.plan(at, cache.put(heads=held), q, kvjax.Carry())[0]
+      cache = cache.put(heads=held)
+      made = method.plan(at, cache, q, sight.visible(at, cache), kvjax.Carry())[0]
       return {"table": made.table, "count": made.count, "scores": made.scores}
 
     return plan
 
   def scored(q, held, cache):
     at = method.at(kvjax.Env(1, kvjax.Rope(), impl="pallas"), 0)
-    return method.tile_scores(at, cache.put(heads=held), q)
+    cache = cache.put(heads=held)
+    return method.score(at, cache, q, sight.visible(at, cache))
 
   def read(q, held, cache):
     return sum((x.astype(jnp.float32) * q[0, 0, 0, 0]).sum() for x in held.values())
@@ -83,8 +86,8 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
   return Case(
     name=label,
     shapes=f"{batch} rows × {heads} KV heads × {groups}, {tokens} tokens of {head_dim} "
-    f"{jnp.dtype(dtype).name}, {copies} rotating; budget {method.best} of "
-    f"{math.ceil(tokens / method.unit)} tiles",
+    f"{jnp.dtype(dtype).name}, {copies} rotating; budget {method.tiles.best} of "
+    f"{math.ceil(tokens / method.tiles.unit)} tiles",
     bytes=moved,
     reference=lambda: _ranking(jax.jit(run("reference"))(*turns[0])),
     tolerance=1e-5 if quick else 1e-3,

@@ -71,6 +71,6 @@ def of(label: str) -> Family:
     return CONTROL
   if isinstance(method, kvjax.Streamed):
     return STREAMS
-  if method.positional:
-    return READS if method.dense_prefill else SKIMS
-  return EVICTS if method.dense_prefill else WINDOWS
+  if method.traits.positional:
+    return READS if kvjax.forms.dense_prefill(method) else SKIMS
+  return EVICTS if kvjax.forms.dense_prefill(method) else WINDOWS

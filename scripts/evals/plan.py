@@ -95,7 +95,7 @@ def _tokens(budget: str, length: int) -> int:
 def instance(label: str, budget: int) -> kvjax.Method:
   """The method that a label means, with a budget."""
   name, rest = _parts(label)
-  method = kvjax.find_method(name, "--methods").usual(budget)
+  method = kvjax.settings.usual(kvjax.find_method(name, "--methods"), budget)
   fields = {}
   for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
     field, equals, value = part.partition("=")
@@ -138,11 +138,11 @@ def groups(
   room = 0.0
   for entry in chosen:
     size = cache_bytes(entry.method, model, batch, length)
-    if not entry.method.dense_prefill:
+    if not kvjax.forms.dense_prefill(entry.method):
       continue
     if not made or size > room:
       made.append([])
       room = limit
     made[-1].append(entry)
     room -= size
-  return made + [[entry] for entry in chosen if not entry.method.dense_prefill]
+  return made + [[entry] for entry in chosen if not kvjax.forms.dense_prefill(entry.method)]

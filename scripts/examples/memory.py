@@ -30,7 +30,7 @@ def main(
   figure = Figure(figsize=(7, 4.5), layout="constrained")
   axes = figure.subplots()
   for name, (marker, size) in METHODS.items():
-    method = kvjax.METHODS[name].usual(budget)
+    method = kvjax.settings.usual(kvjax.METHODS[name], budget)
     specs = [cache_spec(PRESETS[model], 1, length, jnp.bfloat16) for length in lengths]
     plans = [kvjax.plan_memory(spec, method, apart=True) for spec in specs]
     points = [plan.device / 1e9 for plan in plans]

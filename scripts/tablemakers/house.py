@@ -27,7 +27,8 @@ ROOMS = {
 }
 _FILES = {
   **dict.fromkeys(("bounded", "prompt_scored", "selective", "streamed", "wrapper"), "families"),
-  **dict.fromkeys(("method", "full", "entrance"), "protocol"),
+  **dict.fromkeys(("retrieval", "predictor"), "families"),
+  **dict.fromkeys(("method", "full", "entrance", "sight", "forms", "traits"), "protocol"),
 }
 # Leaves of the house: they look at methods, and no room looks at them.
 _BESIDE = ("testing", "programs", "certificates", "diagnostics", "early_stops", "measured")

@@ -58,7 +58,7 @@ def test_a_device_reads_its_part_of_a_table(entries, count):
   """In the table's order, and no wider than what the device can hold."""
   rng, unit, tiles, parts = np.random.default_rng(0), 4, 10, 2
   spec = CacheSpec(B, tiles * unit, K, 1, 8, 4, jnp.float32)
-  cache = Full().init(spec, 0)
+  cache = kvjax.Cache.empty(Full(), spec, 0)
   table = np.stack([rng.permutation(tiles)[:entries] for _ in range(B * K)]).reshape(B, K, -1)
   counts = np.full((B, K), count, np.int32)
   counts[0, 0] -= 1
@@ -102,7 +102,7 @@ def test_log_softmax_over_all_slots(parts):
 def test_summaries_of_a_turn_are_those_of_the_whole_cache(start):
   """From its first token on, on whichever device it lies, to the last that is occupied."""
   method, tokens, page = Quest(16, page=4, dense_layers=0), 6, 4
-  cache = method.init(CacheSpec(B, 32, K, 1, 8, 4, jnp.float32), 0)
+  cache = kvjax.Cache.empty(method, CacheSpec(B, 32, K, 1, 8, 4, jnp.float32), 0)
   k = np.random.default_rng(2).normal(size=cache.slots["k"].shape).astype(np.float32)
   used = np.array(start, np.int32) + np.array([tokens, tokens - 2], np.int32)
   cache = cache.put(slots={"k": jnp.asarray(k)}, rows={"used": used, "seen": used})

@@ -17,7 +17,7 @@ SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layer
 @pytest.mark.core(9)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_plan_is_what_caches_take(name):
-  method = METHODS[name].example(24)
+  method = kvjax.settings.example(METHODS[name], 24)
   caches = method.init_caches(SPEC)
   held = sum(x.nbytes for x in jax.tree.leaves(caches))
   assert plan_memory(SPEC, method) == kvjax.MemoryPlan(held, 0)
@@ -25,7 +25,7 @@ def test_the_plan_is_what_caches_take(name):
 
 @pytest.mark.parametrize(("heads", "slots"), [(4, 1), (2, 4)])
 def test_the_plan_of_a_mesh_is_what_each_device_takes(heads, slots):
-  mesh, method = kvjax.make_mesh(heads, slots), METHODS["quest"].example(24)
+  mesh, method = kvjax.make_mesh(heads, slots), kvjax.settings.example(METHODS["quest"], 24)
   decoder = model(heads, slots)
   caches = decoder.init_caches(method, 2, 128)
   parts = [x.addressable_shards[-1].data.nbytes for x in jax.tree.leaves(caches)]

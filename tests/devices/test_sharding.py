@@ -139,7 +139,7 @@ def ran(method, heads=0, slots=1):
 
 def check(name, mesh):
   """What one device gives; no collective moves a cache, and the caches are updated in place."""
-  method = METHODS[name].example(BUDGET)
+  method = kvjax.settings.example(METHODS[name], BUDGET)
   if GPU and isinstance(method, kvjax.Streamed):  # its store is one device's
     with pytest.raises(NotImplementedError, match="stores are not split over devices"):
       ran(method, *mesh)
@@ -215,7 +215,7 @@ def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
-SPREAD = [name for name in METHODS if METHODS[name].example(BUDGET).spreads]
+SPREAD = [name for name in METHODS if kvjax.settings.example(METHODS[name], BUDGET).traits.spreads]
 
 
 @pytest.mark.core(1)
@@ -230,7 +230,7 @@ def test_context_parallel_equals_one_device(name, mesh):
 @pytest.mark.parametrize("name", ["full", "quest", "psaw"])
 def test_sharded_prompts_in_chunks(name, mesh):
   """The first chunk is attended to by heads, the later ones by slots."""
-  method = METHODS[name].example(BUDGET)
+  method = kvjax.settings.example(METHODS[name], BUDGET)
 
   def read(decoder):
     caches = decoder.init_caches(method, 2, CAPACITY)
@@ -261,7 +261,7 @@ def test_sharded_prompts_may_fill_the_capacity(mesh):
 def test_prompts_in_sixteen_bits(name, mesh):
   """By cuDNN, whole or in pieces, and by our kernels: as far from one device as rounding goes."""
   one = Transformer(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-  method = METHODS[name].example(BUDGET)
+  method = kvjax.settings.example(METHODS[name], BUDGET)
 
   def read(decoder):
     caches = decoder.init_caches(method, 2, CAPACITY)
@@ -291,7 +291,7 @@ def test_the_readme_claims_what_methods_say():
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SPREAD])
 def test_what_cannot_be_spread_says_so(name):
   with pytest.raises(NotImplementedError, match=r"slots split over devices for .* heads only"):
-    model(1, 2).init_caches(METHODS[name].example(BUDGET), 2, CAPACITY)
+    model(1, 2).init_caches(kvjax.settings.example(METHODS[name], BUDGET), 2, CAPACITY)
 
 
 def test_a_step_has_the_collectives_of_the_design():
@@ -377,7 +377,7 @@ def test_slots_that_do_not_split_evenly():
 
 @pytest.mark.slow
 def test_reports_are_of_all_heads():
-  method = METHODS["quest"].example(BUDGET)
+  method = kvjax.settings.example(METHODS["quest"], BUDGET)
 
   def reports(decoder, caches):
     _, caches = decoder.prefill(

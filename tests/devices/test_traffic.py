@@ -35,7 +35,7 @@ def visits(graph, method, leaves, caches, tokens):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_attended_to_is_what_a_step_visits(name):
   """Exactly, in every layer; where data decide, no more than is said."""
-  method = METHODS[name].usual(16)
+  method = kvjax.settings.usual(METHODS[name], 16)
   run = Run(method, capacity=LENGTH)
   run.prefill(np.full(2, LENGTH - 1, np.int32))
   visited = visits(run.graph, method, run.leaves, run.caches, TOKENS[:, LENGTH - 1])
@@ -51,7 +51,7 @@ def test_what_is_attended_to_is_what_a_step_visits(name):
 @pytest.mark.core(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_read_alike_and_longer_contexts_read_no_less(name):
-  method = METHODS[name].usual(256)
+  method = kvjax.settings.usual(METHODS[name], 256)
   once = sum(x.device for x in step_traffic(SPEC, method))
   twice = sum(x.device for x in step_traffic(dataclasses.replace(SPEC, batch=4), method))
   longer = sum(x.device for x in step_traffic(dataclasses.replace(SPEC, capacity=8192), method))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PSAW, Carry, Env, Rope
+from kvjax import CIS, PSAW, Cache, Carry, Env, Rope, sight
 from kvjax.kernels import top_k
 from kvjax.kernels.cis_anchors import anchors
 from kvjax.kernels.key_weights import key_logits
@@ -46,13 +46,13 @@ def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
     at, place = env[impl], cache.seen[:, None]
     turned = at.env.rope.rotate(q, place[..., None])
     entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, jnp.ones(2, bool))
-    plan, _ = method.plan(at, entered, turned, Carry())
+    plan, _ = method.plan(at, entered, turned, sight.visible(at, entered), Carry())
     out, cache, _, aux = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
     notes = [cache.heads[name] for name in ("queries", "anchor", "retrieved")]
     notes += [cache.rows["step"]]
     return cache, out, notes, (plan.table, plan.count), aux["retrieved"], aux["visited"]
 
-  cache, shared = method.init(spec, 3), 0
+  cache, shared = Cache.empty(method, spec, 3), 0
   for t in range(26):
     token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
     _, want, noted, table, *listed = step("reference", cache, *token)

@@ -17,6 +17,7 @@ from kvjax import (
   CIS,
   METHODS,
   PRR,
+  Cache,
   CacheSpec,
   Carry,
   Env,
@@ -26,6 +27,7 @@ from kvjax import (
   Rope,
   SnapKV,
   StreamingLLM,
+  settings,
 )
 
 SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)
@@ -33,15 +35,15 @@ SORTS = ("sort", "top_k", "approx_top_k")
 MOVES = ("gather", "scatter", "scatter-add")
 LOOPS = ("while", "scan")
 
-CASES = {name: cls.example(256) for name, cls in METHODS.items()} | {
-  "art over quest": ART(Quest.example(256), splits=1),
-  "art over snapkv": ART(SnapKV.example(256), splits=1),
-  "art over pyramidkv": ART(PyramidKV.example(256), splits=1),
+CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
+  "art over quest": ART(settings.example(Quest, 256), splits=1),
+  "art over snapkv": ART(settings.example(SnapKV, 256), splits=1),
+  "art over pyramidkv": ART(settings.example(PyramidKV, 256), splits=1),
   "art over streaming_llm": ART(StreamingLLM(256, rope="original"), splits=1),
   "streaming_llm, original": StreamingLLM(256, rope="original"),
   "art, certified": ART(certify=0.01),
-  "prr over infllm_v2": PRR(InfLLMv2.example(256), budget=1.25),
-  "prr, strict": PRR(Quest.example(256), budget=1.25, strict=True),
+  "prr over infllm_v2": PRR(settings.example(InfLLMv2, 256), budget=1.25),
+  "prr, strict": PRR(settings.example(Quest, 256), budget=1.25, strict=True),
   "cis per query head": CIS(k=64, per="query_head"),
 }
 
@@ -53,7 +55,7 @@ SORTING = {
 def decode_step(method, layer=7):
   """A step by kernels, and its abstract arguments."""
   at = method.at(Env(SPEC.layers, Rope(), impl="pallas"), layer)
-  cache = jax.eval_shape(functools.partial(method.init, SPEC, layer))
+  cache = jax.eval_shape(functools.partial(Cache.empty, method, SPEC, layer))
   of, heads = jax.ShapeDtypeStruct, (SPEC.batch, SPEC.kv_heads)
   q = of((*heads, SPEC.groups, SPEC.head_dim), SPEC.dtype)
   k = of((*heads, SPEC.head_dim), SPEC.dtype)

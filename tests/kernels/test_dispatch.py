@@ -35,6 +35,8 @@ from kvjax import (
   TopKOracle,
   Wrapper,
   dispatch,
+  entrance,
+  sight,
 )
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.testing.layer import Layer, Stream, softmax_average
@@ -110,27 +112,12 @@ def test_a_kernel_that_returns_no_logits_is_refused_to_who_reads_them():
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnWay(Full):
-  """Reads what it attends to by code of its own."""
-
-  def read(self, at, cache, plan):
-    return super().read(at, cache, plan)
-
-
-def test_a_kernel_never_walks_past_a_method_that_reads_its_own_way():
-  layer = Layer(OwnWay(), Stream.random(0), env=env("pallas"))
-  layer.prefill([5, 3])
-  with pytest.raises(
-    NotImplementedError, match=r"OwnWay fetches slots its own way \(read\); the 'pallas'"
-  ):
-    layer.decode([5, 3])
-
-
-@dataclasses.dataclass(frozen=True)
 class Narrowed(Wrapper):
   """Two first slots, and of the others, for each KV head, a range of its own."""
 
-  spreads = True
+  @property
+  def traits(self):
+    return super().traits.but(spreads=True)
 
   def span(self, at, cache, window):
     heads = 1 + jnp.arange(cache.pos.shape[1], dtype=jnp.int32)
@@ -146,7 +133,7 @@ NARROWED = {
   "pages": Quest(budget=12, page=4, dense_layers=0),
   "tokens": TopKOracle(budget=12),
   "shared": CIS(k=6, sinks=2, local=2),
-  "heads shared": HShare.example(16),
+  "heads shared": kvjax.settings.example(HShare, 16),
   "walk": ART(tile=4, patience=99, splits=1),
   "forecast": PRR(Quest(budget=12, page=4, dense_layers=0)),
 }
@@ -178,7 +165,7 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
   """As on one; against NumPy too."""
   mesh, stream = kvjax.make_mesh(slots=2), Stream.random(1, tokens=13)
   method, seen = Narrowed(Full()), jnp.array([12, 9])
-  cache = method.init(stream.spec(16), 0)
+  cache = kvjax.Cache.empty(method, stream.spec(16), 0)
   k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in (stream.k, stream.v))
   pos = jnp.where(jnp.arange(16) < seen[:, None], jnp.arange(16), -1)
   pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
@@ -187,7 +174,7 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
   at = method.at(kvjax.sharding.on_mesh(env("reference"), mesh), 0)
 
   def attended(cache, q):
-    return method.attend(at, cache, method.everything(at, cache), q).state.o
+    return method.attend(at, cache, sight.visible(at, cache), q).state.o
 
   q = stream.q[..., 0, :]
   out = jax.jit(kvjax.sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
@@ -203,7 +190,7 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
   outputs = []
   for impl in ("pallas", "reference"):
     layer = Layer(Full(), Stream.random(1), env=env(impl))
-    layer.cache = Full().init(dataclasses.replace(layer.spec, dtype=jnp.bfloat16), 1)
+    layer.cache = kvjax.Cache.empty(Full(), dataclasses.replace(layer.spec, dtype=jnp.bfloat16), 1)
     layer.prefill([20, 7])
     out, _ = layer.decode([20, 7])
     outputs.append(out)
@@ -214,7 +201,7 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
 def test_a_token_enters_split_slots_by_the_kernel():
   """Rows that end on either device, a full one and an idle one, as the reference enters them."""
   mesh, method = kvjax.make_mesh(slots=2), Full()
-  cache = method.init(CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
+  cache = kvjax.Cache.empty(method, CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
   seen = jnp.array([7, 8, 16, 3])
   live, specs = jnp.array([True, True, True, False]), kvjax.sharding.cache_specs(cache, method)
   q, k, v = (
@@ -224,7 +211,7 @@ def test_a_token_enters_split_slots_by_the_kernel():
 
   def entered(impl):
     at = method.at(kvjax.sharding.on_mesh(env(impl), mesh), 0)
-    enter = functools.partial(dispatch.enter_token, at)
+    enter = functools.partial(entrance.enter_token, at)
     alike = PartitionSpec()
     run = kvjax.sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
     return jax.jit(run)(cache.put(rows={"seen": seen, "used": seen}), q, k, v, live)
@@ -293,11 +280,11 @@ def implementation(
   at, names = method.at(env(impl), layer), []
 
   def trace(k, valid):
-    prompt = Prompt(valid, valid, method.active(at, tokens, valid), tokens, past)
+    prompt = Prompt.of(at, tokens, valid, valid, past)
     qpos = prompt.query_index()
     q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
-    window = method.window(at, qpos)
-    names.append(dispatch.prompt._prompt_implementation(at, {"k": k}, q, window, prompt)[0])
+    chunk = sight.of(at, qpos, prompt)
+    names.append(dispatch.prompt._prompt_implementation(at, {"k": k}, q, chunk)[0])
 
   k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
   jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Carry, Env, LongFlow, Rope
+from kvjax import Cache, CacheSpec, Carry, Env, LongFlow, Rope
 from kvjax.kernels.longflow import victim
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -120,7 +120,7 @@ def test_same_victims_as_the_reference_over_a_run(per):
 
     return jax.lax.scan(body, cache, jax.random.split(key, steps))
 
-  cache, (error, same, same_pos) = run(method.init(spec, 0), jax.random.key(0))
+  cache, (error, same, same_pos) = run(Cache.empty(method, spec, 0), jax.random.key(0))
   assert np.asarray(cache.used).tolist() == [budget] * 2
   assert int(cache.pos.min()) >= 0 and float(error.max()) < 1e-4
   assert np.asarray(same_pos).all()

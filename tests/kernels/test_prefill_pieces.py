@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ETF, PSAW, Env, Full, Prompt, StreamingLLM, dispatch
+from kvjax import ETF, PSAW, Env, Full, Prompt, StreamingLLM, dispatch, sight
 from kvjax.kernels import prefill_pieces
 from kvjax.kernels.prefill import prefill_attention
 from kvjax.kernels.prefill_pieces import Block, attend_in_pieces, plan
@@ -139,7 +139,7 @@ def test_windows_that_slide_are_left_to_the_kernel():
   qpos = jnp.arange(40, dtype=jnp.int32)[None]
   prompt = Prompt(jnp.array([40]), jnp.array([40]), None, 40, 0)
   q = jnp.zeros((1, 1, 1, 40, 16))
-  blocks, words = dispatch.prompt._pieces(at, staged, q, at.top.window(at, qpos), prompt)
+  blocks, words = dispatch.prompt._pieces(at, staged, q, sight.of(at, qpos, prompt))
   assert blocks == () and "too few queries" in words
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle, dispatch
+from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle, dispatch, sight
 from kvjax.kernels import key_weights as weights
 from kvjax.kernels.key_weights import key_logits, key_weights
 from kvjax.kernels.quest import page_bounds
@@ -47,7 +47,8 @@ def test_page_bounds(shape, group):
   at, cache, q = setting(Quest(64, group=group, dense_layers=0), shape, seen)
   a, b = (jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(cache.heads.values()))
   low, high = (f(a, b).astype(shape[-1]) for f in (jnp.minimum, jnp.maximum))
-  want = at.top.tile_scores(at, cache.put(heads={"key_min": low, "key_max": high}), q)
+  cache = cache.put(heads={"key_min": low, "key_max": high})
+  want = at.top.score(at, cache, q, sight.visible(at, cache))
   held = jnp.arange(low.shape[2]) * 16 < seen
   low, high = (jnp.where(held[:, None], x, jnp.nan).astype(x.dtype) for x in (low, high))
   run = jax.jit(functools.partial(page_bounds, unit=16, group=group))
@@ -62,7 +63,8 @@ def test_compressed_keys(shape):
   for seen in (shape[3], shape[3] // 2, 3):
     at, cache, q = setting(method, shape, seen)
     keys = jax.random.normal(jax.random.key(2), cache.heads["compressed"].shape, shape[-1])
-    want = method.tile_scores(at, cache.put(heads={"compressed": keys}), q)
+    held = cache.put(heads={"compressed": keys})
+    want = method.score(at, held, q, sight.visible(at, held))
     start, stop = bounds(cache)
     how = {"newest": 1, "stride": 4, "width": 8, "block": 16}
     run = functools.partial(key_weights, blocks=want.shape[2], programs=7, **how)
@@ -77,7 +79,7 @@ def test_token_weights(shape):
   at, cache, q = setting(TopKOracle(32), shape, shape[3] - 7)
   k = cache.slots["k"].at[0, 0, 5].set(jnp.nan)
   cache = cache.put(slots={"k": k})
-  want = dispatch.token_weights(at, cache, q)
+  want = dispatch.token_weights(at, cache, sight.visible(at, cache), q)
   run = functools.partial(key_weights, blocks=k.shape[2], log=True)
   start, stop = bounds(cache)
   active = jnp.ones(k.shape[:2], jnp.int32).at[0, 1].set(0)
@@ -92,7 +94,8 @@ def test_a_program_may_weigh_several_times(monkeypatch):
   assert weights._cut_blocks(2, 1000, 2) == (128, 3)
   k, (start, stop) = cache.slots["k"], bounds(cache)
   got = key_weights(q, k, start, stop, stop, blocks=1000, log=True, programs=2)
-  np.testing.assert_allclose(got, dispatch.token_weights(at, cache, q), atol=CLOSE["bfloat16"])
+  want = dispatch.token_weights(at, cache, sight.visible(at, cache), q)
+  np.testing.assert_allclose(got, want, atol=CLOSE["bfloat16"])
 
 
 @pytest.mark.slow
@@ -146,7 +149,7 @@ def test_summaries_of_the_newest_token(method, shape):
   at, cache, _ = setting(method, shape, 0)
   kernels = method.at(Env(4, Rope(), impl="pallas"), 3)
   held = {n: jax.random.normal(jax.random.key(3), x.shape, x.dtype) for n, x in cache.heads.items()}
-  want, got = (jax.jit(functools.partial(method.renew, where)) for where in (at, kernels))
+  want, got = (jax.jit(functools.partial(method._renewed, where)) for where in (at, kernels))
   for seen in (0, 1, 5, 8, 12, 16, 17, 80, shape[3] - 1, shape[3]):
     counted = {n: jnp.full(shape[0], seen, jnp.int32) for n in ("seen", "used")}
     now = cache.put(heads=held, rows=counted)

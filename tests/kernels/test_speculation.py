@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import PRR, InfLLMv2, Quest
+from kvjax import PRR, Cache, InfLLMv2, Quest
 from kvjax.kernels import config, speculation
 from kvjax.testing.layer import Stream
 
@@ -72,7 +72,7 @@ def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   assert method._ratio(8, 8192) == 0  # a larger batch than any
   assert PRR(Quest(512, 16))._ratio(1, 8192) == PRR(InfLLMv2())._ratio(1, 8192) == 0
   assert PRR(Quest(1024, 16), variant="S2")._ratio(1, 16384) == 1
-  heads = {n: method.init(Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
+  heads = {n: Cache.empty(method, Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
   assert heads[8192]["foreseen"].shape[-1] == 1 + 78  # ⌊1.25 · 63⌋ beside the newest
   assert "foreseen" not in heads[16384]
   speculation.measured.cache_clear()

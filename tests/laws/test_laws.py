@@ -6,7 +6,7 @@ import pytest
 
 from kvjax import METHODS, Carry, Env, Full, Quest
 from kvjax.testing import LAWS, Case, Layer, Stream
-from kvjax.testing.laws import BUDGET
+from kvjax.testing.cases import BUDGET
 from kvjax.testing.layer import driver
 
 # What decoders as shallow as these need for a method to do something, and why.

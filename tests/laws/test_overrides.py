@@ -5,6 +5,7 @@ it comes out as by the reference; or a kernel that would pass it by refuses as s
 traced, and says which move, and "auto" takes the reference.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -24,7 +25,9 @@ from kvjax import (
   METHODS,
   PRR,
   PSAW,
+  Active,
   Bounded,
+  Cache,
   Carry,
   Env,
   Full,
@@ -45,11 +48,14 @@ from kvjax import (
   Window,
   Wrapper,
   dispatch,
+  forms,
+  settings,
 )
 from kvjax.bounded import InTurn
 from kvjax.leaves import NORM, Leaf
-from kvjax.testing.laws import Through, operations
+from kvjax.method import _twin
 from kvjax.testing.layer import Stream
+from kvjax.testing.traced_laws import Through, operations
 from tests.kernels.test_decode_ops import CASES as STEPS
 from tests.kernels.test_decode_ops import decode_step
 from tests.kernels.test_dispatch import implementation
@@ -144,11 +150,6 @@ def first_slot(self, at, cache, *_):
   return jnp.zeros(cache.pos.shape[:2], jnp.int32)
 
 
-def first_slot_once_full(self, at, cache, live):
-  slot = super(type(self), self).landing(at, cache, live)
-  return jnp.where((cache.used == cache.size)[:, None], 0, slot)
-
-
 def changed(*names, **how):
   """Some arrays of the cache described otherwise."""
 
@@ -163,14 +164,14 @@ def sevens(new):
   return jnp.full(new["pos"].shape, 7.0)
 
 
-def even_tiles(self, at, cache, *_):
+def even_tiles(self, at, cache, q, visible, carry):
   """Every other tile of two slots, the newest one among them."""
   stop = cache.used[:, None]
   last = (stop - 1) // 2
   table = last[..., None] - 2 * jnp.arange(5, dtype=jnp.int32)
   count = (table >= 0).sum(-1, dtype=jnp.int32)
   table, count = (jnp.broadcast_to(x, (*cache.pos.shape[:2], *x.shape[2:])) for x in (table, count))
-  return Plan(Span(jnp.zeros_like(stop), stop), jnp.where(table >= 0, table, -1), count, unit=2)
+  return visible.listed(jnp.where(table >= 0, table, -1), count, unit=2), carry
 
 
 def oldest_first(self, at, cache):
@@ -206,23 +207,18 @@ def twice_v(self, at, cache, k, v, live):
   return super(type(self), self).insert(at, cache, k, 2 * v, live)
 
 
-def twice_read(self, at, cache, plan):
-  view = super(type(self), self).read(at, cache, plan)
-  return dataclasses.replace(view, v=2 * view.v)
-
-
 def twice_attended(attended):
   state = dataclasses.replace(attended.state, o=2 * attended.state.o)
   return dataclasses.replace(attended, state=state, out=None)
 
 
-def by_first_channel(self, at, cache, q):
+def by_first_channel(self, at, cache, q, visible):
   """Scores that no summary knows."""
   pages = cache.slots["k"][..., 0].reshape(*cache.pos.shape[:2], -1, 2)
   return jnp.where(pages == 0, -9.0, pages).max(-1)
 
 
-def by_second_channel(self, at, cache, q):
+def by_second_channel(self, at, cache, q, visible):
   return cache.slots["k"][..., 1]
 
 
@@ -240,11 +236,24 @@ def with_leaf(name, leaf):
 TOP = with_leaf("top", Leaf("rows"))
 
 
-def begun(self, spec, layer):
-  """A cache that holds a token of its own."""
-  cache = Method.init(self, spec, layer)
+@property
+def reads_logits(self):
+  return super(type(self), self).traits.but(wants_logits=True)
+
+
+@property
+def projecting(self):
+  return super(type(self), self).traits.but(projects_all=True)
+
+
+def begun(self, spec):
+  """Caches that hold a token of their own."""
+  return tuple(_begun(cache) for cache in Method.init_caches(self, spec))
+
+
+def _begun(cache):
   first = {name: cache.slots[name].at[:, :, 0].set(1) for name in ("k", "v")}
-  one = jnp.ones(spec.batch, jnp.int32)
+  one = jnp.ones_like(cache.seen)
   pos = cache.pos.at[:, :, 0].set(0)
   return cache.put(slots={**first, "pos": pos}, rows={"seen": one, "used": one})
 
@@ -262,15 +271,17 @@ def one_before(self, at, cache, new, q, prompt, carry):
 
 
 def last_two(self, at, tokens, total):
-  return total[:, None] - 2 + jnp.arange(2, dtype=jnp.int32)
+  return Active(total[:, None] - 2 + jnp.arange(2, dtype=jnp.int32))
 
 
 def backwards(self, at, staged, *_):
   return -staged["pos"].astype(jnp.float32), staged
 
 
-def least(self, at, cache, scores, ratio=1.0):
-  return super(type(self), self).select(at, cache, -scores, ratio)
+@property
+def wider_tiles(self):
+  tiles = super(type(self), self).tiles
+  return dataclasses.replace(tiles, unit=4, first=1, newest=2, best=3, dense_below=4)
 
 
 def more_summaries(self, spec):
@@ -286,7 +297,6 @@ def hidden(move):
 
 
 HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2, splits=1)
-NO_WAY = "Own fetches slots its own way .read.; the 'pallas' kernel walks the cache's own arrays"
 TABLE = [
   case("window", Full(), narrow_window, prompt=PROMPT),
   case("window", QUEST, narrow_window, slow=True),
@@ -313,96 +323,50 @@ TABLE = [
     *("victim", StreamingLLM(6, 1, "original"), first_slot, hidden("victim")),
     slow=True,
   ),
-  case("landing", SnapKV(6, 2), first_slot_once_full),
   case("leaves", Full(), with_leaf("norm", NORM)),
   case("leaves", LongFlow(6, 2), changed("norm", new=sevens), slow=True),
   case("leaves", METHODS["h2o"](6), changed("mass", new=sevens), prompt=PROMPT, slow=True),
   case("leaves", SnapKV(6, 2), changed("score", new=sevens, standing=False)),
   case("insert", Full(), twice_v),
-  case("score", TopKOracle(4), by_second_channel),
-  case("score", QUEST, by_first_channel, slow=True),
-  case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
-  case("select", QUEST, even_tiles),
-  case("select", QUEST, least, over=forecast, prompt=PROMPT, slow=True),
-  case("everything", Full(), even_tiles),
-  case("plan", Full(), lambda self, at, cache, q, carry: (even_tiles(self, at, cache), carry)),
+  case("plan", Full(), even_tiles),
+  case("plan", QUEST, even_tiles, slow=True),
   case("order", Full(), oldest_first, over=HALT),
-  case("read", Full(), twice_read, f"attend_span: {NO_WAY}"),
-  case("read", QUEST, twice_read, f"attend_table: {NO_WAY}", slow=True),
-  case("read", Full(), twice_read, f"art: {NO_WAY.replace('Own', 'ART')}", over=HALT, slow=True),
   case("attend", Full(), doubled("attend", twice_attended)),
   case("attend", TopKOracle(4), of_first_entry, slow=True),
   case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
-  case("wants_logits", Full(), True, observe=top_logit, leaves=TOP, slow=True),
+  case("traits", Full(), reads_logits, observe=top_logit, leaves=TOP, slow=True),
   case(
-    *("wants_logits", QUEST, True),
+    *("traits", QUEST, reads_logits),
     "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none",
     observe=top_logit,
     leaves=TOP,
   ),
   case("capacity", Full(), lambda self, spec, layer: 8),
-  case("init", Full(), begun),
-  case("active", Full(), last_two, prompt=PROMPT, projects_all=True),
+  case("init_caches", Full(), begun),
+  case("active", Full(), last_two, prompt=PROMPT, traits=projecting),
   case("fill", Full(), doubled("fill", lambda x: (x[0], 2 * x[1], x[2])), prompt=PROMPT),
   case("stage", Full(), one_before, prompt=PROMPT),
   case("rank", Random(6, recent=2), backwards, prompt=PROMPT),
   case("keep", Full(), doubled("keep", of_cache("v")), prompt=PROMPT),
   case("settle", Full(), doubled("settle", of_cache("v")), prompt=PROMPT),
-  case("enter", Full(), doubled("enter", of_first(lambda q: 2 * q)), prompt=PROMPT),
   case("attend_prompt", Full(), doubled("attend_prompt", twice_attended), prompt=PROMPT),
   case("prefill", Full(), doubled("prefill", of_first(lambda out: 2 * out)), prompt=PROMPT),
   case("decode_step", Full(), doubled("decode_step", of_first(lambda out: 2 * out))),
-  # of those that go round their slots
-  case("always", SnapKV(6, 2), 2, slow=True),
-  case("always", StreamingLLM(6, 1, "original"), 2, hidden("always"), slow=True),
-  case(
-    "staying",
-    SnapKV(6, 2),
-    lambda self, cache: 0 * cache.pos[:, :, 0] + 1,
-    prompt=PROMPT,
-    slow=True,
-  ),
   # of those that select
-  case("unit", QUEST, 4, slow=True),
-  case("forced", QUEST, (1, 2), slow=True),
-  case("best", QUEST, 3, slow=True),
-  case("dense_below", QUEST, 100, slow=True),
+  case("tiles", QUEST, wider_tiles, slow=True),
   case("summaries", QUEST, more_summaries, slow=True),
   case("summarise", QUEST, lambda self, cache, start, tokens: cache, slow=True),
   case("summarise", BLOCKS, lambda self, cache, start, tokens: cache, slow=True),
-  case("renew", QUEST, lambda self, at, cache: cache, slow=True),
-  case("tile_scores", QUEST, by_first_channel),
-  case("tile_scores", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
-  case("tile_scores", BLOCKS, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+  case("score", TopKOracle(4), by_second_channel, slow=True),
+  case("score", QUEST, by_first_channel),
+  case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
+  case("score", BLOCKS, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
 ]
 
 # What no implementation can pass by, and why.
-ASKED_BEFORE = "asked on the host, before anything is traced"
-CLAIM = "a claim about the other moves, by which copies or transfers are spared: no result has it"
 PLAIN = {
   "at": "where drivers run",
-  "form": "a question about the method itself",
-  "overrides": "as form",
-  "knows": "as form",
-  "example": "a constructor",
-  "usual": "a constructor",
-  "neutral": "a constructor",
-  "repo": "a constructor",
-  "init_caches": "calls init, layer by layer",
-  "pieces": ASKED_BEFORE,
-  "room": ASKED_BEFORE,
-  "by_layer": ASKED_BEFORE,
-  "chunkable": ASKED_BEFORE,
-  "order_independent": "a promise that laws put to the test",
-  "dense_prefill": ASKED_BEFORE,
-  "spreads": ASKED_BEFORE,
-  "projects_all": "the decoder asks, and hands `fill` what it says",
-  "positional": "what the slots of a cache are, which its other moves follow",
-  "ordered": CLAIM,
-  "scans": "how many bytes a step is said to move; nothing is computed by it",
-  "apart": "how cuDNN's pieces are cut; it counts only if it knows `active`: see below",
   "conclude": "the decoder calls it behind all layers; no kernel takes its place",
-  "positive": "how diagnostics weigh scores",
 }
 
 
@@ -430,7 +394,7 @@ def program(method, impl, prompt, steps):
   at, cut, valid = method.at(Env(LAYERS, impl=impl, tile=4), LAYER), max(prompt), jnp.array(prompt)
 
   def run():
-    cache, outs = method.init(STREAM.spec(CAPACITY, LAYERS), LAYER), []
+    cache, outs = method.init_caches(STREAM.spec(CAPACITY, LAYERS))[LAYER], []
     if cut:
       told = Prompt.of(at, cut, valid, valid, 0)
       index = told.query_index()
@@ -504,19 +468,61 @@ def test_pieces_of_a_prompt_follow_an_override_of_active():
 # ---- names
 
 
+def test_names_of_before_say_what_is_expected_now():
+  """All of them, where they are defined in a method of one's own."""
+  for name, now in forms.MOVED.items():
+    with pytest.raises(TypeError, match=rf"^Own\.{name}: .* expected {now} \(MOVING\.md\)"):
+      type("Own", (Full,), {name: lambda self: None})
+
+
+def test_constructors_of_before_say_where_they_are_now():
+  for name in forms.SETTINGS:
+    with pytest.raises(TypeError, match=rf"^Own\.{name}: .*register\(Own, {name}=...\) beside"):
+      type("Own", (Full,), {name: classmethod(lambda cls, budget: cls())})
+
+
 @pytest.mark.parametrize(
   ("base", "own", "message"),
   [
     (Full, {"windw": narrow_window}, r"Own\.windw: .* no move \(is window meant\?\), .*of Full"),
-    (Bounded, {"positonal": True}, r"Own\.positonal: .*\(is positional meant\?\)"),
-    (Wrapper, {"landding": property(len)}, r"Own\.landding: .*\(is landing meant\?\)"),
-    (Selective, {"tile_score": least}, r"Own\.tile_score: .*\(is tile_scores meant\?\)"),
+    (Bounded, {"traist": True}, r"Own\.traist: .*\(is traits meant\?\)"),
+    (Wrapper, {"victm": property(len)}, r"Own\.victm: .*\(is victim meant\?\)"),
+    (Selective, {"scor": by_first_channel}, r"Own\.scor: .*\(is score meant\?\)"),
     (Full, {"zzz": staticmethod(len)}, r"Own\.zzz: .* no move, expected a move of Full, or a name"),
   ],
 )
 def test_a_public_name_that_is_no_move_is_refused(base, own, message):
   with pytest.raises(TypeError, match=message):
     type("Own", (base,), own)
+
+
+@pytest.mark.parametrize(
+  ("base", "own", "message"),
+  [
+    (
+      Full,
+      "plan",
+      r"Own\.plan: found parameters \(self, at, cache\) \(too many .*, visible, carry",
+    ),
+    (Selective, "score", r"Own\.score: .*, expected those of score\(self, at, cache, q, visible\)"),
+    (Wrapper, "victim", None),
+  ],
+)
+def test_a_move_of_other_parameters_is_refused(base, own, message):
+  """As those of before 0.3, which were not handed the plan of all visible slots."""
+  with pytest.raises(TypeError, match=message) if message else contextlib.nullcontext():
+    type("Own", (base,), {own: lambda self, at, cache: None})
+
+
+def test_a_plan_that_forgets_what_queries_see_is_refused():
+  """It would attend to what the window hides."""
+
+  def anew(self, at, cache, q, visible, carry):
+    return Plan(visible.span), carry
+
+  own = type("Own", (Full,), {"plan": anew, "window": narrow_window})()
+  with pytest.raises(ValueError, match=r"Own\.plan: found a plan that forgets .* visible\.listed"):
+    jax.eval_shape(program(own, "reference", (0, 0), 10))
 
 
 def test_what_a_class_may_have_beside_moves():
@@ -566,18 +572,15 @@ class Driven(Full):
   def decode_step(self, at, *rest):
     return of_first(lambda out: 2 * out)(super().decode_step(at, *rest))
 
-  init = begun
-
-  def init_caches(self, spec):
-    return super().init_caches(spec)[:1]
+  init_caches = begun
 
 
 def test_an_empty_wrapper_is_driven_as_its_base():
   own, through = (results(method, "reference") for method in (Driven(), Through(Driven())))
   assert not differ(own, through) and differ(own, results(Full(), "reference"))
-  assert len(Through(Driven()).init_caches(STREAM.spec(8))) == 1
+  assert (Through(Driven()).init_caches(STREAM.spec(8))[0].seen == 1).all()
   shared = SharedPrefill((Full(), Random(6, recent=2)))
-  made, wrapped = (m.init(STREAM.spec(8), 0) for m in (shared, Through(shared)))
+  made, wrapped = (m.init_caches(STREAM.spec(8)) for m in (shared, Through(shared)))
   assert jax.tree.structure(made) == jax.tree.structure(wrapped)
 
 
@@ -585,7 +588,7 @@ def test_an_empty_wrapper_is_driven_as_its_base():
   ("move", "form", "driver"),
   [
     ("window", narrow_window, "decode_step"),
-    ("capacity", lambda self, spec, layer: 4, "init"),
+    ("capacity", lambda self, spec, layer: 4, "init_caches"),
   ],
 )
 def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver):
@@ -596,11 +599,11 @@ def test_overrides_over_drivers_that_need_not_ask_are_refused(move, form, driver
     own(Driven())
 
 
-@pytest.mark.parametrize("move", ["window", "span", "read"])
+@pytest.mark.parametrize("move", ["window", "span"])
 @pytest.mark.parametrize("name", ["infllm", "ltri"])
 def test_what_a_streamed_method_sees_is_its_own(name, move):
   """An override that nothing would ask for is refused as soon as a step is traced."""
-  base = METHODS[name].example(16)
+  base = settings.example(METHODS[name], 16)
   own = type("Own", (Wrapper,), {move: lambda self, at, *rest: getattr(self.base, move)(at, *rest)})
   message = rf"Own\.{move}: found an override over {METHODS[name].__name__}, which attends"
   with pytest.raises(NotImplementedError, match=message):
@@ -619,8 +622,9 @@ def test_layers_that_are_alike_differ_under_an_override():
   own = type("Own", (Wrapper,), {"observe": asks})(base)
   for layer in (1, 2):
     at = own.at(Env(LAYERS, impl="reference", tile=4), layer)
-    assert base._twin(at).layer == Through(base)._twin(at).layer == 0
+    assert _twin(at.under(base)).layer == _twin(at.under(Through(base))).layer == 0
+    assert _twin(at) is None
     new = [taken(which, jnp.zeros((2, 1), jnp.int32))[..., 0, :] for which in "qkv"]
-    cache = own.init(STREAM.spec(CAPACITY, LAYERS), layer)
+    cache = Cache.empty(own, STREAM.spec(CAPACITY, LAYERS), layer)
     jax.eval_shape(functools.partial(own.decode_step, at), cache, *new, jnp.ones(2, bool), Carry())
   assert layers == [1, 2]

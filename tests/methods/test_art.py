@@ -1,5 +1,6 @@
 """ART against Algorithm 1 in plain NumPy float64: same stops, same outputs, in every order."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, H2O, Env, Full, LongFlow, Plan, Quest, SnapKV, Span, StreamingLLM
+from kvjax import ART, H2O, Env, Full, LongFlow, Quest, SnapKV, Span, StreamingLLM
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -249,13 +250,14 @@ def test_heads_of_all_shards_count():
 class Holes(Full):
   """Lists every other tile of four slots, and nothing between."""
 
-  def everything(self, at, cache):
+  def plan(self, at, cache, q, visible, carry):
     tile = jnp.arange(16, dtype=jnp.int32)
     shape = *cache.pos.shape[:2], 16
     table = jnp.broadcast_to(jnp.where(tile % 2 == 0, tile, -1), shape)
     count = jnp.broadcast_to(-(-cache.used[:, None] // 4), shape[:2])
     stop = cache.used[:, None]
-    return Plan(Span(jnp.zeros_like(stop), stop, 1), table, count, unit=4)
+    visible = dataclasses.replace(visible, span=Span(jnp.zeros_like(stop), stop, 1))
+    return visible.listed(table, count, unit=4), carry
 
 
 @pytest.mark.core(1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV
+from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV, sight
 from kvjax.mass_bound import unread_mass
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
@@ -30,7 +30,7 @@ def runner(method, impl="reference"):
     heads = {n: x.empty((B, K)) for n, x in method._pages.summaries(spec).items()}
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
-    attended = method.attend(at, cache, method.everything(at, cache), q)
+    attended = method.attend(at, cache, sight.visible(at, cache), q)
     return attended.state.o, attended.memo.tiles
 
   return run

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PSAW, Carry, Env, Linear, Rope
+from kvjax import CIS, PSAW, Carry, Env, Linear, Rope, sight
 from kvjax.dispatch.sharing import distinct
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
@@ -81,7 +81,7 @@ class Planned(Layer):
       rope, place = self.at.env.rope, cache.seen[:, None]
       q, k = rope.rotate(q, place[..., None]), rope.rotate(k, place)
       cache = self.method.insert(self.at, cache, k, v, jnp.ones(len(q), bool))
-      plan, _ = self.method.plan(self.at, cache, q, Carry())
+      plan, _ = self.method.plan(self.at, cache, q, sight.visible(self.at, cache), Carry())
       return plan.table, plan.count, plan.memo.retrieve
 
     self._plan = plan

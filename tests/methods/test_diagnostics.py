@@ -171,7 +171,7 @@ class Recording(kvjax.Full):
   """The full cache, reporting rotated queries and keys, and values, of a prompt."""
 
   def prefill(self, at, cache, q, k, v, prompt, carry):
-    q_rotated, _, new, _ = self.enter(at, cache, q, k, v, prompt, carry)
+    q_rotated, _, new, _ = kvjax.entrance.enter(at, cache, q, k, v, prompt, carry)
     out, cache, carry, _ = super().prefill(at, cache, q, k, v, prompt, carry)
     return out, cache, carry, {"q": q_rotated, "k": new["k"], "v": new["v"]}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import Attended, DoubleSparsity, State
+from kvjax import Attended, DoubleSparsity, State, settings, sight
 from kvjax.methods import double_sparsity
 from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
@@ -116,13 +116,13 @@ def test_only_tokens_with_a_label_are_scored():
   layer = Layer(method, stream, capacity=20)
   layer.prefill([12, 7])
   cache, q = layer.cache, jnp.asarray(stream.q[..., 12, :])
-  scores = np.asarray(method.tile_scores(layer.at, cache, q))
+  scores = np.asarray(method.score(layer.at, cache, q, sight.visible(layer.at, cache)))
   for b, seen in enumerate((12, 7)):
     assert ((scores[b] > 0) == (np.arange(20) < seen - 1)).all()
   changed = cache.put(slots={"k": cache.slots["k"] + 1.0})
   counted = jnp.array([True, False])
   attended = Attended(State(q, q[..., 0], q[..., 0]), None, None, cache.used, counted=counted)
-  plan = method.everything(layer.at, changed)
+  plan = sight.visible(layer.at, changed)
   after, _ = method.observe(layer.at, changed, q, plan, attended)
   np.testing.assert_array_equal(after.heads["labels"][1], cache.heads["labels"][1])
   assert (np.asarray(after.heads["labels"][0]) != np.asarray(cache.heads["labels"][0])).any()
@@ -150,7 +150,10 @@ def test_live_caches_are_labelled_anew():
 def test_channels_are_counted(head_dim, kept, authors):
   """As many of large heads as of small ones; the authors halve those of 128."""
   spec = Stream.random(0, head_dim=head_dim).spec(20)
-  for m, dense, count in ((DoubleSparsity(), 0, kept), (DoubleSparsity.repo(12), 2, authors)):
+  for m, dense, count in (
+    (DoubleSparsity(), 0, kept),
+    (settings.repo(DoubleSparsity, 12), 2, authors),
+  ):
     held = [cache.heads for cache in m.init_caches(spec)]
     assert all("labels" not in heads for heads in held[:dense])
     for heads in held[dense:]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ETF, H2O, Carry, Full, Prompt, Quest
+from kvjax import ETF, H2O, Carry, Full, Prompt, Quest, settings
 from kvjax.models.generate import join, prefill
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
@@ -29,8 +29,8 @@ def frozen(layer, i, total, sinks, psi, gamma=1.0, start=0.75, layers=CONFIG.lay
 
 
 def active(method, layer, tokens, total):
-  index = method.active(method.at(Run(method).model.env, layer), tokens, jnp.array(total))
-  return None if index is None else np.asarray(index)
+  found = method.active(method.at(Run(method).model.env, layer), tokens, jnp.array(total))
+  return None if found is None else np.asarray(found.index)
 
 
 def test_worked_example():
@@ -77,7 +77,7 @@ def test_frozen_tokens_keep_the_state_of_the_layer_below(kv):
     out = [decoder.embedding[...][TOKENS[:, :23]]]
     for i, layer in enumerate(decoder.layers):
       at, total = method.at(decoder.env, i), jnp.asarray(LENGTHS)
-      prompt = Prompt(total, total, method.active(at, 23, total), 23, 0)
+      prompt = Prompt.of(at, 23, total, total, 0)
       x, _, carry, _ = layer.prefill(at, out[-1], caches[i], prompt, carry)
       out.append(x)
     assert not carry.heads  # nothing is kept that no layer asks for
@@ -118,9 +118,9 @@ def test_projected_top_layer_changes_nothing():
 @pytest.mark.parametrize("neutral", [{"psi": 1.0}, {"gamma": 0.0}, {"start": 1.0}])
 def test_neutral_settings(neutral):
   method = ETF(**neutral)
-  assert method.chunkable and method.order_independent
+  assert method.traits.chunkable and method.traits.order_independent
   np.testing.assert_array_equal(Run(method).generate(STEPS), Run(Full()).generate(STEPS))
-  assert not ETF().chunkable and not ETF().order_independent
+  assert not ETF().traits.chunkable and not ETF().traits.order_independent
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_over_other_bases():
   out = Run(ETF(H2O(budget=99), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   want = Run(ETF(Full(), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   np.testing.assert_allclose(out, want, atol=CLOSE)
-  out = Run(ETF(Quest.neutral(CAPACITY), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
+  out = Run(ETF(settings.neutral(Quest, CAPACITY), sinks=2, psi=0.4, start=0.25)).generate(STEPS)
   np.testing.assert_allclose(out, want, atol=CLOSE)
 
 
@@ -190,7 +190,7 @@ class Freeze(Full):
 @pytest.mark.parametrize(
   ("args", "kwargs", "message"),
   [
-    ((ETF(),), {}, "ETF replaces active, apart, fill, and so does its base"),
+    ((ETF(),), {}, "ETF replaces active, fill, and so does its base"),
     ((Freeze(),), {}, "ETF replaces active, and so does its base"),
     ((), {"sinks": -1}, "sinks: found -1, expected 0 or more"),
     ((), {"psi": 0.0}, "psi: found 0.0, expected more than 0 and at most 1"),

@@ -68,7 +68,7 @@ def test_a_plan_fetches_what_it_lists():
   entries = np.broadcast_to(np.array([3, -1, 0, 1]), (2, 3, 4))
   count, span = jnp.full((2, 3), 3), layer.method.span(layer.at, layer.cache, None)
   plan = Plan(span, jnp.asarray(entries, jnp.int32), count, unit=4)
-  view = layer.method.read(layer.at, layer.cache, plan)
+  view = attention.read(layer.cache, plan)
   want = [12, -1, -1, -1, -1, -1, -1, -1, 0, 1, 2, 3, -1, -1, -1, -1]
   assert (np.asarray(view.pos) == want).all()
   assert (np.asarray(view.slot) == np.where(np.array(want) < 0, 13, want)).all()

@@ -45,7 +45,7 @@ def test_a_generation(m, lengths, impl):
   stream = Stream.random(1, tokens=60, head_dim=8)
   run = Stack(m, [stream], impl=impl)
   oracles = [InfOracle(stream, b, m) for b in range(2)]
-  pieces = [m.pieces(n) for n in lengths]
+  pieces = [m.traits.pieces(n) for n in lengths]
   for i in range(max(map(len, pieces))):
     count = [p[i] if i < len(p) else 0 for p in pieces]
     out = run.prefill(count, [o.n for o in oracles], m.chunk)[0]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import InfLLMv2, dispatch
+from kvjax import Cache, InfLLMv2, dispatch, settings
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import check, choose, keys, queries, softmax, tokens_of
 
@@ -54,11 +54,11 @@ def test_worked_example():
 
 def test_paper_preset():
   m = InfLLMv2()
-  assert (m.sinks, *m.forced, m.best, m.unit) == (1, 1, 32, 64, 64)
-  repo = InfLLMv2.repo(98 * 64)
-  assert (*repo.forced, repo.best) == (1, 33, 64)
+  assert (m.sinks, *m.tiles.forced, m.tiles.best, m.tiles.unit) == (1, 1, 32, 64, 64)
+  repo = settings.repo(InfLLMv2, 98 * 64)
+  assert (*repo.tiles.forced, repo.tiles.best) == (1, 33, 64)
   spec = Stream.random(0, head_dim=8).spec(16384, dtype=jnp.bfloat16)
-  compressed = m.init(spec, 0).heads["compressed"]
+  compressed = Cache.empty(m, spec, 0).heads["compressed"]
   assert compressed.shape == (2, 3, 1023, 8) and compressed.dtype == jnp.bfloat16
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import LongFlow, SnapKV
+from kvjax import LongFlow, SnapKV, settings
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -99,7 +99,9 @@ def test_huge_logits_stay_finite(scale):
 
 
 def test_repository_setting():
-  assert LongFlow.repo(100) == LongFlow(100, window_size=32, pool=5, reduce="avg", per="layer")
+  assert settings.repo(LongFlow, 100) == LongFlow(
+    100, window_size=32, pool=5, reduce="avg", per="layer"
+  )
 
 
 def test_protected_tokens_stay():

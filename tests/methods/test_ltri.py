@@ -140,7 +140,7 @@ def test_a_generation(name, impl):
   streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(3)]
   run = Stack(m, streams, capacity=80, impl=impl)
   oracles = [[LtriOracle(s, b, m, i) for i, s in enumerate(streams)] for b in range(2)]
-  pieces = [m.pieces(n) for n in lengths]
+  pieces = [m.traits.pieces(n) for n in lengths]
   assert pieces[0] == [12, 12, 12, 9, 5]
   retrieved = set()
   for i in range(max(map(len, pieces))):

@@ -13,6 +13,7 @@ CHOOSING |= {"KERNELS", "UNRUN", "unlowered"}
 METHODS = sorted(house.CODE.glob("methods/*.py"))
 FAMILIES = [p for p in sorted(house.CODE.glob("*.py")) if house.room_of(p.stem) == "families"]
 OPERATIONS = sorted(house.CODE.glob("dispatch/*.py"))
+PLAIN = [p for room in ("ops", "kernels") for p in sorted((house.CODE / room).glob("*.py"))]
 
 
 def chosen(source: str) -> list[str]:
@@ -64,10 +65,35 @@ def test_what_an_implementation_cannot_do_is_asked_beforehand(path: pathlib.Path
   assert caught(path.read_text("utf-8")) == []
 
 
+def asked(source: str) -> list[str]:
+  """What a file asks of the outermost method: a call-back."""
+  return [
+    ast.unparse(node)
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.Attribute)
+    and node.attr == "top"
+    and ast.unparse(node.value).split(".")[-1] in ("at", "alone", "site")
+  ]
+
+
+@pytest.mark.parametrize(
+  "path", OPERATIONS + PLAIN, ids=lambda path: f"{path.parent.stem}-{path.stem}"
+)
+def test_no_operation_asks_the_method(path: pathlib.Path):
+  """Operations take arrays and flags; what queries see is in the plan (`kvjax.sight`)."""
+  assert asked(path.read_text("utf-8")) == []
+
+
+def test_a_question_is_found():
+  source = "x = at.top.window(at, q), self.at.top, walk.top, at.env\nf = alone.top"
+  assert sorted(asked(source)) == ["alone.top", "at.top", "self.at.top"]
+
+
 def test_all_are_looked_at():
   assert {"cis", "art", "prr", "quest"} < {path.stem for path in METHODS}
   assert {"selective", "streamed", "bounded"} < {path.stem for path in FAMILIES}
   assert {"sharing", "walk", "selection"} < {path.stem for path in OPERATIONS}
+  assert {"attention", "top_k"} < {path.stem for path in PLAIN}
 
 
 BEGINNING = "from kvjax import dispatch\n"

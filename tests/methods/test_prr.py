@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvjax import (
   ART,
   PRR,
+  Cache,
   Carry,
   Env,
   HShare,
@@ -25,10 +26,10 @@ from kvjax import (
   TopKOracle,
   foresight,
 )
-from kvjax.methods import prr
 from kvjax.methods.prr import Speculation
 from kvjax.ops import smoothing
 from kvjax.ops.smoothing import Smoothed
+from kvjax.predictor import LEAST
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
 
@@ -43,7 +44,7 @@ GRID = list(
 
 def scores_of(base, stream, b, h, t):
   """A score for every tile that holds one of the tokens 0 … t."""
-  count = t // base.unit + 1
+  count = t // base.tiles.unit + 1
   heads = queries(stream, b, h, t)
   if isinstance(base, TopKOracle):
     x = keys(stream, b, h, range(t + 1)) @ heads.T / np.sqrt(heads.shape[1])
@@ -95,8 +96,8 @@ class Row:
   def __init__(self, method, stream, b):
     self.method, self.base, self.stream, self.b = method, method.base, stream, b
     self.heads = stream.k.shape[1]
-    self.wide = int(method.budget * self.base.best + 1e-9) if method.variant == "S3" else None
-    self.wide = self.base.best if self.wide is None else self.wide
+    self.wide = int(method.budget * self.base.tiles.best + 1e-9) if method.variant == "S3" else None
+    self.wide = self.base.tiles.best if self.wide is None else self.wide
     factors = (method.alpha, method.beta, method.gamma)
     self.factors = factors if method.variant == "S3" else (1.0, 0.0, 0.0)
     self.past = []  # (t, scores of every head)
@@ -106,7 +107,7 @@ class Row:
     return [scores_of(self.base, self.stream, self.b, h, t) for h in range(self.heads)]
 
   def choose(self, scores, k):
-    sinks, local = self.base.forced
+    sinks, local = self.base.tiles.forced
     return choose(scores, sinks, local, k)
 
   def fixed(self, count):
@@ -117,7 +118,7 @@ class Row:
     made = [Predictor(*factors, self.method.predictor) for _ in range(self.heads)]
     for t, scores in self.past:
       for p, s in zip(made, scores, strict=True):
-        p.update(s, t // self.base.unit)
+        p.update(s, t // self.base.tiles.unit)
     return made
 
   def prompt(self, start, stop):
@@ -127,7 +128,7 @@ class Row:
     searches = self.method.calibrate and self.method.variant == "S3"
     rates = self.calibration(new) if searches else None
     self.past += new
-    self.selected = [set(self.choose(s, self.base.best)) for s in new[-1][1]]
+    self.selected = [set(self.choose(s, self.base.tiles.best)) for s in new[-1][1]]
     return rates
 
   def calibration(self, new):
@@ -136,34 +137,38 @@ class Row:
       made, total, tokens = self.predictors(factors), 0.0, 0
       begun = bool(self.past)
       for t, scores in new:
-        count = t // self.base.unit + 1
+        count = t // self.base.tiles.unit + 1
         fixed = self.fixed(count)
         counted = (new[-1][0] - t) % self.method.every == 0
-        if begun and counted and count - len(fixed) > self.base.best:
+        if begun and counted and count - len(fixed) > self.base.tiles.best:
           tokens += 1
           for p, s in zip(made, scores, strict=True):
-            true = set(self.choose(s, self.base.best)) - fixed
+            true = set(self.choose(s, self.base.tiles.best)) - fixed
             guess = set(self.choose(p.forecast(count), self.wide))
             total += self.rate(s, true, guess)
         for p, s in zip(made, scores, strict=True):
-          p.update(s, t // self.base.unit)
+          p.update(s, t // self.base.tiles.unit)
         begun = True
       rates[factors] = total / max(tokens, 1) / self.heads
-    return rates if tokens >= prr.LEAST else None
+    return rates if tokens >= LEAST else None
 
   def rate(self, s, true, guess):
     """Score-weighted hit rate of a guess, of tiles chosen by score."""
-    top = 0 if self.base.positive else max(s[j] for j in true)
-    w = {j: s[j] if self.base.positive else np.exp(s[j] - top) for j in true}
+    top = 0 if self.base.tiles.positive else max(s[j] for j in true)
+    w = {j: s[j] if self.base.tiles.positive else np.exp(s[j] - top) for j in true}
     total = sum(w.values())
     return sum(w[j] for j in true & guess) / total if total > 0 else 1.0
 
   def step(self, t):
     """For every head: what is foreseen and what is selected, in order, and the report."""
-    scores, count = self.scores(t), t // self.base.unit + 1
-    made, fixed, found = self.predictors(self.factors), self.fixed(t // self.base.unit + 1), []
+    scores, count = self.scores(t), t // self.base.tiles.unit + 1
+    made, fixed, found = (
+      self.predictors(self.factors),
+      self.fixed(t // self.base.tiles.unit + 1),
+      [],
+    )
     for h, (p, s) in enumerate(zip(made, scores, strict=True)):
-      guess, true = self.choose(p.forecast(count), self.wide), self.choose(s, self.base.best)
+      guess, true = self.choose(p.forecast(count), self.wide), self.choose(s, self.base.tiles.best)
       chosen = set(true) - fixed
       share = len(chosen & set(guess)) / len(chosen) if chosen else 1.0
       again = self.selected[h] if self.selected else set()
@@ -190,7 +195,7 @@ def check_steps(run, rows, at, steps):
     out, aux = run.decode(now)
     for b, row in enumerate(rows):
       for h, (guess, true, report) in enumerate(row.step(now[b])):
-        unit = row.base.unit
+        unit = row.base.tiles.unit
         missed = [j for j in true if j not in guess]
         if method.variant == "S1" and missed:
           read = true
@@ -243,7 +248,7 @@ def test_worked_example():
 def test_the_first_stages_foresee_the_last_scores(variant):
   """They are the forecast of α = 1, β = γ = 0."""
   method = PRR(Quest(32, page=4), budget=2.0, variant=variant)
-  cache = method.init(Stream.random(0).spec(40), method.base.dense_layers)
+  cache = Cache.empty(method, Stream.random(0).spec(40), method.base.dense_layers)
   np.testing.assert_array_equal(cache.rows["factors"], [[1, 0, 0]] * 2)
 
 
@@ -347,7 +352,7 @@ def test_without_speculation_it_is_the_base():
     return step.lower(layer.cache, q, k, v, jnp.ones(2, bool), Carry()).as_text()
 
   assert program(layers[0]) == program(layers[1])
-  assert "level" not in PRR(QUEST, budget=2).init(stream.spec(40), 1).heads  # a dense layer
+  assert "level" not in Cache.empty(PRR(QUEST, budget=2), stream.spec(40), 1).heads  # a dense layer
 
 
 @functools.cache
@@ -425,7 +430,7 @@ def test_repair_of_any_split(order, sizes, strict, variant):
     ({"alpha": 1.5}, "PRR.alpha: found 1.5, expected 0 to 1"),
     ({"history": 0}, "PRR.history: found 0, expected 1 or more"),
     ({"every": 0}, "PRR.every: found 0, expected 1 or more"),
-    ({"base": HShare()}, "PRR replaces plan, and so does its base"),
+    ({"base": HShare()}, r"PRR.base: found HShare.*, expected a method that selects tiles"),
   ],
 )
 def test_bad_settings(kwargs, message):

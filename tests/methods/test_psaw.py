@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import PSAW, Env, Full, Quest, Random
+from kvjax import PSAW, Env, Full, Quest, Random, settings
 from kvjax.ops import depth
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
@@ -129,14 +129,14 @@ def test_over_other_bases():
   """All pages under the window give what Full under the window gives; few pages see still less."""
   narrow = {"sinks": 2, "phi": 0.4, "start": 0.5}
   want = Run(PSAW(Full(), **narrow)).generate(4)
-  out = Run(PSAW(Quest.neutral(CAPACITY), **narrow)).generate(4)
+  out = Run(PSAW(settings.neutral(Quest, CAPACITY), **narrow)).generate(4)
   np.testing.assert_allclose(out, want, atol=CLOSE)
-  assert np.abs(Run(PSAW(Quest.example(8), **narrow)).generate(4) - want).max() > 0.05
+  assert np.abs(Run(PSAW(settings.example(Quest, 8), **narrow)).generate(4) - want).max() > 0.05
 
 
 @pytest.mark.slow
 def test_neutral_over_another_base():
-  base = Quest.example(8)
+  base = settings.example(Quest, 8)
   np.testing.assert_allclose(
     Run(PSAW(base, phi=1.0)).generate(4), Run(base).generate(4), atol=CLOSE
   )

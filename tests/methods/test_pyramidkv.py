@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import Env, PyramidKV, SnapKV
+from kvjax import Env, PyramidKV, SnapKV, settings
 from kvjax.testing.layer import Layer, Stream, rotate
 
 
@@ -103,7 +103,7 @@ def test_a_layer_keeps_what_snapkv_would():
 
 
 def test_repository_setting():
-  assert PyramidKV.repo(100) == PyramidKV(100, window_size=8, pool=7, reduce="max")
+  assert settings.repo(PyramidKV, 100) == PyramidKV(100, window_size=8, pool=7, reduce="max")
 
 
 def test_bad_beta():

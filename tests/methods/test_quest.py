@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Quest
+from kvjax import Cache, Quest, settings, sight
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, check, choose, keys, queries, tokens_of
 
@@ -33,7 +33,8 @@ def test_worked_example():
   low, high = (jnp.asarray(x[None, None], jnp.float32) for x in (page.min(1), page.max(1)))
   layer = Layer(Quest(page=2), Stream.random(0, 1, 1, 1, 4, 2), capacity=4, layer=2)
   cache = layer.cache.put(heads={"key_min": low, "key_max": high})
-  found = layer.method.tile_scores(layer.at, cache, jnp.array([[[[2.0, -1.0]]]]))
+  visible = sight.visible(layer.at, cache)
+  found = layer.method.score(layer.at, cache, jnp.array([[[[2.0, -1.0]]]]), visible)
   # Page 0: max(2·0.5, 2·1) + max(−1·−2, −1·4) = 4; page 1: max(−6, 2) + max(−1, −1) = 1.
   np.testing.assert_allclose(found[0, 0] * np.sqrt(2), [4, 1], rtol=1e-6)
 
@@ -46,7 +47,9 @@ def test_the_bound_holds():
   layer.prefill([33, 21])
   newest = [32, 20]
   q = np.array([[queries(stream, b, h, t) for h in range(3)] for b, t in enumerate(newest)])
-  bounds = method.tile_scores(layer.at, layer.cache, jnp.asarray(q, jnp.float32))
+  bounds = method.score(
+    layer.at, layer.cache, jnp.asarray(q, jnp.float32), sight.visible(layer.at, layer.cache)
+  )
   for b, t in enumerate(newest):
     for h in range(3):
       exact = (keys(stream, b, h, range(t + 1)) @ q[b, h].T / 4).max(1)
@@ -81,17 +84,17 @@ def test_a_second_turn_and_idle_rows():
 
 
 def test_repo_preset():
-  assert Quest.repo(1024) == Quest(1024, group="max")
-  assert Quest.repo(16).best == 2  # three pages, one of them the newest
+  assert settings.repo(Quest, 1024) == Quest(1024, group="max")
+  assert settings.repo(Quest, 16).tiles.best == 2  # three pages, one of them the newest
 
 
 def test_bounds_are_stored_as_keys_are():
   """Extremes of bfloat16 keys are bfloat16 numbers: nothing is lost by storing them so."""
   spec = Stream.random(0).spec(40, dtype=jnp.bfloat16)
-  heads = Quest().init(spec, 2).heads
+  heads = Cache.empty(Quest(), spec, 2).heads
   assert {x.dtype for x in heads.values()} == {jnp.dtype(jnp.bfloat16)}
   assert heads["key_min"].shape == (2, 3, 3, 16)
-  assert not Quest().init(spec, 1).heads
+  assert not Cache.empty(Quest(), spec, 1).heads
 
 
 @pytest.mark.parametrize(

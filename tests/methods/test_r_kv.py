@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import RKV
+from kvjax import RKV, settings
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -141,7 +141,7 @@ def test_kept_sets_and_outputs_over_a_generation(method):
 
 
 def test_repository_setting():
-  assert RKV.repo(100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
+  assert settings.repo(RKV, 100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
 
 
 @pytest.mark.slow

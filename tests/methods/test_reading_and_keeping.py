@@ -16,6 +16,7 @@ from kvjax import (
   H2O,
   PRR,
   RKV,
+  Cache,
   Env,
   ExpectedAttention,
   InfLLMv2,
@@ -26,8 +27,9 @@ from kvjax import (
   SnapKV,
   StreamingLLM,
   TopKOracle,
+  settings,
 )
-from kvjax.testing.laws import LAWS, Case
+from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.selection import Watched, keys, queries
 
@@ -40,14 +42,16 @@ WALKED = 2e-6  # the same float32 products, summed tile by tile
 class OverSnapKV(Quest):
   """Under the laws: as many tokens are kept as the budget says, half of them are read."""
 
-  @classmethod
-  def example(cls, budget):
-    return cls(max(budget // 2, PAGE), PAGE, base=SnapKV(budget, 3), dense_layers=0)
 
-  @classmethod
-  def neutral(cls, length):
-    return cls(length + 2 * PAGE, PAGE, base=SnapKV.neutral(length))
+def _example(cls, budget):
+  return cls(max(budget // 2, PAGE), PAGE, base=SnapKV(budget, 3), dense_layers=0)
 
+
+def _neutral(cls, length):
+  return cls(length + 2 * PAGE, PAGE, base=settings.neutral(SnapKV, length))
+
+
+settings.register(OverSnapKV, example=_example, neutral=_neutral)
 
 CORE = ("neutral_setting_equals_full", "tight_setting_has_an_effect", "kept_positions")
 
@@ -126,7 +130,7 @@ def test_a_generation(base, impl):
 def test_bytes_are_those_of_what_is_kept():
   """Summaries are of the base's slots: 1,024 of 32K tokens are 64 pages, not 2,048."""
   spec = Stream.random(0, 1, 2, 2, 4, 64).spec(32768, dtype=jnp.bfloat16)
-  cache = Quest(256, base=SnapKV(1024)).init(spec, 2)
+  cache = Cache.empty(Quest(256, base=SnapKV(1024)), spec, 2)
   assert cache.slots["k"].shape == (1, 2, 1024, 64)
   assert cache.heads["key_min"].shape == (1, 2, 64, 64)
 

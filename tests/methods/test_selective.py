@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Quest, Span, TopKOracle, Window
+from kvjax import Cache, CacheSpec, Quest, Span, TopKOracle, Window, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import tiles
-from kvjax.selective import Selective
+from kvjax.selective import Selective, Tiles
 from kvjax.testing.layer import Layer, Stream
 from tests.compiled import compiled
 from tests.selection import Watched, choose
@@ -100,10 +100,9 @@ class FirstChannel(Selective):
   below: int = 0
   hides: int = 0
 
-  unit = property(lambda self: self.size)
-  best = property(lambda self: self.picks)
-  forced = property(lambda self: (self.sinks, 1))
-  dense_below = property(lambda self: self.below)
+  @property
+  def tiles(self):
+    return Tiles(self.size, self.picks, self.sinks, newest=1, dense_below=self.below)
 
   def window(self, at, qpos):
     return Window(0, jnp.full_like(qpos, self.hides)) if self.hides else None
@@ -119,7 +118,7 @@ class FirstChannel(Selective):
     ok = at * self.size < cache.used[:, None]
     return cache.put(heads={"sum": tiles.write(cache.heads["sum"], at, ok, new)})
 
-  def tile_scores(self, at, cache, q):
+  def score(self, at, cache, q, visible):
     return cache.heads["sum"]
 
 
@@ -168,8 +167,9 @@ def test_ratio_widens_what_is_scored():
   layer = Layer(method, stream, capacity=60)
   layer.prefill([50, 13])
   scores = layer.cache.heads["sum"]
-  select = compiled(functools.partial(method.select, layer.at))
-  plans = [select(layer.cache, scores, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
+  visible = sight.visible(layer.at, layer.cache)
+  select = compiled(functools.partial(method._select, layer.at))
+  plans = [select(layer.cache, scores, visible, ratio) for ratio in (1.0, 1.4, 1.5, 2.0)]
   counts = [np.asarray(plan.count)[:, 0].tolist() for plan in plans]
   assert counts == [[4, 4], [4, 4], [5, 4], [6, 4]]
   narrow, wide = (np.asarray(plan.table) for plan in (plans[0], plans[-1]))
@@ -188,7 +188,7 @@ def test_a_window_bounds_the_choice():
 
 def test_slots_of_a_window_that_are_not_occupied_are_not_its_keys():
   method, spec = Quest(16, page=4), CacheSpec(2, 12, 1, 1, 4, 4, jnp.float32)
-  cache = method.init(spec, 3).put(rows={"used": jnp.array([5, 8])})
+  cache = Cache.empty(method, spec, 3).put(rows={"used": jnp.array([5, 8])})
   window = jnp.array([[0, 1, 2], [0, 1, 2]])
   _, filled = tiles.keys(cache, window, width=4, stride=4)
   for b, used in enumerate((5, 8)):

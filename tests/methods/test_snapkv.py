@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import SnapKV
+from kvjax import SnapKV, settings
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -88,7 +88,7 @@ def test_a_second_turn_selects_anew():
 
 
 def test_repository_setting():
-  assert SnapKV.repo(100) == SnapKV(100, window_size=32, pool=7, reduce="max")
+  assert settings.repo(SnapKV, 100) == SnapKV(100, window_size=32, pool=7, reduce="max")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PRR, Carry, Env, Prompt, Quest, Span, Window, Wrapper
-from kvjax.testing.laws import LAWS, Case
+from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrapper, settings, sight
+from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
 from tests.kernels.test_dispatch import implementation
 from tests.selection import attend
@@ -30,14 +30,6 @@ class Apart(Wrapper):
   local: int = 5
   every: int = 2
 
-  @classmethod
-  def example(cls, budget):
-    return cls(sinks=1, local=max(1, budget // 2))
-
-  @classmethod
-  def neutral(cls, length):
-    return cls(local=length)
-
   def _retrieves(self, at, heads):
     return at.head_index(heads) % self.every == 0
 
@@ -45,6 +37,17 @@ class Apart(Wrapper):
     first = qpos[:, None] - self.local + 1
     retrieves = self._retrieves(at, HEADS)[:, None]
     return Window(self.sinks, jnp.where(retrieves, 0, first))
+
+
+def _example(cls, budget):
+  return cls(sinks=1, local=max(1, budget // 2))
+
+
+def _neutral(cls, length):
+  return cls(local=length)
+
+
+settings.register(Apart, example=_example, neutral=_neutral)
 
 
 HEADS = 3  # of the layers below; the laws' decoder has two
@@ -146,9 +149,9 @@ def test_obeys_the_laws(law):
 
 def test_a_span_for_each_head():
   method, at = Apart(), Apart().at(Env(4, impl="reference"), 0)
-  cache = method.init(Stream.random(0, tokens=20).spec(20), 0)
+  cache = Cache.empty(method, Stream.random(0, tokens=20).spec(20), 0)
   cache = cache.put(rows={"seen": jnp.array([12, 4]), "used": jnp.array([12, 4])})
-  span = method.everything(at, cache).span
+  span = sight.visible(at, cache).span
   assert isinstance(span, Span)
   np.testing.assert_array_equal(span.start, [[0, 7, 0], [0, -1, 0]])
   np.testing.assert_array_equal(span.stop, [[12] * 3, [4] * 3])
@@ -169,4 +172,6 @@ def test_cudnn_refuses():
   lengths = jnp.array([20, 11])
   prompt = Prompt(lengths, lengths, None, 20, 0)
   with pytest.raises(NotImplementedError, match="window in this layer that 'cudnn' cannot cut"):
-    jax.eval_shape(lambda: method.prefill(at, method.init(spec, 0), q, k, v, prompt, Carry())[0])
+    jax.eval_shape(
+      lambda: method.prefill(at, Cache.empty(method, spec, 0), q, k, v, prompt, Carry())[0]
+    )

@@ -15,13 +15,13 @@ from kvjax.testing.tiny import LENGTHS, TOKENS, Run, model
 # How many programs the layers of a prompt take: of four layers, all alike but where a method asks.
 PROGRAMS = {
   "snapkv": (kvjax.SnapKV(12, window_size=4), 1),
-  "pyramidkv": (kvjax.PyramidKV.example(12), None),  # by the sizes of its caches
+  "pyramidkv": (kvjax.settings.example(kvjax.PyramidKV, 12), None),  # by the sizes of its caches
   "quest": (kvjax.Quest(16, page=4), 2),  # two dense layers
   "random": (kvjax.Random(12), 4),  # the layer's number is in its seed
   "etf": (kvjax.ETF(start=0.25), 4),  # nothing, and three shares
-  "cpe": (kvjax.CPE.example(12), 2),
+  "cpe": (kvjax.settings.example(kvjax.CPE, 12), 2),
   "art over quest": (kvjax.ART(kvjax.Quest(16, page=4), splits=1), 2),
-  "ltri": (kvjax.Ltri.example(12), 1),
+  "ltri": (kvjax.settings.example(kvjax.Ltri, 12), 1),
 }
 
 

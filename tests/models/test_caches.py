@@ -21,7 +21,7 @@ from scripts.examples.tiny import byte_tokenizer
 
 BUDGET, CAPACITY = 16, 64
 METHODS = [
-  pytest.param(kvjax.METHODS[name].example(BUDGET), id=name)
+  pytest.param(kvjax.settings.example(kvjax.METHODS[name], BUDGET), id=name)
   for name in ("full", "streaming_llm", "random")
 ]
 
@@ -182,7 +182,7 @@ def test_a_turn_onto_live_caches(method):
   np.testing.assert_array_equal(own.tokens, out.tokens[:1])
   second, _ = prefill(model(), turn[:1], lengths[:1], alone, method)
   chex.assert_trees_all_close(second, after[:1], rtol=1e-4, atol=1e-4)
-  if method.order_independent:  # the conversation read at once
+  if method.traits.order_independent:  # the conversation read at once
     spoken = np.concatenate([TOKENS[:1, :23], own.tokens, turn[:1]], 1)
     fresh = method.init_caches(model().spec(1, CAPACITY))
     whole, _ = prefill(model(), spoken, [spoken.shape[1]], fresh, method)

@@ -227,7 +227,7 @@ def test_same_seed_same_text_other_seed_other_text():
 @pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_text_alone_or_in_a_batch(name):
   """Rows that keep their numbers draw the same text alone, and in a batch of another order."""
-  method = kvjax.METHODS[name].example(16)
+  method = kvjax.settings.example(kvjax.METHODS[name], 16)
   both = sample(method=method, numbers=[5, 3], top_p=0.95)
   assert (both[0] != both[1]).any()
   for row, number in enumerate((5, 3)):
@@ -435,8 +435,8 @@ class _Alike(kvjax.StreamingLLM):
   """A method that asks for decode steps of layer by layer."""
 
   @property
-  def by_layer(self):
-    return True
+  def traits(self):
+    return super().traits.but(by_layer=True)
 
 
 @pytest.mark.slow
@@ -589,7 +589,7 @@ def test_caches_of_another_model():
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_chunks_give_what_one_call_gives(name, chunk):
-  method, seen = kvjax.METHODS[name].example(16), []
+  method, seen = kvjax.settings.example(kvjax.METHODS[name], 16), []
   spec = model().spec(2, 48)
   whole, wanted = prefill(
     model(), TOKENS[:, :30], [30, 13], method.init_caches(spec), method, past=0
@@ -683,7 +683,7 @@ def test_pieces_are_calls_of_the_model():
   """Each row in its own pieces: as one call after another by hand, row by row."""
   method = kvjax.Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=3)
   lengths, seen = [30, 13], []
-  assert [method.pieces(n) for n in lengths] == [[8, 8, 8, 3, 3], [8, 2, 3]]
+  assert [method.traits.pieces(n) for n in lengths] == [[8, 8, 8, 3, 3], [8, 2, 3]]
   spec = model().spec(2, 40)
   logits, caches = prefill(
     model(),
@@ -700,7 +700,7 @@ def test_pieces_are_calls_of_the_model():
   assert every.shape == (2, 30, CONFIG.vocab)
   for row, n in enumerate(lengths):
     alone, start = method.init_caches(model().spec(1, 40)), 0
-    for count in method.pieces(n):
+    for count in method.traits.pieces(n):
       last, alone = model().prefill(
         jnp.asarray(TOKENS[row : row + 1, start : start + count]),
         jnp.array([count]),
@@ -721,7 +721,7 @@ def test_pieces_are_calls_of_the_model():
 def test_a_store_that_is_full():
   method = kvjax.InfLLM(2, 6, 4, 2, chunk=8, held=2)
   caches = method.init_caches(model().spec(2, 24))
-  room = method.room(caches[0])
+  room = kvjax.entrance.room(method, caches[0])
   assert 24 <= room < 36
   with pytest.raises(ValueError, match=rf"a prompt of 40 tokens.*found a capacity of {room}"):
     prefill(model(), TOKENS, [40, 3], caches, method)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from kvjax import H2O, TOVA, CacheSpec, Carry, Env, Full, Prompt, PyramidKV, SnapKV
+from kvjax import H2O, TOVA, Cache, CacheSpec, Carry, Env, Full, Prompt, PyramidKV, SnapKV
 
 
 def sizes(jaxpr):
@@ -42,7 +42,7 @@ def test_no_map_of_queries_and_slots(method, impl):
   at = method.at(Env(32, impl=impl), 1)
   of = jax.ShapeDtypeStruct
   kv = of((1, 8, tokens, 128), jnp.bfloat16)
-  cache = jax.eval_shape(lambda: method.init(spec, 1))
+  cache = jax.eval_shape(lambda: Cache.empty(method, spec, 1))
 
   def run(cache, q, k, v, valid):
     prompt = Prompt(valid, valid, None, tokens, 0)
@@ -54,5 +54,5 @@ def test_no_map_of_queries_and_slots(method, impl):
   assert max(sizes(traced.jaxpr)) <= max(q.size, blocks)
   held = sum(x.size for x in jax.tree.leaves(kept))
   assert held == sum(x.size for x in jax.tree.leaves(cache))
-  if not method.positional:  # what the layers above are computed beside
+  if not method.traits.positional:  # what the layers above are computed beside
     assert held < kv.size / 10

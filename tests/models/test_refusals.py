@@ -19,7 +19,7 @@ from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 
 FULL, WINDOW, EVICTS = kvjax.Full(), kvjax.StreamingLLM(16), kvjax.H2O(16)
-INFLLM = kvjax.InfLLM.example(16)
+INFLLM = kvjax.settings.example(kvjax.InfLLM, 16)
 SPEC = CacheSpec(2, 64, 2, 3, 16, 4, jnp.float32)
 
 
@@ -214,9 +214,9 @@ def test_what_is_no_method(tmp_path):
   ]
   for name, use in uses:
     for found, says in (
-      ("tova", r"the string 'tova', expected a method such as kvjax\.METHODS\['tova'\]\.usual"),
-      ("nope", r"the string 'nope', expected a method such as kvjax\.METHODS\['quest'\]"),
-      (kvjax.Quest, r"the class Quest, expected a method such as Quest\.usual\(1024\)"),
+      ("tova", r"the string 'tova', expected a method such as .*usual\(kvjax\.METHODS\['tova'\]"),
+      ("nope", r"the string 'nope', expected a method such as .*kvjax\.METHODS\['quest'\]"),
+      (kvjax.Quest, r"the class Quest, expected a method such as .*\(kvjax\.METHODS\['quest'\]"),
       (None, r"None, expected a method such as"),
     ):
       with pytest.raises(TypeError, match=f"{name}: found {says}"):
@@ -253,7 +253,7 @@ def test_environments():
 
 def traced(move, method, change, layer=1):
   """Traces a driver on arguments of which one is changed."""
-  cache = method.init(SPEC, layer)
+  cache = kvjax.Cache.empty(method, SPEC, layer)
   at = method.at(Env(4, impl="reference"), layer)
   q, k, live = jnp.zeros((2, 2, 3, 16)), jnp.zeros((2, 2, 16)), jnp.ones(2, bool)
   given = {"cache": cache, "q": q, "k": k, "v": k, "live": live}
@@ -305,8 +305,8 @@ class FlatVictim(kvjax.TOVA):
 
 @dataclasses.dataclass(frozen=True)
 class FlatScores(kvjax.TopKOracle):
-  def tile_scores(self, at, cache, q):
-    return super().tile_scores(at, cache, q)[:, 0]
+  def score(self, at, cache, q, visible):
+    return super().score(at, cache, q, visible)[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ class FlatScores(kvjax.TopKOracle):
     (
       FlatScores(8, 1, 1),
       "decode_step",
-      r"FlatScores: tile_scores: found shape \(2, 64\), expected \(2, 2, any\)",
+      r"FlatScores: score: found shape \(2, 64\), expected \(2, 2, any\)",
     ),
   ],
 )
@@ -342,7 +342,7 @@ def scanned(method, move="decode_step"):
       return carry, method.prefill(at, cache, q, k, k, prompt, Carry())[:2]
     return carry, method.decode_step(at, cache, q, k, k, live, Carry())[:2]
 
-  cache = method.init(SPEC, 1)
+  cache = kvjax.Cache.empty(method, SPEC, 1)
   stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), cache)
   jax.eval_shape(lambda: jax.lax.scan(body, 0, (jnp.arange(4), stacked)))
 
@@ -358,7 +358,7 @@ def scanned(method, move="decode_step"):
     (kvjax.CPE(k=8, sinks=1, local=2), "decode_step"),
     (kvjax.Quest(16, dense_layers=1), "decode_step"),
     (kvjax.ART(kvjax.PSAW(sinks=1)), "decode_step"),
-    (kvjax.Ltri.example(16), "decode_step"),
+    (kvjax.settings.example(kvjax.Ltri, 16), "decode_step"),
   ],
   ids=repr,
 )
@@ -447,9 +447,9 @@ def test_errors_of_parts_name_the_whole():
 
 def test_moves_that_are_missing_name_the_outermost_method():
   @dataclasses.dataclass(frozen=True)
-  class Scoring(kvjax.Method):
-    def score(self, at, cache, q):
-      return jnp.zeros((2, 2, 4))
+  class Unranked(kvjax.Bounded):
+    def victim(self, at, cache):
+      return jnp.zeros((2, 2), jnp.int32)
 
-  with pytest.raises(NotImplementedError, match=r"PSAW\(base=.*Scoring\(\).* does not select"):
-    traced("decode_step", kvjax.PSAW(Scoring()), lambda given: {})
+  with pytest.raises(NotImplementedError, match=r"ETF\(base=.*Unranked\(.* does not rank"):
+    traced("prefill", kvjax.ETF(Unranked(4)), lambda given: {})

@@ -200,7 +200,7 @@ class Frozen(kvjax.Full):
     if at.layer == 0:
       return None
     last = jnp.arange(tokens - 2, tokens + 1)  # the third entry is padding
-    return jnp.broadcast_to(last, (total.shape[0], 3))
+    return kvjax.Active(jnp.broadcast_to(last, (total.shape[0], 3)))
 
   def fill(self, at, k, v, prompt, carry):
     if prompt.index is None:

@@ -35,7 +35,7 @@ LLAMA = PRESETS["Llama-3.1-8B"]
 
 
 def expected(cell):
-  return step_time.expected(cell.moved(), cell.method.by_layer)
+  return step_time.expected(cell.moved(), cell.method.traits.by_layer)
 
 
 @pytest.mark.core(1)
@@ -63,7 +63,7 @@ def test_guesses_that_hit_cost_what_prr_takes_over_quest_on_real_text():
   lines = (RESULTS / "real" / "speed.jsonl").read_text().splitlines()
   us = {row["method"]: row["us"] for row in map(json.loads, lines)}
   prr, quest = (
-    step_bytes(PRESETS["Qwen2.5-1.5B"], kvjax.METHODS[name].usual(1024), 8, 8192)
+    step_bytes(PRESETS["Qwen2.5-1.5B"], kvjax.settings.usual(kvjax.METHODS[name], 1024), 8, 8192)
     for name in ("prr", "quest")
   )
   walks = sum(x.walks - 1 for x in prr.layers)

@@ -81,7 +81,7 @@ def test_a_row_says_all_there_is_to_know(loaded, finished):
   prompt = Reader(tokenizer).row(made)
   assert row["prompt_tokens"] == len(prompt.ids) <= LENGTH - made.max_new_tokens
   assert row["about"]["depth"] == pytest.approx(1 / 9)
-  assert row["settings"] == repr(kvjax.METHODS["snapkv"].example(64))
+  assert row["settings"] == repr(kvjax.settings.example(kvjax.METHODS["snapkv"], 64))
   assert row["score"] == TASKS["needle"].score(row["answer"], made)
   assert row["answer_tokens"] <= made.max_new_tokens
   assert row["seconds"]["decode"] > 0 and row["seconds"]["rows"] == 2
@@ -236,15 +236,12 @@ def test_a_method_that_refuses_is_left_out(loaded, tmp_path, monkeypatch, capsys
   """Its reason is told once, and the other methods run."""
 
   class Fussy(kvjax.Full):
-    @classmethod
-    def example(cls, budget):
-      return cls()
-
     def stage(self, at, cache, new, q, prompt, carry):
       if prompt.past != 0:
         raise NotImplementedError("no second turns")
       return super().stage(at, cache, new, q, prompt, carry)
 
+  kvjax.settings.register(Fussy, example=lambda cls, budget: cls())
   monkeypatch.setitem(kvjax.METHODS, "fussy", Fussy)
   rows = run(
     loaded, tmp_path, "--modes", "aware", "agnostic", tasks=("needle",), methods=("fussy",)

@@ -50,7 +50,7 @@ def changed(data, whole):
 @given(data=st.data())
 def test_methods(name, data):
   """A method of bad values is refused at once; one that is made can be hashed and makes caches."""
-  example = METHODS[name].example(24)
+  example = kvjax.settings.example(METHODS[name], 24)
   values = changed(data, example)
   try:
     method = dataclasses.replace(example, **values)
@@ -93,7 +93,7 @@ import dataclasses, math
 import kvjax
 values = [None, True, "", 1.5, math.nan, math.inf, [], {}, b"x", 1j, object(), kvjax.Full()]
 for name, cls in kvjax.METHODS.items():
-  example = cls.example(24)
+  example = kvjax.settings.example(cls, 24)
   for field in dataclasses.fields(example):
     for value in values if field.init else ():
       try:

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 import kvjax.testing
-from kvjax.testing.laws import LAWS, Case
+from kvjax.testing import LAWS, Case
 from scripts import demo
 from scripts.evals import plan
 
@@ -69,10 +69,8 @@ def test_the_law_that_is_broken_is_named():
   class Forgetful(kvjax.Full):
     """Forgets the first token that it is given, whatever the setting."""
 
-    @classmethod
-    def neutral(cls, length):
-      return kvjax.StreamingLLM(budget=4, sinks=1)
-
+  forgets = kvjax.StreamingLLM(budget=4, sinks=1)
+  kvjax.settings.register(Forgetful, neutral=lambda cls, length: forgets)
   with pytest.raises(AssertionError) as caught:
     kvjax.testing.check(Forgetful)
   assert caught.value.__notes__ == ["Forgetful breaks the law neutral_setting_equals_full"]

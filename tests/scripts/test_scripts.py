@@ -169,7 +169,9 @@ def test_demo_reads_once_for_all(tiny, monkeypatch):
   """Attention of a prompt is traced once for the layers that are alike, whoever shares it."""
   model, tokenizer = tiny
   names = ("full", "snapkv", "tova", "longflow")
-  methods = {name: kvjax.METHODS[name].usual(BUDGET - 1) for name in names}  # compiled nowhere else
+  methods = {
+    name: kvjax.settings.usual(kvjax.METHODS[name], BUDGET - 1) for name in names
+  }  # compiled nowhere else
   traced = []
   attend = kvjax.Full.attend_prompt
   monkeypatch.setattr(
@@ -187,7 +189,7 @@ def test_demo_shared_prefill_gives_what_its_own_gives(tiny):
   *_, shared = run_demo(tiny, "full", "snapkv")
   game = demo.Contest(model, tokenizer, tiny_row(tokenizer, LENGTH), LENGTH)
   for name in ("full", "snapkv"):
-    method = kvjax.METHODS[name].usual(BUDGET)
+    method = kvjax.settings.usual(kvjax.METHODS[name], BUDGET)
     own = game.run(name, method, game.read(method))
   assert own.answer == shared.answer and shared.shared and not own.shared
   np.testing.assert_allclose((own.top1, own.kl), (shared.top1, shared.kl), rtol=1e-4)

@@ -53,7 +53,9 @@ def test_a_text_takes_the_cuts_of_the_first(monkeypatch, tmp_path):
   calls, cut = [], {}
   growing(monkeypatch, 1.25, calls)
   args = study.Args(tmp_path, budget=128)
-  monkeypatch.setattr(study, "settings", lambda _: {"CIS": {"a point": kvjax.CIS.example(128)}})
+  monkeypatch.setattr(
+    study, "settings", lambda _: {"CIS": {"a point": kvjax.settings.example(kvjax.CIS, 128)}}
+  )
   first = study.text(None, args, TOKENS[0], cut)
   assert cut == {"CIS": {"a point": 70}} and calls == [88, 70]
   assert study.text(None, args, TOKENS[1], cut) == first and calls == [88, 70, 70]

@@ -269,7 +269,7 @@ def test_no_two_rooms_import_each_other():
 
 
 def test_moves_are_those_of_classes():
-  assert house.own(METHODS["tova"]) == [*("wants_logits", "leaves", "victim", "observe", "rank")]
-  assert house.own(METHODS["snapkv"]) == ["scores"]
+  assert house.own(METHODS["tova"]) == [*("traits", "leaves", "victim", "observe", "rank")]
+  assert house.own(METHODS["snapkv"]) == ["score"]
   assert house.family(METHODS["snapkv"]) == "`PromptScored`"
   assert house.family(METHODS["longflow"]) == "`PromptScored`"

@@ -1,0 +1,191 @@
+"""What one query sees, in which order, and what comes of it: windows, spans, plans.
+
+Dimensions are those of `kvjax.types`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.softmax_state import State
+from kvjax.types import pytree
+
+
+@pytree("sinks")
+@dataclasses.dataclass(frozen=True)
+class Window:
+  """The part of the past that queries may see: positions < sinks, and positions ≥ first.
+
+  Attributes:
+    sinks: number of first tokens that stay visible (static).
+    first: int32 [B, T], oldest visible position of each query beside the sinks; or [B, K, T], each
+      head's own.
+    view: int32 [B, T], the position from which a query looks at the sinks; None: its own.
+  """
+
+  sinks: int
+  first: Array
+  view: Array | None = None
+
+  @property
+  def by_head(self) -> bool:
+    """Whether heads see apart."""
+    return self.first.ndim == 3
+
+  def sees(self, kpos: Int[Array, "B K S"]) -> Bool[Array, "B K T S"]:
+    k = kpos[:, :, None]
+    first = self.first[..., None] if self.by_head else self.first[:, None, :, None]
+    return (k < self.sinks) | (k >= first)
+
+
+@pytree("sinks")
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """The slots of a plan without a table: [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
+
+  Attributes:
+    start, stop: int32 [B, K], or [B, 1] where all heads are alike.
+    sinks: leading slots that are always included (static).
+    before: slots of other devices that stand before the first one (`ops.context`), int32 []; the
+      leading slots count from there. None: there are none.
+  """
+
+  start: Array
+  stop: Array
+  sinks: int = 0
+  before: Array | None = None
+
+  def holds(self, slot: Int[Array, "*#BKS"]) -> Bool[Array, "B K S"]:
+    start, stop = self.start[..., None], self.stop[..., None]
+    sinks = self.sinks if self.before is None else self.sinks - self.before
+    return (slot < stop) & ((slot < sinks) | (slot >= start))
+
+  def length(self) -> Int[Array, "B _"]:
+    """Number of slots in the span."""
+    sinks = jnp.minimum(self.sinks, self.stop)
+    return sinks + jnp.maximum(self.stop - jnp.maximum(self.start, self.sinks), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+  """What a method needs of the operations of a step; static.
+
+  Attributes:
+    logits: whether `observe` reads the logits.
+    order: whether attention minds in which order a table lists its tiles; else kernels take any.
+    own_span: whether the method says itself which slots its window covers: spans may then end
+      before the newest token, or after.
+    hidden: moves for which a window may hide slots of such a span, which is all that kernels see.
+  """
+
+  logits: bool = False
+  order: bool = False
+  own_span: bool = False
+  hidden: tuple[str, ...] = ()
+
+
+@pytree("unit", "pinned", "needs")
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What one query sees, and in which order it is visited.
+
+  The driver makes the plan of all visible slots (`kvjax.sight`), and the move `plan` narrows it
+  (`listed`).
+
+  Attributes:
+    span: the slots that may be touched at all.
+    table: int32 [B, K, W], indices of tiles of `unit` slots in visiting order, no duplicates;
+      None: every tile of the span, pinned tiles first, then newest first.
+    count: int32 [B, K], valid entries of the table; None without a table.
+    scores: float32 [B, K, W], the selection's score of each entry, where it has one.
+    memo: what `plan` computed and `attend` or `observe` need again (plans do not write caches).
+    unit: slots per tile (static; 1 = single tokens).
+    pinned: first entries that an early stop may not skip (static).
+    window: the positions that the query may see; None: all.
+    needs: what the method needs beside (static).
+  """
+
+  span: Span
+  table: Array | None = None
+  count: Array | None = None
+  scores: Array | None = None
+  memo: Any = None
+  unit: int = 64
+  pinned: int = 0
+  window: Window | None = None
+  needs: Needs = Needs()
+
+  def listed(
+    self,
+    table: Int[Array, "B K W"],
+    count: Int[Array, "B K"],
+    *,
+    unit: int,
+    pinned: int = 0,
+    scores: Float[Array, "B K W"] | None = None,
+    memo: Any = None,
+  ) -> Plan:
+    """The same sight, narrowed to the tiles of a table."""
+    how: dict[str, Any] = {"unit": unit, "pinned": pinned, "scores": scores, "memo": memo}
+    return dataclasses.replace(self, table=table, count=count, **how)
+
+  def sizes(self, size: int) -> Int[Array, "B K W"]:
+    """Slots of every entry of the table that are attended to, in a cache of `size` slots."""
+    assert self.table is not None and self.count is not None
+    listed = (jnp.arange(self.table.shape[-1]) < self.count[..., None]) & (self.table >= 0)
+    low, high = self.table * self.unit, jnp.minimum((self.table + 1) * self.unit, size)
+    start, stop = self.span.start[..., None], self.span.stop[..., None]
+    high = jnp.minimum(high, stop)
+    sinks = jnp.minimum(high, self.span.sinks) - low
+    rest = high - jnp.maximum(low, jnp.maximum(start, self.span.sinks))
+    return jnp.where(listed, jnp.maximum(sinks, 0) + jnp.maximum(rest, 0), 0)
+
+  def visited(self, size: int) -> Int[Array, "B K"]:
+    """Slots that a walk of the whole table attends to, in a cache of `size` slots."""
+    return self.sizes(size).sum(-1, dtype=jnp.int32)
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class View:
+  """What a plan names, fetched: k, v [B, K, W, H], their positions and slots int32 [B, K, W].
+
+  Entries outside the plan have position −1 and slot S.
+  """
+
+  k: Array
+  v: Array
+  pos: Array
+  slot: Array
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Attended:
+  """The result of walking a plan.
+
+  Attributes:
+    state: softmax state, o [B, K, G, H].
+    logits: float32 [B, K, G, W] at the slots of `slot` (−inf = not attended), or None where the
+      implementation does not return them.
+    slot: int32 [B, K, W], or None.
+    visited: int32 [B, K], slots attended.
+    out: state.o in the dtype of q, where the implementation returns it too.
+    memo: what `attend` found that `observe` needs, where a method has such.
+    counted: bool [B], rows whose statistics `observe` may change: live ones without NaN. Filled in
+      between the two, as is `live`.
+    live: bool [B], rows that take part.
+  """
+
+  state: State
+  logits: Array | None
+  slot: Array | None
+  visited: Array
+  out: Array | None = None
+  memo: Any = None
+  counted: Array | None = None
+  live: Array | None = None

@@ -1,0 +1,163 @@
+"""What every method must obey in a small decoder: prompts, chunks, steps, turns."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..full import Full
+from .cases import CHUNK, STEPS, Told, law, logits_of
+from .tiny import CLOSE, CONFIG, LENGTHS, TOKENS
+
+
+@law
+def neutral_setting_equals_full(case):
+  out = logits_of(case, case.neutral)
+  np.testing.assert_allclose(out, logits_of(case, Full()), atol=CLOSE)
+
+
+@law
+def tight_setting_has_an_effect(case):
+  """The partner of the law above: it must not hold because nothing happens."""
+  if case.method is not Full:
+    assert np.abs(logits_of(case) - logits_of(case, Full()))[:, 1:].max() > 0.05
+
+
+@law
+def chunked_prefill(case):
+  """Reading the prompt in chunks of 8 equals reading it at once, where the method says so."""
+  run = Told(case)
+  run.prompt(np.minimum(LENGTHS, CHUNK))
+  for start in range(CHUNK, int(LENGTHS.max()), CHUNK):
+    run.chunk(np.clip(LENGTHS - start, 0, CHUNK), np.minimum(LENGTHS, start).astype(np.int32))
+  chunked = np.stack([run.decode(LENGTHS + i) for i in range(STEPS)], 1)
+  assert np.isfinite(chunked).all()
+  if run.method.traits.chunkable:
+    np.testing.assert_allclose(chunked, logits_of(case)[:, 1:], atol=CLOSE)
+
+
+@law
+def decode_equals_prefill(case):
+  """prefill(n + i) equals prefill(n) then i decode steps, where the method says so.
+
+  Others decide by what they saw in which order.
+  """
+  for i in (1, STEPS) if case.tight.traits.order_independent else ():
+    whole = Told(case).prompt((LENGTHS + i).astype(np.int32))
+    np.testing.assert_allclose(logits_of(case)[:, i], whole, atol=CLOSE)
+
+
+@law
+def kept_positions(case):
+  """Occupied slots are the prefix [0, used); they hold distinct seen tokens, the newest too."""
+  run = Told(case)
+  for step in range(STEPS + 1):
+    seen = LENGTHS + step
+    run.prompt() if step == 0 else run.decode(seen - 1)
+    check_kept(case, run.caches, seen)
+
+
+def check_kept(case, caches, seen):
+  for cache in caches:
+    pos, used = np.asarray(cache.pos), np.asarray(cache.used)
+    np.testing.assert_array_equal(cache.seen, seen)
+    for b in range(len(seen)):
+      for row in pos[b]:
+        kept = row[: used[b]]
+        assert (kept >= 0).all() and (row[used[b] :] == -1).all()
+        assert len(set(kept.tolist())) == used[b]
+        assert kept.max() == seen[b] - 1 or case.drops_newest
+
+
+TURN = np.array([5, 8], np.int32)
+
+
+@law
+def further_turns_of_the_neutral_setting_equal_full(case):
+  """A prompt, two tokens of answer, a turn onto the live cache, two tokens more."""
+
+  def conversation(method):
+    run, seen = Told(case, method), LENGTHS.copy()
+    out = [run.prompt()]
+    for _ in range(2):
+      out += [run.decode(seen + i) for i in range(2)]
+      seen += 2
+      out.append(run.chunk(TURN, seen))
+      seen += TURN
+    return np.stack(out)
+
+  want = conversation(Full())
+  np.testing.assert_allclose(conversation(case.neutral), want, atol=CLOSE)
+
+
+@law
+def a_second_question_on_the_same_cache(case):
+  """Two questions to one document, each in its row: who asks what in the other row is all one."""
+  document = np.array([23, 23], np.int32)
+  texts = [TOKENS[0, 23:40], TOKENS[1, 10:27]]
+
+  def ask(first, second):
+    tokens = np.stack([np.concatenate([TOKENS[0, :23], texts[i]]) for i in (first, second)])
+    lengths = TURN[[first, second]]
+    run = Told(case)
+    run.prompt(document, tokens)
+    out = [run.chunk(lengths, document, tokens)]
+    check_kept(case, run.caches, document + lengths)
+    for i in range(3):
+      out.append(run.decode(document + lengths + i, tokens=tokens))
+      check_kept(case, run.caches, document + lengths + i + 1)
+    return np.stack(out, 1)
+
+  both, swapped, alike = ask(0, 1), ask(1, 0), ask(0, 0)
+  assert np.isfinite(both).all()
+  np.testing.assert_allclose(swapped[::-1], both, atol=CLOSE)
+  np.testing.assert_allclose(alike, both[[0, 0]], atol=CLOSE)
+  assert np.abs(both[0] - both[1]).max() > 0.05
+
+
+@law
+def nan_in_empty_slots_never_leaks(case):
+  run = Told(case)
+  run.prompt()
+  clean = run.caches
+  want = run.decode(LENGTHS)
+
+  def poison(cache):
+    empty = (cache.pos < 0)[..., None]
+    return cache.put(slots={n: jnp.where(empty, jnp.nan, cache.slots[n]) for n in ("k", "v")})
+
+  run.caches = tuple(poison(cache) for cache in clean)
+  np.testing.assert_array_equal(run.decode(LENGTHS), want)
+  run.caches = tuple(poison(cache) for cache in clean)
+  assert np.isfinite(run.chunk([3, 3], LENGTHS)).all()
+
+
+@law
+def rows_are_isolated(case):
+  """Row 0 does not notice another text or another length in row 1."""
+  want = logits_of(case)[0]
+  other = TOKENS.copy()
+  other[1] = (other[1] + 7) % CONFIG.vocab
+  np.testing.assert_allclose(Told(case).generate(tokens=other)[0], want, atol=CLOSE)
+  short = LENGTHS.copy()
+  short[1] = 3
+  np.testing.assert_allclose(Told(case).generate(lengths=short)[0], want, atol=CLOSE)
+
+
+@law
+def idle_rows_stay_untouched(case):
+  """A row without tokens in a second turn, and a finished row in decode, keep every bit."""
+  run = Told(case)
+  run.prompt()
+
+  def row(caches, b):
+    return jax.tree.map(lambda x: np.asarray(x[b]), caches)
+
+  before = row(run.caches, 1)
+  run.chunk([4, 0], LENGTHS)
+  chex.assert_trees_all_equal(row(run.caches, 1), before)
+  before, other = row(run.caches, 0), row(run.caches, 1)
+  run.decode(LENGTHS, live=np.array([False, True]))
+  chex.assert_trees_all_equal(row(run.caches, 0), before)
+  changed = jax.tree.map(lambda a, b: (a != b).any(), row(run.caches, 1), other)
+  assert any(jax.tree.leaves(changed))

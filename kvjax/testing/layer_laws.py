@@ -1,0 +1,125 @@
+"""What every method must obey in one layer: NaN, kernels, heads on two devices."""
+
+import dataclasses
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+from jax.experimental import checkify
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..types import Env
+from .cases import STEPS, Case, Told, law, logits_of, raises
+from .layer import Layer, Stream
+from .tiny import CAPACITY, CLOSE
+
+TOP = 3  # the layer of four in which every method does what it does
+
+
+def one_layer(case: Case, stream: Stream, **how: Any) -> Layer:
+  """A layer of four KV heads, of which [22, 9] tokens are read at once."""
+  env = Env(4, tile=4, **{"impl": "reference", **how})
+  return Layer(case.tight, stream, CAPACITY, TOP, env)
+
+
+def stream_of(seed: int) -> Stream:
+  return Stream.random(seed, kv_heads=4, groups=2, tokens=40)
+
+
+@law
+def nan_is_loud_and_leaves_no_trace(case):
+  """A query of NaN: its output is NaN, statistics are not, and the other row notices nothing."""
+  clean = stream_of(5)
+  ill = clean.poisoned("q", row=0, token=24)
+  layers = one_layer(case, clean), one_layer(case, ill)
+  for layer in layers:
+    layer.prefill([22, 9])
+  for step in range(STEPS):
+    (want, _), (out, _) = (layer.decode([22 + step, 9 + step]) for layer in layers)
+    np.testing.assert_array_equal(out[1], want[1])
+    assert np.isnan(out[0]).all() if step == 2 else np.isfinite(out[0]).all()
+  cache = layers[1].cache
+  assert not any(np.isnan(x).any() for x in jax.tree.leaves(cache))
+  for row in np.asarray(cache.pos)[0]:
+    kept = row[: int(cache.used[0])]
+    assert (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
+
+
+@law
+def nan_raises_when_asked(case):
+  """The switch names method, layer and row; the row goes on later as if nothing had happened."""
+  clean, live = stream_of(6), [True, False]
+  plain, checked = (one_layer(case, clean, check_nan=check) for check in (False, True))
+  plain.prefill([22, 9])
+  message = (
+    rf"{case.method.__name__}, layer {TOP}: found NaN .* of row 0, which has cached {{}} tokens"
+  )
+  checked.stream = clean.poisoned("k", row=0, token=5)
+  with raises(checkify.JaxRuntimeError, message.format(0)):
+    checked.prefill([22, 9])
+  checked.stream = clean
+  checked.prefill([22, 0], tokens=22)
+  for step, which in enumerate("qk" if case.skips_newest else "qkv"):
+    at = [22 + step, 9 + step]
+    want, _ = plain.decode(at)
+    before = jax.tree.map(lambda x: np.asarray(x[0]), checked.cache)
+    checked.stream = clean.poisoned(which, row=0, token=at[0])
+    with raises(checkify.JaxRuntimeError, message.format(at[0])):
+      checked.decode(at)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[0]), checked.cache), before)
+    checked.stream = clean
+    out, _ = checked.decode(at, live=live)
+    np.testing.assert_allclose(out[0], want[0], atol=1e-6)
+  chex.assert_trees_all_close(checked.cache, plain.cache, atol=1e-6)
+
+
+@law
+def pallas_equals_reference_in_a_layer(case):
+  """The kernels (interpreted on a CPU) against the reference: a prompt, and steps after it."""
+  plain, kernels = (one_layer(case, stream_of(4), impl=impl) for impl in ("reference", "pallas"))
+  np.testing.assert_allclose(kernels.prefill([22, 9]), plain.prefill([22, 9]), atol=2e-5)
+  for step in range(STEPS):
+    (out, _), (want, _) = (layer.decode([22 + step, 9 + step]) for layer in (kernels, plain))
+    np.testing.assert_allclose(out, want, atol=2e-5)
+
+
+@law
+def pallas_equals_reference(case):
+  """The same in a decoder, whose products and norms are kernels too."""
+  out = Told(case, impl="pallas").generate()
+  np.testing.assert_allclose(out, logits_of(case), atol=CLOSE)
+
+
+@law
+def heads_sharded_over_two_devices(case):
+  """One layer under shard_map, KV heads split in two, equals the layer on one device.
+
+  With fewer devices nothing is asked; a CPU has as many as
+  XLA_FLAGS=--xla_force_host_platform_device_count=2 says.
+  """
+  if jax.device_count() < 2:
+    return
+  whole, split = (one_layer(case, stream_of(3)) for _ in range(2))
+  at = split.method.at(dataclasses.replace(split.at.env, head_axis="heads"), TOP)
+  mesh, heads = Mesh(np.array(jax.devices()[:2]), ("heads",)), P(None, "heads")
+  kinds = {"slots": heads, "heads": heads, "rows": P()}
+  shelves: dict[str, Any] = {
+    x: dict.fromkeys(getattr(split.cache, x), kind) for x, kind in kinds.items()
+  }
+  specs = dataclasses.replace(split.cache, **shelves)
+
+  def sharded(move):
+    def run(*args):
+      out, cache, _, _ = getattr(split.method, move)(at, *args)
+      return out, cache
+
+    how: dict[str, Any] = {"mesh": mesh, "in_specs": (specs, heads, heads, heads, P(), P())}
+    both = jax.jit(jax.shard_map(run, **how, out_specs=(heads, specs), check_vma=False))
+    return lambda *args: (None, (*both(*args), None, None))
+
+  split._prefill, split._decode = sharded("prefill"), sharded("decode_step")
+  for run in ("prefill", [22, 9]), ("decode", [22, 9]), ("decode", [23, 10]):
+    outs = [np.asarray(getattr(layer, run[0])(run[1])[0]) for layer in (whole, split)]
+    np.testing.assert_allclose(outs[1], outs[0], atol=2e-5)

@@ -1,0 +1,114 @@
+"""Backends of tokenizers: how text is cut, and which tokens the pieces become.
+
+Two kinds of byte-pair encoding are known: over bytes spelled as printable characters (GPT-2's way),
+and over text with spaces spelled ▁ and rare bytes as <0x..> tokens (SentencePiece's way).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
+
+
+def _cut(numerals: str) -> Any:
+  """GPT-4's pattern, by how numerals are cut, then bytes as printable characters."""
+  pattern = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    + numerals
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+  )
+  return pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+
+
+# GGUF's tokenizer.ggml.pre: how text is cut before byte-pair encoding. Every entry maps bytes to
+# printable characters (GPT-2's table); they differ in where they cut.
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+  "smollm": lambda: pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+  ),
+  "llama-bpe": lambda: _cut(r"\p{N}{1,3}"),
+  "qwen2": lambda: _cut(r"\p{N}"),
+  "deepseek-r1-qwen": lambda: _cut(r"\p{N}"),
+}
+_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC, before anything else
+
+
+def read(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
+  try:
+    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+  except FileNotFoundError as error:
+    raise FileNotFoundError(f"{path}: not found, expected {expected}") from error
+  except BaseException as error:  # the Rust library raises plain Exception, and its panics are none
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+      raise
+    raise ValueError(f"{path}: not a tokenizer: {error}") from error
+
+
+def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+  """The steps of the backend's decoder."""
+  if backend.decoder is None:
+    return set()
+  state = json.loads(backend.decoder.__getstate__())
+  return {step["type"] for step in state.get("decoders", [state])}
+
+
+def byte_level(vocabulary: dict[str, int], merges: list[str], pre: str) -> tokenizers.Tokenizer:
+  pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
+  # Llama 3 takes a word that is a token as it is, whatever its merges would make of it.
+  model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
+  backend = tokenizers.Tokenizer(model)
+  if pre in _NORMALISED:
+    backend.normalizer = normalizers.NFC()
+  backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+  backend.decoder = decoders.ByteLevel()
+  return backend
+
+
+def sentencepiece(
+  vocabulary: dict[str, int], scores: list[float], unknown: str | None, prefix: bool
+) -> tokenizers.Tokenizer:
+  """SentencePiece joins the neighbours that make the token of the highest score: merges, ranked."""
+  merges = []
+  for token, i in vocabulary.items():
+    for cut in range(1, len(token)):
+      left, right = token[:cut], token[cut:]
+      if left in vocabulary and right in vocabulary:
+        merges.append((-scores[i], i, left, right))
+  model = tokenizers.models.BPE(
+    vocab=vocabulary,
+    merges=[(left, right) for _, _, left, right in sorted(merges)],
+    unk_token=unknown,
+    fuse_unk=True,
+    byte_fallback=True,
+  )
+  backend = tokenizers.Tokenizer(model)
+  spaces = normalizers.Replace(" ", "▁")
+  before = [normalizers.Prepend("▁"), spaces] if prefix else [spaces]
+  backend.normalizer = normalizers.Sequence(before)
+  after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+  if prefix:
+    after.append(decoders.Strip(" ", 1, 0))
+  backend.decoder = decoders.Sequence(after)
+  return backend
+
+
+@functools.cache
+def byte_of_character() -> dict[str, int]:
+  """GPT-2's table (Radford et al., 2019): printable bytes stand for themselves."""
+  keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+  moved = (byte for byte in range(256) if byte not in keep)
+  return {**{chr(b): b for b in keep}, **{chr(256 + n): b for n, b in enumerate(moved)}}

@@ -50,15 +50,38 @@ class Rope:
   Attributes:
     theta: base of the frequencies.
     scaling: None (default), Linear, Llama3 or Yarn.
+    partial: share of each head that is turned; the rest stays as it is (GLM-4: 0.5). The pairs that
+      are turned come first, (i, i + H/2) for i below partial·H/2: a model whose files order its
+      heads otherwise is reordered where it is converted.
   """
 
   theta: float = 10000.0
   scaling: Linear | Llama3 | Yarn | None = None
+  partial: float = 1.0
+
+  def __post_init__(self):
+    if not 0 < self.partial <= 1:
+      raise ValueError(f"Rope.partial: found {self.partial}, expected more than 0, at most 1")
+    if self.partial < 1 and self.magnitude != 1:
+      raise ValueError(
+        f"Rope.scaling: found {self.scaling} with partial = {self.partial}, expected a scaling "
+        "without a factor on attention, which would reach the dimensions that are not turned"
+      )
+
+  def turned(self, head_dim: int) -> int:
+    """R, the dimensions of a head that are turned."""
+    return int(self.partial * head_dim)
 
   def frequencies(self, head_dim: int) -> np.ndarray:
-    """Angle per position of each dimension pair, float64 [H/2]; computed on the host."""
-    if head_dim % 2:
-      raise ValueError(f"head_dim: found {head_dim}, expected an even number")
+    """Angle per position of each dimension pair, float64 [H/2], 0 where nothing is turned; computed
+    on the host.
+    """
+    if head_dim % 2 or self.turned(head_dim) % 2:
+      found = head_dim if head_dim % 2 else self.turned(head_dim)
+      raise ValueError(f"head_dim: found {found}, expected an even number")
+    if self.partial < 1:
+      some = dataclasses.replace(self, partial=1.0).frequencies(self.turned(head_dim))
+      return np.pad(some, (0, head_dim // 2 - some.size))
     freq = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     match self.scaling:
       case None:

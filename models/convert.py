@@ -54,7 +54,8 @@ def convert(
 ) -> pathlib.Path:
   """Converts a published model into a checkpoint folder.
 
-  Families: Llama 2 and 3, SmolLM2, Mistral, Qwen 2, 2.5 and 3, and their DeepSeek-R1 distillates.
+  Families (`kvjax.models.families`): Llama 2 and 3, SmolLM2, Mistral, Qwen 2, 2.5 and 3 with and
+  without experts, Phi-3 and 4, GLM-4, and DeepSeek-R1's distillates of some.
 
   Args:
     source: a Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or

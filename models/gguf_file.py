@@ -1,7 +1,8 @@
-"""GGUF files of the Llama, Qwen2 and Qwen3 architectures, with any block type that `gguf` reads."""
+"""GGUF files of the architectures in `families.GGUF`, with any block type that `gguf` reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import pathlib
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ..rope import Linear, Llama3, Rope, Yarn
+from . import families
 from .config import ModelConfig
 from .source import Source
 from .tokenizer import Tokenizer
@@ -37,10 +39,22 @@ _NAMES = {
       "gate": "ffn_gate.weight",
       "up": "ffn_up.weight",
       "down": "ffn_down.weight",
+      "attention_after": "post_attention_norm.weight",
+      "mlp_after": "post_ffw_norm.weight",
+      "qkv": "attn_qkv.weight",
+      "gate_up": "ffn_up.weight",
     }.items()
   },
 }
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_EXPERTS = {
+  part: f"blk.{{i}}.{name}.weight"
+  for part, name in {
+    "router": "ffn_gate_inp",
+    "gate": "ffn_gate_exps",
+    "up": "ffn_up_exps",
+    "down": "ffn_down_exps",
+  }.items()
+}
 _ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -56,8 +70,6 @@ class GGUF(Source):
     ValueError: it is truncated or damaged, or tensors are missing or of the wrong shape.
     NotImplementedError: the architecture, a quantisation or a tensor is not supported.
   """
-
-  names = _NAMES
 
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
     self.path = pathlib.Path(path)
@@ -97,8 +109,8 @@ class GGUF(Source):
         "lists of tokens, kinds and merges, and integer ids"
       ) from error
 
-  def read(self, part: str, layer: int = 0) -> np.ndarray:
-    tensor = self._tensors[self.name(part, layer)]
+  def read(self, name: str) -> np.ndarray:
+    tensor = self._tensors[name]
     kind = tensor.tensor_type
     x = self._dequantize(tensor.name, tensor.data)
     if kind == gguf.GGMLQuantizationType.BF16:
@@ -107,8 +119,6 @@ class GGUF(Source):
       x = np.array(x, np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
     if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
       self._mapping.madvise(mmap.MADV_DONTNEED)  # what was read need not stay in memory
-    if part in ("q", "k") and self.metadata["general.architecture"] == "llama":
-      x = half_split(x, self.config.heads if part == "q" else self.config.kv_heads)
     return x
 
   def _entry(self, key: str, default: Any = None) -> Any:
@@ -119,20 +129,22 @@ class GGUF(Source):
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
     architecture = self.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in families.GGUF:
       raise NotImplementedError(
         f"{self.path}: general.architecture: found {architecture!r}, expected one of "
-        f"{_ARCHITECTURES}"
+        f"{tuple(families.GGUF)}"
       )
+    self.family = family = families.GGUF[architecture]
+    self.names = {**_NAMES, **(_EXPERTS if "router" in family.names else {})}
     heads, dim = self._entry("attention.head_count"), self._entry("embedding_length")
     head_dim = self._entry("attention.key_length", dim // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-      if self._entry(key, head_dim) != head_dim:
-        raise NotImplementedError(
-          f"{self.path}: metadata {key!r}: found {self._entry(key)}, expected the head size "
-          f"{head_dim}"
-        )
-    if self._entry("expert_count", 0):
+    if self._entry("attention.value_length", head_dim) != head_dim:
+      raise NotImplementedError(
+        f"{self.path}: metadata 'attention.value_length': found "
+        f"{self._entry('attention.value_length')}, expected the head size {head_dim}"
+      )
+    experts = self._experts() if "router" in family.names else {}
+    if self._entry("expert_count", 0) and not experts:
       raise NotImplementedError(
         f"{self.path}: metadata 'expert_count': found {self._entry('expert_count')}, expected none"
       )
@@ -152,18 +164,34 @@ class GGUF(Source):
         heads=heads,
         kv_heads=self._entry("attention.head_count_kv", heads),
         head_dim=head_dim,
-        ffn=self._entry("feed_forward_length"),
+        ffn=self._entry("expert_feed_forward_length" if experts else "feed_forward_length"),
         rope=rope,
         norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in self._tensors,
         max_context=self.context(context, window, max_context),
-        qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        **experts,
+        **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self.path}: {error}") from error
 
+  def _experts(self) -> dict[str, Any]:
+    """Flags of a mixture of experts; llama.cpp makes weights sum to 1 in all that are read here."""
+    return {
+      "experts": self._entry("expert_count"),
+      "experts_per_token": self._entry("expert_used_count"),
+    }
+
   def _rope(self, head_dim: int) -> Rope:
+    turned = self._entry("rope.dimension_count", int((self.family.partial or 1.0) * head_dim))
+    if self.family.partial is None and turned != head_dim:
+      raise NotImplementedError(
+        f"{self.path}: metadata 'rope.dimension_count': found {turned}, expected the head size "
+        f"{head_dim}"
+      )
+    return dataclasses.replace(self._whole_rope(head_dim), partial=turned / head_dim)
+
+  def _whole_rope(self, head_dim: int) -> Rope:
     theta = self._entry("rope.freq_base", 10000.0)
     kind = self._entry("rope.scaling.type", "none")
     if _ROPE_FREQS in self._tensors:
@@ -261,12 +289,3 @@ class _BoundedReader(gguf.GGUFReader):
     if end > len(self.data):
       raise ValueError(f"the file ends at byte {len(self.data)}, expected at least {end}")
     return super()._get(offset, dtype, count, override_order)
-
-
-def half_split(w: np.ndarray, heads: int) -> np.ndarray:
-  """Rows of a Q or K projection [heads · H, D] from interleaved to half-split rotary order.
-
-  Llama GGUF files keep the pair (2i, 2i + 1) together; this library rotates (i, i + H/2).
-  """
-  rows = w.reshape(heads, -1, 2, w.shape[-1])
-  return rows.swapaxes(1, 2).reshape(w.shape)

@@ -17,6 +17,7 @@ import safetensors
 
 from ..rope import Linear, Llama3, Rope, Yarn
 from .config import ModelConfig
+from .families import FAMILIES
 from .source import Source
 from .tokenizer import Tokenizer
 
@@ -44,12 +45,6 @@ _NAMES = {
     }.items()
   },
 }
-_FAMILIES = {
-  "llama": "LlamaForCausalLM",
-  "mistral": "MistralForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
-}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ROPES = ("default", "linear", "llama3", "yarn")
 # What this decoder does not do, by the entry that would ask for it.
@@ -57,13 +52,12 @@ _FIXED = {
   "hidden_act": "silu",
   "attention_bias": False,
   "mlp_bias": False,
-  "partial_rotary_factor": 1.0,
   "quantization_config": None,
 }
 
 
 class HuggingFace(Source):
-  """A folder in the layout of the Hugging Face hub; the families are Llama, Mistral and Qwen2/3.
+  """A folder in the layout of the Hugging Face hub; `kvjax.models.families` has the families.
 
   Args:
     path: the folder.
@@ -75,8 +69,6 @@ class HuggingFace(Source):
       only pickled weights.
     NotImplementedError: the architecture or a feature of it is not supported.
   """
-
-  names = _NAMES
 
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
     self.path = pathlib.Path(path)
@@ -97,8 +89,7 @@ class HuggingFace(Source):
     """The tokenizer of the folder; raises as `Tokenizer.from_huggingface` does."""
     return Tokenizer.from_huggingface(self.path)
 
-  def read(self, part: str, layer: int = 0) -> np.ndarray:
-    name = self.name(part, layer)
+  def read(self, name: str) -> np.ndarray:
     # Opened anew for every tensor: a mapping that stays open keeps all that was read in memory.
     with _open(self._shard_of[name]) as shard:
       return shard.get_tensor(name)
@@ -111,14 +102,17 @@ class HuggingFace(Source):
     return value
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
-    family = str(self._entries.get("model_type"))
-    architectures = self._entries.get("architectures") or [_FAMILIES.get(family)]
-    if family not in _FAMILIES or architectures != [_FAMILIES[family]]:
+    kind = str(self._entries.get("model_type"))
+    known = {name: family.architecture for name, family in FAMILIES.items()}
+    architectures = self._entries.get("architectures") or [known.get(kind)]
+    if kind not in known or architectures != [known[kind]]:
       raise NotImplementedError(
-        f"{self._file}: found model_type {family!r}, architectures {architectures}, expected one "
-        f"of {_FAMILIES}"
+        f"{self._file}: found model_type {kind!r}, architectures {architectures}, expected one "
+        f"of {known}"
       )
-    for key, value in _FIXED.items():
+    self.family = family = FAMILIES[kind]
+    self.names = {**_NAMES, **{x: f"model.layers.{{i}}.{n}" for x, n in family.names.items()}}
+    for key, value in {**_FIXED, **family.fixed}.items():
       if self._entries.get(key) not in (None, value):
         raise NotImplementedError(
           f"{self._file}: {key!r}: found {self._entries[key]!r}, expected {value!r} or no entry"
@@ -127,6 +121,7 @@ class HuggingFace(Source):
       self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
     rope = self._rope()
+    experts = self._experts() if "router" in family.names else {}
     context = self._entry("max_position_embeddings")
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
@@ -137,30 +132,39 @@ class HuggingFace(Source):
         layers=layers,
         heads=heads,
         kv_heads=self._entry("num_key_value_heads", heads),
-        head_dim=self._entry("head_dim", 128 if family == "qwen3" else dim // heads),
-        ffn=self._entry("intermediate_size"),
+        head_dim=self._entry("head_dim", family.head_dim or dim // heads),
+        ffn=self._entry("moe_intermediate_size" if experts else "intermediate_size"),
         rope=rope,
         norm_eps=self._entry("rms_norm_eps"),
         tie_embeddings=self._entry("tie_word_embeddings", False),
-        max_context=self.context(context, self._window(family, layers), max_context),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        max_context=self.context(context, self._window(kind, layers), max_context),
+        **experts,
+        **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self._file}: {error}") from error
 
+  def _experts(self) -> dict[str, Any]:
+    """Flags of a mixture of experts."""
+    return {
+      "experts": self._entry("num_experts"),
+      "experts_per_token": self._entry("num_experts_per_tok"),
+      "norm_experts": bool(self._entries.get("norm_topk_prob", False)),
+    }
+
   def _window(self, family: str, layers: int) -> int | None:
     """The sliding window that some layer uses."""
-    default = 4096 if family == "mistral" else None  # what transformers takes without an entry
-    window = self._entries.get("sliding_window", default)
-    if family == "llama" or window is None:
+    window = self._entries.get("sliding_window", self.family.window)
+    if family in ("llama", "glm", "glm4") or window is None:
       return None
     kinds = self._entries.get("layer_types")
     if kinds is not None:
       return window if "sliding_attention" in kinds else None
-    if family == "mistral":
+    if family in ("mistral", "phi3"):
       return window
     slides = self._entry("use_sliding_window", False)
+    if family == "qwen3_moe":  # all layers alike
+      return window if slides else None
     return window if slides and self._entry("max_window_layers", 28) < layers else None
 
   def _rope(self) -> Rope:
@@ -168,10 +172,8 @@ class HuggingFace(Source):
     key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
     given = self._entries.get(key) or {}
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", 1.0) != 1.0 or not given.get("truncate", True):
-      raise NotImplementedError(
-        f"{self._file}: {key!r}: found {given}, expected no partial_rotary_factor and no truncate"
-      )
+    if not given.get("truncate", True):
+      raise NotImplementedError(f"{self._file}: {key!r}: found {given}, expected no truncate")
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
@@ -182,22 +184,28 @@ class HuggingFace(Source):
       return float(value)
 
     theta = entry("rope_theta", self._entry("rope_theta", 10000.0))
+    partial = self._entry("partial_rotary_factor", self.family.partial or 1.0)
+    partial = entry("partial_rotary_factor", partial)
+    if self.family.partial is None and partial != 1:
+      raise NotImplementedError(
+        f"{self._file}: 'partial_rotary_factor': found {partial}, expected 1.0 or no entry"
+      )
     stated = self._entry("max_position_embeddings")
     original = self._entries.get("original_max_position_embeddings")
     original = int(original or entry("original_max_position_embeddings", stated))
     match kind:
       case "default":
-        return Rope(theta)
+        return Rope(theta, partial=partial)
       case "linear":
-        return Rope(theta, Linear(entry("factor")))
+        return Rope(theta, Linear(entry("factor")), partial)
       case "llama3":
         low, high = entry("low_freq_factor"), entry("high_freq_factor")
-        return Rope(theta, Llama3(entry("factor"), low, high, original))
+        return Rope(theta, Llama3(entry("factor"), low, high, original), partial)
       case "yarn":
         factor = entry("factor", stated / original)
         fast, slow = entry("beta_fast", 32.0), entry("beta_slow", 1.0)
         attention = _attention_factor(given, factor)
-        return Rope(theta, Yarn(factor, original, fast, slow, attention))
+        return Rope(theta, Yarn(factor, original, fast, slow, attention), partial)
     raise NotImplementedError(
       f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
     )

@@ -1,4 +1,4 @@
-"""The decoder: one transformer for the Llama and Qwen families that runs any KV-cache method.
+"""The decoder: one transformer for all families that runs any KV-cache method.
 
 It knows no method by name and no rotary embedding: per layer it hands un-rotated queries, keys and
 values to the method's drivers and takes back attention outputs. Layers are unrolled, and each owns
@@ -24,6 +24,7 @@ from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
 from . import parallel
 from .config import PRECISIONS, ModelConfig
+from .experts import Experts
 from .layers import GatedMLP, Projections, RMSNorm
 
 Caches = tuple[Any, ...]  # of kvjax.Cache, or what the method keeps per layer
@@ -31,13 +32,20 @@ Aux = list[dict[str, Any]]
 
 
 class Layer(nnx.Module):
-  """One decoder layer: attention and gated MLP, each after a norm and inside a residual."""
+  """One decoder layer: attention and gated MLP, each after a norm and inside a residual.
+
+  Some families norm what either adds to the residual stream, too.
+  """
 
   def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
     self.attention_norm = RMSNorm(config.dim, config.norm_eps)
     self.attention = Projections(config, dtype=dtype, rngs=rngs)
     self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-    self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+    mlp = Experts if config.experts else GatedMLP
+    self.mlp = mlp(config, dtype=dtype, rngs=rngs)
+    if config.norms_after:
+      self.attention_after = RMSNorm(config.dim, config.norm_eps)
+      self.mlp_after = RMSNorm(config.dim, config.norm_eps)
 
   def prefill(
     self,
@@ -91,8 +99,13 @@ class Layer(nnx.Module):
     env = at.env
     heads = (env.head_axis,) if env.head_axis else ()
     parts = self.attention.out(o.astype(x.dtype), env.impl, heads)
+    if hasattr(self, "attention_after"):
+      parts = self.attention_after(parts.sum(0).astype(x.dtype))[None]
     x, y = self.mlp_norm.after(x, parts, env.impl)
-    return x, self.mlp(y, env.impl, env.axes)
+    parts = self.mlp(y, env.impl, env.axes)
+    if hasattr(self, "mlp_after"):
+      parts = self.mlp_after(parts.sum(0).astype(x.dtype))[None]
+    return x, parts
 
 
 class Transformer(nnx.Module):
@@ -313,11 +326,16 @@ class Transformer(nnx.Module):
     table = self.embedding[...]
     rows = table.shape[0]
     if rows == self.config.vocab:
-      return table[tokens]
+      return self._scaled(table[tokens])
     index = tokens - jax.lax.axis_index(self.env.axes) * rows
     own = (index >= 0) & (index < rows)
     x = jnp.where(own[..., None], table[jnp.where(own, index, 0)], 0)
-    return jax.lax.psum(x, self.env.axes)
+    return self._scaled(jax.lax.psum(x, self.env.axes))
+
+  def _scaled(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """Embedded tokens as the first layer takes them; the factor has the dtype of the rows."""
+    scale = self.config.embed_scale
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
   def predict(
     self, x: Float[Array, "B T D"], lengths: Int[Array, " B"], all_logits: bool

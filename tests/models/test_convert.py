@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.models import convert
 from kvjax.models.config import ModelConfig
-from kvjax.models.gguf_file import half_split
+from kvjax.models.families import rotary_order
 from kvjax.rope import Linear
 from tests import tiny_gguf
 
@@ -83,7 +83,7 @@ def test_half_split_rotation_of_permuted_rows_scores_like_the_interleaved_one():
     return np.stack([turned.real, turned.imag], -1).reshape(7, heads, size)
 
   def ours(w):
-    y = (x @ half_split(w, heads).T).reshape(7, heads, size)
+    y = (x @ w.T).reshape(7, heads, size)[..., rotary_order(size, size, interleaved=True)]
     position = jnp.arange(7)[:, None]
     return np.asarray(kvjax.Rope(theta).rotate(jnp.asarray(y, jnp.float32), position))
 

@@ -5,6 +5,7 @@ comparison runs live.
 """
 
 import pathlib
+import re
 
 import gguf
 import jax
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import convert
+from kvjax.models import convert, families, gguf_file, huggingface
 from kvjax.models.generate import prefill
 from kvjax.models.gguf_file import GGUF
 from kvjax.models.huggingface import HuggingFace
@@ -21,7 +22,10 @@ from kvjax.rope import Linear, Llama3, Rope, Yarn
 from tests import tiny_gguf, tiny_hf
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "families.npz"
-PARITY = 1e-4  # float32 on both sides: only the order of sums differs
+PARITY = 1e-4  # of logits up to 4 and more, float32 on both sides: only the order of sums differs
+# One case of each family.
+FAMILIES = {case["model_type"]: name for name, case in reversed(tiny_hf.CASES.items())}
+FAMILIES = [FAMILIES[family] for family in families.FAMILIES]
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +89,25 @@ def test_goldens_tell_ropes_apart():
     assert np.abs(want[name] - plain).max() > 1000 * PARITY
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3.1"])
-def test_decoding_equals_prefill(models, name):
-  """Bias, head norms and scaled rope on the decode path, beyond the original context."""
-  model, method, tokens = models(name), kvjax.Full(), tiny_hf.tokens()[:1, :40]
-  caches = method.init_caches(model.spec(1, 40))
-  whole, _ = prefill(model, tokens, np.array([40]), caches, method, all_logits=True)
-  caches = method.init_caches(model.spec(1, 40))
-  _, caches = prefill(model, tokens[:, :33], np.array([33]), caches, method)
-  step = jax.jit(lambda token, caches: model.decode(token, caches, method))
-  for at in range(33, 40):
-    logits, caches = step(tokens[:, at], caches)
-    np.testing.assert_allclose(logits, whole[:, at], atol=2e-4)
+@pytest.mark.core(len(FAMILIES))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_equals_the_goldens(models, name):
+  """A prompt, then step by step to the end of the longer row; the shorter one ends on the way."""
+  model, method, tokens = models(name), kvjax.Full(), tiny_hf.tokens()
+  row, at = tiny_hf.positions().T
+  with np.load(GOLDENS) as stored:
+    want = dict(zip(zip(row, at, strict=True), stored[f"{name}/logits"], strict=True))
+  caches, read = method.init_caches(model.spec(*tokens.shape)), 14
+  _, caches = prefill(model, tokens[:, :read], np.array([read, read]), caches, method)
+  step = jax.jit(lambda token, caches, live: model.decode(token, caches, method, live))
+  seen = 0
+  for t in range(read, max(tiny_hf.LENGTHS)):
+    logits, caches = step(tokens[:, t], caches, np.array(tiny_hf.LENGTHS) > t)
+    for r in range(len(tiny_hf.LENGTHS)):
+      if (r, t) in want:
+        np.testing.assert_allclose(logits[r], want[r, t], rtol=0, atol=PARITY)
+        seen += 1
+  assert seen == sum(at >= read)
 
 
 def test_flags_cost_nothing_when_off(models):
@@ -133,18 +143,27 @@ def test_yarn_extends_the_stated_context(tmp_path):
 
 
 def as_gguf(path, config, more=None, *, tensors=None):
-  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, Qwen's kept."""
-  weights = tiny_hf.weights(config)
-  family = "llama" if config["model_type"] == "mistral" else config["model_type"]
-  names = dict(zip(HuggingFace.names.values(), GGUF.names.values(), strict=True))
-  out = {}
+  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, others' kept."""
+  weights, kind = tiny_hf.weights(config), config["model_type"]
+  family = {"mistral": "llama", "qwen3_moe": "qwen3moe"}.get(kind, kind)
+  source, out = families.FAMILIES[kind], {}
+  here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
+  here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
+  there = {**gguf_file._NAMES, **(gguf_file._EXPERTS if "router" in source.names else {})}
+  stacked: dict[str, list[np.ndarray]] = {}
   for name, x in weights.items():
     layer = name.split(".")[2] if name.startswith("model.layers.") else ""
     pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
+    pattern = re.sub(r"experts\.\d+", "experts.{e}", pattern)
     if family == "llama" and pattern.endswith(("q_proj.weight", "k_proj.weight")):
       heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
       x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-    out[names[pattern].format(i=layer)] = np.ascontiguousarray(x)
+    target = there[here[pattern]].format(i=layer)
+    if "{e}" in pattern:
+      stacked.setdefault(target, []).append(x)
+    else:
+      out[target] = np.ascontiguousarray(x)
+  out |= {name: np.stack(each) for name, each in stacked.items()}
   heads = config["num_attention_heads"]
   head_dim = config.get("head_dim", config["hidden_size"] // heads)
   entries = {
@@ -158,8 +177,11 @@ def as_gguf(path, config, more=None, *, tensors=None):
     "attention.value_length": head_dim,
     "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
     "rope.freq_base": config["rope_theta"],
+    **_experts(config),
     **(more or {}),
   }
+  if "partial_rotary_factor" in config:
+    entries["rope.dimension_count"] = int(config["partial_rotary_factor"] * head_dim)
   tokenizer = {
     **{key: value for key, value in tiny_gguf.metadata().items() if key.startswith("tokenizer.")},
     "tokenizer.ggml.tokens": [*tiny_gguf.TOKENS[: tiny_hf.V - 1], "AB"],
@@ -169,6 +191,12 @@ def as_gguf(path, config, more=None, *, tensors=None):
   entries = {f"{family}.{key}": value for key, value in entries.items()}
   tiny_gguf.write(path, {**out, **(tensors or {})}, {**entries, **tokenizer}, architecture=family)
   return path
+
+
+def _experts(config):
+  names = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+  names |= {"moe_intermediate_size": "expert_feed_forward_length"}
+  return {name: config[key] for key, name in names.items() if key in config}
 
 
 _GGUF_YARN = {
@@ -190,6 +218,10 @@ _GGUF_YARN = {
     ("qwen2.5-yarn", _GGUF_YARN),
     ("qwen3", {}),
     ("qwen3-tied-yarn", {**_GGUF_YARN, "rope.scaling.yarn_beta_fast": 8.0}),
+    ("phi4", {}),
+    ("phi-partial", {}),
+    ("glm4-0414", {}),
+    ("qwen3-moe", {}),
   ],
 )
 def test_gguf_holds_the_same_items(tmp_path, name, more):

@@ -30,7 +30,9 @@ PUBLISHED = {
   "Qwen3-32B": 32_762_123_264,
   "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
   "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
-  "GLM-4-9B-like": 9_399_951_360,
+  "GLM-4-9B": 9_399_951_360,
+  "Phi-4": 14_659_507_200,
+  "Qwen3-30B-A3B": 30_532_122_624,
 }
 
 

@@ -1,0 +1,125 @@
+"""The families of models: what each one's files say otherwise than Llama's.
+
+A family is flags of `ModelConfig` and a few facts on how its files lay out what the decoder has in
+one form: fused matrices, rotary pairs side by side, norms stored without their 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """One family's files.
+
+  Attributes:
+    architecture: in config.json.
+    flags: of `ModelConfig`.
+    fixed: entries of config.json that may have this value only.
+    fused: parts that are one tensor: "qkv", its rows in this order, and "gate_up".
+    interleaved: rotary pairs are (2i, 2i + 1), not (i, i + R/2).
+    partial: share of each head that is rotated, where no entry says so; None: all of it, always.
+    head_dim: where no entry says so; None: dim / heads.
+    window: the sliding window, where no entry says so.
+    norm_plus: what is added to stored norms: Gemma's scale is 1 + w.
+    names: tensors of config.json's kind that have other names, by part; what follows
+      "model.layers.{i}.".
+  """
+
+  architecture: str
+  flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fused: tuple[str, ...] = ()
+  interleaved: bool = False
+  partial: float | None = None
+  head_dim: int | None = None
+  window: int | None = None
+  norm_plus: float = 0.0
+  names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_FUSED_MLP = {"gate_up": "mlp.gate_up_proj.weight"}
+
+# By config.json's model_type.
+FAMILIES: dict[str, Family] = {
+  "llama": Family("LlamaForCausalLM"),
+  "mistral": Family("MistralForCausalLM", window=4096),
+  "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}),
+  "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, head_dim=128),
+  # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, which rotates three quarters of each head.
+  "phi3": Family(
+    "Phi3ForCausalLM",
+    fused=("qkv", "gate_up"),
+    partial=1.0,
+    names={"qkv": "self_attn.qkv_proj.weight", **_FUSED_MLP},
+  ),
+  # GLM-4-9B; GLM-4-0414 and GLM-Z1 add norms after attention and MLP.
+  "glm": Family(
+    "GlmForCausalLM",
+    {"qkv_bias": True},
+    {"attention_bias": True},
+    fused=("gate_up",),
+    interleaved=True,
+    partial=0.5,
+    head_dim=128,
+    names=_FUSED_MLP,
+  ),
+  "glm4": Family(
+    "Glm4ForCausalLM",
+    {"qkv_bias": True, "norms_after": True},
+    {"attention_bias": True},
+    fused=("gate_up",),
+    interleaved=True,
+    partial=0.5,
+    head_dim=128,
+    names={
+      **_FUSED_MLP,
+      "attention_after": "post_self_attn_layernorm.weight",
+      "mlp_after": "post_mlp_layernorm.weight",
+    },
+  ),
+  # Qwen3 technical report (2025), §2: no shared expert, a token's weights normalised.
+  "qwen3_moe": Family(
+    "Qwen3MoeForCausalLM",
+    {"qk_norm": True},
+    {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    head_dim=128,
+    names={
+      "router": "mlp.gate.weight",
+      "gate": "mlp.experts.{e}.gate_proj.weight",
+      "up": "mlp.experts.{e}.up_proj.weight",
+      "down": "mlp.experts.{e}.down_proj.weight",
+    },
+  ),
+}
+
+# By GGUF's general.architecture, as llama.cpp's converter writes the family.
+GGUF: dict[str, Family] = {
+  # The converter interleaves Llama's rotary pairs and leaves all others' as they are.
+  "llama": dataclasses.replace(FAMILIES["llama"], interleaved=True),
+  "qwen2": FAMILIES["qwen2"],
+  "qwen3": FAMILIES["qwen3"],
+  "phi3": FAMILIES["phi3"],
+  "glm4": FAMILIES["glm4"],
+  "qwen3moe": FAMILIES["qwen3_moe"],
+}
+
+
+def rotary_order(head_dim: int, turned: int, interleaved: bool) -> np.ndarray | None:
+  """Where each dimension of a head is in a file; None: where the decoder has it.
+
+  A file turns the first R dimensions, in pairs (2i, 2i + 1) or (i, i + R/2). The decoder's pairs
+  are (i, i + H/2), and those that are turned are the first R/2 (`kvjax.rope.Rope`). q·k is the same
+  in any order that both share.
+  """
+  first = (
+    np.arange(turned).reshape(2, -1) if not interleaved else np.arange(turned).reshape(-1, 2).T
+  )
+  rest = np.arange(turned, head_dim).reshape(2, -1)
+  order = np.concatenate([first, rest], 1).reshape(-1)
+  return None if (order == np.arange(head_dim)).all() else order

@@ -236,8 +236,13 @@ class Method:
     return Cache.of(self.leaves(spec, layer), leading)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
-    """Empty caches, one per layer, which know whose they are (`Cache.origin`)."""
-    origin, made = Origin.of(self, spec), [self.init(spec, layer) for layer in range(spec.layers)]
+    """Empty caches, one per layer, which know whose they are (`Cache.origin`).
+
+    A layer with a window of the model's own has a cache of that size (`kvjax.windowed`).
+    """
+    from kvjax import windowed  # what such a layer keeps is a method itself
+
+    origin, made = Origin.of(self, spec), windowed.init_caches(self, spec)
     return tuple(dataclasses.replace(x, origin=origin) if hasattr(x, "origin") else x for x in made)
 
   # ---- moves: what a query may see

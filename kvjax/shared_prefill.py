@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax import entrance
@@ -111,5 +113,14 @@ class SharedPrefill(Method):
 
 
 def take(caches: tuple, member: int) -> tuple:
-  """The caches of one member, as its own `init_caches` would lay them out."""
-  return tuple(layer.caches[member] for layer in caches)
+  """The caches of one member, as its own `init_caches` would lay them out.
+
+  Layers with a window of the model's own (`kvjax.windowed`) have one cache for all members: each
+  member gets a copy.
+  """
+  own = [layer.caches[member] if isinstance(layer, Members) else layer for layer in caches]
+  origin = next((x.origin for x, y in zip(own, caches, strict=True) if x is not y), None)
+  return tuple(
+    dataclasses.replace(jax.tree.map(jnp.copy, x), origin=origin) if x is y else x
+    for x, y in zip(own, caches, strict=True)
+  )

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..rope import Linear, Llama3, Rope, Yarn
+from ..types import CacheSpec
 
 _SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, Yarn)}
 
@@ -147,6 +148,16 @@ class ModelConfig:
   def groups(self) -> int:
     """G, query heads per key/value head."""
     return self.heads // self.kv_heads
+
+  @property
+  def served(self) -> int:
+    """Layers that see everything, which a KV-cache method serves."""
+    return self.windows.count(None) if self.windows else self.layers
+
+  def cache_spec(self, batch: int, capacity: int, dtype: Any) -> CacheSpec:
+    """Sizes of caches for `batch` rows of up to `capacity` tokens, stored in this dtype."""
+    heads = self.kv_heads, self.groups, self.head_dim
+    return CacheSpec(batch, capacity, *heads, self.served, dtype, self.windows)
 
   def to_json(self) -> dict[str, Any]:
     """A dict of plain JSON values; `from_json` is its inverse."""

@@ -21,11 +21,10 @@ class Family:
     architecture: in config.json.
     flags: of `ModelConfig`.
     fixed: entries of config.json that may have this value only.
+    defaults: what entries mean where they are missing, as transformers has it; a family without
+      "partial_rotary_factor" rotates whole heads.
     fused: parts that are one tensor: "qkv", its rows in this order, and "gate_up".
     interleaved: rotary pairs are (2i, 2i + 1), not (i, i + R/2).
-    partial: share of each head that is rotated, where no entry says so; None: all of it, always.
-    head_dim: where no entry says so; None: dim / heads.
-    window: the sliding window, where no entry says so.
     norm_plus: what is added to stored norms: Gemma's scale is 1 + w.
     names: tensors of config.json's kind that have other names, by part; what follows
       "model.layers.{i}.".
@@ -34,11 +33,9 @@ class Family:
   architecture: str
   flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fused: tuple[str, ...] = ()
   interleaved: bool = False
-  partial: float | None = None
-  head_dim: int | None = None
-  window: int | None = None
   norm_plus: float = 0.0
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -48,14 +45,14 @@ _FUSED_MLP = {"gate_up": "mlp.gate_up_proj.weight"}
 # By config.json's model_type.
 FAMILIES: dict[str, Family] = {
   "llama": Family("LlamaForCausalLM"),
-  "mistral": Family("MistralForCausalLM", window=4096),
+  "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096}),
   "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}),
-  "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, head_dim=128),
+  "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, defaults={"head_dim": 128}),
   # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, which rotates three quarters of each head.
   "phi3": Family(
     "Phi3ForCausalLM",
+    defaults={"partial_rotary_factor": 1.0},
     fused=("qkv", "gate_up"),
-    partial=1.0,
     names={"qkv": "self_attn.qkv_proj.weight", **_FUSED_MLP},
   ),
   # GLM-4-9B; GLM-4-0414 and GLM-Z1 add norms after attention and MLP.
@@ -63,20 +60,18 @@ FAMILIES: dict[str, Family] = {
     "GlmForCausalLM",
     {"qkv_bias": True},
     {"attention_bias": True},
+    {"partial_rotary_factor": 0.5, "head_dim": 128},
     fused=("gate_up",),
     interleaved=True,
-    partial=0.5,
-    head_dim=128,
     names=_FUSED_MLP,
   ),
   "glm4": Family(
     "Glm4ForCausalLM",
     {"qkv_bias": True, "norms_after": True},
     {"attention_bias": True},
+    {"partial_rotary_factor": 0.5, "head_dim": 128},
     fused=("gate_up",),
     interleaved=True,
-    partial=0.5,
-    head_dim=128,
     names={
       **_FUSED_MLP,
       "attention_after": "post_self_attn_layernorm.weight",
@@ -88,12 +83,40 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM",
     {"qk_norm": True},
     {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    head_dim=128,
+    {"head_dim": 128},
     names={
       "router": "mlp.gate.weight",
       "gate": "mlp.experts.{e}.gate_proj.weight",
       "up": "mlp.experts.{e}.up_proj.weight",
       "down": "mlp.experts.{e}.down_proj.weight",
+    },
+  ),
+  # Gemma 3 technical report (2025), §2: five layers with a window to one without, two thetas, norms
+  # around attention and MLP and over heads; norms store their scale less 1, embeddings enter times
+  # √D, and queries are divided by √query_pre_attn_scalar (which the norm over them takes in).
+  "gemma3_text": Family(
+    "Gemma3ForCausalLM",
+    {"qk_norm": True, "norms_after": True, "activation": "gelu_tanh"},
+    {
+      "hidden_activation": "gelu_pytorch_tanh",
+      "final_logit_softcapping": None,
+      "attn_logit_softcapping": None,
+      "use_bidirectional_attention": False,
+    },
+    {
+      "head_dim": 256,
+      "sliding_window": 4096,
+      "sliding_window_pattern": 6,
+      "rope_theta": 1e6,
+      "rope_local_base_freq": 1e4,
+      "query_pre_attn_scalar": 256,
+      "tie_word_embeddings": True,
+    },
+    norm_plus=1.0,
+    names={
+      "attention_after": "post_attention_layernorm.weight",
+      "mlp_norm": "pre_feedforward_layernorm.weight",
+      "mlp_after": "post_feedforward_layernorm.weight",
     },
   ),
 }
@@ -107,6 +130,7 @@ GGUF: dict[str, Family] = {
   "phi3": FAMILIES["phi3"],
   "glm4": FAMILIES["glm4"],
   "qwen3moe": FAMILIES["qwen3_moe"],
+  "gemma3": dataclasses.replace(FAMILIES["gemma3_text"], norm_plus=0.0),  # 1 is added already
 }
 
 

@@ -155,12 +155,18 @@ class GGUF(Source):
     context = self._entry("context_length")
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
-    window = self._entry("attention.sliding_window", 0) or None
+    context, layers = self.context(context, max_context), self._entry("block_count")
+    local = None
+    if "rope_local_base_freq" in family.defaults:
+      local = Rope(self._entry("rope.freq_base_swa", family.defaults["rope_local_base_freq"]))
+    if "query_pre_attn_scalar" in family.defaults:
+      # As in llama.cpp: by the width of a head of the 27B model, which it tells by its layers.
+      self.query_scale = (head_dim / (dim / heads)) ** 0.5 if layers == 62 else 1.0
     try:
       return ModelConfig(
         vocab=int(embedding.shape[-1]),
         dim=dim,
-        layers=self._entry("block_count"),
+        layers=layers,
         heads=heads,
         kv_heads=self._entry("attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -168,12 +174,31 @@ class GGUF(Source):
         rope=rope,
         norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in self._tensors,
-        max_context=self.context(context, window, max_context),
+        max_context=context,
+        embed_scale=dim**0.5 if local else 1.0,
+        windows=self.windows(self._windows(layers), context, local is not None),
+        window_rope=local,
         **experts,
         **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self.path}: {error}") from error
+
+  def _windows(self, layers: int) -> list[int | None]:
+    """The sliding window of each layer; []: none has one."""
+    window = self._entry("attention.sliding_window", 0)
+    if not window or layers > 1 << 16:  # more layers than the file has are found out later
+      return []
+    pattern = self.family.defaults.get("sliding_window_pattern", 0)
+    pattern = self._entry("attention.sliding_window_pattern", pattern)
+    if isinstance(pattern, list) and len(pattern) == layers:
+      return [window if slides else None for slides in pattern]
+    if not isinstance(pattern, int):
+      raise NotImplementedError(
+        f"{self.path}: metadata 'attention.sliding_window_pattern': found {pattern!r}, expected a "
+        f"number, or {layers} booleans"
+      )
+    return [None if pattern and (i + 1) % pattern == 0 else window for i in range(layers)]
 
   def _experts(self) -> dict[str, Any]:
     """Flags of a mixture of experts; llama.cpp makes weights sum to 1 in all that are read here."""
@@ -183,8 +208,9 @@ class GGUF(Source):
     }
 
   def _rope(self, head_dim: int) -> Rope:
-    turned = self._entry("rope.dimension_count", int((self.family.partial or 1.0) * head_dim))
-    if self.family.partial is None and turned != head_dim:
+    share = self.family.defaults.get("partial_rotary_factor", 1.0)
+    turned = self._entry("rope.dimension_count", int(share * head_dim))
+    if "partial_rotary_factor" not in self.family.defaults and turned != head_dim:
       raise NotImplementedError(
         f"{self.path}: metadata 'rope.dimension_count': found {turned}, expected the head size "
         f"{head_dim}"

@@ -45,6 +45,7 @@ _NAMES = {
     }.items()
   },
 }
+_MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ROPES = ("default", "linear", "llama3", "yarn")
 # What this decoder does not do, by the entry that would ask for it.
@@ -96,7 +97,7 @@ class HuggingFace(Source):
 
   def _entry(self, key: str, default: Any = None) -> Any:
     value = self._entries.get(key)
-    value = default if value is None else value
+    value = self.family.defaults.get(key, default) if value is None else value
     if value is None:
       raise ValueError(f"{self._file}: {key!r}: not found, expected an entry")
     return value
@@ -120,11 +121,15 @@ class HuggingFace(Source):
     heads, dim, layers = (
       self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
-    rope = self._rope()
+    rope, window_rope = self._ropes()
     experts = self._experts() if "router" in family.names else {}
+    head_dim = self._entry("head_dim", dim // heads)
+    if "query_pre_attn_scalar" in family.defaults:  # logits are divided by √H where they are made
+      self.query_scale = (head_dim / self._entry("query_pre_attn_scalar")) ** 0.5
     context = self._entry("max_position_embeddings")
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
+    context = self.context(context, max_context)
     try:
       return ModelConfig(
         vocab=self._entry("vocab_size"),
@@ -132,12 +137,15 @@ class HuggingFace(Source):
         layers=layers,
         heads=heads,
         kv_heads=self._entry("num_key_value_heads", heads),
-        head_dim=self._entry("head_dim", family.head_dim or dim // heads),
+        head_dim=head_dim,
         ffn=self._entry("moe_intermediate_size" if experts else "intermediate_size"),
         rope=rope,
         norm_eps=self._entry("rms_norm_eps"),
         tie_embeddings=self._entry("tie_word_embeddings", False),
-        max_context=self.context(context, self._window(kind, layers), max_context),
+        max_context=context,
+        embed_scale=dim**0.5 if family.norm_plus else 1.0,
+        windows=self.windows(self._windows(kind, layers), context, window_rope is not None),
+        window_rope=window_rope,
         **experts,
         **family.flags,
       )
@@ -152,25 +160,47 @@ class HuggingFace(Source):
       "norm_experts": bool(self._entries.get("norm_topk_prob", False)),
     }
 
-  def _window(self, family: str, layers: int) -> int | None:
-    """The sliding window that some layer uses."""
-    window = self._entries.get("sliding_window", self.family.window)
-    if family in ("llama", "glm", "glm4") or window is None:
-      return None
+  def _windows(self, family: str, layers: int) -> list[int | None]:
+    """The sliding window of each layer; []: none has one."""
+    window = self._entries.get("sliding_window", self.family.defaults.get("sliding_window"))
     kinds = self._entries.get("layer_types")
+    if family in ("llama", "glm", "glm4") or window is None:
+      return []
+    if layers > _MOST_LAYERS:
+      raise ValueError(f"'num_hidden_layers': found {layers}, expected at most {_MOST_LAYERS}")
     if kinds is not None:
-      return window if "sliding_attention" in kinds else None
+      known = {"sliding_attention": window, "full_attention": None}
+      if len(kinds) != layers or not set(kinds) <= set(known):
+        raise NotImplementedError(
+          f"{self._file}: 'layer_types': found {kinds}, expected {layers} of {sorted(known)}"
+        )
+      return [known[kind] for kind in kinds]
+    if family == "gemma3_text":
+      pattern = self._entry("sliding_window_pattern")
+      return [window if (i + 1) % pattern else None for i in range(layers)]
     if family in ("mistral", "phi3"):
-      return window
+      return [window] * layers
     slides = self._entry("use_sliding_window", False)
-    if family == "qwen3_moe":  # all layers alike
-      return window if slides else None
-    return window if slides and self._entry("max_window_layers", 28) < layers else None
+    first = 0 if family == "qwen3_moe" else self._entry("max_window_layers", 28)
+    return [window if slides and i >= first else None for i in range(layers)]
 
-  def _rope(self) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+  def _ropes(self) -> tuple[Rope, Rope | None]:
+    """The rotary embedding, and that of layers with a window where it is another.
+
+    In `rope_parameters` (transformers 5) or in `rope_theta` and `rope_scaling` (before).
+    """
     key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
     given = self._entries.get(key) or {}
+    if "rope_local_base_freq" not in self.family.defaults:
+      return self._rope(key, given, self._entry("rope_theta", 10000.0)), None
+    each = {"full_attention": given, "sliding_attention": {}}
+    if key == "rope_parameters":
+      each = {name: given.get(name) or {} for name in each}
+    whole, local = each.values()
+    theta, local_theta = self._entry("rope_theta"), self._entry("rope_local_base_freq")
+    return self._rope(key, whole, theta), self._rope(key, local, local_theta)
+
+  def _rope(self, key: str, given: dict[str, Any], theta: float) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
     if not given.get("truncate", True):
       raise NotImplementedError(f"{self._file}: {key!r}: found {given}, expected no truncate")
@@ -183,10 +213,9 @@ class HuggingFace(Source):
         )
       return float(value)
 
-    theta = entry("rope_theta", self._entry("rope_theta", 10000.0))
-    partial = self._entry("partial_rotary_factor", self.family.partial or 1.0)
-    partial = entry("partial_rotary_factor", partial)
-    if self.family.partial is None and partial != 1:
+    theta = entry("rope_theta", theta)
+    partial = entry("partial_rotary_factor", self._entry("partial_rotary_factor", 1.0))
+    if "partial_rotary_factor" not in self.family.defaults and partial != 1:
       raise NotImplementedError(
         f"{self._file}: 'partial_rotary_factor': found {partial}, expected 1.0 or no entry"
       )

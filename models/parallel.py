@@ -79,6 +79,7 @@ def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding
   """Where the leaves of a model's state go; raises as `shard` does."""
   sharding.check_mesh(mesh)
   check_sizes(config, mesh)
+  sharding.check_windows(config.windows, mesh)
   return [NamedSharding(mesh, spec) for spec in weight_specs(state, config, mesh)]
 
 

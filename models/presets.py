@@ -53,6 +53,31 @@ def _qwen3(dim: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -
   )
 
 
+def _gemma3(
+  dim: int, layers: int, heads: int, kv_heads: int, ffn: int, *, window: int
+) -> ModelConfig:
+  """Five layers with a window to one without."""
+  return ModelConfig(
+    vocab=262144,
+    dim=dim,
+    layers=layers,
+    heads=heads,
+    kv_heads=kv_heads,
+    head_dim=256,
+    ffn=ffn,
+    rope=Rope(1000000.0),
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    max_context=32768,
+    qk_norm=True,
+    norms_after=True,
+    activation="gelu_tanh",
+    embed_scale=dim**0.5,
+    windows=tuple(window if (i + 1) % 6 else None for i in range(layers)),
+    window_rope=Rope(),
+  )
+
+
 def _qwen2_7b(rope: Rope, max_context: int) -> ModelConfig:
   return ModelConfig(
     vocab=152064,
@@ -84,7 +109,7 @@ PRESETS: dict[str, ModelConfig] = {
   "Llama-3.1-70B": _llama3(8192, 80, 64, 28672),
   "Llama-3.2-1B": _llama3(2048, 16, 32, 8192, head_dim=64, rope=_LLAMA3_2, tied=True),
   "Llama-3.2-3B": _llama3(3072, 28, 24, 8192, rope=_LLAMA3_2, tied=True),
-  # v0.3: v0.1 has a sliding window, which this decoder does not do.
+  # v0.3: in v0.1 all layers have a sliding window, which leaves nothing for a method to do.
   "Mistral-7B": ModelConfig(
     vocab=32768,
     dim=4096,
@@ -132,6 +157,8 @@ PRESETS: dict[str, ModelConfig] = {
     max_context=131072,
     qkv_bias=True,
   ),
+  "Gemma-3-270M": _gemma3(640, 18, 4, 1, 2048, window=512),
+  "Gemma-3-1B": _gemma3(1152, 26, 4, 1, 6912, window=512),
   "Phi-4": ModelConfig(
     vocab=100352,
     dim=5120,

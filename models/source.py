@@ -135,24 +135,30 @@ class Source(abc.ABC):
     """What the file calls a tensor."""
     return self.names[part].format(i=layer, e=expert)
 
-  def context(self, stated: int, window: int | None, limit: int | None) -> int:
+  def context(self, stated: int, limit: int | None) -> int:
     """The context to convert for, in tokens.
 
     Args:
       stated: what the model was made for.
-      window: its sliding window, None without one.
       limit: what the caller asks for, None for all of it.
     """
     context = stated if limit is None else limit
     if not 1 <= context <= stated:
       raise ValueError(f"max_context: found {context}, expected 1 to {stated}, as {self.path} says")
-    if window is not None and window < context:
-      raise NotImplementedError(
-        f"{self.path}: found a sliding window of {window} tokens in a context of {context}, "
-        "expected none: this decoder attends to the whole context. Up to the window the model is "
-        f"the same without it: convert with max_context={window}"
-      )
     return context
+
+  def windows(
+    self, each: Sequence[int | None], context: int, apart: bool
+  ) -> tuple[int | None, ...]:
+    """`ModelConfig.windows`: those that no token of the context sees past are none.
+
+    Args:
+      each: the window of every layer, None without one; []: no layer has one.
+      context: what the model is converted for, in tokens.
+      apart: layers with a window differ in more than the window, and stay what they are.
+    """
+    kept = tuple(w if w is not None and (apart or w < context) else None for w in each)
+    return kept if any(kept) else ()
 
   def check_tensors(
     self, found: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()

@@ -13,7 +13,6 @@ from flax import nnx
 
 from ..method import Method
 from ..traffic import LayerTraffic, step_traffic
-from ..types import CacheSpec
 from .config import ModelConfig
 from .transformer import Transformer
 
@@ -74,14 +73,8 @@ def step_bytes(
   apart = expert_bytes(config, dtype)
   moved = (3 * chosen - config.experts) * apart
   return StepBytes(
-    held - unread + moved, step_traffic(cache_spec(config, batch, tokens, dtype), method)
+    held - unread + moved, step_traffic(config.cache_spec(batch, tokens, dtype), method)
   )
-
-
-def cache_spec(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> CacheSpec:
-  """Sizes of a model's caches, as `Transformer.spec` gives them, without a model."""
-  heads = {"kv_heads": config.kv_heads, "groups": config.groups, "head_dim": config.head_dim}
-  return CacheSpec(batch, capacity, **heads, layers=config.layers, dtype=dtype)
 
 
 def expert_bytes(config: ModelConfig, dtype: Any) -> int:

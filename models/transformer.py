@@ -8,6 +8,7 @@ its weight and cache arrays: stacking them for a scan would copy every slice bef
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from .. import memory, sharding
+from .. import memory, sharding, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
@@ -152,16 +153,8 @@ class Transformer(nnx.Module):
 
     Keys and values are stored in the model's dtype unless `dtype` says otherwise.
     """
-    c = self.config
-    return CacheSpec(
-      batch=batch,
-      capacity=capacity,
-      kv_heads=c.kv_heads,
-      groups=c.groups,
-      head_dim=c.head_dim,
-      layers=c.layers,
-      dtype=self.dtype if dtype is None else jnp.dtype(dtype),
-    )
+    dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+    return self.config.cache_spec(batch, capacity, dtype)
 
   def init_caches(self, method: Method, batch: int, capacity: int, dtype: Any = None) -> Caches:
     """Empty caches of a method, `method.init_caches(self.spec(...))`, laid out over the mesh.
@@ -240,15 +233,14 @@ class Transformer(nnx.Module):
     new, reports = [], []
     with self.products_traced():
       x = self.embed(tokens)
-      for i, layer in enumerate(self.layers):
-        at = At(i, self.env, method)
-        prompt = Prompt.of(at, tokens.shape[1], lengths, total, past)
-        x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
+      for at, layer, cache in zip(self.places(method), self.layers, caches, strict=True):
+        prompt = Prompt.of(at, tokens.shape[1], lengths, total, bound(at, past))
+        x, cache, carry, aux = layer.prefill(at, x, cache, prompt, carry)
         x, cache = _done(x, cache)
         new.append(cache)
         reports.append(aux)
       logits = self.predict(x, lengths, all_logits)
-      caches = method.conclude(self.env, tuple(new), lengths)
+      caches = self.concluded(method, tuple(new), lengths)
     return logits, caches, self._whole(reports, method) if with_aux else []
 
   def decode(
@@ -295,13 +287,23 @@ class Transformer(nnx.Module):
     new, reports = [], []
     with self.products_traced():
       x, parts = self.embed(tokens), None
-      for i, layer in enumerate(self.layers):
-        at = At(i, self.env, method)
-        x, parts, cache, carry, aux = layer.decode(at, x, parts, caches[i], live, carry)
+      for at, layer, cache in zip(self.places(method), self.layers, caches, strict=True):
+        x, parts, cache, carry, aux = layer.decode(at, x, parts, cache, live, carry)
         new.append(cache)
         reports.append(aux)
       logits = self.predict_next(x, parts)
     return logits, tuple(new), self._whole(reports, method) if with_aux else []
+
+  def places(self, method: Method) -> list[At]:
+    """Where each layer's attention runs: under the method, or in the model's own window."""
+    c = self.config
+    return windowed.places(method, self.env, c.windows, c.window_rope)
+
+  def concluded(self, method: Method, caches: Caches, lengths: Int[Array, " B"]) -> Caches:
+    """What the method settles once a chunk has passed through all of its layers."""
+    env = dataclasses.replace(self.env, layers=max(1, self.config.served))
+    own = windowed.served(caches)
+    return windowed.rejoined(caches, method.conclude(env, own, lengths) if own else ())
 
   def _on_mesh(self, run: Callable[..., Any], method: Method, caches: Caches, *args: Array) -> Any:
     """run(self, caches, *args), on every device of the mesh if there is one."""
@@ -370,6 +372,11 @@ class Transformer(nnx.Module):
     if self.products is None:
       return contextlib.nullcontext()
     return jax.default_matmul_precision(self.products)
+
+
+def bound(at: At, past: int | None) -> int | None:
+  """The bound on cached tokens that a layer is told: beyond a window's ring it is no size."""
+  return None if past and isinstance(at.top, windowed.Sliding) else past
 
 
 def _done(x: Array, cache: Any) -> tuple[Array, Any]:

@@ -34,13 +34,33 @@ _MOE = {
   "mlp_only_layers": [],
   "rope_theta": 1000000.0,
 }
+_GEMMA = {
+  "hidden_act": ...,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "hidden_size": 48,
+  "num_hidden_layers": 4,
+  "head_dim": 16,
+  "query_pre_attn_scalar": 20,
+  "sliding_window": 24,
+  "sliding_window_pattern": 3,
+  "rope_theta": 1000000.0,
+  "rope_local_base_freq": 10000.0,
+  "tie_word_embeddings": ...,
+  "pad_token_id": 0,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
 def config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> dict[str, Any]:
   """A config.json; entries of `...` are left out."""
   names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-  names |= {"phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "qwen3_moe": "Qwen3Moe"}
+  names |= {
+    "gemma3_text": "Gemma3",
+    "phi3": "Phi3",
+    "glm": "Glm",
+    "glm4": "Glm4",
+    "qwen3_moe": "Qwen3Moe",
+  }
   name = names[family]
   out = {
     "architectures": [f"{name}ForCausalLM"],
@@ -109,6 +129,25 @@ CASES: dict[str, dict[str, Any]] = {
   ),
   "glm4-9b": config("glm", heads=6, kv_heads=2, head_dim=16, **_GLM, **_NO_PAD),
   "glm4-0414": config("glm4", heads=6, kv_heads=2, head_dim=16, **_GLM, **_NO_PAD),
+  "mistral-sliding": config("mistral", sliding_window=24),
+  "qwen2-sliding": config("qwen2", sliding_window=24, use_sliding_window=True, max_window_layers=1),
+  "phi3-mini": config("phi3", sliding_window=24, **_NO_PAD),
+  "gemma3": config("gemma3_text", heads=6, kv_heads=2, **_GEMMA),
+  "gemma3-parameters": config(
+    "gemma3_text",
+    **{
+      **_GEMMA,
+      "rope_theta": ...,
+      "rope_local_base_freq": ...,
+      "layer_types": ["sliding_attention", "full_attention"] * 2,
+      "query_pre_attn_scalar": ...,
+      "head_dim": 256,
+      "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+      },
+    },
+  ),
   "qwen3-moe": config("qwen3_moe", heads=6, kv_heads=2, head_dim=16, **_MOE),
   "qwen3-moe-shares": config("qwen3_moe", head_dim=16, **{**_MOE, "norm_topk_prob": False}),
 }
@@ -143,11 +182,14 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
       }.items()
     }
     norms = {"input_layernorm": dim, "post_attention_layernorm": dim}
-    if family in ("qwen3", "qwen3_moe"):
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
       norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
     if family == "glm4":
       norms |= {"post_self_attn_layernorm": dim, "post_mlp_layernorm": dim}
-    out |= {f"model.layers.{i}.{name}.weight": near(1, n) for name, n in norms.items()}
+    if family == "gemma3_text":
+      norms |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
+    one = 0 if family == "gemma3_text" else 1  # Gemma stores w for a scale of 1 + w
+    out |= {f"model.layers.{i}.{name}.weight": near(one, n) for name, n in norms.items()}
     if family in ("qwen2", "glm", "glm4"):
       for name, n in {"q": heads, "k": kv_heads, "v": kv_heads}.items():
         out[f"model.layers.{i}.self_attn.{name}_proj.bias"] = near(0, n * size)
@@ -156,10 +198,10 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
       for e in range(experts):
         parts = _mlp(f"mlp.experts.{e}", dim, config["moe_intermediate_size"])
         out |= {f"model.layers.{i}.{n}.weight": matrix(*shape) for n, shape in parts.items()}
-  out["model.norm.weight"] = near(1, dim)
-  if not config["tie_word_embeddings"]:
+  out["model.norm.weight"] = near(0 if family == "gemma3_text" else 1, dim)
+  if not config.get("tie_word_embeddings", family == "gemma3_text"):
     out["lm_head.weight"] = matrix(V, dim)
-  return fused(out, family)
+  return fused(out, family, config["num_hidden_layers"])
 
 
 def _mlp(name: str, dim: int, ffn: int) -> dict[str, tuple[int, int]]:
@@ -167,13 +209,13 @@ def _mlp(name: str, dim: int, ffn: int) -> dict[str, tuple[int, int]]:
   return {f"{name}.{part}_proj": shape for part, shape in shapes.items()}
 
 
-def fused(tensors: dict[str, np.ndarray], family: str) -> dict[str, np.ndarray]:
+def fused(tensors: dict[str, np.ndarray], family: str, layers: int) -> dict[str, np.ndarray]:
   """What the family's files hold in one tensor, stacked."""
   wholes = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
   parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
   wholes |= {"self_attn.qkv_proj": parts} if family == "phi3" else {}
   out = dict(tensors)
-  for i in range(LAYERS) if family in ("phi3", "glm", "glm4") else ():
+  for i in range(layers) if family in ("phi3", "glm", "glm4") else ():
     for whole, parts in wholes.items():
       rows = [out.pop(f"model.layers.{i}.{part}.weight") for part in parts]
       out[f"model.layers.{i}.{whole}.weight"] = np.concatenate(rows)

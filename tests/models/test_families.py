@@ -20,32 +20,20 @@ from kvjax.models.gguf_file import GGUF
 from kvjax.models.huggingface import HuggingFace
 from kvjax.rope import Linear, Llama3, Rope, Yarn
 from tests import tiny_gguf, tiny_hf
+from tests.family_models import model
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "families.npz"
 PARITY = 1e-4  # of logits up to 4 and more, float32 on both sides: only the order of sums differs
 # One case of each family.
 FAMILIES = {case["model_type"]: name for name, case in reversed(tiny_hf.CASES.items())}
 FAMILIES = [FAMILIES[family] for family in families.FAMILIES]
+SLIDING = [name for name, case in tiny_hf.CASES.items() if case.get("sliding_window") == 24]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
   root = tmp_path_factory.mktemp("families")
   return {name: tiny_hf.write(root / name, config) for name, config in tiny_hf.CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def models(folders, tmp_path_factory):
-  """Each case converted and loaded once, by name."""
-  root, made = tmp_path_factory.mktemp("checkpoints"), {}
-
-  def model(name):
-    if name not in made:
-      dest = convert.convert(folders[name], root / name, progress=False)
-      made[name] = convert.load(dest, precision="float32", impl="reference")[0]
-    return made[name]
-
-  return model
 
 
 def logits_of(model):
@@ -59,22 +47,22 @@ def logits_of(model):
 
 @pytest.mark.core(3)
 @pytest.mark.parametrize("name", tiny_hf.CASES)
-def test_logits_equal_the_goldens(models, name):
+def test_logits_equal_the_goldens(name):
   config = tiny_hf.CASES[name]
   with np.load(GOLDENS) as stored:
     want, digest = stored[f"{name}/logits"], str(stored[f"{name}/digest"])
   assert digest == tiny_hf.digest(config), "the golden is of other weights: make it again"
   row, at = tiny_hf.positions().T
-  np.testing.assert_allclose(logits_of(models(name))[row, at], want, rtol=0, atol=PARITY)
+  np.testing.assert_allclose(logits_of(model(name))[row, at], want, rtol=0, atol=PARITY)
 
 
 @pytest.mark.parametrize("name", tiny_hf.CASES)
-def test_logits_equal_transformers(folders, models, name):
+def test_logits_equal_transformers(folders, name):
   pytest.importorskip("torch", reason="live parity needs torch; the goldens cover it otherwise")
   pytest.importorskip("transformers", reason="live parity needs transformers")
   from scripts.make_family_goldens import reference
 
-  got, want = logits_of(models(name)), reference(folders[name])
+  got, want = logits_of(model(name)), reference(folders[name])
   for row, size in enumerate(tiny_hf.LENGTHS):
     np.testing.assert_allclose(got[row, :size], want[row, :size], rtol=0, atol=PARITY)
 
@@ -90,16 +78,16 @@ def test_goldens_tell_ropes_apart():
 
 
 @pytest.mark.core(len(FAMILIES))
-@pytest.mark.parametrize("name", FAMILIES)
-def test_decoding_equals_the_goldens(models, name):
+@pytest.mark.parametrize("name", dict.fromkeys([*FAMILIES, *SLIDING]))
+def test_decoding_equals_the_goldens(name):
   """A prompt, then step by step to the end of the longer row; the shorter one ends on the way."""
-  model, method, tokens = models(name), kvjax.Full(), tiny_hf.tokens()
+  decoder, method, tokens = model(name), kvjax.Full(), tiny_hf.tokens()
   row, at = tiny_hf.positions().T
   with np.load(GOLDENS) as stored:
     want = dict(zip(zip(row, at, strict=True), stored[f"{name}/logits"], strict=True))
-  caches, read = method.init_caches(model.spec(*tokens.shape)), 14
-  _, caches = prefill(model, tokens[:, :read], np.array([read, read]), caches, method)
-  step = jax.jit(lambda token, caches, live: model.decode(token, caches, method, live))
+  caches, read = method.init_caches(decoder.spec(*tokens.shape)), 14
+  _, caches = prefill(decoder, tokens[:, :read], np.array([read, read]), caches, method)
+  step = jax.jit(lambda token, caches, live: decoder.decode(token, caches, method, live))
   seen = 0
   for t in range(read, max(tiny_hf.LENGTHS)):
     logits, caches = step(tokens[:, t], caches, np.array(tiny_hf.LENGTHS) > t)
@@ -110,8 +98,8 @@ def test_decoding_equals_the_goldens(models, name):
   assert seen == sum(at >= read)
 
 
-def test_flags_cost_nothing_when_off(models):
-  names = lambda name: set(nnx.to_pure_dict(nnx.state(models(name).layers[0].attention)))  # noqa: E731
+def test_flags_cost_nothing_when_off():
+  names = lambda name: set(nnx.to_pure_dict(nnx.state(model(name).layers[0].attention)))  # noqa: E731
   assert names("llama3") == {"wqkv", "wo"}
   assert names("qwen2") == {"wqkv", "wo", "bqkv"}
   assert names("qwen3") == {"wqkv", "wo", "q_norm", "k_norm"}
@@ -145,7 +133,11 @@ def test_yarn_extends_the_stated_context(tmp_path):
 def as_gguf(path, config, more=None, *, tensors=None):
   """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, others' kept."""
   weights, kind = tiny_hf.weights(config), config["model_type"]
-  family = {"mistral": "llama", "qwen3_moe": "qwen3moe"}.get(kind, kind)
+  family = {
+    "mistral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+  }.get(kind, kind)
   source, out = families.FAMILIES[kind], {}
   here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
   here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
@@ -159,6 +151,8 @@ def as_gguf(path, config, more=None, *, tensors=None):
       heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
       x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
     target = there[here[pattern]].format(i=layer)
+    if family == "gemma3" and "norm" in pattern:
+      x = 1 + x
     if "{e}" in pattern:
       stacked.setdefault(target, []).append(x)
     else:
@@ -176,7 +170,7 @@ def as_gguf(path, config, more=None, *, tensors=None):
     "attention.key_length": head_dim,
     "attention.value_length": head_dim,
     "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-    "rope.freq_base": config["rope_theta"],
+    "rope.freq_base": config.get("rope_theta", 0.0),
     **_experts(config),
     **(more or {}),
   }
@@ -222,6 +216,19 @@ _GGUF_YARN = {
     ("phi-partial", {}),
     ("glm4-0414", {}),
     ("qwen3-moe", {}),
+    ("mistral-sliding", {"attention.sliding_window": 24}),
+    ("phi3-mini", {"attention.sliding_window": 24}),
+    ("gemma3", {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3}),
+    (
+      "gemma3-parameters",
+      {
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base": 1000000.0,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+      },
+    ),
   ],
 )
 def test_gguf_holds_the_same_items(tmp_path, name, more):
@@ -233,6 +240,8 @@ def test_gguf_holds_the_same_items(tmp_path, name, more):
     scaled = Rope(config["rope_theta"], Llama3(32.0)).frequencies(config["head_dim"])
     plain = Rope(config["rope_theta"]).frequencies(config["head_dim"])
     tensors["rope_freqs.weight"] = (plain / scaled).astype(np.float32)
+  if name == "gemma3":
+    config = {**config, "query_pre_attn_scalar": 16}  # llama.cpp knows the 27B model's alone
   want = HuggingFace(tiny_hf.write(tmp_path / "folder", config))
   got = GGUF(as_gguf(tmp_path / "x.gguf", config, more, tensors=tensors))
   same = {**want.config.to_json(), "norm_eps": pytest.approx(want.config.norm_eps)}

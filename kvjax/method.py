@@ -499,7 +499,7 @@ class Method:
     else:
       cache = _idle_rows(at, attended, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, cache, carry, {"visited": attended.visited, **aux}
+    return out, cache, carry, {"visited": attended.visited, **aux, **lse_of(at, attended)}
 
   @_shared
   def prefill(
@@ -527,7 +527,7 @@ class Method:
       rows = checked_rows(at, attended, cache, rows)
     kept = slots.choose_rows(rows, kept, cache)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, kept, carry, {}
+    return out, kept, carry, lse_of(at, attended)
 
   def enter(
     self, at: At, cache: Cache, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
@@ -589,6 +589,11 @@ def checked_rows(
     seen=cache.seen[jnp.argmax(bad)],
   )
   return rows & ~bad
+
+
+def lse_of(at: At, attended: Attended) -> Aux:
+  """The report of `Env.lse`; empty where it is off."""
+  return {"lse": attended.state.lse} if at.env.lse else {}
 
 
 def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:

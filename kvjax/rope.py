@@ -34,6 +34,7 @@ class Yarn:
     original_context: training length in tokens.
     beta_fast, beta_slow: rotations over the training length that bound the ramp.
     attention_factor: factor on rotated q and k; None: 0.1·ln(s) + 1 (Eq. 22).
+    truncate: the ramp's ends are whole pairs; False: where the rotations put them (gpt-oss).
   """
 
   factor: float
@@ -41,6 +42,7 @@ class Yarn:
   beta_fast: float = 32.0
   beta_slow: float = 1.0
   attention_factor: float | None = None
+  truncate: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +106,10 @@ class Rope:
             / (2 * math.log(self.theta))
           )
 
-        low = max(math.floor(pair_with(s.beta_fast)), 0)
-        high = min(math.ceil(pair_with(s.beta_slow)), head_dim - 1)
+        low, high = pair_with(s.beta_fast), pair_with(s.beta_slow)
+        if s.truncate:
+          low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         return freq / s.factor * ramp + freq * (1 - ramp)
     raise TypeError(f"scaling: found {self.scaling!r}, expected None, Linear, Llama3 or Yarn")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax import entrance
-from kvjax.method import Aux, Method, checked_rows
+from kvjax.method import Aux, Method, checked_rows, lse_of
 from kvjax.ops import slots
 from kvjax.registry import check_method
 from kvjax.types import At, CacheSpec, Carry, Env, Origin, Prompt, pytree
@@ -101,7 +101,7 @@ class SharedPrefill(Method):
       kept.append(slots.choose_rows(rows, after, own))
     cache = dataclasses.replace(cache, caches=tuple(kept))
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, cache, carry, {}
+    return out, cache, carry, lse_of(at, attended)
 
   def conclude(self, env: Env, caches: tuple[Any, ...], valid: Array) -> tuple[Any, ...]:
     own = [m.conclude(env, take(caches, i), valid) for i, m in enumerate(self.members)]

@@ -82,6 +82,8 @@ class Env:
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
     slot_axis: mesh axis over which the slots of caches are sharded (inside shard_map), or None.
+    lse: whether drivers report the log of each query's softmax denominator as "lse", float32
+      [B, K, G] or [B, K, G, A]: for models that add a term of their own to it.
     check_nan: whether attention that is not finite raises, and a token for which a cache that keeps
       everything has no slot, through `jax.experimental.checkify`: wrap what you jit in
       `checkify.checkify`, and `throw` its error. Slow: for debugging.
@@ -94,6 +96,7 @@ class Env:
   head_axis: str | None = None
   slot_axis: str | None = None
   check_nan: bool = False
+  lse: bool = False
 
   def __post_init__(self):
     fields.check(type(self), vars(self))

@@ -25,6 +25,7 @@ class Family:
       "partial_rotary_factor" rotates whole heads.
     fused: parts that are one tensor: "qkv", its rows in this order, and "gate_up".
     interleaved: rotary pairs are (2i, 2i + 1), not (i, i + R/2).
+    experts_as_used: experts' matrices are [in, out], their gate and up columns in turn.
     norm_plus: what is added to stored norms: Gemma's scale is 1 + w.
     names: tensors of config.json's kind that have other names, by part; what follows
       "model.layers.{i}.".
@@ -36,6 +37,7 @@ class Family:
   defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fused: tuple[str, ...] = ()
   interleaved: bool = False
+  experts_as_used: bool = False
   norm_plus: float = 0.0
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -121,6 +123,30 @@ FAMILIES: dict[str, Family] = {
   ),
 }
 
+# gpt-oss model card (2025), §2: windows of 128 and full layers in turn, a learned logit per head in
+# the softmax's denominator, biases throughout, experts with a clipped SwiGLU, YaRN from 4,096.
+FAMILIES["gpt_oss"] = Family(
+  "GptOssForCausalLM",
+  {
+    **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "sinks"), True),
+    "activation": "clipped",
+  },
+  {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+  {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rope_theta": 150000.0},
+  fused=("gate_up",),
+  experts_as_used=True,
+  names={
+    "o_bias": "self_attn.o_proj.bias",
+    "sinks": "self_attn.sinks",
+    "router": "mlp.router.weight",
+    "router_bias": "mlp.router.bias",
+    "gate_up": "mlp.experts.gate_up_proj",
+    "gate_up_bias": "mlp.experts.gate_up_proj_bias",
+    "down": "mlp.experts.down_proj",
+    "down_bias": "mlp.experts.down_proj_bias",
+  },
+)
+
 # By GGUF's general.architecture, as llama.cpp's converter writes the family.
 GGUF: dict[str, Family] = {
   # The converter interleaves Llama's rotary pairs and leaves all others' as they are.
@@ -130,6 +156,7 @@ GGUF: dict[str, Family] = {
   "phi3": FAMILIES["phi3"],
   "glm4": FAMILIES["glm4"],
   "qwen3moe": FAMILIES["qwen3_moe"],
+  "gpt-oss": dataclasses.replace(FAMILIES["gpt_oss"], fused=(), experts_as_used=False),
   "gemma3": dataclasses.replace(FAMILIES["gemma3_text"], norm_plus=0.0),  # 1 is added already
 }
 

@@ -39,6 +39,8 @@ _NAMES = {
       "gate": "ffn_gate.weight",
       "up": "ffn_up.weight",
       "down": "ffn_down.weight",
+      "o_bias": "attn_output.bias",
+      "sinks": "attn_sinks.weight",
       "attention_after": "post_attention_norm.weight",
       "mlp_after": "post_ffw_norm.weight",
       "qkv": "attn_qkv.weight",
@@ -47,13 +49,14 @@ _NAMES = {
   },
 }
 _EXPERTS = {
-  part: f"blk.{{i}}.{name}.weight"
+  f"{part}{kind}": f"blk.{{i}}.{name}.{suffix}"
   for part, name in {
     "router": "ffn_gate_inp",
     "gate": "ffn_gate_exps",
     "up": "ffn_up_exps",
     "down": "ffn_down_exps",
   }.items()
+  for kind, suffix in (("", "weight"), ("_bias", "bias"))
 }
 _ROPE_FREQS = "rope_freqs.weight"
 
@@ -136,6 +139,8 @@ class GGUF(Source):
       )
     self.family = family = families.GGUF[architecture]
     self.names = {**_NAMES, **(_EXPERTS if "router" in family.names else {})}
+    if architecture == "gpt-oss":
+      self.names["mlp_norm"] = _NAMES["attention_after"]
     heads, dim = self._entry("attention.head_count"), self._entry("embedding_length")
     head_dim = self._entry("attention.key_length", dim // heads)
     if self._entry("attention.value_length", head_dim) != head_dim:
@@ -245,12 +250,13 @@ class GGUF(Source):
           ),
           beta_fast=self._entry("rope.scaling.yarn_beta_fast", 32.0),
           beta_slow=self._entry("rope.scaling.yarn_beta_slow", 1.0),
+          truncate=not self.family.flags.get("sinks", False),  # gpt-oss's is not; no entry says so
         )
         # llama.cpp puts this factor on top of YaRN's own.
         extra = self._entry("rope.scaling.attn_factor", 1.0)
         if extra != 1.0:
           factor = extra * Rope(theta, yarn).magnitude
-          yarn = Yarn(yarn.factor, yarn.original_context, yarn.beta_fast, yarn.beta_slow, factor)
+          yarn = dataclasses.replace(yarn, attention_factor=factor)
         return Rope(theta, yarn)
     raise NotImplementedError(
       f"{self.path}: metadata 'rope.scaling.type': found {kind!r}, expected 'none', 'linear' or "

@@ -138,7 +138,7 @@ class HuggingFace(Source):
         heads=heads,
         kv_heads=self._entry("num_key_value_heads", heads),
         head_dim=head_dim,
-        ffn=self._entry("moe_intermediate_size" if experts else "intermediate_size"),
+        ffn=self._entry("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         rope=rope,
         norm_eps=self._entry("rms_norm_eps"),
         tie_embeddings=self._entry("tie_word_embeddings", False),
@@ -154,10 +154,12 @@ class HuggingFace(Source):
 
   def _experts(self) -> dict[str, Any]:
     """Flags of a mixture of experts."""
+    # gpt-oss's softmax is over the chosen experts alone: weights that sum to 1.
+    norm = "router_bias" in self.family.names or self._entries.get("norm_topk_prob", False)
     return {
-      "experts": self._entry("num_experts"),
+      "experts": self._entry("num_experts", self._entries.get("num_local_experts")),
       "experts_per_token": self._entry("num_experts_per_tok"),
-      "norm_experts": bool(self._entries.get("norm_topk_prob", False)),
+      "norm_experts": bool(norm),
     }
 
   def _windows(self, family: str, layers: int) -> list[int | None]:
@@ -175,7 +177,7 @@ class HuggingFace(Source):
           f"{self._file}: 'layer_types': found {kinds}, expected {layers} of {sorted(known)}"
         )
       return [known[kind] for kind in kinds]
-    if family == "gemma3_text":
+    if "sliding_window_pattern" in self.family.defaults:
       pattern = self._entry("sliding_window_pattern")
       return [window if (i + 1) % pattern else None for i in range(layers)]
     if family in ("mistral", "phi3"):
@@ -202,8 +204,6 @@ class HuggingFace(Source):
 
   def _rope(self, key: str, given: dict[str, Any], theta: float) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
-    if not given.get("truncate", True):
-      raise NotImplementedError(f"{self._file}: {key!r}: found {given}, expected no truncate")
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
@@ -234,7 +234,8 @@ class HuggingFace(Source):
         factor = entry("factor", stated / original)
         fast, slow = entry("beta_fast", 32.0), entry("beta_slow", 1.0)
         attention = _attention_factor(given, factor)
-        return Rope(theta, Yarn(factor, original, fast, slow, attention), partial)
+        yarn = Yarn(factor, original, fast, slow, attention, bool(given.get("truncate", True)))
+        return Rope(theta, yarn, partial)
     raise NotImplementedError(
       f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
     )

@@ -4,7 +4,7 @@ For throughput and memory studies with random weights, and to check that the dec
 the weights themselves come from `kvjax.models.convert`.
 """
 
-from ..rope import Llama3, Rope
+from ..rope import Llama3, Rope, Yarn
 from .config import ModelConfig
 
 _LLAMA3_1 = Rope(500000.0, Llama3(factor=8.0))
@@ -159,6 +159,25 @@ PRESETS: dict[str, ModelConfig] = {
   ),
   "Gemma-3-270M": _gemma3(640, 18, 4, 1, 2048, window=512),
   "Gemma-3-1B": _gemma3(1152, 26, 4, 1, 6912, window=512),
+  "gpt-oss-20B": ModelConfig(
+    vocab=201088,
+    dim=2880,
+    layers=24,
+    heads=64,
+    kv_heads=8,
+    head_dim=64,
+    ffn=2880,
+    rope=Rope(150000.0, Yarn(32.0, 4096, truncate=False)),
+    max_context=131072,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    sinks=True,
+    activation="clipped",
+    windows=(128, None) * 12,
+    experts=32,
+    experts_per_token=4,
+  ),
   "Phi-4": ModelConfig(
     vocab=100352,
     dim=5120,

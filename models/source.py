@@ -85,17 +85,28 @@ class Source(abc.ABC):
   def _mlp(self, layer: int) -> Item:
     """`gate_up` [D, 2, F] and `down` [F, D], of each expert where there are some."""
     c = self.config
-    if "gate_up" in self.family.fused:
-      x = self._part("gate_up", layer)
-      gate_up = x.reshape(*x.shape[:-2], 2, -1, x.shape[-1])
+    down = self._part("down", layer)
+    if self.family.experts_as_used:
+      gate_up = _in_turn(self._part("gate_up", layer))
     else:
-      gate_up = np.stack([self._part("gate", layer), self._part("up", layer)], -3)
-    gate_up = np.ascontiguousarray(np.moveaxis(gate_up, -1, -3))
-    out = {"gate_up": gate_up}
-    out["down"] = np.ascontiguousarray(self._part("down", layer).swapaxes(-1, -2))
+      down, gate_up = down.swapaxes(-1, -2), np.moveaxis(self._gate_up("", layer, -3), -1, -3)
+    out = {"gate_up": np.ascontiguousarray(gate_up), "down": np.ascontiguousarray(down)}
     if c.experts:
       out["router"] = np.ascontiguousarray(self._part("router", layer).T)
+    if c.mlp_bias:
+      out["router_bias"] = self._part("router_bias", layer).astype(np.float32)
+      out["gate_up_bias"] = self._gate_up("_bias", layer, -2)
+      out["down_bias"] = self._part("down_bias", layer)
     return out
+
+  def _gate_up(self, kind: str, layer: int, axis: int) -> np.ndarray:
+    """Both halves of the gated product side by side on a new axis."""
+    if "gate_up" not in self.family.fused:
+      return np.stack([self._part(f"{x}{kind}", layer) for x in ("gate", "up")], axis)
+    x = self._part(f"gate_up{kind}", layer)
+    if self.family.experts_as_used:
+      return _in_turn(x)
+    return x.reshape(*x.shape[: axis + 1], 2, -1, *x.shape[x.ndim + axis + 2 :])
 
   def _per_kv_head(self, kind: str, layer: int) -> np.ndarray:
     """Query, key and value rows gathered by KV head, [K, G + 2, H, ...]."""
@@ -185,7 +196,7 @@ class Source(abc.ABC):
           "its config says"
         )
     expected: dict[str, tuple[int, ...]] = {}
-    for part, layer, shape in tensor_shapes(self.config, self.family.fused):
+    for part, layer, shape in tensor_shapes(self.config, self.family):
       if "{e}" in self.names[part]:
         each = range(self.config.experts)
         expected.update((self.name(part, layer, e), shape[1:]) for e in each)
@@ -210,14 +221,15 @@ class Source(abc.ABC):
 
 
 def tensor_shapes(
-  c: ModelConfig, fused: Sequence[str] = ()
+  c: ModelConfig, family: Family | None = None
 ) -> list[tuple[str, int, tuple[int, ...]]]:
   """Part, layer and shape of every tensor, as files store them: matrices are [out, in].
 
   Args:
     c: sizes and flags.
-    fused: matrices that are one tensor (`Family.fused`).
+    family: how files lay them out; None: as Llama's.
   """
+  fused = () if family is None else family.fused
   attention, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
   experts = (c.experts,) if c.experts else ()
   layer: dict[str, tuple[int, ...]] = {
@@ -243,12 +255,27 @@ def tensor_shapes(
     layer["qkv"] = (attention + 2 * kv, c.dim)
   if "gate_up" in fused:
     layer["gate_up"] = (*experts, 2 * c.ffn, c.dim)
+  if c.out_bias:
+    layer["o_bias"] = (c.dim,)
+  if c.sinks:
+    layer["sinks"] = (c.heads,)
+  if c.mlp_bias:
+    layer.update(router_bias=experts, down_bias=(*experts, c.dim))
+    halves = ("gate_up",) if "gate_up" in fused else ("gate", "up")
+    layer.update({f"{x}_bias": (*experts, 2 * c.ffn // len(halves)) for x in halves})
+  if family is not None and family.experts_as_used:
+    layer |= {part: (*experts, *layer[part][:0:-1]) for part in ("gate_up", "down")}
   gone = [part for whole in fused for part in _FUSED[whole]]
   layer = {part: shape for part, shape in layer.items() if part not in gone}
   out = [("embedding", 0, (c.vocab, c.dim)), ("norm", 0, (c.dim,))]
   if not c.tie_embeddings:
     out.append(("head", 0, (c.vocab, c.dim)))
   return out + [(part, i, shape) for i in range(c.layers) for part, shape in layer.items()]
+
+
+def _in_turn(x: np.ndarray) -> np.ndarray:
+  """[..., 2F] of gate and up in turn as [..., 2, F]."""
+  return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2)
 
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}

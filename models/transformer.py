@@ -67,6 +67,7 @@ class Layer(nnx.Module):
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A or T, H]
     o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
+    o = self.attention.sunk(o, aux.pop("lse")) if at.env.lse else o
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)
     if prompt.index is not None:
@@ -88,6 +89,7 @@ class Layer(nnx.Module):
     x, y = self.attention_norm.after(x, parts, at.env.impl)
     q, k, v = self.attention.qkv(y, at.env.impl)
     o, cache, carry, aux = at.top.decode_step(at, cache, q, k, v, live, carry)
+    o = self.attention.sunk(o, aux.pop("lse")) if at.env.lse else o
     return *self._finish(at, x, o), cache, carry, aux
 
   def _finish(
@@ -296,8 +298,8 @@ class Transformer(nnx.Module):
 
   def places(self, method: Method) -> list[At]:
     """Where each layer's attention runs: under the method, or in the model's own window."""
-    c = self.config
-    return windowed.places(method, self.env, c.windows, c.window_rope)
+    c, env = self.config, dataclasses.replace(self.env, lse=self.config.sinks)
+    return windowed.places(method, env, c.windows, c.window_rope)
 
   def concluded(self, method: Method, caches: Caches, lengths: Int[Array, " B"]) -> Caches:
     """What the method settles once a chunk has passed through all of its layers."""

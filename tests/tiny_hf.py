@@ -48,19 +48,33 @@ _GEMMA = {
   "tie_word_embeddings": ...,
   "pad_token_id": 0,
 }
+_GPT_OSS = {
+  "attention_bias": True,
+  "head_dim": 16,
+  "num_hidden_layers": 4,
+  "num_local_experts": 8,
+  "num_experts_per_tok": 3,
+  "sliding_window": 24,
+  "layer_types": ["sliding_attention", "full_attention"] * 2,
+  "swiglu_limit": 7.0,
+  "rope_theta": 150000.0,
+  "rope_scaling": {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": ORIGINAL,
+  },
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
 def config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> dict[str, Any]:
   """A config.json; entries of `...` are left out."""
   names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-  names |= {
-    "gemma3_text": "Gemma3",
-    "phi3": "Phi3",
-    "glm": "Glm",
-    "glm4": "Glm4",
-    "qwen3_moe": "Qwen3Moe",
-  }
+  names |= {"phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "qwen3_moe": "Qwen3Moe"}
+  names |= {"gemma3_text": "Gemma3", "gpt_oss": "GptOss"}
   name = names[family]
   out = {
     "architectures": [f"{name}ForCausalLM"],
@@ -148,6 +162,7 @@ CASES: dict[str, dict[str, Any]] = {
       },
     },
   ),
+  "gpt-oss": config("gpt_oss", heads=6, kv_heads=2, hidden_size=48, **_GPT_OSS),
   "qwen3-moe": config("qwen3_moe", heads=6, kv_heads=2, head_dim=16, **_MOE),
   "qwen3-moe-shares": config("qwen3_moe", head_dim=16, **{**_MOE, "norm_topk_prob": False}),
 }
@@ -169,7 +184,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
 
   out = {"model.embed_tokens.weight": matrix(V, dim, dim**0.5)}
   family = config["model_type"]
-  experts = config.get("num_experts", 0)
+  experts = config.get("num_experts", config.get("num_local_experts", 0))
   for i in range(config["num_hidden_layers"]):
     out |= {
       f"model.layers.{i}.{name}.weight": matrix(*shape)
@@ -190,10 +205,25 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
       norms |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
     one = 0 if family == "gemma3_text" else 1  # Gemma stores w for a scale of 1 + w
     out |= {f"model.layers.{i}.{name}.weight": near(one, n) for name, n in norms.items()}
-    if family in ("qwen2", "glm", "glm4"):
+    if family in ("qwen2", "glm", "glm4", "gpt_oss"):
       for name, n in {"q": heads, "k": kv_heads, "v": kv_heads}.items():
         out[f"model.layers.{i}.self_attn.{name}_proj.bias"] = near(0, n * size)
-    if experts:
+    if family == "gpt_oss":
+      layer = f"model.layers.{i}"
+      out[f"{layer}.self_attn.o_proj.bias"] = near(0, dim)
+      out[f"{layer}.self_attn.sinks"] = near(1, heads)
+      out[f"{layer}.mlp.router.weight"] = matrix(experts, dim, 2.0)
+      out[f"{layer}.mlp.router.bias"] = near(0, experts)
+      # Gates beyond the clip's 7.
+      both = [matrix(2 * ffn, dim, 3.0).T for _ in range(experts)]
+      out[f"{layer}.mlp.experts.gate_up_proj"] = np.ascontiguousarray(np.stack(both))
+      out[f"{layer}.mlp.experts.gate_up_proj_bias"] = near(0, experts * 2 * ffn).reshape(
+        experts, -1
+      )
+      down = [matrix(dim, ffn, 0.3).T for _ in range(experts)]
+      out[f"{layer}.mlp.experts.down_proj"] = np.ascontiguousarray(np.stack(down))
+      out[f"{layer}.mlp.experts.down_proj_bias"] = near(0, experts * dim).reshape(experts, dim)
+    elif experts:
       out[f"model.layers.{i}.mlp.gate.weight"] = matrix(experts, dim, 2.0)
       for e in range(experts):
         parts = _mlp(f"mlp.experts.{e}", dim, config["moe_intermediate_size"])

@@ -4,6 +4,7 @@ The goldens come from scripts/make_family_goldens.py; where torch and transforme
 comparison runs live.
 """
 
+import dataclasses
 import pathlib
 import re
 
@@ -137,13 +138,18 @@ def as_gguf(path, config, more=None, *, tensors=None):
     "mistral": "llama",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
   }.get(kind, kind)
   source, out = families.FAMILIES[kind], {}
   here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
   here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
+  if kind == "gpt_oss":
+    here |= {f"{name}.{part}": f"{part}{kind}" for name, part, kind in _HALVES}
   there = {**gguf_file._NAMES, **(gguf_file._EXPERTS if "router" in source.names else {})}
+  if kind == "gpt_oss":
+    there["mlp_norm"] = there["attention_after"]
   stacked: dict[str, list[np.ndarray]] = {}
-  for name, x in weights.items():
+  for name, x in _apart(weights, kind).items():
     layer = name.split(".")[2] if name.startswith("model.layers.") else ""
     pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
     pattern = re.sub(r"experts\.\d+", "experts.{e}", pattern)
@@ -187,8 +193,33 @@ def as_gguf(path, config, more=None, *, tensors=None):
   return path
 
 
+_HALVES = [
+  (f"model.layers.{{i}}.mlp.experts.gate_up_proj{kind}", part, kind)
+  for part in ("gate", "up")
+  for kind in ("", "_bias")
+]
+
+
+def _apart(weights, kind):
+  """gpt-oss's experts as llama.cpp's converter leaves them: gate and up apart, [out, in]."""
+  if kind != "gpt_oss":
+    return weights
+  out = {}
+  for name, x in weights.items():
+    if "gate_up_proj" in name:
+      halves = {f"{name}.gate": x[..., ::2], f"{name}.up": x[..., 1::2]}
+    else:
+      halves = {name: x}
+    turned = "experts" in name and x.ndim == 3
+    out |= {n: y.swapaxes(-1, -2) if turned else y for n, y in halves.items()}
+  return out
+
+
 def _experts(config):
-  names = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+  names = {"num_local_experts": "expert_count"}
+  if config["model_type"] == "gpt_oss":
+    names["intermediate_size"] = "expert_feed_forward_length"
+  names |= {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
   names |= {"moe_intermediate_size": "expert_feed_forward_length"}
   return {name: config[key] for key, name in names.items() if key in config}
 
@@ -216,6 +247,7 @@ _GGUF_YARN = {
     ("phi-partial", {}),
     ("glm4-0414", {}),
     ("qwen3-moe", {}),
+    ("gpt-oss", {**_GGUF_YARN, "attention.sliding_window": 24, "rope.scaling.yarn_beta_fast": 8.0}),
     ("mistral-sliding", {"attention.sliding_window": 24}),
     ("phi3-mini", {"attention.sliding_window": 24}),
     ("gemma3", {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3}),
@@ -299,3 +331,27 @@ def gguf_entries(config):
   number |= {"num_key_value_heads": "attention.head_count_kv"}
   out = {f"llama.{name}": (config[key], kind.UINT32) for key, name in number.items()}
   return {**out, "llama.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], kind.FLOAT32)}
+
+
+@pytest.mark.core(3)
+@pytest.mark.parametrize(
+  ("name", "without"),
+  [
+    ("gemma3", {"embed_scale": 1.0}),
+    ("gemma3", {"windows": ()}),
+    ("gemma3", {"window_rope": None}),
+    ("mistral-sliding", {"windows": ()}),
+    ("gpt-oss", {"sinks": False}),
+    ("gpt-oss", {"rope": Rope(150000.0, Yarn(4.0, 32, beta_fast=8.0))}),
+    ("glm4-9b", {"rope": Rope()}),
+  ],
+)
+def test_goldens_tell_flags_apart(name, without):
+  """A model without a flag of its family is a thousand tolerances off."""
+  whole = model(name)
+  bare = nnx.merge(*nnx.split(whole))
+  bare.config = dataclasses.replace(whole.config, **without)
+  bare.env = dataclasses.replace(whole.env, rope=bare.config.rope)
+  lengths = np.arange(96) < np.array(tiny_hf.LENGTHS)[:, None]
+  off = np.abs(logits_of(bare) - logits_of(whole))[lengths]
+  assert off.max() > 1000 * PARITY

@@ -172,14 +172,23 @@ _YARN = {"rope_type": "yarn", "factor": 4.0}
     ({"partial_rotary_factor": 0.5}, NotImplementedError, r"partial_rotary_factor.*found 0\.5"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NotImplementedError, r"'dynamic'"),
     ({"rope_scaling": {"rope_type": "longrope"}}, NotImplementedError, r"'longrope', expected one"),
-    ({"rope_scaling": {**_YARN, "truncate": False}}, NotImplementedError, r"truncate"),
     (
       {"model_type": "mistral", "architectures": None, "layer_types": ["chunked_attention"] * 2},
       NotImplementedError,
       r"layer_types.*chunked.*expected 2 of",
     ),
     ({"model_type": "gemma3"}, NotImplementedError, r"model_type 'gemma3'.*'gemma3_text'"),
-    ({"model_type": "gpt_oss"}, NotImplementedError, r"model_type 'gpt_oss'"),
+    ({"model_type": "mixtral"}, NotImplementedError, r"model_type 'mixtral'"),
+    (
+      {"model_type": "gpt_oss", "architectures": None, "quantization_config": {"x": "mxfp4"}},
+      NotImplementedError,
+      r"quantization_config.*mxfp4",
+    ),
+    (
+      {"model_type": "gpt_oss", "architectures": None, "swiglu_limit": 5.0},
+      NotImplementedError,
+      r"swiglu_limit.*found 5\.0, expected 7\.0",
+    ),
     (
       {"model_type": "gemma3_text", "architectures": None, "final_logit_softcapping": 30.0},
       NotImplementedError,

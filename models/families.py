@@ -18,6 +18,7 @@ class Family:
   """One family's files.
 
   Attributes:
+    models: some of its models, in words.
     architecture: in config.json.
     flags: of `ModelConfig`.
     fixed: entries of config.json that may have this value only.
@@ -31,6 +32,7 @@ class Family:
       "model.layers.{i}.".
   """
 
+  models: str
   architecture: str
   flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -46,12 +48,13 @@ _FUSED_MLP = {"gate_up": "mlp.gate_up_proj.weight"}
 
 # By config.json's model_type.
 FAMILIES: dict[str, Family] = {
-  "llama": Family("LlamaForCausalLM"),
-  "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096}),
-  "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}),
-  "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, defaults={"head_dim": 128}),
+  "llama": Family("Llama 2 and 3, SmolLM2", "LlamaForCausalLM"),
+  "mistral": Family("Mistral", "MistralForCausalLM", defaults={"sliding_window": 4096}),
+  "qwen2": Family("Qwen 2 and 2.5", "Qwen2ForCausalLM", {"qkv_bias": True}),
+  "qwen3": Family("Qwen 3", "Qwen3ForCausalLM", {"qk_norm": True}, defaults={"head_dim": 128}),
   # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, which rotates three quarters of each head.
   "phi3": Family(
+    "Phi-3, 3.5 and 4",
     "Phi3ForCausalLM",
     defaults={"partial_rotary_factor": 1.0},
     fused=("qkv", "gate_up"),
@@ -59,6 +62,7 @@ FAMILIES: dict[str, Family] = {
   ),
   # GLM-4-9B; GLM-4-0414 and GLM-Z1 add norms after attention and MLP.
   "glm": Family(
+    "GLM-4-9B",
     "GlmForCausalLM",
     {"qkv_bias": True},
     {"attention_bias": True},
@@ -68,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     names=_FUSED_MLP,
   ),
   "glm4": Family(
+    "GLM-4-0414, GLM-Z1",
     "Glm4ForCausalLM",
     {"qkv_bias": True, "norms_after": True},
     {"attention_bias": True},
@@ -82,6 +87,7 @@ FAMILIES: dict[str, Family] = {
   ),
   # Qwen3 technical report (2025), §2: no shared expert, a token's weights normalised.
   "qwen3_moe": Family(
+    "Qwen 3 with experts",
     "Qwen3MoeForCausalLM",
     {"qk_norm": True},
     {"decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -97,6 +103,7 @@ FAMILIES: dict[str, Family] = {
   # around attention and MLP and over heads; norms store their scale less 1, embeddings enter times
   # √D, and queries are divided by √query_pre_attn_scalar (which the norm over them takes in).
   "gemma3_text": Family(
+    "Gemma 3 (text)",
     "Gemma3ForCausalLM",
     {"qk_norm": True, "norms_after": True, "activation": "gelu_tanh"},
     {
@@ -126,6 +133,7 @@ FAMILIES: dict[str, Family] = {
 # gpt-oss model card (2025), §2: windows of 128 and full layers in turn, a learned logit per head in
 # the softmax's denominator, biases throughout, experts with a clipped SwiGLU, YaRN from 4,096.
 FAMILIES["gpt_oss"] = Family(
+  "gpt-oss",
   "GptOssForCausalLM",
   {
     **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias", "sinks"), True),

@@ -115,6 +115,18 @@ def test_the_neutral_setting_equals_full(name):
   )
 
 
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_sinks_under_every_kind_of_method(name):
+  """gpt-oss under the neutral setting: each driver tells the softmax's denominator."""
+  method, decoder = CASES[name].method.neutral(CAPACITY), model("gpt-oss")
+  want, full = start(kvjax.Full(), "gpt-oss")
+  got, caches = start(method, "gpt-oss")
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  got, want = (steps(m, x, 3, decoder)[0] for m, x in ((method, caches), (kvjax.Full(), full)))
+  np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
+
+
 @pytest.mark.parametrize("chunk", [7, 24, 32])
 def test_chunks_give_what_one_call_gives(chunk):
   """Shorter than the window, of its size, longer: a query sees past the chunk's begin."""
@@ -143,9 +155,9 @@ def test_further_turns_and_idle_rows():
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("name", ["gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "mistral-sliding"])
 def test_kernels_equal_the_reference(name):
-  """Interpreted: the window in a prompt, the ring in a step."""
+  """Interpreted: the window in a prompt, the ring in a step, a sink in either's denominator."""
   method = kvjax.Full()
   want, caches = start(method, name)
   more, _ = steps(method, caches, 2, model(name))
@@ -206,14 +218,16 @@ def test_one_prefill_for_several_members():
     np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
 
 
-def test_heads_over_two_devices():
-  spread, method = parallel.shard(model(GEMMA), kvjax.make_mesh(heads=2)), kvjax.H2O(16)
-  want, caches = start(method)
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", ["gpt-oss", GEMMA])
+def test_heads_over_two_devices(name):
+  spread, method = parallel.shard(model(name), kvjax.make_mesh(heads=2)), kvjax.H2O(16)
+  want, caches = start(method, name)
   empty = spread.init_caches(method, 2, CAPACITY)
   got, over = prefill(spread, TOKENS[:, :60], LENGTHS, empty, method)
   np.testing.assert_allclose(got, want, atol=CLOSE)
   assert over[0].slots["k"].sharding.shard_shape(over[0].slots["k"].shape)[1:3] == (1, WINDOW)
-  one, two = (steps(method, x, 3, m)[0] for x, m in ((caches, None), (over, spread)))
+  one, two = (steps(method, x, 3, m)[0] for x, m in ((caches, model(name)), (over, spread)))
   np.testing.assert_allclose(two, one, rtol=0, atol=CLOSE)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, LongRope, Rope, Yarn
 from ..types import CacheSpec
 
-_SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, Yarn)}
+_SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, LongRope, Yarn)}
 
 # Precision by name: the dtype of weights and activations, and how float32 products are computed.
 # "float32" is float32 throughout (TF32 off); "float32-tf32" lets a GPU round the factors of every
@@ -195,7 +195,7 @@ def _rope_from_json(name: str, values: Any) -> Rope:
   try:
     scaling = values["scaling"]
     if scaling is not None:
-      scaling = dict(scaling)
+      scaling = {k: tuple(x) if isinstance(x, list) else x for k, x in scaling.items()}
       scaling = _SCALINGS[scaling.pop("kind")](**scaling)
     return Rope(values["theta"], scaling, values.get("partial", 1.0))
   except (KeyError, TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from ..rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, LongRope, Rope, Yarn
 from . import families
 from .config import ModelConfig
 from .source import Source
@@ -59,6 +59,7 @@ _EXPERTS = {
   for kind, suffix in (("", "weight"), ("_bias", "bias"))
 }
 _ROPE_FREQS = "rope_freqs.weight"
+_LONG_ROPE = {long: f"rope_factors_{long}.weight" for long in ("short", "long")}
 
 
 class GGUF(Source):
@@ -97,7 +98,7 @@ class GGUF(Source):
     found = {
       name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
     }
-    self.check_tensors(found, [_ROPE_FREQS])
+    self.check_tensors(found, [_ROPE_FREQS, *_LONG_ROPE.values()])
     samples = {tensor.tensor_type: tensor for tensor in self._tensors.values()}
     for tensor in samples.values():
       self._dequantize(tensor.name, tensor.data[:1])
@@ -156,6 +157,7 @@ class GGUF(Source):
     embedding = self._tensors.get("token_embd.weight")
     if embedding is None:
       raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
+    self._limit = max_context
     rope = self._rope(head_dim)
     context = self._entry("context_length")
     if isinstance(rope.scaling, Yarn):
@@ -232,6 +234,8 @@ class GGUF(Source):
           f"{_ROPE_FREQS}, expected 'none'"
         )
       return Rope(theta, self._llama3(theta, head_dim))
+    if all(name in self._tensors for name in _LONG_ROPE.values()):
+      return Rope(theta, self._longrope())
     match kind:
       case "none":
         return Rope(theta)
@@ -262,6 +266,14 @@ class GGUF(Source):
       f"{self.path}: metadata 'rope.scaling.type': found {kind!r}, expected 'none', 'linear' or "
       "'yarn'"
     )
+
+  def _longrope(self) -> LongRope:
+    """As in a Hugging Face folder: the divisors of the context that the model is converted for."""
+    context = self._entry("context_length")
+    original = self._entry("rope.scaling.original_context_length", context)
+    tensor = self._tensors[_LONG_ROPE["short" if (self._limit or context) <= original else "long"]]
+    factors = np.asarray(self._dequantize(tensor.name, tensor.data), np.float64).reshape(-1)
+    return LongRope(tuple(factors.tolist()), self._entry("rope.scaling.attn_factor", 1.0))
 
   def _llama3(self, theta: float, head_dim: int) -> Llama3 | None:
     """Llama 3.1's scaling, which GGUF stores as a divisor of each frequency.

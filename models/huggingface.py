@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401  (safetensors hands out bfloat16 through it)
 import numpy as np
 import safetensors
 
-from ..rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, LongRope, Rope, Yarn
 from .config import ModelConfig
 from .families import FAMILIES
 from .source import Source
@@ -47,7 +47,7 @@ _NAMES = {
 }
 _MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_ROPES = ("default", "linear", "llama3", "yarn")
+_ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 # What this decoder does not do, by the entry that would ask for it.
 _FIXED = {
   "hidden_act": "silu",
@@ -121,6 +121,7 @@ class HuggingFace(Source):
     heads, dim, layers = (
       self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
+    self._limit = max_context
     rope, window_rope = self._ropes()
     experts = self._experts() if "router" in family.names else {}
     head_dim = self._entry("head_dim", dim // heads)
@@ -230,6 +231,8 @@ class HuggingFace(Source):
       case "llama3":
         low, high = entry("low_freq_factor"), entry("high_freq_factor")
         return Rope(theta, Llama3(entry("factor"), low, high, original), partial)
+      case "longrope" | "su":
+        return Rope(theta, self._longrope(given, stated, original), partial)
       case "yarn":
         factor = entry("factor", stated / original)
         fast, slow = entry("beta_fast", 32.0), entry("beta_slow", 1.0)
@@ -239,6 +242,22 @@ class HuggingFace(Source):
     raise NotImplementedError(
       f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
     )
+
+  def _longrope(self, given: dict[str, Any], stated: int, original: int) -> LongRope:
+    """One set of divisors for all positions: that of the context that the model is converted for.
+
+    transformers takes the long ones as soon as a sequence outgrows the original context, when keys
+    are cached already; llama.cpp and vLLM choose once, as here.
+    """
+    key = "short_factor" if (self._limit or stated) <= original else "long_factor"
+    factors = given.get(key)
+    if not isinstance(factors, list):
+      raise ValueError(f"{self._file}: {key!r}: found {factors!r}, expected a list of numbers")
+    factor = given.get("factor") or stated / original
+    attention = given.get("attention_factor")
+    if attention is None:  # §3.3
+      attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRope(tuple(map(float, factors)), attention)
 
   def _find_shards(self) -> dict[str, pathlib.Path]:
     """The file of each tensor."""

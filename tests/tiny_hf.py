@@ -24,6 +24,11 @@ _LLAMA3 = {
   "original_max_position_embeddings": ORIGINAL,
 }
 _NO_PAD = {"pad_token_id": 0}  # transformers' own default lies beyond the vocabulary
+_LONG = {
+  "type": "longrope",
+  "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.1],
+  "long_factor": [1.0, 1.5, 2.0, 4.0, 7.0, 11.0],
+}
 _GLM = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
 _MOE = {
   "num_experts": 8,
@@ -140,6 +145,17 @@ CASES: dict[str, dict[str, Any]] = {
     hidden_size=64,
     tie_word_embeddings=True,
     **_NO_PAD,
+  ),
+  "phi-long": config(
+    "phi3",
+    partial_rotary_factor=0.75,
+    hidden_size=64,
+    original_max_position_embeddings=ORIGINAL,
+    rope_scaling=_LONG,
+    **_NO_PAD,
+  ),
+  "phi-short": config(
+    "phi3", hidden_size=48, original_max_position_embeddings=128, rope_scaling=_LONG, **_NO_PAD
   ),
   "glm4-9b": config("glm", heads=6, kv_heads=2, head_dim=16, **_GLM, **_NO_PAD),
   "glm4-0414": config("glm4", heads=6, kv_heads=2, head_dim=16, **_GLM, **_NO_PAD),

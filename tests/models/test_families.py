@@ -19,7 +19,7 @@ from kvjax.models import convert, families, gguf_file, huggingface
 from kvjax.models.generate import prefill
 from kvjax.models.gguf_file import GGUF
 from kvjax.models.huggingface import HuggingFace
-from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.rope import Linear, Llama3, LongRope, Rope, Yarn
 from tests import tiny_gguf, tiny_hf
 from tests.family_models import model
 
@@ -113,6 +113,8 @@ def test_flags_cost_nothing_when_off():
     ("llama3.1", Llama3(8.0, 1.0, 4.0, 32)),
     ("llama-parameters", Llama3(8.0, 1.0, 4.0, 32)),
     ("llama-linear", Linear(4.0)),
+    ("phi-short", LongRope((1.0, 1.1, 1.2, 1.4, 1.7, 2.1), 1.0)),
+    ("phi-long", LongRope((1.0, 1.5, 2.0, 4.0, 7.0, 11.0), (1 + 0.4) ** 0.5)),  # ln 4 / ln 32
     ("qwen2.5-yarn", Yarn(4.0, 32)),
     ("qwen3-tied-yarn", Yarn(4.0, 32, beta_fast=8.0)),
     ("yarn-factor", Yarn(4.0, 32, attention_factor=1.3)),
@@ -120,6 +122,14 @@ def test_flags_cost_nothing_when_off():
 )
 def test_rope_is_read(folders, name, scaling):
   assert HuggingFace(folders[name]).config.rope.scaling == scaling
+
+
+def test_long_rope_is_chosen_by_the_context(tmp_path):
+  """Up to the original context the short divisors, whatever the model could do."""
+  folder = tiny_hf.write(tmp_path, tiny_hf.CASES["phi-long"])
+  short = HuggingFace(folder, max_context=32).config.rope.scaling
+  assert short.factors == (1.0, 1.1, 1.2, 1.4, 1.7, 2.1)
+  assert short.attention_factor == pytest.approx(1.4**0.5)
 
 
 def test_yarn_extends_the_stated_context(tmp_path):
@@ -246,6 +256,7 @@ _GGUF_YARN = {
     ("phi4", {}),
     ("phi-partial", {}),
     ("glm4-0414", {}),
+    ("phi-long", "rope_factors"),
     ("qwen3-moe", {}),
     ("gpt-oss", {**_GGUF_YARN, "attention.sliding_window": 24, "rope.scaling.yarn_beta_fast": 8.0}),
     ("mistral-sliding", {"attention.sliding_window": 24}),
@@ -274,9 +285,19 @@ def test_gguf_holds_the_same_items(tmp_path, name, more):
     tensors["rope_freqs.weight"] = (plain / scaled).astype(np.float32)
   if name == "gemma3":
     config = {**config, "query_pre_attn_scalar": 16}  # llama.cpp knows the 27B model's alone
+  if more == "rope_factors":
+    more = {"rope.scaling.original_context_length": 32}
+    more["rope.scaling.attn_factor"] = (1 + np.log(4) / np.log(32)) ** 0.5
+    for kind in ("short", "long"):
+      factors = np.array(config["rope_scaling"][f"{kind}_factor"], np.float32)
+      tensors[f"rope_factors_{kind}.weight"] = factors
   want = HuggingFace(tiny_hf.write(tmp_path / "folder", config))
   got = GGUF(as_gguf(tmp_path / "x.gguf", config, more, tensors=tensors))
   same = {**want.config.to_json(), "norm_eps": pytest.approx(want.config.norm_eps)}
+  if name == "phi-long":
+    scaling = same["rope"]["scaling"]
+    scaling["factors"] = pytest.approx(scaling["factors"])  # float32 in the file
+    scaling["attention_factor"] = pytest.approx(scaling["attention_factor"])
   assert got.config.to_json() == same
   for item in convert.item_names(want.config):
     jax.tree.map(np.testing.assert_array_equal, got.item(item), want.item(item))

@@ -171,7 +171,8 @@ _YARN = {"rope_type": "yarn", "factor": 4.0}
     ({"quantization_config": {"bits": 4}}, NotImplementedError, r"quantization_config.*bits"),
     ({"partial_rotary_factor": 0.5}, NotImplementedError, r"partial_rotary_factor.*found 0\.5"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NotImplementedError, r"'dynamic'"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, NotImplementedError, r"'longrope', expected one"),
+    ({"rope_scaling": {"rope_type": "3d"}}, NotImplementedError, r"'3d', expected one"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, ValueError, r"short_factor.*expected a list"),
     (
       {"model_type": "mistral", "architectures": None, "layer_types": ["chunked_attention"] * 2},
       NotImplementedError,

@@ -116,6 +116,13 @@ class ModelConfig:
       raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
     if not isinstance(self.rope, Rope):
       raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
+    turned = self.rope.turned(self.head_dim)
+    factors = getattr(self.rope.scaling, "factors", None)
+    if turned % 2 or turned < 2 or (factors is not None and len(factors) != turned // 2):
+      raise ValueError(
+        f"{called}.rope: found {self.rope}, expected an even share of {self.head_dim} dimensions, "
+        "and a factor for each of its pairs"
+      )
     if self.activation not in ACTIVATIONS:
       raise ValueError(
         f"{called}.activation: found {self.activation!r}, expected one of {ACTIVATIONS}"
@@ -198,7 +205,7 @@ def _rope_from_json(name: str, values: Any) -> Rope:
       scaling = {k: tuple(x) if isinstance(x, list) else x for k, x in scaling.items()}
       scaling = _SCALINGS[scaling.pop("kind")](**scaling)
     return Rope(values["theta"], scaling, values.get("partial", 1.0))
-  except (KeyError, TypeError, ValueError) as error:
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"model config: {name}: found {values!r}, expected theta and scaling "
       f"(null, or kind in {sorted(_SCALINGS)} with its fields)"

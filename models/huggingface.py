@@ -216,13 +216,16 @@ class HuggingFace(Source):
 
     theta = entry("rope_theta", theta)
     partial = entry("partial_rotary_factor", self._entry("partial_rotary_factor", 1.0))
+    if partial > 1:
+      raise ValueError(f"{self._file}: 'partial_rotary_factor': found {partial}, expected up to 1")
     if "partial_rotary_factor" not in self.family.defaults and partial != 1:
       raise NotImplementedError(
         f"{self._file}: 'partial_rotary_factor': found {partial}, expected 1.0 or no entry"
       )
     stated = self._entry("max_position_embeddings")
-    original = self._entries.get("original_max_position_embeddings")
-    original = int(original or entry("original_max_position_embeddings", stated))
+    top = self._entries.get("original_max_position_embeddings")
+    given = given if top is None else {**given, "original_max_position_embeddings": top}
+    original = int(entry("original_max_position_embeddings", stated))
     match kind:
       case "default":
         return Rope(theta, partial=partial)
@@ -251,8 +254,9 @@ class HuggingFace(Source):
     """
     key = "short_factor" if (self._limit or stated) <= original else "long_factor"
     factors = given.get(key)
-    if not isinstance(factors, list):
-      raise ValueError(f"{self._file}: {key!r}: found {factors!r}, expected a list of numbers")
+    numbers = isinstance(factors, list) and all(isinstance(x, int | float) for x in factors)
+    if not numbers or not factors or min(factors) <= 0:
+      raise ValueError(f"{self._file}: {key!r}: found {factors!r}, expected numbers above 0")
     factor = given.get("factor") or stated / original
     attention = given.get("attention_factor")
     if attention is None:  # §3.3

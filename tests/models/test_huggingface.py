@@ -172,7 +172,17 @@ _YARN = {"rope_type": "yarn", "factor": 4.0}
     ({"partial_rotary_factor": 0.5}, NotImplementedError, r"partial_rotary_factor.*found 0\.5"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NotImplementedError, r"'dynamic'"),
     ({"rope_scaling": {"rope_type": "3d"}}, NotImplementedError, r"'3d', expected one"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, ValueError, r"short_factor.*expected a list"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, ValueError, r"short_factor.*expected numbers"),
+    (
+      {"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.5},
+      ValueError,
+      r"partial_rotary_factor.*found 1\.5",
+    ),
+    (
+      {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
+      ValueError,
+      r"rope: found .*expected .* a factor for each",
+    ),
     (
       {"model_type": "mistral", "architectures": None, "layer_types": ["chunked_attention"] * 2},
       NotImplementedError,

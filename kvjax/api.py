@@ -34,7 +34,7 @@ from kvjax.methods.vatp import VATP
 from kvjax.plans import Attended, Plan, Span, View, Window
 from kvjax.prompt_scored import PromptScored
 from kvjax.registry import METHODS, find_method
-from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.rope import Linear, Llama3, LongRope, Rope, Yarn
 from kvjax.selective import Selective
 from kvjax.sharding import compiler_options, make_mesh
 from kvjax.shared_prefill import SharedPrefill
@@ -75,6 +75,7 @@ __all__ = [
   "Linear",
   "Llama3",
   "LongFlow",
+  "LongRope",
   "Ltri",
   "Measured",
   "MemoryPlan",

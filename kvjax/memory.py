@@ -55,6 +55,7 @@ def plan_memory(
   check_method("method", method)
   if mesh is not None:
     sharding.check_supported(method, mesh)
+    sharding.check_windows(spec.windows, mesh)
   caches = jax.eval_shape(lambda: method.init_caches(spec))
   leaves = jax.tree.leaves(caches)
   shapes = [x.shape for x in leaves]
@@ -118,7 +119,7 @@ def _explanation(
   parts = [f"{readable(need.device)} of caches"]
   parts += [f"{readable(weights)} of weights"] if weights else []
   parts += [f"an allocation of {readable(asked)} failed"] if asked else []
-  shape = f"batch {spec.batch}, capacity {spec.capacity}, {spec.layers} layers"
+  shape = f"batch {spec.batch}, capacity {spec.capacity}, {spec.depth} layers"
   return (
     f"kvjax: out of memory in {what} with {method!r} ({shape}): {', '.join(parts)}, on a device "
     f"of {readable(limit)}; {fitting(method, spec, room, mesh)}"

@@ -120,9 +120,13 @@ class Method:
     }
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
-    """Empty caches, one per layer, which know whose they are (`Cache.origin`)."""
-    origin, layers = Origin.of(self, spec), range(spec.layers)
-    made = [Cache.empty(self, spec, layer) for layer in layers]
+    """Empty caches, one per layer, which know whose they are (`Cache.origin`).
+
+    A layer with a window of the model's own has a cache of that size (`kvjax.windowed`).
+    """
+    from kvjax import windowed  # what such a layer keeps is a method itself
+
+    origin, made = Origin.of(self, spec), windowed.init_caches(self, spec)
     return tuple(dataclasses.replace(cache, origin=origin) for cache in made)
 
   # ---- moves: what a query may see
@@ -334,7 +338,7 @@ class Method:
     else:
       cache = _idle_rows(at, attended, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, cache, carry, {"visited": attended.visited, **aux}
+    return out, cache, carry, {"visited": attended.visited, **aux, **lse_of(at, attended)}
 
   @_shared
   def prefill(
@@ -362,7 +366,7 @@ class Method:
       rows = checked_rows(at, attended, cache, rows)
     kept = slots.choose_rows(rows, kept, cache)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, kept, carry, {}
+    return out, kept, carry, lse_of(at, attended)
 
   def attend_prompt(
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
@@ -391,6 +395,11 @@ def checked_rows(
     seen=cache.seen[jnp.argmax(bad)],
   )
   return rows & ~bad
+
+
+def lse_of(at: At, attended: Attended) -> Aux:
+  """The report of `Env.lse`; empty where it is off."""
+  return {"lse": attended.state.lse} if at.env.lse else {}
 
 
 def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:

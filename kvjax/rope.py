@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +35,7 @@ class Yarn:
     original_context: training length in tokens.
     beta_fast, beta_slow: rotations over the training length that bound the ramp.
     attention_factor: factor on rotated q and k; None: 0.1·ln(s) + 1 (Eq. 22).
+    truncate: the ramp's ends are whole pairs; False: where the rotations put them (gpt-oss).
   """
 
   factor: float
@@ -41,6 +43,24 @@ class Yarn:
   beta_fast: float = 32.0
   beta_slow: float = 1.0
   attention_factor: float | None = None
+  truncate: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+  """LongRoPE (Ding et al., 2024, §3): a divisor for each frequency, and attention scaled.
+
+  Attributes:
+    factors: the divisors, one for each pair that is turned.
+    attention_factor: factor on rotated q and k.
+  """
+
+  factors: tuple[float, ...]
+  attention_factor: float = 1.0
+
+  def __post_init__(self):
+    if not self.factors or min(self.factors) <= 0:
+      raise ValueError(f"LongRope.factors: found {self.factors}, expected numbers above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +69,46 @@ class Rope:
 
   Attributes:
     theta: base of the frequencies.
-    scaling: None (default), Linear, Llama3 or Yarn.
+    scaling: None (default), Linear, Llama3, Yarn or LongRope.
+    partial: share of each head that is turned; the rest stays as it is (GLM-4: 0.5). The pairs that
+      are turned come first, (i, i + H/2) for i below partial·H/2: a model whose files order its
+      heads otherwise is reordered where it is converted.
   """
 
   theta: float = 10000.0
-  scaling: Linear | Llama3 | Yarn | None = None
+  scaling: Linear | Llama3 | Yarn | LongRope | None = None
+  partial: float = 1.0
+
+  def __post_init__(self):
+    if not 0 < self.partial <= 1:
+      raise ValueError(f"Rope.partial: found {self.partial}, expected more than 0, at most 1")
+
+  def turned(self, head_dim: int) -> int:
+    """R, the dimensions of a head that are turned."""
+    return int(self.partial * head_dim)
 
   def frequencies(self, head_dim: int) -> np.ndarray:
-    """Angle per position of each dimension pair, float64 [H/2]; computed on the host."""
-    if head_dim % 2:
-      raise ValueError(f"head_dim: found {head_dim}, expected an even number")
+    """Angle per position of each dimension pair, float64 [H/2], 0 where nothing is turned; computed
+    on the host.
+    """
+    if head_dim % 2 or self.turned(head_dim) % 2:
+      found = head_dim if head_dim % 2 else self.turned(head_dim)
+      raise ValueError(f"head_dim: found {found}, expected an even number")
+    if self.partial < 1:
+      some = dataclasses.replace(self, partial=1.0).frequencies(self.turned(head_dim))
+      return np.pad(some, (0, head_dim // 2 - some.size))
     freq = self.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     match self.scaling:
       case None:
         return freq
       case Linear(factor):
         return freq / factor
+      case LongRope(factors):
+        if len(factors) != freq.size:
+          raise ValueError(
+            f"LongRope.factors: found {len(factors)}, expected one for each of {freq.size} pairs"
+          )
+        return freq / np.asarray(factors)
       case Llama3() as s:
         turns = s.original_context * freq / (2 * math.pi)
         ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
@@ -81,15 +125,19 @@ class Rope:
             / (2 * math.log(self.theta))
           )
 
-        low = max(math.floor(pair_with(s.beta_fast)), 0)
-        high = min(math.ceil(pair_with(s.beta_slow)), head_dim - 1)
+        low, high = pair_with(s.beta_fast), pair_with(s.beta_slow)
+        if s.truncate:
+          low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         return freq / s.factor * ramp + freq * (1 - ramp)
-    raise TypeError(f"scaling: found {self.scaling!r}, expected None, Linear, Llama3 or Yarn")
+    raise TypeError(f"scaling: found {self.scaling!r}, expected None or a rope's scaling")
 
   @property
   def magnitude(self) -> float:
-    """Factor that `rotate` puts on its result (YaRN's attention factor; 1 otherwise)."""
+    """Factor that `rotate` puts on what it turns: YaRN's or LongRoPE's attention factor, or 1."""
+    if isinstance(self.scaling, LongRope):
+      return self.scaling.attention_factor
     if not isinstance(self.scaling, Yarn):
       return 1.0
     if self.scaling.attention_factor is not None:
@@ -108,9 +156,12 @@ class Rope:
     """An already rotated x moved by `by` positions (may be negative)."""
     return self._turn(x, by, 1.0)
 
-  def _turn(self, x: Array, pos: Array, magnitude: float) -> Array:
+  def _turn(self, x: Array, pos: Array, magnitude: Any) -> Array:
     freq = jnp.asarray(self.frequencies(x.shape[-1]), jnp.float32)
     angle = pos[..., None].astype(jnp.float32) * freq
+    if self.partial < 1:  # what is not turned stays as it is
+      pairs = self.turned(x.shape[-1]) // 2
+      magnitude = jnp.where(jnp.arange(freq.size) < pairs, magnitude, 1.0)
     cos, sin = jnp.cos(angle) * magnitude, jnp.sin(angle) * magnitude
     a, b = jnp.split(x.astype(jnp.float32), 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -183,6 +183,16 @@ def check_supported(method: Method, mesh: Mesh) -> None:
     )
 
 
+def check_windows(windows: Sequence[int | None], mesh: Mesh) -> None:
+  """Raises NotImplementedError for layers with a window where slots are split over devices."""
+  if mesh.shape[SLOTS] > 1 and any(windows):
+    raise NotImplementedError(
+      f"mesh: found slots split over {mesh.shape[SLOTS]} devices for a model with windows of "
+      f"{sorted(set(filter(None, windows)))} tokens, expected one: a ring of slots is not split "
+      "(make_mesh(heads=...) splits key/value heads)"
+    )
+
+
 def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   """Empty caches made where they belong: no device holds more than its part.
 
@@ -192,6 +202,7 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   """
   check_mesh(mesh)
   check_supported(method, mesh)
+  check_windows(spec.windows, mesh)
   shapes = jax.eval_shape(lambda: method.init_caches(spec))
   if offload.hosted(shapes) and offload.on_host():
     raise NotImplementedError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax import entrance, forms
-from kvjax.method import Aux, Method, checked_rows
+from kvjax.method import Aux, Method, checked_rows, lse_of
 from kvjax.ops import slots
 from kvjax.registry import check_method
 from kvjax.traits import Traits
@@ -96,7 +98,7 @@ class SharedPrefill(Method):
       kept.append(slots.choose_rows(rows, after, own))
     cache = dataclasses.replace(cache, caches=tuple(kept))
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, cache, carry, {}
+    return out, cache, carry, lse_of(at, attended)
 
   def conclude(self, env: Env, caches: tuple[Any, ...], valid: Array) -> tuple[Any, ...]:
     own = [m.conclude(env, take(caches, i), valid) for i, m in enumerate(self.members)]
@@ -108,5 +110,14 @@ class SharedPrefill(Method):
 
 
 def take(caches: tuple, member: int) -> tuple:
-  """The caches of one member, as its own `init_caches` would lay them out."""
-  return tuple(layer.caches[member] for layer in caches)
+  """The caches of one member, as its own `init_caches` would lay them out.
+
+  Layers with a window of the model's own (`kvjax.windowed`) have one cache for all members: each
+  member gets a copy.
+  """
+  own = [layer.caches[member] if isinstance(layer, Members) else layer for layer in caches]
+  origin = next((x.origin for x, y in zip(own, caches, strict=True) if x is not y), None)
+  return tuple(
+    dataclasses.replace(jax.tree.map(jnp.copy, x), origin=origin) if x is y else x
+    for x, y in zip(own, caches, strict=True)
+  )

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, forms, offload, retrieval, settings, softmax_state
+from kvjax import dispatch, forms, offload, retrieval, settings, softmax_state, windowed
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method, finite_rows
@@ -446,4 +446,4 @@ def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, .
     # A copy for each layer: caches are donated, and no array can be twice.
     return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
 
-  return tuple(force(cache) for cache in caches)
+  return windowed.rejoined(caches, [force(cache) for cache in windowed.served(caches)])

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from kvjax import forms, offload
+from kvjax import forms, offload, windowed
 from kvjax.method import Method
 from kvjax.registry import check_method
 from kvjax.sites import DifferentLayer, Site
@@ -212,16 +212,17 @@ def step_traffic(spec: CacheSpec, method: Method) -> tuple[LayerTraffic, ...]:
   """
   check_method("method", method)
   method = _long_enough(method, spec.capacity)
-  env = Env(spec.layers, impl="reference")
+  env = Env(max(1, spec.layers), impl="reference")
   sites: list[Site] = []
   known: dict[Any, tuple[LayerTraffic, Any]] = {}
   carry, found = Carry(), []
-  for layer in range(spec.layers):
-    cache = jax.eval_shape(lambda layer=layer: Cache.empty(method, spec, layer))
-    for site in [*sites, Site(layer, env, method)]:
+  for at in windowed.places(method, env, spec.windows):
+    cache = jax.eval_shape(lambda at=at: Cache.empty(at.top, spec, at.layer))
+    alike = [site for site in sites if (site.env, site.top) == (at.env, at.top)]
+    for site in [*alike, Site(at.layer, at.env, at.top)]:
       key = site, jax.tree.structure((cache, carry)), *_shapes((cache, carry))
       try:
-        with site.serving(layer):
+        with site.serving(at.layer):
           if key not in known:
             known[key] = _layer(site, spec, cache, carry)
       except DifferentLayer:

@@ -38,8 +38,10 @@ class CacheSpec:
     kv_heads: K.
     groups: G, query heads per key/value head.
     head_dim: H.
-    layers: L.
+    layers: L, the layers that the method serves.
     dtype: dtype of stored keys and values, floats; statistics are float32.
+    windows: for each layer of the model the newest tokens that it sees and keeps
+      (`kvjax.windowed`), or None where it is one of the `layers`; (): there are no others.
   """
 
   batch: int = fields.least(1)
@@ -47,13 +49,22 @@ class CacheSpec:
   kv_heads: int = fields.least(1)
   groups: int = fields.least(1)
   head_dim: int = fields.least(1)
-  layers: int = fields.least(1)
+  layers: int = fields.least(0)
   dtype: Any = jnp.bfloat16
+  windows: tuple[int | None, ...] = ()
 
   def __post_init__(self):
     fields.check(type(self), vars(self))
+    fields.expect(self, "layers", self.layers or self.windows, "1 or more")
+    served = self.windows.count(None) if self.windows else self.layers
+    fields.expect(self, "windows", served == self.layers, f"None {self.layers} times, as layers")
     fields.expect(self, "head_dim", self.head_dim % 2 == 0, "an even number")  # pairs, for RoPE
     fields.check_float(f"{type(self).__name__}.dtype", self.dtype)
+
+  @property
+  def depth(self) -> int:
+    """Layers of the model, those with a window too."""
+    return len(self.windows) or self.layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +81,8 @@ class Env:
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
     slot_axis: mesh axis over which the slots of caches are sharded (inside shard_map), or None.
+    lse: whether drivers report the log of each query's softmax denominator as "lse", float32
+      [B, K, G] or [B, K, G, A]: for models that add a term of their own to it.
     check_nan: whether attention that is not finite raises, and a token for which a cache that keeps
       everything has no slot, through `jax.experimental.checkify`: wrap what you jit in
       `checkify.checkify`, and `throw` its error. Slow: for debugging.
@@ -82,6 +95,7 @@ class Env:
   head_axis: str | None = None
   slot_axis: str | None = None
   check_nan: bool = False
+  lse: bool = False
 
   def __post_init__(self):
     fields.check(type(self), vars(self))
@@ -230,7 +244,7 @@ class Origin:
 
   Attributes:
     method: whose caches they are.
-    layers, kv_heads, groups, head_dim: of the model.
+    layers, kv_heads, groups, head_dim, windows: of the model, as in `CacheSpec`.
   """
 
   method: Method
@@ -238,10 +252,12 @@ class Origin:
   kv_heads: int
   groups: int
   head_dim: int
+  windows: tuple[int | None, ...] = ()
 
   @classmethod
   def of(cls, method: Method, spec: CacheSpec) -> Origin:
-    return cls(method, spec.layers, spec.kv_heads, spec.groups, spec.head_dim)
+    sizes = spec.layers, spec.kv_heads, spec.groups, spec.head_dim
+    return cls(method, *sizes, spec.windows)
 
 
 _PLAIN = Leaf("slots")

@@ -8,6 +8,7 @@ with blocks, spans and votes in every layer, one program would take minutes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,13 +18,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
-from .. import forms, offload
+from .. import forms, offload, windowed
 from ..method import Method
 from ..sites import DifferentLayer, Site
 from ..types import At, Carry, Env, Prompt
 from . import flat
 from .flat import Form
-from .transformer import Caches, Transformer
+from .transformer import Caches, Transformer, bound
 
 
 def reads(model: Transformer) -> bool:
@@ -69,12 +70,16 @@ class ByLayer:
       sites = self._sites(_prefill, method, past, caches, x, told, handed)
       new, reports = [], []
       for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
-        x, cache, handed, aux = _prefill(layer, at, past, own, cache, x, told, handed)
+        known = bound(at, past)
+        x, cache, handed, aux = _prefill(layer, at, known, own, cache, x, told, handed)
         new.append(cache)
         reports.append(aux)
       logits = _predict(form, all_logits, leaves, x, lengths)
       if forms.overrides(method, "conclude"):
-        new = _conclude(method, self.model.env, tuple(new), lengths)
+        env = dataclasses.replace(self.model.env, layers=max(1, self.model.config.served))
+        served = windowed.served(new)
+        after = _conclude(method, env, served, lengths) if served else ()
+        new = [*windowed.rejoined(new, after)]
     return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
 
   def decode(
@@ -112,7 +117,8 @@ class ByLayer:
   ) -> list[At]:
     """Where each layer runs. At first, all programs that this takes are compiled, side by side."""
     forms = [form for form, _ in self.layers]
-    key = program, method, self.model.env, past, *forms, *_shapes((caches, arrays))
+    places = self.model.places(method)
+    key = program, *places, past, *forms, *_shapes((caches, arrays))
     if key not in _SITES:
       _SITES[key] = self._compile(program, method, past, caches, *arrays)
     return _SITES[key]
@@ -140,13 +146,16 @@ class ByLayer:
     sites: list[Site] = []
     chosen: list[At] = []
     traced: dict[Any, Any] = {}
-    for i, (cache, (form, own)) in enumerate(zip(caches, self.layers, strict=True)):
-      for site in [*sites, Site(i, self.model.env, method)]:
+    places = self.model.places(method)
+    for at, cache, (form, own) in zip(places, caches, self.layers, strict=True):
+      alike = [site for site in sites if (site.env, site.top) == (at.env, at.top)]
+      for site in [*alike, Site(at.layer, at.env, at.top)]:
         key = form, site, *_shapes((cache, handed))
         try:
-          with site.serving(i):
+          with site.serving(at.layer):
             if key not in traced:
-              traced[key] = program.trace(form, site, past, own, cache, x, told, handed)
+              known = bound(at, past)
+              traced[key] = program.trace(form, site, known, own, cache, x, told, handed)
         except DifferentLayer:
           continue
         break

@@ -200,6 +200,8 @@ def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
 
 def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
   sizes = {**dataclasses.asdict(spec), "dtype": jnp.dtype(spec.dtype).name}
+  windows = list(sizes.pop("windows"))
+  sizes |= {"windows": windows} if windows else {}
   return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .. import entrance, memory
+from .. import entrance, memory, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec, Origin
@@ -100,8 +100,8 @@ def laid_out(caches: Any, method: Any, spec: CacheSpec | None) -> None:
     expected = other if spec is None else Origin.of(method, spec)
     if origin != expected:
       raise ValueError(f"caches: {_other(origin, expected)}")
-  if spec is not None and len(caches) != spec.layers:
-    raise ValueError(f"caches: found {len(caches)}, expected one per layer, {spec.layers}")
+  if spec is not None and len(caches) != spec.depth:
+    raise ValueError(f"caches: found {len(caches)}, expected one per layer, {spec.depth}")
 
 
 def logits(x: Any, caches: Caches, vocab: int) -> None:
@@ -174,8 +174,18 @@ def prompt(
 
 
 def capacity(caches: Caches, method: Method) -> int | None:
-  """How many tokens a row can take in all; None: any number, something leaves."""
-  return min((n for n in (entrance.room(method, x) for x in caches) if n is not None), default=None)
+  """How many tokens a row can take in all; None: any number, something leaves.
+
+  A layer with a window lets go of the oldest once it holds all of its window, and not before.
+  """
+
+  def room(cache: Any, window: int | None) -> int | None:
+    if window is None:
+      return entrance.room(method, cache)
+    return None if cache.size >= window else cache.size
+
+  rooms = map(room, caches, windowed.windows_of(caches))
+  return min((n for n in rooms if n is not None), default=None)
 
 
 def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarray:

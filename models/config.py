@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, LongRope, Rope, Yarn
+from ..types import CacheSpec
 
-_SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, Yarn)}
+_SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, LongRope, Yarn)}
 
 # Precision by name: the dtype of weights and activations, and how float32 products are computed.
 # "float32" is float32 throughout (TF32 off); "float32-tf32" lets a GPU round the factors of every
@@ -19,9 +20,19 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 }
 
 
+# Gates of the MLP by name (`kvjax.models.products.gated`).
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped")
+_FLAGS = ("qkv_bias", "qk_norm", "norms_after", "norm_experts", "out_bias", "mlp_bias", "sinks")
+# What checkpoints older than a field do not state: they mean its default.
+_LATER = (
+  *_FLAGS,
+  *("activation", "embed_scale", "windows", "window_rope", "experts", "experts_per_token"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Shape of a decoder of the Llama, Mistral or Qwen families; `kvjax.models.presets` names some.
+  """Shape of a decoder of any family in `kvjax.models.families`; `kvjax.models.presets` names some.
 
   Attributes:
     vocab: vocabulary size V.
@@ -30,13 +41,26 @@ class ModelConfig:
     heads: query heads N.
     kv_heads: key/value heads K; N is a multiple of K.
     head_dim: head size H, even (rotary pairs).
-    ffn: width F of the gated MLP.
+    ffn: width F of the gated MLP, or of each expert.
     rope: rotary embedding.
     norm_eps: epsilon inside the RMS norms.
     tie_embeddings: the output head is the transposed embedding.
     max_context: tokens that the model was trained for.
     qkv_bias: query, key and value projections add a bias (Qwen2, Qwen2.5).
-    qk_norm: an RMS norm over each query and key head, before the rotation (Qwen3).
+    qk_norm: an RMS norm over each query and key head, before the rotation (Qwen3, Gemma 3).
+    norms_after: an RMS norm over what attention, and what the MLP, adds to the residual stream
+      (GLM-4-0414, Gemma 3).
+    activation: the MLP's gate: "silu", "gelu_tanh" (Gemma 3) or "clipped" (gpt-oss).
+    embed_scale: factor on the embedding's rows where they enter the first layer (Gemma 3: √D).
+    windows: for each layer the newest tokens that it sees, its own query's among them, or None: all
+      of them. (): all layers see all.
+    window_rope: rotary embedding of layers with a window (None: `rope`).
+    experts: E of a mixture-of-experts MLP; 0: one MLP.
+    experts_per_token: the best-scored experts that each token is sent to.
+    norm_experts: the weights of a token's experts sum to 1; else they are shares among all E.
+    out_bias: attention's output projection adds a bias (gpt-oss).
+    mlp_bias: router and experts add biases (gpt-oss).
+    sinks: each head has a logit of its own in the softmax's denominator (gpt-oss).
   """
 
   vocab: int
@@ -52,6 +76,17 @@ class ModelConfig:
   max_context: int = 8192
   qkv_bias: bool = False
   qk_norm: bool = False
+  norms_after: bool = False
+  activation: str = "silu"
+  embed_scale: float = 1.0
+  windows: tuple[int | None, ...] = ()
+  window_rope: Rope | None = None
+  experts: int = 0
+  experts_per_token: int = 0
+  norm_experts: bool = True
+  out_bias: bool = False
+  mlp_bias: bool = False
+  sinks: bool = False
 
   def __post_init__(self):
     called = type(self).__name__
@@ -68,7 +103,7 @@ class ModelConfig:
       value = getattr(self, name)
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{called}.{name}: found {value!r}, expected an integer of at least 1")
-    for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
+    for name in ("tie_embeddings", *_FLAGS):
       if not isinstance(getattr(self, name), bool):
         raise TypeError(f"{called}.{name}: found {getattr(self, name)!r}, expected a bool")
     if self.heads % self.kv_heads:
@@ -81,19 +116,65 @@ class ModelConfig:
       raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
     if not isinstance(self.rope, Rope):
       raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
+    turned = self.rope.turned(self.head_dim)
+    factors = getattr(self.rope.scaling, "factors", None)
+    if turned % 2 or turned < 2 or (factors is not None and len(factors) != turned // 2):
+      raise ValueError(
+        f"{called}.rope: found {self.rope}, expected an even share of {self.head_dim} dimensions, "
+        "and a factor for each of its pairs"
+      )
+    if self.activation not in ACTIVATIONS:
+      raise ValueError(
+        f"{called}.activation: found {self.activation!r}, expected one of {ACTIVATIONS}"
+      )
+    self._check_windows()
+    self._check_experts()
+
+  def _check_windows(self) -> None:
+    called = type(self).__name__
+    wrong = [x for x in self.windows if x is not None and (not isinstance(x, int) or x < 1)]
+    if wrong or len(self.windows) not in (0, self.layers):
+      raise ValueError(
+        f"{called}.windows: found {self.windows}, expected () or {self.layers} entries, one per "
+        "layer: tokens, or None"
+      )
+
+  def _check_experts(self) -> None:
+    called, some = type(self).__name__, self.experts_per_token
+    if not isinstance(self.experts, int) or self.experts < 0:
+      raise ValueError(f"{called}.experts: found {self.experts!r}, expected 0 or more")
+    if not isinstance(some, int) or not min(1, self.experts) <= some <= self.experts:
+      raise ValueError(
+        f"{called}.experts_per_token: found {some!r}, expected "
+        f"{f'1 to {self.experts}' if self.experts else '0 without experts'}"
+      )
+    if (self.mlp_bias or self.activation == "clipped") and not self.experts:
+      raise ValueError(f"{called}.experts: found 0, expected some with biases or a clipped gate")
 
   @property
   def groups(self) -> int:
     """G, query heads per key/value head."""
     return self.heads // self.kv_heads
 
+  @property
+  def served(self) -> int:
+    """Layers that see everything, which a KV-cache method serves."""
+    return self.windows.count(None) if self.windows else self.layers
+
+  def cache_spec(self, batch: int, capacity: int, dtype: Any) -> CacheSpec:
+    """Sizes of caches for `batch` rows of up to `capacity` tokens, stored in this dtype."""
+    heads = self.kv_heads, self.groups, self.head_dim
+    return CacheSpec(batch, capacity, *heads, self.served, dtype, self.windows)
+
   def to_json(self) -> dict[str, Any]:
     """A dict of plain JSON values; `from_json` is its inverse."""
     out = dataclasses.asdict(self)
-    scaling = self.rope.scaling
-    if scaling is not None:
-      out["rope"]["scaling"] = {"kind": type(scaling).__name__.lower(), **out["rope"]["scaling"]}
-    return out
+    for name in ("rope", "window_rope"):
+      rope = getattr(self, name)
+      if rope is not None and rope.scaling is not None:
+        kind = type(rope.scaling).__name__.lower()
+        out[name]["scaling"] = {"kind": kind, **out[name]["scaling"]}
+    return {**out, "windows": list(self.windows)}
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> ModelConfig:
@@ -103,24 +184,29 @@ class ModelConfig:
       ValueError: fields are missing or unknown, or a value is out of range.
     """
     names = {field.name for field in dataclasses.fields(cls)}
-    missing = names - set(values) - {"qkv_bias", "qk_norm"}
+    missing = names - set(values) - set(_LATER)
     if missing or set(values) - names:
       raise ValueError(
         f"model config: missing {sorted(missing)}, "
         f"unknown {sorted(set(values) - names)}, expected the fields {sorted(names)}"
       )
-    return cls(**{**values, "rope": _rope_from_json(values["rope"])})
+    ropes = {
+      name: _rope_from_json(name, values[name])
+      for name in ("rope", "window_rope")
+      if values.get(name) is not None
+    }
+    return cls(**{**values, **ropes, "windows": tuple(values.get("windows", ()))})
 
 
-def _rope_from_json(values: Any) -> Rope:
+def _rope_from_json(name: str, values: Any) -> Rope:
   try:
     scaling = values["scaling"]
     if scaling is not None:
-      scaling = dict(scaling)
+      scaling = {k: tuple(x) if isinstance(x, list) else x for k, x in scaling.items()}
       scaling = _SCALINGS[scaling.pop("kind")](**scaling)
-    return Rope(theta=values["theta"], scaling=scaling)
-  except (KeyError, TypeError, ValueError) as error:
+    return Rope(values["theta"], scaling, values.get("partial", 1.0))
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
-      f"model config: rope: found {values!r}, expected theta and scaling "
+      f"model config: {name}: found {values!r}, expected theta and scaling "
       f"(null, or kind in {sorted(_SCALINGS)} with its fields)"
     ) from error

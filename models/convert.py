@@ -54,14 +54,15 @@ def convert(
 ) -> pathlib.Path:
   """Converts a published model into a checkpoint folder.
 
-  Families: Llama 2 and 3, SmolLM2, Mistral, Qwen 2, 2.5 and 3, and their DeepSeek-R1 distillates.
+  Families (`kvjax.models.families`): Llama 2 and 3, SmolLM2, Mistral, Qwen 2, 2.5 and 3 with and
+  without experts, Phi-3 and 4, GLM-4, Gemma 3 (text), gpt-oss, and DeepSeek-R1's distillates.
 
   Args:
     source: a Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or
       "hf:owner/name", which is downloaded from the Hugging Face hub.
     dest: the folder to make; it must not exist yet.
-    max_context: use the model up to so many tokens only; what makes a model with a sliding window
-      of that size convertible (None: all that it was made for).
+    max_context: use the model up to so many tokens only (None: all that it was made for). Layers
+      with a sliding window that is no shorter see everything then, and are the method's.
     dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. bfloat16
       halves what 4-bit blocks take on disk, and the time to load them. None: as the source.
     progress: show a bar on stderr.
@@ -74,8 +75,7 @@ def convert(
     FileExistsError: `dest` exists.
     ValueError: `dtype` is another one, the source is truncated or damaged, tensors are missing or
       of the wrong shape, the tokenizer belongs to another model, or there are only pickled weights.
-    NotImplementedError: the architecture, a quantisation, a rope type, a sliding window or a tensor
-      is not supported.
+    NotImplementedError: the architecture, a quantisation, a rope type or a tensor is not supported.
     OSError: the download failed.
   """
   dest = pathlib.Path(dest)

@@ -1,7 +1,8 @@
-"""GGUF files of the Llama, Qwen2 and Qwen3 architectures, with any block type that `gguf` reads."""
+"""GGUF files of the architectures in `families.GGUF`, with any block type that `gguf` reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import pathlib
@@ -11,7 +12,8 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from ..rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, LongRope, Rope, Yarn
+from . import families
 from .config import ModelConfig
 from .source import Source
 from .tokenizer import Tokenizer
@@ -37,11 +39,27 @@ _NAMES = {
       "gate": "ffn_gate.weight",
       "up": "ffn_up.weight",
       "down": "ffn_down.weight",
+      "o_bias": "attn_output.bias",
+      "sinks": "attn_sinks.weight",
+      "attention_after": "post_attention_norm.weight",
+      "mlp_after": "post_ffw_norm.weight",
+      "qkv": "attn_qkv.weight",
+      "gate_up": "ffn_up.weight",
     }.items()
   },
 }
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_EXPERTS = {
+  f"{part}{kind}": f"blk.{{i}}.{name}.{suffix}"
+  for part, name in {
+    "router": "ffn_gate_inp",
+    "gate": "ffn_gate_exps",
+    "up": "ffn_up_exps",
+    "down": "ffn_down_exps",
+  }.items()
+  for kind, suffix in (("", "weight"), ("_bias", "bias"))
+}
 _ROPE_FREQS = "rope_freqs.weight"
+_LONG_ROPE = {long: f"rope_factors_{long}.weight" for long in ("short", "long")}
 
 
 class GGUF(Source):
@@ -56,8 +74,6 @@ class GGUF(Source):
     ValueError: it is truncated or damaged, or tensors are missing or of the wrong shape.
     NotImplementedError: the architecture, a quantisation or a tensor is not supported.
   """
-
-  names = _NAMES
 
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
     self.path = pathlib.Path(path)
@@ -82,7 +98,7 @@ class GGUF(Source):
     found = {
       name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
     }
-    self.check_tensors(found, [_ROPE_FREQS])
+    self.check_tensors(found, [_ROPE_FREQS, *_LONG_ROPE.values()])
     samples = {tensor.tensor_type: tensor for tensor in self._tensors.values()}
     for tensor in samples.values():
       self._dequantize(tensor.name, tensor.data[:1])
@@ -97,8 +113,8 @@ class GGUF(Source):
         "lists of tokens, kinds and merges, and integer ids"
       ) from error
 
-  def read(self, part: str, layer: int = 0) -> np.ndarray:
-    tensor = self._tensors[self.name(part, layer)]
+  def read(self, name: str) -> np.ndarray:
+    tensor = self._tensors[name]
     kind = tensor.tensor_type
     x = self._dequantize(tensor.name, tensor.data)
     if kind == gguf.GGMLQuantizationType.BF16:
@@ -107,8 +123,6 @@ class GGUF(Source):
       x = np.array(x, np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
     if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
       self._mapping.madvise(mmap.MADV_DONTNEED)  # what was read need not stay in memory
-    if part in ("q", "k") and self.metadata["general.architecture"] == "llama":
-      x = half_split(x, self.config.heads if part == "q" else self.config.kv_heads)
     return x
 
   def _entry(self, key: str, default: Any = None) -> Any:
@@ -119,51 +133,98 @@ class GGUF(Source):
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
     architecture = self.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in families.GGUF:
       raise NotImplementedError(
         f"{self.path}: general.architecture: found {architecture!r}, expected one of "
-        f"{_ARCHITECTURES}"
+        f"{tuple(families.GGUF)}"
       )
+    self.family = family = families.GGUF[architecture]
+    self.names = {**_NAMES, **(_EXPERTS if "router" in family.names else {})}
+    if architecture == "gpt-oss":
+      self.names["mlp_norm"] = _NAMES["attention_after"]
     heads, dim = self._entry("attention.head_count"), self._entry("embedding_length")
     head_dim = self._entry("attention.key_length", dim // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-      if self._entry(key, head_dim) != head_dim:
-        raise NotImplementedError(
-          f"{self.path}: metadata {key!r}: found {self._entry(key)}, expected the head size "
-          f"{head_dim}"
-        )
-    if self._entry("expert_count", 0):
+    if self._entry("attention.value_length", head_dim) != head_dim:
+      raise NotImplementedError(
+        f"{self.path}: metadata 'attention.value_length': found "
+        f"{self._entry('attention.value_length')}, expected the head size {head_dim}"
+      )
+    experts = self._experts() if "router" in family.names else {}
+    if self._entry("expert_count", 0) and not experts:
       raise NotImplementedError(
         f"{self.path}: metadata 'expert_count': found {self._entry('expert_count')}, expected none"
       )
     embedding = self._tensors.get("token_embd.weight")
     if embedding is None:
       raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
+    self._limit = max_context
     rope = self._rope(head_dim)
     context = self._entry("context_length")
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
-    window = self._entry("attention.sliding_window", 0) or None
+    context, layers = self.context(context, max_context), self._entry("block_count")
+    local = None
+    if "rope_local_base_freq" in family.defaults:
+      local = Rope(self._entry("rope.freq_base_swa", family.defaults["rope_local_base_freq"]))
+    if "query_pre_attn_scalar" in family.defaults:
+      # As in llama.cpp: by the width of a head of the 27B model, which it tells by its layers.
+      self.query_scale = (head_dim / (dim / heads)) ** 0.5 if layers == 62 else 1.0
     try:
       return ModelConfig(
         vocab=int(embedding.shape[-1]),
         dim=dim,
-        layers=self._entry("block_count"),
+        layers=layers,
         heads=heads,
         kv_heads=self._entry("attention.head_count_kv", heads),
         head_dim=head_dim,
-        ffn=self._entry("feed_forward_length"),
+        ffn=self._entry("expert_feed_forward_length" if experts else "feed_forward_length"),
         rope=rope,
         norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in self._tensors,
-        max_context=self.context(context, window, max_context),
-        qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        max_context=context,
+        embed_scale=dim**0.5 if local else 1.0,
+        windows=self.windows(self._windows(layers), context, local is not None),
+        window_rope=local,
+        **experts,
+        **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self.path}: {error}") from error
 
+  def _windows(self, layers: int) -> list[int | None]:
+    """The sliding window of each layer; []: none has one."""
+    window = self._entry("attention.sliding_window", 0)
+    if not window or layers > 1 << 16:  # more layers than the file has are found out later
+      return []
+    pattern = self.family.defaults.get("sliding_window_pattern", 0)
+    pattern = self._entry("attention.sliding_window_pattern", pattern)
+    if isinstance(pattern, list) and len(pattern) == layers:
+      return [window if slides else None for slides in pattern]
+    if not isinstance(pattern, int):
+      raise NotImplementedError(
+        f"{self.path}: metadata 'attention.sliding_window_pattern': found {pattern!r}, expected a "
+        f"number, or {layers} booleans"
+      )
+    return [None if pattern and (i + 1) % pattern == 0 else window for i in range(layers)]
+
+  def _experts(self) -> dict[str, Any]:
+    """Flags of a mixture of experts; llama.cpp makes weights sum to 1 in all that are read here."""
+    return {
+      "experts": self._entry("expert_count"),
+      "experts_per_token": self._entry("expert_used_count"),
+    }
+
   def _rope(self, head_dim: int) -> Rope:
+    share = self.family.defaults.get("partial_rotary_factor", 1.0)
+    turned = self._entry("rope.dimension_count", int(share * head_dim))
+    if "partial_rotary_factor" not in self.family.defaults and turned != head_dim:
+      raise NotImplementedError(
+        f"{self.path}: metadata 'rope.dimension_count': found {turned}, expected the head size "
+        f"{head_dim}"
+      )
+    return dataclasses.replace(self._whole_rope(head_dim), partial=turned / head_dim)
+
+  def _whole_rope(self, head_dim: int) -> Rope:
     theta = self._entry("rope.freq_base", 10000.0)
     kind = self._entry("rope.scaling.type", "none")
     if _ROPE_FREQS in self._tensors:
@@ -173,6 +234,8 @@ class GGUF(Source):
           f"{_ROPE_FREQS}, expected 'none'"
         )
       return Rope(theta, self._llama3(theta, head_dim))
+    if all(name in self._tensors for name in _LONG_ROPE.values()):
+      return Rope(theta, self._longrope())
     match kind:
       case "none":
         return Rope(theta)
@@ -191,17 +254,26 @@ class GGUF(Source):
           ),
           beta_fast=self._entry("rope.scaling.yarn_beta_fast", 32.0),
           beta_slow=self._entry("rope.scaling.yarn_beta_slow", 1.0),
+          truncate=not self.family.flags.get("sinks", False),  # gpt-oss's is not; no entry says so
         )
         # llama.cpp puts this factor on top of YaRN's own.
         extra = self._entry("rope.scaling.attn_factor", 1.0)
         if extra != 1.0:
           factor = extra * Rope(theta, yarn).magnitude
-          yarn = Yarn(yarn.factor, yarn.original_context, yarn.beta_fast, yarn.beta_slow, factor)
+          yarn = dataclasses.replace(yarn, attention_factor=factor)
         return Rope(theta, yarn)
     raise NotImplementedError(
       f"{self.path}: metadata 'rope.scaling.type': found {kind!r}, expected 'none', 'linear' or "
       "'yarn'"
     )
+
+  def _longrope(self) -> LongRope:
+    """As in a Hugging Face folder: the divisors of the context that the model is converted for."""
+    context = self._entry("context_length")
+    original = self._entry("rope.scaling.original_context_length", context)
+    tensor = self._tensors[_LONG_ROPE["short" if (self._limit or context) <= original else "long"]]
+    factors = np.asarray(self._dequantize(tensor.name, tensor.data), np.float64).reshape(-1)
+    return LongRope(tuple(factors.tolist()), self._entry("rope.scaling.attn_factor", 1.0))
 
   def _llama3(self, theta: float, head_dim: int) -> Llama3 | None:
     """Llama 3.1's scaling, which GGUF stores as a divisor of each frequency.
@@ -261,12 +333,3 @@ class _BoundedReader(gguf.GGUFReader):
     if end > len(self.data):
       raise ValueError(f"the file ends at byte {len(self.data)}, expected at least {end}")
     return super()._get(offset, dtype, count, override_order)
-
-
-def half_split(w: np.ndarray, heads: int) -> np.ndarray:
-  """Rows of a Q or K projection [heads · H, D] from interleaved to half-split rotary order.
-
-  Llama GGUF files keep the pair (2i, 2i + 1) together; this library rotates (i, i + H/2).
-  """
-  rows = w.reshape(heads, -1, 2, w.shape[-1])
-  return rows.swapaxes(1, 2).reshape(w.shape)

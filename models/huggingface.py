@@ -15,8 +15,9 @@ import ml_dtypes  # noqa: F401  (safetensors hands out bfloat16 through it)
 import numpy as np
 import safetensors
 
-from ..rope import Linear, Llama3, Rope, Yarn
+from ..rope import Linear, Llama3, LongRope, Rope, Yarn
 from .config import ModelConfig
+from .families import FAMILIES
 from .source import Source
 from .tokenizer import Tokenizer
 
@@ -44,26 +45,20 @@ _NAMES = {
     }.items()
   },
 }
-_FAMILIES = {
-  "llama": "LlamaForCausalLM",
-  "mistral": "MistralForCausalLM",
-  "qwen2": "Qwen2ForCausalLM",
-  "qwen3": "Qwen3ForCausalLM",
-}
+_MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_ROPES = ("default", "linear", "llama3", "yarn")
+_ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 # What this decoder does not do, by the entry that would ask for it.
 _FIXED = {
   "hidden_act": "silu",
   "attention_bias": False,
   "mlp_bias": False,
-  "partial_rotary_factor": 1.0,
   "quantization_config": None,
 }
 
 
 class HuggingFace(Source):
-  """A folder in the layout of the Hugging Face hub; the families are Llama, Mistral and Qwen2/3.
+  """A folder in the layout of the Hugging Face hub; `kvjax.models.families` has the families.
 
   Args:
     path: the folder.
@@ -75,8 +70,6 @@ class HuggingFace(Source):
       only pickled weights.
     NotImplementedError: the architecture or a feature of it is not supported.
   """
-
-  names = _NAMES
 
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
     self.path = pathlib.Path(path)
@@ -97,28 +90,30 @@ class HuggingFace(Source):
     """The tokenizer of the folder; raises as `Tokenizer.from_huggingface` does."""
     return Tokenizer.from_huggingface(self.path)
 
-  def read(self, part: str, layer: int = 0) -> np.ndarray:
-    name = self.name(part, layer)
+  def read(self, name: str) -> np.ndarray:
     # Opened anew for every tensor: a mapping that stays open keeps all that was read in memory.
     with _open(self._shard_of[name]) as shard:
       return shard.get_tensor(name)
 
   def _entry(self, key: str, default: Any = None) -> Any:
     value = self._entries.get(key)
-    value = default if value is None else value
+    value = self.family.defaults.get(key, default) if value is None else value
     if value is None:
       raise ValueError(f"{self._file}: {key!r}: not found, expected an entry")
     return value
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
-    family = str(self._entries.get("model_type"))
-    architectures = self._entries.get("architectures") or [_FAMILIES.get(family)]
-    if family not in _FAMILIES or architectures != [_FAMILIES[family]]:
+    kind = str(self._entries.get("model_type"))
+    known = {name: family.architecture for name, family in FAMILIES.items()}
+    architectures = self._entries.get("architectures") or [known.get(kind)]
+    if kind not in known or architectures != [known[kind]]:
       raise NotImplementedError(
-        f"{self._file}: found model_type {family!r}, architectures {architectures}, expected one "
-        f"of {_FAMILIES}"
+        f"{self._file}: found model_type {kind!r}, architectures {architectures}, expected one "
+        f"of {known}"
       )
-    for key, value in _FIXED.items():
+    self.family = family = FAMILIES[kind]
+    self.names = {**_NAMES, **{x: f"model.layers.{{i}}.{n}" for x, n in family.names.items()}}
+    for key, value in {**_FIXED, **family.fixed}.items():
       if self._entries.get(key) not in (None, value):
         raise NotImplementedError(
           f"{self._file}: {key!r}: found {self._entries[key]!r}, expected {value!r} or no entry"
@@ -126,10 +121,16 @@ class HuggingFace(Source):
     heads, dim, layers = (
       self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
-    rope = self._rope()
+    self._limit = max_context
+    rope, window_rope = self._ropes()
+    experts = self._experts() if "router" in family.names else {}
+    head_dim = self._entry("head_dim", dim // heads)
+    if "query_pre_attn_scalar" in family.defaults:  # logits are divided by √H where they are made
+      self.query_scale = (head_dim / self._entry("query_pre_attn_scalar")) ** 0.5
     context = self._entry("max_position_embeddings")
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
+    context = self.context(context, max_context)
     try:
       return ModelConfig(
         vocab=self._entry("vocab_size"),
@@ -137,41 +138,73 @@ class HuggingFace(Source):
         layers=layers,
         heads=heads,
         kv_heads=self._entry("num_key_value_heads", heads),
-        head_dim=self._entry("head_dim", 128 if family == "qwen3" else dim // heads),
-        ffn=self._entry("intermediate_size"),
+        head_dim=head_dim,
+        ffn=self._entry("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         rope=rope,
         norm_eps=self._entry("rms_norm_eps"),
         tie_embeddings=self._entry("tie_word_embeddings", False),
-        max_context=self.context(context, self._window(family, layers), max_context),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        max_context=context,
+        embed_scale=dim**0.5 if family.norm_plus else 1.0,
+        windows=self.windows(self._windows(kind, layers), context, window_rope is not None),
+        window_rope=window_rope,
+        **experts,
+        **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self._file}: {error}") from error
 
-  def _window(self, family: str, layers: int) -> int | None:
-    """The sliding window that some layer uses."""
-    default = 4096 if family == "mistral" else None  # what transformers takes without an entry
-    window = self._entries.get("sliding_window", default)
-    if family == "llama" or window is None:
-      return None
-    kinds = self._entries.get("layer_types")
-    if kinds is not None:
-      return window if "sliding_attention" in kinds else None
-    if family == "mistral":
-      return window
-    slides = self._entry("use_sliding_window", False)
-    return window if slides and self._entry("max_window_layers", 28) < layers else None
+  def _experts(self) -> dict[str, Any]:
+    """Flags of a mixture of experts."""
+    # gpt-oss's softmax is over the chosen experts alone: weights that sum to 1.
+    norm = "router_bias" in self.family.names or self._entries.get("norm_topk_prob", False)
+    return {
+      "experts": self._entry("num_experts", self._entries.get("num_local_experts")),
+      "experts_per_token": self._entry("num_experts_per_tok"),
+      "norm_experts": bool(norm),
+    }
 
-  def _rope(self) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+  def _windows(self, family: str, layers: int) -> list[int | None]:
+    """The sliding window of each layer; []: none has one."""
+    window = self._entries.get("sliding_window", self.family.defaults.get("sliding_window"))
+    kinds = self._entries.get("layer_types")
+    if family in ("llama", "glm", "glm4") or window is None:
+      return []
+    if layers > _MOST_LAYERS:
+      raise ValueError(f"'num_hidden_layers': found {layers}, expected at most {_MOST_LAYERS}")
+    if kinds is not None:
+      known = {"sliding_attention": window, "full_attention": None}
+      if len(kinds) != layers or not set(kinds) <= set(known):
+        raise NotImplementedError(
+          f"{self._file}: 'layer_types': found {kinds}, expected {layers} of {sorted(known)}"
+        )
+      return [known[kind] for kind in kinds]
+    if "sliding_window_pattern" in self.family.defaults:
+      pattern = self._entry("sliding_window_pattern")
+      return [window if (i + 1) % pattern else None for i in range(layers)]
+    if family in ("mistral", "phi3"):
+      return [window] * layers
+    slides = self._entry("use_sliding_window", False)
+    first = 0 if family == "qwen3_moe" else self._entry("max_window_layers", 28)
+    return [window if slides and i >= first else None for i in range(layers)]
+
+  def _ropes(self) -> tuple[Rope, Rope | None]:
+    """The rotary embedding, and that of layers with a window where it is another.
+
+    In `rope_parameters` (transformers 5) or in `rope_theta` and `rope_scaling` (before).
+    """
     key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
     given = self._entries.get(key) or {}
+    if "rope_local_base_freq" not in self.family.defaults:
+      return self._rope(key, given, self._entry("rope_theta", 10000.0)), None
+    each = {"full_attention": given, "sliding_attention": {}}
+    if key == "rope_parameters":
+      each = {name: given.get(name) or {} for name in each}
+    whole, local = each.values()
+    theta, local_theta = self._entry("rope_theta"), self._entry("rope_local_base_freq")
+    return self._rope(key, whole, theta), self._rope(key, local, local_theta)
+
+  def _rope(self, key: str, given: dict[str, Any], theta: float) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", 1.0) != 1.0 or not given.get("truncate", True):
-      raise NotImplementedError(
-        f"{self._file}: {key!r}: found {given}, expected no partial_rotary_factor and no truncate"
-      )
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
@@ -181,26 +214,54 @@ class HuggingFace(Source):
         )
       return float(value)
 
-    theta = entry("rope_theta", self._entry("rope_theta", 10000.0))
+    theta = entry("rope_theta", theta)
+    partial = entry("partial_rotary_factor", self._entry("partial_rotary_factor", 1.0))
+    if partial > 1:
+      raise ValueError(f"{self._file}: 'partial_rotary_factor': found {partial}, expected up to 1")
+    if "partial_rotary_factor" not in self.family.defaults and partial != 1:
+      raise NotImplementedError(
+        f"{self._file}: 'partial_rotary_factor': found {partial}, expected 1.0 or no entry"
+      )
     stated = self._entry("max_position_embeddings")
-    original = self._entries.get("original_max_position_embeddings")
-    original = int(original or entry("original_max_position_embeddings", stated))
+    top = self._entries.get("original_max_position_embeddings")
+    given = given if top is None else {**given, "original_max_position_embeddings": top}
+    original = int(entry("original_max_position_embeddings", stated))
     match kind:
       case "default":
-        return Rope(theta)
+        return Rope(theta, partial=partial)
       case "linear":
-        return Rope(theta, Linear(entry("factor")))
+        return Rope(theta, Linear(entry("factor")), partial)
       case "llama3":
         low, high = entry("low_freq_factor"), entry("high_freq_factor")
-        return Rope(theta, Llama3(entry("factor"), low, high, original))
+        return Rope(theta, Llama3(entry("factor"), low, high, original), partial)
+      case "longrope" | "su":
+        return Rope(theta, self._longrope(given, stated, original), partial)
       case "yarn":
         factor = entry("factor", stated / original)
         fast, slow = entry("beta_fast", 32.0), entry("beta_slow", 1.0)
         attention = _attention_factor(given, factor)
-        return Rope(theta, Yarn(factor, original, fast, slow, attention))
+        yarn = Yarn(factor, original, fast, slow, attention, bool(given.get("truncate", True)))
+        return Rope(theta, yarn, partial)
     raise NotImplementedError(
       f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
     )
+
+  def _longrope(self, given: dict[str, Any], stated: int, original: int) -> LongRope:
+    """One set of divisors for all positions: that of the context that the model is converted for.
+
+    transformers takes the long ones as soon as a sequence outgrows the original context, when keys
+    are cached already; llama.cpp and vLLM choose once, as here.
+    """
+    key = "short_factor" if (self._limit or stated) <= original else "long_factor"
+    factors = given.get(key)
+    numbers = isinstance(factors, list) and all(isinstance(x, int | float) for x in factors)
+    if not numbers or not factors or min(factors) <= 0:
+      raise ValueError(f"{self._file}: {key!r}: found {factors!r}, expected numbers above 0")
+    factor = given.get("factor") or stated / original
+    attention = given.get("attention_factor")
+    if attention is None:  # §3.3
+      attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRope(tuple(map(float, factors)), attention)
 
   def _find_shards(self) -> dict[str, pathlib.Path]:
     """The file of each tensor."""

@@ -46,7 +46,8 @@ class Projections(nnx.Module):
   """Attention's products.
 
   `wqkv` [D, K, G + 2, H] holds per KV head its G queries, key and value; `wo` is [K, G, H, D].
-  Some families add a bias `bqkv` [K, G + 2, H], or norm each query and key head.
+  Some families add biases `bqkv` [K, G + 2, H] and `bo` [D], or norm each query and key head, or
+  give each head a `sinks` logit, float32 [K, G].
   """
 
   def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
@@ -58,6 +59,10 @@ class Projections(nnx.Module):
     if config.qk_norm:
       self.q_norm = RMSNorm(H, config.norm_eps)
       self.k_norm = RMSNorm(H, config.norm_eps)
+    if config.out_bias:
+      self.bo = nnx.Param(jnp.zeros(D, dtype))
+    if config.sinks:
+      self.sinks = nnx.Param(jnp.zeros((K, G), jnp.float32))
 
   def qkv(
     self, x: Float[Array, "*batch D"], impl: str
@@ -89,19 +94,28 @@ class Projections(nnx.Module):
     y = (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
     return y + self.bqkv[...][:, part] if hasattr(self, "bqkv") else y
 
+  def sunk(
+    self, o: Float[Array, "B K G *A H"], lse: Float[Array, "B K G *A"]
+  ) -> Float[Array, "B K G *A H"]:
+    """Attention with a sink s in its denominator Σ = e^lse: o·Σ/(Σ + eˢ) = o·σ(lse − s)."""
+    sinks = self.sinks[...].reshape(*self.sinks.shape, *[1] * (lse.ndim - 3))
+    return (o * jax.nn.sigmoid(lse - sinks)[..., None]).astype(o.dtype)
+
   def out(
     self, o: Float[Array, "*batch K G H"], impl: str, axes: tuple[str, ...]
   ) -> Float[Array, "S *batch D"]:
     """What attention adds to the residual stream, as summands; heads are split over these axes."""
     x, w = o.reshape(*o.shape[:-3], -1), self.wo[...]
-    return products.partial_products(x, w.reshape(-1, w.shape[-1]), impl, axes)
+    parts = products.partial_products(x, w.reshape(-1, w.shape[-1]), impl, axes)
+    return parts.at[0].add(self.bo[...].astype(parts.dtype)) if hasattr(self, "bo") else parts
 
 
 class GatedMLP(nnx.Module):
-  """SwiGLU (Shazeer, 2020): down(silu(x·gate) · (x·up)); `gate_up` [D, 2, F], `down` [F, D]."""
+  """down(act(x·gate) · (x·up)) (Shazeer, 2020); `gate_up` [D, 2, F], `down` [F, D]."""
 
   def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
     D, F = config.dim, config.ffn
+    self.activation = config.activation
     self.gate_up = _init(rngs, (D, 2, F), D, dtype)
     self.down = _init(rngs, (F, D), F, dtype)
 
@@ -109,5 +123,5 @@ class GatedMLP(nnx.Module):
     self, x: Float[Array, "*batch D"], impl: str, axes: tuple[str, ...]
   ) -> Float[Array, "S *batch D"]:
     """What the MLP adds to the residual stream, as summands; F is split over these mesh axes."""
-    y = products.gated_product(x, self.gate_up[...], impl)
+    y = products.gated_product(x, self.gate_up[...], impl, self.activation)
     return products.partial_products(y, self.down[...], impl, axes)

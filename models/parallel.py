@@ -23,7 +23,7 @@ if TYPE_CHECKING:
   from .config import ModelConfig
   from .transformer import Transformer
 
-# Logical axes of every weight, by name; norms are whole everywhere.
+# Logical axes of every weight, by name; norms, routers and biases on the residual stream are whole.
 AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "dim"),
   "head": ("vocab", "dim"),
@@ -32,6 +32,13 @@ AXES: dict[str, tuple[str | None, ...]] = {
   "wo": ("kv_heads", "groups", "head_dim", "dim"),
   "gate_up": ("dim", None, "ffn"),
   "down": ("ffn", "dim"),
+  "sinks": ("kv_heads", "groups"),
+}
+# Of experts each device holds a part of every one.
+EXPERTS: dict[str, tuple[str | None, ...]] = {
+  "gate_up": ("experts", "dim", None, "ffn"),
+  "gate_up_bias": ("experts", None, "ffn"),
+  "down": ("experts", "ffn", "dim"),
 }
 
 
@@ -72,6 +79,7 @@ def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding
   """Where the leaves of a model's state go; raises as `shard` does."""
   sharding.check_mesh(mesh)
   check_sizes(config, mesh)
+  sharding.check_windows(config.windows, mesh)
   return [NamedSharding(mesh, spec) for spec in weight_specs(state, config, mesh)]
 
 
@@ -91,10 +99,11 @@ def check_sizes(config: ModelConfig, mesh: Mesh) -> None:
 def weight_specs(state: Any, config: ModelConfig, mesh: Mesh) -> list[PartitionSpec]:
   """Where every leaf of a model's state lies. A vocabulary that does not split evenly is whole."""
   whole = config.vocab % sharding.shards(mesh, "vocab") != 0
+  known = {**AXES, **EXPERTS} if config.experts else AXES
 
   def spec(path: Any) -> PartitionSpec:
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-    axes = next((AXES[name] for name in reversed(names) if name in AXES), ())
+    axes = next((known[name] for name in reversed(names) if name in known), ())
     return sharding.spec_of([None if axis == "vocab" and whole else axis for axis in axes])
 
   return [spec(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]

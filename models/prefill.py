@@ -12,7 +12,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
-from .. import offload
+from .. import offload, windowed
 from ..method import Method
 from . import by_layer, checks, flat
 from .by_layer import ByLayer
@@ -212,12 +212,13 @@ def _bound(caches: Caches, method: Method, cached: int, chunk: int) -> int | Non
   """A static bound on the cached tokens that takes few values; what needs none gets one value."""
   if cached == 0:
     return 0
-  if not method.traits.positional:
+  own = windowed.served(caches)
+  if not method.traits.positional or not own:
     return None
   bound = chunk
   while bound < cached:
     bound *= 2
-  return min(bound, *(cache.size for cache in caches))
+  return min(bound, *(cache.size for cache in own))
 
 
 def joined(pieces: Sequence[Array], size: int) -> Array:

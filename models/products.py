@@ -46,14 +46,29 @@ def partial_products(
 
 
 def gated_product(
-  x: Float[Array, "*batch D"], w: Float[Array, "D 2 F"], impl: str
+  x: Float[Array, "*batch D"], w: Float[Array, "D 2 F"], impl: str, activation: str = "silu"
 ) -> Float[Array, "*batch F"]:
-  """silu(x @ w[:, 0]) · (x @ w[:, 1])."""
-  if run := kernel("gated_product", x.shape[:-1], x.dtype, impl):
+  """act(x @ w[:, 0]) · (x @ w[:, 1]); the kernel's act is silu, others are XLA's."""
+  run = kernel("gated_product", x.shape[:-1], x.dtype, impl) if activation == "silu" else None
+  if run:
     return run(x, w)
   y = _product(x, w.reshape(w.shape[0], -1))
-  gate, up = y[..., : w.shape[2]], y[..., w.shape[2] :]
-  return jax.nn.silu(gate) * up
+  return gated(y[..., : w.shape[2]], y[..., w.shape[2] :], activation)
+
+
+def gated(
+  gate: Float[Array, "*batch F"], up: Float[Array, "*batch F"], activation: str
+) -> Float[Array, "*batch F"]:
+  """The two halves of a gated MLP as one, for each of `config.ACTIVATIONS`."""
+  match activation:
+    case "silu":
+      return jax.nn.silu(gate) * up  # SwiGLU (Shazeer, 2020)
+    case "gelu_tanh":
+      return jax.nn.gelu(gate, approximate=True) * up  # GEGLU, with GELU's tanh form (Gemma 3)
+    case "clipped":  # gpt-oss: g·σ(1.702·g)·(u + 1), g at most 7, u in [−7, 7]
+      gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+      return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+  raise ValueError(f"activation: found {activation!r}, expected silu, gelu_tanh or clipped")
 
 
 def _product(x: Float[Array, "*batch D"], w: Float[Array, "D F"]) -> Float[Array, "*batch F"]:

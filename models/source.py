@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .config import ModelConfig
+from .families import Family, rotary_order
 from .tokenizer import Tokenizer
 
 Item = dict[str, Any]
@@ -23,21 +24,26 @@ class Source(abc.ABC):
   Attributes:
     path: the file or folder.
     config: sizes and flags of the decoder.
-    names: what the file calls each tensor: the parts of a layer, by a pattern with {i}, and
-      "embedding", "norm" and "head".
+    family: how the file lays out what the decoder has in one form.
+    names: what the file calls each tensor: the parts of a layer, by a pattern with {i} (and {e}
+      where each expert has a tensor of its own), and "embedding", "norm" and "head".
+    query_scale: what the decoder's queries are multiplied by, where the model does not divide
+      attention's logits by √H; 1 elsewhere. Only with norms over query heads, which take it in.
   """
 
   path: pathlib.Path
   config: ModelConfig
+  family: Family
   names: Mapping[str, str]
+  query_scale: float = 1.0
 
   @abc.abstractmethod
   def tokenizer(self) -> Tokenizer:
     """The tokenizer that comes with the model."""
 
   @abc.abstractmethod
-  def read(self, part: str, layer: int = 0) -> np.ndarray:
-    """A tensor as `tensor_shapes` says; bfloat16 and float16 as they are, others as float32."""
+  def read(self, name: str) -> np.ndarray:
+    """A tensor of the file; bfloat16 and float16 as they are, others as float32."""
 
   def item(self, name: str) -> Item:
     """The arrays of one checkpoint item, in the decoder's layout.
@@ -46,75 +52,124 @@ class Source(abc.ABC):
       ValueError: a tensor holds NaN or infinity.
     """
     if name == "embedding":
-      return {"embedding": self._finite("embedding")}
+      return {"embedding": self._part("embedding")}
     if name == "final":
-      item: Item = {"norm": {"scale": self._finite("norm")}}
+      item: Item = {"norm": self._norm("norm")}
       if not self.config.tie_embeddings:
-        item["head"] = self._finite("head")
+        item["head"] = self._part("head")
       return item
     c, layer = self.config, int(name.removeprefix("layer_"))
     # The largest first: a transposed copy is made of it while little else is in memory.
-    gate_up = np.stack([self._finite("gate", layer), self._finite("up", layer)])
-    mlp = {
-      "gate_up": np.ascontiguousarray(gate_up.transpose(2, 0, 1)),
-      "down": np.ascontiguousarray(self._finite("down", layer).T),
-    }
-    del gate_up
-    wo = self._finite("o", layer).T.reshape(c.kv_heads, c.groups, c.head_dim, c.dim)
+    mlp = self._mlp(layer)
+    wo = self._part("o", layer).T.reshape(c.kv_heads, c.groups, c.head_dim, c.dim)
     attention: Item = {
-      "wqkv": np.ascontiguousarray(self._per_kv_head("{}", layer).transpose(3, 0, 1, 2)),
+      "wqkv": np.ascontiguousarray(self._per_kv_head("", layer).transpose(3, 0, 1, 2)),
       "wo": np.ascontiguousarray(wo),
     }
     if c.qkv_bias:
-      attention["bqkv"] = self._per_kv_head("{}_bias", layer)
+      attention["bqkv"] = self._per_kv_head("_bias", layer)
+    if c.out_bias:
+      attention["bo"] = self._part("o_bias", layer)
+    if c.sinks:
+      sinks = self._part("sinks", layer).astype(np.float32)
+      attention["sinks"] = sinks.reshape(c.kv_heads, c.groups)
     if c.qk_norm:
-      for part in ("q_norm", "k_norm"):
-        attention[part] = {"scale": self._finite(part, layer)}
-    return {
-      "attention_norm": {"scale": self._finite("attention_norm", layer)},
-      "attention": attention,
-      "mlp_norm": {"scale": self._finite("mlp_norm", layer)},
-      "mlp": mlp,
-    }
+      for part, scale in (("q_norm", self.query_scale), ("k_norm", 1.0)):
+        attention[part] = {"scale": self._in_order(self._norm(part, layer)["scale"], 0)}
+        if scale != 1:
+          attention[part]["scale"] = np.float32(scale) * attention[part]["scale"].astype(np.float32)
+    after = ("attention_after", "mlp_after") if c.norms_after else ()
+    norms = {part: self._norm(part, layer) for part in ("attention_norm", "mlp_norm", *after)}
+    return {**norms, "attention": attention, "mlp": mlp}
 
-  def _per_kv_head(self, part: str, layer: int) -> np.ndarray:
+  def _mlp(self, layer: int) -> Item:
+    """`gate_up` [D, 2, F] and `down` [F, D], of each expert where there are some."""
+    c = self.config
+    down = self._part("down", layer)
+    if self.family.experts_as_used:
+      gate_up = _in_turn(self._part("gate_up", layer))
+    else:
+      down, gate_up = down.swapaxes(-1, -2), np.moveaxis(self._gate_up("", layer, -3), -1, -3)
+    out = {"gate_up": np.ascontiguousarray(gate_up), "down": np.ascontiguousarray(down)}
+    if c.experts:
+      out["router"] = np.ascontiguousarray(self._part("router", layer).T)
+    if c.mlp_bias:
+      out["router_bias"] = self._part("router_bias", layer).astype(np.float32)
+      out["gate_up_bias"] = self._gate_up("_bias", layer, -2)
+      out["down_bias"] = self._part("down_bias", layer)
+    return out
+
+  def _gate_up(self, kind: str, layer: int, axis: int) -> np.ndarray:
+    """Both halves of the gated product side by side on a new axis."""
+    if "gate_up" not in self.family.fused:
+      return np.stack([self._part(f"{x}{kind}", layer) for x in ("gate", "up")], axis)
+    x = self._part(f"gate_up{kind}", layer)
+    if self.family.experts_as_used:
+      return _in_turn(x)
+    return x.reshape(*x.shape[: axis + 1], 2, -1, *x.shape[x.ndim + axis + 2 :])
+
+  def _per_kv_head(self, kind: str, layer: int) -> np.ndarray:
     """Query, key and value rows gathered by KV head, [K, G + 2, H, ...]."""
     c = self.config
-    rows = [self._finite(part.format(name), layer) for name in "qkv"]
-    return np.concatenate(
-      [x.reshape(c.kv_heads, -1, c.head_dim, *x.shape[1:]) for x in rows], axis=1
-    )
+    if "qkv" in self.family.fused:
+      ends = np.cumsum([c.heads * c.head_dim, c.kv_heads * c.head_dim])
+      rows = np.split(self._part(f"qkv{kind}", layer), ends)
+    else:
+      rows = [self._part(f"{name}{kind}", layer) for name in "qkv"]
+    q, k, v = (x.reshape(c.kv_heads, -1, c.head_dim, *x.shape[1:]) for x in rows)
+    return np.concatenate([self._in_order(q, 2), self._in_order(k, 2), v], axis=1)
 
-  def _finite(self, part: str, layer: int = 0) -> np.ndarray:
-    x = self.read(part, layer)
-    if not all(np.isfinite(rows).all() for rows in np.array_split(x, 1 + x.size // (1 << 24))):
-      raise ValueError(
-        f"{self.path}: tensor {self.name(part, layer)!r}: found NaN or infinity, expected numbers"
-      )
-    return x
+  def _in_order(self, x: np.ndarray, axis: int) -> np.ndarray:
+    """The dimensions of heads where the decoder's rotary embedding has them."""
+    c = self.config
+    turned = c.rope.turned(c.head_dim)
+    order = rotary_order(c.head_dim, turned, self.family.interleaved)
+    return x if order is None else np.take(x, order, axis)
 
-  def name(self, part: str, layer: int = 0) -> str:
+  def _norm(self, part: str, layer: int = 0) -> Item:
+    """A norm's scale; some files hold it without its 1."""
+    x, plus = self._part(part, layer), self.family.norm_plus
+    return {"scale": np.float32(plus) + x.astype(np.float32) if plus else x}
+
+  def _part(self, part: str, layer: int = 0) -> np.ndarray:
+    """A tensor as `tensor_shapes` says, all numbers."""
+    each = range(self.config.experts) if "{e}" in self.names[part] else [0]
+    found = []
+    for name in (self.name(part, layer, e) for e in each):
+      x = self.read(name)
+      if not all(np.isfinite(rows).all() for rows in np.array_split(x, 1 + x.size // (1 << 24))):
+        raise ValueError(f"{self.path}: tensor {name!r}: found NaN or infinity, expected numbers")
+      found.append(x)
+    return np.stack(found) if "{e}" in self.names[part] else found[0]
+
+  def name(self, part: str, layer: int = 0, expert: int = 0) -> str:
     """What the file calls a tensor."""
-    return self.names[part].format(i=layer)
+    return self.names[part].format(i=layer, e=expert)
 
-  def context(self, stated: int, window: int | None, limit: int | None) -> int:
+  def context(self, stated: int, limit: int | None) -> int:
     """The context to convert for, in tokens.
 
     Args:
       stated: what the model was made for.
-      window: its sliding window, None without one.
       limit: what the caller asks for, None for all of it.
     """
     context = stated if limit is None else limit
     if not 1 <= context <= stated:
       raise ValueError(f"max_context: found {context}, expected 1 to {stated}, as {self.path} says")
-    if window is not None and window < context:
-      raise NotImplementedError(
-        f"{self.path}: found a sliding window of {window} tokens in a context of {context}, "
-        "expected none: this decoder attends to the whole context. Up to the window the model is "
-        f"the same without it: convert with max_context={window}"
-      )
     return context
+
+  def windows(
+    self, each: Sequence[int | None], context: int, apart: bool
+  ) -> tuple[int | None, ...]:
+    """`ModelConfig.windows`: those that no token of the context sees past are none.
+
+    Args:
+      each: the window of every layer, None without one; []: no layer has one.
+      context: what the model is converted for, in tokens.
+      apart: layers with a window differ in more than the window, and stay what they are.
+    """
+    kept = tuple(w if w is not None and (apart or w < context) else None for w in each)
+    return kept if any(kept) else ()
 
   def check_tensors(
     self, found: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()
@@ -125,14 +180,28 @@ class Source(abc.ABC):
       found: shapes by name.
       ignored: names that may be there as well.
     """
-    before = self.names["q"].partition("{i}")[0]
+    before = self.names["attention_norm"].partition("{i}")[0]
     layers = {name[len(before) :].split(".")[0] for name in found if name.startswith(before)}
     if len(layers) != self.config.layers:
       raise ValueError(
         f"{self.path}: found tensors of {len(layers)} layers, expected {self.config.layers}, as "
         "its config says"
       )
-    expected = {self.name(part, layer): shape for part, layer, shape in tensor_shapes(self.config)}
+    if "{e}" in self.names.get("gate", ""):
+      begin, _, end = self.names["gate"].replace("{i}", "0").partition("{e}")
+      experts = sum(name.startswith(begin) and name.endswith(end) for name in found)
+      if experts != self.config.experts:
+        raise ValueError(
+          f"{self.path}: found tensors of {experts} experts, expected {self.config.experts}, as "
+          "its config says"
+        )
+    expected: dict[str, tuple[int, ...]] = {}
+    for part, layer, shape in tensor_shapes(self.config, self.family):
+      if "{e}" in self.names[part]:
+        each = range(self.config.experts)
+        expected.update((self.name(part, layer, e), shape[1:]) for e in each)
+      else:
+        expected[self.name(part, layer)] = shape
     missing = [name for name in expected if name not in found]
     if missing:
       raise ValueError(
@@ -151,9 +220,18 @@ class Source(abc.ABC):
         )
 
 
-def tensor_shapes(c: ModelConfig) -> list[tuple[str, int, tuple[int, ...]]]:
-  """Part, layer and shape of every tensor, as files store them: matrices are [out, in]."""
+def tensor_shapes(
+  c: ModelConfig, family: Family | None = None
+) -> list[tuple[str, int, tuple[int, ...]]]:
+  """Part, layer and shape of every tensor, as files store them: matrices are [out, in].
+
+  Args:
+    c: sizes and flags.
+    family: how files lay them out; None: as Llama's.
+  """
+  fused = () if family is None else family.fused
   attention, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  experts = (c.experts,) if c.experts else ()
   layer: dict[str, tuple[int, ...]] = {
     "attention_norm": (c.dim,),
     "q": (attention, c.dim),
@@ -161,18 +239,46 @@ def tensor_shapes(c: ModelConfig) -> list[tuple[str, int, tuple[int, ...]]]:
     "v": (kv, c.dim),
     "o": (c.dim, attention),
     "mlp_norm": (c.dim,),
-    "gate": (c.ffn, c.dim),
-    "up": (c.ffn, c.dim),
-    "down": (c.dim, c.ffn),
+    "gate": (*experts, c.ffn, c.dim),
+    "up": (*experts, c.ffn, c.dim),
+    "down": (*experts, c.dim, c.ffn),
   }
   if c.qkv_bias:
     layer.update(q_bias=(attention,), k_bias=(kv,), v_bias=(kv,))
   if c.qk_norm:
     layer.update(q_norm=(c.head_dim,), k_norm=(c.head_dim,))
+  if c.norms_after:
+    layer.update(attention_after=(c.dim,), mlp_after=(c.dim,))
+  if c.experts:
+    layer["router"] = (c.experts, c.dim)
+  if "qkv" in fused:
+    layer["qkv"] = (attention + 2 * kv, c.dim)
+  if "gate_up" in fused:
+    layer["gate_up"] = (*experts, 2 * c.ffn, c.dim)
+  if c.out_bias:
+    layer["o_bias"] = (c.dim,)
+  if c.sinks:
+    layer["sinks"] = (c.heads,)
+  if c.mlp_bias:
+    layer.update(router_bias=experts, down_bias=(*experts, c.dim))
+    halves = ("gate_up",) if "gate_up" in fused else ("gate", "up")
+    layer.update({f"{x}_bias": (*experts, 2 * c.ffn // len(halves)) for x in halves})
+  if family is not None and family.experts_as_used:
+    layer |= {part: (*experts, *layer[part][:0:-1]) for part in ("gate_up", "down")}
+  gone = [part for whole in fused for part in _FUSED[whole]]
+  layer = {part: shape for part, shape in layer.items() if part not in gone}
   out = [("embedding", 0, (c.vocab, c.dim)), ("norm", 0, (c.dim,))]
   if not c.tie_embeddings:
     out.append(("head", 0, (c.vocab, c.dim)))
   return out + [(part, i, shape) for i in range(c.layers) for part, shape in layer.items()]
+
+
+def _in_turn(x: np.ndarray) -> np.ndarray:
+  """[..., 2F] of gate and up in turn as [..., 2, F]."""
+  return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2)
+
+
+_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
 def _some(names: list[str]) -> str:

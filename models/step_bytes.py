@@ -13,7 +13,6 @@ from flax import nnx
 
 from ..method import Method
 from ..traffic import LayerTraffic, step_traffic
-from ..types import CacheSpec
 from .config import ModelConfig
 from .transformer import Transformer
 
@@ -24,7 +23,8 @@ class StepBytes:
 
   Attributes:
     weights: bytes of weights, each read once; of an embedding that no head shares only single rows
-      are read.
+      are read, and of experts those that the rows may choose, three times: they are gathered
+      (`kvjax.models.experts`).
     layers: what each layer moves of its cache, at most.
   """
 
@@ -69,13 +69,18 @@ def step_bytes(
     ValueError: a size is below 1.
   """
   held, unread = weight_bytes(config, dtype)
-  return StepBytes(held - unread, step_traffic(cache_spec(config, batch, tokens, dtype), method))
+  chosen = min(config.experts, batch * config.experts_per_token)
+  apart = expert_bytes(config, dtype)
+  moved = (3 * chosen - config.experts) * apart
+  return StepBytes(
+    held - unread + moved, step_traffic(config.cache_spec(batch, tokens, dtype), method)
+  )
 
 
-def cache_spec(config: ModelConfig, batch: int, capacity: int, dtype: Any) -> CacheSpec:
-  """Sizes of a model's caches, as `Transformer.spec` gives them, without a model."""
-  heads = {"kv_heads": config.kv_heads, "groups": config.groups, "head_dim": config.head_dim}
-  return CacheSpec(batch, capacity, **heads, layers=config.layers, dtype=dtype)
+def expert_bytes(config: ModelConfig, dtype: Any) -> int:
+  """Bytes of one expert's matrices in all layers; 0 without experts."""
+  size = 3 * config.dim * config.ffn if config.experts else 0
+  return config.layers * size * jnp.dtype(dtype).itemsize
 
 
 @functools.cache

@@ -17,12 +17,31 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 
 def _cut(numerals: str) -> Any:
-  """GPT-4's pattern, by how numerals are cut, then bytes as printable characters."""
+  """GPT-4's pattern, by how numerals are cut."""
   pattern = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + numerals
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
   )
+  return _split(pattern)
+
+
+# GPT-4o's pattern (tiktoken's o200k): words are cut where a capital follows, and keep endings.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = "|".join(
+  [
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+  ]
+)
+
+
+def _split(pattern: str) -> Any:
+  """Cuts by a pattern, then bytes as printable characters."""
   return pre_tokenizers.Sequence(
     [
       pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
@@ -41,6 +60,9 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     ]
   ),
   "llama-bpe": lambda: _cut(r"\p{N}{1,3}"),
+  "dbrx": lambda: _cut(r"\p{N}{1,3}"),  # Phi-4
+  "glm4": lambda: _cut(r"\p{N}{1,3}"),
+  "gpt-4o": lambda: _split(_GPT4O),  # gpt-oss, Phi-4-mini
   "qwen2": lambda: _cut(r"\p{N}"),
   "deepseek-r1-qwen": lambda: _cut(r"\p{N}"),
 }

@@ -1,4 +1,4 @@
-"""The decoder: one transformer for the Llama and Qwen families that runs any KV-cache method.
+"""The decoder: one transformer for all families that runs any KV-cache method.
 
 It knows no method by name and no rotary embedding: per layer it hands un-rotated queries, keys and
 values to the method's drivers and takes back attention outputs. Layers are unrolled, and each owns
@@ -8,6 +8,7 @@ its weight and cache arrays: stacking them for a scan would copy every slice bef
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from .. import memory, sharding
+from .. import memory, sharding, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
 from . import parallel
 from .config import PRECISIONS, ModelConfig
+from .experts import Experts
 from .layers import GatedMLP, Projections, RMSNorm
 
 Caches = tuple[Any, ...]  # of kvjax.Cache, or what the method keeps per layer
@@ -31,13 +33,20 @@ Aux = list[dict[str, Any]]
 
 
 class Layer(nnx.Module):
-  """One decoder layer: attention and gated MLP, each after a norm and inside a residual."""
+  """One decoder layer: attention and gated MLP, each after a norm and inside a residual.
+
+  Some families norm what either adds to the residual stream, too.
+  """
 
   def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
     self.attention_norm = RMSNorm(config.dim, config.norm_eps)
     self.attention = Projections(config, dtype=dtype, rngs=rngs)
     self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-    self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+    mlp = Experts if config.experts else GatedMLP
+    self.mlp = mlp(config, dtype=dtype, rngs=rngs)
+    if config.norms_after:
+      self.attention_after = RMSNorm(config.dim, config.norm_eps)
+      self.mlp_after = RMSNorm(config.dim, config.norm_eps)
 
   def prefill(
     self,
@@ -58,6 +67,7 @@ class Layer(nnx.Module):
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A or T, H]
     o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
+    o = self.attention.sunk(o, aux.pop("lse")) if at.env.lse else o
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)
     if prompt.index is not None:
@@ -79,6 +89,7 @@ class Layer(nnx.Module):
     x, y = self.attention_norm.after(x, parts, at.env.impl)
     q, k, v = self.attention.qkv(y, at.env.impl)
     o, cache, carry, aux = at.top.decode_step(at, cache, q, k, v, live, carry)
+    o = self.attention.sunk(o, aux.pop("lse")) if at.env.lse else o
     return *self._finish(at, x, o), cache, carry, aux
 
   def _finish(
@@ -91,8 +102,13 @@ class Layer(nnx.Module):
     env = at.env
     heads = (env.head_axis,) if env.head_axis else ()
     parts = self.attention.out(o.astype(x.dtype), env.impl, heads)
+    if hasattr(self, "attention_after"):
+      parts = self.attention_after(parts.sum(0).astype(x.dtype))[None]
     x, y = self.mlp_norm.after(x, parts, env.impl)
-    return x, self.mlp(y, env.impl, env.axes)
+    parts = self.mlp(y, env.impl, env.axes)
+    if hasattr(self, "mlp_after"):
+      parts = self.mlp_after(parts.sum(0).astype(x.dtype))[None]
+    return x, parts
 
 
 class Transformer(nnx.Module):
@@ -139,16 +155,8 @@ class Transformer(nnx.Module):
 
     Keys and values are stored in the model's dtype unless `dtype` says otherwise.
     """
-    c = self.config
-    return CacheSpec(
-      batch=batch,
-      capacity=capacity,
-      kv_heads=c.kv_heads,
-      groups=c.groups,
-      head_dim=c.head_dim,
-      layers=c.layers,
-      dtype=self.dtype if dtype is None else jnp.dtype(dtype),
-    )
+    dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+    return self.config.cache_spec(batch, capacity, dtype)
 
   def init_caches(self, method: Method, batch: int, capacity: int, dtype: Any = None) -> Caches:
     """Empty caches of a method, `method.init_caches(self.spec(...))`, laid out over the mesh.
@@ -227,15 +235,14 @@ class Transformer(nnx.Module):
     new, reports = [], []
     with self.products_traced():
       x = self.embed(tokens)
-      for i, layer in enumerate(self.layers):
-        at = At(i, self.env, method)
-        prompt = Prompt.of(at, tokens.shape[1], lengths, total, past)
-        x, cache, carry, aux = layer.prefill(at, x, caches[i], prompt, carry)
+      for at, layer, cache in zip(self.places(method), self.layers, caches, strict=True):
+        prompt = Prompt.of(at, tokens.shape[1], lengths, total, bound(at, past))
+        x, cache, carry, aux = layer.prefill(at, x, cache, prompt, carry)
         x, cache = _done(x, cache)
         new.append(cache)
         reports.append(aux)
       logits = self.predict(x, lengths, all_logits)
-      caches = method.conclude(self.env, tuple(new), lengths)
+      caches = self.concluded(method, tuple(new), lengths)
     return logits, caches, self._whole(reports, method) if with_aux else []
 
   def decode(
@@ -282,13 +289,23 @@ class Transformer(nnx.Module):
     new, reports = [], []
     with self.products_traced():
       x, parts = self.embed(tokens), None
-      for i, layer in enumerate(self.layers):
-        at = At(i, self.env, method)
-        x, parts, cache, carry, aux = layer.decode(at, x, parts, caches[i], live, carry)
+      for at, layer, cache in zip(self.places(method), self.layers, caches, strict=True):
+        x, parts, cache, carry, aux = layer.decode(at, x, parts, cache, live, carry)
         new.append(cache)
         reports.append(aux)
       logits = self.predict_next(x, parts)
     return logits, tuple(new), self._whole(reports, method) if with_aux else []
+
+  def places(self, method: Method) -> list[At]:
+    """Where each layer's attention runs: under the method, or in the model's own window."""
+    c, env = self.config, dataclasses.replace(self.env, lse=self.config.sinks)
+    return windowed.places(method, env, c.windows, c.window_rope)
+
+  def concluded(self, method: Method, caches: Caches, lengths: Int[Array, " B"]) -> Caches:
+    """What the method settles once a chunk has passed through all of its layers."""
+    env = dataclasses.replace(self.env, layers=max(1, self.config.served))
+    own = windowed.served(caches)
+    return windowed.rejoined(caches, method.conclude(env, own, lengths) if own else ())
 
   def _on_mesh(self, run: Callable[..., Any], method: Method, caches: Caches, *args: Array) -> Any:
     """run(self, caches, *args), on every device of the mesh if there is one."""
@@ -313,11 +330,16 @@ class Transformer(nnx.Module):
     table = self.embedding[...]
     rows = table.shape[0]
     if rows == self.config.vocab:
-      return table[tokens]
+      return self._scaled(table[tokens])
     index = tokens - jax.lax.axis_index(self.env.axes) * rows
     own = (index >= 0) & (index < rows)
     x = jnp.where(own[..., None], table[jnp.where(own, index, 0)], 0)
-    return jax.lax.psum(x, self.env.axes)
+    return self._scaled(jax.lax.psum(x, self.env.axes))
+
+  def _scaled(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """Embedded tokens as the first layer takes them; the factor has the dtype of the rows."""
+    scale = self.config.embed_scale
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
   def predict(
     self, x: Float[Array, "B T D"], lengths: Int[Array, " B"], all_logits: bool
@@ -352,6 +374,11 @@ class Transformer(nnx.Module):
     if self.products is None:
       return contextlib.nullcontext()
     return jax.default_matmul_precision(self.products)
+
+
+def bound(at: At, past: int | None) -> int | None:
+  """The bound on cached tokens that a layer is told: beyond a window's ring it is no size."""
+  return None if past and isinstance(at.top, windowed.Sliding) else past
 
 
 def _done(x: Array, cache: Any) -> tuple[Array, Any]:

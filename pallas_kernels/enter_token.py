@@ -25,6 +25,7 @@ WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are 
 def _kernel(
   *refs: Any,
   magnitude: float,
+  turned: int,
   evicts: bool,
   rings: bool,
   size: int | None,
@@ -65,7 +66,9 @@ def _kernel(
     load = functools.partial(_backend.load, given_ref, b, head, mask=head < heads, other=0)
     victim = place_of(load(0), load(1), seen, slots) if rings else load()
     slot = jnp.where(used < slots, slot, victim)
-  cos, sin = _turn(freq_ref, seen, column[:, None], magnitude)
+  whole = turned == half or magnitude == 1
+  scale = magnitude if whole else jnp.where(column < turned, magnitude, 1.0)[None, :]
+  cos, sin = _turn(freq_ref, seen, column[:, None], scale)
 
   def rotated(x: Array, y: Array) -> tuple[Array, Array]:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -94,8 +97,8 @@ def _kernel(
   used_ref[b] = used + jnp.where(used < (size or slots), live, 0)
 
 
-def _turn(freq_ref: Any, seen: Array, column: Array, magnitude: float) -> tuple[Array, Array]:
-  """cos and sin of every column's angle, [1, C].
+def _turn(freq_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
+  """cos and sin of every column's angle, times `scale`, [1, C].
 
   Columns stand alone in a maximum over nothing, which keeps them one to a thread: where they are
   used a thread has eight, and a cosine is a hundred instructions.
@@ -103,7 +106,7 @@ def _turn(freq_ref: Any, seen: Array, column: Array, magnitude: float) -> tuple[
   half = freq_ref.shape[0]
   angle = seen.astype(jnp.float32) * _backend.load(freq_ref, column, mask=column < half)
   cos, sin = jnp.cos(angle).max(axis=1), jnp.sin(angle).max(axis=1)
-  return cos[None, :] * magnitude, sin[None, :] * magnitude
+  return cos[None, :] * scale, sin[None, :] * scale
 
 
 def enter_token(
@@ -155,6 +158,7 @@ def enter_token(
     functools.partial(
       _kernel,
       magnitude=rope.magnitude,
+      turned=rope.turned(head_dim) // 2,
       evicts=victim is not None or ring is not None,
       rings=ring is not None,
       size=size,

@@ -22,7 +22,7 @@ from kvjax.models import convert
 from kvjax.models.config import ModelConfig
 from kvjax.models.huggingface import HuggingFace
 from kvjax.models.presets import PRESETS
-from kvjax.models.step_bytes import StepBytes, cache_spec, step_bytes, weight_bytes
+from kvjax.models.step_bytes import StepBytes, step_bytes, weight_bytes
 
 from . import bench_files, common, console, step_time
 from .evals import plan
@@ -114,7 +114,7 @@ def advise(
   Raises:
     ValueError: a method, a field or a budget is not one, or a size is below 1.
   """
-  spec = cache_spec(config, batch, length, jnp.bfloat16)
+  spec = config.cache_spec(batch, length, jnp.bfloat16)
   weights, _ = weight_bytes(config, jnp.bfloat16)
   made = []
   for entry in plan.entries(methods or tuple(kvjax.METHODS), budgets, length):
@@ -147,7 +147,7 @@ def left_for_caches(config: ModelConfig, room: int) -> int:
 
 def refused(found: list[Advice], config: ModelConfig, length: int, batch: int, room: int) -> str:
   """What does not fit, a line for each method at its least budget, with what would."""
-  spec, left = cache_spec(config, batch, length, jnp.bfloat16), left_for_caches(config, room)
+  spec, left = config.cache_spec(batch, length, jnp.bfloat16), left_for_caches(config, room)
   least: dict[str, Advice] = {}
   for x in sorted(found, key=lambda x: x.budget or 0):
     if not x.fits:

@@ -30,7 +30,7 @@ class Args:
   dest: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]
   """The checkpoint folder to make; it must not exist yet."""
   max_context: Annotated[int | None, common.optional("TOKENS")] = None
-  """Longest context of the checkpoint; needed where the model has a sliding window of that size."""
+  """Longest context of the checkpoint; layers with a longer sliding window see all of it."""
   dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, common.choice()] = None
   """Type of all matrices; by default as in the source. bfloat16 halves what 4-bit models take."""
 

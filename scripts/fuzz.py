@@ -41,6 +41,7 @@ MEMORY = pathlib.Path("/dev/shm")  # files in memory, where there are: most of t
 READERS = ("gguf", "jinja2", "numpy", "safetensors", "tokenizers")
 KINDS = (
   *("gguf", "safetensors", "safetensors header", "index", "config", "tokenizer"),
+  *("config, experts", "config, windows", "config, long"),
   *("tokenizer config", "checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
 )
 DOCUMENTED = (ValueError, NotImplementedError, FileNotFoundError)
@@ -81,18 +82,22 @@ def originals(folder: pathlib.Path) -> None:
   (folder / "gguf").mkdir()
   tiny_gguf.write(folder / "gguf" / "tiny.gguf")
   tiny_hf.write(folder / "hf", tiny_hf.config("llama"), shards=2)
+  for family, case in FAMILIES.items():
+    tiny_hf.write(folder / family, tiny_hf.CASES[case])
   convert.convert(folder / "gguf" / "tiny.gguf", folder / "made", progress=False)
   shutil.rmtree(folder / "made" / "items")
   (folder / "outside").mkdir()
   shutil.copy(next((folder / "hf").glob("*.safetensors")), folder / "outside/canary.safetensors")
 
 
+FAMILIES = {"experts": "gpt-oss", "windows": "gemma3-parameters", "long": "phi-long"}
 TARGETS = {
   "gguf": "gguf/tiny.gguf",
   "safetensors": "hf/model-00001-of-00002.safetensors",
   "safetensors header": "hf/model-00001-of-00002.safetensors",
   "index": "hf/model.safetensors.index.json",
   "config": "hf/config.json",
+  **{f"config, {family}": f"{family}/config.json" for family in FAMILIES},
   "tokenizer": "hf/tokenizer.json",
   "tokenizer config": "hf/tokenizer_config.json",
   "checkpoint config": "made/config.json",
@@ -190,7 +195,8 @@ def read(kind: str, folder: pathlib.Path) -> None:
     convert.read_config(folder / "made")
     use(Tokenizer.load(folder / "made"))
     return
-  source = convert.open_source(folder / ("gguf/tiny.gguf" if kind == "gguf" else "hf"))
+  target = folder / TARGETS.get(kind, "hf/config.json")
+  source = convert.open_source(target if kind == "gguf" else target.parent)
   use(source.tokenizer())
   for name in convert.item_names(source.config):
     source.item(name)

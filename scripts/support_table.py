@@ -1,9 +1,10 @@
-"""For developers: write models/README.md's table of methods and devices, from the tests.
+"""For developers: write models/README.md's tables of families and of devices, from the tests.
 
-    python -m scripts.support_table                   runs them, minutes, and writes the table
+    python -m scripts.support_table                   runs them, minutes, and writes the tables
     python -m scripts.support_table --junit FILE ...  takes runs of `pytest --junitxml FILE`
 
-A number is in the table if the test of that method on so many devices passed.
+A number is in the table of devices if the test of that method on so many devices passed, a method
+in the table of families if its test on that family did. A table without tests stays as it is.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ from typing import Annotated
 import tyro
 
 import kvjax
+from kvjax.models import families
+from tests import tiny_hf
 
 from . import common, markers
 
@@ -28,11 +31,17 @@ TESTS = {
   "context": "test_context_parallel_equals_one_device",
 }
 _CASE = re.compile(r"(\w+)\[(\w+)-(\d+)x(\d+)\]")
+FAMILY_TESTS = {
+  "prompt": "test_logits_equal_the_goldens",
+  "steps": "test_decoding_equals_the_goldens",
+  "gguf": "test_gguf_holds_the_same_items",
+  "methods": "test_every_method_runs",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes models/README.md's table of methods and devices from the tests."""
+  """Writes models/README.md's tables of families and devices from the tests."""
 
   junit: Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
   """Reports of the tests; by default they are run."""
@@ -66,20 +75,76 @@ def table(found: dict[str, set[tuple[int, int]]]) -> list[str]:
   return lines
 
 
+def family_cases(reports: Sequence[pathlib.Path]) -> dict[str, dict[str, bool]]:
+  """Test -> its cases, and whether each passed, by the last report."""
+  found: dict[str, dict[str, bool]] = {test: {} for test in FAMILY_TESTS.values()}
+  for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
+    test, _, rest = case.get("name", "").partition("[")
+    if test in found:
+      found[test][rest.removesuffix("]")] = not list(case)
+  return {test: cases for test, cases in found.items() if cases}
+
+
+def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
+  """The lines of the table of families in Markdown.
+
+  Raises:
+    ValueError: a test did not run, or none of a family's cases.
+  """
+  if missing := set(FAMILY_TESTS.values()) - set(found):
+    raise ValueError(
+      f"reports: found no cases of {sorted(missing)}, expected those of all families"
+    )
+  prompt, steps, gguf, methods = (found[test] for test in FAMILY_TESTS.values())
+  lines = ["| family | models | Hugging Face folder | GGUF | equals transformers | methods |"]
+  lines.append("|---|---|---|---|---|---|")
+  for family, facts in families.FAMILIES.items():
+    own = [name for name, case in tiny_hf.CASES.items() if case["model_type"] == family]
+    in_file = [x for x in gguf if x.rpartition("-")[0] in own]
+    run = [name for name in kvjax.METHODS if methods.get(f"{family}-{name}")]
+    others = [f"`{name}`" for name in kvjax.METHODS if name not in run]
+    cells = [
+      f"`{family}`",
+      facts.models,
+      _all(prompt, own),
+      _all(gguf, in_file),
+      "prompts and steps" if _all(steps, own) == _all(prompt, own) == "yes" else "no",
+      f"all {len(run)}" if not others else f"{len(run)}, not {', '.join(others)}",
+    ]
+    lines.append(f"| {' | '.join(cells)} |")
+  return lines
+
+
+def _all(passed: dict[str, bool], cases: Sequence[str]) -> str:
+  """Whether all of these cases that ran passed; a dash where none did."""
+  ran = [passed[case] for case in cases if case in passed]
+  return "–" if not ran else "yes" if all(ran) else "no"
+
+
 def main(args: Args) -> None:
   with tempfile.TemporaryDirectory() as folder:
     reports = args.junit
     if not reports:
       reports = (report := pathlib.Path(folder) / "report.xml",)
-      command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "tests/devices"]
-      subprocess.run(
-        [*command, "-k", " or ".join(TESTS.values()), f"--junitxml={report}"], cwd=ROOT
-      )
-    found = passed(reports)
-  if not found:
-    raise ValueError(f"{reports}: found no test of several devices that passed")
+      command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "auto",
+        "tests/devices",
+        "tests/models",
+      ]
+      names = [*TESTS.values(), *FAMILY_TESTS.values()]
+      subprocess.run([*command, "-k", " or ".join(names), f"--junitxml={report}"], cwd=ROOT)
+    found, cases = passed(reports), family_cases(reports)
+  if not found and not cases:
+    raise ValueError(f"{reports}: found no test of several devices or of families that passed")
   readme = ROOT / "models" / "README.md"
-  text = markers.filled(readme.read_text("utf-8"), "devices", table(found))
+  text = readme.read_text("utf-8")
+  text = markers.filled(text, "devices", table(found)) if found else text
+  text = markers.filled(text, "families", family_table(cases)) if cases else text
   readme.write_text(text, "utf-8")
 
 

@@ -23,12 +23,64 @@ _LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": ORIGINAL,
 }
+_NO_PAD = {"pad_token_id": 0}  # transformers' own default lies beyond the vocabulary
+_LONG = {
+  "type": "longrope",
+  "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.1],
+  "long_factor": [1.0, 1.5, 2.0, 4.0, 7.0, 11.0],
+}
+_GLM = {"attention_bias": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
+_MOE = {
+  "num_experts": 8,
+  "num_experts_per_tok": 3,
+  "moe_intermediate_size": 24,
+  "norm_topk_prob": True,
+  "decoder_sparse_step": 1,
+  "mlp_only_layers": [],
+  "rope_theta": 1000000.0,
+}
+_GEMMA = {
+  "hidden_act": ...,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "hidden_size": 48,
+  "num_hidden_layers": 4,
+  "head_dim": 16,
+  "query_pre_attn_scalar": 20,
+  "sliding_window": 24,
+  "sliding_window_pattern": 3,
+  "rope_theta": 1000000.0,
+  "rope_local_base_freq": 10000.0,
+  "tie_word_embeddings": ...,
+  "pad_token_id": 0,
+}
+_GPT_OSS = {
+  "attention_bias": True,
+  "head_dim": 16,
+  "num_hidden_layers": 4,
+  "num_local_experts": 8,
+  "num_experts_per_tok": 3,
+  "sliding_window": 24,
+  "layer_types": ["sliding_attention", "full_attention"] * 2,
+  "swiglu_limit": 7.0,
+  "rope_theta": 150000.0,
+  "rope_scaling": {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": ORIGINAL,
+  },
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
 def config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> dict[str, Any]:
   """A config.json; entries of `...` are left out."""
-  name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+  names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+  names |= {"phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "qwen3_moe": "Qwen3Moe"}
+  names |= {"gemma3_text": "Gemma3", "gpt_oss": "GptOss"}
+  name = names[family]
   out = {
     "architectures": [f"{name}ForCausalLM"],
     "model_type": family,
@@ -85,6 +137,50 @@ CASES: dict[str, dict[str, Any]] = {
   ),
   "yarn-factor": config("llama", rope_scaling={**_YARN, "attention_factor": 1.3}),
   "yarn-mscale": config("llama", rope_scaling={**_YARN, "mscale": 0.8, "mscale_all_dim": 0.3}),
+  "phi4": config("phi3", heads=6, kv_heads=2, hidden_size=48, rope_theta=250000.0, **_NO_PAD),
+  "phi-partial": config(
+    "phi3",
+    head_dim=...,
+    partial_rotary_factor=0.75,
+    hidden_size=64,
+    tie_word_embeddings=True,
+    **_NO_PAD,
+  ),
+  "phi-long": config(
+    "phi3",
+    partial_rotary_factor=0.75,
+    hidden_size=64,
+    original_max_position_embeddings=ORIGINAL,
+    rope_scaling=_LONG,
+    **_NO_PAD,
+  ),
+  "phi-short": config(
+    "phi3", hidden_size=48, original_max_position_embeddings=128, rope_scaling=_LONG, **_NO_PAD
+  ),
+  "glm4-9b": config("glm", heads=6, kv_heads=2, head_dim=16, **_GLM, **_NO_PAD),
+  "glm4-0414": config("glm4", heads=6, kv_heads=2, head_dim=16, **_GLM, **_NO_PAD),
+  "mistral-sliding": config("mistral", sliding_window=24),
+  "qwen2-sliding": config("qwen2", sliding_window=24, use_sliding_window=True, max_window_layers=1),
+  "phi3-mini": config("phi3", sliding_window=24, **_NO_PAD),
+  "gemma3": config("gemma3_text", heads=6, kv_heads=2, **_GEMMA),
+  "gemma3-parameters": config(
+    "gemma3_text",
+    **{
+      **_GEMMA,
+      "rope_theta": ...,
+      "rope_local_base_freq": ...,
+      "layer_types": ["sliding_attention", "full_attention"] * 2,
+      "query_pre_attn_scalar": ...,
+      "head_dim": 256,
+      "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+      },
+    },
+  ),
+  "gpt-oss": config("gpt_oss", heads=6, kv_heads=2, hidden_size=48, **_GPT_OSS),
+  "qwen3-moe": config("qwen3_moe", heads=6, kv_heads=2, head_dim=16, **_MOE),
+  "qwen3-moe-shares": config("qwen3_moe", head_dim=16, **{**_MOE, "norm_topk_prob": False}),
 }
 
 
@@ -103,6 +199,8 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     return np.float32(center) + np.float32(0.3) * rng.standard_normal(n, np.float32)
 
   out = {"model.embed_tokens.weight": matrix(V, dim, dim**0.5)}
+  family = config["model_type"]
+  experts = config.get("num_experts", config.get("num_local_experts", 0))
   for i in range(config["num_hidden_layers"]):
     out |= {
       f"model.layers.{i}.{name}.weight": matrix(*shape)
@@ -111,21 +209,62 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
         "self_attn.k_proj": (kv_heads * size, dim, 1.5),
         "self_attn.v_proj": (kv_heads * size, dim),
         "self_attn.o_proj": (dim, heads * size),
-        "mlp.gate_proj": (ffn, dim),
-        "mlp.up_proj": (ffn, dim),
-        "mlp.down_proj": (dim, ffn),
+        **({} if experts else _mlp("mlp", dim, ffn)),
       }.items()
     }
     norms = {"input_layernorm": dim, "post_attention_layernorm": dim}
-    if config["model_type"] == "qwen3":
+    if family in ("qwen3", "qwen3_moe", "gemma3_text"):
       norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
-    out |= {f"model.layers.{i}.{name}.weight": near(1, n) for name, n in norms.items()}
-    if config["model_type"] == "qwen2":
+    if family == "glm4":
+      norms |= {"post_self_attn_layernorm": dim, "post_mlp_layernorm": dim}
+    if family == "gemma3_text":
+      norms |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
+    one = 0 if family == "gemma3_text" else 1  # Gemma stores w for a scale of 1 + w
+    out |= {f"model.layers.{i}.{name}.weight": near(one, n) for name, n in norms.items()}
+    if family in ("qwen2", "glm", "glm4", "gpt_oss"):
       for name, n in {"q": heads, "k": kv_heads, "v": kv_heads}.items():
         out[f"model.layers.{i}.self_attn.{name}_proj.bias"] = near(0, n * size)
-  out["model.norm.weight"] = near(1, dim)
-  if not config["tie_word_embeddings"]:
+    if family == "gpt_oss":
+      layer = f"model.layers.{i}"
+      out[f"{layer}.self_attn.o_proj.bias"] = near(0, dim)
+      out[f"{layer}.self_attn.sinks"] = near(1, heads)
+      out[f"{layer}.mlp.router.weight"] = matrix(experts, dim, 2.0)
+      out[f"{layer}.mlp.router.bias"] = near(0, experts)
+      # Gates beyond the clip's 7.
+      both = [matrix(2 * ffn, dim, 3.0).T for _ in range(experts)]
+      out[f"{layer}.mlp.experts.gate_up_proj"] = np.ascontiguousarray(np.stack(both))
+      out[f"{layer}.mlp.experts.gate_up_proj_bias"] = near(0, experts * 2 * ffn).reshape(
+        experts, -1
+      )
+      down = [matrix(dim, ffn, 0.3).T for _ in range(experts)]
+      out[f"{layer}.mlp.experts.down_proj"] = np.ascontiguousarray(np.stack(down))
+      out[f"{layer}.mlp.experts.down_proj_bias"] = near(0, experts * dim).reshape(experts, dim)
+    elif experts:
+      out[f"model.layers.{i}.mlp.gate.weight"] = matrix(experts, dim, 2.0)
+      for e in range(experts):
+        parts = _mlp(f"mlp.experts.{e}", dim, config["moe_intermediate_size"])
+        out |= {f"model.layers.{i}.{n}.weight": matrix(*shape) for n, shape in parts.items()}
+  out["model.norm.weight"] = near(0 if family == "gemma3_text" else 1, dim)
+  if not config.get("tie_word_embeddings", family == "gemma3_text"):
     out["lm_head.weight"] = matrix(V, dim)
+  return fused(out, family, config["num_hidden_layers"])
+
+
+def _mlp(name: str, dim: int, ffn: int) -> dict[str, tuple[int, int]]:
+  shapes = {"gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn)}
+  return {f"{name}.{part}_proj": shape for part, shape in shapes.items()}
+
+
+def fused(tensors: dict[str, np.ndarray], family: str, layers: int) -> dict[str, np.ndarray]:
+  """What the family's files hold in one tensor, stacked."""
+  wholes = {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+  parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+  wholes |= {"self_attn.qkv_proj": parts} if family == "phi3" else {}
+  out = dict(tensors)
+  for i in range(layers) if family in ("phi3", "glm", "glm4") else ():
+    for whole, parts in wholes.items():
+      rows = [out.pop(f"model.layers.{i}.{part}.weight") for part in parts]
+      out[f"model.layers.{i}.{whole}.weight"] = np.concatenate(rows)
   return out
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax import settings
+from kvjax import settings, windowed
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
@@ -174,6 +174,7 @@ def importance(caches: Sequence[Cache]) -> np.ndarray:
   Raises:
     ValueError: some layer's cache keeps no such statistic (dense layers do not).
   """
+  caches = windowed.served(caches)
   without = [i for i, cache in enumerate(caches) if "importance" not in cache.heads]
   if without:
     raise ValueError(
@@ -188,19 +189,20 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
 
   Args:
     caches: of a DoubleSparsity method, one per layer.
-    channels: int32 [L, K, ≥ label channels], most important first, as `load_channels` gives them.
+    channels: int32 [L, K, ≥ label channels], most important first, as `load_channels` gives them;
+      of L layers without a window of the model's own.
 
   Raises:
     ValueError: the shape does not fit, or a number is not a channel.
   """
-  channels = np.asarray(channels)
+  channels, served = np.asarray(channels), windowed.served(caches)
   sparse = [cache for cache in caches if "labels" in cache.heads]
   if not sparse:
     raise ValueError("caches: found no labels, expected caches of a DoubleSparsity method")
   _, heads, count = sparse[0].heads["channels"].shape
-  if channels.ndim != 3 or channels.shape[:2] != (len(caches), heads) or channels.shape[2] < count:
+  if channels.ndim != 3 or channels.shape[:2] != (len(served), heads) or channels.shape[2] < count:
     raise ValueError(
-      f"channels: found shape {channels.shape}, expected ({len(caches)}, {heads}, {count} or more)"
+      f"channels: found shape {channels.shape}, expected ({len(served)}, {heads}, {count} or more)"
     )
   size = sparse[0].slots["k"].shape[-1]
   if channels.min() < 0 or channels.max() >= size:
@@ -217,7 +219,8 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
     fixed = jnp.ones_like(cache.rows["fixed"])
     return cache.put(heads={"channels": chosen, "labels": labels}, rows={"fixed": fixed})
 
-  return tuple(fix(cache, own) for cache, own in zip(caches, channels, strict=True))
+  fixed = [fix(cache, own) for cache, own in zip(served, channels, strict=True)]
+  return windowed.rejoined(caches, fixed)
 
 
 def load_channels(path: str | os.PathLike[str]) -> np.ndarray:

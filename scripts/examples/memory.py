@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.models.presets import PRESETS
-from kvjax.models.step_bytes import cache_spec
 
 # Method -> its marker: equal ones are seen inside each other.
 METHODS = {
@@ -31,7 +30,7 @@ def main(
   axes = figure.subplots()
   for name, (marker, size) in METHODS.items():
     method = kvjax.settings.usual(kvjax.METHODS[name], budget)
-    specs = [cache_spec(PRESETS[model], 1, length, jnp.bfloat16) for length in lengths]
+    specs = [PRESETS[model].cache_spec(1, length, jnp.bfloat16) for length in lengths]
     plans = [kvjax.plan_memory(spec, method, apart=True) for spec in specs]
     points = [plan.device / 1e9 for plan in plans]
     axes.loglog(lengths, points, marker=marker, markersize=size, fillstyle="none", label=name)

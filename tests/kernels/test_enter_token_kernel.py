@@ -144,7 +144,16 @@ def test_keeps_the_norms_of_values():
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("rope", [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(1e4, Yarn(8.0, 4096))])
+@pytest.mark.parametrize(
+  "rope",
+  [
+    Rope(5e5),
+    Rope(scaling=Linear(4.0)),
+    Rope(1e4, Yarn(8.0, 4096)),
+    Rope(partial=0.5),
+    Rope(1e4, Yarn(8.0, 4096), partial=0.5),
+  ],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotates_as_the_reference_does(rope, dtype):
   arrays = operands(2, 3, 3, 64, dtype)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.models import convert
 from kvjax.models.config import ModelConfig
-from kvjax.models.gguf_file import half_split
+from kvjax.models.families import rotary_order
 from kvjax.rope import Linear
 from tests import tiny_gguf
 
@@ -83,7 +83,7 @@ def test_half_split_rotation_of_permuted_rows_scores_like_the_interleaved_one():
     return np.stack([turned.real, turned.imag], -1).reshape(7, heads, size)
 
   def ours(w):
-    y = (x @ half_split(w, heads).T).reshape(7, heads, size)
+    y = (x @ w.T).reshape(7, heads, size)[..., rotary_order(size, size, interleaved=True)]
     position = jnp.arange(7)[:, None]
     return np.asarray(kvjax.Rope(theta).rotate(jnp.asarray(y, jnp.float32), position))
 
@@ -189,9 +189,12 @@ def broken(path, *, drop=None, reshape=None, architecture="llama", rename=None, 
     ({"llama__rope__scaling__type": "yarn"}, ValueError, r"rope\.scaling\.factor.*not found"),
     ({"llama__rope__scaling__type": "longrope"}, NotImplementedError, r"found 'longrope'"),
     (
-      {"llama__attention__sliding_window": 64},
+      {
+        "llama__attention__sliding_window": 64,
+        "llama__attention__sliding_window_pattern": "odd",
+      },
       NotImplementedError,
-      r"sliding window of 64 tokens in a context of 128.*max_context=64",
+      r"sliding_window_pattern.*found 'odd', expected a number, or 3 booleans",
     ),
     ({"llama__expert_count": 8}, NotImplementedError, r"expert_count.*found 8"),
     ({"tokenizer__ggml__pre": "other"}, NotImplementedError, r"found 'other', expected one of"),

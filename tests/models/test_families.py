@@ -4,7 +4,9 @@ The goldens come from scripts/make_family_goldens.py; where torch and transforme
 comparison runs live.
 """
 
+import dataclasses
 import pathlib
+import re
 
 import gguf
 import jax
@@ -13,35 +15,26 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import convert
+from kvjax.models import convert, families, gguf_file, huggingface
 from kvjax.models.generate import prefill
 from kvjax.models.gguf_file import GGUF
 from kvjax.models.huggingface import HuggingFace
-from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.rope import Linear, Llama3, LongRope, Rope, Yarn
 from tests import tiny_gguf, tiny_hf
+from tests.family_models import model
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "families.npz"
-PARITY = 1e-4  # float32 on both sides: only the order of sums differs
+PARITY = 1e-4  # of logits up to 4 and more, float32 on both sides: only the order of sums differs
+# One case of each family.
+FAMILIES = {case["model_type"]: name for name, case in reversed(tiny_hf.CASES.items())}
+FAMILIES = [FAMILIES[family] for family in families.FAMILIES]
+SLIDING = [name for name, case in tiny_hf.CASES.items() if case.get("sliding_window") == 24]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
   root = tmp_path_factory.mktemp("families")
   return {name: tiny_hf.write(root / name, config) for name, config in tiny_hf.CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def models(folders, tmp_path_factory):
-  """Each case converted and loaded once, by name."""
-  root, made = tmp_path_factory.mktemp("checkpoints"), {}
-
-  def model(name):
-    if name not in made:
-      dest = convert.convert(folders[name], root / name, progress=False)
-      made[name] = convert.load(dest, precision="float32", impl="reference")[0]
-    return made[name]
-
-  return model
 
 
 def logits_of(model):
@@ -55,22 +48,22 @@ def logits_of(model):
 
 @pytest.mark.core(3)
 @pytest.mark.parametrize("name", tiny_hf.CASES)
-def test_logits_equal_the_goldens(models, name):
+def test_logits_equal_the_goldens(name):
   config = tiny_hf.CASES[name]
   with np.load(GOLDENS) as stored:
     want, digest = stored[f"{name}/logits"], str(stored[f"{name}/digest"])
   assert digest == tiny_hf.digest(config), "the golden is of other weights: make it again"
   row, at = tiny_hf.positions().T
-  np.testing.assert_allclose(logits_of(models(name))[row, at], want, rtol=0, atol=PARITY)
+  np.testing.assert_allclose(logits_of(model(name))[row, at], want, rtol=0, atol=PARITY)
 
 
 @pytest.mark.parametrize("name", tiny_hf.CASES)
-def test_logits_equal_transformers(folders, models, name):
+def test_logits_equal_transformers(folders, name):
   pytest.importorskip("torch", reason="live parity needs torch; the goldens cover it otherwise")
   pytest.importorskip("transformers", reason="live parity needs transformers")
   from scripts.make_family_goldens import reference
 
-  got, want = logits_of(models(name)), reference(folders[name])
+  got, want = logits_of(model(name)), reference(folders[name])
   for row, size in enumerate(tiny_hf.LENGTHS):
     np.testing.assert_allclose(got[row, :size], want[row, :size], rtol=0, atol=PARITY)
 
@@ -85,23 +78,29 @@ def test_goldens_tell_ropes_apart():
     assert np.abs(want[name] - plain).max() > 1000 * PARITY
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3.1"])
-def test_decoding_equals_prefill(models, name):
-  """Bias, head norms and scaled rope on the decode path, beyond the original context."""
-  model, method, tokens = models(name), kvjax.Full(), tiny_hf.tokens()[:1, :40]
-  caches = method.init_caches(model.spec(1, 40))
-  whole, _ = prefill(model, tokens, np.array([40]), caches, method, all_logits=True)
-  caches = method.init_caches(model.spec(1, 40))
-  _, caches = prefill(model, tokens[:, :33], np.array([33]), caches, method)
-  step = jax.jit(lambda token, caches: model.decode(token, caches, method))
-  for at in range(33, 40):
-    logits, caches = step(tokens[:, at], caches)
-    np.testing.assert_allclose(logits, whole[:, at], atol=2e-4)
+@pytest.mark.core(len(FAMILIES))
+@pytest.mark.parametrize("name", dict.fromkeys([*FAMILIES, *SLIDING]))
+def test_decoding_equals_the_goldens(name):
+  """A prompt, then step by step to the end of the longer row; the shorter one ends on the way."""
+  decoder, method, tokens = model(name), kvjax.Full(), tiny_hf.tokens()
+  row, at = tiny_hf.positions().T
+  with np.load(GOLDENS) as stored:
+    want = dict(zip(zip(row, at, strict=True), stored[f"{name}/logits"], strict=True))
+  caches, read = method.init_caches(decoder.spec(*tokens.shape)), 14
+  _, caches = prefill(decoder, tokens[:, :read], np.array([read, read]), caches, method)
+  step = jax.jit(lambda token, caches, live: decoder.decode(token, caches, method, live))
+  seen = 0
+  for t in range(read, max(tiny_hf.LENGTHS)):
+    logits, caches = step(tokens[:, t], caches, np.array(tiny_hf.LENGTHS) > t)
+    for r in range(len(tiny_hf.LENGTHS)):
+      if (r, t) in want:
+        np.testing.assert_allclose(logits[r], want[r, t], rtol=0, atol=PARITY)
+        seen += 1
+  assert seen == sum(at >= read)
 
 
-def test_flags_cost_nothing_when_off(models):
-  names = lambda name: set(nnx.to_pure_dict(nnx.state(models(name).layers[0].attention)))  # noqa: E731
+def test_flags_cost_nothing_when_off():
+  names = lambda name: set(nnx.to_pure_dict(nnx.state(model(name).layers[0].attention)))  # noqa: E731
   assert names("llama3") == {"wqkv", "wo"}
   assert names("qwen2") == {"wqkv", "wo", "bqkv"}
   assert names("qwen3") == {"wqkv", "wo", "q_norm", "k_norm"}
@@ -114,6 +113,8 @@ def test_flags_cost_nothing_when_off(models):
     ("llama3.1", Llama3(8.0, 1.0, 4.0, 32)),
     ("llama-parameters", Llama3(8.0, 1.0, 4.0, 32)),
     ("llama-linear", Linear(4.0)),
+    ("phi-short", LongRope((1.0, 1.1, 1.2, 1.4, 1.7, 2.1), 1.0)),
+    ("phi-long", LongRope((1.0, 1.5, 2.0, 4.0, 7.0, 11.0), (1 + 0.4) ** 0.5)),  # ln 4 / ln 32
     ("qwen2.5-yarn", Yarn(4.0, 32)),
     ("qwen3-tied-yarn", Yarn(4.0, 32, beta_fast=8.0)),
     ("yarn-factor", Yarn(4.0, 32, attention_factor=1.3)),
@@ -121,6 +122,14 @@ def test_flags_cost_nothing_when_off(models):
 )
 def test_rope_is_read(folders, name, scaling):
   assert HuggingFace(folders[name]).config.rope.scaling == scaling
+
+
+def test_long_rope_is_chosen_by_the_context(tmp_path):
+  """Up to the original context the short divisors, whatever the model could do."""
+  folder = tiny_hf.write(tmp_path, tiny_hf.CASES["phi-long"])
+  short = HuggingFace(folder, max_context=32).config.rope.scaling
+  assert short.factors == (1.0, 1.1, 1.2, 1.4, 1.7, 2.1)
+  assert short.attention_factor == pytest.approx(1.4**0.5)
 
 
 def test_yarn_extends_the_stated_context(tmp_path):
@@ -133,18 +142,38 @@ def test_yarn_extends_the_stated_context(tmp_path):
 
 
 def as_gguf(path, config, more=None, *, tensors=None):
-  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, Qwen's kept."""
-  weights = tiny_hf.weights(config)
-  family = "llama" if config["model_type"] == "mistral" else config["model_type"]
-  names = dict(zip(HuggingFace.names.values(), GGUF.names.values(), strict=True))
-  out = {}
-  for name, x in weights.items():
+  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, others' kept."""
+  weights, kind = tiny_hf.weights(config), config["model_type"]
+  family = {
+    "mistral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+  }.get(kind, kind)
+  source, out = families.FAMILIES[kind], {}
+  here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
+  here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
+  if kind == "gpt_oss":
+    here |= {f"{name}.{part}": f"{part}{kind}" for name, part, kind in _HALVES}
+  there = {**gguf_file._NAMES, **(gguf_file._EXPERTS if "router" in source.names else {})}
+  if kind == "gpt_oss":
+    there["mlp_norm"] = there["attention_after"]
+  stacked: dict[str, list[np.ndarray]] = {}
+  for name, x in _apart(weights, kind).items():
     layer = name.split(".")[2] if name.startswith("model.layers.") else ""
     pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
+    pattern = re.sub(r"experts\.\d+", "experts.{e}", pattern)
     if family == "llama" and pattern.endswith(("q_proj.weight", "k_proj.weight")):
       heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
       x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-    out[names[pattern].format(i=layer)] = np.ascontiguousarray(x)
+    target = there[here[pattern]].format(i=layer)
+    if family == "gemma3" and "norm" in pattern:
+      x = 1 + x
+    if "{e}" in pattern:
+      stacked.setdefault(target, []).append(x)
+    else:
+      out[target] = np.ascontiguousarray(x)
+  out |= {name: np.stack(each) for name, each in stacked.items()}
   heads = config["num_attention_heads"]
   head_dim = config.get("head_dim", config["hidden_size"] // heads)
   entries = {
@@ -157,9 +186,12 @@ def as_gguf(path, config, more=None, *, tensors=None):
     "attention.key_length": head_dim,
     "attention.value_length": head_dim,
     "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-    "rope.freq_base": config["rope_theta"],
+    "rope.freq_base": config.get("rope_theta", 0.0),
+    **_experts(config),
     **(more or {}),
   }
+  if "partial_rotary_factor" in config:
+    entries["rope.dimension_count"] = int(config["partial_rotary_factor"] * head_dim)
   tokenizer = {
     **{key: value for key, value in tiny_gguf.metadata().items() if key.startswith("tokenizer.")},
     "tokenizer.ggml.tokens": [*tiny_gguf.TOKENS[: tiny_hf.V - 1], "AB"],
@@ -169,6 +201,37 @@ def as_gguf(path, config, more=None, *, tensors=None):
   entries = {f"{family}.{key}": value for key, value in entries.items()}
   tiny_gguf.write(path, {**out, **(tensors or {})}, {**entries, **tokenizer}, architecture=family)
   return path
+
+
+_HALVES = [
+  (f"model.layers.{{i}}.mlp.experts.gate_up_proj{kind}", part, kind)
+  for part in ("gate", "up")
+  for kind in ("", "_bias")
+]
+
+
+def _apart(weights, kind):
+  """gpt-oss's experts as llama.cpp's converter leaves them: gate and up apart, [out, in]."""
+  if kind != "gpt_oss":
+    return weights
+  out = {}
+  for name, x in weights.items():
+    if "gate_up_proj" in name:
+      halves = {f"{name}.gate": x[..., ::2], f"{name}.up": x[..., 1::2]}
+    else:
+      halves = {name: x}
+    turned = "experts" in name and x.ndim == 3
+    out |= {n: y.swapaxes(-1, -2) if turned else y for n, y in halves.items()}
+  return out
+
+
+def _experts(config):
+  names = {"num_local_experts": "expert_count"}
+  if config["model_type"] == "gpt_oss":
+    names["intermediate_size"] = "expert_feed_forward_length"
+  names |= {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+  names |= {"moe_intermediate_size": "expert_feed_forward_length"}
+  return {name: config[key] for key, name in names.items() if key in config}
 
 
 _GGUF_YARN = {
@@ -190,6 +253,25 @@ _GGUF_YARN = {
     ("qwen2.5-yarn", _GGUF_YARN),
     ("qwen3", {}),
     ("qwen3-tied-yarn", {**_GGUF_YARN, "rope.scaling.yarn_beta_fast": 8.0}),
+    ("phi4", {}),
+    ("phi-partial", {}),
+    ("glm4-0414", {}),
+    ("phi-long", "rope_factors"),
+    ("qwen3-moe", {}),
+    ("gpt-oss", {**_GGUF_YARN, "attention.sliding_window": 24, "rope.scaling.yarn_beta_fast": 8.0}),
+    ("mistral-sliding", {"attention.sliding_window": 24}),
+    ("phi3-mini", {"attention.sliding_window": 24}),
+    ("gemma3", {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3}),
+    (
+      "gemma3-parameters",
+      {
+        "attention.sliding_window": 24,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base": 1000000.0,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+      },
+    ),
   ],
 )
 def test_gguf_holds_the_same_items(tmp_path, name, more):
@@ -201,9 +283,21 @@ def test_gguf_holds_the_same_items(tmp_path, name, more):
     scaled = Rope(config["rope_theta"], Llama3(32.0)).frequencies(config["head_dim"])
     plain = Rope(config["rope_theta"]).frequencies(config["head_dim"])
     tensors["rope_freqs.weight"] = (plain / scaled).astype(np.float32)
+  if name == "gemma3":
+    config = {**config, "query_pre_attn_scalar": 16}  # llama.cpp knows the 27B model's alone
+  if more == "rope_factors":
+    more = {"rope.scaling.original_context_length": 32}
+    more["rope.scaling.attn_factor"] = (1 + np.log(4) / np.log(32)) ** 0.5
+    for kind in ("short", "long"):
+      factors = np.array(config["rope_scaling"][f"{kind}_factor"], np.float32)
+      tensors[f"rope_factors_{kind}.weight"] = factors
   want = HuggingFace(tiny_hf.write(tmp_path / "folder", config))
   got = GGUF(as_gguf(tmp_path / "x.gguf", config, more, tensors=tensors))
   same = {**want.config.to_json(), "norm_eps": pytest.approx(want.config.norm_eps)}
+  if name == "phi-long":
+    scaling = same["rope"]["scaling"]
+    scaling["factors"] = pytest.approx(scaling["factors"])  # float32 in the file
+    scaling["attention_factor"] = pytest.approx(scaling["attention_factor"])
   assert got.config.to_json() == same
   for item in convert.item_names(want.config):
     jax.tree.map(np.testing.assert_array_equal, got.item(item), want.item(item))
@@ -258,3 +352,27 @@ def gguf_entries(config):
   number |= {"num_key_value_heads": "attention.head_count_kv"}
   out = {f"llama.{name}": (config[key], kind.UINT32) for key, name in number.items()}
   return {**out, "llama.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], kind.FLOAT32)}
+
+
+@pytest.mark.core(3)
+@pytest.mark.parametrize(
+  ("name", "without"),
+  [
+    ("gemma3", {"embed_scale": 1.0}),
+    ("gemma3", {"windows": ()}),
+    ("gemma3", {"window_rope": None}),
+    ("mistral-sliding", {"windows": ()}),
+    ("gpt-oss", {"sinks": False}),
+    ("gpt-oss", {"rope": Rope(150000.0, Yarn(4.0, 32, beta_fast=8.0))}),
+    ("glm4-9b", {"rope": Rope()}),
+  ],
+)
+def test_goldens_tell_flags_apart(name, without):
+  """A model without a flag of its family is a thousand tolerances off."""
+  whole = model(name)
+  bare = nnx.merge(*nnx.split(whole))
+  bare.config = dataclasses.replace(whole.config, **without)
+  bare.env = dataclasses.replace(whole.env, rope=bare.config.rope)
+  lengths = np.arange(96) < np.array(tiny_hf.LENGTHS)[:, None]
+  off = np.abs(logits_of(bare) - logits_of(whole))[lengths]
+  assert off.max() > 1000 * PARITY

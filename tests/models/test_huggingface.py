@@ -96,33 +96,52 @@ def test_padded_embedding(tmp_path):
 
 # ---- sliding windows
 
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 
 @pytest.mark.parametrize(
-  ("family", "entries", "window"),
+  ("family", "entries", "windows"),
   [
-    ("mistral", {"sliding_window": 64}, 64),
-    ("mistral", {"max_position_embeddings": 8192}, 4096),
-    ("mistral", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, 64),
-    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-    ("qwen3", {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
-    ("mistral", {"sliding_window": None}, None),
-    ("mistral", {"sliding_window": 128}, None),
-    ("mistral", {"sliding_window": 64, "layer_types": ["full_attention"] * 2}, None),
-    ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, None),
-    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, None),
-    ("qwen3", {"sliding_window": 64}, None),
-    ("llama", {"sliding_window": 64}, None),
+    ("mistral", {"sliding_window": 64}, (64, 64)),
+    ("mistral", {"max_position_embeddings": 8192}, (4096, 4096)),
+    ("mistral", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, (64, 64)),
+    ("phi3", {"sliding_window": 64}, (64, 64)),
+    (
+      "qwen2",
+      {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+      (None, 64),
+    ),
+    (
+      "qwen3",
+      {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+      (None, 64),
+    ),
+    ("qwen3_moe", {"sliding_window": 64, "use_sliding_window": True, **MOE}, (64, 64)),
+    ("gemma3_text", {"sliding_window": 64, "sliding_window_pattern": 2}, (64, None)),
+    ("gemma3_text", {"sliding_window": 64}, (64, 64)),
+    ("gemma3_text", {}, (4096, 4096)),  # longer than the context, and yet of another theta
+    ("mistral", {"sliding_window": None}, ()),
+    ("mistral", {"sliding_window": 128}, ()),
+    ("mistral", {"sliding_window": 64, "layer_types": ["full_attention"] * 2}, ()),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, ()),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, ()),
+    ("qwen3", {"sliding_window": 64}, ()),
+    ("llama", {"sliding_window": 64}, ()),
+    ("glm4", {"sliding_window": 64}, ()),
   ],
 )
-def test_sliding_window(tmp_path, family, entries, window):
-  """Refused where a layer would use it; up to the window the model is the same without."""
+def test_sliding_window(tmp_path, family, entries, windows):
+  """Read for the layers that use it; up to the window the model is the same without."""
   source = tiny_hf.write(tmp_path, tiny_hf.config(family, head_dim=8, **entries))
-  if window is None:
-    assert HuggingFace(source).config.max_context == 128
-    return
-  with pytest.raises(NotImplementedError, match=rf"window of {window} .*max_context={window}"):
-    HuggingFace(source)
-  assert HuggingFace(source, max_context=window).config.max_context == window
+  config = HuggingFace(source).config
+  assert (config.windows, config.max_context) == (
+    windows,
+    entries.get("max_position_embeddings", 128),
+  )
+  assert type(config).from_json(config.to_json()) == config
+  if any(windows):
+    short = HuggingFace(source, max_context=64).config
+    assert (short.windows, short.max_context) == (windows if config.window_rope else (), 64)
 
 
 def test_max_context_out_of_range(folder):
@@ -152,8 +171,56 @@ _YARN = {"rope_type": "yarn", "factor": 4.0}
     ({"quantization_config": {"bits": 4}}, NotImplementedError, r"quantization_config.*bits"),
     ({"partial_rotary_factor": 0.5}, NotImplementedError, r"partial_rotary_factor.*found 0\.5"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NotImplementedError, r"'dynamic'"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, NotImplementedError, r"'longrope', expected one"),
-    ({"rope_scaling": {**_YARN, "truncate": False}}, NotImplementedError, r"truncate"),
+    ({"rope_scaling": {"rope_type": "3d"}}, NotImplementedError, r"'3d', expected one"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, ValueError, r"short_factor.*expected numbers"),
+    (
+      {"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.5},
+      ValueError,
+      r"partial_rotary_factor.*found 1\.5",
+    ),
+    (
+      {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
+      ValueError,
+      r"rope: found .*expected .* a factor for each",
+    ),
+    (
+      {"model_type": "mistral", "architectures": None, "layer_types": ["chunked_attention"] * 2},
+      NotImplementedError,
+      r"layer_types.*chunked.*expected 2 of",
+    ),
+    ({"model_type": "gemma3"}, NotImplementedError, r"model_type 'gemma3'.*'gemma3_text'"),
+    ({"model_type": "mixtral"}, NotImplementedError, r"model_type 'mixtral'"),
+    (
+      {"model_type": "gpt_oss", "architectures": None, "quantization_config": {"x": "mxfp4"}},
+      NotImplementedError,
+      r"quantization_config.*mxfp4",
+    ),
+    (
+      {"model_type": "gpt_oss", "architectures": None, "swiglu_limit": 5.0},
+      NotImplementedError,
+      r"swiglu_limit.*found 5\.0, expected 7\.0",
+    ),
+    (
+      {"model_type": "gemma3_text", "architectures": None, "final_logit_softcapping": 30.0},
+      NotImplementedError,
+      r"final_logit_softcapping.*found 30\.0, expected None",
+    ),
+    (
+      {"model_type": "qwen3_moe", "architectures": None, "mlp_only_layers": [0]},
+      NotImplementedError,
+      r"mlp_only_layers.*found \[0\]",
+    ),
+    (
+      {
+        "model_type": "qwen3_moe",
+        "architectures": None,
+        "num_experts": 10**9,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+      },
+      ValueError,
+      r"found tensors of 0 experts, expected 1000000000",
+    ),
     ({"rope_scaling": {"type": "linear"}}, ValueError, r"'factor': found None, expected a number"),
     ({"rope_scaling": {**_YARN, "factor": "4"}}, ValueError, r"'factor': found '4'"),
     ({"rope_scaling": 3}, ValueError, r"wrong type"),

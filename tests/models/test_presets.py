@@ -30,7 +30,12 @@ PUBLISHED = {
   "Qwen3-32B": 32_762_123_264,
   "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
   "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
-  "GLM-4-9B-like": 9_399_951_360,
+  "GLM-4-9B": 9_399_951_360,
+  "Gemma-3-270M": 268_098_176,
+  "Gemma-3-1B": 999_885_952,
+  "gpt-oss-20B": 20_914_757_184,
+  "Phi-4": 14_659_507_200,
+  "Qwen3-30B-A3B": 30_532_122_624,
 }
 
 
@@ -47,7 +52,7 @@ def test_every_preset_has_a_published_count():
 def test_builds_with_the_published_parameters(name):
   """Layers are alike: one is built, and counted as often as there are layers."""
   config = PRESETS[name]
-  model = abstract(dataclasses.replace(config, layers=1))
+  model = abstract(dataclasses.replace(config, layers=1, windows=config.windows[:1]))
   count = lambda part: sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(part)))  # noqa: E731
   total = count(model) + (config.layers - 1) * count(model.layers[0])
   assert total == pytest.approx(PUBLISHED[name], rel=0.01)
@@ -57,7 +62,8 @@ def test_builds_with_the_published_parameters(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_decode_step(name):
   """Shapes of one step with the caches of a full context, over the first two layers."""
-  config = dataclasses.replace(PRESETS[name], layers=2)
+  config = PRESETS[name]
+  config = dataclasses.replace(config, layers=2, windows=config.windows[-2:])
   graph, state = nnx.split(abstract(config))
   method, capacity = kvjax.Full(), config.max_context
   spec = Transformer.spec(nnx.merge(graph, state), 2, capacity)

@@ -205,6 +205,9 @@ def test_sentencepiece_without_a_space_before(sentencepiece):
     ("llama-bpe", "a 12345", ["a", "Ġ", "123", "45"]),
     ("qwen2", "a 123", ["a", "Ġ", "1", "2", "3"]),
     ("deepseek-r1-qwen", "x's\n\n y", ["x", "'s", "ĊĊ", "Ġy"]),
+    ("glm4", "x's 1234", ["x", "'s", "Ġ", "123", "4"]),
+    ("dbrx", "aBc 1234", ["aBc", "Ġ", "123", "4"]),
+    ("gpt-4o", "aBc's 1234//\n", ["a", "Bc's", "Ġ", "123", "4", "//Ċ"]),
   ],
 )
 def test_cuts(pre, text, cuts):

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import plan_memory
 from kvjax.models.presets import PRESETS
-from kvjax.models.step_bytes import cache_spec, step_bytes, weight_bytes
+from kvjax.models.step_bytes import step_bytes, weight_bytes
 from scripts import advise, step_time
 from scripts.evals.nearest import Rows
 
@@ -102,7 +102,7 @@ def test_what_fits_comes_first_by_time():
     ("quest", 8192, False),
     ("full", None, False),
   ]
-  spec = cache_spec(LLAMA, 1, 131072, jnp.bfloat16)
+  spec = LLAMA.cache_spec(1, 131072, jnp.bfloat16)
   for x in found:
     caches = plan_memory(spec, x.method, apart=True)
     assert x.device == caches.device + weight_bytes(LLAMA, jnp.bfloat16)[0]

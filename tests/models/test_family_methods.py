@@ -1,0 +1,48 @@
+"""Every method on every family: what models/README.md's table of families says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models.families import FAMILIES
+from kvjax.models.generate import prefill
+from tests import tiny_hf
+from tests.family_models import model
+from tests.laws.test_laws import CASES
+
+# The last case of a family's, which has a window where the family can have one.
+MODELS = {case["model_type"]: name for name, case in tiny_hf.CASES.items()}
+MODELS |= {"llama": "llama3.1", "qwen3_moe": "qwen3-moe"}
+# What the core runs of each family: another kind of method in turn.
+CORE = dict(zip(FAMILIES, 4 * ("quest", "snapkv", "art"), strict=False))
+
+
+@pytest.mark.parametrize(
+  ("family", "name"),
+  [
+    pytest.param(family, name, marks=[pytest.mark.slow] * (CORE[family] != name))
+    for family in FAMILIES
+    for name in kvjax.METHODS
+  ],
+)
+def test_every_method_runs(family, name):
+  """A ragged prompt longer than the window and three steps, under a setting that drops tokens."""
+  decoder, method, size = model(MODELS[family]), CASES[name].tight, 48
+  tokens, lengths = tiny_hf.tokens(), np.array([size, 31], np.int32)
+  caches = decoder.init_caches(method, 2, 64)
+  logits, caches = prefill(decoder, tokens[:, :size], lengths, caches, method)
+  assert np.isfinite(logits).all()
+  step = jax.jit(lambda token, caches: decoder.decode(token, caches, method))
+  for i in range(3):
+    token = np.take_along_axis(tokens, (lengths + i)[:, None], 1)[:, 0]
+    logits, caches = step(jnp.asarray(token), caches)
+    assert np.isfinite(logits).all()
+  for cache in caches:
+    assert cache.seen.tolist() == (lengths + 3).tolist()
+
+
+def test_families_have_cases():
+  """A family without a golden, or with a name that no case has, would not be in the table."""
+  assert set(MODELS) == set(FAMILIES)

@@ -1,0 +1,295 @@
+"""Layers with a window of the model's own keep it and no more, whatever the method."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import settings
+from kvjax.methods.double_sparsity import calibrated
+from kvjax.models import parallel
+from kvjax.models.by_layer import ByLayer
+from kvjax.models.caches import fork, restore, room, save
+from kvjax.models.generate import generate, prefill
+from kvjax.models.step_bytes import step_bytes
+from kvjax.shared_prefill import SharedPrefill, take
+from kvjax.streamed import injected
+from kvjax.windowed import Sliding
+from tests import tiny_hf
+from tests.family_models import model
+from tests.laws.test_laws import CASES, FAMILIES
+
+GEMMA = "gemma3-parameters"  # window, full, window, full: heads of 256, a window of 24
+WINDOW, CAPACITY = 24, 72
+LENGTHS = np.array([60, 41], np.int32)
+TOKENS = tiny_hf.tokens()[:, :CAPACITY]
+# Logits of up to 60, float32, summed in another order.
+CLOSE = 2e-4
+METHODS = [
+  pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES)) for name in kvjax.METHODS
+]
+
+
+def start(method, name=GEMMA, capacity=CAPACITY, **how):
+  """Logits and caches after a prompt that outgrows the window."""
+  decoder = model(name)
+  caches = decoder.init_caches(method, 2, capacity)
+  return prefill(decoder, TOKENS[:, :60], LENGTHS, caches, method, **how)
+
+
+def steps(method, caches, count=6, decoder=None):
+  """Logits of so many more tokens of each row, [count, B, V], and the caches."""
+  decoder, out = decoder or model(GEMMA), []
+  step = jax.jit(lambda token, caches: decoder.decode(token, caches, method))
+  for i in range(count):
+    token = np.take_along_axis(TOKENS, (LENGTHS + i)[:, None], 1)[:, 0]
+    logits, caches = step(jnp.asarray(token), caches)
+    out.append(logits)
+  return np.stack(out), caches
+
+
+def nbytes(tree):
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_window_layer_keeps_its_window(name):
+  """After a prompt and steps its positions are the newest 24, under a tight setting of a method."""
+  method = CASES[name].tight
+  logits, caches = start(method)
+  assert np.isfinite(logits).all()
+  for seen in (LENGTHS, LENGTHS + 6):
+    for layer in (0, 2):
+      pos = np.sort(np.asarray(caches[layer].pos), -1)
+      assert pos.shape[-1] == WINDOW
+      newest = seen[:, None, None] - WINDOW + np.arange(WINDOW)
+      np.testing.assert_array_equal(pos, np.broadcast_to(newest, pos.shape))
+    if seen is LENGTHS:
+      logits, caches = steps(method, caches)
+  assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("name", kvjax.METHODS)
+def test_the_bytes_show_it(name):
+  """Planned: those of a model of the full layers alone, and two windows; measured: the same."""
+  method, spec = CASES[name].tight, model(GEMMA).spec(2, 4096)
+  alone = dataclasses.replace(spec, windows=())
+  assert (spec.layers, spec.depth, alone.depth) == (2, 4, 2)
+  plan, own = kvjax.plan_memory(spec, method), kvjax.plan_memory(alone, method)
+  tokens = 2 * 2 * WINDOW * (2 * 256 * 4 + 4)  # k, v and positions of both rows and heads
+  ring_and_counts = 2 * 2 * 2 * 4 + 2 * 2 * 4
+  assert plan.device + plan.host - own.device - own.host == 2 * (tokens + ring_and_counts)
+  assert nbytes(jax.eval_shape(lambda: method.init_caches(spec))) == plan.device + plan.host
+
+
+def test_the_arrays_are_what_was_planned():
+  caches = model(GEMMA).init_caches(kvjax.Full(), 2, 512)
+  assert nbytes(caches) == kvjax.plan_memory(model(GEMMA).spec(2, 512), kvjax.Full()).device
+  assert [cache.size for cache in caches] == [WINDOW, 512, WINDOW, 512]
+  short = model(GEMMA).init_caches(kvjax.Full(), 2, 10)
+  assert [cache.size for cache in short] == [10] * 4  # no row will ever fill a window
+
+
+def test_a_step_reads_the_window_and_no_more():
+  read = step_bytes(model(GEMMA).config, kvjax.Full(), 1, 64, jnp.float32).layers
+  assert [layer.attended for layer in read] == [WINDOW, 64, WINDOW, 64]
+
+
+# ---- what is computed
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_neutral_setting_equals_full(name):
+  """What methods hand from layer to layer passes by the layers with a window."""
+  method = settings.neutral(CASES[name].method, CAPACITY)
+  want, full = start(kvjax.Full())
+  got, caches = start(method)
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  np.testing.assert_allclose(
+    steps(method, caches)[0], steps(kvjax.Full(), full)[0], rtol=0, atol=CLOSE
+  )
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_sinks_under_every_kind_of_method(name):
+  """gpt-oss under the neutral setting: each driver tells the softmax's denominator."""
+  method, decoder = settings.neutral(CASES[name].method, CAPACITY), model("gpt-oss")
+  want, full = start(kvjax.Full(), "gpt-oss")
+  got, caches = start(method, "gpt-oss")
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  got, want = (steps(m, x, 3, decoder)[0] for m, x in ((method, caches), (kvjax.Full(), full)))
+  np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("chunk", [7, 24, 32])
+def test_chunks_give_what_one_call_gives(chunk):
+  """Shorter than the window, of its size, longer: a query sees past the chunk's begin."""
+  want, whole = start(kvjax.Full())
+  got, caches = start(kvjax.Full(), chunk=chunk)
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  np.testing.assert_allclose(
+    steps(kvjax.Full(), caches)[0], steps(kvjax.Full(), whole)[0], rtol=0, atol=CLOSE
+  )
+
+
+def test_further_turns_and_idle_rows():
+  """A second turn for one row leaves the other's ring as it was."""
+  method = kvjax.Full()
+  _, caches = start(method)
+  before = jax.tree.map(np.asarray, caches[0])
+  more = np.array([0, 12])
+  tokens = np.concatenate([TOKENS[:1, :12], TOKENS[1:, 41:53]])
+  logits, caches = prefill(model(GEMMA), tokens, more, caches, method)
+  for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(caches[0]), strict=True):
+    np.testing.assert_array_equal(old[0], new[0])
+  whole = np.array([60, 53])
+  empty = model(GEMMA).init_caches(method, 2, CAPACITY)
+  want, _ = prefill(model(GEMMA), TOKENS[:, :60], whole, empty, method)
+  np.testing.assert_allclose(logits[1], want[1], atol=CLOSE)
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "mistral-sliding"])
+def test_kernels_equal_the_reference(name):
+  """Interpreted: the window in a prompt, the ring in a step, a sink in either's denominator."""
+  method = kvjax.Full()
+  want, caches = start(method, name)
+  more, _ = steps(method, caches, 2, model(name))
+  decoder = model(name, "pallas")
+  empty = decoder.init_caches(method, 2, CAPACITY)
+  got, caches = prefill(decoder, TOKENS[:, :60], LENGTHS, empty, method)
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  np.testing.assert_allclose(steps(method, caches, 2, decoder)[0], more, rtol=0, atol=CLOSE)
+
+
+def test_layers_of_a_kind_share_a_program():
+  assert ByLayer(model("gemma3")).programs(kvjax.Full(), 2, 32, 64) == 2
+  assert ByLayer(model("mistral-sliding")).programs(kvjax.Full(), 2, 32, 64) == 1
+
+
+# ---- around it
+
+
+def test_generate_fork_save_and_restore(tmp_path):
+  method, decoder = settings.example(kvjax.SnapKV, 16), model(GEMMA)
+  logits, caches = start(method)
+  path = save(tmp_path / "x.npz", logits, caches, method, decoder.spec(2, CAPACITY))
+  want, _ = generate(decoder, logits, caches, method, steps=5)
+  logits, caches = restore(path, method, decoder.spec(2, CAPACITY))
+  got, caches = generate(decoder, *fork(logits, caches, 2, row=1), method, steps=5)
+  np.testing.assert_array_equal(got.tokens, want.tokens[[1, 1]])
+
+
+def test_room():
+  """What does not end bounds it: the full layers, or a ring that is smaller than its window."""
+  _, caches = start(kvjax.Full())
+  assert room(caches, kvjax.Full()).tolist() == (CAPACITY - LENGTHS).tolist()
+  with pytest.raises(ValueError, match=r"needs 73 slots, found a capacity of 72"):
+    generate(model(GEMMA), np.zeros((2, 64), np.float32), caches, kvjax.Full(), steps=13)
+  assert room(start(kvjax.TOVA(8))[1], kvjax.TOVA(8)) is None
+  endless, short = (
+    model("mistral-sliding").init_caches(kvjax.Full(), 2, n) for n in (WINDOW, WINDOW - 1)
+  )
+  assert room(endless, kvjax.Full()) is None  # all layers have the window
+  assert room(short, kvjax.Full()).tolist() == [WINDOW - 1] * 2
+
+
+def test_caches_know_their_windows():
+  """Those of another model with the same sizes are refused."""
+  _, caches = start(kvjax.Full())
+  other = dataclasses.replace(model(GEMMA).config, windows=(None, 24, None, 24))
+  with pytest.raises(ValueError, match=r"windows = \(24, None.*expected .*windows = \(None, 24"):
+    kvjax.models.checks.laid_out(caches, kvjax.Full(), other.cache_spec(1, 1, jnp.float32))
+
+
+def test_one_prefill_for_several_members():
+  """Each has a window of its own afterwards: a step of one leaves the other's alone."""
+  members = settings.example(kvjax.SnapKV, 16), kvjax.Full()
+  _, caches = start(SharedPrefill(members))
+  for i, method in enumerate(members):
+    want = steps(method, start(method)[1], 3)[0]
+    got = steps(method, take(caches, i), 3)[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", ["gpt-oss", GEMMA])
+def test_heads_over_two_devices(name):
+  spread, method = parallel.shard(model(name), kvjax.make_mesh(heads=2)), kvjax.H2O(16)
+  want, caches = start(method, name)
+  empty = spread.init_caches(method, 2, CAPACITY)
+  got, over = prefill(spread, TOKENS[:, :60], LENGTHS, empty, method)
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  assert over[0].slots["k"].sharding.shard_shape(over[0].slots["k"].shape)[1:3] == (1, WINDOW)
+  one, two = (steps(method, x, 3, m)[0] for x, m in ((caches, model(name)), (over, spread)))
+  np.testing.assert_allclose(two, one, rtol=0, atol=CLOSE)
+
+
+def test_split_slots_are_refused():
+  mesh, spec = kvjax.make_mesh(slots=2), model(GEMMA).spec(2, 64)
+  for call in (
+    lambda: parallel.shard(model(GEMMA), mesh),
+    lambda: kvjax.plan_memory(spec, kvjax.Full(), mesh),
+    lambda: kvjax.sharding.init_caches(kvjax.Full(), spec, mesh),
+  ):
+    with pytest.raises(NotImplementedError, match=r"slots split over 2 .* windows of \[24\] tok"):
+      call()
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"windows": (8, None)}, r"CacheSpec.windows: found \(8, None\), expected None 2 times"),
+    ({"layers": 0}, r"CacheSpec.layers: found 0, expected 1 or more"),
+  ],
+)
+def test_bad_specs(fields, message):
+  with pytest.raises(ValueError, match=message):
+    kvjax.CacheSpec(
+      **{
+        "batch": 1,
+        "capacity": 8,
+        "kv_heads": 1,
+        "groups": 1,
+        "head_dim": 2,
+        "layers": 2,
+        **fields,
+      }
+    )
+
+
+def test_a_window_by_hand():
+  """Worked out: five tokens through a ring of three, each value the mean of what is seen."""
+  from kvjax.testing import Layer, Stream
+
+  method, stream = Sliding(3), Stream.random(0)
+  flat = dataclasses.replace(stream, q=np.zeros_like(stream.q))  # all weights alike
+  layer = Layer(method, flat, 16)
+  layer.prefill([2] * len(flat.v))
+  for t in range(2, 6):
+    out, _ = layer.decode([t] * len(flat.v))
+    seen = np.asarray(flat.v[:, :, max(0, t - 2) : t + 1]).mean(2)
+    np.testing.assert_allclose(out[:, :, 0], seen, atol=1e-5)
+  assert layer.cache.size == 3
+
+
+def test_what_is_said_of_layers_is_said_of_the_methods():
+  """Calibrated channels and injected blocks: two layers of four."""
+  sparse = CASES["double_sparsity"].tight
+  _, caches = start(sparse)
+  count = caches[1].heads["channels"].shape[-1]
+  fixed = calibrated(caches, np.tile(np.arange(256), (2, 2, 1)))
+  assert fixed[1].heads["channels"].tolist() == [[list(range(count))] * 2] * 2
+  assert fixed[0] is caches[0] and len(fixed) == 4
+  with pytest.raises(ValueError, match=r"channels: found shape \(4, 2, 256\), expected \(2, 2, "):
+    calibrated(caches, np.tile(np.arange(256), (4, 2, 1)))
+  method = dataclasses.replace(CASES["infllm"].tight, inject=1)
+  told = injected(method.init_caches(model(GEMMA).spec(2, 64)), jnp.array([[3], [4]]))
+  assert ["inject" in cache.rows for cache in told] == [False, True, False, True]

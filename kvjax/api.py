@@ -1,6 +1,7 @@
 """The public names of `kvjax`, which imports them when the first one is used."""
 
 from kvjax.bounded import Bounded
+from kvjax.front import LayerCache, decode, empty_caches, finish, prefill, stacked
 from kvjax.full import Full
 from kvjax.measured import Measured
 from kvjax.memory import MemoryPlan, plan_memory
@@ -72,6 +73,7 @@ __all__ = [
   "KeyDiff",
   "Knorm",
   "LMInfinite",
+  "LayerCache",
   "Linear",
   "Llama3",
   "LongFlow",
@@ -101,7 +103,12 @@ __all__ = [
   "Wrapper",
   "Yarn",
   "compiler_options",
+  "decode",
+  "empty_caches",
   "find_method",
+  "finish",
   "make_mesh",
   "plan_memory",
+  "prefill",
+  "stacked",
 ]

@@ -198,7 +198,7 @@ def _with_budget(method: Method, budget: int) -> Method:
 def _dropping_base(method: Method) -> Method | None:
   """What a method wraps, if that keeps a part of the tokens: a budget around it is of reads."""
   base = getattr(method, "base", None)
-  return base if isinstance(base, Method) and not base.positional else None
+  return base if isinstance(base, Method) and not base.traits.positional else None
 
 
 def readable(size: int) -> str:

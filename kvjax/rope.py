@@ -80,8 +80,13 @@ class Rope:
   partial: float = 1.0
 
   def __post_init__(self):
-    if not 0 < self.partial <= 1:
-      raise ValueError(f"Rope.partial: found {self.partial}, expected more than 0, at most 1")
+    if not 0 <= self.partial <= 1:
+      raise ValueError(f"Rope.partial: found {self.partial}, expected 0 to 1")
+
+  @classmethod
+  def none(cls) -> "Rope":
+    """For queries and keys that are rotated already, or by nothing: they stay as they are."""
+    return cls(partial=0.0)
 
   def turned(self, head_dim: int) -> int:
     """R, the dimensions of a head that are turned."""
@@ -153,7 +158,16 @@ class Rope:
   def shift(
     self, x: Float[Array, "*batch H"], by: Int[Array, "*#batch"]
   ) -> Float[Array, "*batch H"]:
-    """An already rotated x moved by `by` positions (may be negative)."""
+    """An already rotated x moved by `by` positions (may be negative).
+
+    Raises:
+      NotImplementedError: how it was rotated is not known (`Rope.none`).
+    """
+    if not self.partial:
+      raise NotImplementedError(
+        "rope: found Rope.none(), keys that are rotated already, and a method that moves tokens to "
+        "other positions: expected the rotary embedding, and keys without it"
+      )
     return self._turn(x, by, 1.0)
 
   def _turn(self, x: Array, pos: Array, magnitude: Any) -> Array:

@@ -22,7 +22,7 @@ class TracedLayer:
   (`jnp.uint32(layer)`). Comparisons and arithmetic raise: what they decide is decided at tracing.
 
   Args:
-    number: int32 [], traced.
+    number: int32 [], traced; None: there is none.
     method: name of the outermost method, for the message.
   """
 
@@ -31,7 +31,7 @@ class TracedLayer:
     self.method = method
 
   def __jax_array__(self) -> Any:
-    return self.number
+    return self.ask() if self.number is None else self.number
 
   def __repr__(self) -> str:
     return "(traced)"

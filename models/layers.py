@@ -94,12 +94,10 @@ class Projections(nnx.Module):
     y = (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], *w.shape[1:])
     return y + self.bqkv[...][:, part] if hasattr(self, "bqkv") else y
 
-  def sunk(
-    self, o: Float[Array, "B K G *A H"], lse: Float[Array, "B K G *A"]
-  ) -> Float[Array, "B K G *A H"]:
-    """Attention with a sink s in its denominator Σ = e^lse: o·Σ/(Σ + eˢ) = o·σ(lse − s)."""
-    sinks = self.sinks[...].reshape(*self.sinks.shape, *[1] * (lse.ndim - 3))
-    return (o * jax.nn.sigmoid(lse - sinks)[..., None]).astype(o.dtype)
+  @property
+  def sink_logits(self) -> Float[Array, "K G"] | None:
+    """Each head's logit in the denominator of its softmax; None: there is no such."""
+    return self.sinks[...] if hasattr(self, "sinks") else None
 
   def out(
     self, o: Float[Array, "*batch K G H"], impl: str, axes: tuple[str, ...]

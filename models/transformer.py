@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from .. import memory, sharding, windowed
+from .. import front, memory, sharding, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
@@ -66,8 +66,8 @@ class Layer(nnx.Module):
       q, k, v = self.attention.qkv(self.attention_norm(y), at.env.impl)
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A or T, H]
-    o, cache, carry, aux = at.top.prefill(at, cache, q, k, v, prompt, carry)
-    o = self.attention.sunk(o, aux.pop("lse")) if at.env.lse else o
+    sinks = self.attention.sink_logits
+    o, cache, carry, aux = front.read(at, cache, q, k, v, prompt, carry, sinks)
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)
     if prompt.index is not None:
@@ -88,8 +88,8 @@ class Layer(nnx.Module):
     """
     x, y = self.attention_norm.after(x, parts, at.env.impl)
     q, k, v = self.attention.qkv(y, at.env.impl)
-    o, cache, carry, aux = at.top.decode_step(at, cache, q, k, v, live, carry)
-    o = self.attention.sunk(o, aux.pop("lse")) if at.env.lse else o
+    sinks = self.attention.sink_logits
+    o, cache, carry, aux = front.step(at, cache, q, k, v, live, carry, sinks)
     return *self._finish(at, x, o), cache, carry, aux
 
   def _finish(

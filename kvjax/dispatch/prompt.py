@@ -125,8 +125,6 @@ def _beyond_prompt(staged: Slots, chunk: Chunk, impl: str) -> str:
   """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
   head_dim = staged["k"].shape[3]
   if impl == "pallas":
-    if window is not None and window.by_head and at.env.impl == "auto":
-      return "has a window for each head, which this kernel has seen in the interpreter alone"
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
   if beyond := _beyond_cudnn(staged):
     return beyond

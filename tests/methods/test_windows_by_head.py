@@ -14,7 +14,6 @@ import pytest
 from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrapper, settings, sight
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
-from tests.kernels.test_dispatch import implementation
 from tests.selection import attend
 
 
@@ -155,13 +154,6 @@ def test_a_span_for_each_head():
   assert isinstance(span, Span)
   np.testing.assert_array_equal(span.start, [[0, 7, 0], [0, -1, 0]])
   np.testing.assert_array_equal(span.stop, [[12] * 3, [4] * 3])
-
-
-def test_auto_leaves_prompts_to_the_reference(monkeypatch):
-  """On a GPU, where the kernel has seen no such window; asked for by name it does as it is told."""
-  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert implementation(Apart()) == "reference"
-  assert implementation(Apart(), impl="pallas") == "pallas"
 
 
 def test_cudnn_refuses():

@@ -1,0 +1,355 @@
+"""Methods on plain arrays, for attention layers that know nothing of this library.
+
+    caches = kvjax.empty_caches(
+      kvjax.SnapKV(1024), batch=2, capacity=8192, heads=12, kv_heads=2, head_dim=128, layers=28
+    )
+    out, cache = kvjax.prefill(caches[i], q, k, v, lengths)  # in layer i, a prompt
+    out, cache = kvjax.decode(cache, q, k, v)  # then a token at a time
+
+Arrays have the order that attention layers give them: q [B, T, N, H], k and v [B, T, K, H] (BTNH
+and BSKH), query head n beside key/value head n // (N / K). All is pure and runs under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from kvjax import forms, windowed
+from kvjax.method import Aux, Method
+from kvjax.registry import check_method
+from kvjax.rope import Rope
+from kvjax.traced_layer import TracedLayer
+from kvjax.types import At, Cache, CacheSpec, Carry, Env, Prompt, pytree
+
+
+@pytree("method", "env", "layer", "scale", "ended")
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+  """One layer's cache, with the method that keeps it; a pytree of `cache`'s arrays.
+
+  Attributes:
+    cache: the arrays.
+    method: the KV-cache method (static).
+    env: what its moves know of the model: layers, rotary embedding, implementation (static).
+    layer: the layer's number; None: not known, as under `jax.lax.scan` (static).
+    scale: factor on q · k; None: H^−½ (static).
+    ended: False after a prompt that its method still has to settle over all layers (`finish`).
+  """
+
+  cache: Cache
+  method: Method
+  env: Env
+  layer: int | None
+  scale: float | None = None
+  ended: bool = True
+
+
+def empty_caches(
+  method: Method,
+  *,
+  batch: int,
+  capacity: int,
+  heads: int,
+  kv_heads: int,
+  head_dim: int,
+  layers: int = 1,
+  windows: Sequence[int | None] = (),
+  dtype: Any = jnp.bfloat16,
+  rope: Rope | None = None,
+  scale: float | None = None,
+  impl: str = "auto",
+) -> tuple[LayerCache, ...]:
+  """Empty caches, one per layer.
+
+  Args:
+    method: what to keep and what to read, `kvjax.SnapKV(1024)` say.
+    batch: rows B.
+    capacity: tokens of the longest row, prompt and generation together.
+    heads: query heads N, a multiple of `kv_heads`.
+    kv_heads: K.
+    head_dim: H.
+    layers: L, the layers of the model.
+    windows: for each layer the newest tokens that its queries see, or None where they see all; ():
+      all see all. A layer with a window keeps just these, whatever the method.
+    dtype: of stored keys and values.
+    rope: rotary embedding, if q and k come without it; None: they are rotated already, and methods
+      that move tokens to other positions are refused when they do.
+    scale: factor on q · k; None: H^−½.
+    impl: implementation of the method's operations, as in `kvjax.Env`.
+
+  Raises:
+    TypeError: `method` is no method.
+    ValueError: sizes that do not fit.
+  """
+  check_method("method", method)
+  if kv_heads < 1 or heads < 1 or heads % kv_heads:
+    raise ValueError(f"heads: found {heads}, expected a multiple of the {kv_heads} kv_heads")
+  if scale is not None and not scale > 0:
+    raise ValueError(f"scale: found {scale}, expected more than 0, or None for H^-0.5")
+  if windows and len(windows) != layers:
+    raise ValueError(f"windows: found {len(windows)}, expected one for each of {layers} layers")
+  served = [*windows].count(None) if windows else layers
+  sizes = kv_heads, heads // kv_heads, head_dim
+  spec = CacheSpec(batch, capacity, *sizes, served, dtype, tuple(windows))
+  env = Env(layers, rope or Rope.none(), impl)
+  return tuple(
+    LayerCache(cache, at.top, at.env, at.layer, scale)
+    for at, cache in zip(
+      windowed.places(method, env, spec.windows), method.init_caches(spec), strict=True
+    )
+  )
+
+
+def stacked(caches: Sequence[LayerCache]) -> LayerCache:
+  """The caches of layers that share a program under `jax.lax.scan`: each array leads with L.
+
+  Raises:
+    ValueError: the layers' caches are not of one size, or there are none.
+  """
+  if not caches:
+    raise ValueError("caches: found none, expected one for each layer")
+  alike = [dataclasses.replace(cache, layer=None) for cache in caches]
+  if len({_shapes(cache) for cache in alike}) > 1:
+    raise ValueError(
+      f"caches: found different sizes of {caches[0].method!r}, expected layers that are alike: "
+      "unroll them"
+    )
+  return jax.tree.map(lambda *layers: jnp.stack(layers), *alike)
+
+
+def decode(
+  cache: LayerCache,
+  q: ArrayLike,
+  k: ArrayLike,
+  v: ArrayLike,
+  *,
+  live: ArrayLike | None = None,
+  sinks: ArrayLike | None = None,
+  carry: Carry | None = None,
+) -> Any:
+  """Attention of one new token per row, which enters the cache.
+
+  Args:
+    cache: this layer's; donate it to the program around this call.
+    q, k, v: projections of the token, [B, N, H] and [B, K, H], or with an axis of one token after
+      the rows.
+    live: bool [B], rows that take part; the others' caches stay as they are, and their output means
+      nothing. None: all.
+    sinks: [N], a logit of each head in the denominator of its softmax (gpt-oss); None: no such.
+    carry: for methods that hand something from layer to layer: `kvjax.Carry()` in the first layer,
+      and in the others what the layer before returned.
+
+  Returns:
+    out [B, N, H] or [B, 1, N, H] in q's dtype, and the cache; with `carry` this, too.
+
+  Raises:
+    ValueError: arrays that do not fit the cache, or a prompt that was not finished.
+    TypeError: the method needs a `carry` or the layer's number, which it was not given.
+  """
+  if not cache.ended:
+    raise ValueError(
+      f"cache: found a prompt that {_name(cache)} has not settled, expected kvjax.finish(caches, "
+      "lengths) after the last layer has read it"
+    )
+  q, k, v = (jnp.asarray(x) for x in (q, k, v))
+  rows, kv_heads, width = _sizes(cache)
+  one = (1,) * (q.ndim - 3)
+  groups = _groups(cache, q, (rows, *one))
+  for name, x in (("k", k), ("v", v)):
+    _expect(name, x, (rows, *one, kv_heads, width))
+  k, v = k.reshape(rows, kv_heads, width), v.reshape(rows, kv_heads, width)
+  scaled = _scaled(cache, q).reshape(rows, kv_heads, groups, width)
+  live = jnp.ones(rows, bool) if live is None else jnp.asarray(live)
+  at, sunk = _place(cache, sinks)
+  done = step(at, cache.cache, scaled, k, v, live, carry or Carry(), sunk)
+  return _result(cache, done[0].reshape(q.shape), done[1], carry, done[2])
+
+
+def prefill(
+  cache: LayerCache,
+  q: ArrayLike,
+  k: ArrayLike,
+  v: ArrayLike,
+  lengths: ArrayLike | None = None,
+  *,
+  total: ArrayLike | None = None,
+  past: int | None = 0,
+  sinks: ArrayLike | None = None,
+  carry: Carry | None = None,
+) -> Any:
+  """Causal attention of a prompt, of a chunk of one, or of a later turn, which enters the cache.
+
+  Args:
+    cache: this layer's; donate it to the program around this call.
+    q, k, v: projections of the tokens, [B, T, N, H] and [B, T, K, H], padded on the right.
+    lengths: int32 [B], tokens of each row; 0 leaves a row as it is. None: all T.
+    total: int32 [B], tokens of the whole prompt, where these are a chunk of it; None: `lengths`.
+    past: static bound on the tokens that rows have cached already; 0: none; None: not known.
+    sinks, carry: as in `decode`.
+
+  Returns:
+    out [B, T, N, H] in q's dtype, whose padding means nothing, and the cache; with `carry` this,
+    too.
+
+  Raises:
+    ValueError: arrays that do not fit the cache.
+    TypeError: the method needs a `carry` or the layer's number, which it was not given.
+    NotImplementedError: the method decides what a layer computes or reads a prompt in pieces of its
+      own, which only a decoder can do that asks it.
+  """
+  name, method = _name(cache), cache.method
+  if forms.overrides(method, "active") or method.traits.stream is not None:
+    raise NotImplementedError(
+      f"{name}: found a method that decides which tokens of a prompt a layer computes, expected "
+      "one that takes them as they come: kvjax.models runs it"
+    )
+  q, k, v = (jnp.asarray(x) for x in (q, k, v))
+  rows, kv_heads, width = _sizes(cache)
+  tokens = q.shape[1]
+  groups = _groups(cache, q, (rows, tokens))
+  for each, x in (("k", k), ("v", v)):
+    _expect(each, x, (rows, tokens, kv_heads, width))
+  valid = jnp.full(rows, tokens, jnp.int32) if lengths is None else jnp.asarray(lengths)
+  whole = valid if total is None else jnp.asarray(total)
+  prompt = Prompt(valid, whole, None, tokens, past)
+  scaled = _scaled(cache, q).reshape(rows, tokens, kv_heads, groups, width)
+  q_in = jnp.moveaxis(scaled, 1, 3)  # [B, K, G, T, H]
+  k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, T, H]
+  at, sunk = _place(cache, sinks)
+  done = read(at, cache.cache, q_in, k, v, prompt, carry or Carry(), sunk)
+  out = jnp.moveaxis(done[0], 3, 1).reshape(q.shape)
+  now = dataclasses.replace(cache, ended=not forms.overrides(method, "conclude"))
+  return _result(now, out, done[1], carry, done[2])
+
+
+def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache, ...]:
+  """The caches after all layers have read a prompt, for methods that settle something then.
+
+  Args:
+    caches: of all layers, in order.
+    lengths: int32 [B], as given to `prefill`.
+  """
+  served = [i for i, cache in enumerate(caches) if not isinstance(cache.method, windowed.Sliding)]
+  done = list(caches)
+  if served:
+    first, before = caches[served[0]], tuple(caches[i].cache for i in served)
+    after = first.method.conclude(first.env, before, jnp.asarray(lengths))
+    for i, new in zip(served, after, strict=True):
+      done[i] = dataclasses.replace(caches[i], cache=new, ended=True)
+  return tuple(done)
+
+
+# ---- what the decoder of kvjax.models calls, too
+
+
+def step(
+  at: At,
+  cache: Any,
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K H"],
+  v: Float[Array, "B K H"],
+  live: Bool[Array, " B"],
+  carry: Carry,
+  sinks: Float[Array, "K G"] | None = None,
+) -> tuple[Float[Array, "B K G H"], Any, Carry, Aux]:
+  """A method's decode step (`Method.decode_step`); with `sinks`, under `Env.lse`."""
+  return _sunk(*at.top.decode_step(at, cache, q, k, v, live, carry), sinks)
+
+
+def read(
+  at: At,
+  cache: Any,
+  q: Float[Array, "B K G A H"],
+  k: Float[Array, "B K C H"],
+  v: Float[Array, "B K C H"],
+  prompt: Prompt,
+  carry: Carry,
+  sinks: Float[Array, "K G"] | None = None,
+) -> tuple[Float[Array, "B K G A H"], Any, Carry, Aux]:
+  """A method's prompt (`Method.prefill`); with `sinks`, under `Env.lse`."""
+  return _sunk(*at.top.prefill(at, cache, q, k, v, prompt, carry), sinks)
+
+
+def _sunk(o: Array, cache: Any, carry: Carry, aux: Aux, sinks: Array | None) -> Any:
+  """Attention with a sink s in its denominator Σ = e^lse: o·Σ/(Σ + eˢ) = o·σ(lse − s)."""
+  if sinks is None:
+    return o, cache, carry, aux
+  lse = aux["lse"]
+  share = jax.nn.sigmoid(lse - sinks.reshape(*sinks.shape, *[1] * (lse.ndim - 3)))
+  rest = {name: x for name, x in aux.items() if name != "lse"}
+  return (o * share[..., None]).astype(o.dtype), cache, carry, rest
+
+
+# ---- checks and shapes
+
+
+def _name(cache: LayerCache) -> str:
+  return type(cache.method).__name__
+
+
+def _sizes(cache: LayerCache) -> tuple[int, int, int]:
+  """B, K and H."""
+  rows, kv_heads, _, width = cache.cache.slots["k"].shape
+  return rows, kv_heads, width
+
+
+def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:
+  """G, query heads per key/value head, of a q that fits."""
+  _, kv_heads, width = _sizes(cache)
+  heads = q.shape[-2] if q.ndim > 1 else 0
+  origin = cache.cache.origin
+  known = heads if origin is None else origin.groups * kv_heads
+  _expect("q", q, (*leading, known, width))
+  if heads % kv_heads:
+    raise ValueError(f"q: found {heads} heads, expected a multiple of the {kv_heads} of the cache")
+  return heads // kv_heads
+
+
+def _expect(name: str, x: Array, sizes: tuple[int, ...]) -> None:
+  if tuple(x.shape) != sizes:
+    raise ValueError(f"{name}: found shape {tuple(x.shape)}, expected {sizes}, as the cache has it")
+
+
+def _place(cache: LayerCache, sinks: ArrayLike | None) -> tuple[At, Array | None]:
+  """Where the method runs, and the sinks [K, G]."""
+  method, (_, kv_heads, _) = cache.method, _sizes(cache)
+  layer = TracedLayer(None, type(method).__name__) if cache.layer is None else cache.layer
+  env = dataclasses.replace(cache.env, lse=sinks is not None)
+  if sinks is None:
+    return method.at(env, layer), None
+  sunk = jnp.asarray(sinks, jnp.float32)
+  if sunk.ndim != 1 or sunk.size % kv_heads:
+    raise ValueError(f"sinks: found shape {sunk.shape}, expected one for each query head")
+  return method.at(env, layer), sunk.reshape(kv_heads, -1)
+
+
+def _scaled(cache: LayerCache, q: Array) -> Array:
+  """q, so that the scale of attention is H^−½."""
+  if cache.scale is None:
+    return q
+  factor = cache.scale * q.shape[-1] ** 0.5
+  return (q.astype(jnp.float32) * factor).astype(q.dtype)
+
+
+def _result(cache: LayerCache, out: Array, new: Cache, given: Carry | None, handed: Carry) -> Any:
+  """What a call returns; a carry that nobody asked for is refused, as it would be lost."""
+  after = dataclasses.replace(cache, cache=new)
+  if given is not None:
+    return out, after, handed
+  if handed.heads or handed.rows:
+    raise TypeError(
+      f"{_name(cache)} hands something from layer to layer: found no carry, expected kvjax.Carry() "
+      "in the first layer and in the others what the layer before returned"
+    )
+  return out, after
+
+
+def _shapes(cache: LayerCache) -> Any:
+  return jax.tree.structure(cache), tuple((x.shape, x.dtype) for x in jax.tree.leaves(cache))

@@ -1,0 +1,220 @@
+"""The front door on plain arrays gives what the drivers give, or refuses by name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import settings
+from kvjax.testing.layer import Layer, Stream, rotate
+from tests.laws.test_laws import FAMILIES
+
+ROWS, KV_HEADS, GROUPS, WIDTH, CAPACITY = 2, 3, 2, 16, 48
+LENGTHS = np.array([29, 17], np.int32)
+STEPS = 5
+STREAM = Stream.random(5, ROWS, KV_HEADS, GROUPS, 40, WIDTH)
+# Float32 against NumPy's float64, and sums in another order under a scan.
+CLOSE = {"rtol": 0, "atol": 5e-6}
+PIECES = ("infllm", "ltri")  # read a prompt in pieces of their own
+SKIP = ("etf", "cpe")  # leave tokens out of deep layers
+CARRY = ("hshare",)  # hands something on, and settles at a prompt's end
+DEPTH = ("psaw", "pyramidkv", "random")  # do not do the same in every layer
+
+
+def plain(tokens=slice(None)):
+  """The stream as attention layers have it: q [B, T, N, H], k and v [B, T, K, H]."""
+  q = np.moveaxis(STREAM.q, 3, 1)[:, tokens]
+  q = q.reshape(*q.shape[:2], KV_HEADS * GROUPS, WIDTH)
+  return q, *(np.moveaxis(x, 2, 1)[:, tokens] for x in (STREAM.k, STREAM.v))
+
+
+def made(method, impl="reference", rope=kvjax.Rope(), layers=4, **how):  # noqa: B008 (frozen)
+  sizes = {"batch": ROWS, "capacity": CAPACITY, "heads": KV_HEADS * GROUPS, "kv_heads": KV_HEADS}
+  sizes |= {"head_dim": WIDTH, "layers": layers, "dtype": jnp.float32}
+  return kvjax.empty_caches(method, **sizes, rope=rope, impl=impl, **how)
+
+
+def answers(cache, arrays=None, **how):
+  """The prompt's output, those of some steps, and the cache after them, each call jitted."""
+  q, k, v = plain() if arrays is None else arrays
+  prompt = jax.jit(functools.partial(kvjax.prefill, **how))
+  size = int(LENGTHS.max())
+  out, cache = prompt(cache, q[:, :size], k[:, :size], v[:, :size], LENGTHS)[:2]
+  outs, step = [np.asarray(out)], jax.jit(functools.partial(kvjax.decode, **how))
+  if not cache.ended:
+    (cache,) = kvjax.finish([cache], jnp.asarray(LENGTHS))
+  for i in range(STEPS):
+    at = (np.arange(ROWS), LENGTHS + i)
+    out, cache = step(cache, q[at], k[at], v[at])[:2]
+    outs.append(np.asarray(out))
+  return outs, cache
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES))
+    for name in kvjax.METHODS
+    if name not in PIECES + SKIP + CARRY
+  ],
+)
+def test_it_gives_the_drivers_bits(name, impl):
+  method = settings.example(kvjax.METHODS[name], 16)
+  env = kvjax.Env(4, kvjax.Rope(), impl=impl)
+  own = Layer(method, STREAM, CAPACITY, layer=2, env=env)
+  got, cache = answers(made(method, impl)[2])
+  want = np.moveaxis(own.prefill(LENGTHS), 3, 1).reshape(got[0].shape)
+  for row, size in enumerate(LENGTHS):
+    np.testing.assert_array_equal(got[0][row, :size], want[row, :size])
+  for i in range(STEPS):
+    out, _ = own.decode(LENGTHS + i)
+    np.testing.assert_array_equal(got[1 + i], out.reshape(got[1 + i].shape))
+  for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(own.cache), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_rotated_keys_under_no_rope():
+  """Keys that come rotated are as good as keys that are rotated here, by NumPy's rotation."""
+  q, k, v = plain()
+  turned = [
+    np.stack([rotate(x[:, t], t) for t in range(x.shape[1])], 1).astype(np.float32) for x in (q, k)
+  ]
+  for method in (kvjax.Full(), kvjax.TOVA(12), kvjax.Quest(8, 4, dense_layers=0)):
+    want, _ = answers(made(method)[1])
+    got, _ = answers(made(method, rope=None)[1], (*turned, v))
+    for row, size in enumerate(LENGTHS):
+      np.testing.assert_allclose(got[0][row, :size], want[0][row, :size], **CLOSE)
+    np.testing.assert_allclose(got[1:], want[1:], **CLOSE)
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (6, False), (None, True), (6, True)])
+def test_attention_by_hand(window, sinks, impl):
+  """A scale of its own, a window of the layer, a learned sink for each head: in float64."""
+  caches = made(
+    kvjax.Full(), impl, rope=None, layers=2, scale=0.3, windows=(None, window) if window else ()
+  )
+  assert caches[1].cache.size == (window or CAPACITY)
+  logit = np.linspace(-2, 3, KV_HEADS * GROUPS) if sinks else np.full(KV_HEADS * GROUPS, -np.inf)
+  got, _ = answers(caches[1], **({"sinks": logit.astype(np.float32)} if sinks else {}))
+  q, k, v = (x.astype(np.float64) for x in plain())
+
+  def by_hand(row, t, head):
+    seen = slice(max(0, t + 1 - window) if window else 0, t + 1)
+    logits = 0.3 * k[row, seen, head // GROUPS] @ q[row, t, head]
+    top = max(logits.max(), logit[head])
+    weights = np.exp(logits - top)
+    return weights @ v[row, seen, head // GROUPS] / (weights.sum() + np.exp(logit[head] - top))
+
+  for row, size in enumerate(LENGTHS):
+    for head in range(KV_HEADS * GROUPS):
+      for t in (0, 7, size - 1):
+        np.testing.assert_allclose(got[0][row, t, head], by_hand(row, t, head), **CLOSE)
+      for i in range(STEPS):
+        np.testing.assert_allclose(got[1 + i][row, head], by_hand(row, size + i, head), **CLOSE)
+
+
+def test_a_token_may_have_an_axis_of_its_own():
+  (cache,) = made(kvjax.Full(), layers=1)
+  at = (np.arange(ROWS)[:, None], np.zeros((ROWS, 1), int))
+  one, _ = kvjax.decode(cache, *(x[at] for x in plain()))
+  bare, _ = kvjax.decode(cache, *(x[:, 0] for x in plain()))
+  np.testing.assert_array_equal(one[:, 0], bare)
+
+
+SCANNED = {
+  name: settings.example(kvjax.METHODS[name], 16) for name in ("full", "snapkv", "h2o", "tova")
+} | {"quest": kvjax.Quest(8, 4, dense_layers=0)}
+
+
+@pytest.mark.parametrize("method", SCANNED.values(), ids=SCANNED)
+def test_layers_under_a_scan(method):
+  """Stacked caches under `jax.lax.scan` give what the layers give one by one."""
+  caches = made(method, layers=3)
+  q, k, v = (x[:, :20] for x in plain())
+  lengths = jnp.array([20, 13])
+
+  def layer(x, cache):
+    out, cache = kvjax.prefill(cache, q + x, k, v, lengths)
+    out, cache = kvjax.decode(cache, out[:, 12], k[:, 3], v[:, 5])
+    return x + out.mean(), (out, cache)
+
+  @jax.jit
+  def scanned(caches):
+    return jax.lax.scan(layer, jnp.zeros(()), caches)[1]
+
+  outs, after = scanned(kvjax.stacked(caches))
+  x = jnp.zeros(())
+  for i, cache in enumerate(caches):
+    x, (out, one) = layer(x, cache)
+    np.testing.assert_allclose(outs[i], out, **CLOSE)
+    pos = jax.tree.map(lambda x, i=i: x[i], after.cache.pos)
+    np.testing.assert_array_equal(pos, one.cache.pos)
+
+
+def test_a_carry_goes_from_layer_to_layer():
+  """HShare's shared sets: as the drivers hand them on; without a carry it is refused."""
+  method = settings.example(kvjax.HShare, 16)
+  caches, carry = made(method), kvjax.Carry()
+  q, k, v = (x[:, :20] for x in plain())
+  lengths = jnp.array([20, 13])
+  read = []
+  for cache in caches:
+    _, cache, carry = kvjax.prefill(cache, q, k, v, lengths, carry=carry)
+    read.append(cache)
+  with pytest.raises(ValueError, match=r"HShare has not settled, expected kvjax\.finish"):
+    kvjax.decode(read[0], q[:, 0], k[:, 0], v[:, 0])
+  done, carry = kvjax.finish(read, lengths), kvjax.Carry()
+  for cache in done:
+    out, _, carry = kvjax.decode(cache, q[:, 0], k[:, 0], v[:, 0], carry=carry)
+    assert np.isfinite(out).all()
+  assert carry.heads
+  with pytest.raises(TypeError, match="HShare hands something from layer to layer: found no carry"):
+    kvjax.decode(done[0], q[:, 0], k[:, 0], v[:, 0])
+
+
+@pytest.mark.parametrize("name", PIECES + SKIP)
+def test_what_only_a_decoder_can_do_is_refused(name):
+  method = settings.example(kvjax.METHODS[name], 16)
+  with pytest.raises(NotImplementedError, match=rf"{type(method).__name__}: found a method that"):
+    kvjax.prefill(made(method)[3], *plain())
+
+
+@pytest.mark.parametrize("name", DEPTH)
+def test_without_a_number_depth_is_refused(name):
+  caches = made(settings.example(kvjax.METHODS[name], 16))
+  with pytest.raises((TypeError, ValueError), match=r"layer|different sizes"):
+    answers(jax.tree.map(lambda x: x[0], kvjax.stacked(caches)))
+
+
+def test_methods_that_move_tokens_need_the_rope():
+  (cache,) = made(kvjax.StreamingLLM(16), rope=None, layers=1)
+  with pytest.raises(
+    NotImplementedError, match=r"Rope\.none\(\).* moves tokens to other positions"
+  ):
+    answers(cache)
+
+
+def test_what_does_not_fit_is_refused():
+  (cache,) = made(kvjax.Full(), layers=1)
+  q, k, v = plain()
+  for call, message in (
+    (lambda: kvjax.prefill(cache, q[:, :, :5], k, v), r"q: found shape \(2, 40, 5, 16\), expected"),
+    (lambda: kvjax.prefill(cache, q, k[:, :7], v), r"k: found shape \(2, 7, 3, 16\), expected"),
+    (lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:1, 0]), r"v: found shape \(1, 3, 16\)"),
+    (lambda: made(kvjax.Full(), scale=-1.0), r"scale: found -1\.0, expected more than 0"),
+    (lambda: kvjax.stacked([]), "caches: found none"),
+    (lambda: made(kvjax.Full(), windows=(4, None)), "windows: found 2, expected one for each of 4"),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, sinks=jnp.ones(1)),
+      r"sinks: found shape \(1,\), expected",
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      call()
+  with pytest.raises(ValueError, match="heads: found 7, expected a multiple of the 3 kv_heads"):
+    kvjax.empty_caches(kvjax.Full(), batch=1, capacity=8, heads=7, kv_heads=3, head_dim=16)

@@ -1,10 +1,13 @@
 """A mixture of experts in place of the MLP (Shazeer et al., 2017): each token's k best of E.
 
-Few tokens, as in a decode step, gather the weights of their experts: N·k·3·D·F elements are read,
-written as a copy and read again, at most one copy of the layer's experts. Many tokens, as in a
-prompt, are sorted by expert and computed in blocks of rows of one expert: beside the result [N, D]
-a block's rows and one expert's weights are in memory, and N·k rows are computed plus those that
-fill each expert's last block.
+Many tokens, as in a prompt, are sorted by expert and computed in blocks of rows of one expert, one
+after the other: beside the result [N, D] a block's rows and one expert's weights are in memory, and
+N·k rows are computed plus those that fill each expert's last block.
+
+Few tokens, as in a decode step, gather the weights of their experts on a GPU, where blocks would
+wait for their launches: N·k·3·D·F elements are read, written as a copy and read again, at most one
+copy of the layer's experts. A CPU takes blocks of one row and reads each weight once (D = 1,024,
+F = 384, 8 of 64 experts, one token on two cores: 3.3 ms, gathered 47 ms).
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from . import products
 from .config import ModelConfig
 from .layers import _init
 
-# Rows of a block: about an expert's share of the tokens, within these bounds.
-BLOCK = 8, 256
+# Rows of a block: about an expert's share of the tokens, and no more.
+BLOCK = 256
 
 
 class Experts(nnx.Module):
@@ -49,8 +52,8 @@ class Experts(nnx.Module):
     """What the experts add to the residual stream; F is split over these mesh axes."""
     rows = x.reshape(-1, x.shape[-1])
     weight, expert = self.route(rows)
-    many = expert.size > self.router.shape[1]
-    y = (self._blocks if many else self._gathered)(rows, weight, expert)
+    few = expert.size <= self.router.shape[1] and jax.default_backend() != "cpu"
+    y = (self._gathered if few else self._blocks)(rows, weight, expert)
     y = jax.lax.psum(y, axes) if axes else y
     if hasattr(self, "down_bias"):  # once, after the sum over devices
       share = jnp.zeros((len(rows), self.router.shape[1]), x.dtype)
@@ -83,8 +86,7 @@ class Experts(nnx.Module):
   ) -> Float[Array, "N D"]:
     """Tokens in blocks of R rows that share an expert, one block at a time."""
     pairs, some, experts = expert.size, expert.shape[1], self.router.shape[1]
-    low, high = BLOCK
-    R = min(max(1 << (pairs // experts).bit_length() - 1, low), high)
+    R = min(1 << max(1, pairs // experts).bit_length() - 1, BLOCK)
     order = jnp.argsort(expert.reshape(-1))  # pairs (token, one of its k experts) by expert
     sent = jnp.bincount(expert.reshape(-1), length=experts)
     blocks = -(-sent // R)

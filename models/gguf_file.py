@@ -91,7 +91,7 @@ class GGUF(Source):
       ) from error
     try:
       self.config = self._read_config(max_context)
-    except (TypeError, ZeroDivisionError) as error:
+    except (OverflowError, TypeError, ZeroDivisionError) as error:
       raise ValueError(
         f"{path}: metadata: found entries of the wrong type ({error}), expected numbers"
       ) from error

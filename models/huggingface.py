@@ -79,7 +79,7 @@ class HuggingFace(Source):
       raise ValueError(f"{self.path}: found a converted checkpoint, expected a Hugging Face folder")
     try:
       self.config = self._read_config(max_context)
-    except (AttributeError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, OverflowError, TypeError, ZeroDivisionError) as error:
       raise ValueError(
         f"{self._file}: found entries of the wrong type ({error}), expected numbers"
       ) from error

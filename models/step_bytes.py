@@ -23,8 +23,8 @@ class StepBytes:
 
   Attributes:
     weights: bytes of weights, each read once; of an embedding that no head shares only single rows
-      are read, and of experts those that the rows may choose, three times: they are gathered
-      (`kvjax.models.experts`).
+      are read, and of experts those that the rows may choose, three times: a GPU gathers
+      them (`kvjax.models.experts`).
     layers: what each layer moves of its cache, at most.
   """
 

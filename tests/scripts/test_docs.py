@@ -121,11 +121,43 @@ def test_answers_end_where_the_model_ends_them():
   assert len(calls) >= 3 and all("stop" in given for given in calls), calls
 
 
-def test_every_public_name_has_a_docstring(monkeypatch):
-  assert reference.undocumented() == []
-  monkeypatch.setattr(reference.main, "__doc__", None)
-  monkeypatch.setattr(reference, "MODULES", ("scripts.reference",))
-  assert reference.undocumented() == ["scripts.reference.main"]
+def test_every_public_name_says_its_shapes_errors_and_source():
+  assert reference.untold() == []
+
+
+UNTOLD = """
+import jax
+from jaxtyping import Array, Float
+
+def bare(x): return x
+def told(x: Float[Array, "B S"]) -> jax.Array:
+  "Of x [B, S]."
+def shapeless(x: jax.Array) -> Float[Array, "B S"]:
+  "Of x."
+def silent(x: int) -> int:
+  "Of x."
+  if x: raise ValueError("x")
+  def inner(): raise KeyError
+class Base:
+  "With y [B]."
+  def move(self, y: jax.Array):
+    "Of y."
+    raise NotImplementedError("move")
+class Own(Base):
+  "Its own."
+  def move(self, y: jax.Array): return y
+  def more(self): return 1
+"""
+
+
+def test_what_is_not_said_is_found(monkeypatch, tmp_path):
+  (tmp_path / "untold.py").write_text(UNTOLD)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(reference, "MODULES", ("untold",))
+  monkeypatch.setattr(reference, "SOURCE", re.compile("no such source"))
+  monkeypatch.setattr(reference.kvjax, "METHODS", {"full": METHODS["full"], "h2o": METHODS["h2o"]})
+  named = ["untold.bare: a docstring", "untold.shapeless: shapes", "untold.silent: ValueError"]
+  assert reference.untold() == [*named, "untold.Own.more: a docstring", "h2o: its source"]
 
 
 def test_the_reference_says_what_it_needs(monkeypatch, tmp_path):

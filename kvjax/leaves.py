@@ -62,7 +62,7 @@ class Leaf:
 
 
 def l1_of_value(new: New) -> Array:
-  """‖v‖₁ of each new token, float32."""
+  """‖v‖₁ of each new token, float32 [B, K, T] of v [B, K, T, H]."""
   return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)
 
 

@@ -371,7 +371,7 @@ class Method:
   def attend_prompt(
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
-    """Causal attention of the chunk's queries over the staged slots."""
+    """Causal attention of the chunk's queries, q [B, K, G, A, H], over the staged slots."""
     attend = functools.partial(dispatch.attend_prompt, qpos=qpos, chunk=sight.of(at, qpos, prompt))
     if prompt.past == 0:  # what they see is the chunk itself, which all devices have
       return context.shared(at, attend, staged, q)

@@ -37,6 +37,7 @@ class Window:
     return self.first.ndim == 3
 
   def sees(self, kpos: Int[Array, "B K S"]) -> Bool[Array, "B K T S"]:
+    """Whether each query may see a slot whose token has this position."""
     k = kpos[:, :, None]
     first = self.first[..., None] if self.by_head else self.first[:, None, :, None]
     return (k < self.sinks) | (k >= first)
@@ -60,6 +61,7 @@ class Span:
   before: Array | None = None
 
   def holds(self, slot: Int[Array, "*#BKS"]) -> Bool[Array, "B K S"]:
+    """Whether each slot lies in the span."""
     start, stop = self.start[..., None], self.stop[..., None]
     sinks = self.sinks if self.before is None else self.sinks - self.before
     return (slot < stop) & ((slot < sinks) | (slot >= start))

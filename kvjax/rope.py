@@ -95,6 +95,10 @@ class Rope:
   def frequencies(self, head_dim: int) -> np.ndarray:
     """Angle per position of each dimension pair, float64 [H/2], 0 where nothing is turned; computed
     on the host.
+
+    Raises:
+      ValueError: an odd number of dimensions, or factors that do not fit them.
+      TypeError: `scaling` is none that is known.
     """
     if head_dim % 2 or self.turned(head_dim) % 2:
       found = head_dim if head_dim % 2 else self.turned(head_dim)

@@ -33,7 +33,7 @@ class State:
 
   @property
   def lse(self) -> Array:
-    """log Σ exp(logit), [...]; −inf where the set is empty."""
+    """log Σ exp(logit), float32 [...]; −inf where the set is empty."""
     return self.m + jnp.log(self.l)
 
 

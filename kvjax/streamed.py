@@ -154,7 +154,10 @@ class Streamed(
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
-    """What else is remembered of a chunk's attention to window and chunk, before it is kept."""
+    """What else is remembered of a chunk's attention to window and chunk, before it is kept.
+
+    q [B, K, G, A, H] is rotated, qpos int32 [B, A].
+    """
     return cache
 
   # ---- geometry

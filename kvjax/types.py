@@ -145,11 +145,11 @@ class At:
     return dataclasses.replace(self, top=top)
 
   def sum_heads(self, x: Array) -> Array:
-    """Sum over the shards of the key/value heads; x is already reduced over the local ones."""
+    """Sum over the shards of the key/value heads of x, any shape, reduced over the local ones."""
     return jax.lax.psum(x, self.env.head_axis) if self.env.head_axis else x
 
   def max_heads(self, x: Array) -> Array:
-    """Maximum over the shards of the key/value heads; x is already reduced over the local ones."""
+    """As `sum_heads`, the maximum; x of any shape."""
     return jax.lax.pmax(x, self.env.head_axis) if self.env.head_axis else x
 
   def all_heads(self, x: Array) -> Array:
@@ -219,7 +219,11 @@ class Prompt:
 
   @classmethod
   def of(cls, at: At, tokens: int, valid: Array, total: Array, past: int | None) -> Prompt:
-    """What a layer sees of a chunk of `tokens` padded tokens."""
+    """What a layer sees of a chunk of `tokens` padded tokens; `valid` and `total` int32 [B].
+
+    Raises:
+      TypeError: `active` returned something else than an `Active` or None.
+    """
     active = at.top.active(at, tokens, total)
     if active is None:
       return cls(valid, total, None, tokens, past)
@@ -330,14 +334,17 @@ class Cache:
 
   @property
   def seen(self) -> Array:
+    """int32 [B], tokens that each row has seen: the position of the next one."""
     return self.rows["seen"]
 
   @property
   def used(self) -> Array:
+    """int32 [B], slots of each row that hold a token."""
     return self.rows["used"]
 
   @property
   def pos(self) -> Array:
+    """int32 [B, K, S], the position of the token in each slot; −1 = empty."""
     return self.slots["pos"]
 
   def put(self, **shelves: dict[str, Any]) -> Cache:

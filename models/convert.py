@@ -114,7 +114,12 @@ def _in_dtype(item: Item, dtype: str | None) -> Item:
 
 
 def open_source(source: str | os.PathLike[str], *, max_context: int | None = None) -> Source:
-  """The reader of a source, as `convert` takes it; raises as `convert` does."""
+  """The reader of a source, as `convert` takes it.
+
+  Raises:
+    FileNotFoundError: there is no such folder or file.
+    ValueError: it is neither a Hugging Face folder nor a GGUF file, or not a whole one.
+  """
   name = os.fspath(source)
   if name.startswith(HUB):
     return HuggingFace(fetch_huggingface(name.removeprefix(HUB)), max_context=max_context)
@@ -195,7 +200,12 @@ def load(
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
-  """The config of a checkpoint folder; raises as `load` does."""
+  """The config of a checkpoint folder.
+
+  Raises:
+    FileNotFoundError: the folder has none.
+    ValueError: it is not a checkpoint's.
+  """
   file = pathlib.Path(path) / "config.json"
   try:
     description = json.loads(file.read_text(encoding="utf-8"))

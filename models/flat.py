@@ -32,6 +32,7 @@ class Form:
   tree: Any
 
   def module(self, leaves: Sequence[Array]) -> Any:
+    """The module of these arrays, of the shapes that it had when it was split."""
     return nnx.merge(self.graph, jax.tree.unflatten(self.tree, list(leaves)))
 
 
@@ -63,7 +64,8 @@ _known: weakref.WeakKeyDictionary[nnx.Module, _Known] = weakref.WeakKeyDictionar
 def split(model: nnx.Module) -> tuple[Form, list[Array]]:
   """A module as a static, hashable description and its flat arrays; `join` is the inverse.
 
-  For own decode loops: pass the description as a static argument and the list as a traced one. A
+  For own decode loops: pass the description as a static argument and the list as a traced one. The
+  arrays keep their shapes. A
   module in which nothing but arrays changed is not described again: that takes 20 times as long.
   """
   facts: list[Any] = []
@@ -99,7 +101,7 @@ def _look(module: nnx.Pytree, facts: list[Any], variables: list[nnx.Variable]) -
 
 
 def join(form: Form, leaves: Sequence[Array]) -> Any:
-  """The module of `split`, inside jit or out."""
+  """The module of `split`, from arrays of the shapes that it gave, inside jit or out."""
   return form.module(leaves)
 
 

@@ -28,6 +28,9 @@ def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 1) -> tuple[np.ndar
 
   Returns:
     int32 [B, T], right-padded, and the lengths int32 [B].
+
+  Raises:
+    ValueError: `multiple` is not at least 1.
   """
   if multiple < 1:
     raise ValueError(f"multiple: found {multiple}, expected at least 1")

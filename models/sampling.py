@@ -53,6 +53,7 @@ class Sampling:
 
   @property
   def greedy(self) -> bool:
+    """Whether the likeliest token is taken."""
     return self.temperature == 0
 
   def knobs(self, vocab: int) -> Knobs:

@@ -54,7 +54,7 @@ class Args:
 
 
 # A shape in a docstring: [B, K, S], [B, ...], or a word for it.
-SHAPED = re.compile(r"\[[A-Z#…][\w·#, +….:/()*−-]*\]|scalar|shape")
+SHAPED = re.compile(r"\[[A-Za-z#….][\w·#, +….:/()*−-]*\]|scalar|shape")
 ANNOTATED = re.compile(r"\w+\[(?:jax\.)?Array(?:Like)?, '[^']*'\]")  # Float[Array, 'B K S']
 SOURCE = re.compile(r"§|Alg\.|Eq\.|Fig\.|Tab\.|arXiv|20\d\d")
 CONTROLS = ("full", "random", "topk_oracle")  # no paper's

@@ -130,6 +130,9 @@ class Ltri(Streamed, moves=("divide",)):
 
     Beside them, what is known of blocks in the window: the map of the newest, and the spans of
     the whole ones, in a ring.
+
+    Raises:
+      ValueError: a retrieval head that the model does not have.
     """
     if not self._indexes(layer):
       return {}

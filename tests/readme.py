@@ -1,10 +1,10 @@
-"""The snippets of README and of models/README, in order and in one namespace, on tiny models."""
+"""The snippets of README, models/README and kvjax/README, in order and in one namespace, on tiny models."""
 
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = ROOT / "README.md", ROOT / "models" / "README.md"
+PAGES = ROOT / "README.md", ROOT / "models" / "README.md", ROOT / "kvjax" / "README.md"
 
 _TINY = """
 import pathlib

@@ -1,4 +1,4 @@
-"""The snippets of README, models/README and kvjax/README, in order and in one namespace, on tiny models."""
+"""The snippets of the READMEs, in order and in one namespace, on tiny models."""
 
 import pathlib
 import re

@@ -60,7 +60,7 @@ CORE = ("neutral_setting_equals_full", "tight_setting_has_an_effect", "kept_posi
   "law", [pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE)) for law in LAWS]
 )
 def test_obeys_the_laws(law):
-  LAWS[law](Case(OverSnapKV, has_repo=True))  # Quest's
+  LAWS[law](Case(OverSnapKV))  # Quest's
 
 
 def bound(q, k):

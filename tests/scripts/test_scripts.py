@@ -148,7 +148,8 @@ def test_demo_compares_methods_with_full(names, tiny, capsys):
   assert by_name["snapkv"].kl > 0
   for r in results:
     assert r.kl >= -1e-6 and 0 <= r.top1 <= 1 and r.tokens_per_second > 0
-    assert r.compile_seconds > 0 and r.prompt_seconds > 0 and r.decode_seconds > 0
+    assert r.prompt_seconds > 0 and r.decode_seconds > 0
+    assert r.compile_seconds > 0 or names != FEW  # the others' programs are there by then
     assert r.shared == (r.name != "cpe")
   reading, head, rule, *rows = capsys.readouterr().out.splitlines()
   assert f"tokens once for {', '.join(names[:-1])} " in reading

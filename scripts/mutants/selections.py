@@ -69,6 +69,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/streamed.py": of("methods/infllm", "methods/ltri", laws=("infllm",)),
   "kvjax/traced_layer.py": of("models/refusals"),
   "kvjax/traffic.py": of("devices/traffic"),
+  "kvjax/windowed.py": of("models/windows"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "pallas_kernels/_art_order.py": of("kernels/art_kernel"),
   "pallas_kernels/_art_stop.py": of("kernels/art_kernel"),

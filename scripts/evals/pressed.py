@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
+from kvjax.rope import Rope
 
 LIBRARIES = ("kvpress", "torch", "transformers")
 
@@ -77,11 +78,16 @@ def versions() -> dict[str, str]:
     ) from None
 
 
+def _is_set(config: Any, field: dataclasses.Field) -> bool:
+  """Whether a flag of a model's config is not its default."""
+  return field.default is not dataclasses.MISSING and getattr(config, field.name) != field.default
+
+
 class Pressed:
   """The checkpoint as transformers' model, float32 on a CPU, its weights shared where they can be.
 
   Raises:
-    NotImplementedError: the model has normed keys or scaled rotations.
+    NotImplementedError: the model is of another family, or has scaled rotations.
   """
 
   def __init__(self, model: Transformer):
@@ -89,8 +95,11 @@ class Pressed:
     self.torch, self.library = import_module("torch"), import_module("kvpress")
     self.transformers = import_module("transformers")
     c = model.config
-    if c.qk_norm or c.rope.scaling is not None:
-      raise NotImplementedError("model: found normed keys or scaled rotations, expected neither")
+    sizes = ("norm_eps", "tie_embeddings", "max_context", "qkv_bias")
+    others = [f.name for f in dataclasses.fields(c) if f.name not in sizes and _is_set(c, f)]
+    if others or c.rope != Rope(c.rope.theta):
+      found = ", ".join(others or ["rope"])
+      raise NotImplementedError(f"model: found {found}, expected a plain Llama or Qwen 2")
     kind = "Qwen2" if c.qkv_bias else "Llama"
     config = getattr(self.transformers, f"{kind}Config")(
       vocab_size=c.vocab,

@@ -70,10 +70,16 @@ class SharedPrefill(Method):
     return super().traits.but(positional=positional, chunkable=False)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
-    own = [m.init_caches(spec) for m in self.members]
+    own = zip(*(m.init_caches(spec) for m in self.members), strict=True)
+    windows = spec.windows or (None,) * spec.layers
     positional = tuple(m.traits.positional for m in self.members)
     origin = Origin.of(self, spec)
-    return tuple(Members(caches, positional, origin) for caches in zip(*own, strict=True))
+    return tuple(
+      Members(caches, positional, origin)
+      if window is None
+      else dataclasses.replace(caches[0], origin=origin)
+      for caches, window in zip(own, windows, strict=True)
+    )
 
   def prefill(
     self, at: At, cache: Any, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry

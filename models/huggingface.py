@@ -203,7 +203,7 @@ class HuggingFace(Source):
     theta, local_theta = self._entry("rope_theta"), self._entry("rope_local_base_freq")
     return self._rope(key, whole, theta), self._rope(key, local, local_theta)
 
-  def _rope(self, key: str, given: dict[str, Any], theta: float) -> Rope:
+  def _rope(self, key: str, given: Any, theta: Any) -> Rope:
     kind = given.get("rope_type", given.get("type", "default"))
 
     def entry(name: str, default: Any = None) -> float:

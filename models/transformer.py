@@ -66,7 +66,7 @@ class Layer(nnx.Module):
       q, k, v = self.attention.qkv(self.attention_norm(y), at.env.impl)
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A or T, H]
-    sinks = self.attention.sink_logits
+    sinks = self.attention.sink_logits if at.env.lse else None
     o, cache, carry, aux = front.read(at, cache, q, k, v, prompt, carry, sinks)
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)
@@ -88,7 +88,7 @@ class Layer(nnx.Module):
     """
     x, y = self.attention_norm.after(x, parts, at.env.impl)
     q, k, v = self.attention.qkv(y, at.env.impl)
-    sinks = self.attention.sink_logits
+    sinks = self.attention.sink_logits if at.env.lse else None
     o, cache, carry, aux = front.step(at, cache, q, k, v, live, carry, sinks)
     return *self._finish(at, x, o), cache, carry, aux
 

@@ -7,6 +7,7 @@ from a few thousand tokens on, and float64 too where x has no exact binary form 
 
 import decimal
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -15,14 +16,14 @@ BITS = 48  # of a share's fraction
 DIGIT = 8  # bits of it that are multiplied at a time
 
 
-def share(base: float, power: float, start: float, layer: int, layers: int) -> int:
+def share(base: float, power: float, start: float, layer: Any, layers: int) -> int:
   """1 − base^(power·(ℓ − ℓ_s)/(L − ℓ_s)) in units of 2^−48, rounded up; 0 up to layer ℓ_s.
 
   Args:
     base: x, what is left in the top layer where power = 1; in (0, 1], read as a decimal number.
     power: p, 0 or more.
     start: ℓ_s / L, in [0, 1].
-    layer: ℓ − 1, counted from 0.
+    layer: ℓ − 1, an int counted from 0; what is no number yet says so.
     layers: L.
   """
   with decimal.localcontext(prec=50):

@@ -75,7 +75,7 @@ def test_annotations_are_checked(call):
   [
     lambda: memory.readable("many"),  # a function
     lambda: Full().at("reference", 0),  # a method
-    lambda: Full.example("many"),  # a class method
+    lambda: Rope.none().turned("many"),  # of what a class method makes
   ],
 )
 def test_annotations_without_shapes_are_checked(call):

@@ -10,7 +10,6 @@ import pytest
 import kvjax
 from kvjax import settings
 from kvjax.testing.layer import Layer, Stream, rotate
-from tests.laws.test_laws import FAMILIES
 
 ROWS, KV_HEADS, GROUPS, WIDTH, CAPACITY = 2, 3, 2, 16, 48
 LENGTHS = np.array([29, 17], np.int32)
@@ -21,6 +20,7 @@ CLOSE = {"rtol": 0, "atol": 5e-6}
 PIECES = ("infllm", "ltri")  # read a prompt in pieces of their own
 SKIP = ("etf", "cpe")  # leave tokens out of deep layers
 CARRY = ("hshare",)  # hands something on, and settles at a prompt's end
+CORE = {("full", "reference"), ("h2o", "reference"), ("quest", "pallas"), ("snapkv", "pallas")}
 DEPTH = ("psaw", "pyramidkv", "random")  # do not do the same in every layer
 
 
@@ -53,11 +53,11 @@ def answers(cache, arrays=None, **how):
   return outs, cache
 
 
-@pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
-  "name",
+  ("name", "impl"),
   [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES))
+    pytest.param(name, impl, marks=[pytest.mark.slow] * ((name, impl) not in CORE))
+    for impl in ("reference", "pallas")
     for name in kvjax.METHODS
     if name not in PIECES + SKIP + CARRY
   ],
@@ -131,6 +131,7 @@ SCANNED = {
 } | {"quest": kvjax.Quest(8, 4, dense_layers=0)}
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("method", SCANNED.values(), ids=SCANNED)
 def test_layers_under_a_scan(method):
   """Stacked caches under `jax.lax.scan` give what the layers give one by one."""

@@ -11,6 +11,7 @@ from flax import nnx
 import kvjax
 from kvjax.models import experts, parallel, step_bytes
 from kvjax.models.config import ModelConfig
+from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
 
 CONFIG = ModelConfig(
@@ -85,12 +86,14 @@ def test_over_devices():
     layer.mlp = block(BIASED)
   spread, method = parallel.shard(model, kvjax.make_mesh(heads=2)), kvjax.Full()
   assert spread.layers[0].mlp.down[...].sharding.shard_shape((5, 12, 16)) == (5, 6, 16)
-  tokens, lengths = jnp.arange(18).reshape(2, 9), jnp.array([9, 7])
+  tokens, lengths = np.arange(18, dtype=np.int32).reshape(2, 9), np.array([9, 7], np.int32)
 
   def run(model):
     caches = model.init_caches(method, 2, 16)
-    logits, caches = model.prefill(tokens, lengths, caches, method)
-    return logits, model.decode(tokens[:, 0], caches, method)[0]
+    logits, caches = prefill(model, tokens, lengths, caches, method)
+    return logits, jax.jit(
+      lambda caches: model.decode(jnp.asarray(tokens[:, 0]), caches, method)[0]
+    )(caches)
 
   for one, two in zip(run(model), run(spread), strict=True):
     np.testing.assert_allclose(two, one, atol=1e-5)

@@ -28,8 +28,9 @@ LENGTHS = np.array([60, 41], np.int32)
 TOKENS = tiny_hf.tokens()[:, :CAPACITY]
 # Logits of up to 60, float32, summed in another order.
 CLOSE = 2e-4
+CORE = "snapkv", "quest"
 METHODS = [
-  pytest.param(name, marks=[pytest.mark.slow] * (name not in FAMILIES)) for name in kvjax.METHODS
+  pytest.param(name, marks=[pytest.mark.slow] * (name not in CORE)) for name in kvjax.METHODS
 ]
 
 
@@ -128,6 +129,7 @@ def test_sinks_under_every_kind_of_method(name):
   np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("chunk", [7, 24, 32])
 def test_chunks_give_what_one_call_gives(chunk):
   """Shorter than the window, of its size, longer: a query sees past the chunk's begin."""
@@ -220,7 +222,7 @@ def test_one_prefill_for_several_members():
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("name", ["gpt-oss", GEMMA])
+@pytest.mark.parametrize("name", [GEMMA, "gpt-oss"])
 def test_heads_over_two_devices(name):
   spread, method = parallel.shard(model(name), kvjax.make_mesh(heads=2)), kvjax.H2O(16)
   want, caches = start(method, name)

@@ -154,10 +154,7 @@ class Streamed(
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
-    """What else is remembered of a chunk's attention to window and chunk, before it is kept.
-
-    q [B, K, G, A, H] is rotated, qpos int32 [B, A].
-    """
+    """What else is remembered of a chunk's attention, q [B, K, G, A, H], before it is kept."""
     return cache
 
   # ---- geometry

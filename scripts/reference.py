@@ -31,6 +31,9 @@ MODULES = (
   *(
     "kvjax.fields",
     "kvjax.leaves",
+    "kvjax.settings",
+    "kvjax.traits",
+    "kvjax.windowed",
     "kvjax.rope",
     "kvjax.sharding",
     "kvjax.memory",

@@ -71,7 +71,8 @@ def empty_caches(
   Args:
     method: what to keep and what to read, `kvjax.SnapKV(1024)` say.
     batch: rows B.
-    capacity: tokens of the longest row, prompt and generation together.
+    capacity: tokens of the longest row, prompt and generation together. No program can raise for
+      a longer one: methods that keep every token drop what comes after.
     heads: query heads N, a multiple of `kv_heads`.
     kv_heads: K.
     head_dim: H.
@@ -324,9 +325,10 @@ def _place(cache: LayerCache, sinks: ArrayLike | None) -> tuple[At, Array | None
   env = dataclasses.replace(cache.env, lse=sinks is not None)
   if sinks is None:
     return method.at(env, layer), None
-  sunk = jnp.asarray(sinks, jnp.float32)
-  if sunk.ndim != 1 or sunk.size % kv_heads:
-    raise ValueError(f"sinks: found shape {sunk.shape}, expected one for each query head")
+  sunk, origin = jnp.asarray(sinks, jnp.float32), cache.cache.origin
+  heads = kv_heads * origin.groups if origin else sunk.size
+  if sunk.shape != (heads,) or heads % kv_heads:
+    raise ValueError(f"sinks: found shape {sunk.shape}, expected ({heads},), one for a query head")
   return method.at(env, layer), sunk.reshape(kv_heads, -1)
 
 

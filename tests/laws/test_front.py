@@ -211,8 +211,8 @@ def test_what_does_not_fit_is_refused():
     (lambda: kvjax.stacked([]), "caches: found none"),
     (lambda: made(kvjax.Full(), windows=(4, None)), "windows: found 2, expected one for each of 4"),
     (
-      lambda: kvjax.prefill(cache, q, k, v, sinks=jnp.ones(1)),
-      r"sinks: found shape \(1,\), expected",
+      lambda: kvjax.prefill(cache, q, k, v, sinks=jnp.ones(3)),
+      r"sinks: found shape \(3,\), expected \(6,\)",
     ),
   ):
     with pytest.raises(ValueError, match=message):

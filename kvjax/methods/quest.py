@@ -76,7 +76,7 @@ class Quest(Selective):
     )
 
   def _renewed(self, at: At, cache: Cache) -> Cache:
-    if not at.top.traits.positional:  # the kernel finds the newest token by its position
+    if not at.top.traits.positional:  # the newest token may be in any page
       return super()._renewed(at, cache)
     return dispatch.renew_extremes(at, cache, self.summarise, unit=self.page)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import Rope
+from kvjax import Rope, Yarn
 from kvjax.kernels import (
   _backend,
   art,
@@ -314,6 +314,8 @@ def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     call = functools.partial(enter_token, rope=Rope(), interpret=False)
     yield name, call, shapes
   shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
+  turned = Rope(scaling=Yarn(4.0, 4096), partial=0.5)  # a factor on what is turned alone
+  yield "partial", functools.partial(enter_token, rope=turned, interpret=False), shapes
   yield "ring", ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
   yield "part", part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
 

@@ -137,6 +137,7 @@ def test_the_demo_compares_five():
   "names", [pytest.param(FEW, id="few"), pytest.param(DEMO, marks=pytest.mark.slow, id="all")]
 )
 def test_demo_compares_methods_with_full(names, tiny, capsys):
+  jax.clear_caches()  # nothing that is timed was compiled by an earlier case
   results = demo.show(run_demo(tiny, *names))
   by_name = {r.name: r for r in results}
   full = by_name["full"]
@@ -148,8 +149,7 @@ def test_demo_compares_methods_with_full(names, tiny, capsys):
   assert by_name["snapkv"].kl > 0
   for r in results:
     assert r.kl >= -1e-6 and 0 <= r.top1 <= 1 and r.tokens_per_second > 0
-    assert r.prompt_seconds > 0 and r.decode_seconds > 0
-    assert r.compile_seconds > 0 or names != FEW  # the others' programs are there by then
+    assert r.compile_seconds > 0 and r.prompt_seconds > 0 and r.decode_seconds > 0
     assert r.shared == (r.name != "cpe")
   reading, head, rule, *rows = capsys.readouterr().out.splitlines()
   assert f"tokens once for {', '.join(names[:-1])} " in reading

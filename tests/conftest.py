@@ -176,7 +176,7 @@ def _few_programs(request):
   done = next(_tests)
   if done % 16 == 0 and drop_programs():  # Linux takes milliseconds to list a process's maps
     gc.unfreeze()
-  if done % 64 == 0:  # rarely, but programs in it hold gigabytes
+  if done % 128 == 0:  # rarely, but programs in it hold gigabytes
     gc.collect()
     gc.freeze()
 

@@ -91,6 +91,7 @@ print(warning.message)
 """
 
 
+@pytest.mark.slow
 def test_a_jax_without_the_lowering_runs_the_references():
   """It decodes; a kernel by name is refused, and "auto" says once what it lacks."""
   done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)

@@ -118,6 +118,7 @@ def test_attention_by_hand(window, sinks, impl):
         np.testing.assert_allclose(got[1 + i][row, head], by_hand(row, size + i, head), **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_token_may_have_an_axis_of_its_own():
   (cache,) = made(kvjax.Full(), layers=1)
   at = (np.arange(ROWS)[:, None], np.zeros((ROWS, 1), int))
@@ -131,7 +132,7 @@ SCANNED = {
 } | {"quest": kvjax.Quest(8, 4, dense_layers=0)}
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", SCANNED.values(), ids=SCANNED)
 def test_layers_under_a_scan(method):
   """Stacked caches under `jax.lax.scan` give what the layers give one by one."""

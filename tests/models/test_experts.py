@@ -63,6 +63,7 @@ def oracle(made, config, x):
   return out
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biased"])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 37, 130])
 def test_few_and_many_tokens_equal_the_oracle(config, tokens, monkeypatch):
@@ -81,6 +82,7 @@ def test_one_expert_for_all():
   np.testing.assert_allclose(made(x, "reference", ())[0], oracle(made, CONFIG, x), atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_over_devices():
   """A width that is split over two devices, experts and biases whole in number."""
   model = Transformer(BIASED, dtype=jnp.float32, impl="reference", rngs=nnx.Rngs(0))

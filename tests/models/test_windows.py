@@ -106,7 +106,8 @@ def test_a_step_reads_the_window_and_no_more():
 # ---- what is computed
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", kvjax.METHODS)
 def test_the_neutral_setting_equals_full(name):
   """What methods hand from layer to layer passes by the layers with a window."""
   method = settings.neutral(CASES[name].method, CAPACITY)
@@ -130,7 +131,7 @@ def test_sinks_under_every_kind_of_method(name):
   np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [7, 24, 32])
 def test_chunks_give_what_one_call_gives(chunk):
   """Shorter than the window, of its size, longer: a query sees past the chunk's begin."""
@@ -212,6 +213,7 @@ def test_caches_know_their_windows():
     kvjax.models.checks.laid_out(caches, kvjax.Full(), other.cache_spec(1, 1, jnp.float32))
 
 
+@pytest.mark.slow
 def test_one_prefill_for_several_members():
   """Each has a window of its own afterwards: a step of one leaves the other's alone."""
   members = settings.example(kvjax.SnapKV, 16), kvjax.Full()
@@ -222,7 +224,7 @@ def test_one_prefill_for_several_members():
     np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMMA, "gpt-oss"])
 def test_heads_over_two_devices(name):
   spread, method = parallel.shard(model(name), kvjax.make_mesh(heads=2)), kvjax.H2O(16)

@@ -47,6 +47,7 @@ def request(*args):
   return Instance(request_type="loglikelihood", doc={}, arguments=args, idx=0)
 
 
+@pytest.mark.slow
 def test_log_likelihoods(loaded):
   """Contexts and continuations of many lengths, in batches, an empty context among them."""
   pairs = [(TEXTS[0], " and slept"), ("", TEXTS[1]), (TEXTS[2], "." * 40), (TEXTS[1], " barks")]

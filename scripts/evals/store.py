@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from kvjax.models.config import ModelConfig
+
 SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
@@ -80,7 +82,7 @@ class Store:
   def _compare(self, folder: pathlib.Path, *, but: tuple[str, ...] = ()) -> None:
     before = settings_of(folder)
     for name in {**before, **self.settings}:
-      if name not in but and before.get(name) != self.settings.get(name):
+      if name not in but and not _same(name, before.get(name), self.settings.get(name)):
         raise ValueError(
           f"{folder}: found results with {name} = {before.get(name)!r}, and now it is "
           f"{self.settings.get(name)!r}: expected the same, or another --out"
@@ -133,6 +135,13 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
   if not path.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
   return json.loads(path.read_text("utf-8"))
+
+
+def _same(name: str, one: Any, other: Any) -> bool:
+  """Whether settings say the same; a model that an older version wrote lacks newer flags."""
+  if name == "config" and one and other and one != other:
+    return ModelConfig.from_json(one) == ModelConfig.from_json(other)
+  return one == other
 
 
 def every(name: str, *settings: dict[str, Any]) -> Any:

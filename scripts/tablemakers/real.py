@@ -85,8 +85,7 @@ def about(found: Held) -> list[str]:
       if one.weak:
         text += f", without {_listed(one.weak)}, of which the full cache solves less than half"
       if one.missing:
-        names = ", ".join(_name(who.method, who.budget) for who in one.missing)
-        text += f"; without a mean, since they have not done all of these, are {names}"
+        text += "; rows without a mean have not done all of these"
       parts.append(f"{text}.")
   if found.short:
     parts.append(
@@ -140,7 +139,7 @@ def _row(one: Standing, whole: Standings, tasks: Sequence[str], boards: list[Boa
 
 
 def _percent(estimate: Estimate) -> str:
-  mean, low, high = (f"{100 * x:.0f}" for x in (estimate.mean, estimate.low, estimate.high))
+  mean, low, high = (round(100 * x) for x in (estimate.mean, estimate.low, estimate.high))
   return f"{mean} ({low}–{high})"
 
 
@@ -247,39 +246,37 @@ def answers(results: Results) -> list[str]:
 @_given
 def foreseen(found: Held) -> list[str]:
   """How near `advise` came to what was measured."""
-  costs_ = [
-    point.cost for length in LENGTHS for board in found.at(length) for point in board.points
-  ]
-  apart = {
-    _name(cost.method, cost.budget): cost.expected_us / cost.us
-    for cost in costs_
+  ratios = [
+    (cost, cost.expected_us / cost.us)
+    for length in LENGTHS
+    for board in found.at(length)
+    for cost in (point.cost for point in board.points)
     if cost.expected_us
-  }
-  if not apart:
+  ]
+  if not ratios:
     return []
-  near = sum(abs(ratio - 1) <= 0.15 for ratio in apart.values())
-  far = [f"{name} {ratio:.2f}" for name, ratio in apart.items() if abs(ratio - 1) > 0.15]
-  text = f"What `advise` expects is within 15 % of the measured step for {near} of {len(apart)}"
+  far = [
+    f"{_name(cost.method, cost.budget)} at {cost.length:,} × {cost.batch} {ratio:.2f}"
+    for cost, ratio in ratios
+    if abs(ratio - 1) > 0.15
+  ]
+  near = len(ratios) - len(far)
+  text = f"What `advise` expects is within 15 % of the measured step for {near} of {len(ratios)}"
   if far:
     text += f"; expected over measured of the others: {', '.join(far)}"
   return cells.sentence(f"{text}.")
 
 
-TPOT = f"{GPU}/tpot"
-
-
 def end_to_end(results: Results) -> list[str]:
-  """Steps of few rows at a long context, each beside the full cache's."""
-  if not (results.folder / TPOT).is_dir():
-    return []
-  rows, timed = [], costs.read(results.folder / TPOT)
+  """Steps at longer contexts than the first, each beside the full cache's."""
+  rows, timed = [], [c for c in costs.read(results.folder / FOLDER) if c.length > LENGTHS[0]]
   full = {(cost.length, cost.batch): cost for cost in timed if cost.method == "full"}
   for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
     whole = full[cost.length, cost.batch]
     step = [_milliseconds(cost, whole), f"{cost.read:.2f}", f"{(cost.expected_us or 0) / 1e3:.2f}"]
     rows.append([f"{cost.length:,}", str(cost.batch), _name(cost.method, cost.budget), *step])
   head = ("tokens", "batch", "method, budget", "ms a step (× full)", "GB read", "expected ms")
-  return cells.table(head, rows)
+  return cells.table(head, rows) if rows else []
 
 
 # ---- ART's stops
@@ -355,12 +352,13 @@ def _risk(point: Point, board: Board, found: Held) -> str:
 
 @_given
 def picture(found: Held) -> list[str]:
-  """The picture of the largest batch at the longest length."""
-  boards = [board for length in LENGTHS for board in found.at(length)]
-  if not boards:
-    return []
-  name = f"{FOLDER}/score_by_cost_aware_b{boards[-1].batch}.png"
-  return [f"![Score against milliseconds a token, bytes kept and bytes read]({name})"]
+  """A picture of each length, at its largest batch."""
+  boards = [made[-1] for length in LENGTHS if (made := found.at(length))]
+  return [
+    f"![Score against milliseconds a token, bytes kept and bytes read, {board.standings.length:,} "
+    f"tokens]({FOLDER}/score_by_cost_aware_b{board.batch}.png)"
+    for board in boards
+  ]
 
 
 def in_short(results: Results) -> str:

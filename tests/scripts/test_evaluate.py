@@ -444,6 +444,16 @@ def test_a_run_of_another_version_does_not_go_on(loaded, finished, tmp_path):
     run(loaded, tmp_path / "both")
 
 
+def test_a_model_of_before_it_had_more_flags_is_the_same(finished, tmp_path):
+  settings = store.settings_of(finished[0])
+  config = {name: x for name, x in settings["config"].items() if name not in ("sinks", "windows")}
+  old = folder_of(kvjax.__version__, tmp_path, finished[1][:1], settings)
+  (old / store.SETTINGS).write_text(json.dumps(settings | {"config": config}))
+  results = store.Store(old, settings)
+  assert len(results.rows) == 1
+  results.close()
+
+
 def test_other_settings_are_refused(loaded, finished):
   with pytest.raises(ValueError, match="found results with seed = 0, and now it is 1"):
     run(loaded, finished[0], "--seed", "1")

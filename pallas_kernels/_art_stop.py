@@ -95,8 +95,8 @@ class Detector:
     return judge
 
   def is_stable(self, new: Array, old: Array, norm: Array, before: Array) -> Array:
-    """Whether the probe neither moved nor turned; `norm` and `before` are the norms of both."""
-    moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=1))  # d_scale
+    """Whether the probe, on the last axis, neither moved nor turned; the norms are of both."""
+    moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=-1))  # d_scale
     both = norm * before
     # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
     apart = moved * moved - (norm - before) * (norm - before)

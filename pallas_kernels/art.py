@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..softmax_state import State
-from . import _art_order, _art_stop, _backend, _split, _tiles, config
+from . import _art_order, _art_read, _art_stop, _backend, _split, _tiles, art_spread, config
 from ._art_stop import Certificate, Detector, Stop
 from .decode import check
 from .sparse_decode import check_table
@@ -29,14 +29,8 @@ MAX_TILE = 256
 
 
 def _kernel(
-  q_ref: Any,
-  k_ref: Any,
-  v_ref: Any,
-  ring: _art_order.Ring | None,
-  table: _art_order.Table | None,
+  sources: _art_read.Sources,
   unread_ref: Any | None,
-  start_ref: Any,
-  stop_ref: Any,
   outputs: tuple[Any, ...],
   walked_ref: Any,
   *,
@@ -48,55 +42,26 @@ def _kernel(
   scale: float,
   loaded: bool,
 ) -> None:
-  """q [R, G, H], k, v [R, S, H], (`Ring`,) (`Table`, (unread [R, G, W + 1],)) start, stop [R] or
-  one per batch row -> what `_split.results` lists, and tiles walked [R · splits, G].
+  """`Sources`, (unread [R, G, W + 1]) -> what `_split.results` lists, and tiles walked
+  [R · splits, G].
   """
-  rows, slots, head_dim = k_ref.shape
-  groups = q_ref.shape[1]
+  groups, head_dim = sources.q.shape[1:]
   pid = pl.program_id(0)
   row, split = pid // splits, pid % splits
-  shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
-  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
-
+  read = _art_read.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
-  inside = (columns < head_dim)[None, :]
-  if table is not None:
-    order = _art_order.listed(table, row, sizes)
-  elif ring is not None:
-    order = _art_order.around(ring, row, rows, slots, start, stop, sizes)
-  else:
-    order = _art_order.newest_first(start, stop, sizes)
-
-  def fetch(t: Any, j: Any) -> _tiles.Tile:
-    """Part j of tile t of the order."""
-    slot, real = order.slots(t, j)
-    keep = real & (slot < stop) & ((slot < sinks) | (slot >= start))
-    if not order.run:
-      slot = jnp.where(keep, slot, 0)
-    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
-    k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in (k_ref, v_ref))
-    return _tiles.Tile(k, v, keep)
-
-  real = (lanes < groups)[:, None] & inside
-  q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
 
   def advance(
     i: Any, j: Any, carry: _tiles.Carry, going: Array | None = None
   ) -> tuple[_tiles.Carry, Array]:
     """Adds part j of tile i of this program, and gives its largest logits."""
-    tile = fetch(split + i * splits, j)
-    keep = tile.keep
-    if going is not None:
-      keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
-    logits: list[Array] = []
-    carry = _tiles.step(carry, q, tile._replace(keep=keep), scale=scale, see=logits.append)
-    return carry, logits[0].max(axis=1)
+    return read.add(split + i * splits, j, carry, going)
 
   def unread(i: Any) -> Array:
     """ln of the most mass after tile i."""
     return _backend.load(unread_ref, row, lanes, i + 1, mask=lanes < groups, other=-jnp.inf)
 
-  mine = jnp.maximum(order.tiles - split + splits - 1, 0) // splits
+  mine = jnp.maximum(read.tiles - split + splits - 1, 0) // splits
   parts = pl.cdiv(sizes.tile, sizes.part)
   carry = _tiles.start(lanes.size, columns.size)
   if until is None:
@@ -146,6 +111,7 @@ def walk(
   splits: int | None = None,
   chunk: int = CHUNK,
   loaded: bool = False,
+  share: int | None = None,
   scale: float | None = None,
   cut: config.Config | None = None,
   interpret: bool | None = None,
@@ -184,6 +150,9 @@ def walk(
     chunk: tiles between two tests for the end while the output moves, at least `patience`; the
       calmer it is, the sooner the next one. Tiles after the end are loaded for nothing.
     loaded: count these too.
+    share: with one split and a detector, tiles that each of several programs reads of one walk,
+      ahead of the detector (`art_spread`); 0: one program walks alone. The walk is the same. None:
+      `SHARE` where rows leave programs idle.
     scale: factor of the logits; H^−½ if None.
     cut: keys per matrix product, warps and stages; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
@@ -228,23 +197,37 @@ def walk(
   def flat(x: Array) -> Array:
     return x.reshape(rows, *x.shape[2:])
 
-  programs = rows * splits
-  written, walked = _backend.call(
-    functools.partial(
-      _kernel,
-      sizes=_art_order.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
-      until=until,
-      splits=splits,
-      chunk=chunk,
-      sinks=sinks,
-      scale=head_dim**-0.5 if scale is None else scale,
-      loaded=loaded,
-    ),
+  sources = _art_read.Sources(
     *(flat(q), flat(k), flat(v)),
     None if ring is None else _art_order.Ring(flat(ring), seen),
     None if table is None or count is None else _art_order.Table(flat(table), flat(count)),
-    None if unread is None else flat(unread),
     *(start.reshape(-1), stop.reshape(-1)),
+  )
+  how: dict[str, Any] = {
+    "sizes": _art_order.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
+    "sinks": sinks,
+    "scale": head_dim**-0.5 if scale is None else scale,
+  }
+  detected = splits == 1 and (until is None or isinstance(until.rule, Detector))
+  if share is None:
+    share = art_spread.SHARE if detected and helped(rows, interpret=interpreted) else 0
+  if share:
+    if not detected:
+      raise ValueError(f"share: found {share}, expected 0 with several splits or a certificate")
+    o, m, l, rounded, walked = art_spread.walk(
+      *(sources, until, -(-length // tile)),
+      share=share,
+      cut=cut,
+      loaded=loaded,
+      interpret=interpret,
+      **how,
+    )
+    o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
+    return State(o, m, l), rounded, walked.reshape(batch, heads, 1, groups)
+  programs = rows * splits
+  written, walked = _backend.call(
+    functools.partial(_kernel, until=until, splits=splits, chunk=chunk, loaded=loaded, **how),
+    *(sources, None if unread is None else flat(unread)),
     grid=(programs,),
     out=[
       tuple(_split.results(rows, groups, head_dim, programs - rows, q.dtype)),
@@ -258,6 +241,11 @@ def walk(
   o, m, l, rounded = _split.join(written, split=splits > 1, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
   return State(o, m, l), rounded, walked.reshape(batch, heads, splits, groups)
+
+
+def helped(rows: int, *, interpret: bool = False, kind: str | None = None) -> bool:
+  """Whether so many walks leave room for a second program each."""
+  return not interpret and 2 * rows <= 2 * config.this_device(kind).cores
 
 
 def choose_splits(

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
 from kvjax.kernels.art import choose_splits, walk
+from kvjax.kernels.art_spread import waves
 from kvjax.kernels.config import Config
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.kernels.test_sparse_decode_kernel import plan
@@ -105,13 +106,13 @@ def inputs(seed, batch, heads, groups, slots, head_dim):
   return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.core(2)
+@pytest.mark.parametrize(("splits", "share"), [(1, 0), (3, 0), (1, 3)])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
 @pytest.mark.parametrize(
   "kwargs", [{}, {"per_head": True, "full": True, "kept": 4, "patience": 2}], ids=str
 )
-def test_a_table_against_algorithm_1(unit, splits, kwargs):
+def test_a_table_against_algorithm_1(unit, splits, share, kwargs):
   """Tiles at once, and in parts, which straddle the table's entries or lie within one."""
   batch, heads, groups, slots, sinks, tile = 2, 3, 3, 700, 5, 32 if unit == 256 else 20
   cut = Config(16, 1, 4, 1) if splits == 3 else None
@@ -133,7 +134,15 @@ def test_a_table_against_algorithm_1(unit, splits, kwargs):
   poisoned = [np.where(read[..., None], x, np.nan) for x in (k, v)]
   run = jax.jit(
     functools.partial(
-      walk, unit=unit, sinks=sinks, tile=tile, splits=splits, chunk=3, cut=cut, **detector
+      walk,
+      unit=unit,
+      sinks=sinks,
+      tile=tile,
+      splits=splits,
+      share=share,
+      chunk=3,
+      cut=cut,
+      **detector,
     )
   )
   out = run(*map(jnp.asarray, (q, *poisoned, table, count, start, stop)))
@@ -142,9 +151,9 @@ def test_a_table_against_algorithm_1(unit, splits, kwargs):
 
 
 @pytest.mark.core(2)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "share"), [(1, 0), (4, 0), (1, 2), (1, 5)])
 @pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
-def test_newest_first_needs_no_table(sinks, first, splits):
+def test_newest_first_needs_no_table(sinks, first, splits, share):
   """First tiles, then from the newest down: the arithmetic order, over ragged rows."""
   batch, heads, groups, slots, tile = 4, 1, 2, 400, 16
   q, k, v = inputs(sinks + first, batch, heads, groups, slots, 24)
@@ -168,7 +177,7 @@ def test_newest_first_needs_no_table(sinks, first, splits):
   poisoned = [np.where(held[..., None], x, np.nan) for x in (k, v)]
   run = jax.jit(
     functools.partial(
-      walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, chunk=3, **detector
+      walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, share=share, **detector
     )
   )
   out = run(*map(jnp.asarray, (q, *poisoned)), start=jnp.asarray(start), stop=jnp.asarray(stop))
@@ -195,9 +204,9 @@ def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("splits", "share"), [(1, 0), (4, 0), (1, 2)])
 @pytest.mark.parametrize(("sinks", "kept"), [(0, 0), (5, 1), (20, 3)])
-def test_a_ring_is_walked_around(sinks, kept, splits):
+def test_a_ring_is_walked_around(sinks, kept, splits, share):
   """From the tile of the newest token down, and from the last one on, over heads that differ."""
   slots, tile, heads = 390, 16, 2
   q, k, v = inputs(1, 3, heads, 2, slots, 24)
@@ -220,7 +229,7 @@ def test_a_ring_is_walked_around(sinks, kept, splits):
   detector = {**LOOSE, "full": False, "per_head": False, "kept": pinned}
   turns = {"ring": jnp.asarray(ring, jnp.int32), "seen": jnp.asarray(seen)}
   run = functools.partial(
-    walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, chunk=3, **detector
+    walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, share=share, **detector
   )
   bounds = {"start": jnp.zeros((3, 1), jnp.int32), "stop": jnp.asarray(stop[:, None])}
   out = jax.jit(run)(*map(jnp.asarray, (q, *poisoned)), **bounds, **turns)
@@ -229,16 +238,63 @@ def test_a_ring_is_walked_around(sinks, kept, splits):
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_infinite_patience_changes_no_bit(splits, dtype):
+@pytest.mark.parametrize(("splits", "share"), [(1, 0), (3, 0), (1, 3)])
+def test_infinite_patience_changes_no_bit(splits, share, dtype):
   """Looking at the output leaves it alone; a second run is equal to the bit."""
   q, k, v = (jnp.asarray(x, dtype) for x in inputs(7, 2, 2, 3, 300, 64))
   bounds = jnp.zeros((2, 1), jnp.int32), jnp.asarray([[290], [77]], jnp.int32)
-  run = functools.partial(walk, q, k, v, None, None, *bounds, tile=32, splits=splits)
+  how = {"tile": 32, "splits": splits, "share": share}
+  run = functools.partial(walk, q, k, v, None, None, *bounds, **how)
   plain, unending, again = (run(patience=p) for p in (None, math.inf, math.inf))
   for other in (unending, again):
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
       np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+@pytest.mark.parametrize("share", [1, 2, 8])
+@pytest.mark.parametrize(
+  "kwargs",
+  [
+    {},
+    pytest.param({"per_head": True, "patience": 2}, marks=pytest.mark.slow),
+    pytest.param({"full": True, "kept": 9}, marks=pytest.mark.slow),
+    pytest.param({"cut": Config(16, 1, 4, 1)}, marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
+def test_many_programs_walk_as_one_does(share, kwargs):
+  """They end at the same tiles, in several waves; what they have read behind is told."""
+  tile = 32
+  q, k, v = map(jnp.asarray, inputs(9, 3, 2, 3, 2000, 64))
+  bounds = jnp.zeros((3, 1), jnp.int32), jnp.asarray([[1990], [577], [31]], jnp.int32)
+  detector = {"tau": 0.12, "phi": 0.1, "patience": 3, "tile": tile, "splits": 1, **kwargs}
+  run = functools.partial(walk, q, k, v, None, None, *bounds, **detector)
+  alone, many, again, loaded = (
+    run(share=0),
+    *(run(share=share) for _ in range(2)),
+    run(share=share, loaded=True),
+  )
+  np.testing.assert_array_equal(alone[2], many[2])
+  np.testing.assert_allclose(alone[0].o, many[0].o, atol=1e-5)
+  np.testing.assert_allclose(alone[0].lse, many[0].lse, atol=1e-5)
+  for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(again), strict=True):
+    np.testing.assert_array_equal(a, b)
+  tiles = -(-np.array([1990, 577, 31]) // tile)[:, None, None, None]
+  assert (np.asarray(many[2]) < tiles).any() and (np.asarray(many[2]) <= tiles).all()
+  ends = {first + shares * share for first, shares in waves(63, 6, share, 18)}
+  assert len(ends) == (4 if share < 8 else 2)
+  read = np.asarray(loaded[2])
+  assert (read >= np.asarray(many[2])).all()
+  assert all(
+    x in ends or x == most for x, most in zip(read.max((1, 2, 3)), tiles[:, 0, 0, 0], strict=True)
+  )
+
+
+def test_waves():
+  assert waves(256, 2, 8, 264) == [(0, 32)]
+  assert waves(1024, 8, 8, 264) == [(0, 33), (264, 66), (792, 29)]
+  assert waves(256, 64, 8, 264) == [(0, 4), (32, 8), (96, 16), (224, 4)]
+  assert waves(4096, 128, 8, 264) == [(0, 2), (16, 4), (48, 8), (112, 498)]
 
 
 @pytest.mark.slow

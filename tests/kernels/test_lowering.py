@@ -141,13 +141,16 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     (1, jnp.bfloat16, 128, 128, {}),
     (16, jnp.float16, 96, 100, {"per_head": True}),
     (128, jnp.bfloat16, 128, 128, {}),
+    (None, jnp.bfloat16, 128, 128, {"splits": 1, "share": 8}),
+    (16, jnp.float32, 128, 100, {"splits": 1, "share": 8, "per_head": True, "full": True}),
   ):
     cache = of((1, 8, 131072, head_dim), dtype)
     shapes = [of((1, 8, 4, head_dim), dtype), cache, cache, *[of((1, 1), i32)] * 2]
     if unit:
       shapes[3:3] = [of((1, 8, 8192 // unit), i32), of((1, 8), i32)]
-    call = functools.partial(art_call, unit=unit, tile=tile, **options)
-    yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}", call, shapes
+    call = functools.partial(art_call, unit=unit, tile=tile, **{"splits": 4, **options})
+    name = f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}"
+    yield name + "-share" * ("share" in options), call, shapes
 
   cache = of((1, 8, 131072, 128), jnp.bfloat16)
   shapes = [of((1, 8, 4, 128), jnp.bfloat16), cache, cache, of((1, 8, 1024), i32)]
@@ -177,7 +180,6 @@ def art_call(q, k, v, *rest, unit, **options):
   return art.walk(
     *(q, k, v, table, count, start, stop),
     unit=unit or 1,
-    splits=4,
     patience=5,
     interpret=False,
     **options,

@@ -2,9 +2,8 @@
 
 One program that walks alone takes two microseconds a tile, for it has one multiprocessor. Here
 `share` consecutive tiles of the order are one program's, which leaves the softmax state of its own
-tiles after each of them. A second launch goes over these in order, one program per row: it joins
-the states before a share with those inside, looks at the output after every tile as Algorithm 1
-does, and ends at the same tile, however many programs have read. What was read behind the stop is
+tiles after each of them. A second launch goes over these in order (`_art_settle`) and ends at the
+tile at which Algorithm 1 ends, however many programs have read. What was read behind the stop is
 dropped. Nothing waits for anything, and a second run is equal to the bit.
 
 Where more tiles than programs are left, there are several such pairs of launches, each twice as
@@ -14,7 +13,7 @@ Bytes: keys and values of the tiles read, and of each tile the output, 4·G·H.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,46 +21,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from . import _art_order, _art_read, _backend, _split, _tiles, config
-from ._art_stop import PROBES, Detector, Stop, divided
+from . import _art_order, _art_read, _art_settle, _backend, _split, _tiles, config
+from ._art_settle import NEVER, Left, Walks
+from ._art_stop import Stop, divided
 
 SHARE = 8  # tiles of a program: fewer take the detector more rounds, more take a program longer
 WAVES = 4  # pairs of launches, at most
 WARPS = 8  # of the detector
-NEVER = 1 << 30
-
-
-class Left(NamedTuple):
-  """What the programs of a wave leave [R, N, G(, H)] after each of its N tiles, of their own ones.
-
-  acc, m, l: softmax state, m in base 2, over the share's tiles up to this one.
-  top: the largest logit of the tile; −∞: it has no visible key.
-  """
-
-  acc: Any
-  m: Any
-  l: Any
-  top: Any
-
-
-class Walks(NamedTuple):
-  """Walks between two waves [R, G(, H)].
-
-  acc, m, l: softmax state, of a walk that has ended the final one.
-  calm: stable tiles in a row.
-  walked: tiles of a walk that has ended; 0: it goes on.
-  """
-
-  acc: Any
-  m: Any
-  l: Any
-  calm: Any
-  walked: Any
 
 
 def waves(tiles: int, rows: int, share: int, programs: int) -> list[tuple[int, int]]:
   """(first tile, shares) of each wave: as many shares as run at once, then twice as many, …"""
-  found, first, size = [], 0, max(1, programs // rows)
+  found: list[tuple[int, int]] = []
+  first, size = 0, max(1, programs // rows)
   while first < tiles:
     left = pl.cdiv(tiles - first, share)
     count = left if len(found) == WAVES - 1 else min(size, left)
@@ -93,56 +65,52 @@ def walk(
     sizes, sinks, scale, cut, loaded, interpret: as in `art.walk`.
   """
   (rows, groups, head_dim), of = sources.q.shape, jax.ShapeDtypeStruct
-  many = _backend.interpreted(interpret)
-  found = waves(tiles, rows, share, 3 * rows if many else 2 * config.this_device().cores)
-  count, walks = None, None
-  for first, shares in found:
+  f32, i32 = jnp.float32, jnp.int32
+  programs = 3 * rows if _backend.interpreted(interpret) else 2 * config.this_device().cores
+  parts = waves(tiles, rows, share, programs)
+  how: dict[str, Any] = {"sizes": sizes, "sinks": sinks, "scale": scale}
+  walks: Walks | None = None
+  for first, shares in parts:
     size = shares * share
     left, count = _backend.call(
-      functools.partial(
-        _read_kernel, first=first, share=share, sizes=sizes, sinks=sinks, scale=scale
-      ),
-      *(sources, None if walks is None else walks.walked, count),
+      functools.partial(_read_kernel, first=first, share=share, **how),
+      *(sources, None if walks is None else walks.walked),
       grid=(rows, shares),
       out=[
-        Left(
-          of((rows, size, groups, head_dim), jnp.float32),
-          *3 * [of((rows, size, groups), jnp.float32)],
-        ),
-        of((rows,), jnp.int32),
+        Left(of((rows, size, groups, head_dim), f32), *3 * [of((rows, size, groups), f32)]),
+        of((rows,), i32),
       ],
       warps=cut.warps,
       stages=cut.stages,
       name="art_read",
       interpret=interpret,
     )
-    walks, *done = _backend.call(
-      functools.partial(_settle_kernel, until=until, first=first, share=share),
+    last = first + size >= tiles
+    walks, done = _backend.call(
+      functools.partial(_art_settle.kernel, until=until, first=first, share=share, last=last),
       *(left, count, walks),
       grid=(rows,),
       out=[
-        Walks(*_split.state_shapes(rows, groups, head_dim), *2 * [of((rows, groups), jnp.int32)]),
-        *_split.results(rows, groups, head_dim, 0, sources.q.dtype),
+        Walks(*_split.state_shapes(rows, groups, head_dim), *2 * [of((rows, groups), i32)]),
+        tuple(_split.results(rows, groups, head_dim, 0, sources.q.dtype)),
       ],
       warps=WARPS,
       stages=1,
       name="art_settle",
       interpret=interpret,
     )
-  o, m, l, rounded = done
-  walked = jnp.where(walks.walked == 0, count[:, None], walks.walked)
+  assert walks is not None
+  walked = walks.walked
   if loaded:
-    most = walked.max(1, keepdims=True)
-    ends = jnp.array([first + shares * share for first, shares in found])
-    read = jnp.where(ends >= most, ends, NEVER).min(-1, keepdims=True)
+    ends = jnp.array([first + shares * share for first, shares in parts])
+    read = jnp.where(ends >= walked.max(1, keepdims=True), ends, NEVER).min(-1, keepdims=True)
     walked = jnp.broadcast_to(jnp.minimum(read, count[:, None]), walked.shape)
-  return o, m, l, rounded, walked
+  return *done, walked
 
 
 def _read_kernel(
   sources: _art_read.Sources,
   walked_ref: Any | None,
-  _: Any | None,
   left: Left,
   count_ref: Any,
   *,
@@ -161,8 +129,7 @@ def _read_kernel(
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   real = lanes < groups
   read = _art_read.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
-  parts = pl.cdiv(sizes.tile, sizes.part)
-  begin = piece * share
+  parts, begin = pl.cdiv(sizes.tile, sizes.part), piece * share
   mine = jnp.clip(read.tiles - first - begin, 0, share)
   if walked_ref is not None:
     walked = _backend.load(walked_ref, row, lanes, mask=real, other=NEVER)
@@ -173,219 +140,16 @@ def _read_kernel(
     carry, top = read.add(first + begin + i, j, state[0])
     top = jnp.maximum(top, state[1])
     whole = real & (j == parts - 1)
-    at = row, begin + i, lanes
-    mask = whole[:, None] & (columns < head_dim)[None, :]
     index = row, begin + i, lanes[:, None], columns[None, :]
+    mask = whole[:, None] & (columns < head_dim)[None, :]
     _backend.store(left.acc, *index, value=carry.acc, mask=mask)
-    for ref, value in ((left.m, carry.m), (left.l, carry.l), (left.top, top)):
-      _backend.store(ref, *at, value=value, mask=whole)
+    for ref, value in zip(left[1:], (carry.m, carry.l, top), strict=True):
+      _backend.store(ref, row, begin + i, lanes, value=value, mask=whole)
     return carry, jnp.where(j == parts - 1, -jnp.inf, top)
 
   none = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
   lax.fori_loop(0, mine * parts, step, (_tiles.start(lanes.size, columns.size), none))
 
   @pl.when(piece == 0)
-  def _():
+  def _() -> None:
     count_ref[row] = read.tiles
-
-
-class _Share(NamedTuple):
-  """What a program has left of a share, at the probe's columns, of its tiles and those before.
-
-  acc [T, G, C], m, l, top [T, G]; old_acc, old_m, old_l of t − 1; whole [G, H], of all columns
-  after its last tile.
-  """
-
-  acc: Array
-  m: Array
-  l: Array
-  top: Array
-  old_acc: Array
-  old_m: Array
-  old_l: Array
-  whole: Array
-
-
-def _settle_kernel(
-  left: Left,
-  count_ref: Any,
-  before: Walks | None,
-  after: Walks,
-  o_ref: Any,
-  m_ref: Any,
-  l_ref: Any,
-  rounded_ref: Any,
-  *,
-  until: Stop | None,
-  first: int,
-  share: int,
-) -> None:
-  """`Left`, tiles of each order [R], (`Walks`) -> `Walks`, and what `_split.results` lists.
-
-  Goes over the tiles from `first` on, share by share, until no walk goes on.
-  """
-  rule = until.rule if until is not None else None
-  _, size, groups, head_dim = left.acc.shape
-  row = pl.program_id(0)
-  lane, tile = jnp.arange(pl.next_power_of_2(groups)), jnp.arange(pl.next_power_of_2(share))
-  column = jnp.arange(_split.columns_of(head_dim))
-  full = not isinstance(rule, Detector) or rule.full
-  if full or head_dim <= PROBES:
-    probe = column
-  else:
-    probe = jnp.arange(PROBES) * head_dim // PROBES
-  real, inside = lane < groups, column < head_dim
-  count = jnp.clip(count_ref[row] - first, 0, size)
-
-  def states(t: Array, ok: Array) -> tuple[Array, Array, Array, Array]:
-    """acc [T, G, C] at the probe's columns, m, l and top [T, G] after tiles t, where ok."""
-    at, mask = (row, t[:, None], lane[None, :]), ok[:, None] & real[None, :]
-    index = row, t[:, None, None], lane[None, :, None], probe[None, None, :]
-    seen = mask[:, :, None] & (probe < head_dim)[None, None, :]
-    acc = _backend.load(left.acc, *index, mask=seen, other=0.0)
-    m = _backend.load(left.m, *at, mask=mask, other=-jnp.inf)
-    l = _backend.load(left.l, *at, mask=mask, other=0.0)
-    return acc, m, l, _backend.load(left.top, *at, mask=mask, other=-jnp.inf)
-
-  def load(q: Array) -> _Share:
-    """Share q of the wave; none where there is none."""
-    t = q * share + tile
-    ok = (tile < share) & (t < count)
-    acc, m, l, top = states(t, ok)
-    old_acc, old_m, old_l, _ = states(t - 1, ok & (tile > 0))
-    last = jnp.minimum((q + 1) * share, count) - 1
-    index = row, last, lane[:, None], column[None, :]
-    mask = real[:, None] & inside[None, :] & (last >= q * share)
-    whole = _backend.load(left.acc, *index, mask=mask, other=0.0)
-    return _Share(acc, m, l, top, old_acc, old_m, old_l, whole)
-
-  def judge(t: Array, ok: Array, ours: _Share, walks: Walks, probed: Array) -> tuple[Array, Array]:
-    """Which walks [T, G] may end after tiles t, and stable tiles in a row there."""
-    assert until is not None and isinstance(rule, Detector)
-    before = walks.m, walks.l, probed
-    new = _output(before, ours.m, ours.l, ours.acc)
-    old = _output(before, ours.old_m, ours.old_l, ours.old_acc)
-    norm, norm_before = (jnp.sqrt((x * x).sum(axis=-1)) for x in (new, old))
-    stable = rule.is_stable(new, old, norm, norm_before)
-    calm = _calm(stable, ok[:, None] & (ours.top > -jnp.inf), walks.calm)
-    done = (calm >= rule.patience) & (ok & (first + t + 1 >= until.kept))[:, None]
-    if not until.per_head:
-      together = jnp.where(real[None, :], done, True).astype(jnp.int32).min(axis=1)
-      done = jnp.broadcast_to(together[:, None] > 0, done.shape)
-    return done, calm
-
-  def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, ours, walks, probed = state
-    ahead = load(q + 1)
-    t = q * share + tile
-    ok = (tile < share) & (t < count)
-    walked, calm = walks.walked, jnp.zeros((t.size, lane.size), jnp.int32)
-    if until is not None:
-      done, calm = judge(t, ok, ours, walks, probed)
-      hit = jnp.where(done, t[:, None], NEVER).min(axis=0)
-      walked = jnp.where((walked == 0) & (hit < NEVER), first + hit + 1, walked)
-    # Those that go on take all of the share.
-    on = walked == 0
-    is_last = ok & (t == jnp.minimum((q + 1) * share, count) - 1)
-
-    def at_last(x: Array) -> Array:
-      mask = is_last.reshape(-1, *(1,) * (x.ndim - 1))
-      return jnp.where(mask, x, 0).sum(axis=0)
-
-    m = jnp.where(is_last[:, None], ours.m, -jnp.inf).max(axis=0)
-    mine, theirs, top, l = _weights(walks.m, walks.l, m, at_last(ours.l))
-
-    def joined(x: Array, y: Array) -> Array:
-      return jnp.where(on[:, None], x * mine[:, None] + y * theirs[:, None], x)
-
-    acc, probed = joined(walks.acc, ours.whole), joined(probed, at_last(ours.acc))
-    top, l = jnp.where(on, top, walks.m), jnp.where(on, l, walks.l)
-    calm = jnp.where(on, at_last(calm), walks.calm)
-    return q + 1, ahead, Walks(acc, top, l, calm, walked), probed
-
-  def unfinished(state: tuple[Any, ...]) -> Array:
-    q, _, walks, _ = state
-    return (q * share < count) & (jnp.where(real, walks.walked, NEVER).min() == 0)
-
-  walks = _begin(before, row, lane, column, groups, head_dim)
-  probed = _probed(before, row, lane, probe, groups, head_dim)
-  begun = walks.walked
-  _, _, walks, _ = lax.while_loop(
-    unfinished, body, (jnp.int32(0), load(jnp.int32(0)), walks, probed)
-  )
-  # Walks that ended here take their share up to the last tile.
-  here = real & (begun == 0) & (walks.walked > 0)
-  at = row, jnp.where(here, walks.walked - 1 - first, 0)
-  index = row, at[1][:, None], lane[:, None], column[None, :]
-  mask = here[:, None] & inside[None, :]
-  acc = _backend.load(left.acc, *index, mask=mask, other=0.0)
-  m = _backend.load(left.m, *at, lane, mask=here, other=-jnp.inf)
-  l = _backend.load(left.l, *at, lane, mask=here, other=0.0)
-  mine, theirs, top, l = _weights(walks.m, walks.l, m, l)
-  acc = walks.acc * mine[:, None] + acc * theirs[:, None]
-
-  index, mask = (row, lane[:, None], column[None, :]), real[:, None] & inside[None, :]
-  _backend.store(after.acc, *index, value=acc, mask=mask)
-  for ref, value in zip(after[1:], (top, l, walks.calm, walks.walked), strict=True):
-    _backend.store(ref, row, lane, value=value, mask=real)
-  o, m, l = _tiles.finish(_tiles.Carry(acc, top, l))
-  _backend.store(o_ref, *index, value=o, mask=mask)
-  _backend.store(rounded_ref, *index, value=o.astype(rounded_ref.dtype), mask=mask)
-  _backend.store(m_ref, row, lane, value=m, mask=real)
-  _backend.store(l_ref, row, lane, value=l, mask=real)
-
-
-def _begin(
-  before: Walks | None, row: Array, lane: Array, column: Array, groups: int, head_dim: int
-) -> Walks:
-  """Walks as the wave before left them."""
-  if before is None:
-    none = jnp.zeros(lane.shape, jnp.int32)
-    start = _tiles.start(lane.size, column.size)
-    return Walks(*start, none, none)
-  real = lane < groups
-  index, mask = (row, lane[:, None], column[None, :]), real[:, None] & (column < head_dim)[None, :]
-  acc = _backend.load(before.acc, *index, mask=mask)
-  m, l = (
-    _backend.load(ref, row, lane, mask=real, other=x)
-    for ref, x in ((before.m, -jnp.inf), (before.l, 0.0))
-  )
-  calm, walked = (
-    _backend.load(ref, row, lane, mask=real, other=0) for ref in (before.calm, before.walked)
-  )
-  return Walks(acc, m, l, calm, walked)
-
-
-def _probed(
-  before: Walks | None, row: Array, lane: Array, probe: Array, groups: int, head_dim: int
-) -> Array:
-  """acc [G, C] of the walks at the probe's columns."""
-  if before is None:
-    return jnp.zeros((lane.size, probe.size), jnp.float32)
-  mask = (lane < groups)[:, None] & (probe < head_dim)[None, :]
-  return _backend.load(before.acc, row, lane[:, None], probe[None, :], mask=mask)
-
-
-def _weights(m: Array, l: Array, new_m: Array, new_l: Array) -> tuple[Array, Array, Array, Array]:
-  """What two softmax states weigh in their sum, and its m and l."""
-  top = jnp.maximum(m, new_m)
-  base = _tiles.finite(top)
-  old, new = jnp.exp2(m - base), jnp.exp2(new_m - base)
-  return old, new, top, l * old + new_l * new
-
-
-def _output(before: tuple[Array, Array, Array], m: Array, l: Array, acc: Array) -> Array:
-  """The probe [T, G, C] of what lies before a share (m, l [G], acc [G, C]) and of its tiles."""
-  old, new, _, total = _weights(before[0][None, :], before[1][None, :], m, l)
-  x = before[2][None, :, :] * old[:, :, None] + acc * new[:, :, None]
-  return x / _tiles.nonzero(total)[:, :, None]
-
-
-def _calm(stable: Array, step: Array, before: Array) -> Array:
-  """Stable tiles in a row after each tile [T, G]; tiles that are no step leave the number alone."""
-  t = jnp.arange(stable.shape[0])
-  past = (t[None, :] <= t[:, None])[:, :, None]  # [t, j, 1]
-  broken = jnp.where(step & ~stable, t[:, None] + 1, 0)
-  since = jnp.where(past, broken[None, :, :], 0).max(axis=1)  # one past the last unstable tile
-  counted = past & (t[None, :, None] >= since[:, None, :]) & (step & stable)[None, :, :]
-  return counted.astype(jnp.int32).sum(axis=1) + jnp.where(since == 0, before[None, :], 0)

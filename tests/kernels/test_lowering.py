@@ -498,7 +498,8 @@ for kind, capability in DEVICES.items():
 # One shape of every kernel on the GPU that the measurements are of, and those that want most of the
 # smallest shared memory. The others are slow tests.
 CORE = (
-  "art-unitNone-H128-bfloat16",
+  "art-unitNone-H128-bfloat16-sm",
+  "art-unitNone-H128-bfloat16-share",
   "decode-H128-bfloat16",
   "enter_token-GQA",
   "keep_rows-all",

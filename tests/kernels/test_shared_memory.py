@@ -107,8 +107,8 @@ def test_the_interpreter_refuses_nothing():
 
 
 ATTENTION = {
-  *("decode_attend", "sparse_attend", "art_walk", "attend_tiles", "speculate"),
-  *("key_logits", "key_weights"),
+  *("decode_attend", "sparse_attend", "attend_tiles", "speculate"),
+  *("art_walk", "art_read", "key_logits", "key_weights"),
 }
 
 

@@ -147,6 +147,7 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist: -p no:xdist
 def pytest_xdist_make_scheduler(config, log):
   from tests.groups import ByPrograms
 

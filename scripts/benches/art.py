@@ -14,7 +14,7 @@ import numpy as np
 
 import kvjax
 from kvjax import sight
-from kvjax.kernels import art
+from kvjax.kernels import art, art_spread
 from kvjax.kernels.decode import decode_attention
 from kvjax.kernels.sparse_decode import sparse_decode
 from tests.decode_cases import Shape
@@ -26,6 +26,13 @@ TILE = 128
 # What the paper says of its own kernel (Tab. 6): the detector at p = ∞ costs 1.3 %.
 DENSE = (Shape(32, 8, 4, 8 << 10), Shape(8, 8, 4, 32 << 10))
 DECAYS = (Shape(32, 8, 4, 32 << 10), Shape(8, 8, 4, 128 << 10), Shape(1, 8, 4, 128 << 10))
+# One walk a KV head, as the paper has it: Qwen2.5-1.5B's heads, and eight.
+LONE = (
+  *(Shape(batch, 2, 6, 32 << 10) for batch in (1, 4)),
+  Shape(8, 2, 6, 16 << 10),
+  *(Shape(1, 8, 4, k << 10) for k in (32, 128)),
+  Shape(8, 8, 4, 32 << 10),
+)
 QUICK = Shape(2, 2, 3, 300, head_dim=64, dtype="float32")
 QUICK_STOPS = dataclasses.replace(QUICK, slots=600)  # in tiles of 16 and two splits, walks end
 QUICK_TILE = 16
@@ -52,6 +59,9 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     if only in f"decay {shape.name}":
       make = functools.partial(decaying, shape, tile=QUICK_TILE if quick else TILE)
       yield stopping_case(f"decay {shape.name}", shape, make, quick)
+  for shape in (QUICK_STOPS,) if quick else LONE:
+    if only in f"lone {shape.name}":
+      yield lone_case(shape, quick)
   if RECORDED.exists() and only in "recorded":
     with np.load(RECORDED) as file:
       arrays = {name: file[name] for name in file.files}
@@ -258,19 +268,7 @@ def stopping_case(
     dataclasses.replace(read_contender(inputs, shape, copies), name=WHOLE),
   )
 
-  @functools.cache
-  def want() -> tuple[np.ndarray, np.ndarray]:
-    """The reference's output and the tiles that its query heads took [B, K, G], of all splits."""
-    q, k, v, *_ = inputs[0]
-    method = kvjax.ART(tile=tile, splits=splits)
-    pos = jnp.broadcast_to(jnp.arange(shape.slots, dtype=jnp.int32), k.shape[:3])
-    pos = jnp.where(pos < stop[..., None], pos, -1)
-    rows = dict.fromkeys(("seen", "used"), stop[:, 0])
-    cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
-    at = method.at(kvjax.Env(1, impl="reference"), 0)
-    run = jax.jit(lambda cache, q: method.attend(at, cache, sight.visible(at, cache), q))
-    walked = run(cache, q)
-    return np.asarray(walked.state.o), np.asarray(walked.memo.tiles)
+  want = functools.cache(functools.partial(taken, inputs[0], shape, tile, splits))
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     rate = shape.kv_bytes() / seconds[WHOLE]
@@ -299,4 +297,72 @@ def stopping_case(
     steps=lambda: want()[1],
     # What is rounded to 16 bits may move a stop by a tile.
     slack=0 if quick else splits,
+  )
+
+
+def taken(
+  turn: tuple[Any, ...], shape: Shape, tile: int, splits: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """The reference's output and the tiles that its query heads took [B, K, G], of all splits."""
+  q, k, v, _, stop = turn
+  method = kvjax.ART(tile=tile, splits=splits)
+  pos = jnp.broadcast_to(jnp.arange(shape.slots, dtype=jnp.int32), k.shape[:3])
+  pos = jnp.where(pos < stop[..., None], pos, -1)
+  rows = dict.fromkeys(("seen", "used"), stop[:, 0])
+  cache = kvjax.Cache({"k": k, "v": v, "pos": pos}, {}, rows)
+  at = method.at(kvjax.Env(1, impl="reference"), 0)
+  run = jax.jit(lambda cache, q: method.attend(at, cache, sight.visible(at, cache), q))
+  walked = run(cache, q)
+  return np.asarray(walked.state.o), np.asarray(walked.memo.tiles)
+
+
+def lone_case(shape: Shape, quick: bool) -> Case:
+  """One walk a KV head: tiles read ahead by many programs, against one program that walks alone.
+
+  Outputs and tiles walked of both are compared with the reference's.
+  """
+  tile = QUICK_TILE if quick else TILE
+  copies = 1 if quick else min(rotation(shape)[0], 4)
+  start = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
+  stop = jnp.broadcast_to(jnp.asarray(shape.lengths())[:, None], start.shape)
+  turns = [(*decaying(shape, seed, tile), start, stop) for seed in range(copies)]
+  inputs = jax.block_until_ready(turns)
+
+  def walk(q: Any, k: Any, v: Any, start: Any, stop: Any, **options: Any) -> Any:
+    return art.walk(q, k, v, None, None, start, stop, tile=tile, splits=1, **options)
+
+  many = functools.partial(walk, share=2 if quick else art_spread.SHARE)
+  alone = functools.partial(walk, share=0)
+  looked = jax.jit(functools.partial(many, patience=5, loaded=True))
+  read = float(np.mean([np.asarray(looked(*turn)[2]).max(-1).mean() for turn in inputs]))
+  tiles = -(-int(shape.lengths().max()) // tile)
+  want = functools.cache(functools.partial(taken, inputs[0], shape, tile, 1))
+  how: dict[str, Any] = {"output": lambda result: result[0].o, "calls": copies}
+  counted: dict[str, Any] = how | {"steps": lambda result: result[2].sum(2)}
+  contenders = (
+    jax_contender("ART", functools.partial(many, patience=5), inputs, **counted),
+    jax_contender("one program", functools.partial(alone, patience=5), inputs, **counted),
+    jax_contender("ART, p = inf", functools.partial(many, patience=math.inf), inputs, calls=copies),
+    jax_contender(
+      "one program, p = inf", functools.partial(alone, patience=math.inf), inputs, calls=copies
+    ),
+    jax_contender("dense decode", decode_attention, inputs, calls=copies),
+    dataclasses.replace(read_contender(inputs, shape, copies), name=WHOLE),
+  )
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    visited = float(np.mean(want()[1])) / tiles
+    return [f"one walk a head; {visited:.3f} of the tiles visited, {read / tiles:.3f} read"]
+
+  return Case(
+    name=f"lone {shape.name}",
+    shapes=f"{shape.name} {shape.dtype}, tiles of {tile}, τ = 1e-5, φ = 1e-3, p = 5, one walk",
+    bytes=shape.kv_bytes(),
+    reference=lambda: want()[0],
+    tolerance=1e-3 if quick else 1e-2,
+    contenders=contenders,
+    subject="ART",
+    remarks=remarks,
+    steps=lambda: want()[1],
+    slack=0 if quick else 1,
   )

@@ -18,6 +18,7 @@ from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.knorm import Knorm
+from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.ltri import Ltri
@@ -70,6 +71,7 @@ __all__ = [
   "HShare",
   "InfLLM",
   "InfLLMv2",
+  "KVzip",
   "KeyDiff",
   "Knorm",
   "LMInfinite",

@@ -21,6 +21,7 @@ from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.knorm import Knorm
+from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.ltri import Ltri
@@ -50,6 +51,7 @@ METHODS: dict[str, type[Method]] = {
   "knorm": Knorm,
   "keydiff": KeyDiff,
   "r_kv": RKV,
+  "kvzip": KVzip,
   "longflow": LongFlow,
   "topk_oracle": TopKOracle,
   "quest": Quest,

@@ -71,7 +71,8 @@ class Args:
   modes: tuple[Mode, ...] = ("aware",)
   """aware: the prompt is read at once. agnostic: the context is compressed before the question is
   seen. second: a second question about the same text follows the answer to the first, and its
-  answer is scored."""
+  answer is scored. reuse: the context is compressed once, and two questions are asked, each on a
+  copy of its cache; the score is their mean."""
   seed: int = 0
   """Draws every row."""
   checkpoint: common.Checkpoint = None
@@ -214,9 +215,10 @@ def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
   """Whether a cell has as many turns as the mode, and a context to compress before its question."""
   if cell.turns != plan.TURNS[mode]:
     return False
-  if mode != "agnostic" or (not cell.task.forced and all(prompt.head for prompt in cell.prompts)):
+  apart = mode in ("agnostic", "reuse")
+  if not apart or (not cell.task.forced and all(prompt.head for prompt in cell.prompts)):
     return True
-  notes.append(f"{cell.task.name}, agnostic: there is no question apart from a context")
+  notes.append(f"{cell.task.name}, {mode}: there is no question apart from a context")
   return False
 
 

@@ -15,12 +15,14 @@ from kvjax.models.transformer import Transformer
 from .prompt import Prompt
 from .task import Row, Task
 
-Mode = Literal["aware", "agnostic", "second"]
-TURNS: dict[Mode, int] = {"aware": 1, "agnostic": 1, "second": 2}  # questions of a row in each
+Mode = Literal["aware", "agnostic", "second", "reuse"]
+# Questions of a row in each.
+TURNS: dict[Mode, int] = {"aware": 1, "agnostic": 1, "second": 2, "reuse": 2}
 MEANING: dict[Mode, str] = {
   "aware": "the prompt is read at once, so compression sees the question",
   "agnostic": "the context is compressed before the question is seen",
   "second": "a second question on the same text, after the first one and its answer",
+  "reuse": "two questions on one context, which was compressed before both; their mean score",
 }
 
 
@@ -47,7 +49,7 @@ class Cell:
     task, length: whose rows; tokens that prompt and answer take at most.
     rows, prompts: by index.
     forced: token ids of each row's continuation, for tasks that read one.
-    turns: questions that each row asks: 2 in mode "second".
+    turns: questions that each row asks: 2 in the modes "second" and "reuse".
   """
 
   task: Task
@@ -138,11 +140,16 @@ def groups(
   room = 0.0
   for entry in chosen:
     size = cache_bytes(entry.method, model, batch, length)
-    if not kvjax.forms.dense_prefill(entry.method):
+    if not _shares(entry.method):
       continue
     if not made or size > room:
       made.append([])
       room = limit
     made[-1].append(entry)
     room -= size
-  return made + [[entry] for entry in chosen if not kvjax.forms.dense_prefill(entry.method)]
+  return made + [[entry] for entry in chosen if not _shares(entry.method)]
+
+
+def _shares(method: kvjax.Method) -> bool:
+  """Whether one prompt pass fills its cache beside others': for KVzip a model repeats the text."""
+  return kvjax.forms.dense_prefill(method) and not isinstance(method, kvjax.KVzip)

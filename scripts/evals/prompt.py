@@ -23,11 +23,13 @@ class Prompt:
     tail: the question, the markup after it, and the beginning of the answer.
     second: of a row with a second question: the markup that closes the first answer, the question,
       and what is after it, as in `tail`.
+    other: the second question as it is asked where the first one never was, as in `tail`.
   """
 
   head: list[int]
   tail: list[int]
   second: list[int] = dataclasses.field(default_factory=list)
+  other: list[int] = dataclasses.field(default_factory=list)
 
   @property
   def ids(self) -> list[int]:
@@ -77,10 +79,17 @@ class Reader:
         raise ValueError("chat_template: found none in use, expected one, to take a second turn")
       head = self.tokenizer.encode(context)
       return Prompt(head, self.tokenizer.encode(question + answer_prefix, bos=False))
-    before, behind = self._markup
+    before, _ = self._markup
     head = self.tokenizer.encode(before + context, bos=False)
-    tail = self.tokenizer.encode(question + behind + answer_prefix.lstrip(), bos=False)
-    return Prompt(head, tail, self._second(*second) if second else [])
+    tail = self._tail(question, answer_prefix)
+    if not second:
+      return Prompt(head, tail)
+    return Prompt(head, tail, self._second(*second), self._tail(*second))
+
+  def _tail(self, question: str, answer_prefix: str) -> list[int]:
+    assert self._markup is not None
+    text = question + self._markup[1] + answer_prefix.lstrip()
+    return self.tokenizer.encode(text, bos=False)
 
   def _second(self, question: str, answer_prefix: str) -> list[int]:
     between, behind = self._next_turn

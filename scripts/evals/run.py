@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.models import reconstruct
 from kvjax.models.generate import Generation, generate, pad, prefill
+from kvjax.models.reconstruct import Instructions
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Caches, Transformer
 from kvjax.shared_prefill import take
@@ -51,8 +54,9 @@ class Runner:
 
     Args:
       cell: the task's rows.
-      mode: "aware", "agnostic": caches are filled before the question is read, or "second": two
-        turns, of which the second answer is scored.
+      mode: "aware", "agnostic": caches are filled before the question is read, "second": two
+        turns, of which the second answer is scored, or "reuse": two questions on one context, each
+        on a copy of its caches.
       first: index of the batch's first row.
       groups: methods whose caches one pass fills, the full cache first of all.
       done: (label, budget) of methods to leave out.
@@ -94,12 +98,17 @@ class Runner:
     """Fills the caches of one method, or of several at once, with the batch's prompts."""
     method = methods[0] if len(methods) == 1 else kvjax.SharedPrefill(tuple(methods))
     prompts = [cell.prompts[i] for i in indices]
-    texts = [prompt.head if mode == "agnostic" else prompt.ids for prompt in prompts]
+    apart = mode in ("agnostic", "reuse")
+    texts = [prompt.head if apart else prompt.ids for prompt in prompts]
     tokens, lengths = self._padded(texts, cell.length)
-    caches = method.init_caches(self.model.spec(self.batch, cell.length))
     cold = self._cold("prefill", method, cell.length)
     began = time.perf_counter()
-    logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
+    if isinstance(method, kvjax.KVzip):
+      ask = Instructions.of(self.tokenizer)
+      logits, caches = reconstruct.read(self.model, tokens, lengths, method, ask)
+    else:
+      caches = method.init_caches(self.model.spec(self.batch, cell.length))
+      logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
     jax.block_until_ready((logits, caches))
     seconds = time.perf_counter() - began
     return logits, caches, {"prefill": seconds, "shared": len(methods), "cold": cold}
@@ -136,6 +145,12 @@ class Runner:
       longest = max(len(prompt.second) for prompt in cell.prompts)
       logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
       asked = [row.second for row in asked if row.second is not None]
+    elif mode == "reuse":
+      firsts = self._first_of_two(cell, indices, entry, caches, timing)
+      tails = [cell.prompts[i].other for i in indices]
+      longest = max(len(prompt.other) for prompt in cell.prompts)
+      logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
+      asked = [row.second for row in asked if row.second is not None]
     steps = max(row.max_new_tokens for row in asked)
     forced = None
     if cell.task.forced:
@@ -159,6 +174,9 @@ class Runner:
     for score, first in zip(scores, firsts, strict=True):
       if first:
         score["also"]["first"], score["first_answer"] = first["score"], first["answer"]
+      if mode == "reuse":
+        score["also"]["other"] = score["score"]
+        score["score"] = (first["score"] + score["score"]) / 2
     rows = []
     for row, i in enumerate(indices):
       prompt = cell.prompts[i].ids + cell.prompts[i].second
@@ -185,6 +203,22 @@ class Runner:
         }
       )
     return rows, reference
+
+  def _first_of_two(
+    self, cell: Cell, indices: range, entry: Entry, caches: Caches, timing: dict[str, Any]
+  ) -> list[dict[str, Any]]:
+    """Answers to the first questions, on a copy of the caches."""
+    tails = [cell.prompts[i].tail for i in indices]
+    longest = max(len(prompt.tail) for prompt in cell.prompts)
+    copies = jax.tree.map(jnp.copy, caches)
+    logits, copies = self._ask(cell, entry, copies, tails, longest, timing)
+    asked = [cell.rows[i] for i in indices]
+    steps = max(row.max_new_tokens for row in asked)
+    timing["cold"] += ["first"] if self._cold("decode", entry.method, cell.length, False) else []
+    began = time.perf_counter()
+    generation, _ = self._generate(cell, indices, entry, logits, copies, steps)
+    timing["first"] = time.perf_counter() - began
+    return self._score(cell.task, asked, generation)
 
   def _ask(
     self,

@@ -30,7 +30,7 @@ MORE = {
 ONE_LAYER = {
   *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "r_kv", "longflow"),
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
-  *("expected_attention", "knorm", "keydiff"),
+  *("expected_attention", "knorm", "keydiff", "kvzip"),
 }
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
@@ -59,7 +59,10 @@ BY_FAMILY = {
   "empty_wrapper_is_transparent",
 }
 # Those that differ from another one in their scores alone, or their window.
-KIN = {"random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"}
+KIN = {
+  *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
+  "kvzip",  # without scores a window
+}
 # Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
 OF_A_RUN = {
   *("kept_positions", "rows_are_isolated", "caches_are_as_described", "decode_equals_prefill"),
@@ -70,7 +73,7 @@ IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
-    *("expected_attention", "knorm", "keydiff"),
+    *("expected_attention", "knorm", "keydiff", "kvzip"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2"),
   },

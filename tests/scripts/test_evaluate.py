@@ -203,6 +203,20 @@ def test_second_turns_are_cells_of_their_own(loaded, finished, tmp_path, capsys)
   assert "not run: needle at 480 tokens: length: found 480 tokens, expected at least" in said
 
 
+@pytest.mark.slow
+def test_two_questions_are_asked_on_one_context(loaded, tmp_path):
+  """Each of the cut context itself; a KVzip that keeps all of it answers as the full cache does."""
+  more = ("--modes", "reuse", "--lengths", str(TWICE), "--budgets", "64", "2000")
+  rows = run(loaded, tmp_path, *more, methods=("kvzip", "quest"), tasks=("needle",))
+  answers: dict = {}
+  for row in rows:
+    assert row["score"] == (row["also"]["first"] + row["also"]["other"]) / 2
+    of_method = answers.setdefault((row["method"], row["budget"]), {})
+    of_method[row["index"]] = row["first_answer"], row["answer"]
+  assert [len(found) for found in answers.values()] == [SAMPLES] * 5
+  assert answers["kvzip", 2000] == answers["full", None] != answers["kvzip", 64]
+
+
 def test_a_second_turn_needs_a_chat(loaded, tmp_path, capsys):
   more = ("--modes", "second", "--lengths", str(TWICE), "--no-chat")
   assert run(loaded, tmp_path, *more, tasks=("needle",)) == []

@@ -42,6 +42,7 @@ _MODES = {
   "aware": "the question was there when caches were cut",
   "agnostic": "caches were cut before the question came",
   "second": "of a second question, after the first and its answer",
+  "reuse": "of two questions on one context, which was cut before both",
 }
 
 

@@ -1,0 +1,69 @@
+"""KVzip: keep what a model needs to repeat its context (Kim et al., NeurIPS 2025)."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax import settings
+from kvjax.bounded import InTurn
+from kvjax.fields import expect, least
+from kvjax.leaves import Leaf
+from kvjax.method import Method
+from kvjax.ops import slots
+from kvjax.plans import Attended
+from kvjax.types import At, Cache, CacheSpec, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzip(InTurn):
+  """Keeps a context for many questions: of its tokens the best, whatever is asked later (§3).
+
+  A token is worth the largest probability that any query gives it while the model repeats the
+  context. No prompt's own attention says that: `kvjax.models.reconstruct.read` has the model repeat
+  the context, scores it, and cuts the cache. Every KV head keeps as many tokens (the paper's
+  `pair-uniform`; its default compares all layers and heads). What is read or generated afterwards
+  takes the `room` in turn, and never a slot of the context.
+
+  A context that is read without scores, as any prompt is, keeps its newest tokens.
+
+  Attributes:
+    budget: tokens kept per KV head, the room included.
+    room: of them, for questions and answers (256).
+  """
+
+  room: int = least(1, 256)
+
+  def __post_init__(self):
+    expect(self, "budget", self.budget > self.room, f"more than room = {self.room}")
+
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """Tokens that no repetition has scored have a score of ∞."""
+    score = Leaf("slots", fill=math.inf, standing=True)
+    return {**super().leaves(spec, layer), "score": score}
+
+  def rank(
+    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
+  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    """Tokens of the context, then the newest of the others."""
+    pos, score = staged["pos"], staged["score"]
+    newest = (pos + 1) / (pos.max(-1, keepdims=True) + 2)  # below 1
+    return jnp.where(jnp.isinf(score), newest, 1 + score), staged
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """The context stays; empty slots are for tokens that nothing has scored."""
+    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
+    staying = (~jnp.isinf(score)).sum(-1, dtype=jnp.int32)
+    return self._closed(cache.put(slots={"score": score}), staying)
+
+
+def _example(cls: type[KVzip], budget: int) -> Method:
+  return cls(budget=budget, room=max(1, min(256, budget // 4)))
+
+
+def _neutral(cls: type[KVzip], length: int) -> Method:
+  return cls(budget=length + 1, room=min(256, length))
+
+
+settings.register(KVzip, example=_example, neutral=_neutral)

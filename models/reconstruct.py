@@ -1,0 +1,302 @@
+"""A context that is cut once, for many questions: the model repeats it, and keeps what it needs.
+
+KVzip (Kim et al., NeurIPS 2025, §3 and App. A). The context is read densely. Then each chunk of it
+is repeated on top of the whole cache, after an instruction to do so, and what the repetition looks
+at is kept. The repetition's own keys are thrown away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
+
+from .. import entrance, windowed
+from ..full import Full
+from ..method import Aux, Method
+from ..methods.kvzip import KVzip
+from ..ops import attention, slots
+from ..types import At, Cache, CacheSpec, Carry, Env, Origin, Prompt
+from . import flat
+from .prefill import pad, prefill
+from .tokenizer import Tokenizer
+from .transformer import Caches, Transformer
+
+TAIL = 8  # tokens of the chunk before, which an instruction quotes
+QUERIES = 512  # whose probabilities are held at once
+FIRST = "\n\nRepeat the previous context exactly."
+AGAIN = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instructions:
+  """Token ids that ask for a repetition.
+
+  Attributes:
+    first: before the first chunk.
+    again: before the others, and before the last tokens of the chunk before.
+    suffix: after both: what the chat template puts between a user's text and the answer.
+  """
+
+  first: tuple[int, ...]
+  again: tuple[int, ...]
+  suffix: tuple[int, ...] = ()
+
+  @classmethod
+  def of(cls, tokenizer: Tokenizer) -> Instructions:
+    """The authors' words, for a context that is the head of a user's text (or plain text)."""
+    suffix = ""
+    if tokenizer.chat_template is not None:
+      mark = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"
+      suffix = tokenizer.render([{"role": "user", "content": mark}]).partition(mark)[2]
+    parts = (tokenizer.encode(text, bos=False) for text in (FIRST, AGAIN, suffix))
+    return cls(*map(tuple, parts))
+
+  def before(self, last: Sequence[int]) -> list[int]:
+    """What stands before a chunk, of which `last` are the tokens that come before it."""
+    if not last:
+      return [*self.first, *self.suffix]
+    return [*self.again, *last[-TAIL:], *self.suffix]
+
+
+def read(
+  model: Transformer,
+  tokens: ArrayLike,
+  lengths: ArrayLike,
+  method: Method,
+  instructions: Instructions,
+  *,
+  chunk: int = 2048,
+  sinks: int = 4,
+  dtype: Any = None,
+  on_chunk: Callable[[int, int], Any] | None = None,
+) -> tuple[Float[Array, "B V"], Caches]:
+  """Reads a context, scores its tokens by repeating it, and cuts the cache to the best.
+
+  It holds the context's full cache until it is done, and takes about two to three times as long as
+  reading the context alone. The result takes questions by `prefill` and answers by `generate`, and
+  can be copied (`kvjax.models.caches.fork`) for other questions: what belongs to the context stays.
+
+  Args:
+    model: the decoder.
+    tokens: int32 [B, T], right-padded with any valid id.
+    lengths: int32 [B], tokens of each row's context; 0 leaves a row idle.
+    method: how much is kept: `budget` − `room` tokens of the context.
+    instructions: what asks for a repetition.
+    chunk: m, tokens that are repeated at a time (the paper's 2K).
+    sinks: first tokens, which always stay and which every repetition looks at (4; at least 1).
+    dtype: of cached keys and values; None: the model's.
+    on_chunk: called with (tokens repeated, tokens to repeat) of the longest row after every chunk.
+
+  Returns:
+    Logits float32 [B, V] after the context, and the caches, one per layer.
+
+  Raises:
+    TypeError: `method` is no KVzip.
+    ValueError: shapes, lengths or token ids are out of range.
+    NotImplementedError: the model is spread over several devices.
+  """
+  if not isinstance(method, KVzip):
+    raise TypeError(f"method: found {method!r}, expected a kvjax.KVzip")
+  if model.mesh is not None:
+    raise NotImplementedError("model: found one over several devices, expected one on one device")
+  for name, found in (("chunk", chunk), ("sinks", sinks)):
+    if found < 1:
+      raise ValueError(f"{name}: found {found}, expected at least 1")
+  tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths)
+  longest = max(len(instructions.first), len(instructions.again) + TAIL) + len(instructions.suffix)
+  batch, width = tokens.shape
+  spec = model.spec(batch, width + longest + chunk, dtype)
+  full = Full()
+  logits, caches = prefill(model, tokens, lengths, full.init_caches(spec), full, past=0)
+  scores = _scores(model, tokens, lengths, caches, instructions, longest, chunk, sinks, on_chunk)
+  cut_spec = dataclasses.replace(spec, capacity=max(width, method.budget))
+  return logits, cut(model.env, caches, scores, method, cut_spec)
+
+
+def _scores(
+  model: Transformer,
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  caches: Caches,
+  instructions: Instructions,
+  longest: int,
+  chunk: int,
+  sinks: int,
+  on_chunk: Callable[[int, int], Any] | None,
+) -> list[Float[Array, "B K T"]]:
+  """Of the layers that see everything: each token's score; `sinks` first ones have the highest."""
+  form, leaves = flat.split(model)
+  end, width = int(lengths.max()), tokens.shape[1]
+  kv_heads, layers = model.config.kv_heads, len(windowed.served(caches))
+  found = [np.zeros((len(lengths), kv_heads, width + chunk), np.float32) for _ in range(layers)]
+  for start in range(0, end, chunk):
+    count = np.clip(lengths - start, 0, chunk)
+    rows = [
+      instructions.before(row[max(0, start - TAIL) : start].tolist())
+      + row[start : start + n].tolist()
+      if n
+      else []
+      for row, n in zip(tokens, count, strict=True)
+    ]
+    ids, valid = pad(rows)
+    ids = np.pad(ids, ((0, 0), (0, longest + chunk - ids.shape[1])))
+    given = ids, valid, np.full(len(lengths), start, np.int32)
+    parts = _repeat(form, Repeating(chunk, sinks), leaves, caches, *map(jnp.asarray, given))
+    for all_of_it, part in zip(found, parts, strict=True):
+      all_of_it[:, :, start : start + chunk] = part
+    if on_chunk is not None:
+      on_chunk(min(start + chunk, end), end)
+  for all_of_it in found:
+    all_of_it[:, :, :sinks] = 2.0  # above every probability
+  return [jnp.asarray(x[:, :, :width]) for x in found]
+
+
+def _repeat_scores(
+  form: flat.Form,
+  method: Repeating,
+  leaves: list[Array],
+  caches: Caches,
+  tokens: Int[Array, "B A"],
+  lengths: Int[Array, " B"],
+  start: Int[Array, " B"],
+) -> list[Float[Array, "B K M"]]:
+  """A pass over instruction and chunk on top of the caches, which stay as they are."""
+  told = tuple(cache.put(rows={"chunk": start}) for cache in caches)
+  model = flat.join(form, leaves)
+  _, _, reports = model.prefill(tokens, lengths, told, method, past=None, with_aux=True)
+  return [report["score"] for report in reports if "score" in report]
+
+
+_repeat = jax.jit(_repeat_scores, static_argnums=(0, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeating(Full):
+  """The full cache, which also reports how much a repetition looks at the chunk that it repeats.
+
+  `cache.rows["chunk"]`, int32 [B], is where each row's chunk begins.
+
+  Attributes:
+    chunk, sinks: as in `read`.
+  """
+
+  chunk: int = 2048
+  sinks: int = 4
+
+  def prefill(
+    self, at: At, cache: Cache, q: Array, k: Array, v: Array, prompt: Prompt, carry: Carry
+  ) -> tuple[Array, Cache, Carry, Aux]:
+    turned, qpos, own, _ = entrance.enter(at, cache, q, k, v, prompt, carry)
+    start = cache.rows["chunk"][:, None]
+    slot = jnp.concatenate([_first(start, self.sinks), start + jnp.arange(self.chunk)], 1)
+    slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], slot.shape[1]))
+    held = {name: slots.take(cache.slots[name], slot) for name in ("k", "pos")}
+    # Before the chunk there may be fewer sinks; after the context there is nothing.
+    there = (slot >= 0) & (slot < cache.seen[:, None, None])
+    held["pos"] = jnp.where(there, held["pos"], -1)
+    score = looked_at(turned, qpos, held, {name: own[name] for name in ("k", "pos")})
+    out, cache, carry, aux = super().prefill(at, cache, q, k, v, prompt, carry)
+    return out, cache, carry, {**aux, "score": score[:, :, self.sinks :]}
+
+
+def _first(start: Int[Array, "B 1"], sinks: int) -> Int[Array, "B N"]:
+  """The first slots, as far as they stand before the chunk; −1: none."""
+  slot = jnp.arange(sinks, dtype=jnp.int32)
+  return jnp.where(slot < start, slot, -1)
+
+
+def looked_at(
+  q: Float[Array, "B K G A H"],
+  qpos: Int[Array, "B A"],
+  held: dict[str, Array],
+  own: dict[str, Array],
+) -> Float[Array, "B K M"]:
+  """max over queries and query heads of softmax([held ‖ own])'s probability of each held key.
+
+  Args:
+    q: rotated queries of the repetition, and qpos their positions; −1 = padding.
+    held: "k" [B, K, M, H] and "pos" [B, K, M] of sinks and chunk; −1: none.
+    own: of the repetition's own keys, [B, K, A, H] and [B, K, A], of which queries see what came
+      before them.
+  """
+  count = held["pos"].shape[2]
+  k = jnp.concatenate([held["k"], own["k"].astype(held["k"].dtype)], 2)
+  pos = jnp.concatenate([held["pos"], own["pos"]], 2)
+  size = min(QUERIES, q.shape[3])
+  blocks = -(-q.shape[3] // size)
+  more = blocks * size - q.shape[3]
+  q = jnp.pad(q, [(0, 0)] * 3 + [(0, more), (0, 0)])
+  qpos = jnp.pad(qpos, ((0, 0), (0, more)), constant_values=-1)
+
+  def add(i: Array, best: Array) -> Array:
+    of_block = jax.lax.dynamic_slice_in_dim(q, i * size, size, 3)
+    at = jax.lax.dynamic_slice_in_dim(qpos, i * size, size, 1)
+    return jnp.maximum(best, _largest(of_block, at, k, pos, count))
+
+  none = jnp.zeros((*pos.shape[:2], count), jnp.float32)
+  return jax.lax.fori_loop(0, blocks, add, none)
+
+
+def _largest(
+  q: Float[Array, "B K G T H"],
+  qpos: Int[Array, "B T"],
+  k: Float[Array, "B K S H"],
+  pos: Int[Array, "B K S"],
+  count: int,
+) -> Float[Array, "B K M"]:
+  """`looked_at` of some queries over the first `count` keys."""
+  sees: Bool[Array, "B K T S"]
+  sees = (pos >= 0)[:, :, None] & (pos[:, :, None] <= qpos[:, None, :, None])
+  logits = jnp.where(sees[:, :, None], attention.logits_of(q, k), -jnp.inf)
+  top = logits.max(-1, keepdims=True)
+  weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))  # [B, K, G, T, S]
+  total = weights.sum(-1, keepdims=True)
+  share = weights[..., :count] / jnp.where(total > 0, total, 1)
+  return share.max((2, 3))
+
+
+def cut(
+  env: Env,
+  caches: Caches,
+  scores: Sequence[Float[Array, "B K T"]],
+  method: KVzip,
+  spec: CacheSpec,
+) -> Caches:
+  """Live full caches, of which the tokens with the best scores stay.
+
+  Args:
+    env: the model's.
+    caches: of the full cache, after a context; they are left as they are.
+    scores: float32 [B, K, T] for each layer that sees everything, of its first T slots.
+    method: how many stay.
+    spec: sizes of the new caches.
+  """
+  origin, given, made = Origin.of(method, spec), iter(scores), []
+  layer = 0
+  for cache, window in zip(caches, windowed.windows_of(caches), strict=True):
+    if window is None:
+      cache = _cut_layer(method.at(env, layer), cache, next(given), spec)
+      layer += 1
+    made.append(dataclasses.replace(cache, origin=origin))
+  return tuple(made)
+
+
+def _cut_layer(at: At, cache: Cache, score: Float[Array, "B K T"], spec: CacheSpec) -> Cache:
+  """One layer of `cut`."""
+  method = at.top
+  assert isinstance(method, KVzip)
+  width, most = score.shape[2], method.budget - method.room
+  held = {name: cache.slots[name][:, :, :width] for name in ("k", "v", "pos")}
+  kept = slots.resize(slots.keep_best({**held, "score": score}, score, most), method.budget)
+  empty = Cache.empty(method, spec, at.layer)
+  rows = {"seen": cache.seen, "used": jnp.minimum(cache.used, most)}
+  nothing = jnp.zeros_like(cache.seen)
+  prompt = Prompt(nothing, nothing, None, 1)
+  return method.settle(at, empty.put(slots=kept, rows=rows), prompt)

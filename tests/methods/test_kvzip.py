@@ -1,0 +1,178 @@
+"""KVzip: scores against a softmax by hand over the repetition, and a context for many questions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Full, KVzip, SnapKV
+from kvjax.models import caches as live
+from kvjax.models import reconstruct
+from kvjax.models.generate import generate, prefill
+from kvjax.models.reconstruct import Instructions, looked_at, read
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.tiny import TOKENS, model
+from tests import decoder_oracle
+
+ASK = Instructions(first=(7, 8, 9), again=(10, 11), suffix=(12,))
+LENGTHS = np.array([30, 19])
+
+
+def test_worked_example():
+  """Two held keys, two queries: each key is worth the largest share that any query gives it."""
+  ln = np.log
+  q = jnp.asarray([[1.0, 0], [0, 1]])[None, None, None]  # [1, 1, 1, 2, 2]
+  # Query 0 gives weights 3 : 1 and 1 to itself; query 1 gives 1 : 2 and 1 to each of the two.
+  k = np.sqrt(2) * np.array([[ln(3), ln(1)], [ln(1), ln(2)]])
+  held = {"k": jnp.asarray(k)[None, None], "pos": jnp.asarray([[[0, 1]]])}
+  own = {"k": jnp.zeros((1, 1, 2, 2)), "pos": jnp.asarray([[[5, 6]]])}
+  found = looked_at(q, jnp.asarray([[5, 6]]), held, own)
+  np.testing.assert_allclose(found[0, 0], [3 / 5, 2 / 5], rtol=1e-6)
+
+
+def by_hand(row, n, chunk, sinks):
+  """Scores [L, K, n] in NumPy float64, from the decoder in loops: a softmax over few keys a query.
+
+  Positions count from 1 there.
+  """
+  decoder = model()
+  out = np.zeros((len(decoder.layers), 2, n))
+  for start in range(0, n, chunk):
+    of_chunk = row[start : min(start + chunk, n)]
+    said = [*ASK.first] if start == 0 else [*ASK.again, *row[max(0, start - 8) : start]]
+    ids = [*row[:n], *said, *ASK.suffix, *of_chunk]
+    mine = [*range(min(sinks, start)), *range(start, start + len(of_chunk))]
+
+    def look(number, head, t, q, k, start=start, mine=mine):
+      if t > n:
+        at = np.array([*mine, *range(n, t)])
+        for each in q:
+          weight = np.exp(k[at] @ each / np.sqrt(len(each)))
+          share = (weight / weight.sum())[: len(mine)]
+          for j, x in zip(mine, share, strict=True):
+            if j >= start:
+              out[number - 1, head, j] = max(out[number - 1, head, j], x)
+      return range(1, t + 1)
+
+    decoder_oracle.logits(ids, len(ids), sees=look)
+  out[:, :, :sinks] = 2
+  return out
+
+
+@pytest.mark.parametrize(
+  "chunk", [12, pytest.param(32, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
+def test_what_is_kept_of_a_context(chunk, monkeypatch):
+  """Scores of every layer, head and row, and the tokens that they keep; ragged rows, G = 3."""
+  found = []
+  cut = reconstruct.cut
+
+  def seen(env, caches, scores, method, spec):
+    found.extend(map(np.asarray, scores))
+    return cut(env, caches, scores, method, spec)
+
+  monkeypatch.setattr(reconstruct, "cut", seen)
+  monkeypatch.setattr(reconstruct, "QUERIES", 8)  # several blocks of queries
+  method = KVzip(budget=12, room=3)
+  _, caches = read(model(), TOKENS[:, :30], LENGTHS, method, ASK, chunk=chunk, sinks=2)
+  for row, n in enumerate(LENGTHS):
+    want = by_hand(TOKENS[row].tolist(), int(n), chunk, 2)
+    for layer, cache in enumerate(caches):
+      np.testing.assert_allclose(found[layer][row, :, :n], want[layer], atol=1e-5)
+      assert int(cache.used[row]) == 9 and int(cache.seen[row]) == n
+      for head in range(2):
+        best = np.sort(np.argsort(-want[layer, head], kind="stable")[:9])
+        np.testing.assert_array_equal(np.asarray(cache.pos)[row, head, :9], best)
+        assert (np.asarray(cache.pos)[row, head, 9:] == -1).all()
+
+
+def test_a_context_that_fits_is_the_full_cache():
+  """The neutral setting: logits after a question and an answer are the full cache's."""
+  method, question = KVzip(budget=60, room=20), TOKENS[:, 31:36]
+  _, caches = read(model(), TOKENS[:, :30], LENGTHS, method, ASK, chunk=12)
+  full = Full()
+  held = full.init_caches(model().spec(2, 64))
+  _, held = prefill(model(), TOKENS[:, :30], LENGTHS, held, full, past=0)
+  out = []
+  for kind, mine in ((method, caches), (full, held)):
+    logits, mine = prefill(model(), question, np.array([5, 3]), mine, kind)
+    said, _ = generate(model(), logits, mine, kind, steps=6, return_logits=True)
+    out.append(np.concatenate([np.asarray(logits)[:, None], np.asarray(said.logits)], 1))
+  np.testing.assert_allclose(*out, atol=2e-4)
+
+
+def test_questions_in_any_order_have_the_same_answers():
+  """Each on a copy; and a context never gives up a slot to what comes after it."""
+  method = KVzip(budget=20, room=6)
+  logits, caches = read(model(), TOKENS[:, :30], LENGTHS, method, ASK, chunk=12)
+  questions = TOKENS[:, 30:34], TOKENS[:, 34:39]
+
+  def answers(order):
+    found = {}
+    for i in order:
+      _, mine = live.fork(logits, caches, 1)
+      begun, mine = prefill(model(), questions[i], np.full(2, questions[i].shape[1]), mine, method)
+      said, mine = generate(model(), begun, mine, method, steps=9)
+      found[i] = said.tokens
+      for before, after in zip(caches, mine, strict=True):
+        np.testing.assert_array_equal(before.pos[:, :, :14], after.pos[:, :, :14])
+        newest = np.sort(np.asarray(after.pos)[:, :, 14:], -1)
+        last = np.asarray(after.seen)[:, None, None] - np.arange(6, 0, -1)
+        np.testing.assert_array_equal(newest, np.broadcast_to(last, newest.shape))
+    return found
+
+  first, second = answers((0, 1)), answers((1, 0))
+  for i in (0, 1):
+    np.testing.assert_array_equal(first[i], second[i])
+
+
+def test_a_prompt_without_scores_keeps_its_newest():
+  stream = Stream.random(0, tokens=40)
+  layer = Layer(KVzip(budget=9, room=2), stream)
+  layer.prefill([30, 7])
+  np.testing.assert_array_equal(layer.cache.pos[0], np.broadcast_to(np.arange(21, 30), (3, 9)))
+  assert (np.asarray(layer.cache.pos)[1, :, :7] == np.arange(7)).all()
+
+
+def test_the_memory_is_freed():
+  """What stays is what an empty cache of the method holds."""
+  method = KVzip(budget=12, room=3)
+  _, caches = read(model(), TOKENS[:, :30], LENGTHS, method, ASK, chunk=32)
+  empty = jax.eval_shape(lambda: method.init_caches(model().spec(2, 64)))
+  shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(c)] for c in (caches, empty)]
+  assert shapes[0] == shapes[1]
+
+
+class Words(Tokenizer):
+  """A tokenizer of characters, with a chat template or none."""
+
+  def __init__(self, chat_template="a template"):
+    self.chat_template = chat_template
+
+  def encode(self, text, *, bos=None):
+    return [ord(x) for x in text]
+
+  def render(self, messages):
+    return f"<u>{messages[0]['content']}</u><a>"
+
+
+def test_instructions_are_the_authors():
+  ask = Instructions.of(Words())
+  assert bytes(ask.before([])).decode() == "\n\nRepeat the previous context exactly.</u><a>"
+  again = bytes(ask.before([ord(x) for x in " and so it goes on"])).decode()
+  assert again.endswith("exactly, starting with goes on</u><a>")
+  assert Instructions.of(Words(None)).suffix == ()
+
+
+def test_refusals():
+  ask = (TOKENS[:, :30], LENGTHS)
+  with pytest.raises(TypeError, match=r"method: found SnapKV.* expected a kvjax.KVzip"):
+    read(model(), *ask, SnapKV(64), ASK)
+  for name in ("chunk", "sinks"):
+    with pytest.raises(ValueError, match=f"{name}: found 0, expected at least 1"):
+      read(model(), *ask, KVzip(12, room=3), ASK, **{name: 0})
+  with pytest.raises(ValueError, match=r"budget: found 256, expected more than room = 256"):
+    KVzip(256)
+  with pytest.raises(ValueError, match="lengths"):
+    read(model(), TOKENS[:, :30], np.array([31, 2]), KVzip(12, room=3), ASK)

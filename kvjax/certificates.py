@@ -3,7 +3,8 @@
 Pure functions on the host, in float64, so that no rounding comes between a quantity and its bound.
 Arrays are NumPy's or JAX's; leading axes are arbitrary. Keys count from 0, and logarithms are
 natural. Where the paper's statement needs an assumption that models do not meet (unit queries,
-constants that are given), what stands here is the form that holds for any input.
+constants that are given), what stands here is the form that holds for any input. No logits
+have a soft cap.
 """
 
 from typing import NamedTuple

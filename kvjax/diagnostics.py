@@ -8,7 +8,7 @@ Shapes: leading axes broadcast, so that q [B, K, G, H] goes with k [B, K, 1, S, 
 
 Results are float32, or float64 where an argument is. `held` says which slots count; the others'
 results are 0. Bounds are those of exact arithmetic: logits of size s carry rounding errors of
-about s · 6e-8 in float32, which a bound near zero does not cover.
+about s · 6e-8 in float32, which a bound near zero does not cover. No logits have a soft cap.
 """
 
 import jax

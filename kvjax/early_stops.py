@@ -3,6 +3,7 @@
 Pure functions on the host, in float64. Arrays are NumPy's or JAX's; leading axes are arbitrary, one
 query each. Keys and values stand in visiting order, tiles of them are walked whole, and tiles count
 from 1 as in the paper: T of them, and a stop at t means that t were read.
+No logits have a soft cap.
 """
 
 import math

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 import types
 import typing
@@ -38,6 +39,11 @@ def between(low: int | float, high: int | float, default: Any, ends: str = "[]")
   outside = [x for x, end in zip((low, high), ends, strict=True) if end in "()"]
   expected = _INTERVALS[ends].format(low, high)
   return bound(lambda x: low <= x <= high and x not in outside, expected, default)
+
+
+def finite_above(low: int | float, default: Any) -> Any:
+  """A field of finite numbers above `low`."""
+  return bound(lambda x: low < x < math.inf, f"a finite number above {low}", default)
 
 
 def number(default: Any) -> Any:

@@ -37,7 +37,8 @@ class LayerCache:
   Attributes:
     cache: the arrays.
     method: the KV-cache method (static).
-    env: what its moves know of the model: layers, rotary embedding, implementation (static).
+    env: what its moves know of the model: layers, rotary embedding, soft cap, implementation
+      (static).
     layer: the layer's number; None: not known, as under `jax.lax.scan` (static).
     scale: factor on q · k; None: H^−½ (static).
     ended: False after a prompt that its method still has to settle over all layers (`finish`).
@@ -64,6 +65,7 @@ def empty_caches(
   dtype: Any = jnp.bfloat16,
   rope: Rope | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
   impl: str = "auto",
 ) -> tuple[LayerCache, ...]:
   """Empty caches, one per layer.
@@ -83,6 +85,7 @@ def empty_caches(
     rope: rotary embedding, if q and k come without it; None: they are rotated already, and methods
       that move tokens to other positions are refused when they do.
     scale: factor on q · k; None: H^−½.
+    soft_cap: c of logits c·tanh(x/c), x being the scaled q · k (Gemma 2); None: x itself.
     impl: implementation of the method's operations, as in `kvjax.Env`.
 
   Raises:
@@ -99,7 +102,7 @@ def empty_caches(
   served = [*windows].count(None) if windows else layers
   sizes = kv_heads, heads // kv_heads, head_dim
   spec = CacheSpec(batch, capacity, *sizes, served, dtype, tuple(windows))
-  env = Env(layers, rope or Rope.none(), impl)
+  env = Env(layers, rope or Rope.none(), impl, soft_cap=soft_cap)
   return tuple(
     LayerCache(cache, at.top, at.env, at.layer, scale)
     for at, cache in zip(

@@ -15,15 +15,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.softmax_state import capped
+
 HALF_ULP = 2.0**-24
+TANH_ERROR = 1e-5  # of tanh in float32: ten times what a test finds on each device
 
 
 def logit_bounds(
-  q: Float[Array, "B K G H"], low: Float[Array, "B K P H"], high: Float[Array, "B K P H"]
+  q: Float[Array, "B K G H"],
+  low: Float[Array, "B K P H"],
+  high: Float[Array, "B K P H"],
+  soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B K G P"], Float[Array, "B K G P"]]:
-  """At least q·k/√H for every key of a tile, low ≤ k ≤ high by channel, and its rounding error.
+  """At least the logit of every key of a tile, low ≤ k ≤ high by channel, and its rounding error.
 
-  The error bounds that of the bound and that of the logits of the tile's keys; both are float32.
+  The logit is x = q·k/√H, or c·tanh(x/c) under a soft cap c. The error bounds that of the bound
+  and that of the logits of the tile's keys; both are float32.
   """
   size = q.shape[-1]
   q = q.astype(jnp.float32) * size**-0.5
@@ -35,7 +42,11 @@ def logit_bounds(
 
   bound, length = (jnp.stack(x, 2) for x in zip(*map(of_head, jnp.moveaxis(q, 2, 0)), strict=True))
   error = 4 * (size + 4) * HALF_ULP * length
-  return bound + error, error
+  if soft_cap is None:
+    return bound + error, error
+  # The cap is monotone and nowhere steeper than 1: bounds and errors pass through it.
+  off = TANH_ERROR * soft_cap
+  return capped(bound + error, soft_cap) + off, error + off
 
 
 def tile_mass(

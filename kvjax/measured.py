@@ -38,7 +38,8 @@ class Measured(Wrapper):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     cached = (cache.pos >= 0)[:, :, None]
-    logits = attention.logits_of(q[:, :, :, None], cache.slots["k"])[:, :, :, 0]
+    cap = at.env.soft_cap
+    logits = attention.logits_of(q[:, :, :, None], cache.slots["k"], cap)[:, :, :, 0]
     weight = jax.nn.softmax(logits, -1, where=cached)
     chosen = self._chosen(cache, plan)[:, :, None]
     dropped = jnp.where(chosen, 0.0, weight).sum(-1)

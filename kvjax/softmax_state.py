@@ -46,6 +46,11 @@ def empty(shape: tuple[int, ...], head_dim: int) -> State:
   )
 
 
+def capped(logits: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+  """c·tanh(x/c) under a soft cap c (Gemma 2 technical report, 2024, §2); x without one."""
+  return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 def of_logits(logits: Float[Array, "B K *queries S"], v: Float[Array, "B K S H"]) -> State:
   """State of queries over keys whose values they share.
 

@@ -81,6 +81,8 @@ class Env:
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
     slot_axis: mesh axis over which the slots of caches are sharded (inside shard_map), or None.
+    soft_cap: c of logits c·tanh(x/c) (Gemma 2), x being q·k/√H, in all that attends or reports
+      attention; None: x itself.
     lse: whether drivers report the log of each query's softmax denominator as "lse", float32
       [B, K, G] or [B, K, G, A]: for models that add a term of their own to it.
     check_nan: whether attention that is not finite raises, and a token for which a cache that keeps
@@ -96,6 +98,7 @@ class Env:
   slot_axis: str | None = None
   check_nan: bool = False
   lse: bool = False
+  soft_cap: float | None = fields.finite_above(0, None)
 
   def __post_init__(self):
     fields.check(type(self), vars(self))

@@ -201,7 +201,8 @@ class Repeating(Full):
     # Before the chunk there may be fewer sinks; after the context there is nothing.
     there = (slot >= 0) & (slot < cache.seen[:, None, None])
     held["pos"] = jnp.where(there, held["pos"], -1)
-    score = looked_at(turned, qpos, held, {name: own[name] for name in ("k", "pos")})
+    new = {name: own[name] for name in ("k", "pos")}
+    score = looked_at(turned, qpos, held, new, at.env.soft_cap)
     out, cache, carry, aux = super().prefill(at, cache, q, k, v, prompt, carry)
     return out, cache, carry, {**aux, "score": score[:, :, self.sinks :]}
 
@@ -217,6 +218,7 @@ def looked_at(
   qpos: Int[Array, "B A"],
   held: dict[str, Array],
   own: dict[str, Array],
+  soft_cap: float | None = None,
 ) -> Float[Array, "B K M"]:
   """max over queries and query heads of softmax([held ‖ own])'s probability of each held key.
 
@@ -225,6 +227,7 @@ def looked_at(
     held: "k" [B, K, M, H] and "pos" [B, K, M] of sinks and chunk; −1: none.
     own: of the repetition's own keys, [B, K, A, H] and [B, K, A], of which queries see what came
       before them.
+    soft_cap: as in `Env`.
   """
   count = held["pos"].shape[2]
   k = jnp.concatenate([held["k"], own["k"].astype(held["k"].dtype)], 2)
@@ -238,7 +241,7 @@ def looked_at(
   def add(i: Array, best: Array) -> Array:
     of_block = jax.lax.dynamic_slice_in_dim(q, i * size, size, 3)
     at = jax.lax.dynamic_slice_in_dim(qpos, i * size, size, 1)
-    return jnp.maximum(best, _largest(of_block, at, k, pos, count))
+    return jnp.maximum(best, _largest(of_block, at, k, pos, count, soft_cap))
 
   none = jnp.zeros((*pos.shape[:2], count), jnp.float32)
   return jax.lax.fori_loop(0, blocks, add, none)
@@ -250,11 +253,12 @@ def _largest(
   k: Float[Array, "B K S H"],
   pos: Int[Array, "B K S"],
   count: int,
+  soft_cap: float | None,
 ) -> Float[Array, "B K M"]:
   """`looked_at` of some queries over the first `count` keys."""
   sees: Bool[Array, "B K T S"]
   sees = (pos >= 0)[:, :, None] & (pos[:, :, None] <= qpos[:, None, :, None])
-  logits = jnp.where(sees[:, :, None], attention.logits_of(q, k), -jnp.inf)
+  logits = jnp.where(sees[:, :, None], attention.logits_of(q, k, soft_cap), -jnp.inf)
   top = logits.max(-1, keepdims=True)
   weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))  # [B, K, G, T, S]
   total = weights.sum(-1, keepdims=True)

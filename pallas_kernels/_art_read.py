@@ -34,7 +34,7 @@ class Reading(NamedTuple):
 
 
 def reading(
-  sources: Sources, row: Array, *, sizes: _art_order.Sizes, sinks: int, scale: float
+  sources: Sources, row: Array, *, sizes: _art_order.Sizes, sinks: int, scale: _tiles.Scale
 ) -> Reading:
   """The tiles of one row (batch row and KV head) of the `sources`."""
   q_ref, k_ref, v_ref, ring, table, start_ref, stop_ref = sources

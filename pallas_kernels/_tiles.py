@@ -12,6 +12,7 @@ window, or chunks of tiles between two tests for an early stop. Inside, logits a
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,30 @@ from ._backend import dot
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+
+
+class Scale(NamedTuple):
+  """How products q·k become logits: x = factor·q·k, or c·tanh(x/c) under a soft cap c; static."""
+
+  factor: float
+  soft_cap: float | None = None
+
+  @classmethod
+  def of(cls, head_dim: int, factor: float | None, soft_cap: float | None) -> "Scale":
+    """`factor` None: H^−½.
+
+    Raises:
+      ValueError: the soft cap is not above 0.
+    """
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+      raise ValueError(f"soft_cap: found {soft_cap}, expected a finite number above 0, or None")
+    return cls(head_dim**-0.5 if factor is None else factor, soft_cap)
+
+  def base2(self, products: Array) -> Array:
+    """Logits in base 2 of float32 products q·k."""
+    if self.soft_cap is None:
+      return products * (self.factor * LOG2E)
+    return jnp.tanh(products * (self.factor / self.soft_cap)) * (self.soft_cap * LOG2E)
 
 
 class Carry(NamedTuple):
@@ -57,10 +82,10 @@ def start(rows: int, columns: int) -> Carry:
 
 
 def step(
-  carry: Carry, q: Array, tile: Tile, *, scale: float, see: Callable[[Array], None] | None = None
+  carry: Carry, q: Array, tile: Tile, *, scale: Scale, see: Callable[[Array], None] | None = None
 ) -> Carry:
   """Adds one tile: q [R, C] in the dtype of k. `see` is shown its base-2 logits [R, T]."""
-  x = dot(q, tile.k, trans_b=True) * (scale * LOG2E)
+  x = scale.base2(dot(q, tile.k, trans_b=True))
   x = jnp.where(tile.keep if tile.keep.ndim == 2 else tile.keep[None, :], x, -jnp.inf)
   if see is not None:
     see(x)
@@ -79,7 +104,7 @@ def walk(
   first: Any,
   last: Any,
   *,
-  scale: float,
+  scale: Scale,
   see: Callable[[Any, Array], None] | None = None,
 ) -> Carry:
   """Adds tiles [first, last), each given by `fetch(i)`; the bounds may be traced scalars.
@@ -101,7 +126,7 @@ def walk_lanes(
   first: Any,
   last: Any,
   *,
-  scale: float,
+  scale: Scale,
 ) -> Carry:
   """Tiles [first, last) for a single query q [C], as `walk` from `start`: a carry of one row.
 
@@ -113,7 +138,9 @@ def walk_lanes(
     find: the slots [T] of a tile, −1 for none.
     fetch: k, v [T, C] of slots, finite everywhere.
   """
-  q = q.astype(jnp.float32) * (scale * LOG2E)
+  q = q.astype(jnp.float32)
+  if scale.soft_cap is None:  # a factor of the query alone
+    q = scale.base2(q)
 
   def ahead(i: Any) -> Array:
     return jnp.where(i < last, find(jnp.minimum(i, jnp.maximum(last - 1, 0))), -1)
@@ -122,6 +149,7 @@ def walk_lanes(
     acc, m, l, slot, k, v, next_slot = carry
     later, (next_k, next_v) = ahead(i + 2), fetch(next_slot)
     x = (k.astype(jnp.float32) * q[None, :]).sum(axis=1)
+    x = x if scale.soft_cap is None else scale.base2(x)
     x = jnp.where(slot >= 0, x, -jnp.inf)
     top = jnp.maximum(m, x)
     base = finite(top)

@@ -39,7 +39,7 @@ def _kernel(
   splits: int,
   chunk: int,
   sinks: int,
-  scale: float,
+  scale: _tiles.Scale,
   loaded: bool,
 ) -> None:
   """`Sources`, (unread [R, G, W + 1]) -> what `_split.results` lists, and tiles walked
@@ -113,6 +113,7 @@ def walk(
   loaded: bool = False,
   share: int | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
   cut: config.Config | None = None,
   interpret: bool | None = None,
 ) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K P G"]]:
@@ -154,6 +155,7 @@ def walk(
       ahead of the detector (`art_spread`); 0: one program walks alone. The walk is the same. None:
       `SHARE` where rows leave programs idle.
     scale: factor of the logits; H^−½ if None.
+    soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: keys per matrix product, warps and stages; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
@@ -206,7 +208,7 @@ def walk(
   how: dict[str, Any] = {
     "sizes": _art_order.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
     "sinks": sinks,
-    "scale": head_dim**-0.5 if scale is None else scale,
+    "scale": _tiles.Scale.of(head_dim, scale, soft_cap),
   }
   detected = splits == 1 and (until is None or isinstance(until.rule, Detector))
   if share is None:

@@ -50,7 +50,7 @@ def walk(
   share: int,
   sizes: _art_order.Sizes,
   sinks: int,
-  scale: float,
+  scale: _tiles.Scale,
   cut: config.Config,
   loaded: bool,
   interpret: bool | None,
@@ -118,7 +118,7 @@ def _read_kernel(
   share: int,
   sizes: _art_order.Sizes,
   sinks: int,
-  scale: float,
+  scale: _tiles.Scale,
 ) -> None:
   """`Sources`, (tiles walked [R, G]; 0: goes on) -> `Left`, and the tiles of each order [R].
 

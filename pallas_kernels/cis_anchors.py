@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from . import _backend
+from . import _backend, _tiles
 from ._split import columns_of
 from .key_weights import STAGES, cut, score_keys
 
@@ -124,6 +124,7 @@ def anchors(
   first: Callable[[Array], Array] | None = None,
   keys: tuple[Array, Array] | None = None,
   span_sinks: int = 0,
+  soft_cap: float | None = None,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """The queries at norm 1, the step whose retrieval each unit uses, and whether it is its own.
@@ -139,6 +140,7 @@ def anchors(
     keys: cached keys [B, K, S, H] and occupied slots of every row, int32 [B]: rows that share with
       none look at them.
     span_sinks: first tokens that are in sight whatever `first` says.
+    soft_cap: as in `key_logits`.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
@@ -161,7 +163,7 @@ def anchors(
     pieces = pl.cdiv(k.shape[2], tile * steps)
     looked = _Keys(flat(q.astype(k.dtype)), flat(k), stop)
     how: dict[str, Any] = {"tile": tile, "steps": steps, "stride": 1, "width": 1}
-    how |= {"span_sinks": span_sinks, "scale": head_dim**-0.5}
+    how |= {"span_sinks": span_sinks, "scale": _tiles.Scale.of(head_dim, None, soft_cap)}
     score = functools.partial(score_keys, **how)
     logits = tuple(floats((rows, groups, size)) for size in (k.shape[2], pieces, pieces))
   query, found, retrieves, steps_of, start, logits = _backend.call(

@@ -51,7 +51,7 @@ def _attend_kernel(
   *refs: Any,
   groups: int,
   config: Config,
-  scale: float,
+  scale: _tiles.Scale,
   sinks: int,
   joined: bool,
   logits: bool,
@@ -147,6 +147,7 @@ def decode_attention(
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
   config: Config | None = None,
   interpret: bool | None = None,
 ) -> State:
@@ -164,6 +165,7 @@ def decode_attention(
     sinks: number of leading slots that are attended whatever `start` is.
     q_sinks: queries for slots below `sinks`, where those are rotated otherwise; q if None.
     scale: factor of the logits; H^−½ if None.
+    soft_cap: c of logits c·tanh(x/c); None: x itself.
     config: how the work is cut; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
@@ -184,6 +186,7 @@ def decode_attention(
     sinks=sinks,
     q_sinks=q_sinks,
     scale=scale,
+    soft_cap=soft_cap,
     config=config,
     interpret=interpret,
   )[0]
@@ -199,6 +202,7 @@ def decode_with_output(
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
   logits: bool = False,
   config: Config | None = None,
   interpret: bool | None = None,
@@ -220,7 +224,7 @@ def decode_with_output(
     _attend_kernel,
     groups=groups,
     config=config,
-    scale=head_dim**-0.5 if scale is None else scale,
+    scale=_tiles.Scale.of(head_dim, scale, soft_cap),
     sinks=sinks,
     joined=joined,
     logits=logits,

@@ -64,7 +64,7 @@ def score_keys(
   stride: int,
   width: int,
   span_sinks: int,
-  scale: float,
+  scale: _tiles.Scale,
 ) -> None:
   """Logits of one piece of a row's keys, and its part of the denominators; refs as above."""
   q_ref, k_ref = inputs
@@ -84,7 +84,7 @@ def score_keys(
     ok &= (first < span_sinks) | (first + width > start)
     mask = ok[:, None] & inside[None, :]
     k = _backend.load(k_ref, row, key[:, None], column[None, :], mask=mask, evict="evict_first")
-    x = _backend.dot(q, k, trans_b=True) * (scale * _tiles.LOG2E)
+    x = scale.base2(_backend.dot(q, k, trans_b=True))
     x = jnp.where(ok[None, :], x, -jnp.inf)
     mask = real[:, None] & (key < keys)[None, :]
     _backend.store(logits_ref, row, lane[:, None], key[None, :], value=x, mask=mask)
@@ -225,6 +225,7 @@ def key_logits(
   width: int = 1,
   span_sinks: int = 0,
   newest: int = 0,
+  soft_cap: float | None = None,
   active: Int[Array, "B K"] | None = None,
   tile: int | None = None,
   programs: int | None = None,
@@ -241,6 +242,7 @@ def key_logits(
     start, stop, span_sinks: the slots that may be seen, as in `sparse_decode`.
     known, newest: shaped as start, one past the last slot that a key may stand for but for so many.
     stride, width: see above; width is a multiple of stride.
+    soft_cap: c of logits c·tanh(x/c); None: x itself.
     active: KV heads that are computed; the others read nothing, and hold anything.
     tile, programs: keys per step, and how many programs run at once; by shape and device if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
@@ -257,7 +259,7 @@ def key_logits(
       stride=stride,
       width=width,
       span_sinks=span_sinks,
-      scale=head_dim**-0.5,
+      scale=_tiles.Scale.of(head_dim, None, soft_cap),
       skips=active is not None,
       newest=newest,
     ),
@@ -292,6 +294,7 @@ def key_weights(
   block: int = 1,
   span_sinks: int = 0,
   newest: int = 0,
+  soft_cap: float | None = None,
   log: bool = False,
   active: Int[Array, "B K"] | None = None,
   tile: int | None = None,
@@ -317,6 +320,7 @@ def key_weights(
     width=width,
     span_sinks=span_sinks,
     newest=newest,
+    soft_cap=soft_cap,
     active=active,
     tile=tile,
     programs=programs,

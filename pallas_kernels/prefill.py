@@ -92,11 +92,13 @@ def blocking(
 
 
 def _step(
-  carry: _tiles.Carry, q: Array, k: Array, v: Array, keep: Array | None, scale: float
+  carry: _tiles.Carry, q: Array, k: Array, v: Array, keep: Array | None, scale: _tiles.Scale
 ) -> _tiles.Carry:
   """Adds one tile of keys; keep [R, T], None: every query sees all of it."""
-  factor = scale * _tiles.LOG2E
+  factor = scale.factor * _tiles.LOG2E
   x = _backend.dot(q, k, trans_b=True)
+  if scale.soft_cap is not None:
+    x, factor = scale.base2(x), 1.0
   if keep is not None:
     x = jnp.where(keep, x, -jnp.inf)
   m = jnp.maximum(carry.m, x.max(axis=1) * factor)
@@ -108,7 +110,7 @@ def _step(
 
 
 def _attend_kernel(
-  *refs: Any, groups: int, cut: Blocking, scale: float, sinks: int, has: Any
+  *refs: Any, groups: int, cut: Blocking, scale: _tiles.Scale, sinks: int, has: Any
 ) -> None:
   """q [R, A, H] (and one for sinks), k, v [R/G, S, H], qpos [B, A], first [B or R/G, A],
   pos [R/G, S], reach [A] -> o [R, A, H], m, l [R, A], with R = B·K·G; operands that `has` does not
@@ -212,6 +214,7 @@ def prefill_attention(
   pos: Int[Array, "B K S"] | None = None,
   reach: Int[Array, " A"] | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
   cut: Blocking | None = None,
   interpret: bool | None = None,
 ) -> tuple[State, Float[Array, "B K G A H"]]:
@@ -232,6 +235,7 @@ def prefill_attention(
     pos: positions of the slots, int32, −1 = empty; None: a slot is its position.
     reach: with `pos`: for each query how many leading slots can hold what it sees; None: all.
     scale: factor of the logits; H^−½ if None.
+    soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: how the work is cut; by shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
@@ -259,7 +263,7 @@ def prefill_attention(
     _attend_kernel,
     groups=groups,
     cut=cut,
-    scale=head_dim**-0.5 if scale is None else scale,
+    scale=_tiles.Scale.of(head_dim, scale, soft_cap),
     sinks=sinks,
     has=tuple(flat),
   )
@@ -278,7 +282,7 @@ def prefill_attention(
   return State(o.astype(jnp.float32), m, l), o
 
 
-def _mass_kernel(*refs: Any, groups: int, cut: Blocking, scale: float, sinks: int) -> None:
+def _mass_kernel(*refs: Any, groups: int, cut: Blocking, scale: _tiles.Scale, sinks: int) -> None:
   """q [R, A, H], k [R/G, S, H], pos [R/G, S], qpos, first [B, A], lse [R, A], start [R/G, tiles]
   -> mass [R/G, S]; lse in base 2, +∞ for queries that do not count.
   """
@@ -306,7 +310,7 @@ def _mass_kernel(*refs: Any, groups: int, cut: Blocking, scale: float, sinks: in
     if first_ref:
       first = _backend.load(first_ref[0], batch, t, mask=there, other=0)
       keep &= (pos < sinks)[:, None] | (pos[:, None] >= first[None, :])
-    x = _backend.dot(k, q, trans_b=True) * (scale * _tiles.LOG2E)  # [T, R]: sums stay in a warp
+    x = scale.base2(_backend.dot(k, q, trans_b=True))  # [T, R]: sums stay in a warp
     return mass + jnp.where(keep, jnp.exp2(x - lse[None, :]), 0).sum(axis=1)
 
   blocks = groups * pl.cdiv(queries, cut.rows)
@@ -325,6 +329,7 @@ def column_mass(
   first: Int[Array, "B A"] | None = None,
   *,
   sinks: int = 0,
+  soft_cap: float | None = None,
   cut: Blocking | None = None,
   interpret: bool | None = None,
 ) -> Float[Array, "B K S"]:
@@ -336,7 +341,7 @@ def column_mass(
     qpos: positions of the queries, int32; −1 = does not count.
     m, l: the queries' softmax statistics over all that they see; a query of NaN does not count.
     first, sinks: what the queries see, as for `prefill_attention`.
-    cut, interpret: as for `prefill_attention`.
+    soft_cap, cut, interpret: as for `prefill_attention`.
   """
   check(q, k, k, qpos, sinks)
   batch, heads, groups, queries, head_dim = q.shape
@@ -355,7 +360,11 @@ def column_mass(
   can = newest[:, None, None] >= oldest[..., None]
   start = jnp.where(can.any(-1), jnp.argmax(can, -1), blocks).astype(jnp.int32)
   kernel = functools.partial(
-    _mass_kernel, groups=groups, cut=cut, scale=head_dim**-0.5, sinks=sinks
+    _mass_kernel,
+    groups=groups,
+    cut=cut,
+    scale=_tiles.Scale.of(head_dim, None, soft_cap),
+    sinks=sinks,
   )
   return _backend.call(
     kernel,

@@ -37,7 +37,7 @@ WARPS, STAGES = 8, 2
 AT_ONCE = 8192  # pairs of a selected and a predicted tile that are compared per step
 
 
-def _kernel(*refs: Any, unit: int, tile: int, scale: float, sinks: int, stored: str) -> None:
+def _kernel(*refs: Any, unit: int, tile: int, scale: _tiles.Scale, sinks: int, stored: str) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], guess [R, V], start, stop [R] or one per batch row,
   what `stored` says -> missed [R, W], misses [R], o [R, G, H], m, l [R, G], o rounded.
 
@@ -189,6 +189,7 @@ def repair(
   unit: int,
   sinks: int = 0,
   scale: float | None = None,
+  soft_cap: float | None = None,
   stored: str = "whole",
   tile: int | None = None,
   interpret: bool | None = None,
@@ -196,7 +197,7 @@ def repair(
   """Adds the tiles of a selection that a prediction did not name to attention over the latter.
 
   Args:
-    q, k, v, start, stop, unit, sinks, scale: as in `sparse_decode`.
+    q, k, v, start, stop, unit, sinks, scale, soft_cap: as in `sparse_decode`.
     table: the selection, int32; no duplicates, −1 = hole.
     guess: the prediction, int32, −1 = hole.
     written: attention over the prediction: o float32 [B K, G, H], m, l [B K, G] and o in q's dtype,
@@ -223,7 +224,7 @@ def repair(
       _kernel,
       unit=unit,
       tile=tile,
-      scale=head_dim**-0.5 if scale is None else scale,
+      scale=_tiles.Scale.of(head_dim, scale, soft_cap),
       sinks=sinks,
       stored=stored,
     ),

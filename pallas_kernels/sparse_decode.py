@@ -29,7 +29,7 @@ def _attend_kernel(
   groups: int,
   unit: int,
   config: Config,
-  scale: float,
+  scale: _tiles.Scale,
   sinks: int,
   whole: bool = False,
   alone: bool = False,
@@ -106,6 +106,7 @@ def sparse_decode(
   unit: int,
   sinks: int = 0,
   scale: float | None = None,
+  soft_cap: float | None = None,
   config: Config | None = None,
   interpret: bool | None = None,
 ) -> tuple[State, Float[Array, "B K G H"]]:
@@ -122,6 +123,7 @@ def sparse_decode(
     unit: slots per tile of the plan, 1 to 256.
     sinks: leading slots that may be read whatever `start` is.
     scale: factor of the logits; H^−½ if None.
+    soft_cap: c of logits c·tanh(x/c); None: x itself.
     config: how the work is cut; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
@@ -152,7 +154,7 @@ def sparse_decode(
       groups=groups,
       unit=unit,
       config=config,
-      scale=head_dim**-0.5 if scale is None else scale,
+      scale=_tiles.Scale.of(head_dim, scale, soft_cap),
       sinks=sinks,
       whole=whole,
       alone=is_alone(groups, unit, config),

@@ -146,6 +146,7 @@ def speculate(
   group: str = "mean",
   predictor: str = "holt",
   apart: bool = False,
+  soft_cap: float | None = None,
   tile: int | None = None,
   programs: int | None = None,
   interpret: bool | None = None,
@@ -162,6 +163,7 @@ def speculate(
     unit: tokens per page.
     group, predictor: as in `kvjax.Quest` and `kvjax.PRR`.
     apart: whether every predicted page is attended to by itself.
+    soft_cap: as in `sparse_decode`; bounds are without it.
     tile, programs: keys per step of attention, and how many programs attend; by shape and device
       if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
@@ -184,6 +186,7 @@ def speculate(
     rows * pl.cdiv(pages, PAGES),
     unit=unit,
     apart=apart,
+    soft_cap=soft_cap,
     tile=tile,
     programs=programs,
     interpret=interpret,
@@ -206,6 +209,7 @@ def speculate_keys(
   width: int,
   predictor: str = "holt",
   apart: bool = False,
+  soft_cap: float | None = None,
   tile: int | None = None,
   programs: int | None = None,
   interpret: bool | None = None,
@@ -215,8 +219,8 @@ def speculate_keys(
   Scores need whole denominators, and so a second, small launch.
 
   Args:
-    q, k, v, guess, stop, level, trend, factors, predictor, apart, tile, programs, interpret: as in
-      `speculate`.
+    q, k, v, guess, stop, level, trend, factors, predictor, apart, soft_cap, tile, programs,
+      interpret: as in `speculate`.
     keys: what stands for slots [j·stride, j·stride + width).
     unit: slots per block.
     stride, width: as in `key_logits`.
@@ -228,7 +232,8 @@ def speculate_keys(
   at_once, steps = cut(q, keys, None, None)
   pieces = pl.cdiv(count, at_once * steps)
   how: dict[str, Any] = {"tile": at_once, "steps": steps, "stride": stride, "width": width}
-  score = functools.partial(_score_keys, pieces=pieces, scale=q.shape[3] ** -0.5, **how)
+  how["scale"] = _tiles.Scale.of(q.shape[3], None, soft_cap)
+  score = functools.partial(_score_keys, pieces=pieces, **how)
   part = jax.ShapeDtypeStruct((rows, groups, pieces), jnp.float32)
   written, partial = _beside(
     *(q, k, v, guess, stop),
@@ -238,6 +243,7 @@ def speculate_keys(
     rows * pieces,
     unit=unit,
     apart=apart,
+    soft_cap=soft_cap,
     tile=tile,
     programs=programs,
     interpret=interpret,
@@ -259,6 +265,7 @@ def _beside(
   *,
   unit: int,
   apart: bool,
+  soft_cap: float | None,
   tile: int | None,
   programs: int | None,
   interpret: bool | None,
@@ -272,7 +279,8 @@ def _beside(
     span, parts, tile = unit, width, min(tile, max(16, pl.next_power_of_2(unit)))
   else:
     span, parts = share(rows, width * unit, tile, programs or ATTENDING * this_device().cores)
-  how: dict[str, Any] = {"unit": unit, "span": span, "tile": tile, "scale": head_dim**-0.5}
+  scale = _tiles.Scale.of(head_dim, None, soft_cap)
+  how: dict[str, Any] = {"unit": unit, "span": span, "tile": tile, "scale": scale}
   attend = functools.partial(_attend, parts=parts, **how)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, guess)]
   takes, attending = len(held), rows * parts
@@ -309,7 +317,14 @@ def _tile_kernel(*refs: Any, **how: Any) -> None:
 
 
 def _attend_part(
-  row: Array, part: Array, *refs: Any, unit: int, span: int, tile: int, scale: float, sinks: int
+  row: Array,
+  part: Array,
+  *refs: Any,
+  unit: int,
+  span: int,
+  tile: int,
+  scale: _tiles.Scale,
+  sinks: int,
 ) -> None:
   """`span` of the keys that a row's table lists, whole entries or whole tiles; refs as above, with
   a state for every part.
@@ -362,6 +377,7 @@ def attend_tiles(
   *,
   unit: int,
   sinks: int = 0,
+  soft_cap: float | None = None,
   interpret: bool | None = None,
 ) -> Sequence[Array]:
   """Attention to every listed tile by itself: acc [B K W, G, H], m (base 2) and l [B K W, G].
@@ -379,7 +395,7 @@ def attend_tiles(
       unit=unit,
       span=unit,
       tile=fitted_tile(min(64, max(16, pl.next_power_of_2(unit))), 2, **shape),
-      scale=head_dim**-0.5,
+      scale=_tiles.Scale.of(head_dim, None, soft_cap),
       sinks=sinks,
     ),
     *flat,

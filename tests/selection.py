@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import Wrapper
-from kvjax.testing.layer import Layer, rotate, softmax_average
+from kvjax import Env, Wrapper
+from kvjax.testing.layer import Layer, capped, rotate, softmax_average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,11 @@ def keys(stream, b, h, positions):
   return rotate(stream.k[b, h, positions], positions)
 
 
-def attend(stream, b, h, t, positions):
-  """Exact attention of token t over some positions, float64 [G, H]."""
+def attend(stream, b, h, t, positions, cap=None):
+  """Exact attention of token t over some positions, under a soft cap, float64 [G, H]."""
   q, k = queries(stream, b, h, t), keys(stream, b, h, positions)
   v = np.float64(stream.v[b, h, np.asarray(positions, int)])
-  return np.array([softmax_average(k @ row / np.sqrt(len(row)), v) for row in q])
+  return np.array([softmax_average(capped(k @ row / np.sqrt(len(row)), cap), v) for row in q])
 
 
 def softmax(x):
@@ -60,12 +60,13 @@ def softmax(x):
   return w / w.sum()
 
 
-def check(method, stream, lengths, steps, oracle, layer=2, prepare=None):
+def check(method, stream, lengths, steps, oracle, layer=2, prepare=None, cap=None):
   """A whole generation against `oracle(b, h, t)`, the positions read at token t, in order.
 
   Order, sets and outputs of every row, head and step; rows have prompts of different lengths.
   """
-  run = Layer(Watched(method), stream, capacity=max(lengths) + steps, layer=layer)
+  env = Env(4, impl="reference", tile=4, soft_cap=cap)
+  run = Layer(Watched(method), stream, capacity=max(lengths) + steps, layer=layer, env=env)
   if prepare:
     run.cache = prepare(run.cache)
   run.prefill(lengths)
@@ -78,5 +79,6 @@ def check(method, stream, lengths, steps, oracle, layer=2, prepare=None):
         slots = np.asarray(aux["slots"][b, h])
         assert slots[slots >= 0].tolist() == want, (b, h, t)
         assert aux["visited"][b, h] == len(want)
-        np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, want), atol=5e-6)
+        exact = attend(stream, b, h, t, want, cap)
+        np.testing.assert_allclose(out[b, h], exact, atol=5e-6)
   return run

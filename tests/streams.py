@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Carry, Env, Prompt
-from kvjax.testing.layer import driver, rotate
+from kvjax.testing.layer import capped, driver, rotate
 
 
 class Stack:
@@ -14,10 +14,10 @@ class Stack:
   Layers that the method calls alike share a program, as in `models/by_layer.py`.
   """
 
-  def __init__(self, method, streams, capacity=96, impl="reference"):
+  def __init__(self, method, streams, capacity=96, impl="reference", cap=None):
     self.streams, self.method = streams, method
     self.spec = streams[0].spec(capacity, layers=len(streams))
-    self.env = Env(len(streams), impl=impl, tile=4)
+    self.env = Env(len(streams), impl=impl, tile=4, soft_cap=cap)
     self.caches = method.init_caches(self.spec)
     alike = method.traits.stream.alike
     sites = [method.at(self.env, alike(layer)) for layer in range(len(streams))]
@@ -68,8 +68,8 @@ class Oracle:
   Subclasses say what stands for a block (`vectors`) and how a chunk ranks blocks (`wants`).
   """
 
-  def __init__(self, stream, b, m):
-    self.m, self.n = m, 0
+  def __init__(self, stream, b, m, cap=None):
+    self.m, self.n, self.cap = m, 0, cap
     self.q, self.k, self.v = (np.float64(x[b]) for x in (stream.q, stream.k, stream.v))
     self.heads, self.groups = self.q.shape[:2]
     self.gone: list = []  # what stands for each evicted block
@@ -96,7 +96,7 @@ class Oracle:
         here, there = rotate(q, t), rotate(q, self.m.local)
         x = [here @ rotate(self.k[h, j], j) for j in near]
         x += [there @ self.k[h, j] for j in far]
-        p = np.exp(np.array(x) / np.sqrt(len(q)))
+        p = np.exp(capped(np.array(x) / np.sqrt(len(q)), self.cap))
         p /= p.sum()
         out[h, g] = p @ self.v[h, [*near, *far]]
         for j, share in zip(near, p, strict=False):

@@ -62,6 +62,7 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, chunk: Chunk) ->
   first, sinks = (None, 0) if seen is None else (seen.first, seen.sinks)
   options: dict[str, Any] = {"sinks": sinks}
   if impl == "pallas":
+    options["soft_cap"] = at.env.soft_cap
     if seen is not None and seen.view is not None:
       turned = at.env.rope.shift(q, (seen.view - qpos)[:, None, None])
       options["q_sinks"] = turned.astype(k.dtype)
@@ -82,8 +83,8 @@ def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
   narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
   if narrow or impl != "pallas":
     return attention.attend_prompt(at, q, qpos, held, None, None)
-  k, v = held["k"], held["v"]
-  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, pos=held["pos"])[0]
+  k, v, how = held["k"], held["v"], {"pos": held["pos"], "soft_cap": at.env.soft_cap}
+  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, **how)[0]
 
 
 def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[str, Callable]:
@@ -108,7 +109,7 @@ def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tup
       if blocks:
         run = kernel("attend_prompt_pieces", "cudnn")
         return impl, functools.partial(run, blocks=blocks)
-    elif not (beyond := _beyond_prompt(staged, chunk, impl)):
+    elif not (beyond := _beyond_prompt(at, staged, chunk, impl)):
       return impl, kernel("attend_prompt", impl)
   if beyond and named != "auto":
     raise NotImplementedError(f"attend_prompt: {at.name} {beyond}")
@@ -121,12 +122,12 @@ def _has_cudnn() -> bool:
   return capability[0].isdigit() and float(capability) >= 8
 
 
-def _beyond_prompt(staged: Slots, chunk: Chunk, impl: str) -> str:
+def _beyond_prompt(at: At, staged: Slots, chunk: Chunk, impl: str) -> str:
   """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
   head_dim = staged["k"].shape[3]
   if impl == "pallas":
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
-  if beyond := _beyond_cudnn(staged):
+  if beyond := _beyond_cudnn(at, staged):
     return beyond
   if chunk.seen is not None:
     return "has a window in this layer; 'cudnn' attends to all that came before"
@@ -135,7 +136,9 @@ def _beyond_prompt(staged: Slots, chunk: Chunk, impl: str) -> str:
   return ""
 
 
-def _beyond_cudnn(staged: Slots) -> str:
+def _beyond_cudnn(at: At, staged: Slots) -> str:
+  if at.env.soft_cap is not None:
+    return f"caps its logits (soft_cap = {at.env.soft_cap}); 'cudnn' does not"
   dtype, head_dim = staged["k"].dtype, staged["k"].shape[3]
   if dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
     return ""
@@ -146,7 +149,7 @@ def _beyond_cudnn(staged: Slots) -> str:
 
 def _pieces(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[tuple, str]:
   """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
-  if beyond := _beyond_cudnn(staged):
+  if beyond := _beyond_cudnn(at, staged):
     return (), beyond
   prompt, window, past = chunk.prompt, chunk.seen, chunk.prompt.past
   apart = 0 if prompt.index is None else prompt.apart
@@ -176,5 +179,5 @@ def column_mass(
     return attention.column_mass(at, q, qpos, staged, window, state)
   k, pos = staged["k"], staged["pos"]
   first, sinks = (None, 0) if window is None else (window.first, window.sinks)
-  run = kernel("column_mass", "pallas")
-  return run(q.astype(k.dtype), k, pos, qpos, state.m, state.l, first, sinks=sinks)
+  run, how = kernel("column_mass", "pallas"), {"sinks": sinks, "soft_cap": at.env.soft_cap}
+  return run(q.astype(k.dtype), k, pos, qpos, state.m, state.l, first, **how)

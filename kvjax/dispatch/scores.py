@@ -24,6 +24,8 @@ def page_bounds(
 ) -> Float[Array, "B K P"]:
   """Σ_d max(q_d·low_d, q_d·high_d), scaled as logits are: no key of the page scores higher.
 
+  A soft cap is not applied: it is monotone, and so would leave the order of pages as it is.
+
   Args:
     at, visible, q: of a decode step; the plan of all visible slots.
     low, high: minimum and maximum of every page's keys, channel by channel.
@@ -73,11 +75,12 @@ def block_weights(
       width=width,
       block=block,
       span_sinks=span.sinks,
+      soft_cap=at.env.soft_cap,
     )
   start = jnp.arange(compressed.shape[2], dtype=jnp.int32) * stride
   before = (cache.seen - 1)[:, None, None]  # the newest token
   ok = (start + width <= before) & tiles.visible(span, start, width)
-  logits = attention.logits_of(q[:, :, :, None], compressed)[:, :, :, 0]
+  logits = attention.logits_of(q[:, :, :, None], compressed, at.env.soft_cap)[:, :, :, 0]
   p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).sum(2)
   return pooled(jnp.where(ok, p, 0.0), blocks, width=width, stride=stride, block=block)
 
@@ -111,7 +114,8 @@ def token_weights(
   if one and (run := pallas(at, "key_weights", q, k, whole=True)):
     needed = {} if active is None else {"active": active.astype(jnp.int32)}
     where, sizes = (span.start, span.stop, span.stop), {"blocks": cache.size, "log": True}
-    return run(q.astype(k.dtype), k, *where, span_sinks=span.sinks, **sizes, **needed)
+    how = {"span_sinks": span.sinks, "soft_cap": at.env.soft_cap, **sizes, **needed}
+    return run(q.astype(k.dtype), k, *where, **how)
   span, qpos = context.span(at, cache, span), (cache.seen - 1)[:, None]
   ok = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
   if window is not None:

@@ -130,6 +130,7 @@ def _share_by(
   looks = alone and not by_head and _looking(at, "key_logits", visible, q, k) is not None
   if looks:
     how |= {"keys": (k, cache.used), "span_sinks": 0 if window is None else window.sinks}
+    how["soft_cap"] = at.env.soft_cap
   query, anchor, retrieves, step, *more = run(q, *block, **how)
   if narrows:
     assert window is not None
@@ -197,7 +198,7 @@ def _retrieve_by_kernels(
   keys, span, needed = cache.slots["k"], choice.visible.span, choice.retrieves
   batch, heads, units = needed.shape
   operands = q.astype(keys.dtype), keys, span.start, span.stop, span.stop
-  some = {"span_sinks": span.sinks, "active": needed[..., 0]}
+  some = {"span_sinks": span.sinks, "active": needed[..., 0], "soft_cap": at.env.soft_cap}
   few, sizes = min(k, cache.size), {"sinks": sinks, "local": local}
   direct = units == q.shape[2]
   logits: Sequence[Array]

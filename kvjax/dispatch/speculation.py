@@ -27,7 +27,7 @@ def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   if run is None:
     return attention.attend_tiles(at, cache, plan, q)
   span, (k, v) = plan.span, (cache.slots[name] for name in ("k", "v"))
-  sizes = {"unit": plan.unit, "sinks": span.sinks}
+  sizes = {"unit": plan.unit, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
   parts = run(q.astype(k.dtype), k, v, plan.table, span.start, span.stop, **sizes)
   return _of_tiles(cache, plan, q, parts)
 
@@ -118,6 +118,7 @@ def speculate(
     unit=guess.unit,
     predictor=predictor,
     apart=apart,
+    soft_cap=at.env.soft_cap,
     **dataclasses.asdict(scored),
   )
   if apart:
@@ -150,7 +151,7 @@ def repair(
   assert plan.table is not None
   run = over_plan("repair", at, cache, plan, q)
   if run is not None and (early.memo is not None or early.out is not None):  # a kernel attended
-    return _repair_by(run, cache, plan, guess, q, early)
+    return _repair_by(run, at, cache, plan, guess, q, early)
   if strict:
     early = without_wasted(early, plan, guess)
   missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table), memo=None)
@@ -161,7 +162,7 @@ def repair(
 
 
 def _repair_by(
-  run: Callable, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
+  run: Callable, at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
 ) -> Attended:
   """`repair` by its kernel."""
   k, v, span = cache.slots["k"], cache.slots["v"], plan.span
@@ -178,6 +179,7 @@ def _repair_by(
     unit=plan.unit,
     sinks=span.sinks,
     stored=stored,
+    soft_cap=at.env.soft_cap,
   )
   if stored == "tiles":
     visited = plan.visited(cache.size)

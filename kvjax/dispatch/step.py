@@ -24,11 +24,12 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
 
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
-  """A kernel over all slots of the span."""
+  """A kernel over all slots of the span; not all of them know soft caps."""
   span, window, q_sinks = plan.span, plan.window, None
   if window is not None and window.view is not None:
     q_sinks = at.env.rope.shift(q, (window.view - (cache.seen - 1)[:, None])[:, None])
   k, v = cache.slots["k"], cache.slots["v"]
+  capped = {} if at.env.soft_cap is None else {"soft_cap": at.env.soft_cap}
   # Kernels take operands of one dtype: queries are rounded to that of the cache.
   q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
   state, out, logits = run(
@@ -40,6 +41,7 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
     sinks=span.sinks,
     q_sinks=q_sinks,
     logits=plan.needs.logits,
+    **capped,
   )
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
@@ -60,6 +62,7 @@ def _attend_table(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> 
     span.stop,
     unit=plan.unit,
     sinks=span.sinks,
+    soft_cap=at.env.soft_cap,
   )
   return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
 
@@ -74,13 +77,14 @@ def attend_ranges(
   """
   impl = choose("attend_span", at.env.impl, q, k)
   if impl == "reference":
-    return attention.attend_ranges(q, k, v, ranges)
+    return attention.attend_ranges(at, q, k, v, ranges)
   if impl == "jax-triton":
     raise NotImplementedError(
       f"attend_span: {at.name} reads logits (wants_logits); the {impl!r} kernel returns none"
     )
   run = kernel("attend_span", impl)
-  parts = [run(q.astype(k.dtype), k, v, *ends, logits=True) for ends in ranges]
+  how = {"logits": True, "soft_cap": at.env.soft_cap}
+  parts = [run(q.astype(k.dtype), k, v, *ends, **how) for ends in ranges]
   state = functools.reduce(softmax_state.merge, (state for state, _, _ in parts))
   return state, functools.reduce(jnp.maximum, (logits for _, _, logits in parts))
 
@@ -92,12 +96,13 @@ def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int
   """
   impl = choose("attend_table", at.env.impl, q, k)
   if impl == "reference":
-    return attention.attend_entries(q, k, v, table, unit)
+    return attention.attend_entries(at, q, k, v, table, unit)
   run = kernel("attend_table", impl)
   table = jnp.broadcast_to(table[:, None], (*k.shape[:2], table.shape[1]))
   count = jnp.full(k.shape[:2], table.shape[2], jnp.int32)
   stop = jnp.full((k.shape[0], 1), k.shape[2], jnp.int32)
-  return run(q.astype(k.dtype), k, v, table, count, jnp.zeros_like(stop), stop, unit=unit)[0]
+  where, how = (jnp.zeros_like(stop), stop), {"unit": unit, "soft_cap": at.env.soft_cap}
+  return run(q.astype(k.dtype), k, v, table, count, *where, **how)[0]
 
 
 def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Callable | None:
@@ -113,6 +118,8 @@ def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Cal
       f"turns the query for its sinks alone (window); the {impl!r} kernel does for all of its "
       "span's"
     )
+  if at.env.soft_cap is not None and impl == "jax-triton":
+    beyond = f"caps its logits (soft_cap = {at.env.soft_cap}); the {impl!r} kernel does not"
   if plan.span.sinks and plan.span.before is not None:
     beyond = f"has first tokens, which one device holds; the {impl!r} kernel finds them on all"
   if not beyond:

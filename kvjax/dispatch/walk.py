@@ -100,7 +100,7 @@ def walk(
   """
   run = _kernel(at, cache, order.plan, q, tile)
   if run is not None:
-    return _walk_by(run, cache, order, q, tile, splits, stop)
+    return _walk_by(run, at, cache, order, q, tile, splits, stop)
   if stop.certify is not None:
     q = q.astype(cache.slots["k"].dtype)
   plan = order.plan
@@ -242,6 +242,7 @@ def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable |
 
 def _walk_by(
   run: Callable,
+  at: At,
   cache: Cache,
   order: Order,
   q: Float[Array, "B K G H"],
@@ -274,6 +275,7 @@ def _walk_by(
     log_ratio=None if stop.certify is None else mass_bound.log_ratio(stop.certify),
     ring=order.ring,
     seen=None if order.ring is None else cache.seen,
+    soft_cap=at.env.soft_cap,
   )
   tiles, visited = read_by(plan, cache.size, walked, tile)
   return Attended(state, None, None, visited, out.astype(q.dtype), memo=Walked(tiles))

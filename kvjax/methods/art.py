@@ -277,7 +277,8 @@ class ART(Wrapper):
     slot = jnp.arange(size * self.tile, dtype=jnp.int32)
     held = jnp.broadcast_to(span.holds(slot), (*cache.pos.shape[:2], slot.shape[0]))
     keys = held.reshape(*cache.pos.shape[:2], size, self.tile).sum(-1, dtype=jnp.int32)
-    bounds, errors = mass_bound.logit_bounds(q, cache.heads["key_min"], cache.heads["key_max"])
+    extremes = cache.heads["key_min"], cache.heads["key_max"]
+    bounds, errors = mass_bound.logit_bounds(q, *extremes, at.env.soft_cap)
     # The most that any head of the group may give a tile.
     share = jax.nn.softmax(mass_bound.tile_mass(bounds, keys), -1).max(2)
     t, pinned = jnp.arange(size, dtype=jnp.int32), -(-span.sinks // self.tile)

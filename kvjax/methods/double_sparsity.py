@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax import settings, windowed
+from kvjax import settings, softmax_state, windowed
 from kvjax.fields import expect, least
 from kvjax.leaves import Leaf
 from kvjax.method import Aux, Method
@@ -81,6 +81,7 @@ class DoubleSparsity(SelectiveTokens):
     # logits_of divides by √(label channels); what is approximated is q·k/√H.
     scale = (part.shape[-1] / q.shape[-1]) ** 0.5
     logits = attention.logits_of(part[:, :, :, None], labels)[:, :, :, 0] * scale
+    logits = softmax_state.capped(logits, at.env.soft_cap)
     p = jax.nn.softmax(logits, -1, where=ok[:, :, None]).mean(2)
     return jnp.where(ok, p, 0.0)
 

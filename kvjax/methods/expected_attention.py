@@ -23,6 +23,7 @@ class ExpectedAttention(PromptScored):
   mean of the next `future` rotations. E exp(q·k/√H) gives the logit z = μ̄·k/√H + kᵀΣ̄k/(2H), with
   μ̄ = R̄μ and Σ̄ = R̄ΣR̄ᵀ; a token scores (softmax(z) + ε)·‖v‖₂, its KV head the mean of the group's
   softmax. The paper has no window: `window_size` tokens are the room that generated ones take.
+  Logits under a soft cap are refused.
 
   Attributes:
     sinks: first tokens, which stay (4).
@@ -37,6 +38,11 @@ class ExpectedAttention(PromptScored):
   def score(
     self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
   ) -> Float[Array, "B K S"]:
+    if at.env.soft_cap is not None:
+      raise NotImplementedError(
+        f"{at.name}: found logits under a soft cap of {at.env.soft_cap}, expected none: the "
+        "expectation of exp(c·tanh(q·k/c)) has no closed form"
+      )
     pos, size = staged["pos"], q.shape[-1]
     counted = (qpos >= self.sinks)[:, None, None, :, None]
     x = at.env.rope.shift(q.astype(jnp.float32), -qpos[:, None, None])  # before rotation

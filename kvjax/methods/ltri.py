@@ -187,7 +187,7 @@ class Ltri(Streamed, moves=("divide",)):
     asks = (index >= 0) & (flat < end[:, None])
     q, m, l = (_cut(_queries(x, index), 3, blocks) for x in (q, attended.state.m, attended.state.l))
     k = _cut(slots.take(near["k"], slot), 2, blocks)
-    maps = self._maps(k, State(q, m, l), asks.reshape(pos.shape))
+    maps = self._maps(at, k, State(q, m, l), asks.reshape(pos.shape))
     maps = at.sum_heads(maps.sum(1))  # [B, E, U, U]
     # Rows of tokens that came before, all of them in the first block.
     maps = jnp.where((pos < start[:, None, None])[..., None], cache.rows["map"][:, None], maps)
@@ -222,14 +222,14 @@ class Ltri(Streamed, moves=("divide",)):
     return start, stop, count, ratio
 
   def _maps(
-    self, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
+    self, at: At, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
   ) -> Float[Array, "B K E U U"]:
     """Probability that each query of a block gives to each of its keys, summed over the group.
 
     `asked` holds the queries [B, K, G, E, U, H] in the place of o, and their m and l.
     """
     logits = jnp.einsum("bkgeuh,bkevh->bkgeuv", asked.o, k, preferred_element_type=jnp.float32)
-    logits *= k.shape[-1] ** -0.5
+    logits = softmax_state.capped(logits * k.shape[-1] ** -0.5, at.env.soft_cap)
     token = jnp.arange(asks.shape[-1])
     ok = asks[..., None] & (token <= token[:, None])
     logits = jnp.where(ok[:, None, None], logits, -jnp.inf)
@@ -327,7 +327,7 @@ class Ltri(Streamed, moves=("divide",)):
       mine = jax.lax.dynamic_slice_in_dim(q, start, self.block, 3)
       asked = jax.lax.dynamic_slice_in_dim(pos, start, self.block, 1)[..., None]
       ok = (asked >= 0) & (pos[:, None] >= 0) & (pos[:, None] <= asked)
-      x = jnp.where(ok[:, None, None], attention.logits_of(mine, k), -jnp.inf)
+      x = jnp.where(ok[:, None, None], attention.logits_of(mine, k, at.env.soft_cap), -jnp.inf)
       p = jax.nn.softmax(x, -1, where=ok[:, None, None]).sum((1, 2))
       p = at.sum_heads(jnp.where(ok, p, 0))
       return jax.lax.dynamic_slice_in_dim(p, start, self.block, 2), p.sum(1)

@@ -90,7 +90,7 @@ class RKV(Bounded):
       return jax.lax.dynamic_slice_in_dim(x, b, 1)
 
     held = {name: row(cache.slots[name]) for name in ("k", "pos")}
-    priority = self._priority(held, row(cache.heads["queries"]), row(cache.seen))
+    priority = self._priority(at, held, row(cache.heads["queries"]), row(cache.seen))
     order, pos = (x[0] for x in slots.best(held["pos"], priority, self.budget))
     heads = jnp.arange(order.shape[0])[:, None]
     kept = {n: x.at[b, :, : self.budget].set(x[b, heads, order]) for n, x in cache.slots.items()}
@@ -132,14 +132,15 @@ class RKV(Bounded):
     staged = new if prompt.past == 0 else slots.join(cache.slots, new)
     seen = cache.seen + prompt.valid
     if staged["pos"].shape[2] > self.budget:
-      staged = slots.keep_best(staged, self._priority(staged, queries, seen), self.budget)
+      priority = self._priority(at, staged, queries, seen)
+      staged = slots.keep_best(staged, priority, self.budget)
     rows = {"seen": seen, "used": jnp.minimum(cache.used + prompt.valid, self.budget)}
     kept = slots.resize(staged, cache.size)
     cache = dataclasses.replace(cache, slots=kept).put(heads={"queries": queries}, rows=rows)
     return at.top.settle(at, cache, prompt)
 
   def _priority(
-    self, held: slots.Slots, queries: Float[Array, "B K W G H"], end: Int[Array, " B"]
+    self, at: At, held: slots.Slots, queries: Float[Array, "B K W G H"], end: Int[Array, " B"]
   ) -> Float[Array, "B K S"]:
     """What older tokens are kept for; infinite for the window, the newest tokens before `end`.
 
@@ -149,12 +150,13 @@ class RKV(Bounded):
     pos = jnp.where(sound, held["pos"], -1)
     k = jnp.where((pos >= 0)[..., None], held["k"], 0)  # empty slots may hold NaN
     past = (pos >= 0) & (pos < (end - self.window_size)[:, None, None])
-    importance = self._importance(queries, k, pos, past)
+    importance = self._importance(at, queries, k, pos, past)
     score = self.weight * importance - (1 - self.weight) * self._redundancy(k, pos)
     return jnp.where(past, score, jnp.where(sound, jnp.inf, -jnp.inf))
 
   def _importance(
     self,
+    at: At,
     queries: Float[Array, "B K W G H"],
     k: Float[Array, "B K S H"],
     pos: Int[Array, "B K S"],
@@ -163,7 +165,8 @@ class RKV(Bounded):
     """Probability that the window's queries give to each older token, pooled."""
 
     def add(i: Array, total: Array) -> Array:
-      logits = attention.logits_of(queries[:, :, i, :, None], k)[:, :, :, 0]  # [B, K, G, S]
+      query, cap = queries[:, :, i, :, None], at.env.soft_cap
+      logits = attention.logits_of(query, k, cap)[:, :, :, 0]  # [B, K, G, S]
       if self.group == "max":
         logits = logits.max(2, keepdims=True)
       return total + jax.nn.softmax(jnp.where(past[:, :, None], logits, -jnp.inf), -1).mean(2)

@@ -21,11 +21,11 @@ KEY_BLOCK = 1024
 
 
 def logits_of(
-  q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]
+  q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"], soft_cap: float | None = None
 ) -> Float[Array, "B K G T S"]:
-  """q·k/√H in float32."""
+  """q·k/√H in float32, under `Env.soft_cap`."""
   x = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
-  return x * (q.shape[-1] ** -0.5)
+  return softmax_state.capped(x * (q.shape[-1] ** -0.5), soft_cap)
 
 
 def read(cache: Cache, plan: Plan) -> View:
@@ -62,6 +62,7 @@ def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Atte
 
 
 def attend_ranges(
+  at: At,
   q: Float[Array, "B K G H"],
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
@@ -72,13 +73,14 @@ def attend_ranges(
   ok = jnp.zeros((k.shape[0], 1, k.shape[2]), bool)
   for start, stop in ranges:
     ok |= (slot >= start[..., None]) & (slot < stop[..., None])
-  logits = logits_of(q[:, :, :, None], k)[:, :, :, 0]
+  logits = logits_of(q[:, :, :, None], k, at.env.soft_cap)[:, :, :, 0]
   logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
   # Empty slots may hold NaN.
   return softmax_state.of_logits(logits, jnp.where(ok[..., None], v, 0)), logits
 
 
 def attend_entries(
+  at: At,
   q: Float[Array, "B K G H"],
   k: Float[Array, "B K S H"],
   v: Float[Array, "B K S H"],
@@ -90,7 +92,7 @@ def attend_entries(
   slot = jnp.broadcast_to(slot, (*k.shape[:2], slot.shape[2]))
   k, v = slots_of.take(k, slot), slots_of.take(v, slot)
   ok = slot >= 0
-  logits = logits_of(q[:, :, :, None], k)[:, :, :, 0]
+  logits = logits_of(q[:, :, :, None], k, at.env.soft_cap)[:, :, :, 0]
   logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
   return softmax_state.of_logits(logits, jnp.where(ok[..., None], v, 0))
 
@@ -120,11 +122,12 @@ def windowed_logits(
   window: Window | None,
 ) -> Float[Array, "B K G T S"]:
   """Scaled logits; keys before window.sinks are scored by the query moved to window.view."""
-  logits = logits_of(q, k)
+  cap = at.env.soft_cap
+  logits = logits_of(q, k, cap)
   if window is None or window.view is None:
     return logits
   moved = at.env.rope.shift(q, (window.view - qpos)[:, None, None])
-  return jnp.where((kpos < window.sinks)[:, :, None, None], logits_of(moved, k), logits)
+  return jnp.where((kpos < window.sinks)[:, :, None, None], logits_of(moved, k, cap), logits)
 
 
 def attend_prompt(
@@ -138,7 +141,7 @@ def attend_prompt(
   """Causal attention of many queries over slots, in blocks: no map of A × S is ever held.
 
   Args:
-    at: where this runs (layer, rope).
+    at: where this runs (layer, rope, soft cap).
     q: queries, rotated at their positions.
     qpos: positions; −1 = padding (its state is empty).
     slots: "k", "v" [B, K, S, H] and "pos" [B, K, S] in any order.

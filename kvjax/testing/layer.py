@@ -119,6 +119,11 @@ def rotate(x, pos, theta=10000.0):
   return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def capped(logits, cap):
+  """NumPy float64 c·tanh(x/c) under a soft cap c; None: x itself."""
+  return np.asarray(logits) if cap is None else cap * np.tanh(np.asarray(logits) / cap)
+
+
 def softmax_average(logits, values):
   """NumPy float64 Σ softmax(logits)·values."""
   w = np.exp(logits - np.max(logits))

@@ -254,7 +254,7 @@ def program(model: Transformer, method: kvjax.Method, tokens: int, impl: str) ->
 
   def run(leaves: Any, caches: Any, ids: Any) -> Any:
     decoder = join(graph, leaves)
-    decoder.env = kvjax.Env(decoder.env.layers, decoder.env.rope, impl)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
     return decoder.prefill(ids, jnp.array([tokens], jnp.int32), caches, method)
 
   caches = jax.eval_shape(lambda: method.init_caches(model.spec(1, tokens)))

@@ -275,10 +275,10 @@ def test_prompt_kernels_agree_with_the_reference(name):
 
 
 def implementation(
-  method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto"
+  method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto", soft_cap=None
 ):
   """What attends to a prompt."""
-  at, names = method.at(env(impl), layer), []
+  at, names = method.at(dataclasses.replace(env(impl), soft_cap=soft_cap), layer), []
 
   def trace(k, valid):
     prompt = Prompt.of(at, tokens, valid, valid, past)
@@ -304,6 +304,8 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
   assert implementation(Full(), past=4096) == "pieces"
   assert implementation(Full(), past=None) == "pallas"
   assert implementation(Full(), head_dim=256) == "pallas"
+  assert implementation(Full(), soft_cap=50.0) == "pallas"
+  assert implementation(Full(), past=4096, soft_cap=50.0) == "pallas"
   assert implementation(Full(), head_dim=512) == "reference"
   assert implementation(Full(), dtype=jnp.float32) == "reference"
 
@@ -334,6 +336,8 @@ def test_cudnn_by_name_takes_a_prompt_in_pieces():
     ("Full attends to slots in no order that is known", {"past": None}),
     ("SnapKV attends to slots in no order", {"method": SnapKV(budget=64), "past": 4096}),
     ("Full has heads of 128 float32; 'cudnn' takes", {"dtype": jnp.float32}),
+    (r"Full caps its logits \(soft_cap = 50\.0\); 'cudnn' does not", {"soft_cap": 50.0}),
+    ("Full caps its logits", {"soft_cap": 50.0, "past": 4096}),
     ("Full has heads of 36 bfloat16; 'cudnn' takes", {"head_dim": 36}),
     ("Full has heads of 512; 'pallas' takes up to 256", {"head_dim": 512, "impl": "pallas"}),
   ],

@@ -94,11 +94,9 @@ def decode_call(
   """The function and its abstract arguments."""
   q, k, v, start, stop = shape.abstract()
 
-  def run(q, k, v, start, stop):
-    own = q if sinks else None
-    return decode.decode_with_output(
-      q, k, v, start, stop, sinks=sinks, q_sinks=own, logits=logits, config=cut, interpret=False
-    )
+  def run(q, k, v, start, stop, **how):
+    how |= {"sinks": sinks, "q_sinks": q if sinks else None, "logits": logits}
+    return decode.decode_with_output(q, k, v, start, stop, config=cut, interpret=False, **how)
 
   return run, [q, k, v, start, stop]
 
@@ -297,9 +295,9 @@ def hshare_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     yield f"listed-{heads}-{k}", run, shapes
 
 
-def looking(q, queries, anchor, step, seen, *keys):
+def looking(q, queries, anchor, step, seen, *keys, **how):
   """CIS's decision, and the logits of rows that share with none."""
-  how = {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
+  how |= {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
   return cis_anchors.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
 
 
@@ -416,8 +414,8 @@ def prefill_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     if head_dim == 128 and queries == 8192:
       yield f"plain-{name}", plain, [q, k, k, qpos]
 
-    def any_order(q, k, v, qpos, first, pos, run=run):
-      return run(q, k, v, qpos, first, q_sinks=q, pos=pos)
+    def any_order(q, k, v, qpos, first, pos, run=run, **how):
+      return run(q, k, v, qpos, first, q_sinks=q, pos=pos, **how)
 
     yield f"any-order-{name}", any_order, [q, k, k, qpos, qpos, pos]
     run = functools.partial(prefill.column_mass, sinks=16, interpret=False)
@@ -489,11 +487,43 @@ KERNELS: dict[str, Callable] = {
   "prr": prr_calls,
 }
 
+# Of every kernel that makes logits of attention, and of Gemma 2's heads of 256.
+CAPPED = (
+  "art-unitNone-H128-bfloat16",
+  "art-unit16-H128-float32-share",
+  "decode-H256-bfloat16",
+  "decode-logits-bfloat16",
+  "prefill-plain-8192-H128-bfloat16",
+  "prefill-window-8192-H256-bfloat16",
+  "prefill-mass-8192-H256-bfloat16",
+  "select-key_weights-tokens",
+  "cis-anchors-and-logits-8x4",
+  "sparse_decode-unit1-H128-bfloat16-rows512",
+  "sparse_decode-unit16-H256-bfloat16",
+  "prr-repair-whole-unit64",
+  "prr-tiles-unit64",
+  "prr-speculate-unit64",
+  "prr-speculate-keys-unit64",
+)
+
+
+def capped_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """The same under a soft cap, which takes registers but no shared memory: on two devices."""
+  if kind not in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"):
+    return
+  for kernel, calls in KERNELS.items():
+    for name, function, arguments in calls(kind):
+      if f"{kernel}-{name}".startswith(CAPPED):
+        yield f"{kernel}-{name}", functools.partial(function, soft_cap=50.0), arguments
+
+
 CALLS: dict[str, tuple[str, Callable, list[Any]]] = {}
 for kind, capability in DEVICES.items():
   for kernel, calls in KERNELS.items():
     for name, function, arguments in calls(kind):
       CALLS.setdefault(f"{kernel}-{name}-sm{capability}", (kind, function, arguments))
+  for name, function, arguments in capped_calls(kind):
+    CALLS.setdefault(f"capped-{name}-sm{capability}", (kind, function, arguments))
 
 # One shape of every kernel on the GPU that the measurements are of, and those that want most of the
 # smallest shared memory. The others are slow tests.
@@ -525,6 +555,8 @@ CORE = (
   "prr-tiles-unit64",
   "prr-speculate-unit64",
   "prr-speculate-keys-unit64",
+  "capped-decode-H256-bfloat16",
+  "capped-prefill-window-8192-H256-bfloat16",
 )
 
 

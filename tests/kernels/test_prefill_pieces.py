@@ -118,7 +118,7 @@ def test_plan():
 )
 def test_methods_agree_with_the_reference(method, monkeypatch):
   """A ragged prompt, and a further chunk where there can be one, of the top layer, in float32."""
-  monkeypatch.setattr(dispatch.prompt, "_beyond_cudnn", lambda staged: "")
+  monkeypatch.setattr(dispatch.prompt, "_beyond_cudnn", lambda at, staged: "")
   monkeypatch.setattr(cudnn, "dot_product_attention", stand_in)  # the real one takes 16 bits
   stream = Stream.random(2, tokens=150)
   outputs = []

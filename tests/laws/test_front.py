@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import settings
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Layer, Stream, capped, rotate
 
 ROWS, KV_HEADS, GROUPS, WIDTH, CAPACITY = 2, 3, 2, 16, 48
 LENGTHS = np.array([29, 17], np.int32)
@@ -92,12 +92,21 @@ def test_rotated_keys_under_no_rope():
 
 
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
-@pytest.mark.parametrize(("window", "sinks"), [(None, False), (6, False), (None, True), (6, True)])
-def test_attention_by_hand(window, sinks, impl):
-  """A scale of its own, a window of the layer, a learned sink for each head: in float64."""
-  caches = made(
-    kvjax.Full(), impl, rope=None, layers=2, scale=0.3, windows=(None, window) if window else ()
-  )
+@pytest.mark.parametrize(
+  ("window", "sinks", "cap"),
+  [
+    (None, False, None),
+    (6, False, None),
+    (None, True, None),
+    (6, True, None),
+    (6, True, 1.5),
+  ],
+)
+def test_attention_by_hand(window, sinks, cap, impl):
+  """A scale, a window of the layer, a learned sink for each head, a soft cap: in float64."""
+  windows = (None, window) if window else ()
+  own = {"scale": 0.3, "soft_cap": cap, "windows": windows}
+  caches = made(kvjax.Full(), impl, rope=None, layers=2, **own)
   assert caches[1].cache.size == (window or CAPACITY)
   logit = np.linspace(-2, 3, KV_HEADS * GROUPS) if sinks else np.full(KV_HEADS * GROUPS, -np.inf)
   got, _ = answers(caches[1], **({"sinks": logit.astype(np.float32)} if sinks else {}))
@@ -105,7 +114,7 @@ def test_attention_by_hand(window, sinks, impl):
 
   def by_hand(row, t, head):
     seen = slice(max(0, t + 1 - window) if window else 0, t + 1)
-    logits = 0.3 * k[row, seen, head // GROUPS] @ q[row, t, head]
+    logits = capped(0.3 * k[row, seen, head // GROUPS] @ q[row, t, head], cap)
     top = max(logits.max(), logit[head])
     weights = np.exp(logits - top)
     return weights @ v[row, seen, head // GROUPS] / (weights.sum() + np.exp(logit[head] - top))
@@ -209,6 +218,7 @@ def test_what_does_not_fit_is_refused():
     (lambda: kvjax.prefill(cache, q, k[:, :7], v), r"k: found shape \(2, 7, 3, 16\), expected"),
     (lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:1, 0]), r"v: found shape \(1, 3, 16\)"),
     (lambda: made(kvjax.Full(), scale=-1.0), r"scale: found -1\.0, expected more than 0"),
+    (lambda: made(kvjax.Full(), soft_cap=0.0), r"soft_cap: found 0\.0, expected a finite number"),
     (lambda: kvjax.stacked([]), "caches: found none"),
     (lambda: made(kvjax.Full(), windows=(4, None)), "windows: found 2, expected one for each of 4"),
     (

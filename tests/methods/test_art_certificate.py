@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV, sight
 from kvjax.mass_bound import unread_mass
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
 
 
 @functools.cache
-def runner(method, impl="reference"):
+def runner(method, impl="reference", cap=None):
   """Attention of one query per row over a full cache whose bounds are the method's own."""
-  at = method.at(Env(1, impl=impl), 0)
+  at = method.at(Env(1, impl=impl, soft_cap=cap), 0)
 
   @jax.jit
   def run(q, k, v, length):
@@ -36,11 +36,11 @@ def runner(method, impl="reference"):
   return run
 
 
-def exact(q, k, v, length):
-  """Attention in float64, and the largest ‖v‖ of every KV head."""
+def exact(q, k, v, length, cap=None):
+  """Attention in float64, under a soft cap, and the largest ‖v‖ of every KV head."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   seen = np.arange(S) < length[:, None, None]
-  x = np.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(H)
+  x = capped(np.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(H), cap)
   x = np.where(seen[:, :, None], x, -np.inf)
   p = np.exp(x - x.max(-1, keepdims=True))
   o = np.einsum("bkgs,bksh->bkgh", p / p.sum(-1, keepdims=True), v)
@@ -102,6 +102,24 @@ def test_no_violation_in_many_adversarial_cases(kind, impl, dtype, stop):
     logits = 1e-6 * np.abs(np.einsum("bkgh,bksh->bkgs", q, k)).max(-1) / np.sqrt(H)
     weights = 2.0**-8 if (impl, dtype) == ("pallas", jnp.bfloat16) else 0
     allowed = eps + 4e-6 + 4 * logits + weights
+    assert (error <= allowed * most).all(), (error - eps * most).max()
+    stopped += (np.asarray(tiles) < -(-length // TILE)[:, None, None]).sum()
+  assert stopped > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("kind", ["any scale", "tight", "hidden", "cancelling", "huge"])
+def test_no_violation_under_a_soft_cap(kind, impl):
+  """Caps that most logits reach, and one that few do."""
+  stopped = 0
+  for seed, (eps, cap) in enumerate([(0.3, 0.5), (0.3, 4.0), (1.0, 4.0), (0.02, 50.0)]):
+    q, k, v, length = adversary(kind, seed)
+    o, tiles = runner(ART(tile=TILE, certify=eps), impl, cap)(q, k, v, length)
+    want, most = exact(q, k, v, length, cap)
+    error, most = np.linalg.norm(np.asarray(o, np.float64) - want, axis=-1), most[..., None]
+    logits = 1e-6 * np.abs(np.einsum("bkgh,bksh->bkgs", q, k)).max(-1) / np.sqrt(H)
+    allowed = eps + 4e-6 + 4 * np.minimum(logits, 2 * cap)
     assert (error <= allowed * most).all(), (error - eps * most).max()
     stopped += (np.asarray(tiles) < -(-length // TILE)[:, None, None]).sum()
   assert stopped > 500

@@ -7,14 +7,14 @@ import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Linear, Rope, sight
 from kvjax.dispatch.sharing import distinct
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 
 class Oracle:
   """One KV head of one row, step by step; positions count from 0."""
 
-  def __init__(self, method, groups):
-    self.method, self.step = method, 0
+  def __init__(self, method, groups, cap=None):
+    self.method, self.step, self.cap = method, 0, cap
     self.shared = [range(groups)] if method.per == "kv_head" else [[g] for g in range(groups)]
     self.used = [[] for _ in self.shared]  # of the block: (queries, their retrieval)
     self.retrieved = []
@@ -52,7 +52,7 @@ class Oracle:
     return None
 
   def weights(self, query, keys, seen):
-    x = keys @ query / np.sqrt(len(query))
+    x = capped(keys @ query / np.sqrt(len(query)), self.cap)
     x[[i for i in range(len(keys)) if i not in seen]] = -np.inf
     return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
 
@@ -93,17 +93,18 @@ class Planned(Layer):
     return tuple(np.asarray(x) for x in self._plan(self.cache, *new))
 
 
-def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, layer=1):
+def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, layer=1, cap=None):
   """Runs layer and oracles side by side; returns retrieved [steps, B, K] (or [.., G]).
 
   `over` is the method that stands over CIS, if any; visible(t) are the positions that it lets
   query t see.
   """
   stream.q[:] *= scale
-  layer = Planned(over or method, stream, capacity=stream.k.shape[2], layer=layer)
+  env = Env(4, impl="reference", tile=4, soft_cap=cap)
+  layer = Planned(over or method, stream, capacity=stream.k.shape[2], layer=layer, env=env)
   layer.prefill(lengths)
   batch, heads, groups = stream.q.shape[:3]
-  oracles = {(b, h): Oracle(method, groups) for b in range(batch) for h in range(heads)}
+  oracles = {(b, h): Oracle(method, groups, cap) for b in range(batch) for h in range(heads)}
   reports = []
   for step in range(steps):
     at = [n + step for n in lengths]
@@ -125,7 +126,7 @@ def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, l
       assert int(aux["visited"][b, h]) == len(want)
       kept = np.array(sorted(want))
       for g in range(groups):
-        x = keys[kept] @ q[g] / np.sqrt(len(q[g]))
+        x = capped(keys[kept] @ q[g] / np.sqrt(len(q[g])), cap)
         value = softmax_average(x, np.float64(stream.v[b, h, kept]))
         np.testing.assert_allclose(out[b, h, g], value, atol=2e-5 * max(1.0, scale))
   return np.stack(reports)
@@ -172,6 +173,15 @@ def test_sets_and_outputs_over_a_generation(method):
   assert (ratio > 1 / method.block).all() and (ratio < 1).all()
   assert retrieved[:: method.block].all()  # the first of every block
   assert len(np.unique(retrieved.reshape(40, -1), axis=1).T) > 2  # heads decide on their own
+
+
+@pytest.mark.slow
+def test_a_generation_under_a_soft_cap():
+  """Weights are those of capped logits; who shares with whom is not."""
+  method = CIS(k=9, sinks=2, local=4, block=5)
+  retrieved = follow(method, wandering(1, tokens=70), [29, 8], 40, cap=0.7)
+  plain = follow(method, wandering(1, tokens=70), [29, 8], 40)
+  np.testing.assert_array_equal(retrieved, plain)
 
 
 @pytest.mark.core(1)

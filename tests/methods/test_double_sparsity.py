@@ -12,7 +12,7 @@ from kvjax import Attended, DoubleSparsity, State, settings, sight
 from kvjax.methods import double_sparsity
 from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream, capped
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 from scripts import calibrate_channels, common
 from scripts.examples.tiny import byte_tokenizer
@@ -29,14 +29,14 @@ def label_channels(stream, b, h, tokens, count):
   return sorted(range(len(total)), key=lambda d: (-total[d], d))[:count]
 
 
-def oracle(stream, m, channels):
+def oracle(stream, m, channels, cap=None):
   """Tokens by approximate probability over `channels[b, h]`; the newest one is always read."""
 
   def read(b, h, t):
     use = channels[b, h]
     k = keys(stream, b, h, range(t))[:, use]
     heads = queries(stream, b, h, t)
-    p = np.mean([softmax(k @ q[use] / np.sqrt(len(q))) for q in heads], 0)
+    p = np.mean([softmax(capped(k @ q[use] / np.sqrt(len(q)), cap)) for q in heads], 0)
     return choose([*p, 0.0], m.sinks, m.local, m.budget - m.sinks - m.local)
 
   return read
@@ -76,6 +76,16 @@ def test_a_generation_with_given_channels():
     return double_sparsity.calibrated([cache], given)[0]
 
   check(m, stream, [17, 5], 20, oracle(stream, m, channels), prepare=prepare)
+
+
+@pytest.mark.slow
+def test_a_generation_under_a_soft_cap():
+  """Approximate logits are capped as exact ones are."""
+  m, stream, lengths = DoubleSparsity(9, 4), Stream.random(1, tokens=60), [21, 4]
+  channels = {
+    (b, h): label_channels(stream, b, h, n, 4) for b, n in enumerate(lengths) for h in range(3)
+  }
+  check(m, stream, lengths, 38, oracle(stream, m, channels, 0.7), cap=0.7)
 
 
 def test_every_channel_is_the_exact_selection():

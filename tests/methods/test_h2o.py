@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 
 from kvjax import H2O, VATP, Env
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 
 class Oracle:
   """One KV head of one row: a list of kept positions and what each has gathered."""
 
-  def __init__(self, stream, b, h, budget, recent):
-    self.stream, self.b, self.h, self.budget, self.recent = stream, b, h, budget, recent
+  def __init__(self, stream, b, h, budget, recent, cap=None):
+    self.stream, self.b, self.h, self.cap = stream, b, h, cap
+    self.budget, self.recent = budget, recent
     self.mass: dict[int, float] = {}
 
   def probabilities(self, t, kept):
@@ -20,6 +21,7 @@ class Oracle:
     for g in range(s.q.shape[2]):
       q = rotate(s.q[self.b, self.h, g, t], t)
       x = np.array([q @ rotate(s.k[self.b, self.h, j], j) / np.sqrt(len(q)) for j in kept])
+      x = capped(x, self.cap)
       rows.append(np.exp(x - x.max()) / np.exp(x - x.max()).sum())
     return np.array(rows)
 
@@ -64,11 +66,13 @@ def test_worked_example():
   )
 
 
-def test_kept_sets_and_outputs_over_a_generation():
+@pytest.mark.parametrize("cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])
+def test_kept_sets_and_outputs_over_a_generation(cap):
   budget, recent, lengths = 11, 5, [20, 6]
   stream = Stream.random(1, kv_heads=2, tokens=125)
-  layer = Layer(H2O(budget, recent), stream, capacity=125)
-  oracles = {(b, h): Oracle(stream, b, h, budget, recent) for b in range(2) for h in range(2)}
+  env = Env(4, impl="reference", tile=4, soft_cap=cap)
+  layer = Layer(H2O(budget, recent), stream, capacity=125, env=env)
+  oracles = {(b, h): Oracle(stream, b, h, budget, recent, cap) for b in range(2) for h in range(2)}
   layer.prefill(lengths)
   for (b, _), oracle in oracles.items():
     oracle.prompt(lengths[b])

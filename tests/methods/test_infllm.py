@@ -34,17 +34,18 @@ class InfOracle(Oracle):
 @pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
-  ("m", "lengths"),
+  ("m", "lengths", "cap"),
   [
-    (InfLLM(3, 6, 4, 2, chunk=8, held=3, representatives=2), [30, 13]),
-    (InfLLM(0, 5, 2, 3, chunk=5, held=3, representatives=1), [21, 17]),
+    (InfLLM(3, 6, 4, 2, chunk=8, held=3, representatives=2), [30, 13], None),
+    (InfLLM(3, 6, 4, 2, chunk=8, held=3, representatives=2), [30, 13], 2.0),
+    (InfLLM(0, 5, 2, 3, chunk=5, held=3, representatives=1), [21, 17], None),
   ],
 )
-def test_a_generation(m, lengths, impl):
+def test_a_generation(m, lengths, cap, impl):
   """Prompts in chunks, then steps beyond several evictions; ragged rows, three query heads each."""
   stream = Stream.random(1, tokens=60, head_dim=8)
-  run = Stack(m, [stream], impl=impl)
-  oracles = [InfOracle(stream, b, m) for b in range(2)]
+  run = Stack(m, [stream], impl=impl, cap=cap)
+  oracles = [InfOracle(stream, b, m, cap) for b in range(2)]
   pieces = [m.traits.pieces(n) for n in lengths]
   for i in range(max(map(len, pieces))):
     count = [p[i] if i < len(p) else 0 for p in pieces]

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from kvjax import Cache, InfLLMv2, dispatch, settings
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream, capped
 from tests.selection import check, choose, keys, queries, softmax, tokens_of
 
 SMALL = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)
 
 
-def oracle(stream, m):
+def oracle(stream, m, cap=None):
   """Blocks by the best of the compressed keys that overlap them; those before token t are known."""
 
   def read(b, h, t):
@@ -27,7 +27,7 @@ def oracle(stream, m):
     if windows:
       compressed = np.array([keys(stream, b, h, w).mean(0) for w in windows])
       heads = queries(stream, b, h, t)
-      p = sum(softmax(compressed @ q / np.sqrt(len(q))) for q in heads)
+      p = sum(softmax(capped(compressed @ q / np.sqrt(len(q)), cap)) for q in heads)
       for j in range(count):
         block = set(range(j * m.block, (j + 1) * m.block))
         scores[j] = max((x for x, w in zip(p, windows, strict=True) if block & set(w)), default=0)
@@ -79,6 +79,13 @@ def test_a_generation(changes):
   m = dataclasses.replace(SMALL, **changes)
   stream = Stream.random(1, tokens=66)
   check(m, stream, [25, 2], 41, oracle(stream, m))
+
+
+@pytest.mark.slow
+def test_a_generation_under_a_soft_cap():
+  """Logits of compressed keys are capped as those of keys are."""
+  stream = Stream.random(1, tokens=66)
+  check(SMALL, stream, [25, 2], 41, oracle(stream, SMALL, 0.7), cap=0.7)
 
 
 def test_compressed_keys_follow_the_cache():

@@ -19,15 +19,17 @@ ASK = Instructions(first=(7, 8, 9), again=(10, 11), suffix=(12,))
 LENGTHS = np.array([30, 19])
 
 
-def test_worked_example():
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_worked_example(cap):
   """Two held keys, two queries: each key is worth the largest share that any query gives it."""
   ln = np.log
   q = jnp.asarray([[1.0, 0], [0, 1]])[None, None, None]  # [1, 1, 1, 2, 2]
   # Query 0 gives weights 3 : 1 and 1 to itself; query 1 gives 1 : 2 and 1 to each of the two.
-  k = np.sqrt(2) * np.array([[ln(3), ln(1)], [ln(1), ln(2)]])
+  x = np.array([[ln(3), ln(1)], [ln(1), ln(2)]])
+  k = np.sqrt(2) * (x if cap is None else cap * np.arctanh(x / cap))
   held = {"k": jnp.asarray(k)[None, None], "pos": jnp.asarray([[[0, 1]]])}
   own = {"k": jnp.zeros((1, 1, 2, 2)), "pos": jnp.asarray([[[5, 6]]])}
-  found = looked_at(q, jnp.asarray([[5, 6]]), held, own)
+  found = looked_at(q, jnp.asarray([[5, 6]]), held, own, cap)
   np.testing.assert_allclose(found[0, 0], [3 / 5, 2 / 5], rtol=1e-6)
 
 

@@ -12,14 +12,14 @@ import pytest
 from kvjax import Carry, Env, Ltri
 from kvjax.methods.ltri import calibrated_rate, measured_spans
 from kvjax.streamed import injected
-from kvjax.testing.layer import Stream, rotate
+from kvjax.testing.layer import Stream, capped, rotate
 from tests.methods.test_spans import slow_divide, slow_elect, slow_ratio
 from tests.streams import Oracle, Stack, columns
 
 
 class LtriOracle(Oracle):
-  def __init__(self, stream, b, m, layer):
-    super().__init__(stream, b, m)
+  def __init__(self, stream, b, m, layer, cap=None):
+    super().__init__(stream, b, m, cap)
     self.layer = layer
     found = [(h, s) for at, h, s in m.heads or () if at == layer]
     self.head = found[0] if found else None
@@ -76,7 +76,7 @@ class LtriOracle(Oracle):
         for i, t in enumerate(chunk):
           q = rotate(self.q[h, g, t], t)
           x = [q @ key for key in keys[: i + 1]]
-          w = np.exp(np.array(x) / np.sqrt(self.q.shape[-1]))
+          w = np.exp(capped(np.array(x) / np.sqrt(self.q.shape[-1]), self.cap))
           p[i, : i + 1] += w / w.sum()
     for start in range(0, len(chunk), size):
       part = slice(start, start + size)
@@ -131,15 +131,20 @@ CASES = {
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
-  ("name", "impl"),
-  [*((name, "reference") for name in CASES), ("retrieval heads", "pallas")],
+  ("name", "impl", "cap"),
+  [
+    *((name, "reference", None) for name in CASES),
+    ("retrieval heads", "pallas", None),
+    ("all heads", "reference", 2.0),
+    ("all heads", "pallas", 2.0),
+  ],
 )
-def test_a_generation(name, impl):
+def test_a_generation(name, impl, cap):
   """Three layers; at every chunk and step the blocks of every layer and row, and outputs."""
   m, lengths = CASES[name], [50, 29]
   streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(3)]
-  run = Stack(m, streams, capacity=80, impl=impl)
-  oracles = [[LtriOracle(s, b, m, i) for i, s in enumerate(streams)] for b in range(2)]
+  run = Stack(m, streams, capacity=80, impl=impl, cap=cap)
+  oracles = [[LtriOracle(s, b, m, i, cap) for i, s in enumerate(streams)] for b in range(2)]
   pieces = [m.traits.pieces(n) for n in lengths]
   assert pieces[0] == [12, 12, 12, 9, 5]
   retrieved = set()

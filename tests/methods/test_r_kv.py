@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import RKV, settings
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax import RKV, Env, settings
+from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 
 class Oracle:
   """One KV head of one row: the list of positions that are cached."""
 
-  def __init__(self, stream, b, h, method):
+  def __init__(self, stream, b, h, method, cap=None):
+    self.cap = cap
     self.q, self.k, self.v = stream.q[b, h], stream.k[b, h], stream.v[b, h]
     self.method, self.held = method, []
 
@@ -24,7 +25,7 @@ class Oracle:
 
   def logits(self, g, t, kept):
     q = rotate(self.q[g, t], t)
-    return np.array([q @ self.key(j) / np.sqrt(len(q)) for j in kept])
+    return capped([q @ self.key(j) / np.sqrt(len(q)) for j in kept], self.cap)
 
   def importance(self, past, window):
     """Of every older token, before pooling: the mean over the observing queries."""
@@ -115,17 +116,19 @@ def test_worked_example():
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
-  "method",
+  ("method", "cap"),
   [
-    RKV(14, buffer=6, window_size=4, pool=3),
-    RKV(14, buffer=6, window_size=4, pool=5, weight=0.6, group="max", spare_oldest=True),
+    (RKV(14, buffer=6, window_size=4, pool=3), None),
+    (RKV(14, buffer=6, window_size=4, pool=3, weight=0.6), 1.5),
+    (RKV(14, buffer=6, window_size=4, pool=5, weight=0.6, group="max", spare_oldest=True), None),
   ],
 )
-def test_kept_sets_and_outputs_over_a_generation(method):
+def test_kept_sets_and_outputs_over_a_generation(method, cap):
   lengths, steps = [33, 9], 260
   stream = repetitive(1, kv_heads=2, tokens=300)
-  layer = Layer(method, stream, capacity=300)
-  oracles = {(b, h): Oracle(stream, b, h, method) for b in range(2) for h in range(2)}
+  env = Env(4, impl="reference", tile=4, soft_cap=cap)
+  layer = Layer(method, stream, capacity=300, env=env)
+  oracles = {(b, h): Oracle(stream, b, h, method, cap) for b in range(2) for h in range(2)}
   layer.prefill(lengths)
   for (b, _), oracle in oracles.items():
     oracle.held = list(range(lengths[b]))

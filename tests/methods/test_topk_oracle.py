@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from kvjax import TopKOracle
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Layer, Stream, capped
 from tests.selection import Watched, check, choose, keys, queries, softmax
 
 
-def oracle(stream, budget, sinks, local):
+def oracle(stream, budget, sinks, local, cap=None):
   """Tokens by their probability, mean over the query heads of the group."""
 
   def read(b, h, t):
     q, k = queries(stream, b, h, t), keys(stream, b, h, range(t + 1))
-    p = np.mean([softmax(k @ row / np.sqrt(len(row))) for row in q], 0)
+    p = np.mean([softmax(capped(k @ row / np.sqrt(len(row)), cap)) for row in q], 0)
     return choose(p, sinks, local, budget - sinks - local)
 
   return read
@@ -43,6 +43,12 @@ def test_a_generation(budget, sinks, local):
   stream = Stream.random(1, tokens=60)
   method = TopKOracle(budget, sinks, local)
   check(method, stream, [17, 3], 40, oracle(stream, budget, sinks, local))
+
+
+@pytest.mark.slow
+def test_a_generation_under_a_soft_cap():
+  stream = Stream.random(1, tokens=60)
+  check(TopKOracle(7, 0, 0), stream, [17, 3], 40, oracle(stream, 7, 0, 0, 0.7), cap=0.7)
 
 
 def test_equal_tokens_go_by_position():

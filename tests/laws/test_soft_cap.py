@@ -1,0 +1,86 @@
+"""Attention's logits under a soft cap, c·tanh(x/c): every method, every implementation.
+
+What a method's own scores become is in its own file, and attention by hand in `test_front.py`.
+"""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import ExpectedAttention
+from kvjax.testing.layer import Layer
+from kvjax.testing.layer_laws import one_layer, stream_of
+from kvjax.testing.tiny import CAPACITY
+from tests.laws.test_laws import CASES
+
+CAP = 1.5  # of logits with a deviation of 1.5
+LENGTHS, STEPS = [22, 9], 3
+CLOSE = {"rtol": 0, "atol": 2e-5}  # of a layer in float32, sums in another order
+REFUSED = "expected_attention"  # has no closed form
+METHODS = [name for name in kvjax.METHODS if name != REFUSED]
+# What the core asks: a cut, a selection and a walk; kernels over spans and over tables.
+NEUTRAL, KERNELS = {"snapkv", "quest", "art"}, {"full", "quest"}
+
+
+def outputs(name, method=None, **how):
+  """A layer's outputs of a ragged prompt, and of some steps; of a name's tight setting."""
+  layer = one_layer(CASES[name], stream_of(4), **how)
+  if method is not None:
+    layer = Layer(method, stream_of(4), CAPACITY, layer.at.layer, layer.at.env)
+  real = np.arange(22) < np.array(LENGTHS)[:, None]
+  prompt = np.where(real[:, None, None, :, None], layer.prefill(LENGTHS), 0)
+  return prompt, np.stack([layer.decode([n + i for n in LENGTHS])[0] for i in range(STEPS)])
+
+
+def slow_unless(names):
+  """Every method's case, those of other names in the rest."""
+  return [pytest.param(x, marks=[pytest.mark.slow] * (x not in names)) for x in METHODS]
+
+
+@pytest.mark.parametrize("name", slow_unless(NEUTRAL))
+def test_neutral_setting_equals_full(name):
+  got = outputs(name, CASES[name].neutral, soft_cap=CAP)
+  for out, want in zip(got, outputs("full", soft_cap=CAP), strict=True):
+    np.testing.assert_allclose(out, want, **CLOSE)
+
+
+@pytest.mark.parametrize("name", slow_unless(KERNELS))
+def test_kernels_equal_the_reference(name):
+  plain, kernels = (outputs(name, impl=impl, soft_cap=CAP) for impl in ("reference", "pallas"))
+  for out, want in zip(kernels, plain, strict=True):
+    np.testing.assert_allclose(out, want, **CLOSE)
+
+
+@pytest.mark.parametrize("name", slow_unless({"full"}))
+def test_a_huge_cap_is_none(name):
+  """And a tight one is not."""
+  none = outputs(name)
+  for out, want in zip(outputs(name, soft_cap=1e4), none, strict=True):
+    np.testing.assert_allclose(out, want, **CLOSE)
+  for out, other in zip(outputs(name, soft_cap=CAP), none, strict=True):
+    assert np.abs(out - other).max() > 0.1
+
+
+@pytest.mark.parametrize(
+  ("method", "impl", "message"),
+  [
+    (kvjax.Full(), "jax-triton", r"Full caps its logits .*; the 'jax-triton' kernel does not"),
+    (
+      ExpectedAttention(16, window_size=4),
+      "auto",
+      r"ExpectedAttention: found logits under a soft cap of 1\.5",
+    ),
+  ],
+)
+def test_what_has_no_cap_is_refused(method, impl, message):
+  env = kvjax.Env(4, impl=impl, soft_cap=CAP)
+  layer = Layer(method, stream_of(4), CAPACITY, env=env)
+  with pytest.raises(NotImplementedError, match=message):
+    layer.prefill(LENGTHS)
+    layer.decode(LENGTHS)
+
+
+@pytest.mark.parametrize("cap", [0.0, -50.0, float("inf"), float("nan")])
+def test_bad_caps(cap):
+  with pytest.raises(ValueError, match=rf"Env\.soft_cap: found {cap}, expected a finite number"):
+    kvjax.Env(4, soft_cap=cap)

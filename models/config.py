@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from ..rope import Linear, Llama3, LongRope, Rope, Yarn
@@ -23,10 +24,12 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 # Gates of the MLP by name (`kvjax.models.products.gated`).
 ACTIVATIONS = ("silu", "gelu_tanh", "clipped")
 _FLAGS = ("qkv_bias", "qk_norm", "norms_after", "norm_experts", "out_bias", "mlp_bias", "sinks")
+_CAPS = ("soft_cap", "final_soft_cap")
 # What checkpoints older than a field do not state: they mean its default.
 _LATER = (
   *_FLAGS,
   *("activation", "embed_scale", "windows", "window_rope", "experts", "experts_per_token"),
+  *_CAPS,
 )
 
 
@@ -49,9 +52,9 @@ class ModelConfig:
     qkv_bias: query, key and value projections add a bias (Qwen2, Qwen2.5).
     qk_norm: an RMS norm over each query and key head, before the rotation (Qwen3, Gemma 3).
     norms_after: an RMS norm over what attention, and what the MLP, adds to the residual stream
-      (GLM-4-0414, Gemma 3).
-    activation: the MLP's gate: "silu", "gelu_tanh" (Gemma 3) or "clipped" (gpt-oss).
-    embed_scale: factor on the embedding's rows where they enter the first layer (Gemma 3: √D).
+      (GLM-4-0414, Gemma 2 and 3).
+    activation: the MLP's gate: "silu", "gelu_tanh" (Gemma 2 and 3) or "clipped" (gpt-oss).
+    embed_scale: factor on the embedding's rows where they enter the first layer (Gemma: √D).
     windows: for each layer the newest tokens that it sees, its own query's among them, or None: all
       of them. (): all layers see all.
     window_rope: rotary embedding of layers with a window (None: `rope`).
@@ -61,6 +64,8 @@ class ModelConfig:
     out_bias: attention's output projection adds a bias (gpt-oss).
     mlp_bias: router and experts add biases (gpt-oss).
     sinks: each head has a logit of its own in the softmax's denominator (gpt-oss).
+    soft_cap: c of attention's logits c·tanh(x/c) (Gemma 2); None: x itself.
+    final_soft_cap: the same of the model's logits.
   """
 
   vocab: int
@@ -87,6 +92,8 @@ class ModelConfig:
   out_bias: bool = False
   mlp_bias: bool = False
   sinks: bool = False
+  soft_cap: float | None = None
+  final_soft_cap: float | None = None
 
   def __post_init__(self):
     called = type(self).__name__
@@ -112,6 +119,10 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"{called}.head_dim: found {self.head_dim}, expected an even number")
+    for name in _CAPS:
+      cap = getattr(self, name)
+      if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"{called}.{name}: found {cap}, expected a finite number above 0, or None")
     if not self.norm_eps > 0:
       raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
     if not isinstance(self.rope, Rope):

@@ -55,7 +55,7 @@ def convert(
   """Converts a published model into a checkpoint folder.
 
   Families (`kvjax.models.families`): Llama 2 and 3, SmolLM2, Mistral, Qwen 2, 2.5 and 3 with and
-  without experts, Phi-3 and 4, GLM-4, Gemma 3 (text), gpt-oss, and DeepSeek-R1's distillates.
+  without experts, Phi-3 and 4, GLM-4, Gemma 2 and 3 (text), gpt-oss, and DeepSeek-R1's distillates.
 
   Args:
     source: a Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or

@@ -28,6 +28,7 @@ class Family:
     interleaved: rotary pairs are (2i, 2i + 1), not (i, i + R/2).
     experts_as_used: experts' matrices are [in, out], their gate and up columns in turn.
     norm_plus: what is added to stored norms: Gemma's scale is 1 + w.
+    wide_layers: layers of the one size in whose GGUF files queries are divided by √(D/N), not √H.
     names: tensors of config.json's kind that have other names, by part; what follows
       "model.layers.{i}.".
   """
@@ -41,6 +42,7 @@ class Family:
   interleaved: bool = False
   experts_as_used: bool = False
   norm_plus: float = 0.0
+  wide_layers: int | None = None
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -122,6 +124,7 @@ FAMILIES: dict[str, Family] = {
       "tie_word_embeddings": True,
     },
     norm_plus=1.0,
+    wide_layers=62,  # 27B
     names={
       "attention_after": "post_attention_layernorm.weight",
       "mlp_norm": "pre_feedforward_layernorm.weight",
@@ -129,6 +132,29 @@ FAMILIES: dict[str, Family] = {
     },
   ),
 }
+
+# Gemma 2 technical report (2024), §2: a layer with a window and one without in turn, one theta, no
+# norms over heads, and soft caps on attention's logits and on the model's; else as Gemma 3.
+FAMILIES["gemma2"] = dataclasses.replace(
+  FAMILIES["gemma3_text"],
+  models="Gemma 2",
+  architecture="Gemma2ForCausalLM",
+  flags={"norms_after": True, "activation": "gelu_tanh"},
+  fixed={
+    **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    "use_bidirectional_attention": False,
+  },
+  defaults={
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+  },
+  wide_layers=46,  # 27B
+)
 
 # gpt-oss model card (2025), §2: windows of 128 and full layers in turn, a learned logit per head in
 # the softmax's denominator, biases throughout, experts with a clipped SwiGLU, YaRN from 4,096.
@@ -165,6 +191,7 @@ GGUF: dict[str, Family] = {
   "glm4": FAMILIES["glm4"],
   "qwen3moe": FAMILIES["qwen3_moe"],
   "gpt-oss": dataclasses.replace(FAMILIES["gpt_oss"], fused=(), experts_as_used=False),
+  "gemma2": dataclasses.replace(FAMILIES["gemma2"], norm_plus=0.0),
   "gemma3": dataclasses.replace(FAMILIES["gemma3_text"], norm_plus=0.0),  # 1 is added already
 }
 

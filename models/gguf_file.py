@@ -168,7 +168,8 @@ class GGUF(Source):
       local = Rope(self._entry("rope.freq_base_swa", family.defaults["rope_local_base_freq"]))
     if "query_pre_attn_scalar" in family.defaults:
       # As in llama.cpp: by the width of a head of the 27B model, which it tells by its layers.
-      self.query_scale = (head_dim / (dim / heads)) ** 0.5 if layers == 62 else 1.0
+      wide = layers == family.wide_layers
+      self.query_scale = (head_dim / (dim / heads)) ** 0.5 if wide else 1.0
     try:
       return ModelConfig(
         vocab=int(embedding.shape[-1]),
@@ -182,14 +183,21 @@ class GGUF(Source):
         norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in self._tensors,
         max_context=context,
-        embed_scale=dim**0.5 if local else 1.0,
+        embed_scale=dim**0.5 if "query_pre_attn_scalar" in family.defaults else 1.0,
         windows=self.windows(self._windows(layers), context, local is not None),
         window_rope=local,
+        soft_cap=self._cap("attn_logit_softcapping"),
+        final_soft_cap=self._cap("final_logit_softcapping"),
         **experts,
         **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self.path}: {error}") from error
+
+  def _cap(self, key: str) -> float | None:
+    """A soft cap, in families that have them."""
+    default = self.family.defaults.get(key)
+    return None if default is None else self._entry(key, default)
 
   def _windows(self, layers: int) -> list[int | None]:
     """The sliding window of each layer; []: none has one."""

@@ -147,11 +147,18 @@ class HuggingFace(Source):
         embed_scale=dim**0.5 if family.norm_plus else 1.0,
         windows=self.windows(self._windows(kind, layers), context, window_rope is not None),
         window_rope=window_rope,
+        soft_cap=self._cap("attn_logit_softcapping"),
+        final_soft_cap=self._cap("final_logit_softcapping"),
         **experts,
         **family.flags,
       )
     except ValueError as error:
       raise ValueError(f"{self._file}: {error}") from error
+
+  def _cap(self, key: str) -> float | None:
+    """A soft cap, in families that have them; null says that there is none."""
+    default = self.family.defaults.get(key)
+    return None if default is None else self._entries.get(key, default)
 
   def _experts(self) -> dict[str, Any]:
     """Flags of a mixture of experts."""

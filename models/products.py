@@ -64,7 +64,7 @@ def gated(
     case "silu":
       return jax.nn.silu(gate) * up  # SwiGLU (Shazeer, 2020)
     case "gelu_tanh":
-      return jax.nn.gelu(gate, approximate=True) * up  # GEGLU, with GELU's tanh form (Gemma 3)
+      return jax.nn.gelu(gate, approximate=True) * up  # GEGLU, with GELU's tanh form (Gemma)
     case "clipped":  # gpt-oss: g·σ(1.702·g)·(u + 1), g at most 7, u in [−7, 7]
       gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
       return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)

@@ -28,7 +28,7 @@ class Source(abc.ABC):
     names: what the file calls each tensor: the parts of a layer, by a pattern with {i} (and {e}
       where each expert has a tensor of its own), and "embedding", "norm" and "head".
     query_scale: what the decoder's queries are multiplied by, where the model does not divide
-      attention's logits by √H; 1 elsewhere. Only with norms over query heads, which take it in.
+      attention's logits by √H; 1 elsewhere. Norms over query heads take it in, else the weights.
   """
 
   path: pathlib.Path
@@ -62,8 +62,11 @@ class Source(abc.ABC):
     # The largest first: a transposed copy is made of it while little else is in memory.
     mlp = self._mlp(layer)
     wo = self._part("o", layer).T.reshape(c.kv_heads, c.groups, c.head_dim, c.dim)
+    wqkv = self._per_kv_head("", layer)
+    if self.query_scale != 1 and not c.qk_norm:
+      wqkv[:, :-2] = np.float32(self.query_scale) * wqkv[:, :-2].astype(np.float32)
     attention: Item = {
-      "wqkv": np.ascontiguousarray(self._per_kv_head("", layer).transpose(3, 0, 1, 2)),
+      "wqkv": np.ascontiguousarray(wqkv.transpose(3, 0, 1, 2)),
       "wo": np.ascontiguousarray(wo),
     }
     if c.qkv_bias:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from .. import front, memory, sharding, windowed
+from .. import front, memory, sharding, softmax_state, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
@@ -138,7 +138,7 @@ class Transformer(nnx.Module):
   ):
     self.config = config
     self.dtype, self.products = _precision(precision, dtype)
-    self.env = Env(layers=config.layers, rope=config.rope, impl=impl)
+    self.env = Env(config.layers, config.rope, impl, soft_cap=config.soft_cap)
     self.mesh: Mesh | None = None
     shape = (config.vocab, config.dim)
     self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, self.dtype))
@@ -360,6 +360,7 @@ class Transformer(nnx.Module):
     head = self.embedding[...] if self.config.tie_embeddings else self.head[...]
     dims = (((y.ndim - 1,), (1,)), ((), ()))
     logits = jax.lax.dot_general(y, head, dims, preferred_element_type=jnp.float32)
+    logits = softmax_state.capped(logits, self.config.final_soft_cap)
     if head.shape[0] == self.config.vocab:
       return logits
     return jax.lax.all_gather(logits, self.env.axes, axis=logits.ndim - 1, tiled=True)

@@ -4,7 +4,7 @@
     kvjax convert /models/Llama-3.2-1B llama --dtype bfloat16
     kvjax convert model.Q4_0.gguf small
 
-Llama, Mistral, Qwen 2 and 3, Phi-3 and 4, GLM-4, Gemma 3 (text) and gpt-oss models convert.
+Llama, Mistral, Qwen 2 and 3, Phi-3 and 4, GLM-4, Gemma 2 and 3 (text) and gpt-oss models convert.
 Quantised tensors become float32 unless --dtype says otherwise; float16 and bfloat16 stay as they
 are. One layer is in memory at a time. The folder is written under another name and renamed last, so
 an interrupted conversion leaves no checkpoint. Pickled weights (.bin, .pt) are refused.

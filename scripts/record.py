@@ -89,10 +89,15 @@ def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> d
   """The arrays of the file.
 
   Raises:
+    NotImplementedError: the model's logits have a soft cap.
     ValueError: a layer does not exist, the text is shorter than the length, or a number does not
       fit in float16.
   """
-  count = model.config.layers
+  count, cap = model.config.layers, model.config.soft_cap
+  if cap is not None:
+    raise NotImplementedError(
+      f"model: found a soft cap of {cap} on logits, expected none: scores are q · k / sqrt(H)"
+    )
   if not args.layers or not all(0 <= layer < count for layer in args.layers):
     raise ValueError(f"--layers: found {args.layers}, expected some of 0 to {count - 1}")
   if args.stride < 1:

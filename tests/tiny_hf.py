@@ -14,6 +14,7 @@ import tokenizers
 from safetensors.numpy import save_file
 
 D, F, V, LAYERS = 32, 48, 64, 2
+_GEMMAS = ("gemma2", "gemma3_text")
 ORIGINAL = 32  # the context that the scaled ropes extend
 LENGTHS = (96, 41)  # tokens of the two rows: both end beyond the original context
 _LLAMA3 = {
@@ -53,6 +54,18 @@ _GEMMA = {
   "tie_word_embeddings": ...,
   "pad_token_id": 0,
 }
+_GEMMA2 = {
+  **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+  "hidden_size": 48,
+  "num_hidden_layers": 4,
+  "head_dim": 16,
+  "query_pre_attn_scalar": 20,
+  "sliding_window": 24,
+  "attn_logit_softcapping": 2.0,
+  "final_logit_softcapping": 30.0,
+  "tie_word_embeddings": ...,
+  "pad_token_id": 0,
+}
 _GPT_OSS = {
   "attention_bias": True,
   "head_dim": 16,
@@ -79,7 +92,7 @@ def config(family: str, heads: int = 4, kv_heads: int = 2, **entries: Any) -> di
   """A config.json; entries of `...` are left out."""
   names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
   names |= {"phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "qwen3_moe": "Qwen3Moe"}
-  names |= {"gemma3_text": "Gemma3", "gpt_oss": "GptOss"}
+  names |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gpt_oss": "GptOss"}
   name = names[family]
   out = {
     "architectures": [f"{name}ForCausalLM"],
@@ -178,6 +191,20 @@ CASES: dict[str, dict[str, Any]] = {
       },
     },
   ),
+  "gemma2": config("gemma2", heads=6, kv_heads=2, **_GEMMA2),
+  "gemma2-parameters": config(
+    "gemma2",
+    **{
+      **_GEMMA2,
+      "rope_theta": ...,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+      "layer_types": ["full_attention", "sliding_attention"] * 2,
+      "query_pre_attn_scalar": ...,
+      "head_dim": 256,
+      "attn_logit_softcapping": 4.0,
+      "final_logit_softcapping": None,
+    },
+  ),
   "gpt-oss": config("gpt_oss", heads=6, kv_heads=2, hidden_size=48, **_GPT_OSS),
   "qwen3-moe": config("qwen3_moe", heads=6, kv_heads=2, head_dim=16, **_MOE),
   "qwen3-moe-shares": config("qwen3_moe", head_dim=16, **{**_MOE, "norm_topk_prob": False}),
@@ -217,9 +244,9 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
       norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
     if family == "glm4":
       norms |= {"post_self_attn_layernorm": dim, "post_mlp_layernorm": dim}
-    if family == "gemma3_text":
+    if family in _GEMMAS:
       norms |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
-    one = 0 if family == "gemma3_text" else 1  # Gemma stores w for a scale of 1 + w
+    one = 0 if family in _GEMMAS else 1  # Gemma stores w for a scale of 1 + w
     out |= {f"model.layers.{i}.{name}.weight": near(one, n) for name, n in norms.items()}
     if family in ("qwen2", "glm", "glm4", "gpt_oss"):
       for name, n in {"q": heads, "k": kv_heads, "v": kv_heads}.items():
@@ -244,8 +271,8 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
       for e in range(experts):
         parts = _mlp(f"mlp.experts.{e}", dim, config["moe_intermediate_size"])
         out |= {f"model.layers.{i}.{n}.weight": matrix(*shape) for n, shape in parts.items()}
-  out["model.norm.weight"] = near(0 if family == "gemma3_text" else 1, dim)
-  if not config.get("tie_word_embeddings", family == "gemma3_text"):
+  out["model.norm.weight"] = near(0 if family in _GEMMAS else 1, dim)
+  if not config.get("tie_word_embeddings", family in _GEMMAS):
     out["lm_head.weight"] = matrix(V, dim)
   return fused(out, family, config["num_hidden_layers"])
 

@@ -167,7 +167,7 @@ def as_gguf(path, config, more=None, *, tensors=None):
       heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
       x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
     target = there[here[pattern]].format(i=layer)
-    if family == "gemma3" and "norm" in pattern:
+    if family in ("gemma2", "gemma3") and "norm" in pattern:
       x = 1 + x
     if "{e}" in pattern:
       stacked.setdefault(target, []).append(x)
@@ -234,6 +234,11 @@ def _experts(config):
   return {name: config[key] for key, name in names.items() if key in config}
 
 
+_GGUF_GEMMA2 = {
+  "attention.sliding_window": 24,
+  "attn_logit_softcapping": 2.0,
+  "final_logit_softcapping": 30.0,
+}
 _GGUF_YARN = {
   "rope.scaling.type": "yarn",
   "rope.scaling.factor": 4.0,
@@ -261,6 +266,7 @@ _GGUF_YARN = {
     ("gpt-oss", {**_GGUF_YARN, "attention.sliding_window": 24, "rope.scaling.yarn_beta_fast": 8.0}),
     ("mistral-sliding", {"attention.sliding_window": 24}),
     ("phi3-mini", {"attention.sliding_window": 24}),
+    ("gemma2", _GGUF_GEMMA2),
     ("gemma3", {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3}),
     (
       "gemma3-parameters",
@@ -283,8 +289,8 @@ def test_gguf_holds_the_same_items(tmp_path, name, more):
     scaled = Rope(config["rope_theta"], Llama3(32.0)).frequencies(config["head_dim"])
     plain = Rope(config["rope_theta"]).frequencies(config["head_dim"])
     tensors["rope_freqs.weight"] = (plain / scaled).astype(np.float32)
-  if name == "gemma3":
-    config = {**config, "query_pre_attn_scalar": 16}  # llama.cpp knows the 27B model's alone
+  if name in ("gemma2", "gemma3"):
+    config = {**config, "query_pre_attn_scalar": 16}  # llama.cpp knows the 27B models' alone
   if more == "rope_factors":
     more = {"rope.scaling.original_context_length": 32}
     more["rope.scaling.attn_factor"] = (1 + np.log(4) / np.log(32)) ** 0.5
@@ -358,6 +364,8 @@ def gguf_entries(config):
 @pytest.mark.parametrize(
   ("name", "without"),
   [
+    ("gemma2", {"soft_cap": None}),
+    ("gemma2", {"final_soft_cap": None}),
     ("gemma3", {"embed_scale": 1.0}),
     ("gemma3", {"windows": ()}),
     ("gemma3", {"window_rope": None}),
@@ -372,7 +380,7 @@ def test_goldens_tell_flags_apart(name, without):
   whole = model(name)
   bare = nnx.merge(*nnx.split(whole))
   bare.config = dataclasses.replace(whole.config, **without)
-  bare.env = dataclasses.replace(whole.env, rope=bare.config.rope)
+  bare.env = dataclasses.replace(whole.env, rope=bare.config.rope, soft_cap=bare.config.soft_cap)
   lengths = np.arange(96) < np.array(tiny_hf.LENGTHS)[:, None]
   off = np.abs(logits_of(bare) - logits_of(whole))[lengths]
   assert off.max() > 1000 * PARITY

@@ -17,12 +17,22 @@ MODELS = {case["model_type"]: name for name, case in tiny_hf.CASES.items()}
 MODELS |= {"llama": "llama3.1", "qwen3_moe": "qwen3-moe"}
 # What the core runs, of families whose layers differ most: another kind of method for each.
 CORE = {"gemma3_text": "art", "qwen3_moe": "snapkv", "gpt_oss": "quest"}
+# What refuses a family by name, and why; the table lists it.
+REFUSED = {("gemma2", "expected_attention"): "no closed form under a soft cap"}
+
+
+def _marks(family, name):
+  refused = REFUSED.get((family, name))
+  marks = [pytest.mark.slow] * (CORE.get(family) != name)
+  if refused:
+    marks.append(pytest.mark.xfail(raises=NotImplementedError, strict=True, reason=refused))
+  return marks
 
 
 @pytest.mark.parametrize(
   ("family", "name"),
   [
-    pytest.param(family, name, marks=[pytest.mark.slow] * (CORE.get(family) != name))
+    pytest.param(family, name, marks=_marks(family, name))
     for family in FAMILIES
     for name in kvjax.METHODS
   ],

@@ -117,6 +117,8 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
       (None, 64),
     ),
     ("qwen3_moe", {"sliding_window": 64, "use_sliding_window": True, **MOE}, (64, 64)),
+    ("gemma2", {"sliding_window": 64, "hidden_act": ...}, (64, None)),
+    ("gemma2", {"hidden_act": ...}, ()),  # longer than the context
     ("gemma3_text", {"sliding_window": 64, "sliding_window_pattern": 2}, (64, None)),
     ("gemma3_text", {"sliding_window": 64}, (64, 64)),
     ("gemma3_text", {}, (4096, 4096)),  # longer than the context, and yet of another theta
@@ -199,6 +201,17 @@ _YARN = {"rope_type": "yarn", "factor": 4.0}
       {"model_type": "gpt_oss", "architectures": None, "swiglu_limit": 5.0},
       NotImplementedError,
       r"swiglu_limit.*found 5\.0, expected 7\.0",
+    ),
+    (
+      {"model_type": "gemma2", "architectures": None, "hidden_act": "gelu_pytorch_tanh"}
+      | {"attn_logit_softcapping": -50.0},
+      ValueError,
+      r"soft_cap: found -50\.0, expected a finite number above 0, or None",
+    ),
+    (
+      {"model_type": "gemma2", "architectures": None, "hidden_act": "silu"},
+      NotImplementedError,
+      r"hidden_act.*found 'silu', expected 'gelu_pytorch_tanh'",
     ),
     (
       {"model_type": "gemma3_text", "architectures": None, "final_logit_softcapping": 30.0},

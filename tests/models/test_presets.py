@@ -31,6 +31,7 @@ PUBLISHED = {
   "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
   "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
   "GLM-4-9B": 9_399_951_360,
+  "Gemma-2-2B": 2_614_341_888,
   "Gemma-3-270M": 268_098_176,
   "Gemma-3-1B": 999_885_952,
   "gpt-oss-20B": 20_914_757_184,

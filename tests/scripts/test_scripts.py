@@ -322,6 +322,10 @@ def test_record_refuses_bad_input(tiny, tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       record.record(model, tokenizer, "ten bytes.", dataclasses.replace(good, **change))
+  capped = nnx.merge(*nnx.split(model))
+  capped.config = dataclasses.replace(model.config, soft_cap=50.0)
+  with pytest.raises(NotImplementedError, match=r"model: found a soft cap of 50\.0 on logits"):
+    record.record(capped, tokenizer, "ten bytes.", good)
 
 
 @pytest.mark.parametrize(

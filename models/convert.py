@@ -1,18 +1,18 @@
-"""Checkpoints: from a published model to a folder of Orbax items, and from there into a decoder.
+"""Checkpoints: from a published model to a folder of items, and from there into a decoder.
 
-A checkpoint folder holds config.json, the tokenizer's files, and under `items` one Orbax item per
-layer beside "embedding" and "final". Orbax holds a tree twice while it saves, so items are written
-one at a time as the source is read; the whole model is never in memory (peak: two layers, the
-embedding, and what the libraries take). The folder is written aside and renamed last: an
-interrupted conversion leaves no checkpoint, and can be run again.
+A checkpoint folder holds config.json, the tokenizer's files, and under `items` a safetensors file
+for each layer beside "embedding" and "final". Items are written one at a time as the source is
+read; the whole model is never in memory (peak: two layers, the embedding, and what the libraries
+take). The folder is written aside and renamed last: an interrupted conversion leaves no checkpoint,
+and can be run again.
 
-Arrays keep the precision of the source: bfloat16 and float16 tensors as they are, everything else
-(float32 and dequantised blocks) as float32; or all of them get a dtype. They are not compressed,
-which would more than double the time to save them and spare a third of the bytes.
+Arrays keep the precision of the source: float32, float16 and bfloat16 as they are, quantised blocks
+as bfloat16; or all matrices get a dtype.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import pathlib
@@ -20,13 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from . import parallel
+from . import items, parallel
 from .config import ModelConfig
 from .fetch import aside, cache_dir, fetch_huggingface, fetch_smollm2
 from .gguf_file import GGUF
@@ -36,7 +34,7 @@ from .tokenizer import Tokenizer
 from .transformer import Transformer
 
 FORMAT = "kvjax-checkpoint"
-VERSION = 1
+VERSION = 2
 HUB = "hf:"
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -63,8 +61,9 @@ def convert(
     dest: the folder to make; it must not exist yet.
     max_context: use the model up to so many tokens only (None: all that it was made for). Layers
       with a sliding window that is no shorter see everything then, and are the method's.
-    dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. bfloat16
-      halves what 4-bit blocks take on disk, and the time to load them. None: as the source.
+    dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. None: as
+      the source has them, quantised blocks as bfloat16; "float32" keeps every bit of these, in
+      twice the bytes.
     progress: show a bar on stderr.
 
   Returns:
@@ -73,8 +72,9 @@ def convert(
   Raises:
     FileNotFoundError: there is no such source, or a shard of it is missing.
     FileExistsError: `dest` exists.
-    ValueError: `dtype` is another one, the source is truncated or damaged, tensors are missing or
-      of the wrong shape, the tokenizer belongs to another model, or there are only pickled weights.
+    ValueError: `dtype` is another one or too narrow for a number, the source is truncated or
+      damaged, tensors are missing or of the wrong shape, the tokenizer belongs to another model, or
+      there are only pickled weights.
     NotImplementedError: the architecture, a quantisation, a rope type or a tensor is not supported.
     OSError: the download failed.
   """
@@ -84,6 +84,7 @@ def convert(
   if dtype not in (None, *DTYPES):
     raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}, or None")
   reader = open_source(source, max_context=max_context)
+  reader.dtype = dtype
   tokenizer = reader.tokenizer()
   vocab = reader.config.vocab
   if not vocab * (1 - _PADDING) <= tokenizer.size <= vocab:
@@ -93,24 +94,24 @@ def convert(
     )
   tokenizer.rows = vocab
   names = item_names(reader.config)
-  handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-  with aside(dest) as folder, ocp.Checkpointer(handler) as checkpointer:
-    folder.mkdir()
+  stored: collections.Counter[str] = collections.Counter()
+  with aside(dest) as folder:
+    (folder / "items").mkdir(parents=True)
     label = f"converting {reader.path.name}"
     for name in tqdm(names, desc=label, unit="item", disable=not progress):
-      item = _in_dtype(reader.item(name), dtype)
-      checkpointer.save(folder / "items" / name, args=ocp.args.PyTreeSave(item))
+      item = reader.item(name)
+      for x in jax.tree.leaves(item):
+        stored[x.dtype.name] += x.nbytes
+      items.save(_file(folder, name), item)
     tokenizer.save(folder)
-    description = {"format": FORMAT, "version": VERSION, "model": reader.config.to_json()}
+    description = {
+      "format": FORMAT,
+      "version": VERSION,
+      "bytes": dict(stored),
+      "model": reader.config.to_json(),
+    }
     (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
   return dest
-
-
-def _in_dtype(item: Item, dtype: str | None) -> Item:
-  """An item whose matrices are of this dtype."""
-  if dtype is None:
-    return item
-  return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)) if x.ndim > 1 else x, item)
 
 
 def open_source(source: str | os.PathLike[str], *, max_context: int | None = None) -> Source:
@@ -175,25 +176,17 @@ def load(
   )
   graph, state = nnx.split(abstract)
   leaves, tree = jax.tree.flatten(state)
-  # Weights that Orbax puts on a device are committed to it, and results of theirs are, and a loop
-  # whose other arrays are not, before its first call, is compiled twice: without a mesh they come
-  # as NumPy's, and go to the device as all arrays do.
-  placed: list[Any] = [np.empty(x.shape, x.dtype) for x in leaves]
-  if mesh is not None:
-    where = parallel.shardings(state, config, mesh)
-    placed = [
-      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
-      for x, to in zip(leaves, where, strict=True)
-    ]
+  where = [None] * len(leaves) if mesh is None else parallel.shardings(state, config, mesh)
+  placed = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to) for x, to in zip(leaves, where, strict=True)
+  ]
   wanted = nnx.to_pure_dict(jax.tree.unflatten(tree, placed))
-  with ocp.StandardCheckpointer() as checkpointer:
-    for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
-      item = _restore(checkpointer, path / "items" / name, _part(wanted, name))
-      item = jax.tree.map(jnp.asarray, item)
-      if name.startswith("layer_"):
-        wanted["layers"][int(name.removeprefix("layer_"))] = item
-      else:
-        wanted.update(item)
+  for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
+    item = items.load(_file(path, name), _part(wanted, name))
+    if name.startswith("layer_"):
+      wanted["layers"][int(name.removeprefix("layer_"))] = item
+    else:
+      wanted.update(item)
   nnx.replace_by_pure_dict(state, wanted)
   model = nnx.merge(graph, state)
   return model if mesh is None else parallel.on_mesh(model, mesh), tokenizer
@@ -206,6 +199,15 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
     FileNotFoundError: the folder has none.
     ValueError: it is not a checkpoint's.
   """
+  found = _description(path)
+  try:
+    return ModelConfig.from_json(found["model"])
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{pathlib.Path(path) / 'config.json'}: {error}") from error
+
+
+def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """What the config.json of a checkpoint folder says; raises as `read_config`."""
   file = pathlib.Path(path) / "config.json"
   try:
     description = json.loads(file.read_text(encoding="utf-8"))
@@ -221,10 +223,20 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
       f"{file}: found format {found.get('format')!r} version {found.get('version')!r}, "
       f"expected {FORMAT!r} version {VERSION}: convert the model again"
     )
-  try:
-    return ModelConfig.from_json(found["model"])
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{file}: {error}") from error
+  return found
+
+
+def stored_bytes(path: str | os.PathLike[str]) -> dict[str, int]:
+  """Bytes of a checkpoint's weights by the dtype in which they are stored.
+
+  Raises:
+    FileNotFoundError: the folder has no config.
+    ValueError: it is not a checkpoint's.
+  """
+  sizes = _description(path).get("bytes")
+  if not isinstance(sizes, dict):
+    raise ValueError(f"{path}: config.json: 'bytes': found {sizes!r}, expected bytes by dtype")
+  return sizes
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -241,6 +253,11 @@ def item_names(config: ModelConfig) -> list[str]:
   return ["embedding", *(f"layer_{i:03d}" for i in range(config.layers)), "final"]
 
 
+def _file(folder: pathlib.Path, name: str) -> pathlib.Path:
+  """Where a checkpoint holds an item."""
+  return folder / "items" / f"{name}.safetensors"
+
+
 def _part(wanted: dict[str, Any], name: str) -> Item:
   """The abstract arrays of one item, out of those of the whole model."""
   if name.startswith("layer_"):
@@ -249,34 +266,12 @@ def _part(wanted: dict[str, Any], name: str) -> Item:
   return {key: wanted[key] for key in keys if key in wanted}
 
 
-def _restore(checkpointer: ocp.StandardCheckpointer, path: pathlib.Path, target: Item) -> Item:
-  """Reads one item to where `target` wants it, cast to its dtypes."""
-  if not path.is_dir():
-    raise FileNotFoundError(f"{path}: not found, expected an item of the checkpoint")
-  try:
-    metadata = checkpointer.metadata(path).item_metadata
-  except Exception as error:  # Orbax and TensorStore raise many kinds
-    raise ValueError(f"{path}: damaged ({error}), expected an Orbax item") from error
-  if metadata is None:
-    raise ValueError(f"{path}: damaged (no metadata), expected an Orbax item")
-  found = _shapes(metadata)
-  if found != _shapes(target):
-    raise ValueError(f"{path}: found arrays {found}, expected {_shapes(target)}")
-  try:
-    return checkpointer.restore(path, target)
-  except Exception as error:
-    raise ValueError(f"{path}: damaged ({error}), expected an Orbax item") from error
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-  return {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in leaves}
-
-
 def default_checkpoint(
   folder: str | os.PathLike[str] | None = None, *, progress: bool = True
 ) -> pathlib.Path:
   """The checkpoint folder of SmolLM2-135M-Instruct, fetched and converted on the first call.
+
+  Its weights are float32, the numbers of the file's 4-bit blocks to the last bit.
 
   Args:
     folder: where it is kept (None: `cache_dir()`).
@@ -287,7 +282,7 @@ def default_checkpoint(
   if not is_checkpoint(dest):
     source = fetch_smollm2(folder, progress=progress)
     try:
-      convert(source, dest, progress=progress)
+      convert(source, dest, dtype="float32", progress=progress)
     except FileExistsError:
       if not is_checkpoint(dest):
         raise

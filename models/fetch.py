@@ -109,7 +109,7 @@ def _unpack_gguf(folder: pathlib.Path, dest: pathlib.Path) -> None:
 @contextlib.contextmanager
 def aside(dest: pathlib.Path) -> Iterator[pathlib.Path]:
   """A path beside `dest` to write to, renamed to it at the end; nothing is left after an error."""
-  dest = dest.absolute()  # Orbax writes to absolute paths only
+  dest = dest.absolute()
   dest.parent.mkdir(parents=True, exist_ok=True)
   prefix = f".{dest.name}."
   for old in dest.parent.glob(f"{prefix}*"):  # of a process that was killed

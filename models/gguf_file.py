@@ -9,7 +9,6 @@ import pathlib
 from typing import Any
 
 import gguf
-import ml_dtypes
 import numpy as np
 
 from ..rope import Linear, Llama3, LongRope, Rope, Yarn
@@ -58,6 +57,12 @@ _EXPERTS = {
   }.items()
   for kind, suffix in (("", "weight"), ("_bias", "bias"))
 }
+_PLAIN = {
+  gguf.GGMLQuantizationType.F32: "float32",
+  gguf.GGMLQuantizationType.F16: "float16",
+  gguf.GGMLQuantizationType.BF16: "bfloat16",
+}
+_PIECE = 1 << 18  # numbers that are dequantised together
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG_ROPE = {long: f"rope_factors_{long}.weight" for long in ("short", "long")}
 
@@ -113,17 +118,22 @@ class GGUF(Source):
         "lists of tokens, kinds and merges, and integer ids"
       ) from error
 
-  def read(self, name: str) -> np.ndarray:
+  def read(self, name: str, dtype: str | None) -> np.ndarray:
     tensor = self._tensors[name]
-    kind = tensor.tensor_type
-    x = self._dequantize(tensor.name, tensor.data)
-    if kind == gguf.GGMLQuantizationType.BF16:
-      x = x.astype(ml_dtypes.bfloat16)
-    else:
-      x = np.array(x, np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    if dtype is None or len(shape) == 1:
+      dtype = _PLAIN.get(tensor.tensor_type, "bfloat16")
+    out = np.empty(shape, dtype)
+    # As many rows at a time as stay in the processor's caches.
+    rows = out.reshape(-1, shape[-1])
+    stored = tensor.data.reshape(len(rows), -1)
+    step = max(1, _PIECE // shape[-1])
+    with np.errstate(over="ignore"):  # infinity is found out later
+      for i in range(0, len(rows), step):
+        rows[i : i + step] = self._dequantize(name, stored[i : i + step])
     if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
       self._mapping.madvise(mmap.MADV_DONTNEED)  # what was read need not stay in memory
-    return x
+    return out
 
   def _entry(self, key: str, default: Any = None) -> Any:
     value = self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
@@ -309,20 +319,13 @@ class GGUF(Source):
       if data.dtype != np.uint8:  # plain numbers
         return gguf.dequantize(data, kind)
       shape = gguf.quant_shape_from_byte_shape(data.shape, kind)
-      return gguf.dequantize(_wider(data), kind).reshape(shape)
+      # As one row: the package takes 16 at a time, and then puts them together.
+      return gguf.dequantize(data.reshape(1, -1), kind).reshape(shape)
     except NotImplementedError as error:
       raise NotImplementedError(
         f"{self.path}: tensor {name!r}: found quantisation {kind.name}, "
         "expected one that the gguf package dequantises"
       ) from error
-
-
-def _wider(rows: np.ndarray) -> np.ndarray:
-  """The same blocks in fewer rows: `gguf` takes 16 rows at a time, which is little at a time."""
-  together = 1
-  while rows.ndim == 2 and together < 8 and rows.shape[0] % (2 * together) == 0:
-    together *= 2
-  return rows.reshape(-1, together * rows.shape[-1]) if together > 1 else rows
 
 
 class _BoundedReader(gguf.GGUFReader):

@@ -90,10 +90,12 @@ class HuggingFace(Source):
     """The tokenizer of the folder; raises as `Tokenizer.from_huggingface` does."""
     return Tokenizer.from_huggingface(self.path)
 
-  def read(self, name: str) -> np.ndarray:
+  def read(self, name: str, dtype: str | None) -> np.ndarray:
     # Opened anew for every tensor: a mapping that stays open keeps all that was read in memory.
     with _open(self._shard_of[name]) as shard:
-      return shard.get_tensor(name)
+      x = shard.get_tensor(name)
+    with np.errstate(over="ignore"):  # infinity is found out later
+      return x if dtype is None or x.ndim == 1 else x.astype(dtype, copy=False)
 
   def _entry(self, key: str, default: Any = None) -> Any:
     value = self._entries.get(key)

@@ -5,9 +5,10 @@
     kvjax convert model.Q4_0.gguf small
 
 Llama, Mistral, Qwen 2 and 3, Phi-3 and 4, GLM-4, Gemma 2 and 3 (text) and gpt-oss models convert.
-Quantised tensors become float32 unless --dtype says otherwise; float16 and bfloat16 stay as they
-are. One layer is in memory at a time. The folder is written under another name and renamed last, so
-an interrupted conversion leaves no checkpoint. Pickled weights (.bin, .pt) are refused.
+float32, float16 and bfloat16 stay as they are; quantised blocks become bfloat16, or float32 to the
+last bit with --dtype float32, in twice the bytes. A few layers are in memory at a time. The folder
+is written under another name and renamed last, so an interrupted conversion leaves no checkpoint.
+Pickled weights (.bin, .pt) are refused.
 """
 
 import dataclasses
@@ -32,18 +33,25 @@ class Args:
   max_context: Annotated[int | None, common.optional("TOKENS")] = None
   """Longest context of the checkpoint; layers with a longer sliding window see all of it."""
   dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, common.choice()] = None
-  """Type of all matrices; by default as in the source. bfloat16 halves what 4-bit models take."""
+  """Type of all matrices; by default as in the source, quantised blocks as bfloat16."""
 
 
 def main(args: Args) -> None:
   common.check_numbers(args, max_context=1)
   folder = convert.convert(args.source, args.dest, max_context=args.max_context, dtype=args.dtype)
   config = convert.read_config(folder)
-  size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+  weights = _weights(convert.stored_bytes(folder))
   print(
-    f"{folder}: {size / 1e6:.0f} MB, {config.layers} layers, {config.heads} query and "
+    f"{folder}: {weights}, {config.layers} layers, {config.heads} query and "
     f"{config.kv_heads} key/value heads of size {config.head_dim}, {config.vocab:,} tokens"
   )
+
+
+def _weights(stored: dict[str, int]) -> str:
+  """Bytes of the weights by dtype, most first; what is less than a hundredth is not told."""
+  total = sum(stored.values())
+  parts = sorted((-size, name) for name, size in stored.items() if size > total / 100)
+  return " and ".join(f"{-size / 1e6:,.1f} MB of {name}" for size, name in parts)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import re
 
 import gguf
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -317,7 +318,7 @@ def test_gguf_attention_factor(tmp_path):
 
 
 def test_every_type_that_gguf_dequantises(tmp_path):
-  """Blocks of small random bytes: all types are read, and as the package reads them."""
+  """Blocks of small random bytes: all types are read as the package reads them, and rounded."""
   rng, read = np.random.default_rng(0), []
   config = {**tiny_hf.CASES["llama3"], "intermediate_size": 256, "num_hidden_layers": 1}
   as_gguf(tmp_path / "plain.gguf", config)
@@ -344,8 +345,12 @@ def test_every_type_that_gguf_dequantises(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    got = GGUF(tmp_path / "x.gguf").item("layer_000")["mlp"]["down"]
-    np.testing.assert_array_equal(np.asarray(got, np.float32), want.T)
+    source = GGUF(tmp_path / "x.gguf")
+    for dtype, stored in ((None, ml_dtypes.bfloat16), ("float32", np.float32)):
+      source.dtype = dtype
+      got = source.item("layer_000")["mlp"]["down"]
+      assert got.dtype == stored
+      np.testing.assert_array_equal(got, want.T.astype(stored))
     read.append(kind.name)
   assert {"BF16", "Q4_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ2_XXS", "IQ4_XS", "TQ1_0"} <= set(read)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,18 @@ def test_arrays_are_written_as_read_and_restored_to_any_dtype(tmp_path, dtype):
   narrow = leaves(made, precision="bf16")
   for x, y in zip(wide, narrow, strict=True):
     np.testing.assert_array_equal(x.astype(y.dtype), y)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_matrices_rounded_to_a_given_dtype(folder, tmp_path, dtype):
+  made = convert.convert(folder, tmp_path / "made", dtype=dtype, progress=False)
+  found = safetensors.numpy.load_file(made / "items" / "layer_001.safetensors")
+  whole = items(folder)["layer_001"]
+  for name in ("attention.wqkv", "attention.wo", "mlp.gate_up", "mlp.down", "mlp_norm.scale"):
+    part, key = name.split(".")
+    want = whole[part][key].astype(dtype if key != "scale" else np.float32)
+    assert found[name].dtype == want.dtype
+    np.testing.assert_array_equal(found[name], want)
 
 
 def test_tied_head_and_buffers_in_the_file_are_left_out(tmp_path):
@@ -456,7 +469,7 @@ def test_killed_in_the_middle_and_run_again(folder, tmp_path):
   )
   assert done.returncode == -signal.SIGKILL, done.stderr
   assert not (tmp_path / "made").exists()
-  assert list(tmp_path.glob(".made.*/made/items/layer_000"))  # it was in the middle
+  assert list(tmp_path.glob(".made.*/made/items/layer_000.safetensors"))  # it was in the middle
   again = convert.convert(folder, tmp_path / "made", progress=False)
   whole = convert.convert(folder, tmp_path / "whole", progress=False)
   for x, y in zip(leaves(again), leaves(whole), strict=True):
@@ -467,7 +480,10 @@ def test_killed_in_the_middle_and_run_again(folder, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
-  """A checkpoint of 24 layers of 17 MB: the peak is two layers, the embedding, and some slack."""
+  """A checkpoint of 24 layers of 17 MB: the peak is two layers, the embedding, and some slack.
+
+  Loading takes the model, the file of an item, which is mapped, and some slack.
+  """
   done = run(
     """
     import pathlib, sys
@@ -496,13 +512,18 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
     peak = status("VmHWM") - before
     shapes = tensor_shapes(convert.read_config(made))
     total = 4 * sum(int(np.prod(shape)) for _, _, shape in shapes)
-    print(peak, total, total // 24)
+    convert.load(root / "small")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    model = convert.load(made)
+    print(peak, total, total // 24, status("VmHWM") - before)
     """,
     folder,
     tmp_path,
     kind,
   )
   assert done.returncode == 0, done.stderr
-  peak, total, layer = map(int, done.stdout.split())
+  peak, total, layer, loading = map(int, done.stdout.split())
   assert total > 5e8
   assert peak < 2 * layer + (160 << 20) < total / 2, f"found a peak of {peak >> 20} MB"
+  assert total < loading < total + 2 * layer + (64 << 20), f"found {loading >> 20} MB in loading"

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -183,6 +184,7 @@ def prefill(
   v: ArrayLike,
   lengths: ArrayLike | None = None,
   *,
+  starts: ArrayLike | None = None,
   total: ArrayLike | None = None,
   past: int | None = 0,
   sinks: ArrayLike | None = None,
@@ -192,8 +194,11 @@ def prefill(
 
   Args:
     cache: this layer's; donate it to the program around this call.
-    q, k, v: projections of the tokens, [B, T, N, H] and [B, T, K, H], padded on the right.
-    lengths: int32 [B], tokens of each row; 0 leaves a row as it is. None: all T.
+    q, k, v: projections of the tokens, [B, T, N, H] and [B, T, K, H], padded on the right, or with
+      `starts` on the left.
+    lengths: int32 [B], tokens of each row; 0 leaves a row as it is. None: all from `starts` on.
+    starts: int32 [B], where in its row the first token is, of prompts that are padded on the left;
+      what stands before is not read. None: 0.
     total: int32 [B], tokens of the whole prompt, where these are a chunk of it; None: `lengths`.
     past: static bound on the tokens that rows have cached already; 0: none; None: not known.
     sinks, carry: as in `decode`.
@@ -203,7 +208,8 @@ def prefill(
     too.
 
   Raises:
-    ValueError: arrays that do not fit the cache.
+    ValueError: arrays that do not fit the cache, or tokens that reach past T; within a program
+      none can raise, and the tokens past T are not there.
     TypeError: the method needs a `carry` or the layer's number, which it was not given.
     NotImplementedError: the method decides what a layer computes or reads a prompt in pieces of its
       own, which only a decoder can do that asks it.
@@ -220,7 +226,8 @@ def prefill(
   groups = _groups(cache, q, (rows, tokens))
   for each, x in (("k", k), ("v", v)):
     _expect(each, x, (rows, tokens, kv_heads, width))
-  valid = jnp.full(rows, tokens, jnp.int32) if lengths is None else jnp.asarray(lengths)
+  first, valid = _span(rows, tokens, starts, lengths)
+  q, k, v = (_rolled(x, first) for x in (q, k, v))
   whole = valid if total is None else jnp.asarray(total)
   prompt = Prompt(valid, whole, None, tokens, past)
   scaled = _scaled(cache, q).reshape(rows, tokens, kv_heads, groups, width)
@@ -228,7 +235,7 @@ def prefill(
   k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, T, H]
   at, sunk = _place(cache, sinks)
   done = read(at, cache.cache, q_in, k, v, prompt, carry or Carry(), sunk)
-  out = jnp.moveaxis(done[0], 3, 1).reshape(q.shape)
+  out = _rolled(jnp.moveaxis(done[0], 3, 1).reshape(q.shape), None if first is None else -first)
   now = dataclasses.replace(cache, ended=not forms.overrides(method, "conclude"))
   return _result(now, out, done[1], carry, done[2])
 
@@ -319,6 +326,36 @@ def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:
 def _expect(name: str, x: Array, sizes: tuple[int, ...]) -> None:
   if tuple(x.shape) != sizes:
     raise ValueError(f"{name}: found shape {tuple(x.shape)}, expected {sizes}, as the cache has it")
+
+
+def _span(
+  rows: int, tokens: int, starts: ArrayLike | None, lengths: ArrayLike | None
+) -> tuple[Array | None, Array]:
+  """Where each row's tokens begin, None for 0, and how many there are."""
+  first = None if starts is None else jnp.asarray(starts)
+  room = jnp.full(rows, tokens, jnp.int32) if first is None else tokens - first
+  valid = room if lengths is None else jnp.asarray(lengths)
+  for name, x in (("starts", first), ("lengths", valid)):
+    if x is not None and x.shape != (rows,):
+      raise ValueError(f"{name}: found shape {x.shape}, expected ({rows},), one for each row")
+  if first is None:
+    return None, valid
+  if not any(isinstance(x, jax.core.Tracer) for x in (first, valid)):
+    begin, size = np.asarray(first), np.asarray(valid)
+    if ((begin < 0) | (begin + size > tokens)).any():
+      raise ValueError(
+        f"starts: found {begin.tolist()} with lengths {size.tolist()}, expected tokens within the "
+        f"{tokens} of a row"
+      )
+  return first, jnp.clip(valid, 0, tokens - first)
+
+
+def _rolled(x: Array, shift: Array | None) -> Array:
+  """Rows of x [B, T, …], each begun at its shift."""
+  if shift is None:
+    return x
+  turn = (jnp.arange(x.shape[1]) + shift[:, None]) % x.shape[1]  # [B, T]
+  return jnp.take_along_axis(x, turn[:, :, None, None], 1)
 
 
 def _place(cache: LayerCache, sinks: ArrayLike | None) -> tuple[At, Array | None]:

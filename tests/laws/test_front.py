@@ -127,6 +127,28 @@ def test_attention_by_hand(window, sinks, cap, impl):
         np.testing.assert_allclose(got[1 + i][row, head], by_hand(row, size + i, head), **CLOSE)
 
 
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", ["snapkv", "full", "quest", "h2o"])
+def test_prompts_padded_on_the_left(name):
+  """Tokens that begin later in their row give the bits of tokens that begin at once."""
+  method = settings.example(kvjax.METHODS[name], 16)
+  cache, width, starts = made(method)[3], 32, np.array([3, 9], np.int32)
+  padding = np.arange(width)[None, :, None, None] >= LENGTHS[:, None, None, None]
+  q, k, v = (np.where(padding, np.nan, x) for x in plain(slice(width)))
+  prompt = jax.jit(kvjax.prefill)
+  want, read = prompt(cache, q, k, v, LENGTHS)
+  moved = [
+    np.stack([np.roll(row, s, 0) for row, s in zip(x, starts, strict=True)]) for x in (q, k, v)
+  ]
+  got, after = prompt(cache, *moved, LENGTHS, starts=starts)
+  for row, (start, size) in enumerate(zip(starts, LENGTHS, strict=True)):
+    np.testing.assert_array_equal(got[row, start : start + size], want[row, :size])
+  jax.tree.map(np.testing.assert_array_equal, after, read)
+  for lengths in (None, LENGTHS + width):  # a program takes no token from past the row's end
+    _, rest = prompt(cache, *moved, lengths, starts=starts)
+    np.testing.assert_array_equal(rest.cache.seen, width - starts)
+
+
 @pytest.mark.slow
 def test_a_token_may_have_an_axis_of_its_own():
   (cache,) = made(kvjax.Full(), layers=1)
@@ -217,6 +239,19 @@ def test_what_does_not_fit_is_refused():
     (lambda: kvjax.prefill(cache, q[:, :, :5], k, v), r"q: found shape \(2, 40, 5, 16\), expected"),
     (lambda: kvjax.prefill(cache, q, k[:, :7], v), r"k: found shape \(2, 7, 3, 16\), expected"),
     (lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:1, 0]), r"v: found shape \(1, 3, 16\)"),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([40])),
+      r"lengths: found shape \(1,\), expected \(2,\)",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, starts=np.array([[0], [1]])),
+      r"starts: found shape \(2, 1\)",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([40, 7]), starts=np.array([1, 0])),
+      r"starts: found \[1, 0\] with lengths \[40, 7\], expected tokens within the 40 of a row",
+    ),
+    (lambda: kvjax.prefill(cache, q, k, v, starts=np.array([0, -1])), r"starts: found \[0, -1\]"),
     (lambda: made(kvjax.Full(), scale=-1.0), r"scale: found -1\.0, expected more than 0"),
     (lambda: made(kvjax.Full(), soft_cap=0.0), r"soft_cap: found 0\.0, expected a finite number"),
     (lambda: kvjax.stacked([]), "caches: found none"),

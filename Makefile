@@ -8,6 +8,8 @@ VENV ?= .venv
 EXTRAS ?= eval
 WORKERS ?= auto
 ARGS ?=
+# Alone: it asks for an older safetensors than the library, and for a tree that its models leave be.
+TUNIX := google-tunix==0.1.7
 
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-installed
@@ -69,5 +71,6 @@ $(DEMO_READY): pyproject.toml | $(BIN)/python
 
 $(TEST_READY): pyproject.toml | $(BIN)/python
 	@echo "kvjax: installing the library with [test,$(EXTRAS)], a minute or two the first time"
-	@$(BIN)/python -m pip install -qq --editable '.[test,$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --editable '.[test,integrations,$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --no-deps $(TUNIX)
 	@touch $@ $(DEMO_READY)

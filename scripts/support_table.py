@@ -1,10 +1,11 @@
-"""For developers: write models/README.md's tables of families and of devices, from the tests.
+"""For developers: write the tables of families, devices and integrations, from the tests.
 
     python -m scripts.support_table                   runs them, minutes, and writes the tables
     python -m scripts.support_table --junit FILE ...  takes runs of `pytest --junitxml FILE`
 
-A number is in the table of devices if the test of that method on so many devices passed, a method
-in the table of families if its test on that family did. A table without tests stays as it is.
+A number is in models/README.md's table of devices if the test of that method on so many devices
+passed; a method is in its table of families, or in kvjax/README.md's of integrations, if its test
+there did. A table without tests stays as it is.
 """
 
 import dataclasses
@@ -37,11 +38,17 @@ FAMILY_TESTS = {
   "gguf": "test_gguf_holds_the_same_items",
   "methods": "test_every_method_runs",
 }
+INTEGRATION_TEST = "test_integration"
+INTEGRATIONS = {
+  "tunix_gemma": ("google-tunix 0.1.7", "its Gemma 3"),
+  "bonsai": ("bonsai", "a minimal model after its Qwen 3"),
+  "jax_llm_examples": ("jax-llm-examples", "a minimal model after its Llama 3"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes models/README.md's tables of families and devices from the tests."""
+  """Writes the tables of families, devices and integrations from the tests."""
 
   junit: Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
   """Reports of the tests; by default they are run."""
@@ -75,9 +82,9 @@ def table(found: dict[str, set[tuple[int, int]]]) -> list[str]:
   return lines
 
 
-def family_cases(reports: Sequence[pathlib.Path]) -> dict[str, dict[str, bool]]:
+def cases_of(tests: Sequence[str], reports: Sequence[pathlib.Path]) -> dict[str, dict[str, bool]]:
   """Test -> its cases, and whether each passed, by the last report."""
-  found: dict[str, dict[str, bool]] = {test: {} for test in FAMILY_TESTS.values()}
+  found: dict[str, dict[str, bool]] = {test: {} for test in tests}
   for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
     test, _, rest = case.get("name", "").partition("[")
     if test in found:
@@ -115,6 +122,17 @@ def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
   return lines
 
 
+def integration_table(passed: dict[str, bool]) -> list[str]:
+  """The lines of the table of integrations in Markdown; a dash where a case did not run."""
+  methods = list(dict.fromkeys(case.rpartition("-")[2] for case in passed))
+  lines = [f"| code base | run here | {' | '.join(f'`{name}`' for name in methods)} |"]
+  lines.append("|---" * (2 + len(methods)) + "|")
+  for name, cells in INTEGRATIONS.items():
+    ran = [_all(passed, [f"{name}-{method}"]) for method in methods]
+    lines.append(f"| {' | '.join([*cells, *ran])} |")
+  return lines
+
+
 def _all(passed: dict[str, bool], cases: Sequence[str]) -> str:
   """Whether all of these cases that ran passed; a dash where none did."""
   ran = [passed[case] for case in cases if case in passed]
@@ -126,26 +144,23 @@ def main(args: Args) -> None:
     reports = args.junit
     if not reports:
       reports = (report := pathlib.Path(folder) / "report.xml",)
-      command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "auto",
-        "tests/devices",
-        "tests/models",
-      ]
-      names = [*TESTS.values(), *FAMILY_TESTS.values()]
+      command = [sys.executable, "-m", "pytest", "-q", "-n", "auto"]
+      command += ["tests/devices", "tests/models", "tests/scripts/test_integrations.py"]
+      names = [*TESTS.values(), *FAMILY_TESTS.values(), INTEGRATION_TEST]
       subprocess.run([*command, "-k", " or ".join(names), f"--junitxml={report}"], cwd=ROOT)
-    found, cases = passed(reports), family_cases(reports)
-  if not found and not cases:
-    raise ValueError(f"{reports}: found no test of several devices or of families that passed")
-  readme = ROOT / "models" / "README.md"
-  text = readme.read_text("utf-8")
-  text = markers.filled(text, "devices", table(found)) if found else text
-  text = markers.filled(text, "families", family_table(cases)) if cases else text
-  readme.write_text(text, "utf-8")
+    found, cases = passed(reports), cases_of([*FAMILY_TESTS.values()], reports)
+    integrations = cases_of([INTEGRATION_TEST], reports).get(INTEGRATION_TEST)
+  if not found and not cases and not integrations:
+    raise ValueError(f"{reports}: found no test that a table tells of")
+  made = [
+    ("models", "devices", found and table(found)),
+    ("models", "families", cases and family_table(cases)),
+    ("kvjax", "integrations", integrations and integration_table(integrations)),
+  ]
+  for folder, name, lines in made:
+    if lines:
+      readme = ROOT / folder / "README.md"
+      readme.write_text(markers.filled(readme.read_text("utf-8"), name, lines), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Models of other code bases under any KV cache; `scripts/README.md` lists them."""

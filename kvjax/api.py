@@ -10,6 +10,7 @@ from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
+from kvjax.methods.duo_attention import DuoAttention
 from kvjax.methods.etf import ETF
 from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.h2o import H2O
@@ -65,6 +66,7 @@ __all__ = [
   "CacheSpec",
   "Carry",
   "DoubleSparsity",
+  "DuoAttention",
   "Env",
   "ExpectedAttention",
   "Full",

@@ -104,7 +104,8 @@ def check_prompt(at: At, cache: Cache, q: Any, k: Any, v: Any, prompt: Prompt) -
 def room(method: Method, cache: Any) -> int | None:
   """How many tokens a row of this cache can take in all; None: any number, something leaves."""
   if method.traits.positional:
-    return cache.size
+    turns = "ring" in getattr(cache, "heads", ())  # a layer that gives up its oldest token
+    return None if turns else cache.size
   if "store" not in getattr(cache, "heads", ()):
     return None
   store = cache.heads["store"]  # first tokens, window and all that the store has room for
@@ -134,8 +135,8 @@ def with_room(
 
 def _sizes(cache: Cache) -> tuple[int, int, int]:
   """B, K and H."""
-  batch, heads, _, width = cache.slots["k"].shape
-  return batch, heads, width
+  batch, _, _, width = cache.slots["k"].shape
+  return batch, cache.kv_heads, width
 
 
 def _check_layer(at: At, cache: Cache) -> None:

@@ -58,7 +58,8 @@ def knows(method: Method, move: str, other: str) -> bool:
 
 def dense_prefill(method: Method) -> bool:
   """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
-  return not any(overrides(method, move) for move in ("window", "active", "fill", "stage"))
+  moves = "window", "active", "fill", "stage", "attend_prompt", "prefill"
+  return not any(overrides(method, move) for move in moves)
 
 
 def check_moves(cls: type, moves: Sequence[str]) -> None:

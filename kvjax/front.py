@@ -307,8 +307,8 @@ def _name(cache: LayerCache) -> str:
 
 def _sizes(cache: LayerCache) -> tuple[int, int, int]:
   """B, K and H."""
-  rows, kv_heads, _, width = cache.cache.slots["k"].shape
-  return rows, kv_heads, width
+  rows, _, _, width = cache.cache.slots["k"].shape
+  return rows, cache.cache.kv_heads, width
 
 
 def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:

@@ -28,6 +28,7 @@ class Leaf:
     in_place: heads and rows: whether `observe` leaves it alone in rows that do not count. It
       writes what it would find there anyway, or minds `Attended.counted`. All others are chosen
       row by row after each step, which moves the whole of them.
+    heads: slots: how many of the layer's heads have slots here; None: all.
     along_slots: heads: whether its first own axis follows the slots: summaries of tiles.
     made: an empty one, where `shape`, `dtype` and `fill` do not say it; a tree leading with B.
   """
@@ -40,6 +41,7 @@ class Leaf:
   new: Callable[[New], Array] | None = None
   standing: bool = False
   in_place: bool = False
+  heads: int | None = None
   along_slots: bool = False
   made: Callable[[], Any] | None = None
 
@@ -58,7 +60,7 @@ class Leaf:
   def kind(self) -> Leaf:
     """What moves ask of it, the same in all layers and at all sizes."""
     fill = self.fill if self.shelf == "slots" else 0
-    return dataclasses.replace(self, shape=(), dtype=jnp.float32, fill=fill, made=None)
+    return dataclasses.replace(self, shape=(), dtype=jnp.float32, fill=fill, heads=None, made=None)
 
 
 def l1_of_value(new: New) -> Array:

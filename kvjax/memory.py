@@ -56,6 +56,7 @@ def plan_memory(
   if mesh is not None:
     sharding.check_supported(method, mesh)
     sharding.check_windows(spec.windows, mesh)
+    sharding.check_heads(method, spec, mesh)
   caches = jax.eval_shape(lambda: method.init_caches(spec))
   leaves = jax.tree.leaves(caches)
   shapes = [x.shape for x in leaves]

@@ -334,7 +334,7 @@ class Method:
     cache, aux = at.top.observe(at, cache, q, plan, attended)
     if at.env.check_nan:
       rows = entrance.with_room(at, old, live, live)
-      cache = slots.choose_rows(checked_rows(at, attended, old, rows), cache, old)
+      cache = slots.choose_rows(checked_rows(at, attended.state.o, old, rows), cache, old)
     else:
       cache = _idle_rows(at, attended, cache, old)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
@@ -363,7 +363,7 @@ class Method:
     rows = prompt.valid > 0
     if at.env.check_nan:
       rows = entrance.with_room(at, cache, rows, prompt.valid)
-      rows = checked_rows(at, attended, cache, rows)
+      rows = checked_rows(at, attended.state.o, cache, rows)
     kept = slots.choose_rows(rows, kept, cache)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, kept, carry, lse_of(at, attended)
@@ -382,11 +382,9 @@ class Method:
     return At(layer, env, self)
 
 
-def checked_rows(
-  at: At, attended: Attended, cache: Cache, rows: Bool[Array, " B"]
-) -> Bool[Array, " B"]:
-  """Those of `rows` whose attention is finite; the others raise (checkify)."""
-  bad = rows & ~finite_rows(at, attended.state.o)
+def checked_rows(at: At, o: Array, cache: Cache, rows: Bool[Array, " B"]) -> Bool[Array, " B"]:
+  """Those of `rows` whose attention o [B, ...] is finite; the others raise (checkify)."""
+  bad = rows & ~finite_rows(at, o)
   checkify.check(
     ~bad.any(),
     f"{at.name}, layer {at.layer}: found NaN or infinity in the attention of row "

@@ -13,6 +13,7 @@ from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
+from kvjax.methods.duo_attention import DuoAttention
 from kvjax.methods.etf import ETF
 from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.h2o import H2O
@@ -41,6 +42,7 @@ METHODS: dict[str, type[Method]] = {
   "full": Full,
   "streaming_llm": StreamingLLM,
   "lm_infinite": LMInfinite,
+  "duo_attention": DuoAttention,
   "random": Random,
   "h2o": H2O,
   "tova": TOVA,

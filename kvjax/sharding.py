@@ -183,6 +183,13 @@ def check_supported(method: Method, mesh: Mesh) -> None:
     )
 
 
+def check_heads(method: Method, spec: CacheSpec, mesh: Mesh) -> None:
+  """Raises ValueError where a method's heads cannot be split over the devices of the mesh."""
+  uneven, parts = method.traits.uneven, shards(mesh, "kv_heads")
+  if uneven is not None and parts > 1 and (why := uneven(spec, parts)):
+    raise ValueError(f"mesh: found heads split over {parts} devices for {method!r}, {why}")
+
+
 def check_windows(windows: Sequence[int | None], mesh: Mesh) -> None:
   """Raises NotImplementedError for layers with a window where slots are split over devices."""
   if mesh.shape[SLOTS] > 1 and any(windows):
@@ -203,6 +210,7 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   check_mesh(mesh)
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
+  check_heads(method, spec, mesh)
   shapes = jax.eval_shape(lambda: method.init_caches(spec))
   if offload.hosted(shapes) and offload.on_host():
     raise NotImplementedError(

@@ -97,7 +97,7 @@ class SharedPrefill(Method):
     rows = prompt.valid > 0
     if at.env.check_nan:
       rows = entrance.with_room(at, cache, rows, prompt.valid)
-      rows = checked_rows(at, attended, cache, rows)
+      rows = checked_rows(at, attended.state.o, cache, rows)
     kept = []
     for (site, own), (_, _, own_new, _) in zip(pairs, entered, strict=True):
       after = site.top.keep(site, own, own_new, q, qpos, attended, prompt)

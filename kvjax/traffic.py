@@ -30,8 +30,9 @@ _VIEWS = (
 )
 _TAKES = ("gather", "dynamic_slice")
 _WRITES = ("scatter", "dynamic_update_slice")
-_MASKS = ("slots.pos",)  # what references see slots by; kernels have spans
-_KEYS, _VALUES = ("slots.k", "heads.held_k"), ("slots.v", "heads.held_v")
+_MASKS = ("slots.pos", "heads.apart.pos")  # what references see slots by; kernels have spans
+_KEYS = "slots.k", "heads.held_k", "heads.apart.k"
+_VALUES = "slots.v", "heads.held_v", "heads.apart.v"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class LayerTraffic:
   """What a step moves of one layer's cache, all rows and heads together, at most.
 
   Attributes:
-    attended: slots that each KV head attends to.
+    attended: slots that each KV head attends to, on average over the heads.
     tokens: bytes of keys and values that are attended to.
     scanned: bytes of the keys that are looked at to choose those.
     spared: bytes of `scanned` that sharing can spare (`Traits.scans`).
@@ -292,7 +293,8 @@ def _summed(
     whole = read.whole * size * (visible if name.startswith("slots.") else 1.0)
     taken = read.taken * x.dtype.itemsize
     if name in _VALUES:
-      attended += (whole + taken) / (x.dtype.itemsize * math.prod((*x.shape[:2], x.shape[-1])))
+      heads = x.shape[0] * cache.kv_heads
+      attended += (whole + taken) / (x.dtype.itemsize * heads * x.shape[-1])
     if id(x) in hosted:
       sums["host"] += whole + taken
     elif name == "slots.k" and chosen:

@@ -56,6 +56,8 @@ class Traits:
     by_layer: whether decode steps are compiled layer by layer, as all together would take minutes.
       Prompts always are, where the model can (`kvjax.models.by_layer`).
     stream: how prompts are read piece by piece; None: as one likes.
+    uneven: of a cache whose heads do not all have as many slots: why they cannot be split over so
+      many devices, in words, empty where they can; None: heads are alike.
     scans: of a cache, the least and largest share of heads, layers and steps that look at keys to
       choose some of them: it only says how many bytes a step moves (`kvjax.traffic`).
   """
@@ -69,6 +71,7 @@ class Traits:
   spreads: bool = False
   by_layer: bool = False
   stream: Stream | None = None
+  uneven: Callable[[CacheSpec, int], str] | None = None
   scans: Callable[[CacheSpec], tuple[float, float]] = every_step
 
   def but(self, **changes: Any) -> Traits:

@@ -287,7 +287,8 @@ class Cache:
     slots: [B, K, S, ...], moved together by compaction: "k", "v" [B, K, S, H] (post-RoPE), "pos"
       int32 [B, K, S] (−1 = empty), and per-slot statistics; "norm" is float32 ‖v‖₁.
     heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors. "ring" int32
-      [B, K, 2] says that slots are used in turn (`kvjax.ring`).
+      [B, K, 2] says that slots are used in turn (`kvjax.ring`). "apart" is a tree [B, K', S', ...]
+      of the slots of K' heads that have another number of them; the others' are in `slots`.
     rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
       [B], occupied slots; calibrated values.
     origin: what `init_caches` laid it out for (static); None: unknown, and nothing is compared.
@@ -306,7 +307,10 @@ class Cache:
     shelves: dict[str, dict[str, Any]] = {"slots": {}, "heads": {}, "rows": {}}
     for name, leaf in leaves.items():
       axes = {"slots": 3, "heads": 2, "rows": 1}[leaf.shelf]
-      shelves[leaf.shelf][name] = leaf.empty(leading[:axes])
+      batch, heads, size = leading
+      if leaf.heads is not None:
+        heads = leaf.heads
+      shelves[leaf.shelf][name] = leaf.empty((batch, heads, size)[:axes])
     kinds = tuple((name, leaf.kind()) for name, leaf in sorted(leaves.items()))
     told = _one_of(tuple((name, kind) for name, kind in kinds if kind != Leaf(kind.shelf)))
     return cls(shelves["slots"], shelves["heads"], shelves["rows"], kinds=told)
@@ -329,6 +333,12 @@ class Cache:
     others = {name: x for name, x in self.slots.items() if name not in new}
     asked = {n: x for n, x in others.items() if not (decoded and self.leaf(n).standing)}
     return {name: self.leaf(name).of_new(new, x) for name, x in asked.items()}
+
+  @property
+  def kv_heads(self) -> int:
+    """K, the layer's heads on this device, wherever their slots are."""
+    apart = self.heads.get("apart")
+    return self.slots["pos"].shape[1] + (0 if apart is None else apart["pos"].shape[1])
 
   @property
   def size(self) -> int:

@@ -227,7 +227,7 @@ STEPS = {
   "prefill": bench("prefill", "32K", 240),
   "offload": bench("offload", limit=200),
   "stream": bench("offload", "whole", 590),
-  "heads": Step("scripts.retrieval_heads {out}/heads.json --length 4096"),
+  "heads": Step("scripts.retrieval_heads {out}/heads.json --pattern {out}/heads.tsv --length 4096"),
   "needles": Step("scripts.needle_recall {out}/needles --heads {out}/heads.json", 540),
   "spans": Step("scripts.plot_spans {out}/spans --length 8000 --local 512"),
   **{

@@ -9,6 +9,11 @@ produce it (Wu et al., 2024, §2). The file is JSON: `heads` holds the best head
 a score above the threshold as [layer, query head, score], `scores` all of them. Use it with
 
     kvjax.Ltri(heads=load(path))
+
+With `--pattern heads.tsv` it also writes a gate for each key/value head, the best score of its
+query heads: a line of tab-separated numbers for each layer, as published patterns have them:
+
+    kvjax.DuoAttention.from_tsv("heads.tsv", sparsity=0.5)
 """
 
 import dataclasses
@@ -46,6 +51,8 @@ class Args:
   """Tokens per prompt."""
   threshold: float = 0.1
   """Heads with a higher score are retrieval heads (the paper's: 0.1)."""
+  pattern: pathlib.Path | None = None
+  """A .tsv file of gates for `kvjax.DuoAttention`."""
   seed: int = 0
   """Random seed of texts, needles and depths."""
   checkpoint: common.Checkpoint = None
@@ -131,6 +138,11 @@ def best(found: np.ndarray, threshold: float) -> list[tuple[int, int, float]]:
   ]
 
 
+def gates(found: np.ndarray, kv_heads: int) -> np.ndarray:
+  """Of every key/value head the best score of its query heads: [L, N] -> [L, K]."""
+  return found.reshape(len(found), kv_heads, -1).max(-1)
+
+
 def load(path: pathlib.Path) -> tuple[tuple[int, int, float], ...]:
   """Retrieval heads out of a file that this program wrote.
 
@@ -180,6 +192,9 @@ def main(args: Args) -> None:
   }
   with common.written_aside(args.out) as path:
     path.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+  if args.pattern is not None:
+    with common.written_aside(args.pattern) as path:
+      np.savetxt(path, gates(found, model.config.kv_heads), "%.6g", "\t")
   rows = [[str(layer), str(head), f"{score:.2f}"] for layer, head, score in heads]
   print(console.table(("layer", "query head", "score"), rows, left=()))
   print(f"{args.out}: {len(heads)} retrieval heads of {found.size} in {len(found)} layers")

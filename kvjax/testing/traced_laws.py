@@ -72,7 +72,8 @@ def second_call_does_not_retrace(case):
 def decode_loop_is_in_place(case):
   """Sixteen jitted steps alias all cache bytes and need less memory than one layer's cache.
 
-  The budget is an eighth of the cache: a reference gathers copies of what its plan lists.
+  The budget is an eighth of the cache: a reference gathers copies of what its plan lists. Where
+  slots are of one head (`Full` of one, too), XLA on a CPU transposes the keys for the product.
   """
   run = Told(case, settings.example(case.method, 512), capacity=4096)
 
@@ -86,8 +87,10 @@ def decode_loop_is_in_place(case):
   cache_bytes = sum(x.nbytes for x in jax.tree.leaves(run.caches))
   assert memory.alias_size_in_bytes >= cache_bytes
   per_layer = sum(x.nbytes for x in jax.tree.leaves(run.caches[0]))
+  keys = run.caches[0].slots["k"]
+  turned = keys.nbytes if keys.shape[1] == 1 else 0
   logits = 16 * 2 * CONFIG.vocab * 4
-  assert memory.temp_size_in_bytes - logits < per_layer
+  assert memory.temp_size_in_bytes - logits < per_layer + turned
 
 
 # Properties of a method, all of which are answers.

@@ -27,11 +27,13 @@ RATIO = 1.25  # ρ where its profile is not asked
 def methods(tokens: int) -> dict[str, kvjax.Method]:
   """At the budgets of their papers; τ = −1 shares always, as random weights' queries never do."""
   if tokens < 8192:
-    return {"Quest": kvjax.Quest(32, page=8, dense_layers=1)}
+    duo = kvjax.DuoAttention("alternate", sinks=8, recent=24)
+    return {"Quest": kvjax.Quest(32, page=8, dense_layers=1), "DuoAttention": duo}
   return {
     "Quest": kvjax.Quest(4096),
     "InfLLM-v2": kvjax.InfLLMv2(),
     "CPE": kvjax.CPE.preset(512, tau=-1.0),
+    "DuoAttention": kvjax.DuoAttention("alternate"),
   }
 
 

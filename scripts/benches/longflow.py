@@ -131,7 +131,16 @@ def holding(
     slots[name] = jnp.broadcast_to(jax.random.normal(key, shape[1:], spec.dtype), shape)
   slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
   rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
-  return cache.put(slots=slots, rows=rows)
+  heads = {"apart": _window(cache.heads["apart"], tokens)} if "apart" in cache.heads else {}
+  return cache.put(slots=slots, heads=heads, rows=rows)
+
+
+def _window(apart: Any, tokens: Any) -> Any:
+  """Slots of heads that hold a full window, random too; the oldest of it is the next to leave."""
+  named = zip(("k", "v"), jax.random.split(jax.random.key(1)), strict=True)
+  full = {n: jax.random.normal(key, apart[n].shape, apart[n].dtype) for n, key in named}
+  pos = jnp.broadcast_to(jnp.arange(apart["pos"].shape[2], dtype=jnp.int32), apart["pos"].shape)
+  return {**apart, **full, "pos": pos, "ring": apart["ring"].at[..., 1].set(tokens)}
 
 
 def answer_case(answer: Answer) -> Case:

@@ -144,6 +144,11 @@ def check(name, mesh):
     with pytest.raises(NotImplementedError, match="stores are not split over devices"):
       ran(method, *mesh)
     return
+  uneven = method.traits.uneven
+  if uneven is not None and (why := uneven(model().spec(2, CAPACITY), mesh[0])):
+    with pytest.raises(ValueError, match=re.escape(why)):
+      ran(method, *mesh)
+    pytest.skip(f"refused: {why}")
   if mesh == (1, 1):  # nothing to run: it is the program of no mesh
     return check_same_program(method)
   spread = ran(method, *mesh)

@@ -41,11 +41,11 @@ def test_what_is_attended_to_is_what_a_step_visits(name):
   visited = visits(run.graph, method, run.leaves, run.caches, TOKENS[:, LENGTH - 1])
   said = step_traffic(run.model.spec(2, LENGTH), method)
   for seen, layer in zip(visited, said, strict=True):
-    attended, most = layer.attended, int(np.max(seen))
+    attended = layer.attended
     if layer.bound:
-      assert 0.5 * attended <= most <= attended
-    else:
-      assert most == LESS.get(name, 1) * attended
+      assert 0.5 * attended <= np.max(seen) <= attended
+    else:  # heads may see apart
+      assert np.mean(seen) == LESS.get(name, 1) * attended
 
 
 @pytest.mark.core(3)

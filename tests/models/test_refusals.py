@@ -407,6 +407,7 @@ def subclass(name):
   [
     ("streaming_llm", {"budget": 1}, "budget"),
     ("lm_infinite", {"budget": 100, "limit": 1}, "limit"),
+    ("duo_attention", {"pattern": (), "sinks": -1}, "sinks"),
     ("h2o", {"budget": 1}, "budget"),
     ("vatp", {"sinks": -1}, "sinks"),
     ("tova", {"budget": 1}, "budget"),

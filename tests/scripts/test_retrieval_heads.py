@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Full, Ltri
+from kvjax import DuoAttention, Full, Ltri
 from kvjax.testing.tiny import TOKENS, Run, model
-from scripts.retrieval_heads import Looking, Sample, best, copied, load, scores
+from scripts import retrieval_heads
+from scripts.retrieval_heads import Looking, Sample, best, copied, gates, load, main, scores
 from tests.methods.test_ltri import SMALL
 
 
@@ -55,3 +56,15 @@ def test_the_best_of_every_layer(tmp_path):
   path.write_text("[]")
   with pytest.raises(ValueError, match="expected a file of retrieval heads"):
     load(path)
+
+
+def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
+  """Six query heads of two key/value heads: the best of three each; half of four gates stream."""
+  found = np.array([[0.1, 0.2, 0.0, 0.9, 0.3, 0.0], [0.0, 0.05, 0.5, 0.1, 0.1, 0.15]])
+  assert gates(found, 2).tolist() == [[0.2, 0.9], [0.5, 0.15]]
+  monkeypatch.setattr(retrieval_heads.common, "load_model", lambda _: (model(), None))
+  monkeypatch.setattr(retrieval_heads, "needles", lambda *_: [None])
+  monkeypatch.setattr(retrieval_heads, "scores", lambda *_: found)
+  main(retrieval_heads.Args(tmp_path / "heads.json", pattern=tmp_path / "heads.tsv"))
+  method = DuoAttention.from_tsv(tmp_path / "heads.tsv")
+  assert method == DuoAttention(((False, True), (True, False)))

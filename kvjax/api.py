@@ -6,6 +6,7 @@ from kvjax.full import Full
 from kvjax.measured import Measured
 from kvjax.memory import MemoryPlan, plan_memory
 from kvjax.method import Method
+from kvjax.methods.adakv import AdaKV
 from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
@@ -59,6 +60,7 @@ __all__ = [
   "TOVA",
   "VATP",
   "Active",
+  "AdaKV",
   "At",
   "Attended",
   "Bounded",

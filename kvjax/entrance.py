@@ -26,6 +26,8 @@ def landing(at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
   """
   room = (cache.used < context.size(at, cache))[:, None]
   slot = context.own(at, cache, cache.used)[:, None]
+  if "place" in cache.heads:
+    slot = slot + cache.heads["place"][..., 0]
   return jnp.where(live[:, None], jnp.where(room, slot, _victim(at, cache)), cache.size)
 
 
@@ -42,16 +44,18 @@ def enter_token(
   A kernel does both at once, for methods that leave `insert` as it is; for the others it is what
   they say it is.
   """
-  if forms.overrides(at.top, "insert") or not dispatch.enters(at):
+  if forms.overrides(at.top, "insert") or not dispatch.enters(at, cache):
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
     return q, at.top.insert(at, cache, k, v, live)
+  slot = landing(at, cache, live)
+  if "place" in cache.heads:
+    return dispatch.enter_shared(at, cache, q, k, v, live, slot)
   turns = forms.form(at.top, "victim") is ring.victim
   ring_of = cache.heads["ring"] if turns else None
   chooses = not turns and forms.overrides(at.top, "victim")
   victim = _victim(at, cache) if chooses else None
-  slot = landing(at, cache, live)
   return dispatch.enter_token(at, cache, q, k, v, live, slot, victim=victim, ring=ring_of)
 
 
@@ -74,7 +78,7 @@ def enter(
 
 def _victim(at: At, cache: Cache) -> Int[Array, "B K"]:
   victim = at.top.victim(at, cache)
-  check_shape(at, "victim", victim, cache.pos.shape[:2])
+  check_shape(at, "victim", victim, (cache.pos.shape[0], cache.kv_heads))
   return victim
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, entrance, fields, forms, sight
 from kvjax.leaves import Leaf
-from kvjax.ops import context, slots
+from kvjax.ops import context, shared_slots, slots
 from kvjax.plans import Attended, Plan, Span, Window
 from kvjax.shapes import check_shape
 from kvjax.traits import Traits
@@ -164,11 +164,11 @@ class Method:
     live: Bool[Array, " B"],
   ) -> Cache:
     """Writes the new token: into the first empty slot, or over the victim when none is empty."""
-    slot = entrance.landing(at, cache, live)[:, :, None]
-    pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
+    slot, heads = entrance.landing(at, cache, live), shared_slots.sharers(cache)
+    pos = jnp.broadcast_to(cache.seen[:, None, None], (*slot.shape, 1))
     new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
     new |= cache.of_new(new, decoded=True)
-    written = {name: slots.put(cache.slots[name], slot, x) for name, x in new.items()}
+    written = {n: shared_slots.put(cache.slots[n], slot, x, heads) for n, x in new.items()}
     step = live.astype(jnp.int32)
     room = cache.used < context.size(at, cache)
     return dataclasses.replace(
@@ -239,7 +239,7 @@ class Method:
       local = cache.seen - context.first(at, cache.size)
       return slots.append(cache.slots, new, local, None), cache, carry
     if not at.top.traits.positional:
-      return slots.join(cache.slots, new), cache, carry
+      return slots.join(shared_slots.by_head(cache), new), cache, carry
     staged = slots.append(cache.slots, new, cache.seen, prompt.past)
     if prompt.past is not None:
       staged = {name: x[:, :, : prompt.past + prompt.tokens] for name, x in staged.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvjax.full import Full
 from kvjax.method import Method
+from kvjax.methods.adakv import AdaKV
 from kvjax.methods.art import ART
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
@@ -49,6 +50,7 @@ METHODS: dict[str, type[Method]] = {
   "vatp": VATP,
   "snapkv": SnapKV,
   "pyramidkv": PyramidKV,
+  "adakv": AdaKV,
   "expected_attention": ExpectedAttention,
   "knorm": Knorm,
   "keydiff": KeyDiff,

@@ -24,7 +24,7 @@ def victim(self: Any, at: Any, cache: Any) -> Int[Array, "B K"]:
   return place(cache.heads["ring"], cache.seen[:, None], cache.size)
 
 
-def place_of(first: Array, since: Array, position: Array, size: int) -> Array:
-  """`place` of a ring in two parts, of one shape."""
+def place_of(first: Array, since: Array, position: Array, size: int | Array) -> Array:
+  """`place` of a ring in two parts, of one shape; the sizes may differ, too."""
   beyond = position - since
   return jnp.where(beyond < 0, size + beyond, first + lax.rem(beyond, size - first))

@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 
 from kvjax import forms, offload, windowed
 from kvjax.method import Method
+from kvjax.ops import shared_slots
 from kvjax.registry import check_method
 from kvjax.sites import DifferentLayer, Site
 from kvjax.types import Cache, CacheSpec, Carry, Env
@@ -325,4 +326,4 @@ def _visible(at: Site, spec: CacheSpec, cache: Cache) -> float:
   if window is not None:
     first = jnp.maximum(window.first[0, ..., 0], window.sinks)  # of each head, if they see apart
     seen = min(window.sinks, tokens) + float(jnp.maximum(tokens - first, 0).mean())
-  return min(1.0, seen / cache.size)
+  return min(1.0, seen * shared_slots.sharers(cache) / cache.size)

@@ -288,7 +288,9 @@ class Cache:
       int32 [B, K, S] (−1 = empty), and per-slot statistics; "norm" is float32 ‖v‖₁.
     heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors. "ring" int32
       [B, K, 2] says that slots are used in turn (`kvjax.ring`). "apart" is a tree [B, K', S', ...]
-      of the slots of K' heads that have another number of them; the others' are in `slots`.
+      of the slots of K' heads that have another number of them; the others' are in `slots`. "place"
+      int32 [B, K, 2] is where each head's slots lie: heads share those of `slots`
+      (`kvjax.ops.shared_slots`).
     rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
       [B], occupied slots; calibrated values.
     origin: what `init_caches` laid it out for (static); None: unknown, and nothing is compared.
@@ -337,6 +339,8 @@ class Cache:
   @property
   def kv_heads(self) -> int:
     """K, the layer's heads on this device, wherever their slots are."""
+    if "place" in self.heads:
+      return self.heads["place"].shape[1]
     apart = self.heads.get("apart")
     return self.slots["pos"].shape[1] + (0 if apart is None else apart["pos"].shape[1])
 

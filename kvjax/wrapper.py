@@ -47,6 +47,11 @@ class Wrapper(Method):
         "wrap a base that leaves it as it is"
       )
     own = self._own()
+    if own and self.base.traits.uneven is not None:
+      raise ValueError(
+        f"{type(self).__name__}.base: found {self.base!r}, whose heads have not as many slots "
+        "each, expected one whose slots are [B, K, S]"
+      )
     for driver in DRIVERS:
       shapes = driver == "init_caches"
       asked = [x for x in own if (x in SHAPES) == shapes and x not in DRIVERS]

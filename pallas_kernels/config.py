@@ -63,6 +63,7 @@ _SCRATCH = 2 << 10  # what reductions over the warps of a program take, at most
 # keys and values) of their smallest loop, over tiles of 16 keys. The others' fits every device.
 _SMALLEST = {
   "attend_span": (2, 2),
+  "attend_shared": (2, 2),
   "attend_table": (2, 2),
   "attend_tiles": (2, 2),
   "art": (2, 2),

@@ -57,7 +57,7 @@ def _attend_kernel(
   logits: bool,
   whole: bool,
 ) -> None:
-  """q [R, G, H], (q_sinks [R, G, H],) k, v [R, S, H], start, stop [R] ->
+  """q [R, G, H], (q_sinks [R, G, H],) k, v [R/P, S, H], start, stop [R] ->
   (logits [R, G, S],) and what `_split.results` lists. `whole`: a program per row, and only the
   first four of those.
   """
@@ -67,7 +67,8 @@ def _attend_kernel(
     (refs[: -written - 1], refs[-written - 1]) if logits else (refs[:-written], None)
   )
   q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs
-  rows, slots, head_dim = k_ref.shape
+  rows, (kept, slots, head_dim) = q_ref.shape[0], k_ref.shape
+  sharers = rows // kept  # P, rows of queries whose slots are in one row of keys
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
 
@@ -95,7 +96,7 @@ def _attend_kernel(
   def fetch(base: Any, low: Any, end: Any, i: Any) -> _tiles.Tile:
     slot = base + i * config.tile + jnp.arange(config.tile)
     keep = (slot >= low) & (slot < end) if wide else slot < end
-    index = row, slot[:, None], columns[None, :]
+    index = row // sharers, slot[:, None], columns[None, :]
     mask = keep[:, None] & inside[None, :]
     k = _backend.load(k_ref, *index, mask=mask, evict="evict_first")
     v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")
@@ -139,8 +140,8 @@ def _attend_kernel(
 
 def decode_attention(
   q: Float[Array, "B K G H"],
-  k: Float[Array, "B K S H"],
-  v: Float[Array, "B K S H"],
+  k: Float[Array, "B R S H"],
+  v: Float[Array, "B R S H"],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
   *,
@@ -157,7 +158,8 @@ def decode_attention(
 
   Args:
     q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
-    k: keys in the dtype of q.
+    k: keys in the dtype of q; R = K, or a divisor of it: K/R neighbouring heads share a row of
+      slots, each has a range of its own, and there are no sinks.
     v: values in the dtype of q.
     start: first slot of the window, int32, for each KV head or [B, 1] for all alike.
     stop: one past the last slot, int32, shaped as start; 0 gives the empty state. Ranges are
@@ -194,8 +196,8 @@ def decode_attention(
 
 def decode_with_output(
   q: Float[Array, "B K G H"],
-  k: Float[Array, "B K S H"],
-  v: Float[Array, "B K S H"],
+  k: Float[Array, "B R S H"],
+  v: Float[Array, "B R S H"],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
   *,
@@ -218,7 +220,7 @@ def decode_with_output(
   joined = q_sinks is None or not sinks
   whole = config.programs == 1  # rows of any length are one piece each
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (*queries, k, v)]
+  flat = [x.reshape(-1, *x.shape[2:]) for x in (*queries, k, v)]
   flat += [x.reshape(-1) for x in (start, stop)]
   attend = functools.partial(
     _attend_kernel,
@@ -259,7 +261,7 @@ def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config
     "decode_logits" if logits else "decode",
     rows=batch * heads,
     groups=groups,
-    slots=k.shape[2],
+    slots=-(-k.shape[2] * k.shape[1] // heads),  # of a head
     head_dim=head_dim,
     itemsize=q.dtype.itemsize,
     interpret=interpret,
@@ -273,11 +275,18 @@ def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: An
   if q.ndim != 4 or 0 in q.shape:
     raise ValueError(f"q: found shape {q.shape}, expected [B, K, G, H] without empty axes")
   batch, heads, groups, head_dim = q.shape
-  if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, heads, head_dim):
+  shared = k.ndim == 4 and 0 < k.shape[1] < heads and heads % k.shape[1] == 0
+  kept = k.shape[1] if shared else heads
+  if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, kept, head_dim):
     raise ValueError(f"k: found shape {k.shape}, expected [{batch}, {heads}, S ≥ 1, {head_dim}]")
   if start.shape not in ((batch, heads), (batch, 1)):
     raise ValueError(
       f"start: found shape {start.shape}, expected [{batch}, {heads}] or [{batch}, 1]"
+    )
+  if shared and (sinks or start.shape != (batch, heads)):
+    raise ValueError(
+      f"k: found {kept} rows of slots for {heads} heads, sinks = {sinks} and start {start.shape}, "
+      f"expected a range of each head, [{batch}, {heads}], without sinks"
     )
   expected = {"v": (v, k.shape), "stop": (stop, start.shape)}
   if q_sinks is not None:

@@ -29,18 +29,19 @@ def _kernel(
   evicts: bool,
   rings: bool,
   size: int | None,
+  room: int | None,
   weighs: bool,
   interpret: bool,
 ) -> None:
   """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K] or ring [B, K, 2] or first [1],) and
-  the cache as it is -> rotated q [B, K, G, H], cache k, v [B, K, S, H], pos (, norm) [B, K, S],
-  seen, used [B].
+  the cache as it is -> rotated q [B, K, G, H], cache k, v [B, K/P, S, H], pos (, norm) [B, K/P, S],
+  seen, used [B]. `room`: the victim is the slot, and rows count as far as that.
   """
   qkv_ref, live_ref, freq_ref, given_ref = refs[:4]  # what is given beside them, if anything is
   results = refs[-7:] if weighs else refs[-6:]
   out_q_ref, cache_k_ref, cache_v_ref, pos_ref, *norm_ref, seen_ref, used_ref = results
-  _, heads, slots, head_dim = cache_k_ref.shape
-  groups = out_q_ref.shape[2]
+  _, rows, slots, head_dim = cache_k_ref.shape
+  _, heads, groups, _ = out_q_ref.shape
   half = head_dim // 2
   b = pl.program_id(0)
   live, seen, used = live_ref[b].astype(jnp.int32), seen_ref[b], used_ref[b]
@@ -65,7 +66,7 @@ def _kernel(
   if evicts:
     load = functools.partial(_backend.load, given_ref, b, head, mask=head < heads, other=0)
     victim = place_of(load(0), load(1), seen, slots) if rings else load()
-    slot = jnp.where(used < slots, slot, victim)
+    slot = victim if room is not None else jnp.where(used < slots, slot, victim)
   whole = turned == half or magnitude == 1
   scale = magnitude if whole else jnp.where(column < turned, magnitude, 1.0)[None, :]
   cos, sin = _turn(freq_ref, seen, column[:, None], scale)
@@ -79,22 +80,22 @@ def _kernel(
 
   writes = (head < heads) & (live > 0) & (slot >= 0) & (slot < slots)
   mask = writes[:, None] & inside
+  kept = head if rows == heads else head // (heads // rows)  # the row of a head's slots
   for c, x, y in zip((low, high), rotated(*k), v, strict=True):
     x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
-    _backend.store(cache_k_ref, b, row, slot[:, None], c, value=x, mask=mask)
-    _backend.store(
-      cache_v_ref, b, row, slot[:, None], c, value=y.astype(cache_v_ref.dtype), mask=mask
-    )
-  _backend.store(pos_ref, b, head, slot, value=jnp.full(head.shape, seen), mask=writes)
+    index = b, kept[:, None], slot[:, None], c
+    _backend.store(cache_k_ref, *index, value=x, mask=mask)
+    _backend.store(cache_v_ref, *index, value=y.astype(cache_v_ref.dtype), mask=mask)
+  _backend.store(pos_ref, b, kept, slot, value=jnp.full(head.shape, seen), mask=writes)
   if weighs:
     x, y = (jnp.abs(part.astype(jnp.float32)) for part in v)
     norm = (x + y).sum(axis=1)  # ‖v‖₁
-    _backend.store(norm_ref[0], b, head, slot, value=norm, mask=writes)
+    _backend.store(norm_ref[0], b, kept, slot, value=norm, mask=writes)
 
   if not interpret:
     _backend.barrier()  # every warp has read the counters
   seen_ref[b] = seen + live
-  used_ref[b] = used + jnp.where(used < (size or slots), live, 0)
+  used_ref[b] = used + jnp.where(used < (room or size or slots), live, 0)
 
 
 def _turn(freq_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
@@ -113,16 +114,17 @@ def enter_token(
   qkv: Float[Array, "B K G2 H"],
   live: Bool[Array, " B"],
   victim: Int[Array, "B K"] | None,
-  cache_k: Float[Array, "B K S H"],
-  cache_v: Float[Array, "B K S H"],
-  pos: Int[Array, "B K S"],
+  cache_k: Float[Array, "B R S H"],
+  cache_v: Float[Array, "B R S H"],
+  pos: Int[Array, "B R S"],
   seen: Int[Array, " B"],
   used: Int[Array, " B"],
-  norm: Float[Array, "B K S"] | None = None,
+  norm: Float[Array, "B R S"] | None = None,
   *,
   rope: Rope,
   ring: Int[Array, "B K 2"] | None = None,
   part: tuple[Int[Array, ""], int] | None = None,
+  room: int | None = None,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """Rotates a new token per row at position `seen` and writes it into the cache.
@@ -134,12 +136,15 @@ def enter_token(
     qkv: projections of the new token, not rotated: per KV head its G queries, key and value.
     live: rows that take part; of the others only q is rotated.
     victim: int32, the slot that a full cache gives up; None: full caches drop the token.
-    cache_k, cache_v, pos, seen, used: the cache, updated in place where donated.
+    cache_k, cache_v, pos, seen, used: the cache, updated in place where donated. R = K; with `room`
+      a divisor of it will do, where K/R neighbouring heads share a row of slots.
     norm: float32 ‖v‖₁ of every slot, updated too.
     rope: rotary embedding.
     ring: int32, of a cache whose slots are used in turn (`kvjax.ring`); without victims.
     part: int32, the first slot of these S among those of all devices, and how many all have, where
       slots are split; without victims and rings. Only one device writes, all of them count.
+    room: the tokens up to which `used` counts, where each victim is the slot that the token goes
+      to, be it empty or not; None: as above.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
@@ -151,6 +156,14 @@ def enter_token(
   given = [x for x in (victim, ring, first) if x is not None]
   if len(given) > 1:
     raise ValueError("enter_token: found several of victim, ring and part, expected one at most")
+  rows = cache_k.shape[1]
+  if rows != kv_heads and (room is None or kv_heads % rows):
+    raise ValueError(
+      f"cache_k: found {rows} rows of slots for {kv_heads} heads and room = {room}, expected as "
+      "many rows, or a divisor and room"
+    )
+  if room is not None and victim is None:
+    raise ValueError("victim: found None, expected with room the slot that each token goes to")
   cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
   operands = [qkv, live, freq, *given, *cache]
   aliased = len(operands) - len(cache)
@@ -162,6 +175,7 @@ def enter_token(
       evicts=victim is not None or ring is not None,
       rings=ring is not None,
       size=size,
+      room=room,
       weighs=norm is not None,
       interpret=_backend.interpreted(interpret),
     ),

@@ -61,6 +61,7 @@ Suite = Literal[
   "generate",
   "longflow",
   "offload",
+  "per_head",
   "prefill",
   "prr",
   "scale",

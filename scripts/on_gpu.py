@@ -100,6 +100,7 @@ EVALUATIONS = {
   "observed": f"{EVERY} snapkv pyramidkv longflow",
   "keys": f"{EVERY} expected_attention knorm keydiff",
   "redundant": f"{EVERY} r_kv",
+  "by_head": f"{EVERY} adakv",
   "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
   "selected": f"{NEEDLE} quest infllm_v2 double_sparsity hshare",
   "shared": f"{NEEDLE} prr art topk_oracle cis",
@@ -232,8 +233,9 @@ STEPS = {
   "spans": Step("scripts.plot_spans {out}/spans --length 8000 --local 512"),
   **{
     f"e2e_{method}": bench("e2e_sparse", f"{method} Llama", 240)
-    for method in ("Quest", "InfLLM-v2", "CPE", "PRR")
+    for method in ("Quest", "InfLLM-v2", "CPE", "PRR", "DuoAttention")
   },
+  "per_head": bench("per_head", limit=400),
   "longflow": bench("longflow", few=False, limit=300),
   "longflow_answer": bench("longflow", "512 in", few=False),
   **{

@@ -28,6 +28,7 @@ import kvjax
 from kvjax.models.config import ModelConfig
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
+from kvjax.ops import shared_slots
 
 from . import common, console
 
@@ -60,7 +61,8 @@ def evicting() -> tuple[str, ...]:
 
 def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:
   """Which of `CHECKS` a layer's cache fails, bool [5]."""
-  pos, seen = cache.pos, cache.seen[:, None, None]
+  pos, seen = shared_slots.by_head(cache)["pos"], cache.seen[:, None, None]
+  shared = shared_slots.sharers(cache) > 1  # heads hold `used` tokens on average
   held = pos >= 0
   ordered = jnp.sort(pos, -1)
   twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
@@ -72,7 +74,7 @@ def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:
       twice.any(),
       (held & (pos >= seen)).any(),
       (cache.used > cache.size).any(),
-      (held.sum(-1) != cache.used[:, None]).any(),
+      (held.mean(1).sum(-1) != cache.used if shared else held.sum(-1) != cache.used[:, None]).any(),
       ~jnp.stack(finite + known).all(),
     ]
   )

@@ -1,5 +1,7 @@
 """A new token's way into the cache, and statistics of rows that do not count."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,15 +10,16 @@ from jaxtyping import Array, Int
 
 from kvjax.dispatch.table import choose, kernel
 from kvjax.leaves import NORM
-from kvjax.ops import context
-from kvjax.ops.slots import choose_rows, put
+from kvjax.ops import context, shared_slots
+from kvjax.ops.slots import choose_rows
 from kvjax.plans import Attended
 from kvjax.types import At, Cache
 
 
-def enters(at: At) -> bool:
-  """Whether a kernel takes a new token in, as `enter_token`."""
-  return choose("enter_token", at.env.impl) == "pallas"
+def enters(at: At, cache: Cache) -> bool:
+  """Whether a kernel takes a new token in, as `enter_token` or `enter_shared`."""
+  operation = "enter_shared" if "place" in cache.heads else "enter_token"
+  return choose(operation, at.env.impl) == "pallas"
 
 
 def enter_token(
@@ -39,6 +42,31 @@ def enter_token(
     victim: the slot that a full cache gives up; None: none.
     ring: the slots that are used in turn, which say the victim by themselves; None: none are.
   """
+  part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
+  run = functools.partial(kernel("enter_token", "pallas"), ring=ring, part=part)
+  return _entered(at, cache, q, k, v, live, slot, run, victim)
+
+
+def enter_shared(
+  at: At, cache: Cache, q: Array, k: Array, v: Array, live: Array, slot: Int[Array, "B K"]
+) -> tuple[Array, Cache]:
+  """`enter_token` where heads share slots: each head's token goes to its `slot`."""
+  run = functools.partial(kernel("enter_shared", "pallas"), room=context.size(at, cache))
+  return _entered(at, cache, q, k, v, live, slot, run, slot)
+
+
+def _entered(
+  at: At,
+  cache: Cache,
+  q: Array,
+  k: Array,
+  v: Array,
+  live: Array,
+  slot: Int[Array, "B K"],
+  run: Callable,
+  given: Int[Array, "B K"] | None,
+) -> tuple[Array, Cache]:
+  """Rotated q and the cache by a kernel, which is given a slot for each head, or None."""
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
@@ -46,27 +74,25 @@ def enter_token(
   if "norm" in held and cache.leaf("norm") == NORM.kind():
     written.append("norm")
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *written[3:])]
-  run = kernel("enter_token", "pallas")
-  part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
-  how = {"rope": at.env.rope, "ring": ring, "part": part}
-  q, *entered, seen, used = run(qkv, live, victim, *operands, **how)
+  q, *entered, seen, used = run(qkv, live, given, *operands, rope=at.env.rope)
   stored = dict(zip(written, entered, strict=True))
   others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]
-  stored |= _statistics(at, cache, others, k, v, slot[:, :, None])
+  stored |= _statistics(at, cache, others, k, v, slot)
   return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
 
 
 def _statistics(
-  at: At, cache: Cache, names: list[str], k: Array, v: Array, slot: Int[Array, "B K 1"]
+  at: At, cache: Cache, names: list[str], k: Array, v: Array, slot: Int[Array, "B K"]
 ) -> dict[str, Array]:
   """These statistics of the slots with the new token's in its slot."""
   if not names:
     return {}
-  pos = jnp.broadcast_to(cache.seen[:, None, None], slot.shape)
+  pos = jnp.broadcast_to(cache.seen[:, None, None], (*slot.shape, 1))
   k = at.env.rope.rotate(k, cache.seen[:, None])
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
   of_new = {name: cache.leaf(name).of_new(new, cache.slots[name]) for name in names}
-  return {name: put(cache.slots[name], slot, x) for name, x in of_new.items()}
+  heads = shared_slots.sharers(cache)
+  return {n: shared_slots.put(cache.slots[n], slot, x, heads) for n, x in of_new.items()}
 
 
 def keep_rows(

@@ -8,19 +8,38 @@ from jaxtyping import Array
 
 from kvjax import softmax_state
 from kvjax.dispatch.table import choose, kernel
-from kvjax.ops import attention
+from kvjax.ops import attention, shared_slots
 from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
 from kvjax.types import At, Cache
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
-  """Attention of one decode step over a plan, by the implementation that `at.env.impl` names."""
+  """Attention of one decode step over a plan, by the implementation that `at.env.impl` names.
+
+  Raises:
+    NotImplementedError: a plan lists tiles of slots that heads share.
+  """
+  if shared_slots.sharers(cache) > 1:
+    return _attend_shared(at, cache, plan, q)
   run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan, q)
   if run is None:
     return attention.attend(at, cache, plan, q)
   attend = _attend_span if plan.table is None else _attend_table
   return attend(at, cache, plan, q, run)
+
+
+def _attend_shared(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
+  """Over the spans of heads that share slots."""
+  if plan.table is not None:
+    raise NotImplementedError(
+      f"attend: {at.name} lists tiles of slots that heads share, expected a plan of all that the "
+      "query may see"
+    )
+  run = over_plan("attend_shared", at, cache, plan, q)
+  if run is None:
+    return attention.attend_shared(at, cache, plan, q)
+  return _attend_span(at, cache, plan, q, run)
 
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
@@ -44,7 +63,7 @@ def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> A
     **capped,
   )
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
-  slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), k.shape[:3])
+  slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), (*q.shape[:2], k.shape[2]))
   return Attended(state, logits, slot, visited, out.astype(q.dtype))
 
 

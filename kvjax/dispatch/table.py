@@ -31,6 +31,9 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "pallas": ("kvjax.kernels.decode", "decode_with_output"),
     "jax-triton": ("kvjax.kernels.decode_jax_triton", "decode_with_output"),
   },
+  # The same kernels, where heads share slots.
+  "enter_shared": {"pallas": ("kvjax.kernels.enter_token", "enter_token")},
+  "attend_shared": {"pallas": ("kvjax.kernels.decode", "decode_with_output")},
   "append_blocks": {"pallas": ("kvjax.kernels.host_blocks", "append")},
   "fetch_blocks": {"pallas": ("kvjax.kernels.host_blocks", "fetch")},
   "attend_table": {"pallas": ("kvjax.kernels.sparse_decode", "sparse_decode")},
@@ -64,7 +67,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = set()
+UNRUN: set[str] = {"attend_shared", "enter_shared"}
 
 
 def kernel(operation: str, impl: str) -> Callable:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import softmax_state
+from kvjax.ops import shared_slots
 from kvjax.ops import slots as slots_of
 from kvjax.plans import Attended, Plan, View, Window
 from kvjax.softmax_state import State
@@ -59,6 +60,26 @@ def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Atte
   v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
   state = softmax_state.of_logits(logits, v)
   return Attended(state, logits, view.slot, ok.sum(-1, dtype=jnp.int32))
+
+
+def attend_shared(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+  """As `attend` over a span, where heads share slots (`kvjax.ops.shared_slots`).
+
+  The heads of a row are one head with all their queries, each of which sees its own span. NaN in a
+  value of one of them is NaN in the output of all.
+  """
+  rows, k, v = cache.pos.shape[1], cache.slots["k"], cache.slots["v"]
+  pos = jnp.repeat(cache.pos, shared_slots.sharers(cache), 1)
+  slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), pos.shape)
+  ok = seen(plan, View(k, v, pos, slot))
+  joined = q.reshape(q.shape[0], rows, -1, q.shape[3])[:, :, :, None]
+  qpos = (cache.seen - 1)[:, None]
+  logits = windowed_logits(at, joined, qpos, k, cache.pos, plan.window)
+  logits = jnp.where(ok[:, :, None], logits.reshape(*q.shape[:3], -1), -jnp.inf)
+  v = jnp.where((cache.pos >= 0)[..., None], v, 0)  # empty slots may hold NaN
+  state = softmax_state.of_logits(logits.reshape(*joined.shape[:3], -1), v)
+  state = jax.tree.map(lambda x: x.reshape(*q.shape[:3], *x.shape[3:]), state)
+  return Attended(state, logits, slot, ok.sum(-1, dtype=jnp.int32))
 
 
 def attend_ranges(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import softmax_state
+from kvjax.ops import shared_slots
 from kvjax.ops.slots import Slots, put
 from kvjax.plans import Attended, Plan, Span
 from kvjax.softmax_state import State
@@ -26,8 +27,8 @@ from kvjax.types import At, Cache
 
 
 def size(at: At, cache: Cache) -> int:
-  """Slots of all devices together."""
-  return cache.size * _devices(at)
+  """Slots of a head on all devices together; where heads share slots, those of one on average."""
+  return shared_slots.tokens(cache) * _devices(at)
 
 
 def first(at: At, size: int) -> Int[Array, ""] | int:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..full import Full
+from ..ops import shared_slots
 from .cases import CHUNK, STEPS, Told, law, logits_of
 from .tiny import CLOSE, CONFIG, LENGTHS, TOKENS
 
@@ -59,14 +60,17 @@ def kept_positions(case):
 
 def check_kept(case, caches, seen):
   for cache in caches:
-    pos, used = np.asarray(cache.pos), np.asarray(cache.used)
+    pos, used = np.asarray(shared_slots.by_head(cache)["pos"]), np.asarray(cache.used)
+    shared = shared_slots.sharers(cache) > 1  # heads hold `used` tokens on average
     np.testing.assert_array_equal(cache.seen, seen)
     for b in range(len(seen)):
       for row in pos[b]:
-        kept = row[: used[b]]
-        assert (kept >= 0).all() and (row[used[b] :] == -1).all()
-        assert len(set(kept.tolist())) == used[b]
+        count = int((row >= 0).sum()) if shared else used[b]
+        kept = row[:count]
+        assert (kept >= 0).all() and (row[count:] == -1).all()
+        assert len(set(kept.tolist())) == count
         assert kept.max() == seen[b] - 1 or case.drops_newest
+      assert not shared or abs((pos[b] >= 0).sum() - used[b] * len(pos[b])) <= len(pos[b]) / 2
 
 
 TURN = np.array([5, 8], np.int32)

@@ -16,6 +16,7 @@ from ..full import Full
 from ..leaves import Leaf
 from ..method import Method
 from ..models.generate import join
+from ..ops import shared_slots
 from ..shared_prefill import SharedPrefill, take
 from ..wrapper import Wrapper
 from .cases import WIDTH, Case, Told, law, raises
@@ -143,7 +144,7 @@ def the_repository_setting(case):
   run = Told(case, preset)
   assert np.isfinite(run.generate(2)).all()
   if not preset.traits.positional:
-    sizes = [cache.size for cache in run.caches]
+    sizes = [cache.size // shared_slots.sharers(cache) for cache in run.caches]
     assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
 
 

@@ -174,21 +174,23 @@ def _settled(method: kvjax.Method, at: Any, tokens: int, cache: Any) -> Any:
   return method.settle(at, cache, kvjax.Prompt(count, count, None, tokens, 0))
 
 
-def timed(model: Transformer, method: kvjax.Method, impl: str, batch: int, tokens: int) -> Any:
+def timed(
+  model: Transformer, method: kvjax.Method, impl: str, batch: int, tokens: int, filled: Any = caches
+) -> Any:
   """A function that gives the seconds of a step, in programs of STEPS steps from one state."""
   graph, leaves = split(model)
   token = jnp.zeros(batch, jnp.int32)
   run = stepping(graph, method, impl, STEPS)
-  shapes = jax.eval_shape(lambda: caches(model, method, batch, tokens))
+  shapes = jax.eval_shape(lambda: filled(model, method, batch, tokens))
   program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
 
   def seconds() -> float:
-    return seconds_of(program, leaves, caches(model, method, batch, tokens), token, STEPS)
+    return seconds_of(program, leaves, filled(model, method, batch, tokens), token, STEPS)
 
   return seconds
 
 
-def logits(model: Transformer, method: kvjax.Method, impl: str) -> np.ndarray:
+def logits(model: Transformer, method: kvjax.Method, impl: str, filled: Any = caches) -> np.ndarray:
   """Logits of one step of two rows in four layers, in a context short enough for the reference.
 
   Over 32 layers of random weights two ways to round to bfloat16 part by 5 %.
@@ -203,7 +205,7 @@ def logits(model: Transformer, method: kvjax.Method, impl: str) -> np.ndarray:
     decoder.env = dataclasses.replace(decoder.env, impl=impl)
     return decoder.decode(jnp.arange(2, dtype=jnp.int32), held, method)[0]
 
-  return np.asarray(step(leaves, caches(model, method, 2, tokens)))
+  return np.asarray(step(leaves, filled(model, method, 2, tokens)))
 
 
 @functools.cache

@@ -139,7 +139,9 @@ def _window(apart: Any, tokens: Any) -> Any:
   """Slots of heads that hold a full window, random too; the oldest of it is the next to leave."""
   named = zip(("k", "v"), jax.random.split(jax.random.key(1)), strict=True)
   full = {n: jax.random.normal(key, apart[n].shape, apart[n].dtype) for n, key in named}
-  pos = jnp.broadcast_to(jnp.arange(apart["pos"].shape[2], dtype=jnp.int32), apart["pos"].shape)
+  size, first = apart["pos"].shape[2], apart["ring"][..., :1]  # what stays: the first tokens
+  slot = jnp.arange(size, dtype=jnp.int32)
+  pos = jnp.where(slot < first, slot, tokens - size + slot)
   return {**apart, **full, "pos": pos, "ring": apart["ring"].at[..., 1].set(tokens)}
 
 

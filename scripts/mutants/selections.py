@@ -40,6 +40,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   ),
   "kvjax/ops/context.py": of("devices/context"),
   "kvjax/ops/depth.py": of("methods/psaw", "methods/etf", laws=("psaw",)),
+  "kvjax/ops/shared_slots.py": of("methods/adakv", laws=("adakv",)),
   "kvjax/ops/slots.py": of("methods/slots", laws=("h2o",)),
   "kvjax/ops/smoothing.py": of("methods/prr"),
   "kvjax/ops/spans.py": of("methods/spans", "methods/ltri"),

@@ -48,6 +48,10 @@ def refuse(*args, **kwargs):
     (kvjax.ART(kvjax.SnapKV(90)), "budget"),
     (kvjax.Quest(24, 4, base=kvjax.SnapKV(60, 4)), "budget"),  # of what is kept
     (kvjax.Full(), "capacity"),
+    pytest.param(kvjax.AdaKV(kvjax.SnapKV(90)), "budget", marks=pytest.mark.slow),
+    pytest.param(
+      kvjax.DuoAttention("alternate", sinks=4, recent=8), "capacity", marks=pytest.mark.slow
+    ),
   ],
 )
 def test_a_lack_of_memory_says_what_would_fit(monkeypatch, entry, method, name):

@@ -176,6 +176,45 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks):
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.core(2)
+@pytest.mark.parametrize("programs", [1, 7, 100])
+@pytest.mark.parametrize(("heads", "rows"), [(3, 1), (6, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_that_share_slots(heads, rows, programs, dtype):
+  """Spans of unequal lengths of one row of slots; what belongs to another head, or nobody, is NaN.
+
+  A head's own slots in an array of its own, by the oracle.
+  """
+  rng = np.random.default_rng(heads)
+  lengths = rng.integers(0, 90, (3, rows, heads // rows))
+  lengths[0, 0, 0], lengths[1, 0, -1] = 0, 150
+  start = np.cumsum(lengths + 5, -1) - lengths  # gaps of 5 that no head reads
+  slots = int((start + lengths).max()) + 3
+  q = jnp.asarray(rng.normal(size=(3, heads, 4, 64)), dtype)
+  k, v = (np.full((3, rows, slots, 64), np.nan, np.float32) for _ in range(2))
+  own = [np.zeros((3, heads, slots, 64), np.float32) for _ in range(2)]
+  for b, row, head in np.ndindex(*lengths.shape):
+    low, high = start[b, row, head], start[b, row, head] + lengths[b, row, head]
+    for x, alone in zip((k, v), own, strict=True):
+      x[b, row, low:high] = rng.normal(size=(high - low, 64))
+      alone[b, row * (heads // rows) + head, low:high] = x[b, row, low:high]
+  k, v, *own = (jnp.asarray(x, dtype) for x in (k, v, *own))
+  start, stop = (jnp.asarray(x.reshape(3, heads), jnp.int32) for x in (start, start + lengths))
+  cut = Config(tile=32, programs=programs, warps=4, stages=2)
+  state = decode_attention(q, k, v, start, stop, config=cut)
+  exact = oracle(q, *own, start, stop, 0, q)
+  rough = plain(q, *own, start, stop, 0, q)
+  for got, want, other in zip((state.o, state.m, state.l), exact, rough, strict=True):
+    empty = np.isneginf(want)
+    np.testing.assert_array_equal(np.isneginf(got), empty)
+    error, allowed = (
+      np.abs(np.where(empty, 0, x) - np.where(empty, 0, want)) for x in (got, other)
+    )
+    assert error.max() <= 2 * allowed.max() + FLOOR * np.abs(want[~empty]).max(initial=1)
+  with pytest.raises(ValueError, match=r"k: found .* expected a range of each head"):
+    decode_attention(q, k, v, start[:, :1], stop[:, :1])
+
+
 @pytest.mark.core(1)
 @pytest.mark.parametrize("programs", [1, 7, 100])
 @pytest.mark.parametrize("tile", [16, 128])

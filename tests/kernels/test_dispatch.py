@@ -61,6 +61,14 @@ def test_auto_is_the_reference_without_a_gpu():
   assert dispatch.choose("attend_span", "pallas") == "pallas"
 
 
+def test_auto_leaves_alone_what_has_not_run(monkeypatch):
+  """The dense kernel over slots that heads share: by name it runs."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert dispatch.choose("attend_shared", "auto") == "reference"
+  assert dispatch.choose("attend_shared", "pallas") == "pallas"
+  assert dispatch.choose("attend_span", "auto") == "pallas"
+
+
 WITHOUT = """
 import sys, warnings
 sys.modules["jax.experimental.pallas.triton"] = None  # as a jax that has dropped it

@@ -68,6 +68,34 @@ def test_worked_example():
   assert (int(out[3][0, 0, 0]), int(out[4][0]), int(out[5][0])) == (0, 1, 1)
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(6, 2), (3, 1)])
+def test_heads_that_share_slots(heads, rows):
+  """Every head's token goes to the slot that it is told, of the row that it shares."""
+  q, k, v, live, _, *_, seen, used = operands(5, heads, 3, 64)
+  rng, sharers = np.random.default_rng(5), heads // rows
+  cache = [jnp.asarray(rng.normal(size=(4, rows, 20, 64)), jnp.float32) for _ in range(2)]
+  pos = rng.integers(0, 99, (4, rows, 20)).astype(np.int32)
+  slot = np.stack([rng.permutation(20)[:heads] for _ in range(4)]).astype(np.int32)
+  slot[1, 0] = 20  # nowhere
+  qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+  room = int(used[1]) + 1  # for one more token in the second row
+  arrays = qkv, live, slot, *cache, pos, seen, used
+  out = jax.jit(functools.partial(enter_token, rope=Rope(), room=room))(*arrays)
+  want = [np.array(x) for x in (*cache, pos)]
+  for b, h in np.ndindex(4, heads):
+    if live[b] and slot[b, h] < 20:
+      where = b, h // sharers, slot[b, h]
+      new = rotate(k[b, h], seen[b]), v[b, h], seen[b]
+      for x, value in zip(want, new, strict=True):
+        x[where] = value
+  for found, expected in zip(out[1:4], want, strict=True):
+    np.testing.assert_allclose(found, expected, atol=2e-6 * 900)
+  np.testing.assert_array_equal(out[4], seen + live)
+  np.testing.assert_array_equal(out[5], used + (live & (used < room)))
+  with pytest.raises(ValueError, match=r"cache_k: found .* expected as many rows, or a divisor"):
+    jax.jit(functools.partial(enter_token, rope=Rope()))(*arrays)
+
+
 @pytest.mark.core(3)
 @pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
           yield name, *decode_call(shape, cut)
   # float16, many groups, and sinks with a query of their own.
   small = Config(tile=64, programs=264, warps=4, stages=3)
+  yield "shared", *decode_call(Shape(2, 8, 4, 32 << 10), small, rows=1)
   yield "float16-sinks", *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
   yield "G32", *decode_call(Shape(1, 1, 32, 999), small)
   for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
@@ -89,10 +90,13 @@ def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 
 
 def decode_call(
-  shape: Shape, cut: Config, sinks: int = 0, logits: bool = False
+  shape: Shape, cut: Config, sinks: int = 0, logits: bool = False, rows: int | None = None
 ) -> tuple[Callable, list[Any]]:
-  """The function and its abstract arguments."""
+  """The function and its abstract arguments; `rows` of slots that heads share."""
   q, k, v, start, stop = shape.abstract()
+  if rows is not None:
+    k = v = jax.ShapeDtypeStruct((k.shape[0], rows, *k.shape[2:]), k.dtype)
+    start = stop = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
 
   def run(q, k, v, start, stop, **how):
     how |= {"sinks": sinks, "q_sinks": q if sinks else None, "logits": logits}
@@ -317,6 +321,10 @@ def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   turned = Rope(scaling=Yarn(4.0, 4096), partial=0.5)  # a factor on what is turned alone
   yield "partial", functools.partial(enter_token, rope=turned, interpret=False), shapes
   yield "ring", ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
+  kept = [jax.ShapeDtypeStruct((2, 1, *x.shape[2:]), x.dtype) for x in shapes[3:6]]
+  victim = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+  shared = functools.partial(enter_token, rope=Rope(), room=999, interpret=False)
+  yield "shared", shared, [*shapes[:2], victim, *kept, *shapes[6:]]
   yield "part", part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
 
 
@@ -609,6 +617,7 @@ def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[C
   of, i32, f32, unit = jax.ShapeDtypeStruct, jnp.int32, jnp.float32, 64
   q, kv = of((1, 8, groups, head_dim), dtype), of((1, 8, 8192, head_dim), dtype)
   where, lists, state = [of((1, 1), i32)] * 2, of((1, 8, 32), i32), of((1, 8, 128), f32)
+  shared, each = of((1, 1, 8192, head_dim), dtype), [of((1, 8), i32)] * 2
   edge, keys = of((1, 8, 128, head_dim), dtype), of((1, 8, 511, head_dim), dtype)
   guess = [q, kv, kv, lists, of((1,), i32)]
   rest, table = [state, state, of((1, 3), f32)], [of((1, 8, 128), i32), of((1, 8), i32)]
@@ -617,6 +626,7 @@ def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[C
   cut = settings(**shape, unit=16, kind="NVIDIA RTX A6000")
   made: dict[str, tuple[Callable, list]] = {
     "attend_span": (decode.decode_with_output, [q, kv, kv, *where]),
+    "attend_shared": (decode.decode_with_output, [q, shared, shared, *each]),
     "attend_table": (
       functools.partial(sparse_decode, unit=16, config=cut),
       [q, kv, kv, *table, *where],

@@ -28,14 +28,15 @@ MORE = {
 }
 # Every layer of these does the same, and none hears of another: one shows it.
 ONE_LAYER = {
-  *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "r_kv", "longflow"),
+  *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "adakv", "r_kv"),
+  "longflow",
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
   *("expected_attention", "knorm", "keydiff", "kvzip"),
 }
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
   *("streaming_llm", "snapkv", "pyramidkv", "r_kv", "longflow", "quest", "infllm_v2"),
-  "double_sparsity",
+  *("double_sparsity", "adakv"),
 }
 CASES = {
   name: Case(
@@ -75,7 +76,7 @@ IN_THE_REST = {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff", "kvzip"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
-    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention"),
+    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),

@@ -1,0 +1,218 @@
+"""Ada-KV: a layer's budget goes to the heads whose scores need it (Feng et al., NeurIPS 2025)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import forms, ring, settings
+from kvjax.bounded import InTurn
+from kvjax.fields import between, expect, least
+from kvjax.leaves import Leaf
+from kvjax.method import Method
+from kvjax.methods.snapkv import SnapKV
+from kvjax.ops import shared_slots, slots
+from kvjax.plans import Attended, Span, Window
+from kvjax.prompt_scored import PromptScored
+from kvjax.shapes import check_shape
+from kvjax.traits import Traits
+from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.wrapper import Wrapper
+
+LAST = jnp.iinfo(jnp.int32).max
+# What is done here in place of the base, or reads slots as those of a head: forms that are known.
+KNOWN: dict[str, type] = {
+  "victim": InTurn,
+  "settle": PromptScored,
+  **dict.fromkeys(("window", "span", "insert", "plan", "attend", "observe", "keep"), Method),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaKV(Wrapper):
+  """Cuts a prompt to the best tokens of all heads together (Alg. 1), each head to its share.
+
+  A layer whose base keeps n tokens in each of K heads has K·n slots. The scores of its heads are
+  pooled and the K·n best tokens stay, wherever they are: of all choices this one has the least
+  bound on the change of the layer's output (Thm. 3.1). Every head keeps its n_safe = max(1, ⌊α·n⌋)
+  best ones, the window's first (§3.3), so that lengths differ by head and row and their sum does
+  not. As kvpress has it, the window counts. Then each head holds its length: a token that is
+  decoded takes the slot of the oldest of the head's window, as `PromptScored` says.
+
+  Heads lie one after the other in one array, so that what is freed is freed: a layer has K·n slots.
+  Scores of different heads have to be comparable, as probabilities are.
+
+  Attributes:
+    base: what scores the tokens, a `PromptScored` method, and what its budgets are.
+    safeguard: α (0.2), share of its budget that every head keeps; 1 is the base.
+    rounded: as the authors' code has it, a head's length is round((1 − α)·f + ⌊α·m⌋) with f of the
+      K·m best tokens before the window, m = n − window_size, and the window on top: the sum may
+      miss K·n by rounding.
+    pools: heads are pooled in so many parts, each with slots of its own: a multiple of the devices
+      that heads are split over.
+  """
+
+  base: Method = dataclasses.field(default_factory=SnapKV)
+  safeguard: float | int = between(0, 1, 0.2)
+  rounded: bool = False
+  pools: int = least(1, 1)
+
+  def __post_init__(self):
+    super().__post_init__()
+    scored = isinstance(self.base, PromptScored)
+    expect(self, "base", scored, "a method that cuts prompts by a score of tokens (PromptScored)")
+    own = [
+      move for move, cls in KNOWN.items() if forms.form(self.base, move) is not vars(cls)[move]
+    ]
+    expect(self, "base", not own, f"a method without {', '.join(own)} of its own")
+
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(uneven=self._uneven)
+
+  def _uneven(self, spec: CacheSpec, parts: int) -> str:
+    """Why heads cannot be split over so many devices; empty: they can (`Traits.uneven`)."""
+    if self.pools % parts == 0:
+      return ""
+    return f"expected pools = {self.pools} to be a multiple: a device's heads share its slots"
+
+  # ---- shapes
+
+  def _sharers(self, spec: CacheSpec) -> int:
+    """P, the heads of a pool."""
+    if spec.kv_heads % self.pools:
+      raise ValueError(
+        f"{type(self).__name__}.pools: found {self.pools}, expected a divisor of the "
+        f"{spec.kv_heads} key/value heads"
+      )
+    return spec.kv_heads // self.pools
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """Slots of a pool: P·n, and what rounding may add."""
+    heads = self._sharers(spec)
+    return heads * self.base.capacity(spec, layer) + (heads // 2 if self.rounded else 0)
+
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """The base's, in pools; of each head the first slot and the number of slots ("place")."""
+    held, n = self.base.leaves(spec, layer), self.base.capacity(spec, layer)
+    own = {
+      name: dataclasses.replace(x, heads=self.pools) if x.shelf == "slots" else x
+      for name, x in held.items()
+    }
+    equal = tuple((head % self._sharers(spec) * n, n) for head in range(spec.kv_heads))
+    return {**own, "place": Leaf("heads", (2,), jnp.int32, equal)}
+
+  # ---- decode
+
+  def span(self, at: At, cache: Cache, window: Window | None) -> Span:
+    first, _, occupied = shared_slots.lies(cache)
+    return Span(first, first + occupied)
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    """The oldest of the head's tokens that no prompt selected."""
+    first, length, _ = shared_slots.lies(cache)
+    staying, since = jnp.moveaxis(cache.heads["ring"], -1, 0)
+    return first + ring.place_of(staying, since, cache.seen[:, None], length)
+
+  # ---- prompt
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    """Of each head as many of its best tokens as it has of the pool's."""
+    staged = new if prompt.past == 0 else slots.join(shared_slots.by_head(cache), new)
+    priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
+    check_shape(at, "rank", priority, staged["pos"].shape)
+    heads, n = shared_slots.sharers(cache), shared_slots.tokens(cache)
+    key, time, slot = _sorted(priority, staged["pos"])
+    total = (cache.used + prompt.valid)[:, None]
+    lengths = self._lengths(key, time, n, heads)
+    count = jnp.where(total > n, lengths, jnp.minimum(total, n))
+    length = jnp.where(total > n, lengths, n).reshape(len(total), -1, heads)
+    place = jnp.stack([jnp.cumsum(length, -1) - length, length], -1)  # [B, R, P, 2]
+    stays = jnp.arange(time.shape[-1]) < count[..., None]
+    order = jax.lax.sort((jnp.where(stays, time, LAST), slot), num_keys=1)[1]
+    kept = shared_slots.packed(staged, order, count, place, cache.size)
+    lies = {"place": place.reshape(*count.shape, 2)}
+    used = jnp.minimum(total[:, 0], n)
+    cache = dataclasses.replace(cache, slots=kept)
+    cache = cache.put(heads=lies, rows={"seen": cache.seen + prompt.valid, "used": used})
+    return at.top.settle(at, cache, prompt)
+
+  def _lengths(
+    self, key: Float[Array, "B K S"], time: Int[Array, "B K S"], n: int, heads: int
+  ) -> Int[Array, "B K"]:
+    """How many tokens each head keeps of a prompt that is longer than n; both best first."""
+    window = self.base.window_size  # type: ignore[attr-defined]
+    if not self.rounded:
+      safe = max(1, int(self.safeguard * n))
+      forced = (jnp.arange(key.shape[-1]) < safe) & (time < LAST)
+      key = jnp.where(forced, -jnp.inf, key)
+      return _of_each(key, time, heads * n, heads)
+    m, past = n - window, jnp.isfinite(key)
+    f = _of_each(jnp.where(past, key, jnp.inf), jnp.where(past, time, LAST), heads * m, heads)
+    share = jnp.round((1 - self.safeguard) * f + int(self.safeguard * m)).astype(jnp.int32)
+    return share + window
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """Selected tokens stay; each head goes round the slots of the others, as the base does."""
+    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
+    selected = (cache.pos >= 0) & ~jnp.isinf(score)
+    staying = shared_slots.of_head(cache, selected).sum(-1, dtype=jnp.int32)
+    _, length, occupied = shared_slots.lies(cache)
+    since = cache.seen[:, None] + length - occupied
+    closed = jnp.stack([staying, since], -1)
+    return cache.put(slots={"score": score}, heads={"ring": closed})
+
+
+def _sorted(
+  priority: Float[Array, "B K S"], pos: Int[Array, "B K S"]
+) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"], Int[Array, "B K S"]]:
+  """−priority, positions and slots of each head's tokens, best first; ties to the lowest position.
+
+  Empty slots come last, with ∞ and `LAST`; so does, among tokens, a priority of NaN.
+  """
+  held = pos >= 0
+  key = jnp.where(held & ~jnp.isnan(priority), -priority, jnp.inf)
+  slot = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32), pos.shape)
+  key, time, slot = jax.lax.sort((key, jnp.where(held, pos, LAST), slot), num_keys=2)
+  return key, time, slot
+
+
+def _of_each(
+  key: Float[Array, "B K S"], time: Int[Array, "B K S"], size: int, heads: int
+) -> Int[Array, "B K"]:
+  """How many of a pool's `size` tokens of lowest key each head has; ties as in time, then heads."""
+  head = jnp.arange(key.shape[1], dtype=jnp.int32) % heads
+  each = [shared_slots.pooled(x, heads) for x in (key, time)]
+  owner = shared_slots.pooled(jnp.broadcast_to(head[:, None], key.shape), heads)
+  _, time, owner = jax.lax.sort((*each, owner), num_keys=3)
+  owner = jnp.where(time < LAST, owner, heads)[..., :size]
+  counts = (owner[..., None] == jnp.arange(heads)).sum(2, dtype=jnp.int32)  # [B, R, P]
+  return counts.reshape(key.shape[:2])
+
+
+def _example(cls: type[AdaKV], budget: int) -> Method:
+  return cls(settings.example(SnapKV, budget))
+
+
+def _neutral(cls: type[AdaKV], length: int) -> Method:
+  return cls(settings.neutral(SnapKV, length))
+
+
+def _repo(cls: type[AdaKV], budget: int) -> Method:
+  """The authors' code over its SnapKV: lengths are rounded, the window counts beside."""
+  return cls(settings.repo(SnapKV, budget), rounded=True)
+
+
+settings.register(AdaKV, example=_example, neutral=_neutral, repo=_repo)

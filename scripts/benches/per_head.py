@@ -1,0 +1,122 @@
+"""budgets by head: heads that share slots against heads of equal length, a kernel and steps"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kvjax.kernels.decode import decode_attention
+from kvjax.models.transformer import Transformer
+from kvjax.ops import shared_slots
+from tests.decode_cases import Shape
+
+from . import Case, Contender, jax_contender, together
+from .decode import rotation
+from .e2e import weights
+from .e2e_sparse import logits, moved_by, timed
+from .longflow import holding
+
+SHAPES = [Shape(batch, 8, 4, slots << 10) for batch in (1, 8) for slots in (1, 4, 32)]
+TINY = [Shape(2, 3, 3, 200, 64, "float32")]
+BUDGET, WINDOW = 4096, 32
+
+
+def lengths(heads: int, mean: int) -> np.ndarray:
+  """From 0.4 to 1.6 of the mean, whose sum is that of equal heads, int32 [K]."""
+  found = np.round(mean * np.linspace(0.4, 1.6, heads)).astype(np.int32)
+  found[-1] += heads * mean - found.sum()
+  return found
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The decode kernel, then steps of Ada-KV."""
+  for shape in TINY if quick else SHAPES:
+    if only in (title := f"shared {shape.name}"):
+      yield kernel_case(title, shape, quick)
+  name, budget = ("tiny", 48) if quick else ("Llama-3.1-8B", BUDGET)
+  for batch in (2,) if quick else (1, 8):
+    if only in (title := f"AdaKV {name} B{batch} {budget} slots"):
+      yield step_case(title, weights(name), batch, budget, quick)
+
+
+def kernel_case(title: str, shape: Shape, quick: bool) -> Case:
+  """Attention over as many slots, in heads of 0.4 to 1.6 of the mean and in equal ones."""
+  copies, calls = (1, 2) if quick else rotation(shape)
+  equal = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
+  own = lengths(shape.kv_heads, shape.slots)
+  stop = jnp.broadcast_to(jnp.asarray(np.cumsum(own), jnp.int32), equal[0][0].shape[:2])
+  shared = [
+    (q, *(shared_slots.pooled(x, shape.kv_heads) for x in (k, v)), stop - own, stop)
+    for q, k, v, *_ in equal
+  ]
+  contenders = (
+    jax_contender("shared", decode_attention, shared, output=lambda s: s.o, calls=calls),
+    jax_contender("equal heads", decode_attention, equal, calls=calls),
+  )
+  return Case(
+    name=title,
+    shapes=f"heads of {own.tolist()} slots, {shape.dtype}, {copies} rotating",
+    bytes=shape.kv_bytes(),
+    reference=lambda: by_head(*shared[0]),
+    tolerance=1e-5 if shape.dtype == "float32" else 1e-2,
+    contenders=contenders,
+    subject="shared",
+    remarks=lambda s: [f"{s['equal heads'] / s['shared']:.3f} of equal heads' speed (0.97 wanted)"],
+  )
+
+
+def by_head(q: Any, k: Any, v: Any, start: Any, stop: Any) -> np.ndarray:
+  """Each head's attention by itself, float32 [B, K, G, H]."""
+  out = np.zeros(q.shape, np.float32)
+  for b, h in np.ndindex(*q.shape[:2]):
+    own = slice(int(start[b, h]), int(stop[b, h]))
+    query, keys, values = (x.astype(jnp.float32) for x in (q[b, h], k[b, 0, own], v[b, 0, own]))
+    x = jnp.matmul(query, keys.T, precision="highest") * q.shape[-1] ** -0.5
+    out[b, h] = jnp.matmul(jax.nn.softmax(x, -1), values, precision="highest")
+  return out
+
+
+def step_case(title: str, model: Transformer, batch: int, budget: int, quick: bool) -> Case:
+  """A step of Ada-KV with heads of 0.4 to 1.6 of the budget, and one of SnapKV, whose are equal."""
+  impl = "reference" if quick else "pallas"
+  base = kvjax.SnapKV(budget, min(WINDOW, budget // 4))
+  ours, tokens = kvjax.AdaKV(base), 2 * budget
+  run = [
+    functools.partial(timed, model, method, impl, batch, tokens, caches) for method in (ours, base)
+  ]
+  shared, equal = together(run)
+  contenders = (
+    Contender("kvjax", shared, functools.partial(logits, model, ours, "pallas", caches)),
+    Contender("SnapKV", equal, None),
+  )
+  return Case(
+    name=title,
+    shapes=f"{ours!r}; {model.dtype.name}; compared over four layers",
+    bytes=moved_by(model, ours, batch, tokens),
+    reference=lambda: logits(model, ours, "reference", caches),
+    tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
+    contenders=contenders,
+    subject="kvjax",
+    remarks=lambda s: [f"{s['SnapKV'] / s['kvjax']:.3f} of equal heads' speed (0.97 wanted)"],
+  )
+
+
+def caches(model: Transformer, method: Any, batch: int, tokens: int) -> Any:
+  """Caches of random tokens, all layers alike, whose heads are full and past their prompt."""
+  spec = model.spec(batch, tokens)
+  cache = holding(method, spec, jnp.int32(tokens))
+  base = getattr(method, "base", method)
+  length = np.full(spec.kv_heads, base.budget, np.int32)
+  heads = {}
+  if "place" in cache.heads:
+    length = lengths(spec.kv_heads, base.budget)
+    heads["place"] = np.stack([np.cumsum(length) - length, length], -1)
+  heads["ring"] = np.stack([length - base.window_size, np.full_like(length, tokens)], -1)
+  full = {n: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape)) for n, x in heads.items()}
+  used = jnp.full(batch, base.budget, jnp.int32)
+  cache = cache.put(heads=full, rows={"used": used})
+  return tuple(jax.tree.map(jnp.copy, cache) for _ in range(spec.layers))

@@ -1,0 +1,331 @@
+"""Ada-KV against lists: whose tokens stay, what each head's slots take, what a layer holds."""
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+  AdaKV,
+  CacheSpec,
+  Env,
+  ExpectedAttention,
+  LongFlow,
+  Measured,
+  PromptScored,
+  PyramidKV,
+  Quest,
+  SnapKV,
+  plan_memory,
+)
+from kvjax.ops import shared_slots
+from kvjax.sharding import init_caches
+from kvjax.testing import LAWS, Case
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(PromptScored):
+  """Scores a token by the first channel of its value, which tests set."""
+
+  def score(self, at, staged, past, q, qpos, attended):
+    return jnp.abs(staged["v"][..., 0].astype(jnp.float32))
+
+
+def lengths_of(scores, n, window, safeguard, rounded=False):
+  """Tokens of each head of a pool; scores[h][j] of token j of head h. Lists, no sorting by arrays.
+
+  The window's tokens stay and count (`rounded`: beside).
+  """
+  past = [row[: len(row) - window] for row in scores]
+  heads = range(len(scores))
+  if len(scores[0]) <= n:
+    return [len(row) for row in scores]
+  if rounded:
+    m = n - window
+    ranked = sorted((-past[h][j], j, h) for h in heads for j in range(len(past[h])))
+    f = [sum(owner == h for _, _, owner in ranked[: len(scores) * m]) for h in heads]
+    return [round((1 - safeguard) * x + int(safeguard * m)) + window for x in f]
+  safe = max(1, int(safeguard * n))
+  forced = [max(safe - window, 0) for _ in heads]
+  free = []
+  for h in heads:
+    ranked = sorted((-x, j) for j, x in enumerate(past[h]))
+    free += [(x, j, h) for x, j in ranked[forced[h] :]]
+  left = len(scores) * n - sum(window + x for x in forced)
+  won = [owner for _, _, owner in sorted(free)[:left]]
+  return [window + forced[h] + won.count(h) for h in heads]
+
+
+def kept_of(scores, length, window):
+  """Positions that a head keeps of a prompt: its best, and the window."""
+  past = len(scores) - window
+  best = sorted(range(past), key=lambda j: (-scores[j], j))[: length - window]
+  return sorted(best), list(range(past, len(scores)))
+
+
+def held(cache):
+  """Positions by row and head, and that slots of a head are the first of its own."""
+  pos = np.asarray(shared_slots.by_head(cache)["pos"])
+  found = [[[int(p) for p in head if p >= 0] for head in row] for row in pos]
+  for row, lists in zip(pos, found, strict=True):
+    assert all((head[: len(x)] >= 0).all() for head, x in zip(row, lists, strict=True))
+  return found
+
+
+def test_worked_example():
+  """Scores .9 .05 .03 .02 and .4 .3 .2 .1 with n = 2: of the four best one and three."""
+  scores = [[0.9, 0.05, 0.03, 0.02], [0.4, 0.3, 0.2, 0.1]]
+  key = -jnp.array([scores])
+  time = jnp.broadcast_to(jnp.arange(4), (1, 2, 4)).astype(jnp.int32)
+
+  def lengths(safeguard, rounded):
+    method = AdaKV(SnapKV(3, 1), safeguard, rounded)  # m = 2 beside a window of one
+    return (method._lengths(key, time, 3 if rounded else 2, 2)[0] - rounded).tolist()
+
+  assert [lengths(x, False) for x in (0.0, 0.2, 0.5, 1.0)] == [[1, 3], [1, 3], [1, 3], [2, 2]]
+  assert [lengths(x, True) for x in (0.0, 0.2, 0.5, 1.0)] == [[1, 3], [1, 2], [2, 2], [2, 2]]
+
+
+def test_slots_by_hand():
+  """Heads that keep tokens 2, and 0 and 1: one array of three slots, and back."""
+  pos = jnp.array([[[0, 1, 2], [0, 1, 2]]])
+  order = jnp.array([[[2, 0, 1], [0, 1, 2]]])
+  count, place = jnp.array([[1, 2]]), jnp.array([[[[0, 1], [1, 2]]]])
+
+  @jax.jit
+  def both(pos):
+    kept = shared_slots.packed({"pos": pos, "x": 10 * pos}, order, count, place, 3)
+    rows = {"seen": jnp.array([3]), "used": jnp.array([1])}
+    return kept, shared_slots.by_head(kvjax.Cache(kept, {"place": place[0]}, rows))
+
+  kept, apart = both(pos)
+  assert kept["pos"].tolist() == [[[2, 0, 1]]] and kept["x"].tolist() == [[[20, 0, 10]]]
+  assert apart["pos"].tolist() == [[[2, -1, -1], [0, 1, -1]]]
+
+
+def test_an_override_is_the_same_under_kernels():
+  """Each head gives up its first slot, whatever it holds."""
+
+  @dataclasses.dataclass(frozen=True)
+  class First(AdaKV):
+    def victim(self, at, cache):
+      return cache.heads["place"][..., 0]
+
+  stream, outs = skewed(7), []
+  for method, impl in ((First, "reference"), (First, "pallas"), (AdaKV, "reference")):
+    layer = Layer(method(Given(7, 2)), stream, env=Env(4, impl=impl, tile=4))
+    layer.prefill([22, 9])
+    outs.append([layer.decode([22 + i, 9 + i])[0] for i in range(3)][-1])
+  np.testing.assert_allclose(outs[1], outs[0], atol=2e-5)
+  assert np.abs(outs[2] - outs[0]).max() > 0.01
+
+
+CASES = {
+  "exact": AdaKV(Given(7, 2)),
+  "half": AdaKV(Given(9, 2), 0.5),
+  "rounded": AdaKV(Given(9, 2), 0.3, rounded=True),
+  "uniform": AdaKV(Given(7, 2), 1),
+  "free": AdaKV(Given(7, 2), 0),
+}
+
+
+def skewed(seed, **sizes):
+  """Scores whose heads differ: some have many large ones."""
+  stream = Stream.random(seed, **sizes)
+  stream.v[..., 0] *= np.linspace(0.2, 2, stream.v.shape[1])[:, None]
+  return stream
+
+
+@pytest.mark.core(3)
+@pytest.mark.parametrize("method", CASES.values(), ids=CASES)
+def test_prompt_then_long_decode(method):
+  """Kept tokens, outputs over them, and which leaves, in every head and at every step."""
+  stream, prompts = skewed(1, tokens=64), [23, 5]
+  layer = Layer(method, stream)
+  layer.prefill(prompts)
+  n, window = method.base.budget, method.base.window_size
+  scores, kept = np.abs(stream.v[..., 0]), {}
+  for b, t in enumerate(prompts):
+    rows = [scores[b, h, :t].tolist() for h in range(3)]
+    lengths = lengths_of(rows, n, window, method.safeguard, method.rounded)
+    if t > n and not method.rounded:
+      assert sum(lengths) == 3 * n
+    for h in range(3):
+      room = lengths[h] if t > n else n
+      kept[b, h] = *kept_of(rows[h], lengths[h], min(window, t)), room
+  for step in range(20):
+    at = [t + step for t in prompts]
+    out, aux = layer.decode(at)
+    found = held(layer.cache)
+    for (b, h), (stay, turn, room) in kept.items():
+      if len(stay) + len(turn) == room:
+        turn.pop(0)
+      turn.append(at[b])
+      assert sorted(found[b][h]) == sorted(stay + turn)
+      assert aux["visited"][b, h] == len(stay) + len(turn)
+      q = rotate(stream.q[b, h, 2, at[b]], at[b])
+      each = sorted(stay + turn)
+      logits = [q @ rotate(stream.k[b, h, j], j) / math.sqrt(len(q)) for j in each]
+      want = softmax_average(np.array(logits), np.float64(stream.v[b, h, each]))
+      np.testing.assert_allclose(out[b, h, 2], want, atol=3e-6)
+  if method.safeguard != 1:
+    assert len({len(x) for x in found[0]}) > 1  # heads differ
+
+
+def test_a_safeguard_of_one_is_the_base():
+  stream = skewed(2)
+  layers = Layer(AdaKV(SnapKV(9, 3), 1), stream), Layer(SnapKV(9, 3), stream)
+  for layer in layers:
+    layer.prefill([30, 7])
+  for step in range(5):
+    outs = [layer.decode([30 + step, 7 + step])[0] for layer in layers]
+    np.testing.assert_allclose(outs[0], outs[1], atol=2e-6)
+    one, other = (held(layer.cache) for layer in layers[:1]), np.asarray(layers[1].cache.pos)
+    for b, row in enumerate(next(one)):
+      for h, found in enumerate(row):
+        assert sorted(found) == sorted(other[b, h][other[b, h] >= 0].tolist())
+
+
+def test_a_later_turn_ranks_what_each_head_holds():
+  """Pools of 3·7: tokens cached of each head compete with the new ones; a row stays as it was."""
+  method, stream = AdaKV(Given(7, 2)), skewed(3, tokens=50)
+  layer = Layer(method, stream)
+  layer.prefill([23, 20])
+  layer.decode([23, 20])
+  before = held(layer.cache)
+  layer.prefill([6, 0], [24, 21], tokens=6, past=None)
+  scores, found = np.abs(stream.v[..., 0]), held(layer.cache)
+  assert found[1] == before[1]
+  texts = [sorted(row) + list(range(24, 30)) for row in before[0]]
+  rows = [scores[0, h, texts[h]].tolist() for h in range(3)]
+  # Heads hold different numbers now: as many as are missing score less than any.
+  width = max(map(len, rows))
+  padded = [[-1.0] * (width - len(row)) + row for row in rows]
+  lengths = lengths_of(padded, 7, 2, method.safeguard)
+  for h in range(3):
+    stay, turn = kept_of(rows[h], lengths[h], 2)
+    assert sorted(found[0][h]) == [texts[h][i] for i in stay + turn]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "base", [SnapKV(10, 3, pool=3), PyramidKV(10, 3), ExpectedAttention(10, 3, sinks=2)]
+)
+def test_scores_of_other_methods(base):
+  """Each head keeps the best of the scores that its base gives; the sum is that of the base."""
+  stream = skewed(4, tokens=40)
+  scores = []
+
+  @dataclasses.dataclass(frozen=True)
+  class Told(type(base)):
+    def score(self, at, staged, past, q, qpos, attended):
+      found = super().score(at, staged, past, q, qpos, attended)
+      jax.debug.callback(lambda x: scores.append(np.asarray(x)), found)
+      return found
+
+  told = Told(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+  layer = Layer(AdaKV(told, 0.3), stream)
+  layer.prefill([33, 28])
+  jax.effects_barrier()
+  n, found = base.capacity(layer.spec, 1), held(layer.cache)
+  for b, t in enumerate([33, 28]):
+    rows = scores[0][b, :, :t].tolist()
+    lengths = lengths_of(rows, n, 3, 0.3)
+    assert sum(lengths) == 3 * n
+    for h in range(3):
+      stay, turn = kept_of(rows[h], lengths[h], 3)
+      assert found[b][h] == stay + turn
+
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "adakv.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"α={case['safeguard']}")
+def test_kept_tokens_are_those_of_kvpress(case):
+  """`AdaKVPress` of kvpress 0.5.5 was given the same scores, with its window above all others."""
+  heads, tokens = case["heads"], case["tokens"]
+  drawn = np.random.default_rng(case["seed"]).random((heads, tokens))
+  skewed = drawn * np.linspace(0.2, 2, heads)[:, None]
+  stream = Stream.random(0, batch=1, kv_heads=heads, groups=1, tokens=tokens)
+  stream.v[0, :, :, 0] = np.argsort(np.argsort(skewed.ravel())).reshape(heads, tokens) + 1
+  base = Given(case["budget"], case["window_size"])
+  layer = Layer(AdaKV(base, case["safeguard"]), stream)
+  layer.prefill([tokens])
+  assert held(layer.cache)[0] == case["kept"]
+
+
+def test_bytes_are_those_of_the_budgets():
+  spec, base = CacheSpec(2, 512, 6, 2, 16, 2), SnapKV(64)
+  caches = AdaKV(base).init_caches(spec)
+  assert caches[0].slots["k"].shape == (2, 1, 6 * 64, 16)
+  held_bytes = sum(x.nbytes for x in jax.tree.leaves(caches))
+  assert held_bytes == plan_memory(spec, AdaKV(base)).device
+  places = 2 * 2 * 6 * 2 * 4  # where heads lie
+  assert held_bytes == plan_memory(spec, base).device + places
+  rounded = AdaKV(base, rounded=True).init_caches(spec)
+  assert rounded[0].size == 6 * 64 + 3  # half a slot a head, at most
+
+
+@pytest.mark.parametrize("pools", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_kernel_reads_spans_of_shared_slots(pools):
+  """Interpreted, over a prompt, tokens that fill a short row, and evictions."""
+  stream = skewed(5, kv_heads=6)
+  layers = [
+    Layer(AdaKV(Given(9, 2), pools=pools), stream, env=Env(4, impl=impl, tile=4))
+    for impl in ("reference", "pallas")
+  ]
+  for layer in layers:
+    layer.prefill([22, 6])
+  for step in range(7):
+    (want, _), (out, _) = (layer.decode([22 + step, 6 + step]) for layer in layers)
+    np.testing.assert_allclose(out, want, atol=2e-5)
+
+
+def test_pools_of_heads():
+  """Two pools of two heads give what two layers of two heads give."""
+  stream = skewed(6, kv_heads=4)
+  whole = Layer(AdaKV(Given(7, 2), pools=2), stream)
+  whole.prefill([22, 9])
+  for i in range(2):
+    part = Stream(*(x[:, 2 * i : 2 * i + 2] for x in (stream.q, stream.k, stream.v)))
+    layer = Layer(AdaKV(Given(7, 2)), part)
+    layer.prefill([22, 9])
+    found, want = held(whole.cache), held(layer.cache)
+    assert [row[2 * i : 2 * i + 2] for row in found] == want
+
+
+def test_pools_split_over_devices():
+  case = Case(AdaKV, (("pools", 2),))
+  LAWS["heads_sharded_over_two_devices"](case)
+  spec, mesh = CacheSpec(1, 64, 4, 1, 16, 2), kvjax.make_mesh(2)
+  for refused in (plan_memory, init_caches):
+    args = (spec, AdaKV(SnapKV(40))) if refused is plan_memory else (AdaKV(SnapKV(40)), spec)
+    with pytest.raises(ValueError, match=r"mesh: .* expected pools = 1 to be a multiple"):
+      refused(*args, mesh)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: AdaKV(kvjax.Full()), r"AdaKV\.base: found Full\(\), expected a method that cuts"),
+    (lambda: AdaKV(LongFlow(40)), r"AdaKV\.base: .* expected a method without victim, settle"),
+    (lambda: AdaKV(safeguard=1.5), r"AdaKV\.safeguard: found 1\.5, expected 0 to 1"),
+    (lambda: AdaKV(pools=0), r"AdaKV\.pools: found 0"),
+    (lambda: Measured(AdaKV()), r"Measured\.base: .* whose heads have not as many slots each"),
+    (lambda: Quest(64, base=AdaKV()), r"Quest\.base: .* whose heads have not as many slots each"),
+    (
+      lambda: AdaKV(pools=4).init_caches(CacheSpec(1, 64, 6, 1, 16, 1)),
+      r"AdaKV\.pools: found 4, expected a divisor of the 6 key/value heads",
+    ),
+  ],
+)
+def test_what_cannot_be_is_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

@@ -21,6 +21,7 @@ from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.knorm import Knorm
 from kvjax.methods.kvzip import KVzip
+from kvjax.methods.lagkv import LagKV
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.ltri import Ltri
@@ -79,6 +80,7 @@ __all__ = [
   "KeyDiff",
   "Knorm",
   "LMInfinite",
+  "LagKV",
   "LayerCache",
   "Linear",
   "Llama3",

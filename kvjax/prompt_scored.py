@@ -45,8 +45,9 @@ class PromptScored(InTurn, moves=("score",)):
     qpos: Int[Array, "B A"],
     attended: Attended,
   ) -> Float[Array, "B K S"]:
-    """What the staged tokens are worth, 0 or more and finite; those before the window (`past`)
-    compete, the others' scores are not looked at. The rest is as in `rank`.
+    """What the staged tokens are worth, 0 or more; those before the window (`past`) compete, the
+    others' scores are not looked at. ∞, for the newest of them, makes them the window's too. The
+    rest is as in `rank`.
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
 

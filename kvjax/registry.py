@@ -24,6 +24,7 @@ from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.knorm import Knorm
 from kvjax.methods.kvzip import KVzip
+from kvjax.methods.lagkv import LagKV
 from kvjax.methods.lm_infinite import LMInfinite
 from kvjax.methods.longflow import LongFlow
 from kvjax.methods.ltri import Ltri
@@ -54,6 +55,7 @@ METHODS: dict[str, type[Method]] = {
   "expected_attention": ExpectedAttention,
   "knorm": Knorm,
   "keydiff": KeyDiff,
+  "lagkv": LagKV,
   "r_kv": RKV,
   "kvzip": KVzip,
   "longflow": LongFlow,

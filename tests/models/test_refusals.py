@@ -417,6 +417,7 @@ def subclass(name):
     ("expected_attention", {"future": 0}, "future"),
     ("knorm", {"budget": 0}, "budget"),
     ("keydiff", {"budget": -1}, "budget"),
+    ("lagkv", {"sinks": -1}, "sinks"),
     ("r_kv", {"weight": 3}, "weight"),
     ("longflow", {"per": "token"}, "per"),
     ("quest", {"page": 0}, "page"),

@@ -1,0 +1,147 @@
+"""LagKV against a NumPy float64 oracle: scores, partitions, what stays, later turns."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax import LagKV
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+
+
+def weights(tokens, judge):
+  """u of a partition's tokens, beside the next one's."""
+  low, high = judge.min(0), judge.max(0)
+  spread = []
+  for x in tokens:
+    scaled = [(a - m) / (n - m) if n > m else 0.0 for a, m, n in zip(x, low, high, strict=True)]
+    mean = sum(scaled) / len(scaled)
+    spread.append(np.sqrt(sum((y - mean) ** 2 for y in scaled) / (len(scaled) - 1)))
+  spread = np.exp(np.array(spread) - max(spread))
+  return spread / spread.sum()
+
+
+def selected(stream, b, h, held, method):
+  """What stays of the positions `held`: (for good, in turn)."""
+  lag, sinks = method.window_size, method.sinks
+  parts = [held[i : i + lag] for i in range(sinks, len(held) - lag + 1, lag)]
+  rounds = [[] for _ in range(lag)]
+  for part, judge in itertools.pairwise(parts):
+    k, next_k = ([rotate(stream.k[b, h, j], j) for j in x] for x in (part, judge))
+    v, next_v = (np.float64(stream.v[b, h, x]) for x in (part, judge))
+    score = weights(np.array(k), np.array(next_k)) + weights(v, next_v)
+    for place, i in enumerate(np.argsort(-score, kind="stable")):
+      rounds[place].append(part[i])
+  judged = max(len(parts) - 1, 0) * lag
+  others = held[sinks + judged :]
+  room = method.budget - sinks - len(others)
+  return [*held[:sinks], *[j for each in rounds for j in each][:room]], others
+
+
+def test_worked_example():
+  """{(0, 0), (2, 0)} beside {(0, 0), (2, 2)}: d = 0 and 0.7071, u = 0.330 and 0.670."""
+  part, judge = np.array([[0.0, 0], [2, 0]]), np.array([[0.0, 0], [2, 2]])
+  np.testing.assert_allclose(weights(part, judge), [0.330, 0.670], atol=5e-4)
+  # By values alone: all keys are alike, and so every channel of theirs is scaled to 0.
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=8, head_dim=2)
+  stream.k[:] = 0
+  stream.v[0, 0] = [*part, *judge, *part, *judge]
+  layer = Layer(LagKV(6, window_size=2, sinks=0), stream)
+  layer.prefill([8])
+  # The best of three partitions and the last one whole; the sixth slot is the first partition's.
+  assert layer.cache.pos[0, 0].tolist() == [0, 1, 3, 5, 6, 7]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sinks": 0}, {"window_size": 3, "budget": 12}], ids=str)
+def test_prompt_and_long_decode(kwargs):
+  method = LagKV(**{"budget": 19, "window_size": 5, "sinks": 2, **kwargs})
+  stream, lengths = Stream.random(1, tokens=90), [43, 11]
+  layer = Layer(method, stream, capacity=90)
+  layer.prefill(lengths)
+  held = {
+    (b, h): selected(stream, b, h, list(range(n)), method)
+    for b, n in enumerate(lengths)
+    for h in range(3)
+  }
+  for step in range(40):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    pos = np.asarray(layer.cache.pos)
+    for (b, h), (stay, others) in held.items():
+      if len(stay) + len(others) == method.budget:
+        others.pop(0)
+      others.append(at[b])
+      kept = sorted(stay + others)
+      assert sorted(pos[b, h][pos[b, h] >= 0].tolist()) == kept, (b, h, step)
+      q = rotate(stream.q[b, h, 1, at[b]], at[b])
+      logits = np.array([q @ rotate(stream.k[b, h, j], j) for j in kept]) / np.sqrt(len(q))
+      want = softmax_average(logits, np.float64(stream.v[b, h, kept]))
+      np.testing.assert_allclose(out[b, h, 1], want, atol=5e-6)
+
+
+def test_a_share_of_every_partition_is_the_papers_cut():
+  """⌊r·L⌋ = 2 of each of three judged partitions, the sinks, the last partition, the remainder."""
+  method = LagKV(3 + 3 * 2 + 5 + 4, window_size=5, sinks=3)
+  stream = Stream.random(2, tokens=27)
+  layer = Layer(method, stream)
+  layer.prefill([27, 27])
+  pos = np.asarray(layer.cache.pos)
+  for start in (3, 8, 13):
+    assert (((pos >= start) & (pos < start + 5)).sum(-1) == 2).all()
+  assert (pos[:, :, :3] == [0, 1, 2]).all() and (pos[:, :, -9:] == np.arange(18, 27)).all()
+
+
+def test_keeps_what_kvpress_keeps():
+  """kvpress 0.5.5's LagKVPress on the same keys and values, where no ranks tie at the cut."""
+  theirs = [
+    [4, 5, 8, 12, 13, 18, 21, 22, 27],
+    [4, 8, 9, 12, 15, 17, 20, 21, 26],
+    [5, 6, 7, 13, 15, 18, 20, 21, 22],
+  ]
+  stream = Stream.random(7, batch=1, kv_heads=3, groups=1, tokens=36)
+  layer = Layer(LagKV(4 + 3 * 3 + 8, window_size=8, sinks=4), stream)
+  layer.prefill([36])
+  want = [[*range(4), *middle, *range(28, 36)] for middle in theirs]
+  assert np.asarray(layer.cache.pos)[0].tolist() == want
+
+
+def test_scale_and_shift_of_channels_change_nothing():
+  stream, rng = Stream.random(3, tokens=40), np.random.default_rng(4)
+  scale, shift = rng.uniform(0.2, 5, 16), rng.normal(size=16)
+  kept = []
+  for v in (stream.v, np.float32(stream.v * scale + shift)):
+    layer = Layer(LagKV(15, window_size=5, sinks=1), Stream(stream.q, stream.k, v))
+    layer.prefill([40, 33])
+    kept.append(np.asarray(layer.cache.pos))
+  np.testing.assert_array_equal(*kept)
+
+
+def test_a_second_turn_cuts_anew():
+  """Partitions of what the first turn left, its answer, and what is new."""
+  method = LagKV(17, window_size=4, sinks=2)
+  stream = Stream.random(5, kv_heads=2, tokens=60)
+  layer = Layer(method, stream, capacity=60)
+  layer.prefill([30, 7])
+  for t in range(5):
+    layer.decode([30 + t, 7 + t])
+  before = np.asarray(layer.cache.pos)
+  layer.prefill([9, 14], start=[35, 12], past=None)
+  for b, h in np.ndindex(2, 2):
+    new = range(35, 44) if b == 0 else range(12, 26)
+    held = sorted([*before[b, h][before[b, h] >= 0].tolist(), *new])
+    stay, others = selected(stream, b, h, held, method)
+    pos = np.asarray(layer.cache.pos)[b, h]
+    assert pos[pos >= 0].tolist() == sorted(stay + others)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"budget": 271}, r"LagKV.budget: found 271, expected at least sinks \+ 2 · window_size = 272"),
+    ({"sinks": -1}, "LagKV.sinks: found -1, expected 0 or more"),
+    ({"window_size": 0}, "LagKV.window_size: found 0, expected 1 or more"),
+  ],
+)
+def test_bad_settings(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    LagKV(**kwargs)

@@ -8,6 +8,7 @@ from kvjax.memory import MemoryPlan, plan_memory
 from kvjax.method import Method
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.art import ART
+from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
@@ -68,6 +69,7 @@ __all__ = [
   "Cache",
   "CacheSpec",
   "Carry",
+  "ChunkKV",
   "DoubleSparsity",
   "DuoAttention",
   "Env",

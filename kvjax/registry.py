@@ -11,6 +11,7 @@ from kvjax.full import Full
 from kvjax.method import Method
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.art import ART
+from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.double_sparsity import DoubleSparsity
@@ -56,6 +57,7 @@ METHODS: dict[str, type[Method]] = {
   "knorm": Knorm,
   "keydiff": KeyDiff,
   "lagkv": LagKV,
+  "chunkkv": ChunkKV,
   "r_kv": RKV,
   "kvzip": KVzip,
   "longflow": LongFlow,

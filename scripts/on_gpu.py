@@ -98,7 +98,7 @@ EVALUATIONS = {
   "windows": f"{EVERY} streaming_llm lm_infinite random",
   "attended": f"{EVERY} h2o tova vatp",
   "observed": f"{EVERY} snapkv pyramidkv longflow",
-  "keys": f"{EVERY} expected_attention knorm keydiff lagkv",
+  "keys": f"{EVERY} expected_attention knorm keydiff lagkv chunkkv",
   "redundant": f"{EVERY} r_kv",
   "by_head": f"{EVERY} adakv",
   "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
@@ -118,7 +118,7 @@ PARTS = {
   "kept": "snapkv tova h2o streaming_llm random pyramidkv",
   "read": "topk_oracle quest infllm_v2 double_sparsity hshare",
   "shared": "cis prr art art:tau=0.01 art:tau=0.1",
-  "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff lagkv r_kv vatp",
+  "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff lagkv chunkkv r_kv vatp",
   "own": "cpe psaw etf lm_infinite",
   "streamed": "infllm ltri",
 }

@@ -32,7 +32,7 @@ ONE_LAYER = {
   "longflow",
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
   *("expected_attention", "knorm", "keydiff", "kvzip"),
-  "lagkv",
+  *("lagkv", "chunkkv"),
 }
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
@@ -64,7 +64,7 @@ BY_FAMILY = {
 KIN = {
   *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
   "kvzip",  # without scores a window
-  "lagkv",
+  *("lagkv", "chunkkv"),
 }
 # Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
 OF_A_RUN = {
@@ -76,7 +76,7 @@ IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
-    *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv"),
+    *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
   },

@@ -418,6 +418,7 @@ def subclass(name):
     ("knorm", {"budget": 0}, "budget"),
     ("keydiff", {"budget": -1}, "budget"),
     ("lagkv", {"sinks": -1}, "sinks"),
+    ("chunkkv", {"chunk": 0}, "chunk"),
     ("r_kv", {"weight": 3}, "weight"),
     ("longflow", {"per": "token"}, "per"),
     ("quest", {"page": 0}, "page"),

@@ -1,0 +1,140 @@
+"""ChunkKV against a NumPy float64 oracle: chunks of all heads, their order, later turns."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax import H2O, ChunkKV, Full, LagKV, LongFlow, PromptScored, Quest, SnapKV, settings
+from kvjax.testing.layer import Layer, Stream, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class ByValue(PromptScored):
+  """A token scores the first channel of its value."""
+
+  def score(self, at, staged, past, q, qpos, attended):
+    return staged["v"][..., 0]
+
+
+def snapkv(stream, b, h, held, n, method):
+  """A head's SnapKV scores of the tokens before the window, in order of position."""
+  past = [j for j in held if j < n - method.window_size]
+  mass = np.zeros(len(past))
+  for t in range(n - method.window_size, n):
+    seen = [j for j in held if j <= t]
+    keys = np.array([rotate(stream.k[b, h, j], j) for j in seen])
+    for q in stream.q[b, h, :, t]:
+      x = keys @ rotate(q, t) / np.sqrt(len(q))
+      p = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+      mass += p[: len(past)] / stream.q.shape[2]
+  near = method.pool // 2
+  padded = np.pad(mass, near)
+  return [padded[i : i + method.pool].sum() / method.pool for i in range(len(past))]
+
+
+def selected(scores, past, chunk, room):
+  """The tokens of the best chunks, of heads' scores [K, n] of the tokens `past`."""
+  starts = range(0, len(past), chunk)
+  means = [sum(np.mean(row[i : i + chunk]) for row in np.asarray(scores)) for i in starts]
+  best = sorted(range(len(means)), key=lambda i: (-means[i], i))
+  tokens = [j for i in best for j in past[i * chunk : (i + 1) * chunk]]
+  return tokens[:room]
+
+
+def test_worked_example():
+  """Means .3 and .4: the second of two chunks stays, though the best token is the first's."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=9)
+  stream.v[0, 0, :, 0] = [0.1, 0.2, 0.9, 0, 0.4, 0.4, 0.4, 0.4, 5]
+  for room, want in ((4, [4, 5, 6, 7]), (6, [0, 1, 4, 5, 6, 7])):
+    layer = Layer(ChunkKV(ByValue(room + 1, window_size=1), chunk=4), stream)
+    layer.prefill([9])
+    assert layer.cache.pos[0, 0].tolist() == [*want, 8]
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("chunk", [4, 1, 7])
+def test_prompt_and_long_decode(chunk):
+  """All heads keep the same tokens; a short chunk before the window counts by its mean."""
+  base = SnapKV(15, window_size=3, pool=3)
+  method = ChunkKV(base, chunk=chunk)
+  stream, lengths = Stream.random(1, tokens=60), [36, 17]
+  layer = Layer(method, stream, capacity=60)
+  layer.prefill(lengths)
+  held = []
+  for b, n in enumerate(lengths):
+    past = list(range(n - 3))
+    scores = [snapkv(stream, b, h, list(range(n)), n, base) for h in range(3)]
+    held.append((selected(scores, past, chunk, 12), list(range(n - 3, n))))
+  for step in range(20):
+    pos = np.asarray(layer.cache.pos)
+    for b, (stay, others) in enumerate(held):
+      for h in range(3):
+        assert sorted(pos[b, h].tolist()) == sorted(stay + others), (b, h, step)
+      held[b] = stay, [*others[1:], lengths[b] + step]
+    layer.decode([n + step for n in lengths])
+
+
+def test_chunks_of_one_token_are_the_best_tokens_of_all_heads():
+  stream = Stream.random(2, tokens=40)
+  layer = Layer(ChunkKV(ByValue(11, window_size=2), chunk=1), stream)
+  layer.prefill([40, 29])
+  for b, n in enumerate((40, 29)):
+    sums = np.float64(stream.v[b, :, : n - 2, 0]).sum(0)
+    want = sorted(np.argsort(-sums)[:9].tolist()) + [n - 2, n - 1]
+    assert (np.asarray(layer.cache.pos)[b] == want).all()
+
+
+def test_keeps_what_kvpress_keeps():
+  """kvpress 0.5.5's ChunkKVPress over the same scores, where chunks divide window and budget."""
+  stream = Stream.random(7, batch=1, kv_heads=3, groups=1, tokens=36)
+  layer = Layer(ChunkKV(ByValue(20, window_size=8), chunk=4), stream)
+  layer.prefill([36])
+  want = [*range(4, 8), *range(12, 16), *range(24, 36)]
+  assert np.asarray(layer.cache.pos)[0].tolist() == [want] * 3
+
+
+def test_a_second_turn_chunks_what_is_held():
+  method = ChunkKV(ByValue(14, window_size=3), chunk=3)
+  stream = Stream.random(3, tokens=60)
+  layer = Layer(method, stream, capacity=60)
+  layer.prefill([30, 8])
+  for t in range(4):
+    layer.decode([30 + t, 8 + t])
+  before = np.asarray(layer.cache.pos)
+  layer.prefill([8, 13], start=[34, 12], past=None)
+  for b, (start, n) in enumerate(((34, 42), (12, 25))):
+    held = sorted([*before[b, 0][before[b, 0] >= 0].tolist(), *range(start, n)])
+    past = [j for j in held if j < n - 3]
+    want = selected(stream.v[b, :, past, 0].T, past, 3, 11)
+    for h in range(3):
+      assert np.asarray(layer.cache.pos)[b, h].tolist() == sorted([*want, *range(n - 3, n)])
+
+
+def test_over_a_base_whose_window_is_longer_than_it_says():
+  """LagKV's last partition and remainder stay beside the chunks."""
+  stream = Stream.random(4, tokens=40)
+  layer = Layer(ChunkKV(LagKV(20, window_size=5, sinks=2), chunk=4), stream)
+  layer.prefill([38, 33])
+  for b, n in enumerate((38, 33)):
+    tail = 5 + (n - 2) % 5
+    pos = np.asarray(layer.cache.pos)[b]
+    assert (pos[:, -tail:] == np.arange(n - tail, n)).all()
+    assert (pos[:, :4] == np.arange(4)).all()  # the sinks' chunk
+    assert (pos == pos[0]).all()
+
+
+@pytest.mark.parametrize("base", [Full(), H2O(64), Quest(base=SnapKV(64)), LongFlow(64)])
+def test_other_bases_are_refused(base):
+  with pytest.raises(ValueError, match=r"ChunkKV\.base: found .* a method that cuts a prompt by"):
+    ChunkKV(base)
+
+
+def test_bad_chunk():
+  with pytest.raises(ValueError, match=r"ChunkKV\.chunk: found 0, expected 1 or more"):
+    ChunkKV(SnapKV(64), chunk=0)
+
+
+def test_example_and_neutral():
+  assert settings.example(ChunkKV, 64) == ChunkKV(SnapKV(64, 16), chunk=10)
+  assert settings.neutral(ChunkKV, 64) == ChunkKV(SnapKV(65, 32))

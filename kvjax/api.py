@@ -32,6 +32,7 @@ from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
 from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
+from kvjax.methods.rocketkv import RocketKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
@@ -99,6 +100,7 @@ __all__ = [
   "PyramidKV",
   "Quest",
   "Random",
+  "RocketKV",
   "Rope",
   "Selective",
   "SharedPrefill",

@@ -35,6 +35,7 @@ from kvjax.methods.pyramidkv import PyramidKV
 from kvjax.methods.quest import Quest
 from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
+from kvjax.methods.rocketkv import RocketKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
@@ -64,6 +65,7 @@ METHODS: dict[str, type[Method]] = {
   "topk_oracle": TopKOracle,
   "quest": Quest,
   "infllm_v2": InfLLMv2,
+  "rocketkv": RocketKV,
   "double_sparsity": DoubleSparsity,
   "hshare": HShare,
   "cis": CIS,

@@ -102,7 +102,7 @@ EVALUATIONS = {
   "redundant": f"{EVERY} r_kv",
   "by_head": f"{EVERY} adakv",
   "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
-  "selected": f"{NEEDLE} quest infllm_v2 double_sparsity hshare",
+  "selected": f"{NEEDLE} quest infllm_v2 rocketkv double_sparsity hshare",
   "shared": f"{NEEDLE} prr art topk_oracle cis",
   "streamed": f"{NEEDLE} infllm ltri",
   "ruler_full": "--tasks ruler --lengths 1024 2048 4096 --methods full",
@@ -116,7 +116,7 @@ EVALUATIONS = {
 # whole one, then methods that read a prompt in their own way.
 PARTS = {
   "kept": "snapkv tova h2o streaming_llm random pyramidkv",
-  "read": "topk_oracle quest infllm_v2 double_sparsity hshare",
+  "read": "topk_oracle quest infllm_v2 rocketkv double_sparsity hshare",
   "shared": "cis prr art art:tau=0.01 art:tau=0.1",
   "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff lagkv chunkkv r_kv vatp",
   "own": "cpe psaw etf lm_infinite",

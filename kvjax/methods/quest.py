@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import dispatch, settings
@@ -64,16 +63,7 @@ class Quest(Selective):
     return {"key_min": extremes, "key_max": extremes}
 
   def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
-    page = tiles.touched(start, tokens, width=self.page, stride=self.page)
-    k, filled = tiles.keys(cache, page, width=self.page, stride=self.page)
-    begun = tiles.begun(cache, page, self.page)
-    extremes = {
-      "key_min": jnp.where(filled, k, jnp.inf).min(3),
-      "key_max": jnp.where(filled, k, -jnp.inf).max(3),
-    }
-    return cache.put(
-      heads={name: tiles.write(cache.heads[name], page, begun, x) for name, x in extremes.items()}
-    )
+    return tiles.with_extremes(cache, start, tokens, page=self.page)
 
   def _renewed(self, at: At, cache: Cache) -> Cache:
     if not at.top.traits.positional:  # the newest token may be in any page

@@ -155,3 +155,17 @@ def write(
   at = jnp.where(ok, window, x.shape[2])
   at = at[:, None] if at.ndim == 2 else at
   return slots.put(x, jnp.broadcast_to(at, (*x.shape[:2], at.shape[-1])), value)
+
+
+def with_extremes(cache: Cache, start: Int[Array, "B *K"], tokens: int, *, page: int) -> Cache:
+  """The cache with "key_min" and "key_max", by channel, of the pages that hold any of the slots
+  [start, start + tokens).
+  """
+  touching = touched(start, tokens, width=page, stride=page)
+  k, filled = keys(cache, touching, width=page, stride=page)
+  ok = begun(cache, touching, page)
+  extremes = {
+    "key_min": jnp.where(filled, k, jnp.inf).min(3),
+    "key_max": jnp.where(filled, k, -jnp.inf).max(3),
+  }
+  return cache.put(heads={n: write(cache.heads[n], touching, ok, x) for n, x in extremes.items()})

@@ -25,6 +25,7 @@ MORE = {
   "knorm": {"drops_newest": NOBODY},
   "keydiff": {"drops_newest": NOBODY},
   "topk_oracle": {"skips_newest": "reads what weighs most and nothing else"},
+  "rocketkv": {"skips_newest": "the paper forces no page"},
 }
 # Every layer of these does the same, and none hears of another: one shows it.
 ONE_LAYER = {
@@ -32,7 +33,7 @@ ONE_LAYER = {
   "longflow",
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
   *("expected_attention", "knorm", "keydiff", "kvzip"),
-  *("lagkv", "chunkkv"),
+  *("lagkv", "chunkkv", "rocketkv"),
 }
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
@@ -79,6 +80,7 @@ IN_THE_REST = {
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
+    "rocketkv",
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),

@@ -424,6 +424,7 @@ def subclass(name):
     ("quest", {"page": 0}, "page"),
     ("topk_oracle", {"sinks": -1}, "sinks"),
     ("infllm_v2", {"block": 0}, "block"),
+    ("rocketkv", {"budget": 1}, "budget"),
     ("double_sparsity", {"sinks": -1}, "sinks"),
     ("hshare", {"layers": 0.0}, "layers"),
     ("cis", {"per": "token"}, "per"),

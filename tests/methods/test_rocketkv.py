@@ -1,0 +1,129 @@
+"""RocketKV: the choice within what SnapKV keeps, against a NumPy float64 oracle.
+
+Which positions stand in which slots is taken from the base alone, whose own file tests it.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvjax import H2O, Env, Full, Quest, RocketKV, SnapKV, StreamingLLM, settings
+from kvjax.methods.rocketkv import kept
+from kvjax.testing.layer import Layer, Stream, capped
+from tests.selection import Watched, attend, keys, queries, softmax
+
+ATTENDED = 5e-6  # float32 against NumPy's float64
+
+
+def sizes(slots, budget, channels):
+  """Page and number of channels."""
+  ratio = slots / budget
+  page = next(g for g in range(1, slots + 1) if g * g >= ratio)
+  page = 1 if page > ratio else page
+  return page, min(channels, math.floor(channels * page / ratio))
+
+
+def weights(q, held, page, count, cap=None):
+  """What the tokens of slots that hold the keys `held` count, summed over a group q [G, H]."""
+  size = np.abs(q).sum(0)
+  chosen = sorted(range(len(size)), key=lambda d: (-size[d], d))[:count]
+  bounds = []
+  for i in range(len(held)):
+    near = held[i // page * page : (i // page + 1) * page]
+    bounds.append([near[:, d].max() if q[:, d].sum() > 0 else near[:, d].min() for d in chosen])
+  total = np.zeros(len(held))
+  for row in q:
+    share = np.abs(row[chosen]).sum() / np.abs(row).sum()
+    logits = [np.dot(row[chosen], bound) / np.sqrt(len(row) * share) for bound in bounds]
+    total += softmax(capped(logits, cap))
+  return total
+
+
+def test_worked_example():
+  """c = 64: ρ = 0.56, stage 1 keeps a 10.27th, stage 2 reads a 6.23th; pages of 3, 61 of 128."""
+  context, budget = 64 * 1024, 1024
+  held = kept(context, budget)
+  assert context / held == pytest.approx(10.27, abs=5e-3)
+  assert held / budget == pytest.approx(6.23, abs=5e-3)
+  assert RocketKV(budget)._page(held) == 3 and sizes(held, budget, 128) == (3, 61)
+  assert kept(100, 200) == kept(100, 100) == 100
+
+
+def test_pages_are_roots_rounded_up_unless_that_exceeds_the_ratio():
+  for budget in (2, 3, 10, 64):
+    for slots in range(1, 300):
+      assert RocketKV(budget)._page(slots) == sizes(slots, budget, 8)[0], (slots, budget)
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize(("budget", "size", "cap"), [(6, 25, None), (7, 12, 0.7), (4, 38, None)])
+def test_a_generation(budget, size, cap):
+  """Every slot after the selected ones is used again; one row starts below the base's budget."""
+  stream, base = Stream.random(1, tokens=90), SnapKV(size, 4, 5)
+  env = Env(4, impl="reference", soft_cap=cap)
+  read = Layer(Watched(RocketKV(budget, base=base)), stream, capacity=90, env=env)
+  alone = Layer(base, stream, capacity=90, env=env)
+  page, count = sizes(size, budget, 16)
+  for layer in (read, alone):
+    layer.prefill([44, 9])
+  for step in range(40):
+    at = [44 + step, 9 + step]
+    alone.decode(at)
+    pos = np.asarray(alone.cache.pos)
+    out, aux = read.decode(at)
+    np.testing.assert_array_equal(read.cache.pos, pos)
+    for b, h in np.ndindex(2, 3):
+      held, q = pos[b, h][pos[b, h] >= 0], queries(stream, b, h, at[b])
+      total = weights(q, keys(stream, b, h, held), page, count, cap)
+      # Tokens of a page are alike but for rounding, here of float64.
+      want = sorted(range(len(held)), key=lambda i: (-round(total[i], 12), i))[: budget // 2]
+      found = np.asarray(aux["slots"][b, h])
+      assert sorted(found[found >= 0].tolist()) == sorted(want), (step, b, h)
+      assert aux["visited"][b, h] == len(want)
+      expected = attend(stream, b, h, at[b], held[want], cap)
+      np.testing.assert_allclose(out[b, h], expected, atol=ATTENDED)
+
+
+def test_pages_of_one_and_all_channels_are_the_exact_choice():
+  """The tokens of largest probability, summed over the group."""
+  stream = Stream.random(2, tokens=40)
+  layer = Layer(Watched(RocketKV(20, base=Full())), stream, capacity=20)
+  layer.prefill([15, 12])
+  for step in range(4):
+    at = [15 + step, 12 + step]
+    _, aux = layer.decode(at)
+    for b, h in np.ndindex(2, 3):
+      q, k = queries(stream, b, h, at[b]), keys(stream, b, h, range(at[b] + 1))
+      total = sum(softmax(k @ row / np.sqrt(16)) for row in q)
+      found = np.asarray(aux["slots"][b, h])
+      assert set(found[found >= 0].tolist()) == set(np.argsort(-total)[:10].tolist())
+
+
+def test_a_query_of_zeros_reads_the_first_slots():
+  stream = Stream.random(3, tokens=20)
+  stream.q[:, :, :, 14] = 0
+  layer = Layer(Watched(RocketKV(6, base=SnapKV(9, 2))), stream)
+  layer.prefill([14, 14])
+  out, aux = layer.decode([14, 14])
+  assert np.isfinite(out).all()
+  assert np.sort(np.asarray(aux["slots"]), -1)[..., -3:].tolist() == [[[0, 1, 2]] * 3] * 2
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: RocketKV(1), r"RocketKV\.budget: found 1, expected 2 or more"),
+    (lambda: RocketKV(base=H2O(64)), r"RocketKV\.base: found H2O.*without wants_logits"),
+    (lambda: RocketKV(base=StreamingLLM(64)), r"RocketKV\.base: found StreamingLLM.*window"),
+    (lambda: RocketKV(base=Quest()), r"RocketKV replaces .*, and so does its base Quest"),
+  ],
+)
+def test_what_does_not_go_together_is_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_example_and_neutral():
+  assert settings.example(RocketKV, 256) == RocketKV(256, base=SnapKV(512, 32, 63))
+  assert settings.neutral(RocketKV, 40) == RocketKV(82, base=SnapKV(41, 32))

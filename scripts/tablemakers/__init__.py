@@ -91,5 +91,9 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "certificates": studies.certificates,
   },
   "README.md": {"results": summary.first_page},
-  "kvjax/README.md": {"rooms": house.rooms, "moves": house.moves},
+  "kvjax/README.md": {
+    "rooms": house.rooms,
+    "moves": house.moves,
+    "compositions": house.compositions,
+  },
 }

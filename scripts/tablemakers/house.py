@@ -1,6 +1,8 @@
 """The house, drawn from its code: which room imports which, and which moves each method has."""
 
 import ast
+import contextlib
+import dataclasses
 import inspect
 import pathlib
 from collections.abc import Iterator
@@ -128,3 +130,43 @@ def moves(results: Results) -> list[str]:
     for name, cls in kvjax.METHODS.items()
   ]
   return cells.table(("method", "family", "moves of its own"), rows)
+
+
+# ---- what goes over what
+
+BUDGET = 64  # of the examples that are put together
+
+
+def takes(cls: type[Method], base: Method) -> Method:
+  """An example of a method over a base.
+
+  Raises:
+    ValueError: the two do not go together, and the message says why.
+  """
+  return dataclasses.replace(kvjax.settings.example(cls, BUDGET), base=base)
+
+
+def over(name: str) -> list[str] | None:
+  """The methods that one goes over, by their names; None: it has no base to be chosen."""
+  cls, found = kvjax.METHODS[name], []
+  fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+  if "base" not in fields or not fields["base"].init:
+    return None
+  for other, base in kvjax.METHODS.items():
+    with contextlib.suppress(ValueError):
+      takes(cls, kvjax.settings.example(base, BUDGET))
+      found.append(other)
+  return found
+
+
+def compositions(results: Results) -> list[str]:
+  """Every method that takes a base, and the bases that it takes; alike ones share a row."""
+  rows: dict[tuple[str, ...], list[str]] = {}
+  for name in kvjax.METHODS:
+    bases = over(name)
+    if bases is not None:
+      rows.setdefault(tuple(bases), []).append(name)
+  lines = [
+    [", ".join(f"`{x}`" for x in names) for names in (over, under)] for under, over in rows.items()
+  ]
+  return cells.table(("method", "goes over"), lines)

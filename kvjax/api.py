@@ -37,6 +37,7 @@ from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
+from kvjax.methods.twilight import Twilight
 from kvjax.methods.vatp import VATP
 from kvjax.plans import Attended, Plan, Span, View, Window
 from kvjax.prompt_scored import PromptScored
@@ -110,6 +111,7 @@ __all__ = [
   "Streamed",
   "StreamingLLM",
   "TopKOracle",
+  "Twilight",
   "View",
   "Window",
   "Wrapper",

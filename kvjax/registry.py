@@ -40,6 +40,7 @@ from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 from kvjax.methods.topk_oracle import TopKOracle
 from kvjax.methods.tova import TOVA
+from kvjax.methods.twilight import Twilight
 from kvjax.methods.vatp import VATP
 
 METHODS: dict[str, type[Method]] = {
@@ -76,6 +77,7 @@ METHODS: dict[str, type[Method]] = {
   "cpe": CPE,
   "art": ART,
   "prr": PRR,
+  "twilight": Twilight,
 }
 
 

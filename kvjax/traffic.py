@@ -50,8 +50,8 @@ class LayerTraffic:
     host: bytes that cross the link to the host's memory.
     chosen: whether a selection comes before attention.
     walks: how many times a step attends, one after the other.
-    bound: whether data decide how much of this a step moves: walks that end early, blocks that are
-      on the device already, queries that share.
+    bound: whether data decide how much of this a step moves: walks that end early, plans that are
+      pruned, blocks that are on the device already, queries that share.
   """
 
   attended: float
@@ -304,7 +304,8 @@ def _summed(
     else:
       sums["tokens" if name in (*_KEYS, *_VALUES) else "others"] += whole + taken
       sums["others"] += size * (name in changed)
-  least, most = at.top.traits.scans(spec)
+  traits = at.top.traits
+  least, most = traits.scans(spec)
   return LayerTraffic(
     attended=attended,
     tokens=sums["tokens"],
@@ -314,7 +315,9 @@ def _summed(
     host=sums["host"],
     chosen=chosen,
     walks=values.times if chosen else 1,
-    bound=forms.overrides(at.top, "attend") or (least < most and sums["scanned"] > 0),
+    bound=forms.overrides(at.top, "attend")
+    or traits.prunes
+    or (least < most and sums["scanned"] > 0),
   )
 
 

@@ -58,6 +58,7 @@ class Traits:
     stream: how prompts are read piece by piece; None: as one likes.
     uneven: of a cache whose heads do not all have as many slots: why they cannot be split over so
       many devices, in words, empty where they can; None: heads are alike.
+    prunes: whether data decide how many slots a plan lists: what is said of bytes is the most.
     scans: of a cache, the least and largest share of heads, layers and steps that look at keys to
       choose some of them: it only says how many bytes a step moves (`kvjax.traffic`).
   """
@@ -69,6 +70,7 @@ class Traits:
   order_independent: bool = False
   projects_all: bool = False
   spreads: bool = False
+  prunes: bool = False
   by_layer: bool = False
   stream: Stream | None = None
   uneven: Callable[[CacheSpec, int], str] | None = None

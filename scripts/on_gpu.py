@@ -103,7 +103,7 @@ EVALUATIONS = {
   "by_head": f"{EVERY} adakv",
   "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
   "selected": f"{NEEDLE} quest infllm_v2 rocketkv double_sparsity hshare",
-  "shared": f"{NEEDLE} prr art topk_oracle cis",
+  "shared": f"{NEEDLE} prr art topk_oracle cis twilight",
   "streamed": f"{NEEDLE} infllm ltri",
   "ruler_full": "--tasks ruler --lengths 1024 2048 4096 --methods full",
   "ruler_kept": f"{RULER} streaming_llm longflow",
@@ -117,7 +117,7 @@ EVALUATIONS = {
 PARTS = {
   "kept": "snapkv tova h2o streaming_llm random pyramidkv",
   "read": "topk_oracle quest infllm_v2 rocketkv double_sparsity hshare",
-  "shared": "cis prr art art:tau=0.01 art:tau=0.1",
+  "shared": "cis prr twilight art art:tau=0.01 art:tau=0.1",
   "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff lagkv chunkkv r_kv vatp",
   "own": "cpe psaw etf lm_infinite",
   "streamed": "infllm ltri",

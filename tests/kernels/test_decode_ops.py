@@ -48,6 +48,7 @@ CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
 }
 
 SORTING = {
+  "twilight": "candidates are sorted by weight; the paper's kernels find the set by bisection",
   "r_kv": "when its buffer is full, once in `buffer` steps, it ranks and moves what it keeps",
 }
 

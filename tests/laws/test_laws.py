@@ -13,6 +13,7 @@ from kvjax.testing.layer import driver
 SETTINGS = {
   "quest": {"dense_layers": 1},  # the paper's two would be all there are
   "prr": {"base": Quest(BUDGET, page=4, dense_layers=1)},
+  "twilight": {"base": Quest(BUDGET, page=4, dense_layers=1)},
   "psaw": {"start": 0.5},  # a quarter of two layers is none; so below
   "cpe": {"start": 0.5},
   "etf": {"start": 0.33},
@@ -26,6 +27,7 @@ MORE = {
   "keydiff": {"drops_newest": NOBODY},
   "topk_oracle": {"skips_newest": "reads what weighs most and nothing else"},
   "rocketkv": {"skips_newest": "the paper forces no page"},
+  "twilight": {"skips_newest": "the mass decides, of a forced page too"},
 }
 # Every layer of these does the same, and none hears of another: one shows it.
 ONE_LAYER = {
@@ -80,7 +82,7 @@ IN_THE_REST = {
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
-    "rocketkv",
+    *("rocketkv", "twilight"),
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),

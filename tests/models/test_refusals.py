@@ -432,6 +432,7 @@ def subclass(name):
     ("etf", {"psi": 3}, "psi"),
     ("art", {"certify": 3.0}, "certify"),
     ("prr", {"budget": -1}, "budget"),
+    ("twilight", {"p": 0.0}, "p"),
     ("infllm", {"representatives": 0}, "representatives"),
     ("ltri", {"ratio": "x"}, "ratio"),
     ("h2o", {"budget": 1.5}, "budget"),

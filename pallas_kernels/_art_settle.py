@@ -1,8 +1,8 @@
 """Where ART's walks end, and their softmax states, from what many programs have read of them.
 
-One program per row goes over the shares of tiles in order. The state before a share joined with
-one inside of it is the walk's after that tile: its output is looked at as Algorithm 1 does. While
-one share is looked at, the next one is on its way.
+A row has a program for each few columns. Each goes over the stable tiles that `_art_judge` has
+counted, many shares at once, and finds the tile at which Algorithm 1 ends; then it adds up the
+columns of the tiles until there.
 """
 
 from typing import Any, NamedTuple
@@ -12,60 +12,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from . import _backend, _split, _tiles
-from ._art_stop import PROBES, Detector, Stop
+from . import _art_left, _backend, _tiles
+from ._art_left import NEVER, Left, Walks
+from ._art_stop import Detector, Stop
 
-NEVER = 1 << 30  # more tiles than any order has
-
-
-class Left(NamedTuple):
-  """What the programs of a wave leave [R, N, G(, H)] after each of its N tiles, of their own ones.
-
-  acc, m, l: softmax state, m in base 2, over the share's tiles up to this one.
-  top: the largest logit of the tile; −∞: it has no visible key.
-  """
-
-  acc: Any
-  m: Any
-  l: Any
-  top: Any
+COLUMNS = 32  # of a program
+VALUES = 16384  # in a program, of one kind: they have to fit its registers
 
 
-class Walks(NamedTuple):
-  """Walks between two waves [R, G(, H)].
+class Cut(NamedTuple):
+  """Shares of which the stable tiles are counted at once, and shares that are added at once."""
 
-  acc, m, l: softmax state, of a walk that has ended the final one.
-  calm: stable tiles in a row.
-  walked: tiles of a walk that has ended; 0: it goes on.
-  """
-
-  acc: Any
-  m: Any
-  l: Any
-  calm: Any
-  walked: Any
+  block: int
+  chunk: int
 
 
-class _Share(NamedTuple):
-  """What a program has left of a share, at the probe's columns, of its tiles and those before.
-
-  acc [T, G, C], m, l, top [T, G]; old_acc, old_m, old_l of t − 1; whole [G, H], of all columns
-  after its last tile.
-  """
-
-  acc: Array
-  m: Array
-  l: Array
-  top: Array
-  old_acc: Array
-  old_m: Array
-  old_l: Array
-  whole: Array
+def cut_of(shares: int, share: int, groups: int) -> Cut:
+  """Counting compares all pairs of a block's shares."""
+  lanes, tiles = pl.next_power_of_2(groups), pl.next_power_of_2(share)
+  block = 1
+  while block < shares and 2 * block * max(2 * block, tiles) * lanes <= VALUES:
+    block *= 2
+  return Cut(block, max(1, min(pl.next_power_of_2(shares), VALUES // (lanes * COLUMNS))))
 
 
 def kernel(
   left: Left,
   count_ref: Any,
+  calm_ref: Any | None,
   before: Walks | None,
   after: Walks,
   results: tuple[Any, ...],
@@ -74,187 +48,110 @@ def kernel(
   first: int,
   share: int,
   last: bool,
+  cut: Cut,
 ) -> None:
-  """`Left`, tiles of each order [R], (`Walks`) -> `Walks`, and what `_split.results` lists.
+  """`Left`, tiles of each order [R], (stable tiles, `Walks`) -> `Walks`, and `_split.results`.
 
-  Goes over the tiles from `first` on, share by share, until no walk goes on. `last`: there is no
-  wave after this one.
+  `last`: there is no wave after this one.
   """
-  rule = until.rule if until is not None else None
   _, size, groups, head_dim = left.acc.shape
   row = pl.program_id(0)
-  lane, tile = jnp.arange(pl.next_power_of_2(groups)), jnp.arange(pl.next_power_of_2(share))
-  column = jnp.arange(_split.columns_of(head_dim))
-  full = not isinstance(rule, Detector) or rule.full
-  if full or head_dim <= PROBES:
-    probe = column
-  else:
-    probe = jnp.arange(PROBES) * head_dim // PROBES
-  real, inside = lane < groups, column < head_dim
+  lane = jnp.arange(pl.next_power_of_2(groups))
+  column = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS)
+  part = _art_left.Part(row, lane, column, lane < groups, column < head_dim)
   count = jnp.clip(count_ref[row] - first, 0, size)
-
-  def states(t: Array, ok: Array) -> tuple[Array, Array, Array, Array]:
-    """acc [T, G, C] at the probe's columns, m, l and top [T, G] after tiles t, where ok."""
-    at, mask = (row, t[:, None], lane[None, :]), ok[:, None] & real[None, :]
-    index = row, t[:, None, None], lane[None, :, None], probe[None, None, :]
-    seen = mask[:, :, None] & (probe < head_dim)[None, None, :]
-    acc = _backend.load(left.acc, *index, mask=seen, other=0.0)
-    m = _backend.load(left.m, *at, mask=mask, other=-jnp.inf)
-    l = _backend.load(left.l, *at, mask=mask, other=0.0)
-    return acc, m, l, _backend.load(left.top, *at, mask=mask, other=-jnp.inf)
-
-  def load(q: Array) -> _Share:
-    """Share q of the wave; none where there is none."""
-    t = q * share + tile
-    ok = (tile < share) & (t < count)
-    acc, m, l, top = states(t, ok)
-    old_acc, old_m, old_l, _ = states(t - 1, ok & (tile > 0))
-    last = jnp.minimum((q + 1) * share, count) - 1
-    index = row, last, lane[:, None], column[None, :]
-    mask = real[:, None] & inside[None, :] & (last >= q * share)
-    whole = _backend.load(left.acc, *index, mask=mask, other=0.0)
-    return _Share(acc, m, l, top, old_acc, old_m, old_l, whole)
-
-  def judge(t: Array, ok: Array, ours: _Share, walks: Walks, probed: Array) -> tuple[Array, Array]:
-    """Which walks [T, G] may end after tiles t, and stable tiles in a row there."""
-    assert until is not None and isinstance(rule, Detector)
-    before = walks.m, walks.l, probed
-    new = _output(before, ours.m, ours.l, ours.acc)
-    old = _output(before, ours.old_m, ours.old_l, ours.old_acc)
-    norm, norm_before = (jnp.sqrt((x * x).sum(axis=-1)) for x in (new, old))
-    stable = rule.is_stable(new, old, norm, norm_before)
-    calm = _calm(stable, ok[:, None] & (ours.top > -jnp.inf), walks.calm)
-    done = (calm >= rule.patience) & (ok & (first + t + 1 >= until.kept))[:, None]
-    if not until.per_head:
-      together = jnp.where(real[None, :], done, True).astype(jnp.int32).min(axis=1)
-      done = jnp.broadcast_to(together[:, None] > 0, done.shape)
-    return done, calm
-
-  def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, ours, walks, probed = state
-    ahead = load(q + 1)
-    t = q * share + tile
-    ok = (tile < share) & (t < count)
-    walked, calm = walks.walked, jnp.zeros((t.size, lane.size), jnp.int32)
-    if until is not None:
-      done, calm = judge(t, ok, ours, walks, probed)
-      hit = jnp.where(done, t[:, None], NEVER).min(axis=0)
-      walked = jnp.where((walked == 0) & (hit < NEVER), first + hit + 1, walked)
-    # Those that go on take all of the share.
-    on = walked == 0
-    is_last = ok & (t == jnp.minimum((q + 1) * share, count) - 1)
-
-    def at_last(x: Array) -> Array:
-      mask = is_last.reshape(-1, *(1,) * (x.ndim - 1))
-      return jnp.where(mask, x, 0).sum(axis=0)
-
-    m = jnp.where(is_last[:, None], ours.m, -jnp.inf).max(axis=0)
-    mine, theirs, top, l = _weights(walks.m, walks.l, m, at_last(ours.l))
-
-    def joined(x: Array, y: Array) -> Array:
-      return jnp.where(on[:, None], x * mine[:, None] + y * theirs[:, None], x)
-
-    acc, probed = joined(walks.acc, ours.whole), joined(probed, at_last(ours.acc))
-    top, l = jnp.where(on, top, walks.m), jnp.where(on, l, walks.l)
-    calm = jnp.where(on, at_last(calm), walks.calm)
-    return q + 1, ahead, Walks(acc, top, l, calm, walked), probed
-
-  def unfinished(state: tuple[Any, ...]) -> Array:
-    q, _, walks, _ = state
-    return (q * share < count) & (jnp.where(real, walks.walked, NEVER).min() == 0)
-
-  walks = _begin(before, row, lane, column, groups, head_dim)
-  probed = _probed(before, row, lane, probe, groups, head_dim)
-  begun = walks.walked
-  *_, walks, _ = lax.while_loop(unfinished, body, (jnp.int32(0), load(jnp.int32(0)), walks, probed))
-  # Walks that ended here take their share up to the last tile.
-  here = real & (begun == 0) & (walks.walked > 0)
-  end = jnp.where(here, walks.walked - 1 - first, 0)
-  mask = here[:, None] & inside[None, :]
-  acc = _backend.load(left.acc, row, end[:, None], lane[:, None], column[None, :], mask=mask)
-  m = _backend.load(left.m, row, end, lane, mask=here, other=-jnp.inf)
-  l = _backend.load(left.l, row, end, lane, mask=here, other=0.0)
-  mine, theirs, top, l = _weights(walks.m, walks.l, m, l)
-  acc = walks.acc * mine[:, None] + acc * theirs[:, None]
-  walked = walks.walked
+  calm, walked = _counted(before, part)
+  hit = jnp.full(lane.shape, NEVER, jnp.int32)
+  if until is not None:
+    calm, hit = _find(until, calm_ref, part, calm, walked, count, first, share, cut.block)
+  here = (walked == 0) & (hit < NEVER)
+  limit = jnp.where(walked > 0, 0, jnp.where(here, hit + 1, count))
+  walked = jnp.where(here, first + hit + 1, walked)
+  carry = _art_left.begin(before, part)
+  carry = _art_left.add_shares(carry, left, left.acc, part, limit, share=share, chunk=cut.chunk)
   if last:
     walked = jnp.where(walked == 0, count_ref[row], walked)
-  _write(after, row, Walks(acc, top, l, walks.calm, walked), lane, column)
-  _finish(results, row, _tiles.Carry(acc, top, l), lane, column)
+  _write(after, results, part, carry, calm, walked)
 
 
-def _write(refs: Walks, row: Array, walks: Walks, lane: Array, column: Array) -> None:
-  _, groups, head_dim = refs.acc.shape
-  mask = (lane < groups)[:, None] & (column < head_dim)[None, :]
-  _backend.store(refs.acc, row, lane[:, None], column[None, :], value=walks.acc, mask=mask)
-  for ref, value in zip(refs[1:], walks[1:], strict=True):
-    _backend.store(ref, row, lane, value=value, mask=lane < groups)
+def _counted(before: Walks | None, part: _art_left.Part) -> tuple[Array, Array]:
+  """Stable tiles in a row, and tiles of walks that have ended, as the wave before left them."""
+  if before is None:
+    none = jnp.zeros(part.lane.shape, jnp.int32)
+    return none, none
+  refs = before.calm, before.walked
+  calm, walked = (_backend.load(x, part.row, part.lane, mask=part.real, other=0) for x in refs)
+  return calm, walked
 
 
-def _finish(
-  refs: tuple[Any, ...], row: Array, carry: _tiles.Carry, lane: Array, column: Array
+def _find(
+  until: Stop,
+  calm_ref: Any,
+  part: _art_left.Part,
+  calm: Array,
+  walked: Array,
+  count: Array,
+  first: int,
+  share: int,
+  block: int,
+) -> tuple[Array, Array]:
+  """Stable tiles in a row [G] after the wave, and the tiles of it at which walks end, or NEVER."""
+  rule, (row, lane, _, real, _) = until.rule, part
+  assert isinstance(rule, Detector)
+  tile = jnp.arange(pl.next_power_of_2(share))
+
+  def load(t: Array, ok: Array) -> Array:
+    """What is counted after tiles t [S(, T)], where ok, of all lanes."""
+    t, ok = jnp.where(ok, t, 0)[..., None], ok[..., None]
+    over = [x.reshape(*(1,) * (t.ndim - 1), -1) for x in (lane, real)]
+    return _backend.load(calm_ref, row, t, over[0], mask=ok & over[1], other=0)
+
+  def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    n, calm, hit = state
+    begun = (n * block + jnp.arange(block)) * share  # [S]
+    end = load(jnp.minimum(begun + share, count) - 1, begun < count)
+    t = begun[:, None] + tile[None, :]  # [S, T]
+    ok = (tile < share)[None, :] & (t < count)
+    code = load(t, ok)
+    old = _art_left.calm_before(end >> 1, end & 1 > 0, calm)
+    after = (end >> 1) + jnp.where(end & 1 > 0, 0, old)
+    in_a_row = (code >> 1) + jnp.where(code & 1 > 0, 0, old[:, None, :])
+    done = (in_a_row >= rule.patience) & (ok & (first + t + 1 >= until.kept))[:, :, None]
+    if not until.per_head:
+      together = jnp.where(real[None, None, :], done, True).astype(jnp.int32).min(axis=2)
+      done = jnp.broadcast_to(together[:, :, None] > 0, done.shape)
+    ends = jnp.where(done, t[:, :, None], NEVER).min(axis=1).min(axis=0)
+    is_last = (jnp.arange(block) == block - 1)[:, None]
+    return n + 1, jnp.where(is_last, after, 0).sum(axis=0), jnp.minimum(hit, ends)
+
+  def unfinished(state: tuple[Any, ...]) -> Array:
+    n, _, hit = state
+    on = real & (walked == 0) & (hit == NEVER)
+    return (n * (block * share) < count) & (on.astype(jnp.int32).max() > 0)
+
+  never = jnp.full(lane.shape, NEVER, jnp.int32)
+  _, calm, hit = lax.while_loop(unfinished, body, (jnp.int32(0), calm, never))
+  return calm, hit
+
+
+def _write(
+  after: Walks,
+  results: tuple[Any, ...],
+  part: _art_left.Part,
+  carry: _tiles.Carry,
+  calm: Array,
+  walked: Array,
 ) -> None:
-  o_ref, m_ref, l_ref, rounded_ref = refs
-  _, groups, head_dim = o_ref.shape
-  mask = (lane < groups)[:, None] & (column < head_dim)[None, :]
+  """The walks' states, and their outputs; what has no columns by the first program of a row."""
+  row, lane, column, real, inside = part
+  o_ref, m_ref, l_ref, rounded_ref = results
   o, m, l = _tiles.finish(carry)
-  for ref, value in ((o_ref, o), (rounded_ref, o.astype(rounded_ref.dtype))):
-    _backend.store(ref, row, lane[:, None], column[None, :], value=value, mask=mask)
-  for ref, value in ((m_ref, m), (l_ref, l)):
-    _backend.store(ref, row, lane, value=value, mask=lane < groups)
-
-
-def _begin(
-  before: Walks | None, row: Array, lane: Array, column: Array, groups: int, head_dim: int
-) -> Walks:
-  """Walks as the wave before left them."""
-  if before is None:
-    none = jnp.zeros(lane.shape, jnp.int32)
-    start = _tiles.start(lane.size, column.size)
-    return Walks(*start, none, none)
-  real = lane < groups
-  index, mask = (row, lane[:, None], column[None, :]), real[:, None] & (column < head_dim)[None, :]
-  acc = _backend.load(before.acc, *index, mask=mask)
-  m, l = (
-    _backend.load(ref, row, lane, mask=real, other=x)
-    for ref, x in ((before.m, -jnp.inf), (before.l, 0.0))
-  )
-  calm, walked = (
-    _backend.load(ref, row, lane, mask=real, other=0) for ref in (before.calm, before.walked)
-  )
-  return Walks(acc, m, l, calm, walked)
-
-
-def _probed(
-  before: Walks | None, row: Array, lane: Array, probe: Array, groups: int, head_dim: int
-) -> Array:
-  """acc [G, C] of the walks at the probe's columns."""
-  if before is None:
-    return jnp.zeros((lane.size, probe.size), jnp.float32)
-  mask = (lane < groups)[:, None] & (probe < head_dim)[None, :]
-  return _backend.load(before.acc, row, lane[:, None], probe[None, :], mask=mask)
-
-
-def _weights(m: Array, l: Array, new_m: Array, new_l: Array) -> tuple[Array, Array, Array, Array]:
-  """What two softmax states weigh in their sum, and its m and l."""
-  top = jnp.maximum(m, new_m)
-  base = _tiles.finite(top)
-  old, new = jnp.exp2(m - base), jnp.exp2(new_m - base)
-  return old, new, top, l * old + new_l * new
-
-
-def _output(before: tuple[Array, Array, Array], m: Array, l: Array, acc: Array) -> Array:
-  """The probe [T, G, C] of what lies before a share (m, l [G], acc [G, C]) and of its tiles."""
-  old, new, _, total = _weights(before[0][None, :], before[1][None, :], m, l)
-  x = before[2][None, :, :] * old[:, :, None] + acc * new[:, :, None]
-  return x / _tiles.nonzero(total)[:, :, None]
-
-
-def _calm(stable: Array, step: Array, before: Array) -> Array:
-  """Stable tiles in a row after each tile [T, G]; tiles that are no step leave the number alone."""
-  t = jnp.arange(stable.shape[0])
-  past = (t[None, :] <= t[:, None])[:, :, None]  # [t, j, 1]
-  broken = jnp.where(step & ~stable, t[:, None] + 1, 0)
-  since = jnp.where(past, broken[None, :, :], 0).max(axis=1)  # one past the last unstable tile
-  counted = past & (t[None, :, None] >= since[:, None, :]) & (step & stable)[None, :, :]
-  return counted.astype(jnp.int32).sum(axis=1) + jnp.where(since == 0, before[None, :], 0)
+  index, mask = (row, lane[:, None], column[None, :]), real[:, None] & inside[None, :]
+  for ref, value in ((after.acc, carry.acc), (o_ref, o), (rounded_ref, o)):
+    _backend.store(ref, *index, value=value.astype(ref.dtype), mask=mask)
+  mask = real & (pl.program_id(1) == 0)
+  for ref, value in (
+    *zip((after.m, after.l, m_ref, l_ref), (carry.m, carry.l, m, l), strict=True),
+    *((after.calm, calm), (after.walked, walked)),
+  ):
+    _backend.store(ref, row, lane, value=value, mask=mask)

@@ -2,14 +2,15 @@
 
 One program that walks alone takes two microseconds a tile, for it has one multiprocessor. Here
 `share` consecutive tiles of the order are one program's, which leaves the softmax state of its own
-tiles after each of them. A second launch goes over these in order (`_art_settle`) and ends at the
-tile at which Algorithm 1 ends, however many programs have read. What was read behind the stop is
-dropped. Nothing waits for anything, and a second run is equal to the bit.
+tiles after each of them. A second launch looks at the output after every tile (`_art_judge`), a
+third finds the tile at which Algorithm 1 ends and adds up the shares until there (`_art_settle`):
+one patience, however many programs have read. What was read behind the stop is dropped. Nothing
+waits for anything, and a second run is equal to the bit.
 
-Where more tiles than programs are left, there are several such pairs of launches, each twice as
-long as the one before; rows that have stopped are passed over.
+Where more tiles than programs are left, there are several such launches, each of twice as many
+shares as the one before; rows that have stopped are passed over.
 
-Bytes: keys and values of the tiles read, and of each tile the output, 4·G·H.
+Bytes: keys and values of the tiles read, and of each tile the output, 4·G·H, and its probe.
 """
 
 import functools
@@ -21,13 +22,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from . import _art_order, _art_read, _art_settle, _backend, _split, _tiles, config
-from ._art_settle import NEVER, Left, Walks
-from ._art_stop import Stop, divided
+from . import _art_judge, _art_order, _art_read, _art_settle, _backend, _split, _tiles, config
+from ._art_left import NEVER, Left, Walks
+from ._art_stop import PROBES, Detector, Stop, divided
 
-SHARE = 8  # tiles of a program: fewer take the detector more rounds, more take a program longer
-WAVES = 4  # pairs of launches, at most
-WARPS = 8  # of the detector
+SHARE = 4  # tiles of a program: fewer are more states to add up, more take a program longer
+WAVES = 4  # of launches, at most
+JUDGE_WARPS = 8
+SETTLE_WARPS = 8
+
+
+def programs(rows: int, interpret: bool | None) -> int:
+  """How many run at once; under the interpreter so few that there are waves."""
+  return 3 * rows if _backend.interpreted(interpret) else 2 * config.this_device().cores
 
 
 def waves(tiles: int, rows: int, share: int, programs: int) -> list[tuple[int, int]]:
@@ -66,18 +73,24 @@ def walk(
   """
   (rows, groups, head_dim), of = sources.q.shape, jax.ShapeDtypeStruct
   f32, i32 = jnp.float32, jnp.int32
-  programs = 3 * rows if _backend.interpreted(interpret) else 2 * config.this_device().cores
-  parts = waves(tiles, rows, share, programs)
-  how: dict[str, Any] = {"sizes": sizes, "sinks": sinks, "scale": scale}
+  at_once = programs(rows, interpret)
+  parts = waves(tiles, rows, share, at_once)
+  rule = until.rule if until is not None else None
+  assert rule is None or isinstance(rule, Detector)
+  strided = rule is not None and not rule.full and head_dim > PROBES
   walks: Walks | None = None
   for first, shares in parts:
     size = shares * share
+    per_tile = of((rows, size, groups), f32)
+    probe = of((rows, size, groups, PROBES), f32) if strided else None
     left, count = _backend.call(
-      functools.partial(_read_kernel, first=first, share=share, **how),
+      functools.partial(
+        _read_kernel, rule=rule, first=first, share=share, sizes=sizes, sinks=sinks, scale=scale
+      ),
       *(sources, None if walks is None else walks.walked),
       grid=(rows, shares),
       out=[
-        Left(of((rows, size, groups, head_dim), f32), *3 * [of((rows, size, groups), f32)]),
+        Left(of((rows, size, groups, head_dim), f32), per_tile, per_tile, per_tile, probe),
         of((rows,), i32),
       ],
       warps=cut.warps,
@@ -85,16 +98,31 @@ def walk(
       name="art_read",
       interpret=interpret,
     )
-    last = first + size >= tiles
+    calm = None
+    if rule is not None:
+      width, most = PROBES if strided else head_dim, max(1, 2 * at_once // rows)
+      looked = _art_judge.cut_of(shares, share, groups, width, most)
+      (calm,) = _backend.call(
+        functools.partial(_art_judge.kernel, rule=rule, first=first, share=share, cut=looked),
+        *(left, count, walks),
+        grid=(rows, looked.pieces, pl.cdiv(groups, looked.lanes)),
+        out=[of((rows, size, groups), i32)],
+        warps=JUDGE_WARPS,
+        stages=1,
+        name="art_judge",
+        interpret=interpret,
+      )
+    how: dict[str, Any] = {"until": until, "first": first, "share": share}
+    how |= {"last": first + size >= tiles, "cut": _art_settle.cut_of(shares, share, groups)}
     walks, done = _backend.call(
-      functools.partial(_art_settle.kernel, until=until, first=first, share=share, last=last),
-      *(left, count, walks),
-      grid=(rows,),
+      functools.partial(_art_settle.kernel, **how),
+      *(left, count, calm, walks),
+      grid=(rows, pl.cdiv(head_dim, _art_settle.COLUMNS)),
       out=[
         Walks(*_split.state_shapes(rows, groups, head_dim), *2 * [of((rows, groups), i32)]),
         tuple(_split.results(rows, groups, head_dim, 0, sources.q.dtype)),
       ],
-      warps=WARPS,
+      warps=SETTLE_WARPS,
       stages=1,
       name="art_settle",
       interpret=interpret,
@@ -114,6 +142,7 @@ def _read_kernel(
   left: Left,
   count_ref: Any,
   *,
+  rule: Detector | None,
   first: int,
   share: int,
   sizes: _art_order.Sizes,
@@ -122,7 +151,7 @@ def _read_kernel(
 ) -> None:
   """`Sources`, (tiles walked [R, G]; 0: goes on) -> `Left`, and the tiles of each order [R].
 
-  This program's share of the tiles from `first` on.
+  This program's share of the tiles from `first` on; `rule` says which columns are looked at.
   """
   groups, head_dim = sources.q.shape[1:]
   row, piece = pl.program_id(0), pl.program_id(1)
@@ -143,7 +172,12 @@ def _read_kernel(
     index = row, begin + i, lanes[:, None], columns[None, :]
     mask = whole[:, None] & (columns < head_dim)[None, :]
     _backend.store(left.acc, *index, value=carry.acc, mask=mask)
-    for ref, value in zip(left[1:], (carry.m, carry.l, top), strict=True):
+    if left.probe is not None:
+      assert rule is not None
+      probed = whole[:, None] & rule.probed(columns, head_dim)[None, :]
+      place = (columns * PROBES + head_dim - 1) // head_dim
+      _backend.store(left.probe, *index[:3], place[None, :], value=carry.acc, mask=probed)
+    for ref, value in zip(left[1:4], (carry.m, carry.l, top), strict=True):
       _backend.store(ref, row, begin + i, lanes, value=value, mask=whole)
     return carry, jnp.where(j == parts - 1, -jnp.inf, top)
 

@@ -13,7 +13,6 @@ import pytest
 
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
 from kvjax.kernels.art import choose_splits, walk
-from kvjax.kernels.art_spread import waves
 from kvjax.kernels.config import Config
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.kernels.test_sparse_decode_kernel import plan
@@ -249,52 +248,6 @@ def test_infinite_patience_changes_no_bit(splits, share, dtype):
   for other in (unending, again):
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
       np.testing.assert_array_equal(np.float32(a), np.float32(b))
-
-
-@pytest.mark.parametrize("share", [1, 2, 8])
-@pytest.mark.parametrize(
-  "kwargs",
-  [
-    {},
-    pytest.param({"per_head": True, "patience": 2}, marks=pytest.mark.slow),
-    pytest.param({"full": True, "kept": 9}, marks=pytest.mark.slow),
-    pytest.param({"cut": Config(16, 1, 4, 1)}, marks=pytest.mark.slow),
-  ],
-  ids=str,
-)
-def test_many_programs_walk_as_one_does(share, kwargs):
-  """They end at the same tiles, in several waves; what they have read behind is told."""
-  tile = 32
-  q, k, v = map(jnp.asarray, inputs(9, 3, 2, 3, 2000, 64))
-  bounds = jnp.zeros((3, 1), jnp.int32), jnp.asarray([[1990], [577], [31]], jnp.int32)
-  detector = {"tau": 0.12, "phi": 0.1, "patience": 3, "tile": tile, "splits": 1, **kwargs}
-  run = functools.partial(walk, q, k, v, None, None, *bounds, **detector)
-  alone, many, again, loaded = (
-    run(share=0),
-    *(run(share=share) for _ in range(2)),
-    run(share=share, loaded=True),
-  )
-  np.testing.assert_array_equal(alone[2], many[2])
-  np.testing.assert_allclose(alone[0].o, many[0].o, atol=1e-5)
-  np.testing.assert_allclose(alone[0].lse, many[0].lse, atol=1e-5)
-  for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(again), strict=True):
-    np.testing.assert_array_equal(a, b)
-  tiles = -(-np.array([1990, 577, 31]) // tile)[:, None, None, None]
-  assert (np.asarray(many[2]) < tiles).any() and (np.asarray(many[2]) <= tiles).all()
-  ends = {first + shares * share for first, shares in waves(63, 6, share, 18)}
-  assert len(ends) == (4 if share < 8 else 2)
-  read = np.asarray(loaded[2])
-  assert (read >= np.asarray(many[2])).all()
-  assert all(
-    x in ends or x == most for x, most in zip(read.max((1, 2, 3)), tiles[:, 0, 0, 0], strict=True)
-  )
-
-
-def test_waves():
-  assert waves(256, 2, 8, 264) == [(0, 32)]
-  assert waves(1024, 8, 8, 264) == [(0, 33), (264, 66), (792, 29)]
-  assert waves(256, 64, 8, 264) == [(0, 4), (32, 8), (96, 16), (224, 4)]
-  assert waves(4096, 128, 8, 264) == [(0, 2), (16, 4), (48, 8), (112, 498)]
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     (1, jnp.bfloat16, 128, 128, {}),
     (16, jnp.float16, 96, 100, {"per_head": True}),
     (128, jnp.bfloat16, 128, 128, {}),
-    (None, jnp.bfloat16, 128, 128, {"splits": 1, "share": 8}),
+    (None, jnp.bfloat16, 128, 128, {"splits": 1, "share": 4}),
     (16, jnp.float32, 128, 100, {"splits": 1, "share": 8, "per_head": True, "full": True}),
   ):
     cache = of((1, 8, 131072, head_dim), dtype)

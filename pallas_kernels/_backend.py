@@ -145,6 +145,18 @@ def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
   return plgpu.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST)
 
 
+def inline(asm: str, x: Array, dtype: Any, *, pack: int) -> Array:
+  """x by PTX that makes one register of 32 bits, `pack` elements of `dtype`, of another ($0 of $1).
+
+  Not for the interpreter.
+  """
+  result = jax.ShapeDtypeStruct(x.shape, dtype)
+  (made,) = plgpu.elementwise_inline_asm(
+    asm, args=[x], constraints="=r,r", pack=pack, result_shape_dtypes=[result]
+  )
+  return made
+
+
 def barrier() -> None:
   """All warps of a program wait here for each other. Not for the interpreter, which has one."""
   plgpu.debug_barrier()

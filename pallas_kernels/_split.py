@@ -89,14 +89,26 @@ def results(
 
 
 def store(
-  piece: Piece, carry: _tiles.Carry, refs: Sequence[Any], *, groups: int, head_dim: int
+  piece: Piece,
+  carry: _tiles.Carry,
+  refs: Sequence[Any],
+  *,
+  groups: int,
+  head_dim: int,
+  part: int = 0,
+  parts: int = 1,
 ) -> None:
-  """Writes a walked piece to the refs of `results`."""
+  """Writes a walked piece to the refs of `results`.
+
+  The carry's columns are part number `part` of a head's, which are in `parts` equal ones.
+  """
   o_ref, m_ref, l_ref, rounded_ref, *part_refs = refs
   pid, row = piece.pid, piece.row
-  lanes, columns = jnp.arange(lanes_of(groups)), jnp.arange(columns_of(head_dim))
-  of_query = lanes[:, None], columns[None, :]
-  real = (lanes < groups)[:, None] & (columns < head_dim)[None, :]
+  lanes, width = jnp.arange(lanes_of(groups)), head_dim // parts
+  columns = jnp.arange(columns_of(width))
+  inside = (columns < width)[None, :]
+  of_query = lanes[:, None], part * width + columns[None, :]
+  real = (lanes < groups)[:, None] & inside
 
   @pl.when(piece.active & (piece.parts == 1))
   def _():

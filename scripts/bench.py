@@ -64,6 +64,7 @@ Suite = Literal[
   "per_head",
   "prefill",
   "prr",
+  "quantised",
   "scale",
   "select",
   "sparse",

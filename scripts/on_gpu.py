@@ -245,6 +245,8 @@ STEPS = {
   "prefill_model": bench("prefill", "model 32K"),
   "prefill_128K": bench("prefill", "model 128K", 200),
   "decode": bench("decode", few=False),
+  "quantised": bench("quantised", few=False),
+  **{f"quantised_cuts_int{bits}": bench("quantised", f"sweep int{bits}", 240) for bits in (8, 4)},
   **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
   **REAL,
 }

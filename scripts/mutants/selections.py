@@ -103,6 +103,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/key_weights.py": of("kernels/score_kernels"),
   "pallas_kernels/prefill_pieces.py": of("kernels/prefill_pieces"),
   "pallas_kernels/product.py": of("kernels/product_kernels"),
+  "pallas_kernels/quantised_decode.py": of("kernels/quantised_kernel"),
   "pallas_kernels/qkv_heads.py": of("kernels/product_kernels"),
   "pallas_kernels/quest.py": of("kernels/score_kernels"),
   "pallas_kernels/repair.py": of("kernels/prr_kernel"),

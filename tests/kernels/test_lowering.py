@@ -36,6 +36,7 @@ from kvjax.kernels.keep_rows import keep as keep_rows
 from kvjax.kernels.key_weights import key_weights
 from kvjax.kernels.longflow import victim
 from kvjax.kernels.qkv_heads import qkv_heads
+from kvjax.kernels.quantised_decode import decode_attention as quantised_decode
 from kvjax.kernels.quest import page_bounds
 from kvjax.kernels.repair import repair
 from kvjax.kernels.sparse_decode import settings, sparse_decode
@@ -103,6 +104,23 @@ def decode_call(
     return decode.decode_with_output(q, k, v, start, stop, config=cut, interpret=False, **how)
 
   return run, [q, k, v, start, stop]
+
+
+def quantised_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """Decode over codes of every width, at sizes of heads that are cut apart."""
+  of, f32, where = jax.ShapeDtypeStruct, jnp.float32, [jax.ShapeDtypeStruct((8, 1), jnp.int32)] * 2
+  for bits, head_dim, groups, options in (
+    *((8, 128, 4, {}), (4, 128, 4, {}), (8, 256, 4, {}), (4, 96, 3, {"sinks": 4})),
+    *((8, 64, 16, {"sinks": 4}), (4, 256, 32, {}), (8, 80, 4, {})),
+    *((8, 64, 4, {"logits": True}), (4, 256, 4, {"logits": True})),
+  ):
+    cache, dtype = (8, 8, 32768), jnp.float32 if head_dim == 80 else jnp.bfloat16
+    shapes = [of((8, 8, groups, head_dim), dtype)]
+    shapes += [of((*cache, head_dim * bits // 8), jnp.int8)]
+    shapes += [of((*cache, head_dim * bits // 16), jnp.int16)]
+    per_slot = [of(cache, f32)] * (2 if bits == 8 else 4)
+    call = functools.partial(quantised_decode, bits=bits, interpret=False, **options)
+    yield f"int{bits}-H{head_dim}-G{groups}", call, [*shapes, per_slot, *where]
 
 
 def sparse_decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
@@ -493,6 +511,7 @@ KERNELS: dict[str, Callable] = {
   "sparse_decode": sparse_decode_calls,
   "products": product_calls,
   "prr": prr_calls,
+  "quantised": quantised_calls,
 }
 
 # Of every kernel that makes logits of attention, and of Gemma 2's heads of 256.
@@ -501,6 +520,8 @@ CAPPED = (
   "art-unit16-H128-float32-share",
   "decode-H256-bfloat16",
   "decode-logits-bfloat16",
+  "quantised-int8-H256",
+  "quantised-int4-H128",
   "prefill-plain-8192-H128-bfloat16",
   "prefill-window-8192-H256-bfloat16",
   "prefill-mass-8192-H256-bfloat16",
@@ -565,6 +586,8 @@ CORE = (
   "prr-speculate-keys-unit64",
   "capped-decode-H256-bfloat16",
   "capped-prefill-window-8192-H256-bfloat16",
+  "quantised-int8-H128",
+  "quantised-int4-H128",
 )
 
 
@@ -584,7 +607,7 @@ def slow_unless(fast: bool, *values: Any) -> Any:
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
-STACK = {"art_walk": 48, "product": 8}
+STACK = {"art_walk": 48, "product": 8, "decode_int8": 8, "decode_int4": 8}
 
 
 @functools.cache
@@ -675,6 +698,8 @@ def test_what_is_refused_does_not_fit():
     ("art-unitNone-H128-bfloat16", "art_walk"),
     ("decode-H128-bfloat16", "decode_attend"),
     ("prr-speculate-unit64", "speculate"),
+    ("quantised-int8-H128", "decode_int8"),
+    ("quantised-int4-H128", "decode_int4"),
     slow_unless(False, "art-unit128-H128-bfloat16", "art_walk"),
     slow_unless(False, "sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
     slow_unless(False, "sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
@@ -690,6 +715,18 @@ def test_streams_through_shared_memory(call, name):
   binary = next(b for k, b in compiled(call) if k.name == name)
   assert "cp.async" in binary.ptx
   assert "mma.sync" in binary.ptx
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_multiplied_as_integers_and_turned_in_shared_memory(bits):
+  """Values byte by byte out of shared memory, or keys as floats, would cost what is saved."""
+  binary = next(
+    b for k, b in compiled(called(f"quantised-int{bits}")) if k.name.endswith(str(bits))
+  )
+  assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in binary.ptx
+  assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in binary.ptx
+  assert "ldmatrix.sync.aligned.m8n8.x4.trans" in binary.ptx
+  assert "ld.shared.b8" not in binary.ptx
 
 
 @pytest.mark.slow

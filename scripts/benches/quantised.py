@@ -1,0 +1,111 @@
+"""decode over keys and values in 8 and 4 bits, against dense bfloat16; `--only sweep`: every cut"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.kernels.config import Config
+from kvjax.kernels.decode import decode_attention as dense
+from kvjax.kernels.quantised_decode import decode_attention
+from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
+from tests.decode_cases import Shape
+
+from . import Case, Contender, jax_contender, optional, together
+from .decode import reference, rotation
+
+BITS = (8, 4)
+SHAPES = Shape(8, 8, 4, 32 << 10), Shape(1, 8, 4, 128 << 10), Shape(1, 8, 4, 32 << 10)
+QUICK = (Shape(2, 2, 3, 300, head_dim=64, dtype="float32"),)
+CORES = 132
+
+# What the sweep goes over: tile, warps, stages, programs on each multiprocessor.
+CUTS = (
+  *((64, 2, 4, 2), (64, 2, 4, 4), (64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 4, 2), (64, 4, 4, 3)),
+  *((64, 4, 6, 2), (128, 4, 2, 2), (128, 4, 2, 3), (128, 4, 3, 2), (128, 4, 3, 3)),
+  *((128, 4, 4, 2), (128, 8, 3, 2), (128, 8, 4, 2), (256, 8, 2, 2), (256, 8, 3, 2)),
+)
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The shapes of this suite at every number of bits; then, if they are asked for, the sweeps."""
+  shapes = QUICK if quick else SHAPES
+  for sweep in (False, True) if "sweep" in only else (False,):
+    for bits in BITS:
+      for shape in shapes:
+        name = "sweep " * sweep + f"int{bits} {shape.name}"
+        if only in name:
+          yield case(name, shape, bits, quick, sweep)
+
+
+def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
+  """One shape: decode over its codes, and dense decode over what they were made of."""
+  copies, calls = (1, 2) if quick else rotation(shape)
+  floats = [shape.arrays(seed) for seed in range(copies)]
+  inputs = jax.block_until_ready([coded(*x, bits=bits) for x in floats])
+
+  def contender(name: str, **how: Any) -> Contender:
+    run = functools.partial(decode_attention, bits=bits, **how)
+    made = jax_contender(name, run, inputs, output=lambda r: r[0].o, calls=calls)
+    assert made.output is not None
+    made.output()  # compiled here, beside others
+    return made
+
+  makers = [functools.partial(contender, "kvjax")]
+  if sweep:
+    cores = 1 if quick else CORES
+    cuts = {cut: Config(cut[0], cores * cut[3], *cut[1:3]) for cut in CUTS}
+    makers += [functools.partial(contender, str(cut), config=x) for cut, x in cuts.items()]
+  labelled = ((maker.args[0], maker) for maker in makers)
+  made = together([functools.partial(optional, *each) for each in labelled])
+  contenders = [
+    *(one for some in made for one in some),
+    jax_contender("dense decode", dense, floats, calls=calls),
+    jax_contender("read", _read, [(x[0].reshape(-1)[:1], *x[1:3]) for x in inputs], calls=calls),
+  ]
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    seconds, dense = dict(seconds), seconds["dense decode"]
+    del seconds["read"], seconds["dense decode"]
+    best = min(seconds, key=seconds.__getitem__)
+    found = [f"{dense / seconds['kvjax']:.2f} × as fast as dense {shape.dtype} decode"]
+    return found + [f"fastest: {best}, {dense / seconds[best]:.2f} ×"] * sweep
+
+  batch, kv_heads, groups, head_dim = inputs[0][0].shape
+  return Case(
+    name=name,
+    shapes=f"q [{batch}, {kv_heads}, {groups}, {head_dim}] {shape.dtype}, {shape.slots} slots of "
+    f"{bits} bits, {copies} rotating",
+    bytes=sum(x.nbytes for x in (*inputs[0][1:3], *inputs[0][3])),
+    reference=lambda: exact(*inputs[0], bits=bits),
+    tolerance=5e-3,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def coded(q, k, v, start, stop, *, bits: int) -> tuple:
+  """Arguments of `quantised_decode.decode_attention` from those of dense decode."""
+  k, v = quantise(k, bits, WORDS["k"]), quantise(v, bits, WORDS["v"])
+  per_slot = [k.scale, v.scale] + ([] if k.zero is None else [k.zero, v.zero])
+  return q, k.words, v.words, per_slot, start, stop
+
+
+def exact(q, k, v, per_slot, start, stop, *, bits: int) -> np.ndarray:
+  """Attention over what the codes stand for, in float32, [B, K, G, H]."""
+  zeros = per_slot[2:] or (None, None)
+  k, v = (
+    jax.jit(dequantise, static_argnums=1)(Codes(x, scale, zero), bits)
+    for x, scale, zero in zip((k, v), per_slot[:2], zeros, strict=True)
+  )
+  return reference(rounded_query(q), k, v, start, stop)
+
+
+def _read(factor: Any, k: Any, v: Any) -> Any:
+  """Reads the same words and does next to nothing with them."""
+  return sum((x.astype(jnp.float32) * factor.astype(jnp.float32)).sum() for x in (k, v))

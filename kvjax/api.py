@@ -29,6 +29,7 @@ from kvjax.methods.ltri import Ltri
 from kvjax.methods.prr import PRR
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.quantised import Quantised
 from kvjax.methods.quest import Quest
 from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
@@ -99,6 +100,7 @@ __all__ = [
   "Prompt",
   "PromptScored",
   "PyramidKV",
+  "Quantised",
   "Quest",
   "Random",
   "RocketKV",

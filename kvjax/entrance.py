@@ -139,8 +139,7 @@ def with_room(
 
 def _sizes(cache: Cache) -> tuple[int, int, int]:
   """B, K and H."""
-  batch, _, _, width = cache.slots["k"].shape
-  return batch, cache.kv_heads, width
+  return cache.slots["k"].shape[0], cache.kv_heads, cache.head_dim
 
 
 def _check_layer(at: At, cache: Cache) -> None:

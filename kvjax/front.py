@@ -307,8 +307,8 @@ def _name(cache: LayerCache) -> str:
 
 def _sizes(cache: LayerCache) -> tuple[int, int, int]:
   """B, K and H."""
-  rows, _, _, width = cache.cache.slots["k"].shape
-  return rows, cache.cache.kv_heads, width
+  held = cache.cache
+  return held.slots["k"].shape[0], held.kv_heads, held.head_dim
 
 
 def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:

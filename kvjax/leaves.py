@@ -25,11 +25,12 @@ class Leaf:
       None: the fill.
     standing: slots: whether the slot of a decoded token has its statistic already, so that
       `insert` leaves it alone.
-    in_place: heads and rows: whether `observe` leaves it alone in rows that do not count. It
+    in_place: whether `observe` leaves it alone in rows that do not count. It
       writes what it would find there anyway, or minds `Attended.counted`. All others are chosen
       row by row after each step, which moves the whole of them.
     heads: slots: how many of the layer's heads have slots here; None: all.
     along_slots: heads: whether its first own axis follows the slots: summaries of tiles.
+    bits: slots: its words hold codes of so many bits (`kvjax.ops.quantised`); None: plain numbers.
     made: an empty one, where `shape`, `dtype` and `fill` do not say it; a tree leading with B.
   """
 
@@ -43,6 +44,7 @@ class Leaf:
   in_place: bool = False
   heads: int | None = None
   along_slots: bool = False
+  bits: int | None = None
   made: Callable[[], Any] | None = None
 
   def empty(self, leading: tuple[int, ...]) -> Any:

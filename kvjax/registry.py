@@ -32,6 +32,7 @@ from kvjax.methods.ltri import Ltri
 from kvjax.methods.prr import PRR
 from kvjax.methods.psaw import PSAW
 from kvjax.methods.pyramidkv import PyramidKV
+from kvjax.methods.quantised import Quantised
 from kvjax.methods.quest import Quest
 from kvjax.methods.r_kv import RKV
 from kvjax.methods.random import Random
@@ -78,6 +79,7 @@ METHODS: dict[str, type[Method]] = {
   "art": ART,
   "prr": PRR,
   "twilight": Twilight,
+  "quantised": Quantised,
 }
 
 

@@ -350,6 +350,13 @@ class Cache:
     return self.slots["pos"].shape[2]
 
   @property
+  def head_dim(self) -> int:
+    """H, the numbers of a key."""
+    k, bits = self.slots["k"], self.leaf("k").bits
+    words = bits is not None and not jnp.issubdtype(k.dtype, jnp.floating)
+    return k.shape[3] * 8 * k.dtype.itemsize // bits if words else k.shape[3]
+
+  @property
   def seen(self) -> Array:
     """int32 [B], tokens that each row has seen: the position of the next one."""
     return self.rows["seen"]

@@ -14,7 +14,14 @@ from kvjax.dispatch.selection import (
   other_tiles,
   searches_together,
 )
-from kvjax.dispatch.step import attend, attend_entries, attend_ranges
+from kvjax.dispatch.step import (
+  attend,
+  attend_entries,
+  attend_quantised,
+  attend_ranges,
+  rounded,
+  sparing,
+)
 from kvjax.dispatch.summaries import renew_extremes, renew_mean
 from kvjax.dispatch.table import KERNELS, UNRUN, choose, kernel
 
@@ -26,6 +33,7 @@ __all__ = [
   "attend_anywhere",
   "attend_entries",
   "attend_prompt",
+  "attend_quantised",
   "attend_ranges",
   "best_tiles",
   "best_tiles_of_each",
@@ -42,6 +50,8 @@ __all__ = [
   "pooled",
   "renew_extremes",
   "renew_mean",
+  "rounded",
   "searches_together",
+  "sparing",
   "token_weights",
 ]

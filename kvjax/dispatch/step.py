@@ -1,7 +1,9 @@
 """Attention of a decode step: over a span, over a plan's table, over ranges and lists."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -9,6 +11,7 @@ from jaxtyping import Array
 from kvjax import softmax_state
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, shared_slots
+from kvjax.ops.quantised import rounded_query
 from kvjax.plans import Attended, Plan
 from kvjax.softmax_state import State
 from kvjax.types import At, Cache
@@ -40,6 +43,48 @@ def _attend_shared(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   if run is None:
     return attention.attend_shared(at, cache, plan, q)
   return _attend_span(at, cache, plan, q, run)
+
+
+def attend_quantised(
+  at: At, cache: Cache, seen: Cache, plan: Plan, q: Array, per_slot: Sequence[Array], bits: int
+) -> Attended:
+  """As `attend`, of queries rounded to 8 bits a head over keys and values in codes.
+
+  Args:
+    at, plan, q: as of `attend`.
+    cache: with words for keys and values.
+    seen: the same with the numbers that they stand for, in float32.
+    per_slot: scales of keys and values, and zero points if there are any, float32 [B, K, S].
+    bits: of a code.
+  """
+  plain = plan.table is None and not beyond_kernel(plan, "", logits=True, turned=False)
+  run = over_plan("attend_quantised", at, cache, plan, q) if plain else None
+  if run is None:
+    return rounded(attend(sparing(at), seen, plan, rounded_query(q)), q.dtype)
+  span, words = plan.span, (cache.slots["k"], cache.slots["v"])
+  how = {"bits": bits, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
+  where = per_slot, span.start, span.stop
+  state, out, logits = run(q, *words, *where, logits=plan.needs.logits, **how)
+  visited = jnp.broadcast_to(span.length(), q.shape[:2])
+  slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+  return Attended(state, logits, slot, visited, out)
+
+
+def rounded(attended: Attended, dtype: Any) -> Attended:
+  """The same with its output in this dtype, where it has one beside the state's."""
+  if attended.out is None:
+    return attended
+  return dataclasses.replace(attended, out=attended.out.astype(dtype))
+
+
+def sparing(at: At) -> At:
+  """Where arrays are made for one operation alone: "auto" is the reference there.
+
+  A kernel takes arrays that lie in memory, all of them; XLA makes what is read as it reads it.
+  """
+  if at.env.impl != "auto":
+    return at
+  return dataclasses.replace(at, env=dataclasses.replace(at.env, impl="reference"))
 
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:

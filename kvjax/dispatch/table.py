@@ -34,6 +34,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   # The same kernels, where heads share slots.
   "enter_shared": {"pallas": ("kvjax.kernels.enter_token", "enter_token")},
   "attend_shared": {"pallas": ("kvjax.kernels.decode", "decode_with_output")},
+  "attend_quantised": {"pallas": ("kvjax.kernels.quantised_decode", "decode_attention")},
   "append_blocks": {"pallas": ("kvjax.kernels.host_blocks", "append")},
   "fetch_blocks": {"pallas": ("kvjax.kernels.host_blocks", "fetch")},
   "attend_table": {"pallas": ("kvjax.kernels.sparse_decode", "sparse_decode")},
@@ -67,7 +68,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = {"attend_shared", "enter_shared"}
+UNRUN: set[str] = {"attend_quantised", "attend_shared", "enter_shared"}
 
 
 def kernel(operation: str, impl: str) -> Callable:

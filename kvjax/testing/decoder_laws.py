@@ -127,8 +127,11 @@ def nan_in_empty_slots_never_leaks(case):
   want = run.decode(LENGTHS)
 
   def poison(cache):
-    empty = (cache.pos < 0)[..., None]
-    return cache.put(slots={n: jnp.where(empty, jnp.nan, cache.slots[n]) for n in ("k", "v")})
+    empty = cache.pos < 0
+    held = {n: x for n, x in cache.slots.items() if n.startswith(("k", "v"))}
+    floats = {n: x for n, x in held.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    ill = {n: empty.reshape(*empty.shape, *[1] * (x.ndim - 3)) for n, x in floats.items()}
+    return cache.put(slots={n: jnp.where(ill[n], jnp.nan, x) for n, x in floats.items()})
 
   run.caches = tuple(poison(cache) for cache in clean)
   np.testing.assert_array_equal(run.decode(LENGTHS), want)

@@ -205,7 +205,7 @@ FACTS = (
     "its own decoder: Llama, Mistral, Qwen 2, 2.5 and 3",
     "those of transformers: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3 tested",
   ),
-  ("quantised caches", "none", "transformers' QuantizedCache"),
+  ("quantised caches", "8 or 4 bits under most methods", "transformers' QuantizedCache"),
 )
 
 

@@ -17,6 +17,7 @@ SETTINGS = {
   "psaw": {"start": 0.5},  # a quarter of two layers is none; so below
   "cpe": {"start": 0.5},
   "etf": {"start": 0.33},
+  "quantised": {"bits": 4},  # with 8 these decoders hardly notice
 }
 NOBODY = "the paper protects no token from the cut of the prompt"
 MORE = {
@@ -34,7 +35,7 @@ ONE_LAYER = {
   *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "adakv", "r_kv"),
   "longflow",
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
-  *("expected_attention", "knorm", "keydiff", "kvzip"),
+  *("expected_attention", "knorm", "keydiff", "kvzip", "quantised"),
   *("lagkv", "chunkkv", "rocketkv"),
 }
 # Methods whose authors' repository computes something else than their paper.
@@ -82,7 +83,7 @@ IN_THE_REST = {
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
-    *("rocketkv", "twilight"),
+    *("rocketkv", "twilight", "quantised"),
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),

@@ -1,0 +1,263 @@
+"""Codes of 8 and 4 bits: worked examples, a NumPy float64 oracle, and what may lie beneath them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import (
+  ART,
+  H2O,
+  METHODS,
+  RKV,
+  TOVA,
+  Env,
+  Full,
+  Quantised,
+  Quest,
+  SnapKV,
+  dispatch,
+  settings,
+)
+from kvjax.ops.quantised import Codes, dequantise, packed, quantise, unpacked
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+
+CLOSE = 1e-5  # float32 against NumPy's float64
+
+
+def test_worked_examples():
+  # a = 2 / 127: ½ / a = 31.75, and 1 / a = 63.5 goes to the even one.
+  codes = quantise(jnp.asarray([0.5, -2, 1]), 8)
+  np.testing.assert_array_equal(codes.words, [32, -127, 64])
+  np.testing.assert_allclose(codes.scale, 2 / 127, rtol=1e-6)
+  # Four bits: z = −1 and a = 30 / 15 = 2; 0, 1 and 3 are half-way: codes 0, 1 and 2.
+  codes = quantise(jnp.asarray([-1.0, 29, 0, 1, 2, 4]), 4)
+  np.testing.assert_array_equal(unpacked(codes.words, 4), [0, 15, 0, 1, 2, 2])
+  assert (float(codes.scale), float(codes.zero)) == (2, -1)
+  np.testing.assert_array_equal(dequantise(codes, 4), [-1, 29, -1, 1, 3, 3])
+
+
+def test_integers_survive_and_constants_have_no_scale():
+  for bits, most in ((8, 127), (4, 15)):
+    whole = jnp.asarray([[0, 1, 2, most], [most, 3, 1, 0]], jnp.float32)
+    np.testing.assert_array_equal(dequantise(quantise(whole, bits), bits), whole)
+    constant = jnp.full((4,), 7.5 if bits == 4 else 0.0)
+    codes = quantise(constant, bits)
+    assert float(codes.scale) == 0 and not codes.words.any()
+    np.testing.assert_array_equal(dequantise(codes, bits), constant)
+
+
+def test_words_hold_channels_a_stride_apart():
+  # Four codes of 4 bits in one word of 16: 1 + 2·16 + 3·256 + 15·4096 − 2¹⁶.
+  words = packed(jnp.asarray([1, 2, 3, 15]), 4, jnp.int16)
+  np.testing.assert_array_equal(words, [1 + 32 + 768 + 15 * 4096 - 2**16])
+  # Two words of 8 bits: channels 0 and 2, then 1 and 3.
+  np.testing.assert_array_equal(packed(jnp.asarray([1, 2, 3, 4]), 4, jnp.int8), [1 + 48, 2 + 64])
+
+
+def own_codes(x, bits):
+  """(codes, a, z) of the last axis, in float64."""
+  x = np.asarray(x, np.float64)
+  most, zero = (127, 0.0) if bits == 8 else (2**bits - 1, x.min(-1, keepdims=True))
+  top = np.abs(x - zero).max(-1, keepdims=True)
+  return np.rint((x - zero) * most / np.where(top > 0, top, 1)), top / most, zero
+
+
+def own_rounded(x, bits):
+  code, a, zero = own_codes(x, bits)
+  return code * a + zero
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_equal_the_oracles(bits, dtype):
+  """Numbers of 16 bits are often half-way between two codes; quantising again changes nothing."""
+  x = jnp.asarray(np.random.default_rng(bits).normal(size=(5, 3, 40, 64)) * 3 + 1, dtype)
+  code, a, _ = own_codes(np.asarray(x).astype(np.float64), bits)
+  for word in (jnp.int8, jnp.int16):
+    codes = jax.jit(quantise, static_argnums=(1, 2))(x, bits, word)
+    np.testing.assert_array_equal(unpacked(codes.words, bits), code)
+    np.testing.assert_allclose(codes.scale, a[..., 0], rtol=1e-6)
+    back = dequantise(codes, bits)
+    assert (np.abs(back - np.float64(x)) <= a / 2 * (1 + 1e-4)).all()
+    np.testing.assert_array_equal(quantise(back, bits, word).words, codes.words)
+
+
+def test_what_is_not_finite_is_loud():
+  for bad in (jnp.nan, jnp.inf):
+    codes = quantise(jnp.asarray([1.0, bad, 2, 3]), 8)
+    assert np.isnan(dequantise(codes, 8)).all()
+  assert isinstance(codes, Codes) and codes.zero is None
+
+
+# ---- a layer
+
+
+def kept(stream, b, h, positions, bits):
+  """Keys and values at positions, as their codes have them."""
+  keys = np.stack([rotate(stream.k[b, h, p], p) for p in positions])
+  return own_rounded(keys, bits), own_rounded(stream.v[b, h, positions], bits)
+
+
+def attended(stream, b, h, g, t, positions, bits):
+  """A decode step's output over positions: the query in 8 bits."""
+  keys, values = kept(stream, b, h, positions, bits)
+  q = own_rounded(rotate(stream.q[b, h, g, t], t), 8)
+  return softmax_average(keys @ q / np.sqrt(len(q)), values)
+
+
+def held(cache, b, h):
+  """The positions in a head's slots."""
+  row = np.asarray(cache.pos)[b, h]
+  return row[row >= 0].tolist()
+
+
+@pytest.mark.core(4)
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize(
+  ("base", "bits"), [(Full(), 8), (Full(), 4), (H2O(12), 8), (TOVA(9), 4), (SnapKV(12, 4), 8)]
+)
+def test_a_step_attends_to_what_codes_stand_for(base, bits, impl):
+  """Of whatever tokens the base has kept; a prompt is attended to as it is."""
+  stream, lengths = Stream.random(4), [22, 9]
+  layer = Layer(Quantised(base, bits=bits), stream, env=Env(4, impl=impl, tile=4))
+  plain = Layer(base, stream)
+  np.testing.assert_allclose(layer.prefill(lengths), plain.prefill(lengths), atol=2e-5)
+  for step in range(6):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    for b, h, g in np.ndindex(out.shape[:3]):
+      want = attended(stream, b, h, g, at[b], held(layer.cache, b, h), bits)
+      np.testing.assert_allclose(out[b, h, g], want, atol=2e-5)
+
+
+def test_a_further_turn_sees_codes_of_the_past_and_itself_as_it_is():
+  stream = Stream.random(5)
+  layer = Layer(Quantised(bits=4), stream)
+  layer.prefill([10, 6])
+  out = layer.prefill([5, 3], start=[10, 6], past=None)
+  for b, (start, count) in enumerate(((10, 5), (6, 3))):
+    for h, g, i in np.ndindex(3, 3, count):
+      own = np.arange(start, start + i + 1)
+      keys, values = kept(stream, b, h, np.arange(start), 4)
+      keys = np.concatenate([keys, rotate(stream.k[b, h, own], own)])
+      values = np.concatenate([values, stream.v[b, h, own]])
+      q = rotate(stream.q[b, h, g, start + i], start + i)
+      want = softmax_average(keys @ q / np.sqrt(len(q)), values)
+      np.testing.assert_allclose(out[b, h, g, i], want, atol=CLOSE)
+
+
+REFUSED = {
+  "r_kv": "replaces insert, and so does",  # which makes room first
+  "infllm": "replaces stage, and so does",  # which streams
+  "ltri": "replaces stage, and so does",
+  "quantised": "replaces insert, and so does",  # codes of codes
+  "adakv": "expected one whose slots are",
+  "duo_attention": "expected one whose slots are",
+}
+
+
+TOGETHER = {
+  "art over h2o": ART(H2O(12), patience=1),  # which puts slots in order
+  "quest over snapkv": Quest(8, page=4, base=SnapKV(12, 4), dense_layers=0),
+}
+
+
+@pytest.mark.core(5)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
+def test_codes_move_with_their_tokens(name, bits):
+  """Under every method: each slot has the codes of the token whose position it has, and no other.
+
+  The others are refused, by the move that is their own.
+  """
+  base = TOGETHER[name] if name in TOGETHER else settings.example(METHODS[name], 12)
+  if name in REFUSED:
+    with pytest.raises(ValueError, match=REFUSED[name]):
+      Quantised(base)
+    return
+  stream, lengths = Stream.random(6), [22, 9]
+  layer = Layer(Quantised(base, bits=bits), stream, layer=3)
+  layer.prefill(lengths)
+  for step in range(4):
+    out, _ = layer.decode([n + step for n in lengths])
+    assert np.isfinite(out).all()
+  cache = layer.cache
+  pos = np.asarray(cache.pos)
+  assert (pos >= 0).any()
+  for b, h, s in np.argwhere(pos >= 0):
+    rotated = rotate(stream.k[b, h, pos[b, h, s]], pos[b, h, s])
+    for what, exact in (("k", rotated), ("v", stream.v[b, h, pos[b, h, s]])):
+      parts = (cache.slots.get(f"{what}_{part}") for part in ("scale", "zero"))
+      held = Codes(*(x if x is None else x[b, h, s] for x in (cache.slots[what], *parts)))
+      error = np.abs(np.asarray(dequantise(held, bits)) - exact)
+      assert error.max() <= own_codes(exact, bits)[1] / 2 * (1 + 1e-4), (what, b, h, s)
+
+
+def test_turns_that_move_keys_are_refused():
+  base = settings.repo(kvjax.StreamingLLM, 64)
+  with pytest.raises(ValueError, match="Quantised replaces stage"):
+    Quantised(base)
+
+
+def test_summaries_are_of_what_is_stored():
+  """Quest's pages: the least and largest of keys as their codes have them."""
+  stream = Stream.random(7)
+  layer = Layer(Quantised(Quest(8, page=4, dense_layers=0), bits=4), stream)
+  layer.prefill([8, 8])
+  layer.decode([8, 8])
+  for b, h in np.ndindex(2, 3):
+    keys, _ = kept(stream, b, h, range(4, 8), 4)
+    np.testing.assert_allclose(layer.cache.heads["key_min"][b, h, 1], keys.min(0), atol=CLOSE)
+    np.testing.assert_allclose(layer.cache.heads["key_max"][b, h, 1], keys.max(0), atol=CLOSE)
+
+
+def test_first_layers_may_stay_exact():
+  stream = Stream.random(8)
+  method = Quantised(exact_layers=2)
+  for at, coded in ((1, False), (2, True)):
+    layer, plain = Layer(method, stream, layer=at), Layer(Full(), stream, layer=at)
+    layer.prefill([9, 4]), plain.prefill([9, 4])
+    assert ("k_scale" in layer.cache.slots) == coded
+    out, want = layer.decode([9, 4])[0], plain.decode([9, 4])[0]
+    assert (np.abs(out - want).max() > 1e-4) == coded
+
+
+@pytest.mark.parametrize(("bits", "per_slot"), [(8, 2 * 128 + 8 + 4), (4, 128 + 16 + 4)])
+def test_bytes_are_those_planned(bits, per_slot):
+  """Codes and float32 scales (and zero points), and the position."""
+  spec = kvjax.CacheSpec(2, 512, 4, 2, 128, 3)
+  method = Quantised(bits=bits)
+  caches = method.init_caches(spec)
+  measured = sum(x.nbytes for x in jax.tree.leaves(caches))
+  assert kvjax.plan_memory(spec, method).device == measured
+  tokens, rows = 3 * 2 * 4 * 512, 3 * 2 * 2 * 4
+  assert measured == tokens * per_slot + rows
+  whole = kvjax.plan_memory(spec, Full()).device
+  assert measured / whole == pytest.approx({8: 0.52, 4: 0.29}[bits], abs=0.005)
+
+
+def test_auto_runs_no_kernel_on_numbers_made_for_it():
+  """On a GPU: a kernel that wants keys in memory would make them all, to read a few."""
+  at = Quantised(Quest()).at(Env(2, impl="auto"), 1)
+  assert dispatch.sparing(at).env.impl == "reference"
+  named = Quantised(Quest()).at(Env(2, impl="pallas"), 1)
+  assert dispatch.sparing(named) is named
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: Quantised(bits=3), "bits: found 3, expected 8 or 4"),
+    (lambda: Quantised(exact_layers=-1), "exact_layers: found -1, expected 0 or more"),
+    (lambda: Quantised(RKV()), "Quantised replaces insert"),
+    (
+      lambda: Quantised(bits=4).init_caches(kvjax.CacheSpec(1, 8, 1, 1, 6, 1)),
+      "found head_dim = 6 and bits = 4, expected a head_dim that is a multiple of 4",
+    ),
+  ],
+)
+def test_bad_settings_raise(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

@@ -127,8 +127,13 @@ def holding(
   slot = jnp.arange(cache.size, dtype=jnp.int32)
   slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
   for name, key in zip(("k", "v"), jax.random.split(jax.random.key(0)), strict=True):
-    shape = cache.slots[name].shape
-    slots[name] = jnp.broadcast_to(jax.random.normal(key, shape[1:], spec.dtype), shape)
+    shape, dtype = cache.slots[name].shape, cache.slots[name].dtype
+    if cache.leaf(name).bits:  # any word holds codes
+      words = jax.random.bits(key, shape[1:], f"uint{8 * dtype.itemsize}")
+      one, slots[f"{name}_scale"] = words.astype(dtype), slots[f"{name}_scale"] / 64
+    else:
+      one = jax.random.normal(key, shape[1:], spec.dtype)
+    slots[name] = jnp.broadcast_to(one, shape)
   slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
   rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
   heads = {"apart": _window(cache.heads["apart"], tokens)} if "apart" in cache.heads else {}

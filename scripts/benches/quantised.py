@@ -1,4 +1,4 @@
-"""decode over keys and values in 8 and 4 bits, against dense bfloat16; `--only sweep`: every cut"""
+"""keys and values in 8 and 4 bits: decode and whole steps, against bfloat16 (or `--only sweep`)"""
 
 import functools
 from collections.abc import Iterator
@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import kvjax
 from kvjax.kernels.config import Config
 from kvjax.kernels.decode import decode_attention as dense
 from kvjax.kernels.quantised_decode import decode_attention
 from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
 from tests.decode_cases import Shape
 
-from . import Case, Contender, jax_contender, optional, together
+from . import Case, Contender, e2e_sparse, jax_contender, optional, together
 from .decode import reference, rotation
+from .e2e import weights
 
 BITS = (8, 4)
 SHAPES = Shape(8, 8, 4, 32 << 10), Shape(1, 8, 4, 128 << 10), Shape(1, 8, 4, 32 << 10)
 QUICK = (Shape(2, 2, 3, 300, head_dim=64, dtype="float32"),)
+STEPS = (8, 32 << 10), (1, 128 << 10)  # rows and tokens of whole steps
 CORES = 132
 
 # What the sweep goes over: tile, warps, stages, programs on each multiprocessor.
@@ -31,7 +34,7 @@ CUTS = (
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The shapes of this suite at every number of bits; then, if they are asked for, the sweeps."""
+  """Decode at every number of bits, its sweeps if they are asked for, then whole steps."""
   shapes = QUICK if quick else SHAPES
   for sweep in (False, True) if "sweep" in only else (False,):
     for bits in BITS:
@@ -39,6 +42,13 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
         name = "sweep " * sweep + f"int{bits} {shape.name}"
         if only in name:
           yield case(name, shape, bits, quick, sweep)
+  name = "tiny" if quick else "Llama-3.1-8B"
+  for bits in BITS:
+    for batch, tokens in ((2, 128),) if quick else STEPS:
+      title = f"int{bits} {name} B{batch} T{tokens >> 10}K"
+      if only in title:
+        method = kvjax.Quantised(bits=bits)
+        yield e2e_sparse.case(title, weights(name), method, batch, tokens, quick)
 
 
 def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:

@@ -54,6 +54,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "prompt-long": prompts.long,
     "art-endless": art.endless,
     "art-stopping": art.stopping,
+    "art-shared": art.shared,
     "art-forced": art.forced,
     "art-steps": art.steps,
     "art-cost": art.costs,

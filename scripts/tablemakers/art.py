@@ -1,7 +1,9 @@
 """ART: walks that never stop, walks that do, whole steps, and what a stop costs."""
 
+import re
+
 from . import cells
-from .results import Case, Results
+from .results import GPU, Case, Results
 
 ENDLESS = {
   "p=inf B32 T8K 8x4": ("B32 T8K", "dense decode"),
@@ -25,6 +27,7 @@ BASES = {
   "StreamingLLM 0.8": "StreamingLLM, four fifths",
   "SnapKV 0.8": "SnapKV, four fifths",
 }
+SHARED, CUT = "art_shared_walk.txt", "(8, 16384, 16384)"
 STUDY = "art_study/tile128_8192_{}.json"
 RUNS = {
   "art_study/tile128_8192_newest.json": "8,192 tokens, tiles of 128, 3 layers",
@@ -86,6 +89,35 @@ def stopping(results: Results) -> list[str]:
     )
   head = ("", "splits", "visited", "loaded", "time", "bound", "dense", "a tile of a lone walk")
   return cells.table((*head, "of dense decode's bandwidth"), rows)
+
+
+def shared(results: Results) -> list[str]:
+  """Walks that many programs read, at the share that runs, beside dense decode of the same run."""
+  text = (results.folder / GPU / SHARED).read_text("utf-8")
+  case, time = r"(B\d+ T\w+ \w+)", r" +([\d.]+) µs"
+  line = re.compile(rf"^(\(.*\)) {case} (dense decode|share 4 p=\w+){time}", re.MULTILINE)
+  alone = dict(re.findall(rf"^one program {case} p=5{time}", text, re.MULTILINE))
+  found: dict[str, dict[str, float]] = {}
+  for cut, shape, what, us in line.findall(text):
+    of_shape = found.setdefault(shape, {})
+    if cut == CUT or what not in of_shape:
+      of_shape[what] = float(us)
+  rows = []
+  for shape, times in found.items():
+    dense, stops = times["dense decode"], times["share 4 p=5"]
+    endless = times.get("share 4 p=inf")
+    rows.append(
+      [
+        shape.replace("x", "×"),
+        f"**{stops:.1f} µs**",
+        "–" if endless is None else f"{endless:.1f} µs",
+        f"{dense:.1f} µs",
+        f"{dense / stops:.2f}",
+        f"{alone[shape]} µs" if shape in alone else "–",
+      ]
+    )
+  head = ("", "ART", "without an end", "dense decode", "times as fast", "one program a walk")
+  return cells.table(head, rows)
 
 
 def steps(results: Results) -> list[str]:

@@ -147,7 +147,7 @@ def libraries(results: Results) -> list[str]:
     ),
     (
       "budgets by head",
-      "none: all KV heads of a layer have as many slots",
+      "AdaKV and DuoAttention: a layer has as many slots as its heads keep",
       f"keys are hidden: {mb(BY_HEAD, 'bytes_of_kvpress')} stay (AdaKVPress)",
     ),
     (

@@ -72,7 +72,7 @@ class Args:
   question: str = "Give me three tips for writing clear code."
   """What the chat asks."""
   chat_tokens: int = 96
-  """Longest chat answer; 0 skips the chat."""
+  """Longest chat answer; 0 skips the chat, as does a model without a chat template."""
   checkpoint: common.Checkpoint = None
   """A converted checkpoint; SmolLM2-135M-Instruct by default."""
   json: Annotated[pathlib.Path | None, common.optional("PATH")] = None
@@ -391,7 +391,9 @@ def main(args: Args) -> None:
     depth=args.depth,
     max_new_tokens=ANSWER_TOKENS,
   )
-  if args.chat_tokens:
+  if args.chat_tokens and tokenizer.chat_template is None:
+    print("\nNo chat: the checkpoint has no chat template. The needle's text is read as it is.")
+  elif args.chat_tokens:
     console.heading(f"Chat: {args.question}")
     capacity = length + CONTINUATION_TOKENS
     chat(model, tokenizer, args.question, steps=args.chat_tokens, capacity=capacity)

@@ -213,6 +213,18 @@ def test_demo_chooses_methods():
     demo.choose(("nonsense",))
 
 
+def test_the_demo_of_a_model_without_a_chat_template(tiny, monkeypatch, capsys):
+  """It says that there is no chat, and asks for the needle in plain text."""
+  model, tokenizer = tiny
+  monkeypatch.setattr(tokenizer, "chat_template", None)
+  monkeypatch.setattr(demo.common, "load_model", lambda checkpoint: (model, tokenizer))
+  asked = []
+  monkeypatch.setattr(demo, "contest", lambda *args, **how: asked.append(args[2]) or iter(()))
+  demo.main(demo.Args(length=LENGTH, budget=BUDGET))
+  assert "No chat: the checkpoint has no chat template" in capsys.readouterr().out
+  assert len(asked) == 1 and len(Reader(tokenizer).row(asked[0]).ids) <= LENGTH
+
+
 def test_chat_streams_an_answer(tiny, capsys):
   demo.chat(*tiny, "Who are you?", steps=12, capacity=128)
   assert "(12 tokens" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
 import atexit
+import dataclasses
 import functools
 import gc
 import importlib.metadata
@@ -156,6 +157,26 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 _tests = itertools.count(1)
+_MORE = 3 << 30  # bytes that a worker may grow by before it drops what it can
+
+
+def _resident() -> int:
+  """Bytes of memory that this process has; 0 where Linux does not say."""
+  path = pathlib.Path("/proc/self/statm")
+  return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
+
+
+@dataclasses.dataclass
+class _Memory:
+  """What a worker had when programs were dropped; two of them share a machine."""
+
+  held: int = 0
+
+  def has_grown(self) -> bool:
+    return _resident() - self.held > _MORE
+
+
+_memory = _Memory()
 
 
 @pytest.fixture(autouse=True)
@@ -175,8 +196,13 @@ def _few_programs(request):
   if patched:
     layer.driver.cache_clear()
   done = next(_tests)
-  if done % 16 == 0 and drop_programs():  # Linux takes milliseconds to list a process's maps
+  if done % 16 == 0 and (
+    drop_programs() or _memory.has_grown()
+  ):  # Linux lists maps in milliseconds
     gc.unfreeze()
+    jax.clear_caches()
+    gc.collect()
+    _memory.held = _resident()
   if done % 128 == 0:  # rarely, but programs in it hold gigabytes
     gc.collect()
     gc.freeze()

@@ -18,7 +18,7 @@ from kvjax.kernels.config import Config
 from tests.kernels.test_art_kernel import inputs
 
 
-@pytest.mark.parametrize("share", [1, 2, 8])
+@pytest.mark.parametrize("share", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
   "kwargs",
   [

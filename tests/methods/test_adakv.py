@@ -110,6 +110,7 @@ def test_slots_by_hand():
   assert apart["pos"].tolist() == [[[2, -1, -1], [0, 1, -1]]]
 
 
+@pytest.mark.slow
 def test_an_override_is_the_same_under_kernels():
   """Each head gives up its first slot, whatever it holds."""
 

@@ -145,7 +145,8 @@ def test_short_rows_need_no_more_slots_than_tokens():
   assert not alone.traits.positional and method.traits.positional
 
 
-@pytest.mark.parametrize("index", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 2])
 def test_kernels_serve_both_kinds(index):
   stream = Stream.random(5, tokens=40)
   layers = [

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Full, Plan
+from kvjax import Env, Full, Plan
 from kvjax.leaves import Leaf
 from kvjax.ops import attention
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
@@ -83,7 +83,8 @@ def test_ranges_end_before_their_stops():
   q, k, v = jnp.ones((2, 1, 1, 4)), jnp.ones((2, 1, 9, 4)), jnp.arange(18.0).reshape(2, 1, 9, 1)
   edges = ([[0], [1]], [[2], [1]], [[4], [6]], [[5], [9]])
   a, b, c, d = (jnp.array(x) for x in edges)
-  state, logits = attention.attend_ranges(q, k, jnp.repeat(v, 4, -1), [(a, b), (c, d)])
+  at, v = Full().at(Env(1), 0), jnp.repeat(v, 4, -1)
+  state, logits = attention.attend_ranges(at, q, k, v, [(a, b), (c, d)])
   seen = [np.flatnonzero(x).tolist() for x in np.isfinite(logits[:, 0, 0])]
   assert seen == [[0, 1, 4], [6, 7, 8]]
   np.testing.assert_allclose(state.o[:, 0, 0, 0], [5 / 3, 16])

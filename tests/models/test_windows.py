@@ -159,7 +159,7 @@ def test_further_turns_and_idle_rows():
   np.testing.assert_allclose(logits[1], want[1], atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-oss", "gemma3", "mistral-sliding"])
 def test_kernels_equal_the_reference(name):
   """Interpreted: the window in a prompt, the ring in a step, a sink in either's denominator."""

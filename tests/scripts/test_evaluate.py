@@ -285,7 +285,7 @@ class Stopped(BaseException):
   """What a test throws where a process would have died."""
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_an_interrupted_run_goes_on(loaded, finished, tmp_path, monkeypatch, seed):
   """Dies after some rows, in the middle of a line, again and again: the same rows come out."""

@@ -1,4 +1,4 @@
-"""What methods that cut a prompt once, by a score of its tokens, have in common."""
+"""What methods have in common whose tokens stay for a score that they were given once."""
 
 import dataclasses
 import math
@@ -17,7 +17,23 @@ from kvjax.types import At, Cache, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptScored(InTurn, moves=("score",)):
+class Scored(InTurn):
+  """Tokens with a score stay; the others, which nothing has ranked yet, score ∞ and take turns."""
+
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """Tokens that nothing has ranked yet score ∞."""
+    score = Leaf("slots", fill=math.inf, standing=True)
+    return {**super().leaves(spec, layer), "score": score}
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """Those that were selected stay; empty slots score what the tokens will that take them."""
+    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
+    staying = (~jnp.isinf(score)).sum(-1, dtype=jnp.int32)
+    return self._closed(cache.put(slots={"score": score}), staying)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScored(Scored, moves=("score",)):
   """Cuts a prompt to its last `window_size` tokens and the best of those before them.
 
   A subclass scores the tokens (`score`). The prompt of a layer is staged whole and cut once; a
@@ -50,18 +66,6 @@ class PromptScored(InTurn, moves=("score",)):
     rest is as in `rank`.
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
-
-  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    """Tokens that no prompt has ranked yet score ∞."""
-    score = Leaf("slots", fill=math.inf, standing=True)
-    return {**super().leaves(spec, layer), "score": score}
-
-  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """Those that were selected stay; empty slots score what the tokens will that take them."""
-    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
-    selected = (cache.pos >= 0) & ~jnp.isinf(score)
-    staying = selected.sum(-1, dtype=jnp.int32)
-    return self._closed(cache.put(slots={"score": score}), staying)
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     """Tokens that were not ranked, newest first, then the selected ones by score."""

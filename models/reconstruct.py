@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
 from .. import entrance, windowed
@@ -256,7 +256,6 @@ def _largest(
   soft_cap: float | None,
 ) -> Float[Array, "B K M"]:
   """`looked_at` of some queries over the first `count` keys."""
-  sees: Bool[Array, "B K T S"]
   sees = (pos >= 0)[:, :, None] & (pos[:, :, None] <= qpos[:, None, :, None])
   logits = jnp.where(sees[:, :, None], attention.logits_of(q, k, soft_cap), -jnp.inf)
   top = logits.max(-1, keepdims=True)

@@ -107,7 +107,8 @@ def store(
   lanes, width = jnp.arange(lanes_of(groups)), head_dim // parts
   columns = jnp.arange(columns_of(width))
   inside = (columns < width)[None, :]
-  of_query = lanes[:, None], part * width + columns[None, :]
+  own = columns if part == 0 else part * width + columns
+  of_query = lanes[:, None], own[None, :]
   real = (lanes < groups)[:, None] & inside
 
   @pl.when(piece.active & (piece.parts == 1))

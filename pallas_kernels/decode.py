@@ -96,7 +96,7 @@ def _attend_kernel(
   def fetch(base: Any, low: Any, end: Any, i: Any) -> _tiles.Tile:
     slot = base + i * config.tile + jnp.arange(config.tile)
     keep = (slot >= low) & (slot < end) if wide else slot < end
-    index = row // sharers, slot[:, None], columns[None, :]
+    index = row if sharers == 1 else row // sharers, slot[:, None], columns[None, :]
     mask = keep[:, None] & inside[None, :]
     k = _backend.load(k_ref, *index, mask=mask, evict="evict_first")
     v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")

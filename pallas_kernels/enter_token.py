@@ -80,10 +80,13 @@ def _kernel(
 
   writes = (head < heads) & (live > 0) & (slot >= 0) & (slot < slots)
   mask = writes[:, None] & inside
-  kept = head if rows == heads else head // (heads // rows)  # the row of a head's slots
+  kept, kept_row = head, row  # the row of a head's slots
+  if rows != heads:
+    kept = head // (heads // rows)
+    kept_row = kept[:, None]
   for c, x, y in zip((low, high), rotated(*k), v, strict=True):
     x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
-    index = b, kept[:, None], slot[:, None], c
+    index = b, kept_row, slot[:, None], c
     _backend.store(cache_k_ref, *index, value=x, mask=mask)
     _backend.store(cache_v_ref, *index, value=y.astype(cache_v_ref.dtype), mask=mask)
   _backend.store(pos_ref, b, kept, slot, value=jnp.full(head.shape, seen), mask=writes)

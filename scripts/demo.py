@@ -142,10 +142,15 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
     ValueError: no method has this name.
   """
   if names == ("all",):
-    names = tuple(name for name in kvjax.METHODS if name != "kvzip")  # it needs a text by itself
+    names = tuple(name for name in kvjax.METHODS if not _repeats(name))
   for name in names:
     kvjax.find_method(name, "--methods")
   return ("full", *dict.fromkeys(name for name in names if name != "full"))
+
+
+def _repeats(name: str) -> bool:
+  """Whether a method wants a text by itself, which the demo's prompts are not."""
+  return kvjax.settings.usual(kvjax.METHODS[name], 64).traits.repeats
 
 
 def chat(

@@ -69,7 +69,10 @@ class Step:
 
 KERNEL_TESTS = " ".join(
   sorted(f"tests/kernels/{path.name}" for path in (REPO / "tests/kernels").glob("test_*kernel*.py"))
-  + [f"tests/kernels/test_{name}.py" for name in ("prefill_pieces", "offload", "speculation")]
+  + [
+    f"tests/kernels/test_{name}.py"
+    for name in ("art_spread", "prefill_pieces", "offload", "speculation")
+  ]
 )
 
 DEVICE_TESTS = "tests/devices/test_sharding.py"

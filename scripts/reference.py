@@ -40,8 +40,11 @@ MODULES = (
     "kvjax.offload",
   ),
   *("kvjax.streamed", "kvjax.certificates", "kvjax.diagnostics", "kvjax.early_stops"),
-  *(f"kvjax.methods.{name}" for name in ("double_sparsity", "ltri")),
-  *(f"kvjax.models.{name}" for name in ("convert", "transformer", "prefill", "generate")),
+  *(f"kvjax.methods.{name}" for name in ("double_sparsity", "duo_attention", "ltri")),
+  *(
+    f"kvjax.models.{name}"
+    for name in ("convert", "transformer", "prefill", "generate", "reconstruct")
+  ),
   *(f"kvjax.models.{name}" for name in ("sampling", "tokenizer", "caches", "parallel")),
   *(f"kvjax.models.{name}" for name in ("config", "presets", "step_bytes", "by_layer", "flat")),
   "kvjax.testing",

@@ -16,7 +16,7 @@ from kvjax.method import Method
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import shared_slots, slots
 from kvjax.plans import Attended, Span, Window
-from kvjax.prompt_scored import PromptScored
+from kvjax.prompt_scored import PromptScored, Scored
 from kvjax.shapes import check_shape
 from kvjax.traits import Traits
 from kvjax.types import At, Cache, CacheSpec, Prompt
@@ -26,7 +26,7 @@ LAST = jnp.iinfo(jnp.int32).max
 # What is done here in place of the base, or reads slots as those of a head: forms that are known.
 KNOWN: dict[str, type] = {
   "victim": InTurn,
-  "settle": PromptScored,
+  "settle": Scored,
   **dict.fromkeys(("window", "span", "insert", "plan", "attend", "observe", "keep"), Method),
 }
 

@@ -58,9 +58,10 @@ class ART(Wrapper):
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
-  One walk per KV head leaves most of a GPU idle where there are few of them. With P splits, split s
-  walks tiles s, s + P, … of the order and stops by itself, by the output of its own tiles; what
-  all of them have read is joined. Each needs its own p stable tiles, so that together they read
+  One walk per KV head is few walks for a GPU: programs that it leaves idle read tiles ahead of the
+  detector, and the walk is the same. Or there are several: with P splits, split s walks tiles s,
+  s + P, … of the order and stops by itself, by the output of its own tiles; what all of them have
+  read is joined. Each needs its own p stable tiles, so that together they read
   more than one walk would; and none of them knows how little its part weighs in the whole. Where
   splits = "auto" leaves a walk fewer than 2·(p + 1) tiles, so that it could not spare half of them,
   the base attends and everything is read.

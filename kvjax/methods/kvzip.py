@@ -1,23 +1,22 @@
 """KVzip: keep what a model needs to repeat its context (Kim et al., NeurIPS 2025)."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax import settings
-from kvjax.bounded import InTurn
 from kvjax.fields import expect, least
-from kvjax.leaves import Leaf
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.plans import Attended
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.prompt_scored import Scored
+from kvjax.traits import Traits
+from kvjax.types import At, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class KVzip(InTurn):
+class KVzip(Scored):
   """Keeps a context for many questions: of its tokens the best, whatever is asked later (§3).
 
   A token is worth the largest probability that any query gives it while the model repeats the
@@ -38,10 +37,9 @@ class KVzip(InTurn):
   def __post_init__(self):
     expect(self, "budget", self.budget > self.room, f"more than room = {self.room}")
 
-  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    """Tokens that no repetition has scored have a score of ∞."""
-    score = Leaf("slots", fill=math.inf, standing=True)
-    return {**super().leaves(spec, layer), "score": score}
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(repeats=True)
 
   def rank(
     self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
@@ -50,12 +48,6 @@ class KVzip(InTurn):
     pos, score = staged["pos"], staged["score"]
     newest = (pos + 1) / (pos.max(-1, keepdims=True) + 2)  # below 1
     return jnp.where(jnp.isinf(score), newest, 1 + score), staged
-
-  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """The context stays; empty slots are for tokens that nothing has scored."""
-    score = jnp.where(cache.pos >= 0, cache.slots["score"], jnp.inf)
-    staying = (~jnp.isinf(score)).sum(-1, dtype=jnp.int32)
-    return self._closed(cache.put(slots={"score": score}), staying)
 
 
 def _example(cls: type[KVzip], budget: int) -> Method:

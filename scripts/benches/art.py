@@ -222,6 +222,19 @@ def recorded(arrays: dict[str, np.ndarray], batch: int) -> tuple[Shape, Callable
   return shape, make
 
 
+def turns_of(shape: Shape, make: Callable[[int], tuple[jax.Array, ...]], quick: bool) -> list[Any]:
+  """q, k, v and the whole range of slots, of a few seeds."""
+  start = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
+  stop = jnp.broadcast_to(jnp.asarray(shape.lengths())[:, None], start.shape)
+  copies = 1 if quick else min(rotation(shape)[0], 4)
+  return jax.block_until_ready([(*make(seed), start, stop) for seed in range(copies)])
+
+
+def whole_walk(q: Any, k: Any, v: Any, start: Any, stop: Any, **options: Any) -> Any:
+  """A walk over all slots of the range, newest first."""
+  return art.walk(q, k, v, None, None, start, stop, **options)
+
+
 def stopping_case(
   name: str, shape: Shape, make: Callable[[int], tuple[jax.Array, ...]], quick: bool
 ) -> Case:
@@ -230,14 +243,8 @@ def stopping_case(
   Tiles walked are compared beside outputs, which a walk that never stops would get right.
   """
   tile = QUICK_TILE if quick else TILE
-  copies = 1 if quick else min(rotation(shape)[0], 4)
-  start = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
-  stop = jnp.broadcast_to(jnp.asarray(shape.lengths())[:, None], start.shape)
-  inputs = jax.block_until_ready([(*make(seed), start, stop) for seed in range(copies)])
-
-  def walk(q: Any, k: Any, v: Any, start: Any, stop: Any, **options: Any) -> Any:
-    return art.walk(q, k, v, None, None, start, stop, tile=tile, **options)
-
+  inputs = turns_of(shape, make, quick)
+  copies, walk = len(inputs), functools.partial(whole_walk, tile=tile)
   stopping = functools.partial(walk, patience=5, splits=2 if quick else None)
   # [B, K, P] tiles: until the walk's end, and with those on their way until it is looked for.
   walked, loaded = (
@@ -322,15 +329,8 @@ def lone_case(shape: Shape, quick: bool) -> Case:
   Outputs and tiles walked of both are compared with the reference's.
   """
   tile = QUICK_TILE if quick else TILE
-  copies = 1 if quick else min(rotation(shape)[0], 4)
-  start = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
-  stop = jnp.broadcast_to(jnp.asarray(shape.lengths())[:, None], start.shape)
-  turns = [(*decaying(shape, seed, tile), start, stop) for seed in range(copies)]
-  inputs = jax.block_until_ready(turns)
-
-  def walk(q: Any, k: Any, v: Any, start: Any, stop: Any, **options: Any) -> Any:
-    return art.walk(q, k, v, None, None, start, stop, tile=tile, splits=1, **options)
-
+  inputs = turns_of(shape, functools.partial(decaying, shape, tile=tile), quick)
+  copies, walk = len(inputs), functools.partial(whole_walk, tile=tile, splits=1)
   many = functools.partial(walk, share=2 if quick else art_spread.SHARE)
   alone = functools.partial(walk, share=0)
   looked = jax.jit(functools.partial(many, patience=5, loaded=True))

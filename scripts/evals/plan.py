@@ -151,5 +151,5 @@ def groups(
 
 
 def _shares(method: kvjax.Method) -> bool:
-  """Whether one prompt pass fills its cache beside others': for KVzip a model repeats the text."""
-  return kvjax.forms.dense_prefill(method) and not isinstance(method, kvjax.KVzip)
+  """Whether one prompt pass fills its cache beside others'."""
+  return kvjax.forms.dense_prefill(method) and not method.traits.repeats

@@ -103,7 +103,7 @@ class Runner:
     tokens, lengths = self._padded(texts, cell.length)
     cold = self._cold("prefill", method, cell.length)
     began = time.perf_counter()
-    if isinstance(method, kvjax.KVzip):
+    if method.traits.repeats:
       ask = Instructions.of(self.tokenizer)
       logits, caches = reconstruct.read(self.model, tokens, lengths, method, ask)
     else:

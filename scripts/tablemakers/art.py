@@ -92,7 +92,10 @@ def stopping(results: Results) -> list[str]:
 
 
 def shared(results: Results) -> list[str]:
-  """Walks that many programs read, at the share that runs, beside dense decode of the same run."""
+  """Walks that many programs read, at the share that runs, beside dense decode of the same run.
+
+  The file has no quartiles: nothing is divided.
+  """
   text = (results.folder / GPU / SHARED).read_text("utf-8")
   case, time = r"(B\d+ T\w+ \w+)", r" +([\d.]+) µs"
   line = re.compile(rf"^(\(.*\)) {case} (dense decode|share 4 p=\w+){time}", re.MULTILINE)
@@ -112,11 +115,10 @@ def shared(results: Results) -> list[str]:
         f"**{stops:.1f} µs**",
         "–" if endless is None else f"{endless:.1f} µs",
         f"{dense:.1f} µs",
-        f"{dense / stops:.2f}",
         f"{alone[shape]} µs" if shape in alone else "–",
       ]
     )
-  head = ("", "ART", "without an end", "dense decode", "times as fast", "one program a walk")
+  head = ("", "ART", "without an end", "dense decode", "one program a walk")
   return cells.table(head, rows)
 
 

@@ -148,7 +148,7 @@ def check(name, mesh):
   if uneven is not None and (why := uneven(model().spec(2, CAPACITY), mesh[0])):
     with pytest.raises(ValueError, match=re.escape(why)):
       ran(method, *mesh)
-    pytest.skip(f"refused: {why}")
+    pytest.skip(f"refused: {why}")  # as was asserted: the table of devices has no such mesh
   if mesh == (1, 1):  # nothing to run: it is the program of no mesh
     return check_same_program(method)
   spread = ran(method, *mesh)

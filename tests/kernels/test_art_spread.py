@@ -43,6 +43,7 @@ def test_many_programs_walk_as_one_does(share, kwargs, monkeypatch):
     run(share=share, loaded=True),
   )
   np.testing.assert_array_equal(alone[2], many[2])
+  # The same float32 products, added up in another order.
   np.testing.assert_allclose(alone[0].o, many[0].o, atol=1e-5)
   np.testing.assert_allclose(alone[0].lse, many[0].lse, atol=1e-5)
   for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(again), strict=True):
@@ -82,6 +83,7 @@ def test_walks_are_the_same_however_little_a_program_holds(kwargs, monkeypatch):
   few = run(share=2)
   np.testing.assert_array_equal(alone[2], few[2])
   assert 5 < few[2][0].max() < 890 // 16
+  # As above: blocks of another size are another order of sums.
   np.testing.assert_allclose(alone[0].o, few[0].o, atol=1e-5)
   np.testing.assert_allclose(alone[0].lse, few[0].lse, atol=1e-5)
 

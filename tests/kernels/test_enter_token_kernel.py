@@ -89,6 +89,7 @@ def test_heads_that_share_slots(heads, rows):
       for x, value in zip(want, new, strict=True):
         x[where] = value
   for found, expected in zip(out[1:4], want, strict=True):
+    # Angles of positions up to 900 are rounded to float32.
     np.testing.assert_allclose(found, expected, atol=2e-6 * 900)
   np.testing.assert_array_equal(out[4], seen + live)
   np.testing.assert_array_equal(out[5], used + (live & (used < room)))

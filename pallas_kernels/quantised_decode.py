@@ -210,11 +210,11 @@ def _attend_kernel(
     def body(i: Any, both: tuple[_Carry, Any]) -> tuple[_Carry, Any]:
       (carry, held), later = both, per_slot(i + 1)
       see = functools.partial(write, base, end, i) if logits else None
-      return _step(carry, q, q_scale, fetch(i, held), **how, see=see), later
+      return step(carry, q, q_scale, fetch(i, held), see=see), later
 
     return lax.fori_loop(low, high, body, (carry, per_slot(low)))[0]
 
-  how = {"scale": scale, "bits": bits, "weights": weights, "inline": inline}
+  step = functools.partial(_step, scale=scale, bits=bits, weights=weights, inline=inline)
   empty = _tiles.start(lanes.size, v_words.size)
   carry = _Carry((empty.acc,) * (16 // bits), empty.l, empty.m, empty.l)
   begins = piece.active & (piece.part == 0)

@@ -60,8 +60,10 @@ class Args:
   tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needle", "kl")
   """Tasks or families of tasks; --list names them."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = common.usual_methods()
-  """Registered methods, module:Class for your own, or "all"; name:field=value,… sets further
-  fields. The full cache always runs: the others are compared with it."""
+  """Registered methods, module:Class for your own, or "all". name:field=value,… sets further
+  fields, from a file where the value names a .tsv of gates or a .json of heads; outer+inner is a
+  method over another (quantised:bits=4+snapkv). The full cache always runs: the others are compared
+  with it."""
   budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOKENS ...")] = ("0.25",)
   """Tokens that a method keeps or reads: a number, or a share of the length."""
   lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="TOKENS ...")] = (2048,)

@@ -64,7 +64,8 @@ class Args:
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
   """speed.jsonl is written there, or added to."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("all",)
-  """Registered methods, name:field=value,… for other settings; the full cache always runs."""
+  """Registered methods, also name:field=value,… and outer+inner, as kvjax evaluate takes them; the
+  full cache always runs."""
   budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOKENS ...")] = ("1024",)
   """Tokens that a method keeps or reads: a number, or a share of the length (0.125)."""
   lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="TOKENS ...")] = (8192,)

@@ -4,7 +4,7 @@ import dataclasses
 
 import kvjax
 
-from . import plan
+from . import labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ YARDSTICKS = ("topk_oracle", "random")
 def of(label: str) -> Family:
   """That of a method, by what its class declares; of names that this machine lacks, OTHERS."""
   try:
-    method = plan.instance(label, 1024)
+    method = labels.instance(label, 1024)
   except (ImportError, TypeError, ValueError):
     return OTHERS
   if isinstance(method, kvjax.Full):

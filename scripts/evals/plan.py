@@ -1,9 +1,7 @@
 """What a run consists of: methods with their settings, cells of rows, batches of one shape."""
 
-import ast
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,6 +10,7 @@ import jax
 import kvjax
 from kvjax.models.transformer import Transformer
 
+from .labels import instance
 from .prompt import Prompt
 from .task import Row, Task
 
@@ -64,8 +63,7 @@ def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[
   """Every method with every budget, those without one once; the full cache first.
 
   Args:
-    labels: "name", or "name:field=value,field=value" for other settings than `usual` has; the name
-      of a method from outside is "module:Class".
+    labels: as `instance` takes them.
     budgets: tokens ("512"), or shares of the length ("0.25").
     length: tokens of prompt and answer.
 
@@ -92,35 +90,6 @@ def _tokens(budget: str, length: int) -> int:
   if tokens < 1:
     raise ValueError(f"--budgets: found {budget!r}, expected tokens (512) or a share (0.25)")
   return tokens
-
-
-def instance(label: str, budget: int) -> kvjax.Method:
-  """The method that a label means, with a budget."""
-  name, rest = _parts(label)
-  method = kvjax.settings.usual(kvjax.find_method(name, "--methods"), budget)
-  fields = {}
-  for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
-    field, equals, value = part.partition("=")
-    if not equals:
-      raise ValueError(f"--methods: found {label!r}, expected name:field=value,field=value")
-    try:
-      fields[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-      fields[field] = value
-  unknown = set(fields) - {field.name for field in dataclasses.fields(method)}
-  if unknown:
-    known = ", ".join(field.name for field in dataclasses.fields(method))
-    raise ValueError(f"--methods: {name} has no {', '.join(sorted(unknown))}, it has: {known}")
-  return dataclasses.replace(method, **fields)
-
-
-def _parts(label: str) -> tuple[str, str]:
-  """Name and settings of "name:settings" or "module:Class:settings"."""
-  name, _, rest = label.partition(":")
-  if name not in kvjax.METHODS and rest and "=" not in rest.partition(":")[0]:
-    more, _, rest = rest.partition(":")
-    name = f"{name}:{more}"
-  return name, rest
 
 
 def cache_bytes(method: kvjax.Method, model: Transformer, batch: int, length: int) -> int:

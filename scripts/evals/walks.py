@@ -4,6 +4,7 @@ Where they cannot, ART reads what its base does, and its rows say nothing about 
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from kvjax.methods.art import spares_half, usual_splits
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Caches, Transformer
 
-from . import plan
+from . import labels
 
 
 def too_short(label: str, budget: int | None, length: int, settings: dict[str, Any]) -> bool:
@@ -29,10 +30,10 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
     length: tokens of prompt and answer.
     settings: of the folder: its config decides "auto", batch, device and implementation "fill".
   """
-  named = kvjax.METHODS.get(label.partition(":")[0])
+  named = kvjax.METHODS.get(re.split("[:+]", label)[0])
   if named is None or not issubclass(named, kvjax.ART):
     return False
-  method = plan.instance(label, budget or length)
+  method = labels.instance(label, budget or length)
   assert isinstance(method, kvjax.ART)
   if method.certify is not None or method.base != kvjax.Full():
     return False

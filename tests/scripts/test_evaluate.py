@@ -569,6 +569,26 @@ def test_methods_with_every_budget():
   assert made[3].method.pool == 7 and made[3].method.budget == 64
 
 
+def test_methods_over_others():
+  """Each has settings of its own; the budget is the innermost one's."""
+  labels = ["quantised:bits=4+snapkv:pool=7", "adakv:safeguard=0.5+expected_attention"]
+  made = [entry.method for entry in plan.entries(labels, ["64", "0.1"], 1000)[1:]]
+  inner = [plan.instance("snapkv:pool=7", budget) for budget in (64, 100)]
+  assert made[:2] == [kvjax.Quantised(base, bits=4) for base in inner]
+  inner = [plan.instance("expected_attention", budget) for budget in (64, 100)]
+  assert made[2:] == [kvjax.AdaKV(base, safeguard=0.5) for base in inner]
+
+
+def test_settings_out_of_files(tmp_path):
+  """A pattern of gates, and retrieval heads as `kvjax retrieval-heads` writes them."""
+  (tmp_path / "gates.tsv").write_text("0.9\t0.1\n0.2\t0.8\n")
+  (tmp_path / "heads.json").write_text('{"heads": [[1, 3, 0.5]]}')
+  labels = [f"duo_attention:pattern={tmp_path}/gates.tsv", f"ltri:heads={tmp_path}/heads.json"]
+  duo, ltri = (entry.method for entry in plan.entries(labels, ["64"], 1000)[1:])
+  assert duo.pattern == ((True, False), (False, True))
+  assert ltri.heads == ((1, 3, 0.5),)
+
+
 @pytest.mark.parametrize(
   ("labels", "budgets", "message"),
   [
@@ -576,6 +596,9 @@ def test_methods_with_every_budget():
     (["snapkv:pond=7"], ["64"], "--methods: snapkv has no pond, it has: budget, window_size"),
     (["snapkv:pool"], ["64"], "expected name:field=value,field=value"),
     (["snapkv:pool=4"], ["64"], "SnapKV.pool: found 4, expected an odd number"),
+    (["snapkv+quest"], ["64"], "'snapkv.quest', expected a method over others before the +"),
+    (["quantised+adakv"], ["64"], "Quantised"),
+    (["duo_attention:pattern=no.tsv"], ["64"], "no.tsv: not found, expected a file"),
     (["snapkv"], ["lots"], "--budgets: found 'lots', expected tokens"),
     (["snapkv"], ["0"], "--budgets: found '0'"),
   ],

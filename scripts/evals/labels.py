@@ -1,0 +1,78 @@
+"""What a label of the command line means: a method, with settings, over another one.
+
+snapkv    snapkv:window=32    quantised:bits=4+snapkv    adakv+kvzip:room=64
+duo_attention:pattern=gates.tsv    ltri:heads=heads.json    mymodule:Mine
+"""
+
+import ast
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import kvjax
+from kvjax.methods import duo_attention
+
+from .. import retrieval_heads
+
+# Values that stand in files, by how their names end.
+FILES: dict[str, Callable[[pathlib.Path], Any]] = {
+  ".tsv": lambda path: duo_attention.pattern_of(duo_attention.read_gates(path)),
+  ".json": retrieval_heads.load,
+}
+
+
+def instance(label: str, budget: int) -> kvjax.Method:
+  """The method that a label means, with a budget.
+
+  Args:
+    label: "name", or "name:field=value,field=value" for other settings than `usual` has, or
+      "outer+inner", a method over another, each with settings of its own. A method from outside is
+      "module:Class". A value that names a file of FILES is what stands there.
+    budget: tokens; of methods over others, the innermost one's.
+
+  Raises:
+    ValueError: a name, a field or a file is not one, or a method refuses it.
+  """
+  outer, *inner = re.split(r"\+(?=[A-Za-z_])", label, maxsplit=1)
+  name, fields = _parts(outer)
+  method = kvjax.settings.usual(kvjax.find_method(name, "--methods"), budget)
+  values = {field: _value(text) for field, text in fields.items()}
+  known = [field.name for field in dataclasses.fields(method)]
+  if unknown := sorted(set(values) - set(known)):
+    raise ValueError(f"--methods: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
+  if inner:
+    if "base" not in known:
+      raise ValueError(f"--methods: found {label!r}, expected a method over others before the +")
+    values["base"] = instance(inner[0], budget)
+  return dataclasses.replace(method, **values)
+
+
+def _parts(label: str) -> tuple[str, dict[str, str]]:
+  """Name and settings of "name:settings" or "module:Class:settings"."""
+  name, _, rest = label.partition(":")
+  if name not in kvjax.METHODS and rest and "=" not in rest.partition(":")[0]:
+    more, _, rest = rest.partition(":")
+    name = f"{name}:{more}"
+  fields = {}
+  for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
+    field, equals, value = part.partition("=")
+    if not equals:
+      raise ValueError(f"--methods: found {label!r}, expected name:field=value,field=value")
+    fields[field] = value
+  return name, fields
+
+
+def _value(text: str) -> Any:
+  """A literal of Python, what a file holds, or the text itself."""
+  path = pathlib.Path(text)
+  if path.suffix in FILES:
+    try:
+      return FILES[path.suffix](path)
+    except FileNotFoundError:
+      raise ValueError(f"--methods: {path}: not found, expected a file") from None
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text

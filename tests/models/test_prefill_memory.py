@@ -8,7 +8,20 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from kvjax import H2O, TOVA, Cache, CacheSpec, Carry, Env, Full, Prompt, PyramidKV, SnapKV
+from kvjax import (
+  H2O,
+  TOVA,
+  AdaKV,
+  Cache,
+  CacheSpec,
+  Carry,
+  DuoAttention,
+  Env,
+  Full,
+  Prompt,
+  PyramidKV,
+  SnapKV,
+)
 
 
 def sizes(jaxpr):
@@ -30,7 +43,15 @@ def is_program(x):
 @pytest.mark.parametrize("impl", ["pallas", "reference"])
 @pytest.mark.parametrize(
   "method",
-  [Full(), SnapKV(budget=2048), PyramidKV(budget=2048), TOVA(budget=2048), H2O(budget=2048)],
+  [
+    Full(),
+    SnapKV(budget=2048),
+    PyramidKV(budget=2048),
+    TOVA(budget=2048),
+    H2O(budget=2048),
+    AdaKV(SnapKV(budget=2048)),
+    DuoAttention("alternate"),
+  ],
   ids=lambda m: type(m).__name__,
 )
 def test_no_map_of_queries_and_slots(method, impl):
@@ -56,3 +77,26 @@ def test_no_map_of_queries_and_slots(method, impl):
   assert held == sum(x.size for x in jax.tree.leaves(cache))
   if not method.traits.positional:  # what the layers above are computed beside
     assert held < kv.size / 10
+
+
+@pytest.mark.parametrize("impl", ["pallas", "reference"])
+def test_a_chunk_never_makes_the_full_cache(impl):
+  """DuoAttention with half of the heads retrieving: no array has the keys of all heads.
+
+  A layer of an 8B shape of 128K tokens, read in chunks of 2,048.
+  """
+  tokens, chunk, spec = 1 << 17, 2048, CacheSpec(1, 1 << 17, 8, 4, 128, 32)
+  method = DuoAttention("alternate")
+  at, of = method.at(Env(32, impl=impl), 1), jax.ShapeDtypeStruct
+  kv = of((1, 8, chunk, 128), jnp.bfloat16)
+  cache = jax.eval_shape(lambda: Cache.empty(method, spec, 1))
+
+  def run(cache, q, k, v, valid):
+    prompt = Prompt(valid, valid, None, chunk)
+    return method.prefill(at, cache, q, k, v, prompt, Carry())[:2]
+
+  q = of((1, 8, 4, chunk, 128), jnp.bfloat16)
+  traced = jax.make_jaxpr(run)(cache, q, kv, kv, of((1,), jnp.int32))
+  held = sum(x.size for x in jax.tree.leaves(cache))
+  assert held < 0.6 * 2 * 8 * tokens * 128
+  assert max(sizes(traced.jaxpr)) < 0.6 * 8 * tokens * 128

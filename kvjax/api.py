@@ -11,6 +11,7 @@ from kvjax.methods.art import ART
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
+from kvjax.methods.criticalkv import CriticalKV
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.duo_attention import DuoAttention
 from kvjax.methods.etf import ETF
@@ -73,6 +74,7 @@ __all__ = [
   "CacheSpec",
   "Carry",
   "ChunkKV",
+  "CriticalKV",
   "DoubleSparsity",
   "DuoAttention",
   "Env",

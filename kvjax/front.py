@@ -188,6 +188,7 @@ def prefill(
   total: ArrayLike | None = None,
   past: int | None = 0,
   sinks: ArrayLike | None = None,
+  wo: ArrayLike | None = None,
   carry: Carry | None = None,
 ) -> Any:
   """Causal attention of a prompt, of a chunk of one, or of a later turn, which enters the cache.
@@ -202,6 +203,7 @@ def prefill(
     total: int32 [B], tokens of the whole prompt, where these are a chunk of it; None: `lengths`.
     past: static bound on the tokens that rows have cached already; 0: none; None: not known.
     sinks, carry: as in `decode`.
+    wo: [N, H, D], the layer's output projection, for methods that weigh by it (`kvjax.CriticalKV`).
 
   Returns:
     out [B, T, N, H] in q's dtype, whose padding means nothing, and the cache; with `carry` this,
@@ -210,7 +212,7 @@ def prefill(
   Raises:
     ValueError: arrays that do not fit the cache, or tokens that reach past T; within a program
       none can raise, and the tokens past T are not there.
-    TypeError: the method needs a `carry` or the layer's number, which it was not given.
+    TypeError: the method needs a `carry`, `wo` or the layer's number, which it was not given.
     NotImplementedError: the method decides what a layer computes or reads a prompt in pieces of its
       own, which only a decoder can do that asks it.
   """
@@ -229,7 +231,7 @@ def prefill(
   first, valid = _span(rows, tokens, starts, lengths)
   q, k, v = (_rolled(x, first) for x in (q, k, v))
   whole = valid if total is None else jnp.asarray(total)
-  prompt = Prompt(valid, whole, None, tokens, past)
+  prompt = Prompt(valid, whole, None, tokens, past, wo=_projection(cache, wo, groups))
   scaled = _scaled(cache, q).reshape(rows, tokens, kv_heads, groups, width)
   q_in = jnp.moveaxis(scaled, 1, 3)  # [B, K, G, T, H]
   k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, T, H]
@@ -326,6 +328,21 @@ def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:
 def _expect(name: str, x: Array, sizes: tuple[int, ...]) -> None:
   if tuple(x.shape) != sizes:
     raise ValueError(f"{name}: found shape {tuple(x.shape)}, expected {sizes}, as the cache has it")
+
+
+def _projection(cache: LayerCache, wo: ArrayLike | None, groups: int) -> Array | None:
+  """The output projection [K, G, H, D], where the method weighs by it."""
+  if not cache.method.traits.weighs_outputs:
+    return None
+  _, kv_heads, width = _sizes(cache)
+  if wo is None:
+    raise TypeError(
+      f"wo: found None, expected the layer's output projection [N, H, D], as {_name(cache)} "
+      "weighs values by it"
+    )
+  wo = jnp.asarray(wo)
+  _expect("wo", wo, (kv_heads * groups, width, *wo.shape[2:3]))
+  return wo.reshape(kv_heads, groups, width, -1)
 
 
 def _span(

@@ -14,6 +14,7 @@ from kvjax.methods.art import ART
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE
+from kvjax.methods.criticalkv import CriticalKV
 from kvjax.methods.double_sparsity import DoubleSparsity
 from kvjax.methods.duo_attention import DuoAttention
 from kvjax.methods.etf import ETF
@@ -61,6 +62,7 @@ METHODS: dict[str, type[Method]] = {
   "keydiff": KeyDiff,
   "lagkv": LagKV,
   "chunkkv": ChunkKV,
+  "criticalkv": CriticalKV,
   "r_kv": RKV,
   "kvzip": KVzip,
   "longflow": LongFlow,

@@ -67,7 +67,8 @@ class SharedPrefill(Method):
   @property
   def traits(self) -> Traits:
     positional = any(m.traits.positional for m in self.members)
-    return super().traits.but(positional=positional, chunkable=False)
+    weighs = any(m.traits.weighs_outputs for m in self.members)
+    return super().traits.but(positional=positional, chunkable=False, weighs_outputs=weighs)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     own = zip(*(m.init_caches(spec) for m in self.members), strict=True)

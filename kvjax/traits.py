@@ -59,6 +59,7 @@ class Traits:
     uneven: of a cache whose heads do not all have as many slots: why they cannot be split over so
       many devices, in words, empty where they can; None: heads are alike.
     prunes: whether data decide how many slots a plan lists: what is said of bytes is the most.
+    weighs_outputs: whether `rank` reads the layer's output projection (`Prompt.wo`).
     repeats: whether a context is scored by having the model repeat it
       (`kvjax.models.reconstruct`): `prefill` alone keeps its newest tokens.
     scans: of a cache, the least and largest share of heads, layers and steps that look at keys to
@@ -73,6 +74,7 @@ class Traits:
   projects_all: bool = False
   spreads: bool = False
   prunes: bool = False
+  weighs_outputs: bool = False
   repeats: bool = False
   by_layer: bool = False
   stream: Stream | None = None

@@ -211,6 +211,8 @@ class Prompt:
     past: static upper bound on the tokens that any row has already cached; 0 says that the cache
       is empty, None that nothing is known.
     apart: how many of the first computed tokens may stand apart (`Active`).
+    wo: [K, G, H, D], the layer's output projection, for methods that ask for it
+      (`Traits.weighs_outputs`); else None.
   """
 
   valid: Array
@@ -219,6 +221,7 @@ class Prompt:
   tokens: int
   past: int | None = None
   apart: int | None = None
+  wo: Array | None = None
 
   @classmethod
   def of(cls, at: At, tokens: int, valid: Array, total: Array, past: int | None) -> Prompt:

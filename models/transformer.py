@@ -67,6 +67,8 @@ class Layer(nnx.Module):
     q = jnp.moveaxis(q, 1, 3)  # [B, K, G, A, H]
     k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, A or T, H]
     sinks = self.attention.sink_logits if at.env.lse else None
+    if at.top.traits.weighs_outputs:
+      prompt = dataclasses.replace(prompt, wo=self.attention.wo[...])
     o, cache, carry, aux = front.read(at, cache, q, k, v, prompt, carry, sinks)
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)

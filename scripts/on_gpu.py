@@ -101,7 +101,7 @@ EVALUATIONS = {
   "windows": f"{EVERY} streaming_llm lm_infinite random",
   "attended": f"{EVERY} h2o tova vatp",
   "observed": f"{EVERY} snapkv pyramidkv longflow",
-  "keys": f"{EVERY} expected_attention knorm keydiff lagkv chunkkv",
+  "keys": f"{EVERY} expected_attention knorm keydiff lagkv chunkkv criticalkv",
   "redundant": f"{EVERY} r_kv",
   "by_head": f"{EVERY} adakv",
   "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
@@ -122,7 +122,7 @@ PARTS = {
   "read": "topk_oracle quest infllm_v2 rocketkv double_sparsity hshare",
   "shared": "cis prr twilight art art:tau=0.01 art:tau=0.1",
   "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff lagkv chunkkv r_kv vatp",
-  "own": "cpe psaw etf lm_infinite",
+  "own": "cpe psaw etf lm_infinite criticalkv",
   "streamed": "infllm ltri",
 }
 LEADING = "snapkv tova longflow expected_attention quest infllm_v2 hshare cis prr cpe"

@@ -67,6 +67,10 @@ class Layer:
     self.spec = stream.spec(capacity, env.layers)
     self.at = method.at(env, layer)
     self.cache = Cache.empty(method, self.spec, layer)
+    self.wo = None
+    if method.traits.weighs_outputs:  # an output projection of its own
+      shape = *stream.q.shape[1:3], stream.q.shape[-1], 24
+      self.wo = np.random.default_rng(7).normal(size=shape).astype(np.float32)
     self._decode, self._prefill = driver(self.at, "decode_step"), driver(self.at, "prefill")
 
   def prefill(self, valid, start=None, tokens=None, past=0, total=None):
@@ -84,6 +88,8 @@ class Layer:
     ]
     total = np.asarray(start + valid if total is None else total, np.int32)
     prompt = Prompt(jnp.asarray(valid), jnp.asarray(total), None, tokens, past)
+    if self.wo is not None:
+      prompt = dataclasses.replace(prompt, wo=jnp.asarray(self.wo))
     error, (out, self.cache, _, _) = self._prefill(self.cache, *cut, prompt, Carry())
     if error is not None:
       error.throw()

@@ -116,13 +116,21 @@ def heads_sharded_over_two_devices(case):
   specs = dataclasses.replace(split.cache, **shelves)
 
   def sharded(move):
-    def run(*args):
-      out, cache, _, _ = getattr(split.method, move)(at, *args)
-      return out, cache
+    def run(wo, cache, q, k, v, told, carry):
+      told = told if wo is None else dataclasses.replace(told, wo=wo)
+      return getattr(split.method, move)(at, cache, q, k, v, told, carry)[:2]
 
-    how: dict[str, Any] = {"mesh": mesh, "in_specs": (specs, heads, heads, heads, P(), P())}
-    both = jax.jit(jax.shard_map(run, **how, out_specs=(heads, specs), check_vma=False))
-    return lambda *args: (None, (*both(*args), None, None))
+    given = P("heads"), specs, heads, heads, heads, P(), P()
+    how: dict[str, Any] = {"mesh": mesh, "in_specs": given, "out_specs": (heads, specs)}
+    both = jax.jit(jax.shard_map(run, **how, check_vma=False))
+
+    def call(*args):
+      *arrays, told, carry = args
+      wo = getattr(told, "wo", None)
+      told = told if wo is None else dataclasses.replace(told, wo=None)
+      return None, (*both(wo, *arrays, told, carry), None, None)
+
+    return call
 
   split._prefill, split._decode = sharded("prefill"), sharded("decode_step")
   for run in ("prefill", [22, 9]), ("decode", [22, 9]), ("decode", [23, 10]):

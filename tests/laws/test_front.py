@@ -37,10 +37,13 @@ def made(method, impl="reference", rope=kvjax.Rope(), layers=4, **how):  # noqa:
   return kvjax.empty_caches(method, **sizes, rope=rope, impl=impl, **how)
 
 
-def answers(cache, arrays=None, **how):
-  """The prompt's output, those of some steps, and the cache after them, each call jitted."""
+def answers(cache, arrays=None, told=(), **how):
+  """The prompt's output, those of some steps, and the cache after them, each call jitted.
+
+  What prompts alone are `told` is named apart.
+  """
   q, k, v = plain() if arrays is None else arrays
-  prompt = jax.jit(functools.partial(kvjax.prefill, **how))
+  prompt = jax.jit(functools.partial(kvjax.prefill, **how, **dict(told)))
   size = int(LENGTHS.max())
   out, cache = prompt(cache, q[:, :size], k[:, :size], v[:, :size], LENGTHS)[:2]
   outs, step = [np.asarray(out)], jax.jit(functools.partial(kvjax.decode, **how))
@@ -66,7 +69,9 @@ def test_it_gives_the_drivers_bits(name, impl):
   method = settings.example(kvjax.METHODS[name], 16)
   env = kvjax.Env(4, kvjax.Rope(), impl=impl)
   own = Layer(method, STREAM, CAPACITY, layer=2, env=env)
-  got, cache = answers(made(method, impl)[2])
+  weighs = method.traits.weighs_outputs
+  told = {"wo": own.wo.reshape(-1, *own.wo.shape[2:])} if weighs else {}
+  got, cache = answers(made(method, impl)[2], told=told)
   want = np.moveaxis(own.prefill(LENGTHS), 3, 1).reshape(got[0].shape)
   for row, size in enumerate(LENGTHS):
     np.testing.assert_array_equal(got[0][row, :size], want[row, :size])

@@ -36,7 +36,7 @@ ONE_LAYER = {
   "longflow",
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
   *("expected_attention", "knorm", "keydiff", "kvzip", "quantised"),
-  *("lagkv", "chunkkv", "rocketkv"),
+  *("lagkv", "chunkkv", "criticalkv", "rocketkv"),
 }
 # Methods whose authors' repository computes something else than their paper.
 HAVE_REPO = {
@@ -68,7 +68,7 @@ BY_FAMILY = {
 KIN = {
   *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
   "kvzip",  # without scores a window
-  *("lagkv", "chunkkv"),
+  *("lagkv", "chunkkv", "criticalkv"),
 }
 # Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
 OF_A_RUN = {
@@ -80,7 +80,7 @@ IN_THE_REST = {
   # Those whose kernels are another method's.
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
-    *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv"),
+    *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv", "criticalkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
     *("rocketkv", "twilight", "quantised"),

@@ -54,11 +54,19 @@ def attend_quantised(
     at, plan, q: as of `attend`.
     cache: with words for keys and values.
     seen: the same with the numbers that they stand for, in float32.
-    per_slot: scales of keys and values, and zero points if there are any, float32 [B, K, S].
+    per_slot: scales of keys and values, and zero points if there are any, float32 [B, K, S], or
+      [B, K, S, N] of N groups of channels.
     bits: of a code.
+
+  Raises:
+    NotImplementedError: a kernel is asked for by name that does not take these codes.
   """
   plain = plan.table is None and not beyond_kernel(plan, "", logits=True, turned=False)
   run = over_plan("attend_quantised", at, cache, plan, q) if plain else None
+  if run is not None and (beyond := _beyond_codes(per_slot, bits)):
+    if at.env.impl != "auto":
+      raise NotImplementedError(f"attend_quantised: {at.name} {beyond}")
+    run = None
   if run is None:
     return rounded(attend(sparing(at), seen, plan, rounded_query(q)), q.dtype)
   span, words = plan.span, (cache.slots["k"], cache.slots["v"])
@@ -68,6 +76,14 @@ def attend_quantised(
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
   return Attended(state, logits, slot, visited, out)
+
+
+def _beyond_codes(per_slot: Sequence[Array], bits: int) -> str:
+  """Why the kernel does not take these codes, in words; empty if it does."""
+  takes = "the kernel takes 8 or 4 bits and one scale for each token and head"
+  if bits not in (8, 4):
+    return f"has bits = {bits}; {takes}"
+  return f"has a scale for each group of channels (group); {takes}" if per_slot[0].ndim > 3 else ""
 
 
 def rounded(attended: Attended, dtype: Any) -> Attended:

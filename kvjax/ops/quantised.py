@@ -1,7 +1,8 @@
 """Keys and values in a few bits: codes, and what makes numbers of them again.
 
-8 bits are symmetric, as in vLLM's `int8_per_token_head` and MaxText's int8 caches; x is the key or
-value of one token and head:
+x are the numbers of a group: those of one token and head, or a part of them, or, as KIVI has keys,
+those of some tokens in one channel. 8 bits are symmetric, as in vLLM's `int8_per_token_head` and
+MaxText's int8 caches:
 
     a = max |x| / 127                  code = round(x / a)             x ≈ code · a
 
@@ -31,8 +32,8 @@ class Codes(NamedTuple):
 
   Attributes:
     words: integers [..., W], packed.
-    scale: a, float32 [...].
-    zero: z, float32 [...]; None: symmetric.
+    scale: a, [...], or [..., N] of the N groups of a vector's channels.
+    zero: z, of the same shape; None: symmetric.
   """
 
   words: Array
@@ -40,19 +41,40 @@ class Codes(NamedTuple):
   zero: Array | None = None
 
 
-def quantise(x: Float[Array, "*some H"], bits: int, word: Any = jnp.int8) -> Codes:
-  """Codes of vectors in words of dtype `word`.
+def quantise(x: Float[Array, "*some H"], bits: int, word: Any = jnp.int8, group: int = 0) -> Codes:
+  """Codes of vectors in words of dtype `word`, with scales in float32.
 
-  Vectors whose numbers are all alike have scale 0 and codes 0; what is not finite makes the scale
+  Groups whose numbers are all alike have scale 0 and codes 0; what is not finite makes the scale
   NaN.
+
+  Args:
+    x: the vectors.
+    bits: of a code, 8, 4 or 2.
+    word: what codes are packed into.
+    group: channels that share a scale, a divisor of H; 0 or H: all, and scales have no axis more.
+  """
+  parted = x if group in (0, x.shape[-1]) else x.reshape(*x.shape[:-1], -1, group)
+  code, parts = levels(parted, bits)
+  return Codes(packed(code.reshape(x.shape), bits, word), *parts)
+
+
+def levels(
+  x: Float[Array, "*some X"], bits: int, dtype: Any = jnp.float32
+) -> tuple[Int[Array, "*some X"], list[Float[Array, "*some"]]]:
+  """Codes int32 of groups along the last axis, and a of each, and z if there is one, in `dtype`.
+
+  Codes are those nearest to x by a and z as they are stored.
   """
   x, most = x.astype(jnp.float32), LARGEST if bits == 8 else 2**bits - 1
-  zero = None if bits == 8 else x.min(-1)
-  x = x if zero is None else x - zero[..., None]
-  top = jnp.abs(x).max(-1)
-  code = nearest(x, top[..., None], most).astype(jnp.int32)
-  scale = jnp.where(jnp.isfinite(top), top * (1 / most), jnp.nan)
-  return Codes(packed(code, bits, word), scale, zero)
+  zero = None if bits == 8 else x.min(-1).astype(dtype)
+  top = jnp.abs(x).max(-1) if zero is None else x.max(-1) - x.min(-1)
+  scale = jnp.where(jnp.isfinite(top), top * (1 / most), jnp.nan).astype(dtype)
+  if dtype != jnp.float32:
+    top = scale.astype(jnp.float32) * most
+  x = x if zero is None else x - zero.astype(jnp.float32)[..., None]
+  code = jnp.where(top[..., None] > 0, nearest(x, top[..., None], most), 0)
+  code = code if zero is None else jnp.clip(code, 0, most)  # what rounding z and a left outside
+  return code.astype(jnp.int32), [scale] if zero is None else [scale, zero]
 
 
 def nearest(x: Array, top: Array, most: int) -> Array:
@@ -71,8 +93,20 @@ def nearest(x: Array, top: Array, most: int) -> Array:
 
 def dequantise(codes: Codes, bits: int) -> Float[Array, "*some H"]:
   """The numbers that codes stand for, in float32."""
-  x = unpacked(codes.words, bits).astype(jnp.float32) * codes.scale[..., None]
-  return x if codes.zero is None else x + codes.zero[..., None]
+  x = unpacked(codes.words, bits)
+  grouped = codes.scale.ndim == x.ndim
+  parted = x.reshape(*codes.scale.shape, -1) if grouped else x
+  return of_levels(parted, codes.scale, codes.zero).reshape(x.shape)
+
+
+def of_levels(
+  code: Int[Array, "*some X"],
+  scale: Float[Array, "*some"],
+  zero: Float[Array, "*some"] | None = None,
+) -> Float[Array, "*some X"]:
+  """code · a + z of groups along the last axis, in float32."""
+  x = code.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
+  return x if zero is None else x + zero.astype(jnp.float32)[..., None]
 
 
 def rounded_query(q: Float[Array, "*some H"]) -> Float[Array, "*some H"]:

@@ -28,7 +28,9 @@ ROOMS = {
   "shared": "types, ropes, devices, memory",
 }
 _FILES = {
-  **dict.fromkeys(("bounded", "prompt_scored", "selective", "streamed", "wrapper"), "families"),
+  **dict.fromkeys(
+    ("bounded", "coded", "prompt_scored", "selective", "streamed", "wrapper"), "families"
+  ),
   **dict.fromkeys(("retrieval", "predictor"), "families"),
   **dict.fromkeys(("method", "full", "entrance", "sight", "forms", "traits"), "protocol"),
 }

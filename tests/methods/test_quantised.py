@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits: worked examples, a NumPy float64 oracle, and what may lie beneath them."""
+"""Codes of 8, 4 and 2 bits: worked examples, a NumPy float64 oracle, what may lie beneath them."""
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,19 @@ def test_worked_examples():
   np.testing.assert_array_equal(dequantise(codes, 4), [-1, 29, -1, 1, 3, 3])
 
 
+def test_groups_have_scales_of_their_own():
+  """Two bits, four channels a group: a = 2 and z = −1, then a = 1 and z = 0."""
+  codes = quantise(jnp.asarray([-1.0, 0, 1, 5, 3, 2, 1, 0]), 2, jnp.int8, 4)
+  np.testing.assert_array_equal(unpacked(codes.words, 2), [0, 0, 1, 3, 3, 2, 1, 0])
+  assert codes.scale.tolist() == [2, 1] and codes.zero.tolist() == [-1, 0]
+  np.testing.assert_array_equal(dequantise(codes, 2), [-1, -1, 1, 5, 3, 2, 1, 0])
+
+
 def test_integers_survive_and_constants_have_no_scale():
-  for bits, most in ((8, 127), (4, 15)):
-    whole = jnp.asarray([[0, 1, 2, most], [most, 3, 1, 0]], jnp.float32)
+  for bits, most in ((8, 127), (4, 15), (2, 3)):
+    whole = jnp.asarray([[0, 1, 2, most], [most, 2, 1, 0]], jnp.float32)
     np.testing.assert_array_equal(dequantise(quantise(whole, bits), bits), whole)
-    constant = jnp.full((4,), 7.5 if bits == 4 else 0.0)
+    constant = jnp.full((4,), 0.0 if bits == 8 else 7.5)
     codes = quantise(constant, bits)
     assert float(codes.scale) == 0 and not codes.words.any()
     np.testing.assert_array_equal(dequantise(codes, bits), constant)
@@ -64,24 +72,29 @@ def own_codes(x, bits):
   return np.rint((x - zero) * most / np.where(top > 0, top, 1)), top / most, zero
 
 
-def own_rounded(x, bits):
-  code, a, zero = own_codes(x, bits)
-  return code * a + zero
+def own_rounded(x, bits, group=0):
+  x = np.asarray(x, np.float64)
+  code, a, zero = own_codes(x.reshape(*x.shape[:-1], -1, group or x.shape[-1]), bits)
+  return (code * a + zero).reshape(x.shape)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [0, 8, 64])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_codes_equal_the_oracles(bits, dtype):
+def test_codes_equal_the_oracles(bits, dtype, group):
   """Numbers of 16 bits are often half-way between two codes; quantising again changes nothing."""
   x = jnp.asarray(np.random.default_rng(bits).normal(size=(5, 3, 40, 64)) * 3 + 1, dtype)
-  code, a, _ = own_codes(np.asarray(x).astype(np.float64), bits)
+  parted = np.float64(np.asarray(x)).reshape(5, 3, 40, -1, group or 64)
+  code, a, _ = own_codes(parted, bits)
+  code, step = (np.broadcast_to(y, parted.shape).reshape(x.shape) for y in (code, a))
+  a = a[..., 0] if group == 8 else a[..., 0, 0]
   for word in (jnp.int8, jnp.int16):
-    codes = jax.jit(quantise, static_argnums=(1, 2))(x, bits, word)
+    codes = jax.jit(quantise, static_argnums=(1, 2, 3))(x, bits, word, group)
     np.testing.assert_array_equal(unpacked(codes.words, bits), code)
-    np.testing.assert_allclose(codes.scale, a[..., 0], rtol=1e-6)
+    np.testing.assert_allclose(codes.scale, a, rtol=1e-6)
     back = dequantise(codes, bits)
-    assert (np.abs(back - np.float64(x)) <= a / 2 * (1 + 1e-4)).all()
-    np.testing.assert_array_equal(quantise(back, bits, word).words, codes.words)
+    assert (np.abs(back - np.float64(x)) <= step / 2 * (1 + 1e-4)).all()
+    np.testing.assert_array_equal(quantise(back, bits, word, group).words, codes.words)
 
 
 def test_what_is_not_finite_is_loud():
@@ -94,15 +107,15 @@ def test_what_is_not_finite_is_loud():
 # ---- a layer
 
 
-def kept(stream, b, h, positions, bits):
+def kept(stream, b, h, positions, bits, group=0):
   """Keys and values at positions, as their codes have them."""
   keys = np.stack([rotate(stream.k[b, h, p], p) for p in positions])
-  return own_rounded(keys, bits), own_rounded(stream.v[b, h, positions], bits)
+  return own_rounded(keys, bits, group), own_rounded(stream.v[b, h, positions], bits, group)
 
 
-def attended(stream, b, h, g, t, positions, bits):
+def attended(stream, b, h, g, t, positions, bits, group=0):
   """A decode step's output over positions: the query in 8 bits."""
-  keys, values = kept(stream, b, h, positions, bits)
+  keys, values = kept(stream, b, h, positions, bits, group)
   q = own_rounded(rotate(stream.q[b, h, g, t], t), 8)
   return softmax_average(keys @ q / np.sqrt(len(q)), values)
 
@@ -148,6 +161,46 @@ def test_a_further_turn_sees_codes_of_the_past_and_itself_as_it_is():
       np.testing.assert_allclose(out[b, h, g, i], want, atol=CLOSE)
 
 
+@pytest.mark.core(1)
+@pytest.mark.parametrize(("bits", "group"), [(2, 8), (2, 0), (8, 4)])
+def test_two_bits_and_groups_in_a_layer(bits, group):
+  """Under H2O, whose evictions move codes and scales; the kernel, asked for by name, refuses."""
+  stream, lengths = Stream.random(14), [22, 9]
+  method = Quantised(H2O(12), bits=bits, group=group)
+  layer = Layer(method, stream)
+  layer.prefill(lengths)
+  for step in range(4):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    for b, h, g in np.ndindex(out.shape[:3]):
+      want = attended(stream, b, h, g, at[b], held(layer.cache, b, h), bits, group)
+      np.testing.assert_allclose(out[b, h, g], want, atol=2e-5)
+  named = Layer(method, stream, env=Env(4, impl="pallas", tile=4))
+  beyond = "bits = 2" if bits == 2 else r"a scale for each group of channels \(group\)"
+  with pytest.raises(NotImplementedError, match=f"attend_quantised: Quantised has {beyond}"):
+    named.decode(lengths)
+
+
+def test_auto_takes_the_reference_of_codes_that_the_kernel_does_not_take(monkeypatch):
+  """Where "auto" would take a kernel: as it is told in the table."""
+  from kvjax.dispatch import step
+
+  asked = []
+
+  def choose(operation, impl, *_):
+    asked.append(operation)
+    return "pallas" if impl == "auto" else impl
+
+  stream = Stream.random(15)
+  layers = [Layer(Quantised(bits=2), stream, env=Env(3, impl=x)) for x in ("auto", "reference")]
+  for layer in layers:
+    layer.prefill([9, 4])
+  monkeypatch.setattr(step, "choose", choose)
+  outs = [layer.decode([9, 4])[0] for layer in layers]
+  assert "attend_quantised" in asked
+  np.testing.assert_array_equal(*outs)
+
+
 REFUSED = {
   "r_kv": "replaces insert, and so does",  # which makes room first
   "infllm": "replaces stage, and so does",  # which streams
@@ -165,9 +218,9 @@ TOGETHER = {
 
 
 @pytest.mark.core(5)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 0), (2, 8)])
 @pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
-def test_codes_move_with_their_tokens(name, bits):
+def test_codes_move_with_their_tokens(name, bits, group):
   """Under every method: each slot has the codes of the token whose position it has, and no other.
 
   The others are refused, by the move that is their own.
@@ -178,7 +231,7 @@ def test_codes_move_with_their_tokens(name, bits):
       Quantised(base)
     return
   stream, lengths = Stream.random(6), [22, 9]
-  layer = Layer(Quantised(base, bits=bits), stream, layer=3)
+  layer = Layer(Quantised(base, bits=bits, group=group), stream, layer=3)
   layer.prefill(lengths)
   for step in range(4):
     out, _ = layer.decode([n + step for n in lengths])
@@ -191,8 +244,9 @@ def test_codes_move_with_their_tokens(name, bits):
     for what, exact in (("k", rotated), ("v", stream.v[b, h, pos[b, h, s]])):
       parts = (cache.slots.get(f"{what}_{part}") for part in ("scale", "zero"))
       held = Codes(*(x if x is None else x[b, h, s] for x in (cache.slots[what], *parts)))
-      error = np.abs(np.asarray(dequantise(held, bits)) - exact)
-      assert error.max() <= own_codes(exact, bits)[1] / 2 * (1 + 1e-4), (what, b, h, s)
+      parted = exact.reshape(-1, group or exact.size)
+      error = np.abs(np.reshape(dequantise(held, bits), parted.shape) - parted)
+      assert (error <= own_codes(parted, bits)[1] / 2 * (1 + 1e-4)).all(), (what, b, h, s)
 
 
 def test_turns_that_move_keys_are_refused():
@@ -224,18 +278,21 @@ def test_first_layers_may_stay_exact():
     assert (np.abs(out - want).max() > 1e-4) == coded
 
 
-@pytest.mark.parametrize(("bits", "per_slot"), [(8, 2 * 128 + 8 + 4), (4, 128 + 16 + 4)])
-def test_bytes_are_those_planned(bits, per_slot):
+@pytest.mark.parametrize(
+  ("bits", "group", "per_slot"),
+  [(8, 0, 2 * 128 + 8 + 4), (4, 0, 128 + 16 + 4), (2, 32, 64 + 4 * 16 + 4)],
+)
+def test_bytes_are_those_planned(bits, group, per_slot):
   """Codes and float32 scales (and zero points), and the position."""
   spec = kvjax.CacheSpec(2, 512, 4, 2, 128, 3)
-  method = Quantised(bits=bits)
+  method = Quantised(bits=bits, group=group)
   caches = method.init_caches(spec)
   measured = sum(x.nbytes for x in jax.tree.leaves(caches))
   assert kvjax.plan_memory(spec, method).device == measured
   tokens, rows = 3 * 2 * 4 * 512, 3 * 2 * 2 * 4
   assert measured == tokens * per_slot + rows
   whole = kvjax.plan_memory(spec, Full()).device
-  assert measured / whole == pytest.approx({8: 0.52, 4: 0.29}[bits], abs=0.005)
+  assert measured / whole == pytest.approx({8: 0.52, 4: 0.29, 2: 0.255}[bits], abs=0.005)
 
 
 def test_auto_runs_no_kernel_on_numbers_made_for_it():
@@ -249,9 +306,14 @@ def test_auto_runs_no_kernel_on_numbers_made_for_it():
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: Quantised(bits=3), "bits: found 3, expected 8 or 4"),
+    (lambda: Quantised(bits=3), r"bits: found 3, expected one of \(8, 4, 2\)"),
     (lambda: Quantised(exact_layers=-1), "exact_layers: found -1, expected 0 or more"),
+    (lambda: Quantised(group=-1), "group: found -1, expected 0 or more"),
     (lambda: Quantised(RKV()), "Quantised replaces insert"),
+    (
+      lambda: Quantised(group=6).init_caches(kvjax.CacheSpec(1, 8, 1, 1, 16, 1)),
+      "Quantised.group: found 6 for heads of 16 channels, expected a divisor of them, or 0",
+    ),
     (
       lambda: Quantised(bits=4).init_caches(kvjax.CacheSpec(1, 8, 1, 1, 6, 1)),
       "found head_dim = 6 and bits = 4, expected a head_dim that is a multiple of 4",

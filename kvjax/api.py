@@ -21,6 +21,7 @@ from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.kivi import KIVI
 from kvjax.methods.knorm import Knorm
 from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lagkv import LagKV
@@ -59,6 +60,7 @@ __all__ = [
   "CPE",
   "ETF",
   "H2O",
+  "KIVI",
   "METHODS",
   "PRR",
   "PSAW",

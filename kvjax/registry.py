@@ -24,6 +24,7 @@ from kvjax.methods.hshare import HShare
 from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
+from kvjax.methods.kivi import KIVI
 from kvjax.methods.knorm import Knorm
 from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lagkv import LagKV
@@ -82,6 +83,7 @@ METHODS: dict[str, type[Method]] = {
   "prr": PRR,
   "twilight": Twilight,
   "quantised": Quantised,
+  "kivi": KIVI,
 }
 
 

@@ -48,6 +48,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/predictor.py": of("methods/prr", "kernels/prr_kernel"),
   "kvjax/plans.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "kvjax/prompt_scored.py": of("methods/snapkv", "methods/expected_attention", laws=("snapkv",)),
+  "kvjax/coded.py": of("methods/quantised", "methods/kivi"),
   "kvjax/bounded.py": of("methods/h2o", "methods/tova", laws=("h2o", "random")),
   "kvjax/entrance.py": of("models/refusals"),
   "kvjax/foresight.py": of("methods/prr"),

@@ -205,7 +205,7 @@ FACTS = (
     "its own decoder: Llama, Mistral, Qwen, Phi, GLM-4, Gemma 2 and 3, gpt-oss",
     "those of transformers: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3 tested",
   ),
-  ("quantised caches", "8, 4 or 2 bits under most methods", "transformers' QuantizedCache"),
+  ("quantised caches", "8, 4 or 2 bits under most methods; KIVI", "transformers' QuantizedCache"),
 )
 
 

@@ -35,7 +35,7 @@ ONE_LAYER = {
   *("streaming_llm", "lm_infinite", "random", "h2o", "tova", "vatp", "snapkv", "adakv", "r_kv"),
   "longflow",
   *("topk_oracle", "infllm_v2", "double_sparsity", "cis", "infllm", "art"),
-  *("expected_attention", "knorm", "keydiff", "kvzip", "quantised"),
+  *("expected_attention", "knorm", "keydiff", "kvzip", "quantised", "kivi"),
   *("lagkv", "chunkkv", "criticalkv", "rocketkv"),
 }
 # Methods whose authors' repository computes something else than their paper.
@@ -83,7 +83,7 @@ IN_THE_REST = {
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv", "criticalkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
-    *("rocketkv", "twilight", "quantised"),
+    *("rocketkv", "twilight", "quantised", "kivi"),
   },
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),

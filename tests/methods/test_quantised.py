@@ -205,7 +205,7 @@ REFUSED = {
   "r_kv": "replaces insert, and so does",  # which makes room first
   "infllm": "replaces stage, and so does",  # which streams
   "ltri": "replaces stage, and so does",
-  "quantised": "replaces insert, and so does",  # codes of codes
+  **dict.fromkeys(("quantised", "kivi"), "replaces insert, and so does"),  # codes of codes
   "adakv": "expected one whose slots are",
   "duo_attention": "expected one whose slots are",
 }

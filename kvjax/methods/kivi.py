@@ -1,0 +1,241 @@
+"""KIVI: keys rounded by channel, values by token, the newest exact (Liu et al., ICML 2024)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import settings
+from kvjax.coded import Coded
+from kvjax.fields import expect, least, one_of
+from kvjax.full import Full
+from kvjax.leaves import Leaf, New
+from kvjax.method import Aux, Method
+from kvjax.ops import slots
+from kvjax.ops.quantised import WORDS, levels, of_levels, packed, unpacked
+from kvjax.plans import Attended, Plan
+from kvjax.types import At, Cache, CacheSpec, Prompt
+
+STORED = jnp.float16  # scales and zero points, as in the authors' code
+
+
+@dataclasses.dataclass(frozen=True)
+class KIVI(Coded):
+  """Stores keys and values in 2 or 4 bits, but for the newest (Liu et al., 2024, §3.3).
+
+  Codes have a zero point (`kvjax.ops.quantised`), after RoPE, for each KV head:
+
+      keys      per channel, in groups of G_q tokens
+      values    per token, in groups of G_q channels
+
+  Keys wait in full precision until there are R of them, which are then rounded at once: after a
+  prompt of T tokens T mod R are left, and when a decode step completes R, its own attention still
+  sees them as they are. Of values the newest R are exact, that of the step among them; in the
+  authors' code the step sees one more, and rounds it afterwards. No token ever leaves. A prompt is
+  attended to as it is; a further turn, or a further chunk of a prompt, sees the tokens before it as
+  they are stored.
+
+  The newest keys and values lie in a ring of R slots, in the dtype of the cache. Codes of values
+  are written as tokens come, and read once the ring has dropped the value: the same numbers.
+  Codes are nearest by the scale and the zero point as stored, in 16 bits. A group whose numbers
+  are all alike has scale 0, by which the authors' code divides, and is its zero point.
+
+  The base keeps every token and attends as the full cache does: its slots are positions, and
+  `insert`, `stage` and `attend` are not its own. Summaries by which it selects are made as tokens
+  come, of what is stored then: `Quest`'s bounds of pages that divide R are of exact keys.
+
+  Attributes:
+    base: the method whose keys and values these are.
+    bits: b of a code. The authors advise 4 where query heads share keys, 2 elsewhere.
+    group: G_q. A head's keys take b·H/8 bytes a token, and 4·H for the scales and zero points of
+      G_q tokens; its values b·H/8 bytes a token, and 4 for those of G_q channels. A token's values
+      in a head of fewer channels are one group.
+    residual: R, a multiple of G_q. More than a row's tokens: nothing is ever rounded.
+  """
+
+  replaces: ClassVar[tuple[str, ...]] = ("insert", "stage", "attend")
+  base: Method = dataclasses.field(default_factory=Full)
+  bits: int = one_of((4, 2), 2)
+  group: int = least(1, 32)
+  residual: int = least(1, 128)
+
+  def __post_init__(self):
+    super().__post_init__()
+    expect(self, "base", self.base.traits.positional, "a method whose slots are positions")
+    multiple = self.residual % self.group == 0
+    expect(self, "residual", multiple, f"a multiple of group = {self.group}")
+
+  # ---- what is stored
+
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """The base's, but k and v in words, and what makes numbers of them; the newest beside them.
+
+    Raises:
+      ValueError: heads of this size do not fill whole words or groups.
+    """
+    width = min(self.group, spec.head_dim)
+    if spec.head_dim % width:
+      raise ValueError(
+        f"{type(self).__name__}.group: found {self.group} for heads of {spec.head_dim} channels, "
+        "expected a divisor of them"
+      )
+    groups = -(-self.capacity(spec, layer) // self.group)
+    by_token = Leaf("slots", (spec.head_dim // width,), STORED, in_place=True)
+    by_channel = Leaf("heads", (groups, spec.head_dim), STORED, in_place=True, along_slots=True)
+    newest = Leaf("heads", (self.residual, spec.head_dim), spec.dtype, in_place=True)
+    return {
+      **self.base.leaves(spec, layer),
+      **self._words(spec),
+      **dict.fromkeys(self._beside, by_token),
+      **dict.fromkeys(("k_scale", "k_zero"), by_channel),
+      **dict.fromkeys(("k_newest", "v_newest"), newest),
+      "rounded": Leaf("rows", dtype=jnp.int32, in_place=True),  # how many of a row's keys are codes
+    }
+
+  @property
+  def _beside(self) -> list[str]:
+    return ["v_scale", "v_zero"]
+
+  def _of_base(self, cache: Cache) -> Cache:
+    """What the base has in its cache: k and v as codes have them, but for the newest."""
+    if "v_scale" not in cache.slots:
+      return cache
+    held = {name: x for name, x in cache.slots.items() if name not in self._beside}
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    exact = {"k": cache.rows["rounded"], "v": cache.used - self.residual}
+    coded = {"k": self._keys(cache), "v": self._values(cache)}
+    for name, first in exact.items():
+      newest = jnp.take(cache.heads[f"{name}_newest"], slot % self.residual, axis=2)
+      stays = (slot >= first[:, None])[:, None, :, None]
+      held[name] = jnp.where(stays, newest.astype(jnp.float32), coded[name])
+    return dataclasses.replace(cache, slots=held)
+
+  def _keys(self, cache: Cache) -> Float[Array, "B K S H"]:
+    """Codes of keys as numbers: X'_K, in groups of tokens."""
+    code = unpacked(cache.slots["k"], self.bits).astype(jnp.float32)
+    group = jnp.arange(cache.size, dtype=jnp.int32) // self.group
+    scale, zero = (
+      jnp.take(cache.heads[name], group, axis=2).astype(jnp.float32)
+      for name in ("k_scale", "k_zero")
+    )
+    return code * scale + zero
+
+  def _values(self, cache: Cache) -> Float[Array, "B K S H"]:
+    """Codes of values as numbers: X'_V, in groups of channels."""
+    code = unpacked(cache.slots["v"], self.bits)
+    scale, zero = cache.slots["v_scale"], cache.slots["v_zero"]
+    return of_levels(code.reshape(*scale.shape, -1), scale, zero).reshape(code.shape)
+
+  # ---- how tokens enter
+
+  def _written(self, old: Cache, after: Cache, new: New) -> Cache:
+    """`after`, which has taken in new tokens [B, K, T, H], with what is stored of them.
+
+    As many as `used` has grown by since `old`; what follows them in `new` is padding.
+    """
+    heads, tokens = new["k"].shape[1:3]
+    slot = old.used[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    fresh = slot < after.used[:, None]
+    newest = fresh & (slot >= after.used[:, None] - self.residual)
+    turn = _for_heads(jnp.where(newest, slot % self.residual, self.residual), heads)
+    rings = {f"{n}_newest": slots.put(old.heads[f"{n}_newest"], turn, new[n]) for n in WORDS}
+    k, v = (new[n].astype(rings[f"{n}_newest"].dtype) for n in WORDS)  # as they wait
+    into = _for_heads(jnp.where(fresh, slot, old.size), heads)
+    values = {n: slots.put(old.slots[n], into, x) for n, x in self._codes_of_values(v).items()}
+    keys, scales = self._codes_of_keys(old, after, k)
+    return after.put(slots={**values, **keys}, heads={**rings, **scales})
+
+  def _codes_of_values(self, v: Float[Array, "B K T H"]) -> New:
+    """Per token, in groups of channels."""
+    parted = v.reshape(*v.shape[:3], -1, min(self.group, v.shape[3]))
+    code, parts = levels(parted, self.bits, STORED)
+    words = packed(code.reshape(v.shape), self.bits, WORDS["v"])
+    return {"v": words, **dict(zip(self._beside, parts, strict=True))}
+
+  def _codes_of_keys(self, old: Cache, after: Cache, k: Float[Array, "B K T H"]) -> tuple[New, New]:
+    """Per channel, in groups of tokens: all words, and their scales and zero points.
+
+    To those of `old` come those of blocks that are complete now: keys that waited, and new ones.
+    """
+    waiting = old.used % self.residual
+    first = old.used - waiting
+    _, heads, tokens, width = k.shape
+    blocks = -(-(self.residual - 1 + tokens) // self.residual)
+    index = jnp.arange(blocks * self.residual, dtype=jnp.int32)
+    # [keys that waited ‖ new keys] of the blocks from the first incomplete one on.
+    waits = index < waiting[:, None]
+    source = jnp.where(waits, index, self.residual + index - waiting[:, None])
+    both = jnp.concatenate([old.heads["k_newest"], k], 2)
+    block = slots.take(both, _for_heads(source, heads))
+    by_channel = block.reshape(*k.shape[:2], -1, self.group, width).swapaxes(3, 4)
+    code, parts = levels(by_channel, self.bits, STORED)  # [B, K, P, H, G_q], [B, K, P, H]
+    words = packed(code.swapaxes(3, 4).reshape(block.shape), self.bits, WORDS["k"])
+    whole = index < self._whole(after.used - first)[:, None]
+    slot = _for_heads(jnp.where(whole, first[:, None] + index, old.size), heads)
+    group = jnp.where(whole, (first[:, None] + index) // self.group, old.size)[:, :: self.group]
+    group = _for_heads(group, heads)
+    scales = {
+      name: slots.put(old.heads[name], group, x)
+      for name, x in zip(("k_scale", "k_zero"), parts, strict=True)
+    }
+    return {"k": slots.put(old.slots["k"], slot, words)}, scales
+
+  def _whole(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The tokens of complete blocks of R."""
+    return tokens // self.residual * self.residual
+
+  # ---- moves
+
+  def insert(
+    self,
+    at: At,
+    cache: Cache,
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    live: Bool[Array, " B"],
+  ) -> Cache:
+    """The base's; keys of a block that the token completes are read as codes after this step."""
+    entered = self._after(cache, self.base.insert(at, self._of_base(cache), k, v, live))
+    return self._written(cache, entered, {"k": k[:, :, None], "v": v[:, :, None]})
+
+  def observe(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    cache, aux = super().observe(at, cache, q, plan, attended)
+    return cache.put(rows={"rounded": self._whole(cache.used)}), aux
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    """The base's, of the tokens as they are, and what is stored of them."""
+    seen = self._of_base(cache)
+    kept = self._after(cache, self.base.keep(at, seen, new, q, qpos, attended, prompt))
+    kept = self._written(cache, kept, new)
+    return kept.put(rows={"rounded": self._whole(kept.used)})
+
+
+def _for_heads(index: Int[Array, "B W"], heads: int) -> Int[Array, "B K W"]:
+  """The same for each head."""
+  return jnp.broadcast_to(index[:, None], (index.shape[0], heads, index.shape[1]))
+
+
+def _example(cls: type[KIVI], budget: int) -> Method:
+  """About so many tokens are exact, the default's 128 at most, in groups of 32 at most."""
+  group = min(32, 1 << max(0, budget.bit_length() - 2))
+  return cls(group=group, residual=min(128, budget // group * group))
+
+
+def _neutral(cls: type[KIVI], length: int) -> Method:
+  """Keys and values that wait as long as any token comes."""
+  return cls(group=2, residual=length + 2 - length % 2)
+
+
+settings.register(KIVI, example=_example, neutral=_neutral)

@@ -1,0 +1,289 @@
+"""KIVI: worked examples, a NumPy float64 oracle, and what may lie beneath it."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import ART, KIVI, METHODS, PSAW, Cache, Env, Full, Quantised, Quest, SnapKV, settings
+from kvjax.ops.quantised import levels, of_levels
+from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+
+CLOSE = 2e-5  # float32 against NumPy's float64
+GROUP, R = 4, 8
+
+
+# ---- groups
+
+
+def numbers(x, bits, dtype=jnp.float32):
+  """What the codes of groups along the last axis stand for."""
+  code, parts = levels(jnp.asarray(x, jnp.float32), bits, dtype)
+  return of_levels(code, *parts)
+
+
+def test_worked_examples():
+  """(x − z) / a of −1 0 1 5 is 0 ½ 1 3, and half goes to the even one."""
+  for dtype in (jnp.float32, jnp.float16):
+    code, (scale, zero) = levels(jnp.asarray([-1.0, 0, 1, 5]), 2, dtype)
+    assert code.tolist() == [0, 0, 1, 3] and (float(scale), float(zero)) == (2, -1)
+    assert scale.dtype == zero.dtype == dtype
+    np.testing.assert_array_equal(numbers([-1, 0, 1, 5], 2, dtype), [-1, -1, 1, 5])
+    np.testing.assert_array_equal(numbers([0, 1, 2, 3], 2, dtype), [0, 1, 2, 3])
+
+
+def test_a_group_of_equal_numbers_is_its_zero_point():
+  code, (scale, zero) = levels(jnp.full((3, 4), 0.3), 2, jnp.float16)
+  assert not code.any() and not scale.any()
+  np.testing.assert_array_equal(zero, np.float16([0.3] * 3))
+
+
+def own_numbers(x, bits):
+  """Groups along the last axis as stored, in float64, with z and a in float16."""
+  x = np.asarray(x, np.float64)
+  if x.size == 0:
+    return x
+  low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+  z = np.float64(np.float16(low))
+  a = np.float64(np.float16((high - low) / (2**bits - 1)))
+  code = np.clip(np.rint((x - z) / np.where(a > 0, a, 1)), 0, 2**bits - 1)
+  return np.where(a > 0, code, 0) * a + z
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_codes_are_half_a_step_away_at_most(bits):
+  """And what rounding z and a to 16 bits moves; rounding again changes nothing more than that."""
+  x = np.float32(np.random.default_rng(bits).normal(size=(3, 50, 32)) * 3 + 1)
+  exact, stored = (np.asarray(numbers(x, bits, kind)) for kind in (jnp.float32, jnp.float16))
+  np.testing.assert_allclose(stored, own_numbers(x, bits), atol=CLOSE)
+  step = (x.max(-1) - x.min(-1))[..., None] / (2**bits - 1)
+  assert (np.abs(exact - x) <= step / 2 * (1 + 1e-5)).all()
+  moved = np.spacing(np.float16(np.abs(x).max(-1, keepdims=True))).astype(np.float32)
+  assert (np.abs(stored - x) <= step / 2 + moved).all()
+  np.testing.assert_allclose(numbers(exact, bits), exact, atol=CLOSE)
+
+
+# ---- a layer
+
+
+def blocks(x, bits):
+  """Keys [T, H] of whole groups: per channel, GROUP tokens together."""
+  parted = np.reshape(x, (-1, GROUP, x.shape[-1])).swapaxes(1, 2)
+  return own_numbers(parted, bits).swapaxes(1, 2).reshape(x.shape)
+
+
+def stored(stream, b, h, count, rounded, bits):
+  """What a head's first `count` tokens are: keys rounded up to one, values but for the newest R."""
+  exact = np.stack([rotate(stream.k[b, h, p], p) for p in range(count)])
+  keys = np.concatenate([blocks(np.float32(exact[:rounded]), bits), exact[rounded:]])
+  values = np.float64(stream.v[b, h, :count])
+  old = max(0, count - R)
+  parted = values[:old].reshape(old, values.shape[1] // GROUP, GROUP)
+  values[:old] = own_numbers(parted, bits).reshape(old, values.shape[1])
+  return keys, values
+
+
+def attended(stream, b, h, g, t, keys, values):
+  q = rotate(stream.q[b, h, g, t], t)
+  return softmax_average(keys @ q / np.sqrt(len(q)), values)
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+def test_steps_equal_the_oracle(bits, impl):
+  """Ragged rows, one of them shorter than R; each completes blocks at steps of its own."""
+  stream, lengths = Stream.random(bits), [22, 5]
+  method = KIVI(bits=bits, group=GROUP, residual=R)
+  layer = Layer(method, stream, env=Env(4, impl=impl, tile=4))
+  plain = Layer(Full(), stream)
+  np.testing.assert_allclose(layer.prefill(lengths), plain.prefill(lengths), atol=CLOSE)
+  for step in range(12):
+    at = [n + step for n in lengths]
+    out, _ = layer.decode(at)
+    for b, h, g in np.ndindex(out.shape[:3]):
+      # A block of keys that this token completes is still exact.
+      held = stored(stream, b, h, at[b] + 1, at[b] // R * R, bits)
+      np.testing.assert_allclose(out[b, h, g], attended(stream, b, h, g, at[b], *held), atol=CLOSE)
+    np.testing.assert_array_equal(layer.cache.rows["rounded"], [(n + 1) // R * R for n in at])
+
+
+def further_turn(stream, layer, start, count):
+  """Outputs of a turn, and what the oracle has: the past as stored, the turn itself exact."""
+  out = layer.prefill(count, start=start, past=None)
+  want = np.zeros_like(out)
+  for b, h, g in np.ndindex(out.shape[:3]):
+    n = start[b]
+    keys, values = stored(stream, b, h, n, n // R * R, layer.method.bits)
+    for i in range(count[b]):
+      own = np.arange(n, n + i + 1)
+      k = np.concatenate([keys, rotate(stream.k[b, h, own], own)])
+      v = np.concatenate([values, stream.v[b, h, own]])
+      want[b, h, g, i] = attended(stream, b, h, g, n + i, k, v)
+  for b, n in enumerate(count):
+    np.testing.assert_allclose(out[b, ..., :n, :], want[b, ..., :n, :], atol=CLOSE)
+
+
+def test_further_turns_complete_blocks_that_waited():
+  """Of 16, 3 tokens onto 5, onto none: blocks of old and new keys, and steps after them."""
+  stream = Stream.random(7, batch=3)
+  layer = Layer(KIVI(bits=2, group=GROUP, residual=R), stream)
+  seen = np.array([16, 3, 9])
+  layer.prefill(seen)
+  np.testing.assert_array_equal(layer.cache.rows["rounded"], [16, 0, 8])
+  for count in ([5, 7, 0], [9, 1, 19]):
+    further_turn(stream, layer, seen, count)
+    seen = seen + count
+    np.testing.assert_array_equal(layer.cache.rows["rounded"], seen // R * R)
+  out, _ = layer.decode(seen)
+  for b, h, g in np.ndindex(out.shape[:3]):
+    held = stored(stream, b, h, seen[b] + 1, seen[b] // R * R, 2)
+    np.testing.assert_allclose(out[b, h, g], attended(stream, b, h, g, seen[b], *held), atol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_stored_does_not_depend_on_how_tokens_came(dtype):
+  """In one prompt, in two turns, or in steps: codes, rings and counts are the same, bit by bit."""
+  stream = Stream.random(17)
+
+  def layer():
+    made = Layer(KIVI(bits=2, group=GROUP, residual=R), stream)
+    made.cache = Cache.empty(made.method, stream.spec(64, dtype=jnp.dtype(dtype)), 1)
+    return made
+
+  once, turns, steps = (layer() for _ in range(3))
+  once.prefill([22, 17])
+  turns.prefill([10, 8])
+  turns.prefill([12, 9], start=[10, 8], past=None)
+  steps.prefill([19, 14])
+  for step in range(3):
+    steps.decode([19 + step, 14 + step])
+  chex.assert_trees_all_equal(turns.cache, once.cache)
+  chex.assert_trees_all_equal(steps.cache, once.cache)
+
+
+def test_a_full_cache_takes_no_more():
+  """Tokens beyond the last slot are dropped, as by the full cache, and the ring keeps its own."""
+  stream = Stream.random(8)
+  layer = Layer(KIVI(group=GROUP, residual=R), stream, capacity=18)
+  layer.prefill([16, 18])
+  layer.decode([16, 18])
+  before = jax.tree.map(np.asarray, {**layer.cache.slots, **layer.cache.heads})
+  for t in (17, 18, 19, 20):
+    layer.decode([t, t + 2])
+  after = {**layer.cache.slots, **layer.cache.heads}
+  for name, x in before.items():
+    np.testing.assert_array_equal(after[name][1], x[1], err_msg=name)
+  np.testing.assert_array_equal(layer.cache.used, [18, 18])
+
+
+def test_more_waiting_than_tokens_is_full():
+  stream = Stream.random(10)
+  layer, plain = (Layer(x, stream) for x in (KIVI(residual=64), Full()))
+  np.testing.assert_array_equal(layer.prefill([22, 9]), plain.prefill([22, 9]))
+  for step in range(3):
+    at = [22 + step, 9 + step]
+    np.testing.assert_allclose(layer.decode(at)[0], plain.decode(at)[0], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_bounds_of_quest_are_of_keys_as_they_came():
+  stream = Stream.random(11)
+  method = KIVI(Quest(8, page=4, dense_layers=0), group=GROUP, residual=R)
+  layer = Layer(method, stream)
+  layer.prefill([18, 9])
+  for step in range(7):
+    layer.decode([18 + step, 9 + step])
+  for b, h in np.ndindex(2, 3):
+    for page in range(4):
+      keys = np.stack([rotate(stream.k[b, h, p], p) for p in range(4 * page, 4 * page + 4)])
+      for name, bound in (("key_min", keys.min(0)), ("key_max", keys.max(0))):
+        held = layer.cache.heads[name][b, h, page]
+        np.testing.assert_allclose(held, bound, atol=CLOSE)
+
+
+BENEATH = (
+  *("quest", "etf", "full", "topk_oracle", "infllm_v2", "double_sparsity", "hshare", "cis"),
+  *("psaw", "cpe", "twilight"),
+)
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("name", BENEATH)
+def test_codes_are_the_same_over_what_keeps_every_token(name):
+  """Over whatever keeps all tokens in order, a cache stores what it stores over the full cache."""
+  base, stream, lengths = settings.example(METHODS[name], 12), Stream.random(12), [22, 9]
+  layers = [Layer(KIVI(x, group=GROUP, residual=R), stream, layer=3) for x in (base, Full())]
+  for layer in layers:
+    layer.prefill(lengths)
+  for step in range(3):
+    for layer in layers:
+      out, _ = layer.decode([n + step for n in lengths])
+      assert np.isfinite(out).all()
+  of_base, of_full = (x.cache for x in layers)
+  for shelf in ("slots", "heads", "rows"):
+    for leaf, x in getattr(of_full, shelf).items():
+      np.testing.assert_array_equal(getattr(of_base, shelf)[leaf], x, err_msg=leaf)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {*BENEATH}))
+def test_the_others_are_refused_by_name(name):
+  with pytest.raises(ValueError, match=r"^KIVI(\.base: found| replaces )"):
+    KIVI(settings.example(METHODS[name], 12))
+
+
+@pytest.mark.parametrize(("bits", "share"), [(4, 0.35), (2, 0.225)])
+def test_bytes_are_those_planned(bits, share):
+  """Codes, 16-bit scales and zero points for 32 numbers, the newest, and the position."""
+  spec = kvjax.CacheSpec(2, 4096, 4, 2, 128, 3)
+  method = KIVI(bits=bits)
+  caches = method.init_caches(spec)
+  measured = sum(x.nbytes for x in jax.tree.leaves(caches))
+  assert kvjax.plan_memory(spec, method).device == measured
+  heads, layers, rows = 2 * 4, 3, 2
+  codes = 4096 * 2 * (128 * bits // 8 + 128 // 32 * 4)
+  newest = 128 * 2 * 128 * 2
+  assert measured == layers * (heads * (codes + newest + 4096 * 4) + rows * 3 * 4)
+  whole = kvjax.plan_memory(spec, Full()).device
+  assert measured / whole == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: KIVI(bits=8), "KIVI.bits: found 8, expected 4 or 2"),
+    (lambda: KIVI(group=0), "KIVI.group: found 0, expected 1 or more"),
+    (lambda: KIVI(residual=100), "KIVI.residual: found 100, expected a multiple of group = 32"),
+    (lambda: KIVI(SnapKV(12, 4)), "KIVI.base: found SnapKV.*, expected .* slots are positions"),
+    (lambda: KIVI(ART(Full())), "KIVI replaces attend, and so does its base"),
+    (lambda: KIVI(Quantised()), "KIVI replaces insert, attend, and so does its base"),
+    (lambda: Quantised(KIVI()), "Quantised replaces insert, and so does its base"),
+    (
+      lambda: KIVI().init_caches(kvjax.CacheSpec(1, 8, 1, 1, 48, 1)),
+      "KIVI.group: found 32 for heads of 48 channels, expected a divisor of them",
+    ),
+    (
+      lambda: KIVI().init_caches(kvjax.CacheSpec(1, 8, 1, 1, 12, 1)),
+      "found head_dim = 12 and bits = 2, expected a head_dim that is a multiple of 8",
+    ),
+  ],
+)
+def test_bad_settings_raise(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+@pytest.mark.slow
+def test_a_window_of_the_outermost_method_holds():
+  """PSAW over KIVI sees what KIVI over PSAW sees."""
+  stream = Stream.random(13)
+  psaw = PSAW(Full(), sinks=2, phi=0.5, start=0.25)
+  inner = KIVI(psaw, group=GROUP, residual=R)
+  outer = PSAW(KIVI(group=GROUP, residual=R), sinks=2, phi=0.5, start=0.25)
+  layers = [Layer(x, stream, layer=3) for x in (inner, outer)]
+  outs = [layer.prefill([22, 9]) for layer in layers]
+  outs += [layer.decode([22, 9])[0] for layer in layers]
+  np.testing.assert_array_equal(outs[0], outs[1])
+  np.testing.assert_array_equal(outs[2], outs[3])

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from kvjax.coded import Coded
 from kvjax.fields import expect
-from kvjax.method import Aux, Method  # noqa: F401 - tools look up the type of `base` here
+from kvjax.method import Aux, Method
 from kvjax.ops import attention, slots
 from kvjax.plans import Attended, Plan
 from kvjax.types import At, Cache
@@ -27,12 +28,17 @@ class Measured(Wrapper):
   (`kvjax.certificates` has the bounds that δ enters). It reads all keys to do so: for evaluations.
 
   Attributes:
-    base: a method whose cache holds every token (`positional`).
+    base: a method whose cache holds every token (`positional`), as numbers: of a method that stores
+      codes, `KIVI(Measured(Quest()))` measures what lies beneath.
   """
 
   def __post_init__(self):
     super().__post_init__()
     expect(self, "base", self.base.traits.positional, "a method whose cache holds every token")
+    below: Method = self
+    while isinstance(below, Wrapper):
+      below = below.base
+      expect(self, "base", not isinstance(below, Coded), "a method whose cache holds numbers")
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

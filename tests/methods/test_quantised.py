@@ -9,11 +9,14 @@ import kvjax
 from kvjax import (
   ART,
   H2O,
+  KIVI,
   METHODS,
+  PSAW,
   RKV,
   TOVA,
   Env,
   Full,
+  Measured,
   Quantised,
   Quest,
   SnapKV,
@@ -265,6 +268,28 @@ def test_summaries_are_of_what_is_stored():
     keys, _ = kept(stream, b, h, range(4, 8), 4)
     np.testing.assert_allclose(layer.cache.heads["key_min"][b, h, 1], keys.min(0), atol=CLOSE)
     np.testing.assert_allclose(layer.cache.heads["key_max"][b, h, 1], keys.max(0), atol=CLOSE)
+
+
+@pytest.mark.parametrize("coded", [Quantised(), KIVI(), PSAW(KIVI())])
+def test_codes_are_no_keys_to_measure(coded):
+  with pytest.raises(ValueError, match=r"Measured\.base: found .*, expected .* holds numbers"):
+    Measured(coded)
+
+
+def test_what_is_measured_beneath_codes_is_of_their_numbers():
+  """The top layer of PSAW hides the older half but for one sink: attention to keys as stored."""
+  stream = Stream.random(16)
+  psaw = PSAW(Full(), sinks=1, phi=0.5, start=0.25)
+  layer = Layer(Quantised(Measured(psaw), bits=4), stream, layer=3)
+  layer.prefill([22, 9])
+  _, aux = layer.decode([22, 9])
+  for b, t in enumerate((22, 9)):
+    hidden = np.arange(1, (t + 1) // 2 - 1)
+    for h, g in np.ndindex(3, 3):
+      keys, _ = kept(stream, b, h, range(t + 1), 4)
+      weight = np.exp(keys @ rotate(stream.q[b, h, g, t], t) / 4)
+      want = weight[hidden].sum() / weight.sum()
+      np.testing.assert_allclose(aux["dropped"][b, h, g], want, atol=CLOSE)
 
 
 def test_first_layers_may_stay_exact():

@@ -1,4 +1,4 @@
-"""Keys and values in 8 and 4 bits: what rounding costs SmolLM2."""
+"""Keys and values in 8, 4 and 2 bits: what rounding costs SmolLM2."""
 
 from . import cells
 from .results import Results
@@ -8,6 +8,13 @@ NAMES = {
   "full": "float32",
   "quantised": "8 bits",
   "quantised:bits=4": "4 bits",
+  "quantised:bits=4,group=32": "4 bits, 32 channels a scale",
+  "kivi:bits=4,residual=32": "KIVI, 4 bits, R = 32",
+  "kivi:bits=4": "KIVI, 4 bits, R = 128",
+  "quantised:bits=2": "2 bits",
+  "quantised:bits=2,group=32": "2 bits, 32 channels a scale",
+  "kivi:residual=32": "KIVI, 2 bits, R = 32",
+  "kivi": "KIVI, 2 bits, R = 128",
 }
 
 

@@ -52,7 +52,8 @@ def attend_quantised(
 
   Args:
     at, plan, q: as of `attend`.
-    cache: with words for keys and values.
+    cache: with words for keys and values, and for keys what is the same in all of them, "k_mean"
+      [B, K, H], which a kernel leaves out.
     seen: the same with the numbers that they stand for, in float32.
     per_slot: scales of keys and values, and zero points if there are any, float32 [B, K, S], or
       [B, K, S, N] of N groups of channels.
@@ -73,6 +74,10 @@ def attend_quantised(
   how = {"bits": bits, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
   where = per_slot, span.start, span.stop
   state, out, logits = run(q, *words, *where, logits=plan.needs.logits, **how)
+  mean = cache.heads["k_mean"][:, :, None]
+  alike = attention.logits_of(rounded_query(q)[:, :, :, None], mean)[..., 0]  # [B, K, G, 1]
+  state = dataclasses.replace(state, m=state.m + alike[..., 0])
+  logits = None if logits is None else logits + alike
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
   return Attended(state, logits, slot, visited, out)

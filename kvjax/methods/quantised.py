@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, entrance, forms, settings
@@ -27,6 +28,12 @@ class Quantised(Coded):
   with a zero point, as KIVI has for values (Liu et al., 2024, §3.2). Codes move with their scales:
   whatever the base evicts, compacts or selects, it does so with them.
 
+  Keys are rounded less their mean over the row's first chunk of prompt (SageAttention: Zhang et
+  al., ICLR 2025, §4.2). In many models some channels of all keys are large and alike, and would
+  leave few levels to the others. A query's product with the mean is the same for all keys: softmax,
+  and so a kernel, need not know of it. Under a soft cap they would: there the mean is 0, as in rows
+  that had no prompt.
+
   A prompt is attended to in full precision; what is cached of it is rounded, after RoPE (KIVI,
   §3.3). Everything that reads a cache, the base's scores and summaries too, sees the numbers that
   codes stand for. A decode step's query is rounded to 8 bits a head for its attention: q·k is a
@@ -39,7 +46,8 @@ class Quantised(Coded):
   Attributes:
     base: the method whose keys and values these are.
     bits: of a code, 8, 4 or 2. Per slot and head of H channels keys and values take H·bits/4 bytes
-      and 8 for the scales of each group, and 8 more for its zero points with 4 and 2 bits.
+      and 8 for the scales of each group, and 8 more for its zero points with 4 and 2 bits; per row
+      and head the mean takes 4·H.
     exact_layers: first layers whose keys and values stay as they are.
     group: channels that share a scale, a divisor of H; 0 or H: all of a head. The kernel takes
       whole heads of 8 and 4 bits, the reference the rest.
@@ -68,7 +76,8 @@ class Quantised(Coded):
         "expected a divisor of them, or 0 for the whole head"
       )
     parts = Leaf("slots", (spec.head_dim // width,)[: width < spec.head_dim], in_place=True)
-    return {**leaves, **self._words(spec), **dict.fromkeys(self._beside, parts)}
+    mean = {"k_mean": Leaf("heads", (spec.head_dim,), in_place=True)}
+    return {**leaves, **self._words(spec), **dict.fromkeys(self._beside, parts), **mean}
 
   @property
   def _beside(self) -> list[str]:
@@ -84,6 +93,7 @@ class Quantised(Coded):
     for name in WORDS:
       parts = [cache.slots[part] for part in _parts(name, self.bits)]
       held[name] = dequantise(Codes(cache.slots[name], *parts), self.bits)
+    held["k"] = held["k"] + cache.heads["k_mean"][:, :, None]
     return dataclasses.replace(cache, slots=held)
 
   def _with_words(self, cache: Cache) -> Cache:
@@ -103,19 +113,21 @@ class Quantised(Coded):
     words = {name: cache.slots[beside] for name, beside in _WORDS.items()}
     return dataclasses.replace(cache, slots={**rest, **words})
 
-  def _codes(self, new: New) -> New:
+  def _codes(self, new: New, mean: Float[Array, "B K H"]) -> New:
     """Words, scales and zero points of new tokens [B, K, T, H], by the names of their leaves."""
     made: New = {}
+    new = {**new, "k": new["k"].astype(jnp.float32) - mean[:, :, None]}
     for name, word in WORDS.items():
       codes = quantise(new[name], self.bits, word, self.group)
       parts = [x for x in codes if x is not None]
       made |= dict(zip((name, *_parts(name, self.bits)), parts, strict=True))
     return made
 
-  def _rounded(self, codes: New) -> New:
+  def _rounded(self, codes: New, mean: Float[Array, "B K H"]) -> New:
     """The numbers that new tokens' codes stand for."""
     parts = {name: [codes[x] for x in (name, *_parts(name, self.bits))] for name in WORDS}
-    return {name: dequantise(Codes(*of), self.bits) for name, of in parts.items()}
+    new = {name: dequantise(Codes(*of), self.bits) for name, of in parts.items()}
+    return {**new, "k": new["k"] + mean[:, :, None]}
 
   # ---- moves: decode
 
@@ -130,8 +142,9 @@ class Quantised(Coded):
     """The base's, of rounded keys and values; their codes go where they go."""
     if not _coded(cache):
       return self.base.insert(at, cache, k, v, live)
-    codes = self._codes({"k": k[:, :, None], "v": v[:, :, None]})
-    new = self._rounded(codes)
+    mean = cache.heads["k_mean"]
+    codes = self._codes({"k": k[:, :, None], "v": v[:, :, None]}, mean)
+    new = self._rounded(codes, mean)
     entered = self.base.insert(at, self._of_base(cache), new["k"][:, :, 0], new["v"][:, :, 0], live)
     slot = entrance.landing(at, cache, live)[:, :, None]
     written = {name: slots.put(cache.slots[name], slot, x) for name, x in codes.items()}
@@ -163,13 +176,26 @@ class Quantised(Coded):
     """The base's, of rounded keys and values, with which their codes move."""
     if not _coded(cache):
       return self.base.keep(at, cache, new, q, qpos, attended, prompt)
-    codes = self._codes(new)
-    rounded = {**self._rounded(codes), "pos": new["pos"]}
+    mean = _mean_key(at, cache, new)
+    codes = self._codes(new, mean)
+    rounded = {**self._rounded(codes, mean), "pos": new["pos"]}
     rounded |= self._of_base(cache).of_new(rounded)
     codes |= {beside: codes[name] for name, beside in _WORDS.items()}
     new = {**codes, **rounded}
     held = self._with_words(cache)
-    return self._stored(self.base.keep(at, held, new, q, qpos, attended, prompt))
+    kept = self.base.keep(at, held, new, q, qpos, attended, prompt)
+    return self._stored(kept.put(heads={"k_mean": mean}))
+
+
+def _mean_key(at: At, cache: Cache, new: slots.Slots) -> Float[Array, "B K H"]:
+  """What keys are stored less, after a chunk: the mean of the row's first one's, 0 under a cap."""
+  held = cache.heads["k_mean"]
+  if at.env.soft_cap is not None:
+    return held
+  k = new["k"].astype(jnp.float32)
+  counts = (new["pos"] >= 0)[..., None] & jnp.isfinite(k)
+  mean = jnp.where(counts, k, 0).sum(2) / jnp.maximum(counts.sum(2), 1)
+  return jnp.where((cache.seen == 0)[:, None, None], mean, held)
 
 
 _WORDS = {name: f"{name}_words" for name in WORDS}  # beside the numbers, while tokens move

@@ -1,24 +1,15 @@
 """Dense decode over keys and values in 8 or 4 bits (`kvjax.ops.quantised`), as `decode` is.
 
 Bytes: the codes of every visible slot, and its float32 scales and zero points, once: 0.52 of what
-bfloat16 moves with 8 bits and H = 128, 0.28 with 4. At that rate conversions are what it costs, so
-there are few. Queries are rounded to 8 bits too: q·k is a product of integers, exact in int32. The
-scales a and zero points z are folded in around the softmax:
-
-    x_s = a_q · (a_k,s · (code_q · code_k,s) + z_k,s · Σ code_q) / √H
-    o = (Σ_s (p_s · a_v,s) · code_v,s + Σ_s p_s · z_v,s) / Σ_s p_s
-
-p·v wants floats of 16 bits. The integers below 1024 are the low bits of float16 from 1024 on, so a
-code is a float after one instruction for two of them and the subtraction of a constant. Values lie
-in words of 16 bits because these are turned on their way out of shared memory; bytes are not, and
-leave it one by one.
+bfloat16 moves with 8 bits and H = 128, 0.28 with 4. At that rate conversions are what it costs
+(`_codes`).
 
 The grid and the second kernel are those of `decode`: programs for pieces of rows, then the join.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,116 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from ..ops.quantised import LARGEST, nearest
 from ..softmax_state import State
-from . import _backend, _split, _tiles
+from . import _backend, _codes, _split, _tiles
 from .config import Config, choose, fitted, this_device
 from .decode import _spans, check
 
 BITS = (8, 4)
-_OF_1024 = 0x6400  # float16, as bits
-# Weights are float16: with scales of values from 1e-6 to 4000 they are neither lost nor infinite.
-# Queries of float32 ask for more: their weights are float32, and so are codes.
-_WEIGHT = 16.0
-
-
-class _Carry(NamedTuple):
-  """As `_tiles.Carry`, acc [R, C] in parts, and zero [R], Σ 2^(x − m) z."""
-
-  acc: tuple[Array, ...]
-  zero: Array
-  m: Array
-  l: Array
-
-
-class _Tile(NamedTuple):
-  """Words of keys [T, Wk] and values [T, Wv], scales and zero points float32 [T], keep bool [T]."""
-
-  k: Array
-  v: Array
-  per_slot: tuple[Array, ...]
-  keep: Array
-
-
-def _values(words: Array, bits: int, inline: bool) -> list[Array]:
-  """The codes in words of 16 bits, float16, a part of the channels each; of 4 bits less 8.
-
-  Numbers around 0: sums of what is all positive would lose the digits that they differ in.
-  """
-  if bits == 8:
-    words = words ^ jnp.int16(-0x7F80)  # codes + 128
-  offset = jnp.float16(1024 + 2 ** (bits - 1))
-  return [_floats(words, bits, i, inline) - offset for i in range(16 // bits)]
-
-
-def _floats(words: Array, bits: int, i: int, inline: bool) -> Array:
-  """1024 + the i-th number of `bits` bits of each word, float16."""
-  if not inline:
-    words = lax.bitcast_convert_type(words, jnp.uint16)
-    part = ((words >> (bits * i)) & (2**bits - 1)) | _OF_1024
-    return lax.bitcast_convert_type(part.astype(jnp.uint16), jnp.float16)
-  if bits == 8:  # bytes i and i + 2 of two words, and a constant one above each
-    asm = f"prmt.b32 $0, $1, 0x64646464, {0x4240 + 0x101 * i:#x};"
-  else:  # (words >> 4 i) & 15 | 1024 of two words, and as one instruction
-    asm = (
-      f"{{ .reg .b32 t; shr.b32 t, $1, {4 * i}; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }}"
-    )
-  return _backend.inline(asm, words, jnp.float16, pack=2)
-
-
-def _keys(words: Array, bits: int, inline: bool) -> list[Array]:
-  """The codes in words of 8 bits, int8, a part of the channels each."""
-  if bits == 8:
-    return [words]
-  if not inline:
-    return [words & 15, (words >> 4) & 15]
-  shifted = (
-    f"{{ .reg .b32 t; shr.b32 t, $1, {4 * i}; and.b32 $0, t, 0x0f0f0f0f; }}" for i in (0, 1)
-  )
-  return [_backend.inline(asm, words, jnp.int8, pack=4) for asm in shifted]
-
-
-def _step(
-  carry: _Carry,
-  q: Sequence[Array],
-  q_scale: Array,
-  tile: _Tile,
-  *,
-  scale: _tiles.Scale,
-  bits: int,
-  weights: Any,
-  inline: bool,
-  see: Callable[[Array], None] | None,
-) -> _Carry:
-  """Adds one tile: q int8 [R, Wk] in parts; q_scale [R] has the factor of base-2 logits in it,
-  unless these are capped. `see` is shown the base-2 logits [R, T].
-  """
-  keys, k_scale, v_scale = _keys(tile.k, bits, inline), *tile.per_slot[:2]
-  products = [_backend.dot(a, b, trans_b=True) for a, b in zip(q, keys, strict=True)]
-  x = functools.reduce(jnp.add, products).astype(jnp.float32) * k_scale[None, :]
-  if bits < 8:
-    sums = [part.astype(jnp.int32).sum(axis=1) for part in q]
-    total = functools.reduce(jnp.add, sums).astype(jnp.float32)
-    x = x + total[:, None] * tile.per_slot[2][None, :]
-  x = x * q_scale[:, None]
-  x = x if scale.soft_cap is None else scale.base2(x)
-  x = jnp.where(tile.keep[None, :], x, -jnp.inf)
-  if see is not None:
-    see(x)
-  m = jnp.maximum(carry.m, x.max(axis=1))
-  base = _tiles.finite(m)
-  alpha = jnp.exp2(carry.m - base)
-  p = jnp.exp2(x - base[:, None])
-  w = (p * (v_scale * _WEIGHT)[None, :]).astype(weights)
-  codes = (x.astype(weights) for x in _values(tile.v, bits, inline))
-  acc = tuple(
-    old * alpha[:, None] + _backend.dot(w, part) for old, part in zip(carry.acc, codes, strict=True)
-  )
-  zero = carry.zero
-  if bits < 8:
-    of_eight = tile.per_slot[3] + 8 * v_scale
-    zero = zero * alpha + (p * of_eight[None, :]).sum(axis=1)
-  return _Carry(acc, zero, m, carry.l * alpha + p.sum(axis=1))
 
 
 def _attend_kernel(
@@ -156,7 +43,7 @@ def _attend_kernel(
   written = 4 if whole else 8
   logits_ref = refs[-written - 1] if logits else None
   q_ref, k_ref, v_ref, *slot_refs, start_ref, stop_ref = refs[: -written - logits]
-  weights = jnp.float32 if q_ref.dtype == jnp.float32 else jnp.float16
+  how = _codes.how(q_ref.dtype, scale, bits, inline)
   rows, slots, _ = k_ref.shape
   head_dim = q_ref.shape[2]
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=True)
@@ -174,49 +61,30 @@ def _attend_kernel(
   lanes = jnp.arange(_split.lanes_of(groups))
   k_words, v_words = (jnp.arange(_split.columns_of(ref.shape[2])) for ref in (k_ref, v_ref))
 
-  queries = []
-  for i in range(8 // bits):
-    real = (lanes < groups)[:, None] & (k_words < k_ref.shape[2])[None, :]
-    columns = i * k_ref.shape[2] + k_words[None, :]
-    queries.append(_backend.load(q_ref, row, lanes[:, None], columns, mask=real))
-  queries = [x.astype(jnp.float32) for x in queries]
-  top = functools.reduce(jnp.maximum, [jnp.abs(x).max(axis=1) for x in queries])
-  q = [nearest(x, top[:, None], LARGEST).astype(jnp.int8) for x in queries]
-  q_scale = top * (1 / LARGEST)
-  q_scale = scale.base2(q_scale) if scale.soft_cap is None else q_scale
+  q = _codes.query(q_ref, row, lanes, k_words, k_ref.shape[2], how)
 
   def write(base: Any, end: Any, i: Any, x: Array) -> None:
     slot = base + i * config.tile + jnp.arange(config.tile)
     mask = (lanes < groups)[:, None] & (slot < end)[None, :]
     _backend.store(logits_ref, row, lanes[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
 
-  def walk(carry: _Carry, base: Any, end: Any, low: Any, high: Any) -> _Carry:
+  def walk(carry: _codes.Carry, base: Any, end: Any, low: Any, high: Any) -> _codes.Carry:
     def per_slot(i: Any) -> tuple[Array, ...]:
       slot = base + i * config.tile + jnp.arange(config.tile)
       keep = slot < end
       return tuple(_backend.load(x, row, slot, mask=keep, evict="evict_first") for x in slot_refs)
 
-    def fetch(i: Any, held: tuple[Array, ...]) -> _Tile:
+    def fetch(i: Any, held: tuple[Array, ...]) -> _codes.Tile:
       slot = base + i * config.tile + jnp.arange(config.tile)
       keep = slot < end
+      read = ((k_ref, k_words), (v_ref, v_words))
+      k, v = (_codes.words(x, row, slot, column, keep, "evict_first") for x, column in read)
+      return _codes.Tile(k, v, held, keep)
 
-      def words(ref: Any, column: Array) -> Array:
-        mask = keep[:, None] & (column < ref.shape[2])[None, :]
-        index = row, slot[:, None], column[None, :]
-        return _backend.load(ref, *index, mask=mask, other=0, evict="evict_first")
+    see = functools.partial(write, base, end) if logits else None
+    return _codes.walk(carry, q, per_slot, fetch, low, high, how, see=see)
 
-      return _Tile(words(k_ref, k_words), words(v_ref, v_words), held, keep)
-
-    def body(i: Any, both: tuple[_Carry, Any]) -> tuple[_Carry, Any]:
-      (carry, held), later = both, per_slot(i + 1)
-      see = functools.partial(write, base, end, i) if logits else None
-      return step(carry, q, q_scale, fetch(i, held), see=see), later
-
-    return lax.fori_loop(low, high, body, (carry, per_slot(low)))[0]
-
-  step = functools.partial(_step, scale=scale, bits=bits, weights=weights, inline=inline)
-  empty = _tiles.start(lanes.size, v_words.size)
-  carry = _Carry((empty.acc,) * (16 // bits), empty.l, empty.m, empty.l)
+  carry = _codes.start(lanes.size, v_words.size, bits)
   begins = piece.active & (piece.part == 0)
   if sinks:
     carry = walk(carry, 0, head, 0, jnp.where(begins, pl.cdiv(head, config.tile), 0))
@@ -228,11 +96,7 @@ def _attend_kernel(
     tiles = jnp.where(begins, pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0)
     lax.fori_loop(0, tiles, lambda i, _, fill=fill: fill(i, nothing), None)
 
-  for i, acc in enumerate(carry.acc):
-    acc = acc * (1 / _WEIGHT) + carry.zero[:, None]
-    part = _tiles.Carry(acc, carry.m, carry.l)
-    sizes = {"groups": groups, "head_dim": head_dim, "part": i, "parts": len(carry.acc)}
-    _split.store(piece, part, refs[-written:], **sizes)
+  _codes.store(piece, carry, refs[-written:], groups=groups, head_dim=head_dim)
 
 
 def decode_attention(

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..softmax_state import State
-from . import _backend, _split, _tiles
+from . import _backend, _listed, _split, _tiles
 from .config import Config, choose
 from .decode import check
 
@@ -39,37 +39,18 @@ def _attend_kernel(
   and no matrix units (`walk_lanes`).
   """
   q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref, *outs = refs
-  rows, slots, head_dim = k_ref.shape
-  width = table_ref.shape[1]
-
-  def tiles_of(row: Array, real: Array) -> Array:
-    count = _backend.load(count_ref, row, mask=real, other=0)
-    return pl.cdiv(jnp.minimum(count, width) * unit, config.tile)
-
-  if whole:
-    piece = _split.whole()
-  else:
-    piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
+  slots, head_dim = k_ref.shape[1:]
+  piece, keys, find = _listed.of_program(
+    *(table_ref, count_ref, start_ref, stop_ref),
+    slots=slots,
+    unit=unit,
+    sinks=sinks,
+    config=config,
+    whole=whole,
+  )
   row = piece.row
-  keys = jnp.minimum(count_ref[row], width) * unit
-  shared = rows // stop_ref.shape[0]  # rows of one range: all heads of a batch row, or one
-  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
-
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   inside = (columns < head_dim)[None, :]
-
-  def find(i: Any) -> Array:
-    """Slots of a tile, −1 for none."""
-    if unit % config.tile:
-      key = i * config.tile + jnp.arange(config.tile)
-      entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
-      slot = entry * unit + key % unit
-    else:  # one entry for the whole tile
-      key = i * config.tile
-      entry = table_ref[row, key // unit]
-      slot = entry * unit + key % unit + jnp.arange(config.tile)
-    keep = (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
-    return jnp.where(keep, slot, -1)
 
   def fetch(slot: Array) -> tuple[Array, Array]:
     index, mask = (row, jnp.maximum(slot, 0)[:, None], columns[None, :]), (slot >= 0)[:, None]

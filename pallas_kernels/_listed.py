@@ -1,0 +1,68 @@
+"""The slots that a plan's table lists, tile by tile of a walk, whatever the plan's unit is."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from . import _backend, _split
+from .config import Config
+
+
+class Listed(NamedTuple):
+  """What a program has of a row's list of `keys` slots.
+
+  find: the slots [T] of a tile of the walk, −1 for none.
+  """
+
+  piece: _split.Piece
+  keys: Array
+  find: Callable[[Any], Array]
+
+
+def of_program(
+  table_ref: Any,
+  count_ref: Any,
+  start_ref: Any,
+  stop_ref: Any,
+  *,
+  slots: int,
+  unit: int,
+  sinks: int,
+  config: Config,
+  whole: bool,
+) -> Listed:
+  """A part of a row of table [R, W], count [R], within start, stop [R] or one per batch row.
+
+  A tile takes part of one entry of `unit` slots, or many of them. `whole`: a program per row.
+  """
+  rows, width = table_ref.shape
+
+  def tiles_of(row: Array, real: Array) -> Array:
+    count = _backend.load(count_ref, row, mask=real, other=0)
+    return pl.cdiv(jnp.minimum(count, width) * unit, config.tile)
+
+  if whole:
+    piece = _split.whole()
+  else:
+    piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
+  row = piece.row
+  keys = jnp.minimum(count_ref[row], width) * unit
+  shared = rows // stop_ref.shape[0]  # rows of one range: all heads of a batch row, or one
+  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
+
+  def find(i: Any) -> Array:
+    if unit % config.tile:
+      key = i * config.tile + jnp.arange(config.tile)
+      entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
+      slot = entry * unit + key % unit
+    else:  # one entry for the whole tile
+      key = i * config.tile
+      entry = table_ref[row, key // unit]
+      slot = entry * unit + key % unit + jnp.arange(config.tile)
+    keep = (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
+    return jnp.where(keep, slot, -1)
+
+  return Listed(piece, keys, find)

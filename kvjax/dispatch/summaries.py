@@ -16,7 +16,7 @@ Summarise = Callable[[Cache, Array, int], Cache]
 
 def renew_extremes(at: At, cache: Cache, summarise: Summarise, *, unit: int) -> Cache:
   """Minimum and maximum of the keys of a page of `unit` tokens: "key_min" and "key_max"."""
-  run = pallas(at, "renew_extremes", whole=True)
+  run = _kernel(at, cache, "renew_extremes", "key_min")
   if run is None:
     return context.summarised(at, cache, summarise, cache.seen - 1, 1)
   held = cache.heads["key_min"], cache.heads["key_max"]
@@ -26,8 +26,18 @@ def renew_extremes(at: At, cache: Cache, summarise: Summarise, *, unit: int) -> 
 
 def renew_mean(at: At, cache: Cache, summarise: Summarise, *, width: int, stride: int) -> Cache:
   """Means of `width` keys, one every `stride` tokens: "compressed"."""
-  run = pallas(at, "renew_mean", whole=True)
+  run = _kernel(at, cache, "renew_mean", "compressed")
   if run is None:
     return context.summarised(at, cache, summarise, cache.seen - 1, 1)
   held = cache.slots["k"], cache.used, cache.heads["compressed"]
   return cache.put(heads={"compressed": run(*held, width=width, stride=stride)})
+
+
+def _kernel(at: At, cache: Cache, operation: str, summary: str) -> Callable | None:
+  """The kernel, which reads keys that lie in memory: those made of codes do not.
+
+  Their dtype is float32, and not their summary's.
+  """
+  if cache.slots["k"].dtype != cache.heads[summary].dtype:
+    return None
+  return pallas(at, operation, whole=True)

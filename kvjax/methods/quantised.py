@@ -197,6 +197,12 @@ def _mean_key(at: At, cache: Cache, new: slots.Slots) -> Float[Array, "B K H"]:
   mean = jnp.where(counts, k, 0).sum(2) / jnp.maximum(counts.sum(2), 1)
   return jnp.where((cache.seen == 0)[:, None, None], mean, held)
 
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """The base's, of the numbers; `keep` asks for it where these have their words beside them."""
+    if not _coded(cache):
+      return self.base.settle(at, cache, prompt)
+    return self._stored(self.base.settle(at, self._with_words(cache), prompt))
+
 
 _WORDS = {name: f"{name}_words" for name in WORDS}  # beside the numbers, while tokens move
 

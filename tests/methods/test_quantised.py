@@ -275,6 +275,11 @@ def test_summaries_are_of_what_is_stored():
     keys, _ = kept(stream, b, h, 8, range(4, 8), 4)
     np.testing.assert_allclose(layer.cache.heads["key_min"][b, h, 1], keys.min(0), atol=CLOSE)
     np.testing.assert_allclose(layer.cache.heads["key_max"][b, h, 1], keys.max(0), atol=CLOSE)
+  # Settling the cache as it is stored makes the same of its codes, and leaves these as they are.
+  count = jnp.full(2, 9)
+  again = layer.method.settle(layer.at, layer.cache, kvjax.Prompt(count, count, None, 9, 0))
+  for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(layer.cache), strict=True):
+    np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("coded", [Quantised(), KIVI(), PSAW(KIVI())])

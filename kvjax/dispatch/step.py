@@ -62,25 +62,38 @@ def attend_quantised(
   Raises:
     NotImplementedError: a kernel is asked for by name that does not take these codes.
   """
-  plain = plan.table is None and not beyond_kernel(plan, "", logits=True, turned=False)
-  run = over_plan("attend_quantised", at, cache, plan, q) if plain else None
+  listed = plan.table is not None
+  operation = "attend_quantised_table" if listed else "attend_quantised"
+  plain = not beyond_kernel(plan, "", logits=not listed, turned=False)
+  run = over_plan(operation, at, cache, plan, q) if plain else None
   if run is not None and (beyond := _beyond_codes(per_slot, bits)):
     if at.env.impl != "auto":
-      raise NotImplementedError(f"attend_quantised: {at.name} {beyond}")
+      raise NotImplementedError(f"{operation}: {at.name} {beyond}")
     run = None
   if run is None:
     return rounded(attend(sparing(at), seen, plan, rounded_query(q)), q.dtype)
-  span, words = plan.span, (cache.slots["k"], cache.slots["v"])
+  span, coded = plan.span, (cache.slots["k"], cache.slots["v"], per_slot)
   how = {"bits": bits, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
-  where = per_slot, span.start, span.stop
-  state, out, logits = run(q, *words, *where, logits=plan.needs.logits, **how)
-  mean = cache.heads["k_mean"][:, :, None]
-  alike = attention.logits_of(rounded_query(q)[:, :, :, None], mean)[..., 0]  # [B, K, G, 1]
-  state = dataclasses.replace(state, m=state.m + alike[..., 0])
-  logits = None if logits is None else logits + alike
+  if listed:
+    where = plan.table, plan.count, span.start, span.stop
+    state, out = run(q, *coded, *where, unit=plan.unit, **how)
+    state, _ = of_keys(cache, q, state)
+    return Attended(state, None, None, plan.visited(cache.size), out)
+  state, out, logits = run(q, *coded, span.start, span.stop, logits=plan.needs.logits, **how)
+  state, logits = of_keys(cache, q, state, logits)
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
   return Attended(state, logits, slot, visited, out)
+
+
+def of_keys(
+  cache: Cache, q: Array, state: State, logits: Array | None = None
+) -> tuple[State, Array | None]:
+  """What a kernel says of codes, of keys: every logit is larger by the query's with their mean."""
+  mean = cache.heads["k_mean"][:, :, None]
+  alike = attention.logits_of(rounded_query(q)[:, :, :, None], mean)[..., 0]  # [B, K, G, 1]
+  state = dataclasses.replace(state, m=state.m + alike[..., 0])
+  return state, None if logits is None else logits + alike
 
 
 def _beyond_codes(per_slot: Sequence[Array], bits: int) -> str:

@@ -35,6 +35,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_shared": {"pallas": ("kvjax.kernels.enter_token", "enter_token")},
   "attend_shared": {"pallas": ("kvjax.kernels.decode", "decode_with_output")},
   "attend_quantised": {"pallas": ("kvjax.kernels.quantised_decode", "decode_attention")},
+  "attend_quantised_table": {"pallas": ("kvjax.kernels.quantised_sparse", "sparse_decode")},
   "append_blocks": {"pallas": ("kvjax.kernels.host_blocks", "append")},
   "fetch_blocks": {"pallas": ("kvjax.kernels.host_blocks", "fetch")},
   "attend_table": {"pallas": ("kvjax.kernels.sparse_decode", "sparse_decode")},
@@ -68,7 +69,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = {"attend_quantised", "attend_shared", "enter_shared"}
+UNRUN: set[str] = {"attend_quantised", "attend_quantised_table", "attend_shared", "enter_shared"}
 
 
 def kernel(operation: str, impl: str) -> Callable:

@@ -22,7 +22,9 @@ from kvjax import (
   Carry,
   Env,
   InfLLMv2,
+  LongFlow,
   PyramidKV,
+  Quantised,
   Quest,
   Rope,
   SnapKV,
@@ -45,6 +47,9 @@ CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
   "prr over infllm_v2": PRR(settings.example(InfLLMv2, 256), budget=1.25),
   "prr, strict": PRR(settings.example(Quest, 256), budget=1.25, strict=True),
   "cis per query head": CIS(k=64, per="query_head"),
+  "int8 over quest": Quantised(settings.example(Quest, 256)),
+  "int8 over longflow": Quantised(settings.example(LongFlow, 256)),
+  "int4 over cis": Quantised(settings.example(CIS, 256), bits=4),
 }
 
 SORTING = {
@@ -126,6 +131,11 @@ STEPS = {
   "art over streaming_llm": (0, 3),
   "art over snapkv": (0, 3),
   "art, certified": (3, 5),  # bounds in the order of the walk
+  # The new token's position, words, scales and zero points, LongFlow's ‖v‖₁, Quest's newest page.
+  "quantised": (5, 2),
+  "int8 over quest": (8, 4),
+  "int8 over longflow": (6, 3),
+  "int4 over cis": (7, 7),
 }
 
 

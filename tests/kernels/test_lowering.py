@@ -37,6 +37,7 @@ from kvjax.kernels.key_weights import key_weights
 from kvjax.kernels.longflow import victim
 from kvjax.kernels.qkv_heads import qkv_heads
 from kvjax.kernels.quantised_decode import decode_attention as quantised_decode
+from kvjax.kernels.quantised_sparse import sparse_decode as quantised_sparse
 from kvjax.kernels.quest import page_bounds
 from kvjax.kernels.repair import repair
 from kvjax.kernels.sparse_decode import settings, sparse_decode
@@ -121,6 +122,26 @@ def quantised_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     per_slot = [of(cache, f32)] * (2 if bits == 8 else 4)
     call = functools.partial(quantised_decode, bits=bits, interpret=False, **options)
     yield f"int{bits}-H{head_dim}-G{groups}", call, [*shapes, per_slot, *where]
+
+
+def quantised_sparse_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """Sparse decode over codes: tiles that gather, tiles that do not, a program for each row."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  for bits, head_dim, groups, unit, batch in (
+    *((8, 128, 4, 16, 1), (4, 128, 4, 16, 1), (8, 128, 4, 64, 8), (4, 128, 4, 64, 8)),
+    *((8, 128, 1, 1, 64), (4, 96, 3, 1, 1), (8, 256, 4, 16, 64), (4, 256, 32, 256, 1)),
+    *((8, 64, 16, 16, 1), (8, 80, 4, 16, 1)),
+  ):
+    rows, dtype = (batch, 8), jnp.float32 if head_dim == 80 else jnp.bfloat16
+    cache = *rows, 131072 // batch
+    shapes = [of((*rows, groups, head_dim), dtype)]
+    shapes += [of((*cache, head_dim * bits // 8), jnp.int8)]
+    shapes += [of((*cache, head_dim * bits // 16), jnp.int16)]
+    per_slot = [of(cache, jnp.float32)] * (2 if bits == 8 else 4)
+    where = [of((*rows, 4096 // unit), i32), of(rows, i32), *[of((batch, 1), i32)] * 2]
+    call = functools.partial(quantised_sparse, bits=bits, unit=unit, interpret=False)
+    name = f"int{bits}-unit{unit}-H{head_dim}" + f"-rows{8 * batch}" * (batch > 1)
+    yield name, call, [*shapes, per_slot, *where]
 
 
 def sparse_decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
@@ -512,6 +533,7 @@ KERNELS: dict[str, Callable] = {
   "products": product_calls,
   "prr": prr_calls,
   "quantised": quantised_calls,
+  "quantised_sparse": quantised_sparse_calls,
 }
 
 # Of every kernel that makes logits of attention, and of Gemma 2's heads of 256.
@@ -522,6 +544,8 @@ CAPPED = (
   "decode-logits-bfloat16",
   "quantised-int8-H256",
   "quantised-int4-H128",
+  "quantised_sparse-int8-unit16-H256",
+  "quantised_sparse-int4-unit16-H128",
   "prefill-plain-8192-H128-bfloat16",
   "prefill-window-8192-H256-bfloat16",
   "prefill-mass-8192-H256-bfloat16",
@@ -588,6 +612,8 @@ CORE = (
   "capped-prefill-window-8192-H256-bfloat16",
   "quantised-int8-H128",
   "quantised-int4-H128",
+  "quantised_sparse-int8-unit16-H128",
+  "quantised_sparse-int4-unit16-H128",
 )
 
 
@@ -700,6 +726,10 @@ def test_what_is_refused_does_not_fit():
     ("prr-speculate-unit64", "speculate"),
     ("quantised-int8-H128", "decode_int8"),
     ("quantised-int4-H128", "decode_int4"),
+    ("quantised_sparse-int8-unit16-H128", "sparse_int8"),
+    slow_unless(False, "quantised_sparse-int4-unit16-H128", "sparse_int4"),
+    slow_unless(False, "quantised_sparse-int8-unit64-H128", "sparse_int8"),
+    slow_unless(False, "quantised_sparse-int8-unit1-H128", "sparse_int8"),
     slow_unless(False, "art-unit128-H128-bfloat16", "art_walk"),
     slow_unless(False, "sparse_decode-unit1-H128-bfloat16", "sparse_attend"),
     slow_unless(False, "sparse_decode-unit64-H128-bfloat16", "sparse_attend"),
@@ -717,12 +747,20 @@ def test_streams_through_shared_memory(call, name):
   assert "mma.sync" in binary.ptx
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes_are_multiplied_as_integers_and_turned_in_shared_memory(bits):
+@pytest.mark.parametrize(
+  ("call", "name"),
+  [
+    ("quantised-int8", "decode_int8"),
+    ("quantised-int4", "decode_int4"),
+    ("quantised_sparse-int8-unit16-H128", "sparse_int8"),
+    slow_unless(False, "quantised_sparse-int4-unit16-H128", "sparse_int4"),
+    slow_unless(False, "quantised_sparse-int8-unit1-H128", "sparse_int8"),
+    slow_unless(False, "quantised_sparse-int4-unit64-H128", "sparse_int4"),
+  ],
+)
+def test_codes_are_multiplied_as_integers_and_turned_in_shared_memory(call, name):
   """Values byte by byte out of shared memory, or keys as floats, would cost what is saved."""
-  binary = next(
-    b for k, b in compiled(called(f"quantised-int{bits}")) if k.name.endswith(str(bits))
-  )
+  binary = next(b for k, b in compiled(called(call)) if k.name == name)
   assert "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32" in binary.ptx
   assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in binary.ptx
   assert "ldmatrix.sync.aligned.m8n8.x4.trans" in binary.ptx
@@ -745,6 +783,7 @@ def test_prompts_use_the_matrix_units_of_a_group_of_warps():
 
 # Of methods that insert, select, score, share, stop and stream in ways of their own.
 LOWERED = ("full", "longflow", "quest", "cis", "prr, strict", "art, certified", "infllm")
+LOWERED += ("int8 over quest",)
 
 
 @pytest.mark.core(2)

@@ -1,0 +1,135 @@
+"""Decode steps over codes by kernels: what they select, name and give, against the reference's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
+from kvjax.dispatch import table
+from kvjax.testing.layer import Layer, Stream, rotate
+from tests.kernels import test_decode_ops as steps
+from tests.methods.test_quantised import held, kept, own_rounded
+
+LENGTHS = (22, 9)
+# Methods whose steps list tiles of what they keep, and leave attention to them as it is.
+LISTING = ("quest", "infllm_v2", "rocketkv", "double_sparsity", "topk_oracle", "hshare", "cis")
+LISTING += ("cpe", "twilight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Telling(Quantised):
+  """Reports what a step listed."""
+
+  def observe(self, at, cache, q, plan, attended):
+    after, aux = super().observe(at, cache, q, plan, attended)
+    by_kernel = jnp.full(len(cache.seen), attended.logits is None)
+    return after, {**aux, "listed": plan.table, "count": plan.count, "by_kernel": by_kernel}
+
+
+def taken(method, stream, impl, layer, steps=5):
+  """Outputs, reports and the cache after some steps of ragged rows."""
+  run = Layer(method, stream, env=Env(4, impl=impl, tile=4), layer=layer)
+  run.prefill(LENGTHS)
+  made = [run.decode([n + step for n in LENGTHS]) for step in range(steps)]
+  return [out for out, _ in made], [aux for _, aux in made], run.cache
+
+
+@pytest.mark.core(3)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", LISTING)
+def test_what_is_listed_is_attended_to_in_codes(name, bits):
+  """The same tiles, the same number of slots, codes to the bit; K = 3 and G = 3."""
+  method = Telling(settings.example(METHODS[name], 12), bits=bits)
+  stream = Stream.random(11)
+  outs, told, cache = taken(method, stream, "pallas", layer=3)
+  wanted, expected, reference = taken(method, stream, "reference", layer=3)
+  for out, want, by, of in zip(outs, wanted, told, expected, strict=True):
+    assert by["by_kernel"].all() and not of["by_kernel"].any()
+    np.testing.assert_array_equal(by["count"], of["count"])
+    np.testing.assert_array_equal(by["visited"], of["visited"])
+    np.testing.assert_array_equal(np.sort(by["listed"]), np.sort(of["listed"]))
+    np.testing.assert_allclose(out, want, atol=2e-5)
+  for leaf in {"pos", "k", "v", "k_scale", "v_scale", "k_zero", "v_zero"} & {*cache.slots}:
+    np.testing.assert_array_equal(cache.slots[leaf], reference.slots[leaf], err_msg=leaf)
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_longflow_names_by_what_is_stored(bits, impl):
+  """Σ_g α_g · ‖v‖₁ of rounded queries, keys and values, in NumPy's float64 (Alg. 1)."""
+  stream, base = Stream.random(12), LongFlow(12, window_size=4, sinks=1)
+  layer = Layer(Quantised(base, bits=bits), stream, env=Env(4, impl=impl, tile=4))
+  layer.prefill(LENGTHS)
+  for step in range(6):
+    at = [n + step for n in LENGTHS]
+    layer.decode(at)
+    named = np.asarray(layer.cache.heads["victim"])
+    for b, h in np.ndindex(*named.shape):
+      positions = held(layer.cache, b, h)
+      keys, values = kept(stream, b, h, positions, bits)
+      total = np.zeros(len(positions))
+      for query in stream.q[b, h, :, at[b]]:
+        x = keys @ own_rounded(rotate(query, at[b]), 8) / np.sqrt(len(query))
+        total += np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+      size = total * np.abs(values).sum(-1)
+      free = [p if 1 <= p < at[b] else -1 for p in positions]
+      least = min((s, p) for s, p in zip(size, free, strict=True) if p >= 0)
+      assert layer.cache.pos[b, h, named[b, h]] == least[1], (step, b, h)
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("base", [H2O(12), TOVA(12)], ids=["h2o", "tova"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_statistics_of_logits_over_codes(base, bits):
+  """By the kernel's logits as by the reference's, and so the same tokens stay."""
+  method, stream = Quantised(base, bits=bits), Stream.random(13)
+  outs, _, cache = taken(method, stream, "pallas", layer=1)
+  wanted, _, reference = taken(method, stream, "reference", layer=1)
+  np.testing.assert_allclose(outs, wanted, atol=2e-5)
+  np.testing.assert_array_equal(cache.pos, reference.pos)
+  for name, x in reference.slots.items():
+    np.testing.assert_allclose(cache.slots[name], x, atol=1e-5, err_msg=name)
+
+
+def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
+  """Under "auto": attention reads codes, and the newest page's extremes are not a kernel's work."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(table, "UNRUN", set())
+  monkeypatch.setattr(steps, "Env", lambda *args, impl: Env(*args, impl="auto"))
+  quest, infllm = (settings.example(METHODS[name], 256) for name in ("quest", "infllm_v2"))
+  renewing = {"renew_extremes", "renew_mean"}
+  for base, scoring in ((quest, {"page_bounds"}), (infllm, {"key_logits", "key_weights"})):
+    launched = {}
+    for method in (base, Quantised(base)):
+      counts = steps.operations(method)
+      launched[method] = {x.removeprefix("launch ") for x in counts if x.startswith("launch ")}
+    assert launched[base] >= {"sparse_attend"} | scoring and launched[base] & renewing
+    assert launched[Quantised(base)] == {"top_k", "sparse_int8", "decode_join"} | scoring
+
+
+def test_auto_waits_until_the_kernels_have_run(monkeypatch):
+  """On a GPU: the reference, until the operation leaves `UNRUN`."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  q, k = jnp.zeros((1, 2, 4, 64), jnp.bfloat16), jnp.zeros((1, 2, 512, 64), jnp.int8)
+  for operation in ("attend_quantised", "attend_quantised_table"):
+    run = operation not in table.UNRUN
+    assert table.choose(operation, "auto", q, k) == ("pallas" if run else "reference")
+    assert table.choose(operation, "pallas", q, k) == "pallas"
+
+
+def test_tables_over_codes_write_no_logits():
+  """A selection whose statistics are made of logits: by name it is refused, not read otherwise."""
+
+  @dataclasses.dataclass(frozen=True)
+  class Reading(Quest):
+    @property
+    def traits(self):
+      return super().traits.but(wants_logits=True)
+
+  method = Quantised(Reading(8, page=4, dense_layers=0))
+  with pytest.raises(NotImplementedError, match=r"attend_table: Quantised reads logits"):
+    taken(method, Stream.random(5), "pallas", layer=1, steps=1)

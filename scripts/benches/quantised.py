@@ -1,4 +1,4 @@
-"""keys and values in 8 and 4 bits: decode and whole steps, against bfloat16 (or `--only sweep`)"""
+"""keys and values in 8 and 4 bits: decode, lists and steps, against bfloat16 (or `--only sweep`)"""
 
 import functools
 from collections.abc import Iterator
@@ -12,16 +12,20 @@ import kvjax
 from kvjax.kernels.config import Config
 from kvjax.kernels.decode import decode_attention as dense
 from kvjax.kernels.quantised_decode import decode_attention
+from kvjax.kernels.quantised_sparse import sparse_decode as listed_codes
+from kvjax.kernels.sparse_decode import sparse_decode as listed_floats
 from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
 from tests.decode_cases import Shape
 
-from . import Case, Contender, e2e_sparse, jax_contender, optional, together
+from . import Case, Contender, e2e_sparse, jax_contender, optional, sparse, together
 from .decode import reference, rotation
 from .e2e import weights
 
 BITS = (8, 4)
 SHAPES = Shape(8, 8, 4, 32 << 10), Shape(1, 8, 4, 128 << 10), Shape(1, 8, 4, 32 << 10)
 QUICK = (Shape(2, 2, 3, 300, head_dim=64, dtype="float32"),)
+# Slots of a list's entries, and of a whole list.
+LISTS = ((16, 2048), (16, 4096), (64, 4096), (1, 2048))
 STEPS = (8, 32 << 10), (1, 128 << 10)  # rows and tokens of whole steps
 CORES = 132
 
@@ -34,7 +38,7 @@ CUTS = (
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Decode at every number of bits, its sweeps if they are asked for, then whole steps."""
+  """At every number of bits: decode, its sweeps if they are asked for, lists, then whole steps."""
   shapes = QUICK if quick else SHAPES
   for sweep in (False, True) if "sweep" in only else (False,):
     for bits in BITS:
@@ -42,13 +46,27 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
         name = "sweep " * sweep + f"int{bits} {shape.name}"
         if only in name:
           yield case(name, shape, bits, quick, sweep)
+  for bits in BITS:
+    for shape in shapes:
+      for unit, budget in ((16, 64),) if quick else LISTS:
+        tokens = f"{shape.slots >> 10}K" if shape.slots >= 1024 else str(shape.slots)
+        name = f"listed int{bits} B{shape.batch} T{tokens} page {unit} budget {budget}"
+        if only in name:
+          yield listed_case(name, shape, bits, unit, budget, quick)
   name = "tiny" if quick else "Llama-3.1-8B"
   for bits in BITS:
-    for batch, tokens in ((2, 128),) if quick else STEPS:
-      title = f"int{bits} {name} B{batch} T{tokens >> 10}K"
-      if only in title:
-        method = kvjax.Quantised(bits=bits)
-        yield e2e_sparse.case(title, weights(name), method, batch, tokens, quick)
+    for label, base in bases(quick).items():
+      for batch, tokens in ((2, 128),) if quick else STEPS:
+        title = f"int{bits} {label}{name} B{batch} T{tokens >> 10}K"
+        if only in title:
+          method = kvjax.Quantised(base, bits=bits)
+          yield e2e_sparse.case(title, weights(name), method, batch, tokens, quick)
+
+
+def bases(quick: bool) -> dict[str, kvjax.Method]:
+  """What whole steps are of, by label."""
+  quest = kvjax.Quest(32, page=8, dense_layers=1) if quick else kvjax.Quest(4096)
+  return {"": kvjax.Full(), "Quest ": quest}
 
 
 def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
@@ -98,6 +116,56 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
   )
 
 
+def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quick: bool) -> Case:
+  """One shape and list: sparse decode over codes, and over what they were made of.
+
+  Several random plans over one cache, so that the L2 cache holds little of what is read.
+  """
+  q, k, v, *where = shape.arrays()
+  words_of_k, words_of_v, per_slot = coded(q, k, v, *where, bits=bits)[1:4]
+  rows = shape.batch * shape.kv_heads
+  moved = rows * budget * (2 * shape.head_dim * bits // 8 + 4 * len(per_slot))
+  copies = 2 if quick else min(max(4, (128 << 20) // moved), 16)
+  plans = [sparse.plan(i, k, shape.groups, unit, budget) for i in range(copies)]
+  codes = [(q, words_of_k, words_of_v, per_slot, *rest) for q, *rest in plans]
+  floats = [(q, k, v, *rest) for q, *rest in plans]
+  how = {"output": lambda r: r[0].o, "calls": 2 * copies}
+  over_codes = functools.partial(listed_codes, unit=unit, bits=bits)
+  parts = [
+    [x[:, :, i * budget : (i + 1) * budget] for x in (words_of_k, words_of_v, *per_slot)]
+    for i in range(min(copies, shape.slots // budget))
+  ]
+  contenders = [
+    jax_contender("kvjax", over_codes, codes, **how),
+    jax_contender(
+      "sparse decode", functools.partial(listed_floats, unit=unit), floats, calls=2 * copies
+    ),
+    jax_contender(
+      "read", _read, [(jnp.float32(1 + i), *x) for i, x in enumerate(parts)], calls=2 * copies
+    ),
+  ]
+
+  def wanted() -> np.ndarray:
+    q, k, v, per_slot, *rest = codes[0]
+    return sparse.reference(rounded_query(q), *numbers(k, v, per_slot, bits), *rest, unit=unit)
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    faster = seconds["sparse decode"] / seconds["kvjax"]
+    return [f"{faster:.2f} × as fast as sparse decode of {shape.dtype}"]
+
+  return Case(
+    name=name,
+    shapes=f"{shape.batch} rows of {shape.kv_heads} KV heads × {shape.groups}, {shape.slots} slots "
+    f"of {shape.head_dim} in {bits} bits, q {shape.dtype}, {copies} plans in turn",
+    bytes=moved,
+    reference=wanted,
+    tolerance=5e-3,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
 @functools.partial(jax.jit, static_argnames="bits")
 def coded(q, k, v, start, stop, *, bits: int) -> tuple:
   """Arguments of `quantised_decode.decode_attention` from those of dense decode."""
@@ -108,14 +176,17 @@ def coded(q, k, v, start, stop, *, bits: int) -> tuple:
 
 def exact(q, k, v, per_slot, start, stop, *, bits: int) -> np.ndarray:
   """Attention over what the codes stand for, in float32, [B, K, G, H]."""
+  return reference(rounded_query(q), *numbers(k, v, per_slot, bits), start, stop)
+
+
+def numbers(k, v, per_slot, bits: int) -> list[jax.Array]:
+  """The keys and values that codes stand for, float32."""
   zeros = per_slot[2:] or (None, None)
-  k, v = (
-    jax.jit(dequantise, static_argnums=1)(Codes(x, scale, zero), bits)
-    for x, scale, zero in zip((k, v), per_slot[:2], zeros, strict=True)
-  )
-  return reference(rounded_query(q), k, v, start, stop)
+  run = jax.jit(dequantise, static_argnums=1)
+  parts = zip((k, v), per_slot[:2], zeros, strict=True)
+  return [run(Codes(*x), bits) for x in parts]
 
 
-def _read(factor: Any, k: Any, v: Any) -> Any:
+def _read(factor: Any, *arrays: Any) -> Any:
   """Reads the same words and does next to nothing with them."""
-  return sum((x.astype(jnp.float32) * factor.astype(jnp.float32)).sum() for x in (k, v))
+  return sum((x.astype(jnp.float32) * factor.astype(jnp.float32)).sum() for x in arrays)

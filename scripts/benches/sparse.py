@@ -79,14 +79,14 @@ def case(
 
 
 def plan(seed: int, k: Any, groups: int, unit: int, budget: int) -> tuple:
-  """Queries, and a random list of blocks for every KV head: q, table, count, start, stop."""
-  _, kv_heads, slots, head_dim = k.shape
-  keys = jax.random.split(jax.random.key(seed + 1), kv_heads + 1)
-  q = jax.random.normal(keys[0], (1, kv_heads, groups, head_dim), k.dtype)
+  """Queries, and a random list of blocks for every row's heads: q, table, count, start, stop."""
+  batch, kv_heads, slots, head_dim = k.shape
+  keys = jax.random.split(jax.random.key(seed + 1), batch * kv_heads + 1)
+  q = jax.random.normal(keys[0], (batch, kv_heads, groups, head_dim), k.dtype)
   blocks = [jax.random.permutation(key, slots // unit)[: budget // unit] for key in keys[1:]]
-  table = jnp.stack(blocks)[None].astype(jnp.int32)
-  count = jnp.full((1, kv_heads), budget // unit, jnp.int32)
-  return q, table, count, jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), slots, jnp.int32)
+  table = jnp.stack(blocks).reshape(batch, kv_heads, -1).astype(jnp.int32)
+  count = jnp.full((batch, kv_heads), budget // unit, jnp.int32)
+  return q, table, count, jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), slots, jnp.int32)
 
 
 def gathered(x: Any, table: Any, unit: int) -> Any:

@@ -10,6 +10,7 @@ rounding can take away, on either side.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,19 @@ def logit_bounds(
   # The cap is monotone and nowhere steeper than 1: bounds and errors pass through it.
   off = TANH_ERROR * soft_cap
   return capped(bound + error, soft_cap) + off, error + off
+
+
+def holding(low: Array, high: Array, dtype: Any) -> tuple[Array, Array]:
+  """Extremes that hold keys of this dtype, where they were rounded to one of fewer digits.
+
+  Numbers that codes stand for are float32; their extremes are kept in the cache's dtype.
+  """
+  if low.dtype == dtype:
+    return low, high
+  limits = jnp.finfo(low.dtype)
+  low, high = (x.astype(jnp.float32) for x in (low, high))
+  most = (jnp.maximum(jnp.abs(x), float(limits.tiny)) * float(limits.eps) for x in (low, high))
+  return low - next(most), high + next(most)
 
 
 def tile_mass(

@@ -279,6 +279,7 @@ class ART(Wrapper):
     held = jnp.broadcast_to(span.holds(slot), (*cache.pos.shape[:2], slot.shape[0]))
     keys = held.reshape(*cache.pos.shape[:2], size, self.tile).sum(-1, dtype=jnp.int32)
     extremes = cache.heads["key_min"], cache.heads["key_max"]
+    extremes = mass_bound.holding(*extremes, cache.slots["k"].dtype)
     bounds, errors = mass_bound.logit_bounds(q, *extremes, at.env.soft_cap)
     # The most that any head of the group may give a tile.
     share = jax.nn.softmax(mass_bound.tile_mass(bounds, keys), -1).max(2)

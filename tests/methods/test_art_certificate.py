@@ -10,8 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, PSAW, Cache, Env, Full, Prompt, Quest, SnapKV, sight
+from kvjax import (
+  ART,
+  PSAW,
+  Cache,
+  CacheSpec,
+  Carry,
+  Env,
+  Full,
+  Prompt,
+  Quantised,
+  Quest,
+  Rope,
+  SnapKV,
+  sight,
+)
 from kvjax.mass_bound import unread_mass
+from kvjax.ops.quantised import rounded_query
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
@@ -287,3 +302,33 @@ def test_unread_mass_is_the_logarithm_of_what_is_left_and_no_less():
     most = errors[b, h, g, keys[b, h] > 0].max()
     want = math.log(left) + most if left else -math.inf
     assert want + 5e-6 < found[b, h, g, t] < want + 1e-4 or want == found[b, h, g, t] == -math.inf
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_bounds_hold_what_codes_stand_for(dtype):
+  """Numbers of codes are float32, and extremes are kept in 16 bits: rounded, these do not hold."""
+  rng, base = np.random.default_rng(3), ART(certify=0.5, tile=1)
+  method, shapes = Quantised(base), ((2, 3, 3, 40, 16), *[(2, 3, 40, 16)] * 2)
+  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+  at, count = method.at(Env(4, Rope.none(), impl="reference"), 1), jnp.asarray([40, 23])
+  cache = Cache.empty(method, CacheSpec(2, 64, 3, 3, 16, 4, dtype), 1)
+  prompt = Prompt(count, count, None, 40, 0)
+
+  @jax.jit
+  def run(q, k, v):
+    stored = method.prefill(at, cache, q, k, v, prompt, Carry())[1]
+    seen, q = method._of_base(stored), rounded_query(q[:, :, :, -1])
+    return seen, q, base._by_bound(at, seen, sight.visible(at, seen), q)
+
+  seen, q, order = run(q, k, v)
+  unread, table = np.float64(order.unread), np.asarray(order.plan.table)
+  x = np.einsum("bkgh,bksh->bkgs", np.float64(q), np.float64(seen.slots["k"])) / 4
+  for b, h, g in np.ndindex(*x.shape[:3]):
+    listed = [t for t in table[b, h] if t >= 0]
+    assert sorted(listed) == list(range(count[b]))
+    for i in range(len(listed)):
+      assert np.logaddexp.reduce(x[b, h, g, listed[i:]]) <= unread[b, h, g, i]
+  pages = [np.float64(seen.heads[name]) for name in ("key_min", "key_max")]
+  numbers = np.float64(seen.slots["k"])[:, :, :23]
+  assert (numbers > pages[1][:, :, :23]).any() and (numbers < pages[0][:, :, :23]).any()

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.ops.quantised import rounded_query
 from kvjax.softmax_state import State
 from kvjax.types import pytree
 
@@ -90,6 +91,45 @@ class Needs:
   hidden: tuple[str, ...] = ()
 
 
+@pytree("bits", "impl")
+@dataclasses.dataclass(frozen=True)
+class CodedSlots:
+  """Keys and values in codes (`kvjax.ops.quantised`), for operations that read these.
+
+  The cache beside them has the numbers that they stand for, which lie in no memory until an
+  operation reads them, and the query beside this one is rounded.
+
+  Attributes:
+    q: the query as it was, [B, K, G, H].
+    k, v: words [B, K, S, W].
+    per_slot: scales of keys and values, then zero points if there are any, float32 [B, K, S], or
+      [B, K, S, N] of N groups of channels.
+    mean: what codes of keys stand for less than the keys, float32 [B, K, H].
+    bits: of a code (static).
+    impl: which implementation reads codes, as in `kvjax.Env` (static).
+  """
+
+  q: Array
+  k: Array
+  v: Array
+  per_slot: tuple[Array, ...]
+  mean: Array
+  bits: int
+  impl: str
+
+  def of_keys(self, state: State, logits: Array | None = None) -> tuple[State, Array | None]:
+    """What was found of codes, for the keys: all logits are larger by the query's with the mean.
+
+    Args:
+      state: of the codes; its output is that of the keys.
+      logits: float32 [B, K, G, S].
+    """
+    q = rounded_query(self.q)
+    alike = (q * self.mean[:, :, None]).sum(-1) * q.shape[-1] ** -0.5
+    state = dataclasses.replace(state, m=state.m + alike)
+    return state, None if logits is None else logits + alike[..., None]
+
+
 @pytree("unit", "pinned", "needs")
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -109,6 +149,7 @@ class Plan:
     pinned: first entries that an early stop may not skip (static).
     window: the positions that the query may see; None: all.
     needs: what the method needs beside (static).
+    codes: of the slots, where keys and values are kept as such.
   """
 
   span: Span
@@ -120,6 +161,7 @@ class Plan:
   pinned: int = 0
   window: Window | None = None
   needs: Needs = Needs()
+  codes: CodedSlots | None = None
 
   def listed(
     self,

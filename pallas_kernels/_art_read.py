@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from . import _art_order, _backend, _split, _tiles
+from . import _art_order, _backend, _codes, _split, _tiles
 
 
 class Sources(NamedTuple):
-  """Refs: q [R, G, H], k, v [R, S, H], `Ring` or None, `Table` or None, start, stop [R] or [B]."""
+  """Refs: q [R, G, H], k, v [R, S, H], `Ring` or None, `Table` or None, start, stop [R] or [B].
+
+  per_slot: of words k [R, S, Wk] and v [R, S, Wv] scales (and zero points) [R, S] of both.
+  """
 
   q: Any
   k: Any
@@ -19,6 +22,7 @@ class Sources(NamedTuple):
   table: _art_order.Table | None
   start: Any
   stop: Any
+  per_slot: tuple[Any, ...] | None = None
 
 
 class Reading(NamedTuple):
@@ -33,13 +37,24 @@ class Reading(NamedTuple):
   add: Callable[..., tuple[_tiles.Carry, Array]]
 
 
+# Slots of a part of a tile and which are read -> what lies there; and how that joins the state:
+# (carry, what lies there, see) -> carry.
+Fetch = Callable[[Array, Array], Any]
+Step = Callable[[_tiles.Carry, Any, Callable[[Array], None]], _tiles.Carry]
+
+
 def reading(
-  sources: Sources, row: Array, *, sizes: _art_order.Sizes, sinks: int, scale: _tiles.Scale
+  sources: Sources,
+  row: Array,
+  *,
+  sizes: _art_order.Sizes,
+  sinks: int,
+  scale: _tiles.Scale | _codes.How,
 ) -> Reading:
-  """The tiles of one row (batch row and KV head) of the `sources`."""
-  q_ref, k_ref, v_ref, ring, table, start_ref, stop_ref = sources
-  rows, slots, head_dim = k_ref.shape
-  groups = q_ref.shape[1]
+  """The tiles of one row (batch row and KV head) of the `sources`; `scale`: `How` of codes."""
+  q_ref, k_ref, _, ring, table, start_ref, stop_ref, _ = sources
+  rows, slots = k_ref.shape[:2]
+  groups, head_dim = q_ref.shape[1:]
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
   start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
@@ -50,28 +65,68 @@ def reading(
     order = _art_order.around(ring, row, rows, slots, start, stop, sizes)
   else:
     order = _art_order.newest_first(start, stop, sizes)
-
-  def fetch(t: Any, j: Any) -> _tiles.Tile:
-    slot, real = order.slots(t, j)
-    keep = real & (slot < stop) & ((slot < sinks) | (slot >= start))
-    if not order.run:
-      slot = jnp.where(keep, slot, 0)
-    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
-    k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in (k_ref, v_ref))
-    return _tiles.Tile(k, v, keep)
-
-  real = (lanes < groups)[:, None] & inside
-  q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
+  if isinstance(scale, _codes.How):
+    fetch, step = _of_codes(sources, row, lanes, columns, scale)
+  else:
+    fetch, step = _of_floats(sources, row, lanes, columns, inside, scale)
 
   def add(
     t: Any, j: Any, carry: _tiles.Carry, going: Array | None = None
   ) -> tuple[_tiles.Carry, Array]:
-    tile = fetch(t, j)
-    keep = tile.keep
+    slot, real = order.slots(t, j)
+    keep = real & (slot < stop) & ((slot < sinks) | (slot >= start))
+    if not order.run:
+      slot = jnp.where(keep, slot, 0)
+    tile = fetch(slot, keep)
     if going is not None:
       keep = keep & (going > 0) if going.ndim == 0 else keep[None, :] & (going > 0)[:, None]
     logits: list[Array] = []
-    carry = _tiles.step(carry, q, tile._replace(keep=keep), scale=scale, see=logits.append)
+    carry = step(carry, tile._replace(keep=keep), logits.append)
     return carry, logits[0].max(axis=1)
 
   return Reading(order.tiles, add)
+
+
+def _of_floats(
+  sources: Sources,
+  row: Array,
+  lanes: Array,
+  columns: Array,
+  inside: Array,
+  scale: _tiles.Scale,
+) -> tuple[Fetch, Step]:
+  """Keys and values as they are."""
+  real = (lanes < sources.q.shape[1])[:, None] & inside
+  q = _backend.load(sources.q, row, lanes[:, None], columns[None, :], mask=real)
+
+  def fetch(slot: Array, keep: Array) -> _tiles.Tile:
+    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
+    refs = sources.k, sources.v
+    k, v = (_backend.load(ref, *index, mask=mask, evict="evict_first") for ref in refs)
+    return _tiles.Tile(k, v, keep)
+
+  def step(carry: _tiles.Carry, tile: Any, see: Callable[[Array], None]) -> _tiles.Carry:
+    return _tiles.step(carry, q, tile, scale=scale, see=see)
+
+  return fetch, step
+
+
+def _of_codes(
+  sources: Sources, row: Array, lanes: Array, columns: Array, how: _codes.How
+) -> tuple[Fetch, Step]:
+  """Their codes. The detector looks at all columns of the output at once: `_codes.step_whole`."""
+  assert sources.per_slot is not None
+  slot_refs, k_width, v_width = sources.per_slot, sources.k.shape[2], sources.v.shape[2]
+  words = jnp.arange(_split.columns_of(k_width))
+  q = _codes.query(sources.q, row, lanes, words, k_width, how)
+
+  def fetch(slot: Array, keep: Array) -> _codes.Tile:
+    k = _codes.words(sources.k, row, slot, words, keep, "evict_first")
+    v = _codes.words(sources.v, row, slot, columns % v_width, keep)
+    held = (_backend.load(x, row, slot, mask=keep) for x in slot_refs)
+    return _codes.Tile(k, v, tuple(held), keep)
+
+  def step(carry: _tiles.Carry, tile: Any, see: Callable[[Array], None]) -> _tiles.Carry:
+    return _codes.step_whole(carry, q, tile, how, width=v_width, see=see)
+
+  return fetch, step

@@ -48,7 +48,9 @@ class Query(NamedTuple):
 
 
 class Tile(NamedTuple):
-  """Words of keys [T, Wk] and values [T, Wv], scales and zero points float32 [T], keep bool [T]."""
+  """Words of keys [T, Wk] and values [T, Wv], scales and zero points float32 [T], keep bool [T], or
+  [R, T] by query row.
+  """
 
   k: Array
   v: Array
@@ -132,6 +134,47 @@ def step(
   see: Callable[[Array], None] | None = None,
 ) -> Carry:
   """Adds one tile. `see` is shown its base-2 logits [R, T]."""
+  m, alpha, p, w = _weigh(carry.m, query, tile, how, see)
+  codes = (x.astype(how.weights) for x in _values(tile.v, how.bits, how.inline))
+  acc = tuple(
+    old * alpha[:, None] + _backend.dot(w, part) for old, part in zip(carry.acc, codes, strict=True)
+  )
+  zero = carry.zero
+  if how.bits < 8:
+    of_eight = _of_eight(tile)
+    zero = zero * alpha + (p * of_eight[None, :]).sum(axis=1)
+  return Carry(acc, zero, m, carry.l * alpha + p.sum(axis=1))
+
+
+def step_whole(
+  carry: _tiles.Carry,
+  query: Query,
+  tile: Tile,
+  how: How,
+  *,
+  width: int,
+  see: Callable[[Array], None] | None = None,
+) -> _tiles.Carry:
+  """As `step`, with all columns of acc in one array, for what looks at the output between tiles.
+
+  Column c of the tile's v holds word c mod `width`, Wv: each is read once for each of its codes.
+  """
+  m, alpha, p, w = _weigh(carry.m, query, tile, how, see)
+  parts = _values(tile.v, how.bits, how.inline)
+  v = parts[0]
+  column = jnp.arange(v.shape[1])
+  for i, part in enumerate(parts[1:], 1):
+    v = jnp.where((column >= i * width)[None, :], part, v)
+  more = _backend.dot(w, v.astype(how.weights)) * (1 / _WEIGHT)
+  if how.bits < 8:
+    more = more + (p * _of_eight(tile)[None, :]).sum(axis=1)[:, None]
+  return _tiles.Carry(carry.acc * alpha[:, None] + more, m, carry.l * alpha + p.sum(axis=1))
+
+
+def _weigh(
+  old: Array, query: Query, tile: Tile, how: How, see: Callable[[Array], None] | None
+) -> tuple[Array, Array, Array, Array]:
+  """m with a tile, what weighs the state before it, the tile's p, and p · a_v as weights."""
   scale, bits, weights, inline = how
   keys, k_scale, v_scale = _keys(tile.k, bits, inline), *tile.per_slot[:2]
   products = [_backend.dot(a, b, trans_b=True) for a, b in zip(query.codes, keys, strict=True)]
@@ -142,23 +185,19 @@ def step(
     x = x + total[:, None] * tile.per_slot[2][None, :]
   x = x * query.scale[:, None]
   x = x if scale.soft_cap is None else scale.base2(x)
-  x = jnp.where(tile.keep[None, :], x, -jnp.inf)
+  x = jnp.where(tile.keep if tile.keep.ndim == 2 else tile.keep[None, :], x, -jnp.inf)
   if see is not None:
     see(x)
-  m = jnp.maximum(carry.m, x.max(axis=1))
+  m = jnp.maximum(old, x.max(axis=1))
   base = _tiles.finite(m)
-  alpha = jnp.exp2(carry.m - base)
+  alpha = jnp.exp2(old - base)
   p = jnp.exp2(x - base[:, None])
-  w = (p * (v_scale * _WEIGHT)[None, :]).astype(weights)
-  codes = (x.astype(weights) for x in _values(tile.v, bits, inline))
-  acc = tuple(
-    old * alpha[:, None] + _backend.dot(w, part) for old, part in zip(carry.acc, codes, strict=True)
-  )
-  zero = carry.zero
-  if bits < 8:
-    of_eight = tile.per_slot[3] + 8 * v_scale
-    zero = zero * alpha + (p * of_eight[None, :]).sum(axis=1)
-  return Carry(acc, zero, m, carry.l * alpha + p.sum(axis=1))
+  return m, alpha, p, (p * (v_scale * _WEIGHT)[None, :]).astype(weights)
+
+
+def _of_eight(tile: Tile) -> Array:
+  """What the number 8 stands for: codes of 4 bits have lost it."""
+  return tile.per_slot[3] + 8 * tile.per_slot[1]
 
 
 def store(

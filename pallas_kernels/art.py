@@ -9,6 +9,7 @@ dense decode are (`_split`). One split is the paper's walk.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..softmax_state import State
-from . import _art_order, _art_read, _art_stop, _backend, _split, _tiles, art_spread, config
+from . import _art_order, _art_read, _art_stop, _backend, _codes, _split, _tiles, art_spread, config
 from ._art_stop import Certificate, Detector, Stop
 from .decode import check
+from .quantised_decode import check_quantised
 from .sparse_decode import check_table
 
 CHUNK = 8  # tiles between two tests for the end of a walk that is not calm
@@ -39,7 +41,7 @@ def _kernel(
   splits: int,
   chunk: int,
   sinks: int,
-  scale: _tiles.Scale,
+  scale: _tiles.Scale | _codes.How,
   loaded: bool,
 ) -> None:
   """`Sources`, (unread [R, G, W + 1]) -> what `_split.results` lists, and tiles walked
@@ -88,8 +90,8 @@ def _kernel(
 
 def walk(
   q: Float[Array, "B K G H"],
-  k: Float[Array, "B K S H"],
-  v: Float[Array, "B K S H"],
+  k: Float[Array, "B K S H"] | Int[Array, "B K S _"],
+  v: Float[Array, "B K S H"] | Int[Array, "B K S _"],
   table: Int[Array, "B K W"] | None,
   count: Int[Array, "B K"] | None,
   start: Int[Array, "B #K"],
@@ -112,6 +114,8 @@ def walk(
   chunk: int = CHUNK,
   loaded: bool = False,
   share: int | None = None,
+  per_slot: Sequence[Float[Array, "B K S"]] | None = None,
+  bits: int = 8,
   scale: float | None = None,
   soft_cap: float | None = None,
   cut: config.Config | None = None,
@@ -126,7 +130,8 @@ def walk(
 
   Args:
     q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
-    k, v: cached keys and values in the dtype of q.
+    k, v: cached keys and values in the dtype of q; with `per_slot` words of codes, and the query is
+      rounded to 8 bits per head.
     table: int32 indices of tiles of `unit` slots in visiting order, no duplicates; negative ones
       are holes. None: tiles of `tile` slots, the first `kept` and those of the sinks, then from the
       newest down; the last one, or with a `ring` the newest token's, and around.
@@ -137,7 +142,7 @@ def walk(
     tile: keys between two looks at the output, up to 256.
     tau, phi: largest movement of the probe, and largest 1 − cosine of two probes, that are stable.
     patience: stable tiles in a row that end a walk; infinity never ends it; None: nothing is looked
-      at, and the result is that of infinity to the bit.
+      at, and the result is that of infinity, of floats to the bit.
     full: whether the probe is the whole output; else 32 of its dimensions.
     per_head: whether query heads stop one by one; else all of a KV head's at once.
     kept: first tiles of the order before whose end no walk stops.
@@ -154,6 +159,7 @@ def walk(
     share: with one split and a detector, tiles that each of several programs reads of one walk,
       ahead of the detector (`art_spread`); 0: one program walks alone. The walk is the same. None:
       `SHARE` where rows leave programs idle.
+    per_slot, bits: of codes, see `quantised_decode.decode_attention`.
     scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: keys per matrix product, warps and stages; by device and shape if None.
@@ -166,7 +172,10 @@ def walk(
   Raises:
     TypeError, ValueError, NotImplementedError: as `sparse_decode`, or a bad tile or splits.
   """
-  check(q, k, v, start, stop, sinks, None)
+  if per_slot is None:
+    check(q, k, v, start, stop, sinks, None)
+  else:
+    check_quantised(q, k, v, per_slot, start, stop, bits, sinks)
   if table is not None:
     check_table(table, count, unit, q.shape[:2])
   if not 1 <= tile <= MAX_TILE:
@@ -204,11 +213,14 @@ def walk(
     None if ring is None else _art_order.Ring(flat(ring), seen),
     None if table is None or count is None else _art_order.Table(flat(table), flat(count)),
     *(start.reshape(-1), stop.reshape(-1)),
+    None if per_slot is None else tuple(map(flat, per_slot)),
   )
+  of_logits = _tiles.Scale.of(head_dim, scale, soft_cap)
+  coded = per_slot is not None
   how: dict[str, Any] = {
     "sizes": _art_order.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
     "sinks": sinks,
-    "scale": _tiles.Scale.of(head_dim, scale, soft_cap),
+    "scale": _codes.how(q.dtype, of_logits, bits, not interpreted) if coded else of_logits,
   }
   detected = splits == 1 and (until is None or isinstance(until.rule, Detector))
   if share is None:

@@ -22,7 +22,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from . import _art_judge, _art_order, _art_read, _art_settle, _backend, _split, _tiles, config
+from . import (
+  _art_judge,
+  _art_order,
+  _art_read,
+  _art_settle,
+  _backend,
+  _codes,
+  _split,
+  _tiles,
+  config,
+)
 from ._art_left import NEVER, Left, Walks
 from ._art_stop import PROBES, Detector, Stop, divided
 
@@ -57,7 +67,7 @@ def walk(
   share: int,
   sizes: _art_order.Sizes,
   sinks: int,
-  scale: _tiles.Scale,
+  scale: _tiles.Scale | _codes.How,
   cut: config.Config,
   loaded: bool,
   interpret: bool | None,
@@ -147,7 +157,7 @@ def _read_kernel(
   share: int,
   sizes: _art_order.Sizes,
   sinks: int,
-  scale: _tiles.Scale,
+  scale: _tiles.Scale | _codes.How,
 ) -> None:
   """`Sources`, (tiles walked [R, G]; 0: goes on) -> `Left`, and the tiles of each order [R].
 

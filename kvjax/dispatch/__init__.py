@@ -17,7 +17,6 @@ from kvjax.dispatch.selection import (
 from kvjax.dispatch.step import (
   attend,
   attend_entries,
-  attend_quantised,
   attend_ranges,
   rounded,
   sparing,
@@ -33,7 +32,6 @@ __all__ = [
   "attend_anywhere",
   "attend_entries",
   "attend_prompt",
-  "attend_quantised",
   "attend_ranges",
   "best_tiles",
   "best_tiles_of_each",

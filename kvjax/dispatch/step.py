@@ -11,8 +11,7 @@ from jaxtyping import Array
 from kvjax import softmax_state
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, shared_slots
-from kvjax.ops.quantised import rounded_query
-from kvjax.plans import Attended, Plan
+from kvjax.plans import Attended, CodedSlots, Plan
 from kvjax.softmax_state import State
 from kvjax.types import At, Cache
 
@@ -25,6 +24,8 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """
   if shared_slots.sharers(cache) > 1:
     return _attend_shared(at, cache, plan, q)
+  if (attended := _attend_codes(at, cache, plan)) is not None:
+    return attended
   run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan, q)
   if run is None:
     return attention.attend(at, cache, plan, q)
@@ -45,63 +46,49 @@ def _attend_shared(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   return _attend_span(at, cache, plan, q, run)
 
 
-def attend_quantised(
-  at: At, cache: Cache, seen: Cache, plan: Plan, q: Array, per_slot: Sequence[Array], bits: int
-) -> Attended:
-  """As `attend`, of queries rounded to 8 bits a head over keys and values in codes.
-
-  Args:
-    at, plan, q: as of `attend`.
-    cache: with words for keys and values, and for keys what is the same in all of them, "k_mean"
-      [B, K, H], which a kernel leaves out.
-    seen: the same with the numbers that they stand for, in float32.
-    per_slot: scales of keys and values, and zero points if there are any, float32 [B, K, S], or
-      [B, K, S, N] of N groups of channels.
-    bits: of a code.
+def _attend_codes(at: At, cache: Cache, plan: Plan) -> Attended | None:
+  """By a kernel over codes; None: none runs that does what is needed.
 
   Raises:
     NotImplementedError: a kernel is asked for by name that does not take these codes.
   """
-  listed = plan.table is not None
+  codes, span, listed = plan.codes, plan.span, plan.table is not None
+  if codes is None or beyond_kernel(plan, "", logits=not listed, turned=False):
+    return None
   operation = "attend_quantised_table" if listed else "attend_quantised"
-  plain = not beyond_kernel(plan, "", logits=not listed, turned=False)
-  run = over_plan(operation, at, cache, plan, q) if plain else None
-  if run is not None and (beyond := _beyond_codes(per_slot, bits)):
-    if at.env.impl != "auto":
+  run = over_plan(operation, over_codes(at, codes), cache, plan, codes.q)
+  if run is not None and (beyond := beyond_codes(codes)):
+    if codes.impl != "auto":
       raise NotImplementedError(f"{operation}: {at.name} {beyond}")
     run = None
   if run is None:
-    return rounded(attend(sparing(at), seen, plan, rounded_query(q)), q.dtype)
-  span, coded = plan.span, (cache.slots["k"], cache.slots["v"], per_slot)
-  how = {"bits": bits, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
+    return None
+  operands = codes.q, codes.k, codes.v, codes.per_slot
+  how = {"bits": codes.bits, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
   if listed:
     where = plan.table, plan.count, span.start, span.stop
-    state, out = run(q, *coded, *where, unit=plan.unit, **how)
-    state, _ = of_keys(cache, q, state)
+    state, out = run(*operands, *where, unit=plan.unit, **how)
+    state, _ = codes.of_keys(state)
     return Attended(state, None, None, plan.visited(cache.size), out)
-  state, out, logits = run(q, *coded, span.start, span.stop, logits=plan.needs.logits, **how)
-  state, logits = of_keys(cache, q, state, logits)
-  visited = jnp.broadcast_to(span.length(), q.shape[:2])
+  state, out, logits = run(*operands, span.start, span.stop, logits=plan.needs.logits, **how)
+  state, logits = codes.of_keys(state, logits)
+  visited = jnp.broadcast_to(span.length(), codes.q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
   return Attended(state, logits, slot, visited, out)
 
 
-def of_keys(
-  cache: Cache, q: Array, state: State, logits: Array | None = None
-) -> tuple[State, Array | None]:
-  """What a kernel says of codes, of keys: every logit is larger by the query's with their mean."""
-  mean = cache.heads["k_mean"][:, :, None]
-  alike = attention.logits_of(rounded_query(q)[:, :, :, None], mean)[..., 0]  # [B, K, G, 1]
-  state = dataclasses.replace(state, m=state.m + alike[..., 0])
-  return state, None if logits is None else logits + alike
-
-
-def _beyond_codes(per_slot: Sequence[Array], bits: int) -> str:
-  """Why the kernel does not take these codes, in words; empty if it does."""
+def beyond_codes(codes: CodedSlots) -> str:
+  """Why kernels do not take these codes, in words; empty if they do."""
   takes = "the kernel takes 8 or 4 bits and one scale for each token and head"
-  if bits not in (8, 4):
-    return f"has bits = {bits}; {takes}"
-  return f"has a scale for each group of channels (group); {takes}" if per_slot[0].ndim > 3 else ""
+  if codes.bits not in (8, 4):
+    return f"has bits = {codes.bits}; {takes}"
+  grouped = codes.per_slot[0].ndim > 3
+  return f"has a scale for each group of channels (group); {takes}" if grouped else ""
+
+
+def over_codes(at: At, codes: CodedSlots) -> At:
+  """Where operations that read codes run (`sparing` is where the others do)."""
+  return dataclasses.replace(at, env=dataclasses.replace(at.env, impl=codes.impl))
 
 
 def rounded(attended: Attended, dtype: Any) -> Attended:

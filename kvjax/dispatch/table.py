@@ -46,6 +46,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "attend_prompt_pieces": {"cudnn": ("kvjax.kernels.prefill_pieces", "attend_in_pieces")},
   "column_mass": {"pallas": ("kvjax.kernels.prefill", "column_mass")},
   "art": {"pallas": ("kvjax.kernels.art", "walk")},
+  "art_quantised": {"pallas": ("kvjax.kernels.art", "walk")},
   "art_splits": {"pallas": ("kvjax.kernels.art", "choose_splits")},
   "page_bounds": {"pallas": ("kvjax.kernels.quest", "page_bounds")},
   "key_logits": {"pallas": ("kvjax.kernels.key_weights", "key_logits")},
@@ -69,7 +70,10 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = {"attend_quantised", "attend_quantised_table", "attend_shared", "enter_shared"}
+UNRUN: set[str] = {
+  *("attend_quantised", "attend_quantised_table", "art_quantised"),
+  *("attend_shared", "enter_shared"),
+}
 
 
 def kernel(operation: str, impl: str) -> Callable:

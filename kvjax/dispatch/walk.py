@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import mass_bound, softmax_state
-from kvjax.dispatch.step import beyond_kernel
+from kvjax.dispatch.step import beyond_codes, beyond_kernel, over_codes
 from kvjax.dispatch.table import choose, kernel
 from kvjax.ops import attention, slots
 from kvjax.plans import Attended, Plan
@@ -96,8 +96,10 @@ def walk(
   """Algorithm 1 for all heads at once, its walks joined; the memo is `Walked`.
 
   Split s of P walks tiles s, s + P, … of the order. With a certificate, which is that of the query
-  in the dtype of the keys, q is rounded first.
+  in the dtype of the keys, q is rounded first; it proves what comes of numbers, not of codes.
   """
+  if stop.certify is not None:
+    order = dataclasses.replace(order, plan=dataclasses.replace(order.plan, codes=None))
   run = _kernel(at, cache, order.plan, q, tile)
   if run is not None:
     return _walk_by(run, at, cache, order, q, tile, splits, stop)
@@ -226,17 +228,21 @@ def _where(ok: Bool[Array, "B K G"], new: Array, old: Array) -> Array:
 
 def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable | None:
   """The kernel, where it does what the method needs; None: the reference."""
-  impl = choose("art", at.env.impl, q, cache.slots["k"])
+  operation = "art" if plan.codes is None else "art_quantised"
+  at = at if plan.codes is None else over_codes(at, plan.codes)
+  impl = choose(operation, at.env.impl, q, cache.slots["k"])
   if impl == "reference":
     return None
   beyond = beyond_kernel(plan, impl, logits=False, turned=False)
+  if plan.codes is not None:
+    beyond = beyond or beyond_codes(plan.codes)
   if tile > LARGEST_TILE:
     beyond = f"walks tiles of {tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
   if beyond and at.env.impl == "auto":
     return None
-  run = kernel("art", impl)
+  run = kernel(operation, impl)
   if beyond:
-    raise NotImplementedError(f"art: {at.name} {beyond}")
+    raise NotImplementedError(f"{operation}: {at.name} {beyond}")
   return run
 
 
@@ -251,10 +257,14 @@ def _walk_by(
   stop: Stop,
 ) -> Attended:
   """`walk` by its kernel."""
-  k, v, plan = cache.slots["k"], cache.slots["v"], order.plan
+  k, v, plan, coded = cache.slots["k"], cache.slots["v"], order.plan, {}
+  query = q.astype(k.dtype)
+  if plan.codes is not None:
+    query, k, v = plan.codes.q, plan.codes.k, plan.codes.v
+    coded = {"per_slot": plan.codes.per_slot, "bits": plan.codes.bits}
   assert plan.table is not None and plan.count is not None
   state, out, walked = run(
-    q.astype(k.dtype),
+    query,
     k,
     v,
     None if order.direct else plan.table,
@@ -276,7 +286,10 @@ def _walk_by(
     ring=order.ring,
     seen=None if order.ring is None else cache.seen,
     soft_cap=at.env.soft_cap,
+    **coded,
   )
+  if plan.codes is not None:
+    state, _ = plan.codes.of_keys(state)
   tiles, visited = read_by(plan, cache.size, walked, tile)
   return Attended(state, None, None, visited, out.astype(q.dtype), memo=Walked(tiles))
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, entrance, forms, settings
+from kvjax import dispatch, entrance, settings
 from kvjax.coded import Coded
 from kvjax.fields import least, one_of
 from kvjax.full import Full
@@ -13,7 +13,7 @@ from kvjax.leaves import Leaf, New
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
-from kvjax.plans import Attended, Plan
+from kvjax.plans import Attended, CodedSlots, Plan
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
 BITS = (8, 4, 2)
@@ -154,11 +154,11 @@ class Quantised(Coded):
     """The base's, for queries rounded to 8 bits a head."""
     if not _coded(cache):
       return self.base.attend(at, cache, plan, q)
-    seen = self._of_base(cache)
-    if not forms.overrides(self.base, "attend"):
-      per_slot = [cache.slots[name] for name in self._beside]
-      return dispatch.attend_quantised(at, cache, seen, plan, q, per_slot, self.bits)
-    attended = self.base.attend(dispatch.sparing(at), seen, plan, rounded_query(q))
+    per_slot = tuple(cache.slots[name] for name in self._beside)
+    words, mean = (cache.slots["k"], cache.slots["v"]), cache.heads["k_mean"]
+    codes = CodedSlots(q, *words, per_slot, mean, self.bits, at.env.impl)
+    plan = dataclasses.replace(plan, codes=codes)
+    attended = self.base.attend(dispatch.sparing(at), self._of_base(cache), plan, rounded_query(q))
     return dispatch.rounded(attended, q.dtype)
 
   # ---- moves: prompt

@@ -84,7 +84,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/_art_judge.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_left.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_order.py": of("kernels/art_kernel"),
-  "pallas_kernels/_art_read.py": of("kernels/art_kernel"),
+  "pallas_kernels/_art_read.py": of("kernels/art_kernel", "kernels/art_codes"),
   "pallas_kernels/_art_settle.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_stop.py": of("kernels/art_kernel"),
   "pallas_kernels/art_spread.py": of("kernels/art_kernel", "kernels/art_spread"),
@@ -104,7 +104,9 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/key_weights.py": of("kernels/score_kernels"),
   "pallas_kernels/prefill_pieces.py": of("kernels/prefill_pieces"),
   "pallas_kernels/product.py": of("kernels/product_kernels"),
-  "pallas_kernels/_codes.py": of("kernels/quantised_kernel", "kernels/quantised_sparse_kernel"),
+  "pallas_kernels/_codes.py": of(
+    "kernels/quantised_kernel", "kernels/quantised_sparse_kernel", "kernels/art_codes"
+  ),
   "pallas_kernels/_listed.py": of("kernels/sparse_decode_kernel"),
   "pallas_kernels/quantised_decode.py": of("kernels/quantised_kernel"),
   "pallas_kernels/quantised_sparse.py": of("kernels/quantised_sparse_kernel"),

@@ -99,6 +99,23 @@ def compare(run, arrays, orders, tile, splits, detector):
   return stopped
 
 
+def listed_orders(table, count, start, stop, unit, sinks, tile, slots):
+  """Of every head its slots in the order of a table, cut into tiles; and which slots are read."""
+  batch, heads = count.shape
+  orders, read = [[None] * heads for _ in range(batch)], np.zeros((batch, heads, slots), bool)
+  for b, h in np.ndindex(batch, heads):
+    listed = [int(e) * unit + i for e in table[b, h, : count[b, h]] for i in range(unit)]
+    holes = [e < 0 for e in table[b, h, : count[b, h]] for i in range(unit)]
+    seen = [
+      not hole and s < stop[b, 0] and (s < sinks or s >= start[b, 0])
+      for s, hole in zip(listed, holes, strict=True)
+    ]
+    listed = [s if ok else 0 for s, ok in zip(listed, seen, strict=True)]
+    read[b, h, [s for s, ok in zip(listed, seen, strict=True) if ok]] = True
+    orders[b][h] = cut_into(listed, seen, tile)
+  return orders, read
+
+
 def inputs(seed, batch, heads, groups, slots, head_dim):
   rng = np.random.default_rng(seed)
   shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
@@ -119,17 +136,7 @@ def test_a_table_against_algorithm_1(unit, splits, share, kwargs):
   q, k, v = inputs(unit, batch, heads, groups, slots, 48)
   table, count, start, stop = plan(unit, batch, heads, slots, unit, width)
   detector = {**LOOSE, "full": False, "per_head": False, "kept": 0, **kwargs}
-  orders, read = [[None] * heads for _ in range(batch)], np.zeros((batch, heads, slots), bool)
-  for b, h in np.ndindex(batch, heads):
-    listed = [int(e) * unit + i for e in table[b, h, : count[b, h]] for i in range(unit)]
-    holes = [e < 0 for e in table[b, h, : count[b, h]] for i in range(unit)]
-    seen = [
-      not hole and s < stop[b, 0] and (s < sinks or s >= start[b, 0])
-      for s, hole in zip(listed, holes, strict=True)
-    ]
-    listed = [s if ok else 0 for s, ok in zip(listed, seen, strict=True)]
-    read[b, h, [s for s, ok in zip(listed, seen, strict=True) if ok]] = True
-    orders[b][h] = cut_into(listed, seen, tile)
+  orders, read = listed_orders(table, count, start, stop, unit, sinks, tile, slots)
   poisoned = [np.where(read[..., None], x, np.nan) for x in (k, v)]
   run = jax.jit(
     functools.partial(

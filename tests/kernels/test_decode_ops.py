@@ -49,6 +49,7 @@ CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
   "cis per query head": CIS(k=64, per="query_head"),
   "int8 over quest": Quantised(settings.example(Quest, 256)),
   "int8 over longflow": Quantised(settings.example(LongFlow, 256)),
+  "int8 over art": Quantised(ART(splits=1)),
   "int4 over cis": Quantised(settings.example(CIS, 256), bits=4),
 }
 
@@ -135,6 +136,7 @@ STEPS = {
   "quantised": (5, 2),
   "int8 over quest": (8, 4),
   "int8 over longflow": (6, 3),
+  "int8 over art": (5, 2),
   "int4 over cis": (7, 7),
 }
 

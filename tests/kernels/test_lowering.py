@@ -193,12 +193,35 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     name = f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}"
     yield name + "-share" * ("share" in options), call, shapes
 
+  for bits, unit, head_dim, options in (
+    (8, None, 128, {"splits": 4}),
+    (8, None, 128, {"splits": 1, "share": 4}),
+    (4, 16, 128, {"splits": 4, "per_head": True}),
+    (4, None, 256, {"splits": 4, "full": True}),
+  ):
+    rows = 1, 8, 131072
+    words = (
+      of((*rows, head_dim * bits // 8), jnp.int8),
+      of((*rows, head_dim * bits // 16), jnp.int16),
+    )
+    shapes = [[of(rows, jnp.float32)] * (2 if bits == 8 else 4)]
+    shapes += [of((1, 8, 4, head_dim), jnp.bfloat16), *words]
+    shapes += [of((1, 8, 8192 // unit), i32), of((1, 8), i32)] if unit else []
+    call = functools.partial(coded_call, bits=bits, unit=unit, tile=128, **options)
+    name = f"int{bits}-unit{unit}-H{head_dim}" + "-share" * ("share" in options)
+    yield name, call, [*shapes, *[of((1, 1), i32)] * 2]
+
   cache = of((1, 8, 131072, 128), jnp.bfloat16)
   shapes = [of((1, 8, 4, 128), jnp.bfloat16), cache, cache, of((1, 8, 1024), i32)]
   shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
   yield "certified", certified_call, shapes
   shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
   yield "ring", ring_call, shapes
+
+
+def coded_call(per_slot, *arrays, **options):
+  """`art.walk` over codes."""
+  return art_call(*arrays, per_slot=per_slot, **options)
 
 
 def ring_call(q, k, v, start, stop, ring, seen, **options):
@@ -583,6 +606,7 @@ for kind, capability in DEVICES.items():
 CORE = (
   "art-unitNone-H128-bfloat16-sm",
   "art-unitNone-H128-bfloat16-share",
+  "art-int8-unitNone-H128-sm",
   "decode-H128-bfloat16",
   "enter_token-GQA",
   "keep_rows-all",

@@ -101,7 +101,7 @@ SWEEP = list(
 )
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "dtype", "unit", "bits", "programs"),
   SWEEP,

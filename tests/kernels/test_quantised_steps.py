@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
+from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
 from kvjax.dispatch import table
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.kernels import test_decode_ops as steps
@@ -37,7 +37,7 @@ def taken(method, stream, impl, layer, steps=5):
   return [out for out, _ in made], [aux for _, aux in made], run.cache
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", LISTING)
 def test_what_is_listed_is_attended_to_in_codes(name, bits):
@@ -56,7 +56,7 @@ def test_what_is_listed_is_attended_to_in_codes(name, bits):
     np.testing.assert_array_equal(cache.slots[leaf], reference.slots[leaf], err_msg=leaf)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_longflow_names_by_what_is_stored(bits, impl):
@@ -81,7 +81,7 @@ def test_longflow_names_by_what_is_stored(bits, impl):
       assert layer.cache.pos[b, h, named[b, h]] == least[1], (step, b, h)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("base", [H2O(12), TOVA(12)], ids=["h2o", "tova"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_statistics_of_logits_over_codes(base, bits):
@@ -133,3 +133,13 @@ def test_tables_over_codes_write_no_logits():
   method = Quantised(Reading(8, page=4, dense_layers=0))
   with pytest.raises(NotImplementedError, match=r"attend_table: Quantised reads logits"):
     taken(method, Stream.random(5), "pallas", layer=1, steps=1)
+
+
+@pytest.mark.parametrize("codes", [{"bits": 2}, {"group": 8}])
+@pytest.mark.parametrize(
+  ("base", "operation"),
+  [(Quest(8, page=4, dense_layers=0), "attend_quantised_table"), (ART(splits=1), "art_quantised")],
+)
+def test_codes_that_no_kernel_takes_are_refused_by_name(base, operation, codes):
+  with pytest.raises(NotImplementedError, match=f"{operation}: Quantised has .*the kernel takes 8"):
+    taken(Quantised(base, **codes), Stream.random(5), "pallas", layer=1, steps=1)

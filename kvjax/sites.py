@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,11 @@ class Site(At):
 
   def under(self, top: Method) -> At:
     site = Site(self.first, self.env, top, self.asked)
+    vars(site)["served"] = self.served
+    return site
+
+  def by(self, impl: str) -> At:
+    site = Site(self.first, dataclasses.replace(self.env, impl=impl), self.top, self.asked)
     vars(site)["served"] = self.served
     return site
 

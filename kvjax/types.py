@@ -147,6 +147,10 @@ class At:
     """The same place with another outermost method."""
     return dataclasses.replace(self, top=top)
 
+  def by(self, impl: str) -> At:
+    """The same place, where operations run as `impl`."""
+    return dataclasses.replace(self, env=dataclasses.replace(self.env, impl=impl))
+
   def sum_heads(self, x: Array) -> Array:
     """Sum over the shards of the key/value heads of x, any shape, reduced over the local ones."""
     return jax.lax.psum(x, self.env.head_axis) if self.env.head_axis else x

@@ -88,7 +88,7 @@ def beyond_codes(codes: CodedSlots) -> str:
 
 def over_codes(at: At, codes: CodedSlots) -> At:
   """Where operations that read codes run (`sparing` is where the others do)."""
-  return dataclasses.replace(at, env=dataclasses.replace(at.env, impl=codes.impl))
+  return at.by(codes.impl)
 
 
 def rounded(attended: Attended, dtype: Any) -> Attended:
@@ -103,9 +103,7 @@ def sparing(at: At) -> At:
 
   A kernel takes arrays that lie in memory, all of them; XLA makes what is read as it reads it.
   """
-  if at.env.impl != "auto":
-    return at
-  return dataclasses.replace(at, env=dataclasses.replace(at.env, impl="reference"))
+  return at.by("reference") if at.env.impl == "auto" else at
 
 
 def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:

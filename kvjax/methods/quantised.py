@@ -186,6 +186,12 @@ class Quantised(Coded):
     kept = self.base.keep(at, held, new, q, qpos, attended, prompt)
     return self._stored(kept.put(heads={"k_mean": mean}))
 
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    """The base's, of the numbers; `keep` asks for it where these have their words beside them."""
+    if not _coded(cache):
+      return self.base.settle(at, cache, prompt)
+    return self._stored(self.base.settle(at, self._with_words(cache), prompt))
+
 
 def _mean_key(at: At, cache: Cache, new: slots.Slots) -> Float[Array, "B K H"]:
   """What keys are stored less, after a chunk: the mean of the row's first one's, 0 under a cap."""
@@ -196,12 +202,6 @@ def _mean_key(at: At, cache: Cache, new: slots.Slots) -> Float[Array, "B K H"]:
   counts = (new["pos"] >= 0)[..., None] & jnp.isfinite(k)
   mean = jnp.where(counts, k, 0).sum(2) / jnp.maximum(counts.sum(2), 1)
   return jnp.where((cache.seen == 0)[:, None, None], mean, held)
-
-  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
-    """The base's, of the numbers; `keep` asks for it where these have their words beside them."""
-    if not _coded(cache):
-      return self.base.settle(at, cache, prompt)
-    return self._stored(self.base.settle(at, self._with_words(cache), prompt))
 
 
 _WORDS = {name: f"{name}_words" for name in WORDS}  # beside the numbers, while tokens move

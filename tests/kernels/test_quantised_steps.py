@@ -70,7 +70,7 @@ def test_longflow_names_by_what_is_stored(bits, impl):
     named = np.asarray(layer.cache.heads["victim"])
     for b, h in np.ndindex(*named.shape):
       positions = held(layer.cache, b, h)
-      keys, values = kept(stream, b, h, positions, bits)
+      keys, values = kept(stream, b, h, LENGTHS[b], positions, bits)
       total = np.zeros(len(positions))
       for query in stream.q[b, h, :, at[b]]:
         x = keys @ own_rounded(rotate(query, at[b]), 8) / np.sqrt(len(query))

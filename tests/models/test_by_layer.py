@@ -92,10 +92,14 @@ def test_a_site_serves_layers_of_equal_answers():
   assert site.of_layer(lambda layer: layer >= 2)
   with site.serving(5):
     assert site.of_layer(lambda layer: layer < 6)
+    assert site.by("pallas").of_layer(lambda layer: layer != 4)
+    assert (site.by("pallas").env.impl, site.env.impl) == ("pallas", "auto")
   with pytest.raises(sites.DifferentLayer), site.serving(1):
     raise AssertionError("it is below")
   with pytest.raises(sites.DifferentLayer), site.serving(6):
     raise AssertionError("it is above")
+  with pytest.raises(sites.DifferentLayer), site.serving(4):
+    raise AssertionError("what was asked elsewhere counts here")
   with pytest.raises(sites.DifferentLayer), site.serving(3):
     _ = site.layer
   assert site != At(2, Env(8), kvjax.Full()) and site == site

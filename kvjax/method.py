@@ -206,6 +206,7 @@ class Method:
     """The tokens that this layer computes of a chunk of `tokens`; None = all.
 
     The decoder asks before its projections: the others cost nothing and keep their hidden state.
+    First tokens and one piece are sliced (`Active.ends`), any others gathered.
     """
     return None
 

@@ -191,14 +191,49 @@ def pytree(*static: str) -> Callable[[type[T]], type[T]]:
 class Active:
   """The tokens of a chunk that a layer computes.
 
+  `Active(index)` is any set of tokens, which are gathered. `Active.ends` is the first tokens of a
+  chunk and one piece of it, which are sliced.
+
   Attributes:
     index: int32 [B, A], which they are; the padded length of the chunk = padding.
-    apart: how many of the first of them may stand apart, the others being neighbours; None: more
-      of them, or not known (static). It only decides how attention is computed.
+    start: int32 [B], where the piece begins; None: there is none. Only `ends` gives it.
+    apart: how many first tokens stand apart from the piece (static). Only `ends` gives it.
   """
 
   index: Array
+  _: dataclasses.KW_ONLY
+  start: Array | None = None
   apart: int | None = None
+
+  @classmethod
+  def ends(
+    cls, apart: int, start: Int[Array, " B"], count: int, tokens: int, total: Int[Array, " B"]
+  ) -> Active:
+    """The first `apart` tokens of a chunk and its tokens [start, start + count − apart).
+
+    What lies past a row's end is padding: computed, and seen by nothing.
+
+    Args:
+      apart: how many first tokens.
+      start: int32 [B], where each row's piece begins, `apart` or later; a piece that would not fit
+        in the chunk ends with it.
+      count: A, how many tokens in all.
+      tokens: T, the padded length of the chunk.
+      total: int32 [B], where each row ends.
+
+    Raises:
+      ValueError: `apart`, `count` and `tokens` are not in order.
+    """
+    if not 0 <= apart <= count <= tokens:
+      raise ValueError(
+        f"Active.ends: found apart {apart}, count {count} and tokens {tokens}, expected "
+        "0 <= apart <= count <= tokens"
+      )
+    start = jnp.clip(start, apart, tokens - (count - apart)).astype(jnp.int32)
+    i = jnp.arange(count, dtype=jnp.int32)
+    index = jnp.where(i < apart, i, start[:, None] + i - apart)
+    index = jnp.where(index < total[:, None], index, tokens)
+    return cls(index, start=start, apart=apart)
 
 
 @pytree("tokens", "past", "apart")
@@ -214,7 +249,8 @@ class Prompt:
     tokens: T, the padded length of the chunk (static).
     past: static upper bound on the tokens that any row has already cached; 0 says that the cache
       is empty, None that nothing is known.
-    apart: how many of the first computed tokens may stand apart (`Active`).
+    start, apart: of the piece that they are but for the first `apart` (`Active.ends`); None: there
+      is none.
     wo: [K, G, H, D], the layer's output projection, for methods that ask for it
       (`Traits.weighs_outputs`); else None.
   """
@@ -224,6 +260,7 @@ class Prompt:
   index: Array | None
   tokens: int
   past: int | None = None
+  start: Array | None = None
   apart: int | None = None
   wo: Array | None = None
 
@@ -239,7 +276,7 @@ class Prompt:
       return cls(valid, total, None, tokens, past)
     if not isinstance(active, Active):
       raise TypeError(f"{at.name}.active: found {active!r}, expected kvjax.Active(index) or None")
-    return cls(valid, total, active.index, tokens, past, active.apart)
+    return cls(valid, total, active.index, tokens, past, active.start, active.apart)
 
   def query_index(self) -> Int[Array, "B A"]:
     """Index within the chunk of every computed token."""

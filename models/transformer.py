@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .. import front, memory, sharding, softmax_state, windowed
 from ..method import Method
+from ..ops import chunks
 from ..registry import check_method
 from ..types import At, CacheSpec, Carry, Env, OwnRows, Prompt
 from . import parallel
@@ -57,9 +58,7 @@ class Layer(nnx.Module):
     carry: Carry,
   ) -> tuple[Float[Array, "B T D"], Any, Carry, dict[str, Any]]:
     """The layer over a chunk of prompt; x of tokens that it does not compute stays as it is."""
-    rows = jnp.arange(x.shape[0])[:, None]
-    # Padding entries of the index lie outside the chunk: read anything for them, write nothing.
-    y = x if prompt.index is None else x.at[rows, prompt.index].get(mode="clip")
+    y = chunks.take(x, prompt, 1)
     if prompt.index is not None and at.top.traits.projects_all:
       q, k, v = self.attention.qkv_apart(self.attention_norm(y), self.attention_norm(x))
     else:
@@ -72,9 +71,7 @@ class Layer(nnx.Module):
     o, cache, carry, aux = front.read(at, cache, q, k, v, prompt, carry, sinks)
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)
-    if prompt.index is not None:
-      y = x.at[rows, prompt.index].set(y, mode="drop")
-    return y, cache, carry, aux
+    return chunks.put(x, prompt, y, 1), cache, carry, aux
 
   def decode(
     self,

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .. import softmax_state
-from ..ops import cudnn
+from ..ops import chunks, cudnn
 from ..softmax_state import State
 from .prefill import prefill_attention
 
@@ -150,17 +150,12 @@ def _dense(
   q: Array, k: Array, v: Array, block: Block, start: Array, low: Array, count: Array
 ) -> State:
   """The block's queries over its rectangle and its triangle."""
-  own_k, own_v = (_rows_from(x, start, q.shape[3]) for x in (k, v))
+  own_k, own_v = (chunks.rows_from(x, start, q.shape[3], 2) for x in (k, v))
   state = cudnn.attend_causal(q, own_k, own_v, count)[0]
   if not block.width:
     return state
-  k, v = (_rows_from(x, low, block.width) for x in (k, v))
+  k, v = (chunks.rows_from(x, low, block.width, 2) for x in (k, v))
   return softmax_state.merge(state, cudnn.attend_all(q, k, v, count, start - low)[0])
-
-
-def _rows_from(x: Array, begin: Array, size: int) -> Array:
-  """Slots [begin, begin + size) of each row of x [B, K, S, H]."""
-  return jax.vmap(lambda y, at: lax.dynamic_slice_in_dim(y, at, size, 1))(x, begin)
 
 
 def _cut(state: State, begin: int, end: int) -> State:

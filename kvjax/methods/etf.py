@@ -11,7 +11,7 @@ from kvjax import settings
 from kvjax.fields import between, least, one_of
 from kvjax.full import Full
 from kvjax.method import Method
-from kvjax.ops import depth, slots
+from kvjax.ops import chunks, depth
 from kvjax.traits import Traits
 from kvjax.types import Active, At, Carry, Prompt
 from kvjax.wrapper import Wrapper
@@ -84,11 +84,9 @@ class ETF(Wrapper):
     if longest <= self.sinks:
       return None
     count = tokens - (longest - self.sinks)
-    total = jnp.minimum(total, tokens)[:, None]
-    frozen = jnp.maximum(depth.floor_of_each(share, total), self.sinks)  # the first E_ℓ(T)
-    i = jnp.arange(count, dtype=jnp.int32)
-    index = jnp.where(i < self.sinks, i, frozen + i - self.sinks)
-    return Active(jnp.where(index < total, index, tokens), self.sinks)
+    total = jnp.minimum(total, tokens)
+    frozen = depth.floor_of_each(share, total)  # the first E_ℓ(T), of which sinks are computed
+    return Active.ends(self.sinks, frozen, count, tokens, total)
 
   def fill(
     self,
@@ -104,8 +102,7 @@ class ETF(Wrapper):
     heads = dict(carry.heads)
     below = [heads.pop(name, None) for name in ("below_k", "below_v")]
     if prompt.index is not None:
-      to = jnp.broadcast_to(prompt.index[:, None], k.shape[:3])
-      k, v = (slots.put(old, to, new) for old, new in zip(below, (k, v), strict=True))
+      k, v = (chunks.put(old, prompt, new, 2) for old, new in zip(below, (k, v), strict=True))
     if at.of_layer(lambda layer: self._freezes_in(layer + 1, at.env.layers)):
       heads |= {"below_k": k, "below_v": v}
     return k, v, dataclasses.replace(carry, heads=heads)

@@ -1,6 +1,7 @@
 """The public names of `kvjax`, which imports them when the first one is used."""
 
 from kvjax.bounded import Bounded
+from kvjax.forked import Forked
 from kvjax.front import LayerCache, decode, empty_caches, finish, prefill, stacked
 from kvjax.full import Full
 from kvjax.measured import Measured
@@ -81,6 +82,7 @@ __all__ = [
   "DuoAttention",
   "Env",
   "ExpectedAttention",
+  "Forked",
   "Full",
   "HShare",
   "InfLLM",

@@ -105,8 +105,13 @@ def check_prompt(at: At, cache: Cache, q: Any, k: Any, v: Any, prompt: Prompt) -
     check_shape(at, name, x, (batch,))
 
 
-def room(method: Method, cache: Any) -> int | None:
-  """How many tokens a row of this cache can take in all; None: any number, something leaves."""
+def room(method: Method, cache: Any) -> int | Int[Array, " B"] | None:
+  """How many tokens a row of this cache can take in all; None: any number, something leaves.
+
+  Of branches (`kvjax.forked`) each row has its own number, with the tokens of its context.
+  """
+  if "context" in getattr(cache, "rows", ()):
+    return cache.size + cache.seen - cache.used
   if method.traits.positional:
     turns = "ring" in getattr(cache, "heads", ())  # a layer that gives up its oldest token
     return None if turns else cache.size
@@ -124,13 +129,15 @@ def with_room(
   if most is None:
     return rows
   most = context.size(at, cache) if at.env.slot_axis else most
+  most = jnp.broadcast_to(most, cache.seen.shape)
   full = rows & (cache.seen + new > most)
   row = jnp.argmax(full)
   checkify.check(
     ~full.any(),
     f"{at.name}, layer {at.layer}: found row {{row}} with {{seen}} cached tokens and "
-    f"{{new}} to come, expected at most the capacity of {most}; its cache stays as it was",
+    "{new} to come, expected at most the capacity of {most}; its cache stays as it was",
     row=row,
+    most=most[row],
     seen=cache.seen[row],
     new=new[row].astype(jnp.int32),
   )

@@ -31,9 +31,10 @@ _VIEWS = (
 )
 _TAKES = ("gather", "dynamic_slice")
 _WRITES = ("scatter", "dynamic_update_slice")
-_MASKS = ("slots.pos", "heads.apart.pos")  # what references see slots by; kernels have spans
-_KEYS = "slots.k", "heads.held_k", "heads.apart.k"
-_VALUES = "slots.v", "heads.held_v", "heads.apart.v"
+# What references see slots by; kernels have spans.
+_MASKS = "slots.pos", "heads.apart.pos", "heads.context_pos"
+_KEYS = "slots.k", "heads.held_k", "heads.apart.k", "heads.context_k"
+_VALUES = "slots.v", "heads.held_v", "heads.apart.v", "heads.context_v"
 
 
 @dataclasses.dataclass(frozen=True)

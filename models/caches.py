@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
+from .. import windowed
+from ..forked import Forked, branched
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec
@@ -26,6 +28,7 @@ from .transformer import Caches
 FORMAT = "kvjax-caches"
 VERSION = 1  # of the file's layout: one that is read otherwise gets the next number
 _HEADER = "header.json"
+TILE = 64  # slots that a shared context's are a multiple of: few sizes, few compilations
 
 
 def room(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
@@ -138,20 +141,90 @@ def fork(
     logits and caches of B·n rows (0, 0, …, 1, 1, …), or of n.
 
   Raises:
-    ValueError: `times` or `row` is out of range, or the caches were donated before or have other
-      rows than the logits.
+    ValueError: `times` or `row` is out of range, or the caches were donated before, have other
+      rows than the logits, or are branches of a shared context.
   """
-  checks.there((logits, caches))
-  batch = logits.shape[0]
-  rows_of_caches = caches[0].seen.shape[0]
-  if batch != rows_of_caches:
-    raise ValueError(f"logits: found {batch} rows, expected {rows_of_caches} as the caches have")
-  if times < 1:
-    raise ValueError(f"times: found {times}, expected at least 1")
+  batch = _check_fork(logits, caches, times)
   if row is not None and not 0 <= row < batch:
     raise ValueError(f"row: found {row}, expected one of the {batch} rows, from 0")
   rows = jnp.repeat(jnp.arange(batch) if row is None else jnp.array([row]), times)
   return jax.tree.map(lambda x: x[rows], (logits, caches))
+
+
+def fork_shared(
+  logits: Float[Array, "B V"], caches: Caches, method: Method, times: int, *, room: int
+) -> tuple[Float[Array, "rows V"], Caches, Forked]:
+  """As `fork`, but what the rows have read is held once, and read once a step for all branches.
+
+  Of S cached tokens and n branches it takes the bytes of S + n·room, where copies take n·(S +
+  room). Layers with a window of the model's own, which hold no more than that, are copied.
+
+  Args:
+    logits: float32 [B, V].
+    caches: of `method`, left as they are; the result holds one copy of what they hold: let go of
+      them if they are not needed.
+    method: attends to all that it holds, and evicts nothing while a branch is read: `Full` and
+      `KVzip`; methods that cut a prompt by a score, where there is room after it.
+    times: n.
+    room: tokens that each branch will read and generate, at most.
+
+  Returns:
+    logits and caches of B·n rows (0, 0, …, 1, 1, …), and the method to go on with, which lays out
+    the same for a spec of B·n rows.
+
+  Raises:
+    TypeError: `method` is no method.
+    ValueError: `times` or `room` is out of range; the caches are another method's, were donated
+      before, have other rows than the logits, or would evict tokens within `room`; the method does
+      not attend to all that it holds.
+  """
+  checks.laid_out(caches, method, None)
+  _check_fork(logits, caches, times)
+  windows = windowed.windows_of(caches)
+  own = windowed.served(caches)
+  used = np.max([np.asarray(cache.used) for cache in own], axis=0, initial=1)
+  context = -(-int(used.max()) // TILE) * TILE
+  forked = Forked(method, times, context, room)
+  _check_evicts_nothing(method, own, room)
+
+  def of_layer(cache: Any, window: int | None) -> Any:
+    if window is None:
+      return branched(forked, cache)
+    rows = jax.tree.map(lambda x: jnp.repeat(x, times, 0), cache)
+    return dataclasses.replace(rows, origin=dataclasses.replace(cache.origin, method=forked))
+
+  made = tuple(of_layer(*layer) for layer in zip(caches, windows, strict=True))
+  return jnp.repeat(logits, times, 0), made, forked
+
+
+def _check_fork(logits: Array, caches: Caches, times: int) -> int:
+  """Raises where rows cannot be repeated; returns how many there are."""
+  checks.there((logits, caches))
+  batch, rows = logits.shape[0], caches[0].seen.shape[0]
+  if batch != rows:
+    raise ValueError(f"logits: found {batch} rows, expected {rows} as the caches have")
+  if times < 1:
+    raise ValueError(f"times: found {times}, expected at least 1")
+  if any(len(x) != batch for x in jax.tree.leaves(caches)):
+    raise ValueError(
+      "caches: found branches that share a context (fork_shared), expected caches with all of a "
+      "row in the row: fork those that they come from"
+    )
+  return batch
+
+
+def _check_evicts_nothing(method: Method, caches: Caches, room: int) -> None:
+  """Raises where a row would give up tokens before it has read `room` more."""
+  if method.traits.positional or not caches:
+    return
+  left = np.min([cache.size - np.asarray(cache.used) for cache in caches], axis=0)
+  if left.min() < room:
+    row = int(left.argmin())
+    raise ValueError(
+      f"room: found {room}, expected at most {left[row]}: {method!r} has so many free slots after "
+      f"the {int(caches[0].seen[row])} tokens of row {row}, and then evicts some, which branches "
+      "that share them cannot do each for itself"
+    )
 
 
 def next_turn(tokenizer: Tokenizer, message: str, answer: ArrayLike = ()) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from .. import entrance, memory, windowed
@@ -173,19 +174,20 @@ def prompt(
   return room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
 
 
-def capacity(caches: Caches, method: Method) -> int | None:
-  """How many tokens a row can take in all; None: any number, something leaves.
+def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
+  """How many tokens each row can take in all; None: any number, something leaves.
 
   A layer with a window lets go of the oldest once it holds all of its window, and not before.
   """
 
-  def room(cache: Any, window: int | None) -> int | None:
+  def room(cache: Any, window: int | None) -> Any:
     if window is None:
       return entrance.room(method, cache)
     return None if cache.size >= window else cache.size
 
-  rooms = map(room, caches, windowed.windows_of(caches))
-  return min((n for n in rooms if n is not None), default=None)
+  rooms = [room(*given) for given in zip(caches, windowed.windows_of(caches), strict=True)]
+  known = [np.broadcast_to(n, caches[0].seen.shape) for n in rooms if n is not None]
+  return functools.reduce(np.minimum, known) if known else None
 
 
 def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarray:
@@ -193,11 +195,11 @@ def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarr
   seen = np.asarray(caches[0].seen)
   need = np.where(new > 0, seen + new, 0)
   most = capacity(caches, method)
-  if most is not None and need.max() > most:
-    row = int(need.argmax())
+  if most is not None and (need > most).any():
+    row = int((need - most).argmax())
     raise ValueError(
       f"{what} after {seen[row]} cached tokens (row {row}) needs {need[row]} slots, "
-      f"found a capacity of {most}, expected at least {need[row]}"
+      f"found a capacity of {most[row]}, expected at least {need[row]}"
     )
   return seen
 

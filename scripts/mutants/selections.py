@@ -51,6 +51,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/coded.py": of("methods/quantised", "methods/kivi"),
   "kvjax/bounded.py": of("methods/h2o", "methods/tova", laws=("h2o", "random")),
   "kvjax/entrance.py": of("models/refusals"),
+  "kvjax/forked.py": of("models/forked"),
   "kvjax/foresight.py": of("methods/prr"),
   "kvjax/mass_bound.py": of("methods/art_certificate"),
   "kvjax/forms.py": of("kernels/dispatch", laws=("quest",)),

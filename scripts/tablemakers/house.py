@@ -31,7 +31,7 @@ _FILES = {
   **dict.fromkeys(
     ("bounded", "coded", "prompt_scored", "selective", "streamed", "wrapper"), "families"
   ),
-  **dict.fromkeys(("retrieval", "predictor"), "families"),
+  **dict.fromkeys(("retrieval", "predictor", "forked"), "families"),
   **dict.fromkeys(("method", "full", "entrance", "sight", "forms", "traits"), "protocol"),
 }
 # Leaves of the house: they look at methods, and no room looks at them.

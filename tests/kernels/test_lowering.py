@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope, Yarn
+from kvjax.forked import QUERIES
 from kvjax.kernels import (
   _backend,
   art,
@@ -86,6 +87,9 @@ def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   yield "shared", *decode_call(Shape(2, 8, 4, 32 << 10), small, rows=1)
   yield "float16-sinks", *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
   yield "G32", *decode_call(Shape(1, 1, 32, 999), small)
+  branches = {"groups": QUERIES, "slots": 32 << 10, "head_dim": 128}  # `kvjax.forked`
+  cut = config.choose("decode", rows=8, itemsize=2, kind=kind, **branches)
+  yield f"G{QUERIES}", *decode_call(Shape(1, 8, **branches), cut)
   for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
     shape, cut = Shape(4, 8, 4, 3200, 128, dtype), Config(64 // (warps // 4), 264, warps, 3)
     yield f"logits-{dtype}", *decode_call(shape, cut, logits=True)

@@ -9,7 +9,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import dispatch, forms, offload, ring
-from kvjax.ops import context
+from kvjax.ops import context, shared_slots
 from kvjax.ops.slots import Slots
 from kvjax.shapes import check_shape
 from kvjax.traced_layer import TracedLayer, different_layers
@@ -27,7 +27,8 @@ def landing(at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
   room = (cache.used < context.size(at, cache))[:, None]
   slot = context.own(at, cache, cache.used)[:, None]
   if "place" in cache.heads:
-    slot = slot + cache.heads["place"][..., 0]
+    first, _, occupied = shared_slots.lies(cache)
+    slot = first + occupied
   return jnp.where(live[:, None], jnp.where(room, slot, _victim(at, cache)), cache.size)
 
 

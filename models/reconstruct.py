@@ -20,6 +20,8 @@ from numpy.typing import ArrayLike
 from .. import entrance, windowed
 from ..full import Full
 from ..method import Aux, Method
+from ..methods import adakv
+from ..methods.adakv import AdaKV
 from ..methods.kvzip import KVzip
 from ..ops import attention, slots
 from ..types import At, Cache, CacheSpec, Carry, Env, Origin, Prompt
@@ -82,12 +84,50 @@ def read(
   It holds the context's full cache until it is done, and takes about two to three times as long as
   reading the context alone. The result takes questions by `prefill` and answers by `generate`, and
   can be copied (`kvjax.models.caches.fork`) for other questions: what belongs to the context stays.
+  Under a `KVzip` every head keeps as many tokens. Under an `AdaKV` over one the heads of a layer
+  compete, and with `over_layers` all heads do.
 
   Args:
     model: the decoder.
     tokens: int32 [B, T], right-padded with any valid id.
     lengths: int32 [B], tokens of each row's context; 0 leaves a row idle.
-    method: how much is kept: `budget` − `room` tokens of the context.
+    method: how much is kept of the context: `budget` − `room` tokens a head, or on average over the
+      heads that compete.
+    instructions, chunk, sinks, dtype, on_chunk: as for `scored`.
+
+  Returns:
+    Logits float32 [B, V] after the context, and the caches, one per layer.
+
+  Raises:
+    TypeError: `method` is neither a KVzip nor an AdaKV over one.
+    ValueError: shapes, lengths or token ids are out of range.
+    NotImplementedError: the model is spread over several devices.
+  """
+  most = _kvzip(method).budget
+  how: dict[str, Any] = {"chunk": chunk, "sinks": sinks, "dtype": dtype, "on_chunk": on_chunk}
+  logits, caches, scores = scored(model, tokens, lengths, instructions, **how)
+  batch, width = np.shape(tokens)
+  spec = model.spec(batch, max(width, most), dtype)
+  return logits, cut(model.env, caches, scores, method, spec)
+
+
+def scored(
+  model: Transformer,
+  tokens: ArrayLike,
+  lengths: ArrayLike,
+  instructions: Instructions,
+  *,
+  chunk: int = 2048,
+  sinks: int = 4,
+  dtype: Any = None,
+  on_chunk: Callable[[int, int], Any] | None = None,
+) -> tuple[Float[Array, "B V"], Caches, list[Float[Array, "B K T"]]]:
+  """Reads a context, and scores its tokens by repeating it: what `cut` and `over_layers` take.
+
+  Args:
+    model: the decoder.
+    tokens: int32 [B, T], right-padded with any valid id.
+    lengths: int32 [B], tokens of each row's context; 0 leaves a row idle.
     instructions: what asks for a repetition.
     chunk: m, tokens that are repeated at a time (the paper's 2K).
     sinks: first tokens, which always stay and which every repetition looks at (4; at least 1).
@@ -95,15 +135,13 @@ def read(
     on_chunk: called with (tokens repeated, tokens to repeat) of the longest row after every chunk.
 
   Returns:
-    Logits float32 [B, V] after the context, and the caches, one per layer.
+    Logits float32 [B, V] after the context, its full caches, and of each layer that sees everything
+    the scores float32 [B, K, T].
 
   Raises:
-    TypeError: `method` is no KVzip.
     ValueError: shapes, lengths or token ids are out of range.
     NotImplementedError: the model is spread over several devices.
   """
-  if not isinstance(method, KVzip):
-    raise TypeError(f"method: found {method!r}, expected a kvjax.KVzip")
   if model.mesh is not None:
     raise NotImplementedError("model: found one over several devices, expected one on one device")
   for name, found in (("chunk", chunk), ("sinks", sinks)):
@@ -116,8 +154,59 @@ def read(
   full = Full()
   logits, caches = prefill(model, tokens, lengths, full.init_caches(spec), full, past=0)
   scores = _scores(model, tokens, lengths, caches, instructions, longest, chunk, sinks, on_chunk)
-  cut_spec = dataclasses.replace(spec, capacity=max(width, method.budget))
-  return logits, cut(model.env, caches, scores, method, cut_spec)
+  return logits, caches, scores
+
+
+def over_layers(
+  method: Method,
+  scores: Sequence[Float[Array, "B K T"]],
+  lengths: ArrayLike,
+  *,
+  tile: int = 64,
+) -> AdaKV:
+  """The method with as many slots in each layer as it has of the best tokens of all (`pair`, §3).
+
+  All layers' and heads' tokens compete for L·K·(budget − room) places. What a layer wins is known
+  once they are scored, and its arrays have a size: that of the row with most, rounded up. Slots
+  that are gained this way hold the layer's next best. Another set of sizes is compiled anew.
+
+  Args:
+    method: over a `KVzip`; with safeguard 0, which promises no head anything, as the paper's.
+    scores: float32 [B, K, T] of each layer, as `scored` returns them.
+    lengths: int32 [B], tokens of each row's context.
+    tile: tokens a head that sizes are a multiple of, beside the room.
+
+  Returns:
+    The method over `KVzip(budgets=…)`, for `cut`, `prefill` and `generate`.
+
+  Raises:
+    TypeError: `method` is no AdaKV over a KVzip.
+    ValueError: `tile` is not at least 1.
+  """
+  base = _kvzip(method)
+  if not isinstance(method, AdaKV):
+    raise TypeError(f"method: found {method!r}, expected kvjax.AdaKV over it: heads differ")
+  if tile < 1:
+    raise ValueError(f"tile: found {tile}, expected at least 1")
+  every = np.stack([np.asarray(x) for x in scores], 1)  # [B, L, K, T]
+  _, layers, heads, width = every.shape
+  there = np.arange(width) < np.asarray(lengths)[:, None, None, None]
+  ranked = np.argsort(np.where(there, -every, np.inf).reshape(len(every), -1), -1, kind="stable")
+  best = ranked[:, : layers * heads * (base.budget - base.room)]
+  real = best % width < np.asarray(lengths)[:, None]
+  owner = np.where(real, best // (heads * width), layers)
+  won = [np.bincount(row, minlength=layers + 1)[:layers] for row in owner]
+  tiles = -(-np.max(won, 0) // (heads * tile))
+  budgets = tuple(int(x) + base.room for x in np.maximum(tiles, 1) * tile)
+  return dataclasses.replace(method, base=dataclasses.replace(base, budgets=budgets))
+
+
+def _kvzip(method: Method) -> KVzip:
+  """What says how much is kept."""
+  base = method.base if isinstance(method, AdaKV) else method
+  if not isinstance(base, KVzip):
+    raise TypeError(f"method: found {method!r}, expected a kvjax.KVzip, or kvjax.AdaKV over one")
+  return base
 
 
 def _scores(
@@ -269,7 +358,7 @@ def cut(
   env: Env,
   caches: Caches,
   scores: Sequence[Float[Array, "B K T"]],
-  method: KVzip,
+  method: Method,
   spec: CacheSpec,
 ) -> Caches:
   """Live full caches, of which the tokens with the best scores stay.
@@ -278,8 +367,11 @@ def cut(
     env: the model's.
     caches: of the full cache, after a context; they are left as they are.
     scores: float32 [B, K, T] for each layer that sees everything, of its first T slots.
-    method: how many stay.
+    method: how many stay, as for `read`.
     spec: sizes of the new caches.
+
+  Raises:
+    TypeError: `method` is neither a KVzip nor an AdaKV over one.
   """
   origin, given, made = Origin.of(method, spec), iter(scores), []
   layer = 0
@@ -294,12 +386,14 @@ def cut(
 def _cut_layer(at: At, cache: Cache, score: Float[Array, "B K T"], spec: CacheSpec) -> Cache:
   """One layer of `cut`."""
   method = at.top
-  assert isinstance(method, KVzip)
-  width, most = score.shape[2], method.budget - method.room
-  held = {name: cache.slots[name][:, :, :width] for name in ("k", "v", "pos")}
-  kept = slots.resize(slots.keep_best({**held, "score": score}, score, most), method.budget)
+  most = _kvzip(method).capacity(spec, at.layer) - _kvzip(method).room
+  held = {name: cache.slots[name][:, :, : score.shape[2]] for name in ("k", "v", "pos")}
+  held["score"] = score
   empty = Cache.empty(method, spec, at.layer)
-  rows = {"seen": cache.seen, "used": jnp.minimum(cache.used, most)}
+  if isinstance(method, AdaKV):
+    made = adakv.cut(method, empty, held, score, cache.used, most)
+  else:
+    kept = slots.resize(slots.keep_best(held, score, most), empty.size)
+    made = empty.put(slots=kept, rows={"used": jnp.minimum(cache.used, most)})
   nothing = jnp.zeros_like(cache.seen)
-  prompt = Prompt(nothing, nothing, None, 1)
-  return method.settle(at, empty.put(slots=kept, rows=rows), prompt)
+  return method.settle(at, made.put(rows={"seen": cache.seen}), Prompt(nothing, nothing, None, 1))

@@ -46,7 +46,7 @@ class AdaKV(Wrapper):
   Scores of different heads have to be comparable, as probabilities are.
 
   Attributes:
-    base: what scores the tokens, a `PromptScored` method, and what its budgets are.
+    base: what scores the tokens, a `PromptScored` method or `KVzip`, and what its budgets are.
     safeguard: α (0.2), share of its budget that every head keeps; 1 is the base.
     rounded: as the authors' code has it, a head's length is round((1 − α)·f + ⌊α·m⌋) with f of the
       K·m best tokens before the window, m = n − window_size, and the window on top: the sum may
@@ -62,8 +62,10 @@ class AdaKV(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    scored = isinstance(self.base, PromptScored)
+    scored = isinstance(self.base, Scored)
     expect(self, "base", scored, "a method that cuts prompts by a score of tokens (PromptScored)")
+    window = not self.rounded or isinstance(self.base, PromptScored)
+    expect(self, "rounded", window, f"False: {self.base!r} has no window_size")
     own = [
       move for move, cls in KNOWN.items() if forms.form(self.base, move) is not vars(cls)[move]
     ]
@@ -133,32 +135,21 @@ class AdaKV(Wrapper):
     staged = new if prompt.past == 0 else slots.join(shared_slots.by_head(cache), new)
     priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
     check_shape(at, "rank", priority, staged["pos"].shape)
-    heads, n = shared_slots.sharers(cache), shared_slots.tokens(cache)
-    key, time, slot = _sorted(priority, staged["pos"])
-    total = (cache.used + prompt.valid)[:, None]
-    lengths = self._lengths(key, time, n, heads)
-    count = jnp.where(total > n, lengths, jnp.minimum(total, n))
-    length = jnp.where(total > n, lengths, n).reshape(len(total), -1, heads)
-    place = jnp.stack([jnp.cumsum(length, -1) - length, length], -1)  # [B, R, P, 2]
-    stays = jnp.arange(time.shape[-1]) < count[..., None]
-    order = jax.lax.sort((jnp.where(stays, time, LAST), slot), num_keys=1)[1]
-    kept = shared_slots.packed(staged, order, count, place, cache.size)
-    lies = {"place": place.reshape(*count.shape, 2)}
-    used = jnp.minimum(total[:, 0], n)
-    cache = dataclasses.replace(cache, slots=kept)
-    cache = cache.put(heads=lies, rows={"seen": cache.seen + prompt.valid, "used": used})
+    total = cache.used + prompt.valid
+    cache = cut(self, cache, staged, priority, total, shared_slots.tokens(cache))
+    cache = cache.put(rows={"seen": cache.seen + prompt.valid})
     return at.top.settle(at, cache, prompt)
 
   def _lengths(
     self, key: Float[Array, "B K S"], time: Int[Array, "B K S"], n: int, heads: int
   ) -> Int[Array, "B K"]:
     """How many tokens each head keeps of a prompt that is longer than n; both best first."""
-    window = self.base.window_size  # type: ignore[attr-defined]
     if not self.rounded:
       safe = max(1, int(self.safeguard * n))
       forced = (jnp.arange(key.shape[-1]) < safe) & (time < LAST)
       key = jnp.where(forced, -jnp.inf, key)
       return _of_each(key, time, heads * n, heads)
+    window = self.base.window_size  # type: ignore[attr-defined]
     m, past = n - window, jnp.isfinite(key)
     f = _of_each(jnp.where(past, key, jnp.inf), jnp.where(past, time, LAST), heads * m, heads)
     share = jnp.round((1 - self.safeguard) * f + int(self.safeguard * m)).astype(jnp.int32)
@@ -173,6 +164,41 @@ class AdaKV(Wrapper):
     since = cache.seen[:, None] + length - occupied
     closed = jnp.stack([staying, since], -1)
     return cache.put(slots={"score": score}, heads={"ring": closed})
+
+
+def cut(
+  method: AdaKV,
+  cache: Cache,
+  staged: slots.Slots,
+  priority: Float[Array, "B K S"],
+  total: Int[Array, " B"],
+  most: int,
+) -> Cache:
+  """The cache with the best of `staged` in it, most·K of them, each head's in its own slots.
+
+  Where there are more, each head has n − most free slots after its tokens; else all stay.
+
+  Args:
+    method: says how many each head keeps.
+    cache: of n slots a head on average, of which heads may have unequal numbers.
+    staged: slots [B, K, S, ...], head by head.
+    priority: what they are worth.
+    total: tokens of each row, on average over the heads.
+    most: how many stay, likewise.
+  """
+  heads, n = shared_slots.sharers(cache), shared_slots.tokens(cache)
+  key, time, slot = _sorted(priority, staged["pos"])
+  lengths, more = method._lengths(key, time, most, heads), total[:, None] > most
+  count = jnp.where(more, lengths, (time < LAST).sum(-1, dtype=jnp.int32))
+  length = jnp.where(more, lengths + n - most, cache.heads["place"][..., 1])
+  length = length.reshape(len(total), -1, heads)
+  place = jnp.stack([jnp.cumsum(length, -1) - length, length], -1)  # [B, R, P, 2]
+  stays = jnp.arange(time.shape[-1]) < count[..., None]
+  order = jax.lax.sort((jnp.where(stays, time, LAST), slot), num_keys=1)[1]
+  kept = shared_slots.packed(staged, order, count, place, cache.size)
+  used = {"used": jnp.minimum(total, most)}
+  cache = dataclasses.replace(cache, slots=kept)
+  return cache.put(heads={"place": place.reshape(*count.shape, 2)}, rows=used)
 
 
 def _sorted(

@@ -12,7 +12,7 @@ from kvjax.ops import slots
 from kvjax.plans import Attended
 from kvjax.prompt_scored import Scored
 from kvjax.traits import Traits
-from kvjax.types import At, Prompt
+from kvjax.types import At, CacheSpec, Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,24 +22,44 @@ class KVzip(Scored):
   A token is worth the largest probability that any query gives it while the model repeats the
   context. No prompt's own attention says that: `kvjax.models.reconstruct.read` has the model repeat
   the context, scores it, and cuts the cache. Every KV head keeps as many tokens (the paper's
-  `pair-uniform`; its default compares all layers and heads). What is read or generated afterwards
-  takes the `room` in turn, and never a slot of the context.
+  `pair-uniform`). Under `AdaKV(KVzip(…), safeguard=0)` the heads of a layer compete, and with the
+  `budgets` of `kvjax.models.reconstruct.over_layers` all of them, the paper's default (`pair`).
+  What is read or generated afterwards takes the `room` in turn, and never a slot of the context.
 
   A context that is read without scores, as any prompt is, keeps its newest tokens.
 
   Attributes:
     budget: tokens kept per KV head, the room included.
     room: of them, for questions and answers (256).
+    budgets: of each layer, in place of `budget`; (): alike.
   """
 
   room: int = least(1, 256)
+  budgets: tuple[int, ...] = ()
 
   def __post_init__(self):
-    expect(self, "budget", self.budget > self.room, f"more than room = {self.room}")
+    for name, least_of in (("budget", self.budget), ("budgets", min(self.budgets, default=None))):
+      more = least_of is None or least_of > self.room
+      expect(self, name, more, f"more than room = {self.room}")
 
   @property
   def traits(self) -> Traits:
     return super().traits.but(repeats=True)
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """Slots of each head, on average under `AdaKV`.
+
+    Raises:
+      ValueError: there are other budgets than layers.
+    """
+    if not self.budgets:
+      return self.budget
+    if len(self.budgets) != spec.layers:
+      raise ValueError(
+        f"{type(self).__name__}.budgets: found {len(self.budgets)}, expected one for each of the "
+        f"{spec.layers} layers"
+      )
+    return self.budgets[layer]
 
   def rank(
     self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt

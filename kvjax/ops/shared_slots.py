@@ -27,11 +27,10 @@ def tokens(cache: Cache) -> int:
 def lies(cache: Cache) -> tuple[Int[Array, "B K"], Int[Array, "B K"], Int[Array, "B K"]]:
   """First slot, slots and occupied slots of each head.
 
-  A row that has seen fewer than n tokens has all of them in every head; any other has full heads.
+  All heads of a row have as many free slots, those that `used` has left of n.
   """
   first, length = jnp.moveaxis(cache.heads["place"], -1, 0)
-  used = cache.used[:, None]
-  return first, length, jnp.where(used < tokens(cache), used, length)
+  return first, length, length - (tokens(cache) - cache.used)[:, None]
 
 
 def pooled(x: Array, heads: int) -> Array:

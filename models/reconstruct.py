@@ -379,6 +379,8 @@ def cut(
     if window is None:
       cache = _cut_layer(method.at(env, layer), cache, next(given), spec)
       layer += 1
+    else:
+      cache = jax.tree.map(jnp.array, cache)
     made.append(dataclasses.replace(cache, origin=origin))
   return tuple(made)
 
@@ -396,4 +398,5 @@ def _cut_layer(at: At, cache: Cache, score: Float[Array, "B K T"], spec: CacheSp
     kept = slots.resize(slots.keep_best(held, score, most), empty.size)
     made = empty.put(slots=kept, rows={"used": jnp.minimum(cache.used, most)})
   nothing = jnp.zeros_like(cache.seen)
-  return method.settle(at, made.put(rows={"seen": cache.seen}), Prompt(nothing, nothing, None, 1))
+  made = made.put(rows={"seen": jnp.array(cache.seen)})
+  return method.settle(at, made, Prompt(nothing, nothing, None, 1))

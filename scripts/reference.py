@@ -43,7 +43,7 @@ MODULES = (
   *(f"kvjax.methods.{name}" for name in ("double_sparsity", "duo_attention", "ltri")),
   *(
     f"kvjax.models.{name}"
-    for name in ("convert", "transformer", "prefill", "generate", "reconstruct")
+    for name in ("convert", "transformer", "prefill", "generate", "reconstruct", "compress")
   ),
   *(f"kvjax.models.{name}" for name in ("sampling", "tokenizer", "caches", "parallel")),
   *(f"kvjax.models.{name}" for name in ("config", "presets", "step_bytes", "by_layer", "flat")),

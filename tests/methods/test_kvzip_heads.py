@@ -126,9 +126,9 @@ def test_questions_and_answers_against_the_decoder_in_loops(cut):
   """A question longer than the room, and an answer that goes round it: whole logits in float64."""
   method, _, caches = cut()
   kept = [[held(cache, row) for cache in caches] for row in range(2)]
-  _, mine = live.fork(scored()[0], caches, 1)
-  begun, mine = prefill(model(), QUESTION, ASKED, mine, method)
+  begun, mine = prefill(model(), QUESTION, ASKED, caches, method)
   said, mine = generate(model(), begun, mine, method, steps=6, return_logits=True)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(scored()[1]))  # full caches, left alone
   for row in range(2):
     n, asked = int(LENGTHS[row]), int(ASKED[row])
     sizes = method.base.budgets or (KEPT + ROOM,) * LAYERS

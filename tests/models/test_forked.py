@@ -242,8 +242,11 @@ def test_bytes_are_as_planned():
 
 
 def test_decoding_moves_no_context():
-  """A step, its caches donated, writes all of them where they were."""
+  """A step, its caches donated, writes all of them where they were; those before stay alive."""
   logits, caches = read(Full())
+  *alone, one = fork_shared(logits, caches, Full(), 1, room=12)
+  generate(model(), *alone, one, steps=1)
+  assert not any(x.is_deleted() for x in jax.tree.leaves((logits, caches)))
   _, shared, forked = fork_shared(logits, caches, Full(), 3, room=12)
   step = jax.jit(functools.partial(model().decode, method=forked), donate_argnums=1)
   compiled = step.lower(jnp.zeros(6, jnp.int32), shared).compile()

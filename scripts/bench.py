@@ -58,6 +58,7 @@ Suite = Literal[
   "decode",
   "e2e",
   "e2e_sparse",
+  "forked",
   "generate",
   "longflow",
   "offload",

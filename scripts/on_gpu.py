@@ -239,6 +239,7 @@ STEPS = {
     for method in ("Quest", "InfLLM-v2", "CPE", "PRR", "DuoAttention")
   },
   "per_head": bench("per_head", limit=400),
+  "forked": bench("forked", limit=400),
   "longflow": bench("longflow", few=False, limit=300),
   "longflow_answer": bench("longflow", "512 in", few=False),
   **{

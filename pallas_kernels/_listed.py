@@ -14,12 +14,12 @@ from .config import Config
 class Listed(NamedTuple):
   """What a program has of a row's list of `keys` slots.
 
-  find: the slots [T] of a tile of the walk, −1 for none.
+  find: the slots [T] of a tile of the walk, or of a part of it, −1 for none.
   """
 
   piece: _split.Piece
   keys: Array
-  find: Callable[[Any], Array]
+  find: Callable[..., Array]
 
 
 def of_program(
@@ -53,9 +53,11 @@ def of_program(
   shared = rows // stop_ref.shape[0]  # rows of one range: all heads of a batch row, or one
   start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
 
-  def find(i: Any) -> Array:
+  def find(i: Any, part: int = 0, parts: int = 1) -> Array:
     if unit % config.tile:
-      key = i * config.tile + jnp.arange(config.tile)
+      size = config.tile // parts
+      key = i * config.tile + jnp.arange(size)
+      key = key + part * size if part else key
       entry = _backend.load(table_ref, row, key // unit, mask=key < keys, other=-1)
       slot = entry * unit + key % unit
     else:  # one entry for the whole tile

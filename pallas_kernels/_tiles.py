@@ -121,7 +121,7 @@ def walk(
 
 def walk_lanes(
   q: Array,
-  find: Callable[[Any], Array],
+  find: Callable[[Any], list[Array]],
   fetch: Callable[[Array], tuple[Array, Array]],
   first: Any,
   last: Any,
@@ -132,36 +132,43 @@ def walk_lanes(
 
   Every lane of a tile has a softmax of its own until the end: no products for matrix units, of
   whose sixteen rows one would be in use, and no threads that wait for each other for a maximum.
-  Tile i + 1 is on its way while tile i is added, and so are the slots of tile i + 2.
+  Tile i + 1 is on its way while tile i is added, and so are the slots of tile i + 2. Parts of a
+  tile share the lanes of one part: the more there are, the fewer sums a thread holds.
 
   Args:
-    find: the slots [T] of a tile, −1 for none.
-    fetch: k, v [T, C] of slots, finite everywhere.
+    find: the slots of a tile, [T] of each of its parts, −1 for none.
+    fetch: k, v [T, C] of the slots of a part, finite everywhere.
   """
   q = q.astype(jnp.float32)
   if scale.soft_cap is None:  # a factor of the query alone
     q = scale.base2(q)
 
-  def ahead(i: Any) -> Array:
-    return jnp.where(i < last, find(jnp.minimum(i, jnp.maximum(last - 1, 0))), -1)
+  def ahead(i: Any) -> list[Array]:
+    there = i < last
+    slots = find(jnp.minimum(i, jnp.maximum(last - 1, 0)))
+    return [jnp.where(there, slot, -1) for slot in slots]
 
-  def body(i: Any, carry: Any) -> Any:
-    acc, m, l, slot, k, v, next_slot = carry
-    later, (next_k, next_v) = ahead(i + 2), fetch(next_slot)
+  def logits(slot: Array, k: Array) -> Array:
     x = (k.astype(jnp.float32) * q[None, :]).sum(axis=1)
     x = x if scale.soft_cap is None else scale.base2(x)
-    x = jnp.where(slot >= 0, x, -jnp.inf)
-    top = jnp.maximum(m, x)
-    base = finite(top)
-    alpha, p = jnp.exp2(m - base), jnp.exp2(x - base)
-    acc = acc * alpha[:, None] + p[:, None] * v.astype(jnp.float32)
-    return acc, top, l * alpha + p, next_slot, next_k, next_v, later
+    return jnp.where(slot >= 0, x, -jnp.inf)
 
-  slot = ahead(first)
-  empty = start(slot.size, q.size)
-  acc, m, l, *_ = lax.fori_loop(
-    *(first, last, body), (*empty, slot, *fetch(slot), ahead(first + 1))
-  )
+  def body(i: Any, carry: Any) -> Any:
+    acc, m, l, slots, tiles, next_slots = carry
+    later, next_tiles = ahead(i + 2), [fetch(slot) for slot in next_slots]
+    parts = [logits(slot, k) for slot, (k, _) in zip(slots, tiles, strict=True)]
+    top = functools.reduce(jnp.maximum, parts, m)
+    base = finite(top)
+    alpha, weights = jnp.exp2(m - base), [jnp.exp2(x - base) for x in parts]
+    acc = acc * alpha[:, None]
+    for p, (_, v) in zip(weights, tiles, strict=True):
+      acc = acc + p[:, None] * v.astype(jnp.float32)
+    return acc, top, sum(weights, l * alpha), next_slots, next_tiles, later
+
+  slots = ahead(first)
+  empty = start(slots[0].size, q.size)
+  tiles = [fetch(slot) for slot in slots]
+  acc, m, l, *_ = lax.fori_loop(first, last, body, (*empty, slots, tiles, ahead(first + 1)))
   top = m.max()
   weight = jnp.exp2(m - finite(top))
   return Carry((acc * weight[:, None]).sum(axis=0)[None], top[None], (l * weight).sum()[None])

@@ -61,7 +61,7 @@ def _kernel(
   (, first [B])(, logits [R, G, S], m, l [R, G, C]). `alone`: U = G. `score`: `score_keys`, where
   keys are given.
   """
-  rows, block, groups, head_dim = queries_ref.shape
+  rows = queries_ref.shape[0]
   row, piece = pl.program_id(0), pl.program_id(1)
   shared = rows // step_ref.shape[0]
   step = step_ref[row // shared]
@@ -74,6 +74,31 @@ def _kernel(
     def _():
       first_ref[row // shared] = start
 
+  looks = decide(
+    row, step, q_ref, queries_ref, anchor_ref, query_ref, found_ref, retrieves_ref, tau, alone
+  )
+  if keys is not None and score is not None:
+    stop = keys.stop[row // shared]
+    pl.when(looks)(lambda: score(row, piece, (keys.q, keys.k), logits_refs, start, stop, stop))
+
+
+def decide(
+  row: Array,
+  step: Array,
+  q_ref: Any,
+  queries_ref: Any,
+  anchor_ref: Any,
+  query_ref: Any,
+  found_ref: Any,
+  retrieves_ref: Any,
+  tau: float,
+  alone: bool,
+) -> Array:
+  """Writes a row's queries of norm 1 and with whom its units share; whether any does with none.
+
+  Refs and `alone` as above.
+  """
+  _, block, groups, head_dim = queries_ref.shape
   column, turn = jnp.arange(columns_of(head_dim)), jnp.arange(pl.next_power_of_2(block))
   inside, earlier = column < head_dim, (turn < block) & (turn < step)
 
@@ -107,10 +132,7 @@ def _kernel(
     every = every & alike
   if not alone:
     looks = find(0, every)
-
-  if keys is not None and score is not None:
-    stop = keys.stop[row // shared]
-    pl.when(looks)(lambda: score(row, piece, (keys.q, keys.k), logits_refs, start, stop, stop))
+  return looks
 
 
 def anchors(

@@ -28,7 +28,7 @@ WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
+class Sizes:
   """First and newest tokens that are always listed, and first ones that are always in sight."""
 
   sinks: int
@@ -53,13 +53,13 @@ class _Row(NamedTuple):
   """What is in sight of a row: `seen` tokens, those after the sinks from `start` on."""
 
   sources: _Sources
-  sizes: _Sizes
+  sizes: Sizes
   row: Array
   seen: Array
   start: Array
 
   @staticmethod
-  def of(sources: _Sources, sizes: _Sizes, row: Array) -> "_Row":
+  def of(sources: _Sources, sizes: Sizes, row: Array) -> "_Row":
     rows = sources.retrieved.shape[0]
     now = (ref[row // (rows // ref.shape[0])] for ref in (sources.seen, sources.start))
     return _Row(sources, sizes, row, *now)
@@ -126,7 +126,7 @@ def _list_all(
   _lists.end(table_ref, row.row, count)
 
 
-def _list_behind(
+def list_behind(
   row: Array,
   fresh_ref: Any,
   retrieved_ref: Any,
@@ -137,7 +137,7 @@ def _list_behind(
   table_ref: Any,
   count_ref: Any,
   *,
-  sizes: _Sizes,
+  sizes: Sizes,
   interpret: bool,
 ) -> None:
   """As `_list_one`, in the program that has just found what is fresh."""
@@ -153,7 +153,7 @@ def _kernel(
   count_ref: Any,
   mark_ref: Any | None,
   *,
-  sizes: _Sizes,
+  sizes: Sizes,
   interpret: bool,
 ) -> None:
   """`_Sources` -> table [R, X], count [R] (, mark [R, S]: U > 1)."""
@@ -204,7 +204,7 @@ def listed(
     fresh.reshape(rows * units, -1),
     *(anchor.reshape(rows, units), retrieves.reshape(rows, units), seen, start.reshape(-1)),
   )
-  sizes, interpreted = _Sizes(sinks, local, span_sinks), _backend.interpreted(interpret)
+  sizes, interpreted = Sizes(sinks, local, span_sinks), _backend.interpreted(interpret)
   table, count, _ = _backend.call(
     functools.partial(_kernel, sizes=sizes, interpret=interpreted),
     sources,
@@ -251,7 +251,7 @@ def found_and_listed(
   batch, heads = anchor.shape[:2]
   rows, width = batch * heads, sinks + local + retrieved.shape[-1]
   interpreted = _backend.interpreted(interpret)
-  sizes = _Sizes(sinks, local, span_sinks)
+  sizes = Sizes(sinks, local, span_sinks)
   flat = [x.reshape(rows, *x.shape[2:]) for x in (retrieved, anchor, retrieves)]
   slots = weights[0].shape[-1]
   scores: Any = weights[0]
@@ -277,7 +277,7 @@ def found_and_listed(
     active=retrieves[..., 0],
     ordered=False,
     **making,
-    behind=functools.partial(_list_behind, interpret=interpreted, sizes=sizes),
+    behind=functools.partial(list_behind, interpret=interpreted, sizes=sizes),
     operands=[*flat, seen, start.reshape(-1)],
     results=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, width), (rows,))],
     interpret=interpret,

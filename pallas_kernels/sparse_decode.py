@@ -24,7 +24,7 @@ from .config import Config, choose
 from .decode import check
 
 
-def _attend_kernel(
+def attend_kernel(
   *refs: Any,
   groups: int,
   unit: int,
@@ -33,10 +33,11 @@ def _attend_kernel(
   sinks: int,
   whole: bool = False,
   alone: bool = False,
+  parts: int = 1,
 ) -> None:
   """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
   what `_split.results` lists. `whole`: a program per row, and only its first four. `alone`: G = 1,
-  and no matrix units (`walk_lanes`).
+  and no matrix units, of tiles in so many `parts` (`walk_lanes`).
   """
   q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref, *outs = refs
   slots, head_dim = k_ref.shape[1:]
@@ -64,7 +65,11 @@ def _attend_kernel(
   share = piece.share(pl.cdiv(keys, config.tile))
   if alone:
     q = _backend.load(q_ref, row, 0, columns, mask=columns < head_dim)
-    carry = _tiles.walk_lanes(q, find, fetch, *share, scale=scale)
+
+    def find_parts(i: Any) -> list[Array]:
+      return [find(i, part, parts) for part in range(parts)]
+
+    carry = _tiles.walk_lanes(q, find_parts, fetch, *share, scale=scale)
     like = _tiles.start(lanes.size, columns.size)
     carry = _tiles.Carry(*(jnp.broadcast_to(x, y.shape) for x, y in zip(carry, like, strict=True)))
   else:
@@ -131,7 +136,7 @@ def sparse_decode(
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
   written = _backend.call(
     functools.partial(
-      _attend_kernel,
+      attend_kernel,
       groups=groups,
       unit=unit,
       config=config,

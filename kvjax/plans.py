@@ -150,6 +150,8 @@ class Plan:
     window: the positions that the query may see; None: all.
     needs: what the method needs beside (static).
     codes: of the slots, where keys and values are kept as such.
+    read: the softmax state of the walk, and its o in the dtype of the cache, where the launch that
+      made the table has walked it too; None: that is to come.
   """
 
   span: Span
@@ -162,6 +164,7 @@ class Plan:
   window: Window | None = None
   needs: Needs = Needs()
   codes: CodedSlots | None = None
+  read: tuple[State, Array] | None = None
 
   def listed(
     self,
@@ -172,10 +175,11 @@ class Plan:
     pinned: int = 0,
     scores: Float[Array, "B K W"] | None = None,
     memo: Any = None,
+    read: tuple[State, Array] | None = None,
   ) -> Plan:
     """The same sight, narrowed to the tiles of a table."""
     how: dict[str, Any] = {"unit": unit, "pinned": pinned, "scores": scores, "memo": memo}
-    return dataclasses.replace(self, table=table, count=count, **how)
+    return dataclasses.replace(self, table=table, count=count, read=read, **how)
 
   def sizes(self, size: int) -> Int[Array, "B K W"]:
     """Slots of every entry of the table that are attended to, in a cache of `size` slots."""

@@ -8,6 +8,7 @@ heads for itself (U = G).
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvjax.dispatch.selection import holds, other_tiles
 from kvjax.dispatch.table import kernel, pallas
 from kvjax.ops import attention, context
 from kvjax.plans import Attended, Plan, Span, Window
+from kvjax.softmax_state import State
 from kvjax.types import At, Cache, pytree
 
 NOWHERE = jnp.iinfo(jnp.int32).max  # after all positions
@@ -64,6 +66,68 @@ class Retrieval:
   weight: Array
   table: Array
   count: Array
+
+
+def select(
+  at: At,
+  cache: Cache,
+  visible: Plan,
+  q: Float[Array, "B K G H"],
+  *,
+  tau: float,
+  window: Callable[[Int[Array, "B T"]], Window | None],
+  span: Callable[[Window], Span],
+  sizes: dict[str, int],
+  plain: bool,
+) -> tuple[Choice, Retrieval, tuple[State, Array] | None]:
+  """`share`, then `retrieve`; and attention over the list, where a kernel reads it on the way.
+
+  Args:
+    at, cache, visible, q, tau, window, span: as of `share`.
+    sizes: k, sinks and local of `retrieve`.
+    plain: whether what is listed here is all that the step reads, and in no form of its own.
+  """
+  if plain and (run := _reading(at, cache, visible, q)):
+    return _select_by(run, at, cache, visible, q, tau, window, span, sizes)
+  choice = share(at, cache, visible, q, tau=tau, window=window, span=span)
+  return choice, retrieve(at, cache, q, choice, **sizes), None
+
+
+def _reading(at: At, cache: Cache, visible: Plan, q: Array) -> Callable | None:
+  """The kernel that chooses and reads, where there are rows enough for it; None: several do."""
+  run = _looking(at, "cis_read", visible, q, cache.slots["k"])
+  by_head = visible.window is not None and visible.window.by_head
+  if run is None or by_head or visible.needs.logits:
+    return None
+  batch, heads, groups, _ = q.shape
+  takes = importlib.import_module("kvjax.kernels.cis_read").takes
+  return run if takes(batch * heads, groups, cache.size) else None
+
+
+def _select_by(
+  run: Callable,
+  at: At,
+  cache: Cache,
+  visible: Plan,
+  q: Array,
+  tau: float,
+  window_of: Callable[[Array], Window | None],
+  span_of: Callable[[Window], Span],
+  sizes: dict[str, int],
+) -> tuple[Choice, Retrieval, tuple[State, Array]]:
+  """`select` by its kernel."""
+  window = visible.window
+  first = None if window is None else _first_of(window_of)
+  held = (*(cache.heads[name] for name in HELD), cache.rows["step"], cache.seen, cache.used)
+  span_sinks, soft_cap = 0 if window is None else window.sinks, at.env.soft_cap
+  how: dict[str, Any] = {"first": first, "span_sinks": span_sinks, "soft_cap": soft_cap, **sizes}
+  keys = cache.slots["k"], cache.slots["v"]
+  (query, anchor, retrieves, step, start), found, read = run(q, *keys, *held, tau=tau, **how)
+  if window is not None:
+    visible = _seeing(visible, window, start[:, :1], span_of)
+  choice = Choice(query, anchor, retrieves, step, visible)
+  token, weight, *listed = found
+  return choice, Retrieval(token[:, :, None], weight[:, :, None], *listed), read
 
 
 # ---- who shares
@@ -115,15 +179,7 @@ def _share_by(
   block = cache.heads["queries"], cache.heads["anchor"], cache.rows["step"], cache.seen
   by_head = window is not None and window.by_head
   narrows = window is not None and window.view is None and not by_head
-  how: dict[str, Any] = {"tau": tau, "first": None}
-  if narrows:
-
-    def first(seen: Array) -> Array:
-      window = window_of(jnp.reshape(seen - 1, (1, 1)))
-      assert window is not None
-      return window.first.reshape(())
-
-    how["first"] = first
+  how: dict[str, Any] = {"tau": tau, "first": _first_of(window_of) if narrows else None}
   k = cache.slots["k"]
   # Where every query head decides for itself, its logits have the order of its weights.
   alone = cache.heads["anchor"].shape[3] == q.shape[2]
@@ -134,9 +190,27 @@ def _share_by(
   query, anchor, retrieves, step, *more = run(q, *block, **how)
   if narrows:
     assert window is not None
-    window = dataclasses.replace(window, first=more[0][:, None])
-    visible = dataclasses.replace(visible, window=window, span=span_of(window))
+    visible = _seeing(visible, window, more[0][:, None], span_of)
   return Choice(query, anchor, retrieves, step, visible, more[-1] if looks else None)
+
+
+def _first_of(window_of: Callable[[Array], Window | None]) -> Callable[[Array], Array]:
+  """The first token in sight beside the sinks, of so many that are seen: int32 scalars."""
+
+  def first(seen: Array) -> Array:
+    window = window_of(jnp.reshape(seen - 1, (1, 1)))
+    assert window is not None
+    return window.first.reshape(())
+
+  return first
+
+
+def _seeing(
+  visible: Plan, window: Window, first: Int[Array, "B 1"], span_of: Callable[[Window], Span]
+) -> Plan:
+  """The plan of all visible slots where a kernel has worked out the window's first."""
+  window = dataclasses.replace(window, first=first)
+  return dataclasses.replace(visible, window=window, span=span_of(window))
 
 
 def _looking(at: At, operation: str, visible: Plan, *attention: Array) -> Callable | None:

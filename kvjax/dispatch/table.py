@@ -56,6 +56,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "cis_anchors": {"pallas": ("kvjax.kernels.cis_anchors", "anchors")},
   "cis_found_listed": {"pallas": ("kvjax.kernels.cis_listed", "found_and_listed")},
   "cis_listed": {"pallas": ("kvjax.kernels.cis_listed", "listed")},
+  "cis_read": {"pallas": ("kvjax.kernels.cis_read", "read")},
   "cis_note": {"pallas": ("kvjax.kernels.cis_note", "note")},
   "hshare_listed": {"pallas": ("kvjax.kernels.hshare", "listed")},
   "best_tiles": {"pallas": ("kvjax.kernels.top_k", "best")},
@@ -72,7 +73,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
 UNRUN: set[str] = {
   *("attend_quantised", "attend_quantised_table", "art_quantised"),
-  *("attend_shared", "enter_shared"),
+  *("attend_shared", "enter_shared", "cis_read"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import settings
+from kvjax import forms, settings
 from kvjax.dispatch import sharing
 from kvjax.fields import expect, least, number, one_of
 from kvjax.leaves import Leaf
@@ -120,13 +120,18 @@ class CIS(Method):
     Chosen are the tokens that the latest query alike used (Eq. 12), dilated, as far as they are in
     the middle of now; or, where none is alike, the k heaviest of the middle.
     """
-    window, span = partial(at.top.window, at), partial(at.top.span, at, cache)
-    choice = sharing.share(at, cache, visible, q, tau=self.tau, window=window, span=span)
-    forced = {"sinks": self.sinks, "local": self.local}
-    read = sharing.retrieve(at, cache, q, choice, k=self.k, **forced)
-    memo = Shared(choice, read, (choice.retrieves > 0).any(-1))
-    visible = choice.visible
-    return visible.listed(read.table, read.count, unit=1, pinned=self.sinks, memo=memo), carry
+    plain = forms.form(at.top, "plan") is CIS.plan and not forms.overrides(at.top, "attend")
+    choice, found, read = sharing.select(
+      *(at, cache, visible, q),
+      tau=self.tau,
+      window=partial(at.top.window, at),
+      span=partial(at.top.span, at, cache),
+      sizes={"k": self.k, "sinks": self.sinks, "local": self.local},
+      plain=plain,
+    )
+    memo = Shared(choice, found, (choice.retrieves > 0).any(-1))
+    how: dict[str, Any] = {"unit": 1, "pinned": self.sinks, "memo": memo, "read": read}
+    return choice.visible.listed(found.table, found.count, **how), carry
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

@@ -31,7 +31,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
   ),
   "kvjax/dispatch/shared_sets.py": of("methods/hshare", "kernels/hshare_kernel"),
-  "kvjax/dispatch/sharing.py": of("methods/cis", "kernels/cis_kernel"),
+  "kvjax/dispatch/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
   "kvjax/dispatch/speculation.py": of("methods/prr", "kernels/prr_kernel"),
   "kvjax/dispatch/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),

@@ -59,23 +59,24 @@ SORTING = {
 }
 
 
-def decode_step(method, layer=7):
-  """A step by kernels, and its abstract arguments."""
-  at = method.at(Env(SPEC.layers, Rope(), impl="pallas"), layer)
-  cache = jax.eval_shape(functools.partial(Cache.empty, method, SPEC, layer))
-  of, heads = jax.ShapeDtypeStruct, (SPEC.batch, SPEC.kv_heads)
-  q = of((*heads, SPEC.groups, SPEC.head_dim), SPEC.dtype)
-  k = of((*heads, SPEC.head_dim), SPEC.dtype)
+def decode_step(method, layer=7, spec=None):
+  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`."""
+  spec = spec or SPEC
+  at = method.at(Env(spec.layers, Rope(), impl="pallas"), layer)
+  cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
+  of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
+  q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
+  k = of((*heads, spec.head_dim), spec.dtype)
 
   def step(cache, q, k, v, live):
     return method.decode_step(at, cache, q, k, v, live, Carry())[:3]
 
-  return step, (cache, q, k, k, of((SPEC.batch,), bool))
+  return step, (cache, q, k, k, of((spec.batch,), bool))
 
 
-def operations(method, layer=7):
+def operations(method, layer=7, spec=None):
   """How many of each primitive the step's results need; "launch name" for kernels."""
-  step, arguments = decode_step(method, layer)
+  step, arguments = decode_step(method, layer, spec)
   jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   counts: collections.Counter[str] = collections.Counter()
@@ -148,6 +149,21 @@ def test_a_step_has_no_more_than(name):
   counts = operations(CASES[name])
   assert total(counts, MOVES) + total(counts, LOOPS) <= moves
   assert counts["launches"] <= launches
+
+
+# Many rows of one query head: a row is one program's, which chooses and reads.
+MANY = CacheSpec(8, 1040, 32, 1, 128, 8, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["cis", "cpe"])
+def test_many_rows_choose_and_read_in_one_launch(name):
+  counts = operations(CASES[name], spec=MANY)
+  assert {n: counts[n] for n in counts if n.startswith("launch ")} == {
+    "launch enter_token": 1,
+    "launch cis_read": 1,
+    "launch cis_note": 1,
+  }
+  assert not set(counts) - {n for n in counts if n.startswith("launch")} - set(FREE)
 
 
 # What is free: shapes, and the identity conversions in front of a launch.

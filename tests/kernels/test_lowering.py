@@ -21,6 +21,7 @@ from kvjax.kernels import (
   cis_anchors,
   cis_listed,
   cis_note,
+  cis_read,
   config,
   decode,
   host_blocks,
@@ -343,6 +344,17 @@ def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
     run = functools.partial(cis_note.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
     yield f"note-{heads}x{units}", run, shapes
+  for batch, k, slots, dtype in (
+    *((8, 88, 1040, jnp.bfloat16), (16, 432, 4112, jnp.bfloat16)),
+    *((16, 88, cis_read.LANES, jnp.bfloat16), (8, 216, 999, jnp.float32)),
+  ):
+    row, block = (batch, 32), (batch, 32, 16)
+    shapes = [of((*row, 1, 128), dtype), *[of((*row, slots, 128), dtype)] * 2]
+    shapes += [of((*block, 1, 128), f32), of((*block, 1), i32)]
+    shapes += [of((*block, 1, k + 2 * (k // 3)), i32), *[of((batch,), i32)] * 3]
+    how = {"k": k, "sinks": 16, "local": 64, "first": narrowed, "span_sinks": 16}
+    run = functools.partial(cis_read.read, tau=0.8, interpret=False, **how)
+    yield f"read-{batch}x{slots}", run, shapes
   per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
   run = functools.partial(cis_anchors.anchors, tau=0.8, interpret=False)
   yield "anchors-per-query-head", run, [*per_head, *[of((2,), i32)] * 2]
@@ -627,6 +639,7 @@ CORE = (
   "cis-anchors-8x1",
   "cis-listed-8x1",
   "cis-note-8x1",
+  "cis-read-8x1040",
   "hshare-listed-8-88",
   "sparse_decode-unit16-H128-bfloat16",
   "products-product-8B-B1",
@@ -796,6 +809,15 @@ def test_codes_are_multiplied_as_integers_and_turned_in_shared_memory(call, name
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("call", "at_once"), [("cis-read-8x1040", 2), ("cis-read-16x4112", 4)])
+def test_what_chooses_and_reads_leaves_room_for_others(call, at_once):
+  """All rows run at once, as under `sparse_decode` alone: of registers each has its share."""
+  ((kernel, binary),) = compiled(called(call))
+  assert at_once * 32 * kernel.warps * binary.registers <= 65536
+  assert "cp.async" in binary.ptx  # the keys of rows that look
+
+
+@pytest.mark.slow
 def test_a_single_query_waits_for_no_thread():
   call = called("sparse_decode-unit1-H128-bfloat16-rows512")
   ((_, binary),) = compiled(call)
@@ -821,6 +843,13 @@ def test_a_step_lowers(name, monkeypatch):
   monkeypatch.setattr(_backend, "interpreted", lambda interpret=None: False)
   step, arguments = steps.decode_step(steps.CASES[name])
   assert lower(step, *arguments)
+
+
+def test_a_step_of_many_rows_lowers(monkeypatch):
+  monkeypatch.setattr(_backend, "interpreted", lambda interpret=None: False)
+  step, arguments = steps.decode_step(steps.CASES["cpe"], spec=steps.MANY)
+  names = sorted(kernel.name for kernel in lower(step, *arguments))
+  assert names == ["cis_note", "cis_read", "enter_token"]
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def test_the_interpreter_refuses_nothing():
 
 ATTENTION = {
   *("decode_attend", "sparse_attend", "attend_tiles", "speculate"),
-  *("art_walk", "art_read", "key_logits", "key_weights"),
+  *("art_walk", "art_read", "key_logits", "key_weights", "cis_read"),
 }
 
 

@@ -168,7 +168,7 @@ def anchors(
   Returns:
     float32 [B, K, G, H]; int32 [B, K, U]; int32 [B, K, U], 1 where a unit shares with none; the
     step of every KV head, int32 [B, K]; with `first` what it gives, int32 [B]; and with `keys` the
-    logits of `key_logits`, float32 [B, K, G, S], which hold anything in rows that share.
+    three results of `key_logits`, which hold anything in rows that share.
   """
   batch, heads, _, groups, head_dim = queries.shape
   rows, units = batch * heads, anchor.shape[3]
@@ -205,7 +205,7 @@ def anchors(
   )
   more = [] if start is None else [start]
   if logits is not None:
-    more.append(logits[0].reshape(*q.shape[:3], -1))
+    more += [x.reshape(*q.shape[:3], -1) for x in logits]
   shape = batch, heads, units
   made = found.reshape(shape), retrieves.reshape(shape), steps_of.reshape(batch, heads)
   return query.reshape(q.shape), *made, *more

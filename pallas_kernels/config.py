@@ -71,6 +71,7 @@ _SMALLEST = {
   "speculate_keys": (3, 2),
   "key_logits": (3, 1),
   "key_weights": (3, 1),
+  "cis_logits": (3, 1),
   "cis_read": (2, 2),
 }
 

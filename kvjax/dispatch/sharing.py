@@ -39,7 +39,7 @@ class Choice:
     retrieves: int32 [B, K, U], 1 where a unit shares with none.
     step: int32 [B, K], this one, of the block.
     visible: the plan of all slots that the queries may see.
-    logits: float32 [B, K, G, S] of the heads that retrieve, where they were scored on the way.
+    logits: of the heads that retrieve, what `key_logits` gives, where they were scored on the way.
   """
 
   query: Array
@@ -47,7 +47,7 @@ class Choice:
   retrieves: Array
   step: Array
   visible: Plan
-  logits: Array | None = None
+  logits: Sequence[Array] | None = None
 
 
 @pytree()
@@ -181,9 +181,9 @@ def _share_by(
   narrows = window is not None and window.view is None and not by_head
   how: dict[str, Any] = {"tau": tau, "first": _first_of(window_of) if narrows else None}
   k = cache.slots["k"]
-  # Where every query head decides for itself, its logits have the order of its weights.
   alone = cache.heads["anchor"].shape[3] == q.shape[2]
-  looks = alone and not by_head and _looking(at, "key_logits", visible, q, k) is not None
+  scored = "key_logits" if alone else "cis_logits"
+  looks = not by_head and _looking(at, scored, visible, q, k) is not None
   if looks:
     how |= {"keys": (k, cache.used), "span_sinks": 0 if window is None else window.sinks}
     how["soft_cap"] = at.env.soft_cap
@@ -191,7 +191,7 @@ def _share_by(
   if narrows:
     assert window is not None
     visible = _seeing(visible, window, more[0][:, None], span_of)
-  return Choice(query, anchor, retrieves, step, visible, more[-1] if looks else None)
+  return Choice(query, anchor, retrieves, step, visible, more[-3:] if looks else None)
 
 
 def _first_of(window_of: Callable[[Array], Window | None]) -> Callable[[Array], Array]:
@@ -274,11 +274,9 @@ def _retrieve_by_kernels(
   operands = q.astype(keys.dtype), keys, span.start, span.stop, span.stop
   some = {"span_sinks": span.sinks, "active": needed[..., 0], "soft_cap": at.env.soft_cap}
   few, sizes = min(k, cache.size), {"sinks": sinks, "local": local}
-  direct = units == q.shape[2]
-  logits: Sequence[Array]
-  if choice.logits is not None:
-    logits = [choice.logits]
-  else:  # units are KV heads
+  # Where every query head decides for itself, its logits have the order of its weights.
+  direct, logits = units == q.shape[2], choice.logits
+  if logits is None:  # units are KV heads
     logits = kernel("key_logits", "pallas")(*operands, **some)
   if units == 1 and holds(at, cache.size, few):
     best, index, *listed = kernel("cis_found_listed", "pallas")(

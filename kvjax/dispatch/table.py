@@ -54,6 +54,8 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "renew_extremes": {"pallas": ("kvjax.kernels.summaries", "renew_extremes")},
   "renew_mean": {"pallas": ("kvjax.kernels.summaries", "renew_mean")},
   "cis_anchors": {"pallas": ("kvjax.kernels.cis_anchors", "anchors")},
+  # The same kernel, where KV heads that retrieve are scored on the way, by all of their queries.
+  "cis_logits": {"pallas": ("kvjax.kernels.cis_anchors", "anchors")},
   "cis_found_listed": {"pallas": ("kvjax.kernels.cis_listed", "found_and_listed")},
   "cis_listed": {"pallas": ("kvjax.kernels.cis_listed", "listed")},
   "cis_read": {"pallas": ("kvjax.kernels.cis_read", "read")},
@@ -73,7 +75,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
 UNRUN: set[str] = {
   *("attend_quantised", "attend_quantised_table", "art_quantised"),
-  *("attend_shared", "enter_shared", "cis_read"),
+  *("attend_shared", "enter_shared", "cis_logits", "cis_read"),
 }
 
 

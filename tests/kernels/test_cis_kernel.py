@@ -67,14 +67,16 @@ def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
   assert shared > 20
 
 
-def test_logits_of_those_that_look():
+@pytest.mark.parametrize("units", [1, 3])
+def test_logits_of_those_that_look(units):
   """The first step of a block shares with none: all keys are scored, as alone."""
   q, k = (jax.random.normal(jax.random.key(n), (2, 2, n, 16)) for n in (3, 40))
-  queries, anchor = jnp.zeros((2, 2, 4, 3, 16)), jnp.zeros((2, 2, 4, 3), jnp.int32)
+  queries, anchor = jnp.zeros((2, 2, 4, 3, 16)), jnp.zeros((2, 2, 4, units), jnp.int32)
   step, used = jnp.zeros(2, jnp.int32), jnp.array([40, 7])
-  *_, logits = anchors(q, queries, anchor, step, used, tau=0.8, keys=(k, used))
-  want = key_logits(q, k, step[:, None], used[:, None], used[:, None])[0]
-  np.testing.assert_allclose(logits, want, atol=1e-5)
+  *_, logits, m, l = anchors(q, queries, anchor, step, used, tau=0.8, keys=(k, used))
+  want = key_logits(q, k, step[:, None], used[:, None], used[:, None])
+  for a, b in zip((logits, m, l), want, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def tokens_of(table, count):

@@ -322,9 +322,8 @@ def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
     run = functools.partial(cis_anchors.anchors, tau=0.8, first=narrowed, interpret=False)
     yield f"anchors-{heads}x{units}", run, shapes
-    if units == groups:
-      keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
-      yield f"anchors-and-logits-{heads}x{units}", looking, shapes + keys
+    keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
+    yield f"anchors-and-logits-{heads}x{units}", looking, shapes + keys
     run = functools.partial(cis_listed.listed, slots=slots, sinks=16, local=64, interpret=False)
     fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
     shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]

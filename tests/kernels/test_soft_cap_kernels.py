@@ -155,7 +155,7 @@ def test_scores_of_keys(dtype):
   block = jnp.zeros((2, 3, 4, 3, 24), jnp.float32), jnp.zeros((2, 3, 4, 3), jnp.int32)
   none = jnp.zeros(2, jnp.int32)
   how = {"tau": 0.8, "keys": (c.k, c.stop[:, 0]), "soft_cap": CAP}
-  looked = cis_anchors.anchors(c.q, *block, none, c.stop[:, 0], **how)[-1] * np.log(2)
+  looked = cis_anchors.anchors(c.q, *block, none, c.stop[:, 0], **how)[-3] * np.log(2)
   np.testing.assert_allclose(looked, c.logits, atol=CLOSE[dtype])
 
 

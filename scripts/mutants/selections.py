@@ -82,6 +82,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/traits.py": of("methods/infllm", "methods/ltri"),
   "kvjax/windowed.py": of("models/windows"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
+  "pallas_kernels/_arrivals.py": of("kernels/decode_kernel", "kernels/sparse_decode_kernel"),
   "pallas_kernels/_art_judge.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_left.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_order.py": of("kernels/art_kernel"),

@@ -73,6 +73,7 @@ _SMALLEST = {
   "key_weights": (3, 1),
   "cis_logits": (3, 1),
   "cis_read": (2, 2),
+  "best_blocks": (3, 1),
 }
 
 

@@ -14,7 +14,9 @@ from tests.kernels.test_lowering import called, compiled, slow_unless
   ("call", "name"),
   [
     ("arrivals-decode-H128-G4-bfloat16", "decode_joined"),
+    ("arrivals-pages-8192", "score_and_select"),
     slow_unless(False, "arrivals-sparse-unit16", "sparse_joined"),
+    slow_unless(False, "arrivals-blocks-2048", "score_and_select"),
   ],
 )
 @pytest.mark.parametrize("capability", [90, slow_unless(False, 80)])

@@ -59,24 +59,28 @@ SORTING = {
 }
 
 
-def decode_step(method, layer=7, spec=None):
-  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`."""
+def decode_step(method, layer=7, spec=None, fused=False):
+  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`.
+
+  `fused`: counters come from a layer before.
+  """
   spec = spec or SPEC
-  at = method.at(Env(spec.layers, Rope(), impl="pallas"), layer)
+  at = method.at(Env(spec.layers, Rope(), impl="pallas", fused=fused), layer)
   cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
   of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
   q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
   k = of((*heads, spec.head_dim), spec.dtype)
 
-  def step(cache, q, k, v, live):
-    return method.decode_step(at, cache, q, k, v, live, Carry())[:3]
+  def step(cache, q, k, v, live, carry):
+    return method.decode_step(at, cache, q, k, v, live, carry)[:3]
 
-  return step, (cache, q, k, k, of((spec.batch,), bool))
+  carry = Carry({"arrivals": of(heads, jnp.int32)} if fused else {})
+  return step, (cache, q, k, k, of((spec.batch,), bool), carry)
 
 
-def operations(method, layer=7, spec=None):
+def operations(method, layer=7, spec=None, fused=False):
   """How many of each primitive the step's results need; "launch name" for kernels."""
-  step, arguments = decode_step(method, layer, spec)
+  step, arguments = decode_step(method, layer, spec, fused)
   jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   counts: collections.Counter[str] = collections.Counter()
@@ -151,19 +155,17 @@ def test_a_step_has_no_more_than(name):
   assert counts["launches"] <= launches
 
 
-# Many rows of one query head: a row is one program's, which chooses and reads.
-MANY = CacheSpec(8, 1040, 32, 1, 128, 8, jnp.bfloat16)
+def decode_step(method, layer=7, spec=None, fused=False):
+  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`.
 
-
-@pytest.mark.parametrize("name", ["cis", "cpe"])
-def test_many_rows_choose_and_read_in_one_launch(name):
-  counts = operations(CASES[name], spec=MANY)
-  assert {n: counts[n] for n in counts if n.startswith("launch ")} == {
-    "launch enter_token": 1,
-    "launch cis_read": 1,
-    "launch cis_note": 1,
-  }
-  assert not set(counts) - {n for n in counts if n.startswith("launch")} - set(FREE)
+  `fused`: counters come from a layer before.
+  """
+  spec = spec or SPEC
+  at = method.at(Env(spec.layers, Rope(), impl="pallas", fused=fused), layer)
+  cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
+  of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
+  q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
+  k = of((*heads, spec.head_dim), spec.dtype)
 
 
 # What is free: shapes, and the identity conversions in front of a launch.

@@ -637,6 +637,7 @@ CORE = (
   "select-renew_extremes",
   "select-renew_mean",
   "select-key_weights-blocks",
+  "arrivals-pages-8192",
   "arrivals-decode-H128-G4-bfloat16",
   "arrivals-sparse-unit16",
   "cis-anchors-8x1",

@@ -59,6 +59,7 @@ Suite = Literal[
   "e2e",
   "e2e_sparse",
   "forked",
+  "fused",
   "generate",
   "longflow",
   "offload",

@@ -32,6 +32,7 @@ from kvjax.models.by_layer import ByLayer
 from kvjax.models.generate import prefill
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
+from kvjax.ops import shared_slots
 from kvjax.shared_prefill import take
 
 from . import common, console
@@ -57,7 +58,7 @@ class Pair:
     fields: its settings, where its defaults are others.
     method: kvjax's, of a budget; None: the press alone is asked.
     skip: layers that keep everything.
-    by_head: under AdaKVPress.
+    under: kvpress's class of a press over this one.
     aware, agnostic: shares of the length that are kept, by mode.
   """
 
@@ -65,9 +66,15 @@ class Pair:
   fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   method: Callable[[int], kvjax.Method] | None = None
   skip: tuple[int, ...] = ()
-  by_head: bool = False
+  under: str = ""
   aware: tuple[float, ...] = (EIGHTH,)
   agnostic: tuple[float, ...] = ()
+
+
+def _over(press: str, method: Callable[[kvjax.Method], kvjax.Method]) -> Pair:
+  """A press over SnapKV's, and a method over SnapKV, question before the cut and after it."""
+  how: dict[str, Any] = {"under": press, "agnostic": (EIGHTH,)}
+  return Pair("SnapKVPress", {"window_size": 32}, lambda n: method(kvjax.SnapKV(n)), **how)
 
 
 _expected = functools.partial(kvjax.ExpectedAttention, window_size=1)  # the press has no window
@@ -82,13 +89,22 @@ PAIRS = {
   "expected_attention": Pair(
     _EXPECTED, {}, _expected, aware=_BOTH, agnostic=(EIGHTH, QUARTER, HALF)
   ),
+  "adakv": _over("AdaKVPress", lambda base: kvjax.AdaKV(base)),
+  "chunkkv": _over("ChunkKVPress", lambda base: kvjax.ChunkKV(base, chunk=20)),
+  "criticalkv": _over("CriticalKVPress", lambda base: kvjax.CriticalKV(base)),
+  "lagkv": Pair(
+    "LagKVPress",
+    {"n_sink": 4, "lag_size": 32},
+    lambda budget: kvjax.LagKV(budget, window_size=32, sinks=4),
+    aware=(QUARTER,),
+  ),
   "expected_attention, window 32": Pair(_EXPECTED, {}, kvjax.ExpectedAttention, aware=_BOTH),
   "knorm, layers 0 and 1 whole": Pair("KnormPress", skip=(0, 1), aware=_BOTH),
   "expected_attention, ε = 0.02": Pair(_EXPECTED, {"epsilon": 0.02}, aware=_BOTH),
   "expected_attention, 32 positions": Pair(_EXPECTED, {"n_future_positions": 32}),
   "expected_attention, no covariance": Pair(_EXPECTED, {"use_covariance": False}),
   "expected_attention, ε = 0.01, by head": Pair(
-    _EXPECTED, {"epsilon": 0.01}, by_head=True, agnostic=_BOTH
+    _EXPECTED, {"epsilon": 0.01}, under="AdaKVPress", agnostic=_BOTH
   ),
   "random": Pair("RandomPress", {"seed": 0}, aware=_BOTH),
   "oracle": Pair(ORACLE),
@@ -135,7 +151,7 @@ class Cell:
     """How kvpress is asked for it, of a prompt of which so many tokens are read."""
     pair = PAIRS[self.pair]
     budget = min(self.budget(length), read)
-    return Cut(pair.press, pair.fields, budget, pair.skip, read, pair.by_head)
+    return Cut(pair.press, pair.fields, budget, pair.skip, read, pair.under)
 
 
 CELLS = tuple(
@@ -189,8 +205,13 @@ class Ours:
       token = jnp.asarray([new], jnp.int32)
       logits, caches = self.layered.decode(token, caches, method)
     read = list(range(past, int(caches[0].seen[0])))
-    cached = kept.holds([np.asarray(layer.pos[0]) for layer in caches], read) if read else None
+    cached = kept.holds(_positions(caches), read) if read else None
     return self.tokenizer.decode(said), cached
+
+
+def _positions(caches: Any) -> list[np.ndarray]:
+  """Of the first row, per layer and head; −1: none."""
+  return [np.asarray(shared_slots.by_head(layer)["pos"][0]) for layer in caches]
 
 
 def _method(cell: Cell, length: int) -> kvjax.Method:
@@ -233,7 +254,7 @@ def rows_of(
     raise ValueError(f"logits: found them {apart:.2g} apart, expected at most {CLOSE}")
   with console.step("kvjax answers"):
     for cell, mine in caches.items():
-      positions = [np.asarray(layer.pos[0]) for layer in mine]
+      positions = _positions(mine)
       held = common.device_bytes(mine)
       answer, cached = ours.answer(cell, logits, mine, args.steps)
       rows[cell] |= {
@@ -291,7 +312,7 @@ def main(args: Args) -> None:
       if cell.ours
     },
     "presses": {
-      name: [pair.press, dict(pair.fields), list(pair.skip), pair.by_head]
+      name: [pair.press, dict(pair.fields), list(pair.skip), pair.under]
       for name, pair in PAIRS.items()
     },
   }

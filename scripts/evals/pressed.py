@@ -31,7 +31,8 @@ class Cut:
     budget: tokens to keep per KV head, or on average of them.
     skip: layers that keep everything.
     read: first tokens of the prompt, which are cut; the others are read after the cut.
-    by_head: budgets of a layer are shared out among its heads (`AdaKVPress`, which hides keys).
+    under: kvpress's class of a press over this one, such as `AdaKVPress`, which shares a layer's
+      budget out among its heads and hides keys; "": none.
   """
 
   press: str
@@ -39,7 +40,7 @@ class Cut:
   budget: int
   skip: Sequence[int]
   read: int
-  by_head: bool = False
+  under: str = ""
 
 
 @dataclasses.dataclass
@@ -196,10 +197,10 @@ class Pressed:
     def once(*args: Any) -> Any:
       if key not in scores:
         scores[key] = score(*args)
-      return scores[key].clone()  # AdaKVPress writes to them
+      return scores[key].clone()  # presses over this one write to them
 
     press.score = once
-    return self.library.AdaKVPress(press) if cut.by_head else press
+    return getattr(self.library, cut.under)(press) if cut.under else press
 
   def answers(
     self,

@@ -155,17 +155,28 @@ def test_a_step_has_no_more_than(name):
   assert counts["launches"] <= launches
 
 
-def decode_step(method, layer=7, spec=None, fused=False):
-  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`.
+# Many rows of one query head: a row is one program's, which chooses and reads.
+MANY = CacheSpec(8, 1040, 32, 1, 128, 8, jnp.bfloat16)
 
-  `fused`: counters come from a layer before.
-  """
-  spec = spec or SPEC
-  at = method.at(Env(spec.layers, Rope(), impl="pallas", fused=fused), layer)
-  cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
-  of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
-  q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
-  k = of((*heads, spec.head_dim), spec.dtype)
+
+@pytest.mark.parametrize("name", ["cis", "cpe"])
+def test_many_rows_choose_and_read_in_one_launch(name):
+  counts = operations(CASES[name], spec=MANY)
+  assert {n: counts[n] for n in counts if n.startswith("launch ")} == {
+    "launch enter_token": 1,
+    "launch cis_read": 1,
+    "launch cis_note": 1,
+  }
+  assert not set(counts) - {n for n in counts if n.startswith("launch")} - set(FREE)
+
+
+@pytest.mark.parametrize("name", ["quest", "infllm_v2"])
+def test_scores_and_selection_in_one_launch(name):
+  """One launch fewer, and nothing beside them: counters come from the layer before."""
+  counts = operations(CASES[name], fused=True)
+  assert counts["launches"] == STEPS[name][1] - 1
+  assert counts["launch score_and_select"] == 1 and not counts["launch top_k"]
+  assert not {n for n in counts if not n.startswith("launch")} - set(FREE)
 
 
 # What is free: shapes, and the identity conversions in front of a launch.

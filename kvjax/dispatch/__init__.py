@@ -21,6 +21,7 @@ from kvjax.dispatch.step import (
   attend_ranges,
   rounded,
   sparing,
+  with_codes,
 )
 from kvjax.dispatch.summaries import renew_extremes, renew_mean
 from kvjax.dispatch.table import KERNELS, UNRUN, choose, kernel
@@ -54,4 +55,5 @@ __all__ = [
   "searches_together",
   "sparing",
   "token_weights",
+  "with_codes",
 ]

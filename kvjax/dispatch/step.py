@@ -82,6 +82,23 @@ def _attend_codes(at: At, cache: Cache, plan: Plan) -> Attended | None:
   return Attended(state, logits, slot, visited, out)
 
 
+def with_codes(
+  at: At, cache: Cache, plan: Plan, q: Array, per_slot: Sequence[str], bits: int
+) -> Plan:
+  """A plan for operations that may read codes in place of the numbers that they stand for.
+
+  Args:
+    at, plan: as of `attend`.
+    cache: with words for keys and values, and "k_mean".
+    q: the query as it is, not rounded.
+    per_slot: names of scales of keys and values, then of their zero points if there are any.
+    bits: of a code.
+  """
+  words, mean = (cache.slots["k"], cache.slots["v"]), cache.heads["k_mean"]
+  parts = tuple(cache.slots[name] for name in per_slot)
+  return dataclasses.replace(plan, codes=CodedSlots(q, *words, parts, mean, bits, at.env.impl))
+
+
 def beyond_codes(codes: CodedSlots) -> str:
   """Why kernels do not take these codes, in words; empty if they do."""
   takes = "the kernel takes 8 or 4 bits and one scale for each token and head"

@@ -13,7 +13,7 @@ from kvjax.leaves import Leaf, New
 from kvjax.method import Method
 from kvjax.ops import slots
 from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
-from kvjax.plans import Attended, CodedSlots, Plan
+from kvjax.plans import Attended, Plan
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
 BITS = (8, 4, 2)
@@ -154,10 +154,7 @@ class Quantised(Coded):
     """The base's, for queries rounded to 8 bits a head."""
     if not _coded(cache):
       return self.base.attend(at, cache, plan, q)
-    per_slot = tuple(cache.slots[name] for name in self._beside)
-    words, mean = (cache.slots["k"], cache.slots["v"]), cache.heads["k_mean"]
-    codes = CodedSlots(q, *words, per_slot, mean, self.bits, at.env.impl)
-    plan = dataclasses.replace(plan, codes=codes)
+    plan = dispatch.with_codes(at, cache, plan, q, self._beside, self.bits)
     attended = self.base.attend(dispatch.sparing(at), self._of_base(cache), plan, rounded_query(q))
     return dispatch.rounded(attended, q.dtype)
 

@@ -99,7 +99,7 @@ def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
   """Under "auto": attention reads codes, and the newest page's extremes are not a kernel's work."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(table, "UNRUN", set())
-  monkeypatch.setattr(steps, "Env", lambda *args, impl: Env(*args, impl="auto"))
+  monkeypatch.setattr(steps, "Env", lambda *args, impl, **how: Env(*args, impl="auto", **how))
   quest, infllm = (settings.example(METHODS[name], 256) for name in ("quest", "infllm_v2"))
   renewing = {"renew_extremes", "renew_mean"}
   for base, scoring in ((quest, {"page_bounds"}), (infllm, {"key_logits", "key_weights"})):

@@ -77,6 +77,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "ruler": evaluations.ruler,
     "art-walks": evaluations.walked,
     "quantised": quantised.evaluation,
+    "quantised-larger": quantised.larger,
     "needles-short": studies.short_needles,
     "needles-long": studies.long_needles,
     "art-stops": art.stops,

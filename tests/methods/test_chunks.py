@@ -121,7 +121,7 @@ def read(method, lengths):
   return logits, turn.caches
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("lengths", [(23, 14), (23, 0), (1, 3), (4, 5)])
 @pytest.mark.parametrize(
   ("cls", "options"),

@@ -143,6 +143,7 @@ def test_further_turns_complete_blocks_that_waited():
     np.testing.assert_allclose(out[b, h, g], attended(stream, b, h, g, seen[b], *held), atol=CLOSE)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_stored_does_not_depend_on_how_tokens_came(dtype):
   """In one prompt, in two turns, or in steps: codes, rings and counts are the same, bit by bit."""

@@ -47,7 +47,7 @@ SWEEP = list(
 )
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "how", "bits", "head_dim", "kwargs"), SWEEP, ids=str)
 def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
   """Stops tile by tile, K = 3 and G = 3, over ragged lists with holes."""

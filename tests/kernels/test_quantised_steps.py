@@ -56,7 +56,7 @@ def test_what_is_listed_is_attended_to_in_codes(name, bits):
     np.testing.assert_array_equal(cache.slots[leaf], reference.slots[leaf], err_msg=leaf)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_longflow_names_by_what_is_stored(bits, impl):
@@ -81,7 +81,7 @@ def test_longflow_names_by_what_is_stored(bits, impl):
       assert layer.cache.pos[b, h, named[b, h]] == least[1], (step, b, h)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [H2O(12), TOVA(12)], ids=["h2o", "tova"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_statistics_of_logits_over_codes(base, bits):

@@ -138,7 +138,7 @@ def test_blocks_equal_two_launches(count, k, groups):
       np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
   "method", [Quest(64, group="max"), InfLLMv2(top=4, block=16, local=32, kernel=8, stride=4)]

@@ -126,6 +126,7 @@ def further_turn(stream, layer, start, count):
     np.testing.assert_allclose(out[b, ..., :n, :], want[b, ..., :n, :], atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_further_turns_complete_blocks_that_waited():
   """Of 16, 3 tokens onto 5, onto none: blocks of old and new keys, and steps after them."""
   stream = Stream.random(7, batch=3)
@@ -211,7 +212,7 @@ BENEATH = (
 )
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", BENEATH)
 def test_codes_are_the_same_over_what_keeps_every_token(name):
   """Over whatever keeps all tokens in order, a cache stores what it stores over the full cache."""

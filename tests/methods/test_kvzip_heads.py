@@ -119,6 +119,7 @@ def test_all_heads_compete(tile):
   assert sum(x.nbytes for x in jax.tree.leaves(caches)) == planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "cut", [by_layer, pytest.param(over_layers, marks=pytest.mark.slow)], ids=lambda x: x.__name__
 )

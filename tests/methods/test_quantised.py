@@ -82,6 +82,7 @@ def own_rounded(x, bits, group=0):
   return (code * a + zero).reshape(x.shape)
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("group", [0, 8, 64])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

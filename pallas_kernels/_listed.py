@@ -50,8 +50,9 @@ def of_program(
     piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
   row = piece.row
   keys = jnp.minimum(count_ref[row], width) * unit
-  shared = rows // stop_ref.shape[0]  # rows of one range: all heads of a batch row, or one
-  start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
+  # One range is that of all heads of a batch row, or of one.
+  start, stop = (ref[row // (rows // ref.shape[0])] for ref in (start_ref, stop_ref))
+  stop = jnp.minimum(stop, slots)
 
   def find(i: Any, part: int = 0, parts: int = 1) -> Array:
     if unit % config.tile:

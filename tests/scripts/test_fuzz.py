@@ -61,7 +61,11 @@ def test_methods(name, data):
   assert method == method
   if all(map(small, values.values())):
     spec = CacheSpec(1, 64, 2, 2, 16, 2)
-    held = kvjax.plan_memory(spec, method)
+    try:
+      held = kvjax.plan_memory(spec, method)
+    except ValueError as error:  # what depends on the model, as groups of its channels do
+      assert type(method).__name__ in str(error)
+      return
     assert held.device > 0
 
 

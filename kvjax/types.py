@@ -195,8 +195,7 @@ def pytree(*static: str) -> Callable[[type[T]], type[T]]:
 class Active:
   """The tokens of a chunk that a layer computes.
 
-  `Active(index)` is any set of tokens, which are gathered. `Active.ends` is the first tokens of a
-  chunk and one piece of it, which are sliced.
+  `Active(index)` is any set, gathered; `Active.ends` the first tokens and one piece, sliced.
 
   Attributes:
     index: int32 [B, A], which they are; the padded length of the chunk = padding.
@@ -213,9 +212,8 @@ class Active:
   def ends(
     cls, apart: int, start: Int[Array, " B"], count: int, tokens: int, total: Int[Array, " B"]
   ) -> Active:
-    """The first `apart` tokens of a chunk and its tokens [start, start + count − apart).
-
-    What lies past a row's end is padding: computed, and seen by nothing.
+    """The first `apart` tokens of a chunk and its tokens [start, start + count − apart); what lies
+    past a row's end is padding, computed and seen by nothing.
 
     Args:
       apart: how many first tokens.

@@ -142,23 +142,7 @@ class Selective(
   ) -> tuple[Plan, Carry]:
     if self._dense(at):
       return visible, carry
-    if found := self._select_scored(at, cache, q, visible, carry):
-      return found
     return self._select(at, cache, self._scores(at, cache, q, visible), visible), carry
-
-  def _select_scored(
-    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
-  ) -> tuple[Plan, Carry] | None:
-    """`_select` by what makes the scores; None: by themselves."""
-    if self._scored is None or not forms.knows(self, "_scored", "score"):
-      return None
-    if not at.top.traits.positional:  # their scores are changed before they are searched
-      return None
-    sinks, local = self.tiles.forced
-    chosen = {"k": self._most(1.0), "limit": self._widened(1.0), "sinks": sinks, "local": local}
-    chosen |= {"unit": self.tiles.unit, "dense_below": self.tiles.dense_below}
-    made = dispatch.best_scored(at, cache, visible, q, carry, self._scored, **chosen)
-    return made and (self._listed(visible, made[0], sinks), made[1])
 
   def _scores(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan

@@ -85,9 +85,6 @@ class Env:
       attention; None: x itself.
     lse: whether drivers report the log of each query's softmax denominator as "lse", float32
       [B, K, G] or [B, K, G, A]: for models that add a term of their own to it.
-    fused: whether a kernel of a decode step may score tiles and select them in one launch, where it
-      selects for the method (`kvjax.dispatch.best_scored`); programs count their arrivals in the
-      carry. Not measured on a GPU yet: `impl="auto"` does not.
     check_nan: whether attention that is not finite raises, and a token for which a cache that keeps
       everything has no slot, through `jax.experimental.checkify`: wrap what you jit in
       `checkify.checkify`, and `throw` its error. Slow: for debugging.
@@ -102,7 +99,6 @@ class Env:
   check_nan: bool = False
   lse: bool = False
   soft_cap: float | None = fields.finite_above(0, None)
-  fused: bool = False
 
   def __post_init__(self):
     fields.check(type(self), vars(self))

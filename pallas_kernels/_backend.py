@@ -74,7 +74,7 @@ def call(
 class _Kernel:
   """A kernel that equals another one if it does the same: a partial function by its parts."""
 
-  function: Callable[..., Any]
+  function: Callable[..., None]
   args: tuple[Any, ...] = ()
   options: frozenset = frozenset()
 
@@ -90,8 +90,8 @@ class _Kernel:
     hash(value)
     return value
 
-  def __call__(self, *refs: Any) -> Any:
-    return self.function(*self.args, *refs, **dict(self.options))
+  def __call__(self, *refs: Any) -> None:
+    self.function(*self.args, *refs, **dict(self.options))
 
 
 def _launch(
@@ -124,34 +124,20 @@ _shared_launch = jax.jit(
 )
 
 
-def load(
-  ref: Any,
-  *index: Any,
-  mask: Any,
-  other: Any = 0.0,
-  evict: str | None = None,
-  fresh: bool = False,
-) -> Array:
+def load(ref: Any, *index: Any, mask: Any, other: Any = 0.0, evict: str | None = None) -> Array:
   """ref[index] where mask holds, else `other`. The index holds integers and integer vectors.
 
   Without a mask (None) the whole index must lie inside.
 
   `evict="evict_first"` marks bytes that nothing reads again before they leave the L2 cache.
-  `fresh`: past the multiprocessor's own cache, what other programs of this launch wrote.
   """
   other = None if mask is None else other
-  # Before jax 0.11 the cache modifier ".cg", which would do, cannot be lowered.
-  return plgpu.load(ref.at[index], mask=mask, other=other, eviction_policy=evict, volatile=fresh)
+  return plgpu.load(ref.at[index], mask=mask, other=other, eviction_policy=evict)
 
 
 def store(ref: Any, *index: Any, value: Array, mask: Any) -> None:
   """ref[index] = value where mask holds."""
   plgpu.store(ref.at[index], value, mask=mask)
-
-
-def add(ref: Any, index: Any, value: Array) -> Array:
-  """Adds to one number of a ref, in one go for all programs; returns what it was before."""
-  return plgpu.atomic_add(ref, (index,), value)
 
 
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:

@@ -80,29 +80,3 @@ def places(key: Array, low: Array, want: Array) -> tuple[Array, Array]:
   above_before, equal_before = before & 0xFFFF, before >> 16
   keep = above | (equal & (equal_before < short))
   return keep, above_before + jnp.minimum(equal_before, short)
-
-
-def best(
-  key: Array, grid: Array, want: Array, room: Array | int, near: Array | None = None
-) -> tuple[Array, Array, Array, Array]:
-  """Which lanes hold the `want` best of keys [T], or up to `room` where that is over sooner.
-
-  Args:
-    key, grid: keys [T], and the same as [T/E, E] for `threshold`.
-    want, room: see `threshold`; fewer, where there are fewer keys.
-    near: a bound that is tried first; None: none is known.
-
-  Returns:
-    Those lanes, their places in order of index, how many they are, and the bound that was found.
-  """
-  real = grid > LEAST
-  held = real.astype(jnp.int32).sum()
-  want = jnp.minimum(held, want)
-  low = jnp.where(real, grid, jnp.int32(2**31 - 1)).min()
-  if near is not None:
-    above = (grid >= near).astype(jnp.int32).sum()
-    low, held = jnp.where(above >= want, near, low), jnp.where(above >= want, above, held)
-  low, held = threshold(grid, low, held, want, jnp.maximum(want, room))
-  want = jnp.where(held <= room, held, want)
-  keep, place = places(key, low, want)
-  return keep, place, want, low

@@ -1,13 +1,11 @@
-"""Rows of unequal length cut over the programs of one launch, and their parts joined.
+"""Rows of unequal length cut over the programs of one launch, and their parts joined in another.
 
 An attention kernel asks `piece` which part of which row it has, walks its `share` of the row's
 tiles, and gives its carry to `store`. Rows of one piece are finished there; the others leave
 partial softmax states, which `join` puts together, one program per query head, in a fixed order.
-Or the last of a row's programs does (`join_last`), in the same launch and in a fixed order too.
-Either way a second run is equal to the bit.
+No atomics: a second run is equal to the bit.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from . import _arrivals, _backend, _tiles
-from .config import Config
+from . import _backend, _tiles
 
 # Partial states joined per step of the second kernel: more than most rows have.
 JOINED = 64
-# Numbers of partial states that the last program of a row has in its registers at once, times the
-# bytes of a query's: float32 leaves fewer registers.
-AT_ONCE = 16384
 
 
 class Piece(NamedTuple):
@@ -76,11 +70,10 @@ def whole() -> Piece:
 
 
 def results(
-  rows: int, groups: int, head_dim: int, programs: int, dtype: Any, *, last: bool = False
+  rows: int, groups: int, head_dim: int, programs: int, dtype: Any
 ) -> list[jax.ShapeDtypeStruct]:
   """What an attention kernel writes: o [R, G, H], m, l [R, G], o in `dtype`, and for the join
-  acc [P, G, H], m, l [P, G] and (first program, pieces) [R, 2], unless `programs` is 0. Where the
-  `last` program of a row joins, there are counters [R] instead of these pairs.
+  acc [P, G, H], m, l [P, G] and (first program, pieces) [R, 2], unless `programs` is 0.
   """
   done = [
     *state_shapes(rows, groups, head_dim),
@@ -91,7 +84,7 @@ def results(
   return [
     *done,
     *state_shapes(most_pieces(rows, programs), groups, head_dim),
-    _arrivals.like(rows) if last else jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+    jax.ShapeDtypeStruct((rows, 2), jnp.int32),
   ]
 
 
@@ -105,7 +98,7 @@ def store(
   part: int = 0,
   parts: int = 1,
 ) -> None:
-  """Writes a walked piece to the refs of `results`, all but the last of them for `join_last`.
+  """Writes a walked piece to the refs of `results`.
 
   The carry's columns are part number `part` of a head's, which are in `parts` equal ones.
   """
@@ -128,17 +121,13 @@ def store(
 
   if not part_refs:
     return
-  part_acc_ref, part_m_ref, part_l_ref, *cut_refs = part_refs
+  part_acc_ref, part_m_ref, part_l_ref, cut_ref = part_refs
 
   @pl.when(piece.active & (piece.parts > 1))
   def _():
     _backend.store(part_acc_ref, pid, *of_query, value=carry.acc, mask=real)
     _backend.store(part_m_ref, pid, lanes, value=carry.m, mask=lanes < groups)
     _backend.store(part_l_ref, pid, lanes, value=carry.l, mask=lanes < groups)
-
-  if not cut_refs:
-    return
-  (cut_ref,) = cut_refs
 
   @pl.when(piece.active & (piece.part == 0))
   def _():
@@ -204,64 +193,6 @@ def _join_kernel(*refs: Any) -> None:
     _backend.store(rounded_ref, row, group, columns, value=value, mask=inside)
     m_ref[row, group] = m * _tiles.LN2
     l_ref[row, group] = l
-
-
-def join_last(piece: Piece, refs: Sequence[Any], *, interpret: bool) -> None:
-  """Counts a stored piece; the last one of a row joins all of them, refs as of `results`."""
-  *state_refs, arrivals_ref = refs
-  _, groups, head_dim = refs[4].shape
-  most = AT_ONCE // refs[3].dtype.itemsize
-  size = min(columns_of(head_dim), max(16, most // 2 // pl.next_power_of_2(groups)))
-
-  def join_columns(i: Any, _: None) -> None:
-    _join_columns(piece, i * size + jnp.arange(size), state_refs, most)
-
-  def join_row() -> None:
-    lax.fori_loop(0, pl.cdiv(head_dim, size), join_columns, None)
-
-  @pl.when(piece.active & (piece.parts > 1))
-  def count() -> None:
-    arrived = _arrivals.last(arrivals_ref, piece.row, piece.parts, interpret=interpret)
-    pl.when(arrived)(join_row)
-
-
-def _join_columns(piece: Piece, column: Array, refs: Sequence[Any], most: int) -> None:
-  """Some columns of a row's queries, from `most` numbers of its pieces at once."""
-  o_ref, m_ref, l_ref, rounded_ref, acc_ref, part_m_ref, part_l_ref = refs
-  _, groups, head_dim = acc_ref.shape
-  lane = jnp.arange(pl.next_power_of_2(groups))
-  real, inside = lane < groups, column < head_dim
-  some = most // (lane.size * column.size)
-
-  def step(i: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    acc, m, l = carry
-    part = i * some + jnp.arange(some)
-    mask = (part < piece.parts)[:, None] & real[None, :]
-    at = (piece.pid - piece.part + part)[:, None], lane[None, :]
-    new_m = _backend.load(part_m_ref, *at, mask=mask, other=-jnp.inf, fresh=True)
-    new_l = _backend.load(part_l_ref, *at, mask=mask, fresh=True)
-    at_each = *(x[:, :, None] for x in at), column[None, None, :]
-    mask = mask[:, :, None] & inside[None, None, :]
-    new = _backend.load(acc_ref, *at_each, mask=mask, fresh=True)
-    top = jnp.maximum(m, new_m.max(axis=0))
-    base = _tiles.finite(top)
-    old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base[None, :])
-    acc = acc * old[:, None] + (new * weight[:, :, None]).sum(axis=0)
-    return acc, top, l * old + (new_l * weight).sum(axis=0)
-
-  zero = _tiles.start(lane.size, column.size)
-  acc, m, l = lax.fori_loop(0, pl.cdiv(piece.parts, some), step, tuple(zero))
-  value = acc / _tiles.nonzero(l)[:, None]
-  of_query, mask = (piece.row, lane[:, None], column[None, :]), real[:, None] & inside[None, :]
-  _backend.store(o_ref, *of_query, value=value, mask=mask)
-  _backend.store(rounded_ref, *of_query, value=value.astype(rounded_ref.dtype), mask=mask)
-  _backend.store(m_ref, piece.row, lane, value=m * _tiles.LN2, mask=real)
-  _backend.store(l_ref, piece.row, lane, value=l, mask=real)
-
-
-def roomy(cut: Config, itemsize: int) -> Config:
-  """`cut` for programs that do more: with float32 tiles, four warps have too few registers."""
-  return dataclasses.replace(cut, warps=8) if itemsize == 4 else cut
 
 
 def state_shapes(rows: int, groups: int, head_dim: int) -> list[jax.ShapeDtypeStruct]:

@@ -73,7 +73,6 @@ _SMALLEST = {
   "key_weights": (3, 1),
   "cis_logits": (3, 1),
   "cis_read": (2, 2),
-  "best_blocks": (3, 1),
 }
 
 

@@ -8,11 +8,11 @@ Grid of the first kernel: one program per piece, a contiguous run of tiles of on
 head). Every program derives the cut from all ranges: about `Config.programs` pieces of equal size
 whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
 piece are finished there; the others leave partial softmax states, which the second kernel, one
-program per query head, joins in a fixed order (`_split`); in `decode_joined` the last program of a
-row does, without a second kernel. Asked for one piece, every row is one program's, which then has
-nothing to derive.
+program per query head, joins in a fixed order (`_split`). Asked for one piece, every row is one
+program's, which then has nothing to derive.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..softmax_state import State
-from . import _arrivals, _backend, _split, _tiles
+from . import _backend, _split, _tiles
 from .config import Config, choose
 
 MAX_HEAD_DIM = 256
@@ -56,18 +56,16 @@ def _attend_kernel(
   joined: bool,
   logits: bool,
   whole: bool,
-  last: bool | None = None,
 ) -> None:
-  """q [R, G, H], (q_sinks [R, G, H],) k, v [R/P, S, H], start, stop [R], (counters [R]) ->
+  """q [R, G, H], (q_sinks [R, G, H],) k, v [R/P, S, H], start, stop [R] ->
   (logits [R, G, S],) and what `_split.results` lists. `whole`: a program per row, and only the
-  first four of those. `last`: the last program of a row joins, whether under the interpreter.
+  first four of those.
   """
   written = 4 if whole else 8
   refs_out = refs[-written:]
   refs, logits_ref = (
     (refs[: -written - 1], refs[-written - 1]) if logits else (refs[:-written], None)
   )
-  refs = refs if last is None else refs[:-1]  # counters are updated in place, as a result
   q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs
   rows, (kept, slots, head_dim) = q_ref.shape[0], k_ref.shape
   sharers = rows // kept  # P, rows of queries whose slots are in one row of keys
@@ -137,10 +135,7 @@ def _attend_kernel(
       )
       lax.fori_loop(0, tiles, lambda i, _, low=low, high=high: write(low, high, i, nothing), None)
 
-  parts_out = refs_out if last is None else refs_out[:-1]
-  _split.store(piece, carry, parts_out, groups=groups, head_dim=head_dim)
-  if last is not None:
-    _split.join_last(piece, refs_out, interpret=last)
+  _split.store(piece, carry, refs_out, groups=groups, head_dim=head_dim)
 
 
 def decode_attention(
@@ -218,71 +213,12 @@ def decode_with_output(
 
   With `logits` also the scaled logits in float32, −inf outside the span; else None.
   """
-  return _run(
-    *(q, k, v, start, stop, None),
-    sinks=sinks,
-    q_sinks=q_sinks,
-    scale=scale,
-    soft_cap=soft_cap,
-    logits=logits,
-    config=config,
-    interpret=interpret,
-  )[:3]
-
-
-def decode_joined(
-  q: Float[Array, "B K G H"],
-  k: Float[Array, "B R S H"],
-  v: Float[Array, "B R S H"],
-  start: Int[Array, "B #K"],
-  stop: Int[Array, "B #K"],
-  arrivals: Int[Array, "B K"],
-  **how: Any,
-) -> tuple[State, Float[Array, "B K G H"], Float[Array, "B K G S"] | None, Int[Array, "B K"]]:
-  """`decode_with_output` in one launch: the last program of a row joins its parts.
-
-  Args:
-    q, k, v, start, stop, how: as of `decode_with_output`.
-    arrivals: counters, int32, all 0. They come back as the last result, all 0: hand them from
-      launch to launch, donated, so that nothing is filled or copied.
-
-  Raises:
-    TypeError, ValueError, NotImplementedError: as `decode_attention`, or bad counters.
-  """
-  _arrivals.check(arrivals, q.shape[:2])
-  return _run(q, k, v, start, stop, arrivals, **how)
-
-
-def _run(
-  q: Array,
-  k: Array,
-  v: Array,
-  start: Array,
-  stop: Array,
-  arrivals: Array | None,
-  *,
-  sinks: int = 0,
-  q_sinks: Array | None = None,
-  scale: float | None = None,
-  soft_cap: float | None = None,
-  logits: bool = False,
-  config: Config | None = None,
-  interpret: bool | None = None,
-) -> tuple[State, Array, Array | None, Any]:
-  """`decode_with_output`, or with counters `decode_joined`."""
   check(q, k, v, start, stop, sinks, q_sinks)
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
-  config = config or pick(
-    *(q, k),
-    logits=logits,
-    joins=arrivals is not None,
-    interpret=_backend.interpreted(interpret),
-  )
+  config = config or pick(q, k, logits=logits, interpret=_backend.interpreted(interpret))
   joined = q_sinks is None or not sinks
   whole = config.programs == 1  # rows of any length are one piece each
-  counters = [] if arrivals is None or whole else [arrivals.reshape(rows)]
-  last = bool(counters)
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(-1, *x.shape[2:]) for x in (*queries, k, v)]
   flat += [x.reshape(-1) for x in (start, stop)]
@@ -295,37 +231,26 @@ def _run(
     joined=joined,
     logits=logits,
     whole=whole,
-    last=_backend.interpreted(interpret) if last else None,
   )
   raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
-  shapes = _split.results(
-    *(rows, groups, head_dim, 0 if whole else config.programs, q.dtype), last=last
-  )
   results = _backend.call(
     attend,
     *flat,
-    *counters,
     grid=(rows if whole else _split.most_pieces(rows, config.programs),),
-    out=[*raw, *shapes],
+    out=[*raw, *_split.results(rows, groups, head_dim, 0 if whole else config.programs, q.dtype)],
     warps=config.warps,
     stages=config.stages,
-    name="decode_joined" if last else "decode_attend",
+    name="decode_attend",
     interpret=interpret,
-    aliases={len(flat): len(raw) + len(shapes) - 1} if last else None,
   )
   seen, results = results[: len(raw)], results[len(raw) :]
-  if last:
-    arrivals = results[-1].reshape(batch, heads)
-  cut = slots > config.tile and not whole and not last
+  cut = slots > config.tile and not whole
   o, m, l, rounded = _split.join(results, split=cut, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
-  raw_logits = seen[0].reshape(*q.shape[:3], slots) if logits else None
-  return State(o, m, l), rounded, raw_logits, arrivals
+  return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None
 
 
-def pick(
-  q: Array, k: Array, *, logits: bool = False, joins: bool = False, interpret: bool
-) -> Config:
+def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config:
   """The configuration of these operands on the default device.
 
   Writing logits makes a tile wait in the middle: a program alone on its multiprocessor, as the
@@ -341,7 +266,8 @@ def pick(
     itemsize=q.dtype.itemsize,
     interpret=interpret,
   )
-  return _split.roomy(cut, q.dtype.itemsize) if logits or joins else cut
+  # float32 tiles and their logits do not fit the registers of four warps.
+  return dataclasses.replace(cut, warps=8) if logits and q.dtype.itemsize == 4 else cut
 
 
 def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: Any) -> None:

@@ -108,21 +108,21 @@ def _weights_kernel(
   blocks = weights_ref.shape[1]
   row, piece = pl.program_id(0), pl.program_id(1)
 
-  def weigh_piece() -> None:
-    lse = denominators(row, refs[1:3])
+  def weigh() -> None:
+    lse = _denominators(row, refs[1:3])
 
     def step(i: Any, _: None) -> None:
       block = (piece * steps + i) * size + jnp.arange(size)
-      best = weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=log)
+      best = _weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=log)
       _backend.store(weights_ref, row, block, value=best, mask=block < blocks)
 
     left = pl.cdiv(blocks, size) - piece * steps
     lax.fori_loop(0, jnp.minimum(left, steps), step, None)
 
   if skips:
-    pl.when(refs[3][row] > 0)(weigh_piece)
+    pl.when(refs[3][row] > 0)(weigh)
   else:
-    weigh_piece()
+    weigh()
 
 
 def weigh_part(
@@ -137,14 +137,14 @@ def weigh_part(
   interpret: bool,
 ) -> None:
   """Writes ln of the mean probabilities of a part of a row's tokens, for the program to read."""
-  lse, tokens = denominators(row, (m_ref, l_ref)), weights_ref.shape[1]
+  lse, tokens = _denominators(row, (m_ref, l_ref)), weights_ref.shape[1]
   size = min(MOST, pl.next_power_of_2(part))
 
   def step(i: Any, _: None) -> None:
     lane = i * size + jnp.arange(size)
     token = piece * part + lane
     mask = (lane < part) & (token < tokens)
-    best = weigh(row, token, logits_ref, lse, blocks=tokens, ahead=0, each=1, log=True)
+    best = _weigh(row, token, logits_ref, lse, blocks=tokens, ahead=0, each=1, log=True)
     _backend.store(weights_ref, row, token, value=best, mask=mask)
 
   lax.fori_loop(0, pl.cdiv(part, size), step, None)
@@ -152,7 +152,7 @@ def weigh_part(
     _backend.barrier()  # threads read what others wrote
 
 
-def denominators(row: Array, inputs: Sequence[Any]) -> Array:
+def _denominators(row: Array, inputs: Sequence[Any]) -> Array:
   """log₂ Σ 2^x over all keys of a row, by query head; m, l as above."""
   m_ref, l_ref = inputs
   _, groups, pieces = m_ref.shape
@@ -167,7 +167,7 @@ def denominators(row: Array, inputs: Sequence[Any]) -> Array:
   return jnp.where(total > 0, _tiles.finite(top) + jnp.log2(_tiles.nonzero(total)), 0.0)
 
 
-def weigh(
+def _weigh(
   row: Array,
   block: Array,
   logits_ref: Any,
@@ -208,8 +208,8 @@ def _forecasts_kernel(*refs: Any, ahead: int, each: int, unit: int, predictor: s
   row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
   batch_row = row // (refs[0].shape[0] // stop_ref.shape[0])
   old, factors = _smoothing.state(row, block, refs[3:5]), _smoothing.factors(refs[5], batch_row)
-  lse = denominators(row, refs[1:3])
-  score = weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=False)
+  lse = _denominators(row, refs[1:3])
+  score = _weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=False)
   how: dict[str, Any] = {"unit": unit, "predictor": predictor}
   _smoothing.advance(row, block, score, old, factors, refs[7:], stop_ref[batch_row], **how)
 

@@ -10,7 +10,6 @@ from its first instruction on.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,58 +25,39 @@ TILE, WARPS = 32, 4
 
 def _kernel(*refs: Any, tile: int, unit: int, span_sinks: int, group: str, scale: float) -> None:
   """q [R, G, H], low, high [R, P, H], start, stop [R] or one per batch row -> scores [R, P]."""
-  *scored_refs, start_ref, stop_ref, scores_ref = refs
-  rows, pages, head_dim = scored_refs[1].shape
+  q_ref, low_ref, high_ref, start_ref, stop_ref, scores_ref = refs
+  rows, pages, head_dim = low_ref.shape
+  groups = q_ref.shape[1]
   row, first = pl.program_id(0), pl.program_id(1) * tile
   shared = rows // start_ref.shape[0]
   start, stop = start_ref[row // shared], stop_ref[row // shared]
   page = first + jnp.arange(tile)
   seen = (page * unit < stop) & ((page * unit < span_sinks) | ((page + 1) * unit > start))
   seen &= page < pages
-  column = columns(head_dim)
+  column = jnp.arange(columns_of(head_dim))
+  inside = column < head_dim
 
   @pl.when(seen.astype(jnp.int32).max() > 0)
   def _():
-    scores = bounds(row, page, seen, column, scored_refs, group=group, scale=scale)
+    mask = seen[:, None] & inside[None, :]
+    low, high = (
+      _backend.load(ref, row, page[:, None], column[None, :], mask=mask, evict="evict_first")
+      for ref in (low_ref, high_ref)
+    )
+    low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+
+    def bound(q: Array) -> Array:
+      q = (q * scale)[None, :]
+      return jnp.maximum(q * low, q * high).sum(axis=1)
+
+    def query(g: int) -> Array:
+      return _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32)
+
+    if group == "mean":
+      scores = bound(sum(query(g) for g in range(groups)) / groups)
+    else:
+      scores = functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
     _backend.store(scores_ref, row, page, value=scores, mask=seen)
-
-
-def columns(head_dim: int) -> tuple[Array, Array]:
-  """Lanes of a head, and which of them it has."""
-  column = jnp.arange(columns_of(head_dim))
-  return column, column < head_dim
-
-
-def bounds(
-  row: Array,
-  page: Array,
-  seen: Array,
-  columns: tuple[Array, Array],
-  refs: Sequence[Any],
-  *,
-  group: str,
-  scale: float,
-) -> Array:
-  """The bounds of some pages of a row, those that are seen; q, low, high as above."""
-  q_ref, low_ref, high_ref = refs
-  groups, (column, inside) = q_ref.shape[1], columns
-  mask = seen[:, None] & inside[None, :]
-  low, high = (
-    _backend.load(ref, row, page[:, None], column[None, :], mask=mask, evict="evict_first")
-    for ref in (low_ref, high_ref)
-  )
-  low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-
-  def bound(q: Array) -> Array:
-    q = (q * scale)[None, :]
-    return jnp.maximum(q * low, q * high).sum(axis=1)
-
-  def query(g: int) -> Array:
-    return _backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32)
-
-  if group == "mean":
-    return bound(sum(query(g) for g in range(groups)) / groups)
-  return functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
 
 
 def page_bounds(

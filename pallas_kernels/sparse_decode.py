@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from ..softmax_state import State
-from . import _arrivals, _backend, _listed, _split, _tiles
+from . import _backend, _listed, _split, _tiles
 from .config import Config, choose
 from .decode import check
 
@@ -34,15 +34,12 @@ def attend_kernel(
   whole: bool = False,
   alone: bool = False,
   parts: int = 1,
-  last: bool | None = None,
 ) -> None:
-  """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row,
-  (counters [R]) -> what `_split.results` lists. `whole`: a program per row, and only its first
-  four. `alone`: G = 1, and no matrix units, of tiles in so many `parts` (`walk_lanes`). `last`: as
-  in `decode`.
+  """q [R, G, H], k, v [R, S, H], table [R, W], count [R], start, stop [R] or one per batch row ->
+  what `_split.results` lists. `whole`: a program per row, and only its first four. `alone`: G = 1,
+  and no matrix units, of tiles in so many `parts` (`walk_lanes`).
   """
   q_ref, k_ref, v_ref, table_ref, count_ref, start_ref, stop_ref, *outs = refs
-  outs = outs if last is None else outs[1:]  # counters are updated in place, as a result
   slots, head_dim = k_ref.shape[1:]
   piece, keys, find = _listed.of_program(
     *(table_ref, count_ref, start_ref, stop_ref),
@@ -80,10 +77,7 @@ def attend_kernel(
     q = _backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
     carry = _tiles.start(lanes.size, columns.size)
     carry = _tiles.walk(carry, q, tile_of, *share, scale=scale)
-  parts_out = outs if last is None else outs[:-1]
-  _split.store(piece, carry, parts_out, groups=groups, head_dim=head_dim)
-  if last is not None:
-    _split.join_last(piece, outs, interpret=last)
+  _split.store(piece, carry, outs, groups=groups, head_dim=head_dim)
 
 
 def sparse_decode(
@@ -125,76 +119,21 @@ def sparse_decode(
   Raises:
     TypeError, ValueError, NotImplementedError: as `decode_attention`, or a bad table or unit.
   """
-  how: dict[str, Any] = {"unit": unit, "sinks": sinks, "scale": scale, "soft_cap": soft_cap}
-  operands = q, k, v, table, count, start, stop
-  return _run(*operands, None, **how, config=config, interpret=interpret)[:2]
-
-
-def sparse_joined(
-  q: Float[Array, "B K G H"],
-  k: Float[Array, "B K S H"],
-  v: Float[Array, "B K S H"],
-  table: Int[Array, "B K W"],
-  count: Int[Array, "B K"],
-  start: Int[Array, "B #K"],
-  stop: Int[Array, "B #K"],
-  arrivals: Int[Array, "B K"],
-  **how: Any,
-) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K"]]:
-  """`sparse_decode` in one launch: the last program of a row joins its parts.
-
-  Args:
-    q, k, v, table, count, start, stop, how: as of `sparse_decode`.
-    arrivals: counters, which come back as the last result, see `decode.decode_joined`.
-
-  Raises:
-    TypeError, ValueError, NotImplementedError: as `sparse_decode`, or bad counters.
-  """
-  _arrivals.check(arrivals, q.shape[:2])
-  return _run(q, k, v, table, count, start, stop, arrivals, **how)
-
-
-def _run(
-  q: Array,
-  k: Array,
-  v: Array,
-  table: Array,
-  count: Array,
-  start: Array,
-  stop: Array,
-  arrivals: Array | None,
-  *,
-  unit: int,
-  sinks: int = 0,
-  scale: float | None = None,
-  soft_cap: float | None = None,
-  config: Config | None = None,
-  interpret: bool | None = None,
-) -> tuple[State, Array, Any]:
-  """`sparse_decode`, or with counters `sparse_joined`."""
   check(q, k, v, start, stop, sinks, None)
   check_table(table, count, unit, q.shape[:2])
   batch, heads, groups, head_dim = q.shape
   rows = batch * heads
-  if config is None:
-    config = settings(
-      rows=rows,
-      groups=groups,
-      slots=table.shape[2] * unit,
-      head_dim=head_dim,
-      itemsize=q.dtype.itemsize,
-      unit=unit,
-      interpret=_backend.interpreted(interpret),
-    )
-    config = config if arrivals is None else _split.roomy(config, q.dtype.itemsize)
-  whole = is_whole(rows, config)
-  counters = [] if arrivals is None or whole else [arrivals.reshape(rows)]
-  last = bool(counters)
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
-  flat += [start.reshape(-1), stop.reshape(-1)]
-  shapes = _split.results(
-    *(rows, groups, head_dim, 0 if whole else config.programs, q.dtype), last=last
+  config = config or settings(
+    rows=rows,
+    groups=groups,
+    slots=table.shape[2] * unit,
+    head_dim=head_dim,
+    itemsize=q.dtype.itemsize,
+    unit=unit,
+    interpret=_backend.interpreted(interpret),
   )
+  whole = is_whole(rows, config)
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table, count)]
   written = _backend.call(
     functools.partial(
       attend_kernel,
@@ -205,24 +144,20 @@ def _run(
       sinks=sinks,
       whole=whole,
       alone=is_alone(groups, unit, config),
-      last=_backend.interpreted(interpret) if last else None,
     ),
     *flat,
-    *counters,
+    *(start.reshape(-1), stop.reshape(-1)),
     grid=(rows if whole else _split.most_pieces(rows, config.programs),),
-    out=shapes,
+    out=_split.results(rows, groups, head_dim, 0 if whole else config.programs, q.dtype),
     warps=config.warps,
     stages=config.stages,
-    name="sparse_joined" if last else "sparse_attend",
+    name="sparse_attend",
     interpret=interpret,
-    aliases={len(flat): len(shapes) - 1} if last else None,
   )
-  if last:
-    arrivals = written[-1].reshape(batch, heads)
-  split = not whole and not last and table.shape[2] * unit > config.tile
+  split = not whole and table.shape[2] * unit > config.tile
   o, m, l, rounded = _split.join(written, split=split, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
-  return State(o, m, l), rounded, arrivals
+  return State(o, m, l), rounded
 
 
 def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> Config:

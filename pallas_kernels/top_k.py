@@ -22,11 +22,20 @@ from jaxtyping import Array, Float, Int
 
 from . import _backend, _ranked, config
 from ._bounds import Bounds, Sight, Wanted
-from ._chosen import Chosen, write
 from ._cuts import cuts, given_by, lanes_of, warps_of
 from ._search import EACH, LEAST, keys, places, threshold
 
 LANES = 8192  # most scores that one program searches, twice as many where k is more than half of it
+
+
+class _Chosen(NamedTuple):
+  """Tiles and scores of a part's lanes [T]; which are chosen, their places, and how many are."""
+
+  tile: Array
+  value: Array
+  keep: Array
+  place: Array
+  total: Array
 
 
 class _Task(NamedTuple):
@@ -79,13 +88,13 @@ def _kernel(
     forcing = sight if forces else None
     for n, refs in enumerate(zip(tables, ranked, counts, strict=True)):
 
-      def put(refs: tuple[Any, Any, Any] = refs) -> None:
-        write(*refs, row // lists, piece, chosen, forcing)
+      def write(refs: tuple[Any, Any, Any] = refs) -> None:
+        _write(*refs, row // lists, piece, chosen, forcing)
 
       if lists == 1:
-        put()
+        write()
       else:
-        pl.when(row % lists == n)(put)
+        pl.when(row % lists == n)(write)
 
   if active_ref is None:
     select()
@@ -103,7 +112,7 @@ def _choose(
   part: int,
   sight: Sight,
   wanted: Wanted,
-) -> Chosen:
+) -> _Chosen:
   """The search of one part of a row; candidates of a first launch are what is not forced."""
   sinks, local = sight.bounds.sinks, sight.bounds.local
 
@@ -138,7 +147,41 @@ def _choose(
     low, _ = threshold(grid, low, held, some, some)
     best, best_before = places(key, low, some)
     place = jnp.where(best, best_before, some + place - best_before)
-  return Chosen(tile, value, keep, place, want)
+  return _Chosen(tile, value, keep, place, want)
+
+
+def _write(
+  table_ref: Any,
+  ranked_ref: Any,
+  count_ref: Any,
+  row: Array,
+  piece: Array,
+  chosen: _Chosen,
+  forcing: Sight | None,
+) -> None:
+  """A part's piece of row `row` of table and ranked [R, C W], and its count [R C].
+
+  Forced tiles, if any are, then the chosen ones, then −1.
+  """
+  parts = count_ref.shape[0] // table_ref.shape[0]
+  width, nowhere = table_ref.shape[1] // parts, table_ref.shape[1]
+  base, head = piece * width, jnp.int32(0)
+
+  def put(ok: Array, place: Array, tile: Array, value: Array) -> None:
+    """Entries and their scores, or one for all, where they are ok."""
+    place = jnp.where(ok, place, nowhere)
+    for ref, x in ((table_ref, tile), (ranked_ref, value)):
+      _backend.store(ref, row, place, value=jnp.broadcast_to(x, place.shape), mask=ok)
+
+  if forcing is not None and forcing.bounds.sinks + forcing.bounds.local:
+    tile, ok, place, head = forcing.forced()
+    put(ok, base + place, tile, jnp.float32(jnp.inf))
+  put(chosen.keep, base + head + chosen.place, chosen.tile, chosen.value)
+  count_ref[row * parts + piece] = head + chosen.total
+
+  i = jnp.arange(pl.next_power_of_2(width))
+  tail = (i >= head + chosen.total) & (i < width)
+  put(tail, base + i, jnp.int32(-1), jnp.float32(-jnp.inf))
 
 
 def best(

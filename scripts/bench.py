@@ -59,7 +59,6 @@ Suite = Literal[
   "e2e",
   "e2e_sparse",
   "forked",
-  "fused",
   "generate",
   "longflow",
   "offload",

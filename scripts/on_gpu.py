@@ -221,7 +221,6 @@ STEPS = {
   **{f"generate_{k}K": bench("generate", f"T{k << 10}") for k in (4, 32)},
   "cold": Step("scripts.cold --out {out}", 590),
   "select": bench("select", few=False),
-  "fused": bench("fused", few=False),
   "sparse": bench("sparse"),
   "cpe": bench("cpe"),
   "art": bench("art", limit=240, few=False),

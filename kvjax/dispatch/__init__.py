@@ -5,7 +5,6 @@ choice. The only place that imports kernels, and lazily.
 """
 
 from kvjax.dispatch.entering import enter_shared, enter_token, enters, keep_rows
-from kvjax.dispatch.fused import best_scored
 from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
 from kvjax.dispatch.scores import block_weights, page_bounds, pooled, token_weights
 from kvjax.dispatch.selection import (
@@ -35,7 +34,6 @@ __all__ = [
   "attend_entries",
   "attend_prompt",
   "attend_ranges",
-  "best_scored",
   "best_tiles",
   "best_tiles_of_each",
   "block_weights",

@@ -38,7 +38,6 @@ class Pages:
 
   group: str
   operation: ClassVar[str] = "speculate"
-  selection: ClassVar[str] = "best_pages"
   summaries: ClassVar[tuple[str, ...]] = ("key_min", "key_max")
 
 
@@ -49,7 +48,6 @@ class CompressedKeys:
   width: int
   stride: int
   operation: ClassVar[str] = "speculate_keys"
-  selection: ClassVar[str] = "best_blocks"
   summaries: ClassVar[tuple[str, ...]] = ("compressed",)
 
 

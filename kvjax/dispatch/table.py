@@ -63,8 +63,6 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "hshare_listed": {"pallas": ("kvjax.kernels.hshare", "listed")},
   "best_tiles": {"pallas": ("kvjax.kernels.top_k", "best")},
   "best_tiles_of_each": {"pallas": ("kvjax.kernels.top_k", "best_of_each")},
-  "best_pages": {"pallas": ("kvjax.kernels.select", "best_pages")},
-  "best_blocks": {"pallas": ("kvjax.kernels.select", "best_blocks")},
   "other_tiles": {"pallas": ("kvjax.kernels.top_k", "others")},
   "attend_tiles": {"pallas": ("kvjax.kernels.speculate", "attend_tiles")},
   "speculate": {"pallas": ("kvjax.kernels.speculate", "speculate")},
@@ -78,7 +76,6 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 UNRUN: set[str] = {
   *("attend_quantised", "attend_quantised_table", "art_quantised"),
   *("attend_shared", "enter_shared", "cis_logits", "cis_read"),
-  *("best_pages", "best_blocks"),
 }
 
 

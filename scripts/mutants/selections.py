@@ -27,7 +27,6 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/dispatch/contributions.py": of("methods/longflow", laws=("longflow",)),
-  "kvjax/dispatch/fused.py": of("kernels/select_kernel"),
   "kvjax/dispatch/scores.py": of(
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
   ),
@@ -83,7 +82,6 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/traits.py": of("methods/infllm", "methods/ltri"),
   "kvjax/windowed.py": of("models/windows"),
   "kvjax/types.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
-  "pallas_kernels/_arrivals.py": of("kernels/select_kernel", "kernels/decode_kernel"),
   "pallas_kernels/_art_judge.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_left.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_order.py": of("kernels/art_kernel"),
@@ -92,14 +90,10 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/_art_stop.py": of("kernels/art_kernel"),
   "pallas_kernels/art_spread.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_bounds.py": of("kernels/top_k_kernel"),
-  "pallas_kernels/_chosen.py": of("kernels/top_k_kernel", "kernels/select_kernel"),
   "pallas_kernels/_cuts.py": of("kernels/top_k_kernel"),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),
   "pallas_kernels/_ranked.py": of("kernels/top_k_kernel"),
-  "pallas_kernels/_search.py": of(
-    *("kernels/top_k_kernel", "kernels/cis_kernel", "kernels/select_kernel")
-  ),
-  "pallas_kernels/_sieve.py": of("kernels/select_kernel"),
+  "pallas_kernels/_search.py": of("kernels/top_k_kernel", "kernels/cis_kernel"),
   "pallas_kernels/_smoothing.py": of("kernels/prr_kernel"),
   "pallas_kernels/_split.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),
   "pallas_kernels/_tiles.py": of("kernels/sparse_decode_kernel", "kernels/decode_kernel"),

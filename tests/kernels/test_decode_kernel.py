@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import _arrivals, config, decode
+from kvjax.kernels import config, decode
 from kvjax.kernels.config import Config
-from kvjax.kernels.decode import decode_attention, decode_joined
+from kvjax.kernels.decode import decode_attention
 
 # Where the plain reference happens to be exact, rounding of a different order is still allowed.
 FLOOR = 2e-6
@@ -134,21 +134,6 @@ def pairwise(*levels):
     yield tuple(level[i] for level, i in zip(levels, row, strict=True))
 
 
-def near_oracle(state, *operands):
-  """Asserts that a state errs at most twice as much as a plain implementation."""
-  for name, got, exact, rough in zip(
-    "oml", (state.o, state.m, state.l), oracle(*operands), plain(*operands), strict=True
-  ):
-    got, rough = (np.asarray(x, np.float64) for x in (got, rough))
-    empty = np.isneginf(exact)
-    np.testing.assert_array_equal(np.isneginf(got), empty, err_msg=name)
-    error, allowed = (
-      np.abs(np.where(empty, 0, x) - np.where(empty, 0, exact)) for x in (got, rough)
-    )
-    size = np.abs(exact[~empty]).max(initial=1)
-    assert error.max() <= 2 * allowed.max() + FLOOR * size, name
-
-
 SWEEP = list(
   pairwise(
     (1, 3, 4, 8, 16),  # G
@@ -174,7 +159,18 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks):
   k, v = (poison(x, start, stop, count) for x in (k, v))
   run = jax.jit(functools.partial(decode_attention, sinks=count))
   state = run(q, k, v, start, stop, q_sinks=q_sinks)
-  near_oracle(state, q, k, v, start, stop, count, q if q_sinks is None else q_sinks)
+  operands = q, k, v, start, stop, count, q if q_sinks is None else q_sinks
+  for name, got, exact, rough in zip(
+    "oml", (state.o, state.m, state.l), oracle(*operands), plain(*operands), strict=True
+  ):
+    got, rough = (np.asarray(x, np.float64) for x in (got, rough))
+    empty = np.isneginf(exact)
+    np.testing.assert_array_equal(np.isneginf(got), empty, err_msg=name)
+    error, allowed = (
+      np.abs(np.where(empty, 0, x) - np.where(empty, 0, exact)) for x in (got, rough)
+    )
+    size = np.abs(exact[~empty]).max(initial=1)
+    assert error.max() <= 2 * allowed.max() + FLOOR * size, name
   again = run(q, k, v, start, stop, q_sinks=q_sinks)
   for first, second in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
     np.testing.assert_array_equal(first, second)
@@ -231,45 +227,6 @@ def test_any_cut_gives_the_same(programs, tile):
   np.testing.assert_allclose(state.o, o, atol=5e-6)
   np.testing.assert_allclose(state.m, m, atol=5e-6)
   np.testing.assert_allclose(state.l, l, rtol=5e-6)
-
-
-JOINED = [
-  (3, 3, 96, "float32", 16, 7),
-  (4, 2, 128, "bfloat16", 16, 40),
-  (1, 3, 64, "float16", 64, 7),
-  (40, 1, 128, "bfloat16", 16, 100),
-  (8, 1, 256, "float32", 32, 40),
-  (5, 2, 64, "float32", 16, 1),
-]
-
-
-@pytest.mark.core(2)
-@pytest.mark.parametrize(("groups", "heads", "head_dim", "dtype", "tile", "programs"), JOINED)
-@pytest.mark.parametrize("own", [False, True])
-def test_the_last_program_of_a_row_joins(groups, heads, head_dim, dtype, tile, programs, own):
-  """One launch equals the oracle; counters come back as they were, for the next launch."""
-  q, k, v, start, stop, q_sinks = make(groups, heads, head_dim, 333, dtype)
-  k, v = (poison(x, start, stop, 5) for x in (k, v))
-  cut = Config(tile=tile, programs=programs, warps=4, stages=2)
-  run = jax.jit(functools.partial(decode_joined, sinks=5, config=cut))
-  arrivals, again = jnp.zeros(q.shape[:2], jnp.int32), None
-  for _ in range(3):
-    how = {"q_sinks": q_sinks} if own else {}
-    state, rounded, _, arrivals = run(q, k, v, start, stop, arrivals, **how)
-    near_oracle(state, q, k, v, start, stop, 5, q_sinks if own else q)
-    np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
-    np.testing.assert_array_equal(arrivals, 0)
-    for first, second in zip(jax.tree.leaves(again or state), jax.tree.leaves(state), strict=True):
-      np.testing.assert_array_equal(first, second)
-    again = state
-
-
-def test_bad_counters():
-  check = functools.partial(_arrivals.check, shape=(6, 2))
-  with pytest.raises(ValueError, match=r"arrivals: found shape \(2, 6\), expected \[6, 2\]"):
-    check(jnp.zeros((2, 6), jnp.int32))
-  with pytest.raises(TypeError, match="arrivals: found dtype float32, expected int32"):
-    check(jnp.zeros((6, 2)))
 
 
 @pytest.mark.slow

@@ -59,28 +59,24 @@ SORTING = {
 }
 
 
-def decode_step(method, layer=7, spec=None, fused=False):
-  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`.
-
-  `fused`: counters come from a layer before.
-  """
+def decode_step(method, layer=7, spec=None):
+  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`."""
   spec = spec or SPEC
-  at = method.at(Env(spec.layers, Rope(), impl="pallas", fused=fused), layer)
+  at = method.at(Env(spec.layers, Rope(), impl="pallas"), layer)
   cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
   of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
   q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
   k = of((*heads, spec.head_dim), spec.dtype)
 
-  def step(cache, q, k, v, live, carry):
-    return method.decode_step(at, cache, q, k, v, live, carry)[:3]
+  def step(cache, q, k, v, live):
+    return method.decode_step(at, cache, q, k, v, live, Carry())[:3]
 
-  carry = Carry({"arrivals": of(heads, jnp.int32)} if fused else {})
-  return step, (cache, q, k, k, of((spec.batch,), bool), carry)
+  return step, (cache, q, k, k, of((spec.batch,), bool))
 
 
-def operations(method, layer=7, spec=None, fused=False):
+def operations(method, layer=7, spec=None):
   """How many of each primitive the step's results need; "launch name" for kernels."""
-  step, arguments = decode_step(method, layer, spec, fused)
+  step, arguments = decode_step(method, layer, spec)
   jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   counts: collections.Counter[str] = collections.Counter()
@@ -168,15 +164,6 @@ def test_many_rows_choose_and_read_in_one_launch(name):
     "launch cis_note": 1,
   }
   assert not set(counts) - {n for n in counts if n.startswith("launch")} - set(FREE)
-
-
-@pytest.mark.parametrize("name", ["quest", "infllm_v2"])
-def test_scores_and_selection_in_one_launch(name):
-  """One launch fewer, and nothing beside them: counters come from the layer before."""
-  counts = operations(CASES[name], fused=True)
-  assert counts["launches"] == STEPS[name][1] - 1
-  assert counts["launch score_and_select"] == 1 and not counts["launch top_k"]
-  assert not {n for n in counts if not n.startswith("launch")} - set(FREE)
 
 
 # What is free: shapes, and the identity conversions in front of a launch.

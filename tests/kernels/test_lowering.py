@@ -47,7 +47,6 @@ from kvjax.kernels.speculate import attend_tiles, speculate, speculate_keys
 from kvjax.ops import depth
 from tests.decode_cases import Shape
 from tests.kernels import test_decode_ops as steps
-from tests.kernels.arrivals_calls import arrivals_calls
 from tests.lowering import SHARED, compile_kernel, lower
 
 pytest.importorskip("triton")
@@ -566,7 +565,6 @@ KERNELS: dict[str, Callable] = {
   "longflow": longflow_calls,
   "prefill": prefill_calls,
   "select": select_calls,
-  "arrivals": arrivals_calls,
   "cis": cis_calls,
   "hshare": hshare_calls,
   "sparse_decode": sparse_decode_calls,
@@ -637,9 +635,6 @@ CORE = (
   "select-renew_extremes",
   "select-renew_mean",
   "select-key_weights-blocks",
-  "arrivals-pages-8192",
-  "arrivals-decode-H128-G4-bfloat16",
-  "arrivals-sparse-unit16",
   "cis-anchors-8x1",
   "cis-listed-8x1",
   "cis-note-8x1",
@@ -678,7 +673,7 @@ def slow_unless(fast: bool, *values: Any) -> Any:
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
-STACK = {"art_walk": 48, "product": 8, "decode_int8": 8, "decode_int4": 8, "decode_joined": 8}
+STACK = {"art_walk": 48, "product": 8, "decode_int8": 8, "decode_int4": 8}
 
 
 @functools.cache

@@ -120,7 +120,7 @@ def test_a_step_of_refused_kernels_is_the_references(name, on, monkeypatch):
   """And its other launches stay; the same step on a GPU with more memory has all of them."""
   spec = CacheSpec(1, 4096, 2, 128, 256, 8, jnp.float32)
   monkeypatch.setattr(steps, "SPEC", spec)
-  monkeypatch.setattr(steps, "Env", lambda *args, **how: Env(*args, **how | {"impl": "auto"}))
+  monkeypatch.setattr(steps, "Env", lambda *args, impl: Env(*args, impl="auto"))
   launched = {}
   for kind in ("NVIDIA GeForce RTX 5090", "NVIDIA H200"):
     on(kind)

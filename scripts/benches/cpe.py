@@ -19,7 +19,6 @@ CACHES = 4  # in turn, as the layers of a model: what one step's lists touch wou
 LAYERS = 32  # of which the first is timed: it sees every token, those on top a window of them
 ALIKE = 0.95  # cosine of neighbours among clustered keys
 SHAPES = [(batch, tokens) for batch in (8, 16) for tokens in (1 << 10, 2 << 10, 4 << 10)]
-THREE = "in three launches"  # enter; choose and read; note: asked for by name (`cis_read`)
 PAPER = {(16, 2 << 10): 9.9, (16, 4 << 10): 3.9}  # Tab. IV, over FlashAttention-2
 
 
@@ -48,8 +47,6 @@ def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: b
     looped("kvjax", cpe, ours, spec, tokens, alike, checked=True),
     looped("dense decode", full, ours, spec, tokens, alike, checked=False),
   ]
-  if not quick:
-    contenders.append(looped(THREE, cpe, "pallas", spec, tokens, alike, checked=True))
   if peers:
     contenders += optional("torch flash", lambda: _torch(batch, heads, tokens, head_dim))
   retrieved, visited = statistics(cpe, spec, tokens, alike)
@@ -66,11 +63,6 @@ def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: b
       "at least 0.75",
       f"ρ̂ {retrieved:.4f}, {visited:.1f} tokens a head at a budget of {tokens // 8}",
     ]
-    if THREE in seconds:
-      three = seconds["dense decode"] / seconds[THREE]
-      lines.append(
-        f"{three:.2f} × dense decode in three launches, {three / limit:.2f} of the limit"
-      )
     if "torch flash" in seconds:
       lines.append(f"{seconds['torch flash'] / seconds['kvjax']:.2f} × torch's flash SDPA")
     if (batch, tokens) in PAPER:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Carry, Env, Rope, Wrapper, sight
-from kvjax.dispatch import table
 from kvjax.kernels import config
 from kvjax.kernels.cis_read import LANES, read
 from tests.kernels.test_cis_kernel import tokens_of
@@ -202,11 +201,6 @@ def test_where_one_launch_chooses_and_reads(method, changes, launches):
   counts = operations(method, spec=dataclasses.replace(ROWS, **changes))
   assert counts["launch cis_read"] == (launches is not None)
   assert launches in (None, counts["launches"])
-
-
-def test_auto_leaves_alone_what_has_not_run_on_a_gpu(monkeypatch):
-  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert table.choose("cis_read", "auto") == "reference"
 
 
 def test_what_is_refused():

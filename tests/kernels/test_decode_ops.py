@@ -59,10 +59,10 @@ SORTING = {
 }
 
 
-def decode_step(method, layer=7, spec=None):
+def decode_step(method, layer=7, spec=None, impl="pallas"):
   """A step by kernels, and its abstract arguments; `spec` None: `SPEC`."""
   spec = spec or SPEC
-  at = method.at(Env(spec.layers, Rope(), impl="pallas"), layer)
+  at = method.at(Env(spec.layers, Rope(), impl=impl), layer)
   cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
   of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
   q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
@@ -74,9 +74,9 @@ def decode_step(method, layer=7, spec=None):
   return step, (cache, q, k, k, of((spec.batch,), bool))
 
 
-def operations(method, layer=7, spec=None):
+def operations(method, layer=7, spec=None, impl="pallas"):
   """How many of each primitive the step's results need; "launch name" for kernels."""
-  step, arguments = decode_step(method, layer, spec)
+  step, arguments = decode_step(method, layer, spec, impl)
   jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   counts: collections.Counter[str] = collections.Counter()
@@ -164,6 +164,23 @@ def test_many_rows_choose_and_read_in_one_launch(name):
     "launch cis_note": 1,
   }
   assert not set(counts) - {n for n in counts if n.startswith("launch")} - set(FREE)
+
+
+@pytest.mark.parametrize(
+  ("name", "spec"),
+  [
+    ("cis", MANY),
+    ("cpe", MANY),
+    ("cis per query head", SPEC),
+    ("quantised", SPEC),
+    ("int8 over quest", SPEC),
+  ],
+)
+def test_on_a_gpu_auto_takes_the_kernels(name, spec, monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  named = operations(CASES[name], spec=spec)
+  assert operations(CASES[name], spec=spec, impl="auto") == named
+  assert named["launches"] > 1
 
 
 # What is free: shapes, and the identity conversions in front of a launch.

@@ -61,11 +61,13 @@ def test_auto_is_the_reference_without_a_gpu():
   assert dispatch.choose("attend_span", "pallas") == "pallas"
 
 
-def test_auto_leaves_alone_what_has_not_run(monkeypatch):
-  """The dense kernel over slots that heads share: by name it runs."""
+@pytest.mark.parametrize("operation", sorted(dispatch.UNRUN))
+def test_auto_leaves_alone_what_has_not_run(operation, monkeypatch):
+  """By name it runs."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert dispatch.choose("attend_shared", "auto") == "reference"
-  assert dispatch.choose("attend_shared", "pallas") == "pallas"
+  assert dispatch.choose(operation, "auto") == "reference"
+  assert dispatch.choose(operation, "pallas") == "pallas"
+  assert dispatch.choose("attend_shared", "auto") == "pallas"
   assert dispatch.choose("attend_span", "auto") == "pallas"
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
-from kvjax.dispatch import table
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.kernels import test_decode_ops as steps
 from tests.methods.test_quantised import held, kept, own_rounded
@@ -98,7 +97,6 @@ def test_statistics_of_logits_over_codes(base, bits):
 def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
   """Under "auto": attention reads codes, and the newest page's extremes are not a kernel's work."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(table, "UNRUN", set())
   monkeypatch.setattr(steps, "Env", lambda *args, impl, **how: Env(*args, impl="auto", **how))
   quest, infllm = (settings.example(METHODS[name], 256) for name in ("quest", "infllm_v2"))
   renewing = {"renew_extremes", "renew_mean"}
@@ -109,16 +107,6 @@ def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
       launched[method] = {x.removeprefix("launch ") for x in counts if x.startswith("launch ")}
     assert launched[base] >= {"sparse_attend"} | scoring and launched[base] & renewing
     assert launched[Quantised(base)] == {"top_k", "sparse_int8", "decode_join"} | scoring
-
-
-def test_auto_waits_until_the_kernels_have_run(monkeypatch):
-  """On a GPU: the reference, until the operation leaves `UNRUN`."""
-  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  q, k = jnp.zeros((1, 2, 4, 64), jnp.bfloat16), jnp.zeros((1, 2, 512, 64), jnp.int8)
-  for operation in ("attend_quantised", "attend_quantised_table"):
-    run = operation not in table.UNRUN
-    assert table.choose(operation, "auto", q, k) == ("pallas" if run else "reference")
-    assert table.choose(operation, "pallas", q, k) == "pallas"
 
 
 def test_tables_over_codes_write_no_logits():

@@ -22,17 +22,23 @@ JOINED = 64
 
 
 class Piece(NamedTuple):
-  """Part `part` of `parts` of a row, of program `pid`. Not `active`: nothing to do, any `row`."""
+  """Part `part` of `parts` of a row, number `pid` of all. Not `active`: nothing to do, any `row`.
+
+  Parts are equal ones, or as `cut` says: the first tile of this one and the one after its last.
+  """
 
   pid: Array
   row: Array
   part: Array
   parts: Array
   active: Array
+  cut: tuple[Array, Array] | None = None
 
   def share(self, tiles: Array) -> tuple[Array, Array]:
     """First tile of this piece and the one after its last, of a row's `tiles`."""
     tiles = jnp.where(self.active, jnp.maximum(tiles, 0), 0)
+    if self.cut is not None:
+      return self.cut[0], jnp.where(self.part + 1 == self.parts, tiles, self.cut[1])
     parts = jnp.maximum(self.parts, 1)
     return self.part * tiles // parts, (self.part + 1) * tiles // parts
 
@@ -61,6 +67,41 @@ def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int
   before = jnp.where(lanes < row, pieces, 0).sum()
   parts = jnp.where(lanes == row, pieces, 0).sum()
   return Piece(pid, jnp.minimum(row, rows - 1), pid - before, parts, row < rows)
+
+
+def level(
+  tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int
+) -> tuple[Array, Array, Callable[[Array], Piece]]:
+  """(first, after, piece_of): the rows [first, after) that this program has a piece of.
+
+  All rows' tiles stand one after another, and each of `programs` programs has as many of them,
+  whatever their rows, so that all end together. Where pieces of that length can keep to a row each
+  and still be no more than programs, they do: that spares second starts.
+  """
+  pid = pl.program_id(0)
+  lanes = jnp.arange(pl.next_power_of_2(rows))
+  real = lanes < rows
+  tiles = jnp.where(real, jnp.maximum(tiles_of(lanes, real), 1), 0)  # an empty row has a piece too
+  pieces = pl.cdiv(tiles, pl.cdiv(tiles.sum(), programs))
+  apart = pieces.sum() <= programs
+  units = jnp.where(apart, pieces, tiles)  # what is dealt out: a piece to a program, or all tiles
+  total = jnp.where(apart, programs, tiles.sum())
+  low, high = pid * total // programs, (pid + 1) * total // programs
+  stops = jnp.cumsum(units)
+  first = (real & (stops <= low)).astype(jnp.int32).sum()
+  after = jnp.minimum((real & (stops < high)).astype(jnp.int32).sum() + 1, rows)
+
+  def piece_of(row: Array) -> Piece:
+    start = jnp.where(lanes < row, units, 0).sum()
+    own, count = (jnp.where(lanes == row, x, 0).sum() for x in (units, tiles))
+    begin, end = (((at + 1) * programs - 1) // total for at in (start, start + own - 1))
+    part, parts = pid - begin, end - begin + 1
+    low_tile = jnp.where(apart, part * count // parts, jnp.maximum(low - start, 0))
+    high_tile = jnp.where(apart, (part + 1) * count // parts, jnp.minimum(high - start, count))
+    number = jnp.where(apart, pid, pid + row)
+    return Piece(number, row, part, parts, low < high, (low_tile, high_tile))
+
+  return first, jnp.where(low < high, after, first), piece_of
 
 
 def whole() -> Piece:

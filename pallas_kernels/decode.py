@@ -9,7 +9,8 @@ head). Every program derives the cut from all ranges: about `Config.programs` pi
 whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
 piece are finished there; the others leave partial softmax states, which the second kernel, one
 program per query head, joins in a fixed order (`_split`). Asked for one piece, every row is one
-program's, which then has nothing to derive.
+program's, which then has nothing to derive. Heads that share a row of slots are cut by tiles: all
+programs have as many, also of two heads.
 """
 
 import dataclasses
@@ -78,64 +79,70 @@ def _attend_kernel(
     _, first, stop = spans(start, stop)
     return pl.cdiv(stop - first, config.tile)
 
+  def attend(piece: _split.Piece) -> None:
+    row, active = piece.row, piece.active
+    head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
+    # Logits are written in vectors: tiles begin where those may; what lies outside is −inf there.
+    wide = logits and not sinks
+    base = first // ALIGNED * ALIGNED if wide else first
+
+    lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
+    inside = columns < head_dim
+    of_query = row, lanes[:, None], columns[None, :]
+    real = (lanes < groups)[:, None] & inside[None, :]
+
+    def fetch(base: Any, low: Any, end: Any, i: Any) -> _tiles.Tile:
+      slot = base + i * config.tile + jnp.arange(config.tile)
+      keep = (slot >= low) & (slot < end) if wide else slot < end
+      index = row if sharers == 1 else row // sharers, slot[:, None], columns[None, :]
+      mask = keep[:, None] & inside[None, :]
+      k = _backend.load(k_ref, *index, mask=mask, evict="evict_first")
+      v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")
+      return _tiles.Tile(k, v, keep)
+
+    few = pl.next_power_of_2(groups)
+
+    def write(base: Any, end: Any, i: Any, x: Array) -> None:
+      slot = base + i * config.tile + jnp.arange(config.tile)
+      if few < lanes.size:  # only rows of queries change threads on their way to memory
+        x = jnp.where((lanes < groups)[:, None], x, 0.0)
+        x = x.reshape(lanes.size // few, few, config.tile).sum(axis=0)
+      lane = jnp.arange(few)
+      mask = (lane < groups)[:, None] & (slot < end)[None, :]
+      _backend.store(logits_ref, row, lane[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
+
+    def walk(carry: Any, q: Array, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
+      base, _, end = span
+      see = functools.partial(write, base, slots if wide else end) if logits else None
+      return _tiles.walk(carry, q, functools.partial(fetch, *span), low, high, scale=scale, see=see)
+
+    carry = _tiles.start(lanes.size, columns.size)
+    if sinks:
+      query = _backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
+      tiles = jnp.where(active & (piece.part == 0), pl.cdiv(head, config.tile), 0)
+      carry = walk(carry, query, (0, 0, head), 0, tiles)
+    q = _backend.load(q_ref, *of_query, mask=real)
+    share = piece.share(pl.cdiv(stop - base, config.tile))
+    carry = walk(carry, q, (base, first, stop), *share)
+    if logits:
+      nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
+      # What the span leaves out: between its two parts, and after it.
+      for low, high in ((head, jnp.minimum(first, stop)), (stop, slots)):
+        tiles = jnp.where(
+          active & (piece.part == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0
+        )
+        lax.fori_loop(0, tiles, lambda i, _, low=low, high=high: write(low, high, i, nothing), None)
+
+    _split.store(piece, carry, refs_out, groups=groups, head_dim=head_dim)
+
+  cut = {"rows": rows, "programs": config.programs}
   if whole:
-    piece = _split.whole()
+    attend(_split.whole())
+  elif sharers == 1:
+    attend(_split.piece(tiles_of, **cut))
   else:
-    piece = _split.piece(tiles_of, rows=rows, programs=config.programs)
-  row, active = piece.row, piece.active
-  head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
-  # Logits are written in vectors: tiles begin where those may, and what lies outside is −inf there.
-  wide = logits and not sinks
-  base = first // ALIGNED * ALIGNED if wide else first
-
-  lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
-  inside = columns < head_dim
-  of_query = row, lanes[:, None], columns[None, :]
-  real = (lanes < groups)[:, None] & inside[None, :]
-
-  def fetch(base: Any, low: Any, end: Any, i: Any) -> _tiles.Tile:
-    slot = base + i * config.tile + jnp.arange(config.tile)
-    keep = (slot >= low) & (slot < end) if wide else slot < end
-    index = row if sharers == 1 else row // sharers, slot[:, None], columns[None, :]
-    mask = keep[:, None] & inside[None, :]
-    k = _backend.load(k_ref, *index, mask=mask, evict="evict_first")
-    v = _backend.load(v_ref, *index, mask=mask, evict="evict_first")
-    return _tiles.Tile(k, v, keep)
-
-  few = pl.next_power_of_2(groups)
-
-  def write(base: Any, end: Any, i: Any, x: Array) -> None:
-    slot = base + i * config.tile + jnp.arange(config.tile)
-    if few < lanes.size:  # only rows of queries change threads on their way to memory
-      x = jnp.where((lanes < groups)[:, None], x, 0.0)
-      x = x.reshape(lanes.size // few, few, config.tile).sum(axis=0)
-    lane = jnp.arange(few)
-    mask = (lane < groups)[:, None] & (slot < end)[None, :]
-    _backend.store(logits_ref, row, lane[:, None], slot[None, :], value=x * _tiles.LN2, mask=mask)
-
-  def walk(carry: Any, q: Array, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
-    base, _, end = span
-    see = functools.partial(write, base, slots if wide else end) if logits else None
-    return _tiles.walk(carry, q, functools.partial(fetch, *span), low, high, scale=scale, see=see)
-
-  carry = _tiles.start(lanes.size, columns.size)
-  if sinks:
-    query = _backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
-    tiles = jnp.where(active & (piece.part == 0), pl.cdiv(head, config.tile), 0)
-    carry = walk(carry, query, (0, 0, head), 0, tiles)
-  q = _backend.load(q_ref, *of_query, mask=real)
-  share = piece.share(pl.cdiv(stop - base, config.tile))
-  carry = walk(carry, q, (base, first, stop), *share)
-  if logits:
-    nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
-    # What the span leaves out: between its two parts, and after it.
-    for low, high in ((head, jnp.minimum(first, stop)), (stop, slots)):
-      tiles = jnp.where(
-        active & (piece.part == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0
-      )
-      lax.fori_loop(0, tiles, lambda i, _, low=low, high=high: write(low, high, i, nothing), None)
-
-  _split.store(piece, carry, refs_out, groups=groups, head_dim=head_dim)
+    low, high, piece_of = _split.level(tiles_of, **cut)
+    lax.fori_loop(low, high, lambda row, _: attend(piece_of(row)), None)
 
 
 def decode_attention(

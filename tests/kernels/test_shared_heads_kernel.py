@@ -1,0 +1,108 @@
+"""Decode attention where heads share a row of slots: its cut, and a float64 oracle.
+
+On a GPU the same tests run the compiled kernel.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kernels import _split
+from kvjax.kernels.config import Config
+from kvjax.kernels.decode import decode_with_output
+
+
+def dealt(tiles: list[int], programs: int, monkeypatch) -> list[list[_split.Piece]]:
+  """The pieces of every program."""
+  found = []
+  of = jnp.asarray([*tiles, *[0] * (1 << 10)])
+  for pid in range(programs):
+    monkeypatch.setattr(_split.pl, "program_id", lambda axis, pid=pid: jnp.int32(pid))
+    first, after, piece_of = _split.level(lambda at, _: of[at], rows=len(tiles), programs=programs)
+    found.append([piece_of(jnp.int32(row)) for row in range(int(first), int(after))])
+  return found
+
+
+@pytest.mark.parametrize(
+  ("tiles", "programs"),
+  [
+    ([3], 1),
+    ([5, 1, 9], 4),  # 15 tiles: three or four each
+    ([7, 7, 7], 4),
+    ([0, 0, 3, 0], 2),
+    ([0, 0, 0], 5),
+    ([26, 37, 48, 59, 70, 81, 92, 103], 132),  # one row to a program
+    ([13, 19, 24, 30, 35, 41, 46, 52] * 2, 33),  # most programs cross a row's end
+    ([1] * 40, 7),  # several rows to a program
+  ],
+)
+def test_every_tile_is_dealt_once_and_all_have_as_many(tiles, programs, monkeypatch):
+  rows = [[] for _ in tiles]
+  sizes, numbers = [], []
+  for pieces in dealt(tiles, programs, monkeypatch):
+    sizes.append(0)
+    for piece in pieces:
+      row, part, number = int(piece.row), int(piece.part), int(piece.pid)
+      low, high = map(int, piece.share(jnp.int32(tiles[row])))
+      assert bool(piece.active)
+      assert part == len(rows[row])  # in order, as the join reads them
+      rows[row].append((low, high, int(piece.parts), number))
+      numbers.append(number)
+      sizes[-1] += max(high - low, 0)
+  for count, parts in zip(tiles, rows, strict=True):
+    assert [low for low, *_ in parts] == [0, *(high for _, high, *_ in parts)][:-1]
+    assert parts[-1][1] == count
+    assert all(of == len(parts) for *_, of, _ in parts)
+    first = parts[0][-1]
+    assert [number for *_, number in parts] == list(range(first, first + len(parts)))
+  assert len(set(numbers)) == len(numbers)
+  assert max(numbers) < _split.most_pieces(len(tiles), programs)
+  least = sum(max(count, 1) for count in tiles)
+  assert max(sizes) <= -(-least // programs)
+
+
+def oracle(q, k, v, start, stop):
+  """o, m and l of each query, and its logits over all slots, float64."""
+  batch, heads, groups, _ = q.shape
+  share = heads // k.shape[1]
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  o, m, l = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), np.zeros(q.shape[:3])
+  logits = np.full((*q.shape[:3], k.shape[2]), -np.inf)
+  for b, h, g in np.ndindex(batch, heads, groups):
+    low, high = int(start[b, h]), int(stop[b, h])
+    if low < high:
+      x = k[b, h // share, low:high] @ q[b, h, g] / np.sqrt(q.shape[3])
+      logits[b, h, g, low:high] = x
+      m[b, h, g] = x.max()
+      p = np.exp(x - x.max())
+      l[b, h, g] = p.sum()
+      o[b, h, g] = p @ v[b, h // share, low:high] / p.sum()
+  return o, m, l, logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("programs", [2, 5, 23, 64])
+def test_equals_oracle(programs, dtype):
+  """Spans of 0 to 190 slots that begin anywhere, three heads to a row of slots, odd groups."""
+  rng = np.random.default_rng(3)
+  batch, heads, kept, groups, slots, head_dim = 3, 6, 2, 3, 300, 32
+  lengths = np.array([[0, 190, 17], [1, 64, 33]])
+  starts = np.cumsum(lengths, -1) - lengths
+  start = np.stack([starts.reshape(-1) + 7 * b for b in range(batch)]).astype(np.int32)
+  stop = start + np.stack([np.roll(lengths, b, 0).reshape(-1) for b in range(batch)])
+  q = jnp.asarray(rng.standard_normal((batch, heads, groups, head_dim)), dtype)
+  k, v = (jnp.asarray(rng.standard_normal((batch, kept, slots, head_dim)), dtype) for _ in "kv")
+  used = np.zeros((batch, kept, slots), bool)
+  for b, h in np.ndindex(batch, heads):
+    used[b, h // 3, start[b, h] : stop[b, h]] = True
+  k, v = (jnp.where(used[..., None], x, jnp.nan) for x in (k, v))  # others are not read
+  state, rounded, logits = decode_with_output(
+    *(q, k, v, jnp.asarray(start), jnp.asarray(stop, jnp.int32)),
+    logits=True,
+    config=Config(tile=16, programs=programs, warps=4, stages=2),
+  )
+  o, m, l, raw = oracle(q, k, v, start, stop)
+  tolerance = {"float32": 2e-5, "bfloat16": 1e-2}[dtype]
+  for found, want in ((state.o, o), (state.m, m), (state.l, l), (logits, raw)):
+    np.testing.assert_allclose(found, want, atol=tolerance, rtol=tolerance)
+  np.testing.assert_allclose(rounded.astype(jnp.float32), o, atol=tolerance, rtol=tolerance)

@@ -1,9 +1,9 @@
 """Bytes that a decode step moves of its caches, known beforehand: nothing is allocated or run.
 
 A step of the reference is traced, layer by layer, and every array of the cache followed through it:
-what is gathered counts by what is gathered, what anything else looks at counts as a whole, and what
-is only written in place or handed on counts nothing. Of arrays by slot only what a query may see is
-read, as kernels do.
+what is gathered counts by what is gathered, of an array or of numbers made of it one by one (codes
+that become keys), what anything else looks at counts as a whole, and what is only written in place
+or handed on counts nothing. Of arrays by slot only what a query may see is read, as kernels do.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ _VIEWS = (
   *("reshape", "squeeze", "transpose", "convert_element_type", "broadcast_in_dim", "expand_dims"),
   *("slice", "copy", "optimization_barrier", "stop_gradient", "rev"),
 )
+# What makes numbers of codes, each of those in its place: they are read where the result is.
+_DECODES = (
+  *("add", "sub", "mul", "and", "or", "gt", "lt", "select_n", "concatenate"),
+  *("shift_left", "shift_right_arithmetic", "shift_right_logical", "bitcast_convert_type"),
+)
 _TAKES = ("gather", "dynamic_slice")
 _WRITES = ("scatter", "dynamic_update_slice")
 # What references see slots by; kernels have spans.
 _MASKS = "slots.pos", "heads.apart.pos", "heads.context_pos"
+_CODES = "slots.k", "slots.v", "heads.k_mean"
 _KEYS = "slots.k", "heads.held_k", "heads.apart.k", "heads.context_k"
 _VALUES = "slots.v", "heads.held_v", "heads.apart.v", "heads.context_v"
 
@@ -88,88 +94,104 @@ class _View:
   share: float = 1.0
 
 
-class _Walk:
-  """Follows input arrays through a program and notes what of them is looked at."""
+_Views = tuple[_View, ...]  # of what a value is made, number by number; empty: of no input
 
-  def __init__(self, sizes: dict[str, int]):
-    self.sizes = sizes
+
+class _Walk:
+  """Follows input arrays through a program and notes what of them is looked at.
+
+  Args:
+    sizes: numbers of the arrays, by name.
+    codes: names of those that keys and values are made of.
+  """
+
+  def __init__(self, sizes: dict[str, int], codes: frozenset[str] = frozenset()):
+    self.sizes, self.codes = sizes, codes
     self.reads = {name: _Read() for name in sizes}
 
-  def follow(
-    self, jaxpr: Any, given: Sequence[_View | None], times: float = 1.0
-  ) -> list[_View | None]:
-    """Views that the outputs are of inputs; None: of none.
+  def follow(self, jaxpr: Any, given: Sequence[_Views], times: float = 1.0) -> list[_Views]:
+    """Views that the outputs are of inputs.
 
     Args:
       jaxpr: a program.
       given: what its arguments are views of.
       times: how often it runs; infinity where unknown.
     """
-    held: dict[Any, _View] = {x: v for x, v in zip(jaxpr.invars, given, strict=True) if v}
+    held: dict[Any, _Views] = {x: v for x, v in zip(jaxpr.invars, given, strict=True) if v}
 
-    def view(x: Any) -> _View | None:
-      return None if isinstance(x, Literal) else held.get(x)
+    def views_of(x: Any) -> _Views:
+      return () if isinstance(x, Literal) else held.get(x, ())
 
     for eqn in _needed(jaxpr):
-      views = [view(x) for x in eqn.invars]
+      views = [views_of(x) for x in eqn.invars]
       if any(views):
         made = self._equation(eqn, views, times)
         held.update((x, v) for x, v in zip(eqn.outvars, made, strict=True) if v)
-    return [view(x) for x in jaxpr.outvars]
+    return [views_of(x) for x in jaxpr.outvars]
 
-  def _equation(self, eqn: Any, views: list[_View | None], times: float) -> Sequence[_View | None]:
+  def _equation(self, eqn: Any, views: list[_Views], times: float) -> Sequence[_Views]:
     name, first = eqn.primitive.name, views[0]
-    nothing = [None] * len(eqn.outvars)
+    nothing: list[_Views] = [()] * len(eqn.outvars)
     if name in _VIEWS and first:
       left = min(1.0, eqn.outvars[0].aval.size / max(1, eqn.invars[0].aval.size))
-      return [dataclasses.replace(first, share=first.share * left)]
+      return [tuple(_View(v.name, v.share * left) for v in first)]
+    if name == "select_n" and all(views[1:]) and len(_together(views[1:])) == 1:
+      return [views[1]]
+    if name in _DECODES and all(v.name in self.codes for v in _together(views)):
+      return [_together(views)]
     if name in _TAKES and first:
-      size = math.prod(eqn.outvars[0].aval.shape)
-      self._taken(first, size, times)
+      self._taken(first, eqn.outvars[0].aval.size, eqn.invars[0].aval.size, times)
       return nothing
     if name.startswith(_WRITES) and first:
       return [first]
-    if name == "select_n" and all(views[1:]) and len({v.name for v in views[1:] if v}) == 1:
-      return [views[1]]
     inner = _inner(eqn)
     if inner is not None:
       return self._inside(eqn, inner, views, times)
     self._whole(views)
     return nothing
 
-  def _whole(self, views: Sequence[_View | None]) -> None:
+  def _whole(self, views: Sequence[_Views]) -> None:
     """All of each view."""
-    for found in filter(None, views):
+    for found in _together(views):
       read = self.reads[found.name]
       read.whole = max(read.whole, found.share)
 
-  def _taken(self, found: _View, size: int, times: float) -> None:
-    """Elements of a view, so many times; all of it where that would be more."""
-    read, most = self.reads[found.name], self.sizes[found.name] * found.share
-    if size * times >= most:
-      self._whole([found])
-    else:
-      read.taken += size * times
-      read.times += 1
+  def _taken(self, views: _Views, size: int, of: int, times: float) -> None:
+    """`size` of a value's `of` numbers, so many times; all of it where that would be more."""
+    for found in views:
+      read, most = self.reads[found.name], self.sizes[found.name] * found.share
+      if size * times >= of:
+        self._whole([(found,)])
+      else:
+        read.taken += most * size * times / of
+        read.times += 1
 
   def _inside(
-    self, eqn: Any, inner: list[Any], views: list[_View | None], times: float
-  ) -> Sequence[_View | None]:
+    self, eqn: Any, inner: list[Any], views: list[_Views], times: float
+  ) -> Sequence[_Views]:
     """What an equation's programs look at; branches add up, as it is not known which is taken."""
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
       made = [self.follow(branch, views[1:], times) for branch in inner]
-      return [each[0] if len(set(each)) == 1 else None for each in zip(*made, strict=True)]
+      return [each[0] if len(set(each)) == 1 else () for each in zip(*made, strict=True)]
     if name == "while":
       return self.follow(inner[0], views[params["cond_nconsts"] :], math.inf)
     if name == "scan":
       carried = _alike(eqn.invars, inner[0].invars)
       self._whole([v for v, same in zip(views, carried, strict=True) if not same])
-      given = [v if same else None for v, same in zip(views, carried, strict=True)]
+      given = [v if same else () for v, same in zip(views, carried, strict=True)]
       out = self.follow(inner[0], given, times * params["length"])
       kept = _alike(eqn.outvars, inner[0].outvars)
-      return [v if same else None for v, same in zip(out, kept, strict=True)]
+      return [v if same else () for v, same in zip(out, kept, strict=True)]
     return self.follow(inner[0], views, times)
+
+
+def _together(views: Sequence[_Views]) -> _Views:
+  """All of them, each input once."""
+  shares: dict[str, float] = {}
+  for found in (v for of_one in views for v in of_one):
+    shares[found.name] = max(shares.get(found.name, 0.0), found.share)
+  return tuple(_View(*each) for each in shares.items())
 
 
 def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
@@ -265,11 +287,15 @@ def _layer(at: Site, spec: CacheSpec, cache: Cache, carry: Carry) -> tuple[Layer
   program, made = jax.make_jaxpr(step, return_shape=True)(cache, carry, q, k, k, live)
   paths, _ = jax.tree_util.tree_flatten_with_path(cache)
   leaves = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in paths}
-  walk = _Walk({name: x.size for name, x in leaves.items()})
-  rest = [None] * (len(program.jaxpr.invars) - len(leaves))
-  views = walk.follow(program.jaxpr, [*map(_View, leaves), *rest])
-  written = [v.name if v else None for v in views[1 : 1 + len(leaves)]]
-  changed = {name for name, same in zip(leaves, written, strict=True) if same != name}
+  coded = jnp.issubdtype(cache.slots["k"].dtype, jnp.integer)
+  codes = [name for name in leaves if name.startswith(_CODES)] if coded else []
+  walk = _Walk({name: x.size for name, x in leaves.items()}, frozenset(codes))
+  rest = [()] * (len(program.jaxpr.invars) - len(leaves))
+  views = walk.follow(program.jaxpr, [*((_View(name),) for name in leaves), *rest])
+  written = views[1 : 1 + len(leaves)]
+  changed = {
+    name for name, of in zip(leaves, written, strict=True) if [v.name for v in of] != [name]
+  }
   return _summed(at, spec, cache, leaves, walk, changed), made[2]
 
 

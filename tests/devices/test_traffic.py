@@ -79,6 +79,17 @@ def test_quest_reads_bounds_and_pages():
   assert sparse.chosen
 
 
+def test_codes_are_read_where_what_they_stand_for_is():
+  """256 of 4,096 tokens in a byte a number; their scales, and what Quest reads as it is."""
+  dense, sparse, _ = step_traffic(SPEC, kvjax.Quantised(kvjax.Quest(256, dense_layers=1), bits=8))
+  assert dense.tokens == 4096 * TOKEN // 2
+  assert sparse.attended == 256
+  assert sparse.tokens == 256 * TOKEN // 2 + 16 * TOKEN // 4  # and a page's keys
+  scales = (2 * 256 + 16) * 2 * 4 * 4
+  assert sparse.others == pytest.approx(256 * TOKEN + scales, rel=0.05)
+  assert sparse.chosen
+
+
 def test_what_short_rows_would_read_does_not_count():
   """InfLLM-v2's tables have room for rows below 8,192 tokens, which attend to everything."""
   long = dataclasses.replace(SPEC, capacity=32768)
@@ -145,9 +156,18 @@ def test_what_a_program_looks_at(read, whole, taken):
   x, i = jnp.zeros((64, 64)), jnp.zeros(2, jnp.int32)
   program = jax.make_jaxpr(read)(x, i).jaxpr
   walk = traffic._Walk({"x": x.size})
-  walk.follow(program, [traffic._View("x"), None])
+  walk.follow(program, [(traffic._View("x"),), ()])
   assert walk.reads["x"].whole == whole
   assert walk.reads["x"].taken == pytest.approx(taken, abs=1)
+
+
+@pytest.mark.parametrize(("codes", "whole", "taken"), [((), 1.0, 0), (("x",), 0.0, 128)])
+def test_what_is_made_of_codes_is_read_where_it_is_used(codes, whole, taken):
+  x, i = jnp.zeros((64, 64), jnp.int8), jnp.zeros(2, jnp.int32)
+  program = jax.make_jaxpr(lambda x, i: jnp.take(3 * x.astype(jnp.float32), i, 0))(x, i).jaxpr
+  walk = traffic._Walk({"x": x.size}, frozenset(codes))
+  walk.follow(program, [(traffic._View("x"),), ()])
+  assert (walk.reads["x"].whole, walk.reads["x"].taken) == (whole, taken)
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def _of_codes(
   """Their codes. The detector looks at all columns of the output at once: `_codes.step_whole`."""
   assert sources.per_slot is not None
   slot_refs, k_width, v_width = sources.per_slot, sources.k.shape[2], sources.v.shape[2]
-  words = jnp.arange(_split.columns_of(k_width))
+  words = _codes.words_of(k_width)
   q = _codes.query(sources.q, row, lanes, words, k_width, how)
 
   def fetch(slot: Array, keep: Array) -> _codes.Tile:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
@@ -141,7 +142,12 @@ def store(ref: Any, *index: Any, value: Array, mask: Any) -> None:
 
 
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
-  """a @ b (or a @ bᵀ) with float32 accumulation; float32 operands are not rounded to TF32."""
+  """a @ b (or a @ bᵀ) with float32 accumulation; float32 operands are not rounded to TF32.
+
+  Integers are summed in int32, 32 at a time: a GPU counts fewer of them twice.
+  """
+  if jnp.issubdtype(a.dtype, jnp.integer) and a.shape[1] < 32:
+    raise ValueError(f"dot: found sums of {a.shape[1]} products of {a.dtype}, expected 32 or more")
   return plgpu.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST)
 
 

@@ -24,6 +24,7 @@ from ..ops.quantised import LARGEST, nearest
 from . import _backend, _split, _tiles
 
 _OF_1024 = 0x6400  # float16, as bits
+_AT_ONCE = 32  # products of integers that the matrix units sum at a time
 # Weights are float16: with scales of values from 1e-6 to 4000 they are neither lost nor infinite.
 # Queries of float32 ask for more: their weights are float32, and so are codes.
 _WEIGHT = 16.0
@@ -76,6 +77,11 @@ def start(lanes: int, columns: int, bits: int) -> Carry:
   """The carry before any key; `columns` of each part."""
   empty = _tiles.start(lanes, columns)
   return Carry((empty.acc,) * (16 // bits), empty.l, empty.m, empty.l)
+
+
+def words_of(width: int) -> Array:
+  """Columns that hold `width` words of keys: a power of two, as many as are multiplied at once."""
+  return jnp.arange(max(_AT_ONCE, _split.columns_of(width)))
 
 
 def query(q_ref: Any, row: Array, lanes: Array, words: Array, width: int, how: How) -> Query:

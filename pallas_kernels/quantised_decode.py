@@ -59,7 +59,8 @@ def _attend_kernel(
   row = piece.row
   head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
   lanes = jnp.arange(_split.lanes_of(groups))
-  k_words, v_words = (jnp.arange(_split.columns_of(ref.shape[2])) for ref in (k_ref, v_ref))
+  k_words = _codes.words_of(k_ref.shape[2])
+  v_words = jnp.arange(_split.columns_of(v_ref.shape[2]))
 
   q = _codes.query(q_ref, row, lanes, k_words, k_ref.shape[2], how)
 

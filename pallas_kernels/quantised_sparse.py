@@ -51,7 +51,8 @@ def _attend_kernel(
   )
   row = piece.row
   lanes = jnp.arange(_split.lanes_of(groups))
-  k_words, v_words = (jnp.arange(_split.columns_of(ref.shape[2])) for ref in (k_ref, v_ref))
+  k_words = _codes.words_of(k_ref.shape[2])
+  v_words = jnp.arange(_split.columns_of(v_ref.shape[2]))
   first, last = piece.share(pl.cdiv(keys, config.tile))
 
   def per_slot(i: Any) -> tuple[Array, ...]:

@@ -12,10 +12,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvjax.kernels import _backend
 from kvjax.kernels.config import Config
 from kvjax.kernels.quantised_decode import check_quantised, decode_attention
 from kvjax.ops.quantised import WORDS, quantise
 from tests.kernels.test_decode_kernel import FLOOR, pairwise, visible
+
+
+def test_sums_of_few_integers_are_refused():
+  """A GPU's matrix units sum 32 products of bytes: 16 would be counted twice."""
+  few = jnp.ones((16, 16), jnp.int8)
+  with pytest.raises(ValueError, match="dot: found sums of 16 products of int8, expected 32"):
+    _backend.dot(few, few)
 
 
 def test_worked_example():

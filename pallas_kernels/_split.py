@@ -70,9 +70,13 @@ def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int
 
 
 def level(
-  tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int
-) -> tuple[Array, Array, Callable[[Array], Piece]]:
-  """(first, after, piece_of): the rows [first, after) that this program has a piece of.
+  tiles_of: Callable[[Array, Array], Array],
+  attend: Callable[[Piece], None],
+  *,
+  rows: int,
+  programs: int,
+) -> None:
+  """Calls `attend` with each piece that this program has, of one row or of several.
 
   All rows' tiles stand one after another, and each of `programs` programs has as many of them,
   whatever their rows, so that all end together. Where pieces of that length can keep to a row each
@@ -82,26 +86,29 @@ def level(
   lanes = jnp.arange(pl.next_power_of_2(rows))
   real = lanes < rows
   tiles = jnp.where(real, jnp.maximum(tiles_of(lanes, real), 1), 0)  # an empty row has a piece too
-  pieces = pl.cdiv(tiles, pl.cdiv(tiles.sum(), programs))
+  size = pl.cdiv(tiles.sum(), programs)
+  pieces = pl.cdiv(tiles, size)
   apart = pieces.sum() <= programs
   units = jnp.where(apart, pieces, tiles)  # what is dealt out: a piece to a program, or all tiles
   total = jnp.where(apart, programs, tiles.sum())
   low, high = pid * total // programs, (pid + 1) * total // programs
   stops = jnp.cumsum(units)
-  first = (real & (stops <= low)).astype(jnp.int32).sum()
-  after = jnp.minimum((real & (stops < high)).astype(jnp.int32).sum() + 1, rows)
+  first, after = ((real & (stops <= x)).astype(jnp.int32).sum() for x in (low, high - 1))
 
-  def piece_of(row: Array) -> Piece:
-    start = jnp.where(lanes < row, units, 0).sum()
-    own, count = (jnp.where(lanes == row, x, 0).sum() for x in (units, tiles))
-    begin, end = (((at + 1) * programs - 1) // total for at in (start, start + own - 1))
+  def one(row: Any, start: Array) -> Array:
+    """The piece of a row whose units begin at `start`; where those of the next one do."""
+    count = jnp.maximum(tiles_of(row, row < rows), 1)
+    stop = start + jnp.where(apart, pl.cdiv(count, size), count)
+    begin, end = (((at + 1) * programs - 1) // total for at in (start, stop - 1))
     part, parts = pid - begin, end - begin + 1
     low_tile = jnp.where(apart, part * count // parts, jnp.maximum(low - start, 0))
     high_tile = jnp.where(apart, (part + 1) * count // parts, jnp.minimum(high - start, count))
     number = jnp.where(apart, pid, pid + row)
-    return Piece(number, row, part, parts, low < high, (low_tile, high_tile))
+    attend(Piece(number, row, part, parts, low < high, (low_tile, high_tile)))
+    return stop
 
-  return first, jnp.where(low < high, after, first), piece_of
+  after = jnp.where(low < high, jnp.minimum(after + 1, rows), first)
+  lax.fori_loop(first, after, one, jnp.where(lanes < first, units, 0).sum())
 
 
 def whole() -> Piece:

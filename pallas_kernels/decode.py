@@ -141,8 +141,7 @@ def _attend_kernel(
   elif sharers == 1:
     attend(_split.piece(tiles_of, **cut))
   else:
-    low, high, piece_of = _split.level(tiles_of, **cut)
-    lax.fori_loop(low, high, lambda row, _: attend(piece_of(row)), None)
+    _split.level(tiles_of, attend, **cut)
 
 
 def decode_attention(

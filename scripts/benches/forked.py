@@ -33,7 +33,7 @@ def case(title: str, model: Transformer, branches: int, tokens: int, quick: bool
   """Steps over a shared context and over copies; outputs are compared for two branches."""
   impl = "reference" if quick else "pallas"
   full, shared = kvjax.Full(), kvjax.Forked(kvjax.Full(), branches, tokens, ROOM)
-  two = dataclasses.replace(shared, branches=2)
+  two = dataclasses.replace(shared, branches=2, context=1 << 20)  # whatever they are compared in
   run = [functools.partial(timed, model, m, impl, branches, tokens, caches) for m in (shared, full)]
   ours, copied = together(run)
   contenders = (

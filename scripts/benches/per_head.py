@@ -118,5 +118,7 @@ def caches(model: Transformer, method: Any, batch: int, tokens: int) -> Any:
   heads["ring"] = np.stack([length - base.window_size, np.full_like(length, tokens)], -1)
   full = {n: jnp.broadcast_to(jnp.asarray(x), (batch, *x.shape)) for n, x in heads.items()}
   used = jnp.full(batch, base.budget, jnp.int32)
-  cache = cache.put(heads=full, rows={"used": used})
+  pos = jnp.arange(cache.size, dtype=jnp.int32) % tokens  # of heads that share slots too, all full
+  held = {"pos": jnp.broadcast_to(pos, cache.pos.shape)}
+  cache = cache.put(slots=held, heads=full, rows={"used": used})
   return tuple(jax.tree.map(jnp.copy, cache) for _ in range(spec.layers))

@@ -101,7 +101,8 @@ def read(
   Raises:
     TypeError: `method` is neither a KVzip nor an AdaKV over one.
     ValueError: shapes, lengths or token ids are out of range.
-    NotImplementedError: the model is spread over several devices.
+    NotImplementedError: the model is spread over several devices, or `method` is another one over a
+      KVzip.
   """
   most = _kvzip(method).budget
   how: dict[str, Any] = {"chunk": chunk, "sinks": sinks, "dtype": dtype, "on_chunk": on_chunk}
@@ -205,7 +206,9 @@ def _kvzip(method: Method) -> KVzip:
   """What says how much is kept."""
   base = method.base if isinstance(method, AdaKV) else method
   if not isinstance(base, KVzip):
-    raise TypeError(f"method: found {method!r}, expected a kvjax.KVzip, or kvjax.AdaKV over one")
+    message = f"method: found {method!r}, expected a kvjax.KVzip, or kvjax.AdaKV over one"
+    over_one = isinstance(method, Method) and method.traits.repeats
+    raise NotImplementedError(message) if over_one else TypeError(message)
   return base
 
 

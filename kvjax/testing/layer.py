@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+from .. import offload
 from ..method import Method
 from ..rope import Rope
 from ..types import At, Cache, CacheSpec, Carry, Env, Prompt
@@ -47,7 +48,10 @@ def driver(at: At, move: str) -> Any:
 
   Returns the error, if there can be one (`env.check_nan`), and the driver's result.
   """
-  run = functools.partial(getattr(at.top, move), at)
+
+  def run(*args: Any) -> Any:
+    return offload.settled(getattr(at.top, move)(at, *args))
+
   return jax.jit(checkify.checkify(run) if at.env.check_nan else lambda *args: (None, run(*args)))
 
 

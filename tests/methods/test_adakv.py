@@ -302,6 +302,7 @@ def test_pools_of_heads():
     assert [row[2 * i : 2 * i + 2] for row in found] == want
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_pools_split_over_devices():
   case = Case(AdaKV, (("pools", 2),))
   LAWS["heads_sharded_over_two_devices"](case)

@@ -180,6 +180,7 @@ def test_devices_whose_heads_differ():
   LAWS["heads_sharded_over_two_devices"](case)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_an_unbalanced_pattern_is_refused_over_devices():
   spec, mesh = CacheSpec(1, 64, 4, 1, 16, 2), kvjax.make_mesh(2)
   method = DuoAttention(((1, 0, 0, 1), (1, 1, 0, 0)), sinks=2, recent=5)

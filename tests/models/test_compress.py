@@ -1,6 +1,7 @@
 """Live full caches cut to a method's: what it keeps when it reads the prompt itself."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +9,7 @@ import kvjax
 from kvjax import AdaKV, CriticalKV, Full, KeyDiff, Knorm, LagKV, Quest, SnapKV
 from kvjax.models.compress import compress
 from kvjax.models.generate import generate, prefill
+from kvjax.ops.quantised import unpacked
 from kvjax.testing.tiny import CLOSE, CONFIG, model
 from tests import family_models, tiny_hf
 
@@ -30,14 +32,25 @@ def read(method, decoder=None, tokens=TEXTS):
 
 
 def check_alike(found, want):
-  """Every array of every layer; of slots those that hold a token."""
+  """Every array of every layer; of slots those that hold a token.
+
+  On a GPU two programs fuse the same sums differently, so that a code on the edge may be its
+  neighbour: a level of a word's one part, in few words.
+  """
   assert jax.tree.structure(found) == jax.tree.structure(want)
   for a, b in zip(found, want, strict=True):
     np.testing.assert_array_equal(a.pos, b.pos)
     there = np.asarray(b.pos) >= 0
     for name, x in b.slots.items():
       assert a.slots[name].dtype == x.dtype
-      np.testing.assert_allclose(a.slots[name][there], x[there], atol=1e-5)
+      got, wanted = np.asarray(a.slots[name])[there], np.asarray(x)[there]
+      if (bits := b.leaf(name).bits) and jax.default_backend() == "gpu":
+        apart = got != wanted
+        assert apart.mean() < 0.01
+        codes = [np.asarray(unpacked(jnp.asarray(x[apart][:, None]), bits)) for x in (got, wanted)]
+        assert np.all(np.abs(codes[0] - codes[1]).sum(-1) < 2)
+        continue
+      np.testing.assert_allclose(got, wanted, atol=1e-5)
     others = [jax.tree.leaves((cache.heads, cache.rows)) for cache in (a, b)]
     for x, y in zip(*others, strict=True):
       np.testing.assert_allclose(x, y, atol=1e-5)

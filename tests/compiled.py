@@ -12,11 +12,11 @@ def _jitted(function, static, names):
 
 
 def compiled(function):
-  """`function`; numbers, texts and None among its arguments are static."""
+  """`function`; numbers, texts, types and None among its arguments are static."""
 
   @functools.wraps(function)
   def call(*args, **kwargs):
-    plain = (int, float, str, type(None))
+    plain = (int, float, str, type, type(None))
     static = tuple(i for i, x in enumerate(args) if isinstance(x, plain))
     names = tuple(sorted(n for n, x in kwargs.items() if isinstance(x, plain)))
     return _jitted(function, static, names)(*args, **kwargs)

@@ -157,7 +157,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 _tests = itertools.count(1)
-_MORE = 3 << 30  # bytes that a worker may grow by before it drops what it can
+# The part of the machine's memory that workers may grow by before they drop what they can.
+_SHARE = 0.6
 
 
 def _resident() -> int:
@@ -166,14 +167,20 @@ def _resident() -> int:
   return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
+def _room() -> float:
+  """Bytes of it for each worker."""
+  workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+  return _SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / workers
+
+
 @dataclasses.dataclass
 class _Memory:
-  """What a worker had when programs were dropped; two of them share a machine."""
+  """What a worker had when programs were dropped."""
 
   held: int = 0
 
   def has_grown(self) -> bool:
-    return _resident() - self.held > _MORE
+    return _resident() - self.held > _room()
 
 
 _memory = _Memory()

@@ -9,7 +9,7 @@ from kvjax.testing.layer import rotate, softmax_average
 from kvjax.testing.tiny import model
 
 
-def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous"):
+def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous", decoder=None):
   """Logits [n, V] after every token of one row: `prompt` tokens are read, the rest decoded.
 
   Args:
@@ -19,8 +19,9 @@ def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous"):
       None: all up to t.
     frozen: (layer, i) -> whether token i of the prompt keeps its state in that layer.
     kv: where the key and value of a frozen token come from: "previous" layer or "project"ion.
+    decoder: whose; None: the one of four layers.
   """
-  decoder = model()
+  decoder = model() if decoder is None else decoder
   tokens = np.asarray(tokens)
   x = _array(decoder.embedding)[tokens]
   k = v = None

@@ -31,7 +31,7 @@ def visits(graph, method, leaves, caches, tokens):
   return [report["visited"] for report in reports]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_attended_to_is_what_a_step_visits(name):
   """Exactly, in every layer; where data decide, no more than is said."""

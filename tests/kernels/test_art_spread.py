@@ -18,14 +18,15 @@ from kvjax.kernels.config import Config
 from tests.kernels.test_art_kernel import inputs
 
 
-@pytest.mark.parametrize("share", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.core(1)
+@pytest.mark.parametrize("share", [8, 1, 2])
 @pytest.mark.parametrize(
   "kwargs",
   [
     {},
-    pytest.param({"per_head": True, "patience": 2}, marks=pytest.mark.slow),
-    pytest.param({"full": True, "kept": 9}, marks=pytest.mark.slow),
-    pytest.param({"cut": Config(16, 1, 4, 1)}, marks=pytest.mark.slow),
+    {"per_head": True, "patience": 2},
+    {"full": True, "kept": 9},
+    {"cut": Config(16, 1, 4, 1)},
   ],
   ids=str,
 )
@@ -66,9 +67,8 @@ def test_waves():
   assert waves(4096, 128, 8, 264) == [(0, 2), (16, 4), (48, 8), (112, 498)]
 
 
-@pytest.mark.parametrize(
-  "kwargs", [{}, pytest.param({"per_head": True, "full": True}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow  # what programs hold is cut above too, into shares
+@pytest.mark.parametrize("kwargs", [{}, {"per_head": True, "full": True}], ids=str)
 def test_walks_are_the_same_however_little_a_program_holds(kwargs, monkeypatch):
   """Lanes one by one, two shares at a time: what is counted and added goes on between these."""
   q, k, v = map(jnp.asarray, inputs(4, 2, 1, 3, 900, 48))

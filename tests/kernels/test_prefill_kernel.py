@@ -135,8 +135,8 @@ def test_second_run_is_bit_equal():
 def test_a_query_of_nan_gives_no_mass():
   q, k, v = arrays(0, 1, 1, 16, "float32", 40, 40, batch=1)
   qpos = jnp.arange(40, dtype=jnp.int32)[None]
-  state = prefill_attention(q.at[0, 0, 0, 7].set(jnp.nan), k, v, qpos)[0]
-  got = column_mass(q, k, qpos[None], qpos, state.m, state.l)
+  state = jax.jit(prefill_attention)(q.at[0, 0, 0, 7].set(jnp.nan), k, v, qpos)[0]
+  got = jax.jit(column_mass)(q, k, qpos[None], qpos, state.m, state.l)
   want = oracle(q, k, v, np.where(np.arange(40) == 7, -1, np.asarray(qpos)), np.asarray(qpos[None]))
   np.testing.assert_allclose(got, want[2], atol=1e-5)
 

@@ -15,8 +15,12 @@ import pytest
 from kvjax.kernels import _backend
 from kvjax.kernels.config import Config
 from kvjax.kernels.quantised_decode import check_quantised, decode_attention
-from kvjax.ops.quantised import WORDS, quantise
+from kvjax.ops import quantised
+from kvjax.ops.quantised import WORDS
+from tests.compiled import compiled
 from tests.kernels.test_decode_kernel import FLOOR, pairwise, visible
+
+quantise = compiled(quantised.quantise)
 
 
 def test_sums_of_few_integers_are_refused():
@@ -97,11 +101,11 @@ def make(groups, heads, head_dim, slots, dtype, bits, seed=0):
 
   q = jnp.asarray(normal(groups, head_dim), dtype)
   k, v = (
-    quantise(jnp.asarray(normal(slots, head_dim) * size + shift), bits, WORDS[name])
+    quantise(np.float32(normal(slots, head_dim) * size + shift), bits, WORDS[name])
     for name, size, shift in (("k", 1, 0.3), ("v", 3, -1))
   )
   per_slot = [k.scale, v.scale] + ([] if bits == 8 else [k.zero, v.zero])
-  return q, k.words, v.words, per_slot, jnp.asarray(start), jnp.asarray(stop)
+  return q, k.words, v.words, per_slot, start, stop
 
 
 def poisoned(per_slot, start, stop, sinks):
@@ -112,7 +116,7 @@ def poisoned(per_slot, start, stop, sinks):
     outside[visible(int(start[b, h]), int(stop[b, h]), sinks, outside.size)] = False
     for x in per_slot:
       x[b, h, outside] = np.nan
-  return [jnp.asarray(x) for x in per_slot]
+  return per_slot
 
 
 SWEEP = list(
@@ -167,7 +171,11 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
 def test_logits_may_be_capped(bits):
   """Capped logits from uncapped states of single keys: c·tanh(m / c), weighed as they say."""
   q, k, v, per_slot, start, stop = make(3, 2, 64, 5, "float32", bits)
-  run = functools.partial(decode_attention, q, k, v, per_slot, bits=bits)
+
+  def run(start, stop, **how):
+    decode = jax.jit(functools.partial(decode_attention, bits=bits, **how))
+    return decode(q, k, v, per_slot, start, stop)
+
   states = [run(0 * start + s, 0 * stop + s + 1)[0] for s in range(5)]
   x = 0.7 * np.tanh(np.stack([x.m for x in states]).astype(np.float64) / 0.7)
   p = np.exp(x) / np.exp(x).sum(0)
@@ -182,7 +190,8 @@ def test_any_cut_gives_the_same(programs, tile):
   q, k, v, per_slot, start, stop = make(3, 2, 64, 333, "float32", 8)
   cut = Config(tile=tile, programs=programs, warps=4, stages=2)
   operands = poisoned(per_slot, start, stop, 5), start, stop
-  state, *_ = decode_attention(q, k, v, *operands, sinks=5, config=cut)
+  run = jax.jit(functools.partial(decode_attention, sinks=5, config=cut))
+  state, *_ = run(q, k, v, *operands)
   o, m, l, _ = oracle(q, k, v, per_slot, start, stop, 8, 5)
   np.testing.assert_allclose(state.o, o, atol=5e-6)
   np.testing.assert_allclose(state.m, m, atol=5e-6)
@@ -194,7 +203,7 @@ def test_values_of_any_size(size):
   """Weights are float16, which has few numbers; the sizes that values come in are many."""
   q, k, v, per_slot, start, stop = make(4, 2, 64, 130, "float16", 8)
   per_slot = [per_slot[0], per_slot[1] * size]
-  state, *_ = decode_attention(q, k, v, per_slot, start, stop)
+  state, *_ = jax.jit(decode_attention)(q, k, v, per_slot, start, stop)
   o, *_ = oracle(q, k, v, per_slot, start, stop, 8, 0)
   np.testing.assert_allclose(np.float64(state.o) / size, o / size, atol=3e-3)
 

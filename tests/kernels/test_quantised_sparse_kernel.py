@@ -14,12 +14,15 @@ import pytest
 
 from kvjax.kernels.config import Config
 from kvjax.kernels.quantised_sparse import settings, sparse_decode
-from kvjax.ops.quantised import WORDS, quantise
+from kvjax.ops import quantised
+from kvjax.ops.quantised import WORDS
 from kvjax.testing.layer import capped
+from tests.compiled import compiled
 from tests.kernels.test_decode_kernel import FLOOR, pairwise
 from tests.kernels.test_quantised_kernel import codes
 from tests.kernels.test_sparse_decode_kernel import plan, slots_of
 
+quantise = compiled(quantised.quantise)
 WIDTH = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}  # of a table, by the unit of its entries
 SLOTS, SINKS = 700, 5
 
@@ -52,7 +55,7 @@ def make(groups, heads, head_dim, dtype, bits, unit, seed=0):
   q = jnp.asarray(rng.normal(size=(batch, heads, groups, head_dim)), dtype)
   k, v = (
     quantise(
-      jnp.asarray(rng.normal(size=(batch, heads, SLOTS, head_dim)) * size + shift), bits, word
+      np.float32(rng.normal(size=(batch, heads, SLOTS, head_dim)) * size + shift), bits, word
     )
     for (size, shift), word in zip(((1, 0.3), (3, -1)), WORDS.values(), strict=True)
   )
@@ -60,8 +63,8 @@ def make(groups, heads, head_dim, dtype, bits, unit, seed=0):
   unread = np.ones((batch, heads, SLOTS), bool)
   for head, slots in listed.items():
     unread[head][slots] = False
-  per_slot = [jnp.where(unread, jnp.nan, x) for x in per_slot]
-  return (q, k.words, v.words, per_slot, *map(jnp.asarray, where)), listed
+  per_slot = [np.where(unread, np.nan, x) for x in per_slot]
+  return (q, k.words, v.words, per_slot, *where), listed
 
 
 def oracle(operands, listed, bits, weights=np.float64, cap=None):
@@ -111,7 +114,8 @@ def test_equals_oracle(groups, heads, head_dim, dtype, unit, bits, programs):
   operands, listed = make(groups, heads, head_dim, dtype, bits, unit)
   config = Config(tile=16 if programs else 64, programs=programs or 1, warps=4, stages=2)
   run = functools.partial(sparse_decode, unit=unit, bits=bits, sinks=SINKS, config=config)
-  state, out = jax.jit(run)(*operands)
+  run = jax.jit(run)
+  state, out = run(*operands)
   exact = oracle(operands, listed, bits)
   rough = oracle(operands, listed, bits, np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
   for name, got, want, plain in zip("oml", (state.o, state.m, state.l), exact, rough, strict=True):
@@ -124,7 +128,7 @@ def test_equals_oracle(groups, heads, head_dim, dtype, unit, bits, programs):
     assert error.max() <= 2 * allowed.max() + FLOOR * size, name
   np.testing.assert_array_equal(out, state.o.astype(dtype))
   for first, second in zip(
-    jax.tree.leaves((state, out)), jax.tree.leaves(jax.jit(run)(*operands)), strict=True
+    jax.tree.leaves((state, out)), jax.tree.leaves(run(*operands)), strict=True
   ):
     np.testing.assert_array_equal(first, second)
 
@@ -133,7 +137,8 @@ def test_equals_oracle(groups, heads, head_dim, dtype, unit, bits, programs):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_logits_may_be_capped(bits):
   operands, listed = make(3, 3, 24, "float32", bits, 16)
-  state, _ = sparse_decode(*operands, unit=16, bits=bits, sinks=SINKS, soft_cap=0.7)
+  run = functools.partial(sparse_decode, unit=16, bits=bits, sinks=SINKS, soft_cap=0.7)
+  state, _ = jax.jit(run)(*operands)
   for got, want in zip(
     (state.o, state.m, state.l), oracle(operands, listed, bits, cap=0.7), strict=True
   ):

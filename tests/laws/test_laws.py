@@ -69,6 +69,8 @@ KIN = {
   *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
   "kvzip",  # without scores a window
   *("lagkv", "chunkkv", "criticalkv"),
+  *("topk_oracle", "double_sparsity", "infllm_v2"),  # select as quest does
+  "ltri",  # streams as infllm does
 }
 # Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
 OF_A_RUN = {

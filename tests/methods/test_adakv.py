@@ -70,9 +70,12 @@ def kept_of(scores, length, window):
   return sorted(best), list(range(past, len(scores)))
 
 
+by_head = jax.jit(shared_slots.by_head)
+
+
 def held(cache):
   """Positions by row and head, and that slots of a head are the first of its own."""
-  pos = np.asarray(shared_slots.by_head(cache)["pos"])
+  pos = np.asarray(by_head(cache)["pos"])
   found = [[[int(p) for p in head if p >= 0] for head in row] for row in pos]
   for row, lists in zip(pos, found, strict=True):
     assert all((head[: len(x)] >= 0).all() for head, x in zip(row, lists, strict=True))
@@ -248,6 +251,7 @@ def test_scores_of_other_methods(base):
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "adakv.json").read_text())
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"α={case['safeguard']}")
 def test_kept_tokens_are_those_of_kvpress(case):
   """`AdaKVPress` of kvpress 0.5.5 was given the same scores, with its window above all others."""

@@ -131,22 +131,25 @@ def test_unit_queries_are_not_enough():
   assert paper < drift.actual <= drift.bound
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def shown(method, position, size):
+  """The first token that a window of the top layer shows to each query, and all that it shows."""
+  window = method.window(method.at(Env(4), 3), position[None])
+  return window.first[0], window.sees(jnp.arange(size)[None, None])[0, 0]
+
+
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SCALES), st.sampled_from([0.1, 0.5, 0.9]))
 def test_window_bound_holds(seed, scale, phi):
   """Whatever the weights are, by the window of a real layer; decaying ones give a small bound."""
   rng = np.random.default_rng(seed)
   position, sinks, size = np.array([9, 30, 59]), 2, 60
-  method = PSAW(sinks=sinks, phi=phi)
-  first = method.window(method.at(Env(4), 3), jnp.asarray(position[None])).first[0]
+  first, seen = map(np.asarray, shown(PSAW(sinks=sinks, phi=phi), position, size))
   visible = np.arange(size) <= position[:, None]
   k = rng.normal(size=(2, 1, size, 8)) * scale
   weight = c.attention(rng.normal(size=(2, 3, 8)), k, visible)
   loss = c.window_loss(weight, position, sinks, first)
   assert loss.holds
-  seen = method.window(method.at(Env(4), 3), jnp.asarray(position[None])).sees(
-    jnp.arange(size)[None, None]
-  )[0, 0]
-  np.testing.assert_allclose(loss.actual, c.dropped_mass(weight, np.asarray(seen)), atol=1e-15)
+  np.testing.assert_allclose(loss.actual, c.dropped_mass(weight, seen), atol=1e-15)
   fit = c.fit_recency(weight, position, sinks, position - np.maximum(first, 0) + 1)
   behind = (position[:, None] - np.arange(size))[:, sinks:]
   rate, log_kappa = fit.rate[:, None, None], fit.log_kappa[:, None, None]

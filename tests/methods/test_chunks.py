@@ -10,6 +10,7 @@ import pytest
 from kvjax import CPE, ETF, H2O, Active, Full, Prompt
 from kvjax.ops import chunks
 from kvjax.testing.tiny import Run, model
+from tests.compiled import compiled
 
 T = 23
 # Rows: as long as the chunk, shorter, of the first tokens alone, of fewer than these, idle.
@@ -17,6 +18,9 @@ TOTAL = np.array([23, 14, 3, 2, 0], np.int32)
 START = np.array([12, 7, 3, 3, 3], np.int32)
 ends = pytest.mark.parametrize(("apart", "count"), [(3, 14), (0, 11), (3, 3), (0, 23)])
 axes = pytest.mark.parametrize("axis", [1, 2])
+
+
+ends_of = compiled(Active.ends)
 
 
 def prompt_of(active):
@@ -31,7 +35,7 @@ def array(axis, size, seed=0):
 
 
 def made(apart, count):
-  return Active.ends(apart, jnp.asarray(START), count, T, jnp.asarray(TOTAL))
+  return ends_of(apart, START, count, T, TOTAL)
 
 
 def placed(row, apart, count):
@@ -42,7 +46,7 @@ def placed(row, apart, count):
 
 def test_worked_example():
   """Ten tokens, of which a layer computes two and four: what lies past a row's end is padding."""
-  active = Active.ends(2, jnp.array([6, 3, 0, 9]), 6, 10, jnp.array([10, 5, 1, 10]))
+  active = ends_of(2, np.array([6, 3, 0, 9]), 6, 10, np.array([10, 5, 1, 10]))
   assert active.index.tolist() == [
     [0, 1, 6, 7, 8, 9],
     [0, 1, 3, 4, 10, 10],
@@ -151,6 +155,7 @@ def real(cache, row):
   return [slots, *(jax.tree.map(lambda x: x[row], shelf) for shelf in (cache.heads, cache.rows))]
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("kv", ["project", "previous"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_nothing_is_gathered_or_scattered(rows, kv):

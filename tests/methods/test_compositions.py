@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -35,7 +36,7 @@ def test_what_goes_together_runs(name, base):
   outs = [layer.prefill([80, 61])[0, ..., :, :]]
   outs += [layer.decode([80 + step, 61 + step])[0] for step in range(2)]
   assert all(np.isfinite(out).all() for out in outs)
-  positions = np.asarray(shared_slots.by_head(layer.cache)["pos"])
+  positions = np.asarray(jax.jit(shared_slots.by_head)(layer.cache)["pos"])
   for b, n in enumerate((82, 63)):
     held = [row[row >= 0] for row in positions[b]]
     assert all(len(set(row.tolist())) == len(row) and row.max() < n for row in held)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fractions
+import functools
 import math
 
 import jax
@@ -29,7 +30,8 @@ def frozen(layer, i, total, sinks, psi, gamma=1.0, start=0.75, layers=CONFIG.lay
 
 
 def active(method, layer, tokens, total):
-  found = method.active(method.at(Run(method).model.env, layer), tokens, jnp.array(total))
+  at = method.at(Run(method).model.env, layer)
+  found = jax.jit(functools.partial(method.active, at, tokens))(np.array(total))
   return None if found is None else np.asarray(found.index)
 
 

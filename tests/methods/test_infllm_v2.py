@@ -8,6 +8,7 @@ import pytest
 
 from kvjax import Cache, InfLLMv2, dispatch, settings
 from kvjax.testing.layer import Layer, Stream, capped
+from tests.compiled import compiled
 from tests.selection import check, choose, keys, queries, softmax, tokens_of
 
 SMALL = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)
@@ -46,9 +47,9 @@ def test_worked_example():
     slots={"k": jnp.array([[[[1.0, 0], [3, 0], [5, 0], [7, 0]]]])},
     rows={"seen": jnp.array([4]), "used": jnp.array([4])},
   )
-  means = m.summarise(layer.cache, jnp.array([0]), 4).heads["compressed"]
+  means = compiled(m.summarise)(layer.cache, jnp.array([0]), 4).heads["compressed"]
   np.testing.assert_allclose(means[0, 0, :, 0], [2, 4, 6])
-  pooled = dispatch.pooled(jnp.array([[[0.2, 0.5, 0.3]]]), 2, width=2, stride=1, block=2)
+  pooled = compiled(dispatch.pooled)(jnp.array([[[0.2, 0.5, 0.3]]]), 2, width=2, stride=1, block=2)
   np.testing.assert_allclose(pooled[0, 0], [0.5, 0.5])
 
 

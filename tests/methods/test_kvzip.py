@@ -1,5 +1,7 @@
 """KVzip: scores against a softmax by hand over the repetition, and a context for many questions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,12 @@ from kvjax.models import reconstruct
 from kvjax.models.generate import generate, prefill
 from kvjax.models.reconstruct import Instructions, looked_at, read
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.testing import tiny
 from kvjax.testing.layer import Layer, Stream
-from kvjax.testing.tiny import TOKENS, model
+from kvjax.testing.tiny import TOKENS
 from tests import decoder_oracle
+
+model = functools.partial(tiny.model, layers=2)  # that they are several is enough
 
 ASK = Instructions(first=(7, 8, 9), again=(10, 11), suffix=(12,))
 LENGTHS = np.array([30, 19])
@@ -57,7 +62,7 @@ def by_hand(row, n, chunk, sinks):
               out[number - 1, head, j] = max(out[number - 1, head, j], x)
       return range(1, t + 1)
 
-    decoder_oracle.logits(ids, len(ids), sees=look)
+    decoder_oracle.logits(ids, len(ids), sees=look, decoder=decoder)
   out[:, :, :sinks] = 2
   return out
 

@@ -14,13 +14,13 @@ from kvjax.models import caches as live
 from kvjax.models import reconstruct
 from kvjax.models.generate import generate, prefill
 from kvjax.ops import shared_slots
-from kvjax.testing.tiny import CLOSE, TOKENS, model
+from kvjax.testing.tiny import CLOSE, TOKENS
 from tests import decoder_oracle
-from tests.methods.test_kvzip import ASK, LENGTHS, by_hand
+from tests.methods.test_kvzip import ASK, LENGTHS, by_hand, model
 
 CONTEXT, ROOM, SINKS = TOKENS[:, :30], 3, 2
-LAYERS, HEADS = 4, 2
-KEPT = 9  # of a context, on average over the heads
+LAYERS, HEADS = 2, 2
+KEPT = 12  # of a context, on average over the heads
 QUESTION, ASKED = TOKENS[:, 31:36], np.array([5, 2])
 METHOD = AdaKV(KVzip(KEPT + ROOM, ROOM), safeguard=0)
 
@@ -46,9 +46,12 @@ def best_of(scores, count):
   return {(i, h, j) for _, i, j, h in sorted(every)[:count]}
 
 
+by_head = jax.jit(shared_slots.by_head)
+
+
 def held(cache, row):
   """Positions that each head of a row holds."""
-  return [set(x[x >= 0].tolist()) for x in np.asarray(shared_slots.by_head(cache)["pos"])[row]]
+  return [set(x[x >= 0].tolist()) for x in np.asarray(by_head(cache)["pos"])[row]]
 
 
 def by_layer():
@@ -142,7 +145,7 @@ def test_questions_and_answers_against_the_decoder_in_loops(cut):
       return [*(j + 1 for j in kept[row][layer - 1][head]), *range(first, t + 1)]
 
     tokens = [*TOKENS[row, :n], *QUESTION[row, :asked], *said.tokens[row]]
-    want = decoder_oracle.logits(tokens, n + asked, sees=sees)[n + asked - 1 :]
+    want = decoder_oracle.logits(tokens, n + asked, sees=sees, decoder=model())[n + asked - 1 :]
     np.testing.assert_allclose(said.logits[row], want[:6], atol=CLOSE)
     np.testing.assert_allclose(said.last[row], want[6], atol=CLOSE)
     for cache, before in zip(mine, kept[row], strict=True):
@@ -186,5 +189,5 @@ def test_refusals():
     AdaKV(KVzip(12, 3), rounded=True)
   with pytest.raises(ValueError, match=r"KVzip\.budgets: found \(12, 3\), expected more than room"):
     KVzip(12, 3, (12, 3))
-  with pytest.raises(ValueError, match=r"KVzip\.budgets: found 2, expected one for each of the 4"):
-    KVzip(12, 3, (12, 9)).init_caches(model().spec(1, 64))
+  with pytest.raises(ValueError, match=r"KVzip\.budgets: found 3, expected one for each of the 2"):
+    KVzip(12, 3, (12, 9, 12)).init_caches(model().spec(1, 64))

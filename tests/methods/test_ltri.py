@@ -140,9 +140,10 @@ CASES = {
   ],
 )
 def test_a_generation(name, impl, cap):
-  """Three layers; at every chunk and step the blocks of every layer and row, and outputs."""
+  """At every chunk and step the blocks of every layer and row, and outputs."""
   m, lengths = CASES[name], [50, 29]
-  streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(3)]
+  layers = max((layer for layer, *_ in m.heads or ()), default=1) + 1
+  streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(layers)]
   run = Stack(m, streams, capacity=80, impl=impl, cap=cap)
   oracles = [[LtriOracle(s, b, m, i, cap) for i, s in enumerate(streams)] for b in range(2)]
   pieces = [m.traits.pieces(n) for n in lengths]

@@ -105,7 +105,7 @@ def test_worked_example():
     layer.decode([t])
   # Mean similarity of 0, 1, 2, 3: the other two of a's kind less what is spared, over five.
   k = jnp.asarray(layer.cache.slots["k"][:, :, :5])
-  twice = layer.method._redundancy(k, layer.cache.pos[:, :, :5])[0, 0]
+  twice = jax.jit(layer.method._redundancy)(k, layer.cache.pos[:, :, :5])[0, 0]
   want = np.exp([2 / 5, 0, 1 / 5, 0, 0])  # 0 and 2 spare 3, and 3 spares 2
   np.testing.assert_allclose(twice, want / want.sum(), rtol=1e-5)
   layer.decode([5])

@@ -53,7 +53,7 @@ def _neutral(cls, length):
 
 settings.register(OverSnapKV, example=_example, neutral=_neutral)
 
-CORE = ("neutral_setting_equals_full", "tight_setting_has_an_effect", "kept_positions")
+CORE = ("tight_setting_has_an_effect", "kept_positions")
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,15 @@ from tests.selection import Watched, choose
 def listed(scores, stops, unit=1, start=None, span_sinks=0, **kwargs):
   """`tiles.best` of scores [K, P] on rows with spans of these stops: entries up to the count."""
   stops = np.asarray(stops, np.int32)
-  scores = jnp.broadcast_to(jnp.asarray(scores, jnp.float32), (len(stops), *np.shape(scores)))
+  scores = np.broadcast_to(np.float32(scores), (len(stops), *np.shape(scores)))
   start = np.zeros_like(stops) if start is None else np.asarray(start, np.int32)
-  span = Span(jnp.asarray(start)[:, None], jnp.asarray(stops)[:, None], span_sinks)
-  chosen = jax.jit(functools.partial(tiles.best, unit=unit, **kwargs))(scores, span)
-  table, count, ranked = map(np.asarray, chosen)
+
+  @jax.jit
+  def best(scores, start, stop):
+    span = Span(start[:, None], stop[:, None], span_sinks)
+    return tiles.best(scores, span, unit=unit, **kwargs)
+
+  table, count, ranked = map(np.asarray, best(scores, start, stops))
   for row, n, value in zip(table.reshape(-1, table.shape[-1]), count.flat, ranked, strict=False):
     assert (row[n:] == -1).all() and len(set(row[:n].tolist())) == n
     assert value.shape == table.shape[1:]
@@ -42,6 +46,7 @@ def test_worked_example():
   assert listed(scores, [7], unit=4, sinks=1, local=1, k=5) == [[[0, 1]]]
 
 
+@pytest.mark.core(5)
 @pytest.mark.parametrize("unit", [1, 3, 4])
 @pytest.mark.parametrize(
   ("sinks", "local", "k"), [(0, 1, 3), (2, 3, 4), (1, 0, 2), (3, 2, 0), (0, 0, 99)]
@@ -211,5 +216,5 @@ def test_equal_scores_of_any_sign_of_zero():
 
 def test_summaries_are_written_where_they_are_said_to_be():
   x, value = jnp.zeros((1, 1, 4, 2)), jnp.ones((1, 1, 2, 2))
-  out = tiles.write(x, jnp.array([[1, 2]]), jnp.array([[True, False]]), value)
+  out = compiled(tiles.write)(x, jnp.array([[1, 2]]), jnp.array([[True, False]]), value)
   assert out[0, 0, :, 0].tolist() == [0, 1, 0, 0]

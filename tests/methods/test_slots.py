@@ -1,5 +1,6 @@
 """Writing, compacting and choosing slots."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
@@ -61,11 +62,8 @@ def test_keep_best(seed, n, size):
   priority[rng.random(n) < 0.2] = np.inf
   payload = np.where(pos >= 0, pos * 10.0, np.nan)
   arrays = {"pos": pos.astype(np.int32), "x": payload.astype(np.float32)}
-  out = slots.keep_best(
-    {name: jnp.asarray(x)[None, None] for name, x in arrays.items()},
-    jnp.asarray(priority)[None, None],
-    size,
-  )
+  held = {name: x[None, None] for name, x in arrays.items()}
+  out = jax.tree.map(np.asarray, slots.keep_best(held, priority[None, None], size))
   best = sorted((-priority[i], pos[i]) for i in range(n) if pos[i] >= 0)[:size]
   kept = sorted(p for _, p in best)
   np.testing.assert_array_equal(out["pos"][0, 0], kept + [-1] * (size - len(kept)))

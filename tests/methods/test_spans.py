@@ -94,14 +94,14 @@ def test_worked_example():
 @pytest.mark.parametrize("size", [1, 2, 7, 12])
 def test_scores_candidates_and_suppression(size):
   maps = random_maps(size, 6, size)
-  theta = spans.threshold(jnp.asarray(maps), 0.8, jnp.full(6, size))
-  scores = spans.triangle_scores(jnp.asarray(maps), theta)
+  theta = np.asarray(spans.threshold(maps, 0.8, np.full(6, size)))
+  scores = np.asarray(spans.triangle_scores(maps, theta))
   found = jax.tree.map(np.asarray, spans.candidates(scores))
   assert found[0].shape == (6, 2 * size - 1)
   for i, a in enumerate(maps):
     want = slow_scores(np.float64(a), float(theta[i]))
     np.testing.assert_allclose(scores[i], want, atol=1e-5)
-    boxes = slow_candidates(np.asarray(scores[i]))
+    boxes = slow_candidates(scores[i])
     for mine, wanted in zip(found, zip(*boxes, strict=True), strict=True):
       np.testing.assert_array_equal(mine[i], wanted)
     for overlap in (0.0, 0.1, 0.6):
@@ -137,9 +137,9 @@ def test_a_block_that_is_not_full():
 @pytest.mark.parametrize("mode", spans.MODES)
 def test_ratios_and_counts(mode):
   maps = random_maps(5, 10, 16)
-  start, stop = spans.divide(jnp.asarray(maps), 0.9, 0.1, 4)
-  ratio = spans.ratios(jnp.asarray(maps), start, stop, mode)
-  counts = spans.vector_counts(stop - start, ratio, 3.0, 3)
+  start, stop = map(np.asarray, spans.divide(maps, 0.9, 0.1, 4))
+  ratio = np.asarray(spans.ratios(maps, start, stop, mode))
+  counts = np.asarray(spans.vector_counts(stop - start, ratio, 3.0, 3))
   seen = set()
   for i, a in enumerate(maps):
     for c in range(4):

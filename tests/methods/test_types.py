@@ -1,5 +1,6 @@
 """What is in sight: windows, spans and plans against loops over single slots."""
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -20,7 +21,7 @@ def inside(slot, start, stop, sinks):
 def test_a_window_shows_the_first_tokens_and_those_from_its_first_on():
   first = np.array([[0, 3, 7], [5, 5, 12]])
   pos = np.stack([np.arange(SIZE), np.arange(SIZE)[::-1]])[:, None]
-  seen = Window(2, jnp.asarray(first)).sees(jnp.asarray(pos))
+  seen = jax.jit(lambda first, pos: Window(2, first).sees(pos))(first, pos)
   for b in range(2):
     for t in range(3):
       want = [p < 2 or p >= first[b, t] for p in pos[b, 0]]
@@ -32,7 +33,7 @@ def test_spans_hold_what_they_say(sinks):
   ends = [(0, 0), (0, 5), (3, 9), (4, 4), (9, 3), (5, SIZE), (2, 3)]
   start, stop = (jnp.asarray([[x[i]] for x in ends]) for i in range(2))
   span, slot = Span(start, stop, sinks), jnp.arange(SIZE)
-  held, lengths = np.asarray(span.holds(slot)), np.asarray(span.length())
+  held, lengths = map(np.asarray, jax.jit(lambda span: (span.holds(slot), span.length()))(span))
   for i, (a, b) in enumerate(ends):
     want = [inside(s, a, b, sinks) for s in range(SIZE)]
     assert held[i, 0].tolist() == want
@@ -46,7 +47,8 @@ def test_entries_of_a_plan_count_what_is_attended_to(unit):
   count, start, stop, sinks = [3, 2], [2, 6], [11, 12], 1
   span = Span(jnp.asarray(start)[:, None], jnp.asarray(stop)[:, None], sinks)
   plan = Plan(span, jnp.asarray(table)[:, None], jnp.asarray(count)[:, None], unit=unit)
-  sizes, visited = np.asarray(plan.sizes(SIZE)), np.asarray(plan.visited(SIZE))
+  found = jax.jit(lambda plan: (plan.sizes(SIZE), plan.visited(SIZE)))(plan)
+  sizes, visited = map(np.asarray, found)
   for b in range(2):
     want = []
     for i, tile in enumerate(table[b]):

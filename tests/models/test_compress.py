@@ -69,7 +69,7 @@ def test_keys_of_least_norm_by_lists():
         np.testing.assert_array_equal(kept.slots["v"][row, head], v[row, head, want])
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_what_it_keeps_of_a_prompt_that_it_reads(method):
   """And then both say the same; bytes are those of the method; the full caches are left alone."""

@@ -43,9 +43,12 @@ def checkpoint(source, tmp_path_factory):
 def logits_of(model, tokens):
   method = kvjax.Full()
   caches = method.init_caches(model.spec(1, len(tokens)))
-  lengths = jnp.array([len(tokens)])
-  out, _ = model.prefill(jnp.asarray(tokens)[None], lengths, caches, method, all_logits=True)
-  return np.asarray(out)[0]
+
+  @jax.jit
+  def read(tokens, lengths, caches):
+    return model.prefill(tokens, lengths, caches, method, all_logits=True)[0]
+
+  return np.asarray(read(np.asarray(tokens)[None], np.array([len(tokens)]), caches))[0]
 
 
 @pytest.mark.core(1)

@@ -16,7 +16,7 @@ from tests.laws.test_laws import CASES
 MODELS = {case["model_type"]: name for name, case in tiny_hf.CASES.items()}
 MODELS |= {"llama": "llama3.1", "qwen3_moe": "qwen3-moe"}
 # What the core runs, of families whose layers differ most: another kind of method for each.
-CORE = {"gemma3_text": "art", "qwen3_moe": "snapkv", "gpt_oss": "quest"}
+CORE = {"gemma3_text": "art", "qwen3_moe": "snapkv"}
 # What refuses a family by name, and why; the table lists it.
 REFUSED = {("gemma2", "expected_attention"): "no closed form under a soft cap"}
 

@@ -17,12 +17,13 @@ from kvjax.models.caches import fork, fork_shared, restore, room, save
 from kvjax.models.generate import generate, prefill
 from kvjax.models.parallel import shard
 from kvjax.rope import Rope
-from kvjax.testing import LAWS, Case
+from kvjax.testing import LAWS, Case, tiny
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
-from kvjax.testing.tiny import CLOSE, LENGTHS, TOKENS, model
+from kvjax.testing.tiny import CLOSE, LENGTHS, TOKENS
 from kvjax.traffic import step_traffic
 from tests import decoder_oracle, family_models, tiny_hf
 
+model = functools.partial(tiny.model, layers=2)  # that they are several is enough
 CONTEXTS = [22, 9]  # tokens of each row's context
 QUESTIONS = np.random.default_rng(1).integers(0, 61, (6, 5), np.int32)
 ASKED = np.array([5, 3, 1, 0, 4, 5], np.int32)  # tokens of each branch's question
@@ -46,8 +47,12 @@ def test_worked_example():
   rows = {"seen": jnp.array([2, 3]), "used": jnp.array([0, 1]), "context": jnp.array([2])}
   cache = kvjax.Cache(own, {f"context_{name}": x for name, x in context.items()}, rows)
   q = jnp.ones((2, 1, 1, 2)) * jnp.array([1.0, 0])
-  plan = kvjax.Plan(method.span(at, cache, None))
-  found = method.attend(at, cache, plan, q)
+
+  @jax.jit
+  def attend(cache, q):
+    return method.attend(at, cache, kvjax.Plan(method.span(at, cache, None)), q)
+
+  found = attend(cache, q)
   np.testing.assert_allclose(found.state.o[:, 0, 0], [[6, 2], [11, 9]], rtol=1e-5)
   assert found.visited.tolist() == [[2], [3]]
 
@@ -217,7 +222,7 @@ def test_answers_against_the_decoder_in_loops():
   for row in (1, 5):
     n, asked = LENGTHS[row // 3], ASKED[row]
     own = [*TOKENS[row // 3, :n], *QUESTIONS[row, :asked], *said.tokens[row]]
-    want = decoder_oracle.logits(own, len(own))[n + asked - 1 :]
+    want = decoder_oracle.logits(own, len(own), decoder=model())[n + asked - 1 :]
     np.testing.assert_allclose(found[row], want, atol=CLOSE)
 
 
@@ -233,12 +238,12 @@ def test_bytes_are_as_planned():
   _, shared, forked = fork_shared(logits, caches, method, 8, room=16)
   planned = kvjax.plan_memory(model().spec(16, 512), forked)
   assert bytes_of(shared) == planned.device
-  token = 2 * 4 * 16 * 4 * 2 + 2 * 4 * 4  # two heads, four layers: k, v and position
-  counts = 4 * 4 * (16 * 2 + 2)  # of each layer: seen, used; the context's
+  token = 2 * 2 * 16 * 4 * 2 + 2 * 2 * 4  # two heads, two layers: k, v and position
+  counts = 2 * 4 * (16 * 2 + 2)  # of each layer: seen, used; the context's
   assert planned.device == token * (2 * 64 + 16 * 16) + counts
   # A step reads the context once for all of its branches.
   moved = sum(layer.tokens for layer in step_traffic(model().spec(16, 64), forked))
-  assert moved == 2 * 4 * 16 * 4 * 2 * (2 * 64 + 16 * 16)
+  assert moved == 2 * 2 * 16 * 4 * 2 * (2 * 64 + 16 * 16)
 
 
 def test_decoding_moves_no_context():

@@ -342,9 +342,9 @@ def scanned(method, move="decode_step"):
       return carry, method.prefill(at, cache, q, k, k, prompt, Carry())[:2]
     return carry, method.decode_step(at, cache, q, k, k, live, Carry())[:2]
 
-  cache = kvjax.Cache.empty(method, SPEC, 1)
-  stacked = jax.tree.map(lambda x: jnp.stack([x] * 4), cache)
-  jax.eval_shape(lambda: jax.lax.scan(body, 0, (jnp.arange(4), stacked)))
+  cache = jax.eval_shape(lambda: kvjax.Cache.empty(method, SPEC, 1))
+  stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape), x.dtype), cache)
+  jax.eval_shape(lambda caches: jax.lax.scan(body, 0, (jnp.arange(4), caches)), stacked)
 
 
 @pytest.mark.parametrize(

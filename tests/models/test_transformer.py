@@ -246,6 +246,6 @@ def test_queries_and_keys_of_different_tokens():
   bias = attention.bqkv
   bias[...] = jax.random.normal(jax.random.key(0), bias[...].shape)
   x = jax.random.normal(jax.random.key(1), (2, 5, config.dim))
-  q, k, v = attention.qkv(x, "reference")
-  some, *every = attention.qkv_apart(x[:, 3:], x)
+  q, k, v = jax.jit(lambda x: attention.qkv(x, "reference"))(x)
+  some, *every = jax.jit(lambda x: attention.qkv_apart(x[:, 3:], x))(x)
   chex.assert_trees_all_close((some, *every), (q[:, 3:], k, v), rtol=1e-5, atol=1e-6)

@@ -29,11 +29,12 @@ def test_walks_of_the_quick_shapes_stop_where_the_references_do():
   assert error <= case.tolerance and apart == 0
 
 
+@pytest.mark.slow  # that other steps get no time is shown below, of a case that takes none
 @pytest.mark.parametrize(
   "options",
   [
     pytest.param({"patience": math.inf}, id="never"),
-    pytest.param({"patience": 6}, id="a tile later", marks=pytest.mark.slow),
+    pytest.param({"patience": 6}, id="a tile later"),
   ],
 )
 def test_a_walk_that_stops_elsewhere_is_wrong(options):

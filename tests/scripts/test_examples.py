@@ -6,8 +6,10 @@ import re
 import runpy
 import sys
 
+import jax
 import pytest
 
+import kvjax
 from kvjax.models import convert
 from scripts import common, examples, generate
 from scripts.examples import tiny
@@ -92,5 +94,7 @@ def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
   monkeypatch.chdir(tmp_path)
   for name in ("default_checkpoint", "load"):  # which the program replaces
     monkeypatch.setattr(convert, name, getattr(convert, name))
+  for name in ("prefill", "decode"):  # alone, every operation would be a program
+    monkeypatch.setattr(kvjax, name, jax.jit(getattr(kvjax, name)))
   exec(compile(readme.program(tmp_path, "scripts.examples"), "README.md", "exec"), {})
   assert capsys.readouterr().out

@@ -42,10 +42,11 @@ def enter_token(
 ) -> tuple[Float[Array, "B K G H"], Cache]:
   """Rotates the new token's q and k and inserts it; returns rotated q and the cache.
 
-  A kernel does both at once, for methods that leave `insert` as it is; for the others it is what
-  they say it is.
+  A kernel does both at once, for forms of `insert` that an operation stands for; the others are
+  what they say they are.
   """
-  if forms.overrides(at.top, "insert") or not dispatch.enters(at, cache):
+  operation = forms.operation(at.top, "insert")
+  if operation is None or not dispatch.enters(at, cache, operation):
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
@@ -57,7 +58,8 @@ def enter_token(
   ring_of = cache.heads["ring"] if turns else None
   chooses = not turns and forms.overrides(at.top, "victim")
   victim = _victim(at, cache) if chooses else None
-  return dispatch.enter_token(at, cache, q, k, v, live, slot, victim=victim, ring=ring_of)
+  entered = dispatch.enter_codes if operation == "enter_codes" else dispatch.enter_token
+  return entered(at, cache, q, k, v, live, slot, victim=victim, ring=ring_of)
 
 
 def enter(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
   from kvjax.method import Method
+
+Form = TypeVar("Form", bound=Callable)
 
 # Names of before 0.3, and what says the same now.
 MOVED = {
@@ -45,6 +47,23 @@ def overrides(method: Method, move: str) -> bool:
   from kvjax.method import Method
 
   return method._form(move) is not vars(Method)[move]
+
+
+def known_as(name: str) -> Callable[[Form], Form]:
+  """Marks a form of a move that an operation of this name does too (`kvjax.dispatch`)."""
+
+  def marked(form: Form) -> Form:
+    vars(form)["known_as"] = name, form  # what is wrapped around it has the mark, and is another
+    return form
+
+  return marked
+
+
+def operation(method: Method, move: str) -> str | None:
+  """The operation that does what a method's form of a move does; None: there is none."""
+  here = form(method, move)
+  name, marked = getattr(here, "known_as", (None, None))
+  return name if marked is here else None
 
 
 def knows(method: Method, move: str, other: str) -> bool:

@@ -155,6 +155,7 @@ class Method:
     """The slot that a full cache gives up for the new token; S (none) drops the new token."""
     return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
 
+  @forms.known_as("enter_token")
   def insert(
     self,
     at: At,

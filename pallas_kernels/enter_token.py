@@ -19,7 +19,10 @@ from ..ring import place_of
 from ..rope import Rope
 from . import _backend
 
-WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
+
+def warps(entries: int) -> int:
+  """Of a program that handles so many entries of a row's projections."""
+  return 4 if entries < 8192 else 8
 
 
 def _kernel(
@@ -69,7 +72,7 @@ def _kernel(
     slot = victim if room is not None else jnp.where(used < slots, slot, victim)
   whole = turned == half or magnitude == 1
   scale = magnitude if whole else jnp.where(column < turned, magnitude, 1.0)[None, :]
-  cos, sin = _turn(freq_ref, seen, column[:, None], scale)
+  cos, sin = turn(freq_ref, seen, column[:, None], scale)
 
   def rotated(x: Array, y: Array) -> tuple[Array, Array]:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -101,7 +104,7 @@ def _kernel(
   used_ref[b] = used + jnp.where(used < (room or size or slots), live, 0)
 
 
-def _turn(freq_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
+def turn(freq_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
   """cos and sin of every column's angle, times `scale`, [1, C].
 
   Columns stand alone in a maximum over nothing, which keeps them one to a thread: where they are
@@ -188,7 +191,7 @@ def enter_token(
       jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
-    warps=WARPS if kv_heads * parts * head_dim < MANY else 2 * WARPS,
+    warps=warps(kv_heads * parts * head_dim),
     stages=1,
     name="enter_token",
     interpret=interpret,

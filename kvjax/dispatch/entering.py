@@ -16,10 +16,25 @@ from kvjax.plans import Attended
 from kvjax.types import At, Cache
 
 
-def enters(at: At, cache: Cache) -> bool:
-  """Whether a kernel takes a new token in, as `enter_token` or `enter_shared`."""
-  operation = "enter_shared" if "place" in cache.heads else "enter_token"
+def enters(at: At, cache: Cache, operation: str) -> bool:
+  """Whether a kernel takes a new token in, as `enter_token` or `enter_codes`, or `enter_shared`."""
+  if operation == "enter_codes" and not _takes_codes(at, cache):
+    return False
+  operation = "enter_shared" if "place" in cache.heads else operation
   return choose(operation, at.env.impl) == "pallas"
+
+
+def _takes_codes(at: At, cache: Cache) -> bool:
+  """Whether the kernel takes such codes: of 8 or 4 bits and whole heads, all slots on one device.
+
+  Statistics of tokens are made of the numbers that codes stand for, which it does not return.
+  """
+  if "k_scale" not in cache.slots or "place" in cache.heads or at.env.slot_axis:
+    return False
+  whole = cache.slots["k_scale"].ndim == cache.slots["pos"].ndim
+  statistics = [cache.leaf(name) for name in cache.slots]
+  plain = all(leaf.new is None or leaf.standing for leaf in statistics)
+  return cache.leaf("k").bits in (8, 4) and whole and plain
 
 
 def enter_token(
@@ -44,7 +59,26 @@ def enter_token(
   """
   part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
   run = functools.partial(kernel("enter_token", "pallas"), ring=ring, part=part)
-  return _entered(at, cache, q, k, v, live, slot, run, victim)
+  return _entered(at, cache, q, k, v, live, slot, run, victim, _norm(cache))
+
+
+def enter_codes(
+  at: At,
+  cache: Cache,
+  q: Array,
+  k: Array,
+  v: Array,
+  live: Array,
+  slot: Int[Array, "B K"],
+  *,
+  victim: Int[Array, "B K"] | None,
+  ring: Int[Array, "B K 2"] | None,
+) -> tuple[Array, Cache]:
+  """`enter_token` where k and v are words, with scales, zero points and `k_mean` beside them."""
+  bits, mean = cache.leaf("k").bits, cache.heads["k_mean"]
+  run = functools.partial(kernel("enter_codes", "pallas"), ring=ring, bits=bits, mean=mean)
+  parts = ["k_scale", "v_scale", *(["k_zero", "v_zero"] if bits != 8 else [])]
+  return _entered(at, cache, q, k, v, live, slot, run, victim, parts)
 
 
 def enter_shared(
@@ -52,7 +86,12 @@ def enter_shared(
 ) -> tuple[Array, Cache]:
   """`enter_token` where heads share slots: each head's token goes to its `slot`."""
   run = functools.partial(kernel("enter_shared", "pallas"), room=context.size(at, cache))
-  return _entered(at, cache, q, k, v, live, slot, run, slot)
+  return _entered(at, cache, q, k, v, live, slot, run, slot, _norm(cache))
+
+
+def _norm(cache: Cache) -> list[str]:
+  """The statistic of values that the kernel of numbers keeps, where there is one."""
+  return ["norm"] if "norm" in cache.slots and cache.leaf("norm") == NORM.kind() else []
 
 
 def _entered(
@@ -65,15 +104,17 @@ def _entered(
   slot: Int[Array, "B K"],
   run: Callable,
   given: Int[Array, "B K"] | None,
+  beside: list[str],
 ) -> tuple[Array, Cache]:
-  """Rotated q and the cache by a kernel, which is given a slot for each head, or None."""
+  """Rotated q and the cache by a kernel, which is given a slot for each head, or None.
+
+  `beside`: what it writes of the slots beside k, v and pos.
+  """
   # A model cuts q, k and v out of one product: put together again they need no copies.
   qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
-  written = ["k", "v", "pos"]
-  if "norm" in held and cache.leaf("norm") == NORM.kind():
-    written.append("norm")
-  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *written[3:])]
+  written = ["k", "v", "pos", *beside]
+  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *beside)]
   q, *entered, seen, used = run(qkv, live, given, *operands, rope=at.env.rope)
   stored = dict(zip(written, entered, strict=True))
   others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]

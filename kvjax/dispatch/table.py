@@ -20,6 +20,7 @@ from kvjax.types import At
 # operation -> implementation -> (module, function) of a kernel
 KERNELS: dict[str, dict[str, tuple[str, str]]] = {
   "enter_token": {"pallas": ("kvjax.kernels.enter_token", "enter_token")},
+  "enter_codes": {"pallas": ("kvjax.kernels.enter_codes", "enter_codes")},
   "keep_rows": {"pallas": ("kvjax.kernels.keep_rows", "keep")},
   "longflow_victim": {"pallas": ("kvjax.kernels.longflow", "victim")},
   "product": {"pallas": ("kvjax.kernels.product", "product")},
@@ -73,7 +74,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = {"art_quantised", "cis_logits", "enter_shared"}
+UNRUN: set[str] = {"art_quantised", "cis_logits", "enter_codes", "enter_shared"}
 
 
 def kernel(operation: str, impl: str) -> Callable:

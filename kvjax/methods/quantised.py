@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, entrance, settings
+from kvjax import dispatch, entrance, forms, settings
 from kvjax.coded import Coded
 from kvjax.fields import least, one_of
 from kvjax.full import Full
@@ -131,6 +131,7 @@ class Quantised(Coded):
 
   # ---- moves: decode
 
+  @forms.known_as("enter_codes")
   def insert(
     self,
     at: At,

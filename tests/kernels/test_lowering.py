@@ -32,6 +32,7 @@ from kvjax.kernels import (
 )
 from kvjax.kernels.add_norm import add_norm
 from kvjax.kernels.config import Config
+from kvjax.kernels.enter_codes import enter_codes
 from kvjax.kernels.enter_token import enter_token
 from kvjax.kernels.hshare import listed as hshare_listed
 from kvjax.kernels.keep_rows import keep as keep_rows
@@ -405,6 +406,38 @@ def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   yield "part", part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
 
 
+def enter_codes_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+  """Entering a token as codes: few and many heads, odd sizes, with victims, rings and neither."""
+  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  for name, heads, groups, head_dim, dtype, bits, evicts in (
+    ("GQA", 8, 4, 128, jnp.bfloat16, 8, False),
+    ("GQA", 8, 4, 128, jnp.bfloat16, 4, False),
+    ("few", 2, 6, 128, jnp.bfloat16, 8, False),
+    ("MHA-evicts", 32, 1, 128, jnp.bfloat16, 8, True),
+    ("MHA-evicts", 32, 1, 128, jnp.bfloat16, 4, True),
+    ("large", 8, 16, 256, jnp.bfloat16, 4, False),
+    ("odd-float32", 3, 3, 96, jnp.float32, 8, True),
+    ("odd-float16", 3, 3, 24, jnp.float16, 4, True),
+    ("ring", 8, 4, 128, jnp.bfloat16, 8, None),
+  ):
+    row = 2, heads
+    slots = *row, 999
+    shapes = [of((*row, groups + 2, head_dim), dtype), of((2,), bool)]
+    shapes += [of((*row, 2) if evicts is None else row, i32), of((*row, head_dim), jnp.float32)]
+    shapes += [of((*slots, head_dim * bits // 8), jnp.int8)]
+    shapes += [of((*slots, head_dim * bits // 16), jnp.int16), of(slots, i32)]
+    shapes += [of((2,), i32)] * 2 + [of(slots, jnp.float32)] * (2 if bits == 8 else 4)
+    call = functools.partial(codes_entered, bits=bits, evicts=evicts)
+    yield f"{name}-int{bits}", call, shapes
+
+
+def codes_entered(qkv, live, given, mean, *cache, bits, evicts):
+  """`enter_codes` with a victim, or (None) a ring, or neither."""
+  victim, ring = given if evicts else None, given if evicts is None else None
+  how = {"mean": mean, "rope": Rope(), "bits": bits, "ring": ring}
+  return enter_codes(qkv, live, victim, *cache, interpret=False, **how)
+
+
 def ring_entered(*arrays):
   """`enter_token` where slots are used in turn."""
   return enter_token(*arrays[:-1], rope=Rope(), ring=arrays[-1], interpret=False)
@@ -559,6 +592,7 @@ def prr_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 KERNELS: dict[str, Callable] = {
   "art": art_calls,
   "decode": decode_calls,
+  "enter_codes": enter_codes_calls,
   "enter_token": enter_token_calls,
   "keep_rows": keep_rows_calls,
   "host_blocks": host_blocks_calls,
@@ -623,6 +657,8 @@ CORE = (
   "art-unitNone-H128-bfloat16-share",
   "art-int8-unitNone-H128-sm",
   "decode-H128-bfloat16",
+  "enter_codes-GQA-int8",
+  "enter_codes-GQA-int4",
   "enter_token-GQA",
   "keep_rows-all",
   "host_blocks-fetch-1-H128",
@@ -673,7 +709,7 @@ def slow_unless(fast: bool, *values: Any) -> Any:
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
-STACK = {"art_walk": 48, "product": 8, "decode_int8": 8, "decode_int4": 8}
+STACK = {"art_walk": 48, "product": 8, "enter_codes": 8, "decode_int8": 8, "decode_int4": 8}
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
+from kvjax.dispatch import table
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.kernels import test_decode_ops as steps
 from tests.methods.test_quantised import held, kept, own_rounded
@@ -97,6 +98,7 @@ def test_statistics_of_logits_over_codes(base, bits):
 def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
   """Under "auto": attention reads codes, and the newest page's extremes are not a kernel's work."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(table, "UNRUN", table.UNRUN - {"enter_codes"})
   monkeypatch.setattr(steps, "Env", lambda *args, impl, **how: Env(*args, impl="auto", **how))
   quest, infllm = (settings.example(METHODS[name], 256) for name in ("quest", "infllm_v2"))
   renewing = {"renew_extremes", "renew_mean"}
@@ -106,7 +108,8 @@ def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
       counts = steps.operations(method)
       launched[method] = {x.removeprefix("launch ") for x in counts if x.startswith("launch ")}
     assert launched[base] >= {"sparse_attend"} | scoring and launched[base] & renewing
-    assert launched[Quantised(base)] == {"top_k", "sparse_int8", "decode_join"} | scoring
+    reading = {"top_k", "sparse_int8", "decode_join"}
+    assert launched[Quantised(base)] == {"enter_codes"} | reading | scoring
 
 
 def test_tables_over_codes_write_no_logits():

@@ -1,0 +1,368 @@
+"""enter_codes against a loop in NumPy float64, over sizes of heads, full caches and idle rows."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import (
+  H2O,
+  VATP,
+  Env,
+  Full,
+  Linear,
+  Quantised,
+  Quest,
+  Rope,
+  SnapKV,
+  StreamingLLM,
+  Yarn,
+  entrance,
+  settings,
+)
+from kvjax.kernels.enter_codes import enter_codes
+from kvjax.ops.quantised import quantise
+from kvjax.testing.layer import Layer, Stream, rotate
+from tests.kernels import test_decode_ops as steps
+
+SLOTS = 7
+SEEN = np.array([0, 3, 900, 4], np.int32)  # of four rows: empty, half full, full, and idle
+USED = np.array([0, 3, SLOTS, 4], np.int32)
+LIVE = np.array([1, 1, 1, 0], bool)
+
+
+def operands(seed, heads, groups, head_dim, bits, dtype=jnp.float32):
+  """qkv, and a cache as it comes: words, pos, counters, scales and zero points; and the mean."""
+  rng = np.random.default_rng(seed)
+  qkv = jnp.asarray(rng.normal(size=(4, heads, groups + 2, head_dim)), dtype)
+  row, size = (4, heads, SLOTS), head_dim * bits // 8
+  words_k = rng.integers(-128, 128, (*row, size)).astype(np.int8)
+  words_v = rng.integers(-(2**15), 2**15, (*row, size // 2)).astype(np.int16)
+  pos = np.where(np.arange(SLOTS) < USED[:, None, None], np.arange(SLOTS), -1)
+  pos = np.broadcast_to(pos, row).astype(np.int32)
+  scales = [rng.uniform(size=row).astype(np.float32) for _ in range(2 if bits == 8 else 4)]
+  mean = (3 * rng.normal(size=(4, heads, head_dim))).astype(np.float32)
+  return qkv, [words_k, words_v, pos, SEEN, USED, *scales], mean
+
+
+@functools.cache
+def enter(rope, bits, rings=False):
+  """enter_codes, jitted; what full caches give up is a victim, or a ring."""
+
+  def run(qkv, given, cache, mean):
+    where = {"ring": given} if rings else {}
+    victim = None if rings else given
+    return enter_codes(
+      qkv, jnp.asarray(LIVE), victim, *cache, mean=mean, rope=rope, bits=bits, **where
+    )
+
+  return jax.jit(run)
+
+
+def own_codes(x, bits):
+  """Of the numbers x [H] of a head, in float64: codes, a and z."""
+  x = np.float64(x)
+  zero = 0 if bits == 8 else x.min()
+  top = np.abs(x - zero).max()
+  most = 127 if bits == 8 else 15
+  return np.rint((x - zero) * most / top), top / most, zero
+
+
+def own_words(code, bits, word):
+  """Code after code: the channel c is in word c mod W, above those of lower channels."""
+  size = 8 * np.dtype(word).itemsize
+  width = len(code) * bits // size
+  words = [0] * width
+  for c, x in enumerate(code):
+    words[c % width] += (int(x) % 2**bits) << (bits * (c // width))
+  return np.array([x - 2**size if x >= 2 ** (size - 1) else x for x in words], word)
+
+
+def own_numbers(words, bits, a, zero):
+  """What words stand for."""
+  size = 8 * words.dtype.itemsize
+  code = [(int(w) >> shift) % 2**bits for shift in range(0, size, bits) for w in words]
+  return np.array([x - 256 if bits == 8 and x > 127 else x for x in code]) * np.float64(a) + zero
+
+
+def entered(found, cache, victim):
+  """Where tokens went, (row, head, slot); all other slots and the counters are checked."""
+  words_k, words_v, pos, *scales, seen, used = found
+  where = []
+  for b, h in np.ndindex(*pos.shape[:2]):
+    slot = USED[b] if USED[b] < SLOTS else (SLOTS if victim is None else victim[b, h])
+    if LIVE[b] and slot < SLOTS:
+      where.append((b, h, slot))
+      assert pos[b, h, slot] == SEEN[b]
+  old = np.ones(pos.shape, bool)
+  for one in where:
+    old[one] = False
+  before = [*cache[:3], *cache[5:]]
+  for x, y in zip((words_k, words_v, pos, *scales), before, strict=True):
+    np.testing.assert_array_equal(np.asarray(x)[old], np.asarray(y)[old])
+  np.testing.assert_array_equal(seen, SEEN + LIVE)
+  np.testing.assert_array_equal(used, USED + (LIVE & (USED < SLOTS)))
+  return where
+
+
+def check(qkv, cache, mean, victim, bits, out, rope):
+  """What is written is what the oracle writes; rotated keys may lie on either side of a half."""
+  q, words_k, words_v, pos, *scales, seen, used = (np.asarray(x) for x in out)
+  where = entered((words_k, words_v, pos, *scales, seen, used), cache, victim)
+  for b, h, slot in where:
+    at = [x[b, h, slot] for x in scales] + ([0, 0] if bits == 8 else [])
+    code, a, zero = own_codes(qkv[b, h, -1], bits)
+    np.testing.assert_array_equal(words_v[b, h, slot], own_words(code, bits, np.int16))
+    np.testing.assert_allclose([at[1], at[3]], [a, zero], rtol=1e-6)
+    k = np.float32(qkv[b, h, -2])
+    if rope.partial:
+      k = np.float32(jnp.asarray(rotate(k, SEEN[b]), qkv.dtype))
+    code, a, zero = own_codes(k - mean[b, h], bits)
+    if rope.partial:
+      back = own_numbers(words_k[b, h, slot], bits, at[0], at[2])
+      off = 1e-3 if qkv.dtype == jnp.float32 else 2e-2  # angles of up to 900; a unit of bfloat16
+      assert np.abs(back - (k - mean[b, h])).max() <= a / 2 + off
+    else:
+      np.testing.assert_array_equal(words_k[b, h, slot], own_words(code, bits, np.int8))
+      np.testing.assert_allclose([at[0], at[2]], [a, zero], rtol=1e-6)
+  if not rope.partial:
+    np.testing.assert_array_equal(q, qkv[:, :, :-2])
+  return where
+
+
+@pytest.mark.parametrize(
+  ("bits", "k", "v", "scales"),
+  [
+    # k − mean = 127, −2, 1, 64, so a = 1. v = 0, 127, −1, 2: words 0 + 256·255 − 2¹⁶, 127 + 2·256.
+    (8, [127, -2, 1, 64], [-256, 639], [1, 1]),
+    # k − mean − z = 129, 0, 3, 66 and a = 8.6: codes 15, 0, 0 (of 0.35), 8 (of 7.7).
+    # v − z = 1, 128, 0, 3 and a = 128 / 15: codes 0, 15, 0, 0.
+    (4, [15, -128], [15 << 4], [8.6, 128 / 15, -2, -1]),
+  ],
+)
+def test_worked_example(bits, k, v, scales):
+  """Position 0 turns nothing; the token lands in slot 0 and both counters go to 1."""
+  qkv, cache, _ = operands(0, 1, 1, 4, bits)
+  qkv = qkv.at[0, 0, 1:].set(jnp.asarray([[128, -1, 2, 65], [0, 127, -1, 2]], jnp.float32))
+  out = enter(Rope(), bits)(qkv, None, cache, jnp.ones((4, 1, 4)))
+  np.testing.assert_array_equal(out[0][0, 0], qkv[0, 0, :1])
+  np.testing.assert_array_equal(out[1][0, 0, 0], k)
+  np.testing.assert_array_equal(out[2][0, 0, 0], v)
+  np.testing.assert_allclose([x[0, 0, 0] for x in out[4:-2]], scales, rtol=1e-6)
+  assert (int(out[3][0, 0, 0]), int(out[-2][0]), int(out[-1][0])) == (0, 1, 1)
+
+
+SHAPES = [(3, 3, 24), (1, 1, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]
+
+
+@pytest.mark.core(6)
+@pytest.mark.parametrize("evicts", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), SHAPES)
+@pytest.mark.parametrize("rope", [Rope(), Rope.none()], ids=["turned", "not"])
+def test_against_oracle(rope, heads, groups, head_dim, bits, dtype, evicts):
+  qkv, cache, mean = operands(1, heads, groups, head_dim, bits, dtype)
+  victim = None
+  if evicts:
+    victim = np.random.default_rng(2).integers(0, SLOTS + 1, (4, heads)).astype(np.int32)
+  out = enter(rope, bits)(qkv, victim, cache, mean)
+  where = check(qkv, cache, mean, victim, bits, out, rope)
+  assert len(where) >= 2 * heads
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rings_name_their_victims(bits):
+  """As a victim does that is the ring's next slot, by a count from the position that closed it."""
+  qkv, cache, mean = operands(6, 3, 2, 24, bits)
+  first, since = np.array([[0, 2, 6]] * 4), np.full((4, 3), 890)
+  victim = np.empty((4, 3), np.int32)
+  for b, h in np.ndindex(4, 3):
+    slot = first[b, h]
+    for _ in range(since[b, h], SEEN[b]):
+      slot = slot + 1 if slot + 1 < SLOTS else first[b, h]
+    victim[b, h] = slot
+  rings = jnp.asarray(np.stack([first, since], -1), jnp.int32)
+  out = enter(Rope.none(), bits, True)(qkv, rings, cache, mean)
+  assert len(check(qkv, cache, mean, victim, bits, out, Rope.none())) == 9
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_makes_the_scale_nan(bad, dtype, bits):
+  """Of its own head, of keys and of values alike, wherever the channel lies; as the reference's."""
+  qkv, cache, mean = operands(3, 3, 2, 24, bits, dtype)
+  qkv = qkv.at[0, 0, -2, 20].set(bad).at[1, 1, -1, 7].set(bad)
+  out = enter(Rope.none(), bits)(qkv, None, cache, mean)
+  reference = jax.jit(quantise, static_argnums=(1, 2))
+  k = Rope.none().rotate(
+    qkv[:, :, -2], jnp.zeros((4, 1), jnp.int32)
+  )  # infinity times 0 for its pair
+  k = reference(k - mean, bits, jnp.int8)
+  v = reference(qkv[:, :, -1], bits, jnp.int16)
+  for b, h in np.ndindex(2, 3):
+    slot = USED[b]
+    found = [x[b, h, slot] for x in out[4:-2]]
+    assert np.isnan(found[0]) == ((b, h) == (0, 0))
+    assert np.isnan(found[1]) == ((b, h) == (1, 1))
+    want = [k.scale, v.scale] + ([k.zero, v.zero] if bits == 4 else [])
+    np.testing.assert_array_equal(found, [x[b, h] for x in want])
+    for words, codes, x in ((out[1], k, found[0]), (out[2], v, found[1])):
+      if np.isfinite(x):
+        np.testing.assert_array_equal(words[b, h, slot], codes.words[b, h])
+
+
+@pytest.mark.parametrize(
+  "rope",
+  [
+    Rope(5e5),
+    Rope(scaling=Linear(4.0)),
+    Rope(1e4, Yarn(8.0, 4096)),
+    Rope(partial=0.5),
+    Rope(1e4, Yarn(8.0, 4096), partial=0.5),
+  ],
+)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_equal_the_references(rope, bits):
+  """Keys are rotated and rounded to the model's dtype before they are quantised."""
+  qkv, cache, mean = operands(2, 3, 3, 64, bits, jnp.bfloat16)
+  out = enter(rope, bits)(qkv, None, cache, mean)
+
+  @jax.jit
+  def reference(qkv, mean):
+    turned = rope.rotate(qkv[:, :, :-1], jnp.asarray(SEEN)[:, None, None])
+    return turned, quantise(turned[:, :, -1].astype(jnp.float32) - mean, bits, jnp.int8)
+
+  turned, codes = reference(qkv, mean)
+  close = 2e-2  # one unit of bfloat16 at the largest values
+  np.testing.assert_allclose(np.float32(out[0]), np.float32(turned[:, :, :-1]), atol=close)
+  parts = [codes.scale] if bits == 8 else [codes.scale, codes.zero]
+  for found, want in zip((out[1], *out[4:-2:2]), (codes.words, *parts), strict=True):
+    for b in (0, 1):
+      np.testing.assert_array_equal(found[b, :, USED[b]], want[b])
+
+
+def test_arguments_that_do_not_fit():
+  qkv, cache, mean = jax.tree.map(jnp.asarray, operands(0, 1, 1, 8, 8))
+  live, how = jnp.asarray(LIVE), {"mean": mean, "rope": Rope()}
+  for bits in (4, 2):
+    with pytest.raises(ValueError, match=rf"bits: found {bits} and 2 scales .* expected 8 and 2"):
+      enter_codes(qkv, live, None, *cache, bits=bits, **how)
+  ring = jnp.zeros((4, 1, 2), jnp.int32)
+  with pytest.raises(ValueError, match="found victim and ring, expected one at most"):
+    enter_codes(qkv, live, ring[..., 0], *cache, bits=8, ring=ring, **how)
+
+
+def test_second_run_is_bit_equal():
+  qkv, cache, mean = operands(3, 8, 4, 128, 4, jnp.bfloat16)
+  for a, b in zip(*(enter(Rope(), 4)(qkv, None, cache, mean) for _ in range(2)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+# ---- under Quantised
+
+BASES = {
+  "full": Full(),
+  "snapkv": settings.example(SnapKV, 12),
+  "streaming_llm": StreamingLLM(12, rope="original"),
+  "h2o": H2O(12),
+}
+
+
+def taken(method, impl, capacity=64, poisoned=None, steps=6):
+  """Outputs and the cache after a prompt of ragged rows and steps, one row idle in two of them."""
+  stream = Stream.random(11)
+  stream = stream if poisoned is None else stream.poisoned(*poisoned)
+  layer = Layer(method, stream, capacity, env=Env(4, impl=impl, tile=4))
+  at = np.array([22, 9])
+  layer.prefill(at)
+  outs = []
+  for step in range(steps):
+    live = np.array([True, step not in (1, 2)])
+    outs.append(layer.decode(at, live)[0][live])
+    at = at + live
+  return outs, layer.cache
+
+
+@pytest.mark.core(4)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("base", BASES)
+def test_steps_equal_the_references(base, bits):
+  """Codes, scales and positions to the bit, of whatever stays; K = 3 and G = 3."""
+  method = Quantised(BASES[base], bits=bits)
+  assert steps.operations(method)["launch enter_codes"] == 1
+  found, cache = taken(method, "pallas")
+  wanted, reference = taken(method, "reference")
+  for a, b in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+  for name, x in reference.slots.items():
+    if x.dtype == jnp.float32 and not name.endswith(("_scale", "_zero")):
+      np.testing.assert_allclose(cache.slots[name], x, atol=1e-5, err_msg=name)  # statistics
+    else:
+      np.testing.assert_array_equal(cache.slots[name], x, err_msg=name)
+  for name, x in reference.rows.items():
+    np.testing.assert_array_equal(cache.rows[name], x, err_msg=name)
+
+
+def test_a_full_cache_drops_the_token():
+  method = Quantised()
+  (_, cache), (_, reference) = (taken(method, impl, 24) for impl in ("pallas", "reference"))
+  jax.tree.map(np.testing.assert_array_equal, cache.slots, reference.slots)
+  np.testing.assert_array_equal(cache.seen, [28, 13])
+  np.testing.assert_array_equal(cache.used, [24, 13])
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_is_loud(which):
+  """In its row, from its step on; the other row's outputs are finite."""
+  for impl in ("pallas", "reference"):
+    outs, cache = taken(Quantised(), impl, poisoned=(which, 0, 23))
+    assert np.isnan(cache.slots[f"{which}_scale"][0, :, 23]).all()
+    assert np.isfinite(outs[0]).all() and np.isnan(outs[1]).all()
+    assert np.isfinite(outs[3][1]).all() and np.isnan(outs[3][0]).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(Quantised):
+  """Stores values twice as large; what it wraps lends it its name, and nothing else."""
+
+  @functools.wraps(Quantised.insert)
+  def insert(self, at, cache, k, v, live):
+    return super().insert(at, cache, k, 2 * v, live)
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    Doubled(),
+    Quantised(settings.example(VATP, 12)),  # ‖v‖₁ is of the numbers that codes stand for
+    Quantised(bits=2),
+    Quantised(group=8),
+    Quantised(exact_layers=8),
+  ],
+  ids=["insert", "norm", "2 bits", "groups", "exact"],
+)
+def test_what_the_kernel_does_not_do_is_inserted_as_it_is_written(method):
+  spec = dataclasses.replace(steps.SPEC, head_dim=16)
+  _, arguments = steps.decode_step(method, spec=spec)
+  at = method.at(Env(spec.layers, Rope(), impl="pallas"), 7)
+  made = jax.make_jaxpr(functools.partial(entrance.enter_token, at))(*arguments)
+  assert "pallas_call" not in str(made)
+
+
+def test_an_insert_of_ones_own_is_heard():
+  (_, cache), (_, plain) = (taken(x, "pallas") for x in (Doubled(), Quantised()))
+  np.testing.assert_allclose(cache.slots["v_scale"][0, :, 23], 2 * plain.slots["v_scale"][0, :, 23])
+  np.testing.assert_array_equal(cache.slots["k"], plain.slots["k"])
+
+
+def test_summaries_are_made_of_what_is_stored():
+  """Quest's newest page, after the launch."""
+  method = Quantised(Quest(8, page=4, dense_layers=0))
+  (_, cache), (_, reference) = (taken(method, impl) for impl in ("pallas", "reference"))
+  for name in ("key_min", "key_max"):
+    np.testing.assert_array_equal(cache.heads[name], reference.heads[name])

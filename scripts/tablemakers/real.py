@@ -16,6 +16,7 @@ from .results import GPU, Maker, Results, Timing
 
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
+COMPLETE = (8192,)  # where the table has only what has done every task
 LEAST = 0.5  # the full cache's score in the tasks that are compared
 
 
@@ -84,7 +85,7 @@ def about(found: Held) -> list[str]:
       text = f"At {one.length:,} tokens the score is the mean of {_listed(one.tasks)}, {one.n} each"
       if one.weak:
         text += f", without {_listed(one.weak)}, of which the full cache solves less than half"
-      if one.missing:
+      if one.missing and one.length not in COMPLETE:
         text += "; rows without a mean have not done all of these"
       parts.append(f"{text}.")
   if found.short:
@@ -98,7 +99,7 @@ def _listed(tasks: Sequence[str]) -> str:
   return ", ".join(f"`{task}`" for task in tasks)
 
 
-def _name(method: str, budget: int | None) -> str:
+def called(method: str, budget: int | None) -> str:
   return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
 
 
@@ -116,7 +117,8 @@ def _scores(found: Held, length: int) -> list[str]:
     return []
   boards = found.at(length)
   tasks = [*whole.tasks, *whole.weak]
-  ranked = sorted(whole.by.values(), key=lambda one: (one is not whole.full, -_mean(one)))
+  listed = [one for one in whole.by.values() if one.score or length not in COMPLETE]
+  ranked = sorted(listed, key=lambda one: (one is not whole.full, -mean(one)))
   rows = [_row(one, whole, tasks, boards) for one in ranked]
   head = ["method, budget", "n", *(f"`{task}`" for task in tasks), "mean", "of full", "KL, nats"]
   if boards:
@@ -125,31 +127,31 @@ def _scores(found: Held, length: int) -> list[str]:
   return cells.table(head, rows)
 
 
-def _mean(one: Standing) -> float:
+def mean(one: Standing) -> float:
   return one.score.mean if one.score else -1.0
 
 
 def _row(one: Standing, whole: Standings, tasks: Sequence[str], boards: list[Board]) -> list[str]:
   counts = sorted({estimate.n for estimate in one.tasks.values()})
   n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "–"
-  scores = [_percent(one.tasks[task]) if task in one.tasks else "–" for task in tasks]
-  row = [_name(one.method, one.budget), n, *scores]
-  row += [_percent(one.score) if one.score else "–", _relative(one, whole.full), _kl(one.kl)]
+  scores = [percent(one.tasks[task]) if task in one.tasks else "–" for task in tasks]
+  row = [called(one.method, one.budget), n, *scores]
+  row += [percent(one.score) if one.score else "–", relative(one, whole.full), divergence(one.kl)]
   return row + _costs((one.method, one.budget), boards) if boards else row
 
 
-def _percent(estimate: Estimate) -> str:
+def percent(estimate: Estimate) -> str:
   mean, low, high = (round(100 * x) for x in (estimate.mean, estimate.low, estimate.high))
   return f"{mean} ({low}–{high})"
 
 
-def _relative(one: Standing, full: Standing) -> str:
+def relative(one: Standing, full: Standing) -> str:
   if one.gap is None or not full.score or not full.score.mean:
     return "–"
   return cells.percent(1 + one.gap.mean / full.score.mean)
 
 
-def _kl(kl: Estimate | None) -> str:
+def divergence(kl: Estimate | None) -> str:
   if kl is None:
     return "–"
   return "0" if kl.high == 0 else f"{kl.mean:.2g} ({kl.low:.2g}–{kl.high:.2g})"
@@ -203,13 +205,13 @@ def modes(found: Held) -> list[str]:
     sides = [found.standing(length, mode) for mode in names]
     if sides[0] is None:
       continue
-    for who in sorted(sides[0].by, key=lambda who: -_mean(sides[0].by[who])):
+    for who in sorted(sides[0].by, key=lambda who: -mean(sides[0].by[who])):
       ours = [side.by.get(who) if side else None for side in sides]
-      cuts = [_percent(one.score) if one and one.score else "–" for one in ours]
+      cuts = [percent(one.score) if one and one.score else "–" for one in ours]
       gaps = [_points(one.gap) if one and one.gap else "–" for one in ours]
       paired = [f"{score}; {gap}" for score, gap in zip(cuts, gaps, strict=True)]
       if any(one and one.score for one in ours[1:]):
-        rows.append([f"{length:,}", _name(*who), *paired])
+        rows.append([f"{length:,}", called(*who), *paired])
   return cells.table(("tokens", "method, budget", *(f"{name}; less full" for name in names)), rows)
 
 
@@ -238,8 +240,8 @@ def answers(results: Results) -> list[str]:
     for one in found.by.values():
       mine = [row for row in rows if (row["method"], row["budget"]) == (one.method, one.budget)]
       size = sum(row["cache_bytes"] for row in mine) / len(mine) / 1e6
-      score, gap = _percent(one.tasks[ANSWERS]), _points(one.gap) if one.gap else "–"
-      made.append([_name(one.method, one.budget), str(len(mine)), score, gap, f"{size:.1f}"])
+      score, gap = percent(one.tasks[ANSWERS]), _points(one.gap) if one.gap else "–"
+      made.append([called(one.method, one.budget), str(len(mine)), score, gap, f"{size:.1f}"])
   return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
 
 
@@ -256,7 +258,7 @@ def foreseen(found: Held) -> list[str]:
   if not ratios:
     return []
   far = [
-    f"{_name(cost.method, cost.budget)} at {cost.length:,} × {cost.batch} {ratio:.2f}"
+    f"{called(cost.method, cost.budget)} at {cost.length:,} × {cost.batch} {ratio:.2f}"
     for cost, ratio in ratios
     if abs(ratio - 1) > 0.15
   ]
@@ -274,7 +276,7 @@ def end_to_end(results: Results) -> list[str]:
   for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
     whole = full[cost.length, cost.batch]
     step = [_milliseconds(cost, whole), f"{cost.read:.2f}", f"{(cost.expected_us or 0) / 1e3:.2f}"]
-    rows.append([f"{cost.length:,}", str(cost.batch), _name(cost.method, cost.budget), *step])
+    rows.append([f"{cost.length:,}", str(cost.batch), called(cost.method, cost.budget), *step])
   head = ("tokens", "batch", "method, budget", "ms a step (× full)", "GB read", "expected ms")
   return cells.table(head, rows) if rows else []
 
@@ -328,12 +330,12 @@ def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
     return ["nothing that was measured fits", *[""] * 7]
   cost, gap = point.cost, _points(point.gap)
   return [
-    _name(point.method, point.budget),
+    called(point.method, point.budget),
     _milliseconds(cost, board.full.cost),
     _kept(cost),
     f"{cost.read:.2f}",
     "–" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e9:.1f}",
-    _percent(point.score),
+    percent(point.score),
     f"**{gap}**" if choice.loses else gap,
     _risk(point, board, found),
   ]
@@ -373,7 +375,7 @@ def in_short(results: Results) -> str:
   kept = f"{_gigabytes(point.cost.kept)} of {_gigabytes(full.cost.kept)} GB a row"
   return (
     f"{found.model}, {boards[-1].standings.length:,} tokens, batch {boards[-1].batch}: at nine "
-    f"tenths of the full cache's score the fastest is {_name(point.method, point.budget)}, "
+    f"tenths of the full cache's score the fastest is {called(point.method, point.budget)}, "
     f"{_milliseconds(point.cost, full.cost).replace('(', '(× ')} ms a token, {kept}, score "
-    f"{_percent(point.score)} beside {_percent(full.score)}"
+    f"{percent(point.score)} beside {percent(full.score)}"
   )

@@ -1,10 +1,10 @@
-"""Studies on SmolLM2's own activations: needles, foresight, shared selections, certificates."""
+"""Studies on the models' own activations: needles, foresight, shared selections, certificates."""
 
 from . import cells
 from .results import GPU, Results
 
-HITS = "cpu/prr_hits.json"
-BASES = ("Quest, 24 + 1 of pages of 8", "InfLLM-v2, 16 + 1 + 4 of blocks of 16")
+HITS = f"{GPU}/prr_hits.json"
+BASES = ("Quest, 63 + 1 of pages of 16", "InfLLM-v2, 16 + 1 + 4 of blocks of 32")
 PREDICTORS = {
   "last step's": "the last step's tiles",
   "ema, ρ = 1": "EMA, ρ = 1",
@@ -47,7 +47,10 @@ def foresight(results: Results) -> list[str]:
       for each in found
     ]
     rows.append([label, *shares])
-  head = ("24 of 168 pages of 8 (Quest), 16 of 84 blocks of 16 (InfLLM-v2)", "Quest", "InfLLM-v2")
+  head = (
+    "63 of 504 pages of 16 (Quest), 16 of 252 blocks of 32 (InfLLM-v2)",
+    *("Quest", "InfLLM-v2"),
+  )
   return cells.table(head, rows)
 
 

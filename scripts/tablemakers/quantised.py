@@ -72,3 +72,48 @@ def _divergence(entry: dict[str, Any]) -> str:
   """The KL to the full cache, with its interval."""
   found = entry["also"]["kl"]
   return f"{found['mean']:.2g} ({found['low']:.2g}–{found['high']:.2g})"
+
+
+def kernels(results: Results) -> list[str]:
+  """Decode over codes, whole and listed, beside the same over bfloat16."""
+  rows = []
+  for case in results.bench("quantised").cases(r"^(listed )?int\d B"):
+    base = "sparse decode" if case.name.startswith("listed") else "dense decode"
+    ours, other, read = (case.time(name) for name in ("kvjax", base, "read"))
+    rows.append(
+      [
+        case.name.replace("int", "").replace(" B", " bits, B", 1),
+        cells.ours(ours),
+        cells.time(other),
+        cells.ratio(other.us / ours.us, other),
+        cells.ratio(read.us / ours.us, read),
+      ]
+    )
+  return cells.table(("", "codes", "bfloat16", "times as fast", "share of read"), rows)
+
+
+def steps(results: Results) -> list[str]:
+  """Whole steps under codes, beside the full cache."""
+  rows = []
+  for case in results.bench("quantised").cases("Llama"):
+    ours, full = case.time("kvjax"), case.time("Full")
+    (limit,) = case.numbers(r"of what the bytes allow \(([\d.]+) ×")
+    name = case.name.replace("int", "").replace(" ", " bits, ", 1)
+    faster = cells.ratio(full.us / ours.us, full)
+    rows.append([name, cells.ours(ours), cells.time(full), faster, f"{limit:.2f}"])
+  return cells.table(("", "codes", "full cache", "times as fast", "bytes allow"), rows)
+
+
+def in_short(results: Results) -> str:
+  """The kernel at B8 T32K, and a whole step."""
+  bench = results.bench("quantised")
+  parts = []
+  for bits in (8, 4):
+    case = bench.case(f"int{bits} B8 T32K 8x4")
+    ours, dense = case.time("kvjax"), case.time("dense decode")
+    faster = cells.ratio(dense.us / ours.us, dense)
+    parts.append(f"decode over {bits} bits {faster} × bfloat16's at B8 T32K")
+  step = bench.case("int8 Llama-3.1-8B B8 T32K")
+  ours, full = step.time("kvjax"), step.time("Full")
+  parts.append(f"the 8B step over 8 bits {cells.ratio(full.us / ours.us, full)} ×")
+  return "; ".join(parts)

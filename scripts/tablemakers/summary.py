@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from . import art, cells, decode, gpus, longflow, prr, real, selection, steps, streams
+from . import art, cells, decode, gpus, longflow, prr, quantised, real, selection, steps, streams
 from .results import Results
 
 LINES = {
@@ -12,6 +12,7 @@ LINES = {
   "Quest, InfLLM-v2, CPE at T128K": selection.in_short,
   "PRR": prr.in_short,
   "ART": art.in_short,
+  "codes": quantised.in_short,
   "Ltri": streams.in_short,
   "two GPUs": gpus.in_short,
   "a real model": real.in_short,

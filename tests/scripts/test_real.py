@@ -356,7 +356,7 @@ def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
   makers = {
     name: maker for name, maker in DOCUMENTS["scripts/results/README.md"].items() if "real-" in name
   }
-  assert len(makers) == 10
+  assert len(makers) == 11
   assert tables.made("text", makers, Results(tmp_path)) == "text"
   assert real.in_short(Results(tmp_path)) == ""
 

@@ -58,8 +58,8 @@ def enter_token(
   ring_of = cache.heads["ring"] if turns else None
   chooses = not turns and forms.overrides(at.top, "victim")
   victim = _victim(at, cache) if chooses else None
-  entered = dispatch.enter_codes if operation == "enter_codes" else dispatch.enter_token
-  return entered(at, cache, q, k, v, live, slot, victim=victim, ring=ring_of)
+  new = q, k, v, live, slot
+  return dispatch.enter_token(at, cache, *new, operation, victim=victim, ring=ring_of)
 
 
 def enter(

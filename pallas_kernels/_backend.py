@@ -24,6 +24,8 @@ with warnings.catch_warnings():
   warnings.filterwarnings("ignore", category=DeprecationWarning)
   from jax.experimental.pallas import triton as plgpu
 
+INTEGERS = 32  # products of bytes that the matrix units sum at a time
+
 # jax emits it at every lowering, after this module's import is long over.
 warnings.filterwarnings(
   "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
@@ -144,10 +146,12 @@ def store(ref: Any, *index: Any, value: Array, mask: Any) -> None:
 def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
   """a @ b (or a @ bᵀ) with float32 accumulation; float32 operands are not rounded to TF32.
 
-  Integers are summed in int32, 32 at a time: a GPU counts fewer of them twice.
+  Integers are summed in int32, INTEGERS at a time: a GPU counts fewer of them twice.
   """
-  if jnp.issubdtype(a.dtype, jnp.integer) and a.shape[1] < 32:
-    raise ValueError(f"dot: found sums of {a.shape[1]} products of {a.dtype}, expected 32 or more")
+  if jnp.issubdtype(a.dtype, jnp.integer) and a.shape[1] < INTEGERS:
+    raise ValueError(
+      f"dot: found sums of {a.shape[1]} products of {a.dtype}, expected {INTEGERS} or more"
+    )
   return plgpu.dot(a, b, trans_b=trans_b, precision=lax.Precision.HIGHEST)
 
 

@@ -24,7 +24,6 @@ from ..ops.quantised import LARGEST, nearest
 from . import _backend, _split, _tiles
 
 _OF_1024 = 0x6400  # float16, as bits
-_AT_ONCE = 32  # products of integers that the matrix units sum at a time
 # Weights are float16: with scales of values from 1e-6 to 4000 they are neither lost nor infinite.
 # Queries of float32 ask for more: their weights are float32, and so are codes.
 _WEIGHT = 16.0
@@ -80,8 +79,8 @@ def start(lanes: int, columns: int, bits: int) -> Carry:
 
 
 def words_of(width: int) -> Array:
-  """Columns that hold `width` words of keys: a power of two, as many as are multiplied at once."""
-  return jnp.arange(max(_AT_ONCE, _split.columns_of(width)))
+  """Columns for `width` words of keys: a power of two, enough for a sum of integers."""
+  return jnp.arange(max(_backend.INTEGERS, _split.columns_of(width)))
 
 
 def query(q_ref: Any, row: Array, lanes: Array, words: Array, width: int, how: How) -> Query:

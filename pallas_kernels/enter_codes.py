@@ -13,7 +13,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
@@ -22,7 +21,7 @@ from ..ops.quantised import LARGEST, nearest
 from ..ring import place_of
 from ..rope import Rope
 from . import _backend
-from .enter_token import turn, warps
+from .enter_token import launch, turn
 
 
 def _kernel(
@@ -184,7 +183,6 @@ def enter_codes(
   Returns:
     q rotated, in its own dtype, and the cache arrays: words of k and v, pos, scales, seen, used.
   """
-  batch, kv_heads, parts, head_dim = qkv.shape
   if (bits, len(scales)) not in ((8, 2), (4, 4)):
     raise ValueError(
       f"bits: found {bits} and {len(scales)} scales and zero points, expected 8 and 2, or 4 and 4"
@@ -192,30 +190,16 @@ def enter_codes(
   given = [x for x in (victim, ring) if x is not None]
   if len(given) > 1:
     raise ValueError("enter_codes: found victim and ring, expected one at most")
+  head_dim = qkv.shape[3]
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
-  cache = [words_k, words_v, pos, *scales, seen, used]
-  operands = [qkv, live, freq, mean, *given, *cache]
-  aliased = len(operands) - len(cache)
-  out = _backend.call(
-    functools.partial(
-      _kernel,
-      magnitude=rope.magnitude,
-      turned=rope.turned(head_dim) // 2,
-      bits=bits,
-      evicts=bool(given),
-      rings=ring is not None,
-      interpret=_backend.interpreted(interpret),
-    ),
-    *operands,
-    grid=(batch,),
-    out=[
-      jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
-      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
-    ],
-    warps=warps(kv_heads * parts * head_dim),
-    stages=1,
-    name="enter_codes",
-    interpret=interpret,
-    aliases={aliased + i: 1 + i for i in range(len(cache))},
+  kernel = functools.partial(
+    _kernel,
+    magnitude=rope.magnitude,
+    turned=rope.turned(head_dim) // 2,
+    bits=bits,
+    evicts=bool(given),
+    rings=ring is not None,
+    interpret=_backend.interpreted(interpret),
   )
-  return tuple(out)
+  cache = [words_k, words_v, pos, *scales, seen, used]
+  return launch(kernel, [qkv, live, freq, mean, *given], cache, "enter_codes", interpret)

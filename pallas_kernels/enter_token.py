@@ -8,6 +8,7 @@ through input/output aliases; nothing else of them is touched.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,7 @@ from ..ring import place_of
 from ..rope import Rope
 from . import _backend
 
-
-def warps(entries: int) -> int:
-  """Of a program that handles so many entries of a row's projections."""
-  return 4 if entries < 8192 else 8
+WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
 
 
 def _kernel(
@@ -156,7 +154,7 @@ def enter_token(
   Returns:
     q rotated, in its own dtype, and the cache arrays: k, v, pos (, norm), seen, used.
   """
-  batch, kv_heads, parts, head_dim = qkv.shape
+  _, kv_heads, _, head_dim = qkv.shape
   freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
   first, size = (None, None) if part is None else (part[0].reshape(1).astype(jnp.int32), part[1])
   given = [x for x in (victim, ring, first) if x is not None]
@@ -170,31 +168,43 @@ def enter_token(
     )
   if room is not None and victim is None:
     raise ValueError("victim: found None, expected with room the slot that each token goes to")
+  kernel = functools.partial(
+    _kernel,
+    magnitude=rope.magnitude,
+    turned=rope.turned(head_dim) // 2,
+    evicts=victim is not None or ring is not None,
+    rings=ring is not None,
+    size=size,
+    room=room,
+    weighs=norm is not None,
+    interpret=_backend.interpreted(interpret),
+  )
   cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
-  operands = [qkv, live, freq, *given, *cache]
-  aliased = len(operands) - len(cache)
+  return launch(kernel, [qkv, live, freq, *given], cache, "enter_token", interpret)
+
+
+def launch(
+  kernel: Callable[..., None],
+  inputs: Sequence[Array],
+  cache: Sequence[Array],
+  name: str,
+  interpret: bool | None,
+) -> tuple[Array, ...]:
+  """Rotated q and the cache, in place, by a program for each row; qkv is the first input."""
+  qkv = inputs[0]
+  batch, heads, parts, head_dim = qkv.shape
   out = _backend.call(
-    functools.partial(
-      _kernel,
-      magnitude=rope.magnitude,
-      turned=rope.turned(head_dim) // 2,
-      evicts=victim is not None or ring is not None,
-      rings=ring is not None,
-      size=size,
-      room=room,
-      weighs=norm is not None,
-      interpret=_backend.interpreted(interpret),
-    ),
-    *operands,
+    kernel,
+    *(*inputs, *cache),
     grid=(batch,),
     out=[
-      jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
+      jax.ShapeDtypeStruct((batch, heads, parts - 2, head_dim), qkv.dtype),
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ],
-    warps=warps(kv_heads * parts * head_dim),
+    warps=WARPS if heads * parts * head_dim < MANY else 2 * WARPS,
     stages=1,
-    name="enter_token",
+    name=name,
     interpret=interpret,
-    aliases={aliased + i: 1 + i for i in range(len(cache))},
+    aliases={len(inputs) + i: 1 + i for i in range(len(cache))},
   )
   return tuple(out)

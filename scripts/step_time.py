@@ -122,9 +122,12 @@ def _sparse(case: dict[str, Any]) -> list[Cell]:
   if label == "PRR":
     contenders = {"serial": quest, "ρ = 1.25": kvjax.PRR(quest, budget=1.25)}
   else:
-    method: dict[str, kvjax.Method] = {"Quest": quest, "InfLLM-v2": kvjax.InfLLMv2()}
-    method |= {"CPE": kvjax.CPE.preset(512, tau=-1.0)}
-    method |= {"DuoAttention": kvjax.DuoAttention("alternate")}
+    method: dict[str, kvjax.Method] = {
+      "Quest": quest,
+      "InfLLM-v2": kvjax.InfLLMv2(),
+      "CPE": kvjax.CPE.preset(512, tau=-1.0),
+      "DuoAttention": kvjax.DuoAttention("alternate"),
+    }
     contenders = {"kvjax": method[label], "Full": kvjax.Full()}
   return [
     Cell(

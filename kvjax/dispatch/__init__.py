@@ -4,13 +4,7 @@ A file has what an operation computes (or `kvjax.ops` does), what its kernel can
 choice. The only place that imports kernels, and lazily.
 """
 
-from kvjax.dispatch.entering import (
-  enter_codes,
-  enter_shared,
-  enter_token,
-  enters,
-  keep_rows,
-)
+from kvjax.dispatch.entering import enter_shared, enter_token, enters, keep_rows
 from kvjax.dispatch.prompt import attend_anywhere, attend_prompt, column_mass
 from kvjax.dispatch.scores import block_weights, page_bounds, pooled, token_weights
 from kvjax.dispatch.selection import (
@@ -45,7 +39,6 @@ __all__ = [
   "block_weights",
   "choose",
   "column_mass",
-  "enter_codes",
   "enter_shared",
   "enter_token",
   "enters",

@@ -45,6 +45,7 @@ def enter_token(
   v: Array,
   live: Array,
   slot: Int[Array, "B K"],
+  operation: str,
   *,
   victim: Int[Array, "B K"] | None,
   ring: Int[Array, "B K 2"] | None,
@@ -54,31 +55,21 @@ def enter_token(
   Args:
     at, cache, q, k, v, live: of a decode step, as they come.
     slot: where the token goes; S: nowhere.
+    operation: "enter_token", or "enter_codes" where k and v are words, with scales, zero points and
+      `k_mean` beside them.
     victim: the slot that a full cache gives up; None: none.
     ring: the slots that are used in turn, which say the victim by themselves; None: none are.
   """
-  part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
-  run = functools.partial(kernel("enter_token", "pallas"), ring=ring, part=part)
-  return _entered(at, cache, q, k, v, live, slot, run, victim, _norm(cache))
-
-
-def enter_codes(
-  at: At,
-  cache: Cache,
-  q: Array,
-  k: Array,
-  v: Array,
-  live: Array,
-  slot: Int[Array, "B K"],
-  *,
-  victim: Int[Array, "B K"] | None,
-  ring: Int[Array, "B K 2"] | None,
-) -> tuple[Array, Cache]:
-  """`enter_token` where k and v are words, with scales, zero points and `k_mean` beside them."""
-  bits, mean = cache.leaf("k").bits, cache.heads["k_mean"]
-  run = functools.partial(kernel("enter_codes", "pallas"), ring=ring, bits=bits, mean=mean)
-  parts = ["k_scale", "v_scale", *(["k_zero", "v_zero"] if bits != 8 else [])]
-  return _entered(at, cache, q, k, v, live, slot, run, victim, parts)
+  how: dict[str, Any]
+  beside: list[str]
+  if operation == "enter_codes":
+    how = {"bits": cache.leaf("k").bits, "mean": cache.heads["k_mean"]}
+    beside = [name for name in ("k_scale", "v_scale", "k_zero", "v_zero") if name in cache.slots]
+  else:
+    part = (context.first(at, cache.size), context.size(at, cache)) if at.env.slot_axis else None
+    how, beside = {"part": part}, _norm(cache)
+  run = functools.partial(kernel(operation, "pallas"), ring=ring, **how)
+  return _entered(at, cache, q, k, v, live, slot, run, victim, beside)
 
 
 def enter_shared(

@@ -42,17 +42,14 @@ class Stream:
     return CacheSpec(batch, capacity, kv_heads, groups, head_dim, layers, dtype)
 
 
-def empty(method: Method, spec: CacheSpec, layer: int) -> Cache:
+def _empty(method: Method, spec: CacheSpec, layer: int) -> Cache:
   """A method's empty cache, filled by NumPy: on a device each new shape is a program."""
-  made, leaves = (
-    jax.eval_shape(lambda: Cache.empty(method, spec, layer)),
-    method.leaves(spec, layer),
-  )
+  made = jax.eval_shape(lambda: Cache.empty(method, spec, layer))
+  leaves = method.leaves(spec, layer)
 
   def filled(name: str, like: Any) -> Any:
     leaf = leaves[name]
-    full = leaf.made or (lambda: jax.device_put(np.full(like.shape, leaf.fill, like.dtype)))
-    return full()
+    return leaf.made() if leaf.made else jax.device_put(np.full(like.shape, leaf.fill, like.dtype))
 
   shelves = {shelf: getattr(made, shelf) for shelf in ("slots", "heads", "rows")}
   return made.put(
@@ -88,7 +85,7 @@ class Layer:
     env = env or Env(4, Rope(), impl="reference", tile=4)
     self.spec = stream.spec(capacity, env.layers)
     self.at = method.at(env, layer)
-    self.cache = empty(method, self.spec, layer)
+    self.cache = _empty(method, self.spec, layer)
     self.wo = None
     if method.traits.weighs_outputs:  # an output projection of its own
       shape = *stream.q.shape[1:3], stream.q.shape[-1], 24

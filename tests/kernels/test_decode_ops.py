@@ -31,7 +31,6 @@ from kvjax import (
   StreamingLLM,
   settings,
 )
-from kvjax.dispatch import table
 
 SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)
 SORTS = ("sort", "top_k", "approx_top_k")
@@ -178,7 +177,6 @@ def test_many_rows_choose_and_read_in_one_launch(name):
 )
 def test_on_a_gpu_auto_takes_the_kernels(name, spec, monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(table, "UNRUN", table.UNRUN - {"enter_codes"})
   named = operations(CASES[name], spec=spec)
   assert operations(CASES[name], spec=spec, impl="auto") == named
   assert named["launches"] > 1

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
-from kvjax.dispatch import table
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.kernels import test_decode_ops as steps
 from tests.methods.test_quantised import held, kept, own_rounded
@@ -98,7 +97,6 @@ def test_statistics_of_logits_over_codes(base, bits):
 def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
   """Under "auto": attention reads codes, and the newest page's extremes are not a kernel's work."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(table, "UNRUN", table.UNRUN - {"enter_codes"})
   monkeypatch.setattr(steps, "Env", lambda *args, impl, **how: Env(*args, impl="auto", **how))
   quest, infllm = (settings.example(METHODS[name], 256) for name in ("quest", "infllm_v2"))
   renewing = {"renew_extremes", "renew_mean"}

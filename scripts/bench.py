@@ -62,6 +62,7 @@ Suite = Literal[
   "generate",
   "longflow",
   "offload",
+  "parts",
   "per_head",
   "prefill",
   "prr",

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.kernels.decode import decode_attention
+from kvjax.kernels.sparse_decode import sparse_decode
 
-from . import Case, Contender, looped_contender, optional, torch_contender
+from . import Case, Contender, jax_contender, looped_contender, optional, torch_contender
 from .longflow import holding
 
 BLOCK = 16  # s, steps that share
@@ -29,6 +31,9 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
       name = f"B{batch} T{tokens} 32x1 1/8, {keys} keys"
       if only in name:
         yield case(name, batch, tokens, ALIKE * (keys == "clustered"), quick, peers and not quick)
+    name = f"B{batch} T{tokens} 32x1 1/8, the list alone"
+    if only in name:
+      yield listed(name, batch, tokens, quick)
 
 
 def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: bool) -> Case:
@@ -80,6 +85,63 @@ def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: b
     subject="kvjax",
     remarks=remarks,
   )
+
+
+def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
+  """Attention alone over as many single tokens as a step lists: apart, in runs of 8, in a row."""
+  heads, head_dim, dtype = (3, 32, jnp.float32) if quick else (32, 128, jnp.bfloat16)
+  count = tokens * 3 // 16  # what steps over random keys list at an eighth of the tokens
+  shape = batch, heads, tokens, head_dim
+  full = jnp.full(shape[:2], count, jnp.int32)
+  ends = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), tokens, jnp.int32)
+
+  def drawn(seed: int, run: int) -> jax.Array:
+    """Runs of slots by position [B, K, W], each head its own."""
+    order = jnp.argsort(jax.random.uniform(jax.random.key(seed), (*shape[:2], tokens // run)), -1)
+    first = run * jnp.sort(order[..., : count // run], -1)
+    return (first[..., None] + jnp.arange(run)).reshape(*shape[:2], -1).astype(jnp.int32)
+
+  def turn(seed: int, run: int) -> tuple[Any, ...]:
+    q, k, v = (
+      jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(seed), 3)
+    )
+    return q[:, :, :1], k, v, drawn(seed, run), full, *ends
+
+  def dense(q: Any, k: Any, v: Any) -> Any:
+    return decode_attention(q, k, v, ends[0], jnp.full_like(ends[0], count))
+
+  run = functools.partial(sparse_decode, unit=1)
+  turns = {of: [turn(seed, of) for seed in range(CACHES)] for of in (1, 8, count)}
+  names = {1: "apart", 8: "runs of 8", count: "in a row"}
+  first = turns[1][0]
+  contenders = [
+    jax_contender(names[of], run, each, output=(lambda x: x[0].o) if of == 1 else None, calls=16)
+    for of, each in turns.items()
+  ]
+  contenders.append(jax_contender("dense decode", dense, [t[:3] for t in turns[1]], calls=16))
+  moved = batch * heads * count * 2 * head_dim * jnp.dtype(dtype).itemsize
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    return [f"apart {seconds['apart'] / seconds['dense decode']:.2f} × dense decode over as many"]
+
+  return Case(
+    name=name,
+    shapes=f"{batch} rows × {heads} heads, {count} of {tokens} tokens of {head_dim}",
+    bytes=moved,
+    reference=lambda: _over(*first[:4]),
+    tolerance=1e-5 if quick else 1e-2,
+    contenders=tuple(contenders),
+    subject="apart",
+    remarks=remarks,
+  )
+
+
+@jax.jit
+def _over(q: Any, k: Any, v: Any, table: Any) -> jax.Array:
+  """Softmax attention over the listed slots, in float32."""
+  k, v = (jnp.take_along_axis(x, table[..., None], 2).astype(jnp.float32) for x in (k, v))
+  logits = jnp.einsum("bkgh,bkwh->bkgw", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
+  return jnp.einsum("bkgw,bkwh->bkgh", jax.nn.softmax(logits, -1), v)
 
 
 def steps(method: Any, impl: str, spec: kvjax.CacheSpec) -> Callable:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import kvjax
+from kvjax.coded import Coded
 
 from . import labels
 
@@ -31,6 +32,12 @@ READS = Family(
   "tab:blue",
   safe=True,
 )
+ROUNDS = Family(
+  "keep all, in fewer bits",
+  "all keys and values are rounded",
+  "tab:cyan",
+  safe=True,
+)
 SKIMS = Family(
   "keep all, deep layers skip a part of the prompt",
   "deep layers never see a part of the prompt",
@@ -53,7 +60,7 @@ STREAMS = Family(
 )
 CONTROL = Family("the control", "it chooses by chance", "0.55")
 OTHERS = Family("others", "unknown", "tab:brown")
-FAMILIES = (WHOLE, READS, SKIMS, EVICTS, WINDOWS, STREAMS, OTHERS, CONTROL)
+FAMILIES = (WHOLE, READS, ROUNDS, SKIMS, EVICTS, WINDOWS, STREAMS, OTHERS, CONTROL)
 
 # Upper bound and control, not for use.
 YARDSTICKS = ("topk_oracle", "random")
@@ -71,6 +78,8 @@ def of(label: str) -> Family:
     return CONTROL
   if isinstance(method, kvjax.Streamed):
     return STREAMS
+  if isinstance(method, Coded) and isinstance(method.base, kvjax.Full):
+    return ROUNDS
   if method.traits.positional:
     return READS if kvjax.forms.dense_prefill(method) else SKIMS
   return EVICTS if kvjax.forms.dense_prefill(method) else WINDOWS

@@ -94,6 +94,8 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "foresight": studies.foresight,
     "shared": studies.shared,
     "sharing": studies.sharing,
+    "shared-long": studies.long_shared,
+    "sharing-long": studies.long_sharing,
     "beside-about": beside.about,
     "beside-pairs": beside.pairs,
     "beside-presses": beside.presses,

@@ -354,12 +354,12 @@ def _risk(point: Point, board: Board, found: Held) -> str:
 
 @_given
 def picture(found: Held) -> list[str]:
-  """A picture of each length, at its largest batch."""
-  boards = [made[-1] for length in LENGTHS if (made := found.at(length))]
+  """The pictures of each length's largest batch; one shows all lengths that have its batch."""
+  batches = dict.fromkeys(made[-1].batch for length in LENGTHS if (made := found.at(length)))
   return [
-    f"![Score against milliseconds a token, bytes kept and bytes read, {board.standings.length:,} "
-    f"tokens]({FOLDER}/score_by_cost_aware_b{board.batch}.png)"
-    for board in boards
+    f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
+    f"({FOLDER}/score_by_cost_aware_b{batch}.png)"
+    for batch in batches
   ]
 
 

@@ -13,7 +13,7 @@ PREDICTORS = {
   "holt, ρ = 1.5": "Holt, ρ = 1.5",
 }
 CERTIFICATES = "cpu/certificates/certificates.json"
-SHARING = "cpu/sharing/sharing.json"
+SHARING, LONG_SHARING = "cpu/sharing/sharing.json", f"{GPU}/real/sharing/sharing.json"
 SHARED = {"retrieved": ".2f", "visited": ".1f", "overlap": ".3f", "dropped": ".3f"}
 AHEAD = ("overlap", "dropped")
 
@@ -55,9 +55,17 @@ def foresight(results: Results) -> list[str]:
 
 
 def sharing(results: Results) -> list[str]:
+  return _sharing(results, SHARING)
+
+
+def long_sharing(results: Results) -> list[str]:
+  return _sharing(results, LONG_SHARING)
+
+
+def _sharing(results: Results, path: str) -> list[str]:
   """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
   rows = []
-  for line, points in results.json(SHARING, "found").items():
+  for line, points in results.json(path, "found").items():
     for point, found in sorted(points.items(), key=lambda named: named[1]["retrieved"]["mean"]):
       figures = [_within(found[name], form) for name, form in SHARED.items()]
       ahead = [_within(found.get(f"{name} ahead"), f"+{SHARED[name]}") for name in AHEAD]
@@ -75,8 +83,16 @@ def _within(found: dict[str, float] | None, form: str) -> str:
 
 
 def shared(results: Results) -> list[str]:
+  return _shared(results, SHARING)
+
+
+def long_shared(results: Results) -> list[str]:
+  return _shared(results, LONG_SHARING)
+
+
+def _shared(results: Results, path: str) -> list[str]:
   """What the table is of, and what CIS attended to."""
-  report = results.json(SHARING)
+  report = results.json(path)
   texts, tokens = report["texts"], []
   for line, points in report["found"].items():
     low, high = (f"{end(p['visited']['mean'] for p in points.values()):.1f}" for end in (min, max))

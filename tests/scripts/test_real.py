@@ -229,6 +229,9 @@ def test_memory_limits_with_the_same_choices_are_one(board):
 def test_families_are_what_classes_declare():
   of = {name: families.of(name) for name in ("quest", "cis", "art:splits=4", "prr")}
   assert set(of.values()) == {families.READS}
+  assert {families.of(name) for name in ("quantised:bits=4", "kivi")} == {families.ROUNDS}
+  assert families.of("quantised:bits=8+quest") == families.READS
+  assert families.of("quantised:bits=8+snapkv") == families.EVICTS
   assert families.of("cpe") == families.SKIMS and families.of("h2o") == families.EVICTS
   assert families.of("streaming_llm") == families.WINDOWS and families.of("full") == families.WHOLE
   assert families.of("ltri") == families.STREAMS and families.of("random") == families.CONTROL

@@ -48,6 +48,9 @@ class ByLayer:
     self.model = model
     self.layers = [flat.split(layer) for layer in model.layers]
     self.ends = flat.split(_without_layers(model))
+    # What `_embed_next` is given beside tokens.
+    forms, leaves = zip(self.ends, self.layers[0], strict=True)
+    self._start = *forms, model.env, *leaves
 
   def prefill(
     self,
@@ -95,7 +98,8 @@ class ByLayer:
     live = jnp.ones(tokens.shape, bool) if live is None else live
     form, leaves = self.ends
     with self.model.products_traced():
-      x, handed = _embed(form, leaves, tokens), (None, Carry())
+      x, parts = _embed_next(*self._start, tokens)
+      handed = parts, Carry()
       sites = self._sites(_decode, method, None, caches, x, live, handed)
       new, reports = [], []
       for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
@@ -105,12 +109,18 @@ class ByLayer:
       logits = _predict_next(form, leaves, x, handed[0])
     return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
 
-  def programs(self, method: Method, batch: int, tokens: int, capacity: int) -> int:
-    """How many programs the layers of a prompt take; nothing is compiled, nothing runs."""
+  def programs(self, method: Method, batch: int, tokens: int | None, capacity: int) -> int:
+    """How many programs the layers of a prompt take, or, where tokens is None, those of a decode
+    step; nothing is compiled, nothing runs.
+    """
     caches = jax.eval_shape(lambda: method.init_caches(self.model.spec(batch, capacity)))
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    if tokens is None:
+      x, parts = _embed_next.eval_shape(*self._start, count)
+      live = jax.ShapeDtypeStruct((batch,), bool)
+      return len(self._placed(_decode, method, None, caches, x, live, (parts, Carry()))[1])
     x = jax.ShapeDtypeStruct((batch, tokens, self.model.config.dim), self.model.dtype)
-    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return len(self._placed(_prefill, method, 0, caches, x, (length, length), (Carry(),))[1])
+    return len(self._placed(_prefill, method, 0, caches, x, (count, count), (Carry(),))[1])
 
   def _sites(
     self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
@@ -185,6 +195,16 @@ def _without_layers(model: Transformer) -> Transformer:
 @functools.partial(jax.jit, static_argnums=0)
 def _embed(form: Form, leaves: Any, tokens: Any) -> Any:
   return form.module(leaves).embed(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens: Any) -> Any:
+  """The state of a decode step, and zeros for what layers hand on of theirs as summands: with
+  them the first layer, whose leaves are `own`, runs the program of the others.
+  """
+  x = form.module(leaves).embed(tokens)
+  parts = jax.eval_shape(lambda: first.module(own).summands(env, x))
+  return x, jnp.zeros(parts.shape, parts.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -104,10 +104,14 @@ class Layer(nnx.Module):
     if hasattr(self, "attention_after"):
       parts = self.attention_after(parts.sum(0).astype(x.dtype))[None]
     x, y = self.mlp_norm.after(x, parts, env.impl)
+    return x, self.summands(env, y)
+
+  def summands(self, env: Env, y: Float[Array, "*batch D"]) -> Float[Array, "S *batch D"]:
+    """What the layer's MLP adds to the residual stream, from the normed state."""
     parts = self.mlp(y, env.impl, env.axes)
     if hasattr(self, "mlp_after"):
-      parts = self.mlp_after(parts.sum(0).astype(x.dtype))[None]
-    return x, parts
+      return self.mlp_after(parts.sum(0).astype(y.dtype))[None]
+    return parts
 
 
 class Transformer(nnx.Module):

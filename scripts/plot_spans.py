@@ -63,9 +63,9 @@ def measure(model: Any, ids: list[int], method: kvjax.Ltri) -> dict[str, Any]:
   _, caches = prefill(model, tokens, np.array([count]), caches, method)
   layers = []
   most = method.vectors // method.spans
-  for layer, cache in enumerate(caches):
+  for cache in caches:
     found = cache.rows["map"][:, None]
-    start, stop, *_ = method.divide(layer, found, jnp.array([[block - 1]]))
+    start, stop, *_ = method.divide(cache, found, jnp.array([[block - 1]]))
     length, ratio = measured_spans(cache, 0)
     layers.append(
       {

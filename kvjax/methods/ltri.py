@@ -112,29 +112,22 @@ class Ltri(Streamed, moves=("divide",)):
     found = [(head, score) for at, head, score in self.heads or () if at == layer]
     return found[0] if found else None
 
-  def _indexes(self, layer: int) -> bool:
-    """Whether a layer keeps vectors of its blocks."""
-    return self.heads is None or self._head(layer) is not None
-
   def _alike(self, layer: int) -> int:
-    """The first layer of the same retrieval head, or none, and of the same settings."""
-
-    def settings(layer: int) -> tuple[Any, ...]:
-      of_layer = (_of(x, layer) for x in (self.rate, self.quantile, self.overlap))
-      return self._head(layer), *of_layer
-
-    return next(i for i in range(layer + 1) if settings(i) == settings(layer))
+    """The first layer that has a retrieval head if this one has, or none: caches hold the rest."""
+    return next(i for i in range(layer + 1) if bool(self._head(i)) == bool(self._head(layer)))
 
   def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Sums of the spans' vectors, of the retrieval head or of every head, and their numbers.
 
     Beside them, what is known of blocks in the window: the map of the newest, and the spans of
-    the whole ones, in a ring.
+    the whole ones, in a ring. The layer's settings are arrays too, so that one program serves all
+    layers that have a retrieval head, and another one those that have none and nothing of this.
 
     Raises:
       ValueError: a retrieval head that the model does not have.
     """
-    if not self._indexes(layer):
+    head = self._head(layer)
+    if self.heads is not None and head is None:
       return {}
     blocks, spans = self._stored_blocks(spec), (4, self.spans)
     sizes = blocks, self.spans, spec.head_dim
@@ -144,22 +137,25 @@ class Ltri(Streamed, moves=("divide",)):
       """Written row by row, in a shelf."""
       return Leaf(shelf, made=lambda: OwnRows({name: jnp.zeros(shape)}))
 
+    each = {"rate": self.rate, "quantile": self.quantile, "overlap": self.overlap}
     held = {
+      **{name: Leaf("rows", fill=_of(values, layer)) for name, values in each.items()},
+      "score": Leaf("rows", fill=1.0 if head is None else head[1]),
       "map": Leaf("rows", (self.block, self.block)),
       "spans": Leaf("rows", (ring, *spans)),
       "found": own("rows", "spans", spec.batch, blocks, *spans),
     }
-    if self.heads is None:
+    if head is None:
       return {**held, "index": own("heads", "sum", spec.batch, spec.kv_heads, *sizes)}
-    head = self._head(layer)
-    assert head is not None
-    if head[0] >= spec.kv_heads * spec.groups:
+    heads = spec.kv_heads * spec.groups
+    if head[0] >= heads:
       raise ValueError(
         f"{type(self).__name__}.heads: found query head {head[0]} of layer {layer}, expected one "
-        f"of {spec.kv_heads * spec.groups} heads"
+        f"of {heads} heads"
       )
-    kv_head = Leaf("rows", (), jnp.int32, head[0] // spec.groups)
-    return {**held, "kv_head": kv_head, "index": own("rows", "sum", spec.batch, *sizes)}
+    chosen = np.arange(heads).reshape(spec.kv_heads, -1) == head[0]
+    held["retrieval"] = Leaf("heads", (spec.groups,), bool, chosen)
+    return {**held, "index": own("rows", "sum", spec.batch, *sizes)}
 
   # ---- blocks: their maps, their spans, their vectors
 
@@ -167,7 +163,7 @@ class Ltri(Streamed, moves=("divide",)):
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
     """Adds the new queries' rows to the maps of their blocks, and divides those that are whole."""
-    if not self._indexes(at.layer):
+    if not _indexes(cache):
       return cache
     size, tokens = cache.size, qpos.shape[1]
     start = jnp.maximum(qpos[:, 0], 0)  # the first new token; padding stands after
@@ -194,7 +190,7 @@ class Ltri(Streamed, moves=("divide",)):
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
     def divided(maps: Array) -> Array:
-      return spans.packed(*self.divide(at.layer, maps, None))
+      return spans.packed(*self.divide(cache, maps, None))
 
     if tokens > 1:
       found = divided(maps)
@@ -210,15 +206,15 @@ class Ltri(Streamed, moves=("divide",)):
     return cache.put(rows=rows)
 
   def divide(
-    self, layer: int, maps: Float[Array, "B E U U"], length: Int[Array, "B E"] | None
+    self, cache: Cache, maps: Float[Array, "B E U U"], length: Int[Array, "B E"] | None
   ) -> tuple[Int[Array, "B E C"], Int[Array, "B E C"], Int[Array, "B E C"], Float[Array, "B E C"]]:
-    """Starts, stops, numbers of vectors, and r_a of the spans of each map."""
-    start, stop = spans.divide(
-      maps, _of(self.quantile, layer), _of(self.overlap, layer), self.spans, length
-    )
+    """Starts, stops, numbers of vectors, and r_a of the spans of each map, as the layer of the
+    cache divides them.
+    """
+    rate, quantile, overlap = (cache.rows[n][:, None] for n in ("rate", "quantile", "overlap"))
+    start, stop = spans.divide(maps, quantile, overlap, self.spans, length)
     ratio = spans.ratios(maps, start, stop, self.ratio)
-    most = self.vectors // self.spans
-    count = spans.vector_counts(stop - start, ratio, _of(self.rate, layer), most)
+    count = spans.vector_counts(stop - start, ratio, rate, self.vectors // self.spans)
     return start, stop, count, ratio
 
   def _maps(
@@ -243,7 +239,7 @@ class Ltri(Streamed, moves=("divide",)):
     votes: Float[Array, "B K E U"],
     block: Int[Array, "B E"],
   ) -> Cache:
-    if not self._indexes(at.layer):
+    if not _indexes(cache):
       return cache
     rows = cache.rows
     place = slots.remainder(block, rows["spans"].shape[1])[:, :, None, None]
@@ -260,15 +256,10 @@ class Ltri(Streamed, moves=("divide",)):
       into = jnp.broadcast_to(block[:, None], k.shape[:3])
       new = jnp.einsum("becu,bkeuh->bkech", weight, k)
       return cache.put(heads={"index": OwnRows({"sum": slots.put(index, into, new)})})
-    new = jnp.einsum("becu,beuh->bech", weight, self._of_head(at, cache, k))
+    held_by = cache.heads["retrieval"].any(2)
+    new = jnp.einsum("becu,beuh->bech", weight, _of_head(at, held_by, k))
     index = rows["index"].of["sum"].at[b, block].set(new, mode="drop")
     return cache.put(rows={"index": OwnRows({"sum": index})})
-
-  def _of_head(self, at: At, cache: Cache, x: Float[Array, "B K *rest"]) -> Array:
-    """x of the retrieval head's KV head, whichever shard holds it."""
-    own = at.head_index(x.shape[1]) == cache.rows["kv_head"][:, None]
-    own = own.reshape(*own.shape, *(1,) * (x.ndim - 2))
-    return at.sum_heads(jnp.where(own, x, 0).astype(jnp.float32).sum(1))
 
   # ---- queries
 
@@ -281,20 +272,18 @@ class Ltri(Streamed, moves=("divide",)):
     qpos: Int[Array, "B T"],
   ) -> Float[Array, "B N"]:
     """Of the best pair of a query's and a block's span (Eqs. 8, 9); −∞ where there is none."""
-    if not self._indexes(at.layer):
+    if not _indexes(cache):
       blocks = offload.blocks_of(cache.heads["store"])
-      return jnp.full((q.shape[0], blocks), -jnp.inf)
+      return jnp.full((q.shape[0], blocks), -jnp.inf, jnp.float32)
     turned = self._turned(at, q, qpos)
     if self.heads is None:
       turned = turned.astype(jnp.float32).sum(2)  # [B, K, T, H]
     else:
-      found = self._head(at.layer)
-      assert found is not None
-      turned = self._of_head(at, cache, turned[:, :, found[0] % q.shape[2]])  # [B, T, H]
+      turned = _of_head(at, cache.heads["retrieval"], turned)  # [B, T, H]
     if k is None:  # one token: a span of one vector
       vectors, some = turned, jnp.ones(qpos.shape, bool)
     else:
-      chosen = self._chosen_queries(at, q, k, qpos)  # [B, E, C, U]
+      chosen = self._chosen_queries(at, cache, q, k, qpos)  # [B, E, C, U]
       blocks = chosen.shape[1]
       turned = _cut(_padded(turned, -2, blocks * self.block), -2, blocks)
       vectors = jnp.einsum("becu,b...euh->b...ech", chosen.astype(jnp.float32), turned)
@@ -312,6 +301,7 @@ class Ltri(Streamed, moves=("divide",)):
   def _chosen_queries(
     self,
     at: At,
+    cache: Cache,
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K T H"],
     qpos: Int[Array, "B T"],
@@ -336,7 +326,7 @@ class Ltri(Streamed, moves=("divide",)):
     maps, votes = jax.lax.map(of_block, starts)
     votes = votes.sum(0).reshape(batch, blocks, self.block)
     length = (pos >= 0).reshape(batch, blocks, -1).sum(-1, dtype=jnp.int32)
-    start, stop, count, _ = self.divide(at.layer, jnp.moveaxis(maps, 0, 1), length)
+    start, stop, count, _ = self.divide(cache, jnp.moveaxis(maps, 0, 1), length)
     return spans.elect(votes, spans.inside(start, stop, self.block), count)
 
   def choose(
@@ -345,19 +335,18 @@ class Ltri(Streamed, moves=("divide",)):
     """The blocks of most votes; ties to the layer's own similarity, then to the oldest."""
     votes = carry.rows.get("votes")
     if similarity is None:
-      if votes is None or not (self.prefetch and self.voting and self._indexes(at.layer)):
+      if votes is None or not (self.prefetch and self.voting and _indexes(cache)):
         return None, carry
       return retrieval.best(cache, [_some(votes)], self.retrieved), carry
     if not self.voting:
       return retrieval.best(cache, [similarity], self.retrieved), carry
     votes = jnp.zeros_like(similarity) if votes is None else votes
-    if self._indexes(at.layer):
-      found = self._head(at.layer)
+    if _indexes(cache):
       mine = retrieval.ranks(cache, [similarity], forces=False) < min(
         self.retrieved, similarity.shape[1]
       )
-      votes = votes + jnp.where(mine, 1.0 if found is None else found[1], 0.0)
-      carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
+      votes = votes + jnp.where(mine, cache.rows["score"][:, None], 0.0)
+    carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
     return retrieval.best(cache, [_some(votes), similarity], self.retrieved), carry
 
 
@@ -413,6 +402,18 @@ def calibrated_rate(
     f"tokens_per_vector: found {tokens_per_vector}, expected at most "
     f"{tokens / max(fewest, 1):.1f}, where every span has one vector"
   )
+
+
+def _indexes(cache: Cache) -> bool:
+  """Whether a layer keeps vectors of its blocks."""
+  return "found" in cache.rows
+
+
+def _of_head(at: At, chosen: Bool[Array, "B *heads"], x: Float[Array, "B *heads_rest"]) -> Array:
+  """x of the one chosen head, float32, whichever shard holds it."""
+  axes = tuple(range(1, chosen.ndim))
+  chosen = jnp.expand_dims(chosen, range(chosen.ndim, x.ndim))
+  return at.sum_heads(jnp.where(chosen, x, 0).astype(jnp.float32).sum(axes))
 
 
 def _some(votes: Float[Array, "B N"]) -> Float[Array, "B N"]:

@@ -17,7 +17,9 @@ MODES = ("row", "col", "rowcol")
 
 
 def threshold(
-  maps: Float[Array, "*batch U U"], quantile: float, length: Int[Array, " *batch"]
+  maps: Float[Array, "*batch U U"],
+  quantile: float | Float[Array, " *#batch"],
+  length: Int[Array, " *batch"],
 ) -> Float[Array, " *batch"]:
   """θ: a quantile of the lower triangle (diagonal included) of each map's first `length` tokens.
 
@@ -99,7 +101,7 @@ def suppress(
   start: Int[Array, "*batch D"],
   stop: Int[Array, "*batch D"],
   scores: Float[Array, "*batch D"],
-  overlap: float,
+  overlap: float | Float[Array, " *#batch"],
   count: int,
 ) -> tuple[Int[Array, "*batch C"], Int[Array, "*batch C"]]:
   """Greedy non-maximum suppression of squares [start, stop)², down to the best `count` spans.
@@ -110,6 +112,7 @@ def suppress(
   index = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
   start, stop = (jnp.broadcast_to(x, scores.shape) for x in (start, stop))
   area = (stop - start) ** 2
+  overlap = jnp.asarray(overlap)[..., None]
   alive = jnp.where(scores > 0, scores, -jnp.inf)
   none = jnp.float32(-jnp.inf), jnp.int32(2**31 - 1), jnp.int32(0), jnp.int32(0)
   kept = []
@@ -133,8 +136,8 @@ def _better(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def divide(
   maps: Float[Array, "*batch U U"],
-  quantile: float,
-  overlap: float,
+  quantile: float | Float[Array, " *#batch"],
+  overlap: float | Float[Array, " *#batch"],
   count: int,
   length: Int[Array, " *batch"] | None = None,
 ) -> tuple[Int[Array, "*batch C"], Int[Array, "*batch C"]]:
@@ -187,10 +190,13 @@ def ratios(
 
 
 def vector_counts(
-  length: Int[Array, "*batch C"], ratio: Float[Array, "*batch C"], rate: float, most: int
+  length: Int[Array, "*batch C"],
+  ratio: Float[Array, "*batch C"],
+  rate: float | Float[Array, " *#batch"],
+  most: int,
 ) -> Int[Array, "*batch C"]:
   """n = clip(⌈length · r_v⌉, 1, most), r_v = exp(−λ(1 − r_a)) (Eq. 7); 0 for spans of no token."""
-  n = jnp.ceil(length * jnp.exp(-rate * (1 - ratio))).astype(jnp.int32)
+  n = jnp.ceil(length * jnp.exp(-jnp.asarray(rate)[..., None] * (1 - ratio))).astype(jnp.int32)
   return jnp.where(length > 0, jnp.clip(n, 1, most), 0)
 
 

@@ -126,9 +126,11 @@ def division(quick: bool) -> Case:
   size, layers = (16, 2) if quick else (128, LAYERS)
   maps = jnp.tril(jax.random.uniform(jax.random.key(0), (layers, 1, 1, size, size)))
   method = kvjax.Ltri()
+  caches = method.init_caches(kvjax.CacheSpec(1, 1, 1, 1, 2, layers))
 
   def every(maps):
-    return jnp.stack([jnp.stack(method.divide(i, maps[i], None)[:3]) for i in range(layers)])
+    divided = [method.divide(*each, None)[:3] for each in zip(caches, maps, strict=True)]
+    return jnp.stack([jnp.stack(each) for each in divided])
 
   reference = jax.jit(every)
 

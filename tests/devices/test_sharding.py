@@ -280,6 +280,28 @@ def test_sharded_prompts_may_fill_the_capacity(mesh):
   assert caches[0].used.tolist() == [CAPACITY, 7]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="stores are not split over GPUs")
+@over((4, 1), (2, 1))
+def test_retrieval_heads_on_any_device(mesh):
+  """A layer's head is on one of them, and all retrieve what it wants."""
+  heads = ((0, 3, 0.5), (2, 12, 0.4))
+  method = kvjax.Ltri(2, 8, 4, 2, chunk=16, held=4, last=0, heads=heads, persistent=False)
+
+  def read(decoder):
+    caches = decoder.init_caches(method, 2, CAPACITY)
+    logits, caches = prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
+    out, caches = generate(decoder, logits, caches, method, steps=STEPS, return_logits=True)
+    return out.logits, [cache.rows for cache in caches]
+
+  (found, ours), (wanted, theirs) = read(model(*mesh)), read(model())
+  np.testing.assert_allclose(found, wanted, atol=CLOSE)
+  for mine, other in zip(ours, theirs, strict=True):
+    for name in ("gone", "held", "kept"):
+      np.testing.assert_array_equal(mine[name], other[name])
+  assert (ours[0]["kept"] >= 0).all() and (ours[2]["kept"] >= 0).all()
+
+
 @pytest.mark.skipif(not GPU, reason="float32 on a CPU; in 16 bits prompts are cuDNN's")
 @pytest.mark.parametrize(
   ("name", "mesh"),

@@ -22,7 +22,11 @@ PROGRAMS = {
   "cpe": (kvjax.settings.example(kvjax.CPE, 12), 2),
   "art over quest": (kvjax.ART(kvjax.Quest(16, page=4), splits=1), 2),
   "ltri": (kvjax.settings.example(kvjax.Ltri, 12), 1),
+  "ltri, heads": (kvjax.Ltri(2, 6, 4, 2, chunk=24, held=2, heads=((1, 0, 0.2), (3, 5, 0.4))), 2),
 }
+
+STREAMED = {"init_tokens": 2, "local": 8, "block": 4, "retrieved": 2, "chunk": 8, "held": 4}
+HEADS = tuple((layer, layer % 6, layer / 10) for layer in (2, 3, 5, 6, 8))
 
 
 @pytest.mark.core(1)
@@ -43,6 +47,24 @@ def test_equals_all_layers_at_once(name):
   # A layer whose carry has another form takes a program of its own at the same site.
   counted = by_layer.ByLayer(model()).programs(method, 2, int(LENGTHS.max()), 64)
   assert len(sizes) <= counted <= len(sizes) + 1
+
+
+@pytest.mark.parametrize(
+  ("method", "prompt", "step"),
+  [
+    (kvjax.settings.example(kvjax.InfLLM, 12), 1, 1),
+    # The first layer is handed no votes; four rates, and no program for each.
+    (kvjax.Ltri(**STREAMED, rate=(20.0, 9.0, 5.0, 3.0)), 2, 1),
+    # Layers with a retrieval head and layers without.
+    (kvjax.Ltri(**STREAMED, heads=HEADS), 3, 2),
+    (kvjax.Ltri(**STREAMED, heads=HEADS, persistent=False), 3, 3),
+  ],
+)
+def test_programs_of_streams(method, prompt, step):
+  """Few, however many layers there are, each with a retrieval head and settings of its own."""
+  layered = by_layer.ByLayer(model(layers=10))
+  assert layered.programs(method, 1, 8, 64) == prompt
+  assert layered.programs(method, 1, None, 64) == step
 
 
 @pytest.mark.slow

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from . import _backend
-from ._search import LEAST, keys
+from ._search import EACH, LEAST, keys, threshold
 from ._split import columns_of
 
 WARPS = 4
@@ -110,42 +109,38 @@ def _dilate(
   held = (token >= 0).astype(jnp.int32).sum()
   _backend.store(out_ref, *target, i, value=token, mask=token >= 0)
 
-  def bit(n: Any, low: Array) -> Array:
-    higher = low + (jnp.int32(1) << (31 - n))
-    return jnp.where((key >= higher).astype(jnp.int32).sum() >= heaviest, higher, low)
-
   end = held
   if heaviest and radius:
-    # The largest bound at or above which lie that many; of its equals the first ones belong.
-    low = lax.fori_loop(0, 32, bit, jnp.int32(LEAST))
+    each = min(EACH, i.shape[0])
+    grid = at(jnp.arange(i.shape[0] // each)[:, None] * each + jnp.arange(each)[None, :])[1]
+    lowest = jnp.where(grid > LEAST, grid, jnp.int32(2**31 - 1)).min()
+    want = jnp.minimum(held, heaviest)
+    low, _ = threshold(grid, lowest, held, want, want)
+    # Of those that are equal to the bound the first ones belong.
     equal = (key == low) & (token >= 0)
-    short = heaviest - (key > low).astype(jnp.int32).sum()
+    short = want - (key > low).astype(jnp.int32).sum()
     last = jnp.where(equal & (jnp.cumsum(equal.astype(jnp.int32)) <= short), i, -1).max()
 
     def heavy(i: Array, token: Array, key: Array) -> Array:
       return (token >= 0) & ((key > low) | ((key == low) & (i <= last)))
 
-    def neighbours(n: Any, end: Array) -> Array:
-      """Appends those on one side, at one distance: −1, 1, −2, 2, …"""
-      distance = (n >> 1) + 1
-      away = jnp.where((n & 1) == 0, -distance, distance)
-      near = token + away
-
-      def others(e: Any, new: Array) -> Array:
-        """By position, a token within reach is within as many places."""
-        other, its_key = at(i + e)
-        its = near - other
-        sooner = (jnp.abs(its) < distance) | ((its == -distance) & (away > 0))
-        listed = (its == 0) | (sooner & heavy(i + e, other, its_key))
-        return jnp.where(listed & (other >= 0), 0, new)
-
-      new = (heavy(i, token, key) & (near >= sinks)).astype(jnp.int32)
-      new = lax.fori_loop(-2 * distance, 2 * distance + 1, others, new)
-      place = jnp.where(new > 0, end + jnp.cumsum(new) - 1, width)
-      _backend.store(out_ref, *target, place, value=near, mask=new > 0)
-      return end + new.sum()
-
-    end = lax.fori_loop(0, 2 * radius, neighbours, held)
+    # By position, a token within reach is within as many places.
+    reach = [n for n in range(-2 * radius, 2 * radius + 1) if n]
+    others = {n: at(i + n) for n in reach}
+    mine = heavy(i, token, key)
+    theirs = {n: heavy(i + n, *other) for n, other in others.items()}
+    for distance in range(1, radius + 1):
+      for away in (-distance, distance):  # the nearest first
+        near = token + away
+        new = mine & (near >= sinks)
+        for n, (other, _) in others.items():
+          its = near - other
+          sooner = (jnp.abs(its) < distance) | ((its == -distance) & (away > 0))
+          new &= ~((other >= 0) & ((its == 0) | (sooner & theirs[n])))
+        new = new.astype(jnp.int32)
+        place = jnp.where(new > 0, end + jnp.cumsum(new) - 1, width)
+        _backend.store(out_ref, *target, place, value=near, mask=new > 0)
+        end += new.sum()
   i = jnp.arange(pl.next_power_of_2(width))
   tail = (i >= end) & (i < width)
   _backend.store(out_ref, *target, i, value=jnp.full(i.shape, -1), mask=tail)

@@ -27,8 +27,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from . import _backend, _tiles
+from .config import this_device
 
 WARPS, TILE = 4, 512  # slots per step of a program, at most
+# Of no more programs than multiprocessors: nothing else runs while one of them waits.
+LONE_WARPS, LONE_TILE = 8, 1024
 LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -40,7 +43,7 @@ class Best(NamedTuple):
   slot: Array
 
 
-def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
+def _kernel(*refs: Any, sinks: int, recent: int, heads: int, most: int) -> None:
   """logits [B, K, G, S], m, l [B, K, G], norm, pos [B, K, S], used, seen, live [B] and, in place,
   victim [B, K].
 
@@ -52,7 +55,7 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int) -> None:
   # The last rows' logits were written last: they may still be in the L2 cache.
   b, first = rows - 1 - pl.program_id(0), pl.program_id(1) * heads
   used, end = jnp.minimum(used_ref[b], slots), seen_ref[b] - recent
-  tile = min(TILE, max(64, pl.next_power_of_2(slots)))
+  tile = min(most, max(64, pl.next_power_of_2(slots)))
 
   def denominators(head: Any) -> list[Array]:
     """lse of the queries of a KV head."""
@@ -153,12 +156,15 @@ def victim(
   """
   batch, kv_heads = pos.shape[:2]
   heads = kv_heads if per_layer else 1
+  grid = batch, kv_heads // heads
+  lone = grid[0] * grid[1] <= this_device().cores
+  warps, tile = (LONE_WARPS, LONE_TILE) if lone else (WARPS, TILE)
   return _backend.call(
-    functools.partial(_kernel, sinks=sinks, recent=recent, heads=heads),
+    functools.partial(_kernel, sinks=sinks, recent=recent, heads=heads, most=tile),
     *(logits, m, l, norm, pos, used, seen, live, old),
-    grid=(batch, kv_heads // heads),
+    grid=grid,
     out=[jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32)],
-    warps=WARPS,
+    warps=warps,
     stages=1,
     name="longflow_victim",
     interpret=interpret,

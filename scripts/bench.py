@@ -62,7 +62,6 @@ Suite = Literal[
   "generate",
   "longflow",
   "offload",
-  "parts",
   "per_head",
   "prefill",
   "prr",

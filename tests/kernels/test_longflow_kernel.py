@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import Cache, CacheSpec, Carry, Env, LongFlow, Rope
+from kvjax.kernels import config, longflow
 from kvjax.kernels.longflow import victim
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -54,12 +55,16 @@ def operands(seed, kv_heads, groups, slots, scale=1.0):
 
 
 @pytest.mark.core(2)
+@pytest.mark.parametrize("lone", [False, True])
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize(
   ("kv_heads", "groups", "slots"), [(1, 1, 16), (3, 3, 200), (8, 4, 1100), (2, 7, 130)]
 )
-def test_victim(kv_heads, groups, slots, scale, per_layer):
+def test_victim(kv_heads, groups, slots, scale, per_layer, lone, monkeypatch):
+  """Many programs take small steps, few of them large ones."""
+  device = config.Device("", 1000 if lone else 0, 0)
+  monkeypatch.setattr(longflow, "this_device", lambda: device)
   arrays = operands(0, kv_heads, groups, slots, scale)
   options = {"sinks": 2, "recent": 3, "per_layer": per_layer}
   got = np.asarray(jax.jit(functools.partial(victim, **options))(*arrays))

@@ -479,14 +479,15 @@ def keep_rows_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 def longflow_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   """Naming a victim, for one KV head and for a layer."""
   of, i32 = jax.ShapeDtypeStruct, jnp.int32
-  for kv_heads, groups, per_layer in ((8, 4, False), (32, 1, False), (3, 3, True), (8, 4, True)):
-    head = of((2, kv_heads, groups), jnp.float32)
-    slots = 2, kv_heads, 3200
+  cases = [(2, 8, 4, False), (128, 8, 4, False), (2, 32, 1, False)]
+  for rows, kv_heads, groups, per_layer in (*cases, (2, 3, 3, True), (2, 8, 4, True)):
+    head = of((rows, kv_heads, groups), jnp.float32)
+    slots = rows, kv_heads, 3200
     shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
-    shapes += [of(slots, i32), of((2,), i32), of((2,), i32), of((2,), bool)]
-    shapes.append(of((2, kv_heads), i32))
+    shapes += [of(slots, i32), of((rows,), i32), of((rows,), i32), of((rows,), bool)]
+    shapes.append(of((rows, kv_heads), i32))
     call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
-    yield f"{kv_heads}x{groups}{'-layer' * per_layer}", call, shapes
+    yield f"{kv_heads}x{groups}{'-layer' * per_layer}{'-many' * (rows > 2)}", call, shapes
 
 
 def product_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:

@@ -44,21 +44,25 @@ class Instructions:
     first: before the first chunk.
     again: before the others, and before the last tokens of the chunk before.
     suffix: after both: what the chat template puts between a user's text and the answer.
+    opening: tokens that the chat template puts before a user's text. They always stay, and are not
+      repeated.
   """
 
   first: tuple[int, ...]
   again: tuple[int, ...]
   suffix: tuple[int, ...] = ()
+  opening: int = 0
 
   @classmethod
   def of(cls, tokenizer: Tokenizer) -> Instructions:
     """The authors' words, for a context that is the head of a user's text (or plain text)."""
-    suffix = ""
+    opening = suffix = ""
     if tokenizer.chat_template is not None:
       mark = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"
-      suffix = tokenizer.render([{"role": "user", "content": mark}]).partition(mark)[2]
-    parts = (tokenizer.encode(text, bos=False) for text in (FIRST, AGAIN, suffix))
-    return cls(*map(tuple, parts))
+      opening, _, suffix = tokenizer.render([{"role": "user", "content": mark}]).partition(mark)
+    texts = (FIRST, AGAIN, suffix, opening)
+    *parts, before = (tuple(tokenizer.encode(text, bos=False)) for text in texts)
+    return cls(*parts, len(before))
 
   def before(self, last: Sequence[int]) -> list[int]:
     """What stands before a chunk, of which `last` are the tokens that come before it."""
@@ -131,7 +135,8 @@ def scored(
     lengths: int32 [B], tokens of each row's context; 0 leaves a row idle.
     instructions: what asks for a repetition.
     chunk: m, tokens that are repeated at a time (the paper's 2K).
-    sinks: first tokens, which always stay and which every repetition looks at (4; at least 1).
+    sinks: first tokens, which always stay, are not repeated, and which every repetition looks at:
+      at least 1, and at least `instructions.opening` (4).
     dtype: of cached keys and values; None: the model's.
     on_chunk: called with (tokens repeated, tokens to repeat) of the longest row after every chunk.
 
@@ -149,6 +154,7 @@ def scored(
     if found < 1:
       raise ValueError(f"{name}: found {found}, expected at least 1")
   tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths)
+  sinks = max(sinks, instructions.opening)
   longest = max(len(instructions.first), len(instructions.again) + TAIL) + len(instructions.suffix)
   batch, width = tokens.shape
   spec = model.spec(batch, width + longest + chunk, dtype)
@@ -227,11 +233,13 @@ def _scores(
   form, leaves = flat.split(model)
   end, width = int(lengths.max()), tokens.shape[1]
   kv_heads, layers = model.config.kv_heads, len(windowed.served(caches))
-  found = [np.zeros((len(lengths), kv_heads, width + chunk), np.float32) for _ in range(layers)]
-  for start in range(0, end, chunk):
+  size = sinks + width + chunk
+  found = [np.zeros((len(lengths), kv_heads, size), np.float32) for _ in range(layers)]
+  for start in range(sinks, end, chunk):
     count = np.clip(lengths - start, 0, chunk)
+    last = slice(start if start == sinks else max(sinks, start - TAIL), start)
     rows = [
-      instructions.before(row[max(0, start - TAIL) : start].tolist())
+      instructions.before(row[last].tolist())
       + row[start : start + n].tolist()
       if n
       else []
@@ -287,22 +295,16 @@ class Repeating(Full):
   ) -> tuple[Array, Cache, Carry, Aux]:
     turned, qpos, own, _ = entrance.enter(at, cache, q, k, v, prompt, carry)
     start = cache.rows["chunk"][:, None]
-    slot = jnp.concatenate([_first(start, self.sinks), start + jnp.arange(self.chunk)], 1)
+    sinks = jnp.broadcast_to(jnp.arange(self.sinks), (len(start), self.sinks))
+    slot = jnp.concatenate([sinks, start + jnp.arange(self.chunk)], 1)
     slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], slot.shape[1]))
     held = {name: slots.take(cache.slots[name], slot) for name in ("k", "pos")}
-    # Before the chunk there may be fewer sinks; after the context there is nothing.
-    there = (slot >= 0) & (slot < cache.seen[:, None, None])
+    there = slot < cache.seen[:, None, None]  # after the context there is nothing
     held["pos"] = jnp.where(there, held["pos"], -1)
     new = {name: own[name] for name in ("k", "pos")}
     score = looked_at(turned, qpos, held, new, at.env.soft_cap)
     out, cache, carry, aux = super().prefill(at, cache, q, k, v, prompt, carry)
     return out, cache, carry, {**aux, "score": score[:, :, self.sinks :]}
-
-
-def _first(start: Int[Array, "B 1"], sinks: int) -> Int[Array, "B N"]:
-  """The first slots, as far as they stand before the chunk; −1: none."""
-  slot = jnp.arange(sinks, dtype=jnp.int32)
-  return jnp.where(slot < start, slot, -1)
 
 
 def looked_at(

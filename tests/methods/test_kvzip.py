@@ -45,11 +45,11 @@ def by_hand(row, n, chunk, sinks):
   """
   decoder = model()
   out = np.zeros((len(decoder.layers), 2, n))
-  for start in range(0, n, chunk):
+  for start in range(sinks, n, chunk):
     of_chunk = row[start : min(start + chunk, n)]
-    said = [*ASK.first] if start == 0 else [*ASK.again, *row[max(0, start - 8) : start]]
+    said = [*ASK.first] if start == sinks else [*ASK.again, *row[max(sinks, start - 8) : start]]
     ids = [*row[:n], *said, *ASK.suffix, *of_chunk]
-    mine = [*range(min(sinks, start)), *range(start, start + len(of_chunk))]
+    mine = [*range(sinks), *range(start, start + len(of_chunk))]
 
     def look(number, head, t, q, k, start=start, mine=mine):
       if t > n:

@@ -64,7 +64,7 @@ def compress(model: Transformer, caches: Caches, method: Method) -> Caches:
       wo = layer.attention.wo[...] if method.traits.weighs_outputs else None
       prompt = Prompt(cache.seen, cache.seen, None, width, 0, wo=wo)
       held = {name: cache.slots[name][:, :, :width] for name in ("k", "v", "pos")}
-      run = functools.partial(_kept, at, spec, held, prompt)
+      run = functools.partial(kept, at, spec, held, prompt)
       _check_asks_no_queries(run, method, spec, held)
       nothing = jnp.zeros_like(held["k"])[:, :, None]  # in place of queries: nothing looks at it
       cache = run(nothing, nothing, *[nothing[..., 0]] * 2)
@@ -107,7 +107,7 @@ def _check_asks_no_queries(
     )
 
 
-def _kept(
+def kept(
   at: At,
   spec: CacheSpec,
   held: dict[str, Array],
@@ -126,5 +126,5 @@ def _kept(
   empty = Cache.empty(at.top, spec, at.layer)
   new |= empty.of_new(new)
   attended = Attended(State(o, m, l), None, None, there.sum(-1, dtype=jnp.int32))
-  kept = at.top.keep(at, empty, new, q, held["pos"][:, 0], attended, prompt)
-  return slots.choose_rows(prompt.valid > 0, kept, empty)
+  made = at.top.keep(at, empty, new, q, held["pos"][:, 0], attended, prompt)
+  return slots.choose_rows(prompt.valid > 0, made, empty)

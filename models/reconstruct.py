@@ -23,9 +23,10 @@ from ..method import Aux, Method
 from ..methods import adakv
 from ..methods.adakv import AdaKV
 from ..methods.kvzip import KVzip
+from ..methods.quantised import Quantised
 from ..ops import attention, slots
 from ..types import At, Cache, CacheSpec, Carry, Env, Origin, Prompt
-from . import flat
+from . import compress, flat
 from .prefill import pad, prefill
 from .tokenizer import Tokenizer
 from .transformer import Caches, Transformer
@@ -88,8 +89,9 @@ def read(
   It holds the context's full cache until it is done, and takes about two to three times as long as
   reading the context alone. The result takes questions by `prefill` and answers by `generate`, and
   can be copied (`kvjax.models.caches.fork`) for other questions: what belongs to the context stays.
-  Under a `KVzip` every head keeps as many tokens. Under an `AdaKV` over one the heads of a layer
-  compete, and with `over_layers` all heads do.
+  Under a `KVzip` every head keeps as many tokens, in codes under a `Quantised` over one. Under an
+  `AdaKV` over one the heads of a layer compete, and all heads do with `KVzip(over_layers=True)`:
+  the caches are then those of a method with budgets of its own, `caches[0].origin.method`.
 
   Args:
     model: the decoder.
@@ -103,7 +105,7 @@ def read(
     Logits float32 [B, V] after the context, and the caches, one per layer.
 
   Raises:
-    TypeError: `method` is neither a KVzip nor an AdaKV over one.
+    TypeError: `method` is neither a KVzip nor an AdaKV or a Quantised over one.
     ValueError: shapes, lengths or token ids are out of range.
     NotImplementedError: the model is spread over several devices, or `method` is another one over a
       KVzip.
@@ -111,6 +113,8 @@ def read(
   most = _kvzip(method).budget
   how: dict[str, Any] = {"chunk": chunk, "sinks": sinks, "dtype": dtype, "on_chunk": on_chunk}
   logits, caches, scores = scored(model, tokens, lengths, instructions, **how)
+  if _kvzip(method).over_layers:
+    method = over_layers(method, scores, lengths)
   batch, width = np.shape(tokens)
   spec = model.spec(batch, max(width, most), dtype)
   return logits, cut(model.env, caches, scores, method, spec)
@@ -210,9 +214,10 @@ def over_layers(
 
 def _kvzip(method: Method) -> KVzip:
   """What says how much is kept."""
-  base = method.base if isinstance(method, AdaKV) else method
+  base = method.base if isinstance(method, AdaKV | Quantised) else method
   if not isinstance(base, KVzip):
-    message = f"method: found {method!r}, expected a kvjax.KVzip, or kvjax.AdaKV over one"
+    expected = "a kvjax.KVzip, or kvjax.AdaKV or kvjax.Quantised over one"
+    message = f"method: found {method!r}, expected {expected}"
     over_one = isinstance(method, Method) and method.traits.repeats
     raise NotImplementedError(message) if over_one else TypeError(message)
   return base
@@ -239,10 +244,7 @@ def _scores(
     count = np.clip(lengths - start, 0, chunk)
     last = slice(start if start == sinks else max(sinks, start - TAIL), start)
     rows = [
-      instructions.before(row[last].tolist())
-      + row[start : start + n].tolist()
-      if n
-      else []
+      instructions.before(row[last].tolist()) + row[start : start + n].tolist() if n else []
       for row, n in zip(tokens, count, strict=True)
     ]
     ids, valid = pad(rows)
@@ -376,7 +378,7 @@ def cut(
     spec: sizes of the new caches.
 
   Raises:
-    TypeError: `method` is neither a KVzip nor an AdaKV over one.
+    TypeError: `method` is neither a KVzip nor an AdaKV or a Quantised over one.
   """
   origin, given, made = Origin.of(method, spec), iter(scores), []
   layer = 0
@@ -396,12 +398,15 @@ def _cut_layer(at: At, cache: Cache, score: Float[Array, "B K T"], spec: CacheSp
   most = _kvzip(method).capacity(spec, at.layer) - _kvzip(method).room
   held = {name: cache.slots[name][:, :, : score.shape[2]] for name in ("k", "v", "pos")}
   held["score"] = score
-  empty = Cache.empty(method, spec, at.layer)
+  nothing = jnp.zeros_like(cache.seen)
   if isinstance(method, AdaKV):
+    empty = Cache.empty(method, spec, at.layer)
     made = adakv.cut(method, empty, held, score, cache.used, most)
   else:
-    kept = slots.resize(slots.keep_best(held, score, most), empty.size)
-    made = empty.put(slots=kept, rows={"used": jnp.minimum(cache.used, most)})
-  nothing = jnp.zeros_like(cache.seen)
+    best, count = slots.keep_best(held, score, most), jnp.minimum(cache.used, most)
+    unasked = jnp.zeros_like(best["k"])[:, :, None]  # in place of queries: nothing looks at it
+    entering = Prompt(count, count, None, most, 0)
+    made = compress.kept(at, spec, best, entering, unasked, unasked, *[unasked[..., 0]] * 2)
+    made = made.put(slots={"score": slots.resize({"score": best["score"]}, made.size)["score"]})
   made = made.put(rows={"seen": jnp.array(cache.seen)})
   return method.settle(at, made, Prompt(nothing, nothing, None, 1))

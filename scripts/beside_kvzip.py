@@ -1,8 +1,8 @@
 """For developers: KVzip beside kvpress's, by how a budget is divided among heads and layers.
 
 One checkpoint's weights, in float32 on a CPU, under both (`scripts.evals.pressed`). Rows of the
-task `needle`: the context is read, repeated and cut before the question is known, which stays whole.
-The markup before the user's text stays and is not repeated, as in the authors' code. Three ways to
+task `needle`: the context is read, repeated and cut before the question, which stays whole. The
+markup before the user's text stays and is not repeated, as in the authors' code. Three ways to
 divide as many tokens: `head`, all heads alike (the paper's pair-uniform, which no press does:
 kvpress's own scores are cut); `layer`, the heads of a layer compete (AdaKV over KVzip; the press's
 `layerwise`); `all`, the heads of all layers do (the paper's default, and the press's).
@@ -36,11 +36,9 @@ from .evals.pressed import Pressed
 from .evals.prompt import Prompt, Reader
 from .evals.store import Store, key
 from .evals.task import Row
-from .tablemakers import results
+from .tablemakers import kvzip, results
 
 TASK, ROOM = "needle", 128
-HOW = ("head", "layer", "all")
-FOLDER = "cpu/kvzip"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +157,7 @@ class Ours:
     return method, reconstruct.cut(self.model.env, caches, scores, method, spec)
 
   def answer(self, method: kvjax.Method, caches: Any, prompt: Prompt, steps: int) -> str:
-    tail = common.right_padded(prompt.tail, size=64)
+    tail = jnp.asarray(common.right_padded(prompt.tail, size=64))
     asked = jnp.asarray([len(prompt.tail)])
     logits, caches = self.layered.prefill(tail, asked, caches, method, past=None)
     said: list[int] = []
@@ -232,12 +230,12 @@ def main(args: Args) -> None:
     "alone": args.alone,
     "versions": {"jax": jax.__version__, "kvjax": kvjax.__version__, **libraries},
   }
-  store = Store(args.out or results.FOLDER / FOLDER / settings["model"], settings)
+  store = Store(args.out or results.FOLDER / kvzip.FOLDER / settings["model"], settings)
   theirs, reader = Theirs(model, tokenizer), Reader(tokenizer)
   ours = None if args.alone else Ours(model, tokenizer, args.length)
   build = registry.TASKS[TASK].build
   for index in range(args.samples):
-    cells = [(how, part) for how in HOW for part in args.parts]
+    cells = [(how, part) for how in kvzip.DIVIDED for part in args.parts]
     if all(key(_full_row(*cell, {}, args, index)) in store.rows for cell in cells):
       continue
     print(f"prompt {index + 1} of {args.samples}")

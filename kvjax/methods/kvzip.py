@@ -22,8 +22,10 @@ class KVzip(Scored):
   A token is worth the largest probability that any query gives it while the model repeats the
   context. No prompt's own attention says that: `kvjax.models.reconstruct.read` has the model repeat
   the context, scores it, and cuts the cache. Every KV head keeps as many tokens (the paper's
-  `pair-uniform`). Under `AdaKV(KVzip(…), safeguard=0)` the heads of a layer compete, and with the
-  `budgets` of `kvjax.models.reconstruct.over_layers` all of them, the paper's default (`pair`).
+  `pair-uniform`). Under `AdaKV(KVzip(…), safeguard=0)` the heads of a layer compete, and with
+  `over_layers` all of them, the paper's default (`pair`): the one to use where little is kept. Few
+  heads of few layers look up what is asked, and they need a large part of the context
+  (`scripts/results`, KVzip beside kvpress).
   What is read or generated afterwards takes the `room` in turn, and never a slot of the context.
 
   A context that is read without scores, as any prompt is, keeps its newest tokens.
@@ -32,10 +34,13 @@ class KVzip(Scored):
     budget: tokens kept per KV head, the room included.
     room: of them, for questions and answers (256).
     budgets: of each layer, in place of `budget`; (): alike.
+    over_layers: has `kvjax.models.reconstruct.read` work out `budgets` from the scores of all
+      layers, under `AdaKV`.
   """
 
   room: int = least(1, 256)
   budgets: tuple[int, ...] = ()
+  over_layers: bool = False
 
   def __post_init__(self):
     for name, least_of in (("budget", self.budget), ("budgets", min(self.budgets, default=None))):

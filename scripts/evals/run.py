@@ -104,6 +104,11 @@ class Runner:
     cold = self._cold("prefill", method, cell.length)
     began = time.perf_counter()
     if method.traits.repeats:
+      if not apart and any(prompt.tail for prompt in prompts):
+        raise NotImplementedError(
+          f"{mode}: found {type(method).__name__}, which cuts a context before its question is "
+          "known, expected --modes agnostic or reuse"
+        )
       ask = Instructions.of(self.tokenizer)
       logits, caches = reconstruct.read(self.model, tokens, lengths, method, ask)
     else:
@@ -126,6 +131,9 @@ class Runner:
   ) -> tuple[list[dict[str, Any]], Any]:
     """Answers, or follows the given text; the rows of results, and the logits to compare with."""
     timing = {**reading, "cold": [*reading["cold"]]}
+    asked_for = repr(entry.method)
+    if entry.method.traits.repeats:  # budgets of its layers are known now
+      entry = dataclasses.replace(entry, method=caches[0].origin.method)
     used, host = common.device_bytes(caches), common.host_bytes(caches)
     asked = [cell.rows[i] for i in indices]
     firsts: list[dict[str, Any]] = [{}] * len(indices)
@@ -188,7 +196,7 @@ class Runner:
           "method": entry.label,
           "budget": entry.budget,
           "index": i,
-          "settings": repr(entry.method),
+          "settings": asked_for,
           "prompt": hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:16],
           "prompt_tokens": len(prompt),
           **scores[row],

@@ -1,5 +1,6 @@
 """KVzip: scores against a softmax by hand over the repetition, and a context for many questions."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Full, KVzip, SnapKV
+from kvjax import Full, KVzip, Quantised, SnapKV
 from kvjax.models import caches as live
 from kvjax.models import reconstruct
 from kvjax.models.generate import generate, prefill
@@ -94,6 +95,47 @@ def test_what_is_kept_of_a_context(chunk, monkeypatch):
         assert (np.asarray(cache.pos)[row, head, 9:] == -1).all()
 
 
+def rounded(x, bits):
+  """What codes of x [N, H] stand for, in NumPy: 8 bits are symmetric, fewer have a zero point."""
+  low = np.zeros_like(x[:, :1]) if bits == 8 else x.min(-1, keepdims=True)
+  top = np.abs(x).max(-1, keepdims=True) if bits == 8 else x.max(-1, keepdims=True) - low
+  step = top / (127 if bits == 8 else 2**bits - 1)
+  return low + np.rint((x - low) / step) * step
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_kept_tokens_enter_as_codes(bits):
+  """The tokens that KVzip keeps, rounded by hand; the logits of a question are those of these."""
+  plain = KVzip(budget=12, room=3)
+  coded = Quantised(plain, bits=bits)
+  logits, full, scores = reconstruct.scored(model(), TOKENS[:, :30], LENGTHS, ASK, chunk=12)
+  spec = model().spec(2, 64)
+  exact, words = (reconstruct.cut(model().env, full, scores, x, spec) for x in (plain, coded))
+  by_hand = []
+  for kept, mine in zip(exact, words, strict=True):
+    np.testing.assert_array_equal(kept.pos, mine.pos)
+    np.testing.assert_array_equal(kept.slots["score"], mine.slots["score"])
+    np.testing.assert_array_equal(kept.heads["ring"], mine.heads["ring"])
+    assert mine.slots["k"].nbytes * 32 // bits == kept.slots["k"].nbytes
+    k, v = (np.array(kept.slots[name], np.float64) for name in ("k", "v"))
+    for row, head in np.ndindex(2, 2):
+      mean = k[row, head, :9].mean(0)
+      k[row, head, :9] = rounded(k[row, head, :9] - mean, bits) + mean
+      v[row, head, :9] = rounded(v[row, head, :9], bits)
+    numbers = {"k": jnp.asarray(k, jnp.float32), "v": jnp.asarray(v, jnp.float32)}
+    by_hand.append(kept.put(slots=numbers))
+  before = [np.array(cache.pos) for cache in exact]
+  by_hand = live.fork(logits, tuple(by_hand), 1)[1]
+  asked = TOKENS[:, 31:34], np.array([3, 2])
+  found, words = prefill(model(), *asked, words, coded)
+  want, far = (prefill(model(), *asked, mine, plain)[0] for mine in (by_hand, exact))
+  np.testing.assert_allclose(found, want, atol=tiny.CLOSE)
+  assert np.abs(found - far).max() > 10 * np.abs(found - want).max()
+  _, words = generate(model(), found, words, coded, steps=5)
+  for pos, mine in zip(before, words, strict=True):
+    np.testing.assert_array_equal(pos[:, :, :9], mine.pos[:, :, :9])
+
+
 def test_a_context_that_fits_is_the_full_cache():
   """The neutral setting: logits after a question and an answer are the full cache's."""
   method, question = KVzip(budget=60, room=20), TOKENS[:, 31:36]
@@ -169,7 +211,20 @@ def test_instructions_are_the_authors():
   assert bytes(ask.before([])).decode() == "\n\nRepeat the previous context exactly.</u><a>"
   again = bytes(ask.before([ord(x) for x in " and so it goes on"])).decode()
   assert again.endswith("exactly, starting with goes on</u><a>")
+  assert ask.opening == len("<u>")
   assert Instructions.of(Words(None)).suffix == ()
+
+
+def test_what_a_chat_puts_before_a_text_stays_and_is_not_repeated():
+  """As with as many sinks."""
+  opened = dataclasses.replace(ASK, opening=5)
+  found, want = (
+    reconstruct.scored(model(), TOKENS[:, :30], LENGTHS, ask, chunk=12, sinks=sinks)[2]
+    for ask, sinks in ((opened, 4), (ASK, 5))
+  )
+  for a, b in zip(found, want, strict=True):
+    np.testing.assert_array_equal(a, b)
+    assert (np.asarray(a)[:, :, :5] == 2).all() and (np.asarray(a)[:, :, 5:] < 1).all()
 
 
 def test_refusals():

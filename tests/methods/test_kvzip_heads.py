@@ -101,6 +101,21 @@ def test_read_is_the_same_in_one_call():
     np.testing.assert_array_equal(a, b)
 
 
+def test_read_has_all_heads_compete():
+  """In one call; the caches say whose they are."""
+  spread = AdaKV(KVzip(KEPT + ROOM, ROOM, over_layers=True), safeguard=0)
+  asked = {"chunk": 12, "sinks": SINKS}
+  logits, caches = reconstruct.read(model(), CONTEXT, LENGTHS, spread, ASK, **asked)
+  method = reconstruct.over_layers(spread, scored()[2], LENGTHS)
+  assert caches[0].origin.method == method and len(method.base.budgets) == LAYERS
+  want = reconstruct.cut(model().env, scored()[1], scored()[2], method, model().spec(2, 64))
+  for a, b in zip(jax.tree.leaves(caches), jax.tree.leaves(want), strict=True):
+    np.testing.assert_array_equal(a, b)
+  generate(model(), logits, caches, method, steps=1)
+  with pytest.raises(TypeError, match=r"expected kvjax.AdaKV over it"):
+    reconstruct.read(model(), CONTEXT, LENGTHS, spread.base, ASK, **asked)
+
+
 @pytest.mark.parametrize("tile", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_heads_compete(tile):
   """Of each row the best L·K·9; a layer's size is that of the row with most, in tiles."""

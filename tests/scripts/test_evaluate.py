@@ -207,14 +207,22 @@ def test_second_turns_are_cells_of_their_own(loaded, finished, tmp_path, capsys)
 def test_two_questions_are_asked_on_one_context(loaded, tmp_path):
   """Each of the cut context itself; a KVzip that keeps all of it answers as the full cache does."""
   more = ("--modes", "reuse", "--lengths", str(TWICE), "--budgets", "64", "2000")
-  rows = run(loaded, tmp_path, *more, methods=("kvzip", "quest"), tasks=("needle",))
+  pair = "adakv:safeguard=0+kvzip:over_layers=True"
+  rows = run(loaded, tmp_path, *more, methods=("kvzip", pair, "quest"), tasks=("needle",))
   answers: dict = {}
   for row in rows:
     assert row["score"] == (row["also"]["first"] + row["also"]["other"]) / 2
     of_method = answers.setdefault((row["method"], row["budget"]), {})
     of_method[row["index"]] = row["first_answer"], row["answer"]
-  assert [len(found) for found in answers.values()] == [SAMPLES] * 5
+  assert [len(found) for found in answers.values()] == [SAMPLES] * 7
+  assert answers[pair, 2000] == answers["full", None] != answers[pair, 64]
   assert answers["kvzip", 2000] == answers["full", None] != answers["kvzip", 64]
+
+
+def test_a_context_is_cut_before_its_question(loaded, tmp_path, capsys):
+  rows = run(loaded, tmp_path, methods=("kvzip",), tasks=("needle",))
+  assert {row["method"] for row in rows} == {"full"}
+  assert "aware: found KVzip, which cuts a context before its question" in capsys.readouterr().err
 
 
 def test_a_second_turn_needs_a_chat(loaded, tmp_path, capsys):

@@ -1,0 +1,77 @@
+"""KVzip by how a budget is divided, in kvpress and kvjax."""
+
+from typing import Any
+
+from ..evals import kept, store
+from . import beside, cells
+from .results import Results
+
+FOLDER = "cpu/kvzip"
+DIVIDED = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
+
+Found = dict[tuple[str, int], dict[str, Any]]
+
+
+def found(results: Results) -> list[tuple[dict[str, Any], Found]]:
+  """Of each model the settings, and means by how a budget is divided and which part is kept.
+
+  Raises:
+    FileNotFoundError: there are no results.
+  """
+  folders = sorted(path.parent for path in (results.folder / FOLDER).glob(f"*/{store.SETTINGS}"))
+  if not folders:
+    raise FileNotFoundError(f"{results.folder / FOLDER}: found no results of beside_kvzip")
+  models = []
+  for folder in folders:
+    rows = [{**row, **_layers(row)} for row in store.read(folder)]
+    means = kept.summary(rows, ("method", "budget"))
+    models.append((store.settings_of(folder), {(x["method"], x["budget"]): x for x in means}))
+  return models
+
+
+def _layers(row: dict[str, Any]) -> dict[str, float]:
+  return {"least": min(row["kept_by_layer"]), "most": max(row["kept_by_layer"])}
+
+
+def about(results: Results) -> list[str]:
+  """What the table is of, and in how far the libraries agree."""
+  texts = []
+  for own, means in found(results):
+    each = list(means.values())
+    who = "kvpress alone"
+    if "scores_apart" in each[0]:
+      apart = max(x["scores_apart"] for x in each)
+      same, every = (sum(x[name] for x in each) for name in ("same_answers", "n"))
+      fewer = min(x["of_fewer"] for x in each)
+      who = (
+        f"scores at most {apart:.0e} apart, {beside._share(fewer)} or more of a smaller selection "
+        f"in the larger one, {same:.0f} of {every:.0f} answers the same text"
+      )
+    texts.append(f"{own['model']}, {own['length']:,} tokens, n = {each[0]['n']}, {who}")
+  return cells.sentence(f"{'; '.join(texts)}.")
+
+
+def divided(results: Results) -> list[str]:
+  """Needles found by kvpress, and by kvjax where both were asked."""
+  models = found(results)
+  parts = sorted({part for _, means in models for _, part in means}, reverse=True)
+  rows = []
+  for part in parts:
+    for how, text in DIVIDED.items():
+      row = [f"1/{part}", text]
+      for _, means in models:
+        each = means.get((how, part))
+        row += ["", "", ""] if each is None else _of(each)
+      rows.append(row)
+  head = ["kept", "divided"]
+  for own, _ in models:
+    head += [f"{own['model']}: a layer keeps", "needle's tokens kept", "found"]
+  return cells.table(head, rows)
+
+
+def _of(each: dict[str, Any]) -> list[str]:
+  low, high = (100 * each[name] for name in ("least", "most"))
+  span = f"{low:.0f} %" if round(low) == round(high) else f"{low:.0f} to {high:.0f} %"
+  scores = [each[name] for name in ("score", "score_of_kvpress") if name in each]
+  said = list(dict.fromkeys(beside._percent(score) for score in scores))
+  return [span, cells.percent(each["needle_kept_by_kvpress"]), " / ".join(said)]

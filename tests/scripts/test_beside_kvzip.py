@@ -1,0 +1,97 @@
+"""KVzip beside kvpress's: what is compared and how it is written; kvpress is not needed."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
+from scripts import beside_kvzip as program
+from scripts.evals import store
+from scripts.evals.prompt import Prompt
+from scripts.evals.task import Row
+from scripts.tablemakers import DOCUMENTS, Results, beside, kvzip
+from tests.scripts.test_beside_kvpress import Letters
+
+TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "
+LENGTH, STEPS = 256, 3
+
+
+class Plain(Letters, Tokenizer):
+  """The same, of the library's class."""
+
+  def __init__(self):
+    pass
+
+
+class Theirs:
+  """Has the scores that it is given, keeps the first tokens and says the needle."""
+
+  opening, tokenizer = 4, Letters()
+
+  def __init__(self, scores):
+    self.scores = scores
+
+  def read(self, ids, counts):
+    first = np.arange(len(ids)) < counts[2]
+    stays = np.broadcast_to(first, self.scores.shape)
+    return self.scores, None, {("head", 2): stays, ("layer", 2): stays}
+
+  def answer(self, cache, stays, prompt, steps):
+    return "4444"
+
+
+def rows_of(ours, theirs):
+  row = Row(TEXT, QUESTION, "", ("4444",), "needle", STEPS)
+  prompt = Prompt(Letters().encode(TEXT), Letters().encode(QUESTION))
+  args = program.Args(length=LENGTH, steps=STEPS, parts=(2,))
+  return program.rows_of(ours, theirs, row, prompt, args)
+
+
+@pytest.mark.slow
+def test_a_prompt_on_both_sides():
+  """Scores that differ by a known number; selections against sorted lists."""
+  config = ModelConfig(
+    vocab=256, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, tie_embeddings=True
+  )
+  model = Transformer(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  ours = program.Ours(model, Plain(), LENGTH)
+  scores, _ = ours.read(Letters().encode(TEXT))
+  mine = np.stack([np.asarray(x[0]) for x in scores])[..., : len(TEXT)]
+  rows = rows_of(ours, Theirs(mine + 0.25))
+  half = len(TEXT) // 2
+  head = rows["head", 2]
+  assert head["scores_apart"] == 0.25 and head["kept"] == head["kept_by_kvpress"] == half
+  best = np.argsort(-mine, -1, kind="stable")[..., :half]
+  assert head["equal"] == pytest.approx((best < half).mean())
+  assert head["needle_kept_by_kvpress"] == 0 and head["kept_by_layer"] == [0.4975] * 2
+  assert head["score_of_kvpress"] == 1
+  assert rows["layer", 2]["kept"] == half and rows["layer", 2]["equal"] < 1
+
+
+def test_kvpress_alone():
+  rows = rows_of(None, Theirs(np.zeros((2, 2, len(TEXT)))))
+  assert list(rows) == [("head", 2), ("layer", 2)]
+  assert "equal" not in rows["head", 2] and rows["head", 2]["answer_of_kvpress"] == "4444"
+
+
+def test_tables_have_each_cell_once_and_figures_from_rows():
+  models = kvzip.found(Results())
+  parts = {part for _, means in models for _, part in means}
+  assert len(kvzip.divided(Results())) == 2 + len(parts) * len(kvzip.DIVIDED)
+  own, means = models[0]
+  mine = store.read(Results().folder / kvzip.FOLDER / own["model"])
+  wanted = [row["score_of_kvpress"] for row in mine if (row["method"], row["budget"]) == ("all", 8)]
+  assert means["all", 8]["score_of_kvpress"].mean == np.mean(wanted)
+  text = "\n".join(DOCUMENTS["scripts/results/README.md"]["kvzip-divided"](Results()))
+  found = beside._percent(means["all", 8]["score_of_kvpress"])
+  assert re.search(rf"\| 1/8 \| among all layers \|.*{re.escape(found)}", text)
+
+
+def test_missing_results_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match="found no results of beside_kvzip"):
+    kvzip.divided(Results(tmp_path))

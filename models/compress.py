@@ -117,8 +117,14 @@ def kept(
   m: Float[Array, "B K G A"],
   l: Float[Array, "B K G A"],
 ) -> Cache:
-  """What a method keeps of a layer, as at the end of `Method.prefill`, of which q and the softmax
-  state (o, m, l) are.
+  """What a method keeps of a layer, as at the end of `Method.prefill`.
+
+  Args:
+    at: the method and the layer.
+    spec: sizes of the new cache.
+    held: "k", "v" [B, K, A, H] and "pos" [B, K, A] of the tokens; −1: none.
+    prompt: how many of them are real.
+    q: their queries, and o, m, l the softmax state of what these attended to.
   """
   there = held["pos"] >= 0
   new: dict[str, Any] = {name: jnp.where(there[..., None], held[name], 0) for name in ("k", "v")}

@@ -61,9 +61,10 @@ class Instructions:
     if tokenizer.chat_template is not None:
       mark = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"
       opening, _, suffix = tokenizer.render([{"role": "user", "content": mark}]).partition(mark)
-    texts = (FIRST, AGAIN, suffix, opening)
-    *parts, before = (tuple(tokenizer.encode(text, bos=False)) for text in texts)
-    return cls(*parts, len(before))
+    first, again, suffix_ids, opening_ids = (
+      tuple(tokenizer.encode(text, bos=False)) for text in (FIRST, AGAIN, suffix, opening)
+    )
+    return cls(first, again, suffix_ids, len(opening_ids))
 
   def before(self, last: Sequence[int]) -> list[int]:
     """What stands before a chunk, of which `last` are the tokens that come before it."""

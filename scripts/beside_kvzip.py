@@ -5,13 +5,16 @@ task `needle`: the context is read, repeated and cut before the question, which 
 markup before the user's text stays and is not repeated, as in the authors' code. Three ways to
 divide as many tokens: `head`, all heads alike (the paper's pair-uniform, which no press does:
 kvpress's own scores are cut); `layer`, the heads of a layer compete (AdaKV over KVzip; the press's
-`layerwise`); `all`, the heads of all layers do (the paper's default, and the press's).
+`layerwise`); `all`, the heads of all layers do (the paper's default, and the press's). Two more, of
+kvpress alone, ask what a single layer does, the one that has most under `all`: in `one` it is whole
+and the others are as in `head`; in `without` it is as in `head` and the others as in `all`.
 
 It needs torch and kvpress, in an environment of their own, as `scripts.beside_kvpress` says. In
 OUT: settings.json and rows.jsonl, written after each prompt: a killed run resumes.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import types
 from importlib import import_module
@@ -120,6 +123,10 @@ class Theirs:
       masks["head", part] = np.zeros(scores.shape, bool)
       best = np.argsort(-scores, -1, kind="stable")[..., :count]
       np.put_along_axis(masks["head", part], best, True, -1)
+      alike, spread = masks["head", part], masks["all", part]
+      top = (np.arange(len(scores)) == spread.mean((1, 2)).argmax())[:, None, None]
+      masks["one", part] = alike | top
+      masks["without", part] = np.where(top, alike, spread)
     return scores, cache, masks
 
   def answer(self, cache: Any, stays: np.ndarray, prompt: Prompt, steps: int) -> str:
@@ -170,14 +177,20 @@ class Ours:
 
 
 def rows_of(
-  ours: Ours | None, theirs: Theirs, row: Row, prompt: Prompt, args: Args
+  ours: Ours | None,
+  theirs: Theirs,
+  row: Row,
+  prompt: Prompt,
+  args: Args,
+  cells: list[tuple[str, int]],
 ) -> dict[tuple[str, int], dict[str, Any]]:
-  """One prompt, by how a budget is divided and which part is kept."""
+  """One prompt, by how a budget is divided and which part is kept: those that are asked for."""
   size, score = len(prompt.head), registry.TASKS[TASK].score
   wanted = kept.places(theirs.tokenizer, prompt.head, row.answers[0])
   counts = {part: size // part for part in args.parts}
   with console.step("kvpress reads"):
-    their_scores, their_cache, masks = theirs.read(prompt.head, counts)
+    their_scores, their_cache, every = theirs.read(prompt.head, counts)
+  masks = {cell: every[cell] for cell in cells}
   rows: dict[tuple[str, int], dict[str, Any]] = {}
   with console.step("kvpress answers"):
     for (how, part), stays in masks.items():
@@ -198,6 +211,8 @@ def rows_of(
   apart = float(np.abs(mine - their_scores)[..., theirs.opening :].max())
   with console.step("kvjax answers"):
     for (how, part), stays in masks.items():
+      if how not in kvzip.OURS:
+        continue
       method, held = ours.cut(caches, scores, how, counts[part], size)
       positions = [np.asarray(shared_slots.by_head(layer)["pos"][0]) for layer in held]
       shares = kept.overlap(positions, [[np.flatnonzero(x) for x in of] for of in stays])
@@ -235,12 +250,16 @@ def main(args: Args) -> None:
   ours = None if args.alone else Ours(model, tokenizer, args.length)
   build = registry.TASKS[TASK].build
   for index in range(args.samples):
-    cells = [(how, part) for how in kvzip.DIVIDED for part in args.parts]
-    if all(key(_full_row(*cell, {}, args, index)) in store.rows for cell in cells):
+    cells = [
+      cell
+      for cell in itertools.product(kvzip.DIVIDED, args.parts)
+      if key(_full_row(*cell, {}, args, index)) not in store.rows
+    ]
+    if not cells:
       continue
     print(f"prompt {index + 1} of {args.samples}")
     row = build(reader.count, length=args.length, seed=args.seed, index=index)
-    found = rows_of(ours, theirs, row, reader.row(row), args)
+    found = rows_of(ours, theirs, row, reader.row(row), args, cells)
     store.append([_full_row(*cell, found[cell], args, index) for cell in cells])
   for each in kept.summary(store.rows.values(), ("method", "budget")):
     sides = [f"{each[name].mean:.0%}" for name in ("score", "score_of_kvpress") if name in each]

@@ -24,9 +24,9 @@ class KVzip(Scored):
   the context, scores it, and cuts the cache. Every KV head keeps as many tokens (the paper's
   `pair-uniform`). Under `AdaKV(KVzip(…), safeguard=0)` the heads of a layer compete, and with
   `over_layers` all of them, the paper's default (`pair`): the one to use where little is kept. Few
-  heads of few layers look up what is asked, and they need a large part of the context
-  (`scripts/results`, KVzip beside kvpress).
-  What is read or generated afterwards takes the `room` in turn, and never a slot of the context.
+  layers look up what is asked, and they need a large part of the context (`scripts/results`, KVzip
+  beside kvpress). What is read or generated afterwards takes the `room` in turn, and never a slot of
+  the context.
 
   A context that is read without scores, as any prompt is, keeps its newest tokens.
 

@@ -7,7 +7,12 @@ from . import beside, cells
 from .results import Results
 
 FOLDER = "cpu/kvzip"
-DIVIDED = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
+OURS = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
+DIVIDED = {
+  **OURS,
+  "one": "alike, and one layer whole",
+  "without": "among all layers, but that one alike",
+}
 
 Found = dict[tuple[str, int], dict[str, Any]]
 
@@ -37,7 +42,7 @@ def about(results: Results) -> list[str]:
   """What the table is of, and in how far the libraries agree."""
   texts = []
   for own, means in found(results):
-    each = list(means.values())
+    each = [means[cell] for cell in means if cell[0] in OURS]
     who = "kvpress alone"
     if "scores_apart" in each[0]:
       apart = max(x["scores_apart"] for x in each)

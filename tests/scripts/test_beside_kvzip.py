@@ -49,7 +49,7 @@ def rows_of(ours, theirs):
   row = Row(TEXT, QUESTION, "", ("4444",), "needle", STEPS)
   prompt = Prompt(Letters().encode(TEXT), Letters().encode(QUESTION))
   args = program.Args(length=LENGTH, steps=STEPS, parts=(2,))
-  return program.rows_of(ours, theirs, row, prompt, args)
+  return program.rows_of(ours, theirs, row, prompt, args, [("head", 2), ("layer", 2)])
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ class KVzip(Scored):
   `pair-uniform`). Under `AdaKV(KVzip(…), safeguard=0)` the heads of a layer compete, and with
   `over_layers` all of them, the paper's default (`pair`): the one to use where little is kept. Few
   layers look up what is asked, and they need a large part of the context (`scripts/results`, KVzip
-  beside kvpress). What is read or generated afterwards takes the `room` in turn, and never a slot of
-  the context.
+  beside kvpress). What is read or generated afterwards takes the `room` in turn, and never a slot
+  of the context.
 
   A context that is read without scores, as any prompt is, keeps its newest tokens.
 

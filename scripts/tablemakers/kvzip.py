@@ -17,8 +17,8 @@ DIVIDED = {
 Found = dict[tuple[str, int], dict[str, Any]]
 
 
-def found(results: Results) -> list[tuple[dict[str, Any], Found]]:
-  """Of each model the settings, and means by how a budget is divided and which part is kept.
+def found(results: Results) -> list[tuple[dict[str, Any], list[dict[str, Any]], Found]]:
+  """Of each model the settings, rows, and means by how a budget is divided and which part is kept.
 
   Raises:
     FileNotFoundError: there are no results.
@@ -30,7 +30,8 @@ def found(results: Results) -> list[tuple[dict[str, Any], Found]]:
   for folder in folders:
     rows = [{**row, **_layers(row)} for row in store.read(folder)]
     means = kept.summary(rows, ("method", "budget"))
-    models.append((store.settings_of(folder), {(x["method"], x["budget"]): x for x in means}))
+    by_cell = {(x["method"], x["budget"]): x for x in means}
+    models.append((store.settings_of(folder), rows, by_cell))
   return models
 
 
@@ -41,35 +42,35 @@ def _layers(row: dict[str, Any]) -> dict[str, float]:
 def about(results: Results) -> list[str]:
   """What the table is of, and in how far the libraries agree."""
   texts = []
-  for own, means in found(results):
-    each = [means[cell] for cell in means if cell[0] in OURS]
-    who = "kvpress alone"
-    if "scores_apart" in each[0]:
-      apart = max(x["scores_apart"] for x in each)
-      same, every = (sum(x[name] for x in each) for name in ("same_answers", "n"))
-      fewer = min(x["of_fewer"] for x in each)
+  for own, rows, means in found(results):
+    both, who = [row for row in rows if "answer" in row], "kvpress alone"
+    if both:
+      apart = max(row["scores_apart"] for row in both)
+      same = sum(row["answer"] == row["answer_of_kvpress"] for row in both)
+      fewer = beside._share(min(row["of_fewer"] for row in both))
       who = (
-        f"scores at most {apart:.0e} apart, {beside._share(fewer)} or more of a smaller selection "
-        f"in the larger one, {same:.0f} of {every:.0f} answers the same text"
+        f"scores at most {apart:.0e} apart, {fewer} or more of a smaller selection in the larger "
+        f"one, {same} of {len(both)} answers the same text"
       )
-    texts.append(f"{own['model']}, {own['length']:,} tokens, n = {each[0]['n']}, {who}")
+    n = next(iter(means.values()))["n"]
+    texts.append(f"{own['model']}, {own['length']:,} tokens, n = {n}, {who}")
   return cells.sentence(f"{'; '.join(texts)}.")
 
 
 def divided(results: Results) -> list[str]:
   """Needles found by kvpress, and by kvjax where both were asked."""
   models = found(results)
-  parts = sorted({part for _, means in models for _, part in means}, reverse=True)
+  parts = sorted({part for _, _, means in models for _, part in means}, reverse=True)
   rows = []
   for part in parts:
     for how, text in DIVIDED.items():
       row = [f"1/{part}", text]
-      for _, means in models:
+      for _, _, means in models:
         each = means.get((how, part))
         row += ["", "", ""] if each is None else _of(each)
       rows.append(row)
   head = ["kept", "divided"]
-  for own, _ in models:
+  for own, _, _ in models:
     head += [f"{own['model']}: a layer keeps", "needle's tokens kept", "found"]
   return cells.table(head, rows)
 

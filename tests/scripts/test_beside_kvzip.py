@@ -81,9 +81,9 @@ def test_kvpress_alone():
 
 def test_tables_have_each_cell_once_and_figures_from_rows():
   models = kvzip.found(Results())
-  parts = {part for _, means in models for _, part in means}
+  parts = {part for _, _, means in models for _, part in means}
   assert len(kvzip.divided(Results())) == 2 + len(parts) * len(kvzip.DIVIDED)
-  own, means = models[0]
+  own, _, means = models[0]
   mine = store.read(Results().folder / kvzip.FOLDER / own["model"])
   wanted = [row["score_of_kvpress"] for row in mine if (row["method"], row["budget"]) == ("all", 8)]
   assert means["all", 8]["score_of_kvpress"].mean == np.mean(wanted)

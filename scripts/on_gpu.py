@@ -179,6 +179,16 @@ REAL = {
     )
     for mode in ("second", "agnostic")
   },
+  "real_8K_kvzip": real(
+    "8K_kvzip",
+    "--modes agnostic --tasks needle niah_multikey_1 niah_multivalue --batch 10 --samples 30 "
+    "--lengths 8192 --memory 12 --budgets 1280 2304 4352 --methods kvzip "
+    "adakv:safeguard=0+kvzip adakv:safeguard=0+kvzip:over_layers=True",
+  ),
+  "real_heads": Step(f"scripts.retrieval_heads {{out}}/real_heads.json {STUDY} 2048"),
+  "real_needles": Step(
+    f"scripts.needle_recall {{out}}/real_needles --heads {{out}}/real_heads.json {STUDY} 8000", 540
+  ),
   "real_gsm8k": real(
     "gsm8k",
     "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
@@ -220,6 +230,7 @@ STEPS = {
   "generate": bench("generate", limit=300),
   **{f"generate_{k}K": bench("generate", f"T{k << 10}") for k in (4, 32)},
   "cold": Step("scripts.cold --out {out}", 590),
+  "launches": Step("scripts.launches --out {out}"),
   "select": bench("select", few=False),
   "sparse": bench("sparse"),
   "cpe": bench("cpe"),

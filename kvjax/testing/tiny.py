@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from .. import offload
 from ..method import Method
 from ..models.config import ModelConfig
 from ..models.generate import join, split
@@ -111,9 +112,11 @@ class Run:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(graph, method, past, leaves, caches, tokens, lengths):
-  return join(graph, leaves).prefill(tokens, lengths, caches, method, past=past)
+  logits, caches = join(graph, leaves).prefill(tokens, lengths, caches, method, past=past)
+  return logits, offload.settled(caches)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(graph, method, leaves, caches, tokens, live):
-  return join(graph, leaves).decode(tokens, caches, method, live)
+  logits, caches = join(graph, leaves).decode(tokens, caches, method, live)
+  return logits, offload.settled(caches)

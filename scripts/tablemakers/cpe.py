@@ -1,5 +1,6 @@
 """CPE's step without groups, where retrievals are shared."""
 
+from .. import bench_files
 from . import cells
 from .results import Results
 
@@ -28,3 +29,17 @@ def table(results: Results) -> list[str]:
       )
   head = ("", "tokens a head", "CPE", "dense", "times as fast", "of the limit by bytes")
   return cells.table((*head, "torch flash SDPA", "times as fast"), rows)
+
+
+def alone(results: Results) -> list[str]:
+  """Attention to a step's list alone, by how its tokens lie, beside dense decode over as many."""
+  rows = []
+  for batch, tokens in SHAPES:
+    case = results.bench("cpe").case(f"B{batch} T{tokens} 32x1 1/8, the list alone")
+    dense = case.time("dense decode")
+    lists = [case.time(name) for name in ("apart", "runs of 8", "in a row")]
+    share = case.bytes / bench_files.BANDWIDTH / (lists[0].us * 1e-6)
+    times = [cells.ours(lists[0]), *map(cells.time, (*lists[1:], dense))]
+    rows.append([f"B{batch} T{tokens >> 10}K", *times, f"{share:.2f}"])
+  head = ("", "apart", "in runs of 8", "in a row", "dense decode over as many")
+  return cells.table((*head, "apart, of 4.45 TB/s"), rows)

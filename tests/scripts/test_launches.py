@@ -1,0 +1,50 @@
+"""What a profile lists: a GPU's launches in order, and their medians over steps that are alike."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import kvjax
+from scripts import launches
+
+
+def plane(name, **lines):
+  """A plane of a profile; a line's events are (name, start, duration in ns)."""
+  made = [
+    SimpleNamespace(
+      name=line,
+      events=[SimpleNamespace(name=n, start_ns=at, duration_ns=time) for n, at, time in events],
+    )
+    for line, events in lines.items()
+  ]
+  return SimpleNamespace(name=name, lines=made)
+
+
+def test_only_the_streams_of_a_gpu_are_listed_in_order():
+  streams = {"Stream #7(Compute)": [("b", 30, 2000), ("a", 10, 1500)]}
+  gpu = plane("/device:GPU:0", **streams, **{"XLA Ops": [("c", 0, 9000)]})
+  host = plane("/host:CPU", **{"Stream #1": [("d", 0, 9000)]})
+  assert launches.listed([host, gpu]) == [("a", 1.5), ("b", 2.0)]
+
+
+def test_medians_are_of_the_steps_that_launch_the_same():
+  steps = [
+    [("a", 1.0), ("b", 5.0)],
+    [("a", 3.0), ("b", 4.0)],
+    [("a", 2.0)],
+    [("a", 2.0), ("b", 9.0)],
+  ]
+  assert launches.medians(steps) == [("a", 2.0), ("b", 5.0)]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has launches")
+def test_without_a_gpu_there_is_nothing_to_list():
+  layer = launches.Layer(kvjax.Quest(32, page=8, dense_layers=0), "3x2", 2, 96)
+  with pytest.raises(ValueError, match="found no launch on a GPU"):
+    launches.launches(layer, "reference")
+
+
+def test_every_layer_has_room_for_its_steps():
+  for layer in launches.layers().values():
+    assert layer.spec.capacity - layer.tokens == (0 if layer.full else 1 + layer.before)

@@ -43,8 +43,8 @@ COMMANDS = {
 MODULES = {name: module for group in COMMANDS.values() for name, module in group.items()}
 # Run from a checkout, `python -m scripts.<name>`.
 DEVELOPERS = (
-  *("on_gpu", "tables", "reference", "support_table", "tune", "soak", "fuzz", "mutate"),
-  *("make_golden", "make_family_goldens", "beside_kvpress"),
+  *("on_gpu", "launches", "tables", "reference", "support_table", "tune", "soak", "fuzz", "mutate"),
+  *("make_golden", "make_family_goldens", "beside_kvpress", "beside_kvzip"),
 )
 _FOLDER = pathlib.Path(__file__).resolve().parent
 _DEVELOPERS = "For developers: "

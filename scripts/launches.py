@@ -1,4 +1,4 @@
-"""For developers: what a layer's decode step launches on a GPU, and how long each launch takes.
+"""For developers: what a layer's decode step launches on a GPU, and the time of each launch.
 
     python -m scripts.launches                        every layer of the list
     python -m scripts.launches --only CIS --out scripts/results

@@ -108,6 +108,8 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "kvzip-divided": kvzip.divided,
     "certified": studies.certified,
     "certificates": studies.certificates,
+    "certified-larger": studies.larger_certified,
+    "certificates-larger": studies.larger_certificates,
   },
   "README.md": {"results": summary.first_page},
   "kvjax/README.md": {

@@ -13,6 +13,7 @@ PREDICTORS = {
   "holt, ρ = 1.5": "Holt, ρ = 1.5",
 }
 CERTIFICATES = "cpu/certificates/certificates.json"
+LARGER = "cpu/certificates_1.5b/certificates.json"
 SHARING, LONG_SHARING = "cpu/sharing/sharing.json", f"{GPU}/real/sharing/sharing.json"
 SHARED = {"retrieved": ".2f", "visited": ".1f", "overlap": ".3f", "dropped": ".3f"}
 AHEAD = ("overlap", "dropped")
@@ -105,9 +106,17 @@ def _shared(results: Results, path: str) -> list[str]:
 
 
 def certificates(results: Results) -> list[str]:
+  return _certificates(results, CERTIFICATES)
+
+
+def larger_certificates(results: Results) -> list[str]:
+  return _certificates(results, LARGER)
+
+
+def _certificates(results: Results, path: str) -> list[str]:
   """Shares of the bounds that say something, and of those that fail."""
   rows = []
-  for row in results.json(CERTIFICATES, "rows"):
+  for row in results.json(path, "rows"):
     low, high = (cells.percent(end(row["below_by_text"])) for end in (min, max))
     below = cells.percent(row["below"])
     fails = row["fails"]
@@ -129,3 +138,7 @@ def certificates(results: Results) -> list[str]:
 def certified(results: Results) -> list[str]:
   """What the table is of."""
   return cells.sentence(results.json(CERTIFICATES, "n") + ".")
+
+
+def larger_certified(results: Results) -> list[str]:
+  return cells.sentence(results.json(LARGER, "n") + ".")

@@ -24,7 +24,8 @@ class InfLLM(Streamed):
   is kept as one vector per head. Decoding retrieves anew for every token.
 
   Differs from the authors' repository: representatives are chosen per KV head, not per query head;
-  tokens of the window have true distances also where they are a little farther than `local`.
+  tokens of the window have true distances also where they are a little farther than `local`; what
+  left it is seen at `local`, there at one less.
 
   Attributes:
     init_tokens, local, block, retrieved, chunk, held, inject: as in `Streamed`.

@@ -203,8 +203,10 @@ REAL = {
     400,
   ),
   "real_sharing": Step(f"scripts.sharing_study {{out}}/sharing {STUDY} 8128 --budget 512", 400),
-  "real_certificates": Step(
-    f"scripts.certificate_study {{out}}/certificates {STUDY} 8192 --budget 512", 400
+  "real_certificates": Step(  # mostly a CPU's work
+    f"scripts.certificate_study {{out}}/certificates {STUDY} 4096 --budget 256 "
+    "--starts 1862-Lincoln-1 1934-Roosevelt-1",
+    540,
   ),
   **parts("32K", MORE, "_more"),
 }

@@ -333,6 +333,8 @@ def _summed(
       sums["others"] += size * (name in changed)
   traits = at.top.traits
   least, most = traits.scans(spec)
+  # A form of its own reads what the plan lists, if it is one that an operation does too.
+  ends = forms.overrides(at.top, "attend") and forms.operation(at.top, "attend") is None
   return LayerTraffic(
     attended=attended,
     tokens=sums["tokens"],
@@ -342,9 +344,7 @@ def _summed(
     host=sums["host"],
     chosen=chosen,
     walks=values.times if chosen else 1,
-    bound=forms.overrides(at.top, "attend")
-    or traits.prunes
-    or (least < most and sums["scanned"] > 0),
+    bound=ends or traits.prunes or (least < most and sums["scanned"] > 0),
   )
 
 

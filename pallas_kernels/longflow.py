@@ -11,8 +11,7 @@ the least score. Bytes per slot of a KV head: 4 G for logits and 8 for ‖v‖�
 The second pass is as much arithmetic as it is bytes: vectors of 16 bytes, of which all that may be
 read is, with one logarithm a slot, and all programs at once.
 
-Both passes in one launch, a program per row and KV head that reads its own logits again, took 4 %
-longer on an H200 at 128 rows of 3,200 slots: nothing hides the second pass there.
+Where a row's logits fit registers, one launch does both (`longflow_read`).
 
 Grid: one program per batch row and KV head, or per batch row.
 """
@@ -36,11 +35,25 @@ LAST = jnp.iinfo(jnp.int32).max
 
 
 class Best(NamedTuple):
-  """The least score of every lane so far, its token's position and slot."""
+  """The least score, of every lane or of all, its token's position and slot."""
 
   score: Array
   pos: Array
   slot: Array
+
+
+def better(a: Best, b: Best) -> Best:
+  """The one of the lower score; ties go to the lower position."""
+  first = (a.score < b.score) | ((a.score == b.score) & (a.pos < b.pos))
+  return Best(*(jnp.where(first, x, y) for x, y in zip(a, b, strict=True)))
+
+
+def named(score: Array, pos: Array, slot: Array) -> Best:
+  """The best of all lanes; positions are unique."""
+  least = score.min()
+  oldest = jnp.where(score == least, pos, LAST)
+  pos = oldest.min()
+  return Best(least, pos, jnp.where(oldest == pos, slot, LAST).min())
 
 
 def _kernel(*refs: Any, sinks: int, recent: int, heads: int, most: int) -> None:
@@ -89,20 +102,15 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int, most: int) -> None:
     score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
     pos = _backend.load(pos_ref, b, first, slot, mask=slot < slots, other=LAST)
     score = jnp.where(held & (pos >= sinks) & (pos < end), score, jnp.inf)
-    better = (score < best.score) | ((score == best.score) & (pos < best.pos))
-    pairs = zip((score, pos, slot), best, strict=True)
-    return Best(*(jnp.where(better, new, old) for new, old in pairs))
+    return better(Best(score, pos, slot), best)
 
   nothing = jnp.full((tile,), LAST, jnp.int32)
   best = Best(jnp.full((tile,), jnp.inf, jnp.float32), nothing, jnp.zeros_like(nothing))
   best = lax.fori_loop(0, pl.cdiv(used, tile), step, best)
-  # Ties go to the lowest position, and positions are unique.
-  oldest = jnp.where(best.score == best.score.min(), best.pos, LAST)
-  victim = jnp.where(oldest == oldest.min(), best.slot, LAST).min()
-  named = first + jnp.arange(pl.next_power_of_2(heads))
+  head = first + jnp.arange(pl.next_power_of_2(heads))
   counts = live_ref[b] & _finite(l_ref, b, kv_heads, groups)
-  value = jnp.full(named.shape, victim)
-  _backend.store(victim_ref, b, named, value=value, mask=(named < first + heads) & counts)
+  value = jnp.full(head.shape, named(*best).slot)
+  _backend.store(victim_ref, b, head, value=value, mask=(head < first + heads) & counts)
 
 
 def _finite(l_ref: Any, row: Array, heads: int, groups: int) -> Array:

@@ -1,13 +1,41 @@
 """LongFlow: the token that contributes least to the newest output (§3.2, Alg. 1)."""
 
+import importlib
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.dispatch.table import pallas
 from kvjax.ops import slots
-from kvjax.plans import Attended
+from kvjax.plans import Attended, Plan
 from kvjax.types import At, Cache
+
+
+def attend_and_name(
+  at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], *, sinks: int, recent: int
+) -> Attended | None:
+  """Attention over all that is cached whose launch names the least contributor of each KV head.
+
+  Its slot is the memo. None: attention and `least_contributor` run one after the other, as no
+  kernel does both here.
+
+  Args: as of `least_contributor`, and a plan of all that the cache holds.
+  """
+  k, v = cache.slots["k"], cache.slots["v"]
+  run = pallas(at, "longflow_read", q, k, whole=True)
+  if run is None or plan.table is not None or plan.codes is not None or plan.window is not None:
+    return None
+  takes = importlib.import_module("kvjax.kernels.longflow_read").takes
+  batch, heads, groups, _ = q.shape
+  if not takes(batch * heads, groups, cache.size):
+    return None
+  operands = q.astype(k.dtype), k, v, cache.slots["norm"], cache.pos, cache.used, cache.seen
+  how: dict[str, Any] = {"sinks": sinks, "recent": recent, "soft_cap": at.env.soft_cap}
+  state, out, victim = run(*operands, **how)
+  visited = jnp.broadcast_to(plan.span.length(), q.shape[:2])
+  return Attended(state, None, None, visited, out.astype(q.dtype), memo=victim)
 
 
 def least_contributor(

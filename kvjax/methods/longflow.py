@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import settings
+from kvjax import forms, settings
 from kvjax.dispatch import contributions
 from kvjax.fields import expect, least, one_of
 from kvjax.leaves import NORM, Leaf
@@ -51,7 +51,7 @@ class LongFlow(SnapKV):
 
   @property
   def traits(self) -> Traits:
-    return super().traits.but(wants_logits=True)
+    return super().traits.but(wants_logits=True, ordered=False)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """‖v‖₁ and the next victim; SnapKV's scores and its ring are not kept."""
@@ -64,14 +64,25 @@ class LongFlow(SnapKV):
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     return None
 
+  @forms.known_as("attend_span")
+  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Names the next victim on the way, where one launch does both and nobody asks for logits."""
+    apart = self.per == "layer" or forms.form(at.top, "observe") is not LongFlow.observe
+    named = None if apart else contributions.attend_and_name(at, cache, plan, q, **self._safe)
+    return super().attend(at, cache, plan, q) if named is None else named
+
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
     old, per_layer = cache.heads["victim"], self.per == "layer"
-    victim = contributions.least_contributor(
-      at, cache, attended, old, **self._safe, per_layer=per_layer
-    )
+    if attended.memo is None:
+      victim = contributions.least_contributor(
+        at, cache, attended, old, **self._safe, per_layer=per_layer
+      )
+    else:
+      assert attended.counted is not None
+      victim = jnp.where(attended.counted[:, None], attended.memo, old)
     return cache.put(heads={"victim": victim}), {}
 
   def rank(

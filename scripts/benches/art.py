@@ -59,6 +59,12 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     if only in f"decay {shape.name}":
       make = functools.partial(decaying, shape, tile=QUICK_TILE if quick else TILE)
       yield stopping_case(f"decay {shape.name}", shape, make, quick)
+  for lengths in ("longest first", "all alike"):
+    shape = QUICK_STOPS if quick else DECAYS[0]
+    if only in f"decay {shape.name}, {lengths}":
+      tile = QUICK_TILE if quick else TILE
+      make = functools.partial(decaying, shape, tile=tile, lengths=lengths)
+      yield stopping_case(f"decay {shape.name}, {lengths}", shape, make, quick)
   for shape in (QUICK_STOPS,) if quick else LONE:
     if only in f"lone {shape.name}":
       yield lone_case(shape, quick)
@@ -181,15 +187,20 @@ def _overhead_case(
 # ---- what stopping saves
 
 
-def decaying(shape: Shape, seed: int, tile: int = TILE) -> tuple[jax.Array, ...]:
+def decaying(shape: Shape, seed: int, tile: int = TILE, lengths: str = "") -> tuple[jax.Array, ...]:
   """q, k, v in which a tile's mass falls by a factor e every r tiles, counted from the newest.
 
   r is drawn log-uniformly for each KV head, so that walks end after 5 % to 60 % of the tiles. The
-  decay sits in one channel; the others and the values are random.
+  decay sits in one channel; the others and the values are random. `lengths`: "longest first", the
+  heads by r, which no step knows beforehand; "all alike", every head has their mean.
   """
   q, k, v, *_ = shape.arrays(seed)
   tiles = shape.slots / tile
   rates = jax.random.uniform(jax.random.key(seed), k.shape[:2], minval=math.log(0.05), maxval=-0.5)
+  if lengths == "longest first":
+    rates = -jnp.sort(-rates.ravel()).reshape(rates.shape)
+  elif lengths == "all alike":
+    rates = jnp.full_like(rates, jnp.log(jnp.exp(rates).mean()))
   per_tile = tiles * jnp.exp(rates) / 14  # after 14 factors e a probe moves by 1e-6 of its size
   behind = jnp.arange(shape.slots - 1, -1, -1) / tile
   logit = -behind / per_tile[..., None]
@@ -260,7 +271,11 @@ def stopping_case(
   longest = float(np.mean([x.max() for x in loaded]))
 
   one = [(q[:1, :1], k[:1, :1], v[:1, :1], a[:1, :1], b[:1, :1]) for q, k, v, a, b in inputs]
-  alone = functools.partial(walk, patience=math.inf, splits=1)
+  alone = functools.partial(walk, patience=math.inf, splits=1, share=0)
+  # As many tiles from the newest on, of every head alike: what is walked where nothing is asked.
+  mean = tile * math.ceil(bytes_visited / tile_bytes / (shape.batch * shape.kv_heads))
+  short = [(q, k, v, jnp.maximum(b - mean, 0), b) for q, k, v, _, b in inputs]
+  unasked = functools.partial(walk, patience=None, splits=splits)
   # Each input once a program: further turns have another query, with which a walk ends elsewhere.
   contenders = (
     jax_contender(
@@ -270,6 +285,7 @@ def stopping_case(
       calls=copies,
     ),
     jax_contender("dense decode", decode_attention, inputs, calls=copies),
+    jax_contender("as many tiles, not looking", unasked, short, calls=copies),
     jax_contender("one head alone", alone, one, calls=copies),
     # Of every tile, not of those visited: no floor of this case.
     dataclasses.replace(read_contender(inputs, shape, copies), name=WHOLE),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import Cache, CacheSpec, Carry, Env, LongFlow, Rope
-from kvjax.kernels import config, longflow
+from kvjax.kernels import config, longflow, longflow_read
 from kvjax.kernels.longflow import victim
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -94,10 +94,98 @@ def test_rows_that_do_not_count_keep_their_victims(per_layer, ill):
   assert (broken[1] == old[1]).all() and (broken[0] == every[0]).all()
 
 
+def read_operands(seed, heads, groups, slots, head_dim, dtype=np.float32):
+  """q, k, v of two rows, the second half full, then as `operands`; NaN where nothing is cached."""
+  rng = np.random.default_rng(seed)
+  *_, norm, pos, used, seen, _, _ = operands(seed, heads, groups, slots)
+  shapes = (2, heads, groups, head_dim), *2 * [(2, heads, slots, head_dim)]
+  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+  held = (np.arange(slots) < used[:, None])[:, None, :, None]
+  return q, *(jnp.where(held, x, jnp.nan) for x in (k, v)), norm, pos, used, seen
+
+
+def attention_oracle(q, k, v, used, soft_cap=None):
+  """(o, logits, m, l) in float64."""
+  q, k, v = (np.float64(x) for x in (q, k, v))
+  held = (np.arange(k.shape[2]) < used[:, None])[:, None, None]
+  k, v = (np.where(np.isfinite(x), x, 0) for x in (k, v))
+  x = np.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(q.shape[-1])
+  x = x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
+  x = np.where(held, x, -np.inf)
+  m = x.max(-1)
+  p = np.exp(x - m[..., None])
+  return np.einsum("bkgs,bksh->bkgh", p / p.sum(-1, keepdims=True), v), x, m, p.sum(-1)
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize(
+  ("heads", "groups", "slots", "head_dim"),
+  [(3, 3, 200, 64), (1, 1, 16, 128), (2, 4, 1100, 128), (2, 7, 130, 80)],
+)
+def test_read(heads, groups, slots, head_dim, soft_cap):
+  """Output, state and victims of one launch, with ragged rows; the same bits twice."""
+  arrays = read_operands(3, heads, groups, slots, head_dim)
+  how = {"sinks": 2, "recent": 3, "soft_cap": soft_cap}
+  run = jax.jit(functools.partial(longflow_read.read, **how))
+  state, out, got = run(*arrays)
+  q, k, v, norm, pos, used, seen = arrays
+  o, logits, m, l = attention_oracle(q, k, v, used, soft_cap)
+  want, gap = oracle(*(logits, m, l, norm, pos, used, seen), sinks=2, recent=3, per_layer=False)
+  np.testing.assert_allclose(state.o, o, atol=2e-5)
+  np.testing.assert_allclose(state.lse, m + np.log(l), atol=2e-5)
+  np.testing.assert_array_equal(out, state.o)
+  assert (np.asarray(got) == want)[gap > 1e-4].all() and (gap > 1e-4).mean() > 0.7
+  again = run(*arrays)
+  for a, b in zip(jax.tree.leaves(again), jax.tree.leaves((state, out, got)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_read_in_half_precision():
+  """bfloat16, as users have it: the victim is that of the kernel's own logits."""
+  arrays = read_operands(4, 2, 4, 600, 128, jnp.bfloat16)
+  q, k, v, norm, pos, used, seen = arrays
+  state, out, got = jax.jit(functools.partial(longflow_read.read, sinks=0, recent=1))(*arrays)
+  o, logits, m, l = attention_oracle(*(x.astype(jnp.float32) for x in (q, k, v)), used)
+  want, gap = oracle(*(logits, m, l, norm, pos, used, seen), sinks=0, recent=1, per_layer=False)
+  assert out.dtype == jnp.bfloat16
+  np.testing.assert_allclose(state.o, o, atol=1e-2)
+  assert (np.asarray(got) == want)[gap > 1e-3].all() and (gap > 1e-3).any()
+
+
+def test_read_refuses_what_does_not_fit():
+  arrays = read_operands(5, 1, 7, 2100, 64)
+  with pytest.raises(NotImplementedError, match="k: found 2100 slots for 7 query heads"):
+    longflow_read.read(*map(jnp.asarray, arrays), sinks=0, recent=1)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_an_observe_of_ones_own_sees_logits(observed, monkeypatch):
+  """One launch names the victim unless a method asks for the logits that it would not write."""
+  own = {"observe": lambda self, *args: LongFlow.observe(self, *args)}
+  method = type("Own", (LongFlow,), own if observed else {})(24, window_size=8)
+  spec, seen = CacheSpec(2, 24, 3, 3, 64, 1, jnp.float32), []
+  cache, at = Cache.empty(method, spec, 0), method.at(Env(1, Rope(), impl="pallas"), 0)
+  attend = LongFlow.attend
+
+  def spy(self, *args):
+    seen.append(attend(self, *args))
+    return seen[-1]
+
+  monkeypatch.setattr(LongFlow, "attend", spy)
+  monkeypatch.setattr(longflow_read, "this_device", lambda: config.Device("", 2, 0))
+  q, k = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 64))
+  method.decode_step(at, cache, q, k, k, jnp.ones(2, bool), Carry())
+  assert (seen[0].logits is not None) == observed
+
+
 @pytest.mark.core(1)
-@pytest.mark.parametrize("per", ["kv_head", "layer"])
-def test_same_victims_as_the_reference_over_a_run(per):
+@pytest.mark.parametrize("per", ["kv_head", "layer", "one launch"])
+def test_same_victims_as_the_reference_over_a_run(per, monkeypatch):
   """Both implementations from the same cache at every step; the kernels' cache goes on."""
+  device = config.Device("", 2 if per == "one launch" else 1000, 0)
+  monkeypatch.setattr(longflow_read, "this_device", lambda: device)
+  per = "kv_head" if per == "one launch" else per
   budget, steps = (96, 2000) if ON_GPU else (24, 60)
   spec = CacheSpec(2, budget, 3, 3, 64, 1, jnp.float32)
   method = LongFlow(budget, window_size=8, per=per)

@@ -1,0 +1,193 @@
+"""LongFlow's step in one launch: attention, importance and the victim (LongFlow, §3.3, Alg. 1).
+
+    score_i = log Σ_r exp(x_ri − lse_r) · ‖v_i‖₁
+
+Every denominator is known only at the end of the pass over K and V. A row's logits wait for it in
+the registers of the program that made them, G·S numbers, in the place of memory: nothing is written
+but the output and the victim, and beside K and V only ‖v‖₁ and positions are read, 8 bytes a slot.
+
+Grid: one program per batch row and KV head.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from ..softmax_state import State
+from . import _backend, _split, _tiles
+from .config import Config, this_device
+from .longflow import LAST, Best, better, named
+
+HELD = 16 << 10  # logits of a program, at most: 128 registers of each thread of four warps
+
+
+class _Row(NamedTuple):
+  """q [R, G, H], k, v [R, S, H], ‖v‖₁ and positions [R, S], the end of the occupied slots and the
+  tokens seen [B].
+  """
+
+  q: Any
+  k: Any
+  v: Any
+  norm: Any
+  pos: Any
+  stop: Any
+  seen: Any
+
+
+def _kernel(
+  refs: _Row,
+  outs: tuple[Any, ...],
+  victim_ref: Any,
+  *,
+  sinks: int,
+  recent: int,
+  cut: Config,
+  scale: _tiles.Scale,
+) -> None:
+  """`_Row` -> o [R, G, H], m, l [R, G], o rounded; victim [R]."""
+  rows, groups, head_dim = refs.q.shape
+  slots, row = refs.k.shape[1], pl.program_id(0)
+  batch_row = row // (rows // refs.stop.shape[0])
+  stop, end = jnp.minimum(refs.stop[batch_row], slots), refs.seen[batch_row] - recent
+  lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
+  few, inside, real = pl.next_power_of_2(groups), columns < head_dim, lanes < groups
+  parts = parts_of(pl.cdiv(slots, cut.tile))
+
+  def of_queries(x: Array) -> Array:
+    """The rows of real queries, [few, …], of all that a product has."""
+    x = jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0)
+    return x.reshape(lanes.size // few, few, *x.shape[1:]).sum(axis=0)
+
+  def fetch(i: Any) -> _tiles.Tile:
+    slot = i * cut.tile + jnp.arange(cut.tile)
+    keep = slot < stop
+    at, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside[None, :]
+    k, v = (_backend.load(x, *at, mask=mask, evict="evict_first") for x in (refs.k, refs.v))
+    return _tiles.Tile(k, v, keep)
+
+  def step(i: Any, state: tuple[_tiles.Carry, list[Array]]) -> tuple[_tiles.Carry, list[Array]]:
+    carry, held = state
+    shown: list[Array] = []
+    carry = _tiles.step(carry, q, fetch(i), scale=scale, see=shown.append)
+    x = of_queries(shown[0])[:, None, :]
+    return carry, [
+      jnp.where(index[None, :, None] == i, x, part) for index, part in zip(parts, held, strict=True)
+    ]
+
+  mask = real[:, None] & inside[None, :]
+  q = _backend.load(refs.q, row, lanes[:, None], columns[None, :], mask=mask)
+  held = [jnp.full((few, index.size, cut.tile), -jnp.inf, jnp.float32) for index in parts]
+  start = _tiles.start(lanes.size, columns.size), held
+  carry, held = lax.fori_loop(0, pl.cdiv(stop, cut.tile), step, start)
+  _split.store(_split.whole(), carry, outs, groups=groups, head_dim=head_dim)
+
+  lse = of_queries(_tiles.finite(carry.m) + jnp.log2(_tiles.nonzero(carry.l)))
+
+  def least(index: Array, logits: Array) -> Best:
+    """Of the tiles of a part."""
+    real = jnp.arange(few)[:, None, None] < groups
+    share = jnp.where(real, logits - lse[:, None, None], -jnp.inf)  # log α
+    slot = index[:, None] * cut.tile + jnp.arange(cut.tile)[None, :]
+    there = slot < stop
+    norm = _backend.load(refs.norm, row, slot, mask=there, other=1.0)
+    pos = _backend.load(refs.pos, row, slot, mask=there, other=LAST)
+    base = _tiles.finite(share.max(axis=0))
+    score = base + jnp.log2(jnp.exp2(share - base[None]).sum(axis=0) * norm)
+    score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
+    score = jnp.where(there & (pos >= sinks) & (pos < end), score, jnp.inf)
+    return named(score, pos, slot)
+
+  victim_ref[row] = functools.reduce(better, map(least, parts, held)).slot
+
+
+def parts_of(tiles: int) -> list[Array]:
+  """Numbers of all tiles, in up to three parts whose sizes are powers of two."""
+  parts, first = [], 0
+  while first < tiles:
+    left = tiles - first
+    size = pl.next_power_of_2(left) if len(parts) == 2 else 1 << (left.bit_length() - 1)
+    parts.append(first + jnp.arange(size))
+    first += size
+  return parts
+
+
+def takes(rows: int, groups: int, slots: int) -> bool:
+  """Whether a row's logits fit a program's registers, and rows are as many as run at once."""
+  return pl.next_power_of_2(groups) * slots <= HELD and 4 * rows >= 3 * this_device().cores
+
+
+def cut_of(rows: int, head_dim: int, itemsize: int) -> Config:
+  """Tiles of 64 KiB; two programs to a multiprocessor where there are rows for that."""
+  tile = max(16, (64 << 10) // (2 * _split.columns_of(head_dim) * itemsize))
+  return Config(tile, 1, 4, 2) if rows > this_device().cores else Config(tile, 1, 8, 3)
+
+
+def read(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  norm: Float[Array, "B K S"],
+  pos: Int[Array, "B K S"],
+  stop: Int[Array, " B"],
+  seen: Int[Array, " B"],
+  *,
+  sinks: int,
+  recent: int,
+  soft_cap: float | None = None,
+  config: Config | None = None,
+  interpret: bool | None = None,
+) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K"]]:
+  """Attention over the slots [0, stop) of every row, and the slot that contributes least to it.
+
+  Args:
+    q: queries, rotated, in the dtype of k.
+    k, v: cached keys and values.
+    norm: ‖v‖₁ of every slot, float32.
+    pos: position of every slot.
+    stop, seen: occupied slots and tokens seen of every row; the newest has position seen − 1.
+    sinks, recent: numbers of first and of newest tokens that may not leave.
+    soft_cap: c of logits c·tanh(x/c); None: x itself.
+    config: how a row is walked; by device and shape if None.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+
+  Returns:
+    The softmax state, o in the dtype of q, and slots, int32; ties go to the lowest position. A slot
+    means nothing where no token may leave.
+
+  Raises:
+    NotImplementedError: a row's logits do not fit a program's registers.
+  """
+  batch, heads, groups, head_dim = q.shape
+  rows, slots, lanes = batch * heads, k.shape[2], pl.next_power_of_2(groups)
+  if lanes * slots > HELD:
+    raise NotImplementedError(
+      f"k: found {slots} slots for {groups} query heads of a KV head, expected at most "
+      f"{HELD // lanes}: logits of a row are held in registers"
+    )
+
+  def flat(x: Array) -> Array:
+    return x.reshape(rows, *x.shape[2:])
+
+  cut = config or cut_of(rows, head_dim, k.dtype.itemsize)
+  how = {"sinks": sinks, "recent": recent, "cut": cut}
+  (o, m, l, out), victim = _backend.call(
+    functools.partial(_kernel, **how, scale=_tiles.Scale.of(head_dim, None, soft_cap)),
+    _Row(*map(flat, (q, k, v, norm, pos)), stop, seen),
+    grid=(rows,),
+    out=[
+      tuple(_split.results(rows, groups, head_dim, 0, q.dtype)),
+      jax.ShapeDtypeStruct((rows,), jnp.int32),
+    ],
+    warps=cut.warps,
+    stages=cut.stages,
+    name="longflow_read",
+    interpret=interpret,
+  )
+  o, m, l, out, victim = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, out, victim))
+  return State(o, m, l), out, victim

@@ -66,6 +66,17 @@ def operation(method: Method, move: str) -> str | None:
   return name if marked is here else None
 
 
+def differs(method: Method, move: str) -> bool:
+  """Whether a method's form of a move does something else than the full cache's.
+
+  One that the same operation stands for only does it in another way.
+  """
+  from kvjax.method import Method
+
+  usual, own = getattr(vars(Method)[move], "known_as", None), operation(method, move)
+  return overrides(method, move) and (own is None or usual is None or own != usual[0])
+
+
 def knows(method: Method, move: str, other: str) -> bool:
   """Whether the class whose form of `move` this is knew the form of `other`, or is its class."""
 

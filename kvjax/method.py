@@ -191,6 +191,7 @@ class Method:
     """Priority of slots for a walk that may stop early, highest first; None: newest first."""
     return None
 
+  @forms.known_as("attend_span")
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Walks the plan with online softmax."""
     return context.merged(at, dispatch.attend(at, cache, context.part(at, cache, plan), q))

@@ -333,8 +333,7 @@ def _summed(
       sums["others"] += size * (name in changed)
   traits = at.top.traits
   least, most = traits.scans(spec)
-  # A form of its own reads what the plan lists, if it is one that an operation does too.
-  ends = forms.overrides(at.top, "attend") and forms.operation(at.top, "attend") is None
+  ends = forms.differs(at.top, "attend")  # it may not read all that the plan lists
   return LayerTraffic(
     attended=attended,
     tokens=sums["tokens"],

@@ -40,7 +40,7 @@ class Wrapper(Method):
   base: Method = dataclasses.field(default_factory=Full)
 
   def __post_init__(self):
-    lost = [move for move in self.replaces if forms.overrides(self.base, move)]
+    lost = [move for move in self.replaces if forms.differs(self.base, move)]
     if lost:
       raise ValueError(
         f"{type(self).__name__} replaces {', '.join(lost)}, and so does its base {self.base!r}: "

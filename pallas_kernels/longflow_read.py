@@ -21,9 +21,10 @@ from jaxtyping import Array, Float, Int
 from ..softmax_state import State
 from . import _backend, _split, _tiles
 from .config import Config, this_device
-from .longflow import LAST, Best, better, named
+from .longflow import LAST, named
 
 HELD = 16 << 10  # logits of a program, at most: 128 registers of each thread of four warps
+STAGE = 64 << 10  # bytes of keys and values in a stage
 
 
 class _Row(NamedTuple):
@@ -57,7 +58,7 @@ def _kernel(
   stop, end = jnp.minimum(refs.stop[batch_row], slots), refs.seen[batch_row] - recent
   lanes, columns = jnp.arange(_split.lanes_of(groups)), jnp.arange(_split.columns_of(head_dim))
   few, inside, real = pl.next_power_of_2(groups), columns < head_dim, lanes < groups
-  parts = parts_of(pl.cdiv(slots, cut.tile))
+  index = jnp.arange(tiles_of(slots, cut.tile))
 
   def of_queries(x: Array) -> Array:
     """The rows of real queries, [few, …], of all that a product has."""
@@ -71,60 +72,60 @@ def _kernel(
     k, v = (_backend.load(x, *at, mask=mask, evict="evict_first") for x in (refs.k, refs.v))
     return _tiles.Tile(k, v, keep)
 
-  def step(i: Any, state: tuple[_tiles.Carry, list[Array]]) -> tuple[_tiles.Carry, list[Array]]:
+  def step(i: Any, state: tuple[_tiles.Carry, Array]) -> tuple[_tiles.Carry, Array]:
     carry, held = state
     shown: list[Array] = []
     carry = _tiles.step(carry, q, fetch(i), scale=scale, see=shown.append)
     x = of_queries(shown[0])[:, None, :]
-    return carry, [
-      jnp.where(index[None, :, None] == i, x, part) for index, part in zip(parts, held, strict=True)
-    ]
+    return carry, jnp.where(index[None, :, None] == i, x, held)
 
   mask = real[:, None] & inside[None, :]
   q = _backend.load(refs.q, row, lanes[:, None], columns[None, :], mask=mask)
-  held = [jnp.full((few, index.size, cut.tile), -jnp.inf, jnp.float32) for index in parts]
+  held = jnp.full((few, index.size, cut.tile), -jnp.inf, jnp.float32)
   start = _tiles.start(lanes.size, columns.size), held
   carry, held = lax.fori_loop(0, pl.cdiv(stop, cut.tile), step, start)
   _split.store(_split.whole(), carry, outs, groups=groups, head_dim=head_dim)
 
   lse = of_queries(_tiles.finite(carry.m) + jnp.log2(_tiles.nonzero(carry.l)))
-
-  def least(index: Array, logits: Array) -> Best:
-    """Of the tiles of a part."""
-    real = jnp.arange(few)[:, None, None] < groups
-    share = jnp.where(real, logits - lse[:, None, None], -jnp.inf)  # log α
-    slot = index[:, None] * cut.tile + jnp.arange(cut.tile)[None, :]
-    there = slot < stop
-    norm = _backend.load(refs.norm, row, slot, mask=there, other=1.0)
-    pos = _backend.load(refs.pos, row, slot, mask=there, other=LAST)
-    base = _tiles.finite(share.max(axis=0))
-    score = base + jnp.log2(jnp.exp2(share - base[None]).sum(axis=0) * norm)
-    score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
-    score = jnp.where(there & (pos >= sinks) & (pos < end), score, jnp.inf)
-    return named(score, pos, slot)
-
-  victim_ref[row] = functools.reduce(better, map(least, parts, held)).slot
+  query = jnp.arange(few)[:, None, None] < groups
+  share = jnp.where(query, held - lse[:, None, None], -jnp.inf)  # log α
+  slot = index[:, None] * cut.tile + jnp.arange(cut.tile)[None, :]
+  there = slot < stop
+  norm = _backend.load(refs.norm, row, slot, mask=there, other=1.0)
+  pos = _backend.load(refs.pos, row, slot, mask=there, other=LAST)
+  base = _tiles.finite(share.max(axis=0))
+  score = base + jnp.log2(jnp.exp2(share - base[None]).sum(axis=0) * norm)
+  score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
+  score = jnp.where(there & (pos >= sinks) & (pos < end), score, jnp.inf)
+  victim_ref[row] = named(score, pos, slot).slot
 
 
-def parts_of(tiles: int) -> list[Array]:
-  """Numbers of all tiles, in up to three parts whose sizes are powers of two."""
-  parts, first = [], 0
-  while first < tiles:
-    left = tiles - first
-    size = pl.next_power_of_2(left) if len(parts) == 2 else 1 << (left.bit_length() - 1)
-    parts.append(first + jnp.arange(size))
-    first += size
-  return parts
+def tiles_of(slots: int, tile: int) -> int:
+  """Tiles of a row that are held, a power of two."""
+  return pl.next_power_of_2(pl.cdiv(slots, tile))
 
 
-def takes(rows: int, groups: int, slots: int) -> bool:
-  """Whether a row's logits fit a program's registers, and rows are as many as run at once."""
-  return pl.next_power_of_2(groups) * slots <= HELD and 4 * rows >= 3 * this_device().cores
+def fits(groups: int, slots: int) -> bool:
+  """Whether a row's logits fit a program's registers."""
+  return pl.next_power_of_2(groups) * pl.next_power_of_2(slots) <= HELD
+
+
+def takes(
+  rows: int, groups: int, slots: int, itemsize: int, *, interpret: bool, kind: str | None = None
+) -> bool:
+  """Whether one launch is worth it: logits fit, and there are rows for the multiprocessors.
+
+  Keys and values have 16 bits, and two programs fit the shared memory of a multiprocessor.
+  """
+  if interpret or not fits(groups, slots):
+    return fits(groups, slots)
+  here = this_device(kind)
+  return 3 * rows >= 2 * here.cores and itemsize == 2 and here.shared >= 2 * STAGE
 
 
 def cut_of(rows: int, head_dim: int, itemsize: int) -> Config:
-  """Tiles of 64 KiB; two programs to a multiprocessor where there are rows for that."""
-  tile = max(16, (64 << 10) // (2 * _split.columns_of(head_dim) * itemsize))
+  """Two programs to a multiprocessor where there are rows for that; else one, with more stages."""
+  tile = max(16, STAGE // (2 * _split.columns_of(head_dim) * itemsize))
   return Config(tile, 1, 4, 2) if rows > this_device().cores else Config(tile, 1, 8, 3)
 
 
@@ -164,21 +165,21 @@ def read(
     NotImplementedError: a row's logits do not fit a program's registers.
   """
   batch, heads, groups, head_dim = q.shape
-  rows, slots, lanes = batch * heads, k.shape[2], pl.next_power_of_2(groups)
-  if lanes * slots > HELD:
+  rows, slots = batch * heads, k.shape[2]
+  if not fits(groups, slots):
     raise NotImplementedError(
       f"k: found {slots} slots for {groups} query heads of a KV head, expected at most "
-      f"{HELD // lanes}: logits of a row are held in registers"
+      f"{HELD // pl.next_power_of_2(groups)}: logits of a row are held in registers"
     )
 
   def flat(x: Array) -> Array:
     return x.reshape(rows, *x.shape[2:])
 
   cut = config or cut_of(rows, head_dim, k.dtype.itemsize)
-  how = {"sinks": sinks, "recent": recent, "cut": cut}
+  how: dict[str, Any] = {"sinks": sinks, "recent": recent, "cut": cut}
   (o, m, l, out), victim = _backend.call(
     functools.partial(_kernel, **how, scale=_tiles.Scale.of(head_dim, None, soft_cap)),
-    _Row(*map(flat, (q, k, v, norm, pos)), stop, seen),
+    _Row(flat(q), flat(k), flat(v), flat(norm), flat(pos), stop, seen),
     grid=(rows,),
     out=[
       tuple(_split.results(rows, groups, head_dim, 0, q.dtype)),

@@ -29,7 +29,8 @@ def attend_and_name(
     return None
   takes = importlib.import_module("kvjax.kernels.longflow_read").takes
   batch, heads, groups, _ = q.shape
-  if not takes(batch * heads, groups, cache.size):
+  shape = batch * heads, groups, cache.size, k.dtype.itemsize
+  if not takes(*shape, interpret=jax.default_backend() != "gpu"):
     return None
   operands = q.astype(k.dtype), k, v, cache.slots["norm"], cache.pos, cache.used, cache.seen
   how: dict[str, Any] = {"sinks": sinks, "recent": recent, "soft_cap": at.env.soft_cap}

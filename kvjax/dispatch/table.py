@@ -75,7 +75,7 @@ KERNELS: dict[str, dict[str, tuple[str, str]]] = {
 
 # Kernels that equal their references in the interpreter, where programs run one after another, and
 # compile, but have not run and been timed on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = {"longflow_read"}
+UNRUN: set[str] = set()
 
 
 def kernel(operation: str, impl: str) -> Callable:

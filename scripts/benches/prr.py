@@ -16,6 +16,7 @@ from kvjax.kernels import _backend
 from kvjax.kernels.repair import repair
 from kvjax.ops import smoothing
 
+from .. import quiet
 from ..bench_files import BANDWIDTH
 from . import Case, Contender, jax_contender, looped_contender, optional, together
 from .sparse import flashinfer
@@ -468,9 +469,10 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
     add("prr_us", f"{ratio:g}", stepping, whole, turns)
   timed = dict(zip(makers, together(makers.values()), strict=True))
   times: dict[tuple[str, str], list[float]] = {name: [] for name in timed}
-  for _ in range(repetitions + 1):  # the first is not counted
-    for name, contender in timed.items():
-      times[name].append(contender.seconds())
+  with quiet.alone():
+    for _ in range(repetitions + 1):  # the first is not counted
+      for name, contender in timed.items():
+        times[name].append(contender.seconds())
   shape = {"unit": s.page, "best": base.tiles.best, "batch": s.batch, "slots": s.slots}
   entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": type(base).__name__, **shape}}
   entry["hits"] = {f"{ratio:g}": hits for ratio, hits in PROFILED_HITS.items()}

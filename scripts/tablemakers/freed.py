@@ -5,15 +5,18 @@ from .results import Case, Results
 
 # What a case of `per_head` is of, and what stands beside it, by the first word of its name.
 PAIRS = {"shared": ("shared", "equal heads"), "AdaKV": ("kvjax", "SnapKV")}
+ALIKE = "shared", "equal heads, shared"
 
 
 def by_head(results: Results) -> list[str]:
   """Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV."""
-  rows = [
-    [case.name.removeprefix("shared "), *_beside(case, *PAIRS[case.name.split()[0]])]
-    for case in results.bench("per_head").cases("")
-  ]
-  return cells.table(("", "heads of 0.4 to 1.6", "equal heads", "times as fast"), rows)
+  rows = []
+  for case in results.bench("per_head").cases(""):
+    kind, name = case.name.split()[0], case.name.removeprefix("shared ")
+    alike = _beside(case, *ALIKE)[2] if kind == "shared" else "–"
+    rows.append([name, *_beside(case, *PAIRS[kind]), alike])
+  head = "", "heads of 0.4 to 1.6", "equal heads", "times as fast", "where those share slots too"
+  return cells.table(head, rows)
 
 
 def branches(results: Results) -> list[str]:

@@ -173,19 +173,17 @@ def test_an_observe_of_ones_own_sees_logits(observed, monkeypatch):
     return seen[-1]
 
   monkeypatch.setattr(LongFlow, "attend", spy)
-  monkeypatch.setattr(longflow_read, "this_device", lambda: config.Device("", 2, 0))
   q, k = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 64))
   method.decode_step(at, cache, q, k, k, jnp.ones(2, bool), Carry())
   assert (seen[0].logits is not None) == observed
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("per", ["kv_head", "layer", "one launch"])
+@pytest.mark.parametrize("per", ["kv_head", "layer", "kv_head, two launches"])
 def test_same_victims_as_the_reference_over_a_run(per, monkeypatch):
   """Both implementations from the same cache at every step; the kernels' cache goes on."""
-  device = config.Device("", 2 if per == "one launch" else 1000, 0)
-  monkeypatch.setattr(longflow_read, "this_device", lambda: device)
-  per = "kv_head" if per == "one launch" else per
+  per, *apart = per.split(", ")
+  monkeypatch.setattr(longflow_read, "takes", lambda *_, **__: not apart)
   budget, steps = (96, 2000) if ON_GPU else (24, 60)
   spec = CacheSpec(2, budget, 3, 3, 64, 1, jnp.float32)
   method = LongFlow(budget, window_size=8, per=per)
@@ -220,3 +218,13 @@ def test_same_victims_as_the_reference_over_a_run(per, monkeypatch):
   assert (~np.asarray(same)).mean() <= 1e-3  # scores that differ by rounding alone
   if not ON_GPU:
     assert np.asarray(same).all()
+
+
+def test_one_launch_where_rows_fill_the_device():
+  """On an H200 from 88 rows on, in 16 bits; not where one program has no room for another."""
+  how = {"interpret": False, "kind": "NVIDIA H200"}
+  assert longflow_read.takes(88, 4, 3200, 2, **how)
+  assert not longflow_read.takes(87, 4, 3200, 2, **how)
+  assert not longflow_read.takes(88, 4, 4097, 2, **how)
+  assert not longflow_read.takes(88, 4, 3200, 4, **how)
+  assert not longflow_read.takes(88, 4, 3200, 2, interpret=False, kind="NVIDIA RTX A6000")

@@ -25,6 +25,7 @@ from kvjax.kernels import (
   config,
   decode,
   host_blocks,
+  longflow_read,
   prefill,
   product,
   summaries,
@@ -488,6 +489,16 @@ def longflow_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     shapes.append(of((rows, kv_heads), i32))
     call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
     yield f"{kv_heads}x{groups}{'-layer' * per_layer}{'-many' * (rows > 2)}", call, shapes
+  cases = [(128, 8, 4, 3200, "bfloat16"), (16, 8, 4, 3200, "bfloat16"), (64, 2, 6, 2048, "float16")]
+  for rows, kv_heads, groups, slots, dtype in cases:
+    lead = rows, kv_heads
+    if not longflow_read.takes(rows * kv_heads, groups, slots, 2, interpret=False, kind=kind):
+      continue
+    key = of((*lead, slots, 128), dtype)
+    shapes = [of((*lead, groups, 128), dtype), key, key, of((*lead, slots), jnp.float32)]
+    shapes += [of((*lead, slots), i32), of((rows,), i32), of((rows,), i32)]
+    call = functools.partial(longflow_read.read, sinks=4, recent=1, interpret=False)
+    yield f"read-{kv_heads}x{groups}-B{rows}-{dtype}", call, shapes
 
 
 def product_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
@@ -665,6 +676,7 @@ CORE = (
   "host_blocks-fetch-1-H128",
   "host_blocks-append-1-H128",
   "longflow-8x4",
+  "longflow-read-8x4-B16-bfloat16",
   "prefill-plain-8192-H128-bfloat16",
   "prefill-mass-8192-H128-bfloat16",
   "select-top_k-pages",
@@ -711,6 +723,7 @@ def slow_unless(fast: bool, *values: Any) -> Any:
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
 STACK = {"art_walk": 48, "product": 8, "enter_codes": 8, "decode_int8": 8, "decode_int4": 8}
+STACK["longflow_read"] = 48
 
 
 @functools.cache

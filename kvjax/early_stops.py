@@ -91,11 +91,25 @@ def walk(
   starts = np.arange(0, k.shape[-2], tile)
   mass = np.add.reduceat(weight, starts, -1)
   part = np.add.reduceat(weight[..., None] * v, starts, -2)
+  return over_tiles(part, mass, np.asarray(np.linalg.norm(v, axis=-1).max(-1)))
+
+
+def over_tiles(
+  part: Float[np.ndarray, "*batch T H"],
+  mass: Float[np.ndarray, "*batch T"],
+  longest: Float[np.ndarray, "*#batch"],
+) -> Walk:
+  """`walk`, of tiles that are summed already, in visiting order.
+
+  Args:
+    part: Σ exp(logit − max)·v of each tile.
+    mass, longest: as in `Walk`.
+  """
   # A tile whose terms all round to 0 adds nothing, wherever it points.
   u = part / np.where(mass > 0, mass, 1.0)[..., None]
   total = mass.cumsum(-1)
   o = part.cumsum(-2) / np.where(total > 0, total, 1.0)[..., None]
-  return Walk(o, u, mass, np.linalg.norm(v, axis=-1).max(-1))
+  return Walk(o, u, mass, longest)
 
 
 def probe(o: Float[Numbers, "*batch H"], dims: int = 32) -> Float[np.ndarray, "*batch P"]:
@@ -141,11 +155,10 @@ def stops_of_movements(
   # compared with.
   stable = ((scale < tau) | (tau == math.inf)) & ((turn < phi) | (phi == math.inf))
   stable[..., 0] = False
-  calm, ended = np.zeros(stable.shape[:-1], int), np.zeros(stable.shape[:-1], int)
-  for t in range(stable.shape[-1]):
-    calm = np.where(stable[..., t], calm + 1, 0)
-    ended = np.where((ended == NEVER) & (calm >= patience), t + 1, ended)
-  return ended
+  tile = np.arange(stable.shape[-1])
+  calm = tile - np.maximum.accumulate(np.where(stable, 0, tile), -1)  # stable ones up to this tile
+  ends = calm >= patience
+  return np.where(ends.any(-1), ends.argmax(-1) + 1, NEVER)
 
 
 def of_group(

@@ -12,6 +12,7 @@ Queries whose newest tile is not whole are left out.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -65,18 +66,67 @@ ORDERS = {"newest": "newest tile first", "sinks": "first tile, then newest first
 
 def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> Iterator[Walked]:
   """Every layer and position whose keys make whole tiles, at least `least` of them."""
-  layers = sorted(int(name[5:].split("/")[0]) for name in arrays if name.endswith("/q"))
-  for layer in layers:
+  tokens = arrays["positions"] + 1
+  able = (tokens % tile == 0) & (tokens >= least * tile)
+  if not able.any():
+    return
+  tokens = tokens[able]
+  for layer in _layers(arrays):
     q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
-    for i, position in enumerate(arrays["positions"]):
-      tokens = int(position) + 1
-      if tokens % tile == 0 and tokens >= least * tile:
-        # The order within a tile is all one.
-        index = np.arange(tokens)[::-1]
-        if order == "sinks":
-          index = np.roll(index, tile)
-        seen = (x[:, None, index] for x in (k, v))
-        yield Walked(layer, tokens, early_stops.walk(q[:, :, i], *seen, tile))
+    part, mass = _of_tiles(q[:, :, able], k, v, tokens, tile)
+    length = np.linalg.norm(v, axis=-1)
+    for i, seen in enumerate(tokens.tolist()):
+      # The order within a tile is all one.
+      index = np.arange(seen // tile)[::-1]
+      if order == "sinks":
+        index = np.roll(index, 1)
+      longest = length[:, None, :seen].max(-1)
+      walk = early_stops.over_tiles(part[:, :, i, index], mass[:, :, i, index], longest)
+      yield Walked(layer, seen, walk)
+
+
+def _layers(arrays: dict[str, np.ndarray]) -> list[int]:
+  return sorted(int(name[5:].split("/")[0]) for name in arrays if name.endswith("/q"))
+
+
+def _of_tiles(
+  q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """What `early_stops.over_tiles` takes of every tile, [K, G, A, T, H] and [K, G, A, T].
+
+  Queries [K, G, A, H] share the tiles of keys and values [K, S, H], each the first `tokens` [A].
+  """
+  heads, groups, count, size = q.shape
+  end = tokens.max()
+  logits = q.reshape(heads, -1, size) @ np.swapaxes(k[:, :end], 1, 2) / np.sqrt(size)
+  logits = logits.reshape(heads, groups, count, end)
+  logits = np.where(np.arange(end) < tokens[:, None], logits, -np.inf)
+  weight = np.exp(logits - logits.max(-1, keepdims=True))
+  weight = weight.reshape(heads, groups * count, -1, tile)
+  part = np.swapaxes(weight, 1, 2) @ v[:, :end].reshape(heads, -1, tile, size)  # [K, T, G·A, H]
+  part = np.swapaxes(part, 1, 2).reshape(heads, groups, count, -1, size)
+  return part, weight.sum(-1).reshape(heads, groups, count, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stops:
+  """Where the walks of one layer from one position end, at one τ.
+
+  Attributes:
+    kind: of whom: each "query head" [K, G], or the "group" of a KV head [K, 1].
+    probed, oracle: tiles at which the probe, and one that sees the whole output, stop.
+    visited: share of the tiles that the probe's walks read.
+    found: what stopping costs each query head whose walk ended.
+  """
+
+  kind: str
+  tau: float
+  layer: int
+  tokens: int
+  probed: np.ndarray
+  oracle: np.ndarray
+  visited: np.ndarray
+  found: early_stops.Truncation
 
 
 @dataclasses.dataclass
@@ -159,12 +209,12 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
   alike: dict[float, list[np.ndarray]] = {tau: [] for tau in BOTH}
   by_length: dict[int, dict[float, tuple[Cost, Cost]]] = {}
   curves: dict[int, list[np.ndarray]] = {}
-  stops: list[tuple[int, int, float, np.ndarray, np.ndarray]] = []
-  bounds: dict[float, list[early_stops.Truncation]] = {tau: [] for tau in BOTH}
+  stops: list[Stops] = []
   for walked in walks(arrays, tile, least, order):
     walk, tiles = walked.walk, walked.walk.o.shape[-2]
     seen = early_stops.movements(early_stops.probe(walk.o))
-    together, whole = early_stops.of_group(*seen), early_stops.movements(walk.o)
+    whole = early_stops.movements(walk.o)
+    together, all_together = early_stops.of_group(*seen), early_stops.of_group(*whole)
     for name, (tau, phi, patience) in detectors().items():
       for kind, moved in ((costs, seen), (of_groups, together)):
         stop = early_stops.stops_of_movements(*moved, tau, phi, patience)
@@ -182,22 +232,45 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
     errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
     curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
-    for tau in bounds:
-      probed = early_stops.stops_of_movements(*seen, tau, PHI, PATIENCE)
-      oracle = early_stops.stops_of_movements(*whole, tau, PHI, PATIENCE)
-      stops.append((walked.layer, walked.tokens, tau, probed.ravel(), oracle.ravel()))
-      found = early_stops.truncation(walk, probed, tau, PATIENCE)
-      ended = probed != early_stops.NEVER
-      bounds[tau].append(early_stops.Truncation(*(part[ended] for part in found)))
+    for tau, (kind, moved, known) in itertools.product(
+      BOTH, (("query head", seen, whole), ("group", together, all_together))
+    ):
+      probed = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
+      oracle = early_stops.stops_of_movements(*known, tau, PHI, PATIENCE)
+      ended = np.broadcast_to(probed, walk.mass.shape[:-1])
+      found = early_stops.truncation(walk, ended, tau, PATIENCE)
+      found = early_stops.Truncation(*(part[ended != early_stops.NEVER] for part in found))
+      visited = early_stops.read(probed, tiles) / tiles
+      stops.append(Stops(kind, tau, walked.layer, walked.tokens, probed, oracle, visited, found))
   if not stops:
     raise ValueError(f"recording: found no query that sees {least} whole tiles of {tile} keys")
 
-  def agreed(tau: float, chosen: Callable[[int, int], bool]) -> dict[str, Any]:
-    some = [s for s in stops if s[2] == tau and chosen(s[0], s[1])]
-    both = (np.concatenate([s[i] for s in some]) for i in (3, 4))
+  def chosen(**wanted: Any) -> list[Stops]:
+    return [s for s in stops if all(getattr(s, name) == x for name, x in wanted.items())]
+
+  def agreed(**wanted: Any) -> dict[str, Any]:
+    some = chosen(**wanted)
+    both = (np.concatenate([getattr(s, n).ravel() for s in some]) for n in ("probed", "oracle"))
     return early_stops.agreement(*both)._asdict()
 
-  lengths = sorted({s[1] for s in stops})
+  def agreements(kind: str) -> dict[str, Any]:
+    return {
+      f"{tau:g}": {
+        **{f"{n} tokens": agreed(kind=kind, tau=tau, tokens=n) for n in halves},
+        **{f"layer {n}": agreed(kind=kind, tau=tau, layer=n) for n in _some(list(curves))},
+        "all": agreed(kind=kind, tau=tau),
+      }
+      for tau in BOTH
+    }
+
+  def bounds(kind: str) -> dict[str, Any]:
+    return {f"{tau:g}": _bounds([s.found for s in chosen(kind=kind, tau=tau)]) for tau in BOTH}
+
+  def share(kind: str, tau: float, layer: int) -> list[Any]:
+    some = chosen(kind=kind, tau=tau, layer=layer)
+    return np.mean([s.visited for s in some], 0).round(4).tolist()
+
+  lengths = sorted({s.tokens for s in stops})
   halves = [n for n in lengths if n in (lengths[0], lengths[len(lengths) // 2], lengths[-1])]
   return {
     "order": ORDERS[order],
@@ -227,15 +300,17 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
       layer: np.quantile(np.concatenate(found), (0.5, 0.9), 0).tolist()
       for layer, found in curves.items()
     },
-    "agreement": {
+    "heads": {
       f"{tau:g}": {
-        **{f"{n} tokens": agreed(tau, lambda _, t, n=n: t == n) for n in halves},
-        **{f"layer {n}": agreed(tau, lambda m, _, n=n: m == n) for n in _some(list(curves))},
-        "all": agreed(tau, lambda *_: True),
+        layer: {kind: share(kind, tau, layer) for kind in ("query head", "group")}
+        for layer in curves
       }
-      for tau in bounds
+      for tau in BOTH
     },
-    "bounds": {f"{tau:g}": _bounds(found) for tau, found in bounds.items()},
+    "agreement": agreements("query head"),
+    "group_agreement": agreements("group"),
+    "bounds": bounds("query head"),
+    "group_bounds": bounds("group"),
   }
 
 
@@ -299,8 +374,23 @@ def tables(found: dict[str, Any], about: str) -> str:
     lines += ["", f"Share of the tiles visited, τ = {tau}", ""]
     lines.append(f"  {'':12} {'query head':>10} {'group':>7}")
     lines += [f"  {n:12} {x['query head']:10.1%} {x['group']:7.1%}" for n, x in rows.items()]
-  for tau, rows in found["agreement"].items():
-    lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}", ""]
+  for tau, rows in found["heads"].items():
+    lines += ["", f"Share of the tiles visited by layer and KV head, τ = {tau}", ""]
+    for layer, shares in rows.items():
+      pairs = zip(shares["group"], shares["query head"], strict=True)
+      for i, ((group,), heads) in enumerate(pairs):
+        each = " ".join(f"{share:7.1%}" for share in heads)
+        lines.append(f"  layer {layer}, KV head {i}: {group:7.1%}, by query head {each}")
+  for prefix, whose in (("", "each query head"), ("group_", "query heads together")):
+    lines += _theory(found[f"{prefix}agreement"], found[f"{prefix}bounds"], whose)
+  return "\n".join(lines) + "\n"
+
+
+def _theory(agreement: dict[str, Any], bounds: dict[str, Any], whose: str) -> list[str]:
+  """How probe and oracle agree, and what the theorems say of the stops."""
+  lines = []
+  for tau, rows in agreement.items():
+    lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}, {whose}", ""]
     head = f"{'n':>7} {'agree':>8} {'FP':>7} {'FN':>7} {'ended':>7} {'agree':>8}  Δblk"
     lines.append(f"  {'':12} {head}")
     for name, row in rows.items():
@@ -312,10 +402,10 @@ def tables(found: dict[str, Any], about: str) -> str:
         f"{row['late']:7.2%} {row['ended']:7,} {of_ended:>8}  {apart}".rstrip()
       )
     lines += ["", "  ended: walks that one of the two ends, and how many of these they agree on"]
-  for tau, row in found["bounds"].items():
-    lines += ["", f"Theorems 1 and 2 at the stops, τ = {tau}", ""]
+  for tau, row in bounds.items():
+    lines += ["", f"Theorems 1 and 2 at the stops, τ = {tau}, {whose}", ""]
     lines += [f"  {name.replace('_', ' '):34} {_short(value)}" for name, value in row.items()]
-  return "\n".join(lines) + "\n"
+  return lines
 
 
 def _share(cost: dict[str, float]) -> str:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from kvjax import early_stops
 from scripts import art_study
 
 
@@ -29,6 +30,22 @@ def test_walks_see_whole_tiles_in_order():
   newest, sinks = (found[o][0].walk.u[0, 0, :, 0] for o in ("newest", "sinks"))
   np.testing.assert_allclose(newest, [29.5 - 4 * t for t in range(8)])
   np.testing.assert_allclose(sinks, [1.5, *newest[:-1]])
+
+
+@pytest.mark.parametrize("order", art_study.ORDERS)
+def test_walks_are_those_of_each_query_by_itself(order):
+  """All queries of a layer are taken together; keys that one does not see have no weight."""
+  rng = np.random.default_rng(0)
+  arrays = recording(rng.normal(size=(64, 40)))
+  for name in "qk":
+    arrays[f"layer3/{name}"] = rng.normal(scale=2, size=arrays[f"layer3/{name}"].shape)
+  for walked, i in zip(art_study.walks(arrays, 4, 6, order), (2, 3), strict=True):
+    index = np.arange(walked.tokens)[::-1]
+    index = np.roll(index, 4) if order == "sinks" else index
+    q, k, v = (arrays[f"layer3/{name}"] for name in "qkv")
+    alone = early_stops.walk(q[:, :, i], k[:, None, index], v[:, None, index], 4)
+    for found, expected in zip(walked.walk, alone, strict=True):
+      np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), atol=1e-12)
 
 
 def test_constant_values_stop_when_patience_ends():
@@ -57,6 +74,16 @@ def test_a_group_goes_on_until_all_its_heads_are_stable():
     lengths = found["lengths"][tau]["64 tokens"]
     ends = {"0.01": (6, 11), "1e-05": (6, 16)}[tau]
     assert lengths == {"query head": sum(ends) / 32, "group": ends[1] / 16}
+    # At 32 tokens key 40 is not there yet: both end in the 6th tile of 8.
+    shares = [(6 / 8 + end / 16) / 2 for end in ends]
+    heads = found["heads"][tau][3]
+    assert heads["query head"] == [pytest.approx(shares, abs=1e-4)]
+    assert heads["group"] == [[pytest.approx(shares[1], abs=1e-4)]]
+    stopped = {"0.01": (4, 4), "1e-05": (3, 2)}[tau]
+    counts = [found[name][tau]["stops"] for name in ("bounds", "group_bounds")]
+    assert tuple(counts) == stopped
+    assert found["agreement"][tau]["all"]["walks"] == 4
+    assert found["group_agreement"][tau]["all"]["walks"] == 2
   assert found["groups"]["tau 0.01"]["visited"] > found["costs"]["tau 0.01"]["visited"]
   assert found["groups"]["tau 0.01, 1 splits"] == found["groups"]["tau 0.01"]
 

@@ -147,18 +147,18 @@ class Cost:
     stop = np.broadcast_to(stop, heads)
     self._add(early_stops.read(stop, tiles), early_stops.error(walk, stop), tiles, 1, patience)
 
-  def add_splits(self, walk: early_stops.Walk, count: int, tau: float, group: bool) -> None:
-    parts, heads = early_stops.splits(walk, count), walk.mass.shape[:-1]
-    stops = []
-    for part in parts:
-      moved = early_stops.movements(early_stops.probe(part.o))
-      moved = early_stops.of_group(*moved) if group else moved
-      found = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
+  def add_splits(
+    self, walk: early_stops.Walk, parts: list[early_stops.Walk], moved: list[Any], tau: float
+  ) -> None:
+    """Of a walk in splits, each with its `movements`."""
+    heads, stops = walk.mass.shape[:-1], []
+    for each in moved:
+      found = early_stops.stops_of_movements(*each, tau, PHI, PATIENCE)
       stops.append(np.broadcast_to(found, heads))
     o, read = early_stops.joined(parts, stops)
     last = walk.o[..., -1, :]
     apart = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
-    self._add(read, apart, walk.o.shape[-2], count, PATIENCE)
+    self._add(read, apart, walk.o.shape[-2], len(parts), PATIENCE)
 
   def _add(
     self, read: np.ndarray, errors: np.ndarray, tiles: int, splits: int, patience: int
@@ -219,9 +219,13 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
       for kind, moved in ((costs, seen), (of_groups, together)):
         stop = early_stops.stops_of_movements(*moved, tau, phi, patience)
         kind[name].add(walk, stop, patience)
-    for (tau, count), kinds in split.items():
-      for group, cost in enumerate(kinds):
-        cost.add_splits(walk, count, tau, bool(group))
+    for count in SPLITS:
+      parts = early_stops.splits(walk, count)
+      of_heads = [early_stops.movements(early_stops.probe(part.o)) for part in parts]
+      each_group = [early_stops.of_group(*moved) for moved in of_heads]
+      for tau in BOTH:
+        for cost, moved in zip(split[tau, count], (of_heads, each_group), strict=True):
+          cost.add_splits(walk, parts, moved, tau)
     for tau in BOTH:
       kinds = by_length.setdefault(walked.tokens, {}).setdefault(tau, (Cost(), Cost()))
       for cost, moved in zip(kinds, (seen, together), strict=True):

@@ -4,9 +4,11 @@
 
 Every sample hides a number at a depth of its own, far enough from the end to have left the window.
 Each method reads it in its own way and answers; methods that stream report at every step which
-blocks each layer has retrieved. The recall is the share of the needle's blocks among them. All
-methods attend to about as many tokens (first ones, window and retrieved ones together), the full
-cache to everything.
+blocks each layer has retrieved. The recall is the share of the needle's blocks among them; beside
+it stands what as many blocks drawn at random would have. All methods attend to about as many
+tokens (first ones, window and retrieved ones together), the full cache to everything: it is left
+out where a text is longer than what the model was trained for. The others see no distance beyond
+their window.
 
 In the folder: needles.json, to which each answer is added as it comes (a further run resumes
 there), needles.txt, the table; recall.png, recall by layer and step, right and wrong answers apart
@@ -41,6 +43,7 @@ from .evals.task import Row, rng
 from .retrieval_heads import load
 
 STEPS = 16  # longest answer
+CHUNK = 2048  # tokens that methods read at a time which would take any number
 ABLATION = {
   "ltri": {},
   "ltri, not persistent": {"persistent": False},
@@ -172,7 +175,10 @@ def answer(
     forced = (wanted + [-1] * method.inject)[: method.inject]
     caches = injected(caches, jnp.array([forced]))
   tokens = common.right_padded(sample.ids, size=room - STEPS)
-  logits, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method)
+  traits = method.traits
+  # What forgets as it reads needs no whole prompt at once.
+  chunk = CHUNK if traits.chunkable and not traits.positional else None
+  logits, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method, chunk=chunk)
   step, said, recall = stepper(model, method), [], []
   for _ in range(STEPS):
     token, logits, caches, blocks = step(caches, logits)
@@ -198,17 +204,29 @@ def mean_recall(answers: Sequence[dict[str, Any]]) -> np.ndarray:
   return np.stack([np.mean(row, 0) for row in rows])
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
-  """A line for each method: right answers, and recall over all layers and over the best one."""
+def chance(method: kvjax.Method, length: int) -> float | None:
+  """Recall of blocks drawn from all that leave the window in so many tokens; None: of no choice."""
+  if not isinstance(method, Streamed) or method.inject:
+    return None
+  gone = (length - method.init_tokens - method.local) // method.block
+  return min(1.0, method.retrieved / max(gone, 1))
+
+
+def table(
+  found: dict[str, list[dict[str, Any]]], methods: dict[str, kvjax.Method], length: int
+) -> str:
+  """A line for each method: right answers, recall over all layers, by chance, over the best one."""
   rows = []
   for name, answers in found.items():
     right = sum(a["right"] for a in answers)
-    cells = ["–", "–"]
+    cells = ["–", "–", "–"]
     if answers[0]["recall"]:
       by_layer = mean_recall(answers).mean(0)
-      cells = [f"{by_layer.mean():.2f}", f"{by_layer.max():.2f} ({by_layer.argmax()})"]
+      drawn = chance(methods[name], length)
+      best = f"{by_layer.max():.2f} ({by_layer.argmax()})"
+      cells = [f"{by_layer.mean():.3f}", "–" if drawn is None else f"{drawn:.3f}", best]
     rows.append([name, f"{right} / {len(answers)}", *cells])
-  return console.table(("method", "right", "recall", "best layer"), rows)
+  return console.table(("method", "right", "recall", "by chance", "best layer"), rows)
 
 
 def draw_recall(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
@@ -225,8 +243,7 @@ def draw_recall(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> N
         continue
       image = axis.imshow(mean_recall(part).T, vmin=0, vmax=1, aspect="auto", origin="lower")
       axis.set(xlabel="step", ylabel="layer")
-  if names:
-    figure.colorbar(image, ax=axes, label="needle recall")
+  figure.colorbar(image, ax=axes, label="needle recall")
   figure.savefig(path, dpi=110)
 
 
@@ -270,23 +287,29 @@ def main(args: Args) -> None:
   path = args.out / "needles.json"
   answers = load_answers(path, about)
   model, tokenizer = common.load_model(args.checkpoint)
+  if args.length > (most := model.config.max_context):
+    methods.pop("full")
+    print(f"full: left out, the model was trained for {most:,} tokens, not for {args.length:,}")
+  names = [name for name in args.methods or methods if name in methods]
   room = -(-(args.length + STEPS) // args.block) * args.block
-  with console.bar(args.samples * len(args.methods or methods), "answers", "answer") as bar:
+  with console.bar(args.samples * len(names), "answers", "answer") as bar:
     for index in range(args.samples):
       asked = sample(tokenizer, args, index)
-      for name in args.methods or methods:
+      for name in names:
         done = answers.setdefault(name, {})
         if str(index) not in done:
           done[str(index)] = answer(model, tokenizer, methods[name], asked, room)
           with common.written_aside(path) as aside:
             aside.write_text(json.dumps({"about": about, "answers": answers}) + "\n", "utf-8")
         bar.update(1)
-  found = {name: list(answers[name].values()) for name in methods if answers.get(name)}
-  text = table(found)
-  with common.written_aside(args.out / "needles.txt") as aside:
-    aside.write_text(text + "\n", "utf-8")
-  with common.written_aside(args.out / "recall.png") as aside:
-    draw_recall(found, aside)
+      # A run that is stopped leaves its table.
+      found = {name: list(answers[name].values()) for name in methods if answers.get(name)}
+      text = table(found, methods, args.length - STEPS)
+      with common.written_aside(args.out / "needles.txt") as aside:
+        aside.write_text(text + "\n", "utf-8")
+  if any(answers[0]["recall"] for answers in found.values()):
+    with common.written_aside(args.out / "recall.png") as aside:
+      draw_recall(found, aside)
   if any(name in found for name in ABLATION):
     with common.written_aside(args.out / "ablation.png") as aside:
       draw_ablation(found, aside)

@@ -167,6 +167,26 @@ def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
 
 
 STUDY = "--checkpoint {checkpoint} --length"
+EVERY_FOURTH = " ".join(map(str, range(2, 28, 4)))
+
+
+def stopping(length: int, stride: int, limit: int) -> dict[str, Step]:
+  """What ART's stops cost on a real model's activations: recorded, then studied, by a CPU alone.
+
+  A recording takes 7.2 kB a token of a 1.5B, tables and pictures 0.5 MB.
+  """
+  held = f"{{out}}/recorded_{length}.npz"
+  return {
+    f"real_record_{length >> 10}K": Step(
+      f"scripts.record {held} {STUDY} {length} --stride {stride} --layers {EVERY_FOURTH}", 240
+    ),
+    f"real_art_{length >> 10}K": Step(f"scripts.art_study {held} --out {{out}}/real_art", limit),
+  }
+
+
+NEEDLES = "--heads {out}/real_heads.json --checkpoint {checkpoint}"
+# The paper's budget (Ltri-LLM, §4.1), over a text four times as long as the model's.
+LONG = "--length 131072 --init 128 --window 4096 --block 128 --retrieved 16 --chunk 512"
 REAL = {
   **parts("8K", f"{FIRST} {MORE}"),
   **speeds("8K", 8192, "1024"),
@@ -187,8 +207,16 @@ REAL = {
   ),
   "real_heads": Step(f"scripts.retrieval_heads {{out}}/real_heads.json {STUDY} 2048"),
   "real_needles": Step(
-    f"scripts.needle_recall {{out}}/real_needles --heads {{out}}/real_heads.json {STUDY} 8000", 540
+    f"scripts.needle_recall {{out}}/real_needles {NEEDLES} --length 8000 --samples 10", 540
   ),
+  "real_stream": Step(
+    f"scripts.needle_recall {{out}}/real_stream {NEEDLES} {LONG} --samples 4 "
+    "--methods infllm ltri streaming_llm 'infllm, injected'",
+    400,
+  ),
+  **stopping(8192, 128, 150),
+  **stopping(16384, 256, 240),
+  **stopping(32768, 512, 400),
   "real_gsm8k": real(
     "gsm8k",
     "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "

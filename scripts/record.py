@@ -141,7 +141,7 @@ def main(args: Args) -> None:
     "kvjax": kvjax.__version__,
   }
   with common.written_aside(args.out) as path, path.open("wb") as file:
-    np.savez_compressed(file, about=np.asarray(json.dumps(about)), **arrays)
+    np.savez(file, about=np.asarray(json.dumps(about)), **arrays)
   print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
   for name, x in arrays.items():
     print(f"  {name:12} {x.dtype.name:8} {list(x.shape)}")

@@ -281,29 +281,6 @@ def end_to_end(results: Results) -> list[str]:
   return cells.table(head, rows) if rows else []
 
 
-# ---- ART's stops
-
-STOPS = "art_study/qwen1.5b_tile128_4096_{}.json"
-ORDERS = {"newest": "newest tile first", "sinks": "`sinks=4`: first tile first"}
-
-
-def stops(results: Results) -> list[str]:
-  """What one walk reads and misses, of query heads by themselves and of six together."""
-  rows = []
-  for order, label in ORDERS.items():
-    if not (results.folder / STOPS.format(order)).is_file():
-      return []
-    for tau in ("1e-05", "0.01"):
-      row = [label, tau.replace("1e-05", "1e-5")]
-      for kind in ("splits", "groups"):
-        cost = results.json(STOPS.format(order), kind, f"tau {tau}, 1 splits")
-        row += [cells.percent(cost[key], 1) for key in ("visited", "stopped")]
-        row.append(f"{cost['error']:.1e}")
-      rows.append(row)
-  head = ("order", "τ", "read, a query head", "stop", "mean error", "read, a group", "stop")
-  return cells.table((*head, "mean error"), rows)
-
-
 # ---- which method when
 
 

@@ -27,14 +27,29 @@ def long_needles(results: Results) -> list[str]:
   return _needles(results, f"{GPU}/needles/needles.txt")
 
 
+def real_needles(results: Results) -> list[str]:
+  return _if_there(results, f"{GPU}/real/needles/needles.txt")
+
+
+def stream_needles(results: Results) -> list[str]:
+  return _if_there(results, f"{GPU}/real/stream/needles.txt")
+
+
+def _if_there(results: Results, path: str) -> list[str]:
+  return _needles(results, path) if (results.folder / path).is_file() else []
+
+
 def _needles(results: Results, path: str) -> list[str]:
-  rows = []
-  for row in results.columns(path):
-    if len(row) != 4:
-      raise ValueError(f"{path}: found a row {row}, expected method, right, recall, best layer")
+  """Runs of before recall stood beside chance have a column less."""
+  rows, columns = results.columns(path), ("method", "right", "needle recall", "best layer")
+  if len(rows[0]) == len(columns) + 1:
+    columns = (*columns[:3], "by chance", columns[3])
+  for row in rows:
+    if len(row) != len(columns):
+      raise ValueError(f"{path}: found a row {row}, expected {', '.join(columns)}")
     name, comma, rest = row[0].partition(",")
-    rows.append([f"`{name}`{comma}{rest}", *row[1:]])
-  return cells.table(("method", "right", "needle recall", "best layer"), rows)
+    row[0] = f"`{name}`{comma}{rest}"
+  return cells.table(columns, rows)
 
 
 def foresight(results: Results) -> list[str]:

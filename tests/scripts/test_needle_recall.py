@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from kvjax import InfLLM
+from kvjax import Full, InfLLM, StreamingLLM
 from kvjax.testing.tiny import TOKENS, model
 from scripts import common, needle_recall
 from scripts.evals.task import Row
-from scripts.needle_recall import Args, Sample, answer, contestants, mean_recall
+from scripts.needle_recall import Args, Sample, answer, chance, contestants, mean_recall, table
 from tests.models.test_generate import letters
 
 ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
@@ -31,6 +31,31 @@ def test_recall_by_step_and_layer():
   np.testing.assert_array_equal(mean_recall(answers), [[0.5, 0.0], [0.5, 0.0]])
 
 
+def test_recall_stands_beside_that_of_blocks_by_chance():
+  """Of 59 tokens 3 are first ones, 8 in the window: 12 blocks of 4 have left, 2 are retrieved."""
+  methods = {"full": Full(), "infllm": InfLLM(3, 8, 4, 2, held=2)}
+  methods["injected"] = InfLLM(3, 8, 4, 2, held=2, inject=1)
+  assert [chance(method, 59) for method in methods.values()] == [None, pytest.approx(1 / 6), None]
+  assert chance(methods["infllm"], 12) == 1
+  found = {name: [{"right": True, "recall": [[0.5, 0.25]]}] for name in methods}
+  found["full"][0]["recall"] = []
+  full, infllm, injected = table(found, methods, 59).splitlines()[2:]
+  assert full.split()[-3:] == ["–", "–", "–"]
+  assert infllm.split()[-4:] == ["0.375", "0.167", "0.50", "(0)"]
+  assert injected.split()[-4:] == ["0.375", "–", "0.50", "(0)"]
+
+
+@pytest.mark.slow
+def test_a_stream_in_chunks_is_the_stream_at_once(monkeypatch):
+  """A method that forgets as it reads answers the same, whatever is read at a time."""
+  asked = Sample(ROW, TOKENS[0].tolist(), 5, 9)
+  answers = []
+  for size in (needle_recall.CHUNK, 8):
+    monkeypatch.setattr(needle_recall, "CHUNK", size)
+    answers.append(answer(model(), letters(), StreamingLLM(12), asked, 64))
+  assert answers[0] == answers[1]
+
+
 @pytest.mark.slow
 def test_injected_blocks_are_all_found():
   """Against the same method left to itself, which does not always retrieve them."""
@@ -43,6 +68,21 @@ def test_injected_blocks_are_all_found():
   }
   assert np.shape(found[2]["recall"])[1] == 4
   assert np.mean(found[2]["recall"]) == 1 > np.mean(found[0]["recall"])
+
+
+@pytest.mark.slow
+def test_the_full_cache_is_left_out_of_texts_beyond_its_model(monkeypatch, tmp_path, capsys):
+  """It would see distances that the model never saw; the others' are bounded."""
+  told = {"answer": "", "right": True, "recall": [[0.5]], "depth": 0.1}
+  monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
+  monkeypatch.setattr(common, "load_model", lambda *_: (model(), letters()))
+  monkeypatch.setattr(needle_recall, "sample", lambda *_: None)
+  most = model().config.max_context
+  args = Args(tmp_path, samples=1, length=most + 1, methods=("full", "infllm"))
+  needle_recall.main(args)
+  said = capsys.readouterr().out
+  assert f"full: left out, the model was trained for {most:,} tokens, not for {most + 1:,}" in said
+  assert list(json.loads((tmp_path / "needles.json").read_text())["answers"]) == ["infllm"]
 
 
 @pytest.mark.slow

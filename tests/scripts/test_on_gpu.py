@@ -1,6 +1,7 @@
 """Steps on shared GPUs: apart from each other, quiet while one of them times, results together."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -152,3 +153,11 @@ def test_benches_are_put_together(tmp_path, capsys):
     bench_main("--add", str(tmp_path))
   with pytest.raises(FileNotFoundError, match="expected results of bench"):
     bench_main("--add", str(tmp_path), "--out", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [name for name in on_gpu.REAL if "8K" not in name])
+def test_programs_take_what_steps_give_them(name, tmp_path):
+  """A step is not found to be misspelt on the day that there is a GPU."""
+  _, _, module, *given = on_gpu.REAL[name].command(tmp_path, tmp_path)
+  program = importlib.import_module(module)
+  assert isinstance(common.parse(program.Args, module, given), program.Args)

@@ -4,12 +4,23 @@ import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from kvjax import METHODS
-from scripts import markers, tables
-from scripts.tablemakers import DOCUMENTS, Results, cells, cpe, evaluations, house
+from scripts import art_study, console, markers, tables
+from scripts.tablemakers import (
+  DOCUMENTS,
+  Results,
+  cells,
+  cpe,
+  evaluations,
+  house,
+  real_stops,
+  studies,
+)
 from scripts.tablemakers.results import FOLDER, GPU, Timing
+from tests.scripts.test_art_study import recording
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
 FIRST = "B8 T1024 32x1 1/8, random keys"
@@ -273,3 +284,40 @@ def test_moves_are_those_of_classes():
   assert house.own(METHODS["snapkv"]) == ["score"]
   assert house.family(METHODS["snapkv"]) == "`PromptScored`"
   assert house.family(METHODS["longflow"]) == "`PromptScored`"
+
+
+# ---- studies that come later
+
+
+def test_longer_studies_of_stops_take_the_place_of_the_first(tmp_path):
+  """Whichever lengths there are, each with its layers; before, the first study's table."""
+  short = real_stops.stops(Results())
+  rng = np.random.default_rng(0)
+  folder = tmp_path / "art_study" / "qwen1.5b"
+  folder.mkdir(parents=True)
+  for order in art_study.ORDERS:
+    found = art_study.study(recording(rng.normal(size=(64, 40))), 4, 6, order)
+    text = json.dumps(art_study._plain(found))
+    (folder / f"tile128_16384_{order}.json").write_text(text, "utf-8")
+  held = Results(tmp_path)
+  makers = real_stops.stops, real_stops.groups, real_stops.theory
+  stops, groups, theory = (make(held) for make in makers)
+  assert len(stops) == len(short) and all("16,384 tokens, " in line for line in stops[2:])
+  assert [line.split("|")[1].strip() for line in groups] == ["layer", "---", "3"]
+  assert len(theory) - 2 == 2 * (len(stops) - 2)
+  assert sum(" a group " in line for line in theory) == 4
+
+
+def test_recall_has_its_column_of_chance_where_the_file_has_one(tmp_path):
+  path = tmp_path / GPU / "real" / "stream" / "needles.txt"
+  path.parent.mkdir(parents=True)
+  assert studies.stream_needles(Results(tmp_path)) == []
+  rows = [["infllm, injected", "3 / 4", "1.000", "–", "1.00 (0)"]]
+  head = ("method", "right", "recall", "by chance", "best layer")
+  path.write_text(console.table(head, rows), "utf-8")
+  lines = studies.stream_needles(Results(tmp_path))
+  assert "| needle recall | by chance |" in lines[0]
+  assert lines[2] == "| `infllm`, injected | 3 / 4 | 1.000 | – | 1.00 (0) |"
+  path.write_text(console.table(head[:3], [rows[0][:3]]), "utf-8")
+  with pytest.raises(ValueError, match="expected method, right, needle recall, best layer"):
+    studies.stream_needles(Results(tmp_path))

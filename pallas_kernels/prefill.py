@@ -113,8 +113,8 @@ def _attend_kernel(
   *refs: Any, groups: int, cut: Blocking, scale: _tiles.Scale, sinks: int, has: Any
 ) -> None:
   """q [R, A, H] (and one for sinks), k, v [R/G, S, H], qpos [B, A], first [B or R/G, A],
-  pos [R/G, S], reach [A] -> o [R, A, H], m, l [R, A], with R = B·K·G; operands that `has` does not
-  list are left out.
+  pos [R/G, S], reach [A], o [R, A, H] and lse [R, A] of before -> o [R, A, H], m, l [R, A], with
+  R = B·K·G; operands that `has` does not list are left out.
   """
   operands = dict(zip(has, refs[:-3], strict=True))
   q_ref, k_ref, v_ref, qpos_ref = (operands[name] for name in ("q", "k", "v", "qpos"))
@@ -172,7 +172,13 @@ def _attend_kernel(
   def in_window(at: Array) -> Array:
     return at[None, :] >= begin[:, None]
 
-  carry = _tiles.start(cut.rows, columns.size)
+  carry, exists = _tiles.start(cut.rows, columns.size), t < queries
+  if "o" in operands:
+    lse = _backend.load(operands["lse"], row, t, mask=exists, other=-jnp.inf)
+    seen = lse > -jnp.inf
+    mask = seen[:, None] & inside[None, :]
+    o = _backend.load(operands["o"], row, *of_query, mask=mask).astype(jnp.float32)
+    carry = _tiles.Carry(o, lse * _tiles.LOG2E, seen.astype(jnp.float32))
   newest = qpos.max()
   if reach_ref is None:
     high = pl.cdiv(newest + 1, tile)
@@ -195,11 +201,13 @@ def _attend_kernel(
     carry = walk(carry, q, whole, end, None)
     carry = walk(carry, q, end, high, in_window)
   o, m, l = _tiles.finish(carry)
-  o = jnp.where(real[:, None], o, 0).astype(o_ref.dtype)
-  exists = t < queries
-  _backend.store(o_ref, row, *of_query, value=o, mask=exists[:, None] & inside[None, :])
-  _backend.store(m_ref, row, t, value=jnp.where(real, m, -jnp.inf), mask=exists)
-  _backend.store(l_ref, row, t, value=jnp.where(real, l, 0.0), mask=exists)
+  if "o" not in operands:
+    o = jnp.where(real[:, None], o, 0)
+    m, l = jnp.where(real, m, -jnp.inf), jnp.where(real, l, 0.0)
+  mask = exists[:, None] & inside[None, :]
+  _backend.store(o_ref, row, *of_query, value=o.astype(o_ref.dtype), mask=mask)
+  _backend.store(m_ref, row, t, value=m, mask=exists)
+  _backend.store(l_ref, row, t, value=l, mask=exists)
 
 
 def prefill_attention(
@@ -213,6 +221,7 @@ def prefill_attention(
   q_sinks: Float[Array, "B K G A H"] | None = None,
   pos: Int[Array, "B K S"] | None = None,
   reach: Int[Array, " A"] | None = None,
+  before: tuple[Float[Array, "B K G A H"], Float[Array, "B K G A"]] | None = None,
   scale: float | None = None,
   soft_cap: float | None = None,
   cut: Blocking | None = None,
@@ -234,6 +243,8 @@ def prefill_attention(
     q_sinks: queries for positions below `sinks`, where those are rotated otherwise; q if None.
     pos: positions of the slots, int32, −1 = empty; None: a slot is its position.
     reach: with `pos`: for each query how many leading slots can hold what it sees; None: all.
+    before: o in the dtype of q and log-sum-exp, float32, of what queries have seen elsewhere, and
+      which is gone on from (−∞: nothing), also where a query is padding here; None: nothing.
     scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: how the work is cut; by shape if None.
@@ -256,6 +267,9 @@ def prefill_attention(
   if pos is not None:
     reach = jnp.full(queries, k.shape[2], jnp.int32) if reach is None else reach
     flat |= {"pos": pos.reshape(-1, pos.shape[2]), "reach": reach}
+  if before is not None:
+    flat |= {"o": before[0].reshape(rows, queries, head_dim)}
+    flat |= {"lse": before[1].reshape(rows, queries)}
   cut = cut or blocking(
     queries, head_dim, q.dtype.itemsize, interpret=_backend.interpreted(interpret)
   )

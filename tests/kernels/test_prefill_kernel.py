@@ -178,3 +178,25 @@ def test_cudnn_against_oracle(heads, groups, head_dim, dtype, tokens):
   np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
   np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_goes_on_from_what_was_seen_before(dtype):
+  """Slots below 32 elsewhere, those from 32 on here; the second row has seen nothing before, and
+  the third sees nothing here.
+  """
+  qpos = jnp.arange(32, 80, dtype=jnp.int32)[None] + jnp.zeros((3, 1), jnp.int32)
+  q, k, v = arrays(7, 2, 3, 64, dtype, 48, 80, batch=3)
+  every = np.broadcast_to(np.arange(80), (3, 2, 80))
+  first = np.full(qpos.shape, 32, np.int32)
+  early = np.where(np.arange(3)[:, None] != 1, 31, -1) + np.zeros(qpos.shape, int)
+  o, lse, _, _ = oracle(q, k, v, early, every)
+  late = jnp.where(jnp.arange(3)[:, None] != 2, qpos, -1)
+  before = jnp.asarray(o, dtype), jnp.asarray(lse, jnp.float32)
+  state, out = prefill_attention(q, k, v, late, jnp.asarray(first), before=before)
+  o, lse, _, _ = oracle(q, k, v, np.where(np.arange(3)[:, None] != 2, qpos, 31), every)
+  alone, lse_alone, _, _ = oracle(q, k, v, np.asarray(qpos), every, first)
+  o[1], lse[1] = alone[1], lse_alone[1]
+  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
+  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
+  assert out.dtype == dtype

@@ -106,7 +106,7 @@ def attend_in_pieces(
     done = block.end
     if first is not None:
       here = slice(block.begin, block.end)
-      upto = upto.at[:, here].min(jnp.where(span.count > 0, span.low - 1, _FAR)[:, None])
+      upto = upto.at[:, here].min(jnp.where(span.queries > 0, span.low - 1, _FAR)[:, None])
   begun = _joined([*parts, _nothing(q, q.shape[3] - done)])
   if not end:
     return dataclasses.replace(begun, o=begun.o.astype(jnp.float32)), begun.o
@@ -125,7 +125,7 @@ class _Span(NamedTuple):
 
   start: Array
   low: Array
-  count: Array
+  queries: Array
 
 
 def _span(block: Block, k: Array, qpos: Array, first: Array | None, sinks: int) -> _Span:

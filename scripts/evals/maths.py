@@ -5,6 +5,7 @@ others are read from local files. Worked examples stand in front of the GSM prob
 eight as fit; their answers end in "#### x".
 """
 
+import dataclasses
 import functools
 import importlib
 import warnings
@@ -16,6 +17,7 @@ from .task import Count, Row, Task
 EXAMPLES = 8
 GSM_TOKENS = 256
 BOXED_TOKENS = 2048
+GSM8K = "github.com/openai/grade-school-math (or hf: openai/gsm8k, as jsonl)"
 
 
 def _few_shot(count: Count, problems: list[tuple[str, str]], *, task: str, length: int) -> Row:
@@ -69,9 +71,8 @@ def gsm_symbolic(count: Count, *, length: int, seed: int, index: int) -> Row:
 
 def gsm8k(count: Count, *, length: int, seed: int, index: int) -> Row:
   """A problem of the test set after the first eight of the training set."""
-  source = "github.com/openai/grade-school-math (or hf: openai/gsm8k, as jsonl)"
   shown, asked = (
-    local.read(local.path(f"gsm8k/{part}.jsonl", f"GSM8K, {part} set", source))
+    local.read(local.path(f"gsm8k/{part}.jsonl", f"GSM8K, {part} set", GSM8K))
     for part in ("train", "test")
   )
   chosen = [*shown[:EXAMPLES], local.pick(asked, "gsm8k", seed, index)]
@@ -84,8 +85,23 @@ def _boxed(count: Count, *, name: str, file: str, length: int, seed: int, index:
   source = {"math500": "hf: HuggingFaceH4/MATH-500", "aime": "hf: HuggingFaceH4/aime_2024"}[name]
   entry = local.pick(local.read(local.path(file, name, source)), name, seed, index)
   entry = {key.lower(): value for key, value in entry.items()}
-  question = entry["problem"] + (
-    "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+  about = {key: entry[key] for key in ("subject", "level") if key in entry}
+  row = _in_a_box(count, entry["problem"], str(entry["answer"]), task=name, length=length)
+  return dataclasses.replace(row, about=about)
+
+
+def gsm8k_chat(count: Count, *, length: int, seed: int, index: int) -> Row:
+  """A problem of the test set as a chat's only turn, as instruction models are measured."""
+  file = local.path("gsm8k/test.jsonl", "GSM8K, test set", GSM8K)
+  entry = local.pick(local.read(file), "gsm8k", seed, index)
+  answer = entry["answer"].split("####")[-1].strip()
+  return _in_a_box(count, entry["question"], answer, task="gsm8k_chat", length=length)
+
+
+def _in_a_box(count: Count, problem: str, answer: str, *, task: str, length: int) -> Row:
+  """A problem alone; its answer takes what the length leaves."""
+  question = (
+    f"{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
   )
   room = length - count("", question, "")
   if room < 1:
@@ -94,10 +110,9 @@ def _boxed(count: Count, *, name: str, file: str, length: int, seed: int, index:
     context="",
     question=question,
     answer_prefix="",
-    answers=(str(entry["answer"]),),
-    task=name,
+    answers=(answer,),
+    task=task,
     max_new_tokens=min(room, BOXED_TOKENS),
-    about={key: entry[key] for key in ("subject", "level") if key in entry},
   )
 
 
@@ -123,6 +138,16 @@ TASKS = (
     "GSM8K after eight worked problems (local file)",
     gsm8k,
     needs=("gsm8k/train.jsonl", "gsm8k/test.jsonl"),
+  ),
+  Task(
+    "gsm8k_chat",
+    "maths",
+    "GSM8K as a chat's only turn, answers in \\boxed{} (local file)",
+    gsm8k_chat,
+    scores.boxed,
+    filled=False,
+    also={"flexible": scores.last_number},
+    needs=("gsm8k/test.jsonl",),
   ),
   *(
     Task(

@@ -89,7 +89,7 @@ def test_rows_that_do_not_fit_the_plan_are_our_kernels():
   first = jnp.maximum(qpos - jnp.array([[9], [40]]), 0)
   blocks = (Block(32, 64, 32),)
   spans = prefill_pieces._span(*blocks, k, qpos, first, 2)
-  assert spans.count.tolist() == [0, 32] and spans.low.tolist() == [0, 23]
+  assert spans.queries.tolist() == [0, 32] and spans.low.tolist() == [0, 23]
   state, _ = attend_in_pieces(q, k, v, qpos, first, sinks=2, blocks=blocks)
   want, _ = prefill_attention(q, k, v, qpos, first, sinks=2)
   np.testing.assert_array_equal(state.o[0], want.o[0])

@@ -307,6 +307,8 @@ def worked_problem(row):
 def boxed_problem(row):
   number = int(re.search(r"\d+", row.question)[0])
   right = rf"\frac{{{number}}}{{2}}" if row.task == "math500" else str(number + 1)
+  if row.task == "gsm8k_chat":
+    right = f"{sum(map(int, re.findall(r'[0-9]+', row.question))):,}"
   assert row.answers == (right,)
   assert row.question.endswith(r"put your final answer within \boxed{}.")
 
@@ -384,6 +386,7 @@ DERIVED = {
   "passage_count": counted_passages,
   "gsm_symbolic": worked_problem,
   "gsm8k": worked_problem,
+  "gsm8k_chat": boxed_problem,
   "math500": boxed_problem,
   "aime": boxed_problem,
   "coqa": conversation_so_far,
@@ -397,6 +400,7 @@ DERIVED = {
 PERFECT = {
   "gsm_symbolic": "So: #### {}",
   "gsm8k": "#### {}",
+  "gsm8k_chat": "\\boxed{{{}}}",
   "math500": "\\boxed{{{}}}",
   "aime": "\\boxed{{{}}}",
   "longbench_v2": "The correct answer is ({}).",

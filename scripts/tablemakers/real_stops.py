@@ -9,7 +9,6 @@ from .results import Results
 
 LENGTHS = (8192, 16384, 32768)
 STUDY = "art_study/qwen1.5b/tile128_{}_{{}}.json"
-FIRST = "art_study/qwen1.5b_tile128_4096_{}.json"  # until there are longer ones
 WHOSE = {"": "a query head", "group_": "a group"}
 
 
@@ -22,13 +21,10 @@ def _studies(results: Results) -> dict[str, str]:
 def stops(results: Results) -> list[str]:
   """What one walk reads and misses, of query heads by themselves and of six together."""
   rows = []
-  named = {f"{n} tokens, ": path for n, path in _studies(results).items()}
-  if not named and (results.folder / FIRST.format("newest")).is_file():
-    named[""] = FIRST
-  for which, path in named.items():
+  for n, path in _studies(results).items():
     for order, label in ORDERS.items():
       for tau, words in TAUS.items():
-        row = [which + label, words]
+        row = [f"{n} tokens, {label}", words]
         for kind in ("splits", "groups"):
           cost = results.json(path.format(order), kind, f"tau {tau}, 1 splits")
           row += [cells.percent(cost[key], 1) for key in ("visited", "stopped")]

@@ -289,9 +289,7 @@ def test_moves_are_those_of_classes():
 # ---- studies that come later
 
 
-def test_longer_studies_of_stops_take_the_place_of_the_first(tmp_path):
-  """Whichever lengths there are, each with its layers; before, the first study's table."""
-  short = real_stops.stops(Results())
+def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
   rng = np.random.default_rng(0)
   folder = tmp_path / "art_study" / "qwen1.5b"
   folder.mkdir(parents=True)
@@ -302,7 +300,7 @@ def test_longer_studies_of_stops_take_the_place_of_the_first(tmp_path):
   held = Results(tmp_path)
   makers = real_stops.stops, real_stops.groups, real_stops.theory
   stops, groups, theory = (make(held) for make in makers)
-  assert len(stops) == len(short) and all("16,384 tokens, " in line for line in stops[2:])
+  assert len(stops) == 2 + 4 and all("16,384 tokens, " in line for line in stops[2:])
   assert [line.split("|")[1].strip() for line in groups] == ["layer", "---", "3"]
   assert len(theory) - 2 == 2 * (len(stops) - 2)
   assert sum(" a group " in line for line in theory) == 4

@@ -270,5 +270,5 @@ def test_facts_hold_only_while_the_limits_do(tmp_path):
 
 
 def test_every_figure_of_the_tables_comes_from_rows():
-  text = "\n".join(DOCUMENTS["scripts/results/README.md"]["beside-pairs"](Results()))
+  text = "\n".join(DOCUMENTS["scripts/results/beside.md"]["beside-pairs"](Results()))
   assert re.search(r"\| `snapkv` \| 1/8 \|", text)

@@ -87,7 +87,7 @@ def test_tables_have_each_cell_once_and_figures_from_rows():
   mine = store.read(Results().folder / kvzip.FOLDER / own["model"])
   wanted = [row["score_of_kvpress"] for row in mine if (row["method"], row["budget"]) == ("all", 8)]
   assert means["all", 8]["score_of_kvpress"].mean == np.mean(wanted)
-  text = "\n".join(DOCUMENTS["scripts/results/README.md"]["kvzip-divided"](Results()))
+  text = "\n".join(DOCUMENTS["scripts/results/beside.md"]["kvzip-divided"](Results()))
   found = beside._percent(means["all", 8]["score_of_kvpress"])
   assert re.search(rf"\| 1/8 \| among all layers \|.*{re.escape(found)}", text)
 

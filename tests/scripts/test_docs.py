@@ -15,14 +15,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
   *(
     "README.md",
-    "scripts/results/README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "MOVING.md",
     "kvjax/README.md",
   ),
   *("models/README.md", "pallas_kernels/README.md", "scripts/README.md", "tests/README.md"),
-  "scripts/results/README.md",
+  *(f"scripts/results/{path.name}" for path in (ROOT / "scripts/results").glob("*.md")),
 ]
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
 FILES = ("py", "json", "txt", "md", "png")

@@ -308,7 +308,7 @@ def cells_of(lines):
 
 def test_the_table_of_a_length_by_hand(folder):
   results = Results(folder.parents[1])
-  head, _, *found = cells_of(DOCUMENTS["scripts/results/README.md"]["real-8192"](results))
+  head, _, *found = cells_of(DOCUMENTS["scripts/results/real_model.md"]["real-8192"](results))
   by = {row[0]: dict(zip(head, row, strict=True)) for row in found}
   assert next(iter(by)) == "`full`" and list(by)[-1] == "`snapkv`, 4,096"
   quest = by["`quest`, 1,024"]
@@ -356,10 +356,8 @@ def test_without_costs_scores_remain(folder):
 
 
 def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
-  makers = {
-    name: maker for name, maker in DOCUMENTS["scripts/results/README.md"].items() if "real-" in name
-  }
-  assert len(makers) == 11
+  makers = dict(DOCUMENTS["scripts/results/real_model.md"].items())
+  assert len(makers) == 10
   assert tables.made("text", makers, Results(tmp_path)) == "text"
   assert real.in_short(Results(tmp_path)) == ""
 

@@ -19,6 +19,7 @@ from . import (
   kvzip,
   launches,
   longflow,
+  papers,
   per_byte,
   prompts,
   prr,
@@ -51,6 +52,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "gpus-70b": gpus.large,
   },
   "scripts/results/art.md": {
+    "art-paper": papers.of_art,
     "art-endless": art.endless,
     "art-stopping": art.stopping,
     "art-shared": art.shared,
@@ -66,6 +68,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "art-theorems": art.theorems,
   },
   "scripts/results/prr.md": {
+    "prr-paper": papers.of_prr,
     "prr": prr.table,
     "prr-parts": prr.parts,
     "prr-steps": prr.steps,
@@ -73,6 +76,7 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "foresight": studies.foresight,
   },
   "scripts/results/prhs.md": {
+    "prhs-paper": papers.of_prhs,
     "cpe": cpe.table,
     "cpe-alone": cpe.alone,
     "shared": studies.shared,
@@ -85,10 +89,12 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "certificates-larger": studies.larger_certificates,
   },
   "scripts/results/longflow.md": {
+    "longflow-paper": papers.of_longflow,
     "longflow-steps": longflow.steps,
     "longflow-answers": longflow.answers,
   },
   "scripts/results/ltri.md": {
+    "ltri-paper": papers.of_ltri,
     "stream": streams.table,
     "stream-parts": streams.parts,
     "prefetch": streams.prefetch,

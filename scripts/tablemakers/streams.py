@@ -39,6 +39,12 @@ def table(results: Results) -> list[str]:
   return cells.table(("1,048,576 tokens", ""), rows)
 
 
+def vectors(results: Results) -> str:
+  """Index vectors on the device at 800K tokens."""
+  stream = results.bench("offload").case("stream")
+  return stream.remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vectors")[0] + " GiB"
+
+
 def parts(results: Results) -> list[str]:
   bench = results.bench("offload")
   link, stream = bench.case("link"), bench.case("stream")
@@ -52,11 +58,10 @@ def parts(results: Results) -> list[str]:
   chunk = whole(results).time("chunk to 200K")
   share = RETRIEVING * divide.us / chunk.us
   error = stream.error("chunk at 100K")
-  (vectors,) = stream.remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vectors")
   rows += [
     ["a block divided into spans, one layer", cells.time(divide)],
     [f"of a chunk, in the {RETRIEVING} layers that do it", cells.percent(share, 1)],
-    ["index vectors on the device at 800K tokens", f"{vectors} GiB"],
+    ["index vectors on the device at 800K tokens", vectors(results)],
     ["four layers beside the reference, logits apart", cells.percent(error, 1)],
   ]
   return cells.table(("", ""), rows)

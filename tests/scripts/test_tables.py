@@ -16,6 +16,7 @@ from scripts.tablemakers import (
   cpe,
   evaluations,
   house,
+  papers,
   real_stops,
   studies,
 )
@@ -189,6 +190,30 @@ def without(found, name):
 def test_what_is_missing_is_named_with_its_file(folder, how, said):
   with pytest.raises(ValueError, match=rf"bench_cpe.json.*{said}"):
     cpe.table(folder(how))
+
+
+# ---- beside the papers
+
+
+def test_a_row_is_quoted_as_its_table_has_it():
+  lines = cells.table(("order", "τ", "read", "stop", "read"), [("a", "1", "**2**", "3", "4")])
+  found = papers.quoted(["before", *lines, "", "after"], "a", "1")
+  assert found == {"order": "a", "τ": "1", "read": "2", "stop": "3"}
+  with pytest.raises(ValueError, match=r"found no row 'a, 2', expected it among \['a, 1'\]"):
+    papers.quoted(lines, "a", "2")
+  with pytest.raises(ValueError, match="found no row 'a'"):
+    papers.quoted([], "a")
+
+
+@pytest.mark.parametrize("page", ["art", "prr", "prhs", "longflow", "ltri"])
+def test_a_paper_page_begins_with_figures_that_have_a_place(page):
+  """The paper's column names the table, figure or section of all that it has."""
+  name = f"scripts/results/{page}.md"
+  text = (ROOT / name).read_text("utf-8")
+  assert markers.names(text)[0] == f"{page}-paper" == next(iter(DOCUMENTS[name]))
+  head, _, *rows = map(_row, DOCUMENTS[name][f"{page}-paper"](Results()))
+  assert head == list(papers.HEAD)
+  assert all(re.search(r"Tab\.|Fig\.|§|abstract", row[1]) and all(row) for row in rows)
 
 
 # ---- the rule of what is divided by

@@ -41,7 +41,7 @@ from kvjax.models.transformer import Transformer
 
 from . import common, console
 from .evals import cells as cells_of
-from .evals import local, plan, registry, store, summary
+from .evals import local, plan, registry, sandbox, store, summary
 from .evals import trace as tracing
 from .evals.plan import Cell, Entry, Mode
 from .evals.prompt import Reader
@@ -89,6 +89,9 @@ class Args:
   """Ask questions as plain text, without a chat template."""
   data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
+  run_code: bool = False
+  """Run programs that the model writes, to score them: in a process with limits, but with your
+  rights (KVJAX_RUN_CODE=1 says the same). Only where nothing is at stake."""
   add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
   """First take over rows and traces of these folders, which must have equal settings (with
   --only-report but for kvjax's version and batch); one that is being written gives what it has."""
@@ -317,6 +320,8 @@ def main(args: Args) -> None:
     raise ValueError(f"--memory: found {args.memory}, expected a number above 0")
   if args.data:
     os.environ["KVJAX_DATA"] = str(args.data.absolute())
+  if args.run_code:
+    os.environ[sandbox.ALLOW] = "1"
   if args.list:
     print(listing())
     return

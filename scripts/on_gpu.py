@@ -17,6 +17,9 @@ its checkpoint. Afterwards
     python -m scripts.bench --add OUT/<device> --out scripts/results
     python -m scripts.evaluate --only-report --add OUT/evaluation/* --out FOLDER
     python -m scripts.evaluate --only-report --add OUT/real/* --out FOLDER
+    python -m scripts.evaluate --only-report --add OUT/published/* --out FOLDER
+
+Steps of published data sets need $KVJAX_DATA, and KVJAX_RUN_CODE=1 where a model's code is run.
 """
 
 import argparse
@@ -140,6 +143,12 @@ def real(part: str, arguments: str) -> Step:
   return Step(f"scripts.evaluate {arguments} {how}", 540)
 
 
+def published(part: str, arguments: str) -> Step:
+  """A part of what is compared with published figures, in a folder of its own."""
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/published/{part}"
+  return Step(f"scripts.evaluate {arguments} {how}", 300)
+
+
 def speed(part: str, arguments: str) -> Step:
   """Timings of a real model's steps, in a folder of their own."""
   how = f"--checkpoint {{checkpoint}} --out {{out}}/speed/{part}"
@@ -222,6 +231,24 @@ REAL = {
     "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
     "--methods longflow r_kv h2o tova",
   ),
+  **{
+    f"real_published_{task}": published(
+      task, f"--tasks {task} --lengths {length} --batch 100 --samples {rows} --methods full"
+    )
+    for task, length, rows in (
+      ("cruxeval_o", 1536, 800),
+      ("humaneval", 1536, 164),
+      ("gsm8k_chat", 768, 500),
+    )
+  },
+  **{
+    f"real_kv_{keys}": published(
+      f"kv_{keys}",
+      f"--tasks lost_in_the_middle_{keys} --lengths {length} --batch 10 --samples 50 --memory 14 "
+      "--budgets 1024 --methods snapkv quest longflow cis streaming_llm",
+    )
+    for keys, length in ((140, 10240), (75, 5632))
+  },
   "speed_tpot": speed(
     "tpot", f"--lengths 32768 16384 --batches 1 4 8 --budgets 1024 --methods {TPOT}"
   ),

@@ -8,7 +8,7 @@ import json
 import pathlib
 import random
 
-from scripts.evals import haystack, infinitebench_files, longbench, lost_in_the_middle
+from scripts.evals import coding, haystack, infinitebench_files, longbench, lost_in_the_middle
 
 
 def paragraphs(number: int, size: int = 60) -> list[str]:
@@ -23,7 +23,8 @@ def write(folder: pathlib.Path) -> pathlib.Path:
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [entries] if file.suffix == ".json" else entries
-    text = ("\n".join(map(json.dumps, lines)) + "\n").encode()
+    written = entries if file.suffix == ".py" else "\n".join(map(json.dumps, lines)) + "\n"
+    text = written.encode()
     file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
 
   squad = []
@@ -73,6 +74,7 @@ def write(folder: pathlib.Path) -> pathlib.Path:
       key, value = draw.choice(pairs)
       entries.append({"ordered_kv_records": pairs, "key": key, "value": value})
     put(f"lost_in_the_middle/kv-retrieval-{keys}_keys.jsonl.gz", entries)
+  _coding(put)
   _longbench(put)
   _infinitebench(put)
   stories = [
@@ -92,6 +94,50 @@ def write(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
+def _coding(put) -> None:
+  """Twelve functions that add a number, and the prompt that asks what one returns."""
+  put(coding.PROMPTS, PROMPTS)
+  put(
+    coding.CRUXEVAL,
+    [
+      {
+        "code": f"def f(x):\n    return [x, x + {i}]",
+        "input": f"{2 * i}",
+        "output": f"[{2 * i}, {3 * i}]",
+        "id": f"sample_{i}",
+      }
+      for i in range(12)
+    ],
+  )
+  put(
+    coding.HUMANEVAL,
+    [
+      {
+        "task_id": f"HumanEval/{i}",
+        "prompt": f'from math import inf\n\n\ndef add(x):\n    """ Add {i} to x. """\n',
+        "entry_point": "add",
+        "canonical_solution": f"    return x + {i}\n",
+        "test": f"def check(candidate):\n    assert candidate(7) == {7 + i} < inf\n",
+      }
+      for i in range(12)
+    ],
+  )
+
+
+PROMPTS = '''
+def another(s):
+  return f"{s}"
+
+def make_cot_output_prompt(s):
+  code, input = s
+  return f"""Say what it returns.
+
+[PYTHON]
+{code}
+assert f({input}) == ??
+[/PYTHON]
+"""
+'''
 NAMES = tuple(longbench.SCORERS)
 CLASSES = ["Number", "Number of something", "Date", "Place"]
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from . import (
+  coding,
   coqa,
   divergence,
   documents,
@@ -19,7 +20,7 @@ from . import (
 from .task import Task
 
 _FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
-_LOCAL = (longbench, infinitebench_files, lost_in_the_middle, coqa)
+_LOCAL = (longbench, infinitebench_files, lost_in_the_middle, coqa, coding)
 TASKS: dict[str, Task] = {task.name: task for file in _FILES + _LOCAL for task in file.TASKS}
 
 

@@ -23,6 +23,7 @@ from . import (
   per_byte,
   prompts,
   prr,
+  published,
   quantised,
   real,
   real_stops,
@@ -113,6 +114,8 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "real-answers": real.answers,
     "real-expected": real.foreseen,
     "real-tpot": real.end_to_end,
+    "real-published": published.table,
+    "real-pairs": published.pairs,
   },
   "scripts/results/smollm2.md": {
     "needle": evaluations.needle,

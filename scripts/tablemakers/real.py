@@ -208,14 +208,14 @@ def modes(found: Held) -> list[str]:
     for who in sorted(sides[0].by, key=lambda who: -mean(sides[0].by[who])):
       ours = [side.by.get(who) if side else None for side in sides]
       cuts = [percent(one.score) if one and one.score else "–" for one in ours]
-      gaps = [_points(one.gap) if one and one.gap else "–" for one in ours]
+      gaps = [points(one.gap) if one and one.gap else "–" for one in ours]
       paired = [f"{score}; {gap}" for score, gap in zip(cuts, gaps, strict=True)]
       if any(one and one.score for one in ours[1:]):
         rows.append([f"{length:,}", called(*who), *paired])
   return cells.table(("tokens", "method, budget", *(f"{name}; less full" for name in names)), rows)
 
 
-def _points(gap: Estimate) -> str:
+def points(gap: Estimate) -> str:
   """A difference in points of percent."""
   if gap.low == gap.high == 0:
     return "0"
@@ -240,7 +240,7 @@ def answers(results: Results) -> list[str]:
     for one in found.by.values():
       mine = [row for row in rows if (row["method"], row["budget"]) == (one.method, one.budget)]
       size = sum(row["cache_bytes"] for row in mine) / len(mine) / 1e6
-      score, gap = percent(one.tasks[ANSWERS]), _points(one.gap) if one.gap else "–"
+      score, gap = percent(one.tasks[ANSWERS]), points(one.gap) if one.gap else "–"
       made.append([called(one.method, one.budget), str(len(mine)), score, gap, f"{size:.1f}"])
   return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
 
@@ -305,7 +305,7 @@ def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
   point = choice.point
   if point is None:
     return ["nothing that was measured fits", *[""] * 7]
-  cost, gap = point.cost, _points(point.gap)
+  cost, gap = point.cost, points(point.gap)
   return [
     called(point.method, point.budget),
     _milliseconds(cost, board.full.cost),
@@ -325,7 +325,7 @@ def _risk(point: Point, board: Board, found: Held) -> str:
     one = other.by.get((point.method, point.budget))
     elsewhere = other.length == board.standings.length and other.mode != board.standings.mode
     if elsewhere and one and one.gap and point is not board.full:
-      parts.append(f"{other.mode} {_points(one.gap)}")
+      parts.append(f"{other.mode} {points(one.gap)}")
   return "; ".join(parts)
 
 

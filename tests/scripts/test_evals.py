@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.evals import divergence, haystack, local, longbench, needle, ruler
+from scripts.evals import coding, divergence, haystack, local, longbench, needle, ruler, sandbox
 from scripts.evals.registry import TASKS, choose
-from scripts.evals.task import FILLED, cut_middle, fill
+from scripts.evals.task import FILLED, Row, cut_middle, fill
 from tests import eval_data
 
 LENGTH = 2000
@@ -31,6 +31,7 @@ def local_files(tmp_path_factory):
   """Tiny data sets in place of the published ones."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("KVJAX_DATA", str(eval_data.write(tmp_path_factory.mktemp("data"))))
+    patch.setenv(sandbox.ALLOW, "1")
     yield
 
 
@@ -313,6 +314,21 @@ def boxed_problem(row):
   assert row.question.endswith(r"put your final answer within \boxed{}.")
 
 
+def returned_value(row):
+  assert row.context == "Say what it returns.\n\n[PYTHON]\n"
+  code, call = re.fullmatch(
+    r"(def f.*)\nassert f\((.*)\) == \?\?\n\[/PYTHON\]\n", row.question, re.S
+  ).groups()
+  x, more = int(call), int(re.search(r"x \+ (\d+)", code)[1])
+  assert row.answers == (f"[{x}, {x + more}]",) and row.scoring["input"] == call
+
+
+def function_to_write(row):
+  number = re.search(r"Add (\d+) to x", row.question)[1]
+  assert row.answers == (f"    return x + {number}\n",)
+  assert row.question.count("```") == 2 and row.answer_prefix == "```python\n"
+
+
 def text_cut_in_the_middle(row):
   """Both ends of the text are there, and the prompt is the published one around it."""
   number = re.search(r"Beginning (\d+)\.", row.context)[1]
@@ -387,6 +403,8 @@ DERIVED = {
   "gsm_symbolic": worked_problem,
   "gsm8k": worked_problem,
   "gsm8k_chat": boxed_problem,
+  "cruxeval_o": returned_value,
+  "humaneval": function_to_write,
   "math500": boxed_problem,
   "aime": boxed_problem,
   "coqa": conversation_so_far,
@@ -401,6 +419,7 @@ PERFECT = {
   "gsm_symbolic": "So: #### {}",
   "gsm8k": "#### {}",
   "gsm8k_chat": "\\boxed{{{}}}",
+  "cruxeval_o": "1 == 1 [ANSWER]\nassert f(5) == {}\n",
   "math500": "\\boxed{{{}}}",
   "aime": "\\boxed{{{}}}",
   "longbench_v2": "The correct answer is ({}).",
@@ -413,6 +432,62 @@ PACKAGES = {
   "rapidfuzz": ("lcc", "repobench-p"),
   "rouge_score": ("longbook_sum_eng",),
 }
+
+
+# ---- programs
+
+
+def test_a_models_code_runs_only_where_that_is_said(monkeypatch):
+  row = make("humaneval")
+  monkeypatch.delenv(sandbox.ALLOW)
+  for refused in (lambda: make("humaneval"), lambda: TASKS["humaneval"].score("", row)):
+    with pytest.raises(PermissionError, match="found KVJAX_RUN_CODE = None, expected 1"):
+      refused()
+
+
+def test_programs_end_or_are_ended(tmp_path, monkeypatch):
+  """Errors, endless loops, too much memory, files and processes; leaving early is not passing."""
+  monkeypatch.setattr(
+    sandbox, "_LIMITS", sandbox._LIMITS.replace(f'"CPU", {sandbox.SECONDS}', '"CPU", 1')
+  )
+  assert sandbox.ends("x = 'ä' * 10\nassert len(x) == 10")
+  for program in (
+    "assert False",
+    "while True: pass",
+    "x = bytearray(1 << 31)",
+    f"with open({str(tmp_path / 'x')!r}, 'w') as file:\n  file.write('x')",
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "def (",
+  ):
+    assert not sandbox.ends(program), program
+
+
+def test_a_function_written_anew_has_its_imports_and_replaces_the_head():
+  row = make("humaneval", index=3)
+  number = re.search(r"Add (\d+)", row.question)[1]
+  anew = f"def add(x):\n    return min(x + {number}, inf)\n"
+  assert TASKS["humaneval"].score(anew, row) == 1
+  assert TASKS["humaneval"].score(anew.replace("min", "max"), row) == 0
+
+
+@pytest.mark.parametrize(
+  ("answer", "expected"),
+  [
+    ("[ANSWER]\nassert f(4) == [4, 6]\n", 1),
+    ("so x == 4.\n[ANSWER]\nassert f(4) == [4,6]  # done", 1),
+    ("assert f(4) == [4, 6]", 1),
+    ("[4, 6]", 1),
+    ("assert f(4) == (4, 6)", 0),
+    ("[ANSWER]\nassert f(4) == [4, 4 + 2]\n", 0),  # asked for without expressions
+    ("[ANSWER]\nassert [4, 6] == f(4)", 0),
+    ("x == 4, so [ANSWER] nothing", 0),
+    ("assert f(4) == {[]}", 0),
+  ],
+)
+def test_literals_by_hand(answer, expected):
+  row = Row("", "", "", ("[4, 6]",), "", 1, scoring={"input": "4"})
+  assert coding.literal(answer, row) == expected
 
 
 # ---- needles

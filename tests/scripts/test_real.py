@@ -13,7 +13,7 @@ from scripts.evals import choices, costs, families, pictures, stats, store
 from scripts.evals.pictures.callouts import place
 from scripts.evals.pictures.cost import _apart, front
 from scripts.evals.standing import standings
-from scripts.tablemakers import DOCUMENTS, Results, real, summary
+from scripts.tablemakers import DOCUMENTS, Results, published, real, summary
 
 SETTINGS = {
   "model": "tiny",
@@ -357,7 +357,7 @@ def test_without_costs_scores_remain(folder):
 
 def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
   makers = dict(DOCUMENTS["scripts/results/real_model.md"].items())
-  assert len(makers) == 10
+  assert len(makers) == 12
   assert tables.made("text", makers, Results(tmp_path)) == "text"
   assert real.in_short(Results(tmp_path)) == ""
 
@@ -377,3 +377,30 @@ def test_the_first_page_has_a_line_only_with_results(folder, monkeypatch):
   assert len(summary.table(Results(folder.parent))) == 3
   (*_, line) = summary.table(Results(folder.parents[1]))
   assert "is `snapkv`, 1,024, 2.50 (× 0.62) ms a token, 0.10 of 0.80 GB a row" in line
+
+
+def test_published_figures_stand_beside_rows(tmp_path):
+  """Three of four right, and of two keys one less than the full cache; nothing without rows."""
+  results = Results(tmp_path)
+  assert published.table(results) == published.pairs(results) == []
+  folder = tmp_path / published.FOLDER
+  folder.mkdir(parents=True)
+
+  def made(task, length, method, budget, scores):
+    named = {"task": task, "length": length, "mode": "aware", "method": method, "budget": budget}
+    return [{**named, "index": i, "score": s, "also": {}} for i, s in enumerate(scores)]
+
+  kv = ("lost_in_the_middle_75", 5632)
+  every = [
+    *made("humaneval", 1536, "full", None, (1.0, 1.0, 1.0, 0.0)),
+    *made(*kv, "full", None, (1.0, 1.0)),
+    *made(*kv, "snapkv", 1024, (1.0, 0.0)),
+  ]
+  (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in every))
+  (line,) = published.table(results)[2:]
+  assert line.startswith(
+    "| `humaneval` | chat, no examples, greedy | 4 | 75.0 (30.1–95.4) | 70.7 |"
+  )
+  first, second = published.pairs(results)[2:]
+  assert first.startswith("| 75 | `full` | 2 | 100 (34–100) | 0 |")
+  assert second.startswith("| 75 | `snapkv`, 1,024 | 2 | 50 (9–91) | −50 (")

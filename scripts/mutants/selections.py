@@ -124,7 +124,8 @@ LEFT_OUT = (
   *("kvjax/dispatch/step.py", "kvjax/dispatch/summaries.py", "kvjax/dispatch/table.py"),
   *("kvjax/ops/cudnn.py", "kvjax/registry.py", "kvjax/sharding.py", "kvjax/wrapper.py"),
   *("kvjax/fields.py", "pallas_kernels/_backend.py", "pallas_kernels/config.py"),
-  *("pallas_kernels/decode_jax_triton.py", "kvjax/__main__.py", "kvjax/api.py"),
+  *("pallas_kernels/decode_jax_triton.py", "pallas_kernels/decode_mosaic.py"),
+  *("kvjax/__main__.py", "kvjax/api.py"),
 )
 FOLDERS = ("kvjax", "kvjax/dispatch", "kvjax/methods", "kvjax/ops", "pallas_kernels")
 

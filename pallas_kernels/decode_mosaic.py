@@ -163,7 +163,10 @@ def decode_attention(
       GPU.
   """
   check(q, k, v, start, stop, 0, None)
+  interpreted = _backend.interpreted(interpret)
   _supported(q, k, config)
+  if not interpreted:
+    _on_hopper()
   batch, heads, groups, head_dim = q.shape
   rows, slots, tile = batch * heads, k.shape[2], config.tile
   lanes = -(-groups // ALIGNED) * ALIGNED
@@ -197,7 +200,7 @@ def decode_attention(
     compiler_params=plgpu.CompilerParams(
       approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
     ),
-    interpret=_interpreter() if _backend.interpreted(interpret) else None,
+    interpret=_interpreter() if interpreted else None,
   )(queries, *(x.reshape(rows, slots, head_dim) for x in (k, v)), start, stop)
   return _join(acc, sums[:, :, 0], sums[:, :, 1], q.shape)
 
@@ -221,6 +224,16 @@ def _interpreter() -> Any:
       "its Mosaic interpreter does not know this kernel's operations, that of jax 0.12 does"
     )
   return plgpu.InterpretGPUParams()
+
+
+def _on_hopper() -> None:
+  """Raises where the default device is a GPU without wgmma; without a GPU it can be lowered."""
+  here = jax.devices()[0]
+  if jax.default_backend() == "gpu" and not here.compute_capability.startswith("9."):
+    raise NotImplementedError(
+      f"device: found {here.device_kind} of compute capability {here.compute_capability}, "
+      "expected one of 9.x, which has wgmma"
+    )
 
 
 def _supported(q: Array, k: Array, config: Config) -> None:

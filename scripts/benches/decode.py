@@ -48,6 +48,7 @@ def case(shape: Shape, quick: bool, peers: bool) -> Case:
   ]
   if not quick:
     contenders += optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
+    contenders += optional("kvjax (Mosaic GPU)", lambda: _mosaic(inputs, calls))
   if peers and not quick and not shape.ragged:
     contenders += optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
     contenders += _torch(inputs, calls)
@@ -87,6 +88,12 @@ def _jax_triton(inputs: list[tuple], calls: int) -> Contender:
   from kvjax.kernels.decode_jax_triton import decode_attention as decode
 
   return jax_contender("kvjax (jax-triton)", decode, inputs, output=lambda s: s.o, calls=calls)
+
+
+def _mosaic(inputs: list[tuple], calls: int) -> Contender:
+  from kvjax.kernels.decode_mosaic import decode_attention as decode
+
+  return jax_contender("kvjax (Mosaic GPU)", decode, inputs, output=lambda s: s.o, calls=calls)
 
 
 def _jax_cudnn(inputs: list[tuple], calls: int) -> Contender:

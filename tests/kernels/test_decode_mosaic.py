@@ -4,6 +4,7 @@ On a Hopper GPU the oracle meets the compiled kernel, on a CPU Mosaic's interpre
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,9 @@ def test_lowers_for_hopper(groups, config):
   run = jax.jit(functools.partial(decode_attention, config=config, interpret=False))
   with use_abstract_mesh(AbstractMesh((), (), abstract_device=here)):
     traced = run.trace(*Shape(2, 8, groups, 8 << 10).abstract())
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert "mosaic_gpu" in text
+  assert "wgmma.mma_async" in text and "cp.async.bulk.tensor" in text
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,12 @@ def test_what_it_does_not_take_raises(change, message):
   shape = Shape(**{"batch": 1, "kv_heads": 2, "groups": 4, "slots": 104} | change)
   with pytest.raises(NotImplementedError, match=message):
     decode_attention(*(jnp.zeros(x.shape, x.dtype) for x in shape.abstract()), config=config)
+
+
+def test_a_gpu_without_wgmma_raises(monkeypatch):
+  operands = [jnp.zeros(x.shape, x.dtype) for x in Shape(1, 2, 4, 104).abstract()]
+  older = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(jax, "devices", lambda: [older])
+  with pytest.raises(NotImplementedError, match=r"found NVIDIA A100 of .* 8\.0, expected one of 9"):
+    decode_attention(*operands)

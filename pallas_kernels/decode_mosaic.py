@@ -23,7 +23,7 @@ from . import _backend, _tiles
 from .config import Config
 from .decode import check
 
-HEAD_DIM = 128
+HEAD_DIMS = 64, 128
 ALIGNED = 8  # slots: copies to memory that wgmma reads begin at whole rows of its 8 × 64 tiles
 MAX_GROUPS = 64
 # Three programs on each of 132 multiprocessors: their tiles fill its shared memory.
@@ -154,7 +154,7 @@ def decode_attention(
   config: Config = DEFAULT,
   interpret: bool | None = None,
 ) -> State:
-  """As `kvjax.kernels.decode.decode_attention` without sinks; bfloat16, H 128, G ≤ 64, Hopper.
+  """As `kvjax.kernels.decode.decode_attention` without sinks; bfloat16, H 64 or 128, G ≤ 64.
 
   Args:
     config: tile, a multiple of 64 slots; stages, at least 2; programs, of which every row has an
@@ -241,10 +241,10 @@ def _supported(q: Array, k: Array, config: Config) -> None:
   heads, groups, head_dim = q.shape[1:]
   if q.dtype != jnp.bfloat16:
     raise NotImplementedError(f"q: found dtype {q.dtype.name}, expected bfloat16")
-  if head_dim != HEAD_DIM or groups > MAX_GROUPS:
+  if head_dim not in HEAD_DIMS or groups > MAX_GROUPS:
     raise NotImplementedError(
       f"q: found {groups} query heads of size {head_dim} per key/value head, "
-      f"expected at most {MAX_GROUPS} of {HEAD_DIM}"
+      f"expected at most {MAX_GROUPS} of {' or '.join(map(str, HEAD_DIMS))}"
     )
   if config.tile % 64 or config.stages < 2:
     raise NotImplementedError(

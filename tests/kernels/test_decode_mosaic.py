@@ -33,17 +33,18 @@ runs = pytest.mark.skipif(bool(missing()), reason=missing())
 
 @runs
 @pytest.mark.parametrize(
-  ("groups", "heads", "slots", "config"),
+  ("groups", "heads", "head_dim", "slots", "config"),
   [
-    (4, 2, 304, DEFAULT),
-    (6, 2, 304, Config(tile=64, programs=1, warps=4, stages=3)),
-    (8, 1, 520, Config(tile=128, programs=18, warps=4, stages=2)),
-    (1, 1, 64, DEFAULT),
-    (9, 3, 136, Config(tile=64, programs=36, warps=4, stages=2)),
+    (4, 2, 128, 304, DEFAULT),
+    (6, 2, 128, 304, Config(tile=64, programs=1, warps=4, stages=3)),
+    (8, 1, 128, 520, Config(tile=128, programs=18, warps=4, stages=2)),
+    (1, 1, 128, 64, DEFAULT),
+    (9, 3, 128, 136, Config(tile=64, programs=36, warps=4, stages=2)),
+    (3, 3, 64, 304, DEFAULT),
   ],
 )
-def test_equals_the_oracle_twice(groups, heads, slots, config):
-  q, k, v, start, stop, _ = make(groups, heads, 128, slots, "bfloat16")
+def test_equals_the_oracle_twice(groups, heads, head_dim, slots, config):
+  q, k, v, start, stop, _ = make(groups, heads, head_dim, slots, "bfloat16")
   expected = oracle(q, k, v, start, stop, 0, q)
   usual = plain(q, k, v, start, stop, 0, q)
   k, v = (poison(x, start, stop, 0) for x in (k, v))
@@ -88,8 +89,8 @@ def test_lowers_for_hopper(groups, config):
   ("change", "message"),
   [
     ({"dtype": "float32"}, "q: found dtype float32, expected bfloat16"),
-    ({"head_dim": 64}, "q: found 4 query heads of size 64"),
-    ({"groups": 65}, "q: found 65 query heads of size 128 .* expected at most 64 of 128"),
+    ({"head_dim": 96}, "q: found 4 query heads of size 96"),
+    ({"groups": 65}, "q: found 65 query heads of size 128 .* expected at most 64 of 64 or 128"),
     ({"slots": 56}, "k: found 2 rows of 56 slots, expected 2 rows of .* at least a tile of 64"),
     ({"slots": 100}, "k: found 2 rows of 100 slots, expected 2 rows of a multiple of 8"),
     ({"config": Config(32, 9, 4, 2)}, "config: found tile 32, stages 2, expected a multiple of 64"),

@@ -175,7 +175,8 @@ def decode_attention(
   if groups > ALIGNED:  # up to as many, the copy pads
     queries = jnp.pad(queries, ((0, 0), (0, lanes - groups), (0, 0)))
   start, stop = (jnp.broadcast_to(x, (batch, heads)).reshape(rows) for x in (start, stop))
-  tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+  # mypy takes them to be abstract under jax 0.12.
+  tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
   smem = functools.partial(plgpu.SMEM, dtype=q.dtype, transforms=tiled)
   of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   acc, sums = plgpu.kernel(

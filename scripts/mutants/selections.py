@@ -89,6 +89,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/_art_settle.py": of("kernels/art_kernel", "kernels/art_spread"),
   "pallas_kernels/_art_stop.py": of("kernels/art_kernel"),
   "pallas_kernels/art_spread.py": of("kernels/art_kernel", "kernels/art_spread"),
+  "pallas_kernels/longflow_read.py": of("kernels/longflow_kernel"),
   "pallas_kernels/_bounds.py": of("kernels/top_k_kernel"),
   "pallas_kernels/_cuts.py": of("kernels/top_k_kernel"),
   "pallas_kernels/_lists.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),

@@ -17,7 +17,7 @@ def quick(**options):
   walk = kernel.walk
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(kernel, "walk", lambda *args, **how: walk(*args, **{**how, **options}))
-    (case,) = art.cases(True, only="decay")
+    case = next(art.cases(True, only="decay"))
     return case, bench.check(case)["ART"], bench.check_steps(case)["ART"]
 
 

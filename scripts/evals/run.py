@@ -160,6 +160,8 @@ class Runner:
       logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
       asked = [row.second for row in asked if row.second is not None]
     steps = max(row.max_new_tokens for row in asked)
+    if mode in ("aware", "agnostic"):  # an answer takes what its prompt leaves, a batch the least
+      steps = min(steps, cell.length - max(len(cell.prompts[i].ids) for i in indices))
     forced = None
     if cell.task.forced:
       forced = np.full((self.batch, steps), -1, np.int32)

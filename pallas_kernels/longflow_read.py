@@ -111,13 +111,19 @@ def fits(groups: int, slots: int) -> bool:
 
 
 def takes(
-  rows: int, groups: int, slots: int, itemsize: int, *, interpret: bool, kind: str | None = None
+  rows: int,
+  groups: int,
+  slots: int,
+  itemsize: int,
+  *,
+  interpret: bool | None = None,
+  kind: str | None = None,
 ) -> bool:
   """Whether one launch is worth it: logits fit, and there are rows for the multiprocessors.
 
   Keys and values have 16 bits, and two programs fit the shared memory of a multiprocessor.
   """
-  if interpret or not fits(groups, slots):
+  if _backend.interpreted(interpret) or not fits(groups, slots):
     return fits(groups, slots)
   here = this_device(kind)
   return 3 * rows >= 2 * here.cores and itemsize == 2 and here.shared >= 2 * STAGE

@@ -32,7 +32,6 @@ from ..softmax_state import State
 from .prefill import prefill_attention
 
 MIN_BLOCK = 1024  # queries whose pieces are worth calls of their own
-_FAR = jnp.iinfo(jnp.int32).max
 BLOCKS = 8  # in a prompt with windows: the edges grow with a block, the calls with their number
 
 
@@ -106,7 +105,8 @@ def attend_in_pieces(
     done = block.end
     if first is not None:
       here = slice(block.begin, block.end)
-      upto = upto.at[:, here].min(jnp.where(span.queries > 0, span.low - 1, _FAR)[:, None])
+      below = jnp.minimum(upto[:, here], span.low[:, None] - 1)
+      upto = upto.at[:, here].set(jnp.where(span.queries[:, None] > 0, below, upto[:, here]))
   begun = _joined([*parts, _nothing(q, q.shape[3] - done)])
   if not end:
     return dataclasses.replace(begun, o=begun.o.astype(jnp.float32)), begun.o

@@ -1,7 +1,7 @@
 """LongFlow: the token that contributes least to the newest output (§3.2, Alg. 1)."""
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,18 @@ from kvjax.plans import Attended, Plan
 from kvjax.types import At, Cache
 
 
+class Named(NamedTuple):
+  """What attention has named on its way: the least contributor's slot, int32 [B, K]."""
+
+  slot: Array
+
+
 def attend_and_name(
   at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], *, sinks: int, recent: int
 ) -> Attended | None:
   """Attention over all that is cached whose launch names the least contributor of each KV head.
 
-  Its slot is the memo. None: attention and `least_contributor` run one after the other, as no
-  kernel does both here.
-
-  Args: as of `least_contributor`, and a plan of all that the cache holds.
+  `least_contributor` finds it in the memo. None: it has to look for it, no kernel does both here.
   """
   k, v = cache.slots["k"], cache.slots["v"]
   run = pallas(at, "longflow_read", q, k, whole=True)
@@ -29,14 +32,13 @@ def attend_and_name(
     return None
   takes = importlib.import_module("kvjax.kernels.longflow_read").takes
   batch, heads, groups, _ = q.shape
-  shape = batch * heads, groups, cache.size, k.dtype.itemsize
-  if not takes(*shape, interpret=jax.default_backend() != "gpu"):
+  if not takes(batch * heads, groups, cache.size, k.dtype.itemsize):
     return None
   operands = q.astype(k.dtype), k, v, cache.slots["norm"], cache.pos, cache.used, cache.seen
   how: dict[str, Any] = {"sinks": sinks, "recent": recent, "soft_cap": at.env.soft_cap}
   state, out, victim = run(*operands, **how)
   visited = jnp.broadcast_to(plan.span.length(), q.shape[:2])
-  return Attended(state, None, None, visited, out.astype(q.dtype), memo=victim)
+  return Attended(state, None, None, visited, out.astype(q.dtype), memo=Named(victim))
 
 
 def least_contributor(
@@ -52,15 +54,18 @@ def least_contributor(
   """Slot of the token of least log Σ_g α_g + log ‖v‖₁ that may leave (Alg. 1).
 
   Args:
-    at, cache, attended: of a decode step, with logits; the cache keeps "norm".
+    at, cache, attended: of a decode step, with logits unless it has been named; the cache keeps
+      "norm".
     old: what rows that do not count keep.
     sinks, recent: as in `stays`.
     per_layer: whether all heads of a layer, those of other shards too, have one victim, by the sum
       of their contributions.
   """
-  assert attended.logits is not None
   counted = attended.counted
   counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
+  if isinstance(attended.memo, Named):
+    return jnp.where(counted[:, None], attended.memo.slot, old)
+  assert attended.logits is not None
   norm, safe = cache.slots["norm"], {"sinks": sinks, "recent": recent}
   # A kernel does not see the heads of other shards.
   alone = not per_layer or at.env.head_axis is None

@@ -34,12 +34,12 @@ class CIS(Method):
   gain their neighbours up to r away, as far as those lie in the middle of now. Prompts are read
   densely.
 
-  The paper's models have no query groups. Here, with per="kv_head", the weights of a KV head are
-  averaged over its query heads, and it shares only if the cosines of all of them with the same
-  earlier query exceed τ. With per="query_head" every query head retrieves and shares on its own,
-  as in the paper; but a KV head reads one list of slots for all its query heads, so each of them
-  attends to the union of what they chose, and the list is up to G times as long. With G = 1 the
-  two are one.
+  LLaMA-2-7B, on which the paper measures sharing, has no query groups. Here, with per="kv_head",
+  the weights of a KV head are averaged over its query heads, and it shares only if the cosines of
+  all of them with the same earlier query exceed τ. With per="query_head" every query head retrieves
+  and shares on its own, as in the paper; but a KV head reads one list of slots for all its query
+  heads, so each of them attends to the union of what they chose, and the list is up to G times as
+  long. With G = 1 the two are one.
 
   Attributes:
     k: tokens retrieved from the middle.

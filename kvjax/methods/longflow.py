@@ -76,13 +76,9 @@ class LongFlow(SnapKV):
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
     old, per_layer = cache.heads["victim"], self.per == "layer"
-    if attended.memo is None:
-      victim = contributions.least_contributor(
-        at, cache, attended, old, **self._safe, per_layer=per_layer
-      )
-    else:
-      assert attended.counted is not None
-      victim = jnp.where(attended.counted[:, None], attended.memo, old)
+    victim = contributions.least_contributor(
+      at, cache, attended, old, **self._safe, per_layer=per_layer
+    )
     return cache.put(heads={"victim": victim}), {}
 
   def rank(

@@ -55,16 +55,14 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   ):
     if only in f"p=inf {shape.name} unit {unit}":
       yield sparse_case(shape, unit, budget, quick)
-  for shape in (QUICK_STOPS,) if quick else DECAYS:
-    if only in f"decay {shape.name}":
-      make = functools.partial(decaying, shape, tile=QUICK_TILE if quick else TILE)
-      yield stopping_case(f"decay {shape.name}", shape, make, quick)
-  for lengths in ("longest first", "all alike"):
-    shape = QUICK_STOPS if quick else DECAYS[0]
-    if only in f"decay {shape.name}, {lengths}":
+  shapes = (QUICK_STOPS,) if quick else DECAYS
+  decays = [(shape, "") for shape in shapes]
+  for shape, lengths in [*decays, (shapes[0], "longest first"), (shapes[0], "all alike")]:
+    name = f"decay {shape.name}" + f", {lengths}" * bool(lengths)
+    if only in name:
       tile = QUICK_TILE if quick else TILE
       make = functools.partial(decaying, shape, tile=tile, lengths=lengths)
-      yield stopping_case(f"decay {shape.name}, {lengths}", shape, make, quick)
+      yield stopping_case(name, shape, make, quick)
   for shape in (QUICK_STOPS,) if quick else LONE:
     if only in f"lone {shape.name}":
       yield lone_case(shape, quick)

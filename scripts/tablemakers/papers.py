@@ -304,7 +304,7 @@ def of_prhs(results: Results) -> list[str]:
         "prompts under ETF and PSAW",
         "attention's FLOPs −15 % beside other sparse methods (abstract)",
         f"a prompt of 32K: {prompt['less work']} less work, {prompt['less time']} less time",
-        "Ours is of a whole prompt, all products counted; its pieces are gathered and put back",
+        "Ours is of a whole prompt, all products counted; pieces of windows cost what they save",
       ),
       (
         "certificates",
@@ -373,7 +373,7 @@ def of_longflow(results: Results) -> list[str]:
         f"{_times(h2o, kernel)} (a layer)",
         "H2O is compiled by XLA here; of how many layers theirs is, the paper does not say. "
         "LongFlow takes "
-        f"{cells.ratio(kernel.us / dense.us, dense)} × dense decode, as logits pass through memory",
+        f"{cells.ratio(kernel.us / dense.us, dense)} × dense decode",
       ),
       (
         "smaller cache, 3,200 of 16,000",
@@ -410,6 +410,7 @@ def of_ltri(results: Results) -> list[str]:
     found = {n: " → ".join(quoted(lines, x)["right"] for x in labels) for n, lines in runs.items()}
     return ", ".join(f"{answers} at {n}" for n, answers in found.items())
 
+  stream = studies.stream_needles(results)
   ruler = evaluations.ruler(results)
   four = [quoted(ruler, name)["4K"] for name in ("`full`", "`ltri`, 512", "`streaming_llm`, 512")]
   parts = {"not persistent": "2K", "no voting": "2K", "all heads": "8K"}
@@ -441,9 +442,10 @@ def of_ltri(results: Results) -> list[str]:
       (
         "needles, InfLLM → Ltri-LLM",
         "Ltri-LLM ahead at all lengths from 20K to 230K (Fig. 8)",
-        f"{right('`infllm`', '`ltri`')}; full {right('`full`')}",
-        "SmolLM2-135M, 800 tokens attended to: what its retrieval heads see seldom reaches a vote, "
-        "and at 8K the model itself is lost",
+        f"1.5B: {' → '.join(quoted(stream, x)['right'] for x in ('`infllm`', '`ltri`'))} at 131K; "
+        f"SmolLM2: {right('`infllm`', '`ltri`')}, full {right('`full`')}",
+        "As there on the 1.5B, at the paper's budget. SmolLM2 attends to 800 tokens: what its "
+        "retrieval heads see seldom reaches a vote, and at 8K the model itself is lost",
       ),
       (
         "Ltri-LLM with a part left out",

@@ -286,6 +286,20 @@ def test_cells_that_cannot_be_are_left_out(loaded, tmp_path, capsys):
   assert "not run: gsm8k at 480 tokens: GSM8K" in said
 
 
+def test_answers_take_what_the_longest_prompt_of_a_batch_leaves(
+  loaded, tmp_path, monkeypatch, capsys
+):
+  """Each row's answer may be as long as its own prompt allows; a batch has one number of steps."""
+  (tmp_path / "gsm8k").mkdir()
+  asked = "What is 1 + 1?", "Add up all of these numbers, one after another: " + "1, " * 9 + "1."
+  lines = [json.dumps({"question": text, "answer": "#### 2"}) for text in asked]
+  (tmp_path / "gsm8k/test.jsonl").write_text("\n".join(lines))
+  monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
+  more = "--lengths", "240"
+  rows = run(loaded, tmp_path / "out", *more, tasks=("gsm8k_chat",), methods=("full",), samples=2)
+  assert len(rows) == 2 and "not run" not in capsys.readouterr().err
+
+
 # ---- stopping and going on
 
 

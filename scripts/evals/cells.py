@@ -5,12 +5,13 @@ the same: it is kept in the user's cache folder, for as long as what makes it st
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import gzip
 import hashlib
 import os
 import pathlib
-import pickle
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -19,6 +20,7 @@ from kvjax.models import convert
 from kvjax.models.tokenizer import Tokenizer
 
 from .. import common, console
+from . import written
 from .plan import Cell
 from .prompt import Prompt, Reader
 from .task import NoMoreRows, Row, Task
@@ -88,15 +90,16 @@ def build(
 
 
 def _kept(key: Any, make: Callable[[], tuple[Row, Prompt]]) -> tuple[Row, Prompt]:
-  """What is kept under a key, or else what is made and kept now."""
+  """What is kept under a key, or else what is made and, if a file can hold it, kept now."""
   name = hashlib.sha256(repr((key, _code())).encode()).hexdigest()[:32]
-  path = convert.cache_dir() / "rows" / f"{name}.gz"
-  try:
-    return pickle.loads(gzip.decompress(path.read_bytes()))
-  except (OSError, EOFError, ValueError, pickle.UnpicklingError, AttributeError):
-    made = make()
-  with common.written_aside(path) as aside:
-    aside.write_bytes(gzip.compress(pickle.dumps(made), compresslevel=1))
+  path = convert.cache_dir() / "rows" / f"{name}.json.gz"
+  with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
+    return written.read(gzip.decompress(path.read_bytes()))
+  made = make()
+  text = written.text(made)
+  if text is not None:
+    with contextlib.suppress(OSError), common.written_aside(path) as aside:
+      aside.write_bytes(gzip.compress(text, compresslevel=1))
   return made
 
 

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from . import _addresses
+
 with warnings.catch_warnings():
   warnings.filterwarnings("ignore", category=DeprecationWarning)
   from jax.experimental.pallas import triton as plgpu
@@ -109,15 +111,22 @@ def _launch(
   aliases: tuple[tuple[int, int], ...],
 ) -> Sequence[Any]:
   """Compiler parameters are always passed: with none, jax picks another lowering."""
-  return pl.pallas_call(
-    kernel,
-    out_shape=out,
-    grid=grid,
-    input_output_aliases=dict(aliases),
-    compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-    interpret=interpret,
-    name=name,
-  )(*operands)
+
+  def launch(kernel: Callable[..., None], **specs: Any) -> Sequence[Any]:
+    return pl.pallas_call(
+      kernel,
+      out_shape=out,
+      grid=grid,
+      input_output_aliases=dict(aliases),
+      compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+      interpret=interpret,
+      name=name,
+      **specs,
+    )(*operands)
+
+  if interpret:
+    return launch(kernel)
+  return _addresses.reach(launch, kernel, operands, out, aliases, name)
 
 
 _shared_launch = jax.jit(

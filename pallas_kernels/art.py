@@ -154,11 +154,12 @@ def walk(
     seen: int32, the position after the newest token.
     splits: P; None: as many as fill the device, by the shapes alone.
     chunk: tiles between two tests for the end while the output moves, at least `patience`; the
-      calmer it is, the sooner the next one. Tiles after the end are loaded for nothing.
+      calmer it is, the sooner the next one. Tiles after the end are loaded for nothing. Has no part
+      in a walk by shares.
     loaded: count these too.
     share: with one split and a detector, tiles that each of several programs reads of one walk,
-      ahead of the detector (`art_spread`); 0: one program walks alone. The walk is the same. None:
-      `SHARE` where rows leave programs idle.
+      ahead of the detector (`art_spread`), which loads whole waves of them; 0: one program walks
+      alone. The walk is the same. None: `SHARE` where rows leave programs idle.
     per_slot, bits: of codes, see `quantised_decode.decode_attention`.
     scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.

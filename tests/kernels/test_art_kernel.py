@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
-from kvjax.kernels.art import choose_splits, walk
+from kvjax.kernels.art import choose_splits, helped, walk
 from kvjax.kernels.config import Config
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.kernels.test_sparse_decode_kernel import plan
@@ -199,7 +199,7 @@ def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
   start, stop = np.zeros((2, 1), np.int32), np.array([[400], [70]], np.int32)
   bounds = jnp.asarray(start), jnp.asarray(stop)
   run = functools.partial(
-    walk, *map(jnp.asarray, (q, k, v)), None, None, *bounds, tile=tile, splits=splits
+    walk, *map(jnp.asarray, (q, k, v)), None, None, *bounds, tile=tile, splits=splits, share=0
   )
   how = {**LOOSE, "patience": patience, "chunk": chunk}
   (state, _, walked), (same, _, loaded) = (run(**how, loaded=each) for each in (False, True))
@@ -263,7 +263,8 @@ def test_a_tile_may_be_read_in_parts():
   """Where a tile does not fit the shared memory; the detector looks at whole tiles all the same."""
   q, k, v = map(jnp.asarray, inputs(8, 2, 2, 3, 400, 64))
   bounds = jnp.zeros((2, 1), jnp.int32), jnp.asarray([[390], [277]], jnp.int32)
-  run = functools.partial(walk, q, k, v, None, None, *bounds, tile=48, splits=1, **LOOSE)
+  how = {**LOOSE, "tile": 48, "splits": 1, "share": 0}
+  run = functools.partial(walk, q, k, v, None, None, *bounds, **how)
   whole, parts = (run(cut=Config(tile, 1, 4, 1)) for tile in (64, 16))
   np.testing.assert_array_equal(whole[2], parts[2])
   np.testing.assert_allclose(whole[0].o, parts[0].o, atol=1e-5)
@@ -343,6 +344,11 @@ def test_splits_follow_the_shape():
   assert choose_splits(8, 512, 128, kind="NVIDIA H200") == 4
 
 
+def test_walks_are_shared_where_rows_leave_programs_idle():
+  assert helped(132, kind="NVIDIA H200") and not helped(133, kind="NVIDIA H200")
+  assert not helped(1, interpret=True)
+
+
 def test_bad_arguments():
   q, k, v = map(jnp.asarray, inputs(0, 1, 1, 1, 20, 16))
   bounds = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
@@ -364,7 +370,7 @@ def test_a_calm_walk_is_tested_sooner():
   k = k.at[:, :, :384].set(0) * 50
   v = 100 * jax.random.normal(jax.random.key(0), k.shape)
   stop = jnp.array([[400]], jnp.int32)
-  run = functools.partial(walk, q, k, v, None, None, stop * 0, stop, tile=16, splits=1)
+  run = functools.partial(walk, q, k, v, None, None, stop * 0, stop, tile=16, splits=1, share=0)
   how = {"tau": 0.7, "phi": 0.4, "patience": 4, "chunk": 4}
   walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
   assert (walked == 5).all() and (loaded == 6).all()
@@ -375,7 +381,9 @@ def test_a_walk_that_is_not_calm_loads_a_whole_chunk_before_it_is_tested():
   """Values that never change: stopped by the third tile, after the first chunk of six."""
   q, k, v = (jnp.asarray(x) for x in inputs(1, 1, 1, 1, 400, 24))
   stop = jnp.array([[400]], jnp.int32)
-  run = functools.partial(walk, q, k, v * 0 + 1, None, None, stop * 0, stop, tile=16, splits=1)
+  run = functools.partial(
+    walk, q, k, v * 0 + 1, None, None, stop * 0, stop, tile=16, splits=1, share=0
+  )
   how = {"tau": 0.7, "phi": 0.4, "patience": 2, "chunk": 6}
   walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
   assert (walked == 3).all() and (loaded == 6).all()

@@ -60,6 +60,22 @@ def test_many_programs_walk_as_one_does(share, kwargs, monkeypatch):
   )
 
 
+@pytest.mark.parametrize(("patience", "walked", "loaded"), [(2, 3, 6), (5, 6, 6), (7, 8, 18)])
+def test_stable_tiles_are_counted_over_waves_and_loaded_by_them(
+  patience, walked, loaded, monkeypatch
+):
+  """Values that never change: stable from the second tile on. Waves end at tiles 6 and 18."""
+  monkeypatch.setattr(art_spread, "programs", lambda rows, interpret: 3)
+  q, k, v = map(jnp.asarray, inputs(1, 1, 1, 1, 400, 24))
+  stop = jnp.array([[400]], jnp.int32)
+  detector = {"tau": 0.7, "phi": 0.4, "patience": patience, "tile": 16, "splits": 1, "share": 2}
+  assert waves(25, 1, 2, 3) == [(0, 3), (6, 6), (18, 4)]
+  for chunk in (patience, 64):  # which has no part in it
+    run = functools.partial(walk, q, k, v * 0 + 1, None, None, stop * 0, stop, chunk=chunk)
+    assert run(**detector)[2].item() == walked
+    assert run(**detector, loaded=True)[2].item() == loaded
+
+
 def test_waves():
   assert waves(256, 2, 8, 264) == [(0, 32)]
   assert waves(1024, 8, 8, 264) == [(0, 33), (264, 66), (792, 29)]

@@ -5,14 +5,16 @@ copy on the way; on a CPU in the backend's own memory. A store is cut into segme
 array grows with the context beyond what one allocation should be.
 """
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Float, Int
@@ -52,24 +54,59 @@ def hosted(caches: Any) -> list[Any]:
   return jax.tree.leaves([x for x in stores if isinstance(x, OwnRows) and "k" in x.of])
 
 
+def placed(tree: Any) -> Any:
+  """Caches read from elsewhere, every array where that of empty caches lies: on host or device.
+
+  Raises:
+    MemoryError: the host's pool has no room for them.
+  """
+  stores = {id(x) for x in hosted(tree)} if on_host() else set()
+
+  def put(x: Any) -> Array:
+    if id(x) not in stores:
+      return jnp.asarray(x)
+    with _explained(x.nbytes):
+      return jax.device_put(x, _host()).block_until_ready()
+
+  return jax.tree.map(put, tree)
+
+
+def rows_of(tree: Any, rows: Int[np.ndarray, " R"]) -> Any:
+  """Copies of some rows of caches, every array where that of the caches lies."""
+  stores = {id(x) for x in hosted(tree)} if on_host() else set()
+  # A store's rows never pass through the device's memory.
+  return placed(jax.tree.map(lambda x: np.asarray(x)[rows] if id(x) in stores else x[rows], tree))
+
+
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
   traced = isinstance(jnp.zeros(()), jax.core.Tracer)
   if traced or not on_host():
     return jnp.zeros(shape, dtype)
-  try:
+  with _explained(math.prod(shape) * jnp.dtype(dtype).itemsize):
     return _pinned(shape, jnp.dtype(dtype))().block_until_ready()
-  except jax.errors.JaxRuntimeError as error:
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize / 2**30
-    raise MemoryError(
-      f"offload: found no room for {size:.2f} GiB of pinned host memory, expected it; {_advice()}"
-    ) from error
 
 
 @functools.cache
 def _pinned(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
   """Makes zeros in pinned memory; compiled once for all segments of a shape."""
-  place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)
+  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=_host())
+
+
+def _host() -> jax.sharding.Sharding:
+  """Where stores lie, if not with the device's arrays."""
+  return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+@contextlib.contextmanager
+def _explained(size: int) -> Iterator[None]:
+  """Says what to do where the host has no room for so many bytes."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    raise MemoryError(
+      f"offload: found no room for {size / 2**30:.2f} GiB of pinned host memory, expected it; "
+      + _advice()
+    ) from error
 
 
 def _advice() -> str:

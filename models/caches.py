@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,12 +18,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
-from .. import windowed
+from .. import offload, windowed
 from ..forked import Forked, branched
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec
 from . import checks
+from .asides import aside
 from .tokenizer import Tokenizer
 from .transformer import Caches
 
@@ -72,23 +75,19 @@ def save(
   check_method("method", method)
   path = pathlib.Path(path)
   named = _named((logits, caches))
-  _check_layout("caches", {name: _kind(x) for name, x in named.items()}, method, spec, logits)
+  found = {name: _kind(x) for name, x in named.items()}
+  _check_layout("caches", found, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
   header = {
     **_identity(method, spec),
     "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},
   }
-  path.parent.mkdir(parents=True, exist_ok=True)
-  aside = path.with_name(f".{path.name}.{os.getpid()}")
-  try:
-    with zipfile.ZipFile(aside, "w") as file:
-      file.writestr(_HEADER, json.dumps(header, indent=2))
-      for name, x in named.items():
-        with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-          np.lib.format.write_array(entry, _plain(np.asarray(x)), allow_pickle=False)
-    aside.replace(path)
-  finally:
-    aside.unlink(missing_ok=True)
+  with aside(path, replace=True) as made, zipfile.ZipFile(made, "w") as file:
+    file.writestr(_HEADER, json.dumps(header, indent=2))
+    for name, x in named.items():
+      with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        x = np.ascontiguousarray(x)
+        np.lib.format.write_array(entry, _plain(x), allow_pickle=False)
   return path
 
 
@@ -108,22 +107,26 @@ def restore(
   """
   check_method("method", method)
   path = pathlib.Path(path)
-  try:
-    with zipfile.ZipFile(path) as file:
+  with path.open("rb") as raw:
+    with _whole(path):
+      file = zipfile.ZipFile(raw)
       header = json.loads(file.read(_HEADER))
-      _check_identity(path, header, method, spec)
-      arrays = {name: _read(file, name, dtype) for name, (dtype, _) in header["arrays"].items()}
-  except (zipfile.BadZipFile, KeyError, TypeError, AttributeError, EOFError) as error:
-    raise ValueError(f"{path}: found {error}, expected a whole file of saved caches") from error
-  logits = arrays.get("logits")
-  if logits is None or logits.ndim != 2:
-    raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
-  _check_layout(str(path), {name: _kind(x) for name, x in arrays.items()}, method, spec, logits)
-  like = jax.eval_shape(lambda: method.init_caches(spec))
-  names = _named((logits, like))
-  _, tree = jax.tree.flatten(like)
-  leaves = [arrays[name] for name in names if name != "logits"]
-  return logits, jax.tree.unflatten(tree, leaves)
+      identity = header.get("format"), header.get("version")
+    _check_version(path, *identity)
+    with _whole(path):
+      described = header["method"], dict(header["spec"])
+      kinds = {
+        name: (str(dtype), tuple(shape)) for name, (dtype, shape) in header["arrays"].items()
+      }
+    _check_identity(path, *described, method, spec)
+    shape = kinds.get("logits", ("", ()))[1]
+    if len(shape) != 2:
+      raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
+    tree = _check_layout(str(path), kinds, method, spec, shape[1])
+    with _whole(path):
+      read = {name: _read(file, name, *kind) for name, kind in kinds.items()}
+  leaves = [read[name] for name in _named(tree)]
+  return offload.placed(jax.tree.unflatten(jax.tree.structure(tree), leaves))
 
 
 def fork(
@@ -147,8 +150,8 @@ def fork(
   batch = _check_fork(logits, caches, times)
   if row is not None and not 0 <= row < batch:
     raise ValueError(f"row: found {row}, expected one of the {batch} rows, from 0")
-  rows = jnp.repeat(jnp.arange(batch) if row is None else jnp.array([row]), times)
-  return jax.tree.map(lambda x: x[rows], (logits, caches))
+  rows = np.repeat(np.arange(batch) if row is None else np.array([row]), times)
+  return logits[rows], offload.rows_of(caches, rows)
 
 
 def fork_shared(
@@ -278,40 +281,62 @@ def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
   return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
 
 
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[None]:
+  """Says of whatever a damaged file makes its readers raise that it is damaged."""
+  try:
+    yield
+  except MemoryError:
+    raise
+  except Exception as error:  # zipfile alone raises ten kinds
+    found = f"{type(error).__name__}: {error}".rstrip(": ")
+    raise ValueError(f"{path}: found {found}, expected a whole file of saved caches") from error
+
+
+def _check_version(path: pathlib.Path, kind: Any, version: Any) -> None:
+  """Raises unless the file is one that this code reads."""
+  if kind == FORMAT and version == VERSION:
+    return
+  age = ""
+  if kind == FORMAT and isinstance(version, int):
+    newer = "a newer kvjax, which reads it" if version > VERSION else "an older kvjax"
+    age = f" (it was written by {newer})"
+  raise ValueError(
+    f"{path}: found format {kind!r} version {version!r}, expected {FORMAT!r} version {VERSION}{age}"
+  )
+
+
 def _check_identity(
-  path: pathlib.Path, header: dict[str, Any], method: Method, spec: CacheSpec
+  path: pathlib.Path, name: Any, sizes: dict[str, Any], method: Method, spec: CacheSpec
 ) -> None:
-  """Raises unless the header is that of the method's caches for the spec."""
-  kind, version = header.get("format"), header.get("version")
-  if kind != FORMAT or version != VERSION:
-    age = ""
-    if kind == FORMAT and isinstance(version, int):
-      newer = "a newer kvjax, which reads it" if version > VERSION else "an older kvjax"
-      age = f" (it was written by {newer})"
-    raise ValueError(
-      f"{path}: found format {kind!r} version {version!r}, expected {FORMAT!r} version {VERSION}"
-      + age
-    )
-  if header["method"] != repr(method):
-    raise ValueError(f"{path}: found caches of {header['method']}, expected {method!r}")
-  for name, value in _identity(method, spec)["spec"].items():
-    if header["spec"][name] != value:
-      raise ValueError(f"{path}: spec.{name}: found {header['spec'][name]!r}, expected {value!r}")
+  """Raises unless a header's method and sizes are these."""
+  if name != repr(method):
+    raise ValueError(f"{path}: found caches of {name}, expected {method!r}")
+  wanted = _identity(method, spec)["spec"]
+  for size in {**wanted, **sizes}:  # either may have some that the other lacks
+    found, expected = sizes.get(size), wanted.get(size)
+    if found != expected:
+      raise ValueError(f"{path}: spec.{size}: found {found!r}, expected {expected!r}")
 
 
 def _check_layout(
-  what: str, found: dict[str, tuple], method: Method, spec: CacheSpec, logits: Any
-) -> None:
-  """Raises unless the arrays' names, shapes and dtypes are those of the method for the spec."""
-  like = jax.ShapeDtypeStruct((spec.batch, logits.shape[1]), jnp.float32)
-  wanted = _named((like, jax.eval_shape(lambda: method.init_caches(spec))))
-  expected = {name: _kind(x) for name, x in wanted.items()}
+  what: str, found: dict[str, tuple], method: Method, spec: CacheSpec, vocab: int
+) -> tuple[Any, Caches]:
+  """Raises unless the arrays' names, shapes and dtypes are those of the method for the spec.
+
+  Returns:
+    Logits and caches, as shapes.
+  """
+  logits = jax.ShapeDtypeStruct((spec.batch, vocab), jnp.float32)
+  tree = logits, jax.eval_shape(lambda: method.init_caches(spec))
+  expected = {name: _kind(x) for name, x in _named(tree).items()}
   for name in {**expected, **found}:
     if found.get(name) != expected.get(name):
       raise ValueError(
         f"{what}: {name}: found {found.get(name, 'nothing')}, "
         f"expected {expected.get(name, 'nothing')} as {method!r} lays it out"
       )
+  return tree
 
 
 def _plain(x: np.ndarray) -> np.ndarray:
@@ -319,8 +344,20 @@ def _plain(x: np.ndarray) -> np.ndarray:
   return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
 
 
-def _read(file: zipfile.ZipFile, name: str, dtype: str) -> Array:
+def _read(file: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+  """An array of the kind that the header says; memory is taken for no other."""
+  x = np.empty(shape, getattr(ml_dtypes, dtype, dtype))
+  plain = _plain(x)
   with file.open(f"{name}.npy") as entry:
-    x = np.lib.format.read_array(entry, allow_pickle=False)
-  kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-  return jnp.asarray(x if x.dtype == kind else x.view(kind))
+    if (version := np.lib.format.read_magic(entry)) != (1, 0):
+      raise ValueError(f".npy version {version} of {name}")
+    kind = np.lib.format.read_array_header_1_0(entry)
+    if kind != (plain.shape, False, plain.dtype):
+      raise ValueError(f"{kind} in {name}")
+    left = plain.reshape(-1).view(np.uint8)
+    while left.size and (piece := entry.read(min(left.size, 1 << 24))):
+      left[: len(piece)] = np.frombuffer(piece, np.uint8)
+      left = left[len(piece) :]
+    if left.size or entry.read(1):  # the last reading compares the checksum
+      raise ValueError(f"another number of bytes in {name}")
+  return x

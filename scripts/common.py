@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, TextIO
 
 import jax
@@ -17,6 +17,7 @@ import tyro
 
 import kvjax
 from kvjax.models import convert
+from kvjax.models.asides import aside
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
 
@@ -192,13 +193,6 @@ def _on_device(x: jax.Array) -> bool:
   return all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
 
 
-@contextmanager
-def written_aside(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """A path beside `path` to write to; it takes the name `path` when the block ends well."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  aside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-  try:
-    yield aside
-    aside.replace(path)
-  finally:
-    aside.unlink(missing_ok=True)
+def written_aside(path: pathlib.Path) -> AbstractContextManager[pathlib.Path]:
+  """A path to write a file to; it takes the name `path` when the block ends well."""
+  return aside(path, replace=True)

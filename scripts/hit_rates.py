@@ -187,9 +187,10 @@ def write(
       for base, settings in found.items()
     },
   }
-  args.out.parent.mkdir(parents=True, exist_ok=True)
-  args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
-  args.out.with_suffix(".txt").write_text(table(report), "utf-8")
+  with common.written_aside(args.out) as path:
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
+  with common.written_aside(args.out.with_suffix(".txt")) as path:
+    path.write_text(table(report), "utf-8")
   print(table(report))
 
 

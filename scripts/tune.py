@@ -152,8 +152,8 @@ def write(path: pathlib.Path, entry: dict[str, Any]) -> None:
   """Adds an entry to a file of measurements, in place of an earlier one of the same bucket."""
   entries = json.loads(path.read_text())["entries"] if path.is_file() else []
   entries = [other for other in entries if other["bucket"] != entry["bucket"]] + [entry]
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps({**environment(), "entries": entries}, indent=1) + "\n")
+  with common.written_aside(path) as aside:
+    aside.write_text(json.dumps({**environment(), "entries": entries}, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,8 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import Env, offload
 from kvjax.kernels import host_blocks
+from kvjax.models.caches import fork, restore, save
+from kvjax.models.generate import generate, prefill
+from kvjax.testing import tiny
 from kvjax.types import OwnRows
 
 KERNELS = "pallas"
@@ -188,3 +192,21 @@ def test_over_the_link_in_a_loop():
 
 def test_loose_changes_nothing():
   np.testing.assert_array_equal(jax.jit(offload._loosened)(jnp.arange(6)), np.arange(6))
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("name", ["infllm", "ltri"])
+def test_restored_and_forked_stores_lie_on_the_host(name, tmp_path):
+  """And decoding goes on from them as from those that they were copied from."""
+  method = kvjax.settings.example(kvjax.METHODS[name], 16)
+  spec = tiny.model().spec(2, 64)
+  state = prefill(tiny.model(), tiny.TOKENS[:, :23], tiny.LENGTHS, method.init_caches(spec), method)
+  path = save(tmp_path / "x.npz", *state, method, spec)
+  copies = restore(path, method, spec), fork(*state, 1)
+  for _, caches in copies:
+    assert {x.sharding.memory_kind for x in offload.hosted(caches)} == {"pinned_host"}
+  want, *found = (
+    generate(tiny.model(), *each, method, steps=6)[0].tokens for each in (state, *copies)
+  )
+  for tokens in found:
+    np.testing.assert_array_equal(tokens, want)

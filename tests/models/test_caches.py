@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 import zipfile
 
 import chex
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import offload
 from kvjax.models import caches as caches_file
 from kvjax.models.caches import fork, next_turn, restore, save
 from kvjax.models.generate import generate, pad, prefill
@@ -134,6 +136,106 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     save(path, logits, caches, method, spec)
   assert path.read_bytes() == before
   assert list(tmp_path.iterdir()) == [path]
+
+
+def test_any_flipped_byte_is_refused_in_one_line(tmp_path):
+  """Sizes, flags and offsets of the zip, its headers and those of arrays, and the numbers."""
+  method = kvjax.Full()
+  logits, caches, spec = start(method)
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  whole = path.read_bytes()
+  with zipfile.ZipFile(path) as file:
+    starts = [entry.header_offset for entry in file.infolist()]
+  places = [start + i for start in starts for i in range(250)]
+  places += range(len(whole) - 2500, len(whole))
+  rng, refused = np.random.default_rng(0), 0
+  for place in rng.choice(places, 250, replace=False):
+    data = bytearray(whole)
+    data[place] ^= rng.integers(1, 256)
+    path.write_bytes(data)
+    try:
+      found = restore(path, method, spec)
+    except ValueError as error:
+      assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+      refused += 1
+    else:  # dates and the like
+      chex.assert_trees_all_equal(found, (logits, caches))
+  assert refused > 150
+
+
+def test_a_header_that_asks_for_more_memory_than_there_is(tmp_path):
+  """An array's own header is believed in nothing."""
+  method = kvjax.Full()
+  logits, caches, spec = start(method)
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  with zipfile.ZipFile(path) as file:
+    entries = {name: file.read(name) for name in file.namelist()}
+  head = entries["logits.npy"]
+  entries["logits.npy"] = head.replace(b"(2, 61), }" + b" " * 9, b"(2, 61000000000), }")
+  assert entries["logits.npy"] != head
+  with zipfile.ZipFile(path, "w") as file:
+    for name, data in entries.items():
+      file.writestr(name, data)
+  with pytest.raises(ValueError, match=r"x\.npz: found .*logits.*, expected a whole file"):
+    restore(path, method, spec)
+
+
+def test_windows_of_another_model_are_refused(tmp_path):
+  """Windows that lay out alike, in this capacity: only the header tells them apart."""
+  method = kvjax.Full()
+  plain = dataclasses.replace(model().spec(2, CAPACITY), windows=(None,) * 4)
+  wide, wider = (
+    dataclasses.replace(plain, layers=2, windows=(None, size, None, size)) for size in (128, 256)
+  )
+  none = dataclasses.replace(plain, windows=())
+  for own, other in ((wide, wider), (plain, none), (none, plain)):
+    path = save(tmp_path / "x.npz", jnp.zeros((2, 61)), method.init_caches(own), method, own)
+    restore(path, method, own)
+    with pytest.raises(ValueError, match=r"x\.npz: spec\.windows: found .* expected"):
+      restore(path, method, other)
+
+
+def test_two_who_save_to_one_path(tmp_path):
+  """The file is the one's or the other's."""
+  method = kvjax.Full()
+  logits, caches, spec = start(method)
+  both = logits, logits + 1
+  path = tmp_path / "x.npz"
+  failed = []
+
+  def write(mine):
+    try:
+      save(path, mine, caches, method, spec)
+    except BaseException as error:
+      failed.append(error)
+
+  for _ in range(8):
+    threads = [threading.Thread(target=write, args=(mine,)) for mine in both]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    found, others = restore(path, method, spec)
+    assert any(np.array_equal(found, mine) for mine in both)
+    chex.assert_trees_all_equal(others, caches)
+  assert not failed and [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_arrays_lie_where_those_of_empty_caches_do(tmp_path, monkeypatch):
+  """Stores in the host's memory, as on a GPU: kept in a file, and forked."""
+  monkeypatch.setattr(offload, "on_host", lambda: True)
+  method = kvjax.settings.example(kvjax.METHODS["infllm"], BUDGET)
+  spec = model().spec(2, CAPACITY)
+  caches, logits = method.init_caches(spec), jnp.zeros((2, 61))
+
+  def kinds(tree):
+    return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
+
+  assert len(set(jax.tree.leaves(kinds(caches)))) == 2
+  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  again, restored = restore(path, method, spec)
+  assert kinds((again, restored)) == kinds((logits, caches))
+  assert kinds(fork(logits, caches, 2)) == kinds((logits, caches))
 
 
 # ---- forks

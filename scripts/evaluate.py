@@ -48,7 +48,7 @@ from .evals.prompt import Reader
 from .evals.run import Runner
 from .evals.task import Task
 
-VERSION = 1  # of the rows and what they mean
+VERSION = 2  # of the rows and what they mean
 TRACES = "traces.json"
 TRACED = ("method", "budget", "length", "steps")  # what names a trace
 

@@ -1,8 +1,11 @@
 """CoQA (Reddy et al., 2019) from a local file: the last question of every conversation.
 
-The conversation before it stands with its answers after the story. The score is CoQA's own: F1 of
-words, each of the annotators left out in turn.
+The conversation before it stands with its answers after the story. The scores are CoQA's own, F1 of
+words and exact match, each of the annotators left out in turn; as in lm-evaluation-harness, whose
+prompt this is, an answer that several annotators give counts once.
 """
+
+from collections.abc import Callable
 
 from . import local, overlap
 from .task import Count, Row, Task, cut_middle
@@ -35,20 +38,30 @@ def build(count: Count, *, length: int, seed: int, index: int) -> Row:
 
 def score(answer: str, row: Row) -> float:
   """The mean, over the annotators, of the best F1 against all the others."""
+  return _agreement(_f1, answer, row)
+
+
+def exact_match(answer: str, row: Row) -> float:
+  """The share of annotators without whom another one gives this answer."""
+  return _agreement(_same, answer, row)
+
+
+def _agreement(metric: Callable[[str, str], float], answer: str, row: Row) -> float:
   said = answer.strip().split("\n")[0]
-  if len(row.answers) == 1:
-    return _f1(said, row.answers[0])
-  best = [
-    max(_f1(said, other) for j, other in enumerate(row.answers) if j != i)
-    for i in range(len(row.answers))
-  ]
-  return sum(best) / len(best)
+  values = [metric(said, reference) for reference in row.answers]
+  if len(values) == 1:
+    return values[0]
+  return sum(max(values[:i] + values[i + 1 :]) for i in range(len(values))) / len(values)
 
 
 def _f1(answer: str, reference: str) -> float:
   """F1 of words; two answers without any word are equal."""
   first, second = overlap.normal(answer).split(), overlap.normal(reference).split()
   return overlap.f1(first, second) if first and second else float(first == second)
+
+
+def _same(answer: str, reference: str) -> float:
+  return float(overlap.normal(answer) == overlap.normal(reference))
 
 
 TASKS = (
@@ -61,6 +74,7 @@ TASKS = (
     chat=False,
     filled=False,
     stop=("\nQ:",),
+    also={"em": exact_match},
     needs=(FILE,),
   ),
 )

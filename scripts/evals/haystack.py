@@ -18,8 +18,8 @@ import wonderwords
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-# RULER draws depths from 40 evenly spaced points between the text's start and end.
-DEPTHS = tuple(i / 39 for i in range(40))
+# RULER's depths in essays: 40 evenly spaced points from start to end, in whole percent.
+DEPTHS = tuple(round(100 * i / 39) / 100 for i in range(40))
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 
@@ -90,14 +90,14 @@ def word_list(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def vocabulary() -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """Decent words, sorted: those of `wonderwords`, and those that only the speeches have."""
-  listed = {word for kind in ("adjective", "noun", "verb") for word in word_list(kind)}
-  spoken = set(re.findall(r"\b[a-z]{4,}\b", " ".join(speeches().values()).lower())) - listed
-  first, second = (
-    tuple(word for word in sorted(words) if not wonderwords.is_profanity(word))
-    for words in (listed, spoken)
-  )
-  return first, second
+  """RULER's words to count, sorted: all of `wonderwords`; and those of the speeches.
+
+  The second list, for texts in which the first runs out, is a file of RULER's repository there.
+  """
+  known = wonderwords.RandomWord(enhanced_prefixes=False)
+  listed = known.filter(include_categories=["noun", "adjective", "verb"])
+  spoken = re.findall(r"\b[a-z]{4,}\b", " ".join(speeches().values()).lower())
+  return tuple(sorted(set(listed))), tuple(sorted(set(spoken)))
 
 
 def draw_key(rng: random.Random) -> str:
@@ -125,11 +125,28 @@ def sentences(words: Sequence[str]) -> list[str]:
 
 def hide(parts: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:
   """`parts` with each needle as a part of its own at its depth, from 0 (start) to 1 (end)."""
-  placed = sorted(zip(depths, needles, strict=True), key=lambda pair: pair[0])
+  return insert(parts, needles, [int(depth * len(parts)) for depth in depths])
+
+
+def insert(parts: Sequence[str], needles: Sequence[str], places: Sequence[int]) -> list[str]:
+  """`parts` with each needle in front of the part whose index is its place."""
   out: list[str] = []
   done = 0
-  for depth, needle in placed:
-    at = round(depth * len(parts))
-    out += [*parts[done:at], needle]
-    done = at
+  for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
+    out += [*parts[done:place], needle]
+    done = place
   return [*out, *parts[done:]]
+
+
+def hide_in_text(parts: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
+  """The text of sentences with each needle at its depth.
+
+  As in RULER, a needle at either end or behind another one has two spaces beside it.
+  """
+  out: list[str] = []
+  done = 0
+  places = [int(depth * len(parts)) for depth in depths]
+  for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
+    out += [" ".join(parts[done:place]), needle]
+    done = place
+  return " ".join([*out, " ".join(parts[done:])])

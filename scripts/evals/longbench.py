@@ -34,7 +34,7 @@ _SCORERS: dict[Callable[[str, Row], float], tuple[str, ...]] = {
   overlap.first_line(overlap.best(overlap.word_f1)): ("triviaqa",),
   overlap.first_line(overlap.best(overlap.rouge_l)): ("samsum",),
   scores.share_of_numbers: ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
-  overlap.best(overlap.edit_similarity): ("lcc", "repobench-p"),
+  overlap.best(overlap.code_similarity): ("lcc", "repobench-p"),
 }
 SCORERS = {name: scorer for scorer, names in _SCORERS.items() for name in names}
 

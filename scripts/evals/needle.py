@@ -82,8 +82,9 @@ def build(
 ) -> Row:
   """One row that fills `length` tokens as far as whole units of its text allow.
 
-  Units are words (essay), groups of five sentences (noise), or needles. Depths are drawn without
-  replacement.
+  Units are words (essay), groups of five sentences (noise), or needles. As in RULER, depths in
+  essays are drawn from forty points without replacement, and other texts have the needles in front
+  of any of their units.
 
   Args:
     count: tokens of context, question and answer prefix.
@@ -122,17 +123,25 @@ def build(
   words = haystack.words_from(source, length + _CONTINUATION_WORDS) if source else []
   distractors = _Distractors(shape, pairs, random.Random(draw.getrandbits(64)))
 
+  order = draw.getrandbits(64)
+
+  def places(n: int) -> list[int]:
+    """In front of which of n units the needles stand."""
+    free = list(range(n))
+    first = [] if depth is None else [free.pop(min(int(depth * n), n - 1))]
+    return first + random.Random(order).sample(free, len(needles) - len(first))
+
   def context(n: int) -> str:
-    match shape.text:
-      case "essay":
-        return before + " ".join(haystack.hide(haystack.sentences(words[:n]), needles, depths))
-      case "noise":
-        return before + "\n".join(haystack.hide([haystack.NOISE] * n, needles, depths))
-      case "needles":
-        return before + "\n".join(haystack.hide(distractors.first(n), needles, depths))
+    if shape.text == "essay":
+      return before + haystack.hide_in_text(haystack.sentences(words[:n]), needles, depths)
+    n += len(needles)  # one unit for each at least
+    units = [haystack.NOISE] * n if shape.text == "noise" else distractors.first(n)
+    return before + "\n".join(haystack.insert(units, needles, places(n)))
 
   unit = {"essay": "word", "noise": "group of sentences", "needles": "needle"}[shape.text]
   n = fill(lambda n: count(context(n), question, prefix, *then) + reserved, length, length, unit)
+  if shape.text != "essay":
+    depths[0] = places(n + len(needles))[0] / (n + len(needles))
   return Row(
     context=context(n),
     question=question,

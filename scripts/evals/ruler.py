@@ -6,6 +6,7 @@ repository's smaller settings hold. SQuAD and HotpotQA are read from local files
 """
 
 import functools
+import itertools
 import math
 import pathlib
 import random
@@ -21,6 +22,7 @@ SMALL = 4096  # tokens below which examples are shorter and words are repeated l
 
 HOPS = 4
 VT_TOKENS = 30
+EXAMPLE_TOKENS = 500
 _VT = (
   "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}"
 )
@@ -36,18 +38,15 @@ _VT_PREFIX = (
 def variable_tracking(count: Count, *, length: int, seed: int, index: int) -> Row:
   """VAR A = 12345, VAR B = VAR A, … in order, anywhere in the noise; one example in front."""
   draw = rng("vt", seed, index)
-  values = draw.sample(range(10_000, 100_000), 2)
+  values = draw.sample(range(10_000, 99_999), 2)
   example_names, names = (_names(draw, letters) for letters in (3, 5))
-  example = _chain(example_names, values[0], _depths(draw), 5 if length < SMALL else 10)
-  depths = _depths(draw)
-  value = str(values[0])
-  shown = _VT.format(text=example) + _VT_QUESTION.format(value=value)
-  shown += _VT_PREFIX.format(value=value) + " ".join(example_names) + "\n\n"
+  orders = [draw.getrandbits(64) for _ in range(2)]
+  shown = _example(count, example_names, values[0], orders[0])
   value = str(values[1])
   question, prefix = _VT_QUESTION.format(value=value), _VT_PREFIX.format(value=value)
 
   def context(n: int) -> str:
-    return shown + _VT.format(text=_chain(names, values[1], depths, n))
+    return shown + _VT.format(text=_chain(names, values[1], n + len(names), orders[1]))
 
   n = fill(
     lambda n: count(context(n), question, prefix) + VT_TOKENS, length, length, "group of sentences"
@@ -65,15 +64,25 @@ def _names(draw: random.Random, letters: int) -> list[str]:
   return names
 
 
-def _depths(draw: random.Random) -> list[float]:
-  return sorted(draw.sample(haystack.DEPTHS, HOPS + 1))
+def _example(count: Count, names: Sequence[str], value: int, order: int) -> str:
+  """A worked example whose prompt has at most EXAMPLE_TOKENS, of five groups of noise at least."""
+
+  def prompt(groups: int) -> str:
+    text = _VT.format(text=_chain(names, value, groups, order))
+    return text + _VT_QUESTION.format(value=value) + _VT_PREFIX.format(value=value)
+
+  most, groups = EXAMPLE_TOKENS + count("", "", ""), len(names)
+  while count(prompt(groups + 1), "", "") <= most:
+    groups += 1
+  return f"{prompt(groups)} {' '.join(names)}\n\n"
 
 
-def _chain(names: Sequence[str], value: int, depths: Sequence[float], groups: int) -> str:
-  """The chain's assignments in order, each a line of its own between groups of noise."""
-  ends = [str(value), *(f"VAR {name}" for name in names)]
-  lines = [f"VAR {name} = {end}" for name, end in zip(names, ends, strict=False)]
-  return "\n".join(haystack.hide([haystack.NOISE] * groups, lines, depths))
+def _chain(names: Sequence[str], value: int, groups: int, order: int) -> str:
+  """The chain's assignments in order, each a line of its own in front of any group of noise."""
+  lines = [f"VAR {names[0]} = {value}"]
+  lines += [f"VAR {name} = VAR {last} " for last, name in itertools.pairwise(names)]
+  places = sorted(random.Random(order).sample(range(groups), len(lines)))
+  return "\n".join(haystack.insert([haystack.NOISE] * groups, lines, places))
 
 
 # ---- cwe: the ten words that a list repeats most often
@@ -93,24 +102,31 @@ def common_words(count: Count, *, length: int, seed: int, index: int) -> Row:
   draw = rng("cwe", seed, index)
   often, seldom = (6, 1) if length < SMALL else (30, 3)
   sizes = (20, 3, 1) if length < SMALL else (40, 10, 3)
-  # The second list is for lengths at which the first runs out.
-  words = [word for part in haystack.vocabulary() for word in draw.sample(part, len(part))]
-  shown, words = words[: sizes[0]], words[sizes[0] :]
+  # A list is drawn from anew for the example, and where it runs out another takes its place.
+  lists = haystack.vocabulary()
+  shown = draw.sample(lists[0], sizes[0])
   example = _CWE.format(text=_numbered(shown, *sizes[1:], 0)) + _CWE_QUESTION + _CWE_PREFIX + " "
   example += " ".join(f"{i}. {word}" for i, word in enumerate(shown[:COMMON], 1)) + "\n"
+  orders = [draw.sample(words, len(words)) for words in lists]
   order = draw.getrandbits(64)
 
-  def context(n: int) -> str:
+  def context(words: Sequence[str], n: int) -> str:
     return example + _CWE.format(text=_numbered(words[: COMMON + n], often, seldom, order))
 
-  n = fill(
-    lambda n: count(context(n), _CWE_QUESTION, _CWE_PREFIX) + CWE_TOKENS,
-    length,
-    min(length // (3 * seldom), len(words) - COMMON),  # an entry: a number, a dot and a word
-    "word",
-  )
+  def filled(words: Sequence[str]) -> int:
+    return fill(
+      lambda n: count(context(words, n), _CWE_QUESTION, _CWE_PREFIX) + CWE_TOKENS,
+      length,
+      min(length // (3 * seldom), len(words) - COMMON),  # an entry: a number, a dot and a word
+      "word",
+    )
+
+  try:
+    words, n = orders[0], filled(orders[0])
+  except ValueError:
+    words, n = orders[1], filled(orders[1])
   answers = tuple(words[:COMMON])
-  return Row(context(n), _CWE_QUESTION, _CWE_PREFIX, answers, "cwe", CWE_TOKENS)
+  return Row(context(words, n), _CWE_QUESTION, _CWE_PREFIX, answers, "cwe", CWE_TOKENS)
 
 
 def _numbered(words: Sequence[str], often: int, seldom: int, order: int) -> str:

@@ -1,8 +1,8 @@
 """Scorers: an answer and its row to a number in [0, 1]."""
 
 import importlib.util
+import itertools
 import re
-from fractions import Fraction
 
 from .task import Row
 
@@ -11,14 +11,19 @@ from .task import Row
 
 def all_found(answer: str, row: Row) -> float:
   """RULER's `string_match_all`: the share of references that the answer contains, in any case."""
-  said = answer.lower()
+  said = _printable(answer)
   return sum(reference.lower() in said for reference in row.answers) / len(row.answers)
 
 
 def any_found(answer: str, row: Row) -> float:
   """RULER's `string_match_part`: whether the answer contains a reference, in any case."""
-  said = answer.lower()
+  said = _printable(answer)
   return float(any(reference.lower() in said for reference in row.answers))
+
+
+def _printable(answer: str) -> str:
+  """In lower case, control characters as line breaks, as RULER prepares answers."""
+  return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
 
 
 def word_found(answer: str, row: Row) -> float:
@@ -38,39 +43,63 @@ def first_integer(answer: str, row: Row) -> float:
 def first_number(answer: str, row: Row) -> float:
   """InfiniteBench's math-find score: the answer's first number equals the reference.
 
-  A sign does not count, and a decimal number never equals an integer reference.
+  A sign does not count. Where the reference is an integer, a decimal number is wrong, 12.0 too: the
+  published code stops on it.
   """
-  found = re.search(r"\d+\.\d+|\d+", answer)
+  found, wanted = re.search(r"\d+\.\d+|\d+", answer), row.answers[0]
   if found is None:
     return 0.0
-  return float(_value(found[0]) == _value(row.answers[0]))
+  if "." in wanted:
+    return float(float(found[0]) == float(wanted))
+  return float("." not in found[0] and _same_integer(found[0], wanted))
+
+
+def last_word_number(answer: str, row: Row) -> float:
+  """InfiniteBench's code-run score: the answer's last word is the number, as `int` reads it."""
+  words = re.sub(r"""[\n.`'":]""", " ", answer).split()
+  return float(bool(words) and _same_integer(words[-1], row.answers[0]))
+
+
+def leading_numbers(answer: str, row: Row) -> float:
+  """InfiniteBench's math-calc score: the share of values that are right before the first wrong."""
+  said = re.findall(r"[0-9]+", answer)
+  same = map(_same_integer, said, row.answers)
+  return sum(itertools.takewhile(bool, same)) / len(row.answers)
+
+
+def _same_integer(one: str, other: str) -> bool:
+  """Whether two texts are the same integer; neither where one is none, or has too many digits."""
+  try:
+    return int(one) == int(other)
+  except ValueError:
+    return False
 
 
 def share_of_numbers(answer: str, row: Row) -> float:
   """LongBench's retrieval and count scores: the share of the answer's numbers that are right."""
   numbers = re.findall(r"\d+", answer)
-  wanted = [re.findall(r"\d+", reference)[0] for reference in row.answers]
+  named = [re.search(r"(?:Paragraph |段落)(\d+)", reference) for reference in row.answers]
+  wanted = [match[1] if match else other for match, other in zip(named, row.answers, strict=True)]
   return max(map(numbers.count, wanted)) / len(numbers) if numbers else 0.0
 
 
 def strict_number(answer: str, row: Row) -> float:
-  """GSM8K: the number after the first "####" equals the reference."""
-  found = re.search(r"#### *(-?[$0-9.,]+)", answer)
-  return float(found is not None and _value(found[1]) == _value(row.answers[0]))
+  """lm-evaluation-harness's strict GSM8K score: what stands after the first "#### "."""
+  return _same_digits(re.findall(r"#### (-?[0-9.,]+)", answer)[:1], row)
 
 
 def last_number(answer: str, row: Row) -> float:
-  """GSM8K, the flexible way: the answer's last number equals the reference."""
-  found = re.findall(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+", answer)
-  return float(bool(found) and _value(found[-1]) == _value(row.answers[0]))
+  """lm-evaluation-harness's flexible GSM8K score: the answer's last number."""
+  return _same_digits(re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", answer)[-1:], row)
 
 
-def _value(number: str) -> Fraction | None:
-  """The exact value of "$1,234.50", or None."""
-  try:
-    return Fraction(number.replace(",", "").replace("$", "").rstrip("."))
-  except (ValueError, ZeroDivisionError):
-    return None
+def _same_digits(found: list[str], row: Row) -> float:
+  """Whether the text found is the reference, but for commas, dollars and one last full stop.
+
+  Values do not count: 18.00 is not 18.
+  """
+  sides = (re.sub(r"\.$", "", re.sub("[,$]", "", text)) for text in (*found, row.answers[0]))
+  return float(bool(found) and len(set(sides)) == 1)
 
 
 # ---- formulas
@@ -137,23 +166,6 @@ def name_found(answer: str, row: Row) -> float:
   """InfiniteBench's dialogue score: the reference, in capitals, is a word of the answer."""
   words = re.sub(r"""[\n:"'.,?!{}]""", " ", answer.strip()).upper().split()
   return float(row.answers[0] in words)
-
-
-def last_word_number(answer: str, row: Row) -> float:
-  """InfiniteBench's code-run score: the answer's last word is the number."""
-  words = re.sub(r"""[\n.`'":]""", " ", answer).split()
-  return float(words[-1:] == [row.answers[0]])
-
-
-def leading_numbers(answer: str, row: Row) -> float:
-  """InfiniteBench's math-calc score: the share of values that are right before the first wrong."""
-  said = [int(x) for x in re.findall(r"[0-9]+", answer)]
-  right = 0
-  for found, wanted in zip(said, map(int, row.answers), strict=False):
-    if found != wanted:
-      break
-    right += 1
-  return right / len(row.answers)
 
 
 def first_choice(answer: str, row: Row) -> float:

@@ -29,7 +29,7 @@ LENGTHS = {
   "niah_multikey_3": 1200,
   "niah_multivalue": 450,
   "niah_multiquery": 500,
-  "vt": 700,
+  "vt": 1000,
   "cwe": 700,
   "fwe": 500,
   "facts_1": 400,

@@ -1,6 +1,7 @@
 """What every method must obey in one layer: NaN, kernels, heads on two devices."""
 
 import dataclasses
+import unittest
 from typing import Any
 
 import chex
@@ -98,15 +99,15 @@ def pallas_equals_reference(case):
 def heads_sharded_over_two_devices(case):
   """One layer under shard_map, KV heads split in two, equals the layer on one device.
 
-  With fewer devices nothing is asked; a CPU has as many as
+  Skipped with fewer devices, and where the method refuses such a mesh; a CPU has as many as
   XLA_FLAGS=--xla_force_host_platform_device_count=2 says.
   """
   if jax.device_count() < 2:
-    return
+    raise unittest.SkipTest(f"needs 2 devices, found {jax.device_count()}")
   whole, split = (one_layer(case, stream_of(3)) for _ in range(2))
   uneven = case.tight.traits.uneven
-  if uneven is not None and uneven(whole.spec, 2):  # refused: the method's file shows another
-    return
+  if uneven is not None and (why := uneven(whole.spec, 2)):
+    raise unittest.SkipTest(f"refused over two devices: {why}")
   at = split.method.at(dataclasses.replace(split.at.env, head_axis="heads"), TOP)
   mesh, heads = Mesh(np.array(jax.devices()[:2]), ("heads",)), P(None, "heads")
   kinds = {"slots": heads, "heads": heads, "rows": P()}

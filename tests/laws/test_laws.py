@@ -64,6 +64,8 @@ BY_FAMILY = {
   *("the_repository_setting", "idle_rows_stay_untouched", "nan_in_empty_slots_never_leaks"),
   "empty_wrapper_is_transparent",
 }
+# What some of these do on all heads together is theirs: heads of other shards have a part in it.
+HEADS_TOGETHER = {"tova", "chunkkv", "hshare", "duo_attention"}
 # Those that differ from another one in their scores alone, or their window.
 KIN = {
   *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
@@ -90,6 +92,7 @@ IN_THE_REST = {
   "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
+  "heads_sharded_over_two_devices": METHODS.keys() - FAMILIES - HEADS_TOGETHER,
   "nan_raises_when_asked": METHODS.keys() - {"full", "infllm"},  # one cached, one streamed
 }
 

@@ -174,11 +174,11 @@ def test_prompt_then_long_decode(method):
       turn.append(at[b])
       assert sorted(found[b][h]) == sorted(stay + turn)
       assert aux["visited"][b, h] == len(stay) + len(turn)
-      q = rotate(stream.q[b, h, 2, at[b]], at[b])
+      q = rotate(stream.q[b, h, step % 3, at[b]], at[b])
       each = sorted(stay + turn)
       logits = [q @ rotate(stream.k[b, h, j], j) / math.sqrt(len(q)) for j in each]
       want = softmax_average(np.array(logits), np.float64(stream.v[b, h, each]))
-      np.testing.assert_allclose(out[b, h, 2], want, atol=3e-6)
+      np.testing.assert_allclose(out[b, h, step % 3], want, atol=3e-6)
   if method.safeguard != 1:
     assert len({len(x) for x in found[0]}) > 1  # heads differ
 

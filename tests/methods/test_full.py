@@ -1,6 +1,7 @@
 """Full: exact attention, against a NumPy float64 oracle that keeps no cache at all."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,15 +33,15 @@ def test_prompt_and_decode_against_oracle():
   layer, lengths = Layer(Full(), stream), [30, 11]
   out = layer.prefill(lengths)
   for b, n in enumerate(lengths):
-    for t in (0, 1, n // 2, n - 1):
-      np.testing.assert_allclose(out[b, 2, 1, :, :][t], oracle(stream, b, 2, 1, t), atol=2e-6)
+    for t, h, g in itertools.product((0, 1, n // 2, n - 1), range(3), range(3)):
+      np.testing.assert_allclose(out[b, h, g, t], oracle(stream, b, h, g, t), atol=2e-6)
   for step in range(4):
     at = [n + step for n in lengths]
     out, aux = layer.decode(at)
     np.testing.assert_array_equal(aux["visited"], np.array(at)[:, None] + np.ones((2, 3)))
     for b, t in enumerate(at):
-      for h in range(3):
-        np.testing.assert_allclose(out[b, h, 0], oracle(stream, b, h, 0, t), atol=2e-6)
+      for h, g in np.ndindex(3, 3):
+        np.testing.assert_allclose(out[b, h, g], oracle(stream, b, h, g, t), atol=2e-6)
 
 
 @pytest.mark.core(1)

@@ -55,9 +55,10 @@ def test_victims_and_outputs_over_a_run(per):
       held.append(at[b])
       held.sort()
       assert sorted(pos[b, h][pos[b, h] >= 0].tolist()) == held, (b, h, step)
-      x = logits_of(stream, b, h, 2, at[b], held)
-      want = softmax_average(x, np.float64(stream.v[b, h, held]))
-      np.testing.assert_allclose(out[b, h, 2], want, atol=2e-5)  # float32 angles of 320 radians
+      for g in range(stream.q.shape[2]):
+        x = logits_of(stream, b, h, g, at[b], held)
+        want = softmax_average(x, np.float64(stream.v[b, h, held]))
+        np.testing.assert_allclose(out[b, h, g], want, atol=2e-5)  # float32 angles of 320 radians
       scores[b, h] = contribution(stream, b, h, at[b], held)
     for (b, h), held in kept.items():
       score = scores[b, h]

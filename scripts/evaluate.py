@@ -221,7 +221,9 @@ def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
   if cell.turns != plan.TURNS[mode]:
     return False
   apart = mode in ("agnostic", "reuse")
-  if not apart or (not cell.task.forced and all(prompt.head for prompt in cell.prompts)):
+  if not apart or (
+    not (cell.task.forced or cell.task.rolling) and all(prompt.head for prompt in cell.prompts)
+  ):
     return True
   notes.append(f"{cell.task.name}, {mode}: there is no question apart from a context")
   return False

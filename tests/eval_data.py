@@ -23,7 +23,7 @@ def write(folder: pathlib.Path) -> pathlib.Path:
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [entries] if file.suffix == ".json" else entries
-    written = entries if file.suffix == ".py" else "\n".join(map(json.dumps, lines)) + "\n"
+    written = entries if isinstance(entries, str) else "\n".join(map(json.dumps, lines)) + "\n"
     text = written.encode()
     file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
 
@@ -90,6 +90,11 @@ def write(folder: pathlib.Path) -> pathlib.Path:
     }
     for i in range(10)
   ]
+  titled = (
+    f" \n = Title {i} = \n \n {next(texts)} \n = = Part = = \n Second , part . \n"
+    for i in range(11)
+  )
+  put("wikitext/wiki.test.raw", "".join(titled))
   put("coqa/coqa-dev-v1.0.json", {"version": "1.0", "data": stories})
   return folder
 

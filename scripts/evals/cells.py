@@ -54,7 +54,8 @@ def build(
 
     def make() -> tuple[Row, Prompt]:
       row = build(reader[task.chat].count, length=length, seed=seed, index=index)
-      return row, reader[task.chat].row(row)
+      read = reader[task.chat].text if task.rolling else reader[task.chat].row
+      return row, read(row)
 
     if length < LONG or task.needs:
       return make()

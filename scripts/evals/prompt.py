@@ -113,6 +113,10 @@ class Reader:
     second = () if row.second is None else (row.second.question, row.second.answer_prefix)
     return self.encode(row.context, row.question, row.answer_prefix, *second)
 
+  def text(self, row: Row) -> Prompt:
+    """Token ids of a text that is predicted from its first token on."""
+    return Prompt([], self.tokenizer.encode(row.continuation, bos=False))
+
   def continuation(self, row: Row) -> list[int]:
     """Token ids of what follows the row in its source, as many as the row reserves.
 

@@ -16,11 +16,12 @@ from . import (
   needle,
   passages,
   ruler,
+  wikitext,
 )
 from .task import Task
 
 _FILES = (divergence, needle, ruler, documents, infinitebench, passages, maths)
-_LOCAL = (longbench, infinitebench_files, lost_in_the_middle, coqa, coding)
+_LOCAL = (longbench, infinitebench_files, lost_in_the_middle, coqa, coding, wikitext)
 TASKS: dict[str, Task] = {task.name: task for file in _FILES + _LOCAL for task in file.TASKS}
 
 

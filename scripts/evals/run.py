@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from kvjax.models.transformer import Caches, Transformer
 from kvjax.shared_prefill import take
 
 from .. import common
-from . import walks
+from . import rolling, walks
 from .divergence import compare, surprise
 from .plan import Cell, Entry
 from .task import Row, Task
@@ -65,6 +67,9 @@ class Runner:
       An entry, and its rows of results, or the error with which it refused.
     """
     indices = range(first, min(first + self.batch, len(cell.rows)))
+    if cell.task.rolling:
+      yield from self._roll_all(cell, mode, indices, groups, done)
+      return
     reference: Any = None  # the full cache's logits of a given text
     for group in groups:
       wanted = [entry for entry in group if (entry.label, entry.budget) not in done]
@@ -187,6 +192,23 @@ class Runner:
       if mode == "reuse":
         score["also"]["other"] = score["score"]
         score["score"] = (first["score"] + score["score"]) / 2
+    more = [] if visited is None else [{"visited": round(float(x), 5)} for x in visited]
+    sizes = used, host
+    return self._rows(cell, mode, indices, entry, asked_for, scores, sizes, timing, more), reference
+
+  def _rows(
+    self,
+    cell: Cell,
+    mode: str,
+    indices: range,
+    entry: Entry,
+    settings: str,
+    scores: Sequence[dict[str, Any]],
+    sizes: tuple[int, int],
+    timing: dict[str, Any],
+    more: Sequence[dict[str, Any]] = (),
+  ) -> list[dict[str, Any]]:
+    """Rows of results; `sizes` are the bytes of a batch's caches on the device and the host."""
     rows = []
     for row, i in enumerate(indices):
       prompt = cell.prompts[i].ids + cell.prompts[i].second
@@ -198,13 +220,13 @@ class Runner:
           "method": entry.label,
           "budget": entry.budget,
           "index": i,
-          "settings": asked_for,
+          "settings": settings,
           "prompt": hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:16],
           "prompt_tokens": len(prompt),
           **scores[row],
-          "cache_bytes": used // self.batch,
-          "host_bytes": host // self.batch,
-          **({} if visited is None else {"visited": round(float(visited[row]), 5)}),
+          "cache_bytes": sizes[0] // self.batch,
+          "host_bytes": sizes[1] // self.batch,
+          **(more[row] if more else {}),
           "about": dict(cell.rows[i].about),
           "seconds": {
             name: round(value, 5) if isinstance(value, float) else value
@@ -212,7 +234,50 @@ class Runner:
           },
         }
       )
-    return rows, reference
+    return rows
+
+  def _roll_all(
+    self,
+    cell: Cell,
+    mode: str,
+    indices: range,
+    groups: Sequence[Sequence[Entry]],
+    done: set[Any],
+  ) -> Iterator[tuple[Entry, list[dict[str, Any]] | Exception]]:
+    """Whole texts under every method that is not done."""
+    for entry in itertools.chain(*groups):
+      if (entry.label, entry.budget) not in done:
+        if common.drop_programs():
+          self._compiled.clear()
+        try:
+          yield entry, self._roll(cell, mode, indices, entry)
+        except (ValueError, NotImplementedError) as error:
+          yield entry, error
+
+  def _roll(self, cell: Cell, mode: str, indices: range, entry: Entry) -> list[dict[str, Any]]:
+    """Log-likelihoods of a batch's texts; the score is the geometric mean of a byte's."""
+    if entry.method.traits.repeats:
+      raise NotImplementedError(
+        f"{cell.task.name}: found {type(entry.method).__name__}, which cuts a context before its "
+        "question is known, expected a method that reads a text in order"
+      )
+    ids = [cell.prompts[i].ids for i in indices]
+    begin = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
+    cold = self._cold("decode", entry.method, cell.length, "rolling")
+    began = time.perf_counter()
+    values, caches = rolling.log_likelihoods(
+      self.model, entry.method, ids, prefix=begin or 0, length=cell.length, batch=self.batch
+    )
+    timing = {"prefill": 0.0, "shared": 1, "cold": ["prefill", *cold]}
+    timing |= {"decode": time.perf_counter() - began, "rows": len(indices)}
+    timing["steps"] = sum(map(len, ids)) // len(indices)
+    scores = []
+    for value, i in zip(values.tolist(), indices, strict=True):
+      counted = cell.rows[i].scoring
+      also = {"log_likelihood": value, "words": counted["words"], "bytes": counted["bytes"]}
+      scores.append({"score": math.exp(value / counted["bytes"]), "also": also})
+    sizes = common.device_bytes(caches), common.host_bytes(caches)
+    return self._rows(cell, mode, indices, entry, repr(entry.method), scores, sizes, timing)
 
   def _first_of_two(
     self, cell: Cell, indices: range, entry: Entry, caches: Caches, timing: dict[str, Any]

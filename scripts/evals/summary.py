@@ -116,7 +116,8 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def table(summaries: Sequence[Summary]) -> str:
   """The summaries as a table, one block of columns for scores and one for divergences."""
-  answered = [s for s in summaries if "kl" not in s.also]
+  answered = [s for s in summaries if not s.also.keys() & {"kl", "bytes"}]
+  rolled = [s for s in summaries if "bytes" in s.also]
   followed = [s for s in summaries if "kl" in s.also]
   parts = []
   if answered:
@@ -127,7 +128,11 @@ def table(summaries: Sequence[Summary]) -> str:
     head = ("task", "length", "mode", "method", "budget", "n", "KL", "95 % interval", "top-1")
     head += ("perplexity", "cache", "of full", "ms/step")
     parts.append(_part(head, followed, _divergence))
-  kinds = sorted({s.score.interval for s in answered} | {"bootstrap" for _ in followed})
+  if rolled:
+    head = ("task", "length", "mode", "method", "budget", "n", "word perplexity")
+    head += ("byte perplexity", "bits/byte", "cache", "of full", "ms/token")
+    parts.append(_part(head, rolled, _perplexities))
+  kinds = sorted({s.score.interval for s in answered} | {"bootstrap" for _ in followed + rolled})
   meaning = {
     "Wilson": "Wilson's, where every score is 0 or 1",
     "bootstrap": "the bootstrap's percentiles (2,000 resamples of the rows), elsewhere",
@@ -189,3 +194,14 @@ def _divergence(s: Summary) -> list[str]:
   interval = f"{kl.low:.4f} – {kl.high:.4f}"
   perplexity = f"{math.exp(s.also['nll'].mean):.3f}"
   return [f"{kl.mean:.4f}", interval, f"{s.score.mean:.1%}", perplexity]
+
+
+def perplexities(s: Summary) -> tuple[float, float, float]:
+  """Perplexity of a word and of a byte, and bits of a byte, of all texts together."""
+  nats, words, size = (s.also[name].mean for name in ("log_likelihood", "words", "bytes"))
+  word, byte = (math.exp(min(-nats / n, 700.0)) for n in (words, size))  # floats end near e^709
+  return word, byte, -nats / size / math.log(2)
+
+
+def _perplexities(s: Summary) -> list[str]:
+  return [f"{value:,.4f}" for value in perplexities(s)]

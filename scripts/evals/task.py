@@ -68,6 +68,7 @@ class Task:
       read as plain text.
     filled: whether a row fills at least 95 % of its tokens.
     forced: the row's continuation is read token by token instead of an answer; there is no score.
+    rolling: the row's continuation is the whole text, and its log-likelihood is what is measured.
     stop: strings that end an answer.
     also: further scores by name, which results keep beside the task's own.
     needs: files below the folder of data sets that the task reads.
@@ -85,6 +86,7 @@ class Task:
   chat: bool = True
   filled: bool = True
   forced: bool = False
+  rolling: bool = False
   stop: tuple[str, ...] = ()
   also: Mapping[str, Callable[[str, Row], float]] = dataclasses.field(default_factory=dict)
   needs: tuple[str, ...] = ()

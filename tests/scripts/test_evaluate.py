@@ -22,7 +22,7 @@ from kvjax.models.caches import next_turn
 from kvjax.models.generate import generate, prefill
 from kvjax.models.tokenizer import Tokenizer
 from scripts import common, evaluate
-from scripts.evals import plan, stats, store, summary, walks
+from scripts.evals import plan, rolling, stats, store, summary, walks
 from scripts.evals.prompt import Reader
 from scripts.evals.registry import TASKS
 from scripts.examples import tiny
@@ -251,6 +251,47 @@ def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):
   other = rows["kl", LENGTH, "aware", "streaming_llm", 64, 2]
   assert len(other["positions"]["kl"]) == steps
   assert other["also"]["kl"] > 0 and 0 < other["score"] <= 1
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+  """Three documents in WikiText's spelling, of several windows, one, and one token."""
+  texts = [f" = A = \n {'so it goes , ' * 12}\n", " = B = \n b\n", " = C ="]
+  (tmp_path / "data/wikitext").mkdir(parents=True)
+  (tmp_path / "data/wikitext/wiki.test.raw").write_text("".join(texts))
+  monkeypatch.setenv("KVJAX_DATA", str(tmp_path / "data"))
+
+
+def test_perplexity_is_that_of_plain_forward_passes(loaded, documents, tmp_path):
+  """Window by window, each token from those before it; per word and byte of the text as it was."""
+  model, tokenizer = loaded
+  more = ("--lengths", "40")
+  rows = run(loaded, tmp_path / "out", *more, tasks=("wikitext",), methods=("streaming_llm",))
+  full = [row for row in rows if row["method"] == "full"]
+  assert sorted(row["about"]["document"] for row in full) == ["A", "B", "C"]
+  total = words = size = 0
+  for row in full:
+    made = TASKS["wikitext"].build(len, length=40, seed=0, index=row["index"])
+    ids = tokenizer.encode(made.continuation, bos=False)
+    value = 0.0
+    for context, rest in rolling.windows(ids, tokenizer.eos, 40):
+      given = np.array([context + rest[:-1]])
+      caches = kvjax.Full().init_caches(model.spec(1, 40))
+      logits, _ = prefill(
+        model, given, np.array([given.size]), caches, kvjax.Full(), all_logits=True
+      )
+      logp = jax.nn.log_softmax(logits[0, len(context) - 1 :])
+      value += float(logp[np.arange(len(rest)), np.array(rest)].sum())
+    np.testing.assert_allclose(row["also"]["log_likelihood"], value, rtol=1e-4)
+    assert row["prompt_tokens"] == len(ids)
+    total, words = total + value, words + row["also"]["words"]
+    size += row["also"]["bytes"]
+  (one, other) = summary.summarise(rows)
+  found = summary.perplexities(one)
+  expected = np.exp(-total / words), np.exp(-total / size), -total / size / np.log(2)
+  np.testing.assert_allclose(found, expected, rtol=1e-3)
+  assert summary.perplexities(other) != found
+  assert "bits/byte" in summary.table([one, other])
 
 
 @pytest.mark.slow

@@ -68,6 +68,9 @@ class Args:
   """Tokens that a method keeps or reads: a number, or a share of the length."""
   lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="TOKENS ...")] = (2048,)
   """Tokens of prompt and answer together."""
+  answer_tokens: Annotated[int | None, common.optional("TOKENS")] = None
+  """Tokens of an answer at most, in tasks whose answers end in a box (MATH-500, AIME, gsm8k_chat);
+  32,768 by default. The prompt and the answer never take more than --lengths together."""
   samples: int = 50
   """Rows of every task."""
   modes: tuple[Mode, ...] = ("aware",)
@@ -139,6 +142,7 @@ def settings(args: Args, model: Transformer, batch: int) -> dict[str, Any]:
     "dtype": model.dtype.name,
     "impl": args.impl,
     "chat": not args.no_chat,
+    "answer_tokens": args.answer_tokens,
     "seed": args.seed,
     "batch": batch,
     "device": jax.devices()[0].device_kind,
@@ -152,7 +156,7 @@ def evaluate(args: Args, model: Transformer, tokenizer: Tokenizer) -> list[dict[
   gpu = jax.default_backend() == "gpu"
   batch = args.batch or (25 if gpu else 5)
   limit = args.memory * 1e9 if args.memory else _memory()
-  tasks = registry.choose(args.tasks)
+  tasks = registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
   chosen = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
   results = store.Store(args.out, settings(args, model, batch))
   try:
@@ -317,7 +321,7 @@ def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> st
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, samples=1, batch=1, trace=1, lengths=1)
+  common.check_numbers(args, samples=1, batch=1, trace=1, lengths=1, answer_tokens=1)
   if args.memory is not None and not 0 < args.memory < float("inf"):
     raise ValueError(f"--memory: found {args.memory}, expected a number above 0")
   if args.data:
@@ -332,7 +336,7 @@ def main(args: Args) -> None:
   if args.only_report:
     rows = only_report(args)
   else:
-    registry.choose(args.tasks)
+    registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
     for length in args.lengths:
       plan.entries(labels(args), args.budgets, length)
     model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)

@@ -16,7 +16,7 @@ from .task import Count, Row, Task
 
 EXAMPLES = 8
 GSM_TOKENS = 256
-BOXED_TOKENS = 2048
+BOXED_TOKENS = 32_768  # what reports on models that reason at length give an answer
 GSM8K = "github.com/openai/grade-school-math (or hf: openai/gsm8k, as jsonl)"
 
 
@@ -80,26 +80,39 @@ def gsm8k(count: Count, *, length: int, seed: int, index: int) -> Row:
   return _few_shot(count, problems, task="gsm8k", length=length)
 
 
-def _boxed(count: Count, *, name: str, file: str, length: int, seed: int, index: int) -> Row:
+def _boxed(
+  count: Count,
+  *,
+  name: str,
+  file: str,
+  length: int,
+  seed: int,
+  index: int,
+  answer: int = BOXED_TOKENS,
+) -> Row:
   """A competition problem whose answer is to stand in a box."""
   source = {"math500": "hf: HuggingFaceH4/MATH-500", "aime": "hf: HuggingFaceH4/aime_2024"}[name]
   entry = local.pick(local.read(local.path(file, name, source)), name, seed, index)
   entry = {key.lower(): value for key, value in entry.items()}
   about = {key: entry[key] for key in ("subject", "level") if key in entry}
-  row = _in_a_box(count, entry["problem"], str(entry["answer"]), task=name, length=length)
+  problem, right = entry["problem"], str(entry["answer"])
+  row = _in_a_box(count, problem, right, task=name, length=length, most=answer)
   return dataclasses.replace(row, about=about)
 
 
-def gsm8k_chat(count: Count, *, length: int, seed: int, index: int) -> Row:
+def gsm8k_chat(
+  count: Count, *, length: int, seed: int, index: int, answer: int = BOXED_TOKENS
+) -> Row:
   """A problem of the test set as a chat's only turn, as instruction models are measured."""
   file = local.path("gsm8k/test.jsonl", "GSM8K, test set", GSM8K)
   entry = local.pick(local.read(file), "gsm8k", seed, index)
-  answer = entry["answer"].split("####")[-1].strip()
-  return _in_a_box(count, entry["question"], answer, task="gsm8k_chat", length=length)
+  right = entry["answer"].split("####")[-1].strip()
+  problem = entry["question"]
+  return _in_a_box(count, problem, right, task="gsm8k_chat", length=length, most=answer)
 
 
-def _in_a_box(count: Count, problem: str, answer: str, *, task: str, length: int) -> Row:
-  """A problem alone; its answer takes what the length leaves."""
+def _in_a_box(count: Count, problem: str, answer: str, *, task: str, length: int, most: int) -> Row:
+  """A problem alone; its answer takes what the length leaves, and no more than `most`."""
   question = (
     f"{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
   )
@@ -112,7 +125,7 @@ def _in_a_box(count: Count, problem: str, answer: str, *, task: str, length: int
     answer_prefix="",
     answers=(answer,),
     task=task,
-    max_new_tokens=min(room, BOXED_TOKENS),
+    max_new_tokens=min(room, most),
   )
 
 
@@ -146,6 +159,7 @@ TASKS = (
     gsm8k_chat,
     scores.boxed,
     filled=False,
+    open_ended=True,
     also={"flexible": scores.last_number},
     needs=("gsm8k/test.jsonl",),
   ),
@@ -157,6 +171,7 @@ TASKS = (
       functools.partial(_boxed, name=name, file=file),
       scores.boxed,
       filled=False,
+      open_ended=True,
       needs=(file,),
     )
     for name, title, file in (

@@ -1,5 +1,7 @@
 """Name -> task, and the names that a command line may give for several."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 from . import (
@@ -49,6 +51,26 @@ def choose(names: Sequence[str]) -> list[Task]:
     else:
       chosen |= {task.name: task for task in _family(name)}
   return list(chosen.values())
+
+
+def with_answers(tasks: Sequence[Task], most: int | None) -> list[Task]:
+  """The tasks, those whose answers' length is open with `most` tokens for one; None: as they are.
+
+  Raises:
+    ValueError: no task leaves it open.
+  """
+  if most is not None and not any(task.open_ended for task in tasks):
+    listed = ", ".join(name for name, task in TASKS.items() if task.open_ended)
+    raise ValueError(
+      f"--answer-tokens: found {most} with {', '.join(task.name for task in tasks)}, "
+      f"expected one of {listed}"
+    )
+  return [
+    dataclasses.replace(task, build=functools.partial(task.build, answer=most))
+    if most is not None and task.open_ended
+    else task
+    for task in tasks
+  ]
 
 
 def _family(name: str) -> list[Task]:

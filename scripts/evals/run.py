@@ -192,7 +192,9 @@ class Runner:
       if mode == "reuse":
         score["also"]["other"] = score["score"]
         score["score"] = (first["score"] + score["score"]) / 2
-    more = [] if visited is None else [{"visited": round(float(x), 5)} for x in visited]
+    more: list[dict[str, Any]] = [{"answer_limit": steps} for _ in indices]
+    for row, facts in enumerate(more):
+      facts |= {} if visited is None else {"visited": round(float(visited[row]), 5)}
     sizes = used, host
     return self._rows(cell, mode, indices, entry, asked_for, scores, sizes, timing, more), reference
 
@@ -206,7 +208,7 @@ class Runner:
     scores: Sequence[dict[str, Any]],
     sizes: tuple[int, int],
     timing: dict[str, Any],
-    more: Sequence[dict[str, Any]] = (),
+    more: Sequence[dict[str, Any]],
   ) -> list[dict[str, Any]]:
     """Rows of results; `sizes` are the bytes of a batch's caches on the device and the host."""
     rows = []
@@ -226,7 +228,7 @@ class Runner:
           **scores[row],
           "cache_bytes": sizes[0] // self.batch,
           "host_bytes": sizes[1] // self.batch,
-          **(more[row] if more else {}),
+          **more[row],
           "about": dict(cell.rows[i].about),
           "seconds": {
             name: round(value, 5) if isinstance(value, float) else value
@@ -277,7 +279,9 @@ class Runner:
       also = {"log_likelihood": value, "words": counted["words"], "bytes": counted["bytes"]}
       scores.append({"score": math.exp(value / counted["bytes"]), "also": also})
     sizes = common.device_bytes(caches), common.host_bytes(caches)
-    return self._rows(cell, mode, indices, entry, repr(entry.method), scores, sizes, timing)
+    return self._rows(
+      cell, mode, indices, entry, repr(entry.method), scores, sizes, timing, [{}] * len(ids)
+    )
 
   def _first_of_two(
     self, cell: Cell, indices: range, entry: Entry, caches: Caches, timing: dict[str, Any]

@@ -68,6 +68,7 @@ class Task:
       read as plain text.
     filled: whether a row fills at least 95 % of its tokens.
     forced: the row's continuation is read token by token instead of an answer; there is no score.
+    open_ended: `build` also takes answer=, tokens of an answer at most: what a task leaves open.
     rolling: the row's continuation is the whole text, and its log-likelihood is what is measured.
     stop: strings that end an answer.
     also: further scores by name, which results keep beside the task's own.
@@ -86,6 +87,7 @@ class Task:
   chat: bool = True
   filled: bool = True
   forced: bool = False
+  open_ended: bool = False
   rolling: bool = False
   stop: tuple[str, ...] = ()
   also: Mapping[str, Callable[[str, Row], float]] = dataclasses.field(default_factory=dict)

@@ -26,7 +26,7 @@ from scripts.evals import (
   sandbox,
   wikitext,
 )
-from scripts.evals.registry import TASKS, choose
+from scripts.evals.registry import TASKS, choose, with_answers
 from scripts.evals.task import FILLED, Row, cut_middle, fill
 from tests import eval_data
 
@@ -612,6 +612,26 @@ def test_a_list_that_runs_out_gives_way_to_another(monkeypatch):
   monkeypatch.setattr(ruler.haystack, "vocabulary", lambda: (first[:60], second))
   text = make("cwe", length=3000).context.rpartition("Below is")[2].split("\n")[1]
   assert {*counts(text)} <= {*second}
+
+
+@pytest.mark.parametrize("name", ["gsm8k_chat", "math500", "aime"])
+def test_boxed_answers_take_what_the_length_leaves(name):
+  """Up to 32,768 tokens, or as many as are asked for."""
+  for length, least in ((9000, 8900), (70_000, 32_768)):
+    row = make(name, length=length)
+    assert least <= row.max_new_tokens <= 32_768 and used(row) <= length
+  (task,) = with_answers(choose([name]), 100)
+  assert task.build(count, length=9000, seed=0, index=0).max_new_tokens == 100
+  assert task.build(count, length=80, seed=0, index=0).max_new_tokens < 80
+
+
+def test_answer_tokens_are_for_tasks_that_leave_them_open():
+  needle_task, boxed = with_answers(choose(["needle", "aime"]), 100)
+  assert needle_task is TASKS["needle"] and boxed is not TASKS["aime"]
+  assert with_answers([TASKS["aime"]], None) == [TASKS["aime"]]
+  message = "--answer-tokens: found 100 with needle, expected one of .*math500, aime"
+  with pytest.raises(ValueError, match=message):
+    with_answers(choose(["needle"]), 100)
 
 
 def test_question_answering_says_what_it_needs(tmp_path, monkeypatch):

@@ -339,6 +339,13 @@ def test_answers_take_what_the_longest_prompt_of_a_batch_leaves(
   more = "--lengths", "240"
   rows = run(loaded, tmp_path / "out", *more, tasks=("gsm8k_chat",), methods=("full",), samples=2)
   assert len(rows) == 2 and "not run" not in capsys.readouterr().err
+  longest = max(row["prompt_tokens"] for row in rows)
+  assert {row["answer_limit"] for row in rows} == {240 - longest}
+  more = ("--lengths", "240", "--answer-tokens", "5")
+  with pytest.raises(ValueError, match="found results with answer_tokens = None, and now it is 5"):
+    run(loaded, tmp_path / "out", *more, tasks=("gsm8k_chat",), methods=("full",), samples=2)
+  rows = run(loaded, tmp_path / "short", *more, tasks=("gsm8k_chat",), methods=("full",), samples=2)
+  assert {row["answer_limit"] for row in rows} == {5} and rows[0]["answer_tokens"] <= 5
 
 
 # ---- stopping and going on

@@ -36,7 +36,7 @@ from kvjax.ops import shared_slots
 from kvjax.shared_prefill import take
 
 from . import common, console
-from .evals import kept, press_limits, pressed, registry
+from .evals import kept, origin, press_limits, pressed, registry
 from .evals.pressed import ORACLE, Cut, Kept, Pressed
 from .evals.prompt import Prompt, Reader
 from .evals.store import Store, key
@@ -301,6 +301,8 @@ def main(args: Args) -> None:
   model, tokenizer = common.load_model(args.checkpoint)
   settings = {
     "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "weights": origin.weights(model),
+    "tokenizer": origin.tokenizer(tokenizer),
     "length": args.length,
     "steps": args.steps,
     "seed": args.seed,

@@ -34,7 +34,7 @@ from kvjax.models.transformer import Transformer
 from kvjax.ops import shared_slots
 
 from . import common, console
-from .evals import kept, pressed, registry
+from .evals import kept, origin, pressed, registry
 from .evals.pressed import Pressed
 from .evals.prompt import Prompt, Reader
 from .evals.store import Store, key
@@ -238,6 +238,8 @@ def main(args: Args) -> None:
   model, tokenizer = common.load_model(args.checkpoint)
   settings = {
     "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "weights": origin.weights(model),
+    "tokenizer": origin.tokenizer(tokenizer),
     "length": args.length,
     "parts": list(args.parts),
     "steps": args.steps,

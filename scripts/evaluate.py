@@ -19,6 +19,12 @@ one kind, and be merged:
 
 Only in such a merge may the folders be of several versions of kvjax and batches; it names them.
 
+Every scorer is tried before a model answers: a task whose metric is not installed is named as not
+run, the others run, and the program ends with status 1.
+
+A folder knows what its rows came from: weights, tokenizer, data, methods' settings and own methods'
+code. Where one of them is another now, the program says so and adds nothing.
+
 The same seed gives the same rows. On a GPU this needs the same compiled programs, which are kept in
 the cache folder: newly compiled ones may order sums differently, and a close call may change.
 """
@@ -41,7 +47,7 @@ from kvjax.models.transformer import Transformer
 
 from . import common, console
 from .evals import cells as cells_of
-from .evals import local, plan, registry, sandbox, store, summary
+from .evals import local, origin, plan, registry, sandbox, store, summary
 from .evals import trace as tracing
 from .evals.plan import Cell, Entry, Mode
 from .evals.prompt import Reader
@@ -133,11 +139,13 @@ def _there(task: Task) -> bool:
   return all(map(local.there, task.needs))
 
 
-def settings(args: Args, model: Transformer, batch: int) -> dict[str, Any]:
+def settings(args: Args, model: Transformer, tokenizer: Tokenizer, batch: int) -> dict[str, Any]:
   """What the numbers of a folder depend on."""
   return {
     "version": VERSION,
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "model": args.checkpoint.absolute().name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "weights": origin.weights(model),
+    "tokenizer": origin.tokenizer(tokenizer),
     "config": model.config.to_json(),
     "dtype": model.dtype.name,
     "impl": args.impl,
@@ -151,18 +159,27 @@ def settings(args: Args, model: Transformer, batch: int) -> dict[str, Any]:
   }
 
 
-def evaluate(args: Args, model: Transformer, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-  """Runs what the folder does not have yet; all rows of the folder."""
+def evaluate(
+  args: Args, model: Transformer, tokenizer: Tokenizer, notes: list[str] | None = None
+) -> list[dict[str, Any]]:
+  """Runs what the folder does not have yet; all rows of the folder.
+
+  Args:
+    args: what is run.
+    model, tokenizer: of a checkpoint.
+    notes: takes what is not run, and why.
+  """
+  notes = [] if notes is None else notes
   gpu = jax.default_backend() == "gpu"
   batch = args.batch or (25 if gpu else 5)
   limit = args.memory * 1e9 if args.memory else _memory()
   tasks = registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
   chosen = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
-  results = store.Store(args.out, settings(args, model, batch))
+  results = store.Store(args.out, settings(args, model, tokenizer, batch))
   try:
     add(results, args.add)
     reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
-    cells, notes = [], []
+    cells = []
     turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
     for cell in cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns):
       if isinstance(cell, str):
@@ -180,6 +197,9 @@ def evaluate(args: Args, model: Transformer, tokenizer: Tokenizer) -> list[dict[
       for first in range(0, len(cell.rows), batch)
       if _applies(cell, mode, notes)
     ]
+    for cell in cells:
+      for mode in args.modes:
+        origin.check(results.rows, cell, mode, chosen[cell.length])
     notes += _run(Runner(model, tokenizer, batch), work, results)
     if args.trace and cells:
       last = max(cells, key=lambda cell: cell.length)
@@ -320,7 +340,9 @@ def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> st
   return text
 
 
-def main(args: Args) -> None:
+def main(args: Args) -> int:
+  """Runs the program; 1 where something was not run since a package is missing, else 0."""
+  notes: list[str] = []
   common.check_numbers(args, samples=1, batch=1, trace=1, lengths=1, answer_tokens=1)
   if args.memory is not None and not 0 < args.memory < float("inf"):
     raise ValueError(f"--memory: found {args.memory}, expected a number above 0")
@@ -330,7 +352,7 @@ def main(args: Args) -> None:
     os.environ[sandbox.ALLOW] = "1"
   if args.list:
     print(listing())
-    return
+    return 0
   for folder in args.add:  # before a model is loaded
     store.settings_of(folder)
   if args.only_report:
@@ -341,7 +363,7 @@ def main(args: Args) -> None:
       plan.entries(labels(args), args.budgets, length)
     model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
     try:
-      rows = evaluate(args, model, tokenizer)
+      rows = evaluate(args, model, tokenizer, notes)
     except KeyboardInterrupt:
       path = args.out / store.ROWS
       done = len(store.read(args.out)) if path.is_file() else 0
@@ -351,6 +373,7 @@ def main(args: Args) -> None:
     raise ValueError(f"{args.out}: found no rows: nothing was run, or every cell was refused")
   print(report(args.out, rows, shlex.join(["kvjax", "evaluate", *sys.argv[1:]])))
   print(f"\n  {len(rows):,} rows in {args.out / store.ROWS}")
+  return int(any(isinstance(note, cells_of.Lacking) for note in notes))
 
 
 if __name__ == "__main__":

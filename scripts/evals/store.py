@@ -5,6 +5,10 @@ folder is opened again. What decides the numbers (model, seed, device, …) is w
 run with other settings is refused. Folders of equal settings can be put together; to report on
 them, those of several versions of kvjax and batches too, and the settings then name each.
 
+Settings have fingerprints of weights and tokenizer, rows those of their prompts, data and own
+methods (`origin`): what comes from something else under the same name is refused. Folders of before
+there were any are read and reported on, and not added to.
+
 `gzip rows.jsonl` packs a folder for keeping: what is packed is read with what comes after it.
 """
 
@@ -24,7 +28,12 @@ SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
 KEY = ("task", "length", "mode", "method", "budget", "index")
+SAMPLE = ("task", "length", "mode", "index")
 FREE = ("kvjax", "batch")  # settings in which folders that are reported on together may differ
+PRINTS = ("weights", "tokenizer")  # settings that older folders lack
+UNSAID = "not recorded"
+# What rows of one sample share, and what rows of one key do; older ones lack some.
+SHARED, OWN = ("prompt", "data"), ("settings", "code")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -59,7 +68,9 @@ class Store:
       raise OSError(f"{folder}: another run is writing there") from error
     try:
       self._check(settings)
-      self.rows = {key(row): row for row in read(folder, repair=True)}
+      self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+      self._samples: dict[tuple[Any, ...], dict[str, Any]] = {}
+      self._note(folder, read(folder, repair=True))
     except BaseException:
       self._file.close()
       raise
@@ -79,14 +90,44 @@ class Store:
     aside.write_text(json.dumps(self.settings, indent=2) + "\n", "utf-8")
     aside.replace(self.folder / SETTINGS)
 
-  def _compare(self, folder: pathlib.Path, *, but: tuple[str, ...] = ()) -> None:
+  def _compare(self, folder: pathlib.Path, *, to_report: bool = False) -> None:
     before = settings_of(folder)
     for name in {**before, **self.settings}:
-      if name not in but and not _same(name, before.get(name), self.settings.get(name)):
+      one, other = before.get(name), self.settings.get(name)
+      if _same(name, one, other) or (
+        to_report and (name in FREE or _may_be_same(name, one, other))
+      ):
+        continue
+      if name in PRINTS and one is None:
         raise ValueError(
-          f"{folder}: found results with {name} = {before.get(name)!r}, and now it is "
-          f"{self.settings.get(name)!r}: expected the same, or another --out"
+          f"{folder}: found results that do not say of which {name} they are (an older version "
+          "left them), expected some that do, or another --out; --only-report reads them"
         )
+      raise ValueError(
+        f"{folder}: found results with {name} = {one!r}, and now it is "
+        f"{other!r}: expected the same, or another --out"
+      )
+
+  def _note(self, folder: pathlib.Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of a folder's rows that are not there yet, which are now.
+
+    Raises:
+      ValueError: a row comes from something else than those that are there.
+    """
+    new = {}
+    for row in rows:
+      sample = self._samples.setdefault(tuple(row[name] for name in SAMPLE), row)
+      known = self.rows.get(key(row)) or new.setdefault(key(row), row)
+      for name, other in (*((n, sample) for n in SHARED), *((n, known) for n in OWN)):
+        one, before = row.get(name), other.get(name)
+        if one != before and None not in (one, before):
+          where = "{task} at {length} tokens, {mode}, {method}, row {index}".format_map(row)
+          raise ValueError(
+            f"{folder}: {where}: found {name} = {one!r} beside results with {before!r}: "
+            "expected the same, or another --out"
+          )
+    self.rows |= new
+    return list(new.values())
 
   def add(self, folder: pathlib.Path, *, to_report: bool = False) -> int:
     """Adds the rows of another folder that this one lacks, and says how many these are.
@@ -99,26 +140,32 @@ class Store:
 
     Raises:
       FileNotFoundError: there are no results.
-      ValueError: its settings differ, or a line is damaged.
+      ValueError: its settings differ, its rows come from something else, or a line is damaged.
     """
-    self._compare(folder, but=FREE if to_report else ())
-    new = {key(row): row for row in read(folder) if key(row) not in self.rows}
+    self._compare(folder, to_report=to_report)
+    own = [self.settings] if self.rows else []
+    new = self._note(folder, read(folder))
     if to_report and new:
-      own = [self.settings] if self.rows else []
-      named = {name: every(name, *own, settings_of(folder)) for name in FREE}
+      told = [*own, settings_of(folder)]
+      names = [*FREE, *(name for name in PRINTS if any(name in each for each in told))]
+      named = {name: every(name, *told) for name in names}
       if self.settings != (both := self.settings | named):  # before the rows: none is there unnamed
         self.settings = both
         self._write_settings()
-    self.append(new.values())
+    self.append(new)
     return len(new)
 
   def append(self, rows: Iterable[dict[str, Any]]) -> None:
     """Adds rows, all of them or, if the machine dies meanwhile, the first few."""
     rows = list(rows)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    self._file.write(lines.encode())
-    self._file.flush()
-    os.fsync(self._file.fileno())
+    try:
+      self._file.write(lines.encode("utf-8", "replace"))
+      self._file.flush()
+      os.fsync(self._file.fileno())
+    except OSError as error:
+      why = f"{self.folder / ROWS}: rows cannot be written: {error.strerror}"
+      raise OSError(f"{why}: the same command goes on where there is room") from error
     self.rows |= {key(row): row for row in rows}
 
   def close(self) -> None:
@@ -130,11 +177,18 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: there are no results.
+    ValueError: the file is damaged.
   """
   path = folder / SETTINGS
   if not path.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
-  return json.loads(path.read_text("utf-8"))
+  try:
+    found = json.loads(path.read_bytes())
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{path}: damaged ({error}), expected settings of results") from error
+  if not isinstance(found, dict):
+    raise ValueError(f"{path}: found {type(found).__name__}, expected settings of results")
+  return found
 
 
 def _same(name: str, one: Any, other: Any) -> bool:
@@ -144,9 +198,16 @@ def _same(name: str, one: Any, other: Any) -> bool:
   return one == other
 
 
+def _may_be_same(name: str, one: Any, other: Any) -> bool:
+  """Whether fingerprints do not contradict each other, since one or both are not recorded."""
+  said = {part for each in (one, other) if each is not None for part in str(each).split(", ")}
+  return name in PRINTS and len(said - {UNSAID}) <= 1
+
+
 def every(name: str, *settings: dict[str, Any]) -> Any:
   """What settings say under a name: the one value, or each once, in order: "0.1.0, 0.2.0"."""
-  said = {part: each[name] for each in settings for part in str(each[name]).split(", ")}
+  told = [each.get(name, UNSAID) for each in settings]
+  said = {part: value for value in told for part in str(value).split(", ")}
   if len(said) == 1:
     return said.popitem()[1]
   return ", ".join(sorted(said, key=lambda v: ([int(n) for n in re.findall(r"\d+", v)], v)))
@@ -159,19 +220,41 @@ def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
 
   Raises:
     FileNotFoundError: there are no results.
-    ValueError: a line before the last is damaged.
+    ValueError: a line before the last is damaged, or a row is there twice.
   """
   path, packed = folder / ROWS, folder / PACKED
   if not path.is_file() and not packed.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
-  rows = _parsed(packed, _unpacked(packed)) if packed.is_file() else []
-  if path.is_file():
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if repair and len(whole) < len(data):
-      os.truncate(path, len(whole))
-    rows += _parsed(path, whole)
-  return rows
+  rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+  for file in (packed, path):
+    if file.is_file():
+      data = _unpacked(file) if file == packed else file.read_bytes()
+      whole = _whole(data)
+      if repair and file == path and whole != data:
+        _mend(file, whole, len(data))
+      for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+        row = _parse(file, number, line)
+        if rows.setdefault(key(row), row) != row:
+          raise ValueError(f"{file}: line {number}: found another result of a row that is there")
+  return list(rows.values())
+
+
+def _whole(data: bytes) -> bytes:
+  """Lines that are whole, with their ends: the last one, if it was cut off just before its end."""
+  end = data.rfind(b"\n") + 1
+  try:
+    return data + b"\n" if isinstance(json.loads(data[end:]), dict) else data[:end]
+  except (ValueError, RecursionError):
+    return data[:end]
+
+
+def _mend(path: pathlib.Path, whole: bytes, size: int) -> None:
+  """Cuts off a half line, or ends a whole one."""
+  if len(whole) < size:
+    os.truncate(path, len(whole))
+  else:
+    with open(path, "ab") as file:
+      file.write(b"\n")
 
 
 def _unpacked(path: pathlib.Path) -> bytes:
@@ -181,12 +264,14 @@ def _unpacked(path: pathlib.Path) -> bytes:
     raise ValueError(f"{path}: damaged ({error}), expected packed rows of results") from error
 
 
-def _parsed(path: pathlib.Path, lines: bytes) -> list[dict[str, Any]]:
-  return [_parse(path, number, line) for number, line in enumerate(lines.split(b"\n")[:-1], 1)]
-
-
 def _parse(path: pathlib.Path, number: int, line: bytes) -> dict[str, Any]:
+  expected = "expected a row of results"
   try:
-    return json.loads(line)
-  except ValueError as error:
-    raise ValueError(f"{path}: line {number}: found {error}, expected a row of results") from error
+    row = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{path}: line {number}: found {error}, {expected}") from error
+  lacking = [name for name in KEY if name not in row] if isinstance(row, dict) else [*KEY]
+  if lacking or not all(isinstance(row[name], str | int | None) for name in KEY):
+    what = f"none of {', '.join(lacking)}" if lacking else "names that are lists or objects"
+    raise ValueError(f"{path}: line {number}: found {what}, {expected}")
+  return row

@@ -15,7 +15,7 @@ def text(made: tuple[Row, Prompt]) -> bytes | None:
   """A row and its prompt as JSON; None where JSON would give back something else."""
   row, prompt = made
   try:
-    said = json.dumps({"row": _plain(row), "prompt": dataclasses.asdict(prompt)}).encode()
+    said = json.dumps({"row": plain(row), "prompt": dataclasses.asdict(prompt)}).encode()
     return said if read(said) == made else None
   except (TypeError, ValueError):
     return None
@@ -34,10 +34,11 @@ def read(said: bytes) -> tuple[Row, Prompt]:
     raise ValueError(f"row: found {error!r}, expected a row and its prompt") from error
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def plain(row: Row) -> dict[str, Any]:
+  """The fields of a row, and of the row after it."""
   fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
   maps = {name: dict(value) for name, value in fields.items() if isinstance(value, Mapping)}
-  return fields | maps | {"second": None if row.second is None else _plain(row.second)}
+  return fields | maps | {"second": None if row.second is None else plain(row.second)}
 
 
 def _row(found: dict[str, Any]) -> Row:

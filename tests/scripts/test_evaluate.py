@@ -1,20 +1,25 @@
 """The evaluation program on a tiny model: what it measures, and that nothing stops it for good."""
 
 import dataclasses
+import errno
 import gzip
+import importlib
 import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 
 import kvjax
 from kvjax.models import convert
@@ -22,10 +27,12 @@ from kvjax.models.caches import next_turn
 from kvjax.models.generate import generate, prefill
 from kvjax.models.tokenizer import Tokenizer
 from scripts import common, evaluate
-from scripts.evals import plan, rolling, stats, store, summary, walks
+from scripts.evals import cells, origin, overlap, plan, rolling, stats, store, summary, walks
 from scripts.evals.prompt import Reader
 from scripts.evals.registry import TASKS
+from scripts.evals.task import Row
 from scripts.examples import tiny
+from tests import eval_data
 
 LENGTH = 480  # tokens are bytes
 METHODS = ("streaming_llm", "snapkv")
@@ -543,8 +550,8 @@ def test_other_settings_are_refused(loaded, finished):
     run(loaded, finished[0], "--seed", "1")
   with pytest.raises(ValueError, match="with batch = 2, and now it is 3: expected"):
     run(loaded, finished[0], batch=3)
-  other = dataclasses.replace(loaded[0].config, max_context=4096)
-  model = type("Model", (), {"config": other, "dtype": loaded[0].dtype})
+  model = nnx.clone(loaded[0])
+  model.config = dataclasses.replace(loaded[0].config, max_context=4096)
   with pytest.raises(ValueError, match="found results with config = "):
     evaluate.evaluate(parse(*arguments(finished[0])), model, loaded[1])
 
@@ -561,11 +568,297 @@ def test_two_runs_do_not_write_into_one_folder(finished):
 def test_damaged_results_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="expected results of"):
     store.read(tmp_path)
-  (tmp_path / store.ROWS).write_text('{"a": 1}\n{"b"\n{"c": 3}\n')
+  (tmp_path / store.ROWS).write_text(json.dumps(result("x", 0, 1)) + '\n{"b"\n{"c": 3}\n')
   with pytest.raises(ValueError, match=r"rows\.jsonl: line 2: found"):
     store.read(tmp_path)
   with pytest.raises(ValueError, match="expected both or none"):
     store.Store(tmp_path, {})
+
+
+LINE = json.dumps({**dict.fromkeys(store.KEY, 0), "index": 1})
+
+
+@pytest.mark.parametrize(
+  ("data", "what"),
+  [
+    ("[1]", "line 1: found none of task, length"),
+    ("7", "line 1: found none of task, length"),
+    ('{"task": "t"}', "line 1: found none of length"),
+    (LINE.replace('"task": 0', '"task": [1]'), "line 1: found names that are lists"),
+    (f"{LINE}\n\0\0", "line 2: found "),
+    (f"{LINE}\n\n{LINE}", "line 2: found "),
+    (f'{LINE}\n{LINE[:-1]}, "score": 1}}', "line 2: found another result of a row"),
+    ("[" * 100_000, "line 1: found maximum recursion"),
+    ("\udcff", "line 1: found"),
+  ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_damaged_lines_are_named(tmp_path, data, what, packed):
+  path = tmp_path / (store.PACKED if packed else store.ROWS)
+  text = (data + "\n").encode("utf-8", "surrogateescape")
+  path.write_bytes(gzip.compress(text) if packed else text)
+  with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: {what}"):
+    store.read(tmp_path)
+
+
+@pytest.mark.parametrize("data", ["{", "[]", "null", "[" * 100_000, ""])
+def test_damaged_settings_are_named(tmp_path, data):
+  (tmp_path / store.SETTINGS).write_text(data)
+  with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path / store.SETTINGS))}: "):
+    store.settings_of(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [*range(len(LINE) + 1), "zeros"])
+def test_a_last_line_may_be_cut_off_anywhere(tmp_path, cut):
+  """Only its end is missing: it is a row. Else it is left out, and another row may follow."""
+  settings = {"kvjax": "0"}
+  store.Store(tmp_path, settings).close()
+  rest = "\0" * 9 if cut == "zeros" else LINE[:cut]
+  (tmp_path / store.ROWS).write_text(LINE.replace("1", "0") + "\n" + rest)
+  whole = [0, 1] if cut == len(LINE) else [0]
+  assert [row["index"] for row in store.read(tmp_path)] == whole
+  results = store.Store(tmp_path, settings)
+  results.append([{**json.loads(LINE), "index": 2}])
+  results.close()
+  assert [row["index"] for row in store.read(tmp_path)] == [*whole, 2]
+
+
+def test_rows_that_were_packed_and_left_are_there_once(tmp_path):
+  (tmp_path / store.ROWS).write_text(f"{LINE}\n")
+  (tmp_path / store.PACKED).write_bytes(gzip.compress(f"{LINE}\n".encode()))
+  assert len(store.read(tmp_path)) == 1
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+  results = store.Store(tmp_path, {})
+
+  def full(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(os, "fsync", full)
+  with pytest.raises(OSError, match=r"rows\.jsonl: rows cannot be written: No space left"):
+    results.append([json.loads(LINE)])
+  results.close()
+
+
+# ---- what results come from
+
+
+def other_weights(model):
+  """The same shapes and sums, in another order."""
+  graph, state = nnx.split(model)
+  return nnx.merge(graph, jax.tree.map(lambda x: jnp.flip(x, -1), state))
+
+
+def test_other_weights_of_the_same_name_are_refused(loaded, finished, tmp_path):
+  model, tokenizer = other_weights(loaded[0]), loaded[1]
+  assert origin.weights(nnx.clone(loaded[0])) == origin.weights(loaded[0])
+  with pytest.raises(
+    ValueError, match=r"with weights = '\w+', and now it is '\w+': expected the s"
+  ):
+    run((model, tokenizer), finished[0])
+  with pytest.raises(ValueError, match=r"with weights = '\w+', and now it is"):
+    run((model, tokenizer), tmp_path / "b", "--add", str(finished[0]))
+  settings = store.settings_of(finished[0])
+  other = folder_of(kvjax.__version__, tmp_path / "c", [], settings | {"weights": "other"})
+  with pytest.raises(ValueError, match="with weights = 'other', and now it is"):
+    merge(tmp_path / "d", finished[0], other)
+
+
+def test_one_changed_number_changes_the_weights():
+  model = tiny.load()[0]
+  before = origin.weights(model)
+  graph, state = nnx.split(model)
+  leaves, tree = jax.tree.flatten(state)
+  leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].add(1e-3)
+  assert origin.weights(nnx.merge(graph, jax.tree.unflatten(tree, leaves))) != before
+
+
+def test_another_tokenizer_is_refused(loaded, finished):
+  tokenizer = tiny.byte_tokenizer()
+  tokenizer.chat_template = tokenizer.chat_template + " "
+  with pytest.raises(ValueError, match="with tokenizer = "):
+    run((loaded[0], tokenizer), finished[0])
+  assert origin.tokenizer(tiny.byte_tokenizer()) == origin.tokenizer(loaded[1])
+
+
+def test_folders_of_before_there_were_fingerprints_are_reported_on(loaded, finished, tmp_path):
+  """Alone and beside others, which the settings then say; nothing is added to them."""
+  settings = store.settings_of(finished[0])
+  before = {name: x for name, x in settings.items() if name not in store.PRINTS}
+  bare = [{name: x for name, x in row.items() if name != "data"} for row in finished[1]]
+  old = folder_of(kvjax.__version__, tmp_path / "old", bare[:9], before)
+  merge(tmp_path / "report", old)
+  assert store.read(tmp_path / "report") == bare[:9]
+  for named in ((tmp_path / "old",), (tmp_path / "new", "--add", str(old))):
+    with pytest.raises(ValueError, match="results that do not say of which weights they are"):
+      run(loaded, *named)
+  for _ in range(2):
+    merge(tmp_path / "both", old, finished[0], old)
+  told = store.settings_of(tmp_path / "both")
+  assert sorted(told["weights"].split(", ")) == sorted([settings["weights"], "not recorded"])
+  assert len(store.read(tmp_path / "both")) == len(finished[1])
+  with pytest.raises(ValueError, match=r"with weights = .*not recorded.*, and now it is"):
+    run(loaded, tmp_path / "both")
+
+
+QUESTION = {"question": "What is 1 + 1?", "answer": "#### 2"}
+
+
+def questions(folder, **changed):
+  (folder / "gsm8k").mkdir(parents=True, exist_ok=True)
+  (folder / "gsm8k/test.jsonl").write_text(json.dumps(QUESTION | changed) + "\n")
+  return "--data", str(folder), "--lengths", "300"
+
+
+@pytest.mark.parametrize(
+  ("changed", "what"),
+  [({"question": "What is 1 + 2?"}, "prompt"), ({"answer": "#### 3"}, "data")],
+)
+def test_other_data_is_refused(loaded, tmp_path, monkeypatch, changed, what):
+  """Another question, or another reference to the same question; also where folders are merged."""
+
+  def asked(out, data, *more):
+    monkeypatch.setenv("KVJAX_DATA", str(data))
+    return run(loaded, out, *more, "--lengths", "300", tasks=("gsm8k_chat",), methods=(), samples=1)
+
+  questions(tmp_path / "a")
+  questions(tmp_path / "b", **changed)
+  rows = asked(tmp_path / "out", tmp_path / "a")
+  assert asked(tmp_path / "out", tmp_path / "a") == rows and len(rows) == 1
+  found = rf"gsm8k_chat at 300 tokens, aware, full, row 0: found results with {what} = '\w+' \("
+  with pytest.raises(ValueError, match=found):
+    asked(tmp_path / "out", tmp_path / "b")
+  with pytest.raises(ValueError, match=found):
+    asked(tmp_path / "added", tmp_path / "b", "--add", str(tmp_path / "out"))
+  assert len(asked(tmp_path / "other", tmp_path / "b")) == 1
+  for name in ("other", "others"):
+    (tmp_path / "others").mkdir(exist_ok=True)
+    if name == "others":  # another method's rows on the other data
+      mine = [{**row, "method": "snapkv"} for row in store.read(tmp_path / "other")]
+      folder_of(kvjax.__version__, tmp_path / name, mine, store.settings_of(tmp_path / "other"))
+    with pytest.raises(ValueError, match=rf"{name}: gsm8k_chat at 300 .*: found {what} = '\w+' be"):
+      merge(tmp_path / f"merged {name}", tmp_path / "out", tmp_path / name)
+
+
+OWN = """
+import dataclasses
+import kvjax
+from own_helper import KEPT
+
+@dataclasses.dataclass(frozen=True)
+class Mine(kvjax.StreamingLLM):
+  kept: int = KEPT
+
+kvjax.settings.register(Mine, example=lambda cls, budget: cls(budget=budget))
+"""
+
+
+@pytest.mark.parametrize("edited", ["own_method", "own_helper", "base"])
+def test_an_edited_own_method_is_refused(loaded, tmp_path, monkeypatch, edited):
+  """Its file, one that it imports, and as what another method is over; an unrelated one is free."""
+  monkeypatch.syspath_prepend(tmp_path)
+  names = ("own_method", "own_helper", "own_other")
+  (tmp_path / "own_method.py").write_text(OWN)
+  (tmp_path / "own_helper.py").write_text("KEPT = 1\n")
+  (tmp_path / "own_other.py").write_text("")
+  label = "own_method:Mine" if edited != "base" else "quantised+own_method:Mine"
+
+  def asked():
+    for name in names:
+      sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    origin._file.cache_clear()
+    return run(loaded, tmp_path / "out", methods=(label,), tasks=("needle",), samples=1, batch=1)
+
+  try:
+    rows = asked()
+    (tmp_path / "own_other.py").write_text("X = 1\n")
+    assert asked() == rows and "code" in rows[1] and "code" not in rows[0]
+    path = tmp_path / ("own_method.py" if edited == "base" else f"{edited}.py")
+    path.write_text(path.read_text() + "# another\n")
+    with pytest.raises(ValueError, match=r"row 0: found results with code = '\w+' \(source files"):
+      asked()
+  finally:
+    for name in names:
+      sys.modules.pop(name, None)
+
+
+def test_a_file_of_settings_that_changed_is_refused(loaded, tmp_path):
+  """Gates are in the method's fields."""
+  gates = tmp_path / "gates.tsv"
+  label = f"duo_attention:pattern={gates}"
+  for text in ("0.9\t0.1\n0.2\t0.8\n", "0.9\t0.1\n0.8\t0.2\n"):
+    gates.write_text(text)
+    entry = plan.entries([label], ["64"], LENGTH)[1]
+    now = {"settings": repr(entry.method), "code": origin.own_code(entry.method)}
+    if "0.8\t" not in text:
+      before = {**result(label, 0, 1), **now}
+      origin.compare(before, now)
+  with pytest.raises(ValueError, match=r"found results with settings = .* \(fields of the method"):
+    origin.compare(before, now)
+
+
+# ---- metrics that are not installed
+
+
+class Blocked:
+  """An import system without some packages."""
+
+  def __init__(self, *names):
+    self.names = names
+
+  def find_spec(self, name, path=None, target=None):
+    if name.partition(".")[0] in self.names:
+      raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def without(monkeypatch, *names):
+  for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setattr(sys, "meta_path", [Blocked(*names), *sys.meta_path])
+
+
+def test_a_missing_metric_stops_its_task_alone(loaded, tmp_path, monkeypatch, capsys):
+  """Before the model answers; the others run, are kept, and the status says that not all did."""
+  data = eval_data.write(tmp_path / "data")
+  without(monkeypatch, "rouge")
+  monkeypatch.setattr(evaluate.common, "load_model", lambda *a, **k: loaded)
+  monkeypatch.setattr(sys, "argv", ["kvjax", "evaluate"])
+  more = ("--data", str(data), "--lengths", "2000", "--no-chat")
+  tasks = ("longbench_gov_report", "passkey", "needle")
+  given = arguments(tmp_path / "out", *more, tasks=tasks, methods=("full",), samples=1, batch=1)
+  monkeypatch.setenv("KVJAX_DATA", "")
+  assert evaluate.main(parse(*given)) == 1
+  said = capsys.readouterr()
+  assert (
+    "not run: longbench_gov_report at 2,000 tokens: the package rouge (a metric) is" in said.err
+  )
+  assert {row["task"] for row in store.read(tmp_path / "out")} == {"passkey", "needle"}
+  given[given.index("longbench_gov_report")] = "passkey"
+  assert evaluate.main(parse(*given)) == 0
+
+
+@pytest.mark.parametrize(
+  ("package", "names"),
+  [
+    ("rouge", ("longbench_gov_report", "longbench_samsum", "longbench_vcsum")),
+    ("jieba", ("longbench_dureader", "longbench_multifieldqa_zh")),
+    ("rapidfuzz", ("longbench_lcc", "longbench_repobench-p")),
+    ("rouge_score", ("infinitebench_longbook_sum_eng",)),
+    ("math_verify", ("math500", "aime")),
+  ],
+)
+def test_scorers_say_beforehand_what_they_lack(monkeypatch, package, names):
+  """A trial imports what a scorer ever does, also where the first answer would not ask for it."""
+  overlap._jieba.cache_clear()
+  without(monkeypatch, package)
+  for name in (*names, "needle", "gsm8k"):
+    error = cells._unscorable(TASKS[name], Row("c", "q", "", ("1",), name, 8))
+    if name in names:
+      assert isinstance(error, ImportError) and "pip install 'kvjax[benchmarks]'" in str(error)
+    else:
+      assert error is None
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ class Streamed(
   @property
   def traits(self) -> Traits:
     usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
-    return usual.but(by_layer=True, stream=Stream(self.chunk))
+    return usual.but(endless=True, by_layer=True, stream=Stream(self.chunk))
 
   # ---- shapes
 

@@ -60,6 +60,8 @@ class Traits:
       many devices, in words, empty where they can; None: heads are alike.
     prunes: whether data decide how many slots a plan lists: what is said of bytes is the most.
     weighs_outputs: whether `rank` reads the layer's output projection (`Prompt.wo`).
+    endless: whether no query meets a distance beyond what the method keeps, however long a row:
+      the context that the model was trained for is not outgrown.
     repeats: whether a context is scored by having the model repeat it
       (`kvjax.models.reconstruct`): `prefill` alone keeps its newest tokens.
     scans: of a cache, the least and largest share of heads, layers and steps that look at keys to
@@ -75,6 +77,7 @@ class Traits:
   spreads: bool = False
   prunes: bool = False
   weighs_outputs: bool = False
+  endless: bool = False
   repeats: bool = False
   by_layer: bool = False
   stream: Stream | None = None

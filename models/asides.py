@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from . import files
+
 _END = ".aside"
 _OLD = 24 * 3600  # seconds after which an aside of another machine is given up
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -36,10 +38,11 @@ def aside(dest: str | os.PathLike[str], *, replace: bool = False) -> Iterator[pa
     OSError: it cannot be written.
   """
   dest = pathlib.Path(dest).absolute()
-  dest.parent.mkdir(parents=True, exist_ok=True)
   prefix = f".{dest.name[:40]}."  # a name has at most 255 bytes
-  _sweep(dest.parent, prefix)
-  work, lock = _claimed(dest.parent, prefix)
+  with files.written(dest):
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(dest.parent, prefix)
+    work, lock = _claimed(dest.parent, prefix)
   try:
     path = work / dest.name
     yield path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from .. import entrance, memory, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec, Origin
+from .config import ModelConfig
 from .transformer import Caches, Transformer
 
 
@@ -171,7 +173,9 @@ def prompt(
     raise ValueError(
       f"tokens: found ids in [{real.min()}, {real.max()}], expected [0, {model.config.vocab})"
     )
-  return room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
+  seen = room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
+  context(model.config, method, seen, lengths, "prefill")
+  return seen
 
 
 def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
@@ -202,6 +206,36 @@ def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarr
       f"found a capacity of {most[row]}, expected at least {need[row]}"
     )
   return seen
+
+
+def context(
+  config: ModelConfig, method: Method, seen: np.ndarray, new: np.ndarray, what: str
+) -> None:
+  """Says where a row outgrows the context of the model: an error past a conversion's limit, else a
+  warning, unless the method keeps distances within what it holds.
+
+  Args:
+    config: of the model.
+    method: the KV-cache method.
+    seen, new: tokens that each row has read, and will.
+    what: the call.
+  """
+  need, most = np.where(new > 0, seen + new, 0), config.max_context
+  if need.max(initial=0) <= most:
+    return
+  if config.limited:
+    row = int(need.argmax())
+    raise ValueError(
+      f"{what}: found {need[row]} tokens (row {row}), expected at most max_context = {most}, which "
+      "the model was converted for: convert it again, for more or without a limit"
+    )
+  if not method.traits.endless:
+    # One text for all lengths: it is shown once.
+    warnings.warn(
+      f"{what}: found a row of more tokens than max_context = {most}, expected no more than the "
+      "model was trained for: from there on its answers may be wrong",
+      stacklevel=4,
+    )
 
 
 def explained(

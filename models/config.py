@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from ..rope import Linear, Llama3, LongRope, Rope, Yarn
 from ..types import CacheSpec
 
@@ -23,7 +25,11 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 
 # Gates of the MLP by name (`kvjax.models.products.gated`).
 ACTIVATIONS = ("silu", "gelu_tanh", "clipped")
-_FLAGS = ("qkv_bias", "qk_norm", "norms_after", "norm_experts", "out_bias", "mlp_bias", "sinks")
+_FLAGS = (
+  *("limited", "qkv_bias", "qk_norm", "norms_after", "norm_experts"),
+  *("out_bias", "mlp_bias", "sinks"),
+)
+_WIDEST_HEAD = 1 << 16
 _CAPS = ("soft_cap", "final_soft_cap")
 # What checkpoints older than a field do not state: they mean its default.
 _LATER = (
@@ -48,7 +54,9 @@ class ModelConfig:
     rope: rotary embedding.
     norm_eps: epsilon inside the RMS norms.
     tie_embeddings: the output head is the transposed embedding.
-    max_context: tokens that the model was trained for.
+    max_context: tokens that the model was trained for: past them `prefill` and `generate` warn.
+    limited: `max_context` is a conversion's, less than what the model was trained for: more tokens
+      are refused, as windows that nothing within it outgrows are left out.
     qkv_bias: query, key and value projections add a bias (Qwen2, Qwen2.5).
     qk_norm: an RMS norm over each query and key head, before the rotation (Qwen3, Gemma 3).
     norms_after: an RMS norm over what attention, and what the MLP, adds to the residual stream
@@ -79,6 +87,7 @@ class ModelConfig:
   norm_eps: float = 1e-5
   tie_embeddings: bool = False
   max_context: int = 8192
+  limited: bool = False
   qkv_bias: bool = False
   qk_norm: bool = False
   norms_after: bool = False
@@ -117,8 +126,10 @@ class ModelConfig:
       raise ValueError(
         f"{called}.heads: found {self.heads}, expected a multiple of kv_heads = {self.kv_heads}"
       )
-    if self.head_dim % 2:
-      raise ValueError(f"{called}.head_dim: found {self.head_dim}, expected an even number")
+    if self.head_dim % 2 or self.head_dim > _WIDEST_HEAD:
+      raise ValueError(
+        f"{called}.head_dim: found {self.head_dim}, expected an even number, at most {_WIDEST_HEAD}"
+      )
     for name in _CAPS:
       cap = getattr(self, name)
       if cap is not None and not 0 < cap < math.inf:
@@ -127,19 +138,35 @@ class ModelConfig:
       raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
     if not isinstance(self.rope, Rope):
       raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
-    turned = self.rope.turned(self.head_dim)
-    factors = getattr(self.rope.scaling, "factors", None)
-    if turned % 2 or turned < 2 or (factors is not None and len(factors) != turned // 2):
-      raise ValueError(
-        f"{called}.rope: found {self.rope}, expected an even share of {self.head_dim} dimensions, "
-        "and a factor for each of its pairs"
-      )
+    for name in ("rope", "window_rope"):
+      self._check_rope(name)
     if self.activation not in ACTIVATIONS:
       raise ValueError(
         f"{called}.activation: found {self.activation!r}, expected one of {ACTIVATIONS}"
       )
     self._check_windows()
     self._check_experts()
+
+  def _check_rope(self, name: str) -> None:
+    """Raises where a rotary embedding does not give each pair an angle."""
+    rope, called = getattr(self, name), f"{type(self).__name__}.{name}"
+    if rope is None:
+      return
+    turned = rope.turned(self.head_dim)
+    factors = getattr(rope.scaling, "factors", None)
+    if turned % 2 or turned < 2 or (factors is not None and len(factors) != turned // 2):
+      raise ValueError(
+        f"{called}: found {rope}, expected an even share of {self.head_dim} dimensions, "
+        "and a factor for each of its pairs"
+      )
+    try:
+      with np.errstate(all="ignore"):
+        found = [*rope.frequencies(self.head_dim)[: turned // 2], rope.magnitude]
+      usable = bool(np.isfinite(found).all()) and min(found) > 0
+    except (ArithmeticError, TypeError, ValueError):
+      usable = False
+    if not usable:
+      raise ValueError(f"{called}: found {rope}, expected numbers above 0 that give finite angles")
 
   def _check_windows(self) -> None:
     called = type(self).__name__

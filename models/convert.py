@@ -12,10 +12,14 @@ as bfloat16; or all matrices get a dtype.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import json
 import os
 import pathlib
+import shutil
+import tempfile
+import warnings
 from typing import Any
 
 import jax
@@ -24,7 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from . import items, parallel
+from . import files, items, parallel
 from .asides import aside
 from .config import ModelConfig
 from .fetch import cache_dir, fetch_huggingface, fetch_smollm2
@@ -60,8 +64,9 @@ def convert(
     source: a Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or
       "hf:owner/name", which is downloaded from the Hugging Face hub.
     dest: the folder to make; it must not exist yet.
-    max_context: use the model up to so many tokens only (None: all that it was made for). Layers
-      with a sliding window that is no shorter see everything then, and are the method's.
+    max_context: use the model up to so many tokens only (None: all that it was made for): longer
+      rows are refused, and no number changes within it. Layers with a sliding window that is no
+      shorter see everything then, and are the method's.
     dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. None: as
       the source has them, quantised blocks as bfloat16; "float32" keeps every bit of these, in
       twice the bytes.
@@ -77,7 +82,7 @@ def convert(
       damaged, tensors are missing or of the wrong shape, the tokenizer belongs to another model, or
       there are only pickled weights.
     NotImplementedError: the architecture, a quantisation, a rope type or a tensor is not supported.
-    OSError: the download failed.
+    OSError: the download failed, or `dest` cannot be written: the message says why.
   """
   dest = pathlib.Path(dest)
   if dest.exists():
@@ -104,14 +109,16 @@ def convert(
       for x in jax.tree.leaves(item):
         stored[x.dtype.name] += x.nbytes
       items.save(_file(folder, name), item)
-    tokenizer.save(folder)
+    with files.written(folder / "tokenizer.json"):
+      tokenizer.save(folder)
     description = {
       "format": FORMAT,
       "version": VERSION,
       "bytes": dict(stored),
       "model": reader.config.to_json(),
     }
-    (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
+    with files.written(folder / "config.json"):
+      (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
   return dest
 
 
@@ -169,6 +176,13 @@ def load(
   """
   path = pathlib.Path(path).absolute()
   config = read_config(path)
+  there = sum(1 for _ in (path / "items").glob("*.safetensors"))
+  if config.layers > there:  # before so many are made room for
+    raise FileNotFoundError(
+      f"{path / 'items'}: found {there} files, expected {config.layers} layers and 2 more"
+    )
+  for file in sorted(path.glob("*.json")):
+    files.check_begin(file)
   tokenizer = Tokenizer.load(path)
   if dtype is None and precision is None:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
@@ -211,14 +225,11 @@ def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
   """What the config.json of a checkpoint folder says; raises as `read_config`."""
   file = pathlib.Path(path) / "config.json"
   try:
-    description = json.loads(file.read_text(encoding="utf-8"))
-  except (FileNotFoundError, NotADirectoryError) as error:
+    found = files.read_json(file, "a checkpoint's config")
+  except FileNotFoundError as error:
     raise FileNotFoundError(
       f"{path}: found no config.json, expected a checkpoint folder made by kvjax.models.convert"
     ) from error
-  except ValueError as error:
-    raise ValueError(f"{file}: not JSON ({error}), expected a checkpoint's config") from error
-  found = description if isinstance(description, dict) else {}
   if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
     raise ValueError(
       f"{file}: found format {found.get('format')!r} version {found.get('version')!r}, "
@@ -272,19 +283,39 @@ def default_checkpoint(
 ) -> pathlib.Path:
   """The checkpoint folder of SmolLM2-135M-Instruct, fetched and converted on the first call.
 
-  Its weights are float32, the numbers of the file's 4-bit blocks to the last bit.
+  Its weights are float32, the numbers of the file's 4-bit blocks to the last bit. Where the folder
+  is full or cannot be written, it is made for this process alone, and a warning says so.
 
   Args:
     folder: where it is kept (None: `cache_dir()`).
     progress: show what happens.
+
+  Raises:
+    OSError: the download failed, or no folder has room for it.
+    ValueError: what was downloaded is another model.
   """
   folder = cache_dir() if folder is None else pathlib.Path(folder).expanduser().absolute()
-  dest = folder / f"SmolLM2-135M-Instruct-v{VERSION}"
-  if not is_checkpoint(dest):
-    source = fetch_smollm2(folder, progress=progress)
-    try:
-      convert(source, dest, dtype="float32", progress=progress)
-    except FileExistsError:
-      if not is_checkpoint(dest):
-        raise
+  name = f"SmolLM2-135M-Instruct-v{VERSION}"
+  if is_checkpoint(folder / name):
+    return folder / name
+  try:
+    return _default_made(folder, name, progress)
+  except OSError as error:
+    if error.errno not in files.NO_ROOM:
+      raise
+    warnings.warn(f"{error}: made for this process alone", stacklevel=2)
+  own = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-"))
+  atexit.register(shutil.rmtree, own, ignore_errors=True)
+  return _default_made(own, name, progress)
+
+
+def _default_made(folder: pathlib.Path, name: str, progress: bool) -> pathlib.Path:
+  """`default_checkpoint` in a folder that can be written."""
+  dest = folder / name
+  source = fetch_smollm2(folder, progress=progress)
+  try:
+    convert(source, dest, dtype="float32", progress=progress)
+  except FileExistsError:
+    if not is_checkpoint(dest):
+      raise
   return dest

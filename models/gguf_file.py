@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import mmap
+import math
 import os
 import pathlib
 from typing import Any
@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 
 from ..rope import Linear, Llama3, LongRope, Rope, Yarn
-from . import families
+from . import families, gguf_parts
 from .config import ModelConfig
 from .source import Source
 from .tokenizer import Tokenizer
@@ -64,47 +64,42 @@ _PLAIN = {
 }
 _PIECE = 1 << 18  # numbers that are dequantised together
 _ROPE_FREQS = "rope_freqs.weight"
+_ROPE_ENTRIES = (
+  *("dimension_count", "freq_base", "freq_base_swa", "scale_linear"),
+  *(f"scaling.{x}" for x in ("type", "factor", "attn_factor", "original_context_length")),
+  *(f"scaling.{x}" for x in ("finetuned", "yarn_beta_fast", "yarn_beta_slow")),
+)
 _LONG_ROPE = {long: f"rope_factors_{long}.weight" for long in ("short", "long")}
 
 
 class GGUF(Source):
-  """A GGUF file.
+  """A GGUF file, or the parts of one (`model-00001-of-00003.gguf`), found beside each other.
 
   Args:
-    path: the .gguf file.
+    path: the .gguf file; any part of several.
     max_context: use the model up to so many tokens (None: as many as it states).
 
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: there is no such file, or a part of it is missing.
     ValueError: it is truncated or damaged, or tensors are missing or of the wrong shape.
-    NotImplementedError: the architecture, a quantisation or a tensor is not supported.
+    NotImplementedError: the byte order, the architecture, a quantisation, a rope entry or a tensor
+      is not supported.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
     self.path = pathlib.Path(path)
     if not self.path.is_file():
       raise FileNotFoundError(f"{path}: no such file, expected a .gguf file")
-    try:
-      reader = _BoundedReader(self.path)
-      self.metadata = {key: field.contents() for key, field in reader.fields.items()}
-      self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-      self._mapping = reader.mapping
-    except Exception as error:  # a damaged file can trip the reader anywhere
-      raise ValueError(
-        f"{path}: not readable as GGUF ({type(error).__name__}: {error}), "
-        "expected a complete GGUF file"
-      ) from error
+    self.metadata, self._tensors, _ = self._parts = gguf_parts.open_parts(self.path)
     try:
       self.config = self._read_config(max_context)
     except (OverflowError, TypeError, ZeroDivisionError) as error:
       raise ValueError(
         f"{path}: metadata: found entries of the wrong type ({error}), expected numbers"
       ) from error
-    found = {
-      name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
-    }
+    found = {name: tensor.shape for name, tensor in self._tensors.items()}
     self.check_tensors(found, [_ROPE_FREQS, *_LONG_ROPE.values()])
-    samples = {tensor.tensor_type: tensor for tensor in self._tensors.values()}
+    samples = {tensor.kind: tensor for tensor in self._tensors.values()}
     for tensor in samples.values():
       self._dequantize(tensor.name, tensor.data[:1])
 
@@ -120,9 +115,9 @@ class GGUF(Source):
 
   def read(self, name: str, dtype: str | None) -> np.ndarray:
     tensor = self._tensors[name]
-    shape = tuple(int(n) for n in reversed(tensor.shape))
+    shape = tensor.shape
     if dtype is None or len(shape) == 1:
-      dtype = _PLAIN.get(tensor.tensor_type, "bfloat16")
+      dtype = _PLAIN.get(tensor.kind, "bfloat16")
     out = np.empty(shape, dtype)
     # As many rows at a time as stay in the processor's caches.
     rows = out.reshape(-1, shape[-1])
@@ -131,8 +126,7 @@ class GGUF(Source):
     with np.errstate(over="ignore"):  # infinity is found out later
       for i in range(0, len(rows), step):
         rows[i : i + step] = self._dequantize(name, stored[i : i + step])
-    if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-      self._mapping.madvise(mmap.MADV_DONTNEED)  # what was read need not stay in memory
+    self._parts.release()  # what was read need not stay in memory
     return out
 
   def _entry(self, key: str, default: Any = None) -> Any:
@@ -140,6 +134,13 @@ class GGUF(Source):
     if value is None:
       raise ValueError(f"{self.path}: metadata {key!r}: not found, expected an entry")
     return value
+
+  def _positive(self, key: str, default: Any = None) -> float:
+    value = self._entry(key, default)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+      raise ValueError(f"{self.path}: metadata {key!r}: found {value!r}, expected a number above 0")
+    return float(value)
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
     architecture = self.metadata.get("general.architecture")
@@ -167,12 +168,12 @@ class GGUF(Source):
     embedding = self._tensors.get("token_embd.weight")
     if embedding is None:
       raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
-    self._limit = max_context
     rope = self._rope(head_dim)
     context = self._entry("context_length")
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
     context, layers = self.context(context, max_context), self._entry("block_count")
+    windows = self._windows(layers)
     local = None
     if "rope_local_base_freq" in family.defaults:
       local = Rope(self._entry("rope.freq_base_swa", family.defaults["rope_local_base_freq"]))
@@ -182,7 +183,7 @@ class GGUF(Source):
       self.query_scale = (head_dim / (dim / heads)) ** 0.5 if wide else 1.0
     try:
       return ModelConfig(
-        vocab=int(embedding.shape[-1]),
+        vocab=embedding.shape[0],
         dim=dim,
         layers=layers,
         heads=heads,
@@ -192,9 +193,9 @@ class GGUF(Source):
         rope=rope,
         norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in self._tensors,
-        max_context=context,
+        **context,
         embed_scale=dim**0.5 if "query_pre_attn_scalar" in family.defaults else 1.0,
-        windows=self.windows(self._windows(layers), context, local is not None),
+        windows=self.windows(windows, context["max_context"], local is not None),
         window_rope=local,
         soft_cap=self._cap("attn_logit_softcapping"),
         final_soft_cap=self._cap("final_logit_softcapping"),
@@ -243,55 +244,97 @@ class GGUF(Source):
     return dataclasses.replace(self._whole_rope(head_dim), partial=turned / head_dim)
 
   def _whole_rope(self, head_dim: int) -> Rope:
-    theta = self._entry("rope.freq_base", 10000.0)
-    kind = self._entry("rope.scaling.type", "none")
-    if _ROPE_FREQS in self._tensors:
-      if kind != "none":
-        raise NotImplementedError(
-          f"{self.path}: metadata 'rope.scaling.type': found {kind!r} beside the tensor "
-          f"{_ROPE_FREQS}, expected 'none'"
-        )
+    """The rotary embedding of heads that turn whole, as llama.cpp reads its entries."""
+    theta = self._positive("rope.freq_base", 10000.0)
+    kind, factor = self._scaling(theta)
+    by_tensor = {name for name in (_ROPE_FREQS, *_LONG_ROPE.values()) if name in self._tensors}
+    if by_tensor and (kind == "yarn" or factor != 1):
+      raise NotImplementedError(
+        f"{self.path}: metadata 'rope.scaling': found {kind!r} with the factor {factor} beside the "
+        f"tensor {min(by_tensor)}, expected one of the two"
+      )
+    if by_tensor == {_ROPE_FREQS}:
       return Rope(theta, self._llama3(theta, head_dim))
-    if all(name in self._tensors for name in _LONG_ROPE.values()):
+    if by_tensor == set(_LONG_ROPE.values()):
       return Rope(theta, self._longrope())
-    match kind:
-      case "none":
-        return Rope(theta)
-      case "linear":
-        return Rope(theta, Linear(self._entry("rope.scaling.factor")))
-      case "yarn":
-        if self._entry("rope.scaling.yarn_log_multiplier", 0.0):
-          raise NotImplementedError(
-            f"{self.path}: metadata 'rope.scaling.yarn_log_multiplier': found "
-            f"{self._entry('rope.scaling.yarn_log_multiplier')}, expected none"
-          )
-        yarn = Yarn(
-          factor=self._entry("rope.scaling.factor"),
-          original_context=self._entry(
-            "rope.scaling.original_context_length", self._entry("context_length")
-          ),
-          beta_fast=self._entry("rope.scaling.yarn_beta_fast", 32.0),
-          beta_slow=self._entry("rope.scaling.yarn_beta_slow", 1.0),
-          truncate=not self.family.flags.get("sinks", False),  # gpt-oss's is not; no entry says so
+    if by_tensor:
+      raise ValueError(
+        f"{self.path}: found the rope tensors {sorted(by_tensor)}, expected {_ROPE_FREQS}, or both "
+        f"{' and '.join(_LONG_ROPE.values())}"
+      )
+    if kind == "yarn":
+      return Rope(theta, self._yarn(theta, factor))
+    if kind not in ("none", "linear"):
+      raise NotImplementedError(
+        f"{self.path}: metadata 'rope.scaling.type': found {kind!r} without its tensors, expected "
+        "'none', 'linear' or 'yarn'"
+      )
+    return Rope(theta, None if factor == 1 else Linear(factor))
+
+  def _scaling(self, theta: float) -> tuple[str, float]:
+    """Kind and factor of the scaling.
+
+    Where no kind is stated, llama.cpp takes a factor as "linear"; the key of it was another in
+    2023, and 0 stands for 1.
+    """
+    self._check_rope_entries(theta)
+    kind = self._entry("rope.scaling.type", "linear")
+    old = self.metadata.get(f"{self.metadata['general.architecture']}.rope.scale_linear")
+    if kind == "none" or (kind != "yarn" and not self._entry("rope.scaling.factor", old or 0)):
+      return kind, 1.0
+    return kind, self._positive("rope.scaling.factor", old)
+
+  def _check_rope_entries(self, theta: float) -> None:
+    """Raises for entries that ask for what `Rope` does not do: none is passed over."""
+    prefix = f"{self.metadata['general.architecture']}.rope."
+    kind = self._entry("rope.scaling.type", "linear")
+    own_theta = "rope_local_base_freq" in self.family.defaults
+    plain: dict[str, tuple[Any, ...]] = {
+      "scaling.yarn_log_multiplier": (0,),
+      "scaling.yarn_ext_factor": (-1, 1) if kind == "yarn" else (-1, 0),
+      "scaling.yarn_attn_factor": (1,),
+      "dimension_count_swa": (self._entry("rope.dimension_count", 0),),
+      **({} if own_theta else {"freq_base_swa": (theta,)}),
+      **({} if self._turns_by_factor(kind) else {"scaling.attn_factor": (1,)}),
+    }
+    for key in sorted(key for key in self.metadata if key.startswith(prefix)):
+      name, found = key.removeprefix(prefix), self.metadata[key]
+      if name in plain and found not in plain[name]:
+        raise NotImplementedError(
+          f"{self.path}: metadata 'rope.{name}': found {found}, expected "
+          f"{' or '.join(map(str, plain[name]))}, or no entry"
         )
-        # llama.cpp puts this factor on top of YaRN's own.
-        extra = self._entry("rope.scaling.attn_factor", 1.0)
-        if extra != 1.0:
-          factor = extra * Rope(theta, yarn).magnitude
-          yarn = dataclasses.replace(yarn, attention_factor=factor)
-        return Rope(theta, yarn)
-    raise NotImplementedError(
-      f"{self.path}: metadata 'rope.scaling.type': found {kind!r}, expected 'none', 'linear' or "
-      "'yarn'"
+      if name not in plain and name not in _ROPE_ENTRIES:
+        raise NotImplementedError(
+          f"{self.path}: metadata 'rope.{name}': found {found}, expected no such entry"
+        )
+
+  def _turns_by_factor(self, kind: str) -> bool:
+    """Whether rotated queries and keys are scaled, by YaRN or by LongRoPE."""
+    return kind == "yarn" or _LONG_ROPE["long"] in self._tensors
+
+  def _yarn(self, theta: float, factor: float) -> Yarn:
+    original = self._entry("rope.scaling.original_context_length", self._entry("context_length"))
+    yarn = Yarn(
+      factor=factor,
+      original_context=original,
+      beta_fast=self._positive("rope.scaling.yarn_beta_fast", 32.0),
+      beta_slow=self._positive("rope.scaling.yarn_beta_slow", 1.0),
+      truncate=not self.family.flags.get("sinks", False),  # gpt-oss's is not; no entry says so
     )
+    # llama.cpp puts this factor on top of YaRN's own.
+    extra = self._positive("rope.scaling.attn_factor", 1.0)
+    if extra == 1:
+      return yarn
+    return dataclasses.replace(yarn, attention_factor=extra * Rope(theta, yarn).magnitude)
 
   def _longrope(self) -> LongRope:
-    """As in a Hugging Face folder: the divisors of the context that the model is converted for."""
+    """As in a Hugging Face folder: the divisors of the context that the model states."""
     context = self._entry("context_length")
     original = self._entry("rope.scaling.original_context_length", context)
-    tensor = self._tensors[_LONG_ROPE["short" if (self._limit or context) <= original else "long"]]
+    tensor = self._tensors[_LONG_ROPE["short" if context <= original else "long"]]
     factors = np.asarray(self._dequantize(tensor.name, tensor.data), np.float64).reshape(-1)
-    return LongRope(tuple(factors.tolist()), self._entry("rope.scaling.attn_factor", 1.0))
+    return LongRope(tuple(factors.tolist()), self._positive("rope.scaling.attn_factor", 1.0))
 
   def _llama3(self, theta: float, head_dim: int) -> Llama3 | None:
     """Llama 3.1's scaling, which GGUF stores as a divisor of each frequency.
@@ -314,7 +357,7 @@ class GGUF(Source):
     return scaling
 
   def _dequantize(self, name: str, data: np.ndarray) -> np.ndarray:
-    kind = self._tensors[name].tensor_type
+    kind = self._tensors[name].kind
     try:
       if data.dtype != np.uint8:  # plain numbers
         return gguf.dequantize(data, kind)
@@ -326,21 +369,3 @@ class GGUF(Source):
         f"{self.path}: tensor {name!r}: found quantisation {kind.name}, "
         "expected one that the gguf package dequantises"
       ) from error
-
-
-class _BoundedReader(gguf.GGUFReader):
-  """Raises where the file ends too early; the plain reader returns what is left.
-
-  It reads a vocabulary piece by piece: slices of a plain array take a third of a memmap's time.
-  """
-
-  mapping: Any = None  # what holds the file
-
-  def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
-    if self.mapping is None:
-      self.mapping, plain = self.data.base, self.data.view(np.ndarray)
-      self.data = plain  # type: ignore[assignment]
-    end = int(offset) + int(np.dtype(dtype).itemsize) * int(count)
-    if end > len(self.data):
-      raise ValueError(f"the file ends at byte {len(self.data)}, expected at least {end}")
-    return super()._get(offset, dtype, count, override_order)

@@ -5,7 +5,6 @@ Tensors are read one at a time. Pickled weights (.bin, .pt) are never opened.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
@@ -13,9 +12,9 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  (safetensors hands out bfloat16 through it)
 import numpy as np
-import safetensors
 
 from ..rope import Linear, Llama3, LongRope, Rope, Yarn
+from . import files
 from .config import ModelConfig
 from .families import FAMILIES
 from .source import Source
@@ -46,6 +45,7 @@ _NAMES = {
   },
 }
 _MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
+_READ = ("*.json", "*.jinja", "model*.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 # What this decoder does not do, by the entry that would ask for it.
@@ -74,9 +74,13 @@ class HuggingFace(Source):
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
     self.path = pathlib.Path(path)
     self._file = self.path / "config.json"
-    self._entries = _read_json(self._file)
+    self._entries = files.read_json(self._file, "a Hugging Face folder")
     if self._entries.get("format") == "kvjax-checkpoint":
       raise ValueError(f"{self.path}: found a converted checkpoint, expected a Hugging Face folder")
+    for pattern in _READ:
+      for file in sorted(self.path.glob(pattern)):
+        if file.is_file():
+          files.check_begin(file)
     try:
       self.config = self._read_config(max_context)
     except (AttributeError, OverflowError, TypeError, ZeroDivisionError) as error:
@@ -92,7 +96,7 @@ class HuggingFace(Source):
 
   def read(self, name: str, dtype: str | None) -> np.ndarray:
     # Opened anew for every tensor: a mapping that stays open keeps all that was read in memory.
-    with _open(self._shard_of[name]) as shard:
+    with files.safetensors_opened(self._shard_of[name]) as shard:
       x = shard.get_tensor(name)
     with np.errstate(over="ignore"):  # infinity is found out later
       return x if dtype is None or x.ndim == 1 else x.astype(dtype, copy=False)
@@ -123,7 +127,6 @@ class HuggingFace(Source):
     heads, dim, layers = (
       self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
-    self._limit = max_context
     rope, window_rope = self._ropes()
     experts = self._experts() if "router" in family.names else {}
     head_dim = self._entry("head_dim", dim // heads)
@@ -133,6 +136,7 @@ class HuggingFace(Source):
     if isinstance(rope.scaling, Yarn):
       context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
     context = self.context(context, max_context)
+    windows = self._windows(kind, layers)
     try:
       return ModelConfig(
         vocab=self._entry("vocab_size"),
@@ -145,9 +149,9 @@ class HuggingFace(Source):
         rope=rope,
         norm_eps=self._entry("rms_norm_eps"),
         tie_embeddings=self._entry("tie_word_embeddings", False),
-        max_context=context,
+        **context,
         embed_scale=dim**0.5 if family.norm_plus else 1.0,
-        windows=self.windows(self._windows(kind, layers), context, window_rope is not None),
+        windows=self.windows(windows, context["max_context"], window_rope is not None),
         window_rope=window_rope,
         soft_cap=self._cap("attn_logit_softcapping"),
         final_soft_cap=self._cap("final_logit_softcapping"),
@@ -213,11 +217,16 @@ class HuggingFace(Source):
     return self._rope(key, whole, theta), self._rope(key, local, local_theta)
 
   def _rope(self, key: str, given: Any, theta: Any) -> Rope:
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = given.get("rope_type", given.get("type"))
+    untold = sorted(set(given) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
+    if kind is None and untold:
+      raise NotImplementedError(
+        f"{self._file}: {key!r}: found {untold} without a 'rope_type', expected one of {_ROPES}"
+      )
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
-      if not isinstance(value, (int, float)) or not value > 0:
+      if not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(
           f"{self._file}: {key!r}: {name!r}: found {value!r}, expected a number above 0"
         )
@@ -236,7 +245,7 @@ class HuggingFace(Source):
     given = given if top is None else {**given, "original_max_position_embeddings": top}
     original = int(entry("original_max_position_embeddings", stated))
     match kind:
-      case "default":
+      case None | "default":
         return Rope(theta, partial=partial)
       case "linear":
         return Rope(theta, Linear(entry("factor")), partial)
@@ -256,12 +265,12 @@ class HuggingFace(Source):
     )
 
   def _longrope(self, given: dict[str, Any], stated: int, original: int) -> LongRope:
-    """One set of divisors for all positions: that of the context that the model is converted for.
+    """One set of divisors for all positions: that of the context that the model states.
 
     transformers takes the long ones as soon as a sequence outgrows the original context, when keys
     are cached already; llama.cpp and vLLM choose once, as here.
     """
-    key = "short_factor" if (self._limit or stated) <= original else "long_factor"
+    key = "short_factor" if stated <= original else "long_factor"
     factors = given.get(key)
     numbers = isinstance(factors, list) and all(isinstance(x, int | float) for x in factors)
     if not numbers or not factors or min(factors) <= 0:
@@ -278,7 +287,7 @@ class HuggingFace(Source):
       self.path / name for name in ("model.safetensors", "model.safetensors.index.json")
     )
     if single.is_file():
-      with _open(single) as shard:
+      with files.safetensors_opened(single) as shard:
         return dict.fromkeys(shard.keys(), single)
     if not index.is_file():
       pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in _PICKLES)
@@ -291,7 +300,7 @@ class HuggingFace(Source):
       raise FileNotFoundError(
         f"{self.path}: found no model.safetensors and no model.safetensors.index.json, expected one"
       )
-    places = _read_json(index).get("weight_map")
+    places = files.read_json(index, "an index of shards").get("weight_map")
     if not isinstance(places, dict) or not all(
       isinstance(file, str) and pathlib.PurePath(file).name == file for file in places.values()
     ):
@@ -307,14 +316,14 @@ class HuggingFace(Source):
   def _check_shards(self) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in dict.fromkeys(self._shard_of.values()):
-      with _open(file) as shard:
+      with files.safetensors_opened(file) as shard:
         held = set(shard.keys())
         for name in (name for name, place in self._shard_of.items() if place == file):
           if name not in held:
             raise ValueError(f"{file}: tensor {name!r}: not found, expected as the index says")
           tensor = shard.get_slice(name)
           shapes[name] = tuple(tensor.get_shape())
-          if tensor.get_dtype() not in ("F32", "F16", "BF16"):
+          if tensor.get_dtype() not in files.FLOATS:
             raise NotImplementedError(
               f"{file}: tensor {name!r}: found dtype {tensor.get_dtype()}, expected F32, F16 or "
               "BF16"
@@ -333,22 +342,3 @@ def _attention_factor(given: dict[str, Any], factor: float) -> float | None:
   if not mscale or not all_dim or factor <= 1:
     return None
   return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
-
-
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
-  try:
-    entries = json.loads(file.read_text(encoding="utf-8"))
-  except (FileNotFoundError, NotADirectoryError) as error:
-    raise FileNotFoundError(f"{file}: not found, expected a Hugging Face folder") from error
-  except ValueError as error:
-    raise ValueError(f"{file}: not JSON ({error}), expected an object") from error
-  if not isinstance(entries, dict):
-    raise ValueError(f"{file}: found a {type(entries).__name__}, expected an object")
-  return entries
-
-
-def _open(file: pathlib.Path) -> Any:
-  try:
-    return safetensors.safe_open(file, framework="numpy")
-  except safetensors.SafetensorError as error:
-    raise ValueError(f"{file}: damaged ({error}), expected a safetensors file") from error

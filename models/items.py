@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors
 import safetensors.numpy
 
+from . import files
 from .source import Item
 
 _PIECE = 1 << 20  # numbers that are read together
@@ -23,7 +23,8 @@ _PIECE = 1 << 20  # numbers that are read together
 def save(path: pathlib.Path, item: Item) -> None:
   """Writes an item; its arrays are named by their place in it, "attention.wqkv" say."""
   arrays = {name: np.ascontiguousarray(x) for name, x in _named(item).items()}
-  safetensors.numpy.save_file(arrays, path)
+  with files.written(path):
+    safetensors.numpy.save_file(arrays, path)
 
 
 def load(path: pathlib.Path, target: Item) -> Item:
@@ -41,16 +42,16 @@ def load(path: pathlib.Path, target: Item) -> Item:
   if not path.is_file():
     raise FileNotFoundError(f"{path}: not found, expected an item of the checkpoint")
   wanted = _named(target)
-  try:
-    with safetensors.safe_open(path, framework="numpy") as file:
-      parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-      found = {name: tuple(part.get_shape()) for name, part in parts.items()}
-      expected = {name: x.shape for name, x in wanted.items()}
-      if found != expected:
-        raise ValueError(f"{path}: found arrays {found}, expected {expected}")
-      arrays = [_placed(parts[name], x) for name, x in wanted.items()]
-  except safetensors.SafetensorError as error:
-    raise ValueError(f"{path}: damaged ({error}), expected a safetensors file") from error
+  with files.safetensors_opened(path) as file:
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    found = {name: tuple(part.get_shape()) for name, part in parts.items()}
+    expected = {name: x.shape for name, x in wanted.items()}
+    if found != expected:
+      raise ValueError(f"{path}: found arrays {found}, expected {expected}")
+    kinds = {name: part.get_dtype() for name, part in parts.items()}
+    if not set(kinds.values()) <= set(files.FLOATS):
+      raise ValueError(f"{path}: found arrays of {kinds}, expected {', '.join(files.FLOATS)}")
+    arrays = [_placed(parts[name], x) for name, x in wanted.items()]
   return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 

@@ -89,13 +89,18 @@ def prefill(
     TypeError: `method` is no method, or `caches` no caches.
     ValueError: shapes, lengths or token ids are out of range, every row is empty, the caches are
       those of another method or model or were donated before, or a prompt does not fit in the
-      capacity of a method that keeps every token. Nothing has run then.
+      capacity of a method that keeps every token, or in the context that the model was converted
+      for. Nothing has run then.
     NotImplementedError: `chunk` is given and the method has to see a prompt at once, or streams in
       pieces of its own.
     MemoryError: a device has no room; the message says what takes it and what would fit. The caches
       that were passed are gone.
     JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
       came out as NaN or infinity. The caches that were passed are gone.
+
+  Warns:
+    UserWarning: a row outgrows the context that the model was trained for, under a method that does
+      not keep distances within what it holds (`Traits.endless`).
   """
   tokens, lengths = np.asarray(tokens), np.asarray(lengths)
   seen = checks.prompt(model, tokens, lengths, caches, method)

@@ -164,8 +164,8 @@ class Source(abc.ABC):
     """What the file calls a tensor."""
     return self.names[part].format(i=layer, e=expert)
 
-  def context(self, stated: int, limit: int | None) -> int:
-    """The context to convert for, in tokens.
+  def context(self, stated: int, limit: int | None) -> dict[str, Any]:
+    """`ModelConfig.max_context`, in tokens, and `limited`.
 
     Args:
       stated: what the model was made for.
@@ -174,7 +174,7 @@ class Source(abc.ABC):
     context = stated if limit is None else limit
     if not 1 <= context <= stated:
       raise ValueError(f"max_context: found {context}, expected 1 to {stated}, as {self.path} says")
-    return context
+    return {"max_context": context, "limited": context < stated}
 
   def windows(
     self, each: Sequence[int | None], context: int, apart: bool

@@ -38,7 +38,7 @@ class StreamingLLM(InTurn):
 
   @property
   def traits(self) -> Traits:
-    return super().traits.but(chunkable=True, order_independent=True)
+    return super().traits.but(chunkable=True, order_independent=True, endless=self.rope == "slot")
 
   @property
   def _always(self) -> int:

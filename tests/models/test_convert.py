@@ -340,7 +340,7 @@ def test_not_a_checkpoint(tmp_path, source):
   ("text", "message"),
   [
     ("{", "not JSON"),
-    ("[]", "found format None"),
+    ("[]", "found a list, expected an object"),
     ('{"model_type": "llama"}', "found format None version None, expected"),
     ('{"format": "kvjax-checkpoint", "version": 99}', "version 99, expected"),
     ('{"format": "kvjax-checkpoint", "version": 1}', "version 1, .*version 2: convert .* again"),

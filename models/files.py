@@ -1,0 +1,140 @@
+"""Files that users bring or that are written for them: what is refused and said alike for all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import safetensors
+
+# Of the system, where a folder cannot be written or has no room.
+NO_ROOM = {
+  getattr(errno, name)
+  for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EEXIST")
+}
+FLOATS = ("F32", "F16", "BF16")  # safetensors' names of what weights may be
+_DEEPEST = 64
+_MOST_JSON = 256 << 20  # bytes; the largest tokenizer.json of a family has 35 MB
+# What stands in a clone for a file that its tool has not brought yet, by how the text begins.
+_POINTERS = {
+  b"version https://git-lfs.github.com/": "git-lfs",
+  b"version https://hawser.github.com/": "git-lfs",
+  b"# xet version": "git-xet",
+  b"/annex/objects/": "git-annex",
+}
+_BRING = {"git-lfs": "git lfs pull", "git-xet": "git lfs pull", "git-annex": "git annex get"}
+_PAGES = (b"<!doctype html", b"<html")  # of a hub's web site, saved under the file's name
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as the Rust libraries print it
+
+
+def check_begin(path: pathlib.Path) -> None:
+  """Raises for a file that is only a pointer to the real one, or a page of a web site.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: as said; the message names the tool that brings the file.
+  """
+  with path.open("rb") as file:
+    begin = file.read(512)
+  for text, tool in _POINTERS.items():
+    if begin.startswith(text):
+      size = re.search(rb"^size (\d+)", begin, re.MULTILINE)
+      whole = f" of {int(size[1]):,} bytes" if size and len(size[1]) < 20 else ""
+      raise ValueError(
+        f"{path}: found a {tool} pointer, a short text in place of the file{whole}, expected the "
+        f"file itself: `{_BRING[tool]}` in its folder brings it"
+      )
+  if begin.lstrip().lower().startswith(_PAGES):
+    raise ValueError(f"{path}: found a web page, expected the file itself: download it again")
+
+
+def read_json(path: pathlib.Path, expected: str) -> dict[str, Any]:
+  """The object in a JSON file.
+
+  Args:
+    path: the file.
+    expected: what it should be, in words, for the error.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is a pointer, no JSON, no object, nested too deeply or too large.
+  """
+  try:
+    check_begin(path)
+    size = path.stat().st_size
+    if size > _MOST_JSON:
+      raise ValueError(f"{path}: found {size:,} bytes, expected at most {_MOST_JSON:,}")
+    text = path.read_bytes()
+  except (FileNotFoundError, NotADirectoryError) as error:
+    raise FileNotFoundError(f"{path}: not found, expected {expected}") from error
+  try:
+    entries = json.loads(text.decode("utf-8-sig"))
+  except RecursionError as error:
+    raise ValueError(f"{path}: found values nested without end, expected {expected}") from error
+  except ValueError as error:
+    raise ValueError(f"{path}: not JSON ({error}), expected an object") from error
+  if not isinstance(entries, dict):
+    raise ValueError(f"{path}: found a {type(entries).__name__}, expected an object")
+  if not _is_flat(entries):
+    raise ValueError(f"{path}: found more than {_DEEPEST} nested values, expected {expected}")
+  return entries
+
+
+def _is_flat(value: Any) -> bool:
+  """Whether no more than `_DEEPEST` values lie in each other: more can trip whoever walks them."""
+  level = [value]
+  for _ in range(_DEEPEST):
+    inner = (x.values() if isinstance(x, dict) else x for x in level)
+    level = [x for values in inner for x in values if isinstance(x, dict | list)]
+    if not level:
+      return True
+  return False
+
+
+@contextlib.contextmanager
+def safetensors_opened(path: pathlib.Path) -> Iterator[Any]:
+  """A safetensors file, whose tensors are read within the block.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is a pointer, or damaged, which may come out when a tensor is read.
+  """
+  check_begin(path)
+  try:
+    with safetensors.safe_open(path, framework="numpy") as file:
+      yield file
+  except safetensors.SafetensorError as error:
+    raise ValueError(f"{path}: damaged ({error}), expected a safetensors file") from error
+
+
+@contextlib.contextmanager
+def written(path: pathlib.Path) -> Iterator[None]:
+  """Names the file and the cause where it cannot be written, whatever library writes it.
+
+  Raises:
+    OSError: with the system's `errno`, where it is known.
+  """
+  try:
+    yield
+  except Exception as error:  # Rust libraries raise kinds of their own, or plain Exception
+    said = _SYSTEM_ERROR.search(str(error))
+    number = int(said[1]) if said else getattr(error, "errno", None)
+    if number is None:
+      raise
+    cause = os.strerror(number)
+    raise numbered(
+      number, f"{path}: cannot be written ({cause}), expected a folder with room for it"
+    ) from error
+
+
+def numbered(number: int | None, message: str) -> OSError:
+  """An error of the system that says the message alone."""
+  error = OSError(message)
+  error.errno = number
+  return error

@@ -7,7 +7,6 @@ import hashlib
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -105,7 +104,8 @@ def _cause(said: str) -> str:
   """The line of pip's output that says why it failed."""
   lines = [line.strip() for line in said.splitlines() if line.strip()]
   errors = [line for line in lines if line.startswith("ERROR")]
-  return (errors or lines or ["nothing"])[-1][-500:]
+  offline = [line for line in lines if "connection broken" in line]
+  return " after ".join(x[-1][-500:] for x in (errors or lines or ["nothing"], offline) if x)
 
 
 def _check(path: pathlib.Path, what: str, size: int, sha256: str | None) -> None:

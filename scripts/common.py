@@ -1,12 +1,16 @@
 """What the programs share: the model that they load, and files that are whole or not there."""
 
+import functools
 import gc
 import os
 import pathlib
+import re
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, TextIO
@@ -16,7 +20,7 @@ import numpy as np
 import tyro
 
 import kvjax
-from kvjax.models import convert
+from kvjax.models import convert, files
 from kvjax.models.asides import aside
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
@@ -83,10 +87,29 @@ def run(
 def one_line_errors() -> Iterator[None]:
   """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C.
 
-  A SIGTERM is taken as Ctrl-C: what is written aside is swept up, what is whole stays. What the
-  program compiles is kept for its next run (`keep_programs`).
+  Warnings are a line each, and said once. A SIGTERM is taken as Ctrl-C: what is written aside is
+  swept up, what is whole stays. What the program compiles is kept for its next run
+  (`keep_programs`).
   """
-  keep_programs()
+  with warnings.catch_warnings():
+    warnings.showwarning = _warned
+    keep_programs()
+    with _one_line_errors():
+      yield
+
+
+def _warned(message: Warning | str, *where: Any, **more: Any) -> None:
+  """A warning in one line; JAX's on its cache of programs name each program: of these, one."""
+  _say(re.sub(r"(persistent compilation cache) entry for '[^']*'", r"\1", str(message)))
+
+
+@functools.cache
+def _say(text: str) -> None:
+  print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
@@ -105,12 +128,31 @@ def keep_programs() -> None:
   JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 turns it off.
   Programs that took a fifth of a second are kept too, unless
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise; JAX alone keeps them from 1 s on. To be
-  called before anything is compiled.
+  called before anything is compiled. A folder that cannot be written only warns.
   """
   if jax.config.jax_compilation_cache_dir is None:
     jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
+  _check_kept(jax.config.jax_compilation_cache_dir)
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _check_kept(folder: str) -> None:
+  """Warns once of a cache folder that is full or cannot be written; without it, nothing is kept."""
+  if "://" in folder:  # in a cloud's storage
+    return
+  path = pathlib.Path(folder)
+  try:
+    with files.written(path):
+      path.mkdir(parents=True, exist_ok=True)
+      with tempfile.TemporaryFile(dir=path) as file:
+        file.write(bytes(1 << 16))
+  except OSError as error:
+    warnings.warn(f"{error}: what is compiled is not kept", stacklevel=3)
+    if path.is_dir():  # what is there can still be read
+      warnings.filterwarnings("ignore", "Error writing persistent compilation cache")
+    else:
+      jax.config.update("jax_enable_compilation_cache", False)
 
 
 # Every compiled program takes memory maps, of which Linux gives a process 65,530.

@@ -3,6 +3,7 @@
     kvjax convert hf:Qwen/Qwen2.5-0.5B-Instruct qwen
     kvjax convert /models/Llama-3.2-1B llama --dtype bfloat16
     kvjax convert model.Q4_0.gguf small
+    kvjax convert model-00001-of-00003.gguf large
 
 Llama, Mistral, Qwen 2 and 3, Phi-3 and 4, GLM-4, Gemma 2 and 3 (text) and gpt-oss models convert.
 float32, float16 and bfloat16 stay as they are; quantised blocks become bfloat16, or float32 to the
@@ -31,7 +32,8 @@ class Args:
   dest: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]
   """The checkpoint folder to make; it must not exist yet."""
   max_context: Annotated[int | None, common.optional("TOKENS")] = None
-  """Longest context of the checkpoint; layers with a longer sliding window see all of it."""
+  """Longest context of the checkpoint: longer rows are refused, and layers with a sliding window
+  that is no shorter see all of it."""
   dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, common.choice()] = None
   """Type of all matrices; by default as in the source, quantised blocks as bfloat16."""
 

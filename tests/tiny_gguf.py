@@ -68,10 +68,13 @@ def metadata():
   }
 
 
-def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama"):
-  """Writes a file; returns the weights as a reader must dequantise them."""
+def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama", **how):
+  """Writes a file; returns the weights as a reader must dequantise them.
+
+  `how` are arguments of the writer: into how many parts, in which byte order.
+  """
   weights = tensors() if weights is None else weights
-  writer = gguf.GGUFWriter(path, architecture)
+  writer = gguf.GGUFWriter(path, architecture, **how)
   for key, value in (metadata() if entries is None else entries).items():
     match value:
       case bool():

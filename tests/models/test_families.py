@@ -125,12 +125,14 @@ def test_rope_is_read(folders, name, scaling):
   assert HuggingFace(folders[name]).config.rope.scaling == scaling
 
 
-def test_long_rope_is_chosen_by_the_context(tmp_path):
-  """Up to the original context the short divisors, whatever the model could do."""
-  folder = tiny_hf.write(tmp_path, tiny_hf.CASES["phi-long"])
-  short = HuggingFace(folder, max_context=32).config.rope.scaling
-  assert short.factors == (1.0, 1.1, 1.2, 1.4, 1.7, 2.1)
-  assert short.attention_factor == pytest.approx(1.4**0.5)
+def test_long_rope_is_chosen_by_the_context_that_the_model_states(tmp_path):
+  """The long divisors where that outgrows the original one: a limit changes no number."""
+  folder = tiny_hf.write(tmp_path / "long", tiny_hf.CASES["phi-long"])
+  whole, short = (HuggingFace(folder, max_context=n).config for n in (None, 32))
+  assert whole.rope == short.rope and (whole.limited, short.limited) == (False, True)
+  entries = {"max_position_embeddings": tiny_hf.ORIGINAL}
+  folder = tiny_hf.write(tmp_path / "short", {**tiny_hf.CASES["phi-long"], **entries})
+  assert HuggingFace(folder).config.rope.scaling.factors == (1.0, 1.1, 1.2, 1.4, 1.7, 2.1)
 
 
 def test_yarn_extends_the_stated_context(tmp_path):

@@ -157,6 +157,7 @@ def test_sliding_window(tmp_path, family, entries, windows):
   if any(windows):
     short = HuggingFace(source, max_context=64).config
     assert (short.windows, short.max_context) == (windows if config.window_rope else (), 64)
+    assert (config.limited, short.limited) == (False, True)  # past it the windows would be missing
 
 
 def test_max_context_out_of_range(folder):

@@ -1,7 +1,9 @@
 """What used to go wrong in silence raises: the argument, what was found, what is expected."""
 
+import copy
 import dataclasses
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,46 @@ def test_what_goes_round_has_room():
   for at in range(18):
     layer.decode([at, at])
   assert layer.cache.seen.tolist() == [18, 18]
+
+
+# ---- the context of the model
+
+
+def of_context(most, limited=False):
+  """The tiny decoder, as if it had been trained on, or converted for, so many tokens."""
+  decoder = copy.copy(model())
+  decoder.config = dataclasses.replace(CONFIG, max_context=most, limited=limited)
+  return decoder
+
+
+def test_a_row_that_outgrows_what_the_model_was_trained_for_is_told():
+  """By a prompt and by steps; up to the last token nothing is said, nor of an endless method."""
+  for most, method, told in ((22, FULL, True), (23, FULL, False), (22, WINDOW, False)):
+    decoder = of_context(most)
+    caches = method.init_caches(decoder.spec(2, 64))
+    with warnings.catch_warnings(record=True) as said:
+      warnings.simplefilter("always")
+      logits, caches = prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method)
+      assert [str(x.message)[:7] for x in said] == ["prefill"] * told
+      generate(decoder, logits, caches, method, steps=2, live=[False, True])
+      assert len(said) == told  # the row that goes on has 14
+      if not told:
+        continue
+  decoder = of_context(23)
+  logits, caches = start()
+  with pytest.warns(UserWarning, match=r"generate\(steps=2\): found .* than max_context = 23"):
+    generate(decoder, logits, caches, FULL, steps=2)
+
+
+@pytest.mark.parametrize("method", [FULL, WINDOW], ids=["full", "endless"])
+def test_a_row_that_outgrows_a_conversion_is_refused(method):
+  logits, caches = start(method)
+  decoder = of_context(24, limited=True)
+  with pytest.raises(ValueError, match=r"found 25 tokens \(row 0\), expected .* max_context = 24"):
+    generate(decoder, logits, caches, method, steps=2)
+  empty = method.init_caches(model().spec(2, 64))
+  with pytest.raises(ValueError, match=r"prefill: found 25 tokens .* convert it again"):
+    prefill(decoder, TOKENS[:, :25], np.array([25, 1]), empty, method)
 
 
 # ---- whose caches they are

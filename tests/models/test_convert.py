@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 
 import gguf
@@ -292,16 +290,6 @@ def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monke
   convert.convert(source, dest, progress=False)
   assert [path.name for path in tmp_path.iterdir()] == ["model"]
   convert.load(dest)
-
-
-def test_what_a_killed_process_left_is_swept_up_after_a_day(source, tmp_path):
-  old, recent = tmp_path / ".model.old", tmp_path / ".model.recent"
-  for folder in (old, recent):
-    folder.mkdir()
-    (folder / "half").write_text("x")
-  os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
-  convert.convert(source, tmp_path / "model", progress=False)
-  assert sorted(path.name for path in tmp_path.iterdir()) == [".model.recent", "model"]
 
 
 def test_does_not_overwrite(source, checkpoint):

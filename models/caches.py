@@ -230,11 +230,15 @@ def _check_evicts_nothing(method: Method, caches: Caches, room: int) -> None:
     )
 
 
-def next_turn(tokenizer: Tokenizer, message: str, answer: ArrayLike = ()) -> list[int]:
+def next_turn(
+  tokenizer: Tokenizer, message: str, answer: ArrayLike = (), **arguments: Any
+) -> list[int]:
   """Token ids that take a live conversation from the end of an answer to the next answer's begin.
 
   They are what the chat template puts after an assistant's message: its end, the user's next
-  message, and the opening of the next answer. Read them with `prefill` on the live caches.
+  message, and the opening of the next answer. Read them with `prefill` on the live caches. Behind
+  the prompt and the answer they make the tokens of the whole conversation, as far as the model
+  said what the template would have: its tokens stay as they are cached.
 
   Args:
     tokenizer: with a chat template.
@@ -242,24 +246,32 @@ def next_turn(tokenizer: Tokenizer, message: str, answer: ArrayLike = ()) -> lis
     answer: int32 [n], the tokens of the last answer, as they were cached: where they already end
       with the token that closes a message, it is not repeated. Tokens < 0, as they end a row of
       `Generation.tokens`, are ignored.
+    arguments: of `Tokenizer.render`: what the conversation began with (tools, enable_thinking, …).
 
   Raises:
     ValueError: the template does not render an assistant's message as it is.
   """
   mark = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
-  text = tokenizer.render(
-    [
-      {"role": "user", "content": "?"},
-      {"role": "assistant", "content": mark},
-      {"role": "user", "content": message},
-    ]
-  )
-  _, found, rest = text.partition(mark)
-  if not found:
-    raise ValueError("chat_template: found no trace of an assistant's message, expected its text")
-  ids = tokenizer.encode(rest, bos=False)
+  asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+
+  def behind(messages: list[dict[str, str]], **more: Any) -> str:
+    _, found, rest = tokenizer.render(messages, **arguments, **more).partition(mark)
+    if not found:
+      raise ValueError("chat_template: found no trace of an assistant's message, expected its text")
+    return rest
+
+  rest = behind([*asked, {"role": "user", "content": message}])
   said = [token for token in np.asarray(answer).tolist() if token >= 0]
-  return ids[1:] if said and ids and ids[0] == said[-1] else ids
+  if not said or not (said[-1] in tokenizer.ends or tokenizer.is_special(said[-1])):
+    return tokenizer.encode(rest, after=tokenizer.decode(said, skip_special=False) or mark)
+  end = tokenizer.decode(said[-1:], skip_special=False)
+  close, text = end, rest.lstrip()
+  if not text.startswith(end) and behind(asked, add_generation_prompt=False).startswith(end):
+    # The last answer is closed in another way than those before it (gpt-oss).
+    first = tokenizer.encode(text, bos=False)[:1]
+    if first and tokenizer.is_special(first[0]):
+      close = tokenizer.decode(first, skip_special=False)
+  return tokenizer.encode(text.removeprefix(close) if text.startswith(close) else rest, after=end)
 
 
 def _named(tree: tuple[Any, Any]) -> dict[str, Any]:

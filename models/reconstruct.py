@@ -61,10 +61,10 @@ class Instructions:
     if tokenizer.chat_template is not None:
       mark = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"
       opening, _, suffix = tokenizer.render([{"role": "user", "content": mark}]).partition(mark)
-    first, again, suffix_ids, opening_ids = (
-      tuple(tokenizer.encode(text, bos=False)) for text in (FIRST, AGAIN, suffix, opening)
+    first, again, behind = (
+      tuple(tokenizer.encode(text, after="a")) for text in (FIRST, AGAIN, suffix)
     )
-    return cls(first, again, suffix_ids, len(opening_ids))
+    return cls(first, again, behind, len(tokenizer.encode(opening, bos=False)))
 
   def before(self, last: Sequence[int]) -> list[int]:
     """What stands before a chunk, of which `last` are the tokens that come before it."""

@@ -50,8 +50,14 @@ def _split(pattern: str) -> Any:
   )
 
 
+# Mistral's pattern: GPT-4o's without endings, numerals one by one.
+_TEKKEN = _GPT4O.replace(_ENDINGS, "").replace(r"\p{N}{1,3}", r"\p{N}")
+
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+
 # GGUF's tokenizer.ggml.pre: how text is cut before byte-pair encoding. Every entry maps bytes to
 # printable characters (GPT-2's table); they differ in where they cut.
+# Several names of one cut are of several times.
 PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
   "smollm": lambda: pre_tokenizers.Sequence(
     [
@@ -59,10 +65,12 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ]
   ),
-  "llama-bpe": lambda: _cut(r"\p{N}{1,3}"),
+  **dict.fromkeys(LLAMA3, lambda: _cut(r"\p{N}{1,3}")),
   "dbrx": lambda: _cut(r"\p{N}{1,3}"),  # Phi-4
   "glm4": lambda: _cut(r"\p{N}{1,3}"),
+  "chatglm-bpe": lambda: _cut(r"\p{N}{1,3}"),
   "gpt-4o": lambda: _split(_GPT4O),  # gpt-oss, Phi-4-mini
+  "tekken": lambda: _split(_TEKKEN),  # Mistral's later models
   "qwen2": lambda: _cut(r"\p{N}"),
   "deepseek-r1-qwen": lambda: _cut(r"\p{N}"),
 }
@@ -80,6 +88,38 @@ def read(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
     raise ValueError(f"{path}: not a tokenizer: {error}") from error
 
 
+def check_unicode(text: str, what: str) -> None:
+  """Raises ValueError for a lone surrogate: what JSON can spell, or a byte that was no UTF-8."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    code, found = ord(text[error.start]), "a lone surrogate U+{:04X}, which UTF-8 has no bytes for,"
+    if 0xDC80 <= code <= 0xDCFF:
+      code, found = code - 0xDC00, "a byte 0x{:02X} that is no UTF-8"
+    raise ValueError(
+      f"{what}: found {found.format(code)} at character {error.start:,}, expected Unicode text"
+    ) from error
+
+
+def encode_as_it_is(backend: tokenizers.Tokenizer) -> None:
+  """Turns off what a file may have kept: truncation, padding, merges left out by chance."""
+  backend.no_truncation()
+  backend.no_padding()
+  if getattr(backend.model, "dropout", None) is not None:
+    backend.model.dropout = None
+
+
+def around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+  """Ids that the backend's post-processor puts before and after a text."""
+  if backend.post_processor is None:
+    return [], []
+  text, mark = "a", 1 << 30  # a text of one token, which no id is taken for
+  one = tokenizers.Tokenizer(tokenizers.models.WordLevel({text: mark}, unk_token=text))
+  ids = backend.post_processor.process(one.encode(text)).ids
+  at = ids.index(mark)
+  return ids[:at], ids[at + 1 :]
+
+
 def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
   """The steps of the backend's decoder."""
   if backend.decoder is None:
@@ -90,8 +130,9 @@ def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
 
 def byte_level(vocabulary: dict[str, int], merges: list[str], pre: str) -> tokenizers.Tokenizer:
   pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
-  # Llama 3 takes a word that is a token as it is, whatever its merges would make of it.
-  model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre == "llama-bpe")
+  # Some take a word that is a token as it is, whatever their merges would make of it.
+  whole = pre in (*LLAMA3, "tekken")
+  model = tokenizers.models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=whole)
   backend = tokenizers.Tokenizer(model)
   if pre in _NORMALISED:
     backend.normalizer = normalizers.NFC()

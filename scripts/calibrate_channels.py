@@ -82,7 +82,7 @@ def main(args: Args) -> None:
     # A word is at least one token.
     text = " ".join(haystack.words_from("1862-Lincoln-1", args.samples * args.length))
   else:
-    text = args.text.read_text("utf-8")
+    text = common.read_text(args.text, "--text")
   with console.step(f"reading {args.samples} pieces of {args.length} tokens"):
     channels = calibrate(model, tokenizer.encode(text), args)
   about = {

@@ -16,6 +16,7 @@ A line is a message. A line that begins with a slash is a command:
 
 import contextlib
 import dataclasses
+import io
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -128,21 +129,21 @@ class Conversation:
       ValueError: the conversation is too long for the caches.
     """
     turn = {"role": "user", "content": message}
-    live, self._live = self._live, None  # the drivers take the caches over
+    live = self._live
     if live is None:
-      caches = self.method.init_caches(self._spec)
       ids = self._tokenizer.chat([*self.messages, turn])
+      caches = self.method.init_caches(self._spec)
     else:
       caches, ids = live.caches, next_turn(self._tokenizer, message, live.answer)
     left = room(caches, self.method)
     steps = self._args.steps if left is None else min(self._args.steps, int(left[0]) - len(ids))
     if steps < 1:
-      self._live = live
       raise ValueError(
         f"conversation: found {len(ids)} more tokens and room for {int(left[0])} of --length "
         f"{self._args.length}: /clear begins a new one"
       )
     shown: list[str] = []
+    self._live = None  # the drivers take the caches over
     try:
       with Clock() as clock, console.step(f"reading {len(ids):,} tokens", fleeting=True):
         tokens = common.right_padded(ids, multiple=64)
@@ -163,7 +164,7 @@ class Conversation:
           steps=steps,
           sampling=self._sampling,
           seed=self._args.seed,
-          stop=() if self._tokenizer.eos is None else (self._tokenizer.eos,),
+          stop=self._tokenizer.ends,
           tokenizer=self._tokenizer,
           chunk=8,
           on_text=show,
@@ -201,7 +202,12 @@ def obey(talk: Conversation, line: str) -> str:
   if command == "/quit":
     raise EOFError
   if command == "/again" and not words:
-    return talk.ask(talk.take_back())
+    messages = list(talk.messages)
+    try:
+      return talk.ask(talk.take_back())
+    except (ValueError, NotImplementedError, MemoryError):
+      talk.messages = messages
+      raise
   if command == "/clear" and not words:
     talk.clear()
     return "the conversation is empty"
@@ -226,6 +232,8 @@ def _commands() -> str:
 def lines() -> Iterator[str]:
   """What is typed, line by line, until the end of the input; with a prompt on a terminal."""
   live = sys.stdin.isatty()
+  if isinstance(sys.stdin, io.TextIOWrapper):  # a byte that is no UTF-8 ends a message, not all
+    sys.stdin.reconfigure(errors="surrogateescape")
   if live:
     with contextlib.suppress(ImportError):
       import readline  # noqa: F401 - `input` edits lines and remembers them

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import io
 import os
 import pathlib
 import re
@@ -110,6 +111,9 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
+  for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character ends nothing
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="backslashreplace")
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
@@ -219,6 +223,37 @@ def load_model(
     model, tokenizer = convert.load(checkpoint, impl=impl)
     step.note(model.dtype.name)
   return model, tokenizer
+
+
+def read_text(path: pathlib.Path, option: str) -> str:
+  """A file's text.
+
+  Args:
+    option: the argument that names the file, for messages.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text in UTF-8.
+  """
+  if not path.is_file():
+    raise FileNotFoundError(f"{option}: found no file {path}, expected a text in UTF-8")
+  return _text(path.read_bytes(), f"{option}: {path}")
+
+
+def read_stdin() -> str:
+  """All of standard input; raises ValueError where it is no text in UTF-8."""
+  piped = getattr(sys.stdin, "buffer", None)
+  return sys.stdin.read() if piped is None else _text(piped.read(), "standard input")
+
+
+def _text(data: bytes, what: str) -> str:
+  try:
+    return data.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"{what}: found a byte 0x{data[error.start]:02X} at {error.start:,} that is no UTF-8, "
+      "expected a text in UTF-8"
+    ) from error
 
 
 def device_bytes(caches: Any) -> int:

@@ -16,6 +16,7 @@ from kvjax.types import CacheSpec
 from . import console
 
 PIECE = 1 << 20  # bytes that are read at a time
+SEAM = 64  # characters before a piece that it is encoded after
 COUNTED = 1 << 20  # tokens up to which a cache's arrays are counted one by one
 _MARK = "\N{REPLACEMENT CHARACTER}context\N{REPLACEMENT CHARACTER}"
 
@@ -62,7 +63,7 @@ def encode(
     FileNotFoundError, ValueError: as `read`.
   """
   if raw:
-    tail, ids = prompt, tokenizer.encode("")
+    head, tail, ids = "", prompt, list(tokenizer.prefix)
   else:
     messages = [{"role": "user", "content": f"{_MARK}\n\n{prompt}"}]
     if system is not None:
@@ -70,13 +71,19 @@ def encode(
     head, found, tail = tokenizer.render(messages).partition(_MARK)
     if not found:
       raise ValueError("chat_template: found no trace of the user's message, expected its text")
-    ids = tokenizer.encode(head, bos=False)
+    ids = tokenizer.encode(head.rstrip(" "), bos=False)
+  # A piece is encoded as what follows the one before; spaces at its end belong to the next word.
+  before = head.rstrip(" ")
+  spaces = head[len(before) :]
   size = path.stat().st_size if path.is_file() else 0
   with console.bar(size, "tokenising", "B") as bar:
     for text, count in read(path):
-      ids += tokenizer.encode(text, bos=False)
+      piece = (spaces + text).rstrip(" ")
+      spaces = (spaces + text)[len(piece) :]
+      ids += tokenizer.encode(piece, bos=False, after=before)
+      before = piece[-SEAM:] or before
       bar.update(count)
-  return ids + tokenizer.encode(tail, bos=False)
+  return ids + tokenizer.encode(spaces + tail, bos=False, after=before)
 
 
 def check_room(method: Method, spec: CacheSpec) -> None:

@@ -202,7 +202,7 @@ def decode(
     caches,
     method,
     steps=steps,
-    stop=() if tokenizer.eos is None else (tokenizer.eos,),
+    stop=tokenizer.ends,
     forced=forced,
     return_logits=True,
     chunk=CHUNK,
@@ -247,15 +247,15 @@ class Contest:
     The full cache has to come first: its own answer, continued by natural text, is what the
     others are forced to follow.
     """
-    eos, logits, caches = self.tokenizer.eos, reading.logits, reading.caches
+    ends, logits, caches = self.tokenizer.ends, reading.logits, reading.caches
     with console.step(f"{name}: answering", fleeting=True):
       keep = jax.tree.map(jnp.copy, caches)
       generation, answering = self._decode(method, logits, keep, ANSWER_TOKENS, None)
-      said = [t for t in generation.tokens[0].tolist() if t >= 0 and t != eos]
+      said = [t for t in generation.tokens[0].tolist() if t >= 0 and t not in ends]
       answer = " ".join(self.tokenizer.decode(said).split())
       right = scores.all_found(answer, self.row) == 1
     if self.forced is None:
-      follow = said + self.tokenizer.encode(" " + self.row.continuation, bos=False)
+      follow = said + self.tokenizer.encode(" " + self.row.continuation, after=answer or "a")
       self.forced = np.asarray([follow[: ANSWER_TOKENS + CONTINUATION_TOKENS]], np.int32)
     steps = self.forced.shape[1]
     with console.step(f"{name}: following {steps} given tokens", fleeting=True):

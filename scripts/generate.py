@@ -67,12 +67,12 @@ def main(args: Args) -> None:
   common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
   method = kvjax.settings.usual(chosen, args.budget)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-  prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+  prompt = common.read_stdin() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   if args.context_file is not None:
     ids = context.encode(tokenizer, args.context_file, prompt, system=args.system, raw=args.raw)
   elif args.raw:
-    ids = tokenizer.encode(prompt)
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt, bos=False)]
   else:
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
@@ -120,7 +120,7 @@ def main(args: Args) -> None:
       steps=args.steps,
       sampling=sampling,
       seed=args.seed,
-      stop=() if tokenizer.eos is None else (tokenizer.eos,),
+      stop=tokenizer.ends,
       stop_strings=args.stop,
       tokenizer=tokenizer,
       chunk=8,

@@ -185,7 +185,7 @@ def answer(
     if blocks is not None:
       there = (np.asarray(blocks)[:, :, None] == np.array(wanted)).any(1)  # [L, blocks]
       recall.append(there.mean(1).round(3).tolist())
-    if int(token[0]) == tokenizer.eos:
+    if int(token[0]) in tokenizer.ends:
       break
     said.append(int(token[0]))
   text = " ".join(tokenizer.decode(said).split())

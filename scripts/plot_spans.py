@@ -118,7 +118,7 @@ def main(args: Args) -> None:
   if args.text is None:  # a word is at least one token
     text = " ".join(haystack.words_from("1862-Lincoln-1", args.length))
   else:
-    text = args.text.read_text("utf-8")
+    text = common.read_text(args.text, "--text")
   method = kvjax.Ltri(local=args.local, last=0)  # there is no question at the end
   ids = tokenizer.encode(text)[: args.length]
   with console.step(f"reading {len(ids):,} tokens in chunks of {method.chunk}"):

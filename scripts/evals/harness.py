@@ -69,7 +69,7 @@ class KVCacheLM(TemplateLM):
   @property
   def eot_token_id(self) -> int:
     """The token that ends an answer; 0 where the tokenizer has none."""
-    return self.tokenizer.eos or 0
+    return next(iter(self.tokenizer.ends), 0)
 
   @property
   def prefix_token_id(self) -> int:
@@ -214,7 +214,7 @@ class KVCacheLM(TemplateLM):
       self.method,
       steps=steps,
       sampling=Sampling(temperature=temperature, top_p=top_p),
-      stop=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
+      stop=self.tokenizer.ends,
       stop_strings=until,
       tokenizer=self.tokenizer,
       live=np.arange(self.batch) < len(pairs),

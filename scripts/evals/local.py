@@ -59,29 +59,45 @@ def read(file: pathlib.Path) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _read(file: pathlib.Path, _: int) -> Any:
-  text = _unpacked(file) if file.suffix == ".gz" else file.read_text("utf-8")
+  text = _unpacked(file) if file.suffix == ".gz" else _decoded(file, file.read_bytes())
   if file.suffix == ".json":
-    try:
-      return json.loads(text)
-    except ValueError as error:
-      raise ValueError(f"{file}: not JSON: {error}") from error
+    return _value(text, str(file))
   out = []
   for number, line in enumerate(text.split("\n"), 1):
     if line.strip():
-      try:
-        out.append(json.loads(line))
-      except ValueError as error:
-        raise ValueError(f"{file}: line {number}: not JSON: {error}") from error
+      out.append(_value(line, f"{file}: line {number}"))
   if not out:
     raise ValueError(f"{file}: found no lines, expected one JSON object per line")
   return out
 
 
+def _value(text: str, what: str) -> Any:
+  """A JSON value, whose texts are Unicode."""
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{what}: not JSON: {error}") from error
+  try:
+    json.dumps(value, ensure_ascii=False).encode()
+  except UnicodeEncodeError as error:
+    code = f"\\u{ord(error.object[error.start]):04x}"
+    raise ValueError(f"{what}: found a lone surrogate {code}, expected Unicode text") from error
+  return value
+
+
 def _unpacked(file: pathlib.Path) -> str:
   try:
-    return gzip.decompress(file.read_bytes()).decode("utf-8")
+    data = gzip.decompress(file.read_bytes())
   except (OSError, EOFError, zlib.error) as error:
     raise ValueError(f"{file}: not a whole gzip file: {error}") from error
+  return _decoded(file, data)
+
+
+def _decoded(file: pathlib.Path, data: bytes) -> str:
+  try:
+    return data.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{file}: not UTF-8: {error}") from error
 
 
 def pick(entries: Sequence[Any], task: str, seed: int, index: int) -> Any:

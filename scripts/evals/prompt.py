@@ -77,8 +77,8 @@ class Reader:
     if self._markup is None:
       if second:
         raise ValueError("chat_template: found none in use, expected one, to take a second turn")
-      head = self.tokenizer.encode(context)
-      return Prompt(head, self.tokenizer.encode(question + answer_prefix, bos=False))
+      head = [*self.tokenizer.prefix, *self.tokenizer.encode(context, bos=False)]
+      return Prompt(head, self._behind(question + answer_prefix))
     before, _ = self._markup
     head = self.tokenizer.encode(before + context, bos=False)
     tail = self._tail(question, answer_prefix)
@@ -89,12 +89,18 @@ class Reader:
   def _tail(self, question: str, answer_prefix: str) -> list[int]:
     assert self._markup is not None
     text = question + self._markup[1] + answer_prefix.lstrip()
-    return self.tokenizer.encode(text, bos=False)
+    return self._behind(text)
+
+  def _behind(self, text: str) -> list[int]:
+    """Token ids of a text that others stand before."""
+    return self.tokenizer.encode(text, after="a")
 
   def _second(self, question: str, answer_prefix: str) -> list[int]:
     between, behind = self._next_turn
-    text = between + question.lstrip() + behind + answer_prefix.lstrip()
-    return self.tokenizer.encode(text, bos=False)
+    close = self.tokenizer.encode(between.lstrip(), bos=False)[:1]
+    if close and self.tokenizer.is_special(close[0]):  # first, where `second_after` looks for it
+      between = between.lstrip()
+    return self._behind(between + question.lstrip() + behind + answer_prefix.lstrip())
 
   @functools.cached_property
   def _next_turn(self) -> tuple[str, str]:
@@ -123,7 +129,7 @@ class Reader:
     Raises:
       ValueError: there are fewer.
     """
-    ids = self.tokenizer.encode(row.continuation, bos=False)
+    ids = self._behind(row.continuation)
     if len(ids) < row.max_new_tokens:
       raise ValueError(
         f"{row.task}: found {len(ids)} tokens to follow, expected {row.max_new_tokens}"

@@ -333,7 +333,7 @@ class Runner:
       caches,
       entry.method,
       steps=steps,
-      stop=() if self.tokenizer.eos is None else (self.tokenizer.eos,),
+      stop=self.tokenizer.ends,
       stop_strings=cell.task.stop,
       tokenizer=self.tokenizer,
       live=np.arange(self.batch) < len(indices),

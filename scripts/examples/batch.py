@@ -27,7 +27,7 @@ def main(checkpoint: pathlib.Path | None = None, answers: int = 2, steps: int = 
     method,
     steps=steps,
     sampling=Sampling(temperature=0.8, top_p=0.95),
-    stop=(tokenizer.eos,),
+    stop=tokenizer.ends,
     stop_strings=("\n\n",),
     tokenizer=tokenizer,
     return_logprobs=True,

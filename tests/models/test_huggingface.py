@@ -107,6 +107,19 @@ def test_padded_embedding(tmp_path):
     tokenizer.decode([64])
 
 
+def test_an_added_token_behind_the_last_row(tmp_path):
+  """Gemma 3's <image_soft_token>, a <pad> of Llama 2: refused only where a text has it."""
+  source = tiny_hf.write(tmp_path / "source", CONFIG)
+  backend = tiny_hf.tokenizer()
+  backend.add_special_tokens(["<pad>"])
+  backend.save(str(source / "tokenizer.json"))
+  (source / "generation_config.json").write_text('{"eos_token_id": [3, 64]}')
+  _, tokenizer = convert.load(convert.convert(source, tmp_path / "made", progress=False))
+  assert (tokenizer.size, tokenizer.rows, tokenizer.ends) == (65, 64, (3,))
+  with pytest.raises(ValueError, match="found token '<pad>' of id 64"):
+    tokenizer.encode("!<pad>")
+
+
 # ---- sliding windows
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -397,7 +410,7 @@ def test_converted_checkpoint_is_not_a_source(folder, tmp_path):
     convert.convert(made, tmp_path / "again")
 
 
-@pytest.mark.parametrize("size", [80, 32])
+@pytest.mark.parametrize("size", [80, 65, 32])
 def test_tokenizer_of_another_model(tmp_path, size):
   source = tiny_hf.write(tmp_path, CONFIG, size=size)
   with pytest.raises(

@@ -161,3 +161,31 @@ def test_text_ends_where_a_plain_search_finds_the_first_string(text, stop):
     want = text
   assert "".join(parts) == row.text == want
   assert row.ended == bool(ends)
+
+
+class Marked(Characters):
+  """As `Characters`; capitals are special tokens, which the text leaves out."""
+
+  def left_out(self, token):
+    return f"<{chr(token)}>" if chr(token).isupper() else ""
+
+  def feed(self, token):
+    return "" if self.left_out(token) else chr(token)
+
+
+@pytest.mark.parametrize(
+  ("stop", "parts"),
+  [
+    (["<B>"], ["a", "", "b"]),
+    (["b<B>"], ["a", "", "", ""]),
+    (["<A>b<B>"], ["a", "", "", ""]),
+    (["a<A>c"], ["", "", "ab", "", "c", ""]),
+    ([], ["a", "", "b", "", "c", ""]),
+  ],
+)
+def test_stop_strings_may_have_special_tokens(stop, parts):
+  row, text = RowText(Marked(), stop), "aAbBc"
+  found = [row.feed(ord(c)) for c in text] + [row.flush()]
+  assert found == parts + [""] * (len(found) - len(parts))
+  assert row.text == "".join(parts)
+  assert row.ended == any(s in "a<A>b<B>c" for s in stop)

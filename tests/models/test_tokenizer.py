@@ -8,6 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvjax.models.token_backends import byte_of_character
 from kvjax.models.tokenizer import Tokenizer
 from tests.tiny_gguf import TOKENS, metadata
 
@@ -59,7 +60,8 @@ def test_stream_gives_the_same_text_and_no_half_characters(tokenizer, ids):
   stream = tokenizer.stream()
   text = "".join([*(stream.feed(i) for i in ids), stream.flush()])
   assert text == tokenizer.decode(ids)
-  data = b"".join(tokenizer.token_bytes(i) for i in ids if not tokenizer.is_special(i))
+  table = byte_of_character()
+  data = bytes(table[c] for i in ids if not tokenizer.is_special(i) for c in TOKENS[i])
   assert text == data.decode("utf-8", "replace")
 
 
@@ -86,6 +88,9 @@ def test_chat(tokenizer):
     (None, "found none"),
     ("{{ raise_exception('only two roles') }}", "only two roles"),
     ("{% for %}", "does not take these messages"),
+    ("{{ 'x'|no_filter }}", "No filter named 'no_filter'"),
+    ("{{ no_function() }}", "'no_function' is undefined"),
+    ("{% no_block %}", "unknown tag 'no_block'"),
     ("{{ ''.__class__.__mro__ }}", "does not take these messages"),
     ("{{ messages.append(1) }}", "does not take these messages"),
   ],
@@ -269,9 +274,27 @@ def test_huggingface_folder_whose_post_processor_begins_with_bos(tokenizer, tmp_
 
 
 def test_named_chat_templates(tokenizer, tmp_path):
-  templates = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+  """A list in the settings; files of their own go before it; one for tools is taken for tools."""
+  hello = [{"role": "user", "content": "hello"}]
+  templates = [{"name": "tool_use", "template": "{{ tools[0].name }}"}]
   folder = published(tokenizer, tmp_path, chat_template=templates)
+  made = Tokenizer.from_huggingface(folder)
+  with pytest.raises(ValueError, match=r"found None, expected one of .* \['tool_use'\]"):
+    made.render(hello)
+  published(tokenizer, tmp_path, chat_template=[*templates, {"name": "default", "template": "d"}])
   assert Tokenizer.from_huggingface(folder).chat_template == "d"
+  (folder / "chat_template.json").write_text('{"chat_template": "old"}')
+  assert Tokenizer.from_huggingface(folder).chat_template == "d"
+  (folder / "additional_chat_templates").mkdir()
+  (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ documents|length }} rag")
+  made = Tokenizer.from_huggingface(folder)
+  made.save(tmp_path)
+  made = Tokenizer.load(tmp_path)
+  assert made.render(hello) == made.render(hello, template="default") == "d"
+  assert made.render(hello, tools=[{"name": "f"}]) == "f"
+  assert made.render(hello, template="rag", documents=[{"title": "t", "text": "x"}]) == "1 rag"
+  with pytest.raises(ValueError, match=r"template: found 'other', expected .* \['default', 'rag'"):
+    made.render(hello, template="other")
 
 
 def test_bad_huggingface_folder(tokenizer, tmp_path):
@@ -291,3 +314,184 @@ def test_bad_huggingface_folder(tokenizer, tmp_path):
   (folder / "tokenizer.json").write_text(json.dumps(state))
   with pytest.raises(NotImplementedError, match=r"tokenizer\.json: .*found \['WordPiece'\]"):
     Tokenizer.from_huggingface(folder)
+
+
+def test_added_tokens_may_lie_behind_the_last_row(tokenizer, tmp_path):
+  """They are refused where a text has them, and end no answer."""
+  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  rows = len(TOKENS)
+  backend.add_special_tokens(["<image>"])
+  made = Tokenizer(backend, eos=2, ends=[rows], rows=rows)
+  assert made.size == rows + 1 and made.added_from(rows) == 1 and made.ends == (2,)
+  with pytest.raises(ValueError, match=rf"found token '<image>' of id {rows}, expected ids in"):
+    made.encode("a <image>")
+  assert made.decode([rows]) == ""
+  assert made.decode([rows], skip_special=False) == "<image>"
+
+
+# ---- what a tokenizer's file has kept from training
+
+
+@pytest.mark.parametrize("kept", ["truncation", "padding", "dropout"])
+def test_texts_are_encoded_whole_and_as_they_are(tokenizer, tmp_path, kept):
+  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  match kept:
+    case "truncation":
+      backend.enable_truncation(max_length=4, stride=1, direction="left")
+    case "padding":
+      backend.enable_padding(length=64, direction="left", pad_id=0, pad_token="<|endoftext|>")
+    case "dropout":
+      backend.model.dropout = 1.0
+  backend.save(str(tmp_path / "tokenizer.json"))
+  text = "hello 12 hello hello"
+  made = Tokenizer.from_huggingface(tmp_path)
+  assert made.encode(text) == tokenizer.encode(text)
+  made.save(tmp_path)
+  assert Tokenizer.load(tmp_path).encode(text) == tokenizer.encode(text)
+  state = json.loads((tmp_path / "tokenizer.json").read_text())
+  assert state["truncation"] is state["padding"] is state["model"]["dropout"] is None
+
+
+# ---- what is around a text
+
+
+@pytest.mark.parametrize(
+  ("settings", "around"),
+  [
+    ({}, ("be", "e")),
+    ({"add_bos_token": False}, ("", "e")),
+    ({"add_eos_token": False}, ("be", "")),
+    ({"add_bos_token": True, "add_eos_token": True}, ("be", "e")),
+  ],
+)
+def test_prefixes_and_suffixes(tokenizer, tmp_path, settings, around):
+  """Of the post-processor, unless the settings know better of bos and eos."""
+  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  single = "<|im_start|> $A <|im_end|>"
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single=single, special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+  )
+  names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+  made = Tokenizer.from_huggingface(published(Tokenizer(backend), tmp_path, **names, **settings))
+  begin, end = [[1] * ("b" in around[0]), [2] * ("e" in around[1])]
+  hello = tokenizer.encode("hello")
+  assert made.encode("hello") == begin + hello + end
+  assert (made.prefix, made.suffix) == (begin, end)
+  assert made.encode("hello", bos=True) == [1, *hello]
+  assert made.encode("hello", bos=False) == hello
+  if not settings:
+    assert made.encode("hello") == backend.encode("hello").ids
+
+
+def test_a_fragment_has_no_prefix_of_its_own(sentencepiece):
+  def pieces(text, after):
+    return [list(SCORED)[i] for i in sentencepiece.encode(text, after=after)]
+
+  assert pieces("hello", "we ") == ["he", "llo"]
+  assert pieces(" hello", "we") == ["▁hello"]
+  assert pieces("llo", "we") == ["llo"]
+  assert pieces("llo", "he") == ["llo"]  # the whole's "llo" begins at the seam, too
+  assert pieces("o", "hell") == ["o"]  # "llo" reaches over the seam
+
+
+# ---- text that is not Unicode
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("ok\ud800bad", r"a lone surrogate U\+D800, .*UTF-8 .*at character 2"),
+    (b"caf\xe9".decode("utf-8", "surrogateescape"), "a byte 0xE9 that is no UTF-8 at character 3"),
+  ],
+)
+def test_text_that_is_not_unicode(tokenizer, text, message):
+  for encode in (tokenizer.encode, lambda x: tokenizer.chat([{"role": "user", "content": x}])):
+    with pytest.raises(ValueError, match=message):
+      encode(text)
+
+
+# ---- ends of an answer
+
+
+def test_ends_of_a_huggingface_folder(tokenizer, tmp_path):
+  """Of three files and the template's own close; numbers or lists; what is no token is nothing."""
+  text = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"
+  folder = published(tokenizer, tmp_path, eos_token="<|im_end|>", chat_template=text)
+  assert Tokenizer.from_huggingface(folder).ends == (2, 1)
+  (folder / "config.json").write_text('{"eos_token_id": 0}')
+  (folder / "generation_config.json").write_text('{"eos_token_id": [5, 2, 100000]}')
+  made = Tokenizer.from_huggingface(folder)
+  assert made.eos == 2 and made.ends == (2, 5, 0, 1)
+  made.save(tmp_path)
+  assert Tokenizer.load(tmp_path).ends == (2, 5, 0, 1)
+  (folder / "generation_config.json").write_text('{"eos_token_id": ["2"]}')
+  with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id: found \['2'\]"):
+    Tokenizer.from_huggingface(folder)
+
+
+def test_ends_without_a_name_in_the_settings(tokenizer, tmp_path):
+  folder = published(tokenizer, tmp_path)
+  (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+  made = Tokenizer.from_huggingface(folder)
+  assert made.eos is None and made.ends == (2,)
+
+
+def test_ends_of_gguf():
+  entries = {**metadata(), "tokenizer.chat_template": "{{ messages[0].content }}"}
+  assert Tokenizer.from_gguf(entries).ends == (2,)
+  entries |= {"tokenizer.ggml.eot_token_id": 1, "tokenizer.ggml.eom_token_id": 0}
+  assert Tokenizer.from_gguf(entries).ends == (2, 1, 0)
+  # Old files name none of them: control tokens that end an answer in every model.
+  entries = {**metadata(), "tokenizer.ggml.eos_token_id": 0}
+  entries["tokenizer.chat_template"] = "{{ messages[0].content }}"
+  assert Tokenizer.from_gguf(entries).ends == (0, 2)
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_end_of_a_part_of_an_answer(calls):
+  """<|end|> ends Phi-3's answers, and the parts of gpt-oss's."""
+  names = {"<|endoftext|>": "<|end|>", **({"<|im_start|>": "<|call|>"} if calls else {})}
+  entries = {**metadata(), "tokenizer.ggml.tokens": [names.get(x, x) for x in TOKENS]}
+  del entries["tokenizer.chat_template"]
+  assert Tokenizer.from_gguf(entries).ends == ((2, 1) if calls else (2, 0))
+
+
+# ---- special tokens of the settings
+
+
+def test_tokens_that_only_the_settings_know(tokenizer, tmp_path):
+  """They are added; a token of the vocabulary that is named is special from then on."""
+  new = {"content": "<tool>", "special": False, "lstrip": True, "rstrip": False}
+  folder = published(
+    tokenizer, tmp_path, added_tokens_decoder={str(len(TOKENS)): new}, pad_token="hello"
+  )
+  made = Tokenizer.from_huggingface(folder)
+  ids = made.encode("a  <tool> t")
+  assert ids == [*made.encode("a"), len(TOKENS), *made.encode(" t")]
+  assert made.decode(ids) == "a<tool> t" and not made.is_special(len(TOKENS))
+  assert made.is_special(TOKENS.index("hello"))
+  assert made.special_tokens == {"pad_token": "hello"}
+  published(tokenizer, tmp_path, added_tokens_decoder={"9999": new})
+  with pytest.raises(ValueError, match=r"added_tokens_decoder: found '<tool>' would have the id"):
+    Tokenizer.from_huggingface(folder)
+
+
+def test_special_tokens_map(tokenizer, tmp_path):
+  folder = published(tokenizer, tmp_path)
+  named = {"eos_token": {"content": "<|im_end|>"}, "additional_special_tokens": ["<|im_start|>"]}
+  (folder / "special_tokens_map.json").write_text(json.dumps(named))
+  made = Tokenizer.from_huggingface(folder)
+  assert made.eos == 2
+  assert made.special_tokens["additional_special_tokens"] == ["<|im_start|>"]
+
+
+def test_phi3_markers_of_gguf_take_the_white_space_behind_them():
+  tokens = scored(**{"general.architecture": "phi3"})
+  made = Tokenizer.from_gguf(tokens)
+  assert made.encode("</s>  hello", bos=False) == made.encode("</s>hello", bos=False)
+  assert made.encode("<s>  hello", bos=False) != made.encode("<s>hello", bos=False)
+
+
+def test_unknown_tokens_of_gguf_are_no_text(sentencepiece):
+  assert sentencepiece.encode("<unk>", bos=False) == [0]
+  assert sentencepiece.decode([0]) == ""

@@ -117,3 +117,30 @@ def test_the_program_talks_until_the_end_of_its_input(loaded, monkeypatch, capsy
   chat.main(dataclasses.replace(ARGS, system="Be brief."))
   out = capsys.readouterr().out
   assert "(full · read" in out and "(quest 16 · read" in out and "no such command" in out
+
+
+def test_a_message_that_is_no_text_costs_no_more_than_itself(loaded, monkeypatch, capsys):
+  """A Latin-1 byte: one line that says so; the caches still hold the conversation."""
+  monkeypatch.setattr(common, "load_model", lambda *args: loaded)
+  typed = io.BytesIO(b"Who?\ncaf\xe9\n/caf\xe9\nWhy?\n")
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, "utf-8"))
+  chat.main(ARGS)
+  out = capsys.readouterr().out.splitlines()
+  said = next(line for line in out if line.startswith("(error: "))
+  assert said == (
+    "(error: messages: content: found a byte 0xE9 that is no UTF-8 at character 3, expected "
+    "Unicode text)"
+  )
+  assert any("'/caf\\udce9': no such command" in line for line in out)
+  first, second = (line for line in out if line.startswith("(full · read"))
+  assert read(second) < read(first) + ARGS.steps
+
+
+def test_what_cannot_be_answered_again_stays(talk):
+  talk.ask("Who?")
+  before = list(talk.messages)
+  talk._args = dataclasses.replace(ARGS, length=8)
+  talk.switch("full", 32)
+  with pytest.raises(ValueError, match="/clear begins a new one"):
+    chat.obey(talk, "/again")
+  assert talk.messages == before

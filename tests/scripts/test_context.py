@@ -7,10 +7,13 @@ import jax
 import pytest
 
 from kvjax import CacheSpec, Full, InfLLM, plan_memory
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.testing.tiny import model
 from scripts import common, context
 from scripts import generate as program
+from tests import tiny_tokenizers
 from tests.models.test_generate import letters
+from tests.tiny_tokenizers import FAMILIES
 
 
 def write(folder, data):
@@ -40,6 +43,32 @@ def test_pieces_put_together_are_the_file(tmp_path, monkeypatch):
 def test_files_that_are_no_text(tmp_path, data, message):
   with pytest.raises(ValueError, match=rf"--context-file: .*{message}"):
     list(context.read(write(tmp_path, data)))
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral", "gemma", "llama3"])
+def test_pieces_are_encoded_as_the_whole_is(tmp_path, monkeypatch, family):
+  """No piece has a space of its own before it, and none takes the one before its neighbour's."""
+  monkeypatch.setattr(context, "PIECE", 24)
+  made = Tokenizer.from_huggingface(tiny_tokenizers.write(tmp_path, FAMILIES[family]()))
+  text = "hello hello he.\nhello  in the well\nhell t" * 3
+  path = write(tmp_path, text.encode())
+  raw = context.encode(made, path, " hello", system=None, raw=True)
+  assert raw == [*made.prefix, *made.encode(text + " hello", bos=False)]
+  chat = context.encode(made, path, "hello", system=None, raw=False)
+  assert chat == made.chat([{"role": "user", "content": f"{text}\n\nhello"}])
+
+
+def test_files_and_pipes_that_are_no_text(tmp_path, monkeypatch):
+  path = write(tmp_path, b"caf\xe9 au lait")
+  with pytest.raises(ValueError, match=r"--text: .*text.txt: found a byte 0xE9 at 3 .*UTF-8"):
+    common.read_text(path, "--text")
+  with pytest.raises(FileNotFoundError, match=r"--text: found no file .*expected a text in UTF-8"):
+    common.read_text(tmp_path / "other", "--text")
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()), "utf-8"))
+  with pytest.raises(ValueError, match="standard input: found a byte 0xE9"):
+    common.read_stdin()
+  monkeypatch.setattr(sys, "stdin", io.StringIO("café"))
+  assert common.read_stdin() == "café"
 
 
 def test_no_file(tmp_path):

@@ -660,6 +660,12 @@ def test_damaged_files_are_named(tmp_path, monkeypatch):
   file.write_text('{"problem": "1", "answer": 1}\n{"problem"\n')
   with pytest.raises(ValueError, match=r"aime/test.jsonl: line 2: not JSON"):
     make("aime")
+  file.write_bytes(b'{"problem": "caf\xe9", "answer": 1}\n')
+  with pytest.raises(ValueError, match=r"aime/test.jsonl: not UTF-8: .* position 16"):
+    make("aime")
+  file.write_text('{"problem": "\\ud800", "answer": 1}\n')
+  with pytest.raises(ValueError, match=r"test.jsonl: line 1: found a lone surrogate \\ud800"):
+    make("aime")
   file.write_text("\n")
   with pytest.raises(ValueError, match="found no lines"):
     make("aime")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from .. import entrance, memory, windowed
@@ -22,20 +24,35 @@ from .config import ModelConfig
 from .transformer import Caches, Transformer
 
 
-def settings(
-  vocab: int, steps: int, chunk: int, seed: int, stop: Sequence[int], stop_strings: Sequence[str]
-) -> None:
-  """Raises for settings of `generate` that are out of range."""
-  for name, value in (("steps", steps), ("chunk", chunk)):
-    if value < 1:
-      raise ValueError(f"{name}: found {value}, expected at least 1")
-  if not 0 <= seed < 2**32:
-    raise ValueError(f"seed: found {seed}, expected an integer in [0, 2**32)")
-  for token in stop:
-    if not 0 <= token < vocab:
-      raise ValueError(f"stop: found token {token}, expected ids in [0, {vocab})")
-  if isinstance(stop_strings, str) or "" in stop_strings:
-    raise ValueError(f"stop_strings: found {stop_strings!r}, expected a list of non-empty strings")
+def whole(name: str, value: Any, least: int, below: int | None = None) -> int:
+  """An argument that is an integer in a range; floats and booleans are none."""
+  try:
+    if isinstance(value, bool | np.bool_):
+      raise TypeError
+    number = operator.index(value)
+  except TypeError:
+    raise TypeError(f"{name}: found {value!r}, expected an integer") from None
+  if number < least or (below is not None and number >= below):
+    expected = f"at least {least}" if below is None else f"an integer in [{least}, {below})"
+    raise ValueError(f"{name}: found {number}, expected {expected}")
+  return number
+
+
+def stops(stop: Iterable[int], vocab: int) -> tuple[int, ...]:
+  """Ids of stop tokens."""
+  if isinstance(stop, str) or not np.iterable(stop):
+    raise TypeError(f"stop: found {stop!r}, expected a list of token ids")
+  return tuple(whole("stop", token, 0, vocab) for token in stop)
+
+
+def stop_strings(strings: Iterable[str]) -> tuple[str, ...]:
+  """Stop strings."""
+  listed = isinstance(strings, Iterable) and not isinstance(strings, str | bytes)
+  found = tuple(strings) if listed else ()
+  if not listed or not all(isinstance(text, str) and text for text in found):
+    wrong = list(found) if listed else strings
+    raise ValueError(f"stop_strings: found {wrong!r}, expected a list of non-empty strings")
+  return found
 
 
 def of_rows(name: str, x: ArrayLike, batch: int) -> np.ndarray:
@@ -46,10 +63,18 @@ def of_rows(name: str, x: ArrayLike, batch: int) -> np.ndarray:
   return x
 
 
+def live(rows: ArrayLike | None, batch: int) -> np.ndarray:
+  """Rows that take part, bool [B]."""
+  found = of_rows("live", np.ones(batch, bool) if rows is None else rows, batch)
+  if found.dtype != bool and (_no_integers(found) or not np.isin(found, (0, 1)).all()):
+    raise ValueError(f"live: found {found.tolist()}, expected booleans")
+  return found.astype(bool)
+
+
 def row_numbers(rows: ArrayLike, batch: int) -> np.ndarray:
   """The rows' numbers, int32 [B]."""
   rows = of_rows("rows", rows, batch)
-  if not np.issubdtype(rows.dtype, np.integer) or rows.min() < 0 or rows.max() >= 2**31:
+  if _no_integers(rows) or rows.min() < 0 or rows.max() >= 2**31:
     raise ValueError(f"rows: found {rows.tolist()}, expected integers in [0, 2**31)")
   return rows.astype(np.int32)
 
@@ -58,6 +83,8 @@ def forced(tokens: np.ndarray, batch: int, steps: int, vocab: int) -> np.ndarray
   """Tokens to insert, int32 [B, steps]."""
   if tokens.shape != (batch, steps):
     raise ValueError(f"forced: found shape {tokens.shape}, expected {(batch, steps)}")
+  if _no_integers(tokens):
+    raise TypeError(f"forced: found {tokens.dtype}, expected integers")
   if tokens.min() < -1 or tokens.max() >= vocab:
     raise ValueError(
       f"forced: found ids in [{tokens.min()}, {tokens.max()}], expected [0, {vocab}) or -1"
@@ -65,10 +92,12 @@ def forced(tokens: np.ndarray, batch: int, steps: int, vocab: int) -> np.ndarray
   return tokens.astype(np.int32)
 
 
+def _no_integers(x: np.ndarray) -> bool:
+  return not np.issubdtype(x.dtype, np.integer)
+
+
 def prompt_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -> None:
   """Raises where a prompt cannot be read in chunks."""
-  if chunk < 1:
-    raise ValueError(f"chunk: found {chunk}, expected at least 1, or None")
   if past is not None or with_aux:
     name, value = ("past", past) if past is not None else ("with_aux", with_aux)
     raise ValueError(f"{name}: found {value} and chunk = {chunk}, expected only one of the two")
@@ -112,6 +141,27 @@ def logits(x: Any, caches: Caches, vocab: int) -> None:
   expected = caches[0].seen.shape[0], vocab
   if np.shape(x) != expected:
     raise ValueError(f"logits: found shape {np.shape(x)}, expected {expected}, as prefill returns")
+
+
+@jax.jit
+def sound(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
+  """Where something can be chosen: no NaN, no +∞, and not −∞ alone."""
+  return (logits < jnp.inf).all(-1) & (logits > -jnp.inf).any(-1)
+
+
+def unsound(
+  what: str, row: int, place: str, model: Transformer, caches: Caches
+) -> FloatingPointError:
+  """The error of a row whose logits are not finite."""
+  kinds = {x.dtype for x in jax.tree.leaves(caches) if jnp.issubdtype(x.dtype, jnp.floating)}
+  advice = "env.check_nan names the layer"
+  if np.float16 in (*kinds, model.dtype):
+    most = f"{float(np.finfo(np.float16).max):,.0f}"
+    advice = f"float16 ends at {most}: load the model as bfloat16 or float32, or {advice}"
+  return FloatingPointError(
+    f"{what}: found NaN or infinite logits in row {row}, {place}, of a model in "
+    f"{model.dtype.name}, expected finite ones ({advice})"
+  )
 
 
 def there(caches: Any) -> None:

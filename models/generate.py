@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from .. import offload
 from ..method import Method
 from . import by_layer, checks, flat
 from .by_layer import ByLayer
 from .flat import join, split
 from .prefill import joined, pad, prefill
-from .sampling import Knobs, Sampling, draw
+from .sampling import Sampling
+from .step import UNSOUND, Always, decode, decode_by_layer, ends
 from .stopping import RowText
 from .tokenizer import Tokenizer
 from .transformer import Caches, Transformer
@@ -124,11 +123,13 @@ def generate(
     The generation and the caches.
 
   Raises:
-    TypeError: `method` is no method, or `caches` no caches.
+    TypeError: `method` is no method, or `caches` no caches, or a number is of another type.
     ValueError: an argument is out of range, the caches are those of another method or model or were
       donated before, or the longest row would outgrow the capacity of a method that keeps every
       token, or the context that the model was converted for. Nothing has run then and the caches
       are intact.
+    FloatingPointError: a row's logits are NaN or infinite: those that it is given (nothing has run
+      then), or those after a step, which the message names (the caches are gone then).
     MemoryError, JaxRuntimeError: as in `prefill`.
 
   Warns:
@@ -137,8 +138,10 @@ def generate(
   checks.laid_out(caches, method, model.spec(1, 1))
   checks.logits(logits, caches, model.config.vocab)
   batch, vocab = logits.shape
-  checks.settings(vocab, steps, chunk, seed, stop, stop_strings)
-  live = checks.of_rows("live", np.ones(batch) if live is None else live, batch).astype(bool)
+  steps, chunk = checks.whole("steps", steps, 1), checks.whole("chunk", chunk, 1)
+  seed = checks.whole("seed", seed, 0, 2**32)
+  stop, stop_strings = checks.stops(stop, vocab), checks.stop_strings(stop_strings)
+  live = checks.live(live, batch)
   rows = checks.row_numbers(np.arange(batch) if rows is None else rows, batch)
   if forced is not None:
     forced = checks.forced(np.asarray(forced), batch, steps, vocab)
@@ -146,24 +149,36 @@ def generate(
     raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
   seen = checks.room(caches, method, steps * live, f"steps = {steps}")
   checks.context(model.config, method, seen, steps * live, f"generate(steps={steps})")
+  if (ill := live & ~np.asarray(checks.sound(logits))).any():
+    raise checks.unsound("generate", int(ill.argmax()), "step 0", model, caches)
 
-  always = _Always(_ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
+  always = Always(ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
   kind = method, sampling.greedy, return_logprobs
   device = _Device(model, kind, logits, caches, live, always, forced)
   host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
   ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
   under_way: collections.deque[_Step] = collections.deque()
   used = _Pieces()
+
+  def read() -> np.ndarray:
+    """Waits for the oldest step; returns the rows that a stop string ends with it."""
+    tokens, logprobs = device.fetch(under_way.popleft())
+    if (ill := host.live & (tokens == UNSOUND)).any():
+      row, count = int(ill.argmax()), host.count + 1
+      place = f"step {count}, after {seen[row] + count} tokens"
+      raise checks.unsound("generate", row, place, model, device.caches)
+    return host.read(tokens, logprobs)
+
   for _ in range(steps):
     if return_logits:
       used.add(device.logits)
     under_way.append(device.step())
     if len(under_way) > ahead:
-      device.end(host.read(*device.fetch(under_way.popleft())))
+      device.end(read())
       if not host.live.any():
         break
   while under_way and host.live.any():
-    host.read(*device.fetch(under_way.popleft()))
+    read()
   host.finish()
 
   tokens, logprobs = host.results(steps)
@@ -178,24 +193,11 @@ def generate(
   return generation, device.caches
 
 
-class _Always(NamedTuple):
-  """What every step is given: stop tokens [E], the rows' numbers [B], how to draw, the seed."""
-
-  stop: Any
-  rows: Any
-  knobs: Knobs
-  seed: Any
-
-
-def _ends(stop: Sequence[int]) -> np.ndarray:
-  """Stop tokens int32 [E], filled up with −1, which no token is: few sizes, few compilations."""
-  ends = sorted(set(stop))
-  size = 8 * max(1, -(-len(ends) // 8))
-  return np.array(ends + [-1] * (size - len(ends)), np.int32)
-
-
 class _Step(NamedTuple):
-  """What comes of a step: an error or None, tokens int32 [B], −1 = none, log-probabilities [B]."""
+  """What comes of a step: an error or None, tokens int32 [B], log-probabilities [B].
+
+  A token of −1 is none; `UNSOUND` says that the logits after it are not finite.
+  """
 
   error: Any
   tokens: Array
@@ -217,7 +219,7 @@ class _Device:
     logits: Any,
     caches: Caches,
     live: np.ndarray,
-    always: _Always,
+    always: Always,
     forced: np.ndarray | None,
   ):
     mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
@@ -231,10 +233,10 @@ class _Device:
     free = self._put(np.full(len(live), -1, np.int32))
     self._wanted = itertools.repeat(free) if forced is None else map(self._put, forced.T)
     if by_layer.decodes(model, kind[0]):
-      self._run: Callable[..., Any] = functools.partial(_step_by_layer, ByLayer(model), *kind)
+      self._run: Callable[..., Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
     else:
       form, leaves = flat.split(model)
-      self._run = functools.partial(flat.jitted(_step, 4, mesh), form, *kind, leaves)
+      self._run = functools.partial(flat.jitted(decode, 4, mesh), form, *kind, leaves)
 
   def step(self) -> _Step:
     """Dispatches a step."""
@@ -287,6 +289,11 @@ class _Host:
     self._logprobs: list[np.ndarray] = []
     self._new = [""] * len(live)
     self._given, self._next = 0, min(FIRST, chunk)  # tokens handed over, and with the next call
+
+  @property
+  def count(self) -> int:
+    """Steps that have been read."""
+    return len(self._tokens)
 
   def read(
     self, tokens: Int[np.ndarray, " B"], logprobs: Float[np.ndarray, " B"] | None
@@ -368,84 +375,3 @@ class _Pieces:
 @jax.jit
 def _stacked(parts: list[Array]) -> Array:
   return jnp.stack(parts, 1)
-
-
-def _step(
-  form: flat.Form,
-  method: Method,
-  greedy: bool,
-  keep_logprobs: bool,
-  leaves: list[Array],
-  caches: Caches,
-  logits: Float[Array, "B V"],
-  live: Bool[Array, " B"],
-  want: Int[Array, " B"],
-  always: _Always,
-) -> Any:
-  """One token per row, behind an error if the model checks for NaN.
-
-  Returns:
-    The error or None, and: caches, logits [B, V], live rows [B], tokens int32 [B], and their
-    log-probabilities [B] or None.
-  """
-  model = join(form, leaves)
-
-  def run(caches: Caches) -> Any:
-    token = _chosen(greedy, logits, caches[0].seen, want, always)
-    new, caches = model.decode(token, caches, method, live)
-    return offload.settled(caches), *_taken(keep_logprobs, logits, live, token, want, new, always)
-
-  return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
-
-
-def _step_by_layer(
-  model: ByLayer,
-  method: Method,
-  greedy: bool,
-  keep_logprobs: bool,
-  caches: Caches,
-  logits: Array,
-  live: Array,
-  want: Array,
-  always: _Always,
-) -> Any:
-  """`_step` from programs of a layer."""
-  token = _choose(greedy, logits, caches[0].seen, want, always)
-  new, caches = model.decode(token, caches, method, live)
-  return None, (caches, *_take(keep_logprobs, logits, live, token, want, new, always))
-
-
-def _chosen(
-  greedy: bool,
-  logits: Float[Array, "B V"],
-  seen: Int[Array, " B"],
-  want: Int[Array, " B"],
-  always: _Always,
-) -> Int[Array, " B"]:
-  """The token that goes in: the wanted one, or where that is negative, the model's."""
-  if greedy:
-    token = jnp.argmax(logits, -1).astype(jnp.int32)
-  else:
-    token = draw(logits, always.knobs, always.seed, always.rows, seen)
-  return jnp.where(want >= 0, want, token)
-
-
-def _taken(
-  keep_logprobs: bool,
-  logits: Float[Array, "B V"],
-  live: Bool[Array, " B"],
-  token: Int[Array, " B"],
-  want: Int[Array, " B"],
-  new: Float[Array, "B V"],
-  always: _Always,
-) -> tuple[Array, Array, Array, Array | None]:
-  """Logits, live rows, tokens and log-probabilities, once a token is in and gave `new` logits."""
-  logprobs = None
-  if keep_logprobs:
-    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
-    logprobs = chosen - jax.nn.logsumexp(logits, -1)
-  after = live & ((want >= 0) | ~jnp.isin(token, always.stop))
-  return jnp.where(live[:, None], new, logits), after, jnp.where(live, token, -1), logprobs
-
-
-_choose, _take = jax.jit(_chosen, static_argnums=0), jax.jit(_taken, static_argnums=0)

@@ -32,8 +32,7 @@ def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 1) -> tuple[np.ndar
   Raises:
     ValueError: `multiple` is not at least 1.
   """
-  if multiple < 1:
-    raise ValueError(f"multiple: found {multiple}, expected at least 1")
+  multiple = checks.whole("multiple", multiple, 1)
   lengths = np.array([len(ids) for ids in prompts], np.int32)
   size = -(-lengths.max(initial=1) // multiple) * multiple
   tokens = np.zeros((len(prompts), size), np.int32)
@@ -95,6 +94,8 @@ def prefill(
       pieces of its own.
     MemoryError: a device has no room; the message says what takes it and what would fit. The caches
       that were passed are gone.
+    FloatingPointError: a row's logits came out as NaN or infinity. The caches that were passed are
+      gone.
     JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
       came out as NaN or infinity. The caches that were passed are gone.
 
@@ -103,6 +104,8 @@ def prefill(
       not keep distances within what it holds (`Traits.endless`).
   """
   tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+  past = None if past is None else checks.whole("past", past, 0)
+  chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
   seen = checks.prompt(model, tokens, lengths, caches, method)
   total = lengths if total is None else np.asarray(total)
   if total.shape != lengths.shape or (total < lengths).any():
@@ -133,18 +136,53 @@ def prefill(
     checks.throw(error)
     return result
 
-  if chunk is None and method.traits.pieces(int(lengths.max())) is not None:
-    return _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
-  if chunk is None:
-    return read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
-  checks.prompt_chunk(method, chunk, past, with_aux)
+  if chunk is not None:
+    checks.prompt_chunk(method, chunk, past, with_aux)
+    result = _read_chunks(
+      read, tokens, lengths, caches, method, longest, chunk, all_logits, on_chunk
+    )
+  elif method.traits.pieces(int(lengths.max())) is not None:
+    result = _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
+  else:
+    result = read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
+  _check_sound(model, lengths, *result[:2])
+  return result
+
+
+def _check_sound(
+  model: Transformer, lengths: Int[np.ndarray, " B"], logits: Array, caches: Caches
+) -> None:
+  """Raises where a row that was read has logits that are not finite."""
+  size = logits.shape[1] if logits.ndim == 3 else 1
+  read = np.arange(size) < lengths[:, None]
+  ill = read & ~np.asarray(checks.sound(logits)).reshape(read.shape)
+  if ill.any():
+    row, place = np.argwhere(ill)[0].tolist()
+    place = (
+      f"token {place}" if logits.ndim == 3 else f"after the {lengths[row]} tokens of its prompt"
+    )
+    raise checks.unsound("prefill", row, place, model, caches)
+
+
+def _read_chunks(
+  read: Callable[..., Any],
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  caches: Caches,
+  method: Method,
+  cached: int,
+  chunk: int,
+  all_logits: bool,
+  on_chunk: Callable[[int, int], Any] | None,
+) -> Any:
+  """A prompt in chunks of so many tokens, after at most so many that are cached."""
   size, end = tokens.shape[1], int(lengths.max())
   parts: list[Array] = []
   for start in range(0, end, chunk):
     piece = tokens[:, start : start + chunk]
     piece = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
     valid = np.clip(lengths - start, 0, chunk)
-    bound = _bound(caches, method, longest + start, chunk)
+    bound = _bound(caches, method, cached + start, chunk)
     logits, caches = read(caches, piece, valid, bound)
     if parts and not all_logits:  # rows that have ended before keep their logits
       logits = jnp.where((valid > 0)[:, None], logits, parts.pop())

@@ -7,7 +7,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from .. import fields
 
 Knobs = tuple[Array, Array, Array, Array]  # temperature, top_k, top_p, min_p: scalars
 
@@ -29,27 +32,19 @@ class Sampling:
       2025); 0: all.
 
   Raises:
+    TypeError: a value is no number; `top_k` takes integers only.
     ValueError: a value is out of range.
   """
 
-  temperature: float = 0.0
-  top_k: int | None = None
-  top_p: float = 1.0
-  min_p: float = 0.0
+  temperature: float = fields.bound(
+    lambda x: 0 <= x < math.inf, "a finite number of at least 0", 0.0
+  )
+  top_k: int | None = fields.bound(lambda x: x >= 1, "an integer ≥ 1, or None", None)
+  top_p: float = fields.bound(lambda x: 0 < x <= 1, "a number in (0, 1]", 1.0)
+  min_p: float = fields.bound(lambda x: 0 <= x <= 1, "a number in [0, 1]", 0.0)
 
   def __post_init__(self):
-    called = type(self).__name__
-
-    def check(name: str, ok: bool, expected: str) -> None:
-      if not ok:
-        raise ValueError(f"{called}.{name}: found {getattr(self, name)!r}, expected {expected}")
-
-    whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
-    finite = math.isfinite(self.temperature)
-    check("temperature", finite and self.temperature >= 0, "a finite number of at least 0")
-    check("top_k", self.top_k is None or (whole and self.top_k >= 1), "an integer ≥ 1, or None")
-    check("top_p", 0 < self.top_p <= 1, "a number in (0, 1]")
-    check("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]")
+    fields.check(type(self), vars(self))
 
   @property
   def greedy(self) -> bool:
@@ -59,22 +54,24 @@ class Sampling:
   def knobs(self, vocab: int) -> Knobs:
     """The settings as arrays: traced, so that changing them does not compile anything again."""
     top_k = vocab if self.top_k is None else min(self.top_k, vocab)
-    return (
-      jnp.float32(self.temperature),
-      jnp.int32(top_k),
-      jnp.float32(self.top_p),
-      jnp.float32(self.min_p),
-    )
+    # Devices take numbers below float32's normal ones as 0, and so the inverse of the largest.
+    least = float(np.finfo(np.float32).tiny)
+    temperature = min(max(self.temperature, least), 1 / least)
+    numbers = temperature, max(self.top_p, least), self.min_p
+    temperature, top_p, min_p = map(jnp.float32, numbers)
+    return temperature, jnp.int32(top_k), top_p, min_p
 
 
 def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
-  """Logits over the temperature; −inf where a filter drops the token.
+  """Logits below the greatest one, over the temperature; −inf where a filter drops the token.
 
   Every filter keeps a prefix of the tokens in order of likelihood, so that all three together are
   one threshold per row.
   """
   temperature, top_k, top_p, min_p = knobs
-  x = logits.astype(jnp.float32) / temperature
+  # The likeliest token's is 0, and stays that by whatever it is divided.
+  x = logits.astype(jnp.float32)
+  x = (x - x.max(-1, keepdims=True)) / temperature
 
   def ranked(x: Array) -> Array:
     order = -jnp.sort(-x, -1)  # likeliest first
@@ -90,7 +87,7 @@ def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
   sorts = (top_k < x.shape[-1]) | (top_p < 1)
   least = jax.lax.cond(sorts, ranked, lambda x: jnp.full_like(x[:, :1], -jnp.inf), x)
   # p ≥ min_p · max p, on logits; renormalising changes neither side's ratio.
-  least = jnp.maximum(least, x.max(-1, keepdims=True) + jnp.log(min_p))
+  least = jnp.maximum(least, jnp.log(min_p))
   return jnp.where(x >= least, x, -jnp.inf)
 
 

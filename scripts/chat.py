@@ -253,7 +253,7 @@ def main(args: Args) -> None:
       said = obey(talk, line) if line.startswith("/") else talk.ask(line)
     except EOFError:
       return
-    except (ValueError, NotImplementedError, MemoryError) as error:
+    except (ValueError, NotImplementedError, MemoryError, FloatingPointError) as error:
       said = f"error: {error}"
     print(said if line.startswith("/") and line != "/again" else f"({said})", flush=True)
 

@@ -84,6 +84,13 @@ def run(
     sys.exit(status)
 
 
+# What arguments, files and weights can be to blame for.
+_TOLD = (
+  *(ValueError, NotImplementedError, OSError, MemoryError, ModuleNotFoundError),
+  FloatingPointError,
+)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
   """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C.
@@ -120,7 +127,7 @@ def _one_line_errors() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     raise SystemExit("\nstopped") from None
-  except (ValueError, NotImplementedError, OSError, MemoryError, ModuleNotFoundError) as error:
+  except _TOLD as error:
     if os.environ.get("KVJAX_TRACEBACK"):
       raise
     raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error

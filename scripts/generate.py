@@ -127,9 +127,10 @@ def main(args: Args) -> None:
       on_text=show,
       on_chunk=count,
     )
-  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+  except (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError) as error:
     print(flush=True)
-    what = "memory ran out" if isinstance(error, MemoryError) else "the device failed"
+    known = {MemoryError: "memory ran out", FloatingPointError: "numbers overflowed"}
+    what = known.get(type(error), "the device failed")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise SystemExit(
       f"error: {what} after {done[0]:,} of {len(ids):,} tokens had been read and {done[1]:,} "

@@ -121,6 +121,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("kvjax")
 
 
+@pytest.fixture
+def untyped(monkeypatch):
+  """Types are not checked, as with users: what a function says itself is seen."""
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 def pytest_addoption(parser):
   parser.addoption("--programs", metavar="FILE", help="append what each test compiles and takes")
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
@@ -16,7 +17,9 @@ from kvjax.models import by_layer, convert, flat
 from kvjax.models import generate as loop
 from kvjax.models.generate import generate, join, pad, prefill, split
 from kvjax.models.sampling import Sampling
+from kvjax.models.step import Always, decode
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.transformer import Transformer
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 
 FULL = kvjax.Full()
@@ -64,29 +67,75 @@ def test_greedy_equals_the_plain_loop(chunk):
   chex.assert_trees_all_close(mine, caches, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_nan_raises_when_asked():
-  """A token whose embedding is NaN, in a prompt and while decoding; another one does no harm."""
+def sickly():
+  """A model with a token whose embedding is NaN: forced tokens and a prompt that have it."""
   ill = min(set(range(CONFIG.vocab)) - set(TOKENS.ravel().tolist()))
-  graph, leaves = split(model())
-  sick, method = join(graph, leaves), kvjax.H2O(12)
+  config = dataclasses.replace(CONFIG, layers=1, tie_embeddings=False)
+  sick = Transformer(config, dtype=jnp.float32, impl="reference", rngs=nnx.Rngs(0))
   sick.embedding[...] = sick.embedding[...].at[ill].set(jnp.nan)
   forced, tokens = TOKENS[:, 23:29].copy(), TOKENS[:, :9].copy()
   forced[1, 4] = tokens[0, 4] = ill
-  for check in (False, True):
-    sick.env = dataclasses.replace(model().env, check_nan=check)
-    caches, fresh = (m.init_caches(sick.spec(2, 64)) for m in (method, FULL))
-    logits, caches = prefill(sick, TOKENS[:, :23], LENGTHS, caches, method)
-    if not check:
-      out, _ = generate(sick, logits, caches, method, steps=6, forced=forced, chunk=2)
-      read, _ = prefill(sick, tokens, [9, 9], fresh, FULL)
-      assert np.isnan(out.last).all(1).tolist() == [False, True]
-      assert np.isnan(read).all(1).tolist() == [True, False]
+  return sick, forced, tokens
+
+
+@pytest.mark.slow
+def test_nan_is_traced_to_its_layer_when_asked():
+  (sick, forced, tokens), method = sickly(), kvjax.H2O(12)
+  sick.env = dataclasses.replace(sick.env, check_nan=True)
+  caches, fresh = (m.init_caches(sick.spec(2, 64)) for m in (method, FULL))
+  logits, caches = prefill(sick, TOKENS[:, :23], LENGTHS, caches, method)
+  with pytest.raises(JaxRuntimeError, match=r"H2O, layer 0: .* row 1, which has cached 18 "):
+    generate(sick, logits, caches, method, steps=6, forced=forced, chunk=2)
+  with pytest.raises(JaxRuntimeError, match=r"Full, layer 0: .* row 0, which has cached 0 "):
+    prefill(sick, tokens, [9, 9], fresh, FULL)
+
+
+def test_nan_raises_where_a_row_is_read():
+  """With its row and place; rows that take no part, or have ended, do no harm."""
+  sick, forced, tokens = sickly()
+
+  def fresh():
+    return FULL.init_caches(sick.spec(2, 64))
+
+  def begin():
+    return prefill(sick, TOKENS[:, :23], LENGTHS, fresh(), FULL)
+
+  with pytest.raises(FloatingPointError, match=r"generate: .* row 1, step 5, after 19 tokens"):
+    generate(sick, *begin(), FULL, steps=6, forced=forced, chunk=2)
+  generate(sick, *begin(), FULL, steps=4, forced=forced[:, :4], chunk=2)
+  generate(sick, *begin(), FULL, steps=6, forced=forced, chunk=2, live=[True, False])
+  with pytest.raises(FloatingPointError, match=r"prefill: .* row 0, after the 9 tokens of its pr"):
+    prefill(sick, tokens, [9, 9], fresh(), FULL)
+  with pytest.raises(FloatingPointError, match=r"prefill: .* row 0, after the 9 tokens of its pr"):
+    prefill(sick, tokens, [9, 9], fresh(), FULL, chunk=3)
+  with pytest.raises(FloatingPointError, match=r"prefill: .* row 0, token \d, .* expected finite"):
+    prefill(sick, tokens, [9, 9], fresh(), FULL, all_logits=True)
+  prefill(sick, tokens, [4, 9], fresh(), FULL, all_logits=True)  # the ill token is padding
+  prefill(sick, tokens, [0, 9], fresh(), FULL)
+
+
+@pytest.mark.parametrize("ill", [np.nan, np.inf, -np.inf])
+def test_logits_of_which_nothing_can_be_chosen(ill):
+  """Given, not made; one token that is forbidden, by −∞, is no reason."""
+  logits, caches = start()
+  for at in (3, slice(None)):
+    given = np.array(logits)
+    given[1, at] = ill
+    if ill == -np.inf and at == 3:
+      _, caches = generate(model(), given, caches, FULL, steps=2, forced=[[1, 2]] * 2)
       continue
-    with pytest.raises(JaxRuntimeError, match=r"H2O, layer 0: .* row 1, which has cached 18 "):
-      generate(sick, logits, caches, method, steps=6, forced=forced, chunk=2)
-    with pytest.raises(JaxRuntimeError, match=r"Full, layer 0: .* row 0, which has cached 0 "):
-      prefill(sick, tokens, [9, 9], fresh, FULL)
+    with pytest.raises(FloatingPointError, match="found NaN or infinite logits in row 1, step 0"):
+      generate(model(), given, caches, FULL, steps=2)
+  generate(model(), given, caches, FULL, steps=2, live=[True, False])  # nothing had run
+
+
+def test_an_overflow_in_float16_says_what_to_do():
+  config = dataclasses.replace(CONFIG, layers=1)
+  narrow = Transformer(config, dtype=jnp.float16, impl="reference", rngs=nnx.Rngs(0))
+  narrow.layers[0].mlp.gate_up[...] *= 300
+  narrow.layers[0].mlp.down[...] *= 3000
+  with pytest.raises(FloatingPointError, match=r"in float16, expected .* bfloat16 or float32"):
+    prefill(narrow, TOKENS[:, :9], [9, 9], FULL.init_caches(narrow.spec(2, 16)), FULL)
 
 
 def test_continuing_equals_one_call():
@@ -110,6 +159,22 @@ def test_rows_stop_on_their_own():
   assert out.lengths.tolist() == [at + 1, 8]
   # The stop token is cached, and nothing after it.
   assert caches[0].seen.tolist() == [LENGTHS[0] + at + 1, LENGTHS[1] + 8]
+
+
+def test_a_stopped_row_keeps_the_logits_after_its_last_token():
+  """However long the others go on: those of a run of exactly its length."""
+  logits, caches = start()
+  free = generate(model(), logits, caches, FULL, steps=8)[0].tokens
+  stop = next(t for t in free[1, :4].tolist() if t not in free[0])
+  logits, caches = start()
+  out, _ = generate(model(), logits, caches, FULL, steps=8, stop=[stop])
+  assert out.lengths[0] == 8 and out.lengths[1] < 5
+  logits, caches = start()
+  short, _ = generate(model(), logits, caches, FULL, steps=int(out.lengths[1]))
+  np.testing.assert_array_equal(out.last[1], short.last[1])
+  logits, caches = start()
+  idle, _ = generate(model(), logits, caches, FULL, steps=3, live=[True, False])
+  np.testing.assert_array_equal(idle.last[1], start()[0][1])
 
 
 def test_ends_early_when_all_rows_have_stopped():
@@ -403,7 +468,7 @@ def test_stop_tokens_are_not_text_unless_forced():
 
 def jitted():
   """A layer of a prompt and a decode step as they are compiled, with nothing compiled yet."""
-  found = by_layer._prefill, flat.jitted(loop._step, 4, None)
+  found = by_layer._prefill, flat.jitted(decode, 4, None)
   for function in found:
     function.clear_cache()
   by_layer._SITES.clear()
@@ -493,7 +558,7 @@ def test_a_step_aliases_all_cache_bytes():
   decoder, rows, capacity = model(), 2, 512
   graph, leaves = split(decoder)
   caches = FULL.init_caches(decoder.spec(rows, capacity))
-  always = loop._Always(
+  always = Always(
     jnp.zeros(8, jnp.int32), jnp.arange(rows), Sampling().knobs(CONFIG.vocab), jnp.uint32(0)
   )
   logits, live, want = jnp.zeros((rows, CONFIG.vocab)), jnp.ones(rows, bool), jnp.full(rows, -1)
@@ -519,7 +584,7 @@ def test_a_step_aliases_all_cache_bytes():
     ({"steps": 4, "on_text": print}, "tokenizer: found None"),
     ({"steps": 4, "stop_strings": "x"}, "stop_strings: found 'x', expected a list"),
     ({"steps": 4, "stop_strings": [""]}, r"stop_strings: found \[''\]"),
-    ({"steps": 4, "stop": [CONFIG.vocab]}, f"stop: found token {CONFIG.vocab}"),
+    ({"steps": 4, "stop": [CONFIG.vocab]}, f"stop: found {CONFIG.vocab}, expected an integer"),
     ({"steps": 4, "live": [True]}, r"live: found shape \(1,\), expected \(2,\)"),
     ({"steps": 4, "forced": np.zeros((2, 3), int)}, r"forced: found shape \(2, 3\)"),
     ({"steps": 1, "forced": np.full((2, 1), 99)}, r"forced: found ids in \[99, 99\]"),
@@ -531,6 +596,53 @@ def test_generate_refuses(change, message):
   with pytest.raises(ValueError, match=message):
     generate(model(), logits, caches, FULL, **change)
   assert not caches[0].slots["k"].is_deleted()
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"steps": 2.7}, "steps: found 2.7, expected an integer"),
+    ({"steps": True}, "steps: found True, expected an integer"),
+    ({"steps": "4"}, "steps: found '4', expected an integer"),
+    ({"chunk": 2.0}, "chunk: found 2.0"),
+    ({"seed": 1.5}, "seed: found 1.5"),
+    ({"seed": None}, "seed: found None"),
+    ({"seed": 2**32}, r"seed: found 4294967296, expected an integer in \[0, 4294967296\)"),
+    ({"stop": [25.5]}, "stop: found 25.5"),
+    ({"stop": [True]}, "stop: found True"),
+    ({"stop": ["a"]}, "stop: found 'a'"),
+    ({"stop": 3}, "stop: found 3, expected a list of token ids"),
+    ({"stop": "ab"}, "stop: found 'ab', expected a list of token ids"),
+    ({"stop": None}, "stop: found None, expected a list of token ids"),
+    ({"stop_strings": [3]}, r"stop_strings: found \[3\], expected a list of non-empty strings"),
+    ({"stop_strings": None}, "stop_strings: found None"),
+    ({"forced": np.full((2, 4), 1.5)}, "forced: found float64, expected integers"),
+    ({"forced": np.full((2, 4), True)}, "forced: found bool, expected integers"),
+    ({"rows": [0, 1.5]}, r"rows: found \[0.0, 1.5\]"),
+    ({"live": [1, 0.5]}, r"live: found \[1.0, 0.5\], expected booleans"),
+    ({"live": [1, 2]}, r"live: found \[1, 2\], expected booleans"),
+  ],
+)
+def test_numbers_of_another_kind_are_refused(change, message, untyped):
+  """Nothing is truncated."""
+  logits, caches = start()
+  with pytest.raises((TypeError, ValueError), match=message):
+    generate(model(), logits, caches, FULL, **{"steps": 4, **change})
+
+
+def test_numbers_of_numpy_are_taken(untyped):
+  logits, caches = start()
+  out, _ = generate(
+    *(model(), logits, caches, FULL),
+    steps=np.int64(4),
+    chunk=np.int32(2),
+    seed=np.uint32(3),
+    stop=np.array([60, 59]),
+    live=np.array([1, 0]),
+    rows=np.array([0, 1], np.uint8),
+    forced=np.full((2, 4), 5, np.int64),
+  )
+  assert out.lengths.tolist() == [4, 0]
 
 
 def test_a_method_that_evicts_has_no_overflow():

@@ -74,6 +74,38 @@ def test_filters_equal_the_oracle(seed, temperature, top_k, top_p, min_p):
   np.testing.assert_allclose(probabilities(logits, sampling), want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+  "setting",
+  [
+    *({"temperature": t} for t in (1.2e-38, 1e-38, 1e-39, 1e-45, 1e-46, 5e-324)),
+    *({"temperature": 1.0, "top_p": p} for p in (1e-38, 1e-39, 1e-46, 5e-324)),
+    {"temperature": 1e-39, "top_k": 3, "top_p": 1e-46, "min_p": 1.0},
+    {"temperature": np.float64(1e-40), "top_k": np.int64(3), "top_p": np.float32(0.5)},
+  ],
+)
+def test_numbers_that_float32_does_not_have_leave_the_likeliest(setting, untyped):
+  """Beside forbidden tokens, and wherever the logits lie."""
+  logits = jnp.array([[1.0, 5.0, 3.0, -np.inf, -2.0], [-9e4, -8e4, -1e5, -np.inf, -np.inf]])
+  knobs = Sampling(**setting).knobs(5)
+  for seed in range(8):
+    drawn = DRAW(logits, knobs, jnp.uint32(seed), jnp.arange(2), jnp.arange(2))
+    assert drawn.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e38, 3e38, 1e39, 1e300])
+def test_the_greatest_temperatures_draw_all_alike(temperature):
+  logits = np.array([[1.0, 5.0, 3.0, -np.inf, -2.0]], np.float32)
+  found = probabilities(logits, Sampling(temperature))
+  np.testing.assert_allclose(found, [[0.25, 0.25, 0.25, 0, 0.25]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-46, 1e-39])
+def test_the_smallest_min_p_drops_nothing(least):
+  logits = np.array([[0.0, -95.0, -99.0]], np.float32)
+  kept = FILTER(logits, Sampling(1.0, min_p=least).knobs(3))
+  assert np.isfinite(kept).all()
+
+
 def test_draws_follow_the_distribution():
   """Frequencies over many rows lie within 5 standard errors of the oracle's probabilities."""
   n, sampling = 4096, Sampling(0.7, top_k=4, top_p=0.95)
@@ -109,10 +141,19 @@ def test_a_draw_depends_on_seed_row_and_position():
     ({"top_p": 1.1}, "Sampling.top_p: found 1.1"),
     ({"min_p": -0.1}, "Sampling.min_p: found -0.1"),
     ({"min_p": float("nan")}, "Sampling.min_p: found nan"),
+    ({"top_p": float("nan")}, "Sampling.top_p: found nan"),
+    ({"temperature": None}, "Sampling.temperature: found None, expected float"),
+    ({"temperature": "1"}, "Sampling.temperature: found '1', expected float"),
+    ({"temperature": True}, "Sampling.temperature: found True, expected float"),
+    ({"temperature": 1j}, "Sampling.temperature: found 1j, expected float"),
+    ({"top_k": 2.0}, "Sampling.top_k: found 2.0, expected int or None"),
+    ({"top_k": True}, "Sampling.top_k: found True, expected int or None"),
+    ({"top_p": None}, "Sampling.top_p: found None, expected float"),
+    ({"min_p": True}, "Sampling.min_p: found True, expected float"),
   ],
 )
-def test_bad_settings_are_refused(settings, message):
-  with pytest.raises(ValueError, match=message):
+def test_bad_settings_are_refused(settings, message, untyped):
+  with pytest.raises((ValueError, TypeError), match=message):
     Sampling(**settings)
 
 

@@ -30,7 +30,17 @@ SECONDS = 10.0  # that a template may run
 LARGEST = 1 << 26  # characters of any text in it; a list's entry counts as 64
 _ENTRY = 64
 _GROWERS = ("replace", "join", "indent", "wordwrap")  # whose result may be a product of sizes
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")
+# What a number makes long, and filters that make no text of the containers that they are given.
+_WIDENERS = frozenset(
+  "center ljust rjust zfill expandtabs to_bytes tojson round indent wordwrap batch slice".split()
+)
+_LIGHT = frozenset(
+  (
+    "length count first last default d list items map sum attr select selectattr reject "
+    "rejectattr sort unique groupby dictsort min max reverse batch slice random"
+  ).split()
+)
+_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|:[^}]*(\d{6}|\{)")  # of % and of format
 
 _deadline = contextvars.ContextVar("deadline", default=float("inf"))
 
@@ -171,8 +181,8 @@ def _look_at_the_clock() -> None:
     raise SecurityError(f"it runs for more than {SECONDS:g} s")
 
 
-def _size(x: Any, most: int = LARGEST) -> int:
-  """Characters of a text, or of all that a container holds; raises above `most`.
+def _size(x: Any) -> int:
+  """Characters of a text, or of all that a container holds; raises above `LARGEST`.
 
   What a list holds twice counts twice: it would be printed twice.
   """
@@ -181,21 +191,27 @@ def _size(x: Any, most: int = LARGEST) -> int:
     item = left.pop()
     if isinstance(item, str | bytes):
       total += len(item)
-    elif isinstance(item, Mapping):
-      left += [*item.keys(), *item.values()]
-      total += _ENTRY * len(item)
     elif isinstance(item, list | tuple | set | frozenset):
       left += item
       total += _ENTRY * len(item)
-    if total > most:
+    elif isinstance(item, dict):
+      left += [*item.keys(), *item.values()]
+      total += _ENTRY * len(item)
+    if total > LARGEST:
       raise SecurityError(f"it makes something larger than {LARGEST:,} characters")
   return total
 
 
 def _check_call(name: str, values: Sequence[Any]) -> None:
-  """Raises where a call is given, or would make, something too large."""
+  """Raises where a filter or a method of a text is given, or would make, something too large."""
   _look_at_the_clock()
-  sizes = [abs(x) if isinstance(x, int) else _size(x) for x in values]
+
+  def size(x: Any) -> int:
+    if isinstance(x, int):
+      return abs(x) if name in _WIDENERS else 0
+    return 0 if name in _LIGHT and not isinstance(x, str) else _size(x)
+
+  sizes = [size(x) for x in values]
   product = (sizes[0] + 1) * (max(sizes[1:], default=0) + 1) if name in _GROWERS and sizes else 0
   formats = name in ("format", "%") and values and _too_wide(values[0])
   if max([*sizes, product], default=0) > LARGEST or formats:
@@ -203,7 +219,7 @@ def _check_call(name: str, values: Sequence[Any]) -> None:
 
 
 def _too_wide(form: Any) -> bool:
-  return isinstance(form, str) and bool(_WIDE.search(form) or re.search(r":[^}]*\d{6}", form))
+  return isinstance(form, str) and bool(_WIDE.search(form))
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
@@ -269,9 +285,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     return _measured(tree)
 
   def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    _look_at_the_clock()
     owner = getattr(__obj, "__self__", None)
-    values = [*([owner] if isinstance(owner, str) else []), *args, *kwargs.values()]
-    _check_call(getattr(__obj, "__name__", ""), values)
+    if isinstance(owner, str | int):
+      _check_call(__obj.__name__, [owner, *args, *kwargs.values()])
     return super().call(__context, __obj, *args, **kwargs)
 
   def wrap_str_format(self, value: Any) -> Any:

@@ -100,7 +100,7 @@ def convert(
       f"expected the {vocab} rows of {reader.name('embedding')}, up to 5 % fewer, or up to "
       "5 % more that are added tokens"
     )
-  tokenizer.rows = vocab
+  tokenizer.fit(vocab)
   names = item_names(reader.config)
   stored: collections.Counter[str] = collections.Counter()
   with aside(dest) as folder:

@@ -43,6 +43,7 @@ class Tokenizer:
 
   Attributes:
     size: number of token ids.
+    ends: ids of the tokens that end an answer, `eos` first: what `generate` takes as `stop`.
     prefix, suffix: ids that `encode` puts before and after a text: what the backend's
       post-processor does, with `bos` and `eos` as `add_bos` and `add_eos` say.
 
@@ -100,7 +101,9 @@ class Tokenizer:
         raise ValueError(
           f"tokenizer: add_{name}: found True without a {name} token, expected a {name} id"
         )
-    self._ends = ends if eos is None else [eos, *ends]
+    self.ends = tuple(dict.fromkeys(ends if eos is None else [eos, *ends]))
+    if rows is not None:
+      self.fit(rows)
     added = backend.get_added_tokens_decoder()
     self._special = {i: token.content for i, token in added.items() if token.special}
     self._bytes = {  # which a decoder makes one text of, as many as there are in a row
@@ -118,11 +121,16 @@ class Tokenizer:
     self.prefix = [bos, *before] if add_bos and bos is not None else before
     self.suffix = [*after, eos] if add_eos and eos is not None else after
 
-  @property
-  def ends(self) -> tuple[int, ...]:
-    """Ids of the tokens that end an answer, `eos` first: what `generate` takes as `stop`."""
-    rows = self.size if self.rows is None else self.rows
-    return tuple(token for token in dict.fromkeys(self._ends) if token < rows)
+  def fit(self, rows: int) -> None:
+    """Takes the number of rows of the model's embedding: a token without a row ends no answer.
+
+    Raises:
+      ValueError: tokens without a row are not all added ones.
+    """
+    known = self.size - self.added_from(rows)
+    if rows < known:
+      raise ValueError(f"tokenizer: rows: found {rows}, expected at least {known}, one a token")
+    self.rows, self.ends = rows, tuple(token for token in self.ends if token < rows)
 
   def added_from(self, first: int) -> int:
     """Number of added tokens whose ids are `first` or higher."""
@@ -296,8 +304,10 @@ class Tokenizer:
         f"{settings_path}: not found, expected the tokenizer of a converted checkpoint"
       ) from error
     try:
-      return cls(backend, **json.loads(settings_text))
-    except (TypeError, ValueError) as error:
+      settings = json.loads(settings_text)
+      made = cls(backend, **settings)
+      return made if "ends" in settings else _closing(made)  # converted before they were kept
+    except (RecursionError, TypeError, ValueError) as error:
       raise ValueError(
         f"{settings_path}: found {error}, expected an object of bos, eos, add_bos, add_eos, ends, "
         "chat_template, templates, special_tokens, rows"
@@ -359,7 +369,7 @@ def _closing(tokenizer: Tokenizer) -> Tokenizer:
   except ValueError:  # it is said where somebody chats
     return tokenizer
   if ids and tokenizer.is_special(ids[0]):
-    tokenizer._ends = [*tokenizer._ends, ids[0]]
+    tokenizer.ends = tuple(dict.fromkeys([*tokenizer.ends, ids[0]]))
   return tokenizer
 
 

@@ -107,6 +107,17 @@ def test_lists_of_parts():
     render(loop, "hello")
 
 
+def test_long_conversations_are_within_limits(monkeypatch):
+  """Limits cost next to nothing: a filter over all messages in a loop over all messages."""
+  monkeypatch.setattr(chat_template, "SECONDS", 5)
+  monkeypatch.setattr(chat_template, "LARGEST", 1 << 22)
+  source = "{% for m in messages %}{{ messages|length - loop.index }} {{ '{}'.format(1700000000) }}"
+  source += (
+    "{{ messages|selectattr('role', 'equalto', 'x')|list|length if loop.first }}{% endfor %}"
+  )
+  assert render(source, HELLO * 2000).startswith("1999 170000000001998 1700000000")
+
+
 # ---- the families' templates, written out by hand
 
 
@@ -207,6 +218,11 @@ def test_templates_that_run_for_ever(source, monkeypatch):
     "{{ '{:999999999}'.format(1) }}",
     "{{ 'a'.ljust(999999999) }}",
     "{{ 'a'|center(999999999) }}",
+    "{{ messages|tojson(indent=999999999) }}",
+    "{{ (1).to_bytes(999999999) }}",
+    "{{ 1.5|round(999999999, 'floor') }}",
+    "{{ [1]|batch(999999999, 0)|list }}",
+    "{{ '{:{}}'.format(1, 99999999) }}",
     "{{ ('a' * 9999).replace('a', 'a' * 9999) }}",
     "{{ ('a' * 9999)|replace('a', 'a' * 9999) }}",
     "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",

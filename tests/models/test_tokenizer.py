@@ -113,6 +113,16 @@ def test_save_and_load(tokenizer, tmp_path):
   assert again.decode(again.encode(text)) == "hello 12 é "
   assert (again.bos, again.eos, again.add_bos) == (1, 2, False)
   assert again.chat_template == tokenizer.chat_template
+  # Converted before ends were kept: what the template closes an answer with.
+  old = {
+    "bos": 1,
+    "eos": 0,
+    "add_bos": False,
+    "chat_template": tokenizer.chat_template,
+    "rows": None,
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(old))
+  assert Tokenizer.load(tmp_path).ends == (0, 2)
   (tmp_path / "tokenizer_config.json").write_text('{"pad": 3}')
   with pytest.raises(ValueError, match=r"tokenizer_config\.json: found .*pad"):
     Tokenizer.load(tmp_path)
@@ -325,6 +335,8 @@ def test_added_tokens_may_lie_behind_the_last_row(tokenizer, tmp_path):
   assert made.size == rows + 1 and made.added_from(rows) == 1 and made.ends == (2,)
   with pytest.raises(ValueError, match=rf"found token '<image>' of id {rows}, expected ids in"):
     made.encode("a <image>")
+  with pytest.raises(ValueError, match=rf"rows: found {rows - 1}, expected at least {rows}"):
+    made.fit(rows - 1)
   assert made.decode([rows]) == ""
   assert made.decode([rows], skip_special=False) == "<image>"
 

@@ -223,9 +223,7 @@ def prompt(
     raise ValueError(
       f"tokens: found ids in [{real.min()}, {real.max()}], expected [0, {model.config.vocab})"
     )
-  seen = room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
-  context(model.config, method, seen, lengths, "prefill")
-  return seen
+  return room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
 
 
 def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
@@ -284,7 +282,7 @@ def context(
     warnings.warn(
       f"{what}: found a row of more tokens than max_context = {most}, expected no more than the "
       "model was trained for: from there on its answers may be wrong",
-      stacklevel=4,
+      stacklevel=3,
     )
 
 

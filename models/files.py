@@ -20,7 +20,7 @@ NO_ROOM = {
 }
 FLOATS = ("F32", "F16", "BF16")  # safetensors' names of what weights may be
 _DEEPEST = 64
-_MOST_JSON = 256 << 20  # bytes; the largest tokenizer.json of a family has 35 MB
+_MOST_JSON = 32 << 20  # bytes; the index of 160 shards has 9 MB
 # What stands in a clone for a file that its tool has not brought yet, by how the text begins.
 _POINTERS = {
   b"version https://git-lfs.github.com/": "git-lfs",

@@ -101,7 +101,7 @@ class GGUF(Source):
     self.check_tensors(found, [_ROPE_FREQS, *_LONG_ROPE.values()])
     samples = {tensor.kind: tensor for tensor in self._tensors.values()}
     for tensor in samples.values():
-      self._dequantize(tensor.name, tensor.data[:1])
+      self._dequantize(tensor.name, np.atleast_2d(tensor.data)[:1])
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer of the file's metadata; raises as `Tokenizer.from_gguf` does."""

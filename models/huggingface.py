@@ -183,7 +183,9 @@ class HuggingFace(Source):
     if family in ("llama", "glm", "glm4") or window is None:
       return []
     if layers > _MOST_LAYERS:
-      raise ValueError(f"'num_hidden_layers': found {layers}, expected at most {_MOST_LAYERS}")
+      raise ValueError(
+        f"{self._file}: 'num_hidden_layers': found {layers}, expected at most {_MOST_LAYERS}"
+      )
     if kinds is not None:
       known = {"sliding_attention": window, "full_attention": None}
       if len(kinds) != layers or not set(kinds) <= set(known):

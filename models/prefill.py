@@ -107,6 +107,7 @@ def prefill(
   past = None if past is None else checks.whole("past", past, 0)
   chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
   seen = checks.prompt(model, tokens, lengths, caches, method)
+  checks.context(model.config, method, seen, lengths, "prefill")
   total = lengths if total is None else np.asarray(total)
   if total.shape != lengths.shape or (total < lengths).any():
     raise ValueError(

@@ -3,13 +3,13 @@
     python -m scripts.fuzz --count 100000       the full run, minutes of a core
     python -m scripts.fuzz --count 300          a look
 
-Files of a tiny model (GGUF; safetensors in shards, their index, config.json and tokenizer files of
-a Hugging Face folder; config and tokenizer of a checkpoint) are changed at random: bits, bytes,
-pieces and sizes, JSON values and keys. A worker process then opens the source as
-`kvjax.models.convert` does, reads every tensor, and encodes a text. What counts as a failure:
-another error than the documented ones, a message that does not name the file, the end of the
-process, more than `SECONDS` of computing, more than `GROWTH` bytes, and a shard from outside of
-the folder.
+Files of a tiny model (GGUF, whole and in parts; safetensors in shards, their index, config.json and
+tokenizer files of a Hugging Face folder; config, tokenizer and a layer of a checkpoint) are changed
+at random: bits, bytes, pieces and sizes, JSON values and keys, values nested without end. A worker
+process then opens the source as `kvjax.models.convert` does, reads every tensor, and encodes a
+text. What counts as a failure: another error than the documented ones, a message that does not name
+the file, the end of the process, more than `SECONDS` of computing, more than `GROWTH` bytes, and a
+shard from outside of the folder.
 """
 
 import contextlib
@@ -40,9 +40,11 @@ SECONDS, SILENCE, GROWTH = 10, 600, 2 << 30
 MEMORY = pathlib.Path("/dev/shm")  # files in memory, where there are: most of the time was writing
 READERS = ("gguf", "jinja2", "numpy", "safetensors", "tokenizers")
 KINDS = (
-  *("gguf", "safetensors", "safetensors header", "index", "config", "tokenizer"),
+  *("gguf", "gguf part", "gguf structure"),
+  *("safetensors", "safetensors header", "index", "config", "tokenizer"),
   *("config, experts", "config, windows", "config, long"),
-  *("tokenizer config", "checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
+  *("tokenizer config", "checkpoint layer"),
+  *("checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
 )
 DOCUMENTED = (ValueError, NotImplementedError, FileNotFoundError)
 NUMBERS = (0, 1, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
@@ -85,7 +87,12 @@ def originals(folder: pathlib.Path) -> None:
   for family, case in FAMILIES.items():
     tiny_hf.write(folder / family, tiny_hf.CASES[case])
   convert.convert(folder / "gguf" / "tiny.gguf", folder / "made", progress=False)
-  shutil.rmtree(folder / "made" / "items")
+  tiny_gguf.write(folder / "gguf" / "m.gguf", split_max_tensors=12)
+  for path in (folder / "made" / "items").iterdir():
+    if path.name != "layer_001.safetensors":
+      path.unlink()
+  shutil.copy(folder / TARGETS["checkpoint layer"], folder / "layer")
+  load_layer(folder)  # what JAX allocates once is not the file's doing
   (folder / "outside").mkdir()
   shutil.copy(next((folder / "hf").glob("*.safetensors")), folder / "outside/canary.safetensors")
 
@@ -93,6 +100,8 @@ def originals(folder: pathlib.Path) -> None:
 FAMILIES = {"experts": "gpt-oss", "windows": "gemma3-parameters", "long": "phi-long"}
 TARGETS = {
   "gguf": "gguf/tiny.gguf",
+  "gguf part": "gguf/m-00002-of-00003.gguf",
+  "gguf structure": "gguf/tiny.gguf",
   "safetensors": "hf/model-00001-of-00002.safetensors",
   "safetensors header": "hf/model-00001-of-00002.safetensors",
   "index": "hf/model.safetensors.index.json",
@@ -100,6 +109,7 @@ TARGETS = {
   **{f"config, {family}": f"{family}/config.json" for family in FAMILIES},
   "tokenizer": "hf/tokenizer.json",
   "tokenizer config": "hf/tokenizer_config.json",
+  "checkpoint layer": "made/items/layer_001.safetensors",
   "checkpoint config": "made/config.json",
   "checkpoint tokenizer": "made/tokenizer.json",
   "checkpoint tokenizer config": "made/tokenizer_config.json",
@@ -109,12 +119,17 @@ TARGETS = {
 def damaged(kind: str, whole: bytes, rng: random.Random) -> bytes:
   """The file with one to four changes."""
   times = rng.choice((1, 1, 2, 4))
+  if kind == "gguf structure":
+    return change_numbers(whole, rng, times)
   if kind == "safetensors header":
     (size,) = struct.unpack("<Q", whole[:8])
     header = change_json(json.loads(whole[8 : 8 + size]), rng, times)
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + whole[8 + size :]
-  if kind in ("gguf", "safetensors") or rng.random() < 0.2:
+  if "config" in kind and rng.random() < 0.02:
+    depth = rng.choice((60, 900, 100_000))
+    return b'{"a":' * depth + b"1" + b"}" * depth
+  if kind in ("gguf", "gguf part", "safetensors", "checkpoint layer") or rng.random() < 0.2:
     for _ in range(times):
       whole = change_bytes(whole, rng)
     return whole
@@ -146,6 +161,30 @@ def change_bytes(data: bytes, rng: random.Random) -> bytes:
       piece = data[at : at + rng.randrange(1, 64)]
       to = rng.randrange(reach)
       return data[:to] + piece + data[to:]
+
+
+def change_numbers(data: bytes, rng: random.Random, times: int) -> bytes:
+  """Numbers of a GGUF file's structure replaced: counts, lengths, dimensions, kinds and offsets."""
+  import gguf
+  import numpy as np
+
+  with tempfile.NamedTemporaryFile() as file:
+    file.write(data)
+    file.flush()
+    reader = gguf.GGUFReader(file.name)
+    fields = [*reader.fields.values(), *(tensor.field for tensor in reader.tensors)]
+  places = []
+  for field in fields:
+    at = field.offset
+    for part in field.parts[:8]:
+      if part.dtype in (np.uint32, np.uint64):
+        places += [(at + i * part.itemsize, part.itemsize) for i in range(part.size)]
+      at += part.nbytes
+  for _ in range(times):
+    at, width = rng.choice(places)
+    number = (rng.choice(NUMBERS) % 2 ** (8 * width)).to_bytes(width, "little")
+    data = data[:at] + number + data[at + width :]
+  return data
 
 
 def change_json(value: Any, rng: random.Random, times: int) -> Any:
@@ -191,12 +230,15 @@ def read(kind: str, folder: pathlib.Path) -> None:
   from kvjax.models import convert
   from kvjax.models.tokenizer import Tokenizer
 
+  if kind == "checkpoint layer":
+    load_layer(folder)
+    return
   if kind.startswith("checkpoint"):
     convert.read_config(folder / "made")
     use(Tokenizer.load(folder / "made"))
     return
   target = folder / TARGETS.get(kind, "hf/config.json")
-  source = convert.open_source(target if kind == "gguf" else target.parent)
+  source = convert.open_source(target if kind.startswith("gguf") else target.parent)
   use(source.tokenizer())
   for name in convert.item_names(source.config):
     source.item(name)
@@ -205,6 +247,18 @@ def read(kind: str, folder: pathlib.Path) -> None:
     for file in index["weight_map"].values():
       if not (folder / "hf" / str(file)).resolve().is_relative_to((folder / "hf").resolve()):
         raise Failure(f"read a shard from {file!r}")
+
+
+def load_layer(folder: pathlib.Path) -> None:
+  """Reads a checkpoint's layer, whose arrays are known from a copy."""
+  import jax
+  import safetensors.numpy
+
+  from kvjax.models import items
+
+  whole = safetensors.numpy.load_file(folder / "layer")
+  target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
+  items.load(folder / TARGETS["checkpoint layer"], target)
 
 
 def use(tokenizer: Any) -> None:

@@ -143,6 +143,15 @@ def test_a_scaling_that_does_not_say_what_it_is(tmp_path, scaling, error, messag
     HuggingFace(folder)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_layers_without_end_are_not_listed(tmp_path, family):
+  folder = tiny_hf.write(tmp_path / "hf", tiny_hf.config(family, sliding_window=8))
+  path = folder / "config.json"
+  path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**30}))
+  with pytest.raises(ValueError, match=r"config\.json: 'num_hidden_layers': found 10{30}, "):
+    HuggingFace(folder)
+
+
 # ---- damaged checkpoints
 
 

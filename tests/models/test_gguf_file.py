@@ -1,5 +1,6 @@
 """GGUF files as they are published, and as nobody should publish them."""
 
+import contextlib
 import dataclasses
 import struct
 
@@ -231,11 +232,42 @@ def test_structure_that_lies(damaged, place, data, message):
     GGUF(path)
 
 
+def test_a_vector_that_says_it_is_in_blocks(damaged):
+  """A sample of every quantisation is read when a file is opened."""
+  path, places = damaged
+  field = next(t.field for t in gguf.GGUFReader(path).tensors if t.name == "output_norm.weight")
+  patch(path, field.offset + sum(x.nbytes for x in field.parts[:4]), struct.pack("<I", 8))
+  weights = GGUF(path)
+  with contextlib.suppress(ValueError):  # what its bytes mean then is any number, or none
+    weights.item("final")
+
+
 def test_a_quantisation_of_the_future(damaged):
   path, places = damaged
   patch(path, places.kind, struct.pack("<I", 999))
   with pytest.raises(NotImplementedError, match=r"bad\.gguf: tensor '.*': .* number 999"):
     GGUF(path)
+
+
+def test_a_vector_in_blocks(tmp_path):
+  """One of a whole block is read as llama.cpp does, one of half a block is refused."""
+  weights = tiny_gguf.tensors()
+  path = tmp_path / "bad.gguf"
+  writer = gguf.GGUFWriter(path, "llama")
+  norm = weights["output_norm.weight"]
+  blocks = gguf.quantize(norm[None], gguf.GGMLQuantizationType.Q8_0)[0]
+  writer.add_tensor("output_norm.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  tensor = gguf_parts.open_parts(path).tensors["output_norm.weight"]
+  assert tensor.shape == norm.shape and tensor.data.nbytes == blocks.nbytes
+  dimensions = gguf.GGUFReader(path).tensors[0].field
+  at = dimensions.offset + sum(x.nbytes for x in dimensions.parts[:3])
+  patch(path, at, struct.pack("<Q", 48))
+  with pytest.raises(ValueError, match=r"bad\.gguf: .*found shape \(48,\) in Q8_0, .* of 32"):
+    gguf_parts.open_parts(path)
 
 
 def entry(key, kind, value):

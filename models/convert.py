@@ -186,6 +186,11 @@ def load(
   for file in sorted(path.glob("*.json")):
     files.check_begin(file)
   tokenizer = Tokenizer.load(path)
+  if tokenizer.rows not in (None, config.vocab):
+    raise ValueError(
+      f"{path / 'tokenizer_config.json'}: rows: found {tokenizer.rows}, expected the vocabulary of "
+      f"{config.vocab}, as config.json says"
+    )
   if dtype is None and precision is None:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
   abstract = nnx.eval_shape(

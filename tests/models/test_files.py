@@ -164,6 +164,15 @@ def test_more_layers_than_the_folder_has(copy):
     convert.load(copy / "made")
 
 
+def test_a_tokenizer_of_another_vocabulary(copy):
+  path = copy / "made" / "tokenizer_config.json"
+  path.write_text(json.dumps({**json.loads(path.read_text()), "rows": 5}))
+  with pytest.raises(
+    ValueError, match=r"tokenizer_config\.json: rows: found 5, expected .* of 267"
+  ):
+    convert.load(copy / "made")
+
+
 def test_an_item_of_another_dtype(copy):
   path = copy / "made" / "items" / "layer_001.safetensors"
   held = safetensors.numpy.load_file(path)

@@ -1,6 +1,5 @@
 """GGUF files as they are published, and as nobody should publish them."""
 
-import contextlib
 import dataclasses
 import struct
 
@@ -234,12 +233,10 @@ def test_structure_that_lies(damaged, place, data, message):
 
 def test_a_vector_that_says_it_is_in_blocks(damaged):
   """A sample of every quantisation is read when a file is opened."""
-  path, places = damaged
+  path, _ = damaged
   field = next(t.field for t in gguf.GGUFReader(path).tensors if t.name == "output_norm.weight")
   patch(path, field.offset + sum(x.nbytes for x in field.parts[:4]), struct.pack("<I", 8))
-  weights = GGUF(path)
-  with contextlib.suppress(ValueError):  # what its bytes mean then is any number, or none
-    weights.item("final")
+  assert GGUF(path).read("output_norm.weight", None).shape == (tiny_gguf.D,)
 
 
 def test_a_quantisation_of_the_future(damaged):

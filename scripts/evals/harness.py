@@ -9,10 +9,15 @@
 
 Contexts are read into the method's cache, and what is scored is then decoded token by token: every
 log-likelihood is one that the method gives while it generates.
+
+Lengths and requests mean what they mean to `HFLM`, but that sampling has no `top_k` of 50 unless a
+task says so, and that what this decoder cannot do is refused by name before anything is read.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -45,9 +50,12 @@ class KVCacheLM(TemplateLM):
     model, tokenizer: of a checkpoint.
     method: the KV-cache method.
     batch: rows that are read and decoded together.
-    max_length: tokens of context and continuation at most; what is longer loses its beginning.
-      None: what the model was made for.
+    max_length: tokens that the model reads at most; a longer context loses its beginning. None:
+      what the model was made for.
     max_new_tokens: tokens of an answer where a task does not say.
+
+  Raises:
+    ValueError: a number is out of range, or `max_length` is more than the model was made for.
   """
 
   def __init__(
@@ -61,9 +69,15 @@ class KVCacheLM(TemplateLM):
     max_new_tokens: int = 256,
   ):
     super().__init__()
+    most = model.config.max_context
+    for name, value in (("batch", batch), ("max_new_tokens", max_new_tokens)):
+      if type(value) is not int or value < 1:
+        raise ValueError(f"{name}: found {value!r}, expected an integer of at least 1")
+    if max_length is not None and (type(max_length) is not int or not 2 <= max_length <= most):
+      raise ValueError(f"max_length: found {max_length!r}, expected 2 to {most} tokens, or None")
     self.model, self.tokenizer, self.method = model, tokenizer, method
     self.batch = batch
-    self.max_length = max_length or model.config.max_context
+    self.max_length = max_length or most
     self.max_new_tokens = max_new_tokens
 
   @property
@@ -124,7 +138,7 @@ class KVCacheLM(TemplateLM):
       windows = utils.get_rolling_token_windows(
         self.tok_encode(text, add_special_tokens=False),
         prefix_token=self.prefix_token_id,
-        max_seq_len=self.max_length - 1,
+        max_seq_len=self.max_length,
         context_len=1,
       )
       parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
@@ -134,15 +148,28 @@ class KVCacheLM(TemplateLM):
     return totals
 
   def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-    """Answers, up to the strings that end them."""
+    """Answers, up to the strings that end them.
+
+    A prompt keeps its last `max_length` − `max_gen_toks` tokens.
+
+    Raises:
+      ValueError: a request leaves no token to its prompt, or asks for what there is not.
+    """
     texts: dict[int, str] = {}
-    settings = [_settings(request.args[1], self.max_new_tokens) for request in requests]
+    settings = [self._settings(request.args[1]) for request in requests]
+    prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+    rooms = [self.max_length - setting.steps for setting in settings]
+    cut = sum(len(ids) > room for ids, room in zip(prompts, rooms, strict=True))
+    if cut:
+      what = f"max_length {self.max_length} leaves {min(rooms)} tokens and more"
+      print(f"{cut} of {len(prompts)} prompts lose their beginning: {what}", file=sys.stderr)
+    pairs = [
+      (ids[-room:], [0] * setting.steps)
+      for ids, room, setting in zip(prompts, rooms, settings, strict=True)
+    ]
     with console.bar(len(requests), "answers", "request") as bar:
       for setting in dict.fromkeys(settings):
         mine = [i for i, other in enumerate(settings) if other == setting]
-        prompts = {i: self.tok_encode(requests[i].args[0]) for i in mine}
-        room = self.max_length - setting[1]
-        pairs = {i: (ids[-room:], [0] * setting[1]) for i, ids in prompts.items()}
         for indices in self._batches([pairs[i] for i in mine]):
           chosen = [mine[i] for i in indices]
           for i, text in zip(
@@ -153,11 +180,27 @@ class KVCacheLM(TemplateLM):
           bar.update(len(chosen))
     return [texts[i] for i in range(len(requests))]
 
+  def _settings(self, given: Mapping[str, Any]) -> "Settings":
+    """What a request asks for; raises ValueError where it cannot be."""
+    setting = Settings.of(given, self.max_new_tokens)
+    if setting.steps >= self.max_length:
+      raise ValueError(
+        f"max_gen_toks: found {setting.steps}, expected less than max_length = {self.max_length}: "
+        "no token of a prompt is left"
+      )
+    return setting
+
   def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-    """The pair without the beginning that does not fit; one token of context stays."""
-    continuation = continuation[-(self.max_length - 1) :]
-    room = self.max_length - len(continuation)
-    return context[-room:], continuation
+    """The pair without the beginning that does not fit; one token of context stays.
+
+    The last token of a continuation is predicted and not read.
+    """
+    if len(continuation) > self.max_length:
+      raise ValueError(
+        f"continuation: found {len(continuation)} tokens, expected at most max_length = "
+        f"{self.max_length}"
+      )
+    return context[-(self.max_length + 1 - len(continuation)) :], continuation
 
   def _batches(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterable[list[int]]:
     """Indices of the pairs, those of one shape together."""
@@ -204,18 +247,17 @@ class KVCacheLM(TemplateLM):
       greedy &= ((likeliest == wanted) | (wanted < 0)).all(1)
     return [(float(total[i]), bool(greedy[i])) for i in range(len(pairs))]
 
-  def _answer(self, pairs: Sequence[tuple[list[int], list[int]]], setting: Any) -> list[str]:
-    until, steps, temperature, top_p = setting
+  def _answer(self, pairs: Sequence[tuple[list[int], list[int]]], setting: "Settings") -> list[str]:
     logits, caches = self._read(pairs)
     generation, _ = generate(
       self.model,
       logits,
       caches,
       self.method,
-      steps=steps,
-      sampling=Sampling(temperature=temperature, top_p=top_p),
+      steps=setting.steps,
+      sampling=setting.sampling,
       stop=self.tokenizer.ends,
-      stop_strings=until,
+      stop_strings=setting.until,
       tokenizer=self.tokenizer,
       live=np.arange(self.batch) < len(pairs),
     )
@@ -223,13 +265,98 @@ class KVCacheLM(TemplateLM):
     return generation.texts[: len(pairs)]
 
 
-def _settings(given: dict[str, Any], steps: int) -> tuple[tuple[str, ...], int, float, float]:
-  """Stop strings, tokens, temperature and top-p of a request."""
-  until = given.get("until") or ()
-  until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-  steps = int(given.get("max_gen_toks") or given.get("max_new_tokens") or steps)
-  temperature = float(given.get("temperature") or 0.0) if given.get("do_sample") else 0.0
-  return until, steps, temperature, float(given.get("top_p") or 1.0)
+# Names of the number of new tokens, the first one that is given counts.
+_STEPS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# What generation libraries are told beside these, and the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  "num_beams": (1,),
+  "num_beam_groups": (1,),
+  "num_return_sequences": (1,),
+  "repetition_penalty": (1,),
+  "length_penalty": (1,),
+  "presence_penalty": (0,),
+  "frequency_penalty": (0,),
+  "diversity_penalty": (0,),
+  "no_repeat_ngram_size": (0,),
+  "typical_p": (1,),
+  "early_stopping": (False,),
+  "use_cache": (True, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What a request asks for.
+
+  Attributes:
+    until: strings that end an answer.
+    steps: tokens of an answer at most.
+    sampling: how tokens are drawn.
+  """
+
+  until: tuple[str, ...]
+  steps: int
+  sampling: Sampling
+
+  @classmethod
+  def of(cls, given: Mapping[str, Any], steps: int) -> "Settings":
+    """Out of a request's `generation_kwargs`.
+
+    Args:
+      given: `until`, one of `max_gen_toks` and its other names, `do_sample`, `temperature`,
+        `top_p`, `top_k`, `min_p`. Without `do_sample` a temperature above 0 draws.
+      steps: tokens of an answer where it does not say.
+
+    Raises:
+      ValueError: a name is not known, or a value is not possible.
+    """
+    told = {name: value for name, value in given.items() if value is not None}
+    until = told.pop("until", [])
+    until = [until] if isinstance(until, str) else until
+    if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
+      raise ValueError(f"until: found {until!r}, expected a string, or several in a list")
+    for name in reversed(_STEPS):
+      if name in told:
+        steps = _whole(name, told.pop(name), 1)
+    return cls(tuple(filter(None, until)), steps, _sampling(told))
+
+
+def _sampling(told: dict[str, Any]) -> Sampling:
+  """How tokens are drawn; whatever else a request says has to be without effect."""
+  sample = told.pop("do_sample", None)
+  if sample not in (True, False, None):
+    raise ValueError(f"do_sample: found {sample!r}, expected True or False")
+  values = {
+    name: _number(name, told.pop(name))
+    for name in ("temperature", "top_p", "min_p")
+    if name in told
+  }
+  top_k = _whole("top_k", told.pop("top_k", 0), -1)
+  for name, value in told.items():
+    if name not in _NEUTRAL:
+      known = ("until", *_STEPS, "do_sample", "temperature", "top_p", "top_k", "min_p")
+      raise ValueError(f"generation_kwargs: found {name} = {value!r}, expected {', '.join(known)}")
+    if value not in _NEUTRAL[name]:
+      raise ValueError(f"{name}: found {value!r}, expected {_NEUTRAL[name][0]}: there is no other")
+  temperature = values.get("temperature", 0.0)
+  if sample and not temperature > 0:
+    raise ValueError(f"temperature: found {temperature} with do_sample, expected more than 0")
+  drawn = Sampling(**{**values, "temperature": temperature}, top_k=top_k if top_k > 0 else None)
+  return Sampling() if sample is False or not temperature else drawn
+
+
+def _number(name: str, value: Any) -> float:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise ValueError(f"{name}: found {value!r}, expected a number")
+  return float(value)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+  if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+    raise ValueError(f"{name}: found {value!r}, expected an integer")
+  if value < least:
+    raise ValueError(f"{name}: found {value!r}, expected at least {least}")
+  return int(value)
 
 
 def _bucket(tokens: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.models.generate import pad, prefill
+from kvjax.models.sampling import Sampling
 from scripts.examples import tiny
 
 pytest.importorskip("lm_eval")
@@ -88,7 +89,12 @@ def test_rolling_windows(loaded):
 def test_long_contexts_lose_their_beginning(loaded):
   lm = adapter(loaded, max_length=20)
   ((value, _),) = lm.loglikelihood([request("x" * 50 + TEXTS[0], " end")])
-  np.testing.assert_allclose(value, expected(loaded, TEXTS[0][-16:], " end")[0], rtol=1e-4)
+  # 17 and 4 tokens, the last of which is predicted and not read.
+  np.testing.assert_allclose(value, expected(loaded, TEXTS[0][-17:], " end")[0], rtol=1e-4)
+  with pytest.raises(
+    ValueError, match="continuation: found 21 tokens, expected at most max_length"
+  ):
+    lm.loglikelihood([request("x", "y" * 21)])
 
 
 def test_answers_end_where_they_should(loaded):
@@ -104,6 +110,102 @@ def test_answers_end_where_they_should(loaded):
   drawn = {"until": [], "do_sample": True, "temperature": 2.0}
   (other,) = lm.generate_until([request(TEXTS[0], drawn)])
   assert other != whole
+
+
+def fed(lm, *requests):
+  """Prompts that are read, in order, and the settings of their answers."""
+  seen = {}
+
+  def answer(pairs, setting):
+    seen.update({tuple(prompt): setting for prompt, _ in pairs})
+    return [""] * len(pairs)
+
+  lm._answer = answer
+  lm.generate_until([request(*one) for one in requests])
+  return seen
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens"])
+@pytest.mark.parametrize("tokens", [63, 64, 65, 256])
+def test_an_answer_leaves_its_prompt_a_token(loaded, name, tokens, capsys):
+  """A prompt keeps its end; none is left empty, and nothing runs past `max_length`."""
+  lm = adapter(loaded, max_length=64)
+  asked = ("x" * 80, {name: tokens}), ("ab", {name: tokens})
+  if tokens >= 64:
+    with pytest.raises(
+      ValueError, match=f"max_gen_toks: found {tokens}, expected less than max_len"
+    ):
+      fed(lm, ("short", {name: 4}), *asked)
+    return
+  assert sorted(map(len, fed(lm, *asked))) == [1, 1]
+  assert "2 of 2 prompts lose their beginning" in capsys.readouterr().err
+  assert max(map(len, fed(lm, ("x" * 80, {name: 16})))) == 48
+
+
+def test_an_empty_prompt_is_read_as_its_prefix(loaded):
+  lm = adapter(loaded)
+  assert list(fed(lm, ("", {"until": []}))) == [(lm.prefix_token_id,)]
+
+
+@pytest.mark.parametrize(
+  ("given", "sampling"),
+  [
+    ({}, {}),
+    ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, {}),
+    ({"temperature": 0.0}, {}),
+    ({"temperature": 0.7}, {"temperature": 0.7}),
+    (
+      {"do_sample": True, "temperature": 1, "top_p": 0.5, "top_k": 7, "min_p": 0.1},
+      {"temperature": 1.0, "top_p": 0.5, "top_k": 7, "min_p": 0.1},
+    ),
+    ({"temperature": 0.7, "top_k": 0}, {"temperature": 0.7}),
+    (
+      {"temperature": 0.7, "top_k": -1, "num_beams": 1, "repetition_penalty": 1.0},
+      {"temperature": 0.7},
+    ),
+  ],
+)
+def test_sampling_arguments_are_obeyed(given, sampling):
+  from scripts.evals.harness import Settings
+
+  setting = Settings.of({**given, "until": ["a", "", "b"], "max_tokens": 9, "max_gen_toks": 3}, 5)
+  assert setting == Settings(("a", "b"), 3, Sampling(**sampling))
+  assert Settings.of({"until": "a"}, 5) == Settings(("a",), 5, Sampling())
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"do_sample": True}, "temperature: found 0.0 with do_sample, expected more than 0"),
+    ({"do_sample": "yes"}, "do_sample: found 'yes'"),
+    ({"temperature": "0.5"}, "temperature: found '0.5', expected a number"),
+    ({"temperature": -1}, "temperature: found -1"),
+    ({"temperature": 1, "top_p": 0}, "top_p: found 0"),
+    ({"temperature": 1, "top_k": 2.5}, "top_k: found 2.5, expected an integer"),
+    ({"max_gen_toks": 0}, "max_gen_toks: found 0, expected at least 1"),
+    ({"max_gen_toks": 1.5}, "max_gen_toks: found 1.5, expected an integer"),
+    ({"max_gen_toks": True}, "max_gen_toks: found True"),
+    ({"num_beams": 4}, "num_beams: found 4, expected 1"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty: found 1.1, expected 1"),
+    ({"max_length": 99}, "generation_kwargs: found max_length = 99, expected until, max_gen_toks"),
+    ({"bad_words": []}, "generation_kwargs: found bad_words"),
+    ({"until": 3}, "until: found 3, expected a string"),
+    ({"until": ["a", 3]}, r"until: found \['a', 3\]"),
+  ],
+)
+def test_what_cannot_be_sampled_is_refused_first(loaded, given, message):
+  lm = adapter(loaded)
+  lm._answer = None  # nothing is answered before the refusal
+  with pytest.raises(ValueError, match=message):
+    lm.generate_until([request("x", {"until": []}), request("y", given)])
+
+
+@pytest.mark.parametrize(
+  "given", [{"max_length": 1}, {"max_length": 10**7}, {"max_length": 64.0}, {"max_new_tokens": 0}]
+)
+def test_lengths_that_cannot_be_are_refused(loaded, given):
+  with pytest.raises(ValueError, match=f"{next(iter(given))}: found"):
+    adapter(loaded, **given)
 
 
 @pytest.mark.slow

@@ -99,8 +99,11 @@ class Args:
   data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
   run_code: bool = False
-  """Run programs that the model writes, to score them: in a process with limits, but with your
-  rights (KVJAX_RUN_CODE=1 says the same). Only where nothing is at stake."""
+  """Run programs that the model writes, to score them: in namespaces with limits, where they see no
+  file of yours and no network (KVJAX_RUN_CODE=1 says the same). Only where nothing is at stake."""
+  unsafe: bool = False
+  """With --run-code: run them with limits alone where the system gives no namespaces, with your
+  rights (KVJAX_RUN_CODE=unsafe says the same)."""
   add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
   """First take over rows and traces of these folders, which must have equal settings (with
   --only-report but for kvjax's version and batch); one that is being written gives what it has."""
@@ -348,8 +351,10 @@ def main(args: Args) -> int:
     raise ValueError(f"--memory: found {args.memory}, expected a number above 0")
   if args.data:
     os.environ["KVJAX_DATA"] = str(args.data.absolute())
+  if args.unsafe and not args.run_code:
+    raise ValueError("--unsafe: found it alone, expected it beside --run-code")
   if args.run_code:
-    os.environ[sandbox.ALLOW] = "1"
+    os.environ[sandbox.ALLOW] = sandbox.UNSAFE if args.unsafe else "1"
   if args.list:
     print(listing())
     return 0

@@ -104,7 +104,7 @@ def passed(answer: str, row: Row) -> float:
   The head has the imports and helpers that a function written anew leaves out.
   """
   head, test, name = (row.scoring[part] for part in ("prompt", "test", "entry_point"))
-  return float(sandbox.ends(f"{head}\n{answer}\n{test}\ncheck({name})\n"))
+  return float(sandbox.passes(f"{head}\n{answer}\n", head, test, name))
 
 
 TASKS = (

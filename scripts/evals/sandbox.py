@@ -1,68 +1,142 @@
-"""Runs programs that a model wrote: each in a process with limits, and only where that is allowed.
+"""Runs programs that a model wrote, where that is allowed, and tests them from outside.
 
-The limits are seconds, memory, processes and files written; there is no network where `unshare` can
-take it away. They stop accidents, not attacks: allow it only where nothing is at stake.
+A program runs in one process, its tests in another (`confined`). Only values pass between them, as
+JSON: a program cannot pass by an exit status, by what it prints, by objects that equal everything,
+or by changing the tests, which it does not see. It passes if its functions return what is right.
+
+Both processes are in namespaces of their own: they see Python and the system's libraries, to read,
+and a folder in memory that is gone afterwards; there is no network, no other process and none can
+be started, and computing time, memory and files are limited. Where the system gives no namespaces
+nothing is run, unless KVJAX_RUN_CODE says "unsafe": then there are the limits alone, and a program
+can read, change and delete what its user can.
+
+Not guaranteed: that a program finds no fault of the kernel, that it cannot read what the system and
+this Python's folder have for all to read, and that another does not run more slowly beside it.
+Arguments are handed over as copies: what a function does to them is not seen by its tests.
 """
 
+import contextlib
 import functools
+import json
 import os
+import pathlib
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 
 ALLOW = "KVJAX_RUN_CODE"
+UNSAFE = "unsafe"
 SECONDS = 5
 MEMORY = 1 << 30  # bytes
-ENDED = 113  # what a program exits with at its end; one that leaves by itself has not passed
-_NO_NETWORK = ("unshare", "--map-root-user", "--net")
-_LIMITS = f"""
-import resource
-for name, most in (("CPU", {SECONDS}), ("AS", {MEMORY}), ("FSIZE", 0), ("NPROC", 0), ("CORE", 0)):
-  resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-import os, sys
-leave = os._exit
-exec(compile(sys.stdin.read(), "answer", "exec"), {{"__name__": "answer"}})
-leave({ENDED})
-"""
+_SIDE = pathlib.Path(__file__).with_name("confined.py")
+_NOTHING = "def check(candidate):\n  pass\n"
 
 
 def check_allowed(task: str) -> None:
-  """Raises PermissionError where this machine has not been said to run models' code."""
-  if os.environ.get(ALLOW) != "1":
+  """Raises PermissionError where models' code is not to be run, or cannot be shut in."""
+  said = os.environ.get(ALLOW)
+  if said not in ("1", UNSAFE):
     raise PermissionError(
       f"{task}: its answers are programs, which are run to be scored: found {ALLOW} = "
-      f"{os.environ.get(ALLOW)!r}, expected 1 (--run-code), on a machine where nothing is at stake"
+      f"{said!r}, expected 1 (--run-code), on a machine where nothing is at stake"
     )
+  if said != UNSAFE and (why := no_namespaces()):
+    raise PermissionError(
+      f"{task}: its answers are programs: found no namespaces to shut them in ({why}), expected "
+      f"a system that gives them, or --unsafe with --run-code ({ALLOW}={UNSAFE}): then nothing "
+      "keeps a program from your files"
+    )
+
+
+@functools.cache
+def no_namespaces() -> str:
+  """Why programs cannot be shut in on this system; empty where they can."""
+  try:
+    _tested("", "", _NOTHING, "f", shut_in=True)
+  except OSError as error:
+    return str(error)
+  return ""
 
 
 def ends(program: str) -> bool:
   """Whether a Python program comes to its end within the limits, without an error.
 
+  A program that knows how the two sides talk can pretend that it did; `passes` is for verdicts.
+
   Raises:
     PermissionError: this machine has not been said to run models' code.
   """
+  return passes(program, "", _NOTHING, "f")
+
+
+def passes(program: str, head: str, test: str, name: str) -> bool:
+  """Whether a function of a program passes tests, within the limits.
+
+  Args:
+    program: what the model wrote, with what comes before it.
+    head: what the tests may use beside the function: code that the model did not write.
+    test: code that defines `check(candidate)`, which raises where the function is wrong.
+    name: the function's.
+
+  Raises:
+    PermissionError: this machine has not been said to run models' code.
+    OSError: the processes could not be started.
+  """
   check_allowed("sandbox")
-  with tempfile.TemporaryDirectory() as folder:
+  return _tested(program, head, test, name, shut_in=not no_namespaces())
+
+
+def _tested(program: str, head: str, test: str, name: str, *, shut_in: bool) -> bool:
+  ours, theirs = socket.socketpair()
+  with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors, ours, theirs:
+
+    def start(role: str, end: socket.socket, **texts: str) -> "subprocess.Popen[bytes]":
+      own = pathlib.Path(folder) / role
+      own.mkdir()
+      given = [role, end.fileno(), own if shut_in else "-", SECONDS, MEMORY]
+      with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(texts).encode())
+        file.seek(0)
+        return subprocess.Popen(
+          [sys.executable, "-I", "-B", str(_SIDE), *map(str, given)],
+          stdin=file,
+          stdout=subprocess.PIPE,
+          stderr=errors,
+          cwd=own,
+          env={"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+          pass_fds=(end.fileno(),),
+          start_new_session=True,
+        )
+
+    sides = []
     try:
-      done = subprocess.run(
-        [*_without_network(), sys.executable, "-I", "-c", _LIMITS],
-        input=program.encode("utf-8", "replace"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=folder,
-        env={"PATH": os.defpath},
-        timeout=2 * SECONDS,
-        check=False,
-      )
-    except subprocess.TimeoutExpired:
-      return False
-  return done.returncode == ENDED
+      sides.append(start("answer", theirs, program=program))
+      sides.append(start("judge", ours, head=head, test=test, name=name))
+      theirs.close()
+      ours.close()
+      said = _verdict(sides[1])
+    finally:
+      for side in sides:
+        _end(side)
+    if said not in ("passed", "failed"):
+      errors.seek(0)
+      lines = errors.read().decode("utf-8", "replace").strip().splitlines()
+      raise OSError(said or (lines[-1] if lines else "a process ended without a word"))
+    return said == "passed"
 
 
-@functools.cache
-def _without_network() -> tuple[str, ...]:
+def _verdict(judge: "subprocess.Popen[bytes]") -> str:
+  """What the judge says; an answer that takes too long has failed."""
   try:
-    subprocess.run([*_NO_NETWORK, "true"], check=True, capture_output=True, timeout=SECONDS)
-  except (OSError, subprocess.SubprocessError):
-    return ()
-  return _NO_NETWORK
+    return judge.communicate(timeout=2 * SECONDS)[0].decode("ascii", "replace")
+  except subprocess.TimeoutExpired:
+    return "failed"
+
+
+def _end(side: "subprocess.Popen[bytes]") -> None:
+  """Ends a side with all that it started."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(side.pid, signal.SIGKILL)
+  side.communicate()

@@ -465,24 +465,6 @@ def test_a_models_code_runs_only_where_that_is_said(monkeypatch):
       refused()
 
 
-def test_programs_end_or_are_ended(tmp_path, monkeypatch):
-  """Errors, endless loops, too much memory, files and processes; leaving early is not passing."""
-  monkeypatch.setattr(
-    sandbox, "_LIMITS", sandbox._LIMITS.replace(f'"CPU", {sandbox.SECONDS}', '"CPU", 1')
-  )
-  assert sandbox.ends("x = 'ä' * 10\nassert len(x) == 10")
-  for program in (
-    "assert False",
-    "while True: pass",
-    "x = bytearray(1 << 31)",
-    f"with open({str(tmp_path / 'x')!r}, 'w') as file:\n  file.write('x')",
-    "import sys; sys.exit(0)",
-    "import os; os._exit(0)",
-    "def (",
-  ):
-    assert not sandbox.ends(program), program
-
-
 def test_a_function_written_anew_has_its_imports_and_replaces_the_head():
   row = make("humaneval", index=3)
   number = re.search(r"Add (\d+)", row.question)[1]

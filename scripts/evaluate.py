@@ -17,6 +17,9 @@ one kind, and be merged:
     kvjax evaluate --tasks ruler --methods snapkv --out b     and there
     kvjax evaluate --only-report --add a b --out results
 
+Heads and gates out of files are refused where they were fitted on texts, keys or seeds of the rows,
+or do not say on what (published patterns): then `--unknown-fit` lets them run, and rows say so.
+
 Only in such a merge may the folders be of several versions of kvjax and batches; it names them.
 
 Every scorer is tried before a model answers: a task whose metric is not installed is named as not
@@ -47,7 +50,7 @@ from kvjax.models.transformer import Transformer
 
 from . import common, console
 from .evals import cells as cells_of
-from .evals import local, origin, plan, registry, sandbox, store, summary
+from .evals import fitted, local, origin, plan, registry, sandbox, store, summary
 from .evals import trace as tracing
 from .evals.plan import Cell, Entry, Mode
 from .evals.prompt import Reader
@@ -98,6 +101,9 @@ class Args:
   """Ask questions as plain text, without a chat template."""
   data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
+  unknown_fit: bool = False
+  """Also run heads and gates that do not say what they were fitted on, such as published ones;
+  their rows say that it is unknown."""
   run_code: bool = False
   """Run programs that the model writes, to score them: in namespaces with limits, where they see no
   file of yours and no network (KVJAX_RUN_CODE=1 says the same). Only where nothing is at stake."""
@@ -177,7 +183,7 @@ def evaluate(
   batch = args.batch or (25 if gpu else 5)
   limit = args.memory * 1e9 if args.memory else _memory()
   tasks = registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
-  chosen = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
+  chosen = entries(args)
   results = store.Store(args.out, settings(args, model, tokenizer, batch))
   try:
     add(results, args.add)
@@ -189,6 +195,9 @@ def evaluate(
         notes.append(cell)
       else:
         cells.append(cell)
+    for cell in cells:
+      held = dict.fromkeys(x for entry in chosen[cell.length] for x in entry.fitted)
+      fitted.check(list(held), cell.task.name, args.seed, cell.rows)
     groups = {
       length: plan.groups(entries, model, batch, length, limit)
       for length, entries in chosen.items()
@@ -212,6 +221,18 @@ def evaluate(
     return list(results.rows.values())
   finally:
     results.close()
+
+
+def entries(args: Args) -> dict[int, list[plan.Entry]]:
+  """The methods by length.
+
+  Raises:
+    ValueError: a label is not one, or does not say what it was fitted on.
+  """
+  made = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
+  for entry in (entry for each in made.values() for entry in each):
+    fitted.refuse_unknown(entry.fitted, args.unknown_fit)
+  return made
 
 
 def add(results: store.Store, folders: Sequence[pathlib.Path], *, to_report: bool = False) -> None:
@@ -364,8 +385,7 @@ def main(args: Args) -> int:
     rows = only_report(args)
   else:
     registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
-    for length in args.lengths:
-      plan.entries(labels(args), args.budgets, length)
+    entries(args)
     model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
     try:
       rows = evaluate(args, model, tokenizer, notes)

@@ -37,12 +37,13 @@ from kvjax.models.transformer import Transformer
 from kvjax.streamed import Streamed, injected
 
 from . import common, console
-from .evals import needle, scores
+from .evals import fitted, haystack, needle, scores
 from .evals.prompt import Reader
 from .evals.task import Row, rng
 from .retrieval_heads import load
 
 STEPS = 16  # longest answer
+TASK, SEED = "needle", 0  # whose texts, keys and numbers these are
 CHUNK = 2048  # tokens that methods read at a time which would take any number
 ABLATION = {
   "ltri": {},
@@ -59,7 +60,10 @@ class Args:
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Where numbers and pictures go."""
   heads: Annotated[pathlib.Path | None, common.optional("FILE")] = None
-  """Retrieval heads that `kvjax retrieval-heads` found; all heads together by default."""
+  """Retrieval heads that `kvjax retrieval-heads` found; all heads together by default. They are
+  refused where they were found on these needles."""
+  unknown_fit: bool = False
+  """Take heads that do not say what they were found on; the answers' settings say so."""
   samples: int = 20
   """Needles, each in a text of its own."""
   length: int = 8000
@@ -123,15 +127,32 @@ class Sample:
     return list(range(first, (self.stop - 1 - method.init_tokens) // method.block + 1))
 
 
+def found_on(args: Args) -> list[fitted.Fitted]:
+  """What the heads were found on.
+
+  Raises:
+    ValueError: they do not say.
+  """
+  if args.heads is None:
+    return []
+  held = [fitted.Fitted(f"--heads {args.heads}", fitted.of(args.heads))]
+  fitted.refuse_unknown(held, args.unknown_fit)
+  return held
+
+
 def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
-  """Number `index`: depths are spaced evenly over what leaves the window before the question."""
+  """Number `index`: depths are even over what leaves the window before the question, in no order.
+
+  A run that ends early has seen them all over.
+  """
   far = 1 - (args.window + 3 * args.block + STEPS) / args.length
   if far <= 0:
     raise ValueError(
       f"--length: found {args.length}, expected more than a window of {args.window} and 3 blocks"
     )
-  reader, depth = Reader(tokenizer), far * (index + 0.5) / args.samples
-  draw = rng("needle", 0, index)
+  places = haystack.spread(range(args.samples), rng("needle depths", SEED, args.samples))
+  reader, depth = Reader(tokenizer), far * (places[index] + 0.5) / args.samples
+  draw = rng(TASK, SEED, index)
   row = needle.build(reader.count, length=args.length, draw=draw, depth=depth, max_new_tokens=STEPS)
   ids = reader.row(row).ids
   for text in (f" {row.answers[0]}", row.answers[0]):
@@ -279,10 +300,14 @@ def main(args: Args) -> None:
   methods = contestants(args)
   if unknown := set(args.methods) - set(methods):
     raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")
-  about = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "methods")}
+  about = {
+    k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "methods", "unknown_fit")
+  }
   about |= {
     k: None if v is None else v.name for k, v in about.items() if k in ("heads", "checkpoint")
   }
+  held = found_on(args)
+  about |= {"fitted": [each.told() for each in held]}
   about |= {"methods": {name: repr(method) for name, method in methods.items()}}
   path = args.out / "needles.json"
   answers = load_answers(path, about)
@@ -292,9 +317,11 @@ def main(args: Args) -> None:
     print(f"full: left out, the model was trained for {most:,} tokens, not for {args.length:,}")
   names = [name for name in args.methods or methods if name in methods]
   room = -(-(args.length + STEPS) // args.block) * args.block
+  samples = [sample(tokenizer, args, index) for index in range(args.samples)]
+  if held:
+    fitted.check(held, TASK, SEED, [asked.row for asked in samples])
   with console.bar(args.samples * len(names), "answers", "answer") as bar:
-    for index in range(args.samples):
-      asked = sample(tokenizer, args, index)
+    for index, asked in enumerate(samples):
       for name in names:
         done = answers.setdefault(name, {})
         if str(index) not in done:

@@ -214,7 +214,9 @@ REAL = {
     "--lengths 8192 --memory 12 --budgets 1280 2304 4352 --methods kvzip "
     "adakv:safeguard=0+kvzip adakv:safeguard=0+kvzip:over_layers=True",
   ),
-  "real_heads": Step(f"scripts.retrieval_heads {{out}}/real_heads.json {STUDY} 2048"),
+  "real_heads": Step(
+    f"scripts.retrieval_heads {{out}}/real_heads.json --pattern {{out}}/real_gates.tsv {STUDY} 2048"
+  ),
   "real_needles": Step(
     f"scripts.needle_recall {{out}}/real_needles {NEEDLES} --length 8000 --samples 10", 540
   ),

@@ -3,15 +3,20 @@
     kvjax retrieval-heads heads.json
     kvjax retrieval-heads heads.json --checkpoint FOLDER --samples 20
 
+Texts, keys and numbers are those of no test (`scripts/evals/streams.py`), and the file says which:
+`kvjax evaluate` and `kvjax needle-recall` refuse heads that were found on what they test.
+
 A head's score is the share of a needle's tokens that it copies, mean over prompts: a token counts
 as copied when the head attends most to that very token within the needle at the step that has to
 produce it (Wu et al., 2024, §2). The file is JSON: `heads` holds the best head of every layer with
-a score above the threshold as [layer, query head, score], `scores` all of them. Use it with
+a score above the threshold as [layer, query head, score], `scores` all of them, `fitted` what they
+were found on. Use it with
 
     kvjax.Ltri(heads=load(path))
 
 With `--pattern heads.tsv` it also writes a gate for each key/value head, the best score of its
-query heads: a line of tab-separated numbers for each layer, as published patterns have them:
+query heads: a line of tab-separated numbers for each layer, as published patterns have them, and a
+comment with the same record:
 
     kvjax.DuoAttention.from_tsv("heads.tsv", sparsity=0.5)
 """
@@ -34,9 +39,12 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
 
 from . import common, console
-from .evals import needle
+from .evals import fitted, needle
 from .evals.prompt import Reader
-from .evals.task import rng
+from .evals.streams import FITTING
+from .evals.task import Row
+
+TASK, SHAPE = "needle", needle.SHAPES["niah_single_2"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +87,13 @@ class Sample:
     ids: the prompt's tokens.
     start: where the answer's tokens stand among them.
     answer: the tokens that are to be copied.
+    row: the prompt's text.
   """
 
   ids: list[int]
   start: int
   answer: list[int]
+  row: Row | None = None
 
 
 def copied(most: np.ndarray, sample: Sample) -> np.ndarray:
@@ -157,21 +167,45 @@ def load(path: pathlib.Path) -> tuple[tuple[int, int, float], ...]:
 
 
 def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
-  """Prompts with one needle each, whose value is to be copied."""
+  """Prompts with one needle each, whose value is to be copied; nothing in them is of a test."""
   reader, samples = Reader(tokenizer), []
   for index in range(args.samples):
-    row = needle.build(reader.count, length=args.length, draw=rng("needle", args.seed, index))
+    draw = FITTING.rng(TASK, args.seed, index)
+    row = needle.build(reader.count, SHAPE, length=args.length, draw=draw, stream=FITTING)
     ids = reader.row(row).ids
     # A number is the same tokens wherever it stands after a space, or is found without one.
     for text in (f" {row.answers[0]}", row.answers[0]):
       answer = tokenizer.encode(text, bos=False)
       places = [i for i in range(len(ids)) if ids[i : i + len(answer)] == answer]
       if places:
-        samples.append(Sample(ids, places[0], answer))
+        samples.append(Sample(ids, places[0], answer, row))
         break
   if not samples:
     raise ValueError("found no needle's value as tokens of its prompt, expected at least one")
   return samples
+
+
+def record(samples: Sequence[Sample], args: Args) -> dict[str, Any]:
+  """What heads were found on: texts, keys, numbers and the draws of all."""
+  rows = [sample.row for sample in samples if sample.row is not None]
+  said = needle.ONE[0].format(kind=SHAPE.value)
+  return fitted.record(
+    FITTING.about,
+    [row.context.removeprefix(said) for row in rows],
+    model=args.checkpoint,
+    task=FITTING.task(TASK),
+    seed=args.seed,
+    samples=len(samples),
+    length=args.length,
+    sources=sorted({row.about["source"] for row in rows}),
+    hidden=[text for row in rows for text in (_key(row), *row.answers)],
+  )
+
+
+def _key(row: Row) -> str:
+  """The key that a row asks for."""
+  before, after = needle.ONE[1].format(kind=SHAPE.value, key="\n").rsplit("\n", 1)
+  return row.question.removeprefix(before).removesuffix(after)
 
 
 def main(args: Args) -> None:
@@ -180,21 +214,20 @@ def main(args: Args) -> None:
   samples = needles(tokenizer, args)
   found = scores(model, samples)
   heads = best(found, args.threshold)
+  held = record(samples, args)
   about = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
-    "samples": len(samples),
-    "length": args.length,
+    "fitted": held,
     "threshold": args.threshold,
     "heads": heads,
     "scores": found.round(4).tolist(),
-    "jax": jax.__version__,
-    "kvjax": kvjax.__version__,
   }
   with common.written_aside(args.out) as path:
     path.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
   if args.pattern is not None:
     with common.written_aside(args.pattern) as path:
-      np.savetxt(path, gates(found, model.config.kv_heads), "%.6g", "\t")
+      said = fitted.COMMENT + json.dumps(held)
+      every = gates(found, model.config.kv_heads)
+      np.savetxt(path, every, "%.6g", "\t", header=said, comments="", encoding="utf-8")
   rows = [[str(layer), str(head), f"{score:.2f}"] for layer, head, score in heads]
   print(console.table(("layer", "query head", "score"), rows, left=()))
   print(f"{args.out}: {len(heads)} retrieval heads of {found.size} in {len(found)} layers")

@@ -8,8 +8,8 @@ the oracle's keys (as many as were attended to) is among those. The comparison i
 Fig. 7 (right).
 
 CIS's shared lists gain neighbours, so it attends to more than it retrieves. Its retrievals are cut
-until a head attends, on average over the first text, to as many tokens as HShare's budget; what
-each attended to is printed too.
+until a head attends, on average over a text that is none of those measured, to as many tokens as
+HShare's budget; what each attended to is printed too.
 
 In the folder: sharing.json, sharing.txt (the table) and sharing.png. A text that sharing.json has
 of the same settings is not measured again.
@@ -35,6 +35,7 @@ from kvjax.models.transformer import Transformer
 from . import bench, common, console
 from .evals import haystack
 from .evals.stats import Estimate, student
+from .evals.streams import FITTING
 
 # τ of CIS; shares of HShare's layers and heads that retrieve, and every how many steps.
 TAUS = (0.5, 0.7, 0.8, 0.9)
@@ -257,6 +258,7 @@ def main(args: Args) -> None:
   about = {name: x for name, x in bench.environment().items() if name != "command"}
   about |= {"model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct"}
   sizes = {name: getattr(args, name) for name in ("length", "steps", "budget")}
+  about |= {"cut on": FITTING.about}
   facts = json.loads(json.dumps({"about": about, **sizes, "lines": _points(args)}))
   path = args.out / "sharing.json"
   held = json.loads(path.read_text("utf-8")) if path.exists() else {}
@@ -265,13 +267,18 @@ def main(args: Args) -> None:
   texts: dict[str, Found] = held.get("texts", {})
   cut: dict[str, dict[str, int]] = held.get("retrieved_tokens", {})
   count = args.length + args.steps
+
+  def ids(words: list[str]) -> np.ndarray:
+    return np.asarray(tokenizer.encode(" ".join(words))[:count], np.int32)
+
+  if not cut:
+    print(f"{FITTING.about}, {count:,} tokens, to cut CIS on")
+    text(model, args, ids(FITTING.words(count)), cut)
   for start in args.starts:
     if start in texts:
       continue
     print(f"{start}, {count:,} tokens")
-    words = " ".join(haystack.words_from(start, count))
-    ids = np.asarray(tokenizer.encode(words)[:count], np.int32)
-    texts[start] = text(model, args, ids, cut)
+    texts[start] = text(model, args, ids(haystack.words_from(start, count)), cut)
   found = summary(list(texts.values()))
   n = (
     f"{len(texts)} text(s) x {model.config.layers} layers x {model.config.kv_heads} KV heads "

@@ -304,17 +304,17 @@ def read_gates(path: str | os.PathLike[str]) -> np.ndarray:
   """Gates of a model's heads, float64 [L, K], in [0, 1].
 
   The file has a line for each layer with a number for each key/value head, parted by tabs, as
-  `full_attention_heads.tsv` of the authors' repository. Trained gates may lie a little outside of
-  [0, 1]: they are clipped.
+  `full_attention_heads.tsv` of the authors' repository; after a # comes a comment. Trained gates
+  may lie a little outside of [0, 1]: they are clipped.
 
   Raises:
     FileNotFoundError: there is no such file.
     ValueError: it holds something else.
   """
   path = pathlib.Path(path)
-  lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+  said = (line.partition("#")[0].rstrip() for line in path.read_text("utf-8").splitlines())
   try:
-    gates = np.array([[float(x) for x in line.split("\t")] for line in lines])
+    gates = np.array([[float(x) for x in line.split("\t")] for line in said if line])
   except ValueError as error:
     raise ValueError(f"{path}: found {error}, expected lines of gates parted by tabs") from None
   if gates.ndim != 2 or not np.isfinite(gates).all():

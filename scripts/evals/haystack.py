@@ -12,7 +12,7 @@ import pathlib
 import random
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import wonderwords
 
@@ -41,13 +41,13 @@ def speeches() -> dict[str, str]:
   return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.txt"))}
 
 
-def words_from(start: str, count: int) -> list[str]:
-  """`count` words of the speeches from the one named `start` on, in a circle.
+def words_from(start: str, count: int, texts: Mapping[str, str] | None = None) -> list[str]:
+  """`count` words of the speeches, or other texts, from the one named `start` on, in a circle.
 
   Raises:
-    ValueError: there is no speech of that name.
+    ValueError: there is none of that name.
   """
-  texts = speeches()
+  texts = speeches() if texts is None else texts
   names = list(texts)
   if start not in texts:
     raise ValueError(f"start: no speech is named {start!r}; names look like {names[0]!r}")
@@ -121,6 +121,24 @@ def draw_uuid(rng: random.Random) -> str:
 def sentences(words: Sequence[str]) -> list[str]:
   """The sentences of a text given as words."""
   return _SENTENCE_END.split(" ".join(words)) if words else []
+
+
+def spread(places: Sequence[int], draw: random.Random) -> list[int]:
+  """`places` in a random order of which every beginning is spread over all of them.
+
+  A run that ends early has seen as much of each third as of the others, of each third's thirds,
+  and so on.
+  """
+  if len(places) < 2:
+    return list(places)
+  cuts = [round(i * len(places) / 3) for i in range(4)]
+  thirds = [spread(places[start:stop], draw) for start, stop in itertools.pairwise(cuts)]
+  rounds = itertools.zip_longest(*(draw.sample(thirds, 3)))
+  order = []
+  for each in rounds:
+    there = [place for place in each if place is not None]
+    order += draw.sample(there, len(there))
+  return order
 
 
 def hide(parts: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> list[str]:

@@ -2,6 +2,8 @@
 
 snapkv    snapkv:window=32    quantised:bits=4+snapkv    adakv+kvzip:room=64
 duo_attention:pattern=gates.tsv    ltri:heads=heads.json    mymodule:Mine
+
+Values that are found by looking at a model say what they were fitted on (`fitted`).
 """
 
 import ast
@@ -15,12 +17,16 @@ import kvjax
 from kvjax.methods import duo_attention
 
 from .. import retrieval_heads
+from .fitted import Fitted, of
 
 # Values that stand in files, by how their names end.
 FILES: dict[str, Callable[[pathlib.Path], Any]] = {
   ".tsv": lambda path: duo_attention.pattern_of(duo_attention.read_gates(path)),
   ".json": retrieval_heads.load,
 }
+FIELDS = ("heads", "pattern")  # fields that are found by looking at a model
+UNFITTED = (None, "alternate")  # values of theirs that are not
+_INNER = re.compile(r"\+(?=[A-Za-z_])")
 
 
 def instance(label: str, budget: int) -> kvjax.Method:
@@ -35,7 +41,7 @@ def instance(label: str, budget: int) -> kvjax.Method:
   Raises:
     ValueError: a name, a field or a file is not one, or a method refuses it.
   """
-  outer, *inner = re.split(r"\+(?=[A-Za-z_])", label, maxsplit=1)
+  outer, *inner = _INNER.split(label, maxsplit=1)
   name, fields = _parts(outer)
   method = kvjax.settings.usual(kvjax.find_method(name, "--methods"), budget)
   values = {field: _value(text) for field, text in fields.items()}
@@ -47,6 +53,24 @@ def instance(label: str, budget: int) -> kvjax.Method:
       raise ValueError(f"--methods: found {label!r}, expected a method over others before the +")
     values["base"] = instance(inner[0], budget)
   return dataclasses.replace(method, **values)
+
+
+def fitted(label: str) -> tuple[Fitted, ...]:
+  """What a label's values were fitted on: of those out of files, and of heads given by hand.
+
+  Raises:
+    ValueError: a file is not there, or its record is damaged.
+  """
+  outer, *inner = _INNER.split(label, maxsplit=1)
+  name, fields = _parts(outer)
+  found = []
+  for field, text in fields.items():
+    path = pathlib.Path(text)
+    if path.suffix in FILES:
+      found.append(Fitted(f"{name}:{field}={text}", _read(of, path)))
+    elif field in FIELDS and _value(text) not in UNFITTED:
+      found.append(Fitted(f"{name}:{field}={text}", None))
+  return (*found, *(each for part in inner for each in fitted(part)))
 
 
 def _parts(label: str) -> tuple[str, dict[str, str]]:
@@ -68,11 +92,15 @@ def _value(text: str) -> Any:
   """A literal of Python, what a file holds, or the text itself."""
   path = pathlib.Path(text)
   if path.suffix in FILES:
-    try:
-      return FILES[path.suffix](path)
-    except FileNotFoundError:
-      raise ValueError(f"--methods: {path}: not found, expected a file") from None
+    return _read(FILES[path.suffix], path)
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError):
     return text
+
+
+def _read(reader: Callable[[pathlib.Path], Any], path: pathlib.Path) -> Any:
+  try:
+    return reader(path)
+  except FileNotFoundError:
+    raise ValueError(f"--methods: {path}: not found, expected a file") from None

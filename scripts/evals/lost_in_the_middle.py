@@ -7,8 +7,8 @@ there, the asked pair is moved to a place and the others keep their order.
 import functools
 from collections.abc import Sequence
 
-from . import local, scores
-from .task import Count, Row, Task
+from . import haystack, local, scores
+from .task import Count, Row, Task, rng
 
 KEYS = (75, 140, 300)
 PLACES = 5  # evenly spaced, the first and the last pair among them
@@ -19,7 +19,7 @@ _BEFORE = "Extract the value corresponding to the specified key in the JSON obje
 def _build(
   count: Count, *, keys: int, length: int, seed: int, index: int, second: bool = False
 ) -> Row:
-  """Row `index` is entry index // 5 in the seed's order, at place index mod 5."""
+  """Row `index` is entry index // 5 in the seed's order, each at five places in a random order."""
   task = _name(keys)
   source = "github.com/nelson-liu/lost-in-the-middle (kv_retrieval_data)"
   file = local.path(_file(keys), f"Lost in the Middle, {keys} keys", source)
@@ -28,10 +28,11 @@ def _build(
   asked = [(entry["key"], entry["value"])]
   others = [pair for pair in pairs if pair not in asked]
   places = [i * (len(pairs) - 1) // (PLACES - 1) for i in range(PLACES)]
-  place = places[index % PLACES]
+  order = haystack.spread(places, rng(f"{task} places", seed, index // PLACES))
+  place = order[index % PLACES]
   placed = [*others[:place], *asked, *others[place:]]
   if second:  # two places further on, in a circle
-    place = places[(index + 2) % PLACES]
+    place = places[(places.index(place) + 2) % PLACES]
     asked.append(placed[place])
   context = f"{_BEFORE}\n\nJSON data:\n{_json(placed)}\n"
   rows = [_asked(task, *pair) for pair in asked]

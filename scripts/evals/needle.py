@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from . import haystack, scores
+from .streams import TESTS, Stream
 from .task import Count, Row, Task, fill, rng
 
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
@@ -29,11 +30,6 @@ MANY = (
 MAX_NEW_TOKENS = 128
 HEAT_MAP_DEPTHS = 10
 _CONTINUATION_WORDS = 1000
-_DRAW = {
-  "word": haystack.draw_key,
-  "number": haystack.draw_number,
-  "uuid": haystack.draw_uuid,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +75,7 @@ def build(
   max_new_tokens: int = MAX_NEW_TOKENS,
   task: str = "niah_single_2",
   second: bool = False,
+  stream: Stream = TESTS,
 ) -> Row:
   """One row that fills `length` tokens as far as whole units of its text allow.
 
@@ -97,16 +94,17 @@ def build(
     task: the row's task.
     second: ask a second question about as many other keys; where the shape hides none, they are
       added.
+    stream: what texts, keys and values are drawn from.
 
   Raises:
     ValueError: `depth` is outside [0, 1], or `length` cannot be filled.
   """
   if depth is not None and not 0 <= depth <= 1:
     raise ValueError(f"depth: found {depth}, expected a number in [0, 1]")
-  source = draw.choice(list(haystack.speeches())) if shape.text == "essay" else ""
+  source = draw.choice(list(stream.texts())) if shape.text == "essay" else ""
   if second:
     shape = dataclasses.replace(shape, keys=max(shape.keys, 2 * shape.asked))
-  pairs = _pairs(shape, draw)
+  pairs = _pairs(shape, stream, draw)
   hidden = [(key, value) for key, values in pairs.items() for value in values]
   depths = [draw.choice(haystack.DEPTHS)] if depth is None else [depth]
   others = [point for point in haystack.DEPTHS if point != depths[0]]
@@ -120,8 +118,8 @@ def build(
   then = _ask(shape, later)[1:] if second else ()
   reserved = (1 + second) * max_new_tokens
   # A word is at least one token, and every other unit is several.
-  words = haystack.words_from(source, length + _CONTINUATION_WORDS) if source else []
-  distractors = _Distractors(shape, pairs, random.Random(draw.getrandbits(64)))
+  words = stream.words(length + _CONTINUATION_WORDS, source) if source else []
+  distractors = _Distractors(shape, stream, pairs, random.Random(draw.getrandbits(64)))
 
   order = draw.getrandbits(64)
 
@@ -167,14 +165,14 @@ def _values(pairs: dict[str, list[str]], names: Sequence[str]) -> tuple[str, ...
   return tuple(value for name in names for value in pairs[name])
 
 
-def _pairs(shape: Shape, draw: random.Random) -> dict[str, list[str]]:
+def _pairs(shape: Shape, stream: Stream, draw: random.Random) -> dict[str, list[str]]:
   """Distinct keys, each with its distinct values."""
   pairs: dict[str, list[str]] = {}
   used: set[str] = set()
   while len(pairs) < shape.keys:
-    key, values = _DRAW[shape.key](draw), []
+    key, values = stream.draw[shape.key](draw), []
     while len(values) < shape.values:
-      value = _DRAW[shape.value](draw)
+      value = stream.draw[shape.value](draw)
       if value not in used:
         used.add(value)
         values.append(value)
@@ -185,14 +183,17 @@ def _pairs(shape: Shape, draw: random.Random) -> dict[str, list[str]]:
 class _Distractors:
   """Needles of other keys, drawn as they are needed: the first n are the same for every n."""
 
-  def __init__(self, shape: Shape, pairs: dict[str, list[str]], draw: random.Random):
+  def __init__(
+    self, shape: Shape, stream: Stream, pairs: dict[str, list[str]], draw: random.Random
+  ):
+    self._kinds = [stream.draw[kind] for kind in (shape.key, shape.value)]
     self._shape, self._draw = shape, draw
     self._used = {*pairs, *(value for values in pairs.values() for value in values)}
     self._made: list[str] = []
 
   def first(self, n: int) -> list[str]:
     while len(self._made) < n:
-      key, value = (_DRAW[kind](self._draw) for kind in (self._shape.key, self._shape.value))
+      key, value = (kind(self._draw) for kind in self._kinds)
       if self._used.isdisjoint((key, value)):
         self._used |= {key, value}
         self._made.append(NEEDLE.format(kind=self._shape.value, key=key, value=value))
@@ -207,8 +208,10 @@ def _niah(
 
 
 def _heat_map(count: Count, *, length: int, seed: int, index: int, second: bool = False) -> Row:
-  """Row `index` has depth index mod 10, of ten evenly spaced ones."""
-  depth = index % HEAT_MAP_DEPTHS / (HEAT_MAP_DEPTHS - 1)
+  """Ten rows have ten evenly spaced depths, in a random order of which any beginning is spread."""
+  turn, place = divmod(index, HEAT_MAP_DEPTHS)
+  order = haystack.spread(range(HEAT_MAP_DEPTHS), rng("needle depths", seed, turn))
+  depth = order[place] / (HEAT_MAP_DEPTHS - 1)
   more: dict[str, Any] = {"max_new_tokens": 32, "task": "needle", "second": second}
   return build(count, length=length, draw=rng("needle", seed, index), depth=depth, **more)
 

@@ -10,7 +10,8 @@ import jax
 import kvjax
 from kvjax.models.transformer import Transformer
 
-from .labels import instance
+from .fitted import Fitted
+from .labels import fitted, instance
 from .prompt import Prompt
 from .task import Row, Task
 
@@ -33,11 +34,13 @@ class Entry:
     label: as the command line names it: a registered name, with keyword arguments if any.
     budget: tokens that it keeps or reads, as asked for; None where it has no such setting.
     method: the instance.
+    fitted: what it got from files, or heads given by hand.
   """
 
   label: str
   budget: int | None
   method: kvjax.Method
+  fitted: tuple[Fitted, ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[
     for budget in tokens:
       method = instance(label, budget)
       free = instance(label, 2 * budget) == method
-      made.setdefault(method, Entry(label, None if free else budget, method))
+      made.setdefault(method, Entry(label, None if free else budget, method, fitted(label)))
   return list(made.values())
 
 

@@ -222,6 +222,7 @@ class Runner:
           "budget": entry.budget,
           "index": i,
           **origin.facts(cell, i, asked_for),
+          **({"fitted": "; ".join(x.told() for x in entry.fitted)} if entry.fitted else {}),
           "prompt_tokens": len(prompt),
           **scores[row],
           "cache_bytes": sizes[0] // self.batch,

@@ -16,6 +16,7 @@ from kvjax.models.transformer import Transformer
 from kvjax.testing.layer import Layer, Stream, capped
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 from scripts import calibrate_channels, common
+from scripts.evals import fitted
 from scripts.examples.tiny import byte_tokenizer
 from tests.selection import Watched, check, choose, keys, queries, softmax
 
@@ -211,7 +212,10 @@ def test_script_writes_what_caches_take(tmp_path, monkeypatch, capsys):
   calibrate_channels.main(args)
   assert "16 channels of 2 heads in 4 layers" in capsys.readouterr().out
   with np.load(out, allow_pickle=False) as file:
-    assert json.loads(str(file["about"]))["text"] == "text.txt"
+    assert json.loads(str(file["about"]))["computed_in"] == "float32"
+  held = fitted.of(out)
+  assert held["text"] == "text.txt" and (held["samples"], held["length"]) == (2, 64)
+  assert held["fingerprints"].split() == sorted(fitted.fingerprints(text.read_text()[:128]))
   channels = double_sparsity.load_channels(out)
   assert channels.shape == (4, 2, 16) and channels.dtype == np.int32
   m = DoubleSparsity(channels=4)

@@ -232,6 +232,8 @@ def test_a_pattern_for_two_devices():
 @pytest.mark.parametrize("text", ["0.1 0.2\n", "0.1\t0.2\n0.3\n", "0.1\tnan\n", ""])
 def test_other_files_are_refused(tmp_path, text):
   path = tmp_path / "gates.tsv"
+  path.write_text("# fitted: {}\n0.5\t2 # so\n\n-1\t0\n")
+  assert read_gates(path).tolist() == [[0.5, 1], [0, 0]]
   path.write_text(text)
   with pytest.raises(ValueError, match=r"gates\.tsv: found .*expected"):
     read_gates(path)

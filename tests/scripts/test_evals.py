@@ -159,8 +159,9 @@ def test_a_second_question_is_another_one_about_the_same_text(name):
 
 
 def test_the_heat_map_places_what_the_second_question_asks_for():
-  for index, depth in ((1, 1 / 9), (8, 8 / 9)):
+  for index in (1, 3):
     row = make_second("needle", length=4000, index=index)
+    depth = make("needle", index=index).about["depth"]
     where = row.context.index(row.second.answers[0]) / len(row.context)
     assert where == pytest.approx(depth, abs=0.1) and row.about["depth"] == pytest.approx(depth)
 
@@ -517,13 +518,38 @@ def test_a_needle_keeps_its_place():
 
 
 def test_depths():
-  """Drawn from RULER's forty points; the heat map goes through its own in turn."""
+  """Drawn from RULER's forty points; the heat map goes through all of its own, in any order."""
   assert len({*haystack.DEPTHS}) == 40
   assert haystack.DEPTHS[:4] == (0, 0.03, 0.05, 0.08) and haystack.DEPTHS[-1] == 1
   drawn = {make("niah_single_2", index=i).about["depth"] for i in range(20)}
   assert drawn <= set(haystack.DEPTHS) and len(drawn) > 10
   points = [make("needle", index=i).about["depth"] for i in range(20)]
-  assert points == pytest.approx([i / 9 for i in range(10)] * 2)
+  for turn in (points[:10], points[10:]):
+    assert sorted(turn) == pytest.approx([i / 9 for i in range(10)]) and turn != sorted(turn)
+  assert points[:10] != points[10:]
+  assert {int(3 * point / 1.0001) for point in points[:3]} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("count", [3, 7, 10, 20])
+def test_any_beginning_of_an_order_is_spread(count):
+  """Of the first n places each third has its share, to one."""
+  orders = {tuple(haystack.spread(range(count), random.Random(seed))) for seed in range(30)}
+  assert len(orders) > 5
+  cuts = [round(i * count / 3) for i in range(4)]
+  for order in orders:
+    assert sorted(order) == list(range(count))
+    for n in range(1, 3 * (count // 3) + 1):
+      seen = [sum(start <= x < stop for x in order[:n]) for start, stop in itertools.pairwise(cuts)]
+      assert max(seen) - min(seen) <= 1, order
+
+
+def test_placed_keys_go_through_their_places_in_any_order():
+  """Each entry is asked for at all five places; the first three are not the first half."""
+  for name in (name for name in TASKS if name.startswith("lost_in_the_middle_")):
+    rows = [make(name, length=4000, index=index) for index in range(5)]
+    places = [row.about["place"] for row in rows]
+    assert sorted(places) == [0, 5, 10, 15, 20] != places
+    assert {int(3 * row.about["depth"] / 1.0001) for row in rows[:3]} == {0, 1, 2}
 
 
 def test_questions_speak_of_one_or_of_many():

@@ -27,7 +27,19 @@ from kvjax.models.caches import next_turn
 from kvjax.models.generate import generate, prefill
 from kvjax.models.tokenizer import Tokenizer
 from scripts import common, evaluate
-from scripts.evals import cells, origin, overlap, plan, rolling, stats, store, summary, walks
+from scripts.evals import (
+  cells,
+  fitted,
+  origin,
+  overlap,
+  plan,
+  rolling,
+  stats,
+  store,
+  summary,
+  walks,
+)
+from scripts.evals.labels import fitted as fitted_of
 from scripts.evals.prompt import Reader
 from scripts.evals.registry import TASKS
 from scripts.evals.task import Row
@@ -87,7 +99,7 @@ def test_a_row_says_all_there_is_to_know(loaded, finished):
   made = TASKS["needle"].build(Reader(tokenizer).count, length=LENGTH, seed=0, index=1)
   prompt = Reader(tokenizer).row(made)
   assert row["prompt_tokens"] == len(prompt.ids) <= LENGTH - made.max_new_tokens
-  assert row["about"]["depth"] == pytest.approx(1 / 9)
+  assert row["about"] == made.about and "fitted" not in row
   assert row["settings"] == repr(kvjax.settings.example(kvjax.METHODS["snapkv"], 64))
   assert row["score"] == TASKS["needle"].score(row["answer"], made)
   assert row["answer_tokens"] <= made.max_new_tokens
@@ -947,6 +959,87 @@ def test_settings_out_of_files(tmp_path):
   duo, ltri = (entry.method for entry in plan.entries(labels, ["64"], 1000)[1:])
   assert duo.pattern == ((True, False), (False, True))
   assert ltri.heads == ((1, 3, 0.5),)
+
+
+# ---- fitted apart from tested
+
+
+def heads_of(tmp_path, **said):
+  """A file of heads, and its label; it was fitted on text of its own, but for what is said."""
+  path = tmp_path / "heads.json"
+  record = fitted.record("made up", ["a text of its own"], model=None) | said
+  path.write_text(json.dumps({"heads": [[1, 3, 0.5]], "fitted": record}))
+  return path, f"ltri:heads={path},local=64,block=16,retrieved=1"
+
+
+@pytest.mark.slow
+def test_rows_say_what_their_heads_were_fitted_on(loaded, tmp_path):
+  path, ltri = heads_of(tmp_path, task="fitting needle", seed=0, hidden=["no-such-key"])
+  (tmp_path / "gates.tsv").write_text("0.9\t0.1\n0.2\t0.8\n")
+  duo = f"duo_attention:pattern={tmp_path}/gates.tsv"
+  more = {"tasks": ("needle",), "methods": (ltri, duo), "samples": 1}
+  rows = run(loaded, tmp_path / "run", "--unknown-fit", **more)
+  told = {row["method"]: row.get("fitted") for row in rows}
+  known = fitted.Fitted("", fitted.of(path)).told()
+  assert told == {"full": None, ltri: known, duo: "unknown"}
+  assert known.startswith("made up, by SmolLM2-135M-Instruct (")
+
+
+def test_heads_that_say_nothing_are_refused_unless_told(loaded, tmp_path):
+  path = tmp_path / "heads.json"
+  path.write_text('{"heads": [[1, 3, 0.5]]}')
+  (tmp_path / "gates.tsv").write_text("0.9\t0.1\n0.2\t0.8\n")
+  sizes = "local=64,block=16,retrieved=1"
+  labels = [f"ltri:heads={path},{sizes}", f"duo_attention:pattern={tmp_path}/gates.tsv"]
+  labels += [f"ltri:heads=((1,3,0.5),),{sizes}"]
+  for label in labels:
+    with pytest.raises(
+      ValueError, match=r"found nothing on what .* expected a record.*unknown-fit"
+    ):
+      run(loaded, tmp_path / "run", methods=(label,))
+    assert evaluate.entries(parse("--methods", label, "--unknown-fit"))
+    assert [each.record for each in fitted_of(f"quantised+{label}")] == [None]
+  assert not (tmp_path / "run").exists()
+  for plain in ("ltri", "ltri:heads=None", "duo_attention:pattern=alternate", "snapkv:pool=7"):
+    assert fitted_of(plain) == ()
+
+
+@pytest.mark.parametrize("shared", ["text", "seed", "key", "value", "continuation"])
+def test_heads_are_not_tested_on_what_they_were_fitted_on(loaded, tmp_path, shared):
+  task = "kl" if shared == "continuation" else "needle"
+  row = TASKS[task].build(Reader(loaded[1]).count, length=LENGTH, seed=0, index=1)
+  said = {
+    "text": {"fingerprints": " ".join(fitted.fingerprints(row.context.upper()))},
+    "seed": {"task": "needle", "seed": 0},
+    "key": {"hidden": re.findall(r"for (\S+) mentioned", row.question)},
+    "value": {"hidden": list(row.answers)},
+    "continuation": {"fingerprints": " ".join(fitted.fingerprints(row.continuation))},
+  }[shared]
+  _, label = heads_of(tmp_path, **said)
+  with pytest.raises(ValueError, match=f"heads=.*json: found .*{task}.*on which it was fitted"):
+    run(loaded, tmp_path / "run", tasks=("kl", "needle"), methods=(label,))
+  assert not store.read(tmp_path / "run")
+
+
+def test_a_text_is_known_again():
+  """A stretch of 76 words is found wherever it stands; other words of the same kind are not."""
+  draw = random.Random(0)
+  text, other = ([f"w{draw.randrange(500)}" for _ in range(2000)] for _ in range(2))
+  marks = fitted.fingerprints(" ".join(text))
+  for start in range(0, 1900, 50):
+    within = [*other[:300], *text[start : start + 76], *other[300:600]]
+    assert marks & fitted.fingerprints(", ".join(within).title())
+  assert not marks & fitted.fingerprints(" ".join(other))
+  assert len(marks) < 2000 / 20 and fitted.fingerprints(" … ") == set()
+  assert len(fitted.fingerprints("two words")) == 1
+
+
+@pytest.mark.parametrize("damage", ['{"fitted": 3}', '{"fitted": {"text": 1}}', '{"fitted"'])
+def test_a_damaged_record_is_no_record(tmp_path, damage):
+  path = tmp_path / "heads.json"
+  path.write_text(damage)
+  with pytest.raises(ValueError, match=r"heads\.json: found .*expected a record of what it was"):
+    fitted.of(path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Needle recall of streaming methods: a needle's blocks by hand, and a run on a tiny model."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,8 +9,19 @@ import pytest
 from kvjax import Full, InfLLM, StreamingLLM
 from kvjax.testing.tiny import TOKENS, model
 from scripts import common, needle_recall
+from scripts.evals import fitted
 from scripts.evals.task import Row
-from scripts.needle_recall import Args, Sample, answer, chance, contestants, mean_recall, table
+from scripts.examples.tiny import byte_tokenizer
+from scripts.needle_recall import (
+  Args,
+  Sample,
+  answer,
+  chance,
+  contestants,
+  mean_recall,
+  sample,
+  table,
+)
 from tests.models.test_generate import letters
 
 ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
@@ -68,6 +80,50 @@ def test_injected_blocks_are_all_found():
   }
   assert np.shape(found[2]["recall"])[1] == 4
   assert np.mean(found[2]["recall"]) == 1 > np.mean(found[0]["recall"])
+
+
+@pytest.mark.parametrize("samples", [3, 7, 20])
+def test_depths_are_spread_for_any_number_of_samples(samples):
+  """Even over what leaves the window, in an order of which any beginning is spread."""
+  args = Args(None, samples=samples, length=800, window=64, block=16)
+  made = [sample(byte_tokenizer(), args, index) for index in range(samples)]
+  far = 1 - (64 + 3 * 16 + needle_recall.STEPS) / 800
+  depths = [one.row.about["depth"] / far for one in made]
+  np.testing.assert_allclose(sorted(depths), (np.arange(samples) + 0.5) / samples)
+  assert {int(3 * depth) for depth in depths[:3]} == {0, 1, 2}
+  assert depths != sorted(depths)
+
+
+def fitted_heads(tmp_path, **said):
+  path = tmp_path / "heads.json"
+  record = fitted.record("made up", ["a text of its own"], model=None) | said
+  path.write_text(json.dumps({"heads": [[1, 3, 0.5]], "fitted": record}))
+  return path
+
+
+def test_heads_are_not_tested_on_what_they_were_found_on(monkeypatch, tmp_path):
+  """Nothing is answered, or written, under heads of these texts, or of none that is known."""
+  monkeypatch.setattr(common, "load_model", lambda _: (model(), byte_tokenizer()))
+  out, sizes = tmp_path / "out", {"length": 800, "window": 64, "block": 16, "samples": 3}
+  args = Args(out, **sizes)
+  row = sample(byte_tokenizer(), args, 2).row
+  for said in (
+    {"task": "needle", "seed": 0},
+    {"fingerprints": " ".join(fitted.fingerprints(row.context))},
+    {"hidden": [row.answers[0]]},
+  ):
+    heads = fitted_heads(tmp_path, **said)
+    with pytest.raises(ValueError, match=r"heads\.json: found .*needle.*on which it was fitted"):
+      needle_recall.main(dataclasses.replace(args, heads=heads))
+  heads.write_text('{"heads": [[1, 3, 0.5]]}')
+  with pytest.raises(ValueError, match="found nothing on what it was fitted on"):
+    needle_recall.main(dataclasses.replace(args, heads=heads))
+  assert not out.exists()
+  told = {"answer": "", "right": True, "recall": [[0.5]], "depth": 0.1}
+  monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
+  more = {"methods": ("ltri",), "heads": heads, "unknown_fit": True}
+  needle_recall.main(dataclasses.replace(args, **more))
+  assert json.loads((out / "needles.json").read_text())["about"]["fitted"] == ["unknown"]
 
 
 @pytest.mark.slow

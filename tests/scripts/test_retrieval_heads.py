@@ -4,10 +4,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import DuoAttention, Full, Ltri
 from kvjax.testing.tiny import TOKENS, Run, model
 from scripts import retrieval_heads
-from scripts.retrieval_heads import Looking, Sample, best, copied, gates, load, main, scores
+from scripts.evals import fitted, haystack, streams
+from scripts.evals.registry import TASKS
+from scripts.evals.streams import FITTING
+from scripts.evals.task import rng
+from scripts.examples.tiny import byte_tokenizer
+from scripts.retrieval_heads import (
+  Looking,
+  Sample,
+  best,
+  copied,
+  gates,
+  load,
+  main,
+  needles,
+  scores,
+)
 from tests.methods.test_ltri import SMALL
 
 
@@ -62,9 +78,44 @@ def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
   """Six query heads of two key/value heads: the best of three each; half of four gates stream."""
   found = np.array([[0.1, 0.2, 0.0, 0.9, 0.3, 0.0], [0.0, 0.05, 0.5, 0.1, 0.1, 0.15]])
   assert gates(found, 2).tolist() == [[0.2, 0.9], [0.5, 0.15]]
-  monkeypatch.setattr(retrieval_heads.common, "load_model", lambda _: (model(), None))
-  monkeypatch.setattr(retrieval_heads, "needles", lambda *_: [None])
   monkeypatch.setattr(retrieval_heads, "scores", lambda *_: found)
-  main(retrieval_heads.Args(tmp_path / "heads.json", pattern=tmp_path / "heads.tsv"))
-  method = DuoAttention.from_tsv(tmp_path / "heads.tsv")
+  monkeypatch.setattr(retrieval_heads.common, "load_model", lambda _: (model(), byte_tokenizer()))
+  heads, pattern = tmp_path / "heads.json", tmp_path / "heads.tsv"
+  args = retrieval_heads.Args(heads, samples=3, length=1500, pattern=pattern)
+  main(args)
+  method = DuoAttention.from_tsv(pattern)
   assert method == DuoAttention(((False, True), (True, False)))
+  np.testing.assert_array_equal(np.loadtxt(pattern, delimiter="\t"), gates(found, 2))
+  held = fitted.of(heads)
+  assert held == fitted.of(pattern)
+  assert (held["task"], held["seed"], held["samples"]) == ("fitting needle", 0, 3)
+  assert held["text"] == FITTING.about and held["model"] == "SmolLM2-135M-Instruct"
+  assert held["kvjax"] == kvjax.__version__ and len(held["hidden"]) == 6 == len({*held["hidden"]})
+  for sample in needles(byte_tokenizer(), args):
+    row = sample.row
+    assert row.answers[0] in held["hidden"] and row.about["source"] in held["sources"]
+    assert {word for word in held["hidden"] if word in row.question}
+    assert not fitted.fingerprints(row.context).isdisjoint(held["fingerprints"].split())
+
+
+def test_heads_are_found_on_nothing_that_a_test_has():
+  """Texts, words of keys, numbers and seeds of both streams, whichever rows are drawn."""
+  args = retrieval_heads.Args("heads.json", samples=5, length=1500)
+  found = [sample.row for sample in needles(byte_tokenizer(), args)]
+  assert len(found) == 5 == len({row.question for row in found})
+
+  def runs(stream):
+    words = " ".join(stream.texts().values()).lower().split()
+    return zip(*(words[i:] for i in range(9)), strict=False)
+
+  assert set(runs(FITTING)).isdisjoint(runs(streams.TESTS))
+  words = {word for kind in ("adjective", "noun", "verb") for word in haystack.word_list(kind)}
+  words |= {word for part in haystack.vocabulary() for word in part}
+  for index, row in enumerate(found):
+    assert row.about["source"] in set(FITTING.texts()) - set(streams.TESTS.texts())
+    assert len(row.answers[0]) == 8  # a test's has seven digits
+    key = retrieval_heads._key(row)
+    assert f"for {key} mentioned" in row.question and words.isdisjoint(key.split("-"))
+    again, other = FITTING.rng("needle", 0, index), streams.TESTS.rng("needle", 0, index)
+    assert again.random() != other.random() == rng("needle", 0, index).random()
+  assert FITTING.task("needle") not in TASKS

@@ -9,7 +9,9 @@ import pytest
 import kvjax
 from kvjax.testing.tiny import TOKENS, model
 from scripts import sharing_study as study
+from scripts.evals.fitted import fingerprints
 from scripts.evals.stats import student
+from scripts.evals.streams import FITTING
 from scripts.tablemakers import Results, studies
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
@@ -49,7 +51,7 @@ def test_cis_is_cut_to_the_target(monkeypatch, slope, tries):
   assert found["visited"] == 40 + slope * cut.k and len(calls) == tries
 
 
-def test_a_text_takes_the_cuts_of_the_first(monkeypatch, tmp_path):
+def test_a_text_takes_the_cuts_that_are_there(monkeypatch, tmp_path):
   calls, cut = [], {}
   growing(monkeypatch, 1.25, calls)
   args = study.Args(tmp_path, budget=128)
@@ -138,6 +140,7 @@ def test_texts_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
 
   def measure(model, args, ids, cut):
     calls.append(len(ids))
+    cut.setdefault("CIS", {"0": 70})
     return found(0.1 * len(calls))
 
   monkeypatch.setattr(study, "text", measure)
@@ -145,9 +148,31 @@ def test_texts_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
   args = study.Args(tmp_path, length=24, steps=8, starts=("1862-Lincoln-1",))
   study.main(args)
   study.main(dataclasses.replace(args, starts=("1862-Lincoln-1", "1934-Roosevelt-1")))
-  assert calls == [32, 32]
+  assert calls == [32, 32, 32]  # the first to cut CIS on, of which nothing is kept
   report = json.loads((tmp_path / "sharing.json").read_text("utf-8"))
   assert list(report["texts"]) == ["1862-Lincoln-1", "1934-Roosevelt-1"]
-  assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.15)
+  assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.25)
   study.main(dataclasses.replace(args, steps=4))  # other settings: all of it anew
-  assert calls == [32, 32, 28]
+  assert calls == [32, 32, 32, 28, 28]
+
+
+def test_cis_is_cut_on_a_text_that_is_not_measured(monkeypatch, tmp_path):
+  read = []
+
+  class Notes(Bytes):
+    def encode(self, text):
+      read.append(text)
+      return super().encode(text)
+
+  def measure(model, args, ids, cut):
+    cut.setdefault("CIS", {"a point": len(read)})
+    return found(0.1)
+
+  monkeypatch.setattr(study, "text", measure)
+  monkeypatch.setattr(study.common, "load_model", lambda _: (model(), Notes()))
+  study.main(study.Args(tmp_path, length=24, steps=8, starts=("1862-Lincoln-1",)))
+  fitted, tested = read
+  assert not fingerprints(fitted) & fingerprints(tested) and tested.startswith("Fellow")
+  report = json.loads((tmp_path / "sharing.json").read_text("utf-8"))
+  assert report["retrieved_tokens"] == {"CIS": {"a point": 1}}
+  assert report["about"]["cut on"] == FITTING.about

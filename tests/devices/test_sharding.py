@@ -32,7 +32,13 @@ CONFIG = ModelConfig(
 )
 BUDGET, CAPACITY, STEPS = 12, 64, 3
 LENGTHS = np.array([60, 37], np.int32)  # tokens on every device that slots are split over
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, CAPACITY), np.int32)
+# No token comes twice in a row: the keys of its two places would be turned differently and else
+# alike, and which of two equal norms is the smaller, their last bits would say.
+IDS = np.arange(CONFIG.vocab, dtype=np.int32)
+TOKENS = np.random.default_rng(0).permuted(np.stack([IDS, IDS]), axis=1)
+# How far logits may lie apart: `CLOSE`, sums in another order; `MOVED`, where these have made a
+# scale or zero point of 16 bits its neighbour. One of KIVI's here moves logits by up to 8e-4.
+MOVED = 2e-3
 B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
 
 GPU = jax.default_backend() == "gpu"
@@ -110,15 +116,15 @@ def programs(method, heads, slots):
 class Ran:
   """A prompt and STEPS tokens: logits [B, STEPS + 1, V], and what the compiled step says.
 
-  `held` are the bytes of the caches on a device, `in_place` those that the step donates; `codes`,
-  of methods that store them, those of keys and values at the end.
+  `held` are the bytes of the caches on a device, `in_place` those that the step donates; of methods
+  that store codes, `caches` are there after the prompt and after each token.
   """
 
   logits: np.ndarray
   collectives: list
   held: int
   in_place: int
-  codes: list[np.ndarray]
+  caches: list
 
 
 @functools.cache
@@ -129,33 +135,62 @@ def ran(method, heads=0, slots=1):
   live = np.ones(2, bool)
   lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, TOKENS[:, 0], live)
   compiled = lowered.compile()
-  out = [first]
+  coded = isinstance(method, Coded)
+  out, stored = [first], [jax.tree.map(np.asarray, caches)] if coded else []
   for i in range(STEPS):
+    if coded and heads:  # each step from what one device has stored
+      alone = ran(method).caches[i]
+      caches = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), alone, caches)
     logits, caches = compiled(leaves, caches, TOKENS[np.arange(2), LENGTHS + i], live)
     out.append(logits)
-  stored = [x.slots[name] for x in caches for name in "kv"] if isinstance(method, Coded) else []
+    stored += [jax.tree.map(np.asarray, caches)] if coded else []
   return Ran(
     np.stack(out, 1),
     collectives(compiled.as_text()),
     sum(jax.tree.leaves(parts)),
     compiled.memory_analysis().alias_size_in_bytes,
-    [np.asarray(unpacked(jnp.asarray(np.asarray(x)), method.bits)) for x in stored],
+    stored,
   )
 
 
-def rows_of_equal_codes(ours, theirs):
-  """Rows whose codes are all the same; all, where none are stored.
+def check_logits(method, spread, alone):
+  """Alike; of methods that store codes the steps are, where what they store is.
 
   A sum in another order can move a number from half-way between two codes to the other one. That is
-  one level, of one number in thousands, in one row: what the row says afterwards differs by it.
+  one level, of one number in thousands, of which the row's logits then tell.
   """
-  rows = np.ones(2, bool)
-  for x, y in zip(ours, theirs, strict=True):
-    apart = np.abs(x - y)
-    assert apart.max() <= 1 and (apart > 0).sum() <= 2
-    rows &= ~apart.any((1, 2, 3))
-  assert rows.any()
-  return rows
+  if not isinstance(method, Coded):
+    np.testing.assert_allclose(spread.logits, alone.logits, atol=CLOSE)
+    return
+  np.testing.assert_allclose(spread.logits[:, 0], alone.logits[:, 0], atol=CLOSE)
+  alike = []
+  for i, caches in enumerate(zip(spread.caches, alone.caches, strict=True)):
+    codes, scales = moved(method, *caches)
+    rows = codes == 0
+    if i > 0:
+      tolerance = np.where(scales[rows] > 0, MOVED, CLOSE)[:, None]
+      assert (np.abs(spread.logits[rows, i] - alone.logits[rows, i]) <= tolerance).all()
+      alike.append(rows)
+  assert np.mean(alike) > 0.5
+
+
+def moved(method, ours, theirs):
+  """How many codes of each row are a level apart, and how many numbers of 16 bits are a unit."""
+  codes, scales, of_16 = np.zeros(2, int), np.zeros(2, int), 0
+  for a, b in zip(ours, theirs, strict=True):
+    for name in "kv":
+      x, y = (np.asarray(unpacked(jnp.asarray(c.slots[name]), method.bits)) for c in (a, b))
+      assert np.abs(x - y).max() <= 1
+      codes += (x != y).sum((1, 2, 3))
+    shelves = zip({**a.slots, **a.heads}.values(), {**b.slots, **b.heads}.values(), strict=True)
+    for x, y in shelves:
+      if x.dtype == jnp.float16:
+        unit = np.float32(np.spacing(np.maximum(np.abs(x), np.abs(y))))
+        # Near 0 units are smaller than what float32 sums of numbers up to 10 lose.
+        assert (np.abs(np.float32(x) - np.float32(y)) <= unit + 1e-5).all()
+        scales, of_16 = scales + (x != y).sum((1, 2, 3)), of_16 + x.size
+  assert codes.max() <= 4 and scales.sum() <= of_16 / 500
+  return codes, scales
 
 
 def check(name, mesh):
@@ -173,9 +208,7 @@ def check(name, mesh):
   if mesh == (1, 1):  # nothing to run: it is the program of no mesh
     return check_same_program(method)
   spread, alone = ran(method, *mesh), ran(method)
-  rows = rows_of_equal_codes(spread.codes, alone.codes)
-  np.testing.assert_allclose(spread.logits[:, 0], alone.logits[:, 0], atol=CLOSE)
-  np.testing.assert_allclose(spread.logits[rows], alone.logits[rows], atol=CLOSE)
+  check_logits(method, spread, alone)
   assert spread.in_place >= spread.held
   largest = max(size for _, size in spread.collectives)
   heads, slots = mesh

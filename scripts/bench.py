@@ -5,7 +5,8 @@
     kvjax bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
 
 A contender whose output misses the float32 reference gets no time, nor does one whose counted steps
-differ (tiles of a walk that may stop). The floor is the bytes that must move over the bandwidth of
+differ (tiles of a walk that may stop). A case that takes more than the device's memory is named and
+passed over. The floor is the bytes that must move over the bandwidth of
 a plain streaming read in the same run. Results are written after every case, beside other cases of
 the same versions: a stopped run leaves what it measured, and the rest can be measured later, or by
 another process at the same time.
@@ -49,7 +50,7 @@ import numpy as np
 import tyro
 
 from . import bench_files, commands, common, compare, quiet
-from .benches import Case, Contender
+from .benches import Case, Contender, exhausted, too_large
 
 Suite = Literal[
   "art",
@@ -278,7 +279,14 @@ def main(options: Args) -> int:
   module, end = suite(options.suite), time.monotonic() + 60 * options.minutes
   for case in module.cases(options.quick, not options.no_peers, options.only):
     common.drop_programs()
-    reports.append({**measure(case, repetitions), "command": facts["command"]})
+    try:
+      measured = measure(case, repetitions)
+    except jax.errors.JaxRuntimeError as error:
+      if not exhausted(error):
+        raise
+      print(too_large(case.name), flush=True)
+      continue
+    reports.append({**measured, "command": facts["command"]})
     print("\n" + table(reports[-1]), flush=True)
     if options.out:
       write(options.out, options.suite, facts, reports)
@@ -286,7 +294,10 @@ def main(options: Args) -> int:
       print(f"\n{options.minutes:g} minutes are over: there may be more cases")
       break
   if not reports:
-    raise ValueError(f"--only: found {options.only!r}, in no case's name of suite {options.suite}")
+    raise ValueError(
+      f"--only: found {options.only!r}, in no case's name of suite {options.suite} "
+      "that this device has room for"
+    )
   return int(any("us" not in row for report in reports for row in report["results"]))
 
 

@@ -7,7 +7,7 @@ shows, and nothing of its own about time: `scripts.bench` checks, interleaves, t
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,6 +71,34 @@ def together(makers: Iterable[Callable[[], Any]]) -> list[Any]:
   """What the makers make, side by side: compiling is most of what a case takes."""
   with ThreadPoolExecutor() as pool:
     return [job.result() for job in [pool.submit(make) for make in makers]]
+
+
+def fitting(label: str, make: Callable[..., Case], *arguments: Any) -> Iterator[Case]:
+  """make(label, *arguments), or on the terminal that the device has too little memory for it."""
+  try:
+    made = make(label, *arguments)
+  except jax.errors.JaxRuntimeError as error:
+    if not exhausted(error):
+      raise
+    print(too_large(label), flush=True)
+  else:
+    yield made
+
+
+def exhausted(error: Exception) -> bool:
+  """Whether the device's memory was too small."""
+  return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def too_large(label: str) -> str:
+  """What a suite says of a case that does not fit."""
+  here = jax.devices()[0]
+  return f"  {label}: not run, takes more than the memory of {here.device_kind}{_sized(here)}"
+
+
+def _sized(here: jax.Device) -> str:
+  held = (here.memory_stats() or {}).get("bytes_limit")
+  return f", {held / 1e9:.0f} GB" if held else ""
 
 
 def optional(name: str, make: Callable[[], Contender]) -> list[Contender]:

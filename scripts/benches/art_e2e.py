@@ -17,7 +17,7 @@ from kvjax.kernels import art
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
 
-from . import Case, Contender
+from . import Case, Contender, fitting
 from .e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
@@ -129,7 +129,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     for base, method in bases(tokens).items():
       title = f"{base} {name} B{batch} T{thousands:g}K"
       if only in title and (not quick or base in ("Full", "SnapKV 0.2")):
-        yield case(title, name, base, method, batch, tokens)
+        yield from fitting(title, case, name, base, method, batch, tokens)
 
 
 def case(title: str, name: str, base: str, method: kvjax.Method, batch: int, tokens: int) -> Case:

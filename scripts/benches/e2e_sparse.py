@@ -14,7 +14,7 @@ from kvjax.models.generate import join, split
 from kvjax.models.step_bytes import step_bytes
 from kvjax.models.transformer import Transformer
 
-from . import Case, Contender, together
+from . import Case, Contender, fitting, together
 from .e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
 from .longflow import holding
 
@@ -44,7 +44,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     for label, method in methods(tokens).items():
       title = f"{label} {name} B{batch} T{tokens >> 10}K"
       if only in title:
-        yield case(title, weights(name), method, batch, tokens, quick)
+        yield from fitting(title, case, weights(name), method, batch, tokens, quick)
   for length in (tokens,) if quick else PREDICTED:
     title = f"PRR {name} B1 T{length >> 10}K"
     if only in title:

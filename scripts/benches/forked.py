@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import kvjax
 from kvjax.models.transformer import Transformer
 
-from . import Case, Contender, e2e_sparse, together
+from . import Case, Contender, e2e_sparse, fitting, together
 from .e2e import BANDWIDTH, weights
 from .e2e_sparse import STEPS, logits, moved_by, timed
 from .longflow import holding
@@ -26,7 +26,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   for branches, tokens in ((4, 128),) if quick else BRANCHES:
     size = f"{tokens >> 10}K" if tokens >= 1024 else tokens
     if only in (title := f"forked {name} n{branches} T{size}"):
-      yield case(title, weights(name), branches, tokens, quick)
+      yield from fitting(title, case, weights(name), branches, tokens, quick)
 
 
 def case(title: str, model: Transformer, branches: int, tokens: int, quick: bool) -> Case:

@@ -16,7 +16,7 @@ from kvjax.models.generate import generate, join, split
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
 
-from . import Case, Contender, e2e
+from . import Case, Contender, e2e, fitting
 
 NEW = 64  # tokens of a call
 SHORT = 8  # tokens of a short answer
@@ -30,7 +30,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     name = "tiny" if quick else "Llama-3.1-8B"
     label = f"{name} B{batch} T{tokens}"
     if only in label:
-      yield case(label, e2e.weights(name), batch, tokens)
+      yield from fitting(label, case, e2e.weights(name), batch, tokens)
 
 
 def case(label: str, model: Transformer, batch: int, tokens: int) -> Case:

@@ -20,7 +20,7 @@ from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
 from kvjax.ops import attention
 
-from . import Case, Contender, jax_contender, optional, torch_contender
+from . import Case, Contender, fitting, jax_contender, optional, torch_contender
 from .e2e import hugging_face, weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -39,10 +39,10 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
     if only in (name := f"top layer of {_words(method)} {_thousands(tokens)}"):
       yield layer_case(name, method, tokens, quick)
   if only in (name := f"model {_thousands(tokens)}"):
-    yield model_case(name, tokens, quick)
+    yield from fitting(name, model_case, tokens, quick)
   tokens = 96 if quick else 128 << 10
   if only in (name := f"model {_thousands(tokens)} in one piece"):
-    yield long_case(name, tokens, peers and not quick, quick)
+    yield from fitting(name, long_case, tokens, peers and not quick, quick)
 
 
 def _thousands(tokens: int) -> str:

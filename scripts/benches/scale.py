@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from kvjax.models import parallel
 from kvjax.models.generate import join, split
 from kvjax.models.transformer import Transformer
 
-from . import Case, Contender, e2e, jax_contender, together
+from . import Case, Contender, e2e, fitting, jax_contender, together
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768
@@ -37,6 +38,7 @@ GAINS = {
 }
 # Two all-reduces a layer, each alone between products that wait for it.
 CHAIN = 64
+USABLE = 0.85  # of a device's memory by weights and caches; the rest is for what steps make
 BY_XLA = ", XLA's kernel"  # without kvjax.compiler_options
 
 
@@ -51,15 +53,16 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   for n, (axis, (b, t)) in itertools.product(counts, shapes.items()):
     mesh = kvjax.make_mesh(**{axis: n})
     if only in (label := f"{name} B{b} T{t}, {axis} over {n}"):
-      yield decoder(label, e2e.weights(name), b, t, mesh)
+      yield from fitting(label, decoder, e2e.weights(name), b, t, mesh)
     t = 64 if quick else PROMPT
     if only in (label := f"{name} prompt of {t}, {axis} over {n}"):
-      yield prompt(label, e2e.weights(name), t, mesh)
+      yield from fitting(label, prompt, e2e.weights(name), t, mesh)
   e2e.weights.cache_clear()
   batch, tokens = (1, 512) if quick else CONTEXT
   for n in counts:
     if only in (label := f"attention B{batch} T{tokens}, slots over {n}"):
-      yield attention(label, batch, tokens, n, jnp.float32 if quick else jnp.bfloat16)
+      dtype = jnp.float32 if quick else jnp.bfloat16
+      yield from fitting(label, attention, batch, tokens, n, dtype)
   yield from large_cases(quick, counts[-1], only)
 
 
@@ -107,27 +110,50 @@ def compiled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) 
 
 
 def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh) -> Case:
-  """Whole decode steps over a mesh, on one device, and with split heads their all-reduces."""
+  """Whole decode steps over a mesh, on one device, and with split heads their all-reduces.
+
+  Where a device has no room for the caches and its part of them, all contenders have the same ones.
+  """
   n, method = mesh.size, kvjax.Full()
   spread = parallel.shard(model, mesh)
   caches = e2e.filled(model, batch, tokens)
   where = sharding.named(mesh, sharding.cache_specs(caches, method))
-  # What is whole everywhere would share its memory with the original, which is donated.
-  copied = [cache.put(rows=jax.tree.map(jnp.copy, cache.rows)) for cache in caches]
-  alone, apart = [caches], [jax.device_put(tuple(copied), where)]
+  here = jax.tree.map(lambda x: x.sharding, caches)
+  weight_bytes, cache_bytes = (
+    sum(x.nbytes for x in jax.tree.leaves(each)) for each in (split(model)[1], caches)
+  )
+  size = caches[0].size
+  shapes = [
+    jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), caches, to)
+    for to in (here, where)
+  ]
+  alone: Any
+  apart: Any
+  if (weight_bytes + cache_bytes) * (1 + 1 / n) < USABLE * memory():
+    # What is whole everywhere would share its memory with the original, which is donated.
+    copied = [cache.put(rows=jax.tree.map(jnp.copy, cache.rows)) for cache in caches]
+    alone, apart = [caches], [jax.device_put(tuple(copied), where)]
+    del copied
+  else:
+    held = [caches]
+    alone, apart = Turn(held, here), Turn(held, where)
+  del caches
   whole, parts = "1 device", f"{n} devices"
-  runs = {whole: (model, alone, None), parts: (spread, apart, None)}
+  runs: dict[str, tuple] = {
+    whole: (model, alone, shapes[0], None),
+    parts: (spread, apart, shapes[1], None),
+  }
   if kvjax.compiler_options(mesh):
-    runs[parts + BY_XLA] = spread, apart, {}
+    runs[parts + BY_XLA] = spread, apart, shapes[1], {}
   with ThreadPoolExecutor() as pool:
     made = {
-      name: pool.submit(e2e.program, each, method, "auto", held[0], options)
-      for name, (each, held, options) in runs.items()
+      name: pool.submit(e2e.program, each, method, "auto", shaped, options)
+      for name, (each, _, shaped, options) in runs.items()
     }
     programs = {name: future.result() for name, future in made.items()}
   contenders = [
-    e2e.loop(name, *programs[name], split(each)[1], held, checked=True)
-    for name, (each, held, _) in runs.items()
+    e2e.loop(name, *programs[name], split(each)[1], place, checked=True)
+    for name, (each, place, *_) in runs.items()
   ]
   width, dtype = model.config.dim, model.dtype
   heads = mesh.shape[sharding.HEADS]
@@ -146,9 +172,9 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
   return Case(
     name=label,
     shapes=f"{model.config.layers} layers, {model.config.kv_heads // heads} of "
-    f"{model.config.kv_heads} key/value heads and {caches[0].size * heads // n} slots a device, "
+    f"{model.config.kv_heads} key/value heads and {size * heads // n} slots a device, "
     f"{dtype.name}",
-    bytes=sum(x.nbytes for x in split(model)[1]) + sum(x.nbytes for x in jax.tree.leaves(caches)),
+    bytes=weight_bytes + cache_bytes,
     reference=output,
     # Two ways of rounding; each lies about 0.04 from float32 activations under random weights.
     tolerance=0.1 if dtype == jnp.bfloat16 else 1e-4,
@@ -156,6 +182,34 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
     subject=parts,
     remarks=remarks,
   )
+
+
+@dataclasses.dataclass
+class Turn:
+  """A place for caches, as `e2e.loop` wants it, that others use in turn: who looks has them moved.
+
+  Attributes:
+    held: the caches, wherever they are.
+    where: of each of their arrays, the sharding here.
+  """
+
+  held: list[Any]
+  where: Any
+
+  def __getitem__(self, index: int) -> Any:
+    caches = list(self.held.pop(index))
+    for layer, to in enumerate(self.where):  # one by one: there is no room for more
+      caches[layer] = jax.block_until_ready(jax.device_put(caches[layer], to))
+    self.held.append(tuple(caches))
+    return self.held[index]
+
+  def __setitem__(self, index: int, caches: Any) -> None:
+    self.held[index] = caches
+
+
+def memory() -> float:
+  """Bytes that the first device has; infinite where it does not say."""
+  return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def prompt(label: str, model: Transformer, tokens: int, mesh: Mesh) -> Case:

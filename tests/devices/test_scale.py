@@ -1,6 +1,7 @@
 """What a 70B model takes on each of four devices, that its steps lower, and how it gets there."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from kvjax.models import parallel
 from kvjax.models.flat import Form, join
 from kvjax.models.presets import PRESETS
 from kvjax.models.transformer import Transformer
-from scripts.benches import e2e, scale
+from scripts.benches import e2e, fitting, scale
 
 (NAME, BATCH, TOKENS), DEVICES = scale.LARGE, max(scale.DEVICES)
 CONFIG = PRESETS[NAME]
@@ -87,3 +88,28 @@ def test_weights_and_caches_are_made_where_they_belong():
   part = 256 * 2 * 4096 * 4 // 8
   assert memory.output_size_in_bytes == part
   assert memory.temp_size_in_bytes < 4 * part  # random bits, in several steps
+
+
+def test_caches_that_fit_once_are_had_in_turn(monkeypatch):
+  """On one device, on two, on one again: each time from the state that all begin with."""
+  mesh = kvjax.make_mesh(heads=2)
+  outputs = []
+  for memory in (math.inf, 1.0):
+    monkeypatch.setattr(scale, "memory", lambda memory=memory: memory)
+    made = scale.decoder("tiny", e2e.weights("tiny"), 2, 64, mesh)
+    steps = made.contenders[:2]
+    for contender in (*steps, *steps):
+      assert contender.seconds() > 0
+    outputs.append([made.reference(), *(contender.output() for contender in steps)])
+  for output in jax.tree.leaves(outputs):
+    np.testing.assert_allclose(output, outputs[0][0], atol=1e-4)
+
+
+def test_what_has_no_room_is_said_and_passed_over(capsys):
+  def case(label, error):
+    raise jax.errors.JaxRuntimeError(error)
+
+  assert not list(fitting("B8 T32768", case, "RESOURCE_EXHAUSTED: Out of memory"))
+  assert "B8 T32768: not run, takes more than the memory of cpu" in capsys.readouterr().out
+  with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+    list(fitting("B8 T32768", case, "INTERNAL: a launch failed"))

@@ -1,5 +1,7 @@
 """Retrieval heads: the copy score by hand, and over a tiny model by a loop."""
 
+import pathlib
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -119,3 +121,10 @@ def test_heads_are_found_on_nothing_that_a_test_has():
     again, other = FITTING.rng("needle", 0, index), streams.TESTS.rng("needle", 0, index)
     assert again.random() != other.random() == rng("needle", 0, index).random()
   assert FITTING.task("needle") not in TASKS
+
+
+def test_the_trees_own_heads_say_what_they_were_found_on():
+  path = pathlib.Path(__file__).parents[2] / "scripts/results/cpu/retrieval_heads.json"
+  held = fitted.of(path)
+  assert held["task"] == FITTING.task("needle") and held["samples"] == 20 and held["fingerprints"]
+  assert len(load(path)) == 6

@@ -21,6 +21,7 @@ from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec, Origin
 from .config import ModelConfig
+from .token_backends import check_unicode
 from .transformer import Caches, Transformer
 
 
@@ -52,6 +53,8 @@ def stop_strings(strings: Iterable[str]) -> tuple[str, ...]:
   if not listed or not all(isinstance(text, str) and text for text in found):
     wrong = list(found) if listed else strings
     raise ValueError(f"stop_strings: found {wrong!r}, expected a list of non-empty strings")
+  for text in found:
+    check_unicode(text, "stop_strings")
   return found
 
 

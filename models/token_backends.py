@@ -102,9 +102,14 @@ def check_unicode(text: str, what: str) -> None:
 
 
 def encode_as_it_is(backend: tokenizers.Tokenizer) -> None:
-  """Turns off what a file may have kept: truncation, padding, merges left out by chance."""
+  """Turns off what a file may have kept: truncation, padding, merges left out by chance.
+
+  Without a decoder, tokens are bytes spelled as characters.
+  """
   backend.no_truncation()
   backend.no_padding()
+  if backend.decoder is None:  # the library would put spaces between tokens
+    backend.decoder = decoders.ByteLevel()
   if getattr(backend.model, "dropout", None) is not None:
     backend.model.dropout = None
 

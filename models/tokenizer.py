@@ -27,7 +27,7 @@ class Tokenizer:
 
   Args:
     backend: a `tokenizers.Tokenizer`. It is told to encode whole texts as they are: neither to cut
-      them, nor to pad them, nor to drop merges by chance.
+      them, nor to pad them, nor to drop merges by chance; without a decoder it gets ByteLevel's.
     bos: id of the token that begins a text, or None.
     eos: id of the token that ends a text, or None.
     add_bos: whether `encode` begins with `bos` unless told otherwise.
@@ -77,7 +77,7 @@ class Tokenizer:
     self.rows = rows
     self.size = size = max(backend.get_vocab().values(), default=-1) + 1
     kinds = token_backends.decoder_kinds(backend)
-    if kinds and not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
       raise NotImplementedError(
         f"tokenizer: decoder: found {sorted(kinds)}, expected ByteLevel or ByteFallback"
       )

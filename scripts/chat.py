@@ -56,6 +56,8 @@ class Args:
   """Random seed of the draws."""
   system: Annotated[str | None, common.optional("TEXT")] = None
   """System message of the chat."""
+  template_args: Annotated[str | None, common.optional("JSON")] = None
+  """What else the chat template reads: '{"enable_thinking": false}', tools, documents."""
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None
@@ -85,6 +87,7 @@ class Conversation:
 
   def __init__(self, model: Transformer, tokenizer: Tokenizer, args: Args):
     self._model, self._tokenizer, self._args = model, tokenizer, args
+    self._template_args = common.template_arguments(args.template_args)
     self._sampling = Sampling(args.temperature, top_p=args.top_p)
     self.switch(args.method, args.budget)
     self.clear()
@@ -131,10 +134,11 @@ class Conversation:
     turn = {"role": "user", "content": message}
     live = self._live
     if live is None:
-      ids = self._tokenizer.chat([*self.messages, turn])
+      ids = self._tokenizer.chat([*self.messages, turn], **self._template_args)
       caches = self.method.init_caches(self._spec)
     else:
-      caches, ids = live.caches, next_turn(self._tokenizer, message, live.answer)
+      caches = live.caches
+      ids = next_turn(self._tokenizer, message, live.answer, **self._template_args)
     left = room(caches, self.method)
     steps = self._args.steps if left is None else min(self._args.steps, int(left[0]) - len(ids))
     if steps < 1:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import io
+import json
 import os
 import pathlib
 import re
@@ -245,6 +246,24 @@ def read_text(path: pathlib.Path, option: str) -> str:
   if not path.is_file():
     raise FileNotFoundError(f"{option}: found no file {path}, expected a text in UTF-8")
   return _text(path.read_bytes(), f"{option}: {path}")
+
+
+def template_arguments(given: str | None) -> dict[str, Any]:
+  """What --template-args says, for `Tokenizer.render`.
+
+  Raises:
+    ValueError: it is no JSON object, or names what the program itself gives.
+  """
+  try:
+    found = {} if given is None else json.loads(given)
+  except ValueError:
+    found = given
+  if not isinstance(found, dict) or {"messages", "add_generation_prompt"} & set(found):
+    raise ValueError(
+      f"--template-args: found {given!r}, expected a JSON object of what the chat template reads "
+      'beside the messages: {"enable_thinking": false}'
+    )
+  return found
 
 
 def read_stdin() -> str:

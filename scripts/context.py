@@ -4,7 +4,8 @@ import codecs
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -55,9 +56,17 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, int]]:
 
 
 def encode(
-  tokenizer: Tokenizer, path: pathlib.Path, prompt: str, *, system: str | None, raw: bool
+  tokenizer: Tokenizer,
+  path: pathlib.Path,
+  prompt: str,
+  *,
+  system: str | None,
+  raw: bool,
+  arguments: Mapping[str, Any] | None = None,
 ) -> list[int]:
   """Token ids of a prompt that a file's text stands before; of a chat unless `raw`.
+
+  `arguments` are the chat template's.
 
   Raises:
     FileNotFoundError, ValueError: as `read`.
@@ -68,7 +77,7 @@ def encode(
     messages = [{"role": "user", "content": f"{_MARK}\n\n{prompt}"}]
     if system is not None:
       messages.insert(0, {"role": "system", "content": system})
-    head, found, tail = tokenizer.render(messages).partition(_MARK)
+    head, found, tail = tokenizer.render(messages, **(arguments or {})).partition(_MARK)
     if not found:
       raise ValueError("chat_template: found no trace of the user's message, expected its text")
     ids = tokenizer.encode(head.rstrip(" "), bos=False)

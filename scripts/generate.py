@@ -56,6 +56,8 @@ class Args:
   """Continue the prompt as it is, without the chat template."""
   system: Annotated[str | None, common.optional("TEXT")] = None
   """System message of the chat."""
+  template_args: Annotated[str | None, common.optional("JSON")] = None
+  """What else the chat template reads: '{"enable_thinking": false}', tools, documents."""
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None
@@ -66,18 +68,21 @@ def main(args: Args) -> None:
   chosen = kvjax.find_method(args.method, "--method")
   common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
   method = kvjax.settings.usual(chosen, args.budget)
+  given = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = common.read_stdin() if args.prompt == "-" else args.prompt
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   if args.context_file is not None:
-    ids = context.encode(tokenizer, args.context_file, prompt, system=args.system, raw=args.raw)
+    ids = context.encode(
+      tokenizer, args.context_file, prompt, system=args.system, raw=args.raw, arguments=given
+    )
   elif args.raw:
     ids = [*tokenizer.prefix, *tokenizer.encode(prompt, bos=False)]
   else:
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
       messages.insert(0, {"role": "system", "content": args.system})
-    ids = tokenizer.chat(messages)
+    ids = tokenizer.chat(messages, **given)
 
   tokens = common.right_padded(ids, multiple=64)
   spec = model.spec(1, tokens.shape[1] + args.steps)

@@ -616,6 +616,7 @@ def test_generate_refuses(change, message):
     ({"stop": None}, "stop: found None, expected a list of token ids"),
     ({"stop_strings": [3]}, r"stop_strings: found \[3\], expected a list of non-empty strings"),
     ({"stop_strings": None}, "stop_strings: found None"),
+    ({"stop_strings": ["a\udce9"]}, "stop_strings: found a byte 0xE9 that is no UTF-8"),
     ({"forced": np.full((2, 4), 1.5)}, "forced: found float64, expected integers"),
     ({"forced": np.full((2, 4), True)}, "forced: found bool, expected integers"),
     ({"rows": [0, 1.5]}, r"rows: found \[0.0, 1.5\]"),

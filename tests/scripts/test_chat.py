@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.models.tokenizer import Tokenizer
 from scripts import chat, common
 from scripts.examples import tiny
 
@@ -144,3 +145,30 @@ def test_what_cannot_be_answered_again_stays(talk):
   with pytest.raises(ValueError, match="/clear begins a new one"):
     chat.obey(talk, "/again")
   assert talk.messages == before
+
+
+THINKING = (
+  "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+  "{% if enable_thinking is defined and not enable_thinking %}short{% endif %}"
+)
+
+
+def test_template_arguments_reach_every_turn(loaded):
+  model, tokenizer = loaded
+  tokenizer = Tokenizer(tokenizer.backend, eos=tokenizer.eos, chat_template=THINKING)
+  lines = []
+  for given in (None, '{"enable_thinking": false}'):
+    talk = chat.Conversation(model, tokenizer, dataclasses.replace(ARGS, template_args=given))
+    lines.append([read(talk.ask("Who?")), read(talk.ask("Why?"))])
+  (first, second), both = lines
+  assert both == [first + len("short"), second + len("short")]
+  with pytest.raises(ValueError, match=r"enable_think: .*chat template does not read"):
+    chat.Conversation(
+      model, tokenizer, dataclasses.replace(ARGS, template_args='{"enable_think": 1}')
+    ).ask("Who?")
+
+
+@pytest.mark.parametrize("given", ["{", "[]", "no", '{"messages": []}'])
+def test_template_arguments_that_are_none(given):
+  with pytest.raises(ValueError, match=r"--template-args: found .*expected a JSON object"):
+    common.template_arguments(given)

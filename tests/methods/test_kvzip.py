@@ -199,7 +199,7 @@ class Words(Tokenizer):
   def __init__(self, chat_template="a template"):
     self.chat_template = chat_template
 
-  def encode(self, text, *, bos=None):
+  def encode(self, text, *, bos=None, after=""):
     return [ord(x) for x in text]
 
   def render(self, messages):

@@ -14,6 +14,7 @@ from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
 from kvjax import CacheSpec, Carry, Env, Prompt
+from kvjax.models import reconstruct
 from kvjax.models.caches import fork, restore, room, save
 from kvjax.models.generate import generate, prefill
 from kvjax.shared_prefill import take
@@ -123,6 +124,13 @@ def test_a_row_that_outgrows_a_conversion_is_refused(method):
   empty = method.init_caches(model().spec(2, 64))
   with pytest.raises(ValueError, match=r"prefill: found 25 tokens .* convert it again"):
     prefill(decoder, TOKENS[:, :25], np.array([25, 1]), empty, method)
+
+
+def test_a_repetition_counts_to_the_context():
+  """It stands after the context that it repeats."""
+  decoder, ask = of_context(40, limited=True), reconstruct.Instructions((1, 2), (3,))
+  with pytest.raises(ValueError, match=r"repeating a context: found 55 tokens \(row 0\)"):
+    reconstruct.read(decoder, TOKENS[:, :23], LENGTHS, kvjax.KVzip(12, room=3), ask, chunk=32)
 
 
 # ---- whose caches they are

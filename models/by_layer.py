@@ -179,6 +179,17 @@ class ByLayer:
 _SITES: dict[Any, list[At]] = {}
 
 
+# Each takes some 35 memory maps on a CPU, of which Linux gives a process 65,530, and 3 MB.
+MOST_PROGRAMS = 384
+
+
+def bound_programs() -> None:
+  """Drops what the library has compiled where that is much; no call may be under way."""
+  if flat.held() > MOST_PROGRAMS:
+    flat.drop()
+    _SITES.clear()
+
+
 def _shapes(tree: Any) -> tuple[Any, ...]:
   """What a program is compiled for of these arrays."""
   leaves, form = jax.tree.flatten(tree)
@@ -192,11 +203,13 @@ def _without_layers(model: Transformer) -> Transformer:
   return ends
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=0)
 def _embed(form: Form, leaves: Any, tokens: Any) -> Any:
   return form.module(leaves).embed(tokens)
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens: Any) -> Any:
   """The state of a decode step, and zeros for what layers hand on of theirs as summands: with
@@ -207,21 +220,25 @@ def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens
   return x, jnp.zeros(parts.shape, parts.dtype)
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _predict(form: Form, all_logits: bool, leaves: Any, x: Any, lengths: Any) -> Any:
   return form.module(leaves).predict(x, lengths, all_logits)
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=0)
 def _predict_next(form: Form, leaves: Any, x: Any, parts: Any) -> Any:
   return form.module(leaves).predict_next(x, parts)
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _conclude(method: Method, env: Env, caches: Any, lengths: Any) -> Any:
   return offload.settled(method.conclude(env, caches, lengths))
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 def _prefill(
   form: Form, at: At, past: int | None, leaves: Any, cache: Any, x: Any, told: Any, handed: Any
@@ -233,6 +250,7 @@ def _prefill(
   return x, offload.settled(cache), (carry,), aux
 
 
+@flat.own
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _decode(
   form: Form, at: At, _: None, leaves: Any, cache: Any, x: Any, live: Any, handed: Any

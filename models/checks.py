@@ -20,6 +20,7 @@ from .. import entrance, memory, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec, Origin
+from . import flat
 from .config import ModelConfig
 from .token_backends import check_unicode
 from .transformer import Caches, Transformer
@@ -146,6 +147,7 @@ def logits(x: Any, caches: Caches, vocab: int) -> None:
     raise ValueError(f"logits: found shape {np.shape(x)}, expected {expected}, as prefill returns")
 
 
+@flat.own
 @jax.jit
 def sound(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
   """Where something can be chosen: no NaN, no +∞, and not −∞ alone."""

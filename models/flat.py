@@ -105,6 +105,26 @@ def join(form: Form, leaves: Sequence[Array]) -> Any:
   return form.module(leaves)
 
 
+_OWN: list[Any] = []
+
+
+def own(function: Any) -> Any:
+  """A jitted function, noted: its programs count among those that `drop` drops."""
+  _OWN.append(function)
+  return function
+
+
+def held() -> int:
+  """How many programs the functions that were noted hold."""
+  return sum(function._cache_size() for function in _OWN)
+
+
+def drop() -> None:
+  """Drops their programs; what is needed again is compiled again, or read from disk."""
+  for function in _OWN:
+    function.clear_cache()
+
+
 def jitted(function: Callable[..., Any], static: int, mesh: Mesh | None) -> Callable[..., Any]:
   """function(`static` settings, leaves, caches, …), compiled for a mesh; caches are donated."""
   return _jitted(function, static, tuple(sharding.compiler_options(mesh).items()))
@@ -114,9 +134,11 @@ def jitted(function: Callable[..., Any], static: int, mesh: Mesh | None) -> Call
 def _jitted(
   function: Callable[..., Any], static: int, options: tuple[tuple[str, str], ...]
 ) -> Callable[..., Any]:
-  return jax.jit(
-    function,
-    static_argnums=range(static),
-    donate_argnums=static + 1,
-    compiler_options=dict(options) or None,
+  return own(
+    jax.jit(
+      function,
+      static_argnums=range(static),
+      donate_argnums=static + 1,
+      compiler_options=dict(options) or None,
+    )
   )

@@ -152,6 +152,7 @@ def generate(
   if (ill := live & ~np.asarray(checks.sound(logits))).any():
     raise checks.unsound("generate", int(ill.argmax()), "step 0", model, caches)
 
+  by_layer.bound_programs()
   always = Always(ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
   kind = method, sampling.greedy, return_logprobs
   device = _Device(model, kind, logits, caches, live, always, forced)
@@ -372,6 +373,7 @@ class _Pieces:
     return joined(self._pieces, size)
 
 
+@flat.own
 @jax.jit
 def _stacked(parts: list[Array]) -> Array:
   return jnp.stack(parts, 1)

@@ -19,7 +19,7 @@ from .by_layer import ByLayer
 from .transformer import Caches, Transformer
 
 
-def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.ndarray, np.ndarray]:
   """Token ids of several rows as `prefill` takes them.
 
   Args:
@@ -60,7 +60,9 @@ def prefill(
   On live caches it reads a further turn; rows of length 0 stay as they are (their logits mean
   nothing).
 
-  Compiles once per shape of `tokens`: callers round T up to a few sizes. With `chunk`, it compiles
+  T is rounded up to a few sizes (multiples of 64, from 1,024 tokens on by up to a sixteenth), each
+  of which compiles once; with `all_logits` or `with_aux` it is taken as it is. What all prompts and
+  steps have compiled is dropped where it is much (384 programs). With `chunk`, it compiles
   once for the first chunk and then once for every doubling of what is cached, whatever T is.
   Methods that stream read a prompt in pieces of their own (`Traits.stream`), row by row, of one or
   two widths, however long the prompt is. What is compiled is a layer, once for all that are alike
@@ -108,6 +110,7 @@ def prefill(
   chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
   seen = checks.prompt(model, tokens, lengths, caches, method)
   checks.context(model.config, method, seen, lengths, "prefill")
+  by_layer.bound_programs()
   total = lengths if total is None else np.asarray(total)
   if total.shape != lengths.shape or (total < lengths).any():
     raise ValueError(
@@ -145,9 +148,22 @@ def prefill(
   elif method.traits.pieces(int(lengths.max())) is not None:
     result = _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
   else:
+    if not (all_logits or with_aux):  # which have T entries
+      extra = _width(tokens.shape[1], checks.capacity(caches, method)) - tokens.shape[1]
+      tokens = np.pad(tokens, ((0, 0), (0, extra)))
     result = read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
   _check_sound(model, lengths, *result[:2])
   return result
+
+
+def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:
+  """T to read a prompt with: one of few, at most a sixteenth more, or 63 tokens.
+
+  Where there is no room for it, T is what there is room for.
+  """
+  step = max(64, (1 << size.bit_length()) // 32)
+  width = -(-size // step) * step
+  return width if capacity is None else max(size, min(width, int(capacity.max())))
 
 
 def _check_sound(

@@ -251,7 +251,7 @@ def _scores(
       instructions.before(row[last].tolist()) + row[start : start + n].tolist() if n else []
       for row, n in zip(tokens, count, strict=True)
     ]
-    ids, valid = pad(rows)
+    ids, valid = pad(rows, multiple=1)
     ids = np.pad(ids, ((0, 0), (0, longest + chunk - ids.shape[1])))
     given = ids, valid, np.full(len(lengths), start, np.int32)
     parts = _repeat(form, Repeating(chunk, sinks), leaves, caches, *map(jnp.asarray, given))

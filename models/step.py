@@ -116,4 +116,4 @@ def _taken(
   return jnp.where(live[:, None], new, logits), after, jnp.where(live, shown, -1), logprobs
 
 
-_choose, _take = jax.jit(_chosen, static_argnums=0), jax.jit(_taken, static_argnums=0)
+_choose, _take = (flat.own(jax.jit(function, static_argnums=0)) for function in (_chosen, _taken))

@@ -382,7 +382,7 @@ class Runner:
   def _padded(self, texts: Sequence[list[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [batch, size] and lengths; rows beyond the texts are empty."""
     idle: list[list[int]] = [[]] * (self.batch - len(texts))
-    tokens, lengths = pad([*texts, *idle])
+    tokens, lengths = pad([*texts, *idle], multiple=1)
     return np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
 
   def _cold(self, phase: str, *program: Any) -> list[str]:

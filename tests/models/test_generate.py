@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import chex
 import jax
@@ -15,6 +16,8 @@ from jax.experimental.checkify import JaxRuntimeError
 import kvjax
 from kvjax.models import by_layer, convert, flat
 from kvjax.models import generate as loop
+from kvjax.models import prefill as prompts
+from kvjax.models.by_layer import ByLayer
 from kvjax.models.generate import generate, join, pad, prefill, split
 from kvjax.models.sampling import Sampling
 from kvjax.models.step import Always, decode
@@ -782,7 +785,8 @@ def test_prompts_are_padded():
   tokens, lengths = pad([[1, 2, 3], [], [4]], multiple=4)
   assert tokens.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [4, 0, 0, 0]]
   assert lengths.tolist() == [3, 0, 1]
-  assert pad([[1, 2, 3]])[0].shape == (1, 3)
+  assert pad([[1, 2, 3]])[0].shape == (1, 64) and pad([[1] * 65])[0].shape == (1, 128)
+  assert pad([[1, 2, 3]], multiple=1)[0].shape == (1, 3)
   with pytest.raises(ValueError, match="multiple: found 0"):
     pad([[1]], multiple=0)
 
@@ -791,6 +795,78 @@ def test_prompts_are_padded():
 
 
 @pytest.mark.slow
+def test_prompts_of_any_length_take_few_programs():
+  """With the logits and caches of their own length; none where there is no room for a round one."""
+
+  def kept(caches):
+    """Empty slots may hold anything."""
+    return [
+      jax.tree.map(
+        lambda x, c=c: jnp.where((c.pos >= 0)[..., None], x, 0), (c.slots["k"], c.pos[..., None])
+      )
+      for c in caches
+    ]
+
+  method = kvjax.StreamingLLM(12)
+  before = by_layer._prefill._cache_size()
+  for size in (3, 17, 40):
+    caches = method.init_caches(model().spec(2, 48))
+    logits, caches = prefill(model(), TOKENS[:, :size], [size, 2], caches, method)
+    own = method.init_caches(model().spec(2, 48))
+    want = ByLayer(model()).prefill(
+      jnp.asarray(TOKENS[:, :size]), jnp.array([size, 2]), own, method, past=0
+    )
+    chex.assert_trees_all_close(
+      (logits, kept(caches)), (want[0], kept(want[1])), rtol=2e-4, atol=2e-4
+    )
+  assert by_layer._prefill._cache_size() - before == 4  # one, and three of their own lengths
+  _, full = start(capacity=40)
+  _, full = prefill(model(), TOKENS[:, 23:26], [3, 3], full, FULL)
+  assert full[0].seen.tolist() == [26, 17]
+  tokens = np.zeros((2, 40), np.int32)
+  prefill(model(), tokens, [40, 40], FULL.init_caches(model().spec(2, 40)), FULL)  # to the last
+
+
+def test_widths_are_few_and_close():
+  def width(size):
+    return prompts._width(size, None)
+
+  assert [width(n) for n in (1, 64, 65, 1024, 8192, 131072)] == [64, 64, 128, 1024, 8192, 131072]
+  sizes = range(1, 131073, 37)
+  assert all(n <= width(n) <= max(n * 17 / 16, n + 63) for n in sizes)
+  assert len({width(n) for n in sizes}) <= 128
+  assert prompts._width(40, np.array([48, 44])) == 48 and prompts._width(50, np.array([48])) == 50
+
+
+def test_programs_are_dropped_where_they_are_many(monkeypatch):
+  monkeypatch.setattr(by_layer, "MOST_PROGRAMS", 0)
+  logits, caches = start()
+  assert 0 < flat.held() < 12
+  found = generate(model(), logits, caches, FULL, steps=3)[0].tokens
+  monkeypatch.undo()
+  logits, caches = start()
+  np.testing.assert_array_equal(generate(model(), logits, caches, FULL, steps=3)[0].tokens, found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("all_logits", [False, True])
+def test_prompts_of_many_lengths_leave_memory_maps_for_others(all_logits, monkeypatch):
+  """120 lengths took 14,000 of 65,530; where they are not rounded up, dropping helps."""
+
+  def maps():
+    return pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
+
+  monkeypatch.setattr(by_layer, "MOST_PROGRAMS", 60)
+  start()
+  before, most = maps(), 0
+  for size in range(1, 121):
+    tokens, caches = np.ones((1, size), np.int32), FULL.init_caches(model().spec(1, 256))
+    prefill(model(), tokens, [size], caches, FULL, all_logits=all_logits)
+    most = max(most, maps() - before)
+  assert most < 4000
+
+
 def test_pieces_are_calls_of_the_model():
   """Each row in its own pieces: as one call after another by hand, row by row."""
   method = kvjax.Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=3)

@@ -133,6 +133,9 @@ def draw(results: Results, least: float = 0.0) -> dict[str, tuple[str, Figure]]:
   for place, figure in pictures.score_by_cost(boards).items():
     mode, batch = place.split("_b")
     made[f"score_by_cost_{place}"] = f"Score against cost, {mode}, batch {batch}", figure
+  aware = [board for board in boards if board.standings.mode == "aware"]
+  if aware:
+    made["first_page"] = "At like tokens attended to", pictures.first_page(aware[0])
   figure = pictures.score_by_bytes(summaries, styles)
   made["score_by_bytes"] = "Score against bytes", figure
   made["speed"] = "Speed and memory", pictures.speed(summaries, results.benches, styles)

@@ -25,6 +25,9 @@ class Cost:
     peak_bytes: what a step holds on the device, weights and caches included; None where the
       compiler does not say.
     expected_us: what `advise` expects of a step; None where it was not asked.
+    visited: share of the tokens that a layer attended to, mean of layers; None: not measured.
+    settings: of the method.
+    times: how often a step was timed.
   """
 
   method: str
@@ -39,6 +42,14 @@ class Cost:
   read_bytes: float
   peak_bytes: float | None
   expected_us: float | None = None
+  visited: float | None = None
+  settings: str = ""
+  times: int = 1
+
+  @property
+  def attended(self) -> int | None:
+    """Tokens that a layer attended to, whatever the budget is called."""
+    return None if self.visited is None else round(self.visited * self.length)
 
   @property
   def milliseconds(self) -> float:
@@ -92,6 +103,9 @@ def _parsed(line: str, where: str) -> Cost:
     high=quartiles[1],
     peak_bytes=held.get("peak_bytes"),
     expected_us=held.get("expected_us"),
+    visited=held.get("visited"),
+    settings=held.get("settings", held["method"]),
+    times=len(held.get("us_all", ())) or 1,
     **{name: held[name] for name in _NUMBERS},
   )
 

@@ -1,11 +1,14 @@
-"""Means with 95 % confidence intervals: Wilson's of shares, Student's of a few, else bootstrap."""
+"""Means with 95 % confidence intervals.
+
+Wilson's of shares, Student's of a few, exact ones of paired differences, else the bootstrap's.
+"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import special
+from scipy import optimize, special
 
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _RESAMPLES = 2000
@@ -58,6 +61,38 @@ def student(values: Sequence[float]) -> Estimate:
   apart = special.stdtrit(x.size - 1, 0.975) * x.std(ddof=1) / math.sqrt(x.size)
   mean = float(x.mean())
   return Estimate(x.size, mean, mean - float(apart), mean + float(apart), "Student")
+
+
+def paired(differences: Sequence[float]) -> Estimate:
+  """The mean of differences of scores on the same prompts, with an interval that always holds.
+
+  What is won and what is lost are two means of values in [0, 1], each bounded at 97.5 %: so many
+  equal answers leave it open how many others would differ, where a bootstrap would be certain.
+  Bounds are Clopper and Pearson's (1934) where values are 0 or 1; of parts, Hoeffding's (1963,
+  Eq. 2.1).
+
+  Raises:
+    ValueError: there are none, or one is not in [−1, 1].
+  """
+  x = np.asarray(differences, np.float64)
+  if not x.size or np.abs(x).max() > 1:
+    raise ValueError(f"differences: found {list(x)}, expected some in [-1, 1]")
+  won, lost = (_bounds(part, 0.05 / 2) for part in (np.maximum(x, 0), np.maximum(-x, 0)))
+  return Estimate(x.size, float(x.mean()), won[0] - lost[1], won[1] - lost[0], "exact")
+
+
+def _bounds(x: np.ndarray, alpha: float) -> tuple[float, float]:
+  """Both ends of a mean of values in [0, 1], each missed with a probability of alpha / 2."""
+  mean, n = float(x.mean()), x.size
+  if np.isin(x, (0, 1)).all():
+    hits = round(mean * n)
+    low = special.betaincinv(hits, n - hits + 1, alpha / 2) if hits else 0.0
+    high = special.betaincinv(hits + 1, n - hits, 1 - alpha / 2) if hits < n else 1.0
+    return float(low), float(high)
+  far = lambda p: n * special.rel_entr([mean, 1 - mean], [p, 1 - p]).sum() + math.log(alpha / 2)  # noqa: E731
+  low = optimize.brentq(far, 1e-12, mean) if mean > 0 and far(1e-12) > 0 else 0.0
+  high = optimize.brentq(far, mean, 1 - 1e-12) if mean < 1 and far(1 - 1e-12) > 0 else 1.0
+  return float(low), float(high)
 
 
 def mean_of(parts: Sequence[Estimate]) -> Estimate:

@@ -1,9 +1,8 @@
 """ART: walks that never stop, walks that do, whole steps, and what a stop costs."""
 
-import re
-
 from . import cells
-from .results import GPU, Case, Results
+from .records import Figure, Number, Part
+from .results import GPU, Case, Results, Study
 
 ENDLESS = {
   "p=inf B32 T8K 8x4": ("B32 T8K", "dense decode"),
@@ -28,6 +27,7 @@ BASES = {
   "SnapKV 0.8": "SnapKV, four fifths",
 }
 SHARED, CUT = "art_shared_walk.txt", "(8, 16384, 16384)"
+BLIND = "ART, not looking"
 STUDY = "art_study/tile128_8192_{}.json"
 RUNS = {
   "art_study/tile128_8192_newest.json": "8,192 tokens, tiles of 128, 3 layers",
@@ -38,228 +38,247 @@ LENGTHS = (1024, 2048, 4096, 6144, 8192)
 ORDERS = {"newest": "newest tile first", "sinks": "`sinks=4`: first tile first"}
 
 
-def paired(case: Case, peer: str) -> tuple[float, float, float]:
+def paired(case: Case, peer: str) -> Figure:
   """By how many percent a walk without an end is slower, with its 95 % interval."""
-  found = case.numbers(f"^{peer} \\+ ([+-][\\d.]+)% \\[([+-][\\d.]+)%, ([+-][\\d.]+)%\\]")
-  middle, low, high = found
-  return middle, low, high
+  found = case.remark(f"^{peer} \\+ ([+-][\\d.]+)% \\[([+-][\\d.]+)%, ([+-][\\d.]+)%\\]")
+  signed = [cells.number(cells.read(x), "{:+.2f}").replace("-", "−") for x in found]
+  return Figure("{} % [{}, {}]".format(*signed), found[0].records)
 
 
-def endless(results: Results) -> list[str]:
+def endless(results: Results) -> Part:
+  """Beside dense or sparse decode, and beside the same walk when it does not look."""
   rows = []
   for name, (label, peer) in ENDLESS.items():
     case = results.bench("art").case(name)
-    middle, low, high = map(cells.signed, paired(case, peer))
-    more = f"{middle} % [{low}, {high}]"
-    took = cells.ours(case.time("ART, p = inf"))
-    rows.append(
-      [label, took, f"{peer}, {cells.time(case.time(peer))}", cells.guarded(more, case.time(peer))]
-    )
-  return cells.table(("", "ART, no stops", "without ART", "ART is slower by"), rows)
+    beside = case.time(peer)
+    without = cells.join(f"{peer}, {{}}", cells.time(beside))
+    row = [label, cells.ours(case.time("ART, p = inf")), without]
+    rows.append([*row, *(cells.guarded(paired(case, x), beside) for x in (peer, BLIND))])
+  head = ("", "ART, no stops", "without ART", "slower by", "slower than ART that does not look by")
+  return cells.table(head, rows)
 
 
-def walked(case: Case) -> tuple[float, float, float]:
+def walked(case: Case) -> list[Number]:
   """Splits of a head, and the shares of the tiles that are visited and loaded."""
-  splits, visited, loaded = case.numbers(
-    r"^(\d+) splits a head; ([\d.]+) of the tiles visited, ([\d.]+) loaded"
-  )
-  return splits, visited, loaded
+  return case.numbers(r"^(\d+) splits a head; ([\d.]+) of the tiles visited, ([\d.]+) loaded")
 
 
-def stopping(results: Results) -> list[str]:
+def stopping(results: Results) -> Part:
   rows = []
   for name, label in STOPPING.items():
     case = results.bench("art").case(name)
     splits, visited, loaded = walked(case)
-    alone, bound = case.numbers(r"tiles at ([\d.]+) µs\).*\+ 5 µs = ([\d.]+)")
+    alone, least = case.numbers(r"tiles at ([\d.]+) µs\).*\+ 5 µs = ([\d.]+)")
     (share,) = case.numbers(r"^([\d.]+) of dense decode's bandwidth")
     dense = case.time("dense decode")
     rows.append(
       [
         label,
-        f"{splits:.0f}",
+        cells.number(splits, "{:.0f}"),
         cells.percent(visited),
         cells.percent(loaded),
         cells.ours(case.time("ART")),
-        f"{bound:.1f} µs",
+        cells.number(least, "{:.1f} µs"),
         cells.time(dense),
-        f"{alone:.2f} µs",
+        cells.number(alone, "{:.2f} µs"),
         cells.ratio(share, dense, "{:.3f}"),
       ]
     )
-  head = ("", "splits", "visited", "loaded", "time", "bound", "dense", "a tile of a lone walk")
+  head = ("", "splits", "visited", "loaded", "time", "expected", "dense", "a tile of a lone walk")
   return cells.table((*head, "of dense decode's bandwidth"), rows)
 
 
-def shared(results: Results) -> list[str]:
+def shared(results: Results) -> Part:
   """Walks that many programs read, at the share that runs, beside dense decode of the same run.
 
-  The file has no quartiles: nothing is divided.
+  The file has no quartiles: nothing is divided but a walk without an end, which costs most.
   """
-  text = (results.folder / GPU / SHARED).read_text("utf-8")
+  about = {"card": "NVIDIA H200", "n": 1, "setting": "share 4, tiles of 128, synthetic stops"}
   case, time = r"(B\d+ T\w+ \w+)", r" +([\d.]+) µs"
-  line = re.compile(rf"^(\(.*\)) {case} (dense decode|share 4 p=\w+){time}", re.MULTILINE)
-  alone = dict(re.findall(rf"^one program {case} p=5{time}", text, re.MULTILINE))
-  found: dict[str, dict[str, float]] = {}
-  for cut, shape, what, us in line.findall(text):
+  path = f"{GPU}/{SHARED}"
+  line = rf"^(\(.*\)) {case} (dense decode|share 4 p=\w+){time}"
+  found: dict[str, dict[str, Figure]] = {}
+  for cut, shape, what, us in results.lines(path, line, **about):
     of_shape = found.setdefault(shape, {})
     if cut == CUT or what not in of_shape:
-      of_shape[what] = float(us)
+      of_shape[what] = us
+  alone = dict(results.lines(path, rf"^one program {case} p=5{time}", **about))
   rows = []
   for shape, times in found.items():
-    dense, stops = times["dense decode"], times["share 4 p=5"]
-    endless = times.get("share 4 p=inf")
+    dense, endless = times["dense decode"], times.get("share 4 p=inf")
+    more = "–"
+    if endless is not None:
+      cost = 100 * (float(endless) / float(dense) - 1)
+      more = cells.worked_out(cost, "+{:.0f} %", endless, dense)
+    row = [times["share 4 p=5"], endless, dense, alone.get(shape)]
+    shown = ["–" if us is None else cells.join("{} µs", us) for us in row]
     rows.append(
-      [
-        shape.replace("x", "×"),
-        f"**{stops:.1f} µs**",
-        "–" if endless is None else f"{endless:.1f} µs",
-        f"{dense:.1f} µs",
-        f"{alone[shape]} µs" if shape in alone else "–",
-      ]
+      [shape.replace("x", "×"), cells.join("**{}**", shown[0]), *shown[1:3], more, shown[3]]
     )
-  head = ("", "ART", "without an end", "dense decode", "one program a walk")
-  return cells.table(head, rows)
+  head = ("", "ART", "without an end", "dense decode", "without an end over dense")
+  return cells.table((*head, "one program a walk"), rows)
 
 
-def steps(results: Results) -> list[str]:
+def steps(results: Results) -> Part:
   """Every base and shape that was run."""
   bench, rows = results.bench("art_e2e"), []
   for shape in SHAPES:
     there = {case.name for case in bench.cases(f"{MODEL} {shape}$")}
     for base, label in BASES.items():
       if (name := f"{base} {MODEL} {shape}") in there:
-        rows.append([f"{shape}, {label}", *_gains(bench.case(name), base)])
+        rows.append([f"{shape}, {label}", *gains(bench.case(name), base)])
   head = ("", "base", "ART, τ = 1e-5", "ART, τ = 0.01", "ART, paper's share")
   return cells.table(head, rows)
 
 
-def _gains(case: Case, base: str) -> list[str]:
+def gains(case: Case, base: str) -> list[str]:
   """TPOT over the full cache's, of what the bytes allow; nothing for what was not run."""
-  full, row = case.time("Full"), ["1"] if base == "Full" else []
+  full, row = case.time("Full"), ["–"] if base == "Full" else []
   for name in FORCED if base == "Full" else (base, *FORCED):
     if not case.has(name):
       row.append("")
       continue
     # The last figures of the line are those over the full cache.
     (allowed,) = case.numbers(rf"^{name}: .*bytes allow ([\d.]+)[^;]* over Full")
-    row.append(cells.ratio(full.us / case.time(name).us, full, f"{{:.2f}} of {allowed:.2f}"))
+    gain = cells.ratio(*cells.gain(case.time(name), full))
+    row.append(cells.join("{} of {}", gain, cells.number(allowed)))
   return row
 
 
-def forced(results: Results) -> list[str]:
+def forced(results: Results) -> Part:
   case = results.bench("art_e2e").case(f"Full {MODEL} B8 T32K")
   found = [
-    case.remark(rf"{name} in (\d+)% of the heads after (\d+)% of a walk's tiles") for name in FORCED
+    cells.join(
+      "{} % of the heads after {} %", *case.remark(rf"{name} in (\d+)% of the heads after (\d+)%")
+    )
+    for name in FORCED
   ]
-  said = (f"{heads} % of the heads after {after} %" for heads, after in found)
-  alone = [
-    cells.percent(results.json(STUDY.format("newest"), "splits", f"tau {tau}, 1 splits")["stopped"])
-    for tau in ("1e-05", "0.01")
-  ]
+  held = study(results, STUDY.format("newest"))
+  alone = [cells.percent(held.number("splits", f"tau {tau}, 1 splits", "stopped")) for tau in TAUS]
   return cells.sentence(
-    "Heads that stop, and the share of a walk's tiles after which they do, at τ = 1e-5, at "
-    f"τ = 0.01 and as the paper's times say: {', '.join(said)}. The first two are those of "
-    "SmolLM2's groups of three query heads, which go on until all three are stable; by themselves "
-    f"{alone[0]} and {alone[1]} of its query heads stop, earlier."
+    "Heads that stop, and the share of a walk's tiles after which they do, at τ = `1e-5`, at τ = "
+    "`0.01` and as the paper's times say: {}. The first two are those of SmolLM2's groups of query "
+    'heads in one walk, forced here onto `splits="fill"`; by themselves {} and {} of its query '
+    "heads stop, earlier, and in as many walks as run here nearly none would.",
+    cells.listed(found),
+    *alone,
   )
 
 
-def stops(results: Results) -> list[str]:
+# ---- studies
+
+
+def study(results: Results, path: str) -> Study:
+  """A study of one speech's activations, on a CPU."""
+  held = results.json(path)
+  about = held["about"]
+  setting = f"{about['model']}, {about['text']}, tiles of {held['tile']}, {held['order']}"
+  return results.study(path, card="CPU", n=held["walks"], setting=setting)
+
+
+def stopped(held: Study, setting: str) -> list[str]:
+  """Shares read and stopped, and the error, of query heads by themselves and of a group."""
+  row = []
+  for kind in ("splits", "groups"):
+    keys = (kind, setting)
+    row += [cells.percent(held.number(*keys, key), 1) for key in ("visited", "stopped")]
+    row.append(cells.number(held.number(*keys, "error"), "{:.1e}"))
+  return row
+
+
+def stops(results: Results) -> Part:
   """What stops read and miss, of query heads by themselves and of a KV head's together."""
   rows = []
   for order, label in ORDERS.items():
+    held = study(results, STUDY.format(order))
     for tau, words in TAUS.items():
       for count in (1, 2, 4, 8):
-        row = [label, words, str(count)]
-        for kind in ("splits", "groups"):
-          cost = results.json(STUDY.format(order), kind, f"tau {tau}, {count} splits")
-          row += [cells.percent(cost[key], 1) for key in ("visited", "stopped")]
-          row.append(f"{cost['error']:.1e}")
-        rows.append(row)
+        rows.append([label, words, str(count), *stopped(held, f"tau {tau}, {count} splits")])
   head = ("order", "τ", "splits", "read, a query head", "stop", "mean error")
-  return cells.table((*head, "read, a group", "stop", "mean error"), rows)
+  return cells.table((*head, "read, a group", "stop", "mean error"), rows, labels=3)
 
 
-def lengths(results: Results) -> list[str]:
+def lengths(results: Results) -> Part:
   """Shares visited by length: one walk, of a query head and of a group."""
   rows = []
   for order, label in ORDERS.items():
+    held = study(results, STUDY.format(order))
     for tau, words in TAUS.items():
-      found = results.json(STUDY.format(order), "lengths", tau)
       for kind in ("query head", "group"):
-        row = [cells.percent(found[f"{n} tokens"][kind]) for n in LENGTHS]
-        rows.append([f"{label}, τ = {words}, a {kind}", *row])
+        found = [held.number("lengths", tau, f"{n} tokens", kind) for n in LENGTHS]
+        rows.append([f"{label}, τ = {words}, a {kind}", *map(cells.percent, found)])
   return cells.table(("", *(f"{n:,} tokens" for n in LENGTHS)), rows)
 
 
-def probe(results: Results) -> list[str]:
+def probe(results: Results) -> Part:
   """How often the probe agrees where it can err, and what φ adds."""
   rows = []
   for run, which in RUNS.items():
+    held = study(results, run)
     for tau, words in TAUS.items():
-      found = results.json(run, "agreement", tau, "all")
-      free = results.json(run, "without_direction", tau)
-      rows.append(
-        [
-          which,
-          words,
-          f"{found['walks']:,}",
-          f"{found['ended']:,}",
-          cells.percent(found["agree_of_ended"]),
-          cells.percent(found["agree"]),
-          f"{free['same_stop']:,}",
-        ]
+      walks, ended, of_ended, agree = (
+        held.number("agreement", tau, "all", key)
+        for key in ("walks", "ended", "agree_of_ended", "agree")
       )
-  last = f"{LENGTHS[-1]} tokens"
-  longest = [results.json(STUDY.format("newest"), "agreement", tau, last) for tau in TAUS]
-  agreed = [cells.percent(found["agree"]) for found in longest]
+      counts = [cells.number(x, "{:,.0f}") for x in (walks, ended)]
+      free = cells.number(held.number("without_direction", tau, "same_stop"), "{:,.0f}")
+      rows.append([which, words, *counts, cells.percent(of_ended), cells.percent(agree), free])
+  held, last = study(results, STUDY.format("newest")), f"{LENGTHS[-1]} tokens"
+  agreed = [cells.percent(held.number("agreement", tau, last, "agree")) for tau in TAUS]
+  walks = cells.number(held.number("agreement", "1e-05", last, "walks"), "{:.0f}")
   head = ("newest tile first", "τ", "walks", "either ends", "of these alike", "of all alike")
-  return [
-    *cells.table((*head, "walks that end alike without φ"), rows),
-    "",
-    *cells.sentence(
-      f"Of the {longest[0]['walks']} walks that see all {LENGTHS[-1]:,} tokens both end alike in "
-      f"{agreed[0]} at τ = 1e-5 and in {agreed[1]} at τ = 0.01."
-    ),
-  ]
+  return cells.table((*head, "walks that end alike without φ"), rows, labels=2).then(
+    cells.sentence(
+      f"Of the {{}} walks that see all T{LENGTHS[-1] >> 10}K both end alike in {{}} at τ = `1e-5` "
+      "and in {} at τ = `0.01`.",
+      walks,
+      *agreed,
+    )
+  )
 
 
-def theorems(results: Results) -> list[str]:
+def theorems(results: Results) -> Part:
   """Where the bounds apply."""
-  bounds = [results.json(STUDY.format(order), "bounds", tau) for order in ORDERS for tau in TAUS]
-  holds, wrong = (
-    [found[key] for found in bounds] for key in ("decays", "violations_where_it_decays")
+  helds = [(study(results, STUDY.format(order)), tau) for order in ORDERS for tau in TAUS]
+  assumed, holds, wrong = (
+    [held.number("bounds", tau, key) for held, tau in helds]
+    for key in ("assumption", "decays", "violations_where_it_decays")
   )
-  assumed = max(found["assumption"] for found in bounds)
   return cells.sentence(
-    f"Assumption 1 of the theorems held at {cells.percent(assumed)} of the stops, Lemma 1 at "
-    f"{cells.percent(min(holds))} to {cells.percent(max(holds))}, where the bound was broken "
-    f"{sum(wrong)} times."
+    "Assumption 1 of the theorems held at {} of the stops, Lemma 1 at {} to {}, where the bound "
+    "was broken {} times.",
+    cells.percent(max(assumed)),
+    cells.percent(min(holds)),
+    cells.percent(max(holds)),
+    cells.worked_out(sum(wrong), "{:.0f}", *wrong),
   )
 
 
-def cost(results: Results) -> str:
+def cost(results: Results) -> Figure:
   """What whole steps pay where walks are long enough to look, and too short to spare much."""
   case = results.bench("art_e2e").case("SnapKV 0.8 Llama-3.1-8B B1 T32K")
   base, ours = case.time("SnapKV 0.8"), case.time("ART 1e-5")
-  more = cells.guarded(f"{ours.us - base.us:.0f} µs ({100 * (ours.us / base.us - 1):.1f} %)", base)
-  return f"{more} of a step over SnapKV's four fifths of B1 T32K in 33 walks a head"
+  more = cells.worked_out(ours.us - base.us, "{:.0f} µs", ours, base)
+  share = cells.worked_out(100 * (ours.us / base.us - 1), "{:.1f} %", ours, base)
+  both = cells.guarded(cells.join("{} ({})", more, share), base)
+  return cells.join("{} of a step over SnapKV's four fifths of B1 T32K in `33` walks a head", both)
 
 
-def costs(results: Results) -> list[str]:
-  return cells.sentence(f"{cost(results)}.")
+def costs(results: Results) -> Part:
+  return cells.sentence("{}.", cost(results))
 
 
-def in_short(results: Results) -> str:
+def in_short(results: Results) -> Figure:
   """The line of the results in short."""
   bench = results.bench("art")
-  dense = [(bench.case(name), peer) for name, (_, peer) in ENDLESS.items() if "dense" in peer]
-  more = [(paired(case, peer)[0], case.time(peer)) for case, peer in dense]
+  blind = cells.listed(paired(bench.case(name), BLIND) for name in ENDLESS)
   case = bench.case("decay B32 T32K 8x4")
-  slower = cells.span(more, "{:+.2f}", " %").replace("-", "−")
-  return (
-    f"where nothing stops, {slower} over dense decode, and {cost(results)}; "
-    f"{cells.time(case.time('ART'))} for {cells.time(case.time('dense decode'))} where "
-    f"{cells.percent(walked(case)[1])} of B32 T32K is visited"
+  return cells.join(
+    "looking at every tile where nothing stops costs {} over the same walk that does not look, {}; "
+    "where synthetic keys whose mass decays let walks end after {} of B32 T32K, {} for {}",
+    blind,
+    cost(results),
+    cells.percent(walked(case)[1]),
+    cells.time(case.time("ART")),
+    cells.time(case.time("dense decode")),
   )

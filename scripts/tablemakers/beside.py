@@ -4,11 +4,9 @@ import functools
 from fractions import Fraction
 from typing import Any
 
-from kvjax import METHODS
-
 from ..evals import kept, store
-from ..evals.stats import Estimate
-from . import cells
+from . import cells, scored
+from .records import NOTHING, Figure, Part, Record
 from .results import Results
 
 FOLDER = "cpu/kvpress"
@@ -33,26 +31,43 @@ def found(results: Results) -> tuple[Found, list[dict[str, Any]]]:
   means: Found = []
   for folder, own in zip(folders, settings, strict=True):
     rows = [{**row, "model": own["model"]} for row in store.read(folder)]
-    means += kept.summary(rows, BY)
+    for each in kept.summary(rows, BY):
+      means.append({**each, "record": _record(own, each)})
   return means, settings
 
 
-def about(results: Results) -> list[str]:
+def _record(own: dict[str, Any], each: dict[str, Any]) -> Record:
+  place = tuple((name, each[name]) for name in BY[1:])
+  setting = own["methods"].get(f"{each['method']}, {each['budget']}", each["method"])
+  file = f"{FOLDER}/{own['model']}/{store.ROWS}"
+  return Record(file, place, "CPU", each["n"], f"{own['model']}, {setting}", NOTHING)
+
+
+def said(each: dict[str, Any], text: str) -> Figure:
+  """A text with figures of a cell."""
+  return Figure(text, (each["record"],))
+
+
+def about(results: Results) -> Part:
   """What the tables are of."""
   means, settings = found(results)
   texts = []
   for own in settings:
     mine = [each for each in means if each["model"] == own["model"]]
-    apart = [each["logits_apart"] for each in mine if "logits_apart" in each]
-    n = "n = " + _span({each["n"] for each in mine})
-    who = f"logits of the full caches at most {max(apart):.0e} apart" if apart else "kvpress alone"
-    texts.append(f"{own['model']}, {own['length']:,} tokens, {n}, {who}")
+    apart = [each for each in mine if "logits_apart" in each]
+    who = "kvpress alone"
+    if apart:
+      far = max(apart, key=lambda each: each["logits_apart"])
+      far = said(far, f"{far['logits_apart']:.0e}")
+      who = cells.join("logits of the full caches at most {} apart", far)
+    n = Figure(_span({each["n"] for each in mine}), (each["record"] for each in mine))
+    texts.append(cells.join(f"{own['model']}, `{own['length']:,}` tokens, n = {{}}, {{}}", n, who))
   versions = settings[0]["versions"]
-  names = ", ".join(f"{name} {versions[name]}" for name in ("kvpress", "transformers", "torch"))
-  return cells.sentence(f"{'; '.join(texts)}. {names}; jax {versions['jax']}.")
+  names = ", ".join(f"{name} `{versions[name]}`" for name in ("kvpress", "transformers", "torch"))
+  return cells.sentence(f"{{}}. {names}; jax `{versions['jax']}`.", cells.listed(texts, "; "))
 
 
-def pairs(results: Results) -> list[str]:
+def pairs(results: Results) -> Part:
   """Methods that both libraries have, at equal budgets; the question is read before the cut."""
   rows = []
   for each in found(results)[0]:
@@ -62,11 +77,11 @@ def pairs(results: Results) -> list[str]:
       [
         *_named(each),
         _both(each, "kept", "kept_by_kvpress", "{:.0f}"),
-        *(_share(each[name]) for name in ("equal", "of_fewer", "identical")),
+        *(said(each, share(each[name])) for name in ("equal", "of_fewer", "identical")),
         _both(each, "needle_kept", "needle_kept_by_kvpress", "{:.0f} %", 0.01),
-        *(_percent(each[name]) for name in ("score", "score_of_kvpress")),
-        f"{each['same_answers']} of {each['n']}",
-        cells.percent(each["answer_kept"]) if "answer_kept" in each else "–",
+        *(said(each, scored.percent(each[name])) for name in ("score", "score_of_kvpress")),
+        said(each, f"{each['same_answers']} of {each['n']}"),
+        said(each, f"{each['answer_kept']:.0%}") if "answer_kept" in each else "–",
         _both(each, "bytes", "bytes_of_kvpress", "{:.2f}", 1e6),
       ]
     )
@@ -79,10 +94,10 @@ def pairs(results: Results) -> list[str]:
     "of it cached",
     "MB",
   )
-  return cells.table((*head, *ends), rows)
+  return cells.table((*head, *ends), rows, labels=3)
 
 
-def presses(results: Results) -> list[str]:
+def presses(results: Results) -> Part:
   """What kvpress finds under its own protocol and other settings, and two yardsticks.
 
   A press that stands there for several methods of kvjax has one row.
@@ -105,18 +120,18 @@ def presses(results: Results) -> list[str]:
         ["", ""]
         if each is None
         else [
-          cells.percent(each["needle_kept_by_kvpress"]),
-          _percent(each["score_of_kvpress"]),
+          said(each, f"{each['needle_kept_by_kvpress']:.0%}"),
+          said(each, scored.percent(each["score_of_kvpress"])),
         ]
       )
     rows.append(row)
   head = ["press", "kept", "question"]
   for model in models:
     head += [f"{model}: needle's tokens kept", "found"]
-  return cells.table(head, rows)
+  return cells.table(head, rows, labels=3)
 
 
-def libraries(results: Results) -> list[str]:
+def libraries(results: Results) -> Part:
   """What each library does, from its sources; bytes and padded rows are measured.
 
   Raises:
@@ -127,38 +142,49 @@ def libraries(results: Results) -> list[str]:
   limits = results.json(f"{FOLDER}/{last['model']}/{LIMITS}")
   if not limits["uneven"]:
     raise ValueError(f"{FOLDER}: found a question behind uneven layers answered, expected an error")
-  shares = [cells.percent(limits["padded"][f"{name}Press"]) for name in ("KeyDiff", "TOVA")]
+  path = f"{FOLDER}/{last['model']}/{LIMITS}"
+  study = results.study(
+    path, card="CPU", n=1, setting="a random model, a row of 200 behind 56 pads"
+  )
+  shares = [cells.percent(study.number("padded", f"{name}Press")) for name in ("KeyDiff", "TOVA")]
 
-  def mb(name: str, side: str) -> str:
+  def mb(name: str, side: str) -> Figure:
     for each in means:
       if (each["model"], each["method"]) == (last["model"], name) and side in each:
-        return f"{each[side] / 1e6:.1f} MB"
+        return said(each, f"{each[side] / 1e6:.1f} MB")
     raise ValueError(f"{FOLDER}: found no {side} of {name!r} of {last['model']}")
 
-  def freed(side: str) -> str:
-    return f"{mb('full', side)} become {mb('snapkv', side)} (SnapKV)"
+  def freed(template: str, side: str) -> Figure:
+    return cells.join(template, mb("full", side), mb("snapkv", side))
 
   head = ("", "kvjax", f"kvpress {last['versions']['kvpress']}")
   rows = [
     (
       "memory is freed",
-      f"yes: {freed('bytes')}; allocated beforehand",
-      f"yes, layer by layer: {freed('bytes_of_kvpress')}",
+      freed("yes: {} become {} (SnapKV); allocated beforehand", "bytes"),
+      freed("yes, layer by layer: {} become {} (SnapKV)", "bytes_of_kvpress"),
     ),
     (
       "budgets by head",
       "AdaKV and DuoAttention: a layer has as many slots as its heads keep",
-      f"keys are hidden: {mb(BY_HEAD, 'bytes_of_kvpress')} stay (AdaKVPress)",
+      cells.join("keys are hidden: {} stay (AdaKVPress)", mb(BY_HEAD, "bytes_of_kvpress")),
     ),
     (
       "batch",
       "each row has its own true length; rows are isolated",
-      "presses do not look at a padding mask: of 50 tokens that a row of 200 keeps, it keeps "
-      f"{shares[0]} (KeyDiff) to {shares[1]} (TOVA) behind 56 pads (a random model); the pipeline "
-      "reads one context at a time",
+      cells.join(
+        "presses do not look at a padding mask: of the tokens that a row keeps without, it keeps "
+        "{} (KeyDiff) to {} (TOVA) behind pads (a random model); the pipeline reads one context at "
+        "a time",
+        *shares,
+      ),
     ),
     *FACTS,
-    ("methods", f"{len(METHODS)} registered", f"{limits['presses']} presses, wrappers included"),
+    (
+      "methods",
+      "those of `kvjax.METHODS`",
+      cells.join("{} presses, wrappers included", cells.number(study.number("presses"), "{:.0f}")),
+    ),
   ]
   return cells.table(head, rows)
 
@@ -168,7 +194,7 @@ FACTS = (
   (
     "when it cuts",
     "a prompt as it is read, and the budget holds in every decode step",
-    "once, after a prompt; while decoding only under DecodingPress, every 512 steps to 2,048",
+    "once, after a prompt; while decoding only under DecodingPress, every some hundred steps",
   ),
   (
     "a question after the cut",
@@ -197,15 +223,19 @@ FACTS = (
   ),
   (
     "speed",
-    "measured on an H200, above; static shapes, no second trace",
+    "measured; static shapes, no second trace",
     "no figures here; eager, and caches change their size",
   ),
   (
     "models",
-    "its own decoder: Llama, Mistral, Qwen, Phi, GLM-4, Gemma 2 and 3, gpt-oss",
-    "those of transformers: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 3 tested",
+    "its own decoder: Llama, Mistral, Qwen, Phi, GLM-4, Gemma, gpt-oss",
+    "those of transformers: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma tested",
   ),
-  ("quantised caches", "8, 4 or 2 bits under most methods; KIVI", "transformers' QuantizedCache"),
+  (
+    "quantised caches",
+    "two to eight bits under most methods; KIVI",
+    "transformers' QuantizedCache",
+  ),
 )
 
 
@@ -215,21 +245,17 @@ def _named(each: dict[str, Any]) -> list[str]:
   return [each["model"], f"`{method}`{comma}{rest}", "all" if share == 1 else str(share)]
 
 
-def _both(each: dict[str, Any], ours: str, theirs: str, form: str, unit: float = 1) -> str:
+def _both(each: dict[str, Any], ours: str, theirs: str, form: str, unit: float = 1) -> Figure:
   """Two figures, or one where they read alike."""
   left, right = (form.format(each[name] / unit) for name in (ours, theirs))
-  return left if left == right else f"{left} / {right}"
+  return said(each, left if left == right else f"{left} / {right}")
 
 
-def _share(x: float) -> str:
+def share(x: float) -> str:
   """A share that is 100 % only where nothing differs."""
   if x == 1:
     return "100 %"
-  return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else cells.percent(x)
-
-
-def _percent(score: Estimate) -> str:
-  return f"{100 * score.mean:.0f} ({100 * score.low:.0f}–{100 * score.high:.0f})"
+  return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else f"{100 * x:.0f} %"
 
 
 def _span(numbers: set[int]) -> str:

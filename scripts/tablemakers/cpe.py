@@ -2,12 +2,13 @@
 
 from .. import bench_files
 from . import cells
+from .records import Part
 from .results import Results
 
 SHAPES = tuple((batch, tokens) for batch in (8, 16) for tokens in (1024, 2048, 4096))
 
 
-def table(results: Results) -> list[str]:
+def table(results: Results) -> Part:
   rows = []
   for batch, tokens in SHAPES:
     for keys in ("random", "clustered"):
@@ -18,20 +19,20 @@ def table(results: Results) -> list[str]:
       rows.append(
         [
           f"B{batch} T{tokens >> 10}K, {keys} keys",
-          f"{visited:.0f}",
+          cells.number(visited, "{:.0f}"),
           cells.ours(ours),
           cells.time(dense),
-          cells.ratio(dense.us / ours.us, dense),
+          cells.ratio(*cells.gain(ours, dense)),
           cells.ratio(share, dense),
           cells.time(flash),
-          cells.ratio(flash.us / ours.us, flash),
+          cells.ratio(*cells.gain(ours, flash)),
         ]
       )
   head = ("", "tokens a head", "CPE", "dense", "times as fast", "of the limit by bytes")
   return cells.table((*head, "torch flash SDPA", "times as fast"), rows)
 
 
-def alone(results: Results) -> list[str]:
+def alone(results: Results) -> Part:
   """Attention to a step's list alone, by how its tokens lie, beside dense decode over as many."""
   rows = []
   for batch, tokens in SHAPES:
@@ -40,6 +41,6 @@ def alone(results: Results) -> list[str]:
     lists = [case.time(name) for name in ("apart", "runs of 8", "in a row")]
     share = case.bytes / bench_files.BANDWIDTH / (lists[0].us * 1e-6)
     times = [cells.ours(lists[0]), *map(cells.time, (*lists[1:], dense))]
-    rows.append([f"B{batch} T{tokens >> 10}K", *times, f"{share:.2f}"])
+    rows.append([f"B{batch} T{tokens >> 10}K", *times, cells.worked_out(share, "{:.2f}", lists[0])])
   head = ("", "apart", "in runs of 8", "in a row", "dense decode over as many")
   return cells.table((*head, "apart, of 4.45 TB/s"), rows)

@@ -1,6 +1,7 @@
 """Dense decode: one kernel over the whole cache."""
 
 from . import cells
+from .records import Part
 from .results import Case, Results
 
 # Of torch's SDPA the faster of its two layouts.
@@ -22,11 +23,10 @@ LARGE = ("B1 T128K 8x4", "B8 T32K 8x4", "B32 T8K 8x4", "B1 T32K 8x4", "B8 T4K 8x
 
 def share_of_read(case: Case) -> cells.Pair:
   """A streaming read of the same bytes over our time."""
-  read = case.time("read")
-  return read.us / case.time("kvjax").us, read
+  return cells.gain(case.time("kvjax"), case.time("read"))
 
 
-def table(results: Results) -> list[str]:
+def table(results: Results) -> Part:
   rows = []
   for name, words in SHAPES.items():
     case = results.bench("decode").case(name)
@@ -49,9 +49,10 @@ def in_short(results: Results) -> str:
   for case in cases:
     peers = [case.time(name) for name in ("jax cuDNN", *CUDNN) if case.has(name)]
     best = min(peers, key=lambda timing: timing.us)
-    beside.append((case.time("kvjax").us / best.us, best))
-  return (
-    f"{cells.span(map(share_of_read, cases))} of a streaming read from 32K tokens over all rows on "
-    f"(8 KV heads × 4 of 128); {cells.span(beside, unit=' ×')} the time of cuDNN, the faster of "
-    "torch's and jax's"
+    beside.append(cells.over(case.time("kvjax"), best))
+  return cells.join(
+    "{} of a streaming read from T32K over all rows on (`8×4` heads of `128`); {} the time of "
+    "cuDNN, the faster of torch's and jax's",
+    cells.span(map(share_of_read, cases)),
+    cells.span(beside, unit=" ×"),
   )

@@ -1,6 +1,7 @@
 """Heads that share slots, and branches that share a context: steps beside what holds more."""
 
 from . import cells
+from .records import Part
 from .results import Case, Results
 
 # What a case of `per_head` is of, and what stands beside it, by the first word of its name.
@@ -8,7 +9,7 @@ PAIRS = {"shared": ("shared", "equal heads"), "AdaKV": ("kvjax", "SnapKV")}
 ALIKE = "shared", "equal heads, shared"
 
 
-def by_head(results: Results) -> list[str]:
+def by_head(results: Results) -> Part:
   """Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV."""
   rows = []
   for case in results.bench("per_head").cases(""):
@@ -19,17 +20,17 @@ def by_head(results: Results) -> list[str]:
   return cells.table(head, rows)
 
 
-def branches(results: Results) -> list[str]:
+def branches(results: Results) -> Part:
   """Whole steps of n branches of a context, and of n copies."""
   rows = []
   for case in results.bench("forked").cases(""):
     (limit,) = case.numbers(r"of what the bytes allow \(([\d.]+) ×\)")
     name = case.name.removeprefix("forked ").replace(" n", ", n = ")
-    rows.append([name, *_beside(case, "kvjax", "copies"), f"{limit:.2f}"])
+    rows.append([name, *_beside(case, "kvjax", "copies"), cells.number(limit)])
   return cells.table(("", "branches", "copies", "times as fast", "bytes allow"), rows)
 
 
 def _beside(case: Case, ours: str, other: str) -> list[str]:
   """Both times, and their ratio."""
   mine, theirs = case.time(ours), case.time(other)
-  return [cells.ours(mine), cells.time(theirs), cells.ratio(theirs.us / mine.us, theirs)]
+  return [cells.ours(mine), cells.time(theirs), cells.ratio(*cells.gain(mine, theirs))]

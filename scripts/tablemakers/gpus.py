@@ -3,6 +3,7 @@
 import re
 
 from . import cells
+from .records import Figure, Part
 from .results import Case, Results, Timing
 from .steps import BANDWIDTH
 
@@ -30,8 +31,7 @@ def case(results: Results, name: str) -> Case:
 
 def faster(held: Case) -> cells.Pair:
   """One device's time over that of several."""
-  one = held.time("1 device")
-  return one.us / held.time(f"{_devices(held)} devices").us, one
+  return cells.gain(held.time(f"{_devices(held)} devices"), held.time("1 device"))
 
 
 def _devices(held: Case) -> int:
@@ -50,21 +50,21 @@ def _reduces(held: Case, kernel: str, model: str) -> Timing:
   return held.time(f"{CHAIN} all-reduces{kernel}").scaled(REDUCES[model] / CHAIN)
 
 
-def split(results: Results) -> list[str]:
+def split(results: Results) -> Part:
   rows = []
   for name, label in SPLIT.items():
     held = case(results, name)
     several = held.time(f"{_devices(held)} devices")
     over = "–"
     if "heads" in name and "prompt" not in name:
-      over = cells.ratio(several.us / bound(held).us, bound(held))
+      over = cells.ratio(*cells.over(several, bound(held)))
     one = cells.time(held.time("1 device"))
     rows.append([label, one, cells.ours(several), cells.ratio(*faster(held)), over])
   head = ("Llama-3.1-8B's shape", "one", "several", "times as fast", "over its share + all-reduces")
   return cells.table(head, rows)
 
 
-def reduces(results: Results) -> list[str]:
+def reduces(results: Results) -> Part:
   """NCCL's all-reduces beside XLA's own kernel."""
   held = case(results, next(iter(SPLIT)))
   rows = []
@@ -76,7 +76,7 @@ def reduces(results: Results) -> list[str]:
   return cells.table(("heads over two, B8 T32K", "an all-reduce in a chain", "a step"), rows)
 
 
-def large(results: Results) -> list[str]:
+def large(results: Results) -> Part:
   rows = []
   for devices, methods in LARGE.items():
     for method in methods:
@@ -87,7 +87,7 @@ def large(results: Results) -> list[str]:
         [
           f"`{method}`, over {devices}",
           cells.ours(took),
-          cells.ratio(took.us / least.us, least),
+          cells.ratio(*cells.over(took, least)),
           cells.time(held.time(f"ART({method})")),
           cells.time(held.time(f"{CHAIN} all-reduces").scaled(1 / CHAIN)),
         ]
@@ -96,14 +96,18 @@ def large(results: Results) -> list[str]:
   return cells.table((*head, "an all-reduce"), rows)
 
 
-def in_short(results: Results) -> str:
+def in_short(results: Results) -> Figure:
   """The line of the results in short."""
   two = [name for name in SPLIT if name.endswith("over 2")]
   heads, slots, attention, prompt, by_slots = (
     cells.ratio(*faster(case(results, name))) for name in two
   )
-  return (
-    f"the 8B step at B8 T32K {heads} × as fast with its heads split, at B1 T256K {slots} × with "
-    f"its slots split; a prompt of 32K {prompt} × and {by_slots} ×; attention to 512K tokens "
-    f"{attention} ×"
+  return cells.join(
+    "the 8B step at B8 T32K {} × as fast with its heads split, at B1 T256K {} × with its slots "
+    "split; a prompt of T32K {} × and {} ×; attention over T512K {} ×",
+    heads,
+    slots,
+    prompt,
+    by_slots,
+    attention,
   )

@@ -12,6 +12,7 @@ import kvjax
 from kvjax.method import Method
 
 from . import cells
+from .records import Part
 from .results import Results
 
 CODE = pathlib.Path(kvjax.__file__).resolve().parent
@@ -87,7 +88,7 @@ def _is_module(name: str) -> bool:
   return (CODE / f"{name}.py").exists() or (CODE / name).is_dir()
 
 
-def rooms(results: Results) -> list[str]:
+def rooms(results: Results) -> Part:
   """A graph for Mermaid; rooms that import each other have a thick line."""
   found = {door for door in doors() if "shared" not in door}
   lines = ["```mermaid", "graph TD"]
@@ -125,7 +126,7 @@ def family(cls: type) -> str:
   return "–" if above is Method else f"`{above.__name__}`"
 
 
-def moves(results: Results) -> list[str]:
+def moves(results: Results) -> Part:
   """Every method, its family, and the moves that are not its family's."""
   rows = [
     [f"`{name}`", family(cls), ", ".join(f"`{move}`" for move in own(cls)) or "–"]
@@ -161,7 +162,7 @@ def over(name: str) -> list[str] | None:
   return found
 
 
-def compositions(results: Results) -> list[str]:
+def compositions(results: Results) -> Part:
   """Every method that takes a base, and the bases that it takes; alike ones share a row."""
   rows: dict[tuple[str, ...], list[str]] = {}
   for name in kvjax.METHODS:

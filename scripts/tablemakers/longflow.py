@@ -3,13 +3,14 @@
 import re
 
 from . import cells
+from .records import Figure, Part
 from .results import Results
 
 ANSWER, PEER = "Qwen3-1.7B 512 in 16000 out", "Qwen3-1.7B transformers"
 RATE = r": batch (\d+), ([\d,]+) tokens a second, ([\d.]+) of its byte limit"
 
 
-def steps(results: Results) -> list[str]:
+def steps(results: Results) -> Part:
   rows = []
   for batch in (128, 16):
     case = results.bench("longflow").case(f"step B{batch} S3200 8x4")
@@ -19,8 +20,8 @@ def steps(results: Results) -> list[str]:
         f"B{batch}, 3,200 slots",
         cells.ours(ours),
         cells.time(dense),
-        cells.ratio(ours.us / dense.us, dense),
-        cells.ratio(read.us / ours.us, read),
+        cells.ratio(*cells.over(ours, dense)),
+        cells.ratio(*cells.gain(ours, read)),
         cells.time(case.time("H2O in XLA")),
       ]
     )
@@ -28,15 +29,16 @@ def steps(results: Results) -> list[str]:
   return cells.table(head, rows)
 
 
-def answers(results: Results) -> list[str]:
+def answers(results: Results) -> Part:
   case = results.bench("longflow").case(ANSWER)
-  held = case.remark(r"Cache of a row ([\d.]+) MiB against ([\d.]+)")
+  held = case.numbers(r"Cache of a row ([\d.]+) MiB against ([\d.]+)")
   rows = []
   for name, label, size in zip(
     ("LongFlow", "Full"), ("LongFlow, budget 3,200", "Full"), held, strict=True
   ):
     batch, rate, share = case.remark("^" + name + RATE)
-    rows.append([label, batch, f"**{rate}**", f"{float(share):.2f}", f"{float(size):,.0f} MiB"])
+    cut = cells.number(cells.read(share))
+    rows.append([label, batch, cells.join("**{}**", rate), cut, cells.number(size, "{:,.0f} MiB")])
   for peer in results.bench("longflow").cases(f"^{PEER}"):
     batch, rate = peer.remark(r"batch (\d+), ([\d,]+) tokens a second over the answer")
     how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer.shapes)
@@ -45,14 +47,16 @@ def answers(results: Results) -> list[str]:
   return cells.table(head, rows)
 
 
-def in_short(results: Results) -> str:
+def in_short(results: Results) -> Figure:
   """The line of the results in short."""
   bench = results.bench("longflow")
   rates = [bench.case(ANSWER).remark("^" + name + RATE)[1] for name in ("LongFlow", "Full")]
-  step = bench.case("step B128 S3200 8x4")
-  dense = step.time("dense decode")
-  over = cells.ratio(step.time("kvjax").us / dense.us, dense)
-  return (
-    f"answers of 16,000 tokens at {rates[0]} tokens a second, where the full cache, at the batch "
-    f"that still fits, has {rates[1]}; a layer's step takes {over} × dense decode alone"
+  held = [bench.case(f"step B{batch} S3200 8x4") for batch in (128, 16)]
+  over = [cells.ratio(*cells.over(c.time("kvjax"), c.time("dense decode"))) for c in held]
+  return cells.join(
+    "answers of `16,000` tokens at {} tokens a second, where the full cache, at the batch that "
+    "still fits, has {}; a layer's step over `3,200` slots takes {} × dense decode alone at B128, "
+    "{} × at B16; fewer slots or rows have no kept figure",
+    *rates,
+    *over,
   )

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from ..evals import store
-from ..evals.standing import FULL, Standing, Who, standings
+from ..evals.standing import FULL, Standing, Standings, Who, standings
 from . import cells, real
+from .records import Number, Part
 from .results import Results
 
 TASKS = ("needle", "niah_multikey_1", "niah_multivalue")
-LENGTH, ROWS = 8192, 30  # the rows that all of them have done
+LENGTH = 8192
 # Shares of the full cache's bytes, each with what is nearest to it.
 SHARES = {
   "a half": (0.4, 0.6),
@@ -19,26 +19,27 @@ SHARES = {
 BEST = 3  # of each share, the best by score; others of it are in the summary
 
 
-def table(results: Results) -> list[str]:
+def table(results: Results) -> Part:
   """Of each share of the bytes, the methods that find most; the full cache first."""
-  folder = results.folder / real.FOLDER
-  if not folder.is_dir():
-    return []
-  rows = [row for row in store.read(folder) if _counts(row)]
-  by, shares = standings(rows)[0].by, _shares(rows)
-  whole = by[FULL, None]
-  head = ("", "method, budget", "cache", *(f"`{task}`" for task in TASKS), "mean", "of full")
-  lines = [["all", *_line(whole, whole, 1.0)]]
+  there = real.held(results)
+  if there is None:
+    return Part()
+  rows = [row for row in results.rows(real.FOLDER) if _counts(row)]
+  whole, shares = standings(rows)[0], _shares(rows)
+  head = ("", "method, budget", "cache", *(f"`{task}`" for task in TASKS), "mean", "less full")
+  lines = [["all", *_line(there, whole, whole.full, 1.0)]]
   for label, (low, high) in SHARES.items():
-    inside = [who for who, one in by.items() if one.score and low <= shares[who] < high]
-    inside.sort(key=lambda who: -real.mean(by[who]))
-    for i, who in enumerate(inside[:BEST]):
-      lines.append([label * (i == 0), *_line(by[who], whole, shares[who])])
-  return cells.table((*head, "KL, nats"), lines)
+    inside = [
+      (there.rows.value(whole, one), _line(there, whole, one, shares[who]))
+      for who, one in whole.by.items()
+      if one.score and one is not whole.full and low <= shares[who] < high
+    ]
+    lines += [[label, *line] for line in cells.ranked(inside)[:BEST]]
+  return cells.table((*head, "KL, nats"), lines, labels=2)
 
 
 def _counts(row: dict[str, Any]) -> bool:
-  asked = row["task"] in (*TASKS, "kl") and row["index"] < ROWS
+  asked = row["task"] in (*TASKS, "kl") and not row["method"].startswith(real.WITHDRAWN)
   return asked and (row["length"], row["mode"]) == (LENGTH, "aware")
 
 
@@ -51,9 +52,10 @@ def _shares(rows: list[dict[str, Any]]) -> dict[Who, float]:
   return {who: size / means[FULL, None] for who, size in means.items()}
 
 
-def _line(one: Standing, whole: Standing, share: float) -> list[str]:
-  scores = [real.percent(one.tasks[task]) for task in TASKS]
-  mean = real.percent(one.score) if one.score else "–"
+def _line(there: real.Held, whole: Standings, one: Standing, share: float) -> list[str]:
+  rows = there.rows
+  kept = cells.percent(Number(share, *rows.records(whole, one, *TASKS)))
+  less = "–" if one is whole.full else rows.gap(whole, one)
+  scores = [rows.score(whole, one, task) for task in TASKS]
   name = real.called(one.method, one.budget)
-  row = [name, cells.percent(share), *scores, mean, real.relative(one, whole)]
-  return [*row, real.divergence(one.kl)]
+  return [name, kept, *scores, rows.mean(whole, one), less, rows.divergence(whole, one)]

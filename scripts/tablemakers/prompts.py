@@ -1,6 +1,7 @@
 """Prompts: attention of one layer, and of a whole model."""
 
 from . import cells
+from .records import Part
 from .results import Case, Results
 
 DENSE, PSAW, BOTH = "dense 32K", "top layer of PSAW 32K", "top layer of ETF + PSAW 32K"
@@ -13,18 +14,20 @@ PEERS = {
 PIECES = {PSAW: "PSAW's top layer", BOTH: "ETF's and PSAW's top layer"}
 
 
-def layers(results: Results) -> list[str]:
+def layers(results: Results) -> Part:
   bench = results.bench("prefill")
   dense = bench.case(DENSE)
   rows = []
   for name, label in PEERS.items():
-    over = "1" if name == "kvjax" else _over(dense, name, "kvjax")
-    rows.append([label, cells.ours(dense.time(name)), _rate(dense, name), over, "1"])
+    over = "one" if name == "kvjax" else _over(dense, name, "kvjax")
+    rows.append([label, cells.ours(dense.time(name)), _rate(dense, name), over, "all"])
   for name, label in PIECES.items():
     case = bench.case(name)
     (seen,) = case.numbers(r"queries see ([\d.]+) of what they see in a dense layer")
     took = cells.ours(case.time("kvjax"))
-    rows.append([f"{label}, in pieces", took, "", _over(case, "kvjax", "dense"), f"{seen:.2f}"])
+    rows.append(
+      [f"{label}, in pieces", took, "", _over(case, "kvjax", "dense"), cells.number(seen)]
+    )
   return cells.table(("", "time", "TFLOP/s", "against dense", "of what its queries see"), rows)
 
 
@@ -34,10 +37,10 @@ def _rate(case: Case, name: str) -> str:
 
 def _over(case: Case, name: str, reference: str) -> str:
   whole = case.time(reference)
-  return cells.ratio(case.time(name).us / whole.us, whole)
+  return cells.ratio(*cells.over(case.time(name), whole))
 
 
-def model(results: Results) -> list[str]:
+def model(results: Results) -> Part:
   case = results.bench("prefill").case("model 32K")
   full, (saved,) = case.time("Full"), case.numbers(r"saves ([\d.]+) of the operations")
   rows = [["Full", cells.ours(full), _rate(case, "Full"), "", ""]]
@@ -48,14 +51,14 @@ def model(results: Results) -> list[str]:
       "ETF with PSAW",
       cells.ours(ours),
       _rate(case, "kvjax"),
-      cells.ratio(100 * fall, full, "{:.1f} %"),
+      cells.guarded(cells.worked_out(100 * fall, "{:.1f} %", ours, full), full),
       cells.percent(saved, 1),
     ]
   )
   return cells.table(("32,768 tokens", "time", "TFLOP/s", "less time", "less work"), rows)
 
 
-def long(results: Results) -> list[str]:
+def long(results: Results) -> Part:
   """A prompt of 128K tokens in one piece, beside transformers."""
   case = results.bench("prefill").case("model 128K in one piece")
   full, rows = case.time("Full"), []
@@ -66,10 +69,16 @@ def long(results: Results) -> list[str]:
     )
     took = cells.ours(case.time(name))
     rows.append(
-      [name, took, f"{rate:.0f}", f"{kept:.2f} GB", f"{spare:.1f} GB", f"{growth:.1f} GB"]
+      [
+        name,
+        took,
+        cells.number(rate, "{:.0f}"),
+        cells.number(kept, "{:.2f} GB"),
+        *(cells.number(x, "{:.1f} GB") for x in (spare, growth)),
+      ]
     )
   peer = case.time("transformers")
-  over = cells.ratio(peer.us / full.us, full)
-  rows.append([f"transformers ({over} of Full)", cells.time(peer), "–", "–", "–", "–"])
+  over = cells.ratio(*cells.over(peer, full))
+  rows.append([cells.join("transformers ({} of Full)", over), cells.time(peer), "–", "–", "–", "–"])
   head = ("131,072 tokens", "time", "TFLOP/s", "caches", "temporary", "of it, of 30 of the layers")
   return cells.table(head, rows)

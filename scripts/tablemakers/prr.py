@@ -1,7 +1,9 @@
 """PRR: attention to a predicted selection beside the true one, and whole steps with it."""
 
 from ..bench_files import BANDWIDTH
-from . import cells
+from ..evals import costs
+from . import cells, real, records
+from .records import Figure, Number, Part
 from .results import Case, Results, Timing
 
 MODELS = {"8B": "Llama-3.1-8B's heads", "GLM-4-9B-like": "GLM-4-9B's heads (2 × 16)"}
@@ -24,17 +26,19 @@ def every(results: Results) -> dict[str, Case]:
 
 def gain(case: Case) -> cells.Pair:
   """The time of selecting first over PRR's."""
-  serial = case.time("serial")
-  return serial.us / case.time("prr").us, serial
+  return cells.gain(case.time("prr"), case.time("serial"))
 
 
-def bound(case: Case) -> cells.Pair:
-  """What the parts allow where the update is hidden, as in a step, and what is divided by."""
+def hidden(case: Case) -> cells.Pair:
+  """Selecting first over the parts that are left where scoring hides behind attention.
+
+  No bound: a launch of both is shorter than the longer of the two where neither fills the GPU.
+  """
   first = case.time("select").us + case.time("attend").us
   bytes_us = case.bytes / BANDWIDTH * 1e6
   longest = max(case.time("select"), case.time("speculate"), key=lambda timing: timing.us)
   parts = longest.then(case.time("repair")).later(max(0.0, bytes_us - longest.us))
-  return first / parts.us, parts
+  return Number(first / parts.us, *records.of(parts, case.time("attend"))), parts
 
 
 def apart(case: Case) -> Timing:
@@ -44,62 +48,89 @@ def apart(case: Case) -> Timing:
 def over_peers(case: Case) -> cells.Pair:
   """Scores, `lax.top_k` and FlashInfer's attention one by one, over PRR."""
   first, *others = (case.time(name) for name in PEERS)
-  theirs = first.then(*others)
-  return theirs.us / case.time("prr").us, theirs
+  return cells.gain(case.time("prr"), first.then(*others))
 
 
-def table(results: Results) -> list[str]:
+def table(results: Results) -> Part:
   rows = [
     [
       label,
       cells.ours(case.time("prr")),
       cells.time(case.time("serial")),
       cells.ratio(*gain(case)),
-      cells.ratio(*bound(case)),
+      cells.ratio(*hidden(case)),
       cells.time(apart(case)),
       cells.time(case.time("speculate beside score")),
     ]
     for label, case in every(results).items()
   ]
-  head = ("", "PRR", "select first", "gain", "bound", "apart", "side by side")
+  head = ("", "PRR", "select first", "gain", "if parts hid", "apart", "side by side")
   return cells.table(head, rows)
 
 
-def parts(results: Results) -> list[str]:
+def parts(results: Results) -> Part:
   first, long = (shape(results, "8B", 1, length) for length in ("16K", "128K"))
   repair = results.bench("prr").case("repair 8B B1 T128K 1024x16")
   launch = repair.time("a launch")
-  none, *some = (repair.time(f"{n} missed").us for n in (0, 4, 8, 16))
-  more = ", ".join(f"{taken - none:.1f}" for taken in some)
+  none, *some = (repair.time(f"{n} missed") for n in (0, 4, 8, 16))
+  more = cells.listed(
+    cells.worked_out(taken.us - none.us, "{:.1f} µs", taken, none) for taken in some
+  )
   serial = first.time("serial")
-  stages = ", ".join(
-    f"{cells.ratio(serial.us / first.time(name).us, serial)} ({stage})"
+  stages = cells.listed(
+    cells.join("{} ({})", cells.ratio(*cells.gain(first.time(name), serial)), stage)
     for stage, name in (("S1", "prr, S1"), ("S2", "prr, S2"), ("S3", "prr"))
   )
   beside = [over_peers(case) for case in every(results).values() if case.has(PEERS[-1])]
   return cells.sentence(
-    f"The bound is {cells.span(map(bound, every(results).values()))}. Attention to 1,024 tokens "
-    f"takes {cells.time(long.time('attend'))} at B1 T128K, the repair "
-    f"{cells.time(long.time('repair'))}: two empty launches, {cells.time(launch)} each, were aimed "
-    f"at, a miss. 4, 8 and 16 missed pages of 64 cost {more} µs more than none. The stages at B1 "
-    f"T16K gain {stages}. Against scores, `lax.top_k` and FlashInfer's block-sparse attention PRR "
-    f"gains {cells.span(beside, '{:.1f}', ' ×')}."
+    "Select first and attend, over the longer of selecting and speculating, or their bytes, and "
+    "the repair: {}. Attention to the budget takes {} at B1 T128K, the repair {}; two empty "
+    "launches, {} each, were aimed at. More missed pages of `64` (`4`, `8`, `16`) cost {} over "
+    "none. The stages at B1 T16K gain {}. Against scores, `lax.top_k` and FlashInfer's "
+    "block-sparse attention PRR gains {}.",
+    cells.span(map(hidden, every(results).values())),
+    cells.time(long.time("attend")),
+    cells.time(long.time("repair")),
+    cells.time(launch),
+    more,
+    stages,
+    cells.span(beside, "{:.1f}", " ×"),
   )
 
 
-def steps(results: Results) -> list[str]:
+def steps(results: Results) -> Part:
   rows = []
   for length in LENGTHS:
     case = results.bench("e2e_sparse").case(f"PRR Llama-3.1-8B B1 T{length}")
     serial, named = case.time("serial"), ("by profile", "ρ = 1.25")
-    gains = [cells.ratio(serial.us / case.time(name).us, serial, "{:.3f}") for name in named]
+    gains = [cells.ratio(*cells.gain(case.time(name), serial), "{:.3f}") for name in named]
     (hit,) = case.remark(r"^ρ = 1.25 hit (\d+)% of what was chosen")
-    rows.append([f"T{length}", cells.ours(serial), *gains, f"{hit} %"])
+    rows.append([f"T{length}", cells.ours(serial), *gains, cells.join("{} %", hit)])
   head = ("", "select first", "speed by the profile", "speed at ρ = 1.25", "hit at ρ = 1.25")
   return cells.table(head, rows)
 
 
-def calibration(results: Results) -> list[str]:
+def real_steps(results: Results) -> Part:
+  """PRR's step beside Quest's after real text, with the tokens that each attends to."""
+  found = real.held(results)
+  if found is None:
+    return Part()
+  timed = {(c.method, c.length, c.batch): c for c in costs.read(results.folder / real.FOLDER)}
+  rows = []
+  for length, batch in sorted({key[1:] for key in timed if key[0] == "prr"}):
+    ours, base = (timed[name, length, batch] for name in ("prr", "quest"))
+    mine, theirs = found.time(ours), found.time(base)
+    seen = [
+      cells.worked_out(cost.attended or 0, "{:,.0f}", time)
+      for cost, time in ((base, theirs), (ours, mine))
+    ]
+    speed = cells.ratio(*cells.gain(mine, theirs))
+    rows.append([f"B{batch} T{length >> 10}K", cells.time(theirs), cells.ours(mine), speed, *seen])
+  head = ("", "Quest", "PRR", "PRR's speed over Quest's", "tokens that Quest attends to")
+  return cells.table((*head, "that PRR attends to"), rows)
+
+
+def calibration(results: Results) -> Part:
   rows = []
   for length in ("16K", "128K"):
     case = results.bench("prr").case(f"calibration 8B B1 T{length} 1024x16")
@@ -108,14 +139,18 @@ def calibration(results: Results) -> list[str]:
   return cells.table(("", "a layer's calibration", "without the search"), rows)
 
 
-def in_short(results: Results) -> str:
+def in_short(results: Results) -> Figure:
   """The line of the results in short."""
   case, cases = shape(results, "8B", 1, "64K"), every(results).values()
   beside = cells.span([over_peers(case) for case in cases if case.has(PEERS[-1])], "{:.1f}", " ×")
-  return (
-    "attention beside scoring in one launch: "
-    f"{cells.time(case.time('speculate beside score'))} for {cells.time(apart(case))} one after "
-    f"the other at T64K; {beside} over scores, `lax.top_k` and FlashInfer, "
-    f"{cells.span(map(gain, cases), unit=' ×')} over our own selection first, at 97 % hit: "
-    "off unless a profile at measured hit rates shows a gain of 3 %"
+  hit = case.shaped(r"(\d+)% hit")[0]
+  return cells.join(
+    "attention beside scoring in one launch: {} for {} one after the other at T64K; {} over "
+    "scores, `lax.top_k` and FlashInfer, {} over our own selection first, at {} hit: off unless a "
+    "profile at measured hit rates shows a gain",
+    cells.time(case.time("speculate beside score")),
+    cells.time(apart(case)),
+    beside,
+    cells.span(map(gain, cases), unit=" ×"),
+    cells.join("{} %", hit),
   )

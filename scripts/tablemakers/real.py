@@ -5,19 +5,20 @@ All give nothing while there are no results.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..evals import choices, costs, families, store, walks
 from ..evals.costs import Board, Cost, Point
-from ..evals.standing import Standing, Standings, Who, standings
-from ..evals.stats import Estimate
-from . import cells
+from ..evals.standing import FULL, Standing, Standings, standings
+from . import cells, scored
+from .records import Figure, Number, Part
 from .results import GPU, Maker, Results, Timing
 
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
-COMPLETE = (8192,)  # where the table has only what has done every task
 LEAST = 0.5  # the full cache's score in the tasks that are compared
+# Rows that are not shown: their gates were found on needles of the draw that they were tested on.
+WITHDRAWN = ("duo_attention",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Held:
     short: methods whose walks cannot end early, and where; their rows are left out.
     standings: by length and mode.
     boards: by mode, length and batch.
+    rows: where figures of its rows stand.
   """
 
   model: str
@@ -36,6 +38,7 @@ class Held:
   short: list[str]
   standings: list[Standings]
   boards: list[Board]
+  rows: scored.Held
 
   def standing(self, length: int, mode: str = "aware") -> Standings | None:
     return next((s for s in self.standings if (s.length, s.mode) == (length, mode)), None)
@@ -45,6 +48,9 @@ class Held:
     found = [board for board in self.boards if board.standings is self.standing(length, mode)]
     return sorted(found, key=lambda board: board.batch)
 
+  def time(self, cost: Cost) -> Timing:
+    return scored.timed(cost, FOLDER, self.device)
+
 
 @functools.cache
 def held(results: Results) -> Held | None:
@@ -53,23 +59,25 @@ def held(results: Results) -> Held | None:
   if not folder.is_dir():
     return None
   settings, rows, short = store.settings_of(folder), [], []
-  for row in store.read(folder):
+  for row in results.rows(FOLDER):
     if walks.too_short(row["method"], row["budget"], row["length"], settings):
-      short.append(f"`{row['method']}` at {row['length']:,} tokens")
-    else:
+      short.append(f"`{row['method']}` at T{row['length'] >> 10}K")
+    elif not row["method"].startswith(WITHDRAWN):
       rows.append(row)
   found = standings(rows, LEAST)
   made = costs.boards(found, costs.read(folder))
-  return Held(settings["model"], settings["device"], list(dict.fromkeys(short)), found, made)
+  named = store.PACKED if (folder / store.PACKED).is_file() else store.ROWS
+  where = scored.Held(FOLDER, named, settings["device"])
+  return Held(settings["model"], settings["device"], list(dict.fromkeys(short)), found, made, where)
 
 
-def _given(maker: Callable[[Held], Sequence[str]]) -> Maker:
+def _given(maker: Callable[[Held], Part]) -> Maker:
   """A maker that gives nothing without results."""
 
   @functools.wraps(maker)
-  def made(results: Results) -> Sequence[str]:
+  def made(results: Results) -> Part:
     found = held(results)
-    return maker(found) if found else []
+    return maker(found) if found else Part()
 
   return made
 
@@ -78,21 +86,22 @@ def _given(maker: Callable[[Held], Sequence[str]]) -> Maker:
 
 
 @_given
-def about(found: Held) -> list[str]:
-  parts = [f"{found.model} on an {found.device}."]
+def about(found: Held) -> Part:
+  template, figures = f"{found.model} on an {found.device}.", []
   for one in found.standings:
     if one.mode == "aware":
-      text = f"At {one.length:,} tokens the score is the mean of {_listed(one.tasks)}, {one.n} each"
+      template += (
+        f" At T{one.length >> 10}K the score is the mean of {_listed(one.tasks)} over the prompts "
+        "that all methods with a mean have answered, {} a task"
+      )
+      figures.append(found.rows.prompts(one, one.full, *one.tasks))
       if one.weak:
-        text += f", without {_listed(one.weak)}, of which the full cache solves less than half"
-      if one.missing and one.length not in COMPLETE:
-        text += "; rows without a mean have not done all of these"
-      parts.append(f"{text}.")
+        template += f"; {_listed(one.weak)}, of which the full cache solves less than half, are not"
+        template += " in it"
+      template += "."
   if found.short:
-    parts.append(
-      f"Left out, since no walk can end early there and all is read: {', '.join(found.short)}."
-    )
-  return cells.sentence(" ".join(parts))
+    template += f" Left out, since no walk can end early there: {', '.join(found.short)}."
+  return cells.sentence(template, *figures)
 
 
 def _listed(tasks: Sequence[str]) -> str:
@@ -103,124 +112,141 @@ def called(method: str, budget: int | None) -> str:
   return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
 
 
+def _quoted(method: str, budget: int | None) -> str:
+  """The same in a sentence."""
+  return f"`{method}`" if budget is None else f"`{method}, {budget:,}`"
+
+
 # ---- scores and costs
 
 
 def by_length(length: int) -> Maker:
-  """The table of one length: methods by their mean scores, full first."""
+  """The table of one length: full first, then methods that attend to as many tokens, by score."""
   return _given(lambda found: _scores(found, length))
 
 
-def _scores(found: Held, length: int) -> list[str]:
+def _scores(found: Held, length: int) -> Part:
   whole = found.standing(length)
   if whole is None:
-    return []
-  boards = found.at(length)
-  tasks = [*whole.tasks, *whole.weak]
-  listed = [one for one in whole.by.values() if one.score or length not in COMPLETE]
-  ranked = sorted(listed, key=lambda one: (one is not whole.full, -mean(one)))
-  rows = [_row(one, whole, tasks, boards) for one in ranked]
-  head = ["method, budget", "n", *(f"`{task}`" for task in tasks), "mean", "of full", "KL, nats"]
+    return Part()
+  boards, tasks = found.at(length), [*whole.tasks, *whole.weak]
+  row = functools.partial(_row, found, whole, tasks, boards)
+  rows = [["all", *row(whole.full)]]
+  for label, ones in _classes(whole, boards):
+    rows += cells.ranked((found.rows.value(whole, one), [label, *row(one)]) for one in ones)
+  rows += [["no mean", *row(one)] for one in whole.missing]
+  head = ["tokens attended to", "method, budget", "n", *(f"`{task}`" for task in tasks), "mean"]
+  head += ["less full", "KL, nats"]
   if boards:
     head += [f"ms a token, batch {board.batch} (× full)" for board in boards]
     head += ["GB kept a row", f"GB read a step, batch {boards[-1].batch}", "expected ms"]
-  return cells.table(head, rows)
+  return cells.table(head, rows, labels=2)
 
 
-def mean(one: Standing) -> float:
-  return one.score.mean if one.score else -1.0
+def _classes(whole: Standings, boards: list[Board]) -> list[tuple[str, list[Standing]]]:
+  """Methods with a mean by the tokens that they were seen attending to, the most first."""
+  attended: dict[tuple[str, int | None], int] = {}
+  for board in boards:
+    for point in board.points:
+      if point.cost.attended:
+        attended.setdefault((point.method, point.budget), point.cost.attended)
+  ones = [one for one in whole.by.values() if one.score and one is not whole.full]
+  groups: list[tuple[int, list[Standing]]] = []
+  for one in sorted(ones, key=lambda one: attended.get((one.method, one.budget), 0)):
+    tokens = attended.get((one.method, one.budget), 0)
+    if groups and groups[-1][0] <= tokens <= choices.ALIKE * groups[-1][0]:
+      groups[-1][1].append(one)
+    else:
+      groups.append((tokens, [one]))
+  seen = [[attended.get((one.method, one.budget), 0) for one in ones] for _, ones in groups]
+  return [(_span(found), ones) for found, (_, ones) in list(zip(seen, groups, strict=True))[::-1]]
 
 
-def _row(one: Standing, whole: Standings, tasks: Sequence[str], boards: list[Board]) -> list[str]:
-  counts = sorted({estimate.n for estimate in one.tasks.values()})
-  n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "–"
-  scores = [percent(one.tasks[task]) if task in one.tasks else "–" for task in tasks]
-  row = [called(one.method, one.budget), n, *scores]
-  row += [percent(one.score) if one.score else "–", relative(one, whole.full), divergence(one.kl)]
-  return row + _costs((one.method, one.budget), boards) if boards else row
+def _span(tokens: Sequence[int]) -> str:
+  low, high = f"{min(tokens):,}", f"{max(tokens):,}"
+  return "not seen" if low == "0" else low if low == high else f"{low} to {high}"
 
 
-def percent(estimate: Estimate) -> str:
-  mean, low, high = (round(100 * x) for x in (estimate.mean, estimate.low, estimate.high))
-  return f"{mean} ({low}–{high})"
+def _row(
+  found: Held, whole: Standings, tasks: Sequence[str], boards: list[Board], one: Standing
+) -> list[str]:
+  rows, compared = found.rows, tasks if one.score else list(one.tasks)
+  row = [called(one.method, one.budget), rows.prompts(whole, one, *compared)]
+  row += [rows.score(whole, one, task) for task in tasks]
+  less = "–" if one is whole.full else rows.gap(whole, one)
+  row += [rows.mean(whole, one), less, rows.divergence(whole, one)]
+  return row + _costs(found, one, boards) if boards else row
 
 
-def relative(one: Standing, full: Standing) -> str:
-  if one.gap is None or not full.score or not full.score.mean:
-    return "–"
-  return cells.percent(1 + one.gap.mean / full.score.mean)
-
-
-def divergence(kl: Estimate | None) -> str:
-  if kl is None:
-    return "–"
-  return "0" if kl.high == 0 else f"{kl.mean:.2g} ({kl.low:.2g}–{kl.high:.2g})"
-
-
-def _costs(who: Who, boards: list[Board]) -> list[str]:
+def _costs(found: Held, one: Standing, boards: list[Board]) -> list[str]:
   """Milliseconds at each batch; bytes kept and read, and what `advise` expects, at the largest."""
-  row = []
+  who, row = (one.method, one.budget), []
   points = [next((p for p in b.points if (p.method, p.budget) == who), None) for b in boards]
   for board, point in zip(boards, points, strict=True):
-    row.append(_milliseconds(point.cost, board.full.cost) if point else "–")
+    row.append(_milliseconds(found, point.cost, board.full.cost) if point else "–")
   if (last := points[-1]) is None:
     return [*row, "–", "–", "–"]
-  expected = last.cost.expected_us
-  hoped = "–" if expected is None else f"{expected / 1e3:.2f}"
-  return [*row, _kept(last.cost), f"{last.cost.read:.2f}", hoped]
+  return [
+    *row,
+    _kept(found, last.cost),
+    _gigabytes(found, last.cost, last.cost.read),
+    _hoped(found, last.cost),
+  ]
 
 
-def _timing(cost: Cost) -> Timing:
-  name = f"`{cost.method}`"
-  return Timing(name, cost.us, cost.low, cost.high)
+def _hoped(found: Held, cost: Cost) -> str:
+  if cost.expected_us is None:
+    return "–"
+  return cells.worked_out(cost.expected_us / 1e3, "{:.2f}", found.time(cost))
 
 
-def _milliseconds(cost: Cost, full: Cost) -> str:
+def _milliseconds(found: Held, cost: Cost, full: Cost) -> Figure:
   """Of a step of the whole batch, and its ratio to the full cache's at the same shape."""
-  mine, whole = _timing(cost), _timing(full)
-  text = f"{cost.milliseconds:.2f}"
+  mine, whole = found.time(cost), found.time(full)
+  took = cells.worked_out(cost.milliseconds, "{:.2f}", mine)
   if not cells.steady(mine):
-    text += f" [{cells.spread(mine)}]"
-  return f"{text} ({cells.ratio(cost.us / full.us, whole)})"
+    took = cells.join("{} [{}]", took, cells.spread(mine))
+  return cells.join("{} ({})", took, cells.ratio(*cells.over(mine, whole)))
 
 
-def _kept(cost: Cost) -> str:
-  text = _gigabytes(cost.kept)
+def _kept(found: Held, cost: Cost) -> Figure:
+  kept = _gigabytes(found, cost, cost.kept)
   if not cost.host_bytes:
-    return text
-  return f"{text} + {_gigabytes(cost.host_bytes / cost.batch / 1e9)} in host memory"
+    return kept
+  return cells.join(
+    "{} + {} on the host", kept, _gigabytes(found, cost, cost.host_bytes / cost.batch / 1e9)
+  )
 
 
-def _gigabytes(value: float) -> str:
-  return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+def _gigabytes(found: Held, cost: Cost, value: float) -> Figure:
+  return cells.worked_out(value, "{:.2f}" if value >= 0.1 else "{:.3f}", found.time(cost))
 
 
 @_given
-def modes(found: Held) -> list[str]:
+def modes(found: Held) -> Part:
   """Mean scores by mode, side by side, at each length."""
   rows, names = [], list(dict.fromkeys(one.mode for one in found.standings))
   if len(names) < 2:
-    return []
+    return Part()
   for length in LENGTHS:
     sides = [found.standing(length, mode) for mode in names]
     if sides[0] is None:
       continue
-    for who in sorted(sides[0].by, key=lambda who: -mean(sides[0].by[who])):
+    for who, first in sides[0].by.items():
       ours = [side.by.get(who) if side else None for side in sides]
-      cuts = [percent(one.score) if one and one.score else "–" for one in ours]
-      gaps = [points(one.gap) if one and one.gap else "–" for one in ours]
-      paired = [f"{score}; {gap}" for score, gap in zip(cuts, gaps, strict=True)]
-      if any(one and one.score for one in ours[1:]):
-        rows.append([f"{length:,}", called(*who), *paired])
-  return cells.table(("tokens", "method, budget", *(f"{name}; less full" for name in names)), rows)
+      if first.score and any(one and one.score for one in ours[1:]):
+        pairs = [_with_gap(found, *pair) for pair in zip(sides, ours, strict=True)]
+        rows.append((found.rows.value(sides[0], first), [f"{length:,}", called(*who), *pairs]))
+  head = ("tokens", "method, budget", *(f"{name}; less full" for name in names))
+  return cells.table(head, cells.ranked(rows), labels=2)
 
 
-def points(gap: Estimate) -> str:
-  """A difference in points of percent."""
-  if gap.low == gap.high == 0:
-    return "0"
-  mean, low, high = (cells.signed(100 * x, 0) for x in (gap.mean, gap.low, gap.high))
-  return f"{mean} ({low} to {high})"
+def _with_gap(found: Held, whole: Standings | None, one: Standing | None) -> str:
+  if whole is None or one is None or one.score is None:
+    return "–"
+  if one is whole.full:
+    return found.rows.mean(whole, one)
+  return cells.join("{}; {}", found.rows.mean(whole, one), found.rows.gap(whole, one))
 
 
 # ---- long answers, and what was expected
@@ -229,91 +255,157 @@ def points(gap: Estimate) -> str:
 ANSWERS = "gsm8k"
 
 
-def answers(results: Results) -> list[str]:
-  """GSM8K: methods that evict while they answer."""
-  folder = results.folder / FOLDER
-  if not folder.is_dir():
-    return []
-  rows = [row for row in store.read(folder) if row["task"] == ANSWERS]
-  made = []
-  for found in standings(rows):
-    for one in found.by.values():
-      mine = [row for row in rows if (row["method"], row["budget"]) == (one.method, one.budget)]
-      size = sum(row["cache_bytes"] for row in mine) / len(mine) / 1e6
-      score, gap = percent(one.tasks[ANSWERS]), points(one.gap) if one.gap else "–"
-      made.append([called(one.method, one.budget), str(len(mine)), score, gap, f"{size:.1f}"])
+def answers(results: Results) -> Part:
+  """GSM8K: methods that evict while they answer, by budget."""
+  there = held(results)
+  if there is None:
+    return Part()
+  rows = [row for row in results.rows(FOLDER) if row["task"] == ANSWERS]
+  made: list[Sequence[str]] = []
+  for whole in standings(rows):
+    line = functools.partial(_answered, there, whole, rows)
+    made.append(line(whole.full))
+    for budget in sorted({one.budget for one in whole.by.values() if one.budget}):
+      ones = [one for one in whole.by.values() if one.budget == budget and one.score]
+      made += cells.ranked((there.rows.value(whole, one), line(one)) for one in ones)
   return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
 
 
+def _answered(found: Held, whole: Standings, rows: Iterable[dict], one: Standing) -> list[str]:
+  mine = [r["cache_bytes"] for r in rows if (r["method"], r["budget"]) == (one.method, one.budget)]
+  size = cells.worked_out(
+    sum(mine) / len(mine) / 1e6, "{:.1f}", Number(0, *found.rows.records(whole, one, ANSWERS))
+  )
+  figures = found.rows
+  less = "–" if one is whole.full else figures.gap(whole, one)
+  n, right = figures.prompts(whole, one, ANSWERS), figures.score(whole, one, ANSWERS)
+  return [called(one.method, one.budget), n, right, less, size]
+
+
 @_given
-def foreseen(found: Held) -> list[str]:
+def foreseen(found: Held) -> Part:
   """How near `advise` came to what was measured."""
-  ratios = [
-    (cost, cost.expected_us / cost.us)
+  timed = [
+    point.cost
     for length in LENGTHS
     for board in found.at(length)
-    for cost in (point.cost for point in board.points)
-    if cost.expected_us
+    for point in board.points
+    if point.cost.expected_us
   ]
-  if not ratios:
-    return []
+  if not timed:
+    return Part()
+  pairs = [(cost, (cost.expected_us or 0) / cost.us) for cost in timed]
   far = [
-    f"{called(cost.method, cost.budget)} at {cost.length:,} × {cost.batch} {ratio:.2f}"
-    for cost, ratio in ratios
+    cells.worked_out(
+      ratio,
+      f"{_quoted(cost.method, cost.budget)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}",
+      found.time(cost),
+    )
+    for cost, ratio in pairs
     if abs(ratio - 1) > 0.15
   ]
-  near = len(ratios) - len(far)
-  text = f"What `advise` expects is within 15 % of the measured step for {near} of {len(ratios)}"
-  if far:
-    text += f"; expected over measured of the others: {', '.join(far)}"
-  return cells.sentence(f"{text}.")
+  every = [found.time(cost) for cost in timed]
+  near = cells.worked_out(len(timed) - len(far), "{:.0f}", *every)
+  return cells.sentence(
+    "What `advise` expects is within `15 %` of the measured step for {} of {}; expected over "
+    "measured of the others: {}.",
+    near,
+    cells.worked_out(len(timed), "{:.0f}", *every),
+    cells.listed(far) if far else "none",
+  )
 
 
-def end_to_end(results: Results) -> list[str]:
+def end_to_end(results: Results) -> Part:
   """Steps at longer contexts than the first, each beside the full cache's."""
-  rows, timed = [], [c for c in costs.read(results.folder / FOLDER) if c.length > LENGTHS[0]]
-  full = {(cost.length, cost.batch): cost for cost in timed if cost.method == "full"}
+  found = held(results)
+  if found is None:
+    return Part()
+  timed = [cost for cost in costs.read(results.folder / FOLDER) if cost.length > LENGTHS[0]]
+  full = {(cost.length, cost.batch): cost for cost in timed if cost.method == FULL}
+  rows = []
   for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
-    whole = full[cost.length, cost.batch]
-    step = [_milliseconds(cost, whole), f"{cost.read:.2f}", f"{(cost.expected_us or 0) / 1e3:.2f}"]
-    rows.append([f"{cost.length:,}", str(cost.batch), called(cost.method, cost.budget), *step])
-  head = ("tokens", "batch", "method, budget", "ms a step (× full)", "GB read", "expected ms")
-  return cells.table(head, rows) if rows else []
+    whole, mine = full[cost.length, cost.batch], found.time(cost)
+    seen = "–" if cost.attended is None else cells.worked_out(cost.attended, "{:,.0f}", mine)
+    row = [f"{cost.length:,}", str(cost.batch), called(cost.method, cost.budget), seen]
+    row += [_milliseconds(found, cost, whole), _gigabytes(found, cost, cost.read)]
+    rows.append([*row, _hoped(found, cost)])
+  head = ("tokens", "batch", "method, budget", "attended to", "ms a step (× full)", "GB read")
+  return cells.table((*head, "expected ms"), rows, labels=3) if rows else Part()
 
 
 # ---- which method when
 
 
 @_given
-def when(found: Held) -> list[str]:
-  """What to take, by length, batch and memory."""
+def when(found: Held) -> Part:
+  """What to take, by length, batch, tokens attended to and memory."""
   rows = []
   for length in LENGTHS:
     for board in found.at(length):
-      for memory, chosen in choices.by_memory(board):
-        for choice in chosen:
-          place = [f"{length:,}", str(board.batch), memory, ", ".join(choice.aims)]
-          rows.append([*place, *_taken(choice, board, found)])
+      for same in choices.classes(board):
+        for memory, chosen in choices.by_memory(same):
+          for choice in chosen:
+            place = [f"{length:,}", str(board.batch), _attended(same), memory]
+            rows.append([*place, ", ".join(choice.aims), *_taken(choice, same, found)])
   if not rows:
-    return []
-  head = ("tokens", "batch", "memory", "for", "take", "ms a token (× full)", "GB kept a row")
-  head += ("GB read a step", "GB a step holds", "score", "less full", "risk")
-  return cells.table(head, rows)
+    return Part()
+  head = ("tokens", "batch", "attended to", "memory", "for", "take", "ms a token (× full)")
+  head += ("GB kept a row", "GB a step holds", "score", "less full", "risk")
+  return cells.table(head, rows, labels=6)
+
+
+@_given
+def advice(found: Held) -> Part:
+  """The first page's: of methods that attend to as many tokens, which keep the score, and cost."""
+  rows = []
+  for length in LENGTHS:
+    for board in found.at(length)[-1:]:
+      for same in choices.classes(board):
+        chosen = {aim: choice for choice in choices.choices(same) for aim in choice.aims}
+        points = {aim: chosen[aim].point for aim in ("fastest", "least kept")}
+        if any(point and point.method != FULL for point in points.values()):
+          place = [f"{length >> 10}K, batch {board.batch}", _attended(same)]
+          rows.append([*place, *(_advised(found, same, point) for point in points.values())])
+  head = ("context", "tokens attended to", "fastest", "least kept")
+  return cells.table(head, rows, labels=2) if rows else Part()
+
+
+def _advised(found: Held, board: Board, point: Point | None) -> str:
+  """A method with its time and bytes over the full cache's, and its difference in points."""
+  if point is None or point.method == FULL:
+    return "the full cache"
+  whole, time = board.standings, found.time(point.cost)
+  kept = point.cost.kept / board.full.cost.kept
+  return cells.join(
+    f"{_quoted(point.method, point.budget)}: {{}} × the time, {{}} × the bytes, {{}}",
+    cells.ratio(*cells.over(time, found.time(board.full.cost))),
+    cells.worked_out(kept, "{:.2f}", time),
+    found.rows.gap(whole, whole.by[point.method, point.budget]),
+  )
+
+
+def _attended(board: Board) -> str:
+  """Tokens that the methods of a class attend to."""
+  return _span([point.cost.attended for point in board.points[1:] if point.cost.attended])
 
 
 def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
   point = choice.point
   if point is None:
-    return ["nothing that was measured fits", *[""] * 7]
-  cost, gap = point.cost, points(point.gap)
+    return ["nothing that was measured fits", *[""] * 6]
+  cost, whole = point.cost, board.standings
+  one = whole.by[point.method, point.budget]
+  less = "–" if point is board.full else found.rows.gap(whole, one)
+  holds = "–"
+  if cost.peak_bytes is not None:
+    holds = cells.worked_out(cost.peak_bytes / 1e9, "{:.1f}", found.time(cost))
   return [
     called(point.method, point.budget),
-    _milliseconds(cost, board.full.cost),
-    _kept(cost),
-    f"{cost.read:.2f}",
-    "–" if cost.peak_bytes is None else f"{cost.peak_bytes / 1e9:.1f}",
-    percent(point.score),
-    f"**{gap}**" if choice.loses else gap,
+    _milliseconds(found, cost, board.full.cost),
+    _kept(found, cost),
+    holds,
+    found.rows.mean(whole, one),
+    cells.join("**{}**", less) if choice.loses else less,
     _risk(point, board, found),
   ]
 
@@ -324,35 +416,44 @@ def _risk(point: Point, board: Board, found: Held) -> str:
   for other in found.standings:
     one = other.by.get((point.method, point.budget))
     elsewhere = other.length == board.standings.length and other.mode != board.standings.mode
-    if elsewhere and one and one.gap and point is not board.full:
-      parts.append(f"{other.mode} {points(one.gap)}")
-  return "; ".join(parts)
+    if elsewhere and one and one.gap and point.method != FULL:
+      parts.append(cells.join(f"{other.mode} {{}}", found.rows.gap(other, one)))
+  return cells.listed(parts, "; ") if len(parts) > 1 else parts[0]
 
 
 @_given
-def picture(found: Held) -> list[str]:
+def picture(found: Held) -> Part:
   """The pictures of each length's largest batch; one shows all lengths that have its batch."""
   batches = dict.fromkeys(made[-1].batch for length in LENGTHS if (made := found.at(length)))
-  return [
+  return Part(
     f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
     f"({FOLDER}/score_by_cost_aware_b{batch}.png)"
     for batch in batches
-  ]
+  )
 
 
 def in_short(results: Results) -> str:
-  """What is fastest at 90 % of the score, at the longest length and its largest batch."""
+  """What keeps the score at the longest length and its largest batch, by tokens attended to."""
   found = held(results)
   boards = [board for length in LENGTHS for board in found.at(length)] if found else []
   if not boards:
     return ""
-  aims = {aim: choice.point for choice in choices.choices(boards[-1]) for aim in choice.aims}
-  point, full = aims["fastest at 90 %"], boards[-1].full
-  assert found and point
-  kept = f"{_gigabytes(point.cost.kept)} of {_gigabytes(full.cost.kept)} GB a row"
-  return (
-    f"{found.model}, {boards[-1].standings.length:,} tokens, batch {boards[-1].batch}: at nine "
-    f"tenths of the full cache's score the fastest is {called(point.method, point.budget)}, "
-    f"{_milliseconds(point.cost, full.cost).replace('(', '(× ')} ms a token, {kept}, score "
-    f"{percent(point.score)} beside {percent(full.score)}"
+  assert found
+  last, parts = boards[-1], []
+  for same in choices.classes(last):
+    point = next(c.point for c in choices.choices(same) if "fastest" in c.aims)
+    if point and point.method != FULL:
+      one = last.standings.by[point.method, point.budget]
+      took = _milliseconds(found, point.cost, last.full.cost)
+      attended = cells.worked_out(point.cost.attended or 0, "{:,.0f}", found.time(point.cost))
+      name, less = _quoted(point.method, point.budget), found.rows.gap(last.standings, one)
+      parts.append(
+        cells.join(
+          f"{name}, which attends to {{}}: {{}} ms, score less full {{}}", attended, took, less
+        )
+      )
+  return cells.join(
+    f"{found.model}, T{last.standings.length >> 10}K, B{last.batch}, ms a token (× the full "
+    "cache's) at like tokens attended to: {}",
+    cells.listed(parts, "; "),
   )

@@ -3,85 +3,84 @@
 All give nothing while there are no studies.
 """
 
+from collections.abc import Sequence
+
 from . import cells
-from .art import ORDERS, TAUS
-from .results import Results
+from .art import ORDERS, TAUS, stopped, study
+from .records import Figure, Part
+from .results import Results, Study
 
 LENGTHS = (8192, 16384, 32768)
 STUDY = "art_study/qwen1.5b/tile128_{}_{{}}.json"
 WHOSE = {"": "a query head", "group_": "a group"}
 
 
-def _studies(results: Results) -> dict[str, str]:
-  """The studies that there are, by the tokens of their text."""
-  paths = {f"{n:,}": STUDY.format(n) for n in LENGTHS}
-  return {n: p for n, p in paths.items() if (results.folder / p.format("newest")).is_file()}
-
-
-def stops(results: Results) -> list[str]:
-  """What one walk reads and misses, of query heads by themselves and of six together."""
-  rows = []
-  for n, path in _studies(results).items():
-    for order, label in ORDERS.items():
-      for tau, words in TAUS.items():
-        row = [f"{n} tokens, {label}", words]
-        for kind in ("splits", "groups"):
-          cost = results.json(path.format(order), kind, f"tau {tau}, 1 splits")
-          row += [cells.percent(cost[key], 1) for key in ("visited", "stopped")]
-          row.append(f"{cost['error']:.1e}")
-        rows.append(row)
-  head = ("order", "τ", "read, a query head", "stop", "mean error", "read, a group", "stop")
-  return cells.table((*head, "mean error"), rows) if rows else []
-
-
-def groups(results: Results) -> list[str]:
-  """What the groups of each layer read at τ = 0.01, from the least to the most of its KV heads."""
-  columns = {
-    f"{n} tokens, {label}": results.json(path.format(order), "heads", "0.01")
-    for n, path in _studies(results).items()
+def studies(results: Results) -> dict[str, Study]:
+  """The studies that there are, by the tokens of their text and their order."""
+  return {
+    f"{n:,} tokens, {label}": study(results, STUDY.format(n).format(order))
+    for n in LENGTHS
+    if (results.folder / STUDY.format(n).format("newest")).is_file()
     for order, label in ORDERS.items()
   }
-  layers = sorted({int(layer) for found in columns.values() for layer in found})
-  rows = [[str(n), *(_between(found.get(str(n))) for found in columns.values())] for n in layers]
-  return cells.table(("layer", *columns), rows) if rows else []
 
 
-def _between(shares: dict[str, list[list[float]]] | None) -> str:
-  if shares is None:
+def stops(results: Results) -> Part:
+  """What one walk reads and misses, of query heads by themselves and of six together."""
+  rows = [
+    [label, words, *stopped(held, f"tau {tau}, 1 splits")]
+    for label, held in studies(results).items()
+    for tau, words in TAUS.items()
+  ]
+  head = ("order", "τ", "read, a query head", "stop", "mean error", "read, a group", "stop")
+  return cells.table((*head, "mean error"), rows, labels=2) if rows else Part()
+
+
+def groups(results: Results) -> Part:
+  """What the groups of each layer read at τ = 0.01, from the least to the most of its KV heads."""
+  columns = studies(results)
+  layers = sorted({int(n) for held in columns.values() for n in held.get("heads", "0.01")})
+  rows = [[str(n), *(_between(held, str(n)) for held in columns.values())] for n in layers]
+  return cells.table(("layer", *columns), rows) if rows else Part()
+
+
+def _between(held: Study, layer: str) -> str:
+  keys = ("heads", "0.01", layer)
+  if layer not in held.get(*keys[:-1]):
     return "–"
-  low, high = (cells.percent(f(share for (share,) in shares["group"])) for f in (min, max))
-  return low if low == high else f"{low} – {high}"
+  heads = range(len(held.get(*keys, "group")))
+  shares = [held.number(*keys, "group", head, 0) for head in heads]
+  low, high = (cells.percent(end(shares)) for end in (min, max))
+  return low if low == high else cells.listed((low, high), " – ")
 
 
-def theory(results: Results) -> list[str]:
+def theory(results: Results) -> Part:
   """How probe and oracle agree, and where the theorems' bounds apply."""
-  rows = []
-  for n, path in _studies(results).items():
-    for order, label in ORDERS.items():
-      for tau, words in TAUS.items():
-        for prefix, whose in WHOSE.items():
-          agreed = results.json(path.format(order), f"{prefix}agreement", tau, "all")
-          row = [f"{n} tokens, {label}", words, whose, f"{agreed['walks']:,}"]
-          row += [f"{agreed['ended']:,}", _percent(agreed["agree_of_ended"])]
-          row.append(cells.percent(agreed["early"], 1))
-          found = results.json(path.format(order), f"{prefix}bounds", tau)
-          keys = ("violations_where_it_decays", "violations_elsewhere")
-          row.append(f"{found['stops']:,}")
-          row.append(_percent(found.get("decays")))
-          row += [f"{found[key]:,}" if key in found else "–" for key in keys]
-          rows.append(row)
-  head = (
-    "order",
-    "τ",
-    "whose",
-    "walks",
-    "probe or oracle ends",
-    "of these alike",
-    "probe too early",
-  )
-  head += ("stops", "Lemma 1 holds", "bound broken there", "broken elsewhere")
-  return cells.table(head, rows) if rows else []
+  rows = [
+    [label, words, whose, *_theory(held, tau, prefix)]
+    for label, held in studies(results).items()
+    for tau, words in TAUS.items()
+    for prefix, whose in WHOSE.items()
+  ]
+  head = ("order", "τ", "whose", "walks", "probe or oracle ends", "of these alike")
+  head += ("of all alike", "probe too early", "stops", "Lemma 1 holds", "bound broken there")
+  return cells.table((*head, "broken elsewhere"), rows, labels=3) if rows else Part()
 
 
-def _percent(share: float | None) -> str:
-  return "–" if share is None else cells.percent(share, 1)
+def _theory(held: Study, tau: str, prefix: str) -> Sequence[str]:
+  agreed, bounds = (f"{prefix}agreement", tau, "all"), (f"{prefix}bounds", tau)
+  return [
+    *(_figure(held, *agreed, key) for key in ("walks", "ended")),
+    *(_figure(held, *agreed, key, share=True) for key in ("agree_of_ended", "agree", "early")),
+    _figure(held, *bounds, "stops"),
+    _figure(held, *bounds, "decays", share=True),
+    *(_figure(held, *bounds, f"violations_{where}") for where in ("where_it_decays", "elsewhere")),
+  ]
+
+
+def _figure(held: Study, *keys: str, share: bool = False) -> Figure:
+  """A count or a share; a dash where there is none."""
+  if held.get(*keys[:-1]).get(keys[-1]) is None:
+    return Figure("–", ())
+  value = held.number(*keys)
+  return cells.percent(value, 1) if share else cells.number(value, "{:,.0f}")

@@ -5,10 +5,13 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from .. import bench_files
+from ..evals import store
+from . import records
+from .records import NOTHING, Number, Part, Place, Record, Records
 
 FOLDER = pathlib.Path(__file__).parents[1] / "results"
 GPU = "nvidia-h200"
@@ -16,37 +19,49 @@ GPU = "nvidia-h200"
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Microseconds of a contender: the median, and the quartiles around it."""
+  """Microseconds of a contender: the median, the quartiles around it, and where they stand."""
 
   name: str
   us: float
   low: float
   high: float
+  records: Records = dataclasses.field(default=(), repr=False)
 
   def then(self, *others: "Timing") -> "Timing":
     """This one and others, one after the other."""
     parts = (self, *others)
     name = " + ".join(part.name for part in parts)
-    return Timing(name, *(sum(getattr(p, x) for p in parts) for x in ("us", "low", "high")))
+    ends = (sum(getattr(p, x) for p in parts) for x in ("us", "low", "high"))
+    return Timing(name, *ends, records.of(*parts))
 
   def scaled(self, factor: float) -> "Timing":
     """So many of it."""
-    return Timing(self.name, self.us * factor, self.low * factor, self.high * factor)
+    return Timing(self.name, *(x * factor for x in self._ends), self.records)
 
   def later(self, us: float) -> "Timing":
     """It, and a time that is known exactly."""
-    return Timing(self.name, self.us + us, self.low + us, self.high + us)
+    return Timing(self.name, *(x + us for x in self._ends), self.records)
+
+  @property
+  def _ends(self) -> tuple[float, float, float]:
+    return self.us, self.low, self.high
 
 
 class Case:
-  """One case of a file of `scripts.bench`."""
+  """One case of a file of `scripts.bench`.
 
-  def __init__(self, path: pathlib.Path, data: dict[str, Any]):
-    self.path, self._data = path, data
-    self.name: str = data["case"]
-    self.bytes: int = data["bytes"]
-    self.shapes: str = data["shapes"]
-    self.repetitions: int = data["repetitions"]
+  Args:
+    bench: the file that it stands in.
+    number: its place there.
+  """
+
+  def __init__(self, bench: "Bench", number: int):
+    self.path, self._number, self._bench = bench.path, number, bench
+    self._data = bench.held["cases"][number]
+    self.name: str = self._data["case"]
+    self.bytes: int = self._data["bytes"]
+    self.shapes: str = self._data["shapes"]
+    self.repetitions: int = self._data["repetitions"]
 
   def has(self, name: str) -> bool:
     """Whether a contender has a time: peers may not be installed, or not take the shape."""
@@ -58,28 +73,44 @@ class Case:
     Raises:
       ValueError: it is not there, or has no time, as its output was wrong.
     """
-    row = self._row(name)
+    number, row = self._row(name)
     if "us" not in row:
       raise ValueError(f"{self.path}, {self.name}: found no time of {name!r}: its output was wrong")
-    return Timing(name, row["us"], *row["us_quartiles"])
+    return Timing(name, row["us"], *row["us_quartiles"], (self._record("results", number, "us"),))
 
-  def error(self, name: str) -> float:
+  def error(self, name: str) -> Number:
     """A contender's relative error."""
-    return self._row(name)["error"]
+    number, row = self._row(name)
+    return Number(row["error"], self._record("results", number, "error"))
 
   def remark(self, pattern: str) -> tuple[str, ...]:
-    """The groups of the first remark that has the pattern."""
-    for line in self._data["remarks"]:
+    """The groups of the first remark that has the pattern; numbers among them have their source."""
+    for number, line in enumerate(self._data["remarks"]):
       if match := re.search(pattern, line):
-        return match.groups()
+        where = (self._record("remarks", number),)
+        return tuple(records.Figure(group, where) for group in match.groups())
     raise ValueError(f"{self.path}, {self.name}: found no remark like {pattern!r}")
 
-  def numbers(self, pattern: str) -> list[float]:
-    """The same, as numbers."""
-    return [float(group.replace(",", "")) for group in self.remark(pattern)]
+  def shaped(self, pattern: str) -> tuple[str, ...]:
+    """The same of the shapes."""
+    if not (match := re.search(pattern, self.shapes)):
+      raise ValueError(f"{self.path}, {self.name}: found no {pattern!r} in {self.shapes!r}")
+    where = (self._record("shapes"),)
+    return tuple(records.Figure(group, where) for group in match.groups())
 
-  def _row(self, name: str) -> dict[str, Any]:
-    rows = {row["name"]: row for row in self._data["results"]}
+  def numbers(self, pattern: str) -> list[Number]:
+    """The same, as numbers."""
+    return [Number(float(x.replace(",", "")), *records.of(x)) for x in self.remark(pattern)]
+
+  def repeated(self) -> Number:
+    """How often it was timed."""
+    return Number(self.repetitions, self._record("repetitions"))
+
+  def _record(self, *keys: str | int) -> Record:
+    return self._bench.record(("cases", self._number, *keys), f"{self.name}: {self.shapes}", self)
+
+  def _row(self, name: str) -> tuple[int, dict[str, Any]]:
+    rows = {row["name"]: (number, row) for number, row in enumerate(self._data["results"])}
     if name not in rows:
       raise ValueError(
         f"{self.path}, {self.name}: found no contender {name!r}, expected it among {list(rows)}"
@@ -90,10 +121,11 @@ class Case:
 class Bench:
   """A file of `scripts.bench`, its cases by their names."""
 
-  def __init__(self, path: pathlib.Path):
-    self.path = path
-    self.facts = bench_files.read(path)
-    self._cases = {case["case"]: case for case in self.facts.pop("cases")}
+  def __init__(self, path: pathlib.Path, folder: pathlib.Path = FOLDER):
+    self.path, self._file = path, path.relative_to(folder).as_posix()
+    self.held = bench_files.read(path)
+    self.facts = {key: value for key, value in self.held.items() if key != "cases"}
+    self._cases = {case["case"]: i for i, case in enumerate(self.held["cases"])}
 
   def has(self, name: str) -> bool:
     return name in self._cases
@@ -103,7 +135,12 @@ class Bench:
       raise ValueError(
         f"{self.path}: found no case {name!r}, expected it among {list(self._cases)}"
       )
-    return Case(self.path, self._cases[name])
+    return Case(self, self._cases[name])
+
+  def record(self, place: Place, setting: str, case: Case) -> Record:
+    """Of a figure of one of its cases: data are random, cuts are those that `tune` found."""
+    n, fitted = case.repetitions, self.facts.get("fitted", NOTHING)
+    return Record(self._file, place, self.facts["device"], n, setting, fitted)
 
   def cases(self, pattern: str) -> list[Case]:
     """All whose names have the pattern, in the file's order; at least one."""
@@ -115,22 +152,70 @@ class Bench:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A JSON file whose figures all stand for as many samples of one setting.
+
+  Attributes:
+    file: below scripts/results.
+    held: what is in it.
+    card, n, setting, fitted: as of a `Record`.
+  """
+
+  file: str
+  held: Any
+  card: str
+  n: int
+  setting: str
+  fitted: str
+
+  def get(self, *keys: str | int) -> Any:
+    """What lies under keys.
+
+    Raises:
+      ValueError: there is nothing.
+    """
+    value = self.held
+    for i, key in enumerate(keys):
+      try:
+        value = value[key]
+      except (KeyError, IndexError, TypeError):
+        there = list(value) if isinstance(value, dict) else f"{len(value)} entries"
+        where = f"{self.file}, {' / '.join(map(str, keys[:i]))}"
+        raise ValueError(f"{where}: found no {key!r} among {there}") from None
+    return value
+
+  def number(self, *keys: str | int, n: int | None = None, setting: str | None = None) -> Number:
+    """The number under keys; `n` and `setting` where it has its own."""
+    setting = f"{self.setting}; {setting}" if setting else self.setting
+    record = Record(self.file, keys, self.card, n or self.n, setting, self.fitted)
+    return Number(self.get(*keys), record)
+
+
 class Results:
   """A folder like scripts/results; each file is read once."""
 
   def __init__(self, folder: pathlib.Path = FOLDER):
     self.folder = folder
-    self._bench = functools.cache(Bench)
+    self._bench = functools.cache(lambda path: Bench(path, folder))
 
   def bench(self, suite: str, device: str = GPU) -> Bench:
     return self._bench(self.folder / device / f"bench_{suite}.json")
+
+  def rows(self, folder: str) -> list[dict[str, Any]]:
+    """The rows of an evaluation; none where it is not there."""
+    return self._rows(folder) if (self.folder / folder).is_dir() else []
+
+  @functools.cache  # noqa: B019 (a handful live as long as the program)
+  def _rows(self, folder: str) -> list[dict[str, Any]]:
+    return store.read(self.folder / folder)
 
   def benches(self, device: str) -> list[Bench]:
     """All files of a device."""
     return [self._bench(path) for path in bench_files.inside(self.folder / device)]
 
   def json(self, path: str, *keys: str) -> Any:
-    """A JSON file, or what lies in it under keys."""
+    """A JSON file, or what lies in it under keys: names and counts; figures come from `study`."""
     value = json.loads((self.folder / path).read_text("utf-8"))
     for i, key in enumerate(keys):
       if key not in value:
@@ -138,11 +223,27 @@ class Results:
       value = value[key]
     return value
 
-  def columns(self, path: str) -> list[list[str]]:
-    """The rows of a table that `console.table` wrote, without its head."""
-    lines = (self.folder / path).read_text("utf-8").splitlines()
-    return [re.split(r" {2,}", line.strip()) for line in lines[2:]]
+  def study(self, path: str, *, card: str, n: int, setting: str, fitted: str = NOTHING) -> Study:
+    """A JSON file with what its figures stand for."""
+    return Study(path, self.json(path), card, n, setting, fitted)
+
+  def lines(
+    self, path: str, pattern: str, *, card: str, n: int, setting: str, fitted: str = NOTHING
+  ) -> list[tuple[str, ...]]:
+    """The groups of every line of a text that has the pattern, each with its source.
+
+    Raises:
+      ValueError: none has.
+    """
+    found = []
+    for number, line in enumerate((self.folder / path).read_text("utf-8").splitlines()):
+      if match := re.search(pattern, line):
+        where = (Record(path, ("line", number), card, n, setting, fitted),)
+        found.append(tuple(records.Figure(group or "", where) for group in match.groups()))
+    if not found:
+      raise ValueError(f"{path}: found no line like {pattern!r}")
+    return found
 
 
-# Makes one part of a document: its lines, without the markers.
-Maker = Callable[[Results], Sequence[str]]
+# Makes one part of a document: its lines, without the markers, and their figures.
+Maker = Callable[[Results], Part]

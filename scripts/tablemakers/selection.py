@@ -3,6 +3,7 @@
 import statistics
 
 from . import cells
+from .records import Figure, Part
 from .results import Case, Results
 from .steps import BANDWIDTH
 
@@ -12,11 +13,11 @@ PAGED, BLOCK_SPARSE = "FlashInfer paged", "FlashInfer block-sparse"
 METHODS = {
   "Quest": "Quest, 4,096 tokens",
   "InfLLM-v2": "InfLLM-v2, 64 blocks of 64",
-  "CPE": "CPE, 512 tokens, always shared",
+  "CPE": "CPE, 512 tokens, τ = −1: always shared",
 }
 
 
-def scores(results: Results) -> list[str]:
+def scores(results: Results) -> Part:
   rows = []
   for name, label in SELECTORS.items():
     for length in ("128K", "512K"):
@@ -27,14 +28,14 @@ def scores(results: Results) -> list[str]:
         [
           f"{label}, B1 T{length}",
           cells.ours(took),
-          f"{over:.2f}",
+          cells.worked_out(over, "{:.2f}", took),
           cells.time(case.time("XLA")),
         ]
       )
   return cells.table(("", "kvjax", "over the summaries' bytes at 4.45 TB/s", "XLA"), rows)
 
 
-def attention(results: Results) -> list[str]:
+def attention(results: Results) -> Part:
   rows = []
   for block in BLOCKS:
     cases = [results.bench("sparse").case(f"block {block} budget {n}") for n in BUDGETS]
@@ -43,23 +44,22 @@ def attention(results: Results) -> list[str]:
   return cells.table(("", *(f"{n:,} tokens" for n in BUDGETS)), rows)
 
 
-def against_flashinfer(results: Results) -> list[str]:
+def against_flashinfer(results: Results) -> Part:
   cases = results.bench("sparse").cases(r"^block \d+ budget \d+$")
   words = {PAGED: "paged decode with every KV head a request", BLOCK_SPARSE: "block-sparse wrapper"}
   parts = []
   for peer, said in words.items():
     pairs = [_over(case, peer) for case in cases]
     held = [value for value, reference in pairs if cells.steady(reference)]
-    mean = f"{statistics.geometric_mean(held):.2f}" if held else "–"
-    parts.append(f"{mean} of its {said} ({cells.span(pairs)})")
+    mean = cells.worked_out(statistics.geometric_mean(held), "{:.2f}", *held) if held else "–"
+    parts.append(cells.join(f"{{}} of its {said} ({{}})", mean, cells.span(pairs)))
   return cells.sentence(
-    f"Beside FlashInfer, geometric mean of {len(cases)} cases: {' and '.join(parts)}."
+    "Beside FlashInfer, geometric mean of all cases: {}.", cells.listed(parts, " and ")
   )
 
 
 def _over(case: Case, peer: str) -> cells.Pair:
-  reference = case.time(peer)
-  return case.time("kvjax").us / reference.us, reference
+  return cells.over(case.time("kvjax"), case.time(peer))
 
 
 def step(results: Results, method: str, batch: int) -> Case:
@@ -67,8 +67,7 @@ def step(results: Results, method: str, batch: int) -> Case:
 
 
 def over_full(case: Case) -> cells.Pair:
-  full = case.time("Full")
-  return full.us / case.time("kvjax").us, full
+  return cells.gain(case.time("kvjax"), case.time("Full"))
 
 
 def of_bytes(case: Case) -> cells.Pair:
@@ -77,7 +76,7 @@ def of_bytes(case: Case) -> cells.Pair:
   return share, case.time("Full")
 
 
-def whole_steps(results: Results) -> list[str]:
+def whole_steps(results: Results) -> Part:
   rows = []
   for batch in (1, 4):
     for method, label in METHODS.items():
@@ -94,14 +93,15 @@ def whole_steps(results: Results) -> list[str]:
   return cells.table(("", "a token", "Full", "over Full", "of what bytes allow"), rows)
 
 
-def in_short(results: Results) -> str:
+def in_short(results: Results) -> Figure:
   """The line of the results in short."""
-  cases = {batch: [step(results, method, batch) for method in METHODS] for batch in (1, 4)}
+  read = ("Quest", "InfLLM-v2")  # CPE's random keys never share by themselves
+  cases = {batch: [step(results, method, batch) for method in read] for batch in (1, 4)}
   gains = [
-    f"{cells.span(map(over_full, held), '{:.1f}', ' ×')} at B{batch}"
+    cells.join(f"{{}} at B{batch}", cells.span(map(over_full, held), "{:.1f}", " ×"))
     for batch, held in cases.items()
   ]
   shares = [of_bytes(case) for held in cases.values() for case in held]
   # What is left out of these is left out, and named, above.
   allowed = cells.span([pair for pair in shares if cells.steady(pair[1])], "{:.3f}")
-  return f"over the full cache {', '.join(gains)}: {allowed} of what bytes allow"
+  return cells.join("over the full cache {}: {} of what bytes allow", cells.listed(gains), allowed)

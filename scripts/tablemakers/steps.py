@@ -2,6 +2,7 @@
 
 from ..bench_files import BANDWIDTH
 from . import cells
+from .records import Part
 from .results import Case, Results
 
 DIGITS = "{:.3f}"  # as the remarks have them: rounded once
@@ -21,7 +22,7 @@ def over_products(case: Case) -> cells.Pair:
   return value, case.time("products (XLA)")
 
 
-def table(results: Results) -> list[str]:
+def table(results: Results) -> Part:
   rows = []
   for model in MODELS:
     for (batch, tokens), case in zip(SHAPES, steps(results, model), strict=True):
@@ -33,14 +34,14 @@ def table(results: Results) -> list[str]:
           cells.ours(took),
           cells.ratio(*over_products(case), DIGITS),
           cells.ratio(over_ours, case.time("products"), DIGITS),
-          DIGITS.format(took.us * 1e-6 * BANDWIDTH / case.bytes),
+          cells.worked_out(took.us * 1e-6 * BANDWIDTH / case.bytes, DIGITS, took),
         ]
       )
   head = ("", "kvjax, a token", "over XLA's products + KV", "over ours + KV", "over all bytes")
   return cells.table(head, rows)
 
 
-def beside_peers(results: Results) -> list[str]:
+def beside_peers(results: Results) -> Part:
   """Where any was run."""
   rows = []
   for model in MODELS:
@@ -57,7 +58,7 @@ def _peer(case: Case, peer: str) -> tuple[str, str]:
   if not case.has(peer):
     return "–", "–"
   theirs = case.time(peer)
-  return cells.time(theirs), cells.ratio(theirs.us / case.time("kvjax").us, theirs)
+  return cells.time(theirs), cells.ratio(*cells.gain(case.time("kvjax"), theirs))
 
 
 def in_short(results: Results) -> str:
@@ -65,9 +66,12 @@ def in_short(results: Results) -> str:
   cases = steps(results, "Llama-3.1-8B")
   first, long = cases[0].time("kvjax"), cases[3].time("kvjax")
   peers = [_peer(case, "torch, CUDA graph") for case in cases[:2]]
-  return (
-    f"{cells.time(first)} at B1 T4K, {cells.time(long)} at B8 T32K: "
-    f"{cells.span(map(over_products, cases), unit=' ×')} XLA's products and the bytes of K and V; "
-    f"a plain PyTorch step, compiled and in a CUDA graph, takes {peers[0][1]} × as long at B1 T4K, "
-    f"{peers[1][1]} × at B8"
+  return cells.join(
+    "{} at B1 T4K, {} at B8 T32K: {} XLA's products and the bytes of K and V; a plain PyTorch "
+    "step, compiled and in a CUDA graph, takes {} × as long at B1 T4K, {} × at B8",
+    cells.time(first),
+    cells.time(long),
+    cells.span(map(over_products, cases), unit=" ×"),
+    peers[0][1],
+    peers[1][1],
   )

@@ -1,7 +1,11 @@
-"""Studies on the models' own activations: needles, foresight, shared selections, certificates."""
+"""Studies on the models' own activations: foresight, shared selections, certificates."""
+
+from collections.abc import Iterable
+from typing import Any
 
 from . import cells
-from .results import GPU, Results
+from .records import Figure, Number, Part
+from .results import GPU, Results, Study
 
 HITS = f"{GPU}/prr_hits.json"
 BASES = ("Quest, 63 + 1 of pages of 16", "InfLLM-v2, 16 + 1 + 4 of blocks of 32")
@@ -19,141 +23,153 @@ SHARED = {"retrieved": ".2f", "visited": ".1f", "overlap": ".3f", "dropped": ".3
 AHEAD = ("overlap", "dropped")
 
 
-def short_needles(results: Results) -> list[str]:
-  return _needles(results, "cpu/needles/needles.txt")
+def hits(results: Results) -> Study:
+  """PRR's hit rates, on the texts that α, β, γ were searched on, a step later."""
+  about = results.json(HITS)
+  setting = f"{about['model']}; {about['texts']}; {about['n']}"
+  fitted = f"α, β, γ: on {about['calibrated on']}"
+  texts = len(about["texts"].split("(")[0].split(","))
+  return results.study(HITS, card=about["device"], n=texts, setting=setting, fitted=fitted)
 
 
-def long_needles(results: Results) -> list[str]:
-  return _needles(results, f"{GPU}/needles/needles.txt")
+def hit(study: Study, base: str, name: str) -> Figure:
+  """Share of the tiles chosen by score that were foreseen; weighted by the score in brackets."""
+  share, weighted = (study.number("bases", base, name, key) for key in HIT_RATES)
+  return cells.join("{} ({})", cells.percent(share), cells.percent(weighted))
 
 
-def real_needles(results: Results) -> list[str]:
-  return _if_there(results, f"{GPU}/real/needles/needles.txt")
+HIT_RATES = ("hit_rate", "weighted_hit_rate")
 
 
-def stream_needles(results: Results) -> list[str]:
-  return _if_there(results, f"{GPU}/real/stream/needles.txt")
-
-
-def _if_there(results: Results, path: str) -> list[str]:
-  return _needles(results, path) if (results.folder / path).is_file() else []
-
-
-def _needles(results: Results, path: str) -> list[str]:
-  """Runs of before recall stood beside chance have a column less."""
-  rows, columns = results.columns(path), ("method", "right", "needle recall", "best layer")
-  if len(rows[0]) == len(columns) + 1:
-    columns = (*columns[:3], "by chance", columns[3])
-  for row in rows:
-    if len(row) != len(columns):
-      raise ValueError(f"{path}: found a row {row}, expected {', '.join(columns)}")
-    name, comma, rest = row[0].partition(",")
-    row[0] = f"`{name}`{comma}{rest}"
-  return cells.table(columns, rows)
-
-
-def foresight(results: Results) -> list[str]:
-  bases = [results.json(HITS, "bases", base) for base in BASES]
-  again = [cells.percent(base[next(iter(PREDICTORS))]["reuse"]) for base in bases]
+def foresight(results: Results) -> Part:
+  study, first = hits(results), next(iter(PREDICTORS))
+  again = [cells.percent(study.number("bases", base, first, "reuse")) for base in BASES]
   rows = [["selected again in the next step", *again]]
   for name, label in PREDICTORS.items():
-    found = [results.json(HITS, "bases", base, name) for base in BASES]
-    shares = [
-      f"{cells.percent(each['hit_rate'])} ({cells.percent(each['weighted_hit_rate'])})"
-      for each in found
-    ]
-    rows.append([label, *shares])
-  head = (
-    "63 of 504 pages of 16 (Quest), 16 of 252 blocks of 32 (InfLLM-v2)",
-    *("Quest", "InfLLM-v2"),
-  )
-  return cells.table(head, rows)
+    rows.append([label, *(hit(study, base, name) for base in BASES)])
+  head = "63 of 504 pages of 16 (Quest), 16 of 252 blocks of 32 (InfLLM-v2)"
+  return cells.table((head, "Quest", "InfLLM-v2"), rows)
 
 
-def sharing(results: Results) -> list[str]:
-  return _sharing(results, SHARING)
+# ---- shared selections
 
 
-def long_sharing(results: Results) -> list[str]:
-  return _sharing(results, LONG_SHARING)
+def study_of(results: Results, path: str) -> Study:
+  held = results.json(path)
+  device, texts = held["about"]["device"], held.get("texts") or held["starts"]
+  card = "CPU" if device == "cpu" else device
+  setting = f"{held['about'].get('model', 'Qwen2.5-Coder-1.5B-Instruct')}; {held['n']}"
+  return results.study(path, card=card, n=len(texts), setting=setting)
 
 
-def _sharing(results: Results, path: str) -> list[str]:
+def sharing(results: Results) -> Part:
+  return _sharing(study_of(results, SHARING))
+
+
+def long_sharing(results: Results) -> Part:
+  return _sharing(study_of(results, LONG_SHARING))
+
+
+def _sharing(study: Study) -> Part:
   """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
   rows = []
-  for line, points in results.json(path, "found").items():
-    for point, found in sorted(points.items(), key=lambda named: named[1]["retrieved"]["mean"]):
-      figures = [_within(found[name], form) for name, form in SHARED.items()]
-      ahead = [_within(found.get(f"{name} ahead"), f"+{SHARED[name]}") for name in AHEAD]
+  for line, points in study.get("found").items():
+    for point in sorted(points, key=lambda point: points[point]["retrieved"]["mean"]):
+      figures = [within(study, line, point, name, form) for name, form in SHARED.items()]
+      ahead = [within(study, line, point, f"{name} ahead", f"+{SHARED[name]}") for name in AHEAD]
       rows.append([f"{line}, {point}", *figures, *ahead])
   head = ("", "ρ̂", "tokens a head", "overlap", "dropped")
   return cells.table((*head, "overlap less HShare's", "dropped less HShare's"), rows)
 
 
-def _within(found: dict[str, float] | None, form: str) -> str:
+def within(study: Study, line: str, point: str, name: str, form: str) -> Figure:
   """A mean and half the width of its interval."""
-  if found is None:
-    return ""
-  text = f"{found['mean']:{form}}".replace("-", "−")
-  return f"{text} ± {found['high'] - found['mean']:{form.lstrip('+')}}"
+  if name not in study.get("found", line, point):
+    return Figure("", ())
+  keys = ("found", line, point, name)
+  mean, high = (study.number(*keys, end, setting=f"{line}, {point}") for end in ("mean", "high"))
+  text = f"{float(mean):{form}}".replace("-", "−")
+  return Figure(f"{text} ± {high - mean:{form.lstrip('+')}}", (*mean.records, *high.records))
 
 
-def shared(results: Results) -> list[str]:
-  return _shared(results, SHARING)
+def shared(results: Results) -> Part:
+  return _shared(study_of(results, SHARING))
 
 
-def long_shared(results: Results) -> list[str]:
-  return _shared(results, LONG_SHARING)
+def long_shared(results: Results) -> Part:
+  return _shared(study_of(results, LONG_SHARING))
 
 
-def _shared(results: Results, path: str) -> list[str]:
+def _shared(study: Study) -> Part:
   """What the table is of, and what CIS attended to."""
-  report = results.json(path)
-  texts, tokens = report["texts"], []
-  for line, points in report["found"].items():
-    low, high = (f"{end(p['visited']['mean'] for p in points.values()):.1f}" for end in (min, max))
-    tokens.append(f"{line} attends to {low if low == high else f'{low} to {high}'} tokens a head")
-  kept = [x for points in report["retrieved_tokens"].values() for x in points.values()]
+  texts, tokens = ", ".join(f"`{text}`" for text in study.get("texts")), []
+  for line, points in study.get("found").items():
+    seen = [study.number("found", line, point, "visited", "mean") for point in points]
+    tokens.append(
+      cells.join(f"{line.replace('16', '`16`')} attends to {{}} tokens a head", _span(seen, ".1f"))
+    )
+  named = study.get("retrieved_tokens")
+  kept = [study.number("retrieved_tokens", x, point) for x in named for point in named[x]]
   return cells.sentence(
-    f"{report['n'].replace('text(s)', 'texts')} ({', '.join(texts)}; {report['length']:,} tokens "
-    f"read). {'; '.join(tokens)}. For that CIS retrieves {min(kept)} to {max(kept)} tokens."
+    f"`{study.get('n').replace('text(s)', 'texts')}` ({texts}; {{}} tokens read). {{}}. For that "
+    "CIS retrieves {} tokens.",
+    cells.number(study.number("length"), "{:,.0f}"),
+    cells.listed(tokens, "; "),
+    _span(kept, ".0f"),
   )
 
 
-def certificates(results: Results) -> list[str]:
-  return _certificates(results, CERTIFICATES)
+def _span(values: Iterable[Number], form: str) -> Figure:
+  ends = [cells.number(end(values), f"{{:{form}}}") for end in (min, max)]
+  return ends[0] if ends[0] == ends[1] else cells.listed(ends, " to ")
 
 
-def larger_certificates(results: Results) -> list[str]:
-  return _certificates(results, LARGER)
+# ---- certificates
 
 
-def _certificates(results: Results, path: str) -> list[str]:
+def certificates(results: Results) -> Part:
+  return _certificates(study_of(results, CERTIFICATES))
+
+
+def larger_certificates(results: Results) -> Part:
+  return _certificates(study_of(results, LARGER))
+
+
+def _certificates(study: Study) -> Part:
   """Shares of the bounds that say something, and of those that fail."""
   rows = []
-  for row in results.json(path, "rows"):
-    low, high = (cells.percent(end(row["below_by_text"])) for end in (min, max))
-    below = cells.percent(row["below"])
-    fails = row["fails"]
+  for i, row in enumerate(study.get("rows")):
+    fails = study.number("rows", i, "fails", setting=row["name"])
     rows.append(
       [
         row["name"],
         row["fitted"],
-        f"{row['bounds']:,}",
-        below if low == high else f"{below} ({low} to {high})",
-        "0" if fails == 0 else cells.percent(fails, 1),
-        f"{row['bound_over_trivial']:.2g}",
-        f"{row['actual_over_trivial']:.2g}",
+        cells.number(study.number("rows", i, "bounds"), "{:,.0f}"),
+        below(study, i),
+        cells.number(fails, "{:.0f}") if fails == 0 else cells.percent(fails, 1),
+        *(cells.number(study.number("rows", i, key), "{:.2g}") for key in OVER_TRIVIAL),
       ]
     )
   head = ("bound on", "fitted to", "bounds", "below the trivial maximum", "fail")
-  return cells.table((*head, "median bound", "median actual"), rows)
+  return cells.table((*head, "median bound", "median actual"), rows, labels=2)
 
 
-def certified(results: Results) -> list[str]:
+OVER_TRIVIAL = ("bound_over_trivial", "actual_over_trivial")
+
+
+def below(study: Study, i: int) -> Figure:
+  """The share of a row's bounds that say something, and the texts' least to most."""
+  row: dict[str, Any] = study.get("rows", i)
+  share = cells.percent(study.number("rows", i, "below", setting=row["name"]))
+  each = [study.number("rows", i, "below_by_text", t) for t in range(len(row["below_by_text"]))]
+  low, high = (cells.percent(end(each)) for end in (min, max))
+  return share if low == high else cells.join("{} ({} to {})", share, low, high)
+
+
+def certified(results: Results) -> Part:
   """What the table is of."""
-  return cells.sentence(results.json(CERTIFICATES, "n") + ".")
+  return cells.sentence(f"`{results.json(CERTIFICATES, 'n')}`.")
 
 
-def larger_certified(results: Results) -> list[str]:
-  return cells.sentence(results.json(LARGER, "n") + ".")
+def larger_certified(results: Results) -> Part:
+  return cells.sentence(f"`{results.json(LARGER, 'n')}`.")

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 
 from . import art, cells, decode, gpus, longflow, prr, quantised, real, selection, steps, streams
+from .records import Part
 from .results import Results
 
 LINES = {
   "dense decode": decode.in_short,
   "whole steps, Llama-3.1-8B's shape": steps.in_short,
   "LongFlow": longflow.in_short,
-  "Quest, InfLLM-v2, CPE at T128K": selection.in_short,
+  "Quest, InfLLM-v2 at T128K": selection.in_short,
   "PRR": prr.in_short,
   "ART": art.in_short,
   "codes": quantised.in_short,
@@ -22,18 +23,18 @@ LINES = {
 FIRST_PAGE = (
   "whole steps, Llama-3.1-8B's shape",
   "LongFlow",
-  "Quest, InfLLM-v2, CPE at T128K",
+  "Quest, InfLLM-v2 at T128K",
   "Ltri",
   "two GPUs",
   "a real model",
 )
 
 
-def table(results: Results) -> list[str]:
+def table(results: Results) -> Part:
   return _lines(results, LINES)
 
 
-def first_page(results: Results) -> list[str]:
+def first_page(results: Results) -> Part:
   return _lines(results, FIRST_PAGE)
 
 

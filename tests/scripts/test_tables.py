@@ -1,5 +1,8 @@
 """Documents and result files agree; what is missing or was not steady is said."""
 
+import dataclasses
+import functools
+import gzip
 import json
 import pathlib
 import re
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import METHODS
-from scripts import art_study, console, markers, tables
+from scripts import art_study, markers, tables
 from scripts.tablemakers import (
   DOCUMENTS,
   Results,
@@ -16,10 +19,11 @@ from scripts.tablemakers import (
   cpe,
   evaluations,
   house,
-  papers,
+  needles,
   real_stops,
-  studies,
+  records,
 )
+from scripts.tablemakers.records import NOTHING, Number, Record
 from scripts.tablemakers.results import FOLDER, GPU, Timing
 from tests.scripts.test_art_study import recording
 
@@ -153,10 +157,10 @@ def test_art_has_scores_only_where_it_can_stop():
   """25 rows of 3 KV heads fill an H200 with three splits: 2,048 tokens are too short."""
   rows = {row[0]: row[1:] for row in map(_row, evaluations.ruler(Results())[2:])}
   assert rows["`art:splits=fill`"][:2] == ["–", "–"] and float(rows["`art:splits=fill`"][2]) > 50
-  assert "–" not in rows["`full`"] + rows["`ltri`, 256"]
+  assert "–" not in rows["`full`"] + rows["`longflow`, 256"]
   assert not any("`art:splits=fill`" in line for line in evaluations.needle(Results()))
   said = " ".join(evaluations.walked(Results()))
-  assert "at 1,024 and 2,048 tokens" in said
+  assert "at T1K and T2K" in said
 
 
 def _row(line):
@@ -201,16 +205,6 @@ def test_what_is_missing_is_named_with_its_file(folder, how, said):
 # ---- beside the papers
 
 
-def test_a_row_is_quoted_as_its_table_has_it():
-  lines = cells.table(("order", "τ", "read", "stop", "read"), [("a", "1", "**2**", "3", "4")])
-  found = papers.quoted(["before", *lines, "", "after"], "a", "1")
-  assert found == {"order": "a", "τ": "1", "read": "2", "stop": "3"}
-  with pytest.raises(ValueError, match=r"found no row 'a, 2', expected it among \['a, 1'\]"):
-    papers.quoted(lines, "a", "2")
-  with pytest.raises(ValueError, match="found no row 'a'"):
-    papers.quoted([], "a")
-
-
 @pytest.mark.parametrize("page", ["art", "prr", "prhs", "longflow", "ltri"])
 def test_a_paper_page_begins_with_figures_that_have_a_place(page):
   """The paper's column names the table, figure or section of all that it has."""
@@ -218,21 +212,31 @@ def test_a_paper_page_begins_with_figures_that_have_a_place(page):
   text = (ROOT / name).read_text("utf-8")
   assert markers.names(text)[0] == f"{page}-paper" == next(iter(DOCUMENTS[name]))
   head, _, *rows = map(_row, DOCUMENTS[name][f"{page}-paper"](Results()))
-  assert head == list(papers.HEAD)
+  assert head == ["", "where", "the paper", "here"]
   assert all(re.search(r"Tab\.|Fig\.|§|abstract", row[1]) and all(row) for row in rows)
 
 
 # ---- the rule of what is divided by
 
 
-STEADY = Timing("Full", 20000, 19600, 20600)
-WIDE = Timing("Full", 20000, 19700, 30200)
+HERE = Record("bench_x.json", ("cases", 0), "a card", 5, "B1", NOTHING)
+
+
+def timing(us, low, high, name="Full", record=HERE):
+  return Timing(name, us, low, high, (record,))
+
+
+STEADY, WIDE = timing(20000, 19600, 20600), timing(20000, 19700, 30200)
+
+
+def ratio(value):
+  return Number(value, HERE)
 
 
 def test_what_is_not_steady_is_not_divided_by():
-  assert cells.steady(STEADY) and not cells.steady(Timing("Full", 20000, 19599, 20600))
-  assert cells.ratio(2.987, STEADY) == "2.99"
-  assert cells.ratio(2.987, WIDE) == "– (Full: 19.70 to 30.20 ms)"
+  assert cells.steady(STEADY) and not cells.steady(timing(20000, 19599, 20600))
+  assert cells.ratio(ratio(2.987), STEADY) == "2.99"
+  assert cells.ratio(ratio(2.987), WIDE) == "– (Full: 19.70 to 30.20 ms)"
 
 
 def test_a_table_leaves_such_a_ratio_out(folder):
@@ -246,42 +250,168 @@ def test_a_table_leaves_such_a_ratio_out(folder):
 
 
 def test_spans_name_what_they_leave_out():
-  assert cells.span([(1.5, STEADY), (1.2, STEADY)]) == "1.20 to 1.50"
-  assert cells.span([(1.2, STEADY)], unit=" ×") == "1.20 ×"
-  assert cells.span([(-0.4, STEADY), (-0.05, STEADY)], "{:+.1f}") == "-0.4 to -0.1"
-  left = cells.span([(1.5, STEADY), (9.0, WIDE)], unit=" ×")
+  pairs = [(ratio(1.5), STEADY), (ratio(1.2), STEADY)]
+  assert cells.span(pairs) == "1.20 to 1.50"
+  assert cells.span(pairs[1:], unit=" ×") == "1.20 ×"
+  assert cells.span([(ratio(-0.4), STEADY), (ratio(-0.05), STEADY)], "{:+.1f}") == "-0.4 to -0.1"
+  left = cells.span([(ratio(1.5), STEADY), (ratio(9.0), WIDE)], unit=" ×")
   assert left == "1.50 × (1 of 2 left out: Full: 19.70 to 30.20 ms)"
-  assert cells.span([(9.0, WIDE)]) == "– (Full: 19.70 to 30.20 ms)"
-  assert "3 of 4 left out: their references" in cells.span([(9.0, WIDE)] * 3 + [(1.0, STEADY)])
+  assert cells.span([(ratio(9.0), WIDE)]) == "– (Full: 19.70 to 30.20 ms)"
+  wide = [(ratio(9.0), WIDE)] * 3
+  assert "3 of 4 left out: their references" in cells.span([*wide, (ratio(1.0), STEADY)])
 
 
 def test_sums_are_as_steady_as_their_parts():
   """A wide part of a fiftieth does not make a sum wide."""
-  large, small = Timing("Full", 20000, 19900, 20100), Timing("chain", 200, 100, 300)
+  large, small = timing(20000, 19900, 20100), timing(200, 100, 300, "chain")
   assert not cells.steady(small) and cells.steady(large.scaled(0.5).then(small))
   assert cells.steady(small.later(1e5))
-  assert large.then(small) == Timing("Full + chain", 20200, 20000, 20400)
+  assert large.then(small) == timing(20200, 20000, 20400, "Full + chain")
 
 
 @pytest.mark.parametrize(
-  "timing, text",
+  "us, text",
   [
-    (Timing("", 15.62, 15.5, 15.8), "15.6 µs"),
-    (Timing("", 15.62, 14, 17), "15.6 µs (14.0 to 17.0)"),
-    (Timing("", 12158, 12150, 12170), "12.16 ms"),
-    (Timing("", 1242599, 1242000, 1243000), "1,243 ms"),
+    ((15.62, 15.5, 15.8), "15.6 µs"),
+    ((15.62, 14, 17), "15.6 µs (14.0 to 17.0)"),
+    ((12158, 12150, 12170), "12.16 ms"),
+    ((1242599, 1242000, 1243000), "1,243 ms"),
   ],
 )
-def test_times_have_units_and_wide_ones_their_quartiles(timing, text):
-  assert cells.time(timing) == text
+def test_times_have_units_and_wide_ones_their_quartiles(us, text):
+  assert cells.time(timing(*us)) == text
   median, bracket, rest = text.partition(" (")
-  assert cells.ours(timing) == f"**{median}**{bracket}{rest}"
+  assert cells.ours(timing(*us)) == f"**{median}**{bracket}{rest}"
 
 
 def test_rows_have_the_cells_of_the_head():
-  assert cells.table(("a", "b"), [("1", "2")]) == ["| a | b |", "|---|---|", "| 1 | 2 |"]
+  assert cells.table(("a", "b"), [("1", "b")]) == ["| a | b |", "|---|---|", "| 1 | b |"]
   with pytest.raises(ValueError, match="row: found 1 cells"):
     cells.table(("a", "b"), [("1",)])
+
+
+# ---- every figure has a source
+
+
+def raw(record):
+  """What stands in the file at a record's place, read without the tables' own code."""
+  path = FOLDER / record.file
+  if record.place[0] == "line":
+    return path.read_text("utf-8").splitlines()[record.place[1]]
+  if isinstance(record.place[0], tuple):
+    names, values = zip(*record.place, strict=True)
+    return rows(path, names).get(values, [])
+  return functools.reduce(lambda value, key: value[key], record.place, whole(path))
+
+
+@functools.cache
+def rows(path, names):
+  """The rows of a file by some of their fields."""
+  found = {}
+  with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+    for row in map(json.loads, lines):
+      row.pop("positions", None)
+      found.setdefault(tuple(row[name] for name in names), []).append(row)
+  return found
+
+
+@functools.cache
+def whole(path):
+  return json.loads(path.read_text("utf-8"))
+
+
+@functools.cache
+def parts(name):
+  """The parts of a document, made once for all tests of them."""
+  results = Results()
+  return {part: maker(results) for part, maker in DOCUMENTS[name].items()}
+
+
+@pytest.mark.core(3)
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "kvjax/README.md"])
+def test_every_number_between_markers_leads_to_its_file(name):
+  """A figure's place is in its file, which has as many samples, of the same prompts and card."""
+  for part, made in parts(name).items():
+    for figure in made.figures:
+      for record in figure.records:
+        found = raw(record)
+        assert found or found == 0, (part, figure, record)
+        if record.samples and record.file.endswith(".gz"):
+          prompts = {row["prompt"] for row in found}
+          assert record.samples <= prompts and record.n == len(record.samples), (part, record)
+        if record.place[0] == "cases":
+          held = whole(FOLDER / record.file)
+          assert record.card == held["device"]
+          assert record.n == held["cases"][record.place[1]]["repetitions"]
+
+
+@pytest.mark.core(3)
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "kvjax/README.md"])
+def test_times_and_scores_are_those_of_their_files(name):
+  """Of figures with one record: the first number is the file's, or an even share of it."""
+  for part, made in parts(name).items():
+    for figure in made.figures:
+      if len(figure.records) != 1 or "×" in figure:
+        continue
+      (record,), said = figure.records, re.match(r"\*{0,2}([\d.,]+) (µs|ms)", figure)
+      if said and record.place[-1] == "us":
+        us = float(said[1].replace(",", "")) * (1 if said[2] == "µs" else 1e3)
+        parts_of = max(1, round(raw(record) / us))  # of a chain of all-reduces, of some maps
+        assert parts_of in (1, 32, 64) or us < 1, (part, figure)
+        assert us == pytest.approx(raw(record) / parts_of, rel=0.04, abs=0.051), (part, figure)
+      elif record.samples and re.fullmatch(r"\d+ \(\d+–\d+\)", figure):
+        scores = [row["score"] for row in raw(record) if row["prompt"] in record.samples]
+        assert int(figure.split()[0]) == round(100 * np.mean(scores)), (part, figure)
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "kvjax/README.md"])
+def test_prose_quotes_no_figure(name):
+  """What stands outside of markers has numbers in names, code and references alone."""
+  text = re.sub(
+    r"^(    |```).*$", "", markers.outside((ROOT / name).read_text("utf-8")), flags=re.M
+  )
+  for line in text.splitlines():
+    assert not line.startswith("#") or line
+    assert records.numbers(line) == [], line
+
+
+def test_a_record_says_all_that_judges_a_figure():
+  for name in ("file", "place", "card", "setting", "fitted"):
+    with pytest.raises(ValueError, match=f"found no {name} of a figure"):
+      dataclasses.replace(HERE, **{name: ""})
+  with pytest.raises(ValueError, match="found n = 0 of a figure"):
+    dataclasses.replace(HERE, n=0)
+
+
+def test_a_figure_without_a_source_cannot_be_written():
+  for write in (cells.number, cells.percent):
+    with pytest.raises(ValueError, match="found a figure without a source"):
+      write(0.5)
+  with pytest.raises(ValueError, match=r"found \['1.5'\] without a source"):
+    cells.table(("", "time"), [("B1 T4K", "1.5 µs")])
+  with pytest.raises(ValueError, match=r"found \['84'\] without a source"):
+    cells.sentence("It hits 84 % of {}.", cells.time(STEADY))
+  with pytest.raises(ValueError, match=r"found \['7'\] without a source"):
+    cells.join("{} and {}", cells.time(STEADY), "7")
+  made = cells.sentence("Llama-3.1-8B, `B8`, Tab. 4: {}.", cells.time(STEADY))
+  assert made == ["Llama-3.1-8B, `B8`, Tab. 4: 20.00 ms."] and made.figures[0].records == (HERE,)
+
+
+def test_unlike_cards_are_not_compared():
+  other = timing(10.0, 10, 10, record=dataclasses.replace(HERE, card="another card"))
+  for compare in (cells.over, cells.gain):
+    with pytest.raises(ValueError, match=r"cards: found \['a card', 'another card'\]"):
+      compare(other, STEADY)
+  assert cells.over(timing(10.0, 10, 10), STEADY)[0] == 0.0005
+
+
+def test_unlike_prompts_are_not_ranked():
+  few, many = (dataclasses.replace(HERE, samples=frozenset(x)) for x in ("ab", "abc"))
+  rows = [(Number(1.0, few), ["a"]), (Number(2.0, few), ["b"])]
+  assert cells.ranked(rows) == [["b"], ["a"]]
+  with pytest.raises(ValueError, match="samples: found unlike prompts"):
+    cells.ranked([*rows, (Number(3.0, many), ["c"])])
 
 
 # ---- the house
@@ -327,7 +457,8 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
   folder.mkdir(parents=True)
   for order in art_study.ORDERS:
     found = art_study.study(recording(rng.normal(size=(64, 40))), 4, 6, order)
-    text = json.dumps(art_study._plain(found))
+    about = {"model": "tiny", "text": "drawn"}
+    text = json.dumps({**art_study._plain(found), "about": about})
     (folder / f"tile128_16384_{order}.json").write_text(text, "utf-8")
   held = Results(tmp_path)
   makers = real_stops.stops, real_stops.groups, real_stops.theory
@@ -338,16 +469,25 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
   assert sum(" a group " in line for line in theory) == 4
 
 
-def test_recall_has_its_column_of_chance_where_the_file_has_one(tmp_path):
-  path = tmp_path / GPU / "real" / "stream" / "needles.txt"
+def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_path):
+  """Two of three samples are shared; heads of an unknown origin are not shown."""
+  path = tmp_path / GPU / "real" / "stream" / "needles.json"
+  assert needles.stream(Results(tmp_path)) == []
   path.parent.mkdir(parents=True)
-  assert studies.stream_needles(Results(tmp_path)) == []
-  rows = [["infllm, injected", "3 / 4", "1.000", "–", "1.00 (0)"]]
-  head = ("method", "right", "recall", "by chance", "best layer")
-  path.write_text(console.table(head, rows), "utf-8")
-  lines = studies.stream_needles(Results(tmp_path))
-  assert "| needle recall | by chance |" in lines[0]
-  assert lines[2] == "| `infllm`, injected | 3 / 4 | 1.000 | – | 1.00 (0) |"
-  path.write_text(console.table(head[:3], [rows[0][:3]]), "utf-8")
-  with pytest.raises(ValueError, match="expected method, right, needle recall, best layer"):
-    studies.stream_needles(Results(tmp_path))
+  methods = dict.fromkeys(("full", "infllm", "ltri", "ltri, all heads"), "its settings")
+  about = {"methods": methods, "length": 1024, "init": 8, "window": 100, "block": 100}
+  said = lambda right: {"right": right, "recall": [[0.5, 1.0]]}  # noqa: E731
+  answers = {
+    "infllm": {"0": said(True), "1": said(False), "2": said(True)},
+    "ltri": {"0": said(True)},
+    "ltri, all heads": {"0": said(True), "1": said(True)},
+  }
+  held = {"about": {**about, "retrieved": 2}, "answers": answers}
+  path.write_text(json.dumps(held), "utf-8")
+  full, infllm, ltri, every = map(_row, needles.stream(Results(tmp_path))[2:])
+  assert full[:2] == ["`full`", "not run: longer than its context"]
+  assert infllm == ["`infllm`", "2 of 3", "1 of 2", "0.750", "0.222", "1.00 (1)"]
+  assert ltri[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2", "2 of 2"]
+  held["about"]["heads_fitted_on"] = "other speeches"
+  path.write_text(json.dumps(held), "utf-8")
+  assert _row(needles.stream(Results(tmp_path))[4])[1] == "1 of 1"

@@ -2,6 +2,7 @@
 
 from .cost import score_by_cost
 from .divergences import divergence
+from .first import first_page
 from .kept import score_by_bytes
 from .look import Styles
 from .needles import needle_maps
@@ -12,6 +13,7 @@ from .visited import visits
 __all__ = [
   "Styles",
   "divergence",
+  "first_page",
   "needle_maps",
   "score_by_bytes",
   "score_by_cost",

@@ -1,0 +1,139 @@
+"""Figures that know where they come from: no table or sentence takes one that does not.
+
+A `Record` is a value in a kept file, with all that a reader needs to judge it. Numbers read from a
+file carry theirs; text made from numbers carries those of all of them. What is worked out by hand,
+from floats, has none, and is refused.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+NOTHING = "nothing"  # was fitted
+# A number that stands by itself: not in a name (B8, T32K, Qwen2.5, 8B), nor quoted as code.
+_NUMBER = re.compile(r"(?<![\w.,‑-])[+−-]?\d[\d.,]*(?![\d.]*[BK]\b)")
+_QUOTED = re.compile(
+  r"`[^`]*`|\]\([^)]*\)|§[\d.]+|"
+  r"\b(?:Tab|Fig|Eq|App|Lemma|Theorem|Assumption)\w*\.? \w+(?: and \d\w*)?"
+)
+
+Value = str | int | None
+Place = tuple[str | int, ...] | tuple[tuple[str, Value], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """Where a figure stands, and what it was measured on.
+
+  Attributes:
+    file: the kept file, below scripts/results.
+    place: where in it: the keys that lead to it in JSON; `("line", n)` of a text; or pairs of
+      names and values that its rows have in common.
+    card: the device's name, "CPU" for processors.
+    n: repetitions, prompts, walks or texts behind it, at least one.
+    setting: shape, budget, thresholds: what decides it.
+    fitted: what of the setting was fitted, and on what; `NOTHING`.
+    samples: prompts, where methods are compared by prompt.
+  """
+
+  file: str
+  place: Place
+  card: str
+  n: int
+  setting: str
+  fitted: str
+  samples: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
+
+  def __post_init__(self) -> None:
+    for name in ("file", "place", "card", "setting", "fitted"):
+      if not getattr(self, name):
+        raise ValueError(f"{self.file}: found no {name} of a figure, expected it to be said")
+    if self.n < 1:
+      raise ValueError(f"{self.file}: found n = {self.n} of a figure, expected at least 1")
+
+
+Records = tuple[Record, ...]
+
+
+class Number(float):
+  """A value with its records; sums and products of it are plain floats."""
+
+  records: Records
+
+  def __new__(cls, value: float, *records: Record) -> "Number":
+    made = super().__new__(cls, value)
+    made.records = records
+    return made
+
+
+class Figure(str):
+  """A cell's text with the records of the numbers in it."""
+
+  records: Records
+
+  def __new__(cls, text: str, records: Iterable[Record]) -> "Figure":
+    made = super().__new__(cls, text)
+    made.records = tuple(records)
+    return made
+
+
+class Part(list[str]):
+  """Lines of a document, with the figures in them."""
+
+  def __init__(self, lines: Iterable[str] = (), figures: Iterable[Figure] = ()):
+    super().__init__(lines)
+    self.figures = list(figures)
+
+  def then(self, other: "Part") -> "Part":
+    """This part, an empty line, and another."""
+    return Part([*self, "", *other], [*self.figures, *other.figures])
+
+
+def of(*sources: object) -> Records:
+  """The records of numbers and figures, each once.
+
+  Raises:
+    ValueError: one of them has none.
+  """
+  found: dict[Record, None] = {}
+  for source in sources:
+    records = getattr(source, "records", ())
+    if not records:
+      raise ValueError(f"{source!r}: found a figure without a source, expected one from a file")
+    found |= dict.fromkeys(records)
+  return tuple(found)
+
+
+def alike(rows: Iterable[Records]) -> None:
+  """Refuse to compare what was measured on unlike cards or on unlike prompts.
+
+  Args:
+    rows: the records of each figure that is compared, task by task.
+
+  Raises:
+    ValueError: the cards differ, or the samples of a task.
+  """
+  listed = list(rows)
+  cards = sorted({record.card for row in listed for record in row})
+  if len(cards) > 1:
+    raise ValueError(f"cards: found {cards}, expected figures of one card to be compared")
+  samples = {tuple(record.samples for record in row) for row in listed}
+  if len(samples) > 1:
+    sizes = sorted({tuple(len(one) for one in row) for row in samples})
+    raise ValueError(f"samples: found unlike prompts, {sizes} of them, expected the same for all")
+
+
+def numbers(text: str) -> list[str]:
+  """The numbers of a text that are figures: not those in names, code, links or references."""
+  return _NUMBER.findall(_QUOTED.sub(" ", text))
+
+
+def without_source(text: str) -> str:
+  """The text again, if it has no figures of its own.
+
+  Raises:
+    ValueError: it has.
+  """
+  if not isinstance(text, Figure) and (found := numbers(text)):
+    raise ValueError(f"{text!r}: found {found} without a source, expected figures from files")
+  return text

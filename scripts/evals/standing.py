@@ -28,6 +28,7 @@ class Standing:
     gap: score less the full cache's, paired by prompt; None where score is.
     prompts: by task, those that its figures are of.
     settings: of its rows.
+    fitted: what of them was fitted on other texts; empty where nothing was.
   """
 
   method: str
@@ -38,6 +39,7 @@ class Standing:
   gap: Estimate | None
   prompts: dict[str, frozenset[str]]
   settings: str
+  fitted: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +181,9 @@ def _standing(
     )
   for task in followed:
     kl = estimate([cells[task][x]["also"]["kl"] for x in listed[task]], shares=False)
-  settings = next(iter(next(iter(cells.values())).values())).get("settings", who[0])
-  return Standing(*who, estimates, kl, score, gap, prompts, settings)
+  row = next(iter(next(iter(cells.values())).values()))
+  said = row.get("settings", who[0]), row.get("fitted", "")
+  return Standing(*who, estimates, kl, score, gap, prompts, *said)
 
 
 def _less(cells: Cells, whole: Cells, task: str, prompt: str) -> float:

@@ -64,17 +64,17 @@ def _table(folder: str, card: str, held: dict[str, Any]) -> Part:
 
 
 def _withdrawn(name: str, about: dict[str, Any]) -> bool:
-  return name.startswith("ltri") and "all heads" not in name and "heads_fitted_on" not in about
+  return name.startswith("ltri") and "all heads" not in name and not about.get("fitted")
 
 
 def _record(
   folder: str, card: str, about: dict[str, Any], name: str, found: dict[str, Any]
 ) -> Record:
   setting = f"{about['methods'][name]}, {about['length']} tokens"
-  fitted = about.get("heads_fitted_on", NOTHING)
+  fitted = "; ".join(about.get("fitted", ())) or NOTHING
   place = ("answers", name)
   samples = frozenset(found)
-  return Record(f"{folder}/{FILE}", place, card, len(found), setting, str(fitted), samples)
+  return Record(f"{folder}/{FILE}", place, card, len(found), setting, fitted, samples)
 
 
 def _cells(

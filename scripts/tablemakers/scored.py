@@ -37,7 +37,8 @@ class Held:
   def _record(self, whole: Standings, one: Standing, task: str) -> Record:
     place = (("task", task), ("length", whole.length), ("mode", whole.mode))
     place += (("method", one.method), ("budget", one.budget))
-    prompts, fitted = one.prompts[task], FITTED.get(one.method.split(":")[0], NOTHING)
+    prompts = one.prompts[task]
+    fitted = one.fitted or FITTED.get(one.method.split(":")[0], NOTHING)
     setting = f"{one.settings}, {whole.length} tokens, {whole.mode}"
     file = f"{self.folder}/{self.rows}"
     return Record(file, place, self.device, len(prompts), setting, fitted, prompts)

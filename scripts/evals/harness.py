@@ -30,6 +30,7 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.transformer import Transformer
 
 from .. import console
+from . import origin
 from .divergence import surprise
 
 try:
@@ -92,8 +93,8 @@ class KVCacheLM(TemplateLM):
 
   @property
   def tokenizer_name(self) -> str:
-    """Tells requests of one vocabulary from those of another."""
-    return f"kvjax-{self.tokenizer.size}"
+    """Tells requests of one tokenizer from those of another: lm-eval keeps them under this name."""
+    return f"kvjax-{origin.tokenizer(self.tokenizer)}"
 
   def chat_template(self, chat_template: bool | str = False) -> str | None:
     """The checkpoint's own template."""

@@ -24,6 +24,8 @@ from typing import Any
 
 from kvjax.models.config import ModelConfig
 
+from .. import common
+
 SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
@@ -86,9 +88,12 @@ class Store:
     self._write_settings()
 
   def _write_settings(self) -> None:
-    aside = self.folder / f".{SETTINGS}"
-    aside.write_text(json.dumps(self.settings, indent=2) + "\n", "utf-8")
-    aside.replace(self.folder / SETTINGS)
+    path = self.folder / SETTINGS
+    try:
+      with common.written_aside(path) as aside:
+        aside.write_text(json.dumps(self.settings, indent=2) + "\n", "utf-8")
+    except OSError as error:
+      raise OSError(f"{path}: settings cannot be written: {error.strerror}") from error
 
   def _compare(self, folder: pathlib.Path, *, to_report: bool = False) -> None:
     before = settings_of(folder)

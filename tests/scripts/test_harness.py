@@ -219,11 +219,16 @@ def test_a_bounded_method_scores_its_own_way(loaded):
 
 
 def test_chat_templates(loaded):
+  from scripts.evals.harness import KVCacheLM
+
   lm, tokenizer = adapter(loaded), loaded[1]
   chat = [{"role": "user", "content": "Who?"}]
   assert lm.apply_chat_template(chat) == tokenizer.render(chat)
   assert lm.chat_template(True) == tokenizer.chat_template and lm.chat_template() is None
-  assert lm.tokenizer_name
+  other = tiny.byte_tokenizer()
+  assert KVCacheLM(loaded[0], other, kvjax.Full()).tokenizer_name == lm.tokenizer_name
+  other.chat_template += " "
+  assert KVCacheLM(loaded[0], other, kvjax.Full()).tokenizer_name != lm.tokenizer_name
 
 
 @pytest.mark.slow

@@ -98,6 +98,8 @@ def test_tests_see_values_and_errors(spaces):
     "  try:\n    f()\n  except KeyError:\n    return\n  assert False\n"
   )
   assert passes(program, "def helper():\n  return float('inf')\ndef f():\n  pass\n", check)
+  bare = "import math\ndef f(x):\n", "def check(f):\n  assert f(1) == math.sin(1)\n"
+  assert passes("import math\ndef f(x):\n  return math.sin(x)", *bare)
   with pytest.raises(OSError, match="tests: value: found object, expected one of Python's own"):
     passes(program, check="def check(f):\n  f(object())\n")
 

@@ -5,9 +5,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
@@ -141,6 +141,12 @@ def bar(total: int, text: str, unit: str) -> tqdm:
   """A progress bar with the time left, on standard error; in a log a line now and then."""
   often = 0.1 if sys.stderr.isatty() else 20.0
   return tqdm(total=total, desc=text, unit=unit, mininterval=often, smoothing=0.1)
+
+
+def passing(items: Sequence[Any], text: str, unit: str) -> Iterable[Any]:
+  """The items, with a bar that goes away where it takes more than a second to pass them."""
+  often = 0.1 if sys.stderr.isatty() else 20.0
+  return tqdm(items, desc=text, unit=unit, mininterval=often, delay=1.0, leave=False)
 
 
 class Table:

@@ -188,33 +188,32 @@ def evaluate(
   try:
     add(results, args.add)
     reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
-    cells = []
-    turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
-    for cell in cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns):
-      if isinstance(cell, str):
-        notes.append(cell)
-      else:
-        cells.append(cell)
-    for cell in cells:
-      held = dict.fromkeys(x for entry in chosen[cell.length] for x in entry.fitted)
-      fitted.check(list(held), cell.task.name, args.seed, cell.rows)
     groups = {
       length: plan.groups(entries, model, batch, length, limit)
       for length, entries in chosen.items()
     }
-    work = [
-      (cell, mode, first, groups[cell.length])
-      for cell in cells
-      for mode in args.modes
-      for first in range(0, len(cell.rows), batch)
-      if _applies(cell, mode, notes)
-    ]
-    for cell in cells:
-      for mode in args.modes:
-        origin.check(results.rows, cell, mode, chosen[cell.length])
-    notes += _run(Runner(model, tokenizer, batch), work, results)
-    if args.trace and cells:
-      last = max(cells, key=lambda cell: cell.length)
+    turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
+    made = cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns)
+    runner, last = Runner(model, tokenizer, batch), None
+    refused: dict[Any, str] = {}
+    with console.bar(0, "evaluating", "row") as bar:
+      for cell in made:  # one after another: its rows are made, answered and saved
+        if isinstance(cell, str):
+          notes.append(cell)
+          continue
+        for mode in args.modes:
+          origin.check(results.rows, cell, mode, chosen[cell.length])
+        work = [
+          (cell, mode, first, groups[cell.length])
+          for mode in args.modes
+          for first in range(0, len(cell.rows), batch)
+          if _applies(cell, mode, notes)
+        ]
+        _run(runner, work, results, refused, bar)
+        if last is None or cell.length > last.length:
+          last = cell
+    notes += refused.values()
+    if args.trace and last is not None:
       trace(args.out, last, chosen[last.length], model, args.trace)
     for note in dict.fromkeys(notes):
       print(f"not run: {note}", file=sys.stderr)
@@ -277,39 +276,38 @@ def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
   return False
 
 
-def _run(runner: Runner, work: Sequence[Any], results: store.Store) -> list[str]:
-  """Runs batches in order; what methods refused to do."""
+def _run(
+  runner: Runner, work: Sequence[Any], results: store.Store, refused: dict[Any, str], bar: Any
+) -> None:
+  """Runs batches in order; rows are saved with each method, and what methods refuse is noted."""
 
   def missing(cell: Cell, mode: str, first: int, entry: Entry) -> list[int]:
     indices = range(first, min(first + runner.batch, len(cell.rows)))
     return [i for i in indices if _key(cell, mode, entry, i) not in results.rows]
 
-  total = sum(
+  bar.total += sum(
     len(missing(cell, mode, first, entry))
     for cell, mode, first, groups in work
     for group in groups
     for entry in group
   )
-  refused: dict[Any, str] = {}
-  with console.bar(total, "evaluating", "row") as bar:
-    for cell, mode, first, groups in work:
-      done = {
-        (entry.label, entry.budget)
-        for group in groups
-        for entry in group
-        if not missing(cell, mode, first, entry)
-        or (cell.length, mode, entry.label, entry.budget) in refused
-      }
-      for entry, rows in runner.run(cell, mode, first, groups, done):
-        left = missing(cell, mode, first, entry)
-        if isinstance(rows, Exception):
-          what = f"{entry.label}, {mode}, {cell.length:,} tokens"
-          refused[cell.length, mode, entry.label, entry.budget] = f"{what}: {rows}"
-        else:
-          results.append(row for row in rows if row["index"] in left)
-        bar.set_postfix_str(f"{cell.task.name} {cell.length} {mode} {entry.label}", refresh=False)
-        bar.update(len(left))
-  return list(refused.values())
+  for cell, mode, first, groups in work:
+    done = {
+      (entry.label, entry.budget)
+      for group in groups
+      for entry in group
+      if not missing(cell, mode, first, entry)
+      or (cell.length, mode, entry.label, entry.budget) in refused
+    }
+    for entry, rows in runner.run(cell, mode, first, groups, done):
+      left = missing(cell, mode, first, entry)
+      if isinstance(rows, Exception):
+        what = f"{entry.label}, {mode}, {cell.length:,} tokens"
+        refused[cell.length, mode, entry.label, entry.budget] = f"{what}: {rows}"
+      else:
+        results.append(row for row in rows if row["index"] in left)
+      bar.set_postfix_str(f"{cell.task.name} {cell.length} {mode} {entry.label}", refresh=False)
+      bar.update(len(left))
 
 
 def _key(cell: Cell, mode: str, entry: Entry, index: int) -> tuple[Any, ...]:

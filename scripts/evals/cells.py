@@ -45,7 +45,8 @@ def build(
 
   A cell whose answers could not be scored is none, and so no model answers in vain.
 
-  Rows are made by several threads at once, in an order that nothing depends on; long ones are kept.
+  A cell's rows are made when it is asked for, so that those before it are answered by then; by
+  several threads at once, in an order that nothing depends on. Long ones are kept.
   Those of two turns are others than those of one: both turns take `length` tokens together.
   """
   wanted = [(task, length, n) for length in lengths for task in tasks for n in turns]
@@ -69,15 +70,11 @@ def build(
       (known[task.chat], reader[task.chat].chat, task.name, length, n, seed, index), make
     )
 
-  with (
-    concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool,
-    console.bar(len(jobs) * samples, "making rows", "row") as bar,
-  ):
-    made = [[pool.submit(one, *job, index) for index in range(samples)] for job in jobs]
-    for (task, length, n), futures in zip(jobs, made, strict=True):
+  with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    for task, length, n in jobs:
+      futures = [pool.submit(one, task, length, n, index) for index in range(samples)]
       rows, prompts, refusal = [], [], None
-      for future in futures:
-        bar.update()
+      for future in console.passing(futures, f"making rows of {task.name}", "row"):
         try:
           row, prompt = future.result()
         except NoMoreRows:

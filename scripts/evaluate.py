@@ -201,13 +201,13 @@ def evaluate(
         if isinstance(cell, str):
           notes.append(cell)
           continue
-        for mode in args.modes:
+        modes = [mode for mode in args.modes if _applies(cell, mode, notes)]
+        for mode in modes:
           origin.check(results.rows, cell, mode, chosen[cell.length])
         work = [
           (cell, mode, first, groups[cell.length])
-          for mode in args.modes
+          for mode in modes
           for first in range(0, len(cell.rows), batch)
-          if _applies(cell, mode, notes)
         ]
         _run(runner, work, results, refused, bar)
         if last is None or cell.length > last.length:

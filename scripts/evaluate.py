@@ -201,6 +201,8 @@ def evaluate(
         if isinstance(cell, str):
           notes.append(cell)
           continue
+        held = dict.fromkeys(x for entry in chosen[cell.length] for x in entry.fitted)
+        fitted.check(list(held), cell.task.name, args.seed, cell.rows)
         modes = [mode for mode in args.modes if _applies(cell, mode, notes)]
         for mode in modes:
           origin.check(results.rows, cell, mode, chosen[cell.length])

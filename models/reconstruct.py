@@ -26,7 +26,7 @@ from ..methods.kvzip import KVzip
 from ..methods.quantised import Quantised
 from ..ops import attention, slots
 from ..types import At, Cache, CacheSpec, Carry, Env, Origin, Prompt
-from . import checks, compress, flat
+from . import compress, flat
 from .prefill import pad, prefill
 from .tokenizer import Tokenizer
 from .transformer import Caches, Transformer
@@ -61,10 +61,10 @@ class Instructions:
     if tokenizer.chat_template is not None:
       mark = "\N{REPLACEMENT CHARACTER}text\N{REPLACEMENT CHARACTER}"
       opening, _, suffix = tokenizer.render([{"role": "user", "content": mark}]).partition(mark)
-    first, again, behind = (
-      tuple(tokenizer.encode(text, after="a")) for text in (FIRST, AGAIN, suffix)
+    first, again, suffix_ids, opening_ids = (
+      tuple(tokenizer.encode(text, bos=False)) for text in (FIRST, AGAIN, suffix, opening)
     )
-    return cls(first, again, behind, len(tokenizer.encode(opening, bos=False)))
+    return cls(first, again, suffix_ids, len(opening_ids))
 
   def before(self, last: Sequence[int]) -> list[int]:
     """What stands before a chunk, of which `last` are the tokens that come before it."""
@@ -150,8 +150,7 @@ def scored(
     the scores float32 [B, K, T].
 
   Raises:
-    ValueError: shapes, lengths or token ids are out of range, or a context and its repetition are
-      longer together than what the model was converted for.
+    ValueError: shapes, lengths or token ids are out of range.
     NotImplementedError: the model is spread over several devices.
   """
   if model.mesh is not None:
@@ -165,8 +164,6 @@ def scored(
   batch, width = tokens.shape
   spec = model.spec(batch, width + longest + chunk, dtype)
   full = Full()
-  repeated = np.where(lengths > 0, longest + np.minimum(chunk, lengths), 0)
-  checks.context(model.config, full, lengths, repeated, "repeating a context")
   logits, caches = prefill(model, tokens, lengths, full.init_caches(spec), full, past=0)
   scores = _scores(model, tokens, lengths, caches, instructions, longest, chunk, sinks, on_chunk)
   return logits, caches, scores

@@ -55,10 +55,10 @@ from .evals import trace as tracing
 from .evals.plan import Cell, Entry, Mode
 from .evals.prompt import Reader
 from .evals.run import Runner
+from .evals.store import TRACES, traces
 from .evals.task import Task
 
 VERSION = 2  # of the rows and what they mean
-TRACES = "traces.json"
 TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 
@@ -333,12 +333,6 @@ def trace(
         continue
     made.append({**named, "task": cell.task.name, "reports": tracing.plain(reports)})
     _write_traces(folder, made)
-
-
-def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
-  """What `trace` has left in a folder."""
-  path = folder / TRACES
-  return json.loads(path.read_text("utf-8")) if path.is_file() else []
 
 
 def _traced(made: Sequence[dict[str, Any]], named: dict[str, Any]) -> bool:

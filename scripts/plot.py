@@ -99,6 +99,14 @@ class Results:
     if twice:
       raise ValueError(f"{path}: found row {twice} of an earlier folder again, expected other rows")
     settings = store.settings_of(path)
+    for name, other in self.runs:
+      one, before = settings.get("weights"), other.get("weights")
+      same = settings.get("model") == other.get("model")
+      if same and not store.may_be_same("weights", one, before):
+        raise ValueError(
+          f"{path}: found weights = {one!r} of {settings['model']}, and {before!r} in {name}: "
+          "expected the same under one name"
+        )
     for row in rows:
       if walks.too_short(row["method"], row["budget"], row["length"], settings):
         self.short.append(f"{row['method']} at {row['length']:,} tokens")
@@ -106,9 +114,7 @@ class Results:
         self.rows.append(row)
     self.runs.append((path.name, settings))
     self.costs += costs.read(path)
-    traces = path / "traces.json"
-    if traces.is_file():
-      self.traces += json.loads(traces.read_text("utf-8"))
+    self.traces += store.traces(path)
 
 
 def solved(summaries: Sequence[Summary], least: float) -> tuple[list[Summary], list[str]]:

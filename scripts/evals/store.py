@@ -29,6 +29,7 @@ from .. import common
 SETTINGS = "settings.json"
 ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
+TRACES = "traces.json"
 KEY = ("task", "length", "mode", "method", "budget", "index")
 SAMPLE = ("task", "length", "mode", "index")
 FREE = ("kvjax", "batch")  # settings in which folders that are reported on together may differ
@@ -99,9 +100,7 @@ class Store:
     before = settings_of(folder)
     for name in {**before, **self.settings}:
       one, other = before.get(name), self.settings.get(name)
-      if _same(name, one, other) or (
-        to_report and (name in FREE or _may_be_same(name, one, other))
-      ):
+      if _same(name, one, other) or (to_report and (name in FREE or may_be_same(name, one, other))):
         continue
       if name in PRINTS and one is None:
         raise ValueError(
@@ -187,12 +186,27 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
   path = folder / SETTINGS
   if not path.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of python -m scripts.evaluate")
+  return _held(path, dict, "settings of results")
+
+
+def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """What methods reported while they decoded, as `evaluate --trace` left it in a folder.
+
+  Raises:
+    ValueError: the file is damaged.
+  """
+  path = folder / TRACES
+  return _held(path, list, "traces of results") if path.is_file() else []
+
+
+def _held(path: pathlib.Path, kind: type, what: str) -> Any:
+  """What a JSON file holds, where it is of a kind."""
   try:
     found = json.loads(path.read_bytes())
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path}: damaged ({error}), expected settings of results") from error
-  if not isinstance(found, dict):
-    raise ValueError(f"{path}: found {type(found).__name__}, expected settings of results")
+    raise ValueError(f"{path}: damaged ({error}), expected {what}") from error
+  if not isinstance(found, kind):
+    raise ValueError(f"{path}: found {type(found).__name__}, expected {what}")
   return found
 
 
@@ -203,7 +217,7 @@ def _same(name: str, one: Any, other: Any) -> bool:
   return one == other
 
 
-def _may_be_same(name: str, one: Any, other: Any) -> bool:
+def may_be_same(name: str, one: Any, other: Any) -> bool:
   """Whether fingerprints do not contradict each other, since one or both are not recorded."""
   said = {part for each in (one, other) if each is not None for part in str(each).split(", ")}
   return name in PRINTS and len(said - {UNSAID}) <= 1

@@ -213,6 +213,21 @@ def test_a_folder_is_not_counted_twice(folder):
     plot.Results([folder / "run", folder / "run"])
 
 
+def test_other_weights_under_one_name_are_not_drawn_together(tmp_path):
+  for name in "ab":
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "rows.jsonl").touch()
+    settings = {"model": "m", "weights": name}
+    (tmp_path / name / "settings.json").write_text(json.dumps(settings))
+  with pytest.raises(ValueError, match="b: found weights = 'b' of m, and 'a' in a: expected the s"):
+    plot.Results([tmp_path / "a", tmp_path / "b"])
+  (tmp_path / "b/settings.json").write_text('{"model": "n", "weights": "b"}')
+  assert len(plot.Results([tmp_path / "a", tmp_path / "b"]).runs) == 2
+  (tmp_path / "a/traces.json").write_text("[")
+  with pytest.raises(ValueError, match=r"traces\.json: damaged"):
+    plot.Results([tmp_path / "a"])
+
+
 def test_budgets_have_the_name_that_fits_all_lengths():
   names = [
     needles._budget_name({"budget": budget, "length": 1000}, False)

@@ -26,7 +26,7 @@ from ..methods.kvzip import KVzip
 from ..methods.quantised import Quantised
 from ..ops import attention, slots
 from ..types import At, Cache, CacheSpec, Carry, Env, Origin, Prompt
-from . import compress, flat
+from . import checks, compress, flat
 from .prefill import pad, prefill
 from .tokenizer import Tokenizer
 from .transformer import Caches, Transformer
@@ -150,7 +150,8 @@ def scored(
     the scores float32 [B, K, T].
 
   Raises:
-    ValueError: shapes, lengths or token ids are out of range.
+    ValueError: shapes, lengths or token ids are out of range, or a context and its repetition are
+      longer together than what the model was converted for.
     NotImplementedError: the model is spread over several devices.
   """
   if model.mesh is not None:
@@ -164,6 +165,8 @@ def scored(
   batch, width = tokens.shape
   spec = model.spec(batch, width + longest + chunk, dtype)
   full = Full()
+  repeated = np.where(lengths > 0, longest + np.minimum(chunk, lengths), 0)
+  checks.context(model.config, full, lengths, repeated, "repeating a context")
   logits, caches = prefill(model, tokens, lengths, full.init_caches(spec), full, past=0)
   scores = _scores(model, tokens, lengths, caches, instructions, longest, chunk, sinks, on_chunk)
   return logits, caches, scores

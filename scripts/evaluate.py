@@ -38,7 +38,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -193,7 +193,14 @@ def evaluate(
       for length, entries in chosen.items()
     }
     turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
+    made: Iterable[Cell | str]
     made = cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns)
+    if any(entry.fitted for entries in chosen.values() for entry in entries):
+      made = list(made)  # refused before anything is run
+      for cell in made:
+        if isinstance(cell, Cell):
+          held = dict.fromkeys(x for entry in chosen[cell.length] for x in entry.fitted)
+          fitted.check(list(held), cell.task.name, args.seed, cell.rows)
     runner, last = Runner(model, tokenizer, batch), None
     refused: dict[Any, str] = {}
     with console.bar(0, "evaluating", "row") as bar:
@@ -201,8 +208,6 @@ def evaluate(
         if isinstance(cell, str):
           notes.append(cell)
           continue
-        held = dict.fromkeys(x for entry in chosen[cell.length] for x in entry.fitted)
-        fitted.check(list(held), cell.task.name, args.seed, cell.rows)
         modes = [mode for mode in args.modes if _applies(cell, mode, notes)]
         for mode in modes:
           origin.check(results.rows, cell, mode, chosen[cell.length])

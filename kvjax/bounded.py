@@ -21,6 +21,8 @@ class Bounded(Method):
   A subclass says which tokens of a prompt stay (`rank`), and which one a full cache gives up for
   the next (`victim`).
 
+  A budget above the capacity allocates the capacity: no row will have more tokens to keep.
+
   Attributes:
     budget: tokens kept per KV head.
   """
@@ -41,6 +43,11 @@ class Bounded(Method):
     return super().traits.but(positional=False, chunkable=False)
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """The tokens that a layer keeps, and no more than a row will ever have."""
+    return min(self._most(spec, layer), spec.capacity)
+
+  def _most(self, spec: CacheSpec, layer: int) -> int:
+    """Slots of a layer, however long its rows are: what it keeps never hangs on the capacity."""
     return self.budget
 
 

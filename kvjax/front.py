@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from kvjax import forms, windowed
+from kvjax import arguments, entrance, forms, windowed
 from kvjax.method import Aux, Method
 from kvjax.registry import check_method
 from kvjax.rope import Rope
@@ -75,7 +75,8 @@ def empty_caches(
     method: what to keep and what to read, `kvjax.SnapKV(1024)` say.
     batch: rows B.
     capacity: tokens of the longest row, prompt and generation together. No program can raise for
-      a longer one: methods that keep every token drop what comes after.
+      a longer one: within it, methods that keep every token drop what comes after. A budget above
+      it takes no more than it asks.
     heads: query heads N, a multiple of `kv_heads`.
     kv_heads: K.
     head_dim: H.
@@ -155,7 +156,8 @@ def decode(
     out [B, N, H] or [B, 1, N, H] in q's dtype, and the cache; with `carry` this, too.
 
   Raises:
-    ValueError: arrays that do not fit the cache, or a prompt that was not finished.
+    ValueError: arrays that do not fit the cache, a prompt that was not finished, or, outside of a
+      program, no room for a token where none leaves.
     TypeError: the method needs a `carry` or the layer's number, which it was not given.
   """
   if not cache.ended:
@@ -163,18 +165,20 @@ def decode(
       f"cache: found a prompt that {_name(cache)} has not settled, expected kvjax.finish(caches, "
       "lengths) after the last layer has read it"
     )
-  q, k, v = (jnp.asarray(x) for x in (q, k, v))
+  dtype = jnp.asarray(q).dtype
+  q, k, v = (arguments.floats(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
   rows, kv_heads, width = _sizes(cache)
-  one = (1,) * (q.ndim - 3)
+  one = (1,) * (q.ndim == 4)
   groups = _groups(cache, q, (rows, *one))
   for name, x in (("k", k), ("v", v)):
     _expect(name, x, (rows, *one, kv_heads, width))
   k, v = k.reshape(rows, kv_heads, width), v.reshape(rows, kv_heads, width)
   scaled = _scaled(cache, q).reshape(rows, kv_heads, groups, width)
-  live = jnp.ones(rows, bool) if live is None else jnp.asarray(live)
+  live = arguments.rows_that_take_part(live, rows)
+  _check_room(cache, live)
   at, sunk = _place(cache, sinks)
   done = step(at, cache.cache, scaled, k, v, live, carry or Carry(), sunk)
-  return _result(cache, done[0].reshape(q.shape), done[1], carry, done[2])
+  return _result(cache, done[0].reshape(q.shape).astype(dtype), done[1], carry, done[2])
 
 
 def prefill(
@@ -197,10 +201,11 @@ def prefill(
     cache: this layer's; donate it to the program around this call.
     q, k, v: projections of the tokens, [B, T, N, H] and [B, T, K, H], padded on the right, or with
       `starts` on the left.
-    lengths: int32 [B], tokens of each row; 0 leaves a row as it is. None: all from `starts` on.
-    starts: int32 [B], where in its row the first token is, of prompts that are padded on the left;
-      what stands before is not read. None: 0.
-    total: int32 [B], tokens of the whole prompt, where these are a chunk of it; None: `lengths`.
+    lengths: integers [B], tokens of each row; 0 leaves a row as it is. None: all from `starts` on.
+    starts: integers [B], where in its row the first token is, of prompts that are padded on the
+      left; what stands before is not read. None: 0.
+    total: integers [B], tokens of the whole prompt, where these are a chunk of it, for methods that
+      need not see it at once; None: `lengths`.
     past: static bound on the tokens that rows have cached already; 0: none; None: not known.
     sinks, carry: as in `decode`.
     wo: [N, H, D], the layer's output projection, for methods that weigh by it (`kvjax.CriticalKV`).
@@ -210,11 +215,13 @@ def prefill(
     too.
 
   Raises:
-    ValueError: arrays that do not fit the cache, or tokens that reach past T; within a program
-      none can raise, and the tokens past T are not there.
+    ValueError: arrays that do not fit the cache, tokens that reach past T, more cached tokens than
+      `past` says, or no room; within a program none can raise for values, and tokens past T are not
+      there.
     TypeError: the method needs a `carry`, `wo` or the layer's number, which it was not given.
     NotImplementedError: the method decides what a layer computes or reads a prompt in pieces of its
-      own, which only a decoder can do that asks it.
+      own, which only a decoder can do that asks it; or it has to see a prompt at once, and `total`
+      says that this is a part of one (within a program: `total` is given).
   """
   name, method = _name(cache), cache.method
   if forms.overrides(method, "active") or method.traits.stream is not None:
@@ -222,15 +229,19 @@ def prefill(
       f"{name}: found a method that decides which tokens of a prompt a layer computes, expected "
       "one that takes them as they come: kvjax.models runs it"
     )
-  q, k, v = (jnp.asarray(x) for x in (q, k, v))
+  dtype = jnp.asarray(q).dtype
+  q, k, v = (arguments.floats(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
   rows, kv_heads, width = _sizes(cache)
-  tokens = q.shape[1]
+  tokens = max(1, q.shape[1]) if q.ndim > 1 else 1
   groups = _groups(cache, q, (rows, tokens))
   for each, x in (("k", k), ("v", v)):
     _expect(each, x, (rows, tokens, kv_heads, width))
   first, valid = _span(rows, tokens, starts, lengths)
+  whole = arguments.whole(method, valid, total)
+  whole = valid if whole is None else whole
+  _check_past(cache, valid, past)
+  _check_room(cache, valid)
   q, k, v = (_rolled(x, first) for x in (q, k, v))
-  whole = valid if total is None else jnp.asarray(total)
   prompt = Prompt(valid, whole, None, tokens, past, wo=_projection(cache, wo, groups))
   scaled = _scaled(cache, q).reshape(rows, tokens, kv_heads, groups, width)
   q_in = jnp.moveaxis(scaled, 1, 3)  # [B, K, G, T, H]
@@ -239,7 +250,7 @@ def prefill(
   done = read(at, cache.cache, q_in, k, v, prompt, carry or Carry(), sunk)
   out = _rolled(jnp.moveaxis(done[0], 3, 1).reshape(q.shape), None if first is None else -first)
   now = dataclasses.replace(cache, ended=not forms.overrides(method, "conclude"))
-  return _result(now, out, done[1], carry, done[2])
+  return _result(now, out.astype(dtype), done[1], carry, done[2])
 
 
 def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache, ...]:
@@ -247,13 +258,22 @@ def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache
 
   Args:
     caches: of all layers, in order.
-    lengths: int32 [B], as given to `prefill`.
+    lengths: integers [B], as given to `prefill`.
+
+  Raises:
+    ValueError: there are not as many caches as layers, or not as many lengths as rows.
   """
   served = [i for i, cache in enumerate(caches) if not isinstance(cache.method, windowed.Sliding)]
   done = list(caches)
   if served:
     first, before = caches[served[0]], tuple(caches[i].cache for i in served)
-    after = first.method.conclude(first.env, before, jnp.asarray(lengths))
+    if len(served) != first.env.layers:
+      raise ValueError(
+        f"caches: found {len(served)} that {_name(first)} keeps, expected {first.env.layers}, one "
+        "for each of its layers"
+      )
+    lengths = arguments.counts("lengths", lengths, _sizes(first)[0])
+    after = first.method.conclude(first.env, before, lengths)
     for i, new in zip(served, after, strict=True):
       done[i] = dataclasses.replace(caches[i], cache=new, ended=True)
   return tuple(done)
@@ -340,7 +360,7 @@ def _projection(cache: LayerCache, wo: ArrayLike | None, groups: int) -> Array |
       f"wo: found None, expected the layer's output projection [N, H, D], as {_name(cache)} "
       "weighs values by it"
     )
-  wo = jnp.asarray(wo)
+  wo = arguments.floats("wo", wo)
   _expect("wo", wo, (kv_heads * groups, width, *wo.shape[2:3]))
   return wo.reshape(kv_heads, groups, width, -1)
 
@@ -349,22 +369,49 @@ def _span(
   rows: int, tokens: int, starts: ArrayLike | None, lengths: ArrayLike | None
 ) -> tuple[Array | None, Array]:
   """Where each row's tokens begin, None for 0, and how many there are."""
-  first = None if starts is None else jnp.asarray(starts)
+  first = None if starts is None else arguments.counts("starts", starts, rows, tokens)
   room = jnp.full(rows, tokens, jnp.int32) if first is None else tokens - first
-  valid = room if lengths is None else jnp.asarray(lengths)
-  for name, x in (("starts", first), ("lengths", valid)):
-    if x is not None and x.shape != (rows,):
-      raise ValueError(f"{name}: found shape {x.shape}, expected ({rows},), one for each row")
-  if first is None:
-    return None, valid
-  if not any(isinstance(x, jax.core.Tracer) for x in (first, valid)):
-    begin, size = np.asarray(first), np.asarray(valid)
-    if ((begin < 0) | (begin + size > tokens)).any():
+  valid = room if lengths is None else arguments.counts("lengths", lengths, rows, tokens)
+  if arguments.known(first, valid):
+    begin, size = (np.asarray(x) for x in (0 if first is None else first, valid))
+    if (begin + size > tokens).any():
       raise ValueError(
         f"starts: found {begin.tolist()} with lengths {size.tolist()}, expected tokens within the "
         f"{tokens} of a row"
       )
-  return first, jnp.clip(valid, 0, tokens - first)
+    return first, valid
+  first = None if first is None else jnp.clip(first, 0, tokens)
+  return first, jnp.clip(valid, 0, tokens if first is None else tokens - first)
+
+
+def _check_past(cache: LayerCache, valid: Array, past: int | None) -> None:
+  """Raises where rows that read on have cached more than the bound says."""
+  if past is None:
+    return
+  if isinstance(past, bool) or not isinstance(past, int | np.integer) or past < 0:
+    raise ValueError(f"past: found {past!r}, expected an integer of 0 or more, or None")
+  seen = cache.cache.seen
+  if arguments.known(seen, valid):
+    most = int(np.where(np.asarray(valid) > 0, np.asarray(seen), 0).max(initial=0))
+    if most > past:
+      raise ValueError(
+        f"past: found {past}, expected at least the {most} tokens already cached, or None"
+      )
+
+
+def _check_room(cache: LayerCache, new: Array) -> None:
+  """Raises where rows have no slots for what comes, and nothing leaves."""
+  held, most = cache.cache, entrance.room(cache.method, cache.cache)
+  if most is None or not arguments.known(held, new):
+    return
+  coming, seen = np.asarray(new, np.int32), np.asarray(held.seen)
+  room = np.broadcast_to(most, seen.shape)
+  if (full := (coming > 0) & (seen + coming > room)).any():
+    row = int(full.argmax())
+    raise ValueError(
+      f"cache: found {seen[row]} cached tokens and {coming[row]} to come in row {row}, expected at "
+      f"most the capacity of {room[row]}"
+    )
 
 
 def _rolled(x: Array, shift: Array | None) -> Array:
@@ -382,7 +429,7 @@ def _place(cache: LayerCache, sinks: ArrayLike | None) -> tuple[At, Array | None
   env = dataclasses.replace(cache.env, lse=sinks is not None)
   if sinks is None:
     return method.at(env, layer), None
-  sunk, origin = jnp.asarray(sinks, jnp.float32), cache.cache.origin
+  sunk, origin = arguments.floats("sinks", sinks).astype(jnp.float32), cache.cache.origin
   heads = kv_heads * origin.groups if origin else sunk.size
   if sunk.shape != (heads,) or heads % kv_heads:
     raise ValueError(f"sinks: found shape {sunk.shape}, expected ({heads},), one for a query head")

@@ -33,10 +33,6 @@ class Sliding(InTurn):
   def traits(self) -> Traits:
     return super().traits.but(chunkable=True, order_independent=True)
 
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    """No more than the window, and no more than a row will ever have."""
-    return min(self.budget, spec.capacity)
-
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     return Window(0, qpos - self.budget + 1)
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from .. import entrance, memory, windowed
+from .. import arguments, entrance, memory, windowed
 from ..method import Method
 from ..registry import check_method
 from ..types import CacheSpec, Origin
@@ -105,15 +105,7 @@ def prompt_chunk(method: Method, chunk: int, past: int | None, with_aux: bool) -
   if past is not None or with_aux:
     name, value = ("past", past) if past is not None else ("with_aux", with_aux)
     raise ValueError(f"{name}: found {value} and chunk = {chunk}, expected only one of the two")
-  if method.traits.pieces(chunk) is not None:
-    raise NotImplementedError(
-      f"chunk: found {chunk}, expected None for {method!r}, which reads a prompt in its own pieces"
-    )
-  if not method.traits.chunkable:
-    raise NotImplementedError(
-      f"chunk: found {chunk}, expected None for {method!r}, which has to see a whole "
-      "prompt before it chooses what stays"
-    )
+  arguments.chunk(method, chunk)
 
 
 def laid_out(caches: Any, method: Any, spec: CacheSpec | None) -> None:

@@ -12,7 +12,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
-from .. import offload, windowed
+from .. import arguments, offload, windowed
 from ..method import Method
 from . import by_layer, checks, flat
 from .by_layer import ByLayer
@@ -74,7 +74,7 @@ def prefill(
     lengths: int32 [B], valid tokens of each row; 0 leaves a row idle.
     caches: donated; the result replaces them.
     method: the KV-cache method.
-    total: int32 [B], length of the whole prompt of this turn, when `tokens` is a part of it.
+    total: integers [B], length of the whole prompt of this turn, when `tokens` is a part of it.
     past: static upper bound on the tokens already cached in any row. None: 0 if the caches are
       empty, else unknown (one compilation serves every later call).
     chunk: tokens per row to read at a time, which bounds the memory that a prompt takes; None:
@@ -92,8 +92,8 @@ def prefill(
       those of another method or model or were donated before, or a prompt does not fit in the
       capacity of a method that keeps every token, or in the context that the model was converted
       for. Nothing has run then.
-    NotImplementedError: `chunk` is given and the method has to see a prompt at once, or streams in
-      pieces of its own.
+    NotImplementedError: `chunk` is given, or `total` of a part, and the method has to see a prompt
+      at once, or streams in pieces of its own.
     MemoryError: a device has no room; the message says what takes it and what would fit. The caches
       that were passed are gone.
     FloatingPointError: a row's logits came out as NaN or infinity. The caches that were passed are
@@ -111,15 +111,11 @@ def prefill(
   seen = checks.prompt(model, tokens, lengths, caches, method)
   checks.context(model.config, method, seen, lengths, "prefill")
   by_layer.bound_programs()
-  total = lengths if total is None else np.asarray(total)
-  if total.shape != lengths.shape or (total < lengths).any():
-    raise ValueError(
-      f"total: found {total.tolist()}, expected one per row, at least lengths {lengths.tolist()}"
-    )
+  known = arguments.whole(method, lengths, total)
+  whole = jnp.asarray(lengths, jnp.int32) if known is None else known
   longest = int(seen.max())
   if past is not None and longest > past:
     raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
-  whole = jnp.asarray(total, jnp.int32)
   layered = ByLayer(model) if by_layer.reads(model) else None
   form, leaves = (None, []) if layered else flat.split(model)
 

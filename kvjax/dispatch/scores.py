@@ -92,7 +92,7 @@ def pooled(
   ahead, each = width // stride - 1, block // stride
   padding = ((0, 0), (0, 0), (ahead, blocks * each - p.shape[2]))
   window = (1, 1, ahead + each)
-  return jax.lax.reduce_window(p, 0.0, jax.lax.max, window, (1, 1, each), padding)
+  return jax.lax.reduce_window(p, p.dtype.type(0), jax.lax.max, window, (1, 1, each), padding)
 
 
 def token_weights(

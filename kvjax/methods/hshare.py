@@ -243,7 +243,7 @@ def shared_sources(alike: Int[Array, "B N N"], share: float) -> Int[Array, "B N"
   def of_row(alike: Int[Array, "N N"]) -> Int[Array, " N"]:
     def join(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
       source, alike = state
-      high, low = jnp.divmod(jnp.argmax(alike), count)
+      high, low = jnp.divmod(jnp.argmax(alike).astype(jnp.int32), count)
       joined = alike[high, low] > 0
       source = jnp.where(joined & (source == high), low, source)
       return source, jnp.where(joined, alike.at[high].set(0).at[:, high].set(0), alike)

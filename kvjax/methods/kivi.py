@@ -18,6 +18,7 @@ from kvjax.plans import Attended, Plan
 from kvjax.types import At, Cache, CacheSpec, Prompt
 
 STORED = jnp.float16  # scales and zero points, as in the authors' code
+PARTS = ("scale", "zero", "power")  # what makes numbers of codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,9 @@ class KIVI(Coded):
 
   The newest keys and values lie in a ring of R slots, in the dtype of the cache. Codes of values
   are written as tokens come, and read once the ring has dropped the value: the same numbers.
-  Codes are nearest by the scale and the zero point as stored, in 16 bits. A group whose numbers
-  are all alike has scale 0, by which the authors' code divides, and is its zero point.
+  Codes are nearest by the scale and the zero point as stored, in float16. A group whose numbers
+  are all alike has scale 0, by which the authors' code divides, and is its zero point. Numbers of
+  2^15 and more, which float16 does not hold, are stored over a power of two of their group's own.
 
   The base keeps every token and attends as the full cache does: its slots are positions, and
   `insert`, `stage` and `attend` are not its own. Summaries by which it selects are made as tokens
@@ -48,9 +50,9 @@ class KIVI(Coded):
   Attributes:
     base: the method whose keys and values these are.
     bits: b of a code. The authors advise 4 where query heads share keys, 2 elsewhere.
-    group: G_q. A head's keys take b·H/8 bytes a token, and 4·H for the scales and zero points of
-      G_q tokens; its values b·H/8 bytes a token, and 4 for those of G_q channels. A token's values
-      in a head of fewer channels are one group.
+    group: G_q. A head's keys take b·H/8 bytes a token, and 5·H for the scales, zero points and
+      powers of G_q tokens; its values b·H/8 bytes a token, and 5 for those of G_q channels. A
+      token's values in a head of fewer channels are one group.
     residual: R, a multiple of G_q. More than a row's tokens: nothing is ever rounded.
   """
 
@@ -83,19 +85,23 @@ class KIVI(Coded):
     groups = -(-self.capacity(spec, layer) // self.group)
     by_token = Leaf("slots", (spec.head_dim // width,), STORED, in_place=True)
     by_channel = Leaf("heads", (groups, spec.head_dim), STORED, in_place=True, along_slots=True)
+    parts = {
+      f"{name}_{part}": dataclasses.replace(like, dtype=jnp.int8 if part == "power" else STORED)
+      for name, like in (("k", by_channel), ("v", by_token))
+      for part in PARTS
+    }
     newest = Leaf("heads", (self.residual, spec.head_dim), spec.dtype, in_place=True)
     return {
       **self.base.leaves(spec, layer),
       **self._words(spec),
-      **dict.fromkeys(self._beside, by_token),
-      **dict.fromkeys(("k_scale", "k_zero"), by_channel),
+      **parts,
       **dict.fromkeys(("k_newest", "v_newest"), newest),
       "rounded": Leaf("rows", dtype=jnp.int32, in_place=True),  # how many of a row's keys are codes
     }
 
   @property
   def _beside(self) -> list[str]:
-    return ["v_scale", "v_zero"]
+    return [f"v_{part}" for part in PARTS]
 
   def _of_base(self, cache: Cache) -> Cache:
     """What the base has in its cache: k and v as codes have them, but for the newest."""
@@ -115,17 +121,17 @@ class KIVI(Coded):
     """Codes of keys as numbers: X'_K, in groups of tokens."""
     code = unpacked(cache.slots["k"], self.bits).astype(jnp.float32)
     group = jnp.arange(cache.size, dtype=jnp.int32) // self.group
-    scale, zero = (
-      jnp.take(cache.heads[name], group, axis=2).astype(jnp.float32)
-      for name in ("k_scale", "k_zero")
+    scale, zero, power = (
+      jnp.take(cache.heads[f"k_{part}"], group, axis=2).astype(jnp.float32) for part in PARTS
     )
-    return code * scale + zero
+    return _raised(code * scale + zero, power)
 
   def _values(self, cache: Cache) -> Float[Array, "B K S H"]:
     """Codes of values as numbers: X'_V, in groups of channels."""
     code = unpacked(cache.slots["v"], self.bits)
-    scale, zero = cache.slots["v_scale"], cache.slots["v_zero"]
-    return of_levels(code.reshape(*scale.shape, -1), scale, zero).reshape(code.shape)
+    scale, zero, power = (cache.slots[name] for name in self._beside)
+    x = of_levels(code.reshape(*scale.shape, -1), scale, zero)
+    return _raised(x, power[..., None].astype(jnp.float32)).reshape(code.shape)
 
   # ---- how tokens enter
 
@@ -149,7 +155,7 @@ class KIVI(Coded):
   def _codes_of_values(self, v: Float[Array, "B K T H"]) -> New:
     """Per token, in groups of channels."""
     parted = v.reshape(*v.shape[:3], -1, min(self.group, v.shape[3]))
-    code, parts = levels(parted, self.bits, STORED)
+    code, parts = self._levels(parted)
     words = packed(code.reshape(v.shape), self.bits, WORDS["v"])
     return {"v": words, **dict(zip(self._beside, parts, strict=True))}
 
@@ -169,17 +175,26 @@ class KIVI(Coded):
     both = jnp.concatenate([old.heads["k_newest"], k], 2)
     block = slots.take(both, _for_heads(source, heads))
     by_channel = block.reshape(*k.shape[:2], -1, self.group, width).swapaxes(3, 4)
-    code, parts = levels(by_channel, self.bits, STORED)  # [B, K, P, H, G_q], [B, K, P, H]
+    code, parts = self._levels(by_channel)  # [B, K, P, H, G_q], [B, K, P, H]
     words = packed(code.swapaxes(3, 4).reshape(block.shape), self.bits, WORDS["k"])
     whole = index < self._whole(after.used - first)[:, None]
     slot = _for_heads(jnp.where(whole, first[:, None] + index, old.size), heads)
     group = jnp.where(whole, (first[:, None] + index) // self.group, old.size)[:, :: self.group]
     group = _for_heads(group, heads)
     scales = {
-      name: slots.put(old.heads[name], group, x)
-      for name, x in zip(("k_scale", "k_zero"), parts, strict=True)
+      f"k_{part}": slots.put(old.heads[f"k_{part}"], group, x)
+      for part, x in zip(PARTS, parts, strict=True)
     }
     return {"k": slots.put(old.slots["k"], slot, words)}, scales
+
+  def _levels(self, x: Float[Array, "*some X"]) -> tuple[Int[Array, "*some X"], list[Array]]:
+    """Codes of groups along the last axis, and of each a, z and the power of 2 they are over."""
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(-1)
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 0))
+    power = jnp.maximum(exponent - 15, 0)  # a group's range is below 2^16 then
+    code, parts = levels(jnp.ldexp(x, -power[..., None]), self.bits, STORED)
+    return code, [*parts, power.astype(jnp.int8)]
 
   def _whole(self, tokens: Int[Array, " B"]) -> Int[Array, " B"]:
     """The tokens of complete blocks of R."""
@@ -220,6 +235,12 @@ class KIVI(Coded):
     kept = self._after(cache, self.base.keep(at, seen, new, q, qpos, attended, prompt))
     kept = self._written(cache, kept, new)
     return kept.put(rows={"rounded": self._whole(kept.used)})
+
+
+def _raised(x: Float[Array, "*some"], power: Float[Array, "*#some"]) -> Float[Array, "*some"]:
+  """x · 2^power, and of what rounding took past the largest float the largest."""
+  most = jnp.finfo(jnp.float32).max
+  return jnp.where(power > 0, jnp.clip(x * jnp.exp2(power), -most, most), x)
 
 
 def _for_heads(index: Int[Array, "B W"], heads: int) -> Int[Array, "B K W"]:

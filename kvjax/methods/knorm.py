@@ -28,7 +28,7 @@ class Knorm(Bounded):
 
   skip_layers: tuple[int, ...] = ()
 
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
+  def _most(self, spec: CacheSpec, layer: int) -> int:
     return spec.capacity if layer in self.skip_layers else self.budget
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:

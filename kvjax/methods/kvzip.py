@@ -51,7 +51,7 @@ class KVzip(Scored):
   def traits(self) -> Traits:
     return super().traits.but(repeats=True)
 
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
+  def _most(self, spec: CacheSpec, layer: int) -> int:
     """Slots of each head, on average under `AdaKV`.
 
     Raises:

@@ -60,7 +60,7 @@ class LagKV(PromptScored):
       return jax.nn.softmax(scaled.std(-1, ddof=1), -1)
 
     best = jnp.argsort(-(spread(staged["k"]) + spread(staged["v"])), -1)
-    rank = (lag - 1 - jnp.argsort(best, -1)) / lag  # below 1
+    rank = (lag - 1 - jnp.argsort(best, -1)).astype(jnp.float32) / lag  # below 1
     rank = rank.reshape(*pos.shape[:2], -1)
     by_time = jnp.pad(rank, ((0, 0), (0, 0), (self.sinks, pos.shape[2])), constant_values=1.0)
     whole = ((pos >= 0).sum(-1, keepdims=True) - self.sinks) // lag

@@ -196,7 +196,9 @@ class Ltri(Streamed, moves=("divide",)):
       found = divided(maps)
     else:  # a block becomes whole once in many steps
       shape = jax.eval_shape(divided, maps)
-      found = jax.lax.cond(whole.any(), divided, lambda _: jnp.zeros(shape.shape), maps)
+      found = jax.lax.cond(
+        whole.any(), divided, lambda _: jnp.zeros(shape.shape, shape.dtype), maps
+      )
     ring = cache.rows["spans"].shape[1]
     into = jnp.where(whole, slots.remainder(block, ring), ring)
     rows = {"spans": slots.overlaid(cache.rows["spans"], into, found)}

@@ -11,20 +11,21 @@ from kvjax.types import CacheSpec
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(SnapKV):
-  """Budgets fall linearly from the lowest layer to the highest, their mean is about `budget`.
+  """Budgets fall linearly from the lowest layer to the highest; their mean is `budget` (§4.2).
 
-  With C the budget, w the window and T the length of the prompt, layer ℓ of L selects
+  With C the budget and w the window, layer ℓ of L selects
 
-      M − ℓ·⌊(M − m) / (L − 1)⌋,    M = min(2(C − w) − ⌊(C − w) / β⌋, T − w),    m = 2(C − w) − M
+      M − ⌊ℓ·(M − m) / (L − 1)⌋,    M = 2(C − w) − m,    m = ⌊(C − w) / β⌋
 
-  tokens on top of its window, as the authors' code does; if T < 2(C − w), every layer has the
-  budget. The floor of the step leaves the upper layers more than their share. Everything else is
+  tokens on top of its window: an arithmetic sequence whose mean is C − w, or up to half a token
+  more. Where a layer's share is more than the capacity, it has the capacity. Everything else is
   SnapKV's.
 
-  Slots are allocated before a prompt is known, and must do for the longest: T is the cache's
-  `spec.capacity`, and caches really have these sizes. A shorter prompt is kept whole wherever it
-  fits, and cut to the layer's slots elsewhere; the authors' code would work out its sizes from its
-  own length, and keep a prompt below the budget whole in the upper layers too.
+  Slots are allocated before a prompt is known, and caches really have these sizes, whatever the
+  capacity: a prompt gives the same answer wherever it has room. The authors' code takes the
+  prompt's length into account, and cuts no layer below the budget where the prompt is shorter than
+  2(C − w). It floors the step (M − m) / (L − 1) instead of the product, which leaves the upper
+  layers more than their share: 1.79 times the budget on average for C = 48 and 80 layers.
 
   Attributes:
     window_size: last tokens of the prompt, whose queries observe (8; ART measures with 128).
@@ -34,13 +35,13 @@ class PyramidKV(SnapKV):
   window_size: int = 8
   beta: int = least(1, 20)
 
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
-    select, longest = self.budget - self.window_size, spec.capacity
-    if longest < 2 * select or spec.layers == 1:
+  def _most(self, spec: CacheSpec, layer: int) -> int:
+    if spec.layers == 1:
       return self.budget
-    high = min(2 * select - select // self.beta, longest - self.window_size)
-    step = 2 * (high - select) // (spec.layers - 1)
-    return self.window_size + high - layer * step
+    select = self.budget - self.window_size
+    low = select // self.beta
+    high = 2 * select - low
+    return self.window_size + high - layer * (high - low) // (spec.layers - 1)
 
 
 def _example(cls: type[PyramidKV], budget: int) -> Method:
@@ -48,7 +49,9 @@ def _example(cls: type[PyramidKV], budget: int) -> Method:
 
 
 def _neutral(cls: type[PyramidKV], length: int) -> Method:
-  return cls(budget=length + 1, window_size=min(8, length))
+  """A top layer that keeps so many tokens."""
+  window = min(8, length)
+  return cls(budget=window + 20 * (length + 1 - window), window_size=window)
 
 
 def _repo(cls: type[PyramidKV], budget: int) -> Method:

@@ -58,7 +58,7 @@ class RKV(Bounded):
     window = self.window_size
     expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
-  def capacity(self, spec: CacheSpec, layer: int) -> int:
+  def _most(self, spec: CacheSpec, layer: int) -> int:
     return self.budget + self.buffer
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
@@ -91,11 +91,12 @@ class RKV(Bounded):
 
     held = {name: row(cache.slots[name]) for name in ("k", "pos")}
     priority = self._priority(at, held, row(cache.heads["queries"]), row(cache.seen))
-    order, pos = (x[0] for x in slots.best(held["pos"], priority, self.budget))
+    most = min(self.budget, cache.size - 1)  # of rows beyond a capacity below the budget, too
+    order, pos = (x[0] for x in slots.best(held["pos"], priority, most))
     heads = jnp.arange(order.shape[0])[:, None]
-    kept = {n: x.at[b, :, : self.budget].set(x[b, heads, order]) for n, x in cache.slots.items()}
-    pos = jnp.pad(pos, ((0, 0), (0, cache.size - self.budget)), constant_values=-1)
-    used = cache.used.at[b].set(self.budget)
+    kept = {n: x.at[b, :, :most].set(x[b, heads, order]) for n, x in cache.slots.items()}
+    pos = jnp.pad(pos, ((0, 0), (0, cache.size - most)), constant_values=-1)
+    used = cache.used.at[b].set(most)
     return cache.put(slots={**kept, "pos": cache.pos.at[b].set(pos)}, rows={"used": used})
 
   def observe(
@@ -131,10 +132,11 @@ class RKV(Bounded):
     queries = self._remember(cache, jnp.moveaxis(last, 3, 2), last_pos)
     staged = new if prompt.past == 0 else slots.join(cache.slots, new)
     seen = cache.seen + prompt.valid
-    if staged["pos"].shape[2] > self.budget:
+    most = min(self.budget, cache.size)
+    if staged["pos"].shape[2] > most:
       priority = self._priority(at, staged, queries, seen)
-      staged = slots.keep_best(staged, priority, self.budget)
-    rows = {"seen": seen, "used": jnp.minimum(cache.used + prompt.valid, self.budget)}
+      staged = slots.keep_best(staged, priority, most)
+    rows = {"seen": seen, "used": jnp.minimum(cache.used + prompt.valid, most)}
     kept = slots.resize(staged, cache.size)
     cache = dataclasses.replace(cache, slots=kept).put(heads={"queries": queries}, rows=rows)
     return at.top.settle(at, cache, prompt)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax import settings, softmax_state
+from kvjax.bounded import Bounded
 from kvjax.fields import least
 from kvjax.leaves import Leaf
 from kvjax.method import Method
@@ -29,14 +30,16 @@ class RocketKV(Selective):
   ⌊H·g/r⌋ of largest Σ|q| over the group are looked at; where Σq is positive the maximum stands for
   a page, else the minimum: a bound for the group, not for its heads of the other sign. Every token
   carries its page's score into the softmax, which is summed over the group; the best tokens are
-  read. Of the last page taken these are the first ones.
+  read. Of the last page taken these are the first ones. A row of up to t slots is attended to as a
+  whole, which costs no more.
 
   The paper splits the saving for a context of known length (`kept`), and keeps all generated
-  tokens in reserved slots. Here the base's size is given, and its budget holds. No kernel skips the
-  bytes of the channels that do not count.
+  tokens in reserved slots. Here S is the base's budget, which holds, whatever the capacity; of a
+  base that keeps every token it is the capacity. No kernel skips the bytes of the channels that do
+  not count.
 
   Attributes:
-    budget: t, slots per KV head whose bytes a step may read; half as many are attended to.
+    budget: t, slots per KV head whose bytes a step may read; of more, half as many are attended to.
     base: stage 1; SnapKV with a window of 32, pooled over 63, in the paper.
   """
 
@@ -48,10 +51,10 @@ class RocketKV(Selective):
 
   @property
   def tiles(self) -> Tiles:
-    return Tiles(unit=1, best=self.budget // 2)
+    return Tiles(unit=1, best=self.budget // 2, dense_below=self.budget + 1)
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
-    pages = -(-spec.capacity // self._page(spec.capacity))
+    pages = -(-spec.capacity // self._page(spec.capacity))  # here the capacity is the base's
     extremes = Leaf("heads", (pages, spec.head_dim), spec.dtype, in_place=True, along_slots=True)
     return {"key_min": extremes, "key_max": extremes}
 
@@ -66,7 +69,7 @@ class RocketKV(Selective):
     weight, order = jnp.abs(q).sum(2), jnp.arange(size)
     heavier, lighter = weight[:, :, None], weight[..., None]
     above = (heavier > lighter) | ((heavier == lighter) & (order < order[:, None]))
-    chosen = above.sum(-1) < size * page * self.budget // cache.size
+    chosen = above.sum(-1) < size * page * self.budget // self._kept(cache.size)
     part = jnp.where(chosen[:, :, None], q, 0)
     bound = jnp.where((q.sum(2) > 0)[:, :, None], cache.heads["key_max"], cache.heads["key_min"])
     logits = jnp.einsum("bkgh,bkph->bkgp", part, bound.astype(jnp.float32))
@@ -81,10 +84,17 @@ class RocketKV(Selective):
     total = jax.nn.logsumexp(jax.nn.log_softmax(logits, -1), 2)  # ln Σ keeps the order of Σ
     return jnp.where(bad.any(2), jnp.nan, total)
 
+  def _kept(self, slots: int) -> int:
+    """S, of a base with so many slots, which are fewer where the capacity is below its budget."""
+    return self.base.budget if isinstance(self.base, Bounded) else slots
+
   def _page(self, slots: int) -> int:
-    """g, of so many kept slots: √r rounded up, exactly."""
-    root = math.isqrt(max(0, slots - 1) // self.budget) + 1  # the least whose square is r or more
-    return root if root * self.budget <= slots else 1
+    """g, of a base with so many slots: √r rounded up, exactly."""
+    kept = self._kept(slots)
+    if slots <= self.budget:
+      return max(1, slots)  # nobody searches
+    root = math.isqrt(max(0, kept - 1) // self.budget) + 1  # the least whose square is r or more
+    return root if root * self.budget <= kept else 1
 
 
 def kept(context: int, budget: int) -> int:

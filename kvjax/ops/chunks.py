@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
@@ -44,8 +45,8 @@ def put(
   piece = lax.slice_in_dim(value, prompt.apart, None, axis=axis)
   x = lax.dynamic_update_slice_in_dim(x, first, 0, axis)
   for row in range(x.shape[0]):  # one write for all rows would be a scatter
-    at: list[Any] = [0] * x.ndim
-    at[0], at[axis] = row, prompt.start[row]
+    at: list[Any] = [np.int32(0)] * x.ndim
+    at[0], at[axis] = np.int32(row), prompt.start[row]
     x = lax.dynamic_update_slice(x, piece[row : row + 1], at)
   return x
 

@@ -265,8 +265,86 @@ def test_what_does_not_fit_is_refused():
       lambda: kvjax.prefill(cache, q, k, v, sinks=jnp.ones(3)),
       r"sinks: found shape \(3,\), expected \(6,\)",
     ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([41, 7])),
+      r"lengths: found \[41, 7\], expected values in \[0, 40\]",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([-3, 7])),
+      r"lengths: found \[-3, 7\], expected values in",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([3.0, 7.0])),
+      "lengths: found float64, expected integers",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([True, True])),
+      "lengths: found bool, expected integers",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, np.array([9, 7]), total=np.array([9, 6])),
+      r"total: found \[9, 6\], expected one per row, at least lengths \[9, 7\]",
+    ),
+    (
+      lambda: kvjax.prefill(cache, q, k, v, total=np.array([40])),
+      r"total: found shape \(1,\), expected",
+    ),
+    (lambda: kvjax.prefill(cache, q, k, v, past=-1), "past: found -1, expected an integer of 0"),
+    (
+      lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:, 0], live=np.array([1, 0])),
+      "live: found int64",
+    ),
+    (
+      lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:, 0], live=np.array([True])),
+      r"live: found shape \(1,\), expected \(2,\)",
+    ),
+    (lambda: kvjax.finish([cache, cache], LENGTHS), "caches: found 2 .* expected 1"),
+    (lambda: kvjax.finish([cache], LENGTHS[:1]), r"lengths: found shape \(1,\), expected \(2,\)"),
+    (lambda: kvjax.prefill(cache, q[:, :0], k[:, :0], v[:, :0]), r"q: found shape \(2, 0, 6, 16\)"),
   ):
     with pytest.raises(ValueError, match=message):
       call()
+  with pytest.raises(TypeError, match="k: found int32, expected floats"):
+    kvjax.decode(cache, q[:, 0], k[:, 0].astype(np.int32), v[:, 0])
+
+
+def test_what_a_cache_has_seen_is_looked_at():
+  """A further turn under `past = 0` would not see the first one; one past the capacity, itself."""
+  (cache,) = made(kvjax.Full(), layers=1)
+  q, k, v = plain()
+  _, cache = kvjax.prefill(cache, q, k, v, LENGTHS)
+  with pytest.raises(ValueError, match="past: found 0, expected at least the 29 tokens already"):
+    kvjax.prefill(cache, q, k, v, np.array([1, 1]))
+  kvjax.prefill(cache, q[:, :1], k[:, :1], v[:, :1], np.array([0, 0]))  # nobody reads on
+  with pytest.raises(ValueError, match="found 29 cached tokens and 40 to come in row 0, expected"):
+    kvjax.prefill(cache, q, k, v, past=None)
+  _, full = kvjax.prefill(cache, q, k, v, np.array([CAPACITY - 29, 1]), past=None)
+  with pytest.raises(ValueError, match="found 48 cached tokens and 1 to come in row 0, expected"):
+    kvjax.decode(full, q[:, 0], k[:, 0], v[:, 0])
+  kvjax.decode(full, q[:, 0], k[:, 0], v[:, 0], live=np.array([False, True]))
+
+
+@pytest.mark.parametrize("method", [kvjax.Full(), kvjax.SnapKV(12, 4)], ids=["full", "snapkv"])
+def test_within_a_program_tokens_past_the_end_are_not_there(method):
+  q, k, v = plain(slice(0, 30))
+  prompt = jax.jit(kvjax.prefill)
+  (cache,) = made(method, layers=1)
+  want, got = (prompt(cache, q, k, v, np.array(n))[1] for n in ([30, 0], [41, -3]))
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_parts_of_a_prompt_are_refused_where_it_has_to_be_seen_at_once():
+  """By `total`, as by `chunk` of `kvjax.models.prefill`; a later turn has a total of its own."""
+  arrays = q, k, v = plain(slice(0, 8))
+  for name in ("snapkv", "kivi", "tova"):
+    (cache,) = made(settings.example(kvjax.METHODS[name], 12), layers=1)
+    for lengths in ([8, 8], [8, 0]):
+      with pytest.raises(
+        NotImplementedError, match=r"total: found \[20, 20\] .* see a whole prompt"
+      ):
+        kvjax.prefill(cache, q, k, v, np.array(lengths), total=np.array([20, 20]))
+    with pytest.raises(NotImplementedError, match="total: found traced lengths"):
+      jax.jit(lambda cache, n: kvjax.prefill(cache, *arrays, n, total=n + 1))(cache, LENGTHS // 4)
+    kvjax.prefill(cache, q, k, v, np.array([8, 0]), total=np.array([8, 20]))
   with pytest.raises(ValueError, match="heads: found 7, expected a multiple of the 3 kv_heads"):
     kvjax.empty_caches(kvjax.Full(), batch=1, capacity=8, heads=7, kv_heads=3, head_dim=16)

@@ -67,6 +67,28 @@ def test_codes_are_half_a_step_away_at_most(bits):
   np.testing.assert_allclose(numbers(exact, bits), exact, atol=CLOSE)
 
 
+@pytest.mark.parametrize("size", [3e4, 1e5, 1e20, 3e38])
+@pytest.mark.parametrize("bits", [4, 2])
+def test_any_finite_number_has_a_code(bits, size):
+  """Numbers that float16 does not hold stay half a step away at most; small ones beside them, too.
+
+  float16 keeps 11 bits of z and a, of the largest number's size.
+  """
+  method, x = KIVI(bits=bits), np.random.default_rng(bits).uniform(-1, 1, (6, 32)) * size
+  x[0] /= size  # a group of plain numbers, which has no power
+  x[1] = size
+  x = np.float32(x)
+  v = x[None, None]
+  leaves = method._codes_of_values(jnp.asarray(v))
+  cache = Cache({"k": leaves["v"], **leaves}, {}, {})
+  found = np.asarray(method._values(cache), np.float64)[0, 0]
+  step = np.ptp(np.float64(x), axis=-1, keepdims=True) / (2**bits - 1)
+  moved = np.abs(np.float64(x)).max(-1, keepdims=True) * 2.0**-10
+  assert (np.abs(found - x) <= step / 2 + moved).all()
+  power = np.asarray(leaves["v_power"])[0, 0, :, 0]
+  assert power[0] == 0 and (power[1:] == max(0, np.frexp(size)[1] - 15)).all()
+
+
 # ---- a layer
 
 

@@ -1,4 +1,4 @@
-"""PyramidKV against a NumPy oracle: the authors' sizes of layers, and what each of them keeps."""
+"""PyramidKV against a NumPy oracle: the sizes of layers, and what each of them keeps."""
 
 import numpy as np
 import pytest
@@ -10,25 +10,31 @@ from kvjax.testing.layer import Layer, Stream, rotate
 def test_pyramid_gives_real_capacities():
   """Budget 48, window 8, β 20, four layers: 40 to select on average, from 78 down to 2."""
   method = PyramidKV(budget=48)
-  spec = Stream.random(3).spec(capacity=400)
-  sizes = [cache.size for cache in method.init_caches(spec)]
-  assert sizes == [8 + 78, 8 + 53, 8 + 28, 8 + 3]  # 78 − ⌊76/3⌋·ℓ
-  short = Stream.random(3).spec(capacity=79)
-  assert {cache.size for cache in method.init_caches(short)} == {48}
+  for capacity in (86, 400):  # a prompt gives the same answer wherever it has room
+    spec = Stream.random(3).spec(capacity)
+    sizes = [cache.size for cache in method.init_caches(spec)]
+    assert sizes == [8 + 78, 8 + 53, 8 + 28, 8 + 2]  # 78 − ⌊76·ℓ/3⌋
+  short = Stream.random(3).spec(capacity=45)
+  assert [cache.size for cache in method.init_caches(short)] == [45, 45, 8 + 28, 8 + 2]
 
 
-def kept_by_the_authors(budget, window, beta, layers, length):
-  """Tokens that each layer keeps of a prompt, by their conditions one after the other."""
+@pytest.mark.parametrize("layers", [2, 16, 28, 30, 32, 61, 80])
+def test_the_mean_is_the_budget(layers):
+  """However small it is beside the number of layers, whose steps are fractions of a token then."""
+  for budget in (9, 22, 48, 64, 100, 1024):
+    for beta in (1, 3, 20, 50):
+      spec = Stream.random(3).spec(8192, layers)
+      sizes = [PyramidKV(budget, beta=beta).capacity(spec, layer) for layer in range(layers)]
+      assert budget <= np.mean(sizes) <= budget + 0.5, (budget, beta)
+      assert sizes == sorted(sizes, reverse=True) and sizes[-1] >= 8
+
+
+def sizes_of_layers(budget, window, beta, layers):
+  """The paper's arithmetic sequence, rounded up to whole tokens: sizes of all layers."""
   least = (budget - window) // beta
-  most = (budget - window) * 2 - least
-  if most >= length - window:
-    most = length - window
-    least = (budget - window) * 2 - most
-  if length < budget:
-    return [length] * layers
-  if length < (budget - window) * 2:
-    return [budget] * layers
-  return [window + most - layer * ((most - least) // (layers - 1)) for layer in range(layers)]
+  most = 2 * (budget - window) - least
+  places = np.arange(layers)
+  return [window + most - int(x) for x in places * (most - least) // (layers - 1)]
 
 
 def heaviest(stream, b, h, length, window, count):
@@ -49,24 +55,21 @@ def heaviest(stream, b, h, length, window, count):
 @pytest.mark.parametrize(
   ("budget", "window", "beta", "layers", "length"),
   [
-    (24, 4, 20, 4, 60),  # 39, 27, 15, 3 beside the window
-    (24, 4, 20, 7, 60),  # the step is floored: 38/6
+    (24, 4, 20, 4, 60),  # 39, 27, 14, 1 beside the window
+    (24, 4, 20, 7, 60),  # a step of 38/6
     (24, 4, 3, 3, 60),  # less steep
-    (24, 4, 20, 4, 41),  # the lowest layer would select more than there is
-    (24, 4, 20, 4, 40),  # likewise, as short as it goes
-    (24, 4, 20, 4, 39),  # below twice what is selected: alike
-    (24, 4, 20, 4, 24),
-    (24, 4, 20, 4, 23),  # below the budget: whole
+    (24, 4, 20, 4, 41),  # the lowest layer has more slots than there are tokens
+    (24, 4, 20, 4, 23),  # the upper ones cut it all the same
     (9, 8, 20, 5, 50),  # the top layers keep their windows only
   ],
 )
-def test_layers_keep_what_the_authors_keep(budget, window, beta, layers, length):
-  """Of the longest prompt that the cache is made for."""
+def test_layers_keep_the_heaviest(budget, window, beta, layers, length):
+  """Of a prompt as long as the capacity."""
   method = PyramidKV(budget, window_size=window, beta=beta)
   stream = Stream.random(length, batch=1, kv_heads=2, groups=2, tokens=length, head_dim=8)
-  sizes = kept_by_the_authors(budget, window, beta, layers, length)
+  sizes = [min(length, n) for n in sizes_of_layers(budget, window, beta, layers)]
   found = [cache.size for cache in method.init_caches(stream.spec(length, layers))]
-  assert found == (sizes if length >= budget else [budget] * layers)
+  assert found == sizes
   for layer in (0, 1, layers - 1):
     run = Layer(method, stream, length, layer, Env(layers, impl="reference"))
     run.prefill([length])
@@ -78,9 +81,9 @@ def test_layers_keep_what_the_authors_keep(budget, window, beta, layers, length)
 
 @pytest.mark.slow
 def test_a_shorter_prompt_is_kept_whole_where_it_fits():
-  """Layers of 43, 31, 19 and 7 slots, for prompts of 60 tokens; two of 30 and 12."""
+  """Layers of 43, 31, 18 and 5 slots, for prompts of 60 tokens; two of 30 and 12."""
   method, stream = PyramidKV(24, window_size=4), Stream.random(5, tokens=60)
-  for layer, size in enumerate(kept_by_the_authors(24, 4, 20, 4, 60)):
+  for layer, size in enumerate(sizes_of_layers(24, 4, 20, 4)):
     run = Layer(method, stream, 60, layer)
     run.prefill([30, 12])
     kept = (np.asarray(run.cache.pos) >= 0).sum(-1)
@@ -89,11 +92,11 @@ def test_a_shorter_prompt_is_kept_whole_where_it_fits():
 
 @pytest.mark.slow
 def test_a_layer_keeps_what_snapkv_would():
-  """The top layer of four selects 78 − 3·25 = 3 tokens: SnapKV with a budget of 11."""
+  """The top layer of four selects 2 tokens: SnapKV with a budget of 10."""
   stream, lengths = Stream.random(4, tokens=70), [60, 25]
   layers = [
     Layer(method, stream, capacity=400, layer=3)
-    for method in (PyramidKV(budget=48), SnapKV(budget=11, window_size=8))
+    for method in (PyramidKV(budget=48), SnapKV(budget=10, window_size=8))
   ]
   for layer in layers:
     layer.prefill(lengths)

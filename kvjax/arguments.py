@@ -1,0 +1,105 @@
+"""Arguments of prompts and steps: checked on the host where they are known there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+from kvjax.method import Method
+
+
+def known(*given: Any) -> bool:
+  """Whether all of these have values on the host, and are not of a program that is traced."""
+  return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+
+
+def counts(name: str, x: Any, rows: int, most: int | None = None) -> Int[Array, " B"]:
+  """A count of each row, int32 [B]; within a program its values are as they come.
+
+  Raises:
+    ValueError: another shape or dtype, or a known count outside of [0, most].
+  """
+  found = _by_row(name, x, rows)
+  if not jnp.issubdtype(found.dtype, jnp.integer):
+    raise ValueError(f"{name}: found {found.dtype}, expected integers")
+  if known(found):
+    held, limit = np.asarray(found), np.iinfo(np.int32).max if most is None else most
+    if ((held < 0) | (held > limit)).any():
+      upto = "0 or more" if most is None else f"values in [0, {most}]"
+      raise ValueError(f"{name}: found {held.tolist()}, expected {upto}")
+  return jnp.asarray(found, jnp.int32)
+
+
+def rows_that_take_part(live: Any, rows: int) -> Bool[Array, " B"]:
+  """bool [B]; ValueError for any other array. None: all."""
+  if live is None:
+    return jnp.ones(rows, bool)
+  found = _by_row("live", live, rows)
+  if found.dtype != bool:
+    raise ValueError(f"live: found {found.dtype}, expected bool")
+  return jnp.asarray(found)
+
+
+def _by_row(name: str, x: Any, rows: int) -> Any:
+  """An array with one entry per row."""
+  found = x if isinstance(x, jax.Array) else np.asarray(x)
+  if found.shape != (rows,):
+    raise ValueError(f"{name}: found shape {found.shape}, expected ({rows},), one for each row")
+  return found
+
+
+def floats(name: str, x: ArrayLike) -> Array:
+  """Floats of 32 bits or fewer, whatever `jax_enable_x64` says; TypeError for other numbers."""
+  found = jnp.asarray(x)
+  if not jnp.issubdtype(found.dtype, jnp.floating):
+    raise TypeError(f"{name}: found {found.dtype}, expected floats")
+  return found.astype(jnp.float32) if found.dtype.itemsize > 4 else found
+
+
+def whole(method: Method, lengths: Any, total: Any) -> Int[Array, " B"] | None:
+  """The lengths of whole prompts, int32 [B], of which these may be parts; None: they are not.
+
+  The one place that says which methods may be told of a prompt in parts.
+
+  Raises:
+    ValueError: not one per row, or less than what is given of a prompt.
+    NotImplementedError: a part of a prompt, for a method that has to see it at once; within a
+      program any `total` may be that of a part.
+  """
+  if total is None or total is lengths:
+    return None
+  if not known(total, lengths):
+    traced = counts("total", total, lengths.shape[0])
+    _whole_only(method, "total", "traced lengths")
+    return jnp.maximum(traced, lengths)
+  whole, part = np.asarray(counts("total", total, lengths.shape[0])), np.asarray(lengths)
+  if (whole < part).any():
+    raise ValueError(
+      f"total: found {whole.tolist()}, expected one per row, at least lengths {part.tolist()}"
+    )
+  if ((whole > part) & (part > 0)).any():
+    _whole_only(method, "total", f"{whole.tolist()} for {part.tolist()} tokens")
+  return jnp.asarray(whole)
+
+
+def chunk(method: Method, size: int) -> None:
+  """Raises NotImplementedError for a method whose prompts cannot be read in chunks of `size`."""
+  _whole_only(method, "chunk", str(size))
+
+
+def _whole_only(method: Method, name: str, found: str) -> None:
+  """Raises for a method whose prompts cannot be read in parts."""
+  if method.traits.stream is not None:
+    raise NotImplementedError(
+      f"{name}: found {found}, expected None for {method!r}, which reads a prompt in its own pieces"
+    )
+  if not method.traits.chunkable:
+    raise NotImplementedError(
+      f"{name}: found {found}, expected None for {method!r}, which has to see a whole "
+      "prompt before it chooses what stays"
+    )

@@ -69,7 +69,7 @@ def _score(
 ) -> tuple[np.ndarray, Caches]:
   """Log-probability of what each window predicts, and their caches."""
   idle: list[list[int]] = [[]] * (batch - len(parts))
-  tokens, lengths = pad([*(context for context, _ in parts), *idle])
+  tokens, lengths = pad([*(context for context, _ in parts), *idle], multiple=1)
   size = 1 if tokens.shape[1] == 1 else length  # two programs, whatever the contexts
   tokens = np.pad(tokens, ((0, 0), (0, size - tokens.shape[1])))
   caches = method.init_caches(model.spec(batch, length))

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax import offload
 from kvjax.models import reconstruct
 from kvjax.models.generate import Generation, generate, pad, prefill
 from kvjax.models.reconstruct import Instructions
@@ -286,7 +286,7 @@ class Runner:
     """Answers to the first questions, on a copy of the caches."""
     tails = [cell.prompts[i].tail for i in indices]
     longest = max(len(prompt.tail) for prompt in cell.prompts)
-    copies = jax.tree.map(jnp.copy, caches)
+    copies = offload.rows_of(caches, np.arange(self.batch))
     logits, copies = self._ask(cell, entry, copies, tails, longest, timing)
     asked = [cell.rows[i] for i in indices]
     steps = max(row.max_new_tokens for row in asked)

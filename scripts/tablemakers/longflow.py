@@ -56,7 +56,7 @@ def in_short(results: Results) -> Figure:
   return cells.join(
     "answers of `16,000` tokens at {} tokens a second, where the full cache, at the batch that "
     "still fits, has {}; a layer's step over `3,200` slots takes {} × dense decode alone at B128, "
-    "{} × at B16; fewer slots or rows have no kept figure",
+    "{} × at B16",
     *rates,
     *over,
   )

@@ -365,7 +365,8 @@ def advice(found: Held) -> Part:
         points = {aim: chosen[aim].point for aim in ("fastest", "least kept")}
         if any(point and point.method != FULL for point in points.values()):
           place = [f"{length >> 10}K, batch {board.batch}", _attended(same)]
-          rows.append([*place, *(_advised(found, same, point) for point in points.values())])
+          fastest, least = (_advised(found, same, point) for point in points.values())
+          rows.append([*place, fastest, "the same" if least == fastest else least])
   head = ("context", "tokens attended to", "fastest", "least kept")
   return cells.table(head, rows, labels=2) if rows else Part()
 
@@ -377,7 +378,7 @@ def _advised(found: Held, board: Board, point: Point | None) -> str:
   whole, time = board.standings, found.time(point.cost)
   kept = point.cost.kept / board.full.cost.kept
   return cells.join(
-    f"{_quoted(point.method, point.budget)}: {{}} × the time, {{}} × the bytes, {{}}",
+    f"{_quoted(point.method, point.budget)}: time {{}}, bytes {{}}, {{}}",
     cells.ratio(*cells.over(time, found.time(board.full.cost))),
     cells.worked_out(kept, "{:.2f}", time),
     found.rows.gap(whole, whole.by[point.method, point.budget]),

@@ -26,7 +26,6 @@ FIRST_PAGE = (
   "Quest, InfLLM-v2 at T128K",
   "Ltri",
   "two GPUs",
-  "a real model",
 )
 
 

@@ -368,11 +368,8 @@ def test_times_and_scores_are_those_of_their_files(name):
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "kvjax/README.md"])
 def test_prose_quotes_no_figure(name):
   """What stands outside of markers has numbers in names, code and references alone."""
-  text = re.sub(
-    r"^(    |```).*$", "", markers.outside((ROOT / name).read_text("utf-8")), flags=re.M
-  )
-  for line in text.splitlines():
-    assert not line.startswith("#") or line
+  text = markers.outside((ROOT / name).read_text("utf-8"))
+  for line in re.sub(r"^    .*?$|^```.*?^```", "", text, flags=re.M | re.S).splitlines():
     assert records.numbers(line) == [], line
 
 

@@ -34,7 +34,7 @@ def expected(loaded, context, continuation):
   model, tokenizer = loaded
   first, rest = (tokenizer.encode(text, bos=False) for text in (context, continuation))
   first = first or [tokenizer.eos]
-  tokens, lengths = pad([first + rest])
+  tokens, lengths = pad([first + rest], multiple=1)
   caches = kvjax.Full().init_caches(model.spec(1, tokens.shape[1]))
   logits, _ = prefill(model, tokens, lengths, caches, kvjax.Full(), all_logits=True)
   logp = np.asarray(jax.nn.log_softmax(logits))[0, len(first) - 1 : -1]

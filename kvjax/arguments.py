@@ -53,12 +53,12 @@ def _by_row(name: str, x: Any, rows: int) -> Any:
   return found
 
 
-def floats(name: str, x: ArrayLike) -> Array:
-  """Floats of 32 bits or fewer, whatever `jax_enable_x64` says; TypeError for other numbers."""
+def floats(name: str, x: ArrayLike, wide: bool = False) -> Array:
+  """Floats, of 32 bits or fewer unless `wide`, whatever `jax_enable_x64` says; else TypeError."""
   found = jnp.asarray(x)
   if not jnp.issubdtype(found.dtype, jnp.floating):
     raise TypeError(f"{name}: found {found.dtype}, expected floats")
-  return found.astype(jnp.float32) if found.dtype.itemsize > 4 else found
+  return found.astype(jnp.float32) if found.dtype.itemsize > 4 and not wide else found
 
 
 def whole(method: Method, lengths: Any, total: Any) -> Int[Array, " B"] | None:

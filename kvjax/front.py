@@ -166,7 +166,8 @@ def decode(
       "lengths) after the last layer has read it"
     )
   dtype = jnp.asarray(q).dtype
-  q, k, v = (arguments.floats(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+  wide = cache.cache.slots["k"].dtype == jnp.float64
+  q, k, v = (arguments.floats(n, x, wide) for n, x in (("q", q), ("k", k), ("v", v)))
   rows, kv_heads, width = _sizes(cache)
   one = (1,) * (q.ndim == 4)
   groups = _groups(cache, q, (rows, *one))
@@ -230,7 +231,8 @@ def prefill(
       "one that takes them as they come: kvjax.models runs it"
     )
   dtype = jnp.asarray(q).dtype
-  q, k, v = (arguments.floats(n, x) for n, x in (("q", q), ("k", k), ("v", v)))
+  wide = cache.cache.slots["k"].dtype == jnp.float64
+  q, k, v = (arguments.floats(n, x, wide) for n, x in (("q", q), ("k", k), ("v", v)))
   rows, kv_heads, width = _sizes(cache)
   tokens = max(1, q.shape[1]) if q.ndim > 1 else 1
   groups = _groups(cache, q, (rows, tokens))

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import settings
 from ..full import Full
 from ..ops import shared_slots
 from .cases import CHUNK, STEPS, Told, law, logits_of
-from .tiny import CLOSE, CONFIG, LENGTHS, TOKENS
+from .tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS
 
 
 @law
@@ -76,6 +77,32 @@ def check_kept(case, caches, seen):
         assert len(set(kept.tolist())) == count
         assert kept.max() == seen[b] - 1 or case.drops_newest
       assert not shared or abs((pos[b] >= 0).sum() - used[b] * len(pos[b])) <= len(pos[b]) / 2
+
+
+@law
+def room_does_not_change_the_answer(case):
+  """Twice the capacity gives the same logits, and no budget takes more slots than it asks for."""
+  roomy = Told(case, capacity=2 * CAPACITY).generate()
+  np.testing.assert_allclose(roomy, logits_of(case), atol=CLOSE)
+  ample, spec = settings.example(case.method, 8 * CAPACITY), Told(case).model.spec(2, CAPACITY)
+  for cache in jax.eval_shape(lambda: ample.init_caches(spec)):
+    slots = shared_slots.tokens(cache)
+    # A stream's window has room beside it for blocks that are about to leave.
+    assert slots <= CAPACITY or ample.traits.stream is not None, slots
+
+
+@law
+def dtypes_hold_under_x64(case):
+  """With `jax_enable_x64` the logits are the same, and so are the types of all cache arrays."""
+  want = Told(case)
+  want.prompt()
+  want.decode(LENGTHS)
+  with jax.enable_x64(True):
+    run = Told(case)
+    out = [run.prompt(), run.decode(LENGTHS)]
+  np.testing.assert_allclose(np.stack(out, 1), logits_of(case)[:, :2], atol=CLOSE)
+  types = [jax.tree.map(lambda x: (x.shape, x.dtype), each.caches) for each in (run, want)]
+  assert types[0] == types[1]
 
 
 TURN = np.array([5, 8], np.int32)

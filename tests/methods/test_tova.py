@@ -1,9 +1,10 @@
 """TOVA against a NumPy float64 oracle: shared evictions and outputs over a generation."""
 
+import jax
 import numpy as np
 import pytest
 
-from kvjax import TOVA
+from kvjax import TOVA, At, Env
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 
@@ -59,3 +60,14 @@ def test_kept_sets_and_outputs_over_a_generation():
 def test_bad_budget():
   with pytest.raises(ValueError, match="budget: found 1, expected 2 or more"):
     TOVA(budget=1)
+
+
+def test_the_mean_is_over_the_heads_of_all_devices():
+  """Two devices of two heads each say what one of four says: an axis of vmap stands for them."""
+  p = np.random.default_rng(0).random((2, 4, 5), np.float32)
+  at = At(0, Env(1, impl="reference", head_axis="heads"), TOVA(8))
+  parted = np.moveaxis(p.reshape(2, 2, 2, 5), 1, 0)  # [devices, B, K/2, S]
+  split = jax.vmap(lambda x: TOVA(8)._over_heads(at, x), axis_name="heads")(parted)
+  want = np.broadcast_to(p.mean(1, keepdims=True), (2, 2, 5))
+  for device in split:
+    np.testing.assert_allclose(device, want, rtol=1e-6)

@@ -82,6 +82,26 @@ def test_programs_that_were_dropped_are_traced_again():
   chex.assert_trees_all_equal(read(), want)
 
 
+def test_a_row_that_takes_no_part_in_a_step_keeps_every_bit():
+  method = kvjax.SnapKV(12, window_size=4)
+  run = Run(method)
+  run.prefill()
+  before = jax.tree.map(lambda x: np.asarray(x), run.caches)
+  layered = by_layer.ByLayer(model())
+  tokens, live = jnp.asarray(TOKENS[:, 30]), jnp.asarray([False, True])
+  got, after = layered.decode(tokens, run.caches, method, live)
+  for cache, old in zip(after, before, strict=True):
+    chex.assert_trees_all_equal(
+      *(jax.tree.map(lambda x: np.asarray(x[0]), c) for c in (cache, old))
+    )
+    np.testing.assert_array_equal(cache.seen, old.rows["seen"] + [0, 1])
+  want = Run(method)
+  want.prefill()
+  np.testing.assert_allclose(
+    got[1], want.decode(np.array([30, 30]), live=[False, True])[1], atol=1e-5
+  )
+
+
 def test_members_of_a_shared_prompt_are_asked_each_by_itself():
   """Four layers under Full and Quest with its two dense ones, read at once: two programs."""
   by_layer._SITES.clear()

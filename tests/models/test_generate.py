@@ -916,3 +916,17 @@ def test_a_store_that_is_full():
   logits, caches = prefill(model(), TOKENS[:, :20], [20, 3], caches, method)
   with pytest.raises(ValueError, match=r"steps = 20 after 20 cached tokens"):
     generate(model(), logits, caches, method, steps=20)
+
+
+@pytest.mark.parametrize("method", [kvjax.Full(), kvjax.settings.example(kvjax.InfLLM, 12)])
+def test_rows_that_end_in_an_early_chunk_keep_their_logits(method):
+  """Row 0 ends in the first of three chunks, or of several pieces; alone it has the same logits."""
+  lengths = np.array([3, 22], np.int32)
+  chunk = None if method.traits.stream else 8
+
+  def read(lengths):
+    caches = method.init_caches(model().spec(2, 64))
+    return prefill(model(), TOKENS[:, :24], lengths, caches, method, chunk=chunk)[0]
+
+  both, alone = read(lengths), read(np.array([3, 0], np.int32))
+  np.testing.assert_allclose(both[0], alone[0], atol=2e-4)

@@ -124,6 +124,21 @@ def test_against_oracle(heads, groups, head_dim, dtype, case, window):
   np.testing.assert_allclose(sums, mass, atol=queries * CLOSE[dtype] / 4)
 
 
+def test_windows_may_differ_by_head():
+  """Each head's output is that of a call in which all heads have its window."""
+  batch, heads, size = 2, 3, 90
+  q, k, v = arrays(0, heads, 2, 24, "float32", size, size)
+  qpos = jnp.asarray(positions(0, "prompt", batch, size, size)[0], jnp.int32)
+  first = jnp.maximum(qpos[:, None] - jnp.array([5, 23, 61])[:, None], 0)
+  run = jax.jit(functools.partial(prefill_attention, sinks=2, cut=SMALL))
+  state, _ = run(q, k, v, qpos, first)
+  for h in range(heads):
+    alone, _ = run(q, k, v, qpos, first[:, h])
+    np.testing.assert_array_equal(state.o[:, h], alone.o[:, h])
+    np.testing.assert_array_equal(state.lse[:, h], alone.lse[:, h])
+  assert not np.array_equal(state.o[:, 0], alone.o[:, 0])
+
+
 def test_second_run_is_bit_equal():
   q, k, v = arrays(0, 2, 4, 64, "bfloat16", 90, 90)
   qpos = jnp.asarray(positions(0, "prompt", 2, 90, 90)[0], jnp.int32)

@@ -74,6 +74,24 @@ def test_against_oracle(heads, groups, head_dim, dtype, unit, programs):
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
 
 
+@pytest.mark.parametrize("unit", [1, 16])
+def test_ranges_are_clipped_to_the_slots(unit):
+  """The last tile of a table ends with the slots, whatever the range says."""
+  slots = 55
+  q, k, v = (
+    jax.random.normal(jax.random.key(i), (1, 2, n, 24), jnp.float32)
+    for i, n in enumerate((3, slots, slots))
+  )
+  tiles = -(-slots // unit) + (unit == 1)  # one that there is not
+  table = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32), (1, 2, tiles))
+  count = jnp.full((1, 2), tiles, jnp.int32)
+  run = jax.jit(functools.partial(sparse_decode, unit=unit))
+  stops = [jnp.full((1, 1), n, jnp.int32) for n in (slots, 3 * slots)]
+  (want, _), (got, _) = (run(q, k, v, table, count, stops[0] * 0, stop) for stop in stops)
+  np.testing.assert_array_equal(got.o, want.o)
+  np.testing.assert_array_equal(got.lse, want.lse)
+
+
 def test_second_run_is_bit_equal():
   table, count, start, stop = map(jnp.asarray, plan(0, 3, 2, 500, 16, 20))
   q, k, v = (

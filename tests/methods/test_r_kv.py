@@ -147,7 +147,6 @@ def test_repository_setting():
   assert settings.repo(RKV, 100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
 
 
-@pytest.mark.slow
 def test_turns_are_ranked_with_the_newest_queries():
   """A turn of two tokens after decoding: the window's other queries come from the cache."""
   method = RKV(12, buffer=5, window_size=4, pool=3)

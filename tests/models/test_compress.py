@@ -101,7 +101,6 @@ def test_every_method_is_as_it_would_be_or_refused(name):
     compress(model(), full, method)
 
 
-@pytest.mark.slow
 def test_layers_with_a_window_stay_as_they_are():
   decoder, method, tokens = family_models.model("gemma3-parameters"), KeyDiff(12), tiny_hf.tokens()
   logits, full = read(Full(), decoder, tokens)

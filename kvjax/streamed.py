@@ -89,7 +89,8 @@ class Streamed(
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
     sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
-    copies = Leaf("heads", (self.held * self.block, spec.head_dim), spec.dtype)
+    held = min(self.held, self._stored_blocks(spec))  # no more than there will ever be
+    copies = Leaf("heads", (held * self.block, spec.head_dim), spec.dtype)
     store = functools.partial(offload.empty, *sizes, spec.dtype)
 
     def blocks(count: int) -> Leaf:
@@ -102,8 +103,8 @@ class Streamed(
       "held_v": copies,
       "store": Leaf("heads", made=store),
       "gone": Leaf("rows", dtype=jnp.int32),
-      "held": blocks(self.held),
-      "used_at": blocks(self.held),
+      "held": blocks(held),
+      "used_at": blocks(held),
       "kept": blocks(self.retrieved),
       # No empty array: over several devices jax 0.11 does not compile one.
       **({"inject": blocks(self.inject)} if self.inject else {}),

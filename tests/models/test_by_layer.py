@@ -98,7 +98,7 @@ def test_a_row_that_takes_no_part_in_a_step_keeps_every_bit():
   want = Run(method)
   want.prefill()
   np.testing.assert_allclose(
-    got[1], want.decode(np.array([30, 30]), live=[False, True])[1], atol=1e-5
+    got[1], want.decode(np.array([30, 30]), live=np.asarray(live))[1], atol=1e-5
   )
 
 

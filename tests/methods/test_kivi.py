@@ -260,7 +260,7 @@ def test_the_others_are_refused_by_name(name):
     KIVI(settings.example(METHODS[name], 12))
 
 
-@pytest.mark.parametrize(("bits", "share"), [(4, 0.355), (2, 0.234)])
+@pytest.mark.parametrize(("bits", "share"), [(4, 0.364), (2, 0.24)])
 def test_bytes_are_those_planned(bits, share):
   """Codes; scale, zero point and power for 32 numbers, 5 bytes; the newest, and the position."""
   spec = kvjax.CacheSpec(2, 4096, 4, 2, 128, 3)

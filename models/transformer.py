@@ -173,9 +173,10 @@ class Transformer(nnx.Module):
     check_method("method", method)
     spec = self.spec(batch, capacity, dtype)
     with memory.explained("init_caches", method, spec, self.mesh, self.weight_bytes):
+      # A GPU says only when it is waited for that it had no room.
       if self.mesh is None:
-        return method.init_caches(spec)
-      return sharding.init_caches(method, spec, self.mesh)
+        return jax.block_until_ready(method.init_caches(spec))
+      return jax.block_until_ready(sharding.init_caches(method, spec, self.mesh))
 
   def weight_bytes(self) -> int:
     """Bytes of weights on each device."""

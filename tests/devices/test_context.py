@@ -11,13 +11,14 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from kvjax import CacheSpec, Env, Full, Plan, Quest, Span
 from kvjax.ops import context
+from tests.meshes import mesh_of
 
 B, K = 2, 3
 
 
 def spread(parts, run, inputs, outputs, method=None):
   """`run(at, ...)` jitted over so many devices; P("slots") where a device gets or gives a part."""
-  mesh = kvjax.make_mesh(slots=parts)
+  mesh = mesh_of(slots=parts)
   method = Full() if method is None else method
   at = method.at(kvjax.sharding.on_mesh(Env(4, impl="reference"), mesh), 0)
   return jax.jit(kvjax.sharding.shard_map(functools.partial(run, at), mesh, inputs, outputs))

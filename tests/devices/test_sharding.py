@@ -26,6 +26,7 @@ from kvjax.models.transformer import Transformer
 from kvjax.ops.quantised import unpacked
 from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
+from tests.meshes import mesh_of
 
 CONFIG = ModelConfig(
   vocab=64, dim=48, layers=3, heads=16, kv_heads=8, head_dim=16, ffn=64, max_context=512
@@ -43,13 +44,6 @@ B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
 
 GPU = jax.default_backend() == "gpu"
 IMPL = "auto" if GPU else "reference"
-
-
-def mesh_of(heads, slots=1):
-  """A mesh, where there are devices for it."""
-  if heads * slots > jax.device_count():
-    pytest.skip(f"needs {heads * slots} devices, found {jax.device_count()}")
-  return kvjax.make_mesh(heads, slots)
 
 
 @functools.cache

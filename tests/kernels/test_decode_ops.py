@@ -31,6 +31,14 @@ from kvjax import (
   StreamingLLM,
   settings,
 )
+from kvjax.kernels import config
+
+
+@pytest.fixture(autouse=True)
+def any_machine(monkeypatch):
+  """How work is cut hangs on a device's multiprocessors: of a modest one, wherever this runs."""
+  monkeypatch.setattr(config, "_default", lambda: config.device("some device"))
+
 
 SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)
 SORTS = ("sort", "top_k", "approx_top_k")

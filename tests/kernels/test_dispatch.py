@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import subprocess
 import sys
 import types
@@ -41,6 +42,7 @@ from kvjax import (
 from kvjax.dispatch import table
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.testing.layer import Layer, Stream, softmax_average
+from tests.meshes import mesh_of
 
 
 def env(impl):
@@ -57,7 +59,8 @@ def test_unknown_implementation():
     env("cuda")
 
 
-def test_auto_is_the_reference_without_a_gpu():
+def test_auto_is_the_reference_without_a_gpu(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
   assert dispatch.choose("attend_span", "auto") == "reference"
   assert dispatch.choose("attend_span", "pallas") == "pallas"
 
@@ -105,7 +108,9 @@ print(warning.message)
 @pytest.mark.slow
 def test_a_jax_without_the_lowering_runs_the_references():
   """It decodes; a kernel by name is refused, and "auto" says once what it lacks."""
-  done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", WITHOUT]
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   refused, said = done.stdout.splitlines()
   lacks = "needs jax.experimental.pallas.triton, which jax "
@@ -175,7 +180,7 @@ def test_nothing_outside_of_the_span_is_attended_to(name):
 
 def test_a_span_of_every_head_over_slots_on_two_devices():
   """As on one; against NumPy too."""
-  mesh, stream = kvjax.make_mesh(slots=2), Stream.random(1, tokens=13)
+  mesh, stream = mesh_of(slots=2), Stream.random(1, tokens=13)
   method, seen = Narrowed(Full()), jnp.array([12, 9])
   cache = kvjax.Cache.empty(method, stream.spec(16), 0)
   k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))) for x in (stream.k, stream.v))
@@ -212,7 +217,7 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
 
 def test_a_token_enters_split_slots_by_the_kernel():
   """Rows that end on either device, a full one and an idle one, as the reference enters them."""
-  mesh, method = kvjax.make_mesh(slots=2), Full()
+  mesh, method = mesh_of(slots=2), Full()
   cache = kvjax.Cache.empty(method, CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
   seen = jnp.array([7, 8, 16, 3])
   live, specs = jnp.array([True, True, True, False]), kvjax.sharding.cache_specs(cache, method)
@@ -236,7 +241,7 @@ def test_a_token_enters_split_slots_by_the_kernel():
 @pytest.mark.parametrize("heads", [3, 4])
 def test_a_prompt_that_all_devices_have_is_shared_by_heads(heads):
   """Each attends to half of them; where they are odd, to all."""
-  mesh, valid = kvjax.make_mesh(slots=2), jnp.array([9, 5])
+  mesh, valid = mesh_of(slots=2), jnp.array([9, 5])
   prompt = Prompt(valid, valid, None, 9, 0)
   sizes = (2, heads, 2, 9, 8), (2, heads, 9, 8), (2, heads, 9, 8)
   rng = np.random.default_rng(0)
@@ -306,6 +311,7 @@ def implementation(
 
 
 def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
   assert implementation(Full()) == "reference"
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   assert implementation(Full()) == "cudnn"

@@ -36,8 +36,12 @@ from kvjax.kernels import config
 
 @pytest.fixture(autouse=True)
 def any_machine(monkeypatch):
-  """How work is cut hangs on a device's multiprocessors: of a modest one, wherever this runs."""
+  """How work is cut hangs on a device's multiprocessors: what is counted is cut for none.
+
+  A GPU with programs to spare shares ART's walks, in two launches more (`test_art_spread`).
+  """
   monkeypatch.setattr(config, "_default", lambda: config.device("some device"))
+  monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
 
 
 SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from ..evals import stats
 from . import cells
 from .records import NOTHING, Figure, Number, Part, Record
 from .results import GPU, Maker, Results
 
 SHORT, LONG = ("cpu/needles", "CPU"), (f"{GPU}/needles", "NVIDIA H200")
-REAL, STREAM = ((f"{GPU}/real/{name}", "NVIDIA H200") for name in ("needles", "stream"))
+REAL = ("nvidia-h100-80gb-hbm3/real/needles", "NVIDIA H100 80GB HBM3")
+STREAM = (f"{GPU}/real/stream", "NVIDIA H200")
 # Their retrieval heads were found on these very needles, and they do not say on which.
 WITHDRAWN = "withdrawn"
 
@@ -40,7 +42,9 @@ def right(results: Results, where: tuple[str, str], name: str) -> Figure:
 
 
 def _right(record: Record, found: dict[str, Any], listed: Sequence[str]) -> Figure:
-  return Figure(f"{sum(found[i]['right'] for i in listed)} of {len(listed)}", (record,))
+  hits = sum(found[i]["right"] for i in listed)
+  low, high = (round(100 * x) for x in stats.wilson(hits, len(listed)))
+  return Figure(f"{hits} of {len(listed)} ({low}–{high} %)", (record,))
 
 
 def _table(folder: str, card: str, held: dict[str, Any]) -> Part:

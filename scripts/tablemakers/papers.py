@@ -279,13 +279,20 @@ def _of_ltri(results: Results) -> list[str]:
       streams.in_use(whole),
     ),
     cells.join("{} right (SmolLM2)", cells.listed(injected)),
-    OPEN,
-    OPEN,
+    cells.join(
+      "InfLLM {}, Ltri-LLM {} of T8K with four blocks (1.5B)",
+      *(needles.right(results, needles.REAL, name) for name in ("infllm", "ltri")),
+    ),
+    cells.join(
+      "all heads {}, not persistent {}, no voting {}; whole {} (1.5B)",
+      *(needles.right(results, needles.REAL, name) for name in PARTS),
+    ),
     OPEN,
   ]
 
 
 INJECTED = ("infllm", "infllm, injected")
+PARTS = ("ltri, all heads", "ltri, not persistent", "ltri, no voting", "ltri")
 of_art, of_prr, of_prhs, of_longflow, of_ltri = (
   beside(page, ours)
   for page, ours in (

@@ -483,8 +483,8 @@ def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_pa
   path.write_text(json.dumps(held), "utf-8")
   full, infllm, ltri, every = map(_row, needles.stream(Results(tmp_path))[2:])
   assert full[:2] == ["`full`", "not run: longer than its context"]
-  assert infllm == ["`infllm`", "2 of 3", "1 of 2", "0.750", "0.222", "1.00 (1)"]
-  assert ltri[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2", "2 of 2"]
+  assert infllm == ["`infllm`", "2 of 3 (21–94 %)", "1 of 2 (9–91 %)", "0.750", "0.222", "1.00 (1)"]
+  assert ltri[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2 (34–100 %)"] * 2
   held["about"]["fitted"] = ["other speeches"]
   path.write_text(json.dumps(held), "utf-8")
-  assert _row(needles.stream(Results(tmp_path))[4])[1] == "1 of 1"
+  assert _row(needles.stream(Results(tmp_path))[4])[1] == "1 of 1 (21–100 %)"

@@ -128,9 +128,9 @@ def test_a_planted_file_runs_nothing(kept, tmp_path):
   [
     b"",
     b"no gzip",
-    gzip.compress(b"{}")[:-4],
-    gzip.compress(b"\xff{"),
-    gzip.compress(b"[1]"),
+    gzip.compress(b"{}", mtime=0)[:-4],
+    gzip.compress(b"\xff{", mtime=0),
+    gzip.compress(b"[1]", mtime=0),
     gzip.compress(b"[" * 100_000),
     gzip.compress(written.text(MADE).replace(b'"max_new_tokens": 3', b'"max_new_tokens": "3"')),
     gzip.compress(written.text(MADE).replace(b'"head": [1, 2]', b'"head": [1, 2.5]')),

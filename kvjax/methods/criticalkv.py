@@ -52,7 +52,8 @@ class CriticalKV(Wrapper):
     base = self.base
     scores = isinstance(base, PromptScored) and type(base).rank is PromptScored.rank
     expect(self, "base", scores, "a method that cuts a prompt by `score`, such as SnapKV()")
-    even = scores and forms.form(base, "capacity") is vars(Bounded)["capacity"]
+    sizes = "capacity", "_most"
+    even = scores and all(forms.form(base, size) is vars(Bounded)[size] for size in sizes)
     expect(self, "base", even, "one that gives every layer its budget")
 
   @property

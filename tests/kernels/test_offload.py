@@ -91,6 +91,23 @@ def test_segments(monkeypatch):
   assert len(offload.empty(1, 2, 3, 4, 8, jnp.bfloat16).of["v"]) == 3
 
 
+def test_a_block_is_written_once():
+  """Each into its own segment: counted from another's end, too, it would be there twice."""
+  store, whole = filled(2, (1, 1, 2, 4), [2, 3], "float32")
+  new = {name: jnp.ones((1, 1, 1, 2, 4)) for name in ("k", "v")}
+
+  @jax.jit
+  def append(store, first):
+    return offload.append(store, new, first, jnp.ones(1, jnp.int32), Env(1), jnp.zeros(1))
+
+  for block in range(5):
+    got = joined(append(store, jnp.full(1, block, jnp.int32)))
+    for name, x in whole.items():
+      want = x.copy()
+      want[:, :, block] = 1
+      np.testing.assert_array_equal(got[name], want)
+
+
 def test_shapes_only():
   """Laying out caches abstractly allocates nothing."""
   made = jax.eval_shape(lambda: offload.empty(1, 8, 1 << 20, 128, 128, jnp.bfloat16))

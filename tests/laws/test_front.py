@@ -20,7 +20,7 @@ CLOSE = {"rtol": 0, "atol": 5e-6}
 PIECES = ("infllm", "ltri")  # read a prompt in pieces of their own
 SKIP = ("etf", "cpe")  # leave tokens out of deep layers
 CARRY = ("hshare",)  # hands something on, and settles at a prompt's end
-CORE = {(name, "reference") for name in ("full", "h2o", "snapkv", "quest")}
+CORE = {(name, "reference") for name in ("full", "h2o", "snapkv", "quest", "criticalkv")}
 DEPTH = ("psaw", "pyramidkv", "random")  # do not do the same in every layer
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Cache, CacheSpec, Quest, Span, TopKOracle, Window, sight
+from kvjax import Cache, CacheSpec, Env, Quest, Span, TopKOracle, Window, dispatch, sight
 from kvjax.leaves import Leaf
 from kvjax.ops import tiles
 from kvjax.selective import Selective, Tiles
@@ -125,6 +125,21 @@ class FirstChannel(Selective):
 
   def score(self, at, cache, q, visible):
     return cache.heads["sum"]
+
+
+def test_a_row_of_dense_below_slots_is_not_short():
+  """It gets `limit` tiles beside the newest one, where a row with one slot less gets all."""
+  scores = jnp.broadcast_to(jnp.arange(12.0), (3, 1, 12))
+  stop = jnp.array([[7], [8], [9]], jnp.int32)
+  at = TopKOracle(4).at(Env(1, impl="reference"), 0)
+
+  @jax.jit
+  def count(scores, stop):
+    span = Span(jnp.zeros_like(stop), stop)
+    how = {"unit": 1, "sinks": 0, "local": 1, "k": 8, "limit": 2, "dense_below": 8}
+    return dispatch.best_tiles(at, scores, span, **how)[1]
+
+  assert count(scores, stop).tolist() == [[7], [3], [3]]
 
 
 def test_summaries_follow_the_cache():

@@ -70,6 +70,23 @@ def test_keep_best(seed, n, size):
   np.testing.assert_array_equal(out["x"][0, 0, : len(kept)], np.array(kept) * 10.0)
 
 
+def test_the_lowest_score_and_of_equal_ones_the_oldest_token():
+  """Wherever it lies: slots are used again, and then not in order of position."""
+  pos = np.array([[[5, 9, 3, 4], [8, 2, 7, 6], [0, 3, 1, 2]]], np.int32)
+  scores = np.array([[[1, 0, 0, 0], [2, 2, 2, 2], [5, np.nan, 1, np.nan]]], np.float32)
+  assert slots.lowest(jnp.asarray(scores), jnp.asarray(pos)).tolist() == [[2, 1, 3]]
+
+
+def test_neighbours_are_those_in_time():
+  """Pooled over three: of what is not ok nothing counts, wherever it lies and whatever it says."""
+  pos = jnp.array([[[4, 1, 9, 3, 0, 2]]])
+  x = jnp.array([[[16.0, 2, 99, 8, 1, 4]]])  # 2 to the power of the position
+  ok = pos < 9
+  for how, want in (("max", [16, 4, 16, 2, 8]), ("avg", [8, 7 / 3, 28 / 3, 1, 14 / 3])):
+    found = np.asarray(slots.pool(x, pos, ok, 3, how))[0, 0]
+    np.testing.assert_allclose(found[[0, 1, 3, 4, 5]], want, rtol=1e-6)
+
+
 def test_choose_rows():
   new, old = {"a": jnp.ones((2, 3))}, {"a": jnp.zeros((2, 3))}
   out = slots.choose_rows(jnp.array([True, False]), new, old)

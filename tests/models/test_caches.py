@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import kvjax
 from kvjax import offload
@@ -291,8 +292,16 @@ def test_a_turn_onto_live_caches(method):
     chex.assert_trees_all_close(second, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_turn_is_what_the_whole_conversation_has_more():
-  check_turns(byte_tokenizer())
+@pytest.mark.parametrize("special", [True, False])
+def test_a_turn_is_what_the_whole_conversation_has_more(special):
+  """The token that closes a message may be one among `ends` that its file does not call special."""
+  tokenizer = byte_tokenizer()
+  if not special:
+    text = tokenizer.backend.to_str().replace('"special":true', '"special":false')
+    backend = tokenizers.Tokenizer.from_str(text)
+    tokenizer = Tokenizer(backend, eos=tokenizer.eos, chat_template=tokenizer.chat_template)
+  assert tokenizer.is_special(tokenizer.eos) == special
+  check_turns(tokenizer)
 
 
 @pytest.mark.slow

@@ -184,6 +184,8 @@ def test_what_may_become_a_stop_string_is_held_back():
   assert row.text == "xab." and row.ended
   parts, row = released("xab", ["abc"])
   assert parts == ["x", "", "", "ab"] and not row.ended
+  parts, row = released("xab.abc!", ["z", "abc", "?!"])  # as many as the longest may need
+  assert parts == ["x", "", "", "ab.", "", "", "", "", ""] and row.ended
 
 
 def test_the_string_that_is_complete_first_wins():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.generate import pad, prefill
+from kvjax.models.generate import generate, pad, prefill
 from kvjax.models.sampling import Sampling
 from scripts.examples import tiny
 
@@ -72,6 +72,21 @@ def test_what_greedy_decoding_says_is_greedy(loaded):
   ((_, other),) = lm._loglikelihood_tokens([(None, ids, [(first + 1) % 256])])
   assert greedy and not other
   assert said.startswith(tokenizer.decode([first])) or not tokenizer.decode([first]).isprintable()
+
+
+def test_one_token_that_greedy_decoding_would_not_say_is_enough(loaded):
+  """Though it would say all that follow, which are scored a piece at a time."""
+  lm, (model, tokenizer) = adapter(loaded), loaded
+  ids = tokenizer.encode(TEXTS[0], bos=False)
+  caches = kvjax.Full().init_caches(model.spec(1, 128))
+  logits, caches = prefill(model, *pad([ids]), caches, kvjax.Full())
+  forced = np.full((1, 40), -1, np.int32)
+  forced[0, 0] = np.asarray(logits).argmin()
+  generation, _ = generate(model, logits, caches, kvjax.Full(), steps=40, forced=forced)
+  first, *rest = generation.tokens[0].tolist()
+  ((_, all_of_it),) = lm._loglikelihood_tokens([(None, ids, [first, *rest])])
+  ((_, what_follows),) = lm._loglikelihood_tokens([(None, [*ids, first], rest)])
+  assert what_follows and not all_of_it
 
 
 @pytest.mark.slow

@@ -109,6 +109,8 @@ def flattened(messages: Sequence[Mapping[str, Any]], chat: Chat) -> list[dict[st
         "('tool_calls' may stand for 'content')"
       )
     content = message.get("content")
+    if content is None and not set(message) - {"role", "content"}:
+      raise ValueError("messages: content: found None, expected a text or a list of parts")
     if isinstance(content, list):
       texts = [_text_of(part) for part in content]
       message = {**message, "content": content if chat.takes_parts else "".join(texts)}

@@ -160,6 +160,10 @@ class GGUF(Source):
         f"{self.path}: metadata 'attention.value_length': found "
         f"{self._entry('attention.value_length')}, expected the head size {head_dim}"
       )
+    if not self._entry("attention.causal", True):
+      raise NotImplementedError(
+        f"{self.path}: metadata 'attention.causal': found False, expected True or no entry"
+      )
     experts = self._experts() if "router" in family.names else {}
     if self._entry("expert_count", 0) and not experts:
       raise NotImplementedError(

@@ -47,6 +47,7 @@ _NAMES = {
 _MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
 _READ = ("*.json", "*.jinja", "model*.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _ROPES = ("default", "linear", "llama3", "longrope", "yarn")
 # What this decoder does not do, by the entry that would ask for it.
 _FIXED = {
@@ -180,19 +181,28 @@ class HuggingFace(Source):
     """The sliding window of each layer; []: none has one."""
     window = self._entries.get("sliding_window", self.family.defaults.get("sliding_window"))
     kinds = self._entries.get("layer_types")
-    if family in ("llama", "glm", "glm4") or window is None:
+    if family in ("llama", "glm", "glm4"):
+      return []
+    if family.startswith("qwen") and self._entries.get("use_sliding_window") is False:
+      window = None
+    if kinds is not None:
+      known = dict(zip(_KINDS_OF_LAYERS, (None, window), strict=True))
+      if len(kinds) != layers or not set(kinds) <= set(known):
+        raise NotImplementedError(
+          f"{self._file}: 'layer_types': found {kinds}, expected {layers} of {sorted(known)}"
+        )
+      if window is None and "sliding_attention" in kinds:
+        raise ValueError(
+          f"{self._file}: 'layer_types': found 'sliding_attention' without a sliding window in "
+          "use, expected 'full_attention' alone"
+        )
+      return [known[kind] for kind in kinds]
+    if window is None:
       return []
     if layers > _MOST_LAYERS:
       raise ValueError(
         f"{self._file}: 'num_hidden_layers': found {layers}, expected at most {_MOST_LAYERS}"
       )
-    if kinds is not None:
-      known = {"sliding_attention": window, "full_attention": None}
-      if len(kinds) != layers or not set(kinds) <= set(known):
-        raise NotImplementedError(
-          f"{self._file}: 'layer_types': found {kinds}, expected {layers} of {sorted(known)}"
-        )
-      return [known[kind] for kind in kinds]
     if "sliding_window_pattern" in self.family.defaults:
       pattern = self._entry("sliding_window_pattern")
       return [window if (i + 1) % pattern else None for i in range(layers)]
@@ -209,17 +219,38 @@ class HuggingFace(Source):
     """
     key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
     given = self._entries.get(key) or {}
-    if "rope_local_base_freq" not in self.family.defaults:
-      return self._rope(key, given, self._entry("rope_theta", 10000.0)), None
-    each = {"full_attention": given, "sliding_attention": {}}
+    apart = "rope_local_base_freq" in self.family.defaults
     if key == "rope_parameters":
-      each = {name: given.get(name) or {} for name in each}
-    whole, local = each.values()
+      self._check_one_rope(given.get("full_attention") or {} if apart else given)
+    if not apart:
+      return self._rope(key, given, self._entry("rope_theta", 10000.0)), None
+    whole: Any = given
+    local: Any = {}
+    if key == "rope_parameters":
+      if set(given) - set(_KINDS_OF_LAYERS):
+        raise NotImplementedError(
+          f"{self._file}: {key!r}: found the entries {sorted(given)}, expected "
+          f"{' and '.join(_KINDS_OF_LAYERS)}"
+        )
+      whole, local = (given.get(kind) or {} for kind in _KINDS_OF_LAYERS)
     theta, local_theta = self._entry("rope_theta"), self._entry("rope_local_base_freq")
     return self._rope(key, whole, theta), self._rope(key, local, local_theta)
 
+  def _check_one_rope(self, parameters: Any) -> None:
+    """Raises where an old entry beside the new one says something else: neither is passed over."""
+    old = self._entries.get("rope_scaling") or {}
+    kinds = [x.get("rope_type") or x.get("type") or "default" for x in (parameters, old)]
+    apart = sorted(x for x in {*old} - {"rope_type", "type"} if old[x] != parameters.get(x))
+    if old and (kinds[0] != kinds[1] or apart):
+      raise NotImplementedError(
+        f"{self._file}: found 'rope_scaling' {old} beside 'rope_parameters' {parameters}, expected "
+        "one of them, or the same in both"
+      )
+
   def _rope(self, key: str, given: Any, theta: Any) -> Rope:
-    kind = given.get("rope_type", given.get("type"))
+    kind = given.get("rope_type") or given.get("type")
+    if kind == "yarn" and "long_factor" in given:
+      kind = "longrope"  # as Phi-3's first files call it, and transformers reads it
     untold = sorted(set(given) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
     if kind is None and untold:
       raise NotImplementedError(
@@ -228,7 +259,8 @@ class HuggingFace(Source):
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
-      if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+      number = isinstance(value, int | float) and not isinstance(value, bool)
+      if not number or not 0 < value < math.inf:
         raise ValueError(
           f"{self._file}: {key!r}: {name!r}: found {value!r}, expected a number above 0"
         )

@@ -118,7 +118,7 @@ class Source(abc.ABC):
   def _gate_up(self, kind: str, layer: int, axis: int) -> np.ndarray:
     """Both halves of the gated product side by side on a new axis."""
     if "gate_up" not in self.family.fused:
-      return np.stack([self._part(f"{x}{kind}", layer) for x in ("gate", "up")], axis)
+      return np.stack(_alike([self._part(f"{x}{kind}", layer) for x in ("gate", "up")]), axis)
     x = self._part(f"gate_up{kind}", layer)
     if self.family.experts_as_used:
       return _in_turn(x)
@@ -131,7 +131,7 @@ class Source(abc.ABC):
       ends = np.cumsum([c.heads * c.head_dim, c.kv_heads * c.head_dim])
       rows = np.split(self._part(f"qkv{kind}", layer), ends)
     else:
-      rows = [self._part(f"{name}{kind}", layer) for name in "qkv"]
+      rows = _alike([self._part(f"{name}{kind}", layer) for name in "qkv"])
     q, k, v = (x.reshape(c.kv_heads, -1, c.head_dim, *x.shape[1:]) for x in rows)
     return np.concatenate([self._in_order(q, 2), self._in_order(k, 2), v], axis=1)
 
@@ -158,7 +158,7 @@ class Source(abc.ABC):
           f"{self.path}: tensor {name!r}: found NaN or infinity in {x.dtype}, expected numbers"
         )
       found.append(x)
-    return np.stack(found) if "{e}" in self.names[part] else found[0]
+    return np.stack(_alike(found)) if "{e}" in self.names[part] else found[0]
 
   def name(self, part: str, layer: int = 0, expert: int = 0) -> str:
     """What the file calls a tensor."""
@@ -309,6 +309,13 @@ def finite(x: np.ndarray) -> bool:
   return all(
     ((flat[i : i + _PIECE] & exponent) != exponent).all() for i in range(0, x.size, _PIECE)
   )
+
+
+def _alike(parts: list[np.ndarray]) -> list[np.ndarray]:
+  """Parts of one array; float32, which holds every number of theirs, where dtypes differ."""
+  if len({x.dtype for x in parts}) == 1:
+    return parts
+  return [x.astype(np.float32) for x in parts]
 
 
 def _in_turn(x: np.ndarray) -> np.ndarray:

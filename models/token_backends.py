@@ -79,7 +79,7 @@ _NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC, before anything else
 
 def read(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
   try:
-    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
   except FileNotFoundError as error:
     raise FileNotFoundError(f"{path}: not found, expected {expected}") from error
   except BaseException as error:  # the Rust library raises plain Exception, and its panics are none

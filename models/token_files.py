@@ -5,14 +5,13 @@ Both readers return the arguments of `Tokenizer`.
 
 from __future__ import annotations
 
-import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 
-from . import token_backends
+from . import files, token_backends
 
 # GGUF's tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -20,7 +19,10 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 # Entries that name a token which ends an answer: a text, a turn, a message to a tool.
 _GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Control tokens that end an answer in whatever model has them; old GGUF files have no such entry.
-_KNOWN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
+_KNOWN_ENDS = (
+  *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<end_of_turn>"),
+  *("<|return|>", "<|call|>"),
+)
 # The names that GGUF has for the tokens which templates know as …_token.
 _GGUF_NAMES = {
   "bos": "bos",
@@ -45,39 +47,45 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
 
   kind, tokens = entry("model"), entry("tokens")
   kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-  if len(kinds) != len(tokens):
-    raise ValueError(
-      f"{name}: tokenizer.ggml.token_type: found {len(kinds)} entries, expected {len(tokens)}"
-    )
+  listed = {"token_type": kinds, **({"scores": entry("scores")} if kind == "llama" else {})}
+  for key, found in listed.items():
+    if len(found) != len(tokens):
+      raise ValueError(
+        f"{name}: tokenizer.ggml.{key}: found {len(found)} entries, expected {len(tokens)}"
+      )
+  # What ends an answer is no text, whatever an old converter said of it; llama.cpp says so, too.
+  kinds = [
+    _CONTROL if token in (*_KNOWN_ENDS, "<|end|>") else kind
+    for token, kind in zip(tokens, kinds, strict=True)
+  ]
   vocabulary = {token: i for i, token in enumerate(tokens)}
   if len(vocabulary) != len(tokens):
     raise ValueError(f"{name}: tokenizer.ggml.tokens: found duplicates, expected none")
-  begins = False  # with bos, where the file does not say
-  try:
-    match kind:
-      case "gpt2":
-        pre = entry("pre")
-        if pre not in token_backends.PRE_TOKENIZERS:
-          raise NotImplementedError(
-            f"{name}: tokenizer.ggml.pre: found {pre!r}, expected one of "
-            f"{sorted(token_backends.PRE_TOKENIZERS)}"
-          )
-        backend = token_backends.byte_level(vocabulary, entry("merges"), pre)
-        begins = pre in (*token_backends.LLAMA3, "tekken")
-      case "llama":
-        unknown = next((t for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN), None)
-        prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-        backend = token_backends.sentencepiece(vocabulary, entry("scores"), unknown, prefix)
-        begins = True
-      case _:
+  begins = True  # with bos, where the file does not say
+  match kind:
+    case "gpt2":
+      pre, merges = entry("pre"), entry("merges")
+      if pre not in token_backends.PRE_TOKENIZERS:
         raise NotImplementedError(
-          f"{name}: tokenizer.ggml.model: found {kind!r}, expected 'gpt2' (byte-level BPE) or "
-          "'llama' (SentencePiece)"
+          f"{name}: tokenizer.ggml.pre: found {pre!r}, expected one of "
+          f"{sorted(token_backends.PRE_TOKENIZERS)}"
         )
-  except (NotImplementedError, TypeError):
-    raise
-  except Exception as error:  # the Rust library raises plain Exception
-    raise ValueError(f"{name}: tokenizer.ggml.merges: {error}") from error
+      begins = pre in (*token_backends.LLAMA3, "tekken")
+      try:
+        backend = token_backends.byte_level(vocabulary, merges, pre)
+      except TypeError:
+        raise
+      except Exception as error:  # the Rust library raises plain Exception
+        raise ValueError(f"{name}: tokenizer.ggml.merges: {error}") from error
+    case "llama":
+      unknown = next((t for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN), None)
+      prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+      backend = token_backends.sentencepiece(vocabulary, listed["scores"], unknown, prefix)
+    case _:
+      raise NotImplementedError(
+        f"{name}: tokenizer.ggml.model: found {kind!r}, expected 'gpt2' (byte-level BPE) or "
+        "'llama' (SentencePiece)"
+      )
   # Phi-3's markers take the white space behind them; GGUF has no entry for it.
   strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
   plain = ("<unk>", "<s>", "<|endoftext|>")
@@ -99,16 +107,16 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in _GGUF_ENDS
     for token in _ids(metadata.get(f"tokenizer.ggml.{key}"), f"{name}: tokenizer.ggml.{key}")
   ]
-  if "<|call|>" not in vocabulary:  # gpt-oss ends each part of an answer with <|end|>
-    ends += [vocabulary["<|end|>"]] if kinds_of(vocabulary, kinds, "<|end|>") == _CONTROL else []
-  ends += [vocabulary[x] for x in _KNOWN_ENDS if kinds_of(vocabulary, kinds, x) == _CONTROL]
+  # gpt-oss ends each part of an answer with <|end|>.
+  known = _KNOWN_ENDS if "<|call|>" in vocabulary else ("<|end|>", *_KNOWN_ENDS)
+  ends += [vocabulary[x] for x in known if x in vocabulary]
   named = {
     f"{ours}_token": tokens[token]
     for theirs, ours in _GGUF_NAMES.items()
     if isinstance(token := metadata.get(f"tokenizer.ggml.{theirs}_token_id"), int)
     and 0 <= token < len(tokens)
   }
-  others = metadata.get("tokenizer.chat_templates") or []
+  named_template = "tokenizer.chat_template."
   return {
     "backend": backend,
     "bos": bos,
@@ -118,15 +126,12 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     "ends": [token for token in ends if 0 <= token < len(tokens)],
     "chat_template": metadata.get("tokenizer.chat_template"),
     "templates": {
-      x: metadata[key] for x in others if (key := f"tokenizer.chat_template.{x}") in metadata
+      key.removeprefix(named_template): source
+      for key, source in metadata.items()
+      if key.startswith(named_template)
     },
     "special_tokens": named,
   }
-
-
-def kinds_of(vocabulary: Mapping[str, int], kinds: Sequence[int], token: str) -> int | None:
-  """A token's type in a GGUF file, or None where it has no such token."""
-  return kinds[vocabulary[token]] if token in vocabulary else None
 
 
 def of_huggingface(folder: pathlib.Path) -> dict[str, Any]:
@@ -134,7 +139,10 @@ def of_huggingface(folder: pathlib.Path) -> dict[str, Any]:
   path, settings_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
   backend = token_backends.read(path, "a Hugging Face folder with a fast tokenizer")
   settings = {**_object(folder / "special_tokens_map.json"), **_object(settings_path)}
-  named = _special_tokens(settings)
+  try:
+    named = _special_tokens(settings)
+  except ValueError as error:
+    raise ValueError(f"{settings_path}: {error}") from error
   _add_tokens(backend, settings, named, settings_path)
 
   def special(key: str) -> int | None:
@@ -184,15 +192,7 @@ def _ids(entry: Any, what: str) -> list[int]:
 
 def _object(path: pathlib.Path) -> dict[str, Any]:
   """A JSON file's object; {} where there is no such file."""
-  if not path.is_file():
-    return {}
-  try:
-    found = json.loads(path.read_text(encoding="utf-8"))
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path}: not JSON ({error}), expected an object") from error
-  if not isinstance(found, dict):
-    raise ValueError(f"{path}: found {type(found).__name__}, expected an object")
-  return found
+  return files.read_json(path, "a tokenizer's settings") if path.is_file() else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,11 +202,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     return token.get("content") if isinstance(token, Mapping) else token
 
   named = {key: text(value) for key, value in settings.items() if key.endswith("_token")}
+  for key in ("bos_token", "eos_token"):
+    if not isinstance(named.get(key), str | None):
+      raise ValueError(f"{key}: found {settings[key]!r}, expected a token's text, or null")
   extra = settings.get("extra_special_tokens")
   if isinstance(extra, Mapping):
     named |= {key: text(value) for key, value in extra.items()}
   out: dict[str, Any] = {key: value for key, value in named.items() if isinstance(value, str)}
-  more = settings.get("additional_special_tokens")
+  more = settings.get("additional_special_tokens") or extra  # a list in transformers 5
   if isinstance(more, list) and more:
     out["additional_special_tokens"] = [text(token) for token in more]
   return out
@@ -262,7 +265,7 @@ def _templates(folder: pathlib.Path, entry: Any) -> dict[str, Any]:
   for name, file in files.items():
     if file.is_file():
       try:
-        found[name] = file.read_text(encoding="utf-8")
+        found[name] = file.read_text(encoding="utf-8-sig")
       except UnicodeDecodeError as error:
         raise ValueError(f"{file}: {error}, expected a template in UTF-8") from error
   return found

@@ -243,7 +243,8 @@ def lines() -> Iterator[str]:
       import readline  # noqa: F401 - `input` edits lines and remembers them
   with contextlib.suppress(EOFError):
     while True:
-      if line := input("> " if live else "").strip():
+      # Windows' editors begin a text with a mark of its byte order.
+      if line := input("> " if live else "").removeprefix("\ufeff").strip():
         yield line
 
 

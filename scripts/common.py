@@ -214,8 +214,10 @@ def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) 
   Raises:
     ValueError: there are no tokens, or more than `size`.
   """
+  if not ids:
+    raise ValueError("prompt: found no tokens, expected at least 1")
   size = -(-len(ids) // multiple) * multiple if size is None else size
-  if not 0 < len(ids) <= size:
+  if len(ids) > size:
     raise ValueError(f"prompt: found {len(ids)} tokens, expected 1 to {size}")
   return np.pad(np.asarray([ids], np.int32), ((0, 0), (0, size - len(ids))))
 
@@ -274,7 +276,7 @@ def read_stdin() -> str:
 
 def _text(data: bytes, what: str) -> str:
   try:
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise ValueError(
       f"{what}: found a byte 0x{data[error.start]:02X} at {error.start:,} that is no UTF-8, "

@@ -31,7 +31,7 @@ def read(path: pathlib.Path) -> Iterator[tuple[str, int]]:
   """
   if not path.is_file():
     raise FileNotFoundError(f"--context-file: found no file {path}, expected a text in UTF-8")
-  decoder, text, size = codecs.getincrementaldecoder("utf-8")(), "", 0
+  decoder, text, size = codecs.getincrementaldecoder("utf-8-sig")(), "", 0
   with path.open("rb") as file:
     last = False
     while not last:

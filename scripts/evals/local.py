@@ -95,7 +95,7 @@ def _unpacked(file: pathlib.Path) -> str:
 
 def _decoded(file: pathlib.Path, data: bytes) -> str:
   try:
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
     raise ValueError(f"{file}: not UTF-8: {error}") from error
 

@@ -37,7 +37,7 @@ def build(count: Count, *, length: int, seed: int, index: int) -> Row:
 @functools.lru_cache(maxsize=2)
 def _pages(file: pathlib.Path, _: int) -> list[str]:
   try:
-    found = pages(file.read_text("utf-8"))
+    found = pages(file.read_text("utf-8-sig"))
   except UnicodeDecodeError as error:
     raise ValueError(f"{file}: found {error}, expected text in UTF-8") from error
   if not found:

@@ -101,8 +101,9 @@ def test_lists_of_parts():
   image = [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
   with pytest.raises(ValueError, match="found a part of type 'image', expected parts"):
     render(loop, image)
-  with pytest.raises(ValueError, match="content: found int, expected a text"):
-    render(loop, [{"role": "user", "content": 7}])
+  for nothing, kind in ((7, "int"), (None, "None")):
+    with pytest.raises(ValueError, match=f"content: found {kind}, expected a text"):
+      render("{{ messages[0].content }}", [{"role": "user", "content": nothing}])
   with pytest.raises(ValueError, match="messages: found str, expected dicts"):
     render(loop, "hello")
 

@@ -93,6 +93,26 @@ def test_rope_entries_that_are_not_read(tmp_path, tensors, entries, error, messa
     GGUF(path)
 
 
+def test_attention_that_sees_what_follows_is_refused(tmp_path):
+  path = tmp_path / "bad.gguf"
+  tiny_gguf.write(path, entries={**tiny_gguf.metadata(), "llama.attention.causal": False})
+  with pytest.raises(
+    NotImplementedError, match=r"bad\.gguf: .*causal'.*found False, expected True"
+  ):
+    GGUF(path)
+
+
+@pytest.mark.parametrize("missing", ["model", "tokens", "pre", "merges", "scores"])
+def test_tokenizer_entries_that_are_missing(tmp_path, missing):
+  """Named themselves, not by what would have been made of them."""
+  entries = tiny_gguf.metadata()
+  entries.pop(f"tokenizer.ggml.{missing}", None)
+  entries |= {"tokenizer.ggml.model": "llama"} if missing == "scores" else {}
+  tiny_gguf.write(tmp_path / "bad.gguf", entries=entries)
+  with pytest.raises(ValueError, match=rf"^\S*bad\.gguf: tokenizer\.ggml\.{missing}: not"):
+    GGUF(tmp_path / "bad.gguf").tokenizer()
+
+
 # ---- a model in several files
 
 

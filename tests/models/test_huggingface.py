@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvjax.models import convert, fetch
 from kvjax.models.huggingface import HuggingFace
+from kvjax.rope import Linear, LongRope, Rope
 from tests import tiny_hf
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -85,6 +86,19 @@ def test_matrices_rounded_to_a_given_dtype(folder, tmp_path, dtype):
     want = whole[part][key].astype(dtype if key != "scale" else np.float32)
     assert found[name].dtype == want.dtype
     np.testing.assert_array_equal(found[name], want)
+
+
+def test_matrices_of_several_dtypes_that_become_one(tmp_path):
+  """A layer's projections, each in its own dtype: no number changes."""
+  weights = tiny_hf.weights(CONFIG)
+  kinds = (np.float16, ml_dtypes.bfloat16, np.float32)
+  mixed = {name: x.astype(kinds[i % 3]) for i, (name, x) in enumerate(weights.items())}
+  same = {name: x.astype(np.float32) for name, x in mixed.items()}
+  found, whole = (
+    items(tiny_hf.write(tmp_path / name, CONFIG, x)) for name, x in (("m", mixed), ("s", same))
+  )
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+    np.testing.assert_array_equal(x.astype(np.float32), y)
 
 
 def test_tied_head_and_buffers_in_the_file_are_left_out(tmp_path):
@@ -263,7 +277,47 @@ _YARN = {"rope_type": "yarn", "factor": 4.0}
     ),
     ({"rope_scaling": {"type": "linear"}}, ValueError, r"'factor': found None, expected a number"),
     ({"rope_scaling": {**_YARN, "factor": "4"}}, ValueError, r"'factor': found '4'"),
+    ({"rope_scaling": {**_YARN, "factor": True}}, ValueError, r"'factor': found True"),
     ({"rope_scaling": 3}, ValueError, r"wrong type"),
+    (
+      {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": _YARN},
+      NotImplementedError,
+      r"found 'rope_scaling' .*yarn.* beside 'rope_parameters' .*default.*expected one of them",
+    ),
+    (
+      {"rope_parameters": {**_YARN, "factor": 2.0}, "rope_scaling": _YARN},
+      NotImplementedError,
+      r"beside 'rope_parameters'",
+    ),
+    (
+      {"model_type": "gemma3_text", "architectures": None, "rope_parameters": _YARN},
+      NotImplementedError,
+      r"'rope_parameters': found the entries \['factor', 'rope_type'\], expected full_attention",
+    ),
+    (
+      {"model_type": "gemma3_text", "architectures": None, "rope_scaling": _YARN}
+      | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+      NotImplementedError,
+      r"found 'rope_scaling' .*yarn.* beside 'rope_parameters'",
+    ),
+    (
+      {"model_type": "qwen2", "architectures": None, "layer_types": ["sliding_attention"] * 2}
+      | {"sliding_window": 64, "use_sliding_window": False},
+      ValueError,
+      r"layer_types.*found 'sliding_attention' without a sliding window in use",
+    ),
+    (
+      {"model_type": "mistral", "architectures": None, "layer_types": ["sliding_attention"] * 2}
+      | {"sliding_window": None},
+      ValueError,
+      r"layer_types.*found 'sliding_attention' without a sliding window in use",
+    ),
+    (
+      {"model_type": "qwen3", "architectures": None, "layer_types": ["linear_attention"] * 2}
+      | {"sliding_window": None},
+      NotImplementedError,
+      r"layer_types.*linear_attention.*expected 2 of",
+    ),
     ({"rope_theta": -1.0}, ValueError, r"rope_theta.*found -1\.0"),
     ({"hidden_size": None}, ValueError, r"'hidden_size': not found"),
     ({"hidden_size": "32"}, ValueError, r"wrong type"),
@@ -280,6 +334,32 @@ def test_bad_config(tmp_path, entries, error, message):
   with pytest.raises(error, match=rf"(?s)bad.*{message}"):
     convert.convert(source, tmp_path / "made", progress=False)
   assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+@pytest.mark.parametrize(
+  ("family", "entries", "scaling"),
+  [
+    ("llama", {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}, Linear(2.0)),
+    ("llama", {"rope_scaling": {"rope_type": None, "type": None}}, None),
+    ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e4}}, None),
+    (
+      "llama",
+      {key: {"type": "linear", "factor": 2.0} for key in ("rope_scaling", "rope_parameters")},
+      Linear(2.0),
+    ),
+    (  # Phi-3's first files
+      "phi3",
+      {
+        "rope_scaling": {"type": "yarn", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        "original_max_position_embeddings": 128,
+      },
+      LongRope((1.0,) * 4, 1.0),
+    ),
+  ],
+)
+def test_rope_as_old_and_new_files_say_it(tmp_path, family, entries, scaling):
+  config = tiny_hf.config(family, head_dim=8, rope_theta=1e4, **entries)
+  assert HuggingFace(tiny_hf.write(tmp_path, config)).config.rope == Rope(1e4, scaling)
 
 
 JUNK = st.sampled_from([None, "x", -1, 0, 1.5, True, [], {}, ["x"], {"x": 1}, 10**12])

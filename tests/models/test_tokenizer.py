@@ -283,6 +283,25 @@ def test_huggingface_folder_whose_post_processor_begins_with_bos(tokenizer, tmp_
   assert (bare.bos, bare.eos, bare.add_bos, bare.chat_template) == (None, None, False, None)
 
 
+MARK = b"\xef\xbb\xbf"  # of the byte order: what Windows' editors put before a text
+
+
+def test_files_may_begin_with_a_mark_of_their_byte_order(tokenizer, tmp_path):
+  """It is no part of what they say; a template's would begin every prompt."""
+  folder = published(tokenizer, tmp_path, bos_token="<|im_start|>", eos_token="<|im_end|>")
+  (folder / "special_tokens_map.json").write_text('{"pad_token": "hello"}')
+  (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+  (folder / "config.json").write_text("{}")
+  (folder / "chat_template.jinja").write_text("x\r\ny", newline="")
+  (folder / "additional_chat_templates").mkdir()
+  (folder / "additional_chat_templates" / "rag.jinja").write_text("z")
+  for file in folder.rglob("*.j*"):
+    file.write_bytes(MARK + file.read_bytes())
+  made = Tokenizer.from_huggingface(folder)
+  assert made.ends == (2, 5) and made.special_tokens["pad_token"] == "hello"
+  assert (made.chat_template, made.templates) == ("x\ny", {"rag": "z"})
+
+
 def test_named_chat_templates(tokenizer, tmp_path):
   """A list in the settings; files of their own go before it; one for tools is taken for tools."""
   hello = [{"role": "user", "content": "hello"}]
@@ -313,6 +332,10 @@ def test_bad_huggingface_folder(tokenizer, tmp_path):
   folder = published(tokenizer, tmp_path, bos_token="<s>")
   with pytest.raises(ValueError, match=r"tokenizer_config\.json: bos_token: found '<s>'"):
     Tokenizer.from_huggingface(folder)
+  for entry in (2, ["<|im_end|>"], {"id": 2, "content": 7}):
+    published(tokenizer, tmp_path, eos_token=entry)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: eos_token: found .*text, or nu"):
+      Tokenizer.from_huggingface(folder)
   for text in ("{", "[]"):
     (folder / "tokenizer_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*expected an object"):
@@ -459,6 +482,26 @@ def test_ends_of_gguf():
   assert Tokenizer.from_gguf(entries).ends == (0, 2)
 
 
+@pytest.mark.parametrize("kind", [1, 4], ids=["normal", "user defined"])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>"])
+def test_ends_that_a_converter_took_for_text(kind, end):
+  """Whatever their type, they are found in a text, left out of it, and end an answer."""
+  tokens = [end if token == "<|im_end|>" else token for token in TOKENS]
+  kinds = [kind if token == end else 3 if token in TOKENS[:3] else 1 for token in tokens]
+  entries = {**metadata(), "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+  made = Tokenizer.from_gguf({**entries, "tokenizer.ggml.eos_token_id": 0})
+  assert made.ends == (0, 2) and made.encode(f"a{end}")[-1] == 2 and made.decode([2]) == ""
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_named_chat_templates_of_gguf(listed):
+  """Found by their keys: not every file lists them."""
+  entries = {**metadata(), "tokenizer.chat_template.tool_use": "{{ tools[0].name }}"}
+  entries |= {"tokenizer.chat_templates": ["tool_use"]} if listed else {}
+  made = Tokenizer.from_gguf(entries)
+  assert made.render([{"role": "user", "content": "x"}], tools=[{"name": "f"}]) == "f"
+
+
 @pytest.mark.parametrize("calls", [False, True])
 def test_end_of_a_part_of_an_answer(calls):
   """<|end|> ends Phi-3's answers, and the parts of gpt-oss's."""
@@ -490,11 +533,13 @@ def test_tokens_that_only_the_settings_know(tokenizer, tmp_path):
 
 def test_special_tokens_map(tokenizer, tmp_path):
   folder = published(tokenizer, tmp_path)
-  named = {"eos_token": {"content": "<|im_end|>"}, "additional_special_tokens": ["<|im_start|>"]}
-  (folder / "special_tokens_map.json").write_text(json.dumps(named))
-  made = Tokenizer.from_huggingface(folder)
-  assert made.eos == 2
-  assert made.special_tokens["additional_special_tokens"] == ["<|im_start|>"]
+  for key in ("additional_special_tokens", "extra_special_tokens"):  # transformers 4, 5
+    named = {"eos_token": {"content": "<|im_end|>"}, key: ["hello"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named))
+    made = Tokenizer.from_huggingface(folder)
+    assert made.eos == 2
+    assert made.special_tokens["additional_special_tokens"] == ["hello"]
+    assert made.is_special(TOKENS.index("hello"))
 
 
 def test_phi3_markers_of_gguf_take_the_white_space_behind_them():

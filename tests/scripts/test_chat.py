@@ -123,7 +123,7 @@ def test_the_program_talks_until_the_end_of_its_input(loaded, monkeypatch, capsy
 def test_a_message_that_is_no_text_costs_no_more_than_itself(loaded, monkeypatch, capsys):
   """A Latin-1 byte: one line that says so; the caches still hold the conversation."""
   monkeypatch.setattr(common, "load_model", lambda *args: loaded)
-  typed = io.BytesIO(b"Who?\ncaf\xe9\n/caf\xe9\nWhy?\n")
+  typed = io.BytesIO(b"\xef\xbb\xbfWho?\ncaf\xe9\n/caf\xe9\nWhy?\n")
   monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, "utf-8"))
   chat.main(ARGS)
   out = capsys.readouterr().out.splitlines()
@@ -135,6 +135,7 @@ def test_a_message_that_is_no_text_costs_no_more_than_itself(loaded, monkeypatch
   assert any("'/caf\\udce9': no such command" in line for line in out)
   first, second = (line for line in out if line.startswith("(full · read"))
   assert read(second) < read(first) + ARGS.steps
+  assert read(first) == len(loaded[1].chat([{"role": "user", "content": "Who?"}]))
 
 
 def test_what_cannot_be_answered_again_stays(talk):

@@ -45,6 +45,14 @@ def test_files_that_are_no_text(tmp_path, data, message):
     list(context.read(write(tmp_path, data)))
 
 
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path, monkeypatch):
+  path = write(tmp_path, b"\xef\xbb\xbfhi\xef\xbb\xbf")
+  assert [text for text, _ in context.read(path)] == [common.read_text(path, "--text")]
+  assert common.read_text(path, "--text") == "hi\ufeff"
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()), "utf-8"))
+  assert common.read_stdin() == "hi\ufeff"
+
+
 @pytest.mark.parametrize("family", ["llama2", "mistral", "gemma", "llama3"])
 def test_pieces_are_encoded_as_the_whole_is(tmp_path, monkeypatch, family):
   """No piece has a space of its own before it, and none takes the one before its neighbour's."""

@@ -677,7 +677,7 @@ def test_damaged_files_are_named(tmp_path, monkeypatch):
   file.write_text("\n")
   with pytest.raises(ValueError, match="found no lines"):
     make("aime")
-  file.write_text('{"problem": "1", "answer": 1}\n')
+  file.write_bytes(b'\xef\xbb\xbf{"problem": "1", "answer": 1}\n')  # as Windows' editors write it
   with pytest.raises(ValueError, match="aime: found index 1, expected less than 1"):
     make("aime", index=1)
 

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.method import Method
+from kvjax.types import Cache
 
 
 def known(*given: Any) -> bool:
@@ -59,6 +60,65 @@ def floats(name: str, x: ArrayLike, wide: bool = False) -> Array:
   if not jnp.issubdtype(found.dtype, jnp.floating):
     raise TypeError(f"{name}: found {found.dtype}, expected floats")
   return found.astype(jnp.float32) if found.dtype.itemsize > 4 and not wide else found
+
+
+def check_shape(name: str, x: Array, sizes: tuple[int, ...]) -> None:
+  """Raises ValueError for an array of other sizes than the cache has."""
+  if tuple(x.shape) != sizes:
+    raise ValueError(f"{name}: found shape {tuple(x.shape)}, expected {sizes}, as the cache has it")
+
+
+def span(
+  rows: int, tokens: int, starts: Any, lengths: Any
+) -> tuple[Int[Array, " B"] | None, Int[Array, " B"]]:
+  """The first token of each row, None for 0, and the number of its tokens, int32 [B].
+
+  Within a program, tokens past the `tokens` of a row are not there.
+
+  Raises:
+    ValueError: not one count per row, or known ones that reach past `tokens`.
+  """
+  first = None if starts is None else counts("starts", starts, rows, tokens)
+  room = jnp.full(rows, tokens, jnp.int32) if first is None else tokens - first
+  valid = room if lengths is None else counts("lengths", lengths, rows, tokens)
+  if known(first, valid):
+    begin, size = (np.asarray(x) for x in (0 if first is None else first, valid))
+    if (begin + size > tokens).any():
+      raise ValueError(
+        f"starts: found {begin.tolist()} with lengths {size.tolist()}, expected tokens within the "
+        f"{tokens} of a row"
+      )
+    return first, valid
+  first = None if first is None else jnp.clip(first, 0, tokens)
+  return first, jnp.clip(valid, 0, tokens if first is None else tokens - first)
+
+
+def check_past(seen: Int[Array, " B"], new: Int[Array, " B"], past: Any) -> None:
+  """Raises ValueError where rows that read on have cached more than the bound says."""
+  if past is None:
+    return
+  if isinstance(past, bool) or not isinstance(past, int | np.integer) or past < 0:
+    raise ValueError(f"past: found {past!r}, expected an integer of 0 or more, or None")
+  if known(seen, new):
+    most = int(np.where(np.asarray(new) > 0, np.asarray(seen), 0).max(initial=0))
+    if most > past:
+      raise ValueError(
+        f"past: found {past}, expected at least the {most} tokens already cached, or None"
+      )
+
+
+def check_room(cache: Cache, most: Any, new: Array) -> None:
+  """Raises ValueError where rows would hold more than `most` tokens; None: any number is fine."""
+  if most is None or not known(cache, new):
+    return
+  coming, seen = np.asarray(new, np.int32), np.asarray(cache.seen)
+  room = np.broadcast_to(most, seen.shape)
+  if (full := (coming > 0) & (seen + coming > room)).any():
+    row = int(full.argmax())
+    raise ValueError(
+      f"cache: found {seen[row]} cached tokens and {coming[row]} to come in row {row}, expected at "
+      f"most the capacity of {room[row]}"
+    )
 
 
 def whole(method: Method, lengths: Any, total: Any) -> Int[Array, " B"] | None:

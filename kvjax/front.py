@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -172,11 +171,11 @@ def decode(
   one = (1,) * (q.ndim == 4)
   groups = _groups(cache, q, (rows, *one))
   for name, x in (("k", k), ("v", v)):
-    _expect(name, x, (rows, *one, kv_heads, width))
+    arguments.check_shape(name, x, (rows, *one, kv_heads, width))
   k, v = k.reshape(rows, kv_heads, width), v.reshape(rows, kv_heads, width)
   scaled = _scaled(cache, q).reshape(rows, kv_heads, groups, width)
   live = arguments.rows_that_take_part(live, rows)
-  _check_room(cache, live)
+  arguments.check_room(cache.cache, entrance.room(cache.method, cache.cache), live)
   at, sunk = _place(cache, sinks)
   done = step(at, cache.cache, scaled, k, v, live, carry or Carry(), sunk)
   return _result(cache, done[0].reshape(q.shape).astype(dtype), done[1], carry, done[2])
@@ -237,12 +236,12 @@ def prefill(
   tokens = max(1, q.shape[1]) if q.ndim > 1 else 1
   groups = _groups(cache, q, (rows, tokens))
   for each, x in (("k", k), ("v", v)):
-    _expect(each, x, (rows, tokens, kv_heads, width))
-  first, valid = _span(rows, tokens, starts, lengths)
+    arguments.check_shape(each, x, (rows, tokens, kv_heads, width))
+  first, valid = arguments.span(rows, tokens, starts, lengths)
   whole = arguments.whole(method, valid, total)
   whole = valid if whole is None else whole
-  _check_past(cache, valid, past)
-  _check_room(cache, valid)
+  arguments.check_past(cache.cache.seen, valid, past)
+  arguments.check_room(cache.cache, entrance.room(method, cache.cache), valid)
   q, k, v = (_rolled(x, first) for x in (q, k, v))
   prompt = Prompt(valid, whole, None, tokens, past, wo=_projection(cache, wo, groups))
   scaled = _scaled(cache, q).reshape(rows, tokens, kv_heads, groups, width)
@@ -341,15 +340,10 @@ def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:
   heads = q.shape[-2] if q.ndim > 1 else 0
   origin = cache.cache.origin
   known = heads if origin is None else origin.groups * kv_heads
-  _expect("q", q, (*leading, known, width))
+  arguments.check_shape("q", q, (*leading, known, width))
   if heads % kv_heads:
     raise ValueError(f"q: found {heads} heads, expected a multiple of the {kv_heads} of the cache")
   return heads // kv_heads
-
-
-def _expect(name: str, x: Array, sizes: tuple[int, ...]) -> None:
-  if tuple(x.shape) != sizes:
-    raise ValueError(f"{name}: found shape {tuple(x.shape)}, expected {sizes}, as the cache has it")
 
 
 def _projection(cache: LayerCache, wo: ArrayLike | None, groups: int) -> Array | None:
@@ -363,57 +357,8 @@ def _projection(cache: LayerCache, wo: ArrayLike | None, groups: int) -> Array |
       "weighs values by it"
     )
   wo = arguments.floats("wo", wo)
-  _expect("wo", wo, (kv_heads * groups, width, *wo.shape[2:3]))
+  arguments.check_shape("wo", wo, (kv_heads * groups, width, *wo.shape[2:3]))
   return wo.reshape(kv_heads, groups, width, -1)
-
-
-def _span(
-  rows: int, tokens: int, starts: ArrayLike | None, lengths: ArrayLike | None
-) -> tuple[Array | None, Array]:
-  """Where each row's tokens begin, None for 0, and how many there are."""
-  first = None if starts is None else arguments.counts("starts", starts, rows, tokens)
-  room = jnp.full(rows, tokens, jnp.int32) if first is None else tokens - first
-  valid = room if lengths is None else arguments.counts("lengths", lengths, rows, tokens)
-  if arguments.known(first, valid):
-    begin, size = (np.asarray(x) for x in (0 if first is None else first, valid))
-    if (begin + size > tokens).any():
-      raise ValueError(
-        f"starts: found {begin.tolist()} with lengths {size.tolist()}, expected tokens within the "
-        f"{tokens} of a row"
-      )
-    return first, valid
-  first = None if first is None else jnp.clip(first, 0, tokens)
-  return first, jnp.clip(valid, 0, tokens if first is None else tokens - first)
-
-
-def _check_past(cache: LayerCache, valid: Array, past: int | None) -> None:
-  """Raises where rows that read on have cached more than the bound says."""
-  if past is None:
-    return
-  if isinstance(past, bool) or not isinstance(past, int | np.integer) or past < 0:
-    raise ValueError(f"past: found {past!r}, expected an integer of 0 or more, or None")
-  seen = cache.cache.seen
-  if arguments.known(seen, valid):
-    most = int(np.where(np.asarray(valid) > 0, np.asarray(seen), 0).max(initial=0))
-    if most > past:
-      raise ValueError(
-        f"past: found {past}, expected at least the {most} tokens already cached, or None"
-      )
-
-
-def _check_room(cache: LayerCache, new: Array) -> None:
-  """Raises where rows have no slots for what comes, and nothing leaves."""
-  held, most = cache.cache, entrance.room(cache.method, cache.cache)
-  if most is None or not arguments.known(held, new):
-    return
-  coming, seen = np.asarray(new, np.int32), np.asarray(held.seen)
-  room = np.broadcast_to(most, seen.shape)
-  if (full := (coming > 0) & (seen + coming > room)).any():
-    row = int(full.argmax())
-    raise ValueError(
-      f"cache: found {seen[row]} cached tokens and {coming[row]} to come in row {row}, expected at "
-      f"most the capacity of {room[row]}"
-    )
 
 
 def _rolled(x: Array, shift: Array | None) -> Array:

@@ -15,7 +15,7 @@ from kvjax.types import Cache
 
 
 def known(*given: Any) -> bool:
-  """Whether all of these have values on the host, and are not of a program that is traced."""
+  """True if all of these have values on the host, and none is of a program that is traced."""
   return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
 
 

@@ -77,7 +77,7 @@ class Chat:
 
   @functools.cached_property
   def takes_parts(self) -> bool:
-    """Whether a message's content may be a list of parts, not a text alone."""
+    """True if a message's content may be a list of parts, not a text alone."""
     mark = "\N{REPLACEMENT CHARACTER}part\N{REPLACEMENT CHARACTER}"
     message = {"role": "user", "content": [{"type": "text", "text": mark}]}
     try:

@@ -87,7 +87,7 @@ def read_json(path: pathlib.Path, expected: str) -> dict[str, Any]:
 
 
 def _is_flat(value: Any) -> bool:
-  """Whether no more than `_DEEPEST` values lie in each other: more can trip whoever walks them."""
+  """True if at most `_DEEPEST` values lie in each other: more can trip whoever walks them."""
   level = [value]
   for _ in range(_DEEPEST):
     inner = (x.values() if isinstance(x, dict) else x for x in level)

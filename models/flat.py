@@ -115,7 +115,7 @@ def own(function: Any) -> Any:
 
 
 def held() -> int:
-  """How many programs the functions that were noted hold."""
+  """The number of programs that the noted functions hold."""
   return sum(function._cache_size() for function in _OWN)
 
 

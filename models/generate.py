@@ -195,7 +195,7 @@ def generate(
 
 
 class _Step(NamedTuple):
-  """What comes of a step: an error or None, tokens int32 [B], log-probabilities [B].
+  """A step's results: an error or None, tokens int32 [B], log-probabilities [B].
 
   A token of −1 is none; `UNSOUND` says that the logits after it are not finite.
   """

@@ -314,7 +314,7 @@ class GGUF(Source):
         )
 
   def _turns_by_factor(self, kind: str) -> bool:
-    """Whether rotated queries and keys are scaled, by YaRN or by LongRoPE."""
+    """True if rotated queries and keys are scaled, by YaRN or by LongRoPE."""
     return kind == "yarn" or _LONG_ROPE["long"] in self._tensors
 
   def _yarn(self, theta: float, factor: float) -> Yarn:

@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 
 
 class Parts(NamedTuple):
-  """What a model's files hold together.
+  """The contents of all files of a model together.
 
   Attributes:
     metadata: of the first file.

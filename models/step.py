@@ -22,7 +22,7 @@ UNSOUND = -2  # in the place of a token after which the row's logits are not fin
 
 
 class Always(NamedTuple):
-  """What every step is given: stop tokens [E], the rows' numbers [B], how to draw, the seed."""
+  """Inputs of every step: stop tokens [E], the rows' numbers [B], how to draw, the seed."""
 
   stop: Any
   rows: Any

@@ -1,4 +1,4 @@
-"""What published files say of a tokenizer: GGUF metadata, and the files of a Hugging Face folder.
+"""Tokenizers as published files state them: GGUF metadata, and the files of a Hugging Face folder.
 
 Both readers return the arguments of `Tokenizer`.
 """

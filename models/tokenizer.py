@@ -389,7 +389,7 @@ class TextStream:
     self._out = ""  # their text as far as it is out
 
   def left_out(self, token: int) -> str:
-    """What a token stands for that the text leaves out; "" where it is text."""
+    """The text of a special token that is left out; "" of any other."""
     return self._left_out.get(int(token), "")
 
   def feed(self, token: int) -> str:

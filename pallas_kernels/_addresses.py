@@ -32,7 +32,7 @@ class _Far(pl.BlockSpec):
 
 
 def is_far(x: Any) -> bool:
-  """Whether the lowering would address this array with too few bits."""
+  """True if the lowering would address this array with too few bits."""
   return jnp.dtype(x.dtype).itemsize == 1 and math.prod(x.shape) > MOST
 
 

@@ -57,7 +57,7 @@ class Args:
   system: Annotated[str | None, common.optional("TEXT")] = None
   """System message of the chat."""
   template_args: Annotated[str | None, common.optional("JSON")] = None
-  """What else the chat template reads: '{"enable_thinking": false}', tools, documents."""
+  """Further values that the chat template reads: '{"enable_thinking": false}', tools, documents."""
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None

@@ -251,7 +251,7 @@ def read_text(path: pathlib.Path, option: str) -> str:
 
 
 def template_arguments(given: str | None) -> dict[str, Any]:
-  """What --template-args says, for `Tokenizer.render`.
+  """The values in --template-args, for `Tokenizer.render`.
 
   Raises:
     ValueError: it is no JSON object, or names what the program itself gives.

@@ -128,7 +128,7 @@ class Sample:
 
 
 def found_on(args: Args) -> list[fitted.Fitted]:
-  """What the heads were found on.
+  """Records of what the heads were found on.
 
   Raises:
     ValueError: they do not say.

@@ -186,7 +186,7 @@ def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
 
 
 def record(samples: Sequence[Sample], args: Args) -> dict[str, Any]:
-  """What heads were found on: texts, keys, numbers and the draws of all."""
+  """A record of what heads were found on: texts, keys, numbers and the draws of all."""
   rows = [sample.row for sample in samples if sample.row is not None]
   said = needle.ONE[0].format(kind=SHAPE.value)
   return fitted.record(

@@ -86,12 +86,12 @@ def fitting(label: str, make: Callable[..., Case], *arguments: Any) -> Iterator[
 
 
 def exhausted(error: Exception) -> bool:
-  """Whether the device's memory was too small."""
+  """True if the device's memory was too small."""
   return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def too_large(label: str) -> str:
-  """What a suite says of a case that does not fit."""
+  """A suite's line for a case that does not fit."""
   here = jax.devices()[0]
   return f"  {label}: not run, takes more than the memory of {here.device_kind}{_sized(here)}"
 

@@ -113,7 +113,7 @@ def _unscorable(task: Task, row: Row) -> Exception | None:
 
 
 def _kept(key: Any, make: Callable[[], tuple[Row, Prompt]]) -> tuple[Row, Prompt]:
-  """What is kept under a key, or else what is made and, if a file can hold it, kept now."""
+  """The row and prompt kept under a key; else they are made and, if a file can hold them, kept."""
   name = hashlib.sha256(repr((key, _code())).encode()).hexdigest()[:32]
   path = convert.cache_dir() / "rows" / f"{name}.json.gz"
   with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):

@@ -187,7 +187,7 @@ def send(peer: socket.socket, message: Any) -> None:
 
 
 def receive(peer: socket.socket) -> Any:
-  """What the other side sent; raises ValueError or EOFError where that is no message."""
+  """The message from the other side; raises ValueError or EOFError where it is none."""
   (size,) = struct.unpack("!I", _exactly(peer, 4))
   if size > MOST:
     raise ValueError(f"message: found {size} bytes, expected at most {MOST}")
@@ -239,7 +239,7 @@ def packed(x: Any) -> Any:
 
 
 def unpacked(said: Any) -> Any:
-  """What `packed` was given; raises ValueError, TypeError or KeyError for anything else."""
+  """The value that was `packed`; raises ValueError, TypeError or KeyError for anything else."""
   if not isinstance(said, list):
     if isinstance(said, dict):
       raise ValueError("value: found an object")
@@ -293,7 +293,7 @@ class Refused(BaseException):
 
 
 def judge(peer: socket.socket, head: str, test: str, name: str) -> bool:
-  """Whether the tests pass: `check(candidate)`, whose candidate is the program's function."""
+  """True if the tests pass: `check(candidate)`, whose candidate is the program's function."""
 
   def candidate(*args: Any, **kwargs: Any) -> Any:
     try:

@@ -1,4 +1,4 @@
-"""What a file was fitted on, and the refusal to test it on the same.
+"""Records of what a file was fitted on, and the refusal to test it on the same.
 
 Heads, gates and channels carry a record: texts, seed, model, versions, and fingerprints of the
 texts themselves, so that any text is known again whatever it is called. A .json has it under
@@ -39,7 +39,7 @@ class Fitted:
   record: dict[str, Any] | None = dataclasses.field(compare=False)
 
   def told(self) -> str:
-    """What it was fitted on, in a line for rows of results."""
+    """A line on what it was fitted on, for rows of results."""
     if self.record is None:
       return UNKNOWN
     digest = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()[:16]
@@ -47,7 +47,7 @@ class Fitted:
 
 
 def record(text: str, texts: Iterable[str], *, model: pathlib.Path | None, **more: Any) -> Any:
-  """What something was fitted on: a dictionary for JSON.
+  """A record of what something was fitted on: a dictionary for JSON.
 
   Args:
     text: what kind of texts they are, or the file's name.
@@ -152,7 +152,7 @@ def check(what: Sequence[Fitted], task: str, seed: int, rows: Sequence[Row]) -> 
 def _shared(
   held: dict[str, Any], task: str, seed: int, rows: Sequence[Row], marks: Sequence[set[str]]
 ) -> str:
-  """What rows share with a record, in words; empty: nothing."""
+  """The first thing that rows share with a record, in words; empty: nothing."""
   if (held.get("task"), held.get("seed")) == (task, seed):
     return f"task {task} with seed {seed}"
   own = set(held["fingerprints"].split())

@@ -182,7 +182,7 @@ class KVCacheLM(TemplateLM):
     return [texts[i] for i in range(len(requests))]
 
   def _settings(self, given: Mapping[str, Any]) -> "Settings":
-    """What a request asks for; raises ValueError where it cannot be."""
+    """The settings that a request asks for; raises ValueError where they cannot be met."""
     setting = Settings.of(given, self.max_new_tokens)
     if setting.steps >= self.max_length:
       raise ValueError(
@@ -287,7 +287,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What a request asks for.
+  """The settings that a request asks for.
 
   Attributes:
     until: strings that end an answer.
@@ -323,7 +323,7 @@ class Settings:
 
 
 def _sampling(told: dict[str, Any]) -> Sampling:
-  """How tokens are drawn; whatever else a request says has to be without effect."""
+  """The way tokens are drawn; whatever else a request says has to be without effect."""
   sample = told.pop("do_sample", None)
   if sample not in (True, False, None):
     raise ValueError(f"do_sample: found {sample!r}, expected True or False")

@@ -56,7 +56,7 @@ def instance(label: str, budget: int) -> kvjax.Method:
 
 
 def fitted(label: str) -> tuple[Fitted, ...]:
-  """What a label's values were fitted on: of those out of files, and of heads given by hand.
+  """Records of what a label's values were fitted on, out of files or as heads given by hand.
 
   Raises:
     ValueError: a file is not there, or its record is damaged.

@@ -1,4 +1,4 @@
-"""What a result comes from, as fingerprints: weights, tokenizer, row, and the code of own methods.
+"""Origins of a result, as fingerprints: weights, tokenizer, row, and the code of own methods.
 
 Names do not tell: another model may lie in a folder of the same name, a data file may have other
 lines, and an own method may have been edited. A folder of results keeps these beside its rows.
@@ -83,7 +83,7 @@ def _plain(value: Any) -> str:
 
 
 def facts(cell: Cell, index: int, entry: Entry) -> dict[str, str]:
-  """What a result depends on beside the settings of its folder, as its row keeps it."""
+  """Facts that a result depends on beside the settings of its folder, as its row keeps them."""
   code = own_code(entry.method)
   return {
     "settings": repr(entry.method),
@@ -200,7 +200,7 @@ def _reached(modules: set[str]) -> set[str]:
 
 
 def _beside(name: str, module: str) -> bool:
-  """Whether an imported module is of the same package, or lies in the same folder, as another."""
+  """True if an imported module is of the same package, or lies in the same folder, as another."""
   file, own = _file(name), _file(module)
   if file is None or own is None or _is_ours(name):
     return False

@@ -72,7 +72,7 @@ def ends(program: str) -> bool:
 
 
 def passes(program: str, head: str, test: str, name: str) -> bool:
-  """Whether a function of a program passes tests, within the limits.
+  """Returns True if a function of a program passes tests, within the limits.
 
   Args:
     program: what the model wrote, with what comes before it.
@@ -128,7 +128,7 @@ def _tested(program: str, head: str, test: str, name: str, *, shut_in: bool) -> 
 
 
 def _verdict(judge: "subprocess.Popen[bytes]") -> str:
-  """What the judge says; an answer that takes too long has failed."""
+  """The judge's answer; one that takes too long has failed."""
   try:
     return judge.communicate(timeout=2 * SECONDS)[0].decode("ascii", "replace")
   except subprocess.TimeoutExpired:

@@ -67,7 +67,7 @@ def leading_numbers(answer: str, row: Row) -> float:
 
 
 def _same_integer(one: str, other: str) -> bool:
-  """Whether two texts are the same integer; neither where one is none, or has too many digits."""
+  """True if two texts are the same integer; False where one is none, or has too many digits."""
   try:
     return int(one) == int(other)
   except ValueError:
@@ -93,7 +93,7 @@ def last_number(answer: str, row: Row) -> float:
 
 
 def _same_digits(found: list[str], row: Row) -> float:
-  """Whether the text found is the reference, but for commas, dollars and one last full stop.
+  """1 if the text found is the reference, but for commas, dollars and one last full stop; else 0.
 
   Values do not count: 18.00 is not 18.
   """
@@ -149,7 +149,7 @@ def normal_formula(text: str) -> str:
 
 
 def _same_value(reference: str, said: str) -> bool:
-  """What `math-verify` says."""
+  """True if `math-verify` finds both to be of the same value."""
   try:
     import math_verify
   except ModuleNotFoundError as error:

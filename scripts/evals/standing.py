@@ -102,7 +102,7 @@ Cells = dict[str, dict[str, dict[str, Any]]]  # rows by task and prompt
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-  """What tells a row's prompt from others; rows of before prompts were kept have their index."""
+  """The mark of a row's prompt; rows from before prompts were kept have their index."""
   return str(row.get("prompt", row["index"]))
 
 

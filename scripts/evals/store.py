@@ -190,7 +190,7 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
-  """What methods reported while they decoded, as `evaluate --trace` left it in a folder.
+  """Reports that methods made while they decoded, as `evaluate --trace` left them in a folder.
 
   Raises:
     ValueError: the file is damaged.
@@ -200,7 +200,7 @@ def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _held(path: pathlib.Path, kind: type, what: str) -> Any:
-  """What a JSON file holds, where it is of a kind."""
+  """The value in a JSON file; raises ValueError where it is damaged or of another kind."""
   try:
     found = json.loads(path.read_bytes())
   except (ValueError, RecursionError) as error:
@@ -218,7 +218,7 @@ def _same(name: str, one: Any, other: Any) -> bool:
 
 
 def may_be_same(name: str, one: Any, other: Any) -> bool:
-  """Whether fingerprints do not contradict each other, since one or both are not recorded."""
+  """True if fingerprints do not contradict each other, since one or both are not recorded."""
   said = {part for each in (one, other) if each is not None for part in str(each).split(", ")}
   return name in PRINTS and len(said - {UNSAID}) <= 1
 

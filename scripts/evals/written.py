@@ -22,7 +22,7 @@ def text(made: tuple[Row, Prompt]) -> bytes | None:
 
 
 def read(said: bytes) -> tuple[Row, Prompt]:
-  """What `text` was given.
+  """The row and prompt that `text` wrote.
 
   Raises:
     ValueError: it is something else.

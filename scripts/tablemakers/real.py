@@ -338,7 +338,7 @@ def end_to_end(results: Results) -> Part:
 
 @_given
 def when(found: Held) -> Part:
-  """What to take, by length, batch, tokens attended to and memory."""
+  """Choices by length, batch, tokens attended to and memory."""
   rows = []
   for length in LENGTHS:
     for board in found.at(length):
@@ -434,7 +434,7 @@ def picture(found: Held) -> Part:
 
 
 def in_short(results: Results) -> str:
-  """What keeps the score at the longest length and its largest batch, by tokens attended to."""
+  """Methods that keep the score at the longest length and its largest batch, by tokens read."""
   found = held(results)
   boards = [board for length in LENGTHS for board in found.at(length)] if found else []
   if not boards:

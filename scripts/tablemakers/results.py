@@ -103,7 +103,7 @@ class Case:
     return [Number(float(x.replace(",", "")), *records.of(x)) for x in self.remark(pattern)]
 
   def repeated(self) -> Number:
-    """How often it was timed."""
+    """The number of times that it was timed."""
     return Number(self.repetitions, self._record("repetitions"))
 
   def _record(self, *keys: str | int) -> Record:
@@ -170,7 +170,7 @@ class Study:
   fitted: str
 
   def get(self, *keys: str | int) -> Any:
-    """What lies under keys.
+    """The value under keys.
 
     Raises:
       ValueError: there is nothing.

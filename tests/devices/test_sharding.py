@@ -169,7 +169,7 @@ def check_logits(method, spread, alone):
 
 
 def moved(method, ours, theirs):
-  """How many codes of each row are a level apart, and how many numbers of 16 bits are a unit."""
+  """Counts of each row's codes that are a level apart, and its 16-bit numbers that are a unit."""
   codes, scales, of_16 = np.zeros(2, int), np.zeros(2, int), 0
   for a, b in zip(ours, theirs, strict=True):
     for name in "kv":

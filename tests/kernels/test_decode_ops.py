@@ -36,7 +36,7 @@ from kvjax.kernels import config
 
 @pytest.fixture(autouse=True)
 def any_machine(monkeypatch):
-  """How work is cut hangs on a device's multiprocessors: what is counted is cut for none.
+  """Cuts work as for an unknown device: how it is cut hangs on a device's multiprocessors.
 
   A GPU with programs to spare shares ART's walks, in two launches more (`test_art_spread`).
   """

@@ -22,7 +22,7 @@ READERS = {"read_pickle", "unsafe_load", "unpickle", "Unpickler"}
 
 
 def pickles(source: str) -> list[str]:
-  """What in a program's text reads pickles: line and name."""
+  """Places in a program's text that read pickles: line and name."""
   found = []
   for node in ast.walk(ast.parse(source)):
     names = []
@@ -86,7 +86,7 @@ def test_no_pickle_is_read():
 
 
 class Planted:
-  """What writes a file when it is unpickled."""
+  """An object that writes a file when it is unpickled."""
 
   def __init__(self, path):
     self.path = path

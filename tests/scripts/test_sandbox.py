@@ -24,7 +24,7 @@ def allowed(monkeypatch):
 
 @pytest.fixture
 def spaces():
-  """What a system gives or not, asked once."""
+  """Skips the test where the system gives no namespaces."""
   if why := sandbox.no_namespaces():
     pytest.skip(f"this system gives no namespaces: {why}")
 

@@ -294,7 +294,7 @@ def test_rows_have_the_cells_of_the_head():
 
 
 def raw(record):
-  """What stands in the file at a record's place, read without the tables' own code."""
+  """The value in the file at a record's place, read without the tables' own code."""
   path = FOLDER / record.file
   if record.place[0] == "line":
     return path.read_text("utf-8").splitlines()[record.place[1]]
@@ -367,7 +367,7 @@ def test_times_and_scores_are_those_of_their_files(name):
 @pytest.mark.core(2)
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "kvjax/README.md"])
 def test_prose_quotes_no_figure(name):
-  """What stands outside of markers has numbers in names, code and references alone."""
+  """Prose outside of markers has numbers in names, code and references alone."""
   text = markers.outside((ROOT / name).read_text("utf-8"))
   for line in re.sub(r"^    .*?$|^```.*?^```", "", text, flags=re.M | re.S).splitlines():
     assert records.numbers(line) == [], line

@@ -30,7 +30,8 @@ def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str,
       hit_rate            |Ŝ∩S| / |S|, of the tiles chosen by score alone, float32
       hit_rate_forced     the same with the tiles that are always read
       weighted_hit_rate   Σ_{Ŝ∩S} w / Σ_S w, of those chosen by score
-      reuse               |S∩S′| / |S|, of those chosen by score, S′ being the last step's S
+      reuse               |S∩S′| / |S|, of those chosen by score, S′ being all that the last step
+                          listed: a tile that was read as the newest one then counts
 
   Rates are 1 where there was nothing to choose.
   """

@@ -44,7 +44,7 @@ HIT_RATES = ("hit_rate", "weighted_hit_rate")
 def foresight(results: Results) -> Part:
   study, first = hits(results), next(iter(PREDICTORS))
   again = [cells.percent(study.number("bases", base, first, "reuse")) for base in BASES]
-  rows = [["selected again in the next step", *again]]
+  rows = [["of a step's tiles, listed by the last one (its newest tile too)", *again]]
   for name, label in PREDICTORS.items():
     rows.append([label, *(hit(study, base, name) for base in BASES)])
   head = "63 of 504 pages of 16 (Quest), 16 of 252 blocks of 32 (InfLLM-v2)"

@@ -63,7 +63,7 @@ def read_json(path: pathlib.Path, expected: str) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: it is a pointer, no JSON, no object, nested too deeply or too large.
+    ValueError: it is a pointer, no JSON, no object, nested too deeply, too large or no Unicode.
   """
   try:
     check_begin(path)
@@ -83,7 +83,20 @@ def read_json(path: pathlib.Path, expected: str) -> dict[str, Any]:
     raise ValueError(f"{path}: found a {type(entries).__name__}, expected an object")
   if not _is_flat(entries):
     raise ValueError(f"{path}: found more than {_DEEPEST} nested values, expected {expected}")
+  if surrogate := _surrogate(text, entries):
+    raise ValueError(f"{path}: found a lone surrogate {surrogate}, expected Unicode text")
   return entries
+
+
+def _surrogate(text: bytes, entries: dict[str, Any]) -> str | None:
+  """Half of a character, as JSON can spell it (`\\ud83d`) and no file can hold it."""
+  if not re.search(rb"\\ud[89a-f]", text, re.IGNORECASE):
+    return None
+  try:
+    json.dumps(entries, ensure_ascii=False).encode()
+  except UnicodeEncodeError as error:
+    return f"\\u{ord(error.object[error.start]):04x}"
+  return None
 
 
 def _is_flat(value: Any) -> bool:

@@ -336,6 +336,11 @@ def test_bad_huggingface_folder(tokenizer, tmp_path):
     published(tokenizer, tmp_path, eos_token=entry)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: eos_token: found .*text, or nu"):
       Tokenizer.from_huggingface(folder)
+  published(tokenizer, tmp_path, chat_template="\ud83d \U0001f600")
+  with pytest.raises(ValueError, match=r"_config\.json: found a lone surrogate \\ud83d, expected"):
+    Tokenizer.from_huggingface(folder)
+  published(tokenizer, tmp_path, chat_template="\\ud83d \U0001f600")
+  assert Tokenizer.from_huggingface(folder).chat_template == "\\ud83d \U0001f600"
   for text in ("{", "[]"):
     (folder / "tokenizer_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*expected an object"):

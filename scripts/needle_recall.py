@@ -289,10 +289,14 @@ def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[st
   """What an earlier run with the same settings found: method -> sample number -> answer."""
   if not path.is_file():
     return {}
-  kept = json.loads(path.read_text("utf-8"))
-  if kept["about"] != about:
+  try:
+    kept = json.loads(path.read_text("utf-8"))
+    settings, answers = kept["about"], kept["answers"]
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{path}: found {error!r}, expected the answers of a run") from error
+  if settings != about:
     raise ValueError(f"{path}: found a run with other settings, expected {about}")
-  return kept["answers"]
+  return answers
 
 
 def main(args: Args) -> None:

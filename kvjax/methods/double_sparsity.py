@@ -232,10 +232,16 @@ def load_channels(path: str | os.PathLike[str]) -> np.ndarray:
     ValueError: the file holds no such array.
   """
   path = pathlib.Path(path)
-  with np.load(path, allow_pickle=False) as file:
-    if "channels" not in file.files:
-      raise ValueError(f"{path}: found arrays {file.files}, expected channels [L, K, H]")
-    channels = file["channels"]
+  try:
+    with path.open("rb") as data, np.load(data, allow_pickle=False) as file:
+      names = file.files
+      channels = file["channels"] if "channels" in names else None
+  except OSError:
+    raise
+  except Exception as error:  # NumPy and zipfile raise many kinds
+    raise ValueError(f"{path}: found {error!r}, expected a whole .npz file") from error
+  if channels is None:
+    raise ValueError(f"{path}: found arrays {names}, expected channels [L, K, H]")
   ordered = np.sort(channels, -1) == np.arange(channels.shape[-1]) if channels.ndim == 3 else False
   if not np.all(ordered):
     raise ValueError(

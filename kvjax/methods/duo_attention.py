@@ -108,8 +108,11 @@ class DuoAttention(Method):
     """
     path, sizes = pathlib.Path(path), {}
     if (beside := path.with_name("config.json")).exists():
-      said = json.loads(beside.read_text("utf-8"))
-      known = {"sinks": said.get("sink_size"), "recent": said.get("recent_size")}
+      try:
+        said = json.loads(beside.read_text("utf-8-sig"))
+        known = {"sinks": said.get("sink_size"), "recent": said.get("recent_size")}
+      except (AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"{beside}: found {error}, expected an object of JSON") from error
       sizes = {name: x for name, x in known.items() if x is not None}
     given = {"sinks": sinks, "recent": recent}
     sizes |= {name: x for name, x in given.items() if x is not None}
@@ -312,8 +315,9 @@ def read_gates(path: str | os.PathLike[str]) -> np.ndarray:
     ValueError: it holds something else.
   """
   path = pathlib.Path(path)
-  said = (line.partition("#")[0].rstrip() for line in path.read_text("utf-8").splitlines())
   try:
+    lines = path.read_text("utf-8-sig").splitlines()
+    said = (line.partition("#")[0].rstrip() for line in lines)
     gates = np.array([[float(x) for x in line.split("\t")] for line in said if line])
   except ValueError as error:
     raise ValueError(f"{path}: found {error}, expected lines of gates parted by tabs") from None

@@ -244,6 +244,12 @@ def test_refuses_what_does_not_fit(tmp_path):
   np.savez(tmp_path / "other.npz", x=fits)
   with pytest.raises(ValueError, match=r"found arrays \['x'\]"):
     double_sparsity.load_channels(tmp_path / "other.npz")
+  whole = (tmp_path / "other.npz").read_bytes()
+  np.save(tmp_path / "one.npy", fits)
+  for data in (b"", b"text", whole[:-9], (tmp_path / "one.npy").read_bytes()):
+    (tmp_path / "damaged.npz").write_bytes(data)
+    with pytest.raises(ValueError, match=r"damaged\.npz: found .*expected a whole \.npz file"):
+      double_sparsity.load_channels(tmp_path / "damaged.npz")
   np.savez(tmp_path / "part.npz", channels=fits[..., :4] + 1)
   with pytest.raises(ValueError, match="expected every channel once"):
     double_sparsity.load_channels(tmp_path / "part.npz")

@@ -229,12 +229,23 @@ def test_a_pattern_for_two_devices():
   assert pattern_of(gates, 0.5, shards=2) == ((1, 0, 0, 1), (1, 0, 1, 0))
 
 
-@pytest.mark.parametrize("text", ["0.1 0.2\n", "0.1\t0.2\n0.3\n", "0.1\tnan\n", ""])
+@pytest.mark.parametrize("data", [b"{", b"[]", b'{"x": "\xe9"}'])
+def test_a_damaged_config_beside_a_pattern_is_named(tmp_path, data):
+  path = tmp_path / "gates.tsv"
+  path.write_bytes(b"\xef\xbb\xbf0.1\t0.2\r\n")
+  (tmp_path / "config.json").write_bytes(data)
+  with pytest.raises(ValueError, match=r"config\.json: found .*expected an object"):
+    DuoAttention.from_tsv(path)
+  (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"sink_size": 4}')
+  assert DuoAttention.from_tsv(path).sinks == 4
+
+
+@pytest.mark.parametrize("text", ["0.1 0.2\n", "0.1\t0.2\n0.3\n", "0.1\tnan\n", "", "# \xe9\n"])
 def test_other_files_are_refused(tmp_path, text):
   path = tmp_path / "gates.tsv"
   path.write_text("# fitted: {}\n0.5\t2 # so\n\n-1\t0\n")
   assert read_gates(path).tolist() == [[0.5, 1], [0, 0]]
-  path.write_text(text)
+  path.write_text(text, "latin-1")
   with pytest.raises(ValueError, match=r"gates\.tsv: found .*expected"):
     read_gates(path)
 

@@ -172,3 +172,7 @@ def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
     needle_recall.main(Args(tmp_path, samples=3, length=400, window=64, block=16))
   with pytest.raises(ValueError, match="--methods: found"):
     needle_recall.main(Args(tmp_path, methods=("nothing",)))
+  for text in ("{", "[]", "{}"):
+    (tmp_path / "needles.json").write_text(text)
+    with pytest.raises(ValueError, match=r"needles\.json: found .*expected the answers of a run"):
+      needle_recall.main(args)

@@ -40,6 +40,17 @@ def whole(name: str, value: Any, least: int, below: int | None = None) -> int:
   return number
 
 
+def token_ids(name: str, ids: Any) -> np.ndarray:
+  """Ids of one row, int32 [T]; [] are none."""
+  found = np.asarray(ids)
+  if found.ndim != 1 or (found.size and _no_integers(found)):
+    raise TypeError(f"{name}: found {found.dtype} {found.shape}, expected a list of integers")
+  most = np.iinfo(np.int32)
+  if found.size and not most.min <= found.min() <= found.max() <= most.max:
+    raise ValueError(f"{name}: found an id of {found.max()}, expected at most {most.max}")
+  return found.astype(np.int32)
+
+
 def stops(stop: Iterable[int], vocab: int) -> tuple[int, ...]:
   """Ids of stop tokens."""
   if isinstance(stop, str) or not np.iterable(stop):

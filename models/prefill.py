@@ -30,13 +30,15 @@ def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.nda
     int32 [B, T], right-padded, and the lengths int32 [B].
 
   Raises:
-    ValueError: `multiple` is not at least 1.
+    TypeError: a row is no list of integers.
+    ValueError: `multiple` is not at least 1, or an id is no int32.
   """
   multiple = checks.whole("multiple", multiple, 1)
-  lengths = np.array([len(ids) for ids in prompts], np.int32)
+  rows = [checks.token_ids(f"prompts[{i}]", ids) for i, ids in enumerate(prompts)]
+  lengths = np.array([len(ids) for ids in rows], np.int32)
   size = -(-lengths.max(initial=1) // multiple) * multiple
-  tokens = np.zeros((len(prompts), size), np.int32)
-  for row, ids in zip(tokens, prompts, strict=True):
+  tokens = np.zeros((len(rows), size), np.int32)
+  for row, ids in zip(tokens, rows, strict=True):
     row[: len(ids)] = ids
   return tokens, lengths
 

@@ -8,6 +8,7 @@ Llama 3, Qwen, SmolLM2), and over text with spaces spelled ▁ and rare bytes as
 from __future__ import annotations
 
 import json
+import operator
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -188,15 +189,20 @@ class Tokenizer:
     of cleaning up.
 
     Raises:
+      TypeError: an id is no integer.
       ValueError: an id is out of range.
     """
     ids = [self._known(token) for token in ids]
     return self.backend.decode(ids, skip_special_tokens=skip_special)
 
   def _known(self, token: int) -> int:
+    try:
+      token = operator.index(token)
+    except TypeError:
+      raise TypeError(f"token: found {token!r}, expected an integer") from None
     if not 0 <= token < max(self.size, self.rows or 0):
       raise ValueError(f"token: found id {token}, expected one in [0, {self.size})")
-    return int(token)
+    return token
 
   def stream(self, *, skip_special: bool = True) -> TextStream:
     """A decoder that is fed one id at a time."""

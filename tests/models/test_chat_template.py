@@ -2,7 +2,6 @@
 
 import datetime
 
-import jaxtyping
 import pytest
 
 from kvjax.models import chat_template
@@ -62,13 +61,7 @@ def test_the_date_is_today():
   assert render("{{ strftime_now('%Y') }}") == today
 
 
-@pytest.fixture
-def as_users_have_it(monkeypatch):
-  """Annotations are not checked, which would speak first."""
-  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("untyped")
 def test_arguments_reach_the_template_or_are_refused_by_name():
   source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}{{ day }}"
   assert render(source, enable_thinking=False, day="Monday") == "noMonday"
@@ -90,7 +83,7 @@ def test_special_tokens_by_name():
   assert made.render(HELLO) == "<s><pad><b>"
 
 
-@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.usefixtures("untyped")
 def test_lists_of_parts():
   """As they are where a template takes them, joined where it takes texts, refused for images."""
   parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]

@@ -781,6 +781,7 @@ def test_chunks_are_refused():
     prefill(model(), tokens, lengths, method.init_caches(model().spec(2, 16)), method, chunk=4)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_prompts_are_padded():
   tokens, lengths = pad([[1, 2, 3], [], [4]], multiple=4)
   assert tokens.tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [4, 0, 0, 0]]
@@ -789,6 +790,13 @@ def test_prompts_are_padded():
   assert pad([[1, 2, 3]], multiple=1)[0].shape == (1, 3)
   with pytest.raises(ValueError, match="multiple: found 0"):
     pad([[1]], multiple=0)
+  for wrong in ([[1], [1.5]], [[1], "ab"], [[1], 2], [[1], [True]], [[1], [[2]]]):
+    with pytest.raises(TypeError, match=r"prompts\[1\]: found .*expected a list of integers"):
+      pad(wrong)
+  with pytest.raises(
+    ValueError, match=r"prompts\[0\]: found an id of 4294967297, expected at most"
+  ):
+    pad([[2**32 + 1]])
 
 
 # ---- methods that read prompts in pieces of their own

@@ -128,10 +128,15 @@ def test_save_and_load(tokenizer, tmp_path):
     Tokenizer.load(tmp_path)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_ids_out_of_range(tokenizer):
   for token in (-1, len(TOKENS)):
     with pytest.raises(ValueError, match=f"found id {token}"):
       tokenizer.decode([token])
+  for token in (1.5, 1.0, "a", None):
+    for read in (lambda token: tokenizer.decode([token]), tokenizer.stream().feed):
+      with pytest.raises(TypeError, match=f"token: found {token!r}, expected an integer"):
+        read(token)
 
 
 # ---- SentencePiece's way

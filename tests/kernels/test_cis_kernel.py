@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax import CIS, PSAW, Cache, Carry, Env, Rope, sight
+from kvjax.dispatch import sharing
 from kvjax.kernels import top_k
 from kvjax.kernels.cis_anchors import anchors
+from kvjax.kernels.cis_note import note
 from kvjax.kernels.key_weights import key_logits
 from tests.methods.test_cis import wandering
 
@@ -77,6 +79,22 @@ def test_logits_of_those_that_look(units):
   want = key_logits(q, k, step[:, None], used[:, None], used[:, None])
   for a, b in zip((logits, m, l), want, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_of_equal_weights_the_first_tokens_gain_neighbours():
+  """Three do: of the four that weigh one the first."""
+  found = np.array([4, 9, 14, 19, 24, 30, -1])
+  weight = np.array([1, 2, 1, 1, 2, 1, 0], np.float32)
+  want = [*found[:6], 3, 8, 23, 5, 10, 25, -1]
+  how = {"sinks": 0, "heaviest": 3, "radius": 1}
+  made = [jnp.asarray(x)[None, None, None] for x in (found.astype(np.int32), weight)]
+  assert sharing._dilated(*made, len(want), **how)[0, 0, 0].tolist() == want
+  one, ones = jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1, 1), jnp.int32)
+  mine = (ones.astype(jnp.float32), one, jnp.ones((1, 1, 1, 8)), ones, ones, *made)
+  block = jnp.zeros((1, 1, 2, 1, 8)), jnp.zeros((1, 1, 2, 1), jnp.int32)
+  held = *block, jnp.full((1, 1, 2, 1, len(want)), -7, jnp.int32), one[0]
+  _, _, noted, step = jax.jit(functools.partial(note, **how))(jnp.ones(1, bool), *mine, *held)
+  assert noted[0, 0, :, 0].tolist() == [[-7] * len(want), want] and step.tolist() == [0]
 
 
 def tokens_of(table, count):

@@ -224,19 +224,20 @@ def test_a_second_turn_decides_anew():
 
 
 def test_layers_decide_alike_on_all_shards():
-  """Four heads on two devices: the overlaps of all of them count."""
+  """Four heads on two devices: the overlaps of all of them count; an idle row decides nothing."""
   m, stream = HShare(12, 1, 3), Stream.random(0, kv_heads=4)
   rng = np.random.default_rng(0)
   caches = tuple(
     cache.put(heads={"heavy": jnp.asarray(rng.integers(0, 9, (2, 4, 8)) * 8 + np.arange(8))})
     for cache in m.init_caches(stream.spec(80, layers=5))
   )
-  valid = jnp.array([7, 7])
 
-  def decide(axis, caches):
-    return m.conclude(Env(5, head_axis=axis), caches, valid)
+  def decide(axis, caches, valid=(7, 7)):
+    return m.conclude(Env(5, head_axis=axis), caches, jnp.array(valid))
 
   want = [cache.rows["from_layer"].tolist() for cache in decide(None, caches)]
+  idle = [cache.rows["from_layer"].tolist() for cache in decide(None, caches, (7, 0))]
+  assert idle == [[first, i] for i, (first, _) in enumerate(want)] != want
   heads = P(None, "heads")
   specs = tuple(
     dataclasses.replace(

@@ -67,9 +67,12 @@ def test_lists_by_hand():
   sets = jnp.full((3, 2, 2, 3), -1, jnp.int32).at[2, :, 0].set(jnp.array([[3, 2, 9], [2, -1, -1]]))
   sets = sets.at[:, :, 1].set(9)  # this layer's of the last time
   how = {"own": 1, "slots": 16, "steps": 2, "budget": 4, "sinks": 2, "local": 2}
-  table, count, heavy, after = jax.jit(functools.partial(listed, **how))(
-    retrieved, kept, from_head, from_layer, seen, jnp.zeros((3, 1), jnp.int32), sets
-  )
+
+  def run(start, **more):
+    given = retrieved, kept, from_head, from_layer, seen, jnp.full((3, 1), start, jnp.int32), sets
+    return jax.jit(functools.partial(listed, **how, **more))(*given)
+
+  table, count, heavy, after = run(0)
   assert table.tolist() == [
     [[0, 1, 12, 11, 8, 5, 6], [0, 1, 12, 11, 4, -1, -1]],
     [[0, 1, 11, 10, 7, 3, 5], [0, 1, 11, 10, 7, 3, 5]],
@@ -79,3 +82,14 @@ def test_lists_by_hand():
   assert heavy.tolist() == after[:, :, 1].tolist()
   assert heavy[0].tolist() == kept[0].tolist()
   np.testing.assert_array_equal(after[:, :, 0], sets[:, :, 0])
+  # Of a span that begins at 5 the first token is read, too, and no other before it.
+  table, count, *_ = run(5, span_sinks=1)
+  each = [
+    [x[:n] for x, n in zip(*row, strict=True)]
+    for row in zip(table.tolist(), count.tolist(), strict=True)
+  ]
+  assert each == [
+    [[0, 12, 11, 8, 5, 6], [0, 12, 11]],
+    [[0, 11, 10, 7, 5]] * 2,
+    [[0, 5]] * 2,
+  ]

@@ -51,8 +51,14 @@ def test_page_bounds(shape, group):
   want = jax.jit(lambda cache, q: at.top.score(at, cache, q, sight.visible(at, cache)))(cache, q)
   held = jnp.arange(low.shape[2]) * 16 < seen
   low, high = (jnp.where(held[:, None], x, jnp.nan).astype(x.dtype) for x in (low, high))
-  run = jax.jit(functools.partial(page_bounds, unit=16, group=group))
-  got = run(q, low, high, *bounds(cache))
+  run = functools.partial(page_bounds, unit=16, group=group)
+  start, stop = bounds(cache)
+  got = jax.jit(run)(q, low, high, start, stop)
+  np.testing.assert_allclose(got[..., held], want[..., held], atol=1e-5, rtol=1e-5)
+  # A span that begins within the third page, and has some first tokens: of both pages a part.
+  held &= jnp.arange(low.shape[2]) != 1
+  low, high = (jnp.where(held[:, None], x, jnp.nan).astype(x.dtype) for x in (low, high))
+  got = jax.jit(functools.partial(run, span_sinks=3))(q, low, high, start + 37, stop)
   np.testing.assert_allclose(got[..., held], want[..., held], atol=1e-5, rtol=1e-5)
 
 

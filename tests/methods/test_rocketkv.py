@@ -5,10 +5,25 @@ Which positions stand in which slots is taken from the base alone, whose own fil
 
 import math
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import H2O, Env, Full, Quest, RocketKV, SnapKV, StreamingLLM, settings
+from kvjax import (
+  H2O,
+  Cache,
+  CacheSpec,
+  Env,
+  Full,
+  Quest,
+  RocketKV,
+  Rope,
+  SnapKV,
+  StreamingLLM,
+  settings,
+  sight,
+)
 from kvjax.methods.rocketkv import kept
 from kvjax.testing.layer import Layer, Stream, capped
 from tests.selection import Watched, attend, keys, queries, softmax
@@ -103,6 +118,25 @@ def test_rows_within_the_budget_are_attended_to_as_a_whole(capacity):
       assert aux["visited"][b, h] == at[b] + 1
       expected = attend(stream, b, h, at[b], list(range(at[b] + 1)))
       np.testing.assert_allclose(out[b, h], expected, atol=ATTENDED)
+
+
+def test_of_channels_that_weigh_the_same_the_first_are_looked_at():
+  """Two of four, in which the second page is the best; the sixth is in the others."""
+  method = RocketKV(4, base=Full())
+  at = method.at(Env(1, Rope.none(), impl="reference"), 0)
+  k = np.zeros((1, 1, 16, 4), np.float32)
+  k[0, 0, 3, :2], k[0, 0, 10, 2:] = 1, 2
+
+  @jax.jit
+  def scores(k):
+    cache = Cache.empty(method, CacheSpec(1, 16, 1, 1, 4, 1, jnp.float32), 0)
+    counts = dict.fromkeys(("seen", "used"), jnp.full(1, 16, jnp.int32))
+    held = {"k": k, "pos": jnp.arange(16, dtype=jnp.int32)[None, None]}
+    cache = method.summarise(cache.put(slots=held, rows=counts), jnp.zeros(1, jnp.int32), 16)
+    return method.score(at, cache, jnp.ones((1, 1, 1, 4)), sight.visible(at, cache))
+
+  found = np.asarray(scores(jnp.asarray(k)))[0, 0]
+  assert np.flatnonzero(found == found.max()).tolist() == [2, 3]
 
 
 def test_a_query_of_zeros_reads_the_first_slots():

@@ -59,8 +59,7 @@ def test_slot_rope_differs_from_original_once_full():
   np.testing.assert_allclose(runs["slot"][1], runs["original"][1], atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rope", ["slot", "original"])
+@pytest.mark.parametrize("rope", ["slot", pytest.param("original", marks=pytest.mark.slow)])
 def test_the_repository_evicts_between_turns(rope):
   """Lists again: room is made before a turn, and within it everything cached is seen."""
   method = StreamingLLMByTurn(20, sinks=2, rope=rope, reserve=4)

@@ -1128,11 +1128,11 @@ def test_a_summary_by_hand():
   rows = [
     result("x", 0, 1.0, budget=4, size=25, cold=["decode"]),
     result("x", 1, 0.0, budget=4, size=25),
-    *(result("full", index, score) for index, score in enumerate((1.0, 1.0, 0.0, 0.0))),
+    *(result("full", index, score) for index, score in enumerate((1.0, 0.0, 1.0, 0.0))),
   ]
   full, x = summary.summarise(rows)
   assert (full.method, full.score.n, full.score.mean, full.relative) == ("full", 4, 0.5, 1.0)
-  assert (x.score.n, x.relative, x.share, x.cache_bytes) == (2, 0.5, 0.25, 25)
+  assert (x.score.n, x.relative, x.share, x.cache_bytes) == (2, 1.0, 0.25, 25)
   assert x.step_seconds == pytest.approx(0.1) and x.prefill_seconds == 2.0
   lines = summary.table([full, x]).splitlines()
   assert (

@@ -175,9 +175,9 @@ class Conversation:
         )
       streamer.show("".join(shown), final=True)
     except KeyboardInterrupt:
-      self._keep(turn, shown)
+      self._keep(turn, "".join(shown))
       return "stopped: the conversation is read again with the next message"
-    self._keep(turn, shown)
+    self._keep(turn, spoken(self._tokenizer, generation.tokens[0], "".join(shown)))
     self._live = Live(caches, generation.tokens[0])
     budget = f" {self.budget:,}" if hasattr(self.method, "budget") else ""
     count, seen = int(generation.lengths[0]), int(caches[0].seen[0])
@@ -187,8 +187,25 @@ class Conversation:
       f" · {seen:,} tokens in {common.device_bytes(caches) / 1e6:.1f} MB"
     )
 
-  def _keep(self, turn: dict[str, str], shown: list[str]) -> None:
-    self.messages += [turn, {"role": "assistant", "content": "".join(shown)}]
+  def _keep(self, turn: dict[str, str], answer: str) -> None:
+    self.messages += [turn, {"role": "assistant", "content": answer}]
+
+
+def spoken(tokenizer: Tokenizer, tokens: np.ndarray, text: str) -> str:
+  """What an answer says, as a conversation that is read again has it.
+
+  gpt-oss thinks in parts of their own, which its template does not read again: the last counts.
+
+  Args:
+    tokenizer: of the model.
+    tokens: int32 [n], of the answer; those < 0 are none.
+    text: of the whole answer.
+  """
+  ids = [token for token in tokens.tolist() if token >= 0]
+  begin = tokenizer.backend.token_to_id("<|message|>")
+  if begin not in ids:
+    return text
+  return tokenizer.decode(ids[len(ids) - ids[::-1].index(begin) :])
 
 
 def _compiled(*clocks: Clock) -> str:

@@ -12,6 +12,7 @@ import kvjax
 from kvjax.models.tokenizer import Tokenizer
 from scripts import chat, common
 from scripts.examples import tiny
+from tests import tiny_tokenizers
 
 ARGS = chat.Args(length=256, steps=6, budget=32)
 
@@ -167,6 +168,19 @@ def test_template_arguments_reach_every_turn(loaded):
     chat.Conversation(
       model, tokenizer, dataclasses.replace(ARGS, template_args='{"enable_think": 1}')
     ).ask("Who?")
+
+
+def test_the_last_part_of_an_answer_is_what_it_says(tmp_path):
+  folder = tiny_tokenizers.write(tmp_path, tiny_tokenizers.FAMILIES["gpt-oss"]())
+  tokenizer = Tokenizer.from_huggingface(folder)
+  parts = (
+    "<|channel|>analysis<|message|>He asks.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>hello.<|return|>"
+  )
+  tokens = np.array([*tokenizer.encode(parts, bos=False), -1], np.int32)
+  assert chat.spoken(tokenizer, tokens, "all of it") == "hello."
+  plain = np.array(tokenizer.encode("hello.", bos=False), np.int32)
+  assert chat.spoken(tokenizer, plain, "all of it") == "all of it"
 
 
 @pytest.mark.parametrize("given", ["{", "[]", "no", '{"messages": []}'])

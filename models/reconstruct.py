@@ -111,13 +111,13 @@ def read(
     NotImplementedError: the model is spread over several devices, or `method` is another one over a
       KVzip.
   """
-  most = _kvzip(method).budget
   how: dict[str, Any] = {"chunk": chunk, "sinks": sinks, "dtype": dtype, "on_chunk": on_chunk}
   logits, caches, scores = scored(model, tokens, lengths, instructions, **how)
   if _kvzip(method).over_layers:
     method = over_layers(method, scores, lengths)
   batch, width = np.shape(tokens)
-  spec = model.spec(batch, max(width, most), dtype)
+  kept = _kvzip(method)  # a layer may get more than the context's tokens: `room` comes on top
+  spec = model.spec(batch, max(width, kept.budget, *kept.budgets), dtype)
   return logits, cut(model.env, caches, scores, method, spec)
 
 

@@ -26,6 +26,8 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
+  "kvjax/arguments.py": of("laws/front"),
+  "pallas_kernels/_addresses.py": of("kernels/addresses"),
   "kvjax/dispatch/contributions.py": of("methods/longflow", laws=("longflow",)),
   "kvjax/dispatch/scores.py": of(
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")

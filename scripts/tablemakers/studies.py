@@ -84,7 +84,7 @@ def _sharing(study: Study) -> Part:
 
 def within(study: Study, line: str, point: str, name: str, form: str) -> Figure:
   """A mean and half the width of its interval."""
-  if name not in study.get("found", line, point):
+  if study.get("found", line, point).get(name) is None:
     return Figure("", ())
   keys = ("found", line, point, name)
   mean, high = (study.number(*keys, end, setting=f"{line}, {point}") for end in ("mean", "high"))

@@ -239,14 +239,15 @@ def test_tables_have_each_cell_once():
 
 
 def test_only_equal_selections_are_all_of_them():
-  assert [beside._share(x) for x in (1.0, 0.99999, 0.996, 0.9)] == [
+  assert [beside.share(x) for x in (1.0, 0.99999, 0.996, 0.9)] == [
     *("100 %", "99.99 %", "99.60 %", "90 %")
   ]
 
 
 def test_figures_that_read_alike_stand_once():
-  assert beside._both({"a": 10.2, "b": 9.8}, "a", "b", "{:.0f}") == "10"
-  assert beside._both({"a": 10, "b": 9}, "a", "b", "{:.0f}") == "10 / 9"
+  record = beside.found(Results())[0][0]["record"]
+  assert beside._both({"a": 10.2, "b": 9.8, "record": record}, "a", "b", "{:.0f}") == "10"
+  assert beside._both({"a": 10, "b": 9, "record": record}, "a", "b", "{:.0f}") == "10 / 9"
 
 
 def test_missing_results_are_named(tmp_path):

@@ -14,7 +14,7 @@ from scripts import beside_kvzip as program
 from scripts.evals import store
 from scripts.evals.prompt import Prompt
 from scripts.evals.task import Row
-from scripts.tablemakers import DOCUMENTS, Results, beside, kvzip
+from scripts.tablemakers import DOCUMENTS, Results, kvzip, scored
 from tests.scripts.test_beside_kvpress import Letters
 
 TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "
@@ -88,7 +88,7 @@ def test_tables_have_each_cell_once_and_figures_from_rows():
   wanted = [row["score_of_kvpress"] for row in mine if (row["method"], row["budget"]) == ("all", 8)]
   assert means["all", 8]["score_of_kvpress"].mean == np.mean(wanted)
   text = "\n".join(DOCUMENTS["scripts/results/beside.md"]["kvzip-divided"](Results()))
-  found = beside._percent(means["all", 8]["score_of_kvpress"])
+  found = scored.percent(means["all", 8]["score_of_kvpress"])
   assert re.search(rf"\| 1/8 \| among all layers \|.*{re.escape(found)}", text)
 
 

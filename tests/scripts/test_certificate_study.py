@@ -100,11 +100,12 @@ def test_shares_by_hand():
 def test_the_documents_table(tmp_path):
   path = tmp_path / studies.CERTIFICATES
   path.parent.mkdir(parents=True)
+  about = {"about": {"device": "cpu", "model": "tiny"}, "starts": ["a", "b"]}
   lines = study.summary([[row([0.5, 1.0], [1.0, 2.0])], [row([0.5], [1.0])]])
-  path.write_text(json.dumps({"rows": lines, "n": "2 texts"}), "utf-8")
+  path.write_text(json.dumps({"rows": lines, "n": "2 texts", **about}), "utf-8")
   made = studies.certificates(Results(tmp_path))
   assert made[-1] == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 | 0.5 | 0.25 |"
-  assert studies.certified(Results(tmp_path)) == ["2 texts."]
+  assert studies.certified(Results(tmp_path)) == ["`2 texts`."]
 
 
 @pytest.mark.parametrize(

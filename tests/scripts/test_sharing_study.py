@@ -118,6 +118,7 @@ def test_the_documents_table(tmp_path):
   made = study.summary([found(0.1), found(0.2)])
   cut = {"CIS": {"0": 70, "1": 74}}
   report = {"found": made, "texts": {"a": 0, "b": 0}, "n": "2 text(s)", "length": 1024}
+  report |= {"about": {"device": "cpu", "model": "tiny"}, "lines": {}}
   path.write_text(json.dumps({**report, "retrieved_tokens": cut}), "utf-8")
   results = Results(tmp_path)
   rows = studies.sharing(results)[2:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -12,6 +13,49 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.method import Method
 from kvjax.types import Cache
+
+
+def integer(name: str, value: Any, least: int, below: int | None = None) -> int:
+  """An argument that is an integer in a range; floats and booleans are none."""
+  try:
+    if isinstance(value, bool | np.bool_):
+      raise TypeError
+    number = operator.index(value)
+  except TypeError:
+    raise TypeError(f"{name}: found {value!r}, expected an integer") from None
+  if number < least or (below is not None and number >= below):
+    expected = f"at least {least}" if below is None else f"an integer in [{least}, {below})"
+    raise ValueError(f"{name}: found {number}, expected {expected}")
+  return number
+
+
+def array(name: str, x: Any) -> np.ndarray:
+  """An argument as an array on the host; ValueError where it is none, as rows of unlike lengths."""
+  try:
+    found = np.asarray(x)
+  except ValueError:
+    raise ValueError(f"{name}: found rows of unlike lengths, expected an array") from None
+  if found.dtype.kind in "OUS":
+    raise ValueError(f"{name}: found {_shown(x)}, expected an array of numbers")
+  return found
+
+
+def _given(name: str, x: Any) -> Any:
+  """An argument as an array, on the device or in a program if it is there."""
+  return jnp.asarray(x) if isinstance(x, jax.Array) or not known(x) else array(name, x)
+
+
+def positive(name: str, value: Any) -> float:
+  """A finite number above 0; booleans and strings are none."""
+  given = np.asarray(value)
+  if given.shape or given.dtype.kind not in "iuf" or not 0 < given < np.inf:
+    raise ValueError(f"{name}: found {value!r}, expected a finite number of more than 0, or None")
+  return float(given)
+
+
+def _shown(x: Any) -> str:
+  """A value in an error; of what holds many, the type."""
+  return type(x).__name__ if isinstance(x, np.ndarray | list | tuple) else repr(x)
 
 
 def known(*given: Any) -> bool:
@@ -48,7 +92,7 @@ def rows_that_take_part(live: Any, rows: int) -> Bool[Array, " B"]:
 
 def _by_row(name: str, x: Any, rows: int) -> Any:
   """An array with one entry per row."""
-  found = x if isinstance(x, jax.Array) else np.asarray(x)
+  found = _given(name, x)
   if found.shape != (rows,):
     raise ValueError(f"{name}: found shape {found.shape}, expected ({rows},), one for each row")
   return found
@@ -56,7 +100,7 @@ def _by_row(name: str, x: Any, rows: int) -> Any:
 
 def floats(name: str, x: ArrayLike, wide: bool = False) -> Array:
   """Floats, of 32 bits or fewer unless `wide`, whatever `jax_enable_x64` says; else TypeError."""
-  found = jnp.asarray(x)
+  found = jnp.asarray(_given(name, x))
   if not jnp.issubdtype(found.dtype, jnp.floating):
     raise TypeError(f"{name}: found {found.dtype}, expected floats")
   return found.astype(jnp.float32) if found.dtype.itemsize > 4 and not wide else found

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
-from kvjax import arguments, entrance, forms, windowed
-from kvjax.method import Aux, Method
+from kvjax import arguments, drivers, entrance, forms, windowed
+from kvjax.method import Method
 from kvjax.registry import check_method
 from kvjax.rope import Rope
 from kvjax.traced_layer import TracedLayer
@@ -90,19 +90,23 @@ def empty_caches(
     impl: implementation of the method's operations, as in `kvjax.Env`.
 
   Raises:
-    TypeError: `method` is no method.
+    TypeError: `method` is no method, or an argument is of another type.
     ValueError: sizes that do not fit.
   """
   check_method("method", method)
-  if kv_heads < 1 or heads < 1 or heads % kv_heads:
+  heads = arguments.integer("heads", heads, 1)
+  kv_heads = arguments.integer("kv_heads", kv_heads, 1)
+  if heads % kv_heads:
     raise ValueError(f"heads: found {heads}, expected a multiple of the {kv_heads} kv_heads")
-  if scale is not None and not scale > 0:
-    raise ValueError(f"scale: found {scale}, expected more than 0, or None for H^-0.5")
+  scale = None if scale is None else arguments.positive("scale", scale)
+  if isinstance(windows, str) or not np.iterable(windows):
+    raise TypeError(f"windows: found {windows!r}, expected one for each of {layers} layers")
+  windows = tuple(windows)
   if windows and len(windows) != layers:
     raise ValueError(f"windows: found {len(windows)}, expected one for each of {layers} layers")
   served = [*windows].count(None) if windows else layers
   sizes = kv_heads, heads // kv_heads, head_dim
-  spec = CacheSpec(batch, capacity, *sizes, served, dtype, tuple(windows))
+  spec = CacheSpec(batch, capacity, *sizes, served, dtype, windows)
   env = Env(layers, rope or Rope.none(), impl, soft_cap=soft_cap)
   return tuple(
     LayerCache(cache, at.top, at.env, at.layer, scale)
@@ -118,10 +122,11 @@ def stacked(caches: Sequence[LayerCache]) -> LayerCache:
   Raises:
     ValueError: the layers' caches are not of one size, or there are none.
   """
-  if not caches:
-    raise ValueError("caches: found none, expected one for each layer")
+  caches = _layers(caches)
   alike = [dataclasses.replace(cache, layer=None) for cache in caches]
-  if len({_shapes(cache) for cache in alike}) > 1:
+  shapes = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in alike]
+  kinds = [jax.tree.structure(cache) for cache in alike]
+  if any(x != y[0] for y in (shapes, kinds) for x in y):
     raise ValueError(
       f"caches: found different sizes of {caches[0].method!r}, expected layers that are alike: "
       "unroll them"
@@ -159,14 +164,13 @@ def decode(
       program, no room for a token where none leaves.
     TypeError: the method needs a `carry` or the layer's number, which it was not given.
   """
+  _check_kinds(cache, carry)
   if not cache.ended:
     raise ValueError(
       f"cache: found a prompt that {_name(cache)} has not settled, expected kvjax.finish(caches, "
       "lengths) after the last layer has read it"
     )
-  dtype = jnp.asarray(q).dtype
-  wide = cache.cache.slots["k"].dtype == jnp.float64
-  q, k, v = (arguments.floats(n, x, wide) for n, x in (("q", q), ("k", k), ("v", v)))
+  dtype, q, k, v = _projections(cache, q, k, v)
   rows, kv_heads, width = _sizes(cache)
   one = (1,) * (q.ndim == 4)
   groups = _groups(cache, q, (rows, *one))
@@ -177,7 +181,7 @@ def decode(
   live = arguments.rows_that_take_part(live, rows)
   arguments.check_room(cache.cache, entrance.room(cache.method, cache.cache), live)
   at, sunk = _place(cache, sinks)
-  done = step(at, cache.cache, scaled, k, v, live, carry or Carry(), sunk)
+  done = drivers.step(at, cache.cache, scaled, k, v, live, carry or Carry(), sunk)
   return _result(cache, done[0].reshape(q.shape).astype(dtype), done[1], carry, done[2])
 
 
@@ -223,15 +227,14 @@ def prefill(
       own, which only a decoder can do that asks it; or it has to see a prompt at once, and `total`
       says that this is a part of one (within a program: `total` is given).
   """
+  _check_kinds(cache, carry)
   name, method = _name(cache), cache.method
   if forms.overrides(method, "active") or method.traits.stream is not None:
     raise NotImplementedError(
       f"{name}: found a method that decides which tokens of a prompt a layer computes, expected "
       "one that takes them as they come: kvjax.models runs it"
     )
-  dtype = jnp.asarray(q).dtype
-  wide = cache.cache.slots["k"].dtype == jnp.float64
-  q, k, v = (arguments.floats(n, x, wide) for n, x in (("q", q), ("k", k), ("v", v)))
+  dtype, q, k, v = _projections(cache, q, k, v)
   rows, kv_heads, width = _sizes(cache)
   tokens = max(1, q.shape[1]) if q.ndim > 1 else 1
   groups = _groups(cache, q, (rows, tokens))
@@ -248,7 +251,7 @@ def prefill(
   q_in = jnp.moveaxis(scaled, 1, 3)  # [B, K, G, T, H]
   k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)  # [B, K, T, H]
   at, sunk = _place(cache, sinks)
-  done = read(at, cache.cache, q_in, k, v, prompt, carry or Carry(), sunk)
+  done = drivers.read(at, cache.cache, q_in, k, v, prompt, carry or Carry(), sunk)
   out = _rolled(jnp.moveaxis(done[0], 3, 1).reshape(q.shape), None if first is None else -first)
   now = dataclasses.replace(cache, ended=not forms.overrides(method, "conclude"))
   return _result(now, out.astype(dtype), done[1], carry, done[2])
@@ -264,6 +267,7 @@ def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache
   Raises:
     ValueError: there are not as many caches as layers, or not as many lengths as rows.
   """
+  caches = _layers(caches)
   served = [i for i, cache in enumerate(caches) if not isinstance(cache.method, windowed.Sliding)]
   done = list(caches)
   if served:
@@ -280,48 +284,29 @@ def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache
   return tuple(done)
 
 
-# ---- what the decoder of kvjax.models calls, too
-
-
-def step(
-  at: At,
-  cache: Any,
-  q: Float[Array, "B K G H"],
-  k: Float[Array, "B K H"],
-  v: Float[Array, "B K H"],
-  live: Bool[Array, " B"],
-  carry: Carry,
-  sinks: Float[Array, "K G"] | None = None,
-) -> tuple[Float[Array, "B K G H"], Any, Carry, Aux]:
-  """A method's decode step (`Method.decode_step`); with `sinks`, under `Env.lse`."""
-  return _sunk(*at.top.decode_step(at, cache, q, k, v, live, carry), sinks)
-
-
-def read(
-  at: At,
-  cache: Any,
-  q: Float[Array, "B K G A H"],
-  k: Float[Array, "B K C H"],
-  v: Float[Array, "B K C H"],
-  prompt: Prompt,
-  carry: Carry,
-  sinks: Float[Array, "K G"] | None = None,
-) -> tuple[Float[Array, "B K G A H"], Any, Carry, Aux]:
-  """A method's prompt (`Method.prefill`); with `sinks`, under `Env.lse`."""
-  return _sunk(*at.top.prefill(at, cache, q, k, v, prompt, carry), sinks)
-
-
-def _sunk(o: Array, cache: Any, carry: Carry, aux: Aux, sinks: Array | None) -> Any:
-  """Attention with a sink s in its denominator Σ = e^lse: o·Σ/(Σ + eˢ) = o·σ(lse − s)."""
-  if sinks is None:
-    return o, cache, carry, aux
-  lse = aux["lse"]
-  share = jax.nn.sigmoid(lse - sinks.reshape(*sinks.shape, *[1] * (lse.ndim - 3)))
-  rest = {name: x for name, x in aux.items() if name != "lse"}
-  return (o * share[..., None]).astype(o.dtype), cache, carry, rest
-
-
 # ---- checks and shapes
+
+
+def _check_kinds(cache: Any, carry: Any = None) -> None:
+  """Raises TypeError for what is no cache of a layer, or no carry."""
+  if not isinstance(cache, LayerCache):
+    raise TypeError(
+      f"cache: found {type(cache).__name__}, expected that of one layer, of kvjax.empty_caches"
+    )
+  if carry is not None and not isinstance(carry, Carry):
+    raise TypeError(f"carry: found {type(carry).__name__}, expected kvjax.Carry(), or None")
+
+
+def _layers(caches: Any) -> list[LayerCache]:
+  """The caches of some layers, one at least."""
+  if isinstance(caches, LayerCache | str) or not np.iterable(caches):
+    found = type(caches).__name__
+    raise TypeError(f"caches: found {found}, expected those of kvjax.empty_caches, in order")
+  if not (listed := list(caches)):
+    raise ValueError("caches: found none, expected one for each layer")
+  for cache in listed:
+    _check_kinds(cache)
+  return listed
 
 
 def _name(cache: LayerCache) -> str:
@@ -332,6 +317,13 @@ def _sizes(cache: LayerCache) -> tuple[int, int, int]:
   """B, K and H."""
   held = cache.cache
   return held.slots["k"].shape[0], held.kv_heads, held.head_dim
+
+
+def _projections(cache: LayerCache, *given: ArrayLike) -> tuple[Any, Array, Array, Array]:
+  """q's dtype; and q, k and v as floats, of 64 bits only where the cache has such."""
+  wide = cache.cache.slots["k"].dtype == jnp.float64
+  q, k, v = (arguments.floats(*x, wide) for x in zip("qkv", given, strict=True))
+  return arguments.floats("q", given[0], True).dtype, q, k, v
 
 
 def _groups(cache: LayerCache, q: Array, leading: tuple[int, ...]) -> int:
@@ -402,7 +394,3 @@ def _result(cache: LayerCache, out: Array, new: Cache, given: Carry | None, hand
       "in the first layer and in the others what the layer before returned"
     )
   return out, after
-
-
-def _shapes(cache: LayerCache) -> Any:
-  return jax.tree.structure(cache), tuple((x.shape, x.dtype) for x in jax.tree.leaves(cache))

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
-from .. import offload, windowed
+from .. import arguments, offload, windowed
 from ..forked import Forked, branched
 from ..method import Method
 from ..registry import check_method
@@ -69,13 +69,16 @@ def save(
     spec: sizes of the caches, as `Transformer.spec` gives them.
 
   Raises:
-    TypeError: `method` is no method.
+    TypeError: `method` is no method, or `spec` no sizes.
     ValueError: the caches are not those of `method` for `spec`, or were donated before.
   """
-  check_method("method", method)
+  _check_whose(method, spec)
   path = pathlib.Path(path)
+  logits = logits if isinstance(logits, jax.Array) else arguments.array("logits", logits)
   named = _named((logits, caches))
   found = {name: _kind(x) for name, x in named.items()}
+  if np.ndim(logits) != 2:
+    raise ValueError(f"logits: found shape {np.shape(logits)}, expected [B, V], as prefill returns")
   _check_layout("caches", found, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
   header = {
@@ -100,12 +103,12 @@ def restore(
   the caches is the caller's to know.
 
   Raises:
-    TypeError: `method` is no method.
+    TypeError: `method` is no method, or `spec` no sizes.
     FileNotFoundError: there is no such file.
     ValueError: the file is damaged, of a version that this kvjax does not read, or of another
       method or other sizes.
   """
-  check_method("method", method)
+  _check_whose(method, spec)
   path = pathlib.Path(path)
   with path.open("rb") as raw:
     with _whole(path):
@@ -144,14 +147,14 @@ def fork(
     logits and caches of B·n rows (0, 0, …, 1, 1, …), or of n.
 
   Raises:
+    TypeError: `times` or `row` is no integer, or `caches` are none.
     ValueError: `times` or `row` is out of range, or the caches were donated before, have other
       rows than the logits, or are branches of a shared context.
   """
-  batch = _check_fork(logits, caches, times)
-  if row is not None and not 0 <= row < batch:
-    raise ValueError(f"row: found {row}, expected one of the {batch} rows, from 0")
+  batch, times = _check_fork(logits, caches, times)
+  row = None if row is None else checks.whole("row", row, 0, batch)
   rows = np.repeat(np.arange(batch) if row is None else np.array([row]), times)
-  return logits[rows], offload.rows_of(caches, rows)
+  return jnp.asarray(logits)[rows], offload.rows_of(caches, rows)
 
 
 def fork_shared(
@@ -176,13 +179,14 @@ def fork_shared(
     the same for a spec of B·n rows.
 
   Raises:
-    TypeError: `method` is no method.
+    TypeError: `method` is no method, `times` or `room` no integer, or `caches` are none.
     ValueError: `times` or `room` is out of range; the caches are another method's, were donated
       before, have other rows than the logits, or would evict tokens within `room`; the method does
       not attend to all that it holds.
   """
   checks.laid_out(caches, method, None)
-  _check_fork(logits, caches, times)
+  _, times = _check_fork(logits, caches, times)
+  room = checks.whole("room", room, 1)
   windows = windowed.windows_of(caches)
   own = windowed.served(caches)
   used = np.max([np.asarray(cache.used) for cache in own], axis=0, initial=1)
@@ -200,20 +204,20 @@ def fork_shared(
   return jnp.repeat(logits, times, 0), made, forked
 
 
-def _check_fork(logits: Array, caches: Caches, times: int) -> int:
-  """Raises where rows cannot be repeated; returns how many there are."""
+def _check_fork(logits: Array, caches: Caches, times: int) -> tuple[int, int]:
+  """How many rows there are, and how often each is repeated; raises where that cannot be."""
+  checks.listed(caches)
   checks.there((logits, caches))
-  batch, rows = logits.shape[0], caches[0].seen.shape[0]
-  if batch != rows:
-    raise ValueError(f"logits: found {batch} rows, expected {rows} as the caches have")
-  if times < 1:
-    raise ValueError(f"times: found {times}, expected at least 1")
+  shape, batch = np.shape(logits), caches[0].seen.shape[0]
+  if len(shape) != 2 or shape[0] != batch:
+    raise ValueError(f"logits: found shape {shape}, expected [{batch}, V] as the caches have rows")
+  times = checks.whole("times", times, 1)
   if any(len(x) != batch for x in jax.tree.leaves(caches)):
     raise ValueError(
       "caches: found branches that share a context (fork_shared), expected caches with all of a "
       "row in the row: fork those that they come from"
     )
-  return batch
+  return batch, times
 
 
 def _check_evicts_nothing(method: Method, caches: Caches, room: int) -> None:
@@ -249,8 +253,11 @@ def next_turn(
     arguments: of `Tokenizer.render`: what the conversation began with (tools, enable_thinking, …).
 
   Raises:
+    TypeError: `message` is no string, or `answer` no list of integers.
     ValueError: the template does not render an assistant's message as it is.
   """
+  if not isinstance(message, str):
+    raise TypeError(f"message: found {message!r}, expected a string")
   mark = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
   asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
 
@@ -261,7 +268,7 @@ def next_turn(
     return rest
 
   rest = behind([*asked, {"role": "user", "content": message}])
-  said = [token for token in np.asarray(answer).tolist() if token >= 0]
+  said = [token for token in checks.token_ids("answer", answer).tolist() if token >= 0]
   if not said or not (said[-1] in tokenizer.ends or tokenizer.is_special(said[-1])):
     return tokenizer.encode(rest, after=tokenizer.decode(said, skip_special=False) or mark)
   end = tokenizer.decode(said[-1:], skip_special=False)
@@ -272,6 +279,13 @@ def next_turn(
     if first and tokenizer.is_special(first[0]):
       close = tokenizer.decode(first, skip_special=False)
   return tokenizer.encode(text.removeprefix(close) if text.startswith(close) else rest, after=end)
+
+
+def _check_whose(method: Any, spec: Any) -> None:
+  """Raises TypeError for what is no method, or are no sizes of caches."""
+  check_method("method", method)
+  if not isinstance(spec, CacheSpec):
+    raise TypeError(f"spec: found {spec!r}, expected a kvjax.CacheSpec, as Transformer.spec gives")
 
 
 def _named(tree: tuple[Any, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -25,19 +24,7 @@ from .config import ModelConfig
 from .token_backends import check_unicode
 from .transformer import Caches, Transformer
 
-
-def whole(name: str, value: Any, least: int, below: int | None = None) -> int:
-  """An argument that is an integer in a range; floats and booleans are none."""
-  try:
-    if isinstance(value, bool | np.bool_):
-      raise TypeError
-    number = operator.index(value)
-  except TypeError:
-    raise TypeError(f"{name}: found {value!r}, expected an integer") from None
-  if number < least or (below is not None and number >= below):
-    expected = f"at least {least}" if below is None else f"an integer in [{least}, {below})"
-    raise ValueError(f"{name}: found {number}, expected {expected}")
-  return number
+whole = arguments.integer
 
 
 def token_ids(name: str, ids: Any) -> np.ndarray:
@@ -70,9 +57,22 @@ def stop_strings(strings: Iterable[str]) -> tuple[str, ...]:
   return found
 
 
+def kind(name: str, x: Any, wanted: type) -> None:
+  """Raises TypeError for an argument of another class."""
+  if not isinstance(x, wanted):
+    raise TypeError(f"{name}: found {x!r}, expected a {wanted.__name__}")
+
+
+def callbacks(**given: Any) -> None:
+  """Raises TypeError for what cannot be called."""
+  for name, x in given.items():
+    if x is not None and not callable(x):
+      raise TypeError(f"{name}: found {x!r}, expected a function, or None")
+
+
 def of_rows(name: str, x: ArrayLike, batch: int) -> np.ndarray:
   """An argument with one entry per row."""
-  x = np.asarray(x)
+  x = arguments.array(name, x)
   if x.shape != (batch,):
     raise ValueError(f"{name}: found shape {x.shape}, expected ({batch},)")
   return x
@@ -128,10 +128,7 @@ def laid_out(caches: Any, method: Any, spec: CacheSpec | None) -> None:
     spec: sizes of the model's caches, whatever their rows and capacity; None: any.
   """
   check_method("method", method)
-  listed = isinstance(caches, tuple | list) and len(caches) > 0
-  if not listed or not all(hasattr(x, "seen") for x in caches):
-    found = type(caches).__name__
-    raise TypeError(f"caches: found {found}, expected the tuple that method.init_caches gives")
+  listed(caches)
   there(caches)
   origins = {id(x): x for x in (getattr(cache, "origin", None) for cache in caches)}
   for origin in filter(None, origins.values()):
@@ -143,11 +140,20 @@ def laid_out(caches: Any, method: Any, spec: CacheSpec | None) -> None:
     raise ValueError(f"caches: found {len(caches)}, expected one per layer, {spec.depth}")
 
 
-def logits(x: Any, caches: Caches, vocab: int) -> None:
-  """Raises unless these are one row of logits for each row of the caches."""
-  expected = caches[0].seen.shape[0], vocab
-  if np.shape(x) != expected:
-    raise ValueError(f"logits: found shape {np.shape(x)}, expected {expected}, as prefill returns")
+def listed(caches: Any) -> None:
+  """Raises TypeError for what are no caches of a model."""
+  some = isinstance(caches, tuple | list) and len(caches) > 0
+  if not some or not all(hasattr(x, "seen") for x in caches):
+    found = type(caches).__name__
+    raise TypeError(f"caches: found {found}, expected the tuple that method.init_caches gives")
+
+
+def logits(x: Any, caches: Caches, vocab: int) -> Float[Array, "B V"]:
+  """One row of logits for each row of the caches; TypeError or ValueError for anything else."""
+  x, expected = arguments.floats("logits", x), (caches[0].seen.shape[0], vocab)
+  if x.shape != expected:
+    raise ValueError(f"logits: found shape {x.shape}, expected {expected}, as prefill returns")
+  return x
 
 
 @flat.own

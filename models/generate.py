@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
+from .. import arguments
 from ..method import Method
 from . import by_layer, checks, flat
 from .by_layer import ByLayer
@@ -136,15 +137,19 @@ def generate(
     UserWarning: as `prefill`; steps count that may not be taken.
   """
   checks.laid_out(caches, method, model.spec(1, 1))
-  checks.logits(logits, caches, model.config.vocab)
+  logits = checks.logits(logits, caches, model.config.vocab)
+  checks.kind("sampling", sampling, Sampling)
+  if tokenizer is not None:
+    checks.kind("tokenizer", tokenizer, Tokenizer)
   batch, vocab = logits.shape
+  checks.callbacks(on_chunk=on_chunk, on_text=on_text)
   steps, chunk = checks.whole("steps", steps, 1), checks.whole("chunk", chunk, 1)
   seed = checks.whole("seed", seed, 0, 2**32)
   stop, stop_strings = checks.stops(stop, vocab), checks.stop_strings(stop_strings)
   live = checks.live(live, batch)
   rows = checks.row_numbers(np.arange(batch) if rows is None else rows, batch)
   if forced is not None:
-    forced = checks.forced(np.asarray(forced), batch, steps, vocab)
+    forced = checks.forced(arguments.array("forced", forced), batch, steps, vocab)
   if tokenizer is None and (stop_strings or on_text is not None):
     raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
   seen = checks.room(caches, method, steps * live, f"steps = {steps}")
@@ -340,7 +345,8 @@ class _Host:
     """Tokens and log-probabilities, padded to `steps` with −1 and 0."""
     shape = len(self.live), steps
     tokens, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    tokens[:, : len(self._tokens)] = np.stack(self._tokens, 1)
+    if self._tokens:
+      tokens[:, : len(self._tokens)] = np.stack(self._tokens, 1)
     if self._logprobs:
       logprobs[:, : len(self._logprobs)] = np.stack(self._logprobs, 1)
     return tokens, np.where(tokens >= 0, logprobs, 0)

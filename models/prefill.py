@@ -34,6 +34,8 @@ def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.nda
     ValueError: `multiple` is not at least 1, or an id is no int32.
   """
   multiple = checks.whole("multiple", multiple, 1)
+  if not np.iterable(prompts):
+    raise TypeError(f"prompts: found {prompts!r}, expected a list of lists of token ids")
   rows = [checks.token_ids(f"prompts[{i}]", ids) for i, ids in enumerate(prompts)]
   lengths = np.array([len(ids) for ids in rows], np.int32)
   size = -(-lengths.max(initial=1) // multiple) * multiple
@@ -107,7 +109,8 @@ def prefill(
     UserWarning: a row outgrows the context that the model was trained for, under a method that does
       not keep distances within what it holds (`Traits.endless`).
   """
-  tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+  tokens, lengths = arguments.array("tokens", tokens), arguments.array("lengths", lengths)
+  checks.callbacks(on_chunk=on_chunk)
   past = None if past is None else checks.whole("past", past, 0)
   chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
   seen = checks.prompt(model, tokens, lengths, caches, method)

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from .. import front, memory, sharding, softmax_state, windowed
+from .. import drivers, memory, sharding, softmax_state, windowed
 from ..method import Method
 from ..ops import chunks
 from ..registry import check_method
@@ -68,7 +68,7 @@ class Layer(nnx.Module):
     sinks = self.attention.sink_logits if at.env.lse else None
     if at.top.traits.weighs_outputs:
       prompt = dataclasses.replace(prompt, wo=self.attention.wo[...])
-    o, cache, carry, aux = front.read(at, cache, q, k, v, prompt, carry, sinks)
+    o, cache, carry, aux = drivers.read(at, cache, q, k, v, prompt, carry, sinks)
     y, parts = self._finish(at, y, jnp.moveaxis(o, 3, 1))
     y = y + parts.sum(0).astype(y.dtype)
     return chunks.put(x, prompt, y, 1), cache, carry, aux
@@ -88,7 +88,7 @@ class Layer(nnx.Module):
     x, y = self.attention_norm.after(x, parts, at.env.impl)
     q, k, v = self.attention.qkv(y, at.env.impl)
     sinks = self.attention.sink_logits if at.env.lse else None
-    o, cache, carry, aux = front.step(at, cache, q, k, v, live, carry, sinks)
+    o, cache, carry, aux = drivers.step(at, cache, q, k, v, live, carry, sinks)
     return *self._finish(at, x, o), cache, carry, aux
 
   def _finish(

@@ -401,9 +401,9 @@ def _dilated(
   near = heavy + away[:, None]  # the nearest first
   near = jnp.where((heavy >= 0) & (near >= sinks), near, -1)
   both = jnp.concatenate([found, near.reshape(*found.shape[:3], -1)], -1)
-  missing = widest - both.shape[-1]
+  missing = max(0, widest - both.shape[-1])
   both = jnp.pad(both, [(0, 0)] * 3 + [(0, missing)], constant_values=-1)
-  return distinct(both)[0]
+  return distinct(both)[0][..., :widest]
 
 
 def _unit(q: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:

@@ -99,7 +99,8 @@ class CIS(Method):
     """
     units = 1 if self.per == "kv_head" else spec.groups
     of = partial(Leaf, in_place=True)
-    wide = self.block, units, self._widest
+    # No more than there are tokens, and neighbours after the newest.
+    wide = self.block, units, min(self._widest, spec.capacity + self.radius)
     return {
       **super().leaves(spec, layer),
       "queries": of("heads", (self.block, spec.groups, spec.head_dim)),  # of norm 1

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import settings
 from ..full import Full
+from ..memory import plan_memory
 from ..ops import shared_slots
 from .cases import CHUNK, STEPS, Told, law, logits_of
 from .tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS
@@ -81,7 +82,7 @@ def check_kept(case, caches, seen):
 
 @law
 def room_does_not_change_the_answer(case):
-  """Twice the capacity gives the same logits, and no budget takes more slots than it asks for."""
+  """Twice the capacity gives the same logits, and no budget takes more than it asks for."""
   roomy = Told(case, capacity=2 * CAPACITY).generate()
   np.testing.assert_allclose(roomy, logits_of(case), atol=CLOSE)
   ample, spec = settings.example(case.method, 8 * CAPACITY), Told(case).model.spec(2, CAPACITY)
@@ -89,6 +90,9 @@ def room_does_not_change_the_answer(case):
     slots = shared_slots.tokens(cache)
     # A stream's window has room beside it for blocks that are about to leave.
     assert slots <= CAPACITY or ample.traits.stream is not None, slots
+  large, larger = (settings.example(case.method, times * CAPACITY) for times in (32, 256))
+  sizes = [plan_memory(spec, method) for method in (large, larger)]
+  assert sizes[0] == sizes[1] or ample.traits.stream is not None, sizes
 
 
 @law

@@ -34,7 +34,7 @@ def plain(tokens=slice(None)):
 def made(method, impl="reference", rope=kvjax.Rope(), layers=4, **how):  # noqa: B008 (frozen)
   sizes = {"batch": ROWS, "capacity": CAPACITY, "heads": KV_HEADS * GROUPS, "kv_heads": KV_HEADS}
   sizes |= {"head_dim": WIDTH, "layers": layers, "dtype": jnp.float32}
-  return kvjax.empty_caches(method, **sizes, rope=rope, impl=impl, **how)
+  return kvjax.empty_caches(method, **{**sizes, "rope": rope, "impl": impl, **how})
 
 
 def answers(cache, arrays=None, told=(), **how):
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_refused():
       r"starts: found \[1, 0\] with lengths \[40, 7\], expected tokens within the 40 of a row",
     ),
     (lambda: kvjax.prefill(cache, q, k, v, starts=np.array([0, -1])), r"starts: found \[0, -1\]"),
-    (lambda: made(kvjax.Full(), scale=-1.0), r"scale: found -1\.0, expected more than 0"),
+    (lambda: made(kvjax.Full(), scale=-1.0), r"scale: found -1\.0, expected a finite number"),
     (lambda: made(kvjax.Full(), soft_cap=0.0), r"soft_cap: found 0\.0, expected a finite number"),
     (lambda: kvjax.stacked([]), "caches: found none"),
     (lambda: made(kvjax.Full(), windows=(4, None)), "windows: found 2, expected one for each of 4"),
@@ -306,6 +306,36 @@ def test_what_does_not_fit_is_refused():
       call()
   with pytest.raises(TypeError, match="k: found int32, expected floats"):
     kvjax.decode(cache, q[:, 0], k[:, 0].astype(np.int32), v[:, 0])
+
+
+def test_arguments_of_another_kind_are_named(untyped):
+  (cache,), (q, k, v) = made(kvjax.Full(), layers=1), plain()
+
+  def read(cache=cache, q=q, **how):
+    return kvjax.prefill(cache, q, k, v, **how)
+
+  for call, message in (
+    (lambda: made(kvjax.Full(), heads="6"), "heads: found '6', expected an integer"),
+    (lambda: made(kvjax.Full(), kv_heads=3.0), r"kv_heads: found 3\.0, expected an integer"),
+    (lambda: made(kvjax.Full(), windows=4), "windows: found 4, expected one for each of 4 layers"),
+    (lambda: made(kvjax.Full(), scale="1"), "scale: found '1', expected a finite number"),
+    (lambda: made(kvjax.Full(), scale=True), "scale: found True, expected a finite number"),
+    (lambda: made(kvjax.Full(), scale=np.inf), "scale: found inf, expected a finite number"),
+    (lambda: read(lengths=[[1], [1, 2]]), "lengths: found rows of unlike lengths, expected an"),
+    (lambda: read(q=None), "q: found None, expected an array of numbers"),
+    (lambda: read(q="q"), "q: found 'q', expected an array of numbers"),
+    (lambda: read(past=1.0), r"past: found 1\.0, expected an integer"),
+    (lambda: read(carry=3), r"carry: found int, expected kvjax\.Carry\(\), or None"),
+    (lambda: read(cache=cache.cache), "cache: found Cache, expected that of one layer"),
+    (lambda: kvjax.decode((cache,), q, k, v), "cache: found tuple, expected that of one layer"),
+    (lambda: kvjax.finish(cache, LENGTHS), "caches: found LayerCache, expected those of"),
+    (lambda: kvjax.finish([], LENGTHS), "caches: found none, expected one for each layer"),
+    (lambda: kvjax.stacked([cache, None]), "cache: found NoneType, expected that of one layer"),
+  ):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+      call()
+  (scaled,) = made(kvjax.Full(), layers=1, scale=jnp.float32(0.5))
+  jax.jit(kvjax.prefill)(scaled, q, k, v, LENGTHS)  # a number: what is static has to be hashable
 
 
 def test_what_a_cache_has_seen_is_looked_at():

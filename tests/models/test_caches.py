@@ -15,7 +15,7 @@ import tokenizers
 import kvjax
 from kvjax import offload
 from kvjax.models import caches as caches_file
-from kvjax.models.caches import fork, next_turn, restore, save
+from kvjax.models.caches import fork, fork_shared, next_turn, restore, save
 from kvjax.models.generate import generate, pad, prefill
 from kvjax.models.sampling import Sampling
 from kvjax.models.tokenizer import Tokenizer
@@ -255,12 +255,40 @@ def test_forked_rows_are_the_row_again(method):
   np.testing.assert_array_equal(go_on(*forked, method), np.repeat(greedy, 2, 0))
 
 
-def test_forks_are_refused():
+def test_forks_are_refused(untyped):
   logits, caches, _ = start(kvjax.Full())
   with pytest.raises(ValueError, match="times: found 0"):
     fork(logits, caches, 0)
-  with pytest.raises(ValueError, match="row: found 2, expected one of the 2 rows"):
+  with pytest.raises(ValueError, match=r"row: found 2, expected an integer in \[0, 2\)"):
     fork(logits, caches, 2, row=2)
+  for call, message in (
+    (lambda: fork(logits, caches, 2.0), r"times: found 2\.0, expected an integer"),
+    (lambda: fork(logits, caches, True), "times: found True, expected an integer"),
+    (lambda: fork(logits, caches, 2, row=1.0), r"row: found 1\.0, expected an integer"),
+    (lambda: fork(logits, (), 2), "caches: found tuple, expected the tuple that"),
+    (lambda: fork(logits[0], caches, 2), r"logits: found shape \(\d+,\), expected \[2, V\]"),
+    (
+      lambda: fork_shared(logits, caches, kvjax.Full(), 2, room=4.0),
+      r"room: found 4\.0, expected an integer",
+    ),
+  ):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+      call()
+
+
+def test_what_is_no_logits_or_no_sizes_is_not_saved(tmp_path, untyped):
+  _, caches, spec = start(kvjax.Full())
+  path = tmp_path / "caches"
+  for logits, sizes, message in (
+    (None, spec, "logits: found None, expected an array of numbers"),
+    (1.0, spec, r"logits: found shape \(\), expected \[B, V\]"),
+    (1.0, None, r"spec: found None, expected a kvjax\.CacheSpec"),
+  ):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+      save(path, logits, caches, kvjax.Full(), sizes)
+  with pytest.raises(TypeError, match=r"^spec: found None, expected a kvjax\.CacheSpec"):
+    restore(path, kvjax.Full(), None)
+  assert not path.exists()
 
 
 # ---- further turns
@@ -302,6 +330,20 @@ def test_a_turn_is_what_the_whole_conversation_has_more(special):
     tokenizer = Tokenizer(backend, eos=tokenizer.eos, chat_template=tokenizer.chat_template)
   assert tokenizer.is_special(tokenizer.eos) == special
   check_turns(tokenizer)
+
+
+@pytest.mark.parametrize(
+  ("told", "message"),
+  [
+    ((None, []), "message: found None, expected a string"),
+    (("", [1.5]), r"answer: found float64 \(1,\), expected a list of integers"),
+    (("", [[1, 2], [3, 4]]), r"answer: found int64 \(2, 2\), expected a list of integers"),
+    (("", "yes"), r"answer: found <U3 \(\), expected a list of integers"),
+  ],
+)
+def test_a_turn_takes_a_string_and_ids(told, message, untyped):
+  with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+    next_turn(byte_tokenizer(), *told)
 
 
 @pytest.mark.slow

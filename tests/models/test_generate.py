@@ -625,6 +625,12 @@ def test_generate_refuses(change, message):
     ({"rows": [0, 1.5]}, r"rows: found \[0.0, 1.5\]"),
     ({"live": [1, 0.5]}, r"live: found \[1.0, 0.5\], expected booleans"),
     ({"live": [1, 2]}, r"live: found \[1, 2\], expected booleans"),
+    ({"rows": [[0], [1, 2]]}, "rows: found rows of unlike lengths, expected an array"),
+    ({"forced": [[1], [1, 2]]}, "forced: found rows of unlike lengths"),
+    ({"sampling": 0.7}, "sampling: found 0.7, expected a Sampling"),
+    ({"sampling": None}, "sampling: found None, expected a Sampling"),
+    ({"tokenizer": "gpt2"}, "tokenizer: found 'gpt2', expected a Tokenizer"),
+    ({"on_chunk": 3}, "on_chunk: found 3, expected a function, or None"),
   ],
 )
 def test_numbers_of_another_kind_are_refused(change, message, untyped):
@@ -632,6 +638,23 @@ def test_numbers_of_another_kind_are_refused(change, message, untyped):
   logits, caches = start()
   with pytest.raises((TypeError, ValueError), match=message):
     generate(model(), logits, caches, FULL, **{"steps": 4, **change})
+
+
+@pytest.mark.parametrize("kind", [int, bool, complex, str, object])
+def test_logits_are_floats(kind, untyped):
+  _, caches = start()
+  with pytest.raises((TypeError, ValueError), match=r"^logits: found "):
+    generate(model(), np.zeros((2, CONFIG.vocab)).astype(kind), caches, FULL, steps=1)
+
+
+@pytest.mark.parametrize("on_chunk", [None, lambda tokens: None])
+def test_where_no_row_takes_part_nothing_is_generated(on_chunk):
+  logits, caches = start()
+  given = {"live": [False, False], "on_chunk": on_chunk, "return_logprobs": True}
+  out, _ = generate(model(), logits, caches, FULL, steps=3, **given)
+  np.testing.assert_array_equal(out.tokens, np.full((2, 3), -1))
+  np.testing.assert_array_equal(out.last, logits)
+  assert not out.lengths.any() and not out.logprobs.any()
 
 
 def test_numbers_of_numpy_are_taken(untyped):
@@ -797,6 +820,8 @@ def test_prompts_are_padded():
     ValueError, match=r"prompts\[0\]: found an id of 4294967297, expected at most"
   ):
     pad([[2**32 + 1]])
+  with pytest.raises(TypeError, match="prompts: found None, expected a list of lists of token ids"):
+    pad(None)
 
 
 # ---- methods that read prompts in pieces of their own

@@ -198,7 +198,7 @@ class Ours:
     Of tokens that were read as input, all but the last one; None where there are none.
     """
     method, said, past = self.methods[cell], [], int(caches[0].seen[0])
-    while (new := int(logits[0].argmax())) != self.tokenizer.eos:
+    while (new := int(logits[0].argmax())) not in self.tokenizer.ends:
       said.append(new)
       if len(said) == steps:
         break
@@ -285,7 +285,7 @@ def _answers(
   ):
     for cells in pressed.alike({cell: each for cell, each in left.items() if cell.mode == mode}):
       several = [left[cell] for cell in cells]
-      found = theirs.answers(several, logits, tail, past, steps, tokenizer.eos)
+      found = theirs.answers(several, logits, tail, past, steps, tokenizer.ends)
       said |= {cell: tokenizer.decode(ids) for cell, ids in zip(cells, found, strict=True)}
   return said
 

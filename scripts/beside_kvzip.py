@@ -136,8 +136,8 @@ class Theirs:
       held.keys.append(layer.keys)
       held.values.append(layer.values)
       held.hidden.append((self.torch.zeros_like(head), head, at) if len(head) else None)
-    past, eos = len(prompt.head), self.tokenizer.eos
-    said = self.pressed.answers([held], np.zeros(1), prompt.tail, past, steps, eos)
+    past, ends = len(prompt.head), self.tokenizer.ends
+    said = self.pressed.answers([held], np.zeros(1), prompt.tail, past, steps, ends)
     return self.tokenizer.decode(said[0])
 
 
@@ -168,7 +168,7 @@ class Ours:
     asked = jnp.asarray([len(prompt.tail)])
     logits, caches = self.layered.prefill(tail, asked, caches, method, past=None)
     said: list[int] = []
-    while (new := int(logits[0].argmax())) != self.tokenizer.eos:
+    while (new := int(logits[0].argmax())) not in self.tokenizer.ends:
       said.append(new)
       if len(said) == steps:
         break

@@ -177,8 +177,17 @@ def evaluate(
     args: what is run.
     model, tokenizer: of a checkpoint.
     notes: takes what is not run, and why.
+
+  Raises:
+    ValueError: a length is more than the model was converted for; nothing has run then.
   """
   notes = [] if notes is None else notes
+  config = model.config
+  if config.limited and max(args.lengths) > config.max_context:
+    raise ValueError(
+      f"--lengths: found {max(args.lengths)}, expected at most max_context = "
+      f"{config.max_context}, which the model was converted for"
+    )
   gpu = jax.default_backend() == "gpu"
   batch = args.batch or (25 if gpu else 5)
   limit = args.memory * 1e9 if args.memory else _memory()

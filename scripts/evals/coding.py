@@ -86,14 +86,19 @@ def _row(
 def literal(answer: str, row: Row) -> float:
   """CRUXEval's score: the right side of the answer's first assertion equals the output.
 
-  As published, but that an expression that is no literal is wrong and not worked out.
+  As published, where what follows a comma is the assertion's message; but that an expression that
+  is no literal is wrong and not worked out.
   """
   said = answer.split("[ANSWER]")[1] if "[ANSWER]" in answer else answer
   said = said.split("==")[1] if "==" in said else said
   if f"f({row.scoring['input']})" in said:
     return 0.0
   try:
-    return float(ast.literal_eval(said.strip()) == ast.literal_eval(row.answers[0]))
+    (stated,) = ast.parse(f"assert output == {said.strip()}").body
+    if not isinstance(stated, ast.Assert) or not isinstance(stated.test, ast.Compare):
+      return 0.0
+    (value,) = stated.test.comparators
+    return float(ast.literal_eval(value) == ast.literal_eval(row.answers[0]))
   except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
     return 0.0
 

@@ -216,6 +216,8 @@ def packed(x: Any) -> Any:
   """A value as JSON; subclasses as what they derive from. Raises TypeError for other objects."""
   if x is None or isinstance(x, bool):
     return x
+  if isinstance(x, int) and int.bit_length(x) > 64:  # of which decimals are slow, or refused
+    return ["int", hex(int.__pos__(x))]
   if isinstance(x, int | float | str):
     return next(plain(x) for kind, plain in _PLAIN.items() if isinstance(x, kind))
   if isinstance(x, dict):
@@ -250,6 +252,7 @@ def unpacked(said: Any) -> Any:
   if name == "dict":
     return {unpacked(key): unpacked(value) for key, value in held}
   made: dict[str, Callable[[], Any]] = {
+    "int": lambda: int(held, 16),
     "complex": lambda: complex(*held),
     "bytes": lambda: bytes.fromhex(held),
     "range": lambda: range(*held),

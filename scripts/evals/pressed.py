@@ -4,7 +4,8 @@ torch, transformers and kvpress are imported when a model is made, and are no de
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module, metadata
 from typing import Any
 
@@ -209,7 +210,7 @@ class Pressed:
     tail: Sequence[int],
     past: int,
     steps: int,
-    eos: int | None,
+    ends: Collection[int],
   ) -> list[list[int]]:
     """Greedy answers, without what ends them, from caches that grow.
 
@@ -219,7 +220,7 @@ class Pressed:
       tail: the question, if it is read after the cut.
       past: tokens of the prompt before the tail.
       steps: tokens of an answer at most.
-      eos: the token that ends one.
+      ends: tokens that end one.
 
     Raises:
       ValueError: several caches have hidden keys, or there is a tail and layers keep different
@@ -229,6 +230,7 @@ class Pressed:
     if tail and len(sizes) > 1:
       raise ValueError(f"tail: found one behind layers of {sorted(sizes)} tokens, expected none")
     torch, cache, rows = self.torch, self.transformers.DynamicCache(), len(kept)
+    stopping = frozenset(ends)
     for layer in range(len(kept[0].keys)):
       keys, values = (torch.cat([getattr(x, y)[layer] for x in kept]) for y in ("keys", "values"))
       cache.update(keys, values, layer)
@@ -247,12 +249,12 @@ class Pressed:
       if tail:
         new, past = step(torch.tensor([list(tail)] * rows), past), past + len(tail)
       said = [new]
-      while len(said) < steps and not all(eos in each for each in torch.stack(said, 1).tolist()):
+      while len(said) < steps and any(map(stopping.isdisjoint, torch.stack(said, 1).tolist())):
         said.append(step(said[-1][:, None], past + len(said) - 1))
     for layer in self.model.model.layers:
       layer.self_attn.masked_key_indices = None
     texts = torch.stack(said, 1).tolist()
-    return [each[: each.index(eos)] if eos in each else each for each in texts]
+    return [list(itertools.takewhile(lambda x: x not in stopping, each)) for each in texts]
 
 
 def alike(kept: Mapping[Any, Kept]) -> list[list[Any]]:

@@ -60,7 +60,7 @@ def test_needles_are_held_token_by_token():
 class Letters:
   """A tokenizer of one token a character."""
 
-  eos = chat_template = None
+  chat_template, ends = None, ()
 
   def encode(self, text, *, bos=True):
     return [ord(c) for c in text]
@@ -160,7 +160,7 @@ class Theirs:
       left[cell] = Kept(positions=[[np.arange(cut.budget)] * 2] * 2)
     return self.logits, left
 
-  def answers(self, several, logits, tail, past, steps, eos):
+  def answers(self, several, logits, tail, past, steps, ends):
     return [[ord("4")] * steps for _ in several]
 
 

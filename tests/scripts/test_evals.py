@@ -481,7 +481,10 @@ def test_a_function_written_anew_has_its_imports_and_replaces_the_head():
     ("so x == 4.\n[ANSWER]\nassert f(4) == [4,6]  # done", 1),
     ("assert f(4) == [4, 6]", 1),
     ("[4, 6]", 1),
+    ('assert f(4) == [4, 6], "as it should"', 1),
+    ('assert f(4) == [4, 4], "as it should"', 0),
     ("assert f(4) == (4, 6)", 0),
+    ("[4, 6]\nprint()", 0),
     ("[ANSWER]\nassert f(4) == [4, 4 + 2]\n", 0),  # asked for without expressions
     ("[ANSWER]\nassert [4, 6] == f(4)", 0),
     ("x == 4, so [ANSWER] nothing", 0),

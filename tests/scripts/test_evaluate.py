@@ -346,6 +346,16 @@ def test_cells_that_cannot_be_are_left_out(loaded, tmp_path, capsys):
   assert "not run: gsm8k at 480 tokens: GSM8K" in said
 
 
+def test_lengths_past_a_conversions_limit_are_refused_first(loaded, tmp_path, monkeypatch):
+  model, tokenizer = loaded
+  monkeypatch.setattr(
+    model, "config", dataclasses.replace(model.config, limited=True, max_context=300)
+  )
+  with pytest.raises(ValueError, match="--lengths: found 480, expected at most max_context = 300"):
+    run((model, tokenizer), tmp_path / "out", "--lengths", "200", "480")
+  assert not (tmp_path / "out").exists()
+
+
 def test_answers_take_what_the_longest_prompt_of_a_batch_leaves(
   loaded, tmp_path, monkeypatch, capsys
 ):

@@ -91,7 +91,7 @@ def test_tests_see_values_and_errors(spaces):
   check = (
     "def check(f):\n"
     "  given = [1, -2**70, 1.5, -0.0, True, None, 'é', b'x', (1, [2]), {3}, 1j]\n"
-    "  given.append({(4, 5): {'a': []}})\n"
+    "  given += [{(4, 5): {'a': []}}, 10**9999, -(10**9999)]\n"
     "  assert f(*given, k=[given]) == (tuple(given), {'k': [given]})\n"
     "  assert [type(x) for x in f(*given)[0]] == list(map(type, given))\n"
     "  assert f(float('inf'))[0][0] == helper()\n"

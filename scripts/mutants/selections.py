@@ -27,6 +27,7 @@ def of(*names: str, laws: Sequence[str] = (), chosen: Sequence[str] = CHOSEN) ->
 # Files whose tests have other names, or that several methods share.
 SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/arguments.py": of("laws/front"),
+  "kvjax/drivers.py": of("laws/front"),
   "pallas_kernels/_addresses.py": of("kernels/addresses"),
   "kvjax/dispatch/contributions.py": of("methods/longflow", laws=("longflow",)),
   "kvjax/dispatch/scores.py": of(

@@ -56,10 +56,9 @@ class Sampling:
     top_k = vocab if self.top_k is None else min(self.top_k, vocab)
     # Devices take numbers below float32's normal ones as 0, and so the inverse of the largest.
     least = float(np.finfo(np.float32).tiny)
-    temperature = min(max(self.temperature, least), 1 / least)
-    numbers = temperature, max(self.top_p, least), self.min_p
-    temperature, top_p, min_p = map(jnp.float32, numbers)
-    return temperature, jnp.int32(top_k), top_p, min_p
+    temperature = jnp.float32(min(max(self.temperature, least), 1 / least))
+    top_p = jnp.float32(max(self.top_p, least))
+    return temperature, jnp.int32(top_k), top_p, jnp.float32(self.min_p)
 
 
 def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:

@@ -36,11 +36,13 @@ NAMED = {
   "gsm8k flexible-extract": scores.last_number,
   "ruler string_match_all": scores.all_found,
   "ruler string_match_part": scores.any_found,
+  "longbench_v2 extract_answer": scores.stated_choice,
+  "math math_verify": scores.boxed,
   "coqa f1": coqa.score,
   "coqa em": coqa.exact_match,
 } | {f"infinitebench {name}": scorer for name, (_, _, scorer) in infinitebench._TASKS.items()}
 CLASSES = ["Number", "Date", "Place", "Number of something", "Other number"]
-NEEDS = {"zh": "jieba", "longbook_sum": "rouge_score"}
+NEEDS = {"zh": "jieba", "longbook_sum": "rouge_score", "math_verify": "math_verify"}
 
 
 @pytest.mark.parametrize("name", NAMED)

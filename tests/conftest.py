@@ -163,8 +163,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 _tests = itertools.count(1)
-# The part of the machine's memory that workers may grow by before they drop what they can.
-_SHARE = 0.6
+# The part of the machine's memory that workers may grow by before they drop what they can: what
+# tests start takes gigabytes, too.
+_SHARE = 0.45
 
 
 def _resident() -> int:

@@ -205,7 +205,7 @@ def fork_shared(
 
 
 def _check_fork(logits: Array, caches: Caches, times: int) -> tuple[int, int]:
-  """How many rows there are, and how often each is repeated; raises where that cannot be."""
+  """The number of rows, and of repeats of each; raises where that cannot be."""
   checks.listed(caches)
   checks.there((logits, caches))
   shape, batch = np.shape(logits), caches[0].seen.shape[0]

@@ -192,7 +192,7 @@ class Conversation:
 
 
 def spoken(tokenizer: Tokenizer, tokens: np.ndarray, text: str) -> str:
-  """What an answer says, as a conversation that is read again has it.
+  """The text of an answer, as a conversation that is read again has it.
 
   gpt-oss thinks in parts of their own, which its template does not read again: the last counts.
 

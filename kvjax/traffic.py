@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from kvjax import forms, offload, windowed
+from kvjax.bounded import Bounded
 from kvjax.method import Method
 from kvjax.ops import shared_slots
 from kvjax.registry import check_method
@@ -263,9 +264,11 @@ def _long_enough(method: Method, tokens: int) -> Method:
   """The method without what it has for rows shorter than these, whose tables are longer."""
   fields = {field.name: field.init for field in dataclasses.fields(method)}
   changes: dict[str, Any] = {}
+  slots = tokens
   if fields.get("base"):
-    changes["base"] = _long_enough(method.base, tokens)  # type: ignore[attr-defined]
-  if fields.get("dense_below") and method.dense_below <= tokens:  # type: ignore[attr-defined]
+    base = changes["base"] = _long_enough(method.base, tokens)  # type: ignore[attr-defined]
+    slots = min(tokens, base.budget) if isinstance(base, Bounded) else tokens
+  if fields.get("dense_below") and method.tiles.dense_below <= slots:  # type: ignore[attr-defined]
     changes["dense_below"] = 0
   return dataclasses.replace(method, **changes) if changes else method
 

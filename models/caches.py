@@ -210,7 +210,7 @@ def _check_fork(logits: Array, caches: Caches, times: int) -> tuple[int, int]:
   checks.there((logits, caches))
   shape, batch = np.shape(logits), caches[0].seen.shape[0]
   if len(shape) != 2 or shape[0] != batch:
-    raise ValueError(f"logits: found shape {shape}, expected [{batch}, V] as the caches have rows")
+    raise ValueError(f"logits: found shape {shape}, expected [{batch}, V], a row for each of caches")
   times = checks.whole("times", times, 1)
   if any(len(x) != batch for x in jax.tree.leaves(caches)):
     raise ValueError(

@@ -41,17 +41,20 @@ class RocketKV(Selective):
   Attributes:
     budget: t, slots per KV head whose bytes a step may read; of more, half as many are attended to.
     base: stage 1; SnapKV with a window of 32, pooled over 63, in the paper.
+    dense_below: rows of fewer slots are attended to as a whole; None: rows of up to `budget`.
   """
 
   budget: int = least(2, 512)
   _: dataclasses.KW_ONLY
   base: Method = dataclasses.field(default_factory=lambda: SnapKV(4096, pool=63))
+  dense_below: int | None = least(0, None)
 
   anywhere: ClassVar[bool] = True  # the bounds of a page hold for any keys
 
   @property
   def tiles(self) -> Tiles:
-    return Tiles(unit=1, best=self.budget // 2, dense_below=self.budget + 1)
+    below = self.budget + 1 if self.dense_below is None else self.dense_below
+    return Tiles(unit=1, best=self.budget // 2, dense_below=below)
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     pages = -(-spec.capacity // self._page(spec.capacity))  # here the capacity is the base's

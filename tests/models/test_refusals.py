@@ -229,7 +229,7 @@ def test_what_is_no_cache():
         call()
   with pytest.raises(ValueError, match=r"logits: found shape \(2, 60\), expected \(2, 61\)"):
     generate(model(), logits[:, 1:], caches, FULL, steps=1)
-  with pytest.raises(ValueError, match="logits: found 1 rows, expected 2 as the caches have"):
+  with pytest.raises(ValueError, match=r"logits: found shape \(1, 61\), expected \[2, V\], a row"):
     fork(logits[:1], caches, 2)
 
 

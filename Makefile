@@ -29,7 +29,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(DEMO_READY)  ## a chat answer and a needle question under every cache, on a real model
-	@$(BIN)/python -m scripts.demo $(ARGS)
+	@$(BIN)/python -m kvjax.programs.demo $(ARGS)
 
 test: lint types  ## lint, types and a core of the CPU tests: every guarantee once
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -51,7 +51,7 @@ wheel: $(TEST_READY)  ## dist/kvjax-<version>-py3-none-any.whl
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 docs: $(DOCS_READY)  ## build/docs/index.html: the API reference; a warning is an error
-	$(BIN)/python -m scripts.reference --out build/docs
+	$(BIN)/python -m scripts.tools.reference --out build/docs
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \

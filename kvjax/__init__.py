@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-  from kvjax.api import *  # noqa: F403
-  from kvjax.api import __all__ as __all__
+  from kvjax._public import *  # noqa: F403
+  from kvjax._public import __all__ as __all__
 
 
 def __getattr__(name: str) -> Any:
@@ -20,11 +20,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   if importlib.util.find_spec(f"{__name__}.{name}"):
     return importlib.import_module(f"{__name__}.{name}")
-  public = vars(importlib.import_module(f"{__name__}.api"))
+  public = vars(importlib.import_module(f"{__name__}._public"))
   if name not in public:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return globals().setdefault(name, public[name])
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *importlib.import_module(f"{__name__}.api").__all__})
+  return sorted({*globals(), *importlib.import_module(f"{__name__}._public").__all__})

@@ -1,1 +1,1 @@
-"""Command-line programs of kvjax, each run as `python -m scripts.<name>`."""
+"""Programs of kvjax: of users (`programs`), and of those who build it."""

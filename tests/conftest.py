@@ -200,8 +200,8 @@ def _few_programs(request):
   What is traced under a patch is nobody else's, nor the other way round.
   """
   # Here, so that the process which hands out the tests imports none of it.
+  from kvjax.programs.common import drop_programs
   from kvjax.testing import layer
-  from scripts.common import drop_programs
 
   patched = "monkeypatch" in request.fixturenames
   if patched:
@@ -225,7 +225,7 @@ def _few_programs(request):
 @pytest.fixture(scope="session")
 def smollm2() -> pathlib.Path:
   """The converted SmolLM2-135M-Instruct checkpoint, fetched and converted once per machine."""
-  from kvjax.models import convert
+  from kvjax.models.io import convert
 
   checkpoint: Any = convert.default_checkpoint()
   return pathlib.Path(checkpoint)

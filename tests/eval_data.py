@@ -8,7 +8,13 @@ import json
 import pathlib
 import random
 
-from scripts.evals import coding, haystack, infinitebench_files, longbench, lost_in_the_middle
+from kvjax.programs.evals import (
+  coding,
+  haystack,
+  infinitebench_files,
+  longbench,
+  lost_in_the_middle,
+)
 
 
 def paragraphs(number: int, size: int = 60) -> list[str]:

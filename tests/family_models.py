@@ -4,7 +4,7 @@ import functools
 import pathlib
 import tempfile
 
-from kvjax.models import convert
+from kvjax.models.io import convert
 from tests import tiny_hf
 
 

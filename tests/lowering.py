@@ -19,7 +19,7 @@ import jax
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton import lowering as triton_lowering
 
-from kvjax.kernels import config
+from kvjax.kernels.common import config
 
 # What XLA does too; triton warns when nobody says.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -8,8 +8,8 @@ PAGES = ROOT / "README.md", ROOT / "models" / "README.md", ROOT / "kvjax" / "REA
 
 _TINY = """
 import pathlib
-from kvjax.models import convert
-from {examples} import tiny
+from kvjax.models.io import convert
+{import_tiny}
 
 folder = pathlib.Path({folder!r})
 tiny.huggingface_folder(folder / "Llama-3.2-1B")
@@ -26,7 +26,10 @@ def snippets() -> list[str]:
   return found
 
 
-def program(folder: pathlib.Path, examples: str) -> str:
-  """One program of all snippets; the default model and that of /models are made in a folder."""
-  parts = [_TINY.format(folder=str(folder), examples=examples), *snippets()]
+def program(folder: pathlib.Path, import_tiny: str) -> str:
+  """One program of all snippets; the default model and that of /models are made in a folder.
+
+  `import_tiny` imports `scripts/examples/tiny.py`, which makes them.
+  """
+  parts = [_TINY.format(folder=str(folder), import_tiny=import_tiny), *snippets()]
   return "\n".join(parts).replace('"/models/', f'"{folder}/')

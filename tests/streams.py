@@ -11,7 +11,7 @@ from kvjax.testing.layer import capped, driver, rotate
 class Stack:
   """Layers of one model, each fed with a stream of its own; the carry goes up through them.
 
-  Layers that the method calls alike share a program, as in `models/by_layer.py`.
+  Layers that the method calls alike share a program, as in `models/decode/by_layer.py`.
   """
 
   def __init__(self, method, streams, capacity=96, impl="reference", cap=None):

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from kvjax.models.token_backends import byte_of_character
+from kvjax.models.io.token_backends import byte_of_character
 
 D, HEADS, KV_HEADS, H, F, LAYERS, THETA, EPS = 64, 4, 2, 16, 96, 3, 500.0, 1e-5
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ t", "1 2", "Ġ 1"]

@@ -1,6 +1,6 @@
 """Tiny models of every family and rope type, as Hugging Face folders with made-up weights.
 
-Needs NumPy, safetensors and tokenizers only: scripts/make_family_goldens.py runs it beside
+Needs NumPy, safetensors and tokenizers only: scripts/tools/make_family_goldens.py runs it beside
 transformers, where JAX need not be.
 """
 

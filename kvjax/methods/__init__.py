@@ -1,1 +1,1 @@
-"""One paper, one file. `kvjax.registry` lists them."""
+"""Methods, one paper a file or folder, and the table of their names (`registry`)."""

@@ -8,19 +8,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import forms, ring, settings
-from kvjax.bounded import InTurn
-from kvjax.fields import between, expect, least
-from kvjax.leaves import Leaf
-from kvjax.method import Method
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import between, expect, least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Span, Window
+from kvjax.core.traits import Traits
+from kvjax.families import forms
+from kvjax.families.bounded import InTurn
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import PromptScored, Scored
+from kvjax.families.shapes import check_shape
+from kvjax.families.wrapper import Wrapper
 from kvjax.methods.snapkv import SnapKV
-from kvjax.ops import shared_slots, slots
-from kvjax.plans import Attended, Span, Window
-from kvjax.prompt_scored import PromptScored, Scored
-from kvjax.shapes import check_shape
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Prompt
-from kvjax.wrapper import Wrapper
+from kvjax.ops import shared_slots
+from kvjax.primitives import ring
 
 LAST = jnp.iinfo(jnp.int32).max
 # What is done here in place of the base, or reads slots as those of a head: forms that are known.

@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, forms, mass_bound, ring, settings, sight
-from kvjax.dispatch.walk import Order, Stop, Walked, filling_splits, read_by, walk
-from kvjax.fields import between, bound, expect, least, one_of
-from kvjax.full import Full
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import between, bound, expect, least, one_of
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan, Span
+from kvjax.core.traits import Traits
+from kvjax.families import forms, sight
+from kvjax.families.full import Full
+from kvjax.families.method import Aux, Method
+from kvjax.families.wrapper import Wrapper
 from kvjax.methods.quest import Quest
-from kvjax.ops import slots
-from kvjax.plans import Attended, Plan, Span
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Prompt
-from kvjax.wrapper import Wrapper
+from kvjax.ops import mass_bound, selection
+from kvjax.ops.walk import Order, Stop, Walked, filling_splits, read_by, walk
+from kvjax.primitives import ring
 
 ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU
 
@@ -51,10 +54,10 @@ class ART(Wrapper):
   a priority (`order`) are walked by it, and others newest first (§3.3); first tokens that the base
   always attends to come before both, and the walk does not end before they are read.
 
-  Caches that use their slots in turn (`kvjax.ring`) are walked by whole tiles too, as they lie:
-  from the tile of the newest token down, and around; or, where slots carry a priority, from the
-  last tile down, for which the slots are put in order once, after each prompt. Within a tile the
-  order is not the priority's.
+  Caches that use their slots in turn (`kvjax.primitives.ring`) are walked by whole tiles too, as
+  they lie: from the tile of the newest token down, and around; or, where slots carry a priority,
+  from the last tile down, for which the slots are put in order once, after each prompt. Within a
+  tile the order is not the priority's.
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
@@ -69,10 +72,10 @@ class ART(Wrapper):
   With certify = ε nothing is left to the detector. Tiles keep the least and the largest of their
   keys, channel by channel, as Quest's pages do. The newest tile and those of the first tokens come
   first, the others by the share of the mass that their bounds allow them; and the walk ends only
-  once what it has not read cannot move the output by more than ε·max‖v‖ (`kvjax.mass_bound`). The
-  query is rounded to the cache's dtype first: bounds and output are those of the rounded query. The
-  certificate is ours, not the paper's, and asks for a base that reads everything that it keeps in
-  place.
+  once what it has not read cannot move the output by more than ε·max‖v‖ (`kvjax.ops.mass_bound`).
+  The query is rounded to the cache's dtype first: bounds and output are those of the rounded query.
+  The certificate is ours, not the paper's, and asks for a base that reads everything that it keeps
+  in place.
 
   Attributes:
     base: the method whose plan is walked.
@@ -88,7 +91,7 @@ class ART(Wrapper):
       larger batches, and 1 on a CPU.
     sinks: first tokens whose tiles come first over a cache that is walked from its end, whatever
       the base says of them. The paper has none (0), and pays: where attention rests on the first
-      tokens, a walk that stops before them is far off (`scripts.art_study`).
+      tokens, a walk that stops before them is far off (`scripts.studies.art_study`).
     certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
@@ -286,7 +289,7 @@ class ART(Wrapper):
     t, pinned = jnp.arange(size, dtype=jnp.int32), -(-span.sinks // self.tile)
     newest = (span.stop - 1)[..., None] // self.tile
     rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, 2.0, share))
-    _, table = dispatch.other_tiles(at, rank, span, unit=self.tile, sinks=0, local=0, k=size)
+    _, table = selection.other_tiles(at, rank, span, unit=self.tile, sinks=0, local=0, k=size)
 
     def ordered(x: Array) -> Array:
       index = jnp.maximum(table, 0)

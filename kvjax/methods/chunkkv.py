@@ -5,15 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import settings
-from kvjax.fields import expect, least
-from kvjax.method import Method
+from kvjax.core import settings, slots
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import expect, least
+from kvjax.core.plan import Attended
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import PromptScored
+from kvjax.families.wrapper import Wrapper
 from kvjax.methods.snapkv import SnapKV
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.prompt_scored import PromptScored
-from kvjax.types import At, Prompt
-from kvjax.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import forms, settings
-from kvjax.dispatch import sharing
-from kvjax.fields import expect, least, number, one_of
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
-from kvjax.plans import Attended, Plan
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Carry, Prompt, pytree
+from kvjax.core import settings
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.fields import expect, least, number, one_of
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.core.traits import Traits
+from kvjax.families import forms
+from kvjax.families.method import Aux, Method
+from kvjax.ops import sharing
+from kvjax.primitives.trees import pytree
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
 BUDGETS = {128: (8, 32, 88, 72), 512: (16, 64, 432, 388)}

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Any
 
-from kvjax import settings
-from kvjax.method import Method
+from kvjax.core import settings
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+from kvjax.families.wrapper import Wrapper
 from kvjax.methods.cis import CIS, split
 from kvjax.methods.etf import ETF
 from kvjax.methods.psaw import PSAW
-from kvjax.traits import Traits
-from kvjax.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)

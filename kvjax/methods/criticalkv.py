@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import forms, settings
-from kvjax.bounded import Bounded
-from kvjax.fields import between, expect
-from kvjax.method import Method
+from kvjax.core import settings, slots
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import between, expect
+from kvjax.core.plan import Attended
+from kvjax.core.traits import Traits
+from kvjax.families import forms
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import PromptScored
+from kvjax.families.wrapper import Wrapper
 from kvjax.methods.snapkv import SnapKV
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.prompt_scored import PromptScored
-from kvjax.traits import Traits
-from kvjax.types import At, Prompt
-from kvjax.wrapper import Wrapper
 
 TOKENS = 512  # whose products with the output projection are held at once
 

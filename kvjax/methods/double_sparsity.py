@@ -11,14 +11,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from kvjax import settings, softmax_state, windowed
-from kvjax.fields import expect, least
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
-from kvjax.ops import attention, slots, tiles
-from kvjax.plans import Attended, Plan
-from kvjax.selective import SelectiveTokens
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import expect, least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.families import sliding
+from kvjax.families.method import Aux, Method
+from kvjax.families.selective import SelectiveTokens
+from kvjax.ops import attention, tiles
+from kvjax.primitives import softmax_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +34,11 @@ class DoubleSparsity(SelectiveTokens):
   not take part.
 
   Label channels are those with the largest mean |q_d·k_d| (§3.2), per layer and KV head. They come
-  from a calibration over text (`scripts/calibrate_channels.py`) through `calibrated`, or, without
-  one, from the prompt: the same statistic is kept over the tokens of all prompts so far, and the
-  best channels are chosen, and the labels of all tokens written, anew after each chunk. That needs
-  no file, follows the text at hand, and does not depend on how a prompt is cut into chunks; fixed
-  channels save the rewriting. An empty cache starts with evenly spaced channels.
+  from a calibration over text (`scripts/programs/calibrate_channels.py`) through `calibrated`, or,
+  without one, from the prompt: the same statistic is kept over the tokens of all prompts so far,
+  and the best channels are chosen, and the labels of all tokens written, anew after each chunk.
+  That needs no file, follows the text at hand, and does not depend on how a prompt is cut into
+  chunks; fixed channels save the rewriting. An empty cache starts with evenly spaced channels.
 
   The paper stores labels in 4 bits; here they have the dtype of the keys.
 
@@ -175,7 +178,7 @@ def importance(caches: Sequence[Cache]) -> np.ndarray:
   Raises:
     ValueError: some layer's cache keeps no such statistic (dense layers do not).
   """
-  caches = windowed.served(caches)
+  caches = sliding.served(caches)
   without = [i for i, cache in enumerate(caches) if "importance" not in cache.heads]
   if without:
     raise ValueError(
@@ -196,7 +199,7 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
   Raises:
     ValueError: the shape does not fit, or a number is not a channel.
   """
-  channels, served = np.asarray(channels), windowed.served(caches)
+  channels, served = np.asarray(channels), sliding.served(caches)
   sparse = [cache for cache in caches if "labels" in cache.heads]
   if not sparse:
     raise ValueError("caches: found no labels, expected caches of a DoubleSparsity method")
@@ -221,11 +224,11 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
     return cache.put(heads={"channels": chosen, "labels": labels}, rows={"fixed": fixed})
 
   fixed = [fix(cache, own) for cache, own in zip(served, channels, strict=True)]
-  return windowed.rejoined(caches, fixed)
+  return sliding.rejoined(caches, fixed)
 
 
 def load_channels(path: str | os.PathLike[str]) -> np.ndarray:
-  """Channels by importance, int32 [L, K, H], from a file of `scripts/calibrate_channels.py`.
+  """Channels by importance, int32 [L, K, H], from a file of `kvjax calibrate`.
 
   Raises:
     FileNotFoundError: there is no such file.

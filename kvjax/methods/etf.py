@@ -7,14 +7,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import settings
-from kvjax.fields import between, least, one_of
-from kvjax.full import Full
-from kvjax.method import Method
-from kvjax.ops import chunks, depth
-from kvjax.traits import Traits
-from kvjax.types import Active, At, Carry, Prompt
-from kvjax.wrapper import Wrapper
+from kvjax.core import chunks, settings
+from kvjax.core.context import Active, At, Carry, Prompt
+from kvjax.core.fields import between, least, one_of
+from kvjax.core.traits import Traits
+from kvjax.families.full import Full
+from kvjax.families.method import Method
+from kvjax.families.wrapper import Wrapper
+from kvjax.methods import depth
 
 
 @dataclasses.dataclass(frozen=True)

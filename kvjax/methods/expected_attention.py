@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.fields import least
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.prompt_scored import PromptScored
-from kvjax.types import At
+from kvjax.core import slots
+from kvjax.core.context import At
+from kvjax.core.fields import least
+from kvjax.core.plan import Attended
+from kvjax.families.prompt_scored import PromptScored
 
 FIRST = 1e30  # the score of the first tokens, above all others
 

@@ -5,15 +5,17 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, settings, softmax_state
-from kvjax.bounded import Bounded
-from kvjax.fields import expect, least
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
-from kvjax.ops import slots
-from kvjax.plans import Attended, Plan
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import expect, least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.core.traits import Traits
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Aux, Method
+from kvjax.ops import prefill
+from kvjax.primitives import softmax_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class H2O(Bounded):
     prompt: Prompt,
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     window = at.top.window(at, qpos)
-    mass = dispatch.column_mass(at, q, qpos, staged, window, attended.state)
+    mass = prefill.column_mass(at, q, qpos, staged, window, attended.state)
     staged = {**staged, "mass": staged["mass"] + mass}
     return self._priority(staged, staged["pos"][:, 0].max(-1) + 1), staged
 

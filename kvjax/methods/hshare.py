@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, settings, sight
-from kvjax.dispatch.shared_sets import due, share_sets
-from kvjax.fields import between, expect, least
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
-from kvjax.ops import attention, slots
-from kvjax.plans import Attended, Plan
-from kvjax.selective import SelectiveTokens
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Carry, Env, Prompt, pytree
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Carry, Env, Prompt
+from kvjax.core.fields import between, expect, least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.core.traits import Traits
+from kvjax.families import sight
+from kvjax.families.method import Aux, Method
+from kvjax.families.selective import SelectiveTokens
+from kvjax.ops import attention, selection
+from kvjax.ops import scores as scores_ops
+from kvjax.ops.shared_sets import due, share_sets
+from kvjax.primitives.trees import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,7 @@ class HShare(SelectiveTokens):
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K S"]:
     """Of the heads that retrieve in this step; those of the others are not used."""
-    return dispatch.token_weights(at, cache, visible, q, self._retrieves(at, cache))
+    return scores_ops.token_weights(at, cache, visible, q, self._retrieves(at, cache))
 
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
@@ -136,7 +140,7 @@ class HShare(SelectiveTokens):
     sinks, local = self.tiles.forced
     how: dict[str, Any] = {"sinks": sinks, "local": local, "ordered": visible.needs.order}
     span = visible.span
-    return dispatch.other_tiles(at, scores, span, active=active, unit=1, k=self.tiles.best, **how)[
+    return selection.other_tiles(at, scores, span, active=active, unit=1, k=self.tiles.best, **how)[
       1
     ]
 
@@ -172,7 +176,7 @@ class HShare(SelectiveTokens):
       return kept
     last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
     visible = sight.visible(at, kept)
-    scores = dispatch.token_weights(at, kept, visible, last[:, :, :, 0])
+    scores = scores_ops.token_weights(at, kept, visible, last[:, :, :, 0])
     heavy = self._heaviest(at, scores, visible)
     every = at.all_heads(heavy)
     sources = shared_sources(overlaps(every), self.heads)

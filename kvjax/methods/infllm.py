@@ -5,12 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.fields import least
-from kvjax.leaves import Leaf
-from kvjax.ops import slots, spans
-from kvjax.streamed import Streamed
-from kvjax.traits import Stream, Traits
-from kvjax.types import At, Cache, CacheSpec, OwnRows
+from kvjax.core import slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, OwnRows
+from kvjax.core.fields import least
+from kvjax.core.leaves import Leaf
+from kvjax.core.traits import Stream, Traits
+from kvjax.families import spans
+from kvjax.families.streamed import Streamed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,15 +6,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, settings
-from kvjax.dispatch.speculation import CompressedKeys
-from kvjax.fields import expect, least
-from kvjax.leaves import Leaf
-from kvjax.method import Method
-from kvjax.ops import tiles
-from kvjax.plans import Plan
-from kvjax.selective import Selective, Tiles
-from kvjax.types import At, Cache, CacheSpec
+from kvjax.core import settings
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At
+from kvjax.core.fields import expect, least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Plan
+from kvjax.families.method import Method
+from kvjax.families.selective import Selective, Tiles
+from kvjax.ops import scores, tiles
+from kvjax.ops import summaries as summaries_ops
+from kvjax.ops.speculation import CompressedKeys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class InfLLMv2(Selective):
     return cache.put(heads={"compressed": compressed})
 
   def _renewed(self, at: At, cache: Cache) -> Cache:
-    return dispatch.renew_mean(at, cache, self.summarise, **self._windows)
+    return summaries_ops.renew_mean(at, cache, self.summarise, **self._windows)
 
   @property
   def _scored(self) -> CompressedKeys:
@@ -90,7 +92,7 @@ class InfLLMv2(Selective):
   ) -> Float[Array, "B K P"]:
     """The best of the block's compressed keys by their probabilities, summed over the group."""
     how = {"block": self.block, **self._windows}
-    return dispatch.block_weights(at, cache, visible, q, cache.heads["compressed"], **how)
+    return scores.block_weights(at, cache, visible, q, cache.heads["compressed"], **how)
 
 
 def _example(cls: type[InfLLMv2], budget: int) -> Method:

@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import settings
-from kvjax.bounded import Bounded
-from kvjax.method import Method
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.types import At, Cache, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache
+from kvjax.core.context import At, Prompt
+from kvjax.core.plan import Attended
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,16 +6,16 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import settings
-from kvjax.coded import Coded
-from kvjax.fields import expect, least, one_of
-from kvjax.full import Full
-from kvjax.leaves import Leaf, New
-from kvjax.method import Aux, Method
-from kvjax.ops import slots
-from kvjax.ops.quantised import WORDS, levels, of_levels, packed, unpacked
-from kvjax.plans import Attended, Plan
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import expect, least, one_of
+from kvjax.core.leaves import Leaf, New
+from kvjax.core.plan import Attended, Plan
+from kvjax.families.coded import Coded
+from kvjax.families.full import Full
+from kvjax.families.method import Aux, Method
+from kvjax.primitives.codes import WORDS, levels, of_levels, packed, unpacked
 
 STORED = jnp.float16  # scales and zero points, as in the authors' code
 PARTS = ("scale", "zero", "power")  # what makes numbers of codes
@@ -25,7 +25,7 @@ PARTS = ("scale", "zero", "power")  # what makes numbers of codes
 class KIVI(Coded):
   """Stores keys and values in 2 or 4 bits, but for the newest (Liu et al., 2024, §3.3).
 
-  Codes have a zero point (`kvjax.ops.quantised`), after RoPE, for each KV head:
+  Codes have a zero point (`kvjax.primitives.codes`), after RoPE, for each KV head:
 
       keys      per channel, in groups of G_q tokens
       values    per token, in groups of G_q channels

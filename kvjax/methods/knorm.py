@@ -5,13 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import settings
-from kvjax.bounded import Bounded
-from kvjax.leaves import Leaf
-from kvjax.method import Method
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)

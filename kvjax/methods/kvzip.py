@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import settings
-from kvjax.fields import expect, least
-from kvjax.method import Method
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.prompt_scored import Scored
-from kvjax.traits import Traits
-from kvjax.types import At, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import expect, least
+from kvjax.core.plan import Attended
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import Scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,8 @@ class KVzip(Scored):
   """Keeps a context for many questions: of its tokens the best, whatever is asked later (§3).
 
   A token is worth the largest probability that any query gives it while the model repeats the
-  context. No prompt's own attention says that: `kvjax.models.reconstruct.read` has the model repeat
-  the context, scores it, and cuts the cache. Every KV head keeps as many tokens (the paper's
+  context. No prompt's own attention says that: `kvjax.models.decode.reconstruct.read` has the model
+  repeat the context, scores it, and cuts the cache. Every KV head keeps as many tokens (the paper's
   `pair-uniform`). Under `AdaKV(KVzip(…), safeguard=0)` the heads of a layer compete, and with
   `over_layers` all of them, the paper's default (`pair`): the one to use where little is kept. Few
   layers look up what is asked, and they need a large part of the context (`scripts/results`, KVzip
@@ -34,8 +34,8 @@ class KVzip(Scored):
     budget: tokens kept per KV head, the room included.
     room: of them, for questions and answers (256).
     budgets: of each layer, in place of `budget`; (): alike.
-    over_layers: has `kvjax.models.reconstruct.read` work out `budgets` from the scores of all
-      layers, under `AdaKV`.
+    over_layers: has `kvjax.models.decode.reconstruct.read` work out `budgets` from the scores of
+      all layers, under `AdaKV`.
   """
 
   room: int = least(1, 256)

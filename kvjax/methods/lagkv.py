@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import settings
-from kvjax.fields import expect, least
-from kvjax.method import Method
-from kvjax.ops import slots
-from kvjax.plans import Attended
-from kvjax.prompt_scored import PromptScored
-from kvjax.types import At
+from kvjax.core import settings, slots
+from kvjax.core.context import At
+from kvjax.core.fields import expect, least
+from kvjax.core.plan import Attended
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import PromptScored
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax import settings
-from kvjax.fields import expect
-from kvjax.method import Method
+from kvjax.core import settings
+from kvjax.core.context import At
+from kvjax.core.fields import expect
+from kvjax.core.plan import Window
+from kvjax.families.method import Method
 from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.plans import Window
-from kvjax.types import At
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,16 +5,17 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import forms, settings
-from kvjax.dispatch import contributions
-from kvjax.fields import expect, least, one_of
-from kvjax.leaves import NORM, Leaf
-from kvjax.method import Aux, Method
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import expect, least, one_of
+from kvjax.core.leaves import NORM, Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.core.traits import Traits
+from kvjax.families import forms
+from kvjax.families.method import Aux, Method
 from kvjax.methods.snapkv import SnapKV
-from kvjax.ops import slots
-from kvjax.plans import Attended, Plan
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.ops import contributions
 
 
 @dataclasses.dataclass(frozen=True)

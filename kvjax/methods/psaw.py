@@ -7,15 +7,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax import settings
-from kvjax.fields import between, expect, least
-from kvjax.full import Full
-from kvjax.method import Method
-from kvjax.ops import depth
-from kvjax.plans import Window
-from kvjax.traits import Traits
-from kvjax.types import At
-from kvjax.wrapper import Wrapper
+from kvjax.core import settings
+from kvjax.core.context import At
+from kvjax.core.fields import between, expect, least
+from kvjax.core.plan import Window
+from kvjax.core.traits import Traits
+from kvjax.families.full import Full
+from kvjax.families.method import Method
+from kvjax.families.wrapper import Wrapper
+from kvjax.methods import depth
 
 
 @dataclasses.dataclass(frozen=True)

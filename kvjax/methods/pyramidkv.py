@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from kvjax import settings
-from kvjax.fields import least
-from kvjax.method import Method
+from kvjax.core import settings
+from kvjax.core.cache import CacheSpec
+from kvjax.core.fields import least
+from kvjax.families.method import Method
 from kvjax.methods.snapkv import SnapKV
-from kvjax.types import CacheSpec
 
 
 @dataclasses.dataclass(frozen=True)

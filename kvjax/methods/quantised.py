@@ -5,23 +5,25 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import dispatch, entrance, forms, settings
-from kvjax.coded import Coded
-from kvjax.fields import least, one_of
-from kvjax.full import Full
-from kvjax.leaves import Leaf, New
-from kvjax.method import Method
-from kvjax.ops import slots
-from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
-from kvjax.plans import Attended, Plan
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import least, one_of
+from kvjax.core.leaves import Leaf, New
+from kvjax.core.plan import Attended, Plan
+from kvjax.families import entrance, forms
+from kvjax.families.coded import Coded
+from kvjax.families.full import Full
+from kvjax.families.method import Method
+from kvjax.ops import decode
+from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
 
 BITS = (8, 4, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantised(Coded):
-  """Stores the base's keys and values as codes of a few bits (`kvjax.ops.quantised`).
+  """Stores the base's keys and values as codes of a few bits (`kvjax.primitives.codes`).
 
   Every token and head has its own scale, or one for each group of channels: symmetric codes of 8
   bits, as vLLM's `int8_per_token_head` and MaxText's int8 caches have them, or codes of 4 or 2 bits
@@ -155,9 +157,9 @@ class Quantised(Coded):
     """The base's, for queries rounded to 8 bits a head."""
     if not _coded(cache):
       return self.base.attend(at, cache, plan, q)
-    plan = dispatch.with_codes(at, cache, plan, q, self._beside, self.bits)
-    attended = self.base.attend(dispatch.sparing(at), self._of_base(cache), plan, rounded_query(q))
-    return dispatch.rounded(attended, q.dtype)
+    plan = decode.with_codes(at, cache, plan, q, self._beside, self.bits)
+    attended = self.base.attend(decode.sparing(at), self._of_base(cache), plan, rounded_query(q))
+    return decode.rounded(attended, q.dtype)
 
   # ---- moves: prompt
 

@@ -5,16 +5,18 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, settings
-from kvjax.dispatch.speculation import Pages
-from kvjax.fields import expect, least, one_of
-from kvjax.leaves import Leaf
-from kvjax.method import Method
-from kvjax.ops import tiles
-from kvjax.plans import Plan
-from kvjax.selective import Selective, Tiles
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec
+from kvjax.core import settings
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At
+from kvjax.core.fields import expect, least, one_of
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Plan
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+from kvjax.families.selective import Selective, Tiles
+from kvjax.ops import scores, tiles
+from kvjax.ops import summaries as summaries_ops
+from kvjax.ops.speculation import Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Quest(Selective):
   def _renewed(self, at: At, cache: Cache) -> Cache:
     if not at.top.traits.positional:  # the newest token may be in any page
       return super()._renewed(at, cache)
-    return dispatch.renew_extremes(at, cache, self.summarise, unit=self.page)
+    return summaries_ops.renew_extremes(at, cache, self.summarise, unit=self.page)
 
   @property
   def _scored(self) -> Pages:
@@ -79,7 +81,7 @@ class Quest(Selective):
   ) -> Float[Array, "B K P"]:
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""
     pages = cache.heads["key_min"], cache.heads["key_max"]
-    return dispatch.page_bounds(at, visible, q, *pages, unit=self.page, group=self.group)
+    return scores.page_bounds(at, visible, q, *pages, unit=self.page, group=self.group)
 
 
 def _example(cls: type[Quest], budget: int) -> Method:

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import settings
-from kvjax.bounded import Bounded
-from kvjax.fields import between, expect, least, number, odd, one_of
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
-from kvjax.ops import attention, slots
-from kvjax.plans import Attended, Plan
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import between, expect, least, number, odd, one_of
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Aux, Method
+from kvjax.ops import attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import settings, softmax_state
-from kvjax.bounded import Bounded
-from kvjax.fields import least
-from kvjax.leaves import Leaf
-from kvjax.method import Method
+from kvjax.core import settings
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At
+from kvjax.core.fields import least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Plan
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Method
+from kvjax.families.selective import Selective, Tiles
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import tiles
-from kvjax.plans import Plan
-from kvjax.selective import Selective, Tiles
-from kvjax.types import At, Cache, CacheSpec
+from kvjax.primitives import softmax_state
 
 
 @dataclasses.dataclass(frozen=True)

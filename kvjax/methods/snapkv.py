@@ -4,13 +4,13 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from kvjax import dispatch, settings
-from kvjax.fields import odd, one_of
-from kvjax.method import Method
-from kvjax.ops import attention, slots
-from kvjax.plans import Attended
-from kvjax.prompt_scored import PromptScored
-from kvjax.types import At
+from kvjax.core import settings, slots
+from kvjax.core.context import At
+from kvjax.core.fields import odd, one_of
+from kvjax.core.plan import Attended
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import PromptScored
+from kvjax.ops import attention, prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SnapKV(PromptScored):
   ) -> Float[Array, "B K S"]:
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, self.window_size)
     seen = at.top.window(at, last_pos)
-    mass = dispatch.column_mass(at, last, last_pos, staged, seen, state)
+    mass = prefill.column_mass(at, last, last_pos, staged, seen, state)
     return slots.pool(mass, staged["pos"], past, self.pool, self.reduce)
 
 

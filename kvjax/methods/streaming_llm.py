@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import settings
-from kvjax.bounded import InTurn
-from kvjax.fields import expect, least, one_of
-from kvjax.method import Method
-from kvjax.ops import slots
-from kvjax.plans import Attended, Span, Window
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, Carry, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache
+from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.fields import expect, least, one_of
+from kvjax.core.plan import Attended, Span, Window
+from kvjax.core.traits import Traits
+from kvjax.families.bounded import InTurn
+from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)

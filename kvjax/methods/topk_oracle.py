@@ -5,13 +5,15 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
-from kvjax import dispatch, settings
-from kvjax.fields import expect, least
-from kvjax.method import Method
-from kvjax.plans import Plan
-from kvjax.selective import SelectiveTokens
-from kvjax.traits import Traits
-from kvjax.types import At, Cache
+from kvjax.core import settings
+from kvjax.core.cache import Cache
+from kvjax.core.context import At
+from kvjax.core.fields import expect, least
+from kvjax.core.plan import Plan
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+from kvjax.families.selective import SelectiveTokens
+from kvjax.ops import scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TopKOracle(SelectiveTokens):
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K S"]:
-    return dispatch.token_weights(at, cache, visible, q)
+    return scores.token_weights(at, cache, visible, q)
 
 
 def _example(cls: type[TopKOracle], budget: int) -> Method:

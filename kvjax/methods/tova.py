@@ -5,15 +5,17 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax import dispatch, settings, softmax_state
-from kvjax.bounded import Bounded
-from kvjax.fields import least
-from kvjax.leaves import Leaf
-from kvjax.method import Aux, Method
-from kvjax.ops import attention, slots
-from kvjax.plans import Attended, Plan
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, CacheSpec, Prompt
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.core.traits import Traits
+from kvjax.families.bounded import Bounded
+from kvjax.families.method import Aux, Method
+from kvjax.ops import attention, prefill
+from kvjax.primitives import softmax_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class TOVA(Bounded):
   ) -> tuple[Float[Array, "B K S"], slots.Slots]:
     last, last_pos, state = attention.last_queries(q, qpos, attended.state, 1)
     window = at.top.window(at, last_pos)
-    p = dispatch.column_mass(at, last, last_pos, staged, window, state)
+    p = prefill.column_mass(at, last, last_pos, staged, window, state)
     score = self._over_heads(at, p)
     return score, {**staged, "score": score}
 

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax import settings
-from kvjax.fields import between, expect
-from kvjax.method import Method
+from kvjax.core import settings
+from kvjax.core.cache import Cache
+from kvjax.core.context import At, Carry
+from kvjax.core.fields import between, expect
+from kvjax.core.plan import Plan
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+from kvjax.families.selective import Selective
+from kvjax.families.wrapper import Wrapper
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention
-from kvjax.plans import Plan
-from kvjax.selective import Selective
-from kvjax.traits import Traits
-from kvjax.types import At, Cache, Carry
-from kvjax.wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax import settings
-from kvjax.fields import expect, least
-from kvjax.leaves import NORM, Leaf
-from kvjax.method import Method
+from kvjax.core import settings, slots
+from kvjax.core.cache import CacheSpec
+from kvjax.core.fields import expect, least
+from kvjax.core.leaves import NORM, Leaf
+from kvjax.families.method import Method
 from kvjax.methods.h2o import H2O
-from kvjax.ops import slots
-from kvjax.types import CacheSpec
 
 
 @dataclasses.dataclass(frozen=True)

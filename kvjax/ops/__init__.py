@@ -1,1 +1,1 @@
-"""Operations that methods share: attention over slots and prompts, moving and ranking slots."""
+"""Operations of the moves: what each computes, what its kernel cannot do, and the choice."""

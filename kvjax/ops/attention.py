@@ -1,7 +1,7 @@
 """Reference attention: one query over a plan, and a prompt's queries over the slots they see.
 
 Both accumulate in float32 and return the softmax state. The Pallas kernels are checked against
-these; `kvjax.dispatch` chooses between them.
+these; `kvjax.ops` chooses between them.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import softmax_state
+from kvjax.core import slots as slots_of
+from kvjax.core.cache import Cache
+from kvjax.core.context import At
+from kvjax.core.plan import Attended, Plan, View, Window
 from kvjax.ops import shared_slots
-from kvjax.ops import slots as slots_of
-from kvjax.plans import Attended, Plan, View, Window
-from kvjax.softmax_state import State
-from kvjax.types import At, Cache
+from kvjax.primitives import softmax_state
+from kvjax.primitives.softmax_state import State
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 1024

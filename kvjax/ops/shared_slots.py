@@ -7,9 +7,9 @@ length) of row h // P of its arrays [B, K/P, S, ...]; P heads share a row.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvjax.ops import slots as slots_of
-from kvjax.ops.slots import Slots
-from kvjax.types import Cache
+from kvjax.core import slots as slots_of
+from kvjax.core.cache import Cache
+from kvjax.core.slots import Slots
 
 
 def sharers(cache: Cache) -> int:

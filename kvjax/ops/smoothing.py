@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.types import pytree
+from kvjax.primitives.trees import pytree
 
 PREDICTORS = ("holt", "ema")
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.ops import slots
-from kvjax.plans import Span
-from kvjax.types import Cache
+from kvjax.core import slots
+from kvjax.core.cache import Cache
+from kvjax.core.plan import Span
 
 
 def visible(span: Span, start: Int[Array, "*#BKP"], width: int) -> Bool[Array, "B K P"]:

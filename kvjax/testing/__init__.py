@@ -12,8 +12,8 @@
 `Layer` runs one layer of a method on given q, k and v, for oracles; `Run` a small decoder.
 """
 
-from .laws import LAWS, Case, check
-from .layer import Layer, Stream
-from .tiny import Run
+from kvjax.testing.laws import LAWS, Case, check
+from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.tiny import Run
 
 __all__ = ["LAWS", "Case", "Layer", "Run", "Stream", "check"]

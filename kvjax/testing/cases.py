@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import settings
-from ..method import Method
-from .tiny import CAPACITY, LENGTHS, TOKENS, Run
+from kvjax.core import settings
+from kvjax.families.method import Method
+from kvjax.testing.tiny import CAPACITY, LENGTHS, TOKENS, Run
 
 BUDGET = 12
 STEPS = 6

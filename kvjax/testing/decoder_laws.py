@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import settings
-from ..full import Full
-from ..memory import plan_memory
-from ..ops import shared_slots
-from .cases import CHUNK, STEPS, Told, law, logits_of
-from .tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS
+from kvjax.core import settings
+from kvjax.families.full import Full
+from kvjax.ops import shared_slots
+from kvjax.runtime.memory import plan_memory
+from kvjax.testing.cases import CHUNK, STEPS, Told, law, logits_of
+from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS
 
 
 @law

@@ -11,9 +11,9 @@ its program: a law that needs others pays for them.
 import unittest
 from typing import Any
 
-from ..method import Method
-from . import decoder_laws, layer_laws, traced_laws
-from .cases import LAWS, Case
+from kvjax.families.method import Method
+from kvjax.testing import decoder_laws, layer_laws, traced_laws
+from kvjax.testing.cases import LAWS, Case
 
 # They add themselves to LAWS, in this order.
 FILES = decoder_laws, layer_laws, traced_laws

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from .. import offload
-from ..method import Method
-from ..rope import Rope
-from ..types import At, Cache, CacheSpec, Carry, Env, Prompt
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Carry, Env, Prompt
+from kvjax.families.method import Method
+from kvjax.ops import offload
+from kvjax.primitives.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

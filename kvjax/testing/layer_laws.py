@@ -11,11 +11,11 @@ from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ..ops import shared_slots
-from ..types import Env
-from .cases import STEPS, Case, Told, law, logits_of, raises
-from .layer import Layer, Stream
-from .tiny import CAPACITY, CLOSE
+from kvjax.core.context import Env
+from kvjax.ops import shared_slots
+from kvjax.testing.cases import STEPS, Case, Told, law, logits_of, raises
+from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.tiny import CAPACITY, CLOSE
 
 TOP = 3  # the layer of four in which every method does what it does
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .. import offload
-from ..method import Method
-from ..models.config import ModelConfig
-from ..models.generate import join, split
-from ..models.transformer import Transformer
-from ..rope import Rope
-from ..types import Env
+from kvjax.core.context import Env
+from kvjax.families.method import Method
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
+from kvjax.ops import offload
+from kvjax.primitives.rope import Rope
 
 CONFIG = ModelConfig(
   vocab=61,

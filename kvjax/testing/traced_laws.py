@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from .. import forms, settings
-from ..full import Full
-from ..leaves import Leaf
-from ..method import Method
-from ..models.generate import join
-from ..ops import shared_slots
-from ..shared_prefill import SharedPrefill, take
-from ..wrapper import Wrapper
-from .cases import WIDTH, Case, Told, law, raises
-from .tiny import CAPACITY, CONFIG, LENGTHS, TOKENS
+from kvjax.core import settings
+from kvjax.core.leaves import Leaf
+from kvjax.families import forms
+from kvjax.families.full import Full
+from kvjax.families.method import Method
+from kvjax.families.wrapper import Wrapper
+from kvjax.models.decode.generate import join
+from kvjax.ops import shared_slots
+from kvjax.runtime.shared_prefill import SharedPrefill, take
+from kvjax.testing.cases import WIDTH, Case, Told, law, raises
+from kvjax.testing.tiny import CAPACITY, CONFIG, LENGTHS, TOKENS
 
 
 def operations(jaxpr: Any) -> Any:

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import sight
-from kvjax.kernels import art, art_spread
-from kvjax.kernels.decode import decode_attention
-from kvjax.kernels.sparse_decode import sparse_decode
-from tests.decode_cases import Shape
-
-from . import Case, Contender, jax_contender
-from .decode import read_contender, reference, rotation
+from kvjax.families import sight
+from kvjax.kernels.art import spread
+from kvjax.kernels.art import walk as art
+from kvjax.kernels.decode.dense import decode_attention
+from kvjax.kernels.decode.sparse import sparse_decode
+from kvjax.programs.suites import Case, Contender, jax_contender
+from kvjax.programs.suites.decode import read_contender, reference, rotation
+from kvjax.testing.decode_cases import Shape
 
 TILE = 128
 # What the paper says of its own kernel (Tab. 6): the detector at p = ∞ costs 1.3 %.
@@ -37,7 +37,9 @@ QUICK = Shape(2, 2, 3, 300, head_dim=64, dtype="float32")
 QUICK_STOPS = dataclasses.replace(QUICK, slots=600)  # in tiles of 16 and two splits, walks end
 QUICK_TILE = 16
 WHOLE = "read of the cache"
-RECORDED = pathlib.Path("recorded.npz")  # of scripts.record, where it lies in the working folder
+RECORDED = pathlib.Path(
+  "recorded.npz"
+)  # of scripts.studies.record, where it lies in the working folder
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
@@ -345,7 +347,7 @@ def lone_case(shape: Shape, quick: bool) -> Case:
   tile = QUICK_TILE if quick else TILE
   inputs = turns_of(shape, functools.partial(decaying, shape, tile=tile), quick)
   copies, walk = len(inputs), functools.partial(whole_walk, tile=tile, splits=1)
-  many = functools.partial(walk, share=2 if quick else art_spread.SHARE)
+  many = functools.partial(walk, share=2 if quick else spread.SHARE)
   alone = functools.partial(walk, share=0)
   looked = jax.jit(functools.partial(many, patience=5, loaded=True))
   read = float(np.mean([np.asarray(looked(*turn)[2]).max(-1).mean() for turn in inputs]))

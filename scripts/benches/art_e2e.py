@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.kernels import art
-from kvjax.models.generate import join, split
-from kvjax.models.transformer import Transformer
-
-from . import Case, Contender, fitting
-from .e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
+from kvjax.kernels.art import walk
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, fitting
+from kvjax.programs.suites.e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
@@ -72,7 +71,7 @@ class Forced(kvjax.ART, moves=("walks", "length", "visited")):
     if self.splits != "fill":
       return min(int(self.splits), tiles), tiles
     quiet = jax.default_backend() != "gpu"
-    return art.choose_splits(heads[0] * heads[1], size, self.tile, interpret=quiet), tiles
+    return walk.choose_splits(heads[0] * heads[1], size, self.tile, interpret=quiet), tiles
 
   def length(self, tiles: int) -> int:
     """Tiles that a walk of so many takes before it stops."""

@@ -10,11 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.kernels.decode import decode_attention
-from kvjax.kernels.sparse_decode import sparse_decode
-
-from . import Case, Contender, jax_contender, looped_contender, optional, torch_contender
-from .longflow import holding
+from kvjax.kernels.decode.dense import decode_attention
+from kvjax.kernels.decode.sparse import sparse_decode
+from kvjax.programs.suites import (
+  Case,
+  Contender,
+  jax_contender,
+  looped_contender,
+  optional,
+  torch_contender,
+)
+from scripts.benches.longflow import holding
 
 BLOCK = 16  # s, steps that share
 CACHES = 4  # in turn, as the layers of a model: what one step's lists touch would stay in L2

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.models.generate import join, split
-from kvjax.models.step_bytes import step_bytes
-from kvjax.models.transformer import Transformer
-
-from . import Case, Contender, fitting, together
-from .e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
-from .longflow import holding
+from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.step_bytes import step_bytes
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, fitting, together
+from kvjax.programs.suites.e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
+from scripts.benches.longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
 TOKENS = 128 << 10

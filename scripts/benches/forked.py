@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.models.transformer import Transformer
-
-from . import Case, Contender, e2e_sparse, fitting, together
-from .e2e import BANDWIDTH, weights
-from .e2e_sparse import STEPS, logits, moved_by, timed
-from .longflow import holding
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, fitting, together
+from kvjax.programs.suites.e2e import BANDWIDTH, weights
+from scripts.benches import e2e_sparse
+from scripts.benches.e2e_sparse import STEPS, logits, moved_by, timed
+from scripts.benches.longflow import holding
 
 BRANCHES = ((8, 32 << 10), (16, 16 << 10), (32, 8 << 10))  # whose copies fit beside the weights
 ROOM = 64

@@ -12,11 +12,10 @@ import tokenizers
 from jax import lax
 
 import kvjax
-from kvjax.models.generate import generate, join, split
-from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.transformer import Transformer
-
-from . import Case, Contender, e2e, fitting
+from kvjax.models.decode.generate import generate, join, split
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, e2e, fitting
 
 NEW = 64  # tokens of a call
 SHORT = 8  # tokens of a short answer

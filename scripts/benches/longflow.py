@@ -14,12 +14,11 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from kvjax.kernels.decode import decode_attention
-from kvjax.models.generate import join, split
-from kvjax.models.transformer import Transformer
-
-from . import Case, Contender, looped_contender, optional
-from .e2e import BANDWIDTH, hugging_face, shape, weights
+from kvjax.kernels.decode.dense import decode_attention
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, looped_contender, optional
+from kvjax.programs.suites.e2e import BANDWIDTH, hugging_face, shape, weights
 
 STEPS = 8  # decode steps per dispatch
 MEMORY = 0.93  # share of the device's memory that weights and caches take

@@ -15,15 +15,15 @@ import numpy as np
 from jax import lax
 
 import kvjax
-from kvjax import Env, offload
-from kvjax.methods.ltri import LLAMA_3_8B_HEADS
-from kvjax.models.generate import join, split
-from kvjax.models.presets import PRESETS
-from kvjax.types import OwnRows
-
-from .. import quiet
-from . import Case, Contender, jax_contender, together
-from .e2e import TINY, drawn
+from kvjax import Env
+from kvjax.core.context import OwnRows
+from kvjax.methods.ltri.method import LLAMA_3_8B_HEADS
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn.presets import PRESETS
+from kvjax.ops import offload
+from kvjax.programs import quiet
+from kvjax.programs.suites import Case, Contender, jax_contender, together
+from kvjax.programs.suites.e2e import TINY, drawn
 
 STEPS = 16  # decode steps per dispatch
 LAYERS = 32  # of the model that the shape is taken from

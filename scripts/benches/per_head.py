@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.kernels.decode import decode_attention
-from kvjax.models.transformer import Transformer
+from kvjax.kernels.decode.dense import decode_attention
+from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import shared_slots
-from tests.decode_cases import Shape
-
-from . import Case, Contender, jax_contender, together
-from .decode import rotation
-from .e2e import weights
-from .e2e_sparse import logits, moved_by, timed
-from .longflow import holding
+from kvjax.programs.suites import Case, Contender, jax_contender, together
+from kvjax.programs.suites.decode import rotation
+from kvjax.programs.suites.e2e import weights
+from kvjax.testing.decode_cases import Shape
+from scripts.benches.e2e_sparse import logits, moved_by, timed
+from scripts.benches.longflow import holding
 
 SHAPES = [Shape(batch, 8, 4, slots << 10) for batch in (1, 8) for slots in (1, 4, 32)]
 TINY = [Shape(2, 3, 3, 200, 64, "float32")]

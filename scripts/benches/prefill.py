@@ -14,14 +14,13 @@ import numpy as np
 from flax import nnx
 
 import kvjax
-from kvjax.kernels.prefill import prefill_attention
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import join, split
-from kvjax.models.transformer import Transformer
+from kvjax.kernels.prefill.dense import prefill_attention
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import attention
-
-from . import Case, Contender, fitting, jax_contender, optional, torch_contender
-from .e2e import hugging_face, weights
+from kvjax.programs.suites import Case, Contender, fitting, jax_contender, optional, torch_contender
+from kvjax.programs.suites.e2e import hugging_face, weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared
@@ -50,7 +49,7 @@ def _thousands(tokens: int) -> str:
 
 
 def _words(method: kvjax.Method) -> str:
-  return "ETF + PSAW" if kvjax.forms.overrides(method, "active") else "PSAW"
+  return "ETF + PSAW" if kvjax.families.forms.overrides(method, "active") else "PSAW"
 
 
 # ---- attention alone

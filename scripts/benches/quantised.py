@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.kernels.config import Config
-from kvjax.kernels.decode import decode_attention as dense
-from kvjax.kernels.quantised_decode import decode_attention
-from kvjax.kernels.quantised_sparse import sparse_decode as listed_codes
-from kvjax.kernels.sparse_decode import sparse_decode as listed_floats
-from kvjax.ops.quantised import WORDS, Codes, dequantise, quantise, rounded_query
-from tests.decode_cases import Shape
-
-from . import Case, Contender, e2e_sparse, jax_contender, optional, sparse, together
-from .decode import reference, rotation
-from .e2e import weights
+from kvjax.kernels.codes.dense import decode_attention
+from kvjax.kernels.codes.sparse import sparse_decode as listed_codes
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode.dense import decode_attention as dense
+from kvjax.kernels.decode.sparse import sparse_decode as listed_floats
+from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
+from kvjax.programs.suites import Case, Contender, jax_contender, optional, sparse, together
+from kvjax.programs.suites.decode import reference, rotation
+from kvjax.programs.suites.e2e import weights
+from kvjax.testing.decode_cases import Shape
+from scripts.benches import e2e_sparse
 
 BITS = (8, 4)
 SHAPES = Shape(8, 8, 4, 32 << 10), Shape(1, 8, 4, 128 << 10), Shape(1, 8, 4, 32 << 10)

@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import kvjax
-from kvjax import sharding, sight
-from kvjax.models import parallel
-from kvjax.models.generate import join, split
-from kvjax.models.transformer import Transformer
-
-from . import Case, Contender, e2e, fitting, jax_contender, together
+from kvjax.families import sight
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn import parallel
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, e2e, fitting, jax_contender, together
+from kvjax.runtime import sharding
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768

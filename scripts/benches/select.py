@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import sight
-
-from ..bench_files import BANDWIDTH
-from . import Case, jax_contender
-from .longflow import holding
+from kvjax.families import sight
+from kvjax.programs.bench_files import BANDWIDTH
+from kvjax.programs.suites import Case, jax_contender
+from scripts.benches.longflow import holding
 
 METHODS = {
   "Quest page 16": kvjax.Quest(1024, dense_layers=0),

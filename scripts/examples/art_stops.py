@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax.programs.evals.haystack import words_from
 from kvjax.programs.evals.trace import trace
-from kvjax.programs.examples.tiny import load
+from scripts.examples.tiny import load
 
 
 def main(

@@ -5,10 +5,10 @@ import pathlib
 import tyro
 
 import kvjax
-from kvjax.models.caches import fork
-from kvjax.models.generate import generate, pad, prefill
-from kvjax.models.sampling import Sampling
-from kvjax.programs.examples.tiny import load
+from kvjax.models.decode.caches import fork
+from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.decode.sampling import Sampling
+from scripts.examples.tiny import load
 
 
 def main(checkpoint: pathlib.Path | None = None, answers: int = 2, steps: int = 24) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import tyro
 
 import kvjax
-from kvjax.models.generate import join, pad, prefill, split
-from kvjax.programs.examples.tiny import load
+from kvjax.models.decode.generate import join, pad, prefill, split
+from scripts.examples.tiny import load
 
 
 @dataclasses.dataclass(frozen=True)

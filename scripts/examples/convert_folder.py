@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import tyro
 
 import kvjax
-from kvjax.models import convert
-from kvjax.models.generate import generate, pad, prefill
-from kvjax.programs.examples.tiny import huggingface_folder
+from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.io import convert
+from scripts.examples.tiny import huggingface_folder
 
 
 def main(source: Annotated[str | None, tyro.conf.Positional] = None) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import tyro
 
 import kvjax
-from kvjax.models.generate import join, pad, prefill, split
-from kvjax.programs.examples.tiny import load
+from kvjax.models.decode.generate import join, pad, prefill, split
+from scripts.examples.tiny import load
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

@@ -12,7 +12,7 @@ import tyro
 
 from kvjax.programs import evaluate
 from kvjax.programs.evals import pictures
-from kvjax.programs.examples.tiny import load
+from scripts.examples.tiny import load
 
 
 def main(

@@ -7,8 +7,8 @@ import chex
 import tyro
 
 import kvjax
-from kvjax.models.generate import generate, pad, prefill
-from kvjax.programs.examples.tiny import load
+from kvjax.models.decode.generate import generate, pad, prefill
+from scripts.examples.tiny import load
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,9 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
-from kvjax.models.generate import join, pad, prefill, split
+from kvjax.models.decode.generate import join, pad, prefill, split
 from kvjax.programs.evals.haystack import words_from
-from kvjax.programs.examples.tiny import load
+from scripts.examples.tiny import load
 
 
 @dataclasses.dataclass(frozen=True)

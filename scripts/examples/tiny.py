@@ -9,12 +9,11 @@ import tokenizers
 from flax import nnx
 from safetensors.numpy import save_file
 
-from kvjax.models import convert
-from kvjax.models.config import ModelConfig
-from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.transformer import Transformer
-
-from ..common import keep_programs
+from kvjax.models.io import convert
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.common import keep_programs
 
 SPECIALS = ("<|begin|>", "<|end|>")
 CHAT_TEMPLATE = (

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 from kvjax import CacheSpec, Env, Full, Plan, Quest, Span
-from kvjax.ops import context
+from kvjax.ops import slot_shards
 from tests.meshes import mesh_of
 
 B, K = 2, 3
@@ -20,8 +20,10 @@ def spread(parts, run, inputs, outputs, method=None):
   """`run(at, ...)` jitted over so many devices; P("slots") where a device gets or gives a part."""
   mesh = mesh_of(slots=parts)
   method = Full() if method is None else method
-  at = method.at(kvjax.sharding.on_mesh(Env(4, impl="reference"), mesh), 0)
-  return jax.jit(kvjax.sharding.shard_map(functools.partial(run, at), mesh, inputs, outputs))
+  at = method.at(kvjax.runtime.sharding.on_mesh(Env(4, impl="reference"), mesh), 0)
+  return jax.jit(
+    kvjax.runtime.sharding.shard_map(functools.partial(run, at), mesh, inputs, outputs)
+  )
 
 
 SLOTS = P(None, None, "slots")
@@ -38,7 +40,7 @@ def test_candidates(parts, sinks, local, k):
 
   def run(at, scores):
     span = Span(jnp.asarray(start), jnp.asarray(stop), 6)
-    return context.candidates(at, scores, span, unit=unit, sinks=sinks, local=local, k=k)
+    return slot_shards.candidates(at, scores, span, unit=unit, sinks=sinks, local=local, k=k)
 
   got = spread(parts, run, (SLOTS,), P())(scores)
   want = np.full(scores.shape, -np.inf)
@@ -69,7 +71,7 @@ def test_a_device_reads_its_part_of_a_table(entries, count):
     cache = kvjax.Cache(slots, {}, rows)
     span = Span(jnp.zeros((B, 1), jnp.int32), jnp.asarray(stop))
     plan = Plan(span, jnp.asarray(table, jnp.int32), jnp.asarray(counts), unit=unit)
-    mine = context.part(at, cache, plan)
+    mine = slot_shards.part(at, cache, plan)
     return mine.table[None], mine.count[None], mine.span.start[None], mine.span.stop[None]
 
   inputs = (dict.fromkeys(cache.slots, SLOTS), P())
@@ -91,7 +93,7 @@ def test_log_softmax_over_all_slots(parts):
   x[0, 0, 0, :9] = x[1, 1] = -np.inf
   x[0, 2] = np.where(np.arange(16) == 5, 100, 0)  # more than exp can take
   last = P(None, None, None, "slots")
-  got = np.asarray(spread(parts, context.log_softmax, (last,), last)(x))
+  got = np.asarray(spread(parts, slot_shards.log_softmax, (last,), last)(x))
   some = np.isfinite(x).any(-1)  # where nothing is seen there is no softmax
   seen = x[some].astype(np.float64)
   top = seen.max(-1, keepdims=True)
@@ -109,9 +111,11 @@ def test_summaries_of_a_turn_are_those_of_the_whole_cache(start):
   cache = cache.put(slots={"k": jnp.asarray(k)}, rows={"used": used, "seen": used})
 
   def run(at, cache):
-    return context.summarised(at, cache, method.summarise, jnp.asarray(start, jnp.int32), tokens)
+    return slot_shards.summarised(
+      at, cache, method.summarise, jnp.asarray(start, jnp.int32), tokens
+    )
 
-  specs = kvjax.sharding.cache_specs(cache, method)
+  specs = kvjax.runtime.sharding.cache_specs(cache, method)
   got = spread(2, run, (specs,), specs, method)(cache)
   for b, p in np.ndindex(B, 32 // page):
     first, last = p * page, min((p + 1) * page, used[b])
@@ -125,7 +129,7 @@ def test_summaries_of_a_turn_are_those_of_the_whole_cache(start):
 def test_the_best_of_all_devices(parts):
   """Of every query head by itself, and of equal ones the first."""
   x = np.random.default_rng(2).integers(0, 9, (B, K, 2, 16)).astype(np.float32)
-  run = functools.partial(context.top_k, k=5)
+  run = functools.partial(slot_shards.top_k, k=5)
   best, index = spread(parts, run, (P(None, None, None, "slots"),), P())(x)
   want = np.argsort(-x, -1, kind="stable")[..., :5]
   np.testing.assert_array_equal(index, want)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import METHODS, CacheSpec, memory, plan_memory
-from kvjax.models import by_layer, generate
+from kvjax import METHODS, CacheSpec, plan_memory
+from kvjax.models.decode import by_layer, generate
+from kvjax.runtime import memory
 from tests.devices.test_sharding import model
 from tests.meshes import mesh_of
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 import kvjax
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import generate, prefill
-from kvjax.models.parallel import shard
-from kvjax.models.transformer import Transformer
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.nn.parallel import shard
+from kvjax.models.nn.transformer import Transformer
 
 assert (len(jax.devices()), len(jax.local_devices())) == (4, 2)
 config = ModelConfig(vocab=64, dim=32, layers=2, heads=8, kv_heads=4, head_dim=8, ffn=64)

@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax import METHODS, plan_memory, sharding
-from kvjax.models import parallel
-from kvjax.models.flat import Form, join
-from kvjax.models.presets import PRESETS
-from kvjax.models.transformer import Transformer
-from scripts.benches import e2e, fitting, scale
+from kvjax import METHODS, plan_memory
+from kvjax.models.nn import parallel
+from kvjax.models.nn.flat import Form, join
+from kvjax.models.nn.presets import PRESETS
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import e2e, fitting
+from kvjax.runtime import sharding
+from scripts.benches import scale
 
 (NAME, BATCH, TOKENS), DEVICES = scale.LARGE, max(scale.DEVICES)
 CONFIG = PRESETS[NAME]

@@ -1,6 +1,7 @@
 """Several devices give what one gives: every method, split over 1, 2, 4 and 8 of them.
 
-On GPUs (`scripts.on_gpu --only devices_2`) over as many as there are, by the kernels of "auto".
+On GPUs (`scripts.tools.on_gpu --only devices_2`) over as many as there are, by the kernels of
+"auto".
 """
 
 import dataclasses
@@ -17,13 +18,13 @@ from jax.experimental import checkify
 
 import kvjax
 from kvjax import METHODS, Env
-from kvjax.coded import Coded
-from kvjax.models import convert
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import generate, join, prefill, split
-from kvjax.models.parallel import shard
-from kvjax.models.transformer import Transformer
-from kvjax.ops.quantised import unpacked
+from kvjax.families.coded import Coded
+from kvjax.models.decode.generate import generate, join, prefill, split
+from kvjax.models.io import convert
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.parallel import shard
+from kvjax.models.nn.transformer import Transformer
+from kvjax.primitives.codes import unpacked
 from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
 from tests.meshes import mesh_of
@@ -351,7 +352,7 @@ def test_prompts_in_sixteen_bits(name, mesh):
 
 
 def test_the_readme_claims_what_methods_say():
-  """Of models/: `scripts.support_table` writes split slots for those that spread."""
+  """Of models/: `scripts.tools.support_table` writes split slots for those that spread."""
   text = (pathlib.Path(__file__).parents[2] / "models" / "README.md").read_text("utf-8")
   _, _, rest = text.partition("<!-- devices: begin -->")
   rows = [row.split("|") for row in rest.partition("<!-- devices: end -->")[0].splitlines()[3:]]

@@ -10,13 +10,14 @@ import pytest
 from jax import lax
 
 import kvjax
-from kvjax import METHODS, CacheSpec, traffic
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import join
-from kvjax.models.presets import PRESETS
-from kvjax.models.step_bytes import step_bytes, weight_bytes
+from kvjax import METHODS, CacheSpec
+from kvjax.analysis import traffic
+from kvjax.analysis.traffic import step_traffic
+from kvjax.models.decode.generate import join
+from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.presets import PRESETS
 from kvjax.testing.tiny import TOKENS, Run
-from kvjax.traffic import step_traffic
 
 LENGTH = 40  # tokens of both rows: whole pages of every method
 SPEC = CacheSpec(batch=2, capacity=4096, kv_heads=4, groups=2, head_dim=64, layers=3)

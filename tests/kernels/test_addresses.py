@@ -14,10 +14,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kvjax import Rope
-from kvjax.kernels import _addresses, _backend, art
-from kvjax.kernels.enter_codes import enter_codes
-from kvjax.kernels.quantised_decode import decode_attention
-from kvjax.kernels.quantised_sparse import sparse_decode
+from kvjax.kernels.art import walk
+from kvjax.kernels.codes.dense import decode_attention
+from kvjax.kernels.codes.enter import enter_codes
+from kvjax.kernels.codes.sparse import sparse_decode
+from kvjax.kernels.common import addresses, backend
 from tests.kernels.test_lowering import CALLS, FAST, slow_unless
 from tests.lowering import lower
 
@@ -52,7 +53,7 @@ def with_slots(arguments, most, past):
 def offsets(call, past):
   """Types of the offsets from the pointers to codes, in all kernels of a call."""
   kind, function, arguments = CALLS[call]
-  arguments = with_slots(arguments, _addresses.MOST, past)
+  arguments = with_slots(arguments, addresses.MOST, past)
   found = r'"tt.addptr"\(.*?\) : \(tensor<[\dx]*!tt.ptr<i[18]>>, tensor<[\dx]*(i\d+)>\)'
   texts = [kernel.text for kernel in lower(function, *arguments, kind=kind)]
   return {width for text in texts for width in re.findall(found, text)}
@@ -76,7 +77,7 @@ def copied(source, target):
 def copy(x, out, aliases):
   """`copied`, lowered for a GPU."""
   how = {"grid": (1,), "out": [out], "warps": 1, "stages": 1, "name": "copied", "aliases": aliases}
-  return lower(lambda x: _backend.call(copied, x, interpret=False, **how), x)
+  return lower(lambda x: backend.call(copied, x, interpret=False, **how), x)
 
 
 def widths(kernel, types):
@@ -87,13 +88,13 @@ def widths(kernel, types):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
 def test_all_types_of_a_byte_are_addressed_alike(dtype):
   for past, width in ((0, "i32"), (1, "i64")):
-    x = jax.ShapeDtypeStruct((_addresses.MOST + past,), dtype)
+    x = jax.ShapeDtypeStruct((addresses.MOST + past,), dtype)
     (kernel,) = copy(x, x, {0: 0})
     assert widths(kernel, "i[18]") == {width}
 
 
 def test_wider_types_have_offsets_of_64_bits_from_the_lowering():
-  x = jax.ShapeDtypeStruct((_addresses.MOST + 1,), "int16")
+  x = jax.ShapeDtypeStruct((addresses.MOST + 1,), "int16")
   (kernel,) = copy(x, x, {0: 0})
   assert widths(kernel, "i16") == {"i64"}
 
@@ -102,7 +103,7 @@ REFUSED = r"copied: found {} of shape \({},\) and dtype int8, expected at most 2
 
 
 def test_a_result_that_is_not_in_place_is_refused():
-  x = jax.ShapeDtypeStruct((_addresses.MOST + 1,), jnp.int8)
+  x = jax.ShapeDtypeStruct((addresses.MOST + 1,), jnp.int8)
   with pytest.raises(NotImplementedError, match=REFUSED.format("a result", x.size)):
     copy(x, x, {})
 
@@ -113,8 +114,8 @@ def test_a_jax_that_maps_operands_unasked_is_refused(monkeypatch):
 
     asked = ()
 
-  monkeypatch.setattr(_addresses, "_Far", Deaf)
-  x = jax.ShapeDtypeStruct((_addresses.MOST + 2,), jnp.int8)
+  monkeypatch.setattr(addresses, "_Far", Deaf)
+  x = jax.ShapeDtypeStruct((addresses.MOST + 2,), jnp.int8)
   with pytest.raises(NotImplementedError, match=REFUSED.format("an operand", x.size)):
     copy(x, x, {0: 0})
 
@@ -174,7 +175,7 @@ def reads(batch, slots, heads):
       "share": share,
       "tile": max(32, slots >> 10),
     }
-    return art.walk(q, k, v, None, None, *span(len(q)), **how)[0].o
+    return walk.walk(q, k, v, None, None, *span(len(q)), **how)[0].o
 
   runs = {"decode": decoded, "sparse": listed, "art": walked}
   return runs | {"art, shared": functools.partial(walked, share=4)}, tables

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvjax import ART, Quantised, Quest, SnapKV, StreamingLLM
-from kvjax.kernels.art import walk
-from kvjax.kernels.config import Config
-from kvjax.ops.quantised import WORDS, quantise, rounded_query
+from kvjax.kernels.art.walk import walk
+from kvjax.kernels.common.config import Config
+from kvjax.primitives.codes import WORDS, quantise, rounded_query
 from kvjax.testing.layer import Stream
 from tests.kernels.test_art_kernel import LOOSE, compare, inputs, listed_orders
 from tests.kernels.test_decode_kernel import pairwise

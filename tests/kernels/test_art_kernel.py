@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
-from kvjax.kernels.art import choose_splits, helped, walk
-from kvjax.kernels.config import Config
+from kvjax.kernels.art.walk import choose_splits, helped, walk
+from kvjax.kernels.common.config import Config
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.kernels.test_sparse_decode_kernel import plan
 

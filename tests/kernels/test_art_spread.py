@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import _art_judge, _art_settle, art_spread
-from kvjax.kernels._art_left import calm_before
-from kvjax.kernels.art import walk
-from kvjax.kernels.art_spread import waves
-from kvjax.kernels.config import Config
+from kvjax.kernels.art import judge, settle, spread
+from kvjax.kernels.art.remaining import calm_before
+from kvjax.kernels.art.spread import waves
+from kvjax.kernels.art.walk import walk
+from kvjax.kernels.common.config import Config
 from tests.kernels.test_art_kernel import inputs
 
 
@@ -32,7 +32,7 @@ from tests.kernels.test_art_kernel import inputs
 )
 def test_many_programs_walk_as_one_does(share, kwargs, monkeypatch):
   """They end at the same tiles, in several waves; what they have read behind is told."""
-  monkeypatch.setattr(art_spread, "programs", lambda rows, interpret: 18)
+  monkeypatch.setattr(spread, "programs", lambda rows, interpret: 18)
   tile = 32
   q, k, v = map(jnp.asarray, inputs(9, 3, 2, 3, 2000, 64))
   bounds = jnp.zeros((3, 1), jnp.int32), jnp.asarray([[1990], [577], [31]], jnp.int32)
@@ -65,7 +65,7 @@ def test_stable_tiles_are_counted_over_waves_and_loaded_by_them(
   patience, walked, loaded, monkeypatch
 ):
   """Values that never change: stable from the second tile on. Waves end at tiles 6 and 18."""
-  monkeypatch.setattr(art_spread, "programs", lambda rows, interpret: 3)
+  monkeypatch.setattr(spread, "programs", lambda rows, interpret: 3)
   q, k, v = map(jnp.asarray, inputs(1, 1, 1, 1, 400, 24))
   stop = jnp.array([[400]], jnp.int32)
   detector = {"tau": 0.7, "phi": 0.4, "patience": patience, "tile": 16, "splits": 1, "share": 2}
@@ -92,10 +92,10 @@ def test_walks_are_the_same_however_little_a_program_holds(kwargs, monkeypatch):
   detector = {"tau": 0.2, "phi": 0.1, "patience": 5, "tile": 16, "splits": 1, **kwargs}
   run = functools.partial(walk, q, k, v, None, None, *bounds, **detector)
   alone = run(share=0)
-  monkeypatch.setattr(_art_judge, "VALUES", 64)
-  monkeypatch.setattr(_art_settle, "VALUES", 64)
-  assert _art_judge.cut_of(12, 2, 3, 32, 6) == (6, 1, 2)
-  assert _art_settle.cut_of(12, 2, 3) == (4, 1)
+  monkeypatch.setattr(judge, "VALUES", 64)
+  monkeypatch.setattr(settle, "VALUES", 64)
+  assert judge.cut_of(12, 2, 3, 32, 6) == (6, 1, 2)
+  assert settle.cut_of(12, 2, 3) == (4, 1)
   few = run(share=2)
   np.testing.assert_array_equal(alone[2], few[2])
   assert 5 < few[2][0].max() < 890 // 16

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PSAW, Cache, Carry, Env, Rope, sight
-from kvjax.dispatch import sharing
-from kvjax.kernels import top_k
-from kvjax.kernels.cis_anchors import anchors
-from kvjax.kernels.cis_note import note
-from kvjax.kernels.key_weights import key_logits
+from kvjax import CIS, PSAW, Cache, Carry, Env, Rope
+from kvjax.families import sight
+from kvjax.kernels.cis.anchors import anchors
+from kvjax.kernels.cis.note import note
+from kvjax.kernels.selection import top_k
+from kvjax.kernels.selection.key_weights import key_logits
+from kvjax.ops import sharing
 from tests.methods.test_cis import wandering
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Carry, Env, Rope, Wrapper, sight
-from kvjax.kernels import config
-from kvjax.kernels.cis_read import LANES, read
+from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Carry, Env, Rope, Wrapper
+from kvjax.families import sight
+from kvjax.kernels.cis.read import LANES, read
+from kvjax.kernels.common import config
 from tests.kernels.test_cis_kernel import tokens_of
 from tests.kernels.test_decode_ops import operations
 from tests.methods.test_cis import wandering

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import config, decode
-from kvjax.kernels.config import Config
-from kvjax.kernels.decode import decode_attention
+from kvjax.kernels.common import config
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode import dense
+from kvjax.kernels.decode.dense import decode_attention
 
 # Where the plain reference happens to be exact, rounding of a different order is still allowed.
 FLOOR = 2e-6
@@ -245,7 +246,7 @@ def test_ranges_are_clipped_to_the_cache():
 )
 def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
   pytest.importorskip("jax_triton")
-  from kvjax.kernels import decode_jax_triton
+  from kvjax.kernels.decode import jax_triton
 
   q, k, v, start, stop, own = make(groups, heads, head_dim, 1000, dtype)
   k, v = (poison(x, start, stop, 5) for x in (k, v))
@@ -254,7 +255,7 @@ def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
     jax.jit(functools.partial(run, sinks=5, config=cut))(
       q, k, v, start, stop, q_sinks=own if own_query else None
     )
-    for run in (decode_attention, decode_jax_triton.decode_attention)
+    for run in (decode_attention, jax_triton.decode_attention)
   ]
   for first, second in zip(*map(jax.tree.leaves, states), strict=True):
     np.testing.assert_allclose(first, second, rtol=2e-5, atol=2e-5)
@@ -277,7 +278,7 @@ def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
   ],
 )
 def test_bad_operands_raise(change, error, message):
-  from kvjax.kernels.decode import check
+  from kvjax.kernels.decode.dense import check
 
   groups, head_dim = change.pop("groups", 4), change.pop("head_dim", 64)
   operands = {
@@ -320,7 +321,7 @@ def test_logits(sinks, programs):
   start = jnp.array([[0, 40], [70, 3], [9, 9]], jnp.int32)
   stop = jnp.array([[150, 130], [71, 90], [0, 999]], jnp.int32)
   cut = Config(tile=16, programs=programs, warps=4, stages=1)
-  *_, logits = decode.decode_with_output(q, k, v, start, stop, sinks=sinks, logits=True, config=cut)
+  *_, logits = dense.decode_with_output(q, k, v, start, stop, sinks=sinks, logits=True, config=cut)
   want = np.full(logits.shape, -np.inf)
   for b, h in np.ndindex(3, 2):
     slots = visible(int(start[b, h]), int(stop[b, h]), sinks, 150)

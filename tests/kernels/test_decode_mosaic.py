@@ -13,9 +13,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from kvjax.kernels.config import Config
-from kvjax.kernels.decode_mosaic import DEFAULT, decode_attention
-from tests.decode_cases import Shape
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode.mosaic import DEFAULT, decode_attention
+from kvjax.testing.decode_cases import Shape
 from tests.kernels.test_decode_kernel import FLOOR, make, oracle, plain, poison
 
 

@@ -31,7 +31,7 @@ from kvjax import (
   StreamingLLM,
   settings,
 )
-from kvjax.kernels import config
+from kvjax.kernels.common import config
 
 
 @pytest.fixture(autouse=True)

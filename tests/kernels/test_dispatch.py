@@ -35,12 +35,10 @@ from kvjax import (
   StreamingLLM,
   TopKOracle,
   Wrapper,
-  dispatch,
-  entrance,
-  sight,
 )
-from kvjax.dispatch import table
+from kvjax.families import entrance, sight
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
+from kvjax.ops import prefill, table
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.meshes import mesh_of
 
@@ -51,7 +49,7 @@ def env(impl):
 
 def test_missing_kernel_names_what_there_is():
   with pytest.raises(NotImplementedError, match=r"attend_table: no 'jax-triton' .*pallas"):
-    dispatch.kernel("attend_table", "jax-triton")
+    table.kernel("attend_table", "jax-triton")
 
 
 def test_unknown_implementation():
@@ -61,26 +59,27 @@ def test_unknown_implementation():
 
 def test_auto_is_the_reference_without_a_gpu(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-  assert dispatch.choose("attend_span", "auto") == "reference"
-  assert dispatch.choose("attend_span", "pallas") == "pallas"
+  assert table.choose("attend_span", "auto") == "reference"
+  assert table.choose("attend_span", "pallas") == "pallas"
 
 
 def test_auto_leaves_alone_what_has_not_run(monkeypatch):
   """By name it runs."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   monkeypatch.setattr(table, "UNRUN", {"repair"})
-  assert dispatch.choose("repair", "auto") == "reference"
-  assert dispatch.choose("repair", "pallas") == "pallas"
-  assert dispatch.choose("attend_shared", "auto") == "pallas"
-  assert dispatch.choose("attend_span", "auto") == "pallas"
+  assert table.choose("repair", "auto") == "reference"
+  assert table.choose("repair", "pallas") == "pallas"
+  assert table.choose("attend_shared", "auto") == "pallas"
+  assert table.choose("attend_span", "auto") == "pallas"
 
 
 WITHOUT = """
 import sys, warnings
 sys.modules["jax.experimental.pallas.triton"] = None  # as a jax that has dropped it
 import jax, numpy as np
-from kvjax import dispatch, Full, Quest
-from kvjax.models.generate import generate, pad, prefill
+from kvjax import Full, Quest
+from kvjax.ops import table
+from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.testing import Run
 
 method = Quest(8, page=4)
@@ -91,15 +90,15 @@ out, _ = generate(run.model, logits, caches, method, steps=3)
 assert out.tokens.shape == (1, 3)
 
 try:
-  dispatch.choose("attend_table", "pallas")
+  table.choose("attend_table", "pallas")
 except NotImplementedError as error:
   print(error)
 gpu = {"default_backend": lambda: "gpu", "__version__": jax.__version__}
-dispatch.table.jax = type("", (), gpu)
+table.jax = type("", (), gpu)
 with warnings.catch_warnings(record=True) as said:
   warnings.simplefilter("always")
   for operation in ("attend_span", "enter_token", "attend_span"):
-    assert dispatch.choose(operation, "auto") == "reference"
+    assert table.choose(operation, "auto") == "reference"
 (warning,) = said
 print(warning.message)
 """
@@ -187,14 +186,14 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
   pos = jnp.where(jnp.arange(16) < seen[:, None], jnp.arange(16), -1)
   pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
   cache = cache.put(slots={"k": k, "v": v, "pos": pos}, rows={"seen": seen, "used": seen})
-  specs, alike = kvjax.sharding.cache_specs(cache, method), PartitionSpec()
-  at = method.at(kvjax.sharding.on_mesh(env("reference"), mesh), 0)
+  specs, alike = kvjax.runtime.sharding.cache_specs(cache, method), PartitionSpec()
+  at = method.at(kvjax.runtime.sharding.on_mesh(env("reference"), mesh), 0)
 
   def attended(cache, q):
     return method.attend(at, cache, sight.visible(at, cache), q).state.o
 
   q = stream.q[..., 0, :]
-  out = jax.jit(kvjax.sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
+  out = jax.jit(kvjax.runtime.sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
   for b, h, g in np.ndindex(2, 3, 3):
     see = [s for s in range(seen[b] - h - 1) if s < 2 or s >= 3 * (h + 1)]
     want = softmax_average(stream.k[b, h, see] @ q[b, h, g] / 4.0, stream.v[b, h, see])
@@ -220,17 +219,20 @@ def test_a_token_enters_split_slots_by_the_kernel():
   mesh, method = mesh_of(slots=2), Full()
   cache = kvjax.Cache.empty(method, CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
   seen = jnp.array([7, 8, 16, 3])
-  live, specs = jnp.array([True, True, True, False]), kvjax.sharding.cache_specs(cache, method)
+  live, specs = (
+    jnp.array([True, True, True, False]),
+    kvjax.runtime.sharding.cache_specs(cache, method),
+  )
   q, k, v = (
     jax.random.normal(jax.random.key(i), (4, 3, *size))
     for i, size in enumerate([(2, 8), (8,), (8,)])
   )
 
   def entered(impl):
-    at = method.at(kvjax.sharding.on_mesh(env(impl), mesh), 0)
+    at = method.at(kvjax.runtime.sharding.on_mesh(env(impl), mesh), 0)
     enter = functools.partial(entrance.enter_token, at)
     alike = PartitionSpec()
-    run = kvjax.sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
+    run = kvjax.runtime.sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
     return jax.jit(run)(cache.put(rows={"seen": seen, "used": seen}), q, k, v, live)
 
   found, wanted = (jax.tree.leaves(entered(impl)) for impl in ("pallas", "reference"))
@@ -255,8 +257,8 @@ def test_a_prompt_that_all_devices_have_is_shared_by_heads(heads):
     return found.state.o, found.state.m, found.visited
 
   alike = PartitionSpec()
-  spread = functools.partial(attended, kvjax.sharding.on_mesh(env("reference"), mesh))
-  found = jax.jit(kvjax.sharding.shard_map(spread, mesh, (), alike))()
+  spread = functools.partial(attended, kvjax.runtime.sharding.on_mesh(env("reference"), mesh))
+  found = jax.jit(kvjax.runtime.sharding.shard_map(spread, mesh, (), alike))()
   wanted = jax.jit(lambda: attended(env("reference")))()
   for a, b in zip(found, wanted, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-6)
@@ -303,7 +305,7 @@ def implementation(
     qpos = prompt.query_index()
     q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
     chunk = sight.of(at, qpos, prompt)
-    names.append(dispatch.prompt._prompt_implementation(at, {"k": k}, q, chunk)[0])
+    names.append(prefill._prompt_implementation(at, {"k": k}, q, chunk)[0])
 
   k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
   jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -333,7 +335,7 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
 def test_cudnn_is_for_ampere_and_what_came_after(monkeypatch, capability, has):
   device = types.SimpleNamespace(compute_capability=capability)
   monkeypatch.setattr(jax, "devices", lambda: [device])
-  assert dispatch.prompt._has_cudnn() == has
+  assert prefill._has_cudnn() == has
 
 
 def test_cudnn_by_name_takes_a_prompt_in_pieces():

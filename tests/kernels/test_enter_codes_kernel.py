@@ -20,11 +20,11 @@ from kvjax import (
   SnapKV,
   StreamingLLM,
   Yarn,
-  entrance,
   settings,
 )
-from kvjax.kernels.enter_codes import enter_codes
-from kvjax.ops.quantised import quantise
+from kvjax.families import entrance
+from kvjax.kernels.codes.enter import enter_codes
+from kvjax.primitives.codes import quantise
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.kernels import test_decode_ops as steps
 

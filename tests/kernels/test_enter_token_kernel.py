@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import Linear, Rope, Yarn
-from kvjax.kernels.enter_token import enter_token
+from kvjax.kernels.insertion.enter_token import enter_token
 from kvjax.testing.layer import rotate
 
 SLOTS = 7

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import Carry, Env, HShare, Rope
-from kvjax.kernels.hshare import listed
+from kvjax.kernels.selection.hshare import listed
 from tests.methods.test_hshare import Stack, columns, similar_streams
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import PRR, Env, Quest, Rope
-from kvjax.kernels.keep_rows import keep
+from kvjax.kernels.insertion.keep_rows import keep
 from kvjax.testing.layer import Layer, Stream
 
 SHAPES = [((3, 700), jnp.float32), ((3, 5000), jnp.int32), ((), jnp.int32), ((1, 9), jnp.bfloat16)]

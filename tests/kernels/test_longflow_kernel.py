@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax import Cache, CacheSpec, Carry, Env, LongFlow, Rope
-from kvjax.kernels import config, longflow, longflow_read
-from kvjax.kernels.longflow import victim
+from kvjax.kernels.common import config
+from kvjax.kernels.longflow import read
+from kvjax.kernels.longflow import victim as longflow
+from kvjax.kernels.longflow.victim import victim
 
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -127,7 +129,7 @@ def test_read(heads, groups, slots, head_dim, soft_cap):
   """Output, state and victims of one launch, with ragged rows; the same bits twice."""
   arrays = read_operands(3, heads, groups, slots, head_dim)
   how = {"sinks": 2, "recent": 3, "soft_cap": soft_cap}
-  run = jax.jit(functools.partial(longflow_read.read, **how))
+  run = jax.jit(functools.partial(read.read, **how))
   state, out, got = run(*arrays)
   q, k, v, norm, pos, used, seen = arrays
   o, logits, m, l = attention_oracle(q, k, v, used, soft_cap)
@@ -145,7 +147,7 @@ def test_read_in_half_precision():
   """bfloat16, as users have it: the victim is that of the kernel's own logits."""
   arrays = read_operands(4, 2, 4, 600, 128, jnp.bfloat16)
   q, k, v, norm, pos, used, seen = arrays
-  state, out, got = jax.jit(functools.partial(longflow_read.read, sinks=0, recent=1))(*arrays)
+  state, out, got = jax.jit(functools.partial(read.read, sinks=0, recent=1))(*arrays)
   o, logits, m, l = attention_oracle(*(x.astype(jnp.float32) for x in (q, k, v)), used)
   want, gap = oracle(*(logits, m, l, norm, pos, used, seen), sinks=0, recent=1, per_layer=False)
   assert out.dtype == jnp.bfloat16
@@ -156,7 +158,7 @@ def test_read_in_half_precision():
 def test_read_refuses_what_does_not_fit():
   arrays = read_operands(5, 1, 7, 2100, 64)
   with pytest.raises(NotImplementedError, match="k: found 2100 slots for 7 query heads"):
-    longflow_read.read(*map(jnp.asarray, arrays), sinks=0, recent=1)
+    read.read(*map(jnp.asarray, arrays), sinks=0, recent=1)
 
 
 @pytest.mark.parametrize("observed", [False, True])
@@ -173,7 +175,7 @@ def test_an_observe_of_ones_own_sees_logits(observed, monkeypatch):
     return seen[-1]
 
   monkeypatch.setattr(LongFlow, "attend", spy)
-  monkeypatch.setattr(longflow_read, "takes", lambda *_, **__: True)
+  monkeypatch.setattr(read, "takes", lambda *_, **__: True)
   q, k = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 64))
   method.decode_step(at, cache, q, k, k, jnp.ones(2, bool), Carry())
   assert (seen[0].logits is not None) == observed
@@ -184,7 +186,7 @@ def test_an_observe_of_ones_own_sees_logits(observed, monkeypatch):
 def test_same_victims_as_the_reference_over_a_run(per, monkeypatch):
   """Both implementations from the same cache at every step; the kernels' cache goes on."""
   per, *apart = per.split(", ")
-  monkeypatch.setattr(longflow_read, "takes", lambda *_, **__: not apart)
+  monkeypatch.setattr(read, "takes", lambda *_, **__: not apart)
   budget, steps = (96, 2000) if ON_GPU else (24, 60)
   spec = CacheSpec(2, budget, 3, 3, 64, 1, jnp.float32)
   method = LongFlow(budget, window_size=8, per=per)
@@ -224,8 +226,8 @@ def test_same_victims_as_the_reference_over_a_run(per, monkeypatch):
 def test_one_launch_where_rows_fill_the_device():
   """On an H200 from 88 rows on, in 16 bits; not where one program has no room for another."""
   how = {"interpret": False, "kind": "NVIDIA H200"}
-  assert longflow_read.takes(88, 4, 3200, 2, **how)
-  assert not longflow_read.takes(87, 4, 3200, 2, **how)
-  assert not longflow_read.takes(88, 4, 4097, 2, **how)
-  assert not longflow_read.takes(88, 4, 3200, 4, **how)
-  assert not longflow_read.takes(88, 4, 3200, 2, interpret=False, kind="NVIDIA RTX A6000")
+  assert read.takes(88, 4, 3200, 2, **how)
+  assert not read.takes(87, 4, 3200, 2, **how)
+  assert not read.takes(88, 4, 4097, 2, **how)
+  assert not read.takes(88, 4, 3200, 4, **how)
+  assert not read.takes(88, 4, 3200, 2, interpret=False, kind="NVIDIA RTX A6000")

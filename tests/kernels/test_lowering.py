@@ -14,40 +14,33 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope, Yarn
-from kvjax.forked import QUERIES
-from kvjax.kernels import (
-  _backend,
-  art,
-  cis_anchors,
-  cis_listed,
-  cis_note,
-  cis_read,
-  config,
-  decode,
-  host_blocks,
-  longflow_read,
-  prefill,
-  product,
-  summaries,
-  top_k,
-)
-from kvjax.kernels.add_norm import add_norm
-from kvjax.kernels.config import Config
-from kvjax.kernels.enter_codes import enter_codes
-from kvjax.kernels.enter_token import enter_token
-from kvjax.kernels.hshare import listed as hshare_listed
-from kvjax.kernels.keep_rows import keep as keep_rows
-from kvjax.kernels.key_weights import key_weights
-from kvjax.kernels.longflow import victim
-from kvjax.kernels.qkv_heads import qkv_heads
-from kvjax.kernels.quantised_decode import decode_attention as quantised_decode
-from kvjax.kernels.quantised_sparse import sparse_decode as quantised_sparse
-from kvjax.kernels.quest import page_bounds
-from kvjax.kernels.repair import repair
-from kvjax.kernels.sparse_decode import settings, sparse_decode
-from kvjax.kernels.speculate import attend_tiles, speculate, speculate_keys
-from kvjax.ops import depth
-from tests.decode_cases import Shape
+from kvjax.kernels.art import walk as art
+from kvjax.kernels.cis import anchors, listed, note, read
+from kvjax.kernels.codes.dense import decode_attention as quantised_decode
+from kvjax.kernels.codes.enter import enter_codes
+from kvjax.kernels.codes.sparse import sparse_decode as quantised_sparse
+from kvjax.kernels.common import backend, config
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode import dense
+from kvjax.kernels.decode.sparse import settings, sparse_decode
+from kvjax.kernels.insertion import host_blocks
+from kvjax.kernels.insertion.enter_token import enter_token
+from kvjax.kernels.insertion.keep_rows import keep as keep_rows
+from kvjax.kernels.longflow import read as longflow_read
+from kvjax.kernels.longflow.victim import victim
+from kvjax.kernels.prefill import dense as prefill
+from kvjax.kernels.products import product
+from kvjax.kernels.products.add_norm import add_norm
+from kvjax.kernels.products.qkv_heads import qkv_heads
+from kvjax.kernels.prr.repair import repair
+from kvjax.kernels.prr.speculate import attend_tiles, speculate, speculate_keys
+from kvjax.kernels.selection import summaries, top_k
+from kvjax.kernels.selection.hshare import listed as hshare_listed
+from kvjax.kernels.selection.key_weights import key_weights
+from kvjax.kernels.selection.page_bounds import page_bounds
+from kvjax.methods import depth
+from kvjax.runtime.forked import QUERIES
+from kvjax.testing.decode_cases import Shape
 from tests.kernels import test_decode_ops as steps
 from tests.lowering import SHARED, compile_kernel, lower
 
@@ -90,7 +83,7 @@ def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   yield "shared", *decode_call(Shape(2, 8, 4, 32 << 10), small, rows=1)
   yield "float16-sinks", *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
   yield "G32", *decode_call(Shape(1, 1, 32, 999), small)
-  branches = {"groups": QUERIES, "slots": 32 << 10, "head_dim": 128}  # `kvjax.forked`
+  branches = {"groups": QUERIES, "slots": 32 << 10, "head_dim": 128}  # `kvjax.runtime.forked`
   cut = config.choose("decode", rows=8, itemsize=2, kind=kind, **branches)
   yield f"G{QUERIES}", *decode_call(Shape(1, 8, **branches), cut)
   for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
@@ -109,7 +102,7 @@ def decode_call(
 
   def run(q, k, v, start, stop, **how):
     how |= {"sinks": sinks, "q_sinks": q if sinks else None, "logits": logits}
-    return decode.decode_with_output(q, k, v, start, stop, config=cut, interpret=False, **how)
+    return dense.decode_with_output(q, k, v, start, stop, config=cut, interpret=False, **how)
 
   return run, [q, k, v, start, stop]
 
@@ -307,8 +300,8 @@ def select_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 
 
 def weighed(logits, m, l, *arrays, **how):
-  """`cis_listed.found_and_listed` where keys have logits."""
-  return cis_listed.found_and_listed([logits, m, l], *arrays, **how)
+  """`listed.found_and_listed` where keys have logits."""
+  return listed.found_and_listed([logits, m, l], *arrays, **how)
 
 
 def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
@@ -322,18 +315,18 @@ def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     row, block = (batch, heads), (batch, heads, 16)
     shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
     shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
-    run = functools.partial(cis_anchors.anchors, tau=0.8, first=narrowed, interpret=False)
+    run = functools.partial(anchors.anchors, tau=0.8, first=narrowed, interpret=False)
     yield f"anchors-{heads}x{units}", run, shapes
     keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
     yield f"anchors-and-logits-{heads}x{units}", looking, shapes + keys
-    run = functools.partial(cis_listed.listed, slots=slots, sinks=16, local=64, interpret=False)
+    run = functools.partial(listed.listed, slots=slots, sinks=16, local=64, interpret=False)
     fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
     shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
     shapes += [of((batch,), i32), of((batch, 1), i32)]
     yield f"listed-{heads}x{units}", run, shapes
     if units == 1:
       how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
-      run, where = functools.partial(cis_listed.found_and_listed, **how), [of((batch, 1), i32)] * 2
+      run, where = functools.partial(listed.found_and_listed, **how), [of((batch, 1), i32)] * 2
       fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
       yield f"found-and-listed-{heads}x{units}", run, fused
       partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
@@ -343,21 +336,21 @@ def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
     shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
     shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
-    run = functools.partial(cis_note.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
+    run = functools.partial(note.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
     yield f"note-{heads}x{units}", run, shapes
   for batch, k, slots, dtype in (
     *((8, 88, 1040, jnp.bfloat16), (16, 432, 4112, jnp.bfloat16)),
-    *((16, 88, cis_read.LANES, jnp.bfloat16), (8, 216, 999, jnp.float32)),
+    *((16, 88, read.LANES, jnp.bfloat16), (8, 216, 999, jnp.float32)),
   ):
     row, block = (batch, 32), (batch, 32, 16)
     shapes = [of((*row, 1, 128), dtype), *[of((*row, slots, 128), dtype)] * 2]
     shapes += [of((*block, 1, 128), f32), of((*block, 1), i32)]
     shapes += [of((*block, 1, k + 2 * (k // 3)), i32), *[of((batch,), i32)] * 3]
     how = {"k": k, "sinks": 16, "local": 64, "first": narrowed, "span_sinks": 16}
-    run = functools.partial(cis_read.read, tau=0.8, interpret=False, **how)
+    run = functools.partial(read.read, tau=0.8, interpret=False, **how)
     yield f"read-{batch}x{slots}", run, shapes
   per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
-  run = functools.partial(cis_anchors.anchors, tau=0.8, interpret=False)
+  run = functools.partial(anchors.anchors, tau=0.8, interpret=False)
   yield "anchors-per-query-head", run, [*per_head, *[of((2,), i32)] * 2]
 
 
@@ -381,7 +374,7 @@ def hshare_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
 def looking(q, queries, anchor, step, seen, *keys, **how):
   """CIS's decision, and the logits of rows that share with none."""
   how |= {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
-  return cis_anchors.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
+  return anchors.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
 
 
 def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
@@ -767,8 +760,8 @@ def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[C
   shape = {"rows": 8, "groups": groups, "slots": 8192, "head_dim": head_dim, "itemsize": size}
   cut = settings(**shape, unit=16, kind="NVIDIA RTX A6000")
   made: dict[str, tuple[Callable, list]] = {
-    "attend_span": (decode.decode_with_output, [q, kv, kv, *where]),
-    "attend_shared": (decode.decode_with_output, [q, shared, shared, *each]),
+    "attend_span": (dense.decode_with_output, [q, kv, kv, *where]),
+    "attend_shared": (dense.decode_with_output, [q, shared, shared, *each]),
     "attend_table": (
       functools.partial(sparse_decode, unit=16, config=cut),
       [q, kv, kv, *table, *where],
@@ -892,13 +885,13 @@ LOWERED += ("int8 over quest",)
 @pytest.mark.parametrize("name", [slow_unless(name in LOWERED, name) for name in steps.CASES])
 def test_a_step_lowers(name, monkeypatch):
   """Arguments as methods make them: a weakly typed one once lowered to no valid program."""
-  monkeypatch.setattr(_backend, "interpreted", lambda interpret=None: False)
+  monkeypatch.setattr(backend, "interpreted", lambda interpret=None: False)
   step, arguments = steps.decode_step(steps.CASES[name])
   assert lower(step, *arguments)
 
 
 def test_a_step_of_many_rows_lowers(monkeypatch):
-  monkeypatch.setattr(_backend, "interpreted", lambda interpret=None: False)
+  monkeypatch.setattr(backend, "interpreted", lambda interpret=None: False)
   step, arguments = steps.decode_step(steps.CASES["cpe"], spec=steps.MANY)
   names = sorted(kernel.name for kernel in lower(step, *arguments))
   assert names == ["cis_note", "cis_read", "enter_token"]
@@ -911,7 +904,7 @@ def test_triton_source_compiles(capability):
   from triton.backends.compiler import GPUTarget
   from triton.compiler import ASTSource
 
-  from kvjax.kernels import decode_jax_triton as twin
+  from kvjax.kernels.decode import jax_triton as twin
 
   cut = Config(tile=64, programs=264, warps=4, stages=3)
   attend = twin.attend_constants(8, 4096, 4, 128, 4, False, None, cut, "bfloat16")

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Env, offload
-from kvjax.kernels import host_blocks
-from kvjax.models.caches import fork, restore, save
-from kvjax.models.generate import generate, prefill
+from kvjax import Env
+from kvjax.core.context import OwnRows
+from kvjax.kernels.insertion import host_blocks
+from kvjax.models.decode.caches import fork, restore, save
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.ops import offload
 from kvjax.testing import tiny
-from kvjax.types import OwnRows
 
 KERNELS = "pallas"
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.prefill import Blocking, check, column_mass, prefill_attention
+from kvjax.kernels.prefill.dense import Blocking, check, column_mass, prefill_attention
 from kvjax.testing.layer import softmax_average
 
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -179,7 +179,7 @@ def test_bad_operands():
 @pytest.mark.parametrize("tokens", [64, 77, 600])
 def test_cudnn_against_oracle(heads, groups, head_dim, dtype, tokens):
   """Ragged rows, one of them idle; NaN in what stands after them."""
-  from kvjax.ops.cudnn import attend_causal
+  from kvjax.kernels.prefill.cudnn import attend_causal
 
   q, k, v = arrays(1, heads, groups, head_dim, dtype, tokens, tokens, batch=3)
   valid = np.array([tokens, tokens // 3, 0], np.int32)

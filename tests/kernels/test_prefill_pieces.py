@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ETF, PSAW, Env, Full, Prompt, StreamingLLM, dispatch, sight
-from kvjax.kernels import prefill_pieces
-from kvjax.kernels.prefill import prefill_attention
-from kvjax.kernels.prefill_pieces import Block, attend_in_pieces, plan
-from kvjax.ops import cudnn
+from kvjax import ETF, PSAW, Env, Full, Prompt, StreamingLLM
+from kvjax.families import sight
+from kvjax.kernels.prefill import cudnn, pieces
+from kvjax.kernels.prefill.dense import prefill_attention
+from kvjax.kernels.prefill.pieces import Block, attend_in_pieces, plan
+from kvjax.ops import prefill
 from kvjax.testing.layer import Layer, Stream
 from tests.kernels.test_prefill_kernel import CLOSE, arrays, oracle
 
@@ -40,7 +41,7 @@ def stand_in(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-  monkeypatch.setattr(prefill_pieces, "MIN_BLOCK", 16)
+  monkeypatch.setattr(pieces, "MIN_BLOCK", 16)
   if not ON_GPU:
     monkeypatch.setattr(cudnn, "dot_product_attention", stand_in)
 
@@ -88,7 +89,7 @@ def test_rows_that_do_not_fit_the_plan_are_our_kernels():
   q, k, v = arrays(1, 1, 2, 64, DTYPE, 64, 64, batch=2)
   first = jnp.maximum(qpos - jnp.array([[9], [40]]), 0)
   blocks = (Block(32, 64, 32),)
-  spans = prefill_pieces._span(*blocks, k, qpos, first, 2)
+  spans = pieces._span(*blocks, k, qpos, first, 2)
   assert spans.queries.tolist() == [0, 32] and spans.low.tolist() == [0, 23]
   state, _ = attend_in_pieces(q, k, v, qpos, first, sinks=2, blocks=blocks)
   want, _ = prefill_attention(q, k, v, qpos, first, sinks=2)
@@ -99,7 +100,7 @@ def test_rows_that_do_not_fit_the_plan_are_our_kernels():
 
 def test_a_rectangle_begins_no_later_than_its_block():
   k, start = jnp.zeros((1, 1, 32, 8)), jnp.array([4])
-  fits = [prefill_pieces._fits(Block(0, 8, 4), k, start, start + n) for n in (-1, 0, 1)]
+  fits = [pieces._fits(Block(0, 8, 4), k, start, start + n) for n in (-1, 0, 1)]
   assert fits == [True, True, False]
 
 
@@ -120,7 +121,7 @@ def test_plan():
 )
 def test_methods_agree_with_the_reference(method, monkeypatch):
   """A ragged prompt, and a further chunk where there can be one, of the top layer, in float32."""
-  monkeypatch.setattr(dispatch.prompt, "_beyond_cudnn", lambda at, staged: "")
+  monkeypatch.setattr(prefill, "_beyond_cudnn", lambda at, staged: "")
   monkeypatch.setattr(cudnn, "dot_product_attention", stand_in)  # the real one takes 16 bits
   stream = Stream.random(2, tokens=150)
   outputs = []
@@ -141,7 +142,7 @@ def test_windows_that_slide_are_left_to_the_kernel():
   qpos = jnp.arange(40, dtype=jnp.int32)[None]
   prompt = Prompt(jnp.array([40]), jnp.array([40]), None, 40, 0)
   q = jnp.zeros((1, 1, 1, 40, 16))
-  blocks, words = dispatch.prompt._pieces(at, staged, q, sight.of(at, qpos, prompt))
+  blocks, words = prefill._pieces(at, staged, q, sight.of(at, qpos, prompt))
   assert blocks == () and "too few queries" in words
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import product
-from kvjax.kernels.add_norm import add_norm
-from kvjax.kernels.qkv_heads import qkv_heads
+from kvjax.kernels.products import product
+from kvjax.kernels.products.add_norm import add_norm
+from kvjax.kernels.products.qkv_heads import qkv_heads
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}
 SIZES = [(1, 64, 64), (3, 200, 130), (8, 577, 96), (17, 96, 33)]

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import _backend, _tiles
-from kvjax.kernels.config import Config
-from kvjax.kernels.repair import _found, repair
-from kvjax.kernels.sparse_decode import sparse_decode
-from kvjax.kernels.speculate import attend_tiles, share, speculate
+from kvjax.kernels.common import backend, tiling
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode.sparse import sparse_decode
+from kvjax.kernels.prr.repair import _found, repair
+from kvjax.kernels.prr.speculate import attend_tiles, share, speculate
 from kvjax.testing.layer import softmax_average
 
 CLOSE = {"float32": 2e-5, "bfloat16": 1.5e-2}
@@ -64,7 +64,7 @@ def test_what_is_looked_for_in_a_list_is_not_found_behind_its_end():
 
   entry, lists_ = jnp.array([4, 5, 6, 7], jnp.int32), jnp.array([[4, -1, 6, 5, 7]], jnp.int32)
   out = [jax.ShapeDtypeStruct((4,), jnp.int32)]
-  (hit,) = _backend.call(kernel, entry, lists_, grid=(1,), out=out, warps=1, stages=1, name="found")
+  (hit,) = backend.call(kernel, entry, lists_, grid=(1,), out=out, warps=1, stages=1, name="found")
   assert hit.tolist() == [1, 0, 1, 0]
 
 
@@ -104,7 +104,7 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
       written = flat
       if stored == "pieces":  # two parts of every row: the state, and nothing
         acc = jnp.stack([flat[0] * flat[2][..., None], jnp.zeros_like(flat[0])], 1)
-        m = jnp.stack([flat[1] * _tiles.LOG2E, jnp.full_like(flat[1], -jnp.inf)], 1)
+        m = jnp.stack([flat[1] * tiling.LOG2E, jnp.full_like(flat[1], -jnp.inf)], 1)
         l = jnp.stack([flat[2], jnp.zeros_like(flat[2])], 1)
         written = [x.reshape(2 * rows, *x.shape[2:]) for x in (acc, m, l)]
     return repair(q, k, v, table_, guess_, *where, written, unit=unit, stored=stored, tile=16)

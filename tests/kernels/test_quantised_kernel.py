@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.kernels import _backend
-from kvjax.kernels.config import Config
-from kvjax.kernels.quantised_decode import check_quantised, decode_attention
-from kvjax.ops import quantised
-from kvjax.ops.quantised import WORDS
+from kvjax.kernels.codes.dense import check_quantised, decode_attention
+from kvjax.kernels.common import backend
+from kvjax.kernels.common.config import Config
+from kvjax.primitives import codes as quantised
+from kvjax.primitives.codes import WORDS
 from tests.compiled import compiled
 from tests.kernels.test_decode_kernel import FLOOR, pairwise, visible
 
@@ -27,7 +27,7 @@ def test_sums_of_few_integers_are_refused():
   """A GPU's matrix units sum 32 products of bytes: 16 would be counted twice."""
   few = jnp.ones((16, 16), jnp.int8)
   with pytest.raises(ValueError, match="dot: found sums of 16 products of int8, expected 32"):
-    _backend.dot(few, few)
+    backend.dot(few, few)
 
 
 def test_worked_example():

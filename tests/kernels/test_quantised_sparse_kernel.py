@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.kernels.config import Config
-from kvjax.kernels.quantised_sparse import settings, sparse_decode
-from kvjax.ops import quantised
-from kvjax.ops.quantised import WORDS
+from kvjax.kernels.codes.sparse import settings, sparse_decode
+from kvjax.kernels.common.config import Config
+from kvjax.primitives import codes as quantised
+from kvjax.primitives.codes import WORDS
 from kvjax.testing.layer import capped
 from tests.compiled import compiled
 from tests.kernels.test_decode_kernel import FLOOR, pairwise

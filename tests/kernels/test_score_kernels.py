@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle, dispatch, sight
-from kvjax.kernels import key_weights as weights
-from kvjax.kernels.key_weights import key_logits, key_weights
-from kvjax.kernels.quest import page_bounds
+from kvjax import CacheSpec, Env, InfLLMv2, Quest, Rope, TopKOracle
+from kvjax.families import sight
+from kvjax.kernels.selection import key_weights as weights
+from kvjax.kernels.selection.key_weights import key_logits, key_weights
+from kvjax.kernels.selection.page_bounds import page_bounds
+from kvjax.ops import scores
 from kvjax.ops.smoothing import Smoothed
 from scripts.benches.longflow import holding
 
@@ -85,7 +87,7 @@ def test_token_weights(shape):
   at, cache, q = setting(TopKOracle(32), shape, shape[3] - 7)
   k = cache.slots["k"].at[0, 0, 5].set(jnp.nan)
   cache = cache.put(slots={"k": k})
-  reference = functools.partial(dispatch.token_weights, at)
+  reference = functools.partial(scores.token_weights, at)
   want = jax.jit(lambda cache, q: reference(cache, sight.visible(at, cache), q))(cache, q)
   run = functools.partial(key_weights, blocks=k.shape[2], log=True)
   start, stop = bounds(cache)
@@ -103,7 +105,7 @@ def test_a_program_may_weigh_several_times(monkeypatch):
   assert weights._cut_blocks(2, 1000, 2) == (128, 3)
   k, (start, stop) = cache.slots["k"], bounds(cache)
   got = key_weights(q, k, start, stop, stop, blocks=1000, log=True, programs=2)
-  want = dispatch.token_weights(at, cache, sight.visible(at, cache), q)
+  want = scores.token_weights(at, cache, sight.visible(at, cache), q)
   np.testing.assert_allclose(got, want, atol=CLOSE["bfloat16"])
 
 

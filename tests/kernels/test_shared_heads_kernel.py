@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import _split
-from kvjax.kernels.config import Config
-from kvjax.kernels.decode import decode_with_output
+from kvjax.kernels.common import split_k
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode.dense import decode_with_output
 
 
-def dealt(tiles: list[int], programs: int, monkeypatch) -> list[list[_split.Piece]]:
+def dealt(tiles: list[int], programs: int, monkeypatch) -> list[list[split_k.Piece]]:
   """The pieces of every program."""
   found = []
   of = jnp.asarray([*tiles, *[0] * (1 << 10)])
   for pid in range(programs):
-    monkeypatch.setattr(_split.pl, "program_id", lambda axis, pid=pid: jnp.int32(pid))
+    monkeypatch.setattr(split_k.pl, "program_id", lambda axis, pid=pid: jnp.int32(pid))
     found.append([])
     with jax.disable_jit():
-      _split.level(lambda at, _: of[at], found[-1].append, rows=len(tiles), programs=programs)
+      split_k.level(lambda at, _: of[at], found[-1].append, rows=len(tiles), programs=programs)
   return found
 
 
@@ -58,7 +58,7 @@ def test_every_tile_is_dealt_once_and_all_have_as_many(tiles, programs, monkeypa
     first = parts[0][-1]
     assert [number for *_, number in parts] == list(range(first, first + len(parts)))
   assert len(set(numbers)) == len(numbers)
-  assert max(numbers) < _split.most_pieces(len(tiles), programs)
+  assert max(numbers) < split_k.most_pieces(len(tiles), programs)
   least = sum(max(count, 1) for count in tiles)
   assert max(sizes) <= -(-least // programs)
 

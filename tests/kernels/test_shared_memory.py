@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax import CacheSpec, Env, dispatch
-from kvjax.dispatch import table
-from kvjax.kernels import art, config, key_weights, product, sparse_decode, speculate
+from kvjax import CacheSpec, Env
+from kvjax.kernels.art import walk as art
+from kvjax.kernels.common import config
+from kvjax.kernels.decode import sparse
+from kvjax.kernels.products import product
+from kvjax.kernels.prr import speculate
+from kvjax.kernels.selection import key_weights
+from kvjax.ops import table
 from tests.kernels import test_decode_ops as steps
 
 SMALL = ("NVIDIA RTX A6000", "NVIDIA GeForce RTX 5090", "Imaginary 1")
@@ -89,21 +94,21 @@ def test_a_shape_that_fits_nowhere(on):
   )
   on("NVIDIA GeForce RTX 5090")
   with pytest.warns(UserWarning, match=rf"attend_span: .*{why}: impl='auto' takes the reference"):
-    assert dispatch.choose("attend_span", "auto", q, k) == "reference"
+    assert table.choose("attend_span", "auto", q, k) == "reference"
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    assert dispatch.choose("attend_span", "auto", q, k) == "reference"
+    assert table.choose("attend_span", "auto", q, k) == "reference"
   for impl in ("pallas", "jax-triton"):
     with pytest.raises(NotImplementedError, match=rf"attend_span: the '{impl}' kernel {why}"):
-      dispatch.choose("attend_span", impl, q, k)
-  assert dispatch.choose("attend_span", "auto", *heads(128, 256, jnp.bfloat16)) == "pallas"
+      table.choose("attend_span", impl, q, k)
+  assert table.choose("attend_span", "auto", *heads(128, 256, jnp.bfloat16)) == "pallas"
   on("NVIDIA H200")
-  assert dispatch.choose("attend_span", "auto", q, k) == "pallas"
-  assert dispatch.choose("attend_span", "pallas", q, k) == "pallas"
+  assert table.choose("attend_span", "auto", q, k) == "pallas"
+  assert table.choose("attend_span", "pallas", q, k) == "pallas"
 
 
 def test_the_interpreter_refuses_nothing():
-  assert dispatch.choose("attend_span", "pallas", *heads(128, 256, jnp.float32)) == "pallas"
+  assert table.choose("attend_span", "pallas", *heads(128, 256, jnp.float32)) == "pallas"
 
 
 ATTENTION = {
@@ -160,5 +165,5 @@ def test_tiles_of_scores_and_speculation_shrink(on):
     tiles[kind] = tile, config.fitted_tile(speculate.KEYS, speculate.STAGES, **shape)
   assert tiles == {"NVIDIA RTX A6000": (32, 16), "NVIDIA H200": (64, 32)}
   on("NVIDIA RTX A6000")
-  cut = sparse_decode.settings(rows=8, groups=4, slots=8192, head_dim=256, itemsize=4, unit=16)
+  cut = sparse.settings(rows=8, groups=4, slots=8192, head_dim=256, itemsize=4, unit=16)
   assert config.shared_bytes(cut.tile, (cut.stages + 1) // 2, **shape) <= 99 << 10

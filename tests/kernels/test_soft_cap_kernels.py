@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels import art, cis_anchors, decode, key_weights, prefill
-from kvjax.kernels.repair import repair
-from kvjax.kernels.sparse_decode import sparse_decode
-from kvjax.kernels.speculate import attend_tiles, speculate, speculate_keys
-from kvjax.mass_bound import TANH_ERROR
+from kvjax.kernels.art import walk
+from kvjax.kernels.cis import anchors
+from kvjax.kernels.decode import dense
+from kvjax.kernels.decode.sparse import sparse_decode
+from kvjax.kernels.prefill import dense as prefill
+from kvjax.kernels.prr.repair import repair
+from kvjax.kernels.prr.speculate import attend_tiles, speculate, speculate_keys
+from kvjax.kernels.selection import key_weights
+from kvjax.ops.mass_bound import TANH_ERROR
 from kvjax.testing.layer import capped
 
 pytestmark = pytest.mark.slow  # the core has layers that run some of these kernels
@@ -48,7 +52,7 @@ def case(dtype, groups=3, heads=3, head_dim=24, slots=80):
 
 
 def spans(c):
-  state, _, logits = decode.decode_with_output(
+  state, _, logits = dense.decode_with_output(
     c.q, c.k, c.v, jnp.zeros_like(c.stop), c.stop, logits=True, soft_cap=CAP
   )
   return state, logits
@@ -63,7 +67,7 @@ def tables(c, unit=UNIT):
 def walks(c, share=None):
   where = None, None, jnp.zeros_like(c.stop), c.stop
   how = {"tile": UNIT, "patience": np.inf, "splits": 1, "share": share}
-  return art.walk(c.q, c.k, c.v, *where, soft_cap=CAP, **how)[0], None
+  return walk.walk(c.q, c.k, c.v, *where, soft_cap=CAP, **how)[0], None
 
 
 def repaired(c, written, stored):
@@ -155,7 +159,7 @@ def test_scores_of_keys(dtype):
   block = jnp.zeros((2, 3, 4, 3, 24), jnp.float32), jnp.zeros((2, 3, 4, 3), jnp.int32)
   none = jnp.zeros(2, jnp.int32)
   how = {"tau": 0.8, "keys": (c.k, c.stop[:, 0]), "soft_cap": CAP}
-  looked = cis_anchors.anchors(c.q, *block, none, c.stop[:, 0], **how)[-3] * np.log(2)
+  looked = anchors.anchors(c.q, *block, none, c.stop[:, 0], **how)[-3] * np.log(2)
   np.testing.assert_allclose(looked, c.logits, atol=CLOSE[dtype])
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.config import Config
-from kvjax.kernels.sparse_decode import check_table, sparse_decode
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode.sparse import check_table, sparse_decode
 from kvjax.testing.layer import softmax_average
 
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}

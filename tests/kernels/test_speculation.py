@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvjax import PRR, Cache, InfLLMv2, Quest
-from kvjax.kernels import config, speculation
+from kvjax.kernels.common import config
+from kvjax.kernels.prr import ratio
 from kvjax.testing.layer import Stream
 
 
@@ -31,31 +32,31 @@ ENTRIES = [
 
 @pytest.mark.parametrize(("slots", "rho"), [(4096, 1), (8192, 1.25), (16384, 0)])
 def test_the_largest_that_fits_and_pays(slots, rho):
-  assert speculation.largest(ENTRIES[:3], slots) == rho
+  assert ratio.largest(ENTRIES[:3], slots) == rho
 
 
 def test_one_that_fits_gives_way_to_one_that_pays():
-  assert speculation.largest([entry(4096, 12, (8, 9, 10), (14, 15, 21), 20)], 4096) == 1.25
+  assert ratio.largest([entry(4096, 12, (8, 9, 10), (14, 15, 21), 20)], 4096) == 1.25
 
 
 def test_nothing_is_speculated_beyond_what_was_measured():
   pays = [entry(n << 10, 9, (8, 9, 10), (14, 15, 16), 20) for n in (8, 16)]
   for slots, rho in ((4, 0), (8, 1.25), (12, 1.25), (16, 1.25), (64, 0)):
-    assert speculation.largest(pays, slots << 10) == rho
+    assert ratio.largest(pays, slots << 10) == rho
 
 
 @pytest.mark.parametrize(("serial", "rho"), [(14.41, 0), (14.43, 1)])
 def test_a_gain_is_one_of_three_percent(serial, rho):
-  assert speculation.largest([entry(4096, 5, (8, 9, 10), (14, 15, 16), serial)], 4096) == rho
+  assert ratio.largest([entry(4096, 5, (8, 9, 10), (14, 15, 16), serial)], 4096) == rho
 
 
 def test_lengths_between_are_fitted():
   x = np.array([4, 8, 16, 32]) * 1024
   times = 3 + 2e-3 * x + 1e-7 * x**2
-  assert speculation.fitted(x.tolist(), times.tolist(), 8192) == times[1]
+  assert ratio.fitted(x.tolist(), times.tolist(), 8192) == times[1]
   for length in (6000, 65536):
     want = 3 + 2e-3 * length + 1e-7 * length**2
-    np.testing.assert_allclose(speculation.fitted(x.tolist(), times.tolist(), length), want)
+    np.testing.assert_allclose(ratio.fitted(x.tolist(), times.tolist(), length), want)
 
 
 def test_a_cache_asks_its_device(monkeypatch, tmp_path):
@@ -64,8 +65,8 @@ def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   (tmp_path / "tuned" / device).mkdir(parents=True)
   path = tmp_path / "tuned" / device / "prr.json"
   path.write_text(json.dumps({"entries": ENTRIES}))
-  speculation.measured.cache_clear()
-  monkeypatch.setattr(speculation.importlib.resources, "files", lambda name: tmp_path)
+  ratio.measured.cache_clear()
+  monkeypatch.setattr(ratio.importlib.resources, "files", lambda name: tmp_path)
   method = PRR(Quest(1024, 16))
   assert [method._ratio(1, n) for n in (4096, 8192, 16384)] == [1, 1.25, 0]
   assert method._ratio(3, 8192) == 1.5
@@ -75,4 +76,4 @@ def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   heads = {n: Cache.empty(method, Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
   assert heads[8192]["foreseen"].shape[-1] == 1 + 78  # ⌊1.25 · 63⌋ beside the newest
   assert "foreseen" not in heads[16384]
-  speculation.measured.cache_clear()
+  ratio.measured.cache_clear()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import Span
-from kvjax.kernels import top_k
+from kvjax.kernels.selection import top_k
 from kvjax.ops import tiles
 
 ON_GPU = jax.default_backend() == "gpu"

@@ -364,7 +364,9 @@ def test_within_a_program_tokens_past_the_end_are_not_there(method):
 
 
 def test_parts_of_a_prompt_are_refused_where_it_has_to_be_seen_at_once():
-  """By `total`, as by `chunk` of `kvjax.models.prefill`; a later turn has a total of its own."""
+  """By `total`, as by `chunk` of `kvjax.models.decode.prefill`; a later turn has a total of its
+  own.
+  """
   arrays = q, k, v = plain(slice(0, 8))
   for name in ("snapkv", "kivi", "tova"):
     (cache,) = made(settings.example(kvjax.METHODS[name], 12), layers=1)

@@ -2,12 +2,12 @@
 
 import inspect
 
-from kvjax.bounded import Bounded, InTurn
-from kvjax.method import Method
-from kvjax.prompt_scored import PromptScored
-from kvjax.selective import Selective, SelectiveTokens
-from kvjax.streamed import Streamed
-from kvjax.wrapper import Wrapper
+from kvjax.families.bounded import Bounded, InTurn
+from kvjax.families.method import Method
+from kvjax.families.prompt_scored import PromptScored
+from kvjax.families.selective import Selective, SelectiveTokens
+from kvjax.families.streamed import Streamed
+from kvjax.families.wrapper import Wrapper
 
 FAMILIES = Method, Bounded, InTurn, PromptScored, Selective, SelectiveTokens, Streamed, Wrapper
 MOST = 30

@@ -47,13 +47,13 @@ from kvjax import (
   TopKOracle,
   Window,
   Wrapper,
-  dispatch,
-  forms,
   settings,
 )
-from kvjax.bounded import InTurn
-from kvjax.leaves import NORM, Leaf
-from kvjax.method import _twin
+from kvjax.core.leaves import NORM, Leaf
+from kvjax.families import forms
+from kvjax.families.bounded import InTurn
+from kvjax.families.method import _twin
+from kvjax.ops import table
 from kvjax.testing.layer import Stream
 from kvjax.testing.traced_laws import Through, operations
 from tests.kernels.test_decode_ops import CASES as STEPS
@@ -434,9 +434,9 @@ def differ(a, b):
 def kernels_for_auto(monkeypatch):
   """Has "auto" take kernels as on a GPU, though they are interpreted."""
   seen = types.SimpleNamespace(default_backend=lambda: "gpu")
-  monkeypatch.setattr(dispatch.table, "jax", seen)
-  monkeypatch.setattr(dispatch.table, "beyond_device", lambda *_: "")
-  assert dispatch.choose("enter_token", "auto") == "pallas"
+  monkeypatch.setattr(table, "jax", seen)
+  monkeypatch.setattr(table, "beyond_device", lambda *_: "")
+  assert table.choose("enter_token", "auto") == "pallas"
 
 
 @pytest.mark.parametrize("case", TABLE)

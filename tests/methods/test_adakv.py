@@ -25,7 +25,7 @@ from kvjax import (
   plan_memory,
 )
 from kvjax.ops import shared_slots
-from kvjax.sharding import init_caches
+from kvjax.runtime.sharding import init_caches
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 

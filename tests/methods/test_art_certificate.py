@@ -23,10 +23,10 @@ from kvjax import (
   Quest,
   Rope,
   SnapKV,
-  sight,
 )
-from kvjax.mass_bound import unread_mass
-from kvjax.ops.quantised import rounded_query
+from kvjax.families import sight
+from kvjax.ops.mass_bound import unread_mass
+from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2

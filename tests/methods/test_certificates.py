@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Random, Rope, Wrapper
-from kvjax import certificates as c
-from kvjax.models import convert
-from kvjax.models.generate import join, prefill, split
+from kvjax.analysis import certificates as c
+from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.io import convert
 from kvjax.testing.layer import Layer, Stream
 from tests.methods.test_cis import wandering
 from tests.models.test_golden import GOLDENS

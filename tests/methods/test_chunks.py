@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import CPE, ETF, H2O, Active, Full, Prompt
-from kvjax.ops import chunks
+from kvjax.core import chunks
 from kvjax.testing.tiny import Run, model
 from tests.compiled import compiled
 

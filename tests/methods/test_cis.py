@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PSAW, Carry, Env, Linear, Rope, sight
-from kvjax.dispatch.sharing import distinct
+from kvjax import CIS, PSAW, Carry, Env, Linear, Rope
+from kvjax.families import sight
+from kvjax.ops.sharing import distinct
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvjax import METHODS, settings
 from kvjax.ops import shared_slots
 from kvjax.testing.layer import Layer, Stream
-from scripts.tablemakers import house
+from scripts.tools.tablemakers import house
 
 OVER = {name: bases for name in METHODS if (bases := house.over(name)) is not None}
 PAIRS = [(name, base) for name, bases in OVER.items() for base in bases]

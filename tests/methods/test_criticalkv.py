@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import H2O, CriticalKV, Full, PromptScored, PyramidKV, SharedPrefill, SnapKV, settings
 from kvjax.methods.criticalkv import norms_of_outputs
-from kvjax.shared_prefill import take
+from kvjax.runtime.shared_prefill import take
 from kvjax.testing import tiny
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.methods.test_chunkkv import snapkv

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import diagnostics
-from kvjax.models import convert
-from kvjax.models.generate import prefill
+from kvjax.analysis import diagnostics
+from kvjax.models.decode.generate import prefill
+from kvjax.models.io import convert
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -171,7 +171,7 @@ class Recording(kvjax.Full):
   """The full cache, reporting rotated queries and keys, and values, of a prompt."""
 
   def prefill(self, at, cache, q, k, v, prompt, carry):
-    q_rotated, _, new, _ = kvjax.entrance.enter(at, cache, q, k, v, prompt, carry)
+    q_rotated, _, new, _ = kvjax.families.entrance.enter(at, cache, q, k, v, prompt, carry)
     out, cache, carry, _ = super().prefill(at, cache, q, k, v, prompt, carry)
     return out, cache, carry, {"q": q_rotated, "k": new["k"], "v": new["v"]}
 

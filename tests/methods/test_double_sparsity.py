@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import Attended, DoubleSparsity, State, settings, sight
+from kvjax import Attended, DoubleSparsity, State, settings
+from kvjax.families import sight
 from kvjax.methods import double_sparsity
-from kvjax.models.generate import prefill
-from kvjax.models.transformer import Transformer
+from kvjax.models.decode.generate import prefill
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import calibrate_channels, common
+from kvjax.programs.evals import fitted
 from kvjax.testing.layer import Layer, Stream, capped
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
-from scripts import calibrate_channels, common
-from scripts.evals import fitted
 from scripts.examples.tiny import byte_tokenizer
 from tests.selection import Watched, check, choose, keys, queries, softmax
 

@@ -10,17 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax import (
-  CacheSpec,
-  DuoAttention,
-  Env,
-  Full,
-  SharedPrefill,
-  StreamingLLM,
-  plan_memory,
-  sharding,
-)
-from kvjax.methods.duo_attention import pattern_of, read_gates
+from kvjax import CacheSpec, DuoAttention, Env, Full, SharedPrefill, StreamingLLM, plan_memory
+from kvjax.methods.duo_attention.gates import pattern_of, read_gates
+from kvjax.runtime import sharding
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 

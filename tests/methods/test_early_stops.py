@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, early_stops
+from kvjax import ART
+from kvjax.analysis import early_stops
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 
 

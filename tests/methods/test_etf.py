@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import ETF, H2O, Carry, Full, Prompt, Quest, settings
-from kvjax.models.generate import join, prefill
+from kvjax.models.decode.generate import join, prefill
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
 

@@ -9,7 +9,8 @@ import re
 import numpy as np
 import pytest
 
-from kvjax import Full, LMInfinite, Method, Quest, fields
+from kvjax import Full, LMInfinite, Method, Quest
+from kvjax.core import fields
 
 
 @dataclasses.dataclass(frozen=True)

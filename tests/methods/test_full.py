@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import Env, Full, Plan
-from kvjax.leaves import Leaf
+from kvjax.core.leaves import Leaf
 from kvjax.ops import attention
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Cache, InfLLMv2, dispatch, settings
+from kvjax import Cache, InfLLMv2, settings
+from kvjax.ops import scores as scores_ops
 from kvjax.testing.layer import Layer, Stream, capped
 from tests.compiled import compiled
 from tests.selection import check, choose, keys, queries, softmax, tokens_of
@@ -49,7 +50,9 @@ def test_worked_example():
   )
   means = compiled(m.summarise)(layer.cache, jnp.array([0]), 4).heads["compressed"]
   np.testing.assert_allclose(means[0, 0, :, 0], [2, 4, 6])
-  pooled = compiled(dispatch.pooled)(jnp.array([[[0.2, 0.5, 0.3]]]), 2, width=2, stride=1, block=2)
+  pooled = compiled(scores_ops.pooled)(
+    jnp.array([[[0.2, 0.5, 0.3]]]), 2, width=2, stride=1, block=2
+  )
   np.testing.assert_allclose(pooled[0, 0], [0.5, 0.5])
 
 

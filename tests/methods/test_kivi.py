@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import ART, KIVI, METHODS, PSAW, Cache, Env, Full, Quantised, Quest, SnapKV, settings
-from kvjax.ops import quantised
+from kvjax.primitives import codes as quantised
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from tests.compiled import compiled
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvjax import Full, KVzip, Quantised, SnapKV
-from kvjax.models import caches as live
-from kvjax.models import reconstruct
-from kvjax.models.generate import generate, prefill
-from kvjax.models.reconstruct import Instructions, looked_at, read
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.decode import caches as live
+from kvjax.models.decode import reconstruct
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.reconstruct import Instructions, looked_at, read
+from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.testing import tiny
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import TOKENS

@@ -9,10 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import AdaKV, Env, Full, KVzip
-from kvjax.entrance import landing
-from kvjax.models import caches as live
-from kvjax.models import reconstruct
-from kvjax.models.generate import generate, prefill
+from kvjax.families.entrance import landing
+from kvjax.models.decode import caches as live
+from kvjax.models.decode import reconstruct
+from kvjax.models.decode.generate import generate, prefill
 from kvjax.ops import shared_slots
 from kvjax.testing.tiny import CLOSE, TOKENS
 from tests import decoder_oracle

@@ -5,28 +5,29 @@ import pathlib
 
 import pytest
 
-from scripts.tablemakers import house
+from scripts.tools.tablemakers import house
 
 # What operations choose by.
 CHOOSING = {"choose", "kernel", "pallas", "over_plan", "beyond_kernel", "beyond_device"}
 CHOOSING |= {"KERNELS", "UNRUN", "unlowered"}
-METHODS = sorted(house.CODE.glob("methods/*.py"))
-FAMILIES = [p for p in sorted(house.CODE.glob("*.py")) if house.room_of(p.stem) == "families"]
-OPERATIONS = sorted(house.CODE.glob("dispatch/*.py"))
-PLAIN = [p for room in ("ops", "kernels") for p in sorted((house.CODE / room).glob("*.py"))]
+OPS = "kvjax.ops."
+METHODS = sorted(house.CODE.glob("methods/**/*.py"))
+FAMILIES = sorted(house.CODE.glob("families/*.py"))
+OPERATIONS = sorted(house.CODE.glob("ops/*.py"))
+KERNELS = sorted((house.CODE / "kernels").glob("**/*.py"))
 
 
 def chosen(source: str) -> list[str]:
   """What a file names of kernels, of implementations and of how they are chosen."""
   tree, found = ast.parse(source), []
-  modules = {"dispatch"}
+  modules = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Import | ast.ImportFrom):
       where = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
       names = {f"{where}{x.name}": x.asname or x.name for x in node.names}
-      modules |= {own for name, own in names.items() if "dispatch" in name.split(".")}
+      modules |= {own for name, own in names.items() if name.startswith(OPS)}
       found += [name for name in names if names_kernels(name)]
-      found += [x for x in names if "dispatch" in x.split(".") and x.split(".")[-1] in CHOOSING]
+      found += [x for x in names if x.startswith(OPS) and x.split(".")[-1] in CHOOSING]
     elif isinstance(node, ast.Call) and any(
       isinstance(x, ast.Constant) and names_kernels(str(x.value)) for x in node.args
     ):
@@ -77,10 +78,10 @@ def asked(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-  "path", OPERATIONS + PLAIN, ids=lambda path: f"{path.parent.stem}-{path.stem}"
+  "path", OPERATIONS + KERNELS, ids=lambda path: f"{path.parent.stem}-{path.stem}"
 )
 def test_no_operation_asks_the_method(path: pathlib.Path):
-  """Operations take arrays and flags; what queries see is in the plan (`kvjax.sight`)."""
+  """Operations take arrays and flags; what queries see is in the plan (`kvjax.families.sight`)."""
   assert asked(path.read_text("utf-8")) == []
 
 
@@ -90,31 +91,31 @@ def test_a_question_is_found():
 
 
 def test_all_are_looked_at():
-  assert {"cis", "art", "prr", "quest"} < {path.stem for path in METHODS}
+  assert {"cis", "art", "predictor", "quest"} < {path.stem for path in METHODS}
   assert {"selective", "streamed", "bounded"} < {path.stem for path in FAMILIES}
-  assert {"sharing", "walk", "selection"} < {path.stem for path in OPERATIONS}
-  assert {"attention", "top_k"} < {path.stem for path in PLAIN}
+  assert {"attention", "sharing", "walk", "selection"} < {path.stem for path in OPERATIONS}
+  assert {"top_k", "tiling"} < {path.stem for path in KERNELS}
 
 
-BEGINNING = "from kvjax import dispatch\n"
+BEGINNING = "from kvjax.ops import selection, table\n"
 
 
 @pytest.mark.parametrize(
   ("line", "found"),
   [
-    ("from kvjax.kernels import top_k", "kvjax.kernels.top_k"),
+    ("from kvjax.kernels.selection import top_k", "kvjax.kernels.selection.top_k"),
     ("from kvjax import kernels", "kvjax.kernels"),
-    ("import pallas_kernels.cis", "pallas_kernels.cis"),
-    ("run = importlib.import_module('kvjax.kernels.cis')", "importlib.import_module("),
-    ("from kvjax.dispatch.table import pallas", "kvjax.dispatch.table.pallas"),
-    ("run = dispatch.kernel('art', 'pallas')", "dispatch.kernel"),
-    ("run = dispatch.table.pallas(at, 'art')", "dispatch.table.pallas"),
-    ("from kvjax.dispatch import table as t\nt.choose('art', 'auto')", "t.choose"),
+    ("import pallas_kernels.cis.read", "pallas_kernels.cis.read"),
+    ("run = importlib.import_module('kvjax.kernels.cis.read')", "importlib.import_module("),
+    ("from kvjax.ops.table import pallas", "kvjax.ops.table.pallas"),
+    ("run = table.kernel('art', 'pallas')", "table.kernel"),
+    ("run = selection.pallas(at, 'art')", "selection.pallas"),
+    ("from kvjax.ops import table as t\nt.choose('art', 'auto')", "t.choose"),
     ("alone = at.env.impl == 'reference'", "at.env.impl"),
   ],
 )
 def test_a_choice_is_found(line: str, found: str):
-  assert chosen(BEGINNING + "x = self.kernel, at.top.choose(at), dispatch.best_tiles(at)") == []
+  assert chosen(BEGINNING + "x = self.kernel, at.top.choose(at), selection.best_tiles(at)") == []
   (only,) = chosen(BEGINNING + line)
   assert only.startswith(found)
 

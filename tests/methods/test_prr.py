@@ -24,12 +24,11 @@ from kvjax import (
   SnapKV,
   Span,
   TopKOracle,
-  foresight,
 )
-from kvjax.methods.prr import Speculation
-from kvjax.ops import smoothing
+from kvjax.methods.prr.method import Speculation
+from kvjax.methods.prr.predictor import LEAST
+from kvjax.ops import foresight, smoothing
 from kvjax.ops.smoothing import Smoothed
-from kvjax.predictor import LEAST
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
 

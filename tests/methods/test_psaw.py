@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import PSAW, Env, Full, Quest, Random, settings
-from kvjax.ops import depth
+from kvjax.methods import depth
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle

@@ -23,11 +23,11 @@ from kvjax import (
   Quest,
   Rope,
   SnapKV,
-  dispatch,
   settings,
 )
-from kvjax.ops import quantised
-from kvjax.ops.quantised import Codes
+from kvjax.ops import decode
+from kvjax.primitives import codes as quantised
+from kvjax.primitives.codes import Codes
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from tests.compiled import compiled
 
@@ -199,7 +199,7 @@ def test_two_bits_and_groups_in_a_layer(bits, group):
 
 def test_auto_takes_the_reference_of_codes_that_the_kernel_does_not_take(monkeypatch):
   """Where "auto" would take a kernel: as it is told in the table."""
-  from kvjax.dispatch import step
+  from kvjax.ops import decode as step
 
   asked = []
 
@@ -378,9 +378,9 @@ def test_bytes_are_those_planned(bits, group, per_slot):
 def test_auto_runs_no_kernel_on_numbers_made_for_it():
   """On a GPU: a kernel that wants keys in memory would make them all, to read a few."""
   at = Quantised(Quest()).at(Env(2, impl="auto"), 1)
-  assert dispatch.sparing(at).env.impl == "reference"
+  assert decode.sparing(at).env.impl == "reference"
   named = Quantised(Quest()).at(Env(2, impl="pallas"), 1)
-  assert dispatch.sparing(named) is named
+  assert decode.sparing(named) is named
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Cache, Quest, settings, sight
+from kvjax import Cache, Quest, settings
+from kvjax.families import sight
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, check, choose, keys, queries, tokens_of
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ring
+from kvjax.primitives import ring
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from kvjax import (
   SnapKV,
   StreamingLLM,
   settings,
-  sight,
 )
+from kvjax.families import sight
 from kvjax.methods.rocketkv import kept
 from kvjax.testing.layer import Layer, Stream, capped
 from tests.selection import Watched, attend, keys, queries, softmax

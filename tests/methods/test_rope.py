@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.rope import Linear, Llama3, Rope, Yarn
+from kvjax.primitives.rope import Linear, Llama3, Rope, Yarn
 
 rotate, shift = (jax.jit(f, static_argnums=0) for f in (Rope.rotate, Rope.shift))
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Cache, CacheSpec, Env, Quest, Span, TopKOracle, Window, dispatch, sight
-from kvjax.leaves import Leaf
-from kvjax.ops import tiles
-from kvjax.selective import Selective, Tiles
+from kvjax import Cache, CacheSpec, Env, Quest, Span, TopKOracle, Window
+from kvjax.core.leaves import Leaf
+from kvjax.families import sight
+from kvjax.families.selective import Selective, Tiles
+from kvjax.ops import selection, tiles
 from kvjax.testing.layer import Layer, Stream
 from tests.compiled import compiled
 from tests.selection import Watched, choose
@@ -137,7 +138,7 @@ def test_a_row_of_dense_below_slots_is_not_short():
   def count(scores, stop):
     span = Span(jnp.zeros_like(stop), stop)
     how = {"unit": 1, "sinks": 0, "local": 1, "k": 8, "limit": 2, "dense_below": 8}
-    return dispatch.best_tiles(at, scores, span, **how)[1]
+    return selection.best_tiles(at, scores, span, **how)[1]
 
   assert count(scores, stop).tolist() == [[7], [3], [3]]
 

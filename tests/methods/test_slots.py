@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.ops import slots as plain
+from kvjax.core import slots as plain
 from tests.compiled import of
 
 slots = of(plain)

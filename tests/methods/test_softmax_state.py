@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import softmax_state as plain
-from kvjax.softmax_state import State, empty
+from kvjax.primitives import softmax_state as plain
+from kvjax.primitives.softmax_state import State, empty
 from tests.compiled import of
 
 softmax_state = of(plain)

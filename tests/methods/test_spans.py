@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.ops import spans as plain
+from kvjax.families import spans as plain
 from tests.compiled import of
 
 spans = of(plain)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from beartype.roar import BeartypeCallHintParamViolation
 
-from kvjax import At, Full, Plan, Rope, Span, Window, memory
-from kvjax.ops import spans
+from kvjax import At, Full, Plan, Rope, Span, Window
+from kvjax.families import spans
+from kvjax.runtime import memory
 
 SIZE = 13
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrapper, settings, sight
+from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrapper, settings
+from kvjax.families import sight
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import attend

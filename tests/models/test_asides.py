@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from kvjax.models import asides
-from kvjax.models.asides import aside
+from kvjax.models.io import asides
+from kvjax.models.io.asides import aside
 
 
 def names(folder):
@@ -20,7 +20,7 @@ def killed(folder, system=None):
   """Leaves what a writer leaves that is killed; the name of it."""
   lines = f"""
 import os, signal
-from kvjax.models import asides
+from kvjax.models.io import asides
 {"" if system is None else f"asides._system = lambda: {system!r}"}
 with asides.aside({str(folder / "x.json")!r}, replace=True) as path:
   path.write_text("half")

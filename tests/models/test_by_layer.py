@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import At, Env, sites
-from kvjax.models import by_layer
-from kvjax.models.prefill import prefill
+from kvjax import At, Env
+from kvjax.models.decode import by_layer
+from kvjax.models.decode.prefill import prefill
+from kvjax.runtime import sites
 from kvjax.testing.tiny import LENGTHS, TOKENS, Run, model
 
 # How many programs the layers of a prompt take: of four layers, all alike but where a method asks.

@@ -13,12 +13,12 @@ import pytest
 import tokenizers
 
 import kvjax
-from kvjax import offload
-from kvjax.models import caches as caches_file
-from kvjax.models.caches import fork, fork_shared, next_turn, restore, save
-from kvjax.models.generate import generate, pad, prefill
-from kvjax.models.sampling import Sampling
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.decode import caches as caches_file
+from kvjax.models.decode.caches import fork, fork_shared, next_turn, restore, save
+from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.ops import offload
 from kvjax.testing.tiny import LENGTHS, TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
 

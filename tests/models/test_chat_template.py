@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from kvjax.models import chat_template
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.io import chat_template
+from kvjax.models.io.tokenizer import Tokenizer
 from tests import tiny_hf
 from tests.tiny_tokenizers import FAMILIES
 

@@ -7,9 +7,9 @@ import pytest
 
 import kvjax
 from kvjax import AdaKV, CriticalKV, Full, KeyDiff, Knorm, LagKV, Quest, SnapKV
-from kvjax.models.compress import compress
-from kvjax.models.generate import generate, prefill
-from kvjax.ops.quantised import unpacked
+from kvjax.models.decode.compress import compress
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.primitives.codes import unpacked
 from kvjax.testing.tiny import CLOSE, CONFIG, model
 from tests import family_models, tiny_hf
 
@@ -58,7 +58,7 @@ def check_alike(found, want):
 
 def test_keys_of_least_norm_by_lists(monkeypatch):
   """Knorm's rule again, from the full cache's keys, of rows that end in different tiles."""
-  monkeypatch.setattr("kvjax.models.compress.TILE", 16)
+  monkeypatch.setattr("kvjax.models.decode.compress.TILE", 16)
   _, full = read(Full())
   for cache, kept in zip(full, compress(model(), full, Knorm(12)), strict=True):
     k, v = (np.asarray(cache.slots[name], np.float64) for name in ("k", "v"))
@@ -126,5 +126,5 @@ def test_refusals():
   _, full = read(Full())
   with pytest.raises(NotImplementedError, match=r"found SnapKV.*looks at a prompt's queries"):
     compress(model(), full, SnapKV(12, 4))
-  with pytest.raises(NotImplementedError, match=r"found KVzip.*kvjax\.models\.reconstruct does"):
+  with pytest.raises(NotImplementedError, match=r"KVzip.*kvjax\.models\.decode\.reconstruct does"):
     compress(model(), full, kvjax.KVzip(12, 4))

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.models import convert, fetch
-from kvjax.models.config import ModelConfig
-from kvjax.models.families import rotary_order
-from kvjax.rope import Linear
+from kvjax.models.io import convert, fetch
+from kvjax.models.io.families import rotary_order
+from kvjax.models.nn.config import ModelConfig
+from kvjax.primitives.rope import Linear
 from tests import tiny_gguf
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)

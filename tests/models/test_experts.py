@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import experts, parallel, step_bytes
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import prefill
-from kvjax.models.transformer import Transformer
+from kvjax.models.decode import step_bytes
+from kvjax.models.decode.generate import prefill
+from kvjax.models.nn import experts, parallel
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
 
 CONFIG = ModelConfig(
   vocab=61,

@@ -1,7 +1,7 @@
 """Every family and rope type against Hugging Face transformers, on tiny models.
 
-The goldens come from scripts/make_family_goldens.py; where torch and transformers import, the same
-comparison runs live.
+The goldens come from scripts/tools/make_family_goldens.py; where torch and transformers import, the
+same comparison runs live.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import convert, families, gguf_file, huggingface
-from kvjax.models.generate import prefill
-from kvjax.models.gguf_file import GGUF
-from kvjax.models.huggingface import HuggingFace
-from kvjax.rope import Linear, Llama3, LongRope, Rope, Yarn
+from kvjax.models.decode.generate import prefill
+from kvjax.models.io import convert, families, huggingface
+from kvjax.models.io import gguf as gguf_file
+from kvjax.models.io.gguf import GGUF
+from kvjax.models.io.huggingface import HuggingFace
+from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
 from tests import tiny_gguf, tiny_hf
 from tests.family_models import model
 
@@ -62,7 +63,7 @@ def test_logits_equal_the_goldens(name):
 def test_logits_equal_transformers(folders, name):
   pytest.importorskip("torch", reason="live parity needs torch; the goldens cover it otherwise")
   pytest.importorskip("transformers", reason="live parity needs transformers")
-  from scripts.make_family_goldens import reference
+  from scripts.tools.make_family_goldens import reference
 
   got, want = logits_of(model(name)), reference(folders[name])
   for row, size in enumerate(tiny_hf.LENGTHS):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.families import FAMILIES
-from kvjax.models.generate import prefill
+from kvjax.models.decode.generate import prefill
+from kvjax.models.io.families import FAMILIES
 from tests import tiny_hf
 from tests.family_models import model
 from tests.laws.test_laws import CASES

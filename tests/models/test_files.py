@@ -14,10 +14,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from kvjax.models import convert, fetch, files, items
-from kvjax.models.huggingface import HuggingFace
-from kvjax.models.tokenizer import Tokenizer
-from scripts import common
+from kvjax.models.io import convert, fetch, files, items
+from kvjax.models.io.huggingface import HuggingFace
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.programs import common
 from tests import tiny_gguf, tiny_hf
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 988097824\n"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.models import flat
-from kvjax.models.transformer import Transformer
+from kvjax.core.context import Env
+from kvjax.models.nn import flat
+from kvjax.models.nn.transformer import Transformer
 from kvjax.testing import tiny
-from kvjax.types import Env
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import pytest
 
 import kvjax
 from kvjax import Env, Forked, Full, KVzip, Quest, SnapKV
-from kvjax.forked import branched
-from kvjax.models import reconstruct
-from kvjax.models.caches import fork, fork_shared, restore, room, save
-from kvjax.models.generate import generate, prefill
-from kvjax.models.parallel import shard
-from kvjax.rope import Rope
+from kvjax.analysis.traffic import step_traffic
+from kvjax.models.decode import reconstruct
+from kvjax.models.decode.caches import fork, fork_shared, restore, room, save
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.nn.parallel import shard
+from kvjax.primitives.rope import Rope
+from kvjax.runtime.forked import branched
 from kvjax.testing import LAWS, Case, tiny
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from kvjax.testing.tiny import CLOSE, LENGTHS, TOKENS
-from kvjax.traffic import step_traffic
 from tests import decoder_oracle, family_models, tiny_hf
 
 model = functools.partial(tiny.model, layers=2)  # that they are several is enough

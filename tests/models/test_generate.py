@@ -14,15 +14,17 @@ from flax import nnx
 from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
-from kvjax.models import by_layer, convert, flat
-from kvjax.models import generate as loop
-from kvjax.models import prefill as prompts
-from kvjax.models.by_layer import ByLayer
-from kvjax.models.generate import generate, join, pad, prefill, split
-from kvjax.models.sampling import Sampling
-from kvjax.models.step import Always, decode
-from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.transformer import Transformer
+from kvjax.models.decode import by_layer
+from kvjax.models.decode import generate as loop
+from kvjax.models.decode import prefill as prompts
+from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.generate import generate, join, pad, prefill, split
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.decode.step import Always, decode
+from kvjax.models.io import convert
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn import flat
+from kvjax.models.nn.transformer import Transformer
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 
 FULL = kvjax.Full()
@@ -942,7 +944,7 @@ def test_pieces_are_calls_of_the_model():
 def test_a_store_that_is_full():
   method = kvjax.InfLLM(2, 6, 4, 2, chunk=8, held=2)
   caches = method.init_caches(model().spec(2, 24))
-  room = kvjax.entrance.room(method, caches[0])
+  room = kvjax.families.entrance.room(method, caches[0])
   assert 24 <= room < 36
   with pytest.raises(ValueError, match=rf"a prompt of 40 tokens.*found a capacity of {room}"):
     prefill(model(), TOKENS, [40, 3], caches, method)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from gguf import GGUFEndian
 
-from kvjax.models import convert, gguf_parts
-from kvjax.models.gguf_file import GGUF
-from kvjax.rope import Linear, Rope, Yarn
+from kvjax.models.io import convert, gguf_parts
+from kvjax.models.io.gguf import GGUF
+from kvjax.primitives.rope import Linear, Rope, Yarn
 from tests import tiny_gguf
 
 THETA, H = tiny_gguf.THETA, tiny_gguf.H

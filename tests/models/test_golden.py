@@ -1,6 +1,6 @@
 """SmolLM2 from its GGUF file against what an independent loader made of the same file.
 
-The goldens come from scripts/make_golden.py.
+The goldens come from scripts/tools/make_golden.py.
 """
 
 import json
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models import convert
-from kvjax.models.generate import generate, prefill
-from scripts.evals.divergence import surprise
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.io import convert
+from kvjax.programs.evals.divergence import surprise
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 

@@ -18,9 +18,9 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.models import convert, fetch
-from kvjax.models.huggingface import HuggingFace
-from kvjax.rope import Linear, LongRope, Rope
+from kvjax.models.io import convert, fetch
+from kvjax.models.io.huggingface import HuggingFace
+from kvjax.primitives.rope import Linear, LongRope, Rope
 from tests import tiny_hf
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -548,8 +548,8 @@ def test_killed_in_the_middle_and_run_again(folder, tmp_path):
   done = run(
     """
     import os, signal, sys
-    from kvjax.models import convert
-    from kvjax.models.source import Source
+    from kvjax.models.io import convert
+    from kvjax.models.io.source import Source
     read = Source.item
     def item(self, name):
       if name == "layer_001":
@@ -582,8 +582,8 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
     """
     import pathlib, sys
     import numpy as np
-    from kvjax.models import convert
-    from kvjax.models.source import tensor_shapes
+    from kvjax.models.io import convert
+    from kvjax.models.io.source import tensor_shapes
     from tests import tiny_gguf, tiny_hf
     from tests.models.test_families import as_gguf
 

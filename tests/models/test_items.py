@@ -9,10 +9,10 @@ import safetensors.numpy
 from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 
-from kvjax.models import convert, gguf_file, items
-from kvjax.models import source as model_source
-from kvjax.models.source import finite, turned
-from scripts import common, convert_checkpoint
+from kvjax.models.io import convert, gguf, items
+from kvjax.models.io import source as model_source
+from kvjax.models.io.source import finite, turned
+from kvjax.programs import common, convert_checkpoint
 from tests import tiny_gguf
 
 
@@ -123,7 +123,7 @@ def test_every_number_is_looked_at(dtype, bad, monkeypatch):
 
 def test_pieces_of_a_tensor_are_all_of_it(checkpoint, source, tmp_path, monkeypatch):
   """Blocks are dequantised, and items read, a few rows at a time: 3 of 64, 96 or 267."""
-  monkeypatch.setattr(gguf_file, "_PIECE", 3 * tiny_gguf.D)
+  monkeypatch.setattr(gguf, "_PIECE", 3 * tiny_gguf.D)
   monkeypatch.setattr(items, "_PIECE", 3 * tiny_gguf.D)
   again = convert.convert(source, tmp_path / "again", progress=False)
   files = [file.relative_to(again) for file in again.rglob("*") if file.is_file()]

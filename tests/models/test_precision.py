@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import convert
-from kvjax.models.config import PRECISIONS
-from kvjax.models.transformer import Transformer
+from kvjax.models.io import convert
+from kvjax.models.nn.config import PRECISIONS
+from kvjax.models.nn.transformer import Transformer
 from kvjax.testing import tiny
 from tests import tiny_hf
 
@@ -82,8 +82,8 @@ def test_x64_changes_nothing(tmp_path):
     import sys
     import jax, numpy as np
     import kvjax
-    from kvjax.models import convert
-    from kvjax.models.generate import generate, prefill
+    from kvjax.models.io import convert
+    from kvjax.models.decode.generate import generate, prefill
     from tests import tiny_hf
 
     model, _ = convert.load(sys.argv[1], precision="float32", impl="reference")

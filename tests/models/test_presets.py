@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models.presets import PRESETS
-from kvjax.models.transformer import Transformer
+from kvjax.models.nn.presets import PRESETS
+from kvjax.models.nn.transformer import Transformer
 
 # Parameters as the publishers' checkpoints hold them, a tied embedding counted once.
 PUBLISHED = {

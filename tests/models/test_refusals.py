@@ -14,10 +14,10 @@ from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
 from kvjax import CacheSpec, Carry, Env, Prompt
-from kvjax.models import reconstruct
-from kvjax.models.caches import fork, restore, room, save
-from kvjax.models.generate import generate, prefill
-from kvjax.shared_prefill import take
+from kvjax.models.decode import reconstruct
+from kvjax.models.decode.caches import fork, restore, room, save
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.runtime.shared_prefill import take
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.models.sampling import Sampling, draw, filtered
-from kvjax.models.stopping import RowText
-from kvjax.models.tokenizer import TextStream
+from kvjax.models.decode.sampling import Sampling, draw, filtered
+from kvjax.models.decode.stopping import RowText
+from kvjax.models.io.tokenizer import TextStream
 
 FILTER, DRAW = jax.jit(filtered), jax.jit(draw)
 

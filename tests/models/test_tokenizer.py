@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.models.token_backends import byte_of_character
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.io.token_backends import byte_of_character
+from kvjax.models.io.tokenizer import Tokenizer
 from tests.tiny_gguf import TOKENS, metadata
 
 

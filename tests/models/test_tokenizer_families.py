@@ -7,8 +7,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.models.caches import next_turn
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.decode.caches import next_turn
+from kvjax.models.io.tokenizer import Tokenizer
 from tests import tiny_tokenizers
 from tests.tiny_tokenizers import FAMILIES
 

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import join, split
-from kvjax.models.transformer import Transformer
-from kvjax.rope import Linear, Llama3, Yarn
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
+from kvjax.primitives.rope import Linear, Llama3, Yarn
 from kvjax.testing.tiny import CAPACITY, LENGTHS, TOKENS, Run, model
 
 SMALL = ModelConfig(

@@ -9,15 +9,15 @@ import pytest
 
 import kvjax
 from kvjax import settings
+from kvjax.families.sliding import Sliding
+from kvjax.families.streamed import injected
 from kvjax.methods.double_sparsity import calibrated
-from kvjax.models import parallel
-from kvjax.models.by_layer import ByLayer
-from kvjax.models.caches import fork, restore, room, save
-from kvjax.models.generate import generate, prefill
-from kvjax.models.step_bytes import step_bytes
-from kvjax.shared_prefill import SharedPrefill, take
-from kvjax.streamed import injected
-from kvjax.windowed import Sliding
+from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.caches import fork, restore, room, save
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.step_bytes import step_bytes
+from kvjax.models.nn import parallel
+from kvjax.runtime.shared_prefill import SharedPrefill, take
 from tests import tiny_hf
 from tests.family_models import model
 from tests.laws.test_laws import CASES, FAMILIES
@@ -210,7 +210,7 @@ def test_caches_know_their_windows():
   _, caches = start(kvjax.Full())
   other = dataclasses.replace(model(GEMMA).config, windows=(None, 24, None, 24))
   with pytest.raises(ValueError, match=r"windows = \(24, None.*expected .*windows = \(None, 24"):
-    kvjax.models.checks.laid_out(caches, kvjax.Full(), other.cache_spec(1, 1, jnp.float32))
+    kvjax.models.decode.checks.laid_out(caches, kvjax.Full(), other.cache_spec(1, 1, jnp.float32))
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_split_slots_are_refused():
   for call in (
     lambda: parallel.shard(model(GEMMA), mesh),
     lambda: kvjax.plan_memory(spec, kvjax.Full(), mesh),
-    lambda: kvjax.sharding.init_caches(kvjax.Full(), spec, mesh),
+    lambda: kvjax.runtime.sharding.init_caches(kvjax.Full(), spec, mesh),
   ):
     with pytest.raises(NotImplementedError, match=r"slots split over 2 .* windows of \[24\] tok"):
       call()

@@ -8,10 +8,10 @@ import pytest
 
 import kvjax
 from kvjax import plan_memory
-from kvjax.models.presets import PRESETS
-from kvjax.models.step_bytes import step_bytes, weight_bytes
-from scripts import advise, step_time
-from scripts.evals.nearest import Rows
+from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
+from kvjax.models.nn.presets import PRESETS
+from kvjax.programs import advise, step_time
+from kvjax.programs.evals.nearest import Rows
 
 RESULTS = pathlib.Path(__file__).parents[2] / "scripts" / "results" / "nvidia-h200"
 CELLS = {cell.name: cell for cell in step_time.cells(RESULTS)}

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from kvjax.kernels import art as kernel
-from scripts import bench, benches
+from kvjax.kernels.art import walk as kernel
+from kvjax.programs import bench, suites
 from scripts.benches import art
 
 
@@ -48,9 +48,9 @@ def test_a_contender_of_other_steps_gets_no_time():
 
   def contender(name, steps):
     counted = functools.partial(np.array, [[3, steps]])
-    return benches.Contender(name, lambda: 1e-6, lambda: np.ones(2), steps=counted)
+    return suites.Contender(name, lambda: 1e-6, lambda: np.ones(2), steps=counted)
 
-  case = benches.Case(
+  case = suites.Case(
     *("case", "none", 1, lambda: np.ones(2), 1e-3, (contender("near", 8), contender("far", 9))),
     subject="near",
     steps=lambda: np.array([[3, 7]]),

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.models.presets import PRESETS
-from kvjax.models.transformer import Transformer
-from scripts import bench
-from scripts.benches import art_e2e, e2e
+from kvjax.models.nn.presets import PRESETS
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import bench
+from kvjax.programs.suites import e2e
+from scripts.benches import art_e2e
 
 BASES = list(art_e2e.bases(4096))
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from kvjax import early_stops
-from scripts import art_study
+from kvjax.analysis import early_stops
+from scripts.studies import art_study
 
 
 def recording(v, heat=0.0, tokens=64, head_dim=40):

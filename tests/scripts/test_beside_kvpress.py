@@ -9,15 +9,16 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import generate, prefill
-from kvjax.models.transformer import Transformer
-from scripts import beside_kvpress as program
-from scripts.evals import kept, pressed
-from scripts.evals.pressed import Kept
-from scripts.evals.prompt import Prompt, Reader
-from scripts.evals.task import Row
-from scripts.tablemakers import DOCUMENTS, Results, beside
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.evals import kept
+from kvjax.programs.evals.prompt import Prompt, Reader
+from kvjax.programs.evals.task import Row
+from scripts.studies import beside_kvpress as program
+from scripts.studies import pressed
+from scripts.studies.pressed import Kept
+from scripts.tools.tablemakers import DOCUMENTS, Results, beside
 
 # ---- selections
 

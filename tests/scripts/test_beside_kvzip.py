@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.models.config import ModelConfig
-from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.transformer import Transformer
-from scripts import beside_kvzip as program
-from scripts.evals import store
-from scripts.evals.prompt import Prompt
-from scripts.evals.task import Row
-from scripts.tablemakers import DOCUMENTS, Results, kvzip, scored
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.evals import store
+from kvjax.programs.evals.prompt import Prompt
+from kvjax.programs.evals.task import Row
+from scripts.studies import beside_kvzip as program
+from scripts.tools.tablemakers import DOCUMENTS, Results, kvzip, scored
 from tests.scripts.test_beside_kvpress import Letters
 
 TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from kvjax.certificates import Certificate
-from scripts import certificate_study as study
-from scripts.tablemakers import Results, studies
+from kvjax.analysis.certificates import Certificate
+from scripts.studies import certificate_study as study
+from scripts.tools.tablemakers import Results, studies
 
 ARGS = study.Args(None, length=64, queries=8, budget=6)
 

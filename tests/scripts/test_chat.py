@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.tokenizer import Tokenizer
-from scripts import chat, common
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.programs import chat, common
 from scripts.examples import tiny
 from tests import tiny_tokenizers
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts import cold
+from kvjax.programs import cold
 
 
 @pytest.mark.slow

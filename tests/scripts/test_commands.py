@@ -8,36 +8,38 @@ import time
 import pytest
 
 import kvjax
-from scripts import commands, common, convert_checkpoint
+from kvjax.programs import commands, common, convert_checkpoint, installed
 
-FOLDER = pathlib.Path(commands.__file__).parent
+FOLDER = installed.FOLDER.parents[1]
 PROGRAMS = {
-  path.stem
-  for path in FOLDER.glob("*.py")
-  if 'if __name__ == "__main__"' in path.read_text("utf-8")
+  module: path
+  for package in ("kvjax.programs", "scripts.studies", "scripts.tools")
+  for module in installed.modules(package).values()
+  if 'if __name__ == "__main__"' in (path := installed.file_of(module)).read_text("utf-8")
 }
+DEVELOPERS = [f"scripts.{name}" for name in commands.DEVELOPERS]
 
 
 def run(*given):
   command = [sys.executable, "-m", "kvjax", *given]
-  return subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
+  return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
 
 
 def test_every_program_is_listed_once():
-  listed = [*commands.MODULES.values(), *commands.DEVELOPERS]
-  assert len(listed) == len(set(listed)) and set(listed) == PROGRAMS
+  listed = [*commands.MODULES.values(), *DEVELOPERS]
+  assert len(listed) == len(set(listed)) and set(listed) == set(PROGRAMS)
 
 
 @pytest.mark.parametrize("module", sorted(PROGRAMS))
 def test_a_summary_is_one_short_sentence(module):
-  said = commands.summary(module)
+  said = installed.summary(module)
   assert said.endswith(".") and len(said) <= 92
-  assert said.startswith("For developers: ") == (module in commands.DEVELOPERS)
+  assert said.startswith("For developers: ") == (module in DEVELOPERS)
 
 
 @pytest.mark.parametrize("name", commands.MODULES)
 def test_help_has_an_example(name):
-  text = (FOLDER / f"{commands.MODULES[name]}.py").read_text("utf-8").split('"""')[1]
+  text = PROGRAMS[commands.MODULES[name]].read_text("utf-8").split('"""')[1]
   assert f"\n    kvjax {name}" in text
 
 
@@ -50,20 +52,33 @@ def test_the_help_comes_at_once():
     seconds.append(time.perf_counter() - begin)
   assert done.returncode == 0 and not done.stderr
   for name, module in commands.MODULES.items():
-    assert f"  {name} " in done.stdout and commands.summary(module) in done.stdout
+    assert f"  {name} " in done.stdout and installed.summary(module) in done.stdout
   assert min(seconds) < 1, seconds
+
+
+def test_a_wheel_has_no_studies(monkeypatch, capsys):
+  """It lists none, and says where they are; suites of bench are those that it carries."""
+  monkeypatch.setattr(installed, "_FOLDERS", {"kvjax.programs": installed.FOLDER})
+  assert installed.modules("scripts.benches") == {}
+  assert set(installed.modules("kvjax.programs.suites")) > {"decode", "e2e", "prr", "sparse"}
+  assert "tools." not in commands._listing() and "art-study" not in commands._listing()
+  monkeypatch.setattr(sys, "argv", ["kvjax", "art-study", "recorded.npz"])
+  with pytest.raises(SystemExit) as end:
+    commands.main()
+  assert end.value.code == 1
+  assert capsys.readouterr().err == "error: art-study is a study, expected in a checkout of kvjax\n"
 
 
 def test_jax_is_not_imported_before_it_is_needed():
   program = "import sys, kvjax.programs.commands; kvjax.__version__; print('jax' in sys.modules)"
-  said = subprocess.run([sys.executable, "-c", program], cwd=FOLDER.parent, capture_output=True)
+  said = subprocess.run([sys.executable, "-c", program], cwd=FOLDER, capture_output=True)
   assert said.stdout == b"False\n"
 
 
 def test_public_names_are_found():
   assert set(kvjax.__all__) <= set(dir(kvjax))
   assert all(getattr(kvjax, name) is not None for name in kvjax.__all__)
-  assert kvjax.offload.__name__ == "kvjax.offload"
+  assert kvjax.ops.offload.__name__ == "kvjax.ops.offload"
   with pytest.raises(AttributeError, match="module 'kvjax' has no attribute 'nonsense'"):
     _ = kvjax.nonsense
 
@@ -92,7 +107,7 @@ def test_an_unknown_command_is_refused_with_those_there_are():
 
 def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  monkeypatch.delitem(sys.modules, "scripts.plot", raising=False)
+  monkeypatch.delitem(sys.modules, "kvjax.programs.plot", raising=False)
   monkeypatch.setattr(sys, "argv", ["kvjax", "plot", "results"])
   with pytest.raises(SystemExit) as end:
     commands.main()

@@ -5,9 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from scripts import bench, common, compare
+from kvjax.programs import bench, common, compare
 
-FACTS = {"device": "NVIDIA H200", "jax": "0.11.2", "command": "python -m scripts.bench decode"}
+FACTS = {
+  "device": "NVIDIA H200",
+  "jax": "0.11.2",
+  "command": "python -m kvjax.programs.bench decode",
+}
 
 
 def times(median, count=20):

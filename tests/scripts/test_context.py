@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from kvjax import CacheSpec, Full, InfLLM, plan_memory
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.programs import common, context
+from kvjax.programs import generate as program
 from kvjax.testing.tiny import model
-from scripts import common, context
-from scripts import generate as program
 from tests import tiny_tokenizers
 from tests.models.test_generate import letters
 from tests.tiny_tokenizers import FAMILIES

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from kvjax import METHODS
-from scripts import commands, reference
+from kvjax.programs import commands
+from scripts.tools import reference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
@@ -24,7 +25,12 @@ PAGES = [
   *(f"scripts/results/{path.name}" for path in (ROOT / "scripts/results").glob("*.md")),
 ]
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
+# Of what was, and is not any more: earlier releases, and what tables have before "now".
+TEXTS["CHANGELOG.md"] = TEXTS["CHANGELOG.md"].partition("\n## [0.")[0]
+for _name in ("CHANGELOG.md", "MOVING.md"):
+  TEXTS[_name] = re.sub(r"^ *\|[^|]*\|", "|", TEXTS[_name], flags=re.MULTILINE)
 FILES = ("py", "json", "txt", "md", "png")
+NO_MODULES = (*FILES, "NAME")  # what such a name ends with
 
 documents = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 
@@ -53,7 +59,7 @@ def found(dotted):
 def test_names(text):
   packages = "kvjax|scripts|tests"
   named = set(re.findall(rf"(?<![.\w])(?:{packages})(?:\.\w+)+", text))
-  assert [x for x in sorted(named) if x.rpartition(".")[2] not in FILES and not found(x)] == []
+  assert [x for x in sorted(named) if x.rpartition(".")[2] not in NO_MODULES and not found(x)] == []
 
 
 @documents

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.evals import (
+from kvjax.programs.evals import (
   coding,
   divergence,
   haystack,
@@ -26,8 +26,8 @@ from scripts.evals import (
   sandbox,
   wikitext,
 )
-from scripts.evals.registry import TASKS, choose, with_answers
-from scripts.evals.task import FILLED, Row, cut_middle, fill
+from kvjax.programs.evals.registry import TASKS, choose, with_answers
+from kvjax.programs.evals.task import FILLED, Row, cut_middle, fill
 from tests import eval_data
 
 LENGTH = 2000

@@ -22,12 +22,12 @@ import tokenizers
 from flax import nnx
 
 import kvjax
-from kvjax.models import convert
-from kvjax.models.caches import next_turn
-from kvjax.models.generate import generate, prefill
-from kvjax.models.tokenizer import Tokenizer
-from scripts import common, evaluate
-from scripts.evals import (
+from kvjax.models.decode.caches import next_turn
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.io import convert
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.programs import common, evaluate
+from kvjax.programs.evals import (
   cells,
   fitted,
   origin,
@@ -39,10 +39,10 @@ from scripts.evals import (
   summary,
   walks,
 )
-from scripts.evals.labels import fitted as fitted_of
-from scripts.evals.prompt import Reader
-from scripts.evals.registry import TASKS
-from scripts.evals.task import Row
+from kvjax.programs.evals.labels import fitted as fitted_of
+from kvjax.programs.evals.prompt import Reader
+from kvjax.programs.evals.registry import TASKS
+from kvjax.programs.evals.task import Row
 from scripts.examples import tiny
 from tests import eval_data
 
@@ -180,7 +180,7 @@ def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monke
     calls.append((*kept, generation))
     return generation, caches
 
-  monkeypatch.setattr("scripts.evals.run.generate", recorded)
+  monkeypatch.setattr("kvjax.programs.evals.run.generate", recorded)
   more = ("--modes", "second", "--lengths", str(TWICE))
   rows = run((model, tokenizer), tmp_path, *more, tasks=("needle",), methods=("full",))
   (*_, first), (logits, seen, _, second), *rest = calls
@@ -909,7 +909,7 @@ def checkpoint(tmp_path_factory) -> pathlib.Path:
 
 
 def start(checkpoint, out) -> subprocess.Popen:
-  command = [sys.executable, "-m", "scripts.evaluate", "--checkpoint", str(checkpoint)]
+  command = [sys.executable, "-m", "kvjax.programs.evaluate", "--checkpoint", str(checkpoint)]
   environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
   return subprocess.Popen(
     [*command, *arguments(out, methods=("snapkv",), samples=12, tasks=("needle",), batch=1)],

@@ -10,8 +10,9 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.models import convert
-from scripts import common, examples, generate
+from kvjax.models.io import convert
+from kvjax.programs import common, generate
+from scripts import examples
 from scripts.examples import tiny
 from tests import readme
 
@@ -96,5 +97,7 @@ def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(convert, name, getattr(convert, name))
   for name in ("prefill", "decode"):  # alone, every operation would be a program
     monkeypatch.setattr(kvjax, name, jax.jit(getattr(kvjax, name)))
-  exec(compile(readme.program(tmp_path, "scripts.examples"), "README.md", "exec"), {})
+  exec(
+    compile(readme.program(tmp_path, "from scripts.examples import tiny"), "README.md", "exec"), {}
+  )
   assert capsys.readouterr().out

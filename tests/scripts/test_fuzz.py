@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import METHODS, CacheSpec, Env, Rope
-from kvjax.coded import Coded
-from kvjax.models.config import ModelConfig
-from kvjax.models.sampling import Sampling
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.families.coded import Coded
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.config import ModelConfig
 from kvjax.testing.tiny import CONFIG
-from scripts import fuzz
+from scripts.tools import fuzz
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REFUSALS = (ValueError, TypeError, NotImplementedError)
@@ -155,7 +155,7 @@ def test_a_panic_of_the_tokenizers_library_is_a_refusal(tmp_path):
 
 @pytest.mark.slow
 def test_some_damaged_files(tmp_path, capsys):
-  """A few of each kind; `python -m scripts.fuzz --count 100000` reads them all."""
+  """A few of each kind; `python -m scripts.tools.fuzz --count 100000` reads them all."""
   fuzz.main(fuzz.Args(count=60, out=tmp_path))
   out = capsys.readouterr().out
   assert "failed" in out and (tmp_path / "fuzz.json").exists()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.generate import generate, pad, prefill
-from kvjax.models.sampling import Sampling
+from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.decode.sampling import Sampling
 from scripts.examples import tiny
 
 pytest.importorskip("lm_eval")
@@ -24,7 +24,7 @@ def loaded():
 
 
 def adapter(loaded, method=None, **kwargs):
-  from scripts.evals.harness import KVCacheLM
+  from kvjax.programs.evals.harness import KVCacheLM
 
   return KVCacheLM(*loaded, method or kvjax.Full(), batch=2, **kwargs)
 
@@ -181,7 +181,7 @@ def test_an_empty_prompt_is_read_as_its_prefix(loaded):
   ],
 )
 def test_sampling_arguments_are_obeyed(given, sampling):
-  from scripts.evals.harness import Settings
+  from kvjax.programs.evals.harness import Settings
 
   setting = Settings.of({**given, "until": ["a", "", "b"], "max_tokens": 9, "max_gen_toks": 3}, 5)
   assert setting == Settings(("a", "b"), 3, Sampling(**sampling))
@@ -234,7 +234,7 @@ def test_a_bounded_method_scores_its_own_way(loaded):
 
 
 def test_chat_templates(loaded):
-  from scripts.evals.harness import KVCacheLM
+  from kvjax.programs.evals.harness import KVCacheLM
 
   lm, tokenizer = adapter(loaded), loaded[1]
   chat = [{"role": "user", "content": "Who?"}]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from scripts import support_table
 from scripts.examples.integrations import beside
+from scripts.tools import support_table
 
 FOLDER = pathlib.Path(beside.__file__).parent
 # tunix 0.1.7 takes names that jax and flax will drop.

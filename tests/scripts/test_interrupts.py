@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from kvjax.models import convert
-from scripts.evals import store
+from kvjax.models.io import convert
+from kvjax.programs.evals import store
 from scripts.examples import tiny
 from tests import tiny_gguf
 
@@ -55,7 +55,7 @@ def test_convert(tmp_path, number):
   here, made = tmp_path / "here", tmp_path / "made"
   program = f"""
 import pathlib, runpy, sys, time
-from kvjax.models import convert
+from kvjax.models.io import convert
 read = convert.GGUF.item
 def slow(self, name):
   if name == "layer_001":
@@ -64,7 +64,7 @@ def slow(self, name):
   return read(self, name)
 convert.GGUF.item = slow
 sys.argv[1:] = [{str(tmp_path / "tiny.gguf")!r}, {str(made / "tiny")!r}]
-runpy.run_module("scripts.convert_checkpoint", run_name="__main__")
+runpy.run_module("kvjax.programs.convert_checkpoint", run_name="__main__")
 """
   stop(["-c", program], number, here.exists)
   assert list(made.iterdir()) == []
@@ -79,7 +79,7 @@ def test_generate(tmp_path, number):
   tiny_gguf.write(tmp_path / "tiny.gguf")
   folder = convert.convert(tmp_path / "tiny.gguf", tmp_path / "tiny", progress=False)
   text = tmp_path / "text"
-  command = ["-m", "scripts.generate", "hello", "--raw", "--steps", "200000"]
+  command = ["-m", "kvjax.programs.generate", "hello", "--raw", "--steps", "200000"]
   command += ["--method", "streaming_llm", "--budget", "32", "--checkpoint", str(folder)]
   with text.open("w") as out:
     stop(command, number, lambda: text.stat().st_size > 100, stdout=out)
@@ -94,7 +94,15 @@ def test_evaluate(tmp_path, number):
     tiny.huggingface_folder(tmp_path / "source"), tmp_path / "tiny", progress=False
   )
   out = tmp_path / "out"
-  command = ["-m", "scripts.evaluate", "--tasks", "needle", "--methods", "snapkv", "--no-chat"]
+  command = [
+    "-m",
+    "kvjax.programs.evaluate",
+    "--tasks",
+    "needle",
+    "--methods",
+    "snapkv",
+    "--no-chat",
+  ]
   command += ["--budgets", "64", "--lengths", "720", "--samples", "12", "--batch", "1"]
   command += ["--checkpoint", str(folder), "--out", str(out)]
   rows = out / store.ROWS

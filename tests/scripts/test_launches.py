@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import kvjax
-from scripts import launches
+from scripts.tools import launches
 
 
 def plane(name, **lines):

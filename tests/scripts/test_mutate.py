@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from scripts import mutate
-from scripts.mutants import selections, sites
+from scripts.tools import mutate
+from scripts.tools.mutants import selections, sites
 
 CODE = '''
 """Adds 1 + 1, as 2 - 0 says."""

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from kvjax import Full, InfLLM, StreamingLLM
+from kvjax.programs import common
+from kvjax.programs.evals import fitted
+from kvjax.programs.evals.task import Row
 from kvjax.testing.tiny import TOKENS, model
-from scripts import common, needle_recall
-from scripts.evals import fitted
-from scripts.evals.task import Row
 from scripts.examples.tiny import byte_tokenizer
-from scripts.needle_recall import (
+from scripts.studies import needle_recall
+from scripts.studies.needle_recall import (
   Args,
   Sample,
   answer,

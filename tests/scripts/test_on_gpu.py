@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from scripts import bench, common, on_gpu, quiet
+from kvjax.programs import bench, common, quiet
+from scripts.tools import on_gpu
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def test_benches_are_put_together(tmp_path, capsys):
   assert capsys.readouterr().out == "prr: y\nprr: z\n"
   made = json.loads((tmp_path / "out" / "nvidia-h200" / "bench_prr.json").read_text())
   assert {c["case"]: c["results"][0]["us"] for c in made["cases"]} == {"x": 1, "y": 3, "z": 4}
-  assert made["torch"] == "2" and made["command"] == "python -m scripts.bench prr"
+  assert made["torch"] == "2" and made["command"] == "kvjax bench prr"
 
   bench.write(tmp_path / "run", "prr", {**facts, "jax": "2"}, [case("w", 5.0)])
   with pytest.raises(ValueError, match="found results of other versions"):

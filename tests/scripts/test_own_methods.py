@@ -9,9 +9,9 @@ import pytest
 
 import kvjax
 import kvjax.testing
+from kvjax.programs import demo
+from kvjax.programs.evals import plan
 from kvjax.testing import LAWS, Case
-from scripts import demo
-from scripts.evals import plan
 
 GUIDE = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
 

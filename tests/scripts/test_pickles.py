@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 
-from scripts.evals import cells, written
-from scripts.evals.prompt import Prompt, Reader
-from scripts.evals.registry import TASKS
-from scripts.evals.task import Row
+from kvjax.programs.evals import cells, written
+from kvjax.programs.evals.prompt import Prompt, Reader
+from kvjax.programs.evals.registry import TASKS
+from kvjax.programs.evals.task import Row
 from scripts.examples import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]

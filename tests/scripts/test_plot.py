@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from scripts import common, plot
-from scripts.evals import pictures, store, summary
-from scripts.evals.pictures import needles
+from kvjax.programs import common, plot
+from kvjax.programs.evals import pictures, store, summary
+from kvjax.programs.evals.pictures import needles
 
 SECONDS = {"decode": 0.4, "steps": 4, "prefill": 1.0, "rows": 2, "cold": []}
 

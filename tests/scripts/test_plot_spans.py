@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import Ltri
 from kvjax.testing.tiny import TOKENS, model
-from scripts.plot_spans import RATES, draw_spans, draw_vectors, measure
+from scripts.studies.plot_spans import RATES, draw_spans, draw_vectors, measure
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import scipy.stats
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from scripts import markers, plot, tables
-from scripts.evals import choices, costs, families, pictures, stats, store
-from scripts.evals.pictures.callouts import place
-from scripts.evals.pictures.cost import _apart, front
-from scripts.evals.standing import standings
-from scripts.tablemakers import DOCUMENTS, Results, published, real, summary
+from kvjax.programs import plot
+from kvjax.programs.evals import choices, costs, families, pictures, stats, store
+from kvjax.programs.evals.pictures.callouts import place
+from kvjax.programs.evals.pictures.cost import _apart, front
+from kvjax.programs.evals.standing import standings
+from scripts.tools import markers, tables
+from scripts.tools.tablemakers import DOCUMENTS, Results, published, real, summary
 
 SETTINGS = {
   "model": "tiny",

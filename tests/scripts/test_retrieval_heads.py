@@ -8,14 +8,12 @@ import pytest
 
 import kvjax
 from kvjax import DuoAttention, Full, Ltri
-from kvjax.testing.tiny import TOKENS, Run, model
-from scripts import retrieval_heads
-from scripts.evals import fitted, haystack, streams
-from scripts.evals.registry import TASKS
-from scripts.evals.streams import FITTING
-from scripts.evals.task import rng
-from scripts.examples.tiny import byte_tokenizer
-from scripts.retrieval_heads import (
+from kvjax.programs import retrieval_heads
+from kvjax.programs.evals import fitted, haystack, streams
+from kvjax.programs.evals.registry import TASKS
+from kvjax.programs.evals.streams import FITTING
+from kvjax.programs.evals.task import rng
+from kvjax.programs.retrieval_heads import (
   Looking,
   Sample,
   best,
@@ -26,6 +24,8 @@ from scripts.retrieval_heads import (
   needles,
   scores,
 )
+from kvjax.testing.tiny import TOKENS, Run, model
+from scripts.examples.tiny import byte_tokenizer
 from tests.methods.test_ltri import SMALL
 
 

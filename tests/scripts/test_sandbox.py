@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from scripts import common, evaluate
-from scripts.evals import confined, sandbox
+from kvjax.programs import common, evaluate
+from kvjax.programs.evals import confined, sandbox
 
 CHECK = "def check(f):\n  assert f() == 3\n"
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from scripts.evals import coqa, longbench, overlap, scores
-from scripts.evals import infinitebench_files as infinitebench
-from scripts.evals.task import Row
+from kvjax.programs.evals import coqa, longbench, overlap, scores
+from kvjax.programs.evals import infinitebench_files as infinitebench
+from kvjax.programs.evals.task import Row
 
 
 def score(scorer, answer, *references, **about):

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import os
-import pathlib
 import random
 import re
 import runpy
@@ -20,11 +19,11 @@ import tokenizers
 from flax import nnx
 
 import kvjax
-from kvjax.models.config import ModelConfig
-from kvjax.models.generate import prefill
-from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.transformer import Transformer
-from scripts import (
+from kvjax.models.decode.generate import prefill
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import (
   bench,
   clock,
   common,
@@ -32,23 +31,23 @@ from scripts import (
   demo,
   evaluate,
   generate,
-  needle_recall,
-  record,
+  installed,
   retrieval_heads,
-  sharing_study,
 )
-from scripts.clock import Clock
-from scripts.evals import needle
-from scripts.evals.prompt import Reader
-from scripts.evals.task import Row
+from kvjax.programs.clock import Clock
+from kvjax.programs.evals import needle
+from kvjax.programs.evals.prompt import Reader
+from kvjax.programs.evals.task import Row
+from scripts.studies import needle_recall, record, sharing_study
 
 # Its oracle is PyTorch's transformers, which no extra of this project installs.
-OUTSIDE = {"make_family_goldens", "make_golden"}
-PROGRAMS = sorted(
-  path.stem
-  for path in pathlib.Path(demo.__file__).parent.glob("*.py")
-  if "__main__" in path.read_text("utf-8") and path.stem not in OUTSIDE
-)
+OUTSIDE = ("make_family_goldens", "make_golden")
+PROGRAMS = {
+  name: module
+  for package in ("kvjax.programs", "scripts.studies", "scripts.tools")
+  for name, module in installed.modules(package, besides=OUTSIDE).items()
+  if "__main__" in installed.file_of(module).read_text("utf-8")
+}
 ARGUMENTS = {
   "demo": ("--methods", "--length", "--budget", "--seed", "--json"),
   "generate": ("PROMPT", "--method", "--budget", "--temperature", "--context-file"),
@@ -70,7 +69,7 @@ ARGUMENTS = {
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--add"),
 }
 LENGTH, BUDGET = 400, 64
-ROOT = pathlib.Path(demo.__file__).parents[1]
+ROOT = installed.FOLDER.parents[1]
 CHAT_TEMPLATE = (
   "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
   "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -83,10 +82,10 @@ def test_help_names_the_arguments(name, monkeypatch, capsys):
   monkeypatch.setattr(sys, "argv", [name, "--help"])
   monkeypatch.setattr(os, "environ", os.environ.copy())
   with pytest.raises(SystemExit) as end:
-    runpy.run_module(f"scripts.{name}", run_name="__main__")
+    runpy.run_module(PROGRAMS[name], run_name="__main__")
   out = capsys.readouterr().out
   assert not end.value.code and "usage:" in out
-  assert set(ARGUMENTS) <= set(PROGRAMS)
+  assert ARGUMENTS.keys() <= PROGRAMS.keys()
   for argument in ARGUMENTS.get(name, ()):
     assert argument in out
 
@@ -246,7 +245,7 @@ def test_programs_keep_what_they_compile(tmp_path):
   """In the user's cache folder, whatever program it is."""
   program = """
 import jax, jax.numpy as jnp
-from scripts import common
+from kvjax.programs import common
 with common.one_line_errors():
   jax.jit(jnp.sort)(jnp.ones(50)).block_until_ready()
 """
@@ -445,7 +444,7 @@ def test_every_suite_of_the_bench_runs(suite):
 
   In a process of its own, where XLA optimises and no annotation is checked.
   """
-  command = [sys.executable, "-m", "scripts.bench", suite, "--quick", "--no-peers"]
+  command = [sys.executable, "-m", "kvjax.programs.bench", suite, "--quick", "--no-peers"]
   flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
   done = subprocess.run(
     [*command, "--repetitions", "1"], env=os.environ | flags, capture_output=True, text=True

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.programs.evals.fitted import fingerprints
+from kvjax.programs.evals.stats import student
+from kvjax.programs.evals.streams import FITTING
 from kvjax.testing.tiny import TOKENS, model
-from scripts import sharing_study as study
-from scripts.evals.fitted import fingerprints
-from scripts.evals.stats import student
-from scripts.evals.streams import FITTING
-from scripts.tablemakers import Results, studies
+from scripts.studies import sharing_study as study
+from scripts.tools.tablemakers import Results, studies
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import kvjax
-from scripts import speed
+from kvjax.programs import speed
 from scripts.examples import tiny
 
 LENGTH = 480  # tokens are bytes
@@ -39,7 +39,7 @@ def test_a_line_says_what_a_step_costs(loaded, tmp_path):
   assert full["visited"] == 1 and kept["visited"] < 0.5
   assert kept["cache_bytes"] < full["cache_bytes"] / 3
   spec = loaded.spec(2, LENGTH)
-  assert full["cache_bytes"] == kvjax.memory.plan_memory(spec, kvjax.Full()).device
+  assert full["cache_bytes"] == kvjax.runtime.memory.plan_memory(spec, kvjax.Full()).device
   assert full["cache_bytes"] == 2 * rows["full", None, LENGTH, 1]["cache_bytes"]
 
 

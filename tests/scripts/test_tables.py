@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvjax import METHODS
-from scripts import art_study, markers, tables
-from scripts.tablemakers import (
+from scripts.studies import art_study
+from scripts.tools import markers, tables
+from scripts.tools.tablemakers import (
   DOCUMENTS,
   Results,
   cells,
@@ -23,11 +24,11 @@ from scripts.tablemakers import (
   real_stops,
   records,
 )
-from scripts.tablemakers.records import NOTHING, Number, Record
-from scripts.tablemakers.results import FOLDER, GPU, Timing
+from scripts.tools.tablemakers.records import NOTHING, Number, Record
+from scripts.tools.tablemakers.results import FOLDER, GPU, Timing
 from tests.scripts.test_art_study import recording
 
-ROOT = pathlib.Path(tables.__file__).parents[1]
+ROOT = pathlib.Path(tables.__file__).parents[2]
 FIRST = "B8 T1024 32x1 1/8, random keys"
 TYPED = "Typed from a run whose file was not kept"
 
@@ -414,28 +415,40 @@ def test_unlike_prompts_are_not_ranked():
 # ---- the house
 
 
-def test_imports_are_found_wherever_they_stand(tmp_path):
-  path = tmp_path / "here.py"
-  path.write_text(
-    "import kvjax.memory\nfrom .. import types\nfrom ..ops import slots\nimport numpy\n"
-    "def late():\n  from kvjax.methods.psaw import PSAW\n"
-    "  importlib.import_module(f'kvjax.kernels.{name}')\n"
+def test_imports_are_found_wherever_they_stand():
+  source = (
+    "import kvjax.a.b\nfrom kvjax.a import c\nfrom kvjax.d import f\nimport numpy\n"
+    "def late():\n  from kvjax.e import F\n"
+    "  importlib.import_module('kvjax.kernels.g')\n"
+    "if TYPE_CHECKING:\n  from kvjax.h import H\n"
   )
-  found = set(house.imports(path, "dispatch.here"))
-  assert found == {"memory", "types", "ops.slots", "methods.psaw.PSAW", "kernels."}
+  known = {f"kvjax.{name}" for name in ("a.b", "a.c", "d", "e", "kernels.g", "h", "a")}
+  assert house.imports(source, known) == known - {"kvjax.h", "kvjax.a"}
 
 
-def test_only_dispatch_opens_the_door_to_kernels_and_nobody_that_to_models():
+def test_folders_import_those_below_them_and_none_above():
+  order = list(house.ROOMS)
   doors = house.doors()
-  assert {here for here, there in doors if there == "kernels"} == {"dispatch"}
-  assert not {here for here, there in doors if there == "models"}
+  assert {room for door in doors for room in door} == set(order)
+  assert not {(a, b) for a, b in doors if order.index(a) > order.index(b)}
 
 
-def test_no_two_rooms_import_each_other():
-  """But for what all of them share."""
-  doors = {door for door in house.doors() if "shared" not in door}
-  assert ("methods", "protocol") in doors
-  assert not {(here, there) for here, there in doors if (there, here) in doors}
+def test_no_module_imports_itself_by_way_of_others():
+  assert len(house.modules()) > 200 and not house.circles()
+
+
+def test_the_root_has_few_files_and_core_no_paper():
+  assert len(list(house.CODE.glob("*.py"))) <= 6
+  core = [path.stem for path in (house.CODE / "core").glob("*.py")]
+  assert len(core) <= 10 and not set(core) & set(METHODS)
+  inside = {name for name in house.modules() if name.startswith("kvjax.") and "._" not in name}
+  assert {name for name in inside if not house.room_of(name)} <= {"kvjax.models"}
+
+
+def test_a_wheel_needs_nothing_of_a_checkout():
+  """What kvjax imports begins with kvjax, or is of somebody else."""
+  own = re.compile(r"^ *(?:from|import) (?:scripts|tests|models|pallas_kernels)\b", re.MULTILINE)
+  assert not [name for name, path in house.modules().items() if own.search(path.read_text("utf-8"))]
 
 
 def test_moves_are_those_of_classes():

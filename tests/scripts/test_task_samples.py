@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from scripts.evals.registry import TASKS
+from kvjax.programs.evals.registry import TASKS
 from tests.scripts.test_evals import count
 
 FOLDER = pathlib.Path(__file__).parents[1] / "goldens" / "tasks"

@@ -5,8 +5,7 @@ import tyro
 from flax import nnx
 
 import kvjax
-
-from . import after_bonsai, beside
+from scripts.examples.integrations import after_bonsai, beside
 
 CFG = after_bonsai.ModelCfg(
   vocab_size=beside.VOCAB, emb_dim=32, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16

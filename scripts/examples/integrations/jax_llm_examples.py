@@ -9,9 +9,8 @@ import numpy as np
 import tyro
 
 import kvjax
-
-from . import after_jax_llm_examples as llama
-from . import beside
+from scripts.examples.integrations import after_jax_llm_examples as llama
+from scripts.examples.integrations import beside
 
 CFG = llama.Config(
   embed=32, q_heads=6, kv_heads=2, num_layers=2, head_dim=16, vocab_size=beside.VOCAB

@@ -7,8 +7,7 @@ from tunix.generate import utils
 from tunix.models.gemma3 import model as gemma3
 
 import kvjax
-
-from . import beside
+from scripts.examples.integrations import beside
 
 
 class Attention(nnx.Module):

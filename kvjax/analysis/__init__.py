@@ -1,0 +1,1 @@
+"""What is known about a run: certificates, diagnostics, early stops, bytes moved."""

@@ -1,0 +1,1 @@
+"""What methods and operations hand each other: caches, plans, where a move runs."""

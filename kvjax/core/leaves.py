@@ -1,0 +1,74 @@
+"""What an array of a cache is: said once, for all that make, write or split it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+New = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One array of a layer's cache.
+
+  Attributes:
+    shelf: "slots" [B, K, S, *shape], "heads" [B, K, *shape] or "rows" [B, *shape] (`kvjax.Cache`).
+    shape: the axes of its own.
+    dtype: of its elements.
+    fill: what an empty cache holds: a number, or numbers that broadcast over the whole.
+    new: slots: what the slots of new tokens get, from their "k", "v" and "pos" [B, K, T, ...];
+      None: the fill.
+    standing: slots: whether the slot of a decoded token has its statistic already, so that
+      `insert` leaves it alone.
+    in_place: whether `observe` leaves it alone in rows that do not count. It
+      writes what it would find there anyway, or minds `Attended.counted`. All others are chosen
+      row by row after each step, which moves the whole of them.
+    heads: slots: how many of the layer's heads have slots here; None: all.
+    along_slots: heads: whether its first own axis follows the slots: summaries of tiles.
+    bits: slots: its words hold codes of so many bits (`kvjax.primitives.codes`); None: plain
+      numbers.
+    made: an empty one, where `shape`, `dtype` and `fill` do not say it; a tree leading with B.
+  """
+
+  shelf: str
+  shape: tuple[int, ...] = ()
+  dtype: Any = jnp.float32
+  fill: Any = 0
+  _: dataclasses.KW_ONLY
+  new: Callable[[New], Array] | None = None
+  standing: bool = False
+  in_place: bool = False
+  heads: int | None = None
+  along_slots: bool = False
+  bits: int | None = None
+  made: Callable[[], Any] | None = None
+
+  def empty(self, leading: tuple[int, ...]) -> Any:
+    """What an empty cache holds: an array [*leading, *shape], or the tree that is made."""
+    if self.made is not None:
+      return self.made()
+    return jnp.full((*leading, *self.shape), jnp.asarray(self.fill), self.dtype)
+
+  def of_new(self, new: New, like: Array) -> Array:
+    """What new tokens get in an array of which `like` has the dtype and the axes of its own."""
+    if self.new is not None:
+      return self.new(new)
+    return jnp.full((*new["pos"].shape, *like.shape[3:]), self.fill, like.dtype)
+
+  def kind(self) -> Leaf:
+    """What moves ask of it, the same in all layers and at all sizes."""
+    fill = self.fill if self.shelf == "slots" else 0
+    return dataclasses.replace(self, shape=(), dtype=jnp.float32, fill=fill, heads=None, made=None)
+
+
+def l1_of_value(new: New) -> Array:
+  """‖v‖₁ of each new token, float32 [B, K, T] of v [B, K, T, H]."""
+  return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)
+
+
+NORM = Leaf("slots", new=l1_of_value)  # "norm", wherever a method keeps it

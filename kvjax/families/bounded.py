@@ -1,0 +1,90 @@
+"""What every method that keeps a fixed number of tokens has in common."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.core import settings
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Prompt
+from kvjax.core.fields import least
+from kvjax.core.leaves import Leaf
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+from kvjax.primitives import ring
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded(Method):
+  """Keeps at most `budget` tokens per KV head: slots are reused, so slot ≠ position.
+
+  A subclass says which tokens of a prompt stay (`rank`), and which one a full cache gives up for
+  the next (`victim`).
+
+  A budget above the capacity allocates the capacity: no row will have more tokens to keep.
+
+  Attributes:
+    budget: tokens kept per KV head.
+  """
+
+  budget: int = least(1, 2048)
+
+  def __new__(cls, *args: Any, **values: Any) -> Any:
+    moves = "victim", "insert"
+    if all(getattr(cls, move) is getattr(Method, move) for move in moves):
+      raise TypeError(
+        f"{cls.__name__}.victim: found none, expected the slot that a full cache gives up for the "
+        "next token, which it would drop"
+      )
+    return super().__new__(cls, *args, **values)
+
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(positional=False, chunkable=False)
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """The tokens that a layer keeps, and no more than a row will ever have."""
+    return min(self._most(spec, layer), spec.capacity)
+
+  def _most(self, spec: CacheSpec, layer: int) -> int:
+    """Slots of a layer, however long its rows are: what it keeps never hangs on the capacity."""
+    return self.budget
+
+
+def _example(cls: type[Bounded], budget: int) -> Method:
+  return cls(budget=budget)
+
+
+settings.register(Bounded, example=_example)
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Bounded):
+  """Gives up the oldest token that may leave, where those that stay are older than all that may.
+
+  A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
+  decode goes round the slots after the former, and which one is next is a matter of the position
+  alone (`kvjax.primitives.ring`): nothing is searched, and nothing written beside the token.
+  """
+
+  @property
+  def _always(self) -> int:
+    """How many of the first slots are never given up, whatever they hold."""
+    return 0
+
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    ring = Leaf("heads", (2,), jnp.int32, (self._always, self.capacity(spec, layer)))
+    return {**super().leaves(spec, layer), "ring": ring}
+
+  def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
+    return self._closed(cache, jnp.full(cache.pos.shape[:2], self._always, jnp.int32))
+
+  def _closed(self, cache: Cache, staying: Int[Array, "B K"]) -> Cache:
+    """The ring after the slots that stay: it closes once the empty ones are taken."""
+    since = (cache.seen + cache.size - cache.used)[:, None]
+    since = jnp.broadcast_to(since, staying.shape)
+    return cache.put(heads={"ring": jnp.stack([staying, since], -1)})
+
+  victim = ring.victim

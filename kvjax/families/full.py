@@ -1,0 +1,27 @@
+"""The full cache: nothing leaves, everything is attended to. The yardstick of all others."""
+
+import dataclasses
+
+from kvjax.core import settings
+from kvjax.core.traits import Traits
+from kvjax.families.method import Method
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Method):
+  """Keeps every token and attends to all of them (exact attention)."""
+
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(order_independent=True, spreads=True)
+
+
+def _example(cls: type[Full], budget: int) -> Method:
+  return cls()
+
+
+def _neutral(cls: type[Full], length: int) -> Method:
+  return cls()
+
+
+settings.register(Full, example=_example, neutral=_neutral)

@@ -1,0 +1,89 @@
+"""Blocks of a store in host memory: which are wanted most, and copies of them on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.core import slots
+from kvjax.core.cache import Cache
+from kvjax.core.context import At
+from kvjax.ops import offload
+from kvjax.primitives.trees import pytree
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Retrieved:
+  """What the plan of a step that retrieves knows.
+
+  Attributes:
+    cache: that which holds the blocks of the step.
+  """
+
+  cache: Cache
+
+
+def ranks(cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
+  """How many stored blocks go before each by `keys` [B, N] in turn, forced ones first.
+
+  Ties go to the oldest. A block whose first key is −∞ does not take part (rank N), unless it is
+  forced; without `forces` none is.
+  """
+  block = jnp.arange(keys[0].shape[1], dtype=jnp.int32)
+  stored = block < cache.rows["gone"][:, None]
+  able = stored & (keys[0] > -jnp.inf)
+  order = [jnp.where(jnp.isnan(key), jnp.inf, -key) for key in keys]
+  order[0] = jnp.where(able, jnp.maximum(order[0], jnp.finfo(jnp.float32).min), jnp.inf)
+  if forces and "inject" in cache.rows:
+    forced = (cache.rows["inject"][:, :, None] == block).any(1) & stored
+    able |= forced
+    order = [jnp.where(forced, -jnp.inf, key) for key in order]
+  # Counted, not sorted: N² comparisons are one kernel, a sort is many.
+  before = block < block[:, None]
+  for key in reversed(order):
+    mine, other = key[:, :, None], key[:, None, :]
+    before = (other < mine) | ((other == mine) & before)
+  return jnp.where(able, before.sum(-1, dtype=jnp.int32), block.shape[0])
+
+
+def best(cache: Cache, keys: list[Array], count: int) -> Int[Array, "B R"]:
+  """The best `count` stored blocks by `ranks`, best first; −1 where there are fewer."""
+  rank = ranks(cache, keys)
+  turn = jnp.arange(count, dtype=jnp.int32)[:, None]
+  block = jnp.arange(rank.shape[1], dtype=jnp.int32)
+  here = (rank[:, None] == turn) & (turn < block.shape[0])
+  return jnp.where(here, block, -1).max(-1)
+
+
+def hold(at: At, cache: Cache, wanted: Int[Array, "B R"], size: int) -> Cache:
+  """The cache once the wanted blocks have copies on the device: "kept" says in which places.
+
+  Blocks, of `size` tokens, that have one are not read again; the others take the places of the
+  least recently used.
+  """
+  held, used_at = cache.rows["held"], cache.rows["used_at"]
+  match = (held[:, None] == wanted[..., None]) & (wanted >= 0)[..., None]  # [B, R, D]
+  missing = ~match.any(-1) & (wanted >= 0)
+  place = jnp.arange(held.shape[1], dtype=jnp.int32)
+  stamp = jnp.where(match.any(1), jnp.iinfo(jnp.int32).max, used_at)
+  mine, other = stamp[:, :, None], stamp[:, None, :]
+  older = (other < mine) | ((other == mine) & (place < place[:, None]))
+  turn = jnp.cumsum(missing, -1) - 1  # the first one that is missing takes the oldest place
+  free = missing[..., None] & (turn[..., None] == older.sum(-1)[:, None])  # [B, R, D]
+  kept = jnp.where(match | free, place, -1).max(-1)
+  into = jnp.where(missing, kept, held.shape[1])
+  rows = {
+    "held": slots.overlaid(held, into, wanted),
+    "used_at": jnp.where((match | free).any(1), cache.seen[:, None], used_at),
+    "kept": kept,
+  }
+  found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env)
+  heads = {}
+  for name in ("k", "v"):
+    copies = cache.heads[f"held_{name}"]
+    blocks = copies.reshape(*copies.shape[:2], -1, size, copies.shape[-1])
+    heads[f"held_{name}"] = slots.overlaid(blocks, into, found[name], 2).reshape(copies.shape)
+  return cache.put(heads=heads, rows=rows)

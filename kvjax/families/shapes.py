@@ -1,0 +1,20 @@
+"""Shapes of what moves are handed and hand back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.core.context import At
+
+
+def check_shape(at: At, name: str, x: Any, expected: tuple[int | None, ...]) -> None:
+  """Raises ValueError for an array of another shape; None stands for any size."""
+  found = tuple(x.shape)
+  if len(found) != len(expected) or any(
+    n is not None and n != m for n, m in zip(expected, found, strict=True)
+  ):
+    sizes = ", ".join("any" if n is None else str(n) for n in expected)
+    raise ValueError(
+      f"{at.name}: {name}: found shape {found}, expected ({sizes}), as its cache has "
+      "rows, key/value heads, slots and channels"
+    )

@@ -1,0 +1,60 @@
+"""What queries may see: asked of the method once a step, and handed to operations."""
+
+from __future__ import annotations
+
+import functools
+
+from jaxtyping import Array, Int
+
+from kvjax.core.cache import Cache
+from kvjax.core.context import At, Prompt
+from kvjax.core.plan import Needs, Plan, Window
+from kvjax.families import forms
+from kvjax.ops.prefill import Chunk
+
+# What decides which tokens stay in which slots.
+EVICTS = ("victim", "insert", "rank", "keep", "_always")
+
+
+def visible(at: At, cache: Cache) -> Plan:
+  """The plan of all slots that the newest token's queries may see, and what the method needs."""
+  window = at.top.window(at, (cache.seen - 1)[:, None])
+  span = at.top.span(at, cache, window)
+  traits, own = at.top.traits, forms.overrides(at.top, "span")
+  hidden = _hidden(at, window) if own else ()
+  needs = Needs(traits.wants_logits, traits.ordered, own, hidden)
+  return Plan(span, unit=at.env.tile, window=window, needs=needs)
+
+
+def narrowed(at: At, visible: Plan, plan: Plan) -> Plan:
+  """What the move `plan` made of the plan of all visible slots; ValueError for one made anew."""
+  sees = (visible.window is None) == (plan.window is None)
+  if not (sees and plan.needs == visible.needs):
+    raise ValueError(
+      f"{at.name}.plan: found a plan that forgets what queries see (window, needs), expected "
+      "visible.listed(...) of the one that it is given"
+    )
+  return plan
+
+
+def of(at: At, qpos: Int[Array, "B A"], prompt: Prompt) -> Chunk:
+  """What the queries of a chunk, at these positions, may see."""
+  return Chunk(
+    prompt,
+    at.top.window(at, qpos),
+    functools.partial(at.top.window, at),
+    aligned=(prompt.past == 0 or at.top.traits.positional) and not forms.overrides(at.top, "stage"),
+  )
+
+
+def _hidden(at: At, window: Window | None) -> tuple[str, ...]:
+  """Moves for which a window may hide slots of a method's own span.
+
+  Where slots are no positions, such a span says that nothing is cached but what the window holds:
+  of windows and evictions that came later it cannot know.
+  """
+  if window is None:
+    return ()
+  if at.top.traits.positional:
+    return ("window",)
+  return tuple(move for move in ("window", *EVICTS) if not forms.knows(at.top, "span", move))

@@ -1,0 +1,453 @@
+"""What methods with a cache in host memory have in common: window, blocks, retrieval, persistence.
+
+The context is the first tokens, evicted blocks, and a window of newest tokens, in this order:
+
+    [ init ‖ block 0 ‖ block 1 ‖ … ‖ window ]
+
+Blocks leave the window whole, as soon as `local` newer tokens have come, and go to a store in host
+memory; on the device remain vectors that stand for them. A chunk of a prompt, or a decoded token,
+attends to the first tokens, the blocks that its queries retrieve, the window and itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.core import settings, slots
+from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.fields import expect, least
+from kvjax.core.leaves import Leaf
+from kvjax.core.plan import Attended, Plan
+from kvjax.core.traits import Stream, Traits
+from kvjax.families import forms, retrieval, sliding
+from kvjax.families.method import Aux, Method, finite_rows
+from kvjax.ops import decode, offload, prefill
+from kvjax.primitives import softmax_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed(
+  Method,
+  moves=(*("summaries", "summarise", "similarity", "choose", "learn"),),
+):
+  """A window on the device, blocks in host memory, retrieval of some of them.
+
+  A subclass says which vectors stand for a block (`summaries`, `summarise`), how much the queries
+  of a chunk or of a step want a block (`similarity`), and, if it is more than the largest
+  similarity, what is chosen (`choose`).
+
+  Positions: within the window and the chunk distances are true. Once a block has left, the first
+  tokens and all retrieved ones are seen at the distance `local`, whatever their position: their
+  keys are not rotated, and the query is taken at the angle `local`.
+
+  Reading a prompt by one call of the model's `prefill` is reading one chunk of it;
+  `kvjax.models.decode.generate.prefill` cuts prompts into the method's chunks.
+
+  Attributes:
+    init_tokens: first tokens, which always stay.
+    local: newest tokens that have surely not left, and the distance of what is far.
+    block: tokens per block.
+    retrieved: blocks that are attended to beside the window.
+    chunk: tokens of a prompt that are read at a time.
+    held: retrieved blocks of which the device keeps copies; the least recently used leave.
+    inject: how many blocks a caller can force into what is retrieved, see `injected`.
+  """
+
+  init_tokens: int = least(0, 128)
+  local: int = least(1, 4096)
+  block: int = least(1, 128)
+  retrieved: int = least(1, 16)
+  chunk: int = least(1, 512)
+  held: int = 32
+  inject: int = least(0, 0)
+
+  def __post_init__(self):
+    retrieved = self.retrieved
+    expect(self, "held", self.held >= retrieved, f"at least retrieved = {retrieved}")
+    expect(self, "inject", self.inject <= retrieved, f"at most retrieved = {retrieved}")
+
+  @property
+  def traits(self) -> Traits:
+    usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
+    return usual.but(endless=True, by_layer=True, stream=Stream(self.chunk))
+
+  # ---- shapes
+
+  def capacity(self, spec: CacheSpec, layer: int) -> int:
+    """First tokens, and a ring of the window with room for two blocks that are about to leave."""
+    reach = min(self.local, max(spec.capacity - self.init_tokens, 1))
+    return self.init_tokens + (-(-reach // self.block) + 2) * self.block
+
+  def _stored_blocks(self, spec: CacheSpec) -> int:
+    """Blocks that can leave the window within the capacity, at least 1."""
+    return max(1, -(-(spec.capacity - self.init_tokens - self.local) // self.block))
+
+  def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
+    sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
+    held = min(self.held, self._stored_blocks(spec))  # no more than there will ever be
+    copies = Leaf("heads", (held * self.block, spec.head_dim), spec.dtype)
+    store = functools.partial(offload.empty, *sizes, spec.dtype)
+
+    def blocks(count: int) -> Leaf:
+      return Leaf("rows", (count,), jnp.int32, -1)
+
+    return {
+      **super().leaves(spec, layer),
+      "votes": Leaf("slots"),
+      "held_k": copies,
+      "held_v": copies,
+      "store": Leaf("heads", made=store),
+      "gone": Leaf("rows", dtype=jnp.int32),
+      "held": blocks(held),
+      "used_at": blocks(held),
+      "kept": blocks(self.retrieved),
+      # No empty array: over several devices jax 0.11 does not compile one.
+      **({"inject": blocks(self.inject)} if self.inject else {}),
+      **self.summaries(spec, layer),
+    }
+
+  # ---- what a subclass says
+
+  def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
+    """What stands for blocks."""
+    raise NotImplementedError(f"{type(self).__name__}.summaries")
+
+  def summarise(
+    self,
+    at: At,
+    cache: Cache,
+    k: Float[Array, "B K E U H"],
+    votes: Float[Array, "B K E U"],
+    block: Int[Array, "B E"],
+  ) -> Cache:
+    """Stores what stands for blocks that leave, keys not rotated; numbers past the end: nothing."""
+    raise NotImplementedError(f"{type(self).__name__}.summarise")
+
+  def similarity(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"] | None,
+    qpos: Int[Array, "B T"],
+  ) -> Float[Array, "B N"]:
+    """How much a chunk's queries want each block; k: the chunk's keys, None in a decode step."""
+    raise NotImplementedError(f"{type(self).__name__}.similarity")
+
+  def choose(
+    self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry
+  ) -> tuple[Int[Array, "B R"] | None, Carry]:
+    """The blocks to retrieve, best first (−1 = none): the forced ones, then the most similar.
+
+    Without a similarity: those that the layer will probably retrieve, from what the layers below
+    hand on; they are fetched as soon as they are known, which does not wait for the layer's
+    queries. None: no idea.
+    """
+    return None if similarity is None else retrieval.best(
+      cache, [similarity], self.retrieved
+    ), carry
+
+  def learn(
+    self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
+  ) -> Cache:
+    """What else is remembered of a chunk's attention, q [B, K, G, A, H], before it is kept."""
+    return cache
+
+  # ---- geometry
+
+  def _first(self, cache: Cache) -> Int[Array, " B"]:
+    """Position of the oldest token that is near: of all, as long as none has left."""
+    gone = cache.rows["gone"]
+    return jnp.where(gone > 0, self.init_tokens + gone * self.block, 0)
+
+  def _slot_of(self, pos: Int[Array, "*any"], size: int) -> Int[Array, "*any"]:
+    """Slot of a position: the first tokens in their place, the others in a ring after them."""
+    beyond = pos - self.init_tokens
+    turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
+    return jnp.where(beyond < 0, pos, turned)
+
+  def _newest(self, end: Int[Array, " B"], size: int) -> Int[Array, "B S"]:
+    """Position of the newest of `end` tokens that belongs into each slot; −1: there is none."""
+    slot, ring = jnp.arange(size, dtype=jnp.int32), size - self.init_tokens
+    behind = end[:, None] - 1 - slot  # how far the last token is behind the slot's first one
+    turns = jnp.where(slot < self.init_tokens, 0, slots.quotient(behind, ring))
+    return jnp.where(behind >= 0, slot + turns * ring, -1)
+
+  def _window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
+    """What is near as ranges of slots: [start, stop), and the ring's beginning where it goes on."""
+    first, ring = self._first(cache)[:, None], cache.size - self.init_tokens
+    start = self._slot_of(first, cache.size)
+    stop = start + cache.seen[:, None] - first
+    again = jnp.full_like(start, self.init_tokens), stop - ring
+    return [(start, jnp.minimum(stop, cache.size)), again]
+
+  def _near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
+    """Window and chunk side by side; position −1 where a token has left, or is far."""
+    joined = slots.join(cache.slots, new)
+    near = joined["pos"] >= self._first(cache)[:, None, None]
+    return {**joined, "pos": jnp.where(near, joined["pos"], -1)}
+
+  def _turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
+    """Queries [B, K, G, T, H] at the angle `local`, from which they see what is far."""
+    return at.env.rope.shift(q, (self.local - qpos)[:, None, None])
+
+  # ---- retrieval
+
+  def _retrieve(
+    self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
+  ) -> tuple[Cache, Carry]:
+    """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
+    foreseen, _ = self.choose(at, cache, None, carry)
+    if foreseen is not None:
+      cache = retrieval.hold(at, cache, jnp.where(ok, foreseen, -1), self.block)
+      # What turns out not to be wanted has to leave before what is.
+      before = cache.seen[:, None] - 1
+      cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
+    wanted, carry = self.choose(at, cache, similarity, carry)
+    assert wanted is not None
+    return retrieval.hold(at, cache, jnp.where(ok, wanted, -1), self.block), carry
+
+  def _first_tokens(self, at: At, cache: Cache) -> slots.Slots:
+    """The first tokens where they are far, not rotated; position 0, which every query may see."""
+    first = {name: cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v", "pos")}
+    gone = (cache.rows["gone"] > 0)[:, None, None]
+    k = at.env.rope.shift(first["k"], -first["pos"])
+    return {**first, "k": k, "pos": jnp.where(gone, 0, jnp.full_like(first["pos"], -1))}
+
+  def _far(self, at: At, cache: Cache) -> slots.Slots:
+    """First tokens and retrieved blocks; position 0, which every query may see, or −1."""
+    kept, token = cache.rows["kept"], jnp.arange(self.block, dtype=jnp.int32)
+    slot = (kept[..., None] * self.block + token).reshape(kept.shape[0], 1, -1)
+    slot = jnp.broadcast_to(slot, (*cache.pos.shape[:2], slot.shape[2]))
+    blocks = {name: slots.take(cache.heads[f"held_{name}"], slot) for name in ("k", "v")}
+    blocks["pos"] = jnp.where(slot >= 0, 0, -1)
+    return slots.join(self._first_tokens(at, cache), blocks)
+
+  # ---- moves: prompt
+
+  def stage(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    prompt: Prompt,
+    carry: Carry,
+  ) -> tuple[slots.Slots, Cache, Carry]:
+    """Retrieves, and shows window and chunk beside what is far."""
+    if prompt.index is not None:
+      raise NotImplementedError(
+        f"{at.name}: found layers that compute a part of a prompt, expected none: "
+        "blocks are made of what all their queries attend to"
+      )
+    index = prompt.query_index()
+    qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
+    similarity = self.similarity(at, cache, q, new["k"], qpos)
+    cache, carry = self._retrieve(at, cache, similarity, carry, prompt.valid[:, None] > 0)
+    far = {f"far_{name}": x for name, x in self._far(at, cache).items()}
+    return {**self._near(cache, new), **far}, cache, carry
+
+  def attend_prompt(
+    self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
+  ) -> Attended:
+    """Softmax over what is near and what is far together."""
+    far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
+    near = {name: staged[name] for name in ("k", "v", "pos")}
+    state = softmax_state.merge(
+      prefill.attend_anywhere(at, near, q, qpos),
+      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos),
+    )
+    count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
+    return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
+
+  def keep(
+    self,
+    at: At,
+    cache: Cache,
+    new: slots.Slots,
+    q: Float[Array, "B K G A H"],
+    qpos: Int[Array, "B A"],
+    attended: Attended,
+    prompt: Prompt,
+  ) -> Cache:
+    """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
+    near = self._near(cache, new)
+    votes = prefill.column_mass(at, q, qpos, near, None, attended.state)
+    near = {**near, "votes": near["votes"] + votes}
+    cache = self.learn(at, cache, near, q, qpos, attended)
+    ok = prompt.valid > 0
+    if at.env.check_nan:
+      ok &= finite_rows(at, attended.state.o)
+    end = cache.seen + prompt.valid
+    cache = self._evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
+    pos = self._newest(end, cache.size)
+    fresh = pos >= jnp.maximum(cache.seen, 0)[:, None]
+    # Of every slot its place in [slots ‖ chunk].
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    source = jnp.where(fresh, cache.size + pos - cache.seen[:, None], slot)
+    source = jnp.broadcast_to(source[:, None], cache.pos.shape)
+    held = {name: slots.take(near[name], source) for name in cache.slots if name != "pos"}
+    held["pos"] = jnp.where(fresh[:, None], pos[:, None], cache.pos)
+    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, cache.size)})
+
+  def _evict(
+    self,
+    at: At,
+    cache: Cache,
+    near: slots.Slots,
+    end: Int[Array, " B"],
+    ok: Bool[Array, " B"],
+    most: int,
+    after: Array,
+  ) -> Cache:
+    """Stores and summarises the blocks after which `local` tokens have come by position `end`.
+
+    Args:
+      at: where this runs.
+      cache: as it was before the new tokens.
+      near: [slots ‖ new], whose votes are up to date.
+      end: tokens seen, the new ones included.
+      ok: rows that take part.
+      most: blocks that can leave at once.
+      after: see `offload.append`.
+    """
+    gone = cache.rows["gone"]
+    target = slots.quotient(end - self.local - self.init_tokens, self.block)
+    count = jnp.where(ok, jnp.clip(target - gone, 0, most), 0)
+    each = jnp.arange(most, dtype=jnp.int32)
+    leaves = each < count[:, None]
+    block = gone[:, None] + each
+    pos = self.init_tokens + block[..., None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
+    flat = pos.reshape(pos.shape[0], 1, -1)
+    size, seen = cache.size, cache.seen[:, None, None]
+    slot = jnp.where(flat < seen, self._slot_of(flat, size), size + flat - seen)
+    slot = jnp.broadcast_to(slot, (*near["pos"].shape[:2], flat.shape[2]))
+
+    def cut(name: str) -> Array:
+      x = slots.take(near[name], slot)
+      x = x.reshape(*x.shape[:2], most, self.block, *x.shape[3:])
+      mask = leaves[:, None, :, None]
+      return jnp.where(mask[..., None] if x.ndim > mask.ndim else mask, x, 0)
+
+    k = at.env.rope.shift(cut("k"), -pos[:, None])
+    new = {"k": k, "v": cut("v")}
+    store = offload.append(cache.heads["store"], new, gone, count, at.env, after)
+    cache = self.summarise(
+      at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
+    )
+    return cache.put(heads={"store": store}, rows={"gone": gone + count})
+
+  # ---- moves: decode
+
+  def _sees_alone(self, at: At) -> None:
+    """Raises for an override of what a query sees: nothing here would ask for it."""
+    for move in ("window", "span"):
+      if forms.overrides(at.top, move):
+        raise NotImplementedError(
+          f"{at.name}.{move}: found an override over {type(self).__name__}, which "
+          "attends to its own window and to the blocks that it retrieves, expected none"
+        )
+
+  def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
+    """The next slot of the ring: its token has left long ago."""
+    slot = self._slot_of(cache.seen, cache.size)
+    return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
+
+  def plan(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Carry]:
+    """Everything near and far; the memo is `Retrieved`."""
+    self._sees_alone(at)
+    stream = self.traits.stream
+    if stream is not None and stream.persists:
+      return visible, carry
+    qpos = (cache.seen - 1)[:, None]
+    similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
+    held, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
+    return dataclasses.replace(visible, memo=retrieval.Retrieved(held)), carry
+
+  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+    """Softmax over what is near and what is far; the logits are those of the slots."""
+    cache = cache if plan.memo is None else plan.memo.cache
+    k, v = cache.slots["k"], cache.slots["v"]
+    near, logits = decode.attend_ranges(at, q, k, v, self._window_slots(cache))
+    turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
+    kept, gone = cache.rows["kept"], cache.rows["gone"][:, None]
+    held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
+    far = decode.attend_entries(at, turned, held_k, held_v, kept, self.block)
+    firsts = jnp.where(gone > 0, self.init_tokens, 0)
+    if self.init_tokens:
+      first, start = self._first_tokens(at, cache), jnp.zeros_like(gone)
+      state, _ = decode.attend_ranges(at, turned, first["k"], first["v"], [(start, firsts)])
+      far = softmax_state.merge(state, far)
+    blocks = (kept >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
+    visited = cache.seen[:, None] - self._first(cache)[:, None] + firsts + self.block * blocks
+    visited = jnp.broadcast_to(visited, cache.pos.shape[:2])
+    slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
+    return Attended(softmax_state.merge(near, far), logits, slot, visited)
+
+  def observe(
+    self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
+  ) -> tuple[Cache, Aux]:
+    """Counts votes and sends off the block that leaves. Reports `retrieved`, int32 [B, R]."""
+    cache = cache if plan.memo is None else plan.memo.cache
+    assert attended.logits is not None
+    p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
+    near = {**cache.slots, "votes": cache.slots["votes"] + p}
+    cache = cache.put(slots={"votes": near["votes"]})
+    last = (cache.seen - 1)[:, None]
+    one = jax.tree.map(lambda x: x[:, :, :, None], attended.state)
+    cache = self.learn(
+      at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
+    )
+    ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
+    cache = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
+    kept = cache.rows["kept"]
+    blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1, mode="clip")
+    return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
+
+
+def _example(cls: type[Streamed], budget: int) -> Method:
+  """About `budget` tokens: a quarter of them retrieved, the rest first and newest ones."""
+  block = 1
+  while block * 12 <= budget and block < 128:
+    block *= 2
+  retrieved = max(1, budget // (4 * block))
+  local = max(1, budget - (retrieved + 1) * block)
+  return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
+
+
+def _neutral(cls: type[Streamed], length: int) -> Method:
+  return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
+
+
+settings.register(Streamed, example=_example, neutral=_neutral)
+
+
+def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
+  """Caches of all layers that retrieve these blocks whatever else they would (−1 = none).
+
+  Mandatory evidence injection (Tang et al., 2025, Tab. 1). I is the method's `inject`; token t,
+  after the first ones, is in block (t − init_tokens) // block.
+  """
+
+  def force(cache: Cache) -> Cache:
+    room = cache.rows["inject"].shape if "inject" in cache.rows else (cache.seen.shape[0], 0)
+    if room != blocks.shape:
+      raise ValueError(
+        f"blocks: found shape {blocks.shape}, expected {room} as the method's inject says"
+      )
+    if "inject" not in cache.rows:
+      return cache
+    # A copy for each layer: caches are donated, and no array can be twice.
+    return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
+
+  return sliding.rejoined(caches, [force(cache) for cache in sliding.served(caches)])

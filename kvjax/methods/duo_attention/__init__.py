@@ -1,0 +1,1 @@
+"""DuoAttention: heads that retrieve keep everything, the others sinks and a window."""

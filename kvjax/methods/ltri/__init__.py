@@ -1,0 +1,1 @@
+"""Ltri-LLM: spans found by triangle-shaped attention, kept in host memory."""

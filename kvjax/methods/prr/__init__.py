@@ -1,0 +1,1 @@
+"""PRR: predict the selection, attend early, repair the misses."""

@@ -1,0 +1,146 @@
+"""A new token's way into the cache, and statistics of rows that do not count."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.core.cache import Cache
+from kvjax.core.context import At
+from kvjax.core.leaves import NORM
+from kvjax.core.plan import Attended
+from kvjax.core.slots import choose_rows
+from kvjax.ops import shared_slots, slot_shards
+from kvjax.ops.table import choose, kernel
+
+
+def enters(at: At, cache: Cache, operation: str) -> bool:
+  """Whether a kernel takes a new token in, as `enter_token` or `enter_codes`, or `enter_shared`."""
+  if operation == "enter_codes" and not _takes_codes(at, cache):
+    return False
+  operation = "enter_shared" if "place" in cache.heads else operation
+  return choose(operation, at.env.impl) == "pallas"
+
+
+def _takes_codes(at: At, cache: Cache) -> bool:
+  """Whether the kernel takes such codes: of 8 or 4 bits and whole heads, all slots on one device.
+
+  Statistics of tokens are made of the numbers that codes stand for, which it does not return.
+  """
+  if "k_scale" not in cache.slots or "place" in cache.heads or at.env.slot_axis:
+    return False
+  whole = cache.slots["k_scale"].ndim == cache.slots["pos"].ndim
+  statistics = [cache.leaf(name) for name in cache.slots]
+  plain = all(leaf.new is None or leaf.standing for leaf in statistics)
+  return cache.leaf("k").bits in (8, 4) and whole and plain
+
+
+def enter_token(
+  at: At,
+  cache: Cache,
+  q: Array,
+  k: Array,
+  v: Array,
+  live: Array,
+  slot: Int[Array, "B K"],
+  operation: str,
+  *,
+  victim: Int[Array, "B K"] | None,
+  ring: Int[Array, "B K 2"] | None,
+) -> tuple[Array, Cache]:
+  """Rotates the new token's q and k and writes it; returns rotated q [B, K, G, H] and the cache.
+
+  Args:
+    at, cache, q, k, v, live: of a decode step, as they come.
+    slot: where the token goes; S: nowhere.
+    operation: "enter_token", or "enter_codes" where k and v are words, with scales, zero points and
+      `k_mean` beside them.
+    victim: the slot that a full cache gives up; None: none.
+    ring: the slots that are used in turn, which say the victim by themselves; None: none are.
+  """
+  how: dict[str, Any]
+  beside: list[str]
+  if operation == "enter_codes":
+    how = {"bits": cache.leaf("k").bits, "mean": cache.heads["k_mean"]}
+    beside = [name for name in ("k_scale", "v_scale", "k_zero", "v_zero") if name in cache.slots]
+  else:
+    part = (
+      (slot_shards.first(at, cache.size), slot_shards.size(at, cache)) if at.env.slot_axis else None
+    )
+    how, beside = {"part": part}, _norm(cache)
+  run = functools.partial(kernel(operation, "pallas"), ring=ring, **how)
+  return _entered(at, cache, q, k, v, live, slot, run, victim, beside)
+
+
+def enter_shared(
+  at: At, cache: Cache, q: Array, k: Array, v: Array, live: Array, slot: Int[Array, "B K"]
+) -> tuple[Array, Cache]:
+  """`enter_token` where heads share slots: each head's token goes to its `slot`."""
+  run = functools.partial(kernel("enter_shared", "pallas"), room=slot_shards.size(at, cache))
+  return _entered(at, cache, q, k, v, live, slot, run, slot, _norm(cache))
+
+
+def _norm(cache: Cache) -> list[str]:
+  """The statistic of values that the kernel of numbers keeps, where there is one."""
+  return ["norm"] if "norm" in cache.slots and cache.leaf("norm") == NORM.kind() else []
+
+
+def _entered(
+  at: At,
+  cache: Cache,
+  q: Array,
+  k: Array,
+  v: Array,
+  live: Array,
+  slot: Int[Array, "B K"],
+  run: Callable,
+  given: Int[Array, "B K"] | None,
+  beside: list[str],
+) -> tuple[Array, Cache]:
+  """Rotated q and the cache by a kernel, which is given a slot for each head, or None.
+
+  `beside`: what it writes of the slots beside k, v and pos.
+  """
+  # A model cuts q, k and v out of one product: put together again they need no copies.
+  qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+  held = {**cache.slots, "seen": cache.seen, "used": cache.used}
+  written = ["k", "v", "pos", *beside]
+  operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *beside)]
+  q, *entered, seen, used = run(qkv, live, given, *operands, rope=at.env.rope)
+  stored = dict(zip(written, entered, strict=True))
+  others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]
+  stored |= _statistics(at, cache, others, k, v, slot)
+  return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
+
+
+def _statistics(
+  at: At, cache: Cache, names: list[str], k: Array, v: Array, slot: Int[Array, "B K"]
+) -> dict[str, Array]:
+  """These statistics of the slots with the new token's in its slot."""
+  if not names:
+    return {}
+  pos = jnp.broadcast_to(cache.seen[:, None, None], (*slot.shape, 1))
+  k = at.env.rope.rotate(k, cache.seen[:, None])
+  new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
+  of_new = {name: cache.leaf(name).of_new(new, cache.slots[name]) for name in names}
+  heads = shared_slots.sharers(cache)
+  return {n: shared_slots.put(cache.slots[n], slot, x, heads) for n, x in of_new.items()}
+
+
+def keep_rows(
+  at: At, attended: Attended, new: dict[Any, Any], old: dict[Any, Any]
+) -> dict[Any, Any]:
+  """`slots.choose_rows` of statistics by `attended.counted`; of several by one launch."""
+  assert attended.counted is not None and attended.live is not None  # filled in after `attend`
+  changed = [name for name, x in new.items() if x is not old[name]]
+  plain = all(isinstance(new[name], jax.Array) for name in changed)
+  if len(changed) < 2 or not plain or choose("keep_rows", at.env.impl) != "pallas":
+    return choose_rows(attended.counted, new, old)
+  # It looks at the denominators itself, all but those of other devices' heads.
+  live = attended.counted if at.env.head_axis else attended.live
+  arrays = ([held[name] for name in changed] for held in (new, old))
+  kept = kernel("keep_rows", "pallas")(live, attended.state.l, *arrays)
+  return new | dict(zip(changed, kept, strict=True))

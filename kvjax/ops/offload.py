@@ -1,0 +1,235 @@
+"""Evicted blocks outside of the device's memory: stored, appended to, and fetched block by block.
+
+On a GPU they lie in the host's pinned memory, which kernels read and write over the link without a
+copy on the way; on a CPU in the backend's own memory. A store is cut into segments, so that no
+array grows with the context beyond what one allocation should be.
+"""
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import Array, Float, Int
+
+from kvjax.core import slots
+from kvjax.core.context import Env, OwnRows
+from kvjax.ops import table
+
+SEGMENT_BYTES = 1 << 30
+LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_DEFAULT_LIMIT_GB = 64  # what the GPU backend takes for its pool of pinned memory
+
+
+def empty(batch: int, kv_heads: int, blocks: int, block: int, head_dim: int, dtype: Any) -> OwnRows:
+  """A store of `blocks` blocks of keys and values: "k", "v", each a tuple of segments.
+
+  A segment is [B, K, n, U, H] of at most `SEGMENT_BYTES`; the last one may be shorter.
+
+  Raises:
+    MemoryError: the host's pool is too small for it, or the host's memory is exhausted.
+  """
+  of_block = batch * kv_heads * block * head_dim * jnp.dtype(dtype).itemsize
+  each = max(1, min(blocks, SEGMENT_BYTES // of_block))
+  sizes = [min(each, blocks - first) for first in range(0, blocks, each)]
+  shapes = [(batch, kv_heads, n, block, head_dim) for n in sizes]
+  return OwnRows({name: tuple(_zeros(shape, dtype) for shape in shapes) for name in ("k", "v")})
+
+
+def on_host() -> bool:
+  """Whether stores lie in the host's memory, apart from the device's."""
+  return jax.default_backend() == "gpu"
+
+
+def hosted(caches: Any) -> list[Any]:
+  """The arrays of all stores in caches: what lies in the host's memory where there is one apart."""
+  stores = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, OwnRows))
+  return jax.tree.leaves([x for x in stores if isinstance(x, OwnRows) and "k" in x.of])
+
+
+def placed(tree: Any) -> Any:
+  """Caches read from elsewhere, every array where that of empty caches lies: on host or device.
+
+  Raises:
+    MemoryError: the host's pool has no room for them.
+  """
+  stores = {id(x) for x in hosted(tree)} if on_host() else set()
+
+  def put(x: Any) -> Array:
+    if id(x) not in stores:
+      return jnp.asarray(x)
+    with _explained(x.nbytes):
+      return jax.device_put(x, _host()).block_until_ready()
+
+  return jax.tree.map(put, tree)
+
+
+def rows_of(tree: Any, rows: Int[np.ndarray, " R"]) -> Any:
+  """Copies of some rows of caches, every array where that of the caches lies."""
+  stores = {id(x) for x in hosted(tree)} if on_host() else set()
+  # A store's rows never pass through the device's memory.
+  return placed(jax.tree.map(lambda x: np.asarray(x)[rows] if id(x) in stores else x[rows], tree))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+  traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+  if traced or not on_host():
+    return jnp.zeros(shape, dtype)
+  with _explained(math.prod(shape) * jnp.dtype(dtype).itemsize):
+    return _pinned(shape, jnp.dtype(dtype))().block_until_ready()
+
+
+@functools.cache
+def _pinned(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
+  """Makes zeros in pinned memory; compiled once for all segments of a shape."""
+  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=_host())
+
+
+def _host() -> jax.sharding.Sharding:
+  """Where stores lie, if not with the device's arrays."""
+  return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+@contextlib.contextmanager
+def _explained(size: int) -> Iterator[None]:
+  """Says what to do where the host has no room for so many bytes."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    raise MemoryError(
+      f"offload: found no room for {size / 2**30:.2f} GiB of pinned host memory, expected it; "
+      + _advice()
+    ) from error
+
+
+def _advice() -> str:
+  return (
+    f"the pool holds {os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)} GB: set {LIMIT} before jax is "
+    "imported, or shorten the context"
+  )
+
+
+def check_room(size: int) -> None:
+  """Raises MemoryError if `size` bytes can not fit in the pool of pinned host memory."""
+  if on_host() and size > float(os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)) * 2**30:
+    raise MemoryError(
+      f"offload: found a store of {size / 2**30:.1f} GiB, expected less; {_advice()}"
+    )
+
+
+def blocks_of(store: OwnRows) -> int:
+  """How many blocks a row's store has room for."""
+  return sum(segment.shape[2] for segment in store.of["k"])
+
+
+def block_size(store: OwnRows) -> int:
+  """U, tokens of a block."""
+  return store.of["k"][0].shape[3]
+
+
+def append(
+  store: OwnRows,
+  new: dict[str, Array],
+  first: Int[Array, " B"],
+  count: Int[Array, " B"],
+  env: Env,
+  after: Float[Array, "*any"],
+) -> OwnRows:
+  """Writes `count` new blocks of each row after its first `first`; what has no room is dropped.
+
+  Args:
+    store: written in place where it is donated.
+    new: "k", "v" [B, K, E, U, H], of which the first `count` are real.
+    first: int32, blocks that the row has stored.
+    count: int32, 0 leaves a row alone.
+    env: where this runs.
+    after: an array that is computed from all that was read of the store: a write in place has to
+      come after the reading, and only a dependence says so.
+  """
+  each = jnp.arange(new["k"].shape[2], dtype=jnp.int32)
+  block = jnp.where(each < count[:, None], first[:, None] + each, blocks_of(store))
+  if run := _kernel("append_blocks", env):
+    return OwnRows(run(store.of, new, block, after))
+  kept: dict[str, tuple[Array, ...]] = {}
+  # XLA does not see that this is `block`, and would copy a store of which it knows no order.
+  block = jnp.minimum(block, block + jnp.isnan(after).any())
+  for name, segments in store.of.items():
+    index = jnp.broadcast_to(block[:, None], new[name].shape[:3])
+    written, start = [], 0
+    for segment in segments:
+      # Blocks of earlier segments would count from the end.
+      here = jnp.where(index >= start, index - start, segment.shape[2])
+      written.append(slots.put(segment, here, new[name]))
+      start += segment.shape[2]
+    kept[name] = tuple(written)
+  return OwnRows(kept)
+
+
+def fetch(store: OwnRows, block: Int[Array, "B R"], env: Env) -> dict[str, Array]:
+  """The named blocks, "k" and "v" [B, K, R, U, H]; zeros where `block` is −1: nothing is read."""
+  if run := _kernel("fetch_blocks", env):
+    return run(store.of, block)
+  found: dict[str, Array] = {}
+  for name, segments in store.of.items():
+    batch, heads = segments[0].shape[:2]
+    index = jnp.broadcast_to(block[:, None], (batch, heads, block.shape[1]))
+    start = 0
+    for segment in segments:
+      stop = start + segment.shape[2]
+      here = ((index >= start) & (index < stop))[..., None, None]
+      part = jnp.where(here, slots.take(segment, index - start), 0)
+      found[name] = part if start == 0 else found[name] + part
+      start = stop
+  return found
+
+
+def _kernel(operation: str, env: Env) -> Callable | None:
+  """The kernel; None: the reference, which cannot reach what lies in the host's memory."""
+  if not on_host() and env.impl != "pallas":
+    return None
+  return table.kernel(operation, table.choose(operation, "pallas"))
+
+
+def settled(tree: Any) -> Any:
+  """The tree at the end of a jitted function, its stores back where they came from.
+
+  To be called on caches that such a function returns, once, outside of loops: what a kernel has
+  written counts as an array of the device until its place is said.
+  """
+  if not on_host():
+    return tree
+
+  return _each_store(lambda a: jax.device_put(a, jax.memory.Space.Host), tree)
+
+
+def loose(tree: Any) -> Any:
+  """The tree as a loop may carry it: stores that count as arrays of the device, and stay in place.
+
+  What comes out of a kernel counts as one, and a loop has to give what it takes. `settled` is for
+  what the loop has left.
+  """
+  return _each_store(_loosened, tree) if on_host() else tree
+
+
+def _loosened(array: Array) -> Array:
+  return _loose_p.bind(array)
+
+
+_loose_p = Primitive("loose")
+_loose_p.def_impl(lambda array: array)
+_loose_p.def_abstract_eval(lambda aval: aval.update(memory_space=jax.memory.Space.Device))
+mlir.register_lowering(_loose_p, lambda context, array: [array])
+
+
+def _each_store(change: Callable[[Array], Array], tree: Any) -> Any:
+  def changed(x: Any) -> Any:
+    return jax.tree.map(change, x) if isinstance(x, OwnRows) and "k" in x.of else x
+
+  return jax.tree.map(changed, tree, is_leaf=lambda x: isinstance(x, OwnRows))

@@ -1,0 +1,183 @@
+"""Attention of a prompt, or a chunk of one: cuDNN, a kernel, both, or the reference."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.core.context import At, Prompt
+from kvjax.core.plan import Attended, Window
+from kvjax.core.slots import Slots
+from kvjax.ops import attention, slot_shards
+from kvjax.ops.table import choose, kernel
+from kvjax.primitives.softmax_state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+  """What the queries of a chunk may see.
+
+  Attributes:
+    prompt: the chunk.
+    seen: the part of the past that they see; None: everything.
+    window: the same of any positions [B, T], for what has to be known beforehand.
+    aligned: whether the staged slots carry their positions, from 0 on; else the chunk stands last.
+  """
+
+  prompt: Prompt
+  seen: Window | None
+  window: Callable[[Array], Window | None]
+  aligned: bool
+
+
+def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, chunk: Chunk) -> Attended:
+  """Causal attention of a chunk's queries over the staged slots, as `at.env.impl` says.
+
+  `qpos` [B, A] are the positions of the rotated queries; −1 = padding. Implementations that do not
+  attend to prompts at all stand for the reference here.
+  """
+  prompt, seen = chunk.prompt, chunk.seen
+  visited = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
+  impl, run = _prompt_implementation(at, staged, q, chunk)
+  before = prompt.past  # slots that can stand before the chunk's own
+  if not chunk.aligned:
+    before = staged["pos"].shape[2] - prompt.tokens
+  reach = None
+  if before is not None:
+    held = staged["pos"].shape[2]
+    reach = slot_shards.reach(at, before + 1 + prompt.query_index().max(0), held)
+  if impl == "reference":
+    state = attention.attend_prompt(at, q, qpos, staged, seen, reach)
+    return Attended(state, None, None, visited)
+  k, v = staged["k"], staged["v"]
+  if impl == "cudnn":
+    state, out = run(q.astype(k.dtype), k, v, prompt.valid)
+    return Attended(state, None, None, visited, out.astype(q.dtype))
+  first, sinks = (None, 0) if seen is None else (seen.first, seen.sinks)
+  options: dict[str, Any] = {"sinks": sinks}
+  if impl == "pallas":
+    options["soft_cap"] = at.env.soft_cap
+    if seen is not None and seen.view is not None:
+      turned = at.env.rope.shift(q, (seen.view - qpos)[:, None, None])
+      options["q_sinks"] = turned.astype(k.dtype)
+    if at.env.slot_axis or not chunk.aligned:
+      options |= {"pos": staged["pos"], "reach": reach}
+  state, out = run(q.astype(k.dtype), k, v, qpos, first, **options)
+  return Attended(state, None, None, visited, out.astype(q.dtype))
+
+
+def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
+  """Attention of a chunk's queries over slots in any order, each up to its own position."""
+  impl = choose("attend_prompt", at.env.impl)
+  if impl == "cudnn":
+    raise NotImplementedError(
+      f"attend_prompt: {at.name} attends to slots in no order; {impl!r} takes a whole prompt"
+    )
+  # Float32 products of the kernel would leave the matrix units unused.
+  narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
+  if narrow or impl != "pallas":
+    return attention.attend_prompt(at, q, qpos, held, None, None)
+  k, v, how = held["k"], held["v"], {"pos": held["pos"], "soft_cap": at.env.soft_cap}
+  return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, **how)[0]
+
+
+def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[str, Callable]:
+  """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
+
+  Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
+  is left. "auto" leaves the pieces alone until they are measured.
+  """
+  named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
+  able: tuple[str, ...]
+  if named == "auto":
+    # Float32 products of the kernels would leave the matrix units unused.
+    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
+    able = able if _has_cudnn() else able[2:]
+  else:
+    asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
+    able = asked.get(named, ())
+  beyond = ""
+  for impl in able:
+    if impl == "pieces":
+      blocks, beyond = _pieces(at, staged, q, chunk)
+      if blocks:
+        run = kernel("attend_prompt_pieces", "cudnn")
+        return impl, functools.partial(run, blocks=blocks)
+    elif not (beyond := _beyond_prompt(at, staged, chunk, impl)):
+      return impl, kernel("attend_prompt", impl)
+  if beyond and named != "auto":
+    raise NotImplementedError(f"attend_prompt: {at.name} {beyond}")
+  return "reference", attention.attend_prompt
+
+
+def _has_cudnn() -> bool:
+  """Whether the device is one for cuDNN's flash attention: NVIDIA's, from Ampere on."""
+  capability = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
+  return capability[0].isdigit() and float(capability) >= 8
+
+
+def _beyond_prompt(at: At, staged: Slots, chunk: Chunk, impl: str) -> str:
+  """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
+  head_dim = staged["k"].shape[3]
+  if impl == "pallas":
+    return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
+  if beyond := _beyond_cudnn(at, staged):
+    return beyond
+  if chunk.seen is not None:
+    return "has a window in this layer; 'cudnn' attends to all that came before"
+  if chunk.prompt.past != 0 or chunk.prompt.index is not None or not chunk.aligned:
+    return "attends to more or less than a whole prompt in order, which is what 'cudnn' takes"
+  return ""
+
+
+def _beyond_cudnn(at: At, staged: Slots) -> str:
+  if at.env.soft_cap is not None:
+    return f"caps its logits (soft_cap = {at.env.soft_cap}); 'cudnn' does not"
+  dtype, head_dim = staged["k"].dtype, staged["k"].shape[3]
+  if dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
+    return ""
+  return (
+    f"has heads of {head_dim} {dtype.name}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
+  )
+
+
+def _pieces(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[tuple, str]:
+  """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
+  if beyond := _beyond_cudnn(at, staged):
+    return (), beyond
+  prompt, window, past = chunk.prompt, chunk.seen, chunk.prompt.past
+  apart = 0 if prompt.index is None else prompt.apart
+  if apart is None or past is None or at.env.slot_axis or not chunk.aligned:
+    return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
+  if window is not None and (past or window.by_head or window.view is not None):
+    return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
+  queries = q.shape[3]
+  before = past + prompt.tokens - queries + apart
+  first = None
+  if window is not None:
+    with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known
+      every = chunk.window(jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
+      first = None if every is None else np.asarray(every.first)[0]
+  plan = importlib.import_module("kvjax.kernels.prefill.pieces").plan
+  blocks = plan(queries, apart, before, first, 0 if window is None else window.sinks)
+  return blocks, "" if blocks else "has too few queries in a window's reach for 'cudnn'"
+
+
+def column_mass(
+  at: At, q: Array, qpos: Array, staged: Slots, window: Window | None, state: State
+) -> Array:
+  """Probability that queries give to every slot; see `kvjax.ops.attention.column_mass`."""
+  turned = window is not None and (window.by_head or window.view is not None)
+  narrow = at.env.impl == "auto" and staged["k"].dtype.itemsize != 2
+  if turned or narrow or choose("column_mass", at.env.impl) != "pallas":
+    return attention.column_mass(at, q, qpos, staged, window, state)
+  k, pos = staged["k"], staged["pos"]
+  first, sinks = (None, 0) if window is None else (window.first, window.sinks)
+  run, how = kernel("column_mass", "pallas"), {"sinks": sinks, "soft_cap": at.env.soft_cap}
+  return run(q.astype(k.dtype), k, pos, qpos, state.m, state.l, first, **how)

@@ -1,0 +1,1 @@
+"""Arithmetic on arrays that kernels and references share; imports nothing of kvjax."""

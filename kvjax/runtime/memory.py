@@ -1,0 +1,215 @@
+"""What caches take, known beforehand, and what would fit where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from kvjax.core.cache import CacheSpec
+from kvjax.families.method import Method
+from kvjax.methods.registry import check_method
+from kvjax.ops import offload
+from kvjax.runtime import sharding
+
+_UNITS = {"B": 0, "bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+_REQUEST = re.compile(r"allocat\w*\s+(?:of\s+)?([\d.]+)\s*(bytes|B|[KMGT]iB)", re.IGNORECASE)
+SPARE = 0.05  # of a device's memory, left for what is not counted
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+  """Bytes that a method's caches take.
+
+  Attributes:
+    device: on each device.
+    host: in the host's memory, for all devices together.
+  """
+
+  device: int
+  host: int
+
+
+def plan_memory(
+  spec: CacheSpec, method: Method, mesh: Mesh | None = None, *, apart: bool | None = None
+) -> MemoryPlan:
+  """What `method.init_caches(spec)` will take. Nothing is allocated.
+
+  Args:
+    spec: sizes, as `Transformer.spec` gives them.
+    method: the KV-cache method.
+    mesh: the devices that the caches are split over (None: one).
+    apart: whether the host's memory is apart from the devices', as a GPU's is (None: as it is
+      here).
+
+  Raises:
+    TypeError: `method` is no method.
+    ValueError, NotImplementedError: such caches cannot be split over the mesh.
+  """
+  check_method("method", method)
+  if mesh is not None:
+    sharding.check_supported(method, mesh)
+    sharding.check_windows(spec.windows, mesh)
+    sharding.check_heads(method, spec, mesh)
+  caches = jax.eval_shape(lambda: method.init_caches(spec))
+  leaves = jax.tree.leaves(caches)
+  shapes = [x.shape for x in leaves]
+  if mesh is not None:
+    places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
+    shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
+  apart = offload.on_host() if apart is None else apart
+  hosted = {id(x) for x in offload.hosted(caches)} if apart else set()
+  device = host = 0
+  for x, part in zip(leaves, shapes, strict=True):
+    if id(x) in hosted:
+      host += math.prod(x.shape) * x.dtype.itemsize
+    else:
+      device += math.prod(part) * x.dtype.itemsize
+  return MemoryPlan(device, host)
+
+
+def device_limit() -> int:
+  """Bytes that a program may take on a device; a CPU's are the machine's."""
+  limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+  known = [limit for limit in limits if limit]
+  return min(known) if known else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def explained(
+  what: str,
+  method: Method,
+  spec: CacheSpec,
+  mesh: Mesh | None = None,
+  weights: Callable[[], int] = lambda: 0,
+) -> Iterator[None]:
+  """Turns a device's lack of memory into a MemoryError that says what took it and what would fit.
+
+  Args:
+    what: what is being done, in words.
+    method: the KV-cache method.
+    spec: sizes of the caches.
+    mesh: the devices that they are split over.
+    weights: counts the bytes of the model's weights on a device.
+  """
+  try:
+    yield
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    text = str(error)
+    # Kernels run out of other memories, which no budget mends.
+    known = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text
+    if not known or "shared memory" in text.lower() or "kvjax" in text:
+      raise
+    raise MemoryError(_explanation(what, text, method, spec, mesh, weights())) from error
+
+
+def _explanation(
+  what: str, text: str, method: Method, spec: CacheSpec, mesh: Mesh | None, weights: int
+) -> str:
+  need, limit = plan_memory(spec, method, mesh), device_limit()
+  asked = sum(_bytes(*found) for found in _REQUEST.findall(text)[:1])
+  room = int(limit * (1 - SPARE)) - weights
+  if asked + need.device <= room:  # it was not the caches alone: leave room for it
+    room -= asked
+  parts = [f"{readable(need.device)} of caches"]
+  parts += [f"{readable(weights)} of weights"] if weights else []
+  parts += [f"an allocation of {readable(asked)} failed"] if asked else []
+  shape = f"batch {spec.batch}, capacity {spec.capacity}, {spec.depth} layers"
+  return (
+    f"kvjax: out of memory in {what} with {method!r} ({shape}): {', '.join(parts)}, on a device "
+    f"of {readable(limit)}; {fitting(method, spec, room, mesh)}"
+  )
+
+
+def fitting(
+  method: Method,
+  spec: CacheSpec,
+  room: int,
+  mesh: Mesh | None = None,
+  *,
+  apart: bool | None = None,
+) -> str:
+  """In words, the largest setting whose caches fit in `room` bytes of each device.
+
+  `apart` as for `plan_memory`.
+  """
+  budget = None if method.traits.positional else _budget(method)
+  if budget is None:
+    parts = sharding.shards(mesh, "slots") if mesh is not None else 1
+
+    def with_capacity(n: int) -> Any:
+      return dataclasses.replace(spec, capacity=n * parts), method
+
+    most = _largest(with_capacity, spec.capacity // parts, room, mesh, apart) * parts
+    name, have = "capacity", spec.capacity
+  else:
+    most = _largest(lambda n: (spec, _with_budget(method, n)), budget, room, mesh, apart)
+    name, have = "budget", budget
+  if most >= have:
+    return "the caches would fit, what a prompt takes does not: read it in chunks, or in fewer rows"
+  if most < 1:
+    return f"no {name} fits: take fewer rows, or more devices"
+  return f"a {name} of {most} would fit, or fewer rows"
+
+
+def _largest(
+  make: Callable[[int], tuple[CacheSpec, Method]],
+  most: int,
+  room: int,
+  mesh: Mesh | None,
+  apart: bool | None = None,
+) -> int:
+  """The largest n up to `most` whose caches fit; 0 if none does."""
+
+  def bytes_of(n: int) -> int | None:
+    try:
+      spec, method = make(n)
+    except (ValueError, TypeError):  # methods refuse budgets that are too small for them
+      return None
+    return plan_memory(spec, method, mesh, apart=apart).device
+
+  low, high = 0, most + 1  # low fits, is refused or is 0; high does not fit
+  while high - low > 1:
+    middle = (low + high) // 2
+    low, high = (middle, high) if (bytes_of(middle) or 0) <= room else (low, middle)
+  return low if low and bytes_of(low) is not None else 0
+
+
+def _budget(method: Method) -> int | None:
+  """The budget of what is kept: of what a method wraps, where that drops slots, or its own."""
+  if (base := _dropping_base(method)) is not None:
+    return _budget(base)
+  named = any(f.name == "budget" for f in dataclasses.fields(method))
+  return method.budget if named else None  # type: ignore[attr-defined]
+
+
+def _with_budget(method: Method, budget: int) -> Method:
+  """The method with another such budget."""
+  if (base := _dropping_base(method)) is not None:
+    return dataclasses.replace(method, base=_with_budget(base, budget))  # type: ignore[call-arg]
+  return dataclasses.replace(method, budget=budget)  # type: ignore[call-arg]
+
+
+def _dropping_base(method: Method) -> Method | None:
+  """What a method wraps, if that keeps a part of the tokens: a budget around it is of reads."""
+  base = getattr(method, "base", None)
+  return base if isinstance(base, Method) and not base.traits.positional else None
+
+
+def readable(size: int) -> str:
+  """Bytes in the largest unit that leaves a whole part."""
+  for unit in ("TiB", "GiB", "MiB", "KiB"):
+    if size >= 1 << _UNITS[unit]:
+      return f"{size / (1 << _UNITS[unit]):.2f} {unit}"
+  return f"{size} bytes"
+
+
+def _bytes(number: str, unit: str) -> int:
+  return int(float(number) * (1 << _UNITS.get(unit, 0)))

@@ -1,0 +1,1 @@
+"""Prompts and generation over any method's caches."""

@@ -1,0 +1,262 @@
+"""A decoder whose layers are compiled one at a time, those that are alike once.
+
+One program for all layers is what a decode step costs least with, and what compiles longest. The
+layers of a prompt take milliseconds each, and each is dispatched while the one before it runs:
+prompts are always read this way. Decode steps are where a method asks for it (`Traits.by_layer`):
+with blocks, spans and votes in every layer, one program would take minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from kvjax.core.context import At, Carry, Env, Prompt
+from kvjax.families import forms, sliding
+from kvjax.families.method import Method
+from kvjax.models.nn import flat
+from kvjax.models.nn.flat import Form
+from kvjax.models.nn.transformer import Caches, Transformer, bound
+from kvjax.ops import offload
+from kvjax.runtime.sites import DifferentLayer, Site
+
+
+def reads(model: Transformer) -> bool:
+  """Whether a model's prompts are compiled by layer: on one device, and without a NaN guard."""
+  return model.mesh is None and not model.env.check_nan
+
+
+def decodes(model: Transformer, method: Method) -> bool:
+  """Whether its decode steps are, too."""
+  return method.traits.by_layer and reads(model)
+
+
+class ByLayer:
+  """`prefill` and `decode` of a model, to be called outside of `jax.jit`; caches are donated.
+
+  Args:
+    model: the decoder, on one device. Later changes of its weights are not seen.
+  """
+
+  def __init__(self, model: Transformer):
+    self.model = model
+    self.layers = [flat.split(layer) for layer in model.layers]
+    self.ends = flat.split(_without_layers(model))
+    # What `_embed_next` is given beside tokens.
+    forms, leaves = zip(self.ends, self.layers[0], strict=True)
+    self._start = *forms, model.env, *leaves
+
+  def prefill(
+    self,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    caches: Caches,
+    method: Method,
+    *,
+    total: Int[Array, " B"] | None = None,
+    past: int | None = 0,
+    all_logits: bool = False,
+    with_aux: bool = False,
+  ) -> Any:
+    """As `Transformer.prefill`."""
+    total = lengths if total is None else total
+    form, leaves = self.ends
+    with self.model.products_traced():
+      x, handed = _embed(form, leaves, tokens), (Carry(),)
+      told = lengths, total
+      sites = self._sites(_prefill, method, past, caches, x, told, handed)
+      new, reports = [], []
+      for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
+        known = bound(at, past)
+        x, cache, handed, aux = _prefill(layer, at, known, own, cache, x, told, handed)
+        new.append(cache)
+        reports.append(aux)
+      logits = _predict(form, all_logits, leaves, x, lengths)
+      if forms.overrides(method, "conclude"):
+        env = dataclasses.replace(self.model.env, layers=max(1, self.model.config.served))
+        served = sliding.served(new)
+        after = _conclude(method, env, served, lengths) if served else ()
+        new = [*sliding.rejoined(new, after)]
+    return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
+
+  def decode(
+    self,
+    tokens: Int[Array, " B"],
+    caches: Caches,
+    method: Method,
+    live: Bool[Array, " B"] | None = None,
+    *,
+    with_aux: bool = False,
+  ) -> Any:
+    """As `Transformer.decode`."""
+    live = jnp.ones(tokens.shape, bool) if live is None else live
+    form, leaves = self.ends
+    with self.model.products_traced():
+      x, parts = _embed_next(*self._start, tokens)
+      handed = parts, Carry()
+      sites = self._sites(_decode, method, None, caches, x, live, handed)
+      new, reports = [], []
+      for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
+        x, cache, handed, aux = _decode(layer, at, None, own, cache, x, live, handed)
+        new.append(cache)
+        reports.append(aux)
+      logits = _predict_next(form, leaves, x, handed[0])
+    return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
+
+  def programs(self, method: Method, batch: int, tokens: int | None, capacity: int) -> int:
+    """How many programs the layers of a prompt take, or, where tokens is None, those of a decode
+    step; nothing is compiled, nothing runs.
+    """
+    caches = jax.eval_shape(lambda: method.init_caches(self.model.spec(batch, capacity)))
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    if tokens is None:
+      x, parts = _embed_next.eval_shape(*self._start, count)
+      live = jax.ShapeDtypeStruct((batch,), bool)
+      return len(self._placed(_decode, method, None, caches, x, live, (parts, Carry()))[1])
+    x = jax.ShapeDtypeStruct((batch, tokens, self.model.config.dim), self.model.dtype)
+    return len(self._placed(_prefill, method, 0, caches, x, (count, count), (Carry(),))[1])
+
+  def _sites(
+    self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
+  ) -> list[At]:
+    """Where each layer runs. At first, all programs that this takes are compiled, side by side."""
+    forms = [form for form, _ in self.layers]
+    places = self.model.places(method)
+    key = program, *places, past, *forms, *_shapes((caches, arrays))
+    if key not in _SITES:
+      _SITES[key] = self._compile(program, method, past, caches, *arrays)
+    return _SITES[key]
+
+  def _compile(self, program: Any, method: Method, *given: Any) -> list[At]:
+    """Compiles what the layers take, where calls find it."""
+    sites, traced = self._placed(program, method, *given)
+    lowered = [each.lower() for each in traced.values()]
+    with ThreadPoolExecutor() as pool:
+      for job in [pool.submit(each.compile) for each in lowered]:
+        job.result()
+    return sites
+
+  def _placed(
+    self,
+    program: Any,
+    method: Method,
+    past: int | None,
+    caches: Caches,
+    x: Any,
+    told: Any,
+    handed: Any,
+  ) -> tuple[list[At], dict[Any, Any]]:
+    """Every layer at the first site that serves it, and the programs that this takes, traced."""
+    sites: list[Site] = []
+    chosen: list[At] = []
+    traced: dict[Any, Any] = {}
+    places = self.model.places(method)
+    for at, cache, (form, own) in zip(places, caches, self.layers, strict=True):
+      alike = [site for site in sites if (site.env, site.top) == (at.env, at.top)]
+      for site in [*alike, Site(at.layer, at.env, at.top)]:
+        key = form, site, *_shapes((cache, handed))
+        try:
+          with site.serving(at.layer):
+            if key not in traced:
+              known = bound(at, past)
+              traced[key] = program.trace(form, site, known, own, cache, x, told, handed)
+        except DifferentLayer:
+          continue
+        break
+      sites += [site] * (site not in sites)
+      chosen.append(site)
+      handed = traced[key].out_info[2]
+    return chosen, traced
+
+
+# Of all that a program has been compiled for: where its layers run.
+_SITES: dict[Any, list[At]] = {}
+
+
+# Each takes some 35 memory maps on a CPU, of which Linux gives a process 65,530, and 3 MB.
+MOST_PROGRAMS = 384
+
+
+def bound_programs() -> None:
+  """Drops what the library has compiled where that is much; no call may be under way."""
+  if flat.held() > MOST_PROGRAMS:
+    flat.drop()
+    _SITES.clear()
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+  """What a program is compiled for of these arrays."""
+  leaves, form = jax.tree.flatten(tree)
+  return form, *((x.shape, x.dtype) for x in leaves)
+
+
+def _without_layers(model: Transformer) -> Transformer:
+  """Embedding, last norm and head."""
+  ends = nnx.merge(*nnx.split(model))
+  ends.layers = nnx.List([])
+  return ends
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(form: Form, leaves: Any, tokens: Any) -> Any:
+  return form.module(leaves).embed(tokens)
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens: Any) -> Any:
+  """The state of a decode step, and zeros for what layers hand on of theirs as summands: with
+  them the first layer, whose leaves are `own`, runs the program of the others.
+  """
+  x = form.module(leaves).embed(tokens)
+  parts = jax.eval_shape(lambda: first.module(own).summands(env, x))
+  return x, jnp.zeros(parts.shape, parts.dtype)
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _predict(form: Form, all_logits: bool, leaves: Any, x: Any, lengths: Any) -> Any:
+  return form.module(leaves).predict(x, lengths, all_logits)
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=0)
+def _predict_next(form: Form, leaves: Any, x: Any, parts: Any) -> Any:
+  return form.module(leaves).predict_next(x, parts)
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _conclude(method: Method, env: Env, caches: Any, lengths: Any) -> Any:
+  return offload.settled(method.conclude(env, caches, lengths))
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+def _prefill(
+  form: Form, at: At, past: int | None, leaves: Any, cache: Any, x: Any, told: Any, handed: Any
+) -> Any:
+  """A layer of a prompt: state, cache, what it hands on (the carry), reports."""
+  (lengths, total), (carry,) = told, handed
+  prompt = Prompt.of(at, x.shape[1], lengths, total, past)
+  x, cache, carry, aux = form.module(leaves).prefill(at, x, cache, prompt, carry)
+  return x, offload.settled(cache), (carry,), aux
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _decode(
+  form: Form, at: At, _: None, leaves: Any, cache: Any, x: Any, live: Any, handed: Any
+) -> Any:
+  """A layer of a decode step: state, cache, what it hands on (summands and carry), reports."""
+  parts, carry = handed
+  x, parts, cache, carry, aux = form.module(leaves).decode(at, x, parts, cache, live, carry)
+  return x, offload.settled(cache), (parts, carry), aux

@@ -1,0 +1,393 @@
+"""Live caches: room left, kept in a file, forked into several rows, a further turn of a chat."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float, Int
+from numpy.typing import ArrayLike
+
+from kvjax.core.cache import CacheSpec
+from kvjax.families import sliding
+from kvjax.families.method import Method
+from kvjax.methods.registry import check_method
+from kvjax.models.decode import checks
+from kvjax.models.io.asides import aside
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Caches
+from kvjax.ops import offload
+from kvjax.runtime import arguments
+from kvjax.runtime.forked import Forked, branched
+
+FORMAT = "kvjax-caches"
+VERSION = 1  # of the file's layout: one that is read otherwise gets the next number
+_HEADER = "header.json"
+TILE = 64  # slots that a shared context's are a multiple of: few sizes, few compilations
+
+
+def room(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
+  """How many more tokens each row can take; None: any number, something leaves.
+
+  For your own decode loop: a step past it leaves no token in the cache of a method that keeps
+  every token, and its output is wrong. It waits for the caches: ask before a loop, and count.
+
+  Raises:
+    TypeError, ValueError: `method` is no method, or the caches are another's, or gone.
+  """
+  checks.laid_out(caches, method, None)
+  capacity = checks.capacity(caches, method)
+  return None if capacity is None else capacity - np.asarray(caches[0].seen)
+
+
+def save(
+  path: str | os.PathLike[str],
+  logits: Float[Array, "B V"],
+  caches: Caches,
+  method: Method,
+  spec: CacheSpec,
+) -> pathlib.Path:
+  """Writes caches, and the logits to continue from, into one file.
+
+  The file is a zip of .npy arrays (`numpy.load` opens it) and a JSON header that names method,
+  sizes, and every array. It is written aside and renamed: a file of that name is whole. Arrays
+  pass through the host's memory one at a time.
+
+  Args:
+    path: the file; one that exists is replaced.
+    logits: float32 [B, V] of `prefill`, or `Generation.last`.
+    caches: of `method.init_caches(spec)`, live.
+    method: the KV-cache method.
+    spec: sizes of the caches, as `Transformer.spec` gives them.
+
+  Raises:
+    TypeError: `method` is no method, or `spec` no sizes.
+    ValueError: the caches are not those of `method` for `spec`, or were donated before.
+  """
+  _check_whose(method, spec)
+  path = pathlib.Path(path)
+  logits = logits if isinstance(logits, jax.Array) else arguments.array("logits", logits)
+  named = _named((logits, caches))
+  found = {name: _kind(x) for name, x in named.items()}
+  if np.ndim(logits) != 2:
+    raise ValueError(f"logits: found shape {np.shape(logits)}, expected [B, V], as prefill returns")
+  _check_layout("caches", found, method, spec, np.shape(logits)[-1])
+  checks.laid_out(caches, method, spec)
+  header = {
+    **_identity(method, spec),
+    "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},
+  }
+  with aside(path, replace=True) as made, zipfile.ZipFile(made, "w") as file:
+    file.writestr(_HEADER, json.dumps(header, indent=2))
+    for name, x in named.items():
+      with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        x = np.ascontiguousarray(x)
+        np.lib.format.write_array(entry, _plain(x), allow_pickle=False)
+  return path
+
+
+def restore(
+  path: str | os.PathLike[str], method: Method, spec: CacheSpec
+) -> tuple[Float[Array, "B V"], Caches]:
+  """Reads what `save` wrote: logits and caches, as `prefill` returns them.
+
+  The file knows the method and the sizes, not the weights: that the model is the one that filled
+  the caches is the caller's to know.
+
+  Raises:
+    TypeError: `method` is no method, or `spec` no sizes.
+    FileNotFoundError: there is no such file.
+    ValueError: the file is damaged, of a version that this kvjax does not read, or of another
+      method or other sizes.
+  """
+  _check_whose(method, spec)
+  path = pathlib.Path(path)
+  with path.open("rb") as raw:
+    with _whole(path):
+      file = zipfile.ZipFile(raw)
+      header = json.loads(file.read(_HEADER))
+      identity = header.get("format"), header.get("version")
+    _check_version(path, *identity)
+    with _whole(path):
+      described = header["method"], dict(header["spec"])
+      kinds = {
+        name: (str(dtype), tuple(shape)) for name, (dtype, shape) in header["arrays"].items()
+      }
+    _check_identity(path, *described, method, spec)
+    shape = kinds.get("logits", ("", ()))[1]
+    if len(shape) != 2:
+      raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
+    tree = _check_layout(str(path), kinds, method, spec, shape[1])
+    with _whole(path):
+      read = {name: _read(file, name, *kind) for name, kind in kinds.items()}
+  leaves = [read[name] for name in _named(tree)]
+  return offload.placed(jax.tree.unflatten(jax.tree.structure(tree), leaves))
+
+
+def fork(
+  logits: Float[Array, "B V"], caches: Caches, times: int, *, row: int | None = None
+) -> tuple[Float[Array, "rows V"], Caches]:
+  """Every row `times` times side by side, to sample several continuations of each.
+
+  Args:
+    logits: float32 [B, V].
+    caches: left as they are; the result holds copies.
+    times: n.
+    row: repeat this row only.
+
+  Returns:
+    logits and caches of B·n rows (0, 0, …, 1, 1, …), or of n.
+
+  Raises:
+    TypeError: `times` or `row` is no integer, or `caches` are none.
+    ValueError: `times` or `row` is out of range, or the caches were donated before, have other
+      rows than the logits, or are branches of a shared context.
+  """
+  batch, times = _check_fork(logits, caches, times)
+  row = None if row is None else checks.whole("row", row, 0, batch)
+  rows = np.repeat(np.arange(batch) if row is None else np.array([row]), times)
+  return jnp.asarray(logits)[rows], offload.rows_of(caches, rows)
+
+
+def fork_shared(
+  logits: Float[Array, "B V"], caches: Caches, method: Method, times: int, *, room: int
+) -> tuple[Float[Array, "rows V"], Caches, Forked]:
+  """As `fork`, but what the rows have read is held once, and read once a step for all branches.
+
+  Of S cached tokens and n branches it takes the bytes of S + n·room, where copies take n·(S +
+  room). Layers with a window of the model's own, which hold no more than that, are copied.
+
+  Args:
+    logits: float32 [B, V].
+    caches: of `method`, left as they are; the result holds one copy of what they hold: let go of
+      them if they are not needed.
+    method: attends to all that it holds, and evicts nothing while a branch is read: `Full` and
+      `KVzip`; methods that cut a prompt by a score, where there is room after it.
+    times: n.
+    room: tokens that each branch will read and generate, at most.
+
+  Returns:
+    logits and caches of B·n rows (0, 0, …, 1, 1, …), and the method to go on with, which lays out
+    the same for a spec of B·n rows.
+
+  Raises:
+    TypeError: `method` is no method, `times` or `room` no integer, or `caches` are none.
+    ValueError: `times` or `room` is out of range; the caches are another method's, were donated
+      before, have other rows than the logits, or would evict tokens within `room`; the method does
+      not attend to all that it holds.
+  """
+  checks.laid_out(caches, method, None)
+  _, times = _check_fork(logits, caches, times)
+  room = checks.whole("room", room, 1)
+  windows = sliding.windows_of(caches)
+  own = sliding.served(caches)
+  used = np.max([np.asarray(cache.used) for cache in own], axis=0, initial=1)
+  context = -(-int(used.max()) // TILE) * TILE
+  forked = Forked(method, times, context, room)
+  _check_evicts_nothing(method, own, room)
+
+  def of_layer(cache: Any, window: int | None) -> Any:
+    if window is None:
+      return branched(forked, cache)
+    rows = jax.tree.map(lambda x: jnp.repeat(x, times, 0), cache)
+    return dataclasses.replace(rows, origin=dataclasses.replace(cache.origin, method=forked))
+
+  made = tuple(of_layer(*layer) for layer in zip(caches, windows, strict=True))
+  return jnp.repeat(logits, times, 0), made, forked
+
+
+def _check_fork(logits: Array, caches: Caches, times: int) -> tuple[int, int]:
+  """The number of rows, and of repeats of each; raises where that cannot be."""
+  checks.listed(caches)
+  checks.there((logits, caches))
+  shape, batch = np.shape(logits), caches[0].seen.shape[0]
+  if len(shape) != 2 or shape[0] != batch:
+    raise ValueError(
+      f"logits: found shape {shape}, expected [{batch}, V], a row for each of caches"
+    )
+  times = checks.whole("times", times, 1)
+  if any(len(x) != batch for x in jax.tree.leaves(caches)):
+    raise ValueError(
+      "caches: found branches that share a context (fork_shared), expected caches with all of a "
+      "row in the row: fork those that they come from"
+    )
+  return batch, times
+
+
+def _check_evicts_nothing(method: Method, caches: Caches, room: int) -> None:
+  """Raises where a row would give up tokens before it has read `room` more."""
+  if method.traits.positional or not caches:
+    return
+  left = np.min([cache.size - np.asarray(cache.used) for cache in caches], axis=0)
+  if left.min() < room:
+    row = int(left.argmin())
+    raise ValueError(
+      f"room: found {room}, expected at most {left[row]}: {method!r} has so many free slots after "
+      f"the {int(caches[0].seen[row])} tokens of row {row}, and then evicts some, which branches "
+      "that share them cannot do each for itself"
+    )
+
+
+def next_turn(
+  tokenizer: Tokenizer, message: str, answer: ArrayLike = (), **arguments: Any
+) -> list[int]:
+  """Token ids that take a live conversation from the end of an answer to the next answer's begin.
+
+  They are what the chat template puts after an assistant's message: its end, the user's next
+  message, and the opening of the next answer. Read them with `prefill` on the live caches. Behind
+  the prompt and the answer they make the tokens of the whole conversation, as far as the model
+  said what the template would have: its tokens stay as they are cached.
+
+  Args:
+    tokenizer: with a chat template.
+    message: what the user says next.
+    answer: int32 [n], the tokens of the last answer, as they were cached: where they already end
+      with the token that closes a message, it is not repeated. Tokens < 0, as they end a row of
+      `Generation.tokens`, are ignored.
+    arguments: of `Tokenizer.render`: what the conversation began with (tools, enable_thinking, …).
+
+  Raises:
+    TypeError: `message` is no string, or `answer` no list of integers.
+    ValueError: the template does not render an assistant's message as it is.
+  """
+  if not isinstance(message, str):
+    raise TypeError(f"message: found {message!r}, expected a string")
+  mark = "\N{REPLACEMENT CHARACTER}answer\N{REPLACEMENT CHARACTER}"
+  asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+
+  def behind(messages: list[dict[str, str]], **more: Any) -> str:
+    _, found, rest = tokenizer.render(messages, **arguments, **more).partition(mark)
+    if not found:
+      raise ValueError("chat_template: found no trace of an assistant's message, expected its text")
+    return rest
+
+  rest = behind([*asked, {"role": "user", "content": message}])
+  said = [token for token in checks.token_ids("answer", answer).tolist() if token >= 0]
+  if not said or not (said[-1] in tokenizer.ends or tokenizer.is_special(said[-1])):
+    return tokenizer.encode(rest, after=tokenizer.decode(said, skip_special=False) or mark)
+  end = tokenizer.decode(said[-1:], skip_special=False)
+  close, text = end, rest.lstrip()
+  if not text.startswith(end) and behind(asked, add_generation_prompt=False).startswith(end):
+    # The last answer is closed in another way than those before it (gpt-oss).
+    first = tokenizer.encode(text, bos=False)[:1]
+    if first and tokenizer.is_special(first[0]):
+      close = tokenizer.decode(first, skip_special=False)
+  return tokenizer.encode(text.removeprefix(close) if text.startswith(close) else rest, after=end)
+
+
+def _check_whose(method: Any, spec: Any) -> None:
+  """Raises TypeError for what is no method, or are no sizes of caches."""
+  check_method("method", method)
+  if not isinstance(spec, CacheSpec):
+    raise TypeError(f"spec: found {spec!r}, expected a kvjax.CacheSpec, as Transformer.spec gives")
+
+
+def _named(tree: tuple[Any, Any]) -> dict[str, Any]:
+  """Leaves of (logits, caches) by a name that says where they belong."""
+  logits, caches = tree
+  leaves, _ = jax.tree_util.tree_flatten_with_path(caches)
+  paths = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+  return {"logits": logits, **{f"layer{name}": x for name, x in paths.items()}}
+
+
+def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
+  return str(x.dtype), tuple(x.shape)
+
+
+def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
+  sizes = {**dataclasses.asdict(spec), "dtype": jnp.dtype(spec.dtype).name}
+  windows = list(sizes.pop("windows"))
+  sizes |= {"windows": windows} if windows else {}
+  return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
+
+
+@contextlib.contextmanager
+def _whole(path: pathlib.Path) -> Iterator[None]:
+  """Says of whatever a damaged file makes its readers raise that it is damaged."""
+  try:
+    yield
+  except MemoryError:
+    raise
+  except Exception as error:  # zipfile alone raises ten kinds
+    found = f"{type(error).__name__}: {error}".rstrip(": ")
+    raise ValueError(f"{path}: found {found}, expected a whole file of saved caches") from error
+
+
+def _check_version(path: pathlib.Path, kind: Any, version: Any) -> None:
+  """Raises unless the file is one that this code reads."""
+  if kind == FORMAT and version == VERSION:
+    return
+  age = ""
+  if kind == FORMAT and isinstance(version, int):
+    newer = "a newer kvjax, which reads it" if version > VERSION else "an older kvjax"
+    age = f" (it was written by {newer})"
+  raise ValueError(
+    f"{path}: found format {kind!r} version {version!r}, expected {FORMAT!r} version {VERSION}{age}"
+  )
+
+
+def _check_identity(
+  path: pathlib.Path, name: Any, sizes: dict[str, Any], method: Method, spec: CacheSpec
+) -> None:
+  """Raises unless a header's method and sizes are these."""
+  if name != repr(method):
+    raise ValueError(f"{path}: found caches of {name}, expected {method!r}")
+  wanted = _identity(method, spec)["spec"]
+  for size in {**wanted, **sizes}:  # either may have some that the other lacks
+    found, expected = sizes.get(size), wanted.get(size)
+    if found != expected:
+      raise ValueError(f"{path}: spec.{size}: found {found!r}, expected {expected!r}")
+
+
+def _check_layout(
+  what: str, found: dict[str, tuple], method: Method, spec: CacheSpec, vocab: int
+) -> tuple[Any, Caches]:
+  """Raises unless the arrays' names, shapes and dtypes are those of the method for the spec.
+
+  Returns:
+    Logits and caches, as shapes.
+  """
+  logits = jax.ShapeDtypeStruct((spec.batch, vocab), jnp.float32)
+  tree = logits, jax.eval_shape(lambda: method.init_caches(spec))
+  expected = {name: _kind(x) for name, x in _named(tree).items()}
+  for name in {**expected, **found}:
+    if found.get(name) != expected.get(name):
+      raise ValueError(
+        f"{what}: {name}: found {found.get(name, 'nothing')}, "
+        f"expected {expected.get(name, 'nothing')} as {method!r} lays it out"
+      )
+  return tree
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+  """Bits that the .npy format has a name for (it knows no bfloat16)."""
+  return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
+
+
+def _read(file: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+  """An array of the kind that the header says; memory is taken for no other."""
+  x = np.empty(shape, getattr(ml_dtypes, dtype, dtype))
+  plain = _plain(x)
+  with file.open(f"{name}.npy") as entry:
+    if (version := np.lib.format.read_magic(entry)) != (1, 0):
+      raise ValueError(f".npy version {version} of {name}")
+    kind = np.lib.format.read_array_header_1_0(entry)
+    if kind != (plain.shape, False, plain.dtype):
+      raise ValueError(f"{kind} in {name}")
+    left = plain.reshape(-1).view(np.uint8)
+    while left.size and (piece := entry.read(min(left.size, 1 << 24))):
+      left[: len(piece)] = np.frombuffer(piece, np.uint8)
+      left = left[len(piece) :]
+    if left.size or entry.read(1):  # the last reading compares the checksum
+      raise ValueError(f"another number of bytes in {name}")
+  return x

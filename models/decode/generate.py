@@ -1,0 +1,386 @@
+"""The decode loop: one jitted step at a time, the next under way while the host reads the last.
+
+A step is dispatched in a third of a millisecond and its launches are queued on the device, so that
+nothing waits as long as the host looks at tokens of which later ones are already on their way. A
+loop on the device would need a predicate, for which the host has to wait at every step, or a trip
+count of which some steps are idle; what it saves, one dispatch a token, costs no time.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import ArrayLike
+
+from kvjax.families.method import Method
+from kvjax.models.decode import by_layer, checks
+from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.prefill import joined, pad, prefill
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.decode.step import UNSOUND, Always, decode, decode_by_layer, ends
+from kvjax.models.decode.stopping import RowText
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn import flat
+from kvjax.models.nn.flat import join, split
+from kvjax.models.nn.transformer import Caches, Transformer
+from kvjax.runtime import arguments
+
+__all__ = ["Generation", "generate", "join", "pad", "prefill", "split"]
+
+GREEDY = Sampling()
+AHEAD = 2  # steps under way while the host reads one
+FIRST = 2  # tokens that are handed over first; then twice as many, up to a chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """What `generate` produced.
+
+  Attributes:
+    tokens: int32 [B, steps], −1 after a row has stopped (the stop token, or the token that
+      completes a stop string, is the last one).
+    lengths: int32 [B], tokens of each row.
+    last: float32 [B, V], the logits after each row's last token: pass them on to continue.
+    logits: float32 [B, steps, V], the logits that each token was chosen from, where asked for.
+    logprobs: float32 [B, steps], log-probability in nats of each token under the model (before
+      temperature and filters), where asked for; 0 where there is no token.
+    texts: each row's text, without stop tokens and stop strings, where a tokenizer was given.
+  """
+
+  tokens: np.ndarray
+  lengths: np.ndarray
+  last: Array
+  logits: Array | None = None
+  logprobs: np.ndarray | None = None
+  texts: list[str] | None = None
+
+
+def generate(
+  model: Transformer,
+  logits: Float[Any, "B V"],
+  caches: Caches,
+  method: Method,
+  *,
+  steps: int,
+  sampling: Sampling = GREEDY,
+  seed: int = 0,
+  rows: ArrayLike | None = None,
+  stop: Sequence[int] = (),
+  stop_strings: Sequence[str] = (),
+  tokenizer: Tokenizer | None = None,
+  live: ArrayLike | None = None,
+  forced: ArrayLike | None = None,
+  return_logits: bool = False,
+  return_logprobs: bool = False,
+  chunk: int = 16,
+  on_chunk: Callable[[np.ndarray], Any] | None = None,
+  on_text: Callable[[list[str]], Any] | None = None,
+) -> tuple[Generation, Caches]:
+  """Decodes up to `steps` tokens per row.
+
+  Each step chooses a token from the current logits, inserts it into the caches and predicts the
+  next; every token that is returned is therefore cached, and a row that stopped is idle from then
+  on. Decoding ends early when all rows have stopped.
+
+  The host reads a token while the next `AHEAD` = 2 steps are under way. Stop strings are found by
+  the host: those steps, two tokens that are not returned, or fewer at the end of the steps, enter
+  the row's cache and its `last`. Where that matters (a conversation that goes on from there),
+  `chunk=1` leaves nothing behind, and the device waits for the host at every token.
+
+  Args:
+    model: the decoder.
+    logits: float32 [B, V] of `prefill`, or `Generation.last` of an earlier call.
+    caches: donated; the result replaces them.
+    method: the KV-cache method.
+    steps: tokens to generate.
+    sampling: temperature and filters; the likeliest token by default. Other numbers compile
+      nothing again, unless the temperature comes from or goes to 0.
+    seed: random seed, below 2³². A draw depends on (seed, the row's number, the token's position
+      in the row) only: not on the row's neighbours, nor on where an earlier call ended.
+    rows: int32 [B], the rows' numbers in all that is generated, so that a row draws the same text
+      in any batch; None: 0, 1, …
+    stop: token ids that end a row (unless forced).
+    stop_strings: strings that end a row; its text ends before them.
+    tokenizer: turns tokens into text: for `stop_strings`, `on_text` and `Generation.texts`.
+    live: bool [B], rows that take part (None: all).
+    forced: int32 [B, steps], tokens to insert instead of the chosen ones; −1 = free.
+    return_logits: keep the logits of every step, float32 [B, steps, V].
+    return_logprobs: keep the log-probability of every token, float32 [B, steps].
+    chunk: tokens that are handed over at a time, the first ones sooner: 2, 4, 8, … up to `chunk`.
+    on_chunk: called with the tokens int32 [B, n] of every chunk as they come (−1 = no token).
+    on_text: called with the new text of every row after every chunk; all calls together give
+      `Generation.texts`.
+
+  Returns:
+    The generation and the caches.
+
+  Raises:
+    TypeError: `method` is no method, or `caches` no caches, or a number is of another type.
+    ValueError: an argument is out of range, the caches are those of another method or model or were
+      donated before, or the longest row would outgrow the capacity of a method that keeps every
+      token, or the context that the model was converted for. Nothing has run then and the caches
+      are intact.
+    FloatingPointError: a row's logits are NaN or infinite: those that it is given (nothing has run
+      then), or those after a step, which the message names (the caches are gone then).
+    MemoryError, JaxRuntimeError: as in `prefill`.
+
+  Warns:
+    UserWarning: as `prefill`; steps count that may not be taken.
+  """
+  checks.laid_out(caches, method, model.spec(1, 1))
+  logits = checks.logits(logits, caches, model.config.vocab)
+  checks.kind("sampling", sampling, Sampling)
+  if tokenizer is not None:
+    checks.kind("tokenizer", tokenizer, Tokenizer)
+  batch, vocab = logits.shape
+  checks.callbacks(on_chunk=on_chunk, on_text=on_text)
+  steps, chunk = checks.whole("steps", steps, 1), checks.whole("chunk", chunk, 1)
+  seed = checks.whole("seed", seed, 0, 2**32)
+  stop, stop_strings = checks.stops(stop, vocab), checks.stop_strings(stop_strings)
+  live = checks.live(live, batch)
+  rows = checks.row_numbers(np.arange(batch) if rows is None else rows, batch)
+  if forced is not None:
+    forced = checks.forced(arguments.array("forced", forced), batch, steps, vocab)
+  if tokenizer is None and (stop_strings or on_text is not None):
+    raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
+  seen = checks.room(caches, method, steps * live, f"steps = {steps}")
+  checks.context(model.config, method, seen, steps * live, f"generate(steps={steps})")
+  if (ill := live & ~np.asarray(checks.sound(logits))).any():
+    raise checks.unsound("generate", int(ill.argmax()), "step 0", model, caches)
+
+  by_layer.bound_programs()
+  always = Always(ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
+  kind = method, sampling.greedy, return_logprobs
+  device = _Device(model, kind, logits, caches, live, always, forced)
+  host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
+  ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
+  under_way: collections.deque[_Step] = collections.deque()
+  used = _Pieces()
+
+  def read() -> np.ndarray:
+    """Waits for the oldest step; returns the rows that a stop string ends with it."""
+    tokens, logprobs = device.fetch(under_way.popleft())
+    if (ill := host.live & (tokens == UNSOUND)).any():
+      row, count = int(ill.argmax()), host.count + 1
+      place = f"step {count}, after {seen[row] + count} tokens"
+      raise checks.unsound("generate", row, place, model, device.caches)
+    return host.read(tokens, logprobs)
+
+  for _ in range(steps):
+    if return_logits:
+      used.add(device.logits)
+    under_way.append(device.step())
+    if len(under_way) > ahead:
+      device.end(read())
+      if not host.live.any():
+        break
+  while under_way and host.live.any():
+    read()
+  host.finish()
+
+  tokens, logprobs = host.results(steps)
+  generation = Generation(
+    tokens=tokens,
+    lengths=(tokens >= 0).sum(1, dtype=np.int32),
+    last=device.logits,
+    logits=used.joined(steps) if return_logits else None,
+    logprobs=logprobs if return_logprobs else None,
+    texts=host.written(),
+  )
+  return generation, device.caches
+
+
+class _Step(NamedTuple):
+  """A step's results: an error or None, tokens int32 [B], log-probabilities [B].
+
+  A token of −1 is none; `UNSOUND` says that the logits after it are not finite.
+  """
+
+  error: Any
+  tokens: Array
+  logprobs: Array | None
+
+
+class _Device:
+  """Decoding as the device sees it: steps are dispatched, and waited for where they are fetched.
+
+  Attributes:
+    logits: float32 [B, V], what the next token is chosen from.
+    caches: of the newest step that was dispatched.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    kind: tuple[Method, bool, bool],
+    logits: Any,
+    caches: Caches,
+    live: np.ndarray,
+    always: Always,
+    forced: np.ndarray | None,
+  ):
+    mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
+    # Laid out as what steps return, or else the second one would be compiled anew.
+    where = self.logits.sharding if self.logits.committed else None
+    where = where if mesh is None else NamedSharding(mesh, PartitionSpec())
+    self._put = functools.partial(jax.device_put, device=where)
+    self._explained = checks.explained("generate", model, caches, kind[0])
+    self.caches, self.logits = caches, self._put(self.logits)
+    self._live, self._always = self._put(live), self._put(always)
+    free = self._put(np.full(len(live), -1, np.int32))
+    self._wanted = itertools.repeat(free) if forced is None else map(self._put, forced.T)
+    if by_layer.decodes(model, kind[0]):
+      self._run: Callable[..., Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
+    else:
+      form, leaves = flat.split(model)
+      self._run = functools.partial(flat.jitted(decode, 4, mesh), form, *kind, leaves)
+
+  def step(self) -> _Step:
+    """Dispatches a step."""
+    arrays = self.caches, self.logits, self._live, next(self._wanted), self._always
+    with self._explained():
+      error, (self.caches, self.logits, self._live, *made) = self._run(*arrays)
+    for x in jax.tree.leaves((error, made)):
+      x.copy_to_host_async()
+    return _Step(error, *made)
+
+  def fetch(self, step: _Step) -> tuple[np.ndarray, np.ndarray | None]:
+    """Waits for a step: tokens int32 [B] and their log-probabilities, or None."""
+    with self._explained():
+      checks.throw(step.error)
+      tokens = np.asarray(step.tokens)
+    return tokens, None if step.logprobs is None else np.asarray(step.logprobs)
+
+  def end(self, rows: Bool[np.ndarray, " B"]) -> None:
+    """No step that is dispatched from now on touches these rows."""
+    if rows.any():
+      self._live &= self._put(~rows)
+
+
+class _Host:
+  """Decoding as the host sees it: tokens as they come, their text, and who has ended.
+
+  Attributes:
+    live: bool [B], rows that go on.
+    looks: whether anybody has to see tokens before the last one is there.
+  """
+
+  def __init__(
+    self,
+    live: np.ndarray,
+    stop: Sequence[int],
+    forced: np.ndarray | None,
+    tokenizer: Tokenizer | None,
+    stop_strings: Sequence[str],
+    chunk: int,
+    on_chunk: Callable[[np.ndarray], Any] | None,
+    on_text: Callable[[list[str]], Any] | None,
+  ):
+    self.live, self._stop, self._forced = live.copy(), sorted(set(stop)), forced
+    self._texts: list[RowText] | None = None
+    if tokenizer is not None:
+      self._texts = [RowText(tokenizer.stream(), stop_strings) for _ in live]
+    self.looks = bool(stop or stop_strings or on_chunk or on_text)
+    self._chunk, self._on_chunk, self._on_text = chunk, on_chunk, on_text
+    self._tokens: list[np.ndarray] = []
+    self._logprobs: list[np.ndarray] = []
+    self._new = [""] * len(live)
+    self._given, self._next = 0, min(FIRST, chunk)  # tokens handed over, and with the next call
+
+  @property
+  def count(self) -> int:
+    """Steps that have been read."""
+    return len(self._tokens)
+
+  def read(
+    self, tokens: Int[np.ndarray, " B"], logprobs: Float[np.ndarray, " B"] | None
+  ) -> Bool[np.ndarray, " B"]:
+    """Takes a step's tokens; returns the rows that a stop string ends with it."""
+    tokens = np.where(self.live, tokens, -1)
+    free = True if self._forced is None else self._forced[:, len(self._tokens)] < 0
+    stopped = np.isin(tokens, self._stop) & free
+    found = np.zeros_like(stopped)
+    if self._texts is not None:
+      for row in np.flatnonzero(tokens >= 0):
+        text = self._texts[row]
+        self._new[row] += text.flush() if stopped[row] else text.feed(int(tokens[row]))
+        found[row] = text.ended
+    self.live &= ~(stopped | found)
+    self._tokens.append(tokens)
+    if logprobs is not None:
+      self._logprobs.append(logprobs)
+    if len(self._tokens) - self._given == self._next:
+      self._hand_over()
+    return found
+
+  def _hand_over(self) -> None:
+    """Calls back with what is new."""
+    tokens = self._tokens[self._given :]
+    if self._on_text is not None:
+      self._on_text(self._new)
+    if self._on_chunk is not None:
+      self._on_chunk(np.stack(tokens, 1))
+    self._new = [""] * len(self._new)
+    self._given += len(tokens)
+    self._next = min(2 * self._next, self._chunk)
+
+  def finish(self) -> None:
+    """Hands over the rest, once no token follows."""
+    if self._given < len(self._tokens):
+      self._hand_over()
+    rest = [text.flush() for text in self._texts or ()]
+    if self._on_text is not None and any(rest):
+      self._on_text(rest)
+
+  def results(self, steps: int) -> tuple[Int[np.ndarray, "B N"], Float[np.ndarray, "B N"]]:
+    """Tokens and log-probabilities, padded to `steps` with −1 and 0."""
+    shape = len(self.live), steps
+    tokens, logprobs = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    if self._tokens:
+      tokens[:, : len(self._tokens)] = np.stack(self._tokens, 1)
+    if self._logprobs:
+      logprobs[:, : len(self._logprobs)] = np.stack(self._logprobs, 1)
+    return tokens, np.where(tokens >= 0, logprobs, 0)
+
+  def written(self) -> list[str] | None:
+    """Every row's text."""
+    return None if self._texts is None else [text.text for text in self._texts]
+
+
+class _Pieces:
+  """Arrays [B, …] of one step each, put side by side a few at a time."""
+
+  def __init__(self) -> None:
+    self._few: list[Array] = []
+    self._pieces: list[Array] = []
+
+  def add(self, x: Array) -> None:
+    self._few.append(x)
+    if len(self._few) == 16:
+      self._put_together()
+
+  def _put_together(self) -> None:
+    self._pieces.append(_stacked(self._few))
+    self._few = []
+
+  def joined(self, size: int) -> Array:
+    """[B, size, …], padded with zeros."""
+    if self._few:
+      self._put_together()
+    return joined(self._pieces, size)
+
+
+@flat.own
+@jax.jit
+def _stacked(parts: list[Array]) -> Array:
+  return jnp.stack(parts, 1)

@@ -1,0 +1,295 @@
+"""Prompts into caches: padded, checked, compiled, at once or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jaxtyping import Array, Int
+from numpy.typing import ArrayLike
+
+from kvjax.families import sliding
+from kvjax.families.method import Method
+from kvjax.models.decode import by_layer, checks
+from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.nn import flat
+from kvjax.models.nn.transformer import Caches, Transformer
+from kvjax.ops import offload
+from kvjax.runtime import arguments
+
+
+def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.ndarray, np.ndarray]:
+  """Token ids of several rows as `prefill` takes them.
+
+  Args:
+    prompts: each row's ids; an empty one leaves its row idle.
+    multiple: T is rounded up to a multiple of it: few sizes, few compilations.
+
+  Returns:
+    int32 [B, T], right-padded, and the lengths int32 [B].
+
+  Raises:
+    TypeError: a row is no list of integers.
+    ValueError: `multiple` is not at least 1, or an id is no int32.
+  """
+  multiple = checks.whole("multiple", multiple, 1)
+  if not np.iterable(prompts):
+    raise TypeError(f"prompts: found {prompts!r}, expected a list of lists of token ids")
+  rows = [checks.token_ids(f"prompts[{i}]", ids) for i, ids in enumerate(prompts)]
+  lengths = np.array([len(ids) for ids in rows], np.int32)
+  size = -(-lengths.max(initial=1) // multiple) * multiple
+  tokens = np.zeros((len(rows), size), np.int32)
+  for row, ids in zip(tokens, rows, strict=True):
+    row[: len(ids)] = ids
+  return tokens, lengths
+
+
+def prefill(
+  model: Transformer,
+  tokens: ArrayLike,
+  lengths: ArrayLike,
+  caches: Caches,
+  method: Method,
+  *,
+  total: ArrayLike | None = None,
+  past: int | None = None,
+  chunk: int | None = None,
+  all_logits: bool = False,
+  with_aux: bool = False,
+  on_chunk: Callable[[int, int], Any] | None = None,
+) -> Any:
+  """`Transformer.prefill`, jitted, with checked arguments and donated caches.
+
+  On live caches it reads a further turn; rows of length 0 stay as they are (their logits mean
+  nothing).
+
+  T is rounded up to a few sizes (multiples of 64, from 1,024 tokens on by up to a sixteenth), each
+  of which compiles once; with `all_logits` or `with_aux` it is taken as it is. What all prompts and
+  steps have compiled is dropped where it is much (384 programs). With `chunk`, it compiles
+  once for the first chunk and then once for every doubling of what is cached, whatever T is.
+  Methods that stream read a prompt in pieces of their own (`Traits.stream`), row by row, of one or
+  two widths, however long the prompt is. What is compiled is a layer, once for all that are alike
+  (`Stream.alike`); over a mesh, or where NaN raises, all layers at once.
+
+  Args:
+    model: the decoder.
+    tokens: int32 [B, T], right-padded with any valid id.
+    lengths: int32 [B], valid tokens of each row; 0 leaves a row idle.
+    caches: donated; the result replaces them.
+    method: the KV-cache method.
+    total: integers [B], length of the whole prompt of this turn, when `tokens` is a part of it.
+    past: static upper bound on the tokens already cached in any row. None: 0 if the caches are
+      empty, else unknown (one compilation serves every later call).
+    chunk: tokens per row to read at a time, which bounds the memory that a prompt takes; None:
+      all at once, or as the method streams.
+    all_logits: logits of every position.
+    with_aux: also return what the method reports (of a prompt in pieces, on the last one).
+    on_chunk: called with (tokens read, tokens to read) of the longest row after every chunk.
+
+  Returns:
+    As `Transformer.prefill`: logits float32 [B, V] ([B, T, V]), caches, and the reports if asked.
+
+  Raises:
+    TypeError: `method` is no method, or `caches` no caches.
+    ValueError: shapes, lengths or token ids are out of range, every row is empty, the caches are
+      those of another method or model or were donated before, or a prompt does not fit in the
+      capacity of a method that keeps every token, or in the context that the model was converted
+      for. Nothing has run then.
+    NotImplementedError: `chunk` is given, or `total` of a part, and the method has to see a prompt
+      at once, or streams in pieces of its own.
+    MemoryError: a device has no room; the message says what takes it and what would fit. The caches
+      that were passed are gone.
+    FloatingPointError: a row's logits came out as NaN or infinity. The caches that were passed are
+      gone.
+    JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
+      came out as NaN or infinity. The caches that were passed are gone.
+
+  Warns:
+    UserWarning: a row outgrows the context that the model was trained for, under a method that does
+      not keep distances within what it holds (`Traits.endless`).
+  """
+  tokens, lengths = arguments.array("tokens", tokens), arguments.array("lengths", lengths)
+  checks.callbacks(on_chunk=on_chunk)
+  past = None if past is None else checks.whole("past", past, 0)
+  chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
+  seen = checks.prompt(model, tokens, lengths, caches, method)
+  checks.context(model.config, method, seen, lengths, "prefill")
+  by_layer.bound_programs()
+  known = arguments.whole(method, lengths, total)
+  whole = jnp.asarray(lengths, jnp.int32) if known is None else known
+  longest = int(seen.max())
+  if past is not None and longest > past:
+    raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
+  layered = ByLayer(model) if by_layer.reads(model) else None
+  form, leaves = (None, []) if layered else flat.split(model)
+
+  def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
+    arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32)
+    options = bound, all_logits, with_aux
+    with checks.explained("prefill", model, caches, method)():
+      if layered is not None:
+        return layered.prefill(
+          *(*arrays, caches, method),
+          total=whole,
+          past=bound,
+          all_logits=all_logits,
+          with_aux=with_aux,
+        )
+      run = flat.jitted(_prefill, 5, model.mesh)
+      error, result = run(form, method, *options, leaves, caches, *arrays, whole)
+    checks.throw(error)
+    return result
+
+  if chunk is not None:
+    checks.prompt_chunk(method, chunk, past, with_aux)
+    result = _read_chunks(
+      read, tokens, lengths, caches, method, longest, chunk, all_logits, on_chunk
+    )
+  elif method.traits.pieces(int(lengths.max())) is not None:
+    result = _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
+  else:
+    if not (all_logits or with_aux):  # which have T entries
+      extra = _width(tokens.shape[1], checks.capacity(caches, method)) - tokens.shape[1]
+      tokens = np.pad(tokens, ((0, 0), (0, extra)))
+    result = read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
+  _check_sound(model, lengths, *result[:2])
+  return result
+
+
+def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:
+  """T to read a prompt with: one of few, at most a sixteenth more, or 63 tokens.
+
+  Where there is no room for it, T is what there is room for.
+  """
+  step = max(64, (1 << size.bit_length()) // 32)
+  width = -(-size // step) * step
+  return width if capacity is None else max(size, min(width, int(capacity.max())))
+
+
+def _check_sound(
+  model: Transformer, lengths: Int[np.ndarray, " B"], logits: Array, caches: Caches
+) -> None:
+  """Raises where a row that was read has logits that are not finite."""
+  size = logits.shape[1] if logits.ndim == 3 else 1
+  read = np.arange(size) < lengths[:, None]
+  ill = read & ~np.asarray(checks.sound(logits)).reshape(read.shape)
+  if ill.any():
+    row, place = np.argwhere(ill)[0].tolist()
+    place = (
+      f"token {place}" if logits.ndim == 3 else f"after the {lengths[row]} tokens of its prompt"
+    )
+    raise checks.unsound("prefill", row, place, model, caches)
+
+
+def _read_chunks(
+  read: Callable[..., Any],
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  caches: Caches,
+  method: Method,
+  cached: int,
+  chunk: int,
+  all_logits: bool,
+  on_chunk: Callable[[int, int], Any] | None,
+) -> Any:
+  """A prompt in chunks of so many tokens, after at most so many that are cached."""
+  size, end = tokens.shape[1], int(lengths.max())
+  parts: list[Array] = []
+  for start in range(0, end, chunk):
+    piece = tokens[:, start : start + chunk]
+    piece = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+    valid = np.clip(lengths - start, 0, chunk)
+    bound = _bound(caches, method, cached + start, chunk)
+    logits, caches = read(caches, piece, valid, bound)
+    if parts and not all_logits:  # rows that have ended before keep their logits
+      logits = jnp.where((valid > 0)[:, None], logits, parts.pop())
+    parts.append(logits)
+    if on_chunk is not None:
+      jax.block_until_ready(logits)
+      on_chunk(min(start + chunk, end), end)
+  return (joined(parts, size)[:, :size] if all_logits else parts[0]), caches
+
+
+def _read_pieces(
+  read: Callable[..., Any],
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  caches: Caches,
+  method: Method,
+  all_logits: bool,
+  with_aux: bool,
+  on_chunk: Callable[[int, int], Any] | None,
+) -> Any:
+  """A prompt in the pieces of a method that streams, each row in its own; result as `prefill`'s."""
+  parts = [method.traits.pieces(int(n)) or [] for n in lengths]
+  calls, end = max(map(len, parts)), int(lengths.max())
+  # Two widths, whatever the prompt's length: that of the longest piece, and a short one for what
+  # the rows' last ones may be.
+  large = max(map(max, filter(None, parts)))
+  small = -(-large // 8)
+  starts = np.zeros(len(lengths), np.int64)
+  kept, rest = None, ()
+  for i in range(calls):
+    valid = np.array([part[i] if i < len(part) else 0 for part in parts])
+    width = small if valid.max() <= small else large
+    index = np.minimum(starts[:, None] + np.arange(width), tokens.shape[1] - 1)
+    piece = np.take_along_axis(tokens, index, 1)
+    logits, caches, *rest = read(caches, piece, valid, None)
+    if all_logits:
+      place = np.where(np.arange(width) < valid[:, None], index, tokens.shape[1])
+      empty = (*tokens.shape, logits.shape[-1])
+      kept = jnp.zeros(empty, logits.dtype) if kept is None else kept
+      kept = kept.at[np.arange(len(valid))[:, None], place].set(logits, mode="drop")
+    else:  # rows that have ended before keep their logits
+      kept = logits if kept is None else jnp.where((valid > 0)[:, None], logits, kept)
+    starts += valid
+    if on_chunk is not None:
+      jax.block_until_ready(logits)
+      on_chunk(int(starts.max()), end)
+  return (kept, caches, *rest) if with_aux else (kept, caches)
+
+
+def _prefill(
+  form: flat.Form,
+  method: Method,
+  past: int | None,
+  all_logits: bool,
+  with_aux: bool,
+  leaves: list[Array],
+  caches: Caches,
+  tokens: Int[Array, "B T"],
+  lengths: Int[Array, " B"],
+  total: Int[Array, " B"],
+) -> Any:
+  """The result of `Transformer.prefill`, behind an error if the model checks for NaN."""
+  model = flat.join(form, leaves)
+
+  def run(caches: Caches) -> Any:
+    options = {"past": past, "all_logits": all_logits, "with_aux": with_aux}
+    return offload.settled(model.prefill(tokens, lengths, caches, method, total=total, **options))
+
+  return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
+
+
+def _bound(caches: Caches, method: Method, cached: int, chunk: int) -> int | None:
+  """A static bound on the cached tokens that takes few values; what needs none gets one value."""
+  if cached == 0:
+    return 0
+  own = sliding.served(caches)
+  if not method.traits.positional or not own:
+    return None
+  bound = chunk
+  while bound < cached:
+    bound *= 2
+  return min(bound, *(cache.size for cache in own))
+
+
+def joined(pieces: Sequence[Array], size: int) -> Array:
+  """[B, n, ...] pieces side by side, padded with zeros to [B, size, ...] or more."""
+  whole = jnp.concatenate(pieces, 1)
+  missing = max(0, size - whole.shape[1])
+  return jnp.pad(whole, ((0, 0), (0, missing), *[(0, 0)] * (whole.ndim - 2)))

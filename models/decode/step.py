@@ -1,0 +1,120 @@
+"""One step of the decode loop, as it is compiled: a token is chosen and predicts the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.families.method import Method
+from kvjax.models.decode import checks
+from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.sampling import Knobs, draw
+from kvjax.models.nn import flat
+from kvjax.models.nn.transformer import Caches
+from kvjax.ops import offload
+
+UNSOUND = -2  # in the place of a token after which the row's logits are not finite
+
+
+class Always(NamedTuple):
+  """Inputs of every step: stop tokens [E], the rows' numbers [B], how to draw, the seed."""
+
+  stop: Any
+  rows: Any
+  knobs: Knobs
+  seed: Any
+
+
+def ends(stop: Sequence[int]) -> np.ndarray:
+  """Stop tokens int32 [E], filled up with −1, which no token is: few sizes, few compilations."""
+  ends = sorted(set(stop))
+  size = 8 * max(1, -(-len(ends) // 8))
+  return np.array(ends + [-1] * (size - len(ends)), np.int32)
+
+
+def decode(
+  form: flat.Form,
+  method: Method,
+  greedy: bool,
+  keep_logprobs: bool,
+  leaves: list[Array],
+  caches: Caches,
+  logits: Float[Array, "B V"],
+  live: Bool[Array, " B"],
+  want: Int[Array, " B"],
+  always: Always,
+) -> Any:
+  """One token per row, behind an error if the model checks for NaN.
+
+  Returns:
+    The error or None, and: caches, logits [B, V], live rows [B], tokens int32 [B], and their
+    log-probabilities [B] or None.
+  """
+  model = flat.join(form, leaves)
+
+  def run(caches: Caches) -> Any:
+    token = _chosen(greedy, logits, caches[0].seen, want, always)
+    new, caches = model.decode(token, caches, method, live)
+    return offload.settled(caches), *_taken(keep_logprobs, logits, live, token, want, new, always)
+
+  return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
+
+
+def decode_by_layer(
+  model: ByLayer,
+  method: Method,
+  greedy: bool,
+  keep_logprobs: bool,
+  caches: Caches,
+  logits: Array,
+  live: Array,
+  want: Array,
+  always: Always,
+) -> Any:
+  """`decode` from programs of a layer."""
+  token = _choose(greedy, logits, caches[0].seen, want, always)
+  new, caches = model.decode(token, caches, method, live)
+  return None, (caches, *_take(keep_logprobs, logits, live, token, want, new, always))
+
+
+def _chosen(
+  greedy: bool,
+  logits: Float[Array, "B V"],
+  seen: Int[Array, " B"],
+  want: Int[Array, " B"],
+  always: Always,
+) -> Int[Array, " B"]:
+  """The token that goes in: the wanted one, or where that is negative, the model's."""
+  if greedy:
+    token = jnp.argmax(logits, -1).astype(jnp.int32)
+  else:
+    token = draw(logits, always.knobs, always.seed, always.rows, seen)
+  return jnp.where(want >= 0, want, token)
+
+
+def _taken(
+  keep_logprobs: bool,
+  logits: Float[Array, "B V"],
+  live: Bool[Array, " B"],
+  token: Int[Array, " B"],
+  want: Int[Array, " B"],
+  new: Float[Array, "B V"],
+  always: Always,
+) -> tuple[Array, Array, Array, Array | None]:
+  """Logits, live rows, tokens and log-probabilities, once a token is in and gave `new` logits."""
+  logprobs = None
+  if keep_logprobs:
+    chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
+    logprobs = chosen - jax.nn.logsumexp(logits, -1)
+  after = live & ((want >= 0) | ~jnp.isin(token, always.stop))
+  shown = jnp.where(checks.sound(new), token, UNSOUND)
+  return jnp.where(live[:, None], new, logits), after, jnp.where(live, shown, -1), logprobs
+
+
+_choose, _take = (flat.own(jax.jit(function, static_argnums=0)) for function in (_chosen, _taken))

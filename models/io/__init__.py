@@ -1,0 +1,1 @@
+"""Checkpoints and tokenizers: safetensors, GGUF, Orbax, Hugging Face folders."""

@@ -1,0 +1,86 @@
+"""Items of a checkpoint: the arrays of a layer, or of the embedding, in one safetensors file.
+
+A file is read piece by piece, each cast to the dtype of the model as it comes: beside the model's
+own memory there is a piece, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from kvjax.models.io import files
+from kvjax.models.io.source import Item
+
+_PIECE = 1 << 20  # numbers that are read together
+
+
+def save(path: pathlib.Path, item: Item) -> None:
+  """Writes an item; its arrays are named by their place in it, "attention.wqkv" say."""
+  arrays = {name: np.ascontiguousarray(x) for name, x in _named(item).items()}
+  with files.written(path):
+    safetensors.numpy.save_file(arrays, path)
+
+
+def load(path: pathlib.Path, target: Item) -> Item:
+  """Reads an item onto devices.
+
+  Args:
+    path: what `save` wrote.
+    target: a jax.ShapeDtypeStruct for each array. With a sharding each device gets its part of it;
+      without, the array is on the first device and, like all arrays of JAX, not committed to it.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is damaged, or its arrays are others.
+  """
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: not found, expected an item of the checkpoint")
+  wanted = _named(target)
+  with files.safetensors_opened(path) as file:
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    found = {name: tuple(part.get_shape()) for name, part in parts.items()}
+    expected = {name: x.shape for name, x in wanted.items()}
+    if found != expected:
+      raise ValueError(f"{path}: found arrays {found}, expected {expected}")
+    kinds = {name: part.get_dtype() for name, part in parts.items()}
+    if not set(kinds.values()) <= set(files.FLOATS):
+      raise ValueError(f"{path}: found arrays of {kinds}, expected {', '.join(files.FLOATS)}")
+    arrays = [_placed(parts[name], x) for name, x in wanted.items()]
+  return jax.tree.unflatten(jax.tree.structure(target), arrays)
+
+
+def _named(item: Item) -> dict[str, Any]:
+  """The arrays of an item by their place in it, in the order of its leaves."""
+  leaves = jax.tree_util.tree_leaves_with_path(item)
+  return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def _placed(part: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
+  """An array of a file in the wanted dtype, where it is wanted."""
+  if want.sharding is not None:
+    return jax.make_array_from_callback(
+      want.shape, want.sharding, lambda index: part[index].astype(want.dtype)
+    )
+  out = _buffer(want.shape, want.dtype)
+  step = max(1, _PIECE * len(out) // max(1, out.size))
+  for i in range(0, len(out), step):
+    end = min(i + step, len(out))
+    out[i:end] = part[i:end]
+  return jax.device_put(out)
+
+
+def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """Memory that JAX takes over as a CPU's buffer, without a copy: it is aligned, to a page.
+
+  It comes from the system in small pages. NumPy asks for large ones, which a virtual machine of
+  fragmented memory took four times as long to give.
+  """
+  size = int(np.prod(shape)) * dtype.itemsize
+  memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+  return np.frombuffer(memory, dtype).reshape(shape)

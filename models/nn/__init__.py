@@ -1,0 +1,1 @@
+"""The decoder: layers, experts, parallel products, configurations."""

@@ -1,0 +1,250 @@
+"""The sizes of a decoder, and the flags that tell one family from another."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from kvjax.core.cache import CacheSpec
+from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
+
+_SCALINGS = {cls.__name__.lower(): cls for cls in (Linear, Llama3, LongRope, Yarn)}
+
+# Precision by name: the dtype of weights and activations, and how float32 products are computed.
+# "float32" is float32 throughout (TF32 off); "float32-tf32" lets a GPU round the factors of every
+# product to TF32 (10 bits of mantissa) and sum in float32. On a CPU the two are the same.
+PRECISIONS: dict[str, tuple[str, str | None]] = {
+  "bf16": ("bfloat16", None),
+  "float32": ("float32", "highest"),
+  "float32-tf32": ("float32", "tensorfloat32"),
+}
+
+
+# Gates of the MLP by name (`kvjax.models.nn.products.gated`).
+ACTIVATIONS = ("silu", "gelu_tanh", "clipped")
+_FLAGS = (
+  *("limited", "qkv_bias", "qk_norm", "norms_after", "norm_experts"),
+  *("out_bias", "mlp_bias", "sinks"),
+)
+_WIDEST_HEAD = 1 << 16
+_CAPS = ("soft_cap", "final_soft_cap")
+# What checkpoints older than a field do not state: they mean its default.
+_LATER = (
+  *_FLAGS,
+  *("activation", "embed_scale", "windows", "window_rope", "experts", "experts_per_token"),
+  *_CAPS,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Shape of a decoder of any family in `kvjax.models.io.families`; `presets` names some.
+
+  Attributes:
+    vocab: vocabulary size V.
+    dim: model width D.
+    layers: L.
+    heads: query heads N.
+    kv_heads: key/value heads K; N is a multiple of K.
+    head_dim: head size H, even (rotary pairs).
+    ffn: width F of the gated MLP, or of each expert.
+    rope: rotary embedding.
+    norm_eps: epsilon inside the RMS norms.
+    tie_embeddings: the output head is the transposed embedding.
+    max_context: tokens that the model was trained for: past them `prefill` and `generate` warn.
+    limited: `max_context` is a conversion's, less than what the model was trained for: more tokens
+      are refused, as windows that nothing within it outgrows are left out.
+    qkv_bias: query, key and value projections add a bias (Qwen2, Qwen2.5).
+    qk_norm: an RMS norm over each query and key head, before the rotation (Qwen3, Gemma 3).
+    norms_after: an RMS norm over what attention, and what the MLP, adds to the residual stream
+      (GLM-4-0414, Gemma 2 and 3).
+    activation: the MLP's gate: "silu", "gelu_tanh" (Gemma 2 and 3) or "clipped" (gpt-oss).
+    embed_scale: factor on the embedding's rows where they enter the first layer (Gemma: √D).
+    windows: for each layer the newest tokens that it sees, its own query's among them, or None: all
+      of them. (): all layers see all.
+    window_rope: rotary embedding of layers with a window (None: `rope`).
+    experts: E of a mixture-of-experts MLP; 0: one MLP.
+    experts_per_token: the best-scored experts that each token is sent to.
+    norm_experts: the weights of a token's experts sum to 1; else they are shares among all E.
+    out_bias: attention's output projection adds a bias (gpt-oss).
+    mlp_bias: router and experts add biases (gpt-oss).
+    sinks: each head has a logit of its own in the softmax's denominator (gpt-oss).
+    soft_cap: c of attention's logits c·tanh(x/c) (Gemma 2); None: x itself.
+    final_soft_cap: the same of the model's logits.
+  """
+
+  vocab: int
+  dim: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  ffn: int
+  rope: Rope = dataclasses.field(default_factory=Rope)
+  norm_eps: float = 1e-5
+  tie_embeddings: bool = False
+  max_context: int = 8192
+  limited: bool = False
+  qkv_bias: bool = False
+  qk_norm: bool = False
+  norms_after: bool = False
+  activation: str = "silu"
+  embed_scale: float = 1.0
+  windows: tuple[int | None, ...] = ()
+  window_rope: Rope | None = None
+  experts: int = 0
+  experts_per_token: int = 0
+  norm_experts: bool = True
+  out_bias: bool = False
+  mlp_bias: bool = False
+  sinks: bool = False
+  soft_cap: float | None = None
+  final_soft_cap: float | None = None
+
+  def __post_init__(self):
+    called = type(self).__name__
+    for name in (
+      "vocab",
+      "dim",
+      "layers",
+      "heads",
+      "kv_heads",
+      "head_dim",
+      "ffn",
+      "max_context",
+    ):
+      value = getattr(self, name)
+      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{called}.{name}: found {value!r}, expected an integer of at least 1")
+    for name in ("tie_embeddings", *_FLAGS):
+      if not isinstance(getattr(self, name), bool):
+        raise TypeError(f"{called}.{name}: found {getattr(self, name)!r}, expected a bool")
+    if self.heads % self.kv_heads:
+      raise ValueError(
+        f"{called}.heads: found {self.heads}, expected a multiple of kv_heads = {self.kv_heads}"
+      )
+    if self.head_dim % 2 or self.head_dim > _WIDEST_HEAD:
+      raise ValueError(
+        f"{called}.head_dim: found {self.head_dim}, expected an even number, at most {_WIDEST_HEAD}"
+      )
+    for name in _CAPS:
+      cap = getattr(self, name)
+      if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"{called}.{name}: found {cap}, expected a finite number above 0, or None")
+    if not self.norm_eps > 0:
+      raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
+    if not isinstance(self.rope, Rope):
+      raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
+    for name in ("rope", "window_rope"):
+      self._check_rope(name)
+    if self.activation not in ACTIVATIONS:
+      raise ValueError(
+        f"{called}.activation: found {self.activation!r}, expected one of {ACTIVATIONS}"
+      )
+    self._check_windows()
+    self._check_experts()
+
+  def _check_rope(self, name: str) -> None:
+    """Raises where a rotary embedding does not give each pair an angle."""
+    rope, called = getattr(self, name), f"{type(self).__name__}.{name}"
+    if rope is None:
+      return
+    turned = rope.turned(self.head_dim)
+    factors = getattr(rope.scaling, "factors", None)
+    if turned % 2 or turned < 2 or (factors is not None and len(factors) != turned // 2):
+      raise ValueError(
+        f"{called}: found {rope}, expected an even share of {self.head_dim} dimensions, "
+        "and a factor for each of its pairs"
+      )
+    try:
+      with np.errstate(all="ignore"):
+        found = [*rope.frequencies(self.head_dim)[: turned // 2], rope.magnitude]
+      usable = bool(np.isfinite(found).all()) and min(found) > 0
+    except (ArithmeticError, TypeError, ValueError):
+      usable = False
+    if not usable:
+      raise ValueError(f"{called}: found {rope}, expected numbers above 0 that give finite angles")
+
+  def _check_windows(self) -> None:
+    called = type(self).__name__
+    wrong = [x for x in self.windows if x is not None and (not isinstance(x, int) or x < 1)]
+    if wrong or len(self.windows) not in (0, self.layers):
+      raise ValueError(
+        f"{called}.windows: found {self.windows}, expected () or {self.layers} entries, one per "
+        "layer: tokens, or None"
+      )
+
+  def _check_experts(self) -> None:
+    called, some = type(self).__name__, self.experts_per_token
+    if not isinstance(self.experts, int) or self.experts < 0:
+      raise ValueError(f"{called}.experts: found {self.experts!r}, expected 0 or more")
+    if not isinstance(some, int) or not min(1, self.experts) <= some <= self.experts:
+      raise ValueError(
+        f"{called}.experts_per_token: found {some!r}, expected "
+        f"{f'1 to {self.experts}' if self.experts else '0 without experts'}"
+      )
+    if (self.mlp_bias or self.activation == "clipped") and not self.experts:
+      raise ValueError(f"{called}.experts: found 0, expected some with biases or a clipped gate")
+
+  @property
+  def groups(self) -> int:
+    """G, query heads per key/value head."""
+    return self.heads // self.kv_heads
+
+  @property
+  def served(self) -> int:
+    """Layers that see everything, which a KV-cache method serves."""
+    return self.windows.count(None) if self.windows else self.layers
+
+  def cache_spec(self, batch: int, capacity: int, dtype: Any) -> CacheSpec:
+    """Sizes of caches for `batch` rows of up to `capacity` tokens, stored in this dtype."""
+    heads = self.kv_heads, self.groups, self.head_dim
+    return CacheSpec(batch, capacity, *heads, self.served, dtype, self.windows)
+
+  def to_json(self) -> dict[str, Any]:
+    """A dict of plain JSON values; `from_json` is its inverse."""
+    out = dataclasses.asdict(self)
+    for name in ("rope", "window_rope"):
+      rope = getattr(self, name)
+      if rope is not None and rope.scaling is not None:
+        kind = type(rope.scaling).__name__.lower()
+        out[name]["scaling"] = {"kind": kind, **out[name]["scaling"]}
+    return {**out, "windows": list(self.windows)}
+
+  @classmethod
+  def from_json(cls, values: dict[str, Any]) -> ModelConfig:
+    """Rebuilds a config; flags of families that are newer than the checkpoint may be missing.
+
+    Raises:
+      ValueError: fields are missing or unknown, or a value is out of range.
+    """
+    names = {field.name for field in dataclasses.fields(cls)}
+    missing = names - set(values) - set(_LATER)
+    if missing or set(values) - names:
+      raise ValueError(
+        f"model config: missing {sorted(missing)}, "
+        f"unknown {sorted(set(values) - names)}, expected the fields {sorted(names)}"
+      )
+    ropes = {
+      name: _rope_from_json(name, values[name])
+      for name in ("rope", "window_rope")
+      if values.get(name) is not None
+    }
+    return cls(**{**values, **ropes, "windows": tuple(values.get("windows", ()))})
+
+
+def _rope_from_json(name: str, values: Any) -> Rope:
+  try:
+    scaling = values["scaling"]
+    if scaling is not None:
+      scaling = {k: tuple(x) if isinstance(x, list) else x for k, x in scaling.items()}
+      scaling = _SCALINGS[scaling.pop("kind")](**scaling)
+    return Rope(values["theta"], scaling, values.get("partial", 1.0))
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"model config: {name}: found {values!r}, expected theta and scaling "
+      f"(null, or kind in {sorted(_SCALINGS)} with its fields)"
+    ) from error

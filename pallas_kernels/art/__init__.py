@@ -1,0 +1,1 @@
+"""ART's walk, which ends when the output has stopped moving."""

@@ -1,0 +1,1 @@
+"""CIS: shared selections, their lists, and the attention over them."""

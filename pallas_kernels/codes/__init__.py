@@ -1,0 +1,1 @@
+"""Attention over codes, and the entry of a token as codes."""

@@ -1,0 +1,217 @@
+"""How a kernel's work is cut, by device and shape: measured where there is a measurement.
+
+`tuned/<device>/<kernel>.json` holds configurations measured on that device, one per shape bucket
+(written by `scripts/programs/tune.py`). A device or shape without one gets a heuristic that fits
+the device's number of multiprocessors and its shared memory. Shapes that fit in no way are refused
+before anything is launched (`least_shared`).
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import math
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One way to run a kernel.
+
+  Attributes:
+    tile: keys per step of the inner loop, a power of two, at least 16.
+    programs: pieces into which the whole batch is cut, about.
+    warps: warps per program.
+    stages: depth of the software pipeline: tiles in flight per program, and the one in use.
+  """
+
+  tile: int
+  programs: int
+  warps: int
+  stages: int
+
+  def __post_init__(self):
+    if self.tile < 16 or self.tile & (self.tile - 1):
+      raise ValueError(f"Config.tile: found {self.tile}, expected a power of two, at least 16")
+    for name in ("programs", "warps", "stages"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"Config.{name}: found {getattr(self, name)}, expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """What the heuristics know of a device: name as in tuned/, multiprocessors, shared bytes each."""
+
+  name: str
+  cores: int
+  shared: int
+
+
+# Shared memory that one program may take on a multiprocessor: A100 163 KiB, Hopper 227 KiB,
+# workstation and consumer parts from Ampere to Blackwell 99 KiB.
+_KNOWN = {
+  "a100": (108, 163 << 10),
+  "h100": (132, 227 << 10),
+  "h200": (132, 227 << 10),
+}
+_OTHER = (108, 99 << 10)
+
+_SCRATCH = 2 << 10  # what reductions over the warps of a program take, at most
+
+# Operations whose shared memory grows with the queries of a program -> stages and arrays (keys, or
+# keys and values) of their smallest loop, over tiles of 16 keys. The others' fits every device.
+_SMALLEST = {
+  "attend_span": (2, 2),
+  "attend_shared": (2, 2),
+  "attend_table": (2, 2),
+  "attend_tiles": (2, 2),
+  "art": (2, 2),
+  "speculate": (3, 2),
+  "speculate_keys": (3, 2),
+  "key_logits": (3, 1),
+  "key_weights": (3, 1),
+  "cis_logits": (3, 1),
+  "cis_read": (2, 2),
+}
+
+
+def device(kind: str, cores: int | None = None, shared: int | None = None) -> Device:
+  """The device of a JAX device kind, "NVIDIA H200" say; unknown ones are taken to be modest.
+
+  `cores` and `shared`: its multiprocessors (a slice of a GPU has fewer) and the bytes that one
+  program may take there, where the runtime says so.
+  """
+  name = "-".join(kind.lower().split())
+  usual = next((known for part, known in _KNOWN.items() if part in name), _OTHER)
+  return Device(name, cores or usual[0], shared or usual[1])
+
+
+def this_device(kind: str | None = None) -> Device:
+  """The device of a JAX device kind; the default one if None."""
+  return _default() if kind is None else device(kind)
+
+
+def _default() -> Device:
+  first = jax.devices()[0]
+  known = (getattr(first, name, None) for name in ("core_count", "shared_memory_per_block_optin"))
+  return device(first.device_kind, *known)
+
+
+@functools.cache
+def tuned(kernel: str, name: str) -> tuple[tuple[dict, Config], ...]:
+  """Measured (bucket, configuration) pairs of a kernel on a device; empty if there are none."""
+  path = importlib.resources.files("kvjax.kernels") / "tuned" / name / f"{kernel}.json"
+  if not path.is_file():
+    return ()
+  entries = json.loads(path.read_text())["entries"]
+  return tuple((entry["bucket"], Config(**entry["config"])) for entry in entries)
+
+
+def bucket(*, rows: int, groups: int, slots: int, head_dim: int, itemsize: int) -> dict[str, int]:
+  """The shape bucket that a measurement stands for: sizes in powers of two, rounded up."""
+  return {
+    "rows": _log2(rows),
+    "groups": _log2(max(groups, 16)),
+    "slots": _log2(slots),
+    "head_dim": head_dim,
+    "itemsize": itemsize,
+  }
+
+
+def choose(
+  kernel: str,
+  *,
+  rows: int,
+  groups: int,
+  slots: int,
+  head_dim: int,
+  itemsize: int,
+  interpret: bool = False,
+  kind: str | None = None,
+) -> Config:
+  """The configuration for a shape: the nearest measured bucket, else the heuristic.
+
+  A measured bucket stands for its neighbours: rows and slots up to four times more or fewer in all.
+
+  Args:
+    kernel: file name of its measurements.
+    rows: batch rows times KV heads.
+    groups: query heads per KV head.
+    slots: S.
+    head_dim: H.
+    itemsize: bytes per element of K and V.
+    interpret: the interpreter runs programs one by one; it gets few.
+    kind: JAX device kind; the default device's if None.
+  """
+  if interpret:
+    return Config(tile=64, programs=2 * rows + 3, warps=4, stages=1)
+  here = this_device(kind)
+  wanted = bucket(rows=rows, groups=groups, slots=slots, head_dim=head_dim, itemsize=itemsize)
+  near = [
+    (abs(have["rows"] - wanted["rows"]) + abs(have["slots"] - wanted["slots"]), i, config)
+    for i, (have, config) in enumerate(tuned(kernel, here.name))
+    if all(have[name] == wanted[name] for name in ("groups", "head_dim", "itemsize"))
+  ]
+  if near and min(near)[0] <= 2:
+    return min(near)[2]
+  cut = heuristic(here, rows=rows, slots=slots, head_dim=head_dim, itemsize=itemsize)
+  return fitted(cut, here, groups=groups, head_dim=head_dim, itemsize=itemsize)
+
+
+def heuristic(here: Device, *, rows: int, slots: int, head_dim: int, itemsize: int) -> Config:
+  """Two programs per multiprocessor, each with as deep a pipeline as half its memory holds.
+
+  Fewer programs than that leave memory idle; more make the softmax states to be joined many.
+  """
+  columns = max(16, 1 << _log2(head_dim))
+  tile = max(16, min(64, (32 << 10) // (2 * columns * itemsize)))
+  stage = 2 * tile * columns * itemsize
+  stages = max(2, min(4, (here.shared // 2) // stage))
+  return Config(tile=tile, programs=2 * here.cores, warps=4, stages=stages)
+
+
+def shared_bytes(
+  tile: int, stages: int, *, groups: int, head_dim: int, itemsize: int, arrays: int = 2
+) -> int:
+  """Shared memory of a program that goes over keys tile by tile, in bytes: hardly less than this.
+
+  Tiles of `arrays` (keys, or keys and values) on their way, the queries, and the tile's weights or
+  logits.
+  """
+  row, lanes = max(16, 1 << _log2(head_dim)) * itemsize, max(16, 1 << _log2(groups))
+  logits = lanes * tile * (itemsize if arrays == 2 else 4)
+  return max(stages - 1, 1) * arrays * tile * row + lanes * row + logits + _SCRATCH
+
+
+def fitted(cut: Config, here: Device, **shape: int) -> Config:
+  """`cut` with fewer stages, then smaller tiles, until the device has the shared memory for it."""
+  while shared_bytes(cut.tile, cut.stages, **shape) > here.shared:
+    if cut.stages > 2:
+      cut = dataclasses.replace(cut, stages=cut.stages - 1)
+    elif cut.tile > 16:
+      cut = dataclasses.replace(cut, tile=cut.tile // 2)
+    else:
+      break
+  return cut
+
+
+def fitted_tile(most: int, stages: int, **shape: int) -> int:
+  """At most so many keys per step of a loop of so many stages; fewer where the device wants it."""
+  tile, here = most, this_device()
+  while tile > 16 and shared_bytes(tile, stages, **shape) > here.shared:
+    tile //= 2
+  return tile
+
+
+def least_shared(operation: str, *, groups: int, head_dim: int, itemsize: int) -> int:
+  """Shared memory that an operation takes at the least, in bytes; 0: every device has it."""
+  if operation not in _SMALLEST:
+    return 0
+  stages, arrays = _SMALLEST[operation]
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
+  return shared_bytes(16, stages, **shape, arrays=arrays)
+
+
+def _log2(n: int) -> int:
+  return math.ceil(math.log2(n))

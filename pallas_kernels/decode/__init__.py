@@ -1,0 +1,1 @@
+"""Attention of decoded tokens: all slots, or those that a plan lists."""

@@ -1,0 +1,1 @@
+"""A token's entry into a cache, and blocks on the host."""

@@ -1,0 +1,161 @@
+"""Blocks of keys and values in host memory: fetched to the device and appended, over the link.
+
+The store's segments are operands in pinned host memory. What a kernel loads from them or stores to
+them crosses the link as it is needed: no staging copy, and nothing but the blocks that are named.
+Bytes: a block of keys and values is 2·U·H per KV head, once over the link, once through the
+device's memory; the link is the limit by a factor of a hundred.
+
+Grid: (batch row × KV head, block × piece of it). A program moves one piece of keys and the same of
+values, so that two requests are on their way at a time. Which segment holds a block is found by
+masks: what a mask leaves out is neither read nor written.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from kvjax.kernels.common import backend
+
+WARPS = 4
+PIECE = 32  # tokens of a program
+NAMES = ("k", "v")
+
+
+def _place(heads: int, pieces: int) -> tuple[Any, Any, Any, Any]:
+  """Batch row, KV head, entry of the list, and piece of this program."""
+  row, part = pl.program_id(0), pl.program_id(1)
+  return row // heads, row % heads, part // pieces, part % pieces
+
+
+def _lanes(piece: Any, tokens: int, head_dim: int) -> tuple[Array, Array, Array]:
+  """Tokens and columns of a piece, and which of them exist."""
+  token = piece * PIECE + jnp.arange(PIECE)[:, None]
+  column = jnp.arange(pl.next_power_of_2(head_dim))[None, :]
+  return token, column, (token < tokens) & (column < head_dim)
+
+
+def _fetch_kernel(*refs: Any, starts: Sequence[int]) -> None:
+  """block [B, R], segments of k, then of v, [B, K, n, U, H] -> k, v [B, K, R, U, H]."""
+  block_ref, segments, outs = refs[0], refs[1:-2], refs[-2:]
+  _, heads, _, tokens, head_dim = outs[0].shape
+  b, head, entry, piece = _place(heads, pl.cdiv(tokens, PIECE))
+  token, column, real = _lanes(piece, tokens, head_dim)
+  block = block_ref[b, entry]
+  count = len(starts)
+  for of_name, out in zip((segments[:count], segments[count:]), outs, strict=True):
+    found = jnp.zeros(real.shape, out.dtype)
+    for segment, start in zip(of_name, starts, strict=True):
+      here = (block >= start) & (block < start + segment.shape[2])
+      index = b, head, jnp.where(here, block - start, 0), token, column
+      found += backend.load(segment, *index, mask=real & here)
+    backend.store(out, b, head, entry, token, column, value=found, mask=real)
+
+
+def _append_kernel(*refs: Any, starts: Sequence[int]) -> None:
+  """block [B, E], new k, v [B, K, E, U, H], anything, segments as they are -> segments."""
+  block_ref, news, segments = refs[0], refs[1:3], refs[-2 * len(starts) :]
+  _, heads, _, tokens, head_dim = news[0].shape
+  b, head, entry, piece = _place(heads, pl.cdiv(tokens, PIECE))
+  token, column, real = _lanes(piece, tokens, head_dim)
+  block = block_ref[b, entry]
+  count = len(starts)
+  for of_name, new in zip((segments[:count], segments[count:]), news, strict=True):
+    x = backend.load(new, b, head, entry, token, column, mask=real)
+    for segment, start in zip(of_name, starts, strict=True):
+      here = (block >= start) & (block < start + segment.shape[2])
+      index = b, head, jnp.where(here, block - start, 0), token, column
+      backend.store(segment, *index, value=x.astype(segment.dtype), mask=real & here)
+
+
+def _starts(segments: Sequence[Array]) -> tuple[int, ...]:
+  """The first block of every segment."""
+  sizes = [segment.shape[2] for segment in segments]
+  return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+
+
+def fetch(
+  store: dict[str, tuple[Array, ...]], block: Int[Array, "B R"], *, interpret: bool | None = None
+) -> dict[str, Array]:
+  """The named blocks, "k" and "v" [B, K, R, U, H]; zeros, and no traffic, where `block` is −1.
+
+  Args:
+    store: "k" and "v", each the segments [B, K, n, U, H] of `kvjax.ops.offload.empty`.
+    block: int32.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+  """
+  check(store, block)
+  first = store["k"][0]
+  batch, heads, _, tokens, head_dim = first.shape
+  count = block.shape[1]
+  out = jax.ShapeDtypeStruct((batch, heads, count, tokens, head_dim), first.dtype)
+  found = backend.call(
+    functools.partial(_fetch_kernel, starts=_starts(store["k"])),
+    block,
+    *store["k"],
+    *store["v"],
+    grid=(batch * heads, count * pl.cdiv(tokens, PIECE)),
+    out=[out, out],
+    warps=WARPS,
+    stages=1,
+    name="fetch_blocks",
+    interpret=interpret,
+  )
+  return dict(zip(NAMES, found, strict=True))
+
+
+def append(
+  store: dict[str, tuple[Array, ...]],
+  new: dict[str, Array],
+  block: Int[Array, "B E"],
+  after: Array,
+  *,
+  interpret: bool | None = None,
+) -> dict[str, tuple[Array, ...]]:
+  """The store with new blocks at `block`, in place where it is donated; past the end: nothing.
+
+  Args:
+    store: as in `fetch`.
+    new: "k" and "v" [B, K, E, U, H].
+    block: int32, no number twice in a row.
+    after: any array; the writing comes after it has been computed. Without that, XLA may copy a
+      store that the same program reads.
+    interpret: as in `fetch`.
+  """
+  check(store, block)
+  batch, heads, count, tokens, _ = new["k"].shape
+  segments = [*store["k"], *store["v"]]
+  written = backend.call(
+    functools.partial(_append_kernel, starts=_starts(store["k"])),
+    block,
+    new["k"],
+    new["v"],
+    after,
+    *segments,
+    grid=(batch * heads, count * pl.cdiv(tokens, PIECE)),
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in segments],
+    warps=WARPS,
+    stages=1,
+    name="append_blocks",
+    interpret=interpret,
+    aliases={4 + i: i for i in range(len(segments))},
+  )
+  half = len(segments) // 2
+  return {"k": tuple(written[:half]), "v": tuple(written[half:])}
+
+
+def check(store: dict[str, tuple[Any, ...]], block: Any) -> None:
+  """Raises on a store that the kernels do not take; the message names the argument."""
+  if block.dtype != "int32":
+    raise TypeError(f"block: found dtype {block.dtype.name}, expected int32")
+  if block.ndim != 2 or block.shape[0] != store["k"][0].shape[0]:
+    raise ValueError(f"block: found shape {block.shape}, expected [{store['k'][0].shape[0]}, R]")
+  for segment in (*store["k"], *store["v"]):
+    if segment.size >= 2**31:
+      raise ValueError(
+        f"store: found a segment of shape {segment.shape}, expected less than 2**31 elements"
+      )

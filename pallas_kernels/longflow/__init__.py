@@ -1,0 +1,1 @@
+"""LongFlow: attention that names the slot to be given up."""

@@ -1,0 +1,1 @@
+"""PRR: speculation and repair."""

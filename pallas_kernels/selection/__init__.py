@@ -1,0 +1,1 @@
+"""Scores of keys and pages, and the best of them."""

@@ -1,0 +1,118 @@
+"""What the newest token changes in the summaries of tiles: one page's extremes, or one mean.
+
+In XLA a gather, reductions and a scatter for each array, every step; here one launch that reads the
+page's keys, or those of the window that the token completes, and writes in place.
+
+Grid: one program per row.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvjax.kernels.common import backend
+from kvjax.kernels.common.split_k import columns_of
+
+WARPS = 4
+
+
+def _extremes_kernel(*refs: Any, unit: int) -> None:
+  """k [R, S, H], used [B], low, high as they are -> low, high [R, P, H]."""
+  k_ref, used_ref, low_ref, high_ref = *refs[:2], *refs[-2:]
+  rows, slots, head_dim = k_ref.shape
+  row = pl.program_id(0)
+  used = jnp.minimum(used_ref[row // (rows // used_ref.shape[0])], slots)
+  page = jnp.maximum(used - 1, 0) // unit
+  i, column = jnp.arange(pl.next_power_of_2(unit)), jnp.arange(columns_of(head_dim))
+  slot, inside = page * unit + i, column < head_dim
+  held = (i < unit) & (slot < used)
+  mask = held[:, None] & inside[None, :]
+  k = backend.load(k_ref, row, slot[:, None], column[None, :], mask=mask).astype(jnp.float32)
+  bad = (k != k).astype(jnp.int32).max(axis=0) > 0  # NaN stays NaN
+  for ref, least, reduce in ((low_ref, jnp.inf, jnp.min), (high_ref, -jnp.inf, jnp.max)):
+    x = reduce(jnp.where(held[:, None] & (k == k), k, least), axis=0)
+    x = jnp.where(bad, jnp.nan, x).astype(ref.dtype)
+    backend.store(ref, row, page, column, value=x, mask=inside & (used > 0))
+
+
+def renew_extremes(
+  k: Float[Array, "B K S H"],
+  used: Int[Array, " B"],
+  low: Float[Array, "B K P H"],
+  high: Float[Array, "B K P H"],
+  *,
+  unit: int,
+  interpret: bool | None = None,
+) -> tuple[Float[Array, "B K P H"], Float[Array, "B K P H"]]:
+  """Minimum and maximum of the keys of the page that holds slot used − 1, anew.
+
+  Args:
+    k: cached keys.
+    used: occupied slots of every row; 0 changes nothing.
+    low, high: of every page, updated in place where donated.
+    unit: slots per page.
+    interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
+  """
+  kernel = functools.partial(_extremes_kernel, unit=unit)
+  low, high = _renew(kernel, "renew_extremes", k, used, (low, high), interpret)
+  return low, high
+
+
+def _mean_kernel(*refs: Any, width: int, stride: int) -> None:
+  """k [R, S, H], used [B], mean as it is -> mean [R, M, H]."""
+  k_ref, used_ref, mean_ref = *refs[:2], refs[-1]
+  rows, slots, head_dim = k_ref.shape
+  row = pl.program_id(0)
+  used = jnp.minimum(used_ref[row // (rows // used_ref.shape[0])], slots)
+  first = used - width  # of the window that ends with the newest slot
+  window = jnp.maximum(first, 0) // stride
+
+  @pl.when((first >= 0) & (window * stride == first) & (window < mean_ref.shape[1]))
+  def _():
+    i, column = jnp.arange(pl.next_power_of_2(width)), jnp.arange(columns_of(head_dim))
+    inside = column < head_dim
+    mask = (i < width)[:, None] & inside[None, :]
+    k = backend.load(k_ref, row, (first + i)[:, None], column[None, :], mask=mask)
+    mean = k.astype(jnp.float32).sum(axis=0) / width
+    backend.store(mean_ref, row, window, column, value=mean.astype(mean_ref.dtype), mask=inside)
+
+
+def renew_mean(
+  k: Float[Array, "B K S H"],
+  used: Int[Array, " B"],
+  mean: Float[Array, "B K M H"],
+  *,
+  width: int,
+  stride: int,
+  interpret: bool | None = None,
+) -> Float[Array, "B K M H"]:
+  """The mean of the keys of [j·stride, j·stride + width) where slot used − 1 is its last.
+
+  Arguments as in `renew_extremes`; `mean` is that of every window.
+  """
+  kernel = functools.partial(_mean_kernel, width=width, stride=stride)
+  return _renew(kernel, "renew_mean", k, used, (mean,), interpret)[0]
+
+
+def _renew(
+  kernel: Any, name: str, k: Array, used: Array, held: tuple[Array, ...], interpret: bool | None
+) -> tuple[Array, ...]:
+  """Runs a kernel that writes into `held`."""
+  rows = k.shape[0] * k.shape[1]
+  flat = [x.reshape(rows, *x.shape[2:]) for x in held]
+  new = backend.call(
+    kernel,
+    *(k.reshape(rows, *k.shape[2:]), used, *flat),
+    grid=(rows,),
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat],
+    warps=WARPS,
+    stages=1,
+    name=name,
+    interpret=interpret,
+    aliases={2 + i: i for i in range(len(flat))},
+  )
+  return tuple(x.reshape(old.shape) for x, old in zip(new, held, strict=True))

@@ -1,1 +1,0 @@
-"""The parts of `scripts.mutate`: places for faults, and the tests of a file."""

@@ -1,0 +1,356 @@
+"""Time kernels and whole decode steps against other libraries; outputs are checked first.
+
+    kvjax bench decode                      on a GPU, with the peers that are installed
+    kvjax bench decode --quick              tiny shapes, also on a CPU
+    kvjax bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
+
+A contender whose output misses the float32 reference gets no time, nor does one whose counted steps
+differ (tiles of a walk that may stop). A case that takes more than the device's memory is named and
+passed over. The floor is the bytes that must move over the bandwidth of
+a plain streaming read in the same run. Results are written after every case, beside other cases of
+the same versions: a stopped run leaves what it measured, and the rest can be measured later, or by
+another process at the same time.
+
+    kvjax bench --add run/nvidia-h200 --out scripts/results      from another folder
+    kvjax bench --compare scripts/results/nvidia-h200 run        what a change has cost
+
+Two folders of results, or two files, are compared case by case and contender by contender: the
+ratio of the medians with the bootstrap's 95 % interval over all repetitions, then what became
+slower and what faster, where the interval excludes 1 and the median moved by more than 1 %.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import json
+import math
+import os
+import pathlib
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Annotated, Any, Literal
+
+# torch, where it runs beside JAX, needs memory too, and can grow its tensors in place of new ones.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# Of the device's memory, for suites that fill it, as torch may; JAX would stop at three quarters.
+if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+  os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.97")
+# The most that JAX may pin of the host's memory: room for the whole stream of `offload`.
+os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "112")
+
+import jax
+import numpy as np
+import tyro
+
+from kvjax.programs import bench_files, common, compare, installed, quiet
+from kvjax.programs.suites import Case, Contender, exhausted, too_large
+
+# Suites that `speed`, `cold` and `tune` need lie beside the programs; a checkout has the others.
+SUITES = installed.modules("kvjax.programs.suites", besides=("torch_decoder",))
+SUITES |= installed.modules("scripts.benches")
+Suite = Literal[tuple(sorted(SUITES))]  # type: ignore[valid-type]
+_SUITES = (f"    {name:11} {installed.summary(SUITES[name])}" for name in sorted(SUITES))
+__doc__ = "\n".join([str(__doc__), "Suites:\n", *_SUITES])
+ROUNDS = 3  # at most, where quartiles are wide
+PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """What is timed, and where results go."""
+
+  suite: Annotated[Suite | None, tyro.conf.Positional, common.choice()] = None
+  """What to time."""
+  quick: bool = False
+  """Tiny shapes, few repetitions, any device."""
+  only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+  """Only cases whose name contains it."""
+  no_peers: bool = False
+  """Leave other libraries out."""
+  repetitions: Annotated[int | None, common.optional("N")] = None
+  """Interleaved repetitions of every contender; 20 by default, 3 with --quick."""
+  out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Write <device>/bench_<suite>.json and .txt there, such as scripts/results."""
+  minutes: Annotated[float, tyro.conf.arg(metavar="M")] = math.inf
+  """Begin no case after so many."""
+  add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
+  """Run nothing: take over the cases of the bench_*.json there, into --out."""
+  compare: Annotated[tuple[pathlib.Path, pathlib.Path] | None, common.optional("OLD NEW")] = None
+  """Run nothing: compare two folders of results, or two bench_*.json."""
+  fail_slower: bool = False
+  """With --compare: exit status 1 if anything is slower."""
+
+
+def suite(name: str) -> Any:
+  """The module of a suite."""
+  return importlib.import_module(SUITES[name])
+
+
+def environment() -> dict[str, str]:
+  """Device, versions and command line of this run."""
+  versions = {}
+  for package in PACKAGES:
+    try:
+      versions[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+      continue
+  return {
+    "device": jax.devices()[0].device_kind,
+    "python": platform.python_version(),
+    **versions,
+    "command": shlex.join(
+      ["kvjax", pathlib.Path(sys.argv[0]).stem.replace("_", "-"), *_said(sys.argv[1:])]
+    ),
+  }
+
+
+def _said(arguments: list[str]) -> list[str]:
+  """A command's arguments but for where results went."""
+  if "--out" not in arguments:
+    return arguments
+  at = arguments.index("--out")
+  return arguments[:at] + arguments[at + 2 :]
+
+
+def check(case: Case) -> dict[str, float]:
+  """Relative error of every contender that has an output, by name."""
+  want = case.reference().astype(np.float64)
+  errors = {}
+  for contender in case.contenders:
+    if contender.output is not None:
+      got = contender.output().astype(np.float64)
+      errors[contender.name] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+  return errors
+
+
+def check_steps(case: Case) -> dict[str, int]:
+  """Largest difference from the case's steps, of every contender that counts its own, by name."""
+  if case.steps is None:
+    return {}
+  want = case.steps()
+  counted = {c.name: c.steps() for c in case.contenders if c.steps is not None}
+  return {name: int(np.abs(got - want).max()) for name, got in counted.items()}
+
+
+def measure(case: Case, repetitions: int) -> dict[str, Any]:
+  """Checks, then times the contenders in turn, `repetitions` times each.
+
+  All over again where any one's quartiles are wider than 5 % of its median, three times at most:
+  the last round counts.
+  """
+  errors, apart = check(case), check_steps(case)
+  wrong = {name for name, error in errors.items() if not error <= case.tolerance}
+  wrong |= {name for name, steps in apart.items() if steps > case.slack}
+  timed = [contender for contender in case.contenders if contender.name not in wrong]
+  with quiet.alone():
+    for contender in timed:
+      contender.seconds()
+    times, rounds = _round(timed, repetitions), 1
+    while wide(times) and rounds < ROUNDS:
+      times, rounds = _round(timed, repetitions), rounds + 1
+  results = []
+  for contender in case.contenders:
+    row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}
+    if contender.name in apart:
+      row["steps_apart"] = apart[contender.name]
+    if contender.name in times:
+      low, median, high = _quartiles(times[contender.name])
+      row |= {
+        "us": median * 1e6,
+        "us_quartiles": [low * 1e6, high * 1e6],
+        "us_all": [round(t * 1e6, 2) for t in times[contender.name]],
+      }
+    results.append(row)
+  medians = {name: statistics.median(values) for name, values in times.items()}
+  read = medians.get("read")
+  return {
+    "case": case.name,
+    "shapes": case.shapes,
+    "subject": case.subject,
+    "bytes": case.bytes,
+    "read_bandwidth": case.bytes / read if read else None,
+    "floor_us": read * 1e6 if read else None,
+    "tolerance": case.tolerance,
+    "slack": case.slack,
+    "repetitions": repetitions,
+    "rounds": rounds,
+    "results": results,
+    "remarks": [
+      *(case.remarks(medians) if case.subject in medians else []),
+      *(
+        f"{n}: quartiles wider than {bench_files.SPREAD:.0%}, not to be divided by"
+        for n in wide(times)
+      ),
+    ],
+  }
+
+
+def _round(contenders: list[Contender], repetitions: int) -> dict[str, list[float]]:
+  """Seconds of every contender, `repetitions` times each, in turn."""
+  times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+  for _ in range(repetitions):
+    for contender in contenders:
+      times[contender.name].append(contender.seconds())
+  return times
+
+
+def wide(times: dict[str, list[float]]) -> list[str]:
+  """Those that are not steady."""
+  return [n for n, seconds in times.items() if not bench_files.steady(*_quartiles(seconds))]
+
+
+def _quartiles(times: list[float]) -> tuple[float, float, float]:
+  if len(times) < 2:
+    return times[0], times[0], times[0]
+  low, median, high = statistics.quantiles(times, n=4)
+  return low, median, high
+
+
+def table(report: dict[str, Any]) -> str:
+  """The table of one case, for the terminal and for the file beside the JSON."""
+  rows = report["results"]
+  subject = report["subject"]
+  lines = [f"{report['case']}: {report['shapes']}"]
+  read = ""
+  if report["read_bandwidth"]:
+    rate = report["read_bandwidth"] / 1e12
+    read = f"; a streaming read ran at {rate:.3g} TB/s: floor {report['floor_us']:.1f} µs"
+  lines.append(f"  {report['bytes'] / 2**20:.1f} MiB to move{read}")
+  mine = next((row.get("us") for row in rows if row["name"] == subject), None)
+  lines.append(
+    f"  {'':24} {'µs':>8} {'quartiles':>17} {'of floor':>9} {subject + ' /':>9} {'error':>9}"
+  )
+  for row in rows:
+    error = "" if row["error"] is None else f"{row['error']:.1e}"
+    if "us" not in row:
+      lines.append(f"  {row['name']:24} wrong: error {error}, expected {report['tolerance']:.0e}")
+      if "steps_apart" in row:
+        lines[-1] += f"; {row['steps_apart']} steps apart, expected at most {report['slack']}"
+      continue
+    spread = "{:.1f}-{:.1f}".format(*row["us_quartiles"])
+    share = f"{report['floor_us'] / row['us']:.3f}" if report["floor_us"] else ""
+    ratio = f"{mine / row['us']:.3f}" if mine else ""
+    lines.append(
+      f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}".rstrip()
+    )
+  lines += [f"  {remark}" for remark in report["remarks"]]
+  return "\n".join(lines)
+
+
+def main(options: Args) -> int:
+  chosen = sum(map(bool, (options.suite, options.add, options.compare)))
+  if chosen != 1 or (options.add and not options.out):
+    raise ValueError("arguments: expected one of a suite to run, --add with --out, or --compare")
+  if options.compare:
+    compared = compare.compare(*options.compare)
+    print(compared.text())
+    return int(options.fail_slower and any(change.slower for change in compared.changes))
+  if options.add:
+    for folder in options.add:
+      print("\n".join(add(folder, options.out)))
+    return 0
+  repetitions = options.repetitions or (3 if options.quick else 20)
+  facts = environment()
+  print(_head(facts))
+  reports = []
+  module, end = suite(options.suite), time.monotonic() + 60 * options.minutes
+  for case in module.cases(options.quick, not options.no_peers, options.only):
+    common.drop_programs()
+    try:
+      measured = measure(case, repetitions)
+    except jax.errors.JaxRuntimeError as error:
+      if not exhausted(error):
+        raise
+      print(too_large(case.name), flush=True)
+      continue
+    reports.append({**measured, "command": facts["command"]})
+    print("\n" + table(reports[-1]), flush=True)
+    if options.out:
+      write(options.out, options.suite, facts, reports)
+    if time.monotonic() > end:
+      print(f"\n{options.minutes:g} minutes are over: there may be more cases")
+      break
+  if not reports:
+    raise ValueError(
+      f"--only: found {options.only!r}, in no case's name of suite {options.suite} "
+      "that this device has room for"
+    )
+  return int(any("us" not in row for report in reports for row in report["results"]))
+
+
+def results_of(folder: pathlib.Path, suite: str, facts: dict[str, str]) -> pathlib.Path:
+  """<folder>/<device>/bench_<suite>.json."""
+  return folder / "-".join(facts["device"].lower().split()) / f"bench_{suite}.json"
+
+
+def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[dict]) -> None:
+  """<folder>/<device>/bench_<name>.json and .txt, complete after every case."""
+  path = results_of(folder, name, facts)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  new = {report["case"]: report for report in reports}
+  with _locked(path.parent):
+    held = earlier(path, facts)
+    cases = [new.pop(report["case"], report) for report in held.pop("cases", [])]
+    cases += new.values()
+    # Each case has the command that measured it.
+    facts = {**held, **facts, "command": f"kvjax bench {name}"}
+    for whole, text in (
+      (path, json.dumps({**facts, "cases": cases}, indent=1)),
+      (path.with_suffix(".txt"), "\n\n".join([_head(facts), *map(table, cases)])),
+    ):
+      with common.written_aside(whole) as aside:
+        aside.write_text(text + "\n")
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """Other processes that write there wait."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(descriptor)
+
+
+def earlier(path: pathlib.Path, facts: dict[str, str]) -> dict[str, Any]:
+  """What a file has, if it was made with the same versions of what both name."""
+  held = bench_files.read(path) if path.exists() else {}
+  same = all(held.get(key, value) == value for key, value in facts.items() if key != "command")
+  return held if same else {}
+
+
+def add(folder: pathlib.Path, out: pathlib.Path) -> list[str]:
+  """Takes over the cases of another folder's files; what was taken, a line each.
+
+  Raises:
+    FileNotFoundError: there are none.
+    ValueError: one here was made with other versions.
+  """
+  taken = []
+  for path in sorted(folder.glob("bench_*.json")):
+    facts = json.loads(path.read_text())
+    name, cases = path.stem.removeprefix("bench_"), facts.pop("cases")
+    mine = results_of(out, name, facts)
+    if mine.exists() and not earlier(mine, facts):
+      raise ValueError(f"{mine}: found results of other versions than {path}, expected the same")
+    write(out, name, facts, cases)
+    taken += [f"{name}: {case['case']}" for case in cases]
+  if not taken:
+    raise FileNotFoundError(f"{folder}: found no bench_*.json, expected results of bench")
+  return taken
+
+
+def _head(facts: dict[str, str]) -> str:
+  return "\n".join(f"{key:18} {value}" for key, value in facts.items())
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

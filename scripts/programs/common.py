@@ -1,0 +1,305 @@
+"""What the programs share: the model that they load, and files that are whole or not there."""
+
+import functools
+import gc
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import sys
+import tempfile
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Annotated, Any, TextIO
+
+import jax
+import numpy as np
+import tyro
+
+import kvjax
+from kvjax.models.io import convert, files
+from kvjax.models.io.asides import aside
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import console
+
+_BASELINES = ("streaming_llm", "random")
+_SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
+
+
+def optional(metavar: str) -> Any:
+  """An argument whose help says what it is when it is not given."""
+  return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+def choice() -> Any:
+  """As `optional`, of one among several words."""
+  return tyro.conf.arg(help_behavior_hint="")
+
+
+# How every program takes a model: a converted checkpoint, or None for the default one.
+Checkpoint = Annotated[pathlib.Path | None, optional("FOLDER")]
+
+
+def parse(args: type, name: str, given: Sequence[str] | None = None) -> Any:
+  """A program's arguments, an instance of the dataclass `args`; its module's docstring is the help.
+
+  Args:
+    name: the program as users type it.
+    given: what they typed after it; by default the command line.
+  """
+  text = (sys.modules[args.__module__].__doc__ or "").strip()
+  return tyro.cli(
+    args,
+    prog=name,
+    description=textwrap.indent(text, " "),  # tyro joins lines that begin with a letter
+    args=given,
+    config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+  )
+
+
+def run(
+  main: Callable[[Any], int | None],
+  args: type,
+  *,
+  command: str | None = None,
+  given: Sequence[str] | None = None,
+) -> None:
+  """Runs a program whose arguments are a dataclass; it ends with the status that `main` returns.
+
+  Args:
+    command: the program as users type it; by default `python -m` its module.
+    given: what they typed after it; by default the command line.
+  """
+  with one_line_errors():
+    status = main(parse(args, command or _started(main), given))
+  if status:
+    sys.exit(status)
+
+
+def _started(main: Callable) -> str:
+  """How `python -m` starts the module that `main` is of."""
+  return f"python -m {main.__globals__['__spec__'].name}"
+
+
+# What arguments, files and weights can be to blame for.
+_TOLD = (
+  *(ValueError, NotImplementedError, OSError, MemoryError, ModuleNotFoundError),
+  FloatingPointError,
+)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+  """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C.
+
+  Warnings are a line each, and said once. A SIGTERM is taken as Ctrl-C: what is written aside is
+  swept up, what is whole stays. What the program compiles is kept for its next run
+  (`keep_programs`).
+  """
+  with warnings.catch_warnings():
+    warnings.showwarning = _warned
+    keep_programs()
+    with _one_line_errors():
+      yield
+
+
+def _warned(message: Warning | str, *where: Any, **more: Any) -> None:
+  """A warning in one line; JAX's on its cache of programs name each program: of these, one."""
+  _say(re.sub(r"(persistent compilation cache) entry for '[^']*'", r"\1", str(message)))
+
+
+@functools.cache
+def _say(text: str) -> None:
+  print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+  for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character ends nothing
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="backslashreplace")
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+  try:
+    yield
+  except KeyboardInterrupt:
+    raise SystemExit("\nstopped") from None
+  except _TOLD as error:
+    if os.environ.get("KVJAX_TRACEBACK"):
+      raise
+    raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error
+
+
+def keep_programs() -> None:
+  """Turns on JAX's persistent compilation cache, in the user's cache folder.
+
+  JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=0 turns it off.
+  Programs that took a fifth of a second are kept too, unless
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise; JAX alone keeps them from 1 s on. To be
+  called before anything is compiled. A folder that cannot be written only warns.
+  """
+  if jax.config.jax_compilation_cache_dir is None:
+    jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
+  _check_kept(jax.config.jax_compilation_cache_dir)
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _check_kept(folder: str) -> None:
+  """Warns once of a cache folder that is full or cannot be written; without it, nothing is kept."""
+  if "://" in folder:  # in a cloud's storage
+    return
+  path = pathlib.Path(folder)
+  try:
+    with files.written(path):
+      path.mkdir(parents=True, exist_ok=True)
+      with tempfile.TemporaryFile(dir=path) as file:
+        file.write(bytes(1 << 16))
+  except OSError as error:
+    warnings.warn(f"{error}: what is compiled is not kept", stacklevel=3)
+    if path.is_dir():  # what is there can still be read
+      warnings.filterwarnings("ignore", "Error writing persistent compilation cache")
+    else:
+      jax.config.update("jax_enable_compilation_cache", False)
+
+
+# Every compiled program takes memory maps, of which Linux gives a process 65,530.
+_MAPS, _MOST_MAPS = pathlib.Path("/proc/self/maps"), 20_000
+
+
+def drop_programs() -> bool:
+  """Drops compiled programs where they are many: long before the compiler gets no more memory.
+
+  Past the last map a compilation on a CPU ends with "Cannot allocate memory", a write to the
+  compilation cache in a segmentation fault. To be called where no program is in use soon, such as
+  between two methods. What is needed again comes from the cache on disk, if there is one.
+
+  Returns:
+    Whether they were dropped.
+  """
+  if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") <= _MOST_MAPS:
+    return False
+  jax.clear_caches()
+  gc.collect()
+  return True
+
+
+def check_numbers(args: Any, **least: int) -> None:
+  """Raises ValueError for a number, or one of several, that is too small; None passes.
+
+  Args:
+    args: what was given.
+    least: the smallest number that makes sense, by the argument's name.
+  """
+  for name, bound in least.items():
+    given = getattr(args, name)
+    for value in given if isinstance(given, tuple) else (given,):
+      if value is not None and value < bound:
+        option = name.replace("_", "-")
+        raise ValueError(f"--{option}: found {value}, expected at least {bound}")
+
+
+def usual_methods() -> tuple[str, ...]:
+  """What is compared unless methods are named: baselines, and the systems that are registered."""
+  return tuple(name for name in _BASELINES + _SYSTEMS if name in kvjax.METHODS)
+
+
+def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) -> np.ndarray:
+  """One row of tokens int32 [1, T], padded to `size` or to a multiple: few sizes, few compilations.
+
+  Raises:
+    ValueError: there are no tokens, or more than `size`.
+  """
+  if not ids:
+    raise ValueError("prompt: found no tokens, expected at least 1")
+  size = -(-len(ids) // multiple) * multiple if size is None else size
+  if len(ids) > size:
+    raise ValueError(f"prompt: found {len(ids)} tokens, expected 1 to {size}")
+  return np.pad(np.asarray([ids], np.int32), ((0, 0), (0, size - len(ids))))
+
+
+def load_model(
+  checkpoint: pathlib.Path | None, impl: str = "auto", *, out: TextIO | None = None
+) -> tuple[Transformer, Tokenizer]:
+  """A converted checkpoint; by default SmolLM2-135M-Instruct, fetched and converted once."""
+  if checkpoint is None:
+    with console.step("SmolLM2-135M-Instruct: fetched and converted the first time", out):
+      checkpoint = convert.default_checkpoint(progress=False)
+  with console.step(f"loading {checkpoint.name}", out) as step:
+    model, tokenizer = convert.load(checkpoint, impl=impl)
+    step.note(model.dtype.name)
+  return model, tokenizer
+
+
+def read_text(path: pathlib.Path, option: str) -> str:
+  """A file's text.
+
+  Args:
+    option: the argument that names the file, for messages.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text in UTF-8.
+  """
+  if not path.is_file():
+    raise FileNotFoundError(f"{option}: found no file {path}, expected a text in UTF-8")
+  return _text(path.read_bytes(), f"{option}: {path}")
+
+
+def template_arguments(given: str | None) -> dict[str, Any]:
+  """The values in --template-args, for `Tokenizer.render`.
+
+  Raises:
+    ValueError: it is no JSON object, or names what the program itself gives.
+  """
+  try:
+    found = {} if given is None else json.loads(given)
+  except ValueError:
+    found = given
+  if not isinstance(found, dict) or {"messages", "add_generation_prompt"} & set(found):
+    raise ValueError(
+      f"--template-args: found {given!r}, expected a JSON object of what the chat template reads "
+      'beside the messages: {"enable_thinking": false}'
+    )
+  return found
+
+
+def read_stdin() -> str:
+  """All of standard input; raises ValueError where it is no text in UTF-8."""
+  piped = getattr(sys.stdin, "buffer", None)
+  return sys.stdin.read() if piped is None else _text(piped.read(), "standard input")
+
+
+def _text(data: bytes, what: str) -> str:
+  try:
+    return data.decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"{what}: found a byte 0x{data[error.start]:02X} at {error.start:,} that is no UTF-8, "
+      "expected a text in UTF-8"
+    ) from error
+
+
+def device_bytes(caches: Any) -> int:
+  """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
+  return sum(x.nbytes for x in jax.tree.leaves(caches) if _on_device(x))
+
+
+def host_bytes(caches: Any) -> int:
+  """Bytes of all arrays that are offloaded to the host's memory."""
+  return sum(x.nbytes for x in jax.tree.leaves(caches) if not _on_device(x))
+
+
+def _on_device(x: jax.Array) -> bool:
+  return all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
+
+
+def written_aside(path: pathlib.Path) -> AbstractContextManager[pathlib.Path]:
+  """A path to write a file to; it takes the name `path` when the block ends well."""
+  return aside(path, replace=True)

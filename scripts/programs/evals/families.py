@@ -1,0 +1,84 @@
+"""Kinds of methods by what they promise, which is also what can go wrong with them."""
+
+import dataclasses
+
+import kvjax
+from kvjax.families.coded import Coded
+from kvjax.programs.evals import labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """Methods that promise the same.
+
+  Attributes:
+    name: what they do.
+    risk: what can go wrong.
+    colour: matplotlib's, in pictures of families.
+    safe: whether every token stays and the prompt is read as under the full cache.
+  """
+
+  name: str
+  risk: str
+  colour: str
+  safe: bool = False
+
+
+WHOLE = Family("the full cache", "none", "black", safe=True)
+READS = Family(
+  "keep all, read a part",
+  "a step may miss a token; the next can find it",
+  "tab:blue",
+  safe=True,
+)
+ROUNDS = Family(
+  "keep all, in fewer bits",
+  "all keys and values are rounded",
+  "tab:cyan",
+  safe=True,
+)
+SKIMS = Family(
+  "keep all, deep layers skip a part of the prompt",
+  "deep layers never see a part of the prompt",
+  "tab:purple",
+)
+EVICTS = Family(
+  "keep the budget, the prompt read in full",
+  "what left is gone: a later question may need it",
+  "tab:red",
+)
+WINDOWS = Family(
+  "keep first and newest tokens",
+  "what left the window is gone, and the prompt was read through it",
+  "tab:orange",
+)
+STREAMS = Family(
+  "keep blocks in host memory",
+  "the prompt is read through a window; blocks that are not retrieved are not seen",
+  "tab:green",
+)
+CONTROL = Family("the control", "it chooses by chance", "0.55")
+OTHERS = Family("others", "unknown", "tab:brown")
+FAMILIES = (WHOLE, READS, ROUNDS, SKIMS, EVICTS, WINDOWS, STREAMS, OTHERS, CONTROL)
+
+# Upper bound and control, not for use.
+YARDSTICKS = ("topk_oracle", "random")
+
+
+def of(label: str) -> Family:
+  """That of a method, by what its class declares; of names that this machine lacks, OTHERS."""
+  try:
+    method = labels.instance(label, 1024)
+  except (ImportError, TypeError, ValueError):
+    return OTHERS
+  if isinstance(method, kvjax.Full):
+    return WHOLE
+  if isinstance(method, kvjax.Random):
+    return CONTROL
+  if isinstance(method, kvjax.Streamed):
+    return STREAMS
+  if isinstance(method, Coded) and isinstance(method.base, kvjax.Full):
+    return ROUNDS
+  if method.traits.positional:
+    return READS if kvjax.families.forms.dense_prefill(method) else SKIMS
+  return EVICTS if kvjax.families.forms.dense_prefill(method) else WINDOWS

@@ -1,0 +1,65 @@
+"""Score against the bytes that are really kept."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from kvjax.programs.evals.pictures.look import SMALL, Styles, between, legend, name_axes, sheet
+from kvjax.programs.evals.standing import FULL, aware_first
+from kvjax.programs.evals.stats import Estimate, mean_of
+from kvjax.programs.evals.summary import Summary
+
+
+def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | None:
+  """Mean score, with its 95 % interval, against a row's bytes, by mode, length and tasks.
+
+  A panel has the tasks that the same methods have done; means over other tasks are other numbers.
+  """
+  chosen = [s for s in summaries if "kl" not in s.also]
+  done: dict[tuple[str, int, str], set[Any]] = {}
+  for s in chosen:
+    if s.method != FULL:
+      done.setdefault((s.mode, s.length, s.task), set()).add((s.method, s.budget))
+  panels: dict[Any, list[str]] = {}
+  for (mode, length, task), methods in done.items():
+    panels.setdefault((aware_first(mode), length, frozenset(methods)), []).append(task)
+  if not panels:
+    return None
+  keys = sorted(panels, key=lambda key: (key[:2], -len(key[2])))
+  figure, axes = sheet(len(keys), min(4, len(keys)), 3.8, 3.1)
+  for ((_, mode), length, methods), axis in zip(keys, axes, strict=False):
+    tasks = set(panels[aware_first(mode), length, methods])
+    here = [s for s in chosen if (s.mode, s.length) == (mode, length) and s.task in tasks]
+    points: dict[str, list[tuple[float, Estimate]]] = {}
+    for method, budget in dict.fromkeys((s.method, s.budget) for s in here):
+      mine = [s for s in here if (s.method, s.budget) == (method, budget)]
+      if {s.task for s in mine} == tasks:
+        size = np.mean([s.cache_bytes for s in mine]) / 1e6
+        points.setdefault(method, []).append((size, mean_of([s.score for s in mine])))
+    for method, listed in points.items():
+      x, scores = zip(*sorted(listed, key=lambda point: point[0]), strict=True)
+      y = [score.mean for score in scores]
+      style = styles.line(method)
+      if method == FULL:
+        axis.axhline(y[0], **{**style, "linewidth": 1})
+        axis.plot(x, y, "o", color="black", label=method)
+      else:
+        axis.plot(x, y, **style, label=method)
+        ends = [score.low for score in scores], [score.high for score in scores]
+        axis.vlines(x, *ends, color=style["color"], linewidth=0.8, alpha=0.6)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_ylim(-0.03, 1.03)
+    n = between(s.score.n for s in here)
+    many = f"{len(tasks)} tasks, {n} each" if len(tasks) > 1 else f"{tasks.pop()}, {n}"
+    title = f"{length:,} tokens, {mode}; {many}"
+    axis.set_title(title, fontsize=SMALL)
+    name_axes(axis, "MB of cache a row; logarithmic", "mean score, 95 % interval")
+  legend(figure, axes)
+  figure.suptitle("Score against the bytes that are really kept", fontsize=10)
+  return figure

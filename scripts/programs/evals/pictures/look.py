@@ -1,0 +1,85 @@
+"""What all pictures share: looks of methods, grids of panels, legends, words."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvjax.programs.evals.standing import FULL, aware_first
+
+Rows = Sequence[dict[str, Any]]
+
+RANDOM = "random"
+_COLOURS = [colormaps["tab10"](i) for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]
+_LINES = ("-", "--", ":")  # after as many methods as there are colours the next one
+_MARKERS = "osD^vP*X<>hd"
+SMALL = 8
+
+
+def name_of(method: str, budget: int | None) -> str:
+  """How a method is called in a picture."""
+  return method if budget is None else f"{method} {budget:,}"
+
+
+class Styles:
+  """One colour, line and marker per method in all pictures; full black, random grey."""
+
+  def __init__(self, methods: Iterable[str]):
+    others = [m for m in dict.fromkeys(methods) if m not in (FULL, RANDOM)]
+    lines = itertools.cycle(itertools.product(_LINES, _COLOURS))
+    looks = zip(lines, itertools.cycle(_MARKERS), strict=False)
+    self._made = dict(zip(others, looks, strict=False))
+
+  def line(self, method: str) -> dict[str, Any]:
+    if method == FULL:
+      return {"color": "black", "marker": "", "linestyle": "-", "linewidth": 1.5}
+    if method == RANDOM:
+      return {"color": "0.5", "marker": "x", "linestyle": "-.", "linewidth": 1.5}
+    (line, colour), marker = self._made[method]
+    look = {"color": colour, "linestyle": line, "marker": marker}
+    return {**look, "markersize": 5, "linewidth": 1.2}
+
+
+def modes(rows: Rows) -> list[str]:
+  """Those of the rows, "aware" first."""
+  return sorted({row["mode"] for row in rows}, key=aware_first)
+
+
+def between(counts: Iterable[int]) -> str:
+  few, many = min(listed := list(counts)), max(listed)
+  return f"n = {few}" if few == many else f"n = {few} to {many}"
+
+
+def sheet(panels: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+  rows = -(-panels // columns)
+  figure = Figure(figsize=(max(5.0, width * columns + 1.2), height * rows + 0.5))
+  figure.set_layout_engine("constrained")
+  axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
+  for axis in axes[panels:]:
+    axis.set_visible(False)
+  return figure, axes
+
+
+def name_axes(axis: Axes, x: str, y: str) -> None:
+  axis.set_xlabel(x, fontsize=SMALL)
+  axis.set_ylabel(y, fontsize=SMALL)
+  axis.tick_params(labelsize=SMALL)
+  axis.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Figure, axes: Iterable[Axes]) -> None:
+  """One legend for all panels, to their right."""
+  handles: dict[str, Any] = {}
+  for axis in axes:
+    for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+      handles.setdefault(label, handle)
+  look = {"loc": "outside right center", "fontsize": 7, "frameon": False, "handlelength": 3}
+  figure.legend(handles.values(), handles.keys(), ncols=1 + len(handles) // 20, **look)
+
+
+def thousands(tokens: float) -> str:
+  return f"{tokens / 1024:g}K" if tokens % 1024 == 0 else f"{tokens:g}"

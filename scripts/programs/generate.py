@@ -1,0 +1,149 @@
+"""Write text with a model under one method, streamed to the terminal.
+
+    kvjax generate "Name three rivers."
+    kvjax generate "Who wrote the letter?" --method ltri --budget 2048 --context-file book.txt
+    kvjax generate "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --method snapkv
+
+The text goes to standard output, everything else to standard error, so the output can be piped.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import time
+from typing import Annotated, Literal
+
+import jax
+import numpy as np
+import tyro
+
+import kvjax
+from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.sampling import Sampling
+from kvjax.programs import common, console, context
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """The prompt, the method, and how tokens are drawn."""
+
+  prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+  """The question, or with --raw the text to continue; "-" reads it from standard input."""
+  method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
+  """A registered method (`kvjax evaluate --list`), or module:Class."""
+  budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
+  """Tokens that the method keeps or reads per step, where it has such a setting."""
+  context_file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
+  """A text in UTF-8 of any length to put before the prompt."""
+  steps: int = 256
+  """Tokens to generate at most."""
+  temperature: float = 0.0
+  """0 takes the likeliest token; higher values draw more freely."""
+  top_k: Annotated[int | None, common.optional("TOKENS")] = None
+  """Draw from this many of the likeliest tokens only; all by default."""
+  top_p: float = 1.0
+  """Draw from the fewest likeliest tokens whose probabilities sum to this."""
+  min_p: float = 0.0
+  """Draw from tokens at least this many times as probable as the likeliest one."""
+  seed: int = 0
+  """Random seed of the draws."""
+  stop: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
+  """Strings that end the text; they are not printed."""
+  prefill_chunk: Annotated[int | None, common.optional("TOKENS")] = None
+  """Read a long prompt so many tokens at a time, which takes less memory; at once by default."""
+  raw: bool = False
+  """Continue the prompt as it is, without the chat template."""
+  system: Annotated[str | None, common.optional("TEXT")] = None
+  """System message of the chat."""
+  template_args: Annotated[str | None, common.optional("JSON")] = None
+  """Further values that the chat template reads: '{"enable_thinking": false}', tools, documents."""
+  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
+  """Implementation of the method's operations."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+def main(args: Args) -> None:
+  chosen = kvjax.find_method(args.method, "--method")
+  common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
+  method = kvjax.settings.usual(chosen, args.budget)
+  given = common.template_arguments(args.template_args)
+  sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+  prompt = common.read_stdin() if args.prompt == "-" else args.prompt
+  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  if args.context_file is not None:
+    ids = context.encode(
+      tokenizer, args.context_file, prompt, system=args.system, raw=args.raw, arguments=given
+    )
+  elif args.raw:
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt, bos=False)]
+  else:
+    messages = [{"role": "user", "content": prompt}]
+    if args.system is not None:
+      messages.insert(0, {"role": "system", "content": args.system})
+    ids = tokenizer.chat(messages, **given)
+
+  tokens = common.right_padded(ids, multiple=64)
+  spec = model.spec(1, tokens.shape[1] + args.steps)
+  context.check_room(method, spec)
+  print(f"reading {len(ids):,} tokens under {method}", file=sys.stderr)
+  done = [0, 0]  # tokens that have been read, and generated
+  try:
+    caches = method.init_caches(spec)
+    with console.bar(len(ids), "reading", "token") as bar:
+
+      def read(count: int, _: int) -> None:
+        bar.update(count - done[0])
+        done[0] = count
+
+      logits, caches = prefill(
+        model,
+        tokens,
+        np.array([len(ids)]),
+        caches,
+        method,
+        chunk=args.prefill_chunk,
+        on_chunk=read,
+      )
+      logits.block_until_ready()
+      read(len(ids), len(ids))
+
+    def show(texts: list[str]) -> None:
+      sys.stdout.write(texts[0])
+      sys.stdout.flush()
+
+    def count(tokens: np.ndarray) -> None:
+      done[1] += int((tokens >= 0).sum())
+
+    begin = time.perf_counter()
+    generation, _ = generate(
+      model,
+      logits,
+      caches,
+      method,
+      steps=args.steps,
+      sampling=sampling,
+      seed=args.seed,
+      stop=tokenizer.ends,
+      stop_strings=args.stop,
+      tokenizer=tokenizer,
+      chunk=8,
+      on_text=show,
+      on_chunk=count,
+    )
+  except (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError) as error:
+    print(flush=True)
+    known = {MemoryError: "memory ran out", FloatingPointError: "numbers overflowed"}
+    what = known.get(type(error), "the device failed")
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise SystemExit(
+      f"error: {what} after {done[0]:,} of {len(ids):,} tokens had been read and {done[1]:,} "
+      f"generated (their text is above): {reason}"
+    ) from error
+  print(flush=True)
+  seconds, n = time.perf_counter() - begin, int(generation.lengths[0])
+  print(f"({n} tokens in {seconds:.1f} s, compilation included)", file=sys.stderr)
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

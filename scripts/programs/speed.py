@@ -1,0 +1,236 @@
+"""Time a decode step of each method on a real model, after real text.
+
+    kvjax speed --methods quest snapkv --lengths 8192 --batches 1 8 --out run
+    kvjax speed --checkpoint FOLDER --methods all --budgets 1024 4096 --out run
+
+Nothing is forced or drawn at random: the rows are speeches, as in the task `kl` of `evaluate`, and
+what a method selects, shares or stops depends on their activations. Each measured method is a line
+of <out>/speed.jsonl; what the folder has is not measured again:
+
+    us            of a step of the whole batch, greedy, STEPS steps a dispatch; its quartiles; all
+    cache_bytes   of the caches on the device, host_bytes on the host
+    read_bytes    what a step moves at most, weights and caches
+    expected_us   what `advise` expects of a step, on an H200
+    peak_bytes    what a step holds, weights and caches included, as the compiler plans it; reading
+                  the prompt takes more, less with smaller chunks
+    prefill_s     seconds in which the prompt was read
+
+Before timing, one step is compared with the reference implementation on the same caches: `error`
+is the relative difference of the logits, `agreed` the share of rows with the same likeliest token.
+Above TOLERANCE the line has no time.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import kvjax
+from kvjax.models.decode.generate import join, pad, prefill, split
+from kvjax.models.decode.step_bytes import step_bytes
+from kvjax.models.nn.transformer import Caches, Transformer
+from kvjax.programs import bench_files, common, console, quiet, step_time
+from kvjax.programs.clock import Clock
+from kvjax.programs.evals import cells, plan, registry
+from kvjax.programs.evals.prompt import Reader
+from kvjax.programs.suites.e2e import stepping
+
+FILE = "speed.jsonl"
+KEY = ("method", "budget", "length", "batch")
+STEPS = 16  # of a dispatch
+TIMES = 10  # dispatches of a measurement
+ROUNDS = 3  # measurements at most, where quartiles are wide
+TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """What is timed, and where it is written."""
+
+  out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
+  """speed.jsonl is written there, or added to."""
+  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("all",)
+  """Registered methods, also name:field=value,… and outer+inner, as kvjax evaluate takes them; the
+  full cache always runs."""
+  budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOKENS ...")] = ("1024",)
+  """Tokens that a method keeps or reads: a number, or a share of the length (0.125)."""
+  lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="TOKENS ...")] = (8192,)
+  """Tokens of prompt and answer together."""
+  batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ROWS ...")] = (8,)
+  """Rows that are decoded together."""
+  impl: str = "auto"
+  """Implementation of the methods' operations."""
+  seed: int = 0
+  """Draws the texts."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+def measured(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
+  """The lines of a folder; a last one that was cut off is left out (`repair`: and removed)."""
+  path = folder / FILE
+  data = path.read_bytes() if path.is_file() else b""
+  whole = data[: data.rfind(b"\n") + 1]
+  if repair and len(whole) < len(data):
+    os.truncate(path, len(whole))
+  return [json.loads(line) for line in whole.splitlines()]
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+  return tuple(row[name] for name in KEY)
+
+
+class Bench:
+  """Prompts of one length and batch, and a model that reads them."""
+
+  def __init__(self, model: Transformer, prompts: Sequence[list[int]], length: int, impl: str):
+    self.model, self.length, self.impl = model, length, impl
+    tokens, self.lengths = pad(prompts)
+    self.tokens = np.pad(tokens, ((0, 0), (0, length - tokens.shape[1])))
+    self.graph, self.leaves = split(model)
+
+  @property
+  def batch(self) -> int:
+    return len(self.lengths)
+
+  def measure(self, method: kvjax.Method) -> dict[str, Any]:
+    """One method's line, without what names it."""
+    spec = self.model.spec(self.batch, self.length)
+    moved = step_bytes(self.model.config, method, self.batch, self.length, self.model.dtype)
+    with Clock() as clock:
+      logits, caches = prefill(
+        self.model, self.tokens, self.lengths, method.init_caches(spec), method, past=0
+      )
+      token = jax.block_until_ready(jnp.argmax(logits, -1).astype(jnp.int32))
+    row: dict[str, Any] = {
+      "prefill_s": round(clock.running, 4),
+      "cache_bytes": common.device_bytes(caches),
+      "host_bytes": common.host_bytes(caches),
+      "read_bytes": moved.device,
+      "expected_us": round(step_time.expected(moved, method.traits.by_layer) * 1e6, 1),
+      **self._compared(method, token, caches),
+    }
+    run = stepping(self.graph, method, self.impl, STEPS)
+    program = jax.jit(run, donate_argnums=1).lower(self.leaves, caches, token).compile()
+    plan = program.memory_analysis()
+    row["peak_bytes"] = (
+      plan.argument_size_in_bytes
+      + plan.output_size_in_bytes
+      + plan.temp_size_in_bytes
+      - plan.alias_size_in_bytes
+    )
+    return row if row["error"] > TOLERANCE else row | _timed(program, self.leaves, caches, token)
+
+  def _compared(self, method: kvjax.Method, token: jax.Array, caches: Caches) -> dict[str, Any]:
+    """How far a step is from the reference's, and the share of the tokens that it attends to."""
+
+    def step(impl: str) -> Any:
+      @jax.jit
+      def run(leaves: Any, caches: Any, token: Any) -> Any:
+        decoder = join(self.graph, leaves)
+        decoder.env = dataclasses.replace(decoder.env, impl=impl)
+        logits, _, reports = decoder.decode(token, caches, method, with_aux=True)
+        return logits, jnp.stack([report["visited"].mean(-1) for report in reports])
+
+      return run(self.leaves, caches, token)
+
+    (ours, visited), (want, _) = step(self.impl), step("reference")
+    got, wanted = np.asarray(ours, np.float64), np.asarray(want, np.float64)
+    seen = np.asarray(self.lengths) + 1
+    return {
+      "error": round(float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)), 6),
+      "agreed": float((got.argmax(-1) == wanted.argmax(-1)).mean()),
+      "visited": round(float((np.asarray(visited, np.float64) / seen).mean()), 5),
+    }
+
+
+def _timed(program: Any, leaves: Any, caches: Caches, token: jax.Array) -> dict[str, Any]:
+  """Microseconds of a step; measured again where the quartiles are wide."""
+  with quiet.alone():
+    caches, done = program(leaves, caches, token)
+    for _ in range(ROUNDS):
+      seconds = []
+      for _ in range(TIMES):
+        jax.block_until_ready(done)
+        began = time.perf_counter()
+        caches, done = program(leaves, caches, token)
+        jax.block_until_ready(done)
+        seconds.append((time.perf_counter() - began) / STEPS)
+      low, median, high = statistics.quantiles(seconds, n=4)
+      if bench_files.steady(low, median, high):
+        break
+  return {
+    "us": round(median * 1e6, 2),
+    "us_quartiles": [round(low * 1e6, 2), round(high * 1e6, 2)],
+    "us_all": [round(x * 1e6, 2) for x in seconds],
+  }
+
+
+def lines(args: Args) -> Iterator[dict[str, Any]]:
+  """A line for everything that the folder does not have."""
+  labels = list(kvjax.METHODS) if args.methods == ("all",) else args.methods
+  entries = {length: plan.entries(labels, args.budgets, length) for length in args.lengths}
+  have = {key(row) for row in measured(args.out, repair=True)}
+  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  reader = {chat: Reader(tokenizer, chat=chat) for chat in (False, True)}
+  for length in args.lengths:
+    made = cells.build([registry.TASKS["kl"]], [length], max(args.batches), args.seed, reader)
+    cell = next(made)
+    if isinstance(cell, str):
+      raise ValueError(cell)
+    prompts = [prompt.ids for prompt in cell.prompts]
+    for batch in args.batches:
+      bench = Bench(model, prompts[:batch], length, args.impl)
+      for entry in entries[length]:
+        named = dict(zip(KEY, (entry.label, entry.budget, length, batch), strict=True))
+        if key(named) in have:
+          continue
+        common.drop_programs()
+        with console.step(f"{entry.label}, budget {entry.budget}, B{batch} T{length}") as step:
+          try:
+            row = named | {"settings": repr(entry.method)} | bench.measure(entry.method)
+          except (
+            ValueError,
+            NotImplementedError,
+            MemoryError,
+            jax.errors.JaxRuntimeError,
+          ) as error:
+            step.note(f"not run: {error}")
+            continue
+          step.note(f"{row['us']:,.0f} µs" if "us" in row else f"wrong: error {row['error']}")
+          yield row
+
+
+def main(args: Args) -> None:
+  common.check_numbers(args)
+  for name in ("lengths", "batches"):
+    if not getattr(args, name) or min(getattr(args, name)) < 1:
+      raise ValueError(f"--{name}: found {getattr(args, name)}, expected numbers of at least 1")
+  args.out.mkdir(parents=True, exist_ok=True)
+  facts = {
+    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "device": jax.devices()[0].device_kind,
+    "jax": jax.__version__,
+  }
+  with contextlib.closing((args.out / FILE).open("a", encoding="utf-8")) as file:
+    for row in lines(args):
+      file.write(json.dumps(row | facts) + "\n")
+      file.flush()
+      os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

@@ -1,0 +1,362 @@
+"""whole decode steps of full-size shapes with random weights, against their products alone"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax.models.decode.generate import join, split
+from kvjax.models.nn import parallel
+from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.presets import PRESETS
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.bench_files import BANDWIDTH
+from kvjax.programs.suites import Case, Contender, fitting, optional, torch_decoder
+
+STEPS = 16  # decode steps per dispatch
+MARKS = [
+  (name, batch, tokens)
+  for name in ("Llama-3.1-8B", "Qwen3-1.7B")
+  for batch, tokens in ((1, 4096), (8, 4096), (1, 32768), (8, 32768), (1, 131072))
+]
+PEERS = (1, 4096), (8, 4096)  # shapes on which Hugging Face's loop is compiled and timed
+TINY = ModelConfig(
+  vocab=61, dim=48, layers=2, heads=6, kv_heads=2, head_dim=16, ffn=64, max_context=512
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(kvjax.Full):
+  """No attention and no cache: what the matrix products, norms and residuals of a step cost."""
+
+  def decode_step(self, at: Any, cache: Any, q: Any, k: Any, v: Any, live: Any, carry: Any) -> Any:
+    return q + k[:, :, None] + v[:, :, None], cache, carry, {}
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """The shapes of this suite, built one after another; weights are made once per model."""
+  for name, batch, tokens in [("tiny", 2, 64)] if quick else MARKS:
+    label = f"{name} B{batch} T{tokens}"
+    if only in label:
+      with contextlib.ExitStack() as stack:
+        asked = stack if peers and (batch, tokens) in PEERS else None
+        yield from fitting(label, case, weights(name), batch, tokens, asked)
+
+
+@functools.lru_cache(maxsize=1)
+def weights(name: str) -> Transformer:
+  """A decoder of this shape; random weights, norm scales 1."""
+  return drawn(*shape(name))
+
+
+def shape(name: str) -> tuple[ModelConfig, Any]:
+  """The configuration and dtype of a name."""
+  return (TINY, jnp.float32) if name == "tiny" else (PRESETS[name], jnp.bfloat16)
+
+
+def drawn(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Transformer:
+  """A decoder of a configuration with random weights; over a mesh, each device draws its part."""
+  made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  keys = map(functools.partial(jax.random.fold_in, jax.random.key(0)), itertools.count())
+
+  def draw(x: Any, to: Any = None) -> jax.Array:
+    return jax.jit(_weight, static_argnums=(1, 2), out_shardings=to)(next(keys), x.shape, x.dtype)
+
+  if mesh is not None:
+    return parallel.placed(made, mesh, draw)
+  graph, shapes = nnx.split(made)
+  return nnx.merge(graph, jax.tree.map(draw, shapes))
+
+
+def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
+  """Greedy decode steps: (leaves, caches, token) to caches and the next token.
+
+  Caches that keep every token end where they began; those that evict go on for ever.
+  """
+
+  def run(leaves: Any, held: Any, token: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+
+    def step(_: Any, carry: Any) -> Any:
+      held, token = carry
+      logits, held = decoder.decode(token, held, method)
+      return held, jnp.argmax(logits, -1).astype(jnp.int32)
+
+    new, token = lax.fori_loop(0, steps, step, (held, token))
+    if method.traits.positional:
+      new = tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True))
+    return new, token
+
+  return run
+
+
+def seconds_of(program: Any, leaves: Any, held: Any, token: Any, steps: int) -> float:
+  """Seconds of a step, by two runs of a compiled `stepping` after a first one."""
+  held, done = jax.block_until_ready(program(leaves, held, token))
+  began = time.perf_counter()
+  for _ in range(2):
+    held, done = program(leaves, held, token)
+  jax.block_until_ready(done)
+  taken = time.perf_counter() - began
+  del held  # the caches of the next contender take their place
+  gc.collect()
+  return taken / (2 * steps)
+
+
+def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  """Norm scales are 1."""
+  if len(shape) == 1:
+    return jnp.ones(shape, dtype)
+  return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+
+
+def filled(
+  model: Transformer, batch: int, tokens: int, room: int = STEPS
+) -> tuple[kvjax.Cache, ...]:
+  """Full caches that hold `tokens` random tokens, with room for more: the steps of a dispatch."""
+  spec = model.spec(batch, tokens + room)
+  empty = kvjax.Full().init_caches(spec)
+  pos = jnp.where(jnp.arange(spec.capacity) < tokens, jnp.arange(spec.capacity), -1)
+
+  @jax.jit
+  def fill(key):
+    k, v = (jax.random.normal(x, empty[0].slots["k"].shape, spec.dtype) for x in key)
+    return {"k": k, "v": v, "pos": jnp.broadcast_to(pos, empty[0].pos.shape).astype(jnp.int32)}
+
+  keys = jax.random.split(jax.random.key(1), (spec.layers, 2))
+  counted = [{n: jnp.full(batch, tokens, jnp.int32) for n in ("seen", "used")} for _ in empty]
+  layers = zip(empty, keys, counted, strict=True)
+  return tuple(cache.put(slots=fill(key), rows=rows) for cache, key, rows in layers)
+
+
+def case(
+  label: str, model: Transformer, batch: int, tokens: int, peers: contextlib.ExitStack | None
+) -> Case:
+  """One shape: our step, its products alone, and Hugging Face's until `peers` closes."""
+  c = model.config
+  leaves = split(model)[1]
+  # Without tied embeddings a step reads single rows of the embedding.
+  unread = 0 if c.tie_embeddings else c.vocab * c.dim * model.dtype.itemsize
+  weight_bytes = sum(x.nbytes for x in leaves) - unread
+  kv_bytes = 2 * batch * tokens * c.kv_heads * c.head_dim * model.dtype.itemsize * c.layers
+  held = [filled(model, batch, tokens)]
+  methods = {
+    "kvjax": (kvjax.Full(), "auto"),
+    "products": (Products(), "auto"),
+    "products (XLA)": (Products(), "reference"),
+  }
+  with ThreadPoolExecutor() as pool:  # compiling is most of this suite's time
+    loops = {
+      name: pool.submit(program, model, method, impl, held[0])
+      for name, (method, impl) in methods.items()
+    }
+    steps = [pool.submit(_step, model, dtype, held[0]) for dtype in (jnp.float32, model.dtype)]
+  exact, plain = (_logits(step.result(), leaves, held) for step in steps)
+  rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
+  ours, alone, by_xla = (
+    loop(name, *job.result(), leaves, held, checked=name == "kvjax") for name, job in loops.items()
+  )
+  contenders = [ours, alone, by_xla]
+  if peers:
+    plain = functools.partial(torch_decoder.contender, model, held[0], tokens)
+    contenders += optional("torch, CUDA graph", plain)
+    contenders += optional("transformers", lambda: _transformers(c, batch, tokens, peers))
+  floor = (weight_bytes + kv_bytes) / BANDWIDTH
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    cache = kv_bytes / BANDWIDTH
+    ratios = {
+      "(XLA's products + KV bytes / 4.45 TB/s)": seconds["products (XLA)"] + cache,
+      "(our products + KV bytes / 4.45 TB/s)": seconds["products"] + cache,
+      "(weights + KV bytes) / 4.45 TB/s": floor,
+    }
+    return [
+      ", ".join(f"{seconds['kvjax'] / bar:.3f} × {name}" for name, bar in ratios.items()),
+      f"{ours.note}; XLA's own step differs from float32 activations by {rounding:.1e}",
+    ]
+
+  return Case(
+    name=label,
+    shapes=f"{c.layers} layers, {weight_bytes / 1e9:.2f} GB of weights, "
+    f"{kv_bytes / 1e9:.2f} GB of keys and values, {model.dtype.name}",
+    bytes=weight_bytes + kv_bytes,
+    reference=lambda: exact,
+    # As far from float32 activations as XLA's own step in the model's dtype, and a quarter more.
+    tolerance=1.25 * rounding + 1e-5,
+    contenders=tuple(contenders),
+    subject="kvjax",
+    remarks=remarks,
+  )
+
+
+def _step(model: Transformer, dtype: Any, caches: Any) -> Any:
+  """One compiled step of the reference with activations of this dtype; caches come back."""
+  graph, leaves = split(model)
+  start = caches[0].rows
+
+  def step(leaves: Any, caches: Any, start: Any) -> Any:
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl="reference")
+    # What follows is promoted to the dtype of the first activations.
+    decoder.embedding = nnx.Param(decoder.embedding[...].astype(dtype))
+    token = jnp.arange(caches[0].rows["seen"].shape[0], dtype=jnp.int32)
+    logits, caches = decoder.decode(token, caches, kvjax.Full())
+    return logits, tuple(c.put(rows=start) for c in caches)
+
+  return jax.jit(step, donate_argnums=1).lower(leaves, caches, start).compile()
+
+
+def _logits(step: Any, leaves: Any, held: list[Any]) -> np.ndarray:
+  start = jax.tree.map(jnp.copy, held[0][0].rows)
+  logits, held[0] = step(leaves, held[0], start)
+  return np.asarray(logits)
+
+
+def program(
+  model: Transformer, method: Any, impl: str, caches: Any, options: dict[str, str] | None = None
+) -> tuple[Any, str]:
+  """STEPS decode steps in one compiled program, always from the same state, and what it took.
+
+  `options` are the compiler's, by default those of the devices that the model is on.
+  """
+  graph, leaves = split(model)
+  token = jnp.arange(caches[0].rows["seen"].shape[0], dtype=jnp.int32)
+
+  def run(leaves, caches, token, start):
+    decoder = join(graph, leaves)
+    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+
+    def step(i, carry):
+      caches, token, first = carry
+      logits, caches = decoder.decode(token, caches, method)
+      first = jnp.where(i == 0, logits, first)
+      return caches, jnp.argmax(logits, -1).astype(jnp.int32), first
+
+    first = jnp.zeros((token.shape[0], model.config.vocab), jnp.float32)
+    caches, _, first = lax.fori_loop(0, STEPS, step, (caches, token, first))
+    return tuple(c.put(rows=start) for c in caches), first
+
+  began = time.perf_counter()
+  options = kvjax.compiler_options(model.mesh) if options is None else options
+  jitted = jax.jit(run, donate_argnums=1, compiler_options=options)
+  compiled = jitted.lower(leaves, caches, token, caches[0].rows).compile()
+  memory = compiled.memory_analysis()
+  layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches[0]))
+  note = (
+    f"compiled in {time.perf_counter() - began:.1f} s, four others beside it; temporary memory "
+    f"{memory.temp_size_in_bytes / 1e6:.1f} MB of {layer / 1e6:.1f} MB for a layer's cache"
+  )
+  return compiled, note
+
+
+def loop(
+  name: str, compiled: Any, note: str, leaves: Any, held: list[Any], *, checked: bool
+) -> Contender:
+  """A compiled loop as a contender. `held` is one place for the caches, which contenders donate
+  and put back in turn.
+  """
+  start = jax.tree.map(jnp.copy, held[0][0].rows)
+  token = jnp.arange(start["seen"].shape[0], dtype=jnp.int32)
+  held[0], first = compiled(leaves, held[0], token, start)
+  output = np.asarray(first)
+
+  def seconds() -> float:
+    caches = held[0]  # before the time: others may have had them
+    began = time.perf_counter()
+    held[0], done = compiled(leaves, caches, token, start)
+    jax.block_until_ready(done)
+    return (time.perf_counter() - began) / STEPS
+
+  return Contender(name, seconds, (lambda: output) if checked else None, note)
+
+
+def hugging_face(config: ModelConfig) -> Any:
+  """transformers' configuration of this shape."""
+  import transformers
+
+  kind = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
+  return kind(
+    vocab_size=config.vocab,
+    hidden_size=config.dim,
+    num_hidden_layers=config.layers,
+    num_attention_heads=config.heads,
+    num_key_value_heads=config.kv_heads,
+    head_dim=config.head_dim,
+    intermediate_size=config.ffn,
+    max_position_embeddings=config.max_context,
+    tie_word_embeddings=config.tie_embeddings,
+  )
+
+
+def _transformers(
+  config: ModelConfig, batch: int, tokens: int, stack: contextlib.ExitStack
+) -> Contender:
+  """Hugging Face's decoder of the same shape, in a process of its own, which ends with `stack`."""
+  context = multiprocessing.get_context("spawn")
+  ours, theirs = context.Pipe()
+  process = context.Process(target=_serve, args=(theirs, config, batch, tokens), daemon=True)
+  process.start()
+  stack.callback(process.terminate)
+  theirs.close()
+  _ask(ours)  # a peer that cannot run is left out here
+  return Contender("transformers", lambda: _ask(ours), None)
+
+
+def _ask(pipe: Any) -> float:
+  """One timing of the other process."""
+  pipe.send(None)
+  try:
+    return pipe.recv()
+  except EOFError as error:
+    raise RuntimeError("the process of transformers ended; its message is above") from error
+
+
+def _serve(pipe: Any, config: ModelConfig, batch: int, tokens: int) -> None:
+  """Answers every message with the seconds of a decode step: static cache, CUDA graphs.
+
+  The cache counts its tokens in place, for which graphs of the whole step would be left out: it is
+  compiled in parts, and each step says that it begins.
+  """
+  import torch
+  import transformers
+
+  shape = hugging_face(config)
+  with torch.device("cuda"):
+    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+    cache = transformers.StaticCache(config=shape, max_cache_len=tokens + STEPS)
+    ids = torch.zeros((batch, 1), dtype=torch.long)
+    here = torch.tensor([tokens])
+  forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=False)
+
+  def step() -> Any:
+    torch.compiler.cudagraph_mark_step_begin()
+    with torch.no_grad():
+      return forward(
+        input_ids=ids, past_key_values=cache, cache_position=here, use_cache=True
+      ).logits
+
+  for _ in range(3):
+    step()
+  while True:
+    pipe.recv()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+      step()
+    torch.cuda.synchronize()
+    pipe.send((time.perf_counter() - began) / STEPS)

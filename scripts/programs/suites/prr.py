@@ -1,0 +1,560 @@
+"""PRR: predicted attention beside selection and its repair, against selecting first"""
+
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span
+from kvjax.families import sight
+from kvjax.kernels.common import backend
+from kvjax.kernels.prr.repair import repair
+from kvjax.methods.prr import predictor
+from kvjax.ops import smoothing
+from kvjax.programs import quiet
+from kvjax.programs.bench_files import BANDWIDTH
+from kvjax.programs.suites import (
+  Case,
+  Contender,
+  jax_contender,
+  looped_contender,
+  optional,
+  together,
+)
+from kvjax.programs.suites.sparse import flashinfer
+
+# Distinct layers: together they are past the L2 cache.
+LAYERS = 4
+# ρ, and the shares of the selected pages that a prediction hits and that the last step's does: the
+# paper's, since queries of chance have no likeness from step to step.
+RATIO, HITS, REUSED = 1.25, 0.97, 0.68
+FLASHINFER = "FlashInfer block-sparse"
+MISSES = (0, 1, 2, 4, 8, 16, 32, 64)
+ENV = Env(1, impl="pallas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """One model's layer under Quest or InfLLM-v2 at one length.
+
+  Attributes:
+    page: tokens of a page, or of a block.
+    budget: tokens that are chosen by score; of Quest's, the newest page is one.
+  """
+
+  model: str
+  batch: int
+  kv_heads: int
+  groups: int
+  slots: int
+  page: int
+  budget: int
+  head_dim: int = 128
+  dtype: str = "bfloat16"
+  selector: str = "Quest"
+
+  @property
+  def name(self) -> str:
+    length = f"{self.slots >> 10}K" if self.slots >= 1024 else self.slots
+    under = "" if self.selector == "Quest" else f" {self.selector}"
+    return f"{self.model}{under} B{self.batch} T{length} {self.budget}x{self.page}"
+
+  @property
+  def base(self) -> Selective:
+    if self.selector == "Quest":
+      return Quest(self.budget, self.page, dense_layers=0)
+    local = min(2048, self.slots // 4)
+    return InfLLMv2(self.budget // self.page, self.page, local=local, dense_below=0)
+
+  def prr(self, variant: str = "S3", ratio: float = RATIO) -> PRR:
+    return PRR(self.base, budget=ratio, variant=variant)
+
+  def bytes(self, tokens: int) -> int:
+    """Keys and values of that many tokens of every row."""
+    rows = self.batch * self.kv_heads
+    return rows * tokens * 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+  def arrays(self, seed: int) -> tuple[Any, Cache]:
+    """A query, and the cache of a layer under PRR, three slots short of full."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    heads, pages = (self.batch, self.kv_heads), self.slots // self.page
+    of = functools.partial(jax.random.normal, dtype=self.dtype)
+    k = of(keys[1], (*heads, self.slots, self.head_dim))
+    paged = k.reshape(*heads, pages, self.page, self.head_dim)
+    if self.selector == "Quest":
+      summaries = {"key_min": paged.min(3), "key_max": paged.max(3)}
+    else:  # means of 32 keys, one every 16
+      half = k.reshape(*heads, -1, 16, self.head_dim).mean(3)
+      summaries = {"compressed": (half[:, :, :-1] + half[:, :, 1:]) / 2}
+    tokens, none = self.slots - 3, jnp.full((*heads, 1), -1, jnp.int32)
+    pos = jnp.arange(self.slots, dtype=jnp.int32)
+    heads_shelf = {
+      **summaries,
+      "level": jax.random.normal(keys[3], (*heads, pages)),
+      "trend": jax.random.normal(keys[4], (*heads, pages)),
+      "foreseen": none,
+      "selected": none,
+    }
+    seen = jnp.full((self.batch,), tokens, jnp.int32)
+    factors = jnp.tile(jnp.array([[0.6, 0.2, 0.5]], jnp.float32), (self.batch, 1))
+    cache = Cache(
+      slots={
+        "k": k,
+        "v": of(keys[2], k.shape),
+        "pos": jnp.broadcast_to(jnp.where(pos < tokens, pos, -1), k.shape[:3]),
+      },
+      heads=heads_shelf,
+      rows={"seen": seen, "used": seen, "factors": factors},
+    )
+    return of(keys[0], (*heads, self.groups, self.head_dim)), cache
+
+
+MODELS = {"8B": (8, 4), "GLM-4-9B-like": (2, 16)}
+LENGTHS = (16, 32, 64, 128, 256, 512)
+
+
+def settings(quick: bool) -> Iterator[Setting]:
+  if quick:
+    yield Setting("tiny", 1, 2, 3, 256, 16, 96, 32)
+    return
+  # What matters most comes first: all of it takes an hour.
+  for (page, budget), batch, (model, (kv_heads, groups)), length in itertools.product(
+    ((16, 1024), (16, 4096), (64, 4096)), (1, 4), MODELS.items(), (128, 32, 512, 16, 64, 256)
+  ):
+    yield Setting(model, batch, kv_heads, groups, length << 10, page, budget)
+
+
+def calibrated(quick: bool) -> Iterator[Setting]:
+  """The paper's example, 16K tokens (§4.2), and a long prompt."""
+  if quick:
+    yield Setting("tiny", 1, 2, 3, 256, 16, 96, 32)
+    return
+  for length in (16, 128):
+    yield Setting("8B", 1, *MODELS["8B"], length << 10, 16, 1024)
+
+
+# What a profile is made of (`kvjax.programs.tune prr`): lengths of one model, and how much is
+# predicted.
+PROFILED = tuple(
+  Setting("8B", batch, *MODELS["8B"], length << 10, page, budget, selector=selector)
+  for batch in (1, 4)
+  for selector, page, budget in (
+    ("Quest", 16, 1024),
+    ("Quest", 16, 4096),
+    ("Quest", 64, 4096),
+    ("InfLLM-v2", 64, 4096),
+  )
+  for length in (4, 8, *LENGTHS)
+  if budget < length << 10
+)
+# By ρ, the share of the selected pages that a forecast hits on SmolLM2 over Quest, those that are
+# read anyway left out (`scripts.studies.hit_rates`; at ρ = 2 as far above 1.5 as that is above
+# 1.25).
+PROFILED_HITS = {1.0: 0.84, 1.25: 0.915, 1.5: 0.95, 2.0: 0.985}
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """What a prompt costs, the settings of this suite one after another, and tables of repairs."""
+  for setting in calibrated(quick):
+    if only in (name := f"calibration {setting.name}"):
+      yield calibration(name, setting, quick)
+  for setting in settings(quick):
+    if only in setting.name:
+      yield case(setting, quick, peers and not quick)
+    if only in f"repair {setting.name}" and (quick or setting.slots == 128 << 10):
+      yield repairs(setting, quick)
+
+
+# ---- what is timed: moves of the methods, as a decode step calls them
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(PRR):
+  """The same method, whose searches are not joined in one launch."""
+
+  def _together(self, at: Any) -> bool:
+    return False
+
+
+def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:
+  """Selection, attention and bookkeeping of one layer, which renews the bounds of a page."""
+  at, cache = method.at(ENV, 0), cache.put(heads=bounds)
+  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
+  attended = method.attend(at, cache, plan, q)
+  after, _ = method.observe(at, cache, q, plan, attended)
+  changed = {name: x for name, x in after.heads.items() if x is not cache.heads[name]}
+  out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
+  return {name: changed.pop(name) for name in bounds}, (out, *changed.values())
+
+
+def stepping(name: str, run: Callable, turns: list[tuple], **how: Any) -> Contender:
+  """A step over layers in turn, each with summaries of its own."""
+  names = {"key_min", "key_max", "compressed"} & set(turns[0][1].heads)
+  bounds = [{n: cache.heads[n] for n in sorted(names)} for _, cache in turns]
+  return looped_contender(name, run, bounds, turns, **how)
+
+
+def select(method: Any, q: Any, cache: Cache) -> Any:
+  """The plan alone."""
+  at = method.at(ENV, 0)
+  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
+  return plan.table, plan.count
+
+
+def score(method: Any, q: Any, cache: Cache) -> Any:
+  at = method.at(ENV, 0)
+  return method.score(at, cache, q, sight.visible(at, cache))
+
+
+def attend(method: Any, q: Any, cache: Cache, name: str) -> Any:
+  """Attention alone, over the pages listed in a leaf of the cache."""
+  return method.attend(method.at(ENV, 0), cache, listed(method.tiles.unit, cache, name), q).out
+
+
+def listed(unit: int, cache: Cache, name: str) -> Plan:
+  table, stop = cache.heads[name], cache.used[:, None]
+  count = (table >= 0).sum(-1, dtype=jnp.int32)
+  return Plan(Span(jnp.zeros_like(stop), stop), table, count, unit=unit)
+
+
+def beside(method: PRR, q: Any, cache: Cache) -> Any:
+  """Attention over the prediction and all scores, in one launch."""
+  guess = listed(method.base.tiles.unit, cache, "foreseen")
+  at = method.at(ENV, 0)
+  found = method._beside(at, cache, sight.visible(at, cache), guess, q)
+  assert found.early is not None
+  return found.early.memo.parts, found.both
+
+
+def update(method: PRR, q: Any, cache: Cache) -> Any:
+  """The predictor's step and the next prediction by themselves, from scores that are there."""
+  at, t = method.at(ENV, 0), cache.seen - 1
+  found, (alpha, beta, gamma) = method._predictor(cache), predictor.factors_of(cache)
+  old = predictor.state_of(cache)
+  new = found.updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
+  after = method._foresee(at, cache, new, found.forecast(new, gamma, t), cache.heads["selected"])
+  return [after.heads[name] for name in ("level", "trend", "foreseen")]
+
+
+def repaired(method: PRR, q: Any, cache: Cache) -> Any:
+  """The repair alone, of a finished state."""
+  plan = listed(method.base.tiles.unit, cache, "true")
+  state = [cache.heads[name] for name in ("o", "m", "l", "out")]
+  run = functools.partial(repair, unit=plan.unit)
+  guess, span = cache.heads["foreseen"], plan.span
+  operands = (cache.slots[n] for n in ("k", "v"))
+  return run(q, *operands, plan.table, guess, span.start, span.stop, state)[1]
+
+
+# ---- inputs
+
+
+def predicted(s: Setting, table: np.ndarray, hits: float, named: int, seed: int) -> np.ndarray:
+  """A prediction of `named` pages beside those always read that hits a share of the selected."""
+  rng = np.random.default_rng(seed)
+  newest, (sinks, local) = (s.slots - 4) // s.page, s.base.tiles.forced
+  always = [*range(sinks), *range(newest - local + 1, newest + 1)]
+  flat = table.reshape(-1, table.shape[-1])
+  guess = np.full((flat.shape[0], named + len(always)), -1, np.int32)
+  for row, tiles in enumerate(flat):
+    chosen = rng.permutation(tiles[~np.isin(tiles, always) & (tiles >= 0)])
+    kept = chosen[: round(hits * chosen.size)]
+    free = np.setdiff1d(np.arange(newest), [*chosen, *always])
+    wasted = rng.choice(free, min(named - kept.size, free.size), replace=False)
+    both = [*always[::-1], *rng.permutation(np.concatenate([kept, wasted]))]
+    guess[row, : len(both)] = both
+  return guess.reshape(*table.shape[:2], -1)
+
+
+def layers(s: Setting, quick: bool) -> list[tuple[Any, Cache, np.ndarray]]:
+  """Distinct layers, and the pages that each selects."""
+  make, choose = jax.jit(s.arrays), jax.jit(functools.partial(select, s.base))
+  made = []
+  for seed in range(1 if quick else LAYERS):
+    q, cache = make(seed)
+    made.append((q, cache, np.asarray(choose(q, cache)[0])))
+  return made
+
+
+def attended(s: Setting, q: Any, cache: Cache, lists: list[np.ndarray]) -> np.ndarray:
+  """Attention over the pages of several tables together, float32, one KV head at a time."""
+  rows = s.batch * s.kv_heads
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, cache.slots["k"], cache.slots["v"])]
+  outs = []
+  for row in range(rows):
+    pages = np.unique(np.concatenate([t.reshape(rows, -1)[row] for t in lists]))
+    slot = (pages[pages >= 0, None] * s.page + np.arange(s.page)).reshape(-1)
+    slot = jnp.asarray(slot[slot < s.slots - 3])
+    wide = [x.astype(jnp.float32) for x in (flat[0][row], flat[1][row, slot], flat[2][row, slot])]
+    p = jax.nn.softmax(wide[0] @ wide[1].T * s.head_dim**-0.5, -1)
+    outs.append(np.asarray(p @ wide[2]))
+  return np.stack(outs).reshape(q.shape)
+
+
+# ---- cases
+
+
+def case(s: Setting, quick: bool, peers: bool) -> Case:
+  """One layer: selecting first, PRR and its stages, PRR one kernel after another, the parts."""
+  base, prr = s.base, s.prr()
+  wide, inputs = base._widened(RATIO), layers(s, quick)
+  turns: dict[str, list[tuple]] = {"S3": [], "reuse": []}
+  for seed, (q, cache, table) in enumerate(inputs):
+    scores = jax.jit(functools.partial(score, base))(q, cache)
+    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.tiles.best)):
+      guess = predicted(s, table, hits, named, seed)
+      more = {"foreseen": jnp.asarray(guess), "true": jnp.asarray(table), "scores": scores}
+      state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
+      one = jnp.ones(state.shape[:2], jnp.float32)
+      more |= {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
+      turns[name].append((q, cache.put(heads=more)))
+  (q, cache), tables = turns["S3"][0], [inputs[0][2]]
+  want = attended(s, q, cache, tables)
+  guesses = {n: np.asarray(x[0][1].heads["foreseen"]) for n, x in turns.items()}
+  unions = {n: attended(s, q, cache, [*tables, guess]) for n, guess in guesses.items()}
+
+  def contender(
+    name: str, run: Callable[..., Any], reference: np.ndarray | None, inputs: str = "S3"
+  ) -> Contender:
+    def output(result: Any) -> Any:
+      got = result[0] if isinstance(result, tuple) else result
+      # Each is compared with what it has to compute; the case has one reference.
+      return want + (np.asarray(got, np.float32) - reference)
+
+    make = stepping if getattr(run, "func", None) is step else jax_contender
+    shown = None if reference is None else output
+    return make(name, run, turns[inputs], output=shown, calls=2 if quick else 64)
+
+  def of(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    return functools.partial(function, *args)
+
+  made: list[tuple] = [
+    ("prr", of(step, prr), unions["S3"]),
+    ("serial", of(step, base), want),
+    ("prr, one by one", of(step, Apart(**vars(prr))), unions["S3"]),
+    ("prr, S2", of(step, s.prr("S2")), unions["reuse"], "reuse"),
+    ("prr, S1", of(step, s.prr("S1")), want, "reuse"),
+  ]
+  if not quick:  # the parts: what is compared has been checked above
+    made += [
+      ("select", of(select, base), None),
+      ("score", of(score, base), None),
+      ("attend", functools.partial(attend, base, name="true"), want),
+      ("speculate", functools.partial(attend, base, name="foreseen"), None),
+      ("speculate beside score", of(beside, prr), None),
+      ("update", of(update, prr), None),
+      ("repair", of(repaired, prr), None),
+      ("top_k, lax", of(_lax_top_k, base.tiles.best), None),
+    ]
+  contenders = together(functools.partial(contender, *each) for each in made)
+  if peers and s.batch == 1:  # whose wrapper takes one row of KV heads
+    lists = [(q, c.slots["k"], c.slots["v"], c.heads["true"]) for q, c in turns["S3"]]
+    contenders += optional(FLASHINFER, lambda: _untested(flashinfer(lists, s.page)))
+  rows, pages = s.batch * s.kv_heads, s.slots // s.page
+  scored = 2 * rows * pages * s.head_dim * jnp.dtype(s.dtype).itemsize
+  moved = scored + s.bytes((wide + 1) * s.page)
+
+  def remarks(t: dict[str, float]) -> list[str]:
+    if quick:
+      return []
+    floor = moved / BANDWIDTH
+    longest = max(t["select"], t["speculate"], floor)
+    # The step's one search is that of the selection and of the next forecast: the update is hidden.
+    bound = (t["select"] + t["attend"]) / (longest + t["repair"])
+    apart = (t["select"] + t["attend"]) / (longest + t["repair"] + t["update"])
+    gain, lone = t["serial"] / t["prr"], t["serial"] / t["prr, one by one"]
+    keys = {"S1": "prr, S1", "S2": "prr, S2", "S3": "prr"}
+    stages = (f"{n} {t['serial'] / t[key]:.2f}" for n, key in keys.items() if key in t)
+    lines = [
+      f"serial / prr {gain:.2f}; without overlap {lone:.2f}; stages {', '.join(stages)}",
+      f"bound {bound:.2f} from the parts, reached {gain / bound:.2f} of it; {apart:.2f} with the "
+      "update behind it",
+      f"attention and scoring: {(t['speculate'] + t['score']) * 1e6:.1f} µs apart, "
+      f"{t['speculate beside score'] * 1e6:.1f} side by side, bytes {floor * 1e6:.1f}",
+      "expected: 0.85 of the bound where that is above 1.15; elsewhere at most 1.03 × serial "
+      f"({t['prr'] / t['serial']:.2f}), or a profile that says 0",
+    ]
+    if FLASHINFER in t:
+      theirs = t["score"] + t["top_k, lax"] + t[FLASHINFER]
+      lines.append(
+        f"{theirs / t['prr']:.2f} × faster than scores, lax.top_k and {FLASHINFER} one by one; at "
+        "least 2; the paper has 1.42 (Quest) and 1.56 (InfLLM-v2) over a slower serial kernel"
+      )
+    return lines
+
+  return Case(
+    name=s.name,
+    shapes=f"q [{s.batch}, {s.kv_heads}, {s.groups}, {s.head_dim}], {s.slots} slots {s.dtype}, "
+    f"{pages} pages of {s.page}, {base.tiles.best} + 1 selected, {wide} + 1 predicted, "
+    f"{HITS:.0%} hit ({REUSED:.0%} in S1 and S2); {len(inputs)} layers rotating",
+    bytes=moved,
+    reference=lambda: want,
+    tolerance=1e-2,
+    contenders=tuple(contenders),
+    subject="prr",
+    remarks=remarks,
+  )
+
+
+def calibration(name: str, s: Setting, quick: bool) -> Case:
+  """What PRR adds to a layer's prompt: the predictor over its last tokens, and the search."""
+  _, cache = jax.jit(s.arrays)(0)
+  tried = {
+    "searched": PRR(s.base, budget=RATIO, **({"history": 32} if quick else {})),
+    "followed": PRR(s.base, budget=RATIO, calibrate=False, **({"history": 32} if quick else {})),
+  }
+  tokens = tried["searched"].history
+  shape = s.batch, s.kv_heads, s.groups, tokens, s.head_dim
+  q = jax.random.normal(jax.random.key(2), shape, s.dtype)
+  qpos = cache.seen[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
+
+  def follow(method: PRR, q: Any, cache: Cache, qpos: Any) -> Any:
+    none = jnp.full_like(cache.seen, -1)
+    return method._follow(method.at(ENV, 0), cache, none, q, qpos)
+
+  def rates(impl: str) -> np.ndarray:
+    """Hit rates of all candidates for one token, from states of chance."""
+    method = tried["searched"]
+    at = method.at(dataclasses.replace(ENV, impl=impl), 0)
+    pairs = smoothing.grid().shape[0] // len(smoothing.GAMMAS)
+    shape = pairs, *cache.heads["level"].shape
+    drawn = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(3)))
+
+    @jax.jit
+    def search(q: Any, cache: Cache, state: Any) -> Any:
+      visible = sight.visible(at, cache)
+      scores = method.base.score(at, cache, q, visible)
+      found, last = method._predictor(cache), cache.seen - 2
+      return found.hit_rates(at, cache, scores, visible.span, state, last)[0]
+
+    return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
+
+  few: dict[str, Any] = {"calls": 1, "loops": 1}
+  contenders = together(
+    functools.partial(jax_contender, label, functools.partial(follow, m), [(q, cache, qpos)], **few)
+    for label, m in tried.items()
+  )
+  contenders[0] = dataclasses.replace(contenders[0], output=functools.partial(rates, "pallas"))
+  return Case(
+    name=name,
+    shapes=f"the last {tokens} tokens of a row's prompt in one layer, every "
+    f"{tried['searched'].every}th of them counted, {smoothing.grid().shape[0]} candidates",
+    bytes=0,
+    reference=functools.partial(rates, "reference"),
+    tolerance=1e-5,
+    contenders=tuple(contenders),
+    subject="searched",
+    remarks=lambda t: [
+      f"{32e3 * t['searched']:.0f} ms in 32 layers, {32e3 * t['followed']:.0f} without the search; "
+      "the paper has 2.4 ms in all for 16K tokens, on the CPU beside the prompt"
+    ],
+  )
+
+
+def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
+  """The entry of one setting in `tuned/<device>/prr.json`: microseconds, medians, interleaved."""
+  inputs, base = layers(s, False), s.base
+  plain = [(q, cache) for q, cache, _ in inputs]
+  makers: dict[tuple[str, str], Callable[[], Contender]] = {}
+
+  def add(name: str, ratio: str, make: Callable, run: Callable, turns: list[tuple]) -> None:
+    makers[name, ratio] = functools.partial(make, "", run, turns, calls=calls)
+
+  add("select_us", "", jax_contender, functools.partial(select, base), plain)
+  add("serial_us", "", stepping, functools.partial(step, base), plain)
+  for ratio, hits in PROFILED_HITS.items():
+    turns = []
+    for seed, (q, cache, table) in enumerate(inputs):
+      guess = predicted(s, table, hits, base._widened(ratio), seed)
+      turns.append((q, cache.put(heads={"foreseen": jnp.asarray(guess)})))
+    speculate = functools.partial(attend, base, name="foreseen")
+    add("speculate_us", f"{ratio:g}", jax_contender, speculate, turns)
+    whole = functools.partial(step, s.prr(ratio=ratio))
+    add("prr_us", f"{ratio:g}", stepping, whole, turns)
+  timed = dict(zip(makers, together(makers.values()), strict=True))
+  times: dict[tuple[str, str], list[float]] = {name: [] for name in timed}
+  with quiet.alone():
+    for _ in range(repetitions + 1):  # the first is not counted
+      for name, contender in timed.items():
+        times[name].append(contender.seconds())
+  shape = {"unit": s.page, "best": base.tiles.best, "batch": s.batch, "slots": s.slots}
+  entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": type(base).__name__, **shape}}
+  entry["hits"] = {f"{ratio:g}": hits for ratio, hits in PROFILED_HITS.items()}
+  for (name, ratio), seconds in times.items():
+    us = round(float(np.median(seconds[1:])) * 1e6, 2)
+    if ratio:
+      entry.setdefault(name, {})[ratio] = us
+    else:
+      entry[name] = us
+  print(f"  {s.name}: {json.dumps({n: x for n, x in entry.items() if n.endswith('_us')})}")
+  return entry
+
+
+def _lax_top_k(k: int, q: Any, cache: Cache) -> Any:
+  """The search that a plain program would do."""
+  return jax.lax.top_k(cache.heads["scores"] * q[:, :, 0, :1], k)[1]
+
+
+def _launch(q: Any) -> Any:
+  """A kernel that does next to nothing."""
+
+  def kernel(q_ref: Any, out_ref: Any) -> None:
+    out_ref[0] = q_ref[0]
+
+  out, shape = q.reshape(-1), jax.ShapeDtypeStruct((1,), q.dtype)
+  return backend.call(kernel, out, grid=(1,), out=[shape], warps=1, stages=1, name="launch")[0]
+
+
+def _untested(made: Contender) -> Contender:
+  """Timed only: it reads the three empty slots as well."""
+  return dataclasses.replace(made, output=None)
+
+
+def repairs(s: Setting, quick: bool) -> Case:
+  """Repair of 0 … 64 missed pages."""
+  prr, inputs = s.prr(), layers(s, quick)
+  want = np.asarray(inputs[0][0], np.float32)
+  state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
+  one = jnp.ones(state.shape[:2], jnp.float32)
+  held = {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
+  contenders = []
+  for n in (0, 2) if quick else MISSES:
+    if n > prr.base.tiles.best:
+      continue
+    turns = []
+    for seed, (q, cache, table) in enumerate(inputs):
+      hits = 1 - n / prr.base.tiles.best
+      guess = predicted(s, table, hits, prr.base._widened(RATIO), seed)
+      more = {**held, "foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
+      turns.append((q, cache.put(heads=more)))
+    run = functools.partial(repaired, prr)
+    contenders.append(jax_contender(f"{n} missed", run, turns, calls=2 if quick else 64))
+  plain = [(q,) for q, _, _ in inputs]
+  contenders.append(jax_contender("a launch", _launch, plain, calls=2 if quick else 64))
+
+  def remarks(t: dict[str, float]) -> list[str]:
+    rows = {n: t[f"{n} missed"] for n in MISSES if f"{n} missed" in t}
+    some = max(n for n in rows if n <= 4)
+    more = (rows[some] - rows[0]) * 1e6
+    return [
+      f"{some} missed: {rows[some] * 1e6:.1f} µs, {rows[some] / t['a launch']:.2f} launches "
+      f"(at most 2 at 4 of 64); {more:+.1f} µs over none"
+    ]
+
+  return Case(
+    name=f"repair {s.name}",
+    shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
+    f"{prr.base.tiles.best} + 1 selected",
+    bytes=s.bytes(s.page),
+    reference=lambda: want,
+    tolerance=1e-2,
+    contenders=tuple(contenders),
+    subject="0 missed",
+    remarks=remarks,
+  )

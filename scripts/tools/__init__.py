@@ -1,0 +1,1 @@
+"""Programs for developers of kvjax, run from a checkout."""

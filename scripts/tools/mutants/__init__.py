@@ -1,0 +1,1 @@
+"""The parts of `scripts.tools.mutate`: places for faults, and the tests of a file."""

@@ -1,0 +1,500 @@
+"""For developers: run what only a GPU can show: kernel tests, timings, evaluations.
+
+    python -m scripts.tools.on_gpu --out run                  everything
+    python -m scripts.tools.on_gpu --out run --minutes 9      goes on where the last call ended
+    python -m scripts.tools.on_gpu --out run --only kernels sparse
+    python -m scripts.tools.on_gpu --out run --beside 3       three steps at a time on each GPU
+    python -m scripts.tools.on_gpu --out run --checkpoint qwen1.5b --only real_8K_read …
+
+Every step is a process with a limit of its own, so that none takes the others down. What it prints
+is in OUT/<step>.log, what became of all of them in OUT/steps.json. A step that ended well is not
+repeated; one that failed or ran into its limit is, and goes on from what it wrote.
+
+Steps that take several GPUs come first, one after another; the others take what place is free.
+While one of them times something, those that share its GPU are stopped. Steps of a real model need
+its checkpoint. Afterwards
+
+    kvjax bench --add OUT/<device> --out scripts/results
+    kvjax evaluate --only-report --add OUT/evaluation/* --out FOLDER
+    kvjax evaluate --only-report --add OUT/real/* --out FOLDER
+    kvjax evaluate --only-report --add OUT/published/* --out FOLDER
+
+Steps of published data sets need $KVJAX_DATA, and KVJAX_RUN_CODE=1 where a model's code is run.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from kvjax.models.io import convert
+from kvjax.programs import common, quiet
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+LIMIT = 150  # seconds that most steps may take
+LEAST = 30  # a step that has less before it is not started
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A module with its arguments, in which {out} and {checkpoint} are folders.
+
+  Attributes:
+    arguments: what comes after `python -m`.
+    limit: seconds after which it is stopped.
+    gpus: how many it needs; without them it is left out.
+  """
+
+  arguments: str
+  limit: int = LIMIT
+  gpus: int = 1
+
+  @property
+  def real(self) -> bool:
+    """Whether it needs the checkpoint of a real model."""
+    return "{checkpoint}" in self.arguments
+
+  def command(self, out: pathlib.Path, checkpoint: pathlib.Path | None) -> list[str]:
+    folders = {"out": out, "checkpoint": checkpoint}
+    parts = shlex.split(self.arguments)
+    return [sys.executable, "-m", *(part.format(**folders) for part in parts)]
+
+
+KERNEL_TESTS = " ".join(
+  sorted(f"tests/kernels/{path.name}" for path in (REPO / "tests/kernels").glob("test_*kernel*.py"))
+  + [
+    f"tests/kernels/test_{name}.py"
+    for name in ("art_spread", "prefill_pieces", "offload", "speculation")
+  ]
+)
+
+DEVICE_TESTS = "tests/devices/test_sharding.py"
+PYTEST = "-q -n 14 -p no:cacheprovider -p no:benchmark"
+
+
+def bench(suite: str, only: str = "", limit: int = LIMIT, gpus: int = 1, few: bool = True) -> Step:
+  """A suite of `kvjax.programs.bench`, or those of its cases whose names contain `only`."""
+  how = "--repetitions 5 " * few + f"--only {shlex.quote(only)} " * bool(only)
+  return Step(f"kvjax.programs.bench {suite} {how}--out {{out}}", limit, gpus)
+
+
+def evaluation(part: str, arguments: str) -> Step:
+  """A part of SmolLM2's evaluation, in a folder of its own."""
+  how = f"--samples 50 --memory 10 --out {{out}}/evaluation/{part}"
+  return Step(f"kvjax.programs.evaluate {arguments} {how}", 540)
+
+
+NEEDLE = "--tasks needle kl --lengths 2048 --budgets 256 512 --methods"
+EVERY = "--tasks needle kl --lengths 2048 --budgets 128 256 512 --methods"
+RULER = (
+  "--tasks niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multivalue "
+  "niah_multiquery --lengths 1024 2048 4096 --budgets 256 512 --methods"
+)
+EVALUATIONS = {
+  "windows": f"{EVERY} streaming_llm lm_infinite random",
+  "attended": f"{EVERY} h2o tova vatp",
+  "observed": f"{EVERY} snapkv pyramidkv longflow",
+  "keys": f"{EVERY} expected_attention knorm keydiff lagkv chunkkv criticalkv",
+  "redundant": f"{EVERY} r_kv",
+  "by_head": f"{EVERY} adakv",
+  "layers": f"{NEEDLE} cpe etf psaw cpe:kv=previous etf:kv=previous",
+  "selected": f"{NEEDLE} quest infllm_v2 rocketkv double_sparsity hshare",
+  "shared": f"{NEEDLE} prr art topk_oracle cis twilight",
+  "streamed": f"{NEEDLE} infllm ltri",
+  "ruler_full": "--tasks ruler --lengths 1024 2048 4096 --methods full",
+  "ruler_kept": f"{RULER} streaming_llm longflow",
+  "ruler_read": f"{RULER} art prr",
+  "ruler_cpe": f"{RULER} cpe",
+  "ruler_ltri": f"{RULER} ltri",
+}
+
+# A model with a long context, in parts ordered by worth: what is kept of a cache, what is read of a
+# whole one, then methods that read a prompt in their own way.
+PARTS = {
+  "kept": "snapkv tova h2o streaming_llm random pyramidkv",
+  "read": "topk_oracle quest infllm_v2 rocketkv double_sparsity hshare",
+  "shared": "cis prr twilight art art:tau=0.01 art:tau=0.1",
+  "scored": "longflow expected_attention knorm:skip_layers=(0,1) keydiff lagkv chunkkv r_kv vatp",
+  "own": "cpe psaw etf lm_infinite criticalkv",
+  "streamed": "infllm ltri",
+}
+LEADING = "snapkv tova longflow expected_attention quest infllm_v2 hshare cis prr cpe"
+FIRST, MORE = "needle kl niah_multikey_1", "niah_multivalue vt"
+AT = {
+  "8K": "--batch 10 --samples 50 --lengths 8192 --budgets 1024 --memory 8",
+  "32K": "--batch 5 --samples 30 --lengths 32768 --budgets 4096 1024 --memory 14",
+}
+TPOT = "full art art:tau=0.01 prr quest cpe longflow"
+
+
+def real(part: str, arguments: str) -> Step:
+  """A part of a real model's evaluation, in a folder of its own."""
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/real/{part}"
+  return Step(f"kvjax.programs.evaluate {arguments} {how}", 540)
+
+
+def published(part: str, arguments: str) -> Step:
+  """A part of what is compared with published figures, in a folder of its own."""
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/published/{part}"
+  return Step(f"kvjax.programs.evaluate {arguments} {how}", 300)
+
+
+def speed(part: str, arguments: str) -> Step:
+  """Timings of a real model's steps, in a folder of their own."""
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/speed/{part}"
+  return Step(f"kvjax.programs.speed {arguments} {how}", 540)
+
+
+def parts(length: str, tasks: str, more: str = "") -> dict[str, Step]:
+  """The evaluation of every part at one length."""
+  return {
+    f"real_{length}_{part}{more}": real(
+      f"{length}_{part}{more}", f"--tasks {tasks} {AT[length]} --methods {methods}"
+    )
+    for part, methods in PARTS.items()
+  }
+
+
+def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
+  """The timings of every part at one length, but for methods that stream a prompt."""
+  how = f"--lengths {tokens} --batches 8 --budgets {budgets} --methods"
+  return {
+    f"speed_{length}_{part}": speed(f"{length}_{part}", f"{how} {methods}")
+    for part, methods in PARTS.items()
+    if part != "streamed"
+  }
+
+
+STUDY = "--checkpoint {checkpoint} --length"
+LAYERS = " ".join(map(str, range(28)))
+
+
+def stopping(length: int, stride: int, limit: int) -> dict[str, Step]:
+  """What ART's stops cost on a real model's activations: recorded, then studied, by a CPU alone.
+
+  A recording takes 29 kB a token of a 1.5B, tables and pictures 0.5 MB.
+  """
+  held = f"{{out}}/recorded_{length}.npz"
+  return {
+    f"real_record_{length >> 10}K": Step(
+      f"scripts.studies.record {held} {STUDY} {length} --stride {stride} --layers {LAYERS}", 240
+    ),
+    f"real_art_{length >> 10}K": Step(
+      f"scripts.studies.art_study {held} --out {{out}}/real_art", limit
+    ),
+  }
+
+
+NEEDLES = "--heads {out}/real_heads.json --checkpoint {checkpoint}"
+# The paper's budget (Ltri-LLM, §4.1), over a text four times as long as the model's.
+LONG = "--length 131072 --init 128 --window 4096 --block 128 --retrieved 16 --chunk 512"
+REAL = {
+  **parts("8K", f"{FIRST} {MORE}"),
+  **speeds("8K", 8192, "1024"),
+  **parts("32K", FIRST),
+  **speeds("32K", 32768, "1024 4096"),
+  **{
+    f"real_8K_{mode}": real(
+      f"8K_{mode}",
+      f"--modes {mode} --tasks needle niah_multikey_1 {AT['8K']} --methods {LEADING}",
+    )
+    for mode in ("second", "agnostic")
+  },
+  "real_8K_kvzip": real(
+    "8K_kvzip",
+    "--modes agnostic --tasks needle niah_multikey_1 niah_multivalue --batch 10 --samples 30 "
+    "--lengths 8192 --memory 12 --budgets 1280 2304 4352 --methods kvzip "
+    "adakv:safeguard=0+kvzip adakv:safeguard=0+kvzip:over_layers=True",
+  ),
+  "real_heads": Step(
+    "kvjax.programs.retrieval_heads {out}/real_heads.json --pattern {out}/real_gates.tsv "
+    f"{STUDY} 2048"
+  ),
+  "real_needles": Step(
+    f"scripts.studies.needle_recall {{out}}/real_needles {NEEDLES} --length 8000 --samples 10", 540
+  ),
+  "real_stream": Step(
+    f"scripts.studies.needle_recall {{out}}/real_stream {NEEDLES} {LONG} --samples 4 "
+    "--methods infllm ltri streaming_llm 'infllm, injected'",
+    400,
+  ),
+  **stopping(8192, 128, 150),
+  **stopping(16384, 256, 240),
+  **stopping(32768, 512, 400),
+  "real_gsm8k": real(
+    "gsm8k",
+    "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
+    "--methods longflow r_kv h2o tova",
+  ),
+  **{
+    f"real_published_{task}": published(
+      task, f"--tasks {task} --lengths {length} --batch 100 --samples {rows} --methods full"
+    )
+    for task, length, rows in (
+      ("cruxeval_o", 1536, 800),
+      ("humaneval", 1536, 164),
+      ("gsm8k_chat", 768, 500),
+    )
+  },
+  **{
+    f"real_kv_{keys}": published(
+      f"kv_{keys}",
+      f"--tasks lost_in_the_middle_{keys} --lengths {length} --batch 10 --samples 50 --memory 14 "
+      "--budgets 1024 --methods snapkv quest longflow cis streaming_llm",
+    )
+    for keys, length in ((140, 10240), (75, 5632))
+  },
+  "speed_tpot": speed(
+    "tpot", f"--lengths 32768 16384 --batches 1 4 8 --budgets 1024 --methods {TPOT}"
+  ),
+  "real_hits": Step(
+    f"scripts.studies.hit_rates {{out}}/real_hits.json {STUDY} 8064 --history 512 --page 16 "
+    "--budget 1024 --layers 2 8 14 20 26",
+    400,
+  ),
+  "real_sharing": Step(
+    f"scripts.studies.sharing_study {{out}}/sharing {STUDY} 8128 --budget 512", 400
+  ),
+  "real_certificates": Step(  # mostly a CPU's work
+    f"scripts.studies.certificate_study {{out}}/certificates {STUDY} 4096 --budget 256 "
+    "--starts 1862-Lincoln-1 1934-Roosevelt-1",
+    540,
+  ),
+  **parts("32K", MORE, "_more"),
+}
+
+STEPS = {
+  **{
+    f"scale_70B_{method}": bench("scale", method, 200, 4)
+    for method in ("pyramidkv", "full", "snapkv", "streaming_llm")
+  },
+  **{
+    f"scale_{name}_{n}": bench("scale", f"{case} over {n}", 200, n)
+    for name, case in {
+      "8B": "8B B8 T32768, heads",
+      "8B_long": "8B B1 T262144, slots",
+      "prompt_heads": "prompt of 32768, heads",
+      "prompt_slots": "prompt of 32768, slots",
+      "attention": "attention B1 T524288, slots",
+    }.items()
+    for n in (2, 4)
+  },
+  **{f"devices_{n}": Step(f"pytest {DEVICE_TESTS} {PYTEST}", 300, n) for n in (2, 4)},
+  "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
+  "generate": bench("generate", limit=300),
+  **{f"generate_{k}K": bench("generate", f"T{k << 10}") for k in (4, 32)},
+  "cold": Step("kvjax.programs.cold --out {out}", 590),
+  "launches": Step("scripts.tools.launches --out {out}"),
+  "select": bench("select", few=False),
+  "sparse": bench("sparse"),
+  "cpe": bench("cpe"),
+  "art": bench("art", limit=240, few=False),
+  **{f"art_e2e_B{n}": bench("art_e2e", f"B{n}", 540) for n in (8, 1, 4, 2)},
+  "speculation": Step("kvjax.programs.tune prr", 420),
+  **{f"prr_{n}K": bench("prr", f"T{n}K 1024x16") for n in (16, 32, 64, 128, 256, 512)},
+  "prr_calibration": bench("prr", "calibration"),
+  "prefill": bench("prefill", "32K", 240),
+  "offload": bench("offload", limit=200),
+  "stream": bench("offload", "whole", 590),
+  "heads": Step(
+    "kvjax.programs.retrieval_heads {out}/heads.json --pattern {out}/heads.tsv --length 4096"
+  ),
+  "needles": Step("scripts.studies.needle_recall {out}/needles --heads {out}/heads.json", 540),
+  "spans": Step("scripts.studies.plot_spans {out}/spans --length 8000 --local 512"),
+  **{
+    f"e2e_{method}": bench("e2e_sparse", f"{method} Llama", 240)
+    for method in ("Quest", "InfLLM-v2", "CPE", "PRR", "DuoAttention")
+  },
+  "per_head": bench("per_head", limit=400),
+  "forked": bench("forked", limit=400),
+  "longflow": bench("longflow", few=False, limit=300),
+  "longflow_answer": bench("longflow", "512 in", few=False),
+  **{
+    f"peers_B{batch}": bench("e2e", f"Llama-3.1-8B B{batch} T4096", 240, few=False)
+    for batch in (1, 8)
+  },
+  "prefill_model": bench("prefill", "model 32K"),
+  "prefill_128K": bench("prefill", "model 128K", 200),
+  "decode": bench("decode", few=False),
+  "quantised": bench("quantised", "8x4", few=False),
+  "quantised_lists": bench("quantised", "listed", few=False),
+  **{f"quantised_steps_int{bits}": bench("quantised", f"int{bits} Llama", 400) for bits in (8, 4)},
+  **{f"quantised_quest_int{bits}": bench("quantised", f"int{bits} Quest", 400) for bits in (8, 4)},
+  **{f"quantised_cuts_int{bits}": bench("quantised", f"sweep int{bits}", 240) for bits in (8, 4)},
+  **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
+  **REAL,
+}
+
+
+class Run:
+  """Steps on their way through the GPUs.
+
+  Args:
+    out: logs and results.
+    gpus: names of the GPUs.
+    end: when the last step has to have ended, by `time.monotonic()`.
+    checkpoint: of a real model; without it, steps that need one are left out.
+  """
+
+  def __init__(
+    self,
+    out: pathlib.Path,
+    gpus: list[str],
+    end: float,
+    checkpoint: pathlib.Path | None = None,
+  ):
+    self.out, self.gpus, self.end, self.checkpoint = out, gpus, end, checkpoint
+    self.began = time.monotonic()
+    self.path = out / "steps.json"
+    self.done = json.loads(self.path.read_text()) if self.path.exists() else {}
+    self._running: dict[str, subprocess.Popen] = {}
+    self._lock = threading.Lock()
+
+  def ended_well(self, name: str) -> bool:
+    return self.done.get(name, {}).get("became") == "done"
+
+  def steps(self, names: list[str], beside: int) -> None:
+    """Runs those that have not ended well: wide ones alone, then `beside` at a time on a GPU."""
+    left = [name for name in names if not self.ended_well(name)]
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in left:
+      wide = STEPS[name].gpus
+      if STEPS[name].real and self.checkpoint is None:
+        self.say(name, "needs --checkpoint: left out")
+      elif wide > len(self.gpus):
+        self.say(name, f"needs {wide} GPUs, found {len(self.gpus)}: left out")
+      elif wide > 1:
+        self.step(name, self.gpus[:wide])
+      else:
+        waiting.put(name)
+
+    def work(gpu: str) -> None:
+      while True:
+        try:
+          name = waiting.get_nowait()
+        except queue.Empty:
+          return
+        self.step(name, [gpu])
+
+    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in self.gpus * beside]
+    for worker in workers:
+      worker.start()
+    try:
+      for worker in workers:
+        worker.join()
+    except KeyboardInterrupt:
+      self.end = time.monotonic()  # nothing is started any more
+      while any(worker.is_alive() for worker in workers):
+        for process in list(self._running.values()):
+          with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.05)  # one that was just starting shows up
+      raise
+
+  def step(self, name: str, gpus: list[str]) -> None:
+    """Runs one step, and notes what became of it."""
+    limit = min(STEPS[name].limit, self.end - time.monotonic())
+    if limit < min(LEAST, STEPS[name].limit):
+      self.say(name, f"{max(limit, 0):.0f} s left, expected {STEPS[name].limit}: not started")
+      return
+    became, seconds = self.run(name, gpus, limit)
+    self.say(name, f"{became} after {seconds:.0f} s on GPU {','.join(gpus)}")
+    with self._lock:
+      self.done[name] = {"became": became, "seconds": round(seconds, 1)}
+      with common.written_aside(self.path) as aside:
+        aside.write_text(json.dumps(self.done, indent=1) + "\n")
+
+  def run(self, name: str, gpus: list[str], limit: float) -> tuple[str, float]:
+    """What became of a step, and the seconds that it took."""
+    env = os.environ | {
+      "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+      "PYTHONUNBUFFERED": "1",
+      # Others need memory too: steps that share a GPU, and torch beside JAX.
+      "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+      quiet.FOLDER: str((self.out / "quiet").resolve()),
+    }
+    command, began = STEPS[name].command(self.out.resolve(), self.checkpoint), time.monotonic()
+    with (self.out / f"{name}.log").open("w") as log:
+      how = {"cwd": REPO, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
+
+      def start() -> subprocess.Popen:
+        return subprocess.Popen(command, start_new_session=True, **how)
+
+      with quiet.sharing(self.out / "quiet", gpus, start) as process:
+        self._running[name] = process
+        try:
+          code = process.wait(limit)
+          became = "done" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+          became = f"stopped at its limit of {limit:.0f} s"
+        finally:
+          del self._running[name]
+    return became, time.monotonic() - began
+
+  def say(self, name: str, what: str) -> None:
+    print(f"[{time.monotonic() - self.began:5.0f} s] {name}: {what}", flush=True)
+
+
+def present() -> list[str]:
+  """Names of the GPUs that this process may use; one where none can be counted."""
+  named = os.environ.get("CUDA_VISIBLE_DEVICES")
+  if named:
+    return named.split(",")
+  count = len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
+  return [str(i) for i in range(max(count, 1))]
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="python -m scripts.tools.on_gpu",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    epilog="steps:\n"
+    + "\n".join(
+      f"  {name:22} {step.limit:4} s at most" + f", {step.gpus} GPUs" * (step.gpus > 1)
+      for name, step in STEPS.items()
+    ),
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="logs and results"
+  )
+  parser.add_argument(
+    "--only", nargs="+", choices=STEPS, metavar="STEP", help="these steps, in this order"
+  )
+  parser.add_argument(
+    "--minutes", type=float, default=60, metavar="M", help="all has to have ended by then (60)"
+  )
+  parser.add_argument(
+    "--beside", type=int, default=2, metavar="N", help="steps at a time on each GPU (2)"
+  )
+  parser.add_argument(
+    "--checkpoint",
+    type=pathlib.Path,
+    metavar="FOLDER",
+    help="a converted model with a long context, for the steps real_* and speed_*",
+  )
+  options = parser.parse_args(argv)
+  if options.checkpoint is not None and not convert.is_checkpoint(options.checkpoint):
+    parser.error(f"--checkpoint: found no checkpoint in {options.checkpoint}")
+  if options.beside < 1:
+    parser.error(f"--beside: found {options.beside}, expected 1 or more")
+  options.out.mkdir(parents=True, exist_ok=True)
+  chosen = options.only or list(STEPS)
+  checkpoint = options.checkpoint and options.checkpoint.resolve()
+  run = Run(options.out, present(), time.monotonic() + 60 * options.minutes, checkpoint)
+  run.steps(chosen, options.beside)
+  return int(not all(map(run.ended_well, chosen)))
+
+
+if __name__ == "__main__":
+  with common.one_line_errors():
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""How figures are written: times, ratios, spans of ratios, tables and sentences.
+
+A ratio to a reference that was not steady says nothing: where the quartiles of what is divided by
+are wider than 5 % of its median, they stand in the ratio's place. A time's own quartiles stand
+after it where they are as wide. Everything that is written carries its records.
+"""
+
+import string
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from kvjax.programs import bench_files
+from scripts.tools.tablemakers import records
+from scripts.tools.tablemakers.records import Figure, Number, Part
+from scripts.tools.tablemakers.results import Timing
+
+Pair = tuple[float, Timing]  # a ratio, and the reference that was divided by
+
+
+def steady(timing: Timing) -> bool:
+  """Whether others may be divided by it."""
+  return bench_files.steady(timing.low, timing.us, timing.high)
+
+
+def over(mine: Timing, reference: Timing) -> Pair:
+  """One time over another of the same card, which is divided by.
+
+  Raises:
+    ValueError: they are of unlike cards.
+  """
+  return _divided(mine, reference), reference
+
+
+def gain(mine: Timing, reference: Timing) -> Pair:
+  """The same the other way round: how often as fast as the reference it is."""
+  return _divided(reference, mine), reference
+
+
+def _divided(top: Timing, bottom: Timing) -> Number:
+  both = records.of(top, bottom)
+  records.alike((record,) for record in both)
+  return Number(top.us / bottom.us, *both)
+
+
+def ratio(value: float, reference: Timing, form: str = "{:.2f}") -> Figure:
+  """A ratio, or the quartiles of its reference where these are too wide to divide by."""
+  return guarded(number(value, form), reference)
+
+
+def guarded(figure: Figure, reference: Timing) -> Figure:
+  """A figure made from a ratio, under the same rule."""
+  if steady(reference):
+    return figure
+  return Figure(f"– ({reference.name}: {spread(reference)})", records.of(figure, reference))
+
+
+def span(pairs: Iterable[Pair], form: str = "{:.2f}", unit: str = "") -> Figure:
+  """From the least to the largest of some ratios, and how many have no steady reference.
+
+  Where one or two references are not steady, their quartiles are given.
+  """
+  listed = list(pairs)
+  values = [form.format(x) for x in sorted(x for x, reference in listed if steady(reference))]
+  wide = [reference for _, reference in listed if not steady(reference)]
+  why = [f"{reference.name}: {spread(reference)}" for reference in wide]
+  if len(wide) > 2:
+    why = ["their references were not steady"]
+  if not values:
+    text = f"– ({', '.join(why)})" if why else "–"
+  else:
+    text = values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+    left_out = f" ({len(wide)} of {len(listed)} left out: {', '.join(why)})" if wide else ""
+    text += unit + left_out
+  return Figure(text, records.of(*(part for pair in listed for part in pair)))
+
+
+def read(figure: Figure) -> Number:
+  """The number that a text is."""
+  return Number(float(figure.replace(",", "")), *figure.records)
+
+
+def number(value: float, form: str = "{:.2f}") -> Figure:
+  """A value in a form such as "{:,.0f} MiB"."""
+  return Figure(form.format(float(value)), records.of(value))
+
+
+def worked_out(value: float, form: str, *sources: object) -> Figure:
+  """A value that was worked out from others, which have its sources."""
+  return Figure(form.format(float(value)), records.of(*sources))
+
+
+def percent(share: float, digits: int = 0) -> Figure:
+  """A share of one."""
+  return Figure(f"{100 * share:.{digits}f} %", records.of(share))
+
+
+def signed(value: float, digits: int = 2) -> str:
+  """A number with its sign, and a true minus."""
+  return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def time(timing: Timing) -> Figure:
+  """A median with its unit."""
+  return Figure(_time(timing), records.of(timing))
+
+
+def ours(timing: Timing) -> Figure:
+  """The time that a row is about."""
+  unit, form, scale = _unit(timing)
+  text = f"{form.format(timing.us / scale)} {unit}"
+  return Figure(_time(timing).replace(text, f"**{text}**"), records.of(timing))
+
+
+def _time(timing: Timing) -> str:
+  unit, form, scale = _unit(timing)
+  text = f"{form.format(timing.us / scale)} {unit}"
+  if steady(timing):
+    return text
+  low, high = (form.format(us / scale) for us in (timing.low, timing.high))
+  return f"{text} ({low} to {high})"
+
+
+def spread(timing: Timing) -> Figure:
+  """The quartiles with their unit."""
+  unit, form, scale = _unit(timing)
+  text = f"{form.format(timing.low / scale)} to {form.format(timing.high / scale)} {unit}"
+  return Figure(text, records.of(timing))
+
+
+def _unit(timing: Timing) -> tuple[str, str, float]:
+  if timing.us < 1e3:
+    return "µs", "{:.1f}", 1
+  return "ms", "{:.2f}" if timing.us < 1e5 else "{:,.0f}", 1e3
+
+
+def join(template: str, *parts: str) -> Figure:
+  """A template such as "{} of {}" with figures in it, which are all that may have numbers.
+
+  Raises:
+    ValueError: a number has no source.
+  """
+  return Figure(template.format(*parts), _sources(template, parts))
+
+
+def listed(parts: Iterable[str], between: str = ", ") -> Figure:
+  """Figures one after the other."""
+  parts = list(parts)
+  return Figure(between.join(parts), _sources(between, parts))
+
+
+def _sources(template: str, parts: Iterable[str]) -> records.Records:
+  for text, *_ in string.Formatter().parse(template):
+    records.without_source(text)
+  figures = [part for part in parts if records.without_source(part) and isinstance(part, Figure)]
+  return records.of(*figures)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 1) -> Part:
+  """A table in Markdown, whose first columns are names.
+
+  Raises:
+    ValueError: a row has not as many cells as the head, or a number behind the names no source.
+  """
+  lines, figures = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)], []
+  for row in rows:
+    if len(row) != len(head):
+      raise ValueError(f"row: found {len(row)} cells {row}, expected {len(head)}")
+    figures += [cell for cell in map(records.without_source, row[labels:]) if _has_source(cell)]
+    lines.append(f"| {' | '.join(row)} |")
+  return Part(lines, figures)
+
+
+def ranked(rows: Iterable[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
+  """Rows by their values, the largest first: of one card and of the same prompts.
+
+  Raises:
+    ValueError: they are of unlike cards, or of unlike prompts.
+  """
+  listed = list(rows)
+  records.alike(records.of(value) for value, _ in listed)
+  return [row for _, row in sorted(listed, key=lambda pair: -pair[0])]
+
+
+def sentence(template: str, *parts: str) -> Part:
+  """Lines of at most 100 columns.
+
+  Raises:
+    ValueError: a number has no source.
+  """
+  for text, *_ in string.Formatter().parse(template):
+    records.without_source(text)
+  for part in parts:
+    records.without_source(part)
+  text = template.format(*parts)
+  lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+  return Part(lines, filter(_has_source, parts))
+
+
+def _has_source(cell: str) -> bool:
+  return isinstance(cell, Figure)

@@ -1,0 +1,190 @@
+"""The house, drawn from its code: which room imports which, and which moves each method has."""
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+import kvjax
+from kvjax.families.method import Method
+from scripts.tools.tablemakers import cells
+from scripts.tools.tablemakers.records import Part
+from scripts.tools.tablemakers.results import Results
+
+CODE = pathlib.Path(kvjax.__file__).resolve().parent
+# Folders from the top down: each imports those below it, and none above.
+ROOMS = {
+  "programs": "commands of `kvjax`",
+  "testing": "laws for any method",
+  "models.decode": "prompts, generation",
+  "models.io": "checkpoints, tokenizers",
+  "models.nn": "the decoder",
+  "analysis": "certificates, bytes moved",
+  "runtime": "front door, devices, memory, forks",
+  "methods": "one paper, one file or folder",
+  "families": "a method's moves, and what several share",
+  "ops": "references of operations, and which implementation runs",
+  "kernels": "Pallas, through Triton",
+  "core": "caches, plans, where a move runs",
+  "primitives": "arithmetic on arrays",
+}
+
+
+def room_of(module: str) -> str | None:
+  """The folder of a module; None of the root, which has the table of public names."""
+  return next((room for room in ROOMS if f"{module}.".startswith(f"kvjax.{room}.")), None)
+
+
+def modules() -> dict[str, pathlib.Path]:
+  """All of kvjax by their names, those behind its links too."""
+  links = (path for path in sorted(CODE.iterdir()) if path.is_symlink())
+  found = {path for folder in (CODE, *links) for path in folder.glob("**/*.py")}
+  named = {}
+  for path in sorted(found):
+    parts = ("kvjax", *path.relative_to(CODE).with_suffix("").parts)
+    named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+  return named
+
+
+def imports(source: str, known: Collection[str]) -> set[str]:
+  """The known modules that a file imports, late or by name too, but for what is there for types."""
+  tree = ast.parse(source)
+  typed = {
+    id(inner)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for inner in ast.walk(node)
+  }
+  found: set[str] = set()
+  for node in ast.walk(tree):
+    if id(node) in typed:
+      continue
+    if isinstance(node, ast.Import):
+      found |= {x.name for x in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      inner = {x.name: f"{node.module}.{x.name}" for x in node.names}
+      found |= {name if name in known else str(node.module) for name in inner.values()}
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+      found.add(node.value)
+  return found & set(known)
+
+
+def imported() -> dict[str, set[str]]:
+  """What each module of kvjax imports of it."""
+  known = modules()
+  return {name: imports(path.read_text("utf-8"), known) - {name} for name, path in known.items()}
+
+
+def doors() -> set[tuple[str, str]]:
+  """(folder, folder that it imports)."""
+  pairs = {(room_of(here), room_of(there)) for here, found in imported().items() for there in found}
+  return {(a, b) for a, b in pairs if a and b and a != b}
+
+
+def circles() -> list[list[str]]:
+  """Modules that import each other, by way of others too: strongly connected parts of the graph."""
+  graph, parts = imported(), []
+  reach = {name: _reached(graph, name) for name in graph}
+  for name in graph:
+    part = sorted(other for other in reach[name] if name in reach[other])
+    if part and part not in parts:
+      parts.append(part)
+  return parts
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+  """What is imported from there on."""
+  found, left = set(), [start]
+  while left:
+    new = graph[left.pop()] - found
+    found |= new
+    left += new
+  return found
+
+
+def rooms(results: Results) -> Part:
+  """A graph for Mermaid of the folders; an arrow that others make in steps is left out."""
+  found = doors()
+  lines = ["```mermaid", "graph TD"]
+  lines += [f'  {room.replace(".", "_")}["{room}<br/>{what}"]' for room, what in ROOMS.items()]
+  order = list(ROOMS)
+  for a, b in sorted(found, key=lambda door: (order.index(door[0]), order.index(door[1]))):
+    if not any((a, c) in found and (c, b) in found for c in order):
+      lines.append(f"  {a} --> {b}".replace(".", "_"))
+  return ["", *lines, "```"]
+
+
+# ---- methods and moves
+
+
+def own(cls: type) -> list[str]:
+  """The moves that a method has of its own, or of a method that it extends, in their order."""
+  found: dict[str, Any] = {}
+  for base in reversed(cls.__mro__):
+    if base in kvjax.METHODS.values():
+      found |= {name: x for name, x in vars(base).items() if _is_move(name, x)}
+  return list(found)
+
+
+def _is_move(name: str, value: Any) -> bool:
+  kinds = inspect.isfunction(value) or isinstance(value, property)
+  return kinds and not name.startswith("_")
+
+
+def family(cls: type) -> str:
+  """The next class up that is no method itself."""
+  registered = kvjax.METHODS.values()
+  above = next(base for base in cls.__mro__ if base not in registered)
+  return "–" if above is Method else f"`{above.__name__}`"
+
+
+def moves(results: Results) -> Part:
+  """Every method, its family, and the moves that are not its family's."""
+  rows = [
+    [f"`{name}`", family(cls), ", ".join(f"`{move}`" for move in own(cls)) or "–"]
+    for name, cls in kvjax.METHODS.items()
+  ]
+  return cells.table(("method", "family", "moves of its own"), rows)
+
+
+# ---- what goes over what
+
+BUDGET = 64  # of the examples that are put together
+
+
+def takes(cls: type[Method], base: Method) -> Method:
+  """An example of a method over a base.
+
+  Raises:
+    ValueError: the two do not go together, and the message says why.
+  """
+  return dataclasses.replace(kvjax.settings.example(cls, BUDGET), base=base)
+
+
+def over(name: str) -> list[str] | None:
+  """The methods that one goes over, by their names; None: it has no base to be chosen."""
+  cls, found = kvjax.METHODS[name], []
+  fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+  if "base" not in fields or not fields["base"].init:
+    return None
+  for other, base in kvjax.METHODS.items():
+    with contextlib.suppress(ValueError):
+      takes(cls, kvjax.settings.example(base, BUDGET))
+      found.append(other)
+  return found
+
+
+def compositions(results: Results) -> Part:
+  """Every method that takes a base, and the bases that it takes; alike ones share a row."""
+  rows: dict[tuple[str, ...], list[str]] = {}
+  for name in kvjax.METHODS:
+    bases = over(name)
+    if bases is not None:
+      rows.setdefault(tuple(bases), []).append(name)
+  lines = [
+    [", ".join(f"`{x}`" for x in names) for names in (over, under)] for under, over in rows.items()
+  ]
+  return cells.table(("method", "goes over"), lines)

@@ -1,0 +1,460 @@
+"""A real model at long contexts: scores beside measured costs, and which method when.
+
+All give nothing while there are no results.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+from kvjax.programs.evals import choices, costs, families, store, walks
+from kvjax.programs.evals.costs import Board, Cost, Point
+from kvjax.programs.evals.standing import FULL, Standing, Standings, standings
+from scripts.tools.tablemakers import cells, scored
+from scripts.tools.tablemakers.records import Figure, Number, Part
+from scripts.tools.tablemakers.results import GPU, Maker, Results, Timing
+
+FOLDER = f"{GPU}/real"
+LENGTHS = (8192, 32768)
+LEAST = 0.5  # the full cache's score in the tasks that are compared
+# Rows that are not shown: their gates were found on needles of the draw that they were tested on.
+WITHDRAWN = ("duo_attention",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """What the folder has.
+
+  Attributes:
+    model, device: its settings.
+    short: methods whose walks cannot end early, and where; their rows are left out.
+    standings: by length and mode.
+    boards: by mode, length and batch.
+    rows: where figures of its rows stand.
+  """
+
+  model: str
+  device: str
+  short: list[str]
+  standings: list[Standings]
+  boards: list[Board]
+  rows: scored.Held
+
+  def standing(self, length: int, mode: str = "aware") -> Standings | None:
+    return next((s for s in self.standings if (s.length, s.mode) == (length, mode)), None)
+
+  def at(self, length: int, mode: str = "aware") -> list[Board]:
+    """The boards of a length, by batch."""
+    found = [board for board in self.boards if board.standings is self.standing(length, mode)]
+    return sorted(found, key=lambda board: board.batch)
+
+  def time(self, cost: Cost) -> Timing:
+    return scored.timed(cost, FOLDER, self.device)
+
+
+@functools.cache
+def held(results: Results) -> Held | None:
+  """The folder's rows and costs; None where it is not there."""
+  folder = results.folder / FOLDER
+  if not folder.is_dir():
+    return None
+  settings, rows, short = store.settings_of(folder), [], []
+  for row in results.rows(FOLDER):
+    if walks.too_short(row["method"], row["budget"], row["length"], settings):
+      short.append(f"`{row['method']}` at T{row['length'] >> 10}K")
+    elif not row["method"].startswith(WITHDRAWN):
+      rows.append(row)
+  found = standings(rows, LEAST)
+  made = costs.boards(found, costs.read(folder))
+  named = store.PACKED if (folder / store.PACKED).is_file() else store.ROWS
+  where = scored.Held(FOLDER, named, settings["device"])
+  return Held(settings["model"], settings["device"], list(dict.fromkeys(short)), found, made, where)
+
+
+def _given(maker: Callable[[Held], Part]) -> Maker:
+  """A maker that gives nothing without results."""
+
+  @functools.wraps(maker)
+  def made(results: Results) -> Part:
+    found = held(results)
+    return maker(found) if found else Part()
+
+  return made
+
+
+# ---- what was compared
+
+
+@_given
+def about(found: Held) -> Part:
+  template, figures = f"{found.model} on an {found.device}.", []
+  for one in found.standings:
+    if one.mode == "aware":
+      template += (
+        f" At T{one.length >> 10}K the score is the mean of {_listed(one.tasks)} over the prompts "
+        "that all methods with a mean have answered, {} a task"
+      )
+      figures.append(found.rows.prompts(one, one.full, *one.tasks))
+      if one.weak:
+        template += f"; {_listed(one.weak)}, of which the full cache solves less than half, are not"
+        template += " in it"
+      template += "."
+  if found.short:
+    template += f" Left out, since no walk can end early there: {', '.join(found.short)}."
+  return cells.sentence(template, *figures)
+
+
+def _listed(tasks: Sequence[str]) -> str:
+  return ", ".join(f"`{task}`" for task in tasks)
+
+
+def called(method: str, budget: int | None) -> str:
+  return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
+
+
+def _quoted(method: str, budget: int | None) -> str:
+  """The same in a sentence."""
+  return f"`{method}`" if budget is None else f"`{method}, {budget:,}`"
+
+
+# ---- scores and costs
+
+
+def by_length(length: int) -> Maker:
+  """The table of one length: full first, then methods that attend to as many tokens, by score."""
+  return _given(lambda found: _scores(found, length))
+
+
+def _scores(found: Held, length: int) -> Part:
+  whole = found.standing(length)
+  if whole is None:
+    return Part()
+  boards, tasks = found.at(length), [*whole.tasks, *whole.weak]
+  row = functools.partial(_row, found, whole, tasks, boards)
+  rows = [["all", *row(whole.full)]]
+  for label, ones in _classes(whole, boards):
+    rows += cells.ranked((found.rows.value(whole, one), [label, *row(one)]) for one in ones)
+  rows += [["no mean", *row(one)] for one in whole.missing]
+  head = ["tokens attended to", "method, budget", "n", *(f"`{task}`" for task in tasks), "mean"]
+  head += ["less full", "KL, nats"]
+  if boards:
+    head += [f"ms a token, batch {board.batch} (× full)" for board in boards]
+    head += ["GB kept a row", f"GB read a step, batch {boards[-1].batch}", "expected ms"]
+  return cells.table(head, rows, labels=2)
+
+
+def _classes(whole: Standings, boards: list[Board]) -> list[tuple[str, list[Standing]]]:
+  """Methods with a mean by the tokens that they were seen attending to, the most first."""
+  attended: dict[tuple[str, int | None], int] = {}
+  for board in boards:
+    for point in board.points:
+      if point.cost.attended:
+        attended.setdefault((point.method, point.budget), point.cost.attended)
+  ones = [one for one in whole.by.values() if one.score and one is not whole.full]
+  groups: list[tuple[int, list[Standing]]] = []
+  for one in sorted(ones, key=lambda one: attended.get((one.method, one.budget), 0)):
+    tokens = attended.get((one.method, one.budget), 0)
+    if groups and groups[-1][0] <= tokens <= choices.ALIKE * groups[-1][0]:
+      groups[-1][1].append(one)
+    else:
+      groups.append((tokens, [one]))
+  seen = [[attended.get((one.method, one.budget), 0) for one in ones] for _, ones in groups]
+  return [(_span(found), ones) for found, (_, ones) in list(zip(seen, groups, strict=True))[::-1]]
+
+
+def _span(tokens: Sequence[int]) -> str:
+  low, high = f"{min(tokens):,}", f"{max(tokens):,}"
+  return "not seen" if low == "0" else low if low == high else f"{low} to {high}"
+
+
+def _row(
+  found: Held, whole: Standings, tasks: Sequence[str], boards: list[Board], one: Standing
+) -> list[str]:
+  rows, compared = found.rows, tasks if one.score else list(one.tasks)
+  row = [called(one.method, one.budget), rows.prompts(whole, one, *compared)]
+  row += [rows.score(whole, one, task) for task in tasks]
+  less = "–" if one is whole.full else rows.gap(whole, one)
+  row += [rows.mean(whole, one), less, rows.divergence(whole, one)]
+  return row + _costs(found, one, boards) if boards else row
+
+
+def _costs(found: Held, one: Standing, boards: list[Board]) -> list[str]:
+  """Milliseconds at each batch; bytes kept and read, and what `advise` expects, at the largest."""
+  who, row = (one.method, one.budget), []
+  points = [next((p for p in b.points if (p.method, p.budget) == who), None) for b in boards]
+  for board, point in zip(boards, points, strict=True):
+    row.append(_milliseconds(found, point.cost, board.full.cost) if point else "–")
+  if (last := points[-1]) is None:
+    return [*row, "–", "–", "–"]
+  return [
+    *row,
+    _kept(found, last.cost),
+    _gigabytes(found, last.cost, last.cost.read),
+    _hoped(found, last.cost),
+  ]
+
+
+def _hoped(found: Held, cost: Cost) -> str:
+  if cost.expected_us is None:
+    return "–"
+  return cells.worked_out(cost.expected_us / 1e3, "{:.2f}", found.time(cost))
+
+
+def _milliseconds(found: Held, cost: Cost, full: Cost) -> Figure:
+  """Of a step of the whole batch, and its ratio to the full cache's at the same shape."""
+  mine, whole = found.time(cost), found.time(full)
+  took = cells.worked_out(cost.milliseconds, "{:.2f}", mine)
+  if not cells.steady(mine):
+    took = cells.join("{} [{}]", took, cells.spread(mine))
+  return cells.join("{} ({})", took, cells.ratio(*cells.over(mine, whole)))
+
+
+def _kept(found: Held, cost: Cost) -> Figure:
+  kept = _gigabytes(found, cost, cost.kept)
+  if not cost.host_bytes:
+    return kept
+  return cells.join(
+    "{} + {} on the host", kept, _gigabytes(found, cost, cost.host_bytes / cost.batch / 1e9)
+  )
+
+
+def _gigabytes(found: Held, cost: Cost, value: float) -> Figure:
+  return cells.worked_out(value, "{:.2f}" if value >= 0.1 else "{:.3f}", found.time(cost))
+
+
+@_given
+def modes(found: Held) -> Part:
+  """Mean scores by mode, side by side, at each length."""
+  rows, names = [], list(dict.fromkeys(one.mode for one in found.standings))
+  if len(names) < 2:
+    return Part()
+  for length in LENGTHS:
+    sides = [found.standing(length, mode) for mode in names]
+    if sides[0] is None:
+      continue
+    for who, first in sides[0].by.items():
+      ours = [side.by.get(who) if side else None for side in sides]
+      if first.score and any(one and one.score for one in ours[1:]):
+        pairs = [_with_gap(found, *pair) for pair in zip(sides, ours, strict=True)]
+        rows.append((found.rows.value(sides[0], first), [f"{length:,}", called(*who), *pairs]))
+  head = ("tokens", "method, budget", *(f"{name}; less full" for name in names))
+  return cells.table(head, cells.ranked(rows), labels=2)
+
+
+def _with_gap(found: Held, whole: Standings | None, one: Standing | None) -> str:
+  if whole is None or one is None or one.score is None:
+    return "–"
+  if one is whole.full:
+    return found.rows.mean(whole, one)
+  return cells.join("{}; {}", found.rows.mean(whole, one), found.rows.gap(whole, one))
+
+
+# ---- long answers, and what was expected
+
+
+ANSWERS = "gsm8k"
+
+
+def answers(results: Results) -> Part:
+  """GSM8K: methods that evict while they answer, by budget."""
+  there = held(results)
+  if there is None:
+    return Part()
+  rows = [row for row in results.rows(FOLDER) if row["task"] == ANSWERS]
+  made: list[Sequence[str]] = []
+  for whole in standings(rows):
+    line = functools.partial(_answered, there, whole, rows)
+    made.append(line(whole.full))
+    for budget in sorted({one.budget for one in whole.by.values() if one.budget}):
+      ones = [one for one in whole.by.values() if one.budget == budget and one.score]
+      made += cells.ranked((there.rows.value(whole, one), line(one)) for one in ones)
+  return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
+
+
+def _answered(found: Held, whole: Standings, rows: Iterable[dict], one: Standing) -> list[str]:
+  mine = [r["cache_bytes"] for r in rows if (r["method"], r["budget"]) == (one.method, one.budget)]
+  size = cells.worked_out(
+    sum(mine) / len(mine) / 1e6, "{:.1f}", Number(0, *found.rows.records(whole, one, ANSWERS))
+  )
+  figures = found.rows
+  less = "–" if one is whole.full else figures.gap(whole, one)
+  n, right = figures.prompts(whole, one, ANSWERS), figures.score(whole, one, ANSWERS)
+  return [called(one.method, one.budget), n, right, less, size]
+
+
+@_given
+def foreseen(found: Held) -> Part:
+  """How near `advise` came to what was measured."""
+  timed = [
+    point.cost
+    for length in LENGTHS
+    for board in found.at(length)
+    for point in board.points
+    if point.cost.expected_us
+  ]
+  if not timed:
+    return Part()
+  pairs = [(cost, (cost.expected_us or 0) / cost.us) for cost in timed]
+  far = [
+    cells.worked_out(
+      ratio,
+      f"{_quoted(cost.method, cost.budget)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}",
+      found.time(cost),
+    )
+    for cost, ratio in pairs
+    if abs(ratio - 1) > 0.15
+  ]
+  every = [found.time(cost) for cost in timed]
+  near = cells.worked_out(len(timed) - len(far), "{:.0f}", *every)
+  return cells.sentence(
+    "What `advise` expects is within `15 %` of the measured step for {} of {}; expected over "
+    "measured of the others: {}.",
+    near,
+    cells.worked_out(len(timed), "{:.0f}", *every),
+    cells.listed(far) if far else "none",
+  )
+
+
+def end_to_end(results: Results) -> Part:
+  """Steps at longer contexts than the first, each beside the full cache's."""
+  found = held(results)
+  if found is None:
+    return Part()
+  timed = [cost for cost in costs.read(results.folder / FOLDER) if cost.length > LENGTHS[0]]
+  full = {(cost.length, cost.batch): cost for cost in timed if cost.method == FULL}
+  rows = []
+  for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
+    whole, mine = full[cost.length, cost.batch], found.time(cost)
+    seen = "–" if cost.attended is None else cells.worked_out(cost.attended, "{:,.0f}", mine)
+    row = [f"{cost.length:,}", str(cost.batch), called(cost.method, cost.budget), seen]
+    row += [_milliseconds(found, cost, whole), _gigabytes(found, cost, cost.read)]
+    rows.append([*row, _hoped(found, cost)])
+  head = ("tokens", "batch", "method, budget", "attended to", "ms a step (× full)", "GB read")
+  return cells.table((*head, "expected ms"), rows, labels=3) if rows else Part()
+
+
+# ---- which method when
+
+
+@_given
+def when(found: Held) -> Part:
+  """Choices by length, batch, tokens attended to and memory."""
+  rows = []
+  for length in LENGTHS:
+    for board in found.at(length):
+      for same in choices.classes(board):
+        for memory, chosen in choices.by_memory(same):
+          for choice in chosen:
+            place = [f"{length:,}", str(board.batch), _attended(same), memory]
+            rows.append([*place, ", ".join(choice.aims), *_taken(choice, same, found)])
+  if not rows:
+    return Part()
+  head = ("tokens", "batch", "attended to", "memory", "for", "take", "ms a token (× full)")
+  head += ("GB kept a row", "GB a step holds", "score", "less full", "risk")
+  return cells.table(head, rows, labels=6)
+
+
+@_given
+def advice(found: Held) -> Part:
+  """The first page's: of methods that attend to as many tokens, which keep the score, and cost."""
+  rows = []
+  for length in LENGTHS:
+    for board in found.at(length)[-1:]:
+      for same in choices.classes(board):
+        chosen = {aim: choice for choice in choices.choices(same) for aim in choice.aims}
+        points = {aim: chosen[aim].point for aim in ("fastest", "least kept")}
+        if any(point and point.method != FULL for point in points.values()):
+          place = [f"{length >> 10}K, batch {board.batch}", _attended(same)]
+          fastest, least = (_advised(found, same, point) for point in points.values())
+          rows.append([*place, fastest, "the same" if least == fastest else least])
+  head = ("context", "tokens attended to", "fastest", "least kept")
+  return cells.table(head, rows, labels=2) if rows else Part()
+
+
+def _advised(found: Held, board: Board, point: Point | None) -> str:
+  """A method with its time and bytes over the full cache's, and its difference in points."""
+  if point is None or point.method == FULL:
+    return "the full cache"
+  whole, time = board.standings, found.time(point.cost)
+  kept = point.cost.kept / board.full.cost.kept
+  return cells.join(
+    f"{_quoted(point.method, point.budget)}: time {{}}, bytes {{}}, {{}}",
+    cells.ratio(*cells.over(time, found.time(board.full.cost))),
+    cells.worked_out(kept, "{:.2f}", time),
+    found.rows.gap(whole, whole.by[point.method, point.budget]),
+  )
+
+
+def _attended(board: Board) -> str:
+  """Tokens that the methods of a class attend to."""
+  return _span([point.cost.attended for point in board.points[1:] if point.cost.attended])
+
+
+def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
+  point = choice.point
+  if point is None:
+    return ["nothing that was measured fits", *[""] * 6]
+  cost, whole = point.cost, board.standings
+  one = whole.by[point.method, point.budget]
+  less = "–" if point is board.full else found.rows.gap(whole, one)
+  holds = "–"
+  if cost.peak_bytes is not None:
+    holds = cells.worked_out(cost.peak_bytes / 1e9, "{:.1f}", found.time(cost))
+  return [
+    called(point.method, point.budget),
+    _milliseconds(found, cost, board.full.cost),
+    _kept(found, cost),
+    holds,
+    found.rows.mean(whole, one),
+    cells.join("**{}**", less) if choice.loses else less,
+    _risk(point, board, found),
+  ]
+
+
+def _risk(point: Point, board: Board, found: Held) -> str:
+  """What the method's family cannot promise, and what it loses in other modes."""
+  parts = [families.of(point.method).risk]
+  for other in found.standings:
+    one = other.by.get((point.method, point.budget))
+    elsewhere = other.length == board.standings.length and other.mode != board.standings.mode
+    if elsewhere and one and one.gap and point.method != FULL:
+      parts.append(cells.join(f"{other.mode} {{}}", found.rows.gap(other, one)))
+  return cells.listed(parts, "; ") if len(parts) > 1 else parts[0]
+
+
+@_given
+def picture(found: Held) -> Part:
+  """The pictures of each length's largest batch; one shows all lengths that have its batch."""
+  batches = dict.fromkeys(made[-1].batch for length in LENGTHS if (made := found.at(length)))
+  return Part(
+    f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
+    f"({FOLDER}/score_by_cost_aware_b{batch}.png)"
+    for batch in batches
+  )
+
+
+def in_short(results: Results) -> str:
+  """Methods that keep the score at the longest length and its largest batch, by tokens read."""
+  found = held(results)
+  boards = [board for length in LENGTHS for board in found.at(length)] if found else []
+  if not boards:
+    return ""
+  assert found
+  last, parts = boards[-1], []
+  for same in choices.classes(last):
+    point = next(c.point for c in choices.choices(same) if "fastest" in c.aims)
+    if point and point.method != FULL:
+      one = last.standings.by[point.method, point.budget]
+      took = _milliseconds(found, point.cost, last.full.cost)
+      attended = cells.worked_out(point.cost.attended or 0, "{:,.0f}", found.time(point.cost))
+      name, less = _quoted(point.method, point.budget), found.rows.gap(last.standings, one)
+      parts.append(
+        cells.join(
+          f"{name}, which attends to {{}}: {{}} ms, score less full {{}}", attended, took, less
+        )
+      )
+  return cells.join(
+    f"{found.model}, T{last.standings.length >> 10}K, B{last.batch}, ms a token (× the full "
+    "cache's) at like tokens attended to: {}",
+    cells.listed(parts, "; "),
+  )

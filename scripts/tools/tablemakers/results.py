@@ -1,0 +1,249 @@
+"""Result files, read by the names of their cases and contenders: what is missing is named."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from kvjax.programs import bench_files
+from kvjax.programs.evals import store
+from scripts.tools.tablemakers import records
+from scripts.tools.tablemakers.records import NOTHING, Number, Part, Place, Record, Records
+
+FOLDER = pathlib.Path(__file__).parents[2] / "results"
+GPU = "nvidia-h200"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Microseconds of a contender: the median, the quartiles around it, and where they stand."""
+
+  name: str
+  us: float
+  low: float
+  high: float
+  records: Records = dataclasses.field(default=(), repr=False)
+
+  def then(self, *others: "Timing") -> "Timing":
+    """This one and others, one after the other."""
+    parts = (self, *others)
+    name = " + ".join(part.name for part in parts)
+    ends = (sum(getattr(p, x) for p in parts) for x in ("us", "low", "high"))
+    return Timing(name, *ends, records.of(*parts))
+
+  def scaled(self, factor: float) -> "Timing":
+    """So many of it."""
+    return Timing(self.name, *(x * factor for x in self._ends), self.records)
+
+  def later(self, us: float) -> "Timing":
+    """It, and a time that is known exactly."""
+    return Timing(self.name, *(x + us for x in self._ends), self.records)
+
+  @property
+  def _ends(self) -> tuple[float, float, float]:
+    return self.us, self.low, self.high
+
+
+class Case:
+  """One case of a file of `kvjax.programs.bench`.
+
+  Args:
+    bench: the file that it stands in.
+    number: its place there.
+  """
+
+  def __init__(self, bench: "Bench", number: int):
+    self.path, self._number, self._bench = bench.path, number, bench
+    self._data = bench.held["cases"][number]
+    self.name: str = self._data["case"]
+    self.bytes: int = self._data["bytes"]
+    self.shapes: str = self._data["shapes"]
+    self.repetitions: int = self._data["repetitions"]
+
+  def has(self, name: str) -> bool:
+    """Whether a contender has a time: peers may not be installed, or not take the shape."""
+    return any(row["name"] == name and "us" in row for row in self._data["results"])
+
+  def time(self, name: str) -> Timing:
+    """A contender's time.
+
+    Raises:
+      ValueError: it is not there, or has no time, as its output was wrong.
+    """
+    number, row = self._row(name)
+    if "us" not in row:
+      raise ValueError(f"{self.path}, {self.name}: found no time of {name!r}: its output was wrong")
+    return Timing(name, row["us"], *row["us_quartiles"], (self._record("results", number, "us"),))
+
+  def error(self, name: str) -> Number:
+    """A contender's relative error."""
+    number, row = self._row(name)
+    return Number(row["error"], self._record("results", number, "error"))
+
+  def remark(self, pattern: str) -> tuple[str, ...]:
+    """The groups of the first remark that has the pattern; numbers among them have their source."""
+    for number, line in enumerate(self._data["remarks"]):
+      if match := re.search(pattern, line):
+        where = (self._record("remarks", number),)
+        return tuple(records.Figure(group, where) for group in match.groups())
+    raise ValueError(f"{self.path}, {self.name}: found no remark like {pattern!r}")
+
+  def shaped(self, pattern: str) -> tuple[str, ...]:
+    """The same of the shapes."""
+    if not (match := re.search(pattern, self.shapes)):
+      raise ValueError(f"{self.path}, {self.name}: found no {pattern!r} in {self.shapes!r}")
+    where = (self._record("shapes"),)
+    return tuple(records.Figure(group, where) for group in match.groups())
+
+  def numbers(self, pattern: str) -> list[Number]:
+    """The same, as numbers."""
+    return [Number(float(x.replace(",", "")), *records.of(x)) for x in self.remark(pattern)]
+
+  def repeated(self) -> Number:
+    """The number of times that it was timed."""
+    return Number(self.repetitions, self._record("repetitions"))
+
+  def _record(self, *keys: str | int) -> Record:
+    return self._bench.record(("cases", self._number, *keys), f"{self.name}: {self.shapes}", self)
+
+  def _row(self, name: str) -> tuple[int, dict[str, Any]]:
+    rows = {row["name"]: (number, row) for number, row in enumerate(self._data["results"])}
+    if name not in rows:
+      raise ValueError(
+        f"{self.path}, {self.name}: found no contender {name!r}, expected it among {list(rows)}"
+      )
+    return rows[name]
+
+
+class Bench:
+  """A file of `kvjax.programs.bench`, its cases by their names."""
+
+  def __init__(self, path: pathlib.Path, folder: pathlib.Path = FOLDER):
+    self.path, self._file = path, path.relative_to(folder).as_posix()
+    self.held = bench_files.read(path)
+    self.facts = {key: value for key, value in self.held.items() if key != "cases"}
+    self._cases = {case["case"]: i for i, case in enumerate(self.held["cases"])}
+
+  def has(self, name: str) -> bool:
+    return name in self._cases
+
+  def case(self, name: str) -> Case:
+    if name not in self._cases:
+      raise ValueError(
+        f"{self.path}: found no case {name!r}, expected it among {list(self._cases)}"
+      )
+    return Case(self, self._cases[name])
+
+  def record(self, place: Place, setting: str, case: Case) -> Record:
+    """Of a figure of one of its cases: data are random, cuts are those that `tune` found."""
+    n, fitted = case.repetitions, self.facts.get("fitted", NOTHING)
+    return Record(self._file, place, self.facts["device"], n, setting, fitted)
+
+  def cases(self, pattern: str) -> list[Case]:
+    """All whose names have the pattern, in the file's order; at least one."""
+    found = [self.case(name) for name in self._cases if re.search(pattern, name)]
+    if not found:
+      raise ValueError(
+        f"{self.path}: found no case like {pattern!r}, expected some among {list(self._cases)}"
+      )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A JSON file whose figures all stand for as many samples of one setting.
+
+  Attributes:
+    file: below scripts/results.
+    held: what is in it.
+    card, n, setting, fitted: as of a `Record`.
+  """
+
+  file: str
+  held: Any
+  card: str
+  n: int
+  setting: str
+  fitted: str
+
+  def get(self, *keys: str | int) -> Any:
+    """The value under keys.
+
+    Raises:
+      ValueError: there is nothing.
+    """
+    value = self.held
+    for i, key in enumerate(keys):
+      try:
+        value = value[key]
+      except (KeyError, IndexError, TypeError):
+        there = list(value) if isinstance(value, dict) else f"{len(value)} entries"
+        where = f"{self.file}, {' / '.join(map(str, keys[:i]))}"
+        raise ValueError(f"{where}: found no {key!r} among {there}") from None
+    return value
+
+  def number(self, *keys: str | int, n: int | None = None, setting: str | None = None) -> Number:
+    """The number under keys; `n` and `setting` where it has its own."""
+    setting = f"{self.setting}; {setting}" if setting else self.setting
+    record = Record(self.file, keys, self.card, n or self.n, setting, self.fitted)
+    return Number(self.get(*keys), record)
+
+
+class Results:
+  """A folder like scripts/results; each file is read once."""
+
+  def __init__(self, folder: pathlib.Path = FOLDER):
+    self.folder = folder
+    self._bench = functools.cache(lambda path: Bench(path, folder))
+
+  def bench(self, suite: str, device: str = GPU) -> Bench:
+    return self._bench(self.folder / device / f"bench_{suite}.json")
+
+  def rows(self, folder: str) -> list[dict[str, Any]]:
+    """The rows of an evaluation; none where it is not there."""
+    return self._rows(folder) if (self.folder / folder).is_dir() else []
+
+  @functools.cache  # noqa: B019 (a handful live as long as the program)
+  def _rows(self, folder: str) -> list[dict[str, Any]]:
+    return store.read(self.folder / folder)
+
+  def benches(self, device: str) -> list[Bench]:
+    """All files of a device."""
+    return [self._bench(path) for path in bench_files.inside(self.folder / device)]
+
+  def json(self, path: str, *keys: str) -> Any:
+    """A JSON file, or what lies in it under keys: names and counts; figures come from `study`."""
+    value = json.loads((self.folder / path).read_text("utf-8"))
+    for i, key in enumerate(keys):
+      if key not in value:
+        raise ValueError(f"{path}, {' / '.join(keys[:i])}: found no {key!r} among {list(value)}")
+      value = value[key]
+    return value
+
+  def study(self, path: str, *, card: str, n: int, setting: str, fitted: str = NOTHING) -> Study:
+    """A JSON file with what its figures stand for."""
+    return Study(path, self.json(path), card, n, setting, fitted)
+
+  def lines(
+    self, path: str, pattern: str, *, card: str, n: int, setting: str, fitted: str = NOTHING
+  ) -> list[tuple[str, ...]]:
+    """The groups of every line of a text that has the pattern, each with its source.
+
+    Raises:
+      ValueError: none has.
+    """
+    found = []
+    for number, line in enumerate((self.folder / path).read_text("utf-8").splitlines()):
+      if match := re.search(pattern, line):
+        where = (Record(path, ("line", number), card, n, setting, fitted),)
+        found.append(tuple(records.Figure(group or "", where) for group in match.groups()))
+    if not found:
+      raise ValueError(f"{path}: found no line like {pattern!r}")
+    return found
+
+
+# Makes one part of a document: its lines, without the markers, and their figures.
+Maker = Callable[[Results], Part]

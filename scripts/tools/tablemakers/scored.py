@@ -1,0 +1,125 @@
+"""Figures of evaluations: scores, differences and costs of methods, each with its rows."""
+
+import dataclasses
+
+from kvjax.programs.evals.costs import Cost
+from kvjax.programs.evals.standing import Standing, Standings
+from kvjax.programs.evals.stats import Estimate
+from scripts.tools.tablemakers import cells, records
+from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
+from scripts.tools.tablemakers.results import Timing
+
+# What is fitted to data, where rows do not say it themselves.
+FITTED = {
+  "prr": "α, β, γ: on each prompt's own last tokens",
+  "double_sparsity": "channels: on each prompt itself",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """Rows of one folder, below scripts/results.
+
+  Attributes:
+    folder: it.
+    rows: the name of its file of rows.
+    device: where they ran.
+  """
+
+  folder: str
+  rows: str
+  device: str
+
+  def records(self, whole: Standings, one: Standing, *tasks: str) -> records.Records:
+    """Of a method's figures in some tasks."""
+    return tuple(self._record(whole, one, task) for task in tasks)
+
+  def _record(self, whole: Standings, one: Standing, task: str) -> Record:
+    place = (("task", task), ("length", whole.length), ("mode", whole.mode))
+    place += (("method", one.method), ("budget", one.budget))
+    prompts = one.prompts[task]
+    fitted = one.fitted or FITTED.get(one.method.split(":")[0], NOTHING)
+    setting = f"{one.settings}, {whole.length} tokens, {whole.mode}"
+    file = f"{self.folder}/{self.rows}"
+    return Record(file, place, self.device, len(prompts), setting, fitted, prompts)
+
+  def score(self, whole: Standings, one: Standing, task: str) -> Figure:
+    """Percent in a task, with its interval; a dash where it was not asked."""
+    if task not in one.tasks:
+      return Figure("–", ())
+    return Figure(percent(one.tasks[task]), self.records(whole, one, task))
+
+  def mean(self, whole: Standings, one: Standing) -> Figure:
+    """Percent, the mean of the tasks that are compared."""
+    if one.score is None:
+      return Figure("–", ())
+    return Figure(percent(one.score), self.records(whole, one, *whole.tasks))
+
+  def value(self, whole: Standings, one: Standing) -> Number:
+    """The same as a number to rank by."""
+    assert one.score
+    return Number(one.score.mean, *self.records(whole, one, *whole.tasks))
+
+  def gap(self, whole: Standings, one: Standing) -> Figure:
+    """Points less than the full cache's on the same prompts."""
+    if one.gap is None:
+      return Figure("–", ())
+    full = self.records(whole, whole.full, *whole.tasks)
+    return Figure(points(one.gap), (*self.records(whole, one, *whole.tasks), *full))
+
+  def prompts(self, whole: Standings, one: Standing, *tasks: str) -> Figure:
+    """Of each task, the least to the most."""
+    counts = sorted({len(one.prompts[task]) for task in tasks if task in one.prompts})
+    text = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    there = [task for task in tasks if task in one.prompts]
+    return Figure(text, self.records(whole, one, *there))
+
+  def divergence(self, whole: Standings, one: Standing) -> Figure:
+    """KL from the full cache in nats."""
+    if one.kl is None:
+      return Figure("–", ())
+    return Figure(nats(one.kl), self.records(whole, one, "kl"))
+
+
+def percent(found: Estimate) -> str:
+  mean, low, high = (round(100 * x) for x in (found.mean, found.low, found.high))
+  return f"{mean} ({low}–{high})"
+
+
+def shares(mean: Number, low: Number, high: Number) -> Figure:
+  """Percent with its interval, of numbers in a file."""
+  text = f"{100 * mean:.0f} ({100 * low:.0f}–{100 * high:.0f})"
+  return Figure(text, records.of(mean, low, high))
+
+
+def span(mean: Number, low: Number, high: Number) -> Figure:
+  """Nats with their interval, of numbers in a file."""
+  return Figure(f"{mean:.2g} ({low:.2g}–{high:.2g})", records.of(mean, low, high))
+
+
+def tenths(found: Estimate) -> str:
+  mean, low, high = (f"{100 * x:.1f}" for x in (found.mean, found.low, found.high))
+  return f"{mean} ({low}–{high})"
+
+
+def points(gap: Estimate) -> str:
+  """A difference in points of percent."""
+  mean, low, high = (cells.signed(100 * x, 0) for x in (gap.mean, gap.low, gap.high))
+  return f"{mean} ({low} to {high})"
+
+
+def nats(kl: Estimate) -> str:
+  return "0" if kl.high == 0 else f"{kl.mean:.2g} ({kl.low:.2g}–{kl.high:.2g})"
+
+
+# ---- costs
+
+
+def timed(cost: Cost, folder: str, device: str) -> Timing:
+  """A step of a method, with its line of speed.jsonl."""
+  names = ("method", "budget", "length", "batch")
+  place = tuple((name, getattr(cost, name)) for name in names)
+  setting = f"{cost.settings}, {cost.length} tokens, batch {cost.batch}"
+  fitted = FITTED.get(cost.method.split(":")[0], NOTHING)
+  record = Record(f"{folder}/speed.jsonl", place, device, cost.times, setting, fitted)
+  return Timing(f"`{cost.method}`", cost.us, cost.low, cost.high, (record,))

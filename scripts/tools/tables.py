@@ -1,0 +1,97 @@
+"""For developers: write the figures of README and of the results from the result files.
+
+The pictures and tables of kvjax/README come from the code.
+
+    python -m scripts.tools.tables         rewrites what differs
+    python -m scripts.tools.tables --check writes nothing: shows what differs, and fails if any does
+
+A part of a document that stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->` is made by
+`scripts/tools/tablemakers`, from cases and contenders by name: after a new run of a suite, this is
+all there is to do. A case that is missing is named, and nothing is written.
+"""
+
+import dataclasses
+import difflib
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated
+
+from kvjax.programs import common
+from scripts.tools import markers
+from scripts.tools.tablemakers import DOCUMENTS, Maker, Results
+from scripts.tools.tablemakers import results as files
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FROM_TESTS = {"integrations"}  # parts that scripts.tools.support_table writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Writes the figures of README and of the results from the result files."""
+
+  check: bool = False
+  """Writes nothing: shows what differs, with exit status 1 if anything does."""
+  results: Annotated[pathlib.Path, common.optional("FOLDER")] = files.FOLDER
+  """Where the result files are; by default scripts/results."""
+  documents: Annotated[pathlib.Path, common.optional("FOLDER")] = ROOT
+  """Where README.md and scripts/results are; by default this checkout."""
+
+
+def made(text: str, makers: Mapping[str, Maker], results: Results) -> str:
+  """A document with its parts made anew; those that have no results yet need no markers.
+
+  Raises:
+    ValueError: a part has no markers, or a figure no source; all of them are named.
+  """
+  wrong = []
+  for name, maker in makers.items():
+    try:
+      lines = maker(results)
+      if lines or name in markers.names(text):
+        text = markers.filled(text, name, lines)
+    except (ValueError, OSError) as error:
+      wrong.append(f"{name}: {error}")
+  if wrong:
+    raise ValueError("\n".join(wrong))
+  return text
+
+
+def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tuple[str, str]]:
+  """Each document's text as it is and as it should be.
+
+  Raises:
+    ValueError: as `made`, or a document has markers that nothing writes between.
+  """
+  found = {}
+  for document, makers in DOCUMENTS.items():
+    path = folder / document
+    text = path.read_text("utf-8")
+    known = makers.keys() | FROM_TESTS
+    if unknown := [name for name in markers.names(text) if name not in known]:
+      raise ValueError(f"{path}: found markers {unknown}, expected some of {sorted(makers)}")
+    found[path] = text, made(text, makers, results)
+  return found
+
+
+def main(args: Args) -> None:
+  different = False
+  for path, (old, new) in documents(args.documents, Results(args.results)).items():
+    if old == new:
+      continue
+    different = True
+    if args.check:
+      lines = (old.splitlines(keepends=True), new.splitlines(keepends=True))
+      sys.stdout.writelines(difflib.unified_diff(*lines, path.name, "from the files", n=0))
+    else:
+      with common.written_aside(path) as aside:
+        aside.write_text(new, "utf-8")
+      print(f"{path}: written anew")
+  if not different:
+    print("all figures are those of the files")
+  elif args.check:
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

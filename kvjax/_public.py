@@ -15,7 +15,7 @@ from kvjax.families.selective import Selective, SelectiveTokens, Tiles
 from kvjax.families.streamed import Streamed
 from kvjax.families.wrapper import Wrapper
 from kvjax.methods.adakv import AdaKV
-from kvjax.methods.art import ART
+from kvjax.methods.art.method import ART
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE

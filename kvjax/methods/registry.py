@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.families.full import Full
 from kvjax.families.method import Method
 from kvjax.methods.adakv import AdaKV
-from kvjax.methods.art import ART
+from kvjax.methods.art.method import ART
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.cis import CIS
 from kvjax.methods.cpe import CPE

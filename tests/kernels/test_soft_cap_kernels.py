@@ -18,7 +18,7 @@ from kvjax.kernels.prefill import dense as prefill
 from kvjax.kernels.prr.repair import repair
 from kvjax.kernels.prr.speculate import attend_tiles, speculate, speculate_keys
 from kvjax.kernels.selection import key_weights
-from kvjax.ops.mass_bound import TANH_ERROR
+from kvjax.methods.art.certificate import TANH_ERROR
 from kvjax.testing.layer import capped
 
 pytestmark = pytest.mark.slow  # the core has layers that run some of these kernels

@@ -232,7 +232,7 @@ def test_where_nothing_can_be_spared_the_base_attends(base):
 @pytest.mark.slow
 def test_the_usual_walks_are_those_of_one_row_on_any_device(monkeypatch):
   """As many as make 128 over all heads of a row, whatever the batch, or the heads of a shard."""
-  monkeypatch.setattr("kvjax.methods.art.ROW_WALKS", 6)
+  monkeypatch.setattr("kvjax.methods.art.splits.ROW_WALKS", 6)
   both, three = reports(ART(**EAGER)), reports(ART(**EAGER, splits=3))
   first = reports(ART(**EAGER), slice(1))
   assert (both[1] < 10).any()

@@ -25,7 +25,7 @@ from kvjax import (
   SnapKV,
 )
 from kvjax.families import sight
-from kvjax.ops.mass_bound import unread_mass
+from kvjax.methods.art.certificate import unread_mass
 from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
@@ -46,7 +46,7 @@ def runner(method, impl="reference", cap=None):
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
     attended = method.attend(at, cache, sight.visible(at, cache), q)
-    return attended.state.o, attended.memo.tiles
+    return attended.state.o, attended.memo
 
   return run
 
@@ -319,7 +319,7 @@ def test_bounds_hold_what_codes_stand_for(dtype):
   def run(q, k, v):
     stored = method.prefill(at, cache, q, k, v, prompt, Carry())[1]
     seen, q = method._of_base(stored), rounded_query(q[:, :, :, -1])
-    return seen, q, base._by_bound(at, seen, sight.visible(at, seen), q)
+    return seen, q, base._order(at, seen, sight.visible(at, seen), q)
 
   seen, q, order = run(q, k, v)
   unread, table = np.float64(order.unread), np.asarray(order.plan.table)

@@ -13,7 +13,7 @@ import numpy as np
 
 import kvjax
 from kvjax.analysis import early_stops
-from kvjax.methods.art import spares_half, usual_splits
+from kvjax.methods.art.splits import spares_half, usual_splits
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs.evals import labels

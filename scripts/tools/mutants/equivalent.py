@@ -34,8 +34,10 @@ EQUIVALENT = {
     "u = part / np.where(mass > 0, mass, (2.0))[..., None]": _DIVISOR,
     "o = part / np.where(total > 0, total, (2.0))[..., None]": _DIVISOR,
   },
-  "kvjax/methods/art.py": {
+  "kvjax/methods/art/order.py": {
     "table = jnp.where(t < count[..., None], table, (1))": "nothing reads entries beyond the count",
+  },
+  "kvjax/methods/art/certificate.py": {
     "rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, (4.0), share))": (
       "first tiles and the newest are read before a walk may stop, in any order"
     ),
@@ -49,9 +51,9 @@ EQUIVALENT = {
   "kvjax/ops/contributions.py": {
     "top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM,
   },
-  "kvjax/ops/walk.py": {
+  "kvjax/methods/art/walk.py": {
     "if self.full or size < PROBES:": "of 32 channels the 32 probes are all",
-    "cosine = (new * old).sum(-1) / jnp.where(norms > 0, norms, (2.0))": _DIVISOR,
+    "cosine = (x * last).sum(-1) / jnp.where(norms > 0, norms, (2.0))  # 8 (Eq. 2)": _DIVISOR,
   },
   "kvjax/ops/sharing.py": {
     "now = (cache.seen - 2)[:, None]": (

@@ -36,8 +36,10 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/ops/shared_sets.py": of("methods/hshare", "kernels/hshare_kernel"),
   "kvjax/ops/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
   "kvjax/ops/speculation.py": of("methods/prr", "kernels/prr_kernel"),
-  "kvjax/ops/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
-  "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),
+  "kvjax/methods/art/method.py": of("methods/art", "methods/art_certificate", laws=("art",)),
+  "kvjax/methods/art/order.py": of("methods/art", laws=("art",)),
+  "kvjax/methods/art/splits.py": of("methods/art", laws=("art",)),
+  "kvjax/methods/art/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/ops/attention.py": of(
     *("methods/full", "methods/tova", "methods/topk_oracle"), laws=("full", "streaming_llm", "h2o")
   ),
@@ -58,7 +60,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/families/entrance.py": of("models/refusals"),
   "kvjax/runtime/forked.py": of("models/forked"),
   "kvjax/ops/foresight.py": of("methods/prr"),
-  "kvjax/ops/mass_bound.py": of("methods/art_certificate"),
+  "kvjax/methods/art/certificate.py": of("methods/art_certificate"),
   "kvjax/families/forms.py": of("kernels/dispatch", laws=("quest",)),
   "kvjax/families/full.py": of("methods/full", laws=("full",)),
   "kvjax/core/leaves.py": of("methods/full", laws=("h2o", "snapkv")),

@@ -1,7 +1,8 @@
-"""How much softmax mass tiles of keys that were not read can hold, from their keys' bounds.
+"""The certificate: a walk ends once what it has not read can no longer move the output much.
 
-A walk that has read mass A and leaves at most M unread is off by (M / (A + M))·(u − o), where u is
-the average of the values it has not seen. Averages of values are no longer than the longest value:
+Ours, not the paper's. Bounds on the keys of a tile bound the softmax mass that it can hold. A walk
+that has read mass A and leaves at most M unread is off by (M / (A + M))·(u − o), where u is the
+average of the values it has not seen. Averages of values are no longer than the longest value:
 
     ‖o(T) − o(t)‖ ≤ 2·M / (A + M)·max‖v‖ ≤ ε·max‖v‖    where    M ≤ A·ε / (2 − ε)
 
@@ -9,6 +10,7 @@ Nothing is assumed of the input. Bounds hold for logits in float32 arithmetic: t
 rounding can take away, on either side.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,10 +18,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.core.cache import Cache
+from kvjax.core.context import At
+from kvjax.core.plan import Plan
+from kvjax.methods.art.order import Order
+from kvjax.ops import selection
 from kvjax.primitives.softmax_state import capped
 
 HALF_ULP = 2.0**-24
 TANH_ERROR = 1e-5  # of tanh in float32: ten times what a test finds on each device
+
+
+def by_bound(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"], tile: int) -> Order:
+  """All tiles, by what they may weigh; it proves what comes of numbers, not of codes.
+
+  q is the query that is walked with, in the dtype of the keys: bounds of another prove nothing.
+  Tiles of first tokens come first, then the newest, whose bounds do not know the new token yet.
+  """
+  span, size = plan.span, -(-cache.size // tile)
+  slot = jnp.arange(size * tile, dtype=jnp.int32)
+  held = jnp.broadcast_to(span.holds(slot), (*cache.pos.shape[:2], slot.shape[0]))
+  keys = held.reshape(*cache.pos.shape[:2], size, tile).sum(-1, dtype=jnp.int32)
+  extremes = cache.heads["key_min"], cache.heads["key_max"]
+  extremes = holding(*extremes, cache.slots["k"].dtype)
+  bounds, errors = logit_bounds(q, *extremes, at.env.soft_cap)
+  # The most that any head of the group may give a tile.
+  share = jax.nn.softmax(tile_mass(bounds, keys), -1).max(2)
+  t, pinned = jnp.arange(size, dtype=jnp.int32), -(-span.sinks // tile)
+  newest = (span.stop - 1)[..., None] // tile
+  rank = jnp.where(t < pinned, 3.0, jnp.where(t == newest, 2.0, share))
+  _, table = selection.other_tiles(at, rank, span, unit=tile, sinks=0, local=0, k=size)
+
+  def ordered(x: Array) -> Array:
+    index = jnp.maximum(table, 0)
+    return jnp.take_along_axis(x, index if x.ndim == 3 else index[:, :, None], -1)
+
+  listed = jnp.where(table >= 0, ordered(keys), 0)
+  unread = unread_mass(ordered(bounds), ordered(errors), listed)
+  count = (table >= 0).sum(-1, dtype=jnp.int32)
+  where: dict[str, Any] = {"table": table, "count": count, "unit": tile, "pinned": pinned + 1}
+  return Order(dataclasses.replace(plan, codes=None, **where), tile, unread)
 
 
 def logit_bounds(
@@ -67,9 +105,8 @@ def tile_mass(
   bounds: Float[Array, "B K G W"], keys: Int[Array, "B K W"]
 ) -> Float[Array, "B K G W"]:
   """ln of the most mass that `keys` keys of a tile can have; −∞ for none."""
-  return jnp.where(
-    (keys > 0)[:, :, None], bounds + jnp.log(jnp.maximum(keys, 1))[:, :, None], -jnp.inf
-  )
+  some = (keys > 0)[:, :, None]
+  return jnp.where(some, bounds + jnp.log(jnp.maximum(keys, 1))[:, :, None], -jnp.inf)
 
 
 def unread_mass(
@@ -97,5 +134,5 @@ def log_ratio(eps: float) -> float:
 
 
 def proven(unread: Float[Array, "B K G"], lse: Float[Array, "B K G"], eps: float) -> Array:
-  """Whether the output is within eps·max‖v‖ of what all keys give: M ≤ A·ε / (2 − ε)."""
+  """True where the output is within eps·max‖v‖ of what all keys give: M ≤ A·ε / (2 − ε)."""
   return unread <= lse + log_ratio(eps)

@@ -1,0 +1,1 @@
+"""ART: stop walking the cache when the output has stopped moving."""

@@ -7,7 +7,7 @@ from kvjax.core import settings
 from kvjax.core.traits import Traits
 from kvjax.families.method import Method
 from kvjax.families.wrapper import Wrapper
-from kvjax.methods.cis import CIS, split
+from kvjax.methods.cis.method import CIS, split
 from kvjax.methods.etf import ETF
 from kvjax.methods.psaw import PSAW
 

@@ -12,7 +12,7 @@ from kvjax.families.method import Method
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.art.method import ART
 from kvjax.methods.chunkkv import ChunkKV
-from kvjax.methods.cis import CIS
+from kvjax.methods.cis.method import CIS
 from kvjax.methods.cpe import CPE
 from kvjax.methods.criticalkv import CriticalKV
 from kvjax.methods.double_sparsity import DoubleSparsity

@@ -16,7 +16,7 @@ from kvjax.kernels.cis.anchors import anchors
 from kvjax.kernels.cis.note import note
 from kvjax.kernels.selection import top_k
 from kvjax.kernels.selection.key_weights import key_logits
-from kvjax.ops import sharing
+from kvjax.methods.cis.dilation import dilated
 from tests.methods.test_cis import wandering
 
 
@@ -89,7 +89,7 @@ def test_of_equal_weights_the_first_tokens_gain_neighbours():
   want = [*found[:6], 3, 8, 23, 5, 10, 25, -1]
   how = {"sinks": 0, "heaviest": 3, "radius": 1}
   made = [jnp.asarray(x)[None, None, None] for x in (found.astype(np.int32), weight)]
-  assert sharing._dilated(*made, len(want), **how)[0, 0, 0].tolist() == want
+  assert dilated(*made, len(want), **how)[0, 0, 0].tolist() == want
   one, ones = jnp.ones((1, 1), jnp.int32), jnp.ones((1, 1, 1), jnp.int32)
   mine = (ones.astype(jnp.float32), one, jnp.ones((1, 1, 1, 8)), ones, ones, *made)
   block = jnp.zeros((1, 1, 2, 1, 8)), jnp.zeros((1, 1, 2, 1), jnp.int32)

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Linear, Rope
 from kvjax.families import sight
-from kvjax.ops.sharing import distinct
+from kvjax.methods.cis.retrieval import distinct
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
 

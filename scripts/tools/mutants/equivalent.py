@@ -55,7 +55,7 @@ EQUIVALENT = {
     "if self.full or size < PROBES:": "of 32 channels the 32 probes are all",
     "cosine = (x * last).sum(-1) / jnp.where(norms > 0, norms, (2.0))  # 8 (Eq. 2)": _DIVISOR,
   },
-  "kvjax/ops/sharing.py": {
+  "kvjax/methods/cis/retrieval.py": {
     "now = (cache.seen - 2)[:, None]": (
       "where the query stands is asked only by windows that turn it, which CIS has no base with"
     ),

@@ -34,7 +34,11 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
   ),
   "kvjax/ops/shared_sets.py": of("methods/hshare", "kernels/hshare_kernel"),
-  "kvjax/ops/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
+  "kvjax/methods/cis/kernel.py": of("kernels/cis_kernel", "kernels/cis_read_kernel"),
+  "kvjax/methods/cis/retrieval.py": of("methods/cis", "kernels/cis_kernel"),
+  "kvjax/methods/cis/similarity.py": of("methods/cis", "kernels/cis_kernel"),
+  "kvjax/methods/cis/dilation.py": of("methods/cis", "kernels/cis_kernel"),
+  "kvjax/methods/cis/method.py": of("methods/cis", laws=("cis",)),
   "kvjax/ops/speculation.py": of("methods/prr", "kernels/prr_kernel"),
   "kvjax/methods/art/method.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/methods/art/order.py": of("methods/art", laws=("art",)),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -16,8 +16,7 @@ from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families import forms
 from kvjax.families.method import Aux, Method
-from kvjax.ops import sharing
-from kvjax.primitives.trees import pytree
+from kvjax.methods.cis import dilation, kernel, retrieval, similarity
 
 # Tokens in all -> first tokens, newest tokens, retrieved ones, retrieved ones of CIS* (§V-B, §V-C).
 BUDGETS = {128: (8, 32, 88, 72), 512: (16, 64, 432, 388)}
@@ -95,7 +94,7 @@ class CIS(Method):
     return (1 / self.block if self.tau < 1 else 1.0), (1 / self.block if self.tau <= -1 else 1.0)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    """What the queries of the current block were, whose retrieval each used, and the retrievals.
+    """Queries of the current block, whose retrieval each used, and the retrievals.
 
     U = 1 decision per KV head, or one per query head. Retrievals are dilated, as they are shared;
     steps that shared have none of their own, and hold anything.
@@ -124,18 +123,18 @@ class CIS(Method):
     Chosen are the tokens that the latest query alike used (Eq. 12), dilated, as far as they are in
     the middle of now; or, where none is alike, the k heaviest of the middle.
     """
-    plain = forms.form(at.top, "plan") is CIS.plan and not forms.overrides(at.top, "attend")
-    choice, found, read = sharing.select(
-      *(at, cache, visible, q),
-      tau=self.tau,
-      window=partial(at.top.window, at),
-      span=partial(at.top.span, at, cache),
-      sizes={"k": self.k, "sinks": self.sinks, "local": self.local},
-      plain=plain,
-    )
-    memo = Shared(choice, found, (choice.retrieves > 0).any(-1))
-    how: dict[str, Any] = {"unit": 1, "pinned": self.sinks, "memo": memo, "read": read}
-    return choice.visible.listed(found.table, found.count, **how), carry
+    budget, read = retrieval.Budget(self.sinks, self.k, self.local), None
+    if kernel.runs(at):
+      plain = forms.form(at.top, "plan") is CIS.plan and not forms.overrides(at.top, "attend")
+      step = kernel.Step(at, cache, q, visible, budget)
+      choice, own, critical, visible, read = kernel.select(step, self.tau, plain)
+    else:
+      choice = similarity.share(cache, q, self.tau)  # Eq. 12
+      own = retrieval.retrieve(at, cache, q, visible, budget)  # S*_t, by Eq. 2
+      chosen = similarity.chosen(cache, choice, own.found)  # S*_t, or Ŝ of the query alike
+      critical = retrieval.critical_set(cache, chosen, visible.window, budget)  # C_t
+    memo = Shared(choice, own, (choice.retrieves > 0).any(-1))
+    return visible.listed(*critical, unit=1, pinned=self.sinks, memo=memo, read=read), carry
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -144,12 +143,23 @@ class CIS(Method):
 
     With per="query_head" it is [B, K, G].
     """
-    memo = plan.memo
-    retrieved = memo.choice.retrieves > 0
+    choice, own = plan.memo.choice, plan.memo.own
+    retrieved = choice.retrieves > 0
     retrieved = retrieved[..., 0] if self.per == "kv_head" else retrieved
-    dilation = {"sinks": self.sinks, "heaviest": self._dilated, "radius": self.radius}
-    cache = sharing.note(at, cache, memo.choice, memo.read, attended, **dilation)
+    how = {"sinks": self.sinks, "heaviest": self._dilated, "radius": self.radius}
+    if kernel.runs(at):
+      cache = kernel.note(at, cache, choice, own, attended, **how)
+    else:
+      cache = dilation.note(cache, choice, own, attended, **how)  # Ŝ_t, Eq. 13
     return cache, {"retrieved": retrieved}
+
+
+class Shared(NamedTuple):
+  """Choice and retrieval of a plan; and the KV heads that look at all keys, bool [B, K]."""
+
+  choice: similarity.Choice
+  own: retrieval.Retrieval
+  retrieve: Array
 
 
 def _example(cls: type[CIS], budget: int) -> "CIS":
@@ -164,22 +174,6 @@ def _neutral(cls: type[CIS], length: int) -> "CIS":
 
 
 settings.register(CIS, example=_example, neutral=_neutral)
-
-
-@pytree()
-@dataclasses.dataclass(frozen=True)
-class Shared:
-  """What `observe` notes of a plan.
-
-  Attributes:
-    choice: with whom each unit shares.
-    read: what was retrieved.
-    retrieve: bool [B, K], the KV heads that have to look at all keys.
-  """
-
-  choice: sharing.Choice
-  read: sharing.Retrieval
-  retrieve: Array
 
 
 def split(budget: int, matched: bool = False) -> dict[str, int]:

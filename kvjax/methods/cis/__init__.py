@@ -1,0 +1,1 @@
+"""CIS: queries that resemble an earlier one share what it retrieved."""

@@ -21,7 +21,7 @@ from kvjax.families.method import Aux, Method
 from kvjax.families.shapes import check_shape
 from kvjax.families.wrapper import Wrapper
 from kvjax.ops import selection, slot_shards
-from kvjax.ops.speculation import Scored
+from kvjax.ops.scores import Scored
 
 
 @dataclasses.dataclass(frozen=True)

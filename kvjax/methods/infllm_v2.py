@@ -16,7 +16,6 @@ from kvjax.families.method import Method
 from kvjax.families.selective import Selective, Tiles
 from kvjax.ops import scores, tiles
 from kvjax.ops import summaries as summaries_ops
-from kvjax.ops.speculation import CompressedKeys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +83,8 @@ class InfLLMv2(Selective):
     return summaries_ops.renew_mean(at, cache, self.summarise, **self._windows)
 
   @property
-  def _scored(self) -> CompressedKeys:
-    return CompressedKeys(**self._windows)
+  def _scored(self) -> scores.CompressedKeys:
+    return scores.CompressedKeys(**self._windows)
 
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan

@@ -16,7 +16,6 @@ from kvjax.families.method import Method
 from kvjax.families.selective import Selective, Tiles
 from kvjax.ops import scores, tiles
 from kvjax.ops import summaries as summaries_ops
-from kvjax.ops.speculation import Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +72,8 @@ class Quest(Selective):
     return summaries_ops.renew_extremes(at, cache, self.summarise, unit=self.page)
 
   @property
-  def _scored(self) -> Pages:
-    return Pages(self.group)
+  def _scored(self) -> scores.Pages:
+    return scores.Pages(self.group)
 
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan

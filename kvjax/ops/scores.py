@@ -1,6 +1,8 @@
 """How much keys, or what stands for them, may matter to a step's queries."""
 
+import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,26 @@ from kvjax.core.context import At
 from kvjax.core.plan import Plan
 from kvjax.ops import attention, slot_shards, tiles
 from kvjax.ops.table import pallas
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+  """Tiles whose scores are `page_bounds` of the cache's "key_min" and "key_max"."""
+
+  group: str
+  summaries: ClassVar[tuple[str, ...]] = ("key_min", "key_max")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedKeys:
+  """Tiles whose scores are `block_weights` of the cache's "compressed"."""
+
+  width: int
+  stride: int
+  summaries: ClassVar[tuple[str, ...]] = ("compressed",)
+
+
+Scored = Pages | CompressedKeys
 
 
 def page_bounds(

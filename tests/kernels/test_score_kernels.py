@@ -15,8 +15,8 @@ from kvjax.families import sight
 from kvjax.kernels.selection import key_weights as weights
 from kvjax.kernels.selection.key_weights import key_logits, key_weights
 from kvjax.kernels.selection.page_bounds import page_bounds
+from kvjax.methods.prr.forecast import Smoothed
 from kvjax.ops import scores
-from kvjax.ops.smoothing import Smoothed
 from scripts.benches.longflow import holding
 
 SHAPES = [

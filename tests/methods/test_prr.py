@@ -25,10 +25,10 @@ from kvjax import (
   Span,
   TopKOracle,
 )
-from kvjax.methods.prr.method import Speculation
-from kvjax.methods.prr.predictor import LEAST
-from kvjax.ops import foresight, smoothing
-from kvjax.ops.smoothing import Smoothed
+from kvjax.methods.prr.calibration import LEAST, grid
+from kvjax.methods.prr.forecast import Smoothed
+from kvjax.methods.prr.hit_rates import among
+from kvjax.methods.prr.speculation import Speculation
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
 
@@ -252,7 +252,7 @@ def test_the_first_stages_foresee_the_last_scores(variant):
 
 
 def test_the_grid():
-  np.testing.assert_allclose(smoothing.grid(), GRID, atol=1e-7)
+  np.testing.assert_allclose(grid(), GRID, atol=1e-7)
 
 
 @pytest.mark.core(1)
@@ -369,13 +369,8 @@ def repair(strict, variant):
     plans = [
       Plan(span, table, (table >= 0).sum(-1, dtype=jnp.int32), unit=4) for table in (true, guess)
     ]
-    plan = Plan(
-      span,
-      true,
-      plans[0].count,
-      memo=Speculation(plans[1], foresight.among(true, guess)),
-      unit=4,
-    )
+    memo = Speculation(plans[1], among(true, guess))
+    plan = Plan(span, true, plans[0].count, memo=memo, unit=4)
     return method.attend(layer.at, cache, plan, q).state
 
   return stream, layer.cache, run

@@ -15,8 +15,8 @@ from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span
 from kvjax.families import sight
 from kvjax.kernels.common import backend
 from kvjax.kernels.prr.repair import repair
-from kvjax.methods.prr import predictor
-from kvjax.ops import smoothing
+from kvjax.methods.prr.calibration import GAMMAS, grid
+from kvjax.methods.prr.forecast import Smoothed
 from kvjax.programs import quiet
 from kvjax.programs.bench_files import BANDWIDTH
 from kvjax.programs.suites import (
@@ -234,11 +234,8 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
 
 def update(method: PRR, q: Any, cache: Cache) -> Any:
   """The predictor's step and the next prediction by themselves, from scores that are there."""
-  at, t = method.at(ENV, 0), cache.seen - 1
-  found, (alpha, beta, gamma) = method._predictor(cache), predictor.factors_of(cache)
-  old = predictor.state_of(cache)
-  new = found.updated(old, cache.heads["scores"] * q[:, :, 0, :1], alpha, beta, t - 1, t)
-  after = method._foresee(at, cache, new, found.forecast(new, gamma, t), cache.heads["selected"])
+  new, ahead = method._predictor.advanced(cache, cache.heads["scores"] * q[:, :, 0, :1])
+  after = method._foresee(method.at(ENV, 0), cache, new, ahead, cache.heads["selected"])
   return [after.heads[name] for name in ("level", "trend", "foreseen")]
 
 
@@ -416,13 +413,13 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
 
   def follow(method: PRR, q: Any, cache: Cache, qpos: Any) -> Any:
     none = jnp.full_like(cache.seen, -1)
-    return method._follow(method.at(ENV, 0), cache, none, q, qpos)
+    return method._calibration.follow(method.at(ENV, 0), cache, none, q, qpos, RATIO)
 
   def rates(impl: str) -> np.ndarray:
     """Hit rates of all candidates for one token, from states of chance."""
     method = tried["searched"]
     at = method.at(dataclasses.replace(ENV, impl=impl), 0)
-    pairs = smoothing.grid().shape[0] // len(smoothing.GAMMAS)
+    pairs = grid().shape[0] // len(GAMMAS)
     shape = pairs, *cache.heads["level"].shape
     drawn = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(3)))
 
@@ -430,10 +427,10 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
     def search(q: Any, cache: Cache, state: Any) -> Any:
       visible = sight.visible(at, cache)
       scores = method.base.score(at, cache, q, visible)
-      found, last = method._predictor(cache), cache.seen - 2
-      return found.hit_rates(at, cache, scores, visible.span, state, last)[0]
+      found, last = method._calibration, cache.seen - 2
+      return found.hit_rates(at, cache, scores, visible.span, state, last, RATIO)[0]
 
-    return np.asarray(search(q[:, :, :, -1], cache, smoothing.Smoothed(*drawn)))
+    return np.asarray(search(q[:, :, :, -1], cache, Smoothed(*drawn)))
 
   few: dict[str, Any] = {"calls": 1, "loops": 1}
   contenders = together(
@@ -444,7 +441,7 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
   return Case(
     name=name,
     shapes=f"the last {tokens} tokens of a row's prompt in one layer, every "
-    f"{tried['searched'].every}th of them counted, {smoothing.grid().shape[0]} candidates",
+    f"{tried['searched'].every}th of them counted, {grid().shape[0]} candidates",
     bytes=0,
     reference=functools.partial(rates, "reference"),
     tolerance=1e-5,

@@ -42,7 +42,7 @@ EQUIVALENT = {
       "first tiles and the newest are read before a walk may stop, in any order"
     ),
   },
-  "kvjax/methods/prr/method.py": {
+  "kvjax/methods/prr/calibration.py": {
     "jnp.zeros_like(scores), (index), weight": (
       "a hole writes 0 to the last tile, but rows with holes are not counted: `counts` asks every "
       "head for one tile more than is put here"

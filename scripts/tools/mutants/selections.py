@@ -44,6 +44,9 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/methods/art/order.py": of("methods/art", laws=("art",)),
   "kvjax/methods/art/splits.py": of("methods/art", laws=("art",)),
   "kvjax/methods/art/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
+  "kvjax/ops/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
+  "kvjax/ops/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
+  "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/ops/attention.py": of(
     *("methods/full", "methods/tova", "methods/topk_oracle"), laws=("full", "streaming_llm", "h2o")
   ),
@@ -51,10 +54,13 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/methods/depth.py": of("methods/psaw", "methods/etf", laws=("psaw",)),
   "kvjax/ops/shared_slots.py": of("methods/adakv", laws=("adakv",)),
   "kvjax/core/slots.py": of("methods/slots", laws=("h2o",)),
-  "kvjax/ops/smoothing.py": of("methods/prr"),
   "kvjax/families/spans.py": of("methods/spans", "methods/ltri"),
   "kvjax/ops/tiles.py": of("methods/selective", "methods/quest", laws=("quest",)),
-  "kvjax/methods/prr/predictor.py": of("methods/prr", "kernels/prr_kernel"),
+  **{
+    f"kvjax/methods/prr/{name}.py": of("methods/prr", "kernels/prr_kernel")
+    for name in ("forecast", "calibration", "speculation", "repair", "hit_rates", "kernel")
+  },
+  "kvjax/methods/prr/budget.py": of("kernels/speculation"),
   "kvjax/core/plan.py": of("methods/types", "methods/quest", laws=("full", "h2o")),
   "kvjax/families/prompt_scored.py": of(
     "methods/snapkv", "methods/expected_attention", laws=("snapkv",)
@@ -65,6 +71,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/runtime/forked.py": of("models/forked"),
   "kvjax/ops/foresight.py": of("methods/prr"),
   "kvjax/methods/art/certificate.py": of("methods/art_certificate"),
+  "kvjax/ops/mass_bound.py": of("methods/art_certificate"),
   "kvjax/families/forms.py": of("kernels/dispatch", laws=("quest",)),
   "kvjax/families/full.py": of("methods/full", laws=("full",)),
   "kvjax/core/leaves.py": of("methods/full", laws=("h2o", "snapkv")),

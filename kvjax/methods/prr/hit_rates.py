@@ -1,4 +1,4 @@
-"""How good a predicted selection was, beside the true one (PRR, §4 and App. A)."""
+"""Hit rates: how good a predicted selection was, beside the true one (PRR, Eq. 4 and App. A)."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""Blocks of a store in host memory: which are wanted most, and copies of them on the device."""
+"""Blocks in host memory: tokens that stand for them, the ones most wanted, copies on the device."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import slots
 from kvjax.core.cache import Cache
@@ -17,7 +17,7 @@ from kvjax.primitives.trees import pytree
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class Retrieved:
-  """What the plan of a step that retrieves knows.
+  """Knowledge of the plan of a step that retrieves.
 
   Attributes:
     cache: that which holds the blocks of the step.
@@ -26,8 +26,19 @@ class Retrieved:
   cache: Cache
 
 
+def elect(
+  votes: Float[Array, "*batch U"], held: Bool[Array, "*batch C U"], counts: Int[Array, "*batch C"]
+) -> Bool[Array, "*batch C U"]:
+  """The `counts` tokens of each run that have most votes; of equal ones the first."""
+  token = jnp.arange(votes.shape[-1])
+  mine, other = votes[..., :, None], votes[..., None, :]
+  ahead = (other > mine) | ((other == mine) & (token < token[:, None]))
+  rank = jnp.einsum("...ij,...cj->...ci", ahead.astype(jnp.int32), held.astype(jnp.int32))
+  return held & (rank < counts[..., None])
+
+
 def ranks(cache: Cache, keys: list[Array], forces: bool = True) -> Int[Array, "B N"]:
-  """How many stored blocks go before each by `keys` [B, N] in turn, forced ones first.
+  """Numbers of stored blocks that go before each by `keys` [B, N] in turn, forced ones first.
 
   Ties go to the oldest. A block whose first key is −∞ does not take part (rank N), unless it is
   forced; without `forces` none is.

@@ -11,7 +11,7 @@ from kvjax.core.context import At, OwnRows
 from kvjax.core.fields import least
 from kvjax.core.leaves import Leaf
 from kvjax.core.traits import Stream, Traits
-from kvjax.families import spans
+from kvjax.families import retrieval
 from kvjax.families.streamed import Streamed
 
 
@@ -54,7 +54,7 @@ class InfLLM(Streamed):
     block: Int[Array, "B E"],
   ) -> Cache:
     count = jnp.full((*votes.shape[:-1], 1), self.representatives)
-    chosen = spans.elect(votes, jnp.ones((*votes.shape[:-1], 1, votes.shape[-1]), bool), count)
+    chosen = retrieval.elect(votes, jnp.ones((*votes.shape[:-1], 1, votes.shape[-1]), bool), count)
     mean = jnp.einsum("bkeu,bkeuh->bkeh", chosen[..., 0, :].astype(jnp.float32), k)
     mean = mean / min(self.representatives, self.block)
     index = cache.heads["index"].of["mean"]

@@ -20,7 +20,7 @@ from kvjax.methods.duo_attention.method import DuoAttention
 from kvjax.methods.etf import ETF
 from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.h2o import H2O
-from kvjax.methods.hshare import HShare
+from kvjax.methods.hshare.method import HShare
 from kvjax.methods.infllm import InfLLM
 from kvjax.methods.infllm_v2 import InfLLMv2
 from kvjax.methods.keydiff import KeyDiff
@@ -29,7 +29,7 @@ from kvjax.methods.knorm import Knorm
 from kvjax.methods.kvzip import KVzip
 from kvjax.methods.lagkv import LagKV
 from kvjax.methods.lm_infinite import LMInfinite
-from kvjax.methods.longflow import LongFlow
+from kvjax.methods.longflow.method import LongFlow
 from kvjax.methods.ltri.method import Ltri
 from kvjax.methods.prr.method import PRR
 from kvjax.methods.psaw import PSAW

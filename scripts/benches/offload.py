@@ -17,7 +17,7 @@ from jax import lax
 import kvjax
 from kvjax import Env
 from kvjax.core.context import OwnRows
-from kvjax.methods.ltri.method import LLAMA_3_8B_HEADS
+from kvjax.methods.ltri.evidence import LLAMA_3_8B_HEADS
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.presets import PRESETS
 from kvjax.ops import offload

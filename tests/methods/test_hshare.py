@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kvjax import Carry, Env, HShare, Prompt, TopKOracle
-from kvjax.methods import hshare
+from kvjax.methods.hshare import sharing
 from kvjax.testing.layer import Layer, Stream, driver
 from tests.selection import Watched, attend, choose, keys, queries, softmax
 
@@ -136,21 +136,21 @@ def similar_streams(seed, layers, tokens):
 def test_worked_example():
   """3 is most like 1 and joins it; 2 and 3 would be next, but 3 has given up its own; 2 joins 0."""
   alike = jnp.array([[[9, 0, 0, 0], [1, 9, 0, 0], [3, 2, 9, 0], [0, 8, 7, 9]]])
-  sources = [hshare.shared_sources(alike, share)[0].tolist() for share in (1.0, 0.75, 0.5, 0.25)]
+  sources = [sharing.shared_sources(alike, share)[0].tolist() for share in (1.0, 0.75, 0.5, 0.25)]
   assert sources == [[0, 1, 2, 3], [0, 1, 2, 1], [0, 1, 0, 1], [0, 0, 0, 0]]
 
 
 def test_overlaps_by_hand():
   sets = jnp.array([[[3, 5, 1], [1, 3, -1], [9, -1, -1], [-1, -1, -1]]])
   want = [[3, 2, 0, 0], [2, 2, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
-  np.testing.assert_array_equal(hshare.overlaps(sets)[0], want)
+  np.testing.assert_array_equal(sharing.overlaps(sets)[0], want)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_against_a_loop(seed):
   rng = np.random.default_rng(seed)
   sets = np.array([[rng.permutation(12)[:5] for _ in range(7)] for _ in range(3)])
-  found = hshare.shared_sources(hshare.overlaps(jnp.asarray(sets, jnp.int32)), 0.4)
+  found = sharing.shared_sources(sharing.overlaps(jnp.asarray(sets, jnp.int32)), 0.4)
   for row, members in zip(found, sets, strict=True):
     assert row.tolist() == greedy([[set(x.tolist())] for x in members], 0.4)
 

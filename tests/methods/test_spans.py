@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.families import spans as plain
+from kvjax.families import retrieval
+from kvjax.methods.ltri import spans as plain
+from kvjax.methods.ltri import vectors as plain_vectors
 from tests.compiled import of
 
 spans = of(plain)
+vectors = of(plain_vectors)
 
 
 def random_maps(seed, count, size):
@@ -134,12 +137,12 @@ def test_a_block_that_is_not_full():
     assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
 
 
-@pytest.mark.parametrize("mode", spans.MODES)
+@pytest.mark.parametrize("mode", vectors.MODES)
 def test_ratios_and_counts(mode):
   maps = random_maps(5, 10, 16)
   start, stop = map(np.asarray, spans.divide(maps, 0.9, 0.1, 4))
-  ratio = np.asarray(spans.ratios(maps, start, stop, mode))
-  counts = np.asarray(spans.vector_counts(stop - start, ratio, 3.0, 3))
+  ratio = np.asarray(vectors.ratios(maps, start, stop, mode))
+  counts = np.asarray(vectors.vector_counts(stop - start, ratio, 3.0, 3))
   seen = set()
   for i, a in enumerate(maps):
     for c in range(4):
@@ -150,15 +153,16 @@ def test_ratios_and_counts(mode):
       assert int(counts[i, c]) == n
       seen.add(n)
   assert len(seen) > 1
-  assert float(spans.ratios(jnp.eye(4), jnp.array([0]), jnp.array([4]), mode)[0]) == 1
-  assert float(spans.ratios(jnp.zeros((4, 4)), jnp.array([1]), jnp.array([2]), mode)[0]) == 1
+  assert float(vectors.ratios(jnp.eye(4), jnp.array([0]), jnp.array([4]), mode)[0]) == 1
+  assert float(vectors.ratios(jnp.zeros((4, 4)), jnp.array([1]), jnp.array([2]), mode)[0]) == 1
 
 
 def test_more_vectors_for_lower_rates():
   """λ → 0 keeps every token that it may, λ → ∞ one vector a span."""
   ratio, length = jnp.linspace(0.1, 0.9, 5), jnp.full(5, 40)
   totals = [
-    int(spans.vector_counts(length, ratio, rate, 12).sum()) for rate in (0.0, 1.0, 3.0, 10.0, 99.0)
+    int(vectors.vector_counts(length, ratio, rate, 12).sum())
+    for rate in (0.0, 1.0, 3.0, 10.0, 99.0)
   ]
   assert totals == sorted(totals, reverse=True) and totals[0] == 60 and totals[-1] == 5
 
@@ -169,7 +173,7 @@ def test_elected_tokens():
   start = jnp.asarray(rng.integers(0, 10, (8, 3)))
   stop = start + jnp.asarray(rng.integers(0, 10, (8, 3)))
   counts = jnp.asarray(rng.integers(0, 6, (8, 3)))
-  chosen = spans.elect(jnp.asarray(votes), spans.inside(start, stop, 20), counts)
+  chosen = retrieval.elect(jnp.asarray(votes), vectors.inside(start, stop, 20), counts)
   for i in range(8):
     for c in range(3):
       want = slow_elect(votes[i], int(start[i, c]), int(stop[i, c]), int(counts[i, c]))

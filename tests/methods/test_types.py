@@ -8,7 +8,7 @@ import pytest
 from beartype.roar import BeartypeCallHintParamViolation
 
 from kvjax import At, Full, Plan, Rope, Span, Window
-from kvjax.families import spans
+from kvjax.methods.ltri import vectors
 from kvjax.runtime import memory
 
 SIZE = 13
@@ -64,7 +64,7 @@ def test_entries_of_a_plan_count_what_is_attended_to(unit):
   [
     lambda: Rope().rotate(jnp.ones((2, 3, 16)), jnp.ones(5, int)),  # a method of a dataclass
     lambda: At(0, "reference", Full()),  # its fields
-    lambda: spans.ratios(jnp.ones((4, 4)), jnp.ones(1), jnp.ones(1, int), "row"),  # a function
+    lambda: vectors.ratios(jnp.ones((4, 4)), jnp.ones(1), jnp.ones(1, int), "row"),  # a function
   ],
 )
 def test_annotations_are_checked(call):

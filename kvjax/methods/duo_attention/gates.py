@@ -1,5 +1,6 @@
 """Gates of heads, and which heads are retrieval heads by them (DuoAttention, 2.2 and 3.1)."""
 
+import json
 import os
 import pathlib
 
@@ -29,6 +30,22 @@ def read_gates(path: str | os.PathLike[str]) -> np.ndarray:
   if gates.ndim != 2 or not np.isfinite(gates).all():
     raise ValueError(f"{path}: found gates {gates.shape}, expected finite numbers [layers, heads]")
   return np.clip(gates, 0, 1)
+
+
+def read_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
+  """Sinks and recent as `config.json` beside a file of gates says, where it does.
+
+  Raises:
+    ValueError: it is no object of JSON.
+  """
+  if not (beside := pathlib.Path(path).with_name("config.json")).exists():
+    return {}
+  try:
+    said = json.loads(beside.read_text("utf-8-sig"))
+    known = {"sinks": said.get("sink_size"), "recent": said.get("recent_size")}
+  except (AttributeError, RecursionError, ValueError) as error:
+    raise ValueError(f"{beside}: found {error}, expected an object of JSON") from error
+  return {name: x for name, x in known.items() if x is not None}
 
 
 def pattern_of(gates: np.ndarray, sparsity: float | int = 0.5, shards: int = 1) -> Pattern:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +22,8 @@ from kvjax.core.traits import Traits
 from kvjax.families import entrance
 from kvjax.families.full import Full
 from kvjax.families.method import Aux, Method, checked_rows
-from kvjax.methods.duo_attention.gates import Pattern, pattern_of, read_gates
+from kvjax.methods.duo_attention import apart
+from kvjax.methods.duo_attention.gates import Pattern, pattern_of, read_gates, read_sizes
 from kvjax.methods.streaming_llm import StreamingLLM
 
 # What heads do is what the methods of the two kinds do: nothing else asks for these moves.
@@ -107,16 +106,8 @@ class DuoAttention(Method):
       FileNotFoundError: there is no such file.
       ValueError: it does not hold gates, or an argument is out of range.
     """
-    path, sizes = pathlib.Path(path), {}
-    if (beside := path.with_name("config.json")).exists():
-      try:
-        said = json.loads(beside.read_text("utf-8-sig"))
-        known = {"sinks": said.get("sink_size"), "recent": said.get("recent_size")}
-      except (AttributeError, RecursionError, ValueError) as error:
-        raise ValueError(f"{beside}: found {error}, expected an object of JSON") from error
-      sizes = {name: x for name, x in known.items() if x is not None}
     given = {"sinks": sinks, "recent": recent}
-    sizes |= {name: x for name, x in given.items() if x is not None}
+    sizes = read_sizes(path) | {name: x for name, x in given.items() if x is not None}
     return cls(pattern_of(read_gates(path), sparsity, shards), **sizes)
 
   @property
@@ -197,8 +188,8 @@ class DuoAttention(Method):
     own = {
       name: dataclasses.replace(x, heads=full) for name, x in held.items() if x.shelf == "slots"
     }
-    apart = functools.partial(_empty, self._streaming(), spec, streaming, layer)
-    return {**held, **own, "apart": Leaf("heads", made=apart)}
+    made = functools.partial(apart.empty, self._streaming(), spec, streaming, layer)
+    return {**held, **own, "apart": Leaf("heads", made=made)}
 
   # ---- drivers
 
@@ -253,14 +244,15 @@ class DuoAttention(Method):
       return out, after, aux
     order, place = self._order(at, cache.kv_heads)
     first = cache.pos.shape[1]
-    full, streaming = _taken_apart(cache)
+    full, streaming = apart.split(cache)
     out, full, _, aux = driver(kinds[False], full, *(x[:, order[:first]] for x in new))
     more, streaming, _, others = driver(kinds[True], streaming, *(x[:, order[first:]] for x in new))
 
     def together(x: Array, y: Array) -> Array:
       return jnp.concatenate([x, y], 1)[:, place]
 
-    return together(out, more), _joined(cache, full, streaming), jax.tree.map(together, aux, others)
+    after = apart.joined(cache, full, streaming)
+    return together(out, more), after, jax.tree.map(together, aux, others)
 
 
 def _unbalanced(layer: Any, counts: Any) -> str:
@@ -268,27 +260,6 @@ def _unbalanced(layer: Any, counts: Any) -> str:
     f"expected as many retrieval heads on each: layer {layer} has {[int(x) for x in counts]} "
     "(pattern_of(gates, sparsity, shards=...) balances them)"
   )
-
-
-def _empty(streaming: Streaming, spec: CacheSpec, kv_heads: int, layer: int) -> dict[str, Array]:
-  """The slots of a layer's streaming heads."""
-  cache = Cache.empty(streaming, dataclasses.replace(spec, kv_heads=kv_heads), layer)
-  return {**cache.slots, **cache.heads}
-
-
-def _taken_apart(cache: Cache) -> tuple[Cache, Cache]:
-  """The caches of retrieval heads and of streaming heads."""
-  slots_of = dict(cache.heads["apart"])
-  heads = {"ring": slots_of.pop("ring")}
-  used = jnp.minimum(cache.used, slots_of["pos"].shape[2])
-  streaming = Cache(slots_of, heads, {**cache.rows, "used": used}, kinds=cache.kinds)
-  return dataclasses.replace(cache, heads={}), streaming
-
-
-def _joined(cache: Cache, full: Cache, streaming: Cache) -> Cache:
-  """A layer's cache of its two parts, which have seen the same."""
-  apart = {**streaming.slots, **streaming.heads}
-  return cache.put(slots=full.slots, heads={"apart": apart}, rows=full.rows)
 
 
 def _guarded(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvjax.core.cache import Cache
-from kvjax.families import spans
+from kvjax.methods.ltri import vectors
 
 
 def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -12,7 +12,7 @@ def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
   int [blocks, C] and float [blocks, C]; a length of 0 is no span.
   """
   found = cache.rows["found"].of["spans"][row, : int(cache.rows["gone"][row])]
-  start, stop, _, ratio = spans.unpacked(found)
+  start, stop, _, ratio = vectors.unpacked(found)
   return np.asarray(stop - start), np.asarray(ratio)
 
 

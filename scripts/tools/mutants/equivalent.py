@@ -19,7 +19,7 @@ EQUIVALENT = {
       "a tile that begins at `stop` is behind the newest one, which the next line leaves out"
     ),
   },
-  "kvjax/families/spans.py": {
+  "kvjax/methods/ltri/vectors.py": {
     "return jnp.where(every > 0, own / (every), 1.0)": "what is divided by 0 is not taken",
   },
   "kvjax/ops/attention.py": {
@@ -48,7 +48,7 @@ EQUIVALENT = {
       "head for one tile more than is put here"
     ),
   },
-  "kvjax/ops/contributions.py": {
+  "kvjax/methods/longflow/contribution.py": {
     "top = jnp.where(jnp.isneginf(top), 1.0, top)": _MAXIMUM,
   },
   "kvjax/methods/art/walk.py": {

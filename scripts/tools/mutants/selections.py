@@ -29,7 +29,8 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/runtime/arguments.py": of("laws/front"),
   "kvjax/runtime/drivers.py": of("laws/front"),
   "pallas_kernels/common/addresses.py": of("kernels/addresses"),
-  "kvjax/ops/contributions.py": of("methods/longflow", laws=("longflow",)),
+  "kvjax/methods/longflow/contribution.py": of("methods/longflow", laws=("longflow",)),
+  "kvjax/methods/longflow/method.py": of("methods/longflow", laws=("longflow",)),
   "kvjax/ops/scores.py": of(
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
   ),
@@ -39,6 +40,9 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/methods/cis/similarity.py": of("methods/cis", "kernels/cis_kernel"),
   "kvjax/methods/cis/dilation.py": of("methods/cis", "kernels/cis_kernel"),
   "kvjax/methods/cis/method.py": of("methods/cis", laws=("cis",)),
+  "kvjax/methods/hshare/sharing.py": of("methods/hshare", "kernels/hshare_kernel"),
+  "kvjax/methods/hshare/method.py": of("methods/hshare", laws=("hshare",)),
+  "kvjax/ops/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
   "kvjax/ops/speculation.py": of("methods/prr", "kernels/prr_kernel"),
   "kvjax/methods/art/method.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/methods/art/order.py": of("methods/art", laws=("art",)),
@@ -55,6 +59,9 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/ops/shared_slots.py": of("methods/adakv", laws=("adakv",)),
   "kvjax/core/slots.py": of("methods/slots", laws=("h2o",)),
   "kvjax/families/spans.py": of("methods/spans", "methods/ltri"),
+  "kvjax/ops/smoothing.py": of("methods/prr"),
+  "kvjax/methods/ltri/spans.py": of("methods/spans", "methods/ltri"),
+  "kvjax/methods/ltri/vectors.py": of("methods/spans", "methods/ltri"),
   "kvjax/ops/tiles.py": of("methods/selective", "methods/quest", laws=("quest",)),
   **{
     f"kvjax/methods/prr/{name}.py": of("methods/prr", "kernels/prr_kernel")

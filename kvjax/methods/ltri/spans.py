@@ -1,9 +1,8 @@
-"""Semantic spans of a block, read from its attention map, and the vectors that stand for them.
+"""Semantic spans of a block, read from its attention map (Ltri-LLM §3.2, App. E).
 
-Ltri-LLM's pieces as functions of arrays (Tang et al., 2025, §3.2, §3.3, App. E). A map A [U, U]
-holds what the U queries of a block (rows) give to its U keys (columns), summed over heads; it is
-lower triangular. A span is a run of tokens [start, stop) of the block; where there are fewer than
-asked for, start = stop = 0. Leading axes are arbitrary.
+A map A [U, U] holds what the U queries of a block (rows) give to its U keys (columns), summed over
+heads; it is lower triangular. A span is a run of tokens [start, stop) of the block; where there are
+fewer than asked for, start = stop = 0. Leading axes are arbitrary.
 """
 
 import functools
@@ -13,7 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-MODES = ("row", "col", "rowcol")
+from kvjax.core.context import At
+from kvjax.primitives import softmax_state
+from kvjax.primitives.softmax_state import State
+
+
+def maps_of(
+  at: At, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
+) -> Float[Array, "B E U U"]:
+  """Probability that each query of a block gives to each of its keys (Eqs. 1 to 3).
+
+  Summed over all heads. `asked` holds the queries [B, K, G, E, U, H] in the place of o, and their m
+  and l.
+  """
+  logits = jnp.einsum("bkgeuh,bkevh->bkgeuv", asked.o, k, preferred_element_type=jnp.float32)
+  logits = softmax_state.capped(logits * k.shape[-1] ** -0.5, at.env.soft_cap)
+  token = jnp.arange(asks.shape[-1])
+  ok = asks[..., None] & (token <= token[:, None])  # P (Eq. 2)
+  logits = jnp.where(ok[:, None, None], logits, -jnp.inf)
+  maps = softmax_state.probabilities(asked, logits).sum(2)
+  return at.sum_heads(maps.sum(1))
 
 
 def threshold(
@@ -61,7 +79,7 @@ def _ordered(
 def triangle_scores(
   maps: Float[Array, "*batch U U"], theta: Float[Array, " *batch"]
 ) -> Float[Array, "*batch U U"]:
-  """TA(x, y) = Σ_{x ≤ j ≤ i ≤ y} (A_ij − θ) at [x, y], for x ≤ y; −∞ elsewhere (Eq. 5)."""
+  """TA(x, y) = Σ_{x ≤ j ≤ i ≤ y} (A_ij − θ) at [x, y], for x ≤ y; −∞ elsewhere (Eqs. 4, 5)."""
   size = maps.shape[-1]
   excess = jnp.tril(maps - theta[..., None, None])
   # Above the diagonal is nothing: Σ_{i ≤ y} Σ_{j ≥ x} is the triangle's sum.
@@ -152,71 +170,20 @@ def divide(
   return suppress(*candidates(scores), overlap, count)
 
 
-def inside(
-  start: Int[Array, "*batch C"], stop: Int[Array, "*batch C"], size: int
-) -> Bool[Array, "*batch C U"]:
-  """Which tokens each span holds."""
-  token = jnp.arange(size)
-  return (token >= start[..., None]) & (token < stop[..., None])
+def queries(x: Array, index: Int[Array, "B N"]) -> Array:
+  """Entries of x [B, K, G, T, …] by their index within the chunk; out of range: any."""
+  index = index.reshape(index.shape[0], 1, 1, -1, *(1,) * (x.ndim - 4))
+  return jnp.take_along_axis(x, index, 3, mode="clip")
 
 
-def ratios(
-  maps: Float[Array, "*batch U U"],
-  start: Int[Array, "*batch C"],
-  stop: Int[Array, "*batch C"],
-  mode: str,
-) -> Float[Array, "*batch C"]:
-  """r_a: a span's share of the attention that it and its neighbours hold (§3.3.2, Fig. 5).
-
-  Neighbours are, for "row", the span's queries over earlier keys; for "col", later queries over the
-  span's keys; for "rowcol" both. The paper gives no formula: this is the reading of its figure.
-  Without any attention the share is 1.
-  """
-  size = maps.shape[-1]
-  held = inside(start, stop, size).astype(maps.dtype)
-  token = jnp.arange(size)
-  earlier = (token < start[..., None]).astype(maps.dtype)
-  later = (token >= stop[..., None]).astype(maps.dtype)
-
-  def total(queries: Array, keys: Array) -> Array:
-    return jnp.einsum("...ci,...ij,...cj->...c", queries, maps, keys)
-
-  own = every = total(held, held)
-  if mode in ("row", "rowcol"):
-    every = every + total(held, earlier)
-  if mode in ("col", "rowcol"):
-    every = every + total(later, held)
-  return jnp.where(every > 0, own / jnp.where(every > 0, every, 1), 1.0)
+def cut(x: Array, axis: int, blocks: int) -> Array:
+  """An axis of tokens as blocks and tokens."""
+  axis %= x.ndim
+  return x.reshape(*x.shape[:axis], blocks, -1, *x.shape[axis + 1 :])
 
 
-def vector_counts(
-  length: Int[Array, "*batch C"],
-  ratio: Float[Array, "*batch C"],
-  rate: float | Float[Array, " *#batch"],
-  most: int,
-) -> Int[Array, "*batch C"]:
-  """n = clip(⌈length · r_v⌉, 1, most), r_v = exp(−λ(1 − r_a)) (Eq. 7); 0 for spans of no token."""
-  n = jnp.ceil(length * jnp.exp(-jnp.asarray(rate)[..., None] * (1 - ratio))).astype(jnp.int32)
-  return jnp.where(length > 0, jnp.clip(n, 1, most), 0)
-
-
-def elect(
-  votes: Float[Array, "*batch U"], held: Bool[Array, "*batch C U"], counts: Int[Array, "*batch C"]
-) -> Bool[Array, "*batch C U"]:
-  """The `counts` tokens of each span that have most votes (Eq. 6); of equal ones the first."""
-  token = jnp.arange(votes.shape[-1])
-  mine, other = votes[..., :, None], votes[..., None, :]
-  ahead = (other > mine) | ((other == mine) & (token < token[:, None]))
-  rank = jnp.einsum("...ij,...cj->...ci", ahead.astype(jnp.int32), held.astype(jnp.int32))
-  return held & (rank < counts[..., None])
-
-
-def packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:
-  """What is known of the spans of blocks as one array; the integers are small enough for it."""
-  return jnp.stack([x.astype(jnp.float32) for x in (start, stop, count, ratio)], -2)
-
-
-def unpacked(spans: Float[Array, "*batch 4 C"]) -> tuple[Array, Array, Array, Array]:
-  """Starts, stops, numbers of vectors, int32, and r_a."""
-  start, stop, count = (spans[..., i, :].astype(jnp.int32) for i in range(3))
-  return start, stop, count, spans[..., 3, :]
+def padded(x: Array, axis: int, size: int, fill: int = 0) -> Array:
+  """x lengthened along an axis."""
+  width = [(0, 0)] * x.ndim
+  width[axis] = (0, size - x.shape[axis])
+  return jnp.pad(x, width, constant_values=fill)

@@ -18,10 +18,9 @@ from kvjax.core.traits import Traits
 from kvjax.families import sight
 from kvjax.families.method import Aux, Method
 from kvjax.families.selective import SelectiveTokens
+from kvjax.methods.hshare import kernel, sharing
 from kvjax.ops import attention, selection
 from kvjax.ops import scores as scores_ops
-from kvjax.ops.shared_sets import due, share_sets
-from kvjax.primitives.trees import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,7 @@ class HShare(SelectiveTokens):
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """The selected tokens; the memo says what was shared. The carry holds all layers' sets."""
+    """The selected tokens; the memo: heavy, retrieves. The carry holds all layers' sets."""
     if self._dense(at):
       return visible, carry
     scores, retrieves = self._scores(at, cache, q, visible), self._retrieves(at, cache)
@@ -116,17 +115,11 @@ class HShare(SelectiveTokens):
     if sets is None:
       heads, k = cache.heads["heavy"].shape[:2], cache.heads["heavy"].shape[2]
       sets = jnp.full((*heads, at.env.layers - self.dense_layers, k), -1, jnp.int32)
-    sinks, local = self.tiles.forced
-    read = share_sets(
-      *(at, cache, visible, retrieved, sets),
-      own=at.layer - self.dense_layers,
-      steps=self.steps,
-      budget=self.budget,
-      sinks=sinks,
-      local=local,
-    )
+    how = {"own": at.layer - self.dense_layers, "steps": self.steps, "budget": self.budget}
+    how |= dict(zip(("sinks", "local"), self.tiles.forced, strict=True))
+    read = kernel.share_sets(at, cache, visible, retrieved, sets, **how)
     carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": read.of_layers})
-    memo = Shared(read.heavy, retrieves)
+    memo = read.heavy, retrieves
     return visible.listed(read.table, read.count, unit=1, pinned=self.sinks, memo=memo), carry
 
   def _heaviest(
@@ -136,19 +129,17 @@ class HShare(SelectiveTokens):
     visible: Plan,
     active: Bool[Array, "B K"] | None = None,
   ) -> Int[Array, "B K k"]:
-    """What a retrieval gives: the best tokens that are neither first nor newest."""
+    """Best tokens that are neither first nor newest, which a retrieval gives."""
     sinks, local = self.tiles.forced
     how: dict[str, Any] = {"sinks": sinks, "local": local, "ordered": visible.needs.order}
-    span = visible.span
-    return selection.other_tiles(at, scores, span, active=active, unit=1, k=self.tiles.best, **how)[
-      1
-    ]
+    how |= {"unit": 1, "k": self.tiles.best, "active": active}
+    return selection.other_tiles(at, scores, visible.span, **how)[1]
 
   def _retrieves(self, at: At, cache: Cache) -> Bool[Array, "B K"]:
     """Heads that use their own retrieval, in layers that do, where one is due."""
     own = cache.heads["from_head"] == at.head_index(cache.pos.shape[1])
     layer = cache.rows["from_layer"] == at.layer - self.dense_layers
-    return own & (layer & due(cache, self.steps, self.budget))[:, None]
+    return own & (layer & sharing.due(cache, self.steps, self.budget))[:, None]
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -156,7 +147,8 @@ class HShare(SelectiveTokens):
     """Keeps the set for the next steps. Reports `retrieved`, bool [B, K]."""
     if plan.memo is None:
       return cache, {"retrieved": jnp.zeros(cache.pos.shape[:2], bool)}
-    return cache.put(heads={"heavy": plan.memo.heavy}), {"retrieved": plan.memo.retrieves}
+    heavy, retrieves = plan.memo
+    return cache.put(heads={"heavy": heavy}), {"retrieved": retrieves}
 
   # ---- prompt
 
@@ -179,7 +171,7 @@ class HShare(SelectiveTokens):
     scores = scores_ops.token_weights(at, kept, visible, last[:, :, :, 0])
     heavy = self._heaviest(at, scores, visible)
     every = at.all_heads(heavy)
-    sources = shared_sources(overlaps(every), self.heads)
+    sources = sharing.shared_sources(sharing.overlaps(every), self.heads)
     own = at.head_index(heavy.shape[1])
     return kept.put(heads={"heavy": heavy, "from_head": sources[:, own]})
 
@@ -189,8 +181,8 @@ class HShare(SelectiveTokens):
     if not sparse:
       return caches
     heavy = jnp.stack([cache.heads["heavy"] for cache in sparse], 2)  # [B, K, L, k]
-    alike = self.at(env, 0).sum_heads(jax.vmap(overlaps, 1, 1)(heavy).sum(1))
-    sources = shared_sources(alike, self.layers)
+    alike = self.at(env, 0).sum_heads(jax.vmap(sharing.overlaps, 1, 1)(heavy).sum(1))
+    sources = sharing.shared_sources(alike, self.layers)
     return dense + tuple(
       slots.choose_rows(valid > 0, cache.put(rows={"from_layer": sources[:, i]}), cache)
       for i, cache in enumerate(sparse)
@@ -206,53 +198,3 @@ def _neutral(cls: type[HShare], length: int) -> Method:
 
 
 settings.register(HShare, example=_example, neutral=_neutral)
-
-
-@pytree()
-@dataclasses.dataclass(frozen=True)
-class Shared:
-  """What `observe` notes of a plan.
-
-  Attributes:
-    heavy: int32 [B, K, k], the set in use.
-    retrieves: bool [B, K], heads that use their own retrieval of this step.
-  """
-
-  heavy: Array
-  retrieves: Array
-
-
-def overlaps(sets: Int[Array, "B N k"]) -> Int[Array, "B N N"]:
-  """How many elements every two sets have in common; −1 is none, no other one stands twice."""
-
-  def with_all(one: Int[Array, "B k"]) -> Int[Array, "B N"]:
-    pair = jnp.concatenate([sets, jnp.broadcast_to(one[:, None], sets.shape)], -1)
-    pair = jnp.sort(pair, -1)
-    return ((pair[..., 1:] == pair[..., :-1]) & (pair[..., 1:] >= 0)).sum(-1, dtype=jnp.int32)
-
-  return jnp.moveaxis(jax.lax.map(with_all, jnp.moveaxis(sets, 1, 0)), 0, 1)
-
-
-def shared_sources(alike: Int[Array, "B N N"], share: float) -> Int[Array, "B N"]:
-  """Whose set each of N members uses, when ⌈share·N⌉ of them keep their own (Alg. 1).
-
-  The two that are most alike are joined first (ties: the lowest one that gives up its own, then the
-  lowest other one): the higher uses what the lower does, and so do those that used the higher's. A
-  member that gave up its own is joined to no more.
-  """
-  count = alike.shape[-1]
-  joins = count - math.ceil(share * count - 1e-9)
-  below = jnp.tril(jnp.ones((count, count), bool), -1)
-
-  def of_row(alike: Int[Array, "N N"]) -> Int[Array, " N"]:
-    def join(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-      source, alike = state
-      high, low = jnp.divmod(jnp.argmax(alike).astype(jnp.int32), count)
-      joined = alike[high, low] > 0
-      source = jnp.where(joined & (source == high), low, source)
-      return source, jnp.where(joined, alike.at[high].set(0).at[:, high].set(0), alike)
-
-    start = jnp.arange(count, dtype=jnp.int32), jnp.where(below, alike, 0)
-    return jax.lax.fori_loop(0, joins, join, start)[0].astype(jnp.int32)
-
-  return jax.vmap(of_row)(alike)

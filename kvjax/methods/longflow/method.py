@@ -14,8 +14,8 @@ from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families import forms
 from kvjax.families.method import Aux, Method
+from kvjax.methods.longflow import contribution, kernel
 from kvjax.methods.snapkv import SnapKV
-from kvjax.ops import contributions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LongFlow(SnapKV):
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Names the next victim on the way, where one launch does both and nobody asks for logits."""
     apart = self.per == "layer" or forms.form(at.top, "observe") is not LongFlow.observe
-    named = None if apart else contributions.attend_and_name(at, cache, plan, q, **self._safe)
+    named = None if apart else kernel.attend_and_name(at, cache, plan, q, **self._safe)
     return super().attend(at, cache, plan, q) if named is None else named
 
   def observe(
@@ -77,9 +77,7 @@ class LongFlow(SnapKV):
   ) -> tuple[Cache, Aux]:
     """Names the next victim: arg min of log(α·‖v‖₁) (Alg. 1)."""
     old, per_layer = cache.heads["victim"], self.per == "layer"
-    victim = contributions.least_contributor(
-      at, cache, attended, old, **self._safe, per_layer=per_layer
-    )
+    victim = kernel.least_contributor(at, cache, attended, old, **self._safe, per_layer=per_layer)
     return cache.put(heads={"victim": victim}), {}
 
   def rank(
@@ -96,14 +94,14 @@ class LongFlow(SnapKV):
       total = at.sum_heads(score.sum(1, keepdims=True))
       score = jnp.broadcast_to(total, score.shape)
     end = staged["pos"][:, 0].max(-1) + 1
-    stays = contributions.stays(staged["pos"], end, **self._safe)
+    stays = contribution.stays(staged["pos"], end, **self._safe)
     score = jnp.where(stays, jnp.inf, score)
     return score, {**staged, "score": score}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """After a prompt the token that was ranked last is the first to leave."""
     held = {name: x for name, x in cache.slots.items() if name != "score"}
-    victim = contributions.least(cache, cache.slots["score"], **self._safe)
+    victim = contribution.least(cache, cache.slots["score"], **self._safe)
     return dataclasses.replace(cache, slots=held).put(heads={"victim": victim})
 
   @property

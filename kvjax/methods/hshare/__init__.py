@@ -1,0 +1,1 @@
+"""HShare: critical tokens shared between steps, heads and layers."""

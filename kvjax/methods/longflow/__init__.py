@@ -1,0 +1,1 @@
+"""LongFlow: eviction by what a token contributes to the newest output."""

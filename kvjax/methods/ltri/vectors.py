@@ -1,0 +1,68 @@
+"""Index vectors of spans: how many of a span's keys stand for it (Ltri-LLM §3.3).
+
+Maps and spans are those of `kvjax.methods.ltri.spans`.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+MODES = ("row", "col", "rowcol")
+
+
+def inside(
+  start: Int[Array, "*batch C"], stop: Int[Array, "*batch C"], size: int
+) -> Bool[Array, "*batch C U"]:
+  """Tokens that each span holds."""
+  token = jnp.arange(size)
+  return (token >= start[..., None]) & (token < stop[..., None])
+
+
+def ratios(
+  maps: Float[Array, "*batch U U"],
+  start: Int[Array, "*batch C"],
+  stop: Int[Array, "*batch C"],
+  mode: str,
+) -> Float[Array, "*batch C"]:
+  """r_a: a span's share of the attention that it and its neighbours hold (§3.3.2, Fig. 5).
+
+  Neighbours are, for "row", the span's queries over earlier keys; for "col", later queries over the
+  span's keys; for "rowcol" both. The paper gives no formula: this is the reading of its figure.
+  Without any attention the share is 1.
+  """
+  size = maps.shape[-1]
+  held = inside(start, stop, size).astype(maps.dtype)
+  token = jnp.arange(size)
+  earlier = (token < start[..., None]).astype(maps.dtype)
+  later = (token >= stop[..., None]).astype(maps.dtype)
+
+  def total(queries: Array, keys: Array) -> Array:
+    return jnp.einsum("...ci,...ij,...cj->...c", queries, maps, keys)
+
+  own = every = total(held, held)
+  if mode in ("row", "rowcol"):
+    every = every + total(held, earlier)
+  if mode in ("col", "rowcol"):
+    every = every + total(later, held)
+  return jnp.where(every > 0, own / jnp.where(every > 0, every, 1), 1.0)
+
+
+def vector_counts(
+  length: Int[Array, "*batch C"],
+  ratio: Float[Array, "*batch C"],
+  rate: float | Float[Array, " *#batch"],
+  most: int,
+) -> Int[Array, "*batch C"]:
+  """n = clip(⌈length · r_v⌉, 1, most), r_v = exp(−λ(1 − r_a)) (Eq. 7); 0 for spans of no token."""
+  n = jnp.ceil(length * jnp.exp(-jnp.asarray(rate)[..., None] * (1 - ratio))).astype(jnp.int32)
+  return jnp.where(length > 0, jnp.clip(n, 1, most), 0)
+
+
+def packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:
+  """All that is known of blocks' spans as one array; the integers are small enough for it."""
+  return jnp.stack([x.astype(jnp.float32) for x in (start, stop, count, ratio)], -2)
+
+
+def unpacked(spans: Float[Array, "*batch 4 C"]) -> tuple[Array, Array, Array, Array]:
+  """Starts, stops, numbers of vectors, int32, and r_a."""
+  start, stop, count = (spans[..., i, :].astype(jnp.int32) for i in range(3))
+  return start, stop, count, spans[..., 3, :]

@@ -91,9 +91,9 @@ def test_a_question_is_found():
 
 
 def test_all_are_looked_at():
-  assert {"cis", "order", "predictor", "quest"} < {path.stem for path in METHODS}
+  assert {"similarity", "order", "forecast", "quest"} < {path.stem for path in METHODS}
   assert {"selective", "streamed", "bounded"} < {path.stem for path in FAMILIES}
-  assert {"attention", "sharing", "selection"} < {path.stem for path in OPERATIONS}
+  assert {"attention", "scores", "selection"} < {path.stem for path in OPERATIONS}
   assert {"top_k", "tiling"} < {path.stem for path in KERNELS}
 
 

@@ -34,7 +34,6 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/ops/scores.py": of(
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
   ),
-  "kvjax/ops/shared_sets.py": of("methods/hshare", "kernels/hshare_kernel"),
   "kvjax/methods/cis/kernel.py": of("kernels/cis_kernel", "kernels/cis_read_kernel"),
   "kvjax/methods/cis/retrieval.py": of("methods/cis", "kernels/cis_kernel"),
   "kvjax/methods/cis/similarity.py": of("methods/cis", "kernels/cis_kernel"),
@@ -42,15 +41,10 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/methods/cis/method.py": of("methods/cis", laws=("cis",)),
   "kvjax/methods/hshare/sharing.py": of("methods/hshare", "kernels/hshare_kernel"),
   "kvjax/methods/hshare/method.py": of("methods/hshare", laws=("hshare",)),
-  "kvjax/ops/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
-  "kvjax/ops/speculation.py": of("methods/prr", "kernels/prr_kernel"),
   "kvjax/methods/art/method.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/methods/art/order.py": of("methods/art", laws=("art",)),
   "kvjax/methods/art/splits.py": of("methods/art", laws=("art",)),
   "kvjax/methods/art/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
-  "kvjax/ops/sharing.py": of("methods/cis", "kernels/cis_kernel", "kernels/cis_read_kernel"),
-  "kvjax/ops/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
-  "kvjax/methods/art.py": of("methods/art", "methods/art_certificate", laws=("art",)),
   "kvjax/ops/attention.py": of(
     *("methods/full", "methods/tova", "methods/topk_oracle"), laws=("full", "streaming_llm", "h2o")
   ),
@@ -58,8 +52,6 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/methods/depth.py": of("methods/psaw", "methods/etf", laws=("psaw",)),
   "kvjax/ops/shared_slots.py": of("methods/adakv", laws=("adakv",)),
   "kvjax/core/slots.py": of("methods/slots", laws=("h2o",)),
-  "kvjax/families/spans.py": of("methods/spans", "methods/ltri"),
-  "kvjax/ops/smoothing.py": of("methods/prr"),
   "kvjax/methods/ltri/spans.py": of("methods/spans", "methods/ltri"),
   "kvjax/methods/ltri/vectors.py": of("methods/spans", "methods/ltri"),
   "kvjax/ops/tiles.py": of("methods/selective", "methods/quest", laws=("quest",)),
@@ -76,9 +68,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/families/bounded.py": of("methods/h2o", "methods/tova", laws=("h2o", "random")),
   "kvjax/families/entrance.py": of("models/refusals"),
   "kvjax/runtime/forked.py": of("models/forked"),
-  "kvjax/ops/foresight.py": of("methods/prr"),
   "kvjax/methods/art/certificate.py": of("methods/art_certificate"),
-  "kvjax/ops/mass_bound.py": of("methods/art_certificate"),
   "kvjax/families/forms.py": of("kernels/dispatch", laws=("quest",)),
   "kvjax/families/full.py": of("methods/full", laws=("full",)),
   "kvjax/core/leaves.py": of("methods/full", laws=("h2o", "snapkv")),

@@ -12,9 +12,19 @@ from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Attended, CodedSlots, Plan
 from kvjax.ops import attention, shared_slots
-from kvjax.ops.table import choose, kernel
+from kvjax.ops.table import choose, declare, kernel
 from kvjax.primitives import softmax_state
 from kvjax.primitives.softmax_state import State
+
+declare(
+  "attend_span",
+  pallas="kvjax.kernels.decode.dense:decode_with_output",
+  jax_triton="kvjax.kernels.decode.jax_triton:decode_with_output",
+)
+declare("attend_shared", pallas="kvjax.kernels.decode.dense:decode_with_output")
+declare("attend_table", pallas="kvjax.kernels.decode.sparse:sparse_decode")
+declare("attend_quantised", pallas="kvjax.kernels.codes.dense:decode_attention")
+declare("attend_quantised_table", pallas="kvjax.kernels.codes.sparse:sparse_decode")
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:

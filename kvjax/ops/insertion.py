@@ -14,7 +14,12 @@ from kvjax.core.leaves import NORM
 from kvjax.core.plan import Attended
 from kvjax.core.slots import choose_rows
 from kvjax.ops import shared_slots, slot_shards
-from kvjax.ops.table import choose, kernel
+from kvjax.ops.table import choose, declare, kernel
+
+declare("enter_token", pallas="kvjax.kernels.insertion.enter_token:enter_token")
+declare("enter_codes", pallas="kvjax.kernels.codes.enter:enter_codes")
+declare("enter_shared", pallas="kvjax.kernels.insertion.enter_token:enter_token")
+declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
 
 
 def enters(at: At, cache: Cache, operation: str) -> bool:

@@ -23,6 +23,9 @@ from kvjax.core import slots
 from kvjax.core.context import Env, OwnRows
 from kvjax.ops import table
 
+table.declare("append_blocks", pallas="kvjax.kernels.insertion.host_blocks:append")
+table.declare("fetch_blocks", pallas="kvjax.kernels.insertion.host_blocks:fetch")
+
 SEGMENT_BYTES = 1 << 30
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT_GB = 64  # what the GPU backend takes for its pool of pinned memory

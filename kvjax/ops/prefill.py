@@ -15,8 +15,16 @@ from kvjax.core.context import At, Prompt
 from kvjax.core.plan import Attended, Window
 from kvjax.core.slots import Slots
 from kvjax.ops import attention, slot_shards
-from kvjax.ops.table import choose, kernel
+from kvjax.ops.table import choose, declare, kernel
 from kvjax.primitives.softmax_state import State
+
+declare(
+  "attend_prompt",
+  cudnn="kvjax.kernels.prefill.cudnn:attend_causal",
+  pallas="kvjax.kernels.prefill.dense:prefill_attention",
+)
+declare("attend_prompt_pieces", cudnn="kvjax.kernels.prefill.pieces:attend_in_pieces")
+declare("column_mass", pallas="kvjax.kernels.prefill.dense:column_mass")
 
 
 @dataclasses.dataclass(frozen=True)

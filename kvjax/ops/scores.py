@@ -12,7 +12,11 @@ from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Plan
 from kvjax.ops import attention, slot_shards, tiles
-from kvjax.ops.table import pallas
+from kvjax.ops.table import declare, pallas
+
+declare("page_bounds", pallas="kvjax.kernels.selection.page_bounds:page_bounds")
+declare("key_logits", pallas="kvjax.kernels.selection.key_weights:key_logits")
+declare("key_weights", pallas="kvjax.kernels.selection.key_weights:key_weights")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,11 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.context import At
 from kvjax.core.plan import Span
 from kvjax.ops import tiles
-from kvjax.ops.table import pallas
+from kvjax.ops.table import declare, pallas
+
+declare("best_tiles", pallas="kvjax.kernels.selection.top_k:best")
+declare("best_tiles_of_each", pallas="kvjax.kernels.selection.top_k:best_of_each")
+declare("other_tiles", pallas="kvjax.kernels.selection.top_k:others")
 
 Table = tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]
 

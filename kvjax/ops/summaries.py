@@ -10,7 +10,10 @@ from jaxtyping import Array
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.ops import slot_shards
-from kvjax.ops.table import pallas
+from kvjax.ops.table import declare, pallas
+
+declare("renew_extremes", pallas="kvjax.kernels.selection.summaries:renew_extremes")
+declare("renew_mean", pallas="kvjax.kernels.selection.summaries:renew_mean")
 
 Summarise = Callable[[Cache, Array, int], Cache]
 

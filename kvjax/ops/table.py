@@ -1,10 +1,10 @@
 """Which implementation an operation runs as.
 
-An operation is looked up by (name, implementation). "reference" always exists; a kernel that is
-asked for by name and does not exist, or does not take these operands, raises. "auto" means: the
-Pallas kernel on a GPU where there is one that has run there (`UNRUN`), does all that the method
-needs and finds the shared memory that it needs, the reference otherwise; for a prompt, cuDNN's
-attention before either, where it does.
+An operation declares its kernels beside its reference by name; they are imported when they run.
+"reference" always exists; a kernel that is asked for by name and does not exist, or does not take
+these operands, raises. "auto" means: the Pallas kernel on a GPU where there is one that has run
+there, does all that the method needs and finds the shared memory that it needs, the reference
+otherwise; for a prompt, cuDNN's attention before either, where it does.
 """
 
 import functools
@@ -17,73 +17,31 @@ from jaxtyping import Array
 
 from kvjax.core.context import At
 
-# operation -> implementation -> (module, function) of a kernel
-KERNELS: dict[str, dict[str, tuple[str, str]]] = {
-  "enter_token": {"pallas": ("kvjax.kernels.insertion.enter_token", "enter_token")},
-  "enter_codes": {"pallas": ("kvjax.kernels.codes.enter", "enter_codes")},
-  "keep_rows": {"pallas": ("kvjax.kernels.insertion.keep_rows", "keep")},
-  "longflow_victim": {"pallas": ("kvjax.kernels.longflow.victim", "victim")},
-  "longflow_read": {"pallas": ("kvjax.kernels.longflow.read", "read")},
-  "product": {"pallas": ("kvjax.kernels.products.product", "product")},
-  "partial_products": {"pallas": ("kvjax.kernels.products.product", "partial_products")},
-  "gated_product": {"pallas": ("kvjax.kernels.products.product", "gated_product")},
-  "add_norm": {"pallas": ("kvjax.kernels.products.add_norm", "add_norm")},
-  "qkv_heads": {"pallas": ("kvjax.kernels.products.qkv_heads", "qkv_heads")},
-  "attend_span": {
-    "pallas": ("kvjax.kernels.decode.dense", "decode_with_output"),
-    "jax-triton": ("kvjax.kernels.decode.jax_triton", "decode_with_output"),
-  },
-  # The same kernels, where heads share slots.
-  "enter_shared": {"pallas": ("kvjax.kernels.insertion.enter_token", "enter_token")},
-  "attend_shared": {"pallas": ("kvjax.kernels.decode.dense", "decode_with_output")},
-  "attend_quantised": {"pallas": ("kvjax.kernels.codes.dense", "decode_attention")},
-  "attend_quantised_table": {"pallas": ("kvjax.kernels.codes.sparse", "sparse_decode")},
-  "append_blocks": {"pallas": ("kvjax.kernels.insertion.host_blocks", "append")},
-  "fetch_blocks": {"pallas": ("kvjax.kernels.insertion.host_blocks", "fetch")},
-  "attend_table": {"pallas": ("kvjax.kernels.decode.sparse", "sparse_decode")},
-  "attend_prompt": {
-    "cudnn": ("kvjax.kernels.prefill.cudnn", "attend_causal"),
-    "pallas": ("kvjax.kernels.prefill.dense", "prefill_attention"),
-  },
-  "attend_prompt_pieces": {"cudnn": ("kvjax.kernels.prefill.pieces", "attend_in_pieces")},
-  "column_mass": {"pallas": ("kvjax.kernels.prefill.dense", "column_mass")},
-  "art": {"pallas": ("kvjax.kernels.art.walk", "walk")},
-  "art_quantised": {"pallas": ("kvjax.kernels.art.walk", "walk")},
-  "art_splits": {"pallas": ("kvjax.kernels.art.walk", "choose_splits")},
-  "page_bounds": {"pallas": ("kvjax.kernels.selection.page_bounds", "page_bounds")},
-  "key_logits": {"pallas": ("kvjax.kernels.selection.key_weights", "key_logits")},
-  "key_weights": {"pallas": ("kvjax.kernels.selection.key_weights", "key_weights")},
-  "renew_extremes": {"pallas": ("kvjax.kernels.selection.summaries", "renew_extremes")},
-  "renew_mean": {"pallas": ("kvjax.kernels.selection.summaries", "renew_mean")},
-  "cis_anchors": {"pallas": ("kvjax.kernels.cis.anchors", "anchors")},
-  # The same kernel, where KV heads that retrieve are scored on the way, by all of their queries.
-  "cis_logits": {"pallas": ("kvjax.kernels.cis.anchors", "anchors")},
-  "cis_found_listed": {"pallas": ("kvjax.kernels.cis.listed", "found_and_listed")},
-  "cis_listed": {"pallas": ("kvjax.kernels.cis.listed", "listed")},
-  "cis_read": {"pallas": ("kvjax.kernels.cis.read", "read")},
-  "cis_note": {"pallas": ("kvjax.kernels.cis.note", "note")},
-  "hshare_listed": {"pallas": ("kvjax.kernels.selection.hshare", "listed")},
-  "best_tiles": {"pallas": ("kvjax.kernels.selection.top_k", "best")},
-  "best_tiles_of_each": {"pallas": ("kvjax.kernels.selection.top_k", "best_of_each")},
-  "other_tiles": {"pallas": ("kvjax.kernels.selection.top_k", "others")},
-  "attend_tiles": {"pallas": ("kvjax.kernels.prr.speculate", "attend_tiles")},
-  "speculate": {"pallas": ("kvjax.kernels.prr.speculate", "speculate")},
-  "speculate_keys": {"pallas": ("kvjax.kernels.prr.speculate", "speculate_keys")},
-  "speculation_ratio": {"pallas": ("kvjax.kernels.prr.ratio", "ratio")},
-  "repair": {"pallas": ("kvjax.kernels.prr.repair", "repair")},
-}
+_KERNELS: dict[str, dict[str, str]] = {}  # operation -> implementation -> "module:function"
+_UNRUN: set[str] = set()
 
-# Kernels that equal their references in the interpreter, where programs run one after another, and
-# compile, but have not run and been timed on a GPU in their present form: "auto" leaves them alone.
-UNRUN: set[str] = set()
+
+def declare(operation: str, *, unrun: bool = False, **kernels: str) -> None:
+  """Declares the kernels of an operation.
+
+  Args:
+    operation: its name.
+    unrun: they equal the reference in the interpreter, where programs run one after another, and
+      compile, but have not run and been timed on a GPU in their present form: "auto" leaves them
+      alone.
+    kernels: "module:function" of each by its implementation (jax_triton: "jax-triton").
+  """
+  _KERNELS[operation] = {impl.replace("_", "-"): where for impl, where in kernels.items()}
+  _UNRUN.difference_update([operation])
+  _UNRUN.update([operation] * unrun)
 
 
 def kernel(operation: str, impl: str) -> Callable:
   """The kernel of an operation; NotImplementedError names both if there is none."""
   try:
-    module, function = KERNELS[operation][impl]
+    module, _, function = _KERNELS[operation][impl].partition(":")
   except KeyError:
-    have = ", ".join(["reference", *KERNELS.get(operation, {})])
+    have = ", ".join(["reference", *_KERNELS.get(operation, {})])
     raise NotImplementedError(
       f"{operation}: no {impl!r} implementation (there is: {have})"
     ) from None
@@ -94,7 +52,7 @@ def choose(operation: str, impl: str, q: Array | None = None, k: Array | None = 
   """Resolves "auto" for the default backend; other names are returned as they are.
 
   Args:
-    operation, impl: a name in `KERNELS`, and as in `kvjax.Env`.
+    operation, impl: a declared name, and as in `kvjax.Env`.
     q: queries [B, K, G, ...] of attention; for operations without any, None.
     k: the keys [..., H] of that attention.
 
@@ -102,7 +60,7 @@ def choose(operation: str, impl: str, q: Array | None = None, k: Array | None = 
     NotImplementedError: the kernel that `impl` names wants more shared memory than the device has,
       or a lowering that this jax lacks; "auto" takes the reference there, and says so once.
   """
-  trusted = "pallas" in KERNELS.get(operation, {}) and operation not in UNRUN
+  trusted = "pallas" in _KERNELS.get(operation, {}) and operation not in _UNRUN
   if impl == "reference" or (impl == "auto" and not (trusted and jax.default_backend() == "gpu")):
     return "reference"
   if lacking := unlowered():

@@ -17,6 +17,12 @@ from jaxtyping import Array, Float
 
 from kvjax.ops import table
 
+table.declare("product", pallas="kvjax.kernels.products.product:product")
+table.declare("partial_products", pallas="kvjax.kernels.products.product:partial_products")
+table.declare("gated_product", pallas="kvjax.kernels.products.product:gated_product")
+table.declare("add_norm", pallas="kvjax.kernels.products.add_norm:add_norm")
+table.declare("qkv_heads", pallas="kvjax.kernels.products.qkv_heads:qkv_heads")
+
 # More rows than this are XLA's even in a decode step.
 ROWS = 16
 

@@ -66,7 +66,7 @@ def test_auto_is_the_reference_without_a_gpu(monkeypatch):
 def test_auto_leaves_alone_what_has_not_run(monkeypatch):
   """By name it runs."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  monkeypatch.setattr(table, "UNRUN", {"repair"})
+  monkeypatch.setattr(table, "_UNRUN", {"repair"})
   assert table.choose("repair", "auto") == "reference"
   assert table.choose("repair", "pallas") == "pallas"
   assert table.choose("attend_shared", "auto") == "pallas"

@@ -9,7 +9,7 @@ from scripts.tools.tablemakers import house
 
 # What operations choose by.
 CHOOSING = {"choose", "kernel", "pallas", "over_plan", "beyond_kernel", "beyond_device"}
-CHOOSING |= {"KERNELS", "UNRUN", "unlowered"}
+CHOOSING |= {"declare", "unlowered"}
 OPS = "kvjax.ops."
 METHODS = sorted(x for x in house.CODE.glob("methods/**/*.py") if x.name != "kernel.py")
 FAMILIES = sorted(house.CODE.glob("families/*.py"))

@@ -14,7 +14,11 @@ from kvjax.methods.art.order import Order
 from kvjax.methods.art.splits import joined, read_by
 from kvjax.methods.art.walk import Stop
 from kvjax.ops.decode import beyond_codes, beyond_kernel, over_codes
-from kvjax.ops.table import choose, kernel
+from kvjax.ops.table import choose, declare, kernel
+
+declare("art", pallas="kvjax.kernels.art.walk:walk")
+declare("art_quantised", pallas="kvjax.kernels.art.walk:walk")
+declare("art_splits", pallas="kvjax.kernels.art.walk:choose_splits")
 
 LARGEST_TILE = 256  # that the kernel takes
 

@@ -15,8 +15,15 @@ from kvjax.methods.cis import dilation, retrieval, similarity
 from kvjax.methods.cis.retrieval import Budget, Retrieval
 from kvjax.methods.cis.similarity import HELD, Choice
 from kvjax.ops.selection import holds, other_tiles
-from kvjax.ops.table import kernel, pallas
+from kvjax.ops.table import declare, kernel, pallas
 from kvjax.primitives.softmax_state import State
+
+declare("cis_anchors", pallas="kvjax.kernels.cis.anchors:anchors")
+declare("cis_logits", pallas="kvjax.kernels.cis.anchors:anchors")
+declare("cis_found_listed", pallas="kvjax.kernels.cis.listed:found_and_listed")
+declare("cis_listed", pallas="kvjax.kernels.cis.listed:listed")
+declare("cis_read", pallas="kvjax.kernels.cis.read:read")
+declare("cis_note", pallas="kvjax.kernels.cis.note:note")
 
 Listed = tuple[Int[Array, "B K X"], Int[Array, "B K"]]
 

@@ -7,7 +7,9 @@ from kvjax.core.context import At
 from kvjax.core.plan import Plan
 from kvjax.methods.hshare import sharing
 from kvjax.methods.hshare.sharing import Sets
-from kvjax.ops.table import pallas
+from kvjax.ops.table import declare, pallas
+
+declare("hshare_listed", pallas="kvjax.kernels.selection.hshare:listed")
 
 
 def share_sets(

@@ -10,7 +10,10 @@ from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Attended, Plan
 from kvjax.methods.longflow import contribution
-from kvjax.ops.table import pallas
+from kvjax.ops.table import declare, pallas
+
+declare("longflow_victim", pallas="kvjax.kernels.longflow.victim:victim")
+declare("longflow_read", pallas="kvjax.kernels.longflow.read:read")
 
 
 class Named(NamedTuple):

@@ -16,10 +16,16 @@ from kvjax.methods.prr.speculation import Beside
 from kvjax.ops import attention
 from kvjax.ops.decode import beyond_kernel, over_plan
 from kvjax.ops.scores import CompressedKeys, Pages, Scored
-from kvjax.ops.table import kernel, pallas
+from kvjax.ops.table import declare, kernel, pallas
 from kvjax.primitives import softmax_state
 from kvjax.primitives.softmax_state import State
 from kvjax.primitives.trees import pytree
+
+declare("attend_tiles", pallas="kvjax.kernels.prr.speculate:attend_tiles")
+declare("speculate", pallas="kvjax.kernels.prr.speculate:speculate")
+declare("speculate_keys", pallas="kvjax.kernels.prr.speculate:speculate_keys")
+declare("speculation_ratio", pallas="kvjax.kernels.prr.ratio:ratio")
+declare("repair", pallas="kvjax.kernels.prr.repair:repair")
 
 # The kernel that speculates beside the scoring of such tiles.
 SPECULATE = {Pages: "speculate", CompressedKeys: "speculate_keys"}

@@ -68,7 +68,7 @@ def imports(source: str, known: Collection[str]) -> set[str]:
       inner = {x.name: f"{node.module}.{x.name}" for x in node.names}
       found |= {name if name in known else str(node.module) for name in inner.values()}
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-      found.add(node.value)
+      found.add(node.value.partition(":")[0])
   return found & set(known)
 
 

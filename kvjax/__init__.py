@@ -2,13 +2,12 @@
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from kvjax import _public
 
 __version__ = "0.2.0"
-
-if TYPE_CHECKING:
-  from kvjax._public import *  # noqa: F403
-  from kvjax._public import __all__ as __all__
+__all__ = sorted(_public.MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -16,15 +15,12 @@ def __getattr__(name: str) -> Any:
 
   JAX is not imported before: `kvjax --help` and `kvjax.__version__` do without.
   """
-  if name.startswith("_") and name != "__all__":
+  if name in _public.MODULES:
+    return globals().setdefault(name, _public.find(name))
+  if name.startswith("_") or not importlib.util.find_spec(f"{__name__}.{name}"):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  if importlib.util.find_spec(f"{__name__}.{name}"):
-    return importlib.import_module(f"{__name__}.{name}")
-  public = vars(importlib.import_module(f"{__name__}._public"))
-  if name not in public:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return globals().setdefault(name, public[name])
+  return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-  return sorted({*globals(), *importlib.import_module(f"{__name__}._public").__all__})
+  return sorted({*globals(), *__all__})

@@ -1,149 +1,44 @@
-"""The table of public names of `kvjax`, imported when the first of them is used."""
+"""Table of the public names of `kvjax`, each imported when it is first used.
 
-from kvjax.analysis.measured import Measured
-from kvjax.core import fields, settings, slots
-from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import Active, At, Carry, Env, OwnRows, Prompt
-from kvjax.core.leaves import Leaf
-from kvjax.core.plan import Attended, Plan, Span, View, Window
-from kvjax.core.traits import Stream, Traits
-from kvjax.families.bounded import Bounded, InTurn
-from kvjax.families.full import Full
-from kvjax.families.method import Method
-from kvjax.families.prompt_scored import PromptScored
-from kvjax.families.selective import Selective, SelectiveTokens, Tiles
-from kvjax.families.streamed import Streamed
-from kvjax.families.wrapper import Wrapper
-from kvjax.methods.adakv import AdaKV
-from kvjax.methods.art.method import ART
-from kvjax.methods.chunkkv import ChunkKV
-from kvjax.methods.cis.method import CIS
-from kvjax.methods.cpe import CPE
-from kvjax.methods.criticalkv import CriticalKV
-from kvjax.methods.double_sparsity import DoubleSparsity
-from kvjax.methods.duo_attention.method import DuoAttention
-from kvjax.methods.etf import ETF
-from kvjax.methods.expected_attention import ExpectedAttention
-from kvjax.methods.h2o import H2O
-from kvjax.methods.hshare.method import HShare
-from kvjax.methods.infllm import InfLLM
-from kvjax.methods.infllm_v2 import InfLLMv2
-from kvjax.methods.keydiff import KeyDiff
-from kvjax.methods.kivi import KIVI
-from kvjax.methods.knorm import Knorm
-from kvjax.methods.kvzip import KVzip
-from kvjax.methods.lagkv import LagKV
-from kvjax.methods.lm_infinite import LMInfinite
-from kvjax.methods.longflow.method import LongFlow
-from kvjax.methods.ltri.method import Ltri
-from kvjax.methods.prr.method import PRR
-from kvjax.methods.psaw import PSAW
-from kvjax.methods.pyramidkv import PyramidKV
-from kvjax.methods.quantised import Quantised
-from kvjax.methods.quest import Quest
-from kvjax.methods.r_kv import RKV
-from kvjax.methods.random import Random
-from kvjax.methods.registry import METHODS, find_method
-from kvjax.methods.rocketkv import RocketKV
-from kvjax.methods.snapkv import SnapKV
-from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.methods.topk_oracle import TopKOracle
-from kvjax.methods.tova import TOVA
-from kvjax.methods.twilight import Twilight
-from kvjax.methods.vatp import VATP
-from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
-from kvjax.primitives.softmax_state import State
-from kvjax.runtime.forked import Forked
-from kvjax.runtime.front import LayerCache, decode, empty_caches, finish, prefill, stacked
-from kvjax.runtime.memory import MemoryPlan, plan_memory
-from kvjax.runtime.sharding import compiler_options, make_mesh
-from kvjax.runtime.shared_prefill import SharedPrefill
+`__init__.pyi`, which type checkers read, is made of it by `python -m scripts.tools.tables`.
+"""
 
-__all__ = [
-  "ART",
-  "CIS",
-  "CPE",
-  "ETF",
-  "H2O",
-  "KIVI",
-  "METHODS",
-  "PRR",
-  "PSAW",
-  "RKV",
-  "TOVA",
-  "VATP",
-  "Active",
-  "AdaKV",
-  "At",
-  "Attended",
-  "Bounded",
-  "Cache",
-  "CacheSpec",
-  "Carry",
-  "ChunkKV",
-  "CriticalKV",
-  "DoubleSparsity",
-  "DuoAttention",
-  "Env",
-  "ExpectedAttention",
-  "Forked",
-  "Full",
-  "HShare",
-  "InTurn",
-  "InfLLM",
-  "InfLLMv2",
-  "KVzip",
-  "KeyDiff",
-  "Knorm",
-  "LMInfinite",
-  "LagKV",
-  "LayerCache",
-  "Leaf",
-  "Linear",
-  "Llama3",
-  "LongFlow",
-  "LongRope",
-  "Ltri",
-  "Measured",
-  "MemoryPlan",
-  "Method",
-  "OwnRows",
-  "Plan",
-  "Prompt",
-  "PromptScored",
-  "PyramidKV",
-  "Quantised",
-  "Quest",
-  "Random",
-  "RocketKV",
-  "Rope",
-  "Selective",
-  "SelectiveTokens",
-  "SharedPrefill",
-  "SnapKV",
-  "Span",
-  "State",
-  "Stream",
-  "Streamed",
-  "StreamingLLM",
-  "Tiles",
-  "TopKOracle",
-  "Traits",
-  "Twilight",
-  "View",
-  "Window",
-  "Wrapper",
-  "Yarn",
-  "compiler_options",
-  "decode",
-  "empty_caches",
-  "fields",
-  "find_method",
-  "finish",
-  "make_mesh",
-  "plan_memory",
-  "prefill",
-  "settings",
-  "slots",
-  "stacked",
-]
+import importlib
+from typing import Any
+
+from kvjax.methods import TABLE
+
+# Module -> its public names; those of methods stand in their table.
+_OF = {
+  "kvjax.analysis.measured": "Measured",
+  "kvjax.core": "fields settings slots",
+  "kvjax.core.cache": "Cache CacheSpec",
+  "kvjax.core.context": "Active At Carry Env OwnRows Prompt",
+  "kvjax.core.leaves": "Leaf",
+  "kvjax.core.plan": "Attended Plan Span View Window",
+  "kvjax.core.traits": "Stream Traits",
+  "kvjax.families.bounded": "Bounded InTurn",
+  "kvjax.families.method": "Method",
+  "kvjax.families.prompt_scored": "PromptScored",
+  "kvjax.families.selective": "Selective SelectiveTokens Tiles",
+  "kvjax.families.streamed": "Streamed",
+  "kvjax.families.wrapper": "Wrapper",
+  "kvjax.methods.registry": "METHODS find_method",
+  "kvjax.primitives.rope": "Linear Llama3 LongRope Rope Yarn",
+  "kvjax.primitives.softmax_state": "State",
+  "kvjax.runtime.forked": "Forked",
+  "kvjax.runtime.front": "LayerCache decode empty_caches finish prefill stacked",
+  "kvjax.runtime.memory": "MemoryPlan plan_memory",
+  "kvjax.runtime.sharding": "compiler_options make_mesh",
+  "kvjax.runtime.shared_prefill": "SharedPrefill",
+}
+MODULES = {name: module for module, names in _OF.items() for name in names.split()}
+MODULES |= {where.partition(":")[2]: where.partition(":")[0] for where in TABLE.values()}
+
+
+def find(name: str) -> Any:
+  """A public name: a class, a function or a module."""
+  module = importlib.import_module(MODULES[name])
+  if name not in vars(module):
+    return importlib.import_module(f"{MODULES[name]}.{name}")
+  return vars(module)[name]

@@ -1,1 +1,45 @@
-"""Methods, one paper a file or folder, and the table of their names (`registry`)."""
+"""Methods, one paper a file or folder, and their table: a line a method, and nothing else to add.
+
+`kvjax.METHODS` and the public names of `kvjax` are made of it; the file is read without JAX.
+"""
+
+# Name -> "module:Class".
+TABLE = {
+  "full": "kvjax.families.full:Full",
+  "streaming_llm": "kvjax.methods.streaming_llm:StreamingLLM",
+  "lm_infinite": "kvjax.methods.lm_infinite:LMInfinite",
+  "duo_attention": "kvjax.methods.duo_attention.method:DuoAttention",
+  "random": "kvjax.methods.random:Random",
+  "h2o": "kvjax.methods.h2o:H2O",
+  "tova": "kvjax.methods.tova:TOVA",
+  "vatp": "kvjax.methods.vatp:VATP",
+  "snapkv": "kvjax.methods.snapkv:SnapKV",
+  "pyramidkv": "kvjax.methods.pyramidkv:PyramidKV",
+  "adakv": "kvjax.methods.adakv:AdaKV",
+  "expected_attention": "kvjax.methods.expected_attention:ExpectedAttention",
+  "knorm": "kvjax.methods.knorm:Knorm",
+  "keydiff": "kvjax.methods.keydiff:KeyDiff",
+  "lagkv": "kvjax.methods.lagkv:LagKV",
+  "chunkkv": "kvjax.methods.chunkkv:ChunkKV",
+  "criticalkv": "kvjax.methods.criticalkv:CriticalKV",
+  "r_kv": "kvjax.methods.r_kv:RKV",
+  "kvzip": "kvjax.methods.kvzip:KVzip",
+  "longflow": "kvjax.methods.longflow.method:LongFlow",
+  "topk_oracle": "kvjax.methods.topk_oracle:TopKOracle",
+  "quest": "kvjax.methods.quest:Quest",
+  "infllm_v2": "kvjax.methods.infllm_v2:InfLLMv2",
+  "rocketkv": "kvjax.methods.rocketkv:RocketKV",
+  "double_sparsity": "kvjax.methods.double_sparsity:DoubleSparsity",
+  "hshare": "kvjax.methods.hshare.method:HShare",
+  "cis": "kvjax.methods.cis.method:CIS",
+  "infllm": "kvjax.methods.infllm:InfLLM",
+  "ltri": "kvjax.methods.ltri.method:Ltri",
+  "psaw": "kvjax.methods.psaw:PSAW",
+  "etf": "kvjax.methods.etf:ETF",
+  "cpe": "kvjax.methods.cpe:CPE",
+  "art": "kvjax.methods.art.method:ART",
+  "prr": "kvjax.methods.prr.method:PRR",
+  "twilight": "kvjax.methods.twilight:Twilight",
+  "quantised": "kvjax.methods.quantised:Quantised",
+  "kivi": "kvjax.methods.kivi:KIVI",
+}

@@ -1,90 +1,47 @@
-"""Name -> class of every method; laws, demo, evaluations and benchmarks run over this table.
+"""Name -> class of every method; laws, demo, evaluations and benchmarks run over this mapping.
 
-A method from outside needs no line here: programs take "module:Class" for a name, and
+A method from outside needs no line in the table: programs take "module:Class" for a name, and
 `METHODS["mine"] = Mine` gives it a short one in your own process.
 """
 
 import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from kvjax.families.full import Full
 from kvjax.families.method import Method
-from kvjax.methods.adakv import AdaKV
-from kvjax.methods.art.method import ART
-from kvjax.methods.chunkkv import ChunkKV
-from kvjax.methods.cis.method import CIS
-from kvjax.methods.cpe import CPE
-from kvjax.methods.criticalkv import CriticalKV
-from kvjax.methods.double_sparsity import DoubleSparsity
-from kvjax.methods.duo_attention.method import DuoAttention
-from kvjax.methods.etf import ETF
-from kvjax.methods.expected_attention import ExpectedAttention
-from kvjax.methods.h2o import H2O
-from kvjax.methods.hshare.method import HShare
-from kvjax.methods.infllm import InfLLM
-from kvjax.methods.infllm_v2 import InfLLMv2
-from kvjax.methods.keydiff import KeyDiff
-from kvjax.methods.kivi import KIVI
-from kvjax.methods.knorm import Knorm
-from kvjax.methods.kvzip import KVzip
-from kvjax.methods.lagkv import LagKV
-from kvjax.methods.lm_infinite import LMInfinite
-from kvjax.methods.longflow.method import LongFlow
-from kvjax.methods.ltri.method import Ltri
-from kvjax.methods.prr.method import PRR
-from kvjax.methods.psaw import PSAW
-from kvjax.methods.pyramidkv import PyramidKV
-from kvjax.methods.quantised import Quantised
-from kvjax.methods.quest import Quest
-from kvjax.methods.r_kv import RKV
-from kvjax.methods.random import Random
-from kvjax.methods.rocketkv import RocketKV
-from kvjax.methods.snapkv import SnapKV
-from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.methods.topk_oracle import TopKOracle
-from kvjax.methods.tova import TOVA
-from kvjax.methods.twilight import Twilight
-from kvjax.methods.vatp import VATP
+from kvjax.methods import TABLE
 
-METHODS: dict[str, type[Method]] = {
-  "full": Full,
-  "streaming_llm": StreamingLLM,
-  "lm_infinite": LMInfinite,
-  "duo_attention": DuoAttention,
-  "random": Random,
-  "h2o": H2O,
-  "tova": TOVA,
-  "vatp": VATP,
-  "snapkv": SnapKV,
-  "pyramidkv": PyramidKV,
-  "adakv": AdaKV,
-  "expected_attention": ExpectedAttention,
-  "knorm": Knorm,
-  "keydiff": KeyDiff,
-  "lagkv": LagKV,
-  "chunkkv": ChunkKV,
-  "criticalkv": CriticalKV,
-  "r_kv": RKV,
-  "kvzip": KVzip,
-  "longflow": LongFlow,
-  "topk_oracle": TopKOracle,
-  "quest": Quest,
-  "infllm_v2": InfLLMv2,
-  "rocketkv": RocketKV,
-  "double_sparsity": DoubleSparsity,
-  "hshare": HShare,
-  "cis": CIS,
-  "infllm": InfLLM,
-  "ltri": Ltri,
-  "psaw": PSAW,
-  "etf": ETF,
-  "cpe": CPE,
-  "art": ART,
-  "prr": PRR,
-  "twilight": Twilight,
-  "quantised": Quantised,
-  "kivi": KIVI,
-}
+
+class _Methods(MutableMapping[str, type[Method]]):
+  """Classes by name, in the order of the table; each is imported when it is first asked for."""
+
+  def __init__(self, table: Mapping[str, str]):
+    self._of: dict[str, str | type[Method]] = dict(table)
+
+  def __getitem__(self, name: str) -> type[Method]:
+    found = self._of[name]
+    if isinstance(found, str):
+      module, _, attribute = found.partition(":")
+      found = self._of[name] = getattr(importlib.import_module(module), attribute)
+    return found
+
+  def __setitem__(self, name: str, cls: type[Method]) -> None:
+    self._of[name] = cls
+
+  def __delitem__(self, name: str) -> None:
+    del self._of[name]
+
+  def __contains__(self, name: object) -> bool:
+    return name in self._of
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._of)
+
+  def __len__(self) -> int:
+    return len(self._of)
+
+
+METHODS = _Methods(TABLE)
 
 
 def find_method(name: str, option: str = "name") -> type[Method]:

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from kvjax.programs import common
 from scripts.tools import markers
-from scripts.tools.tablemakers import DOCUMENTS, Maker, Results
+from scripts.tools.tablemakers import DOCUMENTS, Maker, Results, house
 from scripts.tools.tablemakers import results as files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -71,6 +71,8 @@ def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tupl
     if unknown := [name for name in markers.names(text) if name not in known]:
       raise ValueError(f"{path}: found markers {unknown}, expected some of {sorted(makers)}")
     found[path] = text, made(text, makers, results)
+  path = folder / "kvjax" / "__init__.pyi"
+  found[path] = path.read_text("utf-8"), house.stub()
   return found
 
 

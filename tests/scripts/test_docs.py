@@ -70,7 +70,7 @@ def test_paths(text):
   named |= {
     ROOT / "scripts/results/nvidia-h200" / name for name in re.findall(r"`(bench_\w+\.txt)`", text)
   }
-  templates = re.compile(r"\b(test_)?x\.py$")  # of a method that is to be added
+  templates = re.compile(r"\b((test_)?x|x/kernel)\.py$")  # of a method that is to be added
   missing = [path for path in named if not (path.exists() or templates.search(str(path)))]
   assert missing == []
 

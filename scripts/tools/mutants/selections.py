@@ -29,6 +29,20 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/runtime/arguments.py": of("laws/front"),
   "kvjax/runtime/drivers.py": of("laws/front"),
   "pallas_kernels/common/addresses.py": of("kernels/addresses"),
+  "kvjax/primitives/codes.py": of("methods/quantised", "kernels/quantised_kernel"),
+  "kvjax/primitives/trees.py": of("methods/types"),
+  "kvjax/core/context.py": of("methods/types", "methods/full"),
+  "kvjax/methods/duo_attention/apart.py": of("methods/duo_attention"),
+  "kvjax/methods/duo_attention/gates.py": of("methods/duo_attention"),
+  "kvjax/methods/ltri/evidence.py": of("methods/ltri"),
+  "kvjax/methods/ltri/rates.py": of("methods/ltri"),
+  "pallas_kernels/art/walk.py": of("kernels/art_kernel"),
+  "pallas_kernels/cis/read.py": of("kernels/cis_read_kernel"),
+  "pallas_kernels/codes/enter.py": of("kernels/enter_codes_kernel"),
+  "pallas_kernels/decode/dense.py": of("kernels/decode_kernel"),
+  "pallas_kernels/decode/sparse.py": of("kernels/sparse_decode_kernel"),
+  "pallas_kernels/longflow/victim.py": of("kernels/longflow_kernel"),
+  "pallas_kernels/prefill/dense.py": of("kernels/prefill_kernel"),
   "kvjax/methods/longflow/contribution.py": of("methods/longflow", laws=("longflow",)),
   "kvjax/methods/longflow/method.py": of("methods/longflow", laws=("longflow",)),
   "kvjax/ops/scores.py": of(
@@ -150,12 +164,13 @@ LEFT_OUT = (
   *("pallas_kernels/decode/jax_triton.py", "pallas_kernels/decode/mosaic.py"),
   *("kvjax/__main__.py", "kvjax/_public.py"),
 )
-FOLDERS = ("kvjax", "kvjax/ops", "kvjax/methods", "kvjax/ops", "pallas_kernels")
+ROOMS = ("primitives", "core", "ops", "families", "methods", "runtime", "analysis")
+FOLDERS = (*(f"kvjax/{room}" for room in ROOMS), "pallas_kernels")
 
 
 def files(root: pathlib.Path) -> list[str]:
   """The files that are drawn from, relative to the root."""
-  every = (path for folder in FOLDERS for path in sorted((root / folder).glob("*.py")))
+  every = (path for folder in FOLDERS for path in sorted((root / folder).glob("**/*.py")))
   names = (path.relative_to(root).as_posix() for path in every)
   return [name for name in names if name not in LEFT_OUT and not name.endswith("__init__.py")]
 
@@ -169,6 +184,8 @@ def selection(root: pathlib.Path, path: str) -> tuple[str, ...]:
   if path in SELECTIONS:
     return SELECTIONS[path]
   name = pathlib.PurePath(path).stem
+  if path.startswith("kvjax/methods/") and name in ("method", "kernel"):
+    name = pathlib.PurePath(path).parent.name
   own = [f"methods/{name}", f"kernels/{name}_kernel"]
   if path.startswith("pallas_kernels/"):
     own = own[1:]

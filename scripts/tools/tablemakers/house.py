@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 import kvjax
+from kvjax import _public
 from kvjax.families.method import Method
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.records import Part
@@ -115,6 +116,13 @@ def rooms(results: Results) -> Part:
     if not any((a, c) in found and (c, b) in found for c in order):
       lines.append(f"  {a} --> {b}".replace(".", "_"))
   return ["", *lines, "```"]
+
+
+def stub() -> str:
+  """The text of kvjax/__init__.pyi: every public name, imported from where it stands."""
+  found = sorted((module, name) for name, module in _public.MODULES.items())
+  lines = [f"from {module} import {name} as {name}" for module, name in found]
+  return "\n".join([*lines, "", "__version__: str", "__all__: list[str]", ""])
 
 
 # ---- methods and moves

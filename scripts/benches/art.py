@@ -336,7 +336,7 @@ def taken(
   at = method.at(kvjax.Env(1, impl="reference"), 0)
   run = jax.jit(lambda cache, q: method.attend(at, cache, sight.visible(at, cache), q))
   walked = run(cache, q)
-  return np.asarray(walked.state.o), np.asarray(walked.memo)
+  return np.asarray(walked.state.o), np.asarray(walked.memo.tiles)
 
 
 def lone_case(shape: Shape, quick: bool) -> Case:

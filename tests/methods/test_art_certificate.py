@@ -46,7 +46,7 @@ def runner(method, impl="reference", cap=None):
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
     attended = method.attend(at, cache, sight.visible(at, cache), q)
-    return attended.state.o, attended.memo
+    return attended.state.o, attended.memo.tiles
 
   return run
 

@@ -11,7 +11,7 @@ from kvjax.core.context import At
 from kvjax.core.plan import Attended, Plan
 from kvjax.methods.art import certificate
 from kvjax.methods.art.order import Order
-from kvjax.methods.art.splits import joined, read_by
+from kvjax.methods.art.splits import Walked, joined, read_by
 from kvjax.methods.art.walk import Stop
 from kvjax.ops.decode import beyond_codes, beyond_kernel, over_codes
 from kvjax.ops.table import choose, declare, kernel
@@ -32,7 +32,7 @@ def filling_splits(rows: int, length: int, tile: int) -> int:
 def walks(
   at: At, cache: Cache, order: Order, q: Float[Array, "B K G H"], splits: int, stop: Stop
 ) -> Attended:
-  """Walks of all splits, joined; the memo is `tiles` as of `read_by`."""
+  """Walks of all splits, joined; the memo is `Walked`."""
   run = _kernel(at, cache, order.plan, q, order.tile)
   if run is None:
     return joined(at, cache, order, q, splits, stop)
@@ -51,7 +51,7 @@ def walks(
   if plan.codes is not None:
     state, _ = plan.codes.of_keys(state)
   tiles, visited = read_by(plan, cache.size, walked, order.tile)
-  return Attended(state, None, None, visited, out.astype(q.dtype), memo=tiles)
+  return Attended(state, None, None, visited, out.astype(q.dtype), memo=Walked(tiles))
 
 
 def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable | None:

@@ -20,7 +20,7 @@ from kvjax.families.method import Aux, Method
 from kvjax.families.wrapper import Wrapper
 from kvjax.methods.art import certificate, kernel
 from kvjax.methods.art.order import Order, Traversal, tiles_of
-from kvjax.methods.art.splits import read_by, spares_half, usual_splits
+from kvjax.methods.art.splits import Walked, read_by, spares_half, usual_splits
 from kvjax.methods.art.walk import Stop
 from kvjax.methods.quest import Quest
 
@@ -170,7 +170,8 @@ class ART(Wrapper):
     listed = self._traversal(cache).listed(at, cache, plan)
     every = tiles_of(listed, cache.size, self.tile)
     walked = jnp.full((*cache.pos.shape[:2], 1, q.shape[2]), every, jnp.int32)
-    return dataclasses.replace(attended, memo=read_by(listed, cache.size, walked, self.tile)[0])
+    tiles = read_by(listed, cache.size, walked, self.tile)[0]
+    return dataclasses.replace(attended, memo=Walked(tiles, attended.memo))
 
   def _form(self, move: str) -> Any:
     if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
@@ -181,10 +182,12 @@ class ART(Wrapper):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Reports `tiles` [B, K, G], the steps that every query head took."""
-    cache, aux = self.base.observe(at, cache, q, plan, dataclasses.replace(attended, memo=None))
+    walked: Walked = attended.memo
+    of_base = dataclasses.replace(attended, memo=walked.of_base)
+    cache, aux = self.base.observe(at, cache, q, plan, of_base)
     if self.certify is not None:
       cache = self._pages._renewed(at, cache)
-    return cache, {**aux, "tiles": attended.memo}
+    return cache, {**aux, "tiles": walked.tiles}
 
 
 def _example(cls: type[ART], budget: int) -> Method:

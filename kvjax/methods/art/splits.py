@@ -1,6 +1,7 @@
 """Walks side by side, which are ours: split s of P walks tiles s, s + P, … and ends by itself."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,6 +14,13 @@ from kvjax.methods.art.walk import Stop, Walk, walk
 from kvjax.primitives import softmax_state
 
 ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough to fill a GPU
+
+
+class Walked(NamedTuple):
+  """Tiles [B, K, G] that query heads took, as of `read_by`; and what the base's attention noted."""
+
+  tiles: Array
+  of_base: Any = None
 
 
 def usual_splits(kv_heads: int, tiles: int) -> int:
@@ -28,7 +36,7 @@ def spares_half(tiles: int, splits: int, patience: float | int) -> bool:
 def joined(
   at: At, cache: Cache, order: Order, q: Float[Array, "B K G H"], splits: int, stop: Stop
 ) -> Attended:
-  """Algorithm 1 in every split, the walks joined; the memo is `tiles` as of `read_by`.
+  """Algorithm 1 in every split, the walks joined; the memo is `Walked`.
 
   A certificate is that of the query in the dtype of the keys: q is rounded first.
   """
@@ -45,9 +53,9 @@ def joined(
   taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
   visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
   if logits is None:
-    return Attended(state, None, None, visited, memo=taken)
+    return Attended(state, None, None, visited, memo=Walked(taken))
   every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-  return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=taken)
+  return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=Walked(taken))
 
 
 def read_by(

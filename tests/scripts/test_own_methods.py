@@ -9,9 +9,11 @@ import pytest
 
 import kvjax
 import kvjax.testing
+from kvjax import methods
 from kvjax.programs import demo
 from kvjax.programs.evals import plan
 from kvjax.testing import LAWS, Case
+from scripts.tools.tablemakers import Results, house
 
 GUIDE = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
 
@@ -33,6 +35,25 @@ def test_is_found_by_its_module(mine):
   assert demo.choose(("mine:Middle", "full")) == ("full", "mine:Middle")
   made = plan.entries(["mine:Middle", "mine:Middle:sinks=2"], ["16"], 100)
   assert [entry.method for entry in made[1:]] == [mine.Middle(16), mine.Middle(16, sinks=2)]
+
+
+def test_a_short_name_is_in_programs_compositions_and_tables(mine, monkeypatch):
+  monkeypatch.setitem(kvjax.METHODS, "middle", mine.Middle)
+  assert demo.choose(("middle", "full")) == ("full", "middle")
+  _, entry = plan.entries(["middle"], ["16"], 100)
+  assert entry.method == mine.Middle(16)
+  assert "middle" in house.over("art") and "middle" not in house.over("chunkkv")
+  (row,) = (line for line in house.moves(Results()) if line.startswith("| `middle` "))
+  assert row == "| `middle` | `Bounded` | `rank`, `victim` |"
+
+
+def test_a_line_of_the_table_is_all_that_a_method_needs():
+  """The names of kvjax, METHODS and the stub follow from it."""
+  assert [*kvjax.METHODS] == [*methods.TABLE]
+  for name, where in methods.TABLE.items():
+    module, _, cls = where.partition(":")
+    assert kvjax.METHODS[name] is getattr(kvjax, cls) and kvjax.METHODS[name].__module__ == module
+    assert f"from {module} import {cls} as {cls}\n" in house.stub()
 
 
 @pytest.mark.parametrize(

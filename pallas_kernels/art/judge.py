@@ -2,7 +2,7 @@
 
 The state before a share joined with one inside of it is the walk's after that tile: its output is
 looked at as Algorithm 1 does. How many tiles in a row are stable is counted from the beginning of
-the share; `_art_settle` knows what came before.
+the share; `settle` knows what came before.
 """
 
 from typing import Any, NamedTuple

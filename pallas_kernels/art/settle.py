@@ -1,6 +1,6 @@
 """Where ART's walks end, and their softmax states, from what many programs have read of them.
 
-A row has a program for each few columns. Each goes over the stable tiles that `_art_judge` has
+A row has a program for each few columns. Each goes over the stable tiles that `judge` has
 counted, many shares at once, and finds the tile at which Algorithm 1 ends; then it adds up the
 columns of the tiles until there.
 """
@@ -51,7 +51,7 @@ def kernel(
   last: bool,
   cut: Cut,
 ) -> None:
-  """`Left`, tiles of each order [R], (stable tiles, `Walks`) -> `Walks`, and `_split.results`.
+  """`Left`, tiles of each order [R], (stable tiles, `Walks`) -> `Walks`, and `split_k.results`.
 
   `last`: there is no wave after this one.
   """

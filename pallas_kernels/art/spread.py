@@ -2,8 +2,8 @@
 
 One program that walks alone takes two microseconds a tile, for it has one multiprocessor. Here
 `share` consecutive tiles of the order are one program's, which leaves the softmax state of its own
-tiles after each of them. A second launch looks at the output after every tile (`_art_judge`), a
-third finds the tile at which Algorithm 1 ends and adds up the shares until there (`_art_settle`):
+tiles after each of them. A second launch looks at the output after every tile (`judge`), a
+third finds the tile at which Algorithm 1 ends and adds up the shares until there (`settle`):
 one patience, however many programs have read. What was read behind the stop is dropped. Nothing
 waits for anything, and a second run is equal to the bit.
 

@@ -3,8 +3,8 @@
 Bytes: keys and values of the tiles walked, and of a few after the stop.
 
 Grid: `splits` programs for each (batch row, KV head). Program s walks tiles s, s + splits, … of the
-visiting order (`_art_order`) and stops by itself (`_art_stop`); the parts are joined as those of
-dense decode are (`_split`). One split is the paper's walk.
+visiting order (`ordering`) and stops by itself (`stopping`); the parts are joined as those of
+dense decode are (`split_k`). One split is the paper's walk.
 """
 
 import dataclasses
@@ -160,9 +160,9 @@ def walk(
       in a walk by shares.
     loaded: count these too.
     share: with one split and a detector, tiles that each of several programs reads of one walk,
-      ahead of the detector (`art_spread`), which loads whole waves of them; 0: one program walks
+      ahead of the detector (`spread`), which loads whole waves of them; 0: one program walks
       alone. The walk is the same. None: `SHARE` where rows leave programs idle.
-    per_slot, bits: of codes, see `quantised_decode.decode_attention`.
+    per_slot, bits: of codes, see `codes.dense.decode_attention`.
     scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: keys per matrix product, warps and stages; by device and shape if None.

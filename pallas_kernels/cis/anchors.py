@@ -2,7 +2,7 @@
 
 Between its queries of the block and its cache entries a step of CIS has a dozen small operations,
 two of them sorts and three scatters, each of which would be a launch of its own. It takes three
-small launches around retrieval and attention: this one, `cis_listed` and `cis_note`.
+small launches around retrieval and attention: this one, `cis.listed` and `cis.note`.
 
 Cosines with the block's queries (Eq. 12), the most recent that is alike, and whose retrieval it
 used; a row that shares with none may look at its keys at once, as `key_logits` does.

@@ -4,7 +4,7 @@ What is shared was dilated when it was noted, so that nothing is there twice. Wh
 chooses for itself, the program that has just found what it retrieves lists it too. Where query
 heads choose on their own and a KV head reads all of it, what is listed already is marked in a
 scratch row of one integer per slot, of which only the list's entries are touched. See
-`cis_anchors`.
+`cis.anchors`.
 
 Bytes: next to nothing.
 

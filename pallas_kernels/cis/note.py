@@ -1,7 +1,7 @@
 """CIS: what the block's later queries look for is written down where they find it (§IV-A).
 
 A step's queries, whose retrieval each unit uses, and a retrieval with the neighbours of its
-heaviest tokens (Eq. 13), each token once. See `cis_anchors`.
+heaviest tokens (Eq. 13), each token once. See `cis.anchors`.
 
 Bytes: next to nothing.
 

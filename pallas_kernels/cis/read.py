@@ -1,7 +1,7 @@
 """CIS: all that a step does between entering its token and noting what it used, in one launch.
 
-With whom a row shares (`cis_anchors`), the heaviest tokens of a row that shares with none, its list
-(`cis_listed`) and attention over that (`sparse_decode`) ask for nothing of other rows. So a row's
+With whom a row shares (`cis.anchors`), the heaviest tokens of a row that shares with none, its list
+(`cis.listed`) and attention over that (`sparse_decode`) ask for nothing of other rows. So a row's
 program goes from one to the next where separate launches wait for the slowest row, and for each
 other. That takes about as many rows as programs run at once: a row that retrieves has no more than
 one program for all of its keys.
@@ -59,7 +59,7 @@ class _Keys(NamedTuple):
 
 
 class _Made(NamedTuple):
-  """What `cis_note` is given, and the list: query [R, G, H] of norm 1, anchor, retrieves [R, 1],
+  """What `cis.note` is given, and the list: query [R, G, H] of norm 1, anchor, retrieves [R, 1],
   step, start [R], found, weight [R, k], table [R, X], count [R].
   """
 
@@ -217,19 +217,19 @@ def read(
   Args:
     q: queries of the newest token, rotated; G = 1.
     cache_k, cache_v: cached keys and values, the newest token's among them.
-    queries, anchors, retrieved, step: of the block, as in `cis_anchors` and `cis_listed`.
+    queries, anchors, retrieved, step: of the block, as in `cis.anchors` and `cis.listed`.
     seen, stop: cached tokens of every row, and the end of its occupied slots.
     tau: the cosine that must be exceeded.
     k: tokens retrieved; as many as there are if the middle has fewer.
     sinks, local: numbers of first and of newest tokens that are always listed.
-    first, span_sinks: the tokens in sight, as in `cis_anchors`.
+    first, span_sinks: the tokens in sight, as in `cis.anchors`.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     config: how a row's list is walked; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    Of `cis_anchors`: queries at norm 1, anchors, retrieves and steps; and each head's first token
-    in sight, int32 [B, K]. Of `cis_listed`: tokens found and their weights [B, K, k], the table and
+    Of `cis.anchors`: queries at norm 1, anchors, retrieves and steps; and each head's first token
+    in sight, int32 [B, K]. Of `cis.listed`: tokens found and their weights [B, K, k], the table and
     its count. Of `sparse_decode`: the softmax state, and o in the dtype of the cache.
 
   Raises:

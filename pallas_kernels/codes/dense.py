@@ -2,7 +2,7 @@
 
 Bytes: the codes of every visible slot, and its float32 scales and zero points, once: 0.52 of what
 bfloat16 moves with 8 bits and H = 128, 0.28 with 4. At that rate conversions are what it costs
-(`_codes`).
+(`code_words`).
 
 The grid and the second kernel are those of `decode`: programs for pieces of rows, then the join.
 """

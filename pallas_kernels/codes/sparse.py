@@ -1,7 +1,7 @@
 """Sparse decode over keys and values in 8 or 4 bits (`primitives.codes`), as `decode.sparse` is.
 
 Bytes: the codes of the listed slots, their float32 scales and zero points once, and the table.
-What a tile costs beside them is in `_codes`.
+What a tile costs beside them is in `code_words`.
 
 Grid: that of `sparse_decode`. A single query head has the matrix units like any other number: codes
 are multiplied there as integers.
@@ -118,7 +118,7 @@ def sparse_decode(
     The softmax state, float32: o [B, K, G, H], m and l [B, K, G]; and o in the dtype of q.
 
   Raises:
-    TypeError, ValueError, NotImplementedError: as `quantised_decode.decode_attention`, or a bad
+    TypeError, ValueError, NotImplementedError: as `codes.dense.decode_attention`, or a bad
       table or unit.
   """
   check_quantised(q, k, v, per_slot, start, stop, bits, sinks)
@@ -180,7 +180,7 @@ def settings(
 ) -> Config:
   """How the work is cut, by device and shape; no cut has been measured.
 
-  Three programs on each multiprocessor, as in `quantised_decode`, of tiles of up to 16 KiB. A tile
+  Three programs on each multiprocessor, as in `codes.dense`, of tiles of up to 16 KiB. A tile
   that gathers several entries has a stage for the table before each of its own (`sparse_decode`).
   """
   shape = {"groups": groups, "head_dim": head_dim}

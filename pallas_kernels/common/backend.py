@@ -2,7 +2,7 @@
 
 The only module that imports `jax.experimental.pallas.triton`: the lowering has been deprecated
 since jax 0.11 (still there in 0.12), so what has to change if it goes is here.
-`decode_jax_triton.py` is the proof that a kernel can leave it.
+`decode/jax_triton.py` is the proof that a kernel can leave it.
 
 Kernels take whole arrays as refs and index them with integer vectors: one form that lowers to
 plain pointer arithmetic on the GPU and needs no special case at the edges under the interpreter.

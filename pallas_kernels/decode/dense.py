@@ -8,7 +8,7 @@ Grid of the first kernel: one program per piece, a contiguous run of tiles of on
 head). Every program derives the cut from all ranges: about `Config.programs` pieces of equal size
 whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
 piece are finished there; the others leave partial softmax states, which the second kernel, one
-program per query head, joins in a fixed order (`_split`). Asked for one piece, every row is one
+program per query head, joins in a fixed order (`split_k`). Asked for one piece, every row is one
 program's, which then has nothing to derive. Heads that share a row of slots are cut by tiles: all
 programs have as many, also of two heads.
 """

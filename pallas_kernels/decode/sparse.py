@@ -4,7 +4,7 @@ Bytes: keys and values of the listed slots once, and the table. Tiles of the wal
 number of keys whatever the plan's unit is: a tile takes part of one listed block, or many of them,
 down to single tokens, by pointer.
 
-Grid: as in dense decode, pieces of about equal size of all rows' lists (`_split`): a short list of
+Grid: as in dense decode, pieces of about equal size of all rows' lists (`split_k`): a short list of
 one row still fills the device, and ragged counts do not leave a long row to one program. Where
 there are about as many rows as programs run at once, each row is one program's, and nothing is
 left to be joined: lists that were selected are of about one length.

@@ -11,7 +11,7 @@ the least score. Bytes per slot of a KV head: 4 G for logits and 8 for ‖v‖�
 The second pass is as much arithmetic as it is bytes: vectors of 16 bytes, of which all that may be
 read is, with one logarithm a slot, and all programs at once.
 
-Where a row's logits fit registers, one launch does both (`longflow_read`).
+Where a row's logits fit registers, one launch does both (`longflow.read`).
 
 Grid: one program per batch row and KV head, or per batch row.
 """

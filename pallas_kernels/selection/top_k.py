@@ -1,9 +1,9 @@
 """The best tiles of every row, exactly, as a table that sparse decode walks.
 
-A search (`_search`) finds a bound with the k largest scores above it. Those are then put together
+A search (`search`) finds a bound with the k largest scores above it. Those are then put together
 by a running sum, in order of index, which also settles ties; where a caller asks for the order of
-scores, a second launch brings them into it (`_ranked`). No atomics, no sort: a second run is equal
-to the bit. Rows that are few, or longer than `LANES`, are cut (`_cuts`).
+scores, a second launch brings them into it (`ranking`). No atomics, no sort: a second run is equal
+to the bit. Rows that are few, or longer than `LANES`, are cut (`cuts`).
 
 Bytes: the scores, 4 per tile. Latency is the cost, so that everything that a plan needs (first
 tiles, newest ones, holes closed, scores) is written by the same launch.

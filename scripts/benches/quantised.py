@@ -168,7 +168,7 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
 
 @functools.partial(jax.jit, static_argnames="bits")
 def coded(q, k, v, start, stop, *, bits: int) -> tuple:
-  """Arguments of `quantised_decode.decode_attention` from those of dense decode."""
+  """Arguments of `codes.dense.decode_attention` from those of dense decode."""
   k, v = quantise(k, bits, WORDS["k"]), quantise(v, bits, WORDS["v"])
   per_slot = [k.scale, v.scale] + ([] if k.zero is None else [k.zero, v.zero])
   return q, k.words, v.words, per_slot, start, stop

@@ -15,8 +15,8 @@ from kvjax.ops import attention, slot_shards, tiles
 from kvjax.ops.table import declare, pallas
 
 declare("page_bounds", pallas="kvjax.kernels.selection.page_bounds:page_bounds")
-declare("key_logits", pallas="kvjax.kernels.selection.key_weights:key_logits")
-declare("key_weights", pallas="kvjax.kernels.selection.key_weights:key_weights")
+KEY_LOGITS = declare("key_logits", pallas="kvjax.kernels.selection.key_weights:key_logits")
+KEY_WEIGHTS = declare("key_weights", pallas="kvjax.kernels.selection.key_weights:key_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def block_weights(
   its last token on.
   """
   span, blocks = visible.span, -(-cache.size // block)
-  if run := pallas(at, "key_weights", q, compressed):
+  if run := pallas(at, KEY_WEIGHTS, q, compressed):
     return run(
       *(q.astype(compressed.dtype), compressed),
       *(span.start, span.stop, jnp.broadcast_to(cache.seen[:, None], span.stop.shape)),
@@ -138,7 +138,7 @@ def token_weights(
   window, span, k = visible.window, visible.span, cache.slots["k"]
   # The kernel has one query for all keys, and sees those of the span.
   one = (window is None or window.view is None) and not visible.needs.hidden
-  if one and (run := pallas(at, "key_weights", q, k, whole=True)):
+  if one and (run := pallas(at, KEY_WEIGHTS, q, k, whole=True)):
     needed = {} if active is None else {"active": active.astype(jnp.int32)}
     where, sizes = (span.start, span.stop, span.stop), {"blocks": cache.size, "log": True}
     how = {"span_sinks": span.sinks, "soft_cap": at.env.soft_cap, **sizes, **needed}

@@ -21,8 +21,8 @@ _KERNELS: dict[str, dict[str, str]] = {}  # operation -> implementation -> "modu
 _UNRUN: set[str] = set()
 
 
-def declare(operation: str, *, unrun: bool = False, **kernels: str) -> None:
-  """Declares the kernels of an operation.
+def declare(operation: str, *, unrun: bool = False, **kernels: str) -> str:
+  """Declares the kernels of an operation, and returns its name.
 
   Args:
     operation: its name.
@@ -34,6 +34,7 @@ def declare(operation: str, *, unrun: bool = False, **kernels: str) -> None:
   _KERNELS[operation] = {impl.replace("_", "-"): where for impl, where in kernels.items()}
   _UNRUN.difference_update([operation])
   _UNRUN.update([operation] * unrun)
+  return operation
 
 
 def kernel(operation: str, impl: str) -> Callable:

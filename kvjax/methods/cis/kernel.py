@@ -14,6 +14,7 @@ from kvjax.core.plan import Attended, Plan
 from kvjax.methods.cis import dilation, retrieval, similarity
 from kvjax.methods.cis.retrieval import Budget, Retrieval
 from kvjax.methods.cis.similarity import HELD, Choice
+from kvjax.ops.scores import KEY_LOGITS, KEY_WEIGHTS
 from kvjax.ops.selection import holds, other_tiles
 from kvjax.ops.table import declare, kernel, pallas
 from kvjax.primitives.softmax_state import State
@@ -128,7 +129,7 @@ def _retrieve(
   at, cache, q, visible, budget = step
   keys, span, needed = cache.slots["k"], visible.span, choice.retrieves
   batch, heads, units = needed.shape
-  if not _looking(step, "key_weights", q, keys):
+  if not _looking(step, KEY_WEIGHTS, q, keys):
     return retrieval.retrieve(at, cache, q, visible, budget), None
   operands = q.astype(keys.dtype), keys, span.start, span.stop, span.stop
   some = {"span_sinks": span.sinks, "active": needed[..., 0], "soft_cap": at.env.soft_cap}
@@ -136,7 +137,7 @@ def _retrieve(
   # Where every query head decides for itself, its logits have the order of its weights.
   direct = units == q.shape[2]
   if logits is None:  # units are KV heads
-    logits = kernel("key_logits", "pallas")(*operands, **some)
+    logits = kernel(KEY_LOGITS, "pallas")(*operands, **some)
   if units == 1 and holds(at, cache.size, sizes["k"]):
     best, index, *listed = kernel("cis_found_listed", "pallas")(
       *([logits[0][:, :, 0]] if direct else logits, span.start, span.stop),
@@ -147,7 +148,7 @@ def _retrieve(
     return Retrieval(index[:, :, None], best[:, :, None]), tuple(listed)
   weight = logits[0]
   if not direct:
-    weight = kernel("key_weights", "pallas")(*operands, blocks=cache.size, log=True, **some)
+    weight = kernel(KEY_WEIGHTS, "pallas")(*operands, blocks=cache.size, log=True, **some)
   weight, active = weight.reshape(batch, heads * units, -1), needed.reshape(batch, heads * units)
   best, index = other_tiles(at, weight, span, **sizes, unit=1, active=active, ordered=False)
   return Retrieval(*(x.reshape(*needed.shape, -1) for x in (index, best))), None

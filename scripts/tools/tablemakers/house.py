@@ -88,7 +88,7 @@ def doors() -> set[tuple[str, str]]:
 def circles() -> list[list[str]]:
   """Modules that import each other, by way of others too: strongly connected parts of the graph."""
   graph, parts = imported(), []
-  reach = {name: _reached(graph, name) for name in graph}
+  reach = {name: reached(graph, name) for name in graph}
   for name in graph:
     part = sorted(other for other in reach[name] if name in reach[other])
     if part and part not in parts:
@@ -96,7 +96,7 @@ def circles() -> list[list[str]]:
   return parts
 
 
-def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
   """What is imported from there on."""
   found, left = set(), [start]
   while left:

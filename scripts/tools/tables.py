@@ -71,8 +71,8 @@ def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tupl
     if unknown := [name for name in markers.names(text) if name not in known]:
       raise ValueError(f"{path}: found markers {unknown}, expected some of {sorted(makers)}")
     found[path] = text, made(text, makers, results)
-  path = folder / "kvjax" / "__init__.pyi"
-  found[path] = path.read_text("utf-8"), house.stub()
+  if (path := folder / "kvjax" / "__init__.pyi").is_file():  # of documents alone there is none
+    found[path] = path.read_text("utf-8"), house.stub()
   return found
 
 

@@ -68,7 +68,7 @@ def files_of(folder: pathlib.Path, name: str) -> set[str]:
   return {
     f"{name}/{path.relative_to(folder).as_posix()}"
     for path in folder.rglob("*")
-    if path.suffix in (".py", ".json") or path.name == "py.typed"
+    if path.suffix in (".py", ".pyi", ".json") or path.name == "py.typed"
   }
 
 

@@ -1,1 +1,1 @@
-"""What is known about a run: certificates, diagnostics, early stops, bytes moved."""
+"""Knowledge about a run: certificates, diagnostics, early stops, bytes moved."""

@@ -1,1 +1,1 @@
-"""What methods and operations hand each other: caches, plans, where a move runs."""
+"""Records that methods and operations hand each other: caches, plans, where a move runs."""

@@ -62,7 +62,7 @@ class CacheSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """What caches were laid out for. It is compared on the host, where caches meet a method.
+  """Model and method of caches, compared on the host, where caches meet a method.
 
   Programs are compiled for it: it holds nothing that differs between layers, or between caches
   that may share a program (rows, capacity).
@@ -142,7 +142,7 @@ class Cache:
     return cls.of(method.leaves(spec, layer), leading)
 
   def leaf(self, name: str) -> Leaf:
-    """How one of its arrays is written and split."""
+    """The leaf of one of its arrays: how it is written and split."""
     return dict(self.kinds).get(name, _PLAIN)
 
   def of_new(self, new: dict[str, Array], decoded: bool = False) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""What a move is told: where it runs, what it may know, what a prompt is, what layers hand on.
+"""Records that moves are handed: the place, the environment, a prompt, what layers hand on.
 
 One dimension key everywhere: B batch, T query tokens, S cache slots, N query heads, K key/value
 heads, G = N/K query heads per key/value head, H head size, L layers.
@@ -29,7 +29,7 @@ IMPLEMENTATIONS = ("auto", "reference", "pallas", "jax-triton", "cudnn")
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-  """What every move may know statically, beside the shapes of its arrays.
+  """Static facts that every move may know, beside the shapes of its arrays.
 
   Attributes:
     layers: L.
@@ -94,7 +94,7 @@ class At:
 
   @property
   def name(self) -> str:
-    """What errors call the method."""
+    """The method's name in errors."""
     return type(self.top).__name__
 
   def of_layer(self, f: Callable[[int], T]) -> T:
@@ -213,7 +213,7 @@ class Prompt:
 
   @classmethod
   def of(cls, at: At, tokens: int, valid: Array, total: Array, past: int | None) -> Prompt:
-    """What a layer sees of a chunk of `tokens` padded tokens; `valid` and `total` int32 [B].
+    """A layer's view of a chunk of `tokens` padded tokens; `valid` and `total` int32 [B].
 
     Raises:
       TypeError: `active` returned something else than an `Active` or None.
@@ -251,7 +251,7 @@ class OwnRows:
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class Carry:
-  """What one forward pass hands from layer to layer; shelves as in `Cache`.
+  """Values that one forward pass hands from layer to layer; shelves as in `Cache`.
 
   It starts empty; the first layer that has something to hand on adds it.
   """

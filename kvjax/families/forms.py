@@ -40,7 +40,7 @@ SETTINGS = ("example", "usual", "neutral", "repo")
 
 
 def form(method: Method, move: str) -> Any:
-  """What a move is here, as its class wrote it."""
+  """The form of a move, as its class wrote it."""
   return method._form(move)
 
 

@@ -97,7 +97,7 @@ class Method:
     return Traits(ordered=forms.overrides(self, "attend"))
 
   def _form(self, move: str) -> Any:
-    """What a move is here, as its class wrote it (`kvjax.families.forms`)."""
+    """The form of a move, as its class wrote it (`kvjax.families.forms`)."""
     return next((vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls)), None)
 
   # Of a model with sliding windows, too: what such a layer keeps is a method itself (`sliding`).

@@ -50,10 +50,7 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Selective(
-  Wrapper,
-  moves=("tiles", "summaries", "summarise", "score"),
-):
+class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
   """Each step reads, per KV head, the tiles of a cache that matter most to its query.
 
   What the cache keeps is the base's: every token, unless another base is given. `Quest(256,

@@ -1,4 +1,4 @@
-"""What methods with a cache in host memory have in common: window, blocks, retrieval, persistence.
+"""Methods with a cache in host memory: window, blocks, retrieval, persistence.
 
 The context is the first tokens, evicted blocks, and a window of newest tokens, in this order:
 
@@ -33,10 +33,7 @@ from kvjax.primitives import softmax_state
 
 
 @dataclasses.dataclass(frozen=True)
-class Streamed(
-  Method,
-  moves=(*("summaries", "summarise", "similarity", "choose", "learn"),),
-):
+class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", "learn")):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
   A subclass says which vectors stand for a block (`summaries`, `summarise`), how much the queries

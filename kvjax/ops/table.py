@@ -32,8 +32,8 @@ def declare(operation: str, *, unrun: bool = False, **kernels: str) -> str:
     kernels: "module:function" of each by its implementation (jax_triton: "jax-triton").
   """
   _KERNELS[operation] = {impl.replace("_", "-"): where for impl, where in kernels.items()}
-  _UNRUN.difference_update([operation])
-  _UNRUN.update([operation] * unrun)
+  if unrun:
+    _UNRUN.add(operation)
   return operation
 
 
@@ -80,7 +80,7 @@ def choose(operation: str, impl: str, q: Array | None = None, k: Array | None = 
 
 @functools.cache
 def unlowered() -> str:
-  """What this jax lacks of what kernels are lowered by, in words; empty if nothing."""
+  """The part of the kernels' lowering that this jax lacks, in words; empty if none."""
   try:
     importlib.import_module("kvjax.kernels.common.backend")
   except ImportError as error:
@@ -89,7 +89,7 @@ def unlowered() -> str:
 
 
 def beyond_device(operation: str, q: Array, k: Array) -> str:
-  """What the default device lacks of what a kernel needs, in words; empty if nothing."""
+  """The memory that a kernel needs and the default device lacks, in words; empty if none."""
   if jax.default_backend() != "gpu":
     return ""  # the interpreter has all memory there is
   config = importlib.import_module("kvjax.kernels.common.config")

@@ -1,1 +1,1 @@
-"""What runs methods: the front door, devices, memory, forks, shared prompts."""
+"""Callers of methods: the front door, devices, memory, forks, shared prompts."""

@@ -1,1 +1,1 @@
-"""What kernels share: tiles, split-K, searches, the cuts of each device."""
+"""Parts that kernels share: tiles, split-K, searches, the cuts of each device."""

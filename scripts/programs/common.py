@@ -83,7 +83,7 @@ def run(
 
 
 def _started(main: Callable) -> str:
-  """How `python -m` starts the module that `main` is of."""
+  """The command that starts the module of `main` by `python -m`."""
   return f"python -m {main.__globals__['__spec__'].name}"
 
 

@@ -11,12 +11,12 @@ if FOLDER.parent.name == "scripts":
 
 
 def in_checkout() -> bool:
-  """Whether `scripts` is beside the programs of users."""
+  """True where `scripts` is beside the programs of users."""
   return "scripts" in _FOLDERS
 
 
 def is_here(module: str) -> bool:
-  """Whether a program is in this installation; those of `scripts` are in a checkout only."""
+  """True for a program of this installation; those of `scripts` are in a checkout only."""
   return file_of(module) is not None
 
 

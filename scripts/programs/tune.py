@@ -44,7 +44,7 @@ class Args:
   """Measures how kernels are best cut on this device."""
 
   kernel: Annotated[Literal[tuple(KERNELS)], tyro.conf.Positional]  # type: ignore[valid-type]
-  """What to tune."""
+  """The kernel to tune."""
   only: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
   """Only shapes whose name contains one of these."""
   repetitions: Annotated[int, tyro.conf.arg(metavar="N")] = 5

@@ -85,29 +85,30 @@ def test_no_operation_asks_the_method(path: pathlib.Path):
   assert asked(path.read_text("utf-8")) == []
 
 
-def named(source: str, function: str = "") -> set[str]:
-  """Strings that calls are handed first or second; of one function, or of all."""
-  calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+def strings(tree: ast.AST) -> set[str]:
   return {
-    x.value
-    for node in calls
-    if not function or ast.unparse(node.func).split(".")[-1] == function
-    for x in node.args[:2]
-    if isinstance(x, ast.Constant) and isinstance(x.value, str)
+    x.value for x in ast.walk(tree) if isinstance(x, ast.Constant) and isinstance(x.value, str)
   }
+
+
+def declared(source: str) -> set[str]:
+  """Operations whose kernels a file declares."""
+  calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+  made = (node for node in calls if ast.unparse(node.func).split(".")[-1] == "declare")
+  return {name for node in made for name in strings(node.args[0])}
 
 
 def test_who_names_an_operation_imports_its_declaration():
   """By way of others too: modules come one by one, and what nobody has declared cannot run."""
   modules, graph = house.modules(), house.imported()
   sources = {name: path.read_text("utf-8") for name, path in modules.items()}
-  homes = {x: name for name, source in sources.items() for x in named(source, "declare")}
+  homes = {x: name for name, source in sources.items() for x in declared(source)}
   assert len(homes) > 40
   choosing = [name for name in modules if name.startswith(OPS) or name.endswith(".kernel")]
   lacking = {
     (name, operation)
     for name in [*choosing, "kvjax.models.nn.products"]
-    for operation in named(sources[name]) & homes.keys()
+    for operation in strings(ast.parse(sources[name])) & homes.keys()
     if homes[operation] not in {name, *house.reached(graph, name)}
   }
   assert not lacking

@@ -123,7 +123,7 @@ def _by_priority(at: At, cache: Cache, plan: Plan) -> Plan:
 
 
 def _ranks(at: At, cache: Cache, span: Span) -> Float[Array, "B K S"]:
-  """What slots are walked by, highest first: the first ones, then by priority or newest first."""
+  """Ranks of slots, walked from the highest: first tokens, then by priority or the newest."""
   priority = at.top.order(at, cache)
   rank = (cache.pos if priority is None else priority).astype(jnp.float32)
   return jnp.where(jnp.arange(cache.size) < span.sinks, jnp.inf, rank)

@@ -50,7 +50,7 @@ class Selected(NamedTuple):
 
 
 def runs(at: At) -> bool:
-  """Whether kernels run here. A step that has none falls back on its reference."""
+  """True where kernels run; a step that has none falls back on its reference."""
   return pallas(at, "cis_anchors") is not None
 
 
@@ -110,7 +110,7 @@ def _share(step: Step, tau: float) -> tuple[Choice, Sequence[Array] | None, Step
   narrows = window is not None and window.view is None and not by_head
   how: dict[str, Any] = {"tau": tau, "first": _first_of(at) if narrows else None}
   alone = cache.heads["anchor"].shape[3] == q.shape[2]
-  looks = not by_head and _looking(step, "key_logits" if alone else "cis_logits", q, k) is not None
+  looks = not by_head and _looking(step, KEY_LOGITS if alone else "cis_logits", q, k) is not None
   if looks:
     how |= {"keys": (k, cache.used), "span_sinks": 0 if window is None else window.sinks}
     how["soft_cap"] = at.env.soft_cap

@@ -68,5 +68,5 @@ def _unit(q: Float[Array, "B K G H"]) -> Float[Array, "B K G H"]:
 def _of_step(
   x: Int[Array, "B K s *unit"], step: Int[Array, "B K *#unit"]
 ) -> Int[Array, "B K *unit"]:
-  """What was noted in a step of the block; −1 gives any."""
+  """Notes of a step of the block; those of −1 are any."""
   return jnp.take_along_axis(x, step[:, :, None], 2, mode="clip")[:, :, 0]

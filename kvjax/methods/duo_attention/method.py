@@ -161,7 +161,7 @@ class DuoAttention(Method):
   # ---- caches
 
   def _streaming(self) -> Streaming:
-    """What streaming heads do."""
+    """The method of streaming heads."""
     return Streaming(self.sinks + self.recent, self.sinks, "original")
 
   def _room(self, spec: CacheSpec) -> CacheSpec:

@@ -7,7 +7,7 @@ from kvjax.methods.prr import kernel
 
 
 def fits(budget: int | float | str) -> bool:
-  """Whether it is a ρ, or says that this is to be looked up."""
+  """True for a ρ, and for "auto", which has it looked up."""
   return budget == "auto" if isinstance(budget, str) else budget == 0 or 1 <= budget < math.inf
 
 

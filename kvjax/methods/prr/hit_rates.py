@@ -24,7 +24,7 @@ def weights(
 
 
 def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str, Any]:
-  """How good the forecast was, per KV head [B, K].
+  """Quality of the forecast, per KV head [B, K].
 
       missed, wasted      |S∖Ŝ| and |Ŝ∖S|, int32
       hit_rate            |Ŝ∩S| / |S|, of the tiles chosen by score alone, float32

@@ -130,7 +130,7 @@ def repair(
 
 
 def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:
-  """What a kernel's states of the tiles of a plan are."""
+  """Attention whose states are a kernel's, of the tiles of a plan."""
   memo = Written(tuple(parts), "tiles")
   return Attended(_states(q, parts), None, None, plan.sizes(cache.size), memo=memo)
 

@@ -86,7 +86,7 @@ class PRR(Wrapper):
 
   @property
   def traits(self) -> Traits:
-    """What is predicted depends on how the prompt was cut, and so does what is read in vain."""
+    """Forecasts depend on how the prompt was cut, and so does what is read in vain."""
     chunkable = self.strict and self.base.traits.chunkable
     return super().traits.but(ordered=False, chunkable=chunkable)
 
@@ -148,7 +148,7 @@ class PRR(Wrapper):
     return dataclasses.replace(true, memo=Speculation(guess, hit, **known)), carry
 
   def _together(self, at: At) -> bool:
-    """Whether the searches for S and for the next Ŝ are made as one."""
+    """True where the searches for S and for the next Ŝ are made as one."""
     return selection.searches_together(at)
 
   def _beside(

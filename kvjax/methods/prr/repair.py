@@ -56,7 +56,7 @@ def without_wasted(early: Attended, plan: Plan) -> Attended:
 
 
 def either(early: Attended, late: Attended, anew: Bool[Array, "B K"]) -> Attended:
-  """What was speculated, or, in the KV heads that attended `anew`, that (A.8, S1)."""
+  """Speculated attention, or the later one in KV heads that attended `anew` (A.8, S1)."""
 
   def pick(late: Array, early: Array) -> Array:
     return jnp.where(anew.reshape(anew.shape + (1,) * (late.ndim - 2)), late, early)

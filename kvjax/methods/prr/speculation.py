@@ -21,7 +21,7 @@ from kvjax.primitives.trees import pytree
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-  """What a plan knows beside the true selection.
+  """Knowledge of a plan beside the true selection.
 
   Attributes:
     guess: the foreseen selection Ŝ.
@@ -41,7 +41,7 @@ class Speculation:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-  """What is found beside attention to predicted tiles.
+  """Results beside attention to predicted tiles.
 
   Attributes:
     both: float32 [B, K, 2, P], scores and forecasts of all tiles.

@@ -74,7 +74,7 @@ def imports(source: str, known: Collection[str]) -> set[str]:
 
 
 def imported() -> dict[str, set[str]]:
-  """What each module of kvjax imports of it."""
+  """Modules of kvjax, and those of it that each imports."""
   known = modules()
   return {name: imports(path.read_text("utf-8"), known) - {name} for name, path in known.items()}
 
@@ -97,7 +97,7 @@ def circles() -> list[list[str]]:
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
-  """What is imported from there on."""
+  """Modules that one imports, by way of others too."""
   found, left = set(), [start]
   while left:
     new = graph[left.pop()] - found

@@ -34,11 +34,11 @@ demo: $(DEMO_READY)  ## a chat answer and a needle question under every cache, o
 test: lint types  ## lint, types and a core of the CPU tests: every guarantee once
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: lint types  ## lint, types and all CPU tests
+test-all: lint types  ## lint, types and all CPU tests, sweeps too: before a release
 	$(PYTEST) $(ARGS)
 
-test-rest: $(TEST_READY)  ## the tests that `make test` leaves out
-	$(PYTEST) -m slow $(ARGS)
+test-rest: $(TEST_READY)  ## the tests that `make test` leaves out, but for whole sweeps
+	$(PYTEST) -m "slow and not sweep" $(ARGS)
 
 lint: $(TEST_READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -1,8 +1,17 @@
-"""Which cases of a sweep the core runs: few that have every value, and every pair, between them."""
+"""Which cases of a sweep run when: few that have every value, and every pair, between them."""
 
 import itertools
 
 import pytest
+
+# Methods that differ from another one in their scores alone, or their window.
+KIN = {
+  *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
+  "kvzip",  # without scores a window
+  *("lagkv", "chunkkv", "criticalkv"),
+  *("topk_oracle", "double_sparsity", "infllm_v2"),  # select as quest does
+  "ltri",  # streams as infllm does
+}
 
 
 def covering(cases: list[tuple], most: int | None = None) -> list[int]:
@@ -33,14 +42,26 @@ def axes(item) -> tuple:
 
 
 def mark_rest(items) -> None:
-  """Marks as slow what `@pytest.mark.core(n)` leaves out of a test's cases; n: at most so many."""
+  """Marks as slow what `core(n)` leaves out of a test's cases, and as sweep what `rest(n)` leaves
+  out of these; n: at most so many are kept. Of `kin` those of KIN are of sweeps.
+  """
+  _leave_out(items, "core", unless=("slow", "sweep"), mark="slow")
+  slow = [item for item in items if item.get_closest_marker("slow")]
+  _leave_out(slow, "rest", unless=("sweep",), mark="sweep")
+  for item in slow:
+    if item.get_closest_marker("kin") and item.callspec.params["name"] in KIN:
+      item.add_marker(pytest.mark.sweep)
+
+
+def _leave_out(items, kept: str, unless: tuple[str, ...], mark: str) -> None:
+  """Gives a mark to the cases that do not cover the axes of a test marked `kept`."""
   swept: dict = {}
   for item in items:
-    if item.get_closest_marker("core") and not item.get_closest_marker("slow"):
+    if item.get_closest_marker(kept) and not any(map(item.get_closest_marker, unless)):
       swept.setdefault(item.nodeid.partition("[")[0], []).append(item)
   for cases in swept.values():
-    most = cases[0].get_closest_marker("core").args
-    kept = covering([axes(item) for item in cases], *most)
+    most = cases[0].get_closest_marker(kept).args
+    chosen = covering([axes(item) for item in cases], *most)
     for i, item in enumerate(cases):
-      if i not in kept:
-        item.add_marker(pytest.mark.slow)
+      if i not in chosen:
+        item.add_marker(getattr(pytest.mark, mark))

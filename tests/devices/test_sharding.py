@@ -265,6 +265,7 @@ def one_of(names, *families):
 
 # Every method's layer is split over two devices in tests/laws.
 @pytest.mark.core(1)
+@pytest.mark.rest
 @over((4, 1), (1, 1), (2, 1), (8, 1))
 @one_of(METHODS, "snapkv", "quest")
 def test_tensor_parallel_equals_one_device(name, mesh):
@@ -275,6 +276,7 @@ SPREAD = [name for name in METHODS if kvjax.settings.example(METHODS[name], BUDG
 
 
 @pytest.mark.core(1)
+@pytest.mark.rest
 @over((2, 4), (1, 2), (1, 4), (1, 8), *[(2, 2)] * (jax.device_count() == 4))
 @one_of(SPREAD, "quest", "cpe")
 def test_context_parallel_equals_one_device(name, mesh):

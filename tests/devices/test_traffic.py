@@ -32,6 +32,7 @@ def visits(graph, method, leaves, caches, tokens):
   return [report["visited"] for report in reports]
 
 
+@pytest.mark.kin
 @pytest.mark.core(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_attended_to_is_what_a_step_visits(name):

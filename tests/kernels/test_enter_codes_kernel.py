@@ -159,6 +159,7 @@ SHAPES = [(3, 3, 24), (1, 1, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]
 
 
 @pytest.mark.core(6)
+@pytest.mark.rest
 @pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("bits", [8, 4])

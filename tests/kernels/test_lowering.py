@@ -726,11 +726,27 @@ def compiled(call: str) -> tuple:
   return tuple((kernel, compile_kernel(kernel, DEVICES[kind])) for kernel in kernels)
 
 
-# The assembler takes ten seconds for the kernels of a walk by shares.
+def _tier(call: str, seen: set[tuple[str, ...]]) -> Any:
+  """A call's test: in the core, slow, or of sweeps.
+
+  Slow are those for the GPU of the measurements, the first of every form of a kernel for the newest
+  GPU of small shared memory, and the first of every kernel for the others.
+  """
+  kernel, *form, capability = call.split("-")
+  kind = kernel, *form[: capability == "sm120"], capability
+  first = capability == "sm90" or kind not in seen
+  seen.add(kind)
+  if call in FAST and "-share-" not in call:  # the assembler takes ten seconds for these
+    return pytest.param(call)
+  marks = [pytest.mark.slow] if first else [pytest.mark.slow, pytest.mark.sweep]
+  return pytest.param(call, marks=marks)
+
+
+_SEEN: set[tuple[str, ...]] = set()
+
+
 @pytest.mark.core(7)
-@pytest.mark.parametrize(
-  "call", [slow_unless(call in FAST and "-share-" not in call, call) for call in CALLS]
-)
+@pytest.mark.parametrize("call", [_tier(call, _SEEN) for call in CALLS])
 def test_compiles_within_limits(call):
   capability = DEVICES[CALLS[call][0]]
   kernels = compiled(call)
@@ -782,6 +798,7 @@ def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[C
   return made | {"art": (walk, [q, kv, kv, *where])}
 
 
+@pytest.mark.rest(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "heads",

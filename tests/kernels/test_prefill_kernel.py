@@ -72,6 +72,7 @@ def positions(seed, case, batch, queries, slots):
 
 
 @pytest.mark.core(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("window", ["none", "narrowing", "sliding", "turned"])
 @pytest.mark.parametrize("case", ["prompt", "chunk", "apart", "any order"])
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def slots_of(table, count, start, stop, unit, sinks, b, h):
 
 
 @pytest.mark.core(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("programs", [1, 7, 64])
 @pytest.mark.parametrize("unit", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize(

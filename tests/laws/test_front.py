@@ -56,6 +56,7 @@ def answers(cache, arrays=None, told=(), **how):
   return outs, cache
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
   ("name", "impl"),
   [
@@ -377,6 +378,6 @@ def test_parts_of_a_prompt_are_refused_where_it_has_to_be_seen_at_once():
         kvjax.prefill(cache, q, k, v, np.array(lengths), total=np.array([20, 20]))
     with pytest.raises(NotImplementedError, match="total: found traced lengths"):
       jax.jit(lambda cache, n: kvjax.prefill(cache, *arrays, n, total=n + 1))(cache, LENGTHS // 4)
-    kvjax.prefill(cache, q, k, v, np.array([8, 0]), total=np.array([8, 20]))
+  kvjax.prefill(cache, q, k, v, np.array([8, 0]), total=np.array([8, 20]))  # none of the other row
   with pytest.raises(ValueError, match="heads: found 7, expected a multiple of the 3 kv_heads"):
     kvjax.empty_caches(kvjax.Full(), batch=1, capacity=8, heads=7, kv_heads=3, head_dim=16)

@@ -8,6 +8,7 @@ from kvjax import METHODS, Carry, Env, Full, Quest
 from kvjax.testing import LAWS, Case, Layer, Stream
 from kvjax.testing.cases import BUDGET
 from kvjax.testing.layer import driver
+from tests.cover import KIN
 
 # What decoders as shallow as these need for a method to do something, and why.
 SETTINGS = {
@@ -66,14 +67,6 @@ BY_FAMILY = {
 }
 # What some of these do on all heads together is theirs: heads of other shards have a part in it.
 HEADS_TOGETHER = {"tova", "chunkkv", "hshare", "duo_attention"}
-# Those that differ from another one in their scores alone, or their window.
-KIN = {
-  *("random", "lm_infinite", "vatp", "pyramidkv", "expected_attention", "knorm", "keydiff"),
-  "kvzip",  # without scores a window
-  *("lagkv", "chunkkv", "criticalkv"),
-  *("topk_oracle", "double_sparsity", "infllm_v2"),  # select as quest does
-  "ltri",  # streams as infllm does
-}
 # Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
 OF_A_RUN = {
   *("kept_positions", "rows_are_isolated", "caches_are_as_described", "decode_equals_prefill"),
@@ -89,7 +82,7 @@ IN_THE_REST = {
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
     *("rocketkv", "twilight", "quantised", "kivi"),
   },
-  "pallas_equals_reference": METHODS.keys(),  # in a decoder: as in a layer, once more
+  "pallas_equals_reference": METHODS.keys(),
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
   "heads_sharded_over_two_devices": METHODS.keys() - FAMILIES - HEADS_TOGETHER,
@@ -101,6 +94,9 @@ def put_to_all(law):
   """A test of one law, with a case for every method."""
   rest = IN_THE_REST.get(law, ())
   marks = {name: [pytest.mark.slow] * (name in rest) for name in METHODS}
+  if law == "pallas_equals_reference":  # in a decoder what is shown in a layer
+    for name in METHODS.keys() - FAMILIES:
+      marks[name].append(pytest.mark.sweep)
   cases = [pytest.param(name, marks=mark) for name, mark in marks.items()]
 
   @pytest.mark.parametrize("name", cases)

@@ -37,6 +37,7 @@ def slow_unless(names):
   return [pytest.param(x, marks=[pytest.mark.slow] * (x not in names)) for x in METHODS]
 
 
+@pytest.mark.kin
 @pytest.mark.parametrize("name", slow_unless(NEUTRAL))
 def test_neutral_setting_equals_full(name):
   got = outputs(name, CASES[name].neutral, soft_cap=CAP)
@@ -44,6 +45,7 @@ def test_neutral_setting_equals_full(name):
     np.testing.assert_allclose(out, want, **CLOSE)
 
 
+@pytest.mark.kin
 @pytest.mark.parametrize("name", slow_unless(KERNELS))
 def test_kernels_equal_the_reference(name):
   plain, kernels = (outputs(name, impl=impl, soft_cap=CAP) for impl in ("reference", "pallas"))
@@ -51,6 +53,7 @@ def test_kernels_equal_the_reference(name):
     np.testing.assert_allclose(out, want, **CLOSE)
 
 
+@pytest.mark.kin
 @pytest.mark.parametrize("name", slow_unless({"full"}))
 def test_a_huge_cap_is_none(name):
   """And a tight one is not. `quantised` rounds keys less their mean, under a cap as they are."""

@@ -97,6 +97,7 @@ def adversary(kind, seed):
 
 
 @pytest.mark.core(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("stop", ["group", "head"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("impl", ["reference", "pallas"])

@@ -25,6 +25,7 @@ def test_what_does_not_go_together_says_why(name):
 
 
 @pytest.mark.core(4)
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "base"), PAIRS)
 def test_what_goes_together_runs(name, base):
   """A prompt of ragged rows, steps, and another prompt; the lower layer's streams are their own."""

@@ -234,6 +234,7 @@ TOGETHER = {
 
 
 @pytest.mark.core(3)
+@pytest.mark.rest
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 0), (2, 8)])
 @pytest.mark.parametrize("name", [*METHODS, *TOGETHER])
 def test_codes_move_with_their_tokens(name, bits, group):

@@ -88,6 +88,7 @@ def test_what_it_keeps_of_a_prompt_that_it_reads(method):
   assert not any(x.is_deleted() for x in jax.tree.leaves(full))
 
 
+@pytest.mark.kin
 @pytest.mark.core(5)
 @pytest.mark.parametrize("name", kvjax.METHODS)
 def test_every_method_is_as_it_would_be_or_refused(name):

@@ -902,6 +902,7 @@ def test_prompts_of_many_lengths_leave_memory_maps_for_others(all_logits, monkey
   assert most < 4000
 
 
+@pytest.mark.slow  # the laws put streams' pieces beside one call in the core
 def test_pieces_are_calls_of_the_model():
   """Each row in its own pieces: as one call after another by hand, row by row."""
   method = kvjax.Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=3)
@@ -921,16 +922,11 @@ def test_pieces_are_calls_of_the_model():
     model(), TOKENS[:, :30], lengths, method.init_caches(spec), method, all_logits=True
   )
   assert every.shape == (2, 30, CONFIG.vocab)
+  call = jax.jit(lambda *given: model().prefill(*given, method, past=None))
   for row, n in enumerate(lengths):
     alone, start = method.init_caches(model().spec(1, 40)), 0
     for count in method.traits.pieces(n):
-      last, alone = model().prefill(
-        jnp.asarray(TOKENS[row : row + 1, start : start + count]),
-        jnp.array([count]),
-        alone,
-        method,
-        past=None,
-      )
+      last, alone = call(TOKENS[row : row + 1, start : start + count], np.array([count]), alone)
       start += count
       chex.assert_trees_all_close(every[row, start - 1], last[0], rtol=1e-4, atol=1e-4)
     chex.assert_trees_all_close(logits[row], last[0], rtol=1e-4, atol=1e-4)

@@ -60,6 +60,7 @@ def nbytes(tree):
 # ---- what is kept
 
 
+@pytest.mark.kin
 @pytest.mark.parametrize("name", METHODS)
 def test_a_window_layer_keeps_its_window(name):
   """After a prompt and steps its positions are the newest 24, under a tight setting of a method."""
@@ -106,6 +107,7 @@ def test_a_step_reads_the_window_and_no_more():
 # ---- what is computed
 
 
+@pytest.mark.kin
 @pytest.mark.slow  # under gpt-oss, below
 @pytest.mark.parametrize("name", kvjax.METHODS)
 def test_the_neutral_setting_equals_full(name):

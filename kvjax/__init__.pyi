@@ -10,6 +10,7 @@ from kvjax.core.context import Carry as Carry
 from kvjax.core.context import Env as Env
 from kvjax.core.context import OwnRows as OwnRows
 from kvjax.core.context import Prompt as Prompt
+from kvjax.core.context import Turn as Turn
 from kvjax.core.leaves import Leaf as Leaf
 from kvjax.core.plan import Attended as Attended
 from kvjax.core.plan import Plan as Plan

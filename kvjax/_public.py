@@ -13,7 +13,7 @@ _OF = {
   "kvjax.analysis.measured": "Measured",
   "kvjax.core": "fields settings slots",
   "kvjax.core.cache": "Cache CacheSpec",
-  "kvjax.core.context": "Active At Carry Env OwnRows Prompt",
+  "kvjax.core.context": "Active At Carry Env OwnRows Prompt Turn",
   "kvjax.core.leaves": "Leaf",
   "kvjax.core.plan": "Attended Plan Span View Window",
   "kvjax.core.traits": "Stream Traits",

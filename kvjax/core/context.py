@@ -1,4 +1,4 @@
-"""Records that moves are handed: the place, the environment, a prompt, what layers hand on.
+"""Records that moves are handed: the place, the environment, a prompt and its attention, a carry.
 
 One dimension key everywhere: B batch, T query tokens, S cache slots, N query heads, K key/value
 heads, G = N/K query heads per key/value head, H head size, L layers.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.core import fields
+from kvjax.core.plan import Attended
 from kvjax.primitives.rope import Rope
 from kvjax.primitives.traced_layer import TracedLayer
 from kvjax.primitives.trees import pytree
@@ -231,6 +232,27 @@ class Prompt:
       return self.index
     every = jnp.arange(self.tokens, dtype=jnp.int32)
     return jnp.broadcast_to(every, (self.valid.shape[0], self.tokens))
+
+
+@pytree()
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """A chunk of a prompt that has been attended to, for the moves that choose what stays.
+
+  Attributes:
+    staged: the slots that the chunk's queries see, [B, K, S, ...] by name; in `rank`, those of
+      which some stay.
+    q: [B, K, G, A, H], the chunk's queries, rotated.
+    qpos: int32 [B, A], their positions; −1 = padding.
+    attended: their attention, its state [B, K, G, A, ...].
+    prompt: the chunk.
+  """
+
+  staged: dict[str, Any]
+  q: Array
+  qpos: Array
+  attended: Attended
+  prompt: Prompt
 
 
 @pytree()

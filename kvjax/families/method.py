@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import fields, slots
 from kvjax.core.cache import Cache, CacheSpec, Origin
-from kvjax.core.context import Active, At, Carry, Env, Prompt
+from kvjax.core.context import Active, At, Carry, Env, Prompt, Turn
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan, Span, Window
 from kvjax.core.traits import Traits
@@ -252,35 +252,19 @@ class Method:
       staged = {name: x[:, :, : prompt.past + prompt.tokens] for name, x in staged.items()}
     return staged, cache, carry
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    """Which of [cached ‖ new] stay, best first, and their statistics (methods that evict)."""
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    """Which of `turn.staged` stay, best first, and their statistics (methods that evict)."""
     raise NotImplementedError(f"{at.top!r} evicts tokens but does not rank a prompt's")
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """The cache after the chunk: appended to (positional methods), or the best S of old and new."""
+    prompt = turn.prompt
     if at.top.traits.positional:
       past = None if at.env.slot_axis else prompt.past
       kept = slots.append(cache.slots, new, cache.seen - slot_shards.first(at, cache.size), past)
     else:
       staged = new if prompt.past == 0 else slots.join(cache.slots, new)
-      priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
+      priority, staged = at.top.rank(at, dataclasses.replace(turn, staged=staged))
       check_shape(at, "rank", priority, staged["pos"].shape)
       kept = slots.keep_best(staged, priority, cache.size)
     used = jnp.minimum(cache.used + prompt.valid, slot_shards.size(at, cache))
@@ -366,7 +350,7 @@ class Method:
     q, qpos, new, carry = entrance.enter(at, cache, q, k, v, prompt, carry)
     staged, staged_cache, carry = at.top.stage(at, cache, new, q, prompt, carry)
     attended = at.top.attend_prompt(at, staged, q, qpos, prompt)
-    kept = at.top.keep(at, staged_cache, new, q, qpos, attended, prompt)
+    kept = at.top.keep(at, staged_cache, Turn(staged, q, qpos, attended, prompt), new)
     rows = prompt.valid > 0
     if at.env.check_nan:
       rows = entrance.with_room(at, cache, rows, prompt.valid)

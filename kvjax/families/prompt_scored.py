@@ -4,14 +4,13 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
-from kvjax.core.plan import Attended
 from kvjax.families.bounded import InTurn
 from kvjax.families.method import Method
 
@@ -52,18 +51,9 @@ class PromptScored(Scored, moves=("score",)):
     window = self.window_size
     expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
-  def score(
-    self,
-    at: At,
-    staged: slots.Slots,
-    past: Bool[Array, "B K S"],
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-  ) -> Float[Array, "B K S"]:
+  def score(self, at: At, turn: Turn, past: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
     """What the staged tokens are worth, 0 or more; those before the window (`past`) compete, the
-    others' scores are not looked at. ∞, for the newest of them, makes them the window's too. The
-    rest is as in `rank`.
+    others' scores are not looked at. ∞, for the newest of them, makes them the window's too.
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")
 
@@ -73,21 +63,13 @@ class PromptScored(Scored, moves=("score",)):
     ranked = score / (1 + score)  # at most 1
     return jnp.where(jnp.isinf(score), 1.0 + cache.pos, ranked)
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    pos = staged["pos"]
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    pos = turn.staged["pos"]
     first = pos[:, 0].max(-1) + 1 - self.window_size  # of the window
     past = (pos >= 0) & (pos < first[:, None, None])
-    score = self.score(at, staged, past, q, qpos, attended)
+    score = self.score(at, turn, past)
     score = jnp.where(past, score, jnp.inf)
-    return score, {**staged, "score": score}
+    return score, {**turn.staged, "score": score}
 
 
 def _example(cls: type[PromptScored], budget: int) -> Method:

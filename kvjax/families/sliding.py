@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Env, Prompt
-from kvjax.core.plan import Attended, Span, Window
+from kvjax.core.context import At, Env, Turn
+from kvjax.core.plan import Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families.bounded import InTurn
 from kvjax.families.method import Method
@@ -42,17 +42,9 @@ class Sliding(InTurn):
     stop = cache.used[:, None]
     return Span(jnp.zeros_like(stop), stop)
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
     """The newest."""
-    return staged["pos"].astype(jnp.float32), staged
+    return turn.staged["pos"].astype(jnp.float32), turn.staged
 
 
 def places(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -265,17 +265,9 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
+    q, qpos, attended, prompt = turn.q, turn.qpos, turn.attended, turn.prompt
     near = self._near(cache, new)
     votes = prefill.column_mass(at, q, qpos, near, None, attended.state)
     near = {**near, "votes": near["votes"] + votes}

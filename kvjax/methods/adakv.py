@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import between, expect, least
 from kvjax.core.leaves import Leaf
-from kvjax.core.plan import Attended, Span, Window
+from kvjax.core.plan import Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families import forms
 from kvjax.families.bounded import InTurn
@@ -124,19 +124,11 @@ class AdaKV(Wrapper):
 
   # ---- prompt
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """Of each head as many of its best tokens as it has of the pool's."""
+    prompt = turn.prompt
     staged = new if prompt.past == 0 else slots.join(shared_slots.by_head(cache), new)
-    priority, staged = at.top.rank(at, staged, q, qpos, attended, prompt)
+    priority, staged = at.top.rank(at, dataclasses.replace(turn, staged=staged))
     check_shape(at, "rank", priority, staged["pos"].shape)
     total = cache.used + prompt.valid
     cache = cut(self, cache, staged, priority, total, shared_slots.tokens(cache))

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.core import settings, slots
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
-from kvjax.core.plan import Attended
 from kvjax.families.method import Method
 from kvjax.families.prompt_scored import PromptScored
 from kvjax.families.wrapper import Wrapper
@@ -43,10 +42,8 @@ class ChunkKV(Wrapper):
     scores = isinstance(base, PromptScored) and type(base).rank is PromptScored.rank
     expect(self, "base", scores, "a method that cuts a prompt by `score`, such as SnapKV()")
 
-  def rank(
-    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    score, staged = self.base.rank(at, staged, q, qpos, attended, prompt)
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    score, staged = self.base.rank(at, turn)
     past = (staged["pos"] >= 0) & ~jnp.isinf(score)
     order = jnp.argsort(jnp.where(past, staged["pos"], jnp.iinfo(jnp.int32).max), -1)
 

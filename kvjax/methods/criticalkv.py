@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.core import settings, slots
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import between, expect
-from kvjax.core.plan import Attended
 from kvjax.core.traits import Traits
 from kvjax.families import forms
 from kvjax.families.bounded import Bounded
@@ -60,16 +59,14 @@ class CriticalKV(Wrapper):
   def traits(self) -> Traits:
     return super().traits.but(weighs_outputs=True)
 
-  def rank(
-    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    if prompt.wo is None:
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    if turn.prompt.wo is None:
       raise TypeError(f"{at.name}: found no output projection, expected prefill(..., wo=...)")
-    score, staged = self.base.rank(at, staged, q, qpos, attended, prompt)
+    score, staged = self.base.rank(at, turn)
     held = jnp.where(staged["pos"] >= 0, score, -jnp.inf)
     place = jnp.argsort(jnp.argsort(-held, -1, stable=True), -1)  # by score, ties to the first
     first = (place < int(self.share * self.base.budget)) | jnp.isinf(score)  # type: ignore[attr-defined]
-    weight = norms_of_outputs(staged["v"], prompt.wo)
+    weight = norms_of_outputs(staged["v"], turn.prompt.wo)
     return jnp.where(first, jnp.inf, (score + self.epsilon) * weight), staged
 
 

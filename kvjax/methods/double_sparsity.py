@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -108,21 +108,13 @@ class DoubleSparsity(SelectiveTokens):
     labelled, aux = super().observe(at, cache.put(rows=rows), q, plan, attended)
     return labelled.put(rows={"used": cache.used}), aux
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     if "importance" in cache.heads:
-      index = jnp.broadcast_to(prompt.query_index()[:, None], (*q.shape[:2], q.shape[3]))
-      found = channel_importance(q, slots.take(new["k"], index), qpos >= 0)
+      q = turn.q
+      index = jnp.broadcast_to(turn.prompt.query_index()[:, None], (*q.shape[:2], q.shape[3]))
+      found = channel_importance(q, slots.take(new["k"], index), turn.qpos >= 0)
       cache = cache.put(heads={"importance": cache.heads["importance"] + found})
-    return super().keep(at, cache, new, q, qpos, attended, prompt)
+    return super().keep(at, cache, turn, new)
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """Chooses the channels, unless they are given, and labels all tokens by them."""

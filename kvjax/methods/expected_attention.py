@@ -4,12 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from kvjax.core import slots
-from kvjax.core.context import At
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import least
-from kvjax.core.plan import Attended
 from kvjax.families.prompt_scored import PromptScored
 
 FIRST = 1e30  # the score of the first tokens, above all others
@@ -35,14 +33,13 @@ class ExpectedAttention(PromptScored):
   future: int = least(1, 512)
   epsilon: float | int = least(0, 0.0)
 
-  def score(
-    self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
-  ) -> Float[Array, "B K S"]:
+  def score(self, at: At, turn: Turn, past: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
     if at.env.soft_cap is not None:
       raise NotImplementedError(
         f"{at.name}: found logits under a soft cap of {at.env.soft_cap}, expected none: the "
         "expectation of exp(c·tanh(q·k/c)) has no closed form"
       )
+    staged, q, qpos = turn.staged, turn.q, turn.qpos
     pos, size = staged["pos"], q.shape[-1]
     counted = (qpos >= self.sinks)[:, None, None, :, None]
     x = at.env.rope.shift(q.astype(jnp.float32), -qpos[:, None, None])  # before rotation

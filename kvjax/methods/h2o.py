@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -70,17 +70,9 @@ class H2O(Bounded):
     older = cache.pos < (cache.seen - 1)[:, None, None]
     return cache.put(slots={"mass": jnp.where(older, cache.slots["mass"], 0) + p}), {}
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    window = at.top.window(at, qpos)
-    mass = prefill.column_mass(at, q, qpos, staged, window, attended.state)
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    window, staged = at.top.window(at, turn.qpos), turn.staged
+    mass = prefill.column_mass(at, turn.q, turn.qpos, staged, window, turn.attended.state)
     staged = {**staged, "mass": staged["mass"] + mass}
     return self._priority(staged, staged["pos"][:, 0].max(-1) + 1), staged
 

@@ -7,8 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache
-from kvjax.core.context import At, Prompt
-from kvjax.core.plan import Attended
+from kvjax.core.context import At, Turn
 from kvjax.families.bounded import Bounded
 from kvjax.families.method import Method
 
@@ -28,10 +27,8 @@ class KeyDiff(Bounded):
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return slots.lowest(self._apart(cache.slots["k"], cache.pos), cache.pos)
 
-  def rank(
-    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    return self._apart(staged["k"], staged["pos"]), staged
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    return self._apart(turn.staged["k"], turn.staged["pos"]), turn.staged
 
   def _apart(self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
     """−cos(k, a) over the tokens that are there; 0 where either is zero."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least, one_of
 from kvjax.core.leaves import Leaf, New
 from kvjax.core.plan import Attended, Plan
@@ -220,19 +220,10 @@ class KIVI(Coded):
     cache, aux = super().observe(at, cache, q, plan, attended)
     return cache.put(rows={"rounded": self._whole(cache.used)}), aux
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """The base's, of the tokens as they are, and what is stored of them."""
     seen = self._of_base(cache)
-    kept = self._after(cache, self.base.keep(at, seen, new, q, qpos, attended, prompt))
+    kept = self._after(cache, self.base.keep(at, seen, turn, new))
     kept = self._written(cache, kept, new)
     return kept.put(rows={"rounded": self._whole(kept.used)})
 

@@ -7,9 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.leaves import Leaf
-from kvjax.core.plan import Attended
 from kvjax.families.bounded import Bounded
 from kvjax.families.method import Method
 
@@ -37,10 +36,8 @@ class Knorm(Bounded):
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return slots.lowest(cache.slots["score"], cache.pos)
 
-  def rank(
-    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    return staged["score"], staged
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    return turn.staged["score"], turn.staged
 
 
 def _neutral(cls: type[Knorm], length: int) -> Method:

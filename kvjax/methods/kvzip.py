@@ -7,9 +7,8 @@ from jaxtyping import Array, Float
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
-from kvjax.core.plan import Attended
 from kvjax.core.traits import Traits
 from kvjax.families.method import Method
 from kvjax.families.prompt_scored import Scored
@@ -66,13 +65,11 @@ class KVzip(Scored):
       )
     return self.budgets[layer]
 
-  def rank(
-    self, at: At, staged: slots.Slots, q: Array, qpos: Array, attended: Attended, prompt: Prompt
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
     """Tokens of the context, then the newest of the others."""
-    pos, score = staged["pos"], staged["score"]
+    pos, score = turn.staged["pos"], turn.staged["score"]
     newest = (pos + 1) / (pos.max(-1, keepdims=True) + 2)  # below 1
-    return jnp.where(jnp.isinf(score), newest, 1 + score), staged
+    return jnp.where(jnp.isinf(score), newest, 1 + score), turn.staged
 
 
 def _example(cls: type[KVzip], budget: int) -> Method:

@@ -4,12 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.core import settings, slots
-from kvjax.core.context import At
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
-from kvjax.core.plan import Attended
 from kvjax.families.method import Method
 from kvjax.families.prompt_scored import PromptScored
 
@@ -43,9 +42,8 @@ class LagKV(PromptScored):
     uncut = self.sinks + 2 * self.window_size
     expect(self, "budget", self.budget >= uncut, f"at least sinks + 2 · window_size = {uncut}")
 
-  def score(
-    self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
-  ) -> Float[Array, "B K S"]:
+  def score(self, at: At, turn: Turn, past: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
+    staged = turn.staged
     pos, lag = staged["pos"], self.window_size
     order = jnp.argsort(jnp.where(pos >= 0, pos, jnp.iinfo(jnp.int32).max), -1)
     end = pos.shape[2] - (pos.shape[2] - self.sinks) % lag  # of the last whole partition

@@ -3,11 +3,11 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import least, one_of
 from kvjax.core.leaves import Leaf, New
 from kvjax.core.plan import Attended, Plan
@@ -163,19 +163,10 @@ class Quantised(Coded):
 
   # ---- moves: prompt
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """The base's, of rounded keys and values, with which their codes move."""
     if not _coded(cache):
-      return self.base.keep(at, cache, new, q, qpos, attended, prompt)
+      return self.base.keep(at, cache, turn, new)
     mean = _mean_key(at, cache, new)
     codes = self._codes(new, mean)
     rounded = {**self._rounded(codes, mean), "pos": new["pos"]}
@@ -183,7 +174,7 @@ class Quantised(Coded):
     codes |= {beside: codes[name] for name, beside in _WORDS.items()}
     new = {**codes, **rounded}
     held = self._with_words(cache)
-    kept = self.base.keep(at, held, new, q, qpos, attended, prompt)
+    kept = self.base.keep(at, held, turn, new)
     return self._stored(kept.put(heads={"k_mean": mean}))
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:

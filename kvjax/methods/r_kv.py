@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import between, expect, least, number, odd, one_of
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -118,29 +118,20 @@ class RKV(Bounded):
     place = jnp.where(real, (qpos % self.window_size)[:, None], self.window_size)
     return slots.put(cache.heads["queries"], place, q)
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """The best `budget` tokens of old and new, ranked as in decode."""
-    last, last_pos, _ = attention.last_queries(q, qpos, attended.state, self.window_size)
+    last, last_pos, _ = attention.last_queries(turn, self.window_size)
     queries = self._remember(cache, jnp.moveaxis(last, 3, 2), last_pos)
-    staged = new if prompt.past == 0 else slots.join(cache.slots, new)
-    seen = cache.seen + prompt.valid
+    staged = new if turn.prompt.past == 0 else slots.join(cache.slots, new)
+    seen = cache.seen + turn.prompt.valid
     most = min(self.budget, cache.size)
     if staged["pos"].shape[2] > most:
       priority = self._priority(at, staged, queries, seen)
       staged = slots.keep_best(staged, priority, most)
-    rows = {"seen": seen, "used": jnp.minimum(cache.used + prompt.valid, most)}
+    rows = {"seen": seen, "used": jnp.minimum(cache.used + turn.prompt.valid, most)}
     kept = slots.resize(staged, cache.size)
     cache = dataclasses.replace(cache, slots=kept).put(heads={"queries": queries}, rows=rows)
-    return at.top.settle(at, cache, prompt)
+    return at.top.settle(at, cache, turn.prompt)
 
   def _priority(
     self, at: At, held: slots.Slots, queries: Float[Array, "B K W G H"], end: Int[Array, " B"]

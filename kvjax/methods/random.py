@@ -7,9 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
-from kvjax.core.plan import Attended
 from kvjax.families.bounded import Bounded
 from kvjax.families.method import Method
 
@@ -44,17 +43,9 @@ class Random(Bounded):
     priority = self._priority(at, cache.pos, cache.seen + 1)
     return jnp.argmin(priority, -1).astype(jnp.int32)
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    end = staged["pos"][:, 0].max(-1) + 1
-    return self._priority(at, staged["pos"], end), staged
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    end = turn.staged["pos"][:, 0].max(-1) + 1
+    return self._priority(at, turn.staged["pos"], end), turn.staged
 
   def _priority(
     self, at: At, pos: Int[Array, "B K S"], end: Int[Array, " B"]

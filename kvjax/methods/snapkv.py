@@ -2,12 +2,11 @@
 
 import dataclasses
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.core import settings, slots
-from kvjax.core.context import At
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import odd, one_of
-from kvjax.core.plan import Attended
 from kvjax.families.method import Method
 from kvjax.families.prompt_scored import PromptScored
 from kvjax.ops import attention, prefill
@@ -33,13 +32,11 @@ class SnapKV(PromptScored):
   pool: int = odd(5)
   reduce: str = one_of(("avg", "max"), "avg")
 
-  def score(
-    self, at: At, staged: slots.Slots, past: Array, q: Array, qpos: Array, attended: Attended
-  ) -> Float[Array, "B K S"]:
-    last, last_pos, state = attention.last_queries(q, qpos, attended.state, self.window_size)
+  def score(self, at: At, turn: Turn, past: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
+    last, last_pos, state = attention.last_queries(turn, self.window_size)
     seen = at.top.window(at, last_pos)
-    mass = prefill.column_mass(at, last, last_pos, staged, seen, state)
-    return slots.pool(mass, staged["pos"], past, self.pool, self.reduce)
+    mass = prefill.column_mass(at, last, last_pos, turn.staged, seen, state)
+    return slots.pool(mass, turn.staged["pos"], past, self.pool, self.reduce)
 
 
 def _repo(cls: type[SnapKV], budget: int) -> Method:

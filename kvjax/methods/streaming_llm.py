@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache
-from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import expect, least, one_of
-from kvjax.core.plan import Attended, Span, Window
+from kvjax.core.plan import Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families.bounded import InTurn
 from kvjax.families.method import Method
@@ -55,18 +55,10 @@ class StreamingLLM(InTurn):
     stop = cache.used[:, None]
     return Span(jnp.zeros_like(stop), stop, self.sinks)
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
     """Sinks first, then the newest."""
-    pos = staged["pos"]
-    return jnp.where(pos < self.sinks, jnp.inf, pos.astype(jnp.float32)), staged
+    pos = turn.staged["pos"]
+    return jnp.where(pos < self.sinks, jnp.inf, pos.astype(jnp.float32)), turn.staged
 
 
 def _example(cls: type[StreamingLLM], budget: int) -> Method:

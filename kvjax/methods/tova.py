@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Turn
 from kvjax.core.fields import least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -51,20 +51,12 @@ class TOVA(Bounded):
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
     return cache.put(slots={"score": self._over_heads(at, p)}), {}
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    last, last_pos, state = attention.last_queries(q, qpos, attended.state, 1)
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    last, last_pos, state = attention.last_queries(turn, 1)
     window = at.top.window(at, last_pos)
-    p = prefill.column_mass(at, last, last_pos, staged, window, state)
+    p = prefill.column_mass(at, last, last_pos, turn.staged, window, state)
     score = self._over_heads(at, p)
-    return score, {**staged, "score": score}
+    return score, {**turn.staged, "score": score}
 
   def _over_heads(self, at: At, p: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     """Mean over all heads of the layer, those of other shards included."""

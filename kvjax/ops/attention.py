@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import slots as slots_of
 from kvjax.core.cache import Cache
-from kvjax.core.context import At
+from kvjax.core.context import At, Turn
 from kvjax.core.plan import Attended, Plan, View, Window
 from kvjax.ops import shared_slots
 from kvjax.primitives import softmax_state
@@ -260,9 +260,10 @@ def column_mass(
 
 
 def last_queries(
-  q: Float[Array, "B K G A H"], qpos: Int[Array, "B A"], state: State, count: int
+  turn: Turn, count: int
 ) -> tuple[Float[Array, "B K G W H"], Int[Array, "B W"], State]:
   """The newest `count` queries of every row, their positions (−1 = there are fewer), and states."""
+  qpos, state = turn.qpos, turn.attended.state
   real = (qpos >= 0).sum(1, dtype=jnp.int32)  # padding stands after them
   index = real[:, None] - count + jnp.arange(count, dtype=jnp.int32)
   where = jnp.maximum(index, 0)[:, None, None]
@@ -271,7 +272,7 @@ def last_queries(
     return jnp.take_along_axis(x, where.reshape(where.shape + (1,) * (x.ndim - 4)), 3)
 
   pos = jnp.where(index >= 0, jnp.take_along_axis(qpos, where[:, 0, 0], 1), -1)
-  return take(q), pos, State(take(state.o), take(state.m), take(state.l))
+  return take(turn.q), pos, State(take(state.o), take(state.m), take(state.l))
 
 
 def _pad(x: Array, axis: int, to: int, fill: int = 0) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan, Span
@@ -153,22 +153,14 @@ class Forked(Method):
     count = [(x["pos"] >= 0).sum(-1, dtype=jnp.int32) for x in (own, held)]
     return Attended(state, None, None, count[0] + jnp.repeat(count[1], self.branches, 0))
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """The chunk after what the branch holds."""
     kept = slots.append(cache.slots, new, cache.used, None)
-    used = jnp.minimum(cache.used + prompt.valid, cache.size)
+    valid = turn.prompt.valid
+    used = jnp.minimum(cache.used + valid, cache.size)
     cache = dataclasses.replace(cache, slots=kept)
-    cache = cache.put(rows={"seen": cache.seen + prompt.valid, "used": used})
-    return at.top.settle(at, cache, prompt)
+    cache = cache.put(rows={"seen": cache.seen + valid, "used": used})
+    return at.top.settle(at, cache, turn.prompt)
 
 
 def _check_sees_all(at: At, sees_all: bool) -> None:

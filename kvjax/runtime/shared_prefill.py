@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kvjax.core import slots
 from kvjax.core.cache import CacheSpec, Origin
-from kvjax.core.context import At, Carry, Env, Prompt
+from kvjax.core.context import At, Carry, Env, Prompt, Turn
 from kvjax.core.traits import Traits
 from kvjax.families import entrance, forms
 from kvjax.families.method import Aux, Method, checked_rows, lse_of
@@ -103,7 +103,7 @@ class SharedPrefill(Method):
       rows = checked_rows(at, attended.state.o, cache, rows)
     kept = []
     for (site, own), (_, _, own_new, _) in zip(pairs, entered, strict=True):
-      after = site.top.keep(site, own, own_new, q, qpos, attended, prompt)
+      after = site.top.keep(site, own, Turn(own_new, q, qpos, attended, prompt), own_new)
       kept.append(slots.choose_rows(rows, after, own))
     cache = dataclasses.replace(cache, caches=tuple(kept))
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out

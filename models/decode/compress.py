@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec, Origin
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.plan import Attended
 from kvjax.families import forms, sliding
 from kvjax.families.full import Full
@@ -134,5 +134,6 @@ def kept(
   empty = Cache.empty(at.top, spec, at.layer)
   new |= empty.of_new(new)
   attended = Attended(State(o, m, l), None, None, there.sum(-1, dtype=jnp.int32))
-  made = at.top.keep(at, empty, new, q, held["pos"][:, 0], attended, prompt)
+  turn = Turn(new, q, held["pos"][:, 0], attended, prompt)
+  made = at.top.keep(at, empty, turn, new)
   return slots.choose_rows(prompt.valid > 0, made, empty)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,7 @@ from kvjax import (
   Method,
   Plan,
   Prompt,
+  PromptScored,
   Quest,
   Random,
   Selective,
@@ -274,8 +276,8 @@ def last_two(self, at, tokens, total):
   return Active(total[:, None] - 2 + jnp.arange(2, dtype=jnp.int32))
 
 
-def backwards(self, at, staged, *_):
-  return -staged["pos"].astype(jnp.float32), staged
+def backwards(self, at, turn):
+  return -turn.staged["pos"].astype(jnp.float32), turn.staged
 
 
 @property
@@ -512,6 +514,30 @@ def test_a_move_of_other_parameters_is_refused(base, own, message):
   """As those of before 0.3, which were not handed the plan of all visible slots."""
   with pytest.raises(TypeError, match=message) if message else contextlib.nullcontext():
     type("Own", (base,), {own: lambda self, at, cache: None})
+
+
+@pytest.mark.parametrize(
+  ("base", "move", "form", "now"),
+  [
+    (
+      *(Bounded, "rank", lambda self, at, staged, q, qpos, attended, prompt: None),
+      "rank(self, at, turn)",
+    ),
+    (
+      *(Wrapper, "keep", lambda self, at, cache, new, q, qpos, attended, prompt: None),
+      "keep(self, at, cache, turn, new)",
+    ),
+    (
+      *(PromptScored, "score", lambda self, at, staged, past, q, qpos, attended: None),
+      "score(self, at, turn, past)",
+    ),
+  ],
+)
+def test_moves_of_a_prompt_take_a_turn(base, move, form, now):
+  """Those of before 0.3 took what is in it one by one."""
+  found = re.escape(f"{inspect.signature(form)}")
+  with pytest.raises(TypeError, match=rf"Own\.{move}: .* {found} .*those of {re.escape(now)}"):
+    type("Own", (base,), {move: form})
 
 
 def test_a_plan_that_forgets_what_queries_see_is_refused():

@@ -34,8 +34,8 @@ from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 class Given(PromptScored):
   """Scores a token by the first channel of its value, which tests set."""
 
-  def score(self, at, staged, past, q, qpos, attended):
-    return jnp.abs(staged["v"][..., 0].astype(jnp.float32))
+  def score(self, at, turn, past):
+    return jnp.abs(turn.staged["v"][..., 0].astype(jnp.float32))
 
 
 def lengths_of(scores, n, window, safeguard, rounded=False):
@@ -229,8 +229,8 @@ def test_scores_of_other_methods(base):
 
   @dataclasses.dataclass(frozen=True)
   class Told(type(base)):
-    def score(self, at, staged, past, q, qpos, attended):
-      found = super().score(at, staged, past, q, qpos, attended)
+    def score(self, at, turn, past):
+      found = super().score(at, turn, past)
       jax.debug.callback(lambda x: scores.append(np.asarray(x)), found)
       return found
 

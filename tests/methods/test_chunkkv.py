@@ -13,8 +13,8 @@ from kvjax.testing.layer import Layer, Stream, rotate
 class ByValue(PromptScored):
   """A token scores the first channel of its value."""
 
-  def score(self, at, staged, past, q, qpos, attended):
-    return staged["v"][..., 0]
+  def score(self, at, turn, past):
+    return turn.staged["v"][..., 0]
 
 
 def snapkv(stream, b, h, held, n, method):

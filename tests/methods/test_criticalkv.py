@@ -19,8 +19,8 @@ from tests.methods.test_chunkkv import snapkv
 class ByKey(PromptScored):
   """A token scores the L1 norm of its rotated key."""
 
-  def score(self, at, staged, past, q, qpos, attended):
-    return jnp.abs(staged["k"]).sum(-1)
+  def score(self, at, turn, past):
+    return jnp.abs(turn.staged["k"]).sum(-1)
 
 
 def norms(v, wo):
@@ -44,8 +44,8 @@ def test_worked_example():
 
   @dataclasses.dataclass(frozen=True)
   class Given(PromptScored):
-    def score(self, at, staged, past, q, qpos, attended):
-      return staged["v"][..., 1]
+    def score(self, at, turn, past):
+      return turn.staged["v"][..., 1]
 
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=5, head_dim=4)
   stream.v[0, 0, :4, 0] = [1, 1, 2, 10]

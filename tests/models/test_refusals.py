@@ -342,8 +342,8 @@ def test_shapes_at_the_entrance(move, method):
 
 @dataclasses.dataclass(frozen=True)
 class FlatRank(kvjax.TOVA):
-  def rank(self, at, staged, q, qpos, attended, prompt):
-    priority, staged = super().rank(at, staged, q, qpos, attended, prompt)
+  def rank(self, at, turn):
+    priority, staged = super().rank(at, turn)
     return priority[:, 0], staged
 
 
@@ -431,8 +431,8 @@ def test_methods_that_are_alike_in_all_layers_may_be_scanned(move):
 def test_a_bounded_method_without_a_victim():
   @dataclasses.dataclass(frozen=True)
   class Forgetful(kvjax.Bounded):
-    def rank(self, at, staged, q, qpos, attended, prompt):
-      return staged["pos"].astype(jnp.float32), staged
+    def rank(self, at, turn):
+      return turn.staged["pos"].astype(jnp.float32), turn.staged
 
   with pytest.raises(
     TypeError, match=r"Forgetful\.victim: found none, expected the slot that a full"

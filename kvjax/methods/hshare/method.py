@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, Env, Prompt
+from kvjax.core.context import At, Carry, Env, Turn
 from kvjax.core.fields import between, expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -152,21 +152,12 @@ class HShare(SelectiveTokens):
 
   # ---- prompt
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """Retrieves for the prompt's last query, and decides which heads share."""
-    kept = super().keep(at, cache, new, q, qpos, attended, prompt)
+    kept = super().keep(at, cache, turn, new)
     if self._dense(at):
       return kept
-    last, _, _ = attention.last_queries(q, qpos, attended.state, 1)
+    last, _, _ = attention.last_queries(turn, 1)
     visible = sight.visible(at, kept)
     scores = scores_ops.token_weights(at, kept, visible, last[:, :, :, 0])
     heavy = self._heaviest(at, scores, visible)

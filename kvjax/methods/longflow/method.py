@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import expect, least, one_of
 from kvjax.core.leaves import NORM, Leaf
 from kvjax.core.plan import Attended, Plan
@@ -80,16 +80,8 @@ class LongFlow(SnapKV):
     victim = kernel.least_contributor(at, cache, attended, old, **self._safe, per_layer=per_layer)
     return cache.put(heads={"victim": victim}), {}
 
-  def rank(
-    self,
-    at: At,
-    staged: slots.Slots,
-    q: Array,
-    qpos: Array,
-    attended: Attended,
-    prompt: Prompt,
-  ) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    score, staged = super().rank(at, staged, q, qpos, attended, prompt)
+  def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
+    score, staged = super().rank(at, turn)
     if self.per == "layer":  # all heads keep the same tokens
       total = at.sum_heads(score.sum(1, keepdims=True))
       score = jnp.broadcast_to(total, score.shape)

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.context import At, Carry, Turn
 from kvjax.core.fields import between, bound, expect, least, one_of
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
@@ -215,22 +215,13 @@ class PRR(Wrapper):
 
   # ---- prompt
 
-  def keep(
-    self,
-    at: At,
-    cache: Cache,
-    new: slots.Slots,
-    q: Float[Array, "B K G A H"],
-    qpos: Int[Array, "B A"],
-    attended: Attended,
-    prompt: Prompt,
-  ) -> Cache:
-    kept = self.base.keep(at, cache, new, q, qpos, attended, prompt)
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
+    kept = self.base.keep(at, cache, turn, new)
     if "foreseen" not in kept.heads:
       return kept
-    history = min(self.history, q.shape[3])
+    history = min(self.history, turn.q.shape[3])
     count = -(-history // self.every) * self.every
-    q, qpos, _ = attention.last_queries(q, qpos, attended.state, count)
+    q, qpos, _ = attention.last_queries(turn, count)
     qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
     rho, last = self._ratio_of(kept), cache.seen - 1
     state, factors = self._calibration.follow(at, kept, last, q, qpos, rho)

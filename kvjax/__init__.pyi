@@ -74,12 +74,12 @@ from kvjax.primitives.rope import Rope as Rope
 from kvjax.primitives.rope import Yarn as Yarn
 from kvjax.primitives.softmax_state import State as State
 from kvjax.runtime.forked import Forked as Forked
-from kvjax.runtime.front import LayerCache as LayerCache
 from kvjax.runtime.front import decode as decode
-from kvjax.runtime.front import empty_caches as empty_caches
 from kvjax.runtime.front import finish as finish
 from kvjax.runtime.front import prefill as prefill
-from kvjax.runtime.front import stacked as stacked
+from kvjax.runtime.layer_cache import LayerCache as LayerCache
+from kvjax.runtime.layer_cache import empty_caches as empty_caches
+from kvjax.runtime.layer_cache import stacked as stacked
 from kvjax.runtime.memory import MemoryPlan as MemoryPlan
 from kvjax.runtime.memory import plan_memory as plan_memory
 from kvjax.runtime.sharding import compiler_options as compiler_options

@@ -14,128 +14,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, Env, Prompt
+from kvjax.core.cache import Cache
+from kvjax.core.context import At, Carry, Prompt
 from kvjax.families import entrance, forms, sliding
-from kvjax.families.method import Method
-from kvjax.methods.registry import check_method
-from kvjax.primitives.rope import Rope
 from kvjax.primitives.traced_layer import TracedLayer
-from kvjax.primitives.trees import pytree
 from kvjax.runtime import arguments, drivers
+from kvjax.runtime.layer_cache import LayerCache, check_kinds, of_layers
 
 
-@pytree("method", "env", "layer", "scale", "ended")
-@dataclasses.dataclass(frozen=True)
-class LayerCache:
-  """One layer's cache, with the method that keeps it; a pytree of `cache`'s arrays.
-
-  Attributes:
-    cache: the arrays.
-    method: the KV-cache method (static).
-    env: what its moves know of the model: layers, rotary embedding, soft cap, implementation
-      (static).
-    layer: the layer's number; None: not known, as under `jax.lax.scan` (static).
-    scale: factor on q · k; None: H^−½ (static).
-    ended: False after a prompt that its method still has to settle over all layers (`finish`).
-  """
-
-  cache: Cache
-  method: Method
-  env: Env
-  layer: int | None
-  scale: float | None = None
-  ended: bool = True
-
-
-def empty_caches(
-  method: Method,
+@overload
+def decode(
+  cache: LayerCache,
+  q: ArrayLike,
+  k: ArrayLike,
+  v: ArrayLike,
   *,
-  batch: int,
-  capacity: int,
-  heads: int,
-  kv_heads: int,
-  head_dim: int,
-  layers: int = 1,
-  windows: Sequence[int | None] = (),
-  dtype: Any = jnp.bfloat16,
-  rope: Rope | None = None,
-  scale: float | None = None,
-  soft_cap: float | None = None,
-  impl: str = "auto",
-) -> tuple[LayerCache, ...]:
-  """Empty caches, one per layer.
-
-  Args:
-    method: what to keep and what to read, `kvjax.SnapKV(1024)` say.
-    batch: rows B.
-    capacity: tokens of the longest row, prompt and generation together. No program can raise for
-      a longer one: within it, methods that keep every token drop what comes after. A budget above
-      it takes no more than it asks.
-    heads: query heads N, a multiple of `kv_heads`.
-    kv_heads: K.
-    head_dim: H.
-    layers: L, the layers of the model.
-    windows: for each layer the newest tokens that its queries see, or None where they see all; ():
-      all see all. A layer with a window keeps just these, whatever the method.
-    dtype: of stored keys and values.
-    rope: rotary embedding, if q and k come without it; None: they are rotated already, and methods
-      that move tokens to other positions are refused when they do.
-    scale: factor on q · k; None: H^−½.
-    soft_cap: c of logits c·tanh(x/c), x being the scaled q · k (Gemma 2); None: x itself.
-    impl: implementation of the method's operations, as in `kvjax.Env`.
-
-  Raises:
-    TypeError: `method` is no method, or an argument is of another type.
-    ValueError: sizes that do not fit.
-  """
-  check_method("method", method)
-  heads = arguments.integer("heads", heads, 1)
-  kv_heads = arguments.integer("kv_heads", kv_heads, 1)
-  if heads % kv_heads:
-    raise ValueError(f"heads: found {heads}, expected a multiple of the {kv_heads} kv_heads")
-  scale = None if scale is None else arguments.positive("scale", scale)
-  if isinstance(windows, str) or not np.iterable(windows):
-    raise TypeError(f"windows: found {windows!r}, expected one for each of {layers} layers")
-  windows = tuple(windows)
-  if windows and len(windows) != layers:
-    raise ValueError(f"windows: found {len(windows)}, expected one for each of {layers} layers")
-  served = [*windows].count(None) if windows else layers
-  sizes = kv_heads, heads // kv_heads, head_dim
-  spec = CacheSpec(batch, capacity, *sizes, served, dtype, windows)
-  env = Env(layers, rope or Rope.none(), impl, soft_cap=soft_cap)
-  return tuple(
-    LayerCache(cache, at.top, at.env, at.layer, scale)
-    for at, cache in zip(
-      sliding.places(method, env, spec.windows), method.init_caches(spec), strict=True
-    )
-  )
+  live: ArrayLike | None = ...,
+  sinks: ArrayLike | None = ...,
+  carry: None = ...,
+) -> tuple[Array, LayerCache]: ...
 
 
-def stacked(caches: Sequence[LayerCache]) -> LayerCache:
-  """The caches of layers that share a program under `jax.lax.scan`: each array leads with L.
-
-  Raises:
-    ValueError: the layers' caches are not of one size, or there are none.
-  """
-  caches = _layers(caches)
-  alike = [dataclasses.replace(cache, layer=None) for cache in caches]
-  shapes = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in alike]
-  kinds = [jax.tree.structure(cache) for cache in alike]
-  if any(x != y[0] for y in (shapes, kinds) for x in y):
-    raise ValueError(
-      f"caches: found different sizes of {caches[0].method!r}, expected layers that are alike: "
-      "unroll them"
-    )
-  return jax.tree.map(lambda *layers: jnp.stack(layers), *alike)
+@overload
+def decode(
+  cache: LayerCache,
+  q: ArrayLike,
+  k: ArrayLike,
+  v: ArrayLike,
+  *,
+  live: ArrayLike | None = ...,
+  sinks: ArrayLike | None = ...,
+  carry: Carry,
+) -> tuple[Array, LayerCache, Carry]: ...
 
 
 def decode(
@@ -147,7 +63,7 @@ def decode(
   live: ArrayLike | None = None,
   sinks: ArrayLike | None = None,
   carry: Carry | None = None,
-) -> Any:
+) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
   """Attention of one new token per row, which enters the cache.
 
   Args:
@@ -168,7 +84,7 @@ def decode(
       program, no room for a token where none leaves.
     TypeError: the method needs a `carry` or the layer's number, which it was not given.
   """
-  _check_kinds(cache, carry)
+  check_kinds(cache, carry)
   if not cache.ended:
     raise ValueError(
       f"cache: found a prompt that {_name(cache)} has not settled, expected kvjax.finish(caches, "
@@ -189,6 +105,40 @@ def decode(
   return _result(cache, done[0].reshape(q.shape).astype(dtype), done[1], carry, done[2])
 
 
+@overload
+def prefill(
+  cache: LayerCache,
+  q: ArrayLike,
+  k: ArrayLike,
+  v: ArrayLike,
+  lengths: ArrayLike | None = ...,
+  *,
+  starts: ArrayLike | None = ...,
+  total: ArrayLike | None = ...,
+  past: int | None = ...,
+  sinks: ArrayLike | None = ...,
+  wo: ArrayLike | None = ...,
+  carry: None = ...,
+) -> tuple[Array, LayerCache]: ...
+
+
+@overload
+def prefill(
+  cache: LayerCache,
+  q: ArrayLike,
+  k: ArrayLike,
+  v: ArrayLike,
+  lengths: ArrayLike | None = ...,
+  *,
+  starts: ArrayLike | None = ...,
+  total: ArrayLike | None = ...,
+  past: int | None = ...,
+  sinks: ArrayLike | None = ...,
+  wo: ArrayLike | None = ...,
+  carry: Carry,
+) -> tuple[Array, LayerCache, Carry]: ...
+
+
 def prefill(
   cache: LayerCache,
   q: ArrayLike,
@@ -202,7 +152,7 @@ def prefill(
   sinks: ArrayLike | None = None,
   wo: ArrayLike | None = None,
   carry: Carry | None = None,
-) -> Any:
+) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
   """Causal attention of a prompt, of a chunk of one, or of a later turn, which enters the cache.
 
   Args:
@@ -231,7 +181,7 @@ def prefill(
       own, which only a decoder can do that asks it; or it has to see a prompt at once, and `total`
       says that this is a part of one (within a program: `total` is given).
   """
-  _check_kinds(cache, carry)
+  check_kinds(cache, carry)
   name, method = _name(cache), cache.method
   if forms.overrides(method, "active") or method.traits.stream is not None:
     raise NotImplementedError(
@@ -271,7 +221,7 @@ def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache
   Raises:
     ValueError: there are not as many caches as layers, or not as many lengths as rows.
   """
-  caches = _layers(caches)
+  caches = of_layers(caches)
   served = [i for i, cache in enumerate(caches) if not isinstance(cache.method, sliding.Sliding)]
   done = list(caches)
   if served:
@@ -289,28 +239,6 @@ def finish(caches: Sequence[LayerCache], lengths: ArrayLike) -> tuple[LayerCache
 
 
 # ---- checks and shapes
-
-
-def _check_kinds(cache: Any, carry: Any = None) -> None:
-  """Raises TypeError for what is no cache of a layer, or no carry."""
-  if not isinstance(cache, LayerCache):
-    raise TypeError(
-      f"cache: found {type(cache).__name__}, expected that of one layer, of kvjax.empty_caches"
-    )
-  if carry is not None and not isinstance(carry, Carry):
-    raise TypeError(f"carry: found {type(carry).__name__}, expected kvjax.Carry(), or None")
-
-
-def _layers(caches: Any) -> list[LayerCache]:
-  """The caches of some layers, one at least."""
-  if isinstance(caches, LayerCache | str) or not np.iterable(caches):
-    found = type(caches).__name__
-    raise TypeError(f"caches: found {found}, expected those of kvjax.empty_caches, in order")
-  if not (listed := list(caches)):
-    raise ValueError("caches: found none, expected one for each layer")
-  for cache in listed:
-    _check_kinds(cache)
-  return listed
 
 
 def _name(cache: LayerCache) -> str:
@@ -387,7 +315,9 @@ def _scaled(cache: LayerCache, q: Array) -> Array:
   return (q.astype(jnp.float32) * factor).astype(q.dtype)
 
 
-def _result(cache: LayerCache, out: Array, new: Cache, given: Carry | None, handed: Carry) -> Any:
+def _result(
+  cache: LayerCache, out: Array, new: Cache, given: Carry | None, handed: Carry
+) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
   """What a call returns; a carry that nobody asked for is refused, as it would be lost."""
   after = dataclasses.replace(cache, cache=new)
   if given is not None:

@@ -1,6 +1,9 @@
 """The front door on plain arrays gives what the drivers give, or refuses by name."""
 
 import functools
+import inspect
+import runpy
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import settings
+from kvjax.runtime import front
 from kvjax.testing.layer import Layer, Stream, capped, rotate
 
 ROWS, KV_HEADS, GROUPS, WIDTH, CAPACITY = 2, 3, 2, 16, 48
@@ -193,6 +197,20 @@ def test_layers_under_a_scan(method):
     np.testing.assert_allclose(outs[i], out, **CLOSE)
     pos = jax.tree.map(lambda x, i=i: x[i], after.cache.pos)
     np.testing.assert_array_equal(pos, one.cache.pos)
+
+
+def test_results_have_types():
+  """For type checkers: a tuple of two without a carry, and one of three with it."""
+  told = runpy.run_path(front.__file__)  # checks at run time hide the overloads
+  pair = tuple[jax.Array, kvjax.LayerCache]
+  triple = tuple[jax.Array, kvjax.LayerCache, kvjax.Carry]
+  for name, move in (("decode", kvjax.decode), ("prefill", kvjax.prefill)):
+    overloads = typing.get_overloads(told[name])
+    hints = [typing.get_type_hints(x) for x in overloads]
+    assert {x["carry"]: x["return"] for x in hints} == {type(None): pair, kvjax.Carry: triple}
+    for x in (*overloads, told[name]):
+      assert [*inspect.signature(x).parameters] == [*inspect.signature(move).parameters]
+    assert typing.get_type_hints(move)["return"] == pair | triple
 
 
 def test_a_carry_goes_from_layer_to_layer():

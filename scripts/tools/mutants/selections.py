@@ -110,6 +110,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/primitives/traced_layer.py": of("models/refusals"),
   "kvjax/analysis/traffic.py": of("devices/traffic"),
   "kvjax/runtime/front.py": of("laws/front"),
+  "kvjax/runtime/layer_cache.py": of("laws/front"),
   "kvjax/core/traits.py": of("methods/infllm", "methods/ltri"),
   "kvjax/families/sliding.py": of("models/windows"),
   "kvjax/core/cache.py": of("methods/types", "methods/quest", laws=("full", "h2o")),

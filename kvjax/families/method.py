@@ -36,8 +36,10 @@ from kvjax.families import entrance, forms, sight
 from kvjax.families.shapes import check_shape
 from kvjax.ops import decode, insertion, shared_slots, slot_shards
 from kvjax.ops import prefill as prefill_ops
+from kvjax.primitives.once import once, without_kept
 
 Aux = dict[str, Any]
+DECLARED = ("traits", "tiles")  # properties that are evaluated once for each method
 Driver = TypeVar("Driver", bound=Callable[..., Any])
 
 
@@ -84,16 +86,23 @@ class Method:
   def __init_subclass__(cls, moves: Sequence[str] = (), **options: Any) -> None:
     super().__init_subclass__(**options)
     forms.check_moves(cls, moves)
+    once(cls, *DECLARED)
 
   def __new__(cls, *args: Any, **values: Any) -> Method:
     fields.check(cls, {**fields.named_arguments(cls, args), **values})
     return super().__new__(cls)
 
+  def __getstate__(self) -> dict[str, Any]:
+    return without_kept(self)
+
   # ---- what a method declares
 
   @property
   def traits(self) -> Traits:
-    """What is true of it; a subclass says what differs: `super().traits.but(positional=False)`."""
+    """What is true of it; a subclass says what differs: `super().traits.but(positional=False)`.
+
+    Each instance is asked once, and so it is for `tiles`.
+    """
     return Traits(ordered=forms.overrides(self, "attend"))
 
   def _form(self, move: str) -> Any:
@@ -373,6 +382,9 @@ class Method:
   def at(self, env: Env, layer: Any) -> At:
     """Where this method's drivers run in a layer, which it has to know if it minds its depth."""
     return At(layer, env, self)
+
+
+once(Method, *DECLARED)
 
 
 def checked_rows(at: At, o: Array, cache: Cache, rows: Bool[Array, " B"]) -> Bool[Array, " B"]:

@@ -30,6 +30,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/runtime/drivers.py": of("laws/front"),
   "pallas_kernels/common/addresses.py": of("kernels/addresses"),
   "kvjax/primitives/codes.py": of("methods/quantised", "kernels/quantised_kernel"),
+  "kvjax/primitives/once.py": of("methods/once"),
   "kvjax/primitives/trees.py": of("methods/types"),
   "kvjax/core/context.py": of("methods/types", "methods/full"),
   "kvjax/methods/duo_attention/apart.py": of("methods/duo_attention"),

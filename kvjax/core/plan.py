@@ -6,7 +6,7 @@ Dimensions are those of `kvjax.core.cache`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.primitives.codes import rounded_query
 from kvjax.primitives.softmax_state import State
 from kvjax.primitives.trees import pytree
+
+Note = TypeVar("Note")
 
 
 @pytree("sinks")
@@ -144,27 +146,22 @@ class Plan:
       None: every tile of the span, pinned tiles first, then newest first.
     count: int32 [B, K], valid entries of the table; None without a table.
     scores: float32 [B, K, W], the selection's score of each entry, where it has one.
-    memo: what `plan` computed and `attend` or `observe` need again (plans do not write caches).
     unit: slots per tile (static; 1 = single tokens).
     pinned: first entries that an early stop may not skip (static).
     window: the positions that the query may see; None: all.
     needs: what the method needs beside (static).
     codes: of the slots, where keys and values are kept as such.
-    read: the softmax state of the walk, and its o in the dtype of the cache, where the launch that
-      made the table has walked it too; None: that is to come.
   """
 
   span: Span
   table: Array | None = None
   count: Array | None = None
   scores: Array | None = None
-  memo: Any = None
   unit: int = 64
   pinned: int = 0
   window: Window | None = None
   needs: Needs = Needs()
   codes: CodedSlots | None = None
-  read: tuple[State, Array] | None = None
 
   def listed(
     self,
@@ -174,12 +171,11 @@ class Plan:
     unit: int,
     pinned: int = 0,
     scores: Float[Array, "B K W"] | None = None,
-    memo: Any = None,
-    read: tuple[State, Array] | None = None,
   ) -> Plan:
     """The same sight, narrowed to the tiles of a table."""
-    how: dict[str, Any] = {"unit": unit, "pinned": pinned, "scores": scores, "memo": memo}
-    return dataclasses.replace(self, table=table, count=count, read=read, **how)
+    return dataclasses.replace(
+      self, table=table, count=count, unit=unit, pinned=pinned, scores=scores
+    )
 
   def sizes(self, size: int) -> Int[Array, "B K W"]:
     """Slots of every entry of the table that are attended to, in a cache of `size` slots."""
@@ -223,7 +219,7 @@ class Attended:
     slot: int32 [B, K, W], or None.
     visited: int32 [B, K], slots attended.
     out: state.o in the dtype of q, where the implementation returns it too.
-    memo: what `attend` found that `observe` needs, where a method has such.
+    notes: records for `observe` of what `plan` or `attend` found (`noting`).
     counted: bool [B], rows whose statistics `observe` may change: live ones without NaN. Filled in
       between the two, as is `live`.
     live: bool [B], rows that take part.
@@ -234,6 +230,14 @@ class Attended:
   slot: Array | None
   visited: Array
   out: Array | None = None
-  memo: Any = None
+  notes: tuple[Any, ...] = ()
   counted: Array | None = None
   live: Array | None = None
+
+  def noting(self, note: Any) -> Attended:
+    """The same with a record for `observe`, of a type of which its method has no other."""
+    return dataclasses.replace(self, notes=(note, *self.notes))
+
+  def noted(self, kind: type[Note]) -> Note | None:
+    """The record of this type; None: there is none."""
+    return next((note for note in self.notes if isinstance(note, kind)), None)

@@ -56,7 +56,7 @@ class Coded(Wrapper):
     raise NotImplementedError
 
   def _of_base(self, cache: Cache) -> Cache:
-    """What the base has in its cache: k and v are numbers, in float32."""
+    """What the base has in its cache: k and v are numbers, in float32; such a cache as it is."""
     raise NotImplementedError
 
   # ---- what follows from it
@@ -89,6 +89,12 @@ class Coded(Wrapper):
 
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     return self.base.order(at, self._of_base(cache))
+
+  def plan_and_attend(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Attended, Carry]:
+    """The base's, over the numbers: `plan` and `attend` find these in place of the codes."""
+    return self.base.plan_and_attend(at, self._of_base(cache), q, visible, carry)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """The base's, over the numbers."""

@@ -4,7 +4,7 @@ A decode step is four moves over an explicit cache:
 
     insert    the new key and value go into the cache (and, when it is full, something leaves)
     plan      which slots this query will see, in which order
-    attend    walk the plan with online softmax
+    attend    walk the plan with online softmax (`plan_and_attend` is both)
     observe   update whatever statistics the method keeps
 
 and a prompt is three: `stage` the slots that its queries see, attend, `keep` what stays cached.
@@ -209,6 +209,17 @@ class Method:
     """Walks the plan with online softmax."""
     return slot_shards.merged(at, decode.attend(at, cache, slot_shards.part(at, cache, plan), q))
 
+  def plan_and_attend(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Attended, Carry]:
+    """`plan`, then `attend`; one that does both at once, or notes for `observe` what it finds.
+
+    An override asks `at.top` for each of the two that is not as its class knows it.
+    """
+    plan, carry = at.top.plan(at, cache, q, visible, carry)
+    plan = sight.narrowed(at, visible, plan)
+    return plan, at.top.attend(at, cache, plan, q), carry
+
   def observe(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
@@ -324,9 +335,7 @@ class Method:
     old = cache
     q, cache = entrance.enter_token(at, cache, q, k, v, live)
     visible = sight.visible(at, cache)
-    plan, carry = at.top.plan(at, cache, q, visible, carry)
-    plan = sight.narrowed(at, visible, plan)
-    attended = at.top.attend(at, cache, plan, q)
+    plan, attended, carry = at.top.plan_and_attend(at, cache, q, visible, carry)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
     clean = forms.overrides(at.top, "observe")
     counted = live & finite_rows(at, attended.state.l) if clean else live

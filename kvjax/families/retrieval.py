@@ -17,7 +17,7 @@ from kvjax.primitives.trees import pytree
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class Retrieved:
-  """Knowledge of the plan of a step that retrieves.
+  """Note of a step that has retrieved.
 
   Attributes:
     cache: that which holds the blocks of the step.

@@ -350,22 +350,21 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     slot = self._slot_of(cache.seen, cache.size)
     return jnp.broadcast_to(slot[:, None], cache.pos.shape[:2])
 
-  def plan(
+  def plan_and_attend(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
-  ) -> tuple[Plan, Carry]:
-    """Everything near and far; the memo is `Retrieved`."""
+  ) -> tuple[Plan, Attended, Carry]:
+    """Of everything near and far, once the step's blocks are on the device; notes `Retrieved`."""
     self._sees_alone(at)
     stream = self.traits.stream
-    if stream is not None and stream.persists:
-      return visible, carry
-    qpos = (cache.seen - 1)[:, None]
-    similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
-    held, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
-    return dataclasses.replace(visible, memo=retrieval.Retrieved(held)), carry
+    if stream is None or not stream.persists:
+      qpos = (cache.seen - 1)[:, None]
+      similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
+      cache, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
+    plan, attended, carry = super().plan_and_attend(at, cache, q, visible, carry)
+    return plan, attended.noting(retrieval.Retrieved(cache)), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over what is near and what is far; the logits are those of the slots."""
-    cache = cache if plan.memo is None else plan.memo.cache
     k, v = cache.slots["k"], cache.slots["v"]
     near, logits = decode.attend_ranges(at, q, k, v, self._window_slots(cache))
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
@@ -387,8 +386,9 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Counts votes and sends off the block that leaves. Reports `retrieved`, int32 [B, R]."""
-    cache = cache if plan.memo is None else plan.memo.cache
-    assert attended.logits is not None
+    retrieved = attended.noted(retrieval.Retrieved)
+    assert retrieved is not None and attended.logits is not None
+    cache = retrieved.cache
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
     near = {**cache.slots, "votes": cache.slots["votes"] + p}
     cache = cache.put(slots={"votes": near["votes"]})

@@ -15,7 +15,7 @@ from kvjax.families.method import Method
 # What is the base's own unless a wrapper says otherwise.
 FORWARDED = (
   *("capacity", "leaves", "window", "span", "victim", "insert"),
-  *("plan", "order", "attend", "observe", "active", "fill", "stage", "rank"),
+  *("plan", "order", "attend", "plan_and_attend", "observe", "active", "fill", "stage", "rank"),
   *("keep", "settle", "conclude", "decode_step", "prefill", "attend_prompt"),
 )
 # What asks for other moves, of which these are about shapes and the others are not.

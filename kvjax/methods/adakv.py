@@ -30,7 +30,8 @@ LAST = jnp.iinfo(jnp.int32).max
 KNOWN: dict[str, type] = {
   "victim": InTurn,
   "settle": Scored,
-  **dict.fromkeys(("window", "span", "insert", "plan", "attend", "observe", "keep"), Method),
+  **dict.fromkeys(("window", "span", "insert", "plan", "attend", "plan_and_attend"), Method),
+  **dict.fromkeys(("observe", "keep"), Method),
 }
 
 

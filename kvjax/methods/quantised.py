@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt, Turn
+from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import least, one_of
 from kvjax.core.leaves import Leaf, New
 from kvjax.core.plan import Attended, Plan
@@ -153,13 +153,26 @@ class Quantised(Coded):
     written = {name: slots.put(cache.slots[name], slot, x) for name, x in codes.items()}
     return dataclasses.replace(entered, slots={**entered.slots, **written})
 
+  def plan_and_attend(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Attended, Carry]:
+    """The base's, over the numbers; the plan has the codes."""
+    visible = self._with_codes(at, cache, visible, q)
+    return super().plan_and_attend(at, cache, q, visible, carry)
+
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """The base's, for queries rounded to 8 bits a head."""
-    if not _coded(cache):
+    plan = self._with_codes(at, cache, plan, q)
+    if plan.codes is None:
       return self.base.attend(at, cache, plan, q)
-    plan = decode.with_codes(at, cache, plan, q, self._beside, self.bits)
     attended = self.base.attend(decode.sparing(at), self._of_base(cache), plan, rounded_query(q))
     return decode.rounded(attended, q.dtype)
+
+  def _with_codes(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Plan:
+    """The plan with the codes that the cache holds, if it does."""
+    if not _coded(cache):
+      return plan
+    return decode.with_codes(at, cache, plan, q, self._beside, self.bits)
 
   # ---- moves: prompt
 

@@ -30,14 +30,9 @@ declare("attend_quantised_table", pallas="kvjax.kernels.codes.sparse:sparse_deco
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """Attention of one decode step over a plan, by the implementation that `at.env.impl` names.
 
-  A plan that the launch that made it has walked (`Plan.read`) is not walked again.
-
   Raises:
     NotImplementedError: a plan lists tiles of slots that heads share.
   """
-  if plan.read is not None:
-    state, out = plan.read
-    return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
   if shared_slots.sharers(cache) > 1:
     return _attend_shared(at, cache, plan, q)
   if (attended := _attend_codes(at, cache, plan)) is not None:

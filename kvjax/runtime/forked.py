@@ -28,8 +28,8 @@ QUERIES = 64
 HELD = ("k", "v", "pos")
 # What decides what a query sees, or how a token is read: a base that has its own is refused.
 PLAIN = (
-  *("window", "span", "plan", "attend", "observe", "active", "fill", "stage", "attend_prompt"),
-  *("insert", "conclude", "init_caches", "decode_step", "prefill"),
+  *("window", "span", "plan", "attend", "plan_and_attend", "observe", "active", "fill", "stage"),
+  *("attend_prompt", "insert", "conclude", "init_caches", "decode_step", "prefill"),
 )
 
 

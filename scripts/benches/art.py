@@ -18,6 +18,7 @@ from kvjax.kernels.art import spread
 from kvjax.kernels.art import walk as art
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
+from kvjax.methods.art.splits import Walked
 from kvjax.programs.suites import Case, Contender, jax_contender
 from kvjax.programs.suites.decode import read_contender, reference, rotation
 from kvjax.testing.decode_cases import Shape
@@ -336,7 +337,7 @@ def taken(
   at = method.at(kvjax.Env(1, impl="reference"), 0)
   run = jax.jit(lambda cache, q: method.attend(at, cache, sight.visible(at, cache), q))
   walked = run(cache, q)
-  return np.asarray(walked.state.o), np.asarray(walked.memo.tiles)
+  return np.asarray(walked.state.o), np.asarray(walked.noted(Walked).tiles)
 
 
 def lone_case(shape: Shape, quick: bool) -> Case:

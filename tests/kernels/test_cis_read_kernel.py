@@ -34,7 +34,7 @@ def step(at, cache, q, k, v, live):
   method, place = at.top, cache.seen[:, None]
   turned = at.env.rope.rotate(q, place[..., None])
   entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, live)
-  plan, _ = method.plan(at, entered, turned, sight.visible(at, entered), Carry())
+  plan, *_ = method.plan_and_attend(at, entered, turned, sight.visible(at, entered), Carry())
   out, cache, _, aux = method.decode_step(at, cache, q, k, v, live, Carry())
   return cache, out, (plan.table, plan.count), (aux["retrieved"], aux["visited"])
 
@@ -178,6 +178,32 @@ class Spanning(Wrapper):
 
   def span(self, at, cache, window):
     return self.base.span(at, cache, window)
+
+
+class Doubled(CIS):
+  """Attention of its own."""
+
+  def attend(self, at, cache, plan, q):
+    attended = super().attend(at, cache, plan, q)
+    state = dataclasses.replace(attended.state, o=2 * attended.state.o)
+    return dataclasses.replace(attended, state=state, out=None)
+
+
+@pytest.mark.parametrize("over", [lambda method: method, Planning])
+def test_attention_of_ones_own_beneath_the_launch(over):
+  """It is asked for, under a plan of one's own too: the lists are those of before."""
+  how, stream = {"k": 6, "sinks": 2, "local": 3}, wandering(3, tokens=8, kv_heads=3, groups=1)
+  at, own = (places(method)["pallas"] for method in (CIS(**how), over(Doubled(**how))))
+  usual, cache = (Cache.empty(CIS(**how), stream.spec(29), 3) for _ in range(2))
+  for t in range(8):
+    token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
+    usual, out, lists, said = step(at, usual, *token, np.ones(2, bool))
+    cache, mine, *my_lists = step(own, cache, *token, np.ones(2, bool))
+    np.testing.assert_allclose(mine, 2 * out, atol=1e-5)
+    np.testing.assert_array_equal(my_lists[1][0], said[0])
+    assert (tokens_of(*my_lists[0]) == tokens_of(*lists)).all()
+    for held in NOTES:
+      np.testing.assert_allclose(cache.heads[held], usual.heads[held], atol=1e-6)
 
 
 ROWS = CacheSpec(1, 64, 3, 1, 16, 8)

@@ -161,24 +161,24 @@ def test_read_refuses_what_does_not_fit():
     read.read(*map(jnp.asarray, arrays), sinks=0, recent=1)
 
 
-@pytest.mark.parametrize("observed", [False, True])
-def test_an_observe_of_ones_own_sees_logits(observed, monkeypatch):
-  """One launch names the victim unless a method asks for the logits that it would not write."""
-  own = {"observe": lambda self, *args: LongFlow.observe(self, *args)}
-  method = type("Own", (LongFlow,), own if observed else {})(24, window_size=8)
+@pytest.mark.parametrize("move", ["", "plan", "attend", "observe"])
+def test_a_move_of_ones_own_has_logits(move, monkeypatch):
+  """One launch attends and names the victim, unless one of these is another's."""
+  own = {move: lambda self, *args: getattr(LongFlow, move)(self, *args)} if move else {}
+  method = type("Own", (LongFlow,), own)(24, window_size=8)
   spec, seen = CacheSpec(2, 24, 3, 3, 64, 1, jnp.float32), []
   cache, at = Cache.empty(method, spec, 0), method.at(Env(1, Rope(), impl="pallas"), 0)
-  attend = LongFlow.attend
+  usual = LongFlow.plan_and_attend
 
   def spy(self, *args):
-    seen.append(attend(self, *args))
+    seen.append(usual(self, *args))
     return seen[-1]
 
-  monkeypatch.setattr(LongFlow, "attend", spy)
+  monkeypatch.setattr(LongFlow, "plan_and_attend", spy)
   monkeypatch.setattr(read, "takes", lambda *_, **__: True)
   q, k = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 64))
   method.decode_step(at, cache, q, k, k, jnp.ones(2, bool), Carry())
-  assert (seen[0].logits is not None) == observed
+  assert (seen[0][1].logits is not None) == bool(move)
 
 
 @pytest.mark.core(1)

@@ -205,6 +205,10 @@ def of_first(change):
   return lambda results: (change(results[0]), *results[1:])
 
 
+def of_second(change):
+  return lambda results: (results[0], change(results[1]), *results[2:])
+
+
 def twice_v(self, at, cache, k, v, live):
   return super(type(self), self).insert(at, cache, k, 2 * v, live)
 
@@ -298,6 +302,10 @@ def hidden(move):
   return f"attend_span: Own {known}; the 'pallas' kernel sees the span alone"
 
 
+# Methods with a `plan_and_attend` of their own.
+FUSED = CIS(2, 1, 2), HShare(4, 1, 2), LongFlow(6, 2), forecast(QUEST)
+TWICE = doubled("attend", twice_attended)
+NO_LOGITS = "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none"
 HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2, splits=1)
 TABLE = [
   case("window", Full(), narrow_window, prompt=PROMPT),
@@ -333,13 +341,21 @@ TABLE = [
   case("plan", Full(), even_tiles),
   case("plan", QUEST, even_tiles, slow=True),
   case("order", Full(), oldest_first, over=HALT),
-  case("attend", Full(), doubled("attend", twice_attended)),
+  case("attend", Full(), TWICE),
   case("attend", TopKOracle(4), of_first_entry, slow=True),
+  *(
+    case("plan", base, even_tiles, no_logits, prompt=PROMPT, unseen=("level", "trend"), slow=True)
+    for base, no_logits in zip(FUSED, (None, None, NO_LOGITS, None), strict=True)
+  ),
+  *(
+    case("attend", base, TWICE, prompt=PROMPT, unseen=("level", "trend"), slow=True)
+    for base in (*FUSED, *map(Through, FUSED))
+  ),
+  case("plan_and_attend", Full(), doubled("plan_and_attend", of_second(twice_attended))),
   case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
   case("traits", Full(), reads_logits, observe=top_logit, leaves=TOP, slow=True),
   case(
-    *("traits", QUEST, reads_logits),
-    "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none",
+    *("traits", QUEST, reads_logits, NO_LOGITS),
     observe=top_logit,
     leaves=TOP,
   ),
@@ -457,6 +473,19 @@ def test_an_override_means_the_same_under_every_implementation(case, monkeypatch
   for name, x in want.items():
     if not any(array in name for array in case.unseen):
       np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("base", [CIS(2, 1, 2), LongFlow(6, 2), forecast(QUEST)])
+def test_attention_of_ones_own_beneath_plan_and_attend(base, impl):
+  """As if the class had the usual form of it, which is the two in turn."""
+  usual = {"plan_and_attend": lambda self, *args: Method.plan_and_attend(self, *args)}
+  made = [type("Own", (type(base),), {"attend": TWICE, **held}) for held in ({}, usual)]
+  fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if f.init}
+  found, want = (results(cls(**fields), impl, PROMPT, 4) for cls in made)
+  for name, x in want.items():
+    np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
 
 
 def test_pieces_of_a_prompt_follow_an_override_of_active():

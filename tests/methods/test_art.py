@@ -231,7 +231,7 @@ def test_where_nothing_can_be_spared_the_base_attends(base):
 
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 def test_a_base_is_told_what_its_own_attention_found(impl):
-  """LongFlow's kernel names the next victim as it attends, where nothing can be spared."""
+  """LongFlow names the next victim by the logits of its attention, where nothing can be spared."""
   stream, lengths = Stream.random(6, tokens=60), [37, 22]
   base = LongFlow(24, window_size=4)
   env = Env(4, impl=impl, tile=4)
@@ -241,7 +241,7 @@ def test_a_base_is_told_what_its_own_attention_found(impl):
     layer.prefill(lengths)
   for i in range(4):
     at = [n + i for n in lengths]
-    np.testing.assert_array_equal(ours.decode(at)[0], plain.decode(at)[0])
+    np.testing.assert_allclose(ours.decode(at)[0], plain.decode(at)[0], atol=1e-6)
     np.testing.assert_array_equal(ours.cache.pos, plain.cache.pos)
 
 

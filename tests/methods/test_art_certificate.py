@@ -26,6 +26,7 @@ from kvjax import (
 )
 from kvjax.families import sight
 from kvjax.methods.art.certificate import unread_mass
+from kvjax.methods.art.splits import Walked
 from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
@@ -46,7 +47,7 @@ def runner(method, impl="reference", cap=None):
     cache = Cache({"k": k, "v": v, "pos": pos}, heads, {"seen": length, "used": length})
     cache = method.settle(at, cache, Prompt(length, length, None, S, 0))
     attended = method.attend(at, cache, sight.visible(at, cache), q)
-    return attended.state.o, attended.memo.tiles
+    return attended.state.o, attended.noted(Walked).tiles
 
   return run
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax import CIS, PSAW, Carry, Env, Linear, Rope
 from kvjax.families import sight
+from kvjax.methods.cis.kernel import Selected
 from kvjax.methods.cis.retrieval import distinct
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
 
@@ -82,8 +83,10 @@ class Planned(Layer):
       rope, place = self.at.env.rope, cache.seen[:, None]
       q, k = rope.rotate(q, place[..., None]), rope.rotate(k, place)
       cache = self.method.insert(self.at, cache, k, v, jnp.ones(len(q), bool))
-      plan, _ = self.method.plan(self.at, cache, q, sight.visible(self.at, cache), Carry())
-      return plan.table, plan.count, plan.memo.retrieve
+      visible = sight.visible(self.at, cache)
+      plan, attended, _ = self.method.plan_and_attend(self.at, cache, q, visible, Carry())
+      retrieves = attended.noted(Selected).choice.retrieves
+      return plan.table, plan.count, (retrieves > 0).any(-1)
 
     self._plan = plan
 

@@ -27,8 +27,6 @@ from kvjax import (
 )
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
-from kvjax.methods.prr.hit_rates import among
-from kvjax.methods.prr.speculation import Speculation
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
 
@@ -366,11 +364,9 @@ def repair(strict, variant):
   def run(k, v, q, true, guess):
     cache = layer.cache.put(slots={"k": k, "v": v})
     span = Span(jnp.zeros((1, 1), jnp.int32), cache.used[:, None])
-    plans = [
-      Plan(span, table, (table >= 0).sum(-1, dtype=jnp.int32), unit=4) for table in (true, guess)
-    ]
-    memo = Speculation(plans[1], among(true, guess))
-    plan = Plan(span, true, plans[0].count, memo=memo, unit=4)
+    cache = cache.put(heads={"foreseen": guess})
+    count = (true >= 0).sum(-1, dtype=jnp.int32)
+    plan = Plan(span, true, count, jnp.zeros(true.shape), unit=4)
     return method.attend(layer.at, cache, plan, q).state
 
   return stream, layer.cache, run

@@ -32,7 +32,7 @@ def filling_splits(rows: int, length: int, tile: int) -> int:
 def walks(
   at: At, cache: Cache, order: Order, q: Float[Array, "B K G H"], splits: int, stop: Stop
 ) -> Attended:
-  """Walks of all splits, joined; the memo is `Walked`."""
+  """Walks of all splits, joined; notes `Walked`."""
   run = _kernel(at, cache, order.plan, q, order.tile)
   if run is None:
     return joined(at, cache, order, q, splits, stop)
@@ -51,7 +51,7 @@ def walks(
   if plan.codes is not None:
     state, _ = plan.codes.of_keys(state)
   tiles, visited = read_by(plan, cache.size, walked, order.tile)
-  return Attended(state, None, None, visited, out.astype(q.dtype), memo=Walked(tiles))
+  return Attended(state, None, None, visited, out.astype(q.dtype)).noting(Walked(tiles))
 
 
 def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable | None:

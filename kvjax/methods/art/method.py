@@ -171,7 +171,7 @@ class ART(Wrapper):
     every = tiles_of(listed, cache.size, self.tile)
     walked = jnp.full((*cache.pos.shape[:2], 1, q.shape[2]), every, jnp.int32)
     tiles = read_by(listed, cache.size, walked, self.tile)[0]
-    return dataclasses.replace(attended, memo=Walked(tiles, attended.memo))
+    return attended.noting(Walked(tiles))
 
   def _form(self, move: str) -> Any:
     if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
@@ -182,12 +182,11 @@ class ART(Wrapper):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Reports `tiles` [B, K, G], the steps that every query head took."""
-    walked: Walked = attended.memo
-    of_base = dataclasses.replace(attended, memo=walked.of_base)
-    cache, aux = self.base.observe(at, cache, q, plan, of_base)
+    cache, aux = self.base.observe(at, cache, q, plan, attended)
     if self.certify is not None:
       cache = self._pages._renewed(at, cache)
-    return cache, {**aux, "tiles": walked.tiles}
+    walked = attended.noted(Walked)
+    return cache, aux if walked is None else {**aux, "tiles": walked.tiles}
 
 
 def _example(cls: type[ART], budget: int) -> Method:

@@ -1,7 +1,7 @@
 """Walks side by side, which are ours: split s of P walks tiles s, s + P, … and ends by itself."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,10 +17,9 @@ ROW_WALKS = 128  # of one row, over its KV heads, under splits = "auto": enough 
 
 
 class Walked(NamedTuple):
-  """Tiles [B, K, G] that query heads took, as of `read_by`; and what the base's attention noted."""
+  """Note of attention: the tiles, int32 [B, K, G], that query heads took, as of `read_by`."""
 
   tiles: Array
-  of_base: Any = None
 
 
 def usual_splits(kv_heads: int, tiles: int) -> int:
@@ -36,7 +35,7 @@ def spares_half(tiles: int, splits: int, patience: float | int) -> bool:
 def joined(
   at: At, cache: Cache, order: Order, q: Float[Array, "B K G H"], splits: int, stop: Stop
 ) -> Attended:
-  """Algorithm 1 in every split, the walks joined; the memo is `Walked`.
+  """Algorithm 1 in every split, the walks joined; notes `Walked`.
 
   A certificate is that of the query in the dtype of the keys: q is rounded first.
   """
@@ -53,9 +52,10 @@ def joined(
   taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
   visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
   if logits is None:
-    return Attended(state, None, None, visited, memo=Walked(taken))
+    return Attended(state, None, None, visited).noting(Walked(taken))
   every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-  return Attended(state, jnp.moveaxis(logits, 3, 2), every, visited, memo=Walked(taken))
+  logits = jnp.moveaxis(logits, 3, 2)
+  return Attended(state, logits, every, visited).noting(Walked(taken))
 
 
 def read_by(

@@ -17,7 +17,6 @@ from kvjax.methods.cis.similarity import HELD, Choice
 from kvjax.ops.scores import KEY_LOGITS, KEY_WEIGHTS
 from kvjax.ops.selection import holds, other_tiles
 from kvjax.ops.table import declare, kernel, pallas
-from kvjax.primitives.softmax_state import State
 
 declare("cis_anchors", pallas="kvjax.kernels.cis.anchors:anchors")
 declare("cis_logits", pallas="kvjax.kernels.cis.anchors:anchors")
@@ -40,13 +39,12 @@ class Step(NamedTuple):
 
 
 class Selected(NamedTuple):
-  """Results of the paper's steps; `listed` is C_t and may have holes (−1), `read` as in `Plan`."""
+  """Results of the paper's steps; the plan lists C_t and may have holes (−1)."""
 
   choice: Choice
   own: Retrieval
-  listed: Listed
-  visible: Plan
-  read: tuple[State, Array] | None = None
+  plan: Plan
+  attended: Attended | None = None
 
 
 def runs(at: At) -> bool:
@@ -63,7 +61,11 @@ def select(step: Step, tau: float, plain: bool) -> Selected:
     return _read(run, step, tau)
   choice, logits, step = _share(step, tau)
   own, listed = _retrieve(step, choice, logits)
-  return Selected(choice, own, listed or _listed(step, choice, own), step.visible)
+  return Selected(choice, own, _plan(step, listed or _listed(step, choice, own)))
+
+
+def _plan(step: Step, listed: Listed) -> Plan:
+  return step.visible.listed(*listed, unit=1, pinned=step.budget.sinks)
 
 
 # ---- all in one launch
@@ -88,11 +90,12 @@ def _read(run: Callable, step: Step, tau: float) -> Selected:
   held = (*(cache.heads[name] for name in HELD), cache.rows["step"], cache.seen, cache.used)
   how: dict[str, Any] = {"span_sinks": 0 if window is None else window.sinks, "first": first}
   how |= {"soft_cap": at.env.soft_cap, "tau": tau, **budget._asdict()}
-  (*chosen, start), found, read = run(q, cache.slots["k"], cache.slots["v"], *held, **how)
-  visible = visible if window is None else _seeing(step, start[:, :1])
+  (*chosen, start), found, (state, out) = run(q, cache.slots["k"], cache.slots["v"], *held, **how)
+  step = step if window is None else step._replace(visible=_seeing(step, start[:, :1]))
   token, weight, *listed = found
-  own = Retrieval(token[:, :, None], weight[:, :, None])
-  return Selected(Choice(*chosen), own, tuple(listed), visible, read)
+  own, plan = Retrieval(token[:, :, None], weight[:, :, None]), _plan(step, tuple(listed))
+  attended = Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
+  return Selected(Choice(*chosen), own, plan, attended)
 
 
 # ---- one by one

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,7 +14,7 @@ from kvjax.core.fields import expect, least, number, one_of
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
-from kvjax.families import forms
+from kvjax.families import forms, sight
 from kvjax.families.method import Aux, Method
 from kvjax.methods.cis import dilation, kernel, retrieval, similarity
 
@@ -123,18 +123,30 @@ class CIS(Method):
     Chosen are the tokens that the latest query alike used (Eq. 12), dilated, as far as they are in
     the middle of now; or, where none is alike, the k heaviest of the middle.
     """
-    budget, read = retrieval.Budget(self.sinks, self.k, self.local), None
+    return self._selected(at, cache, q, visible).plan, carry
+
+  def plan_and_attend(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Attended, Carry]:
+    """The two in turn, or in one launch; notes `kernel.Selected`."""
+    if forms.form(at.top, "plan") is not CIS.plan:
+      return super().plan_and_attend(at, cache, q, visible, carry)
+    found = self._selected(at, cache, q, visible, not forms.overrides(at.top, "attend"))
+    attended = found.attended or at.top.attend(at, cache, found.plan, q)
+    return found.plan, attended.noting(found), carry
+
+  def _selected(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, plain: bool = False
+  ) -> kernel.Selected:
+    """The paper's steps; `plain` as in `kernel.select`."""
+    budget = retrieval.Budget(self.sinks, self.k, self.local)
     if kernel.runs(at):
-      plain = forms.form(at.top, "plan") is CIS.plan and not forms.overrides(at.top, "attend")
-      step = kernel.Step(at, cache, q, visible, budget)
-      choice, own, critical, visible, read = kernel.select(step, self.tau, plain)
-    else:
-      choice = similarity.share(cache, q, self.tau)  # Eq. 12
-      own = retrieval.retrieve(at, cache, q, visible, budget)  # S*_t, by Eq. 2
-      chosen = similarity.chosen(cache, choice, own.found)  # S*_t, or Ŝ of the query alike
-      critical = retrieval.critical_set(cache, chosen, visible.window, budget)  # C_t
-    memo = Shared(choice, own, (choice.retrieves > 0).any(-1))
-    return visible.listed(*critical, unit=1, pinned=self.sinks, memo=memo, read=read), carry
+      return kernel.select(kernel.Step(at, cache, q, visible, budget), self.tau, plain)
+    choice = similarity.share(cache, q, self.tau)  # Eq. 12
+    own = retrieval.retrieve(at, cache, q, visible, budget)  # S*_t, by Eq. 2
+    chosen = similarity.chosen(cache, choice, own.found)  # S*_t, or Ŝ of the query alike
+    critical = retrieval.critical_set(cache, chosen, visible.window, budget)  # C_t
+    return kernel.Selected(choice, own, visible.listed(*critical, unit=1, pinned=self.sinks))
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -143,7 +155,10 @@ class CIS(Method):
 
     With per="query_head" it is [B, K, G].
     """
-    choice, own = plan.memo.choice, plan.memo.own
+    found = attended.noted(kernel.Selected)
+    if found is None:  # the plan was another's
+      found = self._selected(at, cache, q, sight.visible(at, cache))
+    choice, own = found.choice, found.own
     retrieved = choice.retrieves > 0
     retrieved = retrieved[..., 0] if self.per == "kv_head" else retrieved
     how = {"sinks": self.sinks, "heaviest": self._dilated, "radius": self.radius}
@@ -152,14 +167,6 @@ class CIS(Method):
     else:
       cache = dilation.note(cache, choice, own, attended, **how)  # Ŝ_t, Eq. 13
     return cache, {"retrieved": retrieved}
-
-
-class Shared(NamedTuple):
-  """Choice and retrieval of a plan; and the KV heads that look at all keys, bool [B, K]."""
-
-  choice: similarity.Choice
-  own: retrieval.Retrieval
-  retrieve: Array
 
 
 def _example(cls: type[CIS], budget: int) -> "CIS":

@@ -28,8 +28,8 @@ from kvjax.methods.streaming_llm import StreamingLLM
 
 # What heads do is what the methods of the two kinds do: nothing else asks for these moves.
 OF_HEADS = (
-  *("window", "span", "victim", "insert", "plan", "order", "attend", "observe", "active"),
-  *("fill", "stage", "rank", "keep", "settle", "attend_prompt"),
+  *("window", "span", "victim", "insert", "plan", "order", "attend", "plan_and_attend", "observe"),
+  *("active", "fill", "stage", "rank", "keep", "settle", "attend_prompt"),
 )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from kvjax.core.fields import between, expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
-from kvjax.families import sight
+from kvjax.families import forms, sight
 from kvjax.families.method import Aux, Method
 from kvjax.families.selective import SelectiveTokens
 from kvjax.methods.hshare import kernel, sharing
@@ -106,9 +106,26 @@ class HShare(SelectiveTokens):
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """The selected tokens; the memo: heavy, retrieves. The carry holds all layers' sets."""
-    if self._dense(at):
-      return visible, carry
+    """The selected tokens. The carry holds all layers' sets."""
+    return (visible, carry) if self._dense(at) else self._shared(at, cache, q, visible, carry)[:2]
+
+  def plan_and_attend(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Attended, Carry]:
+    """The two in turn; notes `InUse`, which the carry holds where the plan is another's."""
+    if not self._dense(at) and forms.form(at.top, "plan") is HShare.plan:
+      plan, carry, used = self._shared(at, cache, q, visible, carry)
+      return plan, at.top.attend(at, cache, plan, q).noting(used), carry
+    plan, attended, carry = super().plan_and_attend(at, cache, q, visible, carry)
+    if not self._dense(at) and (sets := carry.heads.get("heavy")) is not None:
+      heavy = sets[:, :, at.layer - self.dense_layers]
+      attended = attended.noting(InUse(heavy, self._retrieves(at, cache)))
+    return plan, attended, carry
+
+  def _shared(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Carry, "InUse"]:
+    """What `plan` returns of layers that select, and the sets that it uses."""
     scores, retrieves = self._scores(at, cache, q, visible), self._retrieves(at, cache)
     retrieved = at.all_heads(self._heaviest(at, scores, visible, retrieves))
     sets = carry.heads.get("heavy")  # [B, K, L, k]
@@ -119,8 +136,8 @@ class HShare(SelectiveTokens):
     how |= dict(zip(("sinks", "local"), self.tiles.forced, strict=True))
     read = kernel.share_sets(at, cache, visible, retrieved, sets, **how)
     carry = dataclasses.replace(carry, heads={**carry.heads, "heavy": read.of_layers})
-    memo = read.heavy, retrieves
-    return visible.listed(read.table, read.count, unit=1, pinned=self.sinks, memo=memo), carry
+    plan = visible.listed(read.table, read.count, unit=1, pinned=self.sinks)
+    return plan, carry, InUse(read.heavy, retrieves)
 
   def _heaviest(
     self,
@@ -145,10 +162,10 @@ class HShare(SelectiveTokens):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     """Keeps the set for the next steps. Reports `retrieved`, bool [B, K]."""
-    if plan.memo is None:
+    used = attended.noted(InUse)
+    if used is None:
       return cache, {"retrieved": jnp.zeros(cache.pos.shape[:2], bool)}
-    heavy, retrieves = plan.memo
-    return cache.put(heads={"heavy": heavy}), {"retrieved": retrieves}
+    return cache.put(heads={"heavy": used.heavy}), {"retrieved": used.retrieves}
 
   # ---- prompt
 
@@ -178,6 +195,13 @@ class HShare(SelectiveTokens):
       slots.choose_rows(valid > 0, cache.put(rows={"from_layer": sources[:, i]}), cache)
       for i, cache in enumerate(sparse)
     )
+
+
+class InUse(NamedTuple):
+  """Note of a step: the sets in use, int32 [B, K, k], and who retrieves, bool [B, K]."""
+
+  heavy: Array
+  retrieves: Array
 
 
 def _example(cls: type[HShare], budget: int) -> Method:

@@ -17,7 +17,7 @@ declare("longflow_read", pallas="kvjax.kernels.longflow.read:read")
 
 
 class Named(NamedTuple):
-  """Slot of the least contributor, int32 [B, K], which attention has named on its way."""
+  """Note of attention that has named the least contributor, slot int32 [B, K], on its way."""
 
   slot: Array
 
@@ -27,11 +27,11 @@ def attend_and_name(
 ) -> Attended | None:
   """Attention over all that is cached whose launch names the least contributor of each KV head.
 
-  `least_contributor` finds it in the memo. None: it has to look for it, no kernel does both here.
+  `least_contributor` finds the note `Named`. None: it has to look for it, no kernel does both here.
   """
   k, v = cache.slots["k"], cache.slots["v"]
   run = pallas(at, "longflow_read", q, k, whole=True)
-  if run is None or plan.table is not None or plan.codes is not None or plan.window is not None:
+  if run is None or plan.window is not None:
     return None
   takes = importlib.import_module("kvjax.kernels.longflow.read").takes
   batch, heads, groups, _ = q.shape
@@ -41,7 +41,7 @@ def attend_and_name(
   how: dict[str, Any] = {"sinks": sinks, "recent": recent, "soft_cap": at.env.soft_cap}
   state, out, victim = run(*operands, **how)
   visited = jnp.broadcast_to(plan.span.length(), q.shape[:2])
-  return Attended(state, None, None, visited, out.astype(q.dtype), memo=Named(victim))
+  return Attended(state, None, None, visited, out.astype(q.dtype)).noting(Named(victim))
 
 
 def least_contributor(
@@ -58,8 +58,8 @@ def least_contributor(
   """
   counted = attended.counted
   counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
-  if isinstance(attended.memo, Named):
-    return jnp.where(counted[:, None], attended.memo.slot, old)
+  if (named := attended.noted(Named)) is not None:
+    return jnp.where(counted[:, None], named.slot, old)
   # A kernel does not see the heads of other shards.
   alone = not per_layer or at.env.head_axis is None
   if alone and (run := pallas(at, "longflow_victim")):
@@ -71,5 +71,5 @@ def least_contributor(
   score = contribution.scores(attended, cache.slots["norm"])
   if per_layer:
     score = contribution.over_heads(at, score)
-  named = contribution.least(cache, score, **safe)
-  return jnp.where(counted[:, None], named, old)
+  victim = contribution.least(cache, score, **safe)
+  return jnp.where(counted[:, None], victim, old)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt, Turn
+from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import expect, least, one_of
 from kvjax.core.leaves import NORM, Leaf
 from kvjax.core.plan import Attended, Plan
@@ -52,7 +52,7 @@ class LongFlow(SnapKV):
 
   @property
   def traits(self) -> Traits:
-    return super().traits.but(wants_logits=True, ordered=False)
+    return super().traits.but(wants_logits=True)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """‖v‖₁ and the next victim; SnapKV's scores and its ring are not kept."""
@@ -65,12 +65,17 @@ class LongFlow(SnapKV):
   def order(self, at: At, cache: Cache) -> Float[Array, "B K S"] | None:
     return None
 
-  @forms.known_as("attend_span")
-  def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
+  def plan_and_attend(
+    self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
+  ) -> tuple[Plan, Attended, Carry]:
     """Names the next victim on the way, where one launch does both and nobody asks for logits."""
-    apart = self.per == "layer" or forms.form(at.top, "observe") is not LongFlow.observe
-    named = None if apart else kernel.attend_and_name(at, cache, plan, q, **self._safe)
-    return super().attend(at, cache, plan, q) if named is None else named
+    own = forms.form(at.top, "observe") is not LongFlow.observe
+    own |= any(forms.overrides(at.top, move) for move in ("plan", "attend"))
+    apart = own or self.per == "layer"
+    named = None if apart else kernel.attend_and_name(at, cache, visible, q, **self._safe)
+    if named is None:
+      return super().plan_and_attend(at, cache, q, visible, carry)
+    return visible, named, carry
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended

@@ -23,7 +23,7 @@ def weights(
   return jnp.where(ok, jnp.exp(scores - jnp.where(ok, top, 0)), 0.0)
 
 
-def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str, Any]:
+def report(plan: Plan, guess: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str, Any]:
   """Quality of the forecast, per KV head [B, K].
 
       missed, wasted      |S∖Ŝ| and |Ŝ∖S|, int32
@@ -36,7 +36,8 @@ def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str,
   Rates are 1 where there was nothing to choose.
   """
   assert plan.table is not None and plan.scores is not None
-  listed, hit = plan.table >= 0, plan.memo.hit
+  assert guess.table is not None and guess.count is not None
+  listed, hit = plan.table >= 0, among(plan.table, guess.table)
   chosen = listed & (plan.scores < jnp.inf)
   weight = weights(plan.scores, chosen, positive)
 
@@ -47,7 +48,7 @@ def report(plan: Plan, before: Int[Array, "B K W"], positive: bool) -> dict[str,
 
   return {
     "missed": (listed & ~hit).sum(-1, dtype=jnp.int32),
-    "wasted": plan.memo.guess.count - hit.sum(-1, dtype=jnp.int32),
+    "wasted": guess.count - hit.sum(-1, dtype=jnp.int32),
     "hit_rate": rate(hit, chosen),
     "hit_rate_forced": rate(hit, listed),
     "weighted_hit_rate": rate(hit, weight),

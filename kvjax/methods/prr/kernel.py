@@ -53,7 +53,7 @@ def ratio(selector: str, **shape: int) -> float:
 def attend_tiles(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   """As `attend` over a plan with a table, with a state [B, K, G, W] for every entry of it.
 
-  A kernel's own form of these states is in the memo, for `repair`.
+  A kernel notes its own form of these states (`Written`), for `repair`.
   """
   run = over_plan("attend_tiles", at, cache, plan, q)
   if run is None:
@@ -93,28 +93,29 @@ def speculate(
   if strict:
     early = _of_tiles(cache, guess, q, written)
   else:
-    merged, memo = softmax_state.merge_all(_states(q, written)), Written(tuple(written), "pieces")
-    early = Attended(merged, None, None, guess.visited(cache.size), memo=memo)
+    merged = softmax_state.merge_all(_states(q, written))
+    early = Attended(merged, None, None, guess.visited(cache.size))
+    early = early.noting(Written(tuple(written), "pieces"))
   return Beside(both, Smoothed(level, trend), stops, early)
 
 
 def repair(
-  at: At, cache: Cache, plan: Plan, q: Array, early: Attended, *, strict: bool
+  at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended, *, strict: bool
 ) -> Attended:
   """`repaired`, by its kernel where one attended early: `attend_tiles`, `speculate`, `attend`."""
-  run = over_plan("repair", at, cache, plan, q)
-  if run is None or (early.memo is None and early.out is None):
-    return repaired(at, cache, plan, q, early, strict=strict)
+  run, by_kernel = over_plan("repair", at, cache, plan, q), early.noted(Written)
+  if run is None or (by_kernel is None and early.out is None):
+    return repaired(at, cache, plan, guess, q, early, strict=strict)
   k, v, span = cache.slots["k"], cache.slots["v"], plan.span
-  if early.memo is None:
+  if by_kernel is None:
     assert early.out is not None
     held = early.state.o, early.state.m, early.state.l, early.out.astype(k.dtype)
     stored, written = "whole", [x.reshape(-1, *x.shape[2:]) for x in held]
   else:
-    stored, written = early.memo.stored, list(early.memo.parts)
+    stored, written = by_kernel.stored, list(by_kernel.parts)
   state, out, missed, misses = run(
     *(q.astype(k.dtype), k, v, plan.table),
-    *(plan.memo.guess.table, span.start, span.stop),
+    *(guess.table, span.start, span.stop),
     written,
     unit=plan.unit,
     sinks=span.sinks,
@@ -131,8 +132,8 @@ def repair(
 
 def _of_tiles(cache: Cache, plan: Plan, q: Array, parts: Sequence[Array]) -> Attended:
   """Attention whose states are a kernel's, of the tiles of a plan."""
-  memo = Written(tuple(parts), "tiles")
-  return Attended(_states(q, parts), None, None, plan.sizes(cache.size), memo=memo)
+  attended = Attended(_states(q, parts), None, None, plan.sizes(cache.size))
+  return attended.noting(Written(tuple(parts), "tiles"))
 
 
 def _states(q: Array, parts: Sequence[Array]) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -23,7 +23,7 @@ from kvjax.methods.prr import hit_rates, kernel, repair, speculation
 from kvjax.methods.prr.budget import fits, ratio
 from kvjax.methods.prr.calibration import Calibration
 from kvjax.methods.prr.forecast import Predictor, Smoothed
-from kvjax.methods.prr.speculation import Beside, Speculation
+from kvjax.methods.prr.speculation import Beside, Foreseen
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, selection
 
@@ -128,59 +128,29 @@ class PRR(Wrapper):
 
   # ---- decode
 
-  def plan(
+  def plan_and_attend(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
-  ) -> tuple[Plan, Carry]:
-    """The true selection; its memo is a `Speculation`."""
-    if "foreseen" not in cache.heads:
-      return self.base.plan(at, cache, q, visible, carry)
+  ) -> tuple[Plan, Attended, Carry]:
+    """The two in turn, or attention over Ŝ beside the scores of S; notes `Foreseen`."""
+    if "foreseen" not in cache.heads or forms.form(at.top, "plan") is not Selective.plan:
+      return super().plan_and_attend(at, cache, q, visible, carry)
     guess = speculation.guessed(cache, visible, self._selector.tiles.unit)
-    known: dict[str, Any] = {}
-    if self._together(at):
-      beside, rho = self._beside(at, cache, visible, guess, q), self._ratio_of(cache)
-      true, ahead = speculation.select_both(at, cache, self._selector, beside, visible, rho)
-      known |= {"early": beside.early, "state": beside.state, "foreseen": ahead.table}
+    mine = forms.form(at.top, "attend") is PRR.attend
+    true, foreseen, early = self._selected(at, cache, q, visible, guess if mine else None)
+    if early is None:
+      attended = at.top.attend(at, cache, true, q)
     else:
-      known["scores"] = self._selector._scores(at, cache, q, visible)
-      true = self._selector._select(at, cache, known["scores"], visible)
-    assert true.table is not None and guess.table is not None
-    hit = hit_rates.among(true.table, guess.table)
-    return dataclasses.replace(true, memo=Speculation(guess, hit, **known)), carry
-
-  def _together(self, at: At) -> bool:
-    """True where the searches for S and for the next Ŝ are made as one."""
-    return selection.searches_together(at)
-
-  def _beside(
-    self, at: At, cache: Cache, visible: Plan, guess: Plan, q: Float[Array, "B K G H"]
-  ) -> Beside:
-    """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
-    scored = self._selector._scored if forms.knows(self.base, "_scored", "score") else None
-    everything = visible.window is None and not visible.needs.own_span
-    # S1 may have to keep what was speculated as it is.
-    if scored is not None and everything and self.variant != "S1":
-      found = kernel.speculate(at, cache, guess, q, scored, self._predictor, strict=self.strict)
-      if found is not None:
-        return found
-    scores = self._selector._scores(at, cache, q, visible)
-    state, ahead = self._predictor.advanced(cache, scores)
-    return Beside(jnp.stack([scores, ahead], 2), state)
+      attended = self._repaired(at, cache, true, guess, q, early)
+    return true, attended.noting(foreseen), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Attention over Ŝ, and the tiles that it missed folded into its state (Eqs. 6–8)."""
-    if plan.memo is None:
+    if not self._speculates(cache, plan):
       return self.base.attend(at, cache, plan, q)
-    guess, early = plan.memo.guess, plan.memo.early
-    if early is None:  # with `strict`, one state [B, K, G, W] for each tile of Ŝ
-      early = (kernel.attend_tiles if self.strict else self.base.attend)(at, cache, guess, q)
-    if self.variant != "S1":
-      return kernel.repair(at, cache, plan, q, early, strict=self.strict)
-    if self.strict:
-      early = repair.without_wasted(early, plan)
-    assert plan.table is not None and plan.count is not None
-    anew = (~plan.memo.hit & (plan.table >= 0)).any(-1)
-    late = dataclasses.replace(plan, count=jnp.where(anew, plan.count, 0), memo=None)
-    return repair.either(early, self.base.attend(at, cache, late, q), anew)
+    guess = speculation.guessed(cache, plan, self._selector.tiles.unit)
+    # With `strict`, one state [B, K, G, W] for each tile of Ŝ.
+    early = (kernel.attend_tiles if self.strict else self.base.attend)(at, cache, guess, q)
+    return self._repaired(at, cache, plan, guess, q, early)
 
   def observe(
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
@@ -188,14 +158,70 @@ class PRR(Wrapper):
     """Updates the predictor and foresees the next step. Reports what `hit_rates.report` does."""
     before = cache
     cache, aux = self.base.observe(at, cache, q, plan, attended)
-    if plan.memo is None:
+    if not self._speculates(before, plan):
       return cache, aux
+    guess = speculation.guessed(before, plan, self._selector.tiles.unit)
+    aux |= hit_rates.report(plan, guess, before.heads["selected"], self._selector.tiles.positive)
+    foreseen = attended.noted(Foreseen)
+    if foreseen is None:  # the plan was another's
+      foreseen = self._selected(at, before, q, sight.visible(at, before))[1]
     assert plan.table is not None
-    aux |= hit_rates.report(plan, before.heads["selected"], self._selector.tiles.positive)
-    if plan.memo.foreseen is not None:
-      return speculation.noted(cache, plan.memo.state, plan.memo.foreseen, plan.table), aux
-    new, ahead = self._predictor.advanced(before, plan.memo.scores)
-    return self._foresee(at, cache, new, ahead, plan.table), aux
+    return speculation.noted(cache, foreseen, plan.table), aux
+
+  def _speculates(self, cache: Cache, plan: Plan) -> bool:
+    """True of tiles that were selected by score, in layers that do."""
+    return "foreseen" in cache.heads and plan.scores is not None
+
+  def _selected(
+    self,
+    at: At,
+    cache: Cache,
+    q: Float[Array, "B K G H"],
+    visible: Plan,
+    guess: Plan | None = None,
+  ) -> tuple[Plan, Foreseen, Attended | None]:
+    """S, the next Ŝ, and attention over this one (`guess`) where the launch that scores does it."""
+    if self._together(at):
+      beside, rho = self._beside(at, cache, visible, guess, q), self._ratio_of(cache)
+      true, ahead = speculation.select_both(at, cache, self._selector, beside, visible, rho)
+      assert ahead.table is not None
+      return true, Foreseen(beside.state, ahead.table), beside.early
+    scores = self._selector._scores(at, cache, q, visible)
+    true = self._selector._select(at, cache, scores, visible)
+    state, forecast = self._predictor.advanced(cache, scores)
+    return true, self._foreseen(at, cache, state, forecast), None
+
+  def _together(self, at: At) -> bool:
+    """True where the searches for S and for the next Ŝ are made as one."""
+    return selection.searches_together(at)
+
+  def _beside(
+    self, at: At, cache: Cache, visible: Plan, guess: Plan | None, q: Float[Array, "B K G H"]
+  ) -> Beside:
+    """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
+    scored = self._selector._scored if forms.knows(self.base, "_scored", "score") else None
+    everything = visible.window is None and not visible.needs.own_span
+    # S1 may have to keep what was speculated as it is.
+    if guess and scored is not None and everything and self.variant != "S1":
+      found = kernel.speculate(at, cache, guess, q, scored, self._predictor, strict=self.strict)
+      if found is not None:
+        return found
+    scores = self._selector._scores(at, cache, q, visible)
+    state, ahead = self._predictor.advanced(cache, scores)
+    return Beside(jnp.stack([scores, ahead], 2), state)
+
+  def _repaired(
+    self, at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended
+  ) -> Attended:
+    """Attention over Ŝ with what it missed of the plan, or that over the plan anew (S1)."""
+    if self.variant != "S1":
+      return kernel.repair(at, cache, plan, guess, q, early, strict=self.strict)
+    if self.strict:
+      early = repair.without_wasted(early, plan, guess)
+    assert plan.table is not None and plan.count is not None and guess.table is not None
+    anew = (~hit_rates.among(plan.table, guess.table) & (plan.table >= 0)).any(-1)
+    late = dataclasses.replace(plan, count=jnp.where(anew, plan.count, 0))
+    return repair.either(early, self.base.attend(at, cache, late, q), anew)
 
   # ---- the predictor
 
@@ -208,10 +234,10 @@ class PRR(Wrapper):
     searches = self.calibrate and self.variant == "S3"
     return Calibration(self._predictor, self._selector, self.every, searches)
 
-  def _foresee(self, at: At, cache: Cache, state: Smoothed, ahead: Array, selected: Array) -> Cache:
-    """The cache with the predictor's state, S of this step and Ŝ of the next."""
-    foreseen = speculation.foresee(at, cache, self._selector, ahead, self._ratio_of(cache))
-    return speculation.noted(cache, state, foreseen, selected)
+  def _foreseen(self, at: At, cache: Cache, state: Smoothed, ahead: Array) -> Foreseen:
+    """The predictor's state and Ŝ of the next step, the best of its forecasts."""
+    rho = self._ratio_of(cache)
+    return Foreseen(state, speculation.foresee(at, cache, self._selector, ahead, rho))
 
   # ---- prompt
 
@@ -231,7 +257,7 @@ class PRR(Wrapper):
     selected = self._selector._select(at, kept, scores, visible).table
     assert selected is not None
     ahead = self._predictor.forecast(state, factors[:, 2, None, None], kept.seen - 1)
-    return self._foresee(at, kept, state, ahead, selected)
+    return speculation.noted(kept, self._foreseen(at, kept, state, ahead), selected)
 
 
 def _example(cls: type[PRR], budget: int) -> Method:

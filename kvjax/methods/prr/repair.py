@@ -20,29 +20,29 @@ from kvjax.primitives.softmax_state import State
 
 
 def repaired(
-  at: At, cache: Cache, plan: Plan, q: Array, early: Attended, *, strict: bool
+  at: At, cache: Cache, plan: Plan, guess: Plan, q: Array, early: Attended, *, strict: bool
 ) -> Attended:
   """Attention over a selection, given that over a predicted one: what was missed is folded in.
 
   Args:
     at, cache, q: as in `attend`.
-    plan: the selection; its memo is a `Speculation`.
+    plan, guess: the selection, and the prediction.
     early: attention over the prediction; with `strict` a state for each of its tiles
       (`kernel.attend_tiles`), and tiles that are in the prediction alone are left out.
   """
-  assert plan.table is not None
+  assert plan.table is not None and guess.table is not None
   if strict:
-    early = without_wasted(early, plan)
-  missed = dataclasses.replace(plan, table=jnp.where(plan.memo.hit, -1, plan.table), memo=None)
+    early = without_wasted(early, plan, guess)
+  hit = among(plan.table, guess.table)
+  missed = dataclasses.replace(plan, table=jnp.where(hit, -1, plan.table))
   late = attend(at, cache, missed, q)  # S∖Ŝ
   logits, slot = _joined(early, late)
   state = softmax_state.merge(early.state, late.state)  # Eqs. 6–8
   return Attended(state, logits, slot, early.visited + late.visited)
 
 
-def without_wasted(early: Attended, plan: Plan) -> Attended:
+def without_wasted(early: Attended, plan: Plan, guess: Plan) -> Attended:
   """The states of those predicted tiles that the plan lists, merged."""
-  guess: Plan = plan.memo.guess
   assert plan.table is not None and guess.table is not None
   wanted = among(guess.table, plan.table)
   state, logits = early.state, early.logits

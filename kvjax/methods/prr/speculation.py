@@ -5,6 +5,7 @@ First and newest tiles that the base always reads are in both and outside k.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,28 +16,13 @@ from kvjax.core.plan import Attended, Plan
 from kvjax.families import sight
 from kvjax.families.selective import Selective
 from kvjax.methods.prr.forecast import Smoothed
-from kvjax.primitives.trees import pytree
 
 
-@pytree()
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-  """Knowledge of a plan beside the true selection.
+class Foreseen(NamedTuple):
+  """Note of a step: the predictor's next state, and the next Ŝ, int32 [B, K, V]."""
 
-  Attributes:
-    guess: the foreseen selection Ŝ.
-    hit: bool [B, K, W], which tiles of the plan are in it.
-    scores: float32 [B, K, P], of all tiles, where the next Ŝ is still to be made of them.
-    early: attention over Ŝ, where it has been made already.
-    state, foreseen: the predictor's next state, and the next Ŝ, where they have been made already.
-  """
-
-  guess: Plan
-  hit: Array
-  scores: Array | None = None
-  early: Attended | None = None
-  state: Smoothed | None = None
-  foreseen: Array | None = None
+  state: Smoothed
+  table: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +42,10 @@ class Beside:
   early: Attended | None = None
 
 
-def guessed(cache: Cache, visible: Plan, unit: int) -> Plan:
+def guessed(cache: Cache, plan: Plan, unit: int) -> Plan:
   """Ŝ of this step, as the last one foresaw it."""
   table = cache.heads["foreseen"]
-  return visible.listed(table, (table >= 0).sum(-1, dtype=jnp.int32), unit=unit)
+  return plan.listed(table, (table >= 0).sum(-1, dtype=jnp.int32), unit=unit)
 
 
 def select_both(
@@ -86,9 +72,7 @@ def _one_longer(cache: Cache) -> Cache:
   return cache.put(rows={"seen": cache.seen + 1, "used": cache.used + 1})
 
 
-def noted(
-  cache: Cache, state: Smoothed, foreseen: Int[Array, "B K V"], selected: Int[Array, "B K W"]
-) -> Cache:
+def noted(cache: Cache, foreseen: Foreseen, selected: Int[Array, "B K W"]) -> Cache:
   """The cache with what the next step needs."""
-  new = {"level": state.level, "trend": state.trend}
-  return cache.put(heads={**new, "foreseen": foreseen, "selected": selected})
+  new = {"level": foreseen.state.level, "trend": foreseen.state.trend}
+  return cache.put(heads={**new, "foreseen": foreseen.table, "selected": selected})

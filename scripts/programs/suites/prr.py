@@ -17,6 +17,7 @@ from kvjax.kernels.common import backend
 from kvjax.kernels.prr.repair import repair
 from kvjax.methods.prr.calibration import GAMMAS, grid
 from kvjax.methods.prr.forecast import Smoothed
+from kvjax.methods.prr.kernel import Written
 from kvjax.programs import quiet
 from kvjax.programs.bench_files import BANDWIDTH
 from kvjax.programs.suites import (
@@ -185,8 +186,7 @@ class Apart(PRR):
 def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:
   """Selection, attention and bookkeeping of one layer, which renews the bounds of a page."""
   at, cache = method.at(ENV, 0), cache.put(heads=bounds)
-  plan, _ = method.plan(at, cache, q, sight.visible(at, cache), Carry())
-  attended = method.attend(at, cache, plan, q)
+  plan, attended, _ = method.plan_and_attend(at, cache, q, sight.visible(at, cache), Carry())
   after, _ = method.observe(at, cache, q, plan, attended)
   changed = {name: x for name, x in after.heads.items() if x is not cache.heads[name]}
   out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
@@ -229,14 +229,16 @@ def beside(method: PRR, q: Any, cache: Cache) -> Any:
   at = method.at(ENV, 0)
   found = method._beside(at, cache, sight.visible(at, cache), guess, q)
   assert found.early is not None
-  return found.early.memo.parts, found.both
+  written = found.early.noted(Written)
+  assert written is not None
+  return written.parts, found.both
 
 
 def update(method: PRR, q: Any, cache: Cache) -> Any:
   """The predictor's step and the next prediction by themselves, from scores that are there."""
   new, ahead = method._predictor.advanced(cache, cache.heads["scores"] * q[:, :, 0, :1])
-  after = method._foresee(method.at(ENV, 0), cache, new, ahead, cache.heads["selected"])
-  return [after.heads[name] for name in ("level", "trend", "foreseen")]
+  foreseen = method._foreseen(method.at(ENV, 0), cache, new, ahead)
+  return [foreseen.state.level, foreseen.state.trend, foreseen.table]
 
 
 def repaired(method: PRR, q: Any, cache: Cache) -> Any:

@@ -201,7 +201,7 @@ def test_attention_of_ones_own_beneath_the_launch(over):
     cache, mine, *my_lists = step(own, cache, *token, np.ones(2, bool))
     np.testing.assert_allclose(mine, 2 * out, atol=1e-5)
     np.testing.assert_array_equal(my_lists[1][0], said[0])
-    assert (tokens_of(*my_lists[0]) == tokens_of(*lists)).all()
+    assert tokens_of(*my_lists[0]) == tokens_of(*lists)
     for held in NOTES:
       np.testing.assert_allclose(cache.heads[held], usual.heads[held], atol=1e-6)
 

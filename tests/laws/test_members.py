@@ -10,7 +10,7 @@ from kvjax.families.streamed import Streamed
 from kvjax.families.wrapper import Wrapper
 
 FAMILIES = Method, Bounded, InTurn, PromptScored, Selective, SelectiveTokens, Streamed, Wrapper
-MOST = 30
+MOST = 31
 
 
 def members() -> dict[str, list[str]]:

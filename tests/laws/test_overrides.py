@@ -305,7 +305,6 @@ def hidden(move):
 # Methods with a `plan_and_attend` of their own.
 FUSED = CIS(2, 1, 2), HShare(4, 1, 2), LongFlow(6, 2), forecast(QUEST)
 TWICE = doubled("attend", twice_attended)
-NO_LOGITS = "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none"
 HALT = functools.partial(ART, tau=9.0, phi=9.0, patience=1, tile=2, splits=1)
 TABLE = [
   case("window", Full(), narrow_window, prompt=PROMPT),
@@ -344,8 +343,9 @@ TABLE = [
   case("attend", Full(), TWICE),
   case("attend", TopKOracle(4), of_first_entry, slow=True),
   *(
-    case("plan", base, even_tiles, no_logits, prompt=PROMPT, unseen=("level", "trend"), slow=True)
-    for base, no_logits in zip(FUSED, (None, None, NO_LOGITS, None), strict=True)
+    case("plan", base, even_tiles, prompt=PROMPT, unseen=("level", "trend"), slow=True)
+    for base in FUSED
+    if not base.traits.wants_logits  # which are those of all slots
   ),
   *(
     case("attend", base, TWICE, prompt=PROMPT, unseen=("level", "trend"), slow=True)
@@ -355,7 +355,8 @@ TABLE = [
   case("observe", METHODS["h2o"](6), doubled("observe", of_first(of_cache("mass")))),
   case("traits", Full(), reads_logits, observe=top_logit, leaves=TOP, slow=True),
   case(
-    *("traits", QUEST, reads_logits, NO_LOGITS),
+    *("traits", QUEST, reads_logits),
+    "attend_table: Own reads logits .wants_logits.; the 'pallas' kernel returns none",
     observe=top_logit,
     leaves=TOP,
   ),

@@ -387,8 +387,8 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   ) -> tuple[Cache, Aux]:
     """Counts votes and sends off the block that leaves. Reports `retrieved`, int32 [B, R]."""
     retrieved = attended.noted(retrieval.Retrieved)
-    assert retrieved is not None and attended.logits is not None
-    cache = retrieved.cache
+    cache = cache if retrieved is None else retrieved.cache
+    assert attended.logits is not None
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
     near = {**cache.slots, "votes": cache.slots["votes"] + p}
     cache = cache.put(slots={"votes": near["votes"]})

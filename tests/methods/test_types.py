@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from beartype.roar import BeartypeCallHintParamViolation
 
-from kvjax import At, Full, Plan, Rope, Span, Window
+from kvjax import At, Attended, Full, Plan, Rope, Span, Window
+from kvjax.methods.art.splits import Walked
+from kvjax.methods.longflow.kernel import Named
 from kvjax.methods.ltri import vectors
+from kvjax.primitives.softmax_state import State
 from kvjax.runtime import memory
 
 SIZE = 13
@@ -57,6 +60,15 @@ def test_entries_of_a_plan_count_what_is_attended_to(unit):
       want.append(sum(inside(s, start[b], stop[b], sinks) for s in slots))
     assert sizes[b, 0].tolist() == want
     assert visited[b, 0] == sum(want)
+
+
+def test_a_note_is_found_under_those_of_others():
+  """A wrapper's hides none of its base's; of one type the newest counts."""
+  made = Attended(State(*3 * [jnp.ones(1)]), None, None, jnp.ones(1, int))
+  noted = made.noting(Walked(jnp.ones(1))).noting(Named(jnp.zeros(1))).noting(Named(jnp.ones(1)))
+  noted = jax.jit(lambda attended: attended)(noted)
+  assert noted.noted(Walked).tiles == 1 and noted.noted(Named).slot == 1
+  assert made.noted(Walked) is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.core import fields
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.primitives.trees import pytree
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _one_of(kinds: tuple[tuple[str, Leaf], ...]) -> tuple[tuple[str, Leaf], ...]
   return kinds
 
 
-@pytree("origin", "kinds")
+@pytree("layout", "origin", "kinds")
 @dataclasses.dataclass(frozen=True)
 class Cache:
   """One layer's cache: three shelves of arrays, every leaf leading with B.
@@ -104,13 +104,12 @@ class Cache:
   Attributes:
     slots: [B, K, S, ...], moved together by compaction: "k", "v" [B, K, S, H] (post-RoPE), "pos"
       int32 [B, K, S] (−1 = empty), and per-slot statistics; "norm" is float32 ‖v‖₁.
-    heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors. "ring" int32
-      [B, K, 2] says that slots are used in turn (`kvjax.primitives.ring`). "apart" is a tree [B,
-      K', S', ...] of the slots of K' heads that have another number of them; the others' are in
-      `slots`. "place" int32 [B, K, 2] is where each head's slots lie: heads share those of `slots`
-      (`kvjax.ops.shared_slots`).
+    heads: [B, K, ...], sharded with the heads: tile summaries, victims, predictors; "ring" int32
+      [B, K, 2], the turn of a ring; "place" int32 [B, K, 2], where each head's shared slots lie;
+      "apart", a tree [B, K', S', ...] of the slots of K' heads that have another number of them.
     rows: [B, ...], alike on all heads: "seen" int32 [B], the next token's position; "used" int32
       [B], occupied slots; calibrated values.
+    layout: how the slots of its heads lie (static).
     origin: what `init_caches` laid it out for (static); None: unknown, and nothing is compared.
     kinds: how its arrays are written and split (static), for those that are not plain zeros.
   """
@@ -118,6 +117,7 @@ class Cache:
   slots: dict[str, Any]
   heads: dict[str, Any]
   rows: dict[str, Any]
+  layout: Layout = Layout.DENSE
   origin: Origin | None = None
   kinds: tuple[tuple[str, Leaf], ...] = ()
 
@@ -133,7 +133,9 @@ class Cache:
       shelves[leaf.shelf][name] = leaf.empty((batch, heads, size)[:axes])
     kinds = tuple((name, leaf.kind()) for name, leaf in sorted(leaves.items()))
     told = _one_of(tuple((name, kind) for name, kind in kinds if kind != Leaf(kind.shelf)))
-    return cls(shelves["slots"], shelves["heads"], shelves["rows"], kinds=told)
+    layouts = [leaf.layout for leaf in leaves.values() if leaf.layout is not None]
+    layout = layouts[-1] if layouts else Layout.DENSE
+    return cls(shelves["slots"], shelves["heads"], shelves["rows"], layout, kinds=told)
 
   @classmethod
   def empty(cls, method: Method, spec: CacheSpec, layer: int) -> Cache:
@@ -157,10 +159,10 @@ class Cache:
   @property
   def kv_heads(self) -> int:
     """K, the layer's heads on this device, wherever their slots are."""
-    if "place" in self.heads:
+    if self.layout is Layout.SHARED:
       return self.heads["place"].shape[1]
-    apart = self.heads.get("apart")
-    return self.slots["pos"].shape[1] + (0 if apart is None else apart["pos"].shape[1])
+    apart = self.heads["apart"]["pos"].shape[1] if self.layout is Layout.SPLIT else 0
+    return self.slots["pos"].shape[1] + apart
 
   @property
   def size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 New = dict[str, Array]
+
+
+class Layout(enum.Enum):
+  """How the slots of a layer's heads lie."""
+
+  DENSE = "each head has S of its own, filled from the first on"
+  RING = "each head has S of its own, used in turn (`kvjax.primitives.ring`)"
+  SHARED = "heads lie one after the other in one array (`kvjax.ops.shared_slots`)"
+  SPLIT = "heads with another number of slots lie in a tree of their own"
+  HOSTED = "old tokens are in a store in the host's memory (`kvjax.ops.offload`)"
+  BRANCHED = "a row's own slots follow those of a context that it shares (`kvjax.Forked`)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +44,8 @@ class Leaf:
     along_slots: heads: whether its first own axis follows the slots: summaries of tiles.
     bits: slots: its words hold codes of so many bits (`kvjax.primitives.codes`); None: plain
       numbers.
+    layout: how slots lie in a cache that has this leaf; of several leaves that say so, the last
+      one's holds, and DENSE if none does.
     made: an empty one, where `shape`, `dtype` and `fill` do not say it; a tree leading with B.
   """
 
@@ -46,6 +60,7 @@ class Leaf:
   heads: int | None = None
   along_slots: bool = False
   bits: int | None = None
+  layout: Layout | None = None
   made: Callable[[], Any] | None = None
 
   def empty(self, leading: tuple[int, ...]) -> Any:
@@ -63,7 +78,8 @@ class Leaf:
   def kind(self) -> Leaf:
     """What moves ask of it, the same in all layers and at all sizes."""
     fill = self.fill if self.shelf == "slots" else 0
-    return dataclasses.replace(self, shape=(), dtype=jnp.float32, fill=fill, heads=None, made=None)
+    sizes: dict[str, Any] = {"shape": (), "dtype": jnp.float32, "heads": None, "made": None}
+    return dataclasses.replace(self, **sizes, fill=fill, layout=None)
 
 
 def l1_of_value(new: New) -> Array:

@@ -10,7 +10,7 @@ from kvjax.core import settings
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Prompt
 from kvjax.core.fields import least
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.traits import Traits
 from kvjax.families.method import Method
 from kvjax.primitives import ring
@@ -75,7 +75,8 @@ class InTurn(Bounded):
     return 0
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    ring = Leaf("heads", (2,), jnp.int32, (self._always, self.capacity(spec, layer)))
+    turn = self._always, self.capacity(spec, layer)
+    ring = Leaf("heads", (2,), jnp.int32, turn, layout=Layout.RING)
     return {**super().leaves(spec, layer), "ring": ring}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:

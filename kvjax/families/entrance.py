@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Carry, Prompt
+from kvjax.core.leaves import Layout
 from kvjax.core.slots import Slots
 from kvjax.families import forms
 from kvjax.families.shapes import check_shape
@@ -28,7 +29,7 @@ def landing(at: At, cache: Cache, live: Bool[Array, " B"]) -> Int[Array, "B K"]:
   """
   room = (cache.used < slot_shards.size(at, cache))[:, None]
   slot = slot_shards.own(at, cache, cache.used)[:, None]
-  if "place" in cache.heads:
+  if cache.layout is Layout.SHARED:
     first, _, occupied = shared_slots.lies(cache)
     slot = first + occupied
   return jnp.where(live[:, None], jnp.where(room, slot, _victim(at, cache)), cache.size)
@@ -54,7 +55,7 @@ def enter_token(
     k = rope.rotate(k, cache.seen[:, None])
     return q, at.top.insert(at, cache, k, v, live)
   slot = landing(at, cache, live)
-  if "place" in cache.heads:
+  if cache.layout is Layout.SHARED:
     return insertion.enter_shared(at, cache, q, k, v, live, slot)
   turns = forms.form(at.top, "victim") is ring.victim
   ring_of = cache.heads["ring"] if turns else None
@@ -115,12 +116,11 @@ def room(method: Method, cache: Any) -> int | Int[Array, " B"] | None:
 
   Of branches (`kvjax.runtime.forked`) each row has its own number, with the tokens of its context.
   """
-  if "context" in getattr(cache, "rows", ()):
+  if cache.layout is Layout.BRANCHED:
     return cache.size + cache.seen - cache.used
   if method.traits.positional:
-    turns = "ring" in getattr(cache, "heads", ())  # a layer that gives up its oldest token
-    return None if turns else cache.size
-  if "store" not in getattr(cache, "heads", ()):
+    return None if cache.layout is Layout.RING else cache.size  # a ring gives up its oldest token
+  if cache.layout is not Layout.HOSTED:
     return None
   store = cache.heads["store"]  # first tokens, window and all that the store has room for
   return cache.size + offload.block_size(store) * (offload.blocks_of(store) - 2)

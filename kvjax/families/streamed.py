@@ -23,7 +23,7 @@ from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import expect, least
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Stream, Traits
 from kvjax.families import forms, retrieval, sliding
@@ -101,7 +101,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
       "votes": Leaf("slots"),
       "held_k": copies,
       "held_v": copies,
-      "store": Leaf("heads", made=store),
+      "store": Leaf("heads", layout=Layout.HOSTED, made=store),
       "gone": Leaf("rows", dtype=jnp.int32),
       "held": blocks(held),
       "used_at": blocks(held),

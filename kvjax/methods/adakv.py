@@ -12,7 +12,7 @@ from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import between, expect, least
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families import forms
@@ -109,7 +109,7 @@ class AdaKV(Wrapper):
       for name, x in held.items()
     }
     equal = tuple((head % self._sharers(spec) * n, n) for head in range(spec.kv_heads))
-    return {**own, "place": Leaf("heads", (2,), jnp.int32, equal)}
+    return {**own, "place": Leaf("heads", (2,), jnp.int32, equal, layout=Layout.SHARED)}
 
   # ---- decode
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
-from kvjax.core.leaves import NORM
+from kvjax.core.leaves import NORM, Layout
 from kvjax.core.plan import Attended
 from kvjax.core.slots import choose_rows
 from kvjax.ops import shared_slots, slot_shards
@@ -26,7 +26,7 @@ def enters(at: At, cache: Cache, operation: str) -> bool:
   """Whether a kernel takes a new token in, as `enter_token` or `enter_codes`, or `enter_shared`."""
   if operation == "enter_codes" and not _takes_codes(at, cache):
     return False
-  operation = "enter_shared" if "place" in cache.heads else operation
+  operation = "enter_shared" if cache.layout is Layout.SHARED else operation
   return choose(operation, at.env.impl) == "pallas"
 
 
@@ -35,12 +35,13 @@ def _takes_codes(at: At, cache: Cache) -> bool:
 
   Statistics of tokens are made of the numbers that codes stand for, which it does not return.
   """
-  if "k_scale" not in cache.slots or "place" in cache.heads or at.env.slot_axis:
+  shared = cache.layout is Layout.SHARED
+  if cache.leaf("k").bits not in (8, 4) or shared or at.env.slot_axis:
     return False
   whole = cache.slots["k_scale"].ndim == cache.slots["pos"].ndim
   statistics = [cache.leaf(name) for name in cache.slots]
   plain = all(leaf.new is None or leaf.standing for leaf in statistics)
-  return cache.leaf("k").bits in (8, 4) and whole and plain
+  return whole and plain
 
 
 def enter_token(

@@ -1,6 +1,6 @@
 """Slots that heads share: the heads of a pool lie one after the other in one array.
 
-Of a cache with "place" int32 [B, K, 2] on its heads shelf, head h has the slots [first, first +
+By "place" int32 [B, K, 2] on the heads shelf of such a cache, head h has the slots [first, first +
 length) of row h // P of its arrays [B, K/P, S, ...]; P heads share a row.
 """
 
@@ -9,12 +9,13 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.core import slots as slots_of
 from kvjax.core.cache import Cache
+from kvjax.core.leaves import Layout
 from kvjax.core.slots import Slots
 
 
 def sharers(cache: Cache) -> int:
   """P, the heads of a row of slots; 1 where each has its own."""
-  if "place" not in cache.heads:
+  if cache.layout is not Layout.SHARED:
     return 1
   return cache.heads["place"].shape[1] // cache.slots["pos"].shape[1]
 
@@ -43,7 +44,7 @@ def by_head(cache: Cache) -> Slots:
 
   A copy where heads share slots, P times their size: for prompts, not for steps.
   """
-  if "place" not in cache.heads:
+  if cache.layout is not Layout.SHARED:
     return cache.slots
   first, length = jnp.moveaxis(cache.heads["place"], -1, 0)
   each = jnp.arange(cache.size, dtype=jnp.int32)

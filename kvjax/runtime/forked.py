@@ -13,7 +13,7 @@ from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import expect, least
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan, Span
 from kvjax.core.traits import Traits
 from kvjax.families import forms
@@ -94,8 +94,8 @@ class Forked(Method):
       f"context_{name}": Leaf("heads", made=functools.partial(held[name].empty, leading))
       for name in HELD
     }
-    count = Leaf("rows", made=lambda: jnp.zeros(contexts, jnp.int32))
-    return {**held, **shared, "context": count}
+    made = functools.partial(jnp.zeros, contexts, jnp.int32)
+    return {**held, **shared, "context": Leaf("rows", layout=Layout.BRANCHED, made=made)}
 
   # ---- decode
 
@@ -193,4 +193,5 @@ def branched(method: Forked, cache: Cache) -> Cache:
   seen = jnp.repeat(cache.seen, method.branches)
   counts = {"seen": seen, "used": jnp.zeros_like(seen), "context": jnp.array(cache.used)}
   origin = cache.origin and dataclasses.replace(cache.origin, method=method)
-  return dataclasses.replace(empty.put(slots=own, heads=held, rows=counts), origin=origin)
+  made = empty.put(slots=own, heads=held, rows=counts)
+  return dataclasses.replace(made, layout=Layout.BRANCHED, origin=origin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array
 from kvjax.core import slots
 from kvjax.core.cache import CacheSpec, Origin
 from kvjax.core.context import At, Carry, Env, Prompt, Turn
+from kvjax.core.leaves import Layout
 from kvjax.core.traits import Traits
 from kvjax.families import entrance, forms
 from kvjax.families.method import Aux, Method, checked_rows, lse_of
@@ -27,6 +28,7 @@ class Members:
   Each member's cache has the member's `origin`, and all together that of `SharedPrefill`.
   """
 
+  layout: ClassVar[Layout] = Layout.DENSE  # as drivers ask; each member's cache has its own
   caches: tuple[Any, ...]
   positional: tuple[bool, ...]
   origin: Origin | None = None

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from kvjax.core import settings
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.families import forms
 from kvjax.families.full import Full
 from kvjax.families.method import Method
@@ -165,6 +165,8 @@ def caches_are_as_described(case):
   spec = run.model.spec(len(LENGTHS), CAPACITY)
   for layer, cache in enumerate(run.caches):
     leaves = case.tight.leaves(spec, layer)
+    said = [leaf.layout for leaf in leaves.values() if leaf.layout is not None]
+    assert [cache.layout] == (said or [Layout.DENSE])[-1:]
     found = {shelf: {*getattr(cache, shelf)} for shelf in ("slots", "heads", "rows")}
     assert found == {shelf: {n for n, x in leaves.items() if x.shelf == shelf} for shelf in found}
     for name, leaf in leaves.items():

@@ -31,7 +31,7 @@ from kvjax.runtime import arguments
 from kvjax.runtime.forked import Forked, branched
 
 FORMAT = "kvjax-caches"
-VERSION = 1  # of the file's layout: one that is read otherwise gets the next number
+VERSION = 2  # of the file's layout: one that is read otherwise gets the next number
 _HEADER = "header.json"
 TILE = 64  # slots that a shared context's are a multiple of: few sizes, few compilations
 
@@ -81,10 +81,12 @@ def save(
   found = {name: _kind(x) for name, x in named.items()}
   if np.ndim(logits) != 2:
     raise ValueError(f"logits: found shape {np.shape(logits)}, expected [B, V], as prefill returns")
-  _check_layout("caches", found, method, spec, np.shape(logits)[-1])
+  layouts = _layouts(caches)
+  _check_layout("caches", found, layouts, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
   header = {
     **_identity(method, spec),
+    "layouts": layouts,
     "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},
   }
   with aside(path, replace=True) as made, zipfile.ZipFile(made, "w") as file:
@@ -120,6 +122,7 @@ def restore(
     _check_version(path, *identity)
     with _whole(path):
       described = header["method"], dict(header["spec"])
+      layouts = list(header["layouts"])
       kinds = {
         name: (str(dtype), tuple(shape)) for name, (dtype, shape) in header["arrays"].items()
       }
@@ -127,7 +130,7 @@ def restore(
     shape = kinds.get("logits", ("", ()))[1]
     if len(shape) != 2:
       raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
-    tree = _check_layout(str(path), kinds, method, spec, shape[1])
+    tree = _check_layout(str(path), kinds, layouts, method, spec, shape[1])
     with _whole(path):
       read = {name: _read(file, name, *kind) for name, kind in kinds.items()}
   leaves = [read[name] for name in _named(tree)]
@@ -304,6 +307,11 @@ def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
   return str(x.dtype), tuple(x.shape)
 
 
+def _layouts(caches: Caches) -> list[str]:
+  """Names of the layers' layouts."""
+  return [cache.layout.name for cache in caches]
+
+
 def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
   sizes = {**dataclasses.asdict(spec), "dtype": jnp.dtype(spec.dtype).name}
   windows = list(sizes.pop("windows"))
@@ -350,9 +358,14 @@ def _check_identity(
 
 
 def _check_layout(
-  what: str, found: dict[str, tuple], method: Method, spec: CacheSpec, vocab: int
+  what: str,
+  found: dict[str, tuple],
+  layouts: list[str],
+  method: Method,
+  spec: CacheSpec,
+  vocab: int,
 ) -> tuple[Any, Caches]:
-  """Raises unless the arrays' names, shapes and dtypes are those of the method for the spec.
+  """Raises unless layouts, and the arrays' names, shapes and dtypes, are the method's for the spec.
 
   Returns:
     Logits and caches, as shapes.
@@ -366,6 +379,8 @@ def _check_layout(
         f"{what}: {name}: found {found.get(name, 'nothing')}, "
         f"expected {expected.get(name, 'nothing')} as {method!r} lays it out"
       )
+  if layouts != (wanted := _layouts(tree[1])):
+    raise ValueError(f"{what}: layouts: found {layouts}, expected {wanted} of {method!r}")
   return tree
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 import kvjax
+from kvjax.core.leaves import Layout
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.transformer import Transformer
@@ -135,7 +136,8 @@ def holding(
     slots[name] = jnp.broadcast_to(one, shape)
   slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
   rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
-  heads = {"apart": _window(cache.heads["apart"], tokens)} if "apart" in cache.heads else {}
+  apart = cache.layout is Layout.SPLIT
+  heads = {"apart": _window(cache.heads["apart"], tokens)} if apart else {}
   return cache.put(slots=slots, heads=heads, rows=rows)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.core.leaves import Layout
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import shared_slots
@@ -123,7 +124,7 @@ def caches(model: Transformer, method: Any, batch: int, tokens: int) -> Any:
   base = getattr(method, "base", method)
   length = np.full(spec.kv_heads, base.budget, np.int32)
   heads = {}
-  if "place" in cache.heads:
+  if cache.layout is Layout.SHARED:
     length = lengths(spec.kv_heads, base.budget)
     heads["place"] = np.stack([np.cumsum(length) - length, length], -1)
   heads["ring"] = np.stack([length - base.window_size, np.full_like(length, tokens)], -1)

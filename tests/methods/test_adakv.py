@@ -24,6 +24,7 @@ from kvjax import (
   SnapKV,
   plan_memory,
 )
+from kvjax.core.leaves import Layout
 from kvjax.ops import shared_slots
 from kvjax.runtime.sharding import init_caches
 from kvjax.testing import LAWS, Case
@@ -106,7 +107,8 @@ def test_slots_by_hand():
   def both(pos):
     kept = shared_slots.packed({"pos": pos, "x": 10 * pos}, order, count, place, 3)
     rows = {"seen": jnp.array([3]), "used": jnp.array([1])}
-    return kept, shared_slots.by_head(kvjax.Cache(kept, {"place": place[0]}, rows))
+    cache = kvjax.Cache(kept, {"place": place[0]}, rows, Layout.SHARED)
+    return kept, shared_slots.by_head(cache)
 
   kept, apart = both(pos)
   assert kept["pos"].tolist() == [[[2, 0, 1]]] and kept["x"].tolist() == [[[20, 0, 10]]]

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import AdaKV, Env, Full, KVzip
+from kvjax.core.leaves import Layout
 from kvjax.families.entrance import landing
 from kvjax.models.decode import caches as live
 from kvjax.models.decode import reconstruct
@@ -73,7 +74,7 @@ def test_where_the_next_token_goes():
   slots = {"pos": jnp.zeros((1, 1, 8), jnp.int32)}
   place = jnp.array([[[0, 2], [2, 6]]])
   rows = {"seen": jnp.array([9]), "used": jnp.array([3])}
-  cache = kvjax.Cache(slots, {"place": place, "ring": place}, rows)
+  cache = kvjax.Cache(slots, {"place": place, "ring": place}, rows, Layout.SHARED)
   assert shared_slots.lies(cache)[2].tolist() == [[1, 5]]
   at = METHOD.at(Env(1), 0)
   assert landing(at, cache, jnp.array([True])).tolist() == [[1, 7]]

@@ -105,6 +105,10 @@ def test_damaged_files_are_refused(tmp_path):
   rewrite(lambda entries: entries.pop("layer3.rows.seen.npy"))
   with pytest.raises(ValueError, match=r"layer3\.rows\.seen"):
     restore(path, method, spec)
+  split = lambda entries: entries["header.json"].replace(b"DENSE", b"SPLIT", 1)  # noqa: E731
+  rewrite(lambda entries: entries.update({"header.json": split(entries)}))
+  with pytest.raises(ValueError, match=r"layouts: found \['SPLIT', .*, expected \['DENSE', .*Full"):
+    restore(path, method, spec)
   rewrite(lambda entries: entries.update({"header.json": json.dumps({"format": "x"}).encode()}))
   with pytest.raises(ValueError, match="found format 'x' version None"):
     restore(path, method, spec)
@@ -114,8 +118,8 @@ def test_files_of_other_versions_are_refused(tmp_path):
   """Whatever else their headers say, or do not say."""
   path, spec = tmp_path / "x.npz", model().spec(2, CAPACITY)
   for version, says in (
-    (caches_file.VERSION + 1, r"2, expected 'kvjax-caches' version 1 .*by a newer kvjax"),
-    (0, r"0, expected 'kvjax-caches' version 1 .*by an older kvjax"),
+    (caches_file.VERSION + 1, r"3, expected 'kvjax-caches' version 2 .*by a newer kvjax"),
+    (1, r"1, expected 'kvjax-caches' version 2 .*by an older kvjax"),
   ):
     with zipfile.ZipFile(path, "w") as file:
       file.writestr("header.json", json.dumps({"format": "kvjax-caches", "version": version}))

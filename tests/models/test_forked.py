@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax import Env, Forked, Full, KVzip, Quest, SnapKV
 from kvjax.analysis.traffic import step_traffic
+from kvjax.core.leaves import Layout
 from kvjax.models.decode import reconstruct
 from kvjax.models.decode.caches import fork, fork_shared, restore, room, save
 from kvjax.models.decode.generate import generate, prefill
@@ -45,7 +46,8 @@ def test_worked_example():
     "pos": jnp.array([[[-1]], [[2]]]),
   }
   rows = {"seen": jnp.array([2, 3]), "used": jnp.array([0, 1]), "context": jnp.array([2])}
-  cache = kvjax.Cache(own, {f"context_{name}": x for name, x in context.items()}, rows)
+  held = {f"context_{name}": x for name, x in context.items()}
+  cache = kvjax.Cache(own, held, rows, Layout.BRANCHED)
   q = jnp.ones((2, 1, 1, 2)) * jnp.array([1.0, 0])
 
   @jax.jit
@@ -224,7 +226,7 @@ def test_families(family):
     out.append(np.asarray(said.logits))
   np.testing.assert_allclose(*out, atol=CLOSE)
   windows = decoder.config.windows
-  shared = ["context" in cache.rows for cache in mine]
+  shared = [cache.layout is Layout.BRANCHED for cache in mine]
   assert shared == [w is None for w in windows] and len(set(shared)) == 2
 
 

@@ -11,7 +11,7 @@ from kvjax.core import settings
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Prompt
 from kvjax.core.fields import between, bound, expect, least, one_of
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families import forms
@@ -117,7 +117,8 @@ class ART(Wrapper):
   def _traversal(self, cache: Cache) -> Traversal:
     """The orders of §3.3; a ring is walked by tiles unless the base selects or asks for logits."""
     own = self.base.traits.wants_logits or forms.overrides(self.base, "plan")
-    return Traversal(self.tile, self.sinks, by_tiles="ring" in cache.heads and not own)
+    turns = cache.layout is Layout.RING
+    return Traversal(self.tile, self.sinks, by_tiles=turns and not own)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     pages = {} if self.certify is None else self._pages.summaries(spec)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.leaves import Layout
 from kvjax.families.method import Method
 
 
@@ -20,8 +21,9 @@ def split(cache: Cache) -> tuple[Cache, Cache]:
   slots_of = dict(cache.heads["apart"])
   heads = {"ring": slots_of.pop("ring")}
   used = jnp.minimum(cache.used, slots_of["pos"].shape[2])
-  streaming = Cache(slots_of, heads, {**cache.rows, "used": used}, kinds=cache.kinds)
-  return dataclasses.replace(cache, heads={}), streaming
+  rows = {**cache.rows, "used": used}
+  streaming = Cache(slots_of, heads, rows, Layout.RING, kinds=cache.kinds)
+  return dataclasses.replace(cache, heads={}, layout=Layout.DENSE), streaming
 
 
 def joined(cache: Cache, full: Cache, streaming: Cache) -> Cache:

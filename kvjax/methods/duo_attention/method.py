@@ -17,7 +17,7 @@ from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Carry, Prompt
 from kvjax.core.fields import expect, least
-from kvjax.core.leaves import Leaf
+from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.traits import Traits
 from kvjax.families import entrance
 from kvjax.families.full import Full
@@ -189,7 +189,7 @@ class DuoAttention(Method):
       name: dataclasses.replace(x, heads=full) for name, x in held.items() if x.shelf == "slots"
     }
     made = functools.partial(apart.empty, self._streaming(), spec, streaming, layer)
-    return {**held, **own, "apart": Leaf("heads", made=made)}
+    return {**held, **own, "apart": Leaf("heads", layout=Layout.SPLIT, made=made)}
 
   # ---- drivers
 
@@ -239,8 +239,8 @@ class DuoAttention(Method):
     if at.env.check_nan:  # looked at here, for both kinds at once
       env = dataclasses.replace(at.env, check_nan=False)
       kinds = {kind: dataclasses.replace(where, env=env) for kind, where in kinds.items()}
-    if "apart" not in cache.heads:
-      out, after, _, aux = driver(kinds["ring" in cache.heads], cache, *new)
+    if cache.layout is not Layout.SPLIT:
+      out, after, _, aux = driver(kinds[cache.layout is Layout.RING], cache, *new)
       return out, after, aux
     order, place = self._order(at, cache.kv_heads)
     first = cache.pos.shape[1]

@@ -1,7 +1,7 @@
 """What every method that keeps a fixed number of tokens has in common."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -13,6 +13,7 @@ from kvjax.core.fields import least
 from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.traits import Traits
 from kvjax.families.method import Method
+from kvjax.ops.insertion import Placement
 from kvjax.primitives import ring
 
 
@@ -89,3 +90,4 @@ class InTurn(Bounded):
     return cache.put(heads={"ring": jnp.stack([staying, since], -1)})
 
   victim = ring.victim
+  placement: ClassVar[Placement] = Placement.RING

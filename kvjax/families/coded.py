@@ -15,7 +15,7 @@ from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families.method import Aux
-from kvjax.families.wrapper import Wrapper
+from kvjax.families.wrapper import Wrapper, of_base
 from kvjax.ops import decode
 from kvjax.primitives.codes import WORDS
 
@@ -33,6 +33,7 @@ class Coded(Wrapper):
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("insert", "stage")
+  placement = of_base("placement")
   bits: int
 
   @property
@@ -44,9 +45,6 @@ class Coded(Wrapper):
     """The base's, of moves that only see its cache as the base does."""
     own = move in ("insert", "attend", "leaves", "traits")
     return super()._form(move) if own else self.base._form(move)
-
-  def _lineage(self) -> list[type]:
-    return self.base._lineage()
 
   # ---- what a subclass says
 

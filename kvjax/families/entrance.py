@@ -15,7 +15,6 @@ from kvjax.core.slots import Slots
 from kvjax.families import forms
 from kvjax.families.shapes import check_shape
 from kvjax.ops import insertion, offload, shared_slots, slot_shards
-from kvjax.primitives import ring
 from kvjax.primitives.traced_layer import TracedLayer, different_layers
 
 if TYPE_CHECKING:
@@ -45,11 +44,10 @@ def enter_token(
 ) -> tuple[Float[Array, "B K G H"], Cache]:
   """Rotates the new token's q and k and inserts it; returns rotated q and the cache.
 
-  A kernel does both at once, for forms of `insert` that an operation stands for; the others are
-  what they say they are.
+  A kernel does both at once where `insert` is declared to be an operation (`entry`).
   """
-  operation = forms.operation(at.top, "insert")
-  if operation is None or not insertion.enters(at, cache, operation):
+  entry, placement = at.top.entry, at.top.placement
+  if isinstance(entry, forms.Void) or not insertion.enters(at, cache, entry):
     rope = at.env.rope
     q = rope.rotate(q, cache.seen[:, None, None])
     k = rope.rotate(k, cache.seen[:, None])
@@ -57,12 +55,9 @@ def enter_token(
   slot = landing(at, cache, live)
   if cache.layout is Layout.SHARED:
     return insertion.enter_shared(at, cache, q, k, v, live, slot)
-  turns = forms.form(at.top, "victim") is ring.victim
-  ring_of = cache.heads["ring"] if turns else None
-  chooses = not turns and forms.overrides(at.top, "victim")
-  victim = _victim(at, cache) if chooses else None
-  new = q, k, v, live, slot
-  return insertion.enter_token(at, cache, *new, operation, victim=victim, ring=ring_of)
+  ring = cache.heads["ring"] if placement is insertion.Placement.RING else None
+  victim = None if placement else _victim(at, cache)
+  return insertion.enter_token(at, cache, q, k, v, live, slot, entry, victim=victim, ring=ring)
 
 
 def enter(

@@ -1,20 +1,30 @@
-"""Moves and their forms: what a class may define, and which form of a move a method has.
+"""What a class may define, and how long its declarations hold once moves are overridden.
 
-A kernel stands for one form of a move and no other.
+A kernel stands for what a method declares of its moves, and for nothing else.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from kvjax.families.method import Method
 
-Form = TypeVar("Form", bound=Callable)
-
+# The moves that each declaration describes.
+DESCRIBED = {
+  "entry": ("insert",),
+  "placement": ("victim",),
+  "attention": ("attend",),
+  "_covers": ("span", "window", "victim", "insert", "rank", "keep", "_always"),
+  "_scored": ("score",),
+  "_renewal": ("summarise",),
+}
+# Declarations of what operation of `kvjax.ops` a move is.
+OPERATIONS = {"insert": "entry", "attend": "attention"}
 # Names of before 0.3, and what says the same now.
 MOVED = {
   **dict.fromkeys(("positional", "wants_logits", "ordered", "chunkable", "scans"), "traits"),
@@ -54,40 +64,45 @@ def _full_cache(method: Method) -> type:
   return next(cls for cls in reversed(type(method).__mro__) if "decode_step" in vars(cls))
 
 
-def known_as(name: str) -> Callable[[Form], Form]:
-  """Marks a form of a move that an operation of this name does too (`kvjax.ops`)."""
-
-  def marked(form: Form) -> Form:
-    vars(form)["known_as"] = name, form  # what is wrapped around it has the mark, and is another
-    return form
-
-  return marked
-
-
-def operation(method: Method, move: str) -> str | None:
-  """The operation that does what a method's form of a move does; None: there is none."""
-  here = form(method, move)
-  name, marked = getattr(here, "known_as", (None, None))
-  return name if marked is here else None
-
-
 def differs(method: Method, move: str) -> bool:
   """Whether a method's form of a move does something else than the full cache's.
 
-  One that the same operation stands for only does it in another way.
+  One that is declared to be the same operation only does it in another way.
   """
-  usual = getattr(vars(_full_cache(method))[move], "known_as", None)
-  own = operation(method, move)
-  return overrides(method, move) and (own is None or usual is None or own != usual[0])
+  name = OPERATIONS.get(move)
+  same = name is not None and getattr(method, name) == vars(_full_cache(method))[name]
+  return overrides(method, move) and not same
 
 
-def knows(method: Method, move: str, other: str) -> bool:
-  """Whether the class whose form of `move` this is knew the form of `other`, or is its class."""
+@dataclasses.dataclass(frozen=True)
+class Void:
+  """A declaration that does not hold: it does not know the forms of these moves. It is false."""
 
-  def said(name: str) -> int:
-    return max((i for i, cls in enumerate(method._lineage()) if name in vars(cls)), default=-1)
+  moves: tuple[str, ...]
 
-  return said(move) >= said(other)
+  def __bool__(self) -> bool:
+    return False
+
+
+def void(cls: type) -> None:
+  """Voids each declaration of which the class has another form of a move than who declared it.
+
+  A class that declares anew, in the body that overrides the move, has said what it is. A span of
+  one's own declares that it covers what the window does, whatever decides which tokens stay.
+  """
+  if "span" in vars(cls) and "_covers" not in vars(cls):
+    cls._covers = True  # type: ignore[attr-defined]
+  for name, moves in DESCRIBED.items():
+    by = next((base for base in cls.__mro__ if name in vars(base)), cls)
+    others = {x for x in moves if _static(cls, x) is not _static(by, x)}
+    if others:
+      before = vars(by)[name]
+      others |= {*before.moves} if isinstance(before, Void) else set()
+      setattr(cls, name, Void(tuple(x for x in moves if x in others)))
+
+
+def _static(cls: type, move: str) -> Any:
+  return inspect.getattr_static(cls, move, None)
 
 
 def dense_prefill(method: Method) -> bool:

@@ -39,7 +39,7 @@ from kvjax.ops import prefill as prefill_ops
 from kvjax.primitives.once import once, without_kept
 
 Aux = dict[str, Any]
-DECLARED = ("traits", "tiles")  # properties that are evaluated once for each method
+ONCE = ("traits", "tiles")  # properties that are evaluated once for each method
 Driver = TypeVar("Driver", bound=Callable[..., Any])
 
 
@@ -86,7 +86,8 @@ class Method:
   def __init_subclass__(cls, moves: Sequence[str] = (), **options: Any) -> None:
     super().__init_subclass__(**options)
     forms.check_moves(cls, moves)
-    once(cls, *DECLARED)
+    once(cls, *ONCE)
+    forms.void(cls)
 
   def __new__(cls, *args: Any, **values: Any) -> Method:
     fields.check(cls, {**fields.named_arguments(cls, args), **values})
@@ -96,6 +97,13 @@ class Method:
     return without_kept(self)
 
   # ---- what a method declares
+
+  # Which operation `insert` and `attend` are, and which slot `victim` gives up. What a kernel knows
+  # of a method is these: an override of the move voids them, if its class says nothing new.
+  entry: ClassVar[str | forms.Void] = "enter_token"
+  placement: ClassVar[insertion.Placement | forms.Void] = insertion.Placement.APPEND
+  attention: ClassVar[str | forms.Void] = "attend_span"
+  _covers: ClassVar[bool | forms.Void] = True  # `span`, of the window and of what leaves
 
   @property
   def traits(self) -> Traits:
@@ -111,10 +119,6 @@ class Method:
 
   # Of a model with sliding windows, too: what such a layer keeps is a method itself (`sliding`).
   _caches_of_layers: ClassVar[Callable[..., list[Any]]]
-
-  def _lineage(self) -> list[type]:
-    """All classes that have a say, each after those whose forms it overrides."""
-    return [*reversed(type(self).__mro__)]
 
   # ---- shapes (host, static)
 
@@ -168,7 +172,6 @@ class Method:
     """The slot that a full cache gives up for the new token; S (none) drops the new token."""
     return jnp.full(cache.pos.shape[:2], cache.size, jnp.int32)
 
-  @forms.known_as("enter_token")
   def insert(
     self,
     at: At,
@@ -204,7 +207,6 @@ class Method:
     """Priority of slots for a walk that may stop early, highest first; None: newest first."""
     return None
 
-  @forms.known_as("attend_span")
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Walks the plan with online softmax."""
     return slot_shards.merged(at, decode.attend(at, cache, slot_shards.part(at, cache, plan), q))
@@ -393,7 +395,7 @@ class Method:
     return At(layer, env, self)
 
 
-once(Method, *DECLARED)
+once(Method, *ONCE)
 
 
 def checked_rows(at: At, o: Array, cache: Cache, rows: Bool[Array, " B"]) -> Bool[Array, " B"]:

@@ -21,6 +21,7 @@ from kvjax.families.method import Aux, Method
 from kvjax.families.shapes import check_shape
 from kvjax.families.wrapper import Wrapper
 from kvjax.ops import selection, slot_shards
+from kvjax.ops import summaries as summaries_ops
 from kvjax.ops.scores import Scored
 
 
@@ -120,11 +121,16 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     """The operation that `score` is, for what does more in one go; None: any."""
     return None
 
+  @property
+  def _renewal(self) -> summaries_ops.Renewal | None:
+    """The operation that `summarise` is where the newest token belongs; None: any."""
+    return None
+
   def _renewed(self, at: At, cache: Cache) -> Cache:
-    """`summarise` where the newest token belongs; asked for where it knows of that (`forms`)."""
-    if not at.top.traits.positional:
+    """`summarise` where the newest token belongs."""
+    if not at.top.traits.positional:  # the newest token may be in any slot
       return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
-    return slot_shards.summarised(at, cache, self.summarise, cache.seen - 1, 1)
+    return summaries_ops.renewed(at, cache, self.summarise, self._renewal or None)
 
   # ---- what follows from it
 
@@ -254,8 +260,6 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     if self._dense(at):
       return cache, aux
-    if not forms.knows(self, "_renewed", "summarise"):
-      return Selective._renewed(self, at, cache), aux
     return self._renewed(at, cache), aux
 
 

@@ -12,9 +12,6 @@ from kvjax.core.plan import Needs, Plan, Window
 from kvjax.families import forms
 from kvjax.ops.prefill import Chunk
 
-# What decides which tokens stay in which slots.
-EVICTS = ("victim", "insert", "rank", "keep", "_always")
-
 
 def visible(at: At, cache: Cache) -> Plan:
   """The plan of all slots that the newest token's queries may see, and what the method needs."""
@@ -52,10 +49,11 @@ def _hidden(at: At, window: Window | None) -> tuple[str, ...]:
   """Moves for which a window may hide slots of a method's own span.
 
   Where slots are no positions, such a span says that nothing is cached but what the window holds:
-  of windows and evictions that came later it cannot know.
+  of windows and evictions that came later it does not know.
   """
   if window is None:
     return ()
   if at.top.traits.positional:
     return ("window",)
-  return tuple(move for move in ("window", *EVICTS) if not forms.knows(at.top, "span", move))
+  covers = at.top._covers
+  return covers.moves if isinstance(covers, forms.Void) else ()

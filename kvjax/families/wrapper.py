@@ -23,6 +23,11 @@ DRIVERS = ("init_caches", "prefill", "decode_step")
 SHAPES = ("capacity", "leaves")
 
 
+def of_base(name: str) -> Any:
+  """A declaration of the base's that holds for a wrapper, too."""
+  return property(lambda self: getattr(self.base, name))
+
+
 @dataclasses.dataclass(frozen=True)
 class Wrapper(Method):
   """A method that changes another one's moves.
@@ -37,6 +42,10 @@ class Wrapper(Method):
   """
 
   replaces: ClassVar[tuple[str, ...]] = ()
+  entry: ClassVar[Any] = of_base("entry")
+  placement: ClassVar[Any] = of_base("placement")
+  attention: ClassVar[Any] = of_base("attention")
+  _covers: ClassVar[Any] = of_base("_covers")
   base: Method = dataclasses.field(default_factory=Full)
 
   def __post_init__(self):
@@ -88,10 +97,8 @@ class Wrapper(Method):
     """Moves and properties that are not left to the base."""
     names = dict.fromkeys(name for cls in self._classes() for name in vars(cls))
     known = vars(Method)
-    return [x for x in names if x in known and not x.startswith("_") and not _makes(known[x])]
-
-  def _lineage(self) -> list[type]:
-    return [*self.base._lineage(), *reversed(self._classes())]
+    named = [x for x in names if x in known and x not in forms.DESCRIBED]
+    return [x for x in named if not x.startswith("_") and not _makes(known[x])]
 
 
 def _makes(value: Any) -> bool:

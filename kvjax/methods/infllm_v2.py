@@ -79,8 +79,9 @@ class InfLLMv2(Selective):
     compressed = tiles.write(cache.heads["compressed"], window, complete, mean)
     return cache.put(heads={"compressed": compressed})
 
-  def _renewed(self, at: At, cache: Cache) -> Cache:
-    return summaries_ops.renew_mean(at, cache, self.summarise, **self._windows)
+  @property
+  def _renewal(self) -> summaries_ops.Means:
+    return summaries_ops.Means(**self._windows)
 
   @property
   def _scored(self) -> scores.CompressedKeys:

@@ -11,10 +11,11 @@ from kvjax.core.context import At, Carry, Prompt, Turn
 from kvjax.core.fields import least, one_of
 from kvjax.core.leaves import Leaf, New
 from kvjax.core.plan import Attended, Plan
-from kvjax.families import entrance, forms
+from kvjax.families import entrance
 from kvjax.families.coded import Coded
 from kvjax.families.full import Full
 from kvjax.families.method import Method
+from kvjax.families.wrapper import of_base
 from kvjax.ops import decode
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
 
@@ -55,6 +56,8 @@ class Quantised(Coded):
       whole heads of 8 and 4 bits, the reference the rest.
   """
 
+  entry = "enter_codes"
+  _covers = of_base("_covers")  # tokens lie where the base's do
   base: Method = dataclasses.field(default_factory=Full)
   bits: int = one_of(BITS, 8)
   exact_layers: int = least(0, 0)
@@ -133,7 +136,6 @@ class Quantised(Coded):
 
   # ---- moves: decode
 
-  @forms.known_as("enter_codes")
   def insert(
     self,
     at: At,

@@ -66,10 +66,9 @@ class Quest(Selective):
   def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
     return tiles.with_extremes(cache, start, tokens, page=self.page)
 
-  def _renewed(self, at: At, cache: Cache) -> Cache:
-    if not at.top.traits.positional:  # the newest token may be in any page
-      return super()._renewed(at, cache)
-    return summaries_ops.renew_extremes(at, cache, self.summarise, unit=self.page)
+  @property
+  def _renewal(self) -> summaries_ops.Extremes:
+    return summaries_ops.Extremes(self.page)
 
   @property
   def _scored(self) -> scores.Pages:

@@ -1,5 +1,6 @@
 """A new token's way into the cache, and statistics of rows that do not count."""
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,13 @@ declare("enter_token", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_codes", pallas="kvjax.kernels.codes.enter:enter_codes")
 declare("enter_shared", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
+
+
+class Placement(enum.Enum):
+  """Which slot a full cache gives up for a token, as far as that is known beforehand."""
+
+  APPEND = "none: the new token is dropped"
+  RING = "the next one in turn (`kvjax.primitives.ring`)"
 
 
 def enters(at: At, cache: Cache, operation: str) -> bool:

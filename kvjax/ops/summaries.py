@@ -3,7 +3,9 @@
 What is renewed is what `summarise` makes of a cache's slots (`ops.context.summarised`).
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 from jaxtyping import Array
 
@@ -18,30 +20,42 @@ declare("renew_mean", pallas="kvjax.kernels.selection.summaries:renew_mean")
 Summarise = Callable[[Cache, Array, int], Cache]
 
 
-def renew_extremes(at: At, cache: Cache, summarise: Summarise, *, unit: int) -> Cache:
+@dataclasses.dataclass(frozen=True)
+class Extremes:
   """Minimum and maximum of the keys of a page of `unit` tokens: "key_min" and "key_max"."""
-  run = _kernel(at, cache, "renew_extremes", "key_min")
-  if run is None:
-    return slot_shards.summarised(at, cache, summarise, cache.seen - 1, 1)
-  held = cache.heads["key_min"], cache.heads["key_max"]
-  low, high = run(cache.slots["k"], cache.used, *held, unit=unit)
-  return cache.put(heads={"key_min": low, "key_max": high})
+
+  unit: int
+  operation: ClassVar[str] = "renew_extremes"
+  summaries: ClassVar[tuple[str, ...]] = ("key_min", "key_max")
 
 
-def renew_mean(at: At, cache: Cache, summarise: Summarise, *, width: int, stride: int) -> Cache:
+@dataclasses.dataclass(frozen=True)
+class Means:
   """Means of `width` keys, one every `stride` tokens: "compressed"."""
-  run = _kernel(at, cache, "renew_mean", "compressed")
-  if run is None:
+
+  width: int
+  stride: int
+  operation: ClassVar[str] = "renew_mean"
+  summaries: ClassVar[tuple[str, ...]] = ("compressed",)
+
+
+Renewal = Extremes | Means
+
+
+def renewed(at: At, cache: Cache, summarise: Summarise, renewal: Renewal | None) -> Cache:
+  """The cache with the newest token's summaries, by the operation that `summarise` is, if any."""
+  if renewal is None or (run := _kernel(at, cache, renewal)) is None:
     return slot_shards.summarised(at, cache, summarise, cache.seen - 1, 1)
-  held = cache.slots["k"], cache.used, cache.heads["compressed"]
-  return cache.put(heads={"compressed": run(*held, width=width, stride=stride)})
+  held = [cache.heads[name] for name in renewal.summaries]
+  made = run(cache.slots["k"], cache.used, *held, **dataclasses.asdict(renewal))
+  return cache.put(heads=dict(zip(renewal.summaries, made, strict=True)))
 
 
-def _kernel(at: At, cache: Cache, operation: str, summary: str) -> Callable | None:
+def _kernel(at: At, cache: Cache, renewal: Renewal) -> Callable | None:
   """The kernel, which reads keys that lie in memory: those made of codes do not.
 
   Their dtype is float32, and not their summary's.
   """
-  if cache.slots["k"].dtype != cache.heads[summary].dtype:
+  if cache.slots["k"].dtype != cache.heads[renewal.summaries[0]].dtype:
     return None
-  return pallas(at, operation, whole=True)
+  return pallas(at, renewal.operation, whole=True)

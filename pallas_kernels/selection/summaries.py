@@ -89,13 +89,13 @@ def renew_mean(
   width: int,
   stride: int,
   interpret: bool | None = None,
-) -> Float[Array, "B K M H"]:
+) -> tuple[Float[Array, "B K M H"], ...]:
   """The mean of the keys of [j·stride, j·stride + width) where slot used − 1 is its last.
 
   Arguments as in `renew_extremes`; `mean` is that of every window.
   """
   kernel = functools.partial(_mean_kernel, width=width, stride=stride)
-  return _renew(kernel, "renew_mean", k, used, (mean,), interpret)[0]
+  return _renew(kernel, "renew_mean", k, used, (mean,), interpret)
 
 
 def _renew(

@@ -3,6 +3,7 @@
 import inspect
 
 from kvjax.families.bounded import Bounded, InTurn
+from kvjax.families.forms import DESCRIBED
 from kvjax.families.method import Method
 from kvjax.families.prompt_scored import PromptScored
 from kvjax.families.selective import Selective, SelectiveTokens
@@ -22,7 +23,7 @@ def members() -> dict[str, list[str]]:
   found: dict[str, list[str]] = {}
   for cls in FAMILIES:
     for name in vars(cls):
-      if not name.startswith("_") and name not in inspect.get_annotations(cls):
+      if not name.startswith("_") and name not in {*inspect.get_annotations(cls), *DESCRIBED}:
         found.setdefault(name, []).append(cls.__name__)
   return found
 

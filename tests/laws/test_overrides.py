@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import types
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from kvjax import (
   METHODS,
   PRR,
   PSAW,
+  TOVA,
   Active,
   Bounded,
   Cache,
@@ -39,6 +41,7 @@ from kvjax import (
   Plan,
   Prompt,
   PromptScored,
+  Quantised,
   Quest,
   Random,
   Selective,
@@ -54,8 +57,13 @@ from kvjax import (
 from kvjax.core.leaves import NORM, Leaf
 from kvjax.families import forms
 from kvjax.families.bounded import InTurn
+from kvjax.families.forms import Void
 from kvjax.families.method import _twin
 from kvjax.ops import table
+from kvjax.ops.insertion import Placement
+from kvjax.ops.scores import Pages
+from kvjax.ops.summaries import Extremes
+from kvjax.primitives import ring
 from kvjax.testing.layer import Stream
 from kvjax.testing.traced_laws import Through, operations
 from tests.kernels.test_decode_ops import CASES as STEPS
@@ -148,8 +156,17 @@ def forecast(base):
   return PRR(base, budget=1.0, calibrate=False, history=2, every=1)
 
 
-def first_slot(self, at, cache, *_):
+def first_slot(self, at, cache):
   return jnp.zeros(cache.pos.shape[:2], jnp.int32)
+
+
+class First(SnapKV):
+  """Gives up its first slot, though it notes whose turn it is."""
+
+  victim = first_slot
+
+
+IN_TURN = {"placement": Placement.RING}  # declared anew, beside the override that it describes
 
 
 def changed(*names, **how):
@@ -226,6 +243,10 @@ def by_first_channel(self, at, cache, q, visible):
 
 def by_second_channel(self, at, cache, q, visible):
   return cache.slots["k"][..., 1]
+
+
+def no_summary(self, cache, start, tokens):
+  return cache
 
 
 def top_logit(self, at, cache, q, plan, attended):
@@ -332,6 +353,11 @@ TABLE = [
     *("victim", StreamingLLM(6, 1, "original"), first_slot, hidden("victim")),
     slow=True,
   ),
+  case("victim", First(6, 2), ring.victim, **IN_TURN),
+  case("victim", SnapKV(6, 2), first_slot, over=Through),
+  case("victim", Through(SnapKV(6, 2)), first_slot),
+  case("victim", Through(First(6, 2)), ring.victim, **IN_TURN, slow=True),
+  case("victim", Quantised(SnapKV(6, 2)), first_slot, slow=True),
   case("leaves", Full(), with_leaf("norm", NORM)),
   case("leaves", LongFlow(6, 2), changed("norm", new=sevens), slow=True),
   case("leaves", METHODS["h2o"](6), changed("mass", new=sevens), prompt=PROMPT, slow=True),
@@ -374,8 +400,8 @@ TABLE = [
   # of those that select
   case("tiles", QUEST, wider_tiles, slow=True),
   case("summaries", QUEST, more_summaries, slow=True),
-  case("summarise", QUEST, lambda self, cache, start, tokens: cache, slow=True),
-  case("summarise", BLOCKS, lambda self, cache, start, tokens: cache, slow=True),
+  case("summarise", QUEST, no_summary, slow=True),
+  case("summarise", BLOCKS, no_summary, slow=True),
   case("score", TopKOracle(4), by_second_channel, slow=True),
   case("score", QUEST, by_first_channel),
   case("score", QUEST, by_first_channel, over=forecast, prompt=PROMPT, slow=True),
@@ -601,6 +627,81 @@ def test_what_a_class_may_have_beside_moves():
   assert Member.preset()._help() == 8
   with pytest.raises(TypeError, match="Own: found no pages, which its moves name"):
     type("Own", (Full,), {}, moves=("pages",))
+
+
+# ---- declarations
+
+
+def named(base, **body):
+  return type("Own", (base,), body)
+
+
+VOID = Void(("victim",))
+TWICE = {"insert": twice_v}
+
+
+@pytest.mark.parametrize(
+  ("method", "name", "expected"),
+  [
+    # of one class
+    (Full(), "placement", Placement.APPEND),
+    (SnapKV(6, 2), "placement", Placement.RING),
+    (TOVA(6), "placement", VOID),
+    (named(SnapKV, victim=first_slot)(6, 2), "placement", VOID),
+    (named(SnapKV, victim=first_slot)(6, 2), "entry", "enter_token"),
+    (named(SnapKV, **TWICE)(6, 2), "placement", Placement.RING),
+    (named(SnapKV, **TWICE)(6, 2), "entry", Void(("insert",))),
+    (named(First, victim=ring.victim, **IN_TURN)(6, 2), "placement", Placement.RING),
+    # of those that follow
+    (named(First)(6, 2), "placement", VOID),
+    (named(named(First, victim=ring.victim, **IN_TURN))(6, 2), "placement", Placement.RING),
+    (named(named(First, **IN_TURN), victim=first_slot)(6, 2), "placement", Placement.RING),
+    (named(named(First, **IN_TURN), victim=oldest_first)(6, 2), "placement", VOID),
+    # of wrappers
+    (Through(SnapKV(6, 2)), "placement", Placement.RING),
+    (Through(First(6, 2)), "placement", VOID),
+    (named(Wrapper, victim=first_slot)(SnapKV(6, 2)), "placement", VOID),
+    (Through(named(Wrapper, victim=first_slot)(SnapKV(6, 2))), "placement", VOID),
+    (named(Wrapper, victim=ring.victim, **IN_TURN)(First(6, 2)), "placement", Placement.RING),
+    (Through(LongFlow(6, 2)), "attention", "attend_span"),
+    (HALT(), "attention", Void(("attend",))),
+    (HALT(), "entry", "enter_token"),
+    # of codes
+    (Quantised(SnapKV(6, 2)), "placement", Placement.RING),
+    (Quantised(First(6, 2)), "placement", VOID),
+    (Quantised(SnapKV(6, 2)), "entry", "enter_codes"),
+    (Through(Quantised()), "entry", "enter_codes"),
+    (named(Quantised, victim=first_slot)(SnapKV(6, 2)), "placement", VOID),
+    (named(Quantised, **TWICE)(), "entry", Void(("insert",))),
+    # of what selects
+    (named(Quest, score=by_first_channel)(16), "_scored", Void(("score",))),
+    (named(Quest, score=by_first_channel)(16), "_renewal", Extremes(16)),
+    (named(Quest, summarise=no_summary)(16), "_renewal", Void(("summarise",))),
+    (named(Quest, summarise=no_summary)(16), "_scored", Pages("mean")),
+    # of a span, which is a declaration itself
+    (StreamingLLM(8, 1), "_covers", True),
+    (Quantised(StreamingLLM(8, 1)), "_covers", True),
+    (named(StreamingLLM, victim=first_slot)(8, 1), "_covers", VOID),
+    (named(StreamingLLM, victim=first_slot, span=narrow_span)(8, 1), "_covers", True),
+  ],
+)
+def test_an_override_voids_what_describes_it(method, name, expected):
+  found = getattr(method, name)
+  assert found == expected and bool(found) != isinstance(found, Void)
+
+
+def test_moves_of_classes_beside_void_them_too():
+  """Mixins that are no methods; and of two parents the one that declared nothing anew."""
+  mixin = type("Mixin", (), {"victim": first_slot})
+  assert type("Own", (mixin, SnapKV), {})(6, 2).placement == VOID
+  declared = type("Declared", (SnapKV,), {"insert": twice_v, **IN_TURN})
+  assert type("Own", (declared, First), {})(6, 2).placement == VOID
+
+
+def test_declarations_describe_moves():
+  described = {x for x in itertools.chain(*forms.DESCRIBED.values()) if not x.startswith("_")}
+  assert described <= {*vars(Method), *vars(Selective)}
+  assert {*forms.DESCRIBED} <= {*vars(Method), *vars(Selective)}
 
 
 # ---- wrappers

@@ -39,6 +39,7 @@ class LongFlow(SnapKV):
     recent: newest tokens that are not evicted, the newest itself among them.
   """
 
+  attention = "attend_span"
   budget: int = 3200
   per: str = one_of(("kv_head", "layer"), "kv_head")
   sinks: int = least(0, 0)

@@ -199,7 +199,7 @@ class PRR(Wrapper):
     self, at: At, cache: Cache, visible: Plan, guess: Plan | None, q: Float[Array, "B K G H"]
   ) -> Beside:
     """Scores and the predictor's next state, with attention over Ŝ where one launch does all."""
-    scored = self._selector._scored if forms.knows(self.base, "_scored", "score") else None
+    scored = self._selector._scored or None
     everything = visible.window is None and not visible.needs.own_span
     # S1 may have to keep what was speculated as it is.
     if guess and scored is not None and everything and self.variant != "S1":

@@ -54,9 +54,9 @@ def form(method: Method, move: str) -> Any:
   return method._form(move)
 
 
-def overrides(method: Method, move: str) -> bool:
-  """Whether a method has its own form of a move."""
-  return method._form(move) is not vars(_full_cache(method))[move]
+def overrides(method: Method, move: str, cls: type | None = None) -> bool:
+  """Whether a method has another form of a move than a class has, the full cache's if not named."""
+  return method._form(move) is not _static(cls or _full_cache(method), move)
 
 
 def _full_cache(method: Method) -> type:

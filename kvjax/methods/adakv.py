@@ -70,9 +70,7 @@ class AdaKV(Wrapper):
     expect(self, "base", scored, "a method that cuts prompts by a score of tokens (PromptScored)")
     window = not self.rounded or isinstance(self.base, PromptScored)
     expect(self, "rounded", window, f"False: {self.base!r} has no window_size")
-    own = [
-      move for move, cls in KNOWN.items() if forms.form(self.base, move) is not vars(cls)[move]
-    ]
+    own = [move for move, cls in KNOWN.items() if forms.overrides(self.base, move, cls)]
     expect(self, "base", not own, f"a method without {', '.join(own)} of its own")
 
   @property

@@ -52,7 +52,7 @@ class CriticalKV(Wrapper):
     scores = isinstance(base, PromptScored) and type(base).rank is PromptScored.rank
     expect(self, "base", scores, "a method that cuts a prompt by `score`, such as SnapKV()")
     sizes = "capacity", "_most"
-    even = scores and all(forms.form(base, size) is vars(Bounded)[size] for size in sizes)
+    even = scores and not any(forms.overrides(base, size, Bounded) for size in sizes)
     expect(self, "base", even, "one that gives every layer its budget")
 
   @property

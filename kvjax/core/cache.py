@@ -173,8 +173,7 @@ class Cache:
   def head_dim(self) -> int:
     """H, the numbers of a key."""
     k, bits = self.slots["k"], self.leaf("k").bits
-    words = bits is not None and not jnp.issubdtype(k.dtype, jnp.floating)
-    return k.shape[3] * 8 * k.dtype.itemsize // bits if words else k.shape[3]
+    return k.shape[3] if bits is None else k.shape[3] * 8 * k.dtype.itemsize // bits
 
   @property
   def seen(self) -> Array:

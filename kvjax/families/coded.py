@@ -72,10 +72,15 @@ class Coded(Wrapper):
       leaves[name] = Leaf("slots", (spec.head_dim // codes,), word, bits=self.bits)
     return leaves
 
+  def _numbers(self, cache: Cache, held: slots.Slots) -> Cache:
+    """The cache with these slots, whose k and v are numbers: no leaf says that they are words."""
+    kinds = tuple((name, leaf) for name, leaf in cache.kinds if name not in WORDS)
+    return dataclasses.replace(cache, slots=held, kinds=kinds)
+
   def _after(self, before: Cache, after: Cache) -> Cache:
     """The cache as it is stored, after a move of the base that left k and v alone."""
     own = {name: before.slots[name] for name in (*WORDS, *self._beside) if name in before.slots}
-    return dataclasses.replace(after, slots={**after.slots, **own})
+    return dataclasses.replace(after, slots={**after.slots, **own}, kinds=before.kinds)
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     return self.base.victim(at, self._of_base(cache))

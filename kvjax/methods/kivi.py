@@ -105,7 +105,7 @@ class KIVI(Coded):
 
   def _of_base(self, cache: Cache) -> Cache:
     """What the base has in its cache: k and v as codes have them, but for the newest."""
-    if "v_scale" not in cache.slots:
+    if cache.leaf("k").bits is None:
       return cache
     held = {name: x for name, x in cache.slots.items() if name not in self._beside}
     slot = jnp.arange(cache.size, dtype=jnp.int32)
@@ -115,7 +115,7 @@ class KIVI(Coded):
       newest = jnp.take(cache.heads[f"{name}_newest"], slot % self.residual, axis=2)
       stays = (slot >= first[:, None])[:, None, :, None]
       held[name] = jnp.where(stays, newest.astype(jnp.float32), coded[name])
-    return dataclasses.replace(cache, slots=held)
+    return self._numbers(cache, held)
 
   def _keys(self, cache: Cache) -> Float[Array, "B K S H"]:
     """Codes of keys as numbers: X'_K, in groups of tokens."""

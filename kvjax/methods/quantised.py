@@ -99,7 +99,7 @@ class Quantised(Coded):
       parts = [cache.slots[part] for part in _parts(name, self.bits)]
       held[name] = dequantise(Codes(cache.slots[name], *parts), self.bits)
     held["k"] = held["k"] + cache.heads["k_mean"][:, :, None]
-    return dataclasses.replace(cache, slots=held)
+    return self._numbers(cache, held)
 
   def _with_words(self, cache: Cache) -> Cache:
     """The same, and beside the numbers their words, scales and zero points, to move with them."""
@@ -110,13 +110,11 @@ class Quantised(Coded):
     held = self._of_base(cache)
     return dataclasses.replace(held, slots={**held.slots, **kept})
 
-  def _stored(self, cache: Cache) -> Cache:
-    """The cache as it is kept, of one `_with_words`."""
-    if _WORDS["k"] not in cache.slots:
-      return cache
-    rest = {name: x for name, x in cache.slots.items() if name not in _WORDS.values()}
-    words = {name: cache.slots[beside] for name, beside in _WORDS.items()}
-    return dataclasses.replace(cache, slots={**rest, **words})
+  def _stored(self, before: Cache, after: Cache) -> Cache:
+    """The cache as it is kept, after a move of the base on one `_with_words`."""
+    rest = {name: x for name, x in after.slots.items() if name not in _WORDS.values()}
+    words = {name: after.slots[beside] for name, beside in _WORDS.items()}
+    return dataclasses.replace(after, slots={**rest, **words}, kinds=before.kinds)
 
   def _codes(self, new: New, mean: Float[Array, "B K H"]) -> New:
     """Words, scales and zero points of new tokens [B, K, T, H], by the names of their leaves."""
@@ -153,7 +151,8 @@ class Quantised(Coded):
     entered = self.base.insert(at, self._of_base(cache), new["k"][:, :, 0], new["v"][:, :, 0], live)
     slot = entrance.landing(at, cache, live)[:, :, None]
     written = {name: slots.put(cache.slots[name], slot, x) for name, x in codes.items()}
-    return dataclasses.replace(entered, slots={**entered.slots, **written})
+    slots_of = {**entered.slots, **written}
+    return dataclasses.replace(entered, slots=slots_of, kinds=cache.kinds)
 
   def plan_and_attend(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
@@ -190,13 +189,13 @@ class Quantised(Coded):
     new = {**codes, **rounded}
     held = self._with_words(cache)
     kept = self.base.keep(at, held, turn, new)
-    return self._stored(kept.put(heads={"k_mean": mean}))
+    return self._stored(cache, kept.put(heads={"k_mean": mean}))
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     """The base's, of the numbers; `keep` asks for it where these have their words beside them."""
     if not _coded(cache):
       return self.base.settle(at, cache, prompt)
-    return self._stored(self.base.settle(at, self._with_words(cache), prompt))
+    return self._stored(cache, self.base.settle(at, self._with_words(cache), prompt))
 
 
 def _mean_key(at: At, cache: Cache, new: slots.Slots) -> Float[Array, "B K H"]:
@@ -219,8 +218,8 @@ def _parts(name: str, bits: int) -> tuple[str, ...]:
 
 
 def _coded(cache: Cache) -> bool:
-  """Whether k and v are words: not in first layers, nor where numbers have words beside them."""
-  return "k_scale" in cache.slots and _WORDS["k"] not in cache.slots
+  """Whether k and v are words: not in first layers, nor where they are numbers just now."""
+  return cache.leaf("k").bits is not None
 
 
 def _example(cls: type[Quantised], budget: int) -> Method:

@@ -49,11 +49,6 @@ MOVED = {
 SETTINGS = ("example", "usual", "neutral", "repo")
 
 
-def form(method: Method, move: str) -> Any:
-  """The form of a move, as its class wrote it."""
-  return method._form(move)
-
-
 def overrides(method: Method, move: str, cls: type | None = None) -> bool:
   """Whether a method has another form of a move than a class has, the full cache's if not named."""
   return method._form(move) is not _static(cls or _full_cache(method), move)

@@ -176,7 +176,7 @@ class ART(Wrapper):
 
   def _form(self, move: str) -> Any:
     if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
-      return forms.form(self.base, move)
+      return self.base._form(move)
     return super()._form(move)
 
   def observe(

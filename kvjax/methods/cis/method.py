@@ -129,7 +129,7 @@ class CIS(Method):
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Attended, Carry]:
     """The two in turn, or in one launch; notes `kernel.Selected`."""
-    if forms.form(at.top, "plan") is not CIS.plan:
+    if forms.overrides(at.top, "plan", CIS):
       return super().plan_and_attend(at, cache, q, visible, carry)
     found = self._selected(at, cache, q, visible, not forms.overrides(at.top, "attend"))
     attended = found.attended or at.top.attend(at, cache, found.plan, q)

@@ -113,7 +113,7 @@ class HShare(SelectiveTokens):
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Attended, Carry]:
     """The two in turn; notes `InUse`, which the carry holds where the plan is another's."""
-    if not self._dense(at) and forms.form(at.top, "plan") is HShare.plan:
+    if not self._dense(at) and not forms.overrides(at.top, "plan", HShare):
       plan, carry, used = self._shared(at, cache, q, visible, carry)
       return plan, at.top.attend(at, cache, plan, q).noting(used), carry
     plan, attended, carry = super().plan_and_attend(at, cache, q, visible, carry)

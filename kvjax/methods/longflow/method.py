@@ -39,7 +39,6 @@ class LongFlow(SnapKV):
     recent: newest tokens that are not evicted, the newest itself among them.
   """
 
-  attention = "attend_span"
   budget: int = 3200
   per: str = one_of(("kv_head", "layer"), "kv_head")
   sinks: int = least(0, 0)
@@ -70,7 +69,7 @@ class LongFlow(SnapKV):
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Attended, Carry]:
     """Names the next victim on the way, where one launch does both and nobody asks for logits."""
-    own = forms.form(at.top, "observe") is not LongFlow.observe
+    own = forms.overrides(at.top, "observe", LongFlow)
     own |= any(forms.overrides(at.top, move) for move in ("plan", "attend"))
     apart = own or self.per == "layer"
     named = None if apart else kernel.attend_and_name(at, cache, visible, q, **self._safe)

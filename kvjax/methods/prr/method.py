@@ -80,7 +80,7 @@ class PRR(Wrapper):
 
   def __post_init__(self):
     super().__post_init__()
-    usual = forms.form(self.base, "plan") is Selective.plan
+    usual = not forms.overrides(self.base, "plan", Selective)
     selects = usual and isinstance(self.base, Selective) and self.base.traits.positional
     expect(self, "base", selects, "a method that selects tiles of all tokens")
 
@@ -132,10 +132,10 @@ class PRR(Wrapper):
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Attended, Carry]:
     """The two in turn, or attention over Ŝ beside the scores of S; notes `Foreseen`."""
-    if "foreseen" not in cache.heads or forms.form(at.top, "plan") is not Selective.plan:
+    if "foreseen" not in cache.heads or forms.overrides(at.top, "plan", Selective):
       return super().plan_and_attend(at, cache, q, visible, carry)
     guess = speculation.guessed(cache, visible, self._selector.tiles.unit)
-    mine = forms.form(at.top, "attend") is PRR.attend
+    mine = not forms.overrides(at.top, "attend", PRR)
     true, foreseen, early = self._selected(at, cache, q, visible, guess if mine else None)
     if early is None:
       attended = at.top.attend(at, cache, true, q)

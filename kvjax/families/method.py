@@ -19,9 +19,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
@@ -40,33 +39,6 @@ from kvjax.primitives.once import once, without_kept
 
 Aux = dict[str, Any]
 ONCE = ("traits", "tiles")  # properties that are evaluated once for each method
-Driver = TypeVar("Driver", bound=Callable[..., Any])
-
-
-def _shared(driver: Driver) -> Driver:
-  """A driver whose program alike layers share (`Stream.alike`): traced and lowered once."""
-
-  @functools.wraps(driver)
-  def run(self: Method, at: At, *given: Any, **named: Any) -> Any:
-    twin = _twin(at)
-    if twin is None:
-      return driver(self, at, *given, **named)
-    return _once(driver, twin, *given, **named)
-
-  return run  # type: ignore[return-value]
-
-
-def _twin(at: At) -> At | None:
-  """The first layer that does just what this one does: they share a program. None: none does."""
-  stream = at.top.traits.stream
-  if stream is None or stream.alike is None or at.env.check_nan:  # whose errors name the layer
-    return None
-  return At(at.of_layer(stream.alike), at.env, at.top)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _once(driver: Callable[..., Any], at: At, *given: Any, **named: Any) -> Any:
-  return driver(at.top, at, *given, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +279,6 @@ class Method:
 
   # ---- drivers
 
-  @_shared
   def decode_step(
     self,
     at: At,
@@ -351,7 +322,6 @@ class Method:
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, cache, carry, {"visited": attended.visited, **aux, **lse_of(at, attended)}
 
-  @_shared
   def prefill(
     self,
     at: At,
@@ -427,9 +397,9 @@ def _idle_rows(at: At, attended: Attended, new: Cache, old: Cache) -> Cache:
   entered = {"k", "v", "pos", "norm", "seen", "used"}
 
   def statistics(cache: Cache) -> dict[tuple[str, str], Any]:
-    shelves = {shelf: getattr(cache, shelf) for shelf in ("slots", "heads", "rows")}
-    every = ((s, n, x) for s, held in shelves.items() for n, x in held.items())
-    return {(s, n): x for s, n, x in every if n not in entered and not cache.leaf(n).in_place}
+    shelves = {"slots": cache.slots, "heads": cache.heads, "rows": cache.rows}
+    every = [(s, n, x) for s, held in shelves.items() for n, x in held.items() if n not in entered]
+    return {(s, n): x for s, n, x in every if not cache.leaf(n).in_place}
 
   kept = insertion.keep_rows(at, attended, statistics(new), statistics(old))
   for (shelf, name), x in kept.items():

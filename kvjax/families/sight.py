@@ -25,9 +25,9 @@ def visible(at: At, cache: Cache) -> Plan:
 
 def narrowed(at: At, visible: Plan, plan: Plan) -> Plan:
   """What the move `plan` made of the plan of all visible slots; ValueError for one made anew."""
-  held = "window", "codes"
-  sees = all((getattr(visible, x) is None) == (getattr(plan, x) is None) for x in held)
-  if not (sees and plan.needs == visible.needs):
+  window = (visible.window is None) == (plan.window is None)
+  codes = (visible.codes is None) == (plan.codes is None)
+  if not (window and codes and plan.needs == visible.needs):
     raise ValueError(
       f"{at.name}.plan: found a plan that forgets what queries see (window, needs, codes), "
       "expected visible.listed(...) of the one that it is given"

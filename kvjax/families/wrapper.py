@@ -106,18 +106,21 @@ def _makes(value: Any) -> bool:
   return isinstance(value, classmethod)
 
 
-def _to_base(move: str) -> Any:
-  """The base's own answer, or its own form of a move."""
-  known = vars(Method)[move]
-  if isinstance(known, property):
-    return property(lambda self: getattr(self.base, move), doc=known.__doc__)
+class _ToBase:
+  """The base's own answer, or its own form of a move: a wrapper's call of it is a call of that."""
 
-  @functools.wraps(known)
-  def call(self, *args, **kwargs):
-    return getattr(self.base, move)(*args, **kwargs)
+  def __init__(self, move: str):
+    known, self.move = vars(Method)[move], move
 
-  return call
+    @functools.wraps(known)
+    def call(self: Wrapper, *args: Any, **named: Any) -> Any:
+      return getattr(self.base, move)(*args, **named)
+
+    self.call = call
+
+  def __get__(self, wrapper: Wrapper | None, _: type) -> Any:
+    return self.call if wrapper is None else getattr(wrapper.base, self.move)
 
 
 for _move in FORWARDED:
-  setattr(Wrapper, _move, _to_base(_move))
+  setattr(Wrapper, _move, _ToBase(_move))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,11 @@ def step(
   sinks: Float[Array, "K G"] | None = None,
 ) -> tuple[Float[Array, "B K G H"], Any, Carry, Aux]:
   """A method's decode step (`Method.decode_step`); with `sinks`, under `Env.lse`."""
-  return _sunk(*at.top.decode_step(at, cache, q, k, v, live, carry), sinks)
+  if (twin := twin_of(at)) is None:
+    done = at.top.decode_step(at, cache, q, k, v, live, carry)
+  else:
+    done = _once("decode_step", twin, cache, q, k, v, live, carry)
+  return _sunk(*done, sinks)
 
 
 def read(
@@ -36,7 +41,26 @@ def read(
   sinks: Float[Array, "K G"] | None = None,
 ) -> tuple[Float[Array, "B K G A H"], Any, Carry, Aux]:
   """A method's prompt (`Method.prefill`); with `sinks`, under `Env.lse`."""
-  return _sunk(*at.top.prefill(at, cache, q, k, v, prompt, carry), sinks)
+  if (twin := twin_of(at)) is None:
+    done = at.top.prefill(at, cache, q, k, v, prompt, carry)
+  else:
+    done = _once("prefill", twin, cache, q, k, v, prompt, carry)
+  return _sunk(*done, sinks)
+
+
+def twin_of(at: At) -> At | None:
+  """The first layer that does just what this one does (`Stream.alike`): they share a program, which
+  is traced and lowered once. None: there is none.
+  """
+  stream = at.top.traits.stream
+  if stream is None or stream.alike is None or at.env.check_nan:  # whose errors name the layer
+    return None
+  return At(at.of_layer(stream.alike), at.env, at.top)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _once(driver: str, at: At, *given: Any) -> Any:
+  return getattr(at.top, driver)(at, *given)
 
 
 def _sunk(o: Array, cache: Any, carry: Carry, aux: Aux, sinks: Array | None) -> Any:

@@ -27,7 +27,14 @@ from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.prefill import joined, pad, prefill
 from kvjax.models.decode.sampling import Sampling
-from kvjax.models.decode.step import UNSOUND, Always, decode, decode_by_layer, ends
+from kvjax.models.decode.step import (
+  UNSOUND,
+  Always,
+  decode,
+  decode_by_layer,
+  decode_checked,
+  ends,
+)
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn import flat
@@ -140,8 +147,6 @@ def generate(
   checks.laid_out(caches, method, model.spec(1, 1))
   logits = checks.logits(logits, caches, model.config.vocab)
   checks.kind("sampling", sampling, Sampling)
-  if tokenizer is not None:
-    checks.kind("tokenizer", tokenizer, Tokenizer)
   batch, vocab = logits.shape
   checks.callbacks(on_chunk=on_chunk, on_text=on_text)
   steps, chunk = checks.whole("steps", steps, 1), checks.whole("chunk", chunk, 1)
@@ -151,14 +156,12 @@ def generate(
   rows = checks.row_numbers(np.arange(batch) if rows is None else rows, batch)
   if forced is not None:
     forced = checks.forced(arguments.array("forced", forced), batch, steps, vocab)
-  if tokenizer is None and (stop_strings or on_text is not None):
-    raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
+  _check_tokenizer(tokenizer, bool(stop_strings or on_text is not None))
   seen = checks.room(caches, method, steps * live, f"steps = {steps}")
   checks.context(model.config, method, seen, steps * live, f"generate(steps={steps})")
   if (ill := live & ~np.asarray(checks.sound(logits))).any():
     raise checks.unsound("generate", int(ill.argmax()), "step 0", model, caches)
 
-  by_layer.bound_programs()
   always = Always(ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
   kind = method, sampling.greedy, return_logprobs
   device = _Device(model, kind, logits, caches, live, always, forced)
@@ -167,37 +170,43 @@ def generate(
   under_way: collections.deque[_Step] = collections.deque()
   used = _Pieces()
 
-  def read() -> np.ndarray:
-    """Waits for the oldest step; returns the rows that a stop string ends with it."""
-    tokens, logprobs = device.fetch(under_way.popleft())
-    if (ill := host.live & (tokens == UNSOUND)).any():
-      row, count = int(ill.argmax()), host.count + 1
-      place = f"step {count}, after {seen[row] + count} tokens"
-      raise checks.unsound("generate", row, place, model, device.caches)
-    return host.read(tokens, logprobs)
-
   for _ in range(steps):
     if return_logits:
       used.add(device.logits)
     under_way.append(device.step())
     if len(under_way) > ahead:
-      device.end(read())
+      device.end(_read(device, host, under_way.popleft(), seen))
       if not host.live.any():
         break
   while under_way and host.live.any():
-    read()
+    _read(device, host, under_way.popleft(), seen)
   host.finish()
 
   tokens, logprobs = host.results(steps)
-  generation = Generation(
-    tokens=tokens,
-    lengths=(tokens >= 0).sum(1, dtype=np.int32),
-    last=device.logits,
-    logits=used.joined(steps) if return_logits else None,
-    logprobs=logprobs if return_logprobs else None,
-    texts=host.written(),
-  )
-  return generation, device.caches
+  lengths = (tokens >= 0).sum(1, dtype=np.int32)
+  every = used.joined(steps) if return_logits else None
+  told = logprobs if return_logprobs else None
+  return Generation(tokens, lengths, device.logits, every, told, host.written()), device.caches
+
+
+def _check_tokenizer(tokenizer: Any, needed: bool) -> None:
+  """Raises where there is none and texts are looked at, or something else."""
+  if tokenizer is not None:
+    checks.kind("tokenizer", tokenizer, Tokenizer)
+  elif needed:
+    raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
+
+
+def _read(
+  device: _Device, host: _Host, step: _Step, seen: Int[np.ndarray, " B"]
+) -> Bool[np.ndarray, " B"]:
+  """Waits for a step; returns the rows that a stop string ends with it."""
+  tokens, logprobs = device.fetch(step)
+  if (ill := host.live & (tokens == UNSOUND)).any():
+    row, count = int(ill.argmax()), host.count + 1
+    place = f"step {count}, after {seen[row] + count} tokens"
+    raise checks.unsound("generate", row, place, device.model, device.caches)
+  return host.read(tokens, logprobs)
 
 
 class _Step(NamedTuple):
@@ -215,6 +224,7 @@ class _Device:
   """Decoding as the device sees it: steps are dispatched, and waited for where they are fetched.
 
   Attributes:
+    model: the decoder.
     logits: float32 [B, V], what the next token is chosen from.
     caches: of the newest step that was dispatched.
   """
@@ -229,6 +239,8 @@ class _Device:
     always: Always,
     forced: np.ndarray | None,
   ):
+    by_layer.bound_programs()
+    self.model = model
     mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
     # Laid out as what steps return, or else the second one would be compiled anew.
     where = self.logits.sharding if self.logits.committed else None
@@ -243,13 +255,17 @@ class _Device:
       self._run: Callable[..., Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
     else:
       form, leaves = flat.split(model)
-      self._run = functools.partial(flat.jitted(decode, 4, mesh), form, *kind, leaves)
+      step = decode_checked if model.env.check_nan else decode
+      self._run = functools.partial(flat.jitted(step, 4, mesh), form, *kind, leaves)
+    self._checked = model.env.check_nan
 
   def step(self) -> _Step:
     """Dispatches a step."""
     arrays = self.caches, self.logits, self._live, next(self._wanted), self._always
     with self._explained():
-      error, (self.caches, self.logits, self._live, *made) = self._run(*arrays)
+      made = self._run(*arrays)
+    error, made = made if self._checked else (None, made)
+    self.caches, self.logits, self._live, *made = made
     for x in jax.tree.leaves((error, made)):
       x.copy_to_host_async()
     return _Step(error, *made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -50,20 +51,21 @@ def decode(
   want: Int[Array, " B"],
   always: Always,
 ) -> Any:
-  """One token per row, behind an error if the model checks for NaN.
-
-  Returns:
-    The error or None, and: caches, logits [B, V], live rows [B], tokens int32 [B], and their
-    log-probabilities [B] or None.
+  """One token per row: caches, logits [B, V], live rows [B], tokens int32 [B], and their
+  log-probabilities [B] or None.
   """
   model = flat.join(form, leaves)
+  token = _chosen(greedy, logits, caches[0].seen, want, always)
+  new, caches = model.decode(token, caches, method, live)
+  return offload.settled(caches), *_taken(keep_logprobs, logits, live, token, want, new, always)
 
-  def run(caches: Caches) -> Any:
-    token = _chosen(greedy, logits, caches[0].seen, want, always)
-    new, caches = model.decode(token, caches, method, live)
-    return offload.settled(caches), *_taken(keep_logprobs, logits, live, token, want, new, always)
 
-  return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
+def decode_checked(
+  form: flat.Form, method: Method, greedy: bool, keep_logprobs: bool, *given: Any
+) -> Any:
+  """`decode` of a model that checks for NaN, behind an error (checkify)."""
+  run = functools.partial(decode, form, method, greedy, keep_logprobs)
+  return checkify.checkify(run)(*given)
 
 
 def decode_by_layer(
@@ -80,7 +82,7 @@ def decode_by_layer(
   """`decode` from programs of a layer."""
   token = _choose(greedy, logits, caches[0].seen, want, always)
   new, caches = model.decode(token, caches, method, live)
-  return None, (caches, *_take(keep_logprobs, logits, live, token, want, new, always))
+  return caches, *_take(keep_logprobs, logits, live, token, want, new, always)
 
 
 def _chosen(

@@ -219,25 +219,13 @@ class Transformer(nnx.Module):
       and with `with_aux` the list of dicts.
     """
     total = lengths if total is None else total
+    if self.mesh is not None:
+      how: dict[str, Any] = {"past": past, "all_logits": all_logits, "with_aux": with_aux}
 
-    def run(model: Transformer, caches: Caches, tokens: Array, lengths: Array, total: Array) -> Any:
-      return model.read_prompt(caches, tokens, lengths, total, method, past, all_logits, with_aux)
+      def run(model: Transformer, caches: Caches, tokens: Array, lengths: Array, n: Array) -> Any:
+        return model.prefill(tokens, lengths, caches, method, total=n, **how)
 
-    logits, caches, reports = self._on_mesh(run, method, caches, tokens, lengths, total)
-    return (logits, caches, reports) if with_aux else (logits, caches)
-
-  def read_prompt(
-    self,
-    caches: Caches,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    total: Int[Array, " B"],
-    method: Method,
-    past: int | None,
-    all_logits: bool,
-    with_aux: bool,
-  ) -> Any:
-    """`prefill` on one device, or on each of several."""
+      return self._on_mesh(run, method, with_aux, caches, tokens, lengths, total)
     carry = Carry()
     new, reports = [], []
     with self.products_traced():
@@ -250,7 +238,7 @@ class Transformer(nnx.Module):
         reports.append(aux)
       logits = self.predict(x, lengths, all_logits)
       caches = self.concluded(method, tuple(new), lengths)
-    return logits, caches, self._whole(reports, method) if with_aux else []
+    return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
   def decode(
     self,
@@ -276,22 +264,12 @@ class Transformer(nnx.Module):
       logits float32 [B, V], caches, and with `with_aux` the list of dicts.
     """
     live = jnp.ones(tokens.shape, bool) if live is None else live
+    if self.mesh is not None:
 
-    def run(model: Transformer, caches: Caches, tokens: Array, live: Array) -> Any:
-      return model.step(caches, tokens, live, method, with_aux)
+      def run(model: Transformer, caches: Caches, tokens: Array, live: Array) -> Any:
+        return model.decode(tokens, caches, method, live, with_aux=with_aux)
 
-    logits, caches, reports = self._on_mesh(run, method, caches, tokens, live)
-    return (logits, caches, reports) if with_aux else (logits, caches)
-
-  def step(
-    self,
-    caches: Caches,
-    tokens: Int[Array, " B"],
-    live: Bool[Array, " B"],
-    method: Method,
-    with_aux: bool,
-  ) -> Any:
-    """`decode` on one device, or on each of several."""
+      return self._on_mesh(run, method, with_aux, caches, tokens, live)
     carry = Carry()
     new, reports = [], []
     with self.products_traced():
@@ -301,7 +279,8 @@ class Transformer(nnx.Module):
         new.append(cache)
         reports.append(aux)
       logits = self.predict_next(x, parts)
-    return logits, tuple(new), self._whole(reports, method) if with_aux else []
+    caches = tuple(new)
+    return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
   def places(self, method: Method) -> list[At]:
     """Where each layer's attention runs: under the method, or in the model's own window."""
@@ -314,10 +293,11 @@ class Transformer(nnx.Module):
     own = sliding.served(caches)
     return sliding.rejoined(caches, method.conclude(env, own, lengths) if own else ())
 
-  def _on_mesh(self, run: Callable[..., Any], method: Method, caches: Caches, *args: Array) -> Any:
-    """run(self, caches, *args), on every device of the mesh if there is one."""
-    if self.mesh is None:
-      return run(self, caches, *args)
+  def _on_mesh(
+    self, run: Callable[..., Any], method: Method, with_aux: bool, caches: Caches, *args: Array
+  ) -> Any:
+    """run(model, caches, *args) on every device of the mesh, where `model` has what lies there."""
+    assert self.mesh is not None
     sharding.check_supported(method, self.mesh)
     graph, state = nnx.split(self)
     leaves, tree = jax.tree.flatten(state)
@@ -325,10 +305,12 @@ class Transformer(nnx.Module):
     cached, everywhere = sharding.cache_specs(caches, method), PartitionSpec()
 
     def on_device(leaves: list[Array], caches: Caches, *args: Array) -> Any:
-      return run(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), caches, *args)
+      model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+      model.mesh = None
+      return run(model, caches, *args)
 
     given = (weights, cached, *[everywhere] * len(args))
-    results = everywhere, cached, everywhere
+    results = (everywhere, cached, everywhere)[: 2 + with_aux]
     over = sharding.checked_shard_map if self.env.check_nan else sharding.shard_map
     return over(on_device, self.mesh, given, results)(leaves, caches, *args)
 

@@ -9,8 +9,9 @@ what is updated in place is written through its operand, the same memory.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,28 @@ def is_far(x: Any) -> bool:
   return jnp.dtype(x.dtype).itemsize == 1 and math.prod(x.shape) > MOST
 
 
+class Reach(NamedTuple):
+  """A kernel that reaches all of its operands, with the block specifications that see to it.
+
+  Attributes:
+    kernel: the kernel.
+    specs: `in_specs` of `pallas_call`, or nothing.
+    check: what is called once it has been launched; raises where jax did not ask for them.
+  """
+
+  kernel: Callable[..., None]
+  specs: Mapping[str, Any] = types.MappingProxyType({})
+  check: Callable[[], None] = lambda: None
+
+
 def reach(
-  launch: Callable[..., Any],
   kernel: Callable[..., None],
   operands: Sequence[Any],
   out: Sequence[Any],
   aliases: Sequence[tuple[int, int]],
   name: str,
-) -> Any:
-  """launch(kernel), or launch(kernel, in_specs=…) with which it reaches all of its operands.
+) -> Reach:
+  """A kernel as it reaches all of its operands.
 
   Raises:
     NotImplementedError: a result that is no operand in place is too large, or this version of jax
@@ -57,7 +71,7 @@ def reach(
     if is_far(x) and i not in source:
       raise NotImplementedError(_found(name, "a result", x))
   if not far:
-    return launch(kernel)
+    return Reach(kernel)
 
   def through_operands(*refs: Any) -> None:
     leaves, tree = jax.tree.flatten(refs)
@@ -66,14 +80,14 @@ def reach(
         leaves[len(given) + result] = leaves[operand]
     kernel(*jax.tree.unflatten(tree, leaves))
 
+  def check() -> None:
+    for i, spec in far.items():
+      if not spec.asked:
+        raise NotImplementedError(_found(name, "an operand", given[i]))
+
   specs = [far.get(i) or pl.BlockSpec() for i in range(len(given))]
-  results = launch(
-    through_operands, in_specs=jax.tree.unflatten(jax.tree.structure(operands), specs)
-  )
-  for i, spec in far.items():
-    if not spec.asked:
-      raise NotImplementedError(_found(name, "an operand", given[i]))
-  return results
+  specs = jax.tree.unflatten(jax.tree.structure(operands), specs)
+  return Reach(through_operands, {"in_specs": specs}, check)
 
 
 def _found(name: str, which: str, x: Any) -> str:

@@ -67,7 +67,9 @@ def call(
     "aliases": tuple((aliases or {}).items()),
   }
   # Weak types would let `jnp.where(c, 0, x[i])` pass the Triton lowering a 0 of no type.
-  operands = jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), operands)
+  leaves, tree = jax.tree.flatten(operands)
+  leaves = [lax.convert_element_type(x, x.dtype) for x in leaves]
+  operands = jax.tree.unflatten(tree, leaves)
   try:
     shared = _Kernel.of(kernel)
   except TypeError:
@@ -86,14 +88,16 @@ class _Kernel:
   @staticmethod
   def of(value: Any) -> Any:
     """The same for a partial function; other values as they are. TypeError: it is like no other."""
-    if isinstance(value, functools.partial):
-      args = tuple(map(_Kernel.of, (value.func, *value.args)))
-      options = frozenset((name, _Kernel.of(x)) for name, x in value.keywords.items())
-      return _Kernel(args[0], args[1:], options)
-    if "<locals>" in getattr(value, "__qualname__", ""):
-      raise TypeError("a function made anew each time")
-    hash(value)
-    return value
+    if not isinstance(value, functools.partial):
+      if "<locals>" in getattr(value, "__qualname__", ""):
+        raise TypeError("a function made anew each time")
+      hash(value)
+      return value
+    args = [_Kernel.of(x) if callable(x) else x for x in value.args]
+    options = [(name, _Kernel.of(x) if callable(x) else x) for name, x in value.keywords.items()]
+    made = _Kernel(_Kernel.of(value.func), tuple(args), frozenset(options))
+    hash(made)
+    return made
 
   def __call__(self, *refs: Any) -> None:
     self.function(*self.args, *refs, **dict(self.options))
@@ -111,22 +115,21 @@ def _launch(
   aliases: tuple[tuple[int, int], ...],
 ) -> Sequence[Any]:
   """Compiler parameters are always passed: with none, jax picks another lowering."""
-
-  def launch(kernel: Callable[..., None], **specs: Any) -> Sequence[Any]:
-    return pl.pallas_call(
-      kernel,
-      out_shape=out,
-      grid=grid,
-      input_output_aliases=dict(aliases),
-      compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-      interpret=interpret,
-      name=name,
-      **specs,
-    )(*operands)
-
-  if interpret:
-    return launch(kernel)
-  return addresses.reach(launch, kernel, operands, out, aliases, name)
+  reach = addresses.Reach(kernel)
+  if not interpret:
+    reach = addresses.reach(kernel, operands, out, aliases, name)
+  results = pl.pallas_call(
+    reach.kernel,
+    out_shape=out,
+    grid=grid,
+    input_output_aliases=dict(aliases),
+    compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+    interpret=interpret,
+    name=name,
+    **reach.specs,
+  )(*operands)
+  reach.check()
+  return results
 
 
 _shared_launch = jax.jit(

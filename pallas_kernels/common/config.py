@@ -94,8 +94,8 @@ def this_device(kind: str | None = None) -> Device:
 
 def _default() -> Device:
   first = jax.devices()[0]
-  known = (getattr(first, name, None) for name in ("core_count", "shared_memory_per_block_optin"))
-  return device(first.device_kind, *known)
+  shared = getattr(first, "shared_memory_per_block_optin", None)
+  return device(first.device_kind, getattr(first, "core_count", None), shared)
 
 
 @functools.cache

@@ -36,6 +36,7 @@ def taken(method, stream, impl, layer, steps=5):
   return [out for out, _ in made], [aux for _, aux in made], run.cache
 
 
+@pytest.mark.rest
 @pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", LISTING)

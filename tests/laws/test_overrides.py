@@ -58,12 +58,12 @@ from kvjax.core.leaves import NORM, Leaf
 from kvjax.families import forms
 from kvjax.families.bounded import InTurn
 from kvjax.families.forms import Void
-from kvjax.families.method import _twin
 from kvjax.ops import table
 from kvjax.ops.insertion import Placement
 from kvjax.ops.scores import Pages
 from kvjax.ops.summaries import Extremes
 from kvjax.primitives import ring
+from kvjax.runtime import drivers
 from kvjax.testing.layer import Stream
 from kvjax.testing.traced_laws import Through, operations
 from tests.kernels.test_decode_ops import CASES as STEPS
@@ -637,7 +637,7 @@ def named(base, **body):
 
 
 VOID = Void(("victim",))
-TWICE = {"insert": twice_v}
+INSERTS = {"insert": twice_v}
 
 
 @pytest.mark.parametrize(
@@ -649,8 +649,8 @@ TWICE = {"insert": twice_v}
     (TOVA(6), "placement", VOID),
     (named(SnapKV, victim=first_slot)(6, 2), "placement", VOID),
     (named(SnapKV, victim=first_slot)(6, 2), "entry", "enter_token"),
-    (named(SnapKV, **TWICE)(6, 2), "placement", Placement.RING),
-    (named(SnapKV, **TWICE)(6, 2), "entry", Void(("insert",))),
+    (named(SnapKV, **INSERTS)(6, 2), "placement", Placement.RING),
+    (named(SnapKV, **INSERTS)(6, 2), "entry", Void(("insert",))),
     (named(First, victim=ring.victim, **IN_TURN)(6, 2), "placement", Placement.RING),
     # of those that follow
     (named(First)(6, 2), "placement", VOID),
@@ -672,7 +672,7 @@ TWICE = {"insert": twice_v}
     (Quantised(SnapKV(6, 2)), "entry", "enter_codes"),
     (Through(Quantised()), "entry", "enter_codes"),
     (named(Quantised, victim=first_slot)(SnapKV(6, 2)), "placement", VOID),
-    (named(Quantised, **TWICE)(), "entry", Void(("insert",))),
+    (named(Quantised, **INSERTS)(), "entry", Void(("insert",))),
     # of what selects
     (named(Quest, score=by_first_channel)(16), "_scored", Void(("score",))),
     (named(Quest, score=by_first_channel)(16), "_renewal", Extremes(16)),
@@ -779,8 +779,9 @@ def test_layers_that_are_alike_differ_under_an_override():
   own = type("Own", (Wrapper,), {"observe": asks})(base)
   for layer in (1, 2):
     at = own.at(Env(LAYERS, impl="reference", tile=4), layer)
-    assert _twin(at.under(base)).layer == _twin(at.under(Through(base))).layer == 0
-    assert _twin(at) is None
+    for top in (base, Through(base)):
+      assert drivers.twin_of(at.under(top)).layer == 0
+    assert drivers.twin_of(at) is None
     new = [taken(which, jnp.zeros((2, 1), jnp.int32))[..., 0, :] for which in "qkv"]
     cache = Cache.empty(own, STREAM.spec(CAPACITY, LAYERS), layer)
     jax.eval_shape(functools.partial(own.decode_step, at), cache, *new, jnp.ones(2, bool), Carry())

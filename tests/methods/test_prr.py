@@ -433,6 +433,7 @@ def test_art_may_not_walk_what_is_repaired():
     ART(PRR())
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "base",

@@ -165,7 +165,7 @@ def pytest_xdist_make_scheduler(config, log):
 _tests = itertools.count(1)
 # The part of the machine's memory that workers may grow by before they drop what they can: what
 # tests start takes gigabytes, too.
-_SHARE = 0.45
+_SHARE = 0.35
 
 
 def _resident() -> int:

@@ -44,9 +44,9 @@ COMMANDS = {
 MODULES = {name: module for group in COMMANDS.values() for name, module in group.items()}
 # Run from a checkout, `python -m scripts.<name>`.
 DEVELOPERS = (
-  *(f"tools.{name}" for name in ("on_gpu", "launches", "tables", "reference", "support_table")),
-  *(f"tools.{name}" for name in ("soak", "fuzz", "mutate", "make_golden", "make_family_goldens")),
-  *("studies.beside_kvpress", "studies.beside_kvzip"),
+  *(f"tools.{name}" for name in ("on_gpu", "launches", "frames", "tables", "reference")),
+  *(f"tools.{name}" for name in ("support_table", "soak", "fuzz", "mutate", "make_golden")),
+  *("tools.make_family_goldens", "studies.beside_kvpress", "studies.beside_kvzip"),
 )
 _DEVELOPERS = "For developers: "
 _EXAMPLES = """examples:

@@ -1,4 +1,4 @@
-"""What a selection of keys costs, and the bounds on it that PrHS proves (§II-C, §VII, App. A-D).
+"""Cost of a selection of keys, and the bounds on it that PrHS proves (§II-C, §VII, App. A-D).
 
 Pure functions on the host, in float64, so that no rounding comes between a quantity and its bound.
 Arrays are NumPy's or JAX's; leading axes are arbitrary. Keys count from 0, and logarithms are
@@ -27,7 +27,7 @@ class Certificate(NamedTuple):
 
   @property
   def holds(self) -> bool:
-    """Whether the bound holds everywhere, up to the rounding of float64."""
+    """True if the bound holds everywhere, up to the rounding of float64."""
     return bool((self.actual <= self.bound + ROUNDING).all())
 
 

@@ -1,4 +1,4 @@
-"""What theory says of a method, to be measured: pure functions over queries, keys and values.
+"""Quantities of the methods' theory, to be measured: pure functions over queries, keys and values.
 
 Shapes: leading axes broadcast, so that q [B, K, G, H] goes with k [B, K, 1, S, H]; of a cache,
 

@@ -1,4 +1,4 @@
-"""What stopping a walk early costs, and how well a probe tells when to (ART, §3.2, App. A and B).
+"""The cost of stopping a walk early, and how well a probe tells when to (ART, §3.2, App. A and B).
 
 Pure functions on the host, in float64. Arrays are NumPy's or JAX's; leading axes are arbitrary, one
 query each. Keys and values stand in visiting order, tiles of them are walked whole, and tiles count
@@ -51,7 +51,7 @@ class Truncation(NamedTuple):
 
 
 class Agreement(NamedTuple):
-  """How two detectors' stops compare (Tab. 4); shares of all walks.
+  """Comparison of two detectors' stops (Tab. 4); shares of all walks.
 
   Attributes:
     walks: how many there are.
@@ -74,7 +74,7 @@ class Agreement(NamedTuple):
 
 
 def can_stop(tokens: int, tile: int, splits: int, patience: float | int) -> bool:
-  """Whether a walk over so many keys can leave out a tile: it reads at least p + 1 of its split."""
+  """True if a walk over so many keys can leave out a tile: it reads at least p + 1 of its split."""
   return -(-tokens // (tile * splits)) > patience + 1
 
 

@@ -47,7 +47,7 @@ _VALUES = "slots.v", "heads.held_v", "heads.apart.v", "heads.context_v"
 
 @dataclasses.dataclass(frozen=True)
 class LayerTraffic:
-  """What a step moves of one layer's cache, all rows and heads together, at most.
+  """The most that a step moves of one layer's cache, all rows and heads together.
 
   Attributes:
     attended: slots that each KV head attends to, on average over the heads.
@@ -81,7 +81,7 @@ class LayerTraffic:
 
 @dataclasses.dataclass
 class _Read:
-  """What of an array was looked at: a share of it as a whole, and elements, so many times."""
+  """The parts of an array that were read: a share of the whole, and elements, so many times."""
 
   whole: float = 0.0
   taken: float = 0.0
@@ -171,7 +171,7 @@ class _Walk:
   def _inside(
     self, eqn: Any, inner: list[Any], views: list[_Views], times: float
   ) -> Sequence[_Views]:
-    """What an equation's programs look at; branches add up, as it is not known which is taken."""
+    """Reads of an equation's inner programs; branches add up, as it is not known which is taken."""
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
       made = [self.follow(branch, views[1:], times) for branch in inner]
@@ -197,7 +197,7 @@ def _together(views: Sequence[_Views]) -> _Views:
 
 
 def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
-  """Which values a scan's program has as they are: the others are slices along a first axis."""
+  """Marks values that a scan's program takes whole: the others are slices along a first axis."""
   return [a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True)]
 
 
@@ -226,7 +226,7 @@ def _needed(jaxpr: Any) -> list[Any]:
 
 
 def step_traffic(spec: CacheSpec, method: Method) -> tuple[LayerTraffic, ...]:
-  """What a decode step moves of each layer's cache, in a context of `spec.capacity` tokens.
+  """Traffic of a decode step in each layer's cache, in a context of `spec.capacity` tokens.
 
   Where data decide (`LayerTraffic.bound`), this is what it takes at most.
 
@@ -311,7 +311,7 @@ def _summed(
   walk: _Walk,
   changed: set[str],
 ) -> LayerTraffic:
-  """What was looked at, in bytes; `changed` are arrays that come back as other ones."""
+  """Sum of what was read, in bytes; `changed` are arrays that come back as other ones."""
   visible = _visible(at, spec, cache)
   hosted = {id(x) for x in offload.hosted(cache)}
   sums = dict.fromkeys(("tokens", "scanned", "others", "host"), 0.0)

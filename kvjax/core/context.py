@@ -72,7 +72,7 @@ class Env:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-  """Where a move runs: the layer, the environment, and the outermost method.
+  """The place where a move runs: the layer, the environment, and the outermost method.
 
   A move reaches its siblings through `at.top`, so that a wrapper's override is seen from inside
   the method that it wraps.

@@ -117,7 +117,7 @@ def _fits(value: Any, kind: type) -> bool:
 
 @functools.cache
 def _bounds(cls: type) -> dict[str, tuple[Callable[[Any], Any], str, Any]]:
-  """What holds of an argument, that in words, and its default, by name."""
+  """The check of each argument, its meaning in words and its default, by name."""
   bounds = {}
   for base in reversed(cls.__mro__):
     for field in vars(base).get("__dataclass_fields__", {}).values():

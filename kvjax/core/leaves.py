@@ -1,4 +1,4 @@
-"""What an array of a cache is: said once, for all that make, write or split it."""
+"""Description of a cache's arrays: given once, for all that make, write or split them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ New = dict[str, Array]
 
 
 class Layout(enum.Enum):
-  """How the slots of a layer's heads lie."""
+  """Arrangement of the slots of a layer's heads."""
 
   DENSE = "each head has S of its own, filled from the first on"
   RING = "each head has S of its own, used in turn (`kvjax.primitives.ring`)"
@@ -64,19 +64,19 @@ class Leaf:
   made: Callable[[], Any] | None = None
 
   def empty(self, leading: tuple[int, ...]) -> Any:
-    """What an empty cache holds: an array [*leading, *shape], or the tree that is made."""
+    """Content of an empty cache: an array [*leading, *shape], or the tree that is made."""
     if self.made is not None:
       return self.made()
     return jnp.full((*leading, *self.shape), jnp.asarray(self.fill), self.dtype)
 
   def of_new(self, new: New, like: Array) -> Array:
-    """What new tokens get in an array of which `like` has the dtype and the axes of its own."""
+    """Values of new tokens in an array of which `like` has the dtype and the axes of its own."""
     if self.new is not None:
       return self.new(new)
     return jnp.full((*new["pos"].shape, *like.shape[3:]), self.fill, like.dtype)
 
   def kind(self) -> Leaf:
-    """What moves ask of it, the same in all layers and at all sizes."""
+    """The part of it that moves ask for, the same in all layers and at all sizes."""
     fill = self.fill if self.shelf == "slots" else 0
     sizes: dict[str, Any] = {"shape": (), "dtype": jnp.float32, "heads": None, "made": None}
     return dataclasses.replace(self, **sizes, fill=fill, layout=None)

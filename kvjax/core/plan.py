@@ -1,4 +1,4 @@
-"""What one query sees, in which order, and what comes of it: windows, spans, plans.
+"""Windows, spans and plans: the slots a query sees, their order, and the result of attention.
 
 Dimensions are those of `kvjax.core.cache`.
 """
@@ -36,11 +36,11 @@ class Window:
 
   @property
   def by_head(self) -> bool:
-    """Whether heads see apart."""
+    """True if each KV head has its own window."""
     return self.first.ndim == 3
 
   def sees(self, kpos: Int[Array, "B K S"]) -> Bool[Array, "B K T S"]:
-    """Whether each query may see a slot whose token has this position."""
+    """True where a query may see a slot whose token has this position."""
     k = kpos[:, :, None]
     first = self.first[..., None] if self.by_head else self.first[:, None, :, None]
     return (k < self.sinks) | (k >= first)
@@ -64,7 +64,7 @@ class Span:
   before: Array | None = None
 
   def holds(self, slot: Int[Array, "*#BKS"]) -> Bool[Array, "B K S"]:
-    """Whether each slot lies in the span."""
+    """True where a slot lies in the span."""
     start, stop = self.start[..., None], self.stop[..., None]
     sinks = self.sinks if self.before is None else self.sinks - self.before
     return (slot < stop) & ((slot < sinks) | (slot >= start))
@@ -77,7 +77,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-  """What a method needs of the operations of a step; static.
+  """Requirements of a method on the operations of a step; static.
 
   Attributes:
     logits: whether `observe` reads the logits.
@@ -120,7 +120,7 @@ class CodedSlots:
   impl: str
 
   def of_keys(self, state: State, logits: Array | None = None) -> tuple[State, Array | None]:
-    """What was found of codes, for the keys: all logits are larger by the query's with the mean.
+    """Results over codes made those over keys: all logits are larger by the query's with the mean.
 
     Args:
       state: of the codes; its output is that of the keys.
@@ -135,7 +135,7 @@ class CodedSlots:
 @pytree("unit", "pinned", "needs")
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What one query sees, and in which order it is visited.
+  """The slots that one query sees, in the order of visiting.
 
   The driver makes the plan of all visible slots (`kvjax.families.sight`), and the move `plan`
   narrows it (`listed`).
@@ -196,7 +196,7 @@ class Plan:
 @pytree()
 @dataclasses.dataclass(frozen=True)
 class View:
-  """What a plan names, fetched: k, v [B, K, W, H], their positions and slots int32 [B, K, W].
+  """The slots of a plan, fetched: k, v [B, K, W, H], their positions and slots int32 [B, K, W].
 
   Entries outside the plan have position −1 and slot S.
   """

@@ -1,4 +1,4 @@
-"""What is true of a method: static facts, declared once."""
+"""Static facts of a method, declared once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.core.cache import CacheSpec
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-  """How a method reads a prompt piece by piece, of which each is one call of the model.
+  """Reading of a prompt piece by piece, each of which is one call of the model.
 
   What it retrieves depends on the pieces before it.
 
@@ -29,7 +29,7 @@ class Stream:
   alike: Callable[[int], int] | None = None
 
   def pieces(self, length: int) -> list[int]:
-    """How many tokens at a time a turn of `length` tokens is read."""
+    """Numbers of tokens of the pieces in which a turn of `length` tokens is read."""
     end = min(self.last, length)
     starts = range(0, length - end, self.chunk)
     return [min(self.chunk, length - end - start) for start in starts] + [end] * (end > 0)
@@ -42,7 +42,7 @@ def every_step(spec: CacheSpec) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-  """What is true of a method.
+  """Static facts of a method.
 
   Attributes:
     positional: whether slot = position: tokens are appended and none ever leaves or moves.
@@ -89,5 +89,5 @@ class Traits:
     return dataclasses.replace(self, **changes)
 
   def pieces(self, length: int) -> list[int] | None:
-    """How many tokens at a time a turn of `length` tokens has to be read; None: as one likes."""
+    """Sizes of the pieces in which a turn of `length` tokens must be read; None: any sizes."""
     return None if self.stream is None else self.stream.pieces(length)

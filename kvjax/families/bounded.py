@@ -1,4 +1,4 @@
-"""What every method that keeps a fixed number of tokens has in common."""
+"""Base of methods that keep a fixed number of tokens."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -72,7 +72,7 @@ class InTurn(Bounded):
 
   @property
   def _always(self) -> int:
-    """How many of the first slots are never given up, whatever they hold."""
+    """Number of first slots that are never given up, whatever they hold."""
     return 0
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:

@@ -1,4 +1,4 @@
-"""What methods that store keys and values as codes have in common, whatever their codes are."""
+"""Base of methods that store keys and values as codes, whatever their codes are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Coded(Wrapper):
     raise NotImplementedError
 
   def _of_base(self, cache: Cache) -> Cache:
-    """What the base has in its cache: k and v are numbers, in float32; such a cache as it is."""
+    """The base's own cache: k and v are numbers, in float32; such a cache is returned as it is."""
     raise NotImplementedError
 
   # ---- what follows from it
@@ -119,7 +119,7 @@ class Coded(Wrapper):
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """What is cached, as it is stored, and the chunk itself in full precision."""
+    """The cached tokens, as they are stored, and the chunk itself in full precision."""
     seen = self._of_base(cache)
     chunk = {name: x for name, x in new.items() if name in seen.slots}
     staged, seen, carry = self.base.stage(at, seen, chunk, q, prompt, carry)

@@ -1,4 +1,4 @@
-"""How a new token enters a cache, and what drivers refuse while they are traced."""
+"""Entry of a new token into a cache, and checks of the drivers while they are traced."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_prompt(at: At, cache: Cache, q: Any, k: Any, v: Any, prompt: Prompt) -
 
 
 def room(method: Method, cache: Any) -> int | Int[Array, " B"] | None:
-  """How many tokens a row of this cache can take in all; None: any number, something leaves.
+  """Number of tokens that a row of this cache can take in all; None: any number, something leaves.
 
   Of branches (`kvjax.runtime.forked`) each row has its own number, with the tokens of its context.
   """

@@ -1,4 +1,4 @@
-"""What a class may define, and how long its declarations hold once moves are overridden.
+"""Rules for what a class may define, and when an overridden move voids its declarations.
 
 A kernel stands for what a method declares of its moves, and for nothing else.
 """
@@ -50,7 +50,7 @@ SETTINGS = ("example", "usual", "neutral", "repo")
 
 
 def overrides(method: Method, move: str, cls: type | None = None) -> bool:
-  """Whether a method has another form of a move than a class has, the full cache's if not named."""
+  """True if a method's form of a move is not that of a class, by default the full cache."""
   return method._form(move) is not _static(cls or _full_cache(method), move)
 
 
@@ -60,7 +60,7 @@ def _full_cache(method: Method) -> type:
 
 
 def differs(method: Method, move: str) -> bool:
-  """Whether a method's form of a move does something else than the full cache's.
+  """True if a method's form of a move does something else than the full cache's.
 
   One that is declared to be the same operation only does it in another way.
   """
@@ -101,7 +101,7 @@ def _static(cls: type, move: str) -> Any:
 
 
 def dense_prefill(method: Method) -> bool:
-  """Whether a prompt is computed as under the full cache, so that one pass can serve many."""
+  """True if a prompt is computed as under the full cache, so that one pass can serve many."""
   moves = "window", "active", "fill", "stage", "attend_prompt", "prefill"
   return not any(overrides(method, move) for move in moves)
 

@@ -79,7 +79,7 @@ class Method:
 
   @property
   def traits(self) -> Traits:
-    """What is true of it; a subclass says what differs: `super().traits.but(positional=False)`.
+    """Static facts; a subclass gives those that differ: `super().traits.but(positional=False)`.
 
     Each instance is asked once, and so it is for `tiles`.
     """
@@ -169,7 +169,7 @@ class Method:
   def plan(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry]:
-    """What this query attends to of the slots that it may see, in which order.
+    """Chooses the slots to attend to, and their order, among those that this query may see.
 
     It narrows `visible`, which names all of them (`Plan.listed`), and never writes the cache.
     """
@@ -247,7 +247,7 @@ class Method:
     return staged, cache, carry
 
   def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    """Which of `turn.staged` stay, best first, and their statistics (methods that evict)."""
+    """Ranks `turn.staged`, best first; with their statistics (methods that evict)."""
     raise NotImplementedError(f"{at.top!r} evicts tokens but does not rank a prompt's")
 
   def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
@@ -270,7 +270,7 @@ class Method:
     return cache
 
   def conclude(self, env: Env, caches: tuple[Any, ...], valid: Int[Array, " B"]) -> tuple[Any, ...]:
-    """What can only be settled once a chunk has passed through all layers.
+    """Settles what needs a chunk to have passed through all layers.
 
     The decoder calls it on the outermost method after the last layer; `valid` as in `Prompt`: rows
     without tokens stay as they are.
@@ -361,7 +361,7 @@ class Method:
     return slot_shards.reduced(at, attend(at, staged, q))
 
   def at(self, env: Env, layer: Any) -> At:
-    """Where this method's drivers run in a layer, which it has to know if it minds its depth."""
+    """Site of this method's drivers in a layer; methods that mind their depth need to know it."""
     return At(layer, env, self)
 
 

@@ -1,4 +1,4 @@
-"""What methods have in common whose tokens stay for a score that they were given once."""
+"""Base of methods whose tokens stay by a score that they are given once."""
 
 import dataclasses
 import math
@@ -52,7 +52,7 @@ class PromptScored(Scored, moves=("score",)):
     expect(self, "budget", self.budget > window, f"more than window_size = {window}")
 
   def score(self, at: At, turn: Turn, past: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """What the staged tokens are worth, 0 or more; those before the window (`past`) compete, the
+    """Scores of the staged tokens, 0 or more; those before the window (`past`) compete, the
     others' scores are not looked at. ∞, for the newest of them, makes them the window's too.
     """
     raise NotImplementedError(f"{at.top!r} cuts prompts but does not score their tokens")

@@ -1,4 +1,4 @@
-"""What methods that read a part of a cache have in common, whatever it keeps."""
+"""Base of methods that read a part of a cache, whatever it keeps."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ from kvjax.ops.scores import Scored
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-  """What a step reads.
+  """The tiles that a step reads.
 
   Attributes:
     unit: slots per tile.
@@ -96,7 +96,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
 
   @property
   def tiles(self) -> Tiles:
-    """What a tile is, and how many are read."""
+    """Size of a tile, and how many tiles are read."""
     raise NotImplementedError
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
@@ -151,13 +151,13 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
   def _scores(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K P"]:
-    """What `score` says, of the right shape."""
+    """Result of `score`, its shape checked."""
     scores = self.score(at, cache, q, visible)
     check_shape(at, "score", scores, (*cache.pos.shape[:2], None))
     return scores
 
   def _dense(self, at: At) -> bool:
-    """Whether the layer attends to everything."""
+    """True if the layer attends to everything."""
     return self.dense_layers > 0 and at.of_layer(lambda layer: layer < self.dense_layers)
 
   def _widened(self, ratio: float) -> int:
@@ -221,7 +221,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     ratios: Sequence[float],
     stops: Int[Array, "B K N"] | None = None,
   ) -> list[Plan]:
-    """What N calls of `_select` give, by one search where a kernel does that.
+    """The results of N calls of `_select`, by one search where a kernel does that.
 
     Args:
       at: where this runs; slots are not split.

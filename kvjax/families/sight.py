@@ -1,4 +1,4 @@
-"""What queries may see: asked of the method once a step, and handed to operations."""
+"""Slots that queries may see: asked of the method once a step, and handed to operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def visible(at: At, cache: Cache) -> Plan:
 
 
 def narrowed(at: At, visible: Plan, plan: Plan) -> Plan:
-  """What the move `plan` made of the plan of all visible slots; ValueError for one made anew."""
+  """The plan that the move `plan` made of all visible slots; ValueError for one made anew."""
   window = (visible.window is None) == (plan.window is None)
   codes = (visible.codes is None) == (plan.codes is None)
   if not (window and codes and plan.needs == visible.needs):
@@ -36,7 +36,7 @@ def narrowed(at: At, visible: Plan, plan: Plan) -> Plan:
 
 
 def of(at: At, qpos: Int[Array, "B A"], prompt: Prompt) -> Chunk:
-  """What the queries of a chunk, at these positions, may see."""
+  """Slots that the queries of a chunk, at these positions, may see."""
   return Chunk(
     prompt,
     at.top.window(at, qpos),

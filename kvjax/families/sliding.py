@@ -50,7 +50,7 @@ class Sliding(InTurn):
 def places(
   method: Method, env: Env, windows: Sequence[int | None], rope: Rope | None = None
 ) -> list[At]:
-  """Where attention runs in each layer of a model.
+  """Sites of attention in a model, one a layer.
 
   Args:
     method: of the layers that see everything.

@@ -114,7 +114,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   # ---- what a subclass says
 
   def summaries(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    """What stands for blocks."""
+    """Leaves of the summaries that stand for blocks."""
     raise NotImplementedError(f"{type(self).__name__}.summaries")
 
   def summarise(
@@ -136,7 +136,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     k: Float[Array, "B K T H"] | None,
     qpos: Int[Array, "B T"],
   ) -> Float[Array, "B N"]:
-    """How much a chunk's queries want each block; k: the chunk's keys, None in a decode step."""
+    """Similarity of a chunk's queries to each block; k: the chunk's keys, None in a decode step."""
     raise NotImplementedError(f"{type(self).__name__}.similarity")
 
   def choose(
@@ -155,7 +155,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
-    """What else is remembered of a chunk's attention, q [B, K, G, A, H], before it is kept."""
+    """Notes what else to remember of a chunk's attention, q [B, K, G, A, H], before it is kept."""
     return cache
 
   # ---- geometry
@@ -179,7 +179,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     return jnp.where(behind >= 0, slot + turns * ring, -1)
 
   def _window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
-    """What is near as ranges of slots: [start, stop), and the ring's beginning where it goes on."""
+    """Ranges of slots of the window: [start, stop), and the ring's beginning where it goes on."""
     first, ring = self._first(cache)[:, None], cache.size - self.init_tokens
     start = self._slot_of(first, cache.size)
     stop = start + cache.seen[:, None] - first

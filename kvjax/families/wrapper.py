@@ -102,7 +102,7 @@ class Wrapper(Method):
 
 
 def _makes(value: Any) -> bool:
-  """Whether it is a constructor: `example` and the like."""
+  """True for a constructor: `example` and the like."""
   return isinstance(value, classmethod)
 
 

@@ -78,7 +78,7 @@ class AdaKV(Wrapper):
     return super().traits.but(uneven=self._uneven)
 
   def _uneven(self, spec: CacheSpec, parts: int) -> str:
-    """Why heads cannot be split over so many devices; empty: they can (`Traits.uneven`)."""
+    """Reason against splitting heads over so many devices; empty: none (`Traits.uneven`)."""
     if self.pools % parts == 0:
       return ""
     return f"expected pools = {self.pools} to be a multiple: a device's heads share its slots"
@@ -137,7 +137,7 @@ class AdaKV(Wrapper):
   def _lengths(
     self, key: Float[Array, "B K S"], time: Int[Array, "B K S"], n: int, heads: int
   ) -> Int[Array, "B K"]:
-    """How many tokens each head keeps of a prompt that is longer than n; both best first."""
+    """Number of tokens that each head keeps of a prompt that is longer than n; both best first."""
     if not self.rounded:
       safe = max(1, int(self.safeguard * n))
       forced = (jnp.arange(key.shape[-1]) < safe) & (time < LAST)
@@ -212,7 +212,7 @@ def _sorted(
 def _of_each(
   key: Float[Array, "B K S"], time: Int[Array, "B K S"], size: int, heads: int
 ) -> Int[Array, "B K"]:
-  """How many of a pool's `size` tokens of lowest key each head has; ties as in time, then heads."""
+  """Each head's number of a pool's `size` tokens of lowest key; ties as in time, then heads."""
   head = jnp.arange(key.shape[1], dtype=jnp.int32) % heads
   each = [shared_slots.pooled(x, heads) for x in (key, time)]
   owner = shared_slots.pooled(jnp.broadcast_to(head[:, None], key.shape), heads)

@@ -165,7 +165,7 @@ def channel_importance(
 
 
 def importance(caches: Sequence[Cache]) -> np.ndarray:
-  """What the rows of a model's caches say of its channels, summed over rows: float64 [L, K, H].
+  """Importance of a model's channels, summed over the rows of its caches: float64 [L, K, H].
 
   Raises:
     ValueError: some layer's cache keeps no such statistic (dense layers do not).

@@ -53,7 +53,7 @@ class ETF(Wrapper):
 
   @property
   def _freezes(self) -> bool:
-    """Whether there can be a layer that freezes something."""
+    """True if there can be a layer that freezes something."""
     return self.psi < 1 and self.gamma > 0 and self.start < 1
 
   @property
@@ -73,7 +73,7 @@ class ETF(Wrapper):
     return depth.share(self.psi, self.gamma, self.start, layer, layers)
 
   def _freezes_in(self, layer: int, layers: int) -> bool:
-    """Whether there is such a layer, and it takes keys from the one below."""
+    """True if there is such a layer, and it takes keys from the one below."""
     return layer < layers and self._share(layer, layers) > 0
 
   def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Active | None:

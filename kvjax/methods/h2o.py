@@ -82,7 +82,7 @@ class H2O(Bounded):
     return jnp.where(recent, jnp.inf, self._importance(held))
 
   def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
-    """What a token is kept for: the probability that it has gathered."""
+    """Worth of each token: the probability that it has gathered."""
     return held["mass"]
 
 

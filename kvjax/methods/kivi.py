@@ -104,7 +104,7 @@ class KIVI(Coded):
     return [f"v_{part}" for part in PARTS]
 
   def _of_base(self, cache: Cache) -> Cache:
-    """What the base has in its cache: k and v as codes have them, but for the newest."""
+    """The base's own cache: k and v as codes have them, but for the newest."""
     if cache.leaf("k").bits is None:
       return cache
     held = {name: x for name, x in cache.slots.items() if name not in self._beside}

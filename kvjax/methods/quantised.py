@@ -91,7 +91,7 @@ class Quantised(Coded):
     return [name for pair in zip(*parts, strict=True) for name in pair]
 
   def _of_base(self, cache: Cache) -> Cache:
-    """What the base has in its cache: k and v are the numbers, in float32, that codes stand for."""
+    """The base's own cache: k and v are the numbers, in float32, that codes stand for."""
     if not _coded(cache):
       return cache
     held = {name: x for name, x in cache.slots.items() if name not in self._beside}
@@ -199,7 +199,7 @@ class Quantised(Coded):
 
 
 def _mean_key(at: At, cache: Cache, new: slots.Slots) -> Float[Array, "B K H"]:
-  """What keys are stored less, after a chunk: the mean of the row's first one's, 0 under a cap."""
+  """Mean that stored keys lack, after a chunk: of the row's first chunk; 0 under a soft cap."""
   held = cache.heads["k_mean"]
   if at.env.soft_cap is not None:
     return held
@@ -218,7 +218,7 @@ def _parts(name: str, bits: int) -> tuple[str, ...]:
 
 
 def _coded(cache: Cache) -> bool:
-  """Whether k and v are words: not in first layers, nor where they are numbers just now."""
+  """True if k and v are words: not in first layers, nor where they are numbers just now."""
   return cache.leaf("k").bits is not None
 
 

@@ -136,7 +136,7 @@ class RKV(Bounded):
   def _priority(
     self, at: At, held: slots.Slots, queries: Float[Array, "B K W G H"], end: Int[Array, " B"]
   ) -> Float[Array, "B K S"]:
-    """What older tokens are kept for; infinite for the window, the newest tokens before `end`.
+    """Worth of older tokens; infinite for the window, the newest tokens before `end`.
 
     Tokens whose keys are not finite count as absent, and for nothing.
     """

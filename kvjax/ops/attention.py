@@ -47,7 +47,7 @@ def read(cache: Cache, plan: Plan) -> View:
 
 
 def seen(plan: Plan, view: View) -> Bool[Array, "B K W"]:
-  """Which of the fetched slots the newest token's queries see."""
+  """True where the newest token's queries see a fetched slot."""
   ok = (view.pos >= 0) & plan.span.holds(view.slot)
   return ok if plan.window is None else ok & plan.window.sees(view.pos)[:, :, 0]
 

@@ -106,7 +106,7 @@ def with_codes(
 
 
 def beyond_codes(codes: CodedSlots) -> str:
-  """Why kernels do not take these codes, in words; empty if they do."""
+  """The reason why kernels do not take these codes, in words; empty if they do."""
   takes = "the kernel takes 8 or 4 bits and one scale for each token and head"
   if codes.bits not in (8, 4):
     return f"has bits = {codes.bits}; {takes}"
@@ -115,7 +115,7 @@ def beyond_codes(codes: CodedSlots) -> str:
 
 
 def over_codes(at: At, codes: CodedSlots) -> At:
-  """Where operations that read codes run (`sparing` is where the others do)."""
+  """Site of operations that read codes (`sparing` is that of the others)."""
   return at.by(codes.impl)
 
 
@@ -127,7 +127,7 @@ def rounded(attended: Attended, dtype: Any) -> Attended:
 
 
 def sparing(at: At) -> At:
-  """Where arrays are made for one operation alone: "auto" is the reference there.
+  """Site where arrays are made for one operation alone: "auto" is the reference there.
 
   A kernel takes arrays that lie in memory, all of them; XLA makes what is read as it reads it.
   """
@@ -241,7 +241,7 @@ def over_plan(operation: str, at: At, cache: Cache, plan: Plan, q: Array) -> Cal
 
 
 def beyond_kernel(plan: Plan, impl: str, *, logits: bool, turned: bool) -> str:
-  """What the method needs of attention that a kernel does not do, in words; empty if nothing.
+  """The need of a method that a kernel's attention does not meet, in words; empty if none.
 
   `logits`: whether the kernel returns them; `turned`: whether it has another query for sinks.
   """

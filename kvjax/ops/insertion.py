@@ -24,14 +24,14 @@ declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
 
 
 class Placement(enum.Enum):
-  """Which slot a full cache gives up for a token, as far as that is known beforehand."""
+  """The slot that a full cache gives up for a token, as far as that is known beforehand."""
 
   APPEND = "none: the new token is dropped"
   RING = "the next one in turn (`kvjax.primitives.ring`)"
 
 
 def enters(at: At, cache: Cache, operation: str) -> bool:
-  """Whether a kernel takes a new token in, as `enter_token` or `enter_codes`, or `enter_shared`."""
+  """True if a kernel takes a new token in, as `enter_token` or `enter_codes`, or `enter_shared`."""
   if operation == "enter_codes" and not _takes_codes(at, cache):
     return False
   operation = "enter_shared" if cache.layout is Layout.SHARED else operation
@@ -39,7 +39,7 @@ def enters(at: At, cache: Cache, operation: str) -> bool:
 
 
 def _takes_codes(at: At, cache: Cache) -> bool:
-  """Whether the kernel takes such codes: of 8 or 4 bits and whole heads, all slots on one device.
+  """True if the kernel takes such codes: of 8 or 4 bits and whole heads, all slots on one device.
 
   Statistics of tokens are made of the numbers that codes stand for, which it does not return.
   """

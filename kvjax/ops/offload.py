@@ -47,7 +47,7 @@ def empty(batch: int, kv_heads: int, blocks: int, block: int, head_dim: int, dty
 
 
 def on_host() -> bool:
-  """Whether stores lie in the host's memory, apart from the device's."""
+  """True if stores lie in the host's memory, apart from the device's."""
   return jax.default_backend() == "gpu"
 
 
@@ -96,7 +96,7 @@ def _pinned(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
 
 
 def _host() -> jax.sharding.Sharding:
-  """Where stores lie, if not with the device's arrays."""
+  """Place of stores that do not lie with the device's arrays."""
   return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
@@ -128,7 +128,7 @@ def check_room(size: int) -> None:
 
 
 def blocks_of(store: OwnRows) -> int:
-  """How many blocks a row's store has room for."""
+  """Number of blocks that a row's store has room for."""
   return sum(segment.shape[2] for segment in store.of["k"])
 
 

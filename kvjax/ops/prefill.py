@@ -29,7 +29,7 @@ declare("column_mass", pallas="kvjax.kernels.prefill.dense:column_mass")
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """What the queries of a chunk may see.
+  """The slots that the queries of a chunk may see.
 
   Attributes:
     prompt: the chunk.
@@ -96,7 +96,7 @@ def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
 
 
 def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[str, Callable]:
-  """What attends to a prompt, by name and as a function; raises where the one asked for cannot.
+  """Implementation of a prompt's attention, its name and function; raises if that asked for cannot.
 
   Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
   is left. "auto" leaves the pieces alone until they are measured.
@@ -125,13 +125,13 @@ def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tup
 
 
 def _has_cudnn() -> bool:
-  """Whether the device is one for cuDNN's flash attention: NVIDIA's, from Ampere on."""
+  """True if the device is one for cuDNN's flash attention: NVIDIA's, from Ampere on."""
   capability = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
   return capability[0].isdigit() and float(capability) >= 8
 
 
 def _beyond_prompt(at: At, staged: Slots, chunk: Chunk, impl: str) -> str:
-  """What of a prompt's attention the implementation does not do, in words; empty if nothing."""
+  """The part of a prompt's attention that the implementation lacks, in words; empty if none."""
   head_dim = staged["k"].shape[3]
   if impl == "pallas":
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""

@@ -1,4 +1,4 @@
-"""How much keys, or what stands for them, may matter to a step's queries."""
+"""Scores of keys, or of what stands for them, for a step's queries."""
 
 import dataclasses
 import math
@@ -85,7 +85,7 @@ def block_weights(
   stride: int,
   block: int,
 ) -> Float[Array, "B K P"]:
-  """What blocks of `block` tokens get of the attention to compressed keys, as `pooled`.
+  """Shares of blocks of `block` tokens in the attention to compressed keys, as `pooled`.
 
   Query heads attend to the compressed keys, and their probabilities are summed over the group. A
   compressed key stands for `width` tokens, one every `stride`, and takes part from the step after

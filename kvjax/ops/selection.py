@@ -1,4 +1,4 @@
-"""Which tiles have the highest scores."""
+"""Search for the tiles of highest score."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Table = tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]
 
 
 def holds(at: At, count: int, k: int) -> bool:
-  """Whether the kernels' programs can hold the k best of `count` tiles.
+  """True if the kernels' programs can hold the k best of `count` tiles.
 
   If not, the reference searches; under `impl="pallas"` the kernel is called, and says so.
   """
@@ -39,7 +39,7 @@ def _search(at: At, operation: str, count: int, k: int) -> Callable | None:
 
 
 def searches_together(at: At) -> bool:
-  """Whether two searches take hardly longer than one, made as `best_tiles_of_each`."""
+  """True if two searches take hardly longer than one, made as `best_tiles_of_each`."""
   return pallas(at, "best_tiles") is not None
 
 
@@ -80,7 +80,7 @@ def best_tiles_of_each(
   ordered: bool = False,
   **forced: int,
 ) -> Sequence[Table]:
-  """What N calls of `best_tiles` give, by one search where a kernel does that.
+  """The results of N calls of `best_tiles`, by one search where a kernel does that.
 
   Args:
     at: where this runs; slots are not split.

@@ -47,7 +47,7 @@ def own(at: At, cache: Cache, slot: Int[Array, "*shape"]) -> Int[Array, "*shape"
 
 
 def reach(at: At, slots: Int[Array, " A"], size: int) -> Int[Array, " A"]:
-  """How many of this device's `size` slots are among the first so many of all."""
+  """Number of this device's `size` slots that are among the first so many of all."""
   if at.env.slot_axis is None:
     return slots
   return jnp.clip(slots - first(at, size), 0, size)
@@ -63,7 +63,7 @@ def span(at: At, cache: Cache, span: Span) -> Span:
 
 
 def part(at: At, cache: Cache, plan: Plan) -> Plan:
-  """What this device reads of a plan, in the plan's order."""
+  """The part of a plan that this device reads, in the plan's order."""
   if at.env.slot_axis is None:
     return plan
   covered = span(at, cache, plan.span)

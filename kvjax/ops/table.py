@@ -1,4 +1,4 @@
-"""Which implementation an operation runs as.
+"""Choice of the implementation of an operation.
 
 An operation declares its kernels beside its reference by name; they are imported when they run.
 "reference" always exists; a kernel that is asked for by name and does not exist, or does not take

@@ -14,7 +14,7 @@ from kvjax.core.plan import Span
 
 
 def visible(span: Span, start: Int[Array, "*#BKP"], width: int) -> Bool[Array, "B K P"]:
-  """Whether any of the slots [start, start + width) is in the span; K = 1 where heads are alike."""
+  """True where any of the slots [start, start + width) is in the span; K = 1 for like heads."""
   first, stop = span.start[..., None], span.stop[..., None]
   return (start < stop) & ((start < span.sinks) | (start + width > first))
 
@@ -124,7 +124,7 @@ def touched(
 
 
 def begun(cache: Cache, window: Int[Array, "B *K M"], stride: int) -> Bool[Array, "B *K M"]:
-  """Whether the first slot of windows from j·stride on is occupied."""
+  """True where the first slot of a window, j·stride, is occupied."""
   return window * stride < jnp.expand_dims(cache.used, [*range(1, window.ndim)])
 
 

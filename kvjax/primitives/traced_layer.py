@@ -45,7 +45,7 @@ for _name in _ASKS:
 
 
 def different_layers(method: str) -> str:
-  """What to say of a method that needs to know the layer."""
+  """Message for a method that needs to know the layer."""
   return (
     f"{method}: found a traced layer number, expected an int: it does not do the same in every "
     "layer, so layers under jax.lax.scan cannot share its program; unroll them"

@@ -129,7 +129,7 @@ class Forked(Method):
   def stage(
     self, at: At, cache: Cache, new: slots.Slots, q: Array, prompt: Prompt, carry: Carry
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """What the branch holds and the chunk after it; beside them the context."""
+    """The tokens of the branch and the chunk after them; beside them the context."""
     context = {name: x for name, x in cache.heads.items() if name.startswith("context_")}
     return {**slots.join(cache.slots, new), **context}, cache, carry
 

@@ -294,7 +294,7 @@ def _rolled(x: Array, shift: Array | None) -> Array:
 
 
 def _place(cache: LayerCache, sinks: ArrayLike | None) -> tuple[At, Array | None]:
-  """Where the method runs, and the sinks [K, G]."""
+  """Site where the method runs, and the sinks [K, G]."""
   method, (_, kv_heads, _) = cache.method, _sizes(cache)
   layer = TracedLayer(None, type(method).__name__) if cache.layer is None else cache.layer
   env = dataclasses.replace(cache.env, lse=sinks is not None)
@@ -318,7 +318,7 @@ def _scaled(cache: LayerCache, q: Array) -> Array:
 def _result(
   cache: LayerCache, out: Array, new: Cache, given: Carry | None, handed: Carry
 ) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
-  """What a call returns; a carry that nobody asked for is refused, as it would be lost."""
+  """The result of a call; a carry that nobody asked for is refused, as it would be lost."""
   after = dataclasses.replace(cache, cache=new)
   if given is not None:
     return out, after, handed

@@ -1,4 +1,4 @@
-"""What caches take, known beforehand, and what would fit where they do not."""
+"""Memory of caches, known beforehand, and the sizes that would fit where they do not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryPlan:
 def plan_memory(
   spec: CacheSpec, method: Method, mesh: Mesh | None = None, *, apart: bool | None = None
 ) -> MemoryPlan:
-  """What `method.init_caches(spec)` will take. Nothing is allocated.
+  """Bytes that `method.init_caches(spec)` will take. Nothing is allocated.
 
   Args:
     spec: sizes, as `Transformer.spec` gives them.
@@ -198,7 +198,7 @@ def _with_budget(method: Method, budget: int) -> Method:
 
 
 def _dropping_base(method: Method) -> Method | None:
-  """What a method wraps, if that keeps a part of the tokens: a budget around it is of reads."""
+  """The base of a method, if that keeps a part of the tokens: a budget around it is of reads."""
   base = getattr(method, "base", None)
   return base if isinstance(base, Method) and not base.traits.positional else None
 

@@ -67,7 +67,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def compiler_options(mesh: Mesh | None) -> dict[str, str]:
-  """What to compile a step over a mesh with: `jax.jit(step, compiler_options=...)`.
+  """Options to compile a step over a mesh with: `jax.jit(step, compiler_options=...)`.
 
   On several GPUs all-reduces come from NCCL. XLA (jax 0.11) has a kernel of its own for small ones,
   around which more time passes than in it: the results have both. Elsewhere nothing is asked for.

@@ -47,7 +47,7 @@ class Site(At):
 
   @contextlib.contextmanager
   def serving(self, layer: int) -> Iterator[None]:
-    """What is traced meanwhile is for this layer; what is traced again later is for the first."""
+    """Serves this layer to what is traced meanwhile; later traces are for the first."""
     if any(f(self.first) != f(layer) for f in self.asked):
       raise DifferentLayer
     vars(self)["served"] = layer

@@ -1,4 +1,4 @@
-"""What every method must obey in a small decoder: prompts, chunks, steps, turns."""
+"""Laws of every method in a small decoder: prompts, chunks, steps, turns."""
 
 import unittest
 

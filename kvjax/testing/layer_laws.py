@@ -1,4 +1,4 @@
-"""What every method must obey in one layer: NaN, kernels, heads on two devices."""
+"""Laws of every method in one layer: NaN, kernels, heads on two devices."""
 
 import dataclasses
 import unittest

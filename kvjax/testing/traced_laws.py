@@ -1,4 +1,4 @@
-"""What every method must obey as it is traced, and what it says of itself."""
+"""Laws of every method as it is traced, and of what it declares of itself."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,7 @@ def operations(jaxpr: Any) -> Any:
 
 
 def traced(case: Case, method: Method) -> list:
-  """What a prompt and a decode step compute; jit remembers those that other laws called."""
+  """Operations of a prompt and a decode step; jit remembers those that other laws called."""
   jaxprs = Told(case, method).jaxprs(TOKENS[:, :WIDTH])
   return [operations(jaxpr) for jaxpr in jaxprs]
 
@@ -142,7 +142,7 @@ def shared_prefill(case):
 
 @law
 def the_repository_setting(case):
-  """Where the authors' code differs from their paper, `repo` is that setting, and it runs."""
+  """Setting `repo` is that of the authors' code where it differs from the paper, and it runs."""
   method = case.method
   if not case.has_repo:
     with raises(NotImplementedError, rf"{method.__name__}\.repo: no setting"):

@@ -29,12 +29,12 @@ from kvjax.runtime.sites import DifferentLayer, Site
 
 
 def reads(model: Transformer) -> bool:
-  """Whether a model's prompts are compiled by layer: on one device, and without a NaN guard."""
+  """True if a model's prompts are compiled by layer: on one device, and without a NaN guard."""
   return model.mesh is None and not model.env.check_nan
 
 
 def decodes(model: Transformer, method: Method) -> bool:
-  """Whether its decode steps are, too."""
+  """True if its decode steps are, too."""
   return method.traits.by_layer and reads(model)
 
 
@@ -111,7 +111,7 @@ class ByLayer:
     return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
 
   def programs(self, method: Method, batch: int, tokens: int | None, capacity: int) -> int:
-    """How many programs the layers of a prompt take, or, where tokens is None, those of a decode
+    """Number of programs of the layers of a prompt, or, where tokens is None, those of a decode
     step; nothing is compiled, nothing runs.
     """
     caches = jax.eval_shape(lambda: method.init_caches(self.model.spec(batch, capacity)))
@@ -126,7 +126,7 @@ class ByLayer:
   def _sites(
     self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
   ) -> list[At]:
-    """Where each layer runs. At first, all programs that this takes are compiled, side by side."""
+    """Site of each layer. At first, all programs that this takes are compiled, side by side."""
     forms = [form for form, _ in self.layers]
     places = self.model.places(method)
     key = program, *places, past, *forms, *_shapes((caches, arrays))
@@ -192,7 +192,7 @@ def bound_programs() -> None:
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
-  """What a program is compiled for of these arrays."""
+  """Structure, shapes and dtypes of these arrays, for which a program is compiled."""
   leaves, form = jax.tree.flatten(tree)
   return form, *((x.shape, x.dtype) for x in leaves)
 

@@ -37,7 +37,7 @@ TILE = 64  # slots that a shared context's are a multiple of: few sizes, few com
 
 
 def room(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
-  """How many more tokens each row can take; None: any number, something leaves.
+  """Number of tokens that each row can take; None: any number, something leaves.
 
   For your own decode loop: a step past it leaves no token in the cache of a method that keeps
   every token, and its output is wrong. It waits for the caches: ask before a loop, and count.

@@ -1,4 +1,4 @@
-"""What `prefill` and `generate` refuse before anything runs, and what they say of failures."""
+"""Checks of `prefill` and `generate` before anything runs, and their messages of failures."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def logits(x: Any, caches: Caches, vocab: int) -> Float[Array, "B V"]:
 @flat.own
 @jax.jit
 def sound(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
-  """Where something can be chosen: no NaN, no +∞, and not −∞ alone."""
+  """True where something can be chosen: no NaN, no +∞, and not −∞ alone."""
   return (logits < jnp.inf).all(-1) & (logits > -jnp.inf).any(-1)
 
 
@@ -242,7 +242,7 @@ def prompt(
 
 
 def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
-  """How many tokens each row can take in all; None: any number, something leaves.
+  """Number of tokens that each row can take in all; None: any number, something leaves.
 
   A layer with a window lets go of the oldest once it holds all of its window, and not before.
   """

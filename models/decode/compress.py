@@ -119,7 +119,7 @@ def kept(
   m: Float[Array, "B K G A"],
   l: Float[Array, "B K G A"],
 ) -> Cache:
-  """What a method keeps of a layer, as at the end of `Method.prefill`.
+  """The cache that a method keeps of a layer, as at the end of `Method.prefill`.
 
   Args:
     at: the method and the layer.

@@ -51,7 +51,7 @@ FIRST = 2  # tokens that are handed over first; then twice as many, up to a chun
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """What `generate` produced.
+  """The result of `generate`.
 
   Attributes:
     tokens: int32 [B, steps], −1 after a row has stopped (the stop token, or the token that

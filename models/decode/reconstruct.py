@@ -70,7 +70,7 @@ class Instructions:
     return cls(first, again, suffix_ids, len(opening_ids))
 
   def before(self, last: Sequence[int]) -> list[int]:
-    """What stands before a chunk, of which `last` are the tokens that come before it."""
+    """Tokens put before a chunk, of which `last` are the tokens that come before it."""
     if not last:
       return [*self.first, *self.suffix]
     return [*self.again, *last[-TAIL:], *self.suffix]
@@ -221,7 +221,7 @@ def over_layers(
 
 
 def _kvzip(method: Method) -> KVzip:
-  """What says how much is kept."""
+  """The KVzip in a method, which says how much is kept."""
   base = method.base if isinstance(method, AdaKV | Quantised) else method
   if not isinstance(base, KVzip):
     expected = "a kvjax.KVzip, or kvjax.AdaKV or kvjax.Quantised over one"

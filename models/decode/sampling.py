@@ -1,4 +1,4 @@
-"""How a token is drawn from logits: temperature, top-k, top-p, min-p, one key per row and token."""
+"""Drawing of a token from logits: temperature, top-k, top-p, min-p, one key per row and token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Knobs = tuple[Array, Array, Array, Array]  # temperature, top_k, top_p, min_p: s
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """What a token is drawn from; the default takes the likeliest one.
+  """Distribution from which a token is drawn; the default takes the likeliest one.
 
   The order is that of Hugging Face transformers. Logits are divided by the temperature, then each
   filter acts on what the one before it left, renormalised: top-k, top-p, min-p. A token that ties
@@ -48,7 +48,7 @@ class Sampling:
 
   @property
   def greedy(self) -> bool:
-    """Whether the likeliest token is taken."""
+    """True if the likeliest token is taken."""
     return self.temperature == 0
 
   def knobs(self, vocab: int) -> Knobs:

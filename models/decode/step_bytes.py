@@ -19,7 +19,7 @@ from kvjax.models.nn.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-  """What one decode step of a model moves, all rows together.
+  """Bytes that one decode step of a model moves, all rows together.
 
   Attributes:
     weights: bytes of weights, each read once; of an embedding that no head shares only single rows
@@ -48,14 +48,14 @@ class StepBytes:
 
   @property
   def bound(self) -> bool:
-    """Whether it may be less, as data have it."""
+    """True if it may be less, depending on the data."""
     return any(layer.bound for layer in self.layers)
 
 
 def step_bytes(
   config: ModelConfig, method: Method, batch: int, tokens: int, dtype: Any = jnp.bfloat16
 ) -> StepBytes:
-  """What a decode step moves, in a context of `tokens` tokens; nothing is allocated.
+  """Bytes that a decode step moves, in a context of `tokens` tokens; nothing is allocated.
 
   Args:
     config: the model's sizes.

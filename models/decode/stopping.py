@@ -40,7 +40,7 @@ class RowText:
     return self._release(new + left_out, last=False)
 
   def flush(self) -> str:
-    """What was held back, once no token follows."""
+    """Text that was held back, once no token follows."""
     if self.ended:
       return ""
     new = self._stream.flush()

@@ -230,7 +230,7 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """What the config.json of a checkpoint folder says; raises as `read_config`."""
+  """Content of a checkpoint folder's config.json; raises as `read_config`."""
   file = pathlib.Path(path) / "config.json"
   try:
     found = files.read_json(file, "a checkpoint's config")
@@ -260,7 +260,7 @@ def stored_bytes(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-  """Whether a folder is a checkpoint of this version."""
+  """True if a folder is a checkpoint of this version."""
   try:
     read_config(path)
   except (OSError, ValueError):
@@ -274,7 +274,7 @@ def item_names(config: ModelConfig) -> list[str]:
 
 
 def _file(folder: pathlib.Path, name: str) -> pathlib.Path:
-  """Where a checkpoint holds an item."""
+  """File in which a checkpoint holds an item."""
   return folder / "items" / f"{name}.safetensors"
 
 

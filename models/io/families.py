@@ -197,7 +197,7 @@ GGUF: dict[str, Family] = {
 
 
 def rotary_order(head_dim: int, turned: int, interleaved: bool) -> np.ndarray | None:
-  """Where each dimension of a head is in a file; None: where the decoder has it.
+  """Place of each dimension of a head in a file; None: as in the decoder.
 
   A file turns the first R dimensions, in pairs (2i, 2i + 1) or (i, i + R/2). The decoder's pairs
   are (i, i + H/2), and those that are turned are the first R/2 (`kvjax.primitives.rope.Rope`). q·k

@@ -26,7 +26,7 @@ _UNWANTED = ("*/*", "*.bin", "*.bin.index.json")
 
 
 def cache_dir() -> pathlib.Path:
-  """Where fetched and converted models live: $KVJAX_CACHE, or ~/.cache/kvjax."""
+  """Folder of fetched and converted models: $KVJAX_CACHE, or ~/.cache/kvjax."""
   return pathlib.Path(os.environ.get("KVJAX_CACHE") or "~/.cache/kvjax").expanduser().absolute()
 
 

@@ -1,4 +1,4 @@
-"""What every kind of model file shares: the tensors of a decoder, and how they become items."""
+"""Base of every kind of model file: the tensors of a decoder, and how they become items."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Source(abc.ABC):
     return np.stack(_alike(found)) if "{e}" in self.names[part] else found[0]
 
   def name(self, part: str, layer: int = 0, expert: int = 0) -> str:
-    """What the file calls a tensor."""
+    """Name of a tensor in the file."""
     return self.names[part].format(i=layer, e=expert)
 
   def context(self, stated: int, limit: int | None) -> dict[str, Any]:
@@ -303,7 +303,7 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 
 def finite(x: np.ndarray) -> bool:
-  """Whether there is neither NaN nor infinity: of these all bits of the exponent are set."""
+  """True if there is neither NaN nor infinity: of these all bits of the exponent are set."""
   flat = x.reshape(-1).view(f"u{x.itemsize}")
   exponent = np.array(np.inf, x.dtype).view(flat.dtype)
   return all(

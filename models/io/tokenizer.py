@@ -209,7 +209,7 @@ class Tokenizer:
     return TextStream(self, skip_special=skip_special)
 
   def is_special(self, token: int) -> bool:
-    """Whether a token is a control token, not text."""
+    """True if a token is a control token, not text."""
     return token in self._special
 
   def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
@@ -417,7 +417,7 @@ class TextStream:
     return new
 
   def flush(self) -> str:
-    """What is left of an incomplete character, as U+FFFD."""
+    """The rest of an incomplete character, as U+FFFD."""
     new = self._text(self._ids)[len(self._out) :]
     self._ids, self._out = [], ""
     return new

@@ -49,7 +49,7 @@ class Experts(nnx.Module):
   def __call__(
     self, x: Float[Array, "*batch D"], impl: str, axes: tuple[str, ...]
   ) -> Float[Array, "1 *batch D"]:
-    """What the experts add to the residual stream; F is split over these mesh axes."""
+    """The experts' summand of the residual stream; F is split over these mesh axes."""
     rows = x.reshape(-1, x.shape[-1])
     weight, expert = self.route(rows)
     few = expert.size <= self.router.shape[1] and jax.default_backend() != "cpu"

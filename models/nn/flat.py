@@ -40,7 +40,7 @@ _form = functools.cache(Form)
 
 
 class _Known(NamedTuple):
-  """What the last `split` of a module found.
+  """The last `split` of a module.
 
   Attributes:
     facts: names of all attributes in it, and their values; types in the place of modules and
@@ -54,7 +54,7 @@ class _Known(NamedTuple):
   order: list[int]
 
   def holds(self, facts: list[Any]) -> bool:
-    """Whether a module of these facts has the same description."""
+    """True if a module of these facts has the same description."""
     return len(facts) == len(self.facts) and all(map(operator.is_, facts, self.facts))
 
 

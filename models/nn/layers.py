@@ -102,7 +102,7 @@ class Projections(nnx.Module):
   def out(
     self, o: Float[Array, "*batch K G H"], impl: str, axes: tuple[str, ...]
   ) -> Float[Array, "S *batch D"]:
-    """What attention adds to the residual stream, as summands; heads are split over these axes."""
+    """Attention's part of the residual stream, as summands; heads are split over these axes."""
     x, w = o.reshape(*o.shape[:-3], -1), self.wo[...]
     parts = products.partial_products(x, w.reshape(-1, w.shape[-1]), impl, axes)
     return parts.at[0].add(self.bo[...].astype(parts.dtype)) if hasattr(self, "bo") else parts
@@ -120,6 +120,6 @@ class GatedMLP(nnx.Module):
   def __call__(
     self, x: Float[Array, "*batch D"], impl: str, axes: tuple[str, ...]
   ) -> Float[Array, "S *batch D"]:
-    """What the MLP adds to the residual stream, as summands; F is split over these mesh axes."""
+    """The MLP's part of the residual stream, as summands; F is split over these mesh axes."""
     y = products.gated_product(x, self.gate_up[...], impl, self.activation)
     return products.partial_products(y, self.down[...], impl, axes)

@@ -76,7 +76,7 @@ def on_mesh(model: Transformer, mesh: Mesh) -> Transformer:
 
 
 def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding]:
-  """Where the leaves of a model's state go; raises as `shard` does."""
+  """Shardings of the leaves of a model's state; raises as `shard` does."""
   sharding.check_mesh(mesh)
   check_sizes(config, mesh)
   sharding.check_windows(config.windows, mesh)
@@ -97,7 +97,7 @@ def check_sizes(config: ModelConfig, mesh: Mesh) -> None:
 
 
 def weight_specs(state: Any, config: ModelConfig, mesh: Mesh) -> list[PartitionSpec]:
-  """Where every leaf of a model's state lies. A vocabulary that does not split evenly is whole."""
+  """Specs of all leaves of a model's state. A vocabulary that does not split evenly is whole."""
   whole = config.vocab % sharding.shards(mesh, "vocab") != 0
   known = {**AXES, **EXPERTS} if config.experts else AXES
 

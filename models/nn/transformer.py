@@ -110,7 +110,7 @@ class Layer(nnx.Module):
     return x, self.summands(env, y)
 
   def summands(self, env: Env, y: Float[Array, "*batch D"]) -> Float[Array, "S *batch D"]:
-    """What the layer's MLP adds to the residual stream, from the normed state."""
+    """The MLP's part of the residual stream, from the normed state."""
     parts = self.mlp(y, env.impl, env.axes)
     if hasattr(self, "mlp_after"):
       return self.mlp_after(parts.sum(0).astype(y.dtype))[None]
@@ -283,12 +283,12 @@ class Transformer(nnx.Module):
     return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
   def places(self, method: Method) -> list[At]:
-    """Where each layer's attention runs: under the method, or in the model's own window."""
+    """Site of each layer's attention: under the method, or in the model's own window."""
     c, env = self.config, dataclasses.replace(self.env, lse=self.config.sinks)
     return sliding.places(method, env, c.windows, c.window_rope)
 
   def concluded(self, method: Method, caches: Caches, lengths: Int[Array, " B"]) -> Caches:
-    """What the method settles once a chunk has passed through all of its layers."""
+    """Caches that the method has settled once a chunk has passed through all of its layers."""
     env = dataclasses.replace(self.env, layers=max(1, self.config.served))
     own = sliding.served(caches)
     return sliding.rejoined(caches, method.conclude(env, own, lengths) if own else ())

@@ -1,4 +1,4 @@
-"""Where ART's output is stable, from what many programs have read: a program for each few shares.
+"""Search for where ART's output is stable in what many programs read: a program a few shares.
 
 The state before a share joined with one inside of it is the walk's after that tile: its output is
 looked at as Algorithm 1 does. How many tiles in a row are stable is counted from the beginning of
@@ -21,7 +21,7 @@ VALUES = 16384  # in a program, of shares that it adds; half as many of tiles th
 
 
 class Cut(NamedTuple):
-  """How shares are looked at: by how many programs of each row, so many lanes each, and how many
+  """Cut of the look at shares: by how many programs of each row, so many lanes each, and how many
   shares are added at once.
   """
 
@@ -122,7 +122,7 @@ def kernel(
 
 
 def _weights(m: Array, l: Array, new_m: Array, new_l: Array) -> tuple[Array, Array, Array, Array]:
-  """What two softmax states weigh in their sum, and its m and l."""
+  """Weights of two softmax states in their sum, and its m and l."""
   top = jnp.maximum(m, new_m)
   base = tiling.finite(top)
   old, new = jnp.exp2(m - base), jnp.exp2(new_m - base)

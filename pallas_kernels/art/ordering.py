@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 class Ring(NamedTuple):
-  """Where the newest token of a cache lies whose slots are used in turn: refs, or arrays.
+  """Place of the newest token in a cache whose slots are used in turn: refs, or arrays.
 
   ring [R, 2], of `kvjax.primitives.ring`; seen [B], the position after the newest token.
   """
@@ -38,7 +38,7 @@ class Ring(NamedTuple):
 
 
 class Order(NamedTuple):
-  """How many tiles a row has, and the slots of part j of tile t of the order.
+  """Number of tiles of a row, and the slots of part j of tile t of the order.
 
   slots: (t, j) -> slots [part], and which of them are there.
   run: whether these are neighbours: the addresses of a run need few registers.
@@ -50,7 +50,7 @@ class Order(NamedTuple):
 
 
 def is_run(unit: int, tile: int, part: int) -> bool:
-  """Whether all slots of a part of a tile come from one entry of a table."""
+  """True if all slots of a part of a tile come from one entry of a table."""
   return unit % part == 0 and tile % part == 0
 
 

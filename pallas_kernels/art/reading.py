@@ -1,4 +1,4 @@
-"""How a program of ART's walk reads a row's tiles, wherever the walk is judged."""
+"""Reading of a row's tiles by a program of ART's walk, wherever the walk is judged."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What programs that read ART's tiles ahead leave behind, and how shares of them are put together.
+"""Results of programs that read ART's tiles ahead, and how shares of them are put together.
 
 `share` consecutive tiles are one program's. It leaves the softmax state of its own tiles after each
 of them. The walk's state after tile t is that of the shares before it and of t's own share up to t,
@@ -18,7 +18,7 @@ NEVER = 1 << 30  # more tiles than any order has
 
 
 class Left(NamedTuple):
-  """What the programs of a wave leave [R, N, G(, H)] after each of its N tiles, of their own ones.
+  """Results of the programs of a wave [R, N, G(, H)] after each of its N tiles, of their own ones.
 
   acc, m, l: softmax state, m in base 2, over the share's tiles up to this one.
   top: the largest logit of the tile; −∞: it has no visible key.

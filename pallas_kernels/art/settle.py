@@ -1,4 +1,4 @@
-"""Where ART's walks end, and their softmax states, from what many programs have read of them.
+"""Ends of ART's walks, and their softmax states, from what many programs have read of them.
 
 A row has a program for each few columns. Each goes over the stable tiles that `judge` has
 counted, many shares at once, and finds the tile at which Algorithm 1 ends; then it adds up the
@@ -102,7 +102,7 @@ def _find(
   tile = jnp.arange(pl.next_power_of_2(share))
 
   def load(t: Array, ok: Array) -> Array:
-    """What is counted after tiles t [S(, T)], where ok, of all lanes."""
+    """Counts after tiles t [S(, T)], where ok, of all lanes."""
     t, ok = jnp.where(ok, t, 0)[..., None], ok[..., None]
     over = [x.reshape(*(1,) * (t.ndim - 1), -1) for x in (lane, real)]
     return backend.load(calm_ref, row, t, over[0], mask=ok & over[1], other=0)

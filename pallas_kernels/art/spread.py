@@ -35,7 +35,7 @@ SETTLE_WARPS = 8
 
 
 def programs(rows: int, interpret: bool | None) -> int:
-  """How many run at once; under the interpreter so few that there are waves."""
+  """Number that runs at once; under the interpreter so few that there are waves."""
   return 3 * rows if backend.interpreted(interpret) else 2 * config.this_device().cores
 
 

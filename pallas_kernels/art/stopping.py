@@ -1,4 +1,4 @@
-"""When ART's walk ends: its detector looks whether the output still moves (ART, Alg. 1), or a
+"""End of ART's walk: its detector looks whether the output still moves (ART, Alg. 1), or a
 certificate bounds what is unread.
 
 A loop that tests for its end after every tile is not pipelined: it waits for the memory each time.
@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
 
 class Look(NamedTuple):
-  """What the detector knows after the last whole tile: the probe x, ‖x‖, stable tiles in a row."""
+  """State of the detector after the last whole tile: the probe x, ‖x‖, stable tiles in a row."""
 
   probe: Array
   norm: Array
@@ -71,7 +71,7 @@ class Detector:
   full: bool
 
   def probed(self, columns: Array, head_dim: int) -> Array:
-    """Whether the output is looked at in each column: those of ⌊i·H/32⌋, i < 32, or all."""
+    """True in each column where the output is looked at: those of ⌊i·H/32⌋, i < 32, or all."""
     if self.full or head_dim <= PROBES:
       return columns < head_dim
     apart = head_dim // PROBES
@@ -95,7 +95,7 @@ class Detector:
     return judge
 
   def is_stable(self, new: Array, old: Array, norm: Array, before: Array) -> Array:
-    """Whether the probe, on the last axis, neither moved nor turned; the norms are of both."""
+    """True if the probe, on the last axis, neither moved nor turned; the norms are of both."""
     moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=-1))  # d_scale
     both = norm * before
     # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
@@ -138,7 +138,7 @@ class Certificate:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-  """What ends a walk, for each query head or for all at once, and no sooner than `kept` tiles."""
+  """End of a walk, for each query head or for all at once, and no sooner than `kept` tiles."""
 
   rule: Detector | Certificate
   per_head: bool

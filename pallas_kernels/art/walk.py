@@ -261,7 +261,7 @@ def walk(
 
 
 def helped(rows: int, *, interpret: bool = False, kind: str | None = None) -> bool:
-  """Whether so many walks leave room for a second program each."""
+  """True if so many walks leave room for a second program each."""
   return not interpret and 2 * rows <= 2 * config.this_device(kind).cores
 
 

@@ -30,7 +30,7 @@ AHEAD = 4  # query heads whose queries are held at once
 
 
 class _Keys(NamedTuple):
-  """What rows that share with none look at: queries in the dtype of the keys, keys, their stop."""
+  """Operands of rows that share with none: queries in the dtype of the keys, keys, their stop."""
 
   q: Any
   k: Any

@@ -51,7 +51,7 @@ class _Sources(NamedTuple):
 
 
 class _Row(NamedTuple):
-  """What is in sight of a row: `seen` tokens, those after the sinks from `start` on."""
+  """Slots in sight of a row: `seen` tokens, those after the sinks from `start` on."""
 
   sources: _Sources
   sizes: Sizes

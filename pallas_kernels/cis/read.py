@@ -59,7 +59,7 @@ class _Keys(NamedTuple):
 
 
 class _Made(NamedTuple):
-  """What `cis.note` is given, and the list: query [R, G, H] of norm 1, anchor, retrieves [R, 1],
+  """Operands of `cis.note`, and the list: query [R, G, H] of norm 1, anchor, retrieves [R, 1],
   step, start [R], found, weight [R, k], table [R, X], count [R].
   """
 
@@ -171,7 +171,7 @@ def _find(row: Array, scores_ref: Any, sight: Sight, found_ref: Any, weight_ref:
 
 
 def takes(rows: int, groups: int, slots: int) -> bool:
-  """Whether a row is one program's: of one query head, not long, and as many as run at once."""
+  """True if a row is one program's: of one query head, not long, and as many as run at once."""
   return groups == 1 and slots <= LANES and 4 * rows >= 3 * _at_once()
 
 
@@ -181,7 +181,7 @@ def _at_once() -> int:
 
 
 def cut_of(rows: int, head_dim: int, itemsize: int) -> Config:
-  """How a row's list is walked: as in `sparse_decode`, with half the warps.
+  """Cut of the walk of a row's list: as in `sparse_decode`, with half the warps.
 
   They have twice the registers each, which a program that does more than one thing needs, and as
   many bytes on their way.
@@ -212,7 +212,7 @@ def read(
   config: Config | None = None,
   interpret: bool | None = None,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[State, Array]]:
-  """What each KV head shares or retrieves, its list, and attention over that.
+  """The set that each KV head shares or retrieves, its list, and attention over that.
 
   Args:
     q: queries of the newest token, rotated; G = 1.

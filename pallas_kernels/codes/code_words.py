@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 
 
 class How(NamedTuple):
-  """What is static: the scale of logits, bits of a code, the dtype of weights, whether by PTX."""
+  """Static settings: the scale of logits, bits of a code, the dtype of weights, whether by PTX."""
 
   scale: tiling.Scale
   bits: int
@@ -201,7 +201,7 @@ def _weigh(
 
 
 def _of_eight(tile: Tile) -> Array:
-  """What the number 8 stands for: codes of 4 bits have lost it."""
+  """Number that code 8 stands for: codes of 4 bits have lost it."""
   return tile.per_slot[3] + 8 * tile.per_slot[1]
 
 

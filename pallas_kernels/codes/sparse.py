@@ -178,7 +178,7 @@ def settings(
   interpret: bool = False,
   kind: str | None = None,
 ) -> Config:
-  """How the work is cut, by device and shape; no cut has been measured.
+  """Cut of the work, by device and shape; no cut has been measured.
 
   Three programs on each multiprocessor, as in `codes.dense`, of tiles of up to 16 KiB. A tile
   that gathers several entries has a stage for the table before each of its own (`sparse_decode`).

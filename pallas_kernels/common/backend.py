@@ -35,7 +35,7 @@ warnings.filterwarnings(
 
 
 def interpreted(interpret: bool | None) -> bool:
-  """Whether to run under the interpreter: as asked, else wherever the default backend is no GPU."""
+  """True to run under the interpreter: as asked, else wherever the default backend is no GPU."""
   return jax.default_backend() != "gpu" if interpret is None else interpret
 
 

@@ -1,4 +1,4 @@
-"""Which tiles of a row may be chosen, how many of them are, and which are given without choice."""
+"""Tiles of a row that may be chosen, how many are, and those that are given without choice."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Sight(NamedTuple):
     return (tile * unit < self.stop) & ((tile * unit < sinks) | ((tile + 1) * unit > self.start))
 
   def seen(self, first: Any, last: Any) -> Array:
-    """How many tiles of [first, last) are visible, where the newest one is not before the last.
+    """Number of visible tiles of [first, last), where the newest one is not before the last.
 
     Those before the `early` ones end, and from the first one of the window on.
     """
@@ -62,7 +62,7 @@ class Sight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-  """How many tiles are chosen: `k` for each list, `limit` in rows of `dense_below` slots and more.
+  """Number of chosen tiles: `k` for each list, `limit` in rows of `dense_below` slots and more.
 
   The `first` best of them stand before the others. Up to `room` may be given instead; 0: just k.
   """

@@ -1,4 +1,4 @@
-"""How a kernel's work is cut, by device and shape: measured where there is a measurement.
+"""Cuts of a kernel's work, by device and shape: measured where there is a measurement.
 
 `tuned/<device>/<kernel>.json` holds configurations measured on that device, one per shape bucket
 (written by `scripts/programs/tune.py`). A device or shape without one gets a heuristic that fits
@@ -41,7 +41,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-  """What the heuristics know of a device: name as in tuned/, multiprocessors, shared bytes each."""
+  """Facts of a device for the heuristics: name as in tuned/, multiprocessors, shared bytes each."""
 
   name: str
   cores: int

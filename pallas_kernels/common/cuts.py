@@ -1,4 +1,4 @@
-"""How a search of long rows, or of few, is cut over programs: `top_k`.
+"""Cut of a search of long rows, or of few, over programs: `top_k`.
 
 Each part of a row gives its own k best, or a few more where its search is over sooner for it, and
 what they give is searched once more.
@@ -58,7 +58,7 @@ def _cheapest(
 
 
 def given_by(parts: int, part: int, k: int) -> int:
-  """How many scores each part gives at most: k, or as many as are searched in the same time."""
+  """Most scores that each part gives: k, or as many as are searched in the same time."""
   least = min(k, part)
   lanes = max(lanes_of(parts * least), LEVEL)
   return max(least, min(part // 2, lanes // parts))

@@ -12,7 +12,7 @@ from kvjax.kernels.common.config import Config
 
 
 class Listed(NamedTuple):
-  """What a program has of a row's list of `keys` slots.
+  """A program's part of a row's list of `keys` slots.
 
   find: the slots [T] of a tile of the walk, or of a part of it, −1 for none.
   """

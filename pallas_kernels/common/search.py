@@ -55,7 +55,7 @@ def threshold(key: Array, low: Array, held: Array, want: Array, room: Array) -> 
     pairs = pairs.sum(axis=0)
 
     def passing(below: Array, part: Array) -> Array:
-      """How many lie above a part where enough do, and how many parts that is, in one number."""
+      """Number of keys above a part where enough lie, and of parts above it, in one number."""
       above = held - below
       return jnp.where(above >= want, above * 16 + (7 - part), held * 16 + 8)
 
@@ -68,7 +68,7 @@ def threshold(key: Array, low: Array, held: Array, want: Array, room: Array) -> 
 
 
 def places(key: Array, low: Array, want: Array) -> tuple[Array, Array]:
-  """Which lanes hold the `want` largest of keys [T], and how many of those lie before each lane.
+  """Marks the `want` largest of keys [T], and counts those that lie before each lane.
 
   Those are all keys above the bound, and of its equals the first ones.
   """

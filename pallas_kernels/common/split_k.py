@@ -49,7 +49,7 @@ def most_pieces(rows: int, programs: int) -> int:
 
 
 def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int) -> Piece:
-  """What this program has; `tiles_of(rows, mask)` gives the number of tiles of rows.
+  """This program's piece; `tiles_of(rows, mask)` gives the number of tiles of rows.
 
   A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
   one length are rounded down, since a few programs more than run at once would cost as much as a
@@ -120,7 +120,7 @@ def whole() -> Piece:
 def results(
   rows: int, groups: int, head_dim: int, programs: int, dtype: Any
 ) -> list[jax.ShapeDtypeStruct]:
-  """What an attention kernel writes: o [R, G, H], m, l [R, G], o in `dtype`, and for the join
+  """Results of an attention kernel: o [R, G, H], m, l [R, G], o in `dtype`, and for the join
   acc [P, G, H], m, l [P, G] and (first program, pieces) [R, 2], unless `programs` is 0.
   """
   done = [

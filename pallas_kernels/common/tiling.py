@@ -28,7 +28,7 @@ LN2 = 0.6931471805599453
 
 
 class Scale(NamedTuple):
-  """How products q·k become logits: x = factor·q·k, or c·tanh(x/c) under a soft cap c; static."""
+  """Map from products q·k to logits: x = factor·q·k, or c·tanh(x/c) under a soft cap c; static."""
 
   factor: float
   soft_cap: float | None = None

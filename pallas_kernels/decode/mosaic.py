@@ -87,7 +87,7 @@ def _attend_kernel(
     return lax.broadcast_in_dim(x, (rows, lanes), [1])
 
   def seen(base: Any, columns: int) -> Array:
-    """Which slots of the tile that begins at `base` are in the range, [T, columns]."""
+    """True for slots of the tile that begins at `base` in the range, [T, columns]."""
     shape, layout = (tile, columns), plgpu.Layout.WGMMA
     slot = base + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
     return (first <= slot) & (slot < stop)

@@ -161,7 +161,7 @@ def sparse_decode(
 
 
 def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> Config:
-  """How the work is cut, by device and shape, see `config.choose`.
+  """Cut of the work, by device and shape, see `config.choose`.
 
   A tile that gathers several entries waits for the table before its slots are known: of the
   stages that keep n tiles in flight, half are the table's. Of as many rows as programs, each with
@@ -186,12 +186,12 @@ def settings(*, rows: int, unit: int, interpret: bool = False, **shape: Any) -> 
 
 
 def is_whole(rows: int, config: Config) -> bool:
-  """Whether every row is one program's: hardly fewer of them than programs that run at once."""
+  """True if every row is one program's: hardly fewer of them than programs that run at once."""
   return 4 * rows >= 3 * config.programs
 
 
 def is_alone(groups: int, unit: int, config: Config) -> bool:
-  """Whether a tile is gathered for a single query head, which needs no matrix units."""
+  """True if a tile is gathered for a single query head, which needs no matrix units."""
   return groups == 1 and unit % config.tile > 0
 
 

@@ -1,4 +1,4 @@
-"""What a step made of a cache's statistics, in the rows that count; the others keep what they had.
+"""A step's statistics of a cache, in the rows that count; the others keep what they had.
 
 Bytes: the statistics once in and once out. They are few: launches are the cost, of which this is
 one where choosing array by array is one each, and one more for whether a row's attention is finite.

@@ -106,7 +106,7 @@ def tiles_of(slots: int, tile: int) -> int:
 
 
 def fits(groups: int, slots: int) -> bool:
-  """Whether a row's logits fit a program's registers."""
+  """True if a row's logits fit a program's registers."""
   return pl.next_power_of_2(groups) * pl.next_power_of_2(slots) <= HELD
 
 
@@ -119,7 +119,7 @@ def takes(
   interpret: bool | None = None,
   kind: str | None = None,
 ) -> bool:
-  """Whether one launch is worth it: logits fit, and there are rows for the multiprocessors.
+  """True if one launch is worth it: logits fit, and there are rows for the multiprocessors.
 
   Keys and values have 16 bits, and two programs fit the shared memory of a multiprocessor.
   """

@@ -114,7 +114,7 @@ def _kernel(*refs: Any, sinks: int, recent: int, heads: int, most: int) -> None:
 
 
 def _finite(l_ref: Any, row: Array, heads: int, groups: int) -> Array:
-  """Whether all denominators of a batch row are: a row with NaN keeps its statistics."""
+  """True if all denominators of a batch row are finite: a row with NaN keeps its statistics."""
   head, group = jnp.arange(pl.next_power_of_2(heads)), jnp.arange(pl.next_power_of_2(groups))
   mask = (head < heads)[:, None] & (group < groups)[None, :]
   l = backend.load(l_ref, row, head[:, None], group[None, :], mask=mask, other=1.0)

@@ -38,7 +38,7 @@ _FAR = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-  """How the work is cut.
+  """Cut of the work.
 
   Attributes:
     rows: queries of a program, a power of two, at least 16.

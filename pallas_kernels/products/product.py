@@ -29,7 +29,7 @@ MAX_ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Blocking:
-  """How a product is cut.
+  """Cut of a product.
 
   Attributes:
     columns: columns of a program, a power of two, at least 16.

@@ -1,4 +1,4 @@
-"""How much to speculate on a device, from what was measured there (PRR, §4.4).
+"""Share to speculate on a device, from what was measured there (PRR, §4.4).
 
 `tuned/<device>/prr.json` holds, per selector and length, how long it takes to select, and for
 several ρ how long attention over ρ·k tiles takes and how long whole steps do, with speculation and

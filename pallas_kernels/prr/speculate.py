@@ -300,7 +300,7 @@ def _beside(
 
 
 def share(rows: int, keys: int, tile: int, programs: int) -> tuple[int, int]:
-  """How many keys of a row a program gets, whole tiles, and in how many parts that cuts it.
+  """Number of keys of a row that a program gets, whole tiles, and of the parts of the row.
 
   Not more parts than `repair` joins at once.
   """

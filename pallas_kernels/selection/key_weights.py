@@ -1,4 +1,4 @@
-"""What share of the newest token's attention every key would get, for methods that select by it.
+"""Share of every key in the newest token's attention, for methods that select by it.
 
 A key may be a token's, or stand for several tokens (InfLLM-v2's compressed keys). Each query head
 has its own softmax over all keys that the query may see; what a KV head selects by is their sum.

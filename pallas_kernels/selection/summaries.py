@@ -1,4 +1,4 @@
-"""What the newest token changes in the summaries of tiles: one page's extremes, or one mean.
+"""Update of the summaries of tiles by the newest token: one page's extremes, or one mean.
 
 In XLA a gather, reductions and a scatter for each array, every step; here one launch that reads the
 page's keys, or those of the window that the token completes, and writes in place.

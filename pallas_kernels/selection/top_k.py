@@ -39,7 +39,7 @@ class _Chosen(NamedTuple):
 
 
 class _Task(NamedTuple):
-  """What the programs of a search do besides, on refs of these operands and results: `others`."""
+  """Other work of a search's programs, on refs of these operands and results: `others`."""
 
   run: Callable[..., None]
   operands: tuple[Array, ...]
@@ -249,7 +249,7 @@ def best_of_each(
   ordered: bool = False,
   interpret: bool | None = None,
 ) -> list[tuple[Int[Array, "B K W"], Int[Array, "B K"], Float[Array, "B K W"]]]:
-  """What N calls of `best` give, by one search: each list has its own stops, k and limit."""
+  """The results of N calls of `best`, by one search: each list has its own stops, k and limit."""
   batch, heads, _, tiles = scores.shape
 
   def flat(x: Array) -> Array:
@@ -330,7 +330,7 @@ def others(
 
 
 def cut_rows(rows: int, tiles: int, k: int) -> bool:
-  """Whether a row is searched by several programs."""
+  """True if a row is searched by several programs."""
   return bool(cuts(rows, tiles, min(k, tiles), LANES, config.this_device().cores))
 
 

@@ -38,7 +38,7 @@ PAPER = {
 
 
 class Stops(NamedTuple):
-  """Which walks stop, and where: `stopped` of the heads after `after` of their tiles."""
+  """Walks that stop, and where: `stopped` of the heads after `after` of their tiles."""
 
   stopped: float
   after: float
@@ -85,7 +85,7 @@ class Forced(kvjax.ART, moves=("walks", "length", "visited")):
 
 
 def recorded(order: str, tau: str) -> Stops:
-  """What SmolLM2's walks over 8K tokens did, one a KV head, whose query heads stop together."""
+  """Stops of SmolLM2's walks over 8K tokens, one a KV head, whose query heads stop together."""
   costs = json.loads((STUDY / f"tile128_8192_{order}.json").read_text())["groups"][tau]
   return Stops(costs["stopped"], 1 - (1 - costs["visited"]) / costs["stopped"])
 

@@ -227,7 +227,7 @@ def start(method: Any, cache: Any) -> Any:
 
 
 def outputs(method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, alike: float) -> np.ndarray:
-  """What a retrieving step and two sharing ones give."""
+  """Outputs of a retrieving step and two sharing ones."""
   step, inputs = jax.jit(steps(method, impl, spec)), projected(spec)
   cache, found = start(method, filled(method, spec, tokens, alike)), []
   for _ in range(3):

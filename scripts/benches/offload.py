@@ -87,7 +87,7 @@ def link(quick: bool) -> Case:
     return (time.perf_counter() - began) / 8
 
   def copying() -> float:
-    """What `device_put` of the same bytes takes: the runtime's own copy over the link."""
+    """Time of `device_put` of the same bytes: the runtime's own copy over the link."""
     pieces = [x[:, :, :count] for x in jax.tree.leaves(new)]
     kind = "pinned_host" if offload.on_host() else None
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
@@ -409,7 +409,7 @@ def _named(tokens: int) -> str:
 
 
 def _layers_that_fit(tokens: int) -> int:
-  """How many layers' stores the host's memory and the pool of pinned memory have room for."""
+  """Number of layers whose stores fit the host's memory and the pool of pinned memory."""
   config = PRESETS["Llama-3.1-8B"]
   of_layer = 2 * tokens * config.kv_heads * config.head_dim * 2
   pool = float(os.environ.get(offload.LIMIT, 64)) * 2**30

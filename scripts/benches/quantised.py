@@ -64,7 +64,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 
 def bases(quick: bool) -> dict[str, kvjax.Method]:
-  """What whole steps are of, by label."""
+  """Base methods of whole steps, by label."""
   quest = kvjax.Quest(32, page=8, dense_layers=1) if quick else kvjax.Quest(4096)
   return {"": kvjax.Full(), "Quest ": quest}
 

@@ -1,4 +1,4 @@
-"""Where ART stops: the share of the cache that each layer visits, token by token."""
+"""Stops of ART: the share of the cache that each layer visits, token by token."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Where three methods find a needle: score by length of the text and depth of the needle.
+"""Maps of where three methods find a needle: score by length of the text and depth of the needle.
 
 The tiny model that runs without `--checkpoint` has random weights and finds nothing: its map is
 blank. SmolLM2-135M-Instruct finds needles, and shows where methods lose them:

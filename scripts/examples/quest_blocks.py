@@ -1,4 +1,4 @@
-"""Which pages Quest reads: how many KV heads of all layers choose a page, token by token."""
+"""Pages that Quest reads: how many KV heads of all layers choose a page, token by token."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""What the examples run on without a checkpoint: a tiny random model whose tokens are bytes."""
+"""A tiny random model whose tokens are bytes: examples without a checkpoint run on it."""
 
 import json
 import pathlib

@@ -147,7 +147,7 @@ def left_for_caches(config: ModelConfig, room: int) -> int:
 
 
 def refused(found: list[Advice], config: ModelConfig, length: int, batch: int, room: int) -> str:
-  """What does not fit, a line for each method at its least budget, with what would."""
+  """Methods that do not fit, a line for each method at its least budget, with what would."""
   spec, left = config.cache_spec(batch, length, jnp.bfloat16), left_for_caches(config, room)
   least: dict[str, Advice] = {}
   for x in sorted(found, key=lambda x: x.budget or 0):
@@ -164,7 +164,7 @@ def refused(found: list[Advice], config: ModelConfig, length: int, batch: int, r
 
 
 def risk(method: kvjax.Method, moved: StepBytes, caches: kvjax.MemoryPlan, length: int) -> str:
-  """What a method does that the full cache does not, from what it states and what a step reads."""
+  """Risk of a method beside the full cache, from what it states and what a step reads."""
   unseen = any(not x.chosen and x.attended < length for x in moved.layers)
   if caches.host:
     said = ["keeps all, most on the host", "reads a part"]
@@ -221,7 +221,7 @@ def row(x: Advice) -> list[str]:
 
 
 def _before(x: Advice) -> str:
-  """What stands before the milliseconds: nothing, the least, or that they are the most."""
+  """Text before the milliseconds: nothing, the least, or that they are the most."""
   if x.least < x.seconds:
     return f"{x.least * 1e3:.2f} – "
   return "≤ " if x.moved.bound else ""
@@ -252,7 +252,7 @@ def main(args: Args) -> None:
 
 
 def notes(args: Args, found: list[Advice]) -> list[str]:
-  """What a reader of the table has to know."""
+  """Notes for readers of the table."""
   said = [
     "ms a token: of each row, in a compiled loop as on an H200; of another device only the "
     "bandwidth counts",

@@ -64,7 +64,7 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """What is timed, and where results go."""
+  """Arguments: what is timed, and where results go."""
 
   suite: Annotated[Suite | None, tyro.conf.Positional, common.choice()] = None
   """What to time."""
@@ -321,7 +321,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def earlier(path: pathlib.Path, facts: dict[str, str]) -> dict[str, Any]:
-  """What a file has, if it was made with the same versions of what both name."""
+  """Content of a file, if it was made with the same versions of what both name."""
   held = bench_files.read(path) if path.exists() else {}
   same = all(held.get(key, value) == value for key, value in facts.items() if key != "command")
   return held if same else {}

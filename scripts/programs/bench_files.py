@@ -9,12 +9,12 @@ SPREAD = 0.05  # of a median: what has wider quartiles is timed again, and not d
 
 
 def steady(low: float, median: float, high: float) -> bool:
-  """Whether others may be divided by a time with these quartiles."""
+  """True if others may be divided by a time with these quartiles."""
   return high - low <= SPREAD * median
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-  """What is in a bench_*.json.
+  """Content of a bench_*.json.
 
   Raises:
     FileNotFoundError: there is none.

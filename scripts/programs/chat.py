@@ -212,7 +212,7 @@ def _compiled(*clocks: Clock) -> str:
 
 
 def obey(talk: Conversation, line: str) -> str:
-  """What a command says; `/again` answers.
+  """Obeys a command and returns its message; `/again` answers.
 
   Raises:
     ValueError: there is no such command, or what it asks for cannot be done.
@@ -250,7 +250,7 @@ def _commands() -> str:
 
 
 def lines() -> Iterator[str]:
-  """What is typed, line by line, until the end of the input; with a prompt on a terminal."""
+  """Typed lines, one by one, until the end of the input; with a prompt on a terminal."""
   live = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):  # a byte that is no UTF-8 ends a message, not all
     sys.stdin.reconfigure(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""How long a block of work took, and how much of that JAX spent on compiling."""
+"""Time that a block of work took, and the part of it that JAX spent on compiling."""
 
 import time
 from types import TracebackType

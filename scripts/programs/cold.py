@@ -129,7 +129,7 @@ def in_a_process(folder: str, *arguments: Any) -> dict[str, Any]:
 
 
 def report(*arguments: Any) -> None:
-  """What `measure` finds, on the last line of the output."""
+  """Prints what `measure` finds, as the last line of the output."""
   common.keep_programs()
   print(json.dumps(measure(*arguments)))
 

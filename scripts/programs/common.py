@@ -1,4 +1,4 @@
-"""What the programs share: the model that they load, and files that are whole or not there."""
+"""Parts shared by the programs: the model that they load, and files that are whole or not there."""
 
 import functools
 import gc
@@ -206,7 +206,7 @@ def check_numbers(args: Any, **least: int) -> None:
 
 
 def usual_methods() -> tuple[str, ...]:
-  """What is compared unless methods are named: baselines, and the systems that are registered."""
+  """Methods compared unless some are named: baselines, and the systems that are registered."""
   return tuple(name for name in _BASELINES + _SYSTEMS if name in kvjax.METHODS)
 
 

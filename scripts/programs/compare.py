@@ -49,7 +49,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-  """What two runs have in common, and what they have not: lines for the reader."""
+  """Comparison of two runs, with what only one has: lines for the reader."""
 
   changes: list[Change]
   differences: list[str]
@@ -98,7 +98,7 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> Compared:
 
 
 def _alone(old: dict[Any, Any], new: dict[Any, Any], form: str) -> list[str]:
-  """What one side has alone."""
+  """Entries of one side alone."""
   return [
     f"only in the {side}: {form.format(key)}"
     for side, one, other in (("old", old, new), ("new", new, old))

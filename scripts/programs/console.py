@@ -1,4 +1,4 @@
-"""What programs print while they work: steps with their seconds, bars, text as it comes, tables."""
+"""Output of programs while they work: steps with their seconds, bars, text as it comes, tables."""
 
 import re
 import shutil

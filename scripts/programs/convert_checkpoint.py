@@ -24,7 +24,7 @@ from kvjax.programs import common
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """What is converted, and how."""
+  """Arguments: what is converted, and how."""
 
   source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
   """A Hugging Face folder, a .gguf file, or hf:owner/name to download from the Hugging Face hub."""

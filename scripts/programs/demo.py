@@ -148,7 +148,7 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _repeats(name: str) -> bool:
-  """Whether a method wants a text by itself, which the demo's prompts are not."""
+  """True if a method wants a text by itself, which the demo's prompts are not."""
   return kvjax.settings.usual(kvjax.METHODS[name], 64).traits.repeats
 
 
@@ -309,7 +309,7 @@ def read_together(game: Contest, methods: dict[str, kvjax.Method], names: Sequen
 
 
 def _apart(clock: Clock) -> str:
-  """What a step that read a prompt took, in front of its sum."""
+  """Parts of the time of a step that read a prompt, put before their sum."""
   return f"compile {clock.compiling:.1f} s + prompt {clock.running:.1f} s ="
 
 

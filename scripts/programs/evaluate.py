@@ -63,7 +63,7 @@ TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """What is run, and how."""
+  """Arguments: what is run, and how."""
 
   tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needle", "kl")
   """Tasks or families of tasks; --list names them."""
@@ -148,7 +148,7 @@ def _there(task: Task) -> bool:
 
 
 def settings(args: Args, model: Transformer, tokenizer: Tokenizer, batch: int) -> dict[str, Any]:
-  """What the numbers of a folder depend on."""
+  """Settings that the numbers of a folder depend on."""
   return {
     "version": VERSION,
     "model": args.checkpoint.absolute().name if args.checkpoint else "SmolLM2-135M-Instruct",
@@ -279,7 +279,7 @@ def _memory() -> float:
 
 
 def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
-  """Whether a cell has as many turns as the mode, and a context to compress before its question."""
+  """True if a cell has as many turns as the mode, and a context to compress before its question."""
   if cell.turns != plan.TURNS[mode]:
     return False
   apart = mode in ("agnostic", "reuse")

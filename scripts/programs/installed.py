@@ -37,7 +37,7 @@ def summary(module: str) -> str:
 
 
 def file_of(module: str) -> pathlib.Path | None:
-  """Where a program lies; None: not in this installation."""
+  """File of a program; None: not in this installation."""
   for package, folder in _FOLDERS.items():
     path = folder.joinpath(*module.removeprefix(f"{package}.").split(".")).with_suffix(".py")
     if module.startswith(f"{package}.") and path.is_file():

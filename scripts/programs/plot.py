@@ -46,7 +46,7 @@ pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; font-size: 13px; }
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """What is drawn, and where it is written."""
+  """Arguments: what is drawn, and where it is written."""
 
   results: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, common.optional("RESULTS ...")]
   """Folders of `evaluate` and files of `bench`."""
@@ -59,7 +59,7 @@ class Args:
 
 
 class Results:
-  """What the given paths hold.
+  """Content of the given paths.
 
   Attributes:
     runs: (name, settings) of every evaluation.

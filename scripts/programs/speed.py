@@ -58,7 +58,7 @@ TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle o
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """What is timed, and where it is written."""
+  """Arguments: what is timed, and where it is written."""
 
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
   """speed.jsonl is written there, or added to."""
@@ -135,7 +135,7 @@ class Bench:
     return row if row["error"] > TOLERANCE else row | _timed(program, self.leaves, caches, token)
 
   def _compared(self, method: kvjax.Method, token: jax.Array, caches: Caches) -> dict[str, Any]:
-    """How far a step is from the reference's, and the share of the tokens that it attends to."""
+    """Error of a step beside the reference's, and the share of the tokens that it attends to."""
 
     def step(impl: str) -> Any:
       @jax.jit

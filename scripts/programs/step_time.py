@@ -79,7 +79,7 @@ def _streaming(moved: StepBytes, bandwidth: float) -> float:
 
 
 def _started(moved: StepBytes, by_layer: bool) -> tuple[int, int, int, int]:
-  """How often a step pays each of the four constants."""
+  """Number of times that a step pays each of the four constants."""
   layers = moved.layers
   chosen, walks = sum(x.chosen for x in layers), sum(x.walks - 1 for x in layers)
   return len(layers), chosen, walks, len(layers) * by_layer

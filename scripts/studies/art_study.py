@@ -91,7 +91,7 @@ def _layers(arrays: dict[str, np.ndarray]) -> list[int]:
 def _of_tiles(
   q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """What `early_stops.over_tiles` takes of every tile, [K, G, A, T, H] and [K, G, A, T].
+  """Operands of `early_stops.over_tiles`, of every tile, [K, G, A, T, H] and [K, G, A, T].
 
   Queries [K, G, A, H] share the tiles of keys and values [K, S, H], each the first `tokens` [A].
   """
@@ -109,7 +109,7 @@ def _of_tiles(
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-  """Where the walks of one layer from one position end, at one τ.
+  """Ends of the walks of one layer from one position, at one τ.
 
   Attributes:
     kind: of whom: each "query head" [K, G], or the "group" of a KV head [K, 1].
@@ -130,7 +130,7 @@ class Stops:
 
 @dataclasses.dataclass
 class Cost:
-  """What stops of one detector read, and how far off they are, query head by query head.
+  """Reads and errors of one detector's stops, query head by query head.
 
   Attributes:
     visited, errors: of each walk.
@@ -328,7 +328,7 @@ def _some(layers: list[int]) -> list[int]:
 
 
 def _bounds(found: list[early_stops.Truncation]) -> dict[str, float | int]:
-  """Where the bound's premise holds among the stops, and what it says there and elsewhere."""
+  """Share of stops where the bound's premise holds, and its values there and elsewhere."""
   actual, bound, decays, assumption = (np.concatenate(x) for x in zip(*found, strict=True))
   if not actual.size:
     return {"stops": 0}
@@ -390,7 +390,7 @@ def tables(found: dict[str, Any], about: str) -> str:
 
 
 def _theory(agreement: dict[str, Any], bounds: dict[str, Any], whose: str) -> list[str]:
-  """How probe and oracle agree, and what the theorems say of the stops."""
+  """Text: how probe and oracle agree, and what the theorems say of the stops."""
   lines = []
   for tau, rows in agreement.items():
     lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}, {whose}", ""]

@@ -141,14 +141,14 @@ class Cell:
 
   @property
   def ours(self) -> bool:
-    """Whether kvjax takes part."""
+    """True if kvjax takes part."""
     return self.mode == "aware" and PAIRS[self.pair].method is not None
 
   def budget(self, length: int) -> int:
     return round(self.share * length)
 
   def cut(self, length: int, read: int) -> Cut:
-    """How kvpress is asked for it, of a prompt of which so many tokens are read."""
+    """Request to kvpress for it, of a prompt of which so many tokens are read."""
     pair = PAIRS[self.pair]
     budget = min(self.budget(length), read)
     return Cut(pair.press, pair.fields, budget, pair.skip, read, pair.under)

@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
 
 def read(model: Transformer, tokenizer: Tokenizer, start: str, args: Args) -> Text:
-  """What the certificates need of one text."""
+  """Operands of the certificates, of one text."""
   layers = tuple(range(model.config.layers))
   words = " ".join(haystack.words_from(start, args.length))
   asked = record.Args(args.out, layers=layers, length=args.length, stride=1)
@@ -126,14 +126,14 @@ def rows(text: Text, other: Text, args: Args) -> Iterator[Row]:
 
 
 def _visible(text: Text, layer: int) -> np.ndarray:
-  """Which keys each query sees, bool [A, T]."""
+  """True where a query sees a key, bool [A, T]."""
   return np.arange(text.k[layer].shape[1]) <= text.position[:, None]
 
 
 def _shared(
   q: np.ndarray, anchor: np.ndarray, k: np.ndarray, visible: np.ndarray, args: Args
 ) -> Iterator[Row]:
-  """What a query loses by the keys of the one before it, all of them and those that CIS shares."""
+  """Loss of a query by the keys of the one before it, all of them and those that CIS shares."""
   drift = certificates.query_drift(q, anchor, k, visible)
   loss = certificates.sharing_loss(q, anchor, k, args.budget, visible=visible)
   norms = np.linalg.norm(q, axis=-1) * np.linalg.norm(anchor, axis=-1)
@@ -151,7 +151,7 @@ def _shared(
 
 
 def _information(weight: np.ndarray, args: Args) -> Iterator[Row]:
-  """What the index channel of each head loses by its heaviest keys, over the certified queries."""
+  """Loss of each head's index channel by its heaviest keys, over the certified queries."""
   keys, half = weight.shape[-1], args.queries
   kept = certificates.heaviest(weight, args.budget)
   delta = certificates.dropped_mass(weight, kept)
@@ -210,7 +210,7 @@ def _frozen(text: Text, other: Text, layer: int, args: Args) -> Iterator[Row]:
 
 
 def _frozen_in(text: Text, layer: int) -> np.ndarray:
-  """Which tokens ETF freezes in a layer, bool [T]."""
+  """True for tokens that ETF freezes in a layer, bool [T]."""
   method, size = kvjax.ETF(), text.k[layer].shape[1]
   at = method.at(kvjax.Env(len(text.q)), layer)
   computed = method.active(at, size, jnp.asarray([size]))

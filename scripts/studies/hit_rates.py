@@ -126,7 +126,7 @@ def activations(model: Transformer, ids: np.ndarray, layers: tuple[int, ...]) ->
 
 
 def table(report: dict[str, Any]) -> str:
-  """What the .txt shows."""
+  """Text of the .txt."""
   lines = [f"{name:18} {value}" for name, value in report.items() if name != "bases"]
   for name, settings in report["bases"].items():
     overlap = settings["last step's"]["reuse"]

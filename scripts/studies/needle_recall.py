@@ -188,7 +188,7 @@ def _whole(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, token: An
 def answer(
   model: Transformer, tokenizer: Tokenizer, method: kvjax.Method, sample: Sample, room: int
 ) -> dict[str, Any]:
-  """What the method makes of a sample: its answer, and its recall by step and layer, if any."""
+  """Result of a method on a sample: its answer, and its recall by step and layer, if any."""
   caches = method.init_caches(model.spec(1, room))
   wanted = sample.blocks(method) if isinstance(method, Streamed) else []
   if isinstance(method, Streamed) and method.inject:
@@ -285,7 +285,7 @@ def draw_ablation(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) ->
 
 
 def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-  """What an earlier run with the same settings found: method -> sample number -> answer."""
+  """Answers of an earlier run with the same settings: method -> sample number -> answer."""
   if not path.is_file():
     return {}
   try:

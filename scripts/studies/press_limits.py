@@ -1,4 +1,4 @@
-"""What kvpress does not do: padded rows, and questions after layers of different sizes."""
+"""Limits of kvpress: padded rows, and questions after layers of different sizes."""
 
 from importlib import import_module
 from typing import Any
@@ -10,7 +10,7 @@ _TOKENS, _PADS, _BUDGET = 200, 56, 50
 
 
 def limits() -> dict[str, Any]:
-  """What becomes of a padded row, and of a question after layers of different sizes.
+  """Results for a padded row, and for a question after layers of different sizes.
 
   A random Llama of two layers reads 200 tokens alone, and the same after 56 masked pads.
 

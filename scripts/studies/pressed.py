@@ -46,7 +46,7 @@ class Cut:
 
 @dataclasses.dataclass
 class Kept:
-  """What a cut keeps.
+  """The part of a cache that a cut keeps.
 
   Attributes:
     keys, values: per layer, [1, K, n, H]; hidden ones included.
@@ -61,7 +61,7 @@ class Kept:
 
   @property
   def bytes(self) -> int:
-    """What the tensors take, with all of the memory that they hold on to."""
+    """Bytes of the tensors, with all of the memory that they hold on to."""
     return sum(x.untyped_storage().nbytes() for x in (*self.keys, *self.values))
 
 
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def _is_set(config: Any, field: dataclasses.Field) -> bool:
-  """Whether a flag of a model's config is not its default."""
+  """True if a flag of a model's config is not its default."""
   return field.default is not dataclasses.MISSING and getattr(config, field.name) != field.default
 
 

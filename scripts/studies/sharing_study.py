@@ -240,7 +240,7 @@ def draw(found: dict[str, dict[str, dict[str, Any]]], title: str, file: Any) -> 
 
 
 def _visited(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-  """What the lines attended to, in words."""
+  """Tokens that the lines attended to, in words."""
   spans = []
   for line, points in found.items():
     tokens = [p["visited"]["mean"] for p in points.values()]

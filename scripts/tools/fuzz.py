@@ -70,7 +70,7 @@ class Args:
 
 
 class Failure(Exception):
-  """What must not happen, in words."""
+  """A finding that must not happen, in words."""
 
 
 # ---- inputs
@@ -372,7 +372,7 @@ def main(args: Args) -> None:
   began, lock, ended = time.perf_counter(), threading.Lock(), threading.Event()
 
   def save() -> None:
-    """What there is so far, a whole file at any time."""
+    """Saves what there is so far, a whole file at any time."""
     if args.out:
       with common.written_aside(args.out / "fuzz.json") as file:
         summary = {

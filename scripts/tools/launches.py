@@ -139,7 +139,7 @@ def launches(layer: Layer, impl: str = "auto") -> list[tuple[str, float]]:
 
 
 def listed(planes: Iterable[Any]) -> list[tuple[str, float]]:
-  """What ran on the GPU's streams, in order of its beginning: names and µs."""
+  """Launches on the GPU's streams, in order of their beginning: names and µs."""
   events = [
     (event.start_ns, event.name, event.duration_ns / 1e3)
     for plane in planes

@@ -137,7 +137,7 @@ class Results:
       os.truncate(path, len(whole))
 
   def of(self, root: pathlib.Path, site: Site) -> dict[str, Any] | None:
-    """What came of a fault; None: nothing yet, or it survived tests that have changed since."""
+    """Result of a fault; None: nothing yet, or it survived tests that have changed since."""
     entry = self.held.get(identity(root, site))
     if entry is None or entry["result"] == "killed":
       return entry
@@ -154,13 +154,13 @@ class Results:
 
 
 def identity(root: pathlib.Path, site: Site) -> str:
-  """What a result goes with: the fault and its lines, wherever in the file they stand now."""
+  """Key of a result: the fault and its lines, wherever in the file they stand now."""
   lines = hashlib.sha256(f"{changed(root, site)}".encode()).hexdigest()[:12]
   return f"{site.path} {site.kind} {site.column} {lines}"
 
 
 def digest(root: pathlib.Path, selection: Sequence[str]) -> str:
-  """What is asked of the tests, and the files that they stand in."""
+  """Hash of the selected tests, and the files that they stand in."""
   code = hashlib.sha256(repr(selection).encode())
   for name in (x.split("::")[0] for x in selection):
     for file in [root / name] if name.endswith(".py") else sorted((root / name).glob("*.py")):
@@ -189,7 +189,7 @@ def diff(root: pathlib.Path, site: Site) -> str:
 
 
 def run(copy: pathlib.Path, site: Site, seconds: int, results: Results) -> dict[str, Any]:
-  """Whether the tests of a file fail with a fault in it, and which was first.
+  """Runs the tests of a file with a fault in it: whether one fails, and the first that does.
 
   What fails has to pass without the fault. Running out of time tells a fault only where the tests
   take much less without it.

@@ -60,7 +60,7 @@ class Step:
 
   @property
   def real(self) -> bool:
-    """Whether it needs the checkpoint of a real model."""
+    """True if it needs the checkpoint of a real model."""
     return "{checkpoint}" in self.arguments
 
   def command(self, out: pathlib.Path, checkpoint: pathlib.Path | None) -> list[str]:
@@ -179,7 +179,7 @@ LAYERS = " ".join(map(str, range(28)))
 
 
 def stopping(length: int, stride: int, limit: int) -> dict[str, Step]:
-  """What ART's stops cost on a real model's activations: recorded, then studied, by a CPU alone.
+  """Cost of ART's stops on a real model's activations: recorded, then studied, by a CPU alone.
 
   A recording takes 29 kB a token of a 1.5B, tables and pictures 0.5 MB.
   """
@@ -414,7 +414,7 @@ class Run:
         aside.write_text(json.dumps(self.done, indent=1) + "\n")
 
   def run(self, name: str, gpus: list[str], limit: float) -> tuple[str, float]:
-    """What became of a step, and the seconds that it took."""
+    """Runs a step; its outcome, and the seconds that it took."""
     env = os.environ | {
       "CUDA_VISIBLE_DEVICES": ",".join(gpus),
       "PYTHONUNBUFFERED": "1",

@@ -58,7 +58,7 @@ MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Where the pages go."""
+  """Arguments: where the pages go."""
 
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = pathlib.Path("build/docs")
   """A page for each module, and index.html."""
@@ -91,7 +91,7 @@ def public() -> Iterator[tuple[str, Any, type | None]]:
 
 
 def untold() -> list[str]:
-  """What public names do not say, one line each."""
+  """Gaps in what public names say, one line each."""
   lines = []
   for name, value, around in public():
     bases = around.__mro__[1:] if around else ()
@@ -125,7 +125,7 @@ def _raised(tree: ast.FunctionDef) -> list[str]:
 
 
 def _shapeless(tree: ast.FunctionDef) -> bool:
-  """Whether an annotation has an array without a shape."""
+  """True if an annotation has an array without a shape."""
   given = [arg.annotation for arg in (*tree.args.args, *tree.args.kwonlyargs)]
   texts = [ast.unparse(each) for each in (*given, tree.returns) if each is not None]
   return any("Array" in ANNOTATED.sub("", text) for text in texts)

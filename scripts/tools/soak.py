@@ -59,7 +59,7 @@ def evicting() -> tuple[str, ...]:
 
 
 def broken(cache: kvjax.Cache, logits: jax.Array) -> jax.Array:
-  """Which of `CHECKS` a layer's cache fails, bool [5]."""
+  """True for those of `CHECKS` that a layer's cache fails, bool [5]."""
   pos, seen = shared_slots.by_head(cache)["pos"], cache.seen[:, None, None]
   shared = shared_slots.sharers(cache) > 1  # heads hold `used` tokens on average
   held = pos >= 0

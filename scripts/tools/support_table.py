@@ -134,7 +134,7 @@ def integration_table(passed: dict[str, bool]) -> list[str]:
 
 
 def _all(passed: dict[str, bool], cases: Sequence[str]) -> str:
-  """Whether all of these cases that ran passed; a dash where none did."""
+  """Yes if all of these cases that ran passed, else no; a dash if none ran."""
   ran = [passed[case] for case in cases if case in passed]
   return "–" if not ran else "yes" if all(ran) else "no"
 

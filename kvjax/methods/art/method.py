@@ -145,7 +145,7 @@ class ART(Wrapper):
     return kernel.walks(at, cache, order, q, splits, stop)
 
   def _order(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Order:
-    """That of §3.3; for a certificate, by the bounds of the rounded query."""
+    """Order of §3.3; for a certificate, by the bounds of the rounded query."""
     if self.certify is None:
       return self._traversal(cache).order(at, cache, plan)
     if plan.window is not None and plan.window.view is not None:

@@ -61,7 +61,7 @@ class Traversal:
   by_tiles: bool
 
   def order(self, at: At, cache: Cache, plan: Plan) -> Order:
-    """That of a plan: as it is listed, whole tiles newest first, or single slots by priority."""
+    """Order of a plan: as it is listed, whole tiles newest first, or single slots by priority."""
     listed, direct = self.listed(at, cache, plan), self._is_direct(at, cache, plan)
     return Order(listed, self.tile, None, direct, self._ring(at, cache) if direct else None)
 

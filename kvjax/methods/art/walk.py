@@ -21,7 +21,7 @@ PROBES = 32  # m, dimensions of the output that a strided probe looks at
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-  """When a walk ends; static.
+  """Condition that ends a walk; static.
 
   Attributes:
     tau, phi, patience, certify: as in `ART`.

@@ -136,7 +136,7 @@ class DuoAttention(Method):
     return self._retrieves(layer, spec.kv_heads)
 
   def _uneven(self, spec: CacheSpec, parts: int) -> str:
-    """Why heads cannot be split over so many devices; empty: they can (`Traits.uneven`)."""
+    """Reason against splitting heads over so many devices; empty: none (`Traits.uneven`)."""
     if spec.kv_heads % parts:
       return f"expected a divisor of its {spec.kv_heads} key/value heads"
     for layer in range(spec.layers):

@@ -125,7 +125,7 @@ class HShare(SelectiveTokens):
   def _shared(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Carry, "InUse"]:
-    """What `plan` returns of layers that select, and the sets that it uses."""
+    """The result of `plan` in layers that select, and the sets that it uses."""
     scores, retrieves = self._scores(at, cache, q, visible), self._retrieves(at, cache)
     retrieved = at.all_heads(self._heaviest(at, scores, visible, retrieves))
     sets = carry.heads.get("heavy")  # [B, K, L, k]

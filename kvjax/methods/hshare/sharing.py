@@ -26,7 +26,7 @@ def overlaps(sets: Int[Array, "B N k"]) -> Int[Array, "B N N"]:
 
 
 def shared_sources(alike: Int[Array, "B N N"], share: float) -> Int[Array, "B N"]:
-  """Whose set each of N members uses, when ⌈share·N⌉ of them keep their own (Alg. 1).
+  """The member whose set each of N members uses, when ⌈share·N⌉ of them keep their own (Alg. 1).
 
   The two that are most alike are joined first (ties: the lowest one that gives up its own, then the
   lowest other one): the higher uses what the lower does, and so do those that used the higher's. A
@@ -86,7 +86,7 @@ def share_sets(
   sinks: int,
   local: int,
 ) -> Sets:
-  """Where sets are due, each head takes that of a head of its layer, or of a layer below it.
+  """Gives each head whose set is due that of a head of its layer, or of a layer below it.
 
   Args:
     cache, visible: of a decode step; "heavy", "from_head" and "from_layer" are the cache's.

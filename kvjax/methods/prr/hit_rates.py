@@ -9,7 +9,7 @@ from kvjax.core.plan import Plan
 
 
 def among(a: Int[Array, "B K V"], b: Int[Array, "B K W"]) -> Bool[Array, "B K V"]:
-  """Which tiles of one table are in another (−1 = none, in neither)."""
+  """True where a tile of table a is in table b (−1 = none, in neither)."""
   return ((a[..., :, None] == b[..., None, :]) & (a >= 0)[..., None]).any(-1)
 
 

@@ -1,4 +1,4 @@
-"""What the integrations share: methods, ragged prompts, a model beside its own full cache."""
+"""Parts that the integrations share: methods, ragged prompts, a model beside its own full cache."""
 
 import dataclasses
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def randomised(model: nnx.Module) -> Any:
 
 @nnx.jit
 def called(model: nnx.Module, *inputs: Any) -> Any:
-  """What the model returns, its modules among the inputs changed in place."""
+  """Result of the model, its modules among the inputs changed in place."""
   return model(*inputs)
 
 

@@ -96,7 +96,7 @@ def build(
 
 
 def _unscorable(task: Task, row: Row) -> Exception | None:
-  """Why answers to a task cannot be scored here: a package is missing, or programs do not run.
+  """Reason why answers cannot be scored here: a package is missing, or programs do not run.
 
   Every scorer is asked once, about a right and a wrong answer: it imports what it needs.
   """
@@ -127,7 +127,7 @@ def _kept(key: Any, make: Callable[[], tuple[Row, Prompt]]) -> tuple[Row, Prompt
 
 @functools.cache
 def _code() -> tuple[str, ...]:
-  """What decides a row beside its key: these files, and the texts."""
+  """Code and data that decide a row beside its key: these files, and the texts."""
   files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
   return (
     hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest(),

@@ -1,4 +1,4 @@
-"""Which method to take: for each aim the best of those that fit and attend to as many tokens."""
+"""Choice of a method: for each aim the best of those that fit and attend to as many tokens."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ ALIKE = 1.1  # methods are compared that attend to as many tokens, up to this fa
 
 @dataclasses.dataclass(frozen=True)
 class Aim:
-  """What is asked for: the least `cost` of the methods that `allows` takes.
+  """An aim of a choice: the least `cost` of the methods that `allows` takes.
 
   Attributes:
     share: of the full cache's score on the same prompts, which is enough.
@@ -41,7 +41,7 @@ AIMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What to take for some aims.
+  """The method to take for some aims.
 
   Attributes:
     aims: their names.
@@ -56,7 +56,7 @@ class Choice:
 
 
 def loses(point: Point) -> bool:
-  """Whether the 95 % interval of what it scores less than the full cache leaves out 0."""
+  """True if the 95 % interval of what it scores less than the full cache leaves out 0."""
   return point.gap.high < 0
 
 

@@ -24,7 +24,7 @@ _SOURCE = "github.com/facebookresearch/cruxeval"
 
 
 def cruxeval_o(count: Count, *, length: int, seed: int, index: int) -> Row:
-  """What a function returns for an input."""
+  """The task to say what a function returns for an input."""
   file = local.path(CRUXEVAL, "CRUXEval", f"{_SOURCE} (data)")
   entry = local.pick(local.read(file), "cruxeval_o", seed, index)
   file = local.path(PROMPTS, "CRUXEval, prompts", f"{_SOURCE} (inference)")

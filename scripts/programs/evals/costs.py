@@ -1,4 +1,4 @@
-"""What a decode step of a method costs: the lines of speed.jsonl, one per method and shape."""
+"""Cost of a decode step of a method: the lines of speed.jsonl, one per method and shape."""
 
 import dataclasses
 import json
@@ -112,7 +112,7 @@ def _parsed(line: str, where: str) -> Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """What a method with one budget scores, how that differs from the full cache, what it costs."""
+  """Score of a method at one budget, its difference from the full cache, and its cost."""
 
   method: str
   budget: int | None

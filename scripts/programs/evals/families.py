@@ -66,7 +66,7 @@ YARDSTICKS = ("topk_oracle", "random")
 
 
 def of(label: str) -> Family:
-  """That of a method, by what its class declares; of names that this machine lacks, OTHERS."""
+  """Family of a method, by what its class declares; of names that this machine lacks, OTHERS."""
   try:
     method = labels.instance(label, 1024)
   except (ImportError, TypeError, ValueError):

@@ -87,7 +87,7 @@ class KVCacheLM(TemplateLM):
 
   @property
   def prefix_token_id(self) -> int:
-    """What an empty context is read as."""
+    """Token that an empty context is read as."""
     return self.eot_token_id if self.tokenizer.bos is None else self.tokenizer.bos
 
   @property

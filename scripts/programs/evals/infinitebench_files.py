@@ -107,7 +107,7 @@ def _build(count: Count, *, name: str, length: int, seed: int, index: int) -> Ro
 
 
 def _fields(entry: dict[str, Any]) -> dict[str, str]:
-  """What prompts name beside the context."""
+  """Fields that prompts name beside the context."""
   asked = entry["input"]
   fields = {"input": asked}
   fields |= {f"OPTION_{k}": v for k, v in zip("ABCD", entry.get("options") or (), strict=False)}

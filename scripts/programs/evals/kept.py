@@ -1,4 +1,4 @@
-"""What two libraries keep of the same prompts: shares, needles, bytes, and what they come to."""
+"""Tokens that two libraries keep of the same prompts: shares, needles, bytes, and their sums."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,7 +68,7 @@ def _number(value: Any) -> bool:
 
 
 def places(tokenizer: Tokenizer, ids: Sequence[int], answer: str) -> list[int]:
-  """Where the answer's tokens stand in a prompt, at their first place.
+  """Places of the answer's tokens in a prompt, at their first place.
 
   Raises:
     ValueError: nowhere.

@@ -1,4 +1,4 @@
-"""What a label of the command line means: a method, with settings, over another one.
+"""Labels of the command line: a method, with settings, over another one.
 
 snapkv    snapkv:window=32    quantised:bits=4+snapkv    adakv+kvzip:room=64
 duo_attention:pattern=gates.tsv    ltri:heads=heads.json    mymodule:Mine

@@ -17,13 +17,13 @@ from kvjax.programs.evals.task import NoMoreRows, rng
 
 
 def folder() -> pathlib.Path:
-  """Where data sets lie: $KVJAX_DATA, or data in $KVJAX_CACHE (~/.cache/kvjax)."""
+  """Folder of data sets: $KVJAX_DATA, or data in $KVJAX_CACHE (~/.cache/kvjax)."""
   named = os.environ.get("KVJAX_DATA")
   return pathlib.Path(named).expanduser().absolute() if named else cache_dir() / "data"
 
 
 def there(name: str) -> bool:
-  """Whether a file (or folder) is there."""
+  """True if a file (or folder) is there."""
   return (folder() / name).exists()
 
 

@@ -80,5 +80,5 @@ def _shared(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _apart(kept: int | None, at: int, budget: int | None, length: int) -> float:
-  """How far two budgets are apart as shares of their lengths; none is the whole."""
+  """Distance of two budgets as shares of their lengths; none is the whole."""
   return abs(math.log((at if kept is None else kept) / at) - math.log((budget or length) / length))

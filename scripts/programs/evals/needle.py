@@ -34,7 +34,7 @@ _CONTINUATION_WORDS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """What is hidden, where, and how much of it is asked for.
+  """Needles: what is hidden, where, and how much of it is asked for.
 
   Attributes:
     text: "essay" (speeches), "noise" (five sentences again and again), or "needles" (needles of
@@ -154,7 +154,7 @@ def build(
 
 
 def _ask(shape: Shape, names: Sequence[str]) -> tuple[str, str, str]:
-  """What stands before the text, the question for some keys, and how its answer begins."""
+  """Words before the text, the question for some keys, and the beginning of its answer."""
   asked = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
   texts = ONE if shape.asked * shape.values == 1 else MANY
   before, question, prefix = (text.format(kind=shape.value, key=asked) for text in texts)

@@ -1,4 +1,4 @@
-"""What a run consists of: methods with their settings, cells of rows, batches of one shape."""
+"""Plan of a run: methods with their settings, cells of rows, batches of one shape."""
 
 import dataclasses
 import math
@@ -122,5 +122,5 @@ def groups(
 
 
 def _shares(method: kvjax.Method) -> bool:
-  """Whether one prompt pass fills its cache beside others'."""
+  """True if one prompt pass fills its cache beside others'."""
   return kvjax.families.forms.dense_prefill(method) and not method.traits.repeats

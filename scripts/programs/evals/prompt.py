@@ -137,7 +137,7 @@ class Reader:
 
   @property
   def count(self) -> Count:
-    """How tasks count tokens."""
+    """Counter of tokens for tasks."""
 
     def tokens(*texts: str) -> int:
       prompt = self.encode(*texts)

@@ -52,7 +52,7 @@ def check_allowed(task: str) -> None:
 
 @functools.cache
 def no_namespaces() -> str:
-  """Why programs cannot be shut in on this system; empty where they can."""
+  """Reason why programs cannot be shut in on this system; empty where they can."""
   try:
     _tested("", "", _NOTHING, "f", shut_in=True)
   except OSError as error:
@@ -61,7 +61,7 @@ def no_namespaces() -> str:
 
 
 def ends(program: str) -> bool:
-  """Whether a Python program comes to its end within the limits, without an error.
+  """True if a Python program comes to its end within the limits, without an error.
 
   A program that knows how the two sides talk can pretend that it did; `passes` is for verdicts.
 

@@ -1,4 +1,4 @@
-"""How methods stand over several tasks: mean scores, and what they lose to the full cache."""
+"""Standing of methods over several tasks: mean scores, and what they lose to the full cache."""
 
 import collections
 import dataclasses
@@ -130,7 +130,7 @@ def _standings(length: int, mode: str, place: dict[Who, Cells], least: float) ->
 
 
 def _followed(found: dict[str, dict[str, Any]]) -> bool:
-  """Whether a task follows a given text, and has no answers."""
+  """True if a task follows a given text, and has no answers."""
   return "kl" in next(iter(found.values()))["also"]
 
 

@@ -39,7 +39,7 @@ SHARED, OWN = ("prompt", "data"), ("settings", "code")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-  """What names a row: no two of a folder share it."""
+  """Key of a row: no two of a folder share it."""
   return tuple(row[name] for name in KEY)
 
 
@@ -176,7 +176,7 @@ class Store:
 
 
 def settings_of(folder: pathlib.Path) -> dict[str, Any]:
-  """What the numbers of a folder depend on.
+  """Settings that the numbers of a folder depend on.
 
   Raises:
     FileNotFoundError: there are no results.
@@ -210,7 +210,7 @@ def _held(path: pathlib.Path, kind: type, what: str) -> Any:
 
 
 def _same(name: str, one: Any, other: Any) -> bool:
-  """Whether settings say the same; a model that an older version wrote lacks newer flags."""
+  """True if settings say the same; a model that an older version wrote lacks newer flags."""
   if name == "config" and one and other and one != other:
     return ModelConfig.from_json(one) == ModelConfig.from_json(other)
   return one == other
@@ -223,7 +223,7 @@ def may_be_same(name: str, one: Any, other: Any) -> bool:
 
 
 def every(name: str, *settings: dict[str, Any]) -> Any:
-  """What settings say under a name: the one value, or each once, in order: "0.1.0, 0.2.0"."""
+  """Values of settings under a name: the one value, or each once, in order: "0.1.0, 0.2.0"."""
   told = [each.get(name, UNSAID) for each in settings]
   said = {part: value for value in told for part in str(value).split(", ")}
   if len(said) == 1:

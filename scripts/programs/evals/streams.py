@@ -22,7 +22,7 @@ _LEAST = 15  # words of a paragraph of prose
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-  """Where rows come from.
+  """Source of rows.
 
   Attributes:
     name: what the seeds of its tasks begin with: "" for tests.

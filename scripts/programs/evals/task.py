@@ -1,4 +1,4 @@
-"""What every task is made of: a row, how its tokens are counted, and how a text is filled up."""
+"""Parts of every task: a row, how its tokens are counted, and how a text is filled up."""
 
 from __future__ import annotations
 

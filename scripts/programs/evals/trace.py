@@ -1,4 +1,4 @@
-"""What methods report while they decode: slots visited, hits, shares, by layer and step."""
+"""Reports of methods while they decode: slots visited, hits, shares, by layer and step."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What ART reads in an evaluation: whether its walks can end early, and which share they visit.
+"""Walks of ART in an evaluation: whether they can end early, and which share they visit.
 
 Where they cannot, ART reads what its base does, and its rows say nothing about it.
 """
@@ -20,7 +20,7 @@ from kvjax.programs.evals import labels
 
 
 def too_short(label: str, budget: int | None, length: int, settings: dict[str, Any]) -> bool:
-  """Whether no walk of ART over the full cache can leave out a tile at this length.
+  """True if no walk of ART over the full cache can leave out a tile at this length.
 
   False for other methods, for ART over other bases and for its certificate, which has no patience.
 

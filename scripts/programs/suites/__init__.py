@@ -69,7 +69,7 @@ class Case:
 
 
 def together(makers: Iterable[Callable[[], Any]]) -> list[Any]:
-  """What the makers make, side by side: compiling is most of what a case takes."""
+  """Runs makers side by side and returns their results: compiling is most of what a case takes."""
   with ThreadPoolExecutor() as pool:
     return [job.result() for job in [pool.submit(make) for make in makers]]
 

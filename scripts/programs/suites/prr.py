@@ -161,7 +161,7 @@ PROFILED_HITS = {1.0: 0.84, 1.25: 0.915, 1.5: 0.95, 2.0: 0.985}
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """What a prompt costs, the settings of this suite one after another, and tables of repairs."""
+  """Cases of a prompt, the settings of this suite one after another, and tables of repairs."""
   for setting in calibrated(quick):
     if only in (name := f"calibration {setting.name}"):
       yield calibration(name, setting, quick)
@@ -402,7 +402,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
 
 
 def calibration(name: str, s: Setting, quick: bool) -> Case:
-  """What PRR adds to a layer's prompt: the predictor over its last tokens, and the search."""
+  """Case of PRR's part of a layer's prompt: the predictor over its last tokens, and the search."""
   _, cache = jax.jit(s.arrays)(0)
   tried = {
     "searched": PRR(s.base, budget=RATIO, **({"history": 32} if quick else {})),

@@ -135,6 +135,6 @@ EQUIVALENT = {
 
 
 def reason(site: Site, diff: list[str]) -> str | None:
-  """Why a fault changes no result, if that is known; `diff`: its lines, as they are shown."""
+  """Reason why a fault changes no result, if known; `diff`: its lines, as they are shown."""
   known = EQUIVALENT.get(site.path, {})
   return next((known[line[1:].strip()] for line in diff if line[1:].strip() in known), None)

@@ -1,4 +1,4 @@
-"""Which tests belong to a file: its own first, then its kernel's, then some laws of its method.
+"""Tests that belong to a file: its own first, then its kernel's, then some laws of its method.
 
 A selection takes half a minute at most without a fault, so that a walk which never ends can be told
 from a slow test.

@@ -53,7 +53,7 @@ class Site:
 
   @property
   def name(self) -> str:
-    """Where it is, for people."""
+    """Its place, for people."""
     return f"{self.path}:{self.line}:{self.column} {self.kind}"
 
   def applied(self, text: str) -> str:
@@ -188,7 +188,7 @@ class _File:
 
 
 def _computed(node: ast.AST) -> Iterator[ast.AST]:
-  """What of a node's parts is computed, and matters."""
+  """Parts of a node that are computed, and matter."""
   match node:
     case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
       return
@@ -212,7 +212,7 @@ def _computed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_text(node: ast.BinOp) -> bool:
-  """Whether a sum joins texts, tuples or lists, of which there is no difference."""
+  """True if a sum joins texts, tuples or lists, of which there is no difference."""
   parts = [x for x in ast.walk(node) if isinstance(x, ast.BinOp)]
   literal = (ast.JoinedStr, ast.Tuple, ast.List, ast.ListComp)
   sides = [side for x in parts for side in (x.left, x.right)]

@@ -62,7 +62,7 @@ def place(
 
 
 def _box(at: Sequence[float], dx: float, dy: float, size: Bbox) -> Bbox:
-  """Where a text of this size lies that is moved from a point: to the side that it is moved to."""
+  """Box of a text of this size that is moved from a point: to the side that it is moved to."""
   x = at[0] + dx - (size.width if dx < 0 else 0)
   y = at[1] + dy - (size.height if dy < 0 else 0)
   return Bbox.from_bounds(x, y, size.width, size.height)

@@ -90,7 +90,7 @@ def _short(point: Point) -> str:
 
 
 def _said(board: Board) -> str:
-  """What the scores of a row of panels are the mean of."""
+  """Names what the scores of a row of panels are the mean of."""
   held = board.standings
   words = f"{held.length:,} tokens: mean of {', '.join(held.tasks)}, {held.n} each"
   if held.weak:

@@ -1,4 +1,4 @@
-"""What all pictures share: looks of methods, grids of panels, legends, words."""
+"""Parts that all pictures share: looks of methods, grids of panels, legends, words."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ SMALL = 8
 
 
 def name_of(method: str, budget: int | None) -> str:
-  """How a method is called in a picture."""
+  """Name of a method in a picture."""
   return method if budget is None else f"{method} {budget:,}"
 
 

@@ -1,4 +1,4 @@
-"""What methods visited, by layer and step."""
+"""Pictures of what methods visited, by layer and step."""
 
 import textwrap
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from kvjax.programs.evals.standing import FULL
 
 
 def visits(traces: Sequence[Any]) -> Figure | None:
-  """What methods report, by layer and step: the share of tokens visited first.
+  """Reports of methods, by layer and step: the share of tokens visited first.
 
   Reports that are the same everywhere, within 5 %, are told below the panels: a bounded method
   visits its budget and nothing else.

@@ -67,7 +67,7 @@ class Args:
   """Arguments: what is timed, and where results go."""
 
   suite: Annotated[Suite | None, tyro.conf.Positional, common.choice()] = None
-  """What to time."""
+  """Suites to time."""
   quick: bool = False
   """Tiny shapes, few repetitions, any device."""
   only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""

@@ -69,7 +69,7 @@ class Args:
   seed: int = 3
   """Draws the text, the needle and its depth."""
   question: str = "Give me three tips for writing clear code."
-  """What the chat asks."""
+  """Question of the chat."""
   chat_tokens: int = 96
   """Longest chat answer; 0 skips the chat, as does a model without a chat template."""
   checkpoint: common.Checkpoint = None

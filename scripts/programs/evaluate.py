@@ -99,7 +99,7 @@ class Args:
   no_chat: bool = False
   """Ask questions as plain text, without a chat template."""
   data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
-  """Where local data sets are; by default $KVJAX_DATA, or a folder in the user's cache."""
+  """Folder of local data sets; by default $KVJAX_DATA, or a folder in the user's cache."""
   unknown_fit: bool = False
   """Also run heads and gates that do not say what they were fitted on, such as published ones;
   their rows say that it is unknown."""

@@ -116,7 +116,7 @@ class Args:
   """Kept tokens and needle scores of kvpress and kvjax, side by side."""
 
   out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
-  """Where rows go; by default scripts/results/cpu/kvpress, in a folder of the model's name."""
+  """Folder of the rows; by default scripts/results/cpu/kvpress, in a folder of the model's name."""
   samples: int = 10
   """Prompts, at ten depths in turn."""
   length: int = 2048

@@ -49,7 +49,7 @@ class Args:
   """Scores, kept tokens and found needles of KVzip, here and in kvpress."""
 
   out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
-  """Where rows go; by default scripts/results/cpu/kvzip, in a folder of the model's name."""
+  """Folder of the rows; by default scripts/results/cpu/kvzip, in a folder of the model's name."""
   samples: int = 10
   """Prompts, at ten depths in turn."""
   length: int = 1536

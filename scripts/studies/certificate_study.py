@@ -44,7 +44,7 @@ class Args:
   """Shares of PrHS's bounds that say something on a real model, and of those that fail."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-  """Where certificates.json and certificates.txt go."""
+  """Folder of certificates.json and certificates.txt."""
   length: int = 1024
   """Tokens of each text."""
   queries: int = 64

@@ -57,7 +57,7 @@ class Args:
   """Needle recall and answers of the full cache, StreamingLLM, InfLLM and Ltri-LLM."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-  """Where numbers and pictures go."""
+  """Folder of numbers and pictures."""
   heads: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """Retrieval heads that `kvjax retrieval-heads` found; all heads together by default. They are
   refused where they were found on these needles."""
@@ -80,7 +80,7 @@ class Args:
   rate: float = 3.0
   """λ of Ltri-LLM; 20 in the first four layers."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
-  """Which ones, as the table calls them; all by default."""
+  """Names of those wanted, as in the table; all by default."""
   checkpoint: common.Checkpoint = None
   """A converted checkpoint; SmolLM2-135M-Instruct by default."""
 

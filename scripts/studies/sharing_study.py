@@ -56,7 +56,7 @@ class Args:
   """Overlap with the oracle's selection at equal tokens attended to, of CIS and of HShare."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-  """Where table and picture go."""
+  """Folder of table and picture."""
   length: int = 1024
   """Tokens of the prompt."""
   steps: int = 64

@@ -54,7 +54,7 @@ class Args:
   sites: int = 120
   """Faults to draw; a larger number adds to the same ones."""
   seed: int = 0
-  """What they are drawn by."""
+  """Seed of the draw."""
   seconds: int = 45
   """Computing time that the tests of one fault may take."""
   minutes: float | None = None
@@ -64,7 +64,7 @@ class Args:
   show: bool = False
   """List the faults, and run nothing."""
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = ROOT / "scripts/results/cpu"
-  """Where mutations.jsonl and mutations.txt are."""
+  """Folder of mutations.jsonl and mutations.txt."""
   root: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = ROOT
   """The tree that is copied."""
 

@@ -33,9 +33,9 @@ class Args:
   check: bool = False
   """Writes nothing: shows what differs, with exit status 1 if anything does."""
   results: Annotated[pathlib.Path, common.optional("FOLDER")] = files.FOLDER
-  """Where the result files are; by default scripts/results."""
+  """Folder of the result files; by default scripts/results."""
   documents: Annotated[pathlib.Path, common.optional("FOLDER")] = ROOT
-  """Where README.md and scripts/results are; by default this checkout."""
+  """Folder of README.md and scripts/results; by default this checkout."""
 
 
 def made(text: str, makers: Mapping[str, Maker], results: Results) -> str:

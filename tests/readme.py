@@ -4,7 +4,8 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = ROOT / "README.md", ROOT / "models" / "README.md", ROOT / "kvjax" / "README.md"
+FOLDERS = "", "models/decode", "models", "kvjax"
+PAGES = [ROOT / folder / "README.md" for folder in FOLDERS]
 
 _TINY = """
 import pathlib

@@ -1,6 +1,6 @@
 """For developers: write the figures of README and of the results from the result files.
 
-The pictures and tables of kvjax/README come from the code.
+The pictures and tables of kvjax/README and kvjax/methods/README come from the code.
 
     python -m scripts.tools.tables         rewrites what differs
     python -m scripts.tools.tables --check writes nothing: shows what differs, and fails if any does

@@ -1,4 +1,4 @@
-"""Every method over every other: it runs, or it is refused with the reason (kvjax/README.md)."""
+"""Every method over every other: it runs, or it is refused with the reason (kvjax/methods)."""
 
 import re
 

@@ -20,8 +20,12 @@ PAGES = [
     "CONTRIBUTING.md",
     "MOVING.md",
     "kvjax/README.md",
+    "kvjax/methods/README.md",
+    "models/README.md",
+    "models/decode/README.md",
   ),
-  *("models/README.md", "pallas_kernels/README.md", "scripts/README.md", "tests/README.md"),
+  *("pallas_kernels/README.md", "scripts/README.md", "tests/README.md"),
+  *(f"kvjax/design/{path.name}" for path in (ROOT / "kvjax/design").glob("*.md")),
   *(f"scripts/results/{path.name}" for path in (ROOT / "scripts/results").glob("*.md")),
 ]
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
@@ -108,14 +112,24 @@ def test_the_first_page_is_short_and_names_every_method():
   assert [name for name in METHODS if f"`{name}`" not in text] == []
 
 
+def test_pages_of_folders_stay_short():
+  """What is design is in the records, and the reference in docstrings."""
+  most = {"kvjax/README.md": 10_000, "models/README.md": 10_000, "CONTRIBUTING.md": 6000}
+  assert {
+    name: len(TEXTS[name].encode()) for name in most if len(TEXTS[name].encode()) > most[name]
+  } == {}
+
+
 def test_every_method_is_described():
-  rows = re.findall(r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", TEXTS["kvjax/README.md"], re.MULTILINE)
+  rows = re.findall(
+    r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", TEXTS["kvjax/methods/README.md"], re.MULTILINE
+  )
   assert {name: METHODS[name].__name__ for name in METHODS} == dict(rows)
 
 
 def test_answers_end_where_the_model_ends_them():
   """Without `stop` a chat model goes on into turns that nobody took."""
-  pages = TEXTS["README.md"] + TEXTS["models/README.md"]
+  pages = TEXTS["README.md"] + TEXTS["models/README.md"] + TEXTS["models/decode/README.md"]
   snippets = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
   calls = [
     {argument.arg for argument in node.keywords}

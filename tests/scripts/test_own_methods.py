@@ -15,12 +15,12 @@ from kvjax.programs.evals import plan
 from kvjax.testing import LAWS, Case
 from scripts.tools.tablemakers import Results, house
 
-GUIDE = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
+GUIDE = pathlib.Path(__file__).parents[2] / "kvjax/methods/README.md"
 
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-  """The module that CONTRIBUTING shows, on the path."""
+  """The module that the methods' page shows, on the path."""
   folder = tmp_path_factory.mktemp("elsewhere")
   (code,) = re.findall(r"```python\n(# mine\.py\n.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
   (folder / "mine.py").write_text(code)

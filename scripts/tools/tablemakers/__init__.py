@@ -149,9 +149,6 @@ DOCUMENTS: dict[str, dict[str, Maker]] = {
     "kvzip-longer": kvzip.longer,
   },
   "README.md": {"advice": real.advice, "results": summary.first_page},
-  "kvjax/README.md": {
-    "rooms": house.rooms,
-    "moves": house.moves,
-    "compositions": house.compositions,
-  },
+  "kvjax/README.md": {"rooms": house.rooms},
+  "kvjax/methods/README.md": {"moves": house.moves, "compositions": house.compositions},
 }

@@ -140,8 +140,8 @@ def query_drift(
   length = np.linalg.norm(_wide(k), axis=-1)
   if visible is not None:
     length = np.where(np.asarray(visible), length, 0.0)
-  apart = np.linalg.norm(_wide(q) - _wide(anchor), axis=-1)
-  bound = 2 * apart * length.max(-1) / np.sqrt(q.shape[-1])
+  distance = np.linalg.norm(_wide(q) - _wide(anchor), axis=-1)
+  bound = 2 * distance * length.max(-1) / np.sqrt(q.shape[-1])
   return Certificate(np.abs(shift).sum(-1), bound)
 
 

@@ -269,8 +269,8 @@ def agreement(probed: Int[Numbers, "*batch"], oracle: Int[Numbers, "*batch"]) ->
   probed, oracle = np.asarray(probed), np.asarray(oracle)
   a, b = (np.where(x == NEVER, np.iinfo(np.int64).max, x) for x in (probed, oracle))
   both = (probed != NEVER) & (oracle != NEVER) & (probed != oracle)
-  apart = abs(probed - oracle)[both]
-  offset = (float(apart.mean()), float(apart.std())) if apart.size else (math.nan, math.nan)
+  gaps = abs(probed - oracle)[both]
+  offset = (float(gaps.mean()), float(gaps.std())) if gaps.size else (math.nan, math.nan)
   agree, early, late = (float(x.mean()) for x in (a == b, a < b, a > b))
   one = (probed != NEVER) | (oracle != NEVER)
   of_ended = float((a == b)[one].mean()) if one.any() else math.nan

@@ -25,12 +25,12 @@ class KeyDiff(Bounded):
   """
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
-    return slots.lowest(self._apart(cache.slots["k"], cache.pos), cache.pos)
+    return slots.lowest(self._score(cache.slots["k"], cache.pos), cache.pos)
 
   def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    return self._apart(turn.staged["k"], turn.staged["pos"]), turn.staged
+    return self._score(turn.staged["k"], turn.staged["pos"]), turn.staged
 
-  def _apart(self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+  def _score(self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
     """−cos(k, a) over the tokens that are there; 0 where either is zero."""
     k = jnp.where((pos >= 0)[..., None], k.astype(jnp.float32), 0)
     unit = k / _length(k)

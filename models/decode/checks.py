@@ -191,7 +191,7 @@ def there(caches: Any) -> None:
 def _other(found: Origin, expected: Origin) -> str:
   """In words, in what two descriptions of caches differ."""
   if found.method != expected.method:
-    a, b = _apart(found.method, expected.method)
+    a, b = _differing(found.method, expected.method)
     return f"found those of {a}, expected {b}"
   sizes = [f.name for f in dataclasses.fields(Origin) if f.name != "method"]
   wrong = [name for name in sizes if getattr(found, name) != getattr(expected, name)]
@@ -199,13 +199,13 @@ def _other(found: Origin, expected: Origin) -> str:
   return f"found those of a model with {a}, expected {b}"
 
 
-def _apart(a: Any, b: Any) -> tuple[str, str]:
+def _differing(a: Any, b: Any) -> tuple[str, str]:
   """Two methods, of one class by the fields in which they differ."""
   if type(a) is not type(b):
     return repr(a), repr(b)
   names = [f.name for f in dataclasses.fields(a) if getattr(a, f.name) != getattr(b, f.name)]
   pairs = [(getattr(a, name), getattr(b, name)) for name in names]
-  shown = [_apart(*pair) if isinstance(pair[0], Method) else map(repr, pair) for pair in pairs]
+  shown = [_differing(*pair) if isinstance(pair[0], Method) else map(repr, pair) for pair in pairs]
   each = [
     ", ".join(f"{name}={x}" for name, x in zip(names, side, strict=True))
     for side in zip(*shown, strict=True)

@@ -70,8 +70,8 @@ def step_bytes(
   """
   held, unread = weight_bytes(config, dtype)
   chosen = min(config.experts, batch * config.experts_per_token)
-  apart = expert_bytes(config, dtype)
-  moved = (3 * chosen - config.experts) * apart
+  of_expert = expert_bytes(config, dtype)
+  moved = (3 * chosen - config.experts) * of_expert
   return StepBytes(
     held - unread + moved, step_traffic(config.cache_spec(batch, tokens, dtype), method)
   )

@@ -74,10 +74,10 @@ class Detector:
     """True in each column where the output is looked at: those of ⌊i·H/32⌋, i < 32, or all."""
     if self.full or head_dim <= PROBES:
       return columns < head_dim
-    apart = head_dim // PROBES
-    if head_dim == apart * PROBES and apart & (apart - 1) == 0:
+    stride = head_dim // PROBES
+    if head_dim == stride * PROBES and stride & (stride - 1) == 0:
       # In this form the compiler sees which registers are never looked at, and drops them.
-      return (columns & (apart - 1) == 0) & (columns < head_dim)
+      return (columns & (stride - 1) == 0) & (columns < head_dim)
     i = (columns * PROBES + head_dim - 1) // head_dim  # the first i with i·H/32 ≥ column
     return (i < PROBES) & (i * head_dim // PROBES == columns)
 

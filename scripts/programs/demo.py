@@ -164,7 +164,7 @@ def chat(
       tokens = common.right_padded(ids, multiple=64)
       logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
       logits.block_until_ready()
-    step.note(_apart(clock))
+    step.note(_parts(clock))
   streamer = console.Streamer()
   stream, text = tokenizer.stream(), ""
 
@@ -304,11 +304,11 @@ def read_together(game: Contest, methods: dict[str, kvjax.Method], names: Sequen
   served = ", ".join(names) if len(names) <= 5 else f"{len(names)} methods"
   with console.step(f"reading {tokens:,} tokens once for {served}") as step:
     reading = game.read(kvjax.SharedPrefill(tuple(methods[name] for name in names)), tuple(names))
-    step.note(_apart(reading.clock))
+    step.note(_parts(reading.clock))
   return reading
 
 
-def _apart(clock: Clock) -> str:
+def _parts(clock: Clock) -> str:
   """Parts of the time of a step that read a prompt, put before their sum."""
   return f"compile {clock.compiling:.1f} s + prompt {clock.running:.1f} s ="
 

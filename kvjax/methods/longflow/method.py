@@ -71,8 +71,8 @@ class LongFlow(SnapKV):
     """Names the next victim on the way, where one launch does both and nobody asks for logits."""
     own = forms.overrides(at.top, "observe", LongFlow)
     own |= any(forms.overrides(at.top, move) for move in ("plan", "attend"))
-    apart = own or self.per == "layer"
-    named = None if apart else kernel.attend_and_name(at, cache, visible, q, **self._safe)
+    separate = own or self.per == "layer"
+    named = None if separate else kernel.attend_and_name(at, cache, visible, q, **self._safe)
     if named is None:
       return super().plan_and_attend(at, cache, q, visible, carry)
     return visible, named, carry

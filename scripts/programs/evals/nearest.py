@@ -68,7 +68,7 @@ class Rows:
       return None
     at = min({row["length"] for row in mine}, key=lambda x: abs(math.log(x / length)))
     mine = [row for row in mine if row["length"] == at]
-    found = min((row["budget"] for row in mine), key=lambda x: _apart(x, at, budget, length))
+    found = min((row["budget"] for row in mine), key=lambda x: _distance(x, at, budget, length))
     mine = [row for row in mine if row["budget"] == found]
     both = [self._full[_shared(row)] for row in mine if _shared(row) in self._full]
     full = sum(both) / len(both) if both else None
@@ -79,6 +79,6 @@ def _shared(row: dict[str, Any]) -> tuple[Any, ...]:
   return tuple(row[name] for name in SHARED)
 
 
-def _apart(kept: int | None, at: int, budget: int | None, length: int) -> float:
+def _distance(kept: int | None, at: int, budget: int | None, length: int) -> float:
   """Distance of two budgets as shares of their lengths; none is the whole."""
   return abs(math.log((at if kept is None else kept) / at) - math.log((budget or length) / length))

@@ -58,9 +58,9 @@ def student(values: Sequence[float]) -> Estimate:
   x = np.asarray(values, np.float64)
   if x.size < 2:
     raise ValueError(f"values: found {x.size}, expected at least two")
-  apart = special.stdtrit(x.size - 1, 0.975) * x.std(ddof=1) / math.sqrt(x.size)
+  half = special.stdtrit(x.size - 1, 0.975) * x.std(ddof=1) / math.sqrt(x.size)
   mean = float(x.mean())
-  return Estimate(x.size, mean, mean - float(apart), mean + float(apart), "Student")
+  return Estimate(x.size, mean, mean - float(half), mean + float(half), "Student")
 
 
 def paired(differences: Sequence[float]) -> Estimate:

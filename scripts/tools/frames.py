@@ -1,4 +1,4 @@
-"""For developers: the functions between `generate` and a kernel, and the calls to trace a layer.
+"""For developers: the functions between generate and a kernel, and the calls to trace a layer.
 
     python -m scripts.tools.frames           # Full, Quest, and ART over Quest
     python -m scripts.tools.frames --each    # frame by frame

@@ -120,12 +120,13 @@ def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
   run = functools.partial(sparse_decode, unit=1)
   turns = {of: [turn(seed, of) for seed in range(CACHES)] for of in (1, 8, count)}
   names = {1: "apart", 8: "runs of 8", count: "in a row"}
+  calls = 2 if quick else 16
   first = turns[1][0]
   contenders = [
-    jax_contender(names[of], run, each, output=(lambda x: x[0].o) if of == 1 else None, calls=16)
+    jax_contender(names[of], run, each, output=(lambda x: x[0].o) if of == 1 else None, calls=calls)
     for of, each in turns.items()
   ]
-  contenders.append(jax_contender("dense decode", dense, [t[:3] for t in turns[1]], calls=16))
+  contenders.append(jax_contender("dense decode", dense, [t[:3] for t in turns[1]], calls=calls))
   moved = batch * heads * count * 2 * head_dim * jnp.dtype(dtype).itemsize
 
   def remarks(seconds: dict[str, float]) -> list[str]:

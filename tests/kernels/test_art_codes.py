@@ -105,6 +105,7 @@ LAYERS = {
 
 
 @pytest.mark.core(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_walks_as_the_reference_does(name, bits):

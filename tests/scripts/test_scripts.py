@@ -437,8 +437,14 @@ def test_a_table_cuts_what_is_too_long(capsys):
   assert capsys.readouterr().out == "toolo…  12.5\n"
 
 
+# Benches of developers that compile for a minute; those that users have are slow tests.
+LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "offload", "prefill")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", bench.SUITES)
+@pytest.mark.parametrize(
+  "suite", [pytest.param(x, marks=[pytest.mark.sweep] * (x in LONG)) for x in bench.SUITES]
+)
 def test_every_suite_of_the_bench_runs(suite):
   """Tiny shapes, outputs compared: a bench that nobody runs falls behind the library.
 

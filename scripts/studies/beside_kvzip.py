@@ -39,7 +39,7 @@ from kvjax.programs.evals.store import Store, key
 from kvjax.programs.evals.task import Row
 from scripts.studies import pressed
 from scripts.studies.pressed import Pressed
-from scripts.tools.tablemakers import kvzip, results
+from scripts.tools.tablemakers import beside, results
 
 TASK, ROOM = "needle", 128
 
@@ -211,7 +211,7 @@ def rows_of(
   apart = float(np.abs(mine - their_scores)[..., theirs.opening :].max())
   with console.step("kvjax answers"):
     for (how, part), stays in masks.items():
-      if how not in kvzip.OURS:
+      if how not in beside.OURS:
         continue
       method, held = ours.cut(caches, scores, how, counts[part], size)
       positions = [np.asarray(shared_slots.by_head(layer)["pos"][0]) for layer in held]
@@ -247,14 +247,14 @@ def main(args: Args) -> None:
     "alone": args.alone,
     "versions": {"jax": jax.__version__, "kvjax": kvjax.__version__, **libraries},
   }
-  store = Store(args.out or results.FOLDER / kvzip.FOLDER / settings["model"], settings)
+  store = Store(args.out or results.FOLDER / beside.KVZIP / settings["model"], settings)
   theirs, reader = Theirs(model, tokenizer), Reader(tokenizer)
   ours = None if args.alone else Ours(model, tokenizer, args.length)
   build = registry.TASKS[TASK].build
   for index in range(args.samples):
     cells = [
       cell
-      for cell in itertools.product(kvzip.DIVIDED, args.parts)
+      for cell in itertools.product(beside.DIVIDED, args.parts)
       if key(_full_row(*cell, {}, args, index)) not in store.rows
     ]
     if not cells:

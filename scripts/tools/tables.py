@@ -5,21 +5,20 @@ The pictures and tables of kvjax/README and kvjax/methods/README come from the c
     python -m scripts.tools.tables         rewrites what differs
     python -m scripts.tools.tables --check writes nothing: shows what differs, and fails if any does
 
-A part of a document that stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->` is made by
-`scripts/tools/tablemakers`, from cases and contenders by name: after a new run of a suite, this is
-all there is to do. A case that is missing is named, and nothing is written.
+Parts and figures of documents that stand between markers are made by `scripts.tools.tablemakers`,
+which says how the markers read, from cases and contenders by name: after a new run of a suite, this
+is all there is to do. A case that is missing is named, and nothing is written.
 """
 
 import dataclasses
 import difflib
 import pathlib
 import sys
-from collections.abc import Mapping
 from typing import Annotated
 
 from kvjax.programs import common
-from scripts.tools import markers
-from scripts.tools.tablemakers import DOCUMENTS, Maker, Results, house
+from scripts.tools import markers, tablemakers
+from scripts.tools.tablemakers import Results, house, records
 from scripts.tools.tablemakers import results as files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,39 +37,47 @@ class Args:
   """Folder of README.md and scripts/results; by default this checkout."""
 
 
-def made(text: str, makers: Mapping[str, Maker], results: Results) -> str:
-  """A document with its parts made anew; those that have no results yet need no markers.
+def made(text: str, results: Results) -> str:
+  """A document with its parts and figures made anew.
 
   Raises:
-    ValueError: a part has no markers, or a figure no source; all of them are named.
+    ValueError: a part has no maker, or a figure no source; all of them are named.
   """
   wrong = []
-  for name, maker in makers.items():
+  for name in markers.names(text):
+    if name not in FROM_TESTS:
+      try:
+        text = markers.filled(text, name, tablemakers.maker(name)(results))
+      except (ValueError, OSError) as error:
+        wrong.append(f"{name}: {error}")
+  said: dict[str, str] = {}
+  for module in sorted({name.partition(".")[0] for name in markers.figures(text)}):
     try:
-      lines = maker(results)
-      if lines or name in markers.names(text):
-        text = markers.filled(text, name, lines)
+      found = tablemakers.figures(module, results)
+      said |= {f"{module}.{name}": records.without_source(x) for name, x in found.items()}
     except (ValueError, OSError) as error:
-      wrong.append(f"{name}: {error}")
+      wrong.append(f"{module}: {error}")
+  if missing := sorted(set(markers.figures(text)) - set(said)):
+    wrong.append(f"found no figures {missing}")
   if wrong:
     raise ValueError("\n".join(wrong))
-  return text
+  return markers.quoted(text, lambda name: said[name])
 
 
 def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tuple[str, str]]:
   """Each document's text as it is and as it should be.
 
   Raises:
-    ValueError: as `made`, or a document has markers that nothing writes between.
+    ValueError: as `made`, of one of them.
   """
   found = {}
-  for document, makers in DOCUMENTS.items():
+  for document in tablemakers.DOCUMENTS:
     path = folder / document
     text = path.read_text("utf-8")
-    known = makers.keys() | FROM_TESTS
-    if unknown := [name for name in markers.names(text) if name not in known]:
-      raise ValueError(f"{path}: found markers {unknown}, expected some of {sorted(makers)}")
-    found[path] = text, made(text, makers, results)
+    try:
+      found[path] = text, made(text, results)
+    except ValueError as error:
+      raise ValueError(f"{path}: {error}") from None
   if (path := folder / "kvjax" / "__init__.pyi").is_file():  # of documents alone there is none
     found[path] = path.read_text("utf-8"), house.stub()
   return found

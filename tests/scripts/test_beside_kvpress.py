@@ -18,7 +18,7 @@ from kvjax.programs.evals.task import Row
 from scripts.studies import beside_kvpress as program
 from scripts.studies import pressed
 from scripts.studies.pressed import Kept
-from scripts.tools.tablemakers import DOCUMENTS, Results, beside
+from scripts.tools.tablemakers import Results, beside
 
 # ---- selections
 
@@ -232,8 +232,7 @@ def test_other_weights_are_found_by_their_logits(ours):
 
 
 def test_tables_have_each_cell_once():
-  _, settings = beside.found(Results())
-  both = sum(not own["alone"] for own in settings)
+  both = sum(not own["alone"] for own, _, _ in beside.found(Results(), beside.FOLDER))
   doubled = [each for each in program.CELLS if each.pair == "expected_attention, window 32"]
   assert len(beside.presses(Results())) == 2 + len(program.CELLS) - len(doubled)
   assert len(beside.pairs(Results())) == 2 + both * sum(cell.ours for cell in program.CELLS)
@@ -246,31 +245,33 @@ def test_only_equal_selections_are_all_of_them():
 
 
 def test_figures_that_read_alike_stand_once():
-  record = beside.found(Results())[0][0]["record"]
+  record = beside.found(Results(), beside.FOLDER)[0][2][0]["record"]
   assert beside._both({"a": 10.2, "b": 9.8, "record": record}, "a", "b", "{:.0f}") == "10"
   assert beside._both({"a": 10, "b": 9, "record": record}, "a", "b", "{:.0f}") == "10 / 9"
 
 
 def test_missing_results_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match="found no results of beside_kvpress"):
+  with pytest.raises(FileNotFoundError, match="kvpress: found no results of models"):
     beside.pairs(Results(tmp_path))
 
 
 def test_facts_hold_only_while_the_limits_do(tmp_path):
   """Where uneven layers come to take a question, the table is refused."""
-  model = next(own["model"] for own in beside.found(Results())[1] if not own["alone"])
+  models = beside.found(Results(), beside.FOLDER)
+  model = next(own["model"] for own, _, _ in models if not own["alone"])
   source = Results().folder / beside.FOLDER / model
   folder = tmp_path / beside.FOLDER / model
   folder.mkdir(parents=True)
   for path in source.iterdir():
     (folder / path.name).write_bytes(path.read_bytes())
-  assert beside.libraries(Results(tmp_path))[0] == beside.libraries(Results())[0]
+  alone, every = beside.figures(Results(tmp_path)), beside.figures(Results())
+  assert all(alone[name] == every[name] for name in ("full-bytes", "padded-tova", "presses"))
   limits = json.loads((folder / beside.LIMITS).read_text("utf-8"))
   (folder / beside.LIMITS).write_text(json.dumps({**limits, "uneven": ""}), "utf-8")
   with pytest.raises(ValueError, match="found a question behind uneven layers answered"):
-    beside.libraries(Results(tmp_path))
+    beside.figures(Results(tmp_path))
 
 
 def test_every_figure_of_the_tables_comes_from_rows():
-  text = "\n".join(DOCUMENTS["scripts/results/beside.md"]["beside-pairs"](Results()))
+  text = "\n".join(beside.pairs(Results()))
   assert re.search(r"\| `snapkv` \| 1/8 \|", text)

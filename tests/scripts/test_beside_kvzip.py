@@ -14,7 +14,7 @@ from kvjax.programs.evals import store
 from kvjax.programs.evals.prompt import Prompt
 from kvjax.programs.evals.task import Row
 from scripts.studies import beside_kvzip as program
-from scripts.tools.tablemakers import DOCUMENTS, Results, kvzip, scored
+from scripts.tools.tablemakers import Results, beside, scored
 from tests.scripts.test_beside_kvpress import Letters
 
 TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "
@@ -80,18 +80,19 @@ def test_kvpress_alone():
 
 
 def test_tables_have_each_cell_once_and_figures_from_rows():
-  models = kvzip.found(Results())
-  parts = {part for _, _, means in models for _, part in means}
-  assert len(kvzip.divided(Results())) == 2 + len(parts) * len(kvzip.DIVIDED)
-  own, _, means = models[0]
-  mine = store.read(Results().folder / kvzip.FOLDER / own["model"])
+  models = beside.found(Results(), beside.KVZIP)
+  parts = {each["budget"] for _, _, means in models for each in means}
+  assert len(beside.kvzip(Results())) == 2 + len(parts) * len(beside.DIVIDED)
+  own, _, every = models[0]
+  means = {(each["method"], each["budget"]): each for each in every}
+  mine = store.read(Results().folder / beside.KVZIP / own["model"])
   wanted = [row["score_of_kvpress"] for row in mine if (row["method"], row["budget"]) == ("all", 8)]
   assert means["all", 8]["score_of_kvpress"].mean == np.mean(wanted)
-  text = "\n".join(DOCUMENTS["scripts/results/beside.md"]["kvzip-divided"](Results()))
+  text = "\n".join(beside.kvzip(Results()))
   found = scored.percent(means["all", 8]["score_of_kvpress"])
   assert re.search(rf"\| 1/8 \| among all layers \|.*{re.escape(found)}", text)
 
 
 def test_missing_results_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match="found no results of beside_kvzip"):
-    kvzip.divided(Results(tmp_path))
+  with pytest.raises(FileNotFoundError, match="kvzip: found no results of models"):
+    beside.kvzip(Results(tmp_path))

@@ -105,7 +105,7 @@ def test_the_documents_table(tmp_path):
   path.write_text(json.dumps({"rows": lines, "n": "2 texts", **about}), "utf-8")
   made = studies.certificates(Results(tmp_path))
   assert made[-1] == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 | 0.5 | 0.25 |"
-  assert studies.certified(Results(tmp_path)) == ["`2 texts`."]
+  assert studies.figures(Results(tmp_path)) == {"smollm2-certified": "`2 texts`"}
 
 
 @pytest.mark.parametrize(

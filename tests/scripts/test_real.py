@@ -14,8 +14,8 @@ from kvjax.programs.evals import choices, costs, families, pictures, stats, stor
 from kvjax.programs.evals.pictures.callouts import place
 from kvjax.programs.evals.pictures.cost import _apart, front
 from kvjax.programs.evals.standing import standings
-from scripts.tools import markers, tables
-from scripts.tools.tablemakers import DOCUMENTS, Results, published, real, summary
+from scripts.tools import tables
+from scripts.tools.tablemakers import Results, real, scores
 
 SETTINGS = {
   "model": "tiny",
@@ -362,7 +362,7 @@ def cells_of(lines):
 
 def test_the_table_of_a_length_by_hand(folder):
   results = Results(folder.parents[1])
-  head, _, *found = cells_of(DOCUMENTS["scripts/results/real_model.md"]["real-8192"](results))
+  head, _, *found = cells_of(real.at_8K(results))
   by = {row[1]: dict(zip(head, row, strict=True)) for row in found}
   assert next(iter(by)) == "`full`" and list(by)[-1] == "`snapkv`, 4,096"
   assert by["`snapkv`, 4,096"]["tokens attended to"] == "2,048 to 2,150"
@@ -372,7 +372,7 @@ def test_the_table_of_a_length_by_hand(folder):
   assert quest["ms a token, batch 2 (× full)"] == "3.00 (0.75)"
   assert (quest["GB kept a row"], quest["GB read a step, batch 2"]) == ("0.90", "4.00")
   assert quest["KL, nats"] == "–" and quest["`vt`"] == "10 (2–40)"
-  assert real.by_length(32768)(results) == []
+  assert real.at_32K(results) == []
 
 
 def test_which_method_when_by_hand(folder):
@@ -408,39 +408,29 @@ def test_what_cannot_be_divided_by_is_shown(tmp_path):
 def test_without_costs_scores_remain(folder):
   (folder / costs.FILE).unlink()
   results = Results(folder.parents[1])
-  assert real.when(results) == real.picture(results) == [] and real.in_short(results) == ""
-  assert real.by_length(8192)(results)[0].endswith("| KL, nats |")
+  assert real.when(results) == real.picture(results) == [] and "fastest" not in real.figures(
+    results
+  )
+  assert real.at_8K(results)[0].endswith("| KL, nats |")
 
 
-def test_without_results_there_is_nothing_and_no_marker_is_missed(tmp_path):
-  makers = dict(DOCUMENTS["scripts/results/real_model.md"].items())
-  assert len(makers) == 12
-  assert tables.made("text", makers, Results(tmp_path)) == "text"
-  assert real.in_short(Results(tmp_path)) == ""
+def test_without_results_their_folder_is_named(tmp_path):
+  text = "<!-- real.when: begin -->\n<!-- real.when: end -->\n"
+  with pytest.raises(ValueError, match=rf"real.when: .*{real.FOLDER}"):
+    tables.made(text, Results(tmp_path))
 
 
-def test_with_results_the_markers_must_be_there(folder):
-  results = Results(folder.parents[1])
-  with pytest.raises(ValueError, match="real-about: found no single pair of markers"):
-    tables.made("text", {"real-about": real.about}, results)
-  text = "<!-- real-about: begin -->\n<!-- real-about: end -->\n"
-  made = markers.filled(text, "real-about", real.about(results))
-  assert tables.made(text, {"real-about": real.about}, results) == made
-  assert "`vt`, of which the full cache solves less than half" in made.replace("\n", " ")
-
-
-def test_the_first_page_has_a_line_only_with_results(folder, monkeypatch):
-  monkeypatch.setattr(summary, "LINES", {"a": lambda results: "b", "real": real.in_short})
-  assert len(summary.table(Results(folder.parent))) == 3
-  (*_, line) = summary.table(Results(folder.parents[1]))
-  assert "tiny, T8K, B2, ms a token" in line
+def test_sentences_have_the_tasks_and_the_fastest_method(folder):
+  said = real.figures(Results(folder.parents[1]))
+  assert said["tasks-8192"] == "`needle`, `niah_multikey_1`" and said["weak-8192"] == "`vt`"
+  assert said["model"] == "tiny" and said["shape"] == "T8K, B2" and said["short"] == "none"
 
 
 def test_published_figures_stand_beside_rows(tmp_path):
   """Three of four right, and of two keys one less than the full cache; nothing without rows."""
   results = Results(tmp_path)
-  assert published.table(results) == published.pairs(results) == []
-  folder = tmp_path / published.FOLDER
+  assert scores.published(results) == scores.pairs(results) == []
+  folder = tmp_path / scores.FOLDER
   folder.mkdir(parents=True)
   (folder / store.SETTINGS).write_text(json.dumps(SETTINGS))
 
@@ -456,9 +446,9 @@ def test_published_figures_stand_beside_rows(tmp_path):
   ]
   (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in every))
   results = Results(tmp_path)
-  (line,) = published.table(results)[2:]
+  (line,) = scores.published(results)[2:]
   assert line.startswith("| `humaneval` | chat, no examples, greedy | 70.7 |")
   assert line.endswith("| 4 | 75.0 (30.1–95.4) |")
-  first, second = published.pairs(results)[2:]
+  first, second = scores.pairs(results)[2:]
   assert first.startswith("| 75 | `full` | 2 | 100 (34–100) | – |")
   assert second.startswith("| 75 | `snapkv`, 1,024 | 2 | 50 (9–91) | −50 (")

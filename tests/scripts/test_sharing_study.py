@@ -124,9 +124,9 @@ def test_the_documents_table(tmp_path):
   rows = studies.sharing(results)[2:]
   assert len(rows) == 4 and rows[0].startswith("| CIS, 1 | 0.10 ± 0.00 | 127.5 ± 0.0 |")
   assert rows[1].endswith("| +0.150 ± 0.635 | −0.150 ± 0.635 |") and rows[2].endswith("|  |  |")
-  said = " ".join(studies.shared(results))
-  assert "CIS attends to 127.5 tokens a head; HShare attends to 128.0 tokens a head" in said
-  assert "retrieves 70 to 74 tokens" in said
+  said = studies.figures(results)
+  assert (said["smollm2-cis"], said["smollm2-hshare"]) == ("127.5", "128.0")
+  assert said["smollm2-tokens"] == "70 to 74" and "qwen-cis" not in said
 
 
 class Bytes:

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import gzip
+import importlib
+import inspect
 import json
 import pathlib
 import re
@@ -16,15 +18,15 @@ from scripts.tools import markers, tables
 from scripts.tools.tablemakers import (
   DOCUMENTS,
   Results,
+  art,
   cells,
-  cpe,
-  evaluations,
   house,
-  needles,
-  real_stops,
+  ltri,
+  reads,
   records,
+  scores,
 )
-from scripts.tools.tablemakers.records import NOTHING, Number, Record
+from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
 from scripts.tools.tablemakers.results import FOLDER, GPU, Timing
 from tests.scripts.test_art_study import recording
 
@@ -52,15 +54,29 @@ def folder(tmp_path):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_are_made_from_the_files(name):
   text = (ROOT / name).read_text("utf-8")
-  assert tables.made(text, DOCUMENTS[name], Results()) == text
+  assert tables.made(text, Results()) == text
 
 
 def test_every_table_of_results_has_a_source_or_says_that_it_has_none():
   for path in (ROOT / "scripts/results").glob("*.md"):
     text = markers.outside(path.read_text("utf-8"))
     for section in re.split(r"^## ", text, flags=re.MULTILINE):
-      before, table, _ = section.partition("\n|")
-      assert not table or TYPED in before or before == "Pages\n", section
+      before, _, table = section.partition("\n|")
+      typed = TYPED in before or before == "Pages\n"
+      assert not table or typed or markers.figures(table), section
+
+
+def test_every_maker_is_named_by_a_document():
+  texts = [(ROOT / name).read_text("utf-8") for name in DOCUMENTS]
+  named = {name for text in texts for name in markers.names(text)} - tables.FROM_TESTS
+  for module in sorted({name.partition(".")[0] for name in named}):
+    found = vars(importlib.import_module(f"{tables.tablemakers.__name__}.{module}"))
+    makers = (x for x in found.values() if inspect.isfunction(x) and not x.__name__.startswith("_"))
+    alone = (x for x in makers if list(inspect.signature(x).parameters) == ["results"])
+    tabled = {
+      f"{module}.{x.__name__}" for x in alone if x.__annotations__["return"] is records.Part
+    }
+    assert tabled == {name for name in named if name.startswith(f"{module}.")}
 
 
 def test_every_page_of_results_is_made():
@@ -71,8 +87,9 @@ def test_every_page_of_results_is_made():
 
 def test_the_readme_has_no_typed_results():
   text = markers.outside((ROOT / "README.md").read_text("utf-8"))
-  _, _, results = text.partition("## Results")
-  assert "|" not in results.partition("## ")[0]
+  results = text.partition("## Results")[2].partition("## ")[0]
+  _, _, *rows = (line for line in results.splitlines() if "|" in line)
+  assert rows and all(markers.figures(row) for row in rows)
 
 
 # ---- the program
@@ -115,19 +132,21 @@ def test_markers_that_nothing_writes_between(tmp_path):
   for name in DOCUMENTS:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("<!-- nonesuch: begin -->\n<!-- nonesuch: end -->", "utf-8")
-  with pytest.raises(ValueError, match=r"README.md: found markers \['nonesuch'\]"):
+  with pytest.raises(ValueError, match=r"README.md: nonesuch: found no maker of this name"):
     tables.main(tables.Args(documents=tmp_path))
 
 
 def test_all_that_is_missing_is_named(tmp_path):
-  text = (ROOT / "scripts/results/README.md").read_text("utf-8").replace("<!-- steps: end -->", "")
+  text = (ROOT / "scripts/results/README.md").read_text("utf-8") + "<!--reads.nonesuch-->1<!--.-->"
   with pytest.raises(ValueError) as error:
-    tables.made(text, DOCUMENTS["scripts/results/README.md"], Results(tmp_path))
+    tables.made(text, Results(tmp_path))
   lines = str(error.value).splitlines()
-  there = DOCUMENTS["scripts/results/README.md"]
-  assert [line.partition(":")[0] for line in lines] == list(there)
-  assert "found no bench_*.json" in lines[0]
-  assert "bench_decode.json: found no such file" in lines[1]
+  modules = {name.partition(".")[0] for name in markers.figures(text)}
+  wanted = [*markers.names(text), *sorted(modules), "found no figures ['art.blind', 'art.cost', "]
+  assert len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
+  assert "bench_decode.json: found no such file" in lines[0]
+  with pytest.raises(ValueError, match=r"found no figures \['reads.nonesuch'\]"):
+    tables.made("<!--reads.nonesuch-->1<!--.-->", Results())
 
 
 # ---- markers
@@ -143,6 +162,12 @@ def test_a_part_is_written_and_the_rest_stays():
   assert markers.names(text) == ["a"] and "new" not in markers.outside(text)
 
 
+def test_figures_in_sentences_are_written_and_the_rest_stays():
+  text = "Of <!--a.b-->1\n2<!--.--> and <!--a.c--><!--.-->."
+  assert markers.figures(text) == ["a.b", "a.c"] and markers.outside(text).count("<!--a.b--><") == 1
+  assert markers.quoted(text, str.upper) == "Of <!--a.b-->A.B<!--.--> and <!--a.c-->A.C<!--.-->."
+
+
 @pytest.mark.parametrize(
   "text", ["", PART.replace("end", "END"), PART + PART, "<!-- a: end -->\n<!-- a: begin -->\n"]
 )
@@ -156,12 +181,11 @@ def test_markers_stand_once_and_in_order(text):
 
 def test_art_has_scores_only_where_it_can_stop():
   """25 rows of 3 KV heads fill an H200 with three splits: 2,048 tokens are too short."""
-  rows = {row[0]: row[1:] for row in map(_row, evaluations.ruler(Results())[2:])}
+  rows = {row[0]: row[1:] for row in map(_row, scores.ruler(Results())[2:])}
   assert rows["`art:splits=fill`"][:2] == ["–", "–"] and float(rows["`art:splits=fill`"][2]) > 50
   assert "–" not in rows["`full`"] + rows["`longflow`, 256"]
-  assert not any("`art:splits=fill`" in line for line in evaluations.needle(Results()))
-  said = " ".join(evaluations.walked(Results()))
-  assert "at T1K and T2K" in said
+  assert not any("`art:splits=fill`" in line for line in scores.needle(Results()))
+  assert scores.figures(Results())["short"] == "T1K and T2K"
 
 
 def _row(line):
@@ -176,7 +200,7 @@ def test_other_cases_contenders_and_orders_change_nothing(folder):
     found.append({**found[0], "case": "another"})
     found.reverse()
 
-  assert cpe.table(folder(more)) == cpe.table(Results())
+  assert reads.cpe(folder(more)) == reads.cpe(Results())
 
 
 def without(found, name):
@@ -200,7 +224,7 @@ def without(found, name):
 )
 def test_what_is_missing_is_named_with_its_file(folder, how, said):
   with pytest.raises(ValueError, match=rf"bench_cpe.json.*{said}"):
-    cpe.table(folder(how))
+    reads.cpe(folder(how))
 
 
 # ---- beside the papers
@@ -209,12 +233,14 @@ def test_what_is_missing_is_named_with_its_file(folder, how, said):
 @pytest.mark.parametrize("page", ["art", "prr", "prhs", "longflow", "ltri"])
 def test_a_paper_page_begins_with_figures_that_have_a_place(page):
   """The paper's column names the table, figure or section of all that it has."""
-  name = f"scripts/results/{page}.md"
-  text = (ROOT / name).read_text("utf-8")
-  assert markers.names(text)[0] == f"{page}-paper" == next(iter(DOCUMENTS[name]))
-  head, _, *rows = map(_row, DOCUMENTS[name][f"{page}-paper"](Results()))
+  text = (ROOT / f"scripts/results/{page}.md").read_text("utf-8")
+  table = text.partition("## Beside the paper\n\n")[2].partition("\n\n")[0]
+  head, _, *rows = map(_row, re.sub("<!--.*?-->", "", table).splitlines())
   assert head == ["", "where", "the paper", "here"]
   assert all(re.search(r"Tab\.|Fig\.|§|abstract", row[1]) and all(row) for row in rows)
+  held = [name for name in markers.figures(table) if name.startswith("papers.")]
+  wanted = whole(FOLDER / "papers.json")["pages"][page]
+  assert held == [f"papers.{page}-{i}" for i in range(len(wanted))] and len(rows) == len(wanted)
 
 
 # ---- the rule of what is divided by
@@ -224,7 +250,7 @@ HERE = Record("bench_x.json", ("cases", 0), "a card", 5, "B1", NOTHING)
 
 
 def timing(us, low, high, name="Full", record=HERE):
-  return Timing(name, us, low, high, (record,))
+  return Timing(name, Number(us, record), low, high)
 
 
 STEADY, WIDE = timing(20000, 19600, 20600), timing(20000, 19700, 30200)
@@ -245,7 +271,7 @@ def test_a_table_leaves_such_a_ratio_out(folder):
     dense = next(row for row in found[0]["results"] if row["name"] == "dense decode")
     dense["us_quartiles"] = [40.0, 50.0]
 
-  before, after = cpe.table(Results())[2], cpe.table(folder(shake))[2]
+  before, after = reads.cpe(Results())[2], reads.cpe(folder(shake))[2]
   assert "–" not in before
   assert "| – (dense decode: 40.0 to 50.0 µs) | – (dense decode: 40.0 to 50.0 µs) |" in after
 
@@ -323,9 +349,14 @@ def whole(path):
 
 @functools.cache
 def parts(name):
-  """The parts of a document, made once for all tests of them."""
-  results = Results()
-  return {part: maker(results) for part, maker in DOCUMENTS[name].items()}
+  """The figures of a document's parts and sentences, made once for all tests of them."""
+  text, results = (ROOT / name).read_text("utf-8"), Results()
+  made = {part: tables.tablemakers.maker(part)(results).figures for part in markers.names(text)}
+  for module in {figure.partition(".")[0] for figure in markers.figures(text)}:
+    found = tables.tablemakers.figures(module, results)
+    here = {key: x for key, x in found.items() if f"{module}.{key}" in markers.figures(text)}
+    made |= {f"{module}.{key}": [x] for key, x in here.items() if isinstance(x, Figure)}
+  return made
 
 
 @pytest.mark.core(3)
@@ -333,7 +364,7 @@ def parts(name):
 def test_every_number_between_markers_leads_to_its_file(name):
   """A figure's place is in its file, which has as many samples, of the same prompts and card."""
   for part, made in parts(name).items():
-    for figure in made.figures:
+    for figure in made:
       for record in figure.records:
         found = raw(record)
         assert found or found == 0, (part, figure, record)
@@ -351,7 +382,7 @@ def test_every_number_between_markers_leads_to_its_file(name):
 def test_times_and_scores_are_those_of_their_files(name):
   """Of figures with one record: the first number is the file's, or an even share of it."""
   for part, made in parts(name).items():
-    for figure in made.figures:
+    for figure in made:
       if len(figure.records) != 1 or "×" in figure:
         continue
       (record,), said = figure.records, re.match(r"\*{0,2}([\d.,]+) (µs|ms)", figure)
@@ -394,6 +425,20 @@ def test_a_figure_without_a_source_cannot_be_written():
     cells.join("{} and {}", cells.time(STEADY), "7")
   made = cells.sentence("Llama-3.1-8B, `B8`, Tab. 4: {}.", cells.time(STEADY))
   assert made == ["Llama-3.1-8B, `B8`, Tab. 4: 20.00 ms."] and made.figures[0].records == (HERE,)
+
+
+def test_numbers_keep_their_records():
+  other = dataclasses.replace(HERE, place=("cases", 1))
+  one, two = Number(3.0, HERE), Number(2.0, other)
+  for made, value in (
+    (one + two, 5),
+    (one - two, 1),
+    (1 - two / one, 1 / 3),
+    (100 * one * two, 600),
+  ):
+    assert made == pytest.approx(value) and set(made.records) <= {HERE, other}
+  assert (one / two).records == sum([one, two]).records == (HERE, other)
+  assert (2 * one).records == (one - one).records == (HERE,)
 
 
 def test_unlike_cards_are_not_compared():
@@ -471,7 +516,7 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
     text = json.dumps({**art_study._plain(found), "about": about})
     (folder / f"tile128_16384_{order}.json").write_text(text, "utf-8")
   held = Results(tmp_path)
-  makers = real_stops.stops, real_stops.groups, real_stops.theory
+  makers = art.real_stops, art.real_groups, art.real_theory
   stops, groups, theory = (make(held) for make in makers)
   assert len(stops) == 2 + 4 and all("16,384 tokens, " in line for line in stops[2:])
   assert [line.split("|")[1].strip() for line in groups] == ["layer", "---", "3"]
@@ -482,7 +527,7 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
 def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_path):
   """Two of three samples are shared; heads of an unknown origin are not shown."""
   path = tmp_path / GPU / "real" / "stream" / "needles.json"
-  assert needles.stream(Results(tmp_path)) == []
+  assert ltri.needles_stream(Results(tmp_path)) == []
   path.parent.mkdir(parents=True)
   methods = dict.fromkeys(("full", "infllm", "ltri", "ltri, all heads"), "its settings")
   about = {"methods": methods, "length": 1024, "init": 8, "window": 100, "block": 100}
@@ -494,10 +539,10 @@ def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_pa
   }
   held = {"about": {**about, "retrieved": 2}, "answers": answers}
   path.write_text(json.dumps(held), "utf-8")
-  full, infllm, ltri, every = map(_row, needles.stream(Results(tmp_path))[2:])
+  full, infllm, spans, every = map(_row, ltri.needles_stream(Results(tmp_path))[2:])
   assert full[:2] == ["`full`", "not run: longer than its context"]
   assert infllm == ["`infllm`", "2 of 3 (21–94 %)", "1 of 2 (9–91 %)", "0.750", "0.222", "1.00 (1)"]
-  assert ltri[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2 (34–100 %)"] * 2
+  assert spans[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2 (34–100 %)"] * 2
   held["about"]["fitted"] = ["other speeches"]
   path.write_text(json.dumps(held), "utf-8")
-  assert _row(needles.stream(Results(tmp_path))[4])[1] == "1 of 1 (21–100 %)"
+  assert _row(ltri.needles_stream(Results(tmp_path))[4])[1] == "1 of 1 (21–100 %)"

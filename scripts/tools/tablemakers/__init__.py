@@ -1,154 +1,43 @@
-"""What writes the figures of README and the results: for each part between markers, its maker.
+"""What writes the figures of README and the results, from the result files.
 
-A module per section; each maker takes the result files and gives lines of Markdown. Ratios are
-written by `cells`, which does not divide by what was not steady; figures are found by the names of
-their cases and contenders (`results`), and what is missing is named.
+A document says where: `<!-- MODULE.NAME: begin -->` and its `end` hold what `NAME` of a module here
+makes of the files; `<!--MODULE.NAME-->` and `<!--.-->` hold one of the module's `figures`, in a
+sentence. Ratios are written by `cells`, which does not divide by what was not steady; figures are
+found by the names of their cases and contenders (`results`), and what is missing is named.
 """
 
-from scripts.tools.tablemakers import (
-  about,
-  art,
-  beside,
-  cpe,
-  decode,
-  evaluations,
-  freed,
-  generate,
-  gpus,
-  house,
-  kvzip,
-  launches,
-  longflow,
-  needles,
-  papers,
-  per_byte,
-  prompts,
-  prr,
-  published,
-  quantised,
-  real,
-  real_stops,
-  selection,
-  steps,
-  streams,
-  studies,
-  summary,
-)
+import importlib
+from collections.abc import Mapping
+
 from scripts.tools.tablemakers.results import Maker, Results
 
-__all__ = ["DOCUMENTS", "Maker", "Results"]
+__all__ = ["DOCUMENTS", "Maker", "Results", "figures", "maker"]
 
-DOCUMENTS: dict[str, dict[str, Maker]] = {
-  "scripts/results/README.md": {
-    "runs": about.runs,
-    "short": summary.table,
-    "decode": decode.table,
-    "steps": steps.table,
-    "peers": steps.beside_peers,
-    "generate": generate.table,
-    "prompt-layers": prompts.layers,
-    "prompt-model": prompts.model,
-    "prompt-long": prompts.long,
-    "gpus": gpus.split,
-    "all-reduces": gpus.reduces,
-    "gpus-70b": gpus.large,
-  },
-  "scripts/results/art.md": {
-    "art-paper": papers.of_art,
-    "art-endless": art.endless,
-    "art-stopping": art.stopping,
-    "art-shared": art.shared,
-    "art-forced": art.forced,
-    "art-steps": art.steps,
-    "art-cost": art.costs,
-    "real-stops": real_stops.stops,
-    "real-stops-groups": real_stops.groups,
-    "real-stops-theory": real_stops.theory,
-    "art-stops": art.stops,
-    "art-lengths": art.lengths,
-    "art-probe": art.probe,
-    "art-theorems": art.theorems,
-  },
-  "scripts/results/prr.md": {
-    "prr-paper": papers.of_prr,
-    "prr": prr.table,
-    "prr-parts": prr.parts,
-    "prr-steps": prr.steps,
-    "prr-real": prr.real_steps,
-    "prr-calibration": prr.calibration,
-    "foresight": studies.foresight,
-  },
-  "scripts/results/prhs.md": {
-    "prhs-paper": papers.of_prhs,
-    "cpe": cpe.table,
-    "cpe-alone": cpe.alone,
-    "shared": studies.shared,
-    "sharing": studies.sharing,
-    "shared-long": studies.long_shared,
-    "sharing-long": studies.long_sharing,
-    "certified": studies.certified,
-    "certificates": studies.certificates,
-    "certified-larger": studies.larger_certified,
-    "certificates-larger": studies.larger_certificates,
-  },
-  "scripts/results/longflow.md": {
-    "longflow-paper": papers.of_longflow,
-    "longflow-steps": longflow.steps,
-    "longflow-answers": longflow.answers,
-  },
-  "scripts/results/ltri.md": {
-    "ltri-paper": papers.of_ltri,
-    "stream": streams.table,
-    "stream-parts": streams.parts,
-    "prefetch": streams.prefetch,
-    "needles-short": needles.short,
-    "needles-long": needles.long,
-    "real-needles": needles.real,
-    "real-stream": needles.stream,
-  },
-  "scripts/results/real_model.md": {
-    "real-about": real.about,
-    "real-when": real.when,
-    "real-picture": real.picture,
-    **{f"real-{length}": real.by_length(length) for length in real.LENGTHS},
-    "real-bytes": per_byte.table,
-    "real-modes": real.modes,
-    "real-answers": real.answers,
-    "real-expected": real.foreseen,
-    "real-tpot": real.end_to_end,
-    "real-published": published.table,
-    "real-pairs": published.pairs,
-  },
-  "scripts/results/smollm2.md": {
-    "needle": evaluations.needle,
-    "ruler": evaluations.ruler,
-    "art-walks": evaluations.walked,
-  },
-  "scripts/results/selection.md": {
-    "selection": selection.scores,
-    "sparse": selection.attention,
-    "flashinfer": selection.against_flashinfer,
-    "sparse-steps": selection.whole_steps,
-    "launches": launches.table,
-  },
-  "scripts/results/codes.md": {
-    "quantised": quantised.evaluation,
-    "quantised-larger": quantised.larger,
-    "quantised-kernels": quantised.kernels,
-    "quantised-steps": quantised.steps,
-    "per-head": freed.by_head,
-    "forked": freed.branches,
-  },
-  "scripts/results/beside.md": {
-    "beside-about": beside.about,
-    "beside-pairs": beside.pairs,
-    "beside-presses": beside.presses,
-    "beside-libraries": beside.libraries,
-    "kvzip-about": kvzip.about,
-    "kvzip-divided": kvzip.divided,
-    "kvzip-longer": kvzip.longer,
-  },
-  "README.md": {"advice": real.advice, "results": summary.first_page},
-  "kvjax/README.md": {"rooms": house.rooms},
-  "kvjax/methods/README.md": {"moves": house.moves, "compositions": house.compositions},
-}
+_PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
+_PAGES += ("selection", "codes", "beside")
+DOCUMENTS = (
+  *(f"scripts/results/{page}.md" for page in _PAGES),
+  *("README.md", "kvjax/README.md", "kvjax/methods/README.md"),
+)
+
+
+def maker(name: str) -> Maker:
+  """Of a part between markers.
+
+  Raises:
+    ValueError: there is none of this name.
+  """
+  module, _, function = name.partition(".")
+  try:
+    return getattr(_module(module), function)
+  except (AttributeError, ImportError):
+    raise ValueError("found no maker of this name") from None
+
+
+def figures(module: str, results: Results) -> Mapping[str, str]:
+  """A module's figures in sentences, by their names."""
+  return _module(module).figures(results)
+
+
+def _module(name: str):
+  return importlib.import_module(f"{__name__}.{name}")

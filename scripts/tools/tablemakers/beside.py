@@ -1,100 +1,106 @@
-"""kvpress and kvjax on the same prompts: what both keep and find, and what each library does."""
+"""kvpress and kvjax on the same prompts: what both keep and find, and KVzip by its division."""
 
 import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from kvjax.programs.evals import kept, store
+from kvjax.programs.evals.standing import Standing, Standings, standings
 from scripts.tools.tablemakers import cells, scored
 from scripts.tools.tablemakers.records import NOTHING, Figure, Part, Record
-from scripts.tools.tablemakers.results import Results
+from scripts.tools.tablemakers.results import GPU, Results
 
-FOLDER = "cpu/kvpress"
+FOLDER, KVZIP, LONGER = "cpu/kvpress", "cpu/kvzip", f"{GPU}/kvzip_8K"
 LIMITS = "limits.json"
-BY = ("model", "length", "mode", "method", "budget")
 MODES = {"aware": "before the cut", "agnostic": "after it"}
+OURS = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
+DIVIDED = {
+  **OURS,
+  "one": "alike, and one layer whole",
+  "without": "among all layers, but that one alike",
+}
 
-Found = list[dict[str, Any]]
+Mean = dict[str, Any]  # of a cell: its figures, its settings, and under "record" where it stands
 
 
 @functools.cache
-def found(results: Results) -> tuple[Found, list[dict[str, Any]]]:
-  """Each cell's means, of all models, and the models' settings.
+def found(results: Results, folder: str) -> list[tuple[dict[str, Any], list[dict], list[Mean]]]:
+  """Of each model its settings, its rows, and each cell's means.
 
   Raises:
     FileNotFoundError: there are no results.
   """
-  folders = sorted(path.parent for path in (results.folder / FOLDER).glob(f"*/{store.SETTINGS}"))
-  if not folders:
-    raise FileNotFoundError(f"{results.folder / FOLDER}: found no results of beside_kvpress")
-  settings = [store.settings_of(folder) for folder in folders]
-  means: Found = []
-  for folder, own in zip(folders, settings, strict=True):
-    rows = [{**row, "model": own["model"]} for row in store.read(folder)]
-    for each in kept.summary(rows, BY):
-      means.append({**each, "record": _record(own, each)})
-  return means, settings
+  inside = sorted(path.parent for path in (results.folder / folder).glob(f"*/{store.SETTINGS}"))
+  if not inside:
+    raise FileNotFoundError(f"{results.folder / folder}: found no results of models")
+  by = ("length", "mode", "method", "budget") if folder == FOLDER else ("method", "budget")
+  models = []
+  for path in inside:
+    own, means = store.settings_of(path), []
+    rows = [{**row, "model": own["model"], **_layers(row)} for row in store.read(path)]
+    file = (path.relative_to(results.folder) / store.ROWS).as_posix()
+    for each in kept.summary(rows, ("model", *by)):
+      means.append({**each, "record": _record(own, file, by, each)})
+    models.append((own, rows, means))
+  return models
 
 
-def _record(own: dict[str, Any], each: dict[str, Any]) -> Record:
-  place = tuple((name, each[name]) for name in BY[1:])
-  setting = own["methods"].get(f"{each['method']}, {each['budget']}", each["method"])
-  file = f"{FOLDER}/{own['model']}/{store.ROWS}"
+def _record(own: dict[str, Any], file: str, by: Sequence[str], each: Mean) -> Record:
+  if "methods" in own:
+    setting = own["methods"].get(f"{each['method']}, {each['budget']}", each["method"])
+  else:
+    setting = f"{own['length']} tokens, {DIVIDED[each['method']]}"
+  place = tuple((name, each[name]) for name in by)
   return Record(file, place, "CPU", each["n"], f"{own['model']}, {setting}", NOTHING)
 
 
-def said(each: dict[str, Any], text: str) -> Figure:
+def _layers(row: dict[str, Any]) -> dict[str, float]:
+  by_layer = row.get("kept_by_layer")
+  return {"least": min(by_layer), "most": max(by_layer)} if by_layer else {}
+
+
+def said(each: Mean, text: str) -> Figure:
   """A text with figures of a cell."""
   return Figure(text, (each["record"],))
 
 
 def about(results: Results) -> Part:
   """What the tables are of."""
-  means, settings = found(results)
   texts = []
-  for own in settings:
-    mine = [each for each in means if each["model"] == own["model"]]
-    apart = [each for each in mine if "logits_apart" in each]
+  for own, _, means in found(results, FOLDER):
+    apart = [each for each in means if "logits_apart" in each]
     who = "kvpress alone"
     if apart:
       far = max(apart, key=lambda each: each["logits_apart"])
-      far = said(far, f"{far['logits_apart']:.0e}")
-      who = cells.join("logits of the full caches at most {} apart", far)
-    n = Figure(_span({each["n"] for each in mine}), (each["record"] for each in mine))
-    texts.append(cells.join(f"{own['model']}, `{own['length']:,}` tokens, n = {{}}, {{}}", n, who))
-  versions = settings[0]["versions"]
-  names = ", ".join(f"{name} `{versions[name]}`" for name in ("kvpress", "transformers", "torch"))
-  return cells.sentence(f"{{}}. {names}; jax `{versions['jax']}`.", cells.listed(texts, "; "))
+      number = said(far, f"{far['logits_apart']:.0e}")
+      who = cells.join("logits of the full caches at most {} apart", number)
+    texts.append(_about(own, means, who))
+  return cells.sentence("{}.", cells.listed(texts, "; "))
+
+
+def _about(own: dict[str, Any], means: Sequence[Mean], who: str) -> Figure:
+  low, high = (end(each["n"] for each in means) for end in (min, max))
+  n = Figure(str(low) if low == high else f"{low} to {high}", (each["record"] for each in means))
+  return cells.join(f"{own['model']}, `{own['length']:,}` tokens, n = {{}}, {{}}", n, who)
 
 
 def pairs(results: Results) -> Part:
   """Methods that both libraries have, at equal budgets; the question is read before the cut."""
   rows = []
-  for each in found(results)[0]:
+  for each in (each for _, _, means in found(results, FOLDER) for each in means):
     if "equal" not in each:
       continue
-    rows.append(
-      [
-        *_named(each),
-        _both(each, "kept", "kept_by_kvpress", "{:.0f}"),
-        *(said(each, share(each[name])) for name in ("equal", "of_fewer", "identical")),
-        _both(each, "needle_kept", "needle_kept_by_kvpress", "{:.0f} %", 0.01),
-        *(said(each, scored.percent(each[name])) for name in ("score", "score_of_kvpress")),
-        said(each, f"{each['same_answers']} of {each['n']}"),
-        said(each, f"{each['answer_kept']:.0%}") if "answer_kept" in each else "–",
-        _both(each, "bytes", "bytes_of_kvpress", "{:.2f}", 1e6),
-      ]
-    )
+    row = [*_named(each), _both(each, "kept", "kept_by_kvpress", "{:.0f}")]
+    row += [said(each, share(each[name])) for name in ("equal", "of_fewer", "identical")]
+    row.append(_both(each, "needle_kept", "needle_kept_by_kvpress", "{:.0f} %", 0.01))
+    row += [said(each, scored.percent(each[name])) for name in ("score", "score_of_kvpress")]
+    row.append(said(each, f"{each['same_answers']} of {each['n']}"))
+    row.append(said(each, f"{each['answer_kept']:.0%}") if "answer_kept" in each else "–")
+    rows.append([*row, _both(each, "bytes", "bytes_of_kvpress", "{:.2f}", 1e6)])
   head = ("model", "method", "kept", "tokens a head", "equal", "of fewer", "heads alike")
-  ends = (
-    "needle's tokens kept",
-    "found by kvjax",
-    "by kvpress",
-    "same answer",
-    "of it cached",
-    "MB",
-  )
-  return cells.table((*head, *ends), rows, labels=3)
+  head += ("needle's tokens kept", "found by kvjax", "by kvpress", "same answer", "of it cached")
+  return cells.table((*head, "MB"), rows, labels=3)
 
 
 def presses(results: Results) -> Part:
@@ -102,150 +108,44 @@ def presses(results: Results) -> Part:
 
   A press that stands there for several methods of kvjax has one row.
   """
-  means, settings = found(results)
-  models = [own["model"] for own in settings]
-  asked: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-  for each in means:
-    own = settings[models.index(each["model"])]["presses"]
-    first = next(name for name in own if own[name] == own[each["method"]])
-    if first == each["method"] or each["method"] == "knorm":  # all at ratio 0 is "full"
-      cell = (*_named(each)[1:], MODES[each["mode"]])
-      asked.setdefault(cell, {})[each["model"]] = each
-  rows = []
-  for named, by_model in asked.items():
-    row = list(named)
-    for model in models:
-      each = by_model.get(model)
-      row += (
-        ["", ""]
-        if each is None
-        else [
-          said(each, f"{each['needle_kept_by_kvpress']:.0%}"),
-          said(each, scored.percent(each["score_of_kvpress"])),
-        ]
-      )
-    rows.append(row)
+  models = [own["model"] for own, _, _ in found(results, FOLDER)]
+  asked: dict[tuple[str, ...], dict[str, Mean]] = {}
+  for own, _, means in found(results, FOLDER):
+    presses = own["presses"]
+    for each in means:
+      first = next(name for name in presses if presses[name] == presses[each["method"]])
+      if first == each["method"] or each["method"] == "knorm":  # all at ratio 0 is "full"
+        cell = (*_named(each)[1:], MODES[each["mode"]])
+        asked.setdefault(cell, {})[own["model"]] = each
+  rows = [[*cell, *_by_model(models, by_model, _press, 2)] for cell, by_model in asked.items()]
   head = ["press", "kept", "question"]
   for model in models:
     head += [f"{model}: needle's tokens kept", "found"]
   return cells.table(head, rows, labels=3)
 
 
-def libraries(results: Results) -> Part:
-  """What each library does, from its sources; bytes and padded rows are measured.
-
-  Raises:
-    ValueError: a figure is missing, or kvpress does what `FACTS` says that it does not.
-  """
-  means, settings = found(results)
-  last = next((own for own in settings if not own["alone"]), settings[0])
-  limits = results.json(f"{FOLDER}/{last['model']}/{LIMITS}")
-  if not limits["uneven"]:
-    raise ValueError(f"{FOLDER}: found a question behind uneven layers answered, expected an error")
-  path = f"{FOLDER}/{last['model']}/{LIMITS}"
-  study = results.study(
-    path, card="CPU", n=1, setting="a random model, a row of 200 behind 56 pads"
-  )
-  shares = [cells.percent(study.number("padded", f"{name}Press")) for name in ("KeyDiff", "TOVA")]
-
-  def mb(name: str, side: str) -> Figure:
-    for each in means:
-      if (each["model"], each["method"]) == (last["model"], name) and side in each:
-        return said(each, f"{each[side] / 1e6:.1f} MB")
-    raise ValueError(f"{FOLDER}: found no {side} of {name!r} of {last['model']}")
-
-  def freed(template: str, side: str) -> Figure:
-    return cells.join(template, mb("full", side), mb("snapkv", side))
-
-  head = ("", "kvjax", f"kvpress {last['versions']['kvpress']}")
-  rows = [
-    (
-      "memory is freed",
-      freed("yes: {} become {} (SnapKV); allocated beforehand", "bytes"),
-      freed("yes, layer by layer: {} become {} (SnapKV)", "bytes_of_kvpress"),
-    ),
-    (
-      "budgets by head",
-      "AdaKV and DuoAttention: a layer has as many slots as its heads keep",
-      cells.join("keys are hidden: {} stay (AdaKVPress)", mb(BY_HEAD, "bytes_of_kvpress")),
-    ),
-    (
-      "batch",
-      "each row has its own true length; rows are isolated",
-      cells.join(
-        "presses do not look at a padding mask: of the tokens that a row keeps without, it keeps "
-        "{} (KeyDiff) to {} (TOVA) behind pads (a random model); the pipeline reads one context at "
-        "a time",
-        *shares,
-      ),
-    ),
-    *FACTS,
-    (
-      "methods",
-      "those of `kvjax.METHODS`",
-      cells.join("{} presses, wrappers included", cells.number(study.number("presses"), "{:.0f}")),
-    ),
-  ]
-  return cells.table(head, rows)
+def _by_model(
+  models: Iterable[str],
+  means: Mapping[str, Mean],
+  show: Callable[[Mean], list[str]],
+  width: int,
+) -> list[str]:
+  """Each model's columns, which are empty where it was not asked."""
+  return [x for name in models for x in (show(means[name]) if name in means else [""] * width)]
 
 
-BY_HEAD = "expected_attention, ε = 0.01, by head"
-FACTS = (
-  (
-    "when it cuts",
-    "a prompt as it is read, and the budget holds in every decode step",
-    "once, after a prompt; while decoding only under DecodingPress, every some hundred steps",
-  ),
-  (
-    "a question after the cut",
-    "is ranked with what is cached, within the budget",
-    "is appended",
-  ),
-  (
-    "methods that keep all and read a part",
-    "Quest, Double Sparsity, InfLLM-v2, CIS, HShare, PRR, ART and others",
-    "none: what is cut is gone, or hidden",
-  ),
-  (
-    "grouped queries",
-    "one selection a KV head, keys never repeated in memory",
-    "one selection a KV head; scoring repeats keys for the query heads",
-  ),
-  (
-    "layers of different sizes (PyramidKV)",
-    "any later turn is read",
-    "one token at a time; a longer question fails under `sdpa`, as one mask serves all layers",
-  ),
-  (
-    "kernels",
-    "Pallas, for decode, prompts, scoring and selection; a reference of each",
-    "none of its own: transformers' attention, torch",
-  ),
-  (
-    "speed",
-    "measured; static shapes, no second trace",
-    "no figures here; eager, and caches change their size",
-  ),
-  (
-    "models",
-    "its own decoder: Llama, Mistral, Qwen, Phi, GLM-4, Gemma, gpt-oss",
-    "those of transformers: Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma tested",
-  ),
-  (
-    "quantised caches",
-    "two to eight bits under most methods; KIVI",
-    "transformers' QuantizedCache",
-  ),
-)
+def _press(each: Mean) -> list[str]:
+  needle = said(each, f"{each['needle_kept_by_kvpress']:.0%}")
+  return [needle, said(each, scored.percent(each["score_of_kvpress"]))]
 
 
-def _named(each: dict[str, Any]) -> list[str]:
+def _named(each: Mean) -> list[str]:
   method, comma, rest = each["method"].partition(",")
   share = Fraction(each["budget"], each["length"]).limit_denominator(64)
   return [each["model"], f"`{method}`{comma}{rest}", "all" if share == 1 else str(share)]
 
 
-def _both(each: dict[str, Any], ours: str, theirs: str, form: str, unit: float = 1) -> Figure:
+def _both(each: Mean, ours: str, theirs: str, form: str, unit: float = 1) -> Figure:
   """Two figures, or one where they read alike."""
   left, right = (form.format(each[name] / unit) for name in (ours, theirs))
   return said(each, left if left == right else f"{left} / {right}")
@@ -258,6 +158,104 @@ def share(x: float) -> str:
   return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else f"{100 * x:.0f} %"
 
 
-def _span(numbers: set[int]) -> str:
-  low, high = min(numbers), max(numbers)
-  return str(low) if low == high else f"{low} to {high}"
+# ---- KVzip by how a budget is divided
+
+
+def kvzip_about(results: Results) -> Part:
+  """What the table is of, and in how far the libraries agree."""
+  texts = []
+  for own, rows, means in found(results, KVZIP):
+    both, who = [row for row in rows if "answer" in row], "kvpress alone"
+    if both:
+      apart = max(row["scores_apart"] for row in both)
+      same = sum(row["answer"] == row["answer_of_kvpress"] for row in both)
+      fewer = share(min(row["of_fewer"] for row in both))
+      who = Figure(
+        f"scores at most {apart:.0e} apart, {fewer} or more of a smaller selection in the larger "
+        f"one, {same} of {len(both)} answers the same text",
+        (each["record"] for each in means),
+      )
+    texts.append(_about(own, means, who))
+  return cells.sentence("{}.", cells.listed(texts, "; "))
+
+
+def kvzip(results: Results) -> Part:
+  """Needles found by kvpress, and by kvjax where both were asked."""
+  models = found(results, KVZIP)
+  by = {own["model"]: {(x["budget"], x["method"]): x for x in means} for own, _, means in models}
+  rows = []
+  for part in sorted({part for held in by.values() for part, _ in held}, reverse=True):
+    for how, text in DIVIDED.items():
+      there = {model: held[part, how] for model, held in by.items() if (part, how) in held}
+      rows.append([f"1/{part}", text, *_by_model(by, there, _division, 3)])
+  head = ["kept", "divided"]
+  for model in by:
+    head += [f"{model}: a layer keeps", "needle's tokens kept", "found"]
+  return cells.table(head, rows, labels=2)
+
+
+def _division(each: Mean) -> list[str]:
+  low, high = (100 * each[name] for name in ("least", "most"))
+  span = f"{low:.0f} %" if round(low) == round(high) else f"{low:.0f} to {high:.0f} %"
+  scores = [each[name] for name in ("score", "score_of_kvpress") if name in each]
+  right = " / ".join(dict.fromkeys(map(scored.percent, scores)))
+  kept = f"{each['needle_kept_by_kvpress']:.0%}"
+  return [said(each, text) for text in (span, kept, right)]
+
+
+DIVISIONS = {
+  "kvzip": OURS["head"],
+  "adakv:safeguard=0+kvzip": OURS["layer"],
+  "adakv:safeguard=0+kvzip:over_layers=True": OURS["all"],
+}
+
+
+def kvzip_longer(results: Results) -> Part:
+  """Needles found at the longer context, by how each budget is divided; the run was stopped."""
+  held = scored.Held.of(results, LONGER)
+  (whole,) = standings(results.rows(LONGER))
+  lines = [["all", "–", *_longer(held, whole, whole.full)]]
+  for ones in scored.by_budget(whole):
+    named = [[f"{one.budget:,}", DIVISIONS[one.method], *_longer(held, whole, one)] for one in ones]
+    lines += cells.ranked(zip((held.value(whole, one) for one in ones), named, strict=True))
+  return cells.table(("kept", "divided", "n", "found, %"), lines, labels=2)
+
+
+def _longer(held: scored.Held, whole: Standings, one: Standing) -> list[str]:
+  return [held.prompts(whole, one, "needle"), held.mean(whole, one)]
+
+
+# ---- figures in sentences
+
+BY_HEAD = "expected_attention, ε = 0.01, by head"
+
+
+def figures(results: Results) -> dict[str, str]:
+  """Of the last model that both ran: bytes, padded rows, versions.
+
+  Raises:
+    ValueError: kvpress does what the table of capabilities says that it does not.
+  """
+  models = found(results, FOLDER)
+  own, _, means = next((model for model in models if not model[0]["alone"]), models[0])
+  path, versions = f"{FOLDER}/{own['model']}/{LIMITS}", models[0][0]["versions"]
+  setting = "a random model, a row of 200 behind 56 pads"
+  study = results.study(path, card="CPU", n=1, setting=setting)
+  if not study.get("uneven"):
+    raise ValueError(f"{FOLDER}: found a question behind uneven layers answered, expected an error")
+
+  def mb(name: str, side: str) -> Figure:
+    each = next(each for each in means if each["method"] == name and side in each)
+    return said(each, f"{each[side] / 1e6:.1f} MB")
+
+  return {name: f"`{version}`" for name, version in versions.items()} | {
+    "full-bytes": mb("full", "bytes"),
+    "snapkv-bytes": mb("snapkv", "bytes"),
+    "full-bytes-of-kvpress": mb("full", "bytes_of_kvpress"),
+    "snapkv-bytes-of-kvpress": mb("snapkv", "bytes_of_kvpress"),
+    "by-head-bytes": mb(BY_HEAD, "bytes_of_kvpress"),
+    "padded-keydiff": cells.percent(study.number("padded", "KeyDiffPress")),
+    "padded-tova": cells.percent(study.number("padded", "TOVAPress")),
+    "presses": cells.number(study.number("presses"), "{:.0f}"),
+    "compared": said(means[0], versions["kvpress"]),
+  }

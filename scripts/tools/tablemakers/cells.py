@@ -7,12 +7,12 @@ after it where they are as wide. Everything that is written carries its records.
 
 import string
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvjax.programs import bench_files
 from scripts.tools.tablemakers import records
 from scripts.tools.tablemakers.records import Figure, Number, Part
-from scripts.tools.tablemakers.results import Timing
+from scripts.tools.tablemakers.results import Case, Timing
 
 Pair = tuple[float, Timing]  # a ratio, and the reference that was divided by
 
@@ -36,10 +36,9 @@ def gain(mine: Timing, reference: Timing) -> Pair:
   return _divided(reference, mine), reference
 
 
-def _divided(top: Timing, bottom: Timing) -> Number:
-  both = records.of(top, bottom)
-  records.alike((record,) for record in both)
-  return Number(top.us / bottom.us, *both)
+def _divided(top: Timing, bottom: Timing) -> float:
+  records.alike((record,) for record in records.of(top, bottom))
+  return top.us / bottom.us
 
 
 def ratio(value: float, reference: Timing, form: str = "{:.2f}") -> Figure:
@@ -156,7 +155,7 @@ def _sources(template: str, parts: Iterable[str]) -> records.Records:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 1) -> Part:
-  """A table in Markdown, whose first columns are names.
+  """A table in Markdown, whose first columns are names; nothing without rows.
 
   Raises:
     ValueError: a row has not as many cells as the head, or a number behind the names no source.
@@ -167,7 +166,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 1) -
       raise ValueError(f"row: found {len(row)} cells {row}, expected {len(head)}")
     figures += [cell for cell in map(records.without_source, row[labels:]) if _has_source(cell)]
     lines.append(f"| {' | '.join(row)} |")
-  return Part(lines, figures)
+  return Part(lines, figures) if len(lines) > 2 else Part()
 
 
 def ranked(rows: Iterable[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
@@ -198,3 +197,42 @@ def sentence(template: str, *parts: str) -> Part:
 
 def _has_source(cell: str) -> bool:
   return isinstance(cell, Figure)
+
+
+# ---- tables with a row a case
+
+Column = Callable[[Case], str]
+
+
+def cases(
+  first: str, held: Mapping[str, Case] | Iterable[Case], *columns: tuple[str, Column]
+) -> Part:
+  """A table of cases by their labels, or their names; each column has a head and what it shows."""
+  named = held if isinstance(held, Mapping) else {case.name: case for case in held}
+  rows = ([label, *(show(case) for _, show in columns)] for label, case in named.items())
+  return table((first, *(head for head, _ in columns)), rows)
+
+
+def median(name: str) -> Column:
+  """A contender's time; a dash where it has none."""
+  return lambda case: time(case.time(name)) if case.has(name) else "–"
+
+
+def own(name: str = "kvjax") -> Column:
+  """The time that the row is about."""
+  return lambda case: ours(case.time(name))
+
+
+def faster(mine: str, reference: str, form: str = "{:.2f}") -> Column:
+  """How often as fast as the reference."""
+  return lambda case: ratio(*gain(case.time(mine), case.time(reference)), form)
+
+
+def longer(mine: str, reference: str, form: str = "{:.2f}") -> Column:
+  """How often the reference's time."""
+  return lambda case: ratio(*over(case.time(mine), case.time(reference)), form)
+
+
+def said(pattern: str, form: str = "{:.2f}") -> Column:
+  """The number of a remark."""
+  return lambda case: number(case.number(pattern), form)

@@ -1,18 +1,16 @@
-"""A real model at long contexts: scores beside measured costs, and which method when.
-
-All give nothing while there are no results.
-"""
+"""A real model at long contexts: scores beside measured costs, and which method when."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Sequence
 
 from kvjax.programs.evals import choices, costs, families, store, walks
 from kvjax.programs.evals.costs import Board, Cost, Point
 from kvjax.programs.evals.standing import FULL, Standing, Standings, standings
 from scripts.tools.tablemakers import cells, scored
 from scripts.tools.tablemakers.records import Figure, Number, Part
-from scripts.tools.tablemakers.results import GPU, Maker, Results, Timing
+from scripts.tools.tablemakers.results import GPU, Results, Timing
 
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
@@ -53,11 +51,9 @@ class Held:
 
 
 @functools.cache
-def held(results: Results) -> Held | None:
-  """The folder's rows and costs; None where it is not there."""
+def held(results: Results) -> Held:
+  """The folder's rows and costs."""
   folder = results.folder / FOLDER
-  if not folder.is_dir():
-    return None
   settings, rows, short = store.settings_of(folder), [], []
   for row in results.rows(FOLDER):
     if walks.too_short(row["method"], row["budget"], row["length"], settings):
@@ -66,68 +62,30 @@ def held(results: Results) -> Held | None:
       rows.append(row)
   found = standings(rows, LEAST)
   made = costs.boards(found, costs.read(folder))
-  named = store.PACKED if (folder / store.PACKED).is_file() else store.ROWS
-  where = scored.Held(FOLDER, named, settings["device"])
+  where = scored.Held.of(results, FOLDER)
   return Held(settings["model"], settings["device"], list(dict.fromkeys(short)), found, made, where)
 
 
-def _given(maker: Callable[[Held], Part]) -> Maker:
-  """A maker that gives nothing without results."""
-
-  @functools.wraps(maker)
-  def made(results: Results) -> Part:
-    found = held(results)
-    return maker(found) if found else Part()
-
-  return made
-
-
-# ---- what was compared
-
-
-@_given
-def about(found: Held) -> Part:
-  template, figures = f"{found.model} on an {found.device}.", []
-  for one in found.standings:
-    if one.mode == "aware":
-      template += (
-        f" At T{one.length >> 10}K the score is the mean of {_listed(one.tasks)} over the prompts "
-        "that all methods with a mean have answered, {} a task"
-      )
-      figures.append(found.rows.prompts(one, one.full, *one.tasks))
-      if one.weak:
-        template += f"; {_listed(one.weak)}, of which the full cache solves less than half, are not"
-        template += " in it"
-      template += "."
-  if found.short:
-    template += f" Left out, since no walk can end early there: {', '.join(found.short)}."
-  return cells.sentence(template, *figures)
-
-
-def _listed(tasks: Sequence[str]) -> str:
-  return ", ".join(f"`{task}`" for task in tasks)
-
-
-def called(method: str, budget: int | None) -> str:
-  return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
-
-
 def _quoted(method: str, budget: int | None) -> str:
-  """The same in a sentence."""
+  """A method in a sentence."""
   return f"`{method}`" if budget is None else f"`{method}, {budget:,}`"
 
 
 # ---- scores and costs
 
 
-def by_length(length: int) -> Maker:
+def at_8K(results: Results) -> Part:
+  return scores(results, 8192)
+
+
+def at_32K(results: Results) -> Part:
+  return scores(results, 32768)
+
+
+def scores(results: Results, length: int) -> Part:
   """The table of one length: full first, then methods that attend to as many tokens, by score."""
-  return _given(lambda found: _scores(found, length))
-
-
-def _scores(found: Held, length: int) -> Part:
-  whole = found.standing(length)
-  if whole is None:
+  found = held(results)
+  if (whole := found.standing(length)) is None:
     return Part()
   boards, tasks = found.at(length), [*whole.tasks, *whole.weak]
   row = functools.partial(_row, found, whole, tasks, boards)
@@ -171,10 +129,8 @@ def _row(
   found: Held, whole: Standings, tasks: Sequence[str], boards: list[Board], one: Standing
 ) -> list[str]:
   rows, compared = found.rows, tasks if one.score else list(one.tasks)
-  row = [called(one.method, one.budget), rows.prompts(whole, one, *compared)]
-  row += [rows.score(whole, one, task) for task in tasks]
-  less = "–" if one is whole.full else rows.gap(whole, one)
-  row += [rows.mean(whole, one), less, rows.divergence(whole, one)]
+  row = [scored.called(one.method, one.budget), rows.prompts(whole, one, *compared)]
+  row += [rows.score(whole, one, task) for task in tasks] + rows.results(whole, one)
   return row + _costs(found, one, boards) if boards else row
 
 
@@ -186,12 +142,8 @@ def _costs(found: Held, one: Standing, boards: list[Board]) -> list[str]:
     row.append(_milliseconds(found, point.cost, board.full.cost) if point else "–")
   if (last := points[-1]) is None:
     return [*row, "–", "–", "–"]
-  return [
-    *row,
-    _kept(found, last.cost),
-    _gigabytes(found, last.cost, last.cost.read),
-    _hoped(found, last.cost),
-  ]
+  cost = last.cost
+  return [*row, _kept(found, cost), _gigabytes(found, cost, cost.read), _hoped(found, cost)]
 
 
 def _hoped(found: Held, cost: Cost) -> str:
@@ -222,12 +174,10 @@ def _gigabytes(found: Held, cost: Cost, value: float) -> Figure:
   return cells.worked_out(value, "{:.2f}" if value >= 0.1 else "{:.3f}", found.time(cost))
 
 
-@_given
-def modes(found: Held) -> Part:
+def modes(results: Results) -> Part:
   """Mean scores by mode, side by side, at each length."""
-  rows, names = [], list(dict.fromkeys(one.mode for one in found.standings))
-  if len(names) < 2:
-    return Part()
+  found, rows = held(results), []
+  names = list(dict.fromkeys(one.mode for one in found.standings))
   for length in LENGTHS:
     sides = [found.standing(length, mode) for mode in names]
     if sides[0] is None:
@@ -236,7 +186,8 @@ def modes(found: Held) -> Part:
       ours = [side.by.get(who) if side else None for side in sides]
       if first.score and any(one and one.score for one in ours[1:]):
         pairs = [_with_gap(found, *pair) for pair in zip(sides, ours, strict=True)]
-        rows.append((found.rows.value(sides[0], first), [f"{length:,}", called(*who), *pairs]))
+        row = [f"{length:,}", scored.called(*who), *pairs]
+        rows.append((found.rows.value(sides[0], first), row))
   head = ("tokens", "method, budget", *(f"{name}; less full" for name in names))
   return cells.table(head, cells.ranked(rows), labels=2)
 
@@ -249,97 +200,81 @@ def _with_gap(found: Held, whole: Standings | None, one: Standing | None) -> str
   return cells.join("{}; {}", found.rows.mean(whole, one), found.rows.gap(whole, one))
 
 
-# ---- long answers, and what was expected
+# ---- long answers, longer contexts, and what was expected
 
 
 ANSWERS = "gsm8k"
 
 
+def answered(results: Results) -> Standings:
+  """GSM8K's, of methods that evict while they answer."""
+  (whole,) = standings(row for row in results.rows(FOLDER) if row["task"] == ANSWERS)
+  return whole
+
+
 def answers(results: Results) -> Part:
   """GSM8K: methods that evict while they answer, by budget."""
-  there = held(results)
-  if there is None:
-    return Part()
-  rows = [row for row in results.rows(FOLDER) if row["task"] == ANSWERS]
-  made: list[Sequence[str]] = []
-  for whole in standings(rows):
-    line = functools.partial(_answered, there, whole, rows)
-    made.append(line(whole.full))
-    for budget in sorted({one.budget for one in whole.by.values() if one.budget}):
-      ones = [one for one in whole.by.values() if one.budget == budget and one.score]
-      made += cells.ranked((there.rows.value(whole, one), line(one)) for one in ones)
+  found, whole = held(results), answered(results)
+  sizes: dict[tuple[str, int | None], list[int]] = {}
+  for row in results.rows(FOLDER):
+    if row["task"] == ANSWERS:
+      sizes.setdefault((row["method"], row["budget"]), []).append(row["cache_bytes"])
+  line = functools.partial(_answered, found.rows, whole, sizes)
+  made: list[Sequence[str]] = [line(whole.full)]
+  for ones in scored.by_budget(whole):
+    made += cells.ranked((found.rows.value(whole, one), line(one)) for one in ones)
   return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
 
 
-def _answered(found: Held, whole: Standings, rows: Iterable[dict], one: Standing) -> list[str]:
-  mine = [r["cache_bytes"] for r in rows if (r["method"], r["budget"]) == (one.method, one.budget)]
-  size = cells.worked_out(
-    sum(mine) / len(mine) / 1e6, "{:.1f}", Number(0, *found.rows.records(whole, one, ANSWERS))
-  )
-  figures = found.rows
-  less = "–" if one is whole.full else figures.gap(whole, one)
-  n, right = figures.prompts(whole, one, ANSWERS), figures.score(whole, one, ANSWERS)
-  return [called(one.method, one.budget), n, right, less, size]
+def _answered(rows: scored.Held, whole: Standings, sizes: dict, one: Standing) -> list[str]:
+  mine = sizes[one.method, one.budget]
+  size = Number(sum(mine) / len(mine) / 1e6, *rows.records(whole, one, ANSWERS))
+  n, right = rows.prompts(whole, one, ANSWERS), rows.score(whole, one, ANSWERS)
+  name = scored.called(one.method, one.budget)
+  return [name, n, right, rows.gap(whole, one), cells.number(size, "{:.1f}")]
 
 
-@_given
-def foreseen(found: Held) -> Part:
+def _foreseen(found: Held) -> dict[str, str]:
   """How near `advise` came to what was measured."""
-  timed = [
-    point.cost
-    for length in LENGTHS
-    for board in found.at(length)
-    for point in board.points
-    if point.cost.expected_us
-  ]
-  if not timed:
-    return Part()
-  pairs = [(cost, (cost.expected_us or 0) / cost.us) for cost in timed]
+  timed = [p.cost for n in LENGTHS for b in found.at(n) for p in b.points if p.cost.expected_us]
+  ratios = [(cost, (cost.expected_us or 0) / found.time(cost).us) for cost in timed]
   far = [
-    cells.worked_out(
-      ratio,
-      f"{_quoted(cost.method, cost.budget)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}",
-      found.time(cost),
+    cells.number(
+      ratio, f"{_quoted(cost.method, cost.budget)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}"
     )
-    for cost, ratio in pairs
+    for cost, ratio in ratios
     if abs(ratio - 1) > 0.15
   ]
   every = [found.time(cost) for cost in timed]
-  near = cells.worked_out(len(timed) - len(far), "{:.0f}", *every)
-  return cells.sentence(
-    "What `advise` expects is within `15 %` of the measured step for {} of {}; expected over "
-    "measured of the others: {}.",
-    near,
-    cells.worked_out(len(timed), "{:.0f}", *every),
-    cells.listed(far) if far else "none",
-  )
+  return {
+    "near": cells.worked_out(len(timed) - len(far), "{:.0f}", *every),
+    "timed": cells.worked_out(len(timed), "{:.0f}", *every),
+    "far": cells.listed(far) if far else "none",
+  }
 
 
 def end_to_end(results: Results) -> Part:
   """Steps at longer contexts than the first, each beside the full cache's."""
   found = held(results)
-  if found is None:
-    return Part()
   timed = [cost for cost in costs.read(results.folder / FOLDER) if cost.length > LENGTHS[0]]
   full = {(cost.length, cost.batch): cost for cost in timed if cost.method == FULL}
   rows = []
   for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
     whole, mine = full[cost.length, cost.batch], found.time(cost)
     seen = "–" if cost.attended is None else cells.worked_out(cost.attended, "{:,.0f}", mine)
-    row = [f"{cost.length:,}", str(cost.batch), called(cost.method, cost.budget), seen]
+    row = [f"{cost.length:,}", str(cost.batch), scored.called(cost.method, cost.budget), seen]
     row += [_milliseconds(found, cost, whole), _gigabytes(found, cost, cost.read)]
     rows.append([*row, _hoped(found, cost)])
   head = ("tokens", "batch", "method, budget", "attended to", "ms a step (× full)", "GB read")
-  return cells.table((*head, "expected ms"), rows, labels=3) if rows else Part()
+  return cells.table((*head, "expected ms"), rows, labels=3)
 
 
 # ---- which method when
 
 
-@_given
-def when(found: Held) -> Part:
+def when(results: Results) -> Part:
   """Choices by length, batch, tokens attended to and memory."""
-  rows = []
+  found, rows = held(results), []
   for length in LENGTHS:
     for board in found.at(length):
       for same in choices.classes(board):
@@ -347,17 +282,14 @@ def when(found: Held) -> Part:
           for choice in chosen:
             place = [f"{length:,}", str(board.batch), _attended(same), memory]
             rows.append([*place, ", ".join(choice.aims), *_taken(choice, same, found)])
-  if not rows:
-    return Part()
   head = ("tokens", "batch", "attended to", "memory", "for", "take", "ms a token (× full)")
   head += ("GB kept a row", "GB a step holds", "score", "less full", "risk")
   return cells.table(head, rows, labels=6)
 
 
-@_given
-def advice(found: Held) -> Part:
+def advice(results: Results) -> Part:
   """The first page's: of methods that attend to as many tokens, which keep the score, and cost."""
-  rows = []
+  found, rows = held(results), []
   for length in LENGTHS:
     for board in found.at(length)[-1:]:
       for same in choices.classes(board):
@@ -368,7 +300,7 @@ def advice(found: Held) -> Part:
           fastest, least = (_advised(found, same, point) for point in points.values())
           rows.append([*place, fastest, "the same" if least == fastest else least])
   head = ("context", "tokens attended to", "fastest", "least kept")
-  return cells.table(head, rows, labels=2) if rows else Part()
+  return cells.table(head, rows, labels=2)
 
 
 def _advised(found: Held, board: Board, point: Point | None) -> str:
@@ -396,12 +328,12 @@ def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
     return ["nothing that was measured fits", *[""] * 6]
   cost, whole = point.cost, board.standings
   one = whole.by[point.method, point.budget]
-  less = "–" if point is board.full else found.rows.gap(whole, one)
+  less = found.rows.gap(whole, one)
   holds = "–"
   if cost.peak_bytes is not None:
     holds = cells.worked_out(cost.peak_bytes / 1e9, "{:.1f}", found.time(cost))
   return [
-    called(point.method, point.budget),
+    scored.called(point.method, point.budget),
     _milliseconds(found, cost, board.full.cost),
     _kept(found, cost),
     holds,
@@ -422,9 +354,9 @@ def _risk(point: Point, board: Board, found: Held) -> str:
   return cells.listed(parts, "; ") if len(parts) > 1 else parts[0]
 
 
-@_given
-def picture(found: Held) -> Part:
+def picture(results: Results) -> Part:
   """The pictures of each length's largest batch; one shows all lengths that have its batch."""
+  found = held(results)
   batches = dict.fromkeys(made[-1].batch for length in LENGTHS if (made := found.at(length)))
   return Part(
     f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
@@ -433,28 +365,58 @@ def picture(found: Held) -> Part:
   )
 
 
-def in_short(results: Results) -> str:
-  """Methods that keep the score at the longest length and its largest batch, by tokens read."""
+# ---- figures in sentences
+
+
+def figures(results: Results) -> dict[str, str]:
   found = held(results)
-  boards = [board for length in LENGTHS for board in found.at(length)] if found else []
-  if not boards:
-    return ""
-  assert found
-  last, parts = boards[-1], []
-  for same in choices.classes(last):
+  short = ", ".join(found.short) or "none"
+  made: dict[str, str] = {"model": found.model, "device": found.device, "short": short}
+  if boards := [board for length in LENGTHS for board in found.at(length)]:
+    shape = f"T{boards[-1].standings.length >> 10}K, B{boards[-1].batch}"
+    made |= {"shape": shape, "fastest": _fastest(found, boards[-1]), **_foreseen(found)}
+  for one in found.standings:
+    if one.mode == "aware":
+      made |= {
+        f"tasks-{one.length}": ", ".join(f"`{task}`" for task in one.tasks),
+        f"weak-{one.length}": ", ".join(f"`{task}`" for task in one.weak),
+        f"prompts-{one.length}": found.rows.prompts(one, one.full, *one.tasks),
+      }
+      for who in one.by.values():
+        label = re.sub(r"[^\w.]+", "-", f"{who.method}-{who.budget or ''}").strip("-")
+        made[f"{label}-mean-{one.length}"] = found.rows.mean(one, who)
+        made[f"{label}-keys-{one.length}"] = found.rows.score(one, who, "niah_multikey_1")
+  return made | _for_papers(results, found)
+
+
+def _fastest(found: Held, board: Board) -> str:
+  """Methods that keep the score, by the tokens that they attend to."""
+  parts = []
+  for same in choices.classes(board):
     point = next(c.point for c in choices.choices(same) if "fastest" in c.aims)
     if point and point.method != FULL:
-      one = last.standings.by[point.method, point.budget]
-      took = _milliseconds(found, point.cost, last.full.cost)
+      whole = board.standings
+      less = found.rows.gap(whole, whole.by[point.method, point.budget])
+      took = _milliseconds(found, point.cost, board.full.cost)
       attended = cells.worked_out(point.cost.attended or 0, "{:,.0f}", found.time(point.cost))
-      name, less = _quoted(point.method, point.budget), found.rows.gap(last.standings, one)
-      parts.append(
-        cells.join(
-          f"{name}, which attends to {{}}: {{}} ms, score less full {{}}", attended, took, less
-        )
-      )
-  return cells.join(
-    f"{found.model}, T{last.standings.length >> 10}K, B{last.batch}, ms a token (× the full "
-    "cache's) at like tokens attended to: {}",
-    cells.listed(parts, "; "),
-  )
+      name = _quoted(point.method, point.budget)
+      text = f"{name}, which attends to {{}}: {{}} ms, score less full {{}}"
+      parts.append(cells.join(text, attended, took, less))
+  return cells.listed(parts, "; ")
+
+
+def _for_papers(results: Results, found: Held) -> dict[str, str]:
+  """CPE's step over the full cache's, and LongFlow's answers."""
+  made: dict[str, str] = {}
+  for board in found.at(LENGTHS[0])[-1:]:
+    for point in board.points:
+      if point.method == "cpe":
+        pair = cells.over(found.time(point.cost), found.time(board.full.cost))
+        made["cpe-step"] = cells.ratio(*pair)
+  if any(row["task"] == ANSWERS for row in results.rows(FOLDER)):
+    whole = answered(results)
+    for one in (whole.full, *(one for who, one in whole.by.items() if who[0] == "longflow")):
+      label = f"answers-{one.budget or one.method}"
+      made[label] = found.rows.mean(whole, one)
+      made[f"{label}-less"] = found.rows.gap(whole, one)
+  return made

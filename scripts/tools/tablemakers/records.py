@@ -1,8 +1,8 @@
 """Figures that know where they come from: no table or sentence takes one that does not.
 
 A `Record` is a value in a kept file, with all that a reader needs to judge it. Numbers read from a
-file carry theirs; text made from numbers carries those of all of them. What is worked out by hand,
-from floats, has none, and is refused.
+file carry theirs; sums and products of numbers, and text made from them, carry those of them all. A
+plain float has none, and is refused.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ Records = tuple[Record, ...]
 
 
 class Number(float):
-  """A value with its records; sums and products of it are plain floats."""
+  """A value with its records, which sums, differences, products and quotients of it keep."""
 
   records: Records
 
@@ -64,6 +64,20 @@ class Number(float):
     made = super().__new__(cls, value)
     made.records = records
     return made
+
+
+def _keeping(name: str) -> None:
+  plain = getattr(float, name)
+
+  def made(self: Number, other: float) -> Number:
+    both = (*self.records, *getattr(other, "records", ()))
+    return Number(plain(self, other), *dict.fromkeys(both))
+
+  setattr(Number, name, made)
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+  _keeping(f"__{_name}__")
 
 
 class Figure(str):

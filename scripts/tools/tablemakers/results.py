@@ -11,7 +11,15 @@ from typing import Any
 from kvjax.programs import bench_files
 from kvjax.programs.evals import store
 from scripts.tools.tablemakers import records
-from scripts.tools.tablemakers.records import NOTHING, Number, Part, Place, Record, Records
+from scripts.tools.tablemakers.records import (
+  NOTHING,
+  Figure,
+  Number,
+  Part,
+  Place,
+  Record,
+  Records,
+)
 
 FOLDER = pathlib.Path(__file__).parents[2] / "results"
 GPU = "nvidia-h200"
@@ -19,32 +27,30 @@ GPU = "nvidia-h200"
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Microseconds of a contender: the median, the quartiles around it, and where they stand."""
+  """Microseconds of a contender: the median, which has its source, and the quartiles around it."""
 
   name: str
   us: float
   low: float
   high: float
-  records: Records = dataclasses.field(default=(), repr=False)
+
+  @property
+  def records(self) -> Records:
+    return records.of(self.us)
 
   def then(self, *others: "Timing") -> "Timing":
     """This one and others, one after the other."""
     parts = (self, *others)
-    name = " + ".join(part.name for part in parts)
-    ends = (sum(getattr(p, x) for p in parts) for x in ("us", "low", "high"))
-    return Timing(name, *ends, records.of(*parts))
+    ends = (sum(getattr(part, x) for part in parts) for x in ("us", "low", "high"))
+    return Timing(" + ".join(part.name for part in parts), *ends)
 
   def scaled(self, factor: float) -> "Timing":
     """So many of it."""
-    return Timing(self.name, *(x * factor for x in self._ends), self.records)
+    return Timing(self.name, self.us * factor, self.low * factor, self.high * factor)
 
   def later(self, us: float) -> "Timing":
     """It, and a time that is known exactly."""
-    return Timing(self.name, *(x + us for x in self._ends), self.records)
-
-  @property
-  def _ends(self) -> tuple[float, float, float]:
-    return self.us, self.low, self.high
+    return Timing(self.name, self.us + us, self.low + us, self.high + us)
 
 
 class Case:
@@ -76,31 +82,29 @@ class Case:
     number, row = self._row(name)
     if "us" not in row:
       raise ValueError(f"{self.path}, {self.name}: found no time of {name!r}: its output was wrong")
-    return Timing(name, row["us"], *row["us_quartiles"], (self._record("results", number, "us"),))
+    us = Number(row["us"], self._record("results", number, "us"))
+    return Timing(name, us, *row["us_quartiles"])
 
   def error(self, name: str) -> Number:
     """A contender's relative error."""
     number, row = self._row(name)
     return Number(row["error"], self._record("results", number, "error"))
 
-  def remark(self, pattern: str) -> tuple[str, ...]:
-    """The groups of the first remark that has the pattern; numbers among them have their source."""
-    for number, line in enumerate(self._data["remarks"]):
-      if match := re.search(pattern, line):
-        where = (self._record("remarks", number),)
-        return tuple(records.Figure(group, where) for group in match.groups())
+  def remark(self, pattern: str) -> tuple[Figure, ...]:
+    """The groups of the first remark that has the pattern, with their source; shapes come last."""
+    texts = {("remarks", number): line for number, line in enumerate(self._data["remarks"])}
+    for place, text in {**texts, ("shapes",): self.shapes}.items():
+      if match := re.search(pattern, text):
+        return tuple(Figure(group, (self._record(*place),)) for group in match.groups())
     raise ValueError(f"{self.path}, {self.name}: found no remark like {pattern!r}")
-
-  def shaped(self, pattern: str) -> tuple[str, ...]:
-    """The same of the shapes."""
-    if not (match := re.search(pattern, self.shapes)):
-      raise ValueError(f"{self.path}, {self.name}: found no {pattern!r} in {self.shapes!r}")
-    where = (self._record("shapes"),)
-    return tuple(records.Figure(group, where) for group in match.groups())
 
   def numbers(self, pattern: str) -> list[Number]:
     """The same, as numbers."""
-    return [Number(float(x.replace(",", "")), *records.of(x)) for x in self.remark(pattern)]
+    return [Number(float(x.replace(",", "")), *x.records) for x in self.remark(pattern)]
+
+  def number(self, pattern: str) -> Number:
+    """The first of them."""
+    return self.numbers(pattern)[0]
 
   def repeated(self) -> Number:
     """The number of times that it was timed."""
@@ -185,6 +189,10 @@ class Study:
         raise ValueError(f"{where}: found no {key!r} among {there}") from None
     return value
 
+  def has(self, *keys: str) -> bool:
+    """Whether there is a value under the last of the keys."""
+    return self.get(*keys[:-1]).get(keys[-1]) is not None
+
   def number(self, *keys: str | int, n: int | None = None, setting: str | None = None) -> Number:
     """The number under keys; `n` and `setting` where it has its own."""
     setting = f"{self.setting}; {setting}" if setting else self.setting
@@ -229,7 +237,7 @@ class Results:
 
   def lines(
     self, path: str, pattern: str, *, card: str, n: int, setting: str, fitted: str = NOTHING
-  ) -> list[tuple[str, ...]]:
+  ) -> list[tuple[Figure, ...]]:
     """The groups of every line of a text that has the pattern, each with its source.
 
     Raises:
@@ -239,7 +247,7 @@ class Results:
     for number, line in enumerate((self.folder / path).read_text("utf-8").splitlines()):
       if match := re.search(pattern, line):
         where = (Record(path, ("line", number), card, n, setting, fitted),)
-        found.append(tuple(records.Figure(group or "", where) for group in match.groups()))
+        found.append(tuple(Figure(group or "", where) for group in match.groups()))
     if not found:
       raise ValueError(f"{path}: found no line like {pattern!r}")
     return found

@@ -2,12 +2,13 @@
 
 import dataclasses
 
+from kvjax.programs.evals import store
 from kvjax.programs.evals.costs import Cost
 from kvjax.programs.evals.standing import Standing, Standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records
 from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
-from scripts.tools.tablemakers.results import Timing
+from scripts.tools.tablemakers.results import Results, Timing
 
 # What is fitted to data, where rows do not say it themselves.
 FITTED = {
@@ -30,6 +31,13 @@ class Held:
   rows: str
   device: str
 
+  @classmethod
+  def of(cls, results: Results, folder: str) -> "Held":
+    """Those of a folder that has its settings; packed ones where it has them."""
+    path = results.folder / folder
+    packed = store.PACKED if (path / store.PACKED).is_file() else store.ROWS
+    return cls(folder, packed, store.settings_of(path)["device"])
+
   def records(self, whole: Standings, one: Standing, *tasks: str) -> records.Records:
     """Of a method's figures in some tasks."""
     return tuple(self._record(whole, one, task) for task in tasks)
@@ -43,16 +51,16 @@ class Held:
     file = f"{self.folder}/{self.rows}"
     return Record(file, place, self.device, len(prompts), setting, fitted, prompts)
 
-  def score(self, whole: Standings, one: Standing, task: str) -> Figure:
+  def score(self, whole: Standings, one: Standing, task: str) -> str:
     """Percent in a task, with its interval; a dash where it was not asked."""
     if task not in one.tasks:
-      return Figure("–", ())
+      return "–"
     return Figure(percent(one.tasks[task]), self.records(whole, one, task))
 
-  def mean(self, whole: Standings, one: Standing) -> Figure:
+  def mean(self, whole: Standings, one: Standing) -> str:
     """Percent, the mean of the tasks that are compared."""
     if one.score is None:
-      return Figure("–", ())
+      return "–"
     return Figure(percent(one.score), self.records(whole, one, *whole.tasks))
 
   def value(self, whole: Standings, one: Standing) -> Number:
@@ -60,12 +68,16 @@ class Held:
     assert one.score
     return Number(one.score.mean, *self.records(whole, one, *whole.tasks))
 
-  def gap(self, whole: Standings, one: Standing) -> Figure:
-    """Points less than the full cache's on the same prompts."""
-    if one.gap is None:
-      return Figure("–", ())
+  def gap(self, whole: Standings, one: Standing) -> str:
+    """Points less than the full cache's on the same prompts; a dash for itself."""
+    if one.gap is None or one is whole.full:
+      return "–"
     full = self.records(whole, whole.full, *whole.tasks)
     return Figure(points(one.gap), (*self.records(whole, one, *whole.tasks), *full))
+
+  def results(self, whole: Standings, one: Standing) -> list[str]:
+    """Its mean, what that is less than the full cache's, and the divergence."""
+    return [self.mean(whole, one), self.gap(whole, one), self.divergence(whole, one)]
 
   def prompts(self, whole: Standings, one: Standing, *tasks: str) -> Figure:
     """Of each task, the least to the most."""
@@ -74,11 +86,22 @@ class Held:
     there = [task for task in tasks if task in one.prompts]
     return Figure(text, self.records(whole, one, *there))
 
-  def divergence(self, whole: Standings, one: Standing) -> Figure:
+  def divergence(self, whole: Standings, one: Standing) -> str:
     """KL from the full cache in nats."""
     if one.kl is None:
-      return Figure("–", ())
+      return "–"
     return Figure(nats(one.kl), self.records(whole, one, "kl"))
+
+
+def by_budget(whole: Standings) -> list[list[Standing]]:
+  """Methods that have a score, by their budgets from the least on."""
+  ones = [one for one in whole.by.values() if one.budget and one.score]
+  budgets = sorted({one.budget for one in ones if one.budget})
+  return [[one for one in ones if one.budget == budget] for budget in budgets]
+
+
+def called(method: str, budget: int | None) -> str:
+  return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
 
 
 def percent(found: Estimate) -> str:
@@ -122,4 +145,4 @@ def timed(cost: Cost, folder: str, device: str) -> Timing:
   setting = f"{cost.settings}, {cost.length} tokens, batch {cost.batch}"
   fitted = FITTED.get(cost.method.split(":")[0], NOTHING)
   record = Record(f"{folder}/speed.jsonl", place, device, cost.times, setting, fitted)
-  return Timing(f"`{cost.method}`", cost.us, cost.low, cost.high, (record,))
+  return Timing(f"`{cost.method}`", Number(cost.us, record), cost.low, cost.high)

@@ -1,60 +1,20 @@
-"""Studies on the models' own activations: foresight, shared selections, certificates."""
+"""Studies on the models' own activations: shared selections, certificates, and rounded caches."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from scripts.tools.tablemakers import cells
+from scripts.tools.tablemakers import cells, scored
 from scripts.tools.tablemakers.records import Figure, Number, Part
 from scripts.tools.tablemakers.results import GPU, Results, Study
 
-HITS = f"{GPU}/prr_hits.json"
-BASES = ("Quest, 63 + 1 of pages of 16", "InfLLM-v2, 16 + 1 + 4 of blocks of 32")
-PREDICTORS = {
-  "last step's": "the last step's tiles",
-  "ema, ρ = 1": "EMA, ρ = 1",
-  "holt, ρ = 1": "Holt, ρ = 1",
-  "holt, ρ = 1.25": "Holt, ρ = 1.25",
-  "holt, ρ = 1.5": "Holt, ρ = 1.5",
-}
 CERTIFICATES = "cpu/certificates/certificates.json"
 LARGER = "cpu/certificates_1.5b/certificates.json"
 SHARING, LONG_SHARING = "cpu/sharing/sharing.json", f"{GPU}/real/sharing/sharing.json"
 SHARED = {"retrieved": ".2f", "visited": ".1f", "overlap": ".3f", "dropped": ".3f"}
-AHEAD = ("overlap", "dropped")
+AHEAD = {"overlap ahead": "+.3f", "dropped ahead": "+.3f"}
 
 
-def hits(results: Results) -> Study:
-  """PRR's hit rates, on the texts that α, β, γ were searched on, a step later."""
-  about = results.json(HITS)
-  setting = f"{about['model']}; {about['texts']}; {about['n']}"
-  fitted = f"α, β, γ: on {about['calibrated on']}"
-  texts = len(about["texts"].split("(")[0].split(","))
-  return results.study(HITS, card=about["device"], n=texts, setting=setting, fitted=fitted)
-
-
-def hit(study: Study, base: str, name: str) -> Figure:
-  """Share of the tiles chosen by score that were foreseen; weighted by the score in brackets."""
-  share, weighted = (study.number("bases", base, name, key) for key in HIT_RATES)
-  return cells.join("{} ({})", cells.percent(share), cells.percent(weighted))
-
-
-HIT_RATES = ("hit_rate", "weighted_hit_rate")
-
-
-def foresight(results: Results) -> Part:
-  study, first = hits(results), next(iter(PREDICTORS))
-  again = [cells.percent(study.number("bases", base, first, "reuse")) for base in BASES]
-  rows = [["of a step's tiles, listed by the last one (its newest tile too)", *again]]
-  for name, label in PREDICTORS.items():
-    rows.append([label, *(hit(study, base, name) for base in BASES)])
-  head = "63 of 504 pages of 16 (Quest), 16 of 252 blocks of 32 (InfLLM-v2)"
-  return cells.table((head, "Quest", "InfLLM-v2"), rows)
-
-
-# ---- shared selections
-
-
-def study_of(results: Results, path: str) -> Study:
+def _study(results: Results, path: str) -> Study:
   held = results.json(path)
   device, texts = held["about"]["device"], held.get("texts") or held["starts"]
   card = "CPU" if device == "cpu" else device
@@ -63,11 +23,11 @@ def study_of(results: Results, path: str) -> Study:
 
 
 def sharing(results: Results) -> Part:
-  return _sharing(study_of(results, SHARING))
+  return _sharing(_study(results, SHARING))
 
 
-def long_sharing(results: Results) -> Part:
-  return _sharing(study_of(results, LONG_SHARING))
+def sharing_long(results: Results) -> Part:
+  return _sharing(_study(results, LONG_SHARING))
 
 
 def _sharing(study: Study) -> Part:
@@ -75,101 +35,180 @@ def _sharing(study: Study) -> Part:
   rows = []
   for line, points in study.get("found").items():
     for point in sorted(points, key=lambda point: points[point]["retrieved"]["mean"]):
-      figures = [within(study, line, point, name, form) for name, form in SHARED.items()]
-      ahead = [within(study, line, point, f"{name} ahead", f"+{SHARED[name]}") for name in AHEAD]
-      rows.append([f"{line}, {point}", *figures, *ahead])
+      figures = (_within(study, line, point, *how) for how in (SHARED | AHEAD).items())
+      rows.append([f"{line}, {point}", *figures])
   head = ("", "ρ̂", "tokens a head", "overlap", "dropped")
   return cells.table((*head, "overlap less HShare's", "dropped less HShare's"), rows)
 
 
-def within(study: Study, line: str, point: str, name: str, form: str) -> Figure:
+def _within(study: Study, line: str, point: str, name: str, form: str) -> str:
   """A mean and half the width of its interval."""
-  if study.get("found", line, point).get(name) is None:
-    return Figure("", ())
   keys = ("found", line, point, name)
+  if not study.has(*keys):
+    return ""
   mean, high = (study.number(*keys, end, setting=f"{line}, {point}") for end in ("mean", "high"))
-  text = f"{float(mean):{form}}".replace("-", "−")
-  return Figure(f"{text} ± {high - mean:{form.lstrip('+')}}", (*mean.records, *high.records))
-
-
-def shared(results: Results) -> Part:
-  return _shared(study_of(results, SHARING))
-
-
-def long_shared(results: Results) -> Part:
-  return _shared(study_of(results, LONG_SHARING))
-
-
-def _shared(study: Study) -> Part:
-  """What the table is of, and what CIS attended to."""
-  texts, tokens = ", ".join(f"`{text}`" for text in study.get("texts")), []
-  for line, points in study.get("found").items():
-    seen = [study.number("found", line, point, "visited", "mean") for point in points]
-    tokens.append(
-      cells.join(f"{line.replace('16', '`16`')} attends to {{}} tokens a head", _span(seen, ".1f"))
-    )
-  named = study.get("retrieved_tokens")
-  kept = [study.number("retrieved_tokens", x, point) for x in named for point in named[x]]
-  return cells.sentence(
-    f"`{study.get('n').replace('text(s)', 'texts')}` ({texts}; {{}} tokens read). {{}}. For that "
-    "CIS retrieves {} tokens.",
-    cells.number(study.number("length"), "{:,.0f}"),
-    cells.listed(tokens, "; "),
-    _span(kept, ".0f"),
-  )
+  text = cells.number(mean, f"{{:{form}}}")
+  half = cells.number(high - mean, f"{{:{form.lstrip('+')}}}")
+  return Figure(f"{text.replace('-', '−')} ± {half}", half.records)
 
 
 def _span(values: Iterable[Number], form: str) -> Figure:
-  ends = [cells.number(end(values), f"{{:{form}}}") for end in (min, max)]
-  return ends[0] if ends[0] == ends[1] else cells.listed(ends, " to ")
-
-
-# ---- certificates
+  low, high = (cells.number(end(values), form) for end in (min, max))
+  return low if low == high else cells.listed((low, high), " to ")
 
 
 def certificates(results: Results) -> Part:
-  return _certificates(study_of(results, CERTIFICATES))
+  return _certificates(_study(results, CERTIFICATES))
 
 
-def larger_certificates(results: Results) -> Part:
-  return _certificates(study_of(results, LARGER))
+def certificates_larger(results: Results) -> Part:
+  return _certificates(_study(results, LARGER))
 
 
 def _certificates(study: Study) -> Part:
-  """Shares of the bounds that say something, and of those that fail."""
+  """Shares of the bounds that say something, and of those that fail; medians over the trivial."""
   rows = []
   for i, row in enumerate(study.get("rows")):
     fails = study.number("rows", i, "fails", setting=row["name"])
-    rows.append(
-      [
-        row["name"],
-        row["fitted"],
-        cells.number(study.number("rows", i, "bounds"), "{:,.0f}"),
-        below(study, i),
-        cells.number(fails, "{:.0f}") if fails == 0 else cells.percent(fails, 1),
-        *(cells.number(study.number("rows", i, key), "{:.2g}") for key in OVER_TRIVIAL),
-      ]
-    )
+    figures = [
+      cells.number(study.number("rows", i, "bounds"), "{:,.0f}"),
+      _below(study, i),
+      cells.number(fails, "{:.0f}") if fails == 0 else cells.percent(fails, 1),
+    ]
+    for key in ("bound_over_trivial", "actual_over_trivial"):
+      figures.append(cells.number(study.number("rows", i, key), "{:.2g}"))
+    rows.append([row["name"], row["fitted"], *figures])
   head = ("bound on", "fitted to", "bounds", "below the trivial maximum", "fail")
   return cells.table((*head, "median bound", "median actual"), rows, labels=2)
 
 
-OVER_TRIVIAL = ("bound_over_trivial", "actual_over_trivial")
-
-
-def below(study: Study, i: int) -> Figure:
+def _below(study: Study, i: int) -> Figure:
   """The share of a row's bounds that say something, and the texts' least to most."""
   row: dict[str, Any] = study.get("rows", i)
   share = cells.percent(study.number("rows", i, "below", setting=row["name"]))
   each = [study.number("rows", i, "below_by_text", t) for t in range(len(row["below_by_text"]))]
-  low, high = (cells.percent(end(each)) for end in (min, max))
+  low, high = cells.percent(min(each)), cells.percent(max(each))
   return share if low == high else cells.join("{} ({} to {})", share, low, high)
 
 
-def certified(results: Results) -> Part:
-  """What the table is of."""
-  return cells.sentence(f"`{results.json(CERTIFICATES, 'n')}`.")
+# ---- keys and values in 8, 4 and 2 bits: what rounding costs two models
+
+SUMMARY = "cpu/quantised/summary.json"
+# Of Qwen2.5-Coder-1.5B-Instruct, and the same before keys were rounded less their mean.
+LARGER_MODEL, WITHOUT_MEAN = (
+  f"cpu/quantised_1.5b/{name}.json" for name in ("summary", "without_mean")
+)
+NAMES = {
+  "full": "float32",
+  "quantised": "8 bits",
+  "quantised:bits=4": "4 bits",
+  "quantised:bits=4,group=32": "4 bits, 32 channels a scale",
+  "kivi:bits=4,residual=32": "KIVI, 4 bits, R = 32",
+  "kivi:bits=4": "KIVI, 4 bits, R = 128",
+  "quantised:bits=2": "2 bits",
+  "quantised:bits=2,group=32": "2 bits, 32 channels a scale",
+  "kivi:residual=32": "KIVI, 2 bits, R = 32",
+  "kivi": "KIVI, 2 bits, R = 128",
+}
+ENDS = ("mean", "low", "high")
 
 
-def larger_certified(results: Results) -> Part:
-  return cells.sentence(f"`{results.json(LARGER, 'n')}`.")
+def codes(results: Results) -> Part:
+  """Divergence from the full cache, and needles found, of every number of bits."""
+  study, places = _summary(results, SUMMARY, "SmolLM2-135M-Instruct")
+  rows = []
+  for method, label in NAMES.items():
+    kl, needle = (places[task, method] for task in ("kl", "needle"))
+    found = [study.number(needle, "score", end, setting=method) for end in ENDS]
+    rows.append([label, *_divergence(study, kl), scored.shares(*found), _n(study, kl)])
+  head = ("keys and values", "cache", "KL, nats", "same next token, %", "needles, %", "rows")
+  return cells.table(head, rows)
+
+
+def codes_larger(results: Results) -> Part:
+  """Divergence of the 1.5B, with keys rounded less their mean and as they are."""
+  (found, places), (before, old) = (
+    _summary(results, name, "Qwen2.5-Coder-1.5B-Instruct") for name in (LARGER_MODEL, WITHOUT_MEAN)
+  )
+  rows = []
+  for method, label in NAMES.items():
+    if ("kl", method) in places:
+      at, was = places["kl", method], old.get(("kl", method))
+      earlier = ["–", "–"] if was is None else _divergence(before, was)[1:]
+      rows.append([label, *_divergence(found, at), *earlier, _n(found, at)])
+  head = ("keys and values", "cache", "KL, nats", "same next token, %")
+  return cells.table((*head, "KL without the mean", "same next token, %", "rows"), rows)
+
+
+def _summary(results: Results, path: str, model: str) -> tuple[Study, dict[tuple[str, str], int]]:
+  """A summary, and where each task of a method stands in it."""
+  held = results.json(path)
+  study = results.study(path, card="CPU", n=held[0]["score"]["n"], setting=model)
+  return study, {(entry["task"], entry["method"]): i for i, entry in enumerate(held)}
+
+
+def _divergence(study: Study, at: int) -> list[Figure]:
+  """Bytes kept, the KL to the full cache with its interval, and the share of alike tokens."""
+  setting = study.get(at, "method")
+  kl = [study.number(at, "also", "kl", end, setting=setting) for end in ENDS]
+  same = study.number(at, "score", "mean", setting=setting)
+  share = study.number(at, "share", setting=setting)
+  return [cells.percent(share), scored.span(*kl), cells.number(100 * same, "{:.1f}")]
+
+
+def _n(study: Study, at: int) -> Figure:
+  return cells.number(study.number(at, "score", "n"), "{:.0f}")
+
+
+# ---- figures in sentences
+
+CERTIFIED = {
+  "drift": ("sharing, Δ_att by the drift's bound", "–"),
+  "psaw": ("window (PSAW)", "another text"),
+  "etf": ("freezing (ETF), keys projected", "another text"),
+}
+
+
+def figures(results: Results) -> dict[str, str]:
+  found: dict[str, str] = {}
+  for label, path in (("smollm2", SHARING), ("qwen", LONG_SHARING)):
+    if (results.folder / path).is_file():
+      shared = _shared(_study(results, path))
+      found |= {f"{label}-{name}": figure for name, figure in shared.items()}
+  for label, path in (("smollm2", CERTIFICATES), ("qwen", LARGER)):
+    if (results.folder / path).is_file():
+      study = _study(results, path)
+      found[f"{label}-certified"] = f"`{study.get('n')}`"
+      places = {(row["name"], row["fitted"]): i for i, row in enumerate(study.get("rows"))}
+      for name, bound in CERTIFIED.items():
+        if bound in places:
+          found[f"{label}-{name}"] = _below(study, places[bound])
+  return found
+
+
+def _shared(study: Study) -> dict[str, str]:
+  """What the table is of, what the methods attend to, and what CIS retrieves for that."""
+  seen = {
+    line.split(",")[0]: [study.number("found", line, point, "visited", "mean") for point in points]
+    for line, points in study.get("found").items()
+  }
+  kept = [
+    study.number("retrieved_tokens", line, point)
+    for line, points in study.get("retrieved_tokens").items()
+    for point in points
+  ]
+  paper = "CIS, s = 16", "τ = 0.8"
+  of_paper: dict[str, str] = {}
+  if paper[1] in study.get("found").get(paper[0], ()):
+    of_paper = {
+      "retrieved": _within(study, *paper, "retrieved", SHARED["retrieved"]),
+      "ahead": _within(study, *paper, "overlap ahead", AHEAD["overlap ahead"]),
+    }
+  return of_paper | {
+    "n": f"`{study.get('n').replace('text(s)', 'texts')}`",
+    "texts": ", ".join(f"`{text}`" for text in study.get("texts")),
+    "length": cells.number(study.number("length"), "{:,.0f}"),
+    "cis": _span(seen["CIS"], "{:.1f}"),
+    "hshare": _span(seen["HShare"], "{:.1f}"),
+    "tokens": _span(kept, "{:.0f}"),
+  }

@@ -6,7 +6,7 @@ A figure in a sentence stands between `<!--NAME-->` and `<!--.-->`.
 import re
 from collections.abc import Callable, Sequence
 
-_BEGIN = re.compile(r"^<!-- ([\w.-]+): begin -->$", re.MULTILINE)
+_BEGIN = re.compile(r"^<!-- ([\w./ -]+): begin -->$", re.MULTILINE)
 _FIGURE = re.compile(r"<!--([\w.-]*\w)-->(.*?)<!--\.-->", re.DOTALL)
 
 

@@ -362,7 +362,7 @@ def cells_of(lines):
 
 def test_the_table_of_a_length_by_hand(folder):
   results = Results(folder.parents[1])
-  head, _, *found = cells_of(real.at_8K(results))
+  head, _, *found = cells_of(real.scores(results, "8192"))
   by = {row[1]: dict(zip(head, row, strict=True)) for row in found}
   assert next(iter(by)) == "`full`" and list(by)[-1] == "`snapkv`, 4,096"
   assert by["`snapkv`, 4,096"]["tokens attended to"] == "2,048 to 2,150"
@@ -372,7 +372,7 @@ def test_the_table_of_a_length_by_hand(folder):
   assert quest["ms a token, batch 2 (× full)"] == "3.00 (0.75)"
   assert (quest["GB kept a row"], quest["GB read a step, batch 2"]) == ("0.90", "4.00")
   assert quest["KL, nats"] == "–" and quest["`vt`"] == "10 (2–40)"
-  assert real.at_32K(results) == []
+  assert real.scores(results, "32768") == []
 
 
 def test_which_method_when_by_hand(folder):
@@ -411,7 +411,7 @@ def test_without_costs_scores_remain(folder):
   assert real.when(results) == real.picture(results) == [] and "fastest" not in real.figures(
     results
   )
-  assert real.at_8K(results)[0].endswith("| KL, nats |")
+  assert real.scores(results, "8192")[0].endswith("| KL, nats |")
 
 
 def test_without_results_their_folder_is_named(tmp_path):

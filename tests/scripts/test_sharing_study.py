@@ -121,7 +121,7 @@ def test_the_documents_table(tmp_path):
   report |= {"about": {"device": "cpu", "model": "tiny"}, "lines": {}}
   path.write_text(json.dumps({**report, "retrieved_tokens": cut}), "utf-8")
   results = Results(tmp_path)
-  rows = studies.sharing(results)[2:]
+  rows = studies.sharing(results, studies.SHARING)[2:]
   assert len(rows) == 4 and rows[0].startswith("| CIS, 1 | 0.10 ± 0.00 | 127.5 ± 0.0 |")
   assert rows[1].endswith("| +0.150 ± 0.635 | −0.150 ± 0.635 |") and rows[2].endswith("|  |  |")
   said = studies.figures(results)

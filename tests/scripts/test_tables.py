@@ -32,6 +32,7 @@ from tests.scripts.test_art_study import recording
 
 ROOT = pathlib.Path(tables.__file__).parents[2]
 FIRST = "B8 T1024 32x1 1/8, random keys"
+STREAM = f"{GPU}/real/stream"
 TYPED = "Typed from a run whose file was not kept"
 
 
@@ -68,11 +69,12 @@ def test_every_table_of_results_has_a_source_or_says_that_it_has_none():
 
 def test_every_maker_is_named_by_a_document():
   texts = [(ROOT / name).read_text("utf-8") for name in DOCUMENTS]
-  named = {name for text in texts for name in markers.names(text)} - tables.FROM_TESTS
+  named = {name.split(" ")[0] for text in texts for name in markers.names(text)}
+  named -= tables.FROM_TESTS
   for module in sorted({name.partition(".")[0] for name in named}):
     found = vars(importlib.import_module(f"{tables.tablemakers.__name__}.{module}"))
     makers = (x for x in found.values() if inspect.isfunction(x) and not x.__name__.startswith("_"))
-    alone = (x for x in makers if list(inspect.signature(x).parameters) == ["results"])
+    alone = (x for x in makers if next(iter(inspect.signature(x).parameters), "") == "results")
     tabled = {
       f"{module}.{x.__name__}" for x in alone if x.__annotations__["return"] is records.Part
     }
@@ -526,8 +528,8 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
 
 def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_path):
   """Two of three samples are shared; heads of an unknown origin are not shown."""
-  path = tmp_path / GPU / "real" / "stream" / "needles.json"
-  assert ltri.needles_stream(Results(tmp_path)) == []
+  path = tmp_path / STREAM / ltri.FILE
+  assert ltri.needles(Results(tmp_path), STREAM) == []
   path.parent.mkdir(parents=True)
   methods = dict.fromkeys(("full", "infllm", "ltri", "ltri, all heads"), "its settings")
   about = {"methods": methods, "length": 1024, "init": 8, "window": 100, "block": 100}
@@ -539,10 +541,10 @@ def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_pa
   }
   held = {"about": {**about, "retrieved": 2}, "answers": answers}
   path.write_text(json.dumps(held), "utf-8")
-  full, infllm, spans, every = map(_row, ltri.needles_stream(Results(tmp_path))[2:])
+  full, infllm, spans, every = map(_row, ltri.needles(Results(tmp_path), STREAM)[2:])
   assert full[:2] == ["`full`", "not run: longer than its context"]
   assert infllm == ["`infllm`", "2 of 3 (21–94 %)", "1 of 2 (9–91 %)", "0.750", "0.222", "1.00 (1)"]
   assert spans[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2 (34–100 %)"] * 2
   held["about"]["fitted"] = ["other speeches"]
   path.write_text(json.dumps(held), "utf-8")
-  assert _row(ltri.needles_stream(Results(tmp_path))[4])[1] == "1 of 1 (21–100 %)"
+  assert _row(ltri.needles(Results(tmp_path), STREAM)[4])[1] == "1 of 1 (21–100 %)"

@@ -1,9 +1,10 @@
 """What writes the figures of README and the results, from the result files.
 
-A document says where: `<!-- MODULE.NAME: begin -->` and its `end` hold what `NAME` of a module here
-makes of the files; `<!--MODULE.NAME-->` and `<!--.-->` hold one of the module's `figures`, in a
-sentence. Ratios are written by `cells`, which does not divide by what was not steady; figures are
-found by the names of their cases and contenders (`results`), and what is missing is named.
+A document says where: `<!-- MODULE.NAME ARGUMENT: begin -->` and its `end` hold what `NAME` of a
+module here makes of the files, and of an argument if it takes one; `<!--MODULE.NAME-->` and
+`<!--.-->` hold one of the module's `figures`, in a sentence. Ratios are written by `cells`, which
+does not divide by what was not steady; figures are found by the names of their cases and contenders
+(`results`), and what is missing is named.
 """
 
 import importlib
@@ -27,11 +28,13 @@ def maker(name: str) -> Maker:
   Raises:
     ValueError: there is none of this name.
   """
-  module, _, function = name.partition(".")
+  named, *arguments = name.split(" ")
+  module, _, function = named.partition(".")
   try:
-    return getattr(_module(module), function)
+    made = getattr(_module(module), function)
   except (AttributeError, ImportError):
     raise ValueError("found no maker of this name") from None
+  return lambda results: made(results, *arguments)
 
 
 def figures(module: str, results: Results) -> Mapping[str, str]:

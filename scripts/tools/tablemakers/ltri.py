@@ -98,35 +98,19 @@ def prefetch(results: Results) -> Part:
 
 # ---- needles: of every method what was asked, what it answered, and what it retrieved
 
-SHORT, LONG = ("cpu/needles", "CPU"), (f"{GPU}/needles", "NVIDIA H200")
-REAL = ("nvidia-h100-80gb-hbm3/real/needles", "NVIDIA H100 80GB HBM3")
-STREAM = (f"{GPU}/real/stream", "NVIDIA H200")
+H100 = "nvidia-h100-80gb-hbm3"
+CARDS = {"cpu": "CPU", GPU: "NVIDIA H200", H100: "NVIDIA H100 80GB HBM3"}
+QUOTED = {"2K": "cpu/needles", "8K": f"{GPU}/needles", "real": f"{H100}/real/needles"}
 FILE = "needles.json"
 # Their retrieval heads were found on these very needles, and they do not say on which.
 WITHDRAWN = "withdrawn"
 
 
-def needles_short(results: Results) -> Part:
-  return _needles(results, SHORT)
-
-
-def needles_long(results: Results) -> Part:
-  return _needles(results, LONG)
-
-
-def needles_real(results: Results) -> Part:
-  return _needles(results, REAL)
-
-
-def needles_stream(results: Results) -> Part:
-  return _needles(results, STREAM)
-
-
-def _needles(results: Results, where: tuple[str, str]) -> Part:
+def needles(results: Results, folder: str) -> Part:
   """Right answers of all that were asked, and of those that everybody answered."""
-  if not (results.folder / where[0] / FILE).is_file():
+  if not (results.folder / folder / FILE).is_file():
     return Part()
-  held = results.json(f"{where[0]}/{FILE}")
+  held = results.json(f"{folder}/{FILE}")
   about, answers = held["about"], {name: found for name, found in held["answers"].items() if found}
   kept = {name: found for name, found in answers.items() if not _withdrawn(name, about)}
   shared = sorted(set.intersection(*map(set, kept.values())))
@@ -135,7 +119,7 @@ def _needles(results: Results, where: tuple[str, str]) -> Part:
     method, comma, rest = name.partition(",")
     row = ["–"] * 4
     if name in kept:
-      record = _record(where, about, name, kept[name])
+      record = _record(folder, about, name, kept[name])
       right = [_right(record, kept[name], listed) for listed in (list(kept[name]), shared)]
       row = [*right, *_retrieved(record, about, name, list(kept[name].values()))]
     elif name in answers:
@@ -151,13 +135,11 @@ def _withdrawn(name: str, about: dict[str, Any]) -> bool:
   return name.startswith("ltri") and "all heads" not in name and not about.get("fitted")
 
 
-def _record(
-  where: tuple[str, str], about: dict[str, Any], name: str, found: dict[str, Any]
-) -> Record:
+def _record(folder: str, about: dict[str, Any], name: str, found: dict[str, Any]) -> Record:
   setting = f"{about['methods'][name]}, {about['length']} tokens"
   fitted = "; ".join(about.get("fitted", ())) or NOTHING
-  file, place = f"{where[0]}/{FILE}", ("answers", name)
-  return Record(file, place, where[1], len(found), setting, fitted, frozenset(found))
+  file, card = f"{folder}/{FILE}", CARDS[folder.partition("/")[0]]
+  return Record(file, ("answers", name), card, len(found), setting, fitted, frozenset(found))
 
 
 def _right(record: Record, found: dict[str, Any], listed: Sequence[str]) -> Figure:
@@ -197,10 +179,10 @@ def figures(results: Results) -> dict[str, str]:
     "token": median(f"token at {MARKS[-1]}")(whole),
     "in-use": _in_use(whole),
   }
-  for label, where in (("2K", SHORT), ("8K", LONG), ("real", REAL)):
-    held = results.json(f"{where[0]}/{FILE}")
+  for label, folder in QUOTED.items():
+    held = results.json(f"{folder}/{FILE}")
     for name, answers in held["answers"].items():
-      record = _record(where, held["about"], name, answers)
+      record = _record(folder, held["about"], name, answers)
       right = _right(record, answers, list(answers))
       found[f"{label}-{name.replace(', ', '-').replace(' ', '-')}"] = right
   return found

@@ -74,20 +74,12 @@ def _quoted(method: str, budget: int | None) -> str:
 # ---- scores and costs
 
 
-def at_8K(results: Results) -> Part:
-  return scores(results, 8192)
-
-
-def at_32K(results: Results) -> Part:
-  return scores(results, 32768)
-
-
-def scores(results: Results, length: int) -> Part:
+def scores(results: Results, length: str) -> Part:
   """The table of one length: full first, then methods that attend to as many tokens, by score."""
   found = held(results)
-  if (whole := found.standing(length)) is None:
+  if (whole := found.standing(int(length))) is None:
     return Part()
-  boards, tasks = found.at(length), [*whole.tasks, *whole.weak]
+  boards, tasks = found.at(int(length)), [*whole.tasks, *whole.weak]
   row = functools.partial(_row, found, whole, tasks, boards)
   rows = [["all", *row(whole.full)]]
   for label, ones in _classes(whole, boards):

@@ -22,17 +22,9 @@ def _study(results: Results, path: str) -> Study:
   return results.study(path, card=card, n=len(texts), setting=setting)
 
 
-def sharing(results: Results) -> Part:
-  return _sharing(_study(results, SHARING))
-
-
-def sharing_long(results: Results) -> Part:
-  return _sharing(_study(results, LONG_SHARING))
-
-
-def _sharing(study: Study) -> Part:
+def sharing(results: Results, path: str) -> Part:
   """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
-  rows = []
+  study, rows = _study(results, path), []
   for line, points in study.get("found").items():
     for point in sorted(points, key=lambda point: points[point]["retrieved"]["mean"]):
       figures = (_within(study, line, point, *how) for how in (SHARED | AHEAD).items())
@@ -57,17 +49,9 @@ def _span(values: Iterable[Number], form: str) -> Figure:
   return low if low == high else cells.listed((low, high), " to ")
 
 
-def certificates(results: Results) -> Part:
-  return _certificates(_study(results, CERTIFICATES))
-
-
-def certificates_larger(results: Results) -> Part:
-  return _certificates(_study(results, LARGER))
-
-
-def _certificates(study: Study) -> Part:
+def certificates(results: Results, path: str) -> Part:
   """Shares of the bounds that say something, and of those that fail; medians over the trivial."""
-  rows = []
+  study, rows = _study(results, path), []
   for i, row in enumerate(study.get("rows")):
     fails = study.number("rows", i, "fails", setting=row["name"])
     figures = [

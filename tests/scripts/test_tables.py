@@ -421,12 +421,12 @@ def test_a_figure_without_a_source_cannot_be_written():
       write(0.5)
   with pytest.raises(ValueError, match=r"found \['1.5'\] without a source"):
     cells.table(("", "time"), [("B1 T4K", "1.5 µs")])
-  with pytest.raises(ValueError, match=r"found \['84'\] without a source"):
-    cells.sentence("It hits 84 % of {}.", cells.time(STEADY))
   with pytest.raises(ValueError, match=r"found \['7'\] without a source"):
     cells.join("{} and {}", cells.time(STEADY), "7")
-  made = cells.sentence("Llama-3.1-8B, `B8`, Tab. 4: {}.", cells.time(STEADY))
-  assert made == ["Llama-3.1-8B, `B8`, Tab. 4: 20.00 ms."] and made.figures[0].records == (HERE,)
+  with pytest.raises(ValueError, match=r"found \['84'\] without a source"):
+    cells.join("It hits 84 % of {}.", cells.time(STEADY))
+  made = cells.join("Llama-3.1-8B, `B8`, Tab. 4: {}.", cells.time(STEADY))
+  assert made == "Llama-3.1-8B, `B8`, Tab. 4: 20.00 ms." and made.records == (HERE,)
 
 
 def test_numbers_keep_their_records():

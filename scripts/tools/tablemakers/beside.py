@@ -65,7 +65,7 @@ def said(each: Mean, text: str) -> Figure:
   return Figure(text, (each["record"],))
 
 
-def about(results: Results) -> Part:
+def _models(results: Results) -> Figure:
   """What the tables are of."""
   texts = []
   for own, _, means in found(results, FOLDER):
@@ -76,7 +76,7 @@ def about(results: Results) -> Part:
       number = said(far, f"{far['logits_apart']:.0e}")
       who = cells.join("logits of the full caches at most {} apart", number)
     texts.append(_about(own, means, who))
-  return cells.sentence("{}.", cells.listed(texts, "; "))
+  return cells.listed(texts, "; ")
 
 
 def _about(own: dict[str, Any], means: Sequence[Mean], who: str) -> Figure:
@@ -161,7 +161,7 @@ def share(x: float) -> str:
 # ---- KVzip by how a budget is divided
 
 
-def kvzip_about(results: Results) -> Part:
+def _kvzip_models(results: Results) -> Figure:
   """What the table is of, and in how far the libraries agree."""
   texts = []
   for own, rows, means in found(results, KVZIP):
@@ -176,7 +176,7 @@ def kvzip_about(results: Results) -> Part:
         (each["record"] for each in means),
       )
     texts.append(_about(own, means, who))
-  return cells.sentence("{}.", cells.listed(texts, "; "))
+  return cells.listed(texts, "; ")
 
 
 def kvzip(results: Results) -> Part:
@@ -248,7 +248,12 @@ def figures(results: Results) -> dict[str, str]:
     each = next(each for each in means if each["method"] == name and side in each)
     return said(each, f"{each[side] / 1e6:.1f} MB")
 
+  zipped = {}
+  if (results.folder / KVZIP).is_dir():
+    zipped["kvzip-models"] = _kvzip_models(results)
   return {name: f"`{version}`" for name, version in versions.items()} | {
+    **zipped,
+    "models": _models(results),
     "full-bytes": mb("full", "bytes"),
     "snapkv-bytes": mb("snapkv", "bytes"),
     "full-bytes-of-kvpress": mb("full", "bytes_of_kvpress"),

@@ -6,7 +6,6 @@ after it where they are as wide. Everything that is written carries its records.
 """
 
 import string
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvjax.programs import bench_files
@@ -78,14 +77,9 @@ def read(figure: Figure) -> Number:
   return Number(float(figure.replace(",", "")), *figure.records)
 
 
-def number(value: float, form: str = "{:.2f}") -> Figure:
-  """A value in a form such as "{:,.0f} MiB"."""
-  return Figure(form.format(float(value)), records.of(value))
-
-
-def worked_out(value: float, form: str, *sources: object) -> Figure:
-  """A value that was worked out from others, which have its sources."""
-  return Figure(form.format(float(value)), records.of(*sources))
+def number(value: float, form: str = "{:.2f}", *sources: object) -> Figure:
+  """A value in a form such as "{:,.0f} MiB"; the sources of one that was worked out from others."""
+  return Figure(form.format(float(value)), records.of(*(sources or (value,))))
 
 
 def percent(share: float, digits: int = 0) -> Figure:
@@ -98,38 +92,30 @@ def signed(value: float, digits: int = 2) -> str:
   return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def time(timing: Timing) -> Figure:
-  """A median with its unit."""
-  return Figure(_time(timing), records.of(timing))
+def time(timing: Timing, mark: str = "") -> Figure:
+  """A median with its unit, between marks; the quartiles after it where it was not steady."""
+  unit, (us, low, high) = _written(timing)
+  text = f"{mark}{us} {unit}{mark}"
+  return Figure(text if steady(timing) else f"{text} ({low} to {high})", records.of(timing))
 
 
 def ours(timing: Timing) -> Figure:
   """The time that a row is about."""
-  unit, form, scale = _unit(timing)
-  text = f"{form.format(timing.us / scale)} {unit}"
-  return Figure(_time(timing).replace(text, f"**{text}**"), records.of(timing))
-
-
-def _time(timing: Timing) -> str:
-  unit, form, scale = _unit(timing)
-  text = f"{form.format(timing.us / scale)} {unit}"
-  if steady(timing):
-    return text
-  low, high = (form.format(us / scale) for us in (timing.low, timing.high))
-  return f"{text} ({low} to {high})"
+  return time(timing, "**")
 
 
 def spread(timing: Timing) -> Figure:
   """The quartiles with their unit."""
-  unit, form, scale = _unit(timing)
-  text = f"{form.format(timing.low / scale)} to {form.format(timing.high / scale)} {unit}"
-  return Figure(text, records.of(timing))
+  unit, (_, low, high) = _written(timing)
+  return Figure(f"{low} to {high} {unit}", records.of(timing))
 
 
-def _unit(timing: Timing) -> tuple[str, str, float]:
-  if timing.us < 1e3:
-    return "µs", "{:.1f}", 1
-  return "ms", "{:.2f}" if timing.us < 1e5 else "{:,.0f}", 1e3
+def _written(timing: Timing) -> tuple[str, list[str]]:
+  """The unit, and the median and quartiles in it."""
+  unit, form, scale = "µs", "{:.1f}", 1.0
+  if timing.us >= 1e3:
+    unit, form, scale = "ms", "{:.2f}" if timing.us < 1e5 else "{:,.0f}", 1e3
+  return unit, [form.format(us / scale) for us in (timing.us, timing.low, timing.high)]
 
 
 def join(template: str, *parts: str) -> Figure:
@@ -164,7 +150,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 1) -
   for row in rows:
     if len(row) != len(head):
       raise ValueError(f"row: found {len(row)} cells {row}, expected {len(head)}")
-    figures += [cell for cell in map(records.without_source, row[labels:]) if _has_source(cell)]
+    figures += [x for x in map(records.without_source, row[labels:]) if isinstance(x, Figure)]
     lines.append(f"| {' | '.join(row)} |")
   return Part(lines, figures) if len(lines) > 2 else Part()
 
@@ -178,25 +164,6 @@ def ranked(rows: Iterable[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
   listed = list(rows)
   records.alike(records.of(value) for value, _ in listed)
   return [row for _, row in sorted(listed, key=lambda pair: -pair[0])]
-
-
-def sentence(template: str, *parts: str) -> Part:
-  """Lines of at most 100 columns.
-
-  Raises:
-    ValueError: a number has no source.
-  """
-  for text, *_ in string.Formatter().parse(template):
-    records.without_source(text)
-  for part in parts:
-    records.without_source(part)
-  text = template.format(*parts)
-  lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
-  return Part(lines, filter(_has_source, parts))
-
-
-def _has_source(cell: str) -> bool:
-  return isinstance(cell, Figure)
 
 
 # ---- tables with a row a case

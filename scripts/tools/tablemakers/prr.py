@@ -86,7 +86,7 @@ def real_steps(results: Results) -> Part:
   for length, batch in sorted({key[1:] for key in timed if key[0] == "prr"}):
     both = [timed[name, length, batch] for name in ("quest", "prr")]
     theirs, mine = map(found.time, both)
-    seen = [cells.worked_out(c.attended or 0, "{:,.0f}", found.time(c)) for c in both]
+    seen = [cells.number(c.attended or 0, "{:,.0f}", found.time(c)) for c in both]
     speed = cells.ratio(*cells.gain(mine, theirs))
     rows.append([f"B{batch} T{length >> 10}K", cells.time(theirs), cells.ours(mine), speed, *seen])
   head = ("", "Quest", "PRR", "PRR's speed over Quest's", "tokens that Quest attends to")

@@ -56,7 +56,7 @@ def _beside_flashinfer(results: Results, label: str, peer: str) -> dict[str, str
   cases = results.bench("sparse").cases(r"^block \d+ budget \d+$")
   pairs = [cells.over(case.time("kvjax"), case.time(peer)) for case in cases]
   held = [value for value, reference in pairs if cells.steady(reference)]
-  mean = cells.worked_out(statistics.geometric_mean(held), "{:.2f}", *held)
+  mean = cells.number(statistics.geometric_mean(held), "{:.2f}", *held)
   return {label: mean, f"{label}-span": cells.span(pairs)}
 
 

@@ -9,7 +9,7 @@ from kvjax.programs.evals import choices, costs, families, store, walks
 from kvjax.programs.evals.costs import Board, Cost, Point
 from kvjax.programs.evals.standing import FULL, Standing, Standings, standings
 from scripts.tools.tablemakers import cells, scored
-from scripts.tools.tablemakers.records import Figure, Number, Part
+from scripts.tools.tablemakers.records import Number, Part
 from scripts.tools.tablemakers.results import GPU, Results, Timing
 
 FOLDER = f"{GPU}/real"
@@ -128,42 +128,36 @@ def _row(
 
 def _costs(found: Held, one: Standing, boards: list[Board]) -> list[str]:
   """Milliseconds at each batch; bytes kept and read, and what `advise` expects, at the largest."""
-  who, row = (one.method, one.budget), []
-  points = [next((p for p in b.points if (p.method, p.budget) == who), None) for b in boards]
-  for board, point in zip(boards, points, strict=True):
-    row.append(_milliseconds(found, point.cost, board.full.cost) if point else "–")
-  if (last := points[-1]) is None:
-    return [*row, "–", "–", "–"]
-  cost = last.cost
-  return [*row, _kept(found, cost), _gigabytes(found, cost, cost.read), _hoped(found, cost)]
+  who, row, shown = (one.method, one.budget), [], {}
+  for board in boards:
+    point = next((point for point in board.points if (point.method, point.budget) == who), None)
+    shown = _shown(found, point.cost, board.full.cost) if point else {}
+    row.append(shown.get("ms", "–"))
+  return [*row, *(shown.get(name, "–") for name in ("kept", "read", "expected"))]
 
 
-def _hoped(found: Held, cost: Cost) -> str:
-  if cost.expected_us is None:
-    return "–"
-  return cells.worked_out(cost.expected_us / 1e3, "{:.2f}", found.time(cost))
+def _shown(found: Held, cost: Cost, full: Cost) -> dict[str, str]:
+  """Of a step of the whole batch: milliseconds, over the full cache's too, GB, tokens attended."""
+  mine = found.time(cost)
 
+  def figure(value: float | None, form: str = "") -> str:
+    form = form or ("{:.2f}" if value is None or value >= 0.1 else "{:.3f}")
+    return "–" if value is None else cells.number(value, form, mine)
 
-def _milliseconds(found: Held, cost: Cost, full: Cost) -> Figure:
-  """Of a step of the whole batch, and its ratio to the full cache's at the same shape."""
-  mine, whole = found.time(cost), found.time(full)
-  took = cells.worked_out(cost.milliseconds, "{:.2f}", mine)
+  took = figure(cost.milliseconds, "{:.2f}")
   if not cells.steady(mine):
     took = cells.join("{} [{}]", took, cells.spread(mine))
-  return cells.join("{} ({})", took, cells.ratio(*cells.over(mine, whole)))
-
-
-def _kept(found: Held, cost: Cost) -> Figure:
-  kept = _gigabytes(found, cost, cost.kept)
-  if not cost.host_bytes:
-    return kept
-  return cells.join(
-    "{} + {} on the host", kept, _gigabytes(found, cost, cost.host_bytes / cost.batch / 1e9)
-  )
-
-
-def _gigabytes(found: Held, cost: Cost, value: float) -> Figure:
-  return cells.worked_out(value, "{:.2f}" if value >= 0.1 else "{:.3f}", found.time(cost))
+  kept = figure(cost.kept)
+  if cost.host_bytes:
+    kept = cells.join("{} + {} on the host", kept, figure(cost.host_bytes / cost.batch / 1e9))
+  return {
+    "attended": figure(cost.attended, "{:,.0f}"),
+    "ms": cells.join("{} ({})", took, cells.ratio(*cells.over(mine, found.time(full)))),
+    "kept": kept,
+    "read": figure(cost.read),
+    "holds": figure(cost.peak_bytes and cost.peak_bytes / 1e9, "{:.1f}"),
+    "expected": figure(cost.expected_us and cost.expected_us / 1e3, "{:.2f}"),
+  }
 
 
 def modes(results: Results) -> Part:
@@ -239,8 +233,8 @@ def _foreseen(found: Held) -> dict[str, str]:
   ]
   every = [found.time(cost) for cost in timed]
   return {
-    "near": cells.worked_out(len(timed) - len(far), "{:.0f}", *every),
-    "timed": cells.worked_out(len(timed), "{:.0f}", *every),
+    "near": cells.number(len(timed) - len(far), "{:.0f}", *every),
+    "timed": cells.number(len(timed), "{:.0f}", *every),
     "far": cells.listed(far) if far else "none",
   }
 
@@ -252,11 +246,9 @@ def end_to_end(results: Results) -> Part:
   full = {(cost.length, cost.batch): cost for cost in timed if cost.method == FULL}
   rows = []
   for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
-    whole, mine = full[cost.length, cost.batch], found.time(cost)
-    seen = "–" if cost.attended is None else cells.worked_out(cost.attended, "{:,.0f}", mine)
-    row = [f"{cost.length:,}", str(cost.batch), scored.called(cost.method, cost.budget), seen]
-    row += [_milliseconds(found, cost, whole), _gigabytes(found, cost, cost.read)]
-    rows.append([*row, _hoped(found, cost)])
+    shown = _shown(found, cost, full[cost.length, cost.batch])
+    row = [f"{cost.length:,}", str(cost.batch), scored.called(cost.method, cost.budget)]
+    rows.append([*row, *(shown[name] for name in ("attended", "ms", "read", "expected"))])
   head = ("tokens", "batch", "method, budget", "attended to", "ms a step (× full)", "GB read")
   return cells.table((*head, "expected ms"), rows, labels=3)
 
@@ -304,7 +296,7 @@ def _advised(found: Held, board: Board, point: Point | None) -> str:
   return cells.join(
     f"{_quoted(point.method, point.budget)}: time {{}}, bytes {{}}, {{}}",
     cells.ratio(*cells.over(time, found.time(board.full.cost))),
-    cells.worked_out(kept, "{:.2f}", time),
+    cells.number(kept, "{:.2f}", time),
     found.rows.gap(whole, whole.by[point.method, point.budget]),
   )
 
@@ -318,21 +310,12 @@ def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
   point = choice.point
   if point is None:
     return ["nothing that was measured fits", *[""] * 6]
-  cost, whole = point.cost, board.standings
+  whole, shown = board.standings, _shown(found, point.cost, board.full.cost)
   one = whole.by[point.method, point.budget]
   less = found.rows.gap(whole, one)
-  holds = "–"
-  if cost.peak_bytes is not None:
-    holds = cells.worked_out(cost.peak_bytes / 1e9, "{:.1f}", found.time(cost))
-  return [
-    scored.called(point.method, point.budget),
-    _milliseconds(found, cost, board.full.cost),
-    _kept(found, cost),
-    holds,
-    found.rows.mean(whole, one),
-    cells.join("**{}**", less) if choice.loses else less,
-    _risk(point, board, found),
-  ]
+  row = [scored.called(point.method, point.budget), *(shown[x] for x in ("ms", "kept", "holds"))]
+  row += [found.rows.mean(whole, one), cells.join("**{}**", less) if choice.loses else less]
+  return [*row, _risk(point, board, found)]
 
 
 def _risk(point: Point, board: Board, found: Held) -> str:
@@ -362,8 +345,9 @@ def picture(results: Results) -> Part:
 
 def figures(results: Results) -> dict[str, str]:
   found = held(results)
-  short = ", ".join(found.short) or "none"
-  made: dict[str, str] = {"model": found.model, "device": found.device, "short": short}
+  made: dict[str, str] = {"model": found.model, "device": found.device, "short": ""}
+  if found.short:
+    made["short"] = f" Left out, since no walk can end early there: {', '.join(found.short)}."
   if boards := [board for length in LENGTHS for board in found.at(length)]:
     shape = f"T{boards[-1].standings.length >> 10}K, B{boards[-1].batch}"
     made |= {"shape": shape, "fastest": _fastest(found, boards[-1]), **_foreseen(found)}
@@ -371,7 +355,7 @@ def figures(results: Results) -> dict[str, str]:
     if one.mode == "aware":
       made |= {
         f"tasks-{one.length}": ", ".join(f"`{task}`" for task in one.tasks),
-        f"weak-{one.length}": ", ".join(f"`{task}`" for task in one.weak),
+        f"weak-{one.length}": _weak(one),
         f"prompts-{one.length}": found.rows.prompts(one, one.full, *one.tasks),
       }
       for who in one.by.values():
@@ -379,6 +363,11 @@ def figures(results: Results) -> dict[str, str]:
         made[f"{label}-mean-{one.length}"] = found.rows.mean(one, who)
         made[f"{label}-keys-{one.length}"] = found.rows.score(one, who, "niah_multikey_1")
   return made | _for_papers(results, found)
+
+
+def _weak(one: Standings) -> str:
+  tasks = ", ".join(f"`{task}`" for task in one.weak)
+  return f"; {tasks}, of which the full cache solves less than half, are not in it" * bool(tasks)
 
 
 def _fastest(found: Held, board: Board) -> str:
@@ -389,11 +378,10 @@ def _fastest(found: Held, board: Board) -> str:
     if point and point.method != FULL:
       whole = board.standings
       less = found.rows.gap(whole, whole.by[point.method, point.budget])
-      took = _milliseconds(found, point.cost, board.full.cost)
-      attended = cells.worked_out(point.cost.attended or 0, "{:,.0f}", found.time(point.cost))
+      shown = _shown(found, point.cost, board.full.cost)
       name = _quoted(point.method, point.budget)
       text = f"{name}, which attends to {{}}: {{}} ms, score less full {{}}"
-      parts.append(cells.join(text, attended, took, less))
+      parts.append(cells.join(text, shown["attended"], shown["ms"], less))
   return cells.listed(parts, "; ")
 
 

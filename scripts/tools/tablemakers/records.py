@@ -98,10 +98,6 @@ class Part(list[str]):
     super().__init__(lines)
     self.figures = list(figures)
 
-  def then(self, other: "Part") -> "Part":
-    """This part, an empty line, and another."""
-    return Part([*self, "", *other], [*self.figures, *other.figures])
-
 
 def of(*sources: object) -> Records:
   """The records of numbers and figures, each once.

@@ -207,8 +207,8 @@ class Results:
     self.folder = folder
     self._bench = functools.cache(lambda path: Bench(path, folder))
 
-  def bench(self, suite: str, device: str = GPU) -> Bench:
-    return self._bench(self.folder / device / f"bench_{suite}.json")
+  def bench(self, suite: str) -> Bench:
+    return self._bench(self.folder / GPU / f"bench_{suite}.json")
 
   def rows(self, folder: str) -> list[dict[str, Any]]:
     """The rows of an evaluation; none where it is not there."""
@@ -218,9 +218,9 @@ class Results:
   def _rows(self, folder: str) -> list[dict[str, Any]]:
     return store.read(self.folder / folder)
 
-  def benches(self, device: str) -> list[Bench]:
-    """All files of a device."""
-    return [self._bench(path) for path in bench_files.inside(self.folder / device)]
+  def benches(self) -> list[Bench]:
+    """All of them."""
+    return [self._bench(path) for path in bench_files.inside(self.folder / GPU)]
 
   def json(self, path: str, *keys: str) -> Any:
     """A JSON file, or what lies in it under keys: names and counts; figures come from `study`."""

@@ -7,7 +7,7 @@ from kvjax.programs import bench_files
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import Pair, faster, longer, median, own, said
 from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import GPU, Case, Results
+from scripts.tools.tablemakers.results import Case, Results
 
 LLAMA = "Llama-3.1-8B"
 
@@ -15,7 +15,7 @@ LLAMA = "Llama-3.1-8B"
 def _versions(results: Results) -> str:
   """Versions of jax, the usual one first, the others with their suites."""
   suites: dict[str, list[str]] = {}
-  for bench in results.benches(GPU):
+  for bench in results.benches():
     suites.setdefault(bench.facts["jax"], []).append(f"`{bench.path.stem}`")
   usual, *others = sorted(suites, key=lambda version: -len(suites[version]))
   apart = (f", `{version}` in {', '.join(suites[version])}" for version in others)
@@ -279,7 +279,7 @@ def gpus_70b(results: Results) -> Part:
 
 
 def figures(results: Results) -> dict[str, str]:
-  repeated = [case.repeated() for bench in results.benches(GPU) for case in bench.cases("")]
+  repeated = [case.repeated() for bench in results.benches() for case in bench.cases("")]
   dense = [results.bench("decode").case(name) for name in LARGE]
   steps = list(_steps(results).values())[: len(STEPS)]
   two = [results.bench("scale").case(name) for name in SPLIT if name.endswith("over 2")]

@@ -220,7 +220,7 @@ def without(found, name):
       lambda found: without(found, "kvjax"),
       r"B8 T1024 32x1 1/8, random keys: found no contender 'kvjax'",
     ),
-    (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no time of 'kvjax'"),
+    (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no us of 'kvjax'"),
     (lambda found: found[0]["remarks"].clear(), r"B8 T1024 .*found no remark like"),
   ],
 )

@@ -16,7 +16,6 @@ from scripts.tools.tablemakers.records import (
   Figure,
   Number,
   Part,
-  Place,
   Record,
   Records,
 )
@@ -51,109 +50,6 @@ class Timing:
   def later(self, us: float) -> "Timing":
     """It, and a time that is known exactly."""
     return Timing(self.name, self.us + us, self.low + us, self.high + us)
-
-
-class Case:
-  """One case of a file of `kvjax.programs.bench`.
-
-  Args:
-    bench: the file that it stands in.
-    number: its place there.
-  """
-
-  def __init__(self, bench: "Bench", number: int):
-    self.path, self._number, self._bench = bench.path, number, bench
-    self._data = bench.held["cases"][number]
-    self.name: str = self._data["case"]
-    self.bytes: int = self._data["bytes"]
-    self.shapes: str = self._data["shapes"]
-    self.repetitions: int = self._data["repetitions"]
-
-  def has(self, name: str) -> bool:
-    """Whether a contender has a time: peers may not be installed, or not take the shape."""
-    return any(row["name"] == name and "us" in row for row in self._data["results"])
-
-  def time(self, name: str) -> Timing:
-    """A contender's time.
-
-    Raises:
-      ValueError: it is not there, or has no time, as its output was wrong.
-    """
-    number, row = self._row(name)
-    if "us" not in row:
-      raise ValueError(f"{self.path}, {self.name}: found no time of {name!r}: its output was wrong")
-    us = Number(row["us"], self._record("results", number, "us"))
-    return Timing(name, us, *row["us_quartiles"])
-
-  def error(self, name: str) -> Number:
-    """A contender's relative error."""
-    number, row = self._row(name)
-    return Number(row["error"], self._record("results", number, "error"))
-
-  def remark(self, pattern: str) -> tuple[Figure, ...]:
-    """The groups of the first remark that has the pattern, with their source; shapes come last."""
-    texts = {("remarks", number): line for number, line in enumerate(self._data["remarks"])}
-    for place, text in {**texts, ("shapes",): self.shapes}.items():
-      if match := re.search(pattern, text):
-        return tuple(Figure(group, (self._record(*place),)) for group in match.groups())
-    raise ValueError(f"{self.path}, {self.name}: found no remark like {pattern!r}")
-
-  def numbers(self, pattern: str) -> list[Number]:
-    """The same, as numbers."""
-    return [Number(float(x.replace(",", "")), *x.records) for x in self.remark(pattern)]
-
-  def number(self, pattern: str) -> Number:
-    """The first of them."""
-    return self.numbers(pattern)[0]
-
-  def repeated(self) -> Number:
-    """The number of times that it was timed."""
-    return Number(self.repetitions, self._record("repetitions"))
-
-  def _record(self, *keys: str | int) -> Record:
-    return self._bench.record(("cases", self._number, *keys), f"{self.name}: {self.shapes}", self)
-
-  def _row(self, name: str) -> tuple[int, dict[str, Any]]:
-    rows = {row["name"]: (number, row) for number, row in enumerate(self._data["results"])}
-    if name not in rows:
-      raise ValueError(
-        f"{self.path}, {self.name}: found no contender {name!r}, expected it among {list(rows)}"
-      )
-    return rows[name]
-
-
-class Bench:
-  """A file of `kvjax.programs.bench`, its cases by their names."""
-
-  def __init__(self, path: pathlib.Path, folder: pathlib.Path = FOLDER):
-    self.path, self._file = path, path.relative_to(folder).as_posix()
-    self.held = bench_files.read(path)
-    self.facts = {key: value for key, value in self.held.items() if key != "cases"}
-    self._cases = {case["case"]: i for i, case in enumerate(self.held["cases"])}
-
-  def has(self, name: str) -> bool:
-    return name in self._cases
-
-  def case(self, name: str) -> Case:
-    if name not in self._cases:
-      raise ValueError(
-        f"{self.path}: found no case {name!r}, expected it among {list(self._cases)}"
-      )
-    return Case(self, self._cases[name])
-
-  def record(self, place: Place, setting: str, case: Case) -> Record:
-    """Of a figure of one of its cases: data are random, cuts are those that `tune` found."""
-    n, fitted = case.repetitions, self.facts.get("fitted", NOTHING)
-    return Record(self._file, place, self.facts["device"], n, setting, fitted)
-
-  def cases(self, pattern: str) -> list[Case]:
-    """All whose names have the pattern, in the file's order; at least one."""
-    found = [self.case(name) for name in self._cases if re.search(pattern, name)]
-    if not found:
-      raise ValueError(
-        f"{self.path}: found no case like {pattern!r}, expected some among {list(self._cases)}"
-      )
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +91,106 @@ class Study:
 
   def number(self, *keys: str | int, n: int | None = None, setting: str | None = None) -> Number:
     """The number under keys; `n` and `setting` where it has its own."""
+    return Number(self.get(*keys), self.record(*keys, n=n, setting=setting))
+
+  def record(self, *keys: str | int, n: int | None = None, setting: str | None = None) -> Record:
+    """Of what is under keys."""
     setting = f"{self.setting}; {setting}" if setting else self.setting
-    record = Record(self.file, keys, self.card, n or self.n, setting, self.fitted)
-    return Number(self.get(*keys), record)
+    return Record(self.file, keys, self.card, n or self.n, setting, self.fitted)
+
+
+class Case:
+  """One case of a file of `kvjax.programs.bench`.
+
+  Args:
+    file: data are random, cuts are those that `tune` found.
+    at: its place there.
+  """
+
+  def __init__(self, file: Study, at: int):
+    self._at, self._data = at, file.held["cases"][at]
+    self.name: str = self._data["case"]
+    self.bytes: int = self._data["bytes"]
+    self.shapes: str = self._data["shapes"]
+    setting, n = f"{self.name}: {self.shapes}", self._data["repetitions"]
+    self._file = dataclasses.replace(file, n=n, setting=setting)
+    self._rows = {row["name"]: i for i, row in enumerate(self._data["results"])}
+
+  def has(self, name: str) -> bool:
+    """Whether a contender has a time: peers may not be installed, or not take the shape."""
+    return name in self._rows and "us" in self._data["results"][self._rows[name]]
+
+  def time(self, name: str) -> Timing:
+    """A contender's time.
+
+    Raises:
+      ValueError: it is not there, or has no time, as its output was wrong.
+    """
+    us = self._of(name, "us")
+    return Timing(name, us, *self._data["results"][self._rows[name]]["us_quartiles"])
+
+  def error(self, name: str) -> Number:
+    """A contender's relative error."""
+    return self._of(name, "error")
+
+  def _of(self, name: str, key: str) -> Number:
+    where = f"{self._file.file}, {self.name}: found no"
+    if name not in self._rows:
+      raise ValueError(f"{where} contender {name!r}, expected it among {list(self._rows)}")
+    at = self._rows[name]
+    if key not in self._data["results"][at]:
+      raise ValueError(f"{where} {key} of {name!r}: its output was wrong")
+    return self._file.number("cases", self._at, "results", at, key)
+
+  def remark(self, pattern: str) -> tuple[Figure, ...]:
+    """The groups of the first remark that has the pattern, with their source; shapes come last."""
+    texts = {("remarks", number): line for number, line in enumerate(self._data["remarks"])}
+    for place, text in {**texts, ("shapes",): self.shapes}.items():
+      if match := re.search(pattern, text):
+        record = self._file.record("cases", self._at, *place)
+        return tuple(Figure(group, (record,)) for group in match.groups())
+    raise ValueError(f"{self._file.file}, {self.name}: found no remark like {pattern!r}")
+
+  def numbers(self, pattern: str) -> list[Number]:
+    """The same, as numbers."""
+    return [Number(float(x.replace(",", "")), *x.records) for x in self.remark(pattern)]
+
+  def number(self, pattern: str) -> Number:
+    """The first of them."""
+    return self.numbers(pattern)[0]
+
+  def repeated(self) -> Number:
+    """The number of times that it was timed."""
+    return self._file.number("cases", self._at, "repetitions")
+
+
+class Bench:
+  """A file of `kvjax.programs.bench`, its cases by their names."""
+
+  def __init__(self, path: pathlib.Path, folder: pathlib.Path = FOLDER):
+    self.path, self.held = path, bench_files.read(path)
+    fitted, file = self.held.get("fitted", NOTHING), path.relative_to(folder).as_posix()
+    study = Study(file, self.held, self.held["device"], 1, "", fitted)
+    self._cases = {x["case"]: Case(study, i) for i, x in enumerate(self.held["cases"])}
+
+  def has(self, name: str) -> bool:
+    return name in self._cases
+
+  def case(self, name: str) -> Case:
+    if name not in self._cases:
+      raise ValueError(
+        f"{self.path}: found no case {name!r}, expected it among {list(self._cases)}"
+      )
+    return self._cases[name]
+
+  def cases(self, pattern: str) -> list[Case]:
+    """All whose names have the pattern, in the file's order; at least one."""
+    found = [case for name, case in self._cases.items() if re.search(pattern, name)]
+    if not found:
+      raise ValueError(
+        f"{self.path}: found no case like {pattern!r}, expected some among {list(self._cases)}"
+      )
+    return found
 
 
 class Results:

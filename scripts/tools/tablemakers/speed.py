@@ -16,7 +16,7 @@ def _versions(results: Results) -> str:
   """Versions of jax, the usual one first, the others with their suites."""
   suites: dict[str, list[str]] = {}
   for bench in results.benches():
-    suites.setdefault(bench.facts["jax"], []).append(f"`{bench.path.stem}`")
+    suites.setdefault(bench.held["jax"], []).append(f"`{bench.path.stem}`")
   usual, *others = sorted(suites, key=lambda version: -len(suites[version]))
   apart = (f", `{version}` in {', '.join(suites[version])}" for version in others)
   return "".join([f"`{usual}`", *apart])

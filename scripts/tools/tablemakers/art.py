@@ -55,7 +55,6 @@ def endless(results: Results) -> Part:
 def stopping(results: Results) -> Part:
   """Walks that end: their splits, and the shares of the tiles that are visited and loaded."""
   return cells.cases(
-    "",
     {label: results.bench("art").case(name) for name, label in STOPPING.items()},
     ("splits", lambda case: cells.number(case.numbers(WALKS)[0], "{:.0f}")),
     ("visited", lambda case: cells.percent(case.numbers(WALKS)[1])),

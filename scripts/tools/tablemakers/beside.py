@@ -204,6 +204,7 @@ def _division(each: Mean) -> list[str]:
 
 
 DIVISIONS = {
+  "full": "–",
   "kvzip": OURS["head"],
   "adakv:safeguard=0+kvzip": OURS["layer"],
   "adakv:safeguard=0+kvzip:over_layers=True": OURS["all"],
@@ -214,15 +215,16 @@ def kvzip_longer(results: Results) -> Part:
   """Needles found at the longer context, by how each budget is divided; the run was stopped."""
   held = scored.Held.of(results, LONGER)
   (whole,) = standings(results.rows(LONGER))
-  lines = [["all", "–", *_longer(held, whole, whole.full)]]
+  row = functools.partial(_longer, held, whole)
+  lines = [row(whole.full)]
   for ones in scored.by_budget(whole):
-    named = [[f"{one.budget:,}", DIVISIONS[one.method], *_longer(held, whole, one)] for one in ones]
-    lines += cells.ranked(zip((held.value(whole, one) for one in ones), named, strict=True))
+    lines += held.ranked(whole, ones, row)
   return cells.table(("kept", "divided", "n", "found, %"), lines, labels=2)
 
 
-def _longer(held: scored.Held, whole: Standings, one: Standing) -> list[str]:
-  return [held.prompts(whole, one, "needle"), held.mean(whole, one)]
+def _longer(held: scored.Held, whole: Standings, one: Standing) -> Sequence[str]:
+  kept = f"{one.budget:,}" if one.budget else "all"
+  return [kept, DIVISIONS[one.method], held.prompts(whole, one, "needle"), held.mean(whole, one)]
 
 
 # ---- figures in sentences

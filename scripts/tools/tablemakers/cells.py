@@ -171,12 +171,9 @@ def ranked(rows: Iterable[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
 Column = Callable[[Case], str]
 
 
-def cases(
-  first: str, held: Mapping[str, Case] | Iterable[Case], *columns: tuple[str, Column]
-) -> Part:
-  """A table of cases by their labels, or their names; each column has a head and what it shows."""
-  named = held if isinstance(held, Mapping) else {case.name: case for case in held}
-  rows = ([label, *(show(case) for _, show in columns)] for label, case in named.items())
+def cases(held: Mapping[str, Case], *columns: tuple[str, Column], first: str = "") -> Part:
+  """A table of cases by their labels; each column has a head and what it shows."""
+  rows = ([label, *(show(case) for _, show in columns)] for label, case in held.items())
   return table((first, *(head for head, _ in columns)), rows)
 
 

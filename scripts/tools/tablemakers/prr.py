@@ -55,7 +55,6 @@ def _over_peers(cases: Iterable[Case]) -> Figure:
 
 def layer(results: Results) -> Part:
   return cells.cases(
-    "",
     _every(results),
     ("PRR", own("prr")),
     ("select first", median("serial")),
@@ -69,7 +68,6 @@ def layer(results: Results) -> Part:
 def steps(results: Results) -> Part:
   bench = results.bench("e2e_sparse")
   return cells.cases(
-    "",
     {f"T{length}": bench.case(f"PRR Llama-3.1-8B B1 T{length}") for length in LENGTHS},
     ("select first", own("serial")),
     ("speed by the profile", faster("by profile", "serial", "{:.3f}")),
@@ -95,7 +93,6 @@ def real_steps(results: Results) -> Part:
 
 def calibration(results: Results) -> Part:
   return cells.cases(
-    "",
     {f"T{length}": _calibration(results, length) for length in ("16K", "128K")},
     ("a layer's calibration", median("searched")),
     ("without the search", median("followed")),

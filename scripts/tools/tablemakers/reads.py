@@ -30,7 +30,6 @@ def scores(results: Results) -> Part:
     for length in ("128K", "512K")
   }
   return cells.cases(
-    "",
     held,
     ("kvjax", own()),
     ("over the summaries' bytes at 4.45 TB/s", _over_bytes),
@@ -80,7 +79,6 @@ def sparse_steps(results: Results) -> Part:
     for method, label in METHODS.items()
   }
   return cells.cases(
-    "",
     held,
     ("a token", own()),
     ("Full", median("Full")),
@@ -119,7 +117,6 @@ def cpe(results: Results) -> Part:
     for keys in ("random", "clustered")
   }
   return cells.cases(
-    "",
     held,
     ("tokens a head", said(VISITED, "{:.0f}")),
     ("CPE", own()),
@@ -139,7 +136,6 @@ def cpe_alone(results: Results) -> Part:
   """Attention to a step's list alone, by how its tokens lie, beside dense decode over as many."""
   held = {f"B{b} T{t >> 10}K": _cpe(results, b, t, "the list alone") for b, t in CPE}
   return cells.cases(
-    "",
     held,
     ("apart", own("apart")),
     ("in runs of 8", median("runs of 8")),
@@ -165,7 +161,6 @@ def codes(results: Results) -> Part:
     for case in results.bench("quantised").cases(r"^(listed )?int\d B")
   }
   return cells.cases(
-    "",
     held,
     ("codes", own()),
     ("bfloat16", lambda case: median(_base(case))(case)),
@@ -190,7 +185,6 @@ def code_steps(results: Results) -> Part:
 def _limited(held: Mapping[str, Case], ours: tuple[str, str], other: tuple[str, str]) -> Part:
   """Times beside what holds more, and what the bytes allow."""
   return cells.cases(
-    "",
     held,
     (ours[0], own(ours[1])),
     (other[0], median(other[1])),
@@ -214,7 +208,6 @@ def per_head(results: Results) -> Part:
   pair = lambda case: ("shared", "equal heads") if shared(case) else ("kvjax", "SnapKV")  # noqa: E731
   alike = faster("shared", "equal heads, shared")
   return cells.cases(
-    "",
     {case.name.removeprefix("shared "): case for case in results.bench("per_head").cases("")},
     ("heads of 0.4 to 1.6", lambda case: own(pair(case)[0])(case)),
     ("equal heads", lambda case: median(pair(case)[1])(case)),
@@ -237,7 +230,6 @@ def _longflow_step(results: Results, batch: int) -> Case:
 def longflow(results: Results) -> Part:
   """A layer's step."""
   return cells.cases(
-    "",
     {f"B{batch}, 3,200 slots": _longflow_step(results, batch) for batch in (128, 16)},
     ("LongFlow", own()),
     ("dense decode", median("dense decode")),

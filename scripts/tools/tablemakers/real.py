@@ -83,7 +83,7 @@ def scores(results: Results, length: str) -> Part:
   row = functools.partial(_row, found, whole, tasks, boards)
   rows = [["all", *row(whole.full)]]
   for label, ones in _classes(whole, boards):
-    rows += cells.ranked((found.rows.value(whole, one), [label, *row(one)]) for one in ones)
+    rows += [[label, *made] for made in found.rows.ranked(whole, ones, row)]
   rows += [["no mean", *row(one)] for one in whole.missing]
   head = ["tokens attended to", "method, budget", "n", *(f"`{task}`" for task in tasks), "mean"]
   head += ["less full", "KL, nats"]
@@ -208,7 +208,7 @@ def answers(results: Results) -> Part:
   line = functools.partial(_answered, found.rows, whole, sizes)
   made: list[Sequence[str]] = [line(whole.full)]
   for ones in scored.by_budget(whole):
-    made += cells.ranked((found.rows.value(whole, one), line(one)) for one in ones)
+    made += found.rows.ranked(whole, ones, line)
   return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
 
 

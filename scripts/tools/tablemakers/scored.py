@@ -1,6 +1,7 @@
 """Figures of evaluations: scores, differences and costs of methods, each with its rows."""
 
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 from kvjax.programs.evals import store
 from kvjax.programs.evals.costs import Cost
@@ -68,6 +69,12 @@ class Held:
     assert one.score
     return Number(one.score.mean, *self.records(whole, one, *whole.tasks))
 
+  def ranked(
+    self, whole: Standings, ones: Iterable[Standing], row: Callable[[Standing], Sequence[str]]
+  ) -> list[Sequence[str]]:
+    """A row of each by their means, the largest first."""
+    return cells.ranked((self.value(whole, one), row(one)) for one in ones)
+
   def gap(self, whole: Standings, one: Standing) -> str:
     """Points less than the full cache's on the same prompts; a dash for itself."""
     if one.gap is None or one is whole.full:
@@ -104,25 +111,14 @@ def called(method: str, budget: int | None) -> str:
   return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
 
 
-def percent(found: Estimate) -> str:
-  mean, low, high = (round(100 * x) for x in (found.mean, found.low, found.high))
-  return f"{mean} ({low}–{high})"
+def interval(mean: float, low: float, high: float, form: str, unit: float = 1) -> str:
+  """A mean with its interval."""
+  mean, low, high = unit * mean, unit * low, unit * high
+  return f"{mean:z{form}} ({low:z{form}}–{high:z{form}})"  # z: zero has no sign
 
 
-def shares(mean: Number, low: Number, high: Number) -> Figure:
-  """Percent with its interval, of numbers in a file."""
-  text = f"{100 * mean:.0f} ({100 * low:.0f}–{100 * high:.0f})"
-  return Figure(text, records.of(mean, low, high))
-
-
-def span(mean: Number, low: Number, high: Number) -> Figure:
-  """Nats with their interval, of numbers in a file."""
-  return Figure(f"{mean:.2g} ({low:.2g}–{high:.2g})", records.of(mean, low, high))
-
-
-def tenths(found: Estimate) -> str:
-  mean, low, high = (f"{100 * x:.1f}" for x in (found.mean, found.low, found.high))
-  return f"{mean} ({low}–{high})"
+def percent(found: Estimate, form: str = ".0f") -> str:
+  return interval(found.mean, found.low, found.high, form, 100)
 
 
 def points(gap: Estimate) -> str:
@@ -132,7 +128,7 @@ def points(gap: Estimate) -> str:
 
 
 def nats(kl: Estimate) -> str:
-  return "0" if kl.high == 0 else f"{kl.mean:.2g} ({kl.low:.2g}–{kl.high:.2g})"
+  return "0" if kl.high == 0 else interval(kl.mean, kl.low, kl.high, ".2g")
 
 
 # ---- costs

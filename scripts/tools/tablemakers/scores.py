@@ -41,7 +41,9 @@ def published(results: Results) -> Part:
   for task, about in PUBLISHED.items():
     for whole in standings(row for row in rows if row["task"] == task):
       held = scored.Held.of(results, FOLDER)
-      here = Figure(scored.tenths(whole.full.tasks[task]), held.records(whole, whole.full, task))
+      here = Figure(
+        scored.percent(whole.full.tasks[task], ".1f"), held.records(whole, whole.full, task)
+      )
       lines.append([f"`{task}`", *about, held.prompts(whole, whole.full, task), here])
   head = ("task", "setting", "published, %", "source", "n", "here, %")
   return cells.table(head, lines, labels=4)
@@ -53,18 +55,16 @@ def pairs(results: Results) -> Part:
   lines = []
   for task in dict.fromkeys(row["task"] for row in rows):
     for whole in standings(row for row in rows if row["task"] == task):
-      held, keys = scored.Held.of(results, FOLDER), task.rsplit("_", 1)[1]
-      full, *others = (
-        (held.value(whole, one), [keys, *_pair(held, whole, one, task)])
-        for one in whole.by.values()
-      )
-      lines += [full[1], *cells.ranked(others)]
+      held = scored.Held.of(results, FOLDER)
+      row = functools.partial(_pair, held, whole, task)
+      others = (one for one in whole.by.values() if one is not whole.full)
+      lines += [row(whole.full), *held.ranked(whole, others, row)]
   return cells.table(("pairs", "method, budget", "n", "right, %", "less full"), lines, labels=2)
 
 
-def _pair(held: scored.Held, whole: Standings, one: Standing, task: str) -> list[str]:
+def _pair(held: scored.Held, whole: Standings, task: str, one: Standing) -> list[str]:
   row = [scored.called(one.method, one.budget), held.prompts(whole, one, task)]
-  return [*row, held.mean(whole, one), held.gap(whole, one)]
+  return [task.rsplit("_", 1)[1], *row, held.mean(whole, one), held.gap(whole, one)]
 
 
 # ---- quality per byte: what cuts, what rounds, and both, beside each other
@@ -86,15 +86,15 @@ def per_byte(results: Results) -> Part:
   held = scored.Held.of(results, real.FOLDER)
   rows = [row for row in results.rows(real.FOLDER) if _counts(row)]
   whole, shares = standings(rows)[0], _shares(rows)
-  line = functools.partial(_line, held, whole)
-  lines = [["all", *line(whole.full, 1.0)]]
+  line = functools.partial(_line, held, whole, shares)
+  lines = [["all", *line(whole.full)]]
   for label, (low, high) in SHARES.items():
     inside = [
-      (held.value(whole, one), [label, *line(one, shares[who])])
+      one
       for who, one in whole.by.items()
       if one.score and one is not whole.full and low <= shares[who] < high
     ]
-    lines += cells.ranked(inside)[:BEST]
+    lines += [[label, *row] for row in held.ranked(whole, inside, line)[:BEST]]
   head = ("", "method, budget", "cache", *(f"`{task}`" for task in TASKS), "mean", "less full")
   return cells.table((*head, "KL, nats"), lines, labels=2)
 
@@ -113,7 +113,10 @@ def _shares(rows: list[dict[str, Any]]) -> dict[Who, float]:
   return {who: size / means[FULL, None] for who, size in means.items()}
 
 
-def _line(held: scored.Held, whole: Standings, one: Standing, share: float) -> list[str]:
+def _line(
+  held: scored.Held, whole: Standings, shares: dict[Who, float], one: Standing
+) -> list[str]:
+  share = shares[one.method, one.budget]
   kept = cells.percent(Number(share, *held.records(whole, one, *TASKS)))
   row = [scored.called(one.method, one.budget), kept]
   return [*row, *(held.score(whole, one, task) for task in TASKS), *held.results(whole, one)]

@@ -44,7 +44,6 @@ LARGE = ("B1 T128K 8x4", "B8 T32K 8x4", "B32 T8K 8x4", "B1 T32K 8x4", "B8 T4K 8x
 def decode(results: Results) -> Part:
   bench = results.bench("decode")
   return cells.cases(
-    "shape (KV heads × group)",
     {label: bench.case(name) for name, label in SHAPES.items()},
     ("kvjax", own()),
     ("share of read", faster("kvjax", "read")),
@@ -52,6 +51,7 @@ def decode(results: Results) -> Part:
     ("jax cuDNN", median("jax cuDNN")),
     ("torch flash SDPA", lambda case: median(_fastest(case, FLASH))(case)),
     ("FlashInfer", median("FlashInfer")),
+    first="shape (KV heads × group)",
   )
 
 
@@ -93,7 +93,6 @@ def _of_bytes(case: Case) -> str:
 
 def steps(results: Results) -> Part:
   return cells.cases(
-    "",
     _steps(results),
     ("kvjax, a token", own()),
     ("over XLA's products + KV", lambda case: cells.ratio(*_over_products(case), "{:.3f}")),
@@ -111,7 +110,7 @@ def peers(results: Results) -> Part:
   columns = []
   for head, peer in zip(("PyTorch, compiled, CUDA graph", "transformers"), PEERS, strict=True):
     columns += [(head, median(peer)), ("over ours", functools.partial(_over_ours, peer))]
-  return cells.cases("", held, ("kvjax, a token", own()), *columns)
+  return cells.cases(held, ("kvjax, a token", own()), *columns)
 
 
 def _over_ours(peer: str, case: Case) -> str:
@@ -134,7 +133,7 @@ def generate(results: Results) -> Part:
     for batch in (1, 8)
   }
   columns = ((head, longer(way, "loop", "{:.3f}")) for way, head in ways.items())
-  return cells.cases("", held, ("loop on the device, a token", own("loop")), *columns)
+  return cells.cases(held, ("loop on the device, a token", own("loop")), *columns)
 
 
 # ---- prompts
@@ -239,12 +238,12 @@ def _over_share(case: Case) -> str:
 
 def gpus(results: Results) -> Part:
   return cells.cases(
-    "Llama-3.1-8B's shape",
     {label: results.bench("scale").case(name) for name, label in SPLIT.items()},
     ("one", median("1 device")),
     ("several", lambda case: own(_several(case))(case)),
     ("times as fast", _speed),
     ("over its share + all-reduces", _over_share),
+    first="Llama-3.1-8B's shape",
   )
 
 

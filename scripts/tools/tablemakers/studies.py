@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from scripts.tools.tablemakers import cells, scored
+from scripts.tools.tablemakers import cells, records, scored
 from scripts.tools.tablemakers.records import Figure, Number, Part
 from scripts.tools.tablemakers.results import GPU, Results, Study
 
@@ -104,7 +104,7 @@ def codes(results: Results) -> Part:
   for method, label in NAMES.items():
     kl, needle = (places[task, method] for task in ("kl", "needle"))
     found = [study.number(needle, "score", end, setting=method) for end in ENDS]
-    rows.append([label, *_divergence(study, kl), scored.shares(*found), _n(study, kl)])
+    rows.append([label, *_divergence(study, kl), _interval(found, ".0f", 100), _n(study, kl)])
   head = ("keys and values", "cache", "KL, nats", "same next token, %", "needles, %", "rows")
   return cells.table(head, rows)
 
@@ -137,7 +137,11 @@ def _divergence(study: Study, at: int) -> list[Figure]:
   kl = [study.number(at, "also", "kl", end, setting=setting) for end in ENDS]
   same = study.number(at, "score", "mean", setting=setting)
   share = study.number(at, "share", setting=setting)
-  return [cells.percent(share), scored.span(*kl), cells.number(100 * same, "{:.1f}")]
+  return [cells.percent(share), _interval(kl, ".2g"), cells.number(100 * same, "{:.1f}")]
+
+
+def _interval(found: list[Number], form: str, unit: float = 1) -> Figure:
+  return Figure(scored.interval(*found, form, unit), records.of(*found))
 
 
 def _n(study: Study, at: int) -> Figure:

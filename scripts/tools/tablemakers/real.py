@@ -220,9 +220,10 @@ def _answered(rows: scored.Held, whole: Standings, sizes: dict, one: Standing) -
   return [name, n, right, rows.gap(whole, one), cells.number(size, "{:.1f}")]
 
 
-def _foreseen(found: Held) -> dict[str, str]:
+def _foreseen(found: Held, timed: Sequence[Cost]) -> dict[str, str]:
   """How near `advise` came to what was measured."""
-  timed = [p.cost for n in LENGTHS for b in found.at(n) for p in b.points if p.cost.expected_us]
+  if not timed:
+    return {}
   ratios = [(cost, (cost.expected_us or 0) / found.time(cost).us) for cost in timed]
   far = [
     cells.number(
@@ -350,7 +351,8 @@ def figures(results: Results) -> dict[str, str]:
     made["short"] = f" Left out, since no walk can end early there: {', '.join(found.short)}."
   if boards := [board for length in LENGTHS for board in found.at(length)]:
     shape = f"T{boards[-1].standings.length >> 10}K, B{boards[-1].batch}"
-    made |= {"shape": shape, "fastest": _fastest(found, boards[-1]), **_foreseen(found)}
+    made |= {"shape": shape, "fastest": _fastest(found, boards[-1])}
+    made |= _foreseen(found, [p.cost for b in boards for p in b.points if p.cost.expected_us])
   for one in found.standings:
     if one.mode == "aware":
       made |= {

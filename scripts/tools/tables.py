@@ -18,7 +18,7 @@ from typing import Annotated
 
 from kvjax.programs import common
 from scripts.tools import markers, tablemakers
-from scripts.tools.tablemakers import Results, house, records
+from scripts.tools.tablemakers import Results, house
 from scripts.tools.tablemakers import results as files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -50,18 +50,13 @@ def made(text: str, results: Results) -> str:
         text = markers.filled(text, name, tablemakers.maker(name)(results))
       except (ValueError, OSError) as error:
         wrong.append(f"{name}: {error}")
-  said: dict[str, str] = {}
-  for module in sorted({name.partition(".")[0] for name in markers.figures(text)}):
-    try:
-      found = tablemakers.figures(module, results)
-      said |= {f"{module}.{name}": records.without_source(x) for name, x in found.items()}
-    except (ValueError, OSError) as error:
-      wrong.append(f"{module}: {error}")
-  if missing := sorted(set(markers.figures(text)) - set(said)):
-    wrong.append(f"found no figures {missing}")
+  try:
+    text, _ = tablemakers.quoted(text, results)
+  except ValueError as error:
+    wrong.append(str(error))
   if wrong:
     raise ValueError("\n".join(wrong))
-  return markers.quoted(text, lambda name: said[name])
+  return text
 
 
 def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tuple[str, str]]:

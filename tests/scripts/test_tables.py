@@ -26,7 +26,7 @@ from scripts.tools.tablemakers import (
   records,
   scores,
 )
-from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
+from scripts.tools.tablemakers.records import NOTHING, Number, Record
 from scripts.tools.tablemakers.results import FOLDER, GPU, Timing
 from tests.scripts.test_art_study import recording
 
@@ -89,9 +89,8 @@ def test_every_page_of_results_is_made():
 
 def test_the_readme_has_no_typed_results():
   text = markers.outside((ROOT / "README.md").read_text("utf-8"))
-  results = text.partition("## Results")[2].partition("## ")[0]
-  _, _, *rows = (line for line in results.splitlines() if "|" in line)
-  assert rows and all(markers.figures(row) for row in rows)
+  _, _, results = text.partition("## Results")
+  assert "|" not in results.partition("## ")[0]
 
 
 # ---- the program
@@ -144,9 +143,9 @@ def test_all_that_is_missing_is_named(tmp_path):
     tables.made(text, Results(tmp_path))
   lines = str(error.value).splitlines()
   modules = {name.partition(".")[0] for name in markers.figures(text)}
-  wanted = [*markers.names(text), *sorted(modules), "found no figures ['art.blind', 'art.cost', "]
-  assert len(lines) == len(wanted) and all(map(str.startswith, lines, wanted))
-  assert "bench_decode.json: found no such file" in lines[0]
+  wanted = [*markers.names(text), *sorted(modules), "found no figures ['reads.nonesuch', 'speed."]
+  assert all(any(line.startswith(name) for line in lines) for name in wanted)
+  assert any("bench_decode.json: found no such file" in line for line in lines)
   with pytest.raises(ValueError, match=r"found no figures \['reads.nonesuch'\]"):
     tables.made("<!--reads.nonesuch-->1<!--.-->", Results())
 
@@ -354,11 +353,7 @@ def parts(name):
   """The figures of a document's parts and sentences, made once for all tests of them."""
   text, results = (ROOT / name).read_text("utf-8"), Results()
   made = {part: tables.tablemakers.maker(part)(results).figures for part in markers.names(text)}
-  for module in {figure.partition(".")[0] for figure in markers.figures(text)}:
-    found = tables.tablemakers.figures(module, results)
-    here = {key: x for key, x in found.items() if f"{module}.{key}" in markers.figures(text)}
-    made |= {f"{module}.{key}": [x] for key, x in here.items() if isinstance(x, Figure)}
-  return made
+  return made | {"sentences": tables.tablemakers.quoted(text, results)[1]}
 
 
 @pytest.mark.core(3)

@@ -7,12 +7,16 @@ does not divide by what was not steady; figures are found by the names of their 
 (`results`), and what is missing is named.
 """
 
+import functools
 import importlib
 from collections.abc import Mapping
 
+from scripts.tools import markers
+from scripts.tools.tablemakers import records
+from scripts.tools.tablemakers.records import Figure
 from scripts.tools.tablemakers.results import Maker, Results
 
-__all__ = ["DOCUMENTS", "Maker", "Results", "figures", "maker"]
+__all__ = ["DOCUMENTS", "Maker", "Results", "maker", "quoted"]
 
 _PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
 _PAGES += ("selection", "codes", "beside")
@@ -37,9 +41,32 @@ def maker(name: str) -> Maker:
   return lambda results: made(results, *arguments)
 
 
+@functools.cache
 def figures(module: str, results: Results) -> Mapping[str, str]:
   """A module's figures in sentences, by their names."""
-  return _module(module).figures(results)
+  found = _module(module).figures(results)
+  return {f"{module}.{name}": records.without_source(figure) for name, figure in found.items()}
+
+
+def quoted(text: str, results: Results) -> tuple[str, list[Figure]]:
+  """A text with its figures in sentences made anew, and those that have a source.
+
+  Raises:
+    ValueError: there are no such figures, or their files are missing; all are named.
+  """
+  said: dict[str, str] = {}
+  wrong, names = [], markers.figures(text)
+  for module in sorted({name.partition(".")[0] for name in names}):
+    try:
+      said |= figures(module, results)
+    except (ValueError, OSError) as error:
+      wrong.append(f"{module}: {error}")
+  if missing := sorted(set(names) - set(said)):
+    wrong.append(f"found no figures {missing}")
+  if wrong:
+    raise ValueError("\n".join(wrong))
+  sources = [x for name in names if isinstance(x := said[name], Figure)]
+  return markers.quoted(text, lambda name: said[name]), sources
 
 
 def _module(name: str):

@@ -16,11 +16,8 @@ from kvjax import (
   CacheSpec,
   Env,
   ExpectedAttention,
-  LongFlow,
-  Measured,
   PromptScored,
   PyramidKV,
-  Quest,
   SnapKV,
   plan_memory,
 )
@@ -317,23 +314,3 @@ def test_pools_split_over_devices():
     args = (spec, AdaKV(SnapKV(40))) if refused is plan_memory else (AdaKV(SnapKV(40)), spec)
     with pytest.raises(ValueError, match=r"mesh: .* expected pools = 1 to be a multiple"):
       refused(*args, mesh)
-
-
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: AdaKV(kvjax.Full()), r"AdaKV\.base: found Full\(\), expected a method that cuts"),
-    (lambda: AdaKV(LongFlow(40)), r"AdaKV\.base: .* expected a method without victim, settle"),
-    (lambda: AdaKV(safeguard=1.5), r"AdaKV\.safeguard: found 1\.5, expected 0 to 1"),
-    (lambda: AdaKV(pools=0), r"AdaKV\.pools: found 0"),
-    (lambda: Measured(AdaKV()), r"Measured\.base: .* whose heads have not as many slots each"),
-    (lambda: Quest(64, base=AdaKV()), r"Quest\.base: .* whose heads have not as many slots each"),
-    (
-      lambda: AdaKV(pools=4).init_caches(CacheSpec(1, 64, 6, 1, 16, 1)),
-      r"AdaKV\.pools: found 4, expected a divisor of the 6 key/value heads",
-    ),
-  ],
-)
-def test_what_cannot_be_is_refused(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()

@@ -334,21 +334,3 @@ def test_constant_values(seed, value, patience, stop):
   every = np.array([-(-31 // 4), -(-24 // 4)])
   want = every if value == 0 else np.minimum(patience + 1, every)
   np.testing.assert_array_equal(np.asarray(aux["tiles"]).min((1, 2)), want)
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"tau": -1.0}, r"ART\.tau: found -1\.0, expected 0 or more"),
-    ({"phi": float("nan")}, r"ART\.phi: found nan, expected 0 or more"),
-    ({"patience": 0}, r"ART\.patience: found 0, expected 1 or more"),
-    ({"sinks": -1}, r"ART\.sinks: found -1, expected 0 or more"),
-    ({"tile": 0}, r"ART\.tile: found 0, expected 1 or more"),
-    ({"probe": "half"}, r"ART\.probe: found 'half', expected 'strided32' or 'full'"),
-    ({"stop": "all"}, r"ART\.stop: found 'all', expected 'group' or 'head'"),
-    ({"base": ART()}, "ART replaces attend, and so does its base"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    ART(**kwargs)

@@ -20,9 +20,7 @@ from kvjax import (
   Full,
   Prompt,
   Quantised,
-  Quest,
   Rope,
-  SnapKV,
 )
 from kvjax.families import sight
 from kvjax.methods.art.certificate import unread_mass
@@ -232,20 +230,6 @@ def test_a_needle_is_found_wherever_it_lies():
     if name == "certified":
       assert np.asarray(aux["tiles"]).max() < 6
   assert found["detected"] > 0.99 and abs(found["certified"] - found["dense"]) < 0.05
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"certify": 2.0}, r"ART\.certify: found 2\.0, expected 0 or more, below 2"),
-    ({"certify": 0.1, "splits": 4}, r"ART\.splits: found 4, expected 1 with certify"),
-    ({"certify": 0.1, "base": SnapKV(24, window_size=4)}, r"ART\.certify: found base SnapKV"),
-    ({"certify": 0.1, "base": Quest(24, page=4)}, r"ART\.certify: found base Quest"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    ART(**kwargs)
 
 
 @pytest.mark.slow

@@ -130,11 +130,6 @@ def test_other_bases_are_refused(base):
     ChunkKV(base)
 
 
-def test_bad_chunk():
-  with pytest.raises(ValueError, match=r"ChunkKV\.chunk: found 0, expected 1 or more"):
-    ChunkKV(SnapKV(64), chunk=0)
-
-
 def test_example_and_neutral():
   assert settings.example(ChunkKV, 64) == ChunkKV(SnapKV(64, 16), chunk=10)
   assert settings.neutral(ChunkKV, 64) == ChunkKV(SnapKV(65, 32))

@@ -110,12 +110,3 @@ def test_defaults_and_presets():
   assert CPE.preset(512, matched=True).base.base.base.k == 388
   assert dataclasses.replace(CPE(), psi=1.0).base.base.psi == 1.0
   assert "base" not in repr(CPE())
-
-
-def test_bad_settings_name_the_part():
-  with pytest.raises(ValueError, match=r"CIS\.k: found 0"):
-    CPE(k=0)
-  with pytest.raises(ValueError, match=r"PSAW\.phi: found 2\.0"):
-    CPE(phi=2.0)
-  with pytest.raises(ValueError, match=r"ETF\.psi: found 0\.0"):
-    CPE(psi=0.0)

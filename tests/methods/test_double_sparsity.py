@@ -254,17 +254,3 @@ def test_refuses_what_does_not_fit(tmp_path):
   np.savez(tmp_path / "part.npz", channels=fits[..., :4] + 1)
   with pytest.raises(ValueError, match="expected every channel once"):
     double_sparsity.load_channels(tmp_path / "part.npz")
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"channels": 0}, "channels: found 0, expected 1 or more"),
-    ({"local": 0}, "local: found 0, expected 1 or more"),
-    ({"sinks": -1}, "sinks: found -1"),
-    ({"budget": 4, "sinks": 4}, r"budget: found 4, expected at least sinks \+ local = 4 \+ 1"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    DoubleSparsity(**kwargs)

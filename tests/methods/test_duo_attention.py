@@ -242,20 +242,6 @@ def test_other_files_are_refused(tmp_path, text):
     read_gates(path)
 
 
-@pytest.mark.parametrize(
-  ("pattern", "message"),
-  [
-    ("half", "found 'half', expected a tuple of tuples, or 'alternate'"),
-    ((), "a tuple of equal tuples"),
-    (((1, 0), (1,)), "a tuple of equal tuples"),
-    (((1, 2),), "True for a retrieval head"),
-  ],
-)
-def test_bad_patterns(pattern, message):
-  with pytest.raises(ValueError, match=rf"DuoAttention\.pattern: .*{message}"):
-    DuoAttention(pattern)
-
-
 def test_what_does_not_fit_is_refused():
   spec = CacheSpec(1, 64, 4, 1, 16, 2)
   with pytest.raises(ValueError, match="found 4 layers of 3 key/value heads, expected 2 of 4"):

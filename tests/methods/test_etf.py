@@ -1,6 +1,5 @@
 """ETF against a NumPy float64 decoder: frozen states, their keys and values, the saved work."""
 
-import dataclasses
 import fractions
 import functools
 import math
@@ -179,28 +178,3 @@ def test_frozen_tokens_cost_nothing(kv, projected):
   heads = 2 * c.heads + (2 - projected) * c.kv_heads
   per_token = 2 * c.dim * (heads * c.head_dim + 3 * c.ffn)
   assert flops(Full()) - flops(method) > 0.97 * 2 * count * per_token
-
-
-@dataclasses.dataclass(frozen=True)
-class Freeze(Full):
-  """Somebody else's freezing."""
-
-  def active(self, at, tokens, total):
-    return None
-
-
-@pytest.mark.parametrize(
-  ("args", "kwargs", "message"),
-  [
-    ((ETF(),), {}, "ETF replaces active, fill, and so does its base"),
-    ((Freeze(),), {}, "ETF replaces active, and so does its base"),
-    ((), {"sinks": -1}, "sinks: found -1, expected 0 or more"),
-    ((), {"psi": 0.0}, "psi: found 0.0, expected more than 0 and at most 1"),
-    ((), {"gamma": -1.0}, "gamma: found -1.0, expected 0 or more"),
-    ((), {"start": -0.1}, "start: found -0.1, expected 0 to 1"),
-    ((), {"kv": "none"}, "kv: found 'none', expected 'previous' or 'project'"),
-  ],
-)
-def test_bad_settings(args, kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    ETF(*args, **kwargs)

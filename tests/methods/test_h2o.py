@@ -104,19 +104,6 @@ def test_a_second_turn_adds_to_the_mass():
   np.testing.assert_allclose(both[filled], want[filled], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"budget": 1}, "budget: found 1, expected 2 or more"),
-    ({"budget": 8, "recent": 8}, "recent: found 8, expected at least 1 and less than budget = 8"),
-    ({"recent": 0}, "recent: found 0"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    H2O(**kwargs)
-
-
 def test_recent_tokens_go_before_those_that_always_stay():
   """The order of ART's walk: a first token, which VATP keeps, comes after all recent ones."""
   method = VATP(8, sinks=2, recent=4)

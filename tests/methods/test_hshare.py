@@ -281,18 +281,3 @@ def test_dense_layers_are_left_out():
   reports = run.decode([30, 22])
   assert reports[0][1]["visited"].tolist() == [[31] * 4, [23] * 4]
   assert reports[1][1]["visited"].tolist() == [[10] * 4] * 2
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"layers": 0.0}, "layers: found 0.0, expected more than 0 and at most 1"),
-    ({"heads": 1.5}, "heads: found 1.5"),
-    ({"steps": 0}, "steps: found 0, expected 1 or more"),
-    ({"local": 0}, "local: found 0, expected 1 or more"),
-    ({"budget": 40}, r"budget: found 40, expected more than sinks \+ local = 8 \+ 32"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    HShare(**kwargs)

@@ -126,17 +126,3 @@ def test_stored_blocks_are_the_keys_as_they_came():
     for place in kept[b]:
       block = stored["v"][b, :, held[b, place]]
       np.testing.assert_array_equal(copies[b, :, place], block)
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"representatives": 0}, "InfLLM.representatives: found 0"),
-    ({"local": 0}, "InfLLM.local: found 0, expected 1 or more"),
-    ({"held": 3, "retrieved": 4}, "InfLLM.held: found 3, expected at least retrieved = 4"),
-    ({"inject": 17}, "InfLLM.inject: found 17, expected at most retrieved = 16"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    InfLLM(**kwargs)

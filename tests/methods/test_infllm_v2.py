@@ -112,17 +112,3 @@ def test_compressed_keys_follow_the_cache():
   for step in range(1, 6):
     layer.decode([20 + step, 12], live=[True, False])
     check_means([21 + step, 12])
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"top": -1}, "top: found -1, expected 0 or more"),
-    ({"local": 0}, "local: found 0, expected 1 or more"),
-    ({"block": 40}, "block: found 40, expected a multiple of stride = 16"),
-    ({"kernel": 8}, "kernel: found 8, expected a multiple of stride = 16"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    InfLLMv2(**kwargs)

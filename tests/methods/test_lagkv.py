@@ -132,16 +132,3 @@ def test_a_second_turn_cuts_anew():
     stay, others = selected(stream, b, h, held, method)
     pos = np.asarray(layer.cache.pos)[b, h]
     assert pos[pos >= 0].tolist() == sorted(stay + others)
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"budget": 271}, r"LagKV.budget: found 271, expected at least sinks \+ 2 · window_size = 272"),
-    ({"sinks": -1}, "LagKV.sinks: found -1, expected 0 or more"),
-    ({"window_size": 0}, "LagKV.window_size: found 0, expected 1 or more"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    LagKV(**kwargs)

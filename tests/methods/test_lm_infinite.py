@@ -43,8 +43,3 @@ def test_prompt_then_decode(limit):
     for b, t in enumerate(at):
       h, g = divmod(step % 9, 3)
       np.testing.assert_allclose(out[b, h, g], oracle(stream, b, h, g, t, method), atol=3e-6)
-
-
-def test_bad_limit():
-  with pytest.raises(ValueError, match="limit: found 8, expected at least budget = 16"):
-    LMInfinite(16, limit=8)

@@ -115,16 +115,3 @@ def test_protected_tokens_stay():
       for row in np.asarray(layer.cache.pos)[b]:
         t = n + step
         assert {0, 1} | set(range(max(0, t - 3), t + 1)) <= set(row.tolist())
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"per": "head"}, "per: found 'head', expected 'kv_head' or 'layer'"),
-    ({"recent": 0}, "recent: found 0, expected 1 or more"),
-    ({"budget": 40, "sinks": 39}, "budget: found 40, expected more than sinks [+] recent"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    LongFlow(**kwargs)

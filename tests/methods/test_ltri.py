@@ -278,22 +278,6 @@ def test_rate_from_a_target():
     calibrated_rate(samples, 99)
 
 
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"ratio": "diagonal"}, "Ltri.ratio: found 'diagonal'"),
-    ({"vectors": 3}, "Ltri.vectors: found 3, expected 4 or more"),
-    ({"quantile": (1.5,)}, r"Ltri.quantile: found \(1.5,\)"),
-    ({"heads": ((1, 2, 0.5), (1, 3, 0.4))}, "Ltri.heads: found"),
-    ({"heads": ()}, "Ltri.heads: found"),
-    ({"last": -1}, "Ltri.last: found -1"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    Ltri(**kwargs)
-
-
 def test_a_head_that_the_model_does_not_have():
   with pytest.raises(ValueError, match="found query head 9 of layer 1, expected one of 9 heads"):
     Ltri(heads=((1, 9, 0.5),)).init_caches(Stream.random(0).spec(64))

@@ -17,11 +17,9 @@ from kvjax import (
   Cache,
   Carry,
   Env,
-  HShare,
   InfLLMv2,
   Plan,
   Quest,
-  SnapKV,
   Span,
   TopKOracle,
 )
@@ -407,25 +405,6 @@ def test_repair_of_any_split(order, sizes, strict, variant):
     x = keys(stream, 0, 0, held) @ q.T / 4
     np.testing.assert_allclose(state.lse[0, 0], np.log(np.exp(x).sum(0)), atol=1e-5)
   np.testing.assert_allclose(state.o[0, 0], want, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"base": SnapKV(64)}, "PRR.base: found SnapKV"),
-    ({"budget": "much"}, "PRR.budget: found 'much', expected 0, or 1 or more, or 'auto'"),
-    ({"budget": 0.5}, "PRR.budget: found 0.5, expected 0, or 1 or more"),
-    ({"variant": "S4"}, "PRR.variant: found 'S4', expected one of"),
-    ({"predictor": "oracle"}, "PRR.predictor: found 'oracle', expected 'holt' or 'ema'"),
-    ({"alpha": 1.5}, "PRR.alpha: found 1.5, expected 0 to 1"),
-    ({"history": 0}, "PRR.history: found 0, expected 1 or more"),
-    ({"every": 0}, "PRR.every: found 0, expected 1 or more"),
-    ({"base": HShare()}, r"PRR.base: found HShare.*, expected a method that selects tiles"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    PRR(**kwargs)
 
 
 def test_art_may_not_walk_what_is_repaired():

@@ -1,6 +1,5 @@
 """PSAW against a NumPy float64 oracle: what every layer and query sees, whole generations."""
 
-import dataclasses
 import fractions
 import math
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import PSAW, Env, Full, Quest, Random, settings
+from kvjax import PSAW, Env, Full, Quest, settings
 from kvjax.methods import depth
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
@@ -141,29 +140,3 @@ def test_neutral_over_another_base():
   np.testing.assert_allclose(
     Run(PSAW(base, phi=1.0)).generate(4), Run(base).generate(4), atol=CLOSE
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class Newest(Full):
-  """A positional method with a window of its own."""
-
-  def window(self, at, qpos):
-    return None
-
-
-@pytest.mark.parametrize(
-  ("args", "kwargs", "message"),
-  [
-    ((Random(8),), {}, r"base: found Random.*expected a method whose slots are positions"),
-    ((Newest(),), {}, "PSAW replaces window, and so does its base"),
-    ((PSAW(),), {}, "PSAW replaces window, and so does its base"),
-    ((), {"sinks": -1}, "sinks: found -1, expected 0 or more"),
-    ((), {"phi": 0.0}, "phi: found 0.0, expected more than 0 and at most 1"),
-    ((), {"phi": 1.5}, "phi: found 1.5"),
-    ((), {"alpha": -1.0}, "alpha: found -1.0, expected 0 or more"),
-    ((), {"start": 1.5}, "start: found 1.5, expected 0 to 1"),
-  ],
-)
-def test_bad_settings(args, kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    PSAW(*args, **kwargs)

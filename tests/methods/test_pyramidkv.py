@@ -107,9 +107,3 @@ def test_a_layer_keeps_what_snapkv_would():
 
 def test_repository_setting():
   assert settings.repo(PyramidKV, 100) == PyramidKV(100, window_size=8, pool=7, reduce="max")
-
-
-def test_bad_beta():
-  with pytest.raises(ValueError, match=r"PyramidKV.beta: found 0, expected 1 or more"):
-    PyramidKV(beta=0)
-  assert PyramidKV(beta=1).beta == 1

@@ -14,7 +14,6 @@ from kvjax import (
   KIVI,
   METHODS,
   PSAW,
-  RKV,
   TOVA,
   Env,
   Full,
@@ -382,25 +381,3 @@ def test_auto_runs_no_kernel_on_numbers_made_for_it():
   assert decode.sparing(at).env.impl == "reference"
   named = Quantised(Quest()).at(Env(2, impl="pallas"), 1)
   assert decode.sparing(named) is named
-
-
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: Quantised(bits=3), r"bits: found 3, expected one of \(8, 4, 2\)"),
-    (lambda: Quantised(exact_layers=-1), "exact_layers: found -1, expected 0 or more"),
-    (lambda: Quantised(group=-1), "group: found -1, expected 0 or more"),
-    (lambda: Quantised(RKV()), "Quantised replaces insert"),
-    (
-      lambda: Quantised(group=6).init_caches(kvjax.CacheSpec(1, 8, 1, 1, 16, 1)),
-      "Quantised.group: found 6 for heads of 16 channels, expected a divisor of them, or 0",
-    ),
-    (
-      lambda: Quantised(bits=4).init_caches(kvjax.CacheSpec(1, 8, 1, 1, 6, 1)),
-      "found head_dim = 6 and bits = 4, expected a head_dim that is a multiple of 4",
-    ),
-  ],
-)
-def test_bad_settings_raise(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()

@@ -96,16 +96,3 @@ def test_bounds_are_stored_as_keys_are():
   assert {x.dtype for x in heads.values()} == {jnp.dtype(jnp.bfloat16)}
   assert heads["key_min"].shape == (2, 3, 3, 16)
   assert not Cache.empty(Quest(), spec, 1).heads
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"page": 0}, "page: found 0, expected 1 or more"),
-    ({"budget": 8}, "budget: found 8, expected at least one page of 16 tokens"),
-    ({"group": "sum"}, "group: found 'sum'"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    Quest(**kwargs)

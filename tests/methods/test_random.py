@@ -1,7 +1,6 @@
 """Random: the kept set against sampling by hand, and the sample's uniformity."""
 
 import numpy as np
-import pytest
 
 from kvjax import Random
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
@@ -53,15 +52,3 @@ def test_sample_is_uniform_and_differs_between_heads():
     assert np.abs(quarters - 250).max() < 60  # 5 standard deviations of the hypergeometric draw
   overlap = [len(a & b) for i, a in enumerate(kept) for b in kept[:i]]
   assert np.abs(np.mean(overlap) - 500) < 30 and max(overlap) < 620
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"budget": 8, "recent": 8}, "budget: found 8, expected more than recent = 8"),
-    ({"recent": 0}, "recent: found 0"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    Random(**kwargs)

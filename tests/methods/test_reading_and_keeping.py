@@ -12,20 +12,14 @@ import pytest
 
 from kvjax import (
   ART,
-  CIS,
-  H2O,
-  PRR,
-  RKV,
   Cache,
   Env,
   ExpectedAttention,
-  InfLLMv2,
   KeyDiff,
   Knorm,
   PyramidKV,
   Quest,
   SnapKV,
-  StreamingLLM,
   TopKOracle,
   settings,
 )
@@ -179,24 +173,6 @@ def test_the_oracle_reads_what_weighs_most_of_what_is_kept():
       want = {int(x) for x in held[np.argsort(-weight)[:6]]}
       found = np.asarray(aux["slots"][b, h])
       assert {int(pos[b, h, s]) for s in found[found >= 0]} == want
-
-
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: Quest(base=H2O(64)), r"Quest\.base: found H2O.*without wants_logits of its own"),
-    (lambda: Quest(base=RKV(64)), r"Quest\.base: found RKV.*without insert of its own"),
-    (lambda: Quest(base=StreamingLLM(64)), r"Quest\.base: found StreamingLLM.*without window"),
-    (lambda: Quest(base=ART()), r"Quest\.base: found ART.*without attend of its own"),
-    (lambda: Quest(base=CIS()), "Quest replaces plan, and so does its base CIS"),
-    (lambda: Quest(base=Quest()), "Quest replaces .*, and so does its base Quest"),
-    (lambda: InfLLMv2(base=SnapKV(64)), r"InfLLMv2\.base: found SnapKV.*neighbours in the text"),
-    (lambda: PRR(Quest(base=SnapKV(64))), r"PRR\.base: found Quest.*tiles of all tokens"),
-  ],
-)
-def test_what_does_not_go_together_is_refused(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
 
 
 def test_is_read_early_stopped_and_measured_like_any_other():

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 from kvjax import (
-  H2O,
   Cache,
   CacheSpec,
   Env,
   Full,
-  Quest,
   RocketKV,
   Rope,
   SnapKV,
-  StreamingLLM,
   settings,
 )
 from kvjax.families import sight
@@ -147,20 +144,6 @@ def test_a_query_of_zeros_reads_the_first_slots():
   out, aux = layer.decode([14, 14])
   assert np.isfinite(out).all()
   assert np.sort(np.asarray(aux["slots"]), -1)[..., -3:].tolist() == [[[0, 1, 2]] * 3] * 2
-
-
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (lambda: RocketKV(1), r"RocketKV\.budget: found 1, expected 2 or more"),
-    (lambda: RocketKV(base=H2O(64)), r"RocketKV\.base: found H2O.*without wants_logits"),
-    (lambda: RocketKV(base=StreamingLLM(64)), r"RocketKV\.base: found StreamingLLM.*window"),
-    (lambda: RocketKV(base=Quest()), r"RocketKV replaces .*, and so does its base Quest"),
-  ],
-)
-def test_what_does_not_go_together_is_refused(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
 
 
 def test_example_and_neutral():

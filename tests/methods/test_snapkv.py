@@ -89,17 +89,3 @@ def test_a_second_turn_selects_anew():
 
 def test_repository_setting():
   assert settings.repo(SnapKV, 100) == SnapKV(100, window_size=32, pool=7, reduce="max")
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"budget": 32}, "SnapKV.budget: found 32, expected more than window_size = 32"),
-    ({"pool": 4}, "SnapKV.pool: found 4, expected an odd number"),
-    ({"window_size": 0}, "SnapKV.window_size: found 0"),
-    ({"reduce": "sum"}, "SnapKV.reduce: found 'sum'"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    SnapKV(**kwargs)

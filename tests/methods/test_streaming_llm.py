@@ -96,21 +96,3 @@ def test_the_repository_evicts_between_turns(rope):
         at[b] += 1
     more = [max(a, len(row)) for a, row in zip(more, kept, strict=True)]
   assert min(more) >= 16 and at[1] > 20  # there was something to evict
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"budget": 4, "sinks": 4}, "budget: found 4, expected more than sinks = 4"),
-    ({"sinks": -1}, "sinks: found -1"),
-    ({"rope": "none"}, "rope: found 'none'"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    StreamingLLM(**kwargs)
-
-
-def test_bad_reserve():
-  with pytest.raises(ValueError, match=r"reserve: found 9, expected 0 to budget - sinks = 8"):
-    StreamingLLMByTurn(10, sinks=2, reserve=9)

@@ -59,17 +59,3 @@ def test_equal_tokens_go_by_position():
 
 def ties(t):
   return choose([1.0] * (t + 1), 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"budget": 0}, "budget: found 0, expected at least 1"),
-    ({"budget": 8, "sinks": 4, "local": 5}, "budget: found 8, expected at least 9"),
-    ({"sinks": -1}, "sinks: found -1, expected 0 or more"),
-    ({"local": -1}, "local: found -1"),
-  ],
-)
-def test_bad_settings(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    TopKOracle(**kwargs)

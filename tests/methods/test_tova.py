@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 
 from kvjax import TOVA, At, Env
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
@@ -55,11 +54,6 @@ def test_kept_sets_and_outputs_over_a_generation():
       own = probabilities(stream, b, h, g, t, kept[b])
       want = softmax_average(np.log(own), np.float64(stream.v[b, h, kept[b]]))
       np.testing.assert_allclose(out[b, h, g], want, atol=5e-6)
-
-
-def test_bad_budget():
-  with pytest.raises(ValueError, match="budget: found 1, expected 2 or more"):
-    TOVA(budget=1)
 
 
 def test_the_mean_is_over_the_heads_of_all_devices():

@@ -8,8 +8,6 @@ import pytest
 from kvjax import (
   DoubleSparsity,
   Env,
-  Full,
-  HShare,
   Quest,
   RocketKV,
   SnapKV,
@@ -127,24 +125,6 @@ def test_the_base_keeps_what_it_keeps_and_dense_layers_stay_dense():
     np.testing.assert_array_equal(run.cache.pos, alone.cache.pos)
     visited = np.asarray(aux["visited"])
     assert (visited == 20).all() if most == 20 else (visited <= most).all() and visited.min() < most
-
-
-@pytest.mark.parametrize(
-  ("make", "message"),
-  [
-    (
-      lambda: Twilight(Full()),
-      r"Twilight\.base: found Full\(\), expected a method that",
-    ),
-    (lambda: Twilight(HShare(64)), r"Twilight\.base: found HShare"),
-    (lambda: Twilight(Twilight()), r"Twilight\.base: found Twilight"),
-    (lambda: Twilight(p=0.0), r"Twilight\.p: found 0\.0, expected more than 0 and at most 1"),
-    (lambda: Twilight(bits=0), r"Twilight\.bits: found 0, expected 1 to 16"),
-  ],
-)
-def test_what_does_not_go_together_is_refused(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
 
 
 @pytest.mark.parametrize("base", [RocketKV(8), DoubleSparsity(8), TopKOracle(8)])

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Sequence
 
 LAWS = "tests/laws"
+SETTINGS = "methods/bad_settings"  # what a method's file refuses
 # Those that show most of what a method computes, in a part of the time of all.
 CHOSEN = ("neutral_setting", "decode_equals", "chunked_prefill", "kept_positions")
 
@@ -45,7 +46,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/longflow/victim.py": of("kernels/longflow_kernel"),
   "pallas_kernels/prefill/dense.py": of("kernels/prefill_kernel"),
   "kvjax/methods/longflow/contribution.py": of("methods/longflow", laws=("longflow",)),
-  "kvjax/methods/longflow/method.py": of("methods/longflow", laws=("longflow",)),
+  "kvjax/methods/longflow/method.py": of("methods/longflow", SETTINGS, laws=("longflow",)),
   "kvjax/ops/scores.py": of(
     *("methods/quest", "methods/infllm_v2", "methods/topk_oracle", "kernels/score_kernels")
   ),
@@ -53,10 +54,12 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "kvjax/methods/cis/retrieval.py": of("methods/cis", "kernels/cis_kernel"),
   "kvjax/methods/cis/similarity.py": of("methods/cis", "kernels/cis_kernel"),
   "kvjax/methods/cis/dilation.py": of("methods/cis", "kernels/cis_kernel"),
-  "kvjax/methods/cis/method.py": of("methods/cis", laws=("cis",)),
+  "kvjax/methods/cis/method.py": of("methods/cis", SETTINGS, laws=("cis",)),
   "kvjax/methods/hshare/sharing.py": of("methods/hshare", "kernels/hshare_kernel"),
-  "kvjax/methods/hshare/method.py": of("methods/hshare", laws=("hshare",)),
-  "kvjax/methods/art/method.py": of("methods/art", "methods/art_certificate", laws=("art",)),
+  "kvjax/methods/hshare/method.py": of("methods/hshare", SETTINGS, laws=("hshare",)),
+  "kvjax/methods/art/method.py": of(
+    *("methods/art", "methods/art_certificate", SETTINGS), laws=("art",)
+  ),
   "kvjax/methods/art/order.py": of("methods/art", laws=("art",)),
   "kvjax/methods/art/splits.py": of("methods/art", laws=("art",)),
   "kvjax/methods/art/walk.py": of("methods/art", "methods/art_certificate", laws=("art",)),
@@ -194,5 +197,7 @@ def selection(root: pathlib.Path, path: str) -> tuple[str, ...]:
   found = [x for x in own if (root / of(x)[0]).is_file()]
   if not found:
     raise ValueError(f"{path}: found no tests of this name, expected a line in SELECTIONS")
+  if path.startswith("kvjax/methods/") and (root / of(SETTINGS)[0]).is_file():
+    found.append(SETTINGS)
   lawful = path.startswith("kvjax/methods/") and (root / LAWS).is_dir()
   return of(*found, laws=(name,) if lawful else ())

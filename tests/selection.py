@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Env, Wrapper
-from kvjax.testing.layer import Layer, capped, rotate, softmax_average
+from kvjax.testing.layer import Layer
+from tests.oracles import attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,29 +36,6 @@ def choose(scores, sinks, local, k):
 def tokens_of(tiles, unit, seen):
   """Positions of the tokens in tiles of `unit`, in order."""
   return [p for j in tiles for p in range(j * unit, min((j + 1) * unit, seen))]
-
-
-def queries(stream, b, h, t):
-  """Rotated queries of a group, float64 [G, H]."""
-  return rotate(stream.q[b, h, :, t], t)
-
-
-def keys(stream, b, h, positions):
-  """Rotated keys, float64 [n, H]."""
-  positions = np.asarray(positions, int)
-  return rotate(stream.k[b, h, positions], positions)
-
-
-def attend(stream, b, h, t, positions, cap=None):
-  """Exact attention of token t over some positions, under a soft cap, float64 [G, H]."""
-  q, k = queries(stream, b, h, t), keys(stream, b, h, positions)
-  v = np.float64(stream.v[b, h, np.asarray(positions, int)])
-  return np.array([softmax_average(capped(k @ row / np.sqrt(len(row)), cap), v) for row in q])
-
-
-def softmax(x):
-  w = np.exp(x - x.max())
-  return w / w.sum()
 
 
 def check(method, stream, lengths, steps, oracle, layer=2, prepare=None, cap=None):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 
 import jax
@@ -25,7 +24,8 @@ from kvjax.core.leaves import Layout
 from kvjax.ops import shared_slots
 from kvjax.runtime.sharding import init_caches
 from kvjax.testing import LAWS, Case
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +173,7 @@ def test_prompt_then_long_decode(method):
       turn.append(at[b])
       assert sorted(found[b][h]) == sorted(stay + turn)
       assert aux["visited"][b, h] == len(stay) + len(turn)
-      q = rotate(stream.q[b, h, step % 3, at[b]], at[b])
-      each = sorted(stay + turn)
-      logits = [q @ rotate(stream.k[b, h, j], j) / math.sqrt(len(q)) for j in each]
-      want = softmax_average(np.array(logits), np.float64(stream.v[b, h, each]))
-      np.testing.assert_allclose(out[b, h, step % 3], want, atol=3e-6)
+      np.testing.assert_allclose(out[b, h], attend(stream, b, h, at[b], stay + turn), atol=3e-6)
   if method.safeguard != 1:
     assert len({len(x) for x in found[0]}) > 1  # heads differ
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax import H2O, ChunkKV, Full, LagKV, LongFlow, PromptScored, Quest, SnapKV, settings
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, held, pooled, window_mass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,22 +16,6 @@ class ByValue(PromptScored):
 
   def score(self, at, turn, past):
     return turn.staged["v"][..., 0]
-
-
-def snapkv(stream, b, h, held, n, method):
-  """A head's SnapKV scores of the tokens before the window, in order of position."""
-  past = [j for j in held if j < n - method.window_size]
-  mass = np.zeros(len(past))
-  for t in range(n - method.window_size, n):
-    seen = [j for j in held if j <= t]
-    keys = np.array([rotate(stream.k[b, h, j], j) for j in seen])
-    for q in stream.q[b, h, :, t]:
-      x = keys @ rotate(q, t) / np.sqrt(len(q))
-      p = np.exp(x - x.max()) / np.exp(x - x.max()).sum()
-      mass += p[: len(past)] / stream.q.shape[2]
-  near = method.pool // 2
-  padded = np.pad(mass, near)
-  return [padded[i : i + method.pool].sum() / method.pool for i in range(len(past))]
 
 
 def selected(scores, past, chunk, room):
@@ -57,22 +42,16 @@ def test_worked_example():
 def test_prompt_and_long_decode(chunk):
   """All heads keep the same tokens; a short chunk before the window counts by its mean."""
   base = SnapKV(15, window_size=3, pool=3)
-  method = ChunkKV(base, chunk=chunk)
   stream, lengths = Stream.random(1, tokens=60), [36, 17]
-  layer = Layer(method, stream, capacity=60)
+  layer = Layer(ChunkKV(base, chunk=chunk), stream, capacity=60)
   layer.prefill(lengths)
-  held = []
+  stay = []
   for b, n in enumerate(lengths):
-    past = list(range(n - 3))
-    scores = [snapkv(stream, b, h, list(range(n)), n, base) for h in range(3)]
-    held.append((selected(scores, past, chunk, 12), list(range(n - 3, n))))
-  for step in range(20):
-    pos = np.asarray(layer.cache.pos)
-    for b, (stay, others) in enumerate(held):
-      for h in range(3):
-        assert sorted(pos[b, h].tolist()) == sorted(stay + others), (b, h, step)
-      held[b] = stay, [*others[1:], lengths[b] + step]
-    layer.decode([n + step for n in lengths])
+    scores = [pooled(window_mass(stream, b, h, range(n), n, 3), 3) for h in range(3)]
+    stay.append(selected(scores, list(range(n - 3)), chunk, 12))
+    for h in range(3):
+      assert held(layer.cache, b, h) == sorted([*stay[b], *range(n - 3, n)])
+  follow(layer, lengths, 20, lambda b, h, t: [*stay[b], *range(t - 2, t + 1)])
 
 
 def test_chunks_of_one_token_are_the_best_tokens_of_all_heads():
@@ -101,14 +80,13 @@ def test_a_second_turn_chunks_what_is_held():
   layer.prefill([30, 8])
   for t in range(4):
     layer.decode([30 + t, 8 + t])
-  before = np.asarray(layer.cache.pos)
+  before = [held(layer.cache, b, 0) for b in range(2)]
   layer.prefill([8, 13], start=[34, 12], past=None)
   for b, (start, n) in enumerate(((34, 42), (12, 25))):
-    held = sorted([*before[b, 0][before[b, 0] >= 0].tolist(), *range(start, n)])
-    past = [j for j in held if j < n - 3]
+    past = [j for j in [*before[b], *range(start, n)] if j < n - 3]
     want = selected(stream.v[b, :, past, 0].T, past, 3, 11)
     for h in range(3):
-      assert np.asarray(layer.cache.pos)[b, h].tolist() == sorted([*want, *range(n - 3, n)])
+      assert held(layer.cache, b, h) == sorted([*want, *range(n - 3, n)])
 
 
 def test_over_a_base_whose_window_is_longer_than_it_says():

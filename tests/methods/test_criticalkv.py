@@ -11,8 +11,8 @@ from kvjax import H2O, CriticalKV, Full, PromptScored, PyramidKV, SharedPrefill,
 from kvjax.methods.criticalkv import norms_of_outputs
 from kvjax.runtime.shared_prefill import take
 from kvjax.testing import tiny
-from kvjax.testing.layer import Layer, Stream, rotate
-from tests.methods.test_chunkkv import snapkv
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, held, keys, pooled, window_mass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +72,24 @@ def test_norms_in_blocks(monkeypatch):
 @pytest.mark.parametrize(("share", "window"), [(0.5, 3), (0.25, 3), (0.4, 7), (0, 2)])
 def test_prompt_and_long_decode(share, window):
   """SnapKV's scores; a window of more tokens than the first half stays whole."""
-  base = SnapKV(15, window_size=window, pool=3)
-  method = CriticalKV(base, share=share)
+  method = CriticalKV(SnapKV(15, window_size=window, pool=3), share=share)
   stream, lengths = Stream.random(1, tokens=60), [36, 17]
   layer = Layer(method, stream, capacity=60)
   layer.prefill(lengths)
-  held = {}
+  lists = {}
   for b, n in enumerate(lengths):
     for h in range(3):
-      scores = snapkv(stream, b, h, list(range(n)), n, base)
+      scores = pooled(window_mass(stream, b, h, range(n), n, window), 3)
       weights = [norms(stream.v[b, h, t], layer.wo[h]) for t in range(n - window)]
-      held[b, h] = kept(scores, weights, window, 15, share, method.epsilon)
-  for step in range(20):
-    pos = np.asarray(layer.cache.pos)
-    for (b, h), want in held.items():
-      assert sorted(pos[b, h].tolist()) == sorted(want), (b, h, step)
-      old = [x for x in want if x >= lengths[b] - window]
-      held[b, h] = [x for x in want if x != min(old)] + [lengths[b] + step]
-    layer.decode([n + step for n in lengths])
+      lists[b, h] = kept(scores, weights, window, 15, share, method.epsilon)
+      assert held(layer.cache, b, h) == lists[b, h]
+
+  def later(b, h, t):
+    oldest = next(x for x in lists[b, h] if x >= lengths[b] - window)
+    lists[b, h] = [x for x in lists[b, h] if x != oldest] + [t]
+    return lists[b, h]
+
+  follow(layer, lengths, 20, later)
 
 
 def test_all_by_score_is_the_base():
@@ -111,17 +111,16 @@ def test_a_second_turn_weighs_what_is_held():
   layer.prefill([30, 8])
   for t in range(4):
     layer.decode([30 + t, 8 + t])
-  before = np.asarray(layer.cache.pos)
+  before = {(b, h): held(layer.cache, b, h) for b, h in np.ndindex(2, 3)}
   layer.prefill([8, 13], start=[34, 12], past=None)
   for b, (start, n) in enumerate(((34, 42), (12, 25))):
     for h in range(3):
-      old = before[b, h][before[b, h] >= 0]
-      past = np.array([j for j in sorted({*old.tolist(), *range(start, n)}) if j < n - 3])
-      scores = [np.abs(rotate(stream.k[b, h, j], j)).sum() for j in past]
+      past = np.array([j for j in [*before[b, h], *range(start, n)] if j < n - 3])
+      scores = np.abs(keys(stream, b, h, past)).sum(-1)
       weights = [norms(stream.v[b, h, j], layer.wo[h]) for j in past]
       chosen = kept(scores, weights, 3, 14, 0.5, method.epsilon)
       want = [*past[[i for i in chosen if i < len(past)]], *range(n - 3, n)]
-      assert sorted(np.asarray(layer.cache.pos)[b, h].tolist()) == want
+      assert held(layer.cache, b, h) == want
 
 
 def test_a_decoder_hands_each_layer_its_own_projection():
@@ -140,7 +139,7 @@ def test_a_decoder_hands_each_layer_its_own_projection():
         weights = [norms(v[b, h, j], wo[h]) for j in range(n - 2)]
         want = kept(scores, weights, 2, 9, 0.5, method.epsilon)
         for cache in others:
-          assert sorted(np.asarray(cache.pos)[b, h].tolist()) == want
+          assert held(cache, b, h) == want
 
 
 @pytest.mark.parametrize("base", [Full(), H2O(64), PyramidKV(64), CriticalKV(SnapKV(64))])

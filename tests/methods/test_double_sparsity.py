@@ -19,7 +19,8 @@ from kvjax.programs.evals import fitted
 from kvjax.testing.layer import Layer, Stream, capped
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
-from tests.selection import Watched, check, choose, keys, queries, softmax
+from tests.oracles import keys, queries, softmax
+from tests.selection import Watched, check, choose
 
 
 def label_channels(stream, b, h, tokens, count):

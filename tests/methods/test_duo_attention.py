@@ -1,8 +1,6 @@
 """DuoAttention against a NumPy oracle: what each head sees, what its slots take, patterns."""
 
 import dataclasses
-import itertools
-import math
 
 import jax
 import numpy as np
@@ -14,18 +12,16 @@ from kvjax import CacheSpec, DuoAttention, Env, Full, SharedPrefill, StreamingLL
 from kvjax.methods.duo_attention.gates import pattern_of, read_gates
 from kvjax.runtime import sharding
 from kvjax.testing import LAWS, Case
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import attend, read_prompt
 
 PATTERN = ((0, 1, 0), (1, 0, 1), (0, 0, 0), (1, 1, 1))
 MIXED = DuoAttention(PATTERN, sinks=2, recent=5)
 
 
-def oracle(stream, b, h, g, t, retrieves, sinks, recent):
-  """Token t of one head attends to what the head holds, at original positions."""
-  held = [j for j in range(t + 1) if retrieves or j < sinks or j > t - recent]
-  q = rotate(stream.q[b, h, g, t], t)
-  logits = [q @ rotate(stream.k[b, h, j], j) / math.sqrt(len(q)) for j in held]
-  return held, softmax_average(np.array(logits), np.float64(stream.v[b, h, held]))
+def seen(t, retrieves, sinks=2, recent=5):
+  """Positions that a head holds at token t."""
+  return [j for j in range(t + 1) if retrieves or j < sinks or j > t - recent]
 
 
 def positions(cache, row, pattern):
@@ -55,21 +51,16 @@ def test_prompt_then_long_decode(index):
   """Layers with both kinds, with streaming heads alone, with retrieval heads alone."""
   stream, lengths = Stream.random(1, tokens=64), [23, 4]
   layer = Layer(MIXED, stream, layer=index)
-  out = layer.prefill(lengths)
-  for b, n in enumerate(lengths):
-    for h, mark in enumerate(PATTERN[index]):
-      for t in range(0, n, 2):
-        _, want = oracle(stream, b, h, t % 3, t, mark, 2, 5)
-        np.testing.assert_allclose(out[b, h, t % 3, t], want, atol=3e-6)
+  read_prompt(layer, lengths, lambda b, h, t: seen(t, PATTERN[index][h]))
   for step in range(30):
     at = [n + step for n in lengths]
     out, aux = layer.decode(at)
     for b, t in enumerate(at):
       kept = positions(layer.cache, b, PATTERN[index])
       for h, mark in enumerate(PATTERN[index]):
-        held, want = oracle(stream, b, h, step % 3, t, mark, 2, 5)
-        assert kept[h] == held and aux["visited"][b, h] == len(held)
-        np.testing.assert_allclose(out[b, h, step % 3], want, atol=3e-6)
+        want = seen(t, mark)
+        assert kept[h] == want and aux["visited"][b, h] == len(want)
+        np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, want), atol=3e-6)
 
 
 def test_chunks_and_a_later_turn():
@@ -78,16 +69,15 @@ def test_chunks_and_a_later_turn():
   layer, start = Layer(MIXED, stream), np.zeros(2, np.int32)
   for valid in ([9, 7], [8, 0], [1, 8], [7, 8]):
     out = layer.prefill(valid, start, tokens=9, past=None)
-    for b, n in enumerate(valid):
-      for h, mark in enumerate(PATTERN[1]):
-        for i in range(n):
-          _, want = oracle(stream, b, h, i % 3, start[b] + i, mark, 2, 5)
-          np.testing.assert_allclose(out[b, h, i % 3, i], want, atol=3e-6)
+    for b, h in np.ndindex(2, 3):
+      for i, t in enumerate(range(start[b], start[b] + valid[b])):
+        want = attend(stream, b, h, t, seen(t, PATTERN[1][h]))
+        np.testing.assert_allclose(out[b, h, :, i], want, atol=3e-6)
     start += valid
   out, _ = layer.decode(start)
-  for b, t in enumerate(start):
-    for (h, mark), g in itertools.product(enumerate(PATTERN[1]), range(3)):
-      np.testing.assert_allclose(out[b, h, g], oracle(stream, b, h, g, t, mark, 2, 5)[1], atol=3e-6)
+  for b, h in np.ndindex(2, 3):
+    want = attend(stream, b, h, start[b], seen(start[b], PATTERN[1][h]))
+    np.testing.assert_allclose(out[b, h], want, atol=3e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Full: exact attention, against a NumPy float64 oracle that keeps no cache at all."""
 
 import dataclasses
-import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +9,8 @@ import pytest
 from kvjax import Env, Full, Plan
 from kvjax.core.leaves import Leaf
 from kvjax.ops import attention
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
-
-
-def oracle(stream, b, h, g, t):
-  """Attention of query t over keys 0 … t, by loops."""
-  q = rotate(stream.q[b, h, g, t], t)
-  logits = [q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)) for j in range(t + 1)]
-  return softmax_average(np.array(logits), np.float64(stream.v[b, h, : t + 1]))
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, read_prompt
 
 
 def test_worked_example():
@@ -29,19 +22,9 @@ def test_worked_example():
 
 
 def test_prompt_and_decode_against_oracle():
-  stream = Stream.random(0)
-  layer, lengths = Layer(Full(), stream), [30, 11]
-  out = layer.prefill(lengths)
-  for b, n in enumerate(lengths):
-    for t, h, g in itertools.product((0, 1, n // 2, n - 1), range(3), range(3)):
-      np.testing.assert_allclose(out[b, h, g, t], oracle(stream, b, h, g, t), atol=2e-6)
-  for step in range(4):
-    at = [n + step for n in lengths]
-    out, aux = layer.decode(at)
-    np.testing.assert_array_equal(aux["visited"], np.array(at)[:, None] + np.ones((2, 3)))
-    for b, t in enumerate(at):
-      for h, g in np.ndindex(3, 3):
-        np.testing.assert_allclose(out[b, h, g], oracle(stream, b, h, g, t), atol=2e-6)
+  layer, lengths = Layer(Full(), Stream.random(0)), [30, 11]
+  read_prompt(layer, lengths, lambda b, h, t: range(t + 1), atol=2e-6)
+  follow(layer, lengths, 4, lambda b, h, t: range(t + 1), atol=2e-6)
 
 
 @pytest.mark.core(1)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from kvjax import Carry, Env, HShare, Prompt, TopKOracle
 from kvjax.methods.hshare import sharing
 from kvjax.testing.layer import Layer, Stream, driver
-from tests.selection import Watched, attend, choose, keys, queries, softmax
+from tests.oracles import attend, keys, queries, softmax
+from tests.selection import Watched, choose
 
 
 class Stack:

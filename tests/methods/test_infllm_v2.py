@@ -10,7 +10,8 @@ from kvjax import Cache, InfLLMv2, settings
 from kvjax.ops import scores as scores_ops
 from kvjax.testing.layer import Layer, Stream, capped
 from tests.compiled import compiled
-from tests.selection import check, choose, keys, queries, softmax, tokens_of
+from tests.oracles import keys, queries, softmax
+from tests.selection import check, choose, tokens_of
 
 SMALL = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)
 

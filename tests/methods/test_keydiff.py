@@ -3,7 +3,8 @@
 import numpy as np
 
 from kvjax import KeyDiff
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, keys
 
 
 def likeness(keys):
@@ -44,26 +45,22 @@ def test_a_zero_key_is_like_nothing():
 
 
 def test_kept_sets_over_a_generation():
+  """The most like the others leaves."""
   budget, lengths = 9, [16, 5]
   stream = Stream.random(4, tokens=70)
   layer = Layer(KeyDiff(budget), stream, capacity=70)
   layer.prefill(lengths)
-
-  def least(b, h, kept):
-    """Who leaves: the most like the others."""
-    keys = np.array([rotate(np.float64(stream.k[b, h, j]), j) for j in kept])
-    return kept[int(np.argmax(likeness(keys)))]
-
-  kept = {}
+  lists = {}
   for b, n in enumerate(lengths):
     for h in range(3):
-      keys = np.array([rotate(np.float64(stream.k[b, h, j]), j) for j in range(n)])
-      kept[b, h] = sorted(np.argsort(likeness(keys), kind="stable")[:budget].tolist())
-  for step in range(50):
-    layer.decode([n + step for n in lengths])
-    pos = np.asarray(layer.cache.pos)
-    for (b, h), mine in kept.items():
-      if len(mine) == budget:
-        mine.remove(least(b, h, mine))
-      mine.append(lengths[b] + step)
-      assert sorted(pos[b, h][pos[b, h] >= 0]) == sorted(mine), (b, h, step)
+      order = np.argsort(likeness(keys(stream, b, h, range(n))), kind="stable")
+      lists[b, h] = sorted(order[:budget].tolist())
+
+  def kept(b, h, t):
+    mine = lists[b, h]
+    if len(mine) == budget:
+      del mine[int(np.argmax(likeness(keys(stream, b, h, mine))))]
+    mine.append(t)
+    return mine
+
+  follow(layer, lengths, 50, kept)

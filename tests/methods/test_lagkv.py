@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax import LagKV
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, keys
 
 
 def weights(tokens, judge):
@@ -27,9 +28,9 @@ def selected(stream, b, h, held, method):
   parts = [held[i : i + lag] for i in range(sinks, len(held) - lag + 1, lag)]
   rounds = [[] for _ in range(lag)]
   for part, judge in itertools.pairwise(parts):
-    k, next_k = ([rotate(stream.k[b, h, j], j) for j in x] for x in (part, judge))
+    k, next_k = (keys(stream, b, h, x) for x in (part, judge))
     v, next_v = (np.float64(stream.v[b, h, x]) for x in (part, judge))
-    score = weights(np.array(k), np.array(next_k)) + weights(v, next_v)
+    score = weights(k, next_k) + weights(v, next_v)
     for place, i in enumerate(np.argsort(-score, kind="stable")):
       rounds[place].append(part[i])
   judged = max(len(parts) - 1, 0) * lag
@@ -58,25 +59,20 @@ def test_prompt_and_long_decode(kwargs):
   stream, lengths = Stream.random(1, tokens=90), [43, 11]
   layer = Layer(method, stream, capacity=90)
   layer.prefill(lengths)
-  held = {
+  parts = {
     (b, h): selected(stream, b, h, list(range(n)), method)
     for b, n in enumerate(lengths)
     for h in range(3)
   }
-  for step in range(40):
-    at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    pos = np.asarray(layer.cache.pos)
-    for (b, h), (stay, others) in held.items():
-      if len(stay) + len(others) == method.budget:
-        others.pop(0)
-      others.append(at[b])
-      kept = sorted(stay + others)
-      assert sorted(pos[b, h][pos[b, h] >= 0].tolist()) == kept, (b, h, step)
-      q = rotate(stream.q[b, h, step % 3, at[b]], at[b])
-      logits = np.array([q @ rotate(stream.k[b, h, j], j) for j in kept]) / np.sqrt(len(q))
-      want = softmax_average(logits, np.float64(stream.v[b, h, kept]))
-      np.testing.assert_allclose(out[b, h, step % 3], want, atol=5e-6)
+
+  def kept(b, h, t):
+    stay, others = parts[b, h]
+    if len(stay) + len(others) == method.budget:
+      others.pop(0)
+    others.append(t)
+    return stay + others
+
+  follow(layer, lengths, 40, kept)
 
 
 def test_a_share_of_every_partition_is_the_papers_cut():

@@ -4,22 +4,16 @@ import numpy as np
 import pytest
 
 from kvjax import LongFlow, SnapKV, settings
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
-
-
-def logits_of(stream, b, h, g, t, kept):
-  q = rotate(stream.q[b, h, g, t], t)
-  return np.array([q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)) for j in kept])
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, logits
 
 
 def contribution(stream, b, h, t, kept):
   """Σ_g α_g·‖v‖₁ of every kept token, in logarithms."""
-  total = np.full(len(kept), -np.inf)
-  for g in range(stream.q.shape[2]):
-    x = logits_of(stream, b, h, g, t, kept)
-    lse = x.max() + np.log(np.exp(x - x.max()).sum())
-    total = np.logaddexp(total, x - lse)
-  return total + np.log(np.abs(np.float64(stream.v[b, h, kept])).sum(-1))
+  x = logits(stream, b, h, t, kept)
+  most = x.max(-1, keepdims=True)
+  share = x - most - np.log(np.exp(x - most).sum(-1, keepdims=True))
+  return np.logaddexp.reduce(share) + np.log(np.abs(np.float64(stream.v[b, h, kept])).sum(-1))
 
 
 def test_worked_example():
@@ -42,29 +36,22 @@ def test_victims_and_outputs_over_a_run(per):
   stream = Stream.random(1, kv_heads=2, tokens=330)
   layer = Layer(LongFlow(budget, window_size=2, per=per), stream, capacity=330)
   layer.prefill(lengths)
-  kept = {(b, h): list(range(n)) for b, n in enumerate(lengths) for h in range(2)}
-  least = {}
+  lists = {(b, h): list(range(n)) for b, n in enumerate(lengths) for h in range(2)}
+  scores = {}
+
+  def kept(b, h, t):
+    mine = lists[b, h]
+    if len(mine) == budget:
+      score = np.logaddexp(scores[b, 0], scores[b, 1]) if per == "layer" else scores[b, h]
+      del mine[int(np.argmin(score[:-1]))]  # the newest stands last
+    mine.append(t)
+    return mine
+
   for step in range(310):
     at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    pos = np.asarray(layer.cache.pos)
-    scores = {}
-    for (b, h), held in kept.items():
-      if len(held) == budget:
-        held.remove(least[b, h])
-      held.append(at[b])
-      held.sort()
-      assert sorted(pos[b, h][pos[b, h] >= 0].tolist()) == held, (b, h, step)
-      for g in range(stream.q.shape[2]):
-        x = logits_of(stream, b, h, g, at[b], held)
-        want = softmax_average(x, np.float64(stream.v[b, h, held]))
-        np.testing.assert_allclose(out[b, h, g], want, atol=2e-5)  # float32 angles of 320 radians
-      scores[b, h] = contribution(stream, b, h, at[b], held)
-    for (b, h), held in kept.items():
-      score = scores[b, h]
-      if per == "layer":
-        score = np.logaddexp(scores[b, 0], scores[b, 1])
-      least[b, h] = held[int(np.argmin(score[:-1]))]  # the newest stands last
+    follow(layer, at, 1, kept, atol=2e-5)  # float32 angles of 320 radians
+    for b, h in lists:
+      scores[b, h] = contribution(stream, b, h, at[b], lists[b, h])
 
 
 def test_a_long_prompt_is_cut_as_snapkv_does():

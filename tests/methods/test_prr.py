@@ -26,7 +26,8 @@ from kvjax import (
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.testing.layer import Layer, Stream
-from tests.selection import Watched, attend, choose, keys, queries, softmax, tokens_of
+from tests.oracles import attend, keys, queries, softmax
+from tests.selection import Watched, choose, tokens_of
 
 QUEST = Quest(16, 4)
 INFLLM = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)

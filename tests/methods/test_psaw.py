@@ -10,9 +10,10 @@ import pytest
 
 from kvjax import PSAW, Env, Full, Quest, settings
 from kvjax.methods import depth
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
+from tests.oracles import follow, read_prompt
 
 
 def visible(t, layer, layers, sinks, phi, alpha, start=0.75):
@@ -82,25 +83,11 @@ def test_prompt_and_steps_of_one_layer():
   stream = Stream.random(1, tokens=40)
   layer = Layer(PSAW(sinks=sinks, phi=phi, alpha=alpha, start=0.25), stream, layer=2)
 
-  def want(b, h, g, t):
-    at = np.array(visible(t + 1, 3, 4, sinks, phi, alpha, start=0.25)) - 1
-    q = rotate(stream.q[b, h, g, t], t)
-    x = [q @ rotate(stream.k[b, h, j], j) / 4 for j in at]
-    return softmax_average(np.array(x), np.float64(stream.v[b, h, at]))
+  def seen(b, h, t):
+    return [i - 1 for i in visible(t + 1, 3, 4, sinks, phi, alpha, start=0.25)]
 
-  out = layer.prefill(lengths)
-  for b, n in enumerate(lengths):
-    for t in range(n):
-      for h, g in np.ndindex(3, 3):
-        np.testing.assert_allclose(out[b, h, g, t], want(b, h, g, t), atol=1e-5)
-  for step in range(20):
-    at = [n + step for n in lengths]
-    out, aux = layer.decode(at)
-    for b, t in enumerate(at):
-      seen = visible(t + 1, 3, 4, sinks, phi, alpha, start=0.25)
-      assert (np.asarray(aux["visited"])[b] == len(seen)).all()
-      for h, g in np.ndindex(3, 3):
-        np.testing.assert_allclose(out[b, h, g], want(b, h, g, t), atol=1e-5)
+  read_prompt(layer, lengths, seen, atol=1e-5)
+  follow(layer, lengths, 20, lambda b, h, t: range(t + 1), attends=seen, atol=1e-5)
 
 
 def test_a_whole_decoder():

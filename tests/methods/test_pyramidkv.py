@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import Env, PyramidKV, SnapKV, settings
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import held, pooled, window_mass
 
 
 def test_pyramid_gives_real_capacities():
@@ -39,15 +40,9 @@ def sizes_of_layers(budget, window, beta, layers):
 
 def heaviest(stream, b, h, length, window, count):
   """The window, and the `count` tokens before it that its queries attend to, pooled by 5."""
-  keys = np.array([rotate(stream.k[b, h, t], t) for t in range(length)])
-  mass = np.zeros(length)
-  for g in range(stream.q.shape[2]):
-    for t in range(length - window, length):
-      x = keys[: t + 1] @ rotate(stream.q[b, h, g, t], t) / np.sqrt(keys.shape[1])
-      mass[: t + 1] += np.exp(x - x.max()) / np.exp(x - x.max()).sum()
   before = length - window
-  pooled = np.convolve(mass[:before], np.ones(5), "same")
-  best = np.argsort(-pooled, kind="stable")[:count]
+  pool = pooled(window_mass(stream, b, h, list(range(length)), length, window), 5)
+  best = np.argsort(-np.array(pool), kind="stable")[:count]
   return sorted([*best.tolist(), *range(before, length)])
 
 
@@ -75,8 +70,7 @@ def test_layers_keep_the_heaviest(budget, window, beta, layers, length):
     run.prefill([length])
     for h in range(2):
       want = heaviest(stream, 0, h, length, window, sizes[layer] - window)
-      held = np.asarray(run.cache.pos[0, h])
-      assert sorted(held[held >= 0].tolist()) == want
+      assert held(run.cache, 0, h) == want
 
 
 @pytest.mark.slow

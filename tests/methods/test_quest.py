@@ -7,7 +7,8 @@ import pytest
 from kvjax import Cache, Quest, settings
 from kvjax.families import sight
 from kvjax.testing.layer import Layer, Stream
-from tests.selection import Watched, check, choose, keys, queries, tokens_of
+from tests.oracles import keys, queries
+from tests.selection import Watched, check, choose, tokens_of
 
 
 def oracle(stream, budget, page, group):

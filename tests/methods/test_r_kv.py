@@ -7,45 +7,35 @@ import numpy as np
 import pytest
 
 from kvjax import RKV, Env, settings
-from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, rotate
+from tests.oracles import follow, held, keys, logits, softmax
 
 
 class Oracle:
   """One KV head of one row: the list of positions that are cached."""
 
   def __init__(self, stream, b, h, method, cap=None):
-    self.cap = cap
-    self.q, self.k, self.v = stream.q[b, h], stream.k[b, h], stream.v[b, h]
-    self.method, self.held = method, []
-
-  def key(self, j):
-    return rotate(self.k[j], j)
-
-  def logits(self, g, t, kept):
-    q = rotate(self.q[g, t], t)
-    return capped([q @ self.key(j) / np.sqrt(len(q)) for j in kept], self.cap)
+    self.of, self.cap, self.method, self.held = (stream, b, h), cap, method, []
 
   def importance(self, past, window):
     """Of every older token, before pooling: the mean over the observing queries."""
-    total, groups = np.zeros(len(past)), range(len(self.q))
+    total = np.zeros(len(past))
     for t in window:
-      rows = [self.logits(g, t, past) for g in groups]
+      rows = logits(*self.of, t, past, self.cap)
       if self.method.group == "max":
-        rows = [np.max(rows, 0)]
-      for x in rows:
-        p = np.exp(x - x.max())
-        total += p / p.sum() / len(rows) / len(window)
+        rows = rows.max(0, keepdims=True)
+      total += softmax(rows).mean(0) / len(window)
     return total
 
   def redundancy(self):
-    keys = [self.key(j) for j in self.held]
-    n, norm = len(keys), [np.linalg.norm(key) for key in keys]
+    k = keys(*self.of, self.held)
+    n, norm = len(k), np.linalg.norm(k, axis=-1)
     mean = np.zeros(n)
     for i in range(n):
       cos = np.zeros(n)
       for j in range(n):
         if i != j:
-          cos[j] = keys[i] @ keys[j] / norm[i] / norm[j]
+          cos[j] = k[i] @ k[j] / norm[i] / norm[j]
       similar = [j for j in range(n) if cos[j] > self.method.threshold]
       if similar:
         cos[similar[-1]] = 0
@@ -73,9 +63,6 @@ class Oracle:
       self.compress()
     self.held.append(t)
 
-  def output(self, g, t):
-    return softmax_average(self.logits(g, t, self.held), np.float64(self.v[self.held]))
-
 
 def repetitive(seed, **kwargs):
   """Keys that are few prototypes with noise, before rotation."""
@@ -84,12 +71,6 @@ def repetitive(seed, **kwargs):
   few = rng.normal(size=(5, stream.k.shape[-1])) * 2
   stream.k[:] = stream.k * 0.5 + few[rng.integers(0, 5, stream.k.shape[:3])]
   return stream
-
-
-def held(layer, b, h):
-  pos = np.asarray(layer.cache.pos)[b, h]
-  assert (pos >= 0).sum() == int(layer.cache.used[b])
-  return pos[pos >= 0].tolist()
 
 
 def test_worked_example():
@@ -107,9 +88,9 @@ def test_worked_example():
   want = np.exp([2 / 5, 0, 1 / 5, 0, 0])  # 0 and 2 spare 3, and 3 spares 2
   np.testing.assert_allclose(twice, want / want.sum(), rtol=1e-5)
   layer.decode([5])
-  assert held(layer, 0, 0) == [0, 1, 2, 3, 4, 5]
+  assert held(layer.cache, 0, 0) == [0, 1, 2, 3, 4, 5]
   layer.decode([6])  # finds the buffer full
-  assert held(layer, 0, 0) == [1, 3, 4, 5, 6]
+  assert held(layer.cache, 0, 0) == [1, 3, 4, 5, 6]
 
 
 @pytest.mark.core(1)
@@ -122,7 +103,7 @@ def test_worked_example():
   ],
 )
 def test_kept_sets_and_outputs_over_a_generation(method, cap):
-  lengths, steps = [33, 9], 260
+  lengths = [33, 9]
   stream = repetitive(1, kv_heads=2, tokens=300)
   env = Env(4, impl="reference", tile=4, soft_cap=cap)
   layer = Layer(method, stream, capacity=300, env=env)
@@ -131,14 +112,12 @@ def test_kept_sets_and_outputs_over_a_generation(method, cap):
   for (b, _), oracle in oracles.items():
     oracle.held = list(range(lengths[b]))
     oracle.compress()
-  for step in range(steps):
-    at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    for (b, h), oracle in oracles.items():
-      oracle.step(at[b])
-      assert held(layer, b, h) == oracle.held, (b, h, step)
-      g = step % 3
-      np.testing.assert_allclose(out[b, h, g], oracle.output(g, at[b]), atol=2e-5)
+
+  def kept(b, h, t):
+    oracles[b, h].step(t)
+    return oracles[b, h].held
+
+  follow(layer, lengths, 260, kept, atol=2e-5, cap=cap)
 
 
 def test_repository_setting():
@@ -170,7 +149,7 @@ def test_turns_are_ranked_with_the_newest_queries():
         oracle.held += range(at[b], at[b] + turn[b])
         if turn[b]:
           oracle.compress()
-        assert held(layer, b, h) == oracle.held
+        assert held(layer.cache, b, h) == oracle.held
     at = [n + more for n, more in zip(at, turn, strict=True)]
 
 
@@ -180,10 +159,10 @@ def test_a_row_is_compressed_without_its_neighbours():
   layer.prefill([10, 5])
   for step in range(4):
     layer.decode([10 + step, 5 + step])
-  before = [held(layer, 1, h) for h in range(3)]
+  before = [held(layer.cache, 1, h) for h in range(3)]
   layer.decode([14, 9])
   assert np.asarray(layer.cache.used).tolist() == [11, 10]
-  assert [held(layer, 1, h) for h in range(3)] == [[*row, 9] for row in before]
+  assert [held(layer.cache, 1, h) for h in range(3)] == [[*row, 9] for row in before]
 
 
 def test_a_full_row_that_is_idle_is_left_alone():

@@ -3,7 +3,8 @@
 import numpy as np
 
 from kvjax import Random
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow
 
 MASK = 0xFFFFFFFF
 
@@ -24,24 +25,11 @@ def kept_by_hand(t, budget, recent, seed, layer, head):
 
 
 def test_kept_positions_and_outputs():
-  budget, recent, seed = 11, 3, 7
-  stream = Stream.random(0, tokens=110)
-  layer = Layer(Random(budget, recent, seed), stream, capacity=110)
-  lengths = [20, 5]
+  budget, recent, seed, lengths = 11, 3, 7, [20, 5]
+  layer = Layer(Random(budget, recent, seed), Stream.random(0, tokens=110), capacity=110)
   layer.prefill(lengths)
-  for step in range(85):
-    at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    pos = np.asarray(layer.cache.pos)
-    for b, t in enumerate(at):
-      for h in range(3):
-        kept = kept_by_hand(t, budget, recent, seed, layer.at.layer, h)
-        assert sorted(p for p in pos[b, h] if p >= 0) == kept, (b, h, t)
-        q = rotate(stream.q[b, h, step % 3, t], t)
-        logits = [q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)) for j in kept]
-        want = softmax_average(np.array(logits), np.float64(stream.v[b, h, kept]))
-        # float32 angles of 105 radians
-        np.testing.assert_allclose(out[b, h, step % 3], want, atol=5e-6)
+  number = layer.at.layer
+  follow(layer, lengths, 85, lambda b, h, t: kept_by_hand(t, budget, recent, seed, number, h))
 
 
 def test_sample_is_uniform_and_differs_between_heads():

@@ -25,7 +25,8 @@ from kvjax import (
 )
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream, softmax_average
-from tests.selection import Watched, keys, queries
+from tests.oracles import keys, queries
+from tests.selection import Watched
 
 PAGE = 4
 ATTENDED = 2e-5  # float32 against NumPy's float64; kernels sum in another order

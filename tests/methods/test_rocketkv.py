@@ -23,7 +23,8 @@ from kvjax import (
 from kvjax.families import sight
 from kvjax.methods.rocketkv import kept
 from kvjax.testing.layer import Layer, Stream, capped
-from tests.selection import Watched, attend, keys, queries, softmax
+from tests.oracles import attend, keys, queries, softmax
+from tests.selection import Watched
 
 ATTENDED = 5e-6  # float32 against NumPy's float64
 

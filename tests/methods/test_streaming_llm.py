@@ -5,23 +5,22 @@ import pytest
 
 from kvjax import StreamingLLM
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import attend, follow, read_prompt
 
 
-def oracle(stream, b, h, g, t, budget, sinks, rope):
-  """The cache as a list: positions kept when token t attends, re-rotated by place in the list."""
-  kept = [j for j in range(t + 1) if j < sinks or j > t - (budget - sinks)]
-  place = {j: i for i, j in enumerate(kept)} if rope == "slot" else {j: j for j in kept}
-  q = rotate(stream.q[b, h, g, t], place[t])
-  logits = [q @ rotate(stream.k[b, h, j], place[j]) / np.sqrt(len(q)) for j in kept]
-  return kept, softmax_average(np.array(logits), np.float64(stream.v[b, h, kept]))
+def positions(t, budget, sinks):
+  """Those kept when token t attends."""
+  return [j for j in range(t + 1) if j < sinks or j > t - (budget - sinks)]
+
+
+# Where keys of a list are rotated to, of caches as lists.
+PLACES = {"slot": lambda kept: list(range(len(kept))), "original": None}
 
 
 def test_worked_example():
   """Budget 3 with one sink: token 3 sees 0, 2 and 3."""
-  stream = Stream.random(0, tokens=4)
-  kept, _ = oracle(stream, 0, 0, 0, 3, budget=3, sinks=1, rope="slot")
-  assert kept == [0, 2, 3]
+  assert positions(3, budget=3, sinks=1) == [0, 2, 3]
 
 
 @pytest.mark.core(3)
@@ -30,22 +29,9 @@ def test_worked_example():
 def test_prompt_then_long_decode(rope, sinks, budget):
   stream = Stream.random(1, tokens=90)
   layer, lengths = Layer(StreamingLLM(budget, sinks, rope), stream, capacity=90), [23, 6]
-  out = layer.prefill(lengths)
-  for b, n in enumerate(lengths):
-    for t in range(n):
-      h, g = divmod(t % 9, 3)
-      _, want = oracle(stream, b, h, g, t, budget, sinks, rope)
-      np.testing.assert_allclose(out[b, h, g, t], want, atol=3e-6)
-  for step in range(60):
-    at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    pos = np.asarray(layer.cache.pos)
-    for b, t in enumerate(at):
-      head, g = divmod(step % 9, 3)
-      kept, want = oracle(stream, b, head, g, t, budget, sinks, rope)
-      for h in range(3):
-        assert sorted(p for p in pos[b, h] if p >= 0) == kept
-      np.testing.assert_allclose(out[b, head, g], want, atol=3e-6)
+  how = {"atol": 3e-6, "places": PLACES[rope]}
+  read_prompt(layer, lengths, lambda b, h, t: positions(t, budget, sinks), **how)
+  follow(layer, lengths, 60, lambda b, h, t: positions(t, budget, sinks), **how)
 
 
 def test_slot_rope_differs_from_original_once_full():
@@ -67,15 +53,12 @@ def test_the_repository_evicts_between_turns(rope):
   layer = Layer(method, stream, capacity=60)
   kept, at, more = [[], []], [0, 0], [0, 0]
 
-  def expect(out, t, b, g=1):
+  def expect(out, t, b):
     """Token t of row b attended to what is kept up to it."""
+    seen = [j for j in kept[b] if j <= t]
+    places = PLACES[rope] and PLACES[rope](seen)
     for h in range(3):
-      seen = [j for j in kept[b] if j <= t]
-      place = {j: i if rope == "slot" else j for i, j in enumerate(seen)}
-      q = rotate(stream.q[b, h, g, t], place[t])
-      logits = [q @ rotate(stream.k[b, h, j], place[j]) / np.sqrt(len(q)) for j in seen]
-      want = softmax_average(np.array(logits), np.float64(stream.v[b, h, seen]))
-      np.testing.assert_allclose(out[h, g], want, atol=3e-6)
+      np.testing.assert_allclose(out[h], attend(stream, b, h, t, seen, places=places), atol=3e-6)
 
   for turn in ([13, 3], [5, 6], [4, 0], [7, 12]):
     out = layer.prefill(turn, start=at, tokens=14, past=None, total=turn)

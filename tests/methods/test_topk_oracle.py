@@ -5,7 +5,8 @@ import pytest
 
 from kvjax import TopKOracle
 from kvjax.testing.layer import Layer, Stream, capped
-from tests.selection import Watched, check, choose, keys, queries, softmax
+from tests.oracles import keys, queries, softmax
+from tests.selection import Watched, check, choose
 
 
 def oracle(stream, budget, sinks, local, cap=None):

@@ -4,19 +4,13 @@ import jax
 import numpy as np
 
 from kvjax import TOVA, At, Env
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
-
-
-def probabilities(stream, b, h, g, t, kept):
-  q = rotate(stream.q[b, h, g, t], t)
-  x = np.array([q @ rotate(stream.k[b, h, j], j) / np.sqrt(len(q)) for j in kept])
-  return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import follow, probabilities
 
 
 def mean_over_heads(stream, b, t, kept):
-  heads, groups = stream.q.shape[1:3]
-  rows = [probabilities(stream, b, h, g, t, kept) for h in range(heads) for g in range(groups)]
-  return np.mean(rows, 0)
+  heads = range(stream.q.shape[1])
+  return np.mean([probabilities(stream, b, h, t, kept) for h in heads], (0, 1))
 
 
 def test_worked_example():
@@ -33,27 +27,22 @@ def test_kept_sets_and_outputs_over_a_generation():
   stream = Stream.random(1, tokens=120)
   layer = Layer(TOVA(budget), stream, capacity=120)
   layer.prefill(lengths)
-  kept, least = [], []
+  shared, least = [], []
   for b, n in enumerate(lengths):
     p = mean_over_heads(stream, b, n - 1, range(n))
-    best = sorted(range(n), key=lambda j, p=p: (-p[j], j))[:budget]
-    kept.append(sorted(best))
-    least.append(min(best, key=lambda j, p=p: (p[j], j)))
-  for step in range(100):
-    at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    for b, t in enumerate(at):
-      if len(kept[b]) == budget:
-        kept[b].remove(least[b])
-      kept[b].append(t)
-      pos = np.asarray(layer.cache.pos)[b]
-      assert all(sorted(row[row >= 0].tolist()) == sorted(kept[b]) for row in pos), (b, step)
-      p = mean_over_heads(stream, b, t, kept[b])
-      least[b] = kept[b][int(np.argmin(p))]
-      h, g = divmod(step % 9, 3)
-      own = probabilities(stream, b, h, g, t, kept[b])
-      want = softmax_average(np.log(own), np.float64(stream.v[b, h, kept[b]]))
-      np.testing.assert_allclose(out[b, h, g], want, atol=5e-6)
+    shared.append(sorted(range(n), key=lambda j, p=p: (-p[j], j))[:budget])
+    least.append(min(shared[b], key=lambda j, p=p: (p[j], j)))
+
+  def kept(b, h, t):
+    mine = shared[b]
+    if h == 0:  # for all heads of the row
+      if len(mine) == budget:
+        mine.remove(least[b])
+      mine.append(t)
+      least[b] = mine[int(np.argmin(mean_over_heads(stream, b, t, mine)))]
+    return mine
+
+  follow(layer, lengths, 100, kept)
 
 
 def test_the_mean_is_over_the_heads_of_all_devices():

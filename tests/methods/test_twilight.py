@@ -18,7 +18,8 @@ from kvjax import (
 from kvjax.methods.twilight import _heaviest, _rounded
 from kvjax.testing.layer import Layer, Stream, capped
 from tests.compiled import compiled
-from tests.selection import Watched, attend, keys, queries, softmax
+from tests.oracles import attend, keys, queries, softmax
+from tests.selection import Watched
 
 ATTENDED = 5e-6  # float32 against NumPy's float64
 

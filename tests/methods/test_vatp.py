@@ -4,10 +4,11 @@ import numpy as np
 
 from kvjax import VATP
 from kvjax.testing.layer import Layer, Stream
-from tests.methods.test_h2o import Oracle
+from tests.gathered import Gathered
+from tests.oracles import follow
 
 
-class Weighted(Oracle):
+class Weighted(Gathered):
   """H2O's lists, evicting by mass × ‖v‖₁ and sparing the first tokens."""
 
   sinks = 2
@@ -33,15 +34,11 @@ def test_kept_sets_over_a_generation():
   budget, recent, lengths = 12, 4, [21, 6]
   stream = Stream.random(1, kv_heads=2, tokens=90)
   layer = Layer(VATP(budget, recent, sinks=2), stream, capacity=90)
-  oracles = {(b, h): Weighted(stream, b, h, budget, recent) for b in range(2) for h in range(2)}
   layer.prefill(lengths)
-  for (b, _), oracle in oracles.items():
-    oracle.prompt(lengths[b])
-  for step in range(60):
-    at = [n + step for n in lengths]
-    out, _ = layer.decode(at)
-    for (b, h), oracle in oracles.items():
-      want = oracle.step(at[b])
-      pos = np.asarray(layer.cache.pos)[b, h]
-      assert sorted(pos[pos >= 0].tolist()) == sorted(oracle.mass), (b, h, step)
-      np.testing.assert_allclose(out[b, h], want, atol=5e-6)
+  lists = Weighted.of(stream, lengths, budget, recent)
+
+  def kept(b, h, t):
+    lists[b, h].step(t)
+    return lists[b, h].mass
+
+  follow(layer, lengths, 60, kept)

@@ -15,7 +15,7 @@ from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrap
 from kvjax.families import sight
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
-from tests.selection import attend
+from tests.oracles import attend
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""Attention over a stream's tokens in NumPy float64, and generations beside lists of positions."""
+
+import numpy as np
+
+from kvjax.testing.layer import capped, rotate
+
+
+def queries(stream, b, h, t, place=None):
+  """Rotated queries of a group, float64 [G, H]; at another place than t if one is given."""
+  return rotate(stream.q[b, h, :, t], t if place is None else place)
+
+
+def keys(stream, b, h, positions, places=None):
+  """Rotated keys, float64 [n, H]."""
+  positions = np.asarray(positions, int)
+  return rotate(stream.k[b, h, positions], positions if places is None else places)
+
+
+def softmax(x):
+  """Along the last axis."""
+  w = np.exp(x - np.max(x, -1, keepdims=True))
+  return w / w.sum(-1, keepdims=True)
+
+
+def logits(stream, b, h, t, positions, cap=None, places=None):
+  """Logits of token t over some positions, float64 [G, n]; it stands at the last of `places`."""
+  q = queries(stream, b, h, t, None if places is None else places[-1])
+  x = keys(stream, b, h, positions, places) @ q.T / np.sqrt(q.shape[1])
+  return capped(x.T, cap)
+
+
+def probabilities(stream, b, h, t, positions, cap=None):
+  """Softmax of the logits, float64 [G, n]."""
+  return softmax(logits(stream, b, h, t, positions, cap))
+
+
+def attend(stream, b, h, t, positions, cap=None, places=None):
+  """Exact attention of token t over some positions, under a soft cap, float64 [G, H]."""
+  v = np.float64(stream.v[b, h, np.asarray(positions, int)])
+  return softmax(logits(stream, b, h, t, positions, cap, places)) @ v
+
+
+def window_mass(stream, b, h, held, n, window):
+  """Probability that the last ones of n tokens give to each held before them, mean over a group."""
+  past = [j for j in held if j < n - window]
+  mass = np.zeros(len(past))
+  for t in range(max(0, n - window), n):
+    seen = [j for j in held if j <= t]
+    mass += probabilities(stream, b, h, t, seen).mean(0)[: len(past)]
+  return mass
+
+
+def pooled(mass, width, reduce="avg"):
+  """Mean or maximum over `width` neighbours; outside of the mass there is 0."""
+  near = np.pad(mass, width // 2)
+  reduce = np.mean if reduce == "avg" else np.max
+  return [reduce(near[i : i + width]) for i in range(len(mass))]
+
+
+def held(cache, b, h):
+  """Positions in a head's slots, in order."""
+  pos = np.asarray(cache.pos)[b, h]
+  return sorted(pos[pos >= 0].tolist())
+
+
+def read_prompt(layer, lengths, seen, atol=3e-6, places=None):
+  """A prompt each of whose tokens t attends to seen(b, h, t), in every head."""
+  out = layer.prefill(lengths)
+  for b, n in enumerate(lengths):
+    for h, t in np.ndindex(out.shape[1], n):
+      at = seen(b, h, t)
+      want = attend(layer.stream, b, h, t, at, places=places and places(at))
+      np.testing.assert_allclose(out[b, h, :, t], want, atol=atol)
+
+
+def follow(layer, lengths, steps, kept, attends=None, atol=5e-6, cap=None, places=None):
+  """Steps after a prompt, each of which holds the positions kept(b, h, t) and attends to them.
+
+  It is asked after a step, row by row and head by head; outputs are compared in every query head.
+
+  Args:
+    attends: (b, h, t) -> positions attended to, where these are not all that are kept.
+    places: positions -> where keys are rotated to, the query where the last of them is.
+  """
+  for step in range(steps):
+    at = [n + step for n in lengths]
+    out, aux = layer.decode(at)
+    for b, h in np.ndindex(out.shape[:2]):
+      want = sorted(kept(b, h, at[b]))
+      assert held(layer.cache, b, h) == want, (b, h, step)
+      want = attends(b, h, at[b]) if attends else want
+      assert aux["visited"][b, h] == len(want)
+      exact = attend(layer.stream, b, h, at[b], want, cap, places and places(want))
+      np.testing.assert_allclose(out[b, h], exact, atol=atol)

@@ -3,10 +3,13 @@
 Layers and positions count from 1, as in the papers.
 """
 
+import fractions
+import math
+
 import numpy as np
 
 from kvjax.testing.layer import rotate, softmax_average
-from kvjax.testing.tiny import model
+from kvjax.testing.tiny import CONFIG, model
 
 
 def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous", decoder=None):
@@ -66,3 +69,26 @@ def _norm(norm, x):
 
 def _array(param):
   return np.asarray(param[...], np.float64)
+
+
+def visible(t, layer, layers, sinks, phi, alpha, start=0.75):
+  """Positions that query t sees, all counted from 1 (Eq. 15); exact where the power is one."""
+  first = math.floor(fractions.Fraction(str(start)) * layers)
+  hidden = fractions.Fraction(0)
+  if layer >= first and layers > first:
+    power = fractions.Fraction(str(alpha)) * (layer - first) / (layers - first)
+    base = fractions.Fraction(str(phi))
+    whole = power.denominator == 1
+    hidden = 1 - (base ** int(power) if whole else fractions.Fraction(float(base) ** float(power)))
+  begin = math.floor(hidden * t)  # P
+  return [i for i in range(1, t + 1) if not (sinks < i < begin)]
+
+
+def frozen(layer, i, total, sinks, psi, gamma=1.0, start=0.75, layers=CONFIG.layers):
+  """Whether token i of `total` is frozen in a layer, both counted from 1 (Eq. 16)."""
+  first = math.floor(fractions.Fraction(str(start)) * layers)
+  if layer < first:
+    return False
+  power = gamma * (layer - first) / (layers - first)
+  base = fractions.Fraction(str(psi)) if power == 1 else fractions.Fraction(psi**power)
+  return sinks < i <= math.floor((1 - base) * total)

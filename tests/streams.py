@@ -1,11 +1,11 @@
-"""Layers of streaming methods, run side by side, and their oracle: NumPy float64 and loops."""
+"""Layers run one above the other, and the oracle of those that stream: NumPy float64, loops."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Carry, Env, Prompt
-from kvjax.testing.layer import capped, driver, rotate
+from kvjax.testing.layer import Stream, capped, driver, rotate
 
 
 class Stack:
@@ -19,22 +19,23 @@ class Stack:
     self.spec = streams[0].spec(capacity, layers=len(streams))
     self.env = Env(len(streams), impl=impl, tile=4, soft_cap=cap)
     self.caches = method.init_caches(self.spec)
-    alike = method.traits.stream.alike
-    sites = [method.at(self.env, alike(layer)) for layer in range(len(streams))]
+    stream, layers = method.traits.stream, range(len(streams))
+    sites = [method.at(self.env, stream.alike(i) if stream else i) for i in layers]
     self._prefill = [driver(at, "prefill") for at in sites]
     self._decode = [driver(at, "decode_step") for at in sites]
 
-  def prefill(self, count, start, width):
+  def prefill(self, count, start=None, width=None):
     """The next `count` tokens of every row, from its `start` on; outputs of all layers."""
-    valid = jnp.asarray(count, jnp.int32)
-    prompt = Prompt(valid, valid, None, width, None)
+    valid, width = jnp.asarray(count, jnp.int32), width or max(count)
+    prompt = Prompt(valid, valid, None, width, 0 if start is None else None)
+    start = [0] * len(count) if start is None else start
     carry, caches, outs = Carry(), [], []
     for run, stream, cache in zip(self._prefill, self.streams, self.caches, strict=True):
       cut = columns(stream, [range(n, n + width) for n in start])
       _, (out, cache, carry, _) = run(cache, *cut, prompt, carry)
       caches.append(cache)
       outs.append(np.asarray(out))
-    self.caches = tuple(caches)
+    self.caches = self.method.conclude(self.env, tuple(caches), valid)
     return outs
 
   def decode(self, at):
@@ -149,3 +150,16 @@ class Oracle:
     """What all queries so far gave to a key (of one KV head, or of all)."""
     heads = range(self.heads) if h is None else [h]
     return sum(self.given.get((i, t, j), 0.0) for i in heads for t in range(self.n))
+
+
+def similar_streams(seed, layers, tokens):
+  """Layers and heads that resemble one another in part, as those of a model do."""
+  sizes = {"kv_heads": 4, "groups": 3, "tokens": tokens, "head_dim": 8}
+  base = Stream.random(seed, **sizes)
+  own = [Stream.random(seed + 1 + i, **sizes) for i in range(layers)]
+
+  def mixed(a, b):
+    common = a.mean(1, keepdims=True) * 2
+    return (common + 0.6 * a + 0.6 * b).astype(np.float32)
+
+  return [Stream(mixed(base.q, x.q), mixed(base.k, x.k), x.v) for x in own]

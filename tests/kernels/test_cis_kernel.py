@@ -17,7 +17,7 @@ from kvjax.kernels.cis.note import note
 from kvjax.kernels.selection import top_k
 from kvjax.kernels.selection.key_weights import key_logits
 from kvjax.methods.cis.dilation import dilated
-from tests.methods.test_cis import wandering
+from tests.cis_oracle import wandering
 
 
 @pytest.mark.slow

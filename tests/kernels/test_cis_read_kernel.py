@@ -15,9 +15,9 @@ from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Carry, Env, Rope, Wrapp
 from kvjax.families import sight
 from kvjax.kernels.cis.read import LANES, read
 from kvjax.kernels.common import config
+from tests.cis_oracle import wandering
 from tests.kernels.test_cis_kernel import tokens_of
 from tests.kernels.test_decode_ops import operations
-from tests.methods.test_cis import wandering
 
 NOTES = ("queries", "anchor", "retrieved")
 

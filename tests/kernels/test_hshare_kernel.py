@@ -12,7 +12,8 @@ import pytest
 
 from kvjax import Carry, Env, HShare, Rope
 from kvjax.kernels.selection.hshare import listed
-from tests.methods.test_hshare import Stack, columns, similar_streams
+from tests.selection import Watched
+from tests.streams import Stack, columns, similar_streams
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ from tests.methods.test_hshare import Stack, columns, similar_streams
 def test_same_sets_as_the_reference(method, lengths):
   """Both implementations through four layers from the same caches; the kernels' caches go on."""
   streams = similar_streams(1, 4, 60)
-  run = Stack(method, streams)
+  run = Stack(Watched(method), streams, capacity=64)
   run.prefill(lengths)
   caches, live = run.caches, jnp.ones(2, bool)
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
 from kvjax.testing.layer import Layer, Stream, rotate
+from tests.coded import held, kept, own_rounded
 from tests.kernels import test_decode_ops as steps
-from tests.methods.test_quantised import held, kept, own_rounded
 
 LENGTHS = (22, 9)
 # Methods whose steps list tiles of what they keep, and leave attention to them as it is.

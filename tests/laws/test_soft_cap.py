@@ -11,7 +11,7 @@ from kvjax import ExpectedAttention
 from kvjax.testing.layer import Layer
 from kvjax.testing.layer_laws import one_layer, stream_of
 from kvjax.testing.tiny import CAPACITY
-from tests.laws.test_laws import CASES
+from tests.law_cases import CASES
 
 CAP = 1.5  # of logits with a deviation of 1.5
 LENGTHS, STEPS = [22, 9], 3

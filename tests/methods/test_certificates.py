@@ -15,7 +15,7 @@ from kvjax.analysis import certificates as c
 from kvjax.models.decode.generate import join, prefill, split
 from kvjax.models.io import convert
 from kvjax.testing.layer import Layer, Stream
-from tests.methods.test_cis import wandering
+from tests.cis_oracle import wandering
 from tests.models.test_golden import GOLDENS
 
 SCALES = [0.0, 1e-6, 0.1, 1.0, 10.0, 1e4]

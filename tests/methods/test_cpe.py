@@ -8,9 +8,8 @@ import pytest
 from kvjax import CIS, CPE, ETF, PSAW
 from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
-from tests.methods.test_cis import Oracle, follow, wandering
-from tests.methods.test_etf import frozen
-from tests.methods.test_psaw import visible
+from tests.cis_oracle import Oracle, follow, wandering
+from tests.decoder_oracle import frozen, visible
 
 # A setting under which all three do something in four layers and 30 tokens.
 SETTING = {"k": 4, "sinks": 2, "local": 3, "block": 4, "tau": 0.1, "start": 0.25}

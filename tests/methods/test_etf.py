@@ -1,8 +1,6 @@
 """ETF against a NumPy float64 decoder: frozen states, their keys and values, the saved work."""
 
-import fractions
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +11,10 @@ from kvjax import ETF, H2O, Carry, Full, Prompt, Quest, settings
 from kvjax.models.decode.generate import join, prefill
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
+from tests.decoder_oracle import frozen
 
 STEPS = 5
 both = pytest.mark.parametrize("kv", ["previous", "project"])
-
-
-def frozen(layer, i, total, sinks, psi, gamma=1.0, start=0.75, layers=CONFIG.layers):
-  """Whether token i of `total` is frozen in a layer, both counted from 1 (Eq. 16)."""
-  first = math.floor(fractions.Fraction(str(start)) * layers)
-  if layer < first:
-    return False
-  power = gamma * (layer - first) / (layers - first)
-  base = fractions.Fraction(str(psi)) if power == 1 else fractions.Fraction(psi**power)
-  return sinks < i <= math.floor((1 - base) * total)
 
 
 def active(method, layer, tokens, total):

@@ -11,55 +11,12 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax import Carry, Env, HShare, Prompt, TopKOracle
+from kvjax import Env, HShare, TopKOracle
 from kvjax.methods.hshare import sharing
-from kvjax.testing.layer import Layer, Stream, driver
+from kvjax.testing.layer import Layer, Stream
 from tests.oracles import attend, keys, queries, softmax
 from tests.selection import Watched, choose
-
-
-class Stack:
-  """Layers of one model, each fed with a stream of its own; sets go up through the carry."""
-
-  def __init__(self, method, streams, capacity=64):
-    self.streams, self.method = streams, Watched(method)
-    self.spec = streams[0].spec(capacity, layers=len(streams))
-    self.env = Env(len(streams), impl="reference", tile=4)
-    self.caches = self.method.init_caches(self.spec)
-    sites = [self.method.at(self.env, layer) for layer in range(len(streams))]
-    self._prefill = [driver(at, "prefill") for at in sites]
-    self._decode = [driver(at, "decode_step") for at in sites]
-
-  def prefill(self, lengths, start=None):
-    """The next tokens of every row, from its `start` on."""
-    start = np.zeros_like(lengths) if start is None else np.asarray(start)
-    tokens, valid = max(lengths), jnp.asarray(lengths, jnp.int32)
-    prompt = Prompt(valid, valid, None, tokens, 0 if not start.any() else None)
-    carry, caches = Carry(), []
-    for run, stream, cache in zip(self._prefill, self.streams, self.caches, strict=True):
-      cut = columns(stream, [range(n, n + tokens) for n in start])
-      _, (_, cache, carry, _) = run(cache, *cut, prompt, carry)
-      caches.append(cache)
-    self.caches = self.method.conclude(self.env, tuple(caches), valid)
-
-  def decode(self, at):
-    """Outputs and reports of all layers."""
-    carry, caches, found, live = Carry(), [], [], jnp.ones(len(at), bool)
-    for run, stream, cache in zip(self._decode, self.streams, self.caches, strict=True):
-      new = columns(stream, at)
-      _, (out, cache, carry, aux) = run(cache, *new, live, carry)
-      caches.append(cache)
-      found.append((np.asarray(out), jax.tree.map(np.asarray, aux)))
-    self.caches = tuple(caches)
-    return found
-
-
-def columns(stream, tokens):
-  """q, k and v of each row's tokens; after the end of the stream the last one."""
-  return [
-    np.stack([np.take(x[b], t, -2, mode="clip") for b, t in enumerate(tokens)])
-    for x in (stream.q, stream.k, stream.v)
-  ]
+from tests.streams import Stack, similar_streams
 
 
 class Oracle:
@@ -121,19 +78,6 @@ def greedy(members, share):
   return source
 
 
-def similar_streams(seed, layers, tokens):
-  """Layers and heads that resemble one another in part, as those of a model do."""
-  sizes = {"kv_heads": 4, "groups": 3, "tokens": tokens, "head_dim": 8}
-  base = Stream.random(seed, **sizes)
-  own = [Stream.random(seed + 1 + i, **sizes) for i in range(layers)]
-
-  def mixed(a, b):
-    common = a.mean(1, keepdims=True) * 2
-    return (common + 0.6 * a + 0.6 * b).astype(np.float32)
-
-  return [Stream(mixed(base.q, x.q), mixed(base.k, x.k), x.v) for x in own]
-
-
 def test_worked_example():
   """3 is most like 1 and joins it; 2 and 3 would be next, but 3 has given up its own; 2 joins 0."""
   alike = jnp.array([[[9, 0, 0, 0], [1, 9, 0, 0], [3, 2, 9, 0], [0, 8, 7, 9]]])
@@ -168,7 +112,7 @@ def test_greedy_against_a_loop(seed):
 def test_a_generation(m, lengths):
   """Four layers of four heads; sets, sharing, outputs, at every step of both rows."""
   streams, steps = similar_streams(1, 4, 70), 16
-  run = Stack(m, streams)
+  run = Stack(Watched(m), streams, capacity=64)
   run.prefill(lengths)
   oracles = [Oracle(streams, b, m) for b in range(2)]
   for oracle, n in zip(oracles, lengths, strict=True):
@@ -198,7 +142,7 @@ def test_ratio_of_retrievals():
   """On rows that are long enough to share, exactly layers·heads/steps of all sets are retrieved."""
   streams = similar_streams(7, 4, 70)
   for m, ratio in ((HShare(12, 1, 3), 1 / 8), (HShare(12, 1, 3, 0.75, 0.75), 9 / 32)):
-    run = Stack(m, streams)
+    run = Stack(Watched(m), streams, capacity=64)
     run.prefill([30, 24])
     done = [aux["retrieved"] for step in range(8) for _, aux in run.decode([30 + step, 24 + step])]
     assert np.mean(done) == ratio
@@ -209,7 +153,7 @@ def test_a_second_turn_decides_anew():
   """And an idle row keeps its decisions."""
   streams = similar_streams(3, 4, 70)
   m = HShare(12, 1, 3)
-  run = Stack(m, streams)
+  run = Stack(Watched(m), streams, capacity=64)
   run.prefill([20, 16])
   for step in range(5):
     run.decode([20 + step, 16 + step])
@@ -276,7 +220,7 @@ def test_without_sharing_it_is_the_oracle():
 def test_dense_layers_are_left_out():
   """Layer 0 reads everything; the others share among themselves."""
   streams = similar_streams(9, 3, 50)
-  run = Stack(HShare(10, 1, 3, dense_layers=1), streams)
+  run = Stack(Watched(HShare(10, 1, 3, dense_layers=1)), streams, capacity=64)
   assert not run.caches[0].heads and run.caches[1].rows["from_layer"].tolist() == [0, 0]
   run.prefill([30, 22])
   reports = run.decode([30, 22])

@@ -1,7 +1,6 @@
 """KVzip: scores against a softmax by hand over the repetition, and a context for many questions."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,7 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.testing import tiny
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import TOKENS
-from tests import decoder_oracle
-
-model = functools.partial(tiny.model, layers=2)  # that they are several is enough
-
-ASK = Instructions(first=(7, 8, 9), again=(10, 11), suffix=(12,))
-LENGTHS = np.array([30, 19])
+from tests.kvzip_oracle import ASK, LENGTHS, by_hand, model
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
@@ -37,35 +31,6 @@ def test_worked_example(cap):
   own = {"k": jnp.zeros((1, 1, 2, 2)), "pos": jnp.asarray([[[5, 6]]])}
   found = looked_at(q, jnp.asarray([[5, 6]]), held, own, cap)
   np.testing.assert_allclose(found[0, 0], [3 / 5, 2 / 5], rtol=1e-6)
-
-
-def by_hand(row, n, chunk, sinks):
-  """Scores [L, K, n] in NumPy float64, from the decoder in loops: a softmax over few keys a query.
-
-  Positions count from 1 there.
-  """
-  decoder = model()
-  out = np.zeros((len(decoder.layers), 2, n))
-  for start in range(sinks, n, chunk):
-    of_chunk = row[start : min(start + chunk, n)]
-    said = [*ASK.first] if start == sinks else [*ASK.again, *row[max(sinks, start - 8) : start]]
-    ids = [*row[:n], *said, *ASK.suffix, *of_chunk]
-    mine = [*range(sinks), *range(start, start + len(of_chunk))]
-
-    def look(number, head, t, q, k, start=start, mine=mine):
-      if t > n:
-        at = np.array([*mine, *range(n, t)])
-        for each in q:
-          weight = np.exp(k[at] @ each / np.sqrt(len(each)))
-          share = (weight / weight.sum())[: len(mine)]
-          for j, x in zip(mine, share, strict=True):
-            if j >= start:
-              out[number - 1, head, j] = max(out[number - 1, head, j], x)
-      return range(1, t + 1)
-
-    decoder_oracle.logits(ids, len(ids), sees=look, decoder=decoder)
-  out[:, :, :sinks] = 2
-  return out
 
 
 @pytest.mark.parametrize(

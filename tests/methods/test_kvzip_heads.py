@@ -17,7 +17,7 @@ from kvjax.models.decode.generate import generate, prefill
 from kvjax.ops import shared_slots
 from kvjax.testing.tiny import CLOSE, TOKENS
 from tests import decoder_oracle
-from tests.methods.test_kvzip import ASK, LENGTHS, by_hand, model
+from tests.kvzip_oracle import ASK, LENGTHS, by_hand, model
 
 CONTEXT, ROOM, SINKS = TOKENS[:, :30], 3, 2
 LAYERS, HEADS = 2, 2

@@ -13,7 +13,7 @@ from kvjax import Carry, Env, Ltri
 from kvjax.families.streamed import injected
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
 from kvjax.testing.layer import Stream, capped, rotate
-from tests.methods.test_spans import slow_divide, slow_elect, slow_ratio
+from tests.slow_spans import slow_divide, slow_elect, slow_ratio
 from tests.streams import Oracle, Stack, columns
 
 

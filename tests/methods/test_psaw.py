@@ -13,20 +13,8 @@ from kvjax.methods import depth
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
+from tests.decoder_oracle import visible
 from tests.oracles import follow, read_prompt
-
-
-def visible(t, layer, layers, sinks, phi, alpha, start=0.75):
-  """Positions that query t sees, all counted from 1 (Eq. 15); exact where the power is one."""
-  first = math.floor(fractions.Fraction(str(start)) * layers)
-  hidden = fractions.Fraction(0)
-  if layer >= first and layers > first:
-    power = fractions.Fraction(str(alpha)) * (layer - first) / (layers - first)
-    base = fractions.Fraction(str(phi))
-    whole = power.denominator == 1
-    hidden = 1 - (base ** int(power) if whole else fractions.Fraction(float(base) ** float(power)))
-  begin = math.floor(hidden * t)  # P
-  return [i for i in range(1, t + 1) if not (sinks < i < begin)]
 
 
 def test_worked_example():

@@ -28,6 +28,7 @@ from kvjax.ops import decode
 from kvjax.primitives import codes as quantised
 from kvjax.primitives.codes import Codes
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from tests.coded import held, kept, own_codes, own_rounded, rotated
 from tests.compiled import compiled
 
 dequantise, quantise = compiled(quantised.dequantise), compiled(quantised.quantise)
@@ -73,20 +74,6 @@ def test_words_hold_channels_a_stride_apart():
   np.testing.assert_array_equal(packed(jnp.asarray([1, 2, 3, 4]), 4, jnp.int8), [1 + 48, 2 + 64])
 
 
-def own_codes(x, bits):
-  """(codes, a, z) of the last axis, in float64."""
-  x = np.asarray(x, np.float64)
-  most, zero = (127, 0.0) if bits == 8 else (2**bits - 1, x.min(-1, keepdims=True))
-  top = np.abs(x - zero).max(-1, keepdims=True)
-  return np.rint((x - zero) * most / np.where(top > 0, top, 1)), top / most, zero
-
-
-def own_rounded(x, bits, group=0):
-  x = np.asarray(x, np.float64)
-  code, a, zero = own_codes(x.reshape(*x.shape[:-1], -1, group or x.shape[-1]), bits)
-  return (code * a + zero).reshape(x.shape)
-
-
 @pytest.mark.core(4)
 @pytest.mark.parametrize("group", [0, 8, 64])
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -117,28 +104,11 @@ def test_what_is_not_finite_is_loud():
 # ---- a layer
 
 
-def rotated(stream, b, h, positions):
-  return np.stack([rotate(stream.k[b, h, p], p) for p in positions])
-
-
-def kept(stream, b, h, first, positions, bits, group=0):
-  """Keys and values at positions, as codes have them, after a first chunk of `first` tokens."""
-  mean = rotated(stream, b, h, range(first)).mean(0)
-  keys = own_rounded(rotated(stream, b, h, positions) - mean, bits, group) + mean
-  return keys, own_rounded(stream.v[b, h, positions], bits, group)
-
-
 def attended(stream, b, h, g, t, first, positions, bits, group=0):
   """A decode step's output over positions: the query in 8 bits."""
   keys, values = kept(stream, b, h, first, positions, bits, group)
   q = own_rounded(rotate(stream.q[b, h, g, t], t), 8)
   return softmax_average(keys @ q / np.sqrt(len(q)), values)
-
-
-def held(cache, b, h):
-  """The positions in a head's slots."""
-  row = np.asarray(cache.pos)[b, h]
-  return row[row >= 0].tolist()
 
 
 @pytest.mark.core(3)

@@ -11,6 +11,14 @@ from kvjax.families import retrieval
 from kvjax.methods.ltri import spans as plain
 from kvjax.methods.ltri import vectors as plain_vectors
 from tests.compiled import of
+from tests.slow_spans import (
+  slow_candidates,
+  slow_divide,
+  slow_elect,
+  slow_nms,
+  slow_ratio,
+  slow_scores,
+)
 
 spans = of(plain)
 vectors = of(plain_vectors)
@@ -23,61 +31,6 @@ def random_maps(seed, count, size):
   x = np.where(np.tril(np.ones((size, size), bool)), x, -np.inf)
   p = np.exp(x - x.max(-1, keepdims=True))
   return (p / p.sum(-1, keepdims=True)).astype(np.float32)
-
-
-def slow_scores(a, theta):
-  """Brute-force sums over every triangle."""
-  size = len(a)
-  out = np.full((size, size), -np.inf)
-  for x in range(size):
-    for y in range(x, size):
-      out[x, y] = sum(float(a[i, j]) - theta for i in range(x, y + 1) for j in range(x, i + 1))
-  return out
-
-
-def slow_candidates(scores):
-  """For every x + y the best (x, y + 1, score)."""
-  size, best = len(scores), []
-  for middle in range(2 * size - 1):
-    spans_ = [(x, middle - x) for x in range(size) if x <= middle - x < size]
-    x, y = max(spans_, key=lambda s: (scores[s], -s[0]))
-    best.append((x, y + 1, scores[x, y]))
-  return best
-
-
-def slow_nms(boxes, overlap, count):
-  """The textbook's: sort, take the first, drop what overlaps it, and again."""
-  left = sorted((box for box in boxes if box[2] > 0), key=lambda box: -box[2])
-  kept = []
-  while left:
-    a, b, _ = left.pop(0)
-    kept.append((a, b))
-
-    def iou(box, a=a, b=b):
-      common = max(0, min(b, box[1]) - max(a, box[0])) ** 2
-      return common / ((b - a) ** 2 + (box[1] - box[0]) ** 2 - common)
-
-    left = [box for box in left if iou(box) <= overlap]
-  return (kept + [(0, 0)] * count)[:count]
-
-
-def slow_divide(a, quantile, overlap, count):
-  triangle = [a[i, j] for i in range(len(a)) for j in range(i + 1)]
-  theta = float(np.quantile(np.float64(triangle), quantile))
-  return slow_nms(slow_candidates(slow_scores(np.float64(a), theta)), overlap, count)
-
-
-def slow_ratio(a, start, stop, mode):
-  size = len(a)
-  own = sum(a[i, j] for i in range(start, stop) for j in range(start, stop))
-  row = sum(a[i, j] for i in range(start, stop) for j in range(start))
-  col = sum(a[i, j] for i in range(stop, size) for j in range(start, stop))
-  every = own + row * ("row" in mode) + col * ("col" in mode)
-  return own / every if every > 0 else 1.0
-
-
-def slow_elect(votes, start, stop, n):
-  return sorted(range(start, stop), key=lambda t: (-votes[t], t))[:n]
 
 
 def test_worked_example():

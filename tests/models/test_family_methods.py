@@ -10,7 +10,7 @@ from kvjax.models.decode.generate import prefill
 from kvjax.models.io.families import FAMILIES
 from tests import tiny_hf
 from tests.family_models import model
-from tests.laws.test_laws import CASES
+from tests.law_cases import CASES
 
 # The last case of a family's, which has a window where the family can have one.
 MODELS = {case["model_type"]: name for name, case in tiny_hf.CASES.items()}

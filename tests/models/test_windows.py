@@ -20,7 +20,7 @@ from kvjax.models.nn import parallel
 from kvjax.runtime.shared_prefill import SharedPrefill, take
 from tests import tiny_hf
 from tests.family_models import model
-from tests.laws.test_laws import CASES, FAMILIES
+from tests.law_cases import CASES, FAMILIES
 
 GEMMA = "gemma3-parameters"  # window, full, window, full: heads of 256, a window of 24
 WINDOW, CAPACITY = 24, 72

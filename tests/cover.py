@@ -19,17 +19,28 @@ def covering(cases: list[tuple], most: int | None = None) -> list[int]:
 
   Greedy: the case that adds most, the first of equals. With `most`, no more than so many.
   """
+  parts = [{*enumerate(x), *(_pairs(x) if len(x) > 2 else ())} for x in cases]
+  return sorted(_greedy(parts, most))
 
-  def parts(case):
-    at = list(enumerate(case))
-    return {*at, *(itertools.combinations(at, 2) if len(at) > 2 else ())}
 
-  left, chosen = set().union(*map(parts, cases)), []
+def pairwise(*levels) -> list[tuple]:
+  """Few combinations of levels that have between them every pair of two of these."""
+  cases = list(itertools.product(*(range(len(level)) for level in levels)))
+  chosen = [cases[i] for i in _greedy([set(_pairs(case)) for case in cases])]
+  return [tuple(level[i] for level, i in zip(levels, case, strict=True)) for case in chosen]
+
+
+def _pairs(case: tuple):
+  return itertools.combinations(enumerate(case), 2)
+
+
+def _greedy(parts: list[set], most: int | None = None) -> list[int]:
+  left, chosen = set().union(*parts), []
   while left and len(chosen) != most:
-    best = max(range(len(cases)), key=lambda i: len(left & parts(cases[i])))
+    best = max(range(len(parts)), key=lambda i: len(left & parts[i]))
     chosen.append(best)
-    left -= parts(cases[best])
-  return sorted(chosen)
+    left -= parts[best]
+  return chosen
 
 
 def axes(item) -> tuple:

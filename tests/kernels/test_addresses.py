@@ -19,7 +19,7 @@ from kvjax.kernels.codes.dense import decode_attention
 from kvjax.kernels.codes.enter import enter_codes
 from kvjax.kernels.codes.sparse import sparse_decode
 from kvjax.kernels.common import addresses, backend
-from tests.kernels.test_lowering import CALLS, FAST, slow_unless
+from tests.kernels.calls import CALLS, FAST, slow_unless
 from tests.lowering import lower
 
 GPU = jax.default_backend() == "gpu"

@@ -16,11 +16,9 @@ from kvjax.kernels.art.walk import walk
 from kvjax.kernels.common.config import Config
 from kvjax.primitives.codes import WORDS, quantise, rounded_query
 from kvjax.testing.layer import Stream
-from tests.kernels.test_art_kernel import LOOSE, compare, inputs, listed_orders
-from tests.kernels.test_decode_kernel import pairwise
-from tests.kernels.test_quantised_kernel import codes
-from tests.kernels.test_quantised_steps import taken
-from tests.kernels.test_sparse_decode_kernel import plan
+from tests.cover import pairwise
+from tests.kernels.art_oracle import LOOSE, compare, inputs, listed_orders
+from tests.kernels.listed import codes, plan, taken
 
 SINKS, SLOTS = 5, 700
 
@@ -36,14 +34,12 @@ def coded(k, v, bits, read):
   return [x.words for x in held], [jnp.where(read, x, jnp.nan) for x in per_slot], numbers
 
 
-SWEEP = list(
-  pairwise(
-    (1, 3, 16, 256),  # unit
-    ((1, 0), (3, 0), (1, 3)),  # splits, share
-    (8, 4),
-    (24, 48, 64),  # H
-    ({}, {"per_head": True, "full": True, "kept": 4, "patience": 2}),
-  )
+SWEEP = pairwise(
+  (1, 3, 16, 256),  # unit
+  ((1, 0), (3, 0), (1, 3)),  # splits, share
+  (8, 4),
+  (24, 48, 64),  # H
+  ({}, {"per_head": True, "full": True, "kept": 4, "patience": 2}),
 )
 
 

@@ -15,7 +15,7 @@ from kvjax.kernels.art.remaining import calm_before
 from kvjax.kernels.art.spread import waves
 from kvjax.kernels.art.walk import walk
 from kvjax.kernels.common.config import Config
-from tests.kernels.test_art_kernel import inputs
+from tests.kernels.art_oracle import inputs
 
 
 @pytest.mark.core(1)

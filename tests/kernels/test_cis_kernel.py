@@ -18,6 +18,7 @@ from kvjax.kernels.selection import top_k
 from kvjax.kernels.selection.key_weights import key_logits
 from kvjax.methods.cis.dilation import dilated
 from tests.cis_oracle import wandering
+from tests.kernels.listed import tokens_of
 
 
 @pytest.mark.slow
@@ -96,12 +97,6 @@ def test_of_equal_weights_the_first_tokens_gain_neighbours():
   held = *block, jnp.full((1, 1, 2, 1, len(want)), -7, jnp.int32), one[0]
   _, _, noted, step = jax.jit(functools.partial(note, **how))(jnp.ones(1, bool), *mine, *held)
   assert noted[0, 0, :, 0].tolist() == [[-7] * len(want), want] and step.tolist() == [0]
-
-
-def tokens_of(table, count):
-  """The entries of every list, which may have holes."""
-  lists = zip(np.asarray(table), np.asarray(count), strict=True)
-  return [[[int(x) for x in r[:n] if x >= 0] for r, n in zip(*x, strict=True)] for x in lists]
 
 
 def test_keys_of_sharing_heads_are_not_read():

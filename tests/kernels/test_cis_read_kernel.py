@@ -16,8 +16,8 @@ from kvjax.families import sight
 from kvjax.kernels.cis.read import LANES, read
 from kvjax.kernels.common import config
 from tests.cis_oracle import wandering
-from tests.kernels.test_cis_kernel import tokens_of
-from tests.kernels.test_decode_ops import operations
+from tests.kernels.listed import tokens_of
+from tests.steps import operations
 
 NOTES = ("queries", "anchor", "retrieved")
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.decode.mosaic import DEFAULT, decode_attention
 from kvjax.testing.decode_cases import Shape
-from tests.kernels.test_decode_kernel import FLOOR, make, oracle, plain, poison
+from tests.kernels.dense_oracle import FLOOR, make, oracle, plain, poison
 
 
 def missing() -> str:

@@ -4,34 +4,11 @@ On a GPU each sort, gather or scatter is a launch of 5 to 90 µs beside kernels 
 counted is what the step's results need: diagnostics that nobody reads are gone.
 """
 
-import collections
-import functools
-
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.interpreters import partial_eval
 
-from kvjax import (
-  ART,
-  CIS,
-  METHODS,
-  PRR,
-  Cache,
-  CacheSpec,
-  Carry,
-  Env,
-  InfLLMv2,
-  LongFlow,
-  PyramidKV,
-  Quantised,
-  Quest,
-  Rope,
-  SnapKV,
-  StreamingLLM,
-  settings,
-)
 from kvjax.kernels.common import config
+from tests.steps import CASES, MANY, SPEC, operations
 
 
 @pytest.fixture(autouse=True)
@@ -44,76 +21,14 @@ def any_machine(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
 
 
-SPEC = CacheSpec(1, 4096, 2, 4, 64, 8, jnp.bfloat16)
 SORTS = ("sort", "top_k", "approx_top_k")
 MOVES = ("gather", "scatter", "scatter-add")
 LOOPS = ("while", "scan")
-
-CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
-  "art over quest": ART(settings.example(Quest, 256), splits=1),
-  "art over snapkv": ART(settings.example(SnapKV, 256), splits=1),
-  "art over pyramidkv": ART(settings.example(PyramidKV, 256), splits=1),
-  "art over streaming_llm": ART(StreamingLLM(256, rope="original"), splits=1),
-  "streaming_llm, original": StreamingLLM(256, rope="original"),
-  "art, certified": ART(certify=0.01),
-  "prr over infllm_v2": PRR(settings.example(InfLLMv2, 256), budget=1.25),
-  "prr, strict": PRR(settings.example(Quest, 256), budget=1.25, strict=True),
-  "cis per query head": CIS(k=64, per="query_head"),
-  "int8 over quest": Quantised(settings.example(Quest, 256)),
-  "int8 over longflow": Quantised(settings.example(LongFlow, 256)),
-  "int8 over art": Quantised(ART(splits=1)),
-  "int4 over cis": Quantised(settings.example(CIS, 256), bits=4),
-}
 
 SORTING = {
   "twilight": "candidates are sorted by weight; the paper's kernels find the set by bisection",
   "r_kv": "when its buffer is full, once in `buffer` steps, it ranks and moves what it keeps",
 }
-
-
-def decode_step(method, layer=7, spec=None, impl="pallas"):
-  """A step by kernels, and its abstract arguments; `spec` None: `SPEC`."""
-  spec = spec or SPEC
-  at = method.at(Env(spec.layers, Rope(), impl=impl), layer)
-  cache = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
-  of, heads = jax.ShapeDtypeStruct, (spec.batch, spec.kv_heads)
-  q = of((*heads, spec.groups, spec.head_dim), spec.dtype)
-  k = of((*heads, spec.head_dim), spec.dtype)
-
-  def step(cache, q, k, v, live):
-    return method.decode_step(at, cache, q, k, v, live, Carry())[:3]
-
-  return step, (cache, q, k, k, of((spec.batch,), bool))
-
-
-def operations(method, layer=7, spec=None, impl="pallas"):
-  """How many of each primitive the step's results need; "launch name" for kernels."""
-  step, arguments = decode_step(method, layer, spec, impl)
-  jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
-  needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-  counts: collections.Counter[str] = collections.Counter()
-  _count(needed, counts)
-  return counts
-
-
-def _count(jaxpr, counts):
-  for equation in jaxpr.eqns:
-    name = equation.primitive.name
-    if name == "pallas_call":
-      kernel = _name(equation.params)
-      counts["launches"] += 1
-      counts[f"launch {kernel}"] += 1
-      continue
-    counts[name] += 1
-    for value in equation.params.values():
-      for inner in value if isinstance(value, (tuple, list)) else [value]:
-        if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-          _count(getattr(inner, "jaxpr", inner), counts)
-
-
-def _name(params):
-  """The name of a launch, where this version of jax keeps it."""
-  return str(params.get("name_and_src_info") or params.get("name")).split()[0]
 
 
 def total(counts, names):
@@ -160,10 +75,6 @@ def test_a_step_has_no_more_than(name):
   counts = operations(CASES[name])
   assert total(counts, MOVES) + total(counts, LOOPS) <= moves
   assert counts["launches"] <= launches
-
-
-# Many rows of one query head: a row is one program's, which chooses and reads.
-MANY = CacheSpec(8, 1040, 32, 1, 128, 8, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["cis", "cpe"])

@@ -24,12 +24,10 @@ from kvjax import (
   PSAW,
   TOVA,
   CacheSpec,
-  Env,
   Full,
   HShare,
   Prompt,
   Quest,
-  Rope,
   SnapKV,
   Span,
   StreamingLLM,
@@ -41,10 +39,7 @@ from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.ops import prefill, table
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.meshes import mesh_of
-
-
-def env(impl):
-  return Env(4, Rope(), impl=impl, tile=4)
+from tests.steps import env, implementation
 
 
 def test_missing_kernel_names_what_there_is():
@@ -292,24 +287,6 @@ def test_prompt_kernels_agree_with_the_reference(name):
     np.testing.assert_allclose(a, b, atol=1e-5)
   for a, b in zip(*map(jax.tree.leaves, caches), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def implementation(
-  method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto", soft_cap=None
-):
-  """What attends to a prompt."""
-  at, names = method.at(dataclasses.replace(env(impl), soft_cap=soft_cap), layer), []
-
-  def trace(k, valid):
-    prompt = Prompt.of(at, tokens, valid, valid, past)
-    qpos = prompt.query_index()
-    q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
-    chunk = sight.of(at, qpos, prompt)
-    names.append(prefill._prompt_implementation(at, {"k": k}, q, chunk)[0])
-
-  k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
-  jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))
-  return names[0]
 
 
 def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):

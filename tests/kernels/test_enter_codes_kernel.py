@@ -26,7 +26,7 @@ from kvjax.families import entrance
 from kvjax.kernels.codes.enter import enter_codes
 from kvjax.primitives.codes import quantise
 from kvjax.testing.layer import Layer, Stream, rotate
-from tests.kernels import test_decode_ops as steps
+from tests import steps
 
 SLOTS = 7
 SEEN = np.array([0, 3, 900, 4], np.int32)  # of four rows: empty, half full, full, and idle

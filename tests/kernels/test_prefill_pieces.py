@@ -15,7 +15,7 @@ from kvjax.kernels.prefill.dense import prefill_attention
 from kvjax.kernels.prefill.pieces import Block, attend_in_pieces, plan
 from kvjax.ops import prefill
 from kvjax.testing.layer import Layer, Stream
-from tests.kernels.test_prefill_kernel import CLOSE, arrays, oracle
+from tests.kernels.prefill_oracle import CLOSE, arrays, oracle
 
 ON_GPU = jax.default_backend() == "gpu"
 DTYPE = "bfloat16" if ON_GPU else "float32"

@@ -18,7 +18,9 @@ from kvjax.kernels.common.config import Config
 from kvjax.primitives import codes as quantised
 from kvjax.primitives.codes import WORDS
 from tests.compiled import compiled
-from tests.kernels.test_decode_kernel import FLOOR, pairwise, visible
+from tests.cover import pairwise
+from tests.kernels.dense_oracle import FLOOR, visible
+from tests.kernels.listed import codes
 
 quantise = compiled(quantised.quantise)
 
@@ -48,17 +50,6 @@ def test_worked_example():
   np.testing.assert_allclose(out[0, 0, 0], want, rtol=1e-6)
   np.testing.assert_allclose(state.m, [[[x[0]]]], rtol=1e-6)
   np.testing.assert_allclose(logits, [[[[*x, -np.inf]]]], rtol=1e-6)
-
-
-def codes(words, bits):
-  """Codes [..., H] of words, by NumPy's own bytes: each word little end first, channels strided."""
-  words = np.asarray(words)
-  octets = words.astype(f"<i{words.itemsize}").view(np.uint8).reshape(*words.shape, -1)
-  if bits == 8:
-    parts = octets.view(np.int8)
-  else:
-    parts = np.stack([octets & 15, octets // 16], -1).reshape(*words.shape, -1)
-  return np.swapaxes(parts, -1, -2).reshape(*words.shape[:-1], -1).astype(np.float64)
 
 
 def oracle(q, k, v, per_slot, start, stop, bits, sinks, weights=np.float64):
@@ -119,17 +110,15 @@ def poisoned(per_slot, start, stop, sinks):
   return per_slot
 
 
-SWEEP = list(
-  pairwise(
-    (1, 3, 4, 16),  # G
-    (1, 3, 8),  # K
-    (64, 96, 128, 256),  # H
-    (37, 130, 333),  # S
-    ("float32", "bfloat16", "float16"),
-    (0, 5),  # sinks
-    (8, 4),
-    (True, False),  # with logits
-  )
+SWEEP = pairwise(
+  (1, 3, 4, 16),  # G
+  (1, 3, 8),  # K
+  (64, 96, 128, 256),  # H
+  (37, 130, 333),  # S
+  ("float32", "bfloat16", "float16"),
+  (0, 5),  # sinks
+  (8, 4),
+  (True, False),  # with logits
 )
 
 

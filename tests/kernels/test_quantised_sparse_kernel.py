@@ -18,9 +18,9 @@ from kvjax.primitives import codes as quantised
 from kvjax.primitives.codes import WORDS
 from kvjax.testing.layer import capped
 from tests.compiled import compiled
-from tests.kernels.test_decode_kernel import FLOOR, pairwise
-from tests.kernels.test_quantised_kernel import codes
-from tests.kernels.test_sparse_decode_kernel import plan, slots_of
+from tests.cover import pairwise
+from tests.kernels.dense_oracle import FLOOR
+from tests.kernels.listed import codes, plan, slots_of
 
 quantise = compiled(quantised.quantise)
 WIDTH = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}  # of a table, by the unit of its entries
@@ -91,16 +91,14 @@ def oracle(operands, listed, bits, weights=np.float64, cap=None):
   return o, m, l
 
 
-SWEEP = list(
-  pairwise(
-    (1, 3, 4, 16),  # G
-    (1, 3),  # K
-    (24, 64, 128),  # H
-    ("float32", "bfloat16", "float16"),
-    (1, 3, 16, 64, 256),  # unit
-    (8, 4),
-    (None, 7, 64),  # programs: None is one for every row
-  )
+SWEEP = pairwise(
+  (1, 3, 4, 16),  # G
+  (1, 3),  # K
+  (24, 64, 128),  # H
+  ("float32", "bfloat16", "float16"),
+  (1, 3, 16, 64, 256),  # unit
+  (8, 4),
+  (None, 7, 64),  # programs: None is one for every row
 )
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
 from kvjax.testing.layer import Layer, Stream, rotate
+from tests import steps
 from tests.coded import held, kept, own_rounded
-from tests.kernels import test_decode_ops as steps
+from tests.kernels.listed import LENGTHS, taken
 
-LENGTHS = (22, 9)
 # Methods whose steps list tiles of what they keep, and leave attention to them as it is.
 LISTING = ("quest", "infllm_v2", "rocketkv", "double_sparsity", "topk_oracle", "hshare", "cis")
 LISTING += ("cpe", "twilight")
@@ -26,14 +26,6 @@ class Telling(Quantised):
     after, aux = super().observe(at, cache, q, plan, attended)
     by_kernel = jnp.full(len(cache.seen), attended.logits is None)
     return after, {**aux, "listed": plan.table, "count": plan.count, "by_kernel": by_kernel}
-
-
-def taken(method, stream, impl, layer, steps=5):
-  """Outputs, reports and the cache after some steps of ragged rows."""
-  run = Layer(method, stream, env=Env(4, impl=impl, tile=4), layer=layer)
-  run.prefill(LENGTHS)
-  made = [run.decode([n + step for n in LENGTHS]) for step in range(steps)]
-  return [out for out, _ in made], [aux for _, aux in made], run.cache
 
 
 @pytest.mark.rest

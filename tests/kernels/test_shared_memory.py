@@ -16,7 +16,7 @@ from kvjax.kernels.products import product
 from kvjax.kernels.prr import speculate
 from kvjax.kernels.selection import key_weights
 from kvjax.ops import table
-from tests.kernels import test_decode_ops as steps
+from tests import steps
 
 SMALL = ("NVIDIA RTX A6000", "NVIDIA GeForce RTX 5090", "Imaginary 1")
 # Query heads per key/value head, head size, bytes per element.

@@ -14,30 +14,9 @@ import pytest
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.decode.sparse import check_table, sparse_decode
 from kvjax.testing.layer import softmax_average
+from tests.kernels.listed import plan, slots_of
 
 CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-
-
-def plan(seed, batch, heads, slots, unit, width):
-  """Tables in random order with holes, ragged counts (none at all for the first), and ranges."""
-  rng = np.random.default_rng(seed)
-  tiles = -(-slots // unit)
-  table = np.stack([rng.permutation(max(tiles, width))[:width] for _ in range(batch * heads)])
-  table = np.where((table < tiles) & (rng.random(table.shape) > 0.15), table, -1)
-  count = rng.integers(0, width + 1, batch * heads)
-  count[0], count[-1] = 0, width
-  stop = rng.integers(slots // 2, slots + 1, (batch, 1))
-  start = rng.integers(0, slots // 3, (batch, 1))
-  table, count = table.reshape(batch, heads, width), count.reshape(batch, heads)
-  return tuple(x.astype(np.int32) for x in (table, count, start, stop))
-
-
-def slots_of(table, count, start, stop, unit, sinks, b, h):
-  """The slots of one row, in the order of the table."""
-  listed = [
-    int(entry) * unit + i for entry in table[b, h, : count[b, h]] if entry >= 0 for i in range(unit)
-  ]
-  return [s for s in listed if s < stop[b, 0] and (s < sinks or s >= start[b, 0])]
 
 
 @pytest.mark.core(2)

@@ -66,9 +66,8 @@ from kvjax.primitives import ring
 from kvjax.runtime import drivers
 from kvjax.testing.layer import Stream
 from kvjax.testing.traced_laws import Through, operations
-from tests.kernels.test_decode_ops import CASES as STEPS
-from tests.kernels.test_decode_ops import decode_step
-from tests.kernels.test_dispatch import implementation
+from tests.steps import CASES as STEPS
+from tests.steps import decode_step, implementation
 
 LAYER, LAYERS = 3, 4
 CAPACITY = 20

@@ -1,0 +1,56 @@
+"""Operands of kernels over lists and codes."""
+
+import numpy as np
+
+from kvjax import Env
+from kvjax.testing.layer import Layer
+
+
+def codes(words, bits):
+  """Codes [..., H] of words, by NumPy's own bytes: each word little end first, channels strided."""
+  words = np.asarray(words)
+  octets = words.astype(f"<i{words.itemsize}").view(np.uint8).reshape(*words.shape, -1)
+  if bits == 8:
+    parts = octets.view(np.int8)
+  else:
+    parts = np.stack([octets & 15, octets // 16], -1).reshape(*words.shape, -1)
+  return np.swapaxes(parts, -1, -2).reshape(*words.shape[:-1], -1).astype(np.float64)
+
+
+def plan(seed, batch, heads, slots, unit, width):
+  """Tables in random order with holes, ragged counts (none at all for the first), and ranges."""
+  rng = np.random.default_rng(seed)
+  tiles = -(-slots // unit)
+  table = np.stack([rng.permutation(max(tiles, width))[:width] for _ in range(batch * heads)])
+  table = np.where((table < tiles) & (rng.random(table.shape) > 0.15), table, -1)
+  count = rng.integers(0, width + 1, batch * heads)
+  count[0], count[-1] = 0, width
+  stop = rng.integers(slots // 2, slots + 1, (batch, 1))
+  start = rng.integers(0, slots // 3, (batch, 1))
+  table, count = table.reshape(batch, heads, width), count.reshape(batch, heads)
+  return tuple(x.astype(np.int32) for x in (table, count, start, stop))
+
+
+def slots_of(table, count, start, stop, unit, sinks, b, h):
+  """The slots of one row, in the order of the table."""
+  listed = [
+    int(entry) * unit + i for entry in table[b, h, : count[b, h]] if entry >= 0 for i in range(unit)
+  ]
+  return [s for s in listed if s < stop[b, 0] and (s < sinks or s >= start[b, 0])]
+
+
+LENGTHS = (22, 9)
+
+
+def taken(method, stream, impl, layer, steps=5):
+  """Outputs, reports and the cache after some steps of ragged rows."""
+  run = Layer(method, stream, env=Env(4, impl=impl, tile=4), layer=layer)
+  run.prefill(LENGTHS)
+  made = [run.decode([n + step for n in LENGTHS]) for step in range(steps)]
+  return [out for out, _ in made], [aux for _, aux in made], run.cache
+
+
+def tokens_of(table, count):
+  """The entries of every list, which may have holes."""
+  lists = zip(np.asarray(table), np.asarray(count), strict=True)
+  return [[[int(x) for x in r[:n] if x >= 0] for r, n in zip(*x, strict=True)] for x in lists]

@@ -7,6 +7,9 @@ import gzip
 import json
 import pathlib
 import random
+import re
+
+import numpy as np
 
 from kvjax.programs.evals import (
   coding,
@@ -226,3 +229,22 @@ def _infinitebench(put) -> None:
       for i in range(10)
     ]
     put(f"infinitebench/{name}.jsonl", entries)
+
+
+def recording(v, heat=0.0, tokens=64, head_dim=40):
+  """One layer, one KV head, two query heads; keys of equal weight, but for the first one's."""
+  q = np.zeros((1, 2, 4, head_dim), np.float16)
+  k = np.zeros((1, tokens, head_dim), np.float16)
+  q[..., 0], k[:, 0, 0] = head_dim**0.5, heat
+  return {
+    "layer3/q": q,
+    "layer3/k": k,
+    "layer3/v": v.astype(np.float16).reshape(1, tokens, -1),
+    "positions": np.array([15, 30, 31, 63], np.int32),
+    "tokens": np.zeros(tokens, np.int32),
+  }
+
+
+def count(*texts: str) -> int:
+  """Tokens of a stand-in tokenizer: words, and every punctuation mark beside them."""
+  return len(re.findall(r"\w+|[^\w\s]", "".join(texts)))

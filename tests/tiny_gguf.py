@@ -1,10 +1,15 @@
 """A tiny Llama in a GGUF file, with made-up weights, and the logits that it must give."""
 
+import re
+
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
+from kvjax.models.io import families, huggingface
+from kvjax.models.io import gguf as gguf_file
 from kvjax.models.io.token_backends import byte_of_character
+from tests import tiny_hf
 
 D, HEADS, KV_HEADS, H, F, LAYERS, THETA, EPS = 64, 4, 2, 16, 96, 3, 500.0, 1e-5
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ hello", "Ġ t", "1 2", "Ġ 1"]
@@ -130,3 +135,96 @@ def forward(w, tokens):
     x = x + (gate / (1 + np.exp(-gate)) * (h @ part["ffn_up"].T)) @ part["ffn_down"].T
   head = w.get("output.weight", w["token_embd.weight"])
   return norm(x, w["output_norm.weight"]) @ head.T
+
+
+def as_gguf(path, config, more=None, *, tensors=None):
+  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, others' kept."""
+  weights, kind = tiny_hf.weights(config), config["model_type"]
+  family = {
+    "mistral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+  }.get(kind, kind)
+  source, out = families.FAMILIES[kind], {}
+  here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
+  here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
+  if kind == "gpt_oss":
+    here |= {f"{name}.{part}": f"{part}{kind}" for name, part, kind in _HALVES}
+  there = {**gguf_file._NAMES, **(gguf_file._EXPERTS if "router" in source.names else {})}
+  if kind == "gpt_oss":
+    there["mlp_norm"] = there["attention_after"]
+  stacked: dict[str, list[np.ndarray]] = {}
+  for name, x in _apart(weights, kind).items():
+    layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+    pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
+    pattern = re.sub(r"experts\.\d+", "experts.{e}", pattern)
+    if family == "llama" and pattern.endswith(("q_proj.weight", "k_proj.weight")):
+      heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+      x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+    target = there[here[pattern]].format(i=layer)
+    if family in ("gemma2", "gemma3") and "norm" in pattern:
+      x = 1 + x
+    if "{e}" in pattern:
+      stacked.setdefault(target, []).append(x)
+    else:
+      out[target] = np.ascontiguousarray(x)
+  out |= {name: np.stack(each) for name, each in stacked.items()}
+  heads = config["num_attention_heads"]
+  head_dim = config.get("head_dim", config["hidden_size"] // heads)
+  entries = {
+    "block_count": config["num_hidden_layers"],
+    "context_length": config["max_position_embeddings"],
+    "embedding_length": config["hidden_size"],
+    "feed_forward_length": config["intermediate_size"],
+    "attention.head_count": heads,
+    "attention.head_count_kv": config["num_key_value_heads"],
+    "attention.key_length": head_dim,
+    "attention.value_length": head_dim,
+    "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+    "rope.freq_base": config.get("rope_theta", 0.0),
+    **_experts(config),
+    **(more or {}),
+  }
+  if "partial_rotary_factor" in config:
+    entries["rope.dimension_count"] = int(config["partial_rotary_factor"] * head_dim)
+  tokenizer = {
+    **{key: value for key, value in metadata().items() if key.startswith("tokenizer.")},
+    "tokenizer.ggml.tokens": [*TOKENS[: tiny_hf.V - 1], "AB"],
+    "tokenizer.ggml.token_type": [1] * tiny_hf.V,
+    "tokenizer.ggml.merges": ["A B"],
+  }
+  entries = {f"{family}.{key}": value for key, value in entries.items()}
+  write(path, {**out, **(tensors or {})}, {**entries, **tokenizer}, architecture=family)
+  return path
+
+
+_HALVES = [
+  (f"model.layers.{{i}}.mlp.experts.gate_up_proj{kind}", part, kind)
+  for part in ("gate", "up")
+  for kind in ("", "_bias")
+]
+
+
+def _apart(weights, kind):
+  """gpt-oss's experts as llama.cpp's converter leaves them: gate and up apart, [out, in]."""
+  if kind != "gpt_oss":
+    return weights
+  out = {}
+  for name, x in weights.items():
+    if "gate_up_proj" in name:
+      halves = {f"{name}.gate": x[..., ::2], f"{name}.up": x[..., 1::2]}
+    else:
+      halves = {name: x}
+    turned = "experts" in name and x.ndim == 3
+    out |= {n: y.swapaxes(-1, -2) if turned else y for n, y in halves.items()}
+  return out
+
+
+def _experts(config):
+  names = {"num_local_experts": "expert_count"}
+  if config["model_type"] == "gpt_oss":
+    names["intermediate_size"] = "expert_feed_forward_length"
+  names |= {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+  names |= {"moe_intermediate_size": "expert_feed_forward_length"}
+  return {name: config[key] for key, name in names.items() if key in config}

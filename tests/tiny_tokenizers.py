@@ -5,12 +5,16 @@ chat template that does with roles, white space, tools and switches what the pub
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.testing.tiny import CONFIG
 
 GPT4 = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -415,3 +419,25 @@ def write(folder: pathlib.Path, family: Family, *, template: str = "jinja") -> p
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
   (folder / "generation_config.json").write_text(json.dumps(family.generation))
   return folder
+
+
+@functools.cache
+def letters(vocab=CONFIG.vocab):
+  """A tokenizer whose tokens are single printable characters."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:vocab]
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+  )
+  return Tokenizer(backend)
+
+
+class Letters:
+  """A tokenizer of one token a character."""
+
+  chat_template, ends = None, ()
+
+  def encode(self, text, *, bos=True):
+    return [ord(c) for c in text]
+
+  def decode(self, ids):
+    return "".join(map(chr, ids))

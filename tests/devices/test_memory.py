@@ -10,8 +10,7 @@ import kvjax
 from kvjax import METHODS, CacheSpec, plan_memory
 from kvjax.models.decode import by_layer, generate
 from kvjax.runtime import memory
-from tests.devices.test_sharding import model
-from tests.meshes import mesh_of
+from tests.meshes import mesh_of, model
 
 ON_GPU = jax.default_backend() == "gpu"  # where stores lie on the host
 SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layers=4)

@@ -17,21 +17,17 @@ from flax import nnx
 from jax.experimental import checkify
 
 import kvjax
-from kvjax import METHODS, Env
+from kvjax import METHODS
 from kvjax.families.coded import Coded
 from kvjax.models.decode.generate import generate, join, prefill, split
 from kvjax.models.io import convert
-from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.parallel import shard
 from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives.codes import unpacked
 from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
-from tests.meshes import mesh_of
+from tests.meshes import CONFIG, GPU, mesh_of, model
 
-CONFIG = ModelConfig(
-  vocab=64, dim=48, layers=3, heads=16, kv_heads=8, head_dim=16, ffn=64, max_context=512
-)
 BUDGET, CAPACITY, STEPS = 12, 64, 3
 LENGTHS = np.array([60, 37], np.int32)  # tokens on every device that slots are split over
 # No token comes twice in a row: the keys of its two places would be turned differently and else
@@ -42,32 +38,6 @@ TOKENS = np.random.default_rng(0).permuted(np.stack([IDS, IDS]), axis=1)
 # scale or zero point of 16 bits its neighbour. One of KIVI's here moves logits by up to 8e-4.
 MOVED = 2e-3
 B, D, V, L = 2, CONFIG.dim, CONFIG.vocab, CONFIG.layers
-
-GPU = jax.default_backend() == "gpu"
-IMPL = "auto" if GPU else "reference"
-
-
-@functools.cache
-def model(heads=0, slots=1):
-  """The decoder on one device (0), or spread over heads × slots of them."""
-  if heads:
-    return shard(model(), mesh_of(heads, slots))
-  graph, shapes = nnx.split(
-    nnx.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.float32, impl=IMPL, rngs=nnx.Rngs(0)))
-  )
-  rng = np.random.default_rng(0)
-
-  def draw(path, x):
-    name = jax.tree_util.keystr(path)
-    if "norm" in name:
-      return jnp.ones(x.shape, x.dtype)
-    scale = 2.5 * x.shape[0] ** -0.5 if "wqkv" in name else CONFIG.dim**-0.5
-    return jnp.asarray(rng.normal(size=x.shape) * (1 if "embed" in name else scale), x.dtype)
-
-  built = nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, shapes))
-  built.env = Env(CONFIG.layers, CONFIG.rope, IMPL, tile=4)
-  return built
-
 
 COLLECTIVE = re.compile(
   r"= (?P<shapes>.*?) (?P<kind>all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"

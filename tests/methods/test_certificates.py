@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ from kvjax.models.decode.generate import join, prefill, split
 from kvjax.models.io import convert
 from kvjax.testing.layer import Layer, Stream
 from tests.cis_oracle import wandering
-from tests.models.test_golden import GOLDENS
 
 SCALES = [0.0, 1e-6, 0.1, 1.0, 10.0, 1e4]
 
@@ -243,7 +243,7 @@ class Recorded(Wrapper):
 def real(smollm2):
   """The last STEPS queries [L, K, G, STEPS, H] of a text; its keys and values [L, K, T, H]."""
   model, _ = convert.load(smollm2, dtype=jnp.float32, impl="reference")
-  with np.load(GOLDENS / "smollm2.npz") as stored:
+  with np.load(pathlib.Path(__file__).parents[1] / "goldens" / "smollm2.npz") as stored:
     tokens = stored["tokens"][:1]
   method, size = Recorded(Full()), tokens.shape[1]
   graph, leaves = split(model)

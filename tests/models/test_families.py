@@ -6,7 +6,6 @@ same comparison runs live.
 
 import dataclasses
 import pathlib
-import re
 
 import gguf
 import jax
@@ -17,13 +16,13 @@ from flax import nnx
 
 import kvjax
 from kvjax.models.decode.generate import prefill
-from kvjax.models.io import convert, families, huggingface
-from kvjax.models.io import gguf as gguf_file
+from kvjax.models.io import convert, families
 from kvjax.models.io.gguf import GGUF
 from kvjax.models.io.huggingface import HuggingFace
 from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
-from tests import tiny_gguf, tiny_hf
+from tests import tiny_hf
 from tests.family_models import model
+from tests.tiny_gguf import as_gguf
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "families.npz"
 PARITY = 1e-4  # of logits up to 4 and more, float32 on both sides: only the order of sums differs
@@ -143,99 +142,6 @@ def test_yarn_extends_the_stated_context(tmp_path):
 
 
 # ---- the same weights through GGUF
-
-
-def as_gguf(path, config, more=None, *, tensors=None):
-  """Writes a case as llama.cpp's converter does: Llama's Q and K rows interleaved, others' kept."""
-  weights, kind = tiny_hf.weights(config), config["model_type"]
-  family = {
-    "mistral": "llama",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
-    "gpt_oss": "gpt-oss",
-  }.get(kind, kind)
-  source, out = families.FAMILIES[kind], {}
-  here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
-  here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
-  if kind == "gpt_oss":
-    here |= {f"{name}.{part}": f"{part}{kind}" for name, part, kind in _HALVES}
-  there = {**gguf_file._NAMES, **(gguf_file._EXPERTS if "router" in source.names else {})}
-  if kind == "gpt_oss":
-    there["mlp_norm"] = there["attention_after"]
-  stacked: dict[str, list[np.ndarray]] = {}
-  for name, x in _apart(weights, kind).items():
-    layer = name.split(".")[2] if name.startswith("model.layers.") else ""
-    pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
-    pattern = re.sub(r"experts\.\d+", "experts.{e}", pattern)
-    if family == "llama" and pattern.endswith(("q_proj.weight", "k_proj.weight")):
-      heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-      x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-    target = there[here[pattern]].format(i=layer)
-    if family in ("gemma2", "gemma3") and "norm" in pattern:
-      x = 1 + x
-    if "{e}" in pattern:
-      stacked.setdefault(target, []).append(x)
-    else:
-      out[target] = np.ascontiguousarray(x)
-  out |= {name: np.stack(each) for name, each in stacked.items()}
-  heads = config["num_attention_heads"]
-  head_dim = config.get("head_dim", config["hidden_size"] // heads)
-  entries = {
-    "block_count": config["num_hidden_layers"],
-    "context_length": config["max_position_embeddings"],
-    "embedding_length": config["hidden_size"],
-    "feed_forward_length": config["intermediate_size"],
-    "attention.head_count": heads,
-    "attention.head_count_kv": config["num_key_value_heads"],
-    "attention.key_length": head_dim,
-    "attention.value_length": head_dim,
-    "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-    "rope.freq_base": config.get("rope_theta", 0.0),
-    **_experts(config),
-    **(more or {}),
-  }
-  if "partial_rotary_factor" in config:
-    entries["rope.dimension_count"] = int(config["partial_rotary_factor"] * head_dim)
-  tokenizer = {
-    **{key: value for key, value in tiny_gguf.metadata().items() if key.startswith("tokenizer.")},
-    "tokenizer.ggml.tokens": [*tiny_gguf.TOKENS[: tiny_hf.V - 1], "AB"],
-    "tokenizer.ggml.token_type": [1] * tiny_hf.V,
-    "tokenizer.ggml.merges": ["A B"],
-  }
-  entries = {f"{family}.{key}": value for key, value in entries.items()}
-  tiny_gguf.write(path, {**out, **(tensors or {})}, {**entries, **tokenizer}, architecture=family)
-  return path
-
-
-_HALVES = [
-  (f"model.layers.{{i}}.mlp.experts.gate_up_proj{kind}", part, kind)
-  for part in ("gate", "up")
-  for kind in ("", "_bias")
-]
-
-
-def _apart(weights, kind):
-  """gpt-oss's experts as llama.cpp's converter leaves them: gate and up apart, [out, in]."""
-  if kind != "gpt_oss":
-    return weights
-  out = {}
-  for name, x in weights.items():
-    if "gate_up_proj" in name:
-      halves = {f"{name}.gate": x[..., ::2], f"{name}.up": x[..., 1::2]}
-    else:
-      halves = {name: x}
-    turned = "experts" in name and x.ndim == 3
-    out |= {n: y.swapaxes(-1, -2) if turned else y for n, y in halves.items()}
-  return out
-
-
-def _experts(config):
-  names = {"num_local_experts": "expert_count"}
-  if config["model_type"] == "gpt_oss":
-    names["intermediate_size"] = "expert_feed_forward_length"
-  names |= {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-  names |= {"moe_intermediate_size": "expert_feed_forward_length"}
-  return {name: config[key] for key, name in names.items() if key in config}
 
 
 _GGUF_GEMMA2 = {

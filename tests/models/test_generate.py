@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 from jax.experimental.checkify import JaxRuntimeError
 
@@ -22,10 +21,10 @@ from kvjax.models.decode.generate import generate, join, pad, prefill, split
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import Always, decode
 from kvjax.models.io import convert
-from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Transformer
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
+from tests.tiny_tokenizers import letters
 
 FULL = kvjax.Full()
 NAMES = ("full", "streaming_llm", "random")  # all others stand under the laws
@@ -386,16 +385,6 @@ def test_logprobs_are_the_models():
 
 
 # ---- text, and strings that end it
-
-
-@functools.cache
-def letters(vocab=CONFIG.vocab):
-  """A tokenizer whose tokens are single printable characters."""
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:vocab]
-  backend = tokenizers.Tokenizer(
-    tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
-  )
-  return Tokenizer(backend)
 
 
 def say(stop_strings=(), stop=(), chunk=4, steps=10, **kwargs):

@@ -585,7 +585,7 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, kind):
     from kvjax.models.io import convert
     from kvjax.models.io.source import tensor_shapes
     from tests import tiny_gguf, tiny_hf
-    from tests.models.test_families import as_gguf
+    from tests.tiny_gguf import as_gguf
 
     def status(key):
       for line in open("/proc/self/status"):

@@ -7,20 +7,7 @@ import pytest
 
 from kvjax.analysis import early_stops
 from scripts.studies import art_study
-
-
-def recording(v, heat=0.0, tokens=64, head_dim=40):
-  """One layer, one KV head, two query heads; keys of equal weight, but for the first one's."""
-  q = np.zeros((1, 2, 4, head_dim), np.float16)
-  k = np.zeros((1, tokens, head_dim), np.float16)
-  q[..., 0], k[:, 0, 0] = head_dim**0.5, heat
-  return {
-    "layer3/q": q,
-    "layer3/k": k,
-    "layer3/v": v.astype(np.float16).reshape(1, tokens, -1),
-    "positions": np.array([15, 30, 31, 63], np.int32),
-    "tokens": np.zeros(tokens, np.int32),
-  }
+from tests.eval_data import recording
 
 
 def test_walks_see_whole_tiles_in_order():

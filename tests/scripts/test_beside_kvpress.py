@@ -19,6 +19,7 @@ from scripts.studies import beside_kvpress as program
 from scripts.studies import pressed
 from scripts.studies.pressed import Kept
 from scripts.tools.tablemakers import Results, beside
+from tests.tiny_tokenizers import Letters
 
 # ---- selections
 
@@ -56,18 +57,6 @@ def test_a_head_that_keeps_nothing_is_refused():
 
 def test_needles_are_held_token_by_token():
   assert kept.holds([*heads([1, 2], [2, 9]), *heads([5, 6], [1, 2])], [1, 2]) == 2.5 / 4
-
-
-class Letters:
-  """A tokenizer of one token a character."""
-
-  chat_template, ends = None, ()
-
-  def encode(self, text, *, bos=True):
-    return [ord(c) for c in text]
-
-  def decode(self, ids):
-    return "".join(map(chr, ids))
 
 
 def test_places_are_the_first_ones():

@@ -15,7 +15,7 @@ from kvjax.programs.evals.prompt import Prompt
 from kvjax.programs.evals.task import Row
 from scripts.studies import beside_kvzip as program
 from scripts.tools.tablemakers import Results, beside, scored
-from tests.scripts.test_beside_kvpress import Letters
+from tests.tiny_tokenizers import Letters
 
 TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "
 LENGTH, STEPS = 256, 3

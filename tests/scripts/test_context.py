@@ -12,8 +12,7 @@ from kvjax.programs import common, context
 from kvjax.programs import generate as program
 from kvjax.testing.tiny import model
 from tests import tiny_tokenizers
-from tests.models.test_generate import letters
-from tests.tiny_tokenizers import FAMILIES
+from tests.tiny_tokenizers import FAMILIES, letters
 
 
 def write(folder, data):

@@ -29,13 +29,9 @@ from kvjax.programs.evals import (
 from kvjax.programs.evals.registry import TASKS, choose, with_answers
 from kvjax.programs.evals.task import FILLED, Row, cut_middle, fill
 from tests import eval_data
+from tests.eval_data import count
 
 LENGTH = 2000
-
-
-def count(*texts: str) -> int:
-  """Tokens of a stand-in tokenizer: words, and every punctuation mark beside them."""
-  return len(re.findall(r"\w+|[^\w\s]", "".join(texts)))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -23,7 +23,7 @@ from scripts.studies.needle_recall import (
   sample,
   table,
 )
-from tests.models.test_generate import letters
+from tests.tiny_tokenizers import letters
 
 ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
 

@@ -26,7 +26,6 @@ from kvjax.programs.retrieval_heads import (
 )
 from kvjax.testing.tiny import TOKENS, Run, model
 from scripts.examples.tiny import byte_tokenizer
-from tests.methods.test_ltri import SMALL
 
 
 def test_worked_example():
@@ -70,7 +69,7 @@ def test_the_best_of_every_layer(tmp_path):
   path = tmp_path / "heads.json"
   path.write_text('{"heads": [[1, 2, 0.9], [2, 1, 0.11]]}')
   heads = load(path)
-  assert Ltri(**SMALL, heads=heads)._head(1) == (2, 0.9)
+  assert Ltri(heads=heads)._head(1) == (2, 0.9)
   path.write_text("[]")
   with pytest.raises(ValueError, match="expected a file of retrieval heads"):
     load(path)

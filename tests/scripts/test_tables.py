@@ -28,7 +28,7 @@ from scripts.tools.tablemakers import (
 )
 from scripts.tools.tablemakers.records import NOTHING, Number, Record
 from scripts.tools.tablemakers.results import FOLDER, GPU, Timing
-from tests.scripts.test_art_study import recording
+from tests.eval_data import recording
 
 ROOT = pathlib.Path(tables.__file__).parents[2]
 FIRST = "B8 T1024 32x1 1/8, random keys"

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from kvjax.programs.evals.registry import TASKS
-from tests.scripts.test_evals import count
+from tests.eval_data import count
 
 FOLDER = pathlib.Path(__file__).parents[1] / "goldens" / "tasks"
 # About the shortest text that each task can be asked over, in tokens of the stand-in tokenizer.

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax import H2O, ChunkKV, Full, LagKV, LongFlow, PromptScored, Quest, SnapKV, settings
+from kvjax import H2O, ChunkKV, Full, LagKV, LongFlow, PromptScored, Quest, SnapKV
 from kvjax.testing.layer import Layer, Stream
 from tests.oracles import follow, held, pooled, window_mass
 
@@ -106,8 +106,3 @@ def test_over_a_base_whose_window_is_longer_than_it_says():
 def test_other_bases_are_refused(base):
   with pytest.raises(ValueError, match=r"ChunkKV\.base: found .* a method that cuts a prompt by"):
     ChunkKV(base)
-
-
-def test_example_and_neutral():
-  assert settings.example(ChunkKV, 64) == ChunkKV(SnapKV(64, 16), chunk=10)
-  assert settings.neutral(ChunkKV, 64) == ChunkKV(SnapKV(65, 32))

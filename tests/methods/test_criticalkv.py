@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import H2O, CriticalKV, Full, PromptScored, PyramidKV, SharedPrefill, SnapKV, settings
+from kvjax import H2O, CriticalKV, Full, PromptScored, PyramidKV, SharedPrefill, SnapKV
 from kvjax.methods.criticalkv import norms_of_outputs
 from kvjax.runtime.shared_prefill import take
 from kvjax.testing import tiny
@@ -159,8 +159,3 @@ def test_what_is_missing_is_named():
     kvjax.prefill(caches[0], q, k, k, wo=jnp.zeros((2, 8, 5)))
   with pytest.raises(ValueError, match=r"CriticalKV\.share: found 2"):
     CriticalKV(SnapKV(64), share=2)
-
-
-def test_example_and_neutral():
-  assert settings.example(CriticalKV, 64) == CriticalKV(SnapKV(64, 16))
-  assert settings.neutral(CriticalKV, 64) == CriticalKV(SnapKV(65, 32))

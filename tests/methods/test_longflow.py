@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import LongFlow, SnapKV, settings
+from kvjax import LongFlow, SnapKV
 from kvjax.testing.layer import Layer, Stream
 from tests.oracles import follow, logits
 
@@ -84,12 +84,6 @@ def test_huge_logits_stay_finite(scale):
     newest = np.asarray(layer.cache.pos).max(-1)
     named = np.take_along_axis(np.asarray(layer.cache.pos), victim[..., None], 2)[..., 0]
     assert (named >= 0).all() and (named < newest).all()
-
-
-def test_repository_setting():
-  assert settings.repo(LongFlow, 100) == LongFlow(
-    100, window_size=32, pool=5, reduce="avg", per="layer"
-  )
 
 
 def test_protected_tokens_stay():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import Env, PyramidKV, SnapKV, settings
+from kvjax import Env, PyramidKV, SnapKV
 from kvjax.testing.layer import Layer, Stream
 from tests.oracles import held, pooled, window_mass
 
@@ -97,7 +97,3 @@ def test_a_layer_keeps_what_snapkv_would():
     for step in range(6):
       layer.decode([n + step for n in lengths])
   np.testing.assert_array_equal(layers[0].cache.pos, layers[1].cache.pos)
-
-
-def test_repository_setting():
-  assert settings.repo(PyramidKV, 100) == PyramidKV(100, window_size=8, pool=7, reduce="max")

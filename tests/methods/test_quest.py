@@ -85,8 +85,7 @@ def test_a_second_turn_and_idle_rows():
         assert slots[slots >= 0].tolist() == read(b, h, t)
 
 
-def test_repo_preset():
-  assert settings.repo(Quest, 1024) == Quest(1024, group="max")
+def test_the_repositorys_smallest_budget():
   assert settings.repo(Quest, 16).tiles.best == 2  # three pages, one of them the newest
 
 

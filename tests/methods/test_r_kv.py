@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import RKV, Env, settings
+from kvjax import RKV, Env
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests.oracles import follow, held, keys, logits, softmax
 
@@ -118,10 +118,6 @@ def test_kept_sets_and_outputs_over_a_generation(method, cap):
     return oracles[b, h].held
 
   follow(layer, lengths, 260, kept, atol=2e-5, cap=cap)
-
-
-def test_repository_setting():
-  assert settings.repo(RKV, 100) == RKV(100, weight=0.1, group="max", spare_oldest=True)
 
 
 def test_turns_are_ranked_with_the_newest_queries():

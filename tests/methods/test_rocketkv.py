@@ -18,7 +18,6 @@ from kvjax import (
   RocketKV,
   Rope,
   SnapKV,
-  settings,
 )
 from kvjax.families import sight
 from kvjax.methods.rocketkv import kept
@@ -145,8 +144,3 @@ def test_a_query_of_zeros_reads_the_first_slots():
   out, aux = layer.decode([14, 14])
   assert np.isfinite(out).all()
   assert np.sort(np.asarray(aux["slots"]), -1)[..., -3:].tolist() == [[[0, 1, 2]] * 3] * 2
-
-
-def test_example_and_neutral():
-  assert settings.example(RocketKV, 256) == RocketKV(256, base=SnapKV(512, 32, 63))
-  assert settings.neutral(RocketKV, 40) == RocketKV(82, base=SnapKV(41, 32))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax import SnapKV, settings
+from kvjax import SnapKV
 from kvjax.testing.layer import Layer, Stream
 from tests.oracles import follow, held, pooled, probabilities, window_mass
 
@@ -66,7 +66,3 @@ def test_a_second_turn_selects_anew():
       stream, 0, h, sorted([*before[h].tolist(), *range(40, 49)]), 49, method
     )
     assert held(layer.cache, 0, h) == sorted(heavy + others)
-
-
-def test_repository_setting():
-  assert settings.repo(SnapKV, 100) == SnapKV(100, window_size=32, pool=7, reduce="max")

@@ -13,7 +13,6 @@ from kvjax import (
   SnapKV,
   TopKOracle,
   Twilight,
-  settings,
 )
 from kvjax.methods.twilight import _heaviest, _rounded
 from kvjax.testing.layer import Layer, Stream, capped
@@ -131,8 +130,3 @@ def test_the_base_keeps_what_it_keeps_and_dense_layers_stay_dense():
 @pytest.mark.parametrize("base", [RocketKV(8), DoubleSparsity(8), TopKOracle(8)])
 def test_other_selectors_are_taken(base):
   assert Twilight(base).base == base
-
-
-def test_example_and_neutral():
-  assert settings.example(Twilight, 64) == Twilight(Quest(64))
-  assert settings.neutral(Twilight, 64) == Twilight(Quest(80), p=1.0)

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 
 LAWS = "tests/laws"
-SETTINGS = "methods/bad_settings"  # what a method's file refuses
+SETTINGS = "methods/settings"  # what methods refuse, and their presets
 # Those that show most of what a method computes, in a part of the time of all.
 CHOSEN = ("neutral_setting", "decode_equals", "chunked_prefill", "kept_positions")
 

@@ -1,4 +1,4 @@
-"""Settings that methods refuse, and the words they say; bounds as such are in `test_fields.py`."""
+"""Settings that methods refuse, in which words, and presets; bounds as such: `test_fields.py`."""
 
 import dataclasses
 import math
@@ -20,6 +20,7 @@ from kvjax import (
   AdaKV,
   CacheSpec,
   ChunkKV,
+  CriticalKV,
   DoubleSparsity,
   DuoAttention,
   Full,
@@ -40,6 +41,7 @@ from kvjax import (
   StreamingLLM,
   TopKOracle,
   Twilight,
+  settings,
 )
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 
@@ -233,6 +235,22 @@ REFUSED = [
   (VATP, {"sinks": -1}, "VATP.sinks: found -1"),
   (VATP, {"budget": 40}, "VATP.budget: found 40, expected more than recent [+] sinks = 20 [+] 20"),
 ]
+# The authors' repository, an example of some budget, what keeps everything of some length.
+PRESETS = [
+  (settings.repo, 100, LongFlow(100, window_size=32, pool=5, reduce="avg", per="layer")),
+  (settings.repo, 100, PyramidKV(100, window_size=8, pool=7, reduce="max")),
+  (settings.repo, 1024, Quest(1024, group="max")),
+  (settings.repo, 100, RKV(100, weight=0.1, group="max", spare_oldest=True)),
+  (settings.repo, 100, SnapKV(100, window_size=32, pool=7, reduce="max")),
+  (settings.example, 64, ChunkKV(SnapKV(64, 16), chunk=10)),
+  (settings.neutral, 64, ChunkKV(SnapKV(65, 32))),
+  (settings.example, 64, CriticalKV(SnapKV(64, 16))),
+  (settings.neutral, 64, CriticalKV(SnapKV(65, 32))),
+  (settings.example, 256, RocketKV(256, base=SnapKV(512, 32, 63))),
+  (settings.neutral, 40, RocketKV(82, base=SnapKV(41, 32))),
+  (settings.example, 64, Twilight(Quest(64))),
+  (settings.neutral, 64, Twilight(Quest(80), p=1.0)),
+]
 # Cuts of a head that heads of a model do not have.
 MISFITS = [
   (AdaKV(pools=4), 6, 16, r"AdaKV\.pools: found 4, expected a divisor of the 6 key/value heads"),
@@ -253,13 +271,18 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "settings", "message"), REFUSED)
-def test_bad_settings(method, settings, message):
+@pytest.mark.parametrize(("method", "kwargs", "message"), REFUSED)
+def test_bad_settings(method, kwargs, message):
   with pytest.raises(ValueError, match=message):
-    method(**settings)
+    method(**kwargs)
 
 
 @pytest.mark.parametrize(("method", "heads", "head_dim", "message"), MISFITS)
 def test_heads_that_do_not_fit(method, heads, head_dim, message):
   with pytest.raises(ValueError, match=message):
     method.init_caches(CacheSpec(1, 64, heads, 1, head_dim, 1))
+
+
+@pytest.mark.parametrize(("preset", "size", "made"), PRESETS)
+def test_presets(preset, size, made):
+  assert preset(type(made), size) == made

@@ -8,7 +8,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -16,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.decode.mosaic import DEFAULT, decode_attention
 from kvjax.testing.decode_cases import Shape
-from tests.kernels.dense_oracle import FLOOR, make, oracle, plain, poison
+from tests.kernels.dense_oracle import make, no_worse, oracle, plain, poison, same_bits
 
 
 def missing() -> str:
@@ -50,14 +49,8 @@ def test_equals_the_oracle_twice(groups, heads, head_dim, slots, config):
   k, v = (poison(x, start, stop, 0) for x in (k, v))
   run = jax.jit(functools.partial(decode_attention, config=config))
   state, again = run(q, k, v, start, stop), run(q, k, v, start, stop)
-  for found, right, rounded in zip((state.o, state.m, state.l), expected, usual, strict=True):
-    seen = np.isfinite(right)
-    np.testing.assert_array_equal(np.isfinite(found), seen)
-    found, right, rounded = (np.asarray(x, np.float64)[seen] for x in (found, right, rounded))
-    allowed = 2 * np.abs(rounded - right).max() + FLOOR * np.abs(right).max(initial=1)
-    assert np.abs(found - right).max() <= allowed
-  for first, second in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
-    np.testing.assert_array_equal(first, second)
+  no_worse((state.o, state.m, state.l), expected, usual)
+  same_bits(state, again)
 
 
 @runs
@@ -67,8 +60,7 @@ def test_one_range_of_all_heads_is_clipped_and_a_scale_is_taken():
   beyond = decode_attention(
     q, k, v, 0 * start[:, :1] - 9, 0 * stop[:, :1] + 1000, scale=2 * 128**-0.5
   )
-  for first, second in zip(jax.tree.leaves(inside), jax.tree.leaves(beyond), strict=True):
-    np.testing.assert_array_equal(first, second)
+  same_bits(inside, beyond)
 
 
 @pytest.mark.parametrize("groups", [1, 4, 12])

@@ -15,6 +15,7 @@ from kvjax.kernels.common import config
 from kvjax.kernels.longflow import read
 from kvjax.kernels.longflow import victim as longflow
 from kvjax.kernels.longflow.victim import victim
+from tests.kernels.dense_oracle import exact, same_bits
 
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -106,19 +107,6 @@ def read_operands(seed, heads, groups, slots, head_dim, dtype=np.float32):
   return q, *(jnp.where(held, x, jnp.nan) for x in (k, v)), norm, pos, used, seen
 
 
-def attention_oracle(q, k, v, used, soft_cap=None):
-  """(o, logits, m, l) in float64."""
-  q, k, v = (np.float64(x) for x in (q, k, v))
-  held = (np.arange(k.shape[2]) < used[:, None])[:, None, None]
-  k, v = (np.where(np.isfinite(x), x, 0) for x in (k, v))
-  x = np.einsum("bkgh,bksh->bkgs", q, k) / np.sqrt(q.shape[-1])
-  x = x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
-  x = np.where(held, x, -np.inf)
-  m = x.max(-1)
-  p = np.exp(x - m[..., None])
-  return np.einsum("bkgs,bksh->bkgh", p / p.sum(-1, keepdims=True), v), x, m, p.sum(-1)
-
-
 @pytest.mark.core(2)
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize(
@@ -132,15 +120,14 @@ def test_read(heads, groups, slots, head_dim, soft_cap):
   run = jax.jit(functools.partial(read.read, **how))
   state, out, got = run(*arrays)
   q, k, v, norm, pos, used, seen = arrays
-  o, logits, m, l = attention_oracle(q, k, v, used, soft_cap)
+  o, m, l, logits = exact(q, k, v, lambda b, h: range(used[b]), soft_cap)
   want, gap = oracle(*(logits, m, l, norm, pos, used, seen), sinks=2, recent=3, per_layer=False)
   np.testing.assert_allclose(state.o, o, atol=2e-5)
   np.testing.assert_allclose(state.lse, m + np.log(l), atol=2e-5)
   np.testing.assert_array_equal(out, state.o)
   assert (np.asarray(got) == want)[gap > 1e-4].all() and (gap > 1e-4).mean() > 0.7
   again = run(*arrays)
-  for a, b in zip(jax.tree.leaves(again), jax.tree.leaves((state, out, got)), strict=True):
-    np.testing.assert_array_equal(a, b)
+  same_bits(again, (state, out, got))
 
 
 def test_read_in_half_precision():
@@ -148,7 +135,7 @@ def test_read_in_half_precision():
   arrays = read_operands(4, 2, 4, 600, 128, jnp.bfloat16)
   q, k, v, norm, pos, used, seen = arrays
   state, out, got = jax.jit(functools.partial(read.read, sinks=0, recent=1))(*arrays)
-  o, logits, m, l = attention_oracle(*(x.astype(jnp.float32) for x in (q, k, v)), used)
+  o, m, l, logits = exact(q, k, v, lambda b, h: range(used[b]))
   want, gap = oracle(*(logits, m, l, norm, pos, used, seen), sinks=0, recent=1, per_layer=False)
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(state.o, o, atol=1e-2)

@@ -4,7 +4,6 @@ On a GPU the same tests run the compiled kernel.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,10 @@ from kvjax.kernels.codes.dense import check_quantised, decode_attention
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.config import Config
 from kvjax.primitives import codes as quantised
-from kvjax.primitives.codes import WORDS
 from tests.compiled import compiled
 from tests.cover import pairwise
-from tests.kernels.dense_oracle import FLOOR, visible
-from tests.kernels.listed import codes
+from tests.kernels import coded_oracle
+from tests.kernels.dense_oracle import no_worse, ranges, same_bits, visible
 
 quantise = compiled(quantised.quantise)
 
@@ -53,50 +51,21 @@ def test_worked_example():
 
 
 def oracle(q, k, v, per_slot, start, stop, bits, sinks, weights=np.float64):
-  """(o, m, l, logits) in float64, one query head at a time; p · a_v rounded to `weights`."""
-  q, start, stop = np.asarray(q).astype(np.float64), np.asarray(start), np.asarray(stop)
-  scales = [np.asarray(x, np.float64) for x in per_slot]
-  zeros = scales[2:] or [np.zeros_like(x) for x in scales]
-  k, v = codes(k, bits), codes(v, bits)
-  o, m, l = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), np.zeros(q.shape[:3])
-  x = np.full((*q.shape[:3], k.shape[2]), -np.inf)
-  for b, h, g in np.ndindex(*q.shape[:3]):
-    slots = visible(start[b, h], stop[b, h], sinks, k.shape[2])
-    if not slots:
-      continue
-    of_slots = b, h, slots
-    top = np.abs(q[b, h, g]).max()
-    query = np.rint(127 * q[b, h, g] / top) * top / 127
-    keys = k[of_slots] * scales[0][of_slots][:, None] + zeros[0][of_slots][:, None]
-    logits = keys @ query / math.sqrt(q.shape[3])
-    x[b, h, g, slots], m[b, h, g] = logits, logits.max()
-    p = np.exp(logits - m[b, h, g])
-    l[b, h, g] = p.sum()
-    w = (p * scales[1][of_slots]).astype(weights).astype(np.float64)
-    o[b, h, g] = (w @ v[of_slots] + p @ zeros[1][of_slots]) / l[b, h, g]
-  return o, m, l, x
+  """(o, m, l, logits) of spans."""
+
+  def slots(b, h):
+    return visible(start[b, h], stop[b, h], sinks, k.shape[2])
+
+  return coded_oracle.oracle(q, k, v, per_slot, slots, bits, weights)
 
 
 def make(groups, heads, head_dim, slots, dtype, bits, seed=0):
   """Operands with one row of every kind; slots that no row of them may read hold anything."""
   rng = np.random.default_rng(seed)
-  ranges = [(0, slots), (0, 1), (0, 0), (7, 7), (slots - 2, 5), (slots // 3, slots - 1)]
-  start, stop = (
-    np.broadcast_to(np.array(x, np.int32)[:, None], (len(ranges), heads)).copy()
-    for x in zip(*ranges, strict=True)
-  )
-  stop[0] = np.maximum(stop[0] - 3 * np.arange(heads), 1)  # heads of one row differ too
-
-  def normal(*shape):
-    return rng.normal(size=(len(ranges), heads, *shape))
-
-  q = jnp.asarray(normal(groups, head_dim), dtype)
-  k, v = (
-    quantise(np.float32(normal(slots, head_dim) * size + shift), bits, WORDS[name])
-    for name, size, shift in (("k", 1, 0.3), ("v", 3, -1))
-  )
-  per_slot = [k.scale, v.scale] + ([] if bits == 8 else [k.zero, v.zero])
-  return q, k.words, v.words, per_slot, start, stop
+  start, stop = ranges(heads, slots)
+  rows = len(start), heads
+  q = jnp.asarray(rng.normal(size=(*rows, groups, head_dim)), dtype)
+  return q, *coded_oracle.coded(rng, (*rows, slots, head_dim), bits), start, stop
 
 
 def poisoned(per_slot, start, stop, sinks):
@@ -138,21 +107,10 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
   state, out, seen = run(*operands)
   assert (seen is not None) == logits
   made = state.o, state.m, state.l, seen
-  for name, got, want, plain in zip("omlx", made, exact, rough, strict=True):
-    if got is None:
-      continue
-    empty = np.isneginf(want)
-    np.testing.assert_array_equal(np.isneginf(got), empty, err_msg=name)
-    error, allowed = (
-      np.abs(np.where(empty, 0, x) - np.where(empty, 0, want)) for x in (got, plain)
-    )
-    size = np.abs(want[~empty]).max(initial=1)
-    assert error.max() <= 2 * allowed.max() + FLOOR * size, name
+  count = len(made) if logits else 3
+  no_worse(made[:count], exact[:count], rough[:count])
   np.testing.assert_array_equal(out, state.o.astype(dtype))
-  for first, second in zip(
-    jax.tree.leaves((state, out, seen)), jax.tree.leaves(run(*operands)), strict=True
-  ):
-    np.testing.assert_array_equal(first, second)
+  same_bits((state, out, seen), run(*operands))
 
 
 @pytest.mark.slow

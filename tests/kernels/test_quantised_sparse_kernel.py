@@ -15,12 +15,11 @@ import pytest
 from kvjax.kernels.codes.sparse import settings, sparse_decode
 from kvjax.kernels.common.config import Config
 from kvjax.primitives import codes as quantised
-from kvjax.primitives.codes import WORDS
-from kvjax.testing.layer import capped
 from tests.compiled import compiled
 from tests.cover import pairwise
-from tests.kernels.dense_oracle import FLOOR
-from tests.kernels.listed import codes, plan, slots_of
+from tests.kernels import coded_oracle
+from tests.kernels.dense_oracle import no_worse, same_bits
+from tests.kernels.listed import plan, slots_of
 
 quantise = compiled(quantised.quantise)
 WIDTH = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}  # of a table, by the unit of its entries
@@ -53,42 +52,21 @@ def make(groups, heads, head_dim, dtype, bits, unit, seed=0):
   where = plan(unit + seed, batch, heads, SLOTS, unit, WIDTH[unit])
   listed = {(b, h): slots_of(*where, unit, SINKS, b, h) for b, h in np.ndindex(batch, heads)}
   q = jnp.asarray(rng.normal(size=(batch, heads, groups, head_dim)), dtype)
-  k, v = (
-    quantise(
-      np.float32(rng.normal(size=(batch, heads, SLOTS, head_dim)) * size + shift), bits, word
-    )
-    for (size, shift), word in zip(((1, 0.3), (3, -1)), WORDS.values(), strict=True)
-  )
-  per_slot = [k.scale, v.scale] + ([] if bits == 8 else [k.zero, v.zero])
+  k, v, per_slot = coded_oracle.coded(rng, (batch, heads, SLOTS, head_dim), bits)
   unread = np.ones((batch, heads, SLOTS), bool)
   for head, slots in listed.items():
     unread[head][slots] = False
   per_slot = [np.where(unread, np.nan, x) for x in per_slot]
-  return (q, k.words, v.words, per_slot, *where), listed
+  return (q, k, v, per_slot, *where), listed
 
 
 def oracle(operands, listed, bits, weights=np.float64, cap=None):
-  """(o, m, l) in float64, one query head at a time; p · a_v rounded to `weights`."""
-  q, k, v, per_slot = operands[:4]
-  q, k, v = np.asarray(q).astype(np.float64), codes(k, bits), codes(v, bits)
-  scales = [np.asarray(x, np.float64) for x in per_slot]
-  zeros = scales[2:] or [np.zeros_like(x) for x in scales]
-  o, m, l = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), np.zeros(q.shape[:3])
-  for b, h, g in np.ndindex(*q.shape[:3]):
-    if not (slots := listed[b, h]):
-      continue
-    at = b, h, slots
-    top = np.abs(q[b, h, g]).max()
-    query = np.rint(127 * q[b, h, g] / top) * top / 127
-    keys = k[at] * scales[0][at][:, None] + zeros[0][at][:, None]
-    logits = keys @ query / np.sqrt(q.shape[3])
-    logits = logits if cap is None else capped(logits, cap)
-    m[b, h, g] = logits.max()
-    p = np.exp(logits - m[b, h, g])
-    l[b, h, g] = p.sum()
-    w = (p * scales[1][at]).astype(weights).astype(np.float64)
-    o[b, h, g] = (w @ v[at] + p @ zeros[1][at]) / l[b, h, g]
-  return o, m, l
+  """(o, m, l) of the slots that are listed."""
+
+  def slots(b, h):
+    return listed[b, h]
+
+  return coded_oracle.oracle(*operands[:4], slots, bits, weights, cap)[:3]
 
 
 SWEEP = pairwise(
@@ -116,19 +94,9 @@ def test_equals_oracle(groups, heads, head_dim, dtype, unit, bits, programs):
   state, out = run(*operands)
   exact = oracle(operands, listed, bits)
   rough = oracle(operands, listed, bits, np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
-  for name, got, want, plain in zip("oml", (state.o, state.m, state.l), exact, rough, strict=True):
-    empty = np.isneginf(want)
-    np.testing.assert_array_equal(np.isneginf(got), empty, err_msg=name)
-    error, allowed = (
-      np.abs(np.where(empty, 0, x) - np.where(empty, 0, want)) for x in (got, plain)
-    )
-    size = np.abs(want[~empty]).max(initial=1)
-    assert error.max() <= 2 * allowed.max() + FLOOR * size, name
+  no_worse((state.o, state.m, state.l), exact, rough)
   np.testing.assert_array_equal(out, state.o.astype(dtype))
-  for first, second in zip(
-    jax.tree.leaves((state, out)), jax.tree.leaves(run(*operands)), strict=True
-  ):
-    np.testing.assert_array_equal(first, second)
+  same_bits((state, out), run(*operands))
 
 
 @pytest.mark.slow

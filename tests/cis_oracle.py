@@ -7,7 +7,8 @@ import numpy as np
 from kvjax import Carry, Env
 from kvjax.families import sight
 from kvjax.methods.cis.kernel import Selected
-from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, capped
+from tests.oracles import attend, keys, queries, softmax
 
 
 class Oracle:
@@ -54,7 +55,7 @@ class Oracle:
   def weights(self, query, keys, seen):
     x = capped(keys @ query / np.sqrt(len(query)), self.cap)
     x[[i for i in range(len(keys)) if i not in seen]] = -np.inf
-    return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    return softmax(x)
 
 
 def wandering(seed, tokens, kv_heads=2, groups=3, stay=0.8):
@@ -116,9 +117,8 @@ def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, l
     np.testing.assert_array_equal(looks, reports[-1].reshape(batch, heads, -1).any(-1))
     for (b, h), oracle in oracles.items():
       t = at[b]
-      q = rotate(stream.q[b, h, :, t], t)
-      keys = np.array([rotate(stream.k[b, h, j], j) for j in range(t + 1)])
-      want = oracle.attended(q, keys, visible and visible(t))
+      q, k = queries(stream, b, h, t), keys(stream, b, h, range(t + 1))
+      want = oracle.attended(q, k, visible and visible(t))
       got = table[b, h, : count[b, h]].tolist()
       assert len(got) == len(set(got)) and set(got) == want, (b, h, step)
       assert (table[b, h, count[b, h] :] == -1).all()
@@ -126,9 +126,6 @@ def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, l
         oracle.retrieved if method.per == "query_head" else oracle.retrieved[0]
       )
       assert int(aux["visited"][b, h]) == len(want)
-      kept = np.array(sorted(want))
-      for g in range(groups):
-        x = capped(keys[kept] @ q[g] / np.sqrt(len(q[g])), cap)
-        value = softmax_average(x, np.float64(stream.v[b, h, kept]))
-        np.testing.assert_allclose(out[b, h, g], value, atol=2e-5 * max(1.0, scale))
+      exact = attend(stream, b, h, t, sorted(want), cap)
+      np.testing.assert_allclose(out[b, h], exact, atol=2e-5 * max(1.0, scale))
   return np.stack(reports)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.testing.layer import rotate
+from tests.oracles import keys
 
 
 def own_codes(x, bits):
@@ -19,18 +19,8 @@ def own_rounded(x, bits, group=0):
   return (code * a + zero).reshape(x.shape)
 
 
-def rotated(stream, b, h, positions):
-  return np.stack([rotate(stream.k[b, h, p], p) for p in positions])
-
-
 def kept(stream, b, h, first, positions, bits, group=0):
   """Keys and values at positions, as codes have them, after a first chunk of `first` tokens."""
-  mean = rotated(stream, b, h, range(first)).mean(0)
-  keys = own_rounded(rotated(stream, b, h, positions) - mean, bits, group) + mean
-  return keys, own_rounded(stream.v[b, h, positions], bits, group)
-
-
-def held(cache, b, h):
-  """The positions in a head's slots."""
-  row = np.asarray(cache.pos)[b, h]
-  return row[row >= 0].tolist()
+  mean = keys(stream, b, h, range(first)).mean(0)
+  k = own_rounded(keys(stream, b, h, positions) - mean, bits, group) + mean
+  return k, own_rounded(stream.v[b, h, positions], bits, group)

@@ -10,8 +10,9 @@ import pytest
 from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, settings
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests import steps
-from tests.coded import held, kept, own_rounded
+from tests.coded import kept, own_rounded
 from tests.kernels.listed import LENGTHS, taken
+from tests.oracles import held
 
 # Methods whose steps list tiles of what they keep, and leave attention to them as it is.
 LISTING = ("quest", "infllm_v2", "rocketkv", "double_sparsity", "topk_oracle", "hshare", "cis")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import ART, H2O, Env, Full, LongFlow, Quest, SnapKV, Span, StreamingLLM
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream, softmax_average
+from tests.oracles import keys, queries
 
 
 def walk(q, keys, values, sizes, method, pinned=0):
@@ -60,10 +61,9 @@ def check(method, stream, lengths, steps, order, budget=64):
     for b, h in np.ndindex(*pos.shape[:2]):
       steps_of, pinned = order(layer.cache, b, h)
       held = pos[b, h, [s for tile in steps_of for s in tile]]
-      keys = np.array([rotate(stream.k[b, h, p], p) for p in held])
-      q = rotate(stream.q[b, h, :, at[b]], at[b])
+      k, q = keys(stream, b, h, held), queries(stream, b, h, at[b])
       sizes = [len(tile) for tile in steps_of]
-      want, taken, margin = walk(q, keys, np.float64(stream.v[b, h, held]), sizes, method, pinned)
+      want, taken, margin = walk(q, k, np.float64(stream.v[b, h, held]), sizes, method, pinned)
       if margin < 1e-5:
         close += 1  # a threshold hit within rounding
         continue

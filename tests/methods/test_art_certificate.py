@@ -27,6 +27,7 @@ from kvjax.methods.art.certificate import unread_mass
 from kvjax.methods.art.splits import Walked
 from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
+from tests.oracles import keys
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
 
@@ -171,9 +172,9 @@ def test_whole_generations(seed, eps, heat):
     out, aux = layer.decode(at)
     for b, h, g in np.ndindex(2, 3, 3):
       n = at[b] + 1
-      keys = np.array([rotate(stream.k[b, h, p], p) for p in range(n)])
+      k = keys(stream, b, h, range(n))
       values = np.float64(stream.v[b, h, :n])
-      x = keys @ rotate(stream.q[b, h, g, n - 1], n - 1) / np.sqrt(stream.q.shape[-1])
+      x = k @ rotate(stream.q[b, h, g, n - 1], n - 1) / np.sqrt(stream.q.shape[-1])
       error = np.linalg.norm(out[b, h, g] - softmax_average(x, values))
       assert error <= eps * np.linalg.norm(values, axis=-1).max() + 1e-4
     if eps == 0:

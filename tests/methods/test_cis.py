@@ -7,8 +7,9 @@ import pytest
 
 from kvjax import CIS, PSAW, Env, Linear, Rope
 from kvjax.methods.cis.retrieval import distinct
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Layer, Stream
 from tests.cis_oracle import Planned, follow, wandering
+from tests.oracles import logits
 
 
 def test_worked_example():
@@ -88,8 +89,7 @@ def test_that_never_shares_is_exact_top_k(never):
     assert aux["retrieved"].all()
     for b, t in enumerate(at):
       for h in range(2):
-        q = rotate(stream.q[b, h, 0, t], t)
-        x = np.array([q @ rotate(stream.k[b, h, j], j) for j in range(t + 1)])
+        x = logits(stream, b, h, t, range(t + 1))[0]
         middle = np.arange(2, max(2, t + 1 - 3))
         best = middle[np.argsort(-x[middle], kind="stable")][:5]
         want = {0, 1} | set(range(t - 2, t + 1)) | set(best.tolist())

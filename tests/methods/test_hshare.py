@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kvjax import Env, HShare, TopKOracle
 from kvjax.methods.hshare import sharing
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend, keys, queries, softmax
+from tests.oracles import attend, probabilities
 from tests.selection import Watched, choose
 from tests.streams import Stack, similar_streams
 
@@ -28,9 +28,7 @@ class Oracle:
 
   def retrieve(self, l, h, t):
     """The heaviest tokens of the middle, by their mean probability over the group."""
-    stream, m = self.streams[l], self.m
-    q, k = queries(stream, self.b, h, t), keys(stream, self.b, h, range(t + 1))
-    p = np.mean([softmax(k @ row / np.sqrt(len(row))) for row in q], 0)
+    m, p = self.m, probabilities(self.streams[l], self.b, h, t, range(t + 1)).mean(0)
     forced = len(choose(p, m.sinks, m.local, 0))
     return choose(p, m.sinks, m.local, m.budget - m.sinks - m.local)[forced:]
 

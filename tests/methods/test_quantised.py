@@ -28,8 +28,10 @@ from kvjax.ops import decode
 from kvjax.primitives import codes as quantised
 from kvjax.primitives.codes import Codes
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
-from tests.coded import held, kept, own_codes, own_rounded, rotated
+from tests.coded import kept, own_codes, own_rounded
 from tests.compiled import compiled
+from tests.oracles import held
+from tests.oracles import keys as rotated
 
 dequantise, quantise = compiled(quantised.dequantise), compiled(quantised.quantise)
 packed, unpacked = compiled(quantised.packed), compiled(quantised.unpacked)

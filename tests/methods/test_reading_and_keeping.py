@@ -24,8 +24,8 @@ from kvjax import (
   settings,
 )
 from kvjax.testing import LAWS, Case
-from kvjax.testing.layer import Layer, Stream, softmax_average
-from tests.oracles import keys, queries
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import attend, keys, probabilities, queries
 from tests.selection import Watched
 
 PAGE = 4
@@ -115,11 +115,7 @@ def test_a_generation(base, impl):
           assert sorted(found[found >= 0].tolist()) == slots, (step, b, h)
         assert aux["visited"][b, h] == len(slots)
         held = after[b, h][slots]
-        q = queries(stream, b, h, t)
-        for g in range(q.shape[0]):
-          logits = keys(stream, b, h, held) @ q[g] / np.sqrt(q.shape[-1])
-          want = softmax_average(logits, np.float64(stream.v[b, h, held]))
-          np.testing.assert_allclose(out[b, h, g], want, atol=ATTENDED)
+        np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, held), atol=ATTENDED)
 
 
 def test_bytes_are_those_of_what_is_kept():
@@ -167,10 +163,7 @@ def test_the_oracle_reads_what_weighs_most_of_what_is_kept():
     pos = np.asarray(layer.cache.pos)
     for b, h in np.ndindex(pos.shape[:2]):
       held = pos[b, h][pos[b, h] >= 0]
-      q = queries(stream, b, h, at[b])
-      logits = keys(stream, b, h, held) @ q.T / np.sqrt(q.shape[-1])
-      p = np.exp(logits - logits.max(0))
-      weight = (p / p.sum(0)).mean(1)
+      weight = probabilities(stream, b, h, at[b], held).mean(0)
       want = {int(x) for x in held[np.argsort(-weight)[:6]]}
       found = np.asarray(aux["slots"][b, h])
       assert {int(pos[b, h, s]) for s in found[found >= 0]} == want

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import TopKOracle
-from kvjax.testing.layer import Layer, Stream, capped
-from tests.oracles import keys, queries, softmax
+from kvjax.testing.layer import Layer, Stream
+from tests.oracles import probabilities
 from tests.selection import Watched, check, choose
 
 
@@ -13,8 +13,7 @@ def oracle(stream, budget, sinks, local, cap=None):
   """Tokens by their probability, mean over the query heads of the group."""
 
   def read(b, h, t):
-    q, k = queries(stream, b, h, t), keys(stream, b, h, range(t + 1))
-    p = np.mean([softmax(capped(k @ row / np.sqrt(len(row)), cap)) for row in q], 0)
+    p = probabilities(stream, b, h, t, range(t + 1), cap).mean(0)
     return choose(p, sinks, local, budget - sinks - local)
 
   return read

@@ -20,9 +20,10 @@ from kvjax.models.nn.parallel import shard
 from kvjax.primitives.rope import Rope
 from kvjax.runtime.forked import branched
 from kvjax.testing import LAWS, Case, tiny
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CLOSE, LENGTHS, TOKENS
 from tests import decoder_oracle, family_models, tiny_hf
+from tests.oracles import attend
 
 model = functools.partial(tiny.model, layers=2)  # that they are several is enough
 CONTEXTS = [22, 9]  # tokens of each row's context
@@ -73,15 +74,8 @@ def branches_of(stream, branches, seed):
 
 
 def expected(stream, b, t):
-  """Attention [K, G, H] of query t of a row over its keys 0 … t, in loops and float64."""
-  heads, groups = stream.q.shape[1:3]
-  out = np.zeros((heads, groups, stream.q.shape[-1]))
-  for h in range(heads):
-    keys = rotate(stream.k[b, h, : t + 1], range(t + 1))
-    for g in range(groups):
-      q = rotate(stream.q[b, h, g, t], t)
-      out[h, g] = softmax_average(keys @ q / np.sqrt(len(q)), np.float64(stream.v[b, h, : t + 1]))
-  return out
+  """Attention [K, G, H] of query t of a row over its keys 0 … t, in float64."""
+  return np.array([attend(stream, b, h, t, range(t + 1)) for h in range(stream.q.shape[1])])
 
 
 def forked_layer(stream, branches, impl, *, context=32, seed=3):

@@ -543,3 +543,13 @@ def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_pa
   held["about"]["fitted"] = ["other speeches"]
   path.write_text(json.dumps(held), "utf-8")
   assert _row(ltri.needles(Results(tmp_path), STREAM)[4])[1] == "1 of 1 (21–100 %)"
+
+
+def test_no_test_module_imports_another():
+  """What two of them need is a helper's."""
+  own = re.compile(
+    r"^ *(?:from|import) tests\.(?:\w+\.)?(?:test_|\w+ import .*\btest_)", re.MULTILINE
+  )
+  assert own.search("  from tests.laws import test_laws") and own.search("import tests.laws.test_x")
+  files = (ROOT / "tests").rglob("*.py")
+  assert not [str(path) for path in files if own.search(path.read_text("utf-8"))]

@@ -20,14 +20,7 @@ from kvjax.kernels.decode.sparse import settings, sparse_decode
 from kvjax.kernels.prr.speculate import attend_tiles, speculate, speculate_keys
 from kvjax.kernels.selection.key_weights import key_weights
 from tests import steps
-from tests.kernels.calls import (
-  CALLS,
-  DEVICES,
-  FAST,
-  art_call,
-  called,
-  slow_unless,
-)
+from tests.kernels.calls import CALLS, DEVICES, FAST, art_call, called, slow_unless
 from tests.lowering import SHARED, compile_kernel, lower
 
 pytest.importorskip("triton")

@@ -10,18 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import (
-  ART,
-  PSAW,
-  Cache,
-  CacheSpec,
-  Carry,
-  Env,
-  Full,
-  Prompt,
-  Quantised,
-  Rope,
-)
+from kvjax import ART, PSAW, Cache, CacheSpec, Carry, Env, Full, Prompt, Quantised, Rope
 from kvjax.families import sight
 from kvjax.methods.art.certificate import unread_mass
 from kvjax.methods.art.splits import Walked

@@ -11,18 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import (
-  ART,
-  PRR,
-  Cache,
-  Carry,
-  Env,
-  InfLLMv2,
-  Plan,
-  Quest,
-  Span,
-  TopKOracle,
-)
+from kvjax import ART, PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Span, TopKOracle
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.testing.layer import Layer, Stream

@@ -10,15 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import (
-  Cache,
-  CacheSpec,
-  Env,
-  Full,
-  RocketKV,
-  Rope,
-  SnapKV,
-)
+from kvjax import Cache, CacheSpec, Env, Full, RocketKV, Rope, SnapKV
 from kvjax.families import sight
 from kvjax.methods.rocketkv import kept
 from kvjax.testing.layer import Layer, Stream, capped

@@ -5,15 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax import (
-  DoubleSparsity,
-  Env,
-  Quest,
-  RocketKV,
-  SnapKV,
-  TopKOracle,
-  Twilight,
-)
+from kvjax import DoubleSparsity, Env, Quest, RocketKV, SnapKV, TopKOracle, Twilight
 from kvjax.methods.twilight import _heaviest, _rounded
 from kvjax.testing.layer import Layer, Stream, capped
 from tests.compiled import compiled

@@ -1,4 +1,4 @@
-"""What writes the figures of README and the results, from the result files.
+"""Makers of the figures of README and the results, from the result files.
 
 A document says where: `<!-- MODULE.NAME ARGUMENT: begin -->` and its `end` hold what `NAME` of a
 module here makes of the files, and of an argument if it takes one; `<!--MODULE.NAME-->` and

@@ -174,7 +174,7 @@ def stopped(held: Study, setting: str) -> list[str]:
 
 
 def stops(results: Results) -> Part:
-  """What stops read and miss, of query heads by themselves and of a KV head's together."""
+  """Share read and error of stops: query heads by themselves, and those of a KV head together."""
   rows = [
     [label, words, str(count), *stopped(held, f"tau {tau}, {count} splits")]
     for label, held in _ours(results).items()
@@ -195,7 +195,7 @@ def real_stops(results: Results) -> Part:
 
 
 def real_groups(results: Results) -> Part:
-  """What the groups of each layer read at τ = 0.01, from the least to the most of its KV heads."""
+  """Share that each layer's groups read at τ = 0.01, from the least to the most of KV heads."""
   columns = real(results)
   layers = sorted({int(n) for held in columns.values() for n in held.get("heads", "0.01")})
   rows = [[str(n), *(_between(held, str(n)) for held in columns.values())] for n in layers]
@@ -212,7 +212,7 @@ def _between(held: Study, layer: str) -> str:
 
 
 def real_theory(results: Results) -> Part:
-  """How probe and oracle agree, and where the theorems' bounds apply."""
+  """Agreement of probe and oracle, and where the theorems' bounds apply."""
   rows = [
     [label, words, whose, *_theory(held, tau, prefix)]
     for label, held in real(results).items()
@@ -256,7 +256,7 @@ def lengths(results: Results) -> Part:
 
 
 def probe(results: Results) -> Part:
-  """How often the probe agrees where it can err, and what φ adds."""
+  """Agreement of the probe where it can err, and what φ adds."""
   rows = []
   for run, which in RUNS.items():
     held = study(results, run)

@@ -66,7 +66,7 @@ def said(each: Mean, text: str) -> Figure:
 
 
 def _models(results: Results) -> Figure:
-  """What the tables are of."""
+  """The samples of the tables."""
   texts = []
   for own, _, means in found(results, FOLDER):
     apart = [each for each in means if "logits_apart" in each]
@@ -104,7 +104,7 @@ def pairs(results: Results) -> Part:
 
 
 def presses(results: Results) -> Part:
-  """What kvpress finds under its own protocol and other settings, and two yardsticks.
+  """Scores of kvpress under its own protocol and other settings, and two yardsticks.
 
   A press that stands there for several methods of kvjax has one row.
   """
@@ -162,7 +162,7 @@ def share(x: float) -> str:
 
 
 def _kvzip_models(results: Results) -> Figure:
-  """What the table is of, and in how far the libraries agree."""
+  """The samples of the table, and in how far the libraries agree."""
   texts = []
   for own, rows, means in found(results, KVZIP):
     both, who = [row for row in rows if "answer" in row], "kvpress alone"

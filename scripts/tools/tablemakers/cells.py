@@ -1,4 +1,4 @@
-"""How figures are written: times, ratios, spans of ratios, tables and sentences.
+"""Forms of figures: times, ratios, spans of ratios, tables and sentences.
 
 A ratio to a reference that was not steady says nothing: where the quartiles of what is divided by
 are wider than 5 % of its median, they stand in the ratio's place. A time's own quartiles stand
@@ -17,7 +17,7 @@ Pair = tuple[float, Timing]  # a ratio, and the reference that was divided by
 
 
 def steady(timing: Timing) -> bool:
-  """Whether others may be divided by it."""
+  """True where others may be divided by it."""
   return bench_files.steady(timing.low, timing.us, timing.high)
 
 
@@ -188,12 +188,12 @@ def own(name: str = "kvjax") -> Column:
 
 
 def faster(mine: str, reference: str, form: str = "{:.2f}") -> Column:
-  """How often as fast as the reference."""
+  """Ratio of the reference's time to this one."""
   return lambda case: ratio(*gain(case.time(mine), case.time(reference)), form)
 
 
 def longer(mine: str, reference: str, form: str = "{:.2f}") -> Column:
-  """How often the reference's time."""
+  """Ratio of this time to the reference's."""
   return lambda case: ratio(*over(case.time(mine), case.time(reference)), form)
 
 

@@ -88,7 +88,7 @@ def sparse_steps(results: Results) -> Part:
 
 
 def launches(results: Results) -> Part:
-  """What a layer's step is made of: the sum of its launches, and each of them in order."""
+  """The parts of a layer's step: the sum of its launches, and each of them in order."""
   path, rows = f"{GPU}/launches.json", []
   device = results.json(path, "about", "device")
   study = results.study(path, card=device, n=1, setting="cold caches, no CUDA graph")

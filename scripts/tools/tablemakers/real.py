@@ -21,7 +21,7 @@ WITHDRAWN = ("duo_attention",)
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """What the folder has.
+  """The runs of the folder.
 
   Attributes:
     model, device: its settings.
@@ -221,7 +221,7 @@ def _answered(rows: scored.Held, whole: Standings, sizes: dict, one: Standing) -
 
 
 def _foreseen(found: Held, timed: Sequence[Cost]) -> dict[str, str]:
-  """How near `advise` came to what was measured."""
+  """Estimates of `advise` beside what was measured."""
   if not timed:
     return {}
   ratios = [(cost, (cost.expected_us or 0) / found.time(cost).us) for cost in timed]
@@ -320,7 +320,7 @@ def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
 
 
 def _risk(point: Point, board: Board, found: Held) -> str:
-  """What the method's family cannot promise, and what it loses in other modes."""
+  """Limits of a method's family, and what it loses in other modes."""
   parts = [families.of(point.method).risk]
   for other in found.standings:
     one = other.by.get((point.method, point.budget))

@@ -23,7 +23,7 @@ Place = tuple[str | int, ...] | tuple[tuple[str, Value], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """Where a figure stands, and what it was measured on.
+  """The place of a figure, and what it was measured on.
 
   Attributes:
     file: the kept file, below scripts/results.

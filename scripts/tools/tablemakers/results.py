@@ -86,7 +86,7 @@ class Study:
     return value
 
   def has(self, *keys: str) -> bool:
-    """Whether there is a value under the last of the keys."""
+    """True where there is a value under the last of the keys."""
     return self.get(*keys[:-1]).get(keys[-1]) is not None
 
   def number(self, *keys: str | int, n: int | None = None, setting: str | None = None) -> Number:
@@ -117,7 +117,7 @@ class Case:
     self._rows = {row["name"]: i for i, row in enumerate(self._data["results"])}
 
   def has(self, name: str) -> bool:
-    """Whether a contender has a time: peers may not be installed, or not take the shape."""
+    """True where a contender has a time: peers may not be installed, or not take the shape."""
     return name in self._rows and "us" in self._data["results"][self._rows[name]]
 
   def time(self, name: str) -> Timing:

@@ -213,6 +213,6 @@ def ruler(results: Results) -> Part:
 
 
 def figures(results: Results) -> dict[str, str]:
-  """Where ART's walks are too short."""
+  """Contexts in which ART's walks are too short."""
   short = (f"T{words}" for n, words in LENGTHS.items() if ART not in _able(results, n))
   return {"short": " and ".join(short)}

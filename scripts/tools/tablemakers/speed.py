@@ -105,7 +105,7 @@ def steps(results: Results) -> Part:
 
 
 def peers(results: Results) -> Part:
-  """Where any was run."""
+  """A token's time beside that of other libraries, on the cards that ran any."""
   held = {label: c for label, c in _steps(results).items() if any(map(c.has, PEERS))}
   columns = []
   for head, peer in zip(("PyTorch, compiled, CUDA graph", "transformers"), PEERS, strict=True):

@@ -175,7 +175,7 @@ def figures(results: Results) -> dict[str, str]:
 
 
 def _shared(study: Study) -> dict[str, str]:
-  """What the table is of, what the methods attend to, and what CIS retrieves for that."""
+  """The table's samples, what methods attend to, and what CIS retrieves for that."""
   seen = {
     line.split(",")[0]: [study.number("found", line, point, "visited", "mean") for point in points]
     for line, points in study.get("found").items()

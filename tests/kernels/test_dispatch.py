@@ -150,6 +150,7 @@ NARROWED = {
 }
 
 
+@pytest.mark.rest(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NARROWED)
 def test_nothing_outside_of_the_span_is_attended_to(name):

@@ -318,7 +318,7 @@ def test_a_turn_onto_live_caches(method):
   second, _ = prefill(model(), turn[:1], lengths[:1], alone, method)
   chex.assert_trees_all_close(second, after[:1], rtol=1e-4, atol=1e-4)
   if method.traits.order_independent:  # the conversation read at once
-    spoken = np.concatenate([TOKENS[:1, :23], own.tokens, turn[:1]], 1)
+    spoken = np.concatenate([TOKENS[:1, :23], own.tokens, turn[:1, : lengths[0]]], 1)
     fresh = method.init_caches(model().spec(1, CAPACITY))
     whole, _ = prefill(model(), spoken, [spoken.shape[1]], fresh, method)
     chex.assert_trees_all_close(second, whole, rtol=1e-4, atol=1e-4)

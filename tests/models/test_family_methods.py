@@ -28,9 +28,7 @@ OWN = "gemma2", "gemma3_text", "gpt_oss"
 def _marks(family, name):
   refused = REFUSED.get((family, name))
   marks = [] if CORE.get(family) == name else [pytest.mark.slow]
-  plain = [x for x in FAMILIES if x not in OWN]
-  turn = plain[list(kvjax.METHODS).index(name) % len(plain)]
-  if marks and family not in (*OWN, turn):
+  if marks and family not in OWN:
     marks.append(pytest.mark.sweep)
   if refused:
     marks.append(pytest.mark.xfail(raises=NotImplementedError, strict=True, reason=refused))

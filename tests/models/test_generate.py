@@ -872,6 +872,7 @@ def test_programs_are_dropped_where_they_are_many(monkeypatch):
   np.testing.assert_array_equal(generate(model(), logits, caches, FULL, steps=3)[0].tokens, found)
 
 
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("all_logits", [False, True])

@@ -234,6 +234,7 @@ def one_of(names, *families):
 
 
 # Every method's layer is split over two devices in tests/laws.
+@pytest.mark.kin
 @pytest.mark.core(1)
 @pytest.mark.rest
 @over((4, 1), (1, 1), (2, 1), (8, 1))
@@ -253,6 +254,7 @@ def test_context_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
+@pytest.mark.rest(2)
 @pytest.mark.slow
 @over((1, 2), (2, 2))
 @pytest.mark.parametrize("name", ["full", "quest", "psaw"])
@@ -280,6 +282,7 @@ def test_sharded_prompts_may_fill_the_capacity(mesh):
   assert caches[0].used.tolist() == [CAPACITY, 7]
 
 
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="stores are not split over GPUs")
 @over((4, 1), (2, 1))

@@ -43,6 +43,7 @@ SWEEP = pairwise(
 )
 
 
+@pytest.mark.rest(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("unit", "how", "bits", "head_dim", "kwargs"), SWEEP, ids=str)
 def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):

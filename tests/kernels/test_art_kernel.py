@@ -19,6 +19,7 @@ from tests.kernels.art_oracle import LOOSE, compare, cut_into, inputs, listed_or
 from tests.kernels.listed import plan
 
 
+@pytest.mark.rest(8)
 @pytest.mark.core(2)
 @pytest.mark.parametrize(("splits", "share"), [(1, 0), (3, 0), (1, 3)])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
@@ -53,6 +54,7 @@ def test_a_table_against_algorithm_1(unit, splits, share, kwargs):
   assert stopped > 0 or splits > 1
 
 
+@pytest.mark.rest(6)
 @pytest.mark.core(2)
 @pytest.mark.parametrize(("splits", "share"), [(1, 0), (4, 0), (1, 2), (1, 5)])
 @pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
@@ -140,6 +142,7 @@ def test_a_ring_is_walked_around(sinks, kept, splits, share):
   assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
 
 
+@pytest.mark.rest(3)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("splits", "share"), [(1, 0), (3, 0), (1, 3)])
@@ -187,6 +190,7 @@ BASES = [
 ]
 
 
+@pytest.mark.rest(5)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from kvjax.kernels.common.config import Config
 from tests.kernels.art_oracle import inputs
 
 
+@pytest.mark.rest
 @pytest.mark.core(1)
 @pytest.mark.parametrize("share", [8, 1, 2])
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.cis_oracle import wandering
 from tests.kernels.listed import tokens_of
 
 
+@pytest.mark.rest(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("longest", [8192, 16])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.selection import Watched
 from tests.streams import Stack, columns, similar_streams
 
 
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "lengths"),

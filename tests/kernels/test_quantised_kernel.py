@@ -91,6 +91,7 @@ SWEEP = pairwise(
 )
 
 
+@pytest.mark.rest(8)
 @pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "slots", "dtype", "sinks", "bits", "logits"),

@@ -29,7 +29,7 @@ class Telling(Quantised):
     return after, {**aux, "listed": plan.table, "count": plan.count, "by_kernel": by_kernel}
 
 
-@pytest.mark.rest
+@pytest.mark.rest(4)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", LISTING)

@@ -82,6 +82,7 @@ def test_the_first_tile_of_a_cut_row(monkeypatch):
   assert table.tolist() == [[[0, 1, 2]]] and count.tolist() == [[3]]
 
 
+@pytest.mark.rest(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("longest", [8192, 64])

@@ -85,8 +85,8 @@ def adversary(kind, seed):
   return *(x.astype(np.float32) for x in (q, k, v)), length.astype(np.int32)
 
 
+@pytest.mark.rest(5)
 @pytest.mark.core(1)
-@pytest.mark.rest
 @pytest.mark.parametrize("stop", ["group", "head"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("impl", ["reference", "pallas"])

@@ -129,6 +129,7 @@ CASES = {
 }
 
 
+@pytest.mark.rest(3)
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("name", "impl", "cap"),

@@ -126,6 +126,7 @@ def test_every_file_has_tests():
     assert files and all((mutate.ROOT / x).exists() for x in files), path
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_what_is_tested_is_killed_and_the_rest_survives(tree, capsys, tmp_path):
   args = mutate.Args(sites=100, seconds=4, out=tmp_path / "out", root=tree)

@@ -438,7 +438,7 @@ def test_a_table_cuts_what_is_too_long(capsys):
 
 
 # Benches of developers that compile for a minute; those that users have are slow tests.
-LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "offload", "prefill")
+LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "longflow", "offload", "per_head", "prefill", "prr")
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ def test_what_is_wrong_gets_no_time(loaded, tmp_path, monkeypatch):
   assert all("us" not in row and "error" in row for row in speed.measured(tmp_path))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 def test_every_method_is_timed(loaded, tmp_path):
   speed.main(args(tmp_path, methods=("all",), batches=(2,)))

@@ -85,7 +85,7 @@ def visible(t, layer, layers, sinks, phi, alpha, start=0.75):
 
 
 def frozen(layer, i, total, sinks, psi, gamma=1.0, start=0.75, layers=CONFIG.layers):
-  """Whether token i of `total` is frozen in a layer, both counted from 1 (Eq. 16)."""
+  """True where token i of `total` is frozen in a layer, both counted from 1 (Eq. 16)."""
   first = math.floor(fractions.Fraction(str(start)) * layers)
   if layer < first:
     return False

@@ -67,7 +67,7 @@ def decode_step(method, layer=7, spec=None, impl="pallas"):
 
 
 def operations(method, layer=7, spec=None, impl="pallas"):
-  """How many of each primitive the step's results need; "launch name" for kernels."""
+  """Number of each primitive that the step's results need; "launch name" for kernels."""
   step, arguments = decode_step(method, layer, spec, impl)
   jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

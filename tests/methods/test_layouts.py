@@ -1,4 +1,4 @@
-"""How slots lie in a cache: declared by its leaves, and kept by all that rebuilds it."""
+"""Layouts of a cache: declared by its leaves, and kept by all that rebuilds it."""
 
 import dataclasses
 

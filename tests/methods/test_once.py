@@ -84,7 +84,7 @@ def test_a_wrapper_asks_its_base():
 
 
 def test_an_instance_is_what_its_fields_are():
-  """What was evaluated is not compared, stored or copied."""
+  """Values of properties are not compared, stored or copied."""
   asked, fresh = Upper(2), Upper(2)
   assert asked.traits.prunes
   assert asked == fresh and hash(asked) == hash(fresh) and repr(asked) == repr(fresh)

@@ -113,7 +113,7 @@ def test_the_first_page_is_short_and_names_every_method():
 
 
 def test_pages_of_folders_stay_short():
-  """What is design is in the records, and the reference in docstrings."""
+  """Design is in the records, and the reference in docstrings."""
   most = {"kvjax/README.md": 10_000, "models/README.md": 10_000, "CONTRIBUTING.md": 6000}
   assert {
     name: len(TEXTS[name].encode()) for name in most if len(TEXTS[name].encode()) > most[name]

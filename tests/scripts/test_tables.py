@@ -546,7 +546,7 @@ def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_pa
 
 
 def test_no_test_module_imports_another():
-  """What two of them need is a helper's."""
+  """Helpers hold what two of them need."""
   own = re.compile(
     r"^ *(?:from|import) tests\.(?:\w+\.)?(?:test_|\w+ import .*\btest_)", re.MULTILINE
   )

@@ -19,7 +19,7 @@ import jax
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton import lowering as triton_lowering
 
-from kvjax.kernels.common import config
+from kvjax.kernels.common import devices
 
 # What XLA does too; triton warns when nobody says.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -53,11 +53,11 @@ class Binary:
 @contextlib.contextmanager
 def default_device(kind: str) -> Iterator[None]:
   """Kernels cut their work for a device of this JAX kind, whatever there is."""
-  before, config._default = config._default, lambda: config.device(kind)
+  before, devices._default = devices._default, lambda: devices.device(kind)
   try:
     yield
   finally:
-    config._default = before
+    devices._default = before
 
 
 def lower(function: Callable, *shapes: Any, kind: str = "NVIDIA H200") -> list[Kernel]:

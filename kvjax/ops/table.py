@@ -93,7 +93,8 @@ def beyond_device(operation: str, q: Array, k: Array) -> str:
   if jax.default_backend() != "gpu":
     return ""  # the interpreter has all memory there is
   config = importlib.import_module("kvjax.kernels.common.config")
-  here, groups, head_dim = config.this_device(), q.shape[2], k.shape[-1]
+  devices = importlib.import_module("kvjax.kernels.common.devices")
+  here, groups, head_dim = devices.this_device(), q.shape[2], k.shape[-1]
   shape = {"groups": groups, "head_dim": head_dim, "itemsize": k.dtype.itemsize}
   if (needed := config.least_shared(operation, **shape)) <= here.shared:
     return ""

@@ -77,6 +77,7 @@ OTHERS = (
   Shape(1, 8, 4, 32 << 10),
   Shape(8, 8, 4, 4 << 10),
   Shape(16, 8, 4, 32 << 10, ragged=True),
+  Shape(64, 8, 4, 32 << 10, ragged=True),
   Shape(32, 3, 3, 8 << 10, head_dim=64),
   Shape(8, 8, 4, 16 << 10, head_dim=256),
 )
@@ -89,6 +90,8 @@ TUNED = (
   Shape(32, 3, 3, 8 << 10, head_dim=64),
   Shape(1, 3, 3, 8 << 10, head_dim=64),
   Shape(8, 8, 4, 16 << 10, head_dim=256),
+  Shape(64, 8, 4, 32 << 10),
+  Shape(128, 8, 4, 4 << 10),
 )
 # Caches that evict: many rows of a few thousand slots.
 BOUNDED = (

@@ -26,7 +26,8 @@ from kvjax.kernels.art import judge, ordering, reading, settle
 from kvjax.kernels.art.remaining import NEVER, Left, Walks
 from kvjax.kernels.art.stopping import PROBES, Detector, Stop, divided
 from kvjax.kernels.codes import code_words
-from kvjax.kernels.common import backend, config, split_k, tiling
+from kvjax.kernels.common import backend, devices, split_k, tiling
+from kvjax.kernels.common.config import Config
 
 SHARE = 4  # tiles of a program: fewer are more states to add up, more take a program longer
 WAVES = 4  # of launches, at most
@@ -36,7 +37,7 @@ SETTLE_WARPS = 8
 
 def programs(rows: int, interpret: bool | None) -> int:
   """Number that runs at once; under the interpreter so few that there are waves."""
-  return 3 * rows if backend.interpreted(interpret) else 2 * config.this_device().cores
+  return 3 * rows if backend.interpreted(interpret) else 2 * devices.this_device().cores
 
 
 def waves(tiles: int, rows: int, share: int, programs: int) -> list[tuple[int, int]]:
@@ -60,7 +61,7 @@ def walk(
   sizes: ordering.Sizes,
   sinks: int,
   scale: tiling.Scale | code_words.How,
-  cut: config.Config,
+  cut: Config,
   loaded: bool,
   interpret: bool | None,
 ) -> tuple[Array, Array, Array, Array, Array]:

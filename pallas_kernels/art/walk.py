@@ -22,7 +22,7 @@ from kvjax.kernels.art import ordering, reading, spread, stopping
 from kvjax.kernels.art.stopping import Certificate, Detector, Stop
 from kvjax.kernels.codes import code_words
 from kvjax.kernels.codes.dense import check_quantised
-from kvjax.kernels.common import backend, config, split_k, tiling
+from kvjax.kernels.common import backend, config, devices, split_k, tiling
 from kvjax.kernels.decode.dense import check
 from kvjax.kernels.decode.sparse import check_table
 from kvjax.primitives.softmax_state import State
@@ -262,7 +262,7 @@ def walk(
 
 def helped(rows: int, *, interpret: bool = False, kind: str | None = None) -> bool:
   """True if so many walks leave room for a second program each."""
-  return not interpret and 2 * rows <= 2 * config.this_device(kind).cores
+  return not interpret and 2 * rows <= 2 * devices.this_device(kind).cores
 
 
 def choose_splits(
@@ -275,7 +275,7 @@ def choose_splits(
   """
   if interpret:
     return 1
-  tiles, full = -(-length // tile), 2 * config.this_device(kind).cores
+  tiles, full = -(-length // tile), 2 * devices.this_device(kind).cores
   if 2 * full // rows * LONG <= tiles:
     full *= 2
   return max(1, min(full // rows, tiles))
@@ -306,5 +306,5 @@ def choose_cut(
   warps = 4 if itemsize < 4 else 8
   cut = config.Config(tile=part, programs=1, warps=warps, stages=3)
   shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
-  cut = config.fitted(cut, config.this_device(kind), **shape)
+  cut = config.fitted(cut, devices.this_device(kind), **shape)
   return dataclasses.replace(cut, stages=2 * cut.stages - 1) if listed else cut

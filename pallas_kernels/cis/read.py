@@ -25,7 +25,8 @@ from kvjax.kernels.cis.anchors import decide
 from kvjax.kernels.cis.listed import Sizes, list_behind
 from kvjax.kernels.common import backend, listing, split_k, tiling
 from kvjax.kernels.common.bounds import Bounds, Sight
-from kvjax.kernels.common.config import Config, this_device
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.common.search import EACH, LEAST, keys, threshold
 from kvjax.kernels.decode.sparse import attend_kernel
 from kvjax.kernels.selection.key_weights import TILE, score_keys

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.codes import code_words
 from kvjax.kernels.common import backend, split_k, tiling
-from kvjax.kernels.common.config import Config, choose, fitted, this_device
+from kvjax.kernels.common.config import Config, choose, fitted
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import _spans, check
 from kvjax.primitives.softmax_state import State
 
@@ -36,6 +37,7 @@ def _attend_kernel(
   inline: bool,
   logits: bool,
   whole: bool,
+  finer: int,
 ) -> None:
   """q [R, G, H], k int8 [R, S, Wk], v int16 [R, S, Wv], scales of k and v [R, S], (zero points of
   both,) start, stop [R] -> (logits [R, G, S],) and what `split_k.results` lists. `whole`: a program
@@ -56,7 +58,8 @@ def _attend_kernel(
     _, first, stop = spans(start, stop)
     return pl.cdiv(stop - first, config.tile)
 
-  piece = split_k.whole() if whole else split_k.piece(tiles_of, rows=rows, programs=config.programs)
+  cut = {"rows": rows, "programs": config.programs, "finer": finer}
+  piece = split_k.whole() if whole else split_k.piece(tiles_of, **cut)
   row = piece.row
   head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
   lanes = jnp.arange(split_k.lanes_of(groups))
@@ -153,6 +156,9 @@ def decode_attention(
   rows, slots = batch * heads, k.shape[2]
   config = config or pick(q, k, interpret)
   whole = config.programs == 1  # rows of any length are one piece each
+  cut = {"tile": config.tile, "programs": config.programs}
+  finer = split_k.finer(batch=batch, rows=rows, slots=slots, **cut)
+  pieces = finer * config.programs
   attend = functools.partial(
     _attend_kernel,
     groups=groups,
@@ -163,6 +169,7 @@ def decode_attention(
     inline=not interpret,
     logits=logits,
     whole=whole,
+    finer=finer,
   )
   flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, *per_slot)]
   raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
@@ -170,8 +177,8 @@ def decode_attention(
     attend,
     *flat,
     *(x.reshape(-1) for x in (start, stop)),
-    grid=(rows if whole else split_k.most_pieces(rows, config.programs),),
-    out=[*raw, *split_k.results(rows, groups, head_dim, 0 if whole else config.programs, q.dtype)],
+    grid=(rows if whole else split_k.most_pieces(rows, pieces),),
+    out=[*raw, *split_k.results(rows, groups, head_dim, 0 if whole else pieces, q.dtype)],
     warps=config.warps,
     stages=config.stages,
     name=f"decode_int{bits}",

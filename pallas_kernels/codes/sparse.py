@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.codes import code_words
 from kvjax.kernels.codes.dense import check_quantised
 from kvjax.kernels.common import backend, listed, split_k, tiling
-from kvjax.kernels.common.config import Config, choose, fitted, this_device
+from kvjax.kernels.common.config import Config, choose, fitted
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.sparse import check_table, is_whole
 from kvjax.primitives.softmax_state import State
 

@@ -1,18 +1,18 @@
 """Cuts of a kernel's work, by device and shape: measured where there is a measurement.
 
 `tuned/<device>/<kernel>.json` holds configurations measured on that device, one per shape bucket
-(written by `scripts/programs/tune.py`). A device or shape without one gets a heuristic that fits
-the device's number of multiprocessors and its shared memory. Shapes that fit in no way are refused
-before anything is launched (`least_shared`).
+(written by `kvjax tune`). They serve devices that are alike too. A device or shape without one gets
+a heuristic that fits the device's number of multiprocessors and its shared memory. Shapes that fit
+in no way are refused before anything is launched (`least_shared`).
 """
 
 import dataclasses
 import functools
-import importlib.resources
 import json
 import math
 
-import jax
+from kvjax.kernels.common import devices
+from kvjax.kernels.common.devices import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +39,6 @@ class Config:
         raise ValueError(f"Config.{name}: found {getattr(self, name)}, expected at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-  """Facts of a device for the heuristics: name as in tuned/, multiprocessors, shared bytes each."""
-
-  name: str
-  cores: int
-  shared: int
-
-
-# Shared memory that one program may take on a multiprocessor: A100 163 KiB, Hopper 227 KiB,
-# workstation and consumer parts from Ampere to Blackwell 99 KiB.
-_KNOWN = {
-  "a100": (108, 163 << 10),
-  "h100": (132, 227 << 10),
-  "h200": (132, 227 << 10),
-}
-_OTHER = (108, 99 << 10)
-
 _SCRATCH = 2 << 10  # what reductions over the warps of a program take, at most
 
 # Operations whose shared memory grows with the queries of a program -> stages and arrays (keys, or
@@ -76,36 +58,21 @@ _SMALLEST = {
 }
 
 
-def device(kind: str, cores: int | None = None, shared: int | None = None) -> Device:
-  """The device of a JAX device kind, "NVIDIA H200" say; unknown ones are taken to be modest.
-
-  `cores` and `shared`: its multiprocessors (a slice of a GPU has fewer) and the bytes that one
-  program may take there, where the runtime says so.
-  """
-  name = "-".join(kind.lower().split())
-  usual = next((known for part, known in _KNOWN.items() if part in name), _OTHER)
-  return Device(name, cores or usual[0], shared or usual[1])
-
-
-def this_device(kind: str | None = None) -> Device:
-  """The device of a JAX device kind; the default one if None."""
-  return _default() if kind is None else device(kind)
-
-
-def _default() -> Device:
-  first = jax.devices()[0]
-  shared = getattr(first, "shared_memory_per_block_optin", None)
-  return device(first.device_kind, getattr(first, "core_count", None), shared)
-
-
 @functools.cache
-def tuned(kernel: str, name: str) -> tuple[tuple[dict, Config], ...]:
-  """Measured (bucket, configuration) pairs of a kernel on a device; empty if there are none."""
-  path = importlib.resources.files("kvjax.kernels") / "tuned" / name / f"{kernel}.json"
-  if not path.is_file():
-    return ()
-  entries = json.loads(path.read_text())["entries"]
-  return tuple((entry["bucket"], Config(**entry["config"])) for entry in entries)
+def tuned(kernel: str, here: Device) -> tuple[tuple[dict[str, int], Config], ...]:
+  """Measured (bucket, configuration) pairs of a kernel for a device; empty if there are none.
+
+  The user's, then those shipped for it, then those of devices that are alike; the first of a bucket
+  counts.
+  """
+  others = (held.name for held in devices.known() if devices.alike(held, here))
+  names = dict.fromkeys([here.name, *others])
+  found: dict[str, tuple[dict[str, int], Config]] = {}
+  for held in (held for name in names for held in devices.tables(name, kernel)):
+    for entry in held["entries"]:
+      key = json.dumps(entry["bucket"], sort_keys=True)
+      found.setdefault(key, (entry["bucket"], Config(**entry["config"])))
+  return tuple(found.values())
 
 
 def bucket(*, rows: int, groups: int, slots: int, head_dim: int, itemsize: int) -> dict[str, int]:
@@ -146,21 +113,52 @@ def choose(
   """
   if interpret:
     return Config(tile=64, programs=2 * rows + 3, warps=4, stages=1)
-  here = this_device(kind)
+  here = devices.this_device(kind)
   wanted = bucket(rows=rows, groups=groups, slots=slots, head_dim=head_dim, itemsize=itemsize)
   near = [
     (abs(have["rows"] - wanted["rows"]) + abs(have["slots"] - wanted["slots"]), i, config)
-    for i, (have, config) in enumerate(tuned(kernel, here.name))
+    for i, (have, config) in enumerate(tuned(kernel, here))
     if all(have[name] == wanted[name] for name in ("groups", "head_dim", "itemsize"))
   ]
   if near and min(near)[0] <= 2:
     return min(near)[2]
-  cut = heuristic(here, rows=rows, slots=slots, head_dim=head_dim, itemsize=itemsize)
-  return fitted(cut, here, groups=groups, head_dim=head_dim, itemsize=itemsize)
+  shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
+  if kernel == "decode":
+    cut = streaming(here, rows=rows, slots=slots, **shape)
+  else:
+    cut = heuristic(here, head_dim=head_dim, itemsize=itemsize)
+  return fitted(cut, here, **shape)
 
 
-def heuristic(here: Device, *, rows: int, slots: int, head_dim: int, itemsize: int) -> Config:
-  """Two programs per multiprocessor, each with as deep a pipeline as half its memory holds.
+STREAMED = 64 << 10  # bytes of keys and values in a stage of `streaming`
+LEVEL = 0.96  # of the multiprocessors that a wave of programs keeps busy
+
+
+def streaming(
+  here: Device, *, rows: int, groups: int, slots: int, head_dim: int, itemsize: int
+) -> Config:
+  """Contiguous slots: large tiles, a program on each multiprocessor, or up to four of shorter work.
+
+  As many times the multiprocessors as leave few of them idle in the last wave: rows of one length
+  get equal numbers of pieces, `split_k.piece`. A program has at least two tiles, if there are so
+  many; its products fit the registers of four warps.
+  """
+  columns = max(16, 1 << _log2(head_dim))
+  fitting = (4 << 10) // max(16, 1 << _log2(groups))
+  tile = max(16, min(STREAMED // (2 * columns * itemsize), fitting))
+
+  def busy(times: int) -> float:
+    pieces = rows * max(1, times * here.cores // rows)
+    enough = 2 * pieces <= rows * max(1, slots // tile)
+    return pieces / (here.cores * math.ceil(pieces / here.cores)) if enough else 0.0
+
+  times = next((n for n in (1, 2, 3, 4) if busy(n) >= LEVEL), max((1, 2, 3, 4), key=busy))
+  return Config(tile=tile, programs=times * here.cores, warps=4, stages=3)
+
+
+def heuristic(here: Device, *, head_dim: int, itemsize: int) -> Config:
+  """Kernels that wait in the middle of a tile, for a list or to write logits: two programs on each
+  multiprocessor, each with as deep a pipeline as half its memory holds.
 
   Fewer programs than that leave memory idle; more make the softmax states to be joined many.
   """
@@ -198,7 +196,7 @@ def fitted(cut: Config, here: Device, **shape: int) -> Config:
 
 def fitted_tile(most: int, stages: int, **shape: int) -> int:
   """At most so many keys per step of a loop of so many stages; fewer where the device wants it."""
-  tile, here = most, this_device()
+  tile, here = most, devices.this_device()
   while tile > 16 and shared_bytes(tile, stages, **shape) > here.shared:
     tile //= 2
   return tile

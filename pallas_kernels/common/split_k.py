@@ -17,6 +17,9 @@ from jaxtyping import Array
 
 from kvjax.kernels.common import backend, tiling
 
+# Ragged rows are cut into so many times as many pieces: the GPU deals them out as programs end.
+FINER = 3
+LONG = 32  # tiles of a program, from which on programs that turn out to have no piece cost nothing
 # Partial states joined per step of the second kernel: more than most rows have.
 JOINED = 64
 
@@ -48,12 +51,27 @@ def most_pieces(rows: int, programs: int) -> int:
   return programs + rows
 
 
-def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int) -> Piece:
+def finer(*, batch: int, rows: int, slots: int, tile: int, programs: int) -> int:
+  """How many times as many pieces ragged rows get: where rows themselves are not pieces enough.
+
+  Args:
+    batch: rows that may differ in length, each of several heads.
+    rows, slots: of all heads, and the slots of each.
+    tile, programs: of the configuration.
+  """
+  long = rows * slots >= LONG * tile * programs
+  return FINER if batch > 1 and rows <= 2 * programs and long else 1
+
+
+def piece(
+  tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int, finer: int = 1
+) -> Piece:
   """This program's piece; `tiles_of(rows, mask)` gives the number of tiles of rows.
 
   A row of t tiles out of all rows' n gets programs · t / n pieces, and at least one. Rows of about
   one length are rounded down, since a few programs more than run at once would cost as much as a
-  whole wave of them; ragged rows are rounded up, so that no piece is longer than its share.
+  whole wave of them; ragged rows get `finer` times as many, rounded up, so that no piece is longer
+  than its share.
   """
   pid = pl.program_id(0)
   lanes = jnp.arange(pl.next_power_of_2(rows))
@@ -61,7 +79,8 @@ def piece(tiles_of: Callable[[Array, Array], Array], *, rows: int, programs: int
   tiles = jnp.where(real, jnp.maximum(tiles_of(lanes, real), 0), 0)
   total = jnp.maximum(tiles.sum(), 1)
   ragged = tiles.max() * rows > total + total // 8
-  pieces = (programs * tiles + jnp.where(ragged, total - 1, 0)) // total
+  wanted = programs * tiles * (1 + (finer - 1) * ragged.astype(jnp.int32))
+  pieces = (wanted + jnp.where(ragged, total - 1, 0)) // total
   pieces = jnp.where(real, jnp.clip(pieces, 1, jnp.maximum(tiles, 1)), 0)
   row = jnp.minimum((jnp.cumsum(pieces) <= pid).astype(jnp.int32).sum(), rows)
   before = jnp.where(lanes < row, pieces, 0).sum()

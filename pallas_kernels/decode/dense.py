@@ -57,6 +57,7 @@ def _attend_kernel(
   joined: bool,
   logits: bool,
   whole: bool,
+  finer: int,
 ) -> None:
   """q [R, G, H], (q_sinks [R, G, H],) k, v [R/P, S, H], start, stop [R] ->
   (logits [R, G, S],) and what `split_k.results` lists. `whole`: a program per row, and only the
@@ -139,7 +140,7 @@ def _attend_kernel(
   if whole:
     attend(split_k.whole())
   elif sharers == 1:
-    attend(split_k.piece(tiles_of, **cut))
+    attend(split_k.piece(tiles_of, **cut, finer=finer))
   else:
     split_k.level(tiles_of, attend, **cut)
 
@@ -225,6 +226,11 @@ def decode_with_output(
   config = config or pick(q, k, logits=logits, interpret=backend.interpreted(interpret))
   joined = q_sinks is None or not sinks
   whole = config.programs == 1  # rows of any length are one piece each
+  cut = {"tile": config.tile, "programs": config.programs}
+  finer = 1  # heads that share slots are cut by tiles
+  if k.shape[1] == heads:
+    finer = split_k.finer(batch=batch, rows=rows, slots=slots, **cut)
+  pieces = finer * config.programs
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(-1, *x.shape[2:]) for x in (*queries, k, v)]
   flat += [x.reshape(-1) for x in (start, stop)]
@@ -237,13 +243,14 @@ def decode_with_output(
     joined=joined,
     logits=logits,
     whole=whole,
+    finer=finer,
   )
   raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
   results = backend.call(
     attend,
     *flat,
-    grid=(rows if whole else split_k.most_pieces(rows, config.programs),),
-    out=[*raw, *split_k.results(rows, groups, head_dim, 0 if whole else config.programs, q.dtype)],
+    grid=(rows if whole else split_k.most_pieces(rows, pieces),),
+    out=[*raw, *split_k.results(rows, groups, head_dim, 0 if whole else pieces, q.dtype)],
     warps=config.warps,
     stages=config.stages,
     name="decode_attend",

@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, split_k, tiling
-from kvjax.kernels.common.config import Config, this_device
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.longflow.victim import LAST, named
 from kvjax.primitives.softmax_state import State
 

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.common import backend, tiling
-from kvjax.kernels.common.config import this_device
+from kvjax.kernels.common.devices import this_device
 
 WARPS, TILE = 4, 512  # slots per step of a program, at most
 # Of no more programs than multiprocessors: nothing else runs while one of them waits.

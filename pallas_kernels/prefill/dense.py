@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, tiling
-from kvjax.kernels.common.config import this_device
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.primitives.softmax_state import State
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from kvjax.kernels.common import backend
-from kvjax.kernels.common.config import this_device
+from kvjax.kernels.common.devices import this_device
 
 MAX_ROWS = 64
 

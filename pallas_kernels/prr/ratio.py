@@ -2,31 +2,24 @@
 
 `tuned/<device>/prr.json` holds, per selector and length, how long it takes to select, and for
 several ρ how long attention over ρ·k tiles takes and how long whole steps do, with speculation and
-without, where forecasts hit as many tiles as they do on text (written by `scripts/programs/tune.py
-prr`). Lengths between the measured ones are fitted; where nothing was measured, nothing is
-speculated.
+without, where forecasts hit as many tiles as they do on text (written by `kvjax tune prr`). Lengths
+between the measured ones are fitted; where nothing was measured, nothing is speculated.
 """
 
-import functools
-import importlib.resources
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from kvjax.kernels.common import config
+from kvjax.kernels.common import devices
 
 Entry = dict[str, Any]
 LEAST_GAIN = 1.03  # below that, a gain is within what other shapes and texts may cost
 
 
-@functools.cache
-def measured(device: str) -> tuple[Entry, ...]:
-  """The entries of a device's file; none if there is none."""
-  path = importlib.resources.files("kvjax.kernels") / "tuned" / device / "prr.json"
-  return tuple(json.loads(path.read_text())["entries"]) if path.is_file() else ()
+def measured(device: str) -> Sequence[Entry]:
+  """The entries of a device's file, the user's where there is one; none if there is none."""
+  return next((held["entries"] for held in devices.tables(device, "prr")), ())
 
 
 def ratio(selector: str, *, unit: int, best: int, batch: int, slots: int) -> float:
@@ -36,7 +29,7 @@ def ratio(selector: str, *, unit: int, best: int, batch: int, slots: int) -> flo
   and the largest that were measured; numbers and sizes of heads are taken to be those of the
   measured model.
   """
-  device = config.device(jax.devices()[0].device_kind).name
+  device = devices.this_device().name
   wanted = {"selector": selector, "unit": unit, "best": best}
   mine = [e for e in measured(device) if all(e["bucket"][name] == x for name, x in wanted.items())]
   batches = [e["bucket"]["batch"] for e in mine]

@@ -31,7 +31,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, smoothing, split_k, tiling
-from kvjax.kernels.common.config import fitted_tile, this_device
+from kvjax.kernels.common.config import fitted_tile
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.selection.key_weights import cut, forecasts, score_keys
 
 PAGES = 32  # of a scoring program

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.common import backend, config, smoothing, tiling
+from kvjax.kernels.common import backend, config, devices, smoothing, tiling
 from kvjax.kernels.common.split_k import columns_of, lanes_of
 
 TILE, WARPS, STAGES = 64, 4, 3
@@ -418,7 +418,7 @@ def forecasts(
 
 def _cut_blocks(rows: int, blocks: int, programs: int | None) -> tuple[int, int]:
   """Blocks that a program weighs at once, and how many times: two programs for each that runs."""
-  programs = programs or PER_CORE * config.this_device().cores
+  programs = programs or PER_CORE * devices.this_device().cores
   share = pl.cdiv(rows * blocks, 2 * programs)
   size = min(max(BLOCKS, pl.next_power_of_2(share)), MOST)
   return size, max(1, share // size)
@@ -431,5 +431,5 @@ def cut(q: Array, keys: Array, tile: int | None, programs: int | None) -> tuple[
     shape = {"groups": q.shape[2], "head_dim": head_dim, "itemsize": keys.dtype.itemsize}
     tile = min(TILE, max(16, pl.next_power_of_2(count)))
     tile = config.fitted_tile(tile, STAGES, **shape, arrays=1)
-  programs = programs or PER_CORE * config.this_device().cores
+  programs = programs or PER_CORE * devices.this_device().cores
   return tile, pl.cdiv(pl.cdiv(count, tile), max(1, programs // (batch * heads)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.common import backend, config, ranking
+from kvjax.kernels.common import backend, devices, ranking
 from kvjax.kernels.common.bounds import Bounds, Sight, Wanted
 from kvjax.kernels.common.cuts import cuts, given_by, lanes_of, warps_of
 from kvjax.kernels.common.search import EACH, LEAST, keys, places, threshold
@@ -331,7 +331,7 @@ def others(
 
 def cut_rows(rows: int, tiles: int, k: int) -> bool:
   """True if a row is searched by several programs."""
-  return bool(cuts(rows, tiles, min(k, tiles), LANES, config.this_device().cores))
+  return bool(cuts(rows, tiles, min(k, tiles), LANES, devices.this_device().cores))
 
 
 class _Where(NamedTuple):
@@ -360,7 +360,7 @@ def _launch(
   shaped: Any = ahead.results[0] if ahead else scores
   rows, tiles = shaped.shape
   most = max(wanted.k)
-  parts = cuts(rows, tiles, most, LANES, config.this_device().cores)
+  parts = cuts(rows, tiles, most, LANES, devices.this_device().cores)
   if parts is None:
     raise NotImplementedError(
       f"k: found {most} of {tiles} tiles, expected at most {LANES} of more than {LANES}"

@@ -14,10 +14,11 @@ import numpy as np
 
 import kvjax
 from kvjax.kernels.art import walk
+from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, fitting
-from kvjax.programs.suites.e2e import BANDWIDTH, drawn, seconds_of, shape, stepping, weights
+from kvjax.programs.suites.e2e import drawn, seconds_of, shape, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
@@ -160,14 +161,14 @@ def case(title: str, name: str, base: str, method: kvjax.Method, batch: int, tok
 
   def remarks(taken: dict[str, float]) -> list[str]:
     dense, bare = taken["Full"], taken[base]
-    lines = []
+    lines, rate = [], this_device().read
     if base != "Full":
-      lines.append(f"{base}: {_gain(dense, bare, (full - held) / BANDWIDTH)} over Full")
+      lines.append(f"{base}: {_gain(dense, bare, (full - held) / rate)} over Full")
     for label, share in shares.items():
-      ours, saved = taken[f"ART {label}"], (1 - share) * held / BANDWIDTH
+      ours, saved = taken[f"ART {label}"], (1 - share) * held / rate
       line = f"ART {label}: {share:.3f} visited; {_gain(bare, ours, saved)} over {base}"
       if base != "Full":
-        line += f"; {_gain(dense, ours, saved + (full - held) / BANDWIDTH)} over Full"
+        line += f"; {_gain(dense, ours, saved + (full - held) / rate)} over Full"
       lines.append(f"{line}; {batch / ours:,.0f} tokens a second, without {batch / bare:,.0f}")
     size, wrapped = caches_of(model, method, batch, tokens)[0].size, next(iter(forced.values()))
     splits, tiles = wrapped.walks((batch, model.config.kv_heads), size)

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, fitting, together
-from kvjax.programs.suites.e2e import BANDWIDTH, drawn, seconds_of, stepping, weights
+from kvjax.programs.suites.e2e import drawn, seconds_of, stepping, weights
 from scripts.benches.longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
@@ -65,11 +66,12 @@ def case(
   moved = {m: moved_by(model, m, batch, tokens) for m in (method, full)}
 
   def remarks(seconds: dict[str, float]) -> list[str]:
+    rate = this_device().read
     faster, limit = seconds["Full"] / seconds["kvjax"], moved[full] / moved[method]
     return [
       f"{faster:.2f} × Full, {faster / limit:.3f} of what the bytes allow ({limit:.2f} ×; at least "
       "0.8); "
-      f"{seconds['kvjax'] * BANDWIDTH / moved[method]:.2f} × its bytes over 4.45 TB/s"
+      f"{seconds['kvjax'] * rate / moved[method]:.2f} × its bytes over {rate / 1e12:.2f} TB/s"
     ]
 
   return Case(
@@ -148,9 +150,8 @@ def hits(model: Transformer, method: kvjax.Method, impl: str, tokens: int) -> tu
 
 
 def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> Any:
-  """Caches of `tokens` random tokens and what the method makes of them, room for a dispatch.
-
-  Layers of equal shapes hold the same.
+  """Caches of `tokens` random tokens, full where they are bounded, and what the method makes of
+  them; room for a dispatch. Layers of equal shapes hold the same.
   """
   spec = model.spec(batch, tokens + STEPS)
   made: dict[Any, Any] = {}
@@ -161,7 +162,9 @@ def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) ->
     if key in made:
       return jax.tree.map(jnp.copy, made[key])
     at = method.at(dataclasses.replace(model.env, impl="reference"), i)
-    made[key] = _settled(method, at, tokens, holding(method, spec, jnp.int32(tokens), i))
+    made[key] = holding(method, spec, jnp.int32(min(tokens, shapes.size)), i)
+    if method.traits.positional:
+      made[key] = _settled(method, at, tokens, made[key])
     return made[key]
 
   return tuple(layer(i) for i in range(spec.layers))

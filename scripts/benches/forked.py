@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
+from kvjax.kernels.common.devices import this_device
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, fitting, together
-from kvjax.programs.suites.e2e import BANDWIDTH, weights
+from kvjax.programs.suites.e2e import weights
 from scripts.benches import e2e_sparse
 from scripts.benches.e2e_sparse import STEPS, logits, moved_by, timed
 from scripts.benches.longflow import holding
@@ -43,10 +44,11 @@ def case(title: str, model: Transformer, branches: int, tokens: int, quick: bool
   moved = {m: moved_by(model, m, branches, tokens) for m in (shared, full)}
 
   def remarks(seconds: dict[str, float]) -> list[str]:
+    rate = this_device().read
     faster, limit = seconds["copies"] / seconds["kvjax"], moved[full] / moved[shared]
     return [
       f"{faster:.2f} × copies, {faster / limit:.3f} of what the bytes allow ({limit:.2f} ×); "
-      f"{seconds['kvjax'] * BANDWIDTH / moved[shared]:.2f} × its bytes over 4.45 TB/s"
+      f"{seconds['kvjax'] * rate / moved[shared]:.2f} × its bytes over {rate / 1e12:.2f} TB/s"
     ]
 
   return Case(

@@ -15,11 +15,12 @@ from jax import lax
 
 import kvjax
 from kvjax.core.leaves import Layout
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, looped_contender, optional
-from kvjax.programs.suites.e2e import BANDWIDTH, hugging_face, shape, weights
+from kvjax.programs.suites.e2e import hugging_face, shape, weights
 
 STEPS = 8  # decode steps per dispatch
 MEMORY = 0.93  # share of the device's memory that weights and caches take
@@ -185,7 +186,7 @@ def answer_case(answer: Answer) -> Case:
     for name, (_, lengths) in marks.items():
       live = np.minimum(np.arange(answer.prompt, total), lengths[-1])
       step = np.interp(live, lengths, [seconds[f"{name} at {n}"] for n in lengths])
-      bound = (weight_bytes + batches[name] * live * float(slot_bytes)) / BANDWIDTH
+      bound = (weight_bytes + batches[name] * live * float(slot_bytes)) / this_device().read
       rates[name] = batches[name] * answer.tokens / step.sum()
       limits[name] = batches[name] * answer.tokens / bound.sum()
       lines.append(

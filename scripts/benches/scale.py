@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kvjax
 from kvjax.families import sight
+from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn import parallel
 from kvjax.models.nn.transformer import Transformer
@@ -286,11 +287,12 @@ def stopping(
   del kept, slots  # the steps donate them
 
   def remarks(seconds: dict[str, float]) -> list[str]:
-    read = (weight_bytes + kv_bytes) / e2e.BANDWIDTH
+    rate = this_device().read
+    read = (weight_bytes + kv_bytes) / rate
     without, beside = seconds[name], seconds[f"ART({name})"]
     apart = np.linalg.norm(early() - plain()) / np.linalg.norm(plain())
     return [
-      f"{without / (read + summands * one):.3f} × (bytes of a device / {e2e.BANDWIDTH / 1e12} TB/s "
+      f"{without / (read + summands * one):.3f} × (bytes of a device / {rate / 1e12:.2f} TB/s "
       f"+ {summands} all-reduces of [{batch}, {width}] {model.dtype.name}, {which})"
       for one, which in all_reduces(chains, seconds)
     ] + [

@@ -1,11 +1,11 @@
 """List the methods that fit a model, a context and a device: memory, time, quality.
 
-    kvjax advise --model Llama-3.1-8B --length 131072 --memory 80
+    kvjax advise --model Llama-3.1-8B --length 131072 --device h100
     kvjax advise --model run/checkpoint --length 32768 --batch 8 --memory 24 \\
         --bandwidth 0.9 --budgets 1024 4096 --rows run
 
 Nothing runs and no weights are read. Bytes come from the shapes of the caches and from a traced
-step, milliseconds from bytes and launches (`kvjax.programs.step_time`, measured on an H200),
+step, milliseconds from bytes and launches (`kvjax.programs.step_time`, launches as on an H200),
 quality from stored rows of evaluations. These may be of another model: each line names it.
 """
 
@@ -17,18 +17,23 @@ import jax.numpy as jnp
 import tyro
 
 import kvjax
+from kvjax.kernels.common import devices
+from kvjax.kernels.common.devices import Device
 from kvjax.models.decode.step_bytes import StepBytes, step_bytes, weight_bytes
-from kvjax.models.io import convert
-from kvjax.models.io.huggingface import HuggingFace
 from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.presets import PRESETS
-from kvjax.programs import bench_files, common, console, installed, step_time
+from kvjax.programs import common, console, installed, shapes, step_time
 from kvjax.programs.evals import plan
 from kvjax.programs.evals.nearest import Kept, Rows
 from kvjax.runtime import memory
 
 # A wheel has the rows of one run beside the programs, a checkout the results of all.
 _WITH = installed.FOLDER if (installed.FOLDER / "results").is_dir() else installed.FOLDER.parent
+READS = {
+  "measured": "a measured read",
+  "driver": "0.92 of the nominal bandwidth",
+  "name": "0.92 of the nominal bandwidth",
+  "given": "as given",
+}
 ROWS = _WITH / "results" / "nvidia-h200" / "real"
 HEAD = (
   *("method", "budget", "GB device", "GB host", "GB a step", "ms a token"),
@@ -46,14 +51,16 @@ class Args:
   """Tokens of the context, prompt and answer together."""
   batch: int = 1
   """Rows that decode together."""
-  memory: Annotated[float, tyro.conf.arg(metavar="GB")] = 141.0
-  """The device's memory, 10⁹ bytes; a twentieth of it is left free."""
+  device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h200"
+  """The device, by a part of its name: one that was measured, or h100-pcie, h100-nvl, a100 …"""
+  memory: Annotated[float | None, common.optional("GB")] = None
+  """Memory, 10⁹ bytes, of which a twentieth is left free; by default the device's."""
   budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N|SHARE ...")] = ("1024", "4096")
   """Tokens that a method keeps or reads, or shares of the length."""
   methods: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
   """Methods, as `evaluate` takes them; by default all registered ones."""
-  bandwidth: Annotated[float, tyro.conf.arg(metavar="TB/S")] = bench_files.BANDWIDTH / 1e12
-  """Bandwidth of a streaming read of the device's memory; the default is an H200's, measured."""
+  bandwidth: Annotated[float | None, common.optional("TB/S")] = None
+  """Bandwidth of a streaming read of the device's memory; by default the device's own."""
   rows: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Results of `evaluate`; by default those of Qwen2.5-Coder-1.5B-Instruct on an H200."""
   tasks: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
@@ -98,7 +105,7 @@ def advise(
   *,
   budgets: tuple[str, ...] = ("1024", "4096"),
   methods: tuple[str, ...] = (),
-  bandwidth: float = bench_files.BANDWIDTH,
+  here: Device,
   rows: Rows | None = None,
 ) -> list[Advice]:
   """Every method with every budget: those that fit first, both parts by expected seconds.
@@ -109,7 +116,7 @@ def advise(
     batch: rows.
     room: bytes of the device's memory.
     budgets, methods: as `kvjax.programs.evaluate` takes them; no methods: all registered ones.
-    bandwidth: bytes a second of the device's memory.
+    here: the device, of which the bandwidths count.
     rows: of evaluations; None: no quality.
 
   Raises:
@@ -122,7 +129,7 @@ def advise(
     method = entry.method
     moved = step_bytes(config, method, batch, length)
     caches = kvjax.plan_memory(spec, method, apart=True)
-    seconds = step_time.expected(moved, method.traits.by_layer, bandwidth)
+    seconds = step_time.expected(moved, method.traits.by_layer, here)
     made.append(
       Advice(
         name=entry.label,
@@ -132,7 +139,7 @@ def advise(
         host=caches.host,
         moved=moved,
         seconds=seconds,
-        least=step_time.least(moved, method.traits.by_layer, bandwidth),
+        least=step_time.least(moved, method.traits.by_layer, here),
         kept=rows.nearest(entry.label, length, entry.budget) if rows else None,
         risk=risk(method, moved, caches, length),
         fits=caches.device <= left_for_caches(config, room),
@@ -183,23 +190,6 @@ def risk(method: kvjax.Method, moved: StepBytes, caches: kvjax.MemoryPlan, lengt
   )
 
 
-def shape(name: str) -> ModelConfig:
-  """The configuration of a preset's name or of a folder.
-
-  Raises:
-    ValueError: it is neither.
-  """
-  if name in PRESETS:
-    return PRESETS[name]
-  folder = pathlib.Path(name)
-  if not folder.is_dir():
-    known = ", ".join(PRESETS)
-    raise ValueError(f"--model: found {name!r}, expected a folder, or one of: {known}")
-  return (
-    convert.read_config(folder) if convert.is_checkpoint(folder) else HuggingFace(folder).config
-  )
-
-
 def row(x: Advice) -> list[str]:
   """A line of the table."""
   quality = ["", "", "", "", "none"]
@@ -230,32 +220,48 @@ def _before(x: Advice) -> str:
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, batch=1)
   for name in ("memory", "bandwidth"):
-    if not getattr(args, name) > 0:
-      raise ValueError(f"--{name}: found {getattr(args, name)}, expected more than 0")
-  config = shape(args.model)
+    if (value := getattr(args, name)) is not None and not value > 0:
+      raise ValueError(f"--{name}: found {value}, expected more than 0")
+  here = device(args)
+  config = shapes.shape(args.model)
   rows = Rows(args.rows or ROWS, args.tasks) if args.rows or ROWS.is_dir() else None
   given = {"budgets": args.budgets, "methods": args.methods, "rows": rows}
-  room = int(args.memory * 1e9)
+  room = int(here.memory if args.memory is None else args.memory * 1e9)
   size = args.length, args.batch, room
   with console.step(f"{args.model}: tracing a step of every method"):
-    found = advise(config, *size, bandwidth=args.bandwidth * 1e12, **given)  # type: ignore[arg-type]
+    found = advise(config, *size, here=here, **given)  # type: ignore[arg-type]
   fits = [x for x in found if x.fits]
   console.heading(
-    f"{args.model}, {args.length:,} tokens, batch {args.batch}, a device of {args.memory:g} GB: "
+    f"{args.model}, {args.length:,} tokens, batch {args.batch}, a device of {room / 1e9:g} GB: "
     f"{len(fits)} of {len(found)} fit"
   )
   if fits:
     print(console.table(HEAD, [row(x) for x in fits], left=(0, 10, 11)))
   if len(fits) < len(found):
     print(refused(found, config, *size))
-  print("\n" + "\n".join(f"  {note}" for note in notes(args, found)))
+  print("\n" + "\n".join(f"  {note}" for note in notes(args, here, found)))
 
 
-def notes(args: Args, found: list[Advice]) -> list[str]:
+def device(args: Args) -> Device:
+  """The device that the arguments name, with the bandwidth that they give.
+
+  Raises:
+    ValueError: there is no such device.
+  """
+  try:
+    here = devices.named(args.device)
+  except ValueError as error:
+    raise ValueError(f"--{error}") from None
+  if args.bandwidth is None:
+    return here
+  return dataclasses.replace(here, read=args.bandwidth * 1e12, source="given")
+
+
+def notes(args: Args, here: Device, found: list[Advice]) -> list[str]:
   """Notes for readers of the table."""
   said = [
-    "ms a token: of each row, in a compiled loop as on an H200; of another device only the "
-    "bandwidth counts",
+    f"ms a token: of each row, in a compiled loop; bytes at {here.read / 1e12:.2f} TB/s, "
+    f"{READS[here.source]} of {here.name}; launches as on an H200",
     "a – b: as queries share what was retrieved; ≤: at most, data decide (stops, hits, what the "
     "device has already)",
     "score: mean over the tasks of the nearest rows, which differ between methods; of full: over "

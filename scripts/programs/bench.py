@@ -75,7 +75,7 @@ class Args:
   no_peers: bool = False
   """Leave other libraries out."""
   repetitions: Annotated[int | None, common.optional("N")] = None
-  """Interleaved repetitions of every contender; 20 by default, 3 with --quick."""
+  """Interleaved repetitions of every contender; by default the suite's, 20, or 3 with --quick."""
   out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Write <device>/bench_<suite>.json and .txt there, such as scripts/results."""
   minutes: Annotated[float, tyro.conf.arg(metavar="M")] = math.inf
@@ -256,11 +256,12 @@ def main(options: Args) -> int:
     for folder in options.add:
       print("\n".join(add(folder, options.out)))
     return 0
-  repetitions = options.repetitions or (3 if options.quick else 20)
+  module = suite(options.suite)
+  usual = 3 if options.quick else getattr(module, "REPETITIONS", 20)
+  repetitions = options.repetitions or usual
   facts = environment()
   print(_head(facts))
-  reports = []
-  module, end = suite(options.suite), time.monotonic() + 60 * options.minutes
+  reports, end = [], time.monotonic() + 60 * options.minutes
   for case in module.cases(options.quick, not options.no_peers, options.only):
     common.drop_programs()
     try:

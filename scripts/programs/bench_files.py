@@ -4,7 +4,6 @@ import json
 import pathlib
 from typing import Any
 
-BANDWIDTH = 4.45e12  # bytes a second of an H200 that a streaming read reaches
 SPREAD = 0.05  # of a median: what has wider quartiles is timed again, and not divided by
 
 

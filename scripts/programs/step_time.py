@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from kvjax.kernels.common.devices import Device
 from kvjax.models.decode.step_bytes import StepBytes, step_bytes
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.presets import PRESETS
@@ -24,7 +25,7 @@ from kvjax.programs import bench_files
 
 LAYER, CHOICE, WALK, DISPATCH = 28.5e-6, 11.9e-6, 79.0e-6, 89.4e-6  # seconds
 ROWS = 8  # the largest batch of the cells
-LINK = 39.1e9  # bytes a second of blocks fetched from the host, `bench_offload.json`
+FETCHED = 0.73  # of the host link's bandwidth, by blocks fetched from there: `bench_offload.json`
 # Of a further walk where a guess mostly hits: PRR over Quest after real text, a layer that chooses
 # (`real/speed.jsonl`). WALK is fitted where queries are random, and guesses miss.
 HITTING = 3.2e-6
@@ -50,32 +51,28 @@ class Cell:
     return step_bytes(self.config, self.method, self.batch, self.tokens)
 
 
-def expected(
-  moved: StepBytes, by_layer: bool = False, bandwidth: float = bench_files.BANDWIDTH
-) -> float:
+def expected(moved: StepBytes, by_layer: bool, here: Device) -> float:
   """Seconds of a step, at most where `moved` is a bound.
 
   Args:
     moved: what it moves.
     by_layer: whether each layer is dispatched by itself (`Traits.by_layer`).
-    bandwidth: bytes a second of the device's memory.
+    here: the device; of it only the bandwidths count.
   """
   started = np.array(_started(moved, by_layer)) @ (LAYER, CHOICE, WALK, DISPATCH)
-  return float(_streaming(moved, bandwidth) + started)
+  return float(_streaming(moved, here) + started)
 
 
-def least(
-  moved: StepBytes, by_layer: bool = False, bandwidth: float = bench_files.BANDWIDTH
-) -> float:
+def least(moved: StepBytes, by_layer: bool, here: Device) -> float:
   """Seconds of a step whose retrievals are shared wherever they can be, and whose guesses hit."""
   walks = sum(x.walks - 1 for x in moved.layers)
-  spared = moved.spared / bandwidth + walks * (WALK - HITTING)
-  return expected(moved, by_layer, bandwidth) - spared
+  spared = moved.spared / here.read + walks * (WALK - HITTING)
+  return expected(moved, by_layer, here) - spared
 
 
-def _streaming(moved: StepBytes, bandwidth: float) -> float:
+def _streaming(moved: StepBytes, here: Device) -> float:
   """Seconds in which the bytes pass."""
-  return moved.device / bandwidth + moved.host / LINK
+  return moved.device / here.read + moved.host / (FETCHED * here.link)
 
 
 def _started(moved: StepBytes, by_layer: bool) -> tuple[int, int, int, int]:
@@ -85,11 +82,11 @@ def _started(moved: StepBytes, by_layer: bool) -> tuple[int, int, int, int]:
   return len(layers), chosen, walks, len(layers) * by_layer
 
 
-def fitted(cells: list[Cell]) -> np.ndarray:
+def fitted(cells: list[Cell], here: Device) -> np.ndarray:
   """The four constants by least squares of relative errors over some cells, in seconds."""
   moved = [cell.moved() for cell in cells]
   seconds = np.array([cell.seconds for cell in cells])
-  left = seconds - [_streaming(x, bench_files.BANDWIDTH) for x in moved]
+  left = seconds - [_streaming(x, here) for x in moved]
   paid = [_started(x, cell.method.traits.by_layer) for x, cell in zip(moved, cells, strict=True)]
   return np.linalg.lstsq(np.array(paid) / seconds[:, None], left / seconds, rcond=None)[0]
 

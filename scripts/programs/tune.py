@@ -1,13 +1,18 @@
-"""Measure how kernels are best cut on this device, and write it where they look.
+"""Measure the device that this runs on, and write what kernels and floors ask of it.
 
-    kvjax tune decode                       on a GPU; minutes
+    kvjax tune                              bandwidths and decode kernels, minutes
+    kvjax tune --all                        also decode that leaves logits, and PRR's speculation
+    kvjax tune --model qwen                 the heads of a model, at lengths and batches that fit
     kvjax tune decode --only "B8 T32K" --dry-run
-    kvjax tune decode_logits                decode that leaves its logits, for eviction
-    kvjax tune prr                          how much PRR speculates, by length
+
+Kernels find the tables in the user's cache folder ($KVJAX_CACHE, or ~/.cache/kvjax), from the next
+process on. A table belongs to one version of the library. What is there already, of the same
+versions of JAX, is not measured again: a run that was interrupted goes on where it ended.
 
 Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
 programs for the best of them, down to one piece per row, which needs no join. Every configuration
-is checked against the float32 reference.
+is checked against the float32 reference. Of those within 1 % of the best, the one counts that is
+fastest where rows differ in length.
 """
 
 import concurrent.futures
@@ -17,40 +22,57 @@ import json
 import os
 import pathlib
 import statistics
+import time
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from kvjax.kernels.common import config
+from kvjax.kernels.common import config, devices
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.kernels.decode.dense import decode_with_output
-from kvjax.programs import common
+from kvjax.programs import common, shapes
 from kvjax.programs.bench import environment
-from kvjax.programs.suites import Contender, jax_contender, prr
+from kvjax.programs.suites import Contender, exhausted, jax_contender, prr
 from kvjax.programs.suites.decode import reference, rotation
 from kvjax.testing.decode_cases import BOUNDED, TUNED, Shape
 
-KERNELS: dict[str, Any] = {"decode": TUNED, "decode_logits": BOUNDED, "prr": prr.PROFILED}
-TUNED_FOLDER = pathlib.Path(config.__file__).resolve().parents[1] / "tuned"
+SHAPES: dict[str, Any] = {"decode": TUNED, "decode_logits": BOUNDED, "prr": prr.PROFILED}
+TABLES = ("device", *SHAPES)
+ALWAYS = ("device", "decode")
+VERSIONS = ("device", "jax", "jaxlib")  # measurements of others are taken anew
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Measures how kernels are best cut on this device."""
+  """Measures this device: bandwidths, and how kernels are best cut."""
 
-  kernel: Annotated[Literal[tuple(KERNELS)], tyro.conf.Positional]  # type: ignore[valid-type]
-  """The kernel to tune."""
+  tables: Annotated[
+    tuple[Literal[TABLES], ...],  # type: ignore[valid-type]
+    tyro.conf.Positional,
+    common.optional("TABLE ..."),
+  ] = ()
+  """What to measure: device (bandwidths), decode, decode_logits, prr; by default the first two."""
+  all: bool = False
+  """Measure all of them."""
+  model: Annotated[str | None, common.optional("NAME|FOLDER")] = None
+  """Tune for the heads of a model: a shape by name, a checkpoint, a Hugging Face folder."""
   only: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
   """Only shapes whose name contains one of these."""
   repetitions: Annotated[int, tyro.conf.arg(metavar="N")] = 5
   """Timings of each configuration."""
-  out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = TUNED_FOLDER
-  """Write <device>/<kernel>.json there; by default where kernels look (pallas_kernels/tuned)."""
+  again: bool = False
+  """Measure what is there already, too."""
+  ship: bool = False
+  """Write into the library's own folder, for everybody, in place of the user's."""
+  out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Write <device>/<table>.json there, where kernels do not look."""
   dry_run: bool = False
   """Print, write nothing."""
 
@@ -67,133 +89,272 @@ STAGES = (
 )
 # Programs per multiprocessor, in quarters.
 PROGRAMS = (1, 2, 4, 8, 12, 16)
+SLACK = 1.01  # what is within it of the best is as good
+LENGTHS, BATCHES = (4 << 10, 32 << 10, 128 << 10), (1, 8, 32, 128)  # of a model
 
 
-def candidates(shape: Shape, device: config.Device) -> list[Config]:
+# ---- what a card is
+
+
+def facts(repetitions: int) -> dict[str, Any]:
+  """The record of the default device: what it says of itself, and its two bandwidths."""
+  here, first = devices.this_device(), jax.devices()[0]
+  return {
+    "cores": here.cores,
+    "shared": here.shared,
+    "read": _read(repetitions),
+    "link": _link(first, repetitions),
+    "memory": _memory(first, here),
+  }
+
+
+def _read(repetitions: int) -> float:
+  """Bytes a second of a streaming read of arrays of a GiB, in turn."""
+  sized = [jnp.full(1 << 29, i, jnp.bfloat16) for i in range(2)]
+  turns = [(jnp.float32(1 + i), x) for i, x in enumerate(sized)]
+
+  def read(factor: jax.Array, x: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * factor).sum()
+
+  contender = jax_contender("read", read, turns, calls=4)
+  contender.seconds()
+  seconds = statistics.median(contender.seconds() for _ in range(repetitions))
+  return _rounded(sized[0].nbytes / seconds)
+
+
+def _link(first: jax.Device, repetitions: int) -> float:
+  """Bytes a second of a copy from the host's pinned memory."""
+  to, held = (jax.sharding.SingleDeviceSharding(first, memory_kind=kind) for kind in KINDS)
+  x = jax.block_until_ready(jax.device_put(jnp.ones(1 << 28, jnp.float32), held))
+  seconds = []
+  for _ in range(1 + repetitions):
+    began = time.perf_counter()
+    jax.block_until_ready(jax.device_put(x, to))
+    seconds.append(time.perf_counter() - began)
+  return _rounded(x.nbytes / min(seconds[1:]))
+
+
+KINDS = ("device", "pinned_host")
+
+
+def _memory(first: jax.Device, here: devices.Device) -> float:
+  """Bytes of its memory as its name or driver says, else as much as JAX may take."""
+  limit = (first.memory_stats() or {}).get("bytes_limit", 0)
+  return max(here.memory, float(limit))
+
+
+def _rounded(rate: float) -> float:
+  """Three digits: what is repeatable."""
+  return float(f"{rate:.3g}")
+
+
+# ---- how kernels are cut there
+
+
+def candidates(shape: Shape, here: devices.Device) -> list[Config]:
   """The first sweep: configurations that fit the device's shared memory."""
-  per_slot = 2 * columns_of(shape.head_dim) * jax.numpy.dtype(shape.dtype).itemsize
+  per_slot = 2 * columns_of(shape.head_dim) * jnp.dtype(shape.dtype).itemsize
   made = []
   for size, warps, stages in STAGES:
     tile = size // per_slot
-    if tile >= 16 and size * (stages - 1) < 0.9 * device.shared:
-      made.append(Config(tile=tile, programs=2 * device.cores, warps=warps, stages=stages))
+    if tile >= 16 and size * (stages - 1) < 0.9 * here.shared:
+      made.append(Config(tile=tile, programs=2 * here.cores, warps=warps, stages=stages))
   return made
 
 
-def sweep(
-  configs: list[Config],
-  inputs: list[tuple],
-  calls: int,
-  want: np.ndarray,
-  repetitions: int,
-  logits: bool,
-) -> dict[Config, float]:
-  """Median seconds per call of every configuration that compiles and is right."""
+class Sweep:
+  """Timings of configurations on the operands of one shape.
 
-  def build(choice: Config) -> Contender | None:
+  Args:
+    shape: what is attended.
+    repetitions: of each.
+    logits: whether logits are written too.
+  """
+
+  def __init__(self, shape: Shape, repetitions: int, logits: bool):
+    copies, self._calls = rotation(shape)
+    self._loops = 8 if shape.kv_bytes() < 2 << 30 else 1
+    self._inputs = [shape.arrays(seed) for seed in range(copies)]
+    self._want = reference(*self._inputs[0])
+    self._repetitions, self._logits = repetitions, logits
+    self.times: dict[Config, float] = {}
+
+  def add(self, configs: list[Config]) -> None:
+    """Times those that are new, compile and are right: median seconds of a call."""
+    new = [choice for choice in dict.fromkeys(configs) if choice not in self.times]
+    # Compiling is most of the time, and not Python's.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+      built = dict(zip(new, pool.map(self._build, new), strict=True))
+    right = {choice: made for choice, made in built.items() if made and self._right(choice, made)}
+    taken: dict[Config, list[float]] = {choice: [] for choice in right}
+    for contender in right.values():
+      contender.seconds()
+    for _ in range(self._repetitions):
+      for choice, contender in right.items():
+        taken[choice].append(contender.seconds())
+    self.times |= {choice: statistics.median(seconds) for choice, seconds in taken.items()}
+
+  def ranking(self) -> list[Config]:
+    """The fastest first."""
+    return sorted(self.times, key=self.times.__getitem__)
+
+  def good(self) -> list[Config]:
+    """Those as fast as the best, the fastest first."""
+    ranking = self.ranking()
+    return [choice for choice in ranking if self.times[choice] <= SLACK * self.times[ranking[0]]]
+
+  def _build(self, choice: Config) -> Contender | None:
     try:
-      run = functools.partial(decode_with_output, config=choice, logits=logits)
-      return jax_contender(str(choice), run, inputs, output=lambda s: s[0].o, calls=calls)
+      run = functools.partial(decode_with_output, config=choice, logits=self._logits)
+      return jax_contender(
+        str(choice),
+        run,
+        self._inputs,
+        output=lambda s: s[0].o,
+        calls=self._calls,
+        loops=self._loops,
+      )
     except Exception as error:
       print(f"    {choice}: not run ({str(error).splitlines()[0][:100]})", flush=True)
       return None
 
-  # Compiling is most of the time, and not Python's.
-  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    built = dict(zip(configs, pool.map(build, configs), strict=True))
-  times: dict[Config, list[float]] = {}
-  for choice, contender in built.items():
-    if contender is None or contender.output is None:
-      continue
-    error = np.linalg.norm(contender.output() - want) / np.linalg.norm(want)
-    if error <= 1e-2:
-      times[choice] = []
-      contender.seconds()
-    else:
+  def _right(self, choice: Config, contender: Contender) -> bool:
+    assert contender.output is not None
+    error = np.linalg.norm(contender.output() - self._want) / np.linalg.norm(self._want)
+    if error > 1e-2:
       print(f"    {choice}: wrong, error {error:.1e}", flush=True)
-  for _ in range(repetitions):
-    for choice, seconds in times.items():
-      contender = built[choice]
-      assert contender is not None
-      seconds.append(contender.seconds())
-  return {choice: statistics.median(seconds) for choice, seconds in times.items()}
+    return bool(error <= 1e-2)
 
 
-def tune(kernel: str, shape: Shape, device: config.Device, repetitions: int) -> dict[str, Any]:
+def tune(table: str, shape: Shape, repetitions: int) -> dict[str, Any]:
   """The entry of one shape."""
-  copies, calls = rotation(shape)
-  inputs = [shape.arrays(seed) for seed in range(copies)]
-  want = reference(*inputs[0])
-  run = functools.partial(
-    sweep,
-    inputs=inputs,
-    calls=calls,
-    want=want,
-    repetitions=repetitions,
-    logits=kernel == "decode_logits",
-  )
-  times = run(candidates(shape, device))
-  for choice in sorted(times, key=times.__getitem__)[:2]:
-    cuts = [1, *(max(1, device.cores * quarters // 4) for quarters in PROGRAMS)]
-    more = [Config(choice.tile, cut, choice.warps, choice.stages) for cut in cuts]
-    times |= run([choice for choice in more if choice not in times])
-  ranking = sorted(times, key=times.__getitem__)
-  print(f"  {shape.name}: {shape.kv_bytes() / 2**20:.0f} MiB")
-  for choice in ranking[:6]:
-    rate = shape.kv_bytes() / times[choice] / 1e12
-    print(f"    {times[choice] * 1e6:8.1f} µs {rate:5.2f} TB/s  {choice}", flush=True)
-  # Of those as good as the best, the finest cut: it is the one that balances ragged rows. Caches
-  # that evict hold rows of one size, their budget: there it is the fastest.
-  slack = 1.0 if kernel == "decode_logits" else 1.01
-  good = [choice for choice in ranking if times[choice] <= slack * times[ranking[0]]]
-  best = max(good, key=lambda choice: choice.programs)
+  here, logits = devices.this_device(), table == "decode_logits"
+  sweep = Sweep(shape, repetitions, logits)
+  sweep.add(candidates(shape, here))
+  for choice in sweep.ranking()[:2]:
+    cuts = [1, *(max(1, here.cores * quarters // 4) for quarters in PROGRAMS)]
+    sweep.add([Config(choice.tile, cut, choice.warps, choice.stages) for cut in cuts])
+  best = sweep.ranking()[0]
+  # Rows of one batch differ in length wherever several requests are served; caches that evict hold
+  # rows of one size, their budget.
+  if shape.batch > 1 and not logits:
+    ragged = Sweep(dataclasses.replace(shape, ragged=True), repetitions, logits)
+    ragged.add([choice for choice in sweep.good() if choice.programs > 1] or [best])
+    best = ragged.ranking()[0]
+  for choice in dict.fromkeys([best, *sweep.ranking()[:3]]):
+    rate = shape.kv_bytes() / sweep.times[choice] / 1e12
+    print(f"    {sweep.times[choice] * 1e6:8.1f} µs {rate:5.2f} TB/s  {choice}", flush=True)
   return {
     "shape": shape.name,
-    "us": round(times[best] * 1e6, 2),
-    "bucket": config.bucket(
-      rows=shape.batch * shape.kv_heads,
-      groups=shape.groups,
-      slots=shape.slots,
-      head_dim=shape.head_dim,
-      itemsize=jax.numpy.dtype(shape.dtype).itemsize,
-    ),
-    "config": {
-      "tile": best.tile,
-      "programs": best.programs,
-      "warps": best.warps,
-      "stages": best.stages,
-    },
+    "us": round(sweep.times[best] * 1e6, 2),
+    "bucket": bucket(shape),
+    "config": dataclasses.asdict(best),
   }
 
 
-def write(path: pathlib.Path, entry: dict[str, Any]) -> None:
-  """Adds an entry to a file of measurements, in place of an earlier one of the same bucket."""
-  entries = json.loads(path.read_text())["entries"] if path.is_file() else []
-  entries = [other for other in entries if other["bucket"] != entry["bucket"]] + [entry]
+def bucket(shape: Shape) -> dict[str, int]:
+  """The bucket that a shape's measurement stands for."""
+  return config.bucket(
+    rows=shape.batch * shape.kv_heads,
+    groups=shape.groups,
+    slots=shape.slots,
+    head_dim=shape.head_dim,
+    itemsize=jnp.dtype(shape.dtype).itemsize,
+  )
+
+
+def of_model(model: str, room: float) -> list[Shape]:
+  """Shapes of a model's heads, two of which fit a fifth of the memory; each bucket once."""
+  c = shapes.shape(model)
+  made: dict[str, Shape] = {}
+  for slots in (n for n in LENGTHS if n <= c.max_context):
+    for batch in BATCHES:
+      shape = Shape(batch, c.kv_heads, c.heads // c.kv_heads, slots, c.head_dim)
+      if 2 * shape.kv_bytes() <= room / 5:
+        made.setdefault(json.dumps(bucket(shape)), shape)
+  return list(made.values())
+
+
+# ---- the files
+
+
+def work(args: Args) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+  """What the arguments ask for: the table, the name of the entry, how it is measured.
+
+  Raises:
+    ValueError: --only is part of no shape's name.
+  """
+  chosen = TABLES if args.all else args.tables or ALWAYS
+  known = {
+    name: of_model(args.model, devices.this_device().memory)
+    if args.model and name != "prr"
+    else SHAPES[name]
+    for name in chosen
+    if name in SHAPES
+  }
+  wanted = args.only or ("",)
+  listed = [
+    (name, x) for name, shapes in known.items() for x in shapes if any(t in x.name for t in wanted)
+  ]
+  if not listed and known:
+    names = ", ".join(dict.fromkeys(x.name for shapes in known.values() for x in shapes))
+    raise ValueError(
+      f"--only: found {' '.join(args.only)}, in no shape's name, expected a part of one of {names}"
+    )
+  if "device" in chosen:
+    yield "device", "bandwidths", functools.partial(facts, args.repetitions)
+  for name, shape in listed:
+    make = prr.profile if name == "prr" else functools.partial(tune, name)
+    yield name, shape.name, functools.partial(make, shape, args.repetitions)
+
+
+def held(path: pathlib.Path) -> dict[str, Any]:
+  """Content of a table, if it was measured with the versions of now; else nothing."""
+  found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+  now = environment()
+  return found if all(found.get(key) == now.get(key) for key in VERSIONS) else {}
+
+
+def write(path: pathlib.Path, made: dict[str, Any]) -> None:
+  """Writes a record of a device, or adds an entry to a table in place of one of its bucket."""
+  if "bucket" in made:
+    entries = held(path).get("entries", [])
+    made = {"entries": [x for x in entries if x["bucket"] != made["bucket"]] + [made]}
   with common.written_aside(path) as aside:
-    aside.write_text(json.dumps({**environment(), "entries": entries}, indent=1) + "\n")
+    aside.write_text(json.dumps({**environment(), **made}, indent=1) + "\n")
 
 
 def main(args: Args) -> int:
   if jax.default_backend() != "gpu":
     raise ValueError(f"found backend {jax.default_backend()}, expected a GPU to tune for")
-  device = config.device(jax.devices()[0].device_kind)
-  known = KERNELS[args.kernel]
-  shapes = [shape for shape in known if any(text in shape.name for text in args.only or ("",))]
-  if not shapes:
-    raise ValueError(
-      f"--only: found {' '.join(args.only)}, in no shape's name, expected a part of one of "
-      f"{', '.join(shape.name for shape in known)}"
-    )
-  path = args.out / device.name / f"{args.kernel}.json"
-  for shape in shapes:
-    if args.kernel == "prr":
-      entry = prr.profile(shape, args.repetitions)
-    else:
-      entry = tune(args.kernel, shape, device, args.repetitions)
+  user, shipped = devices.folders()
+  folder = (args.out or (shipped if args.ship else user)) / devices.this_device().name
+  listed = list(work(args))
+  for i, (table, name, measure) in enumerate(listed):
+    path = folder / f"{table}.json"
+    there = held(path)
+    print(f"{i + 1} of {len(listed)}  {table}: {name}", flush=True)
+    if not args.again and ((table == "device" and there) or name in _names(there)):
+      print("    there already", flush=True)
+      continue
+    try:
+      made = measure()
+    except jax.errors.JaxRuntimeError as error:
+      if not exhausted(error):
+        raise
+      print("    not run, takes more than the device's memory", flush=True)
+      continue
     if not args.dry_run:
-      write(path, entry)
+      write(path, made)
+    common.drop_programs()
+  if not args.dry_run:
+    print(f"written to {folder}" + (", where kernels look" if args.out is None else ""))
   return 0
+
+
+def _names(there: dict[str, Any]) -> set[str]:
+  """Names of the shapes of a table."""
+  return {entry["shape"] for entry in there.get("entries", ())}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Carry, Env, Rope, Wrapper
 from kvjax.families import sight
 from kvjax.kernels.cis.read import LANES, read
-from kvjax.kernels.common import config
+from kvjax.kernels.common import devices
 from tests.cis_oracle import wandering
 from tests.kernels.listed import tokens_of
 from tests.steps import operations
@@ -25,7 +25,7 @@ NOTES = ("queries", "anchor", "retrieved")
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch):
   """Of two multiprocessors: three rows are as many as run at once."""
-  monkeypatch.setattr(config, "_default", lambda: config.Device("small", 2, 99 << 10))
+  monkeypatch.setattr(devices, "_default", lambda: devices.Device("small", 2, 99 << 10))
 
 
 @functools.partial(jax.jit, static_argnums=0)

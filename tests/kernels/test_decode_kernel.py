@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.common import config
+from kvjax.kernels.common import config, devices, split_k
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.decode import dense
 from kvjax.kernels.decode.dense import decode_attention
@@ -115,6 +115,23 @@ def test_any_cut_gives_the_same(programs, tile):
   np.testing.assert_allclose(state.l, l, rtol=5e-6)
 
 
+def test_ragged_rows_of_many_tiles_are_cut_finer():
+  """One long row among short ones, and three pieces for each program; alike rows have one each."""
+  q, k, v, _, stop, _ = make(3, 2, 64, 16 << 10, "float32")
+  cut, rows = Config(tile=16, programs=6, warps=4, stages=2), stop.size
+  size = {"rows": rows, "slots": k.shape[2], "tile": cut.tile, "programs": cut.programs}
+  assert split_k.finer(batch=6, **size) == split_k.FINER
+  assert split_k.finer(batch=1, **size) == split_k.finer(batch=6, **size | {"slots": 400}) == 1
+  start = jnp.zeros_like(stop)
+  for lengths in ([16 << 10, 40, 0, 900, 1, 77], [999, *5 * [1000]]):
+    stop = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], start.shape)
+    state = decode_attention(q, k, v, start, stop, config=cut)
+    o, m, l = oracle(q, k, v, start, stop, 0, q)
+    np.testing.assert_allclose(state.o, o, atol=5e-6)
+    np.testing.assert_allclose(state.m, m, atol=5e-6)
+    np.testing.assert_allclose(state.l, l, rtol=5e-6)
+
+
 @pytest.mark.slow
 def test_ranges_are_clipped_to_the_cache():
   q, k, v, start, stop, _ = make(4, 2, 64, 70, "float32")
@@ -180,16 +197,14 @@ def test_bad_operands_raise(change, error, message):
 
 def test_configurations():
   shape = {"rows": 64, "groups": 4, "slots": 32 << 10, "head_dim": 128, "itemsize": 2}
-  # A device without measurements: the heuristic, two programs on each of its multiprocessors.
-  assert config.choose("decode", kind="NVIDIA A100-SXM4-80GB", **shape).programs == 216
+  # A device without measurements: pieces of 64 rows that leave few multiprocessors idle.
+  assert config.choose("decode", kind="NVIDIA A100-SXM4-80GB", **shape).programs == 324
   assert config.choose("decode", kind="Imaginary 1", **shape).tile >= 16
   # Measured: the nearest bucket, until it is too far.
-  entries = config.tuned("decode", "nvidia-h200")
+  entries = config.tuned("decode", devices.device("NVIDIA H200"))
   assert {entry for _, entry in entries} >= {config.choose("decode", kind="NVIDIA H200", **shape)}
   far = config.choose("decode", kind="NVIDIA H200", **shape | {"head_dim": 48})
-  assert far == config.heuristic(
-    config.device("NVIDIA H200"), rows=64, slots=32 << 10, head_dim=48, itemsize=2
-  )
+  assert far == config.streaming(devices.device("NVIDIA H200"), **shape | {"head_dim": 48})
   with pytest.raises(ValueError, match=r"Config\.tile: found 48, expected a power of two"):
     Config(tile=48, programs=1, warps=4, stages=2)
 

@@ -7,7 +7,7 @@ counted is what the step's results need: diagnostics that nobody reads are gone.
 import jax
 import pytest
 
-from kvjax.kernels.common import config
+from kvjax.kernels.common import devices
 from tests.steps import CASES, MANY, SPEC, operations
 
 
@@ -17,7 +17,7 @@ def any_machine(monkeypatch):
 
   A GPU with programs to spare shares ART's walks, in two launches more (`test_art_spread`).
   """
-  monkeypatch.setattr(config, "_default", lambda: config.device("some device"))
+  monkeypatch.setattr(devices, "_default", lambda: devices.device("some device"))
   monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import Cache, CacheSpec, Carry, Env, LongFlow, Rope
-from kvjax.kernels.common import config
+from kvjax.kernels.common import devices
 from kvjax.kernels.longflow import read
 from kvjax.kernels.longflow import victim as longflow
 from kvjax.kernels.longflow.victim import victim
@@ -66,7 +66,7 @@ def operands(seed, kv_heads, groups, slots, scale=1.0):
 )
 def test_victim(kv_heads, groups, slots, scale, per_layer, lone, monkeypatch):
   """Many programs take small steps, few of them large ones."""
-  device = config.Device("", 1000 if lone else 0, 0)
+  device = devices.Device("", 1000 if lone else 0, 0)
   monkeypatch.setattr(longflow, "this_device", lambda: device)
   arrays = operands(0, kv_heads, groups, slots, scale)
   options = {"sinks": 2, "recent": 3, "per_layer": per_layer}

@@ -1,6 +1,8 @@
 """GPUs with less shared memory: kernels are cut smaller, and refused where nothing fits."""
 
+import dataclasses
 import itertools
+import json
 import types
 import warnings
 
@@ -10,7 +12,7 @@ import pytest
 
 from kvjax import CacheSpec, Env
 from kvjax.kernels.art import walk as art
-from kvjax.kernels.common import config
+from kvjax.kernels.common import config, devices
 from kvjax.kernels.decode import sparse
 from kvjax.kernels.products import product
 from kvjax.kernels.prr import speculate
@@ -31,8 +33,8 @@ def on(monkeypatch):
   """Takes the default device for a GPU of a kind, with as much shared memory as it is said to."""
 
   def take(kind: str, shared: int | None = None) -> None:
-    here = config.device(kind, shared=shared)
-    monkeypatch.setattr(config, "_default", lambda: here)
+    here = devices.device(kind, shared=shared)
+    monkeypatch.setattr(devices, "_default", lambda: here)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     table._say_once.cache_clear()
 
@@ -45,11 +47,53 @@ def heads(groups, head_dim, dtype):
 
 
 def test_what_the_runtime_says_of_a_device_counts(monkeypatch):
-  found = types.SimpleNamespace(device_kind="NVIDIA H200", core_count=16)
+  """A slice of a GPU reads its part, and what was measured on the whole does not count."""
+  found = types.SimpleNamespace(device_kind="NVIDIA H200", platform="cpu", core_count=16)
   monkeypatch.setattr(jax, "devices", lambda: [found])
-  assert config.this_device() == config.Device("nvidia-h200", 16, 227 << 10)
+  whole, here = devices.device("NVIDIA H200"), devices.this_device()
+  assert (here.name, here.cores, here.shared) == ("nvidia-h200", 16, 227 << 10)
+  assert (whole.source, here.source) == ("measured", "name")
+  assert here.read == pytest.approx(devices.REACHED * 4.8e12 * 16 / 132)
   found.shared_memory_per_block_optin = 64 << 10
-  assert config.this_device() == config.Device("nvidia-h200", 16, 64 << 10)
+  assert devices.this_device().shared == 64 << 10
+
+
+def test_tables_serve_devices_that_are_alike(monkeypatch, tmp_path):
+  """Multiprocessors, shared memory and bandwidth within a tenth; the user's own come first."""
+  shape = {"groups": 4, "slots": 32 << 10, "head_dim": 128, "itemsize": 2}
+  h200 = devices.device("NVIDIA H200")
+  known = {x.name: x for x in devices.known()}
+  assert known["nvidia-h200"] == h200
+  near = dataclasses.replace(h200, name="near", read=0.93 * h200.read)
+  far = dataclasses.replace(h200, name="far", read=0.8 * h200.read, cores=110)
+  assert config.tuned("decode", near) == config.tuned("decode", h200)
+  assert config.tuned("decode", far) == ()
+  monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+  path = devices.folders()[0] / "nvidia-h200" / "decode.json"
+  path.parent.mkdir(parents=True)
+  own = config.Config(tile=16, programs=7, warps=4, stages=2)
+  entry = {"bucket": config.bucket(rows=64, **shape), "config": dataclasses.asdict(own)}
+  path.write_text(json.dumps({"entries": [entry]}))
+  caches = devices.tables, config.tuned
+  for cache in caches:
+    cache.cache_clear()
+  assert config.choose("decode", rows=64, **shape, kind="NVIDIA H200") == own
+  assert len(config.tuned("decode", h200)) >= 10  # those of other buckets stay
+  path.write_text("no table")
+  for cache in caches:
+    cache.cache_clear()
+  with pytest.raises(ValueError, match=r"decode\.json: found no JSON .* `kvjax tune` writes"):
+    config.choose("decode", rows=64, **shape, kind="NVIDIA H200")
+  for cache in caches:
+    cache.cache_clear()
+
+
+def test_a_user_names_a_device_by_a_part():
+  assert devices.named("H200").name == "nvidia-h200"
+  assert devices.named("h100").source == "measured"
+  assert devices.named("a100").source == "name"
+  with pytest.raises(ValueError, match="device: found 'b300', expected a part of one of nvidia-h"):
+    devices.named("b300")
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -69,18 +113,21 @@ def test_every_shape_is_cut_to_fit_or_refused(kind, on):
 
 def test_devices_with_more_keep_the_heuristic():
   """Up to 32 query heads a key/value head the heuristic stands as it is."""
-  here = config.device("NVIDIA H200")
+  here = devices.device("NVIDIA H200")
   for shape in SHAPES:
     size = {name: shape[name] for name in ("head_dim", "itemsize")}
-    cut = config.heuristic(here, rows=8, slots=8192, **size)
-    assert shape["groups"] > 32 or config.fitted(cut, here, **shape) == cut
+    for cut in (
+      config.heuristic(here, **size),
+      config.streaming(here, rows=8, slots=8192, **shape),
+    ):
+      assert shape["groups"] > 32 or config.fitted(cut, here, **shape) == cut
 
 
 def test_stages_go_before_keys():
   cut = config.Config(tile=64, programs=8, warps=4, stages=4)
   shape = {"groups": 4, "head_dim": 128, "itemsize": 2}
   made = [
-    config.fitted(cut, config.Device("", 1, size << 10), **shape) for size in (200, 80, 30, 1)
+    config.fitted(cut, devices.Device("", 1, size << 10), **shape) for size in (200, 80, 30, 1)
   ]
   assert [(found.tile, found.stages) for found in made] == [(64, 4), (64, 3), (32, 2), (16, 2)]
 

@@ -2,12 +2,11 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from kvjax import PRR, Cache, InfLLMv2, Quest
-from kvjax.kernels.common import config
+from kvjax.kernels.common import devices
 from kvjax.kernels.prr import ratio
 from kvjax.testing.layer import Stream
 
@@ -61,12 +60,12 @@ def test_lengths_between_are_fitted():
 
 def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   """By selector, unit, k, length and the nearest batch; what was not measured gets 0."""
-  device = config.device(jax.devices()[0].device_kind).name
-  (tmp_path / "tuned" / device).mkdir(parents=True)
-  path = tmp_path / "tuned" / device / "prr.json"
-  path.write_text(json.dumps({"entries": ENTRIES}))
-  ratio.measured.cache_clear()
-  monkeypatch.setattr(ratio.importlib.resources, "files", lambda name: tmp_path)
+  device = devices.this_device().name
+  monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+  folder = devices.folders()[0] / device
+  folder.mkdir(parents=True)
+  (folder / "prr.json").write_text(json.dumps({"entries": ENTRIES}))
+  devices.tables.cache_clear()
   method = PRR(Quest(1024, 16))
   assert [method._ratio(1, n) for n in (4096, 8192, 16384)] == [1, 1.25, 0]
   assert method._ratio(3, 8192) == 1.5
@@ -76,4 +75,4 @@ def test_a_cache_asks_its_device(monkeypatch, tmp_path):
   heads = {n: Cache.empty(method, Stream.random(0).spec(n), 2).heads for n in (8192, 16384)}
   assert heads[8192]["foreseen"].shape[-1] == 1 + 78  # ⌊1.25 · 63⌋ beside the newest
   assert "foreseen" not in heads[16384]
-  ratio.measured.cache_clear()
+  devices.tables.cache_clear()

@@ -1,5 +1,6 @@
 """Which methods fit, what a token costs and how good it is: against kept measurements and rows."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import plan_memory
+from kvjax.kernels.common import devices
 from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
 from kvjax.models.nn.presets import PRESETS
 from kvjax.programs import advise, step_time
@@ -32,10 +34,11 @@ CHECKED = (
   "PyramidKV 0.2 Llama-3.1-8B B1 T4K",
 )
 LLAMA = PRESETS["Llama-3.1-8B"]
+H200 = devices.device("NVIDIA H200")
 
 
 def expected(cell):
-  return step_time.expected(cell.moved(), cell.method.traits.by_layer)
+  return step_time.expected(cell.moved(), cell.method.traits.by_layer, H200)
 
 
 @pytest.mark.core(1)
@@ -53,7 +56,7 @@ def test_so_are_all_other_cells(name):
 
 @pytest.mark.slow
 def test_constants_are_what_the_fit_gives():
-  fitted = step_time.fitted([CELLS[name] for name in step_time.FITTED])
+  fitted = step_time.fitted([CELLS[name] for name in step_time.FITTED], H200)
   said = step_time.LAYER, step_time.CHOICE, step_time.WALK, step_time.DISPATCH
   assert list(fitted) == pytest.approx(said, abs=0.05e-6)
 
@@ -68,11 +71,11 @@ def test_guesses_that_hit_cost_what_prr_takes_over_quest_on_real_text():
     for name in ("prr", "quest")
   )
   walks = sum(x.walks - 1 for x in prr.layers)
-  bytes_more = (prr.device - quest.device) / step_time.bench_files.BANDWIDTH
+  bytes_more = (prr.device - quest.device) / H200.read
   measured = (us["prr"] - us["quest"]) * 1e-6
   assert walks == 26
   assert measured / walks == pytest.approx(step_time.HITTING, abs=0.5e-6), bytes_more
-  assert step_time.least(prr) == pytest.approx(us["prr"] * 1e-6, rel=0.15)
+  assert step_time.least(prr, False, H200) == pytest.approx(us["prr"] * 1e-6, rel=0.15)
 
 
 @pytest.mark.slow
@@ -86,7 +89,9 @@ def test_bytes_are_those_of_the_benchmarks():
 
 def test_a_narrower_memory_takes_longer():
   moved = step_bytes(LLAMA, kvjax.Full(), 1, 32768)
-  fast, slow = (step_time.expected(moved, bandwidth=x) for x in (4e12, 1e12))
+  fast, slow = (
+    step_time.expected(moved, False, dataclasses.replace(H200, read=x)) for x in (4e12, 1e12)
+  )
   assert slow - fast == pytest.approx(moved.device * (1e-12 - 0.25e-12))
 
 
@@ -94,7 +99,9 @@ def test_a_narrower_memory_takes_longer():
 def test_what_fits_comes_first_by_time():
   """At 128K tokens a device of 24 GB has room for the weights, and for caches of few tokens."""
   names = "quest", "snapkv", "infllm"
-  found = advise.advise(LLAMA, 131072, 1, int(24e9), budgets=("1024", "8192"), methods=names)
+  found = advise.advise(
+    LLAMA, 131072, 1, int(24e9), here=H200, budgets=("1024", "8192"), methods=names
+  )
   assert [(x.name, x.budget, x.fits) for x in found] == [
     ("snapkv", 1024, True),
     ("snapkv", 8192, True),
@@ -113,11 +120,13 @@ def test_what_fits_comes_first_by_time():
 
 def test_milliseconds_say_what_data_decide():
   """A range where retrievals are shared, a bound where walks may end early, else a number."""
-  found = advise.advise(LLAMA, 32768, 1, 10**12, budgets=("512",), methods=("cis", "art"))
+  found = advise.advise(
+    LLAMA, 32768, 1, 10**12, here=H200, budgets=("512",), methods=("cis", "art")
+  )
   said = {x.name: advise.row(x)[5] for x in found}
   cis = next(x for x in found if x.name == "cis")
   keys = 32768 * 8 * 128 * 2 * 32
-  assert cis.seconds - cis.least == pytest.approx(keys * 15 / 16 / 4.45e12)
+  assert cis.seconds - cis.least == pytest.approx(keys * 15 / 16 / H200.read)
   assert said["cis"] == f"{cis.least * 1e3:.2f} – {cis.seconds * 1e3:.2f}"
   assert said["art"] == f"≤ {said['full']}"
 
@@ -125,7 +134,7 @@ def test_milliseconds_say_what_data_decide():
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
   size = LLAMA, 131072, 1, int(24e9)
-  found = advise.advise(*size, budgets=("1024", "2048"), methods=("quest",))
+  found = advise.advise(*size, here=H200, budgets=("1024", "2048"), methods=("quest",))
   lines = advise.refused(found, *size).splitlines()
   assert [line.split()[0] for line in lines] == ["full:", "quest"]
   assert "quest 1,024: 34.3" in lines[1]
@@ -222,6 +231,7 @@ def test_the_program_prints_one_table(rows, capsys):
     ({"length": 0}, "--length: found 0, expected at least 1"),
     ({"memory": 0.0}, "--memory: found 0.0, expected more than 0"),
     ({"bandwidth": -1.0}, "--bandwidth: found -1.0, expected more than 0"),
+    ({"device": "h300"}, "--device: found 'h300', expected a part of one of nvidia-h100-80gb"),
     ({"methods": ("fulll",)}, "--methods: found 'fulll', expected one of: full"),
     ({"budgets": ("x",)}, "--budgets: found 'x', expected tokens"),
   ],

@@ -19,12 +19,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 import kvjax
+from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.bench_files import BANDWIDTH
 from kvjax.programs.suites import Case, Contender, fitting, optional, torch_decoder
 
 STEPS = 16  # decode steps per dispatch
@@ -176,14 +176,15 @@ def case(
     plain = functools.partial(torch_decoder.contender, model, held[0], tokens)
     contenders += optional("torch, CUDA graph", plain)
     contenders += optional("transformers", lambda: _transformers(c, batch, tokens, peers))
-  floor = (weight_bytes + kv_bytes) / BANDWIDTH
+  rate = this_device().read
+  floor, at = (weight_bytes + kv_bytes) / rate, f"{rate / 1e12:.2f} TB/s"
 
   def remarks(seconds: dict[str, float]) -> list[str]:
-    cache = kv_bytes / BANDWIDTH
+    cache = kv_bytes / rate
     ratios = {
-      "(XLA's products + KV bytes / 4.45 TB/s)": seconds["products (XLA)"] + cache,
-      "(our products + KV bytes / 4.45 TB/s)": seconds["products"] + cache,
-      "(weights + KV bytes) / 4.45 TB/s": floor,
+      f"(XLA's products + KV bytes / {at})": seconds["products (XLA)"] + cache,
+      f"(our products + KV bytes / {at})": seconds["products"] + cache,
+      f"(weights + KV bytes) / {at}": floor,
     }
     return [
       ", ".join(f"{seconds['kvjax'] / bar:.3f} × {name}" for name, bar in ratios.items()),

@@ -14,12 +14,12 @@ import numpy as np
 from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Selective, Span
 from kvjax.families import sight
 from kvjax.kernels.common import backend
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.prr.repair import repair
 from kvjax.methods.prr.calibration import GAMMAS, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.methods.prr.kernel import Written
 from kvjax.programs import quiet
-from kvjax.programs.bench_files import BANDWIDTH
 from kvjax.programs.suites import (
   Case,
   Contender,
@@ -362,7 +362,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   def remarks(t: dict[str, float]) -> list[str]:
     if quick:
       return []
-    floor = moved / BANDWIDTH
+    floor = moved / this_device().read
     longest = max(t["select"], t["speculate"], floor)
     # The step's one search is that of the selection and of the next forecast: the update is hidden.
     bound = (t["select"] + t["attend"]) / (longest + t["repair"])

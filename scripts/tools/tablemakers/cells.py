@@ -8,6 +8,7 @@ after it where they are as wide. Everything that is written carries its records.
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvjax.kernels.common.devices import device
 from kvjax.programs import bench_files
 from scripts.tools.tablemakers import records
 from scripts.tools.tablemakers.records import Figure, Number, Part
@@ -19,6 +20,11 @@ Pair = tuple[float, Timing]  # a ratio, and the reference that was divided by
 def steady(timing: Timing) -> bool:
   """True where others may be divided by it."""
   return bench_files.steady(timing.low, timing.us, timing.high)
+
+
+def rate(timing: Timing) -> float:
+  """Bytes a second of a streaming read of the card that a time was taken on."""
+  return device(records.of(timing)[0].card).read
 
 
 def over(mine: Timing, reference: Timing) -> Pair:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from kvjax.programs import bench_files
 from kvjax.programs.evals import costs
 from scripts.tools.tablemakers import cells, real
 from scripts.tools.tablemakers.cells import faster, median, own
@@ -33,8 +32,8 @@ def _hidden(case: Case) -> cells.Pair:
   No bound: a launch of both is shorter than the longer of the two where neither fills the GPU.
   """
   first = case.time("select").us + case.time("attend").us
-  bytes_us = case.bytes / bench_files.BANDWIDTH * 1e6
   longest = max(case.time("select"), case.time("speculate"), key=lambda timing: timing.us)
+  bytes_us = case.bytes / cells.rate(longest) * 1e6
   parts = longest.then(case.time("repair")).later(max(0.0, bytes_us - longest.us))
   return first / parts.us, parts
 

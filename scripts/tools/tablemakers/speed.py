@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterable
 
-from kvjax.programs import bench_files
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import Pair, faster, longer, median, own, said
 from scripts.tools.tablemakers.records import Figure, Part
@@ -88,7 +87,7 @@ def _over_products(case: Case, whose: str = "XLA's", name: str = "products (XLA)
 
 def _of_bytes(case: Case) -> str:
   took = case.time("kvjax")
-  return cells.number(bench_files.BANDWIDTH * took.us * 1e-6 / case.bytes, "{:.3f}")
+  return cells.number(cells.rate(took) * took.us * 1e-6 / case.bytes, "{:.3f}")
 
 
 def steps(results: Results) -> Part:
@@ -266,7 +265,7 @@ def gpus_70b(results: Results) -> Part:
       name = f"Llama-3.1-70B B8 T32768, heads over {devices}, {method} and ART"
       case = results.bench("scale").case(name)
       least = case.time(f"{CHAIN} all-reduces").scaled(REDUCES["70B"] / CHAIN)
-      least = least.later(case.bytes / bench_files.BANDWIDTH * 1e6)
+      least = least.later(case.bytes / cells.rate(least) * 1e6)
       over = cells.ratio(*cells.over(case.time(method), least))
       art = median(f"ART({method})")(case)
       rows.append([f"`{method}`, over {devices}", own(method)(case), over, art, _reduce(case)])

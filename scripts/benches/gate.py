@@ -1,0 +1,67 @@
+"""six whole steps that stand for the library, in minutes: run before and after a change
+
+kvjax bench gate --out before
+kvjax bench gate --out after
+kvjax bench --compare before after --fail-slower
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+import kvjax
+from kvjax.kernels.common.devices import this_device
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, fitting
+from kvjax.programs.suites.e2e import weights
+from scripts.benches import e2e_sparse
+
+REPETITIONS = 8
+
+
+def marks(quick: bool) -> dict[str, tuple[kvjax.Method, int, int]]:
+  """Methods, rows and tokens of a row, by name."""
+  if quick:
+    return {"LongFlow": (kvjax.LongFlow(64, window_size=8), 2, 128)}
+  return {
+    "Full B1 T4K": (kvjax.Full(), 1, 4 << 10),
+    "Full B8 T32K": (kvjax.Full(), 8, 32 << 10),
+    "Quest B1 T128K": (kvjax.Quest(4096), 1, 128 << 10),
+    "SnapKV B64 3,200 slots": (kvjax.SnapKV(3200), 64, 16 << 10),
+    "LongFlow B64 3,200 slots": (kvjax.LongFlow(3200), 64, 16 << 10),
+    "int8 B8 T32K": (kvjax.Quantised(kvjax.Full(), bits=8), 8, 32 << 10),
+  }
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """One after another: each has the memory to itself."""
+  name = "tiny" if quick else "Llama-3.1-8B"
+  for label, mark in marks(quick).items():
+    if only in label:
+      yield from fitting(label, case, weights(name), *mark, quick)
+
+
+def case(
+  label: str, model: Transformer, method: kvjax.Method, batch: int, tokens: int, quick: bool
+) -> Case:
+  """A step of a method whose caches are full, beside the bytes that it moves."""
+  impl = "reference" if quick else "pallas"
+  seconds = e2e_sparse.timed(model, method, impl, batch, tokens)
+  moved = e2e_sparse.moved_by(model, method, batch, tokens)
+  rate = this_device().read
+  return Case(
+    name=label,
+    shapes=f"{method!r}; {model.dtype.name}; compared over four layers",
+    bytes=moved,
+    reference=lambda: e2e_sparse.logits(model, method, "reference"),
+    tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
+    contenders=(
+      Contender("kvjax", seconds, functools.partial(e2e_sparse.logits, model, method, "pallas")),
+    ),
+    subject="kvjax",
+    remarks=lambda t: [
+      f"{t['kvjax'] * 1e3:.2f} ms a step, {t['kvjax'] * rate / moved:.3f} × all bytes over "
+      f"{rate / 1e12:.2f} TB/s"
+    ],
+  )

@@ -156,8 +156,8 @@ def decode_attention(
   rows, slots = batch * heads, k.shape[2]
   config = config or pick(q, k, interpret)
   whole = config.programs == 1  # rows of any length are one piece each
-  cut = {"tile": config.tile, "programs": config.programs}
-  finer = split_k.finer(batch=batch, rows=rows, slots=slots, **cut)
+  size = {"rows": rows, "slots": slots, "tile": config.tile, "programs": config.programs}
+  finer = split_k.finer(batch=batch, **size)
   pieces = finer * config.programs
   attend = functools.partial(
     _attend_kernel,

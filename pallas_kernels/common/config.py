@@ -130,7 +130,8 @@ def choose(
   return fitted(cut, here, **shape)
 
 
-STREAMED = 64 << 10  # bytes of keys and values in a stage of `streaming`
+STREAMED = 64 << 10  # bytes of keys and values in a stage of `streaming`; half where they are few
+FEW = 4  # such stages a multiprocessor
 LEVEL = 0.96  # of the multiprocessors that a wave of programs keeps busy
 
 
@@ -144,8 +145,10 @@ def streaming(
   many; its products fit the registers of four warps.
   """
   columns = max(16, 1 << _log2(head_dim))
-  fitting = (4 << 10) // max(16, 1 << _log2(groups))
-  tile = max(16, min(STREAMED // (2 * columns * itemsize), fitting))
+  per_slot = 2 * columns * itemsize
+  stage = STREAMED // 2 if rows * slots * per_slot < FEW * STREAMED * here.cores else STREAMED
+  fitting = (2 << 10) // max(16, 1 << _log2(groups))
+  tile = max(16, min(stage // per_slot, fitting))
 
   def busy(times: int) -> float:
     pieces = rows * max(1, times * here.cores // rows)

@@ -17,8 +17,6 @@ from typing import Any
 
 import jax
 
-from kvjax import __version__
-
 LIKE = 0.1  # facts within a tenth are alike
 REACHED = 0.92  # of the memory's nominal bandwidth, by a streaming read of Hopper cards
 
@@ -124,10 +122,10 @@ def _near(a: float | int, b: float | int) -> bool:
 
 
 def folders() -> tuple[pathlib.Path, ...]:
-  """Where facts and tables are: the user's, of this version of the library, then the shipped."""
+  """Where facts and tables are: the user's, then those of the library."""
   kept = pathlib.Path(os.environ.get("KVJAX_CACHE") or "~/.cache/kvjax").expanduser().absolute()
   shipped = importlib.resources.files("kvjax.kernels") / "tuned"
-  return kept / "tuned" / __version__, pathlib.Path(str(shipped))
+  return kept / "tuned", pathlib.Path(str(shipped))
 
 
 @functools.cache

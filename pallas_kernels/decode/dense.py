@@ -226,10 +226,10 @@ def decode_with_output(
   config = config or pick(q, k, logits=logits, interpret=backend.interpreted(interpret))
   joined = q_sinks is None or not sinks
   whole = config.programs == 1  # rows of any length are one piece each
-  cut = {"tile": config.tile, "programs": config.programs}
   finer = 1  # heads that share slots are cut by tiles
   if k.shape[1] == heads:
-    finer = split_k.finer(batch=batch, rows=rows, slots=slots, **cut)
+    size = {"rows": rows, "slots": slots, "tile": config.tile, "programs": config.programs}
+    finer = split_k.finer(batch=batch, **size)
   pieces = finer * config.programs
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(-1, *x.shape[2:]) for x in (*queries, k, v)]

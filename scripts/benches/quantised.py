@@ -12,6 +12,7 @@ import kvjax
 from kvjax.kernels.codes.dense import decode_attention
 from kvjax.kernels.codes.sparse import sparse_decode as listed_codes
 from kvjax.kernels.common.config import Config
+from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import decode_attention as dense
 from kvjax.kernels.decode.sparse import sparse_decode as listed_floats
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
@@ -27,7 +28,6 @@ QUICK = (Shape(2, 2, 3, 300, head_dim=64, dtype="float32"),)
 # Slots of a list's entries, and of a whole list.
 LISTS = ((16, 2048), (16, 4096), (64, 4096), (1, 2048))
 STEPS = (8, 32 << 10), (1, 128 << 10)  # rows and tokens of whole steps
-CORES = 132
 
 # What the sweep goes over: tile, warps, stages, programs on each multiprocessor.
 CUTS = (
@@ -84,7 +84,7 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
 
   makers = [functools.partial(contender, "kvjax")]
   if sweep:
-    cores = 1 if quick else CORES
+    cores = 1 if quick else this_device().cores
     cuts = {cut: Config(cut[0], cores * cut[3], *cut[1:3]) for cut in CUTS}
     makers += [functools.partial(contender, str(cut), config=x) for cut, x in cuts.items()]
   labelled = ((maker.args[0], maker) for maker in makers)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.kernels.common import devices
 from kvjax.programs import bench_files, console
 
 LEAST = 0.01  # a median that moves by less is the same, whatever its interval
@@ -79,13 +80,14 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> Compared:
   Raises:
     FileNotFoundError: one is not there, or has no results.
     ValueError: one is a folder and one a file, has results of several devices, or they have
-      nothing in common.
+      nothing in common, or are of unlike cards.
   """
   sides = _paths(old, new)
   changes, differences = [], _alone(*sides, "suite {}")
   for suite in (suite for suite in sides[0] if suite in sides[1]):
     files = [side[suite] for side in sides]
     before, after = (bench_files.read(path) for path in files)
+    _check_alike(*files, before, after)
     ours, theirs = _times(files[0], before), _times(files[1], after)
     alone = _alone(ours, theirs, "{0[0]}, {0[1]}")
     differences += [f"{suite}: {line}" for line in [*_facts(before, after), *alone]]
@@ -95,6 +97,15 @@ def compare(old: pathlib.Path, new: pathlib.Path) -> Compared:
   if not changes:
     raise ValueError(f"{old} and {new}: found no case and contender that both have")
   return Compared(changes, differences)
+
+
+def _check_alike(
+  old: pathlib.Path, new: pathlib.Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+  """Raises where the files are of cards whose times say nothing of each other."""
+  cards = [held.get("device", "") for held in (before, after)]
+  if cards[0] != cards[1] and not devices.alike(*map(devices.device, cards)):
+    raise ValueError(f"{old} and {new}: found {cards[0]} and {cards[1]}, expected cards alike")
 
 
 def _alone(old: dict[Any, Any], new: dict[Any, Any], form: str) -> list[str]:

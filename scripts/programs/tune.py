@@ -6,8 +6,8 @@
     kvjax tune decode --only "B8 T32K" --dry-run
 
 Kernels find the tables in the user's cache folder ($KVJAX_CACHE, or ~/.cache/kvjax), from the next
-process on. A table belongs to one version of the library. What is there already, of the same
-versions of JAX, is not measured again: a run that was interrupted goes on where it ended.
+process on. What is there already, of the same versions of the library and of JAX, is not measured
+again: a run that was interrupted goes on where it ended. Run it after an upgrade.
 
 Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
 programs for the best of them, down to one piece per row, which needs no join. Every configuration
@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+import kvjax
 from kvjax.kernels.common import config, devices
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.split_k import columns_of
@@ -46,7 +47,7 @@ from kvjax.testing.decode_cases import BOUNDED, TUNED, Shape
 SHAPES: dict[str, Any] = {"decode": TUNED, "decode_logits": BOUNDED, "prr": prr.PROFILED}
 TABLES = ("device", *SHAPES)
 ALWAYS = ("device", "decode")
-VERSIONS = ("device", "jax", "jaxlib")  # measurements of others are taken anew
+VERSIONS = ("device", "kvjax", "jax", "jaxlib")  # measurements of others are taken anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,7 @@ STAGES = (
 )
 # Programs per multiprocessor, in quarters.
 PROGRAMS = (1, 2, 4, 8, 12, 16)
+CALLS = 16  # in one program, at most: what compiles quickly
 SLACK = 1.01  # what is within it of the best is as good
 LENGTHS, BATCHES = (4 << 10, 32 << 10, 128 << 10), (1, 8, 32, 128)  # of a model
 
@@ -172,7 +174,8 @@ class Sweep:
   """
 
   def __init__(self, shape: Shape, repetitions: int, logits: bool):
-    copies, self._calls = rotation(shape)
+    copies, calls = rotation(shape)
+    self._calls = min(calls, CALLS)
     self._loops = 8 if shape.kv_bytes() < 2 << 30 else 1
     self._inputs = [shape.arrays(seed) for seed in range(copies)]
     self._want = reference(*self._inputs[0])
@@ -185,7 +188,7 @@ class Sweep:
     # Compiling is most of the time, and not Python's.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
       built = dict(zip(new, pool.map(self._build, new), strict=True))
-    right = {choice: made for choice, made in built.items() if made and self._right(choice, made)}
+    right = {choice: made for choice, made in built.items() if made}
     taken: dict[Config, list[float]] = {choice: [] for choice in right}
     for contender in right.values():
       contender.seconds()
@@ -206,14 +209,9 @@ class Sweep:
   def _build(self, choice: Config) -> Contender | None:
     try:
       run = functools.partial(decode_with_output, config=choice, logits=self._logits)
-      return jax_contender(
-        str(choice),
-        run,
-        self._inputs,
-        output=lambda s: s[0].o,
-        calls=self._calls,
-        loops=self._loops,
-      )
+      how = {"calls": self._calls, "loops": self._loops}
+      made = jax_contender(str(choice), run, self._inputs, output=lambda s: s[0].o, **how)
+      return made if self._right(choice, made) else None
     except Exception as error:
       print(f"    {choice}: not run ({str(error).splitlines()[0][:100]})", flush=True)
       return None
@@ -311,7 +309,7 @@ def work(args: Args) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
 def held(path: pathlib.Path) -> dict[str, Any]:
   """Content of a table, if it was measured with the versions of now; else nothing."""
   found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-  now = environment()
+  now = versions()
   return found if all(found.get(key) == now.get(key) for key in VERSIONS) else {}
 
 
@@ -321,7 +319,12 @@ def write(path: pathlib.Path, made: dict[str, Any]) -> None:
     entries = held(path).get("entries", [])
     made = {"entries": [x for x in entries if x["bucket"] != made["bucket"]] + [made]}
   with common.written_aside(path) as aside:
-    aside.write_text(json.dumps({**environment(), **made}, indent=1) + "\n")
+    aside.write_text(json.dumps({**versions(), **made}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+  """Versions and command line of this run."""
+  return {**environment(), "kvjax": kvjax.__version__}
 
 
 def main(args: Args) -> int:

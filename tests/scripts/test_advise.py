@@ -140,7 +140,9 @@ def test_what_does_not_fit_says_what_would():
   assert "quest 1,024: 34.3" in lines[1]
   assert "a capacity of" in lines[1]
   none = LLAMA, 1024, 1, int(10e9)
-  assert "weights alone" in advise.refused(advise.advise(*none, methods=("full",)), *none)
+  assert "weights alone" in advise.refused(
+    advise.advise(*none, here=H200, methods=("full",)), *none
+  )
 
 
 @pytest.mark.core(3)
@@ -162,7 +164,7 @@ def test_what_does_not_fit_says_what_would():
 def test_risk_is_what_the_method_states(name, risk):
   (found,) = (
     x
-    for x in advise.advise(LLAMA, 8192, 1, 10**12, methods=(name,), budgets=("512",))
+    for x in advise.advise(LLAMA, 8192, 1, 10**12, here=H200, methods=(name,), budgets=("512",))
     if x.name == name
   )
   assert found.risk == risk

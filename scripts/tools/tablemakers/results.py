@@ -200,8 +200,8 @@ class Results:
     self.folder = folder
     self._bench = functools.cache(lambda path: Bench(path, folder))
 
-  def bench(self, suite: str) -> Bench:
-    return self._bench(self.folder / GPU / f"bench_{suite}.json")
+  def bench(self, suite: str, card: str = GPU) -> Bench:
+    return self._bench(self.folder / card / f"bench_{suite}.json")
 
   def rows(self, folder: str) -> list[dict[str, Any]]:
     """The rows of an evaluation; none where it is not there."""

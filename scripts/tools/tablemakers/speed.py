@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import Pair, faster, longer, median, own, said
 from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import Case, Results
+from scripts.tools.tablemakers.results import GPU, Case, Results
 
 LLAMA = "Llama-3.1-8B"
+H100 = "nvidia-h100-80gb-hbm3"
 
 
 def _versions(results: Results) -> str:
@@ -52,6 +54,44 @@ def decode(results: Results) -> Part:
     ("FlashInfer", median("FlashInfer")),
     first="shape (KV heads × group)",
   )
+
+
+def cards(results: Results) -> Part:
+  """Dense decode on both cards: the time, of a read, over the fastest of cuDNN's."""
+  rows = []
+  for name, label in (SHAPES | {"B64 T32K 8x4 ragged": "64 ragged rows of 1K to 32K, 8×4"}).items():
+    row: list[Any] = [label]
+    for bench in (results.bench("decode", card) for card in (GPU, H100)):
+      case = bench.case(name) if bench.has(name) else None
+      row += ["–"] * 3 if case is None else [how(case) for how in (own(), OF_READ, _over_cudnn)]
+    rows.append(row)
+  head = [f"{card}, {what}" for card in ("H200", "H100") for what in COLUMNS]
+  return cells.table(("shape (KV heads × group)", *head), rows)
+
+
+OF_READ, COLUMNS = faster("kvjax", "read"), ("kvjax", "of a read", "over cuDNN")
+
+
+def _over_cudnn(case: Case) -> Any:
+  """Our time over the fastest of cuDNN's, torch's or jax's; none where they take no such shape."""
+  peers = [name for name in (*CUDNN, "jax cuDNN") if case.has(name)]
+  if not peers:
+    return "–"
+  return cells.ratio(*cells.over(case.time("kvjax"), case.time(_fastest(case, peers))))
+
+
+def gate(results: Results) -> Part:
+  """Whole steps of the gate on the H100."""
+  bench = results.bench("gate", H100)
+  steps = {case.name: case for case in bench.cases("")}
+  return cells.cases(steps, ("a step, 8B's shape", own()), ("× all bytes", _of_bytes))
+
+
+def cuts(results: Results) -> Part:
+  """Shapes that a seed drew: the heuristic's cut over the fastest of a sweep."""
+  bench = results.bench("cuts", H100)
+  drawn = {case.name.partition(": ")[2]: case for case in bench.cases("")}
+  return cells.cases(drawn, ("over the fastest cut", said(r"([\d.]+) × the fastest")))
 
 
 def _fastest(case: Case, names: Iterable[str]) -> str:

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core import settings
+from kvjax.core.leaves import Layout
 from kvjax.families.full import Full
-from kvjax.ops import shared_slots
+from kvjax.models.decode import rows
+from kvjax.ops import offload, shared_slots
 from kvjax.runtime.memory import plan_memory
-from kvjax.testing.cases import CHUNK, STEPS, Told, law, logits_of
+from kvjax.testing.cases import CHUNK, STEPS, Told, law, logits_of, raises
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS
 
 
@@ -204,3 +206,36 @@ def idle_rows_stay_untouched(case):
   chex.assert_trees_all_equal(row(run.caches, 0), before)
   changed = jax.tree.map(lambda a, b: (a != b).any(), row(run.caches, 1), other)
   assert any(jax.tree.leaves(changed))
+
+
+@law
+def rows_enter_and_leave_a_live_batch(case):
+  """A row that enters a batch goes on with its own bits, its neighbour keeps its bits; a cleared
+  row is as a new one. Methods with tokens in the host's memory refuse.
+  """
+  origin, live, alone = (Told(case) for _ in range(3))
+  other = (TOKENS + 7) % CONFIG.vocab
+  origin.prompt()
+  for run in (live, alone):
+    run.prompt(tokens=other)
+    for i in range(2):
+      run.decode(LENGTHS + i, tokens=other)
+  held = jax.tree.map(jnp.copy, live.caches)
+  entering = offload.rows_of(origin.caches, np.array([1]))
+  if live.caches[0].layout is Layout.HOSTED:
+    with raises(NotImplementedError, "live: layer 0: old tokens are in the host's memory"):
+      rows.insert(held, [1], entering)
+    raise unittest.SkipTest("old tokens are in the host's memory")
+  live.caches = rows.insert(held, [1], entering)
+  mixed = np.stack([other[0], TOKENS[1]])
+  for i in range(STEPS):
+    at = np.array([LENGTHS[0] + 2 + i, LENGTHS[1] + i])
+    got = live.decode(at, tokens=mixed)
+    np.testing.assert_array_equal(got[1], origin.decode(LENGTHS + i)[1])
+    np.testing.assert_array_equal(got[0], alone.decode(LENGTHS + 2 + i, tokens=other)[0])
+  spec = live.model.spec(len(LENGTHS), CAPACITY)
+  kept = offload.rows_of(live.caches, np.array([0]))
+  cleared = rows.clear(live.caches, [1], live.method, spec)
+  chex.assert_trees_all_equal(offload.rows_of(cleared, np.array([0])), kept)
+  new = offload.rows_of(live.method.init_caches(spec), np.array([1]))
+  chex.assert_trees_all_equal(offload.rows_of(cleared, np.array([1])), new)

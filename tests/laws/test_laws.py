@@ -16,6 +16,7 @@ BY_FAMILY = {
   *("heads_sharded_over_two_devices", "shared_prefill", "a_second_question_on_the_same_cache"),
   *("the_repository_setting", "idle_rows_stay_untouched", "nan_in_empty_slots_never_leaks"),
   *("empty_wrapper_is_transparent", "room_does_not_change_the_answer", "dtypes_hold_under_x64"),
+  "rows_enter_and_leave_a_live_batch",
 }
 # What some of these do on all heads together is theirs: heads of other shards have a part in it.
 HEADS_TOGETHER = {"tova", "chunkkv", "hshare", "duo_attention"}

@@ -1,0 +1,128 @@
+"""Rows of a live batch: caches that were filled elsewhere enter them, and rows are emptied."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+from numpy.typing import ArrayLike
+
+from kvjax.core.cache import CacheSpec
+from kvjax.core.leaves import Layout
+from kvjax.families.method import Method
+from kvjax.models.decode import checks
+from kvjax.models.nn import flat
+from kvjax.models.nn.transformer import Caches
+
+# Why rows of such caches are not exchanged.
+APART = {
+  Layout.HOSTED: "old tokens are in the host's memory, which is not written row by row",
+  Layout.BRANCHED: "rows share a context",
+}
+
+
+def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
+  """Puts caches of other prompts in the place of some rows; the other rows stay, bit by bit.
+
+  A row that entered goes on as it would have in a batch of its own size: with the same program its
+  logits have the same bits whatever the other rows hold. One scatter an array, in place.
+
+  Args:
+    live: caches of B rows; they are donated.
+    rows: int [n], different rows of them.
+    new: caches of n rows of the same method, model and capacity, as `prefill` fills them. The
+      logits of those rows are the caller's to put in, `logits.at[rows].set(...)`.
+
+  Returns:
+    The caches of B rows.
+
+  Raises:
+    TypeError: `live` or `new` are no caches, or `rows` no integers.
+    ValueError: rows are out of range, repeated, or not as many as those of `new`; caches were
+      donated before; or `new` has another method, model or capacity.
+    NotImplementedError: the caches have tokens in the host's memory, or branches share a context.
+  """
+  chosen = _checked(live, rows)
+  checks.listed(new)
+  checks.there(new)
+  batch = new[0].seen.shape[0]
+  if len(chosen) != batch:
+    raise ValueError(f"rows: found {len(chosen)}, expected {batch}, one for each row of new")
+  _check_alike(live, new)
+  return _put(live, chosen, new)
+
+
+def clear(live: Caches, rows: ArrayLike, method: Method, spec: CacheSpec) -> Caches:
+  """Empties some rows: they are as `init_caches` makes them.
+
+  Args:
+    live: caches of B rows; they are donated.
+    rows: int [n], different rows of them.
+    method: whose caches they are.
+    spec: their sizes, as `Transformer.spec` gives them; its batch does not count.
+
+  Returns:
+    The caches of B rows.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as `insert`; the caches are not those of `method`
+      for `spec`.
+  """
+  chosen = _checked(live, rows)
+  checks.laid_out(live, method, spec)
+  empty = method.init_caches(dataclasses.replace(spec, batch=1))
+  _check_alike(live, empty)
+  return _put(live, chosen, empty)
+
+
+@flat.own
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(live: Caches, rows: Int[Array, " n"], new: Caches) -> Caches:
+  """Every array leads with the rows; a single new one goes to all of them."""
+  return jax.tree.map(lambda x, y: x.at[rows].set(y), live, new)
+
+
+def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
+  """The rows; raises where they are none of these caches, or the caches not to be changed."""
+  checks.listed(live)
+  checks.there(live)
+  for layer, cache in enumerate(live):
+    if cache.layout in APART:
+      raise NotImplementedError(
+        f"live: layer {layer}: {APART[cache.layout]}, expected other caches"
+      )
+  chosen = checks.token_ids("rows", rows)
+  batch = live[0].seen.shape[0]
+  wrong = [row for row in chosen.tolist() if not 0 <= row < batch]
+  if wrong or len(set(chosen.tolist())) < len(chosen) or not len(chosen):
+    raise ValueError(f"rows: found {chosen.tolist()}, expected different rows of 0 to {batch - 1}")
+  return chosen
+
+
+def _check_alike(live: Caches, new: Caches) -> None:
+  """Raises unless both were laid out alike but for the number of rows."""
+  if len(live) != len(new):
+    raise ValueError(f"new: found {len(new)} layers, expected {len(live)} as in live")
+  for layer, (mine, other) in enumerate(zip(live, new, strict=True)):
+    if other.origin != mine.origin:
+      raise ValueError(f"new: layer {layer}: found {other.origin}, expected {mine.origin}")
+    found, expected = (_kinds(cache) for cache in (other, mine))
+    for name in expected | found:
+      if found.get(name) != expected.get(name):
+        raise ValueError(
+          f"new: layer {layer}: {name}: found {found.get(name, 'nothing')} a row, expected "
+          f"{expected.get(name, 'nothing')} as in live"
+        )
+
+
+def _kinds(cache: Any) -> dict[str, tuple[Any, ...]]:
+  """Dtype and shape of a row of each array, by name."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="."): (x.dtype.name, x.shape[1:])
+    for path, x in leaves
+  }

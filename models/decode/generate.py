@@ -26,6 +26,7 @@ from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.prefill import joined, pad, prefill
+from kvjax.models.decode.rows import insert
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import (
   UNSOUND,
@@ -164,10 +165,10 @@ def generate(
 
   always = Always(ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
   kind = method, sampling.greedy, return_logprobs
-  device = _Device(model, kind, logits, caches, live, always, forced)
+  device = Device(model, kind, logits, caches, live, always, forced)
   host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
   ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
-  under_way: collections.deque[_Step] = collections.deque()
+  under_way: collections.deque[Step] = collections.deque()
   used = _Pieces()
 
   for _ in range(steps):
@@ -198,7 +199,7 @@ def _check_tokenizer(tokenizer: Any, needed: bool) -> None:
 
 
 def _read(
-  device: _Device, host: _Host, step: _Step, seen: Int[np.ndarray, " B"]
+  device: Device, host: _Host, step: Step, seen: Int[np.ndarray, " B"]
 ) -> Bool[np.ndarray, " B"]:
   """Waits for a step; returns the rows that a stop string ends with it."""
   tokens, logprobs = device.fetch(step)
@@ -209,7 +210,7 @@ def _read(
   return host.read(tokens, logprobs)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
   """A step's results: an error or None, tokens int32 [B], log-probabilities [B].
 
   A token of −1 is none; `UNSOUND` says that the logits after it are not finite.
@@ -220,7 +221,7 @@ class _Step(NamedTuple):
   logprobs: Array | None
 
 
-class _Device:
+class Device:
   """Decoding as the device sees it: steps are dispatched, and waited for where they are fetched.
 
   Attributes:
@@ -259,7 +260,7 @@ class _Device:
       self._run = functools.partial(flat.jitted(step, 4, mesh), form, *kind, leaves)
     self._checked = model.env.check_nan
 
-  def step(self) -> _Step:
+  def step(self) -> Step:
     """Dispatches a step."""
     arrays = self.caches, self.logits, self._live, next(self._wanted), self._always
     with self._explained():
@@ -268,9 +269,9 @@ class _Device:
     self.caches, self.logits, self._live, *made = made
     for x in jax.tree.leaves((error, made)):
       x.copy_to_host_async()
-    return _Step(error, *made)
+    return Step(error, *made)
 
-  def fetch(self, step: _Step) -> tuple[np.ndarray, np.ndarray | None]:
+  def fetch(self, step: Step) -> tuple[np.ndarray, np.ndarray | None]:
     """Waits for a step: tokens int32 [B] and their log-probabilities, or None."""
     with self._explained():
       checks.throw(step.error)
@@ -281,6 +282,22 @@ class _Device:
     """No step that is dispatched from now on touches these rows."""
     if rows.any():
       self._live &= self._put(~rows)
+
+  def enter(self, row: int, logits: Float[Array, "1 V"], caches: Caches, number: int) -> None:
+    """From the next step on a row is another prompt's, which was read alone, under its number."""
+    at = np.array([row], np.int32)
+    self.caches = insert(self.caches, at, caches)
+    held = self.logits, self._live, self._always.rows
+    new = logits, np.array([True]), np.array([number], np.int32)
+    self.logits, self._live, numbers = _entered(held, at, new)
+    self._always = self._always._replace(rows=numbers)
+
+
+@flat.own
+@functools.partial(jax.jit, donate_argnums=0)
+def _entered(held: Any, row: Int[Array, " 1"], new: Any) -> Any:
+  """What the device holds of each row, with a new one."""
+  return jax.tree.map(lambda x, y: x.at[row].set(y), held, new)
 
 
 class _Host:

@@ -86,15 +86,20 @@ def _put(live: Caches, rows: Int[Array, " n"], new: Caches) -> Caches:
   return jax.tree.map(lambda x, y: x.at[rows].set(y), live, new)
 
 
-def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
-  """The rows; raises where they are none of these caches, or the caches not to be changed."""
-  checks.listed(live)
-  checks.there(live)
+def check_apart(live: Caches) -> None:
+  """Raises NotImplementedError for caches whose rows cannot be exchanged; shapes will do."""
   for layer, cache in enumerate(live):
     if cache.layout in APART:
       raise NotImplementedError(
         f"live: layer {layer}: {APART[cache.layout]}, expected other caches"
       )
+
+
+def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
+  """The rows; raises where they are none of these caches, or the caches not to be changed."""
+  checks.listed(live)
+  checks.there(live)
+  check_apart(live)
   chosen = checks.token_ids("rows", rows)
   batch = live[0].seen.shape[0]
   wrong = [row for row in chosen.tolist() if not 0 <= row < batch]

@@ -206,7 +206,7 @@ def test_chunks_are_handed_over_as_they_come():
 def test_steps_are_under_way_while_the_host_reads(monkeypatch):
   """A token is read once two later steps are dispatched; with chunk = 1 before the next one."""
   told = []
-  step, read = loop._Device.step, loop._Host.read
+  step, read = loop.Device.step, loop._Host.read
 
   def dispatched(self):
     told.append("step")
@@ -216,7 +216,7 @@ def test_steps_are_under_way_while_the_host_reads(monkeypatch):
     told.append("read")
     return read(self, *made)
 
-  monkeypatch.setattr(loop._Device, "step", dispatched)
+  monkeypatch.setattr(loop.Device, "step", dispatched)
   monkeypatch.setattr(loop._Host, "read", looked_at)
   never = [int(np.setdiff1d(np.arange(CONFIG.vocab), plain(6)[0])[0])]
   for chunk, ahead in ((16, loop.AHEAD), (1, 0)):

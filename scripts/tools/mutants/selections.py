@@ -128,6 +128,7 @@ SELECTIONS: dict[str, tuple[str, ...]] = {
   "pallas_kernels/longflow/read.py": of("kernels/longflow_kernel"),
   "pallas_kernels/common/bounds.py": of("kernels/top_k_kernel"),
   "pallas_kernels/common/cuts.py": of("kernels/top_k_kernel"),
+  "pallas_kernels/common/devices.py": of("kernels/shared_memory", "scripts/tune"),
   "pallas_kernels/common/listing.py": of("kernels/cis_kernel", "kernels/hshare_kernel"),
   "pallas_kernels/common/ranking.py": of("kernels/top_k_kernel"),
   "pallas_kernels/common/search.py": of("kernels/top_k_kernel", "kernels/cis_kernel"),

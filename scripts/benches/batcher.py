@@ -1,0 +1,93 @@
+"""requests of unequal answers: a batch whose rows come and go, against batches that wait for all"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.generate import AHEAD, generate, pad, prefill
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.suites import Case, Contender, fitting
+from kvjax.programs.suites.e2e import weights
+
+REPETITIONS = 3
+
+
+def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+  """Methods at their rows; answers of 100 to 1,500 tokens, as of GSM8K with reasoning."""
+  name = "tiny" if quick else "Qwen3-1.7B"
+  budget, rows = (16, 2) if quick else (1024, 64)
+  for label, method in {
+    "Full": kvjax.Full(),
+    "SnapKV": kvjax.SnapKV(budget, window_size=4),
+  }.items():
+    title = f"{label} {name} B{rows}"
+    if only in title:
+      yield from fitting(title, case, weights(name), method, rows, quick)
+
+
+def requests(rows: int, vocab: int, quick: bool) -> list[tuple[np.ndarray, int]]:
+  """Prompts and limits: three times as many as rows."""
+  rng = np.random.default_rng(0)
+  prompt, low, high = (8, 2, 20) if quick else (256, 100, 1500)
+  return [
+    (rng.integers(0, vocab, prompt, np.int32), int(rng.integers(low, high + 1)))
+    for _ in range(3 * rows)
+  ]
+
+
+def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick: bool) -> Case:
+  """All requests to their ends, by either way; the tokens of both are compared."""
+  asked = requests(rows, model.config.vocab, quick)
+  capacity = max(prompt.size + limit for prompt, limit in asked) + AHEAD
+
+  def together() -> dict[int, np.ndarray]:
+    batcher = Batcher(model, method, rows=rows, capacity=capacity)
+    for prompt, limit in asked:
+      batcher.submit(prompt, limit=limit)
+    return {answer.request: answer.tokens for answer in batcher}
+
+  def waiting() -> dict[int, np.ndarray]:
+    answers: dict[int, np.ndarray] = {}
+    for first in range(0, len(asked), rows):
+      part = asked[first : first + rows]
+      tokens, lengths = pad([prompt for prompt, _ in part])
+      caches = method.init_caches(model.spec(rows, capacity))
+      logits, caches = prefill(model, tokens, lengths, caches, method)
+      steps = max(limit for _, limit in part)
+      made, _ = generate(model, logits, caches, method, steps=steps, chunk=64)
+      for i, (_, limit) in enumerate(part):
+        answers[first + i] = made.tokens[i, :limit]
+    return answers
+
+  def seconds(run: Any) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+  def output(run: Any) -> np.ndarray:
+    answers = run()
+    return np.concatenate([answers[i] for i in range(len(asked))])
+
+  total = sum(limit for _, limit in asked)
+  ways = {"Batcher": together, "waiting": waiting}
+  return Case(
+    name=title,
+    shapes=f"{len(asked)} requests over {rows} rows, {total} tokens; {method!r}",
+    bytes=0,
+    reference=lambda: output(waiting),
+    # Two programs' logits differ in last bits, after which greedy answers may part.
+    tolerance=1e-6 if quick else np.inf,
+    contenders=tuple(
+      Contender(name, lambda run=run: seconds(run), lambda run=run: output(run))
+      for name, run in ways.items()
+    ),
+    subject="Batcher",
+    remarks=lambda t: [
+      f"{t['Batcher'] / t['waiting']:.3f} × the time of batches that wait (at most 0.6); "
+      f"{total / t['Batcher']:,.0f} tokens a second, {total / t['waiting']:,.0f} waiting"
+    ],
+  )

@@ -74,10 +74,11 @@ class _Request:
 
   def answer(self, end: End, error: Exception | None = None) -> Answer:
     self.over = True
+    text = None
     if self.text is not None:
       self.text.flush()
-    tokens = np.array(self.tokens, np.int32)
-    return Answer(self.number, tokens, end, self.text and self.text.text, error)
+      text = self.text.text
+    return Answer(self.number, np.array(self.tokens, np.int32), end, text, error)
 
 
 class Batcher:
@@ -107,7 +108,8 @@ class Batcher:
   Raises:
     TypeError: `method` is no method, or a number is of another type.
     ValueError: a number is out of range.
-    NotImplementedError: the method keeps tokens in the host's memory.
+    NotImplementedError: the method keeps tokens in the host's memory, or has to see a prompt at
+      once and `chunk` is given.
   """
 
   def __init__(
@@ -127,6 +129,10 @@ class Batcher:
       checks.kind("tokenizer", tokenizer, Tokenizer)
     self._count = checks.whole("rows", rows, 1)
     self._chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
+    if chunk is not None and not method.traits.chunkable:
+      raise NotImplementedError(
+        f"chunk: found {chunk}, expected None: {method!r} reads a prompt whole"
+      )
     self._model, self._method, self._tokenizer = model, method, tokenizer
     self._single = model.spec(1, checks.whole("capacity", capacity, 1 + AHEAD))
     _refuse(method, self._single)

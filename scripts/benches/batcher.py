@@ -30,12 +30,12 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 
 def requests(rows: int, vocab: int, quick: bool) -> list[tuple[np.ndarray, int]]:
-  """Prompts and limits: three times as many as rows."""
+  """Prompts and limits: eight times as many as rows."""
   rng = np.random.default_rng(0)
   prompt, low, high = (8, 2, 20) if quick else (256, 100, 1500)
   return [
     (rng.integers(0, vocab, prompt, np.int32), int(rng.integers(low, high + 1)))
-    for _ in range(3 * rows)
+    for _ in range(8 * rows)
   ]
 
 

@@ -190,12 +190,21 @@ def test_bad_requests_are_refused(given, error, message, untyped):
   assert list(mine) == []
 
 
+@pytest.mark.slow
+def test_prompts_in_pieces():
+  """As far as pieces of a prompt leave the likeliest tokens what they are."""
+  given = {"prompt": np.arange(30) % CONFIG.vocab, "limit": 10}
+  whole = alone(METHODS["full"], given, sampling=Sampling())
+  parts = alone(METHODS["full"], given, sampling=Sampling(), chunk=8)
+  np.testing.assert_array_equal(parts.tokens, whole.tokens)
+
+
 def test_bad_batchers_are_refused():
   with pytest.raises(ValueError, match="rows: found 0, expected at least 1"):
     Batcher(model(), METHODS["full"], rows=0, capacity=8)
   with pytest.raises(ValueError, match="capacity: found 2, expected at least 3"):
     Batcher(model(), METHODS["full"], rows=1, capacity=2)
-  with pytest.raises(
-    NotImplementedError, match="live: layer 0: old tokens are in the host's memory"
-  ):
+  with pytest.raises(NotImplementedError, match="chunk: found 8, expected None: SnapKV"):
+    Batcher(model(), METHODS["snapkv"], rows=1, capacity=64, chunk=8)
+  with pytest.raises(NotImplementedError, match="live: layer 0: old tokens are in the host's"):
     Batcher(model(), kvjax.settings.example(kvjax.METHODS["ltri"], 32), rows=1, capacity=64)

@@ -28,17 +28,15 @@ from kvjax.runtime import memory
 
 # A wheel has the rows of one run beside the programs, a checkout the results of all.
 _WITH = installed.FOLDER if (installed.FOLDER / "results").is_dir() else installed.FOLDER.parent
-READS = {
-  "measured": "a measured read",
-  "driver": "0.92 of the nominal bandwidth",
-  "name": "0.92 of the nominal bandwidth",
-  "given": "as given",
-}
 ROWS = _WITH / "results" / "nvidia-h200" / "real"
 HEAD = (
   *("method", "budget", "GB device", "GB host", "GB a step", "ms a token"),
   *("score", "95 % interval", "n", "of full", "nearest rows", "risk"),
 )
+
+# Where the bandwidth of a device is from (`Device.source`), in words.
+NOMINAL = f"{devices.REACHED:g} of the nominal bandwidth"
+READS = {"measured": "a measured read", "driver": NOMINAL, "name": NOMINAL, "given": "as given"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,8 @@ def _read(repetitions: int) -> float:
 
 def _link(first: jax.Device, repetitions: int) -> float:
   """Bytes a second of a copy from the host's pinned memory."""
-  to, held = (jax.sharding.SingleDeviceSharding(first, memory_kind=kind) for kind in KINDS)
+  kinds = "device", "pinned_host"
+  to, held = (jax.sharding.SingleDeviceSharding(first, memory_kind=kind) for kind in kinds)
   x = jax.block_until_ready(jax.device_put(jnp.ones(1 << 28, jnp.float32), held))
   seconds = []
   for _ in range(1 + repetitions):
@@ -134,9 +135,6 @@ def _link(first: jax.Device, repetitions: int) -> float:
     jax.block_until_ready(jax.device_put(x, to))
     seconds.append(time.perf_counter() - began)
   return _rounded(x.nbytes / min(seconds[1:]))
-
-
-KINDS = ("device", "pinned_host")
 
 
 def _memory(first: jax.Device, here: devices.Device) -> float:

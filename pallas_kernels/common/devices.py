@@ -105,9 +105,8 @@ def named(text: str) -> Device:
   for held in known():
     if part in held.name:
       return held
-  for name in _KNOWN:
-    if part in name:
-      return device(name)
+  if kinds := [name for name in _KNOWN if part in name]:
+    return device(min(kinds, key=len))  # the plain one of several
   listed = ", ".join([*(held.name for held in known()), *_KNOWN])
   raise ValueError(f"device: found {text!r}, expected a part of one of {listed}")
 

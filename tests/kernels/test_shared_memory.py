@@ -92,6 +92,11 @@ def test_a_user_names_a_device_by_a_part():
   assert devices.named("H200").name == "nvidia-h200"
   assert devices.named("h100").source == "measured"
   assert devices.named("a100").source == "name"
+  assert [devices.named(x).memory for x in ("a100", "A100-SXM4-40GB", "h100-nvl")] == [
+    80e9,
+    40e9,
+    94e9,
+  ]
   with pytest.raises(ValueError, match="device: found 'b300', expected a part of one of nvidia-h"):
     devices.named("b300")
 

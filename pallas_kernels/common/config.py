@@ -146,7 +146,8 @@ def streaming(
   """
   columns = max(16, 1 << _log2(head_dim))
   per_slot = 2 * columns * itemsize
-  stage = STREAMED // 2 if rows * slots * per_slot < FEW * STREAMED * here.cores else STREAMED
+  few = rows * slots * per_slot < FEW * STREAMED * here.cores
+  stage = STREAMED // 2 if few or itemsize == 4 else STREAMED  # float32 fills the registers
   fitting = (2 << 10) // max(16, 1 << _log2(groups))
   tile = max(16, min(stage // per_slot, fitting))
 

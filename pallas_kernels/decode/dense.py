@@ -226,10 +226,7 @@ def decode_with_output(
   config = config or pick(q, k, logits=logits, interpret=backend.interpreted(interpret))
   joined = q_sinks is None or not sinks
   whole = config.programs == 1  # rows of any length are one piece each
-  finer = 1  # heads that share slots are cut by tiles
-  if k.shape[1] == heads:
-    size = {"rows": rows, "slots": slots, "tile": config.tile, "programs": config.programs}
-    finer = split_k.finer(batch=batch, **size)
+  finer = _finer(q, k, config)
   pieces = finer * config.programs
   queries = [q] if q_sinks is None or joined else [q, q_sinks]
   flat = [x.reshape(-1, *x.shape[2:]) for x in (*queries, k, v)]
@@ -261,6 +258,14 @@ def decode_with_output(
   o, m, l, rounded = split_k.join(results, split=cut, interpret=interpret)
   o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
   return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None
+
+
+def _finer(q: Array, k: Array, config: Config) -> int:
+  """How many times as many pieces ragged rows get; heads that share slots are cut by tiles."""
+  if k.shape[1] < q.shape[1]:
+    return 1
+  size = {"slots": k.shape[2], "tile": config.tile, "programs": config.programs}
+  return split_k.finer(batch=q.shape[0], rows=q.shape[0] * q.shape[1], **size)
 
 
 def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config:

@@ -10,7 +10,7 @@ of <out>/speed.jsonl; what the folder has is not measured again:
     us            of a step of the whole batch, greedy, STEPS steps a dispatch; its quartiles; all
     cache_bytes   of the caches on the device, host_bytes on the host
     read_bytes    what a step moves at most, weights and caches
-    expected_us   what `advise` expects of a step, on an H200
+    expected_us   what `advise` expects of a step, with this device's bandwidth
     peak_bytes    what a step holds, weights and caches included, as the compiler plans it; reading
                   the prompt takes more, less with smaller chunks
     prefill_s     seconds in which the prompt was read
@@ -39,6 +39,7 @@ import numpy as np
 import tyro
 
 import kvjax
+from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, pad, prefill, split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Caches, Transformer
@@ -110,6 +111,7 @@ class Bench:
     """One method's line, without what names it."""
     spec = self.model.spec(self.batch, self.length)
     moved = step_bytes(self.model.config, method, self.batch, self.length, self.model.dtype)
+    expected = step_time.expected(moved, method.traits.by_layer, this_device())
     with Clock() as clock:
       logits, caches = prefill(
         self.model, self.tokens, self.lengths, method.init_caches(spec), method, past=0
@@ -120,7 +122,7 @@ class Bench:
       "cache_bytes": common.device_bytes(caches),
       "host_bytes": common.host_bytes(caches),
       "read_bytes": moved.device,
-      "expected_us": round(step_time.expected(moved, method.traits.by_layer) * 1e6, 1),
+      "expected_us": round(expected * 1e6, 1),
       **self._compared(method, token, caches),
     }
     run = stepping(self.graph, method, self.impl, STEPS)

@@ -32,7 +32,7 @@ End = Literal["stop", "limit", "cancelled", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What became of a request.
+  """The end of a request, and its answer.
 
   Attributes:
     request: the number that `Batcher.submit` gave.

@@ -296,7 +296,7 @@ class Device:
 @flat.own
 @functools.partial(jax.jit, donate_argnums=0)
 def _entered(held: Any, row: Int[Array, " 1"], new: Any) -> Any:
-  """What the device holds of each row, with a new one."""
+  """The device's logits, live rows and numbers, with those of a new row."""
   return jax.tree.map(lambda x, y: x.at[row].set(y), held, new)
 
 

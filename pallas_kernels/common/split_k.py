@@ -52,7 +52,7 @@ def most_pieces(rows: int, programs: int) -> int:
 
 
 def finer(*, batch: int, rows: int, slots: int, tile: int, programs: int) -> int:
-  """How many times as many pieces ragged rows get: where rows themselves are not pieces enough.
+  """Factor of the pieces of ragged rows: above 1 where rows themselves are not pieces enough.
 
   Args:
     batch: rows that may differ in length, each of several heads.

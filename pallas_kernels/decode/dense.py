@@ -261,7 +261,7 @@ def decode_with_output(
 
 
 def _finer(q: Array, k: Array, config: Config) -> int:
-  """How many times as many pieces ragged rows get; heads that share slots are cut by tiles."""
+  """Factor of the pieces of ragged rows; heads that share slots are cut by tiles."""
   if k.shape[1] < q.shape[1]:
     return 1
   size = {"slots": k.shape[2], "tile": config.tile, "programs": config.programs}

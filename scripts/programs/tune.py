@@ -59,7 +59,7 @@ class Args:
     tyro.conf.Positional,
     common.optional("TABLE ..."),
   ] = ()
-  """What to measure: device (bandwidths), decode, decode_logits, prr; by default the first two."""
+  """Tables: device (bandwidths), decode, decode_logits, prr; by default the first two."""
   all: bool = False
   """Measure all of them."""
   model: Annotated[str | None, common.optional("NAME|FOLDER")] = None
@@ -275,7 +275,7 @@ def of_model(model: str, room: float) -> list[Shape]:
 
 
 def work(args: Args) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
-  """What the arguments ask for: the table, the name of the entry, how it is measured.
+  """Measurements that the arguments ask for: table, name of the entry, what measures it.
 
   Raises:
     ValueError: --only is part of no shape's name.

@@ -1,4 +1,4 @@
-"""What an A100 would hold of each kernel, from its machine code: no A100 was measured.
+"""Occupancy of an A100 by each kernel, from its machine code: no A100 was measured.
 
 .venv/bin/python -m tests.occupancy > scripts/results/cpu/a100_occupancy.txt
 """

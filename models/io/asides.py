@@ -92,11 +92,10 @@ def _claimed(parent: pathlib.Path, prefix: str) -> tuple[pathlib.Path, int | Non
   while True:
     made = tempfile.mkdtemp(prefix=f"{prefix}{_system()}-", suffix=_END, dir=parent)
     work = pathlib.Path(made)
-    lock = _lock(work)
-    if lock is not None and not work.exists():  # swept up before it was locked
-      _release(lock)
-      continue
-    return work, lock
+    lock = _lock(work, wait=True)  # a sweep of another writer may have it
+    if work.exists():
+      return work, lock
+    _release(lock)  # swept up before it was locked
 
 
 def _sweep(parent: pathlib.Path, prefix: str) -> None:
@@ -116,8 +115,8 @@ def _sweep(parent: pathlib.Path, prefix: str) -> None:
         _release(lock)
 
 
-def _lock(folder: pathlib.Path) -> int | None:
-  """A lock on a folder; None: another has it, or the file system knows no locks."""
+def _lock(folder: pathlib.Path, *, wait: bool = False) -> int | None:
+  """A lock on a folder; None: it is gone, the file system has no locks, or another has it."""
   try:
     import fcntl
 
@@ -125,7 +124,7 @@ def _lock(folder: pathlib.Path) -> int | None:
   except (ImportError, OSError):
     return None
   try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
   except OSError:
     os.close(lock)
     return None

@@ -1,9 +1,11 @@
 """Files and folders that are written aside: whole or not there, and nothing is left."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -46,6 +48,29 @@ def test_writers_of_one_path_have_their_own(tmp_path):
     thread.join()
   text = dest.read_text()
   assert len(text) == 1000 and len(set(text)) == 1
+  assert names(tmp_path) == ["x.json"]
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_folder_that_is_swept_before_its_writer_locks_it(tmp_path, monkeypatch, locked):
+  """A sweep finds the folder unlocked, and removes it while its writer waits or before it looks."""
+  make, swept = tempfile.mkdtemp, []
+
+  def made(**keywords):
+    folder = pathlib.Path(make(**keywords))
+    if not swept:
+      swept.append(folder)
+      lock = asides._lock(folder) if locked else None
+      sweep = threading.Timer(0.2, lambda: (folder.rmdir(), asides._release(lock)))
+      sweep.start()
+      if not locked:
+        sweep.join()
+    return str(folder)
+
+  monkeypatch.setattr(tempfile, "mkdtemp", made)
+  with aside(tmp_path / "x.json") as path:
+    path.write_text("whole")
+    assert path.parent != swept[0]
   assert names(tmp_path) == ["x.json"]
 
 
@@ -99,7 +124,7 @@ def test_long_names_and_others_signs(tmp_path):
 def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch):
   """Nothing is known of other writers there, and nothing of theirs is touched."""
   left = killed(tmp_path)
-  monkeypatch.setattr(asides, "_lock", lambda folder: None)
+  monkeypatch.setattr(asides, "_lock", lambda folder, **_: None)
   with aside(tmp_path / "x.json", replace=True) as path:
     path.write_text("whole")
   assert names(tmp_path) == [left.name, "x.json"]

@@ -21,7 +21,6 @@ from kvjax.methods.ltri.evidence import LLAMA_3_8B_HEADS
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.presets import PRESETS
 from kvjax.ops import offload
-from kvjax.programs import quiet
 from kvjax.programs.suites import Case, Contender, jax_contender, together
 from kvjax.programs.suites.e2e import TINY, drawn
 
@@ -343,29 +342,28 @@ def whole(quick: bool) -> Case:
   def over() -> bool:
     return seen == total or time.monotonic() - began > 60 * minutes
 
-  with quiet.alone():
-    while True:
-      start, first = time.perf_counter(), seen
-      while seen < min(first + mark, total):
-        for _ in range(min(25, (min(first + mark, total) - seen) // method.chunk)):
-          tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
-          logits, held = read(leaves, held, tokens, valid)
-          seen += method.chunk
-        jax.block_until_ready(logits)
-        if over():
-          break
-      taken = time.perf_counter() - start
-      rates.append((seen - first) / taken)
-      used.append(_in_use())
-      times[f"chunk to {_named(seen)}"] = taken * method.chunk / (seen - first)
-      print(
-        f"  {seen:,} tokens: {rates[-1]:,.0f} a second, {used[-1] / 2**30:.3f} GiB in use",
-        flush=True,
-      )
-      if len(rates) == 1 or over():
-        times[f"token at {_named(seen)}"] = token_seconds()
+  while True:
+    start, first = time.perf_counter(), seen
+    while seen < min(first + mark, total):
+      for _ in range(min(25, (min(first + mark, total) - seen) // method.chunk)):
+        tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
+        logits, held = read(leaves, held, tokens, valid)
+        seen += method.chunk
+      jax.block_until_ready(logits)
       if over():
         break
+    taken = time.perf_counter() - start
+    rates.append((seen - first) / taken)
+    used.append(_in_use())
+    times[f"chunk to {_named(seen)}"] = taken * method.chunk / (seen - first)
+    print(
+      f"  {seen:,} tokens: {rates[-1]:,.0f} a second, {used[-1] / 2**30:.3f} GiB in use",
+      flush=True,
+    )
+    if len(rates) == 1 or over():
+      times[f"token at {_named(seen)}"] = token_seconds()
+    if over():
+      break
   finite = bool(jnp.isfinite(logits).all())
 
   def remarks(seconds: dict[str, float]) -> list[str]:

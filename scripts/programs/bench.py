@@ -49,7 +49,7 @@ import jax
 import numpy as np
 import tyro
 
-from kvjax.programs import bench_files, common, compare, installed, quiet
+from kvjax.programs import bench_files, common, compare, installed
 from kvjax.programs.suites import Case, Contender, exhausted, too_large
 
 # Suites that `speed`, `cold` and `tune` need lie beside the programs; a checkout has the others.
@@ -149,12 +149,11 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
   wrong = {name for name, error in errors.items() if not error <= case.tolerance}
   wrong |= {name for name, steps in apart.items() if steps > case.slack}
   timed = [contender for contender in case.contenders if contender.name not in wrong]
-  with quiet.alone():
-    for contender in timed:
-      contender.seconds()
-    times, rounds = _round(timed, repetitions), 1
-    while wide(times) and rounds < ROUNDS:
-      times, rounds = _round(timed, repetitions), rounds + 1
+  for contender in timed:
+    contender.seconds()
+  times, rounds = _round(timed, repetitions), 1
+  while wide(times) and rounds < ROUNDS:
+    times, rounds = _round(timed, repetitions), rounds + 1
   results = []
   for contender in case.contenders:
     row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}

@@ -43,7 +43,7 @@ from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, pad, prefill, split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.programs import bench_files, common, console, quiet, step_time
+from kvjax.programs import bench_files, common, console, step_time
 from kvjax.programs.clock import Clock
 from kvjax.programs.evals import cells, plan, registry
 from kvjax.programs.evals.prompt import Reader
@@ -161,19 +161,18 @@ class Bench:
 
 def _timed(program: Any, leaves: Any, caches: Caches, token: jax.Array) -> dict[str, Any]:
   """Microseconds of a step; measured again where the quartiles are wide."""
-  with quiet.alone():
-    caches, done = program(leaves, caches, token)
-    for _ in range(ROUNDS):
-      seconds = []
-      for _ in range(TIMES):
-        jax.block_until_ready(done)
-        began = time.perf_counter()
-        caches, done = program(leaves, caches, token)
-        jax.block_until_ready(done)
-        seconds.append((time.perf_counter() - began) / STEPS)
-      low, median, high = statistics.quantiles(seconds, n=4)
-      if bench_files.steady(low, median, high):
-        break
+  caches, done = program(leaves, caches, token)
+  for _ in range(ROUNDS):
+    seconds = []
+    for _ in range(TIMES):
+      jax.block_until_ready(done)
+      began = time.perf_counter()
+      caches, done = program(leaves, caches, token)
+      jax.block_until_ready(done)
+      seconds.append((time.perf_counter() - began) / STEPS)
+    low, median, high = statistics.quantiles(seconds, n=4)
+    if bench_files.steady(low, median, high):
+      break
   return {
     "us": round(median * 1e6, 2),
     "us_quartiles": [round(low * 1e6, 2), round(high * 1e6, 2)],

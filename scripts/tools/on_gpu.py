@@ -3,16 +3,13 @@
     python -m scripts.tools.on_gpu --out run                  everything
     python -m scripts.tools.on_gpu --out run --minutes 9      goes on where the last call ended
     python -m scripts.tools.on_gpu --out run --only kernels sparse
-    python -m scripts.tools.on_gpu --out run --beside 3       three steps at a time on each GPU
     python -m scripts.tools.on_gpu --out run --checkpoint qwen1.5b --only real_8K_read …
 
-Every step is a process with a limit of its own, so that none takes the others down. What it prints
-is in OUT/<step>.log, what became of all of them in OUT/steps.json. A step that ended well is not
-repeated; one that failed or ran into its limit is, and goes on from what it wrote.
-
-Steps that take several GPUs come first, one after another; the others take what place is free.
-While one of them times something, those that share its GPU are stopped. Steps of a real model need
-its checkpoint. Afterwards
+Steps run one after another, each a process with a time limit, so that none takes the others down or
+disturbs what they time. What a step prints is in OUT/<step>.log. One that ended well leaves
+OUT/<step>.done and is not repeated; one that failed or ran into its limit is, and goes on from what
+it wrote. Steps of a real model need its checkpoint. $CUDA_VISIBLE_DEVICES names the GPUs to use.
+Afterwards
 
     kvjax bench --add OUT/<device> --out scripts/results
     kvjax evaluate --only-report --add OUT/evaluation/* --out FOLDER
@@ -25,19 +22,16 @@ Steps of published data sets need $KVJAX_DATA, and KVJAX_RUN_CODE=1 where a mode
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
-import queue
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 from kvjax.models.io import convert
-from kvjax.programs import common, quiet
+from kvjax.programs import common
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 LIMIT = 150  # seconds that most steps may take
@@ -335,122 +329,41 @@ STEPS = {
 }
 
 
-class Run:
-  """Steps on their way through the GPUs.
-
-  Args:
-    out: logs and results.
-    gpus: names of the GPUs.
-    end: when the last step has to have ended, by `time.monotonic()`.
-    checkpoint: of a real model; without it, steps that need one are left out.
-  """
-
-  def __init__(
-    self,
-    out: pathlib.Path,
-    gpus: list[str],
-    end: float,
-    checkpoint: pathlib.Path | None = None,
-  ):
-    self.out, self.gpus, self.end, self.checkpoint = out, gpus, end, checkpoint
-    self.began = time.monotonic()
-    self.path = out / "steps.json"
-    self.done = json.loads(self.path.read_text()) if self.path.exists() else {}
-    self._running: dict[str, subprocess.Popen] = {}
-    self._lock = threading.Lock()
-
-  def ended_well(self, name: str) -> bool:
-    return self.done.get(name, {}).get("became") == "done"
-
-  def steps(self, names: list[str], beside: int) -> None:
-    """Runs those that have not ended well: wide ones alone, then `beside` at a time on a GPU."""
-    left = [name for name in names if not self.ended_well(name)]
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in left:
-      wide = STEPS[name].gpus
-      if STEPS[name].real and self.checkpoint is None:
-        self.say(name, "needs --checkpoint: left out")
-      elif wide > len(self.gpus):
-        self.say(name, f"needs {wide} GPUs, found {len(self.gpus)}: left out")
-      elif wide > 1:
-        self.step(name, self.gpus[:wide])
-      else:
-        waiting.put(name)
-
-    def work(gpu: str) -> None:
-      while True:
-        try:
-          name = waiting.get_nowait()
-        except queue.Empty:
-          return
-        self.step(name, [gpu])
-
-    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in self.gpus * beside]
-    for worker in workers:
-      worker.start()
+def run(step: Step, log: pathlib.Path, checkpoint: pathlib.Path | None, limit: float) -> str:
+  """Runs a step, and says what became of it: "done", or why not."""
+  # Torch beside JAX needs memory, too.
+  env = os.environ | {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  with log.open("w") as file:
+    how = {"cwd": REPO, "env": env, "stdout": file, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(step.command(log.parent, checkpoint), start_new_session=True, **how)
     try:
-      for worker in workers:
-        worker.join()
-    except KeyboardInterrupt:
-      self.end = time.monotonic()  # nothing is started any more
-      while any(worker.is_alive() for worker in workers):
-        for process in list(self._running.values()):
-          with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.05)  # one that was just starting shows up
-      raise
-
-  def step(self, name: str, gpus: list[str]) -> None:
-    """Runs one step, and notes what became of it."""
-    limit = min(STEPS[name].limit, self.end - time.monotonic())
-    if limit < min(LEAST, STEPS[name].limit):
-      self.say(name, f"{max(limit, 0):.0f} s left, expected {STEPS[name].limit}: not started")
-      return
-    became, seconds = self.run(name, gpus, limit)
-    self.say(name, f"{became} after {seconds:.0f} s on GPU {','.join(gpus)}")
-    with self._lock:
-      self.done[name] = {"became": became, "seconds": round(seconds, 1)}
-      with common.written_aside(self.path) as aside:
-        aside.write_text(json.dumps(self.done, indent=1) + "\n")
-
-  def run(self, name: str, gpus: list[str], limit: float) -> tuple[str, float]:
-    """Runs a step; its outcome, and the seconds that it took."""
-    env = os.environ | {
-      "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-      "PYTHONUNBUFFERED": "1",
-      # Others need memory too: steps that share a GPU, and torch beside JAX.
-      "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-      quiet.FOLDER: str((self.out / "quiet").resolve()),
-    }
-    command, began = STEPS[name].command(self.out.resolve(), self.checkpoint), time.monotonic()
-    with (self.out / f"{name}.log").open("w") as log:
-      how = {"cwd": REPO, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
-
-      def start() -> subprocess.Popen:
-        return subprocess.Popen(command, start_new_session=True, **how)
-
-      with quiet.sharing(self.out / "quiet", gpus, start) as process:
-        self._running[name] = process
-        try:
-          code = process.wait(limit)
-          became = "done" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-          became = f"stopped at its limit of {limit:.0f} s"
-        finally:
-          del self._running[name]
-    return became, time.monotonic() - began
-
-  def say(self, name: str, what: str) -> None:
-    print(f"[{time.monotonic() - self.began:5.0f} s] {name}: {what}", flush=True)
+      code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+      return f"stopped at its limit of {limit:.0f} s"
+    finally:  # with all that it started
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
+  return "done" if code == 0 else f"exit status {code}"
 
 
-def present() -> list[str]:
-  """Names of the GPUs that this process may use; one where none can be counted."""
+def left_out(step: Step, gpus: int, checkpoint: pathlib.Path | None, left: float) -> str:
+  """Why a step cannot be run; empty where it can."""
+  if step.real and checkpoint is None:
+    return "needs --checkpoint: left out"
+  if step.gpus > gpus:
+    return f"needs {step.gpus} GPUs, found {gpus}: left out"
+  if left < min(LEAST, step.limit):
+    return f"{max(left, 0):.0f} s left, expected {step.limit}: not started"
+  return ""
+
+
+def present() -> int:
+  """The number of GPUs that this process may use; one where none can be counted."""
   named = os.environ.get("CUDA_VISIBLE_DEVICES")
   if named:
-    return named.split(",")
-  count = len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))
-  return [str(i) for i in range(max(count, 1))]
+    return len(named.split(","))
+  return max(len(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))), 1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -474,9 +387,6 @@ def main(argv: list[str] | None = None) -> int:
     "--minutes", type=float, default=60, metavar="M", help="all has to have ended by then (60)"
   )
   parser.add_argument(
-    "--beside", type=int, default=2, metavar="N", help="steps at a time on each GPU (2)"
-  )
-  parser.add_argument(
     "--checkpoint",
     type=pathlib.Path,
     metavar="FOLDER",
@@ -485,14 +395,24 @@ def main(argv: list[str] | None = None) -> int:
   options = parser.parse_args(argv)
   if options.checkpoint is not None and not convert.is_checkpoint(options.checkpoint):
     parser.error(f"--checkpoint: found no checkpoint in {options.checkpoint}")
-  if options.beside < 1:
-    parser.error(f"--beside: found {options.beside}, expected 1 or more")
-  options.out.mkdir(parents=True, exist_ok=True)
-  chosen = options.only or list(STEPS)
+  out = options.out.resolve()
+  out.mkdir(parents=True, exist_ok=True)
   checkpoint = options.checkpoint and options.checkpoint.resolve()
-  run = Run(options.out, present(), time.monotonic() + 60 * options.minutes, checkpoint)
-  run.steps(chosen, options.beside)
-  return int(not all(map(run.ended_well, chosen)))
+  end, left = time.monotonic() + 60 * options.minutes, 0
+  for name in options.only or STEPS:
+    step, mark = STEPS[name], out / f"{name}.done"
+    if mark.exists():
+      continue
+    began = time.monotonic()
+    became = left_out(step, present(), checkpoint, end - began)
+    if not became:
+      became = run(step, out / f"{name}.log", checkpoint, min(step.limit, end - began))
+    if became == "done":
+      mark.touch()
+    else:
+      left += 1
+    print(f"{name}: {became} ({time.monotonic() - began:.0f} s)", flush=True)
+  return int(left > 0)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from kvjax.kernels.prr.repair import repair
 from kvjax.methods.prr.calibration import GAMMAS, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.methods.prr.kernel import Written
-from kvjax.programs import quiet
 from kvjax.programs.suites import (
   Case,
   Contender,
@@ -478,10 +477,9 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
     add("prr_us", f"{ratio:g}", stepping, whole, turns)
   timed = dict(zip(makers, together(makers.values()), strict=True))
   times: dict[tuple[str, str], list[float]] = {name: [] for name in timed}
-  with quiet.alone():
-    for _ in range(repetitions + 1):  # the first is not counted
-      for name, contender in timed.items():
-        times[name].append(contender.seconds())
+  for _ in range(repetitions + 1):  # the first is not counted
+    for name, contender in timed.items():
+      times[name].append(contender.seconds())
   shape = {"unit": s.page, "best": base.tiles.best, "batch": s.batch, "slots": s.slots}
   entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": type(base).__name__, **shape}}
   entry["hits"] = {f"{ratio:g}": hits for ratio, hits in PROFILED_HITS.items()}

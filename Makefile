@@ -10,6 +10,7 @@ WORKERS ?= auto
 ARGS ?=
 # Alone: it asks for an older safetensors than the library, and for a tree that its models leave be.
 TUNIX := google-tunix==0.1.7
+COSMIC_RAY := cosmic-ray==8.7.0
 
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-installed
@@ -23,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest lint types wheel docs
+.PHONY: help demo test test-all test-rest lint types wheel docs mutants
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,18 @@ wheel: $(TEST_READY)  ## dist/kvjax-<version>-py3-none-any.whl
 
 docs: $(DOCS_READY)  ## build/docs/index.html: the API reference; a warning is an error
 	$(BIN)/python -m scripts.tools.reference --out build/docs
+
+# In a copy of the last commit, and in an environment of its own.
+mutants: $(TEST_READY)  ## put faults into FILE, one at a time: which do TESTS not notice?
+	$(if $(and $(FILE),$(TESTS)),,$(error expected FILE=kvjax/methods/quest.py TESTS=tests/methods/test_quest.py))
+	rm -rf build/mutants && git clone -q . build/mutants
+	$(PYTHON) -m venv build/cosmic-ray && build/cosmic-ray/bin/pip install -qq $(COSMIC_RAY)
+	cd build/mutants && printf '%s\n' '[cosmic-ray]' 'module-path = "$(FILE)"' 'timeout = 120' \
+	  'excluded-modules = []' 'test-command = "$(abspath $(BIN))/pytest -xq -m \"not slow\" $(TESTS)"' \
+	  '[cosmic-ray.distributor]' 'name = "local"' > mutants.toml
+	cd build/mutants && export PYTHONPATH=$$PWD PATH=$(abspath build/cosmic-ray/bin):$$PATH && \
+	  cosmic-ray init mutants.toml mutants.sqlite && cosmic-ray baseline mutants.toml && \
+	  cosmic-ray exec mutants.toml mutants.sqlite && cr-report --surviving-only --show-diff mutants.sqlite
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \

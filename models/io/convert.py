@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import atexit
 import collections
+import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
+import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,10 +46,12 @@ from kvjax.models.nn.transformer import Transformer
 FORMAT = "kvjax-checkpoint"
 VERSION = 2
 HUB = "hf:"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("bfloat16", "float16", "float32")
 
 # Embeddings are padded to round sizes: Qwen's by 0.3 %, DeepSeek's by 2.3 %.
 _PADDING = 0.05
+_END = 1 << 20  # bytes of each end of a large file that tell it from others
 
 
 def convert(
@@ -162,7 +168,7 @@ def load(
   """Reads a checkpoint folder, layer by layer.
 
   Args:
-    path: what `convert` made.
+    path: what `convert` made, or any model that `checkpoint` converts.
     dtype: dtype of weights and activations; None: what `precision` says, else bfloat16 on a GPU and
       float32 elsewhere.
     precision: "bf16", "float32" (products in full float32, TF32 off) or "float32-tf32" (products
@@ -176,8 +182,9 @@ def load(
     FileNotFoundError: the folder or a part of it is missing.
     ValueError: the folder is not a checkpoint, a part is damaged, dtype and precision disagree, or
       the model cannot be split evenly over the mesh.
+    ValueError, NotImplementedError, OSError: of `checkpoint`.
   """
-  path = pathlib.Path(path).absolute()
+  path = checkpoint(path).absolute()
   config = read_config(path)
   there = sum(1 for _ in (path / "items").glob("*.safetensors"))
   if config.layers > there:  # before so many are made room for
@@ -286,6 +293,79 @@ def _part(wanted: dict[str, Any], name: str) -> Item:
   return {key: wanted[key] for key in keys if key in wanted}
 
 
+def checkpoint(source: str | os.PathLike[str]) -> pathlib.Path:
+  """The checkpoint folder of a model: a checkpoint itself, or converted on the first call.
+
+  What is converted lies in `cache_dir()`, by its content; a line on stderr says so. A model of the
+  hub that was downloaded before needs no network.
+
+  Args:
+    source: a checkpoint folder; or a Hugging Face folder, a .gguf file, "hf:owner/name", or
+      "owner/name" where there is no such folder.
+
+  Raises:
+    ValueError, NotImplementedError, OSError: of `convert`.
+  """
+  name = os.fspath(source)
+  if name.startswith(HUB) or (_HUB_ID.fullmatch(name) and not os.path.exists(name)):
+    path = _fetched(name)
+    name = name.rpartition("/")[2]
+  else:
+    path = pathlib.Path(source)
+    if not _published(path):
+      return path
+    name = path.absolute().name.removesuffix(".gguf")
+
+  def make(folder: pathlib.Path) -> pathlib.Path:
+    print(f"{name}: converted once, into {folder}", file=sys.stderr, flush=True)
+    return _made(path, folder)
+
+  return _kept(cache_dir(), f"{name}-{_content(path)}-v{VERSION}", make)
+
+
+def _fetched(name: str) -> pathlib.Path:
+  """A model of the hub; who only names a folder that is not there hears of both."""
+  if name.startswith(HUB):
+    return fetch_huggingface(name.removeprefix(HUB))
+  try:
+    return fetch_huggingface(name)
+  except (OSError, ImportError) as error:
+    raise FileNotFoundError(
+      f"{name}: found no such folder, and no model of the hub: {error}"
+    ) from error
+
+
+def _published(path: pathlib.Path) -> bool:
+  """True for a .gguf file, and for a Hugging Face folder, which a checkpoint is not."""
+  if path.is_file():
+    return path.suffix == ".gguf"
+  try:
+    return "model_type" in files.read_json(path / "config.json", "a model's config")
+  except (OSError, ValueError):
+    return False
+
+
+def _content(path: pathlib.Path) -> str:
+  """A digest of a model's files; of large ones their sizes, ends and times of change."""
+  digest = hashlib.sha256()
+  if path.is_dir():
+    parts = [part for part in path.iterdir() if part.suffix in (".json", ".jinja", ".safetensors")]
+  else:  # a GGUF file may have several parts
+    whole = re.escape(path.name)
+    pattern = re.compile(re.sub(r"\\-\d{5}(?=\\-of\\-\d{5})", r"-\\d{5}", whole))
+    parts = [part for part in path.parent.iterdir() if pattern.fullmatch(part.name)]
+  for part in sorted(parts):
+    there = part.stat()
+    digest.update(f"{part.name} {there.st_size} ".encode())
+    with part.open("rb") as file:
+      digest.update(file.read(_END))
+      if there.st_size > _END:
+        digest.update(str(there.st_mtime_ns).encode())
+        file.seek(-_END, os.SEEK_END)
+        digest.update(file.read())
+  return digest.hexdigest()[:12]
+
+
 def default_checkpoint(
   folder: str | os.PathLike[str] | None = None, *, progress: bool = True
 ) -> pathlib.Path:
@@ -302,27 +382,39 @@ def default_checkpoint(
     OSError: the download failed, or no folder has room for it.
     ValueError: what was downloaded is another model.
   """
+
+  def make(dest: pathlib.Path) -> pathlib.Path:
+    source = fetch_smollm2(dest.parent, progress=progress)
+    return _made(source, dest, dtype="float32", progress=progress)
+
   folder = cache_dir() if folder is None else pathlib.Path(folder).expanduser().absolute()
-  name = f"SmolLM2-135M-Instruct-v{VERSION}"
+  return _kept(folder, f"SmolLM2-135M-Instruct-v{VERSION}", make)
+
+
+def _kept(
+  folder: pathlib.Path, name: str, make: Callable[[pathlib.Path], pathlib.Path]
+) -> pathlib.Path:
+  """The checkpoint of that name in a folder, made where it is not there yet.
+
+  Where the folder is full or cannot be written, one is made for this process alone.
+  """
   if is_checkpoint(folder / name):
     return folder / name
   try:
-    return _default_made(folder, name, progress)
+    return make(folder / name)
   except OSError as error:
     if error.errno not in files.NO_ROOM:
       raise
-    warnings.warn(f"{error}: made for this process alone", stacklevel=2)
+    warnings.warn(f"{error}: made for this process alone", stacklevel=3)
   own = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-"))
   atexit.register(shutil.rmtree, own, ignore_errors=True)
-  return _default_made(own, name, progress)
+  return make(own / name)
 
 
-def _default_made(folder: pathlib.Path, name: str, progress: bool) -> pathlib.Path:
-  """`default_checkpoint` in a folder that can be written."""
-  dest = folder / name
-  source = fetch_smollm2(folder, progress=progress)
+def _made(source: pathlib.Path, dest: pathlib.Path, **how: Any) -> pathlib.Path:
+  """A checkpoint, converted by this process or meanwhile by another one."""
   try:
-    convert(source, dest, dtype="float32", progress=progress)
+    convert(source, dest, **how)
   except FileExistsError:
     if not is_checkpoint(dest):
       raise

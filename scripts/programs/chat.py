@@ -60,7 +60,8 @@ class Args:
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None
-  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
+  SmolLM2-135M-Instruct by default."""
 
 
 @dataclasses.dataclass

@@ -42,8 +42,8 @@ def choice() -> Any:
   return tyro.conf.arg(help_behavior_hint="")
 
 
-# How every program takes a model: a converted checkpoint, or None for the default one.
-Checkpoint = Annotated[pathlib.Path | None, optional("FOLDER")]
+# How every program takes a model: as `convert.checkpoint` does, or None for the default one.
+Checkpoint = Annotated[pathlib.Path | None, optional("MODEL")]
 
 
 def parse(args: type, name: str, given: Sequence[str] | None = None) -> Any:
@@ -227,11 +227,12 @@ def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) 
 def load_model(
   checkpoint: pathlib.Path | None, impl: str = "auto", *, out: TextIO | None = None
 ) -> tuple[Transformer, Tokenizer]:
-  """A converted checkpoint; by default SmolLM2-135M-Instruct, fetched and converted once."""
+  """A model that `convert.load` takes; by default SmolLM2-135M-Instruct. Converted once."""
   if checkpoint is None:
     with console.step("SmolLM2-135M-Instruct: fetched and converted the first time", out):
       checkpoint = convert.default_checkpoint(progress=False)
-  with console.step(f"loading {checkpoint.name}", out) as step:
+  name, checkpoint = checkpoint.name, convert.checkpoint(checkpoint)
+  with console.step(f"loading {name}", out) as step:
     model, tokenizer = convert.load(checkpoint, impl=impl)
     step.note(model.dtype.name)
   return model, tokenizer

@@ -64,7 +64,8 @@ class Args:
   seed: int = 0
   """Random seed of texts, needles and depths."""
   checkpoint: common.Checkpoint = None
-  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
+  SmolLM2-135M-Instruct by default."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Args:
   alone: bool = False
   """Asks kvpress only: for a model that two libraries take too long to run."""
   checkpoint: common.Checkpoint = None
-  """A converted checkpoint; SmolLM2-135M-Instruct by default."""
+  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
+  SmolLM2-135M-Instruct by default."""
 
 
 class Theirs:

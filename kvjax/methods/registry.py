@@ -6,6 +6,7 @@ A method from outside needs no line in the table: programs take "module:Class" f
 
 import importlib
 from collections.abc import Iterator, Mapping, MutableMapping
+from difflib import get_close_matches
 from typing import Any
 
 from kvjax.families.method import Method
@@ -59,7 +60,8 @@ def find_method(name: str, option: str = "name") -> type[Method]:
   module, colon, attribute = name.partition(":")
   if not colon:
     known = ", ".join(METHODS)
-    raise ValueError(f"{option}: found {name!r}, expected one of: {known}; or module:Class")
+    near = "".join(f" (did you mean {x!r}?)" for x in get_close_matches(name, METHODS, 1))
+    raise ValueError(f"{option}: found {name!r}, expected one of: {known}; or module:Class{near}")
   try:
     found = getattr(importlib.import_module(module), attribute)
   except (ImportError, AttributeError) as error:

@@ -25,14 +25,14 @@ import jax
 import numpy as np
 import tyro
 
-import kvjax
 from kvjax.models.decode.caches import next_turn, room
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.programs import common, console, context
+from kvjax.programs import common, console, context, methods
 from kvjax.programs.clock import Clock
+from kvjax.programs.evals import labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Args:
   """The method that the conversation begins under, and how answers are drawn."""
 
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
-  """A registered method (/methods lists them), or module:Class."""
+  """A method (/methods lists them), with settings: snapkv:window_size=16, quantised:bits=4+snapkv,
+  module:Class."""
   budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
   length: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 4096
@@ -100,7 +101,7 @@ class Conversation:
     """
     if budget < 1:
       raise ValueError(f"budget: found {budget}, expected at least 1")
-    method = kvjax.settings.usual(kvjax.find_method(name, "method"), budget)
+    method = labels.instance(name, budget, "method")
     self._spec = self._model.spec(1, self._args.length)
     context.check_room(method, self._spec)
     self.name, self.budget, self.method = name, budget, method
@@ -233,8 +234,7 @@ def obey(talk: Conversation, line: str) -> str:
     talk.clear()
     return "the conversation is empty"
   if command == "/methods" and not words:
-    listed = ((name, (cls.__doc__ or "").split("\n")[0]) for name, cls in kvjax.METHODS.items())
-    return "\n".join(f"{name:20} {what}" for name, what in listed)
+    return methods.listing()
   if command == "/method" and len(words) in (1, 2):
     budget = words[1] if len(words) == 2 else str(talk.budget)
     if not budget.isdecimal():
@@ -267,7 +267,7 @@ def lines() -> Iterator[str]:
 
 def main(args: Args) -> None:
   common.check_numbers(args, budget=1, length=1, steps=1, seed=0)
-  kvjax.find_method(args.method, "--method")
+  labels.instance(args.method, args.budget, "--method")
   talk = Conversation(*common.load_model(args.checkpoint, args.impl), args)
   print(f"{talk.method}\n/help lists the commands", flush=True)
   for line in lines():

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from importlib import metadata
 
@@ -17,6 +18,7 @@ COMMANDS = {
     "convert": "kvjax.programs.convert_checkpoint",
   },
   "choose a method": {
+    "methods": "kvjax.programs.methods",
     "advise": "kvjax.programs.advise",
     "evaluate": "kvjax.programs.evaluate",
     "speed": "kvjax.programs.speed",
@@ -100,12 +102,16 @@ def main() -> None:
   parser.add_argument("--version", action="version", version=_versions())
   parser.add_argument("command", choices=MODULES, metavar="COMMAND", help=argparse.SUPPRESS)
   parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+  if len(sys.argv) == 1:
+    parser.print_help()
+    return
   given = parser.parse_args()
   module = MODULES[given.command]
   if not is_here(module):
     parser.exit(1, f"error: {given.command} is a study, expected in a checkout of kvjax\n")
   name = module.rpartition(".")[2]
   sys.argv = [f"{name}.py", *given.arguments]  # as `python -m` has them
+  sys.path.append(os.getcwd())  # for methods of one's own, module:Class
   try:
     program = importlib.import_module(module)
   except ModuleNotFoundError as error:

@@ -130,6 +130,9 @@ def _one_line_errors() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     raise SystemExit("\nstopped") from None
+  except BrokenPipeError:  # who reads the output has seen enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(141) from None  # as a program that SIGPIPE ends
   except _TOLD as error:
     if os.environ.get("KVJAX_TRACEBACK"):
       raise

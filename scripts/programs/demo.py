@@ -29,7 +29,7 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common, console
 from kvjax.programs.clock import Clock
-from kvjax.programs.evals import needle, scores
+from kvjax.programs.evals import labels, needle, scores
 from kvjax.programs.evals.divergence import compare
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row
@@ -59,7 +59,8 @@ class Args:
   """Chat, then a needle question under every chosen KV-cache method, on a real model."""
 
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = DEFAULT
-  """Registered names, module:Class for your own, or "all". The full cache always runs."""
+  """Methods (`kvjax methods` lists them), with settings: snapkv:window_size=16, module:Class for
+  your own; or "all". The full cache always runs."""
   length: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens of the needle question and its answer; 2,000 on a CPU and 4,000 on a GPU by default."""
   budget: Annotated[int | None, common.optional("TOKENS")] = None
@@ -139,12 +140,12 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
   """The methods to run, the full cache first.
 
   Raises:
-    ValueError: no method has this name.
+    ValueError: no method has this name, or these settings.
   """
   if names == ("all",):
     names = tuple(name for name in kvjax.METHODS if not _repeats(name))
   for name in names:
-    kvjax.find_method(name, "--methods")
+    labels.instance(name, 1024)
   return ("full", *dict.fromkeys(name for name in names if name != "full"))
 
 
@@ -336,7 +337,7 @@ def contest(
   Returns:
     The results as they come: a method runs when its result is asked for.
   """
-  methods = {name: kvjax.settings.usual(kvjax.find_method(name), budget) for name in names}
+  methods = {name: labels.instance(name, budget) for name in names}
   game = Contest(model, tokenizer, row, length)
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)

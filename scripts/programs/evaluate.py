@@ -47,7 +47,7 @@ import tyro
 import kvjax
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs import common, console
+from kvjax.programs import common, console, methods
 from kvjax.programs.evals import cells as cells_of
 from kvjax.programs.evals import fitted, local, origin, plan, registry, sandbox, store, summary
 from kvjax.programs.evals import trace as tracing
@@ -135,13 +135,7 @@ def listing() -> str:
     (task.family, task.name, task.summary + ("" if _there(task) else ": not on this machine"))
     for task in registry.TASKS.values()
   ]
-  methods = [(name, (cls.__doc__ or "").split("\n")[0]) for name, cls in kvjax.METHODS.items()]
-  return "\n\n".join(
-    [
-      console.table(("family", "task", ""), tasks, left=(0, 1, 2)),
-      console.table(("method", ""), methods, left=(0, 1)),
-    ]
-  )
+  return f"{console.table(('family', 'task', ''), tasks, left=(0, 1, 2))}\n\n{methods.listing()}"
 
 
 def _there(task: Task) -> bool:

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 import tyro
 
-import kvjax
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.programs import common, console, context
+from kvjax.programs.evals import labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Args:
   prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
   """The question, or with --raw the text to continue; "-" reads it from standard input."""
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
-  """A registered method (`kvjax evaluate --list`), or module:Class."""
+  """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
+  quantised:bits=4+snapkv, module:Class."""
   budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
   context_file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
@@ -65,12 +66,13 @@ class Args:
 
 
 def main(args: Args) -> None:
-  chosen = kvjax.find_method(args.method, "--method")
   common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
-  method = kvjax.settings.usual(chosen, args.budget)
+  method = labels.instance(args.method, args.budget, "--method")
   given = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   prompt = common.read_stdin() if args.prompt == "-" else args.prompt
+  if not prompt.strip():
+    raise ValueError(f"PROMPT: found {prompt!r}, expected a text")
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   if args.context_file is not None:
     ids = context.encode(

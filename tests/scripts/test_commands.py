@@ -8,7 +8,8 @@ import time
 import pytest
 
 import kvjax
-from kvjax.programs import commands, common, convert_checkpoint, installed
+from kvjax.programs import commands, common, convert_checkpoint, installed, methods
+from kvjax.programs.evals import labels
 
 FOLDER = installed.FOLDER.parents[1]
 PROGRAMS = {
@@ -114,3 +115,33 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys):
   assert end.value.code == 1
   (line,) = capsys.readouterr().err.splitlines()
   assert "matplotlib.figure" in line and "pip install 'kvjax[eval]'" in line
+
+
+def test_the_bare_program_prints_its_help():
+  done = run()
+  assert done.returncode == 0 and done.stdout == run("--help").stdout
+
+
+def test_methods_are_listed_and_explained(capsys):
+  methods.main(methods.Args())
+  assert set(kvjax.METHODS) <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+  for name in kvjax.METHODS:
+    methods.main(methods.Args(name))
+    *_, asked = capsys.readouterr().out.split()
+    assert labels.instance(asked, 1024)  # what is proposed can be asked for
+  with pytest.raises(ValueError, match=r"NAME: found 'snapkw', .*\(did you mean 'snapkv'\?\)"):
+    methods.main(methods.Args("snapkw"))
+
+
+def test_a_method_of_the_folder_in_which_one_is(tmp_path):
+  (tmp_path / "mine.py").write_text("import kvjax\n\n\nclass Mine(kvjax.Full):\n  '''Mine.'''\n")
+  program = f"import sys; sys.path.append({str(FOLDER)!r})\nfrom kvjax.programs import commands\n"
+  command = [sys.executable, "-P", "-c", f"{program}commands.main()", "methods", "mine:Mine"]
+  done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+  assert done.stdout.startswith("Mine.\n"), done.stderr
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+  command = f"{sys.executable} -m kvjax methods | head -1"
+  done = subprocess.run(command, shell=True, cwd=FOLDER, capture_output=True, text=True)
+  assert done.stdout.startswith("method") and "Broken" not in done.stderr

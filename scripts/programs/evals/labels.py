@@ -28,7 +28,7 @@ UNFITTED = (None, "alternate")  # values of theirs that are not
 _INNER = re.compile(r"\+(?=[A-Za-z_])")
 
 
-def instance(label: str, budget: int) -> kvjax.Method:
+def instance(label: str, budget: int, option: str = "--methods") -> kvjax.Method:
   """The method that a label means, with a budget.
 
   Args:
@@ -36,21 +36,22 @@ def instance(label: str, budget: int) -> kvjax.Method:
       "outer+inner", a method over another, each with settings of its own. A method from outside is
       "module:Class". A value that names a file of FILES is what stands there.
     budget: tokens; of methods over others, the innermost one's.
+    option: what errors call the label.
 
   Raises:
     ValueError: a name, a field or a file is not one, or a method refuses it.
   """
   outer, *inner = _INNER.split(label, maxsplit=1)
-  name, fields = _parts(outer)
-  method = kvjax.settings.usual(kvjax.find_method(name, "--methods"), budget)
-  values = {field: _value(text) for field, text in fields.items()}
+  name, fields = _parts(outer, option)
+  method = kvjax.settings.usual(kvjax.find_method(name, option), budget)
+  values = {field: _value(text, option) for field, text in fields.items()}
   known = [field.name for field in dataclasses.fields(method)]
   if unknown := sorted(set(values) - set(known)):
-    raise ValueError(f"--methods: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
+    raise ValueError(f"{option}: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
   if inner:
     if "base" not in known:
-      raise ValueError(f"--methods: found {label!r}, expected a method over others before the +")
-    values["base"] = instance(inner[0], budget)
+      raise ValueError(f"{option}: found {label!r}, expected a method over others before the +")
+    values["base"] = instance(inner[0], budget, option)
   return dataclasses.replace(method, **values)
 
 
@@ -72,7 +73,7 @@ def fitted(label: str) -> tuple[Fitted, ...]:
   return (*found, *(each for part in inner for each in fitted(part)))
 
 
-def _parts(label: str) -> tuple[str, dict[str, str]]:
+def _parts(label: str, option: str = "--methods") -> tuple[str, dict[str, str]]:
   """Name and settings of "name:settings" or "module:Class:settings"."""
   name, _, rest = label.partition(":")
   if name not in kvjax.METHODS and rest and "=" not in rest.partition(":")[0]:
@@ -82,24 +83,26 @@ def _parts(label: str) -> tuple[str, dict[str, str]]:
   for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
     field, equals, value = part.partition("=")
     if not equals:
-      raise ValueError(f"--methods: found {label!r}, expected name:field=value,field=value")
+      raise ValueError(f"{option}: found {label!r}, expected name:field=value,field=value")
     fields[field] = value
   return name, fields
 
 
-def _value(text: str) -> Any:
+def _value(text: str, option: str = "--methods") -> Any:
   """A literal of Python, what a file holds, or the text itself."""
   path = pathlib.Path(text)
   if path.suffix in FILES:
-    return _read(FILES[path.suffix], path)
+    return _read(FILES[path.suffix], path, option)
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError):
     return text
 
 
-def _read(reader: Callable[[pathlib.Path], Any], path: pathlib.Path) -> Any:
+def _read(
+  reader: Callable[[pathlib.Path], Any], path: pathlib.Path, option: str = "--methods"
+) -> Any:
   try:
     return reader(path)
   except FileNotFoundError:
-    raise ValueError(f"--methods: {path}: not found, expected a file") from None
+    raise ValueError(f"{option}: {path}: not found, expected a file") from None

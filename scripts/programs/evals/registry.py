@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from kvjax.programs.evals import (
   coding,
@@ -40,9 +41,12 @@ def choose(names: Sequence[str]) -> list[Task]:
   families = {task.family for task in TASKS.values()}
   unknown = [name for name in names if name not in TASKS and name not in families]
   if unknown:
+    known = [*families, *TASKS]
+    near = dict.fromkeys(x for name in unknown for x in get_close_matches(name, known, 1))
+    hint = f" (did you mean {', '.join(near)}?)" if near else ""
     raise ValueError(
       f"--tasks: found {', '.join(unknown)}, expected families ({', '.join(sorted(families))}) "
-      f"or tasks ({', '.join(TASKS)})"
+      f"or tasks, which `kvjax evaluate --list` names{hint}"
     )
   chosen: dict[str, Task] = {}
   for name in names:

@@ -1,0 +1,61 @@
+"""List the methods, or explain one and its settings.
+
+    kvjax methods
+    kvjax methods snapkv
+    kvjax methods mine:Class
+
+Other commands take these names, with settings and one over another: snapkv:window_size=16,
+quantised:bits=4+snapkv.
+"""
+
+import dataclasses
+import inspect
+from typing import Annotated
+
+import tyro
+
+import kvjax
+from kvjax.programs import common, console
+
+_NONE = "…, which has to be given"
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """The method to explain."""
+
+  name: Annotated[str | None, tyro.conf.Positional, common.optional("NAME")] = None
+  """A registered method, or module:Class; by default all are listed."""
+
+
+def main(args: Args) -> None:
+  print(listing() if args.name is None else explained(args.name))
+
+
+def listing() -> str:
+  """Every method with the first line of its docstring."""
+  rows = [(name, inspect.getdoc(cls).split("\n")[0]) for name, cls in kvjax.METHODS.items()]
+  return console.table(("method", ""), rows, left=(0, 1))
+
+
+def explained(name: str) -> str:
+  """A method's docstring, its settings with their defaults, and how to ask for it."""
+  cls = kvjax.find_method(name, "NAME")
+  settings = {field.name: _default(field) for field in dataclasses.fields(cls) if field.init}
+  own = [f"{k}={v}" for k, v in settings.items() if k not in ("base", "budget") and v != _NONE]
+  lines = ["settings:", *(f"  {key} = {value}" for key, value in settings.items())]
+  asked = ":".join([name, *own[:1]])
+  told = [inspect.getdoc(cls) or name, "", *lines, "", f"kvjax evaluate --methods {asked}"]
+  return "\n".join(told)
+
+
+def _default(field: dataclasses.Field) -> str:
+  if field.default is not dataclasses.MISSING:
+    return repr(field.default)
+  if field.default_factory is not dataclasses.MISSING:
+    return repr(field.default_factory())
+  return _NONE
+
+
+if __name__ == "__main__":
+  common.run(main, Args)

@@ -73,6 +73,7 @@ from kvjax.primitives.rope import LongRope as LongRope
 from kvjax.primitives.rope import Rope as Rope
 from kvjax.primitives.rope import Yarn as Yarn
 from kvjax.primitives.softmax_state import State as State
+from kvjax.programs.pipeline import pipeline as pipeline
 from kvjax.runtime.forked import Forked as Forked
 from kvjax.runtime.front import decode as decode
 from kvjax.runtime.front import finish as finish

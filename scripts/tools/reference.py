@@ -49,10 +49,11 @@ MODULES = (
   *(f"kvjax.models.nn.{name}" for name in ("transformer", "config", "presets", "parallel", "flat")),
   *(
     f"kvjax.models.decode.{name}"
-    for name in ("prefill", "generate", "reconstruct", "compress", "sampling", "caches")
+    for name in ("prefill", "generate", "reconstruct", "compress", "sampling", "caches", "rows")
   ),
-  *(f"kvjax.models.decode.{name}" for name in ("step_bytes", "by_layer")),
+  *(f"kvjax.models.decode.{name}" for name in ("step_bytes", "by_layer", "batcher")),
   "kvjax.testing",
+  "kvjax.programs.pipeline",
 )
 
 

@@ -1,0 +1,132 @@
+"""Text in, text out: a model and a method in one object."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from kvjax.families.method import Method
+from kvjax.models.decode.generate import GREEDY, generate, pad, prefill
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io import convert
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.evals import labels
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def pipeline(
+  model: str | pathlib.Path | None = None,
+  method: str | Method = "full",
+  *,
+  budget: int = 1024,
+  **how: Any,
+) -> Pipeline:
+  """A model under a KV-cache method, to be called with text.
+
+      ask = kvjax.pipeline("Qwen/Qwen2.5-0.5B-Instruct", "snapkv:window_size=16")
+      print(ask("Name three rivers."))
+
+  Args:
+    model: a checkpoint, a Hugging Face folder, a .gguf file, or a model of the hub ("owner/name");
+      None: SmolLM2-135M-Instruct. Converted once (`kvjax.models.io.convert.checkpoint`).
+    method: a label, as `kvjax evaluate` takes it ("quest", "quantised:bits=4+snapkv"), or a method.
+    budget: tokens that a method of a label keeps or reads.
+    how: further arguments of `kvjax.models.io.convert.load`: dtype, impl, mesh.
+
+  Raises:
+    TypeError: `method` is neither.
+    ValueError: the label is none, or its method refuses a setting.
+    ValueError, NotImplementedError, OSError: the model cannot be had or loaded.
+  """
+  if isinstance(method, str):
+    method = labels.instance(method, budget, "method")
+  elif not isinstance(method, Method):
+    raise TypeError(f"method: found {method!r}, expected a method or its label, such as 'snapkv'")
+  source = convert.default_checkpoint() if model is None else model
+  return Pipeline(*convert.load(source, **how), method)
+
+
+class Pipeline:
+  """A model, its tokenizer and a method; every call begins with empty caches.
+
+  Attributes:
+    model: the decoder.
+    tokenizer: its tokenizer.
+    method: the KV-cache method.
+  """
+
+  def __init__(self, model: Transformer, tokenizer: Tokenizer, method: Method):
+    self.model, self.tokenizer, self.method = model, tokenizer, method
+
+  @overload
+  def __call__(self, prompt: str | Messages, **how: Any) -> str: ...
+  @overload
+  def __call__(self, prompt: Sequence[str | Messages], **how: Any) -> list[str]: ...
+  def __call__(
+    self,
+    prompt: Any,
+    *,
+    steps: int = 256,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    raw: bool = False,
+    on_text: Callable[[list[str]], Any] | None = None,
+  ) -> Any:
+    """The model's answer; of several prompts, which are read and answered as one batch, a list.
+
+    Args:
+      prompt: a question, or the messages of a chat (dicts of "role" and "content"); or a list of
+        questions and chats.
+      steps: tokens of an answer at most.
+      sampling: temperature and filters; the likeliest token by default.
+      seed: random seed of the draws.
+      stop: strings that end an answer, which ends before them.
+      raw: continue a text as it is, without the chat template.
+      on_text: called with the new text of every row as it comes, for streaming.
+
+    Raises:
+      TypeError: a prompt is neither text nor messages.
+      ValueError: there is no prompt, or one without text.
+      ValueError, MemoryError, FloatingPointError: of `prefill` and `generate`.
+    """
+    one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    ids = [self._ids(each, raw) for each in ([prompt] if one else prompt)]
+    if not ids:
+      raise ValueError("prompt: found no prompt, expected a text, messages, or a list of them")
+    tokens, lengths = pad(ids)
+    caches = self.method.init_caches(self.model.spec(len(ids), tokens.shape[1] + steps))
+    logits, caches = prefill(self.model, tokens, lengths, caches, self.method)
+    out, _ = generate(
+      self.model,
+      logits,
+      caches,
+      self.method,
+      steps=steps,
+      sampling=sampling,
+      seed=seed,
+      stop=self.tokenizer.ends,
+      stop_strings=stop,
+      tokenizer=self.tokenizer,
+      on_text=on_text,
+    )
+    return out.texts[0] if one else out.texts
+
+  def _ids(self, prompt: Any, raw: bool) -> list[int]:
+    """The tokens of one prompt."""
+    if isinstance(prompt, str):
+      if not prompt.strip():
+        raise ValueError(f"prompt: found {prompt!r}, expected a text")
+      if raw:
+        return [*self.tokenizer.prefix, *self.tokenizer.encode(prompt, bos=False)]
+      if not (self.tokenizer.chat_template or self.tokenizer.templates):
+        raise ValueError("prompt: the model has no chat template; raw=True continues a text")
+      return self.tokenizer.chat([{"role": "user", "content": prompt}])
+    if raw or not (np.iterable(prompt) and all(isinstance(x, Mapping) for x in prompt)):
+      raise TypeError(f"prompt: found {prompt!r}, expected a text{' (raw)' * raw}, or messages")
+    return self.tokenizer.chat(prompt)

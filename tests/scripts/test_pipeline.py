@@ -1,0 +1,84 @@
+"""`kvjax.pipeline`: text, chats and batches, as the loop of prompt and steps answers them."""
+
+import pytest
+
+import kvjax
+from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io import convert
+from kvjax.programs.pipeline import Pipeline
+from scripts.examples import tiny
+
+QUESTION = "Name three rivers."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return tiny.huggingface_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def ask():
+  return Pipeline(*tiny.load(), kvjax.SnapKV(budget=12, window_size=4))
+
+
+def by_hand(ask, prompts, steps, **how):
+  tokens, lengths = pad(prompts)
+  spec = ask.model.spec(len(prompts), tokens.shape[1] + steps)
+  caches = ask.method.init_caches(spec)
+  logits, caches = prefill(ask.model, tokens, lengths, caches, ask.method)
+  how |= {"steps": steps, "stop": ask.tokenizer.ends, "tokenizer": ask.tokenizer}
+  return generate(ask.model, logits, caches, ask.method, **how)[0].texts
+
+
+def test_text_chat_and_batch(ask):
+  chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+  ids = [ask.tokenizer.chat([{"role": "user", "content": QUESTION}]), ask.tokenizer.chat(chat)]
+  assert ask(QUESTION, steps=9) == by_hand(ask, ids[:1], 9)[0] != ""
+  assert ask(chat, steps=9) == by_hand(ask, ids[1:], 9)[0]
+  assert ask([QUESTION, chat], steps=9) == by_hand(ask, ids, 9)
+  plain = [*ask.tokenizer.prefix, *ask.tokenizer.encode(QUESTION, bos=False)]
+  assert ask(QUESTION, steps=9, raw=True) == by_hand(ask, [plain], 9)[0]
+  drawn = Sampling(temperature=2.0)
+  assert (
+    ask(QUESTION, steps=9, sampling=drawn, seed=3)
+    == by_hand(ask, ids[:1], 9, sampling=drawn, seed=3)[0]
+  )
+
+
+def test_stops_and_streams(ask):
+  whole, parts = ask(QUESTION, steps=24), []
+  mark = whole[5:8]
+  said = ask(QUESTION, steps=24, stop=[mark], on_text=lambda new: parts.append(new[0]))
+  assert said == "".join(parts) == whole[: whole.index(mark)]
+
+
+def test_models_and_methods_are_named(folder, tmp_path, monkeypatch):
+  monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+  ask = kvjax.pipeline(folder, "snapkv:window_size=4", budget=12)
+  assert ask.method == kvjax.SnapKV(budget=12, window_size=4) and ask(QUESTION, steps=4, raw=True)
+  with pytest.raises(ValueError, match=r"no chat template.*raw=True continues a text"):
+    ask(QUESTION)
+  made = convert.checkpoint(folder)
+  ask = kvjax.pipeline(made, kvjax.Full(), dtype="bfloat16")
+  assert ask.model.dtype == "bfloat16" and ask.method == kvjax.Full()
+  monkeypatch.setattr(convert, "default_checkpoint", lambda: made)
+  assert kvjax.pipeline().method == kvjax.Full()
+
+
+def test_what_is_no_prompt_is_refused(ask, untyped):
+  for given, error, message in (
+    ("  ", ValueError, "prompt: found '  ', expected a text"),
+    ([], ValueError, "prompt: found no prompt"),
+    ([QUESTION, ""], ValueError, "prompt: found '', expected a text"),
+    ([3], TypeError, "prompt: found 3, expected a text"),
+    ([["x"]], TypeError, r"prompt: found \['x'\], expected a text, or messages"),
+  ):
+    with pytest.raises(error, match=message):
+      ask(given)
+  with pytest.raises(TypeError, match=r"expected a text \(raw\), or messages"):
+    ask([{"role": "user", "content": "x"}], raw=True)
+  with pytest.raises(ValueError, match=r"method: found 'snapkw', .*did you mean 'snapkv'"):
+    kvjax.pipeline(None, "snapkw")
+  with pytest.raises(TypeError, match="method: found 3, expected a method or its label"):
+    kvjax.pipeline(None, 3)

@@ -3,23 +3,30 @@
     kvjax generate "Name three rivers."
     kvjax generate "Who wrote the letter?" --method ltri --budget 2048 --context-file book.txt
     kvjax generate "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --method snapkv
+    kvjax generate --file questions.txt --rows 16 > answers.jsonl
 
 The text goes to standard output, everything else to standard error, so the output can be piped.
+With --file each line is a prompt, in a .jsonl file an object with "prompt" or "messages"; answers
+are JSON lines in the order in which they end. A row that is free takes the next prompt.
 """
 
 import dataclasses
+import json
 import pathlib
 import sys
 import time
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 import tyro
 
+from kvjax.families.method import Method
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
-from kvjax.programs import common, console, context
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.programs import common, console, context, many
 from kvjax.programs.evals import labels
 
 
@@ -27,8 +34,12 @@ from kvjax.programs.evals import labels
 class Args:
   """The prompt, the method, and how tokens are drawn."""
 
-  prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")]
+  prompt: Annotated[str | None, tyro.conf.Positional, common.optional("PROMPT")] = None
   """The question, or with --raw the text to continue; "-" reads it from standard input."""
+  file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
+  """Prompts to answer in place of one, a line each."""
+  rows: int = 8
+  """Prompts of a file that are answered side by side."""
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
   """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
   quantised:bits=4+snapkv, module:Class."""
@@ -65,12 +76,44 @@ class Args:
   SmolLM2-135M-Instruct by default."""
 
 
-def main(args: Args) -> None:
-  common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1)
+def encoded(tokenizer: Tokenizer, prompt: Any, args: Args, given: Mapping[str, Any]) -> list[int]:
+  """The tokens of a text, or of a chat's messages."""
+  if args.raw:
+    return [*tokenizer.prefix, *tokenizer.encode(prompt, bos=False)]
+  messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+  if args.system is not None:
+    messages = [{"role": "system", "content": args.system}, *messages]
+  return tokenizer.chat(messages, **given)
+
+
+def answer_file(args: Args, method: Method, sampling: Sampling, given: Mapping[str, Any]) -> int:
+  """Answers all prompts of a file; the status is 1 where one failed."""
+  prompts = many.read(args.file)
+  if args.raw and not all(isinstance(prompt, str) for prompt in prompts):
+    raise ValueError("--raw: found messages in --file, expected texts")
+  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  ids = [encoded(tokenizer, prompt, args, given) for prompt in prompts]
+  how = {"rows": args.rows, "steps": args.steps, "sampling": sampling, "seed": args.seed}
+  how |= {"stop": args.stop, "chunk": args.prefill_chunk}
+  failed = 0
+  with console.bar(len(ids), "answering", "prompt") as bar:
+    for answer in many.answers(model, tokenizer, method, ids, **how):
+      print(json.dumps(answer, ensure_ascii=False), flush=True)
+      failed += answer["end"] == "failed"
+      bar.update()
+  return int(failed > 0)
+
+
+def main(args: Args) -> int | None:
+  common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1, rows=1)
+  if (args.prompt is None) == (args.file is None) or None not in (args.file, args.context_file):
+    raise ValueError("expected PROMPT, with or without --context-file, or --file")
   method = labels.instance(args.method, args.budget, "--method")
   given = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-  prompt = common.read_stdin() if args.prompt == "-" else args.prompt
+  if args.file is not None:
+    return answer_file(args, method, sampling, given)
+  prompt = common.read_stdin() if args.prompt == "-" else str(args.prompt)
   if not prompt.strip():
     raise ValueError(f"PROMPT: found {prompt!r}, expected a text")
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
@@ -78,13 +121,8 @@ def main(args: Args) -> None:
     ids = context.encode(
       tokenizer, args.context_file, prompt, system=args.system, raw=args.raw, arguments=given
     )
-  elif args.raw:
-    ids = [*tokenizer.prefix, *tokenizer.encode(prompt, bos=False)]
   else:
-    messages = [{"role": "user", "content": prompt}]
-    if args.system is not None:
-      messages.insert(0, {"role": "system", "content": args.system})
-    ids = tokenizer.chat(messages, **given)
+    ids = encoded(tokenizer, prompt, args, given)
 
   tokens = common.right_padded(ids, multiple=64)
   spec = model.spec(1, tokens.shape[1] + args.steps)
@@ -146,6 +184,7 @@ def main(args: Args) -> None:
   print(flush=True)
   seconds, n = time.perf_counter() - begin, int(generation.lengths[0])
   print(f"({n} tokens in {seconds:.1f} s, compilation included)", file=sys.stderr)
+  return None
 
 
 if __name__ == "__main__":

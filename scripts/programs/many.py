@@ -1,0 +1,104 @@
+"""Answers to a file of prompts, over rows that come free one by one (`kvjax generate --file`)."""
+
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvjax.families.method import Method
+from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.generate import AHEAD
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import common
+
+ROUND = 64  # tokens to which a row's room is rounded up
+
+
+def read(path: pathlib.Path) -> list[Any]:
+  """The prompts of a file: its lines that are not empty, or the messages of chats.
+
+  Args:
+    path: a text in UTF-8; or JSON lines (.jsonl), each an object with "prompt", a text, or
+      "messages", a list of objects with "role" and "content".
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it has no prompt, is no text in UTF-8, or a line is no such object.
+  """
+  lines = list(enumerate(common.read_text(path, "--file").splitlines(), 1))
+  if path.suffix == ".jsonl":
+    prompts = [_object(f"--file: {path}: line {n}", line) for n, line in lines if line.strip()]
+  else:
+    prompts = [line for _, line in lines if line.strip()]
+  if not prompts:
+    raise ValueError(f"--file: {path}: found no prompt, expected one a line")
+  return prompts
+
+
+def _object(where: str, line: str) -> Any:
+  try:
+    found = json.loads(line)
+  except ValueError:
+    found = line
+  prompt = found.get("prompt") if isinstance(found, dict) else None
+  messages = found.get("messages") if isinstance(found, dict) else None
+  if isinstance(prompt, str) and prompt.strip() and messages is None:
+    return prompt
+  if prompt is None and isinstance(messages, list) and messages:
+    return messages
+  raise ValueError(
+    f'{where}: found {line[:80]!r}, expected {{"prompt": text}} or {{"messages": …}}'
+  )
+
+
+def answers(
+  model: Transformer,
+  tokenizer: Tokenizer,
+  method: Method,
+  prompts: Sequence[Sequence[int]],
+  *,
+  rows: int,
+  steps: int,
+  sampling: Sampling,
+  seed: int,
+  stop: Sequence[str],
+  chunk: int | None,
+) -> Iterator[dict[str, Any]]:
+  """Answers as they end, each the one that its prompt gets alone in such a batch.
+
+  Args:
+    prompts: token ids of each.
+    rows: prompts that are answered side by side.
+    steps: tokens of an answer at most.
+    sampling: temperature and filters of all.
+    seed: of the first prompt's draws; the next one's are `seed` + 1.
+    stop: strings that end an answer.
+    chunk: tokens of a prompt that are read at a time; None: all at once.
+
+  Yields:
+    Objects of "index", the prompt's number, "text", "tokens", their number, "end", the reason, and
+    "error" where it failed.
+  """
+  most = max(map(len, prompts)) + steps + AHEAD
+  batcher = Batcher(
+    model,
+    method,
+    rows=min(rows, len(prompts)),
+    capacity=-(-most // ROUND) * ROUND,
+    sampling=sampling,
+    tokenizer=tokenizer,
+    chunk=chunk,
+  )
+  index = {}
+  for i, ids in enumerate(prompts):
+    how = {"limit": steps, "seed": seed + i, "stop": tokenizer.ends, "stop_strings": stop}
+    try:
+      index[batcher.submit(ids, **how)] = i
+    except ValueError as error:
+      yield {"index": i, "text": "", "tokens": 0, "end": "failed", "error": str(error)}
+  for answer in batcher:
+    said = {"text": answer.text, "tokens": len(answer.tokens), "end": answer.end}
+    failed = {} if answer.error is None else {"error": str(answer.error)}
+    yield {"index": index[answer.request], **said, **failed}

@@ -1,0 +1,74 @@
+"""`kvjax generate --file`: every prompt is answered, as alone; a bad one ends alone."""
+
+import dataclasses
+import json
+
+import pytest
+
+from kvjax.programs import common, generate, many
+from scripts.examples import tiny
+
+QUESTIONS = [f"Name {n} rivers." * n for n in range(1, 6)]
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(common, "load_model", lambda *_, **__: tiny.load())
+
+  def ask(lines, name="q.txt", **how):
+    (tmp_path / name).write_text("\n".join(lines), "utf-8")
+    how = {"file": tmp_path / name, "method": "snapkv:window_size=4", "budget": 16, **how}
+    status = generate.main(generate.Args(**{"steps": 12, "rows": 2, **how}))
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return status, {each["index"]: each for each in found}
+
+  return ask
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_each_alone(asked):
+  status, found = asked([*QUESTIONS[:2], "", *QUESTIONS[2:]], temperature=1.5, seed=5)
+  assert status == 0 and sorted(found) == [0, 1, 2, 3, 4]
+  assert all(each["tokens"] <= 12 and each["end"] in ("limit", "stop") for each in found.values())
+  assert len({each["text"] for each in found.values()}) == 5
+  whole = [json.dumps({"messages": [{"role": "user", "content": x}]}) for x in QUESTIONS]
+  assert asked(whole, "q.jsonl", temperature=1.5, seed=5)[1] == found
+  _, raw = asked([json.dumps({"prompt": QUESTIONS[0]})], "r.jsonl", raw=True)
+  assert raw[0]["text"] != found[0]["text"]
+  stop = found[2]["text"][3:5]
+  _, ended = asked(QUESTIONS, temperature=1.5, seed=5, stop=(stop,))
+  assert ended[2]["end"] == "stop" and stop not in ended[2]["text"]
+
+
+@pytest.mark.slow
+def test_a_prompt_that_fails_ends_alone(asked, monkeypatch):
+  submit = many.Batcher.submit
+
+  def refusing(batcher, prompt, **how):
+    if how["seed"] == 1:
+      raise ValueError("prompt: too long")
+    return submit(batcher, prompt, **how)
+
+  monkeypatch.setattr(many.Batcher, "submit", refusing)
+  status, found = asked(QUESTIONS[:3])
+  assert status == 1 and sorted(found) == [0, 1, 2]
+  assert found[1]["end"] == "failed" and found[1]["error"] == "prompt: too long"
+  assert all("error" not in found[i] and found[i]["text"] for i in (0, 2))
+
+
+def test_what_is_no_file_of_prompts_is_refused(tmp_path):
+  def refused(text, message, name="q.jsonl"):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+      many.read(tmp_path / name)
+
+  refused("\n \n", "q.txt: found no prompt, expected one a line", "q.txt")
+  for line in ("{", '{"prompt": 3}', '{"prompt": " "}', "[]", '{"messages": []}'):
+    refused(f'{{"prompt": "x"}}\n{line}\n', r"q.jsonl: line 2: found .*expected \{\"prompt\": text")
+  with pytest.raises(FileNotFoundError, match="--file: found no file"):
+    many.read(tmp_path / "missing")
+  both = generate.Args("x", file=tmp_path / "q.jsonl")
+  neither = dataclasses.replace(both, prompt=None, file=None)
+  for args in (both, neither, dataclasses.replace(both, prompt=None, context_file=both.file)):
+    with pytest.raises(ValueError, match="expected PROMPT, with or without --context-file, or"):
+      generate.main(args)

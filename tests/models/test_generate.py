@@ -30,11 +30,21 @@ FULL = kvjax.Full()
 NAMES = ("full", "streaming_llm", "random")  # all others stand under the laws
 
 
-def start(lengths=LENGTHS, rows=slice(None), capacity=64, method=FULL):
-  """Logits and caches after a prompt."""
-  lengths = np.asarray(lengths)[rows]
+def read(tokens, lengths, method=FULL, capacity=48, **how):
+  """Logits and caches after prompts, which nothing came before."""
   caches = method.init_caches(model().spec(len(lengths), capacity))
-  return prefill(model(), TOKENS[rows, : max(lengths)], lengths, caches, method)
+  return prefill(model(), tokens, lengths, caches, method, **how)
+
+
+def start(rows=slice(None), capacity=64, method=FULL):
+  """Logits and caches after a prompt."""
+  lengths = np.asarray(LENGTHS)[rows]
+  return read(TOKENS[rows, : max(lengths)], lengths, method, capacity)
+
+
+def run(method=FULL, prompt=slice(None), **how):
+  """A generation after a prompt, and the caches that it leaves."""
+  return generate(model(), *start(prompt, method=method), method, **how)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -62,8 +72,7 @@ def plain(steps, rows=slice(None)):
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_greedy_equals_the_plain_loop(chunk):
   tokens, kept, caches, last = plain(6)
-  logits, mine = start()
-  out, mine = generate(model(), logits, mine, FULL, steps=6, chunk=chunk, return_logits=True)
+  out, mine = run(steps=6, chunk=chunk, return_logits=True)
   np.testing.assert_array_equal(out.tokens, tokens)
   assert out.lengths.tolist() == [6, 6]
   chex.assert_trees_all_close(np.asarray(out.logits), kept, rtol=2e-5, atol=2e-5)
@@ -142,12 +151,13 @@ def test_an_overflow_in_float16_says_what_to_do():
     prefill(narrow, TOKENS[:, :9], [9, 9], FULL.init_caches(narrow.spec(2, 16)), FULL)
 
 
-def test_continuing_equals_one_call():
-  logits, caches = start()
-  whole, _ = generate(model(), logits, caches, FULL, steps=9, chunk=4)
-  logits, caches = start()
-  first, caches = generate(model(), logits, caches, FULL, steps=5, chunk=4)
-  second, _ = generate(model(), first.last, caches, FULL, steps=4, chunk=4)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "drawn"])
+def test_continuing_equals_one_call(sampling):
+  """A draw depends on the token's position, not on where an earlier call ended."""
+  settings = {"sampling": sampling, "chunk": 4}
+  whole, _ = run(steps=9, **settings)
+  first, caches = run(steps=5, **settings)
+  second, _ = generate(model(), first.last, caches, FULL, steps=4, **settings)
   np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], 1), whole.tokens)
 
 
@@ -155,8 +165,7 @@ def test_rows_stop_on_their_own():
   tokens, *_ = plain(8)
   stop = int(tokens[0, 2])
   assert stop not in tokens[1]
-  logits, caches = start()
-  out, caches = generate(model(), logits, caches, FULL, steps=8, stop=[stop], chunk=4)
+  out, caches = run(steps=8, stop=[stop], chunk=4)
   at = tokens[0].tolist().index(stop)
   assert out.tokens[0].tolist() == [*tokens[0, : at + 1], *[-1] * (7 - at)]
   np.testing.assert_array_equal(out.tokens[1], tokens[1])
@@ -167,17 +176,13 @@ def test_rows_stop_on_their_own():
 
 def test_a_stopped_row_keeps_the_logits_after_its_last_token():
   """However long the others go on: those of a run of exactly its length."""
-  logits, caches = start()
-  free = generate(model(), logits, caches, FULL, steps=8)[0].tokens
+  free = run(steps=8)[0].tokens
   stop = next(t for t in free[1, :4].tolist() if t not in free[0])
-  logits, caches = start()
-  out, _ = generate(model(), logits, caches, FULL, steps=8, stop=[stop])
+  out, _ = run(steps=8, stop=[stop])
   assert out.lengths[0] == 8 and out.lengths[1] < 5
-  logits, caches = start()
-  short, _ = generate(model(), logits, caches, FULL, steps=int(out.lengths[1]))
+  short, _ = run(steps=int(out.lengths[1]))
   np.testing.assert_array_equal(out.last[1], short.last[1])
-  logits, caches = start()
-  idle, _ = generate(model(), logits, caches, FULL, steps=3, live=[True, False])
+  idle, _ = run(steps=3, live=[True, False])
   np.testing.assert_array_equal(idle.last[1], start()[0][1])
 
 
@@ -185,10 +190,7 @@ def test_ends_early_when_all_rows_have_stopped():
   tokens, *_ = plain(8)
   stop = {int(tokens[0, 1]), int(tokens[1, 1])}
   seen = []
-  logits, caches = start()
-  out, caches = generate(
-    model(), logits, caches, FULL, steps=40, stop=list(stop), chunk=4, on_chunk=seen.append
-  )
+  out, caches = run(steps=40, stop=list(stop), chunk=4, on_chunk=seen.append)
   assert len(seen) <= 2
   assert out.tokens.shape == (2, 40)
   assert out.lengths.max() <= 2
@@ -197,8 +199,7 @@ def test_ends_early_when_all_rows_have_stopped():
 
 def test_chunks_are_handed_over_as_they_come():
   seen = []
-  logits, caches = start()
-  out, _ = generate(model(), logits, caches, FULL, steps=10, chunk=4, on_chunk=seen.append)
+  out, _ = run(steps=10, chunk=4, on_chunk=seen.append)
   assert [x.shape[1] for x in seen] == [2, 4, 4]  # the first words sooner
   np.testing.assert_array_equal(np.concatenate(seen, 1), out.tokens)
 
@@ -221,13 +222,11 @@ def test_steps_are_under_way_while_the_host_reads(monkeypatch):
   never = [int(np.setdiff1d(np.arange(CONFIG.vocab), plain(6)[0])[0])]
   for chunk, ahead in ((16, loop.AHEAD), (1, 0)):
     told.clear()
-    logits, caches = start()
-    generate(model(), logits, caches, FULL, steps=6, chunk=chunk, stop=never)
+    run(steps=6, chunk=chunk, stop=never)
     assert told == ["step"] * ahead + ["step", "read"] * (6 - ahead) + ["read"] * ahead
   # Nobody looks at tokens before the last one is there: nothing is waited for.
   told.clear()
-  logits, caches = start()
-  generate(model(), logits, caches, FULL, steps=6)
+  run(steps=6)
   assert told == ["step"] * 6 + ["read"] * 6
 
 
@@ -236,18 +235,8 @@ def test_forced_tokens():
   tokens, *_ = plain(4)
   forced = np.full((2, 6), -1)
   forced[:, 1:4] = TOKENS[:, 30:33]
-  logits, caches = start()
-  out, caches = generate(
-    model(),
-    logits,
-    caches,
-    FULL,
-    steps=6,
-    forced=forced,
-    stop=forced[:, 1].tolist(),
-    return_logits=True,
-    chunk=4,
-  )
+  stop = forced[:, 1].tolist()
+  out, caches = run(steps=6, forced=forced, stop=stop, return_logits=True, chunk=4)
   np.testing.assert_array_equal(out.tokens[:, 1:4], forced[:, 1:4])
   np.testing.assert_array_equal(out.tokens[:, 0], tokens[:, 0])
   want = [np.asarray(out.logits[:, 0])]
@@ -270,21 +259,9 @@ def test_rows_that_are_not_live_stay_as_they_are():
 # ---- sampling
 
 
-def sample(rows=slice(None), seed=0, steps=12, method=FULL, numbers=None, **sampling):
-  sampling = Sampling(**{"temperature": 1.0, **sampling})
-  logits, caches = start(rows=rows, method=method)
-  out, _ = generate(
-    model(),
-    logits,
-    caches,
-    method,
-    steps=steps,
-    sampling=sampling,
-    seed=seed,
-    rows=numbers,
-    chunk=4,
-  )
-  return out.tokens
+def sample(prompt=slice(None), seed=0, steps=12, method=FULL, numbers=None, **sampling):
+  how = {"sampling": Sampling(**{"temperature": 1.0, **sampling}), "seed": seed, "chunk": 4}
+  return run(method, prompt, steps=steps, rows=numbers, **how)[0].tokens
 
 
 def test_same_seed_same_text_other_seed_other_text():
@@ -316,18 +293,8 @@ def test_same_seed_same_text_on_a_checkpoint(smollm2):
     tokens, lengths = pad([prompts[row] for row in rows], multiple=64)
     caches = FULL.init_caches(decoder.spec(len(rows), 128))
     logits, caches = prefill(decoder, tokens, lengths, caches, FULL)
-    sampling = Sampling(0.8, top_p=0.95)
-    return generate(
-      decoder,
-      logits,
-      caches,
-      FULL,
-      steps=32,
-      sampling=sampling,
-      seed=5,
-      rows=rows,
-      tokenizer=tokenizer,
-    )[0].texts
+    how = {"sampling": Sampling(0.8, top_p=0.95), "seed": 5, "rows": rows, "steps": 32}
+    return generate(decoder, logits, caches, FULL, tokenizer=tokenizer, **how)[0].texts
 
   together = answer([0, 1])
   assert together == [*answer([0]), *answer([1])]
@@ -336,16 +303,6 @@ def test_same_seed_same_text_on_a_checkpoint(smollm2):
 
 def test_a_row_by_another_number_draws_another_text():
   assert (sample(numbers=[0, 1]) != sample(numbers=[7, 8])).any()
-
-
-def test_drawing_on_equals_one_call():
-  """A draw depends on the token's position, not on where an earlier call ended."""
-  whole = sample(steps=9)
-  logits, caches = start()
-  settings = {"sampling": Sampling(1.0), "chunk": 4}
-  first, caches = generate(model(), logits, caches, FULL, steps=5, **settings)
-  second, _ = generate(model(), first.last, caches, FULL, steps=4, **settings)
-  np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], 1), whole)
 
 
 def test_rows_draw_on_their_own():
@@ -364,19 +321,9 @@ def test_narrow_sampling_is_greedy(setting):
 
 def test_logprobs_are_the_models():
   """Of the chosen tokens, before temperature and filters; 0 once a row has stopped."""
-  logits, caches = start()
-  out, _ = generate(
-    model(),
-    logits,
-    caches,
-    FULL,
-    steps=7,
-    sampling=Sampling(0.8, top_k=20),
-    stop=[int(sample(steps=7, temperature=0.8, top_k=20)[0, 2])],
-    return_logits=True,
-    return_logprobs=True,
-    chunk=4,
-  )
+  stop = [int(sample(steps=7, temperature=0.8, top_k=20)[0, 2])]
+  both = {"return_logits": True, "return_logprobs": True}
+  out, _ = run(steps=7, sampling=Sampling(0.8, top_k=20), stop=stop, chunk=4, **both)
   assert out.lengths.min() < 7
   every = np.asarray(jax.nn.log_softmax(out.logits, -1))
   chosen = np.take_along_axis(every, np.maximum(out.tokens, 0)[..., None], 2)[..., 0]
@@ -387,27 +334,15 @@ def test_logprobs_are_the_models():
 # ---- text, and strings that end it
 
 
-def say(stop_strings=(), stop=(), chunk=4, steps=10, **kwargs):
+def say(stop_strings=(), **how):
   heard = ["", ""]
 
   def hear(new):
     for row, text in enumerate(new):
       heard[row] += text
 
-  logits, caches = start()
-  out, caches = generate(
-    model(),
-    logits,
-    caches,
-    FULL,
-    steps=steps,
-    stop=stop,
-    stop_strings=stop_strings,
-    tokenizer=letters(),
-    chunk=chunk,
-    on_text=hear,
-    **kwargs,
-  )
+  how = {"steps": 10, "chunk": 4, "on_text": hear, **how}
+  out, caches = run(stop_strings=stop_strings, tokenizer=letters(), **how)
   assert heard == out.texts
   return out, caches
 
@@ -474,18 +409,7 @@ def test_does_not_retrace():
   settings = (Sampling(0.5), Sampling(0.9, top_k=5), Sampling(0.1, top_p=0.5, min_p=0.1))
   stops = [], [1], [1, 2, 3]
   for seed, sampling in enumerate(settings):
-    logits, caches = start()
-    generate(
-      model(),
-      logits,
-      caches,
-      FULL,
-      steps=5 + 3 * seed,
-      sampling=sampling,
-      seed=seed,
-      stop=stops[seed],
-      chunk=4,
-    )
+    run(steps=5 + 3 * seed, sampling=sampling, seed=seed, stop=stops[seed], chunk=4)
   assert reading._cache_size() == decoding._cache_size() == 1
 
 
@@ -508,9 +432,7 @@ def test_by_layer_equals_the_whole():
   found = []
   for each in (method, _Alike(16)):
     assert by_layer.decodes(model(), each) == (each is not method)
-    logits, caches = start(method=each)
-    out, caches = generate(model(), logits, caches, each, forced=forced, **settings)
-    found.append((out, caches))
+    found.append(run(each, forced=forced, **settings))
   (whole, theirs), (mine, ours) = found
   np.testing.assert_array_equal(mine.tokens, whole.tokens)
   for name in ("last", "logits", "logprobs"):
@@ -527,8 +449,7 @@ def test_layers_that_are_alike_share_a_program():
   by_layer._decode.clear_cache()
   method = _Alike(16)
   for steps in (3, 5):
-    logits, caches = start(method=method)
-    generate(model(), logits, caches, method, steps=steps, chunk=4)
+    run(method, steps=steps, chunk=4)
   assert by_layer._prefill._cache_size() == 1
   assert by_layer._decode._cache_size() == 1
 
@@ -649,9 +570,7 @@ def test_where_no_row_takes_part_nothing_is_generated(on_chunk):
 
 
 def test_numbers_of_numpy_are_taken(untyped):
-  logits, caches = start()
-  out, _ = generate(
-    *(model(), logits, caches, FULL),
+  out, _ = run(
     steps=np.int64(4),
     chunk=np.int32(2),
     seed=np.uint32(3),
@@ -664,9 +583,7 @@ def test_numbers_of_numpy_are_taken(untyped):
 
 
 def test_a_method_that_evicts_has_no_overflow():
-  method = kvjax.StreamingLLM(16)
-  logits, caches = start(method=method)
-  out, _ = generate(model(), logits, caches, method, steps=48, chunk=16)
+  out, _ = run(kvjax.StreamingLLM(16), steps=48, chunk=16)
   assert out.lengths.tolist() == [48, 48]
 
 
@@ -693,15 +610,14 @@ def test_prefill_refuses(tokens, lengths, kwargs, message):
 
 
 def test_prefill_counts_what_is_cached():
-  caches = FULL.init_caches(model().spec(2, 16))
-  _, caches = prefill(model(), TOKENS[:, :8], [8, 5], caches, FULL)
+  _, caches = read(TOKENS[:, :8], [8, 5], capacity=16)
   with pytest.raises(ValueError, match="past: found 4, expected at least the 8 tokens"):
     prefill(model(), TOKENS[:, :8], [4, 4], caches, FULL, past=4)
   with pytest.raises(ValueError, match=r"a prompt of 9 tokens after 8 cached tokens \(row 0\)"):
     prefill(model(), TOKENS[:, :9], [9, 2], caches, FULL)
   logits, caches = prefill(model(), TOKENS[:, 8:16], [8, 8], caches, FULL)
   assert caches[0].seen.tolist() == [16, 13]
-  whole, _ = prefill(model(), TOKENS[:1, :16], [16], FULL.init_caches(model().spec(1, 16)), FULL)
+  whole, _ = read(TOKENS[:1, :16], [16])
   chex.assert_trees_all_close(logits[:1], whole, rtol=2e-5, atol=2e-5)
 
 
@@ -719,19 +635,9 @@ def test_caches_of_another_model():
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_chunks_give_what_one_call_gives(name, chunk):
   method, seen = kvjax.settings.example(kvjax.METHODS[name], 16), []
-  spec = model().spec(2, 48)
-  whole, wanted = prefill(
-    model(), TOKENS[:, :30], [30, 13], method.init_caches(spec), method, past=0
-  )
-  logits, caches = prefill(
-    model(),
-    TOKENS[:, :30],
-    [30, 13],
-    method.init_caches(spec),
-    method,
-    chunk=chunk,
-    on_chunk=lambda *x: seen.append(x),
-  )
+  prompt = TOKENS[:, :30], [30, 13], method
+  whole, wanted = read(*prompt, past=0)
+  logits, caches = read(*prompt, chunk=chunk, on_chunk=lambda *x: seen.append(x))
   chex.assert_trees_all_close(logits, whole, rtol=1e-4, atol=1e-4)
   for mine, other in zip(caches, wanted, strict=True):
     np.testing.assert_array_equal(mine.seen, other.seen)
@@ -746,14 +652,9 @@ def test_chunks_give_what_one_call_gives(name, chunk):
 
 
 def test_chunks_keep_the_logits_of_every_position():
-  spec = model().spec(2, 48)
   lengths = [30, 13]
-  whole, _ = prefill(
-    model(), TOKENS[:, :30], lengths, FULL.init_caches(spec), FULL, all_logits=True
-  )
-  parts, _ = prefill(
-    model(), TOKENS[:, :38], lengths, FULL.init_caches(spec), FULL, all_logits=True, chunk=8
-  )
+  whole, _ = read(TOKENS[:, :30], lengths, all_logits=True)
+  parts, _ = read(TOKENS[:, :38], lengths, all_logits=True, chunk=8)
   assert parts.shape == (2, 38, CONFIG.vocab)
   for row, n in enumerate(lengths):
     chex.assert_trees_all_close(parts[row, :n], whole[row, :n], rtol=1e-4, atol=1e-4)
@@ -762,9 +663,7 @@ def test_chunks_keep_the_logits_of_every_position():
 def test_chunks_compile_once_per_doubling():
   reading, _ = jitted()
   for length in (33, 40, 25):
-    prefill(
-      model(), TOKENS[:, :length], [length, 3], FULL.init_caches(model().spec(2, 64)), FULL, chunk=4
-    )
+    read(TOKENS[:, :length], [length, 3], capacity=64, chunk=4)
   assert reading._cache_size() == 6  # an empty cache, and bounds of 4, 8, 16, 32 and 64
 
 
@@ -775,7 +674,7 @@ def test_chunks_tell_the_method_the_whole_length():
     def active(self, at, tokens, total):
       jax.debug.callback(lambda x: seen.append(x.tolist()), total)
 
-  prefill(model(), TOKENS[:, :12], [12, 7], Spy().init_caches(model().spec(2, 16)), Spy(), chunk=8)
+  read(TOKENS[:, :12], [12, 7], Spy(), chunk=8)
   jax.effects_barrier()
   assert seen == [[12, 7]] * 2 * CONFIG.layers
 
@@ -834,8 +733,7 @@ def test_prompts_of_any_length_take_few_programs():
   method = kvjax.StreamingLLM(12)
   before = by_layer._prefill._cache_size()
   for size in (3, 17, 40):
-    caches = method.init_caches(model().spec(2, 48))
-    logits, caches = prefill(model(), TOKENS[:, :size], [size, 2], caches, method)
+    logits, caches = read(TOKENS[:, :size], [size, 2], method)
     own = method.init_caches(model().spec(2, 48))
     want = ByLayer(model()).prefill(
       jnp.asarray(TOKENS[:, :size]), jnp.array([size, 2]), own, method, past=0
@@ -847,8 +745,7 @@ def test_prompts_of_any_length_take_few_programs():
   _, full = start(capacity=40)
   _, full = prefill(model(), TOKENS[:, 23:26], [3, 3], full, FULL)
   assert full[0].seen.tolist() == [26, 17]
-  tokens = np.zeros((2, 40), np.int32)
-  prefill(model(), tokens, [40, 40], FULL.init_caches(model().spec(2, 40)), FULL)  # to the last
+  read(np.zeros((2, 40), np.int32), [40, 40], capacity=40)  # to the last
 
 
 def test_widths_are_few_and_close():
@@ -868,8 +765,7 @@ def test_programs_are_dropped_where_they_are_many(monkeypatch):
   assert 0 < flat.held() < 12
   found = generate(model(), logits, caches, FULL, steps=3)[0].tokens
   monkeypatch.undo()
-  logits, caches = start()
-  np.testing.assert_array_equal(generate(model(), logits, caches, FULL, steps=3)[0].tokens, found)
+  np.testing.assert_array_equal(run(steps=3)[0].tokens, found)
 
 
 @pytest.mark.rest(1)
@@ -886,8 +782,7 @@ def test_prompts_of_many_lengths_leave_memory_maps_for_others(all_logits, monkey
   start()
   before, most = maps(), 0
   for size in range(1, 121):
-    tokens, caches = np.ones((1, size), np.int32), FULL.init_caches(model().spec(1, 256))
-    prefill(model(), tokens, [size], caches, FULL, all_logits=all_logits)
+    read(np.ones((1, size), np.int32), [size], capacity=256, all_logits=all_logits)
     most = max(most, maps() - before)
   assert most < 4000
 
@@ -898,19 +793,10 @@ def test_pieces_are_calls_of_the_model():
   method = kvjax.Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=3)
   lengths, seen = [30, 13], []
   assert [method.traits.pieces(n) for n in lengths] == [[8, 8, 8, 3, 3], [8, 2, 3]]
-  spec = model().spec(2, 40)
-  logits, caches = prefill(
-    model(),
-    TOKENS[:, :30],
-    lengths,
-    method.init_caches(spec),
-    method,
-    on_chunk=lambda *x: seen.append(x),
-  )
+  prompt = TOKENS[:, :30], lengths, method, 40
+  logits, caches = read(*prompt, on_chunk=lambda *x: seen.append(x))
   assert seen == [(8, 30), (16, 30), (24, 30), (27, 30), (30, 30)]
-  every, _ = prefill(
-    model(), TOKENS[:, :30], lengths, method.init_caches(spec), method, all_logits=True
-  )
+  every, _ = read(*prompt, all_logits=True)
   assert every.shape == (2, 30, CONFIG.vocab)
   call = jax.jit(lambda *given: model().prefill(*given, method, past=None))
   for row, n in enumerate(lengths):
@@ -924,7 +810,7 @@ def test_pieces_are_calls_of_the_model():
       for name in ("seen", "gone", "kept", "held"):
         np.testing.assert_array_equal(mine.rows[name][row], other.rows[name][0])
   with pytest.raises(NotImplementedError, match="chunk: found 8, expected None for Ltri"):
-    prefill(model(), TOKENS[:, :30], lengths, method.init_caches(spec), method, chunk=8)
+    read(*prompt, chunk=8)
 
 
 def test_a_store_that_is_full():
@@ -944,10 +830,8 @@ def test_rows_that_end_in_an_early_chunk_keep_their_logits(method):
   """Row 0 ends in the first of three chunks, or of several pieces; alone it has the same logits."""
   lengths = np.array([3, 22], np.int32)
   chunk = None if method.traits.stream else 8
-
-  def read(lengths):
-    caches = method.init_caches(model().spec(2, 64))
-    return prefill(model(), TOKENS[:, :24], lengths, caches, method, chunk=chunk)[0]
-
-  both, alone = read(lengths), read(np.array([3, 0], np.int32))
+  both, alone = (
+    read(TOKENS[:, :24], each, method, 64, chunk=chunk)[0]
+    for each in (lengths, np.array([3, 0], np.int32))
+  )
   np.testing.assert_allclose(both[0], alone[0], atol=2e-4)

@@ -56,11 +56,8 @@ def test_layout(folder):
 
 
 def test_shards_and_one_file_are_the_same(folder, tmp_path):
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    items(folder),
-    items(tiny_hf.write(tmp_path / "sharded", CONFIG, shards=3)),
-  )
+  sharded = tiny_hf.write(tmp_path / "sharded", CONFIG, shards=3)
+  jax.tree.map(np.testing.assert_array_equal, items(folder), items(sharded))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -198,142 +195,121 @@ def test_max_context_out_of_range(folder):
 _YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
-@pytest.mark.parametrize(
-  ("entries", "error", "message"),
-  [
-    ({"model_type": "gpt_neox"}, NotImplementedError, r"model_type 'gpt_neox'.*'llama'"),
-    ({"model_type": None}, NotImplementedError, r"model_type 'None'"),
-    (
-      {"architectures": ["LlamaForSequenceClassification"]},
-      NotImplementedError,
-      r"LlamaForSequenceClassification.*expected one of .*LlamaForCausalLM",
-    ),
-    ({"hidden_act": "gelu"}, NotImplementedError, r"hidden_act.*found 'gelu', expected 'silu'"),
-    ({"attention_bias": True}, NotImplementedError, r"attention_bias.*found True"),
-    ({"mlp_bias": True}, NotImplementedError, r"mlp_bias.*found True"),
-    ({"quantization_config": {"bits": 4}}, NotImplementedError, r"quantization_config.*bits"),
-    ({"partial_rotary_factor": 0.5}, NotImplementedError, r"partial_rotary_factor.*found 0\.5"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, NotImplementedError, r"'dynamic'"),
-    ({"rope_scaling": {"rope_type": "3d"}}, NotImplementedError, r"'3d', expected one"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, ValueError, r"short_factor.*expected numbers"),
-    (
-      {"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.5},
-      ValueError,
-      r"partial_rotary_factor.*found 1\.5",
-    ),
-    (
-      {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
-      ValueError,
-      r"rope: found .*expected .* a factor for each",
-    ),
-    (
-      {"model_type": "mistral", "architectures": None, "layer_types": ["chunked_attention"] * 2},
-      NotImplementedError,
-      r"layer_types.*chunked.*expected 2 of",
-    ),
-    ({"model_type": "gemma3"}, NotImplementedError, r"model_type 'gemma3'.*'gemma3_text'"),
-    ({"model_type": "mixtral"}, NotImplementedError, r"model_type 'mixtral'"),
-    (
-      {"model_type": "gpt_oss", "architectures": None, "quantization_config": {"x": "mxfp4"}},
-      NotImplementedError,
-      r"quantization_config.*mxfp4",
-    ),
-    (
-      {"model_type": "gpt_oss", "architectures": None, "swiglu_limit": 5.0},
-      NotImplementedError,
-      r"swiglu_limit.*found 5\.0, expected 7\.0",
-    ),
-    (
-      {"model_type": "gemma2", "architectures": None, "hidden_act": "gelu_pytorch_tanh"}
-      | {"attn_logit_softcapping": -50.0},
-      ValueError,
-      r"soft_cap: found -50\.0, expected a finite number above 0, or None",
-    ),
-    (
-      {"model_type": "gemma2", "architectures": None, "hidden_act": "silu"},
-      NotImplementedError,
-      r"hidden_act.*found 'silu', expected 'gelu_pytorch_tanh'",
-    ),
-    (
-      {"model_type": "gemma3_text", "architectures": None, "final_logit_softcapping": 30.0},
-      NotImplementedError,
-      r"final_logit_softcapping.*found 30\.0, expected None",
-    ),
-    (
-      {"model_type": "qwen3_moe", "architectures": None, "mlp_only_layers": [0]},
-      NotImplementedError,
-      r"mlp_only_layers.*found \[0\]",
-    ),
-    (
-      {
-        "model_type": "qwen3_moe",
-        "architectures": None,
-        "num_experts": 10**9,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-      },
-      ValueError,
-      r"found tensors of 0 experts, expected 1000000000",
-    ),
-    ({"rope_scaling": {"type": "linear"}}, ValueError, r"'factor': found None, expected a number"),
-    ({"rope_scaling": {**_YARN, "factor": "4"}}, ValueError, r"'factor': found '4'"),
-    ({"rope_scaling": {**_YARN, "factor": True}}, ValueError, r"'factor': found True"),
-    ({"rope_scaling": 3}, ValueError, r"wrong type"),
-    (
-      {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": _YARN},
-      NotImplementedError,
-      r"found 'rope_scaling' .*yarn.* beside 'rope_parameters' .*default.*expected one of them",
-    ),
-    (
-      {"rope_parameters": {**_YARN, "factor": 2.0}, "rope_scaling": _YARN},
-      NotImplementedError,
-      r"beside 'rope_parameters'",
-    ),
-    (
-      {"model_type": "gemma3_text", "architectures": None, "rope_parameters": _YARN},
-      NotImplementedError,
-      r"'rope_parameters': found the entries \['factor', 'rope_type'\], expected full_attention",
-    ),
-    (
-      {"model_type": "gemma3_text", "architectures": None, "rope_scaling": _YARN}
-      | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-      NotImplementedError,
-      r"found 'rope_scaling' .*yarn.* beside 'rope_parameters'",
-    ),
-    (
-      {"model_type": "qwen2", "architectures": None, "layer_types": ["sliding_attention"] * 2}
-      | {"sliding_window": 64, "use_sliding_window": False},
-      ValueError,
-      r"layer_types.*found 'sliding_attention' without a sliding window in use",
-    ),
-    (
-      {"model_type": "mistral", "architectures": None, "layer_types": ["sliding_attention"] * 2}
-      | {"sliding_window": None},
-      ValueError,
-      r"layer_types.*found 'sliding_attention' without a sliding window in use",
-    ),
-    (
-      {"model_type": "qwen3", "architectures": None, "layer_types": ["linear_attention"] * 2}
-      | {"sliding_window": None},
-      NotImplementedError,
-      r"layer_types.*linear_attention.*expected 2 of",
-    ),
-    ({"rope_theta": -1.0}, ValueError, r"rope_theta.*found -1\.0"),
-    ({"hidden_size": None}, ValueError, r"'hidden_size': not found"),
-    ({"hidden_size": "32"}, ValueError, r"wrong type"),
-    ({"num_attention_heads": 0}, ValueError, r"wrong type"),
-    ({"num_key_value_heads": 3}, ValueError, r"found 4, expected a multiple of kv_heads = 3"),
-    ({"num_hidden_layers": 3}, ValueError, r"found tensors of 2 layers, expected 3"),
-    ({"num_hidden_layers": 10**9}, ValueError, r"found tensors of 2 layers, expected 1000000000"),
-    ({"intermediate_size": 40}, ValueError, r"gate_proj.*found shape \(48, 32\), expected \(40"),
-    ({"vocab_size": 65}, ValueError, r"embed_tokens.*found shape \(64, 32\), expected \(65, 32\)"),
-  ],
-)
-def test_bad_config(tmp_path, entries, error, message):
-  source = tiny_hf.write(tmp_path / "bad", {**CONFIG, **entries}, tiny_hf.weights(CONFIG))
+_LISTED = {"rope_type": "default", "rope_theta": 1e4}
+WRONG = [
+  ({"rope_scaling": {"rope_type": "longrope"}}, r"short_factor.*expected numbers"),
+  (
+    {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
+    r"rope: found .*expected .* a factor for each",
+  ),
+  ({"model_type": "phi3", "partial_rotary_factor": 1.5}, r"partial_rotary_factor.*found 1\.5"),
+  (
+    {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": -50.0},
+    r"soft_cap: found -50\.0, expected a finite number above 0, or None",
+  ),
+  (
+    {"model_type": "qwen3_moe", **MOE, "num_experts": 10**9},
+    r"found tensors of 0 experts, expected 1000000000",
+  ),
+  ({"rope_scaling": {"type": "linear"}}, r"'factor': found None, expected a number"),
+  ({"rope_scaling": {**_YARN, "factor": "4"}}, r"'factor': found '4'"),
+  ({"rope_scaling": {**_YARN, "factor": True}}, r"'factor': found True"),
+  ({"rope_scaling": 3}, r"wrong type"),
+  (
+    {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2, "sliding_window": 64}
+    | {"use_sliding_window": False},
+    r"layer_types.*found 'sliding_attention' without a sliding window in use",
+  ),
+  (
+    {"model_type": "mistral", "layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+    r"layer_types.*found 'sliding_attention' without a sliding window in use",
+  ),
+  ({"rope_theta": -1.0}, r"rope_theta.*found -1\.0"),
+  ({"hidden_size": None}, r"'hidden_size': not found"),
+  ({"hidden_size": "32"}, r"wrong type"),
+  ({"num_attention_heads": 0}, r"wrong type"),
+  ({"num_key_value_heads": 3}, r"found 4, expected a multiple of kv_heads = 3"),
+  ({"num_hidden_layers": 3}, r"found tensors of 2 layers, expected 3"),
+  ({"num_hidden_layers": 10**9}, r"found tensors of 2 layers, expected 1000000000"),
+  ({"intermediate_size": 40}, r"gate_proj.*found shape \(48, 32\), expected \(40"),
+  ({"vocab_size": 65}, r"embed_tokens.*found shape \(64, 32\), expected \(65, 32\)"),
+]
+UNKNOWN = [
+  ({"model_type": "gpt_neox"}, r"model_type 'gpt_neox'.*'llama'"),
+  ({"model_type": None}, r"model_type 'None'"),
+  ({"model_type": "gemma3"}, r"model_type 'gemma3'.*'gemma3_text'"),
+  ({"model_type": "mixtral"}, r"model_type 'mixtral'"),
+  (
+    {"architectures": ["LlamaForSequenceClassification"]},
+    r"LlamaForSequenceClassification.*expected one of .*LlamaForCausalLM",
+  ),
+  ({"hidden_act": "gelu"}, r"hidden_act.*found 'gelu', expected 'silu'"),
+  ({"attention_bias": True}, r"attention_bias.*found True"),
+  ({"mlp_bias": True}, r"mlp_bias.*found True"),
+  ({"quantization_config": {"bits": 4}}, r"quantization_config.*bits"),
+  ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor.*found 0\.5"),
+  ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'"),
+  ({"rope_scaling": {"rope_type": "3d"}}, r"'3d', expected one"),
+  (
+    {"model_type": "mistral", "layer_types": ["chunked_attention"] * 2},
+    r"layer_types.*chunked.*expected 2 of",
+  ),
+  (
+    {"model_type": "qwen3", "layer_types": ["linear_attention"] * 2, "sliding_window": None},
+    r"layer_types.*linear_attention.*expected 2 of",
+  ),
+  (
+    {"model_type": "gpt_oss", "quantization_config": {"x": "mxfp4"}},
+    r"quantization_config.*mxfp4",
+  ),
+  ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, r"swiglu_limit.*found 5\.0, expected 7\.0"),
+  (
+    {"model_type": "gemma2", "hidden_act": "silu"},
+    r"hidden_act.*found 'silu', expected 'gelu_pytorch_tanh'",
+  ),
+  (
+    {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+    r"final_logit_softcapping.*found 30\.0, expected None",
+  ),
+  ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers.*found \[0\]"),
+  (
+    {"rope_parameters": _LISTED, "rope_scaling": _YARN},
+    r"found 'rope_scaling' .*yarn.* beside 'rope_parameters' .*default.*expected one of them",
+  ),
+  (
+    {"rope_parameters": {**_YARN, "factor": 2.0}, "rope_scaling": _YARN},
+    r"beside 'rope_parameters'",
+  ),
+  (
+    {"model_type": "gemma3_text", "rope_parameters": _YARN},
+    r"'rope_parameters': found the entries \['factor', 'rope_type'\], expected full_attention",
+  ),
+  (
+    {"model_type": "gemma3_text", "rope_scaling": _YARN}
+    | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    r"found 'rope_scaling' .*yarn.* beside 'rope_parameters'",
+  ),
+]
+
+
+def refused(tmp_path, error, message, config, *args, **how):
+  """Nothing but the bad folder is there when its conversion has failed."""
+  source = tiny_hf.write(tmp_path / "bad", config, *args, **how)
   with pytest.raises(error, match=rf"(?s)bad.*{message}"):
     convert.convert(source, tmp_path / "made", progress=False)
   assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+@pytest.mark.parametrize(
+  ("error", "entries", "message"),
+  [
+    *((ValueError, *row) for row in WRONG),
+    *((NotImplementedError, *row) for row in UNKNOWN),
+  ],
+)
+def test_bad_config(tmp_path, error, entries, message):
+  family = {"architectures": None} if "model_type" in entries else {}
+  refused(tmp_path, error, message, {**CONFIG, **family, **entries}, tiny_hf.weights(CONFIG))
 
 
 @pytest.mark.parametrize(
@@ -377,53 +353,39 @@ def test_junk_in_the_config_is_refused_or_harmless(folder, key, value):
     (folder / "config.json").write_text(text)
 
 
-def drop(name):
-  return lambda weights: weights.pop(name)
-
-
-def put(name, x):
-  return lambda weights: weights.update({name: x})
-
-
 @pytest.mark.parametrize(
-  ("change", "error", "message"),
+  ("name", "tensor", "error", "message"),
   [
+    ("layers.1.mlp.up_proj", None, ValueError, r"1 of 21 tensors .*layers\.1\.mlp\.up_proj\.weight"),
+    ("lm_head", None, ValueError, r"tensors not found, expected lm_head\.weight"),
     (
-      drop("model.layers.1.mlp.up_proj.weight"),
-      ValueError,
-      r"1 of 21 tensors not found.*layers\.1\.mlp\.up_proj\.weight",
-    ),
-    (drop("lm_head.weight"), ValueError, r"tensors not found, expected lm_head\.weight"),
-    (
-      put("model.norm.weight", np.ones(31, np.float32)),
+      "norm",
+      np.ones(31, np.float32),
       ValueError,
       r"model\.norm\.weight.*found shape \(31,\), expected \(32,\)",
     ),
     (
-      put("model.norm.weight", np.ones(32, np.int32)),
+      "norm",
+      np.ones(32, np.int32),
       NotImplementedError,
       r"model\.norm\.weight.*found dtype I32, expected F32",
     ),
     (
-      put("model.layers.0.self_attn.q_norm.weight", np.ones(8, np.float32)),
+      "layers.0.self_attn.q_norm",
+      np.ones(8, np.float32),
       NotImplementedError,
       r"does not use: model\.layers\.0\.self_attn\.q_norm",
     ),
-    (
-      put("model.norm.weight", np.full(32, np.nan, np.float32)),
-      ValueError,
-      r"model\.norm\.weight.*found NaN",
-    ),
+    ("norm", np.full(32, np.nan, np.float32), ValueError, r"model\.norm\.weight.*found NaN"),
   ],
 )
 @pytest.mark.parametrize("shards", [1, 2])
-def test_bad_tensors(tmp_path, change, error, message, shards):
-  weights = tiny_hf.weights(CONFIG)
-  change(weights)
-  source = tiny_hf.write(tmp_path / "bad", CONFIG, weights, shards=shards)
-  with pytest.raises(error, match=rf"(?s)bad.*{message}"):
-    convert.convert(source, tmp_path / "made", progress=False)
-  assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+def test_bad_tensors(tmp_path, name, tensor, error, message, shards):
+  """One that is missing, changed, or too many."""
+  whole = f"{name}.weight" if name == "lm_head" else f"model.{name}.weight"
+  weights = {**tiny_hf.weights(CONFIG), whole: tensor}
+  weights = {name: x for name, x in weights.items() if x is not None}
+  refused(tmp_path, error, message, CONFIG, weights, shards=shards)
 
 
 def test_missing_shard(tmp_path):

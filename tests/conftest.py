@@ -127,6 +127,17 @@ def untyped(monkeypatch):
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
+@pytest.fixture
+def jax_config():
+  """JAX's settings, of which those about compiled programs are put back."""
+  names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+  names += ("jax_persistent_cache_min_compile_time_secs",)
+  before = {name: getattr(jax.config, name) for name in names}
+  yield jax.config
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
 def pytest_addoption(parser):
   parser.addoption("--programs", metavar="FILE", help="append what each test compiles and takes")
 

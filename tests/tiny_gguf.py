@@ -1,12 +1,13 @@
 """A tiny Llama in a GGUF file, with made-up weights, and the logits that it must give."""
 
+import hashlib
 import re
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from kvjax.models.io import families, huggingface
+from kvjax.models.io import families, fetch, huggingface
 from kvjax.models.io import gguf as gguf_file
 from kvjax.models.io.token_backends import byte_of_character
 from tests import tiny_hf
@@ -103,6 +104,12 @@ def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama",
   writer.write_tensors_to_file()
   writer.close()
   return stored
+
+
+def publish(monkeypatch, data):
+  """Bytes that are from now on those of the model which is published."""
+  monkeypatch.setattr(fetch, "SMOLLM2_SIZE", len(data))
+  monkeypatch.setattr(fetch, "SMOLLM2_SHA256", hashlib.sha256(data).hexdigest())
 
 
 def forward(w, tokens):

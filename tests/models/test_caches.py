@@ -13,8 +13,7 @@ import pytest
 import tokenizers
 
 import kvjax
-from kvjax.models.decode import caches as caches_file
-from kvjax.models.decode.caches import fork, fork_shared, next_turn, restore, save
+from kvjax.models.decode.caches import VERSION, fork, fork_shared, next_turn, restore, save
 from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
@@ -23,6 +22,7 @@ from kvjax.testing.tiny import LENGTHS, TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
 
 BUDGET, CAPACITY = 16, 64
+FULL = kvjax.Full()
 METHODS = [
   pytest.param(kvjax.settings.example(kvjax.METHODS[name], BUDGET), id=name)
   for name in ("full", "streaming_llm", "random")
@@ -38,6 +38,32 @@ def start(method, dtype=None):
 
 def go_on(logits, caches, method, steps=5, **kwargs):
   return generate(model(), logits, caches, method, steps=steps, chunk=4, **kwargs)[0].tokens
+
+
+@pytest.fixture
+def saved(tmp_path):
+  """A file of full caches, and what is in it."""
+  logits, caches, spec = start(FULL)
+  return save(tmp_path / "x.npz", logits, caches, FULL, spec), logits, caches, spec
+
+
+CACHES = "kvjax-caches"
+
+
+def header(kind, version):
+  said = {"format": kind} | ({"version": version} if version else {})
+  return {"header.json": json.dumps(said).encode()}
+
+
+def read_zip(path):
+  with zipfile.ZipFile(path) as file:
+    return {name: file.read(name) for name in file.namelist()}
+
+
+def write_zip(path, entries):
+  with zipfile.ZipFile(path, "w") as file:
+    for name, data in entries.items():
+      file.writestr(name, data)
 
 
 # ---- files
@@ -81,56 +107,32 @@ def test_files_of_other_caches_are_refused(tmp_path):
     save(path, logits, caches, kvjax.Full(), spec)
 
 
-def test_damaged_files_are_refused(tmp_path):
-  method = kvjax.Full()
-  logits, caches, spec = start(method)
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
-  whole = path.read_bytes()
+def test_damaged_files_are_refused(saved):
+  path, *_, spec = saved
+  whole, entries = path.read_bytes(), read_zip(path)
   for data in (whole[:-100], whole[: len(whole) // 2], b"", b"text"):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"x\.npz: found .*expected a whole file of saved caches"):
-      restore(path, method, spec)
+      restore(path, FULL, spec)
   with pytest.raises(FileNotFoundError):
-    restore(tmp_path / "y.npz", method, spec)
-
-  def rewrite(change):
-    path.write_bytes(whole)
-    with zipfile.ZipFile(path) as file:
-      entries = {name: file.read(name) for name in file.namelist()}
-    change(entries)
-    with zipfile.ZipFile(path, "w") as file:
-      for name, data in entries.items():
-        file.writestr(name, data)
-
-  rewrite(lambda entries: entries.pop("layer3.rows.seen.npy"))
-  with pytest.raises(ValueError, match=r"layer3\.rows\.seen"):
-    restore(path, method, spec)
-  split = lambda entries: entries["header.json"].replace(b"DENSE", b"SPLIT", 1)  # noqa: E731
-  rewrite(lambda entries: entries.update({"header.json": split(entries)}))
-  with pytest.raises(ValueError, match=r"layouts: found \['SPLIT', .*, expected \['DENSE', .*Full"):
-    restore(path, method, spec)
-  rewrite(lambda entries: entries.update({"header.json": json.dumps({"format": "x"}).encode()}))
-  with pytest.raises(ValueError, match="found format 'x' version None"):
-    restore(path, method, spec)
-
-
-def test_files_of_other_versions_are_refused(tmp_path):
-  """Whatever else their headers say, or do not say."""
-  path, spec = tmp_path / "x.npz", model().spec(2, CAPACITY)
-  for version, says in (
-    (caches_file.VERSION + 1, r"3, expected 'kvjax-caches' version 2 .*by a newer kvjax"),
-    (1, r"1, expected 'kvjax-caches' version 2 .*by an older kvjax"),
+    restore(path.with_name("y.npz"), FULL, spec)
+  # A header of another version, whatever else it says, or does not say.
+  says = "found format 'kvjax-caches' version"
+  split = entries["header.json"].replace(b"DENSE", b"SPLIT", 1)
+  for change, message in (
+    ({"layer3.rows.seen.npy": None}, r"layer3\.rows\.seen"),
+    ({"header.json": split}, r"layouts: found \['SPLIT', .*, expected \['DENSE', .*Full"),
+    (header("x", None), "found format 'x' version None"),
+    (header(CACHES, VERSION + 1), rf"{says} 3, expected '{CACHES}' version 2 .*by a newer kvjax"),
+    (header(CACHES, 1), rf"x\.npz: {says} 1, expected '{CACHES}' version 2 .*by an older kvjax"),
   ):
-    with zipfile.ZipFile(path, "w") as file:
-      file.writestr("header.json", json.dumps({"format": "kvjax-caches", "version": version}))
-    with pytest.raises(ValueError, match=rf"x\.npz: found format 'kvjax-caches' version {says}"):
-      restore(path, kvjax.Full(), spec)
+    write_zip(path, {name: x for name, x in {**entries, **change}.items() if x is not None})
+    with pytest.raises(ValueError, match=message):
+      restore(path, FULL, spec)
 
 
-def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
-  method = kvjax.Full()
-  logits, caches, spec = start(method)
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+def test_an_interrupted_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
+  path, logits, caches, spec = saved
   before = path.read_bytes()
 
   def stop(*_, **__):
@@ -138,16 +140,14 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 
   monkeypatch.setattr(np.lib.format, "write_array", stop)
   with pytest.raises(KeyboardInterrupt):
-    save(path, logits, caches, method, spec)
+    save(path, logits, caches, FULL, spec)
   assert path.read_bytes() == before
   assert list(tmp_path.iterdir()) == [path]
 
 
-def test_any_flipped_byte_is_refused_in_one_line(tmp_path):
+def test_any_flipped_byte_is_refused_in_one_line(saved):
   """Sizes, flags and offsets of the zip, its headers and those of arrays, and the numbers."""
-  method = kvjax.Full()
-  logits, caches, spec = start(method)
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  path, logits, caches, spec = saved
   whole = path.read_bytes()
   with zipfile.ZipFile(path) as file:
     starts = [entry.header_offset for entry in file.infolist()]
@@ -159,7 +159,7 @@ def test_any_flipped_byte_is_refused_in_one_line(tmp_path):
     data[place] ^= rng.integers(1, 256)
     path.write_bytes(data)
     try:
-      found = restore(path, method, spec)
+      found = restore(path, FULL, spec)
     except ValueError as error:
       assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
       refused += 1
@@ -168,21 +168,16 @@ def test_any_flipped_byte_is_refused_in_one_line(tmp_path):
   assert refused > 150
 
 
-def test_a_header_that_asks_for_more_memory_than_there_is(tmp_path):
+def test_a_header_that_asks_for_more_memory_than_there_is(saved):
   """An array's own header is believed in nothing."""
-  method = kvjax.Full()
-  logits, caches, spec = start(method)
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
-  with zipfile.ZipFile(path) as file:
-    entries = {name: file.read(name) for name in file.namelist()}
+  path, *_, spec = saved
+  entries = read_zip(path)
   head = entries["logits.npy"]
   entries["logits.npy"] = head.replace(b"(2, 61), }" + b" " * 9, b"(2, 61000000000), }")
   assert entries["logits.npy"] != head
-  with zipfile.ZipFile(path, "w") as file:
-    for name, data in entries.items():
-      file.writestr(name, data)
+  write_zip(path, entries)
   with pytest.raises(ValueError, match=r"x\.npz: found .*logits.*, expected a whole file"):
-    restore(path, method, spec)
+    restore(path, FULL, spec)
 
 
 def test_windows_of_another_model_are_refused(tmp_path):
@@ -200,17 +195,14 @@ def test_windows_of_another_model_are_refused(tmp_path):
       restore(path, method, other)
 
 
-def test_two_who_save_to_one_path(tmp_path):
+def test_two_who_save_to_one_path(saved, tmp_path):
   """The file is the one's or the other's."""
-  method = kvjax.Full()
-  logits, caches, spec = start(method)
-  both = logits, logits + 1
-  path = tmp_path / "x.npz"
-  failed = []
+  path, logits, caches, spec = saved
+  both, failed = (logits, logits + 1), []
 
   def write(mine):
     try:
-      save(path, mine, caches, method, spec)
+      save(path, mine, caches, FULL, spec)
     except BaseException as error:
       failed.append(error)
 
@@ -220,7 +212,7 @@ def test_two_who_save_to_one_path(tmp_path):
       thread.start()
     for thread in threads:
       thread.join()
-    found, others = restore(path, method, spec)
+    found, others = restore(path, FULL, spec)
     assert any(np.array_equal(found, mine) for mine in both)
     chex.assert_trees_all_equal(others, caches)
   assert not failed and [p.name for p in tmp_path.iterdir()] == ["x.npz"]

@@ -1,7 +1,6 @@
 """Files in place of which users have something else, and disks and folders that take no file."""
 
 import errno
-import hashlib
 import json
 import os
 import pathlib
@@ -263,9 +262,7 @@ def test_a_folder_that_cannot_be_made(made):
 @pytest.fixture
 def published(made, monkeypatch):
   """The tiny file, as if it were the published one."""
-  data = (made / "x.gguf").read_bytes()
-  monkeypatch.setattr(fetch, "SMOLLM2_SIZE", len(data))
-  monkeypatch.setattr(fetch, "SMOLLM2_SHA256", hashlib.sha256(data).hexdigest())
+  tiny_gguf.publish(monkeypatch, (made / "x.gguf").read_bytes())
   return made / "x.gguf"
 
 
@@ -326,17 +323,6 @@ def test_no_connection_is_no_reason_to_try_elsewhere(tmp_path, monkeypatch):
 
 
 # ---- JAX's cache of programs
-
-
-@pytest.fixture
-def jax_config():
-  import jax
-
-  names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
-  before = {name: getattr(jax.config, name) for name in names}
-  yield jax.config
-  for name, value in before.items():
-    jax.config.update(name, value)
 
 
 def test_programs_are_compiled_without_a_folder_to_keep_them(jax_config, tmp_path, capsys):

@@ -356,7 +356,12 @@ def test_junk_in_the_config_is_refused_or_harmless(folder, key, value):
 @pytest.mark.parametrize(
   ("name", "tensor", "error", "message"),
   [
-    ("layers.1.mlp.up_proj", None, ValueError, r"1 of 21 tensors .*layers\.1\.mlp\.up_proj\.weight"),
+    (
+      "layers.1.mlp.up_proj",
+      None,
+      ValueError,
+      r"1 of 21 tensors .*layers\.1\.mlp\.up_proj\.weight",
+    ),
     ("lm_head", None, ValueError, r"tensors not found, expected lm_head\.weight"),
     (
       "norm",

@@ -18,6 +18,9 @@ def tokenizer():
   return Tokenizer.from_gguf(metadata())
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+
+
 def pieces(tokenizer, text):
   return [TOKENS[i] for i in tokenizer.encode(text)]
 
@@ -74,12 +77,13 @@ def test_stream_waits_for_the_whole_character(tokenizer):
 
 
 def test_chat(tokenizer):
-  messages = [{"role": "user", "content": "hello"}]
   text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-  assert tokenizer.render(messages) == text
-  assert tokenizer.chat(messages) == tokenizer.encode(text)
-  short = tokenizer.render(messages, add_generation_prompt=False)
+  assert tokenizer.render(HELLO) == text
+  assert tokenizer.chat(HELLO) == tokenizer.encode(text)
+  short = tokenizer.render(HELLO, add_generation_prompt=False)
   assert short == "<|im_start|>user\nhello<|im_end|>\n"
+  with pytest.raises(ValueError, match=r"found keys \['role'\]"):
+    tokenizer.chat([{"role": "user"}])
 
 
 @pytest.mark.parametrize(
@@ -100,11 +104,6 @@ def test_chat_template_that_fails(tokenizer, template, message):
     Tokenizer(tokenizer.backend, chat_template=template).chat([{"role": "user", "content": ""}])
 
 
-def test_messages_without_content(tokenizer):
-  with pytest.raises(ValueError, match="found keys \\['role'\\]"):
-    tokenizer.chat([{"role": "user"}])
-
-
 def test_save_and_load(tokenizer, tmp_path):
   tokenizer.save(tmp_path)
   again = Tokenizer.load(tmp_path)
@@ -114,13 +113,8 @@ def test_save_and_load(tokenizer, tmp_path):
   assert (again.bos, again.eos, again.add_bos) == (1, 2, False)
   assert again.chat_template == tokenizer.chat_template
   # Converted before ends were kept: what the template closes an answer with.
-  old = {
-    "bos": 1,
-    "eos": 0,
-    "add_bos": False,
-    "chat_template": tokenizer.chat_template,
-    "rows": None,
-  }
+  old = {"bos": 1, "eos": 0, "add_bos": False, "rows": None}
+  old["chat_template"] = tokenizer.chat_template
   (tmp_path / "tokenizer_config.json").write_text(json.dumps(old))
   assert Tokenizer.load(tmp_path).ends == (0, 2)
   (tmp_path / "tokenizer_config.json").write_text('{"pad": 3}')
@@ -247,6 +241,10 @@ def test_qwen_normalises():
 # ---- Hugging Face folders
 
 
+def copied(tokenizer):
+  return tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+
+
 def published(tokenizer, folder, **settings):
   """What a publisher's folder holds of a tokenizer."""
   tokenizer.backend.save(str(folder / "tokenizer.json"))
@@ -267,19 +265,24 @@ def test_huggingface_folder(tokenizer, tmp_path):
   made = Tokenizer.from_huggingface(folder)
   assert (made.bos, made.eos, made.add_bos) == (1, 2, True)
   assert made.encode("hello", bos=False) == tokenizer.encode("hello")
-  assert made.render([{"role": "user", "content": "x"}]) == "<|im_start|>x"
+  assert made.render(HELLO) == "<|im_start|>hello"
   (folder / "chat_template.jinja").write_text("{% for m in messages %}{% break %}{% endfor %}y")
-  assert Tokenizer.from_huggingface(folder).render([{"role": "user", "content": "x"}]) == "y"
+  assert Tokenizer.from_huggingface(folder).render(HELLO) == "y"
+
+
+def around(tokenizer, single):
+  """A copy whose post-processor puts tokens around a text."""
+  backend = copied(tokenizer)
+  named = [("<|im_start|>", 1), ("<|im_end|>", 2)]
+  processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=named)
+  backend.post_processor = processor
+  return Tokenizer(backend)
 
 
 def test_huggingface_folder_whose_post_processor_begins_with_bos(tokenizer, tmp_path):
   """Llama 3 says add_bos nowhere else."""
-  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
-  single = "<|im_start|> $A"
-  backend.post_processor = tokenizers.processors.TemplateProcessing(
-    single=single, special_tokens=[("<|im_start|>", 1)]
-  )
-  folder = published(Tokenizer(backend), tmp_path, bos_token="<|im_start|>")
+  whole = around(tokenizer, "<|im_start|> $A")
+  folder = published(whole, tmp_path, bos_token="<|im_start|>")
   made = Tokenizer.from_huggingface(folder)
   assert made.add_bos
   assert made.encode("hello") == [1, *tokenizer.encode("hello")]
@@ -309,12 +312,11 @@ def test_files_may_begin_with_a_mark_of_their_byte_order(tokenizer, tmp_path):
 
 def test_named_chat_templates(tokenizer, tmp_path):
   """A list in the settings; files of their own go before it; one for tools is taken for tools."""
-  hello = [{"role": "user", "content": "hello"}]
   templates = [{"name": "tool_use", "template": "{{ tools[0].name }}"}]
   folder = published(tokenizer, tmp_path, chat_template=templates)
   made = Tokenizer.from_huggingface(folder)
   with pytest.raises(ValueError, match=r"found None, expected one of .* \['tool_use'\]"):
-    made.render(hello)
+    made.render(HELLO)
   published(tokenizer, tmp_path, chat_template=[*templates, {"name": "default", "template": "d"}])
   assert Tokenizer.from_huggingface(folder).chat_template == "d"
   (folder / "chat_template.json").write_text('{"chat_template": "old"}')
@@ -324,33 +326,28 @@ def test_named_chat_templates(tokenizer, tmp_path):
   made = Tokenizer.from_huggingface(folder)
   made.save(tmp_path)
   made = Tokenizer.load(tmp_path)
-  assert made.render(hello) == made.render(hello, template="default") == "d"
-  assert made.render(hello, tools=[{"name": "f"}]) == "f"
-  assert made.render(hello, template="rag", documents=[{"title": "t", "text": "x"}]) == "1 rag"
+  assert made.render(HELLO) == made.render(HELLO, template="default") == "d"
+  assert made.render(HELLO, tools=[{"name": "f"}]) == "f"
+  assert made.render(HELLO, template="rag", documents=[{"title": "t", "text": "x"}]) == "1 rag"
   with pytest.raises(ValueError, match=r"template: found 'other', expected .* \['default', 'rag'"):
-    made.render(hello, template="other")
+    made.render(HELLO, template="other")
 
 
 def test_bad_huggingface_folder(tokenizer, tmp_path):
   with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: not found, expected a Hugging"):
     Tokenizer.from_huggingface(tmp_path)
-  folder = published(tokenizer, tmp_path, bos_token="<s>")
-  with pytest.raises(ValueError, match=r"tokenizer_config\.json: bos_token: found '<s>'"):
-    Tokenizer.from_huggingface(folder)
-  for entry in (2, ["<|im_end|>"], {"id": 2, "content": 7}):
-    published(tokenizer, tmp_path, eos_token=entry)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: eos_token: found .*text, or nu"):
-      Tokenizer.from_huggingface(folder)
-  published(tokenizer, tmp_path, chat_template="\ud83d \U0001f600")
-  with pytest.raises(ValueError, match=r"_config\.json: found a lone surrogate \\ud83d, expected"):
-    Tokenizer.from_huggingface(folder)
-  published(tokenizer, tmp_path, chat_template="\\ud83d \U0001f600")
+  folder = published(tokenizer, tmp_path, chat_template="\\ud83d \U0001f600")
   assert Tokenizer.from_huggingface(folder).chat_template == "\\ud83d \U0001f600"
-  for text in ("{", "[]"):
+  wrong = (2, ["<|im_end|>"], {"id": 2, "content": 7})
+  for text, message in (
+    ('{"bos_token": "<s>"}', "bos_token: found '<s>'"),
+    *((json.dumps({"eos_token": x}), "eos_token: found .*text, or nu") for x in wrong),
+    ('{"chat_template": "\\ud83d"}', r"found a lone surrogate \\ud83d, expected"),
+    *((text, ".*expected an object") for text in ("{", "[]")),
+  ):
     (folder / "tokenizer_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*expected an object"):
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
       Tokenizer.from_huggingface(folder)
-  tokenizer.backend.save(str(folder / "tokenizer.json"))
   published(tokenizer, folder)
   state = json.loads((folder / "tokenizer.json").read_text())
   state["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
@@ -361,7 +358,7 @@ def test_bad_huggingface_folder(tokenizer, tmp_path):
 
 def test_added_tokens_may_lie_behind_the_last_row(tokenizer, tmp_path):
   """They are refused where a text has them, and end no answer."""
-  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  backend = copied(tokenizer)
   rows = len(TOKENS)
   backend.add_special_tokens(["<image>"])
   made = Tokenizer(backend, eos=2, ends=[rows], rows=rows)
@@ -379,7 +376,7 @@ def test_added_tokens_may_lie_behind_the_last_row(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("kept", ["truncation", "padding", "dropout"])
 def test_texts_are_encoded_whole_and_as_they_are(tokenizer, tmp_path, kept):
-  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+  backend = copied(tokenizer)
   match kept:
     case "truncation":
       backend.enable_truncation(max_length=4, stride=1, direction="left")
@@ -401,31 +398,26 @@ def test_texts_are_encoded_whole_and_as_they_are(tokenizer, tmp_path, kept):
 
 
 @pytest.mark.parametrize(
-  ("settings", "around"),
+  ("settings", "begin", "end"),
   [
-    ({}, ("be", "e")),
-    ({"add_bos_token": False}, ("", "e")),
-    ({"add_eos_token": False}, ("be", "")),
-    ({"add_bos_token": True, "add_eos_token": True}, ("be", "e")),
+    ({}, [1], [2]),
+    ({"add_bos_token": False}, [], [2]),
+    ({"add_eos_token": False}, [1], []),
+    ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
   ],
 )
-def test_prefixes_and_suffixes(tokenizer, tmp_path, settings, around):
+def test_prefixes_and_suffixes(tokenizer, tmp_path, settings, begin, end):
   """Of the post-processor, unless the settings know better of bos and eos."""
-  backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
-  single = "<|im_start|> $A <|im_end|>"
-  backend.post_processor = tokenizers.processors.TemplateProcessing(
-    single=single, special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
-  )
+  whole = around(tokenizer, "<|im_start|> $A <|im_end|>")
   names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-  made = Tokenizer.from_huggingface(published(Tokenizer(backend), tmp_path, **names, **settings))
-  begin, end = [[1] * ("b" in around[0]), [2] * ("e" in around[1])]
+  made = Tokenizer.from_huggingface(published(whole, tmp_path, **names, **settings))
   hello = tokenizer.encode("hello")
   assert made.encode("hello") == begin + hello + end
   assert (made.prefix, made.suffix) == (begin, end)
   assert made.encode("hello", bos=True) == [1, *hello]
   assert made.encode("hello", bos=False) == hello
   if not settings:
-    assert made.encode("hello") == backend.encode("hello").ids
+    assert made.encode("hello") == whole.backend.encode("hello").ids
 
 
 def test_a_fragment_has_no_prefix_of_its_own(sentencepiece):
@@ -472,10 +464,9 @@ def test_ends_of_a_huggingface_folder(tokenizer, tmp_path):
   (folder / "generation_config.json").write_text('{"eos_token_id": ["2"]}')
   with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id: found \['2'\]"):
     Tokenizer.from_huggingface(folder)
-
-
-def test_ends_without_a_name_in_the_settings(tokenizer, tmp_path):
-  folder = published(tokenizer, tmp_path)
+  # Without a name in the settings.
+  published(tokenizer, tmp_path)
+  (folder / "config.json").write_text("{}")
   (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
   made = Tokenizer.from_huggingface(folder)
   assert made.eos is None and made.ends == (2,)
@@ -509,7 +500,7 @@ def test_named_chat_templates_of_gguf(listed):
   entries = {**metadata(), "tokenizer.chat_template.tool_use": "{{ tools[0].name }}"}
   entries |= {"tokenizer.chat_templates": ["tool_use"]} if listed else {}
   made = Tokenizer.from_gguf(entries)
-  assert made.render([{"role": "user", "content": "x"}], tools=[{"name": "f"}]) == "f"
+  assert made.render(HELLO, tools=[{"name": "f"}]) == "f"
 
 
 @pytest.mark.parametrize("calls", [False, True])
@@ -527,9 +518,8 @@ def test_end_of_a_part_of_an_answer(calls):
 def test_tokens_that_only_the_settings_know(tokenizer, tmp_path):
   """They are added; a token of the vocabulary that is named is special from then on."""
   new = {"content": "<tool>", "special": False, "lstrip": True, "rstrip": False}
-  folder = published(
-    tokenizer, tmp_path, added_tokens_decoder={str(len(TOKENS)): new}, pad_token="hello"
-  )
+  added = {str(len(TOKENS)): new}
+  folder = published(tokenizer, tmp_path, added_tokens_decoder=added, pad_token="hello")
   made = Tokenizer.from_huggingface(folder)
   ids = made.encode("a  <tool> t")
   assert ids == [*made.encode("a"), len(TOKENS), *made.encode(" t")]

@@ -15,14 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 
 import kvjax
 from kvjax.models.decode.generate import prefill
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import (
   bench,
   clock,
@@ -38,6 +35,7 @@ from kvjax.programs.clock import Clock
 from kvjax.programs.evals import needle
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row
+from scripts.examples import tiny as examples_tiny
 from scripts.studies import needle_recall, record, sharing_study
 
 # Its oracle is PyTorch's transformers, which no extra of this project installs.
@@ -70,10 +68,6 @@ ARGUMENTS = {
 }
 LENGTH, BUDGET = 400, 64
 ROOT = installed.FOLDER.parents[1]
-CHAT_TEMPLATE = (
-  "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-  "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
@@ -95,33 +89,17 @@ def test_help_names_the_arguments(name, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def tiny():
-  """A random two-layer model and a tokenizer of one token per byte."""
-  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-  vocab = {c: i for i, c in enumerate(sorted(alphabet))}
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  tokenizer = Tokenizer(backend, chat_template=CHAT_TEMPLATE)
-  config = ModelConfig(
-    vocab=256, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, tie_embeddings=True
-  )
-  return Transformer(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), tokenizer
+  return examples_tiny.load()
 
 
-def tiny_row(tokenizer: Tokenizer, length: int) -> Row:
-  return needle.build(
-    Reader(tokenizer).count,
-    length=length,
-    draw=random.Random(0),
-    max_new_tokens=demo.ANSWER_TOKENS,
-  )
+def tiny_row(tokenizer: Tokenizer) -> Row:
+  count, most = Reader(tokenizer).count, demo.ANSWER_TOKENS
+  return needle.build(count, length=LENGTH, draw=random.Random(0), max_new_tokens=most)
 
 
 def run_demo(tiny, *names):
   """The results of the demo's comparison, as they come."""
-  model, tokenizer = tiny
-  row = tiny_row(tokenizer, LENGTH)
-  return demo.contest(model, tokenizer, row, names, length=LENGTH, budget=BUDGET)
+  return demo.contest(*tiny, tiny_row(tiny[1]), names, length=LENGTH, budget=BUDGET)
 
 
 DEMO = "full", "snapkv", "quest", "art", "cpe"
@@ -177,15 +155,12 @@ def test_demo_reads_once_for_all(tiny, monkeypatch):
   """Attention of a prompt is traced once for the layers that are alike, whoever shares it."""
   model, tokenizer = tiny
   names = ("full", "snapkv", "tova", "longflow")
-  methods = {
-    name: kvjax.settings.usual(kvjax.METHODS[name], BUDGET - 1) for name in names
-  }  # compiled nowhere else
-  traced = []
-  attend = kvjax.Full.attend_prompt
-  monkeypatch.setattr(
-    kvjax.Method, "attend_prompt", lambda *args: traced.append(args) or attend(*args)
-  )
-  game = demo.Contest(model, tokenizer, tiny_row(tokenizer, LENGTH), LENGTH)
+  budget = BUDGET - 1  # compiled nowhere else
+  methods = {name: kvjax.settings.usual(kvjax.METHODS[name], budget) for name in names}
+  traced, attend = [], kvjax.Full.attend_prompt
+  spy = lambda *args: traced.append(args) or attend(*args)  # noqa: E731
+  monkeypatch.setattr(kvjax.Method, "attend_prompt", spy)
+  game = demo.Contest(model, tokenizer, tiny_row(tokenizer), LENGTH)
   reading = demo.read_together(game, methods, names)
   assert model.config.layers == 2 and len(traced) == 1
   assert len(reading.of("snapkv").caches) == 2
@@ -193,9 +168,8 @@ def test_demo_reads_once_for_all(tiny, monkeypatch):
 
 def test_demo_shared_prefill_gives_what_its_own_gives(tiny):
   """A member's continuation is the same as after a prefill of its own."""
-  model, tokenizer = tiny
   *_, shared = run_demo(tiny, "full", "snapkv")
-  game = demo.Contest(model, tokenizer, tiny_row(tokenizer, LENGTH), LENGTH)
+  game = demo.Contest(*tiny, tiny_row(tiny[1]), LENGTH)
   for name in ("full", "snapkv"):
     method = kvjax.settings.usual(kvjax.METHODS[name], BUDGET)
     own = game.run(name, method, game.read(method))
@@ -257,18 +231,9 @@ with common.one_line_errors():
   assert list((tmp_path / "jax").glob("jit_sort*"))
 
 
-@pytest.fixture
-def config():
-  """JAX's settings, which are put back."""
-  names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-  before = {name: getattr(jax.config, name) for name in names}
-  yield jax.config
-  for name, value in before.items():
-    jax.config.update(name, value)
-
-
-def test_what_programs_keep_is_where_somebody_said(config, monkeypatch):
+def test_what_programs_keep_is_where_somebody_said(jax_config, monkeypatch):
   """A folder that is set stays; programs of less than a second are kept too."""
+  config = jax_config
   monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
   told = config.jax_compilation_cache_dir
@@ -355,6 +320,9 @@ def test_record_refuses_bad_input(tiny, tmp_path):
     (generate.Args("Who?", steps=-3), "--steps: found -3, expected at least 1"),
     (generate.Args("Who?", seed=-1), "--seed: found -1, expected at least 0"),
     (generate.Args("Who?", prefill_chunk=0), "--prefill-chunk: found 0, expected at least 1"),
+    (evaluate.Args(samples=0), "--samples: found 0, expected at least 1"),
+    (evaluate.Args(memory=-1.0), "--memory: found -1.0, expected a number above 0"),
+    (evaluate.Args(lengths=(64, 0)), "--lengths: found 0, expected at least 1"),
     (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),
     (retrieval_heads.Args(ROOT, length=0), "--length: found 0, expected at least 1"),
     (needle_recall.Args(ROOT, block=0), "--block: found 0, expected at least 1"),
@@ -368,19 +336,6 @@ def test_nonsense_numbers_end_a_program_in_one_line(args, says, monkeypatch, tmp
   with pytest.raises(SystemExit) as end, common.one_line_errors():
     sys.modules[type(args).__module__].main(args)
   assert str(end.value).splitlines()[0] == f"error: {says}"
-
-
-@pytest.mark.parametrize(
-  ("given", "says"),
-  [
-    ("--samples 0", "--samples: found 0, expected at least 1"),
-    ("--memory -1", "--memory: found -1.0, expected a number above 0"),
-    ("--lengths 64 0", "--lengths: found 0, expected at least 1"),
-  ],
-)
-def test_evaluate_refuses_nonsense(given, says):
-  with pytest.raises(ValueError, match=re.escape(says)):
-    evaluate.main(common.parse(evaluate.Args, "evaluate", given.split()))
 
 
 def test_files_are_whole_or_not_there(tmp_path):

@@ -99,11 +99,16 @@ def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama",
     data = gguf.quantize(x, of)
     writer.add_tensor(name, data, raw_dtype=None if of in (Kind.F32, Kind.F16) else of)
     stored[name] = gguf.dequantize(data, of).astype(np.float32)
+  finish(writer)
+  return stored
+
+
+def finish(writer):
+  """Writes all that a writer was given, and closes its file."""
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  return stored
 
 
 def publish(monkeypatch, data):

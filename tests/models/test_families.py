@@ -20,7 +20,7 @@ from kvjax.models.io import convert, families
 from kvjax.models.io.gguf import GGUF
 from kvjax.models.io.huggingface import HuggingFace
 from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
-from tests import tiny_hf
+from tests import tiny_gguf, tiny_hf
 from tests.family_models import model
 from tests.tiny_gguf import as_gguf
 
@@ -250,10 +250,7 @@ def test_every_type_that_gguf_dequantises(tmp_path):
         writer.add_tensor(name, data, raw_dtype=kind)
       else:
         writer.add_tensor(name, x)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    tiny_gguf.finish(writer)
     source = GGUF(tmp_path / "x.gguf")
     for dtype, stored in ((None, ml_dtypes.bfloat16), ("float32", np.float32)):
       source.dtype = dtype

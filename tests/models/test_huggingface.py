@@ -214,6 +214,8 @@ WRONG = [
   ({"rope_scaling": {"type": "linear"}}, r"'factor': found None, expected a number"),
   ({"rope_scaling": {**_YARN, "factor": "4"}}, r"'factor': found '4'"),
   ({"rope_scaling": {**_YARN, "factor": True}}, r"'factor': found True"),
+  ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, r"'factor': found inf"),
+  ({"rope_scaling": {**_YARN, "attention_factor": float("nan")}}, r"config\.json: .*finite"),
   ({"rope_scaling": 3}, r"wrong type"),
   (
     {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2, "sliding_window": 64}
@@ -231,6 +233,13 @@ WRONG = [
   ({"num_key_value_heads": 3}, r"found 4, expected a multiple of kv_heads = 3"),
   ({"num_hidden_layers": 3}, r"found tensors of 2 layers, expected 3"),
   ({"num_hidden_layers": 10**9}, r"found tensors of 2 layers, expected 1000000000"),
+  *(  # which are not listed
+    (
+      {"model_type": family, "sliding_window": 8, "num_hidden_layers": 10**30},
+      r"config\.json: 'num_hidden_layers': found 10{30}, ",
+    )
+    for family in ("mistral", "gemma3_text")
+  ),
   ({"intermediate_size": 40}, r"gate_proj.*found shape \(48, 32\), expected \(40"),
   ({"vocab_size": 65}, r"embed_tokens.*found shape \(64, 32\), expected \(65, 32\)"),
 ]
@@ -250,6 +259,8 @@ UNKNOWN = [
   ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor.*found 0\.5"),
   ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"'dynamic'"),
   ({"rope_scaling": {"rope_type": "3d"}}, r"'3d', expected one"),
+  ({"rope_scaling": {"factor": 4.0}}, r"found \['factor'\] without a 'rope_type'"),
+  ({"rope_scaling": {"type": None, "factor": 4.0}}, r"without a 'rope_type'"),
   (
     {"model_type": "mistral", "layer_types": ["chunked_attention"] * 2},
     r"layer_types.*chunked.*expected 2 of",
@@ -410,10 +421,15 @@ def test_index_that_does_not_match(tmp_path):
   file.write_text(json.dumps(index))
   with pytest.raises(ValueError, match=r"safetensors: tensor 'model\.norm\.weight': not found"):
     HuggingFace(source)
-  for bad in ({}, {"weight_map": 3}, {"weight_map": {"model.norm.weight": "../x.safetensors"}}):
+  outside = ("../x.safetensors", "/etc/passwd", "a/b.safetensors")
+  named = [{"weight_map": {"model.norm.weight": name}} for name in outside]
+  for bad in ({}, {"weight_map": 3}, *named):
     file.write_text(json.dumps(bad))
     with pytest.raises(ValueError, match=r"index\.json: expected a 'weight_map'"):
       HuggingFace(source)
+  file.write_text(json.dumps({"weight_map": {"model.norm.weight": ".."}}))
+  with pytest.raises(FileNotFoundError, match=r"\.\.: not found, expected this shard of 1"):
+    HuggingFace(source)
 
 
 def test_truncated_weights(folder, tmp_path):

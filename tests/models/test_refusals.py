@@ -288,6 +288,12 @@ def test_what_is_no_method(tmp_path):
     ({"head_dim": 15}, ValueError, "head_dim: found 15, expected an even number"),
     ({"batch": 0}, ValueError, "batch: found 0, expected 1 or more"),
     ({"layers": 2.0}, TypeError, r"layers: found 2\.0, expected int"),
+    ({"layers": 0}, ValueError, "layers: found 0, expected 1 or more"),
+    (
+      {"layers": 2, "windows": (8, None)},
+      ValueError,
+      r"windows: found \(8, None\), .*None 2 times",
+    ),
   ],
 )
 def test_specs(changes, error, says):

@@ -16,7 +16,7 @@ from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives.rope import Linear, Llama3, Yarn
-from kvjax.testing.tiny import CAPACITY, LENGTHS, TOKENS, Run, model
+from kvjax.testing.tiny import CAPACITY, TOKENS, Run, model
 
 SMALL = ModelConfig(
   vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False
@@ -71,22 +71,14 @@ def test_config_goes_through_json():
     ({"head_dim": 7}, r"head_dim: found 7, expected an even number"),
     ({"layers": 0}, r"layers: found 0, expected an integer of at least 1"),
     ({"norm_eps": 0.0}, r"norm_eps: found 0\.0"),
+    ({"vocab": None, "size": 31}, r"missing \['vocab'\], unknown \['size'\]"),
+    ({"rope": {"theta": 1e4, "scaling": {"kind": "cubic"}}}, r"rope: found .*'cubic'"),
   ],
 )
 def test_config_says_what_is_wrong(change, message):
   values = {**SMALL.to_json(), **change}
   with pytest.raises(ValueError, match=message):
-    ModelConfig.from_json(values)
-
-
-def test_config_from_json_names_fields():
-  with pytest.raises(ValueError, match=r"missing \['vocab'\], unknown \['size'\]"):
-    values = SMALL.to_json()
-    values["size"] = values.pop("vocab")
-    ModelConfig.from_json(values)
-  with pytest.raises(ValueError, match=r"rope: found .*'cubic'"):
-    rope = {"theta": 1e4, "scaling": {"kind": "cubic"}}
-    ModelConfig.from_json({**SMALL.to_json(), "rope": rope})
+    ModelConfig.from_json({name: x for name, x in values.items() if x is not None})
 
 
 # ---- the decoder
@@ -103,21 +95,6 @@ def test_decoding_token_by_token_equals_prefill():
   # this model's peaked attention, is 4.3e-5 to 4.7e-5 in 5 of 2,440 logits.
   chex.assert_trees_all_close(np.stack(got, 1), np.asarray(want), rtol=2e-5, atol=1e-4)
   chex.assert_trees_all_close(one.caches, caches, rtol=2e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_ragged_rows_equal_one_by_one():
-  both = Run(kvjax.Full()).generate(4)
-  for row, length in enumerate(LENGTHS):
-    tokens = TOKENS[row : row + 1]
-    logits, caches = read(model(), tokens[:, :length], [length], capacity=CAPACITY)
-    alone = [logits]
-    for i in range(4):
-      logits, caches = step(model(), tokens[:, length + i], caches)
-      alone.append(logits)
-    chex.assert_trees_all_close(
-      np.concatenate(alone), both[row], rtol=2e-5, atol=2e-5, custom_message=f"row {row}"
-    )
 
 
 def test_padding_tokens_mean_nothing():
@@ -139,17 +116,12 @@ def test_all_logits_hold_the_last_ones():
   chex.assert_trees_all_close(last, jnp.stack([every[0, 2], every[1, 4]]), rtol=1e-5, atol=1e-5)
 
 
-def test_idle_rows_keep_their_caches():
-  decoder, method = small(), kvjax.Full()
-  tokens = np.arange(10).reshape(2, 5)
-  _, caches = read(decoder, tokens, [0, 5])
-  empty = method.init_caches(decoder.spec(2, 16))
+def test_rows_without_a_prompt_keep_empty_caches():
+  decoder = small()
+  _, caches = read(decoder, np.arange(10).reshape(2, 5), [0, 5])
+  empty = kvjax.Full().init_caches(decoder.spec(2, 16))
   first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
   chex.assert_trees_all_equal(first(caches), first(empty))
-  _, after = step(decoder, [1, 2], caches, np.array([True, False]))
-  second = lambda tree: jax.tree.map(lambda x: x[1], tree)  # noqa: E731
-  chex.assert_trees_all_equal(second(after), second(caches))
-  assert after[0].seen.tolist() == [1, 5]
 
 
 @pytest.mark.core(1)

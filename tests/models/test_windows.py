@@ -250,28 +250,6 @@ def test_split_slots_are_refused():
       call()
 
 
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"windows": (8, None)}, r"CacheSpec.windows: found \(8, None\), expected None 2 times"),
-    ({"layers": 0}, r"CacheSpec.layers: found 0, expected 1 or more"),
-  ],
-)
-def test_bad_specs(fields, message):
-  with pytest.raises(ValueError, match=message):
-    kvjax.CacheSpec(
-      **{
-        "batch": 1,
-        "capacity": 8,
-        "kv_heads": 1,
-        "groups": 1,
-        "head_dim": 2,
-        "layers": 2,
-        **fields,
-      }
-    )
-
-
 def test_a_window_by_hand():
   """Worked out: five tokens through a ring of three, each value the mean of what is seen."""
   from kvjax.testing import Layer, Stream

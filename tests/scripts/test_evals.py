@@ -551,18 +551,6 @@ def test_placed_keys_go_through_their_places_in_any_order():
     assert {int(3 * row.about["depth"] / 1.0001) for row in rows[:3]} == {0, 1, 2}
 
 
-def test_questions_speak_of_one_or_of_many():
-  one, many = make("niah_single_3"), make("niah_multiquery")
-  assert one.context.startswith("A special magic uuid is hidden within the following text.")
-  assert one.question.startswith("\nWhat is the special magic uuid for ")
-  assert one.answer_prefix.endswith(" mentioned in the provided text is")
-  assert many.context.startswith("Some special magic numbers are hidden within the following text.")
-  assert re.match(
-    r"\nWhat are all the special magic numbers for \S+, \S+, \S+, and \S+ mentioned", many.question
-  )
-  assert many.answer_prefix.endswith(" mentioned in the provided text are")
-
-
 def test_long_lists_repeat_more():
   """From 4,096 tokens on RULER repeats words 30 and 3 times, and shows a longer example."""
   common_in_the_text(make("cwe", length=4096), 30, 3, (40, 10, 3))

@@ -70,14 +70,11 @@ def test_what_is_none_is_refused(mine, name, message):
     kvjax.find_method(name, "--methods")
 
 
-# Those that the core asks for; their programs are shared.
-CORE = ("neutral_setting_equals_full", "kept_positions", "idle_rows_stay_untouched")
-
-
 @pytest.mark.parametrize(
-  "law", [pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE)) for law in LAWS]
+  "law", ["neutral_setting_equals_full", "kept_positions", "idle_rows_stay_untouched"]
 )
 def test_obeys_the_laws(mine, law):
+  """Those that the core asks for; their programs are shared."""
   LAWS[law](Case(mine.Middle))
 
 

@@ -14,6 +14,7 @@ from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
 from kvjax.models.nn.presets import PRESETS
 from kvjax.programs import advise, step_time
 from kvjax.programs.evals.nearest import Rows
+from tests.eval_rows import row, write
 
 RESULTS = pathlib.Path(__file__).parents[2] / "scripts" / "results" / "nvidia-h200"
 CELLS = {cell.name: cell for cell in step_time.cells(RESULTS)}
@@ -98,10 +99,8 @@ def test_a_narrower_memory_takes_longer():
 @pytest.mark.slow
 def test_what_fits_comes_first_by_time():
   """At 128K tokens a device of 24 GB has room for the weights, and for caches of few tokens."""
-  names = "quest", "snapkv", "infllm"
-  found = advise.advise(
-    LLAMA, 131072, 1, int(24e9), here=H200, budgets=("1024", "8192"), methods=names
-  )
+  how = {"here": H200, "budgets": ("1024", "8192"), "methods": ("quest", "snapkv", "infllm")}
+  found = advise.advise(LLAMA, 131072, 1, int(24e9), **how)
   assert [(x.name, x.budget, x.fits) for x in found] == [
     ("snapkv", 1024, True),
     ("snapkv", 8192, True),
@@ -120,9 +119,8 @@ def test_what_fits_comes_first_by_time():
 
 def test_milliseconds_say_what_data_decide():
   """A range where retrievals are shared, a bound where walks may end early, else a number."""
-  found = advise.advise(
-    LLAMA, 32768, 1, 10**12, here=H200, budgets=("512",), methods=("cis", "art")
-  )
+  how = {"here": H200, "budgets": ("512",), "methods": ("cis", "art")}
+  found = advise.advise(LLAMA, 32768, 1, 10**12, **how)
   said = {x.name: advise.row(x)[5] for x in found}
   cis = next(x for x in found if x.name == "cis")
   keys = 32768 * 8 * 128 * 2 * 32
@@ -140,9 +138,8 @@ def test_what_does_not_fit_says_what_would():
   assert "quest 1,024: 34.3" in lines[1]
   assert "a capacity of" in lines[1]
   none = LLAMA, 1024, 1, int(10e9)
-  assert "weights alone" in advise.refused(
-    advise.advise(*none, here=H200, methods=("full",)), *none
-  )
+  found = advise.advise(*none, here=H200, methods=("full",))
+  assert "weights alone" in advise.refused(found, *none)
 
 
 @pytest.mark.core(3)
@@ -162,31 +159,20 @@ def test_what_does_not_fit_says_what_would():
   ],
 )
 def test_risk_is_what_the_method_states(name, risk):
-  (found,) = (
-    x
-    for x in advise.advise(LLAMA, 8192, 1, 10**12, here=H200, methods=(name,), budgets=("512",))
-    if x.name == name
-  )
-  assert found.risk == risk
+  found = advise.advise(LLAMA, 8192, 1, 10**12, here=H200, methods=(name,), budgets=("512",))
+  assert [x.risk for x in found if x.name == name] == [risk]
 
 
 @pytest.fixture
 def rows(tmp_path):
   """Eight rows of a cell: Quest's first half right, the full cache's all."""
-
-  def line(task, length, method, budget, index, score, **more):
-    named = {"task": task, "length": length, "mode": "aware", "method": method, "budget": budget}
-    return json.dumps({**named, "index": index, "score": score, **more})
-
-  lines = []
+  made = []
   for i in range(8):
-    lines += [line("needle", n, "full", None, i, 1.0) for n in (1024, 4096)]
-    lines += [line("needle", n, "quest", n // 4, i, float(i < 4)) for n in (1024, 4096)]
-    lines.append(line("needle", 4096, "quest", 64, i, 0.0))
-    lines.append(line("kl", 4096, "quest", 1024, i, 0.5, positions=[1]))
-  (tmp_path / "settings.json").write_text(json.dumps({"model": "tiny"}))
-  (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-  return tmp_path
+    made += [row("needle", "full", None, i, 1.0, n) for n in (1024, 4096)]
+    made += [row("needle", "quest", n // 4, i, float(i < 4), n) for n in (1024, 4096)]
+    made.append(row("needle", "quest", 64, i, 0.0, 4096))
+    made.append(row("kl", "quest", 1024, i, 0.5, 4096, positions=[1]))
+  return write(tmp_path, made, model="tiny")
 
 
 @pytest.mark.parametrize(

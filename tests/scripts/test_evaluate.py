@@ -44,7 +44,7 @@ from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.task import Row
 from scripts.examples import tiny
-from tests import eval_data
+from tests import eval_data, eval_rows
 
 LENGTH = 480  # tokens are bytes
 METHODS = ("streaming_llm", "snapkv")
@@ -1093,10 +1093,9 @@ def test_intervals_by_hand():
 
 
 def result(method, index, score, *, budget=None, cold=(), size=100, **more):
-  named = {"task": "t", "length": 8, "mode": "aware", "method": method, "budget": budget}
-  seconds = {"decode": 0.5, "steps": 5, "prefill": 2.0, "rows": 2, "cold": [*cold]}
-  numbers = {"score": score, "cache_bytes": size, "host_bytes": 0, "seconds": seconds, "also": {}}
-  return {**named, "index": index, **numbers, **more}
+  made = eval_rows.row("t", method, budget, index, score, 8, cache_bytes=size, **more)
+  made["seconds"]["cold"] = [*cold]
+  return made
 
 
 def test_a_summary_by_hand():
@@ -1109,7 +1108,7 @@ def test_a_summary_by_hand():
   full, x = summary.summarise(rows)
   assert (full.method, full.score.n, full.score.mean, full.relative) == ("full", 4, 0.5, 1.0)
   assert (x.score.n, x.relative, x.share, x.cache_bytes) == (2, 1.0, 0.25, 25)
-  assert x.step_seconds == pytest.approx(0.1) and x.prefill_seconds == 2.0
+  assert x.step_seconds == pytest.approx(0.1) and x.prefill_seconds == 1.0
   lines = summary.table([full, x]).splitlines()
   assert (
     lines[2].split() == "t 8 aware full – 4 50.0% 15.0% – 85.0% 100% 0.000 MB 100% 100.0".split()

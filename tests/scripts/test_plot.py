@@ -9,26 +9,9 @@ import pytest
 from kvjax.programs import common, plot
 from kvjax.programs.evals import pictures, store, summary
 from kvjax.programs.evals.pictures import needles
+from tests.eval_rows import row, write
 
-SECONDS = {"decode": 0.4, "steps": 4, "prefill": 1.0, "rows": 2, "cold": []}
-
-
-def row(task, method, budget, index, score, length=1024, mode="aware", **more):
-  return {
-    "task": task,
-    "length": length,
-    "mode": mode,
-    "method": method,
-    "budget": budget,
-    "index": index,
-    "score": score,
-    "also": {},
-    "about": {},
-    "seconds": SECONDS,
-    "cache_bytes": 1000 * (budget or length),
-    "host_bytes": 0,
-    **more,
-  }
+STYLES = pictures.Styles(["full", "random", "x"])
 
 
 def results():
@@ -47,15 +30,8 @@ def results():
   return rows
 
 
-TRACES = [
-  {
-    "method": "x",
-    "budget": 256,
-    "length": 1024,
-    "steps": 3,
-    "reports": {"visited": [[0.5, 0.25]] * 3, "hits": [[None, 1.0]] * 3},
-  }
-]
+REPORTS = {"visited": [[0.5, 0.25]] * 3, "hits": [[None, 1.0]] * 3}
+TRACES = [{"method": "x", "budget": 256, "length": 1024, "steps": 3, "reports": REPORTS}]
 BENCH = {
   "device": "some GPU",
   "cases": [
@@ -70,10 +46,7 @@ BENCH = {
 
 @pytest.fixture
 def folder(tmp_path):
-  run = tmp_path / "run"
-  run.mkdir()
-  (run / store.ROWS).write_text("".join(json.dumps(row) + "\n" for row in results()))
-  (run / store.SETTINGS).write_text(json.dumps({"model": "tiny <1>", "device": "CPU"}))
+  run = write(tmp_path / "run", results(), model="tiny <1>", device="CPU")
   (run / "traces.json").write_text(json.dumps(TRACES))
   (tmp_path / "bench_e2e.json").write_text(json.dumps(BENCH))
   return tmp_path
@@ -95,9 +68,7 @@ def test_the_report_stands_alone(folder, capsys):
   assert {path.stem for path in (folder / "pictures").iterdir()} == names
   assert text.count('src="data:image/png;base64,') == len(names)
   assert not re.search(r'(src|href)="(?!data:)|<script|@import|url\(', text)
-  assert (
-    "tiny &lt;1&gt;" in text and "some GPU" in text and "kvjax plot" in text and "n: rows" in text
-  )
+  assert all(x in text for x in ("tiny &lt;1&gt;", "some GPU", "kvjax plot", "n: rows"))
   assert "7 pictures" in capsys.readouterr().out
   main(*paths, "--out", str(out))
   assert out.read_text() == text
@@ -130,7 +101,7 @@ def test_needle_by_hand():
 def test_score_by_bytes_by_hand():
   """The mean over both tasks, at the bytes of one row: x has (1/4 + 1/8)/2."""
   summaries = summary.summarise(results())
-  figure = pictures.score_by_bytes(summaries, pictures.Styles(["full", "random", "x"]))
+  figure = pictures.score_by_bytes(summaries, STYLES)
   first = figure.axes[0]
   lines = {line.get_label(): line for line in first.lines}
   np.testing.assert_allclose(lines["x"].get_xydata(), [[0.256, 0.1875]])
@@ -162,7 +133,7 @@ def test_tasks_that_the_full_cache_does_not_solve_are_left_out(folder):
 
 
 def test_divergence_by_hand():
-  figure = pictures.divergence(results(), pictures.Styles(["full", "random", "x"]))
+  figure = pictures.divergence(results(), STYLES)
   by_position, means = figure.axes[:2]
   lines = {line.get_label(): line.get_xydata() for line in by_position.lines}
   assert set(lines) == {"random", "x"}
@@ -177,7 +148,7 @@ def test_divergence_by_hand():
 def test_speed_by_hand():
   """0.1 s a step of two rows are 20 tokens a second; a bench's 100 µs for two are 20,000."""
   summaries = summary.summarise(results())
-  figure = pictures.speed(summaries, [BENCH], pictures.Styles(["full", "random", "x"]))
+  figure = pictures.speed(summaries, [BENCH], STYLES)
   drawn = {axis.get_title(): axis for axis in figure.axes}
   ours = drawn["tokens per second\nevaluate, batch 2"].lines
   assert {line.get_label() for line in ours} == {"full", "random", "x"}
@@ -185,7 +156,7 @@ def test_speed_by_hand():
   (line,) = drawn["tokens per second\ntiny, batch 2"].lines
   np.testing.assert_allclose(line.get_xydata(), [[1024, 20_000], [4096, 20_000]])
   once = [s for s in summaries if s.length == 1024]
-  assert pictures.speed(once, [], pictures.Styles(["full", "random", "x"])) is None
+  assert pictures.speed(once, [], STYLES) is None
 
 
 def test_reports_by_hand():
@@ -199,8 +170,7 @@ def test_reports_by_hand():
 
 
 def test_what_cannot_be_drawn_is_left_out(tmp_path):
-  nothing = plot.draw(plot.Results([]))
-  assert nothing == {}
+  assert plot.draw(plot.Results([])) == {}
   with pytest.raises(FileNotFoundError, match="expected results of evaluate or bench"):
     plot.Results([tmp_path / "none"])
   (tmp_path / "x.json").write_text("[]")
@@ -215,13 +185,10 @@ def test_a_folder_is_not_counted_twice(folder):
 
 def test_other_weights_under_one_name_are_not_drawn_together(tmp_path):
   for name in "ab":
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "rows.jsonl").touch()
-    settings = {"model": "m", "weights": name}
-    (tmp_path / name / "settings.json").write_text(json.dumps(settings))
+    write(tmp_path / name, [], model="m", weights=name)
   with pytest.raises(ValueError, match="b: found weights = 'b' of m, and 'a' in a: expected the s"):
     plot.Results([tmp_path / "a", tmp_path / "b"])
-  (tmp_path / "b/settings.json").write_text('{"model": "n", "weights": "b"}')
+  write(tmp_path / "b", [], model="n", weights="b")
   assert len(plot.Results([tmp_path / "a", tmp_path / "b"]).runs) == 2
   (tmp_path / "a/traces.json").write_text("[")
   with pytest.raises(ValueError, match=r"traces\.json: damaged"):

@@ -10,20 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from kvjax.programs import plot
-from kvjax.programs.evals import choices, costs, families, pictures, stats, store
+from kvjax.programs.evals import choices, costs, families, pictures, stats
 from kvjax.programs.evals.pictures.callouts import place
 from kvjax.programs.evals.pictures.cost import _apart, front
 from kvjax.programs.evals.standing import standings
 from scripts.tools import tables
 from scripts.tools.tablemakers import Results, real, scores
+from tests import eval_rows
 
-SETTINGS = {
-  "model": "tiny",
-  "device": "some GPU",
-  "impl": "auto",
-  "batch": 2,
-  "config": {"kv_heads": 2},
-}
+SETTINGS = {"model": "tiny", "device": "some GPU", "impl": "auto", "batch": 2}
+SETTINGS["config"] = {"kv_heads": 2}
 # Right answers of ten, by method, budget, mode and task.
 RIGHT = {
   ("full", None): {"aware": (10, 10, 1), "agnostic": (10, 10, 1)},
@@ -48,23 +44,9 @@ def rows(length=8192):
   for (method, budget), by_mode in RIGHT.items():
     for mode, right in by_mode.items():
       for task, hits in zip(TASKS, right, strict=True):
-        made += [
-          {
-            "task": task,
-            "length": length,
-            "mode": mode,
-            "method": method,
-            "budget": budget,
-            "index": i,
-            "score": float(i < hits),
-            "also": {},
-            "about": {"depth": i / 10},
-            "cache_bytes": 8,
-            "host_bytes": 0,
-            "seconds": {"decode": 0.4, "steps": 4, "prefill": 1.0, "rows": 2, "cold": []},
-          }
-          for i in range(10)
-        ]
+        for i in range(10):
+          at = {"length": length, "mode": mode, "about": {"depth": i / 10}}
+          made.append(eval_rows.row(task, method, budget, i, float(i < hits), **at))
   return made
 
 
@@ -91,9 +73,7 @@ def lines(length=8192, batch=2):
 
 
 def write(folder, held, timed):
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / store.SETTINGS).write_text(json.dumps(SETTINGS))
-  (folder / store.ROWS).write_text("".join(json.dumps(row) + "\n" for row in held))
+  eval_rows.write(folder, held, **SETTINGS)
   (folder / costs.FILE).write_text("".join(json.dumps(line) + "\n" for line in timed))
   return folder
 
@@ -118,9 +98,8 @@ def test_the_mean_of_tasks_and_its_interval_by_hand():
   mean = stats.mean_of(parts)
   assert (mean.n, mean.mean) == (20, 0.75)
   below = np.hypot(1 - parts[0].low, 0.5 - parts[1].low) / 2
-  np.testing.assert_allclose(
-    (mean.low, mean.high), (0.75 - below, 0.75 + (parts[1].high - 0.5) / 2)
-  )
+  bounds = 0.75 - below, 0.75 + (parts[1].high - 0.5) / 2
+  np.testing.assert_allclose((mean.low, mean.high), bounds)
   alone = stats.mean_of(parts[:1])
   assert (alone.low, alone.high) == pytest.approx((parts[0].low, parts[0].high))
   with pytest.raises(ValueError, match="parts: found none"):
@@ -213,10 +192,8 @@ def test_the_last_line_of_a_shape_counts(tmp_path):
 
 def test_boards_have_what_has_both(folder):
   found = costs.boards(standings(rows()), [c for c in costs.read(folder) if c.budget != 4096])
-  assert [(b.standings.mode, b.batch, len(b.points)) for b in found] == [
-    ("aware", 2, 4),
-    ("agnostic", 2, 4),
-  ]
+  told = [(b.standings.mode, b.batch, len(b.points)) for b in found]
+  assert told == [("aware", 2, 4), ("agnostic", 2, 4)]
   without = [cost for cost in costs.read(folder) if cost.method != "full"]
   assert costs.boards(standings(rows()), without) == []
 
@@ -317,11 +294,8 @@ def test_the_first_page_shows_what_attends_to_as_many_tokens(board):
 
 def test_what_leads_is_what_nothing_cheaper_beats(board):
   leads = front(board.points, lambda cost: cost.read)
-  assert [(p.method, p.budget) for p in leads] == [
-    ("snapkv", 4096),
-    ("snapkv", 1024),
-    ("full", None),
-  ]
+  told = [(p.method, p.budget) for p in leads]
+  assert told == [("snapkv", 4096), ("snapkv", 1024), ("full", None)]
 
 
 def test_only_what_keeps_the_same_is_drawn_apart():
@@ -346,9 +320,8 @@ def test_names_do_not_cover_each_other():
 
 @pytest.mark.slow
 def test_the_report_shows_it_where_costs_are(folder):
-  assert {"score_by_cost_aware_b2", "score_by_cost_agnostic_b2"} <= set(
-    plot.draw(plot.Results([folder]))
-  )
+  drawn = plot.draw(plot.Results([folder]))
+  assert {"score_by_cost_aware_b2", "score_by_cost_agnostic_b2"} <= set(drawn)
   (folder / costs.FILE).unlink()
   assert not any("cost" in name for name in plot.draw(plot.Results([folder])))
 
@@ -408,9 +381,8 @@ def test_what_cannot_be_divided_by_is_shown(tmp_path):
 def test_without_costs_scores_remain(folder):
   (folder / costs.FILE).unlink()
   results = Results(folder.parents[1])
-  assert real.when(results) == real.picture(results) == [] and "fastest" not in real.figures(
-    results
-  )
+  assert real.when(results) == real.picture(results) == []
+  assert "fastest" not in real.figures(results)
   assert real.scores(results, "8192")[0].endswith("| KL, nats |")
 
 
@@ -422,9 +394,8 @@ def test_without_results_their_folder_is_named(tmp_path):
 
 def test_sentences_have_the_tasks_and_the_fastest_method(folder):
   said = real.figures(Results(folder.parents[1]))
-  assert said["tasks-8192"] == "`needle`, `niah_multikey_1`" and said["weak-8192"].startswith(
-    "; `vt`, of"
-  )
+  assert said["tasks-8192"] == "`needle`, `niah_multikey_1`"
+  assert said["weak-8192"].startswith("; `vt`, of")
   assert said["model"] == "tiny" and said["shape"] == "T8K, B2" and said["short"] == ""
 
 
@@ -432,13 +403,9 @@ def test_published_figures_stand_beside_rows(tmp_path):
   """Three of four right, and of two keys one less than the full cache; nothing without rows."""
   results = Results(tmp_path)
   assert scores.published(results) == scores.pairs(results) == []
-  folder = tmp_path / scores.FOLDER
-  folder.mkdir(parents=True)
-  (folder / store.SETTINGS).write_text(json.dumps(SETTINGS))
 
   def made(task, length, method, budget, scores):
-    named = {"task": task, "length": length, "mode": "aware", "method": method, "budget": budget}
-    return [{**named, "index": i, "score": s, "also": {}} for i, s in enumerate(scores)]
+    return [eval_rows.row(task, method, budget, i, s, length) for i, s in enumerate(scores)]
 
   kv = ("lost_in_the_middle_75", 5632)
   every = [
@@ -446,7 +413,7 @@ def test_published_figures_stand_beside_rows(tmp_path):
     *made(*kv, "full", None, (1.0, 1.0)),
     *made(*kv, "snapkv", 1024, (1.0, 0.0)),
   ]
-  (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in every))
+  eval_rows.write(tmp_path / scores.FOLDER, every, **SETTINGS)
   results = Results(tmp_path)
   (line,) = scores.published(results)[2:]
   assert line.startswith("| `humaneval` | chat, no examples, greedy | 70.7 |")

@@ -487,76 +487,68 @@ def test_a_step_aliases_all_cache_bytes():
 # ---- bad arguments
 
 
+LOGITS = np.zeros((2, CONFIG.vocab))
+VALUES = [
+  ({"steps": 0}, "steps: found 0"),
+  ({"chunk": 0}, "chunk: found 0"),
+  ({"seed": -1}, "seed: found -1"),
+  ({"seed": 2**32}, r"seed: found 4294967296, expected an integer in \[0, 4294967296\)"),
+  ({"rows": [1]}, r"rows: found shape \(1,\), expected \(2,\)"),
+  ({"rows": [1, -1]}, r"rows: found \[1, -1\]"),
+  ({"rows": [0, 1.5]}, r"rows: found \[0.0, 1.5\]"),
+  ({"rows": [[0], [1, 2]]}, "rows: found rows of unlike lengths, expected an array"),
+  ({"stop_strings": ["x"]}, "tokenizer: found None"),
+  ({"on_text": print}, "tokenizer: found None"),
+  ({"stop_strings": "x"}, "stop_strings: found 'x', expected a list"),
+  ({"stop_strings": [""]}, r"stop_strings: found \[''\]"),
+  ({"stop_strings": [3]}, r"stop_strings: found \[3\], expected a list of non-empty strings"),
+  ({"stop_strings": None}, "stop_strings: found None"),
+  ({"stop_strings": ["a\udce9"]}, "stop_strings: found a byte 0xE9 that is no UTF-8"),
+  ({"stop": [CONFIG.vocab]}, f"stop: found {CONFIG.vocab}, expected an integer"),
+  ({"live": [True]}, r"live: found shape \(1,\), expected \(2,\)"),
+  ({"live": [1, 0.5]}, r"live: found \[1.0, 0.5\], expected booleans"),
+  ({"live": [1, 2]}, r"live: found \[1, 2\], expected booleans"),
+  ({"forced": np.zeros((2, 3), int)}, r"forced: found shape \(2, 3\)"),
+  ({"forced": np.full((2, 1), 99), "steps": 1}, r"forced: found ids in \[99, 99\]"),
+  ({"forced": [[1], [1, 2]]}, "forced: found rows of unlike lengths"),
+  ({"steps": 42}, r"steps = 42 after 23 cached tokens \(row 0\) needs 65 slots.*capacity of 64"),
+  ({"logits": LOGITS.astype(str)}, "^logits: found "),
+  ({"logits": LOGITS.astype(object)}, "^logits: found "),
+]
+# Nothing is truncated.
+KINDS = [
+  ({"steps": 2.7}, "steps: found 2.7, expected an integer"),
+  ({"steps": True}, "steps: found True, expected an integer"),
+  ({"steps": "4"}, "steps: found '4', expected an integer"),
+  ({"chunk": 2.0}, "chunk: found 2.0"),
+  ({"seed": 1.5}, "seed: found 1.5"),
+  ({"seed": None}, "seed: found None"),
+  ({"stop": [25.5]}, "stop: found 25.5"),
+  ({"stop": [True]}, "stop: found True"),
+  ({"stop": ["a"]}, "stop: found 'a'"),
+  ({"stop": 3}, "stop: found 3, expected a list of token ids"),
+  ({"stop": "ab"}, "stop: found 'ab', expected a list of token ids"),
+  ({"stop": None}, "stop: found None, expected a list of token ids"),
+  ({"forced": np.full((2, 4), 1.5)}, "forced: found float64, expected integers"),
+  ({"forced": np.full((2, 4), True)}, "forced: found bool, expected integers"),
+  ({"sampling": 0.7}, "sampling: found 0.7, expected a Sampling"),
+  ({"sampling": None}, "sampling: found None, expected a Sampling"),
+  ({"tokenizer": "gpt2"}, "tokenizer: found 'gpt2', expected a Tokenizer"),
+  ({"on_chunk": 3}, "on_chunk: found 3, expected a function, or None"),
+  *(({"logits": LOGITS.astype(kind)}, "^logits: found ") for kind in (int, bool, complex)),
+]
+
+
 @pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"steps": 0}, "steps: found 0"),
-    ({"steps": 4, "chunk": 0}, "chunk: found 0"),
-    ({"steps": 4, "seed": -1}, "seed: found -1"),
-    ({"steps": 4, "rows": [1]}, r"rows: found shape \(1,\), expected \(2,\)"),
-    ({"steps": 4, "rows": [1, -1]}, r"rows: found \[1, -1\]"),
-    ({"steps": 4, "stop_strings": ["x"]}, "tokenizer: found None"),
-    ({"steps": 4, "on_text": print}, "tokenizer: found None"),
-    ({"steps": 4, "stop_strings": "x"}, "stop_strings: found 'x', expected a list"),
-    ({"steps": 4, "stop_strings": [""]}, r"stop_strings: found \[''\]"),
-    ({"steps": 4, "stop": [CONFIG.vocab]}, f"stop: found {CONFIG.vocab}, expected an integer"),
-    ({"steps": 4, "live": [True]}, r"live: found shape \(1,\), expected \(2,\)"),
-    ({"steps": 4, "forced": np.zeros((2, 3), int)}, r"forced: found shape \(2, 3\)"),
-    ({"steps": 1, "forced": np.full((2, 1), 99)}, r"forced: found ids in \[99, 99\]"),
-    ({"steps": 42}, r"steps = 42 after 23 cached tokens \(row 0\) needs 65 slots.*capacity of 64"),
-  ],
+  ("error", "change", "message"),
+  [*((ValueError, *row) for row in VALUES), *((TypeError, *row) for row in KINDS)],
 )
-def test_generate_refuses(change, message):
+def test_generate_refuses(error, change, message, untyped):
   logits, caches = start()
-  with pytest.raises(ValueError, match=message):
-    generate(model(), logits, caches, FULL, **change)
+  how = {"logits": logits, "steps": 4, **change}
+  with pytest.raises(error, match=message):
+    generate(model(), how.pop("logits"), caches, FULL, **how)
   assert not caches[0].slots["k"].is_deleted()
-
-
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"steps": 2.7}, "steps: found 2.7, expected an integer"),
-    ({"steps": True}, "steps: found True, expected an integer"),
-    ({"steps": "4"}, "steps: found '4', expected an integer"),
-    ({"chunk": 2.0}, "chunk: found 2.0"),
-    ({"seed": 1.5}, "seed: found 1.5"),
-    ({"seed": None}, "seed: found None"),
-    ({"seed": 2**32}, r"seed: found 4294967296, expected an integer in \[0, 4294967296\)"),
-    ({"stop": [25.5]}, "stop: found 25.5"),
-    ({"stop": [True]}, "stop: found True"),
-    ({"stop": ["a"]}, "stop: found 'a'"),
-    ({"stop": 3}, "stop: found 3, expected a list of token ids"),
-    ({"stop": "ab"}, "stop: found 'ab', expected a list of token ids"),
-    ({"stop": None}, "stop: found None, expected a list of token ids"),
-    ({"stop_strings": [3]}, r"stop_strings: found \[3\], expected a list of non-empty strings"),
-    ({"stop_strings": None}, "stop_strings: found None"),
-    ({"stop_strings": ["a\udce9"]}, "stop_strings: found a byte 0xE9 that is no UTF-8"),
-    ({"forced": np.full((2, 4), 1.5)}, "forced: found float64, expected integers"),
-    ({"forced": np.full((2, 4), True)}, "forced: found bool, expected integers"),
-    ({"rows": [0, 1.5]}, r"rows: found \[0.0, 1.5\]"),
-    ({"live": [1, 0.5]}, r"live: found \[1.0, 0.5\], expected booleans"),
-    ({"live": [1, 2]}, r"live: found \[1, 2\], expected booleans"),
-    ({"rows": [[0], [1, 2]]}, "rows: found rows of unlike lengths, expected an array"),
-    ({"forced": [[1], [1, 2]]}, "forced: found rows of unlike lengths"),
-    ({"sampling": 0.7}, "sampling: found 0.7, expected a Sampling"),
-    ({"sampling": None}, "sampling: found None, expected a Sampling"),
-    ({"tokenizer": "gpt2"}, "tokenizer: found 'gpt2', expected a Tokenizer"),
-    ({"on_chunk": 3}, "on_chunk: found 3, expected a function, or None"),
-  ],
-)
-def test_numbers_of_another_kind_are_refused(change, message, untyped):
-  """Nothing is truncated."""
-  logits, caches = start()
-  with pytest.raises((TypeError, ValueError), match=message):
-    generate(model(), logits, caches, FULL, **{"steps": 4, **change})
-
-
-@pytest.mark.parametrize("kind", [int, bool, complex, str, object])
-def test_logits_are_floats(kind, untyped):
-  _, caches = start()
-  with pytest.raises((TypeError, ValueError), match=r"^logits: found "):
-    generate(model(), np.zeros((2, CONFIG.vocab)).astype(kind), caches, FULL, steps=1)
 
 
 @pytest.mark.parametrize("on_chunk", [None, lambda tokens: None])

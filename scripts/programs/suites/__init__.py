@@ -1,14 +1,13 @@
 """Benchmarks, one suite per file; `kvjax bench --help` lists and runs them.
 
-A suite is a module with `cases(quick) -> iterable of Case`, a one-line docstring that the help
-shows, and nothing of its own about time: `kvjax.programs.bench` checks, interleaves, times and
-prints.
+A suite is a module with `cases`, made by `suite`, a one-line docstring that the help shows, and
+nothing of its own about time: `kvjax.programs.bench` checks, interleaves, times and prints.
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,14 +26,14 @@ class Contender:
     seconds: runs the work once and returns seconds per call.
     output: runs one call and returns what is compared with the case's reference, or None for a
       contender that computes something else (a streaming read, say).
-    note: shown beside the time.
+    note: for remarks.
     steps: runs one call and returns integers that are compared with the case's (tiles walked, say);
       None: there are none.
   """
 
   name: str
   seconds: Callable[[], float]
-  output: Callable[[], np.ndarray] | None
+  output: Callable[[], np.ndarray] | None = None
   note: str = ""
   steps: Callable[[], np.ndarray] | None = None
 
@@ -61,11 +60,45 @@ class Case:
   bytes: int
   reference: Callable[[], np.ndarray]
   tolerance: float
-  contenders: tuple[Contender, ...]
-  subject: str
+  contenders: Sequence[Contender]
+  subject: str = "kvjax"
   remarks: Callable[[dict[str, float]], list[str]] = lambda seconds: []
   steps: Callable[[], np.ndarray] | None = None
   slack: int = 0
+
+
+def suite(declared: Callable[[bool, bool], Iterable[tuple]]) -> Callable[..., Iterator[Case]]:
+  """The `cases` of a suite, of a function that says what they are and whether with peers.
+
+  It yields (name, make, *arguments): a case is `make(name, *arguments)`, built when its turn comes
+  and only if its name contains `only`. One that takes more than the device's memory is passed over.
+  """
+
+  @functools.wraps(declared)
+  def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+    for name, make, *arguments in declared(quick, peers and not quick):
+      if only in name:
+        yield from fitting(name, make, *arguments)
+
+  return cases
+
+
+def clocked(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+  """Seconds of a call until its arrays are there, and what it returned."""
+  began = time.perf_counter()
+  made = jax.block_until_ready(run(*arguments))
+  return time.perf_counter() - began, made
+
+
+def torch_clocked(run: Callable[[], Any]) -> float:
+  """Seconds of a call whose work torch does on the GPU."""
+  import torch
+
+  torch.cuda.synchronize()
+  began = time.perf_counter()
+  run()
+  torch.cuda.synchronize()
+  return time.perf_counter() - began
 
 
 def together(makers: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -113,31 +146,24 @@ def optional(name: str, make: Callable[[], Contender]) -> list[Contender]:
 
 
 def jax_contender(
-  name: str,
-  function: Callable[..., Any],
-  arguments: list[tuple],
-  *,
-  output: Callable[[Any], Any] | None = None,
-  steps: Callable[[Any], Any] | None = None,
-  calls: int = 8,
-  loops: int = 8,
-  note: str = "",
-  options: dict[str, str] | None = None,
+  name: str, function: Callable[..., Any], arguments: list[tuple], **how: Any
 ) -> Contender:
-  """A contender from a JAX function, as `looped_contender` without a state."""
+  """A contender from a JAX function: `looped_contender` without a state, told as that is."""
 
   def step(_: None, *rest: Any) -> tuple[None, Any]:
     return None, function(*rest)
 
-  return looped_contender(
-    *(name, step, [None] * len(arguments), arguments),
-    output=output,
-    steps=steps,
-    calls=calls,
-    loops=loops,
-    note=note,
-    options=options,
-  )
+  return looped_contender(name, step, [None] * len(arguments), arguments, **how)
+
+
+def reading(pieces: Iterable[Iterable[jax.Array]], calls: int, name: str = "read") -> Contender:
+  """A contender that reads arrays, piece by piece in turn, and does next to nothing with them."""
+
+  def read(factor: Any, *arrays: Any) -> Any:
+    return sum((x.astype(jnp.float32) * factor).sum() for x in arrays)
+
+  turns = [(jnp.float32(1 + i), *arrays) for i, arrays in enumerate(pieces)]
+  return jax_contender(name, read, turns, calls=calls)
 
 
 def looped_contender(
@@ -151,7 +177,6 @@ def looped_contender(
   steps: Callable[[Any], Any] | None = None,
   calls: int = 8,
   loops: int = 8,
-  note: str = "",
   options: dict[str, str] | None = None,
 ) -> Contender:
   """A contender from a step that renews a state, often in place: (state, *arguments) to (state, r).
@@ -209,13 +234,12 @@ def looped_contender(
   return Contender(
     *(name, seconds),
     functools.partial(first, output, np.float32) if output else None,
-    note,
-    functools.partial(first, steps, np.int64) if steps else None,
+    steps=functools.partial(first, steps, np.int64) if steps else None,
   )
 
 
 def torch_contender(
-  name: str, function: Callable[..., Any], arguments: list[tuple], *, calls: int = 8, note: str = ""
+  name: str, function: Callable[..., Any], arguments: list[tuple], *, calls: int = 8
 ) -> Contender:
   """A contender from a function of torch tensors on the GPU: `calls` calls in one CUDA graph."""
   import torch
@@ -246,4 +270,4 @@ def torch_contender(
     torch.cuda.synchronize()
     return function(*arguments[0]).float().cpu().numpy()
 
-  return Contender(name, seconds, first, note)
+  return Contender(name, seconds, first)

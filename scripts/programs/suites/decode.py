@@ -1,5 +1,7 @@
 """dense decode attention over a whole cache, against a streaming read and other libraries"""
 
+import functools
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.kernels.decode.dense import decode_attention
-from kvjax.programs.suites import Case, Contender, jax_contender, optional, torch_contender
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, jax_contender, optional, reading, torch_contender
 from kvjax.testing.decode_cases import MARKS, OTHERS, QUICK, Shape
 
 # Enough distinct buffers that a 60 MB L2 cache holds nothing of the next call's.
@@ -30,14 +33,14 @@ def reference(q, k, v, start, stop) -> np.ndarray:
   return np.asarray(jax.jit(lambda *a: lax.map(row, a))(q, k, v, start, stop))
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The shapes of this suite, built one after another."""
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
+  """The shapes of this suite."""
   for shape in QUICK if quick else (*MARKS, *OTHERS):
-    if only in shape.name:
-      yield case(shape, quick, peers)
+    yield shape.name, case, shape, quick, peers
 
 
-def case(shape: Shape, quick: bool, peers: bool) -> Case:
+def case(name: str, shape: Shape, quick: bool, peers: bool) -> Case:
   """One shape with everything that is timed on it."""
   copies, calls = (1, 2) if quick else rotation(shape)
   inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
@@ -46,21 +49,21 @@ def case(shape: Shape, quick: bool, peers: bool) -> Case:
     read_contender(inputs, shape, calls),
   ]
   if not quick:
-    contenders += optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
-    contenders += optional("kvjax (Mosaic GPU)", lambda: _mosaic(inputs, calls))
-  if peers and not quick and not shape.ragged:
+    for label, module in (("jax-triton", "jax_triton"), ("Mosaic GPU", "mosaic")):
+      written = functools.partial(_written_in, label, module, inputs, calls)
+      contenders += optional(f"kvjax ({label})", written)
+  if peers and not shape.ragged:
     contenders += optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
     contenders += _torch(inputs, calls)
   batch, kv_heads, groups, head_dim = inputs[0][0].shape
   return Case(
-    name=shape.name,
+    name=name,
     shapes=f"q [{batch}, {kv_heads}, {groups}, {head_dim}], "
     f"k, v [{batch}, {kv_heads}, {shape.slots}, {head_dim}] {shape.dtype}, {copies} rotating",
     bytes=shape.kv_bytes(),
     reference=lambda: reference(*inputs[0]),
     tolerance={"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[shape.dtype],
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
   )
 
 
@@ -73,26 +76,13 @@ def rotation(shape: Shape) -> tuple[int, int]:
 def read_contender(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
   """Reads the same bytes and does next to nothing with them: what the memory can give."""
   slots = max(int(shape.lengths().sum()) // shape.batch, 1)
-  heads = [
-    (jnp.float32(1 + i), k[:, :, :slots], v[:, :, :slots]) for i, (_, k, v, *_) in enumerate(inputs)
-  ]
-
-  def read(factor, k, v):
-    return sum((x.astype(jnp.float32) * factor).sum() for x in (k, v))
-
-  return jax_contender("read", read, heads, calls=calls)
+  return reading(([x[:, :, :slots] for x in (k, v)] for _, k, v, *_ in inputs), calls)
 
 
-def _jax_triton(inputs: list[tuple], calls: int) -> Contender:
-  from kvjax.kernels.decode.jax_triton import decode_attention as decode
-
-  return jax_contender("kvjax (jax-triton)", decode, inputs, output=lambda s: s.o, calls=calls)
-
-
-def _mosaic(inputs: list[tuple], calls: int) -> Contender:
-  from kvjax.kernels.decode.mosaic import decode_attention as decode
-
-  return jax_contender("kvjax (Mosaic GPU)", decode, inputs, output=lambda s: s.o, calls=calls)
+def _written_in(label: str, module: str, inputs: list[tuple], calls: int) -> Contender:
+  """Our kernel in another language."""
+  decode = importlib.import_module(f"kvjax.kernels.decode.{module}").decode_attention
+  return jax_contender(f"kvjax ({label})", decode, inputs, output=lambda s: s.o, calls=calls)
 
 
 def _jax_cudnn(inputs: list[tuple], calls: int) -> Contender:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels.decode.sparse import sparse_decode
-from kvjax.programs.suites import Case, Contender, jax_contender, optional, torch_contender
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, jax_contender, optional, reading, torch_contender
 
 UNITS, BUDGETS = (16, 64, 128, 256), (1024, 2048, 4096, 8192)
 TARGETS = {
@@ -20,7 +21,8 @@ TARGETS = {
 PEERS = {"FlashInfer paged": "paged", "FlashInfer block-sparse": "block_sparse"}
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Every block size with every budget over one cache."""
   slots, kv_heads, groups, head_dim = (1024, 2, 3, 32) if quick else (128 << 10, 8, 4, 128)
   dtype = jnp.float32 if quick else jnp.bfloat16
@@ -29,9 +31,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   ratios: dict[str, list[float]] = {}
   for unit in (16,) if quick else UNITS:
     for budget in (64, 128) if quick else BUDGETS:
-      name = f"block {unit} budget {budget}"
-      if only in name:
-        yield case(name, k, v, groups, unit, budget, peers and not quick, ratios)
+      yield f"block {unit} budget {budget}", case, k, v, groups, unit, budget, peers, ratios
 
 
 def case(
@@ -41,13 +41,11 @@ def case(
   _, kv_heads, slots, head_dim = k.shape
   moved = 2 * kv_heads * budget * head_dim * k.dtype.itemsize
   copies = min(max(4, (64 << 20) // moved), 16) if peers else 2
-  turns = [
-    (*plan(i, k, groups, unit, budget)[:1], k, v, *plan(i, k, groups, unit, budget)[1:])
-    for i in range(copies)
-  ]
+  plans = [plan(i, k, groups, unit, budget) for i in range(copies)]
+  turns = [(q, k, v, *rest) for q, *rest in plans]
   run = functools.partial(sparse_decode, unit=unit)
   contenders = [jax_contender("kvjax", run, turns, output=lambda x: x[0].o, calls=2 * copies)]
-  contenders.append(_read(turns, unit, budget))
+  contenders.append(read_contender(k, v, budget, min(copies, 8)))
   if peers:
     for peer, kind in PEERS.items():
       contenders += optional(peer, functools.partial(flashinfer, turns, unit, peer, kind))
@@ -71,8 +69,7 @@ def case(
     bytes=moved,
     reference=lambda: reference(*turns[0], unit=unit),
     tolerance=1e-5 if k.dtype == jnp.float32 else 1e-2,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -108,17 +105,10 @@ def reference(q, k, v, table, count, start, stop, *, unit: int) -> np.ndarray:
   return np.asarray(run(q, k, v, table))
 
 
-def _read(turns: list[tuple], unit: int, budget: int) -> Contender:
+def read_contender(k: Any, v: Any, budget: int, pieces: int) -> Contender:
   """As many bytes in one piece, read and summed."""
-
-  def read(factor, k, v):
-    return sum((x[:, :, :budget].astype(jnp.float32) * factor).sum() for x in (k, v))
-
-  some = [
-    (jnp.float32(1 + i), *(x[:, :, i * budget : (i + 1) * budget] for x in turn[1:3]))
-    for i, turn in enumerate(turns[:8])
-  ]
-  return jax_contender("read", read, some, calls=2 * len(some))
+  slots = [slice(i * budget, (i + 1) * budget) for i in range(pieces)]
+  return reading(([x[:, :, at] for x in (k, v)] for at in slots), calls=2 * pieces)
 
 
 def flashinfer(

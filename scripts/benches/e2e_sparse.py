@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,11 +11,11 @@ import numpy as np
 
 import kvjax
 from kvjax.kernels.common.devices import this_device
-from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.generate import split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, fitting, together
-from kvjax.programs.suites.e2e import drawn, seconds_of, stepping, weights
+from kvjax.programs.suites import Case, Contender, suite, together
+from kvjax.programs.suites.e2e import decoder, drawn, seconds_of, step_logits, stepping, weights
 from scripts.benches.longflow import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
@@ -37,88 +37,98 @@ def methods(tokens: int) -> dict[str, kvjax.Method]:
   }
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Every method at batches of 1 and 4, then PRR over Quest at every length."""
   name, tokens = ("tiny", 128) if quick else ("Llama-3.1-8B", TOKENS)
   for batch in (2,) if quick else (1, 4):
     for label, method in methods(tokens).items():
       title = f"{label} {name} B{batch} T{tokens >> 10}K"
-      if only in title:
-        yield from fitting(title, case, weights(name), method, batch, tokens, quick)
+      yield title, beside_full, name, method, batch, tokens, quick
   for length in (tokens,) if quick else PREDICTED:
-    title = f"PRR {name} B1 T{length >> 10}K"
-    if only in title:
-      yield predicted_case(title, weights(name), methods(length)["Quest"], length, quick)
+    yield f"PRR {name} B1 T{length >> 10}K", predicted, name, length, quick
 
 
 def case(
-  title: str, model: Transformer, method: kvjax.Method, batch: int, tokens: int, quick: bool
+  title: str,
+  name: str,
+  methods: dict[str, kvjax.Method],
+  batch: int,
+  tokens: int,
+  quick: bool,
+  remarks: Callable[[dict[str, float]], list[str]],
+  *,
+  subject: str = "kvjax",
+  compared: tuple[kvjax.Method, kvjax.Method] | None = None,
+  **filled: Any,
 ) -> Case:
-  """A step of the method and one of the full cache, whose caches take turns in memory."""
-  impl = "reference" if quick else "pallas"  # the interpreter takes minutes to compile a loop
-  full = kvjax.Full()
-  run = [functools.partial(timed, model, m, impl, batch, tokens) for m in (method, full)]
-  ours, dense = together(run)
-  contenders = [
-    Contender("kvjax", ours, functools.partial(logits, model, method, "pallas")),
-    Contender("Full", dense, None),
-  ]
-  moved = {m: moved_by(model, m, batch, tokens) for m in (method, full)}
+  """A step of each method, whose caches take turns in memory.
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rate = this_device().read
-    faster, limit = seconds["Full"] / seconds["kvjax"], moved[full] / moved[method]
-    return [
-      f"{faster:.2f} × Full, {faster / limit:.3f} of what the bytes allow ({limit:.2f} ×; at least "
-      "0.8); "
-      f"{seconds['kvjax'] * rate / moved[method]:.2f} × its bytes over {rate / 1e12:.2f} TB/s"
-    ]
-
+  Args:
+    compared: the method whose kernels are compared with another's reference; by default the first
+      one with itself.
+    filled: `filled`, what makes caches in place of `caches`.
+  """
+  model, impl = weights(name), "reference" if quick else "pallas"  # no loop compiles interpreted
+  first = next(iter(methods.values()))
+  ours, theirs = compared or (first, first)
+  run = together(
+    functools.partial(timed, model, method, impl, batch, tokens, **filled)
+    for method in methods.values()
+  )
+  outputs = [functools.partial(logits, model, ours, "pallas", **filled), *[None] * len(methods)]
   return Case(
     name=title,
-    shapes=f"{method!r}; {model.dtype.name}; compared over four layers",
-    bytes=moved[method],
-    reference=lambda: logits(model, method, "reference"),
+    shapes=f"{first!r}; {model.dtype.name}; compared over four layers",
+    bytes=moved_by(model, methods[subject], batch, tokens),
+    reference=functools.partial(logits, model, theirs, "reference", **filled),
     tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=[Contender(*each) for each in zip(methods, run, outputs, strict=False)],
+    subject=subject,
     remarks=remarks,
   )
 
 
-def predicted_case(
-  title: str, model: Transformer, base: kvjax.Method, tokens: int, quick: bool
+def beside(
+  title: str, name: str, methods: dict[str, kvjax.Method], *sizes: Any, least: str = "", **how: Any
 ) -> Case:
+  """A case of two methods: how much faster the first is, and how much the bytes allow."""
+  ours, other = methods
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    rate = this_device().read
+    moved = {each: moved_by(weights(name), methods[each], *sizes[:2]) for each in methods}
+    faster, limit = seconds[other] / seconds[ours], moved[other] / moved[ours]
+    return [
+      f"{faster:.2f} × {other}, {faster / limit:.3f} of what the bytes allow ({limit:.2f} ×"
+      f"{least}); {seconds[ours] * rate / moved[ours]:.2f} × its bytes over {rate / 1e12:.2f} TB/s"
+    ]
+
+  return case(title, name, methods, *sizes, remarks, **how)
+
+
+def beside_full(title: str, name: str, method: kvjax.Method, *sizes: Any) -> Case:
+  """A step of the method and one of the full cache."""
+  methods = {"kvjax": method, "Full": kvjax.Full()}
+  return beside(title, name, methods, *sizes, least="; at least 0.8")
+
+
+def predicted(title: str, name: str, tokens: int, quick: bool) -> Case:
   """A step of PRR at a fixed ρ and at the ρ of its profile, and one that selects first."""
-  impl = "reference" if quick else "pallas"
+  base = methods(tokens)["Quest"]
   fixed, auto = kvjax.PRR(base, budget=RATIO), kvjax.PRR(base)
-  named = {f"ρ = {RATIO:g}": fixed, "by profile": auto, "serial": base}
-  checked = functools.partial(logits, model, fixed, "pallas")
-  run = together(functools.partial(timed, model, m, impl, 1, tokens) for m in named.values())
-  contenders = [
-    Contender(label, seconds, checked if named[label] is fixed else None)
-    for label, seconds in zip(named, run, strict=True)
-  ]
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     gain = {label: seconds["serial"] / t for label, t in seconds.items() if label != "serial"}
-    hit, missed = hits(model, fixed, impl, tokens)
+    hit, missed = hits(weights(name), fixed, "reference" if quick else "pallas", tokens)
     return [
       "TPOT of serial over PRR's: " + ", ".join(f"{label} {x:.3f}" for label, x in gain.items()),
       f"ρ = {RATIO:g} hit {hit:.0%} of what was chosen, {missed:.1f} pages missed a head; random "
       f"weights; the profile says ρ = {auto._ratio(1, tokens + STEPS):g}",
     ]
 
-  return Case(
-    name=title,
-    shapes=f"{fixed!r}; {model.dtype.name}; compared over four layers",
-    bytes=moved_by(model, base, 1, tokens),
-    reference=lambda: logits(model, fixed, "reference"),
-    tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
-    contenders=tuple(contenders),
-    subject="serial",
-    remarks=remarks,
-  )
+  named = {f"ρ = {RATIO:g}": fixed, "by profile": auto, "serial": base}
+  return case(title, name, named, 1, tokens, quick, remarks, subject="serial")
 
 
 def moved_by(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> int:
@@ -131,12 +141,11 @@ def hits(model: Transformer, method: kvjax.Method, impl: str, tokens: int) -> tu
   graph, leaves = split(model)
 
   def run(leaves: Any, held: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    model = decoder(graph, leaves, impl)
 
     def step(carry: Any, _: Any) -> Any:
       held, token = carry
-      out, held, reports = decoder.decode(token, held, method, with_aux=True)
+      out, held, reports = model.decode(token, held, method, with_aux=True)
       told = [aux for aux in reports if "missed" in aux]
       means = [jnp.mean(jnp.stack([aux[name] for aux in told])) for name in ("hit_rate", "missed")]
       return (held, jnp.argmax(out, -1).astype(jnp.int32)), means
@@ -198,16 +207,8 @@ def logits(model: Transformer, method: kvjax.Method, impl: str, filled: Any = ca
   Over 32 layers of random weights two ways to round to bfloat16 part by 5 %.
   """
   model = _few_layers(dataclasses.replace(model.config, layers=min(4, model.config.layers)))
-  graph, leaves = split(model)
   tokens = 128 if model.config.vocab < 1000 else 12 << 10
-
-  @jax.jit
-  def step(leaves: Any, held: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-    return decoder.decode(jnp.arange(2, dtype=jnp.int32), held, method)[0]
-
-  return np.asarray(step(leaves, filled(model, method, 2, tokens)))
+  return step_logits(model, method, impl, filled(model, method, 2, tokens))
 
 
 @functools.cache

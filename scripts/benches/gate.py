@@ -5,15 +5,11 @@ kvjax bench gate --out after
 kvjax bench --compare before after --fail-slower
 """
 
-import functools
 from collections.abc import Iterator
-
-import jax.numpy as jnp
 
 import kvjax
 from kvjax.kernels.common.devices import this_device
-from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, fitting
+from kvjax.programs.suites import Case, suite
 from kvjax.programs.suites.e2e import weights
 from scripts.benches import e2e_sparse
 
@@ -34,34 +30,23 @@ def marks(quick: bool) -> dict[str, tuple[kvjax.Method, int, int]]:
   }
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """One after another: each has the memory to itself."""
   name = "tiny" if quick else "Llama-3.1-8B"
   for label, mark in marks(quick).items():
-    if only in label:
-      yield from fitting(label, case, weights(name), *mark, quick)
+    yield label, case, name, *mark, quick
 
 
-def case(
-  label: str, model: Transformer, method: kvjax.Method, batch: int, tokens: int, quick: bool
-) -> Case:
+def case(label: str, name: str, method: kvjax.Method, batch: int, tokens: int, quick: bool) -> Case:
   """A step of a method whose caches are full, beside the bytes that it moves."""
-  impl = "reference" if quick else "pallas"
-  seconds = e2e_sparse.timed(model, method, impl, batch, tokens)
-  moved = e2e_sparse.moved_by(model, method, batch, tokens)
-  rate = this_device().read
-  return Case(
-    name=label,
-    shapes=f"{method!r}; {model.dtype.name}; compared over four layers",
-    bytes=moved,
-    reference=lambda: e2e_sparse.logits(model, method, "reference"),
-    tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
-    contenders=(
-      Contender("kvjax", seconds, functools.partial(e2e_sparse.logits, model, method, "pallas")),
-    ),
-    subject="kvjax",
-    remarks=lambda t: [
-      f"{t['kvjax'] * 1e3:.2f} ms a step, {t['kvjax'] * rate / moved:.3f} × all bytes over "
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    rate, step = this_device().read, seconds["kvjax"]
+    moved = e2e_sparse.moved_by(weights(name), method, batch, tokens)
+    return [
+      f"{step * 1e3:.2f} ms a step, {step * rate / moved:.3f} × all bytes over "
       f"{rate / 1e12:.2f} TB/s"
-    ],
-  )
+    ]
+
+  return e2e_sparse.case(label, name, {"kvjax": method}, batch, tokens, quick, remarks)

@@ -1,6 +1,5 @@
 """budgets by head: heads that share slots against heads of equal length, a kernel and steps"""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +12,10 @@ from kvjax.core.leaves import Layout
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import shared_slots
-from kvjax.programs.suites import Case, Contender, jax_contender, together
+from kvjax.programs.suites import Case, jax_contender, suite
 from kvjax.programs.suites.decode import rotation
-from kvjax.programs.suites.e2e import weights
 from kvjax.testing.decode_cases import Shape
-from scripts.benches.e2e_sparse import logits, moved_by, timed
+from scripts.benches import e2e_sparse
 from scripts.benches.longflow import holding
 
 SHAPES = [Shape(batch, 8, 4, slots << 10) for batch in (1, 8) for slots in (1, 4, 32)]
@@ -32,15 +30,14 @@ def lengths(heads: int, mean: int) -> np.ndarray:
   return found
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """The decode kernel, then steps of Ada-KV."""
   for shape in TINY if quick else SHAPES:
-    if only in (title := f"shared {shape.name}"):
-      yield kernel_case(title, shape, quick)
+    yield f"shared {shape.name}", kernel_case, shape, quick
   name, budget = ("tiny", 48) if quick else ("Llama-3.1-8B", BUDGET)
   for batch in (2,) if quick else (1, 8):
-    if only in (title := f"AdaKV {name} B{batch} {budget} slots"):
-      yield step_case(title, weights(name), batch, budget, quick)
+    yield f"AdaKV {name} B{batch} {budget} slots", step_case, name, batch, budget, quick
 
 
 def kernel_case(title: str, shape: Shape, quick: bool) -> Case:
@@ -92,29 +89,15 @@ def by_head(q: Any, k: Any, v: Any, start: Any, stop: Any) -> np.ndarray:
   return out
 
 
-def step_case(title: str, model: Transformer, batch: int, budget: int, quick: bool) -> Case:
+def step_case(title: str, name: str, batch: int, budget: int, quick: bool) -> Case:
   """A step of Ada-KV with heads of 0.4 to 1.6 of the budget, and one of SnapKV, whose are equal."""
-  impl = "reference" if quick else "pallas"
   base = kvjax.SnapKV(budget, min(WINDOW, budget // 4))
-  ours, tokens = kvjax.AdaKV(base), 2 * budget
-  run = [
-    functools.partial(timed, model, method, impl, batch, tokens, caches) for method in (ours, base)
-  ]
-  shared, equal = together(run)
-  contenders = (
-    Contender("kvjax", shared, functools.partial(logits, model, ours, "pallas", caches)),
-    Contender("SnapKV", equal, None),
-  )
-  return Case(
-    name=title,
-    shapes=f"{ours!r}; {model.dtype.name}; compared over four layers",
-    bytes=moved_by(model, ours, batch, tokens),
-    reference=lambda: logits(model, ours, "reference", caches),
-    tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
-    contenders=contenders,
-    subject="kvjax",
-    remarks=lambda s: [f"{s['SnapKV'] / s['kvjax']:.3f} of equal heads' speed (0.97 wanted)"],
-  )
+  ways = {"kvjax": kvjax.AdaKV(base), "SnapKV": base}
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    return [f"{seconds['SnapKV'] / seconds['kvjax']:.3f} of equal heads' speed (0.97 wanted)"]
+
+  return e2e_sparse.case(title, name, ways, batch, 2 * budget, quick, remarks, filled=caches)
 
 
 def caches(model: Transformer, method: Any, batch: int, tokens: int) -> Any:

@@ -18,7 +18,6 @@ from kvjax.kernels.decode.sparse import sparse_decode as listed_floats
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, sparse, together
 from kvjax.programs.suites.decode import reference, rotation
-from kvjax.programs.suites.e2e import weights
 from kvjax.testing.decode_cases import Shape
 from scripts.benches import e2e_sparse
 
@@ -60,7 +59,7 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
         title = f"int{bits} {label}{name} B{batch} T{tokens >> 10}K"
         if only in title:
           method = kvjax.Quantised(base, bits=bits)
-          yield e2e_sparse.case(title, weights(name), method, batch, tokens, quick)
+          yield e2e_sparse.beside_full(title, name, method, batch, tokens, quick)
 
 
 def bases(quick: bool) -> dict[str, kvjax.Method]:

@@ -25,7 +25,8 @@ from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, fitting, optional, torch_decoder
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, clocked, optional, torch_decoder
 
 STEPS = 16  # decode steps per dispatch
 MARKS = [
@@ -47,14 +48,13 @@ class Products(kvjax.Full):
     return q + k[:, :, None] + v[:, :, None], cache, carry, {}
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The shapes of this suite, built one after another; weights are made once per model."""
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
+  """The shapes of this suite; weights are made once per model."""
   for name, batch, tokens in [("tiny", 2, 64)] if quick else MARKS:
-    label = f"{name} B{batch} T{tokens}"
-    if only in label:
-      with contextlib.ExitStack() as stack:
-        asked = stack if peers and (batch, tokens) in PEERS else None
-        yield from fitting(label, case, weights(name), batch, tokens, asked)
+    with contextlib.ExitStack() as stack:
+      asked = stack if peers and (batch, tokens) in PEERS else None
+      yield f"{name} B{batch} T{tokens}", case, name, batch, tokens, asked
 
 
 @functools.lru_cache(maxsize=1)
@@ -82,6 +82,25 @@ def drawn(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Transfor
   return nnx.merge(graph, jax.tree.map(draw, shapes))
 
 
+def decoder(graph: Any, leaves: Any, impl: str) -> Transformer:
+  """The decoder of these leaves, by this implementation."""
+  made = join(graph, leaves)
+  made.env = dataclasses.replace(made.env, impl=impl)
+  return made
+
+
+def step_logits(model: Transformer, method: kvjax.Method, impl: str, held: Any) -> np.ndarray:
+  """Logits of one step of every row over these caches."""
+  graph, leaves = split(model)
+
+  @jax.jit
+  def step(leaves: Any, held: Any) -> Any:
+    tokens = jnp.arange(held[0].rows["seen"].shape[0], dtype=jnp.int32)
+    return decoder(graph, leaves, impl).decode(tokens, held, method)[0]
+
+  return np.asarray(step(leaves, held))
+
+
 def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
   """Greedy decode steps: (leaves, caches, token) to caches and the next token.
 
@@ -89,12 +108,11 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
   """
 
   def run(leaves: Any, held: Any, token: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    model = decoder(graph, leaves, impl)
 
     def step(_: Any, carry: Any) -> Any:
       held, token = carry
-      logits, held = decoder.decode(token, held, method)
+      logits, held = model.decode(token, held, method)
       return held, jnp.argmax(logits, -1).astype(jnp.int32)
 
     new, token = lax.fori_loop(0, steps, step, (held, token))
@@ -107,12 +125,12 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
 
 def seconds_of(program: Any, leaves: Any, held: Any, token: Any, steps: int) -> float:
   """Seconds of a step, by two runs of a compiled `stepping` after a first one."""
-  held, done = jax.block_until_ready(program(leaves, held, token))
-  began = time.perf_counter()
-  for _ in range(2):
-    held, done = program(leaves, held, token)
-  jax.block_until_ready(done)
-  taken = time.perf_counter() - began
+  held, _ = jax.block_until_ready(program(leaves, held, token))
+
+  def twice(held: Any) -> Any:
+    return program(leaves, program(leaves, held, token)[0], token)
+
+  taken, (held, _) = clocked(twice, held)
   del held  # the caches of the next contender take their place
   gc.collect()
   return taken / (2 * steps)
@@ -145,9 +163,10 @@ def filled(
 
 
 def case(
-  label: str, model: Transformer, batch: int, tokens: int, peers: contextlib.ExitStack | None
+  label: str, name: str, batch: int, tokens: int, peers: contextlib.ExitStack | None
 ) -> Case:
   """One shape: our step, its products alone, and Hugging Face's until `peers` closes."""
+  model = weights(name)
   c = model.config
   leaves = split(model)[1]
   # Without tied embeddings a step reads single rows of the embedding.
@@ -199,8 +218,7 @@ def case(
     reference=lambda: exact,
     # As far from float32 activations as XLA's own step in the model's dtype, and a quarter more.
     tolerance=1.25 * rounding + 1e-5,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -211,12 +229,11 @@ def _step(model: Transformer, dtype: Any, caches: Any) -> Any:
   start = caches[0].rows
 
   def step(leaves: Any, caches: Any, start: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl="reference")
+    model = decoder(graph, leaves, "reference")
     # What follows is promoted to the dtype of the first activations.
-    decoder.embedding = nnx.Param(decoder.embedding[...].astype(dtype))
+    model.embedding = nnx.Param(model.embedding[...].astype(dtype))
     token = jnp.arange(caches[0].rows["seen"].shape[0], dtype=jnp.int32)
-    logits, caches = decoder.decode(token, caches, kvjax.Full())
+    logits, caches = model.decode(token, caches, kvjax.Full())
     return logits, tuple(c.put(rows=start) for c in caches)
 
   return jax.jit(step, donate_argnums=1).lower(leaves, caches, start).compile()
@@ -237,18 +254,18 @@ def program(
   """
   graph, leaves = split(model)
   token = jnp.arange(caches[0].rows["seen"].shape[0], dtype=jnp.int32)
+  vocab = model.config.vocab
 
   def run(leaves, caches, token, start):
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
+    model = decoder(graph, leaves, impl)
 
     def step(i, carry):
       caches, token, first = carry
-      logits, caches = decoder.decode(token, caches, method)
+      logits, caches = model.decode(token, caches, method)
       first = jnp.where(i == 0, logits, first)
       return caches, jnp.argmax(logits, -1).astype(jnp.int32), first
 
-    first = jnp.zeros((token.shape[0], model.config.vocab), jnp.float32)
+    first = jnp.zeros((token.shape[0], vocab), jnp.float32)
     caches, _, first = lax.fori_loop(0, STEPS, step, (caches, token, first))
     return tuple(c.put(rows=start) for c in caches), first
 
@@ -277,11 +294,8 @@ def loop(
   output = np.asarray(first)
 
   def seconds() -> float:
-    caches = held[0]  # before the time: others may have had them
-    began = time.perf_counter()
-    held[0], done = compiled(leaves, caches, token, start)
-    jax.block_until_ready(done)
-    return (time.perf_counter() - began) / STEPS
+    taken, (held[0], _) = clocked(compiled, leaves, held[0], token, start)
+    return taken / STEPS
 
   return Contender(name, seconds, (lambda: output) if checked else None, note)
 
@@ -315,7 +329,7 @@ def _transformers(
   stack.callback(process.terminate)
   theirs.close()
   _ask(ours)  # a peer that cannot run is left out here
-  return Contender("transformers", lambda: _ask(ours), None)
+  return Contender("transformers", lambda: _ask(ours))
 
 
 def _ask(pipe: Any) -> float:
@@ -344,20 +358,13 @@ def _serve(pipe: Any, config: ModelConfig, batch: int, tokens: int) -> None:
     here = torch.tensor([tokens])
   forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=False)
 
-  def step() -> Any:
-    torch.compiler.cudagraph_mark_step_begin()
-    with torch.no_grad():
-      return forward(
-        input_ids=ids, past_key_values=cache, cache_position=here, use_cache=True
-      ).logits
+  @torch.no_grad()
+  def steps() -> None:
+    for _ in range(STEPS):
+      torch.compiler.cudagraph_mark_step_begin()
+      forward(input_ids=ids, past_key_values=cache, cache_position=here, use_cache=True)
 
-  for _ in range(3):
-    step()
+  steps()
   while True:
     pipe.recv()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-      step()
-    torch.cuda.synchronize()
-    pipe.send((time.perf_counter() - began) / STEPS)
+    pipe.send(suites.torch_clocked(steps) / STEPS)

@@ -6,7 +6,6 @@ descent, the whole step replayed as one CUDA graph. Attention is cuDNN's, the fa
 for one query (`kvjax.programs.bench decode`).
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Contender
+from kvjax.programs.suites import Contender, torch_clocked
 
 REPLAYS = 16
 
@@ -33,14 +32,7 @@ def contender(model: Transformer, caches: Any, tokens: int) -> Contender:
 
 def _seconds(replay: Any) -> float:
   """Of a step, `REPLAYS` of them one after the other."""
-  import torch
-
-  torch.cuda.synchronize()
-  began = time.perf_counter()
-  for _ in range(REPLAYS):
-    replay()
-  torch.cuda.synchronize()
-  return (time.perf_counter() - began) / REPLAYS
+  return torch_clocked(lambda: [replay() for _ in range(REPLAYS)]) / REPLAYS
 
 
 def _tensor(x: jax.Array) -> Any:

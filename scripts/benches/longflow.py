@@ -4,25 +4,32 @@ import dataclasses
 import functools
 import gc
 import importlib.util
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import kvjax
 from kvjax.core.leaves import Layout
 from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import decode_attention
-from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.generate import split
 from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, looped_contender, optional
-from kvjax.programs.suites.e2e import hugging_face, shape, weights
+from kvjax.programs.suites.e2e import (
+  hugging_face,
+  seconds_of,
+  shape,
+  step_logits,
+  stepping,
+  weights,
+)
 
 STEPS = 8  # decode steps per dispatch
+SHAPES = [(128, 3200, 8, 4, 128), (16, 3200, 8, 4, 128)]  # rows, slots, KV heads, groups, size
 MEMORY = 0.93  # share of the device's memory that weights and caches take
 
 
@@ -40,23 +47,19 @@ class Answer:
     return f"{self.model} {self.prompt} in {self.tokens} out"
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The cases of this suite, built one after another."""
-  shapes = [(2, 48, 3, 3, 16)] if quick else [(128, 3200, 8, 4, 128), (16, 3200, 8, 4, 128)]
-  for batch, slots, kv_heads, groups, head_dim in shapes:
-    name = f"step B{batch} S{slots} {kv_heads}x{groups}"
-    if only in name:
-      dtype = jnp.float32 if quick else jnp.bfloat16
-      spec = kvjax.CacheSpec(batch, slots, kv_heads, groups, head_dim, 1, dtype)
-      yield step_case(name, spec, "pallas" if quick else "auto")
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
+  """A step at two sizes, then a long answer."""
+  for batch, slots, *heads in [(2, 48, 3, 3, 16)] if quick else SHAPES:
+    spec = kvjax.CacheSpec(batch, slots, *heads, 1, jnp.float32 if quick else jnp.bfloat16)
+    name = f"step B{batch} S{slots} {spec.kv_heads}x{spec.groups}"
+    yield name, step_case, spec, "pallas" if quick else "auto"
   answer = Answer("tiny", 8, 40, 16) if quick else Answer()
-  name = f"{answer.model} transformers"
   installed = importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")
-  if peers and not quick and installed and only in name:  # first: what JAX has taken it keeps
-    yield peer_case(name, answer)
+  if peers and installed:  # first: what JAX has taken it keeps
+    yield f"{answer.model} transformers", peer_case, answer
     _empty_torch()
-  if only in answer.name:
-    yield answer_case(answer)
+  yield answer.name, answer_case, answer
 
 
 def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
@@ -83,9 +86,7 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
     q = qkv[..., :-2, :]
     return cache, decode_attention(q, cache.slots["k"], cache.slots["v"], *bounds).o
 
-  def read(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
-    factor = 1 + qkv.reshape(-1)[0].astype(jnp.float32)
-    return cache, sum((cache.slots[n].astype(jnp.float32) * factor).sum() for n in ("k", "v"))
+  full = holding(ours, spec, spec.capacity)
 
   def contender(name: str, method: kvjax.Method, run: Callable, output: Any = None) -> Contender:
     cache = holding(method, spec, spec.capacity)
@@ -94,7 +95,7 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
   contenders = [
     contender("kvjax", ours, step(ours, impl), lambda out: out),
     contender("dense decode", ours, dense),
-    contender("read", ours, read),
+    suites.reading([[full.slots["k"], full.slots["v"]]], STEPS),
     contender("H2O in XLA", h2o, step(h2o, "reference")),
   ]
 
@@ -109,12 +110,9 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
     shapes=f"{spec.batch} rows, {spec.kv_heads} KV heads × {spec.groups}, {spec.capacity} slots "
     f"of {spec.head_dim} {jnp.dtype(spec.dtype).name}; a step enters a token and names a victim",
     bytes=kv_bytes,
-    reference=lambda: np.asarray(
-      jax.jit(step(ours, "reference"))(holding(ours, spec, spec.capacity), *inputs)[1], np.float32
-    ),
+    reference=lambda: np.asarray(jax.jit(step(ours, "reference"))(full, *inputs)[1], np.float32),
     tolerance=1e-5 if spec.dtype == jnp.float32 else 1e-2,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -152,7 +150,7 @@ def _window(apart: Any, tokens: Any) -> Any:
   return {**apart, **full, "pos": pos, "ring": apart["ring"].at[..., 1].set(tokens)}
 
 
-def answer_case(answer: Answer) -> Case:
+def answer_case(name: str, answer: Answer) -> Case:
   """Tokens a second over a whole answer, each method at the batch that fills the memory.
 
   Steps are timed at a few lengths and summed over the answer by the trapezoidal rule. Full's cache
@@ -164,20 +162,16 @@ def answer_case(answer: Answer) -> Case:
     "LongFlow": (kvjax.LongFlow(answer.budget, window_size=4), (answer.prompt, answer.budget)),
     "Full": (kvjax.Full(), tuple(np.linspace(answer.prompt, total - STEPS, 4).astype(int))),
   }
+  subject = f"LongFlow at {answer.budget}"
+  logits = functools.partial(_answer_logits, model, marks["LongFlow"][0], answer)
   contenders, batches = [], {}
-  for name, (method, lengths) in marks.items():
-    batches[name] = _batch(model, method, total)
-    step = functools.cache(functools.partial(_answer_step, model, method, batches[name], total))
-    contenders += [
-      Contender(
-        f"{name} at {length}",
-        functools.partial(_answer_seconds, model, method, batches[name], total, step, int(length)),
-        functools.partial(_answer_logits, model, method, answer, "auto")
-        if (name, length) == ("LongFlow", answer.budget)
-        else None,
-      )
-      for length in lengths
-    ]
+  for each, (method, lengths) in marks.items():
+    batches[each] = _batch(model, method, total)
+    seconds = _answer_seconds(model, method, batches[each], total)
+    for length in lengths:
+      label, run = f"{each} at {length}", functools.partial(seconds, int(length))
+      checked = functools.partial(logits, "auto") if label == subject else None
+      contenders.append(Contender(label, run, checked))
   weight_bytes = sum(x.nbytes for x in split(model)[1])
   slot_bytes = _row_bytes(model, kvjax.Full(), total) // total
 
@@ -202,14 +196,14 @@ def answer_case(answer: Answer) -> Case:
     return lines
 
   return Case(
-    name=answer.name,
+    name=name,
     shapes=f"{model.config.layers} layers, {weight_bytes / 1e9:.2f} GB of weights, "
     f"{slot_bytes} bytes a token, budget {answer.budget}, {model.dtype.name}; µs are of a step",
     bytes=weight_bytes,
-    reference=lambda: _answer_logits(model, marks["LongFlow"][0], answer, "reference"),
+    reference=functools.partial(logits, "reference"),
     tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
-    contenders=tuple(contenders),
-    subject=f"LongFlow at {answer.budget}",
+    contenders=contenders,
+    subject=subject,
     remarks=remarks,
   )
 
@@ -236,61 +230,34 @@ def _batch(model: Transformer, method: kvjax.Method, capacity: int) -> int:
   return int((MEMORY * limit - sum(x.nbytes for x in split(model)[1])) / row)
 
 
-def _answer_step(model: Transformer, method: kvjax.Method, batch: int, capacity: int) -> Any:
-  """The compiled program of STEPS greedy steps."""
-  graph, leaves = split(model)
-
-  def run(leaves: Any, caches: Any, token: Any) -> Any:
-    decoder = join(graph, leaves)
-
-    def step(_: Any, carry: Any) -> Any:
-      caches, token = carry
-      logits, caches = decoder.decode(token, caches, method)
-      return caches, jnp.argmax(logits, -1).astype(jnp.int32)
-
-    return lax.fori_loop(0, STEPS, step, (caches, token))
-
-  token = jax.ShapeDtypeStruct((batch,), jnp.int32)
-  shapes = _caches(model, method, batch, capacity)
-  return jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
-
-
 def _answer_seconds(
-  model: Transformer,
-  method: kvjax.Method,
-  batch: int,
-  capacity: int,
-  step: Callable,
-  length: int,
-) -> float:
-  """Seconds of a step at this length."""
-  compiled, leaves, spec = step(), split(model)[1], model.spec(batch, capacity)
-  caches = tuple(holding(method, spec, length) for _ in range(spec.layers))
-  token = jnp.zeros(batch, jnp.int32)
-  caches, token = jax.block_until_ready(compiled(leaves, caches, token))
-  began = time.perf_counter()
-  caches, token = jax.block_until_ready(compiled(leaves, caches, token))
-  taken = time.perf_counter() - began
-  del caches
-  gc.collect()
-  return taken / STEPS
+  model: Transformer, method: kvjax.Method, batch: int, capacity: int
+) -> Callable[[int], float]:
+  """A function that gives the seconds of a step at a length; compiled when it is first called."""
+  graph, leaves = split(model)
+  token, spec = jnp.zeros(batch, jnp.int32), model.spec(batch, capacity)
+
+  @functools.cache
+  def program() -> Any:
+    shapes = _caches(model, method, batch, capacity)
+    run = jax.jit(stepping(graph, method, "auto", STEPS), donate_argnums=1)
+    return run.lower(leaves, shapes, token).compile()
+
+  def seconds(length: int) -> float:
+    compiled = program()
+    caches = tuple(holding(method, spec, length) for _ in range(spec.layers))
+    return seconds_of(compiled, leaves, caches, token, STEPS)
+
+  return seconds
 
 
 def _answer_logits(
   model: Transformer, method: kvjax.Method, answer: Answer, impl: str
 ) -> np.ndarray:
   """Logits of one step of two rows whose budget is full."""
-  graph, leaves = split(model)
   spec = model.spec(2, answer.prompt + answer.tokens)
   caches = tuple(holding(method, spec, answer.budget) for _ in range(spec.layers))
-
-  @jax.jit
-  def step(leaves: Any, caches: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-    return decoder.decode(jnp.arange(2, dtype=jnp.int32), caches, method)[0]
-
-  return np.asarray(step(leaves, caches))
+  return step_logits(model, method, impl, caches)
 
 
 def peer_case(name: str, answer: Answer) -> Case:
@@ -318,7 +285,7 @@ def peer_case(name: str, answer: Answer) -> Case:
     bytes=0,
     reference=lambda: np.zeros(1),
     tolerance=0.0,
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject=f"at {lengths[-1]}",
     remarks=remarks,
   )
@@ -377,14 +344,11 @@ def _dynamic(config: Any, batch: int, length: int) -> Contender:
       k, v = (torch.randn(kv, dtype=torch.bfloat16, device="cuda") for _ in range(2))
       cache.update(k, v, layer)
     ids = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
-    times = []
-    with torch.no_grad():
-      for _ in range(4):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
 
-  return Contender(f"at {length}", seconds, None)
+    def step() -> None:
+      model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    with torch.no_grad():
+      return min([suites.torch_clocked(step) for _ in range(4)][1:])
+
+  return Contender(f"at {length}", seconds)

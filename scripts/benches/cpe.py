@@ -12,14 +12,8 @@ import numpy as np
 import kvjax
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
-from kvjax.programs.suites import (
-  Case,
-  Contender,
-  jax_contender,
-  looped_contender,
-  optional,
-  torch_contender,
-)
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, jax_contender, looped_contender, optional
 from scripts.benches.longflow import holding
 
 BLOCK = 16  # s, steps that share
@@ -30,19 +24,17 @@ SHAPES = [(batch, tokens) for batch in (8, 16) for tokens in (1 << 10, 2 << 10, 
 PAPER = {(16, 2 << 10): 9.9, (16, 4 << 10): 3.9}  # Tab. IV, over FlashAttention-2
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Every batch and length, at an eighth of the tokens, over keys of two kinds."""
   for batch, tokens in [(2, 256)] if quick else SHAPES:
-    for keys in ("random", "clustered"):
-      name = f"B{batch} T{tokens} 32x1 1/8, {keys} keys"
-      if only in name:
-        yield case(name, batch, tokens, ALIKE * (keys == "clustered"), quick, peers and not quick)
-    name = f"B{batch} T{tokens} 32x1 1/8, the list alone"
-    if only in name:
-      yield listed(name, batch, tokens, quick)
+    name, sizes = f"B{batch} T{tokens} 32x1 1/8", (batch, tokens, quick)
+    yield f"{name}, random keys", case, *sizes, 0.0, peers
+    yield f"{name}, clustered keys", case, *sizes, ALIKE, peers
+    yield f"{name}, the list alone", listed, *sizes
 
 
-def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: bool) -> Case:
+def case(name: str, batch: int, tokens: int, quick: bool, alike: float, peers: bool) -> Case:
   """A layer's step, averaged over a block: enter a token, plan, attend, note.
 
   `alike` is the cosine of neighbouring keys: 0, or near 1, where what is selected lies in runs,
@@ -55,9 +47,10 @@ def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: b
   cpe = kvjax.CPE(cis.k, cis.sinks, cis.local, BLOCK)
   full, ours = kvjax.Full(), "pallas" if quick else "auto"  # what runs unasked on a GPU
   block = 2 if quick else BLOCK  # a CPU compiles every step of it anew
+  where = spec, tokens, alike
   contenders = [
-    looped("kvjax", cpe, ours, spec, tokens, alike, block, checked=True),
-    looped("dense decode", full, ours, spec, tokens, alike, block, checked=False),
+    looped("kvjax", cpe, ours, *where, block, functools.partial(outputs, cpe, ours, *where)),
+    looped("dense decode", full, ours, *where, block),
   ]
   if peers:
     contenders += optional("torch flash", lambda: _torch(batch, heads, tokens, head_dim))
@@ -86,10 +79,9 @@ def case(name: str, batch: int, tokens: int, alike: float, quick: bool, peers: b
     shapes=f"{batch} rows × {heads} heads, {tokens} tokens of {head_dim} {jnp.dtype(dtype).name}; "
     f"{cpe.k} retrieved + {cpe.sinks} + {cpe.local}, blocks of {BLOCK}; {CACHES} caches in turn",
     bytes=int(sparse_bytes),
-    reference=lambda: outputs(cpe, "reference", spec, tokens, alike),
+    reference=functools.partial(outputs, cpe, "reference", *where),
     tolerance=1e-5 if quick else 1e-2,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -138,7 +130,7 @@ def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
     bytes=moved,
     reference=lambda: _over(*first[:4]),
     tolerance=1e-5 if quick else 1e-2,
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject="apart",
     remarks=remarks,
   )
@@ -181,9 +173,8 @@ def looped(
   spec: kvjax.CacheSpec,
   tokens: int,
   alike: float,
-  block: int = BLOCK,
-  *,
-  checked: bool,
+  block: int,
+  output: Callable[[], np.ndarray] | None = None,
 ) -> Contender:
   """A block of steps over each of several caches, in turn step by step; blocks begin anew."""
   step = steps(method, impl, spec)
@@ -196,7 +187,6 @@ def looped(
     calls=block * CACHES,
     loops=2,
   )
-  output = (lambda: outputs(method, impl, spec, tokens, alike)) if checked else None
   return dataclasses.replace(made, output=output)
 
 
@@ -263,5 +253,5 @@ def _torch(batch: int, heads: int, tokens: int, head_dim: int) -> Contender:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
       return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-  made = torch_contender("torch flash", attend, [(q, k, v)])
-  return Contender(made.name, made.seconds, None)
+  made = suites.torch_contender("torch flash", attend, [(q, k, v)])
+  return dataclasses.replace(made, output=None)

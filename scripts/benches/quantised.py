@@ -1,11 +1,11 @@
 """keys and values in 8 and 4 bits: decode, lists and steps, against bfloat16 (or `--only sweep`)"""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
@@ -16,6 +16,7 @@ from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import decode_attention as dense
 from kvjax.kernels.decode.sparse import sparse_decode as listed_floats
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
+from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, sparse, together
 from kvjax.programs.suites.decode import reference, rotation
 from kvjax.testing.decode_cases import Shape
@@ -37,29 +38,25 @@ CUTS = (
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """At every number of bits: decode, its sweeps if they are asked for, lists, then whole steps."""
+  """The cases; sweeps of decode only if they are asked for."""
+  return suites.suite(functools.partial(_cases, "sweep" in only))(quick, peers, only)
+
+
+def _cases(sweeps: bool, quick: bool, peers: bool) -> Iterator[tuple]:
+  """At every number of bits: decode, its sweeps, lists, then whole steps."""
   shapes = QUICK if quick else SHAPES
-  for sweep in (False, True) if "sweep" in only else (False,):
-    for bits in BITS:
-      for shape in shapes:
-        name = "sweep " * sweep + f"int{bits} {shape.name}"
-        if only in name:
-          yield case(name, shape, bits, quick, sweep)
-  for bits in BITS:
-    for shape in shapes:
-      for unit, budget in ((16, 64),) if quick else LISTS:
-        tokens = f"{shape.slots >> 10}K" if shape.slots >= 1024 else str(shape.slots)
-        name = f"listed int{bits} B{shape.batch} T{tokens} page {unit} budget {budget}"
-        if only in name:
-          yield listed_case(name, shape, bits, unit, budget, quick)
-  name = "tiny" if quick else "Llama-3.1-8B"
-  for bits in BITS:
-    for label, base in bases(quick).items():
-      for batch, tokens in ((2, 128),) if quick else STEPS:
-        title = f"int{bits} {label}{name} B{batch} T{tokens >> 10}K"
-        if only in title:
-          method = kvjax.Quantised(base, bits=bits)
-          yield e2e_sparse.beside_full(title, name, method, batch, tokens, quick)
+  for sweep, bits, shape in itertools.product((False, True)[: 1 + sweeps], BITS, shapes):
+    yield "sweep " * sweep + f"int{bits} {shape.name}", case, shape, bits, quick, sweep
+  lists = ((16, 64),) if quick else LISTS
+  for bits, shape, (unit, budget) in itertools.product(BITS, shapes, lists):
+    tokens = f"{shape.slots >> 10}K" if shape.slots >= 1024 else str(shape.slots)
+    name = f"listed int{bits} B{shape.batch} T{tokens} page {unit} budget {budget}"
+    yield name, listed_case, shape, bits, unit, budget, quick
+  model, steps = ("tiny", ((2, 128),)) if quick else ("Llama-3.1-8B", STEPS)
+  for bits, (label, base), (batch, tokens) in itertools.product(BITS, bases(quick).items(), steps):
+    method = kvjax.Quantised(base, bits=bits)
+    name = f"int{bits} {label}{model} B{batch} T{tokens >> 10}K"
+    yield name, e2e_sparse.beside_full, model, method, batch, tokens, quick
 
 
 def bases(quick: bool) -> dict[str, kvjax.Method]:
@@ -91,7 +88,7 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
   contenders = [
     *(one for some in made for one in some),
     jax_contender("dense decode", dense, floats, calls=calls),
-    jax_contender("read", _read, [(x[0].reshape(-1)[:1], *x[1:3]) for x in inputs], calls=calls),
+    suites.reading([x[1:3] for x in inputs], calls),
   ]
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -109,8 +106,7 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
     bytes=sum(x.nbytes for x in (*inputs[0][1:3], *inputs[0][3])),
     reference=lambda: exact(*inputs[0], bits=bits),
     tolerance=5e-3,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -130,18 +126,15 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
   floats = [(q, k, v, *rest) for q, *rest in plans]
   how = {"output": lambda r: r[0].o, "calls": 2 * copies}
   over_codes = functools.partial(listed_codes, unit=unit, bits=bits)
+  over_floats = functools.partial(listed_floats, unit=unit)
   parts = [
     [x[:, :, i * budget : (i + 1) * budget] for x in (words_of_k, words_of_v, *per_slot)]
     for i in range(min(copies, shape.slots // budget))
   ]
   contenders = [
     jax_contender("kvjax", over_codes, codes, **how),
-    jax_contender(
-      "sparse decode", functools.partial(listed_floats, unit=unit), floats, calls=2 * copies
-    ),
-    jax_contender(
-      "read", _read, [(jnp.float32(1 + i), *x) for i, x in enumerate(parts)], calls=2 * copies
-    ),
+    jax_contender("sparse decode", over_floats, floats, calls=2 * copies),
+    suites.reading(parts, 2 * copies),
   ]
 
   def wanted() -> np.ndarray:
@@ -159,8 +152,7 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
     bytes=moved,
     reference=wanted,
     tolerance=5e-3,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -184,8 +176,3 @@ def numbers(k, v, per_slot, bits: int) -> list[jax.Array]:
   run = jax.jit(dequantise, static_argnums=1)
   parts = zip((k, v), per_slot[:2], zeros, strict=True)
   return [run(Codes(*x), bits) for x in parts]
-
-
-def _read(factor: Any, *arrays: Any) -> Any:
-  """Reads the same words and does next to nothing with them."""
-  return sum((x.astype(jnp.float32) * factor.astype(jnp.float32)).sum() for x in arrays)

@@ -11,6 +11,7 @@ import numpy as np
 import kvjax
 from kvjax.families import sight
 from kvjax.kernels.common.devices import this_device
+from kvjax.programs import suites
 from kvjax.programs.suites import Case, jax_contender
 from scripts.benches.longflow import holding
 
@@ -25,13 +26,12 @@ QUICK = {
 SHAPES = [(1, 128 << 10), (1, 512 << 10), (8, 32 << 10)]
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Every method at every length."""
   for name, method in (QUICK if quick else METHODS).items():
     for batch, tokens in [(2, 1024)] if quick else SHAPES:
-      label = f"{name} B{batch} T{tokens >> 10}K"
-      if only in label:
-        yield case(label, method, batch, tokens, quick)
+      yield f"{name} B{batch} T{tokens >> 10}K", case, method, batch, tokens, quick
 
 
 def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
@@ -59,15 +59,12 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
     cache = cache.put(heads=held)
     return method.score(at, cache, q, sight.visible(at, cache))
 
-  def read(q, held, cache):
-    return sum((x.astype(jnp.float32) * q[0, 0, 0, 0]).sum() for x in held.values())
-
   calls = 2 if quick else 16
   contenders = [
     jax_contender("kvjax", run("pallas"), turns, output=_ranking, calls=calls),
     jax_contender("scores alone", scored, turns, calls=calls),
     jax_contender("XLA", run("reference"), turns, output=_ranking, calls=calls),
-    jax_contender("read", read, turns, calls=calls),
+    suites.reading([held.values() for _, held, _ in turns], calls),
   ]
 
   def remarks(seconds: dict[str, float]) -> list[str]:
@@ -92,8 +89,7 @@ def case(label: str, method: Any, batch: int, tokens: int, quick: bool) -> Case:
     bytes=moved,
     reference=lambda: _ranking(jax.jit(run("reference"))(*turns[0])),
     tolerance=1e-5 if quick else 1e-3,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 

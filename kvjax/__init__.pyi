@@ -67,13 +67,13 @@ from kvjax.methods.topk_oracle import TopKOracle as TopKOracle
 from kvjax.methods.tova import TOVA as TOVA
 from kvjax.methods.twilight import Twilight as Twilight
 from kvjax.methods.vatp import VATP as VATP
+from kvjax.models.decode.pipeline import pipeline as pipeline
 from kvjax.primitives.rope import Linear as Linear
 from kvjax.primitives.rope import Llama3 as Llama3
 from kvjax.primitives.rope import LongRope as LongRope
 from kvjax.primitives.rope import Rope as Rope
 from kvjax.primitives.rope import Yarn as Yarn
 from kvjax.primitives.softmax_state import State as State
-from kvjax.programs.pipeline import pipeline as pipeline
 from kvjax.runtime.forked import Forked as Forked
 from kvjax.runtime.front import decode as decode
 from kvjax.runtime.front import finish as finish

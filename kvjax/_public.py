@@ -26,7 +26,7 @@ _OF = {
   "kvjax.methods.registry": "METHODS find_method",
   "kvjax.primitives.rope": "Linear Llama3 LongRope Rope Yarn",
   "kvjax.primitives.softmax_state": "State",
-  "kvjax.programs.pipeline": "pipeline",
+  "kvjax.models.decode.pipeline": "pipeline",
   "kvjax.runtime.forked": "Forked",
   "kvjax.runtime.front": "decode finish prefill",
   "kvjax.runtime.layer_cache": "LayerCache empty_caches stacked",

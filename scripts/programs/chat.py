@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import tyro
 
+from kvjax.methods import labels
 from kvjax.models.decode.caches import next_turn, room
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
@@ -32,7 +33,6 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common, console, context, methods
 from kvjax.programs.clock import Clock
-from kvjax.programs.evals import labels
 
 
 @dataclasses.dataclass(frozen=True)

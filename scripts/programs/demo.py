@@ -23,13 +23,14 @@ import numpy as np
 import tyro
 
 import kvjax
+from kvjax.methods import labels
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common, console
 from kvjax.programs.clock import Clock
-from kvjax.programs.evals import labels, needle, scores
+from kvjax.programs.evals import needle, scores
 from kvjax.programs.evals.divergence import compare
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row

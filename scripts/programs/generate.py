@@ -23,11 +23,11 @@ import numpy as np
 import tyro
 
 from kvjax.families.method import Method
+from kvjax.methods import labels
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, console, context, many
-from kvjax.programs.evals import labels
 
 
 @dataclasses.dataclass(frozen=True)

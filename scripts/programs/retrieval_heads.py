@@ -154,19 +154,6 @@ def gates(found: np.ndarray, kv_heads: int) -> np.ndarray:
   return found.reshape(len(found), kv_heads, -1).max(-1)
 
 
-def load(path: pathlib.Path) -> tuple[tuple[int, int, float], ...]:
-  """Retrieval heads out of a file that this program wrote.
-
-  Raises:
-    ValueError: it is another file.
-  """
-  try:
-    heads = json.loads(path.read_text("utf-8"))["heads"]
-    return tuple((int(layer), int(head), float(score)) for layer, head, score in heads)
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{path}: found {error!r}, expected a file of retrieval heads") from error
-
-
 def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
   """Prompts with one needle each, whose value is to be copied; nothing in them is of a test."""
   reader, samples = Reader(tokenizer), []

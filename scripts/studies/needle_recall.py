@@ -39,7 +39,6 @@ from kvjax.programs import common, console
 from kvjax.programs.evals import fitted, haystack, needle, scores
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row, rng
-from kvjax.programs.retrieval_heads import load
 
 STEPS = 16  # longest answer
 TASK, SEED = "needle", 0  # whose texts, keys and numbers these are
@@ -91,7 +90,7 @@ def contestants(args: Args) -> dict[str, kvjax.Method]:
   shared = {"init_tokens": args.init, "local": args.window, "block": args.block}
   shared |= {"retrieved": args.retrieved, "chunk": args.chunk, "held": 2 * args.retrieved}
   budget = args.init + args.window + args.retrieved * args.block
-  heads = None if args.heads is None else load(args.heads)
+  heads = None if args.heads is None else read_heads(args.heads)
   ltri = {"rate": (20.0,) * 4 + (args.rate,), "heads": heads}
   found: dict[str, kvjax.Method] = {
     "full": kvjax.Full(),

@@ -53,7 +53,7 @@ MODULES = (
   ),
   *(f"kvjax.models.decode.{name}" for name in ("step_bytes", "by_layer", "batcher")),
   "kvjax.testing",
-  "kvjax.programs.pipeline",
+  "kvjax.models.decode.pipeline",
 )
 
 

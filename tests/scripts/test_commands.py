@@ -8,8 +8,8 @@ import time
 import pytest
 
 import kvjax
+from kvjax.methods import labels
 from kvjax.programs import commands, common, convert_checkpoint, installed, methods
-from kvjax.programs.evals import labels
 
 FOLDER = installed.FOLDER.parents[1]
 PROGRAMS = {

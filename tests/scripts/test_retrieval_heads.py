@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import DuoAttention, Full, Ltri
+from kvjax.methods.labels import read_heads
 from kvjax.programs import retrieval_heads
 from kvjax.programs.evals import fitted, haystack, streams
 from kvjax.programs.evals.registry import TASKS
@@ -19,7 +20,6 @@ from kvjax.programs.retrieval_heads import (
   best,
   copied,
   gates,
-  load,
   main,
   needles,
   scores,
@@ -68,11 +68,11 @@ def test_the_best_of_every_layer(tmp_path):
   assert best(found, 0.1) == [(1, 2, 0.9), (2, 1, 0.11)]
   path = tmp_path / "heads.json"
   path.write_text('{"heads": [[1, 2, 0.9], [2, 1, 0.11]]}')
-  heads = load(path)
+  heads = read_heads(path)
   assert Ltri(heads=heads)._head(1) == (2, 0.9)
   path.write_text("[]")
   with pytest.raises(ValueError, match="expected a file of retrieval heads"):
-    load(path)
+    read_heads(path)
 
 
 def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
@@ -126,4 +126,4 @@ def test_the_trees_own_heads_say_what_they_were_found_on():
   path = pathlib.Path(__file__).parents[2] / "scripts/results/cpu/retrieval_heads.json"
   held = fitted.of(path)
   assert held["task"] == FITTING.task("needle") and held["samples"] == 20 and held["fingerprints"]
-  assert len(load(path)) == 6
+  assert len(read_heads(path)) == 6

@@ -4,7 +4,7 @@ import dataclasses
 
 import kvjax
 from kvjax.families.coded import Coded
-from kvjax.programs.evals import labels
+from kvjax.methods import labels
 
 
 @dataclasses.dataclass(frozen=True)

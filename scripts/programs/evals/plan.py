@@ -8,9 +8,10 @@ from typing import Literal
 import jax
 
 import kvjax
+from kvjax.methods.labels import instance
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals.fitted import Fitted
-from kvjax.programs.evals.labels import fitted, instance
+from kvjax.programs.evals.labels import fitted
 from kvjax.programs.evals.prompt import Prompt
 from kvjax.programs.evals.task import Row, Task
 

@@ -13,10 +13,10 @@ import numpy as np
 
 import kvjax
 from kvjax.analysis import early_stops
+from kvjax.methods import labels
 from kvjax.methods.art.splits import spares_half, usual_splits
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.programs.evals import labels
 
 
 def too_short(label: str, budget: int | None, length: int, settings: dict[str, Any]) -> bool:

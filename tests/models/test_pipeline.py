@@ -4,9 +4,9 @@ import pytest
 
 import kvjax
 from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.decode.pipeline import Pipeline
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io import convert
-from kvjax.programs.pipeline import Pipeline
 from scripts.examples import tiny
 
 QUESTION = "Name three rivers."

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
-
-import numpy as np
+from typing import Any
 
 from kvjax.families.method import Method
+from kvjax.methods import labels
 from kvjax.models.decode.generate import GREEDY, generate, pad, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io import convert
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.evals import labels
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -63,13 +61,9 @@ class Pipeline:
   def __init__(self, model: Transformer, tokenizer: Tokenizer, method: Method):
     self.model, self.tokenizer, self.method = model, tokenizer, method
 
-  @overload
-  def __call__(self, prompt: str | Messages, **how: Any) -> str: ...
-  @overload
-  def __call__(self, prompt: Sequence[str | Messages], **how: Any) -> list[str]: ...
   def __call__(
     self,
-    prompt: Any,
+    prompt: str | Messages | Sequence[str | Messages],
     *,
     steps: int = 256,
     sampling: Sampling = GREEDY,
@@ -78,7 +72,7 @@ class Pipeline:
     raw: bool = False,
     on_text: Callable[[list[str]], Any] | None = None,
   ) -> Any:
-    """The model's answer; of several prompts, which are read and answered as one batch, a list.
+    """The model's answer, a text; of several prompts, which are answered as one batch, a list.
 
     Args:
       prompt: a question, or the messages of a chat (dicts of "role" and "content"); or a list of
@@ -115,7 +109,8 @@ class Pipeline:
       tokenizer=self.tokenizer,
       on_text=on_text,
     )
-    return out.texts[0] if one else out.texts
+    texts = out.texts or []
+    return texts[0] if one else texts
 
   def _ids(self, prompt: Any, raw: bool) -> list[int]:
     """The tokens of one prompt."""
@@ -127,6 +122,7 @@ class Pipeline:
       if not (self.tokenizer.chat_template or self.tokenizer.templates):
         raise ValueError("prompt: the model has no chat template; raw=True continues a text")
       return self.tokenizer.chat([{"role": "user", "content": prompt}])
-    if raw or not (np.iterable(prompt) and all(isinstance(x, Mapping) for x in prompt)):
+    messages = isinstance(prompt, Sequence) and all(isinstance(x, Mapping) for x in prompt)
+    if raw or not messages:
       raise TypeError(f"prompt: found {prompt!r}, expected a text{' (raw)' * raw}, or messages")
     return self.tokenizer.chat(prompt)

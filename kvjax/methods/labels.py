@@ -1,0 +1,108 @@
+"""Labels of methods in text: a method, with settings, over another one.
+
+snapkv    snapkv:window=32    quantised:bits=4+snapkv    adakv+kvzip:room=64
+duo_attention:pattern=gates.tsv    ltri:heads=heads.json    mymodule:Mine
+"""
+
+import ast
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from kvjax.core import settings
+from kvjax.families.method import Method
+from kvjax.methods.duo_attention import gates
+from kvjax.methods.registry import METHODS, find_method
+
+_INNER = re.compile(r"\+(?=[A-Za-z_])")
+
+
+def split(label: str) -> list[str]:
+  """The parts of "outer+inner+…", each of which `parts` reads."""
+  return _INNER.split(label)
+
+
+def instance(label: str, budget: int, option: str = "--methods") -> Method:
+  """The method that a label means, with a budget.
+
+  Args:
+    label: "name", or "name:field=value,field=value" for other settings than `usual` has, or
+      "outer+inner", a method over another, each with settings of its own. A method from outside is
+      "module:Class". A value that names a file of FILES is what stands there.
+    budget: tokens; of methods over others, the innermost one's.
+    option: what errors call the label.
+
+  Raises:
+    ValueError: a name, a field or a file is not one, or a method refuses it.
+  """
+  outer, *inner = _INNER.split(label, maxsplit=1)
+  name, fields = parts(outer, option)
+  method = settings.usual(find_method(name, option), budget)
+  values = {field: value_of(text, option) for field, text in fields.items()}
+  known = [field.name for field in dataclasses.fields(method)]
+  if unknown := sorted(set(values) - set(known)):
+    raise ValueError(f"{option}: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
+  if inner:
+    if "base" not in known:
+      raise ValueError(f"{option}: found {label!r}, expected a method over others before the +")
+    values["base"] = instance(inner[0], budget, option)
+  return dataclasses.replace(method, **values)
+
+
+def parts(label: str, option: str = "--methods") -> tuple[str, dict[str, str]]:
+  """Name and settings of "name:settings" or "module:Class:settings"."""
+  name, _, rest = label.partition(":")
+  if name not in METHODS and rest and "=" not in rest.partition(":")[0]:
+    more, _, rest = rest.partition(":")
+    name = f"{name}:{more}"
+  fields = {}
+  for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
+    field, equals, value = part.partition("=")
+    if not equals:
+      raise ValueError(f"{option}: found {label!r}, expected name:field=value,field=value")
+    fields[field] = value
+  return name, fields
+
+
+def value_of(text: str, option: str = "--methods") -> Any:
+  """A literal of Python, what a file holds, or the text itself."""
+  path = pathlib.Path(text)
+  if path.suffix in FILES:
+    return read(FILES[path.suffix], path, option)
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError):
+    return text
+
+
+def read(
+  reader: Callable[[pathlib.Path], Any], path: pathlib.Path, option: str = "--methods"
+) -> Any:
+  """What a reader makes of the file that a label names; ValueError where there is none."""
+  try:
+    return reader(path)
+  except FileNotFoundError:
+    raise ValueError(f"{option}: {path}: not found, expected a file") from None
+
+
+def read_heads(path: pathlib.Path) -> tuple[tuple[int, int, float], ...]:
+  """Retrieval heads (layer, head, score) out of a file of `kvjax retrieval-heads`.
+
+  Raises:
+    ValueError: it is another file.
+  """
+  try:
+    heads = json.loads(path.read_text("utf-8"))["heads"]
+    return tuple((int(layer), int(head), float(score)) for layer, head, score in heads)
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{path}: found {error!r}, expected a file of retrieval heads") from error
+
+
+# Values that stand in files, by how their names end.
+FILES: dict[str, Callable[[pathlib.Path], Any]] = {
+  ".tsv": lambda path: gates.pattern_of(gates.read_gates(path)),
+  ".json": read_heads,
+}

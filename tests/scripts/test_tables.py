@@ -26,8 +26,10 @@ from scripts.tools.tablemakers import (
   records,
   scores,
 )
-from scripts.tools.tablemakers.records import NOTHING, Number, Record
-from scripts.tools.tablemakers.results import FOLDER, GPU, Timing
+from scripts.tools.tablemakers.cells import say
+from scripts.tools.tablemakers.records import Number, Record
+from scripts.tools.tablemakers.results import FOLDER, GPU
+from scripts.tools.tablemakers.timings import Ratio, Timing, gain, over, span
 from tests.eval_data import recording
 
 ROOT = pathlib.Path(tables.__file__).parents[2]
@@ -73,12 +75,9 @@ def test_every_maker_is_named_by_a_document():
   named -= tables.FROM_TESTS
   for module in sorted({name.partition(".")[0] for name in named}):
     found = vars(importlib.import_module(f"{tables.tablemakers.__name__}.{module}"))
-    makers = (x for x in found.values() if inspect.isfunction(x) and not x.__name__.startswith("_"))
-    alone = (x for x in makers if next(iter(inspect.signature(x).parameters), "") == "results")
-    tabled = {
-      f"{module}.{x.__name__}" for x in alone if x.__annotations__["return"] is records.Part
-    }
-    assert tabled == {name for name in named if name.startswith(f"{module}.")}
+    public = {name: x for name, x in found.items() if inspect.isfunction(x) and name[0] != "_"}
+    makers = {x for x in public if public[x].__annotations__.get("return") is records.Part}
+    assert {f"{module}.{x}" for x in makers} == {x for x in named if x.startswith(f"{module}.")}
 
 
 def test_every_page_of_results_is_made():
@@ -213,13 +212,13 @@ def without(found, name):
   [
     (
       lambda found: found.pop(0),
-      r"found no case 'B8 T1024 32x1 1/8, random keys', expected it among",
+      r"found no 'B8 T1024 32x1 1/8, random keys', expected it among",
     ),
     (
       lambda found: without(found, "kvjax"),
-      r"B8 T1024 32x1 1/8, random keys: found no contender 'kvjax'",
+      r"B8 T1024 32x1 1/8, random keys: found no 'kvjax'",
     ),
-    (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no us of 'kvjax'"),
+    (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no 'us' among"),
     (lambda found: found[0]["remarks"].clear(), r"B8 T1024 .*found no remark like"),
   ],
 )
@@ -247,7 +246,7 @@ def test_a_paper_page_begins_with_figures_that_have_a_place(page):
 # ---- the rule of what is divided by
 
 
-HERE = Record("bench_x.json", ("cases", 0), "a card", 5, "B1", NOTHING)
+HERE = Record("bench_x.json", ("cases", 0), "a card", 5, "B1")
 
 
 def timing(us, low, high, name="Full", record=HERE):
@@ -257,14 +256,14 @@ def timing(us, low, high, name="Full", record=HERE):
 STEADY, WIDE = timing(20000, 19600, 20600), timing(20000, 19700, 30200)
 
 
-def ratio(value):
-  return Number(value, HERE)
+def ratio(value, reference=STEADY):
+  return Ratio(Number(value, HERE), reference)
 
 
 def test_what_is_not_steady_is_not_divided_by():
-  assert cells.steady(STEADY) and not cells.steady(timing(20000, 19599, 20600))
-  assert cells.ratio(ratio(2.987), STEADY) == "2.99"
-  assert cells.ratio(ratio(2.987), WIDE) == "– (Full: 19.70 to 30.20 ms)"
+  assert STEADY.steady and not timing(20000, 19599, 20600).steady
+  assert f"{ratio(2.987):.2f}" == "2.99"
+  assert f"{ratio(2.987, WIDE):.2f}" == "– (Full: 19.70 to 30.20 ms)"
 
 
 def test_a_table_leaves_such_a_ratio_out(folder):
@@ -278,23 +277,22 @@ def test_a_table_leaves_such_a_ratio_out(folder):
 
 
 def test_spans_name_what_they_leave_out():
-  pairs = [(ratio(1.5), STEADY), (ratio(1.2), STEADY)]
-  assert cells.span(pairs) == "1.20 to 1.50"
-  assert cells.span(pairs[1:], unit=" ×") == "1.20 ×"
-  assert cells.span([(ratio(-0.4), STEADY), (ratio(-0.05), STEADY)], "{:+.1f}") == "-0.4 to -0.1"
-  left = cells.span([(ratio(1.5), STEADY), (ratio(9.0), WIDE)], unit=" ×")
+  assert span([ratio(1.5), ratio(1.2)]) == "1.20 to 1.50"
+  assert span([ratio(1.2)], unit=" ×") == "1.20 ×"
+  assert span([ratio(-0.4), ratio(-0.05)], "{:+.1f}") == "−0.4 to −0.1"
+  left = span([ratio(1.5), ratio(9.0, WIDE)], unit=" ×")
   assert left == "1.50 × (1 of 2 left out: Full: 19.70 to 30.20 ms)"
-  assert cells.span([(ratio(9.0), WIDE)]) == "– (Full: 19.70 to 30.20 ms)"
-  wide = [(ratio(9.0), WIDE)] * 3
-  assert "3 of 4 left out: their references" in cells.span([*wide, (ratio(1.0), STEADY)])
+  assert span([ratio(9.0, WIDE)]) == "– (Full: 19.70 to 30.20 ms)"
+  wide = [ratio(9.0, WIDE)] * 3
+  assert "3 of 4 left out: their references" in span([*wide, ratio(1.0)])
 
 
 def test_sums_are_as_steady_as_their_parts():
   """A wide part of a fiftieth does not make a sum wide."""
   large, small = timing(20000, 19900, 20100), timing(200, 100, 300, "chain")
-  assert not cells.steady(small) and cells.steady(large.scaled(0.5).then(small))
-  assert cells.steady(small.later(1e5))
-  assert large.then(small) == timing(20200, 20000, 20400, "Full + chain")
+  assert not small.steady and (large * 0.5 + small).steady
+  assert (small + 1e5).steady
+  assert large + small == timing(20200, 20000, 20400, "Full + chain")
 
 
 @pytest.mark.parametrize(
@@ -307,13 +305,15 @@ def test_sums_are_as_steady_as_their_parts():
   ],
 )
 def test_times_have_units_and_wide_ones_their_quartiles(us, text):
-  assert cells.time(timing(*us)) == text
+  assert f"{timing(*us)}" == text
   median, bracket, rest = text.partition(" (")
-  assert cells.ours(timing(*us)) == f"**{median}**{bracket}{rest}"
+  assert f"{timing(*us):**}" == f"**{median}**{bracket}{rest}"
 
 
 def test_rows_have_the_cells_of_the_head():
-  assert cells.table(("a", "b"), [("1", "b")]) == ["| a | b |", "|---|---|", "| 1 | b |"]
+  """Values are written in their column's form; what is not there is a dash."""
+  head, rows = ("a", ("b", "{:.0%}"), "c"), [("1", Number(0.5, HERE), None)]
+  assert cells.table(head, rows) == ["| a | b | c |", "|---|---|---|", "| 1 | 50 % | – |"]
   with pytest.raises(ValueError, match="row: found 1 cells"):
     cells.table(("a", "b"), [("1",)])
 
@@ -411,16 +411,15 @@ def test_a_record_says_all_that_judges_a_figure():
 
 
 def test_a_figure_without_a_source_cannot_be_written():
-  for write in (cells.number, cells.percent):
-    with pytest.raises(ValueError, match="found a figure without a source"):
-      write(0.5)
+  with pytest.raises(ValueError, match="found a figure without a source"):
+    say("{:.1f}", 0.5)
   with pytest.raises(ValueError, match=r"found \['1.5'\] without a source"):
     cells.table(("", "time"), [("B1 T4K", "1.5 µs")])
   with pytest.raises(ValueError, match=r"found \['7'\] without a source"):
-    cells.join("{} and {}", cells.time(STEADY), "7")
+    say("{} and {}", STEADY, "7")
   with pytest.raises(ValueError, match=r"found \['84'\] without a source"):
-    cells.join("It hits 84 % of {}.", cells.time(STEADY))
-  made = cells.join("Llama-3.1-8B, `B8`, Tab. 4: {}.", cells.time(STEADY))
+    say("It hits 84 % of {}.", STEADY)
+  made = say("Llama-3.1-8B, `B8`, Tab. 4: {}.", STEADY)
   assert made == "Llama-3.1-8B, `B8`, Tab. 4: 20.00 ms." and made.records == (HERE,)
 
 
@@ -440,10 +439,10 @@ def test_numbers_keep_their_records():
 
 def test_unlike_cards_are_not_compared():
   other = timing(10.0, 10, 10, record=dataclasses.replace(HERE, card="another card"))
-  for compare in (cells.over, cells.gain):
+  for compare in (over, gain):
     with pytest.raises(ValueError, match=r"cards: found \['a card', 'another card'\]"):
       compare(other, STEADY)
-  assert cells.over(timing(10.0, 10, 10), STEADY)[0] == 0.0005
+  assert over(timing(10.0, 10, 10), STEADY).value == 0.0005
 
 
 def test_unlike_prompts_are_not_ranked():

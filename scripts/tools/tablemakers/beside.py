@@ -6,10 +6,12 @@ from fractions import Fraction
 from typing import Any
 
 from kvjax.programs.evals import kept, store
-from kvjax.programs.evals.standing import Standing, Standings, standings
+from kvjax.programs.evals.standing import Standing
 from scripts.tools.tablemakers import cells, scored
-from scripts.tools.tablemakers.records import NOTHING, Figure, Part, Record
+from scripts.tools.tablemakers.cells import say
+from scripts.tools.tablemakers.records import Figure, Part, Record
 from scripts.tools.tablemakers.results import GPU, Results
+from scripts.tools.tablemakers.timings import ends
 
 FOLDER, KVZIP, LONGER = "cpu/kvpress", "cpu/kvzip", f"{GPU}/kvzip_8K"
 LIMITS = "limits.json"
@@ -37,22 +39,18 @@ def found(results: Results, folder: str) -> list[tuple[dict[str, Any], list[dict
   by = ("length", "mode", "method", "budget") if folder == FOLDER else ("method", "budget")
   models = []
   for path in inside:
-    own, means = store.settings_of(path), []
+    own = store.settings_of(path)
     rows = [{**row, "model": own["model"], **_layers(row)} for row in store.read(path)]
     file = (path.relative_to(results.folder) / store.ROWS).as_posix()
-    for each in kept.summary(rows, ("model", *by)):
-      means.append({**each, "record": _record(own, file, by, each)})
+    means = kept.summary(rows, ("model", *by))
+    for each in means:
+      place = tuple((name, each[name]) for name in by)
+      settings, method = own.get("methods", DIVIDED), each["method"]
+      said = settings.get(f"{method}, {each['budget']}") or settings.get(method, method)
+      setting = f"{own['model']}, {own['length']} tokens, {said}"
+      each["record"] = Record(file, place, "CPU", each["n"], setting)
     models.append((own, rows, means))
   return models
-
-
-def _record(own: dict[str, Any], file: str, by: Sequence[str], each: Mean) -> Record:
-  if "methods" in own:
-    setting = own["methods"].get(f"{each['method']}, {each['budget']}", each["method"])
-  else:
-    setting = f"{own['length']} tokens, {DIVIDED[each['method']]}"
-  place = tuple((name, each[name]) for name in by)
-  return Record(file, place, "CPU", each["n"], f"{own['model']}, {setting}", NOTHING)
 
 
 def _layers(row: dict[str, Any]) -> dict[str, float]:
@@ -65,39 +63,37 @@ def said(each: Mean, text: str) -> Figure:
   return Figure(text, (each["record"],))
 
 
-def _models(results: Results) -> Figure:
-  """The samples of the tables."""
+def _models(results: Results, folder: str, agreed: Callable[[list[dict], list[Mean]], str]) -> str:
+  """The samples of a table, and in how far the libraries agree."""
   texts = []
-  for own, _, means in found(results, FOLDER):
-    apart = [each for each in means if "logits_apart" in each]
-    who = "kvpress alone"
-    if apart:
-      far = max(apart, key=lambda each: each["logits_apart"])
-      number = said(far, f"{far['logits_apart']:.0e}")
-      who = cells.join("logits of the full caches at most {} apart", number)
-    texts.append(_about(own, means, who))
+  for own, rows, means in found(results, folder):
+    n = Figure(ends((each["n"] for each in means), "{}"), (each["record"] for each in means))
+    who = agreed(rows, means)
+    texts.append(say(f"{own['model']}, `{own['length']:,}` tokens, n = {{}}, {{}}", n, who))
   return cells.listed(texts, "; ")
 
 
-def _about(own: dict[str, Any], means: Sequence[Mean], who: str) -> Figure:
-  low, high = (end(each["n"] for each in means) for end in (min, max))
-  n = Figure(str(low) if low == high else f"{low} to {high}", (each["record"] for each in means))
-  return cells.join(f"{own['model']}, `{own['length']:,}` tokens, n = {{}}, {{}}", n, who)
+def _logits(rows: list[dict], means: list[Mean]) -> str:
+  apart = [each for each in means if "logits_apart" in each]
+  if not apart:
+    return "kvpress alone"
+  far = max(apart, key=lambda each: each["logits_apart"])
+  return said(far, f"logits of the full caches at most {far['logits_apart']:.0e} apart")
 
 
 def pairs(results: Results) -> Part:
   """Methods that both libraries have, at equal budgets; the question is read before the cut."""
   rows = []
   for each in (each for _, _, means in found(results, FOLDER) for each in means):
-    if "equal" not in each:
-      continue
-    row = [*_named(each), _both(each, "kept", "kept_by_kvpress", "{:.0f}")]
-    row += [said(each, share(each[name])) for name in ("equal", "of_fewer", "identical")]
-    row.append(_both(each, "needle_kept", "needle_kept_by_kvpress", "{:.0f} %", 0.01))
-    row += [said(each, scored.percent(each[name])) for name in ("score", "score_of_kvpress")]
-    row.append(said(each, f"{each['same_answers']} of {each['n']}"))
-    row.append(said(each, f"{each['answer_kept']:.0%}") if "answer_kept" in each else "–")
-    rows.append([*row, _both(each, "bytes", "bytes_of_kvpress", "{:.2f}", 1e6)])
+    if "equal" in each:
+      row = [*_named(each), _both(each, "kept", "kept_by_kvpress", "{:.0f}")]
+      texts = [share(each[name]) for name in ("equal", "of_fewer", "identical")]
+      row += [said(each, text) for text in texts]
+      row.append(_both(each, "needle_kept", "needle_kept_by_kvpress", "{:.0f} %", 0.01))
+      row += [said(each, scored.percent(each[name])) for name in ("score", "score_of_kvpress")]
+      row.append(said(each, f"{each['same_answers']} of {each['n']}"))
+      row.append(said(each, f"{each['answer_kept']:.0%}") if "answer_kept" in each else "–")
+      rows.append([*row, _both(each, "bytes", "bytes_of_kvpress", "{:.2f}", 1e6)])
   head = ("model", "method", "kept", "tokens a head", "equal", "of fewer", "heads alike")
   head += ("needle's tokens kept", "found by kvjax", "by kvpress", "same answer", "of it cached")
   return cells.table((*head, "MB"), rows, labels=3)
@@ -108,7 +104,6 @@ def presses(results: Results) -> Part:
 
   A press that stands there for several methods of kvjax has one row.
   """
-  models = [own["model"] for own, _, _ in found(results, FOLDER)]
   asked: dict[tuple[str, ...], dict[str, Mean]] = {}
   for own, _, means in found(results, FOLDER):
     presses = own["presses"]
@@ -117,6 +112,7 @@ def presses(results: Results) -> Part:
       if first == each["method"] or each["method"] == "knorm":  # all at ratio 0 is "full"
         cell = (*_named(each)[1:], MODES[each["mode"]])
         asked.setdefault(cell, {})[own["model"]] = each
+  models = [own["model"] for own, _, _ in found(results, FOLDER)]
   rows = [[*cell, *_by_model(models, by_model, _press, 2)] for cell, by_model in asked.items()]
   head = ["press", "kept", "question"]
   for model in models:
@@ -135,8 +131,8 @@ def _by_model(
 
 
 def _press(each: Mean) -> list[str]:
-  needle = said(each, f"{each['needle_kept_by_kvpress']:.0%}")
-  return [needle, said(each, scored.percent(each["score_of_kvpress"]))]
+  texts = f"{each['needle_kept_by_kvpress']:.0%}", scored.percent(each["score_of_kvpress"])
+  return [said(each, text) for text in texts]
 
 
 def _named(each: Mean) -> list[str]:
@@ -147,8 +143,8 @@ def _named(each: Mean) -> list[str]:
 
 def _both(each: Mean, ours: str, theirs: str, form: str, unit: float = 1) -> Figure:
   """Two figures, or one where they read alike."""
-  left, right = (form.format(each[name] / unit) for name in (ours, theirs))
-  return said(each, left if left == right else f"{left} / {right}")
+  texts = (form.format(each[name] / unit) for name in (ours, theirs))
+  return said(each, " / ".join(dict.fromkeys(texts)))
 
 
 def share(x: float) -> str:
@@ -161,22 +157,17 @@ def share(x: float) -> str:
 # ---- KVzip by how a budget is divided
 
 
-def _kvzip_models(results: Results) -> Figure:
-  """The samples of the table, and in how far the libraries agree."""
-  texts = []
-  for own, rows, means in found(results, KVZIP):
-    both, who = [row for row in rows if "answer" in row], "kvpress alone"
-    if both:
-      apart = max(row["scores_apart"] for row in both)
-      same = sum(row["answer"] == row["answer_of_kvpress"] for row in both)
-      fewer = share(min(row["of_fewer"] for row in both))
-      who = Figure(
-        f"scores at most {apart:.0e} apart, {fewer} or more of a smaller selection in the larger "
-        f"one, {same} of {len(both)} answers the same text",
-        (each["record"] for each in means),
-      )
-    texts.append(_about(own, means, who))
-  return cells.listed(texts, "; ")
+def _answers(rows: list[dict], means: list[Mean]) -> str:
+  both = [row for row in rows if "answer" in row]
+  if not both:
+    return "kvpress alone"
+  apart, fewer = max(x["scores_apart"] for x in both), share(min(x["of_fewer"] for x in both))
+  same = sum(row["answer"] == row["answer_of_kvpress"] for row in both)
+  text = (
+    f"scores at most {apart:.0e} apart, {fewer} or more of a smaller selection in the larger "
+    f"one, {same} of {len(both)} answers the same text"
+  )
+  return Figure(text, (each["record"] for each in means))
 
 
 def kvzip(results: Results) -> Part:
@@ -196,11 +187,10 @@ def kvzip(results: Results) -> Part:
 
 def _division(each: Mean) -> list[str]:
   low, high = (100 * each[name] for name in ("least", "most"))
-  span = f"{low:.0f} %" if round(low) == round(high) else f"{low:.0f} to {high:.0f} %"
   scores = [each[name] for name in ("score", "score_of_kvpress") if name in each]
   right = " / ".join(dict.fromkeys(map(scored.percent, scores)))
   kept = f"{each['needle_kept_by_kvpress']:.0%}"
-  return [said(each, text) for text in (span, kept, right)]
+  return [said(each, text) for text in (f"{ends((low, high), '{:.0f}')} %", kept, right)]
 
 
 DIVISIONS = {
@@ -213,18 +203,13 @@ DIVISIONS = {
 
 def kvzip_longer(results: Results) -> Part:
   """Needles found at the longer context, by how each budget is divided; the run was stopped."""
-  held = scored.Held.of(results, LONGER)
-  (whole,) = standings(results.rows(LONGER))
-  row = functools.partial(_longer, held, whole)
-  lines = [row(whole.full)]
-  for ones in scored.by_budget(whole):
-    lines += held.ranked(whole, ones, row)
-  return cells.table(("kept", "divided", "n", "found, %"), lines, labels=2)
+  (view,) = scored.views(results, LONGER)
 
+  def row(one: Standing) -> Sequence[Any]:
+    kept = f"{one.budget:,}" if one.budget else "all"
+    return [kept, DIVISIONS[one.method], view.n(one, "needle"), view.mean(one)]
 
-def _longer(held: scored.Held, whole: Standings, one: Standing) -> Sequence[str]:
-  kept = f"{one.budget:,}" if one.budget else "all"
-  return [kept, DIVISIONS[one.method], held.prompts(whole, one, "needle"), held.mean(whole, one)]
+  return cells.table(("kept", "divided", "n", "found, %"), view.by_budget(row), labels=2)
 
 
 # ---- figures in sentences
@@ -241,9 +226,8 @@ def figures(results: Results) -> dict[str, str]:
   models = found(results, FOLDER)
   own, _, means = next((model for model in models if not model[0]["alone"]), models[0])
   path, versions = f"{FOLDER}/{own['model']}/{LIMITS}", models[0][0]["versions"]
-  setting = "a random model, a row of 200 behind 56 pads"
-  study = results.study(path, card="CPU", n=1, setting=setting)
-  if not study.get("uneven"):
+  study = results.study(path, "a random model, a row of 200 behind 56 pads")
+  if not study["uneven"]:
     raise ValueError(f"{FOLDER}: found a question behind uneven layers answered, expected an error")
 
   def mb(name: str, side: str) -> Figure:
@@ -252,17 +236,17 @@ def figures(results: Results) -> dict[str, str]:
 
   zipped = {}
   if (results.folder / KVZIP).is_dir():
-    zipped["kvzip-models"] = _kvzip_models(results)
+    zipped["kvzip-models"] = _models(results, KVZIP, _answers)
   return {name: f"`{version}`" for name, version in versions.items()} | {
     **zipped,
-    "models": _models(results),
+    "models": _models(results, FOLDER, _logits),
     "full-bytes": mb("full", "bytes"),
     "snapkv-bytes": mb("snapkv", "bytes"),
     "full-bytes-of-kvpress": mb("full", "bytes_of_kvpress"),
     "snapkv-bytes-of-kvpress": mb("snapkv", "bytes_of_kvpress"),
     "by-head-bytes": mb(BY_HEAD, "bytes_of_kvpress"),
-    "padded-keydiff": cells.percent(study.number("padded", "KeyDiffPress")),
-    "padded-tova": cells.percent(study.number("padded", "TOVAPress")),
-    "presses": cells.number(study.number("presses"), "{:.0f}"),
+    "padded-keydiff": say("{:.0%}", study["padded"]["KeyDiffPress"]),
+    "padded-tova": say("{:.0%}", study["padded"]["TOVAPress"]),
+    "presses": say("{:.0f}", study["presses"]),
     "compared": said(means[0], versions["kvpress"]),
   }

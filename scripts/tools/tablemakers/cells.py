@@ -1,167 +1,75 @@
-"""Forms of figures: times, ratios, spans of ratios, tables and sentences.
-
-A ratio to a reference that was not steady says nothing: where the quartiles of what is divided by
-are wider than 5 % of its median, they stand in the ratio's place. A time's own quartiles stand
-after it where they are as wide. Everything that is written carries its records.
-"""
+"""Cells, sentences and tables in Markdown: everything that is written carries its records."""
 
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from kvjax.kernels.common.devices import device
-from kvjax.programs import bench_files
-from scripts.tools.tablemakers import records
-from scripts.tools.tablemakers.records import Figure, Number, Part
-from scripts.tools.tablemakers.results import Case, Timing
+from scripts.tools.tablemakers import records, timings
+from scripts.tools.tablemakers.records import Figure, Part
+from scripts.tools.tablemakers.results import GPU, Case, Maker, Results
+from scripts.tools.tablemakers.timings import Ratio, gain, over
 
-Pair = tuple[float, Timing]  # a ratio, and the reference that was divided by
-
-
-def steady(timing: Timing) -> bool:
-  """True where others may be divided by it."""
-  return bench_files.steady(timing.low, timing.us, timing.high)
+Column = Callable[[Case], str]
+Name = str | Callable[[Case], str]  # of a contender
 
 
-def rate(timing: Timing) -> float:
-  """Bytes a second of a streaming read of the card that a time was taken on."""
-  return device(records.of(timing)[0].card).read
-
-
-def over(mine: Timing, reference: Timing) -> Pair:
-  """One time over another of the same card, which is divided by.
-
-  Raises:
-    ValueError: they are of unlike cards.
-  """
-  return _divided(mine, reference), reference
-
-
-def gain(mine: Timing, reference: Timing) -> Pair:
-  """The same the other way round: how often as fast as the reference it is."""
-  return _divided(reference, mine), reference
-
-
-def _divided(top: Timing, bottom: Timing) -> float:
-  records.alike((record,) for record in records.of(top, bottom))
-  return top.us / bottom.us
-
-
-def ratio(value: float, reference: Timing, form: str = "{:.2f}") -> Figure:
-  """A ratio, or the quartiles of its reference where these are too wide to divide by."""
-  return guarded(number(value, form), reference)
-
-
-def guarded(figure: Figure, reference: Timing) -> Figure:
-  """A figure made from a ratio, under the same rule."""
-  if steady(reference):
-    return figure
-  return Figure(f"– ({reference.name}: {spread(reference)})", records.of(figure, reference))
-
-
-def span(pairs: Iterable[Pair], form: str = "{:.2f}", unit: str = "") -> Figure:
-  """From the least to the largest of some ratios, and how many have no steady reference.
-
-  Where one or two references are not steady, their quartiles are given.
-  """
-  listed = list(pairs)
-  values = [form.format(x) for x in sorted(x for x, reference in listed if steady(reference))]
-  wide = [reference for _, reference in listed if not steady(reference)]
-  why = [f"{reference.name}: {spread(reference)}" for reference in wide]
-  if len(wide) > 2:
-    why = ["their references were not steady"]
-  if not values:
-    text = f"– ({', '.join(why)})" if why else "–"
-  else:
-    text = values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
-    left_out = f" ({len(wide)} of {len(listed)} left out: {', '.join(why)})" if wide else ""
-    text += unit + left_out
-  return Figure(text, records.of(*(part for pair in listed for part in pair)))
-
-
-def read(figure: Figure) -> Number:
-  """The number that a text is."""
-  return Number(float(figure.replace(",", "")), *figure.records)
-
-
-def number(value: float, form: str = "{:.2f}", *sources: object) -> Figure:
-  """A value in a form such as "{:,.0f} MiB"; the sources of one that was worked out from others."""
-  return Figure(form.format(float(value)), records.of(*(sources or (value,))))
-
-
-def percent(share: float, digits: int = 0) -> Figure:
-  """A share of one."""
-  return Figure(f"{100 * share:.{digits}f} %", records.of(share))
-
-
-def signed(value: float, digits: int = 2) -> str:
-  """A number with its sign, and a true minus."""
-  return f"{value:+.{digits}f}".replace("-", "−")
-
-
-def time(timing: Timing, mark: str = "") -> Figure:
-  """A median with its unit, between marks; the quartiles after it where it was not steady."""
-  unit, (us, low, high) = _written(timing)
-  text = f"{mark}{us} {unit}{mark}"
-  return Figure(text if steady(timing) else f"{text} ({low} to {high})", records.of(timing))
-
-
-def ours(timing: Timing) -> Figure:
-  """The time that a row is about."""
-  return time(timing, "**")
-
-
-def spread(timing: Timing) -> Figure:
-  """The quartiles with their unit."""
-  unit, (_, low, high) = _written(timing)
-  return Figure(f"{low} to {high} {unit}", records.of(timing))
-
-
-def _written(timing: Timing) -> tuple[str, list[str]]:
-  """The unit, and the median and quartiles in it."""
-  unit, form, scale = "µs", "{:.1f}", 1.0
-  if timing.us >= 1e3:
-    unit, form, scale = "ms", "{:.2f}" if timing.us < 1e5 else "{:,.0f}", 1e3
-  return unit, [form.format(us / scale) for us in (timing.us, timing.low, timing.high)]
-
-
-def join(template: str, *parts: str) -> Figure:
-  """A template such as "{} of {}" with figures in it, which are all that may have numbers.
+def say(template: str, *parts: Any) -> Figure:
+  """A template such as "{:.2f} of {}" with values in it, which are all that may have numbers.
 
   Raises:
     ValueError: a number has no source.
   """
-  return Figure(template.format(*parts), _sources(template, parts))
-
-
-def listed(parts: Iterable[str], between: str = ", ") -> Figure:
-  """Figures one after the other."""
-  parts = list(parts)
-  return Figure(between.join(parts), _sources(between, parts))
-
-
-def _sources(template: str, parts: Iterable[str]) -> records.Records:
-  for text, *_ in string.Formatter().parse(template):
+  literal = (text for text, *_ in string.Formatter().parse(template))
+  for text in (*literal, *(part for part in parts if isinstance(part, str))):
     records.without_source(text)
-  figures = [part for part in parts if records.without_source(part) and isinstance(part, Figure)]
-  return records.of(*figures)
+  sources = (x for x in parts if isinstance(x, Figure) or not isinstance(x, str))
+  return Figure(template.format(*parts), records.of(*sources))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], labels: int = 1) -> Part:
+def listed(parts: Iterable[Any], between: str = ", ", form: str = "{}") -> Figure:
+  """Values one after the other."""
+  parts = list(parts)
+  return say(between.join([form] * len(parts)), *parts)
+
+
+def ends(values: Iterable[Any], form: str = "{:.2f}", between: str = " to ") -> Figure:
+  """From the least to the largest of some numbers; one where they read alike."""
+  found = list(values)
+  return Figure(timings.ends(found, form, between), records.of(*found))
+
+
+def table(
+  head: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], labels: int = 1
+) -> Part:
   """A table in Markdown, whose first columns are names; nothing without rows.
+
+  Args:
+    head: of each column its name, or its name and the form of its values.
+    rows: texts and values; None is a dash.
 
   Raises:
     ValueError: a row has not as many cells as the head, or a number behind the names no source.
   """
-  lines, figures = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)], []
+  columns = [(column, "{}") if isinstance(column, str) else column for column in head]
+  lines, figures = [[name for name, _ in columns], ["---"] * len(columns)], []
   for row in rows:
-    if len(row) != len(head):
-      raise ValueError(f"row: found {len(row)} cells {row}, expected {len(head)}")
-    figures += [x for x in map(records.without_source, row[labels:]) if isinstance(x, Figure)]
-    lines.append(f"| {' | '.join(row)} |")
+    if len(row) != len(columns):
+      raise ValueError(f"row: found {len(row)} cells {row}, expected {len(columns)}")
+    shown = [_shown(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
+    figures += [x for x in map(records.without_source, shown[labels:]) if isinstance(x, Figure)]
+    lines.append(shown)
+  lines = [f"| {' | '.join(line)} |" for line in lines]
+  lines[1] = lines[1].replace(" ", "")
   return Part(lines, figures) if len(lines) > 2 else Part()
 
 
-def ranked(rows: Iterable[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
+def _shown(value: Any, form: str) -> str:
+  if value is None:
+    return "–"
+  return value if isinstance(value, str) else say(form, value)
+
+
+def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
   """Rows by their values, the largest first: of one card and of the same prompts.
 
   Raises:
@@ -174,35 +82,74 @@ def ranked(rows: Iterable[tuple[float, Sequence[str]]]) -> list[Sequence[str]]:
 
 # ---- tables with a row a case
 
-Column = Callable[[Case], str]
 
-
-def cases(held: Mapping[str, Case], *columns: tuple[str, Column], first: str = "") -> Part:
+def of_cases(held: Mapping[str, Case], *columns: tuple[str, Column], first: str = "") -> Part:
   """A table of cases by their labels; each column has a head and what it shows."""
   rows = ([label, *(show(case) for _, show in columns)] for label, case in held.items())
   return table((first, *(head for head, _ in columns)), rows)
 
 
-def median(name: str) -> Column:
-  """A contender's time; a dash where it has none."""
-  return lambda case: time(case.time(name)) if case.has(name) else "–"
+def cases(
+  suite: str,
+  names: Mapping[str, str] | str,
+  *columns: tuple[str, Column],
+  label: Callable[[str], str] = str,
+  first: str = "",
+  card: str = GPU,
+) -> Maker:
+  """A maker of such a table from a file of `kvjax.programs.bench`.
+
+  Args:
+    names: of cases by their labels, or a pattern of names, which `label` turns into labels.
+    first: head of the labels.
+  """
+
+  def make(results: Results) -> Part:
+    if isinstance(names, str):
+      held = {label(case.name): case for case in results.cases(suite, names, card)}
+    else:
+      held = {text: results.bench(suite, card)[name] for text, name in names.items()}
+    return of_cases(held, *columns, first=first)
+
+  return make
 
 
-def own(name: str = "kvjax") -> Column:
+def _time(case: Case, name: Name) -> timings.Timing:
+  return case.time(name if isinstance(name, str) else name(case))
+
+
+def own(name: Name = "kvjax") -> Column:
   """The time that the row is about."""
-  return lambda case: ours(case.time(name))
+  return lambda case: say("{:**}", _time(case, name))
 
 
-def faster(mine: str, reference: str, form: str = "{:.2f}") -> Column:
+def median(name: Name) -> Column:
+  """A contender's time; a dash where it has none."""
+  return where(name, lambda case: say("{}", _time(case, name)))
+
+
+def where(name: Name, column: Column) -> Column:
+  """What a column shows where a contender has a time, else a dash."""
+  return lambda case: (
+    column(case) if case.has(name if isinstance(name, str) else name(case)) else "–"
+  )
+
+
+def faster(mine: Name, reference: Name, form: str = "{:.2f}") -> Column:
   """Ratio of the reference's time to this one."""
-  return lambda case: ratio(*gain(case.time(mine), case.time(reference)), form)
+  return lambda case: say(form, gain(_time(case, mine), _time(case, reference)))
 
 
-def longer(mine: str, reference: str, form: str = "{:.2f}") -> Column:
+def longer(mine: Name, reference: Name, form: str = "{:.2f}") -> Column:
   """Ratio of this time to the reference's."""
-  return lambda case: ratio(*over(case.time(mine), case.time(reference)), form)
+  return lambda case: say(form, over(_time(case, mine), _time(case, reference)))
 
 
-def said(pattern: str, form: str = "{:.2f}") -> Column:
-  """The number of a remark."""
-  return lambda case: number(case.number(pattern), form)
+def said(pattern: str, form: str = "{:.2f}", reference: str = "") -> Column:
+  """The number of a remark; if it is a ratio, to a reference."""
+
+  def show(case: Case) -> str:
+    number = case.numbers(pattern)[0]
+    return say(form, Ratio(number, case.time(reference)) if reference else number)
+
+  return show

@@ -1,109 +1,96 @@
 """Ltri-LLM and InfLLM: streams of which a window is on the device, and needles in them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from kvjax.programs.evals import stats
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import longer, median, own
+from scripts.tools.tablemakers.cells import longer, median, own, say
 from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Part, Record
-from scripts.tools.tablemakers.results import GPU, Case, Results
+from scripts.tools.tablemakers.results import GPU, H100, Case, Results
+from scripts.tools.tablemakers.timings import ends
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
-MARKS = ("100K", "1024K")
 MAPS = 32  # that a case of `spans` divides
-
-
-def _whole(results: Results) -> Case:
-  return results.bench("offload").case("whole stream")
 
 
 def _rates(case: Case) -> Figure:
   """Tokens a second from the first mark on, the least to the most."""
   (listed,) = case.remark(r"^tokens a second to each mark: ([\d, ]+)$")
-  later = [int(rate.replace(",", "")) for rate in listed.split(", ")[1:]]
-  return Figure(f"{min(later):,} to {max(later):,}", listed.records)
+  later = (int(rate.replace(",", "")) for rate in listed.split(", ")[1:])
+  return Figure(ends(later, "{:,}"), listed.records)
 
 
 def _in_use(case: Case) -> Figure:
-  low, high = case.remark(r"device memory in use ([\d.]+) to ([\d.]+) GiB")
-  return cells.join("{} GiB", low) if low == high else cells.join("{} to {} GiB", low, high)
+  found = case.numbers(r"device memory in use ([\d.]+) to ([\d.]+) GiB")
+  return say("{} GiB", cells.ends(found, "{:.3f}"))
 
 
 def _vectors(results: Results) -> Figure:
   """Index vectors on the device at 800K tokens."""
-  stream = results.bench("offload").case("stream")
-  return cells.join("{} GiB", *stream.remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vec"))
+  case = results.bench("offload")["stream"]
+  return say("{} GiB", *case.remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vec"))
 
 
 def stream(results: Results) -> Part:
-  case = _whole(results)
-  host, vectors, copies = case.remark(
+  case = results.bench("offload")["whole stream"]
+  host, *parts = case.remark(
     r"host memory ([\d.]+) GiB; .* has ([\d.]+) GiB of vectors, ([\d.]+) GiB of copies"
   )
   rows = [
     ["tokens a second, from 100K tokens on", _rates(case)],
     ["device memory in use after every call", _in_use(case)],
-    ["of which index vectors, copied blocks", cells.join("{} GiB, {} GiB", vectors, copies)],
-    ["host memory", cells.join("{} GiB", host)],
-    *([f"a token at {mark}", median(f"token at {mark}")(case)] for mark in MARKS),
+    ["of which index vectors, copied blocks", say("{} GiB, {} GiB", *parts)],
+    ["host memory", say("{} GiB", host)],
+    ["a token at 100K", case.time("token at 100K")],
+    ["a token at 1024K", case.time("token at 1024K")],
   ]
   return cells.table(("1,048,576 tokens", ""), rows)
 
 
 def parts(results: Results) -> Part:
-  bench = results.bench("offload")
-  ways = {
-    "fetch": "read out of the store",
-    "append": "written to it",
-    "device_put": "by `device_put`",
-  }
-  link = bench.case("link")
-  rows = [[f"16 blocks of 512 KiB, {words}", _rate(link, name)] for name, words in ways.items()]
-  divide = bench.case("spans").time("divide").scaled(1 / MAPS)
-  share = RETRIEVING * divide.us / _whole(results).time("chunk to 200K").us
+  bench, rows = results.bench("offload"), []
+  link = bench["link"]
+  for name, words in (
+    ("fetch", "read out of the store"),
+    ("append", "written to it"),
+    ("device_put", "by `device_put`"),
+  ):
+    took = link.time(name)
+    rate = say("{:.0f} GB/s, {}", link.bytes / took.us / 1e3, took)
+    rows.append([f"16 blocks of 512 KiB, {words}", rate])
+  divide = bench["spans"].time("divide") * (1 / MAPS)
+  share = RETRIEVING * divide.us / bench["whole stream"].time("chunk to 200K").us
   label = f"one map a layer, of a chunk's time, in the {RETRIEVING} layers that divide"
-  apart = bench.case("stream").error("chunk at 100K")
+  apart = bench["stream"].rows["chunk at 100K"]["error"]
   rows += [
-    ["a map of 128 × 128 divided into spans, one layer", cells.time(divide)],
-    [label, cells.percent(share, 1)],
+    ["a map of 128 × 128 divided into spans, one layer", divide],
+    [label, say("{:.1%}", share)],
     ["index vectors on the device at 800K tokens", _vectors(results)],
-    ["four layers beside the reference, logits apart", cells.percent(apart, 1)],
+    ["four layers beside the reference, logits apart", say("{:.1%}", apart)],
   ]
   return cells.table(("", ""), rows)
-
-
-def _rate(case: Case, name: str) -> Figure:
-  rate = cells.number(1 / (case.time(name).us / case.bytes) / 1e3, "{:.0f} GB/s")
-  return cells.join("{}, {}", rate, median(name)(case))
 
 
 def prefetch(results: Results) -> Part:
   rows = []
   for label, suite in (("", "offload"), (", concurrent regions", "offload_graphs")):
-    case = results.bench(suite).case("stream")
+    case = results.bench(suite)["stream"]
     for mark in ("100K", "792K"):
       chunk, ahead = f"chunk at {mark}", f"chunk at {mark}, ahead"
-      columns = (
-        own(chunk),
-        median(ahead),
-        longer(ahead, chunk, "{:.3f}"),
-        median(f"token at {mark}"),
-      )
-      rows.append([f"at {mark}{label}", *(show(case) for show in columns)])
+      columns = (own(chunk), median(ahead), longer(ahead, chunk, "{:.3f}"))
+      row = (show(case) for show in (*columns, median(f"token at {mark}")))
+      rows.append([f"at {mark}{label}", *row])
   return cells.table(("four layers", "a chunk", "prefetch", "over without", "a token"), rows)
 
 
 # ---- needles: of every method what was asked, what it answered, and what it retrieved
 
-H100 = "nvidia-h100-80gb-hbm3"
 CARDS = {"cpu": "CPU", GPU: "NVIDIA H200", H100: "NVIDIA H100 80GB HBM3"}
 QUOTED = {"2K": "cpu/needles", "8K": f"{GPU}/needles", "real": f"{H100}/real/needles"}
 FILE = "needles.json"
-# Their retrieval heads were found on these very needles, and they do not say on which.
-WITHDRAWN = "withdrawn"
 
 
 def needles(results: Results, folder: str) -> Part:
@@ -113,25 +100,27 @@ def needles(results: Results, folder: str) -> Part:
   held = results.json(f"{folder}/{FILE}")
   about, answers = held["about"], {name: found for name, found in held["answers"].items() if found}
   kept = {name: found for name, found in answers.items() if not _withdrawn(name, about)}
-  shared = sorted(set.intersection(*map(set, kept.values())))
+  shared = set.intersection(*map(set, kept.values()))
   rows = []
   for name in about["methods"]:
     method, comma, rest = name.partition(",")
-    row = ["–"] * 4
+    row: list[Any] = ["not run", *[None] * 4]
     if name in kept:
       record = _record(folder, about, name, kept[name])
-      right = [_right(record, kept[name], listed) for listed in (list(kept[name]), shared)]
-      row = [*right, *_retrieved(record, about, name, list(kept[name].values()))]
+      row = [_right(record, kept[name], listed) for listed in (kept[name], shared)]
+      row += _retrieved(record, about, name, list(kept[name].values()))
     elif name in answers:
-      row = [WITHDRAWN, *row]
-    else:
-      row = ["not run: longer than its context" if name == "full" else "not run", *row]
+      row[0] = "withdrawn"
+    elif name == "full":
+      row[0] = "not run: longer than its context"
     rows.append([f"`{method}`{comma}{rest}", *row])
-  head = ("method", "right of answered", "right where all answered", "recall", "by chance")
-  return cells.table((*head, "best layer"), rows)
+  head = ["method", "right of answered", "right where all answered"]
+  head += [("recall", "{:.3f}"), ("by chance", "{:.3f}"), "best layer"]
+  return cells.table(head, rows)
 
 
 def _withdrawn(name: str, about: dict[str, Any]) -> bool:
+  """True where retrieval heads were found on these very needles, or it is not said on which."""
   return name.startswith("ltri") and "all heads" not in name and not about.get("fitted")
 
 
@@ -142,47 +131,43 @@ def _record(folder: str, about: dict[str, Any], name: str, found: dict[str, Any]
   return Record(file, ("answers", name), card, len(found), setting, fitted, frozenset(found))
 
 
-def _right(record: Record, found: dict[str, Any], listed: Sequence[str]) -> Figure:
-  hits = sum(found[i]["right"] for i in listed)
-  low, high = (round(100 * x) for x in stats.wilson(hits, len(listed)))
-  return Figure(f"{hits} of {len(listed)} ({low}–{high} %)", (record,))
+def _right(record: Record, found: dict[str, Any], listed: Iterable[str]) -> Figure:
+  right = [found[i]["right"] for i in listed]
+  low, high = (round(100 * x) for x in stats.wilson(sum(right), len(right)))
+  return Figure(f"{sum(right)} of {len(right)} ({low}–{high} %)", (record,))
 
 
 def _retrieved(
   record: Record, about: dict[str, Any], name: str, answers: list[dict[str, Any]]
-) -> list[str]:
+) -> list[Any]:
   """Recall, by layer the mean over answers that have a step, then over steps; that by chance."""
   if not answers[0]["recall"]:
-    return ["–", "–", "–"]
+    return [None, None, None]
   steps = range(max(len(found["recall"]) for found in answers))
   rows = [[a["recall"][i] for a in answers if len(a["recall"]) > i] for i in steps]
   by_layer = np.mean([np.mean(row, 0) for row in rows], 0)
-  drawn = "–" if "inject" in name else cells.number(Number(_chance(about), record), "{:.3f}")
   best = Figure(f"{by_layer.max():.2f} ({by_layer.argmax()})", (record,))
-  return [cells.number(Number(by_layer.mean(), record), "{:.3f}"), drawn, best]
-
-
-def _chance(about: dict[str, Any]) -> float:
-  """Recall of as many blocks drawn from all that leave the window before the answer."""
+  # By chance: of as many blocks drawn from all that leave the window before the answer.
   gone = (about["length"] - 16 - about["init"] - about["window"]) // about["block"]
-  return min(1.0, about["retrieved"] / max(gone, 1))
+  chance = Number(min(1.0, about["retrieved"] / max(gone, 1)), record)
+  return [Number(by_layer.mean(), record), None if "inject" in name else chance, best]
 
 
 # ---- figures in sentences
 
 
 def figures(results: Results) -> dict[str, str]:
-  whole = _whole(results)
+  whole = results.bench("offload")["whole stream"]
   found = {
     "vectors": _vectors(results),
     "rates": _rates(whole),
-    "token": median(f"token at {MARKS[-1]}")(whole),
+    "token": median("token at 1024K")(whole),
     "in-use": _in_use(whole),
   }
   for label, folder in QUOTED.items():
     held = results.json(f"{folder}/{FILE}")
     for name, answers in held["answers"].items():
       record = _record(folder, held["about"], name, answers)
-      right = _right(record, answers, list(answers))
-      found[f"{label}-{name.replace(', ', '-').replace(' ', '-')}"] = right
+      key = name.replace(", ", "-").replace(" ", "-")
+      found[f"{label}-{key}"] = _right(record, answers, answers)
   return found

@@ -2,219 +2,184 @@
 
 import re
 import statistics
-from collections.abc import Mapping
 
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import Pair, faster, longer, median, own, said
-from scripts.tools.tablemakers.records import Part
+from scripts.tools.tablemakers.cells import faster, longer, median, own, said, say
+from scripts.tools.tablemakers.records import Number, Part
 from scripts.tools.tablemakers.results import GPU, Case, Results
+from scripts.tools.tablemakers.timings import Ratio, gain, over, span
 
 # ---- methods that read a part of the cache
 
-SELECTORS = {"Quest page 16": "Quest, pages of 16", "InfLLM-v2 block 64": "InfLLM-v2, blocks of 64"}
 BLOCKS, BUDGETS = (16, 64, 128, 256), (1024, 2048, 4096, 8192)
 PAGED, BLOCK_SPARSE = "FlashInfer paged", "FlashInfer block-sparse"
-METHODS = {
-  "Quest": "Quest, 4,096 tokens",
-  "InfLLM-v2": "InfLLM-v2, 64 blocks of 64",
-  "CPE": "CPE, 512 tokens, τ = −1: always shared",
-}
-
-
-def scores(results: Results) -> Part:
-  bench = results.bench("select")
-  held = {
-    f"{label}, B1 T{length}": bench.case(f"{name} B1 T{length}")
-    for name, label in SELECTORS.items()
-    for length in ("128K", "512K")
-  }
-  return cells.cases(
-    held,
-    ("kvjax", own()),
-    ("over the summaries' bytes at a read's bandwidth", _over_bytes),
-    ("XLA", median("XLA")),
-  )
+STEP = "{} Llama-3.1-8B B{} T128K"
+# The share of the gain over the full cache that the bytes allow.
+ALLOWED = r"([\d.]+) of what the bytes allow"
 
 
 def _over_bytes(case: Case) -> str:
   took = case.time("kvjax")
-  return cells.number(took.us * 1e-6 * cells.rate(took) / case.bytes)
+  return say("{:.2f}", took.us * took.rate / case.bytes)
+
+
+scores = cells.cases(
+  "select",
+  {
+    f"{label}, B1 T{length}": f"{name} B1 T{length}"
+    for name, label in (
+      ("Quest page 16", "Quest, pages of 16"),
+      ("InfLLM-v2 block 64", "InfLLM-v2, blocks of 64"),
+    )
+    for length in ("128K", "512K")
+  },
+  ("kvjax", own()),
+  ("over the summaries' bytes at a read's bandwidth", _over_bytes),
+  ("XLA", median("XLA")),
+)
 
 
 def sparse(results: Results) -> Part:
   rows = []
   for block in BLOCKS:
-    cases = [results.bench("sparse").case(f"block {block} budget {n}") for n in BUDGETS]
+    cases = [results.bench("sparse")[f"block {block} budget {n}"] for n in BUDGETS]
     rows.append([f"blocks of {block}", *map(own(), cases)])
     rows.append(["over FlashInfer's paged decode", *map(longer("kvjax", PAGED), cases)])
   return cells.table(("", *(f"{n:,} tokens" for n in BUDGETS)), rows)
 
 
-def _beside_flashinfer(results: Results, label: str, peer: str) -> dict[str, str]:
-  """The geometric mean of all cases, and their span."""
-  cases = results.bench("sparse").cases(r"^block \d+ budget \d+$")
-  pairs = [cells.over(case.time("kvjax"), case.time(peer)) for case in cases]
-  held = [value for value, reference in pairs if cells.steady(reference)]
-  mean = cells.number(statistics.geometric_mean(held), "{:.2f}", *held)
-  return {label: mean, f"{label}-span": cells.span(pairs)}
-
-
-def _step(results: Results, method: str, batch: int) -> Case:
-  return results.bench("e2e_sparse").case(f"{method} Llama-3.1-8B B{batch} T128K")
-
-
-def _over_full(case: Case) -> Pair:
-  return cells.gain(case.time("kvjax"), case.time("Full"))
-
-
-def _allowed(case: Case) -> Pair:
-  """The share of the gain over the full cache that the bytes allow."""
-  return case.number(r"([\d.]+) of what the bytes allow"), case.time("Full")
-
-
-def sparse_steps(results: Results) -> Part:
-  held = {
-    f"B{batch}, {label}": _step(results, method, batch)
+sparse_steps = cells.cases(
+  "e2e_sparse",
+  {
+    f"B{batch}, {label}": STEP.format(method, batch)
     for batch in (1, 4)
-    for method, label in METHODS.items()
-  }
-  return cells.cases(
-    held,
-    ("a token", own()),
-    ("Full", median("Full")),
-    ("over Full", faster("kvjax", "Full")),
-    ("of what bytes allow", lambda case: cells.ratio(*_allowed(case), "{:.3f}")),
-  )
+    for method, label in (
+      ("Quest", "Quest, 4,096 tokens"),
+      ("InfLLM-v2", "InfLLM-v2, 64 blocks of 64"),
+      ("CPE", "CPE, 512 tokens, τ = −1: always shared"),
+    )
+  },
+  ("a token", own()),
+  ("Full", median("Full")),
+  ("over Full", faster("kvjax", "Full")),
+  ("of what bytes allow", said(ALLOWED, "{:.3f}", "Full")),
+)
 
 
 def launches(results: Results) -> Part:
   """The parts of a layer's step: the sum of its launches, and each of them in order."""
-  path, rows = f"{GPU}/launches.json", []
-  device = results.json(path, "about", "device")
-  study = results.study(path, card=device, n=1, setting="cold caches, no CUDA graph")
-  for layer, found in study.get("layers").items():
-    times = [study.number("layers", layer, i, 1, setting=layer) for i in range(len(found))]
-    names = [name.partition("__")[0] for name, _ in found]
-    parts = (cells.number(us, f"{name} {{:.1f}}") for name, us in zip(names, times, strict=True))
-    rows.append([layer, cells.number(sum(times), "**{:.1f} µs**"), cells.listed(parts)])
-  return cells.table(("a layer's step", "all", "launches, µs"), rows)
+  study, rows = results.study(f"{GPU}/launches.json", "cold caches, no CUDA graph"), []
+  for layer, found in study["layers"].items():
+    parts = [say(f"{name.partition('__')[0]} {{:.1f}}", us) for name, us in found]
+    rows.append([layer, sum(us for _, us in found), cells.listed(parts)])
+  return cells.table(("a layer's step", ("all", "**{:.1f} µs**"), "launches, µs"), rows)
 
 
 # ---- CPE's step without groups, where retrievals are shared
 
-CPE = tuple((batch, tokens) for batch in (8, 16) for tokens in (1024, 2048, 4096))
-VISITED = r"([\d.]+) tokens a head at a budget"
-
-
-def _cpe(results: Results, batch: int, tokens: int, which: str) -> Case:
-  return results.bench("cpe").case(f"B{batch} T{tokens} 32x1 1/8, {which}")
-
-
-def cpe(results: Results) -> Part:
-  held = {
-    f"B{batch} T{tokens >> 10}K, {keys} keys": _cpe(results, batch, tokens, f"{keys} keys")
-    for batch, tokens in CPE
-    for keys in ("random", "clustered")
-  }
-  return cells.cases(
-    held,
-    ("tokens a head", said(VISITED, "{:.0f}")),
-    ("CPE", own()),
-    ("dense", median("dense decode")),
-    ("times as fast", faster("kvjax", "dense decode")),
-    ("of the limit by bytes", _of_limit),
-    ("torch flash SDPA", median("torch flash")),
-    ("times as fast", faster("kvjax", "torch flash")),
-  )
-
-
-def _of_limit(case: Case) -> str:
-  return cells.ratio(case.number(r"([\d.]+) of the limit by bytes"), case.time("dense decode"))
-
-
-def cpe_alone(results: Results) -> Part:
-  """Attention to a step's list alone, by how its tokens lie, beside dense decode over as many."""
-  held = {f"B{b} T{t >> 10}K": _cpe(results, b, t, "the list alone") for b, t in CPE}
-  return cells.cases(
-    held,
-    ("apart", own("apart")),
-    ("in runs of 8", median("runs of 8")),
-    ("in a row", median("in a row")),
-    ("dense decode over as many", median("dense decode")),
-    ("apart, of a read's bandwidth", _bandwidth),
-  )
+CPE = {
+  f"B{batch} T{tokens >> 10}K": f"B{batch} T{tokens} 32x1 1/8"
+  for batch in (8, 16)
+  for tokens in (1024, 2048, 4096)
+}
+VISITED = said(r"([\d.]+) tokens a head at a budget", "{:.0f}")
 
 
 def _bandwidth(case: Case) -> str:
   took = case.time("apart")
-  return cells.number(case.bytes / cells.rate(took) / (took.us * 1e-6))
+  return say("{:.2f}", case.bytes / took.rate / took.us)
+
+
+cpe = cells.cases(
+  "cpe",
+  {
+    f"{label}, {keys} keys": f"{name}, {keys} keys"
+    for label, name in CPE.items()
+    for keys in ("random", "clustered")
+  },
+  ("tokens a head", VISITED),
+  ("CPE", own()),
+  ("dense", median("dense decode")),
+  ("times as fast", faster("kvjax", "dense decode")),
+  ("of the limit by bytes", said(r"([\d.]+) of the limit by bytes", reference="dense decode")),
+  ("torch flash SDPA", median("torch flash")),
+  ("times as fast", faster("kvjax", "torch flash")),
+)
+# Attention to a step's list alone, by how its tokens lie, beside dense decode over as many.
+cpe_alone = cells.cases(
+  "cpe",
+  {label: f"{name}, the list alone" for label, name in CPE.items()},
+  ("apart", own("apart")),
+  ("in runs of 8", median("runs of 8")),
+  ("in a row", median("in a row")),
+  ("dense decode over as many", median("dense decode")),
+  ("apart, of a read's bandwidth", _bandwidth),
+)
 
 
 # ---- codes, heads that share slots, branches that share a context
-
-LIMIT = r"of what the bytes allow \(([\d.]+) ×"
-
-
-def codes(results: Results) -> Part:
-  """Decode over codes, whole and listed, beside the same over bfloat16."""
-  held = {
-    case.name.replace("int", "").replace(" B", " bits, B", 1): case
-    for case in results.bench("quantised").cases(r"^(listed )?int\d B")
-  }
-  return cells.cases(
-    held,
-    ("codes", own()),
-    ("bfloat16", lambda case: median(_base(case))(case)),
-    ("times as fast", lambda case: faster("kvjax", _base(case))(case)),
-    ("share of read", faster("kvjax", "read")),
-  )
 
 
 def _base(case: Case) -> str:
   return "sparse decode" if case.name.startswith("listed") else "dense decode"
 
 
-def code_steps(results: Results) -> Part:
-  """Whole steps under codes, beside the full cache."""
-  held = {
-    case.name.replace("int", "").replace(" ", " bits, ", 1): case
-    for case in results.bench("quantised").cases("Llama")
-  }
-  return _limited(held, ("codes", "kvjax"), ("full cache", "Full"))
+# Decode over codes, whole and listed, beside the same over bfloat16.
+codes = cells.cases(
+  "quantised",
+  r"^(listed )?int\d B",
+  ("codes", own()),
+  ("bfloat16", median(_base)),
+  ("times as fast", faster("kvjax", _base)),
+  ("share of read", faster("kvjax", "read")),
+  label=lambda name: name.replace("int", "").replace(" B", " bits, B", 1),
+)
 
 
-def _limited(held: Mapping[str, Case], ours: tuple[str, str], other: tuple[str, str]) -> Part:
-  """Times beside what holds more, and what the bytes allow."""
-  return cells.cases(
-    held,
-    (ours[0], own(ours[1])),
-    (other[0], median(other[1])),
-    ("times as fast", faster(ours[1], other[1])),
-    ("bytes allow", said(LIMIT)),
-  )
+ALLOW = ("bytes allow", said(r"of what the bytes allow \(([\d.]+) ×"))
+# Whole steps under codes, beside the full cache.
+code_steps = cells.cases(
+  "quantised",
+  "Llama",
+  ("codes", own()),
+  ("full cache", median("Full")),
+  ("times as fast", faster("kvjax", "Full")),
+  ALLOW,
+  label=lambda name: name.replace("int", "").replace(" ", " bits, ", 1),
+)
+# Whole steps of n branches of a context, and of n copies.
+forked = cells.cases(
+  "forked",
+  "",
+  ("branches", own()),
+  ("copies", median("copies")),
+  ("times as fast", faster("kvjax", "copies")),
+  ALLOW,
+  label=lambda name: name.removeprefix("forked ").replace(" n", ", n = "),
+)
 
 
-def forked(results: Results) -> Part:
-  """Whole steps of n branches of a context, and of n copies."""
-  held = {
-    case.name.removeprefix("forked ").replace(" n", ", n = "): case
-    for case in results.bench("forked").cases("")
-  }
-  return _limited(held, ("branches", "kvjax"), ("copies", "copies"))
+def _apart(case: Case) -> str:
+  return "shared" if case.has("shared") else "kvjax"
 
 
-def per_head(results: Results) -> Part:
-  """Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV."""
-  shared = lambda case: case.has("shared")  # noqa: E731
-  pair = lambda case: ("shared", "equal heads") if shared(case) else ("kvjax", "SnapKV")  # noqa: E731
-  alike = faster("shared", "equal heads, shared")
-  return cells.cases(
-    {case.name.removeprefix("shared "): case for case in results.bench("per_head").cases("")},
-    ("heads of 0.4 to 1.6", lambda case: own(pair(case)[0])(case)),
-    ("equal heads", lambda case: median(pair(case)[1])(case)),
-    ("times as fast", lambda case: faster(*pair(case))(case)),
-    ("where those share slots too", lambda case: alike(case) if shared(case) else "–"),
-  )
+def _equal(case: Case) -> str:
+  return "equal heads" if case.has("shared") else "SnapKV"
+
+
+# Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV.
+per_head = cells.cases(
+  "per_head",
+  "",
+  ("heads of 0.4 to 1.6", own(_apart)),
+  ("equal heads", median(_equal)),
+  ("times as fast", faster(_apart, _equal)),
+  (
+    "where those share slots too",
+    cells.where("shared", faster("shared", "equal heads, shared")),
+  ),
+  label=lambda name: name.removeprefix("shared "),
+)
 
 
 # ---- LongFlow
@@ -222,89 +187,95 @@ def per_head(results: Results) -> Part:
 ANSWER, PEER = "Qwen3-1.7B 512 in 16000 out", "Qwen3-1.7B transformers"
 RATE = r": batch (\d+), ([\d,]+) tokens a second, ([\d.]+) of its byte limit"
 HELD = r"Cache of a row ([\d.]+) MiB against ([\d.]+)"
-
-
-def _longflow_step(results: Results, batch: int) -> Case:
-  return results.bench("longflow").case(f"step B{batch} S3200 8x4")
-
-
-def longflow(results: Results) -> Part:
-  """A layer's step."""
-  return cells.cases(
-    {f"B{batch}, 3,200 slots": _longflow_step(results, batch) for batch in (128, 16)},
-    ("LongFlow", own()),
-    ("dense decode", median("dense decode")),
-    ("over dense", longer("kvjax", "dense decode")),
-    ("share of read", faster("kvjax", "read")),
-    ("H2O in XLA", median("H2O in XLA")),
-  )
+LAYER = "step B{} S3200 8x4"
+# A layer's step.
+longflow = cells.cases(
+  "longflow",
+  {f"B{batch}, 3,200 slots": LAYER.format(batch) for batch in (128, 16)},
+  ("LongFlow", own()),
+  ("dense decode", median("dense decode")),
+  ("over dense", longer("kvjax", "dense decode")),
+  ("share of read", faster("kvjax", "read")),
+  ("H2O in XLA", median("H2O in XLA")),
+)
 
 
 def answers(results: Results) -> Part:
   """Long answers at the batch that fills the memory."""
-  bench, rows = results.bench("longflow"), []
-  case = bench.case(ANSWER)
+  case = results.bench("longflow")[ANSWER]
+  rows = []
   for name, size in zip(("LongFlow", "Full"), case.numbers(HELD), strict=True):
     batch, rate, share = case.remark("^" + name + RATE)
     label = "LongFlow, budget 3,200" if name == "LongFlow" else name
-    cut = cells.number(cells.read(share))
-    rows.append([label, batch, cells.join("**{}**", rate), cut, cells.number(size, "{:,.0f} MiB")])
-  for peer in bench.cases(f"^{PEER}"):
+    rows.append([label, batch, say("**{}**", rate), share.number, size])
+  for peer in results.cases("longflow", f"^{PEER}"):
     batch, rate = peer.remark(r"batch (\d+), ([\d,]+) tokens a second over the answer")
     how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer.shapes)
-    rows.append([f"transformers, {how}", batch, rate, "–", "–"])
-  head = ("", "batch", "tokens a second", "of its byte limit", "cache of a row")
-  return cells.table(head, rows)
+    rows.append([f"transformers, {how}", batch, rate, None, None])
+  head = ["", "batch", "tokens a second", ("of its byte limit", "{:.2f}")]
+  return cells.table([*head, ("cache of a row", "{:,.0f} MiB")], rows)
 
 
 # ---- figures in sentences
 
 
 def figures(results: Results) -> dict[str, str]:
-  read = {n: [_step(results, name, n) for name in ("Quest", "InfLLM-v2")] for n in (1, 4)}
-  allowed = [_allowed(case) for held in read.values() for case in held]
-  codes, flow = results.bench("quantised"), results.bench("longflow").case(ANSWER)
-  rates = [flow.remark(f"^{name}{RATE}")[1] for name in ("LongFlow", "Full")]
-  more = cells.read(rates[0]) / cells.read(rates[1])
-  sizes = flow.numbers(HELD)
-  step = _longflow_step(results, 128)
-  dense = faster("kvjax", "dense decode")
+  steps, codes = results.bench("e2e_sparse"), results.bench("quantised")
+  read = {n: [steps[STEP.format(name, n)] for name in ("Quest", "InfLLM-v2")] for n in (1, 4)}
+  allowed = [
+    Ratio(case.numbers(ALLOWED)[0], case.time("Full")) for held in read.values() for case in held
+  ]
+  answer = results.bench("longflow")[ANSWER]
+  rates = [answer.remark(f"^{name}{RATE}")[1] for name in ("LongFlow", "Full")]
+  sizes = answer.numbers(HELD)
+  small, large = (results.bench("longflow")[LAYER.format(batch)] for batch in (16, 128))
+  over_full, over_dense = faster("kvjax", "Full"), faster("kvjax", "dense decode")
   found = {
-    **_beside_flashinfer(results, "paged", PAGED),
-    **_beside_flashinfer(results, "block-sparse", BLOCK_SPARSE),
-    "b1": cells.span(map(_over_full, read[1]), "{:.1f}", " ×"),
-    "b4": cells.span(map(_over_full, read[4]), "{:.1f}", " ×"),
     # What is left out of these is left out, and named, above.
-    "allowed": cells.span((x for x in allowed if cells.steady(x[1])), "{:.3f}"),
-    "cpe-b1": faster("kvjax", "Full")(_step(results, "CPE", 1)),
-    "cpe-b4": faster("kvjax", "Full")(_step(results, "CPE", 4)),
-    "int8": dense(codes.case("int8 B8 T32K 8x4")),
-    "int4": dense(codes.case("int4 B8 T32K 8x4")),
-    "int8-step": faster("kvjax", "Full")(codes.case("int8 Llama-3.1-8B B8 T32K")),
+    "allowed": span((x for x in allowed if x.reference.steady), "{:.3f}"),
+    "int8": over_dense(codes["int8 B8 T32K 8x4"]),
+    "int4": over_dense(codes["int4 B8 T32K 8x4"]),
+    "int8-step": over_full(codes["int8 Llama-3.1-8B B8 T32K"]),
     "longflow-rate": rates[0],
     "full-rate": rates[1],
-    "longflow-more": cells.number(more, "{:.1f}"),
-    "longflow-b128": longer("kvjax", "dense decode")(step),
-    "longflow-b16": longer("kvjax", "dense decode")(_longflow_step(results, 16)),
-    "longflow-step": cells.time(step.time("kvjax")),
-    "h2o-step": cells.time(step.time("H2O in XLA")),
-    "over-h2o": faster("kvjax", "H2O in XLA")(step),
-    "longflow-smaller": cells.number(100 * (1 - sizes[0] / sizes[1]), "{:.0f} %"),
-    "longflow-size": cells.number(sizes[0], "{:,.0f} MiB"),
-    "full-size": cells.number(sizes[1], "{:,.0f} MiB"),
+    "longflow-more": say("{:.1f}", rates[0].number / rates[1].number),
+    "longflow-b128": longer("kvjax", "dense decode")(large),
+    "longflow-b16": longer("kvjax", "dense decode")(small),
+    "longflow-step": median("kvjax")(large),
+    "h2o-step": median("H2O in XLA")(large),
+    "over-h2o": faster("kvjax", "H2O in XLA")(large),
+    "longflow-smaller": say("{:.0%}", 1 - sizes[0] / sizes[1]),
+    "longflow-size": say("{:,.0f} MiB", sizes[0]),
+    "full-size": say("{:,.0f} MiB", sizes[1]),
   }
+  for batch, held in read.items():
+    gains = (gain(case.time("kvjax"), case.time("Full")) for case in held)
+    found[f"b{batch}"] = span(gains, "{:.1f}", " ×")
+    found[f"cpe-b{batch}"] = over_full(steps[STEP.format("CPE", batch)])
   for tokens in (2048, 4096):
-    case = _cpe(results, 16, tokens, "clustered keys")
+    case = results.bench("cpe")[f"B16 T{tokens} 32x1 1/8, clustered keys"]
     found |= {
-      f"cpe-dense-{tokens}": cells.time(case.time("dense decode")),
-      f"cpe-{tokens}": cells.time(case.time("kvjax")),
-      f"cpe-gain-{tokens}": dense(case),
+      f"cpe-dense-{tokens}": median("dense decode")(case),
+      f"cpe-{tokens}": median("kvjax")(case),
+      f"cpe-gain-{tokens}": over_dense(case),
       f"cpe-flash-{tokens}": faster("kvjax", "torch flash")(case),
     }
   for keys in ("clustered", "random"):
-    found[f"cpe-{keys}"] = said(VISITED, "{:.0f}")(_cpe(results, 8, 4096, f"{keys} keys"))
+    found[f"cpe-{keys}"] = VISITED(results.bench("cpe")[f"B8 T4096 32x1 1/8, {keys} keys"])
+  return found | _beside_flashinfer(results)
+
+
+def _beside_flashinfer(results: Results) -> dict[str, str]:
+  """The geometric mean of all cases over each way of FlashInfer, and their span."""
+  found: dict[str, str] = {}
+  for label, peer in (("paged", PAGED), ("block-sparse", BLOCK_SPARSE)):
+    cases = results.cases("sparse", r"^block \d+ budget \d+$")
+    ratios = [over(case.time("kvjax"), case.time(peer)) for case in cases]
+    held = [ratio.value for ratio in ratios if ratio.reference.steady]
+    mean = Number(statistics.geometric_mean(held), *cells.records.of(*held))
+    found |= {label: say("{:.2f}", mean), f"{label}-span": span(ratios)}
   for budget in (1024, 8192):
-    held = results.bench("sparse").cases(rf"^block \d+ budget {budget}$")
-    pairs = (cells.gain(case.time("kvjax"), case.time(BLOCK_SPARSE)) for case in held)
-    found[f"sparse-{budget}"] = cells.span(pairs)
+    cases = results.cases("sparse", rf"^block \d+ budget {budget}$")
+    gains = (gain(case.time("kvjax"), case.time(BLOCK_SPARSE)) for case in cases)
+    found[f"sparse-{budget}"] = span(gains)
   return found

@@ -3,14 +3,18 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from kvjax.programs.evals import choices, costs, families, store, walks
 from kvjax.programs.evals.costs import Board, Cost, Point
-from kvjax.programs.evals.standing import FULL, Standing, Standings, standings
+from kvjax.programs.evals.standing import FULL, Standing
 from scripts.tools.tablemakers import cells, scored
+from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.records import Number, Part
-from scripts.tools.tablemakers.results import GPU, Results, Timing
+from scripts.tools.tablemakers.results import GPU, Results
+from scripts.tools.tablemakers.scored import View, called
+from scripts.tools.tablemakers.timings import Timing, ends, over
 
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
@@ -24,51 +28,79 @@ class Held:
   """The runs of the folder.
 
   Attributes:
-    model, device: its settings.
+    settings: the model and the device.
     short: methods whose walks cannot end early, and where; their rows are left out.
-    standings: by length and mode.
-    boards: by mode, length and batch.
-    rows: where figures of its rows stand.
+    views: scores by length and mode.
+    costs: of steps.
   """
 
-  model: str
-  device: str
+  settings: dict[str, Any]
   short: list[str]
-  standings: list[Standings]
-  boards: list[Board]
-  rows: scored.Held
+  views: list[View]
+  costs: list[Cost]
 
-  def standing(self, length: int, mode: str = "aware") -> Standings | None:
-    return next((s for s in self.standings if (s.length, s.mode) == (length, mode)), None)
+  def view(self, length: int, mode: str = "aware") -> View | None:
+    by = {(view.whole.length, view.whole.mode): view for view in self.views}
+    return by.get((length, mode))
 
-  def at(self, length: int, mode: str = "aware") -> list[Board]:
-    """The boards of a length, by batch."""
-    found = [board for board in self.boards if board.standings is self.standing(length, mode)]
-    return sorted(found, key=lambda board: board.batch)
+  def boards(self, length: int) -> list[tuple[View, Board]]:
+    """Scores beside costs at a length, by batch."""
+    view = self.view(length)
+    return [(view, board) for board in costs.boards([view.whole], self.costs)] if view else []
 
   def time(self, cost: Cost) -> Timing:
-    return scored.timed(cost, FOLDER, self.device)
+    return scored.timed(cost, FOLDER, self.settings["device"])
+
+  def number(self, cost: Cost, value: float | None) -> Number | None:
+    """A value of a cost's line."""
+    return None if value is None else Number(value, *self.time(cost).records)
+
+  def shown(self, cost: Cost, full: Cost) -> dict[str, str | None]:
+    """Of a step of the whole batch: tokens attended to, milliseconds, over the full cache's, GB."""
+
+    def figure(value: float | None, form: str = "") -> str | None:
+      number = self.number(cost, value)
+      form = form or ("{:.2f}" if value is None or value >= 0.1 else "{:.3f}")
+      return None if number is None else say(form, number)
+
+    mine, kept = self.time(cost), figure(cost.kept)
+    wide = "" if mine.steady else say(" [{}]", mine.spread)
+    ratio = over(mine, self.time(full))
+    if cost.host_bytes:
+      kept = say("{} + {} on the host", kept, figure(cost.host_bytes / cost.batch / 1e9))
+    return {
+      "attended": figure(cost.attended, "{:,.0f}"),
+      "ms": say("{:.2f}{} ({:.2f})", mine.us / 1e3, wide, ratio),
+      "kept": kept,
+      "read": figure(cost.read),
+      "holds": figure(cost.peak_bytes and cost.peak_bytes / 1e9, "{:.1f}"),
+      "expected": figure(cost.expected_us and cost.expected_us / 1e3, "{:.2f}"),
+    }
 
 
 @functools.cache
 def held(results: Results) -> Held:
   """The folder's rows and costs."""
-  folder = results.folder / FOLDER
-  settings, rows, short = store.settings_of(folder), [], []
-  for row in results.rows(FOLDER):
+  settings, short = store.settings_of(results.folder / FOLDER), {}
+
+  def wanted(row: dict[str, Any]) -> bool:
     if walks.too_short(row["method"], row["budget"], row["length"], settings):
-      short.append(f"`{row['method']}` at T{row['length'] >> 10}K")
-    elif not row["method"].startswith(WITHDRAWN):
-      rows.append(row)
-  found = standings(rows, LEAST)
-  made = costs.boards(found, costs.read(folder))
-  where = scored.Held.of(results, FOLDER)
-  return Held(settings["model"], settings["device"], list(dict.fromkeys(short)), found, made, where)
+      short[f"`{row['method']}` at T{row['length'] >> 10}K"] = True
+      return False
+    return not row["method"].startswith(WITHDRAWN)
+
+  views = scored.views(results, FOLDER, wanted, LEAST)
+  return Held(settings, list(short), views, costs.read(results.folder / FOLDER))
 
 
-def _quoted(method: str, budget: int | None) -> str:
+def _quoted(one: Point | Cost) -> str:
   """A method in a sentence."""
-  return f"`{method}`" if budget is None else f"`{method}, {budget:,}`"
+  return f"`{called(one).replace('`', '')}`"
+
+
+def _point(board: Board, one: Standing) -> Point | None:
+  who = one.method, one.budget
+  return next((point for point in board.points if (point.method, point.budget) == who), None)
 
 
 # ---- scores and costs
@@ -77,14 +109,26 @@ def _quoted(method: str, budget: int | None) -> str:
 def scores(results: Results, length: str) -> Part:
   """The table of one length: full first, then methods that attend to as many tokens, by score."""
   found = held(results)
-  if (whole := found.standing(int(length))) is None:
+  if (view := found.view(int(length))) is None:
     return Part()
-  boards, tasks = found.at(int(length)), [*whole.tasks, *whole.weak]
-  row = functools.partial(_row, found, whole, tasks, boards)
-  rows = [["all", *row(whole.full)]]
-  for label, ones in _classes(whole, boards):
-    rows += [[label, *made] for made in found.rows.ranked(whole, ones, row)]
-  rows += [["no mean", *row(one)] for one in whole.missing]
+  boards = [board for _, board in found.boards(int(length))]
+  tasks = [*view.whole.tasks, *view.whole.weak]
+
+  def row(one: Standing) -> list[str | None]:
+    made = [called(one), view.n(one, *(tasks if one.score else one.tasks))]
+    made += [view.score(one, task) for task in tasks]
+    made += [view.mean(one), view.gap(one), view.kl(one)]
+    shown: dict[str, str | None] = {}
+    for board in boards:
+      point = _point(board, one)
+      shown = found.shown(point.cost, board.full.cost) if point else {}
+      made.append(shown.get("ms"))
+    return made + [shown.get(name) for name in ("kept", "read", "expected") if boards]
+
+  rows = [["all", *row(view.whole.full)]]
+  for label, ones in _classes(view, boards):
+    rows += [[label, *made] for made in view.ranked(ones, row)]
+  rows += [["no mean", *row(one)] for one in view.whole.missing]
   head = ["tokens attended to", "method, budget", "n", *(f"`{task}`" for task in tasks), "mean"]
   head += ["less full", "KL, nats"]
   if boards:
@@ -93,162 +137,84 @@ def scores(results: Results, length: str) -> Part:
   return cells.table(head, rows, labels=2)
 
 
-def _classes(whole: Standings, boards: list[Board]) -> list[tuple[str, list[Standing]]]:
+def _classes(view: View, boards: list[Board]) -> list[tuple[str, list[Standing]]]:
   """Methods with a mean by the tokens that they were seen attending to, the most first."""
-  attended: dict[tuple[str, int | None], int] = {}
-  for board in boards:
-    for point in board.points:
-      if point.cost.attended:
-        attended.setdefault((point.method, point.budget), point.cost.attended)
-  ones = [one for one in whole.by.values() if one.score and one is not whole.full]
-  groups: list[tuple[int, list[Standing]]] = []
-  for one in sorted(ones, key=lambda one: attended.get((one.method, one.budget), 0)):
-    tokens = attended.get((one.method, one.budget), 0)
-    if groups and groups[-1][0] <= tokens <= choices.ALIKE * groups[-1][0]:
-      groups[-1][1].append(one)
-    else:
-      groups.append((tokens, [one]))
-  seen = [[attended.get((one.method, one.budget), 0) for one in ones] for _, ones in groups]
-  return [(_span(found), ones) for found, (_, ones) in list(zip(seen, groups, strict=True))[::-1]]
+  pairs: list[tuple[int, Standing]] = []
+  for one in view.whole.by.values():
+    seen = (point.cost.attended for board in boards if (point := _point(board, one)))
+    if one.score and one is not view.whole.full:
+      pairs.append((next(filter(None, seen), 0), one))
+  least, groups = 0, dict[int, list[tuple[int, Standing]]]()
+  for tokens, one in sorted(pairs, key=lambda pair: pair[0]):
+    least = least if tokens <= choices.ALIKE * least else tokens
+    groups.setdefault(least, []).append((tokens, one))
+  return [
+    (_tokens(tokens for tokens, _ in group), [one for _, one in group])
+    for group in reversed(groups.values())
+  ]
 
 
-def _span(tokens: Sequence[int]) -> str:
-  low, high = f"{min(tokens):,}", f"{max(tokens):,}"
-  return "not seen" if low == "0" else low if low == high else f"{low} to {high}"
-
-
-def _row(
-  found: Held, whole: Standings, tasks: Sequence[str], boards: list[Board], one: Standing
-) -> list[str]:
-  rows, compared = found.rows, tasks if one.score else list(one.tasks)
-  row = [scored.called(one.method, one.budget), rows.prompts(whole, one, *compared)]
-  row += [rows.score(whole, one, task) for task in tasks] + rows.results(whole, one)
-  return row + _costs(found, one, boards) if boards else row
-
-
-def _costs(found: Held, one: Standing, boards: list[Board]) -> list[str]:
-  """Milliseconds at each batch; bytes kept and read, and what `advise` expects, at the largest."""
-  who, row, shown = (one.method, one.budget), [], {}
-  for board in boards:
-    point = next((point for point in board.points if (point.method, point.budget) == who), None)
-    shown = _shown(found, point.cost, board.full.cost) if point else {}
-    row.append(shown.get("ms", "–"))
-  return [*row, *(shown.get(name, "–") for name in ("kept", "read", "expected"))]
-
-
-def _shown(found: Held, cost: Cost, full: Cost) -> dict[str, str]:
-  """Of a step of the whole batch: milliseconds, over the full cache's too, GB, tokens attended."""
-  mine = found.time(cost)
-
-  def figure(value: float | None, form: str = "") -> str:
-    form = form or ("{:.2f}" if value is None or value >= 0.1 else "{:.3f}")
-    return "–" if value is None else cells.number(value, form, mine)
-
-  took = figure(cost.milliseconds, "{:.2f}")
-  if not cells.steady(mine):
-    took = cells.join("{} [{}]", took, cells.spread(mine))
-  kept = figure(cost.kept)
-  if cost.host_bytes:
-    kept = cells.join("{} + {} on the host", kept, figure(cost.host_bytes / cost.batch / 1e9))
-  return {
-    "attended": figure(cost.attended, "{:,.0f}"),
-    "ms": cells.join("{} ({})", took, cells.ratio(*cells.over(mine, found.time(full)))),
-    "kept": kept,
-    "read": figure(cost.read),
-    "holds": figure(cost.peak_bytes and cost.peak_bytes / 1e9, "{:.1f}"),
-    "expected": figure(cost.expected_us and cost.expected_us / 1e3, "{:.2f}"),
-  }
+def _tokens(attended: Iterable[int | None]) -> str:
+  """Tokens that some methods attend to; those that were not seen have none."""
+  seen = [tokens for tokens in attended if tokens]
+  return ends(seen, "{:,}") if seen else "not seen"
 
 
 def modes(results: Results) -> Part:
   """Mean scores by mode, side by side, at each length."""
   found, rows = held(results), []
-  names = list(dict.fromkeys(one.mode for one in found.standings))
+  names = list(dict.fromkeys(view.whole.mode for view in found.views))
   for length in LENGTHS:
-    sides = [found.standing(length, mode) for mode in names]
-    if sides[0] is None:
-      continue
-    for who, first in sides[0].by.items():
-      ours = [side.by.get(who) if side else None for side in sides]
-      if first.score and any(one and one.score for one in ours[1:]):
-        pairs = [_with_gap(found, *pair) for pair in zip(sides, ours, strict=True)]
-        row = [f"{length:,}", scored.called(*who), *pairs]
-        rows.append((found.rows.value(sides[0], first), row))
+    first, *others = (found.view(length, mode) for mode in names)
+    for who, one in first.whole.by.items() if first else ():
+      there = [view and view.whole.by.get(who) for view in others]
+      if first and one.score and any(other and other.score for other in there):
+        pairs = zip((first, *others), (one, *there), strict=True)
+        row = [f"{length:,}", called(one), *(_with_gap(*pair) for pair in pairs)]
+        rows.append((first.value(one), row))
   head = ("tokens", "method, budget", *(f"{name}; less full" for name in names))
   return cells.table(head, cells.ranked(rows), labels=2)
 
 
-def _with_gap(found: Held, whole: Standings | None, one: Standing | None) -> str:
-  if whole is None or one is None or one.score is None:
-    return "–"
-  if one is whole.full:
-    return found.rows.mean(whole, one)
-  return cells.join("{}; {}", found.rows.mean(whole, one), found.rows.gap(whole, one))
+def _with_gap(view: View | None, one: Standing | None) -> str | None:
+  if view is None or one is None or one.score is None:
+    return None
+  less = view.gap(one)
+  return view.mean(one) if less is None else say("{}; {}", view.mean(one), less)
 
 
 # ---- long answers, longer contexts, and what was expected
 
 
-ANSWERS = "gsm8k"
-
-
-def answered(results: Results) -> Standings:
-  """GSM8K's, of methods that evict while they answer."""
-  (whole,) = standings(row for row in results.rows(FOLDER) if row["task"] == ANSWERS)
-  return whole
-
-
 def answers(results: Results) -> Part:
   """GSM8K: methods that evict while they answer, by budget."""
-  found, whole = held(results), answered(results)
+  (view,) = scored.of_task(results, FOLDER, "gsm8k")
+  sizes = cache_bytes(row for row in results.rows(FOLDER) if row["task"] == "gsm8k")
+
+  def row(one: Standing) -> list[Any]:
+    size = Number(sizes[one.method, one.budget] / 1e6, *view.records(one, "gsm8k"))
+    return [called(one), view.n(one, "gsm8k"), view.mean(one), view.gap(one), size]
+
+  head = ("method, budget", "n", "right", "less full", ("MB kept a row", "{:.1f}"))
+  return cells.table(head, view.by_budget(row))
+
+
+def cache_bytes(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int | None], float]:
+  """Bytes of a row's cache by method and budget, the mean."""
   sizes: dict[tuple[str, int | None], list[int]] = {}
-  for row in results.rows(FOLDER):
-    if row["task"] == ANSWERS:
-      sizes.setdefault((row["method"], row["budget"]), []).append(row["cache_bytes"])
-  line = functools.partial(_answered, found.rows, whole, sizes)
-  made: list[Sequence[str]] = [line(whole.full)]
-  for ones in scored.by_budget(whole):
-    made += found.rows.ranked(whole, ones, line)
-  return cells.table(("method, budget", "n", "right", "less full", "MB kept a row"), made)
-
-
-def _answered(rows: scored.Held, whole: Standings, sizes: dict, one: Standing) -> list[str]:
-  mine = sizes[one.method, one.budget]
-  size = Number(sum(mine) / len(mine) / 1e6, *rows.records(whole, one, ANSWERS))
-  n, right = rows.prompts(whole, one, ANSWERS), rows.score(whole, one, ANSWERS)
-  name = scored.called(one.method, one.budget)
-  return [name, n, right, rows.gap(whole, one), cells.number(size, "{:.1f}")]
-
-
-def _foreseen(found: Held, timed: Sequence[Cost]) -> dict[str, str]:
-  """Estimates of `advise` beside what was measured."""
-  if not timed:
-    return {}
-  ratios = [(cost, (cost.expected_us or 0) / found.time(cost).us) for cost in timed]
-  far = [
-    cells.number(
-      ratio, f"{_quoted(cost.method, cost.budget)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}"
-    )
-    for cost, ratio in ratios
-    if abs(ratio - 1) > 0.15
-  ]
-  every = [found.time(cost) for cost in timed]
-  return {
-    "near": cells.number(len(timed) - len(far), "{:.0f}", *every),
-    "timed": cells.number(len(timed), "{:.0f}", *every),
-    "far": cells.listed(far) if far else "none",
-  }
+  for row in rows:
+    sizes.setdefault((row["method"], row["budget"]), []).append(row["cache_bytes"])
+  return {who: sum(found) / len(found) for who, found in sizes.items()}
 
 
 def end_to_end(results: Results) -> Part:
   """Steps at longer contexts than the first, each beside the full cache's."""
-  found = held(results)
-  timed = [cost for cost in costs.read(results.folder / FOLDER) if cost.length > LENGTHS[0]]
+  found, rows = held(results), []
+  timed = [cost for cost in found.costs if cost.length > LENGTHS[0]]
   full = {(cost.length, cost.batch): cost for cost in timed if cost.method == FULL}
-  rows = []
   for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
-    shown = _shown(found, cost, full[cost.length, cost.batch])
-    row = [f"{cost.length:,}", str(cost.batch), scored.called(cost.method, cost.budget)]
+    shown = found.shown(cost, full[cost.length, cost.batch])
+    row = [f"{cost.length:,}", str(cost.batch), called(cost)]
     rows.append([*row, *(shown[name] for name in ("attended", "ms", "read", "expected"))])
   head = ("tokens", "batch", "method, budget", "attended to", "ms a step (× full)", "GB read")
   return cells.table((*head, "expected ms"), rows, labels=3)
@@ -260,84 +226,81 @@ def end_to_end(results: Results) -> Part:
 def when(results: Results) -> Part:
   """Choices by length, batch, tokens attended to and memory."""
   found, rows = held(results), []
-  for length in LENGTHS:
-    for board in found.at(length):
-      for same in choices.classes(board):
-        for memory, chosen in choices.by_memory(same):
-          for choice in chosen:
-            place = [f"{length:,}", str(board.batch), _attended(same), memory]
-            rows.append([*place, ", ".join(choice.aims), *_taken(choice, same, found)])
+  for view, board in (pair for length in LENGTHS for pair in found.boards(length)):
+    for same in choices.classes(board):
+      for memory, chosen in choices.by_memory(same):
+        for choice in chosen:
+          place = [f"{view.whole.length:,}", str(board.batch), _attended(same), memory]
+          rows.append([*place, ", ".join(choice.aims), *_taken(choice, board, view, found)])
   head = ("tokens", "batch", "attended to", "memory", "for", "take", "ms a token (× full)")
   head += ("GB kept a row", "GB a step holds", "score", "less full", "risk")
   return cells.table(head, rows, labels=6)
 
 
+def _attended(board: Board) -> str:
+  """Tokens that the methods of a class attend to."""
+  return _tokens(point.cost.attended for point in board.points[1:])
+
+
+def _taken(choice: choices.Choice, board: Board, view: View, found: Held) -> list[str | None]:
+  """A method with its costs and scores, its family's limits, and what it loses in other modes."""
+  if (point := choice.point) is None:
+    return ["nothing that was measured fits", *[""] * 6]
+  shown, one = found.shown(point.cost, board.full.cost), _standing(view, point)
+  less = say("**{}**", view.gap(one)) if choice.loses else view.gap(one)
+  risks: list[str] = [families.of(point.method).risk]
+  for other in found.views:
+    there = other.whole.by.get((point.method, point.budget))
+    if other.whole.length == board.standings.length and other is not view and there:
+      risks += [say(f"{other.whole.mode} {{}}", gap) for gap in [other.gap(there)] if gap]
+  risk = cells.listed(risks, "; ") if len(risks) > 1 else risks[0]
+  row = (shown[name] for name in ("ms", "kept", "holds"))
+  return [called(point), *row, view.mean(one), less, risk]
+
+
+def _standing(view: View, point: Point) -> Standing:
+  return view.whole.by[point.method, point.budget]
+
+
 def advice(results: Results) -> Part:
   """The first page's: of methods that attend to as many tokens, which keep the score, and cost."""
   found, rows = held(results), []
-  for length in LENGTHS:
-    for board in found.at(length)[-1:]:
-      for same in choices.classes(board):
-        chosen = {aim: choice for choice in choices.choices(same) for aim in choice.aims}
-        points = {aim: chosen[aim].point for aim in ("fastest", "least kept")}
-        if any(point and point.method != FULL for point in points.values()):
-          place = [f"{length >> 10}K, batch {board.batch}", _attended(same)]
-          fastest, least = (_advised(found, same, point) for point in points.values())
-          rows.append([*place, fastest, "the same" if least == fastest else least])
+  for view, board in (pair for length in LENGTHS for pair in found.boards(length)[-1:]):
+    for same in choices.classes(board):
+      taken = [_best(same, aim) for aim in ("fastest", "least kept")]
+      if any(taken):
+        fastest, least = (_advised(found, view, board, point) for point in taken)
+        place = f"{view.whole.length >> 10}K, batch {board.batch}"
+        rows.append([place, _attended(same), fastest, "the same" if least == fastest else least])
   head = ("context", "tokens attended to", "fastest", "least kept")
   return cells.table(head, rows, labels=2)
 
 
-def _advised(found: Held, board: Board, point: Point | None) -> str:
+def _best(board: Board, aim: str) -> Point | None:
+  """The choice for an aim; None where it is the full cache, or nothing."""
+  point = next(choice.point for choice in choices.choices(board) if aim in choice.aims)
+  return None if point is None or point.method == FULL else point
+
+
+def _advised(found: Held, view: View, board: Board, point: Point | None) -> str:
   """A method with its time and bytes over the full cache's, and its difference in points."""
-  if point is None or point.method == FULL:
-    return "the full cache"
-  whole, time = board.standings, found.time(point.cost)
-  kept = point.cost.kept / board.full.cost.kept
-  return cells.join(
-    f"{_quoted(point.method, point.budget)}: time {{}}, bytes {{}}, {{}}",
-    cells.ratio(*cells.over(time, found.time(board.full.cost))),
-    cells.number(kept, "{:.2f}", time),
-    found.rows.gap(whole, whole.by[point.method, point.budget]),
-  )
-
-
-def _attended(board: Board) -> str:
-  """Tokens that the methods of a class attend to."""
-  return _span([point.cost.attended for point in board.points[1:] if point.cost.attended])
-
-
-def _taken(choice: choices.Choice, board: Board, found: Held) -> list[str]:
-  point = choice.point
   if point is None:
-    return ["nothing that was measured fits", *[""] * 6]
-  whole, shown = board.standings, _shown(found, point.cost, board.full.cost)
-  one = whole.by[point.method, point.budget]
-  less = found.rows.gap(whole, one)
-  row = [scored.called(point.method, point.budget), *(shown[x] for x in ("ms", "kept", "holds"))]
-  row += [found.rows.mean(whole, one), cells.join("**{}**", less) if choice.loses else less]
-  return [*row, _risk(point, board, found)]
-
-
-def _risk(point: Point, board: Board, found: Held) -> str:
-  """Limits of a method's family, and what it loses in other modes."""
-  parts = [families.of(point.method).risk]
-  for other in found.standings:
-    one = other.by.get((point.method, point.budget))
-    elsewhere = other.length == board.standings.length and other.mode != board.standings.mode
-    if elsewhere and one and one.gap and point.method != FULL:
-      parts.append(cells.join(f"{other.mode} {{}}", found.rows.gap(other, one)))
-  return cells.listed(parts, "; ") if len(parts) > 1 else parts[0]
+    return "the full cache"
+  return say(
+    f"{_quoted(point)}: time {{:.2f}}, bytes {{:.2f}}, {{}}",
+    over(found.time(point.cost), found.time(board.full.cost)),
+    found.number(point.cost, point.cost.kept / board.full.cost.kept),
+    view.gap(_standing(view, point)),
+  )
 
 
 def picture(results: Results) -> Part:
   """The pictures of each length's largest batch; one shows all lengths that have its batch."""
-  found = held(results)
-  batches = dict.fromkeys(made[-1].batch for length in LENGTHS if (made := found.at(length)))
+  boards = (board for length in LENGTHS for _, board in held(results).boards(length)[-1:])
   return Part(
     f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
     f"({FOLDER}/score_by_cost_aware_b{batch}.png)"
-    for batch in batches
+    for batch in dict.fromkeys(board.batch for board in boards)
   )
 
 
@@ -346,59 +309,70 @@ def picture(results: Results) -> Part:
 
 def figures(results: Results) -> dict[str, str]:
   found = held(results)
-  made: dict[str, str] = {"model": found.model, "device": found.device, "short": ""}
+  made = {"model": found.settings["model"], "device": found.settings["device"], "short": ""}
   if found.short:
     made["short"] = f" Left out, since no walk can end early there: {', '.join(found.short)}."
-  if boards := [board for length in LENGTHS for board in found.at(length)]:
-    shape = f"T{boards[-1].standings.length >> 10}K, B{boards[-1].batch}"
-    made |= {"shape": shape, "fastest": _fastest(found, boards[-1])}
-    made |= _foreseen(found, [p.cost for b in boards for p in b.points if p.cost.expected_us])
-  for one in found.standings:
-    if one.mode == "aware":
-      made |= {
-        f"tasks-{one.length}": ", ".join(f"`{task}`" for task in one.tasks),
-        f"weak-{one.length}": _weak(one),
-        f"prompts-{one.length}": found.rows.prompts(one, one.full, *one.tasks),
-      }
-      for who in one.by.values():
-        label = re.sub(r"[^\w.]+", "-", f"{who.method}-{who.budget or ''}").strip("-")
-        made[f"{label}-mean-{one.length}"] = found.rows.mean(one, who)
-        made[f"{label}-keys-{one.length}"] = found.rows.score(one, who, "niah_multikey_1")
-  return made | _for_papers(results, found)
+  if boards := [pair for length in LENGTHS for pair in found.boards(length)]:
+    view, board = boards[-1]
+    made["shape"] = f"T{view.whole.length >> 10}K, B{board.batch}"
+    made["fastest"] = _fastest(found, view, board)
+    made |= _foreseen(found, [p.cost for _, b in boards for p in b.points if p.cost.expected_us])
+  for view in found.views:
+    made |= _by_length(view) if view.whole.mode == "aware" else {}
+  for _, board in found.boards(LENGTHS[0])[-1:]:
+    for point in board.points:
+      if point.method == "cpe":
+        ratio = over(found.time(point.cost), found.time(board.full.cost))
+        made["cpe-step"] = say("{:.2f}", ratio)
+  for view in scored.of_task(results, FOLDER, "gsm8k"):
+    for one in view.whole.by.values():
+      if one.method in (FULL, "longflow"):
+        label = f"answers-{one.budget or one.method}"
+        made |= {label: view.mean(one), f"{label}-less": view.gap(one) or "–"}
+  return made
 
 
-def _weak(one: Standings) -> str:
-  tasks = ", ".join(f"`{task}`" for task in one.weak)
-  return f"; {tasks}, of which the full cache solves less than half, are not in it" * bool(tasks)
+def _by_length(view: View) -> dict[str, str]:
+  """The tasks of a length, and every method's scores."""
+  whole = view.whole
+  weak = ", ".join(f"`{task}`" for task in whole.weak)
+  made: dict[str, str] = {
+    f"tasks-{whole.length}": ", ".join(f"`{task}`" for task in whole.tasks),
+    f"weak-{whole.length}": weak
+    and f"; {weak}, of which the full cache solves less than half, are not in it",
+    f"prompts-{whole.length}": view.n(whole.full, *whole.tasks),
+  }
+  for one in whole.by.values():
+    label = re.sub(r"[^\w.]+", "-", f"{one.method}-{one.budget or ''}").strip("-")
+    made[f"{label}-mean-{whole.length}"] = view.mean(one) or "–"
+    made[f"{label}-keys-{whole.length}"] = view.score(one, "niah_multikey_1") or "–"
+  return made
 
 
-def _fastest(found: Held, board: Board) -> str:
+def _foreseen(found: Held, timed: list[Cost]) -> dict[str, str]:
+  """Estimates of `advise` beside what was measured."""
+  if not timed:
+    return {}
+  far = []
+  for cost in timed:
+    ratio = (cost.expected_us or 0) / found.time(cost).us
+    if abs(ratio - 1) > 0.15:
+      far.append(say(f"{_quoted(cost)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}", ratio))
+  every = [record for cost in timed for record in found.time(cost).records]
+  return {
+    "near": say("{:.0f}", Number(len(timed) - len(far), *every)),
+    "timed": say("{:.0f}", Number(len(timed), *every)),
+    "far": cells.listed(far) if far else "none",
+  }
+
+
+def _fastest(found: Held, view: View, board: Board) -> str:
   """Methods that keep the score, by the tokens that they attend to."""
   parts = []
   for same in choices.classes(board):
-    point = next(c.point for c in choices.choices(same) if "fastest" in c.aims)
-    if point and point.method != FULL:
-      whole = board.standings
-      less = found.rows.gap(whole, whole.by[point.method, point.budget])
-      shown = _shown(found, point.cost, board.full.cost)
-      name = _quoted(point.method, point.budget)
-      text = f"{name}, which attends to {{}}: {{}} ms, score less full {{}}"
-      parts.append(cells.join(text, shown["attended"], shown["ms"], less))
+    if point := _best(same, "fastest"):
+      shown = found.shown(point.cost, board.full.cost)
+      text = f"{_quoted(point)}, which attends to {{}}: {{}} ms, score less full {{}}"
+      less = view.gap(_standing(view, point))
+      parts.append(say(text, shown["attended"], shown["ms"], less))
   return cells.listed(parts, "; ")
-
-
-def _for_papers(results: Results, found: Held) -> dict[str, str]:
-  """CPE's step over the full cache's, and LongFlow's answers."""
-  made: dict[str, str] = {}
-  for board in found.at(LENGTHS[0])[-1:]:
-    for point in board.points:
-      if point.method == "cpe":
-        pair = cells.over(found.time(point.cost), found.time(board.full.cost))
-        made["cpe-step"] = cells.ratio(*pair)
-  if any(row["task"] == ANSWERS for row in results.rows(FOLDER)):
-    whole = answered(results)
-    for one in (whole.full, *(one for who, one in whole.by.items() if who[0] == "longflow")):
-      label = f"answers-{one.budget or one.method}"
-      made[label] = found.rows.mean(whole, one)
-      made[f"{label}-less"] = found.rows.gap(whole, one)
-  return made

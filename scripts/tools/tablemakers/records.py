@@ -1,13 +1,14 @@
-"""Figures that know where they come from: no table or sentence takes one that does not.
+"""Values that know where they come from: no table or sentence takes one that does not.
 
-A `Record` is a value in a kept file, with all that a reader needs to judge it. Numbers read from a
-file carry theirs; sums and products of numbers, and text made from them, carry those of them all. A
+A `Record` is a place in a kept file, with all that a reader needs to judge what stands there.
+Numbers and texts read from a file carry theirs; what is made of them carries those of them all. A
 plain float has none, and is refused.
 """
 
 import dataclasses
 import re
 from collections.abc import Iterable
+from typing import Any
 
 NOTHING = "nothing"  # was fitted
 # A number that stands by itself: not in a name (B8, T32K, Qwen2.5, 8B), nor quoted as code.
@@ -41,7 +42,7 @@ class Record:
   card: str
   n: int
   setting: str
-  fitted: str
+  fitted: str = NOTHING
   samples: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
 
   def __post_init__(self) -> None:
@@ -65,6 +66,11 @@ class Number(float):
     made.records = records
     return made
 
+  def __format__(self, form: str) -> str:
+    """A float's, with a space before a percent sign, and a true minus where signs are asked for."""
+    text = super().__format__(form).replace("%", " %")
+    return text.replace("-", "−") if form.startswith("+") else text
+
 
 def _keeping(name: str) -> None:
   plain = getattr(float, name)
@@ -81,7 +87,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 class Figure(str):
-  """A cell's text with the records of the numbers in it."""
+  """A text with the records of the numbers in it."""
 
   records: Records
 
@@ -89,6 +95,11 @@ class Figure(str):
     made = super().__new__(cls, text)
     made.records = tuple(records)
     return made
+
+  @property
+  def number(self) -> Number:
+    """The number that it is."""
+    return Number(float(self.replace(",", "")), *self.records)
 
 
 class Part(list[str]):
@@ -99,7 +110,7 @@ class Part(list[str]):
     self.figures = list(figures)
 
 
-def of(*sources: object) -> Records:
+def of(*sources: Any) -> Records:
   """The records of numbers and figures, each once.
 
   Raises:
@@ -127,10 +138,8 @@ def alike(rows: Iterable[Records]) -> None:
   cards = sorted({record.card for row in listed for record in row})
   if len(cards) > 1:
     raise ValueError(f"cards: found {cards}, expected figures of one card to be compared")
-  samples = {tuple(record.samples for record in row) for row in listed}
-  if len(samples) > 1:
-    sizes = sorted({tuple(len(one) for one in row) for row in samples})
-    raise ValueError(f"samples: found unlike prompts, {sizes} of them, expected the same for all")
+  if len({tuple(record.samples for record in row) for row in listed}) > 1:
+    raise ValueError("samples: found unlike prompts, expected the same for all")
 
 
 def numbers(text: str) -> list[str]:

@@ -2,136 +2,144 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvjax.programs.evals import store
 from kvjax.programs.evals.costs import Cost
-from kvjax.programs.evals.standing import Standing, Standings
+from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records
 from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
-from scripts.tools.tablemakers.results import Results, Timing
+from scripts.tools.tablemakers.results import Results, Study
+from scripts.tools.tablemakers.timings import Timing, ends
 
 # What is fitted to data, where rows do not say it themselves.
 FITTED = {
   "prr": "α, β, γ: on each prompt's own last tokens",
   "double_sparsity": "channels: on each prompt itself",
 }
+Cell = tuple[str, int, str, int | None]  # task, length, method, budget
+Row = Callable[[Standing], Sequence[Any]]  # the cells of a method
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-  """Rows of one folder, below scripts/results.
+class View:
+  """Methods at one length and mode; their figures lead to the rows of a folder.
 
   Attributes:
-    folder: it.
-    rows: the name of its file of rows.
+    whole: the standings.
+    file: of the rows, below scripts/results.
     device: where they ran.
   """
 
-  folder: str
-  rows: str
+  whole: Standings
+  file: str
   device: str
 
-  @classmethod
-  def of(cls, results: Results, folder: str) -> "Held":
-    """Those of a folder that has its settings; packed ones where it has them."""
-    path = results.folder / folder
-    packed = store.PACKED if (path / store.PACKED).is_file() else store.ROWS
-    return cls(folder, packed, store.settings_of(path)["device"])
-
-  def records(self, whole: Standings, one: Standing, *tasks: str) -> records.Records:
+  def records(self, one: Standing, *tasks: str) -> records.Records:
     """Of a method's figures in some tasks."""
-    return tuple(self._record(whole, one, task) for task in tasks)
+    return tuple(self._record(one, task) for task in tasks)
 
-  def _record(self, whole: Standings, one: Standing, task: str) -> Record:
-    place = (("task", task), ("length", whole.length), ("mode", whole.mode))
+  def _record(self, one: Standing, task: str) -> Record:
+    place = (("task", task), ("length", self.whole.length), ("mode", self.whole.mode))
     place += (("method", one.method), ("budget", one.budget))
-    prompts = one.prompts[task]
     fitted = one.fitted or FITTED.get(one.method.split(":")[0], NOTHING)
-    setting = f"{one.settings}, {whole.length} tokens, {whole.mode}"
-    file = f"{self.folder}/{self.rows}"
-    return Record(file, place, self.device, len(prompts), setting, fitted, prompts)
+    setting = f"{one.settings}, {self.whole.length} tokens, {self.whole.mode}"
+    prompts = one.prompts[task]
+    return Record(self.file, place, self.device, len(prompts), setting, fitted, prompts)
 
-  def score(self, whole: Standings, one: Standing, task: str) -> str:
-    """Percent in a task, with its interval; a dash where it was not asked."""
-    if task not in one.tasks:
-      return "–"
-    return Figure(percent(one.tasks[task]), self.records(whole, one, task))
+  def score(self, one: Standing, task: str, form: str = ".0f") -> str | None:
+    """Percent in a task, with its interval; None where it was not asked."""
+    asked = task in one.tasks
+    return Figure(percent(one.tasks[task], form), self.records(one, task)) if asked else None
 
-  def mean(self, whole: Standings, one: Standing) -> str:
+  def mean(self, one: Standing) -> str | None:
     """Percent, the mean of the tasks that are compared."""
-    if one.score is None:
-      return "–"
-    return Figure(percent(one.score), self.records(whole, one, *whole.tasks))
+    return one.score and Figure(percent(one.score), self.records(one, *self.whole.tasks))
 
-  def value(self, whole: Standings, one: Standing) -> Number:
-    """The same as a number to rank by."""
-    assert one.score
-    return Number(one.score.mean, *self.records(whole, one, *whole.tasks))
+  def gap(self, one: Standing) -> str | None:
+    """Points less than the full cache's on the same prompts; None for itself."""
+    if one.gap is None or one is self.whole.full:
+      return None
+    both = (self.records(who, *self.whole.tasks) for who in (one, self.whole.full))
+    mean, low, high = (f"{100 * x:+.0f}" for x in (one.gap.mean, one.gap.low, one.gap.high))
+    return Figure(f"{mean} ({low} to {high})".replace("-", "−"), sum(both, ()))
 
-  def ranked(
-    self, whole: Standings, ones: Iterable[Standing], row: Callable[[Standing], Sequence[str]]
-  ) -> list[Sequence[str]]:
-    """A row of each by their means, the largest first."""
-    return cells.ranked((self.value(whole, one), row(one)) for one in ones)
-
-  def gap(self, whole: Standings, one: Standing) -> str:
-    """Points less than the full cache's on the same prompts; a dash for itself."""
-    if one.gap is None or one is whole.full:
-      return "–"
-    full = self.records(whole, whole.full, *whole.tasks)
-    return Figure(points(one.gap), (*self.records(whole, one, *whole.tasks), *full))
-
-  def results(self, whole: Standings, one: Standing) -> list[str]:
-    """Its mean, what that is less than the full cache's, and the divergence."""
-    return [self.mean(whole, one), self.gap(whole, one), self.divergence(whole, one)]
-
-  def prompts(self, whole: Standings, one: Standing, *tasks: str) -> Figure:
-    """Of each task, the least to the most."""
-    counts = sorted({len(one.prompts[task]) for task in tasks if task in one.prompts})
-    text = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    there = [task for task in tasks if task in one.prompts]
-    return Figure(text, self.records(whole, one, *there))
-
-  def divergence(self, whole: Standings, one: Standing) -> str:
-    """KL from the full cache in nats."""
+  def kl(self, one: Standing) -> str | None:
+    """Divergence from the full cache in nats."""
     if one.kl is None:
-      return "–"
-    return Figure(nats(one.kl), self.records(whole, one, "kl"))
+      return None
+    return Figure("0" if one.kl.high == 0 else interval(one.kl, ".2g"), self.records(one, "kl"))
+
+  def n(self, one: Standing, *tasks: str) -> Figure:
+    """Prompts of each task, the least to the most."""
+    there = [task for task in tasks if task in one.prompts]
+    counts = (len(one.prompts[task]) for task in there)
+    return Figure(ends(counts, "{}"), self.records(one, *there))
+
+  def ranked(self, ones: Iterable[Standing], row: Row) -> list[Sequence[Any]]:
+    """A row of each that has a mean, the largest first."""
+    return cells.ranked((self.value(one), row(one)) for one in ones if one.score)
+
+  def value(self, one: Standing) -> Number:
+    """The mean as a number to rank by."""
+    assert one.score
+    return Number(one.score.mean, *self.records(one, *self.whole.tasks))
+
+  def by_budget(self, row: Row) -> list[Sequence[Any]]:
+    """A row of each, ranked within its budget; the full cache first, then the least budget."""
+    budgets = sorted({one.budget for one in self.whole.by.values() if one.budget})
+    rows = [row(self.whole.full)]
+    for budget in budgets:
+      rows += self.ranked((x for x in self.whole.by.values() if x.budget == budget), row)
+    return rows
 
 
-def by_budget(whole: Standings) -> list[list[Standing]]:
-  """Methods that have a score, by their budgets from the least on."""
-  ones = [one for one in whole.by.values() if one.budget and one.score]
-  budgets = sorted({one.budget for one in ones if one.budget})
-  return [[one for one in ones if one.budget == budget] for budget in budgets]
+def views(
+  results: Results,
+  folder: str,
+  wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
+  least: float = 0.0,
+) -> list[View]:
+  """By length and mode, those of the rows that are wanted."""
+  if not (found := standings(filter(wanted, results.rows(folder)), least)):
+    return []
+  path = results.folder / folder
+  packed = store.PACKED if (path / store.PACKED).is_file() else store.ROWS
+  device = store.settings_of(path)["device"]
+  return [View(whole, f"{folder}/{packed}", device) for whole in found]
 
 
-def called(method: str, budget: int | None) -> str:
-  return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
+def of_task(results: Results, folder: str, task: str) -> list[View]:
+  """By length and mode, those of one task."""
+  return views(results, folder, lambda row: row["task"] == task)
 
 
-def interval(mean: float, low: float, high: float, form: str, unit: float = 1) -> str:
-  """A mean with its interval."""
-  mean, low, high = unit * mean, unit * low, unit * high
-  return f"{mean:z{form}} ({low:z{form}}–{high:z{form}})"  # z: zero has no sign
+def summary(results: Results, path: str, model: str, card: str = "CPU") -> dict[Cell, Study]:
+  """Cells of a file of means, of compression that has seen the question."""
+  found: dict[Cell, Study] = {}
+  for each in results.study(path, model, card=card):
+    held = each.held
+    if held["mode"] == "aware":
+      setting = f"{model}, {held['method']}, {held['budget']}"
+      cell = (held["task"], held["length"], held["method"], held["budget"])
+      found[cell] = each.of(setting, held["score"]["n"])
+  return found
+
+
+def called(one: Standing | Cost) -> str:
+  """A method with its budget."""
+  return f"`{one.method}`" if one.budget is None else f"`{one.method}`, {one.budget:,}"
+
+
+def interval(found: Estimate, form: str, unit: float = 1) -> str:
+  """A mean with its interval; zero has no sign."""
+  mean, low, high = (f"{unit * x:z{form}}" for x in (found.mean, found.low, found.high))
+  return f"{mean} ({low}–{high})"
 
 
 def percent(found: Estimate, form: str = ".0f") -> str:
-  return interval(found.mean, found.low, found.high, form, 100)
-
-
-def points(gap: Estimate) -> str:
-  """A difference in points of percent."""
-  mean, low, high = (cells.signed(100 * x, 0) for x in (gap.mean, gap.low, gap.high))
-  return f"{mean} ({low} to {high})"
-
-
-def nats(kl: Estimate) -> str:
-  return "0" if kl.high == 0 else interval(kl.mean, kl.low, kl.high, ".2g")
-
-
-# ---- costs
+  return interval(found, form, 100)
 
 
 def timed(cost: Cost, folder: str, device: str) -> Timing:

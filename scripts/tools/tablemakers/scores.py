@@ -1,13 +1,15 @@
 """Scores without costs: published figures, quality per byte, and SmolLM2's evaluation."""
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.programs.evals import walks
-from kvjax.programs.evals.standing import FULL, Standing, Standings, Who, standings
-from scripts.tools.tablemakers import cells, real, scored
-from scripts.tools.tablemakers.records import Figure, Number, Part
+from kvjax.programs.evals.standing import FULL, Standing
+from scripts.tools.tablemakers import cells, real
+from scripts.tools.tablemakers.cells import say
+from scripts.tools.tablemakers.records import Number, Part
 from scripts.tools.tablemakers.results import GPU, Results, Study
+from scripts.tools.tablemakers.scored import Cell, View, called, of_task, summary, views
 
 # ---- a real model's full cache beside published figures, and methods on published prompts
 
@@ -37,34 +39,31 @@ PUBLISHED = {
 
 def published(results: Results) -> Part:
   """The full cache's scores with their 95 % intervals, each beside what was published."""
-  rows, lines = results.rows(FOLDER), []
-  for task, about in PUBLISHED.items():
-    for whole in standings(row for row in rows if row["task"] == task):
-      held = scored.Held.of(results, FOLDER)
-      here = Figure(
-        scored.percent(whole.full.tasks[task], ".1f"), held.records(whole, whole.full, task)
-      )
-      lines.append([f"`{task}`", *about, held.prompts(whole, whole.full, task), here])
+  lines = [
+    [f"`{task}`", *about, view.n(view.whole.full, task), view.score(view.whole.full, task, ".1f")]
+    for task, about in PUBLISHED.items()
+    for view in of_task(results, FOLDER, task)
+  ]
   head = ("task", "setting", "published, %", "source", "n", "here, %")
   return cells.table(head, lines, labels=4)
 
 
 def pairs(results: Results) -> Part:
   """Lost in the Middle's key-value retrieval: methods by what they find, full first."""
-  rows = [r for r in results.rows(FOLDER) if r["task"].startswith("lost_in_the_middle_")]
   lines = []
-  for task in dict.fromkeys(row["task"] for row in rows):
-    for whole in standings(row for row in rows if row["task"] == task):
-      held = scored.Held.of(results, FOLDER)
-      row = functools.partial(_pair, held, whole, task)
-      others = (one for one in whole.by.values() if one is not whole.full)
-      lines += [row(whole.full), *held.ranked(whole, others, row)]
+  for task in dict.fromkeys(row["task"] for row in results.rows(FOLDER)):
+    if task.startswith("lost_in_the_middle_"):
+      lines += [line for view in of_task(results, FOLDER, task) for line in _pairs(view, task)]
   return cells.table(("pairs", "method, budget", "n", "right, %", "less full"), lines, labels=2)
 
 
-def _pair(held: scored.Held, whole: Standings, task: str, one: Standing) -> list[str]:
-  row = [scored.called(one.method, one.budget), held.prompts(whole, one, task)]
-  return [task.rsplit("_", 1)[1], *row, held.mean(whole, one), held.gap(whole, one)]
+def _pairs(view: View, task: str) -> list[Sequence[Any]]:
+  def row(one: Standing) -> list[Any]:
+    name = task.removeprefix("lost_in_the_middle_")
+    return [name, called(one), view.n(one, task), view.mean(one), view.gap(one)]
+
+  full, *others = view.whole.by.values()
+  return [row(full), *view.ranked(others, row)]
 
 
 # ---- quality per byte: what cuts, what rounds, and both, beside each other
@@ -83,43 +82,28 @@ BEST = 3  # of each share, the best by score; others of it are in the summary
 
 def per_byte(results: Results) -> Part:
   """Of each share of the bytes, the methods that find most; the full cache first."""
-  held = scored.Held.of(results, real.FOLDER)
-  rows = [row for row in results.rows(real.FOLDER) if _counts(row)]
-  whole, shares = standings(rows)[0], _shares(rows)
-  line = functools.partial(_line, held, whole, shares)
-  lines = [["all", *line(whole.full)]]
+  (view,) = views(results, real.FOLDER, _counts)
+  sizes = real.cache_bytes(filter(_counts, results.rows(real.FOLDER)))
+  shares = {who: size / sizes[FULL, None] for who, size in sizes.items()}
+
+  def row(one: Standing) -> list[Any]:
+    share = Number(shares[one.method, one.budget], *view.records(one, *TASKS))
+    found = (view.score(one, task) for task in TASKS)
+    return [called(one), share, *found, view.mean(one), view.gap(one), view.kl(one)]
+
+  full, *others = view.whole.by.values()
+  lines = [["all", *row(full)]]
   for label, (low, high) in SHARES.items():
-    inside = [
-      one
-      for who, one in whole.by.items()
-      if one.score and one is not whole.full and low <= shares[who] < high
-    ]
-    lines += [[label, *row] for row in held.ranked(whole, inside, line)[:BEST]]
-  head = ("", "method, budget", "cache", *(f"`{task}`" for task in TASKS), "mean", "less full")
-  return cells.table((*head, "KL, nats"), lines, labels=2)
+    inside = (one for one in others if low <= shares[one.method, one.budget] < high)
+    lines += [[label, *found] for found in view.ranked(inside, row)[:BEST]]
+  head = ["", "method, budget", ("cache", "{:.0%}"), *(f"`{task}`" for task in TASKS)]
+  return cells.table([*head, "mean", "less full", "KL, nats"], lines, labels=2)
 
 
 def _counts(row: dict[str, Any]) -> bool:
+  """True of the rows that are compared."""
   asked = row["task"] in (*TASKS, "kl") and not row["method"].startswith(real.WITHDRAWN)
   return asked and (row["length"], row["mode"]) == (LENGTH, "aware")
-
-
-def _shares(rows: list[dict[str, Any]]) -> dict[Who, float]:
-  """Bytes of a row's cache, measured, as a share of the full one's."""
-  sums: dict[Who, list[int]] = {}
-  for row in rows:
-    sums.setdefault((row["method"], row["budget"]), []).append(row["cache_bytes"])
-  means = {who: sum(found) / len(found) for who, found in sums.items()}
-  return {who: size / means[FULL, None] for who, size in means.items()}
-
-
-def _line(
-  held: scored.Held, whole: Standings, shares: dict[Who, float], one: Standing
-) -> list[str]:
-  share = shares[one.method, one.budget]
-  kept = cells.percent(Number(share, *held.records(whole, one, *TASKS)))
-  row = [scored.called(one.method, one.budget), kept]
-  return [*row, *(held.score(whole, one, task) for task in TASKS), *held.results(whole, one)]
 
 
 # ---- SmolLM2: one needle, divergence, RULER
@@ -140,52 +124,6 @@ RULER_TASKS = (
 )
 LENGTHS = {1024: "1K", 2048: "2K", 4096: "4K"}
 RULER = ("prr", "cpe", "streaming_llm", "longflow")
-Cell = tuple[str, int, str, int | None]  # task, length, method, budget
-
-
-@functools.cache
-def _summary(results: Results) -> tuple[Study, dict[Cell, int]]:
-  """Cells of compression that has seen the question, and where each stands in the file."""
-  held, settings = results.json(SUMMARY), results.json(SETTINGS)
-  study = results.study(SUMMARY, card=settings["device"], n=1, setting=settings["model"])
-  names = ("task", "length", "method", "budget")
-  places = {tuple(x[name] for name in names): i for i, x in enumerate(held) if x["mode"] == "aware"}
-  return study, places
-
-
-def _number(results: Results, cell: Cell, *keys: str) -> Number:
-  """A figure of one cell; no such cell is a `KeyError`."""
-  study, places = _summary(results)
-  task, length, method, budget = cell
-  n, setting = study.get(places[cell], "score", "n"), f"{method}, {budget}, {task} at {length}"
-  return study.number(places[cell], *keys, n=n, setting=setting)
-
-
-def _score(results: Results, method: str, budget: int | None) -> Figure:
-  score = _number(results, ("needle", 2048, method, budget), "score", "mean")
-  return cells.number(100 * score, "{:.0f}")
-
-
-def _kl(results: Results, method: str, budget: int | None) -> Figure:
-  kl = _number(results, ("kl", 2048, method, budget), "also", "kl", "mean")
-  return cells.number(kl, "{:.0f}" if kl == 0 else "{:.3f}" if kl >= 0.001 else "{:.4f}")
-
-
-def needle(results: Results) -> Part:
-  """Methods that do not run at the least budget have no figure there."""
-  rows = []
-  for method in METHODS:
-    there = [("needle", 2048, method, n) in _summary(results)[1] for n in BUDGETS]
-    row = [f"`{method}`"]
-    for form in (_score, _kl):
-      budgets = zip(BUDGETS, there, strict=True)
-      row += [form(results, method, n) if ok else "–" for n, ok in budgets]
-    rows.append(row)
-  for method in _able(results, 2048):
-    score, kl = _score(results, method, None), _kl(results, method, None)
-    rows.append([f"`{method}`, which has no budget", "", "", score, "", "", kl])
-  head = ("method", "needle 128", "256", "512", "KL 128", "256", "512")
-  return cells.table(head, rows)
 
 
 def _able(results: Results, length: int) -> list[str]:
@@ -194,22 +132,49 @@ def _able(results: Results, length: int) -> list[str]:
   return [name for name in UNBOUNDED if not walks.too_short(name, None, length, settings)]
 
 
+def _summary(results: Results) -> dict[Cell, Study]:
+  settings = results.json(SETTINGS)
+  return summary(results, SUMMARY, settings["model"], settings["device"])
+
+
+def needle(results: Results) -> Part:
+  """Methods that do not run at the least budget have no figure there."""
+  held = _summary(results)
+
+  def score(method: str, budget: int | None) -> str | None:
+    cell = held.get(("needle", 2048, method, budget))
+    return cell and say("{:.0f}", 100 * cell["score"]["mean"])
+
+  def kl(method: str, budget: int | None) -> str | None:
+    if (cell := held.get(("kl", 2048, method, budget))) is None:
+      return None
+    mean = cell["also"]["kl"]["mean"]
+    return say("{:.0f}" if mean == 0 else "{:.3f}" if mean >= 0.001 else "{:.4f}", mean)
+
+  rows = [
+    [f"`{name}`", *(form(name, budget) for form in (score, kl) for budget in BUDGETS)]
+    for name in METHODS
+  ]
+  for name in _able(results, 2048):
+    found = ["", "", score(name, None), "", "", kl(name, None)]
+    rows.append([f"`{name}`, which has no budget", *found])
+  head = ("method", "needle 128", "256", "512", "KL 128", "256", "512")
+  return cells.table(head, rows)
+
+
 def ruler(results: Results) -> Part:
   """Percent, the mean of RULER's tasks."""
-  named: list[tuple[str, str, int | None]] = [(f"`{name}`", name, None) for name in UNBOUNDED]
-  named += [(f"`{name}`, {budget}", name, budget) for name in RULER for budget in (512, 256)]
-  rows = []
-  for label, method, budget in named:
-    row: list[str] = [label]
+  held, rows = _summary(results), []
+  named: list[tuple[str, int | None]] = [(name, None) for name in UNBOUNDED]
+  named += [(name, budget) for name in RULER for budget in (512, 256)]
+  for method, budget in named:
+    row: list[Any] = [f"`{method}`" if budget is None else f"`{method}`, {budget}"]
     for length in LENGTHS:
-      if budget is None and method not in _able(results, length):
-        row.append("–")
-        continue
-      of = ((task, length, method, budget) for task in RULER_TASKS)
-      found = [_number(results, cell, "score", "mean") for cell in of]
-      row.append(cells.number(100 * sum(found) / len(found), "{:.1f}"))
+      able = budget or method in _able(results, length)
+      found = [held[task, length, method, budget] for task in RULER_TASKS if able]
+      row.append(100 * sum(x["score"]["mean"] for x in found) / len(found) if found else None)
     rows.append(row)
-  return cells.table(("method, budget", *LENGTHS.values()), rows)
+  return cells.table(("method, budget", *((n, "{:.1f}") for n in LENGTHS.values())), rows)
 
 
 def figures(results: Results) -> dict[str, str]:

@@ -1,23 +1,19 @@
 """Times of dense decode, steps and prompts, on one device and on several, beside bounds."""
 
-import functools
-from collections.abc import Iterable
 from typing import Any
 
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import Pair, faster, longer, median, own, said
-from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import GPU, Case, Results
-
-LLAMA = "Llama-3.1-8B"
-H100 = "nvidia-h100-80gb-hbm3"
+from scripts.tools.tablemakers.cells import Name, faster, longer, median, own, said, say
+from scripts.tools.tablemakers.records import Part
+from scripts.tools.tablemakers.results import GPU, H100, Case, Results
+from scripts.tools.tablemakers.timings import Ratio, Timing, gain, over, span
 
 
 def _versions(results: Results) -> str:
   """Versions of jax, the usual one first, the others with their suites."""
   suites: dict[str, list[str]] = {}
   for bench in results.benches():
-    suites.setdefault(bench.held["jax"], []).append(f"`{bench.path.stem}`")
+    suites.setdefault(bench.jax, []).append(f"`{bench.suite}`")
   usual, *others = sorted(suites, key=lambda version: -len(suites[version]))
   apart = (f", `{version}` in {', '.join(suites[version])}" for version in others)
   return "".join([f"`{usual}`", *apart])
@@ -25,154 +21,133 @@ def _versions(results: Results) -> str:
 
 # ---- dense decode
 
+
+def fastest(*names: str) -> Name:
+  """The fastest of some contenders that take the shape; the first where none does."""
+  return lambda case: min(
+    filter(case.has, names), key=lambda name: case.time(name).us, default=names[0]
+  )
+
+
 # Of torch's SDPA the faster of its two layouts.
-CUDNN, FLASH = ("torch cuDNN", "torch cuDNN (heads)"), ("torch flash", "torch flash (heads)")
+CUDNN = fastest("torch cuDNN", "torch cuDNN (heads)")
+FLASH = fastest("torch flash", "torch flash (heads)")
+EVERY_CUDNN = fastest("jax cuDNN", "torch cuDNN", "torch cuDNN (heads)")
 SHAPES = {
-  "B1 T128K 8x4": "B1 T128K, 8×4",
-  "B8 T32K 8x4": "B8 T32K, 8×4",
-  "B32 T8K 8x4": "B32 T8K, 8×4",
-  "B16 T4K 32x1": "B16 T4K, 32×1 (no groups)",
-  "B8 T16K 8x4 H256": "B8 T16K, 8×4, H 256",
-  "B32 T8K 3x3 H64": "B32 T8K, 3×3, H 64",
-  "B1 T32K 8x4": "B1 T32K, 8×4",
-  "B8 T4K 8x4": "B8 T4K, 8×4",
-  "B1 T4K 8x4": "B1 T4K, 8×4",
-  "B16 T32K 8x4 ragged": "16 ragged rows of 1K to 32K, 8×4",
+  "B1 T128K, 8×4": "B1 T128K 8x4",
+  "B8 T32K, 8×4": "B8 T32K 8x4",
+  "B32 T8K, 8×4": "B32 T8K 8x4",
+  "B16 T4K, 32×1 (no groups)": "B16 T4K 32x1",
+  "B8 T16K, 8×4, H 256": "B8 T16K 8x4 H256",
+  "B32 T8K, 3×3, H 64": "B32 T8K 3x3 H64",
+  "B1 T32K, 8×4": "B1 T32K 8x4",
+  "B8 T4K, 8×4": "B8 T4K 8x4",
+  "B1 T4K, 8×4": "B1 T4K 8x4",
+  "16 ragged rows of 1K to 32K, 8×4": "B16 T32K 8x4 ragged",
 }
 LARGE = ("B1 T128K 8x4", "B8 T32K 8x4", "B32 T8K 8x4", "B1 T32K 8x4", "B8 T4K 8x4")
 
-
-def decode(results: Results) -> Part:
-  bench = results.bench("decode")
-  return cells.cases(
-    {label: bench.case(name) for name, label in SHAPES.items()},
-    ("kvjax", own()),
-    ("share of read", faster("kvjax", "read")),
-    ("torch cuDNN SDPA", lambda case: median(_fastest(case, CUDNN))(case)),
-    ("jax cuDNN", median("jax cuDNN")),
-    ("torch flash SDPA", lambda case: median(_fastest(case, FLASH))(case)),
-    ("FlashInfer", median("FlashInfer")),
-    first="shape (KV heads × group)",
-  )
+decode = cells.cases(
+  "decode",
+  SHAPES,
+  ("kvjax", own()),
+  ("share of read", faster("kvjax", "read")),
+  ("torch cuDNN SDPA", median(CUDNN)),
+  ("jax cuDNN", median("jax cuDNN")),
+  ("torch flash SDPA", median(FLASH)),
+  ("FlashInfer", median("FlashInfer")),
+  first="shape (KV heads × group)",
+)
 
 
 def cards(results: Results) -> Part:
   """Dense decode on both cards: the time, of a read, over the fastest of cuDNN's."""
+  columns = {
+    "kvjax": own(),
+    "of a read": faster("kvjax", "read"),
+    "over cuDNN": cells.where(EVERY_CUDNN, longer("kvjax", EVERY_CUDNN)),
+  }
   rows = []
-  for name, label in (SHAPES | {"B64 T32K 8x4 ragged": "64 ragged rows of 1K to 32K, 8×4"}).items():
+  for label, name in (SHAPES | {"64 ragged rows of 1K to 32K, 8×4": "B64 T32K 8x4 ragged"}).items():
     row: list[Any] = [label]
     for bench in (results.bench("decode", card) for card in (GPU, H100)):
-      case = bench.case(name) if bench.has(name) else None
-      row += ["–"] * 3 if case is None else [how(case) for how in (own(), OF_READ, _over_cudnn)]
+      row += [show(bench[name]) if name in bench else None for show in columns.values()]
     rows.append(row)
-  head = [f"{card}, {what}" for card in ("H200", "H100") for what in COLUMNS]
+  head = [f"{card}, {what}" for card in ("H200", "H100") for what in columns]
   return cells.table(("shape (KV heads × group)", *head), rows)
 
 
-OF_READ, COLUMNS = faster("kvjax", "read"), ("kvjax", "of a read", "over cuDNN")
+def _over_bytes(case: Case) -> str:
+  took = case.time("kvjax")
+  return say("{:.3f}", took.rate * took.us / case.bytes)
 
 
-def _over_cudnn(case: Case) -> Any:
-  """Our time over the fastest of cuDNN's, torch's or jax's; none where they take no such shape."""
-  peers = [name for name in (*CUDNN, "jax cuDNN") if case.has(name)]
-  if not peers:
-    return "–"
-  return cells.ratio(*cells.over(case.time("kvjax"), case.time(_fastest(case, peers))))
-
-
-def gate(results: Results) -> Part:
-  """Whole steps of the gate on the H100."""
-  bench = results.bench("gate", H100)
-  steps = {case.name: case for case in bench.cases("")}
-  return cells.cases(steps, ("a step, 8B's shape", own()), ("× all bytes", _of_bytes))
-
-
-def cuts(results: Results) -> Part:
-  """Shapes that a seed drew: the heuristic's cut over the fastest of a sweep."""
-  bench = results.bench("cuts", H100)
-  drawn = {case.name.partition(": ")[2]: case for case in bench.cases("")}
-  return cells.cases(drawn, ("over the fastest cut", said(r"([\d.]+) × the fastest")))
-
-
-def _fastest(case: Case, names: Iterable[str]) -> str:
-  """The fastest of some contenders that take the shape; the first where none does."""
-  names = list(names)
-  return min(filter(case.has, names), key=lambda name: case.time(name).us, default=names[0])
-
-
-def _beside_cudnn(case: Case) -> Pair:
-  best = _fastest(case, ("jax cuDNN", *CUDNN))
-  return cells.over(case.time("kvjax"), case.time(best))
+# Whole steps of the gate on the H100.
+gate = cells.cases(
+  "gate", "", ("a step, 8B's shape", own()), ("× all bytes", _over_bytes), card=H100
+)
+# Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
+cuts = cells.cases(
+  "cuts",
+  "",
+  ("over the fastest cut", said(r"([\d.]+) × the fastest")),
+  label=lambda name: name.partition(": ")[2],
+  card=H100,
+)
 
 
 # ---- whole steps
 
 STEPS = ((1, 4096), (8, 4096), (1, 32768), (8, 32768), (1, 131072))
-MODELS = {LLAMA: "e2e", "Qwen3-1.7B": "e2e_qwen3"}
 PEERS = ("torch, CUDA graph", "transformers")
+# A step over matrix products and the bytes of keys and values.
+OVER_PRODUCTS = r"([\d.]+) × \(XLA's products \+ KV bytes"
+OVER_OURS = r"([\d.]+) × \(our products \+ KV bytes"
 
 
 def _steps(results: Results) -> dict[str, Case]:
   return {
-    f"{model}, B{batch} T{tokens >> 10}K": results.bench(suite).case(f"{model} B{batch} T{tokens}")
-    for model, suite in MODELS.items()
+    f"{model}, B{batch} T{tokens >> 10}K": results.bench(suite)[f"{model} B{batch} T{tokens}"]
+    for model, suite in (("Llama-3.1-8B", "e2e"), ("Qwen3-1.7B", "e2e_qwen3"))
     for batch, tokens in STEPS
   }
 
 
-def _over_products(case: Case, whose: str = "XLA's", name: str = "products (XLA)") -> Pair:
-  """A step over matrix products and the bytes of keys and values."""
-  return case.number(rf"([\d.]+) × \({whose} products \+ KV bytes"), case.time(name)
-
-
-def _of_bytes(case: Case) -> str:
-  took = case.time("kvjax")
-  return cells.number(cells.rate(took) * took.us * 1e-6 / case.bytes, "{:.3f}")
-
-
 def steps(results: Results) -> Part:
-  return cells.cases(
+  return cells.of_cases(
     _steps(results),
     ("kvjax, a token", own()),
-    ("over XLA's products + KV", lambda case: cells.ratio(*_over_products(case), "{:.3f}")),
-    (
-      "over ours + KV",
-      lambda case: cells.ratio(*_over_products(case, "our", "products"), "{:.3f}"),
-    ),
-    ("over all bytes", _of_bytes),
+    ("over XLA's products + KV", said(OVER_PRODUCTS, "{:.3f}", "products (XLA)")),
+    ("over ours + KV", said(OVER_OURS, "{:.3f}", "products")),
+    ("over all bytes", _over_bytes),
   )
 
 
 def peers(results: Results) -> Part:
-  """A token's time beside that of other libraries, on the cards that ran any."""
-  held = {label: c for label, c in _steps(results).items() if any(map(c.has, PEERS))}
+  """A token's time beside that of other libraries, on the shapes that ran any."""
   columns = []
   for head, peer in zip(("PyTorch, compiled, CUDA graph", "transformers"), PEERS, strict=True):
-    columns += [(head, median(peer)), ("over ours", functools.partial(_over_ours, peer))]
-  return cells.cases(held, ("kvjax, a token", own()), *columns)
+    over_ours = cells.where(peer, faster("kvjax", peer))
+    columns += [(head, median(peer)), ("over ours", over_ours)]
+  held = {label: case for label, case in _steps(results).items() if any(map(case.has, PEERS))}
+  return cells.of_cases(held, ("kvjax, a token", own()), *columns)
 
 
-def _over_ours(peer: str, case: Case) -> str:
-  return faster("kvjax", peer)(case) if case.has(peer) else "–"
-
-
-def generate(results: Results) -> Part:
-  """`generate` and a loop of one's own, as a user calls them, over a loop on the device."""
-  ways = {
-    "generate": "`generate`",
-    "generate, streamed": "streamed",
-    "own loop": "own loop",
-    "generate, chunk=1": "`chunk=1`",
-    "short answer": "an answer of 8 tokens",
-  }
-  bench = results.bench("generate")
-  held = {
-    f"B{batch} T{tokens >> 10}K": bench.case(f"{LLAMA} B{batch} T{tokens}")
+# `generate` and a loop of one's own, as a user calls them, over a loop on the device.
+generate = cells.cases(
+  "generate",
+  {
+    f"B{batch} T{tokens >> 10}K": f"Llama-3.1-8B B{batch} T{tokens}"
     for tokens in (4096, 32768)
     for batch in (1, 8)
-  }
-  columns = ((head, longer(way, "loop", "{:.3f}")) for way, head in ways.items())
-  return cells.cases(held, ("loop on the device, a token", own("loop")), *columns)
+  },
+  ("loop on the device, a token", own("loop")),
+  ("`generate`", longer("generate", "loop", "{:.3f}")),
+  ("streamed", longer("generate, streamed", "loop", "{:.3f}")),
+  ("own loop", longer("own loop", "loop", "{:.3f}")),
+  ("`chunk=1`", longer("generate, chunk=1", "loop", "{:.3f}")),
+  ("an answer of 8 tokens", longer("short answer", "loop", "{:.3f}")),
+)
 
 
 # ---- prompts
@@ -184,68 +159,66 @@ LAYERS = {
   "torch cuDNN": "dense: torch cuDNN",
 }
 PIECES = {"PSAW": "PSAW's top layer", "ETF + PSAW": "ETF's and PSAW's top layer"}
-
-
-def prompt_layers(results: Results) -> Part:
-  bench = results.bench("prefill")
-  dense, rows = bench.case("dense 32K"), []
-  for name, label in LAYERS.items():
-    over = "one" if name == "kvjax" else longer(name, "kvjax")(dense)
-    rows.append([label, own(name)(dense), _rate(dense, name), over, "all"])
-  for name, label in PIECES.items():
-    case = bench.case(f"top layer of {name} 32K")
-    seen = said(r"queries see ([\d.]+) of what they see in a dense layer")(case)
-    rows.append([f"{label}, in pieces", own()(case), "", longer("kvjax", "dense")(case), seen])
-  return cells.table(("", "time", "TFLOP/s", "against dense", "of what its queries see"), rows)
+SAVED = said(r"saves ([\d.]+) of the operations", "{:.1%}")
 
 
 def _rate(case: Case, name: str) -> str:
   return case.remark(f"^{name}: (\\d+) TFLOP/s")[0]
 
 
+def prompt_layers(results: Results) -> Part:
+  bench = results.bench("prefill")
+  dense, rows = bench["dense 32K"], []
+  for name, label in LAYERS.items():
+    over = "one" if name == "kvjax" else longer(name, "kvjax")(dense)
+    rows.append([label, own(name)(dense), _rate(dense, name), over, "all"])
+  seen = said(r"queries see ([\d.]+) of what they see in a dense layer")
+  for name, label in PIECES.items():
+    case = bench[f"top layer of {name} 32K"]
+    row = (own()(case), "", longer("kvjax", "dense")(case), seen(case))
+    rows.append([f"{label}, in pieces", *row])
+  return cells.table(("", "time", "TFLOP/s", "against dense", "of what its queries see"), rows)
+
+
 def prompt_model(results: Results) -> Part:
-  case = results.bench("prefill").case("model 32K")
-  full, ours = case.time("Full"), case.time("kvjax")
-  less = cells.guarded(cells.number(100 * (1 - ours.us / full.us), "{:.1f} %"), full)
+  case = results.bench("prefill")["model 32K"]
+  full = case.time("Full")
+  less = say("{:.1%}", Ratio(1 - case.time("kvjax").us / full.us, full))
   rows = [
-    ["Full", cells.ours(full), _rate(case, "Full"), "", ""],
-    ["ETF with PSAW", cells.ours(ours), _rate(case, "kvjax"), less, saved(case)],
+    ["Full", own("Full")(case), _rate(case, "Full"), "", ""],
+    ["ETF with PSAW", own()(case), _rate(case, "kvjax"), less, SAVED(case)],
   ]
   return cells.table(("32,768 tokens", "time", "TFLOP/s", "less time", "less work"), rows)
 
 
-def saved(case: Case) -> Figure:
-  return cells.percent(case.number(r"saves ([\d.]+) of the operations"), 1)
-
-
 def prompt_long(results: Results) -> Part:
   """A prompt of 128K tokens in one piece, beside transformers."""
-  case, rows = results.bench("prefill").case("model 128K in one piece"), []
-  forms = ("{:.0f}", "{:.2f} GB", "{:.1f} GB", "{:.1f} GB")
+  case, rows = results.bench("prefill")["model 128K in one piece"], []
   for name in ("Full", "SnapKV", "PyramidKV"):
     found = case.numbers(
       f"^{name}: [\\d.]+ s, (\\d+) TFLOP/s; caches ([\\d.]+) GB, temporary ([\\d.]+) GB, of "
       r"which \+([\d.]+) GB come"
     )
-    rows.append([name, own(name)(case), *map(cells.number, found, forms)])
-  peer = cells.join("transformers ({} of Full)", longer("transformers", "Full")(case))
-  rows.append([peer, median("transformers")(case), "–", "–", "–", "–"])
-  head = ("131,072 tokens", "time", "TFLOP/s", "caches", "temporary", "of it, of 30 of the layers")
+    rows.append([name, own(name)(case), *found])
+  peer = say("transformers ({} of Full)", longer("transformers", "Full")(case))
+  rows.append([peer, median("transformers")(case), *[None] * 4])
+  head = ["131,072 tokens", "time", ("TFLOP/s", "{:.0f}"), ("caches", "{:.2f} GB")]
+  head += [("temporary", "{:.1f} GB"), ("of it, of 30 of the layers", "{:.1f} GB")]
   return cells.table(head, rows)
 
 
 # ---- several GPUs: one program over two and four devices, beside one
 
 CHAIN = 64  # all-reduces that a case times, one after the other
-REDUCES = {"8B": 64, "70B": 160}
+TWO = "Llama-3.1-8B B8 T32768, heads over 2"
 SPLIT = {
-  "Llama-3.1-8B B8 T32768, heads over 2": "a step, B8 T32K, heads over two",
-  "Llama-3.1-8B B8 T32768, heads over 4": "a step, B8 T32K, heads over four",
-  "Llama-3.1-8B B1 T262144, slots over 2": "a step, B1 T256K, slots over two",
-  "attention B1 T524288, slots over 2": "attention, B1 T512K, slots over two",
-  "attention B1 T524288, slots over 4": "attention, B1 T512K, slots over four",
-  "Llama-3.1-8B prompt of 32768, heads over 2": "a prompt of 32K, heads over two",
-  "Llama-3.1-8B prompt of 32768, slots over 2": "a prompt of 32K, slots over two",
+  "a step, B8 T32K, heads over two": TWO,
+  "a step, B8 T32K, heads over four": "Llama-3.1-8B B8 T32768, heads over 4",
+  "a step, B1 T256K, slots over two": "Llama-3.1-8B B1 T262144, slots over 2",
+  "attention, B1 T512K, slots over two": "attention B1 T524288, slots over 2",
+  "attention, B1 T512K, slots over four": "attention B1 T524288, slots over 4",
+  "a prompt of 32K, heads over two": "Llama-3.1-8B prompt of 32768, heads over 2",
+  "a prompt of 32K, slots over two": "Llama-3.1-8B prompt of 32768, slots over 2",
 }
 LARGE_MODEL = {  # Llama-3.1-70B's shape: two all-reduces in each of 80 layers
   2: ("snapkv", "pyramidkv", "streaming_llm"),
@@ -253,49 +226,43 @@ LARGE_MODEL = {  # Llama-3.1-70B's shape: two all-reduces in each of 80 layers
 }
 
 
-def _devices(case: Case) -> int:
-  return int(case.name.partition(" over ")[2].partition(",")[0])
+def _reduces(case: Case, n: int = 1, kernel: str = "") -> Timing:
+  """So many all-reduces."""
+  return case.time(f"{CHAIN} all-reduces{kernel}") * (n / CHAIN)
 
 
 def _several(case: Case) -> str:
-  return f"{_devices(case)} devices"
-
-
-def _speed(case: Case) -> Figure:
-  """One device's time over that of several."""
-  return cells.ratio(*cells.gain(case.time(_several(case)), case.time("1 device")))
+  """The contender that a case is about."""
+  return f"{case.name.partition(' over ')[2]} devices"
 
 
 def _over_share(case: Case) -> str:
   """Over an equal share of one device's time, and the all-reduces; of steps with split heads."""
   if "heads" not in case.name or "prompt" in case.name:
     return "–"
-  chain = case.time(f"{CHAIN} all-reduces").scaled(REDUCES["8B"] / CHAIN)
-  bound = case.time("1 device").scaled(1 / _devices(case)).then(chain)
-  return cells.ratio(*cells.over(case.time(_several(case)), bound))
+  several = _several(case)
+  share = case.time("1 device") * (1 / int(several.split()[0]))
+  return say("{:.2f}", over(case.time(several), share + _reduces(case, 64)))
 
 
-def gpus(results: Results) -> Part:
-  return cells.cases(
-    {label: results.bench("scale").case(name) for name, label in SPLIT.items()},
-    ("one", median("1 device")),
-    ("several", lambda case: own(_several(case))(case)),
-    ("times as fast", _speed),
-    ("over its share + all-reduces", _over_share),
-    first="Llama-3.1-8B's shape",
-  )
+AS_FAST = faster(_several, "1 device")
+gpus = cells.cases(
+  "scale",
+  SPLIT,
+  ("one", median("1 device")),
+  ("several", own(_several)),
+  ("times as fast", AS_FAST),
+  ("over its share + all-reduces", _over_share),
+  first="Llama-3.1-8B's shape",
+)
 
 
 def all_reduces(results: Results) -> Part:
   """NCCL's all-reduces beside XLA's own kernel."""
-  case, rows = results.bench("scale").case(next(iter(SPLIT))), []
+  case, rows = results.bench("scale")[TWO], []
   for label, kernel in (("NCCL", ""), ("XLA's kernel", ", XLA's kernel")):
-    rows.append([label, _reduce(case, kernel), own(f"2 devices{kernel}")(case)])
+    rows.append([label, _reduces(case, kernel=kernel), own(f"2 devices{kernel}")(case)])
   return cells.table(("heads over two, B8 T32K", "an all-reduce in a chain", "a step"), rows)
-
-
-def _reduce(case: Case, kernel: str = "") -> str:
-  return cells.time(case.time(f"{CHAIN} all-reduces{kernel}").scaled(1 / CHAIN))
 
 
 def gpus_70b(results: Results) -> Part:
@@ -303,38 +270,48 @@ def gpus_70b(results: Results) -> Part:
   for devices, methods in LARGE_MODEL.items():
     for method in methods:
       name = f"Llama-3.1-70B B8 T32768, heads over {devices}, {method} and ART"
-      case = results.bench("scale").case(name)
-      least = case.time(f"{CHAIN} all-reduces").scaled(REDUCES["70B"] / CHAIN)
-      least = least.later(case.bytes / cells.rate(least) * 1e6)
-      over = cells.ratio(*cells.over(case.time(method), least))
-      art = median(f"ART({method})")(case)
-      rows.append([f"`{method}`, over {devices}", own(method)(case), over, art, _reduce(case)])
-  head = ("Llama-3.1-70B's shape, B8 T32K", "a step", "over bytes + all-reduces", "with ART")
-  return cells.table((*head, "an all-reduce"), rows)
+      case = results.bench("scale")[name]
+      least = _reduces(case, 160)
+      ratio = over(case.time(method), least + case.bytes / least.rate)
+      row = (own(method)(case), ratio, median(f"ART({method})")(case), _reduces(case))
+      rows.append([f"`{method}`, over {devices}", *row])
+  head = ["Llama-3.1-70B's shape, B8 T32K", "a step", ("over bytes + all-reduces", "{:.2f}")]
+  return cells.table([*head, "with ART", "an all-reduce"], rows)
 
 
 # ---- figures in sentences
 
+TWICE = {
+  "gpus-heads": "a step, B8 T32K, heads over two",
+  "gpus-slots": "a step, B1 T256K, slots over two",
+  "gpus-attention": "attention, B1 T512K, slots over two",
+  "gpus-prompt": "a prompt of 32K, heads over two",
+  "gpus-prompt-slots": "a prompt of 32K, slots over two",
+}
+
 
 def figures(results: Results) -> dict[str, str]:
-  repeated = [case.repeated() for bench in results.benches() for case in bench.cases("")]
-  dense = [results.bench("decode").case(name) for name in LARGE]
-  steps = list(_steps(results).values())[: len(STEPS)]
-  two = [results.bench("scale").case(name) for name in SPLIT if name.endswith("over 2")]
-  names = ("gpus-heads", "gpus-slots", "gpus-attention", "gpus-prompt", "gpus-prompt-slots")
-  prompt = results.bench("prefill").case("model 32K")
-  less = 1 - prompt.time("kvjax").us / prompt.time("Full").us
-  return dict(zip(names, map(_speed, two), strict=True)) | {
+  repeated = [case.held["repetitions"] for bench in results.benches() for case in bench.values()]
+  dense = [results.bench("decode")[name] for name in LARGE]
+  first, second, _, fourth, *_ = steps = list(_steps(results).values())[: len(STEPS)]
+  products = (Ratio(case.numbers(OVER_PRODUCTS)[0], case.time("products (XLA)")) for case in steps)
+  prompt = results.bench("prefill")["model 32K"]
+  found = {
     "jax": _versions(results),
-    "fewest": cells.number(min(repeated), "{:.0f}"),
-    "most": cells.number(max(repeated), "{:.0f}"),
-    "decode-read": cells.span(cells.gain(c.time("kvjax"), c.time("read")) for c in dense),
-    "decode-cudnn": cells.span(map(_beside_cudnn, dense), unit=" ×"),
-    "step": cells.time(steps[0].time("kvjax")),
-    "long-step": cells.time(steps[3].time("kvjax")),
-    "step-bound": cells.span(map(_over_products, steps), unit=" ×"),
-    "torch": _over_ours(PEERS[0], steps[0]),
-    "torch-b8": _over_ours(PEERS[0], steps[1]),
-    "prompt-work": saved(prompt),
-    "prompt-time": cells.number(100 * less, "{:.1f} %"),
+    "fewest": say("{:.0f}", min(repeated)),
+    "most": say("{:.0f}", max(repeated)),
+    "decode-read": span(gain(case.time("kvjax"), case.time("read")) for case in dense),
+    "decode-cudnn": span(
+      (over(case.time("kvjax"), case.time(EVERY_CUDNN(case))) for case in dense), unit=" ×"
+    ),
+    "step": median("kvjax")(first),
+    "long-step": median("kvjax")(fourth),
+    "step-bound": span(products, unit=" ×"),
+    "torch": faster("kvjax", PEERS[0])(first),
+    "torch-b8": faster("kvjax", PEERS[0])(second),
+    "prompt-work": SAVED(prompt),
+    "prompt-time": say("{:.1%}", 1 - prompt.time("kvjax").us / prompt.time("Full").us),
   }
+  for name, label in TWICE.items():
+    found[name] = AS_FAST(results.bench("scale")[SPLIT[label]])
+  return found

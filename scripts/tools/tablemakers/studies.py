@@ -1,87 +1,78 @@
 """Studies on the models' own activations: shared selections, certificates, and rounded caches."""
 
-from collections.abc import Iterable
 from typing import Any
 
+from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records, scored
-from scripts.tools.tablemakers.records import Figure, Number, Part
+from scripts.tools.tablemakers.cells import ends, say
+from scripts.tools.tablemakers.records import Figure, Part
 from scripts.tools.tablemakers.results import GPU, Results, Study
 
 CERTIFICATES = "cpu/certificates/certificates.json"
 LARGER = "cpu/certificates_1.5b/certificates.json"
 SHARING, LONG_SHARING = "cpu/sharing/sharing.json", f"{GPU}/real/sharing/sharing.json"
-SHARED = {"retrieved": ".2f", "visited": ".1f", "overlap": ".3f", "dropped": ".3f"}
-AHEAD = {"overlap ahead": "+.3f", "dropped ahead": "+.3f"}
 
 
 def _study(results: Results, path: str) -> Study:
   held = results.json(path)
-  device, texts = held["about"]["device"], held.get("texts") or held["starts"]
-  card = "CPU" if device == "cpu" else device
-  setting = f"{held['about'].get('model', 'Qwen2.5-Coder-1.5B-Instruct')}; {held['n']}"
-  return results.study(path, card=card, n=len(texts), setting=setting)
+  model = held["about"].get("model", "Qwen2.5-Coder-1.5B-Instruct")
+  texts = held.get("texts") or held["starts"]
+  return results.study(path, f"{model}; {held['n']}", n=len(texts))
+
+
+# ---- selections that are shared
+
+SHARED = {
+  "retrieved": ("ρ̂", ".2f"),
+  "visited": ("tokens a head", ".1f"),
+  "overlap": ("overlap", ".3f"),
+  "dropped": ("dropped", ".3f"),
+  "overlap ahead": ("overlap less HShare's", "+.3f"),
+  "dropped ahead": ("dropped less HShare's", "+.3f"),
+}
 
 
 def sharing(results: Results, path: str) -> Part:
   """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
-  study, rows = _study(results, path), []
-  for line, points in study.get("found").items():
-    for point in sorted(points, key=lambda point: points[point]["retrieved"]["mean"]):
-      figures = (_within(study, line, point, *how) for how in (SHARED | AHEAD).items())
-      rows.append([f"{line}, {point}", *figures])
-  head = ("", "ρ̂", "tokens a head", "overlap", "dropped")
-  return cells.table((*head, "overlap less HShare's", "dropped less HShare's"), rows)
+  rows = []
+  for line, points in _study(results, path)["found"].items():
+    for name, point in sorted(points.items(), key=lambda pair: pair[1]["retrieved"]["mean"]):
+      rows.append([f"{line}, {name}", *(_within(point, column) for column in SHARED)])
+  return cells.table(("", *(head for head, _ in SHARED.values())), rows)
 
 
-def _within(study: Study, line: str, point: str, name: str, form: str) -> str:
+def _within(point: Study, name: str) -> str:
   """A mean and half the width of its interval."""
-  keys = ("found", line, point, name)
-  if not study.has(*keys):
+  if name not in point:
     return ""
-  mean, high = (study.number(*keys, end, setting=f"{line}, {point}") for end in ("mean", "high"))
-  text = cells.number(mean, f"{{:{form}}}")
-  half = cells.number(high - mean, f"{{:{form.lstrip('+')}}}")
-  return Figure(f"{text.replace('-', '−')} ± {half}", half.records)
+  form, mean = SHARED[name][1], point[name]["mean"]
+  return say(f"{{:{form}}} ± {{:{form.lstrip('+')}}}", mean, point[name]["high"] - mean)
 
 
-def _span(values: Iterable[Number], form: str) -> Figure:
-  low, high = (cells.number(end(values), form) for end in (min, max))
-  return low if low == high else cells.listed((low, high), " to ")
+# ---- certificates
 
 
 def certificates(results: Results, path: str) -> Part:
   """Shares of the bounds that say something, and of those that fail; medians over the trivial."""
-  study, rows = _study(results, path), []
-  for i, row in enumerate(study.get("rows")):
-    fails = study.number("rows", i, "fails", setting=row["name"])
-    figures = [
-      cells.number(study.number("rows", i, "bounds"), "{:,.0f}"),
-      _below(study, i),
-      cells.number(fails, "{:.0f}") if fails == 0 else cells.percent(fails, 1),
-    ]
-    for key in ("bound_over_trivial", "actual_over_trivial"):
-      figures.append(cells.number(study.number("rows", i, key), "{:.2g}"))
-    rows.append([row["name"], row["fitted"], *figures])
-  head = ("bound on", "fitted to", "bounds", "below the trivial maximum", "fail")
-  return cells.table((*head, "median bound", "median actual"), rows, labels=2)
+  rows = []
+  for row in _study(results, path)["rows"]:
+    fails = say("{:.0f}" if row["fails"] == 0 else "{:.1%}", row["fails"])
+    medians = row.each("bound_over_trivial", "actual_over_trivial")
+    rows.append([row["name"], row["fitted"], row["bounds"], _below(row), fails, *medians])
+  head = ["bound on", "fitted to", ("bounds", "{:,.0f}"), "below the trivial maximum", "fail"]
+  head += [("median bound", "{:.2g}"), ("median actual", "{:.2g}")]
+  return cells.table(head, rows, labels=2)
 
 
-def _below(study: Study, i: int) -> Figure:
+def _below(row: Study) -> Figure:
   """The share of a row's bounds that say something, and the texts' least to most."""
-  row: dict[str, Any] = study.get("rows", i)
-  share = cells.percent(study.number("rows", i, "below", setting=row["name"]))
-  each = [study.number("rows", i, "below_by_text", t) for t in range(len(row["below_by_text"]))]
-  low, high = cells.percent(min(each)), cells.percent(max(each))
-  return share if low == high else cells.join("{} ({} to {})", share, low, high)
+  share, texts = say("{:.0%}", row["below"]), list(row["below_by_text"])
+  alike = len({say("{:.0%}", text) for text in texts}) == 1
+  return share if alike else say("{} ({})", share, ends(texts, "{:.0%}"))
 
 
 # ---- keys and values in 8, 4 and 2 bits: what rounding costs two models
 
-SUMMARY = "cpu/quantised/summary.json"
-# Of Qwen2.5-Coder-1.5B-Instruct, and the same before keys were rounded less their mean.
-LARGER_MODEL, WITHOUT_MEAN = (
-  f"cpu/quantised_1.5b/{name}.json" for name in ("summary", "without_mean")
-)
 NAMES = {
   "full": "float32",
   "quantised": "8 bits",
@@ -94,66 +85,53 @@ NAMES = {
   "kivi:residual=32": "KIVI, 2 bits, R = 32",
   "kivi": "KIVI, 2 bits, R = 128",
 }
-ENDS = ("mean", "low", "high")
+CACHE, SAME, N = ("cache", "{:.0%}"), ("same next token, %", "{:.1f}"), ("rows", "{:.0f}")
 
 
 def codes(results: Results) -> Part:
   """Divergence from the full cache, and needles found, of every number of bits."""
-  study, places = _summary(results, SUMMARY, "SmolLM2-135M-Instruct")
+  held = scored.summary(results, "cpu/quantised/summary.json", "SmolLM2-135M-Instruct")
   rows = []
   for method, label in NAMES.items():
-    kl, needle = (places[task, method] for task in ("kl", "needle"))
-    found = [study.number(needle, "score", end, setting=method) for end in ENDS]
-    rows.append([label, *_divergence(study, kl), _interval(found, ".0f", 100), _n(study, kl)])
-  head = ("keys and values", "cache", "KL, nats", "same next token, %", "needles, %", "rows")
+    kl, needle = (held[task, 1024, method, None] for task in ("kl", "needle"))
+    found = _interval(needle["score"], ".0f", 100)
+    rows.append([label, kl["share"], *_divergence(kl), found, kl["score"]["n"]])
+  head = ["keys and values", CACHE, "KL, nats", SAME, "needles, %", N]
   return cells.table(head, rows)
 
 
 def codes_larger(results: Results) -> Part:
   """Divergence of the 1.5B, with keys rounded less their mean and as they are."""
-  (found, places), (before, old) = (
-    _summary(results, name, "Qwen2.5-Coder-1.5B-Instruct") for name in (LARGER_MODEL, WITHOUT_MEAN)
+  found, before = (
+    scored.summary(results, f"cpu/quantised_1.5b/{name}.json", "Qwen2.5-Coder-1.5B-Instruct")
+    for name in ("summary", "without_mean")
   )
   rows = []
   for method, label in NAMES.items():
-    if ("kl", method) in places:
-      at, was = places["kl", method], old.get(("kl", method))
-      earlier = ["–", "–"] if was is None else _divergence(before, was)[1:]
-      rows.append([label, *_divergence(found, at), *earlier, _n(found, at)])
-  head = ("keys and values", "cache", "KL, nats", "same next token, %")
-  return cells.table((*head, "KL without the mean", "same next token, %", "rows"), rows)
+    now, was = (held.get(("kl", 2048, method, None)) for held in (found, before))
+    if now:
+      earlier = _divergence(was) if was else [None, None]
+      rows.append([label, now["share"], *_divergence(now), *earlier, now["score"]["n"]])
+  head = ["keys and values", CACHE, "KL, nats", SAME, "KL without the mean", SAME, N]
+  return cells.table(head, rows)
 
 
-def _summary(results: Results, path: str, model: str) -> tuple[Study, dict[tuple[str, str], int]]:
-  """A summary, and where each task of a method stands in it."""
-  held = results.json(path)
-  study = results.study(path, card="CPU", n=held[0]["score"]["n"], setting=model)
-  return study, {(entry["task"], entry["method"]): i for i, entry in enumerate(held)}
+def _divergence(kl: Study) -> list[Any]:
+  """The KL to the full cache with its interval, and percent of alike tokens."""
+  return [_interval(kl["also"]["kl"], ".2g"), 100 * kl["score"]["mean"]]
 
 
-def _divergence(study: Study, at: int) -> list[Figure]:
-  """Bytes kept, the KL to the full cache with its interval, and the share of alike tokens."""
-  setting = study.get(at, "method")
-  kl = [study.number(at, "also", "kl", end, setting=setting) for end in ENDS]
-  same = study.number(at, "score", "mean", setting=setting)
-  share = study.number(at, "share", setting=setting)
-  return [cells.percent(share), _interval(kl, ".2g"), cells.number(100 * same, "{:.1f}")]
-
-
-def _interval(found: list[Number], form: str, unit: float = 1) -> Figure:
-  return Figure(scored.interval(*found, form, unit), records.of(*found))
-
-
-def _n(study: Study, at: int) -> Figure:
-  return cells.number(study.number(at, "score", "n"), "{:.0f}")
+def _interval(found: Study, form: str, unit: float = 1) -> Figure:
+  text = scored.interval(Estimate(**found.held), form, unit)
+  return Figure(text, records.of(*found.each("mean", "low", "high")))
 
 
 # ---- figures in sentences
 
 CERTIFIED = {
-  "drift": ("sharing, Δ_att by the drift's bound", "–"),
-  "psaw": ("window (PSAW)", "another text"),
-  "etf": ("freezing (ETF), keys projected", "another text"),
+  ("sharing, Δ_att by the drift's bound", "–"): "drift",
+  ("window (PSAW)", "another text"): "psaw",
+  ("freezing (ETF), keys projected", "another text"): "etf",
 }
 
 
@@ -166,37 +144,31 @@ def figures(results: Results) -> dict[str, str]:
   for label, path in (("smollm2", CERTIFICATES), ("qwen", LARGER)):
     if (results.folder / path).is_file():
       study = _study(results, path)
-      found[f"{label}-certified"] = f"`{study.get('n')}`"
-      places = {(row["name"], row["fitted"]): i for i, row in enumerate(study.get("rows"))}
-      for name, bound in CERTIFIED.items():
-        if bound in places:
-          found[f"{label}-{name}"] = _below(study, places[bound])
+      found[f"{label}-certified"] = f"`{study['n']}`"
+      for row in study["rows"]:
+        if name := CERTIFIED.get((row["name"], row["fitted"])):
+          found[f"{label}-{name}"] = _below(row)
   return found
 
 
 def _shared(study: Study) -> dict[str, str]:
   """The table's samples, what methods attend to, and what CIS retrieves for that."""
-  seen = {
-    line.split(",")[0]: [study.number("found", line, point, "visited", "mean") for point in points]
-    for line, points in study.get("found").items()
+  seen: dict[str, list[Any]] = {}
+  for line, points in study["found"].items():
+    visited = [point["visited"]["mean"] for _, point in points.items()]
+    seen.setdefault(line.split(",")[0], []).extend(visited)
+  kept = [n for _, points in study["retrieved_tokens"].items() for _, n in points.items()]
+  made = {
+    "n": f"`{study['n'].replace('text(s)', 'texts')}`",
+    "texts": ", ".join(f"`{text}`" for text in study["texts"]),
+    "length": say("{:,.0f}", study["length"]),
+    "cis": ends(seen["CIS"], "{:.1f}"),
+    "hshare": ends(seen["HShare"], "{:.1f}"),
+    "tokens": ends(kept, "{:.0f}"),
   }
-  kept = [
-    study.number("retrieved_tokens", line, point)
-    for line, points in study.get("retrieved_tokens").items()
-    for point in points
-  ]
-  paper = "CIS, s = 16", "τ = 0.8"
-  of_paper: dict[str, str] = {}
-  if paper[1] in study.get("found").get(paper[0], ()):
-    of_paper = {
-      "retrieved": _within(study, *paper, "retrieved", SHARED["retrieved"]),
-      "ahead": _within(study, *paper, "overlap ahead", AHEAD["overlap ahead"]),
-    }
-  return of_paper | {
-    "n": f"`{study.get('n').replace('text(s)', 'texts')}`",
-    "texts": ", ".join(f"`{text}`" for text in study.get("texts")),
-    "length": cells.number(study.number("length"), "{:,.0f}"),
-    "cis": _span(seen["CIS"], "{:.1f}"),
-    "hshare": _span(seen["HShare"], "{:.1f}"),
-    "tokens": _span(kept, "{:.0f}"),
-  }
+  # The paper's setting
+  lines = study["found"]
+  if "CIS, s = 16" in lines and "τ = 0.8" in (line := lines["CIS, s = 16"]):
+    made["retrieved"] = _within(line["τ = 0.8"], "retrieved")
+    made["ahead"] = _within(line["τ = 0.8"], "overlap ahead")
+  return made

@@ -1,0 +1,131 @@
+"""Times with their quartiles, and their ratios.
+
+A ratio to a reference that was not steady says nothing: where the quartiles of what is divided by
+are wider than 5 % of its median, they stand in the ratio's place. A time's own quartiles stand
+after it where they are as wide.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvjax.kernels.common.devices import device
+from kvjax.programs import bench_files
+from scripts.tools.tablemakers import records
+from scripts.tools.tablemakers.records import Figure, Number, Records
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Microseconds of a contender: the median, which has its source, and the quartiles around it.
+
+  Between the marks of a format, `**` for the time that a row is about, stands the median.
+  """
+
+  name: str
+  us: Number
+  low: float
+  high: float
+
+  @property
+  def records(self) -> Records:
+    return records.of(self.us)
+
+  @property
+  def steady(self) -> bool:
+    """True where others may be divided by it."""
+    return bench_files.steady(self.low, self.us, self.high)
+
+  @property
+  def rate(self) -> float:
+    """Bytes a microsecond of a streaming read of the card that it was taken on."""
+    return device(self.records[0].card).read * 1e-6
+
+  @property
+  def spread(self) -> Figure:
+    """The quartiles with their unit."""
+    unit, (_, low, high) = self._written()
+    return Figure(f"{low} to {high} {unit}", self.records)
+
+  def __add__(self, other: "Timing | float") -> "Timing":
+    """This one and another, or a time that is known exactly, one after the other."""
+    if isinstance(other, Timing):
+      name = f"{self.name} + {other.name}"
+      return Timing(name, self.us + other.us, self.low + other.low, self.high + other.high)
+    return Timing(self.name, self.us + other, self.low + other, self.high + other)
+
+  def __mul__(self, factor: float) -> "Timing":
+    """So many of it."""
+    return Timing(self.name, self.us * factor, self.low * factor, self.high * factor)
+
+  def __format__(self, mark: str) -> str:
+    """The median with its unit; the quartiles after it where it was not steady."""
+    unit, (us, low, high) = self._written()
+    text = f"{mark}{us} {unit}{mark}"
+    return text if self.steady else f"{text} ({low} to {high})"
+
+  def _written(self) -> tuple[str, list[str]]:
+    """The unit, and the median and quartiles in it."""
+    unit, form, scale = "µs", "{:.1f}", 1.0
+    if self.us >= 1e3:
+      unit, form, scale = "ms", "{:.2f}" if self.us < 1e5 else "{:,.0f}", 1e3
+    return unit, [form.format(us / scale) for us in (self.us, self.low, self.high)]
+
+
+class Ratio(NamedTuple):
+  """A ratio, or a text made from one, and the reference that was divided by."""
+
+  value: Number | Figure
+  reference: Timing
+
+  @property
+  def records(self) -> Records:
+    return records.of(*self)
+
+  def __format__(self, form: str) -> str:
+    """The ratio, or the quartiles of a reference that are too wide to divide by."""
+    if self.reference.steady:
+      return format(self.value, form)
+    return f"– ({self.reference.name}: {self.reference.spread})"
+
+
+def over(mine: Timing, reference: Timing) -> Ratio:
+  """One time over another of the same card, which is divided by.
+
+  Raises:
+    ValueError: they are of unlike cards.
+  """
+  return Ratio(_divided(mine, reference), reference)
+
+
+def gain(mine: Timing, reference: Timing) -> Ratio:
+  """The same the other way round: how often as fast as the reference it is."""
+  return Ratio(_divided(reference, mine), reference)
+
+
+def _divided(top: Timing, bottom: Timing) -> Number:
+  records.alike((record,) for record in records.of(top, bottom))
+  return top.us / bottom.us
+
+
+def span(ratios: Iterable[Ratio], form: str = "{:.2f}", unit: str = "") -> Figure:
+  """From the least to the largest of some ratios, and how many have no steady reference.
+
+  Where one or two references are not steady, their quartiles are given.
+  """
+  listed = list(ratios)
+  held = [ratio.value for ratio in listed if ratio.reference.steady]
+  wide = [ratio.reference for ratio in listed if not ratio.reference.steady]
+  why = ", ".join(f"{reference.name}: {reference.spread}" for reference in wide)
+  if len(wide) > 2:
+    why = "their references were not steady"
+  text = ends(held, form) + unit if held else "–"
+  if held and wide:
+    why = f"{len(wide)} of {len(listed)} left out: {why}"
+  return Figure(f"{text} ({why})" if wide else text, records.of(*listed))
+
+
+def ends(values: Iterable[float], form: str, between: str = " to ") -> str:
+  """From the least to the largest of some values; one where they read alike."""
+  listed = sorted(values)
+  return between.join(dict.fromkeys(form.format(value) for value in (listed[0], listed[-1])))

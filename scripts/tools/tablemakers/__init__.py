@@ -2,9 +2,9 @@
 
 A document says where: `<!-- MODULE.NAME ARGUMENT: begin -->` and its `end` hold what `NAME` of a
 module here makes of the files, and of an argument if it takes one; `<!--MODULE.NAME-->` and
-`<!--.-->` hold one of the module's `figures`, in a sentence. Ratios are written by `cells`, which
-does not divide by what was not steady; figures are found by the names of their cases and contenders
-(`results`), and what is missing is named.
+`<!--.-->` hold one of the module's `figures`, in a sentence. Figures are found by the names of
+their cases and contenders (`results`), and what is missing is named; ratios (`timings`) do not
+divide by what was not steady; tables and sentences (`cells`) take nothing without a source.
 """
 
 import functools

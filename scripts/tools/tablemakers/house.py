@@ -3,8 +3,9 @@
 import ast
 import contextlib
 import dataclasses
-import inspect
+import itertools
 import pathlib
+import types
 from collections.abc import Collection
 from typing import Any
 
@@ -52,22 +53,18 @@ def modules() -> dict[str, pathlib.Path]:
 
 def imports(source: str, known: Collection[str]) -> set[str]:
   """The known modules that a file imports, late or by name too, but for what is there for types."""
-  tree = ast.parse(source)
-  typed = {
-    id(inner)
-    for node in ast.walk(tree)
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-    for inner in ast.walk(node)
-  }
   found: set[str] = set()
-  for node in ast.walk(tree):
-    if id(node) in typed:
+  left: list[ast.AST] = [ast.parse(source)]
+  while left:
+    node = left.pop()
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
       continue
+    left += ast.iter_child_nodes(node)
     if isinstance(node, ast.Import):
       found |= {x.name for x in node.names}
     elif isinstance(node, ast.ImportFrom):
-      inner = {x.name: f"{node.module}.{x.name}" for x in node.names}
-      found |= {name if name in known else str(node.module) for name in inner.values()}
+      inner = {f"{node.module}.{x.name}" for x in node.names}
+      found |= {name if name in known else str(node.module) for name in inner}
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
       found.add(node.value.partition(":")[0])
   return found & set(known)
@@ -85,17 +82,6 @@ def doors() -> set[tuple[str, str]]:
   return {(a, b) for a, b in pairs if a and b and a != b}
 
 
-def circles() -> list[list[str]]:
-  """Modules that import each other, by way of others too: strongly connected parts of the graph."""
-  graph, parts = imported(), []
-  reach = {name: reached(graph, name) for name in graph}
-  for name in graph:
-    part = sorted(other for other in reach[name] if name in reach[other])
-    if part and part not in parts:
-      parts.append(part)
-  return parts
-
-
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
   """Modules that one imports, by way of others too."""
   found, left = set(), [start]
@@ -111,9 +97,8 @@ def rooms(results: Results) -> Part:
   found = doors()
   lines = ["```mermaid", "graph TD"]
   lines += [f'  {room.replace(".", "_")}["{room}<br/>{what}"]' for room, what in ROOMS.items()]
-  order = list(ROOMS)
-  for a, b in sorted(found, key=lambda door: (order.index(door[0]), order.index(door[1]))):
-    if not any((a, c) in found and (c, b) in found for c in order):
+  for a, b in itertools.product(ROOMS, repeat=2):
+    if (a, b) in found and not any((a, c) in found and (c, b) in found for c in ROOMS):
       lines.append(f"  {a} --> {b}".replace(".", "_"))
   return ["", *lines, "```"]
 
@@ -133,13 +118,9 @@ def own(cls: type) -> list[str]:
   found: dict[str, Any] = {}
   for base in reversed(cls.__mro__):
     if base in kvjax.METHODS.values():
-      found |= {name: x for name, x in vars(base).items() if _is_move(name, x)}
-  return list(found)
-
-
-def _is_move(name: str, value: Any) -> bool:
-  kinds = inspect.isfunction(value) or isinstance(value, property)
-  return kinds and not name.startswith("_")
+      found |= vars(base)
+  moves = (types.FunctionType, property)
+  return [name for name, x in found.items() if isinstance(x, moves) and name[0] != "_"]
 
 
 def family(cls: type) -> str:

@@ -106,9 +106,8 @@ def test_long_conversations_are_within_limits(monkeypatch):
   monkeypatch.setattr(chat_template, "SECONDS", 5)
   monkeypatch.setattr(chat_template, "LARGEST", 1 << 22)
   source = "{% for m in messages %}{{ messages|length - loop.index }} {{ '{}'.format(1700000000) }}"
-  source += (
-    "{{ messages|selectattr('role', 'equalto', 'x')|list|length if loop.first }}{% endfor %}"
-  )
+  source += "{{ messages|selectattr('role', 'equalto', 'x')|list|length if loop.first }}"
+  source += "{% endfor %}"
   assert render(source, HELLO * 2000).startswith("1999 170000000001998 1700000000")
 
 
@@ -187,64 +186,56 @@ def test_llama2_refuses_roles_that_do_not_alternate():
 GROWING = "{%% set ns = namespace(x=%s) %%}{%% for i in range(64) %%}%s{%% endfor %%}{{ ns.x }}"
 
 
-@pytest.mark.parametrize(
-  "source",
-  [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(64) }}",
-    "{% for m in messages * 64 recursive %}{{ loop(messages * 64) if loop.depth < 9 }}{% endfor %}",
-  ],
-)
-def test_templates_that_run_for_ever(source, monkeypatch):
-  monkeypatch.setattr(chat_template, "SECONDS", 0.2)
-  with pytest.raises(ValueError, match=r"it runs for more than 0\.2 s"):
-    render(source)
+ENDLESS = [
+  "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+  "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(64) }}",
+  "{% for m in messages * 64 recursive %}{{ loop(messages * 64) if loop.depth < 9 }}{% endfor %}",
+]
+HUGE = [
+  "{{ 'a' * 10 ** 9 }}",
+  "{{ 10 ** 9 * [1] }}",
+  "{{ 9 ** (9 ** 9) }}",
+  "{{ '%999999999d' % 1 }}",
+  "{{ '%*d' % (999999999, 1) }}",
+  "{{ '{:999999999}'.format(1) }}",
+  "{{ 'a'.ljust(999999999) }}",
+  "{{ 'a'|center(999999999) }}",
+  "{{ messages|tojson(indent=999999999) }}",
+  "{{ (1).to_bytes(999999999) }}",
+  "{{ 1.5|round(999999999, 'floor') }}",
+  "{{ [1]|batch(999999999, 0)|list }}",
+  "{{ '{:{}}'.format(1, 99999999) }}",
+  "{{ ('a' * 9999).replace('a', 'a' * 9999) }}",
+  "{{ ('a' * 9999)|replace('a', 'a' * 9999) }}",
+  "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+  GROWING % ("'a'", "{% set ns.x = ns.x ~ ns.x %}"),
+  GROWING % ("'a'", "{% set ns.x = ns.x + ns.x %}"),
+  GROWING % ("'a'", "{% set ns.x = [ns.x, ns.x]|join %}"),
+  GROWING % ("'a'", "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}"),
+  GROWING % ("[1]", "{% set ns.x = ns.x + ns.x %}"),
+  GROWING % ("[1]", "{% set ns.x = [ns.x, ns.x] %}"),
+  GROWING % ("9", "{% set ns.x = ns.x * ns.x %}"),
+]
+# More than a template is given.
+REACHING = [
+  "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+  "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
+  "{% include 'other' %}",
+  "{{ lipsum(99999) }}",
+  "{{ messages[0].__class__ }}{{ messages.append(1) }}",
+]
 
 
 @pytest.mark.parametrize(
-  "source",
+  ("source", "limits", "message"),
   [
-    "{{ 'a' * 10 ** 9 }}",
-    "{{ 10 ** 9 * [1] }}",
-    "{{ 9 ** (9 ** 9) }}",
-    "{{ '%999999999d' % 1 }}",
-    "{{ '%*d' % (999999999, 1) }}",
-    "{{ '{:999999999}'.format(1) }}",
-    "{{ 'a'.ljust(999999999) }}",
-    "{{ 'a'|center(999999999) }}",
-    "{{ messages|tojson(indent=999999999) }}",
-    "{{ (1).to_bytes(999999999) }}",
-    "{{ 1.5|round(999999999, 'floor') }}",
-    "{{ [1]|batch(999999999, 0)|list }}",
-    "{{ '{:{}}'.format(1, 99999999) }}",
-    "{{ ('a' * 9999).replace('a', 'a' * 9999) }}",
-    "{{ ('a' * 9999)|replace('a', 'a' * 9999) }}",
-    "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
-    GROWING % ("'a'", "{% set ns.x = ns.x ~ ns.x %}"),
-    GROWING % ("'a'", "{% set ns.x = ns.x + ns.x %}"),
-    GROWING % ("'a'", "{% set ns.x = [ns.x, ns.x]|join %}"),
-    GROWING % ("'a'", "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}"),
-    GROWING % ("[1]", "{% set ns.x = ns.x + ns.x %}"),
-    GROWING % ("[1]", "{% set ns.x = [ns.x, ns.x] %}"),
-    GROWING % ("9", "{% set ns.x = ns.x * ns.x %}"),
+    *((x, {"SECONDS": 0.2}, r"it runs for more than 0\.2 s") for x in ENDLESS),
+    *((x, {"LARGEST": 1 << 22}, "these messages: .* (larger|more) than") for x in HUGE),
+    *((x, {}, "chat_template: does not take these messages") for x in REACHING),
   ],
 )
-def test_templates_that_make_something_huge(source, monkeypatch):
-  monkeypatch.setattr(chat_template, "LARGEST", 1 << 22)
-  with pytest.raises(ValueError, match=r"does not take these messages: .* (larger|more) than"):
-    render(source)
-
-
-@pytest.mark.parametrize(
-  "source",
-  [
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
-    "{% include 'other' %}",
-    "{{ lipsum(99999) }}",
-    "{{ messages[0].__class__ }}{{ messages.append(1) }}",
-  ],
-)
-def test_templates_that_reach_for_more_than_they_are_given(source):
-  with pytest.raises(ValueError, match="chat_template: does not take these messages"):
+def test_templates_that_ask_for_too_much(source, limits, message, monkeypatch):
+  for name, limit in limits.items():
+    monkeypatch.setattr(chat_template, name, limit)
+  with pytest.raises(ValueError, match=message):
     render(source)

@@ -27,9 +27,8 @@ from kvjax import (
 def sizes(jaxpr):
   """Elements of every array that a program names, those of its inner programs included."""
   for equation in jaxpr.eqns:
-    yield from (
-      variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size")
-    )
+    shaped = (variable.aval for variable in equation.outvars)
+    yield from (aval.size for aval in shaped if hasattr(aval, "size"))
     for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
       if is_program(value):
         yield from sizes(getattr(value, "jaxpr", value))

@@ -14,17 +14,9 @@ from scripts.tools import reference
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
-  *(
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "MOVING.md",
-    "kvjax/README.md",
-    "kvjax/methods/README.md",
-    "models/README.md",
-    "models/decode/README.md",
-  ),
-  *("pallas_kernels/README.md", "scripts/README.md", "tests/README.md"),
+  *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "MOVING.md", "kvjax/methods/README.md"),
+  *("kvjax/README.md", "models/README.md", "models/decode/README.md", "pallas_kernels/README.md"),
+  *("scripts/README.md", "tests/README.md"),
   *(f"kvjax/design/{path.name}" for path in (ROOT / "kvjax/design").glob("*.md")),
   *(f"scripts/results/{path.name}" for path in (ROOT / "scripts/results").glob("*.md")),
 ]
@@ -71,9 +63,8 @@ def test_paths(text):
   inside = r"(?:kvjax|models|pallas_kernels|scripts|tests)/[\w./-]*\w"
   paths = set(re.findall(rf"`({inside})/?`|\]\(({inside})\)", text))
   named = {ROOT / (quoted or linked) for quoted, linked in paths}
-  named |= {
-    ROOT / "scripts/results/nvidia-h200" / name for name in re.findall(r"`(bench_\w+\.txt)`", text)
-  }
+  benches = re.findall(r"`(bench_\w+\.txt)`", text)
+  named |= {ROOT / "scripts/results/nvidia-h200" / name for name in benches}
   templates = re.compile(r"\b((test_)?x|x/kernel)\.py$")  # of a method that is to be added
   missing = [path for path in named if not (path.exists() or templates.search(str(path)))]
   assert missing == []
@@ -115,15 +106,13 @@ def test_the_first_page_is_short_and_names_every_method():
 def test_pages_of_folders_stay_short():
   """Design is in the records, and the reference in docstrings."""
   most = {"kvjax/README.md": 10_000, "models/README.md": 10_000, "CONTRIBUTING.md": 6000}
-  assert {
-    name: len(TEXTS[name].encode()) for name in most if len(TEXTS[name].encode()) > most[name]
-  } == {}
+  sizes = {name: len(TEXTS[name].encode()) for name in most}
+  assert {name: size for name, size in sizes.items() if size > most[name]} == {}
 
 
 def test_every_method_is_described():
-  rows = re.findall(
-    r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", TEXTS["kvjax/methods/README.md"], re.MULTILINE
-  )
+  text = TEXTS["kvjax/methods/README.md"]
+  rows = re.findall(r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", text, re.MULTILINE)
   assert {name: METHODS[name].__name__ for name in METHODS} == dict(rows)
 
 

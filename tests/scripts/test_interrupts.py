@@ -28,9 +28,8 @@ def stop(command, number, ready, **streams):
   """Starts a program, sends it a signal once `ready()`; its standard error."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   command = [sys.executable, "-c", HEED, *command]
-  process = subprocess.Popen(
-    command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env, **streams
-  )
+  streams["stderr"] = subprocess.PIPE
+  process = subprocess.Popen(command, text=True, cwd=ROOT, env=env, **streams)
   try:
     for _ in range(1200):
       if ready() or process.poll() is not None:
@@ -90,20 +89,10 @@ def test_generate(tmp_path, number):
 @stopped_by
 def test_evaluate(tmp_path, number):
   """Every line that is there is whole, and the program goes on from them."""
-  folder = convert.convert(
-    tiny.huggingface_folder(tmp_path / "source"), tmp_path / "tiny", progress=False
-  )
-  out = tmp_path / "out"
-  command = [
-    "-m",
-    "kvjax.programs.evaluate",
-    "--tasks",
-    "needle",
-    "--methods",
-    "snapkv",
-    "--no-chat",
-  ]
-  command += ["--budgets", "64", "--lengths", "720", "--samples", "12", "--batch", "1"]
+  source, out = tiny.huggingface_folder(tmp_path / "source"), tmp_path / "out"
+  folder = convert.convert(source, tmp_path / "tiny", progress=False)
+  command = ["-m", "kvjax.programs.evaluate", "--tasks", "needle", "--methods", "snapkv"]
+  command += ["--no-chat", "--budgets", "64", "--lengths", "720", "--samples", "12", "--batch", "1"]
   command += ["--checkpoint", str(folder), "--out", str(out)]
   rows = out / store.ROWS
 
@@ -113,8 +102,7 @@ def test_evaluate(tmp_path, number):
   said = stop(command, number, lambda: len(lines()) >= 2, stdout=subprocess.DEVNULL)
   before = lines()
   assert f"stopped: {len(before)} rows are in {rows}; the same command adds the others" in said
-  done = subprocess.run(
-    [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600
-  )
+  how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
+  done = subprocess.run([sys.executable, *command], **how)
   assert done.returncode == 0, done.stderr
   assert lines()[: len(before)] == before and len(lines()) == 24

@@ -14,16 +14,7 @@ from kvjax.programs.evals import fitted, haystack, streams
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.streams import FITTING
 from kvjax.programs.evals.task import rng
-from kvjax.programs.retrieval_heads import (
-  Looking,
-  Sample,
-  best,
-  copied,
-  gates,
-  main,
-  needles,
-  scores,
-)
+from kvjax.programs.retrieval_heads import Looking, Sample, copied, gates, needles, scores
 from kvjax.testing.tiny import TOKENS, Run, model
 from scripts.examples.tiny import byte_tokenizer
 
@@ -65,7 +56,7 @@ def test_scores_of_a_model():
 
 def test_the_best_of_every_layer(tmp_path):
   found = np.array([[0.05, 0.1, 0.02], [0.3, 0.2, 0.9], [0.0, 0.11, 0.11]])
-  assert best(found, 0.1) == [(1, 2, 0.9), (2, 1, 0.11)]
+  assert retrieval_heads.best(found, 0.1) == [(1, 2, 0.9), (2, 1, 0.11)]
   path = tmp_path / "heads.json"
   path.write_text('{"heads": [[1, 2, 0.9], [2, 1, 0.11]]}')
   heads = read_heads(path)
@@ -83,7 +74,7 @@ def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
   monkeypatch.setattr(retrieval_heads.common, "load_model", lambda _: (model(), byte_tokenizer()))
   heads, pattern = tmp_path / "heads.json", tmp_path / "heads.tsv"
   args = retrieval_heads.Args(heads, samples=3, length=1500, pattern=pattern)
-  main(args)
+  retrieval_heads.main(args)
   method = DuoAttention.from_tsv(pattern)
   assert method == DuoAttention(((False, True), (True, False)))
   np.testing.assert_array_equal(np.loadtxt(pattern, delimiter="\t"), gates(found, 2))

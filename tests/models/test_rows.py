@@ -91,11 +91,10 @@ def test_bad_arguments_are_refused():
   with pytest.raises(TypeError, match="caches: found tuple, expected"):
     insert(live, [0], ())
   longer = read(model(), method, [1], 2 * CAPACITY)[1]
-  with pytest.raises(
-    ValueError, match=r"new: layer 0: slots\.k: found .* a row, expected .*64, 16"
-  ):
+  found = r"new: layer 0: slots\.k: found .* a row, expected .*64, 16"
+  with pytest.raises(ValueError, match=found):
     insert(live, [0], longer)
-  other = kvjax.SnapKV(16, window_size=4)
+  other = METHODS["snapkv"]
   with pytest.raises(ValueError, match=r"new: layer 0: found .*SnapKV.*, expected .*Full\(\)"):
     insert(live, [0], read(model(), other, [1])[1])
   with pytest.raises(ValueError, match=r"SnapKV"):

@@ -174,9 +174,8 @@ KINDS = {
 
 def values_in_the_text(row, shape):
   found = SENTENCE.findall(row.context)
-  assert all(
-    re.fullmatch(KINDS[shape.value], value) and kind == shape.value for kind, _, value in found
-  )
+  assert all(re.fullmatch(KINDS[shape.value], value) for _, _, value in found)
+  assert {kind for kind, _, _ in found} == {shape.value}
   asked = re.search(r"for (.+) mentioned", row.question)[1]
   names = re.split(r", (?:and )?", asked)
   assert len(names) == shape.asked and all(re.fullmatch(KINDS[shape.key], name) for name in names)
@@ -250,10 +249,8 @@ def frequent_in_the_text(row):
 def fact_in_the_text(row, steps):
   person = re.search(r"(?:was|where) (\w+ \w+) (?:was )?born", row.question)[1]
   (town,) = re.findall(rf"{person} was born in the town of (\w+)", row.context)
-  found = (
-    [town] if steps == 1 else re.findall(rf"{town} is a town in the country of (\w+)", row.context)
-  )
-  assert tuple(found) == row.answers
+  countries = re.findall(rf"{town} is a town in the country of (\w+)", row.context)
+  assert row.answers == ((town,) if steps == 1 else tuple(countries))
   numbers = [int(i) for i in re.findall(r"^Document (\d+):$", row.context, re.MULTILINE)]
   assert numbers == [*range(1, len(numbers) + 1)] and len(numbers) > 10
 
@@ -283,9 +280,8 @@ def number_of_a_rank(row):
   places = {"smallest": 0, "second smallest": 1, "third smallest": 2, "largest": -1}
   places |= {"second largest": -2, "third largest": -3, "median": len(numbers) // 2}
   assert len(numbers) % 2 == 1 and row.answers == (str(ordered[places[what]]),)
-  assert (
-    len(set(ordered[:3])) == len(set(ordered[-3:])) == 3 and 0 <= ordered[0] < ordered[-1] < 100
-  )
+  assert len(set(ordered[:3])) == len(set(ordered[-3:])) == 3
+  assert 0 <= ordered[0] < ordered[-1] < 100
   assert ordered[2] < ordered[3] and ordered[-4] < ordered[-3]
 
 
@@ -325,9 +321,8 @@ def boxed_problem(row):
 
 def returned_value(row):
   assert row.context == "Say what it returns.\n\n[PYTHON]\n"
-  code, call = re.fullmatch(
-    r"(def f.*)\nassert f\((.*)\) == \?\?\n\[/PYTHON\]\n", row.question, re.S
-  ).groups()
+  asked = r"(def f.*)\nassert f\((.*)\) == \?\?\n\[/PYTHON\]\n"
+  code, call = re.fullmatch(asked, row.question, re.S).groups()
   x, more = int(call), int(re.search(r"x \+ (\d+)", code)[1])
   assert row.answers == (f"[{x}, {x + more}]",) and row.scoring["input"] == call
 
@@ -348,9 +343,8 @@ def text_cut_in_the_middle(row):
     assert row.answers[0] in "ABCD" and f"(C) choice C of {number}\n" in whole
   else:
     name = re.sub(r"^longbench_(e_)?|_(0-4k|4-8k|8k\+)$", "", row.task)
-    prompt, tokens = (
-      local.read(local.folder() / config)[name] for config in (longbench.PROMPTS, longbench.ANSWERS)
-    )
+    prompt = local.read(local.folder() / longbench.PROMPTS)[name]
+    tokens = local.read(local.folder() / longbench.ANSWERS)[name]
     text = whole[whole.index("Beginning") :]
     before, behind = prompt.split("{context}")
     assert whole.startswith(before)
@@ -508,9 +502,8 @@ def test_hiding_by_hand():
 
 
 def test_a_needle_keeps_its_place():
-  early, late = (
-    needle.build(count, length=800, draw=random.Random(1), depth=depth) for depth in (0.1, 0.9)
-  )
+  build = functools.partial(needle.build, count, length=800)
+  early, late = (build(draw=random.Random(1), depth=depth) for depth in (0.1, 0.9))
   where = [row.context.index(row.answers[0]) / len(row.context) for row in (early, late)]
   assert where[0] < 0.3 < 0.7 < where[1]
   assert early.answers == late.answers
@@ -594,10 +587,8 @@ def test_words_that_are_counted_are_those_of_ruler():
   assert len(first) == 8166 and {"contact lens", "ad hoc"} <= {*first}
   shared = 0
   for index in range(40):
-    example, listed = (
-      counts(part.split("\n")[1])
-      for part in make("cwe", length=4000, index=index).context.split("Below is")[1:]
-    )
+    parts = make("cwe", length=4000, index=index).context.split("Below is")[1:]
+    example, listed = (counts(part.split("\n")[1]) for part in parts)
     shared += bool({*example} & {*listed})
   assert shared > 5
 
@@ -652,18 +643,15 @@ def test_damaged_files_are_named(tmp_path, monkeypatch):
   monkeypatch.setenv("KVJAX_DATA", str(tmp_path))
   file = tmp_path / "aime" / "test.jsonl"
   file.parent.mkdir()
-  file.write_text('{"problem": "1", "answer": 1}\n{"problem"\n')
-  with pytest.raises(ValueError, match=r"aime/test.jsonl: line 2: not JSON"):
-    make("aime")
-  file.write_bytes(b'{"problem": "caf\xe9", "answer": 1}\n')
-  with pytest.raises(ValueError, match=r"aime/test.jsonl: not UTF-8: .* position 16"):
-    make("aime")
-  file.write_text('{"problem": "\\ud800", "answer": 1}\n')
-  with pytest.raises(ValueError, match=r"test.jsonl: line 1: found a lone surrogate \\ud800"):
-    make("aime")
-  file.write_text("\n")
-  with pytest.raises(ValueError, match="found no lines"):
-    make("aime")
+  for data, message in (
+    (b'{"problem": "1", "answer": 1}\n{"problem"\n', "line 2: not JSON"),
+    (b'{"problem": "caf\xe9", "answer": 1}\n', "not UTF-8: .* position 16"),
+    (b'{"problem": "\\ud800", "answer": 1}\n', r"line 1: found a lone surrogate \\ud800"),
+    (b"\n", "found no lines"),
+  ):
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=f"aime/test.jsonl: {message}"):
+      make("aime")
   file.write_bytes(b'\xef\xbb\xbf{"problem": "1", "answer": 1}\n')  # as Windows' editors write it
   with pytest.raises(ValueError, match="aime: found index 1, expected less than 1"):
     make("aime", index=1)
@@ -785,11 +773,8 @@ def test_documents_begin_with_their_titles():
 
 def test_windows_by_hand():
   """Each token once; the last window has as long a context as there is room for."""
-  assert list(rolling.windows([1, 2, 3, 4, 5], 0, 2)) == [
-    ([0], [1, 2]),
-    ([2], [3, 4]),
-    ([3, 4], [5]),
-  ]
+  three = [([0], [1, 2]), ([2], [3, 4]), ([3, 4], [5])]
+  assert list(rolling.windows([1, 2, 3, 4, 5], 0, 2)) == three
   assert list(rolling.windows([1, 2], 0, 5)) == [([0], [1, 2])]
   assert list(rolling.windows([], 0, 5)) == []
 

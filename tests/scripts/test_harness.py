@@ -106,18 +106,16 @@ def test_long_contexts_lose_their_beginning(loaded):
   ((value, _),) = lm.loglikelihood([request("x" * 50 + TEXTS[0], " end")])
   # 17 and 4 tokens, the last of which is predicted and not read.
   np.testing.assert_allclose(value, expected(loaded, TEXTS[0][-17:], " end")[0], rtol=1e-4)
-  with pytest.raises(
-    ValueError, match="continuation: found 21 tokens, expected at most max_length"
-  ):
+  found = "continuation: found 21 tokens, expected at most max_length"
+  with pytest.raises(ValueError, match=found):
     lm.loglikelihood([request("x", "y" * 21)])
 
 
 def test_answers_end_where_they_should(loaded):
   """Stop strings end an answer; a request's own settings hold for it alone."""
   lm = adapter(loaded, max_new_tokens=12)
-  whole, short = lm.generate_until(
-    [request(TEXTS[0], {"until": []}), request(TEXTS[0], {"until": [], "max_gen_toks": 3})]
-  )
+  asked = {"until": []}, {"until": [], "max_gen_toks": 3}
+  whole, short = lm.generate_until([request(TEXTS[0], given) for given in asked])
   assert whole.startswith(short[:1])
   stop = whole[len(whole) // 2]
   (cut,) = lm.generate_until([request(TEXTS[0], {"until": stop})])
@@ -147,9 +145,8 @@ def test_an_answer_leaves_its_prompt_a_token(loaded, name, tokens, capsys):
   lm = adapter(loaded, max_length=64)
   asked = ("x" * 80, {name: tokens}), ("ab", {name: tokens})
   if tokens >= 64:
-    with pytest.raises(
-      ValueError, match=f"max_gen_toks: found {tokens}, expected less than max_len"
-    ):
+    found = f"max_gen_toks: found {tokens}, expected less than max_len"
+    with pytest.raises(ValueError, match=found):
       fed(lm, ("short", {name: 4}), *asked)
     return
   assert sorted(map(len, fed(lm, *asked))) == [1, 1]
@@ -174,10 +171,8 @@ def test_an_empty_prompt_is_read_as_its_prefix(loaded):
       {"temperature": 1.0, "top_p": 0.5, "top_k": 7, "min_p": 0.1},
     ),
     ({"temperature": 0.7, "top_k": 0}, {"temperature": 0.7}),
-    (
-      {"temperature": 0.7, "top_k": -1, "num_beams": 1, "repetition_penalty": 1.0},
-      {"temperature": 0.7},
-    ),
+    ({"temperature": 0.7, "top_k": -1}, {"temperature": 0.7}),
+    ({"temperature": 0.7, "num_beams": 1, "repetition_penalty": 1.0}, {"temperature": 0.7}),
   ],
 )
 def test_sampling_arguments_are_obeyed(given, sampling):
@@ -257,38 +252,20 @@ def test_a_local_task_runs(loaded, tmp_path, monkeypatch):
   docs = [{"question": f"{text} and", "choices": [" left", " stayed"]} for text in TEXTS]
   file = tmp_path / "docs.jsonl"
   file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-  common = {
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": str(file)}},
-    "test_split": "test",
-    "doc_to_text": "{{question}}",
-  }
-  tasks = [
-    {
-      "task": "local_choice",
-      "output_type": "multiple_choice",
-      **common,
-      "doc_to_choice": "{{choices}}",
-      "doc_to_target": 0,
-      "target_delimiter": "",
-      "metric_list": [{"metric": "acc"}],
-    },
-    {
-      "task": "local_answer",
-      "output_type": "generate_until",
-      **common,
-      "doc_to_target": "x",
-      "metric_list": [{"metric": "exact_match"}],
-      "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
-    },
-  ]
+  common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+  common |= {"test_split": "test", "doc_to_text": "{{question}}"}
+  choice = {"task": "local_choice", "output_type": "multiple_choice", "target_delimiter": ""}
+  choice |= {"doc_to_choice": "{{choices}}", "doc_to_target": 0}
+  choice |= {"metric_list": [{"metric": "acc"}]}
+  answer = {"task": "local_answer", "output_type": "generate_until", "doc_to_target": "x"}
+  answer |= {"metric_list": [{"metric": "exact_match"}]}
+  answer |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}
+  tasks = [{**common, **choice}, {**common, **answer}]
   results = lm_eval.simple_evaluate(
     model=adapter(loaded), tasks=tasks, task_manager=TaskManager(), bootstrap_iters=0
   )
   scores = results["results"]
-  right = [
-    expected(loaded, doc["question"], " left")[0] > expected(loaded, doc["question"], " stayed")[0]
-    for doc in docs
-  ]
+  values = lambda doc: [expected(loaded, doc["question"], x)[0] for x in doc["choices"]]  # noqa: E731
+  right = [left > stayed for left, stayed in map(values, docs)]
   assert scores["local_choice"]["acc,none"] == pytest.approx(np.mean(right))
   assert scores["local_answer"]["exact_match,none"] == 0

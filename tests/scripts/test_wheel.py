@@ -44,10 +44,8 @@ def python(wheel, tmp_path_factory) -> pathlib.Path:
   home = tmp_path_factory.mktemp("installed") / "venv"
   venv.create(home, with_pip=False)
   python = home / "bin" / "python"
-  run(
-    *(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet"),
-    *("--disable-pip-version-check", wheel),
-  )
+  pip = sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"
+  run(*pip, "install", "--no-deps", "--quiet", wheel)
   return python
 
 

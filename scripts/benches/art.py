@@ -19,8 +19,9 @@ from kvjax.kernels.art import walk as art
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.methods.art.splits import Walked
+from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender
-from kvjax.programs.suites.decode import read_contender, reference, rotation
+from kvjax.programs.suites.decode import read_contender, reference, rotated, rotation
 from kvjax.testing.decode_cases import Shape
 
 TILE = 128
@@ -38,41 +39,28 @@ QUICK = Shape(2, 2, 3, 300, head_dim=64, dtype="float32")
 QUICK_STOPS = dataclasses.replace(QUICK, slots=600)  # in tiles of 16 and two splits, walks end
 QUICK_TILE = 16
 WHOLE = "read of the cache"
-RECORDED = pathlib.Path(
-  "recorded.npz"
-)  # of scripts.studies.record, where it lies in the working folder
+RECORDED = pathlib.Path("recorded.npz")  # of scripts.studies.record, in the working folder
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The cases of this suite, built one after another."""
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
+  """What looking costs, then what stopping saves."""
   for shape in (QUICK,) if quick else DENSE:
-    if only in f"p=inf {shape.name}":
-      yield dense_case(shape, quick)
-  for shape, unit, budget in (
-    [(QUICK, 16, 128)]
-    if quick
-    else [
-      (Shape(8, 8, 4, 32 << 10), 16, 8192),
-      (Shape(8, 8, 4, 32 << 10), 128, 8192),
-    ]
-  ):
-    if only in f"p=inf {shape.name} unit {unit}":
-      yield sparse_case(shape, unit, budget, quick)
+    yield f"p=inf {shape.name}", dense_case, shape, quick
+  shape = QUICK if quick else DENSE[1]
+  for unit, budget in ((16, 128),) if quick else ((16, 8192), (128, 8192)):
+    yield f"p=inf {shape.name} unit {unit}", sparse_case, shape, unit, budget, quick
   shapes = (QUICK_STOPS,) if quick else DECAYS
   decays = [(shape, "") for shape in shapes]
   for shape, lengths in [*decays, (shapes[0], "longest first"), (shapes[0], "all alike")]:
     name = f"decay {shape.name}" + f", {lengths}" * bool(lengths)
-    if only in name:
-      tile = QUICK_TILE if quick else TILE
-      make = functools.partial(decaying, shape, tile=tile, lengths=lengths)
-      yield stopping_case(name, shape, make, quick)
+    tile = QUICK_TILE if quick else TILE
+    make = functools.partial(decaying, shape, tile=tile, lengths=lengths)
+    yield name, stopping_case, shape, make, quick
   for shape in (QUICK_STOPS,) if quick else LONE:
-    if only in f"lone {shape.name}":
-      yield lone_case(shape, quick)
-  if RECORDED.exists() and only in "recorded":
-    with np.load(RECORDED) as file:
-      arrays = {name: file[name] for name in file.files}
-    yield stopping_case("recorded", *recorded(arrays, 2 if quick else 32), quick)
+    yield f"lone {shape.name}", lone_case, shape, quick
+  if RECORDED.exists():
+    yield "recorded", recorded_case, quick
 
 
 # ---- what the detector costs
@@ -105,31 +93,17 @@ def overhead(ours: Paired, theirs: Paired) -> str:
   )
 
 
-def dense_case(shape: Shape, quick: bool) -> Case:
+def dense_case(name: str, shape: Shape, quick: bool) -> Case:
   """The whole cache, newest first, without an end, against our dense decode."""
-  copies, calls = (1, 2) if quick else rotation(shape)
-  inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
-
-  def walk(patience: float | None) -> Callable:
-    def run(q: Any, k: Any, v: Any, start: Any, stop: Any) -> Any:
-      return art.walk(q, k, v, None, None, start, stop, tile=TILE, patience=patience)
-
-    return run
-
-  made = {
-    "dense decode": (decode_attention, lambda state: state.o),
-    "ART, p = inf": (walk(math.inf), lambda result: result[0].o),
-    "ART, not looking": (walk(None), lambda result: result[0].o),
-  }
-  return _overhead_case(
-    f"p=inf {shape.name}", shape, inputs, calls, made, lambda: reference(*inputs[0]), quick
-  )
+  inputs, calls = rotated(shape, quick)
+  peer = jax_contender("dense decode", decode_attention, inputs, output=lambda x: x.o, calls=calls)
+  want = functools.partial(reference, *inputs[0])
+  return _overhead_case(name, shape, inputs, calls, whole_walk, peer, want, quick)
 
 
-def sparse_case(shape: Shape, unit: int, budget: int, quick: bool) -> Case:
+def sparse_case(name: str, shape: Shape, unit: int, budget: int, quick: bool) -> Case:
   """A table of `budget` slots of every KV head, without an end, against our sparse decode."""
-  copies, calls = (1, 2) if quick else rotation(shape)
-  arrays = [shape.arrays(seed) for seed in range(copies)]
+  arrays, calls = rotated(shape, quick)
   rows, width = (shape.batch, shape.kv_heads), budget // unit
   rng = np.random.default_rng(0)
   inputs = []
@@ -137,15 +111,8 @@ def sparse_case(shape: Shape, unit: int, budget: int, quick: bool) -> Case:
     drawn = [rng.permutation(shape.slots // unit)[:width] for _ in range(rows[0] * rows[1])]
     table = jnp.asarray(np.reshape(drawn, (*rows, width)), jnp.int32)
     inputs.append((q, k, v, table, jnp.full(rows, width, jnp.int32), start, stop))
-
-  def walk(patience: float | None) -> Callable:
-    return functools.partial(art.walk, unit=unit, tile=TILE, patience=patience)
-
-  made = {
-    "sparse decode": (functools.partial(sparse_decode, unit=unit), lambda result: result[0].o),
-    "ART, p = inf": (walk(math.inf), lambda result: result[0].o),
-    "ART, not looking": (walk(None), lambda result: result[0].o),
-  }
+  decode, walk = (functools.partial(run, unit=unit) for run in (sparse_decode, art.walk))
+  peer = jax_contender("sparse decode", decode, inputs, output=_out, calls=calls)
 
   def want() -> np.ndarray:
     q, k, v, table, *_ = inputs[0]
@@ -155,8 +122,12 @@ def sparse_case(shape: Shape, unit: int, budget: int, quick: bool) -> Case:
     return reference(q, k, v, *bounds)
 
   listed = dataclasses.replace(shape, slots=budget)
-  name = f"p=inf {shape.name} unit {unit}"
-  return _overhead_case(name, listed, inputs, calls, made, want, quick)
+  return _overhead_case(name, listed, inputs, calls, walk, peer, want, quick)
+
+
+def _out(result: Any) -> jax.Array:
+  """The output of what returns a state first."""
+  return result[0].o
 
 
 def _overhead_case(
@@ -164,24 +135,31 @@ def _overhead_case(
   shape: Shape,
   inputs: list[tuple],
   calls: int,
-  made: dict[str, tuple[Callable, Callable]],
+  walk: Callable,
+  peer: Contender,
   want: Callable[[], np.ndarray],
   quick: bool,
 ) -> Case:
-  paired = {
-    label: Paired(jax_contender(label, run, inputs, output=output, calls=calls))
-    for label, (run, output) in made.items()
-  }
-  peer, ours, plain = paired.values()
+  ours, plain = (
+    jax_contender(
+      label,
+      functools.partial(walk, tile=TILE, patience=patience),
+      inputs,
+      output=_out,
+      calls=calls,
+    )
+    for label, patience in (("ART, p = inf", math.inf), ("ART, not looking", None))
+  )
+  other, mine, unasked = paired = [Paired(each) for each in (peer, ours, plain)]
   return Case(
     name=name,
     shapes=f"{shape.name} {shape.dtype}: every tile of {TILE} keys is read and looked at",
     bytes=shape.kv_bytes(),
     reference=want,
     tolerance=1e-5 if quick else 1e-2,
-    contenders=(*(p.recording() for p in paired.values()), read_contender(inputs, shape, calls)),
+    contenders=[*(each.recording() for each in paired), read_contender(inputs, shape, calls)],
     subject="ART, p = inf",
-    remarks=lambda _: [overhead(ours, peer), overhead(ours, plain)],
+    remarks=lambda _: [overhead(mine, other), overhead(mine, unasked)],
   )
 
 
@@ -211,6 +189,13 @@ def decaying(shape: Shape, seed: int, tile: int = TILE, lengths: str = "") -> tu
     k.at[..., 0].set(logit.astype(k.dtype)),
     v,
   )
+
+
+def recorded_case(name: str, quick: bool) -> Case:
+  """Walks over what a model's layers attended to."""
+  with np.load(RECORDED) as file:
+    arrays = dict(file)
+  return stopping_case(name, *recorded(arrays, 2 if quick else 32), quick)
 
 
 def recorded(arrays: dict[str, np.ndarray], batch: int) -> tuple[Shape, Callable[[int], Any]]:
@@ -279,12 +264,7 @@ def stopping_case(
   unasked = functools.partial(walk, patience=None, splits=splits)
   # Each input once a program: further turns have another query, with which a walk ends elsewhere.
   contenders = (
-    jax_contender(
-      *("ART", stopping, inputs),
-      output=lambda result: result[0].o,
-      steps=lambda result: result[2].sum(2),
-      calls=copies,
-    ),
+    jax_contender("ART", stopping, inputs, output=_out, steps=_tiles, calls=copies),
     jax_contender("dense decode", decode_attention, inputs, calls=copies),
     jax_contender("as many tiles, not looking", unasked, short, calls=copies),
     jax_contender("one head alone", alone, one, calls=copies),
@@ -340,7 +320,12 @@ def taken(
   return np.asarray(walked.state.o), np.asarray(walked.noted(Walked).tiles)
 
 
-def lone_case(shape: Shape, quick: bool) -> Case:
+def _tiles(result: Any) -> jax.Array:
+  """Tiles walked by each query head, of all splits."""
+  return result[2].sum(2)
+
+
+def lone_case(name: str, shape: Shape, quick: bool) -> Case:
   """One walk a KV head: tiles read ahead by many programs, against one program that walks alone.
 
   Outputs and tiles walked of both are compared with the reference's.
@@ -354,14 +339,13 @@ def lone_case(shape: Shape, quick: bool) -> Case:
   read = float(np.mean([np.asarray(looked(*turn)[2]).max(-1).mean() for turn in inputs]))
   tiles = -(-int(shape.lengths().max()) // tile)
   want = functools.cache(functools.partial(taken, inputs[0], shape, tile, 1))
-  how: dict[str, Any] = {"output": lambda result: result[0].o, "calls": copies}
-  counted: dict[str, Any] = how | {"steps": lambda result: result[2].sum(2)}
+  stopping = {"patience": 5}, {"output": _out, "steps": _tiles, "calls": copies}
+  endless = {"patience": math.inf}, {"calls": copies}
   contenders = (
-    jax_contender("ART", functools.partial(many, patience=5), inputs, **counted),
-    jax_contender("one program", functools.partial(alone, patience=5), inputs, **counted),
-    jax_contender("ART, p = inf", functools.partial(many, patience=math.inf), inputs, calls=copies),
-    jax_contender(
-      "one program, p = inf", functools.partial(alone, patience=math.inf), inputs, calls=copies
+    *(
+      jax_contender(label + end, functools.partial(run, **options), inputs, **how)
+      for end, (options, how) in {"": stopping, ", p = inf": endless}.items()
+      for label, run in {"ART": many, "one program": alone}.items()
     ),
     jax_contender("dense decode", decode_attention, inputs, calls=copies),
     dataclasses.replace(read_contender(inputs, shape, copies), name=WHOLE),
@@ -372,7 +356,7 @@ def lone_case(shape: Shape, quick: bool) -> Case:
     return [f"one walk a head; {visited:.3f} of the tiles visited, {read / tiles:.3f} read"]
 
   return Case(
-    name=f"lone {shape.name}",
+    name=name,
     shapes=f"{shape.name} {shape.dtype}, tiles of {tile}, τ = 1e-5, φ = 1e-3, p = 5, one walk",
     bytes=shape.kv_bytes(),
     reference=lambda: want()[0],

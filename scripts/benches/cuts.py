@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +16,7 @@ from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.programs.suites import Case, Contender, jax_contender, together
-from kvjax.programs.suites.decode import reference, rotation
+from kvjax.programs.suites.decode import reference, rotated
 from kvjax.testing.decode_cases import QUICK, Shape
 
 REPETITIONS = 5
@@ -50,8 +49,7 @@ def drawn(seed: int) -> list[Shape]:
 
 def case(name: str, shape: Shape, quick: bool) -> Case:
   """One shape: the heuristic's cut, and what else may be fastest."""
-  copies, calls = (1, 2) if quick else rotation(shape)
-  inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
+  inputs, calls = rotated(shape, quick)
   here, itemsize = devices.this_device(), jnp.dtype(shape.dtype).itemsize
   size = {"groups": shape.groups, "head_dim": shape.head_dim, "itemsize": itemsize}
   rows = shape.batch * shape.kv_heads
@@ -77,7 +75,7 @@ def case(name: str, shape: Shape, quick: bool) -> Case:
     bytes=shape.kv_bytes(),
     reference=lambda: reference(*inputs[0]),
     tolerance={"float32": 1e-5}.get(shape.dtype, 1e-2),
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject="heuristic",
     remarks=remarks,
   )

@@ -13,7 +13,7 @@ from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import shared_slots
 from kvjax.programs.suites import Case, jax_contender, suite
-from kvjax.programs.suites.decode import rotation
+from kvjax.programs.suites.decode import rotated
 from kvjax.testing.decode_cases import Shape
 from scripts.benches import e2e_sparse
 from scripts.benches.longflow import holding
@@ -46,8 +46,7 @@ def kernel_case(title: str, shape: Shape, quick: bool) -> Case:
   Equal heads share slots once more: what that takes beside `equal heads` is what sharing costs, and
   what `shared` takes beside it is what unequal lengths do.
   """
-  copies, calls = (1, 2) if quick else rotation(shape)
-  equal = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
+  equal, calls = rotated(shape, quick)
   own = lengths(shape.kv_heads, shape.slots)
   even = np.full_like(own, shape.slots)
   pools = [[shared_slots.pooled(x, shape.kv_heads) for x in (k, v)] for _, k, v, *_ in equal]
@@ -65,7 +64,7 @@ def kernel_case(title: str, shape: Shape, quick: bool) -> Case:
   )
   return Case(
     name=title,
-    shapes=f"heads of {own.tolist()} slots, {shape.dtype}, {copies} rotating",
+    shapes=f"heads of {own.tolist()} slots, {shape.dtype}, {len(equal)} rotating",
     bytes=shape.kv_bytes(),
     reference=lambda: by_head(*shared[0]),
     tolerance=1e-5 if shape.dtype == "float32" else 1e-2,

@@ -18,7 +18,7 @@ from kvjax.kernels.decode.sparse import sparse_decode as listed_floats
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, sparse, together
-from kvjax.programs.suites.decode import reference, rotation
+from kvjax.programs.suites.decode import reference, rotated
 from kvjax.testing.decode_cases import Shape
 from scripts.benches import e2e_sparse
 
@@ -67,8 +67,7 @@ def bases(quick: bool) -> dict[str, kvjax.Method]:
 
 def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
   """One shape: decode over its codes, and dense decode over what they were made of."""
-  copies, calls = (1, 2) if quick else rotation(shape)
-  floats = [shape.arrays(seed) for seed in range(copies)]
+  floats, calls = rotated(shape, quick)
   inputs = jax.block_until_ready([coded(*x, bits=bits) for x in floats])
 
   def contender(name: str, **how: Any) -> Contender:
@@ -102,7 +101,7 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
   return Case(
     name=name,
     shapes=f"q [{batch}, {kv_heads}, {groups}, {head_dim}] {shape.dtype}, {shape.slots} slots of "
-    f"{bits} bits, {copies} rotating",
+    f"{bits} bits, {len(floats)} rotating",
     bytes=sum(x.nbytes for x in (*inputs[0][1:3], *inputs[0][3])),
     reference=lambda: exact(*inputs[0], bits=bits),
     tolerance=5e-3,

@@ -42,8 +42,7 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
 
 def case(name: str, shape: Shape, quick: bool, peers: bool) -> Case:
   """One shape with everything that is timed on it."""
-  copies, calls = (1, 2) if quick else rotation(shape)
-  inputs = jax.block_until_ready([shape.arrays(seed) for seed in range(copies)])
+  inputs, calls = rotated(shape, quick)
   contenders = [
     jax_contender("kvjax", decode_attention, inputs, output=lambda s: s.o, calls=calls),
     read_contender(inputs, shape, calls),
@@ -59,7 +58,7 @@ def case(name: str, shape: Shape, quick: bool, peers: bool) -> Case:
   return Case(
     name=name,
     shapes=f"q [{batch}, {kv_heads}, {groups}, {head_dim}], "
-    f"k, v [{batch}, {kv_heads}, {shape.slots}, {head_dim}] {shape.dtype}, {copies} rotating",
+    f"k, v [{batch}, {kv_heads}, {shape.slots}, {head_dim}] {shape.dtype}, {len(inputs)} rotating",
     bytes=shape.kv_bytes(),
     reference=lambda: reference(*inputs[0]),
     tolerance={"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[shape.dtype],
@@ -71,6 +70,12 @@ def rotation(shape: Shape) -> tuple[int, int]:
   """(distinct inputs, calls per program): past the L2 cache, and milliseconds of work."""
   copies = min(max(2, -(-ROTATION_BYTES // shape.kv_bytes())), 16)
   return copies, min(max(8, (4 << 30) // shape.kv_bytes()), 64)
+
+
+def rotated(shape: Shape, quick: bool) -> tuple[list[tuple], int]:
+  """Distinct inputs, and calls per program."""
+  copies, calls = (1, 2) if quick else rotation(shape)
+  return jax.block_until_ready([shape.arrays(seed) for seed in range(copies)]), calls
 
 
 def read_contender(inputs: list[tuple], shape: Shape, calls: int) -> Contender:

@@ -19,14 +19,8 @@ from kvjax.kernels.prr.repair import repair
 from kvjax.methods.prr.calibration import GAMMAS, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.methods.prr.kernel import Written
-from kvjax.programs.suites import (
-  Case,
-  Contender,
-  jax_contender,
-  looped_contender,
-  optional,
-  together,
-)
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, jax_contender, optional, suite, together
 from kvjax.programs.suites.sparse import flashinfer
 
 # Distinct layers: together they are past the L2 cache.
@@ -117,11 +111,12 @@ class Setting:
 
 MODELS = {"8B": (8, 4), "GLM-4-9B-like": (2, 16)}
 LENGTHS = (16, 32, 64, 128, 256, 512)
+TINY = Setting("tiny", 1, 2, 3, 256, 16, 96, 32)
 
 
 def settings(quick: bool) -> Iterator[Setting]:
   if quick:
-    yield Setting("tiny", 1, 2, 3, 256, 16, 96, 32)
+    yield TINY
     return
   # What matters most comes first: all of it takes an hour.
   for (page, budget), batch, (model, (kv_heads, groups)), length in itertools.product(
@@ -130,13 +125,11 @@ def settings(quick: bool) -> Iterator[Setting]:
     yield Setting(model, batch, kv_heads, groups, length << 10, page, budget)
 
 
-def calibrated(quick: bool) -> Iterator[Setting]:
+def calibrated(quick: bool) -> list[Setting]:
   """The paper's example, 16K tokens (§4.2), and a long prompt."""
   if quick:
-    yield Setting("tiny", 1, 2, 3, 256, 16, 96, 32)
-    return
-  for length in (16, 128):
-    yield Setting("8B", 1, *MODELS["8B"], length << 10, 16, 1024)
+    return [TINY]
+  return [Setting("8B", 1, *MODELS["8B"], length << 10, 16, 1024) for length in (16, 128)]
 
 
 # What a profile is made of (`kvjax.programs.tune prr`): lengths of one model, and how much is
@@ -159,16 +152,15 @@ PROFILED = tuple(
 PROFILED_HITS = {1.0: 0.84, 1.25: 0.915, 1.5: 0.95, 2.0: 0.985}
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Cases of a prompt, the settings of this suite one after another, and tables of repairs."""
   for setting in calibrated(quick):
-    if only in (name := f"calibration {setting.name}"):
-      yield calibration(name, setting, quick)
+    yield f"calibration {setting.name}", calibration, setting, quick
   for setting in settings(quick):
-    if only in setting.name:
-      yield case(setting, quick, peers and not quick)
-    if only in f"repair {setting.name}" and (quick or setting.slots == 128 << 10):
-      yield repairs(setting, quick)
+    yield setting.name, case, setting, quick, peers
+    if quick or setting.slots == 128 << 10:
+      yield f"repair {setting.name}", repairs, setting, quick
 
 
 # ---- what is timed: moves of the methods, as a decode step calls them
@@ -196,7 +188,7 @@ def stepping(name: str, run: Callable, turns: list[tuple], **how: Any) -> Conten
   """A step over layers in turn, each with summaries of its own."""
   names = {"key_min", "key_max", "compressed"} & set(turns[0][1].heads)
   bounds = [{n: cache.heads[n] for n in sorted(names)} for _, cache in turns]
-  return looped_contender(name, run, bounds, turns, **how)
+  return suites.looped_contender(name, run, bounds, turns, **how)
 
 
 def select(method: Any, q: Any, cache: Cache) -> Any:
@@ -295,23 +287,38 @@ def attended(s: Setting, q: Any, cache: Cache, lists: list[np.ndarray]) -> np.nd
   return np.stack(outs).reshape(q.shape)
 
 
+def guessed(
+  s: Setting, inputs: list[tuple], hits: float, named: int, **leaves: jax.Array
+) -> list[tuple[Any, Cache]]:
+  """Queries, and caches that hold a prediction, what it is of, and these leaves."""
+  turns = []
+  for seed, (q, cache, table) in enumerate(inputs):
+    guess = predicted(s, table, hits, named, seed)
+    found = {"foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
+    turns.append((q, cache.put(heads=leaves | found)))
+  return turns
+
+
+def finished(s: Setting) -> dict[str, jax.Array]:
+  """A state of attention and its output, as a repair takes them."""
+  state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
+  one = jnp.ones(state.shape[:2], jnp.float32)
+  return {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
+
+
 # ---- cases
 
 
-def case(s: Setting, quick: bool, peers: bool) -> Case:
+def case(name: str, s: Setting, quick: bool, peers: bool) -> Case:
   """One layer: selecting first, PRR and its stages, PRR one kernel after another, the parts."""
   base, prr = s.base, s.prr()
   wide, inputs = base._widened(RATIO), layers(s, quick)
-  turns: dict[str, list[tuple]] = {"S3": [], "reuse": []}
-  for seed, (q, cache, table) in enumerate(inputs):
-    scores = jax.jit(functools.partial(score, base))(q, cache)
-    for name, hits, named in (("S3", HITS, wide), ("reuse", REUSED, base.tiles.best)):
-      guess = predicted(s, table, hits, named, seed)
-      more = {"foreseen": jnp.asarray(guess), "true": jnp.asarray(table), "scores": scores}
-      state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
-      one = jnp.ones(state.shape[:2], jnp.float32)
-      more |= {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
-      turns[name].append((q, cache.put(heads=more)))
+  score_all = jax.jit(functools.partial(score, base))
+  scored = [(q, c.put(heads={"scores": score_all(q, c)}), table) for q, c, table in inputs]
+  turns = {
+    "S3": guessed(s, scored, HITS, wide, **finished(s)),
+    "reuse": guessed(s, scored, REUSED, base.tiles.best, **finished(s)),
+  }
   (q, cache), tables = turns["S3"][0], [inputs[0][2]]
   want = attended(s, q, cache, tables)
   guesses = {n: np.asarray(x[0][1].heads["foreseen"]) for n, x in turns.items()}
@@ -329,9 +336,7 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
     shown = None if reference is None else output
     return make(name, run, turns[inputs], output=shown, calls=2 if quick else 64)
 
-  def of(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    return functools.partial(function, *args)
-
+  of = functools.partial
   made: list[tuple] = [
     ("prr", of(step, prr), unions["S3"]),
     ("serial", of(step, base), want),
@@ -343,8 +348,8 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
     made += [
       ("select", of(select, base), None),
       ("score", of(score, base), None),
-      ("attend", functools.partial(attend, base, name="true"), want),
-      ("speculate", functools.partial(attend, base, name="foreseen"), None),
+      ("attend", of(attend, base, name="true"), want),
+      ("speculate", of(attend, base, name="foreseen"), None),
       ("speculate beside score", of(beside, prr), None),
       ("update", of(update, prr), None),
       ("repair", of(repaired, prr), None),
@@ -353,10 +358,12 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
   contenders = together(functools.partial(contender, *each) for each in made)
   if peers and s.batch == 1:  # whose wrapper takes one row of KV heads
     lists = [(q, c.slots["k"], c.slots["v"], c.heads["true"]) for q, c in turns["S3"]]
-    contenders += optional(FLASHINFER, lambda: _untested(flashinfer(lists, s.page)))
+    # Timed only: it reads the three empty slots as well.
+    peer = lambda: dataclasses.replace(flashinfer(lists, s.page), output=None)  # noqa: E731
+    contenders += optional(FLASHINFER, peer)
   rows, pages = s.batch * s.kv_heads, s.slots // s.page
-  scored = 2 * rows * pages * s.head_dim * jnp.dtype(s.dtype).itemsize
-  moved = scored + s.bytes((wide + 1) * s.page)
+  summaries = 2 * rows * pages * s.head_dim * jnp.dtype(s.dtype).itemsize
+  moved = summaries + s.bytes((wide + 1) * s.page)
 
   def remarks(t: dict[str, float]) -> list[str]:
     if quick:
@@ -387,14 +394,14 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
     return lines
 
   return Case(
-    name=s.name,
+    name=name,
     shapes=f"q [{s.batch}, {s.kv_heads}, {s.groups}, {s.head_dim}], {s.slots} slots {s.dtype}, "
     f"{pages} pages of {s.page}, {base.tiles.best} + 1 selected, {wide} + 1 predicted, "
     f"{HITS:.0%} hit ({REUSED:.0%} in S1 and S2); {len(inputs)} layers rotating",
     bytes=moved,
     reference=lambda: want,
     tolerance=1e-2,
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject="prr",
     remarks=remarks,
   )
@@ -403,11 +410,9 @@ def case(s: Setting, quick: bool, peers: bool) -> Case:
 def calibration(name: str, s: Setting, quick: bool) -> Case:
   """Case of PRR's part of a layer's prompt: the predictor over its last tokens, and the search."""
   _, cache = jax.jit(s.arrays)(0)
-  tried = {
-    "searched": PRR(s.base, budget=RATIO, **({"history": 32} if quick else {})),
-    "followed": PRR(s.base, budget=RATIO, calibrate=False, **({"history": 32} if quick else {})),
-  }
-  tokens = tried["searched"].history
+  searched = PRR(s.base, budget=RATIO, **({"history": 32} if quick else {}))
+  tried = {"searched": searched, "followed": dataclasses.replace(searched, calibrate=False)}
+  tokens = searched.history
   shape = s.batch, s.kv_heads, s.groups, tokens, s.head_dim
   q = jax.random.normal(jax.random.key(2), shape, s.dtype)
   qpos = cache.seen[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
@@ -418,8 +423,7 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
 
   def rates(impl: str) -> np.ndarray:
     """Hit rates of all candidates for one token, from states of chance."""
-    method = tried["searched"]
-    at = method.at(dataclasses.replace(ENV, impl=impl), 0)
+    at = searched.at(dataclasses.replace(ENV, impl=impl), 0)
     pairs = grid().shape[0] // len(GAMMAS)
     shape = pairs, *cache.heads["level"].shape
     drawn = (jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(3)))
@@ -427,8 +431,8 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
     @jax.jit
     def search(q: Any, cache: Cache, state: Any) -> Any:
       visible = sight.visible(at, cache)
-      scores = method.base.score(at, cache, q, visible)
-      found, last = method._calibration, cache.seen - 2
+      scores = searched.base.score(at, cache, q, visible)
+      found, last = searched._calibration, cache.seen - 2
       return found.hit_rates(at, cache, scores, visible.span, state, last, RATIO)[0]
 
     return np.asarray(search(q[:, :, :, -1], cache, Smoothed(*drawn)))
@@ -442,11 +446,11 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
   return Case(
     name=name,
     shapes=f"the last {tokens} tokens of a row's prompt in one layer, every "
-    f"{tried['searched'].every}th of them counted, {grid().shape[0]} candidates",
+    f"{searched.every}th of them counted, {grid().shape[0]} candidates",
     bytes=0,
     reference=functools.partial(rates, "reference"),
     tolerance=1e-5,
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject="searched",
     remarks=lambda t: [
       f"{32e3 * t['searched']:.0f} ms in 32 layers, {32e3 * t['followed']:.0f} without the search; "
@@ -467,10 +471,7 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
   add("select_us", "", jax_contender, functools.partial(select, base), plain)
   add("serial_us", "", stepping, functools.partial(step, base), plain)
   for ratio, hits in PROFILED_HITS.items():
-    turns = []
-    for seed, (q, cache, table) in enumerate(inputs):
-      guess = predicted(s, table, hits, base._widened(ratio), seed)
-      turns.append((q, cache.put(heads={"foreseen": jnp.asarray(guess)})))
+    turns = guessed(s, inputs, hits, base._widened(ratio))
     speculate = functools.partial(attend, base, name="foreseen")
     add("speculate_us", f"{ratio:g}", jax_contender, speculate, turns)
     whole = functools.partial(step, s.prr(ratio=ratio))
@@ -508,28 +509,16 @@ def _launch(q: Any) -> Any:
   return backend.call(kernel, out, grid=(1,), out=[shape], warps=1, stages=1, name="launch")[0]
 
 
-def _untested(made: Contender) -> Contender:
-  """Timed only: it reads the three empty slots as well."""
-  return dataclasses.replace(made, output=None)
-
-
-def repairs(s: Setting, quick: bool) -> Case:
+def repairs(name: str, s: Setting, quick: bool) -> Case:
   """Repair of 0 … 64 missed pages."""
   prr, inputs = s.prr(), layers(s, quick)
   want = np.asarray(inputs[0][0], np.float32)
-  state = jnp.zeros((s.batch * s.kv_heads, s.groups, s.head_dim), jnp.float32)
-  one = jnp.ones(state.shape[:2], jnp.float32)
-  held = {"o": state, "m": one, "l": one, "out": state.astype(s.dtype)}
-  contenders = []
+  held, contenders = finished(s), []
   for n in (0, 2) if quick else MISSES:
     if n > prr.base.tiles.best:
       continue
-    turns = []
-    for seed, (q, cache, table) in enumerate(inputs):
-      hits = 1 - n / prr.base.tiles.best
-      guess = predicted(s, table, hits, prr.base._widened(RATIO), seed)
-      more = {**held, "foreseen": jnp.asarray(guess), "true": jnp.asarray(table)}
-      turns.append((q, cache.put(heads=more)))
+    hits, named = 1 - n / prr.base.tiles.best, prr.base._widened(RATIO)
+    turns = guessed(s, inputs, hits, named, **held)
     run = functools.partial(repaired, prr)
     contenders.append(jax_contender(f"{n} missed", run, turns, calls=2 if quick else 64))
   plain = [(q,) for q, _, _ in inputs]
@@ -545,13 +534,13 @@ def repairs(s: Setting, quick: bool) -> Case:
     ]
 
   return Case(
-    name=f"repair {s.name}",
+    name=name,
     shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
     f"{prr.base.tiles.best} + 1 selected",
     bytes=s.bytes(s.page),
     reference=lambda: want,
     tolerance=1e-2,
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject="0 missed",
     remarks=remarks,
   )

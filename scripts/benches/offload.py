@@ -18,11 +18,11 @@ import kvjax
 from kvjax import Env
 from kvjax.core.context import OwnRows
 from kvjax.methods.ltri.evidence import LLAMA_3_8B_HEADS
-from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.generate import split
 from kvjax.models.nn.presets import PRESETS
 from kvjax.ops import offload
-from kvjax.programs.suites import Case, Contender, jax_contender, together
-from kvjax.programs.suites.e2e import TINY, drawn
+from kvjax.programs.suites import Case, Contender, clocked, fitting, jax_contender, together
+from kvjax.programs.suites.e2e import TINY, decoder, drawn
 
 STEPS = 16  # decode steps per dispatch
 LAYERS = 32  # of the model that the shape is taken from
@@ -42,10 +42,10 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   makers = {"link": link, "spans": division, "stream": stream, "whole stream": whole}
   for name, make in makers.items():
     if only in name and (quick or name != "whole stream" or "whole" in only):
-      yield make(quick)
+      yield from fitting(name, make, quick)
 
 
-def link(quick: bool) -> Case:
+def link(name: str, quick: bool) -> Case:
   """Sixteen blocks of keys and values out of a store of a gigabyte, and four into it."""
   heads, blocks, tokens, head_dim = (2, 8, 8, 16) if quick else (8, 4096, 128, 128)
   dtype, count = jnp.bfloat16, 4 if quick else 16
@@ -74,16 +74,16 @@ def link(quick: bool) -> Case:
 
   def fetching() -> float:
     jax.block_until_ready(read(held[0], ids))
-    began = time.perf_counter()
-    jax.block_until_ready(read(held[0], ids))
-    return (time.perf_counter() - began) / 16
+    return clocked(read, held[0], ids)[0] / 16
+
+  def append_all(store: Any) -> Any:
+    for _ in range(8):
+      store = write(store, new, where)
+    return store
 
   def appending() -> float:
-    began = time.perf_counter()
-    for _ in range(8):
-      held[0] = write(held[0], new, where)
-    jax.block_until_ready(held[0])
-    return (time.perf_counter() - began) / 8
+    taken, held[0] = clocked(append_all, held[0])
+    return taken / 8
 
   def copying() -> float:
     """Time of `device_put` of the same bytes: the runtime's own copy over the link."""
@@ -92,10 +92,8 @@ def link(quick: bool) -> Case:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
     here = [jax.device_put(x, place) for x in pieces]
     back = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    jax.block_until_ready([jax.device_put(x, back) for x in here])
-    began = time.perf_counter()
-    jax.block_until_ready([jax.device_put(x, back) for x in here])
-    return time.perf_counter() - began
+    jax.block_until_ready(jax.device_put(here, back))
+    return clocked(jax.device_put, here, back)[0]
 
   fetch = jax.jit(lambda store, ids: offload.fetch(store, ids, Env(1)))
   want = np.asarray(new["k"], np.float32)
@@ -105,22 +103,22 @@ def link(quick: bool) -> Case:
     return [", ".join(f"{n}: {rate:.1f} GB/s" for n, rate in rates.items())]
 
   return Case(
-    name="link",
+    name=name,
     shapes=f"{count} blocks of {of_block / 1024:.0f} KiB, {heads} heads, {dtype.__name__}",
     bytes=count * of_block,
     reference=lambda: want,
     tolerance=0.0,
     contenders=(
       Contender("fetch", fetching, lambda: np.asarray(fetch(held[0], ids)["k"], np.float32)),
-      Contender("append", appending, None),
-      Contender("device_put", copying, None),
+      Contender("append", appending),
+      Contender("device_put", copying),
     ),
     subject="fetch",
     remarks=remarks,
   )
 
 
-def division(quick: bool) -> Case:
+def division(name: str, quick: bool) -> Case:
   """The maps of a block, of one layer and of all layers, into spans."""
   size, layers = (16, 2) if quick else (128, LAYERS)
   maps = jnp.tril(jax.random.uniform(jax.random.key(0), (layers, 1, 1, size, size)))
@@ -137,7 +135,7 @@ def division(quick: bool) -> Case:
     return [f"{seconds['divide'] / layers * 1e6:.1f} us a layer and block"]
 
   return Case(
-    name="spans",
+    name=name,
     shapes=f"a map of {size} x {size} in each of {layers} layers, float32",
     bytes=maps.nbytes,
     reference=lambda: np.asarray(reference(maps), np.float32),
@@ -148,7 +146,7 @@ def division(quick: bool) -> Case:
   )
 
 
-def stream(quick: bool) -> Case:
+def stream(name: str, quick: bool) -> Case:
   """Chunks of a prompt and decode steps at several lengths of the context before them."""
   part = 2 if quick else PART
   model, method = _model(quick, part)
@@ -165,17 +163,15 @@ def stream(quick: bool) -> Case:
   token, count = jnp.zeros(1, jnp.int32), jnp.int32(STEPS)
   ahead = dataclasses.replace(method, prefetch=True)
 
-  def program(maker: Any, method: Any, impl: str, *arguments: Any) -> Callable[[], Any]:
-    function = functools.partial(maker(model, method), impl)
-    return lambda: jax.jit(function, donate_argnums=1).lower(leaves, caches, *arguments).compile()
-
+  program = functools.partial(_compiled, model, caches)
+  chunk, decode = (_chunk, tokens, valid), (_decode, token, count)
   read, read_plainly, read_ahead, say, say_plainly = together(
     [
-      program(_chunk, method, "auto", tokens, valid),
-      program(_chunk, method, "reference", tokens, valid),
-      program(_chunk, ahead, "auto", tokens, valid),
-      program(_decode, method, "auto", token, count),
-      program(_decode, method, "reference", token, count),
+      program(method, "auto", *chunk),
+      program(method, "reference", *chunk),
+      program(ahead, "auto", *chunk),
+      program(method, "auto", *decode),
+      program(method, "reference", *decode),
     ]
   )
   temporary: list[int] = [x.memory_analysis().temp_size_in_bytes for x in (read, say)]
@@ -194,12 +190,9 @@ def stream(quick: bool) -> Case:
 
   def timed(program: Any, length: int, *arguments: Any, per: int) -> float:
     at(length)
-    began = time.perf_counter()
-    logits, held[0] = program(leaves, held[0], *arguments)
-    jax.block_until_ready(logits)
-    taken = (time.perf_counter() - began) / per
+    taken, (_, held[0]) = clocked(program, leaves, held[0], *arguments)
     memory.append(_in_use())
-    return taken
+    return taken / per
 
   fetched: dict[str, list[float]] = {"": [], " ahead": []}
 
@@ -234,31 +227,13 @@ def stream(quick: bool) -> Case:
       found.append(np.asarray(logits, np.float32))
     return np.concatenate(found)
 
-  def name(kind: str, n: int) -> str:
-    return f"{kind} at {n >> 10}K" if n > 1024 else f"{kind} at {n}"
-
+  ends, run = (lengths[0], lengths[-1]), functools.partial
+  ways = {f"chunk at {_named(n)}": run(timed_chunk, read, n, "") for n in lengths}
+  ways |= {f"chunk at {_named(n)}, ahead": run(timed_chunk, read_ahead, n, " ahead") for n in ends}
+  ways |= {f"token at {_named(n)}": run(timed, say, n, token, count, per=STEPS) for n in ends}
+  subject = next(iter(ways))
   # The first one stands for all: the same two programs run at every length.
-  output = functools.partial(logits_of, (read, say))
-  contenders = (
-    [
-      Contender(
-        name("chunk", n),
-        functools.partial(timed_chunk, read, n, ""),
-        output if n == lengths[0] else None,
-      )
-      for n in lengths
-    ]
-    + [
-      Contender(
-        f"{name('chunk', n)}, ahead", functools.partial(timed_chunk, read_ahead, n, " ahead"), None
-      )
-      for n in (lengths[0], lengths[-1])
-    ]
-    + [
-      Contender(name("token", n), functools.partial(timed, say, n, token, count, per=STEPS), None)
-      for n in (lengths[0], lengths[-1])
-    ]
-  )
+  checked = {subject: run(logits_of, (read, say))}
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     chunks = [s for n, s in seconds.items() if n.startswith("chunk") and "ahead" not in n]
@@ -287,20 +262,20 @@ def stream(quick: bool) -> Case:
     ]
 
   return Case(
-    name="stream",
+    name=name,
     shapes=f"{part} layers of Llama-3-8B's shape, chunks of {method.chunk}, capacity "
     f"{spec.capacity:,} tokens, {model.dtype.name}, {method}",
     bytes=sum(x.nbytes for x in leaves),
     reference=lambda: logits_of((read_plainly, say_plainly)),
     # Two ways to round to bfloat16 in every layer.
     tolerance=1e-3 if quick else 0.05,
-    contenders=tuple(contenders),
-    subject=contenders[0].name,
+    contenders=[Contender(label, way, checked.get(label)) for label, way in ways.items()],
+    subject=subject,
     remarks=remarks,
   )
 
 
-def whole(quick: bool) -> Case:
+def whole(name: str, quick: bool) -> Case:
   """The whole stream, chunk after chunk: its rate and the memory in use all along."""
   began, minutes = time.monotonic(), float(os.environ.get(MINUTES, 8))
   total, mark = (512, 128) if quick else (int(os.environ.get(LENGTH, TOKENS)), 100 << 10)
@@ -313,26 +288,16 @@ def whole(quick: bool) -> Case:
   valid, token = jnp.full(1, method.chunk, jnp.int32), jnp.zeros(1, jnp.int32)
   tokens = _drawn_tokens(draw, model.config.vocab, method.chunk)
 
-  def program(function: Any, *arguments: Any) -> Callable[[], Any]:
-    jitted = jax.jit(functools.partial(function, "auto"), donate_argnums=1)
-    return lambda: jitted.lower(leaves, held, *arguments).compile()
-
-  read, say = together(
-    [
-      program(_chunk(model, method), tokens, valid),
-      program(_decode(model, method), token, jnp.int32(STEPS)),
-    ]
-  )
+  program = functools.partial(_compiled, model, held, method, "auto")
+  read, say = together([program(_chunk, tokens, valid), program(_decode, token, jnp.int32(STEPS))])
   print(f"  compiled after {time.monotonic() - began:.0f} s, {part} layers", flush=True)
 
   def token_seconds() -> float:
     """Of the second call: the first one loads what it runs."""
     nonlocal held
     for _ in range(2):
-      start = time.perf_counter()
-      logits, held = say(leaves, held, token, jnp.int32(STEPS))
-      jax.block_until_ready(logits)
-    return (time.perf_counter() - start) / STEPS
+      taken, (_, held) = clocked(say, leaves, held, token, jnp.int32(STEPS))
+    return taken / STEPS
 
   times: dict[str, float] = {}
   rates: list[float] = []  # tokens a second from mark to mark
@@ -390,13 +355,13 @@ def whole(quick: bool) -> Case:
     ]
 
   return Case(
-    name="whole stream",
+    name=name,
     shapes=f"{part} layers of Llama-3-8B's shape, chunks of {method.chunk}, {total:,} tokens, "
     f"{model.dtype.name}, {method}",
     bytes=sum(x.nbytes for x in leaves),
     reference=lambda: np.zeros(1),  # what the programs compute is checked by the case before
     tolerance=0.0,
-    contenders=tuple(Contender(n, functools.partial(times.__getitem__, n), None) for n in times),
+    contenders=[Contender(n, functools.partial(times.__getitem__, n)) for n in times],
     subject=next(reversed([n for n in times if n.startswith("chunk")])),
     remarks=remarks,
   )
@@ -420,41 +385,35 @@ def _drawn_tokens(draw: np.random.Generator, vocab: int, count: int) -> jax.Arra
   return jnp.asarray(draw.integers(0, vocab, (1, count)), jnp.int32)
 
 
-def _decoder(graph: Any, leaves: Any, impl: str) -> Any:
-  decoder = join(graph, leaves)
-  decoder.env = dataclasses.replace(decoder.env, impl=impl)
-  return decoder
+def _compiled(
+  model: Any, caches: Any, method: Any, impl: str, function: Any, *arguments: Any
+) -> Callable[[], Any]:
+  """A function that compiles `_chunk` or `_decode`; caches are donated."""
+  graph, leaves = split(model)
+
+  def run(leaves: Any, caches: Any, *arguments: Any) -> Any:
+    logits, caches = function(decoder(graph, leaves, impl), method, caches, *arguments)
+    return logits, offload.settled(caches)
+
+  return lambda: jax.jit(run, donate_argnums=1).lower(leaves, caches, *arguments).compile()
 
 
-def _chunk(model: Any, method: Any) -> Callable[..., Any]:
+def _chunk(model: Any, method: Any, caches: Any, tokens: Any, valid: Any) -> Any:
   """A chunk of the prompt: logits and caches."""
-  graph = split(model)[0]
-
-  def chunk(impl, leaves, caches, tokens, valid):
-    decoder = _decoder(graph, leaves, impl)
-    logits, caches = decoder.prefill(tokens, valid, caches, method, past=None)
-    return logits, offload.settled(caches)
-
-  return chunk
+  return model.prefill(tokens, valid, caches, method, past=None)
 
 
-def _decode(model: Any, method: Any) -> Callable[..., Any]:
+def _decode(model: Any, method: Any, caches: Any, token: Any, count: Any) -> Any:
   """`count` greedy steps: the last one's logits, and caches."""
-  graph = split(model)[0]
 
-  def decode(impl, leaves, caches, token, count):
-    decoder = _decoder(graph, leaves, impl)
+  def step(_: Any, carry: Any) -> Any:
+    caches, token, _ = carry
+    logits, caches = model.decode(token, caches, method)
+    return caches, jnp.argmax(logits, -1).astype(jnp.int32), logits
 
-    def step(_, carry):
-      caches, token, _ = carry
-      logits, caches = decoder.decode(token, caches, method)
-      return caches, jnp.argmax(logits, -1).astype(jnp.int32), logits
-
-    first = jnp.zeros((1, model.config.vocab), jnp.float32)
-    caches, _, logits = lax.fori_loop(0, count, step, (caches, token, first))
-    return logits, offload.settled(caches)
-
-  return decode
+  first = jnp.zeros((1, model.config.vocab), jnp.float32)
+  caches, _, logits = lax.fori_loop(0, count, step, (caches, token, first))
+  return logits, caches
 
 
 def _stirred(cache: kvjax.Cache, seed: int) -> kvjax.Cache:

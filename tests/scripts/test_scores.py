@@ -1,4 +1,4 @@
-"""Every scorer on cases worked by hand, and on answers that the published code has scored."""
+"""Every scorer on answers that the published code has scored, and formulas worked by hand."""
 
 import functools
 import json
@@ -12,8 +12,8 @@ from kvjax.programs.evals import infinitebench_files as infinitebench
 from kvjax.programs.evals.task import Row
 
 
-def score(scorer, answer, *references, **about):
-  return scorer(answer, Row("", "", "", references, "", 1, about=about))
+def score(scorer, answer, *references):
+  return scorer(answer, Row("", "", "", references, "", 1))
 
 
 # ---- against published code
@@ -91,32 +91,32 @@ def test_rouge_of_long_sentences():
 
 # ---- by hand
 
-# scorer, answer, references, score
+# answer, reference, score
 FORMULAS = [
-  (scores.boxed, r"so \boxed{4}", ["4"], 1),
-  (scores.boxed, r"\boxed{3}, no: \boxed{4}", ["4"], 1),
-  (scores.boxed, r"\boxed{4}, no: \boxed{3}", ["4"], 0),
-  (scores.boxed, r"$\boxed{\frac{1}{\sqrt{2}}}$", [r"\frac{1}{\sqrt{2}}"], 1),
-  (scores.boxed, r"$\boxed{ \dfrac 12 }$.", [r"\frac{1}{2}"], 1),
-  (scores.boxed, r"\boxed{\left( 3, \frac{\pi}{2} \right)}", [r"(3,\frac{\pi}{2})"], 1),
-  (scores.boxed, r"\boxed{1{,}000\text{ cm}}", ["1000cm"], 1),
-  (scores.boxed, r"\boxed{\text{Evelyn}}", [r"\text{evelyn}"], 1),
-  (scores.boxed, r"\boxed{90^\circ}", ["90"], 1),
-  (scores.boxed, r"\boxed{50\%}", ["50"], 1),
-  (scores.boxed, r"\boxed{070}", ["70"], 0),
-  (scores.boxed, r"the rest is cut: \boxed{\frac{1}{2}", [r"\frac{1}{2}"], 0),
-  (scores.boxed, r"\boxed{5} then cut: \boxed{\frac{1}", ["5"], 1),
-  (scores.boxed, r"\boxed{}", ["5"], 0),
-  (scores.boxed, "5", ["5"], 0),
-  (scores.boxed, "", ["5"], 0),
+  (r"so \boxed{4}", "4", 1),
+  (r"\boxed{3}, no: \boxed{4}", "4", 1),
+  (r"\boxed{4}, no: \boxed{3}", "4", 0),
+  (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}", 1),
+  (r"$\boxed{ \dfrac 12 }$.", r"\frac{1}{2}", 1),
+  (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", r"(3,\frac{\pi}{2})", 1),
+  (r"\boxed{1{,}000\text{ cm}}", "1000cm", 1),
+  (r"\boxed{\text{Evelyn}}", r"\text{evelyn}", 1),
+  (r"\boxed{90^\circ}", "90", 1),
+  (r"\boxed{50\%}", "50", 1),
+  (r"\boxed{070}", "70", 0),
+  (r"the rest is cut: \boxed{\frac{1}{2}", r"\frac{1}{2}", 0),
+  (r"\boxed{5} then cut: \boxed{\frac{1}", "5", 1),
+  (r"\boxed{}", "5", 0),
+  ("5", "5", 0),
+  ("", "5", 0),
 ]
 
 
-@pytest.mark.parametrize(("scorer", "answer", "references", "expected"), FORMULAS)
-def test_formulas_by_hand(scorer, answer, references, expected, monkeypatch):
+@pytest.mark.parametrize(("answer", "reference", "expected"), FORMULAS)
+def test_formulas_by_hand(answer, reference, expected, monkeypatch):
   """As strings; what math-verify adds has its own test."""
   monkeypatch.setattr(scores, "_same_value", lambda reference, said: False)
-  assert score(scorer, answer, *references) == expected
+  assert score(scores.boxed, answer, reference) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,12 @@ def test_the_best_answer_counts():
 
 
 def test_metrics_that_are_not_there_say_how_to_get_them(monkeypatch):
-  monkeypatch.setattr(overlap.importlib, "import_module", _missing)
+  def missing(name):
+    raise ModuleNotFoundError(name)
+
+  monkeypatch.setattr(overlap.importlib, "import_module", missing)
   with pytest.raises(ModuleNotFoundError, match=r"package jieba .*kvjax\[benchmarks\]"):
     overlap._jieba.__wrapped__()
-
-
-def _missing(name):
-  raise ModuleNotFoundError(name)
 
 
 def test_last_boxed_by_hand():

@@ -123,7 +123,10 @@ def test_damaged_files_are_refused(saved):
     ({"layer3.rows.seen.npy": None}, r"layer3\.rows\.seen"),
     ({"header.json": split}, r"layouts: found \['SPLIT', .*, expected \['DENSE', .*Full"),
     (header("x", None), "found format 'x' version None"),
-    (header(CACHES, VERSION + 1), rf"{says} 3, expected '{CACHES}' version 2 .*by a newer kvjax"),
+    (
+      header(CACHES, VERSION + 1),
+      rf"x\.npz: {says} 3, expected '{CACHES}' version 2 .*by a newer kvjax",
+    ),
     (header(CACHES, 1), rf"x\.npz: {says} 1, expected '{CACHES}' version 2 .*by an older kvjax"),
   ):
     write_zip(path, {name: x for name, x in {**entries, **change}.items() if x is not None})

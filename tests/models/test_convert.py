@@ -163,7 +163,11 @@ def broken(
     ({"drop": "blk.1.attn_k.weight"}, ValueError, r"1 of 29 tensors not found.*blk\.1\.attn_k"),
     ({"drop": "token_embd.weight"}, ValueError, r"token_embd\.weight.*not found"),
     ({"nan": "blk.1.ffn_gate.weight"}, ValueError, r"blk\.1\.ffn_gate\.weight.*NaN"),
-    ({"reshape": "blk.2.ffn_up.weight"}, ValueError, r"shape \(32, 64\), expected \(96, 64\)"),
+    (
+      {"reshape": "blk.2.ffn_up.weight"},
+      ValueError,
+      r"found shape \(32, 64\), expected \(96, 64\)",
+    ),
     ({"architecture": "mamba"}, NotImplementedError, r"found 'mamba', expected one of"),
     (
       {"rename": ("blk.0.attn_norm.weight", "blk.0.attn_sinks.weight")},
@@ -182,7 +186,11 @@ def broken(
     ({"llama__attention__head_count_kv": 3}, ValueError, r"found 4, expected a multiple"),
     ({"llama__rope__dimension_count": 8}, NotImplementedError, r"found 8.*head size 16"),
     ({"llama__rope__scaling__type": "yarn"}, ValueError, r"rope\.scaling\.factor.*not found"),
-    ({"llama__attention__causal": False}, NotImplementedError, r"causal'.*found False, expected T"),
+    (
+      {"llama__attention__causal": False},
+      NotImplementedError,
+      r"causal'.*found False, expected True",
+    ),
     (
       {
         "llama__attention__sliding_window": 64,

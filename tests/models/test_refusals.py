@@ -292,7 +292,7 @@ def test_what_is_no_method(tmp_path):
     (
       {"layers": 2, "windows": (8, None)},
       ValueError,
-      r"windows: found \(8, None\), .*None 2 times",
+      r"windows: found \(8, None\), expected None 2 times",
     ),
   ],
 )

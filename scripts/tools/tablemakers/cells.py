@@ -145,6 +145,11 @@ def longer(mine: Name, reference: Name, form: str = "{:.2f}") -> Column:
   return lambda case: say(form, over(_time(case, mine), _time(case, reference)))
 
 
+def over_bytes(form: str = "{:.3f}") -> Column:
+  """Ratio of our time to that of its bytes at a read's bandwidth."""
+  return lambda case: say(form, (took := case.time("kvjax")).us * took.rate / case.bytes)
+
+
 def said(pattern: str, form: str = "{:.2f}", reference: str = "") -> Column:
   """The number of a remark; if it is a ratio, to a reference."""
 

@@ -4,7 +4,7 @@ import re
 import statistics
 
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, longer, median, own, said, say
+from scripts.tools.tablemakers.cells import faster, longer, median, over_bytes, own, said, say
 from scripts.tools.tablemakers.records import Number, Part
 from scripts.tools.tablemakers.results import GPU, Case, Results
 from scripts.tools.tablemakers.timings import Ratio, gain, over, span
@@ -17,12 +17,6 @@ STEP = "{} Llama-3.1-8B B{} T128K"
 # The share of the gain over the full cache that the bytes allow.
 ALLOWED = r"([\d.]+) of what the bytes allow"
 
-
-def _over_bytes(case: Case) -> str:
-  took = case.time("kvjax")
-  return say("{:.2f}", took.us * took.rate / case.bytes)
-
-
 scores = cells.cases(
   "select",
   {
@@ -34,7 +28,7 @@ scores = cells.cases(
     for length in ("128K", "512K")
   },
   ("kvjax", own()),
-  ("over the summaries' bytes at a read's bandwidth", _over_bytes),
+  ("over the summaries' bytes at a read's bandwidth", over_bytes("{:.2f}")),
   ("XLA", median("XLA")),
 )
 
@@ -134,8 +128,6 @@ codes = cells.cases(
   ("share of read", faster("kvjax", "read")),
   label=lambda name: name.replace("int", "").replace(" B", " bits, B", 1),
 )
-
-
 ALLOW = ("bytes allow", said(r"of what the bytes allow \(([\d.]+) ×"))
 # Whole steps under codes, beside the full cache.
 code_steps = cells.cases(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import Name, faster, longer, median, own, said, say
+from scripts.tools.tablemakers.cells import Name, faster, longer, median, over_bytes, own, said, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import GPU, H100, Case, Results
 from scripts.tools.tablemakers.timings import Ratio, Timing, gain, over, span
@@ -77,14 +77,9 @@ def cards(results: Results) -> Part:
   return cells.table(("shape (KV heads × group)", *head), rows)
 
 
-def _over_bytes(case: Case) -> str:
-  took = case.time("kvjax")
-  return say("{:.3f}", took.rate * took.us / case.bytes)
-
-
 # Whole steps of the gate on the H100.
 gate = cells.cases(
-  "gate", "", ("a step, 8B's shape", own()), ("× all bytes", _over_bytes), card=H100
+  "gate", "", ("a step, 8B's shape", own()), ("× all bytes", over_bytes()), card=H100
 )
 # Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
 cuts = cells.cases(
@@ -119,7 +114,7 @@ def steps(results: Results) -> Part:
     ("kvjax, a token", own()),
     ("over XLA's products + KV", said(OVER_PRODUCTS, "{:.3f}", "products (XLA)")),
     ("over ours + KV", said(OVER_OURS, "{:.3f}", "products")),
-    ("over all bytes", _over_bytes),
+    ("over all bytes", over_bytes()),
   )
 
 

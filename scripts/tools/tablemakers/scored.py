@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvjax.programs.evals import store
-from kvjax.programs.evals.costs import Cost
+from kvjax.programs.evals.costs import Cost, Point
 from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records
@@ -127,7 +127,7 @@ def summary(results: Results, path: str, model: str, card: str = "CPU") -> dict[
   return found
 
 
-def called(one: Standing | Cost) -> str:
+def called(one: Standing | Cost | Point) -> str:
   """A method with its budget."""
   return f"`{one.method}`" if one.budget is None else f"`{one.method}`, {one.budget:,}"
 

@@ -38,9 +38,7 @@ def ends(values: Iterable[Any], form: str = "{:.2f}", between: str = " to ") -> 
   return Figure(timings.ends(found, form, between), records.of(*found))
 
 
-def table(
-  head: Sequence[str | tuple[str, str]], rows: Iterable[Sequence[Any]], labels: int = 1
-) -> Part:
+def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -> Part:
   """A table in Markdown, whose first columns are names; nothing without rows.
 
   Args:
@@ -51,15 +49,14 @@ def table(
     ValueError: a row has not as many cells as the head, or a number behind the names no source.
   """
   columns = [(column, "{}") if isinstance(column, str) else column for column in head]
-  lines, figures = [[name for name, _ in columns], ["---"] * len(columns)], []
+  lines = [f"| {' | '.join(name for name, _ in columns)} |", "|" + "---|" * len(columns)]
+  figures: list[Figure] = []
   for row in rows:
     if len(row) != len(columns):
       raise ValueError(f"row: found {len(row)} cells {row}, expected {len(columns)}")
     shown = [_shown(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
     figures += [x for x in map(records.without_source, shown[labels:]) if isinstance(x, Figure)]
-    lines.append(shown)
-  lines = [f"| {' | '.join(line)} |" for line in lines]
-  lines[1] = lines[1].replace(" ", "")
+    lines.append(f"| {' | '.join(shown)} |")
   return Part(lines, figures) if len(lines) > 2 else Part()
 
 

@@ -115,7 +115,7 @@ def scores(results: Results, length: str) -> Part:
   tasks = [*view.whole.tasks, *view.whole.weak]
 
   def row(one: Standing) -> list[str | None]:
-    made = [called(one), view.n(one, *(tasks if one.score else one.tasks))]
+    made: list[str | None] = [called(one), view.n(one, *(tasks if one.score else one.tasks))]
     made += [view.score(one, task) for task in tasks]
     made += [view.mean(one), view.gap(one), view.kl(one)]
     shown: dict[str, str | None] = {}

@@ -5,7 +5,6 @@ import functools
 import json
 import pathlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,10 @@ import numpy as np
 import kvjax
 from kvjax.kernels.art import walk
 from kvjax.kernels.common.devices import this_device
-from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.generate import split
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, fitting
-from kvjax.programs.suites.e2e import drawn, seconds_of, shape, stepping, weights
+from kvjax.programs.suites import Case, Contender, suite, together
+from kvjax.programs.suites.e2e import drawn, seconds_of, shape, step_logits, stepping, weights
 
 STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
@@ -121,37 +120,35 @@ def bases(tokens: int) -> dict[str, kvjax.Method]:
   }
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Every base at every shape, the most important ones first."""
   name = "tiny" if quick else "Llama-3.1-8B"
   for batch, thousands in [(2, 0.5)] if quick else SHAPES:
     tokens = int(thousands * 1024)
-    for base, method in bases(tokens).items():
-      title = f"{base} {name} B{batch} T{thousands:g}K"
-      if only in title and (not quick or base in ("Full", "SnapKV 0.2")):
-        yield from fitting(title, case, name, base, method, batch, tokens)
+    for base in ("Full", "SnapKV 0.2") if quick else bases(tokens):
+      yield f"{base} {name} B{batch} T{thousands:g}K", case, name, base, batch, tokens
 
 
-def case(title: str, name: str, base: str, method: kvjax.Method, batch: int, tokens: int) -> Case:
+def case(title: str, name: str, base: str, batch: int, tokens: int) -> Case:
   """A step of the base, of the base with ART at each of its shares, and of the full cache."""
-  model, quick = weights(name), name == "tiny"
+  model, quick, method = weights(name), name == "tiny", bases(tokens)[base]
   ends = stops(base)
   forced = {label: over(method, end, quick) for label, end in ends.items()}
   subject = f"ART {next(iter(forced))}"
-  with ThreadPoolExecutor() as pool:  # compiling is most of this suite's time
-    jobs = {
-      label: pool.submit(timed, model, m, batch, tokens)
-      for label, m in {"Full": kvjax.Full(), base: method}.items()
-    }
-    for label, wrapped in forced.items():
-      args = wrapped, batch, tokens, ends[label].stopped
-      jobs[f"ART {label}"] = pool.submit(timed, model, *args)
-    for impl in ("pallas", "reference"):
-      pool.submit(logits, name, base, impl)  # kept for when they are asked for
-    seconds = {label: job.result() for label, job in jobs.items()}
-  checked = functools.partial(logits, name, base, "pallas")
+  ways: dict[str, tuple[kvjax.Method, float]] = {"Full": (kvjax.Full(), 1.0), base: (method, 1.0)}
+  ways |= {f"ART {label}": (art, ends[label].stopped) for label, art in forced.items()}
+  logged = [functools.partial(logits, name, base, impl) for impl in ("pallas", "reference")]
+  # Logits too are made, and kept, beside what compiles: that is most of this suite's time.
+  *seconds, _, _ = together(
+    [
+      *(functools.partial(timed, model, m, batch, tokens, end) for m, end in ways.values()),
+      *logged,
+    ]
+  )
   contenders = [
-    Contender(label, run, checked if label == subject else None) for label, run in seconds.items()
+    Contender(label, run, logged[0] if label == subject else None)
+    for label, run in zip(ways, seconds, strict=True)
   ]
   full, held = (cache_bytes(model, m, batch, tokens) for m in (kvjax.Full(), method))
   shares = {
@@ -194,9 +191,9 @@ def case(title: str, name: str, base: str, method: kvjax.Method, batch: int, tok
     name=title,
     shapes=f"{method!r}; {model.dtype.name}; compared over two layers",
     bytes=held,
-    reference=lambda: logits(name, base, "reference"),
+    reference=logged[1],
     tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject=subject,
     remarks=remarks,
   )
@@ -325,13 +322,5 @@ def logits(name: str, base: str, impl: str) -> np.ndarray:
   batch, tokens = (2, 512) if quick else (8, 8192)
   end = next(iter(stops(base).values()))
   method = over(bases(tokens)[base], end, quick)
-  graph, leaves = split(model)
-
-  @jax.jit
-  def step(leaves: Any, key: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-    held = filled(model, method, batch, tokens, end.stopped, key)
-    return decoder.decode(jnp.arange(batch, dtype=jnp.int32), held, method)[0]
-
-  return np.asarray(step(leaves, jax.random.key(0)))
+  fill = jax.jit(functools.partial(filled, model, method, batch, tokens, end.stopped))
+  return step_logits(model, method, impl, fill(jax.random.key(0)))

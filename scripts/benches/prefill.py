@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,33 +13,32 @@ from flax import nnx
 
 import kvjax
 from kvjax.kernels.prefill.dense import prefill_attention
-from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.generate import split
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import attention
-from kvjax.programs.suites import Case, Contender, fitting, jax_contender, optional, torch_contender
-from kvjax.programs.suites.e2e import hugging_face, weights
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, clocked, jax_contender, optional, together
+from kvjax.programs.suites.e2e import decoder, hugging_face, weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared
 MODEL = "Llama-3.1-8B"
+TORCH = {"torch flash": "FLASH_ATTENTION", "torch cuDNN": "CUDNN_ATTENTION"}
 FEWEST = kvjax.PSAW(kvjax.ETF())  # leaves out most; frozen tokens' keys and values are computed
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """The cases of this suite, built one after another."""
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
+  """Attention alone, a layer that hides most, then whole prompts."""
   for tokens in (96,) if quick else (8 << 10, 32 << 10, 128 << 10):
-    if only in (name := f"dense {_thousands(tokens)}"):
-      yield dense_case(name, tokens, peers, quick)
-  tokens = 96 if quick else 32 << 10
+    yield f"dense {_thousands(tokens)}", dense_case, tokens, quick, peers
+  tokens, most = (96, 96) if quick else (32 << 10, 128 << 10)
   for method in (kvjax.PSAW(), FEWEST):
-    if only in (name := f"top layer of {_words(method)} {_thousands(tokens)}"):
-      yield layer_case(name, method, tokens, quick)
-  if only in (name := f"model {_thousands(tokens)}"):
-    yield from fitting(name, model_case, tokens, quick)
-  tokens = 96 if quick else 128 << 10
-  if only in (name := f"model {_thousands(tokens)} in one piece"):
-    yield from fitting(name, long_case, tokens, peers and not quick, quick)
+    name = f"top layer of {_words(method)} {_thousands(tokens)}"
+    yield name, layer_case, method, tokens, quick
+  yield f"model {_thousands(tokens)}", model_case, tokens, quick
+  yield f"model {_thousands(most)} in one piece", long_case, most, quick, peers
 
 
 def _thousands(tokens: int) -> str:
@@ -92,27 +89,25 @@ def _last(out: Any) -> Any:
   return out[:, :, :, -LAST:]
 
 
-def dense_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
+def dense_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
   """Causal attention over a whole prompt: what "auto" takes, our kernel, and the libraries."""
   q, k, v = operands(tokens, quick)
   operations = 2 * tokens * tokens * q.shape[1] * q.shape[2] * q.shape[4]
   few = {"calls": 2 if tokens < 1 << 17 else 1, "loops": max(1, (1 << 15) // tokens)}
   qpos = jnp.arange(tokens, dtype=jnp.int32)[None]
   auto = _attend(kvjax.Full(), "auto", 0, 1, tokens)
+
+  def kernel(q: Any, k: Any, v: Any) -> Any:
+    return prefill_attention(q, k, v, qpos)[1]
+
   contenders = [
     jax_contender("kvjax", auto, [(q, k, v)], output=_last, **few),
-    jax_contender(
-      "our kernel",
-      lambda q, k, v: prefill_attention(q, k, v, qpos)[1],
-      [(q, k, v)],
-      output=_last,
-      **few,
-    ),
+    jax_contender("our kernel", kernel, [(q, k, v)], output=_last, **few),
   ]
   if peers:
     contenders += optional("jax.nn cuDNN", lambda: _jax_nn(q, k, v, few))
-    contenders += optional("torch flash", lambda: _torch("FLASH_ATTENTION", q.shape))
-    contenders += optional("torch cuDNN", lambda: _torch("CUDNN_ATTENTION", q.shape))
+    for label, backend in TORCH.items():
+      contenders += optional(label, functools.partial(_torch, label, backend, q.shape))
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     rates = {n: operations / s / 1e12 for n, s in seconds.items()}
@@ -125,8 +120,7 @@ def dense_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
     bytes=sum(x.nbytes for x in (q, q, k, v)),
     reference=lambda: _reference(q, k, v, None, qpos),
     tolerance=1e-5 if quick else 1e-2,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -152,7 +146,7 @@ def _jax_nn(q: Any, k: Any, v: Any, few: dict[str, int]) -> Contender:
   )
 
 
-def _torch(backend: str, shape: tuple[int, ...]) -> Contender:
+def _torch(label: str, backend: str, shape: tuple[int, ...]) -> Contender:
   """torch's scaled_dot_product_attention by one of its backends; timed only."""
   import torch
   from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -167,9 +161,8 @@ def _torch(backend: str, shape: tuple[int, ...]) -> Contender:
         q, k, v, is_causal=True, enable_gqa=True
       )
 
-  name = {"FLASH_ATTENTION": "torch flash", "CUDNN_ATTENTION": "torch cuDNN"}[backend]
-  made = torch_contender(name, attend, [(q, k, v)], calls=1)
-  return Contender(name, made.seconds, None)
+  made = suites.torch_contender(label, attend, [(q, k, v)], calls=1)
+  return dataclasses.replace(made, output=None)
 
 
 def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Case:
@@ -184,9 +177,8 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   options = {"layer": layers - 1, "layers": layers, "tokens": tokens}
 
   def contender(name: str, impl: str) -> Contender:
-    return jax_contender(
-      name, _attend(method, impl, **options), [(part, k, v)], output=_last, **few
-    )
+    run = _attend(method, impl, **options)
+    return jax_contender(name, run, [(part, k, v)], output=_last, **few)
 
   contenders = [
     contender("kvjax", "auto"),
@@ -206,8 +198,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
     bytes=sum(x.nbytes for x in (part, part, k, v)),
     reference=lambda: _reference(part, k, v, method.window(at, qpos[:, -LAST:]), qpos),
     tolerance=1e-5 if quick else 1e-2,
-    contenders=tuple(contenders),
-    subject="kvjax",
+    contenders=contenders,
     remarks=remarks,
   )
 
@@ -252,9 +243,8 @@ def program(model: Transformer, method: kvjax.Method, tokens: int, impl: str) ->
   graph, leaves = split(model)
 
   def run(leaves: Any, caches: Any, ids: Any) -> Any:
-    decoder = join(graph, leaves)
-    decoder.env = dataclasses.replace(decoder.env, impl=impl)
-    return decoder.prefill(ids, jnp.array([tokens], jnp.int32), caches, method)
+    lengths = jnp.array([tokens], jnp.int32)
+    return decoder(graph, leaves, impl).prefill(ids, lengths, caches, method)
 
   caches = jax.eval_shape(lambda: method.init_caches(model.spec(1, tokens)))
   ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
@@ -268,10 +258,7 @@ def timed(model: Transformer, method: kvjax.Method, tokens: int, compiled: Any) 
   caches = jax.jit(lambda: method.init_caches(model.spec(1, tokens)))()
   ids = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.config.vocab)
   jax.block_until_ready((caches, ids, leaves))
-  began = time.perf_counter()
-  logits, caches = jax.block_until_ready(compiled(leaves, caches, ids))
-  taken = time.perf_counter() - began
-  del caches
+  taken, (logits, _) = clocked(compiled, leaves, caches, ids)
   return taken, np.asarray(logits)
 
 
@@ -288,9 +275,11 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
   ways["check"] = ours, "reference" if quick else "pallas"
   if not quick:  # what is dense by cuDNN, which has no CPU
     ways["in pieces"] = ours, "cudnn"
-  with ThreadPoolExecutor() as pool:  # compiling is most of this case's time
-    made = {n: pool.submit(program, model, m, tokens, impl) for n, (m, impl) in ways.items()}
-  run = {n: functools.partial(timed, model, ways[n][0], tokens, made[n].result()) for n in ways}
+  made = together(functools.partial(program, model, m, tokens, impl) for m, impl in ways.values())
+  run = {
+    n: functools.partial(timed, model, method, tokens, compiled)
+    for (n, (method, _)), compiled in zip(ways.items(), made, strict=True)
+  }
 
   def contender(name: str) -> Contender:
     checked = (lambda: run[name]()[1]) if ways[name][0] == ours else None
@@ -316,8 +305,7 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
     bytes=sum(x.nbytes for x in split(model)[1]),
     reference=lambda: run["check"]()[1],
     tolerance=1e-4 if quick else 5e-2,
-    contenders=tuple(contender(name) for name in ways if name != "check"),
-    subject="kvjax",
+    contenders=[contender(name) for name in ways if name != "check"],
     remarks=remarks,
   )
 
@@ -327,7 +315,7 @@ def _model_shapes(model: Transformer, tokens: int) -> str:
   return f"{model.config.layers} layers, {size:.2f} GB of weights, {tokens} tokens"
 
 
-def long_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
+def long_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
   """Full, SnapKV and PyramidKV over a whole prompt: seconds of a second run each, and memory."""
   model = weights("tiny" if quick else MODEL)
   budget = 32 if quick else 2048
@@ -373,7 +361,7 @@ def long_case(name: str, tokens: int, peers: bool, quick: bool) -> Case:
     reference=lambda: np.zeros(1),
     tolerance=0.0,
     contenders=(
-      *(Contender(n, functools.partial(once, n), None) for n in methods),
+      *(Contender(n, functools.partial(once, n)) for n in methods),
       *(optional("transformers", lambda: _transformers(model.config, tokens)) if peers else ()),
     ),
     subject="Full",
@@ -392,20 +380,16 @@ def _transformers(config: ModelConfig, tokens: int) -> Contender:
     ).eval()
     ids = torch.zeros((1, tokens), dtype=torch.long)
 
-  def run() -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    with torch.no_grad():
-      model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
+  @torch.no_grad()
+  def run() -> None:
+    model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
   @functools.cache
   def once() -> float:
     run()
-    return run()
+    return suites.torch_clocked(run)
 
-  return Contender("transformers", once, None)
+  return Contender("transformers", once)
 
 
 def shallow(config: ModelConfig, dtype: Any) -> Any:

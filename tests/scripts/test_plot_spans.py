@@ -5,6 +5,7 @@ import pytest
 
 from kvjax import Ltri
 from kvjax.testing.tiny import TOKENS, model
+from scripts.studies import sheets
 from scripts.studies.plot_spans import RATES, draw_spans, draw_vectors, measure
 
 
@@ -21,7 +22,7 @@ def test_numbers_and_pictures(tmp_path):
     counts = [layer["vectors"][rate] for rate in RATES]
     assert counts == sorted(counts, reverse=True) and counts[0] <= 4
   for draw in (draw_spans, draw_vectors):
-    draw(found, tmp_path / "picture.png")
+    sheets.write(tmp_path / "picture.png", draw(found))
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
   with pytest.raises(ValueError, match="--length: found 5 tokens, expected 6 or more"):
     measure(model(), ids[:5], method)

@@ -12,6 +12,7 @@ from kvjax.programs.evals.stats import student
 from kvjax.programs.evals.streams import FITTING
 from kvjax.testing.tiny import TOKENS, model
 from scripts.studies import sharing_study as study
+from scripts.studies import sheets
 from scripts.tools.tablemakers import Results, studies
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
@@ -108,7 +109,7 @@ def test_points_table_and_picture(tmp_path):
   text = study.table(made)
   assert text.count("HShare  ") == 2 and "127.5 [127.5, 127.5]" in text
   assert study._visited(made) == "tokens a head: CIS: 127.5; HShare: 128.0"
-  study.draw(made, "tiny", tmp_path / "picture.png")
+  sheets.write(tmp_path / "picture.png", study.draw(made, "tiny"))
   assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

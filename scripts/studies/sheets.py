@@ -1,0 +1,45 @@
+"""What studies share: the model's name, texts, and files that are whole or not there."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.programs import bench, common
+from kvjax.programs.evals import haystack
+
+STARTS = "1862-Lincoln-1", "1934-Roosevelt-1", "1790-Washington-1", "1987-Reagan-1"
+
+
+def model_name(checkpoint: pathlib.Path | None) -> str:
+  """The name of a converted checkpoint, or of the default one."""
+  return checkpoint.name if checkpoint else "SmolLM2-135M-Instruct"
+
+
+def about(checkpoint: pathlib.Path | None) -> dict[str, str]:
+  """Device, versions and model."""
+  facts = {name: x for name, x in bench.environment().items() if name != "command"}
+  return facts | {"model": model_name(checkpoint)}
+
+
+def words(start: str, count: int) -> str:
+  """A text of so many tokens and more, from this speech on: a word is at least one."""
+  return " ".join(haystack.words_from(start, count))
+
+
+def tokens(tokenizer: Tokenizer, text: str, count: int) -> np.ndarray:
+  """The first tokens of a text, int32."""
+  return np.asarray(tokenizer.encode(text)[:count], np.int32)
+
+
+def write(path: pathlib.Path, content: Any) -> None:
+  """Writes a text, a figure, or anything else as JSON."""
+  with common.written_aside(path) as aside:
+    if hasattr(content, "savefig"):
+      content.savefig(aside, format="png")
+      return
+    if not isinstance(content, str):
+      content = json.dumps(content, indent=1, ensure_ascii=False)
+    aside.write_text(content.rstrip("\n") + "\n", "utf-8")

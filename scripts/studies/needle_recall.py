@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.families.streamed import Streamed, injected
+from kvjax.methods.labels import read_heads
 from kvjax.models.decode import by_layer
 from kvjax.models.decode.generate import join, prefill, split
 from kvjax.models.io.tokenizer import Tokenizer

@@ -15,7 +15,8 @@ import kvjax
 from kvjax.models.decode.generate import generate, join, split
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, e2e, fitting
+from kvjax.programs import suites
+from kvjax.programs.suites import Case, Contender, e2e
 
 NEW = 64  # tokens of a call
 SHORT = 8  # tokens of a short answer
@@ -23,17 +24,17 @@ MARKS = [(batch, tokens) for tokens in (4096, 32768) for batch in (1, 8)]
 FULL = kvjax.Full()
 
 
-def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
+@suites.suite
+def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Llama-3.1-8B's shape under the full cache."""
+  name = "tiny" if quick else "Llama-3.1-8B"
   for batch, tokens in [(2, 64)] if quick else MARKS:
-    name = "tiny" if quick else "Llama-3.1-8B"
-    label = f"{name} B{batch} T{tokens}"
-    if only in label:
-      yield from fitting(label, case, e2e.weights(name), batch, tokens)
+    yield f"{name} B{batch} T{tokens}", case, name, batch, tokens
 
 
-def case(label: str, model: Transformer, batch: int, tokens: int) -> Case:
+def case(label: str, name: str, batch: int, tokens: int) -> Case:
   """One shape: `NEW` tokens by each way, from the same caches and the same logits."""
+  model = e2e.weights(name)
   held = [e2e.filled(model, batch, tokens, room=NEW)]
   start = jax.tree.map(jnp.copy, (held[0][0].pos, held[0][0].rows))
   logits = jax.random.normal(jax.random.key(2), (batch, model.config.vocab))
@@ -41,8 +42,7 @@ def case(label: str, model: Transformer, batch: int, tokens: int) -> Case:
   run = functools.partial(_Way, held, start)
 
   def call(caches: Any, stop: Any = (), **how: Any) -> tuple[np.ndarray, Any]:
-    options = {"steps": NEW, "stop": stop, **how}
-    out, caches = generate(model, logits, caches, FULL, **options)
+    out, caches = generate(model, logits, caches, FULL, steps=NEW, stop=stop, **how)
     return out.tokens, caches
 
   plain = run(_by_step(model, logits)).output()
@@ -58,9 +58,9 @@ def case(label: str, model: Transformer, batch: int, tokens: int) -> Case:
     "short answer": (functools.partial(call, stop=end, **streamed), short),
   }
   contenders = []
-  for name, (way, count) in ways.items():
-    compared = run(way).output if name != "short answer" else None
-    contenders.append(Contender(name, functools.partial(run(way).seconds, count), compared))
+  for way, (decode, count) in ways.items():
+    compared = run(decode).output if way != "short answer" else None
+    contenders.append(Contender(way, functools.partial(run(decode).seconds, count), compared))
 
   def remarks(seconds: dict[str, float]) -> list[str]:
     times = [f"{name} {seconds[name] / seconds['loop']:.3f} ×" for name in ways if name != "loop"]
@@ -72,7 +72,7 @@ def case(label: str, model: Transformer, batch: int, tokens: int) -> Case:
     bytes=sum(x.nbytes for x in jax.tree.leaves(held[0])),
     reference=lambda: plain,
     tolerance=0,  # the same tokens, each of them
-    contenders=tuple(contenders),
+    contenders=contenders,
     subject="generate",
     remarks=remarks,
   )

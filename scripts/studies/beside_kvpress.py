@@ -18,13 +18,10 @@ prompt: a run that is killed resumes where it stopped, and `--samples` can be ra
 
 import dataclasses
 import functools
-import json
-import pathlib
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
@@ -32,18 +29,16 @@ from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.ops import shared_slots
 from kvjax.programs import common, console
-from kvjax.programs.evals import kept, origin, registry
+from kvjax.programs.evals import kept, registry
 from kvjax.programs.evals.prompt import Prompt, Reader
-from kvjax.programs.evals.store import Store, key
+from kvjax.programs.evals.store import Store
 from kvjax.programs.evals.task import Row
 from kvjax.runtime.shared_prefill import take
-from scripts.studies import press_limits, pressed
+from scripts.studies import both, press_limits, pressed, sheets
 from scripts.studies.pressed import ORACLE, Cut, Kept, Pressed
 from scripts.tools.tablemakers import beside, results
 
-TASK = "needle"
 CLOSE = 1e-2  # by which logits of the full cache may differ
 MEMBERS = 8  # of a prompt pass, as many as compile in a minute or two
 EIGHTH, QUARTER, HALF, WHOLE = 0.125, 0.25, 0.5, 1.0
@@ -112,24 +107,8 @@ PAIRS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(both.Args):
   """Kept tokens and needle scores of kvpress and kvjax, side by side."""
-
-  out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
-  """Folder of the rows; by default scripts/results/cpu/kvpress, in a folder of the model's name."""
-  samples: int = 10
-  """Prompts, at ten depths in turn."""
-  length: int = 2048
-  """Tokens of a prompt and its answer."""
-  steps: int = 12
-  """Tokens of an answer at most; a needle takes about eight."""
-  seed: int = 0
-  """Draws texts and needles."""
-  alone: bool = False
-  """Asks kvpress only: for a model that two libraries take too long to run."""
-  checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,21 +177,11 @@ class Ours:
 
     Of tokens that were read as input, all but the last one; None where there are none.
     """
-    method, said, past = self.methods[cell], [], int(caches[0].seen[0])
-    while (new := int(logits[0].argmax())) not in self.tokenizer.ends:
-      said.append(new)
-      if len(said) == steps:
-        break
-      token = jnp.asarray([new], jnp.int32)
-      logits, caches = self.layered.decode(token, caches, method)
+    past, ends = int(caches[0].seen[0]), self.tokenizer.ends
+    said, caches = both.greedy(self.layered, self.methods[cell], logits, caches, steps, ends)
     read = list(range(past, int(caches[0].seen[0])))
-    cached = kept.holds(_positions(caches), read) if read else None
+    cached = kept.holds(both.positions(caches), read) if read else None
     return self.tokenizer.decode(said), cached
-
-
-def _positions(caches: Any) -> list[np.ndarray]:
-  """Of the first row, per layer and head; −1: none."""
-  return [np.asarray(shared_slots.by_head(layer)["pos"][0]) for layer in caches]
 
 
 def _method(cell: Cell, length: int) -> kvjax.Method:
@@ -229,7 +198,7 @@ def rows_of(
   Raises:
     ValueError: the full cache's logits differ by more than they may.
   """
-  score = registry.TASKS[TASK].score
+  score = registry.TASKS[both.TASK].score
   wanted = kept.places(reader.tokenizer, prompt.ids, row.answers[0])
   gold = reader.tokenizer.encode(row.answers[0], bos=False)
   read = {"aware": len(prompt.ids), "agnostic": len(prompt.head)}
@@ -255,7 +224,7 @@ def rows_of(
     raise ValueError(f"logits: found them {apart:.2g} apart, expected at most {CLOSE}")
   with console.step("kvjax answers"):
     for cell, mine in caches.items():
-      positions = _positions(mine)
+      positions = both.positions(mine)
       held = common.device_bytes(mine)
       answer, cached = ours.answer(cell, logits, mine, args.steps)
       rows[cell] |= {
@@ -291,54 +260,39 @@ def _answers(
   return said
 
 
-def _full_row(cell: Cell, found: dict[str, Any], args: Args, index: int) -> dict[str, Any]:
-  names = {"task": TASK, "length": args.length, "mode": cell.mode, "method": cell.pair}
-  return {**names, "budget": cell.budget(args.length), "index": index, **found}
-
-
 def main(args: Args) -> None:
   common.check_numbers(args, samples=1, length=256, steps=1)
-  libraries = pressed.versions()
+  pressed.versions()
   model, tokenizer = common.load_model(args.checkpoint)
-  settings = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
-    "weights": origin.weights(model),
-    "tokenizer": origin.tokenizer(tokenizer),
-    "length": args.length,
-    "steps": args.steps,
-    "seed": args.seed,
-    "alone": args.alone,
-    "versions": {"jax": jax.__version__, "kvjax": kvjax.__version__, **libraries},
-    "methods": {
-      f"{cell.pair}, {cell.budget(args.length)}": repr(_method(cell, args.length))
-      for cell in CELLS
-      if cell.ours
-    },
-    "presses": {
-      name: [pair.press, dict(pair.fields), list(pair.skip), pair.under]
-      for name, pair in PAIRS.items()
-    },
+  methods = {
+    f"{cell.pair}, {cell.budget(args.length)}": repr(_method(cell, args.length))
+    for cell in CELLS
+    if cell.ours
   }
+  presses = {
+    name: [pair.press, dict(pair.fields), list(pair.skip), pair.under]
+    for name, pair in PAIRS.items()
+  }
+  settings = both.settings(args, model, tokenizer, methods=methods, presses=presses)
   out = args.out or results.FOLDER / beside.FOLDER / settings["model"]
   store = Store(out, settings)
   if not (out / beside.LIMITS).is_file():
-    with console.step("kvpress's limits"), common.written_aside(out / beside.LIMITS) as aside:
-      aside.write_text(json.dumps(press_limits.limits(), indent=1) + "\n", "utf-8")
+    with console.step("kvpress's limits"):
+      sheets.write(out / beside.LIMITS, press_limits.limits())
   with console.step("the same weights in transformers"):
     theirs = Pressed(model)
   ours, reader = None if args.alone else Ours(model, tokenizer, args.length), Reader(tokenizer)
-  build = registry.TASKS[TASK].build
-  for index in range(args.samples):
-    if all(key(_full_row(cell, {}, args, index)) in store.rows for cell in CELLS):
-      continue
-    print(f"prompt {index + 1} of {args.samples}")
-    row = build(reader.count, length=args.length, seed=args.seed, index=index)
-    found = rows_of(reader, ours, theirs, row, reader.row(row), args)
-    store.append([_full_row(cell, each, args, index) for cell, each in found.items()])
-  for each in kept.summary(store.rows.values(), ("mode", "method", "budget")):
-    sides = [f"{each[name].mean:.0%}" for name in ("score", "score_of_kvpress") if name in each]
-    equal = f"{each['equal']:.4f}" if "equal" in each else ""
-    print(f"{each['mode']:9}{each['method']:40}{each['budget']:6} {equal:7} {' '.join(sides)}")
+
+  def answer(row: Row, _: list[Cell]) -> dict[Cell, dict[str, Any]]:
+    return rows_of(reader, ours, theirs, row, reader.row(row), args)
+
+  names = {
+    cell: {"mode": cell.mode, "method": cell.pair, "budget": cell.budget(args.length)}
+    for cell in CELLS
+  }
+  both.ask(args, reader, store, names, answer)
+  for each, said in both.summary(store, "mode", "method", "budget"):
+    print(f"{each['mode']:9}{each['method']:40}{each['budget']:6} {said}")
 
 
 if __name__ == "__main__":

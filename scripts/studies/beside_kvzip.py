@@ -15,10 +15,9 @@ says. In OUT: settings.json and rows.jsonl, written after each prompt: a killed 
 
 import dataclasses
 import itertools
-import pathlib
 import types
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,40 +30,26 @@ from kvjax.models.decode.caches import fork
 from kvjax.models.decode.reconstruct import Instructions
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.ops import shared_slots
 from kvjax.programs import common, console
-from kvjax.programs.evals import kept, origin, registry
+from kvjax.programs.evals import kept, registry
 from kvjax.programs.evals.prompt import Prompt, Reader
-from kvjax.programs.evals.store import Store, key
+from kvjax.programs.evals.store import Store
 from kvjax.programs.evals.task import Row
-from scripts.studies import pressed
+from scripts.studies import both, pressed
 from scripts.studies.pressed import Pressed
 from scripts.tools.tablemakers import beside, results
 
-TASK, ROOM = "needle", 128
+ROOM = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(both.Args):
   """Scores, kept tokens and found needles of KVzip, here and in kvpress."""
 
-  out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
-  """Folder of the rows; by default scripts/results/cpu/kvzip, in a folder of the model's name."""
-  samples: int = 10
-  """Prompts, at ten depths in turn."""
   length: int = 1536
   """Tokens of a prompt and its answer."""
   parts: tuple[int, ...] = (16, 8, 4, 2)
   """Of a context this part is kept: a sixteenth, …"""
-  steps: int = 12
-  """Tokens of an answer at most; a needle takes about eight."""
-  seed: int = 0
-  """Draws texts and needles."""
-  alone: bool = False
-  """Asks kvpress only: for a model that two libraries take too long to run."""
-  checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 class Theirs:
@@ -168,12 +153,8 @@ class Ours:
     tail = jnp.asarray(common.right_padded(prompt.tail, size=64))
     asked = jnp.asarray([len(prompt.tail)])
     logits, caches = self.layered.prefill(tail, asked, caches, method, past=None)
-    said: list[int] = []
-    while (new := int(logits[0].argmax())) not in self.tokenizer.ends:
-      said.append(new)
-      if len(said) == steps:
-        break
-      logits, caches = self.layered.decode(jnp.asarray([new], jnp.int32), caches, method)
+    ends = self.tokenizer.ends
+    said, _ = both.greedy(self.layered, method, logits, caches, steps, ends)
     return self.tokenizer.decode(said)
 
 
@@ -186,7 +167,7 @@ def rows_of(
   cells: list[tuple[str, int]],
 ) -> dict[tuple[str, int], dict[str, Any]]:
   """One prompt, by how a budget is divided and which part is kept: those that are asked for."""
-  size, score = len(prompt.head), registry.TASKS[TASK].score
+  size, score = len(prompt.head), registry.TASKS[both.TASK].score
   wanted = kept.places(theirs.tokenizer, prompt.head, row.answers[0])
   counts = {part: size // part for part in args.parts}
   with console.step("kvpress reads"):
@@ -215,7 +196,7 @@ def rows_of(
       if how not in beside.OURS:
         continue
       method, held = ours.cut(caches, scores, how, counts[part], size)
-      positions = [np.asarray(shared_slots.by_head(layer)["pos"][0]) for layer in held]
+      positions = both.positions(held)
       shares = kept.overlap(positions, [[np.flatnonzero(x) for x in of] for of in stays])
       said = ours.answer(method, fork(jnp.zeros((1, 1)), held, 1)[1], prompt, args.steps)
       rows[how, part] |= {
@@ -228,46 +209,25 @@ def rows_of(
   return rows
 
 
-def _full_row(how: str, part: int, found: dict[str, Any], args: Args, index: int) -> dict[str, Any]:
-  names = {"task": TASK, "length": args.length, "mode": "agnostic", "method": how}
-  return {**names, "budget": part, "index": index, **found}
-
-
 def main(args: Args) -> None:
   common.check_numbers(args, samples=1, length=256, steps=1)
-  libraries = pressed.versions()
+  pressed.versions()
   model, tokenizer = common.load_model(args.checkpoint)
-  settings = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
-    "weights": origin.weights(model),
-    "tokenizer": origin.tokenizer(tokenizer),
-    "length": args.length,
-    "parts": list(args.parts),
-    "steps": args.steps,
-    "seed": args.seed,
-    "alone": args.alone,
-    "versions": {"jax": jax.__version__, "kvjax": kvjax.__version__, **libraries},
-  }
+  settings = both.settings(args, model, tokenizer, parts=list(args.parts))
   store = Store(args.out or results.FOLDER / beside.KVZIP / settings["model"], settings)
   theirs, reader = Theirs(model, tokenizer), Reader(tokenizer)
   ours = None if args.alone else Ours(model, tokenizer, args.length)
-  build = registry.TASKS[TASK].build
-  for index in range(args.samples):
-    cells = [
-      cell
-      for cell in itertools.product(beside.DIVIDED, args.parts)
-      if key(_full_row(*cell, {}, args, index)) not in store.rows
-    ]
-    if not cells:
-      continue
-    print(f"prompt {index + 1} of {args.samples}")
-    row = build(reader.count, length=args.length, seed=args.seed, index=index)
-    found = rows_of(ours, theirs, row, reader.row(row), args, cells)
-    store.append([_full_row(*cell, found[cell], args, index) for cell in cells])
-  for each in kept.summary(store.rows.values(), ("method", "budget")):
-    sides = [f"{each[name].mean:.0%}" for name in ("score", "score_of_kvpress") if name in each]
-    equal = f"{each['equal']:.4f}" if "equal" in each else ""
-    print(f"{each['method']:6} 1/{each['budget']:<3} {equal:7} {' '.join(sides)}")
+
+  def answer(row: Row, cells: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+    return rows_of(ours, theirs, row, reader.row(row), args, cells)
+
+  names = {
+    (how, part): {"mode": "agnostic", "method": how, "budget": part}
+    for how, part in itertools.product(beside.DIVIDED, args.parts)
+  }
+  both.ask(args, reader, store, names, answer)
+  for each, said in both.summary(store, "method", "budget"):
+    print(f"{each['method']:6} 1/{each['budget']:<3} {said}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives.rope import Rope
+from kvjax.programs.suites.e2e import hugging_face
 
 LIBRARIES = ("kvpress", "torch", "transformers")
 
@@ -103,18 +104,10 @@ class Pressed:
       found = ", ".join(others or ["rope"])
       raise NotImplementedError(f"model: found {found}, expected a plain Llama or Qwen 2")
     kind = "Qwen2" if c.qkv_bias else "Llama"
-    config = getattr(self.transformers, f"{kind}Config")(
-      vocab_size=c.vocab,
-      hidden_size=c.dim,
-      intermediate_size=c.ffn,
-      num_hidden_layers=c.layers,
-      num_attention_heads=c.heads,
-      num_key_value_heads=c.kv_heads,
-      head_dim=c.head_dim,
-      max_position_embeddings=c.max_context,
+    config = hugging_face(
+      c,
       rms_norm_eps=c.norm_eps,
       rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
-      tie_word_embeddings=c.tie_embeddings,
       attn_implementation="sdpa",
     )
     with self.torch.device("meta"):

@@ -11,9 +11,11 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import store
-from kvjax.programs.evals.prompt import Prompt
+from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.task import Row
+from scripts.examples.tiny import byte_tokenizer
 from scripts.studies import beside_kvzip as program
+from scripts.studies import both
 from scripts.tools.tablemakers import Results, beside, scored
 from tests.tiny_tokenizers import Letters
 
@@ -77,6 +79,25 @@ def test_kvpress_alone():
   rows = rows_of(None, Theirs(np.zeros((2, 2, len(TEXT)))))
   assert list(rows) == [("head", 2), ("layer", 2)]
   assert "equal" not in rows["head", 2] and rows["head", 2]["answer_of_kvpress"] == "4444"
+
+
+def test_prompts_are_asked_for_what_is_not_there(tmp_path):
+  names = {part: {"mode": "agnostic", "method": "head", "budget": part} for part in (2, 4)}
+  asked = []
+
+  def answer(row, cells):
+    asked.append(cells)
+    return {cell: {"kept": 1.0 * cell} for cell in cells}
+
+  kept, args = store.Store(tmp_path, {"seed": 0}), program.Args(samples=2, length=512)
+  for some in ({2: names[2]}, names, names):
+    both.ask(args, Reader(byte_tokenizer()), kept, some, answer)
+  kept.close()
+  assert asked == [[2], [2], [4], [4]]
+  rows = store.read(tmp_path)
+  assert [(row["index"], row["budget"], row["kept"]) for row in rows] == [
+    *((0, 2, 2.0), (1, 2, 2.0), (0, 4, 4.0), (1, 4, 4.0))
+  ]
 
 
 def test_tables_have_each_cell_once_and_figures_from_rows():

@@ -300,12 +300,12 @@ def loop(
   return Contender(name, seconds, (lambda: output) if checked else None, note)
 
 
-def hugging_face(config: ModelConfig) -> Any:
+def hugging_face(config: ModelConfig, **more: Any) -> Any:
   """transformers' configuration of this shape."""
   import transformers
 
-  kind = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
-  return kind(
+  kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
+  return getattr(transformers, f"{kind}Config")(
     vocab_size=config.vocab,
     hidden_size=config.dim,
     num_hidden_layers=config.layers,
@@ -315,6 +315,7 @@ def hugging_face(config: ModelConfig) -> Any:
     intermediate_size=config.ffn,
     max_position_embeddings=config.max_context,
     tie_word_embeddings=config.tie_embeddings,
+    **more,
   )
 
 

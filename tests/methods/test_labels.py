@@ -1,0 +1,47 @@
+"""Labels of methods: settings, files, methods over others, classes from outside."""
+
+import json
+
+import pytest
+
+import kvjax
+from kvjax.methods import labels
+from kvjax.methods.labels import instance
+
+
+def test_a_label_is_a_method():
+  assert instance("full", 64) == kvjax.Full()
+  assert instance("snapkv:window_size=4,reduce=max", 64) == kvjax.SnapKV(64, 4, reduce="max")
+  assert instance("snapkv:budget=9,window_size=4", 64).budget == 9
+  over = instance("quantised:bits=4+snapkv:window_size=4", 64)
+  assert over == kvjax.Quantised(kvjax.SnapKV(64, 4), bits=4)
+  assert instance("knorm:skip_layers=(0,1)", 64).skip_layers == (0, 1)
+  assert instance("kvjax:Quest:page=4", 64).page == 4
+  assert labels.split("adakv:safeguard=0+kvzip") == ["adakv:safeguard=0", "kvzip"]
+
+
+def test_values_that_stand_in_files(tmp_path):
+  path = tmp_path / "heads.json"
+  path.write_text(json.dumps({"heads": [[0, 1, 0.5]]}))
+  assert instance(f"ltri:heads={path}", 4096).heads == ((0, 1, 0.5),)
+  path.write_text('{"heads": 3}')
+  with pytest.raises(ValueError, match=r"heads\.json: found .*expected a file of retrieval heads"):
+    instance(f"ltri:heads={path}", 4096)
+  with pytest.raises(ValueError, match=r"--it: .*none\.json: not found, expected a file"):
+    instance(f"ltri:heads={tmp_path}/none.json", 4096, "--it")
+
+
+@pytest.mark.parametrize(
+  ("label", "message"),
+  [
+    ("snapkw", r"--it: found 'snapkw', .*\(did you mean 'snapkv'\?\)"),
+    ("snapkv:4", "--it: found 'snapkv:4', expected name:field=value"),
+    ("snapkv:windows=4", "--it: snapkv has no windows, it has: budget, window_size"),
+    ("snapkv+full", r"--it: found 'snapkv\+full', expected a method over others before"),
+    ("json:loads", r"--it: found 'json:loads', .*expected a subclass of kvjax\.Method"),
+    ("nowhere:Mine", r"--it: found 'nowhere:Mine', expected module:Class \(No module"),
+  ],
+)
+def test_what_is_no_label_is_refused(label, message):
+  with pytest.raises(ValueError, match=message):
+    instance(label, 64, "--it")

@@ -81,7 +81,7 @@ def value_of(text: str, option: str = "--methods") -> Any:
 def read(
   reader: Callable[[pathlib.Path], Any], path: pathlib.Path, option: str = "--methods"
 ) -> Any:
-  """What a reader makes of the file that a label names; ValueError where there is none."""
+  """Reads the file that a label names; ValueError where there is none."""
   try:
     return reader(path)
   except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Labels of methods in text: a method, with settings, over another one.
 
-snapkv    snapkv:window=32    quantised:bits=4+snapkv    adakv+kvzip:room=64
+snapkv    snapkv:window_size=16    quantised:bits=4+snapkv    adakv:safeguard=0+kvzip
 duo_attention:pattern=gates.tsv    ltri:heads=heads.json    mymodule:Mine
 """
 
@@ -25,7 +25,7 @@ def split(label: str) -> list[str]:
   return _INNER.split(label)
 
 
-def instance(label: str, budget: int, option: str = "--methods") -> Method:
+def instance(label: str, budget: int, option: str = "label") -> Method:
   """The method that a label means, with a budget.
 
   Args:
@@ -38,7 +38,7 @@ def instance(label: str, budget: int, option: str = "--methods") -> Method:
   Raises:
     ValueError: a name, a field or a file is not one, or a method refuses it.
   """
-  outer, *inner = _INNER.split(label, maxsplit=1)
+  outer, *inner = _INNER.split(label, 1)
   name, fields = parts(outer, option)
   method = settings.usual(find_method(name, option), budget)
   values = {field: value_of(text, option) for field, text in fields.items()}
@@ -52,7 +52,7 @@ def instance(label: str, budget: int, option: str = "--methods") -> Method:
   return dataclasses.replace(method, **values)
 
 
-def parts(label: str, option: str = "--methods") -> tuple[str, dict[str, str]]:
+def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:
   """Name and settings of "name:settings" or "module:Class:settings"."""
   name, _, rest = label.partition(":")
   if name not in METHODS and rest and "=" not in rest.partition(":")[0]:
@@ -67,7 +67,7 @@ def parts(label: str, option: str = "--methods") -> tuple[str, dict[str, str]]:
   return name, fields
 
 
-def value_of(text: str, option: str = "--methods") -> Any:
+def value_of(text: str, option: str = "label") -> Any:
   """A literal of Python, what a file holds, or the text itself."""
   path = pathlib.Path(text)
   if path.suffix in FILES:
@@ -78,9 +78,7 @@ def value_of(text: str, option: str = "--methods") -> Any:
     return text
 
 
-def read(
-  reader: Callable[[pathlib.Path], Any], path: pathlib.Path, option: str = "--methods"
-) -> Any:
+def read(reader: Callable[[pathlib.Path], Any], path: pathlib.Path, option: str = "label") -> Any:
   """Reads the file that a label names; ValueError where there is none."""
   try:
     return reader(path)

@@ -44,7 +44,7 @@ RECORDED = pathlib.Path("recorded.npz")  # of scripts.studies.record, in the wor
 
 @suites.suite
 def cases(quick: bool, peers: bool) -> Iterator[tuple]:
-  """What looking costs, then what stopping saves."""
+  """The cost of looking, then the gain of stopping."""
   for shape in (QUICK,) if quick else DENSE:
     yield f"p=inf {shape.name}", dense_case, shape, quick
   shape = QUICK if quick else DENSE[1]

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import select
 import signal
 import sys
 import tempfile
@@ -130,13 +131,20 @@ def _one_line_errors() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     raise SystemExit("\nstopped") from None
-  except BrokenPipeError:  # who reads the output has seen enough
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(141) from None  # as a program that SIGPIPE ends
   except _TOLD as error:
+    if isinstance(error, BrokenPipeError) and _unread():  # its reader has seen enough
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      raise SystemExit(141) from None  # as a program that SIGPIPE ends
     if os.environ.get("KVJAX_TRACEBACK"):
       raise
     raise SystemExit(f"error: {error}\n(KVJAX_TRACEBACK=1 shows where)") from error
+
+
+def _unread() -> bool:
+  """True where standard output is a pipe that nobody reads any more; others may break, too."""
+  watched = select.poll()
+  watched.register(sys.stdout.fileno(), 0)
+  return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def keep_programs() -> None:

@@ -137,7 +137,7 @@ class Reading:
     return dataclasses.replace(self, caches=take(self.caches, self.shared.index(name)))
 
 
-def choose(names: tuple[str, ...]) -> tuple[str, ...]:
+def choose(names: tuple[str, ...], budget: int = 1024) -> tuple[str, ...]:
   """The methods to run, the full cache first.
 
   Raises:
@@ -146,7 +146,7 @@ def choose(names: tuple[str, ...]) -> tuple[str, ...]:
   if names == ("all",):
     names = tuple(name for name in kvjax.METHODS if not _repeats(name))
   for name in names:
-    labels.instance(name, 1024)
+    labels.instance(name, budget, "--methods")
   return ("full", *dict.fromkeys(name for name in names if name != "full"))
 
 
@@ -338,7 +338,7 @@ def contest(
   Returns:
     The results as they come: a method runs when its result is asked for.
   """
-  methods = {name: labels.instance(name, budget) for name in names}
+  methods = {name: labels.instance(name, budget, "--methods") for name in names}
   game = Contest(model, tokenizer, row, length)
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)
@@ -381,13 +381,13 @@ def show(results: Iterable[Result]) -> list[Result]:
 
 
 def main(args: Args) -> None:
-  names = choose(args.methods)
   common.check_numbers(args, length=1, budget=1, chat_tokens=0)
   if args.depth is not None and not 0 <= args.depth <= 1:
     raise ValueError(f"--depth: found {args.depth}, expected a number from 0 to 1")
   gpu = jax.default_backend() == "gpu"
   length = args.length or (4000 if gpu else 2000)
   budget = args.budget or length // 4
+  names = choose(args.methods, budget)
   device = jax.devices()[0].device_kind if gpu else f"CPU, {os.cpu_count()} cores"
   console.heading(f"kvjax {kvjax.__version__} · jax {jax.__version__} · {device}")
   model, tokenizer = common.load_model(args.checkpoint)

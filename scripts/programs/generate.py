@@ -106,8 +106,11 @@ def answer_file(args: Args, method: Method, sampling: Sampling, given: Mapping[s
 
 def main(args: Args) -> int | None:
   common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1, rows=1)
-  if (args.prompt is None) == (args.file is None) or None not in (args.file, args.context_file):
-    raise ValueError("expected PROMPT, with or without --context-file, or --file")
+  if (args.prompt is None) == (args.file is None):
+    found = "neither" if args.file is None else "both"
+    raise ValueError(f"PROMPT, --file: found {found}, expected one of them")
+  if None not in (args.file, args.context_file):
+    raise ValueError("--context-file: found with --file, expected it with PROMPT")
   method = labels.instance(args.method, args.budget, "--method")
   given = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)

@@ -1,4 +1,4 @@
-"""What the comparisons with kvpress share: arguments, settings, a greedy answer, the prompts."""
+"""Parts of both comparisons with kvpress: arguments, settings, a greedy answer, the prompts."""
 
 import dataclasses
 import pathlib
@@ -47,7 +47,7 @@ class Args:
 
 
 def settings(args: Args, model: Transformer, tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
-  """What a folder's rows have in common."""
+  """Facts that all rows of a folder share."""
   libraries = pressed.versions()
   return {
     "model": sheets.model_name(args.checkpoint),

@@ -1,4 +1,4 @@
-"""What studies share: the model's name, texts, and files that are whole or not there."""
+"""Parts of all studies: the model's name, texts, and files that are whole or not there."""
 
 import json
 import pathlib

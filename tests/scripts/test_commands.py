@@ -139,7 +139,21 @@ def test_a_method_of_the_folder_in_which_one_is(tmp_path):
   assert done.stdout.startswith("Mine.\n"), done.stderr
 
 
-def test_a_reader_that_has_seen_enough(tmp_path):
-  command = f"{sys.executable} -m kvjax methods | head -1"
+BREAKING = """
+from kvjax.programs import common
+with common.one_line_errors():
+  for i in range({lines}):
+    print(i, flush=True)
+  raise BrokenPipeError(32, "another pipe")
+"""
+
+
+@pytest.mark.parametrize(
+  ("lines", "reader", "says"),
+  [(100_000, "(read first; echo $first)", ""), (1, "cat", "error: [Errno 32] another pipe")],
+)
+def test_a_reader_that_has_seen_enough(lines, reader, says):
+  """It ends a program without a word; another pipe that breaks is an error."""
+  command = f"{sys.executable} -c '{BREAKING.format(lines=lines)}' | {reader}"
   done = subprocess.run(command, shell=True, cwd=FOLDER, capture_output=True, text=True)
-  assert done.stdout.startswith("method") and "Broken" not in done.stderr
+  assert done.stdout == "0\n" and done.stderr.partition("\n")[0] == says

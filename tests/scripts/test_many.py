@@ -69,6 +69,11 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
     many.read(tmp_path / "missing")
   both = generate.Args("x", file=tmp_path / "q.jsonl")
   neither = dataclasses.replace(both, prompt=None, file=None)
-  for args in (both, neither, dataclasses.replace(both, prompt=None, context_file=both.file)):
-    with pytest.raises(ValueError, match="expected PROMPT, with or without --context-file, or"):
+  alone = dataclasses.replace(both, prompt=None)
+  for args, message in (
+    (both, "PROMPT, --file: found both, expected one"),
+    (neither, "PROMPT, --file: found neither, expected one"),
+    (dataclasses.replace(alone, context_file=both.file), "--context-file: found with --file"),
+  ):
+    with pytest.raises(ValueError, match=message):
       generate.main(args)

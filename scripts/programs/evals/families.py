@@ -68,7 +68,7 @@ YARDSTICKS = ("topk_oracle", "random")
 def of(label: str) -> Family:
   """Family of a method, by what its class declares; of names that this machine lacks, OTHERS."""
   try:
-    method = labels.instance(label, 1024)
+    method = labels.instance(label, 1024, "--methods")
   except (ImportError, TypeError, ValueError):
     return OTHERS
   if isinstance(method, kvjax.Full):

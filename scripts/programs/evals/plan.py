@@ -77,7 +77,7 @@ def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[
   tokens = [_tokens(budget, length) for budget in budgets]
   for label in dict.fromkeys(["full", *labels]):
     for budget in tokens:
-      method = instance(label, budget)
+      method = instance(label, budget, "--methods")
       free = instance(label, 2 * budget) == method
       made.setdefault(method, Entry(label, None if free else budget, method, fitted(label)))
   return list(made.values())

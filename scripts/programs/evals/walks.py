@@ -32,7 +32,7 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
   named = kvjax.METHODS.get(re.split("[:+]", label)[0])
   if named is None or not issubclass(named, kvjax.ART):
     return False
-  method = labels.instance(label, budget or length)
+  method = labels.instance(label, budget or length, "--methods")
   assert isinstance(method, kvjax.ART)
   if method.certify is not None or method.base != kvjax.Full():
     return False

@@ -126,7 +126,7 @@ def median(name: Name) -> Column:
 
 
 def where(name: Name, column: Column) -> Column:
-  """What a column shows where a contender has a time, else a dash."""
+  """The cell of a column where a contender has a time, else a dash."""
   return lambda case: (
     column(case) if case.has(name if isinstance(name, str) else name(case)) else "–"
   )

@@ -25,6 +25,7 @@ from kvjax.ops import table
 
 table.declare("append_blocks", pallas="kvjax.kernels.insertion.host_blocks:append")
 table.declare("fetch_blocks", pallas="kvjax.kernels.insertion.host_blocks:fetch")
+table.declare("move_rows", pallas="kvjax.kernels.insertion.host_blocks:move")
 
 SEGMENT_BYTES = 1 << 30
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -53,8 +54,7 @@ def on_host() -> bool:
 
 def hosted(caches: Any) -> list[Any]:
   """The arrays of all stores in caches: what lies in the host's memory where there is one apart."""
-  stores = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, OwnRows))
-  return jax.tree.leaves([x for x in stores if isinstance(x, OwnRows) and "k" in x.of])
+  return jax.tree.leaves([x for x in jax.tree.leaves(caches, is_leaf=is_store) if is_store(x)])
 
 
 def placed(tree: Any) -> Any:
@@ -132,6 +132,13 @@ def blocks_of(store: OwnRows) -> int:
   return sum(segment.shape[2] for segment in store.of["k"])
 
 
+def row_of(store: OwnRows) -> tuple[str, tuple[int, ...]]:
+  """Dtype and shape of a row's keys, wherever segments are cut."""
+  first = store.of["k"][0]
+  _, heads, _, tokens, head_dim = first.shape
+  return first.dtype.name, (heads, blocks_of(store), tokens, head_dim)
+
+
 def block_size(store: OwnRows) -> int:
   """U, tokens of a block."""
   return store.of["k"][0].shape[3]
@@ -193,6 +200,30 @@ def fetch(store: OwnRows, block: Int[Array, "B R"], env: Env) -> dict[str, Array
   return found
 
 
+def moved(store: OwnRows, row: Int[Array, " R"], other: OwnRows) -> OwnRows:
+  """The store with rows of another one, of R rows or of one, in the place of its own.
+
+  Args:
+    store: written in place where it is donated.
+    row: int32, no number twice.
+    other: as many blocks a row, of the same shape and dtype.
+  """
+  if on_host():
+    run = table.kernel("move_rows", table.choose("move_rows", "pallas"))
+    return OwnRows(run(store.of, row, other.of))
+  kept = {}
+  for name, segments in store.of.items():
+    cuts = np.cumsum([segment.shape[2] for segment in segments])[:-1]
+    parts = jnp.split(jnp.concatenate(other.of[name], 2), cuts, 2)
+    kept[name] = tuple(x.at[row].set(y) for x, y in zip(segments, parts, strict=True))
+  return OwnRows(kept)
+
+
+def is_store(x: Any) -> bool:
+  """True for a store of blocks among the leaves of caches."""
+  return isinstance(x, OwnRows) and "k" in x.of
+
+
 def _kernel(operation: str, env: Env) -> Callable | None:
   """The kernel; None: the reference, which cannot reach what lies in the host's memory."""
   if not on_host() and env.impl != "pallas":
@@ -233,6 +264,6 @@ mlir.register_lowering(_loose_p, lambda context, array: [array])
 
 def _each_store(change: Callable[[Array], Array], tree: Any) -> Any:
   def changed(x: Any) -> Any:
-    return jax.tree.map(change, x) if isinstance(x, OwnRows) and "k" in x.of else x
+    return jax.tree.map(change, x) if is_store(x) else x
 
-  return jax.tree.map(changed, tree, is_leaf=lambda x: isinstance(x, OwnRows))
+  return jax.tree.map(changed, tree, is_leaf=is_store)

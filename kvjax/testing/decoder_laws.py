@@ -210,7 +210,7 @@ def idle_rows_stay_untouched(case):
 @law
 def rows_enter_and_leave_a_live_batch(case):
   """A row that enters a batch goes on with its own bits, its neighbour keeps its bits; a cleared
-  row is as a new one. Tokens in the host's memory and branches of a context are refused.
+  row is as a new one. Branches of a context are refused.
   """
   origin, live, alone = (Told(case) for _ in range(3))
   other = (TOKENS + 7) % CONFIG.vocab

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
-from kvjax.models.decode import checks, rows
+from kvjax.models.decode import checks
 from kvjax.models.decode.generate import AHEAD, GREEDY, Device, Step
 from kvjax.models.decode.prefill import prefill
 from kvjax.models.decode.sampling import Sampling
@@ -96,7 +96,7 @@ class Batcher:
 
   Args:
     model: the decoder.
-    method: the KV-cache method; not one that keeps tokens in the host's memory.
+    method: the KV-cache method.
     rows: requests that decode together.
     capacity: tokens that a row has room for: a prompt, its limit, and `AHEAD` = 2, the steps that
       are under way while the host reads one.
@@ -108,8 +108,7 @@ class Batcher:
   Raises:
     TypeError: `method` is no method, or a number is of another type.
     ValueError: a number is out of range.
-    NotImplementedError: the method keeps tokens in the host's memory, or has to see a prompt at
-      once and `chunk` is given.
+    NotImplementedError: the method has to see a prompt at once, and `chunk` is given.
   """
 
   def __init__(
@@ -135,7 +134,6 @@ class Batcher:
       )
     self._model, self._method, self._tokenizer = model, method, tokenizer
     self._single = model.spec(1, checks.whole("capacity", capacity, 1 + AHEAD))
-    _refuse(method, self._single)
     caches = method.init_caches(dataclasses.replace(self._single, batch=rows))
     self._most = checks.capacity(caches, method)
     vocab = model.config.vocab
@@ -275,8 +273,3 @@ class Batcher:
     if request.row is not None:
       self._rows[request.row] = None
       self._device.end(np.arange(self._count) == request.row)
-
-
-def _refuse(method: Method, spec: Any) -> None:
-  """Raises for methods whose rows are not exchanged, before anything is allocated."""
-  rows.check_apart(jax.eval_shape(lambda: method.init_caches(spec)))

@@ -17,12 +17,9 @@ from kvjax.families.method import Method
 from kvjax.models.decode import checks
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches
+from kvjax.ops import offload
 
-# Why rows of such caches are not exchanged.
-APART = {
-  Layout.HOSTED: "old tokens are in the host's memory, which is not written row by row",
-  Layout.BRANCHED: "rows share a context",
-}
+APART = {Layout.BRANCHED: "rows share a context"}  # why rows of such caches are not exchanged
 
 
 def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
@@ -44,7 +41,7 @@ def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
     TypeError: `live` or `new` are no caches, or `rows` no integers.
     ValueError: rows are out of range, repeated, or not as many as those of `new`; caches were
       donated before; or `new` has another method, model or capacity.
-    NotImplementedError: the caches have tokens in the host's memory, or branches share a context.
+    NotImplementedError: branches share a context.
   """
   chosen = _checked(live, rows)
   checks.listed(new)
@@ -83,23 +80,22 @@ def clear(live: Caches, rows: ArrayLike, method: Method, spec: CacheSpec) -> Cac
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(live: Caches, rows: Int[Array, " n"], new: Caches) -> Caches:
   """Every array leads with the rows; a single new one goes to all of them."""
-  return jax.tree.map(lambda x, y: x.at[rows].set(y), live, new)
 
+  def put(x: Any, y: Any) -> Any:
+    return offload.moved(x, rows, y) if offload.is_store(x) else x.at[rows].set(y)
 
-def check_apart(live: Caches) -> None:
-  """Raises NotImplementedError for caches whose rows cannot be exchanged; shapes will do."""
-  for layer, cache in enumerate(live):
-    if cache.layout in APART:
-      raise NotImplementedError(
-        f"live: layer {layer}: {APART[cache.layout]}, expected other caches"
-      )
+  return offload.settled(jax.tree.map(put, live, new, is_leaf=offload.is_store))
 
 
 def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
   """The rows; raises where they are none of these caches, or the caches not to be changed."""
   checks.listed(live)
   checks.there(live)
-  check_apart(live)
+  for layer, cache in enumerate(live):
+    if cache.layout in APART:
+      raise NotImplementedError(
+        f"live: layer {layer}: {APART[cache.layout]}, expected other caches"
+      )
   chosen = checks.token_ids("rows", rows)
   batch = live[0].seen.shape[0]
   wrong = [row for row in chosen.tolist() if not 0 <= row < batch]
@@ -125,9 +121,11 @@ def _check_alike(live: Caches, new: Caches) -> None:
 
 
 def _kinds(cache: Any) -> dict[str, tuple[Any, ...]]:
-  """Dtype and shape of a row of each array, by name."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+  """Dtype and shape of a row of each array, by name; a store counts as the one that it is cut of."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(cache, is_leaf=offload.is_store)
   return {
-    jax.tree_util.keystr(path, simple=True, separator="."): (x.dtype.name, x.shape[1:])
+    jax.tree_util.keystr(path, simple=True, separator="."): (
+      offload.row_of(x) if offload.is_store(x) else (x.dtype.name, x.shape[1:])
+    )
     for path, x in leaves
   }

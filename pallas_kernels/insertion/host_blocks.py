@@ -1,4 +1,4 @@
-"""Blocks of keys and values in host memory: fetched to the device and appended, over the link.
+"""Blocks of keys and values in host memory: fetched to the device, appended, and moved by rows.
 
 The store's segments are operands in pinned host memory. What a kernel loads from them or stores to
 them crosses the link as it is needed: no staging copy, and nothing but the blocks that are named.
@@ -24,6 +24,7 @@ from kvjax.kernels.common import backend
 WARPS = 4
 PIECE = 32  # tokens of a program
 NAMES = ("k", "v")
+Place = tuple[Any, Any, Any, Array, Array]  # batch row, KV head, block, tokens and columns
 
 
 def _place(heads: int, pieces: int) -> tuple[Any, Any, Any, Any]:
@@ -46,13 +47,8 @@ def _fetch_kernel(*refs: Any, starts: Sequence[int]) -> None:
   b, head, entry, piece = _place(heads, pl.cdiv(tokens, PIECE))
   token, column, real = _lanes(piece, tokens, head_dim)
   block = block_ref[b, entry]
-  count = len(starts)
-  for of_name, out in zip((segments[:count], segments[count:]), outs, strict=True):
-    found = jnp.zeros(real.shape, out.dtype)
-    for segment, start in zip(of_name, starts, strict=True):
-      here = (block >= start) & (block < start + segment.shape[2])
-      index = b, head, jnp.where(here, block - start, 0), token, column
-      found += backend.load(segment, *index, mask=real & here)
+  for of_name, out in zip(_halves(segments), outs, strict=True):
+    found = _load(of_name, starts, (b, head, block, token, column), real)
     backend.store(out, b, head, entry, token, column, value=found, mask=real)
 
 
@@ -63,13 +59,51 @@ def _append_kernel(*refs: Any, starts: Sequence[int]) -> None:
   b, head, entry, piece = _place(heads, pl.cdiv(tokens, PIECE))
   token, column, real = _lanes(piece, tokens, head_dim)
   block = block_ref[b, entry]
-  count = len(starts)
-  for of_name, new in zip((segments[:count], segments[count:]), news, strict=True):
+  for of_name, new in zip(_halves(segments), news, strict=True):
     x = backend.load(new, b, head, entry, token, column, mask=real)
-    for segment, start in zip(of_name, starts, strict=True):
-      here = (block >= start) & (block < start + segment.shape[2])
-      index = b, head, jnp.where(here, block - start, 0), token, column
-      backend.store(segment, *index, value=x.astype(segment.dtype), mask=real & here)
+    _store(of_name, starts, (b, head, block, token, column), x, real)
+
+
+def _move_kernel(
+  *refs: Any, starts: Sequence[int], others: Sequence[int], heads: int
+) -> None:
+  """row [R], other segments [1 or R, …], segments as they are [B, …] -> segments."""
+  row_ref, sources, segments = refs[0], refs[1 : 1 + 2 * len(others)], refs[-2 * len(starts) :]
+  tokens, head_dim = segments[0].shape[3:]
+  i, head, block, piece = _place(heads, pl.cdiv(tokens, PIECE))
+  token, column, real = _lanes(piece, tokens, head_dim)
+  source = 0 if sources[0].shape[0] == 1 else i
+  for theirs, ours in zip(_halves(sources), _halves(segments), strict=True):
+    x = _load(theirs, others, (source, head, block, token, column), real)
+    _store(ours, starts, (row_ref[i], head, block, token, column), x, real)
+
+
+def _halves(segments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+  """Those of keys, and those of values."""
+  half = len(segments) // 2
+  return segments[:half], segments[half:]
+
+
+def _load(segments: Sequence[Any], starts: Sequence[int], place: Place, real: Array) -> Array:
+  """A piece of a block, from the segment that holds it; zeros where none does."""
+  row, head, block, token, column = place
+  found = jnp.zeros(real.shape, segments[0].dtype)
+  for segment, start in zip(segments, starts, strict=True):
+    here = (block >= start) & (block < start + segment.shape[2])
+    index = row, head, jnp.where(here, block - start, 0), token, column
+    found += backend.load(segment, *index, mask=real & here)
+  return found
+
+
+def _store(
+  segments: Sequence[Any], starts: Sequence[int], place: Place, x: Array, real: Array
+) -> None:
+  """Writes a piece of a block into the segment that holds it."""
+  row, head, block, token, column = place
+  for segment, start in zip(segments, starts, strict=True):
+    here = (block >= start) & (block < start + segment.shape[2])
+    index = row, head, jnp.where(here, block - start, 0), token, column
+    backend.store(segment, *index, value=x.astype(segment.dtype), mask=real & here)
 
 
 def _starts(segments: Sequence[Array]) -> tuple[int, ...]:
@@ -144,8 +178,43 @@ def append(
     interpret=interpret,
     aliases={4 + i: i for i in range(len(segments))},
   )
-  half = len(segments) // 2
-  return {"k": tuple(written[:half]), "v": tuple(written[half:])}
+  return dict(zip(NAMES, map(tuple, _halves(written)), strict=True))
+
+
+def move(
+  store: dict[str, tuple[Array, ...]],
+  row: Int[Array, " R"],
+  other: dict[str, tuple[Array, ...]],
+  *,
+  interpret: bool | None = None,
+) -> dict[str, tuple[Array, ...]]:
+  """The store with rows of another one at `row`, in place where it is donated.
+
+  Args:
+    store: as in `fetch`.
+    row: int32, no number twice.
+    other: a store of R rows, or of one that goes to each; its segments may be cut elsewhere.
+    interpret: as in `fetch`.
+  """
+  segments, sources = ([*x["k"], *x["v"]] for x in (store, other))
+  _, heads, _, tokens, _ = segments[0].shape
+  blocks = sum(x.shape[2] for x in store["k"])
+  written = backend.call(
+    functools.partial(
+      _move_kernel, starts=_starts(store["k"]), others=_starts(other["k"]), heads=heads
+    ),
+    row,
+    *sources,
+    *segments,
+    grid=(row.size * heads, blocks * pl.cdiv(tokens, PIECE)),
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in segments],
+    warps=WARPS,
+    stages=1,
+    name="move_rows",
+    interpret=interpret,
+    aliases={1 + len(sources) + i: i for i in range(len(segments))},
+  )
+  return dict(zip(NAMES, map(tuple, _halves(written)), strict=True))
 
 
 def check(store: dict[str, tuple[Any, ...]], block: Any) -> None:

@@ -76,6 +76,23 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
     np.testing.assert_array_equal(got[name], want)
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("one", [False, True])
+def test_rows_of_another_store(kernel, one):
+  """Its segments are cut elsewhere, as those of a store of fewer rows are; one row goes to all."""
+  shape, rows = (2, 40, 24), jnp.array([3, 1], jnp.int32)
+  store, whole = filled(0, (4, *shape), [3, 3, 1], "float32")
+  other, new = filled(1, (1 if one else 2, *shape), [5, 2], "float32")
+  if kernel:
+    got = OwnRows(host_blocks.move(store.of, rows, other.of))
+  else:
+    got = offload.moved(store, rows, other)
+  assert [x.shape for x in got.of["k"]] == [x.shape for x in store.of["k"]]
+  for name, want in whole.items():
+    want[rows] = new[name]
+    np.testing.assert_array_equal(joined(got)[name], want)
+
+
 def test_lanes_of_a_last_piece():
   """Tokens 32 … 39 of 40: the lane after them would be the next block's first token."""
   real = host_blocks._lanes(1, 40, 24)[2]
